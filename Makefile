@@ -1,0 +1,58 @@
+# Everything installs into .venv; `make setup` does nothing when that is already done.
+#
+#   make setup        EXTRAS=...       what to install; by default for the GPU if there is one, else for the CPU
+#                     PYTHON=...       the Python 3.11 or newer that .venv is made from
+#                     TORCH_INDEX=...  address of a package index that has torch for the CPU (see README, "Install")
+#   make demo         questions answered from real documents, with speculation on and off
+#   make test         the fast tests; `make test-all` adds those marked slow, gpu and browser
+#   make check        format, lint, types
+#   make bench        both benchmark suites; BENCH_FLAGS=--quick for a short run
+
+SHELL := /bin/sh
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+COMMA := ,
+
+HAS_GPU := $(shell nvidia-smi -L 2>/dev/null)
+EXTRAS ?= $(if $(HAS_GPU),gpu,cpu),dev,train,bench
+DEVICE := $(if $(findstring gpu,$(EXTRAS)),gpu,cpu)
+OTHER_DEVICE := $(if $(findstring gpu,$(EXTRAS)),cpu,gpu)
+STAMP := $(VENV)/.installed-$(DEVICE)-$(subst $(COMMA),-,$(EXTRAS))
+
+# The CPU pin stands in pyproject.toml alone. It goes in first, or everything that needs torch would bring CUDA along.
+TORCH_PIN := $(shell sed -n 's/^cpu = .*"\(torch==[^"]*\)".*/\1/p' pyproject.toml)
+
+.PHONY: setup demo test test-all check bench
+
+setup: $(STAMP)
+
+$(STAMP): pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || \
+		{ echo "ragspec needs Python 3.11 or newer, and '$(PYTHON)' is not. Name one: make setup PYTHON=python3.11" >&2; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || \
+		{ echo "'$(PYTHON)' cannot make a virtual environment. On Debian or Ubuntu: apt-get install python3-venv" >&2; exit 1; }
+	@! ls $(VENV)/.installed-$(OTHER_DEVICE)-* >/dev/null 2>&1 || \
+		{ echo "$(VENV) was installed for the $(OTHER_DEVICE), and the two exclude each other. Remove it first: rm -rf $(VENV)" >&2; exit 1; }
+	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv $(VENV)
+ifeq ($(DEVICE),cpu)
+	$(BIN)/python -m pip install $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) "$(TORCH_PIN)"
+endif
+	$(BIN)/python -m pip install --editable ".[$(EXTRAS)]"
+	@touch $@
+
+demo: $(STAMP)
+	$(BIN)/ragspec demo
+
+test: $(STAMP)
+	$(BIN)/python -m pytest
+
+test-all: $(STAMP)
+	$(BIN)/python -m pytest -m ""
+
+check: $(STAMP)
+	bash infra/check.sh
+
+bench: $(STAMP)
+	$(BIN)/python -m pipelines.benchmark --suite rag $(BENCH_FLAGS)
+	$(BIN)/python -m pipelines.benchmark --suite grammar $(BENCH_FLAGS)

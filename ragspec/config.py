@@ -1,0 +1,121 @@
+"""Settings, one frozen pydantic model per part, units in names.
+
+Unknown keys are errors. Files and the environment are read only at the edge (`load_config`, called by the command line and
+the jobs); the library takes ready objects.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from ragspec.errors import ConfigError
+
+ASSETS = Path(__file__).parent / "assets"
+REFERENCE_TARGET = str(ASSETS / "reference_target")
+
+
+class Part(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class ChunkingConfig(Part):
+    """Passages of whole sentences, at most `max_chars` characters, overlapping by whole sentences."""
+
+    max_chars: int = Field(600, ge=40)
+    overlap_chars: int = Field(0, ge=0)
+
+
+class EncoderConfig(Part):
+    """`model`: "all-MiniLM-L6-v2" is the hash-checked package; anything else is a sentence-transformers path or name."""
+
+    model: str = "all-MiniLM-L6-v2"
+    batch_size: int = Field(32, ge=1)
+    max_tokens: int = Field(256, ge=8)
+
+
+class RetrieverConfig(Part):
+    index_dir: str = ""
+    num_passages: int = Field(3, ge=1, le=64)
+
+
+class TargetConfig(Part):
+    """The model served. `dtype` of the weights; the KV cache is float32."""
+
+    model: str = REFERENCE_TARGET
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    max_context_tokens: int | None = Field(None, ge=16)
+    exactness: Literal["bitwise", "fast"] = "bitwise"
+
+
+class DraftingConfig(Part):
+    """Which drafters propose, and the most nodes a tree may have."""
+
+    speculation: bool = True
+    drafters: tuple[str, ...] = ("copy",)
+    max_tree_nodes: int = Field(48, ge=1, le=512)
+    reuse_earlier_answers: bool = False
+    max_earlier_tokens: int = Field(50_000, ge=0)
+
+
+class EngineConfig(Part):
+    """`max_kv_tokens` bounds the slot pool; `max_step_tokens` the rows of one forward."""
+
+    max_kv_tokens: int = Field(32_768, ge=64)
+    max_step_tokens: int = Field(512, ge=16)
+    max_running: int = Field(64, ge=1)
+    max_waiting: int = Field(10_000, ge=1)
+    prefix_cache: bool = True
+    num_threads: int | None = Field(None, ge=1)
+
+
+class GenerationConfig(Part):
+    """Defaults of a question; see `ragspec.core.SamplingParams`."""
+
+    max_tokens: int = Field(96, ge=1)
+    temperature: float = Field(0.0, ge=0.0)
+    top_p: float = Field(1.0, gt=0.0, le=1.0)
+    seed: int | None = None
+
+
+class PipelineConfig(Part):
+    """Everything a pipeline is built from."""
+
+    encoder: EncoderConfig = EncoderConfig()
+    chunking: ChunkingConfig = ChunkingConfig()
+    retriever: RetrieverConfig = RetrieverConfig()
+    target: TargetConfig = TargetConfig()
+    drafting: DraftingConfig = DraftingConfig()
+    engine: EngineConfig = EngineConfig()
+    generation: GenerationConfig = GenerationConfig()
+
+
+def load_config(path: str | Path | None = None, **overrides: Any) -> PipelineConfig:
+    """Read a YAML file (or nothing) and put dotted overrides such as `{"target.model": "..."}` on top.
+
+    Raises: ConfigError with the file, the key and the reason.
+    """
+    tree: dict[str, Any] = {}
+    if path is not None:
+        try:
+            tree = yaml.safe_load(Path(path).read_text(encoding="utf-8")) or {}
+        except (OSError, UnicodeDecodeError, yaml.YAMLError) as cause:
+            raise ConfigError(f"cannot read the configuration {path}: {cause}") from cause
+        if not isinstance(tree, dict):
+            raise ConfigError(f"the configuration {path} is not a mapping")
+    for dotted, value in overrides.items():
+        if value is None:
+            continue
+        *parents, leaf = dotted.split(".")
+        node = tree
+        for name in parents:
+            node = node.setdefault(name, {})
+        node[leaf] = value
+    try:
+        return PipelineConfig.model_validate(tree)
+    except ValidationError as cause:
+        reasons = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in cause.errors())
+        raise ConfigError(f"configuration {path or 'overrides'}: {reasons}") from cause

@@ -1,0 +1,273 @@
+"""Plain data that every part shares.
+
+Dimension letters, used in every docstring and shape comment of the project:
+
+    B sequences   T tokens      N tree nodes or rows of one forward   D depth of a tree
+    V vocabulary  H hidden      K documents (passages)                E embedding
+
+Nothing here computes; nothing here imports another part of ragspec except the errors.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from ragspec.errors import InputError
+
+MAX_SEED = 2**64 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """A text with an identity, as the user gave it."""
+
+    id: str
+    text: str
+    title: str = ""
+    source: str = ""
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Passage:
+    """A chunk of a document: `text == document.text[start:end]`, in characters."""
+
+    document_id: str
+    ordinal: int
+    text: str
+    start: int
+    end: int
+    title: str = ""
+    source: str = ""
+    score: float = 0.0
+
+    @property
+    def id(self) -> str:
+        return f"{self.document_id}#{self.ordinal}"
+
+
+@dataclass(frozen=True, slots=True)
+class Citation:
+    """Two spans that are the same string: `answer[start:end] == passage.text[passage_start:passage_end]`.
+
+    Units: characters. `document_start/end` are the same span inside the whole document.
+    """
+
+    start: int
+    end: int
+    passage_id: str
+    passage_start: int
+    passage_end: int
+    document_id: str
+    document_start: int
+    document_end: int
+    source: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How a target's logits become tokens. Validated when built; wrong values raise InputError.
+
+    `seed` None means: 64 random bits, drawn by the engine and returned. Penalties follow vLLM: repetition over prompt and
+    output, presence and frequency over the output. `logprobs` is the number of alternatives returned beside each token's own
+    log-probability (None: none at all), of the logits before any warp.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    stop: tuple[str, ...] = ()
+    max_tokens: int = 128
+    min_tokens: int = 0
+    ignore_eos: bool = False
+    n: int = 1
+    logprobs: int | None = None
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        for name, low, high in _RANGES:
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
+                raise InputError(f"{name} must be a number from {low} to {high}, not {value!r}")
+        for name in ("top_k", "max_tokens", "min_tokens", "n", "seed", "logprobs"):
+            value = getattr(self, name)
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
+                raise InputError(f"{name} must be an integer, not {value!r}")
+        if self.seed is not None and not 0 <= self.seed <= MAX_SEED:
+            raise InputError(f"seed must be an integer from 0 to 2**64 - 1, not {self.seed!r}")
+        if self.logprobs is not None and not 0 <= self.logprobs <= 20:
+            raise InputError(f"logprobs must be from 0 to 20, not {self.logprobs!r}")
+        if self.repetition_penalty == 0.0:
+            raise InputError("repetition_penalty must be greater than 0")
+        if isinstance(self.stop, str) or not all(isinstance(s, str) and s for s in self.stop):
+            raise InputError("stop must be a tuple of non-empty strings")
+        if self.min_tokens > self.max_tokens:
+            raise InputError(f"min_tokens ({self.min_tokens}) exceeds max_tokens ({self.max_tokens})")
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0.0
+
+    @property
+    def has_penalties(self) -> bool:
+        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+
+
+_RANGES = (
+    ("temperature", 0.0, 100.0),
+    ("top_k", 0, 2**31),
+    ("top_p", 1e-9, 1.0),
+    ("min_p", 0.0, 1.0),
+    ("repetition_penalty", 0.0, 100.0),
+    ("presence_penalty", -100.0, 100.0),
+    ("frequency_penalty", -100.0, 100.0),
+    ("max_tokens", 1, 2**31),
+    ("min_tokens", 0, 2**31),
+    ("n", 1, 64),
+)
+
+
+class SourceKind(enum.IntEnum):
+    """Where a copied span may come from; acceptance is learned per kind."""
+
+    PASSAGE = 0
+    INPUT = 1
+    HISTORY = 2
+    PREDICTION = 3
+    OUTPUT = 4
+    EARLIER = 5
+
+
+@dataclass(frozen=True, slots=True)
+class CopySource:
+    """A text the output is likely to repeat. `passage_id` gives copied tokens their provenance."""
+
+    kind: SourceKind
+    text: str
+    passage_id: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One generation. `salt` separates tenants in every cache; `speculation` False means root-only trees."""
+
+    id: str
+    prompt_ids: tuple[int, ...]
+    params: SamplingParams = field(default_factory=SamplingParams)
+    sources: tuple[CopySource, ...] = ()
+    salt: str = ""
+    speculation: bool = True
+
+    def with_params(self, params: SamplingParams) -> Request:
+        return replace(self, params=params)
+
+
+class FinishReason(enum.StrEnum):
+    STOP = "stop"
+    LENGTH = "length"
+    CANCELLED = "cancelled"
+    ERROR = "error"
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """Natural logarithms of probabilities before any warp; `top` is sorted by (-logprob, id)."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """What one step added to one choice: the engine's only message to the outside.
+
+    `text` never ends inside a character and never holds the beginning of a stop string that may still complete.
+    """
+
+    request_id: str
+    choice: int
+    token_ids: tuple[int, ...]
+    text: str
+    logprobs: tuple[TokenLogprob, ...] = ()
+    finish_reason: FinishReason | None = None
+    stats: GenerationStats | None = None
+    error: str = ""
+
+
+@dataclass(slots=True)
+class StepStats:
+    """One decode step of one sequence. `num_accepted` excludes the bonus token."""
+
+    num_drafted: int
+    num_accepted: int
+
+
+@dataclass(slots=True)
+class GenerationStats:
+    """Counters of one choice; times in seconds, wall clock."""
+
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_output_tokens: int = 0
+    num_steps: int = 0
+    num_drafted: int = 0
+    num_accepted: int = 0
+    accepted_by_drafter: dict[str, int] = field(default_factory=dict)
+    queue_s: float = 0.0
+    prefill_s: float = 0.0
+    decode_s: float = 0.0
+    seed: int = 0
+    system_fingerprint: str = ""
+
+    @property
+    def acceptance_length(self) -> float:
+        """Tokens emitted a step, bonus included, over the decode steps."""
+        return self.num_output_tokens / self.num_steps if self.num_steps else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """The whole output of one choice."""
+
+    request_id: str
+    choice: int
+    token_ids: tuple[int, ...]
+    text: str
+    finish_reason: FinishReason
+    logprobs: tuple[TokenLogprob, ...]
+    stats: GenerationStats
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """A turn of a conversation: role is system, user, assistant, or context (numbered passages)."""
+
+    role: str
+    content: str
+
+
+def check_text(text: str, what: str) -> str:
+    """Refuse what no tokenizer should see.
+
+    Raises: InputError for a non-string, an empty string, lone surrogates or NUL.
+    """
+    if not isinstance(text, str):
+        raise InputError(f"{what} must be a string, not {type(text).__name__}")
+    if not text.strip():
+        raise InputError(f"{what} is empty")
+    if "\0" in text:
+        raise InputError(f"{what} holds a NUL character")
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as cause:
+        raise InputError(f"{what} holds a lone surrogate at character {cause.start}") from cause
+    return text

@@ -1,0 +1,282 @@
+"""The copy drafter: the answer is likely to repeat what the request already holds.
+
+References are the retrieved passages, the user's input, predicted text, the conversation, the output itself and, if allowed,
+earlier answers of the same tenant. Four ways lead to a place to copy from:
+
+* match:    the longest run of tokens that ends the text so far and occurs in a reference; several places give branches
+* start:    the output begins: inputs and predictions from their first token
+* quote:    a quotation mark has just opened: every sentence of the passages from its first token
+* realign:  after an edit, go on beside the place where copying stopped (one token replaced, inserted or left out)
+
+The probability of each way and match length is learned from what the target accepted.
+
+Sources: LLMA (Yang et al. 2023, arXiv 2304.04487), prompt lookup (Saxena 2023), SAD (Sun et al. 2021, arXiv 2106.04970),
+suffix decoding (Oliaro et al. 2024, arXiv 2411.04975).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Sequence as SequenceOf
+from typing import Any, NamedTuple
+
+import numba
+import numpy as np
+from numpy.typing import NDArray
+from transformers import PreTrainedTokenizerBase
+
+from ragspec.core import SourceKind
+from ragspec.drafting.acceptance import AcceptanceTable
+from ragspec.drafting.drafter import Drafted
+from ragspec.drafting.references import Reference, ReferenceReader
+from ragspec.tree import Origin, Proposal
+
+Ints = NDArray[np.int32]
+
+_MAX_MATCH = 16
+_MAX_BRANCHES = 6
+_SEPARATOR = -1
+_PRIORS = {
+    **{f"match:{kind.name.lower()}": (0.25, 0.95) for kind in SourceKind},
+    "start:input": (0.3, 0.95),
+    "start:prediction": (0.9, 0.97),
+    "quote:passage": (0.6, 0.95),
+    "realign:replaced": (0.5, 0.95),
+    "realign:inserted": (0.3, 0.95),
+    "realign:removed": (0.2, 0.95),
+}
+
+
+class Feedback(NamedTuple):
+    """Which cell of the acceptance table a node was drawn from."""
+
+    kind: str
+    length: int
+
+
+class _Place(NamedTuple):
+    """Somewhere to copy from: `at` is the position of the first token to copy in the haystack."""
+
+    at: int
+    kind: str
+    length: int
+    share: float
+
+
+@numba.njit(nogil=True)  # type: ignore[untyped-decorator]
+def _match_lengths(haystack: Any, end: int, suffix: Any, ends: Any, lengths: Any) -> int:
+    """Positions before `end` whose preceding tokens repeat the end of `suffix`; returns how many were written.
+
+    Shapes: haystack int32 [T], suffix int32 [M]; out: ends [<= T] (position after the match) and lengths.
+    """
+    count, last = 0, suffix.shape[0] - 1
+    for at in range(end - 1):
+        if haystack[at] != suffix[last]:
+            continue
+        length = 1
+        while length <= last and length <= at and haystack[at - length] == suffix[last - length]:
+            length += 1
+        ends[count], lengths[count] = at + 1, length
+        count += 1
+    return count
+
+
+class _State:
+    """References of one sequence as one array of tokens, separators between them; the output grows at its end."""
+
+    def __init__(self, references: list[Reference], sequence: Drafted) -> None:
+        self.references = references
+        sizes = [len(r.token_ids) + 1 for r in references]
+        self.begin = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
+        self._tokens = np.full(int(self.begin[-1]) + 256, _SEPARATOR, np.int32)
+        for reference, start in zip(references, self.begin, strict=False):
+            self._tokens[start : start + len(reference.token_ids)] = reference.token_ids
+        self.end = int(self.begin[-1])
+        self.expected = -1  # where an interrupted copy of an input would have gone on
+        self.num_off = 0  # output tokens since it was interrupted
+        for token in sequence.tokens[sequence.num_prompt :]:
+            self.append(token)
+
+    @property
+    def tokens(self) -> Ints:
+        return self._tokens[: self.end]
+
+    def append(self, token: int) -> None:
+        if self.end == len(self._tokens):
+            self._tokens = np.concatenate([self._tokens, np.full(len(self._tokens), _SEPARATOR, np.int32)])
+        self._tokens[self.end] = token
+        self.end += 1
+
+    def reference_at(self, at: int) -> int:
+        """Number of the reference that holds position `at`; len(references) for the output."""
+        return int(np.searchsorted(self.begin, at, "right")) - 1
+
+    def follow(self, token: int) -> None:
+        """Keep the place in the input that runs beside the output."""
+        if self.expected < 0:
+            return
+        if self.num_off == 0 and self.tokens[self.expected] == token:
+            self.expected += 1
+        else:
+            self.num_off += 1
+
+
+class CopyDrafter:
+    """See the module. `earlier_tokens`: how many tokens of earlier answers one tenant may keep; 0 keeps none."""
+
+    name = "copy"
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, eos_ids: SequenceOf[int] = (), earlier_tokens: int = 0
+    ) -> None:
+        self._reader = ReferenceReader(tokenizer, eos_ids)
+        self._earlier: dict[str, deque[tuple[int, ...]]] = defaultdict(deque)
+        self._max_earlier = earlier_tokens
+        self._table = AcceptanceTable(_PRIORS, _MAX_MATCH)
+        self._states: dict[tuple[str, int], _State] = {}
+
+    def start(self, sequence: Drafted) -> None:
+        references = self._reader.read(sequence.request.sources)
+        for answer in self._earlier.get(sequence.request.salt, ()):
+            references.append(Reference(SourceKind.EARLIER, list(answer), -1, [], []))
+        self._states[sequence.key] = _State(references, sequence)
+
+    def propose(self, sequences: SequenceOf[Drafted], max_nodes: int) -> list[list[Proposal]]:
+        return [self._propose(sequence, max_nodes) for sequence in sequences]
+
+    def observe(self, sequence: Drafted, tokens: SequenceOf[int], hidden: Any) -> None:
+        state = self._states[sequence.key]
+        for token in tokens:
+            state.append(token)
+            state.follow(token)
+        self._realign(state, sequence)
+
+    def learn(self, feedback: object, accepted: bool) -> None:
+        if isinstance(feedback, Feedback):
+            self._table.learn(feedback.kind, feedback.length, accepted)
+
+    def finish(self, sequence: Drafted) -> None:
+        self._states.pop(sequence.key, None)
+        if self._max_earlier and sequence.num_output:
+            answers = self._earlier[sequence.request.salt]
+            answers.append(tuple(sequence.tokens[sequence.num_prompt :]))
+            while sum(map(len, answers)) > self._max_earlier:
+                answers.popleft()
+
+    def purge(self, salt: str) -> None:
+        """Forget the earlier answers of one tenant."""
+        self._earlier.pop(salt, None)
+
+    def _propose(self, sequence: Drafted, max_nodes: int) -> list[Proposal]:
+        state = self._states[sequence.key]
+        proposals: list[Proposal] = []
+        left = 1.0
+        for place in self._places(state, sequence):
+            tokens = self._copyable(state, place, max_nodes)
+            if len(tokens) == 0:
+                continue
+            number = state.reference_at(place.at)
+            reference = state.references[number] if number < len(state.references) else None
+            prob, parent = left * place.share, -1
+            probs = self._table.probabilities(place.kind, place.length, len(tokens))
+            for i, (token, given) in enumerate(zip(tokens.tolist(), probs, strict=True)):
+                prob *= given
+                if prob < 1e-3:
+                    break
+                source, offset = (
+                    reference.provenance(place.at + i - int(state.begin[number])) if reference else (-1, -1)
+                )
+                origin = Origin(self.name, source, offset, Feedback(place.kind, place.length + i))
+                proposals.append(Proposal(token, parent, prob, origin))
+                parent = len(proposals) - 1
+            left *= 1.0 - place.share * probs[0]
+        return proposals
+
+    def _copyable(self, state: _State, place: _Place, max_nodes: int) -> Ints:
+        """Tokens from the place up to the next separator."""
+        run = state.tokens[place.at : place.at + max_nodes]
+        stop = np.flatnonzero(run == _SEPARATOR)
+        return run[: stop[0]] if len(stop) else run
+
+    def _places(self, state: _State, sequence: Drafted) -> list[_Place]:
+        """Where to copy from, best first; `share` is the chance that this place is meant, given that no earlier one was."""
+        if sequence.num_output == 0:
+            return self._starts(state)
+        places = self._matches(state)
+        if state.num_off and 0 <= state.expected and (not places or places[0].length <= 2):
+            places = [*self._realignments(state), *places]
+        if self._reader.opens_quote(sequence.tokens[-1]):
+            starts = [
+                int(state.begin[number]) + start
+                for number, reference in enumerate(state.references)
+                if reference.kind is SourceKind.PASSAGE
+                for start in reference.sentence_starts
+            ]
+            places = [p for p in places if p.length > 3]
+            places += [_Place(at, "quote:passage", 0, 1.0 / (len(starts) - i)) for i, at in enumerate(starts)]
+        return places
+
+    def _starts(self, state: _State) -> list[_Place]:
+        kinds = {SourceKind.PREDICTION: "start:prediction", SourceKind.INPUT: "start:input"}
+        return [
+            _Place(int(state.begin[number]), kinds[reference.kind], 0, 1.0)
+            for kind in kinds
+            for number, reference in enumerate(state.references)
+            if reference.kind is kind
+        ]
+
+    def _matches(self, state: _State) -> list[_Place]:
+        suffix = state.tokens[max(int(state.begin[-1]), state.end - _MAX_MATCH) :]
+        ends, lengths = np.empty(state.end, np.int32), np.empty(state.end, np.int32)
+        count = _match_lengths(state.tokens, state.end, suffix, ends, lengths)
+        if not count:
+            return []
+        ends, lengths = ends[:count], np.minimum(lengths[:count], len(suffix))
+        order = np.lexsort((-ends, -lengths))[: 4 * _MAX_BRANCHES]
+        places: list[_Place] = []
+        met: set[int] = set()
+        for i in order:
+            at, length = int(ends[i]), int(lengths[i])
+            following = int(state.tokens[at])
+            if following == _SEPARATOR or following in met:
+                continue
+            met.add(following)
+            number = state.reference_at(at)
+            own = number >= len(state.references)
+            kind = SourceKind.OUTPUT if own else state.references[number].kind
+            places.append(_Place(at, f"match:{kind.name.lower()}", length, 1.0))
+            if len(places) == _MAX_BRANCHES:
+                break
+        return places
+
+    def _realignments(self, state: _State) -> list[_Place]:
+        off = state.num_off
+        last = self._end_of_reference(state, state.expected)
+        steps = (("realign:replaced", off), ("realign:inserted", 0), ("realign:removed", off + 1))
+        return [
+            _Place(state.expected + skip, kind, min(off, 4) - 1, 1.0)
+            for kind, skip in steps
+            if state.expected + skip < last
+        ]
+
+    def _realign(self, state: _State, sequence: Drafted) -> None:
+        """Find the input's place again where the last tokens occur once in it, at or after where copying stopped.
+
+        Source: the uniqueness rule of SAD.
+        """
+        if state.expected >= 0 and state.num_off == 0:
+            return
+        if state.num_off > 8:
+            state.expected, state.num_off = -1, 0
+        matches = [p for p in self._matches(state) if p.kind in ("match:input", "match:prediction")]
+        ahead = [p for p in matches if state.expected < 0 or state.expected - 1 <= p.at <= state.expected + 8]
+        if len(ahead) == 1 and (ahead[0].length > 1 or state.expected >= 0):
+            state.expected, state.num_off = ahead[0].at, 0
+        elif state.expected < 0 and len(matches) == 0 and sequence.num_output <= 4:
+            starts = self._starts(state)
+            if starts:
+                state.expected, state.num_off = starts[0].at, sequence.num_output
+
+    def _end_of_reference(self, state: _State, at: int) -> int:
+        number = state.reference_at(at)
+        return int(state.begin[number + 1]) - 1 if number < len(state.references) else state.end

@@ -1,0 +1,162 @@
+"""How much to draft: one tree a sequence, sized so that the step's expected tokens per second are greatest.
+
+A forward over n rows costs what it was measured to cost at start; a node is worth the probability that its path is accepted.
+Nodes of all sequences are taken in order of that probability while (expected tokens) / (cost of the step) still rises, so
+nothing is drafted where nothing pays.
+"""
+
+from __future__ import annotations
+
+import logging
+from bisect import bisect_left
+from collections.abc import Callable
+from collections.abc import Sequence as SequenceOf
+from typing import TypeVar
+
+from ragspec.drafting.drafter import Drafted, Drafter
+from ragspec.tree import DraftTree
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+_ROW_BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 256)
+
+
+class CostTable:
+    """Seconds of a forward by rows and context, measured at start, linear in between, refined while running."""
+
+    def __init__(self, seconds: dict[int, list[float]], rows: SequenceOf[int] = _ROW_BUCKETS) -> None:
+        """`seconds[context]` has one entry for each number of rows."""
+        self._rows = list(rows)
+        self._contexts = sorted(seconds)
+        self._seconds = {c: _rising(seconds[c]) for c in seconds}
+
+    @classmethod
+    def measure(cls, forward_s: Callable[[int, int], float], contexts: SequenceOf[int], max_rows: int) -> CostTable:
+        """`forward_s(rows, context)` runs one forward and returns its seconds; the median of three counts."""
+        rows = [n for n in _ROW_BUCKETS if n <= max_rows]
+        seconds = {c: [sorted(forward_s(n, c) for _ in range(3))[1] for n in rows] for c in contexts}
+        return cls(seconds, rows)
+
+    def cost_s(self, num_rows: int, context: int) -> float:
+        """Expected seconds of one forward."""
+        nearest = min(self._contexts, key=lambda c: abs(c - context))
+        column = self._seconds[nearest]
+        at = bisect_left(self._rows, num_rows)
+        if at == 0:
+            return column[0]
+        if at == len(self._rows):
+            last = column[-1] - column[-2] if len(column) > 1 else column[-1]
+            width = self._rows[-1] - self._rows[-2] if len(column) > 1 else self._rows[-1]
+            return column[-1] + last / width * (num_rows - self._rows[-1])
+        low, high = self._rows[at - 1], self._rows[at]
+        share = (num_rows - low) / (high - low)
+        return column[at - 1] * (1 - share) + column[at] * share
+
+
+def _rising(seconds: list[float]) -> list[float]:
+    """Measurements are noisy; more rows never cost less."""
+    for i in range(len(seconds) - 2, -1, -1):
+        seconds[i] = min(seconds[i], seconds[i + 1])
+    return seconds
+
+
+class Planner:
+    """Merges the proposals of all drafters and cuts them to what pays. Contains their exceptions."""
+
+    def __init__(self, drafters: SequenceOf[Drafter], costs: CostTable, max_tree_nodes: int) -> None:
+        self._drafters = list(drafters)
+        self._costs = costs
+        self._max_nodes = max_tree_nodes
+        self._idle: dict[tuple[str, int], tuple[int, int]] = {}  # sequence -> (steps to skip, steps skipped last time)
+        self.num_failures = 0
+
+    def start(self, sequence: Drafted) -> None:
+        for drafter in self._drafters:
+            self._contain(lambda d=drafter: d.start(sequence))  # type: ignore[misc]
+
+    def plan(self, sequences: SequenceOf[Drafted], num_other_rows: int, spare_rows: int) -> list[DraftTree]:
+        """One tree a sequence. `num_other_rows`: prompt rows in the same step; `spare_rows`: the most nodes in all."""
+        trees = [DraftTree(s.tokens[-1]) for s in sequences]
+        awake = [i for i, s in enumerate(sequences) if s.request.speculation and not self._asleep(s)]
+        if not awake or spare_rows <= 0:
+            return trees
+        for drafter in self._drafters:
+            asking = [sequences[i] for i in awake]
+            lists = self._contain(lambda d=drafter, a=asking: d.propose(a, self._max_nodes)) or []  # type: ignore[misc]
+            for i, proposals in zip(awake, lists, strict=False):
+                trees[i].merge(proposals)
+        for i in awake:
+            self._note(sequences[i], trees[i].num_drafted > 0)
+        return self._cut(sequences, trees, num_other_rows, spare_rows)
+
+    def observe(self, sequence: Drafted, tree: DraftTree, path: list[int], tokens: SequenceOf[int]) -> None:
+        """What the target decided: acceptance is learned from every node whose parent was accepted."""
+        by_name = {d.name: d for d in self._drafters}
+        on_path = {0, *path}
+        for node in range(1, len(tree)):
+            drafter = by_name.get(tree.origins[node].drafter)
+            if drafter is not None and tree.parents[node] in on_path:
+                drafter.learn(tree.origins[node].feedback, node in on_path)
+        for drafter in self._drafters:
+            self._contain(lambda d=drafter: d.observe(sequence, tokens, None))  # type: ignore[misc]
+
+    def finish(self, sequence: Drafted) -> None:
+        self._idle.pop(sequence.key, None)
+        for drafter in self._drafters:
+            self._contain(lambda d=drafter: d.finish(sequence))  # type: ignore[misc]
+
+    def _cut(
+        self, sequences: SequenceOf[Drafted], trees: list[DraftTree], num_other_rows: int, spare_rows: int
+    ) -> list[DraftTree]:
+        context = max(len(s.tokens) for s in sequences)
+        probs = sorted((p for tree in trees for p in tree.path_probs[1:]), reverse=True)[:spare_rows]
+        rows = len(sequences) + num_other_rows
+        expected = float(len(sequences))
+        best_rate, best = expected / self._costs.cost_s(rows, context), 0
+        for n, prob in enumerate(probs, 1):
+            expected += prob
+            rate = expected / self._costs.cost_s(rows + n, context)
+            if rate > best_rate:
+                best_rate, best = rate, n
+        if best == 0:
+            return [DraftTree(tree.token_ids[0]) for tree in trees]
+        if best == sum(tree.num_drafted for tree in trees):
+            return trees
+        return _split_budget(trees, probs[best - 1], best)
+
+    def _asleep(self, sequence: Drafted) -> bool:
+        left, length = self._idle.get(sequence.key, (0, 0))
+        if left:
+            self._idle[sequence.key] = (left - 1, length)
+        return left > 0
+
+    def _note(self, sequence: Drafted, found: bool) -> None:
+        """A sequence for which nothing is found is asked again after 1, 2, 4 and at most 8 steps."""
+        if found:
+            self._idle.pop(sequence.key, None)
+        else:
+            length = min(8, max(1, 2 * self._idle.get(sequence.key, (0, 0))[1]))
+            self._idle[sequence.key] = (length, length)
+
+    def _contain(self, call: Callable[[], T]) -> T | None:
+        try:
+            return call()
+        except Exception:
+            self.num_failures += 1
+            log.exception("a drafter failed; the step goes on without its draft")
+            return None
+
+
+def _split_budget(trees: list[DraftTree], threshold: float, num_nodes: int) -> list[DraftTree]:
+    """Each tree keeps its nodes above the threshold; nodes at it fill what is left, first trees first."""
+    above = [sum(p > threshold for p in tree.path_probs[1:]) for tree in trees]
+    at = [sum(p == threshold for p in tree.path_probs[1:]) for tree in trees]
+    left = num_nodes - sum(above)
+    kept = []
+    for tree, high, equal in zip(trees, above, at, strict=True):
+        extra = min(left, equal)
+        left -= extra
+        kept.append(tree.best(high + extra))
+    return kept

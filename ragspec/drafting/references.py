@@ -1,0 +1,77 @@
+"""Texts to copy from, as the tokens the target would write for them.
+
+A passage inside a prompt and the same passage inside an answer differ at their first token (a leading space, a quotation
+mark before it), so every sentence of a passage is also entered on its own, and an input with and without a leading space.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from transformers import PreTrainedTokenizerBase
+
+from ragspec.core import CopySource, SourceKind
+from ragspec.retrieval.chunking import sentences
+
+_QUOTES = ('"', "\u201c", "\u00ab", "\u2018")
+
+
+class Reference(NamedTuple):
+    """One run of tokens to copy from. `source` is the number of its CopySource in the request, -1 for none.
+
+    `offsets[i]`: character of the source's text where token i begins. `sentence_starts`: tokens that begin a sentence.
+    """
+
+    kind: SourceKind
+    token_ids: list[int]
+    source: int
+    offsets: list[int]
+    sentence_starts: list[int]
+
+    def provenance(self, token: int) -> tuple[int, int]:
+        """(number of the source, character) of one of its tokens."""
+        return self.source, self.offsets[token] if token < len(self.offsets) else -1
+
+
+class ReferenceReader:
+    """Tokenises the sources of a request."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, eos_ids: Sequence[int]) -> None:
+        self._tokenizer = tokenizer
+        self._eos_ids = list(eos_ids)[:1]
+        self.opens_quote = functools.lru_cache(maxsize=65536)(self._opens_quote)
+
+    def read(self, sources: Sequence[CopySource]) -> list[Reference]:
+        references: list[Reference] = []
+        for number, source in enumerate(sources):
+            if source.kind is SourceKind.PASSAGE:
+                references += self._passage(number, source)
+            elif source.kind in (SourceKind.INPUT, SourceKind.PREDICTION):
+                references += [self._whole(number, source, " "), self._whole(number, source, "")]
+            else:
+                references.append(self._whole(number, source, " ", ends=False))
+        return references
+
+    def _whole(self, number: int, source: CopySource, prefix: str, ends: bool = True) -> Reference:
+        ids, offsets = self._encode(prefix + source.text)
+        offsets = [max(0, offset - len(prefix)) for offset in offsets]
+        return Reference(source.kind, ids + (self._eos_ids if ends else []), number, offsets, [])
+
+    def _passage(self, number: int, source: CopySource) -> list[Reference]:
+        whole = self._whole(number, source, " ", ends=False)
+        references = [whole]
+        for start, end in sentences(source.text):
+            ids, offsets = self._encode(source.text[start:end])
+            references.append(Reference(source.kind, ids, number, [start + offset for offset in offsets], [0]))
+        return references
+
+    def _encode(self, text: str) -> tuple[list[int], list[int]]:
+        encoded = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        return list(encoded["input_ids"]), [start for start, _ in encoded["offset_mapping"]]
+
+    def _opens_quote(self, token_id: int) -> bool:
+        """Whether a token ends with a quotation mark that follows nothing but white space."""
+        text = str(self._tokenizer.decode([token_id]))
+        return text.endswith(_QUOTES) and (len(text) == 1 or text[-2] in " \n(")

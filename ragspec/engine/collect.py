@@ -1,0 +1,52 @@
+"""Deltas back into completions, for callers that wait."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+
+from ragspec.core import Completion, Delta, FinishReason, GenerationStats, Request
+from ragspec.errors import Cancelled, EngineError
+
+
+class Collector:
+    """A listener that gathers every choice of some requests; `wait` returns them in order."""
+
+    def __init__(self, requests: Sequence[Request]) -> None:
+        self._order = [(r.id, choice) for r in requests for choice in range(r.params.n)]
+        self._parts: dict[tuple[str, int], list[Delta]] = {key: [] for key in self._order}
+        self._open = len(self._order)
+        self._done = threading.Event()
+        if not self._open:
+            self._done.set()
+
+    def __call__(self, delta: Delta) -> None:
+        self._parts[delta.request_id, delta.choice].append(delta)
+        if delta.finish_reason is not None:
+            self._open -= 1
+            if not self._open:
+                self._done.set()
+
+    def wait(self) -> list[Completion]:
+        """Raises: EngineError when one of them failed, Cancelled when the engine was closed."""
+        self._done.wait()
+        return [join(self._parts[key]) for key in self._order]
+
+
+def join(deltas: Sequence[Delta]) -> Completion:
+    """The completion that one choice's deltas add up to. Raises: EngineError, Cancelled."""
+    last = deltas[-1]
+    if last.finish_reason is FinishReason.ERROR:
+        raise EngineError(f"request {last.request_id} failed: {last.error}")
+    if last.finish_reason is FinishReason.CANCELLED:
+        raise Cancelled(f"request {last.request_id} was cancelled")
+    assert last.finish_reason is not None
+    return Completion(
+        last.request_id,
+        last.choice,
+        tuple(token for delta in deltas for token in delta.token_ids),
+        "".join(delta.text for delta in deltas),
+        last.finish_reason,
+        tuple(logprob for delta in deltas for logprob in delta.logprobs),
+        last.stats or GenerationStats(),
+    )

@@ -1,0 +1,210 @@
+"""The engine: plan, one forward, verify, commit. Everything else in ragspec exists so that this stays short.
+
+One thread owns the target, the pool and every sequence; the outside talks to it through a queue and hears one `Delta` a step
+and choice. Speculation off is the same step with root-only trees.
+
+    >>> engine = Engine.load(TargetConfig(), EngineConfig(), DraftingConfig())
+    >>> engine.generate([Request("a", prompt_ids, SamplingParams(max_tokens=20))])[0].text
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import queue
+import threading
+from collections.abc import AsyncIterator, Callable
+from collections.abc import Sequence as SequenceOf
+
+from ragspec.config import DraftingConfig, EngineConfig, TargetConfig
+from ragspec.core import Completion, Delta, FinishReason, Request
+from ragspec.drafting.planner import Planner
+from ragspec.engine.admission import Admission
+from ragspec.engine.batch import Batch, Work
+from ragspec.engine.collect import Collector
+from ragspec.engine.scheduler import Scheduler
+from ragspec.engine.sequence import Sequence
+from ragspec.engine.target import Target
+from ragspec.errors import EngineClosed, InputError
+from ragspec.tree import DraftTree
+from ragspec.verification.verify import verify
+
+log = logging.getLogger(__name__)
+
+Listener = Callable[[Delta], None]
+
+
+class Engine:
+    """Continuous batching of draft trees over one target. Thread-safe from the outside."""
+
+    def __init__(self, target: Target, planner: Planner, admission: Admission, config: EngineConfig) -> None:
+        self.target = target
+        self._planner = planner
+        self._admission = admission
+        self._scheduler = Scheduler(target.pool, config)
+        self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._sequences: dict[str, list[Sequence]] = {}
+        self._lock = threading.Lock()
+        self._ids: set[str] = set()
+        self._closed = False
+        self._thread = threading.Thread(target=self._run, name="ragspec-engine", daemon=True)
+        self._thread.start()
+
+    @classmethod
+    def load(cls, target: TargetConfig, engine: EngineConfig, drafting: DraftingConfig) -> Engine:
+        """Load the model, test its numerics, measure its costs. Raises: ModelError, ConfigError."""
+        from ragspec.engine.loading import load_engine
+
+        return load_engine(target, engine, drafting)
+
+    @property
+    def fingerprint(self) -> str:
+        return self._admission.fingerprint
+
+    # -- from any thread ---------------------------------------------------------------------------------------------
+
+    def submit(self, request: Request, listener: Listener) -> None:
+        """Queue a request; the listener hears every Delta of every choice, in the engine's thread.
+
+        Raises: InputError, PromptTooLong, EngineClosed.
+        """
+        if self._closed:
+            raise EngineClosed("the engine is closed")
+        sequences = self._admission.sequences(request, listener)
+        with self._lock:
+            if request.id in self._ids:
+                raise InputError(f"a request with the id {request.id!r} is running already")
+            self._ids.add(request.id)
+        self._commands.put(lambda: self._enqueue(request.id, sequences))
+
+    def cancel(self, request_id: str) -> None:
+        """End a request within one step; unknown and finished ones are ignored."""
+        self._commands.put(lambda: self._cancel(request_id))
+
+    def generate(self, requests: SequenceOf[Request]) -> list[Completion]:
+        """Run requests to their end, all at once; completions in the order of requests, then choices."""
+        collector = Collector(requests)
+        for request in requests:
+            self.submit(request, collector)
+        return collector.wait()
+
+    async def stream(self, request: Request) -> AsyncIterator[Delta]:
+        """Deltas as they come; leaving the loop early cancels the request."""
+        loop, deltas = asyncio.get_running_loop(), asyncio.Queue[Delta]()
+        self.submit(request, lambda delta: _tell(loop, deltas, delta))
+        open_choices = request.params.n
+        try:
+            while open_choices:
+                delta = await deltas.get()
+                open_choices -= delta.finish_reason is not None
+                yield delta
+        finally:
+            if open_choices:
+                self.cancel(request.id)
+
+    def purge(self, salt: str) -> None:
+        """Forget every cached prefix of one tenant."""
+        self._commands.put(lambda: self._scheduler.prefixes.purge(salt) if self._scheduler.prefixes else None)
+
+    def close(self) -> None:
+        """Stop the thread; running requests end as cancelled."""
+        if not self._closed:
+            self._closed = True
+            self._commands.put(None)
+            self._thread.join()
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # -- the engine's thread -----------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while self._take_commands():
+            try:
+                self.step()
+            except Exception as cause:
+                log.exception("a step failed; its sequences end with an error")
+                for sequence in list(self._scheduler.running):
+                    self._end(sequence, FinishReason.ERROR, f"{type(cause).__name__}: {cause}")
+        for sequence in [*self._scheduler.running, *self._scheduler.waiting]:
+            self._end(sequence, FinishReason.CANCELLED)
+
+    def _take_commands(self) -> bool:
+        """Run what the outside asked for; wait for it when there is nothing to do. False: close."""
+        while True:
+            try:
+                command = self._commands.get(block=self._scheduler.idle)
+            except queue.Empty:
+                return True
+            if command is None:
+                return False
+            command()
+
+    def step(self) -> None:
+        """One decode step for every scheduled sequence."""
+        chosen = self._scheduler.schedule()
+        if not chosen:
+            return
+        deciding = [sequence for sequence, num_tokens in chosen if num_tokens == sequence.num_pending]
+        num_chain_rows = sum(num_tokens for _, num_tokens in chosen)
+        trees = self._planner.plan(deciding, num_chain_rows - len(deciding), self._scheduler.spare_rows(chosen))
+        tree_of = dict(zip(map(id, deciding), trees, strict=True))
+        works = [Work(sequence, num_tokens, tree_of.get(id(sequence))) for sequence, num_tokens in chosen]
+        batch = Batch(works)
+        logits = self.target.forward(batch.token_ids, batch.rows, batch.wanted)
+        for i, (sequence, num_tokens, tree) in enumerate(works):
+            if tree is None:
+                batch.keep(i, [])
+                continue
+            own_logits = batch.logits_of(i, logits)
+            path, tokens = verify(tree, own_logits, sequence.sampler, sequence.most_tokens)
+            decided_at = [0, *path]
+            num_kept = sequence.commit(tokens, own_logits[decided_at])
+            batch.keep(i, path[:num_kept])
+            self._account(sequence, tree, path, num_kept, num_tokens > 1)
+
+    def _account(self, sequence: Sequence, tree: DraftTree, path: list[int], num_kept: int, filled: bool) -> None:
+        """Statistics, learning, the message to the outside, the end."""
+        sequence.stats.num_steps += 1
+        sequence.stats.num_drafted += tree.num_drafted
+        for node in path[:num_kept]:
+            sequence.stats.num_accepted += 1
+            name = tree.origins[node].drafter
+            sequence.stats.accepted_by_drafter[name] = sequence.stats.accepted_by_drafter.get(name, 0) + 1
+        self._planner.observe(sequence, tree, path, sequence.tokens[-num_kept:])
+        if filled:
+            self._scheduler.remember_prompt(sequence)
+        if sequence.finish_reason is not None:
+            self._end(sequence, sequence.finish_reason)
+        else:
+            sequence.emit()
+
+    def _enqueue(self, request_id: str, sequences: list[Sequence]) -> None:
+        self._sequences[request_id] = list(sequences)
+        for sequence in sequences:
+            self._planner.start(sequence)
+            self._scheduler.waiting.append(sequence)
+
+    def _cancel(self, request_id: str) -> None:
+        for sequence in list(self._sequences.get(request_id, ())):
+            self._end(sequence, FinishReason.CANCELLED)
+
+    def _end(self, sequence: Sequence, reason: FinishReason, error: str = "") -> None:
+        sequence.finish_reason = reason
+        self._scheduler.retire(sequence)
+        self._planner.finish(sequence)
+        remaining = self._sequences[sequence.request.id]
+        remaining.remove(sequence)
+        if not remaining:
+            del self._sequences[sequence.request.id]
+            with self._lock:
+                self._ids.discard(sequence.request.id)
+        sequence.emit(error)
+
+
+def _tell(loop: asyncio.AbstractEventLoop, deltas: asyncio.Queue[Delta], delta: Delta) -> None:
+    if not loop.is_closed():
+        loop.call_soon_threadsafe(deltas.put_nowait, delta)

@@ -1,0 +1,98 @@
+"""From configuration to a running engine: load, test the numerics, measure the costs, build the drafters."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+
+import numba
+import numpy as np
+import torch
+
+from ragspec.config import DraftingConfig, EngineConfig, TargetConfig
+from ragspec.drafting.copy import CopyDrafter
+from ragspec.drafting.drafter import Drafter
+from ragspec.drafting.planner import CostTable, Planner
+from ragspec.engine.admission import Admission, SamplerFactory
+from ragspec.engine.engine import Engine
+from ragspec.engine.target import Target
+from ragspec.errors import ConfigError, ModelError
+from ragspec.numerics.kv_cache import SequenceSlots
+from ragspec.numerics.linear import packing_available
+from ragspec.numerics.rows import Part, StepRows
+from ragspec.numerics.self_test import SelfTest, self_test
+
+log = logging.getLogger(__name__)
+
+
+def load_engine(
+    target_config: TargetConfig,
+    config: EngineConfig,
+    drafting: DraftingConfig,
+    make_sampler: SamplerFactory | None = None,
+) -> Engine:
+    """Raises: ModelError, ConfigError."""
+    if not packing_available(getattr(torch, target_config.dtype)):
+        raise ModelError(f"this build of torch has no packed {target_config.dtype} product on this processor")
+    num_threads = config.num_threads or max(1, len(os.sched_getaffinity(0)))
+    torch.set_num_threads(num_threads)
+    numba.set_num_threads(min(num_threads, numba.config.NUMBA_NUM_THREADS))
+    target = Target.load(target_config, config.max_kv_tokens)
+    tested = check_numerics(target, num_threads)
+    costs = measure_costs(target, config.max_step_tokens)
+    planner = Planner(make_drafters(target, drafting), costs, drafting.max_tree_nodes)
+    return Engine(target, planner, Admission(target, tested.numerics_id, make_sampler), config)
+
+
+def check_numerics(target: Target, num_threads: int) -> SelfTest:
+    """The self-test of a target. Raises: ModelError when it fails and `exactness` is bitwise."""
+    tested = self_test(target, target.max_context_tokens, target.config.dtype, num_threads)
+    if tested.passed:
+        log.info("numerics self-test passed: rows are bitwise independent of their company (%s)", tested.numerics_id)
+    elif target.config.exactness == "bitwise":
+        raise ModelError(
+            "the numerics self-test failed on this machine ("
+            + "; ".join(tested.failures)
+            + '); set target.exactness to "fast" to serve without the bitwise promise'
+        )
+    else:
+        log.warning("numerics self-test failed: %s", "; ".join(tested.failures))
+    return tested
+
+
+def make_drafters(target: Target, drafting: DraftingConfig) -> list[Drafter]:
+    """Raises: ConfigError for an unknown drafter."""
+    known = {
+        "copy": lambda: CopyDrafter(
+            target.tokenizer, target.eos_ids, drafting.max_earlier_tokens if drafting.reuse_earlier_answers else 0
+        )
+    }
+    unknown = [name for name in drafting.drafters if name not in known]
+    if unknown:
+        raise ConfigError(f"unknown drafter {unknown[0]!r}; there are: {', '.join(known)}")
+    return [known[name]() for name in drafting.drafters] if drafting.speculation else []
+
+
+def measure_costs(target: Target, max_rows: int) -> CostTable:
+    """Seconds of a forward by rows, beside short and long contexts."""
+    contexts = [c for c in (128, 1024) if c + max_rows < target.max_context_tokens and 2 * c < target.pool.num_slots]
+    return CostTable.measure(_ForwardTimer(target).seconds, contexts or [16], min(max_rows, 128))
+
+
+class _ForwardTimer:
+    """Times forwards of random tokens over a context of zeros; what it writes into the pool is never read."""
+
+    def __init__(self, target: Target) -> None:
+        self._target = target
+
+    def seconds(self, num_rows: int, context: int) -> float:
+        slots = SequenceSlots(self._target.pool)
+        slots.keep(*slots.reserve(context), list(range(context)))
+        step = StepRows([Part(slots, num_rows)])
+        tokens = np.arange(num_rows, dtype=np.int32) % self._target.vocab_size
+        begin = time.perf_counter()
+        self._target.forward(tokens, step.rows, np.arange(num_rows, dtype=np.int32))
+        elapsed = time.perf_counter() - begin
+        slots.release()
+        return elapsed

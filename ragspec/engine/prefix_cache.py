@@ -1,0 +1,124 @@
+"""Keys and values of finished text, kept for the next request that starts the same way.
+
+A radix tree over slots, one root a tenant salt, so one tenant's text never answers for another's. A node holds a run of
+tokens and the slots of their positions; the tree is one more holder of those slots. The least recently used leaves go first.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ragspec.numerics.kv_cache import KvPool
+
+Ints = NDArray[np.int32]
+
+
+class _Node:
+    __slots__ = ("children", "last_used", "parent", "slots", "tokens")
+
+    def __init__(self, tokens: Sequence[int], slots: Ints, parent: _Node | None, last_used: int) -> None:
+        self.tokens = list(tokens)
+        self.slots = slots
+        self.parent = parent
+        self.children: dict[int, _Node] = {}
+        self.last_used = last_used
+
+
+class PrefixCache:
+    """`match` before a prefill, `insert` after it, `evict` when pages run out."""
+
+    def __init__(self, pool: KvPool) -> None:
+        self._pool = pool
+        self._roots: dict[str, _Node] = {}
+        self._clock = itertools.count()
+
+    def match(self, salt: str, tokens: Sequence[int]) -> Ints:
+        """Slots of the longest known prefix of `tokens`. Shape: int32 [T'] with T' <= T."""
+        found: list[Ints] = [np.empty(0, np.int32)]
+        for node, length in self._walk(salt, tokens):
+            node.last_used = next(self._clock)
+            found.append(node.slots[:length])
+        return np.concatenate(found)
+
+    def insert(self, salt: str, tokens: Sequence[int], slots: Ints) -> None:
+        """Remember `tokens`; where they are known already, what is there stays. Shapes: T tokens, int32 [T]."""
+        node = self._roots.setdefault(salt, _Node((), np.empty(0, np.int32), None, 0))
+        at = 0
+        for child, length in self._walk(salt, tokens):
+            node = child if length == len(child.tokens) else self._split(child, length)
+            node.last_used = next(self._clock)
+            at += length
+        if at < len(tokens):
+            rest = slots[at:].copy()
+            self._pool.hold(rest)
+            node.children[tokens[at]] = _Node(tokens[at:], rest, node, next(self._clock))
+
+    def evict(self, num_pages: int) -> None:
+        """Forget leaves, least recently used first, until `num_pages` pages are free or nothing is left."""
+        leaves = sorted(self._leaves(), key=lambda leaf: -leaf.last_used)
+        while self._pool.num_free_pages < num_pages and leaves:
+            leaf = leaves.pop()
+            parent = self._drop(leaf)
+            if parent.parent is not None and not parent.children:
+                leaves.append(parent)
+                leaves.sort(key=lambda leaf: -leaf.last_used)
+
+    def purge(self, salt: str) -> None:
+        """Forget everything of one tenant."""
+        for node in list(self._below(self._roots.pop(salt, None))):
+            self._pool.release(node.slots)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(node.tokens) for root in self._roots.values() for node in self._below(root))
+
+    def _walk(self, salt: str, tokens: Sequence[int]) -> Iterator[tuple[_Node, int]]:
+        """Nodes along `tokens` with how much of each agrees."""
+        node = self._roots.get(salt)
+        at = 0
+        while node is not None and at < len(tokens):
+            child = node.children.get(tokens[at])
+            if child is None:
+                return
+            length = _agreement(child.tokens, tokens, at)
+            at += length
+            node = child if length == len(child.tokens) else None
+            yield child, length
+
+    def _split(self, node: _Node, length: int) -> _Node:
+        """Cut a node in two; returns the upper part."""
+        assert node.parent is not None
+        upper = _Node(node.tokens[:length], node.slots[:length], node.parent, node.last_used)
+        node.parent.children[node.tokens[0]] = upper
+        node.tokens, node.slots, node.parent = node.tokens[length:], node.slots[length:], upper
+        upper.children[node.tokens[0]] = node
+        return upper
+
+    def _drop(self, leaf: _Node) -> _Node:
+        assert leaf.parent is not None
+        self._pool.release(leaf.slots)
+        del leaf.parent.children[leaf.tokens[0]]
+        return leaf.parent
+
+    def _below(self, node: _Node | None) -> Iterator[_Node]:
+        stack = list(node.children.values()) if node else []
+        while stack:
+            node = stack.pop()
+            stack.extend(node.children.values())
+            yield node
+
+    def _leaves(self) -> list[_Node]:
+        return [node for root in self._roots.values() for node in self._below(root) if not node.children]
+
+
+def _agreement(run: Sequence[int], tokens: Sequence[int], at: int) -> int:
+    """How many tokens of `run` agree with `tokens[at:]`."""
+    most = min(len(run), len(tokens) - at)
+    for i in range(most):
+        if run[i] != tokens[at + i]:
+            return i
+    return most

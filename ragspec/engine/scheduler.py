@@ -1,0 +1,120 @@
+"""Who takes part in the next step.
+
+First come, first served: running sequences each take part in every step, their prompts in chunks; waiting ones are admitted
+while pages are free. When pages run out, cached prefixes go first, then the youngest running sequence goes back to the head of
+the queue, to be computed again later: same key, same tokens.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+from ragspec.config import EngineConfig
+from ragspec.core import FinishReason
+from ragspec.engine.prefix_cache import PrefixCache
+from ragspec.engine.sequence import Sequence
+from ragspec.numerics.kv_cache import KvPool, SequenceSlots
+
+
+class Scheduler:
+    """Owns the queue, the running list and the prefix cache."""
+
+    def __init__(self, pool: KvPool, config: EngineConfig) -> None:
+        self._pool = pool
+        self._config = config
+        self.waiting: deque[Sequence] = deque()
+        self.running: list[Sequence] = []
+        self.prefixes = PrefixCache(pool) if config.prefix_cache else None
+        self.num_preemptions = 0
+
+    @property
+    def idle(self) -> bool:
+        return not self.waiting and not self.running
+
+    def schedule(self) -> list[tuple[Sequence, int]]:
+        """Each sequence of the next step with how many of its pending tokens take part, within the step's token budget."""
+        self._admit()
+        budget = self._config.max_step_tokens
+        chosen: list[tuple[Sequence, int]] = []
+        decoding = [s for s in self.running if s.num_pending == 1]
+        filling = [s for s in self.running if s.num_pending > 1]
+        for sequence in [*decoding, *filling]:
+            num_tokens = min(sequence.num_pending, budget)
+            if num_tokens <= 0:
+                break
+            if sequence.slots is None or not self._make_room(sequence, num_tokens, [s for s, _ in chosen]):
+                continue
+            chosen.append((sequence, num_tokens))
+            budget -= num_tokens
+        return [(s, n) for s, n in chosen if s.slots is not None]
+
+    def spare_rows(self, chosen: list[tuple[Sequence, int]]) -> int:
+        """Rows that drafts may add to the step: within the token budget and the free pages."""
+        left = self._config.max_step_tokens - sum(n for _, n in chosen)
+        reserved = sum(s.slots.num_new_pages(n) for s, n in chosen if s.slots)
+        pages = self._pool.num_free_pages - reserved - len(chosen)
+        return max(0, min(left, pages * 16))
+
+    def remember_prompt(self, sequence: Sequence) -> None:
+        """After its prefill: the next request with this prompt finds it."""
+        if self.prefixes is not None and sequence.slots is not None:
+            length = min(sequence.num_prompt, sequence.slots.length)
+            self.prefixes.insert(sequence.request.salt, sequence.tokens[:length], sequence.slots.slots[:length])
+
+    def retire(self, sequence: Sequence) -> None:
+        """A sequence has ended: its text stays in the prefix cache, everything else is free."""
+        if sequence in self.running:
+            self.running.remove(sequence)
+        if sequence in self.waiting:
+            self.waiting.remove(sequence)
+        if sequence.slots is None:
+            return
+        if self.prefixes is not None and sequence.finish_reason is not FinishReason.ERROR:
+            length = min(sequence.slots.length, len(sequence.tokens))
+            self.prefixes.insert(sequence.request.salt, sequence.tokens[:length], sequence.slots.slots[:length])
+        sequence.slots.release()
+        sequence.slots = None
+
+    def _admit(self) -> None:
+        while self.waiting and len(self.running) < self._config.max_running:
+            sequence = self.waiting[0]
+            if any(s.request is sequence.request and s.num_output == 0 for s in self.running):
+                return  # another choice computes the same prompt
+            slots = SequenceSlots(self._pool)
+            if self.prefixes is not None:
+                known = self.prefixes.match(sequence.request.salt, sequence.tokens[:-1])
+                if len(known):
+                    slots.share(known)
+            needed = slots.num_new_pages(len(sequence.tokens) - slots.length) + 1
+            if self.prefixes is not None:
+                self.prefixes.evict(needed)
+            if self._pool.num_free_pages < needed and self.running:
+                slots.release()
+                return
+            self.waiting.popleft()
+            sequence.stats.num_cached_tokens = max(sequence.stats.num_cached_tokens, slots.length)
+            sequence.admit(slots)
+            self.running.append(sequence)
+
+    def _make_room(self, sequence: Sequence, num_tokens: int, chosen: list[Sequence]) -> bool:
+        """Free pages for this sequence's rows beside those promised to `chosen`; may preempt younger ones, or itself."""
+        assert sequence.slots is not None
+        while True:
+            promised = sum(s.slots.num_new_pages(s.num_pending) for s in chosen if s.slots)
+            needed = promised + sequence.slots.num_new_pages(num_tokens)
+            if self.prefixes is not None and self._pool.num_free_pages < needed:
+                self.prefixes.evict(needed)
+            if self._pool.num_free_pages >= needed:
+                return True
+            victim = next((s for s in reversed(self.running) if s not in chosen), sequence)
+            self._preempt(victim)
+            if victim is sequence:
+                return False
+
+    def _preempt(self, sequence: Sequence) -> None:
+        assert sequence.slots is not None
+        sequence.slots.release()
+        sequence.slots = None
+        self.running.remove(sequence)
+        self.waiting.appendleft(sequence)
+        self.num_preemptions += 1

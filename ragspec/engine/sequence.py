@@ -1,0 +1,123 @@
+"""One choice of one request while the engine works on it: its tokens, its place in the pool, its text.
+
+waiting -> running -> finished
+   ^----------'  preempted: slots given back, tokens kept; the same key gives the same tokens again
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ragspec.core import Delta, FinishReason, GenerationStats, Request, TokenLogprob
+from ragspec.engine.text import OutputText
+from ragspec.numerics.kv_cache import SequenceSlots
+from ragspec.verification.sampling import Sampler, logprob
+
+
+class Limits(NamedTuple):
+    """Where an output must end: any of `eos_ids`, or `max_tokens` tokens (the request's, or what the context holds)."""
+
+    eos_ids: tuple[int, ...]
+    max_tokens: int
+
+
+class Sequence:
+    """State of one choice. `tokens` is prompt + output; positions [0, slots.length) have keys and values."""
+
+    def __init__(
+        self,
+        request: Request,
+        choice: int,
+        sampler: Sampler,
+        text: OutputText,
+        limits: Limits,
+        listener: Callable[[Delta], None],
+    ) -> None:
+        self.request = request
+        self.choice = choice
+        self.sampler = sampler
+        self.limits = limits
+        self.tokens = list(request.prompt_ids)
+        self.num_prompt = len(request.prompt_ids)
+        self.slots: SequenceSlots | None = None
+        self.stats = GenerationStats(num_prompt_tokens=self.num_prompt)
+        self.finish_reason: FinishReason | None = None
+        self.cancelled = False
+        self._text = text
+        self._listener = listener
+        self._logprobs: list[TokenLogprob] = []
+        self._num_sent = 0
+        self._submitted_s = time.perf_counter()
+        self._admitted_s = 0.0
+        self._first_token_s = 0.0
+
+    @property
+    def key(self) -> tuple[str, int]:
+        return self.request.id, self.choice
+
+    @property
+    def num_output(self) -> int:
+        return len(self.tokens) - self.num_prompt
+
+    @property
+    def num_pending(self) -> int:
+        """Tokens decided or given that have no keys and values yet; 1 while decoding."""
+        return len(self.tokens) - (self.slots.length if self.slots else 0)
+
+    @property
+    def most_tokens(self) -> int:
+        """How many more output tokens may be decided."""
+        return self.limits.max_tokens - self.num_output
+
+    def admit(self, slots: SequenceSlots) -> None:
+        self.slots = slots
+        self._admitted_s = self._admitted_s or time.perf_counter()
+
+    def commit(self, tokens: list[int], logits: NDArray[np.float32]) -> int:
+        """Append decided tokens until one ends the output; returns how many were kept.
+
+        Shapes: logits float32 [len(tokens), V], the rows the tokens were decided from.
+        """
+        params = self.request.params
+        if not self.num_output:
+            self._first_token_s = time.perf_counter()
+        for i, token in enumerate(tokens):
+            self.tokens.append(token)
+            if params.logprobs is not None:
+                self._logprobs.append(logprob(logits[i], token, params.logprobs))
+            if token in self.limits.eos_ids and not params.ignore_eos:
+                self.finish_reason = FinishReason.STOP
+            elif self._text.push(token):
+                self.finish_reason = FinishReason.STOP
+            elif self.num_output >= self.limits.max_tokens:
+                self.finish_reason = FinishReason.LENGTH
+            if self.finish_reason:
+                return i + 1
+        return len(tokens)
+
+    def emit(self, error: str = "") -> None:
+        """Tell the listener what is new; the last message carries the statistics."""
+        done = self.finish_reason is not None
+        if done:
+            self._text.finish()
+            self._finish_stats()
+        ids = tuple(self.tokens[self.num_prompt + self._num_sent :])
+        logprobs = tuple(self._logprobs[self._num_sent :])
+        self._num_sent += len(ids)
+        text = self._text.take()
+        if ids or text or done:
+            stats = self.stats if done else None
+            self._listener(Delta(*self.key, ids, text, logprobs, self.finish_reason, stats, error))
+
+    def _finish_stats(self) -> None:
+        now = time.perf_counter()
+        admitted, first = self._admitted_s or now, self._first_token_s or now
+        self.stats.num_output_tokens = self.num_output
+        self.stats.queue_s = admitted - self._submitted_s
+        self.stats.prefill_s = first - admitted
+        self.stats.decode_s = now - first

@@ -1,0 +1,84 @@
+"""From tokens to text, piece by piece, and where text ends.
+
+A token may end inside a character and a stop string may span tokens, so text is held back until it is certain: the pieces
+sent so far are always a prefix of the final text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from transformers import PreTrainedTokenizerBase
+
+_UNFINISHED = "\ufffd"
+
+
+class OutputText:
+    """The text of one choice as its tokens arrive.
+
+    `push` says whether a stop string is complete; the text is cut before it, the tokens up to its end stay.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, stop: Sequence[str]) -> None:
+        self._tokenizer = tokenizer
+        self._stop = stop
+        self._longest_stop = max((len(s) for s in stop), default=0)
+        self._ids: list[int] = []
+        self._prefix, self._read = 0, 0  # [prefix, read) was decoded last; its text is known
+        self._text = ""
+        self._sent = 0
+        self._stopped = False
+
+    @property
+    def text(self) -> str:
+        """Everything certain so far."""
+        return self._text
+
+    def push(self, token_id: int) -> bool:
+        """Add a token; True when a stop string has just been completed."""
+        self._ids.append(token_id)
+        before = self._decode(self._ids[self._prefix : self._read])
+        after = self._decode(self._ids[self._prefix :])
+        if after.endswith(_UNFINISHED) and len(self._ids) - self._read < 8:
+            return False
+        self._prefix, self._read = self._read, len(self._ids)
+        return self._append(after[len(before) :])
+
+    def finish(self) -> None:
+        """No more tokens: what was held back is as certain as it will ever be; half a character is dropped."""
+        if not self._stopped and self._read < len(self._ids):
+            before = self._decode(self._ids[self._prefix : self._read])
+            rest = self._decode(self._ids[self._prefix :])[len(before) :]
+            self._read = len(self._ids)
+            self._append(rest.rstrip(_UNFINISHED))
+        self._longest_stop = 0
+
+    def take(self) -> str:
+        """Text not taken yet, less what may be the beginning of a stop string."""
+        end = len(self._text)
+        if not self._stopped:
+            end -= self._held_back()
+        piece = self._text[self._sent : end]
+        self._sent = max(self._sent, end)
+        return piece
+
+    def _append(self, piece: str) -> bool:
+        start = max(0, len(self._text) - self._longest_stop)
+        self._text += piece
+        if not self._longest_stop:
+            return False
+        found = [at for at in (self._text.find(s, start) for s in self._stop) if at >= 0]
+        if found:
+            self._text = self._text[: min(found)]
+            self._stopped = True
+        return self._stopped
+
+    def _held_back(self) -> int:
+        most = min(self._longest_stop - 1, len(self._text))
+        for length in range(most, 0, -1):
+            if any(s.startswith(self._text[-length:]) for s in self._stop):
+                return length
+        return 0
+
+    def _decode(self, ids: list[int]) -> str:
+        return str(self._tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))

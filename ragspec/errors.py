@@ -1,0 +1,77 @@
+"""Every error a user can meet, as one tree.
+
+    RagspecError
+    ├── ConfigError            a setting is unknown, missing or contradicts another
+    ├── InputError             the request itself is wrong; nothing was generated
+    │   └── PromptTooLong      carries both numbers
+    ├── ModelError             weights or tokenizer cannot be used as a target or encoder
+    ├── StoreError             an index on disk cannot be used
+    │   ├── StoreMissing
+    │   ├── StoreCorrupt       a hash, size or schema is not what the manifest says
+    │   └── EncoderMismatch    the index was built by another encoder
+    ├── SaveError              writing failed (disk full, no permission); what was there before still is
+    └── EngineError
+        ├── EngineClosed
+        └── Cancelled
+
+Errors of other libraries are mapped once, where they enter, with `raise X from cause`.
+"""
+
+from __future__ import annotations
+
+
+class RagspecError(Exception):
+    """Root of the tree; the command line prints its message and no traceback."""
+
+
+class ConfigError(RagspecError):
+    """A setting is unknown, missing or contradicts another."""
+
+
+class InputError(RagspecError):
+    """The request is wrong; nothing was generated."""
+
+
+class PromptTooLong(InputError):
+    """The prompt does not fit the target's context even without passages."""
+
+    def __init__(self, num_prompt_tokens: int, max_prompt_tokens: int) -> None:
+        super().__init__(f"the prompt has {num_prompt_tokens} tokens, but at most {max_prompt_tokens} fit the context")
+        self.num_prompt_tokens = num_prompt_tokens
+        self.max_prompt_tokens = max_prompt_tokens
+
+
+class ModelError(RagspecError):
+    """Weights or tokenizer cannot be used."""
+
+
+class StoreError(RagspecError):
+    """An index on disk cannot be used; nothing of it was loaded."""
+
+
+class StoreMissing(StoreError):
+    """There is no index at the given place."""
+
+
+class StoreCorrupt(StoreError):
+    """A file's hash, size or schema is not what the manifest says."""
+
+
+class EncoderMismatch(StoreError):
+    """The index was built by an encoder other than the one in use."""
+
+
+class SaveError(RagspecError):
+    """Writing failed; what was there before is untouched."""
+
+
+class EngineError(RagspecError):
+    """The engine cannot go on with a request."""
+
+
+class EngineClosed(EngineError):
+    """The engine was closed before or while the request ran."""
+
+
+class Cancelled(EngineError):
+    """The request was cancelled by its owner."""

@@ -1,0 +1,157 @@
+"""Keys and values of every running sequence: one pool of slots, handed out in pages of 16.
+
+A slot holds one position of one sequence, in every layer. Pages are only how free slots are found and how the attention
+kernel reads keys; a sequence's positions may lie in any order of slots, so keeping a path through a tree is a change of its
+slot list and nothing is copied.
+
+A slot is held by sequences and by the prefix cache; it is free when nobody holds it, its page when all 16 are.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ragspec.numerics.attention import PAGE, AttentionShape, padded
+
+Ints = NDArray[np.int32]
+
+
+class OutOfSlots(Exception):
+    """The pool has no free page; the scheduler evicts or preempts, users never see this."""
+
+
+class KvPool:
+    """The slots of one target. Memory: `2 * layers * KV heads * padded head_dim * 4` bytes a slot, touched when used."""
+
+    def __init__(self, layers: list[AttentionShape], num_slots: int) -> None:
+        self.num_pages = -(-num_slots // PAGE)
+        self.num_slots = self.num_pages * PAGE
+        widths = [s.num_kv_heads * padded(s.head_dim) for s in layers]
+        self.keys = [np.zeros(self.num_slots * width, np.float32) for width in widths]
+        self.values = [np.zeros(self.num_slots * width, np.float32) for width in widths]
+        self._holders = np.zeros(self.num_slots, np.int32)
+        self._held_in_page = np.zeros(self.num_pages, np.int32)
+        self._free_pages = list(range(self.num_pages - 1, -1, -1))
+
+    @property
+    def num_free_pages(self) -> int:
+        return len(self._free_pages)
+
+    @property
+    def usage(self) -> float:
+        """Share of pages in use, 0 to 1."""
+        return 1.0 - len(self._free_pages) / self.num_pages
+
+    def take_page(self) -> int:
+        """A free page; the taker holds all its slots. Raises: OutOfSlots."""
+        if not self._free_pages:
+            raise OutOfSlots
+        page = self._free_pages.pop()
+        self._holders[page * PAGE : (page + 1) * PAGE] = 1
+        self._held_in_page[page] = PAGE
+        return page
+
+    def hold(self, slots: Ints) -> None:
+        """One more holder for each of these slots, which somebody holds already."""
+        assert (self._holders[slots] > 0).all()
+        self._holders[slots] += 1
+
+    def release(self, slots: Ints) -> None:
+        """One holder less for each; slots are distinct."""
+        self._holders[slots] -= 1
+        freed = slots[self._holders[slots] == 0]
+        if not len(freed):
+            return
+        pages, counts = np.unique(freed // PAGE, return_counts=True)
+        self._held_in_page[pages] -= counts.astype(np.int32)
+        self._free_pages.extend(pages[self._held_in_page[pages] == 0].tolist())
+
+
+class SequenceSlots:
+    """One sequence's part of the pool.
+
+    `slots[p]` is where logical position p lives, `index[p]` the same as rank of its page in `pages` * 16 + lane. Positions
+    [0, length) are kept; slots reserved for a step are kept or given back at its end.
+    """
+
+    def __init__(self, pool: KvPool) -> None:
+        self._pool = pool
+        self._slots = np.empty(256, np.int32)
+        self._index = np.empty(256, np.int32)
+        self.length = 0
+        self._pages: list[int] = []
+        self._spare: list[int] = []  # local indices in own pages, descending
+        self._num_shared = 0
+
+    @property
+    def slots(self) -> Ints:
+        return self._slots[: self.length]
+
+    @property
+    def index(self) -> Ints:
+        return self._index[: self.length]
+
+    @property
+    def pages(self) -> list[int]:
+        return self._pages
+
+    def share(self, slots: Ints) -> None:
+        """Start from a prefix that somebody else computed."""
+        assert self.length == 0 and not self._pages
+        self._pool.hold(slots)
+        pages, rank = np.unique(slots // PAGE, return_inverse=True)
+        self._pages = pages.tolist()
+        self._append(slots, (rank * PAGE + slots % PAGE).astype(np.int32))
+        self._num_shared = len(slots)
+
+    def num_new_pages(self, num_slots: int) -> int:
+        """How many pages `reserve(num_slots)` would take."""
+        return -(-max(0, num_slots - len(self._spare)) // PAGE)
+
+    def reserve(self, num_slots: int) -> tuple[Ints, Ints]:
+        """Slots for the rows of one step: (slots, index). Raises: OutOfSlots, with nothing taken."""
+        needed = self.num_new_pages(num_slots)
+        if needed > self._pool.num_free_pages:
+            raise OutOfSlots
+        for _ in range(needed):
+            self._pages.append(self._pool.take_page())
+            first = (len(self._pages) - 1) * PAGE
+            self._spare[:0] = range(first + PAGE - 1, first - 1, -1)
+        index = np.array(self._spare[: -num_slots - 1 : -1], np.int32)
+        del self._spare[len(self._spare) - num_slots :]
+        pages = np.array(self._pages, np.int32)
+        return pages[index // PAGE] * PAGE + index % PAGE, index
+
+    def keep(self, slots: Ints, index: Ints, chosen: list[int]) -> None:
+        """Of one step's reserved slots keep `chosen`, in this order, as the next positions; the rest is spare again."""
+        self._append(slots[chosen], index[chosen])
+        rest = np.delete(index, chosen)
+        self._spare = sorted([*self._spare, *rest.tolist()], reverse=True)
+
+    def truncate(self, length: int) -> None:
+        """Roll back to the first `length` positions; shared positions are never given back one by one."""
+        assert self._num_shared <= length <= self.length
+        self._spare = sorted([*self._spare, *self._index[length : self.length].tolist()], reverse=True)
+        self.length = length
+
+    def release(self) -> None:
+        """Give everything back."""
+        own = np.array(self._pages, np.int32)
+        shared = self._slots[: self._num_shared]
+        if len(shared):
+            own = own[~np.isin(own, np.unique(shared // PAGE))]
+            self._pool.release(shared)
+        if len(own):
+            self._pool.release((own[:, None] * PAGE + np.arange(PAGE, dtype=np.int32)).reshape(-1))
+        self.length, self._num_shared, self._pages, self._spare = 0, 0, [], []
+
+    def _append(self, slots: Ints, index: Ints) -> None:
+        end = self.length + len(slots)
+        if end > len(self._slots):
+            size = max(end, 2 * len(self._slots))
+            self._slots = np.resize(self._slots, size)
+            self._index = np.resize(self._index, size)
+        self._slots[self.length : end] = slots
+        self._index[self.length : end] = index
+        self.length = end

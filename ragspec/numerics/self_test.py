@@ -1,0 +1,141 @@
+"""Start-up self-test: do this machine's kernels give a row the same bits in any company?
+
+One text is computed whole, in chunks of awkward sizes, one token at a time, in a batch of two sequences, and as trees with
+decoys; every logit must agree bit for bit. Passing is what lets a target promise the same text with and without speculation.
+The hash of these bits, with the versions that made them, is the numerics id: replay means something only between equal ids.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import platform
+from typing import NamedTuple, Protocol
+
+import numba
+import numpy as np
+import torch
+import transformers
+from numpy.typing import NDArray
+
+from ragspec.numerics.attention import Rows
+from ragspec.numerics.kv_cache import KvPool, SequenceSlots
+from ragspec.numerics.rows import Part, StepRows
+
+Ints = NDArray[np.int32]
+Floats = NDArray[np.float32]
+
+CHUNKS = (1, 2, 3, 7, 16, 64, 65, 257, 513)
+"""Numbers of rows of one forward that are compared with the whole text at once."""
+
+
+class Forward(Protocol):
+    """What is tested: the target, or anything that computes rows over a slot pool."""
+
+    pool: KvPool
+    vocab_size: int
+
+    def forward(self, token_ids: Ints, rows: Rows, wanted: Ints) -> Floats: ...
+
+
+class SelfTest(NamedTuple):
+    """`failures` names what differed, with how many of how many rows."""
+
+    passed: bool
+    failures: tuple[str, ...]
+    numerics_id: str
+
+
+def self_test(target: Forward, longest: int, dtype: str, num_threads: int) -> SelfTest:
+    """Compare the bits; at most `longest` tokens of text. Takes a few forwards of that length."""
+    length = min(longest, max(CHUNKS), target.pool.num_slots // 3)
+    rng = np.random.default_rng(20)
+    text = rng.integers(0, target.vocab_size, length).astype(np.int32)
+    whole = _run(target, text, [length])
+    failures = []
+    for size in (c for c in CHUNKS if c < length):
+        start = 0 if size > 7 else length - 3 * size  # small chunks only at the end: enough rows, less time
+        sizes = ([start] if start else []) + [size] * ((length - start) // size)
+        got = _run(target, text, sizes)
+        failures += _compare(f"chunks of {size}", got[start:], whole[start : len(got)])
+    failures += _compare("trees with decoys", *_trees(target, text, whole, rng))
+    failures += _compare("another sequence beside", _beside(target, text, rng), whole[-40:])
+    for threads in {1, num_threads}:
+        _set_threads(threads)
+        failures += _compare(f"{threads} threads", _run(target, text, [length]), whole)
+    _set_threads(num_threads)
+    return SelfTest(not failures, tuple(failures), _numerics_id(whole, dtype))
+
+
+def _set_threads(num_threads: int) -> None:
+    torch.set_num_threads(num_threads)
+    numba.set_num_threads(min(num_threads, numba.config.NUMBA_NUM_THREADS))
+
+
+def _compare(name: str, got: Floats, expected: Floats) -> list[str]:
+    same = (got == expected).all(-1)
+    return [] if same.all() else [f"{name}: {int((~same).sum())} of {len(same)} rows differ"]
+
+
+def _run(target: Forward, text: Ints, sizes: list[int]) -> Floats:
+    """Logits of every row when the text is computed in pieces of these sizes."""
+    slots = SequenceSlots(target.pool)
+    logits = [_extend(target, slots, text[slots.length : slots.length + size]) for size in sizes]
+    slots.release()
+    return np.concatenate(logits)
+
+
+def _extend(target: Forward, slots: SequenceSlots, tokens: Ints) -> Floats:
+    step = StepRows([Part(slots, len(tokens))])
+    logits = target.forward(tokens, step.rows, np.arange(len(tokens), dtype=np.int32))
+    step.keep(0)
+    return logits
+
+
+def _trees(target: Forward, text: Ints, whole: Floats, rng: np.random.Generator) -> tuple[Floats, Floats]:
+    """The last tokens hidden as a path in trees of random shape, against the same rows of the whole text."""
+    slots = SequenceSlots(target.pool)
+    hidden = min(24, len(text) // 2)
+    root = len(text) - hidden
+    _extend(target, slots, text[: root - 1])
+    got = []
+    for size in (hidden, hidden + 8, hidden + 40):
+        true_path = [0, *sorted(1 + rng.permutation(size)[: hidden - 1])]
+        tokens = rng.integers(0, target.vocab_size, size + 1).astype(np.int32)
+        parents = [-1, *(int(rng.integers(0, node)) for node in range(1, size + 1))]
+        for depth, node in enumerate(true_path):
+            tokens[node] = text[root - 1 + depth]
+            parents[node] = int(true_path[depth - 1]) if depth else -1
+        step = StepRows([Part(slots, 1, parents)])
+        logits = target.forward(tokens, step.rows, np.arange(size + 1, dtype=np.int32))
+        got.append(logits[true_path])
+        step.drop(0)
+    slots.release()
+    return np.concatenate(got), np.concatenate([whole[root - 1 : -1]] * 3)
+
+
+def _beside(target: Forward, text: Ints, rng: np.random.Generator) -> Floats:
+    """The last 40 rows of the text with another sequence's rows before them in the same forward."""
+    own, other = SequenceSlots(target.pool), SequenceSlots(target.pool)
+    _extend(target, own, text[:-40])
+    step = StepRows([Part(other, 29), Part(own, 40)])
+    tokens = np.concatenate([rng.integers(0, target.vocab_size, 29).astype(np.int32), text[-40:]])
+    logits = target.forward(tokens, step.rows, np.arange(69, dtype=np.int32))
+    step.keep(0)
+    step.keep(1)
+    own.release()
+    other.release()
+    return logits[29:]
+
+
+def _numerics_id(logits: Floats, dtype: str) -> str:
+    versions = (
+        torch.__version__,
+        transformers.__version__,
+        numba.__version__,
+        np.__version__,
+        platform.machine(),
+        dtype,
+    )
+    digest = hashlib.sha256(repr(versions).encode())
+    digest.update(np.ascontiguousarray(logits).tobytes())
+    return "rs_" + digest.hexdigest()[:16]

@@ -1,0 +1,240 @@
+"""Vector code for numba: the inner loops of attention, written as LLVM instructions.
+
+Numba has no fixed-width vectors, and a loop that LLVM vectorises by itself may add in another order beside other code. Here
+the width is 16 lanes and the order of every addition is written down, so a result depends on its operands alone:
+
+* `dot_pages`: q . k for 16 slots at once, one fused multiply-add chain over the head dimension in each lane;
+* `exp_and_sum`: e^(x - m) in place and its sum, lane = logical position modulo 16, lanes added as one fixed tree;
+* `add_weighted`: out += sum_j p[j] V[slot j], one chain over j in each lane.
+
+Machines without 16-lane registers split the vectors; the result is the same.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+LANES = 16
+_FLOAT = ir.FloatType()
+_INT = ir.IntType(32)
+_LONG = ir.IntType(64)
+_VECTOR = ir.VectorType(_FLOAT, LANES)
+_VECTOR_POINTER = _VECTOR.as_pointer()
+_INT_VECTOR = ir.VectorType(_INT, LANES)
+
+# e^r on |r| <= ln(2)/2: Taylor coefficients of degree 7 to 0, rounded to float32; the error stays under 2 units in the last place.
+_EXP_COEFFICIENTS = (1 / 5040, 1 / 720, 1 / 120, 1 / 24, 1 / 6, 1 / 2, 1.0, 1.0)
+_LOG2_E = 1.4426950408889634
+_LN2_HIGH, _LN2_LOW = 0.693359375, -2.12194440e-4
+_SMALLEST = -87.0
+
+
+def _data(context: Any, builder: Any, signature: Any, args: Any, index: int) -> Any:
+    return context.make_array(signature.args[index])(context, builder, args[index]).data
+
+
+def _splat(builder: Any, scalar: Any, vector_type: Any = _VECTOR) -> Any:
+    first = builder.insert_element(ir.Constant(vector_type, ir.Undefined), scalar, ir.Constant(_INT, 0))
+    mask = ir.Constant(_INT_VECTOR, [0] * LANES)
+    return builder.shuffle_vector(first, ir.Constant(vector_type, ir.Undefined), mask)
+
+
+def _constant(value: float) -> Any:
+    return ir.Constant(_VECTOR, [value] * LANES)
+
+
+def _load(builder: Any, base: Any, offset: Any) -> Any:
+    instruction = builder.load(builder.bitcast(builder.gep(base, [offset]), _VECTOR_POINTER))
+    instruction.align = 4
+    return instruction
+
+
+def _store(builder: Any, vector: Any, base: Any, offset: Any) -> None:
+    instruction = builder.store(vector, builder.bitcast(builder.gep(base, [offset]), _VECTOR_POINTER))
+    instruction.align = 4
+
+
+def _call(builder: Any, name: str, *vectors: Any) -> Any:
+    kind = ir.FunctionType(_VECTOR, [_VECTOR] * len(vectors))
+    function = builder.module.globals.get(f"llvm.{name}.v16f32") or ir.Function(
+        builder.module, kind, f"llvm.{name}.v16f32"
+    )
+    return builder.call(function, vectors)
+
+
+class _Loop:
+    """`for i in [0, count)` with values carried from turn to turn (phi nodes)."""
+
+    def __init__(self, builder: Any, count: Any, carried: list[Any]) -> None:
+        self._builder, self._count = builder, count
+        self._before = builder.block
+        self._body, self._after = builder.append_basic_block("body"), builder.append_basic_block("after")
+        self._runs = builder.icmp_signed(">", count, ir.Constant(_LONG, 0))
+        builder.cbranch(self._runs, self._body, self._after)
+        builder.position_at_end(self._body)
+        self.index = builder.phi(_LONG)
+        self.index.add_incoming(ir.Constant(_LONG, 0), self._before)
+        self._initial = carried
+        self.values = [builder.phi(value.type) for value in carried]
+        for phi, value in zip(self.values, carried, strict=True):
+            phi.add_incoming(value, self._before)
+
+    def close(self, carried: list[Any]) -> list[Any]:
+        """End the body; returns the carried values after the last turn."""
+        builder = self._builder
+        following = builder.add(self.index, ir.Constant(_LONG, 1))
+        last = builder.block
+        self.index.add_incoming(following, last)
+        for phi, value in zip(self.values, carried, strict=True):
+            phi.add_incoming(value, last)
+        builder.cbranch(builder.icmp_signed("<", following, self._count), self._body, self._after)
+        builder.position_at_end(self._after)
+        results = []
+        for initial, value in zip(self._initial, carried, strict=True):
+            result = builder.phi(value.type)
+            result.add_incoming(initial, self._before)
+            result.add_incoming(value, last)
+            results.append(result)
+        return results
+
+
+def make_dot_pages(num_rows: int, num_pages: int, head_dim: int) -> Any:
+    """Scores of `num_rows` queries against `num_pages` pages of 16 keys.
+
+    Shapes: q float32 flat, row r at `q_offset + r * head_dim`; keys float32 flat, a page is [head_dim, 16] at
+    `page_offsets[page_index + p]`; out float32 flat, written at `out_offset + r * out_stride + p * 16`.
+    """
+
+    @intrinsic
+    def dot_pages(
+        typing: Any,
+        q: Any,
+        q_offset: Any,
+        keys: Any,
+        page_offsets: Any,
+        page_index: Any,
+        out: Any,
+        out_offset: Any,
+        out_stride: Any,
+    ) -> Any:
+        signature = types.void(q, types.int64, keys, page_offsets, types.int64, out, types.int64, types.int64)
+
+        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            q_data, key_data, out_data = (_data(context, builder, signature, args, i) for i in (0, 2, 5))
+            offset_data = _data(context, builder, signature, args, 3)
+            long = lambda value: ir.Constant(_LONG, value)  # noqa: E731
+            pages = [builder.load(builder.gep(offset_data, [builder.add(args[4], long(p))])) for p in range(num_pages)]
+            loop = _Loop(builder, long(head_dim), [_constant(0.0)] * (num_rows * num_pages))
+            lane = builder.mul(loop.index, long(LANES))
+            key_vectors = [_load(builder, key_data, builder.add(page, lane)) for page in pages]
+            sums = []
+            for row in range(num_rows):
+                at = builder.add(builder.add(args[1], long(row * head_dim)), loop.index)
+                query = _splat(builder, builder.load(builder.gep(q_data, [at])))
+                for page in range(num_pages):
+                    sums.append(_call(builder, "fma", query, key_vectors[page], loop.values[row * num_pages + page]))
+            totals = loop.close(sums)
+            for row in range(num_rows):
+                start = builder.add(args[6], builder.mul(args[7], long(row)))
+                for page in range(num_pages):
+                    _store(builder, totals[row * num_pages + page], out_data, builder.add(start, long(page * LANES)))
+            return context.get_dummy_value()
+
+        return signature, generate
+
+    return dot_pages
+
+
+@intrinsic
+def exp_and_sum(typing: Any, scores: Any, offset: Any, num_blocks: Any, maximum: Any) -> Any:
+    """Replace x by e^(x - maximum) in `num_blocks` blocks of 16 from `offset` on; returns the sum. -inf becomes exactly 0."""
+    signature = types.float32(scores, types.int64, types.int64, types.float32)
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        data = _data(context, builder, signature, args, 0)
+        shift = _splat(builder, args[3])
+        loop = _Loop(builder, args[2], [_constant(0.0)])
+        at = builder.add(args[1], builder.mul(loop.index, ir.Constant(_LONG, LANES)))
+        x = builder.fsub(_load(builder, data, at), shift)
+        too_small = builder.fcmp_ordered("<", x, _constant(_SMALLEST))
+        x = builder.select(too_small, _constant(_SMALLEST), x)
+        power = _call(builder, "rint", builder.fmul(x, _constant(_LOG2_E)))
+        rest = _call(builder, "fma", power, _constant(-_LN2_HIGH), x)
+        rest = _call(builder, "fma", power, _constant(-_LN2_LOW), rest)
+        value = _constant(_EXP_COEFFICIENTS[0])
+        for coefficient in _EXP_COEFFICIENTS[1:]:
+            value = _call(builder, "fma", value, rest, _constant(coefficient))
+        exponent = builder.add(builder.fptosi(power, _INT_VECTOR), ir.Constant(_INT_VECTOR, [127] * LANES))
+        scale = builder.bitcast(builder.shl(exponent, ir.Constant(_INT_VECTOR, [23] * LANES)), _VECTOR)
+        value = builder.select(too_small, _constant(0.0), builder.fmul(value, scale))
+        _store(builder, value, data, at)
+        (total,) = loop.close([builder.fadd(loop.values[0], value)])
+        width = LANES
+        while width > 1:  # a fixed tree: lane i takes lane i + width / 2
+            width //= 2
+            order = [(i + width) % LANES for i in range(LANES)]
+            moved = builder.shuffle_vector(total, ir.Constant(_VECTOR, ir.Undefined), ir.Constant(_INT_VECTOR, order))
+            total = builder.fadd(total, moved)
+        return builder.extract_element(total, ir.Constant(_INT, 0))
+
+    return signature, generate
+
+
+def make_add_weighted(head_dim: int) -> Any:
+    """`out[out_offset:][:head_dim] += sum_j p[p_offset + j] * values[slot j]`, in the order of j. `head_dim` is a multiple of 16.
+
+    Shapes: values float32 flat, the row of slot s for one head at `(s // 16) * page_stride + head_offset + (s % 16) * head_dim`.
+    """
+
+    @intrinsic
+    def add_weighted(
+        typing: Any,
+        p: Any,
+        p_offset: Any,
+        values: Any,
+        slots: Any,
+        slot_offset: Any,
+        count: Any,
+        page_stride: Any,
+        head_offset: Any,
+        out: Any,
+        out_offset: Any,
+    ) -> Any:
+        signature = types.void(
+            p, types.int64, values, slots, types.int64, types.int64, types.int64, types.int64, out, types.int64
+        )
+
+        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            p_data, value_data, slot_data, out_data = (
+                _data(context, builder, signature, args, i) for i in (0, 2, 3, 8)
+            )
+            long = lambda value: ir.Constant(_LONG, value)  # noqa: E731
+            num_vectors = head_dim // LANES
+            at = [builder.add(args[9], long(i * LANES)) for i in range(num_vectors)]
+            loop = _Loop(builder, args[5], [_load(builder, out_data, offset) for offset in at])
+            slot = builder.zext(builder.load(builder.gep(slot_data, [builder.add(args[4], loop.index)])), _LONG)
+            page = builder.mul(builder.lshr(slot, long(4)), args[6])
+            lane = builder.mul(builder.and_(slot, long(LANES - 1)), long(head_dim))
+            row = builder.add(builder.add(page, args[7]), lane)
+            weight = _splat(builder, builder.load(builder.gep(p_data, [builder.add(args[1], loop.index)])))
+            sums = [
+                _call(
+                    builder,
+                    "fma",
+                    weight,
+                    _load(builder, value_data, builder.add(row, long(i * LANES))),
+                    loop.values[i],
+                )
+                for i in range(num_vectors)
+            ]
+            for total, offset in zip(loop.close(sums), at, strict=True):
+                _store(builder, total, out_data, offset)
+            return context.get_dummy_value()
+
+        return signature, generate
+
+    return add_weighted

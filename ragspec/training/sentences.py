@@ -1,0 +1,50 @@
+"""Sentences and passages cut from running text.
+
+Owns the sentence splitter and the windows that become training passages. Every sentence is a substring of its paragraph.
+"""
+
+import random
+import re
+
+_BOUNDARY = re.compile(r"(?<=[.!?])[\"')\]]*\s+(?=[A-Z\"'(\[0-9`])")
+_ABBREVIATION = re.compile(
+    r"(?:\b(?:[A-Z]|Mr|Mrs|Ms|Dr|St|Jr|Sr|Prof|Gen|Col|Lt|Sgt|Rev|vs|etc|e\.g|i\.e|cf|al|No|Vol|Fig|Inc|Ltd|Co|ca|c|v"
+    r"|Jan|Feb|Mar|Apr|Aug|Sept|Sep|Oct|Nov|Dec))\.$"
+)
+
+
+def split_sentences(text: str) -> list[str]:
+    """The sentences of a paragraph, stripped; initials and common abbreviations do not end one."""
+    sentences, start = [], 0
+    for boundary in _BOUNDARY.finditer(text):
+        end = boundary.end()
+        candidate = text[start:end].strip()
+        if candidate and not _ABBREVIATION.search(candidate):
+            sentences.append(candidate)
+            start = end
+    rest = text[start:].strip()
+    return [*sentences, rest] if rest else sentences
+
+
+def normalise(text: str) -> str:
+    """One line, single spaces."""
+    return re.sub(r"\s+", " ", text).strip()
+
+
+def window_around(sentences: list[str], index: int, max_words: int, rng: random.Random) -> str:
+    """A run of whole sentences that holds sentence `index`, grown at random ends up to `max_words` words."""
+    first = last = index
+    num_words = len(sentences[index].split())
+    while True:
+        choices = [i for i in (first - 1, last + 1) if 0 <= i < len(sentences)]
+        choices = [i for i in choices if num_words + len(sentences[i].split()) <= max_words]
+        if not choices:
+            return " ".join(sentences[first : last + 1])
+        chosen = rng.choice(choices)
+        num_words += len(sentences[chosen].split())
+        first, last = min(first, chosen), max(last, chosen)
+
+
+def words_of(text: str) -> list[str]:
+    """Words without the punctuation around them, as written."""
+    return [word for word in (raw.strip(".,;:!?()[]\"'`*_—–-") for raw in text.split()) if word]

@@ -1,0 +1,188 @@
+"""The training loop of the reference target.
+
+Owns the schedule, the optimizer, the moving average of the weights and the checkpoints. Every step's data is a
+function of (seed, step), so a run that was killed continues exactly where its last checkpoint stood.
+"""
+
+import math
+import os
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import LlamaForCausalLM
+
+from ragspec.training.target_batches import ExampleEncoder, MicroBatch, draw_step
+from ragspec.training.target_examples import ExampleStream, Lengths
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Examples of one length class, up to `until` (a share of the whole run)."""
+
+    until: float
+    max_tokens: int
+    lengths: Lengths
+    step_tokens: int
+
+
+STAGES = (
+    Stage(0.15, 192, Lengths(2, (12, 45), 100), 3_072),
+    Stage(0.55, 384, Lengths(3, (25, 80), 200), 4_096),
+    Stage(0.93, 768, Lengths(4, (35, 125), 350), 6_144),
+    Stage(1.01, 1152, Lengths(4, (60, 190), 500), 8_192),
+)
+
+
+@dataclass(frozen=True)
+class TrainingPlan:
+    """How long and how fast. Progress is the larger of the token share and the time share."""
+
+    total_tokens: int
+    minutes: float | None = None
+    seed: int = 0
+    micro_tokens: int = 1_536
+    peak_lr: float = 1.2e-3
+    final_lr_share: float = 0.03
+    warmup_steps: int = 100
+    weight_decay: float = 0.05
+    ema_decay: float = 0.997
+    checkpoint_every_s: float = 240.0
+
+
+@dataclass
+class Progress:
+    """What a checkpoint continues from."""
+
+    step: int = 0
+    tokens: int = 0
+    elapsed_s: float = 0.0
+
+
+class TargetTrainer:
+    """Trains one model in place; `run` yields a record of every step."""
+
+    def __init__(
+        self,
+        model: LlamaForCausalLM,
+        encoder: ExampleEncoder,
+        stream_for: Callable[[Lengths, int], ExampleStream],
+        plan: TrainingPlan,
+        device: str = "cpu",
+    ) -> None:
+        self.model, self.encoder, self.plan, self.device = model, encoder, plan, device
+        torch.nn.Module.to(model, device)
+        self.stream_for = stream_for
+        self.progress = Progress()
+        self.history: list[dict[str, float]] = []
+        decayed = [p for p in model.parameters() if p.dim() > 1]
+        others = [p for p in model.parameters() if p.dim() <= 1]
+        groups = [{"params": decayed, "weight_decay": plan.weight_decay}, {"params": others, "weight_decay": 0.0}]
+        self.optimizer = torch.optim.AdamW(groups, lr=plan.peak_lr, betas=(0.9, 0.95), fused=True)
+        self.average = [p.detach().clone() for p in model.parameters()]
+
+    def share_done(self) -> float:
+        """How much of the run is behind, 0-1."""
+        by_tokens = self.progress.tokens / self.plan.total_tokens
+        by_time = self.progress.elapsed_s / (60 * self.plan.minutes) if self.plan.minutes else 0.0
+        return max(by_tokens, by_time)
+
+    def run(self) -> Iterator[dict[str, float]]:
+        """Train to the end of the plan, one yielded record per step."""
+        self.model.train()
+        while self.share_done() < 1.0:
+            started = time.monotonic()
+            record = self.train_step()
+            self.progress.elapsed_s += time.monotonic() - started
+            record["elapsed_s"] = self.progress.elapsed_s
+            self.history.append(record)
+            yield record
+
+    def train_step(self) -> dict[str, float]:
+        """One optimizer step over the data of (seed, step)."""
+        share = self.share_done()
+        stage = next(s for s in STAGES if share < s.until)
+        stream = self.stream_for(stage.lengths, self.plan.seed * 1_000_003 + self.progress.step)
+        batches = draw_step(stream, self.encoder, stage.max_tokens, stage.step_tokens, self.plan.micro_tokens)
+        lr = self.learning_rate(share)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        total_weight = sum(float(batch.weights.sum()) for batch in batches)
+        answer_loss, answer_tokens = 0.0, 0
+        for batch in batches:
+            losses = self.token_losses(batch)
+            weights = batch.weights.to(self.device)
+            torch.autograd.backward((losses * weights).sum() / total_weight)
+            is_answer = weights == 1.0
+            answer_loss += float(losses.detach()[is_answer].sum())
+            answer_tokens += int(is_answer.sum())
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self._update_average()
+        self.progress.step += 1
+        self.progress.tokens += sum(batch.ids.numel() for batch in batches)
+        return {
+            "step": self.progress.step,
+            "tokens": self.progress.tokens,
+            "share": share,
+            "lr": lr,
+            "answer_loss": answer_loss / max(1, answer_tokens),
+            "grad_norm": float(norm),
+        }
+
+    def token_losses(self, batch: MicroBatch) -> Tensor:
+        """Cross entropy at the positions that carry loss. Shape: [M], float32."""
+        with torch.autocast(self.device, dtype=torch.bfloat16):
+            hidden = self.model.model(input_ids=batch.ids.to(self.device), use_cache=False).last_hidden_state
+            logits = self.model.lm_head(hidden.flatten(0, 1)[batch.positions.to(self.device)])  # [M, V]
+        return torch.nn.functional.cross_entropy(logits.float(), batch.targets.to(self.device), reduction="none")
+
+    def learning_rate(self, share: float) -> float:
+        """Linear warm-up over steps, then half a cosine over the run."""
+        warmup = min(1.0, (self.progress.step + 1) / self.plan.warmup_steps)
+        cosine = 0.5 * (1 + math.cos(math.pi * min(1.0, share)))
+        return self.plan.peak_lr * warmup * (cosine * (1 - self.plan.final_lr_share) + self.plan.final_lr_share)
+
+    @torch.no_grad()
+    def _update_average(self) -> None:
+        decay = min(self.plan.ema_decay, (1 + self.progress.step) / (10 + self.progress.step))
+        torch._foreach_lerp_(self.average, [p.detach() for p in self.model.parameters()], 1 - decay)
+
+    @torch.no_grad()
+    def averaged_model(self) -> LlamaForCausalLM:
+        """A copy of the model with the averaged weights."""
+        copy = LlamaForCausalLM(self.model.config)
+        for parameter, averaged in zip(copy.parameters(), self.average, strict=True):
+            parameter.copy_(averaged)
+        copy.eval()
+        return copy
+
+    def save(self, path: Path) -> None:
+        """Write a checkpoint so that a crash at any moment leaves the old or the new one."""
+        state: dict[str, Any] = {
+            "model": self.model.state_dict(),
+            "average": self.average,
+            "optimizer": self.optimizer.state_dict(),
+            "progress": asdict(self.progress),
+            "history": self.history,
+        }
+        temporary = path.with_suffix(".tmp")
+        with temporary.open("wb") as file:
+            torch.save(state, file)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+
+    def load(self, path: Path) -> None:
+        """Continue from a checkpoint."""
+        state = torch.load(path, map_location=self.device, weights_only=True)
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.average = state["average"]
+        self.progress = Progress(**state["progress"])
+        self.history = state["history"]

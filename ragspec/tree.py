@@ -1,0 +1,103 @@
+"""A draft: guesses of what comes next, as a tree.
+
+Node 0, the root, is the last token already decided; it is not a guess. Every other node names its parent, which has a lower
+number, so a loop over nodes in order meets parents first. Siblings hold different tokens: adding a token twice under one
+parent gives the same node, so drafts of several drafters merge into one tree.
+
+    >>> tree = DraftTree(root_token=7)
+    >>> tree.add(parent=0, token_id=3, path_prob=0.5, origin=Origin("copy"))
+    1
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+
+class Origin(NamedTuple):
+    """Who guessed: the drafter, and for copies where the text came from. `feedback` is the drafter's own note to itself."""
+
+    drafter: str
+    source: int = -1
+    offset: int = -1
+    feedback: object = None
+
+
+class Proposal(NamedTuple):
+    """One guessed node. `parent` counts within the drafter's own list, -1 is the root; `path_prob` is the estimated
+    probability that the whole path down to this node is accepted, at most its parent's."""
+
+    token_id: int
+    parent: int
+    path_prob: float
+    origin: Origin
+
+
+class DraftTree:
+    """Token ids, parents, depths, path probabilities and origins of N nodes, the root included."""
+
+    __slots__ = ("_children", "depths", "origins", "parents", "path_probs", "token_ids")
+
+    def __init__(self, root_token: int) -> None:
+        self.token_ids = [root_token]
+        self.parents = [-1]
+        self.depths = [0]
+        self.path_probs = [1.0]
+        self.origins = [Origin("root")]
+        self._children: list[dict[int, int]] = [{}]
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def num_drafted(self) -> int:
+        return len(self.token_ids) - 1
+
+    def child(self, node: int, token_id: int) -> int | None:
+        """The child of `node` that holds `token_id`, if any."""
+        return self._children[node].get(token_id)
+
+    def add(self, parent: int, token_id: int, path_prob: float, origin: Origin) -> int:
+        """Add a node, or meet the one that is there; returns its number. The more probable guess keeps the origin."""
+        present = self._children[parent].get(token_id)
+        if present is not None:
+            if path_prob > self.path_probs[present]:
+                self.path_probs[present], self.origins[present] = path_prob, origin
+            return present
+        node = len(self.token_ids)
+        self.token_ids.append(token_id)
+        self.parents.append(parent)
+        self.depths.append(self.depths[parent] + 1)
+        self.path_probs.append(min(path_prob, self.path_probs[parent]))
+        self.origins.append(origin)
+        self._children.append({})
+        self._children[parent][token_id] = node
+        return node
+
+    def merge(self, proposals: Iterable[Proposal]) -> None:
+        """Add one drafter's list; its parents precede their children."""
+        numbers: list[int] = []
+        for proposal in proposals:
+            parent = 0 if proposal.parent < 0 else numbers[proposal.parent]
+            numbers.append(self.add(parent, proposal.token_id, proposal.path_prob, proposal.origin))
+
+    def best(self, num_nodes: int) -> DraftTree:
+        """The root and the `num_nodes` most probable nodes; ties to the lower number. Parents stay with their children."""
+        if num_nodes >= self.num_drafted:
+            return self
+        order = sorted(range(1, len(self)), key=lambda node: (-self.path_probs[node], node))[:num_nodes]
+        kept = DraftTree(self.token_ids[0])
+        numbers = {0: 0}
+        for node in sorted(order):
+            parent = numbers.get(self.parents[node])
+            if parent is not None:
+                numbers[node] = kept.add(parent, self.token_ids[node], self.path_probs[node], self.origins[node])
+        return kept
+
+    def ancestors(self, node: int) -> list[int]:
+        """The path from the root down to `node`, both included."""
+        path = [node]
+        while path[-1] != 0:
+            path.append(self.parents[path[-1]])
+        return path[::-1]

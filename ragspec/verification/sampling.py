@@ -1,0 +1,229 @@
+"""From a row of logits to one token: warps, then argmax of (warped logit + keyed noise).
+
+Order: penalties, logit bias, minimum length, temperature; then a token survives if it is among the `top_k` best, if the mass
+ranked above it (within those) is under `top_p`, and if its probability is at least `min_p` times the greatest. Rank is
+(greater logit, then lower id), so a survivor is decided without sorting: all three conditions fail for every token ranked
+below one that fails.
+
+At temperature 0 the token is the greatest logit, the lower id on ties.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import numba
+import numpy as np
+from numpy.typing import NDArray
+
+from ragspec.core import Request, SamplingParams, TokenLogprob
+from ragspec.numerics.noise import bits, gumbel, output_key
+
+Logits = NDArray[np.float32]
+
+
+@numba.njit(nogil=True)  # type: ignore[untyped-decorator]
+def _argmax(x: Any) -> int:
+    best = 0
+    for v in range(1, x.shape[0]):
+        if x[v] > x[best]:
+            best = v
+    return best
+
+
+@numba.njit(nogil=True)  # type: ignore[untyped-decorator]
+def _lowest_of_top_k(x: Any, k: int) -> tuple[Any, int]:
+    """(logit, id) of the token ranked k-th: a binary heap of the k best, worst on top."""
+    values = np.empty(k, np.float32)
+    ids = np.empty(k, np.int64)
+    size = 0
+    for v in range(x.shape[0]):
+        if size == k and not x[v] > values[0]:  # an equal logit with a higher id ranks lower
+            continue
+        if size < k:
+            hole = size
+            size += 1
+            while hole > 0:
+                parent = (hole - 1) // 2
+                if values[parent] < x[v] or (values[parent] == x[v] and ids[parent] > v):
+                    break
+                values[hole], ids[hole] = values[parent], ids[parent]
+                hole = parent
+        else:
+            hole = 0
+            while True:
+                child = 2 * hole + 1
+                if child >= k:
+                    break
+                right = child + 1
+                if right < k and (
+                    values[right] < values[child] or (values[right] == values[child] and ids[right] > ids[child])
+                ):
+                    child = right
+                if values[child] > x[v] or (values[child] == x[v] and ids[child] < v):
+                    break
+                values[hole], ids[hole] = values[child], ids[child]
+                hole = child
+        values[hole], ids[hole] = x[v], v
+    return values[0], ids[0]
+
+
+@numba.njit(inline="always")  # type: ignore[untyped-decorator]
+def _ranks_above(x: Any, v: int, logit: Any, token_id: int) -> bool:
+    return bool(x[v] > logit or (x[v] == logit and v < token_id))
+
+
+@numba.njit(nogil=True)  # type: ignore[untyped-decorator]
+def _mass_above(x: Any, maximum: Any, logit: Any, token_id: int) -> float:
+    """Sum of e^(x - maximum) over tokens ranked above the given one, in the order of ids, in float64."""
+    mass = 0.0
+    for v in range(x.shape[0]):
+        if _ranks_above(x, v, logit, token_id):
+            mass += math.exp(np.float64(x[v]) - maximum)
+    return mass
+
+
+@numba.njit(nogil=True)  # type: ignore[untyped-decorator]
+def _best_noisy(x: Any, key: Any, start: int, floor_logit: Any, floor_id: int) -> int:
+    """argmax of x + G over tokens ranked above the floor; ties to the lower id. `start` is a token of high rank.
+
+    The noise of a token is at most `-log(1 - u)`, so its leading zero bits bound it without a logarithm; most tokens stop there.
+    """
+    best = start
+    best_sum = np.float64(x[start]) + gumbel(bits(key, np.uint64(start)))
+    for v in range(x.shape[0]):
+        if np.float64(x[v]) + 38.0 < best_sum or not _ranks_above(x, v, floor_logit, floor_id):
+            continue
+        h = bits(key, np.uint64(v))
+        rest = np.float64(np.uint64(2**53) - h)  # (1 - u) * 2**53, plus a half
+        if rest > 1.0 and np.float64(x[v]) + math.log(2.0**53 / (rest - 0.5)) < best_sum - 1e-9:
+            continue
+        total = np.float64(x[v]) + gumbel(h)
+        if total > best_sum or (total == best_sum and v < best):
+            best, best_sum = v, total
+    return best
+
+
+@numba.njit(nogil=True)  # type: ignore[untyped-decorator]
+def _sample(x: Any, top_k: int, top_p: float, min_p: float, key: Any) -> int:
+    greatest = _argmax(x)
+    maximum = np.float64(x[greatest])
+    floor_logit, floor_id = np.float32(-np.inf), x.shape[0]  # survivors rank above the floor (exclusive)
+    if 0 < top_k < x.shape[0]:
+        floor_logit, floor_id = _lowest_of_top_k(x, top_k)
+        floor_id += 1
+    total = _mass_above(x, maximum, floor_logit, floor_id) if top_p < 1.0 else 0.0
+    threshold = maximum + math.log(min_p) if min_p > 0.0 else -np.inf
+    while True:
+        v = _best_noisy(x, key, greatest, floor_logit, floor_id)
+        if v == greatest:
+            return v
+        if np.float64(x[v]) >= threshold and (top_p >= 1.0 or _mass_above(x, maximum, x[v], v) < top_p * total):
+            return v
+        floor_logit, floor_id = x[v], v
+
+
+def sample(logits: Logits, params: SamplingParams, seed: int, choice: int, index: int) -> int:
+    """Token `index` of a choice's output, from its warped logits (see `warp`). Shape: float32 [V] -> id."""
+    if params.greedy:
+        return int(_argmax(logits))
+    key = output_key(seed, choice, index)
+    return int(_sample(logits, params.top_k, params.top_p, params.min_p, key))
+
+
+class TokenCounts:
+    """How often each token occurred: in the prompt or output (repetition) and in the output (presence, frequency)."""
+
+    def __init__(self, prompt_ids: tuple[int, ...], output_ids: list[int]) -> None:
+        self._seen: dict[int, int] = {}
+        self._output: dict[int, int] = {}
+        for token in prompt_ids:
+            self._seen[token] = self._seen.get(token, 0) + 1
+        for token in output_ids:
+            self.push(token)
+
+    def push(self, token: int) -> None:
+        self._seen[token] = self._seen.get(token, 0) + 1
+        self._output[token] = self._output.get(token, 0) + 1
+
+    def penalise(self, logits: Logits, params: SamplingParams) -> None:
+        """In place. Repetition: positive logits divided, negative ones multiplied. Shape: float32 [V]."""
+        if params.repetition_penalty != 1.0 and self._seen:
+            ids = np.fromiter(self._seen, np.int64)
+            x = logits[ids]
+            penalty = np.float32(params.repetition_penalty)
+            logits[ids] = np.where(x > 0, x / penalty, x * penalty)
+        if self._output and (params.presence_penalty or params.frequency_penalty):
+            ids = np.fromiter(self._output, np.int64)
+            counts = np.fromiter(self._output.values(), np.float32)
+            logits[ids] -= np.float32(params.presence_penalty) + np.float32(params.frequency_penalty) * counts
+
+
+def warp(logits: Logits, params: SamplingParams, counts: TokenCounts | None, forbidden: tuple[int, ...] = ()) -> Logits:
+    """Penalties, logit bias, forbidden ids and temperature, in this order; the input is not changed. Shape: float32 [V]."""
+    needs_copy = counts is not None or params.logit_bias or forbidden
+    x = logits.copy() if needs_copy else logits
+    if counts is not None:
+        counts.penalise(x, params)
+    _add_bias(x, params.logit_bias)
+    if forbidden:
+        x[list(forbidden)] = -np.inf
+    if params.greedy or params.temperature == 1.0:
+        return x
+    return x / np.float32(params.temperature)
+
+
+def _add_bias(logits: Logits, bias: Mapping[int, float]) -> None:
+    for token, value in bias.items():
+        logits[token] += np.float32(value)
+
+
+@numba.njit(nogil=True)  # type: ignore[untyped-decorator]
+def _log_sum_exp(x: Any) -> float:
+    maximum = np.float64(x[_argmax(x)])
+    total = 0.0
+    for v in range(x.shape[0]):
+        total += math.exp(np.float64(x[v]) - maximum)
+    return maximum + math.log(total)
+
+
+def logprob(logits: Logits, token_id: int, num_top: int) -> TokenLogprob:
+    """Log-probabilities of the unwarped logits, in float64 and a fixed order. Shape: float32 [V]."""
+    norm = _log_sum_exp(logits)
+    top: tuple[tuple[int, float], ...] = ()
+    if num_top:
+        best = np.lexsort((np.arange(logits.shape[0]), -logits))[:num_top]
+        top = tuple((int(v), float(logits[v]) - norm) for v in best)
+    return TokenLogprob(int(token_id), float(logits[token_id]) - norm, top)
+
+
+class Sampler(Protocol):
+    """Decides the output tokens of one choice, in order."""
+
+    def __call__(self, logits: Logits) -> int:
+        """The next output token, from the target's logits at its position. Shape: float32 [V]."""
+
+
+class KeyedSampler:
+    """The definition of the output: token i is the argmax of the warped logits plus the noise of (seed, choice, i)."""
+
+    def __init__(
+        self, request: Request, seed: int, choice: int, eos_ids: tuple[int, ...], output_ids: list[int]
+    ) -> None:
+        self._params = request.params
+        self._seed, self._choice = seed, choice
+        self._index = len(output_ids)
+        self._eos_ids = eos_ids
+        self._counts = TokenCounts(request.prompt_ids, output_ids) if request.params.has_penalties else None
+
+    def __call__(self, logits: Logits) -> int:
+        forbidden = self._eos_ids if self._index < self._params.min_tokens else ()
+        token = sample(
+            warp(logits, self._params, self._counts, forbidden), self._params, self._seed, self._choice, self._index
+        )
+        if self._counts is not None:
+            self._counts.push(token)
+        self._index += 1
+        return token

@@ -1,0 +1,89 @@
+"""What every test stands on: no network, two threads, the same random numbers, and no Ray left behind.
+
+Owns the environment of the test process; imports nothing heavy, so that collecting a few light tests takes no time.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import secrets
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+NUM_THREADS = 2
+SEED = 20260
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+os.environ.setdefault("OMP_NUM_THREADS", str(NUM_THREADS))
+os.environ.setdefault("MPLBACKEND", "agg")
+# Why: Ray asks for a token by default and would otherwise leave one of its own in the user's home directory.
+if "RAY_AUTH_MODE" not in os.environ:
+    os.environ["RAY_AUTH_MODE"] = "token"
+    os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """A test marked gpu is skipped, with the reason, where torch finds no CUDA device."""
+    if item.get_closest_marker("gpu"):
+        import torch
+
+        if not torch.cuda.is_available():
+            pytest.skip("needs a CUDA device")
+
+
+@pytest.fixture(scope="session")
+def shared_data() -> Path:
+    """The folder of public test data: $RAGSPEC_DATA, or ../shared/data beside the checkout; INDEX.md lists it."""
+    named = os.environ.get("RAGSPEC_DATA")
+    if named and not Path(named).is_dir():
+        pytest.fail(f"RAGSPEC_DATA names {named}, which is not a folder")
+    folder = Path(named) if named else ROOT.parent / "shared" / "data"
+    if not folder.is_dir():
+        pytest.skip(f"needs the test data: no folder {folder}, and RAGSPEC_DATA is not set")
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> int:
+    """The same random numbers in every test, whatever ran before it. Gives the seed.
+
+    Torch is touched only once something has imported it; a torch imported later starts from its own fixed seed.
+    """
+    random.seed(SEED)
+    if numpy := sys.modules.get("numpy"):
+        numpy.random.seed(SEED)
+    if torch := sys.modules.get("torch"):
+        torch.manual_seed(SEED)
+        torch.set_num_threads(NUM_THREADS)
+    return SEED
+
+
+@pytest.fixture(autouse=True)
+def _ray_only_where_marked(request: pytest.FixtureRequest) -> Iterator[None]:
+    """A test that starts Ray says so with the marker, or it fails."""
+    yield
+    if "ray" not in request.keywords and _stop_ray():
+        pytest.fail("this test started Ray in its process; mark it with pytest.mark.ray")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _no_ray_after_module() -> Iterator[None]:
+    """Ray may be shared by the tests of one module, never by two."""
+    yield
+    _stop_ray()
+
+
+def _stop_ray() -> bool:
+    """Shut Ray down in this process; whether it was running."""
+    ray = sys.modules.get("ray")
+    if ray is None or not ray.is_initialized():
+        return False
+    ray.shutdown()
+    return True

@@ -1,0 +1,276 @@
+"""The border: the error tree, sampling parameters, texts and settings refuse what is wrong, each with its own error."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ragspec import errors
+from ragspec.config import PipelineConfig, load_config
+from ragspec.core import MAX_SEED, SamplingParams, check_text
+from ragspec.errors import ConfigError, InputError, PromptTooLong, RagspecError
+
+
+def gap(*values: Any, raises: type[Exception], seen: str) -> Any:
+    """A case that is known to fail today. Strict: the mark goes as soon as the case passes."""
+    return pytest.param(*values, marks=pytest.mark.xfail(reason=seen, raises=raises))
+
+
+# Errors
+
+
+def drawn_tree(drawing: str) -> dict[str, str]:
+    """Class -> parent, read from a drawing whose levels are four columns wide."""
+    root, *lines = drawing[drawing.index("RagspecError") :].splitlines()
+    indent = drawing.split("RagspecError")[0].rpartition("\n")[2]
+    path, parents = [root], {root: "Exception"}
+    for line in lines:
+        branch, glyph, rest = line.removeprefix(indent).partition("── ")
+        if glyph:
+            name = rest.split()[0]
+            path[len(branch) // 4 + 1 :] = [name]
+            parents[name] = path[-2]
+    return parents
+
+
+def test_the_drawing_of_the_error_tree_is_the_tree() -> None:
+    """The drawing users read goes stale when a class is added, moved or renamed."""
+    classes = {
+        name: member.__base__.__name__
+        for name, member in inspect.getmembers(errors, inspect.isclass)
+        if member.__module__ == errors.__name__
+    }
+    assert drawn_tree(inspect.getdoc(errors) or "") == classes
+    assert all(issubclass(getattr(errors, name), RagspecError) for name in classes)
+
+
+def test_the_reader_of_drawings_sees_a_moved_class() -> None:
+    """The comparison above would hold for any drawing if the reader saw nothing in it."""
+    drawing = "RagspecError\n├── InputError   text\n│   └── PromptTooLong\n└── EngineError\n    └── Cancelled"
+    assert drawn_tree(drawing) == {
+        "RagspecError": "Exception",
+        "InputError": "RagspecError",
+        "PromptTooLong": "InputError",
+        "EngineError": "RagspecError",
+        "Cancelled": "EngineError",
+    }
+
+
+def test_every_error_says_what_it_is_for() -> None:
+    """An error without a docstring leaves its reader guessing."""
+    assert all(member.__doc__ for _, member in inspect.getmembers(errors, inspect.isclass))
+
+
+def test_a_prompt_that_is_too_long_names_both_numbers() -> None:
+    """The user cannot shorten a prompt by an unknown amount."""
+    error = PromptTooLong(5000, 2048)
+    assert "5000" in str(error) and "2048" in str(error)
+    assert (error.num_prompt_tokens, error.max_prompt_tokens) == (5000, 2048)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ConfigError("x"),
+        InputError("x"),
+        gap(PromptTooLong(5000, 2048), raises=TypeError, seen="its arguments are not those of its constructor"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_an_error_survives_the_way_between_two_processes(error: RagspecError) -> None:
+    """Ray rebuilds an actor's exception from its arguments; one that cannot be rebuilt arrives as something else."""
+    again = copy.copy(error)
+    assert type(again) is type(error) and str(again) == str(error) and vars(again) == vars(error)
+
+
+# Sampling parameters
+
+WRONG_PARAMS = (
+    {"seed": 1.5},
+    {"seed": "1"},
+    {"seed": True},
+    {"seed": -1},
+    {"seed": MAX_SEED + 1},
+    {"max_tokens": -1},
+    {"max_tokens": 0},
+    {"max_tokens": True},
+    {"max_tokens": 2.0},
+    {"max_tokens": "8"},
+    {"max_tokens": None},
+    {"min_tokens": -1},
+    {"min_tokens": 9, "max_tokens": 8},
+    {"temperature": -0.1},
+    {"temperature": math.nan},
+    {"temperature": math.inf},
+    {"temperature": True},
+    {"temperature": "hot"},
+    {"top_p": 0.0},
+    {"top_p": 1.1},
+    {"top_p": math.nan},
+    {"top_k": -1},
+    {"top_k": 1.5},
+    {"min_p": -0.1},
+    {"min_p": 1.1},
+    {"repetition_penalty": 0.0},
+    {"repetition_penalty": -1.0},
+    {"presence_penalty": math.nan},
+    {"frequency_penalty": math.inf},
+    {"n": 0},
+    {"n": 65},
+    {"n": 1.0},
+    {"logprobs": -1},
+    {"logprobs": 21},
+    {"logprobs": True},
+    {"stop": "end"},
+    {"stop": ("",)},
+    {"stop": ("end", 3)},
+    gap({"stop": None}, raises=TypeError, seen="stop is iterated before it is checked"),
+    gap({"stop": 5}, raises=TypeError, seen="stop is iterated before it is checked"),
+    gap({"logit_bias": None}, raises=pytest.fail.Exception, seen="logit_bias is not checked"),
+    gap({"logit_bias": {1: math.nan}}, raises=pytest.fail.Exception, seen="logit_bias is not checked"),
+    gap({"logit_bias": {"1": 1.0}}, raises=pytest.fail.Exception, seen="logit_bias is not checked"),
+    gap({"ignore_eos": "no"}, raises=pytest.fail.Exception, seen="ignore_eos is not checked"),
+)
+
+
+@pytest.mark.parametrize("wrong", WRONG_PARAMS, ids=repr)
+def test_wrong_sampling_parameters_are_refused_by_name(wrong: dict[str, Any]) -> None:
+    """A wrong value that is let in fails deep in the engine, or silently changes the text."""
+    with pytest.raises(InputError, match=next(iter(wrong))):
+        SamplingParams(**wrong)
+
+
+@given(
+    seed=st.none() | st.integers(0, MAX_SEED),
+    max_tokens=st.integers(1, 2**31),
+    temperature=st.floats(0.0, 100.0) | st.integers(0, 100),
+    top_p=st.floats(1e-9, 1.0),
+    n=st.integers(1, 64),
+    logprobs=st.none() | st.integers(0, 20),
+)
+def test_every_value_in_range_is_taken_as_it_is(**params: Any) -> None:
+    """A check that is stricter than its documentation."""
+    built = SamplingParams(**params)
+    assert all(getattr(built, name) == value for name, value in params.items())
+
+
+def test_temperature_zero_is_greedy() -> None:
+    """A default that samples would not repeat itself."""
+    assert SamplingParams().greedy and not SamplingParams(temperature=0.5).greedy
+
+
+# Texts
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("", "question is empty"),
+        (" \n\t", "question is empty"),
+        ("a\0b", "question holds a NUL"),
+        ("ab\ud800", "question holds a lone surrogate at character 2"),
+        (None, "question must be a string, not NoneType"),
+        (b"abc", "question must be a string, not bytes"),
+        (["abc"], "question must be a string, not list"),
+    ],
+    ids=repr,
+)
+def test_a_text_no_tokenizer_should_see_is_refused(text: Any, reason: str) -> None:
+    """A tokenizer fails on these without saying which text it was."""
+    with pytest.raises(InputError, match=reason):
+        check_text(text, "question")
+
+
+@given(st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), min_size=1).filter(str.strip))
+def test_any_other_text_comes_back_unchanged(text: str) -> None:
+    """A check that edits the text shifts every citation."""
+    assert check_text(text, "question") == text
+
+
+# Settings
+
+
+def written(folder: Path, text: str) -> Path:
+    path = folder / "settings.yaml"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def test_nothing_given_gives_the_defaults(tmp_path: Path) -> None:
+    """An empty file is not an error, and no file is needed."""
+    assert load_config() == load_config(written(tmp_path, "")) == PipelineConfig()
+
+
+def test_a_file_is_read_and_an_override_wins(tmp_path: Path) -> None:
+    """The command line's option was overruled by the file."""
+    path = written(tmp_path, "retriever: {num_passages: 5}\ngeneration: {seed: 7, max_tokens: 12}\n")
+    config = load_config(path, **{"retriever.num_passages": 2, "generation.max_tokens": None})
+    assert (config.retriever.num_passages, config.generation.seed, config.generation.max_tokens) == (2, 7, 12)
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("targte: {}", "targte"),
+        ("target: {modle: x}", r"target\.modle"),
+        ("target: {dtype: float16}", r"target\.dtype"),
+        ("retriever: {num_passages: 0}", r"retriever\.num_passages"),
+        ("retriever: {num_passages: many}", r"retriever\.num_passages"),
+        ("generation: {temperature: .nan}", r"generation\.temperature"),
+        ("target: x", "target"),
+        ("- a\n- b", "not a mapping"),
+        ("a: [", "cannot read"),
+        ("a: !!python/object:os.system {}", "cannot read"),
+        gap("a: 2024-99-99", "cannot read", raises=ValueError, seen="YAML's wrong dates are not YAMLError"),
+        gap("[]", "not a mapping", raises=pytest.fail.Exception, seen="an empty list counts as an empty file"),
+        gap("retriever: {num_passages: true}", "num_passages", raises=pytest.fail.Exception, seen="true counts as 1"),
+        gap("generation: {seed: -5}", "seed", raises=pytest.fail.Exception, seen="the seed has no range here"),
+    ],
+    ids=repr,
+)
+def test_a_wrong_file_is_refused_with_the_key(tmp_path: Path, text: str, reason: str) -> None:
+    """A misspelt key that is ignored runs hours with the wrong setting."""
+    path = written(tmp_path, text)
+    with pytest.raises(ConfigError, match=reason) as caught:
+        load_config(path)
+    assert str(path) in str(caught.value)
+
+
+@pytest.mark.parametrize("key", ["targte", "target.modle", "modle.target.x"])
+def test_an_unknown_override_is_refused_with_the_key(key: str) -> None:
+    """The same for an option of the command line."""
+    with pytest.raises(ConfigError, match=key.split(".")[0]):
+        load_config(**{key: "x"})
+
+
+@pytest.mark.parametrize("text", ["target: x", "target:", "target: [x]"])
+@pytest.mark.xfail(
+    reason="an override is written into whatever the file holds there", raises=(TypeError, AttributeError)
+)
+def test_an_override_inside_what_is_no_mapping_is_refused(tmp_path: Path, text: str) -> None:
+    """The command line ended in a traceback."""
+    with pytest.raises(ConfigError, match="target"):
+        load_config(written(tmp_path, text), **{"target.model": "x"})
+
+
+def test_a_missing_or_unreadable_file_is_refused_with_its_name(tmp_path: Path) -> None:
+    """A misspelt path must not mean the defaults."""
+    with pytest.raises(ConfigError, match=r"absent\.yaml"):
+        load_config(tmp_path / "absent.yaml")
+    path = tmp_path / "binary.yaml"
+    path.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ConfigError, match=r"binary\.yaml"):
+        load_config(path)
+
+
+def test_settings_do_not_change_once_built() -> None:
+    """A part that edits shared settings changes every other part."""
+    with pytest.raises(ValueError, match="frozen"):
+        PipelineConfig().target.model = "x"  # type: ignore[misc]
