@@ -20,7 +20,7 @@ from ragspec.training.target_examples import ExampleStream, Lengths
 from ragspec.training.target_export import draw_curves, export_target
 from ragspec.training.target_model import SIZES, build_target
 from ragspec.training.target_sources import Sources, load_sources
-from ragspec.training.target_tokenizer import load_tokenizer, train_tokenizer
+from ragspec.training.target_tokenizer import load_tokenizer, marker_tokens, train_tokenizer
 from ragspec.training.target_trainer import TargetTrainer, TrainingPlan
 
 DEFAULT_TOKENS = {"tiny": 200_000, "cpu": 40_000_000, "gpu": 2_000_000_000}
@@ -50,7 +50,7 @@ def train(data_dir: Path, out: Path, size: str, plan: TrainingPlan, resume: bool
     """One run from data to exported model."""
     sources = load_sources(data_dir)
     tokenizer = obtain_tokenizer(sources, out / "tokenizer", SIZES[size].vocab_size)
-    model = build_target(SIZES[size], tokenizer.pad_token_id, tokenizer.eos_token_id, plan.seed)
+    model = build_target(SIZES[size], marker_tokens(tokenizer), tokenizer.pad_token_id, tokenizer.eos_token_id, plan.seed)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cpu":
         model.set_attn_implementation(training_attention.register())

@@ -12,6 +12,7 @@ from typing import Any, Literal
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from ragspec.core import MAX_SEED
 from ragspec.errors import ConfigError
 
 ASSETS = Path(__file__).parent / "assets"
@@ -19,7 +20,7 @@ REFERENCE_TARGET = str(ASSETS / "reference_target")
 
 
 class Part(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
 
 class ChunkingConfig(Part):
@@ -55,7 +56,7 @@ class DraftingConfig(Part):
     """Which drafters propose, and the most nodes a tree may have."""
 
     speculation: bool = True
-    drafters: tuple[str, ...] = ("copy",)
+    drafters: tuple[str, ...] = Field(("copy",), strict=False)
     max_tree_nodes: int = Field(48, ge=1, le=512)
     reuse_earlier_answers: bool = False
     max_earlier_tokens: int = Field(50_000, ge=0)
@@ -78,7 +79,7 @@ class GenerationConfig(Part):
     max_tokens: int = Field(96, ge=1)
     temperature: float = Field(0.0, ge=0.0)
     top_p: float = Field(1.0, gt=0.0, le=1.0)
-    seed: int | None = None
+    seed: int | None = Field(None, ge=0, le=MAX_SEED)
 
 
 class PipelineConfig(Part):
@@ -94,28 +95,35 @@ class PipelineConfig(Part):
 
 
 def load_config(path: str | Path | None = None, **overrides: Any) -> PipelineConfig:
-    """Read a YAML file (or nothing) and put dotted overrides such as `{"target.model": "..."}` on top.
+    """Read a YAML file (or nothing) and put dotted overrides such as `{"target.model": "..."}` on top; None changes nothing.
 
     Raises: ConfigError with the file, the key and the reason.
     """
-    tree: dict[str, Any] = {}
-    if path is not None:
-        try:
-            tree = yaml.safe_load(Path(path).read_text(encoding="utf-8")) or {}
-        except (OSError, UnicodeDecodeError, yaml.YAMLError) as cause:
-            raise ConfigError(f"cannot read the configuration {path}: {cause}") from cause
-        if not isinstance(tree, dict):
-            raise ConfigError(f"the configuration {path} is not a mapping")
+    tree = _read_mapping(path) if path is not None else {}
     for dotted, value in overrides.items():
-        if value is None:
-            continue
-        *parents, leaf = dotted.split(".")
-        node = tree
-        for name in parents:
-            node = node.setdefault(name, {})
-        node[leaf] = value
+        if value is not None:
+            _put(tree, dotted.split("."), value)
     try:
         return PipelineConfig.model_validate(tree)
     except ValidationError as cause:
         reasons = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in cause.errors())
         raise ConfigError(f"configuration {path or 'overrides'}: {reasons}") from cause
+
+
+def _read_mapping(path: str | Path) -> dict[str, Any]:
+    try:
+        tree = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError) as cause:
+        raise ConfigError(f"cannot read the configuration {path}: {cause}") from cause
+    if tree is not None and not isinstance(tree, dict):
+        raise ConfigError(f"the configuration {path} is not a mapping")
+    return tree or {}
+
+
+def _put(tree: dict[str, Any], keys: list[str], value: Any) -> None:
+    *parents, leaf = keys
+    for name in parents:
+        tree = tree.setdefault(name, {})
+        if not isinstance(tree, dict):
+            raise ConfigError(f"cannot set {'.'.join(keys)}: {name} is not a mapping")
+    tree[leaf] = value

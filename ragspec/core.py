@@ -107,10 +107,22 @@ class SamplingParams:
             raise InputError(f"logprobs must be from 0 to 20, not {self.logprobs!r}")
         if self.repetition_penalty == 0.0:
             raise InputError("repetition_penalty must be greater than 0")
-        if isinstance(self.stop, str) or not all(isinstance(s, str) and s for s in self.stop):
-            raise InputError("stop must be a tuple of non-empty strings")
+        if not isinstance(self.stop, tuple | list) or not all(isinstance(s, str) and s for s in self.stop):
+            raise InputError(f"stop must be a tuple of non-empty strings, not {self.stop!r}")
+        if not isinstance(self.ignore_eos, bool):
+            raise InputError(f"ignore_eos must be true or false, not {self.ignore_eos!r}")
+        self._check_bias()
         if self.min_tokens > self.max_tokens:
             raise InputError(f"min_tokens ({self.min_tokens}) exceeds max_tokens ({self.max_tokens})")
+
+    def _check_bias(self) -> None:
+        if not isinstance(self.logit_bias, Mapping):
+            raise InputError(f"logit_bias must map token ids to numbers, not {self.logit_bias!r}")
+        for token, bias in self.logit_bias.items():
+            if isinstance(token, bool) or not isinstance(token, int):
+                raise InputError(f"logit_bias must map token ids to numbers, and {token!r} is no token id")
+            if isinstance(bias, bool) or not isinstance(bias, int | float) or not -100.0 <= bias <= 100.0:
+                raise InputError(f"logit_bias of token {token} must be a number from -100 to 100, not {bias!r}")
 
     @property
     def greedy(self) -> bool:

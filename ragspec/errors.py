@@ -36,9 +36,12 @@ class PromptTooLong(InputError):
     """The prompt does not fit the target's context even without passages."""
 
     def __init__(self, num_prompt_tokens: int, max_prompt_tokens: int) -> None:
-        super().__init__(f"the prompt has {num_prompt_tokens} tokens, but at most {max_prompt_tokens} fit the context")
+        super().__init__(num_prompt_tokens, max_prompt_tokens)
         self.num_prompt_tokens = num_prompt_tokens
         self.max_prompt_tokens = max_prompt_tokens
+
+    def __str__(self) -> str:
+        return f"the prompt has {self.num_prompt_tokens} tokens, but at most {self.max_prompt_tokens} fit the context"
 
 
 class ModelError(RagspecError):

@@ -18,11 +18,6 @@ from ragspec.core import MAX_SEED, SamplingParams, check_text
 from ragspec.errors import ConfigError, InputError, PromptTooLong, RagspecError
 
 
-def gap(*values: Any, raises: type[Exception], seen: str) -> Any:
-    """A case that is known to fail today. Strict: the mark goes as soon as the case passes."""
-    return pytest.param(*values, marks=pytest.mark.xfail(reason=seen, raises=raises))
-
-
 # Errors
 
 
@@ -80,7 +75,7 @@ def test_a_prompt_that_is_too_long_names_both_numbers() -> None:
     [
         ConfigError("x"),
         InputError("x"),
-        gap(PromptTooLong(5000, 2048), raises=TypeError, seen="its arguments are not those of its constructor"),
+        PromptTooLong(5000, 2048),
     ],
     ids=lambda error: type(error).__name__,
 )
@@ -131,12 +126,12 @@ WRONG_PARAMS = (
     {"stop": "end"},
     {"stop": ("",)},
     {"stop": ("end", 3)},
-    gap({"stop": None}, raises=TypeError, seen="stop is iterated before it is checked"),
-    gap({"stop": 5}, raises=TypeError, seen="stop is iterated before it is checked"),
-    gap({"logit_bias": None}, raises=pytest.fail.Exception, seen="logit_bias is not checked"),
-    gap({"logit_bias": {1: math.nan}}, raises=pytest.fail.Exception, seen="logit_bias is not checked"),
-    gap({"logit_bias": {"1": 1.0}}, raises=pytest.fail.Exception, seen="logit_bias is not checked"),
-    gap({"ignore_eos": "no"}, raises=pytest.fail.Exception, seen="ignore_eos is not checked"),
+    {"stop": None},
+    {"stop": 5},
+    {"logit_bias": None},
+    {"logit_bias": {1: math.nan}},
+    {"logit_bias": {"1": 1.0}},
+    {"ignore_eos": "no"},
 )
 
 
@@ -228,10 +223,10 @@ def test_a_file_is_read_and_an_override_wins(tmp_path: Path) -> None:
         ("- a\n- b", "not a mapping"),
         ("a: [", "cannot read"),
         ("a: !!python/object:os.system {}", "cannot read"),
-        gap("a: 2024-99-99", "cannot read", raises=ValueError, seen="YAML's wrong dates are not YAMLError"),
-        gap("[]", "not a mapping", raises=pytest.fail.Exception, seen="an empty list counts as an empty file"),
-        gap("retriever: {num_passages: true}", "num_passages", raises=pytest.fail.Exception, seen="true counts as 1"),
-        gap("generation: {seed: -5}", "seed", raises=pytest.fail.Exception, seen="the seed has no range here"),
+        ("a: 2024-99-99", "cannot read"),
+        ("[]", "not a mapping"),
+        ("retriever: {num_passages: true}", "num_passages"),
+        ("generation: {seed: -5}", "seed"),
     ],
     ids=repr,
 )
@@ -251,9 +246,6 @@ def test_an_unknown_override_is_refused_with_the_key(key: str) -> None:
 
 
 @pytest.mark.parametrize("text", ["target: x", "target:", "target: [x]"])
-@pytest.mark.xfail(
-    reason="an override is written into whatever the file holds there", raises=(TypeError, AttributeError)
-)
 def test_an_override_inside_what_is_no_mapping_is_refused(tmp_path: Path, text: str) -> None:
     """The command line ended in a traceback."""
     with pytest.raises(ConfigError, match="target"):

@@ -28,10 +28,6 @@ class AcceptanceTable:
         row, column = self._rows[kind], min(length, self._max_length)
         return float(self._accepted[row, column] / self._seen[row, column])
 
-    def probabilities(self, kind: str, length: int, num: int) -> list[float]:
-        """For `num` nodes in a chain whose first continues a match of `length`."""
-        return [self.probability(kind, length + i) for i in range(num)]
-
     def learn(self, kind: str, length: int, accepted: bool) -> None:
         row, column = self._rows[kind], min(length, self._max_length)
         keep = 1.0 - 1.0 / _MEMORY

@@ -1,11 +1,12 @@
 """The copy drafter: the answer is likely to repeat what the request already holds.
 
 References are the retrieved passages, the user's input, predicted text, the conversation, the output itself and, if allowed,
-earlier answers of the same tenant. Four ways lead to a place to copy from:
+earlier answers of the same tenant. These ways lead to a place to copy from:
 
 * match:    the longest run of tokens that ends the text so far and occurs in a reference; several places give branches
-* start:    the output begins: inputs and predictions from their first token
-* quote:    a quotation mark has just opened: every sentence of the passages from its first token
+* start:    the output begins: inputs and predictions from their first token, a quotation mark where there are passages
+* quote:    a quotation mark opens: every sentence of the passages from its first token
+* tail:     what usually follows a copied sentence or input: the closing mark with the passage's number, the end
 * realign:  after an edit, go on beside the place where copying stopped (one token replaced, inserted or left out)
 
 The probability of each way and match length is learned from what the target accepted.
@@ -17,6 +18,7 @@ suffix decoding (Oliaro et al. 2024, arXiv 2411.04975).
 from __future__ import annotations
 
 from collections import defaultdict, deque
+from collections.abc import Iterator
 from collections.abc import Sequence as SequenceOf
 from typing import Any, NamedTuple
 
@@ -36,11 +38,14 @@ Ints = NDArray[np.int32]
 _MAX_MATCH = 16
 _MAX_BRANCHES = 6
 _SEPARATOR = -1
+_LEAST_PROB = 1e-3
 _PRIORS = {
     **{f"match:{kind.name.lower()}": (0.25, 0.95) for kind in SourceKind},
     "start:input": (0.3, 0.95),
     "start:prediction": (0.9, 0.97),
     "quote:passage": (0.6, 0.95),
+    "start:quote": (0.6, 0.6),
+    "tail": (0.5, 0.9),
     "realign:replaced": (0.5, 0.95),
     "realign:inserted": (0.3, 0.95),
     "realign:removed": (0.2, 0.95),
@@ -63,7 +68,7 @@ class _Place(NamedTuple):
     share: float
 
 
-@numba.njit(nogil=True)  # type: ignore[untyped-decorator]
+@numba.njit(nogil=True)
 def _match_lengths(haystack: Any, end: int, suffix: Any, ends: Any, lengths: Any) -> int:
     """Positions before `end` whose preceding tokens repeat the end of `suffix`; returns how many were written.
 
@@ -138,7 +143,7 @@ class CopyDrafter:
     def start(self, sequence: Drafted) -> None:
         references = self._reader.read(sequence.request.sources)
         for answer in self._earlier.get(sequence.request.salt, ()):
-            references.append(Reference(SourceKind.EARLIER, list(answer), -1, [], []))
+            references.append(Reference(SourceKind.EARLIER, list(answer), -1, [], len(answer)))
         self._states[sequence.key] = _State(references, sequence)
 
     def propose(self, sequences: SequenceOf[Drafted], max_nodes: int) -> list[list[Proposal]]:
@@ -170,27 +175,49 @@ class CopyDrafter:
     def _propose(self, sequence: Drafted, max_nodes: int) -> list[Proposal]:
         state = self._states[sequence.key]
         proposals: list[Proposal] = []
-        left = 1.0
-        for place in self._places(state, sequence):
+        parent, left = -1, 1.0
+        if sequence.num_output == 0 and any(r.is_sentence for r in state.references):
+            left = self._table.probability("start:quote", 0)
+            origin = Origin(self.name, feedback=Feedback("start:quote", 0))
+            for token in self._reader.quote_ids:
+                proposals.append(Proposal(token, parent, left, origin))
+                parent = len(proposals) - 1
+            self._copy(state, self._quotes(state), parent, left, max_nodes, proposals)
+            parent, left = -1, 1.0 - left
+        self._copy(state, self._places(state, sequence), parent, left, max_nodes, proposals)
+        return proposals
+
+    def _copy(
+        self, state: _State, places: list[_Place], root: int, left: float, max_nodes: int, proposals: list[Proposal]
+    ) -> None:
+        """Append a branch for each place below node `root`; `left` is the chance that none before it was meant."""
+        for place in places:
             tokens = self._copyable(state, place, max_nodes)
-            if len(tokens) == 0:
-                continue
-            number = state.reference_at(place.at)
-            reference = state.references[number] if number < len(state.references) else None
-            prob, parent = left * place.share, -1
-            probs = self._table.probabilities(place.kind, place.length, len(tokens))
-            for i, (token, given) in enumerate(zip(tokens.tolist(), probs, strict=True)):
+            prob, parent = left * place.share, root
+            first = 0.0
+            for i, (token, cell, given) in enumerate(self._branch(state, place, tokens)):
                 prob *= given
-                if prob < 1e-3:
+                first = first or given
+                if prob < _LEAST_PROB:
                     break
+                number = state.reference_at(place.at)
+                reference = state.references[number] if number < len(state.references) else None
                 source, offset = (
                     reference.provenance(place.at + i - int(state.begin[number])) if reference else (-1, -1)
                 )
-                origin = Origin(self.name, source, offset, Feedback(place.kind, place.length + i))
-                proposals.append(Proposal(token, parent, prob, origin))
+                proposals.append(Proposal(token, parent, prob, Origin(self.name, source, offset, cell)))
                 parent = len(proposals) - 1
-            left *= 1.0 - place.share * probs[0]
-        return proposals
+            left *= 1.0 - place.share * first
+
+    def _branch(self, state: _State, place: _Place, tokens: Ints) -> Iterator[tuple[int, Feedback, float]]:
+        """Each token to copy, the cell it is drawn from and its probability given the token before."""
+        number = state.reference_at(place.at)
+        tail = len(tokens)
+        if number < len(state.references):
+            tail = int(state.begin[number]) + state.references[number].tail - place.at
+        for i, token in enumerate(tokens.tolist()):
+            cell = Feedback(place.kind, place.length + i) if i < tail else Feedback("tail", i - tail)
+            yield token, cell, self._table.probability(*cell)
 
     def _copyable(self, state: _State, place: _Place, max_nodes: int) -> Ints:
         """Tokens from the place up to the next separator."""
@@ -203,18 +230,18 @@ class CopyDrafter:
         if sequence.num_output == 0:
             return self._starts(state)
         places = self._matches(state)
-        if state.num_off and 0 <= state.expected and (not places or places[0].length <= 2):
+        if state.num_off and state.expected >= 0 and (not places or places[0].length <= 2):
             places = [*self._realignments(state), *places]
         if self._reader.opens_quote(sequence.tokens[-1]):
-            starts = [
-                int(state.begin[number]) + start
-                for number, reference in enumerate(state.references)
-                if reference.kind is SourceKind.PASSAGE
-                for start in reference.sentence_starts
-            ]
-            places = [p for p in places if p.length > 3]
-            places += [_Place(at, "quote:passage", 0, 1.0 / (len(starts) - i)) for i, at in enumerate(starts)]
+            places = [*(p for p in places if p.length > 3), *self._quotes(state)]
         return places
+
+    def _quotes(self, state: _State) -> list[_Place]:
+        """Every sentence of the passages, each as likely as the others."""
+        starts = [
+            int(at) for at, reference in zip(state.begin, state.references, strict=False) if reference.is_sentence
+        ]
+        return [_Place(at, "quote:passage", 0, 1.0 / (len(starts) - i)) for i, at in enumerate(starts)]
 
     def _starts(self, state: _State) -> list[_Place]:
         kinds = {SourceKind.PREDICTION: "start:prediction", SourceKind.INPUT: "start:input"}

@@ -21,18 +21,20 @@ _QUOTES = ('"', "\u201c", "\u00ab", "\u2018")
 class Reference(NamedTuple):
     """One run of tokens to copy from. `source` is the number of its CopySource in the request, -1 for none.
 
-    `offsets[i]`: character of the source's text where token i begins. `sentence_starts`: tokens that begin a sentence.
+    `offsets[i]`: character of the source's text where token i begins. `tail`: tokens from here on are not in the source but
+    usually follow it (a quote's end with its number, the end of the output).
     """
 
     kind: SourceKind
     token_ids: list[int]
     source: int
     offsets: list[int]
-    sentence_starts: list[int]
+    tail: int
+    is_sentence: bool = False
 
     def provenance(self, token: int) -> tuple[int, int]:
-        """(number of the source, character) of one of its tokens."""
-        return self.source, self.offsets[token] if token < len(self.offsets) else -1
+        """(number of the source, character) of one of its tokens; (-1, -1) in the tail."""
+        return (self.source, self.offsets[token]) if token < self.tail and self.offsets else (-1, -1)
 
 
 class ReferenceReader:
@@ -45,26 +47,35 @@ class ReferenceReader:
 
     def read(self, sources: Sequence[CopySource]) -> list[Reference]:
         references: list[Reference] = []
+        num_passages = 0
         for number, source in enumerate(sources):
             if source.kind is SourceKind.PASSAGE:
-                references += self._passage(number, source)
+                num_passages += 1
+                references += self._passage(number, source, num_passages)
             elif source.kind in (SourceKind.INPUT, SourceKind.PREDICTION):
-                references += [self._whole(number, source, " "), self._whole(number, source, "")]
+                references += [self._whole(number, source, prefix, self._eos_ids) for prefix in ("", " ")]
             else:
-                references.append(self._whole(number, source, " ", ends=False))
+                references.append(self._whole(number, source, " "))
         return references
 
-    def _whole(self, number: int, source: CopySource, prefix: str, ends: bool = True) -> Reference:
+    @property
+    def quote_ids(self) -> list[int]:
+        """The tokens of an opening quotation mark."""
+        return self._encode(_QUOTES[0])[0]
+
+    def _whole(self, number: int, source: CopySource, prefix: str, tail: Sequence[int] = ()) -> Reference:
         ids, offsets = self._encode(prefix + source.text)
         offsets = [max(0, offset - len(prefix)) for offset in offsets]
-        return Reference(source.kind, ids + (self._eos_ids if ends else []), number, offsets, [])
+        return Reference(source.kind, [*ids, *tail], number, offsets, len(ids))
 
-    def _passage(self, number: int, source: CopySource) -> list[Reference]:
-        whole = self._whole(number, source, " ", ends=False)
-        references = [whole]
+    def _passage(self, number: int, source: CopySource, rank: int) -> list[Reference]:
+        """The passage as in the prompt, and each sentence as a quote: closed and numbered as the passage is."""
+        references = [self._whole(number, source, " ")]
+        closing = [*self._encode(f"{_QUOTES[0]} [{rank}]")[0], *self._eos_ids]
         for start, end in sentences(source.text):
             ids, offsets = self._encode(source.text[start:end])
-            references.append(Reference(source.kind, ids, number, [start + offset for offset in offsets], [0]))
+            offsets = [start + offset for offset in offsets]
+            references.append(Reference(source.kind, [*ids, *closing], number, offsets, len(ids), is_sentence=True))
         return references
 
     def _encode(self, text: str) -> tuple[list[int], list[int]]:

@@ -3,7 +3,7 @@
 One thread owns the target, the pool and every sequence; the outside talks to it through a queue and hears one `Delta` a step
 and choice. Speculation off is the same step with root-only trees.
 
-    >>> engine = Engine.load(TargetConfig(), EngineConfig(), DraftingConfig())
+    >>> engine = load_engine(TargetConfig(), EngineConfig(), DraftingConfig())
     >>> engine.generate([Request("a", prompt_ids, SamplingParams(max_tokens=20))])[0].text
 """
 
@@ -16,7 +16,7 @@ import threading
 from collections.abc import AsyncIterator, Callable
 from collections.abc import Sequence as SequenceOf
 
-from ragspec.config import DraftingConfig, EngineConfig, TargetConfig
+from ragspec.config import EngineConfig
 from ragspec.core import Completion, Delta, FinishReason, Request
 from ragspec.drafting.planner import Planner
 from ragspec.engine.admission import Admission
@@ -49,13 +49,6 @@ class Engine:
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="ragspec-engine", daemon=True)
         self._thread.start()
-
-    @classmethod
-    def load(cls, target: TargetConfig, engine: EngineConfig, drafting: DraftingConfig) -> Engine:
-        """Load the model, test its numerics, measure its costs. Raises: ModelError, ConfigError."""
-        from ragspec.engine.loading import load_engine
-
-        return load_engine(target, engine, drafting)
 
     @property
     def fingerprint(self) -> str:

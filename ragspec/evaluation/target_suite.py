@@ -107,7 +107,10 @@ def question_cases(data_dir: Path, num_questions: int, seed: int) -> tuple[list[
     everything = [text for _, text, _ in paragraphs]
 
     def case(title: str, text: str, question: str, answers: list[str]) -> Case:
-        near, far = rng.choice([t for t in by_title[title] if t != text]), rng.choice([t for t in everything if t != text])
+        near, far = (
+            rng.choice([t for t in by_title[title] if t != text]),
+            rng.choice([t for t in everything if t != text]),
+        )
         passages = [passage_with(text, question, answers), _first_passage(near), _first_passage(far)]
         order = rng.sample(range(3), 3)
         return Case(question, [passages[i] for i in order], order.index(0) + 1, answers)
@@ -115,7 +118,9 @@ def question_cases(data_dir: Path, num_questions: int, seed: int) -> tuple[list[
     asked = [(t, text, q["question"], [a["text"] for a in q["answers"]]) for t, text, qas in paragraphs for q in qas]
     titles = {text: title for title, text, _ in paragraphs}
     texts = {r["id"]: normalise(r["text"]) for r in _json_lines(data_dir / "squad_open/corpus.jsonl")}
-    unasked = [(texts[r["gold"]], r["question"]) for r in _json_lines(data_dir / "squad_open/questions_unanswerable.jsonl")]
+    unasked = [
+        (texts[r["gold"]], r["question"]) for r in _json_lines(data_dir / "squad_open/questions_unanswerable.jsonl")
+    ]
     unasked = [(text, question) for text, question in unasked if text in titles]
     answerable = [case(*row) for row in rng.sample(asked, min(num_questions, len(asked)))]
     chosen = rng.sample(unasked, min(num_questions // 2, len(unasked)))
@@ -223,7 +228,9 @@ def edit_distance(a: list[str], b: list[str]) -> int:
     return row[-1]
 
 
-def gleu(sources: list[list[str]], outputs: list[list[str]], references: list[list[list[str]]], draws: int = 500) -> float:
+def gleu(
+    sources: list[list[str]], outputs: list[list[str]], references: list[list[list[str]]], draws: int = 500
+) -> float:
     """GLEU of JFLEG, 0-100: BLEU-4 against a randomly drawn reference, minus n-grams kept wrongly; mean over draws.
 
     Source: Napoles et al. 2015 and 2016 (arXiv 1605.02592), the version without tuning.
@@ -280,13 +287,18 @@ def lexical_retriever(num_passages: int = 3) -> Retrieve:
     def retrieve(question: str) -> list[str]:
         words = {w for w in re.findall(r"[a-z0-9]+", question.lower()) if w in frequency}
         weight = {w: math.log(len(bags) / frequency[w]) for w in words}
-        scores = [sum(weight[w] * bag[w] / (bag[w] + 1.2) for w in words if w in bag) / (len(bag) + 30) ** 0.25 for bag in bags]
+        scores = [
+            sum(weight[w] * bag[w] / (bag[w] + 1.2) for w in words if w in bag) / (len(bag) + 30) ** 0.25
+            for bag in bags
+        ]
         return [texts[i] for i in sorted(range(len(bags)), key=lambda i: (-scores[i], i))[:num_passages]]
 
     return retrieve
 
 
-def perplexity_scores(target_dir: Path, text_path: Path, max_chars: int = 300_000, window: int = 512) -> dict[str, float]:
+def perplexity_scores(
+    target_dir: Path, text_path: Path, max_chars: int = 300_000, window: int = 512
+) -> dict[str, float]:
     """Perplexity of WikiText-2 by word (its own tokens) and by token of ours, in independent windows."""
     tokenizer = AutoTokenizer.from_pretrained(target_dir)
     model = AutoModelForCausalLM.from_pretrained(target_dir, dtype=torch.float32).eval()

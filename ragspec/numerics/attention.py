@@ -16,6 +16,7 @@ gathered into logical order, where the softmax and the weighted sum run.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import threading
 from typing import Any, NamedTuple
@@ -83,7 +84,7 @@ def make_tiles(row_start: Ints) -> Ints:
     """Cut every sequence's rows into tiles of at most ROWS_A_TILE. Shapes: [B + 1] -> [tiles, 3]."""
     tiles = [
         (first, min(first + ROWS_A_TILE, int(end)), b)
-        for b, (start, end) in enumerate(zip(row_start[:-1], row_start[1:], strict=True))
+        for b, (start, end) in enumerate(itertools.pairwise(row_start))
         for first in range(int(start), int(end), ROWS_A_TILE)
     ]
     return np.asarray(tiles, np.int32).reshape(-1, 3)
@@ -125,7 +126,7 @@ def attention_kernel(head_dim: int) -> Any:
     dot_1x4, dot_1x1 = make_dot_pages(1, 4, head_dim), make_dot_pages(1, 1, head_dim)
     add_weighted = make_add_weighted(head_dim)
 
-    @numba.njit  # type: ignore[untyped-decorator]
+    @numba.njit
     def score_pages(q: Any, num_rows: int, keys: Any, offsets: Any, scores: Any) -> None:
         num_pages = offsets.shape[0]
         stride = num_pages * 16
@@ -148,7 +149,7 @@ def attention_kernel(head_dim: int) -> Any:
                 page += 1
             row += 1
 
-    @numba.njit  # type: ignore[untyped-decorator]
+    @numba.njit
     def gather(
         scores: Any, base: int, index: Any, start: int, end: int, out: Any, at: int, scale: Any, softcap: Any
     ) -> Any:
@@ -161,7 +162,7 @@ def attention_kernel(head_dim: int) -> Any:
             best = max(best, x)
         return best
 
-    @numba.njit  # type: ignore[untyped-decorator]
+    @numba.njit
     def used_pages(rows: Any, first: int, last: int, context: int) -> int:
         longest, highest = 0, 0
         for row in range(first, last):
@@ -170,9 +171,9 @@ def attention_kernel(head_dim: int) -> Any:
                 highest = max(highest, rows.path_index[j])
         for j in range(context, context + longest):
             highest = max(highest, rows.context_index[j])
-        return highest // 16 + 1  # type: ignore[no-any-return]
+        return highest // 16 + 1
 
-    @numba.njit  # type: ignore[untyped-decorator]
+    @numba.njit
     def collect_queries(qkv: Any, first: int, last: int, head: int, group: int) -> Any:
         queries = np.zeros((last - first) * group * head_dim, np.float32)
         at = 0
@@ -183,7 +184,7 @@ def attention_kernel(head_dim: int) -> Any:
                 at += head_dim
         return queries
 
-    @numba.njit  # type: ignore[untyped-decorator]
+    @numba.njit
     def one_tile(
         qkv: Any,
         keys: Any,
@@ -274,7 +275,7 @@ def attention_kernel(head_dim: int) -> Any:
             for d in range(out.shape[2]):
                 out[row, head * group + i % group, d] = total[d] / norm
 
-    @numba.njit  # type: ignore[untyped-decorator]
+    @numba.njit
     def rotate(qkv: Any, positions: Any, num_rotated: int, cos: Any, sin: Any) -> None:
         half = qkv.shape[2] // 2
         for row in range(qkv.shape[0]):
@@ -285,7 +286,7 @@ def attention_kernel(head_dim: int) -> Any:
                     qkv[row, h, d] = x * cos[p, d] - y * sin[p, d]
                     qkv[row, h, d + half] = y * cos[p, d + half] + x * sin[p, d + half]
 
-    @numba.njit  # type: ignore[untyped-decorator]
+    @numba.njit
     def write(qkv: Any, keys: Any, values: Any, slots: Any, shape: Any) -> None:
         for row in range(qkv.shape[0]):
             page, lane = slots[row] // 16, slots[row] % 16
@@ -295,7 +296,7 @@ def attention_kernel(head_dim: int) -> Any:
                     keys[block + d * 16 + lane] = qkv[row, shape[0] + h, d]
                     values[block + lane * head_dim + d] = qkv[row, shape[0] + shape[1] + h, d]
 
-    @numba.njit(nogil=True, parallel=True)  # type: ignore[untyped-decorator]
+    @numba.njit(nogil=True, parallel=True)
     def kernel(
         qkv: Any,
         keys: Any,

@@ -143,7 +143,8 @@ class SequenceSlots:
             own = own[~np.isin(own, np.unique(shared // PAGE))]
             self._pool.release(shared)
         if len(own):
-            self._pool.release((own[:, None] * PAGE + np.arange(PAGE, dtype=np.int32)).reshape(-1))
+            slots = own[:, None] * PAGE + np.arange(PAGE)  # [pages, 16]
+            self._pool.release(slots.reshape(-1).astype(np.int32))
         self.length, self._num_shared, self._pages, self._spare = 0, 0, [], []
 
     def _append(self, slots: Ints, index: Ints) -> None:

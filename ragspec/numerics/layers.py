@@ -107,6 +107,9 @@ class RotaryTable(nn.Module):
     Raises: ModelError when the angles depend on the length of the sequence.
     """
 
+    cos: Tensor
+    sin: Tensor
+
     def __init__(self, rotary: Any, max_positions: int, dtype: torch.dtype) -> None:
         super().__init__()
         kind = str(getattr(rotary, "rope_type", "default"))
@@ -120,7 +123,7 @@ class RotaryTable(nn.Module):
         self.register_buffer("sin", sin[0])
 
     def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
-        return self.cos[position_ids], self.sin[position_ids]  # type: ignore[index]
+        return self.cos[position_ids], self.sin[position_ids]
 
 
 def make_row_invariant(model: nn.Module, max_positions: int) -> None:

@@ -30,14 +30,14 @@ LARGEST_GUMBEL = -math.log(-math.log1p(-(2.0**-54)))
 """About 37.4: no noise is greater."""
 
 
-@numba.njit(inline="always")  # type: ignore[untyped-decorator]
+@numba.njit(inline="always")
 def mix(x: np.uint64) -> np.uint64:
     x = (x ^ (x >> _30)) * _MIX_1
     x = (x ^ (x >> _27)) * _MIX_2
     return x ^ (x >> _31)
 
 
-@numba.njit  # type: ignore[untyped-decorator]
+@numba.njit
 def _key(seed: np.uint64, choice: np.uint64, index: np.uint64) -> np.uint64:
     key = mix(seed + _STEP)
     key = mix(key + _STEP * (choice + np.uint64(1)))
@@ -49,18 +49,18 @@ def output_key(seed: int, choice: int, index: int) -> np.uint64:
     return np.uint64(_key(np.uint64(seed), np.uint64(choice), np.uint64(index)))
 
 
-@numba.njit(inline="always")  # type: ignore[untyped-decorator]
+@numba.njit(inline="always")
 def bits(key: np.uint64, token_id: np.uint64) -> np.uint64:
     """53 uniform bits for one token id."""
     return mix(key + _STEP * (token_id + np.uint64(1))) >> _11
 
 
-@numba.njit(inline="always")  # type: ignore[untyped-decorator]
+@numba.njit(inline="always")
 def gumbel(h: np.uint64) -> float:
     return -math.log(-math.log((np.float64(h) + 0.5) * _TWO_TO_MINUS_53))
 
 
-@numba.njit  # type: ignore[untyped-decorator]
+@numba.njit
 def _gumbel_row(key: np.uint64, out: NDArray[np.float64]) -> None:
     for v in range(out.shape[0]):
         out[v] = gumbel(bits(key, np.uint64(v)))

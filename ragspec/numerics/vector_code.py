@@ -26,7 +26,7 @@ _VECTOR = ir.VectorType(_FLOAT, LANES)
 _VECTOR_POINTER = _VECTOR.as_pointer()
 _INT_VECTOR = ir.VectorType(_INT, LANES)
 
-# e^r on |r| <= ln(2)/2: Taylor coefficients of degree 7 to 0, rounded to float32; the error stays under 2 units in the last place.
+# e^r on |r| <= ln(2)/2: Taylor coefficients of degree 7 to 0 in float32; the error stays under 2 units in the last place.
 _EXP_COEFFICIENTS = (1 / 5040, 1 / 720, 1 / 120, 1 / 24, 1 / 6, 1 / 2, 1.0, 1.0)
 _LOG2_E = 1.4426950408889634
 _LN2_HIGH, _LN2_LOW = 0.693359375, -2.12194440e-4

@@ -125,7 +125,7 @@ def _continues(character: str) -> bool:
 
 def _ends_sentence(text: str, start: int, match: re.Match[str]) -> bool:
     following = _lstrip(text, match.end(), len(text))
-    if following == len(text) or "\n" in text[match.end() : following] and _blank_line(text, match.end(), following):
+    if following == len(text) or text.count("\n", match.end(), following) > 1:
         return True
     head = text[following]
     if head.islower():
@@ -144,10 +144,6 @@ def _abbreviates(text: str, start: int, stop: int, head: str) -> bool:
     if _INITIALS.fullmatch(word) and (word[0].isupper() or "." in word):
         return word != "I"
     return word.lower() in _ABBREVIATIONS or (word.lower() in _BEFORE_NUMBERS and head.isdigit())
-
-
-def _blank_line(text: str, start: int, end: int) -> bool:
-    return text.count("\n", start, end) > 1
 
 
 def _append(spans: list[Span], text: str, start: int, end: int) -> None:

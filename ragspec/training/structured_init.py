@@ -23,12 +23,13 @@ from torch import Tensor
 from transformers import LlamaForCausalLM
 
 HEAD_DIM = 64
+ROPE_THETA = 500_000.0
 NUM_PAIRS = HEAD_DIM // 2
 SHIFT_DISTANCES = (1, 2, 3)
 SHIFT_SHARPNESS = 9.0
 SHIFT_PAIRS = 16
 """Only the fast half of the rotary pairs tells distances of a few tokens apart; the rest would only enlarge the score."""
-MATCH_GAIN = 2.5
+MATCH_GAIN = 3.0
 MATCH_PAIRS = ((26, 32), (20, 26), (14, 20))
 """Rotary pairs [first, last) that compare the newest token, the one before it, and the one before that."""
 
@@ -38,6 +39,11 @@ class StreamLayout(NamedTuple):
 
     identity: int
     shifted: int
+
+    @property
+    def num_blocks(self) -> int:
+        """Heads it takes to copy the whole identity."""
+        return -(-self.identity // HEAD_DIM)
 
     def start(self, distance: int) -> int:
         """First column of the copy of the token `distance` places back (0 = the token itself)."""
@@ -69,8 +75,7 @@ def structured_init(model: LlamaForCausalLM, seed: int = 1) -> None:
         for linear in (attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj):
             linear.weight.mul_(0.3)
             linear.bias.zero_()
-    theta = float(model.config.rope_parameters["rope_theta"])
-    _write_shift_heads(model.model.layers[0].self_attn, layout, compress, theta)
+    _write_shift_heads(model.model.layers[0].self_attn, layout, compress, ROPE_THETA)
     _write_match_heads(model.model.layers[1].self_attn, layout, compress, generator)
 
 
@@ -93,7 +98,7 @@ def _write_shift_heads(attention: Any, layout: StreamLayout, compress: Tensor, t
 
 
 def _write_match_heads(attention: Any, layout: StreamLayout, compress: Tensor, generator: torch.Generator) -> None:
-    for group in range(attention.k_proj.out_features // HEAD_DIM):
+    for group in range(layout.num_blocks):
         q_start, kv_start = group * attention.num_key_value_groups * HEAD_DIM, group * HEAD_DIM
         attention.q_proj.weight[q_start : q_start + HEAD_DIM] = 0.0
         attention.k_proj.weight[kv_start : kv_start + HEAD_DIM] = 0.0
@@ -110,10 +115,9 @@ def _write_match_heads(attention: Any, layout: StreamLayout, compress: Tensor, g
 
 def _write_copy(attention: Any, layout: StreamLayout, group: int, q_start: int, kv_start: int) -> None:
     """Value and output of one match head: one 64-wide block of the identity, passed on unchanged."""
-    num_blocks = -(-layout.identity // HEAD_DIM)
-    first = group % num_blocks * HEAD_DIM
+    first = group * HEAD_DIM
     size = min(HEAD_DIM, layout.identity - first)
     attention.v_proj.weight[kv_start : kv_start + HEAD_DIM] = 0.0
     attention.o_proj.weight[:, q_start : q_start + HEAD_DIM] = 0.0
     attention.v_proj.weight[kv_start : kv_start + size, first : first + size] = torch.eye(size)
-    attention.o_proj.weight[first : first + size, q_start : q_start + size] = 0.5 * torch.eye(size)
+    attention.o_proj.weight[first : first + size, q_start : q_start + size] = torch.eye(size)

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from ragspec.training.structured_init import HEAD_DIM, structured_init
+from ragspec.training.selection_init import MarkerTokens, selection_init
+from ragspec.training.structured_init import HEAD_DIM, ROPE_THETA, structured_init
 
-ROPE_THETA = 500_000.0
 MAX_POSITIONS = 2048
 
 
@@ -53,10 +53,14 @@ def target_config(size: TargetSize, pad_token_id: int, eos_token_id: int) -> Lla
     )
 
 
-def build_target(size: TargetSize, pad_token_id: int = 0, eos_token_id: int = 5, seed: int = 0) -> LlamaForCausalLM:
+def build_target(
+    size: TargetSize, markers: MarkerTokens, pad_token_id: int = 0, eos_token_id: int = 5, seed: int = 0
+) -> LlamaForCausalLM:
     """A freshly initialised target in float32; the same seed gives the same weights."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = LlamaForCausalLM(target_config(size, pad_token_id, eos_token_id))
     structured_init(model, seed + 1)
+    if size.num_layers > 2:
+        selection_init(model, markers, seed + 2)
     return model

@@ -11,9 +11,20 @@ from pathlib import Path
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from ragspec.training.target_format import CHAT_TEMPLATE, CONTEXT_ROLE_FLAG, END, PAD, SPECIAL_TOKENS
+from ragspec.training.selection_init import MarkerTokens
+from ragspec.training.target_format import (
+    ASSISTANT,
+    CHAT_TEMPLATE,
+    CONTEXT,
+    CONTEXT_ROLE_FLAG,
+    END,
+    PAD,
+    SPECIAL_TOKENS,
+    USER,
+)
 from ragspec.training.target_model import MAX_POSITIONS
 
+LONE_SPACE = "Ġ"
 WORD_SPLIT = (
     r"(?<=[.!?:;\])\"\n]) (?=\S)"  # the space between two sentences
     r"|'(?:s|t|re|ve|m|ll|d)\b"
@@ -58,3 +69,9 @@ def load_tokenizer(directory: Path) -> PreTrainedTokenizerFast:
     """The tokenizer saved in a directory."""
     tokenizer: PreTrainedTokenizerFast = PreTrainedTokenizerFast.from_pretrained(str(directory))
     return tokenizer
+
+
+def marker_tokens(tokenizer: PreTrainedTokenizerFast) -> MarkerTokens:
+    """The ids that the structured initialisation of the model builds on."""
+    user, context, assistant, space = tokenizer.convert_tokens_to_ids([USER, CONTEXT, ASSISTANT, LONE_SPACE])
+    return MarkerTokens(user, context, assistant, space)

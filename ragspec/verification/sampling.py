@@ -24,7 +24,7 @@ from ragspec.numerics.noise import bits, gumbel, output_key
 Logits = NDArray[np.float32]
 
 
-@numba.njit(nogil=True)  # type: ignore[untyped-decorator]
+@numba.njit(nogil=True)
 def _argmax(x: Any) -> int:
     best = 0
     for v in range(1, x.shape[0]):
@@ -33,7 +33,7 @@ def _argmax(x: Any) -> int:
     return best
 
 
-@numba.njit(nogil=True)  # type: ignore[untyped-decorator]
+@numba.njit(nogil=True)
 def _lowest_of_top_k(x: Any, k: int) -> tuple[Any, int]:
     """(logit, id) of the token ranked k-th: a binary heap of the k best, worst on top."""
     values = np.empty(k, np.float32)
@@ -70,12 +70,12 @@ def _lowest_of_top_k(x: Any, k: int) -> tuple[Any, int]:
     return values[0], ids[0]
 
 
-@numba.njit(inline="always")  # type: ignore[untyped-decorator]
+@numba.njit(inline="always")
 def _ranks_above(x: Any, v: int, logit: Any, token_id: int) -> bool:
     return bool(x[v] > logit or (x[v] == logit and v < token_id))
 
 
-@numba.njit(nogil=True)  # type: ignore[untyped-decorator]
+@numba.njit(nogil=True)
 def _mass_above(x: Any, maximum: Any, logit: Any, token_id: int) -> float:
     """Sum of e^(x - maximum) over tokens ranked above the given one, in the order of ids, in float64."""
     mass = 0.0
@@ -85,7 +85,7 @@ def _mass_above(x: Any, maximum: Any, logit: Any, token_id: int) -> float:
     return mass
 
 
-@numba.njit(nogil=True)  # type: ignore[untyped-decorator]
+@numba.njit(nogil=True)
 def _best_noisy(x: Any, key: Any, start: int, floor_logit: Any, floor_id: int) -> int:
     """argmax of x + G over tokens ranked above the floor; ties to the lower id. `start` is a token of high rank.
 
@@ -106,7 +106,7 @@ def _best_noisy(x: Any, key: Any, start: int, floor_logit: Any, floor_id: int) -
     return best
 
 
-@numba.njit(nogil=True)  # type: ignore[untyped-decorator]
+@numba.njit(nogil=True)
 def _sample(x: Any, top_k: int, top_p: float, min_p: float, key: Any) -> int:
     greatest = _argmax(x)
     maximum = np.float64(x[greatest])
@@ -180,7 +180,7 @@ def _add_bias(logits: Logits, bias: Mapping[int, float]) -> None:
         logits[token] += np.float32(value)
 
 
-@numba.njit(nogil=True)  # type: ignore[untyped-decorator]
+@numba.njit(nogil=True)
 def _log_sum_exp(x: Any) -> float:
     maximum = np.float64(x[_argmax(x)])
     total = 0.0

@@ -25,7 +25,9 @@ class Verdict(NamedTuple):
 
 def verify(tree: DraftTree, logits: NDArray[np.float32], sampler: Sampler, most_tokens: int) -> Verdict:
     """Walk the tree. Shapes: logits float32 [N, V], row n for node n. At most `most_tokens` tokens are decided."""
-    node, path, tokens = 0, [], []
+    node = 0
+    path: list[int] = []
+    tokens: list[int] = []
     while True:
         tokens.append(sampler(logits[node]))
         child = tree.child(node, tokens[-1])

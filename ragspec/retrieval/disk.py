@@ -1,0 +1,64 @@
+"""Writes that survive a crash: flushed to the disk, renamed into place, one writer at a time.
+
+Foreign errors become SaveError here and nowhere else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from ragspec.errors import SaveError
+
+_LOCK = ".lock"
+
+
+@contextlib.contextmanager
+def saving(place: Path) -> Iterator[None]:
+    """Inside, an OSError means that writing to `place` failed.
+
+    Raises: SaveError with the system's reason.
+    """
+    try:
+        yield
+    except OSError as cause:
+        raise SaveError(f"cannot write {place}: {cause.strerror or cause}") from cause
+
+
+@contextlib.contextmanager
+def exclusive(folder: Path) -> Iterator[None]:
+    """Holds the folder's writer lock; the system drops it when the holder dies.
+
+    Raises: SaveError if another writer holds it.
+    """
+    with open(folder / _LOCK, "w", encoding="ascii") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as cause:
+            raise SaveError(f"another index is being written to {folder} right now") from cause
+        yield
+
+
+def sync(path: Path) -> None:
+    """Flush a file, or a folder's list of names, to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Put `text` at `path`: readers see the old content or the new, never a part."""
+    temporary = path.with_name(f".{path.name}.new")
+    try:
+        temporary.write_text(text, encoding="ascii")
+        sync(temporary)
+        os.replace(temporary, path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
+    sync(path.parent)
