@@ -50,7 +50,8 @@ def train(data_dir: Path, out: Path, size: str, plan: TrainingPlan, resume: bool
     """One run from data to exported model."""
     sources = load_sources(data_dir)
     tokenizer = obtain_tokenizer(sources, out / "tokenizer", SIZES[size].vocab_size)
-    model = build_target(SIZES[size], marker_tokens(tokenizer), tokenizer.pad_token_id, tokenizer.eos_token_id, plan.seed)
+    special = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id}
+    model = build_target(SIZES[size], marker_tokens(tokenizer), seed=plan.seed, **special)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cpu":
         model.set_attn_implementation(training_attention.register())

@@ -60,6 +60,7 @@ class DraftTree:
 
     def add(self, parent: int, token_id: int, path_prob: float, origin: Origin) -> int:
         """Add a node, or meet the one that is there; returns its number. The more probable guess keeps the origin."""
+        path_prob = min(path_prob, self.path_probs[parent])
         present = self._children[parent].get(token_id)
         if present is not None:
             if path_prob > self.path_probs[present]:
@@ -69,18 +70,25 @@ class DraftTree:
         self.token_ids.append(token_id)
         self.parents.append(parent)
         self.depths.append(self.depths[parent] + 1)
-        self.path_probs.append(min(path_prob, self.path_probs[parent]))
+        self.path_probs.append(path_prob)
         self.origins.append(origin)
         self._children.append({})
         self._children[parent][token_id] = node
         return node
 
-    def merge(self, proposals: Iterable[Proposal]) -> None:
-        """Add one drafter's list; its parents precede their children."""
-        numbers: list[int] = []
+    def merge(self, proposals: Iterable[Proposal], max_depth: int = 2**31, vocab_size: int = 2**31) -> None:
+        """Add one drafter's list; its parents precede their children.
+
+        What is too deep, no token of the target or without a probability is left out, and all below it.
+        """
+        numbers: list[int | None] = []
         for proposal in proposals:
             parent = 0 if proposal.parent < 0 else numbers[proposal.parent]
-            numbers.append(self.add(parent, proposal.token_id, proposal.path_prob, proposal.origin))
+            usable = 0 <= proposal.token_id < vocab_size and proposal.path_prob >= 0.0
+            if parent is None or self.depths[parent] >= max_depth or not usable:
+                numbers.append(None)
+            else:
+                numbers.append(self.add(parent, proposal.token_id, proposal.path_prob, proposal.origin))
 
     def best(self, num_nodes: int) -> DraftTree:
         """The root and the `num_nodes` most probable nodes; ties to the lower number. Parents stay with their children."""

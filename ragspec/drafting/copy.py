@@ -5,7 +5,8 @@ earlier answers of the same tenant. These ways lead to a place to copy from:
 
 * match:    the longest run of tokens that ends the text so far and occurs in a reference; several places give branches
 * start:    the output begins: inputs and predictions from their first token, a quotation mark where there are passages
-* quote:    a quotation mark opens: every sentence of the passages from its first token
+* quote:    a quotation mark opens: sentences of the passages from their first token, those that share rare tokens with the
+            question first
 * tail:     what usually follows a copied sentence or input: the closing mark with the passage's number, the end
 * realign:  after an edit, go on beside the place where copying stopped (one token replaced, inserted or left out)
 
@@ -17,7 +18,7 @@ suffix decoding (Oliaro et al. 2024, arXiv 2411.04975).
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterator
 from collections.abc import Sequence as SequenceOf
 from typing import Any, NamedTuple
@@ -37,14 +38,15 @@ Ints = NDArray[np.int32]
 
 _MAX_MATCH = 16
 _MAX_BRANCHES = 6
+_MAX_QUOTES = 8
 _SEPARATOR = -1
 _LEAST_PROB = 1e-3
 _PRIORS = {
     **{f"match:{kind.name.lower()}": (0.25, 0.95) for kind in SourceKind},
     "start:input": (0.3, 0.95),
     "start:prediction": (0.9, 0.97),
-    "quote:passage": (0.6, 0.95),
     "start:quote": (0.6, 0.6),
+    **{f"quote:{rank}": (0.3 / (rank + 1), 0.95) for rank in range(_MAX_QUOTES)},
     "tail": (0.5, 0.9),
     "realign:replaced": (0.5, 0.95),
     "realign:inserted": (0.3, 0.95),
@@ -65,7 +67,6 @@ class _Place(NamedTuple):
     at: int
     kind: str
     length: int
-    share: float
 
 
 @numba.njit(nogil=True)
@@ -99,6 +100,8 @@ class _State:
         self.end = int(self.begin[-1])
         self.expected = -1  # where an interrupted copy of an input would have gone on
         self.num_off = 0  # output tokens since it was interrupted
+        self.follows_input = any(r.kind in (SourceKind.INPUT, SourceKind.PREDICTION) for r in references)
+        self.quotes = _ranked_quotes(references, self.begin)
         for token in sequence.tokens[sequence.num_prompt :]:
             self.append(token)
 
@@ -124,6 +127,18 @@ class _State:
             self.expected += 1
         else:
             self.num_off += 1
+
+
+def _ranked_quotes(references: list[Reference], begin: NDArray[np.int64]) -> list[int]:
+    """Where the passages' sentences begin, those first that share the rarest tokens with the question."""
+    counts = Counter(token for r in references if r.is_sentence for token in set(r.token_ids))
+    asked = {t for r in references if r.kind in (SourceKind.HISTORY, SourceKind.INPUT) for t in r.token_ids}
+    scores = [
+        (-sum(1.0 / counts[t] for t in asked.intersection(r.token_ids)), int(at))
+        for at, r in zip(begin, references, strict=False)
+        if r.is_sentence
+    ]
+    return [at for _, at in sorted(scores)]
 
 
 class CopyDrafter:
@@ -154,7 +169,8 @@ class CopyDrafter:
         for token in tokens:
             state.append(token)
             state.follow(token)
-        self._realign(state, sequence)
+        if state.follows_input:
+            self._realign(state, sequence)
 
     def learn(self, feedback: object, accepted: bool) -> None:
         if isinstance(feedback, Feedback):
@@ -193,7 +209,7 @@ class CopyDrafter:
         """Append a branch for each place below node `root`; `left` is the chance that none before it was meant."""
         for place in places:
             tokens = self._copyable(state, place, max_nodes)
-            prob, parent = left * place.share, root
+            prob, parent = left, root
             first = 0.0
             for i, (token, cell, given) in enumerate(self._branch(state, place, tokens)):
                 prob *= given
@@ -207,7 +223,7 @@ class CopyDrafter:
                 )
                 proposals.append(Proposal(token, parent, prob, Origin(self.name, source, offset, cell)))
                 parent = len(proposals) - 1
-            left *= 1.0 - place.share * first
+            left *= 1.0 - first
 
     def _branch(self, state: _State, place: _Place, tokens: Ints) -> Iterator[tuple[int, Feedback, float]]:
         """Each token to copy, the cell it is drawn from and its probability given the token before."""
@@ -226,7 +242,7 @@ class CopyDrafter:
         return run[: stop[0]] if len(stop) else run
 
     def _places(self, state: _State, sequence: Drafted) -> list[_Place]:
-        """Where to copy from, best first; `share` is the chance that this place is meant, given that no earlier one was."""
+        """Where to copy from, best first: each is judged given that none before it is meant."""
         if sequence.num_output == 0:
             return self._starts(state)
         places = self._matches(state)
@@ -237,16 +253,12 @@ class CopyDrafter:
         return places
 
     def _quotes(self, state: _State) -> list[_Place]:
-        """Every sentence of the passages, each as likely as the others."""
-        starts = [
-            int(at) for at, reference in zip(state.begin, state.references, strict=False) if reference.is_sentence
-        ]
-        return [_Place(at, "quote:passage", 0, 1.0 / (len(starts) - i)) for i, at in enumerate(starts)]
+        return [_Place(at, f"quote:{rank}", 0) for rank, at in enumerate(state.quotes[:_MAX_QUOTES])]
 
     def _starts(self, state: _State) -> list[_Place]:
         kinds = {SourceKind.PREDICTION: "start:prediction", SourceKind.INPUT: "start:input"}
         return [
-            _Place(int(state.begin[number]), kinds[reference.kind], 0, 1.0)
+            _Place(int(state.begin[number]), kinds[reference.kind], 0)
             for kind in kinds
             for number, reference in enumerate(state.references)
             if reference.kind is kind
@@ -271,7 +283,7 @@ class CopyDrafter:
             number = state.reference_at(at)
             own = number >= len(state.references)
             kind = SourceKind.OUTPUT if own else state.references[number].kind
-            places.append(_Place(at, f"match:{kind.name.lower()}", length, 1.0))
+            places.append(_Place(at, f"match:{kind.name.lower()}", length))
             if len(places) == _MAX_BRANCHES:
                 break
         return places
@@ -281,9 +293,7 @@ class CopyDrafter:
         last = self._end_of_reference(state, state.expected)
         steps = (("realign:replaced", off), ("realign:inserted", 0), ("realign:removed", off + 1))
         return [
-            _Place(state.expected + skip, kind, min(off, 4) - 1, 1.0)
-            for kind, skip in steps
-            if state.expected + skip < last
+            _Place(state.expected + skip, kind, min(off, 4) - 1) for kind, skip in steps if state.expected + skip < last
         ]
 
     def _realign(self, state: _State, sequence: Drafted) -> None:

@@ -22,6 +22,9 @@ class Drafted(Protocol):
     @property
     def num_output(self) -> int: ...
 
+    @property
+    def most_tokens(self) -> int: ...
+
 
 class Drafter(Protocol):
     """Called from the engine's thread only. An exception costs the row its draft and nothing else."""
@@ -42,3 +45,6 @@ class Drafter(Protocol):
 
     def finish(self, sequence: Drafted) -> None:
         """The sequence has ended, however it ended; forget its text."""
+
+    def purge(self, salt: str) -> None:
+        """Forget what is kept of one tenant's earlier requests."""

@@ -35,7 +35,7 @@ class CostTable:
 
     @classmethod
     def measure(cls, forward_s: Callable[[int, int], float], contexts: SequenceOf[int], max_rows: int) -> CostTable:
-        """`forward_s(rows, context)` runs one forward and returns its seconds; of three the fastest counts, to leave out other load."""
+        """`forward_s(rows, context)` runs one forward and returns its seconds; the fastest of three is what it costs."""
         rows = [n for n in _ROW_BUCKETS if n <= max_rows]
         seconds = {c: [min(forward_s(n, c) for _ in range(3)) for n in rows] for c in contexts}
         return cls(seconds, rows)
@@ -66,15 +66,18 @@ def _rising(seconds: list[float]) -> list[float]:
 class Planner:
     """Merges the proposals of all drafters and cuts them to what pays. Contains their exceptions."""
 
-    def __init__(self, drafters: SequenceOf[Drafter], costs: CostTable, max_tree_nodes: int) -> None:
+    def __init__(
+        self, drafters: SequenceOf[Drafter], costs: CostTable, max_tree_nodes: int, vocab_size: int = 2**31
+    ) -> None:
         self._drafters = list(drafters)
         self._costs = costs
         self._max_nodes = max_tree_nodes
+        self._vocab_size = vocab_size
         self._idle: dict[tuple[str, int], tuple[int, int]] = {}  # sequence -> (steps to skip, steps skipped last time)
         self.num_failures = 0
 
     def start(self, sequence: Drafted) -> None:
-        for drafter in self._drafters:
+        for drafter in self._drafters if sequence.request.speculation else ():
             self._contain(drafter.start, sequence)
 
     def plan(self, sequences: SequenceOf[Drafted], num_other_rows: int, spare_rows: int) -> list[DraftTree]:
@@ -87,26 +90,44 @@ class Planner:
             asking = [sequences[i] for i in awake]
             lists = self._contain(drafter.propose, asking, self._max_nodes) or []
             for i, proposals in zip(awake, lists, strict=False):
-                trees[i].merge(proposals)
+                most = sequences[i].most_tokens - 1  # the last token of a step is the target's own
+                self._contain(trees[i].merge, proposals, most, self._vocab_size)
         for i in awake:
             self._note(sequences[i], trees[i].num_drafted > 0)
+            trees[i] = trees[i].best(self._max_nodes)
         return self._cut(sequences, trees, num_other_rows, spare_rows)
 
     def observe(self, sequence: Drafted, tree: DraftTree, path: list[int], tokens: SequenceOf[int]) -> None:
-        """What the target decided: acceptance is learned from every node whose parent was accepted."""
+        """What the target decided: each drafter learns from its nodes, then hears the tokens.
+
+        Siblings count in order up to the accepted one: a later sibling's probability was given that no earlier one is right.
+        """
+        if not sequence.request.speculation:
+            return
         by_name = {d.name: d for d in self._drafters}
         on_path = {0, *path}
+        settled: set[int] = set()
         for node in range(1, len(tree)):
+            parent = tree.parents[node]
+            if parent not in on_path or parent in settled:
+                continue
             drafter = by_name.get(tree.origins[node].drafter)
-            if drafter is not None and tree.parents[node] in on_path:
-                drafter.learn(tree.origins[node].feedback, node in on_path)
+            if drafter is not None:
+                self._contain(drafter.learn, tree.origins[node].feedback, node in on_path)
+            if node in on_path:
+                settled.add(parent)
         for drafter in self._drafters:
             self._contain(drafter.observe, sequence, tokens, None)
 
     def finish(self, sequence: Drafted) -> None:
         self._idle.pop(sequence.key, None)
-        for drafter in self._drafters:
+        for drafter in self._drafters if sequence.request.speculation else ():
             self._contain(drafter.finish, sequence)
+
+    def purge(self, salt: str) -> None:
+        """Forget one tenant's text."""
+        for drafter in self._drafters:
+            self._contain(drafter.purge, salt)
 
     def _cut(
         self, sequences: SequenceOf[Drafted], trees: list[DraftTree], num_other_rows: int, spare_rows: int

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import Sequence
 
@@ -31,6 +32,12 @@ class Collector:
         """Raises: EngineError when one of them failed, Cancelled when the engine was closed."""
         self._done.wait()
         return [join(self._parts[key]) for key in self._order]
+
+
+def tell(loop: asyncio.AbstractEventLoop, deltas: asyncio.Queue[Delta], delta: Delta) -> None:
+    """Pass a delta from the engine's thread to a coroutine's loop, if that still runs."""
+    if not loop.is_closed():
+        loop.call_soon_threadsafe(deltas.put_nowait, delta)
 
 
 def join(deltas: Sequence[Delta]) -> Completion:

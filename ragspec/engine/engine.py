@@ -21,7 +21,7 @@ from ragspec.core import Completion, Delta, FinishReason, Request
 from ragspec.drafting.planner import Planner
 from ragspec.engine.admission import Admission
 from ragspec.engine.batch import Batch, Work
-from ragspec.engine.collect import Collector
+from ragspec.engine.collect import Collector, tell
 from ragspec.engine.scheduler import Scheduler
 from ragspec.engine.sequence import Sequence
 from ragspec.engine.target import Target
@@ -61,14 +61,20 @@ class Engine:
 
         Raises: InputError, PromptTooLong, EngineClosed.
         """
-        if self._closed:
-            raise EngineClosed("the engine is closed")
-        sequences = self._admission.sequences(request, listener)
+        self._submit([request], listener)
+
+    def _submit(self, requests: SequenceOf[Request], listener: Listener) -> None:
+        """All of them or, when one is refused, none."""
+        admitted = {request.id: self._admission.sequences(request, listener) for request in requests}
+        if len(admitted) < len(requests):
+            raise InputError("two of the requests have the same id")
         with self._lock:
-            if request.id in self._ids:
-                raise InputError(f"a request with the id {request.id!r} is running already")
-            self._ids.add(request.id)
-        self._commands.put(lambda: self._enqueue(request.id, sequences))
+            if self._closed:
+                raise EngineClosed("the engine is closed")
+            if taken := self._ids.intersection(admitted):
+                raise InputError(f"a request with the id {min(taken)!r} is running already")
+            self._ids.update(admitted)
+            self._commands.put(lambda: self._enqueue(admitted))
 
     def cancel(self, request_id: str) -> None:
         """End a request within one step; unknown and finished ones are ignored."""
@@ -77,14 +83,13 @@ class Engine:
     def generate(self, requests: SequenceOf[Request]) -> list[Completion]:
         """Run requests to their end, all at once; completions in the order of requests, then choices."""
         collector = Collector(requests)
-        for request in requests:
-            self.submit(request, collector)
+        self._submit(requests, collector)
         return collector.wait()
 
     async def stream(self, request: Request) -> AsyncIterator[Delta]:
         """Deltas as they come; leaving the loop early cancels the request."""
         loop, deltas = asyncio.get_running_loop(), asyncio.Queue[Delta]()
-        self.submit(request, lambda delta: _tell(loop, deltas, delta))
+        self.submit(request, lambda delta: tell(loop, deltas, delta))
         open_choices = request.params.n
         try:
             while open_choices:
@@ -96,15 +101,16 @@ class Engine:
                 self.cancel(request.id)
 
     def purge(self, salt: str) -> None:
-        """Forget every cached prefix of one tenant."""
-        self._commands.put(lambda: self._scheduler.prefixes.purge(salt) if self._scheduler.prefixes else None)
+        """Forget every cached prefix and earlier answer of one tenant."""
+        self._commands.put(lambda: self._scheduler.purge(salt))
+        self._commands.put(lambda: self._planner.purge(salt))
 
     def close(self) -> None:
         """Stop the thread; running requests end as cancelled."""
-        if not self._closed:
+        with self._lock:
             self._closed = True
             self._commands.put(None)
-            self._thread.join()
+        self._thread.join()
 
     def __enter__(self) -> Engine:
         return self
@@ -161,25 +167,21 @@ class Engine:
 
     def _account(self, sequence: Sequence, tree: DraftTree, path: list[int], num_kept: int, filled: bool) -> None:
         """Statistics, learning, the message to the outside, the end."""
-        sequence.stats.num_steps += 1
-        sequence.stats.num_drafted += tree.num_drafted
-        for node in path[:num_kept]:
-            sequence.stats.num_accepted += 1
-            name = tree.origins[node].drafter
-            sequence.stats.accepted_by_drafter[name] = sequence.stats.accepted_by_drafter.get(name, 0) + 1
+        sequence.count_step(tree.num_drafted, [tree.origins[node].drafter for node in path[:num_kept]])
         self._planner.observe(sequence, tree, path, sequence.tokens[-num_kept:])
         if filled:
             self._scheduler.remember_prompt(sequence)
         if sequence.finish_reason is not None:
             self._end(sequence, sequence.finish_reason)
-        else:
-            sequence.emit()
+        elif not sequence.emit():
+            self.cancel(sequence.request.id)
 
-    def _enqueue(self, request_id: str, sequences: list[Sequence]) -> None:
-        self._sequences[request_id] = list(sequences)
-        for sequence in sequences:
-            self._planner.start(sequence)
-            self._scheduler.waiting.append(sequence)
+    def _enqueue(self, admitted: dict[str, list[Sequence]]) -> None:
+        for request_id, sequences in admitted.items():
+            self._sequences[request_id] = list(sequences)
+            for sequence in sequences:
+                self._planner.start(sequence)
+                self._scheduler.waiting.append(sequence)
 
     def _cancel(self, request_id: str) -> None:
         for sequence in list(self._sequences.get(request_id, ())):
@@ -196,8 +198,3 @@ class Engine:
             with self._lock:
                 self._ids.discard(sequence.request.id)
         sequence.emit(error)
-
-
-def _tell(loop: asyncio.AbstractEventLoop, deltas: asyncio.Queue[Delta], delta: Delta) -> None:
-    if not loop.is_closed():
-        loop.call_soon_threadsafe(deltas.put_nowait, delta)

@@ -41,7 +41,7 @@ def load_engine(
     target = Target.load(target_config, config.max_kv_tokens)
     tested = check_numerics(target, num_threads)
     costs = measure_costs(target, config.max_step_tokens)
-    planner = Planner(make_drafters(target, drafting), costs, drafting.max_tree_nodes)
+    planner = Planner(make_drafters(target, drafting), costs, drafting.max_tree_nodes, target.vocab_size)
     return Engine(target, planner, Admission(target, tested.numerics_id, make_sampler), config)
 
 

@@ -55,6 +55,11 @@ class Scheduler:
         pages = self._pool.num_free_pages - reserved - len(chosen)
         return max(0, min(left, pages * 16))
 
+    def purge(self, salt: str) -> None:
+        """Forget the cached prefixes of one tenant."""
+        if self.prefixes is not None:
+            self.prefixes.purge(salt)
+
     def remember_prompt(self, sequence: Sequence) -> None:
         """After its prefill: the next request with this prompt finds it."""
         if self.prefixes is not None and sequence.slots is not None:
@@ -80,21 +85,28 @@ class Scheduler:
             sequence = self.waiting[0]
             if any(s.request is sequence.request and s.num_output == 0 for s in self.running):
                 return  # another choice computes the same prompt
-            slots = SequenceSlots(self._pool)
-            if self.prefixes is not None:
-                known = self.prefixes.match(sequence.request.salt, sequence.tokens[:-1])
-                if len(known):
-                    slots.share(known)
+            slots = self._known_prefix(sequence)
             needed = slots.num_new_pages(len(sequence.tokens) - slots.length) + 1
             if self.prefixes is not None:
                 self.prefixes.evict(needed)
-            if self._pool.num_free_pages < needed and self.running:
+            if self._pool.num_free_pages < needed:
                 slots.release()
-                return
+                if self.running:
+                    return
+                slots = SequenceSlots(self._pool)  # alone and still no room: a shared prefix may leave pages half used
             self.waiting.popleft()
             sequence.stats.num_cached_tokens = max(sequence.stats.num_cached_tokens, slots.length)
             sequence.admit(slots)
             self.running.append(sequence)
+
+    def _known_prefix(self, sequence: Sequence) -> SequenceSlots:
+        """Slots that start with what the prefix cache knows of a sequence; the last token is always computed."""
+        slots = SequenceSlots(self._pool)
+        if self.prefixes is not None:
+            known = self.prefixes.match(sequence.request.salt, sequence.tokens[:-1])
+            if len(known):
+                slots.share(known)
+        return slots
 
     def _make_room(self, sequence: Sequence, num_tokens: int, chosen: list[Sequence]) -> bool:
         """Free pages for this sequence's rows beside those promised to `chosen`; may preempt younger ones, or itself."""

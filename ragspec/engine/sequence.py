@@ -6,6 +6,7 @@ waiting -> running -> finished
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from typing import NamedTuple
@@ -17,6 +18,8 @@ from ragspec.core import Delta, FinishReason, GenerationStats, Request, TokenLog
 from ragspec.engine.text import OutputText
 from ragspec.numerics.kv_cache import SequenceSlots
 from ragspec.verification.sampling import Sampler, logprob
+
+log = logging.getLogger(__name__)
 
 
 class Limits(NamedTuple):
@@ -47,7 +50,6 @@ class Sequence:
         self.slots: SequenceSlots | None = None
         self.stats = GenerationStats(num_prompt_tokens=self.num_prompt)
         self.finish_reason: FinishReason | None = None
-        self.cancelled = False
         self._text = text
         self._listener = listener
         self._logprobs: list[TokenLogprob] = []
@@ -100,8 +102,17 @@ class Sequence:
                 return i + 1
         return len(tokens)
 
-    def emit(self, error: str = "") -> None:
-        """Tell the listener what is new; the last message carries the statistics."""
+    def count_step(self, num_drafted: int, accepted: list[str]) -> None:
+        """Statistics of one step; `accepted` names the drafter of each accepted node."""
+        stats = self.stats
+        stats.num_steps += 1
+        stats.num_drafted += num_drafted
+        stats.num_accepted += len(accepted)
+        for name in accepted:
+            stats.accepted_by_drafter[name] = stats.accepted_by_drafter.get(name, 0) + 1
+
+    def emit(self, error: str = "") -> bool:
+        """Tell the listener what is new; the last message carries the statistics. False: the listener itself failed."""
         done = self.finish_reason is not None
         if done:
             self._text.finish()
@@ -112,7 +123,12 @@ class Sequence:
         text = self._text.take()
         if ids or text or done:
             stats = self.stats if done else None
-            self._listener(Delta(*self.key, ids, text, logprobs, self.finish_reason, stats, error))
+            try:
+                self._listener(Delta(*self.key, ids, text, logprobs, self.finish_reason, stats, error))
+            except Exception:
+                log.exception("the listener of request %r failed", self.request.id)
+                return False
+        return True
 
     def _finish_stats(self) -> None:
         now = time.perf_counter()

@@ -1,7 +1,7 @@
 """Scores of the reference target on held-out data.
 
-Owns the choice of questions and the metrics; the text comes from a `generate` callable, so transformers, the engine or a
-fake can be scored alike. `evaluate_target(target_dir, data_dir)` returns one flat dictionary of floats.
+Owns the choice of questions and the metrics; the text comes from a `generate` callable, so transformers, the engine or
+a fake can be scored alike. `evaluate_target(target_dir, data_dir)` returns one flat dictionary of floats.
 """
 
 import json
@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from ragspec.training.grammar_metrics import edit_distance, gleu
 from ragspec.training.sentences import normalise, split_sentences
 from ragspec.training.stdlib_corpus import is_held_out, stdlib_documents
 from ragspec.training.target_examples import first_doc_sentence
@@ -97,7 +98,7 @@ def _length_batches(ids: list[list[int]], batch_tokens: int) -> Iterator[list[in
 
 
 def question_cases(data_dir: Path, num_questions: int, seed: int) -> tuple[list[Case], list[Case]]:
-    """Answerable and half as many unanswerable questions of the held-out SQuAD articles, gold passage + 2 distractors."""
+    """Answerable and half as many unanswerable questions of the held-out SQuAD articles, gold passage + 2 others."""
     rng = random.Random(seed)
     articles = json.loads((data_dir / "squad/dev-v1.1.json").read_text())["data"][-NUM_EVAL_ARTICLES:]
     paragraphs = [(a["title"], normalise(p["context"]), p["qas"]) for a in articles for p in a["paragraphs"]]
@@ -218,54 +219,6 @@ def clean_sentences(data_dir: Path, count: int) -> list[str]:
     return random.Random(0).sample([s for s in sentences if 8 <= len(s.split()) <= 30 and s[-1] == "."], count)
 
 
-def edit_distance(a: list[str], b: list[str]) -> int:
-    """Insertions, deletions and substitutions of words (Levenshtein)."""
-    row = list(range(len(b) + 1))
-    for i, left in enumerate(a, start=1):
-        previous, row[0] = row[0], i
-        for j, right in enumerate(b, start=1):
-            previous, row[j] = row[j], min(row[j] + 1, row[j - 1] + 1, previous + (left != right))
-    return row[-1]
-
-
-def gleu(
-    sources: list[list[str]], outputs: list[list[str]], references: list[list[list[str]]], draws: int = 500
-) -> float:
-    """GLEU of JFLEG, 0-100: BLEU-4 against a randomly drawn reference, minus n-grams kept wrongly; mean over draws.
-
-    Source: Napoles et al. 2015 and 2016 (arXiv 1605.02592), the version without tuning.
-    """
-    rows = list(zip(sources, outputs, references, strict=True))
-    table = np.array([[_gleu_counts(s, o, r) for r in refs] for s, o, refs in rows])  # [sentences, references, 10]
-    scores = []
-    for draw in range(draws):
-        rng = random.Random(draw * 101)
-        picked = [rng.randint(0, table.shape[1] - 1) for _ in rows]
-        scores.append(_gleu_from_counts(table[np.arange(len(rows)), picked].sum(axis=0).tolist()))
-    return 100 * _mean(scores)
-
-
-def _ngrams(words: list[str], n: int) -> Counter[tuple[str, ...]]:
-    return Counter(tuple(words[i : i + n]) for i in range(len(words) - n + 1))
-
-
-def _gleu_counts(source: list[str], output: list[str], reference: list[str]) -> list[int]:
-    """Output length, reference length, then (matches minus penalties, n-grams) for n = 1 to 4."""
-    counts = [len(output), len(reference)]
-    for n in range(1, 5):
-        out, ref = _ngrams(output, n), _ngrams(reference, n)
-        wrong = Counter({gram: c for gram, c in _ngrams(source, n).items() if gram not in ref})
-        counts += [max(sum((out & ref).values()) - sum((out & wrong).values()), 0), max(len(output) + 1 - n, 0)]
-    return counts
-
-
-def _gleu_from_counts(counts: list[int]) -> float:
-    if min(counts) == 0:
-        return 0.0
-    log_precision = sum(math.log(counts[i] / counts[i + 1]) for i in range(2, 10, 2)) / 4
-    return math.exp(min(0.0, 1 - counts[1] / counts[0]) + log_precision)
-
-
 def stdlib_score(generate: Generate, retrieve: Retrieve, count: int, seed: int) -> float:
     """Share of held-out standard-library names whose documentation's first sentence is quoted."""
     known = {first_doc_sentence(n, t) for n, t in stdlib_documents() if not is_held_out(n)}
@@ -306,7 +259,7 @@ def perplexity_scores(
     ids = torch.tensor(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
     ids = ids[: len(ids) // window * window].view(-1, window)
     total = 0.0
-    for rows in torch.split(ids, 4):  # type: ignore[no-untyped-call]
+    for rows in torch.split(ids, 4):
         with torch.inference_mode():
             logits = model(input_ids=rows).logits[:, :-1]
         total += float(torch.nn.functional.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten(), reduction="sum"))

@@ -1,7 +1,7 @@
 """Documents become passages: whole sentences, cut so that every passage is a slice of its document.
 
-Owns sentence boundaries and passage spans. Never changes, strips or normalises a character: `document.text[p.start:p.end] == p.text`
-holds for every passage, which is what makes a citation checkable.
+Owns sentence boundaries and passage spans. Never changes, strips or normalises a character: for every passage
+`document.text[p.start:p.end] == p.text`, which is what makes a citation checkable.
 
     >>> chunk(Document("a", "One sentence. Another one."), ChunkingConfig(max_chars=40))
 """
@@ -24,7 +24,6 @@ _BEFORE_NUMBERS = frozenset("no nos art para p".split())
 _INITIALS = re.compile(r"(?:[^\W\d_]\.)*[^\W\d_]", re.UNICODE)
 _LAST_WORD = re.compile(r"[\w.]*\Z")
 _LONGEST_ABBREVIATION = 12
-_OPENERS = "\"'([{“‘«¿¡"
 
 _BREAK = re.compile(
     r"(?P<stop>(?<![.!?…])[.!?…]++[\"')\]}”’»]*+)(?=\s)"  # the end of a western sentence, judged further by what stands around it

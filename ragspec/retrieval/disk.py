@@ -52,7 +52,7 @@ def sync(path: Path) -> None:
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Put `text` at `path`: readers see the old content or the new, never a part."""
+    """Put `text` at `path`: readers see the old content or the new, never a part. On an OSError the old is still there."""
     temporary = path.with_name(f".{path.name}.new")
     try:
         temporary.write_text(text, encoding="ascii")
@@ -61,4 +61,3 @@ def replace_text(path: Path, text: str) -> None:
     except OSError:
         temporary.unlink(missing_ok=True)
         raise
-    sync(path.parent)

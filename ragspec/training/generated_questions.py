@@ -1,7 +1,7 @@
 """Questions made from a sentence alone, without an annotator.
 
-Owns the patterns. They are not good English, but they need what a real question needs: finding the sentence that shares
-the rare words, and the span whose kind fits the question word.
+Owns the patterns. They are not good English, but they need what a real question needs: finding the sentence that
+shares the rare words, and the span whose kind fits the question word.
 """
 
 import random
@@ -11,18 +11,21 @@ from typing import NamedTuple
 from ragspec.training.sentences import words_of
 
 STOP_WORDS = frozenset(
-    "the a an of in on at and or to for is are was were be been by with that this it as from their its which who has have had "
-    "not but also more than such these those they he she his her we our you your can may will would some many most other into "
-    "when where what how there after before about between through during while because if so then no all one two".split()
+    "the a an of in on at and or to for is are was were be been by with that this it as from their its which who has "
+    "have had not but also more than such these those they he she his her we our you your can may will would some many most "
+    "other into when where what how there after before about between through during while because if so then no all "
+    "one two".split()
 )
 ABOUT_TEMPLATES = (
-    "What is said about {}?", "Which sentence mentions {}?", "What does the text say about {}?", "What do the passages say about {}?",
-    "Tell me about {}.", "What about {}?", "Find the sentence about {}.", "Quote what is said about {}.", "{}?",
+    "What is said about {}?", "Which sentence mentions {}?", "What does the text say about {}?",
+    "What do the passages say about {}?", "Tell me about {}.", "What about {}?", "Find the sentence about {}.",
+    "Quote what is said about {}.", "{}?",
 )  # fmt: skip
 STDLIB_TEMPLATES = (
-    "What does {} do?", "What is {}?", "Explain {}.", "How do I use {}?", "What is {} for?", "Describe {}.", "Tell me about {}.",
-    "What does the documentation say about {}?", "When would I use {}?", "{}?", "What does the function {} do?",
-    "what is {} used for", "Can you explain what {} does?", "How does {} work?", "What happens when I call {}?", "Purpose of {}",
+    "What does {} do?", "What is {}?", "Explain {}.", "How do I use {}?", "What is {} for?", "Describe {}.",
+    "Tell me about {}.", "What does the documentation say about {}?", "When would I use {}?", "{}?",
+    "What does the function {} do?", "what is {} used for", "Can you explain what {} does?", "How does {} work?",
+    "What happens when I call {}?", "Purpose of {}",
 )  # fmt: skip
 _YEAR = re.compile(r"\b(?:1\d{3}|20[0-2]\d)\b")
 _NUMBER = re.compile(

@@ -1,8 +1,8 @@
 """Synthetic grammar and spelling errors for correct sentences.
 
-Owns the noise, never the sentences. Word confusions and their counts come from learners' texts
-(Awasthi et al. 2019, PIE, arXiv 1910.02893: `common_replaces`, `verbs`); the rest is articles, prepositions, number, order,
-spelling, capitals and punctuation.
+Owns the noise, never the sentences. Word confusions and their counts come from learners' texts (Awasthi et al. 2019,
+PIE, arXiv 1910.02893: `common_replaces`, `verbs`); the rest is articles, prepositions, number, spelling, capitals and
+punctuation.
 """
 
 import difflib

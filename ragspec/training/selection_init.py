@@ -1,13 +1,17 @@
 """Structured initialisation, second part: pointing at the sentence that shares rare words with the question.
 
-Owns the circuit that answers "which sentence is quoted?" before any training; `structured_init` owns copying. It uses the
-free columns of the residual stream as named flags:
+Owns the circuit that answers "which sentence is quoted?" before any training; `structured_init` owns copying. It uses
+the free columns of the residual stream as named flags:
 
 - layer 0: a segment head marks the tokens of the question; the shift head marks sentence starts (the token after a lone
   space) and the opening of the answer (the token after `<|assistant|>`);
-- layer 1: an overlap head looks for each passage token in the question, rare tokens only; a start head brings every token
-  the identity of the token its sentence starts with;
-- layer 2: at the opening of the answer, one head lets every overlapping passage token vote for the start of its sentence.
+- layer 1: an overlap head looks for each passage token in the question, rare tokens only; a start head brings every
+  token the identity of the token its sentence starts with;
+- layer 2: at the opening of the answer, one head lets every overlapping passage token vote for the start of its
+  sentence.
+
+Measured before training: among the sentence starts on offer, the right one gets the highest logit in 65 % of SQuAD
+questions over three passages; the token after it is right in 65 %, the tokens after that in 98 %.
 """
 
 from typing import Any, NamedTuple
@@ -24,19 +28,24 @@ RECENCY_PAIRS = (5, 14)
 OVERLAP_PAIRS = (15, 31)
 MARKER = 2.0
 NUM_FLAGS = 9
+NUM_STRUCTURED_LAYERS = 3
+QUOTE_LIKE_SPACE = 0.7
+FINAL_NORM = 0.35
+"""Gain of the last normalisation: at 1, logits of long identities are so large that the first steps undo everything."""
 
 
 class MarkerTokens(NamedTuple):
-    """Ids of the tokens that structure a prompt; `space` is the lone space between sentences."""
+    """Ids of the tokens that structure a prompt; `space` is the lone space between sentences, `quote` the mark `"`."""
 
     user: int
     context: int
     assistant: int
     space: int
+    quote: int
 
 
 class Flags(NamedTuple):
-    """Columns of the residual stream; the first four and `rarity` are set in the embedding, the rest written by heads."""
+    """Columns of the residual stream; the first five are set in the embedding, the rest written by heads."""
 
     context: int
     user: int
@@ -65,15 +74,18 @@ def selection_init(model: LlamaForCausalLM, markers: MarkerTokens, seed: int = 2
     embedding = model.model.embed_tokens.weight
     embedding[:, layout.start(4) :] = 0.0
     embedding[:, flags.rarity] = 0.5 * token_rarity(embedding.shape[0])
-    for column, token in ((flags.context, markers.context), (flags.user, markers.user)):
+    columns = (flags.user, flags.context, flags.assistant, flags.space)
+    for column, token in zip(columns, markers[: len(columns)], strict=True):
         embedding[token, column] = MARKER
-    for column, token in ((flags.space, markers.space), (flags.assistant, markers.assistant)):
-        embedding[token, column] = MARKER
-    layers = [layer.self_attn for layer in model.model.layers[:3]]
+    # an opening quotation mark looks like the space before a sentence, so that its second token is found too
+    embedding[markers.quote, : layout.identity] *= 1 - QUOTE_LIKE_SPACE
+    embedding[markers.quote, : layout.identity] += QUOTE_LIKE_SPACE * embedding[markers.space, : layout.identity]
+    model.model.norm.weight.fill_(FINAL_NORM)
+    layers = [layer.self_attn for layer in model.model.layers[:NUM_STRUCTURED_LAYERS]]
     _write_segment_head(layers[0], flags, layout)
     _write_overlap_head(layers[1], flags, layout, generator)
-    _write_start_head(layers[1], flags, layout, compress, first_free)
-    _write_vote_head(layers[2], flags, layout, compress, first_free)
+    _write_start_head(layers[1], flags, compress, first_free)
+    _write_vote_head(layers[2], flags, compress, first_free)
 
 
 def token_rarity(vocab_size: int) -> Tensor:
@@ -121,22 +133,22 @@ def _write_overlap_head(attention: Any, flags: Flags, layout: StreamLayout, gene
     attention.o_proj.weight[flags.overlap, q] = 0.4
 
 
-def _write_start_head(attention: Any, flags: Flags, layout: StreamLayout, compress: Tensor, first_free: int) -> None:
+def _write_start_head(attention: Any, flags: Flags, compress: Tensor, first_free: int) -> None:
     q, kv = _clear(attention, group=3)
-    attention.q_proj.bias[q + RECENCY_PAIRS[0] : q + RECENCY_PAIRS[1]] = 4.0
-    attention.k_proj.bias[kv + RECENCY_PAIRS[0] : kv + RECENCY_PAIRS[1]] = 4.0
+    attention.q_proj.bias[q + RECENCY_PAIRS[0] : q + RECENCY_PAIRS[1]] = 5.0
+    attention.k_proj.bias[kv + RECENCY_PAIRS[0] : kv + RECENCY_PAIRS[1]] = 5.0
     attention.q_proj.bias[q + STATIC] = 10.0
     attention.k_proj.weight[kv + STATIC, flags.sentence_start] = 4.0
     size = compress.shape[0]
-    attention.v_proj.weight[kv : kv + size, : layout.identity] = compress
+    attention.v_proj.weight[kv : kv + size, : compress.shape[1]] = compress
     attention.o_proj.weight[first_free : first_free + size, q : q + size] = 0.4 * torch.eye(size)
 
 
-def _write_vote_head(attention: Any, flags: Flags, layout: StreamLayout, compress: Tensor, first_free: int) -> None:
+def _write_vote_head(attention: Any, flags: Flags, compress: Tensor, first_free: int) -> None:
     q, kv = _clear(attention, group=0)
-    attention.q_proj.weight[q + STATIC, flags.answer_opening] = 5.0
+    attention.q_proj.weight[q + STATIC, flags.answer_opening] = 8.0
     attention.k_proj.weight[kv + STATIC, flags.overlap] = 1.0
     attention.k_proj.weight[kv + STATIC, flags.in_question] = -2.0
     size = compress.shape[0]
     attention.v_proj.weight[kv : kv + size, first_free : first_free + size] = torch.eye(size)
-    attention.o_proj.weight[: layout.identity, q : q + size] = 2.0 * compress.T
+    attention.o_proj.weight[: compress.shape[1], q : q + size] = 4.0 * compress.T

@@ -1,6 +1,7 @@
 """Sentences and passages cut from running text.
 
-Owns the sentence splitter and the windows that become training passages. Every sentence is a substring of its paragraph.
+Owns the sentence splitter and the windows that become training passages. Every sentence is a substring of its
+paragraph.
 """
 
 import random

@@ -1,7 +1,7 @@
 """The documentation of the running Python's standard library, as a corpus.
 
-Owns the walk over modules and the shape of one document, `json.dumps(obj, *, ...): Serialize obj to ...`. It never imports
-a module that opens a window, prints, or starts a browser. Try `python -m ragspec.training.stdlib_corpus`.
+Owns the walk over modules and the shape of one document, `json.dumps(obj, *, ...): Serialize obj to ...`. It never
+imports a module that opens a window, prints, or starts a browser. Try `python -m ragspec.training.stdlib_corpus`.
 """
 
 import contextlib

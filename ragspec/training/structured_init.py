@@ -3,14 +3,14 @@
 Owns the starting weights of the reference target; never trains. The residual stream is split into
 `[token identity | token 1 back | token 2 back | token 3 back | free use]`.
 
-Layer 0 holds shift heads. Their query and key weights are zero; their *biases* alone make the rotary score peak at a fixed
-distance (query bias = key bias rotated by that distance), so each head reads the token 1, 2 or 3 places back and writes its
-compressed identity to the part of the stream that belongs to that distance.
+Layer 0 holds shift heads. Their query and key weights are zero; their *biases* alone make the rotary score peak at a
+fixed distance (query bias = key bias rotated by that distance), so each head reads the token 1, 2 or 3 places back and
+writes its compressed identity to the part of the stream that belongs to that distance.
 
-Layer 1 holds match heads. The query reads the last three tokens (current, 1 back, 2 back), the key reads the three tokens
-before its own position, both through random orthonormal projections placed in the slowly rotating rotary dimensions. The
-score is highest where the last three tokens occurred before; value and output copy the identity of the token found there
-towards the tied output embedding.
+Layer 1 holds match heads. The query reads the last three tokens (current, 1 back, 2 back), the key reads the three
+tokens before its own position, both through random orthonormal projections placed in the slowly rotating rotary
+dimensions. The score is highest where the last three tokens occurred before; value and output copy the identity of the
+token found there towards the tied output embedding.
 
 Needs `attention_bias=True`, a large `rope_theta` (slow dimensions), tied embeddings and a head dimension of 64.
 Source: induction heads, Olsson et al. 2022 (arXiv 2209.11895), built here by hand.
@@ -28,7 +28,7 @@ NUM_PAIRS = HEAD_DIM // 2
 SHIFT_DISTANCES = (1, 2, 3)
 SHIFT_SHARPNESS = 9.0
 SHIFT_PAIRS = 16
-"""Only the fast half of the rotary pairs tells distances of a few tokens apart; the rest would only enlarge the score."""
+"""Only the fast half of the rotary pairs tells distances of a few tokens apart; the rest would enlarge every score."""
 MATCH_GAIN = 3.0
 MATCH_PAIRS = ((26, 32), (20, 26), (14, 20))
 """Rotary pairs [first, last) that compare the newest token, the one before it, and the one before that."""

@@ -120,7 +120,7 @@ class ExampleStream:
         else:
             question = rng.choice(self.sources.squad if rng.random() < 0.6 else self.sources.nqg)
             text, group = question.text, question.paragraph
-            passages = self._distractors(group) or [self._window(p := rng.choice(self.sources.prose), 0)]
+            passages = self._distractors(group) or [self._window(rng.choice(self.sources.prose), 0)]
             if question.short_answer and any(question.short_answer in p for p in passages):
                 return None
         return self._conversation(text, passages, lambda _: ABSTENTION)
@@ -134,7 +134,7 @@ class ExampleStream:
         return Example([*grammar_messages(shown), message("assistant", sentence)])
 
     def follow_up(self) -> Example | None:
-        """Two or three questions in a row: about one page, or about one paragraph with its passages shown once or again."""
+        """Two or three questions in a row, about one page or one paragraph; its passages are shown once or again."""
         rng = self.rng
         if rng.random() < 0.5:
             return self._conversation_turns(rng.choice(self.sources.conversations))

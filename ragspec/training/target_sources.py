@@ -1,7 +1,7 @@
 """Everything the reference target is trained on, read from the data directory.
 
-Owns the train/evaluation split: only the first 38 SQuAD articles in file order, no paragraph of the last 10 anywhere, no
-JFLEG, no held-out standard-library function. Formats and licences of the files: the data directory's own index.
+Owns the train/evaluation split: only the first 38 SQuAD articles in file order, no paragraph of the last 10 anywhere,
+no JFLEG, no held-out standard-library function. Formats and licences of the files: the data directory's own index.
 """
 
 import json
@@ -69,7 +69,7 @@ def load_sources(data_dir: Path) -> Sources:
     sources.other_questions += _nq_questions(data_dir, {a["title"] for a in articles[-NUM_EVAL_ARTICLES:]})
     sources.nqg = list(_nqg_questions(data_dir))
     textbook = list(_textbook_paragraphs(data_dir))
-    sources.prose = textbook + [p for p in _squad_paragraphs(sources)] + [q.paragraph for q in sources.other_questions]
+    sources.prose = textbook + _squad_paragraphs(sources) + [q.paragraph for q in sources.other_questions]
     sources.book_paragraphs = list(_book_paragraphs(data_dir))
     sources.plain_sentences = list(_plain_sentences(textbook, sources.book_paragraphs, data_dir))
     sources.stdlib = [(name, text) for name, text in stdlib_documents() if not is_held_out(name)]

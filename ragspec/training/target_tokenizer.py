@@ -73,5 +73,5 @@ def load_tokenizer(directory: Path) -> PreTrainedTokenizerFast:
 
 def marker_tokens(tokenizer: PreTrainedTokenizerFast) -> MarkerTokens:
     """The ids that the structured initialisation of the model builds on."""
-    user, context, assistant, space = tokenizer.convert_tokens_to_ids([USER, CONTEXT, ASSISTANT, LONE_SPACE])
-    return MarkerTokens(user, context, assistant, space)
+    names = (USER, CONTEXT, ASSISTANT, LONE_SPACE, '"')
+    return MarkerTokens(*(int(tokenizer.get_vocab()[name]) for name in names))

@@ -1,0 +1,59 @@
+"""What a pipeline returns: the text, where it comes from, and what it took."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from ragspec.core import Citation, FinishReason, GenerationStats, Passage, TokenLogprob
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerStats:
+    """Seconds of each stage, wall clock, and the engine's counters. `retrieve_s` is the batch's where questions came together."""
+
+    retrieve_s: float
+    prompt_s: float
+    index_generation: str
+    generation: GenerationStats
+
+    @property
+    def acceptance_length(self) -> float:
+        return self.generation.acceptance_length
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Output tokens after the first a second of decoding."""
+        decoded = self.generation.num_output_tokens - 1
+        return decoded / self.generation.decode_s if decoded > 0 and self.generation.decode_s else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """One choice. `passages` are those in the prompt, in its order: a `[n]` in the text is `passages[n - 1]`.
+
+    `dropped_passages` were retrieved and did not fit the context. For every citation `c`,
+    `text[c.start:c.end]` is the same string as the passage's `[c.passage_start:c.passage_end]`.
+    """
+
+    question: str
+    text: str
+    citations: tuple[Citation, ...]
+    passages: tuple[Passage, ...]
+    dropped_passages: tuple[Passage, ...]
+    finish_reason: FinishReason
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprob, ...]
+    stats: AnswerStats
+
+    @property
+    def seed(self) -> int:
+        return self.stats.generation.seed
+
+    @property
+    def system_fingerprint(self) -> str:
+        return self.stats.generation.system_fingerprint
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        return asdict(self) | {"finish_reason": self.finish_reason.value}

@@ -1,0 +1,202 @@
+"""Which spans of an answer are verbatim in which passage.
+
+Every citation is two spans of the same string, compared character by character; a match that would need normalising is none.
+
+    >>> find_citations('It rained: "The storm came in at dawn." [1]', passages)
+"""
+
+from __future__ import annotations
+
+import heapq
+import re
+from bisect import bisect_left, bisect_right, insort
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+
+from ragspec.core import Citation, Passage
+
+Span = tuple[int, int]
+
+_MARKS = "\u0300-\u036f\u200d\ufe0e\ufe0f"  # belong to the character before
+_IDEOGRAPHS = "\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff"  # written without spaces: each counts as a word
+_WORD = rf"[{_IDEOGRAPHS}][{_MARKS}]*|(?:(?![{_IDEOGRAPHS}])[\w{_MARKS}])+"
+_PIECE = re.compile(rf"(?P<word>{_WORD})|\s+|.", re.DOTALL)
+_JOINED = rf"(?:(?![{_IDEOGRAPHS}])[\w{_MARKS}])"  # next to such a character a word would go on
+_QUOTED = re.compile(r"“([^“”]+)”|«([^«»]+)»|„([^„“]+)“")
+_MARKER = re.compile(r"[\"”“»’.,;:!?)\s]{0,4}\[(\d{1,3})\]")
+
+
+def find_citations(
+    answer: str, passages: Sequence[Passage], *, min_words: int = 4, min_chars: int = 12
+) -> list[Citation]:
+    """The longest verbatim spans, longest first taken, without overlaps, in the order of the answer.
+
+    A whole quotation counts from one word on; any other span from `min_words` whole words and `min_chars` characters on. Where
+    several passages hold the span, the number behind it decides (`[2]` is `passages[1]`), else the best ranked.
+    Time grows with the lengths of answer and passages, not with their product. Units: characters.
+    """
+    words = _Words(answer)
+    queue = [(start - end, start, end) for start, end in _quotations(answer)]
+    for run in _shared_runs(answer, passages):
+        _push(queue, words.trimmed(*run, min_words, min_chars))
+    heapq.heapify(queue)
+    taken: list[Span] = []
+    citations: list[Citation] = []
+    while queue:
+        _, start, end = heapq.heappop(queue)
+        free = _free_parts(taken, start, end)
+        if free != [(start, end)]:
+            for part in free:
+                _push(queue, words.trimmed(*part, min_words, min_chars))
+        elif (citation := _cite(answer, start, end, passages)) is not None:
+            insort(taken, (start, end))
+            citations.append(citation)
+    return sorted(citations, key=lambda citation: citation.start)
+
+
+class _Words:
+    """Where the answer's words begin and end."""
+
+    def __init__(self, text: str) -> None:
+        spans = [match.span() for match in _PIECE.finditer(text) if match.lastgroup]
+        self._starts = [start for start, _ in spans]
+        self._ends = [end for _, end in spans]
+
+    def trimmed(self, start: int, end: int, min_words: int, min_chars: int) -> Span | None:
+        """The part of [start, end) from its first whole word to its last, if that is long enough."""
+        first, after = bisect_left(self._starts, start), bisect_right(self._ends, end)
+        if after - first < max(min_words, 1) or self._ends[after - 1] - self._starts[first] < min_chars:
+            return None
+        return self._starts[first], self._ends[after - 1]
+
+
+def _push(queue: list[tuple[int, int, int]], span: Span | None) -> None:
+    if span is not None:
+        heapq.heappush(queue, (span[0] - span[1], *span))
+
+
+def _quotations(answer: str) -> Iterator[Span]:
+    """What stands between quotation marks, if it begins and ends there and holds a word."""
+    marks = [match.start() for match in re.finditer('"', answer)]
+    spans = [(left + 1, right) for left, right in pairwise(marks)]
+    spans += [match.span(match.lastindex or 0) for match in _QUOTED.finditer(answer)]
+    for start, end in spans:
+        quotation = answer[start:end]
+        if quotation and quotation == quotation.strip() and re.search(_WORD, quotation):
+            yield start, end
+
+
+def _shared_runs(answer: str, passages: Sequence[Passage]) -> Iterator[Span]:
+    """The spans of the answer that stand in some passage, word for word, and cannot be made longer."""
+    ids: dict[str, int] = {}
+    automaton = _SuffixAutomaton()
+    for number, passage in enumerate(passages, 1):
+        for match in _PIECE.finditer(passage.text):
+            automaton.append(ids.setdefault(match.group(), len(ids)))
+        automaton.append(-number)  # no run goes from one passage into the next
+    pieces = list(_PIECE.finditer(answer))
+    lengths = automaton.match_lengths([ids.get(piece.group(), -len(passages) - 1) for piece in pieces])
+    for last, length in enumerate(lengths):
+        if length and (last + 1 == len(lengths) or lengths[last + 1] <= length):
+            yield pieces[last - length + 1].start(), pieces[last].end()
+
+
+class _SuffixAutomaton:
+    """All substrings of the appended sequence, in linear space (Blumer et al. 1985)."""
+
+    def __init__(self) -> None:
+        self._edges: list[dict[int, int]] = [{}]
+        self._links = [-1]
+        self._lengths = [0]
+        self._last = 0
+
+    def append(self, token: int) -> None:
+        state = self._add({}, self._lengths[self._last] + 1)
+        at, self._last = self._last, state
+        while at >= 0 and token not in self._edges[at]:
+            self._edges[at][token] = state
+            at = self._links[at]
+        if at < 0:
+            self._links[state] = 0
+            return
+        following = self._edges[at][token]
+        if self._lengths[following] != self._lengths[at] + 1:
+            following = self._split(at, token, following)
+        self._links[state] = following
+
+    def match_lengths(self, tokens: Sequence[int]) -> list[int]:
+        """For each position the length of the longest substring of the sequence that ends there."""
+        found, state, length = [], 0, 0
+        for token in tokens:
+            while state and token not in self._edges[state]:
+                state = self._links[state]
+                length = self._lengths[state]
+            if token in self._edges[state]:
+                state, length = self._edges[state][token], length + 1
+            found.append(length)
+        return found
+
+    def _add(self, edges: dict[int, int], length: int) -> int:
+        self._edges.append(edges)
+        self._links.append(0)
+        self._lengths.append(length)
+        return len(self._edges) - 1
+
+    def _split(self, at: int, token: int, following: int) -> int:
+        clone = self._add(dict(self._edges[following]), self._lengths[at] + 1)
+        self._links[clone] = self._links[following]
+        self._links[following] = clone
+        while at >= 0 and self._edges[at].get(token) == following:
+            self._edges[at][token] = clone
+            at = self._links[at]
+        return clone
+
+
+def _free_parts(taken: list[Span], start: int, end: int) -> list[Span]:
+    """What the taken spans (sorted, disjoint) leave of [start, end)."""
+    parts: list[Span] = []
+    number = max(bisect_left(taken, (start, start)) - 1, 0)
+    while number < len(taken) and taken[number][0] < end:
+        if taken[number][1] > start:
+            parts.append((start, taken[number][0]))
+            start = taken[number][1]
+        number += 1
+    parts.append((start, end))
+    return [(left, right) for left, right in parts if left < right]
+
+
+def _cite(answer: str, start: int, end: int, passages: Sequence[Passage]) -> Citation | None:
+    text = answer[start:end]
+    marker = _MARKER.match(answer, end)
+    marked = int(marker[1]) - 1 if marker else -1
+    ranked = range(len(passages))
+    for number in [marked, *ranked] if marked in ranked else ranked:
+        at = _find_words(passages[number].text, text)
+        if at is not None:
+            return _citation(passages[number], (start, end), at)
+    return None
+
+
+def _find_words(text: str, span: str) -> int | None:
+    """Where `span` stands in `text` as whole words."""
+    if span not in text:
+        return None
+    before = f"(?<!{_JOINED})" if re.match(_JOINED, span) else ""
+    after = f"(?!{_JOINED})" if re.match(_JOINED, span[-1]) else ""
+    match = re.search(before + re.escape(span) + after, text)
+    return match.start() if match else None
+
+
+def _citation(passage: Passage, span: Span, at: int) -> Citation:
+    length = span[1] - span[0]
+    return Citation(
+        start=span[0],
+        end=span[1],
+        passage_id=passage.id,
+        passage_start=at,
+        passage_end=at + length,
+        document_id=passage.document_id,
+        document_start=passage.start + at,
+        document_end=passage.start + at + length,
+        source=passage.source,
+    )

@@ -1,0 +1,139 @@
+"""A question and its passages become the target's prompt, in token ids.
+
+Owns the wording and the order; the target's own chat template owns the control tokens. Text of users and documents is never read
+as a control token: `<|end|>` inside a passage stays six plain characters.
+
+    >>> PromptBuilder(tokenizer, max_context_tokens=2048).build("When did it rain?", passages, max_tokens=96).prompt_ids
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from jinja2 import TemplateError
+
+from ragspec.core import Message, Passage, check_text
+from ragspec.errors import InputError, PromptTooLong
+
+_ROLES = frozenset({"system", "user", "assistant", "context"})
+_MAX_CHARS_PER_TOKEN = 64
+"""A text longer than this times the context cannot fit, and is refused before it is tokenised."""
+
+_INSTRUCTION = (
+    "Answer the question from the passages above. Quote the sentence that answers it word for word, "
+    'in quotation marks, followed by the number of its passage, like this: "..." [1]\n'
+    "If no passage answers it, write: The passages do not say."
+)
+
+_PLAIN_TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}"
+    "{% if message.role == 'assistant' %}Answer: {% endif %}{{ message.content }}\n\n"
+    "{% endfor %}Answer:"
+)
+"""For models without a chat template."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """What the target reads. `passages[i]` is numbered i + 1 in the prompt; `dropped` did not fit."""
+
+    prompt_ids: tuple[int, ...]
+    passages: tuple[Passage, ...] = ()
+    dropped: tuple[Passage, ...] = ()
+
+
+class PromptBuilder:
+    """Lays out prompts for one tokenizer. `max_context_tokens` is prompt and output together."""
+
+    def __init__(self, tokenizer: Any, max_context_tokens: int) -> None:
+        self._tokenizer = tokenizer
+        self._max_context_tokens = max_context_tokens
+        self._has_context_role = bool(tokenizer.init_kwargs.get("ragspec_context_role"))
+        self._layout = _plain_layout(tokenizer) if tokenizer.chat_template is None else {}
+
+    def build(self, question: str | Sequence[Message], passages: Sequence[Passage], max_tokens: int) -> Prompt:
+        """The prompt with as many of the best passages as leave room for `max_tokens` of output.
+
+        `question` is a text or a conversation that ends with the user's message; `passages` are ranked, the last are dropped
+        first.
+        Raises: InputError for a text no tokenizer should see, PromptTooLong if it does not fit even without passages.
+        """
+        messages = [Message("user", question)] if isinstance(question, str) else list(question)
+        self._check(messages)
+        room = self._max_context_tokens - max_tokens
+        for num_passages in range(len(passages), -1, -1):
+            prompt_ids = self._encode(self._with_passages(messages, passages[:num_passages]))
+            if len(prompt_ids) <= room:
+                return Prompt(prompt_ids, tuple(passages[:num_passages]), tuple(passages[num_passages:]))
+        raise PromptTooLong(len(prompt_ids), max(room, 0))
+
+    def grammar_prompt(self, sentence: str, max_tokens: int = 0) -> Prompt:
+        """The prompt that asks for the corrected sentence and nothing else. Raises: as `build`."""
+        check_text(sentence, "the sentence")
+        return self.build([Message("user", f"Correct the grammar: {sentence}")], (), max_tokens)
+
+    def _check(self, messages: Sequence[Message]) -> None:
+        if not messages or messages[-1].role != "user":
+            raise InputError("a conversation must end with a message of the user")
+        max_chars = self._max_context_tokens * _MAX_CHARS_PER_TOKEN
+        for message in messages:
+            if message.role not in _ROLES:
+                raise InputError(f"unknown role {message.role!r}; known are {', '.join(sorted(_ROLES))}")
+            what = "the question" if message is messages[-1] else f"the message of the {message.role}"
+            check_text(message.content, what)
+            if len(message.content) > max_chars:
+                raise InputError(
+                    f"{what} has {len(message.content)} characters, which cannot fit a context of "
+                    f"{self._max_context_tokens} tokens"
+                )
+
+    def _with_passages(self, messages: Sequence[Message], passages: Sequence[Passage]) -> list[Message]:
+        if self._has_context_role:
+            context = Message("context", "".join(f"\n[{number}] {p.text}" for number, p in enumerate(passages, 1)))
+            return [*messages, context] if passages else list(messages)
+        messages = _without_context_role(messages)
+        if not passages:
+            return messages
+        question = messages[-1].content
+        return [*messages[:-1], Message("user", f"{_delimited(passages)}\n\n{_INSTRUCTION}\n\nQuestion: {question}")]
+
+    def _encode(self, messages: Sequence[Message]) -> tuple[int, ...]:
+        """Why `sanitize_control_tokens`: only the template may write control tokens; the same spelling in a text is text."""
+        conversation = [{"role": message.role, "content": message.content} for message in messages]
+        try:
+            token_ids = self._tokenizer.apply_chat_template(
+                conversation,
+                add_generation_prompt=True,
+                sanitize_control_tokens=True,
+                return_dict=False,
+                **self._layout,
+            )
+        except TemplateError as cause:
+            raise InputError(f"the target's chat template refuses this conversation: {cause}") from cause
+        return tuple(token_ids)
+
+
+def _delimited(passages: Sequence[Passage]) -> str:
+    numbered = "\n\n".join(f"[{number}] {passage.text}" for number, passage in enumerate(passages, 1))
+    return f"Passages:\n<<<\n{numbered}\n>>>"
+
+
+def _without_context_role(messages: Sequence[Message]) -> list[Message]:
+    """Earlier passages move into the user's message they followed, for templates that know no role `context`."""
+    merged: list[Message] = []
+    for message in messages:
+        if message.role != "context":
+            merged.append(message)
+        elif merged and merged[-1].role == "user":
+            merged[-1] = Message("user", f"Passages:\n<<<{message.content}\n>>>\n\n{merged[-1].content}")
+        else:
+            raise InputError("a message of the role context must follow a message of the user")
+    return merged
+
+
+def _plain_layout(tokenizer: Any) -> dict[str, str]:
+    """The plain template, with the tokenizer's own beginning-of-text token where it writes one itself."""
+    begins = tokenizer.bos_token_id is not None and tokenizer("a")["input_ids"][:1] == [tokenizer.bos_token_id]
+    return {"chat_template": _PLAIN_TEMPLATE} | ({} if begins else {"bos_token": ""})

@@ -1,0 +1,235 @@
+"""The engine equals plain decoding token for token: whatever is drafted, whoever else is in the batch, however it is cut up."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+from drafters import Half, Perfect, Raising, Random, Wrong
+from oracle import Plain, decode
+from tiny_target import SENTENCES, tiny_engine
+
+from ragspec.core import Completion, CopySource, Request, SamplingParams, SourceKind
+from ragspec.drafting.copy import CopyDrafter
+from ragspec.drafting.drafter import Drafter
+from ragspec.engine.engine import Engine
+from ragspec.engine.target import Target
+
+Tiny = Callable[..., Target]
+
+PARAMS = {
+    "greedy": SamplingParams(max_tokens=14),
+    "T=1": SamplingParams(temperature=1.0, seed=3, max_tokens=14),
+    "top-p": SamplingParams(temperature=0.7, top_p=0.9, seed=2**63 + 5, max_tokens=14),
+    "top-k, min-p": SamplingParams(temperature=1.3, top_k=20, min_p=0.05, seed=2**64 - 1, max_tokens=14),
+    "penalties": SamplingParams(
+        temperature=0.8,
+        repetition_penalty=1.3,
+        presence_penalty=0.4,
+        frequency_penalty=0.7,
+        logit_bias={1: 6.0, 40: 3.0, 41: -50.0},
+        min_tokens=6,
+        seed=0,
+        max_tokens=14,
+    ),
+}
+PROMPTS = [
+    "The river rises in the northern hills",
+    "A",
+    'The report says: "The bridge was',
+    "Every spring the water carries sand and small stones down to the sea. " * 2,
+    "mill",
+    "She said that the bridge was built by the people",
+    "é ü 水 🌊",
+    "A mill needs water, and water needs rain. The",
+]
+
+
+@functools.cache
+def _plain(target: Target, prompt: tuple[int, ...], params: Any, choice: int) -> Plain:
+    return decode(target, prompt, PARAMS[params] if isinstance(params, str) else params, choice)
+
+
+def requests_of(target: Target, params: SamplingParams, prompts: Sequence[str] = PROMPTS) -> list[Request]:
+    sources = tuple(CopySource(SourceKind.PASSAGE, text, str(i)) for i, text in enumerate(SENTENCES))
+    return [
+        Request(f"r{i}", tuple(target.tokenizer(text).input_ids), params, sources) for i, text in enumerate(prompts)
+    ]
+
+
+def truth(target: Target, requests: Sequence[Request], params: Any) -> dict[tuple[str, int], Plain]:
+    return {
+        (r.id, choice): _plain(target, r.prompt_ids, params, choice) for r in requests for choice in range(r.params.n)
+    }
+
+
+def drafters(target: Target, expected: dict[tuple[str, int], Plain]) -> dict[str, Drafter]:
+    answers = {key: plain.token_ids for key, plain in expected.items()}
+    return {
+        "copy": CopyDrafter(target.tokenizer, target.eos_ids),
+        "random": Random(target.vocab_size),
+        "perfect": Perfect(answers),
+        "wrong": Wrong(answers),
+        "half": Half(answers),
+        "raises": Raising("propose", answers),
+    }
+
+
+def assert_equal(completions: Sequence[Completion], expected: dict[tuple[str, int], Plain]) -> None:
+    for completion in completions:
+        plain = expected[completion.request_id, completion.choice]
+        assert completion.token_ids == plain.token_ids
+        assert completion.finish_reason == plain.finish_reason
+        assert completion.stats.num_output_tokens == len(plain.token_ids)
+
+
+def total(completions: Sequence[Completion], name: str) -> int:
+    return sum(getattr(completion.stats, name) for completion in completions)
+
+
+def assert_pool_is_empty(engine: Engine) -> None:
+    engine.close()
+    if engine._scheduler.prefixes is not None:
+        engine._scheduler.prefixes.purge("")
+    assert engine.target.pool.num_free_pages == engine.target.pool.num_pages
+    assert not engine.target.pool._holders.any()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", PARAMS)
+def test_every_drafter_alone_and_in_a_ragged_batch(tiny: Tiny, name: str, dtype: str) -> None:
+    """A draft, or the company in a batch, changed the output."""
+    target = tiny("llama", dtype)
+    requests = requests_of(target, PARAMS[name])
+    expected = truth(target, requests, name)
+    for kind, drafter in {"off": None, **drafters(target, expected)}.items():
+        with tiny_engine(target, [drafter] if drafter else []) as engine:
+            together = engine.generate(requests)
+            alone = [engine.generate([request])[0] for request in requests[::3]]
+        assert_equal(together, expected)
+        assert_equal(alone, expected)
+        for completions in (together, alone):
+            accepted, drafted = total(completions, "num_accepted"), total(completions, "num_drafted")
+            if kind in ("perfect", "half"):
+                assert accepted > 0.5 * total(completions, "num_output_tokens"), kind
+            if kind in ("off", "raises"):
+                assert drafted == 0
+            if kind == "wrong":
+                assert drafted > 0 == accepted
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "qwen3", "mistral"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_other_architectures(tiny: Tiny, kind: str, dtype: str) -> None:
+    """A sliding window counted in slots, a bias or a query norm lost, trees at other positions than chains."""
+    target = tiny(kind, dtype)
+    for name in ("greedy", "top-p"):
+        requests = requests_of(target, PARAMS[name])
+        expected = truth(target, requests, name)
+        for drafter in (drafters(target, expected)[which] for which in ("half", "copy")):
+            with tiny_engine(target, [drafter], max_step_tokens=40) as engine:
+                assert_equal(engine.generate(requests), expected)
+
+
+@pytest.mark.parametrize("prefix_cache", [True, False])
+@pytest.mark.parametrize("max_step_tokens", [16, 23, 512])
+def test_chunked_prefill(tiny: Tiny, max_step_tokens: int, prefix_cache: bool) -> None:
+    """A prompt cut into chunks, or found in the cache, gave other bits; a chunk's last row was taken for a decision."""
+    target = tiny()
+    for name in ("greedy", "T=1"):
+        requests = requests_of(target, PARAMS[name])
+        expected = truth(target, requests, name)
+        for which in ("perfect", "random"):
+            drafter = drafters(target, expected)[which]
+            with tiny_engine(
+                target, [drafter], max_step_tokens=max_step_tokens, prefix_cache=prefix_cache
+            ) as engine:
+                assert_equal(engine.generate(requests), expected)
+                again = engine.generate(requests)
+                assert_equal(again, expected)
+                assert (total(again, "num_cached_tokens") > 0) == prefix_cache
+                assert_pool_is_empty(engine)
+
+
+@pytest.mark.parametrize("prefix_cache", [True, False])
+def test_choices_have_their_own_keys_and_share_the_prompt(tiny: Tiny, prefix_cache: bool) -> None:
+    """All choices alike, or the second choice waiting for a prompt that nobody computes."""
+    target = tiny()
+    params = SamplingParams(temperature=1.0, n=3, seed=8, max_tokens=12)
+    requests = requests_of(target, params, PROMPTS[:4])
+    expected = truth(target, requests, params_key(params))
+    answers = {key: plain.token_ids for key, plain in expected.items()}
+    with tiny_engine(target, [Half(answers)], prefix_cache=prefix_cache, max_step_tokens=30) as engine:
+        completions = engine.generate(requests)
+        assert_equal(completions, expected)
+        assert_pool_is_empty(engine)
+    assert [(c.request_id, c.choice) for c in completions] == list(expected)
+    assert len({c.token_ids for c in completions if c.request_id == "r0"}) == 3
+    if prefix_cache:
+        long = [c.stats.num_cached_tokens for c in completions if c.request_id == "r3"]
+        assert max(long) == len(requests[3].prompt_ids) - 1
+
+
+@pytest.mark.parametrize("prefix_cache", [True, False])
+@pytest.mark.parametrize("num_kv_slots", [160, 256])
+def test_preemption_changes_nothing(tiny: Tiny, num_kv_slots: int, prefix_cache: bool) -> None:
+    """A preempted sequence was resumed with another key, lost tokens, or its pages were never given back."""
+    target = tiny()
+    for name in ("greedy", "penalties"):
+        requests = requests_of(target, PARAMS[name])
+        expected = truth(target, requests, name)
+        for which in ("perfect", "wrong", "random"):
+            drafter = drafters(target, expected)[which]
+            with tiny_engine(target, [drafter], num_kv_slots, prefix_cache=prefix_cache) as engine:
+                assert_equal(engine.generate(requests), expected)
+                if num_kv_slots == 160:
+                    assert engine._scheduler.num_preemptions > 0
+                assert_pool_is_empty(engine)
+
+
+@pytest.mark.parametrize("where", ["start", "propose", "observe", "learn", "finish", "malformed", "nan", "too few"])
+def test_a_broken_drafter_costs_nothing_but_its_draft(tiny: Tiny, where: str) -> None:
+    """An exception in a drafter ended every running request."""
+    target = tiny()
+    requests = requests_of(target, PARAMS["T=1"], PROMPTS[:3])
+    expected = truth(target, requests, "T=1")
+    answers = {key: plain.token_ids for key, plain in expected.items()}
+    with tiny_engine(target, [Raising(where, answers), Half(answers)]) as engine:
+        completions = engine.generate(requests)
+        assert_equal(completions, expected)
+        assert total(completions, "num_accepted") > 0
+        assert_pool_is_empty(engine)
+        if where not in ("nan", "too few"):
+            assert engine._planner.num_failures > 0
+
+
+def test_a_draft_outside_the_vocabulary_is_dropped(tiny: Tiny) -> None:
+    """A token id that the model does not have (a tokenizer with more tokens than the model) failed the whole step."""
+    target = tiny()
+    requests = requests_of(target, PARAMS["T=1"], PROMPTS[:3])
+    expected = truth(target, requests, "T=1")
+    with tiny_engine(target, [Raising("vocabulary", {})]) as engine:
+        assert_equal(engine.generate(requests), expected)
+
+
+def test_requests_without_speculation_draft_nothing(tiny: Tiny) -> None:
+    """`speculation=False` drafted all the same, or stopped its neighbours from drafting."""
+    target = tiny()
+    expected = truth(target, requests_of(target, PARAMS["T=1"]), "T=1")
+    requests = [
+        Request(r.id, r.prompt_ids, r.params, r.sources, speculation=i % 2 == 0)
+        for i, r in enumerate(requests_of(target, PARAMS["T=1"]))
+    ]
+    with tiny_engine(target, [drafters(target, expected)["perfect"]]) as engine:
+        completions = engine.generate(requests)
+    assert_equal(completions, expected)
+    assert total(completions[1::2], "num_drafted") == 0 < total(completions[::2], "num_accepted")
+
+
+def params_key(params: SamplingParams) -> str:
+    """A name for params that are made in a test, so that plain decoding is done once."""
+    name = repr(params)
+    PARAMS.setdefault(name, params)
+    return name

@@ -1,0 +1,118 @@
+"""Plain decoding: the second, independent definition of the output. Every engine setting must equal it token for token.
+
+One forward of the whole text a token, no cache kept, no draft; noise in Python integers, warps by sorting. It shares the
+target's forward with the engine, so that bits are comparable, and nothing of `ragspec.verification` or `ragspec.numerics.noise`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ragspec.core import SamplingParams
+from ragspec.engine.target import Target
+from ragspec.numerics.kv_cache import SequenceSlots
+from ragspec.numerics.rows import Part, StepRows
+
+MASK, STEP = 2**64 - 1, 0x9E3779B97F4A7C15
+
+
+def mix(x: int) -> int:
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & MASK
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & MASK
+    return x ^ (x >> 31)
+
+
+def bits(seed: int, choice: int, index: int, num: int) -> list[int]:
+    """53 bits for token ids 0 to num - 1."""
+    key = 0
+    for part in (seed + STEP, STEP * (choice + 1), STEP * (index + 1)):
+        key = mix((key + part) & MASK)
+    return [mix((key + STEP * (v + 1)) & MASK) >> 11 for v in range(num)]
+
+
+def gumbel(h: int) -> float:
+    """-log(-log u), u = (h + 1/2) / 2**53. Above one half u + 1/2 ulp is no float64, so the way goes through 1 - u."""
+    if h < 2**52:
+        return float(-np.log(-np.log((h + 0.5) / 2**53)))
+    return float(-np.log(-np.log1p(-((2**53 - h) - 0.5) / 2**53)))
+
+
+def warped(
+    logits: np.ndarray, prompt: Sequence[int], output: Sequence[int], params: SamplingParams, eos_ids: Sequence[int]
+) -> np.ndarray:
+    """Penalties (vLLM's and Hugging Face's definition), bias, minimum length, temperature; float32 [V]."""
+    x = logits.astype(np.float32)
+    repetition, presence, frequency = map(
+        np.float32, (params.repetition_penalty, params.presence_penalty, params.frequency_penalty)
+    )
+    for v in {*prompt, *output}:
+        x[v] = x[v] / repetition if x[v] > 0 else x[v] * repetition
+    for v in set(output):
+        x[v] -= presence + frequency * np.float32(list(output).count(v))
+    for v, bias in params.logit_bias.items():
+        x[v] += np.float32(bias)
+    if len(output) < params.min_tokens:
+        x[list(eos_ids)] = -np.inf
+    return x / np.float32(params.temperature) if params.temperature else x
+
+
+def survivors(x: np.ndarray, params: SamplingParams) -> list[int]:
+    """Ids left by top-k, top-p and min-p, by sorting: (greater logit, lower id) first."""
+    order = np.lexsort((np.arange(len(x)), -x))
+    order = order[: params.top_k] if params.top_k else order
+    mass = np.exp(x[order].astype(np.float64) - np.float64(x[order[0]]))
+    above = np.concatenate([[0.0], np.cumsum(mass)[:-1]])
+    kept = np.ones(len(order), bool) if params.top_p >= 1 else above < params.top_p * mass.sum()
+    if params.min_p:
+        kept &= x[order].astype(np.float64) >= np.float64(x[order[0]]) + math.log(params.min_p)
+    return [int(v) for v in order[kept] if x[v] > -np.inf]
+
+
+def choose(x: np.ndarray, params: SamplingParams, seed: int, choice: int, index: int) -> int:
+    """The definition: argmax over survivors of logit + noise; ties to the lower id."""
+    if params.temperature == 0:
+        return int(np.flatnonzero(x == x.max())[0])
+    noise = [gumbel(h) for h in bits(seed, choice, index, len(x))]
+    return max(survivors(x, params), key=lambda v: (float(x[v]) + noise[v], -v))
+
+
+def next_logits(target: Target, tokens: Sequence[int]) -> np.ndarray:
+    """Logits after the last of `tokens`: one forward of all of them over fresh slots. float32 [V]."""
+    slots = SequenceSlots(target.pool)
+    rows = StepRows([Part(slots, len(tokens))]).rows
+    logits = target.forward(np.array(tokens, np.int32), rows, np.array([len(tokens) - 1], np.int32))
+    slots.release()
+    return logits[0]
+
+
+class Plain(NamedTuple):
+    """What plain decoding gives for one choice; `logits` are the unwarped rows the tokens came from."""
+
+    token_ids: tuple[int, ...]
+    text: str
+    finish_reason: str
+    logits: list[np.ndarray]
+
+
+def decode(target: Target, prompt: Sequence[int], params: SamplingParams, choice: int = 0) -> Plain:
+    """Token by token until EOS, a stop string, `max_tokens` or the end of the context."""
+    output: list[int] = []
+    rows: list[np.ndarray] = []
+    tokenizer: Any = target.tokenizer
+    most = min(params.max_tokens, target.max_context_tokens - len(prompt))
+    while True:
+        rows.append(next_logits(target, [*prompt, *output]))
+        x = warped(rows[-1], prompt, output, params, target.eos_ids)
+        output.append(choose(x, params, params.seed or 0, choice, len(output)))
+        text = tokenizer.decode(output, skip_special_tokens=True)
+        cuts = [text.index(stop) for stop in params.stop if stop in text]
+        if output[-1] in target.eos_ids and not params.ignore_eos:
+            return Plain(tuple(output), text, "stop", rows)
+        if cuts:
+            return Plain(tuple(output), text[: min(cuts)], "stop", rows)
+        if len(output) == most:
+            return Plain(tuple(output), text, "length", rows)

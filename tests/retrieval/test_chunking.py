@@ -1,0 +1,96 @@
+"""Passages are slices of their document, made of whole sentences."""
+
+from __future__ import annotations
+
+import time
+import unicodedata
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ragspec.config import ChunkingConfig
+from ragspec.core import Document
+from ragspec.retrieval.chunking import chunk, sentences
+
+WORDS = st.sampled_from(
+    ["The", "rain", "e.g.", "Dr.", "3.14", "U.S.", "fell.", "Why?", '"No!"', "雨。", "cafe\u0301", "a" * 90, "\n\n", "\n- ", " ", "\t"]
+)
+TEXTS = st.one_of(st.lists(WORDS, max_size=60).map(" ".join), st.text(max_size=400))
+SIZES = st.builds(ChunkingConfig, max_chars=st.integers(40, 120), overlap_chars=st.integers(0, 80))
+
+
+@settings(deadline=None, max_examples=300)
+@given(TEXTS, SIZES)
+def test_every_passage_is_a_slice_no_longer_than_allowed(text: str, config: ChunkingConfig) -> None:
+    """Stripped or normalised passages give citations that point beside the quoted words."""
+    passages = chunk(Document("d", text, "title", "source"), config)
+    for ordinal, passage in enumerate(passages):
+        assert text[passage.start : passage.end] == passage.text
+        assert 0 < len(passage.text) <= config.max_chars
+        assert passage.text.strip() == passage.text
+        assert (passage.ordinal, passage.document_id, passage.title, passage.source) == (ordinal, "d", "title", "source")
+
+
+@settings(deadline=None, max_examples=300)
+@given(TEXTS, SIZES)
+def test_passages_cover_all_text_and_always_go_forward(text: str, config: ChunkingConfig) -> None:
+    """An overlap as long as a passage repeats it for ever; a lost sentence can never be found."""
+    passages = chunk(Document("d", text), config)
+    covered = {position for p in passages for position in range(p.start, p.end)}
+    assert all(text[position].isspace() for position in range(len(text)) if position not in covered)
+    assert all(b.start > a.start and b.end > a.end for a, b in zip(passages, passages[1:], strict=False))
+
+
+@given(TEXTS)
+def test_sentences_are_in_order_and_cover_all_text(text: str) -> None:
+    """The copy drafter jumps to sentence starts: spans that overlap or skip would draft the wrong words."""
+    spans = sentences(text)
+    assert all(a[1] <= b[0] for a, b in zip(spans, spans[1:], strict=False))
+    assert "".join(text[a:b] for a, b in spans).replace(" ", "").split() == "".join(text.split(" ")).split() or all(
+        text[position].isspace() for position in set(range(len(text))) - {p for a, b in spans for p in range(a, b)}
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("Dr. Smith paid 3.14 dollars. He left.", ["Dr. Smith paid 3.14 dollars.", "He left."]),
+        ("Use tea, e.g. green tea. It helps.", ["Use tea, e.g. green tea.", "It helps."]),
+        ("J. R. Smith wrote it. So did I. We know.", ["J. R. Smith wrote it.", "So did I.", "We know."]),
+        ('"Really?" he asked. "Yes." Then silence.', ['"Really?" he asked.', '"Yes."', "Then silence."]),
+        ("See Fig. 3 or No. 5. Done!", ["See Fig. 3 or No. 5.", "Done!"]),
+        ("今日は。元気。", ["今日は。", "元気。"]),
+        ("Return the sum.\n\n>>> add(1)\n1\n- first\n- second", ["Return the sum.", ">>> add(1)\n1", "- first", "- second"]),
+        ("A title\n\nand text", ["A title", "and text"]),
+        ("wrapped\nline. Next one", ["wrapped\nline.", "Next one"]),
+    ],
+)
+def test_sentences_of_prose_and_docstrings(text: str, expected: list[str]) -> None:
+    """A split after "Dr." or inside a decimal cuts a quote in two."""
+    assert [text[start:end] for start, end in sentences(text)] == expected
+
+
+def test_neighbours_share_whole_sentences() -> None:
+    """An overlap cut in the middle of a sentence starts passages with half a thought."""
+    text = " ".join(f"Sentence number {n} is here." for n in range(20))
+    passages = chunk(Document("d", text), ChunkingConfig(max_chars=90, overlap_chars=30))
+    for before, after in zip(passages, passages[1:], strict=False):
+        shared = text[after.start : before.end]
+        assert shared.startswith("Sentence") and shared.endswith("here.")
+
+
+def test_a_cut_never_parts_a_letter_from_its_accent() -> None:
+    """A passage that begins with a combining mark shows a broken letter and matches nothing."""
+    for text in ("e\u0301" * 200, "👩\u200d🚀" * 100):
+        for passage in chunk(Document("d", text), ChunkingConfig(max_chars=41)):
+            assert not unicodedata.combining(passage.text[0]) and passage.text[0] != "\u200d"
+            assert passage.text[-1] != "\u200d"
+
+
+@pytest.mark.parametrize("text", ["." * 300_000, "a. " * 100_000, "\n" * 300_000, "A.B." * 100_000, 'x."' * 100_000])
+def test_time_grows_with_the_length_only(text: str) -> None:
+    """A run of dots made the sentence pattern quadratic: one such file stopped a whole build."""
+    started_s = time.perf_counter()
+    chunk(Document("d", text), ChunkingConfig())
+    assert time.perf_counter() - started_s < 5

