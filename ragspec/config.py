@@ -12,7 +12,6 @@ from typing import Any, Literal
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from ragspec.core import MAX_SEED
 from ragspec.errors import ConfigError
 
 ASSETS = Path(__file__).parent / "assets"
@@ -79,7 +78,7 @@ class GenerationConfig(Part):
     max_tokens: int = Field(96, ge=1)
     temperature: float = Field(0.0, ge=0.0)
     top_p: float = Field(1.0, gt=0.0, le=1.0)
-    seed: int | None = Field(None, ge=0, le=MAX_SEED)
+    seed: int | None = Field(None, ge=0, lt=2**64)
 
 
 class PipelineConfig(Part):

@@ -22,6 +22,8 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
 os.environ.setdefault("OMP_NUM_THREADS", str(NUM_THREADS))
+# Why: waiting threads that spin slow each other down where tests share the cores with anything else.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ.setdefault("MPLBACKEND", "agg")
 # Why: Ray asks for a token by default and would otherwise leave one of its own in the user's home directory.
 if "RAY_AUTH_MODE" not in os.environ:

@@ -57,7 +57,7 @@ def warped(
         x[v] += np.float32(bias)
     if len(output) < params.min_tokens:
         x[list(eos_ids)] = -np.inf
-    return x / np.float32(params.temperature) if params.temperature else x
+    return x / np.float32(max(params.temperature, 1e-6)) if params.temperature else x
 
 
 def survivors(x: np.ndarray, params: SamplingParams) -> list[int]:

@@ -18,12 +18,11 @@ suffix decoding (Oliaro et al. 2024, arXiv 2411.04975).
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict, deque
+from collections import defaultdict, deque
 from collections.abc import Iterator
 from collections.abc import Sequence as SequenceOf
 from typing import Any, NamedTuple
 
-import numba
 import numpy as np
 from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
@@ -31,6 +30,7 @@ from transformers import PreTrainedTokenizerBase
 from ragspec.core import SourceKind
 from ragspec.drafting.acceptance import AcceptanceTable
 from ragspec.drafting.drafter import Drafted
+from ragspec.drafting.haystack import SEPARATOR, Haystack
 from ragspec.drafting.references import Reference, ReferenceReader
 from ragspec.tree import Origin, Proposal
 
@@ -39,7 +39,6 @@ Ints = NDArray[np.int32]
 _MAX_MATCH = 16
 _MAX_BRANCHES = 6
 _MAX_QUOTES = 8
-_SEPARATOR = -1
 _LEAST_PROB = 1e-3
 _PRIORS = {
     **{f"match:{kind.name.lower()}": (0.25, 0.95) for kind in SourceKind},
@@ -69,78 +68,6 @@ class _Place(NamedTuple):
     length: int
 
 
-@numba.njit(nogil=True)
-def _match_lengths(haystack: Any, end: int, suffix: Any, ends: Any, lengths: Any) -> int:
-    """Positions before `end` whose preceding tokens repeat the end of `suffix`; returns how many were written.
-
-    Shapes: haystack int32 [T], suffix int32 [M]; out: ends [<= T] (position after the match) and lengths.
-    """
-    count, last = 0, suffix.shape[0] - 1
-    for at in range(end - 1):
-        if haystack[at] != suffix[last]:
-            continue
-        length = 1
-        while length <= last and length <= at and haystack[at - length] == suffix[last - length]:
-            length += 1
-        ends[count], lengths[count] = at + 1, length
-        count += 1
-    return count
-
-
-class _State:
-    """References of one sequence as one array of tokens, separators between them; the output grows at its end."""
-
-    def __init__(self, references: list[Reference], sequence: Drafted) -> None:
-        self.references = references
-        sizes = [len(r.token_ids) + 1 for r in references]
-        self.begin = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
-        self._tokens = np.full(int(self.begin[-1]) + 256, _SEPARATOR, np.int32)
-        for reference, start in zip(references, self.begin, strict=False):
-            self._tokens[start : start + len(reference.token_ids)] = reference.token_ids
-        self.end = int(self.begin[-1])
-        self.expected = -1  # where an interrupted copy of an input would have gone on
-        self.num_off = 0  # output tokens since it was interrupted
-        self.follows_input = any(r.kind in (SourceKind.INPUT, SourceKind.PREDICTION) for r in references)
-        self.quotes = _ranked_quotes(references, self.begin)
-        for token in sequence.tokens[sequence.num_prompt :]:
-            self.append(token)
-
-    @property
-    def tokens(self) -> Ints:
-        return self._tokens[: self.end]
-
-    def append(self, token: int) -> None:
-        if self.end == len(self._tokens):
-            self._tokens = np.concatenate([self._tokens, np.full(len(self._tokens), _SEPARATOR, np.int32)])
-        self._tokens[self.end] = token
-        self.end += 1
-
-    def reference_at(self, at: int) -> int:
-        """Number of the reference that holds position `at`; len(references) for the output."""
-        return int(np.searchsorted(self.begin, at, "right")) - 1
-
-    def follow(self, token: int) -> None:
-        """Keep the place in the input that runs beside the output."""
-        if self.expected < 0:
-            return
-        if self.num_off == 0 and self.tokens[self.expected] == token:
-            self.expected += 1
-        else:
-            self.num_off += 1
-
-
-def _ranked_quotes(references: list[Reference], begin: NDArray[np.int64]) -> list[int]:
-    """Where the passages' sentences begin, those first that share the rarest tokens with the question."""
-    counts = Counter(token for r in references if r.is_sentence for token in set(r.token_ids))
-    asked = {t for r in references if r.kind in (SourceKind.HISTORY, SourceKind.INPUT) for t in r.token_ids}
-    scores = [
-        (-sum(1.0 / counts[t] for t in asked.intersection(r.token_ids)), int(at))
-        for at, r in zip(begin, references, strict=False)
-        if r.is_sentence
-    ]
-    return [at for _, at in sorted(scores)]
-
-
 class CopyDrafter:
     """See the module. `earlier_tokens`: how many tokens of earlier answers one tenant may keep; 0 keeps none."""
 
@@ -153,13 +80,13 @@ class CopyDrafter:
         self._earlier: dict[str, deque[tuple[int, ...]]] = defaultdict(deque)
         self._max_earlier = earlier_tokens
         self._table = AcceptanceTable(_PRIORS, _MAX_MATCH)
-        self._states: dict[tuple[str, int], _State] = {}
+        self._states: dict[tuple[str, int], Haystack] = {}
 
     def start(self, sequence: Drafted) -> None:
         references = self._reader.read(sequence.request.sources)
         for answer in self._earlier.get(sequence.request.salt, ()):
             references.append(Reference(SourceKind.EARLIER, list(answer), -1, [], len(answer)))
-        self._states[sequence.key] = _State(references, sequence)
+        self._states[sequence.key] = Haystack(references, sequence)
 
     def propose(self, sequences: SequenceOf[Drafted], max_nodes: int) -> list[list[Proposal]]:
         return [self._propose(sequence, max_nodes) for sequence in sequences]
@@ -204,7 +131,7 @@ class CopyDrafter:
         return proposals
 
     def _copy(
-        self, state: _State, places: list[_Place], root: int, left: float, max_nodes: int, proposals: list[Proposal]
+        self, state: Haystack, places: list[_Place], root: int, left: float, max_nodes: int, proposals: list[Proposal]
     ) -> None:
         """Append a branch for each place below node `root`; `left` is the chance that none before it was meant."""
         for place in places:
@@ -225,7 +152,7 @@ class CopyDrafter:
                 parent = len(proposals) - 1
             left *= 1.0 - first
 
-    def _branch(self, state: _State, place: _Place, tokens: Ints) -> Iterator[tuple[int, Feedback, float]]:
+    def _branch(self, state: Haystack, place: _Place, tokens: Ints) -> Iterator[tuple[int, Feedback, float]]:
         """Each token to copy, the cell it is drawn from and its probability given the token before."""
         number = state.reference_at(place.at)
         tail = len(tokens)
@@ -235,13 +162,13 @@ class CopyDrafter:
             cell = Feedback(place.kind, place.length + i) if i < tail else Feedback("tail", i - tail)
             yield token, cell, self._table.probability(*cell)
 
-    def _copyable(self, state: _State, place: _Place, max_nodes: int) -> Ints:
+    def _copyable(self, state: Haystack, place: _Place, max_nodes: int) -> Ints:
         """Tokens from the place up to the next separator."""
         run = state.tokens[place.at : place.at + max_nodes]
-        stop = np.flatnonzero(run == _SEPARATOR)
+        stop = np.flatnonzero(run == SEPARATOR)
         return run[: stop[0]] if len(stop) else run
 
-    def _places(self, state: _State, sequence: Drafted) -> list[_Place]:
+    def _places(self, state: Haystack, sequence: Drafted) -> list[_Place]:
         """Where to copy from, best first: each is judged given that none before it is meant."""
         if sequence.num_output == 0:
             return self._starts(state)
@@ -252,10 +179,10 @@ class CopyDrafter:
             places = [*(p for p in places if p.length > 3), *self._quotes(state)]
         return places
 
-    def _quotes(self, state: _State) -> list[_Place]:
+    def _quotes(self, state: Haystack) -> list[_Place]:
         return [_Place(at, f"quote:{rank}", 0) for rank, at in enumerate(state.quotes[:_MAX_QUOTES])]
 
-    def _starts(self, state: _State) -> list[_Place]:
+    def _starts(self, state: Haystack) -> list[_Place]:
         kinds = {SourceKind.PREDICTION: "start:prediction", SourceKind.INPUT: "start:input"}
         return [
             _Place(int(state.begin[number]), kinds[reference.kind], 0)
@@ -264,20 +191,12 @@ class CopyDrafter:
             if reference.kind is kind
         ]
 
-    def _matches(self, state: _State) -> list[_Place]:
-        suffix = state.tokens[max(int(state.begin[-1]), state.end - _MAX_MATCH) :]
-        ends, lengths = np.empty(state.end, np.int32), np.empty(state.end, np.int32)
-        count = _match_lengths(state.tokens, state.end, suffix, ends, lengths)
-        if not count:
-            return []
-        ends, lengths = ends[:count], np.minimum(lengths[:count], len(suffix))
-        order = np.lexsort((-ends, -lengths))[: 4 * _MAX_BRANCHES]
+    def _matches(self, state: Haystack) -> list[_Place]:
         places: list[_Place] = []
         met: set[int] = set()
-        for i in order:
-            at, length = int(ends[i]), int(lengths[i])
+        for at, length in state.matches(_MAX_MATCH)[: 4 * _MAX_BRANCHES]:
             following = int(state.tokens[at])
-            if following == _SEPARATOR or following in met:
+            if following == SEPARATOR or following in met:
                 continue
             met.add(following)
             number = state.reference_at(at)
@@ -288,7 +207,7 @@ class CopyDrafter:
                 break
         return places
 
-    def _realignments(self, state: _State) -> list[_Place]:
+    def _realignments(self, state: Haystack) -> list[_Place]:
         off = state.num_off
         last = self._end_of_reference(state, state.expected)
         steps = (("realign:replaced", off), ("realign:inserted", 0), ("realign:removed", off + 1))
@@ -296,7 +215,7 @@ class CopyDrafter:
             _Place(state.expected + skip, kind, min(off, 4) - 1) for kind, skip in steps if state.expected + skip < last
         ]
 
-    def _realign(self, state: _State, sequence: Drafted) -> None:
+    def _realign(self, state: Haystack, sequence: Drafted) -> None:
         """Find the input's place again where the last tokens occur once in it, at or after where copying stopped.
 
         Source: the uniqueness rule of SAD.
@@ -314,6 +233,6 @@ class CopyDrafter:
             if starts:
                 state.expected, state.num_off = starts[0].at, sequence.num_output
 
-    def _end_of_reference(self, state: _State, at: int) -> int:
+    def _end_of_reference(self, state: Haystack, at: int) -> int:
         number = state.reference_at(at)
         return int(state.begin[number + 1]) - 1 if number < len(state.references) else state.end

@@ -21,6 +21,9 @@ log = logging.getLogger(__name__)
 P = ParamSpec("P")
 T = TypeVar("T")
 
+_REFINEMENT = 0.05
+"""Weight of one step against what was measured before."""
+
 _ROW_BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 256)
 
 
@@ -42,8 +45,7 @@ class CostTable:
 
     def cost_s(self, num_rows: int, context: int) -> float:
         """Expected seconds of one forward."""
-        nearest = min(self._contexts, key=lambda c: abs(c - context))
-        column = self._seconds[nearest]
+        column = self._column(context)
         at = bisect_left(self._rows, num_rows)
         if at == 0:
             return column[0]
@@ -54,6 +56,18 @@ class CostTable:
         low, high = self._rows[at - 1], self._rows[at]
         share = (num_rows - low) / (high - low)
         return column[at - 1] * (1 - share) + column[at] * share
+
+    def refine(self, num_rows: int, context: int, seconds: float) -> None:
+        """Move the nearest measurements a little towards what a forward has just taken."""
+        column = self._column(context)
+        ratio = min(2.0, max(0.5, seconds / self.cost_s(num_rows, context)))
+        at = min(bisect_left(self._rows, num_rows), len(self._rows) - 1)
+        for i in {at, max(0, at - 1)} if self._rows[at] != num_rows else {at}:
+            column[i] *= ratio**_REFINEMENT
+        _rising(column)
+
+    def _column(self, context: int) -> list[float]:
+        return self._seconds[min(self._contexts, key=lambda c: abs(c - context))]
 
 
 def _rising(seconds: list[float]) -> list[float]:
@@ -96,6 +110,10 @@ class Planner:
             self._note(sequences[i], trees[i].num_drafted > 0)
             trees[i] = trees[i].best(self._max_nodes)
         return self._cut(sequences, trees, num_other_rows, spare_rows)
+
+    def note_cost(self, num_rows: int, context: int, seconds: float) -> None:
+        """What a step's forward took."""
+        self._costs.refine(num_rows, context, seconds)
 
     def observe(self, sequence: Drafted, tree: DraftTree, path: list[int], tokens: SequenceOf[int]) -> None:
         """What the target decided: each drafter learns from its nodes, then hears the tokens.

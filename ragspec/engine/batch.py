@@ -41,6 +41,7 @@ class Batch:
             if tree is not None:
                 wanted += range(len(token_ids) - 1, len(token_ids) + tree.num_drafted)
                 token_ids += tree.token_ids[1:]
+        self.longest_context = max(part.slots.length + part.num_chain for part in parts)
         self._step = StepRows(parts)
         self.rows = self._step.rows
         self.token_ids = np.array(token_ids, np.int32)

@@ -10,9 +10,11 @@ and choice. Speculation off is the same step with root-only trees.
 from __future__ import annotations
 
 import asyncio
+import atexit
 import logging
 import queue
 import threading
+import time
 from collections.abc import AsyncIterator, Callable
 from collections.abc import Sequence as SequenceOf
 
@@ -49,6 +51,7 @@ class Engine:
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="ragspec-engine", daemon=True)
         self._thread.start()
+        atexit.register(self.close)
 
     @property
     def fingerprint(self) -> str:
@@ -111,6 +114,7 @@ class Engine:
             self._closed = True
             self._commands.put(None)
         self._thread.join()
+        atexit.unregister(self.close)
 
     def __enter__(self) -> Engine:
         return self
@@ -153,7 +157,9 @@ class Engine:
         tree_of = dict(zip(map(id, deciding), trees, strict=True))
         works = [Work(sequence, num_tokens, tree_of.get(id(sequence))) for sequence, num_tokens in chosen]
         batch = Batch(works)
+        begin = time.perf_counter()
         logits = self.target.forward(batch.token_ids, batch.rows, batch.wanted)
+        self._planner.note_cost(len(batch.token_ids), batch.longest_context, time.perf_counter() - begin)
         for i, (sequence, num_tokens, tree) in enumerate(works):
             if tree is None:
                 batch.keep(i, [])

@@ -21,7 +21,7 @@ from ragspec.config import TargetConfig
 from ragspec.errors import ModelError
 from ragspec.numerics.attention import AttentionShape, Rows, attend
 from ragspec.numerics.kv_cache import KvPool
-from ragspec.numerics.layers import StepContext, make_row_invariant
+from ragspec.numerics.layers import Decoder, StepContext, make_row_invariant
 
 Ints = NDArray[np.int32]
 Floats = NDArray[np.float32]
@@ -116,15 +116,18 @@ class Target:
         Shapes: token_ids int32 [N], rows of N, wanted int32 [W] row numbers -> float32 [W, V].
         """
         with torch.inference_mode():
-            hidden = self._model.model(
-                input_ids=torch.from_numpy(token_ids.astype(np.int64))[None],
-                position_ids=torch.from_numpy(rows.positions.astype(np.int64))[None],
-                use_cache=False,
-                step=StepContext(self.pool, rows),
-            ).last_hidden_state[0]  # [N, H]
+            hidden = self._hidden(torch.from_numpy(token_ids.astype(np.int64)), rows)  # [N, H]
             if len(wanted) < len(token_ids):
                 hidden = hidden[torch.from_numpy(wanted.astype(np.int64))]
             return cast(Floats, self._model.lm_head(hidden).float().numpy())  # [W, V]
+
+    def _hidden(self, token_ids: torch.Tensor, rows: Rows) -> torch.Tensor:
+        step = StepContext(self.pool, rows)
+        if isinstance(self._model.model, Decoder):
+            return cast(torch.Tensor, self._model.model(token_ids, step))
+        positions = torch.from_numpy(rows.positions.astype(np.int64))
+        output = self._model.model(input_ids=token_ids[None], position_ids=positions[None], use_cache=False, step=step)
+        return cast(torch.Tensor, output.last_hidden_state[0])
 
 
 def _attention_shapes(config: Any) -> list[AttentionShape]:

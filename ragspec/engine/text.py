@@ -24,7 +24,8 @@ class OutputText:
         self._stop = stop
         self._longest_stop = max((len(s) for s in stop), default=0)
         self._ids: list[int] = []
-        self._prefix, self._read = 0, 0  # [prefix, read) was decoded last; its text is known
+        self._prefix, self._read = 0, 0  # [prefix, read) was decoded last
+        self._known = 0  # characters of the text from `prefix` on that are in `_text` already
         self._text = ""
         self._sent = 0
         self._stopped = False
@@ -37,18 +38,19 @@ class OutputText:
     def push(self, token_id: int) -> bool:
         """Add a token; True when a stop string has just been completed."""
         self._ids.append(token_id)
-        before = self._decode(self._ids[self._prefix : self._read])
-        after = self._decode(self._ids[self._prefix :])
-        if after.endswith(_UNFINISHED) and len(self._ids) - self._read < 8:
+        window = self._decode(self._ids[self._prefix :])
+        unfinished = window.endswith(_UNFINISHED)
+        if unfinished and len(self._ids) - self._read < 8:
             return False
+        piece = window[self._known : len(window) - unfinished]  # the last one may still become a character
         self._prefix, self._read = self._read, len(self._ids)
-        return self._append(after[len(before) :])
+        self._known = len(self._decode(self._ids[self._prefix :])) - unfinished
+        return self._append(piece)
 
     def finish(self) -> None:
         """No more tokens: what was held back is as certain as it will ever be; half a character is dropped."""
         if not self._stopped and self._read < len(self._ids):
-            before = self._decode(self._ids[self._prefix : self._read])
-            rest = self._decode(self._ids[self._prefix :])[len(before) :]
+            rest = self._decode(self._ids[self._prefix :])[self._known :]
             self._read = len(self._ids)
             self._append(rest.rstrip(_UNFINISHED))
         self._longest_stop = 0

@@ -21,6 +21,8 @@ FFN_MULTIPLE = 64
 """SwiGLU widths are padded to this: at odd widths the vectorised activation treats a row's end by its place in the batch."""
 
 _ATTENTION = {"LlamaAttention", "MistralAttention", "Qwen2Attention", "Qwen3Attention"}
+_LAYERS = {"LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer"}
+_DECODERS = {"LlamaModel", "MistralModel", "Qwen2Model", "Qwen3Model"}
 _GATED = {"LlamaMLP", "MistralMLP", "Qwen2MLP", "Qwen3MLP"}
 _NORMS = {"LlamaRMSNorm", "MistralRMSNorm", "Qwen2RMSNorm", "Qwen3RMSNorm"}
 _ROTARY = {"LlamaRotaryEmbedding", "MistralRotaryEmbedding", "Qwen2RotaryEmbedding", "Qwen3RotaryEmbedding"}
@@ -36,7 +38,7 @@ class StepContext(NamedTuple):
 class PagedAttention(nn.Module):
     """Queries, keys and values as one packed product; rotation, cache and softmax in one kernel; output product.
 
-    Shapes: hidden_states [1, N, H] -> [1, N, H].
+    Shapes: [N, H] -> [N, H].
     """
 
     def __init__(self, attention: Any, rotary: RotaryTable) -> None:
@@ -55,21 +57,19 @@ class PagedAttention(nn.Module):
         self.q_norm, self.k_norm = getattr(attention, "q_norm", None), getattr(attention, "k_norm", None)
         self._cos, self._sin = rotary.cos.float().numpy(), rotary.sin.float().numpy()
 
-    def forward(self, hidden_states: Tensor, step: StepContext, **_: Any) -> tuple[Tensor, None]:
-        shape = self.shape
-        qkv = self.qkv(hidden_states[0]).view(-1, shape.num_heads + 2 * shape.num_kv_heads, shape.head_dim)
+    def forward(self, x: Tensor, step: StepContext) -> Tensor:
+        shape, (pool, rows) = self.shape, step
+        qkv = self.qkv(x).view(-1, shape.num_heads + 2 * shape.num_kv_heads, shape.head_dim)
         if self.q_norm is not None and self.k_norm is not None:
             q, k, v = qkv.split([shape.num_heads, shape.num_kv_heads, shape.num_kv_heads], 1)
             qkv = torch.cat([self.q_norm(q), self.k_norm(k), v], 1)
-        pool, rows = step
-        out = attend(
-            qkv.float().numpy(), pool.keys[self.layer], pool.values[self.layer], rows, shape, self._cos, self._sin
-        )
-        return self.out(torch.from_numpy(out).view(1, len(out), -1).to(hidden_states.dtype)), None
+        keys, values = pool.keys[self.layer], pool.values[self.layer]
+        out = attend(qkv.float().numpy(), keys, values, rows, shape, self._cos, self._sin)
+        return cast(Tensor, self.out(torch.from_numpy(out).view(len(out), -1).to(x.dtype)))
 
 
 class GatedFeedForward(nn.Module):
-    """`down(act(gate(x)) * up(x))` with gate and up as one packed product. Shapes: [..., H] -> [..., H]."""
+    """`down(act(gate(x)) * up(x))` with gate and up as one packed product. Shapes: [N, H] -> [N, H]."""
 
     def __init__(self, mlp: Any) -> None:
         super().__init__()
@@ -126,30 +126,78 @@ class RotaryTable(nn.Module):
         return self.cos[position_ids], self.sin[position_ids]
 
 
-def make_row_invariant(model: nn.Module, max_positions: int) -> None:
-    """Replace known layers and every linear of a transformers causal LM, in place."""
-    dtype = next(model.parameters()).dtype
-    rotary = _find_rotary(model, max_positions, dtype)
-    _replace(model, rotary)
+class DecoderLayer(nn.Module):
+    """Attention and feed-forward, each on the normalised stream and added to it. Shapes: [N, H] -> [N, H]."""
+
+    def __init__(self, layer: Any) -> None:
+        super().__init__()
+        self.attention, self.feed_forward = layer.self_attn, layer.mlp
+        self.attention_norm, self.feed_forward_norm = layer.input_layernorm, layer.post_attention_layernorm
+
+    def forward(self, x: Tensor, step: StepContext) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), step)
+        return cast(Tensor, x + self.feed_forward(self.feed_forward_norm(x)))
+
+
+class Decoder(nn.Module):
+    """Embedding, layers, final norm, without what transformers does around them (a tenth of a small model's step).
+
+    Shapes: token_ids int64 [N] -> normalised hidden states [N, H].
+    """
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.embedding, self.layers, self.norm = model.embed_tokens, model.layers, model.norm
+
+    def forward(self, token_ids: Tensor, step: StepContext) -> Tensor:
+        num_rows = len(token_ids)
+        # One row alone would be doubled by every product; doubled here, once, its copy is computed and never looked at.
+        x = self.embedding(token_ids if num_rows > 1 else token_ids.repeat(2))
+        for layer in self.layers:
+            x = layer(x, step)
+        return cast(Tensor, self.norm(x))[:num_rows]
+
+
+def make_row_invariant(model: Any, max_positions: int) -> None:
+    """Replace known layers and every linear of a transformers causal LM, in place.
+
+    If every part of the decoder is known, `model.model` becomes a `Decoder`; otherwise transformers' forward stays around them.
+    """
+    rotary = _find_rotary(model, max_positions)
+    whole = rotary is not None and type(model.model).__name__ in _DECODERS and _all_known(model.model, rotary)
+    _replace(model, rotary, whole)
+    if whole:
+        model.model = Decoder(model.model)
     pack_linears(model)
 
 
-def _find_rotary(model: nn.Module, max_positions: int, dtype: torch.dtype) -> RotaryTable | None:
+def _find_rotary(model: nn.Module, max_positions: int) -> RotaryTable | None:
     known = [m for m in model.modules() if type(m).__name__ in _ROTARY]
-    return RotaryTable(known[0], max_positions, dtype) if len(known) == 1 else None
+    return RotaryTable(known[0], max_positions, next(model.parameters()).dtype) if len(known) == 1 else None
 
 
-def _replace(module: nn.Module, rotary: RotaryTable | None) -> None:
+def _all_known(decoder: Any, rotary: RotaryTable) -> bool:
+    return all(
+        type(layer).__name__ in _LAYERS
+        and type(layer.self_attn).__name__ in _ATTENTION
+        and type(layer.mlp).__name__ in _GATED
+        and rotary.cos.shape[-1] == layer.self_attn.head_dim
+        for layer in decoder.layers
+    )
+
+
+def _replace(module: nn.Module, rotary: RotaryTable | None, whole: bool) -> None:
+    """Known leaves always; attention and layers only for a whole `Decoder`."""
     for name, child in module.named_children():
         kind = type(child).__name__
+        _replace(child, rotary, whole)
         if kind in _GATED:
             setattr(module, name, GatedFeedForward(child))
         elif kind in _NORMS:
             setattr(module, name, RootMeanSquareNorm(child))
         elif kind in _ROTARY and rotary is not None:
             setattr(module, name, rotary)
-        elif kind in _ATTENTION and rotary is not None and rotary.cos.shape[-1] == child.head_dim:
-            _replace(child, rotary)
+        elif kind in _ATTENTION and whole and rotary is not None:
             setattr(module, name, PagedAttention(child, rotary))
-        else:
-            _replace(child, rotary)
+        elif kind in _LAYERS and whole:
+            setattr(module, name, DecoderLayer(child))

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 _TYPICAL_ROWS = 16
+_packed_product = torch.ops.mkldnn._linear_pointwise.default
 
 
 class PackedLinear(nn.Module):
@@ -37,13 +38,11 @@ class PackedLinear(nn.Module):
         return cls(linear.weight, linear.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        rows = x.reshape(-1, self.in_features)  # [N, in]
-        if rows.shape[0] == 1:
-            rows = rows.expand(2, -1).contiguous()
-            y = torch.ops.mkldnn._linear_pointwise(rows, self.packed, self.bias, "none", [], "")[:1]
-        else:
-            y = torch.ops.mkldnn._linear_pointwise(rows, self.packed, self.bias, "none", [], "")
-        return cast(Tensor, y).view(*x.shape[:-1], self.out_features)
+        if x.dim() != 2:
+            return self.forward(x.reshape(-1, self.in_features)).view(*x.shape[:-1], self.out_features)
+        if x.shape[0] == 1:
+            return self.forward(x.expand(2, -1).contiguous())[:1]
+        return cast(Tensor, _packed_product(x, self.packed, self.bias, "none", [], ""))
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, dtype={self.dtype}"

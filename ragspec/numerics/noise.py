@@ -26,6 +26,7 @@ _MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
 _MIX_2 = np.uint64(0x94D049BB133111EB)
 _30, _27, _31, _11 = np.uint64(30), np.uint64(27), np.uint64(31), np.uint64(11)
 _TWO_TO_MINUS_53 = 2.0**-53
+_TWO_TO_52, _TWO_TO_53 = np.uint64(2**52), np.uint64(2**53)
 LARGEST_GUMBEL = -math.log(-math.log1p(-(2.0**-54)))
 """About 37.4: no noise is greater."""
 
@@ -57,7 +58,10 @@ def bits(key: np.uint64, token_id: np.uint64) -> np.uint64:
 
 @numba.njit(inline="always")
 def gumbel(h: np.uint64) -> float:
-    return -math.log(-math.log((np.float64(h) + 0.5) * _TWO_TO_MINUS_53))
+    """Above u = 1/2 the half in `h + 0.5` is lost in float64 and the largest h would give u = 1; 1 - u is exact there."""
+    if h < _TWO_TO_52:
+        return -math.log(-math.log((np.float64(h) + 0.5) * _TWO_TO_MINUS_53))
+    return -math.log(-math.log1p((0.5 - np.float64(_TWO_TO_53 - h)) * _TWO_TO_MINUS_53))
 
 
 @numba.njit

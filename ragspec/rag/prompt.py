@@ -63,11 +63,18 @@ class PromptBuilder:
         messages = [Message("user", question)] if isinstance(question, str) else list(question)
         self._check(messages)
         room = self._max_context_tokens - max_tokens
-        for num_passages in range(len(passages), -1, -1):
-            prompt_ids = self._encode(self._with_passages(messages, passages[:num_passages]))
-            if len(prompt_ids) <= room:
-                return Prompt(prompt_ids, tuple(passages[:num_passages]), tuple(passages[num_passages:]))
-        raise PromptTooLong(len(prompt_ids), max(room, 0))
+        prompt_ids = self._encode(self._with_passages(messages, ()))
+        if len(prompt_ids) > room:
+            raise PromptTooLong(len(prompt_ids), max(room, 0))
+        fitting, high, tried = 0, len(passages), len(passages)  # all of them fit, most of the time
+        while fitting < high:
+            longer_ids = self._encode(self._with_passages(messages, passages[:tried]))
+            if len(longer_ids) <= room:
+                fitting, prompt_ids = tried, longer_ids
+            else:
+                high = tried - 1
+            tried = (fitting + high + 1) // 2
+        return Prompt(prompt_ids, tuple(passages[:fitting]), tuple(passages[fitting:]))
 
     def grammar_prompt(self, sentence: str, max_tokens: int = 0) -> Prompt:
         """The prompt that asks for the corrected sentence and nothing else. Raises: as `build`."""

@@ -94,7 +94,7 @@ def build_index(
 
 
 def _embedded_text(passage: Passage) -> str:
-    """The title leads: a passage in the middle of a document often does not name its subject."""
+    """The title leads, if there is one: a docstring, or a passage in the middle of a document, does not name its subject."""
     return f"{passage.title}\n{passage.text}" if passage.title else passage.text
 
 

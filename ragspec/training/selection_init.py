@@ -151,4 +151,4 @@ def _write_vote_head(attention: Any, flags: Flags, compress: Tensor, first_free:
     attention.k_proj.weight[kv + STATIC, flags.in_question] = -2.0
     size = compress.shape[0]
     attention.v_proj.weight[kv : kv + size, first_free : first_free + size] = torch.eye(size)
-    attention.o_proj.weight[: compress.shape[1], q : q + size] = 4.0 * compress.T
+    attention.o_proj.weight[: compress.shape[1], q : q + size] = 3.0 * compress.T

@@ -1,7 +1,10 @@
 """The documentation of the running Python's standard library, as a corpus.
 
 Owns the walk over modules and the shape of one document, `json.dumps(obj, *, ...): Serialize obj to ...`. It never
-imports a module that opens a window, prints, or starts a browser. Try `python -m ragspec.training.stdlib_corpus`.
+imports a module that opens a window, prints, or starts a browser.
+
+    >>> dict(stdlib_documents())["math.floor"]
+    'math.floor(x, /): Return the floor of x as an Integral.\nThis is the largest integer <= x.'
 """
 
 import contextlib
@@ -117,8 +120,3 @@ def _import_quietly(name: str) -> ModuleType | None:
             return importlib.import_module(name)
         except (ImportError, OSError, AttributeError, SyntaxError):
             return None
-
-
-if __name__ == "__main__":
-    for document_name, document_text in stdlib_documents():
-        print(document_name, "|", document_text[:100].replace("\n", " "))

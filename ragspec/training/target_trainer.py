@@ -32,7 +32,7 @@ class Stage:
 
 
 STAGES = (
-    Stage(0.2, 192, Lengths(2, (12, 45), 100), 2_048),
+    Stage(0.2, 192, Lengths(2, (12, 45), 100), 3_072),
     Stage(0.6, 384, Lengths(3, (25, 80), 200), 3_072),
     Stage(0.93, 768, Lengths(4, (35, 125), 350), 4_608),
     Stage(1.01, 1152, Lengths(4, (60, 190), 500), 6_144),
@@ -47,14 +47,14 @@ class TrainingPlan:
     minutes: float | None = None
     seed: int = 0
     micro_tokens: int = 1_536
-    peak_lr: float = 1.0e-3
+    peak_lr: float = 1.2e-3
     final_lr_share: float = 0.03
-    structured_lr_share: float = 0.05
+    structured_lr_share: float = 0.08
     embedding_lr_share: float = 0.3
     warmup_steps: int = 150
     weight_decay: float = 0.05
     ema_decay: float = 0.997
-    checkpoint_every_s: float = 240.0
+    checkpoint_every_s: float = 120.0
 
 
 @dataclass
@@ -189,7 +189,7 @@ class TargetTrainer:
 
 
 def parameter_groups(model: LlamaForCausalLM, plan: TrainingPlan) -> list[dict[str, Any]]:
-    """Weight decay on matrices only; slower steps for the structured attention and for the embedding it reads.
+    """Weight decay on matrices only; slower steps for the structured layers and for the embedding they read.
 
     Why: a structured head's score is one large product, so a step that suits fresh weights destroys it within a hundred
     steps (seen: the loss of the first quoted token rose from 5 to 9 nats at the full rate).
@@ -199,7 +199,7 @@ def parameter_groups(model: LlamaForCausalLM, plan: TrainingPlan) -> list[dict[s
         share = 1.0
         if "embed_tokens" in name:
             share = plan.embedding_lr_share
-        elif "self_attn" in name and int(name.split(".")[2]) < NUM_STRUCTURED_LAYERS:
+        elif name.startswith("model.layers.") and int(name.split(".")[2]) < NUM_STRUCTURED_LAYERS:
             share = plan.structured_lr_share
         groups.setdefault((share, plan.weight_decay if parameter.dim() > 1 else 0.0), []).append(parameter)
     return [{"params": p, "lr": plan.peak_lr, "lr_share": s, "weight_decay": d} for (s, d), p in groups.items()]

@@ -23,6 +23,9 @@ from ragspec.numerics.noise import bits, gumbel, output_key
 
 Logits = NDArray[np.float32]
 
+_LEAST_TEMPERATURE = 1e-6
+"""Below it, division would overflow float32: infinities tie and the lowest id would win instead of the best."""
+
 
 @numba.njit(nogil=True)
 def _argmax(x: Any) -> int:
@@ -172,7 +175,7 @@ def warp(logits: Logits, params: SamplingParams, counts: TokenCounts | None, for
         x[list(forbidden)] = -np.inf
     if params.greedy or params.temperature == 1.0:
         return x
-    return x / np.float32(params.temperature)
+    return x / np.float32(max(params.temperature, _LEAST_TEMPERATURE))
 
 
 def _add_bias(logits: Logits, bias: Mapping[int, float]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 import unicodedata
 
@@ -14,7 +15,24 @@ from ragspec.core import Document
 from ragspec.retrieval.chunking import chunk, sentences
 
 WORDS = st.sampled_from(
-    ["The", "rain", "e.g.", "Dr.", "3.14", "U.S.", "fell.", "Why?", '"No!"', "雨。", "cafe\u0301", "a" * 90, "\n\n", "\n- ", " ", "\t"]
+    [
+        "The",
+        "rain",
+        "e.g.",
+        "Dr.",
+        "3.14",
+        "U.S.",
+        "fell.",
+        "Why?",
+        '"No!"',
+        "雨。",
+        "cafe\u0301",
+        "a" * 90,
+        "\n\n",
+        "\n- ",
+        " ",
+        "\t",
+    ]
 )
 TEXTS = st.one_of(st.lists(WORDS, max_size=60).map(" ".join), st.text(max_size=400))
 SIZES = st.builds(ChunkingConfig, max_chars=st.integers(40, 120), overlap_chars=st.integers(0, 80))
@@ -29,7 +47,12 @@ def test_every_passage_is_a_slice_no_longer_than_allowed(text: str, config: Chun
         assert text[passage.start : passage.end] == passage.text
         assert 0 < len(passage.text) <= config.max_chars
         assert passage.text.strip() == passage.text
-        assert (passage.ordinal, passage.document_id, passage.title, passage.source) == (ordinal, "d", "title", "source")
+        assert (passage.ordinal, passage.document_id, passage.title, passage.source) == (
+            ordinal,
+            "d",
+            "title",
+            "source",
+        )
 
 
 @settings(deadline=None, max_examples=300)
@@ -39,14 +62,14 @@ def test_passages_cover_all_text_and_always_go_forward(text: str, config: Chunki
     passages = chunk(Document("d", text), config)
     covered = {position for p in passages for position in range(p.start, p.end)}
     assert all(text[position].isspace() for position in range(len(text)) if position not in covered)
-    assert all(b.start > a.start and b.end > a.end for a, b in zip(passages, passages[1:], strict=False))
+    assert all(b.start > a.start and b.end > a.end for a, b in itertools.pairwise(passages))
 
 
 @given(TEXTS)
 def test_sentences_are_in_order_and_cover_all_text(text: str) -> None:
     """The copy drafter jumps to sentence starts: spans that overlap or skip would draft the wrong words."""
     spans = sentences(text)
-    assert all(a[1] <= b[0] for a, b in zip(spans, spans[1:], strict=False))
+    assert all(a[1] <= b[0] for a, b in itertools.pairwise(spans))
     assert "".join(text[a:b] for a, b in spans).replace(" ", "").split() == "".join(text.split(" ")).split() or all(
         text[position].isspace() for position in set(range(len(text))) - {p for a, b in spans for p in range(a, b)}
     )
@@ -61,7 +84,10 @@ def test_sentences_are_in_order_and_cover_all_text(text: str) -> None:
         ('"Really?" he asked. "Yes." Then silence.', ['"Really?" he asked.', '"Yes."', "Then silence."]),
         ("See Fig. 3 or No. 5. Done!", ["See Fig. 3 or No. 5.", "Done!"]),
         ("今日は。元気。", ["今日は。", "元気。"]),
-        ("Return the sum.\n\n>>> add(1)\n1\n- first\n- second", ["Return the sum.", ">>> add(1)\n1", "- first", "- second"]),
+        (
+            "Return the sum.\n\n>>> add(1)\n1\n- first\n- second",
+            ["Return the sum.", ">>> add(1)\n1", "- first", "- second"],
+        ),
         ("A title\n\nand text", ["A title", "and text"]),
         ("wrapped\nline. Next one", ["wrapped\nline.", "Next one"]),
     ],
@@ -75,7 +101,7 @@ def test_neighbours_share_whole_sentences() -> None:
     """An overlap cut in the middle of a sentence starts passages with half a thought."""
     text = " ".join(f"Sentence number {n} is here." for n in range(20))
     passages = chunk(Document("d", text), ChunkingConfig(max_chars=90, overlap_chars=30))
-    for before, after in zip(passages, passages[1:], strict=False):
+    for before, after in itertools.pairwise(passages):
         shared = text[after.start : before.end]
         assert shared.startswith("Sentence") and shared.endswith("here.")
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from conftest import LetterEncoder
+from letter_encoder import LetterEncoder
+from typer.testing import CliRunner
 
+import pipelines.build_index as build_index_job
 from ragspec.config import ChunkingConfig, EncoderConfig, RetrieverConfig
 from ragspec.core import Document
 from ragspec.errors import ConfigError, EncoderMismatch, InputError, StoreMissing
@@ -43,7 +44,7 @@ def test_questions_find_their_facts_alone_and_together(facts_dir: Path, encoder:
     assert together == [retriever.retrieve([question], 3)[0] for question in QUESTIONS]
     for passages in together:
         scores = [passage.score for passage in passages]
-        assert scores == sorted(scores, reverse=True) and len(set(p.id for p in passages)) == 3
+        assert scores == sorted(scores, reverse=True) and len({p.id for p in passages}) == 3
         for passage in passages:
             text = next(d.text for d in FACTS if d.id == passage.document_id)
             assert text[passage.start : passage.end] == passage.text
@@ -51,8 +52,9 @@ def test_questions_find_their_facts_alone_and_together(facts_dir: Path, encoder:
     assert [p.document_id for p in same] == ["copy", "plants"] and same[0].score == same[1].score
 
 
-def test_generation_and_edges(facts_dir: Path, encoder: Encoder) -> None:
+def test_generation_and_edges(facts_dir: Path, encoder: Encoder, monkeypatch: pytest.MonkeyPatch) -> None:
     """k above the number of passages, no question, and what names the index."""
+    monkeypatch.setattr(retriever_module.Encoder, "load", lambda _: encoder)
     retriever = Retriever.from_config(RetrieverConfig(index_dir=str(facts_dir)), EncoderConfig())
     assert retriever.generation == Store.open(facts_dir).generation
     assert retriever.retrieve([], 3) == []
@@ -79,14 +81,12 @@ def test_a_wrong_setup_is_told_before_a_model_is_loaded(
         Retriever.from_config(RetrieverConfig(index_dir=str(tmp_path / "none")), EncoderConfig())
 
 
-def test_building_streams_and_reports(
-    tmp_path: Path, letters: LetterEncoder, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_building_streams_and_reports(tmp_path: Path, letters: LetterEncoder, monkeypatch: pytest.MonkeyPatch) -> None:
     """Collecting all passages before encoding does not fit a large collection."""
     monkeypatch.setattr(retriever_module, "_PASSAGES_PER_ENCODE", 10)
     given: list[int] = []
 
-    def stream() -> list[Document]:  # type: ignore[misc]
+    def stream() -> Iterator[Document]:
         for n in range(100):
             given.append(n)
             yield Document(str(n), f"Text {n}.")
@@ -151,20 +151,25 @@ def test_files_that_cannot_be_read_give_place_and_reason(
         list(read_documents([tmp_path / "folder"]))
 
 
-def test_the_job_builds_an_index_and_reports_errors_in_one_line(tmp_path: Path, encoder: Encoder) -> None:
+def test_the_job_builds_an_index_and_reports_errors_in_one_line(
+    tmp_path: Path, encoder: Encoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A traceback is not an error message, and a job's last line is for machines."""
+    monkeypatch.setattr(build_index_job.Encoder, "load", lambda _: encoder)
     (tmp_path / "a.txt").write_text("The Danube flows into the Black Sea.")
     (tmp_path / "b.txt").write_bytes(b"caf\xe9")
-
-    def job(*args: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "pipelines.build_index", *args, "--out", str(tmp_path / "index")]
-        return subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=Path(__file__).parents[2])
-
-    bad = job(str(tmp_path))
-    assert bad.returncode == 1 and "not UTF-8" in bad.stderr and "Traceback" not in bad.stderr and not bad.stdout
-    good = job(str(tmp_path), "--skip-unreadable")
-    assert good.returncode == 0, good.stderr
-    summary = json.loads(good.stdout.splitlines()[-1])
+    out = tmp_path / "index"
+    for arguments, reason in (
+        ([str(tmp_path)], "b.txt is not UTF-8"),
+        ([str(tmp_path / "none")], "does not exist"),
+        ([str(tmp_path / "a.txt"), "--max-chars", "3"], "chunking.max_chars"),
+    ):
+        failed = CliRunner().invoke(build_index_job.app, [*arguments, "--out", str(out)])
+        assert failed.exit_code == 1 and not failed.stdout
+        assert reason in failed.stderr.splitlines()[-1] and "Traceback" not in failed.stderr
+    done = CliRunner().invoke(build_index_job.app, [str(tmp_path), "--out", str(out), "--skip-unreadable"])
+    assert done.exit_code == 0, done.stderr
+    summary = json.loads(done.stdout.splitlines()[-1])
     assert (summary["documents"], summary["passages"], summary["dimension"]) == (1, 1, 384)
-    found = Retriever(encoder, Store.open(tmp_path / "index")).retrieve(["Where does the Danube end?"], 1)[0]
+    found = Retriever(encoder, Store.open(out)).retrieve(["Where does the Danube end?"], 1)[0]
     assert found[0].text == "The Danube flows into the Black Sea."

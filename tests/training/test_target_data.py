@@ -39,7 +39,9 @@ def test_template_equals_the_documented_text() -> None:
     messages = [*question_messages("Who sat?", ["The cat sat.", "It was."]), message("assistant", '"The cat sat." [1]')]
     rendered = tokenizer.apply_chat_template(messages, tokenize=False)
     prompt = tokenizer.apply_chat_template(messages[:2], tokenize=False, add_generation_prompt=True)
-    assert rendered == '<|user|>Who sat?<|context|>\n[1] The cat sat.\n[2] It was.<|assistant|>"The cat sat." [1]<|end|>'
+    assert (
+        rendered == '<|user|>Who sat?<|context|>\n[1] The cat sat.\n[2] It was.<|assistant|>"The cat sat." [1]<|end|>'
+    )
     assert rendered.startswith(prompt)
 
 
@@ -58,7 +60,7 @@ def test_sentence_has_the_same_tokens_in_a_passage_and_in_a_quote() -> None:
     """With GPT-2's split `The` and ` The` differ, and the first word of every quote could not be copied."""
     tokenizer = train_tokenizer(TEXTS, 400)
     sentence = tokenizer("The cat sat.")["input_ids"]
-    for text in ("It was. The cat sat.", '\n[1] The cat sat.', '"The cat sat." [1]', "Note: The cat sat."):
+    for text in ("It was. The cat sat.", "\n[1] The cat sat.", '"The cat sat." [1]', "Note: The cat sat."):
         ids = tokenizer(text)["input_ids"]
         assert any(ids[i : i + len(sentence)] == sentence for i in range(len(ids))), text
 
@@ -85,7 +87,12 @@ def test_loss_covers_answers_and_their_end_only_when_closed() -> None:
     """Loss on user text would teach the model to ask; loss on an open end would teach it to stop early."""
     tokenizer = train_tokenizer(TEXTS, 400)
     encoder = ExampleEncoder(tokenizer)
-    messages = [message("user", "Who?"), message("assistant", "The cat."), message("user", "And?"), message("assistant", "It.")]
+    messages = [
+        message("user", "Who?"),
+        message("assistant", "The cat."),
+        message("user", "And?"),
+        message("assistant", "It."),
+    ]
     for open_ended in (False, True):
         encoded = encoder.encode(Example(messages, open_ended=open_ended), random.Random(0))
         learnt = [t for t, w in zip(encoded.ids, encoded.weights, strict=True) if w == 1.0]

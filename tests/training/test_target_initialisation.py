@@ -60,7 +60,11 @@ def test_overlap_with_the_question_points_at_a_sentence() -> None:
 
 
 def _points_right(
-    model: torch.nn.Module, tokenizer: PreTrainedTokenizerFast, markers: MarkerTokens, rng: random.Random, words: list[str]
+    model: torch.nn.Module,
+    tokenizer: PreTrainedTokenizerFast,
+    markers: MarkerTokens,
+    rng: random.Random,
+    words: list[str],
 ) -> bool:
     shuffled = rng.sample(words, 24)
     sentences = [" ".join(shuffled[i : i + 6]).capitalize() + "." for i in range(0, 24, 6)]

@@ -1,0 +1,150 @@
+"""One row of a batch job: what a user may write, checked.
+
+Two forms, told apart row by row: `{"id": ..., "question": ...}` with sampling parameters beside them, and a line of an OpenAI
+batch file. Pure functions; nothing here reads a file.
+
+    >>> parse_row({"id": 7, "question": "When did it rain?", "temperature": 0.5}).overrides
+    {'temperature': 0.5}
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from ragspec.core import SamplingParams, check_text
+from ragspec.errors import InputError
+from ragspec.numerics.noise import row_seed
+
+_PARAMETERS = frozenset(field.name for field in fields(SamplingParams))
+_WHOLE_NUMBERS = frozenset({"top_k", "max_tokens", "min_tokens", "n", "seed"})
+_MAX_EXACT_FLOAT = 2.0**53
+_CHAT_URL = "/v1/chat/completions"
+_BODY_NAMES = {
+    "temperature": "temperature",
+    "top_p": "top_p",
+    "presence_penalty": "presence_penalty",
+    "frequency_penalty": "frequency_penalty",
+    "logit_bias": "logit_bias",
+    "stop": "stop",
+    "max_tokens": "max_tokens",
+    "max_completion_tokens": "max_tokens",
+    "n": "n",
+    "seed": "seed",
+}
+_BODY_IGNORED = frozenset({"model", "messages", "metadata", "store", "user", "safety_identifier", "service_tier"})
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A question with its identity. `overrides` are the sampling parameters that the row itself gives."""
+
+    id: str
+    question: str
+    overrides: Mapping[str, Any]
+    openai: bool = False
+    ignored: tuple[str, ...] = ()
+
+    @property
+    def digest(self) -> str:
+        """Names what was asked, whatever the row's place or form."""
+        asked = json.dumps([self.question, self.overrides], sort_keys=True, default=str)
+        return hashlib.sha256(asked.encode()).hexdigest()[:16]
+
+    def params(self, defaults: SamplingParams, job_seed: int) -> SamplingParams:
+        """The job's parameters under the row's own; the seed depends on the job and the id only. Raises: InputError."""
+        seed = {"seed": row_seed(job_seed, self.id)}
+        params = replace(defaults, **(seed | dict(self.overrides)))
+        if params.n != 1:
+            raise InputError(f"n must be 1 in a batch job, not {params.n}: write one row for each answer")
+        return params
+
+
+def parse_line(raw: bytes) -> Any:
+    """The value of one line of JSON. Raises: InputError."""
+    try:
+        return json.loads(raw.decode("utf-8"))
+    except UnicodeDecodeError as cause:
+        raise InputError(f"not UTF-8: byte {cause.start} of the line") from cause
+    except (ValueError, RecursionError) as cause:
+        raise InputError(f"not JSON: {cause}") from cause
+
+
+def id_of(record: Any) -> str | None:
+    """The identity of a record that may be wrong otherwise; None if it has none."""
+    value = record.get("custom_id", record.get("id")) if isinstance(record, dict) else None
+    if isinstance(value, bool) or not isinstance(value, str | int):
+        return None
+    return str(value)
+
+
+def parse_row(record: Any) -> Row:
+    """Raises: InputError with the reason."""
+    if not isinstance(record, dict):
+        raise InputError(f"a row must be a JSON object, not {type(record).__name__}")
+    given = {name: value for name, value in record.items() if value is not None}
+    row_id = id_of(given)
+    if row_id is None:
+        raise InputError("a row needs an id, a string or an integer")
+    check_text(row_id, "the id")
+    return _openai_row(row_id, given) if "custom_id" in given else _plain_row(row_id, given)
+
+
+def _plain_row(row_id: str, given: dict[str, Any]) -> Row:
+    if "question" not in given:
+        raise InputError("the row has no question")
+    question = check_text(given["question"], "the question")
+    overrides = {name: _parameter(name, value) for name, value in given.items() if name in _PARAMETERS}
+    return Row(row_id, question, overrides, ignored=tuple(sorted(given.keys() - _PARAMETERS - {"id", "question"})))
+
+
+def _openai_row(row_id: str, given: dict[str, Any]) -> Row:
+    if given.get("method", "POST") != "POST" or given.get("url", _CHAT_URL) != _CHAT_URL:
+        raise InputError(f"only POST {_CHAT_URL} is served, not {given.get('method')} {given.get('url')}")
+    body = given.get("body")
+    if not isinstance(body, dict):
+        raise InputError("the row has no body, or it is no JSON object")
+    body = {name: value for name, value in body.items() if value is not None and value is not False}
+    unknown = sorted(body.keys() - _BODY_NAMES.keys() - _BODY_IGNORED)
+    if unknown:
+        raise InputError(f"the body's parameter {unknown[0]!r} is not supported")
+    overrides = {_BODY_NAMES[name]: _parameter(_BODY_NAMES[name], body[name]) for name in _BODY_NAMES if name in body}
+    return Row(row_id, _only_question(body.get("messages")), overrides, openai=True)
+
+
+def _only_question(messages: Any) -> str:
+    """Why one message only: a system message or a history left out in silence would change what was asked."""
+    if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages) or not messages:
+        raise InputError("messages must be a list of messages")
+    if len(messages) > 1 or messages[0].get("role") != "user":
+        raise InputError("messages must hold one message of the user: this job answers single questions")
+    content = messages[0].get("content")
+    if isinstance(content, list):
+        parts = [
+            part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None for part in content
+        ]
+        if not all(isinstance(part, str) for part in parts):
+            raise InputError("the message's content must be text")
+        content = "".join(part for part in parts if part)
+    return check_text(content, "the question")
+
+
+def _parameter(name: str, value: Any) -> Any:
+    """Forms that files force on a value: lists for tuples, text for token ids, 64.0 for 64 (a table with gaps)."""
+    if name == "stop":
+        return (value,) if isinstance(value, str) else tuple(value) if isinstance(value, list) else value
+    if name == "logit_bias" and isinstance(value, dict):
+        return {_token_id(token): bias for token, bias in value.items() if bias is not None}
+    if name in _WHOLE_NUMBERS and isinstance(value, float) and value.is_integer() and abs(value) <= _MAX_EXACT_FLOAT:
+        return int(value)
+    return value
+
+
+def _token_id(token: Any) -> Any:
+    try:
+        return int(token)
+    except ValueError:
+        return token

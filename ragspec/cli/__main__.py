@@ -1,0 +1,5 @@
+"""`python -m ragspec.cli` is `ragspec`."""
+
+from ragspec.cli import main
+
+main()

@@ -1,0 +1,168 @@
+"""The commands and how they end: 0, or 1 with one line on stderr, 2 for a wrong call, 130 after Ctrl-C.
+
+Light on purpose: a command's own module, and torch with it, is imported when the command runs, so `--help` is at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ragspec.cli.terminal import one_line, print_error, quiet_libraries
+from ragspec.errors import RagspecError
+
+app = typer.Typer(
+    name="ragspec",
+    help="Answers from your own documents, several times faster than plain decoding, token for token the same.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+_PASSED_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
+
+Target = Annotated[
+    str | None, typer.Option(help="A model folder or a Hugging Face name; default: the reference target.")
+]
+Temperature = Annotated[float | None, typer.Option(help="0 is greedy.", show_default=False)]
+Seed = Annotated[int | None, typer.Option(help="Same seed, same text.", show_default=False)]
+AsJson = Annotated[bool, typer.Option("--json", help="One JSON object on stdout, for machines.")]
+Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.", show_default=False)]
+
+
+def main(args: Sequence[str] | None = None) -> None:
+    """Run one command and exit. Never returns."""
+    given = list(sys.argv[1:] if args is None else args)
+    quiet_libraries()
+    try:
+        code = _run(given)
+        sys.stdout.flush()
+    except BrokenPipeError:  # Why silent: whoever read our output has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = 1
+    sys.exit(code)
+
+
+def _run(given: list[str]) -> int:
+    try:
+        app(args=given, prog_name="ragspec")
+    except SystemExit as end:
+        return end.code if isinstance(end.code, int) else int(bool(end.code))
+    except BrokenPipeError:
+        raise
+    except KeyboardInterrupt:
+        return 130
+    except RagspecError as error:
+        if "--debug" in given:
+            raise
+        print_error(one_line(error))
+        return 1
+    except Exception as error:
+        if "--debug" in given:
+            raise
+        print_error(f"unexpected {type(error).__name__}: {one_line(error)} (--debug shows where)")
+        return 1
+    return 0
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"ragspec {version('ragspec')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    debug: Debug = False,
+    show_version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    pass
+
+
+@app.command()
+def demo(
+    target: Target = None,
+    questions: Annotated[int, typer.Option(help="How many of the fixed questions.", min=0, max=8)] = 8,
+    temperature: Temperature = 0.0,
+    seed: Seed = 7,
+    interactive: Annotated[
+        bool, typer.Option("--interactive", "-i", help="Ask your own questions afterwards.")
+    ] = False,
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """Questions about Python's standard library, answered with quotes; speculation on against off."""
+    from ragspec.cli.demo import run_demo
+
+    raise typer.Exit(run_demo(target, questions, temperature or 0.0, seed, interactive=interactive, as_json=as_json))
+
+
+@app.command()
+def ask(
+    question: Annotated[str, typer.Argument(help="The question; - reads it from standard input.")],
+    index: Annotated[Path | None, typer.Option(help="The index's folder.", show_default=False)] = None,
+    config: Annotated[
+        Path | None, typer.Option(help="A YAML configuration; the options win.", show_default=False)
+    ] = None,
+    target: Target = None,
+    temperature: Temperature = None,
+    seed: Seed = None,
+    max_tokens: Annotated[int | None, typer.Option(help="Longest answer, in tokens.", show_default=False)] = None,
+    k: Annotated[int | None, typer.Option("--k", "-k", help="Passages to retrieve.", show_default=False)] = None,
+    speculation: Annotated[bool, typer.Option(help="Off decodes plainly: the same text, later.")] = True,
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """Ask your documents one question; the answer streams, then come its sources."""
+    from ragspec.cli.ask import run_ask
+
+    overrides = {
+        "retriever.index_dir": index and str(index),
+        "retriever.num_passages": k,
+        "target.model": target,
+        "generation.temperature": temperature,
+        "generation.seed": seed,
+        "generation.max_tokens": max_tokens,
+    }
+    run_ask(question, config, overrides, speculation=speculation, as_json=as_json)
+
+
+@app.command()
+def doctor(
+    target: Target = None,
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """What this machine can do; the bitwise self-test. Exits 1 if something needed is broken."""
+    from ragspec.cli.doctor import run_doctor
+
+    raise typer.Exit(run_doctor(target, as_json=as_json))
+
+
+@app.command(context_settings=_PASSED_ON)
+def index(context: typer.Context) -> None:
+    """Build an index from files and folders: ragspec index manual/ faq.jsonl --out DIR"""
+    _pass_on("pipelines.build_index", context.args, "ragspec index")
+
+
+@app.command(context_settings=_PASSED_ON)
+def bench(context: typer.Context) -> None:
+    """Measure: ragspec bench --suite rag --quick"""
+    _pass_on("pipelines.benchmark", context.args, "ragspec bench")
+
+
+def _pass_on(module: str, args: Sequence[str], name: str) -> None:
+    """The job's own command line, under our name. Its module sits beside this package, also in a checkout."""
+    with contextlib.suppress(ValueError):
+        args = [arg for arg in args if arg != "--debug"]
+    importlib.import_module(module).app(args=list(args), prog_name=name)

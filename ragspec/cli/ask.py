@@ -1,0 +1,76 @@
+"""One question to an index: text as it is decided, then the sources, then what it took."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from rich.text import Text
+
+from ragspec.cli.quotes import print_sources
+from ragspec.cli.terminal import note, safe, stay_offline, stderr_console, stdout_console
+from ragspec.config import load_config
+from ragspec.core import SamplingParams, check_text
+from ragspec.rag.answer import Answer
+from ragspec.rag.pipeline import Pipeline
+
+
+def run_ask(
+    question: str, config: Path | None, overrides: Mapping[str, Any], *, speculation: bool, as_json: bool
+) -> None:
+    """Everything that can be wrong with the call is found before a model is loaded. Raises: RagspecError."""
+    question = check_text(_from_stdin() if question == "-" else question, "the question")
+    settings = load_config(config, **overrides)
+    params = SamplingParams(**settings.generation.model_dump())
+    stay_offline(settings.target.model)
+    errors = stderr_console()
+    with errors.status(Text("Opening the index and the target …", "dim")):
+        pipeline = Pipeline.from_config(settings)
+    with pipeline:
+        if as_json:
+            print(json.dumps(pipeline.ask(question, params, speculation=speculation).to_dict()))
+            return
+        answer = asyncio.run(stream_answer(pipeline, question, params, speculation, _write))
+    console = stdout_console()
+    console.print()
+    print_sources(console, answer)
+    if answer.dropped_passages:
+        names = ", ".join(passage.id for passage in answer.dropped_passages)
+        note(errors, f"{len(answer.dropped_passages)} retrieved passages did not fit the context: {names}")
+    errors.print(Text(summary(answer), "dim"))
+
+
+async def stream_answer(
+    pipeline: Pipeline, question: str, params: SamplingParams, speculation: bool, show: Callable[[str], None]
+) -> Answer:
+    """`show` hears every piece of text as it comes; the whole answer is returned."""
+    async for piece in pipeline.stream(question, params, speculation=speculation):
+        if isinstance(piece, str):
+            show(piece)
+        else:
+            answer = piece
+    return answer
+
+
+def summary(answer: Answer) -> str:
+    stats = answer.stats
+    return (
+        f"{stats.generation.num_output_tokens} tokens, {stats.acceptance_length:.1f} a step, "
+        f"{stats.tokens_per_s:.0f} tokens/s; seed {answer.seed}, index {stats.index_generation}, "
+        f"numerics {answer.system_fingerprint}"
+    )
+
+
+def _write(piece: str) -> None:
+    """To a terminal without control characters, to a pipe as it is."""
+    sys.stdout.write(safe(piece) if sys.stdout.isatty() else piece)
+    sys.stdout.flush()
+
+
+def _from_stdin() -> str:
+    """Bytes that are no UTF-8 become lone surrogates, which `check_text` refuses by their place."""
+    return sys.stdin.buffer.read().decode("utf-8", "surrogateescape").removesuffix("\n")

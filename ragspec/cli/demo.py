@@ -1,0 +1,202 @@
+"""`ragspec demo`: questions about the user's own Python, each decoded with speculation and plainly, in turn.
+
+The two outputs must be the same tokens; the speed-up is the ratio of the two decode times, measured here and now. Which of the
+two goes first alternates, so that whatever else the machine does hits both.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import resource
+from dataclasses import dataclass
+from time import perf_counter
+from typing import NamedTuple
+
+from rich.console import Console
+from rich.text import Text
+
+from ragspec.cli.ask import stream_answer
+from ragspec.cli.demo_index import demo_documents, open_demo_index
+from ragspec.cli.demo_view import DemoView
+from ragspec.cli.terminal import (
+    cache_folder,
+    one_line,
+    print_error,
+    stage,
+    stay_offline,
+    stderr_console,
+    stdout_console,
+)
+from ragspec.config import REFERENCE_TARGET, DraftingConfig, EncoderConfig, EngineConfig, TargetConfig
+from ragspec.core import SamplingParams
+from ragspec.engine.engine import Engine
+from ragspec.engine.loading import load_engine
+from ragspec.errors import InputError
+from ragspec.rag.answer import Answer
+from ragspec.rag.pipeline import Pipeline
+from ragspec.rag.prompt import PromptBuilder
+from ragspec.retrieval.encoder import Encoder
+from ragspec.retrieval.retriever import Retriever
+
+QUESTIONS = (
+    "What does json.dumps do?",
+    "What does itertools.pairwise do?",
+    "How do I use textwrap.shorten?",
+    "Which function finds the n smallest elements in a dataset?",
+    "Explain collections.ChainMap.",
+    "What is contextlib.suppress for?",
+    "What does the function re.sub do?",
+    "How can I tell whether a year is a leap year?",
+)
+"""Some in the words the reference target was trained on, some not; pairwise, ChainMap and re.sub were kept out of training."""
+
+_WARM_UP = "What is the zen of Python?"
+_MAX_TOKENS = 96
+_KV_TOKENS = 8192
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """One question's two answers."""
+
+    fast: Answer
+    plain: Answer
+
+    @property
+    def identical(self) -> bool:
+        return self.fast.token_ids == self.plain.token_ids
+
+
+class Totals(NamedTuple):
+    """Over all questions: decode seconds and tokens a second of both, tokens a step with speculation."""
+
+    num_questions: int
+    num_identical: int
+    num_tokens: int
+    fast_decode_s: float
+    plain_decode_s: float
+    acceptance_length: float
+
+    @classmethod
+    def of(cls, pairs: list[Pair]) -> Totals:
+        fast, plain = ([getattr(pair, name).stats.generation for pair in pairs] for name in ("fast", "plain"))
+        num_tokens, num_steps = (sum(getattr(s, name) for s in fast) for name in ("num_output_tokens", "num_steps"))
+        return cls(
+            len(pairs),
+            sum(pair.identical for pair in pairs),
+            num_tokens,
+            sum(s.decode_s for s in fast),
+            sum(s.decode_s for s in plain),
+            num_tokens / num_steps if num_steps else 0.0,
+        )
+
+    @property
+    def speedup(self) -> float:
+        return self.plain_decode_s / self.fast_decode_s if self.fast_decode_s else 0.0
+
+    def tokens_per_s(self, decode_s: float) -> float:
+        """First tokens come from the prefill and are not counted."""
+        return (self.num_tokens - self.num_questions) / decode_s if decode_s else 0.0
+
+
+def run_demo(
+    target: str | None, num_questions: int, temperature: float, seed: int | None, *, interactive: bool, as_json: bool
+) -> int:
+    """0 when every pair of outputs was identical, else 1. Raises: RagspecError."""
+    begin = perf_counter()
+    params = SamplingParams(max_tokens=_MAX_TOKENS, temperature=temperature, seed=seed)
+    target_config = TargetConfig(model=target or REFERENCE_TARGET)
+    stay_offline(target_config.model)
+    console = stderr_console() if as_json else stdout_console()
+    view = DemoView(console)
+    view.title()
+    retriever = _load_retriever(console)
+    engine = _load_engine(console, target_config)
+    prompts = PromptBuilder(engine.target.tokenizer, engine.target.max_context_tokens)
+    with Pipeline(retriever, engine, prompts) as pipeline:
+        demo = _Demo(pipeline, view, params)
+        with stage(console, "Warming up", "ready") as ready:
+            demo.warm_up()
+            ready.detail = "both decoders warmed up"
+        pairs = [
+            demo.ask(question, f"{n} of {num_questions}", plain_first=n % 2 == 0)
+            for n, question in enumerate(QUESTIONS[:num_questions], 1)
+        ]
+        totals = Totals.of(pairs)
+        facts = {
+            "index_generation": retriever.generation,
+            "system_fingerprint": engine.fingerprint,
+            "target": target_config.model if target else "reference target",
+            "seconds": round(perf_counter() - begin, 1),
+            "peak_memory_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1000,
+        }
+        if pairs:
+            view.totals(totals, facts, params)
+        if interactive:
+            demo.converse(console)
+    view.next_steps()
+    if as_json:
+        print(json.dumps(totals._asdict() | {"speedup": round(totals.speedup, 3)} | facts))
+    return int(totals.num_identical < totals.num_questions)
+
+
+class _Demo:
+    """Asks through one pipeline, twice each time."""
+
+    def __init__(self, pipeline: Pipeline, view: DemoView, params: SamplingParams) -> None:
+        self._pipeline, self._view, self._params = pipeline, view, params
+
+    def warm_up(self) -> None:
+        for speculation in (True, False):
+            self._answer(_WARM_UP, speculation)
+
+    def ask(self, question: str, label: str, *, plain_first: bool) -> Pair:
+        self._view.question(question, label)
+        plain = self._answer(question, False) if plain_first else None
+        fast = self._answer(question, True, live=True)
+        pair = Pair(fast, plain or self._answer(question, False))
+        self._view.pair(pair.fast, pair.plain, pair.identical)
+        return pair
+
+    def converse(self, console: Console) -> None:
+        """Until an empty line or the end of the input."""
+        console.print(Text("\nYour own questions; an empty line ends.", "bold"))
+        while True:
+            try:
+                question = console.input(Text("? ", "bold cyan")).strip()
+            except EOFError:
+                return
+            if not question:
+                return
+            try:
+                self.ask(question, "yours", plain_first=False)
+            except InputError as error:
+                print_error(one_line(error))
+
+    def _answer(self, question: str, speculation: bool, live: bool = False) -> Answer:
+        if not live:
+            return asyncio.run(stream_answer(self._pipeline, question, self._params, speculation, lambda _: None))
+        with self._view.live_answer() as show:
+            return asyncio.run(stream_answer(self._pipeline, question, self._params, speculation, show))
+
+
+def _load_retriever(console: Console) -> Retriever:
+    with stage(console, "Loading the encoder", "encoder") as loaded:
+        encoder = Encoder.load(EncoderConfig())
+        loaded.detail = f"{encoder.identity.id}, {encoder.dimension} dimensions"
+    with stage(console, "Reading the documentation of this Python", "documents") as read:
+        documents = demo_documents()
+        read.detail = f"{len(documents):,} docstrings of the standard library"
+    with stage(console, "Opening the index", "index") as opened:
+        store = open_demo_index(console, encoder, documents, cache_folder())
+        opened.detail = f"{len(store):,} passages, generation {store.generation}"
+    return Retriever(encoder, store)
+
+
+def _load_engine(console: Console, config: TargetConfig) -> Engine:
+    with stage(console, "Loading the target, testing its numerics, measuring its costs", "target") as loaded:
+        engine = load_engine(config, EngineConfig(max_kv_tokens=_KV_TOKENS), DraftingConfig())
+        millions = engine.target.num_parameters / 1e6
+        loaded.detail = f"{millions:.1f}M parameters, {config.dtype}; bitwise self-test passed"
+    return engine

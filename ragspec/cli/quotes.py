@@ -1,0 +1,70 @@
+"""An answer's sources on the screen: each cited passage with the quoted span marked.
+
+Where there are no colours, the marks are « and ».
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import groupby
+
+from rich.console import Console
+from rich.text import Text
+
+from ragspec.cli.terminal import safe
+from ragspec.core import Citation, Passage
+from ragspec.rag.answer import Answer
+
+QUOTE = "bold green"
+_AROUND_CHARS = 140
+"""How much of the passage is shown before and after a quote."""
+
+
+def answer_text(answer: Answer) -> Text:
+    """The answer with its quotes in the colour they have in the passages."""
+    text = Text(safe(answer.text))
+    for citation in answer.citations:
+        text.stylize(QUOTE, citation.start, citation.end)
+    return text
+
+
+def print_sources(console: Console, answer: Answer) -> None:
+    """Every cited passage once, in the order of its number in the prompt."""
+    numbers = {passage.id: number for number, passage in enumerate(answer.passages)}
+    cited = sorted(answer.citations, key=lambda c: (numbers[c.passage_id], c.passage_start))
+    for passage_id, group in groupby(cited, key=lambda c: c.passage_id):
+        passage = answer.passages[numbers[passage_id]]
+        heading = Text.assemble("  ", (f"[{numbers[passage_id] + 1}] ", "bold"), (safe(_name(passage)), "bold cyan"))
+        console.print(heading, overflow="ellipsis", no_wrap=True)
+        _print_barred(console, excerpt(passage, list(group), marks=console.no_color or not console.is_terminal))
+
+
+def excerpt(passage: Passage, citations: Sequence[Citation], *, marks: bool) -> Text:
+    """The part of a passage around its quotes, on one line; `marks` writes « » around them."""
+    first = max(0, citations[0].passage_start - _AROUND_CHARS)
+    last = min(len(passage.text), max(c.passage_end for c in citations) + _AROUND_CHARS)
+    text, position = Text("… " if first else "", "dim"), first
+    for citation in citations:
+        quote = passage.text[citation.passage_start : citation.passage_end]
+        text.append(_flat(passage.text[position : citation.passage_start]))
+        text.append(f"«{_flat(quote)}»" if marks else _flat(quote), f"not dim {QUOTE}")
+        position = citation.passage_end
+    text.append(_flat(passage.text[position:last]))
+    text.append(" …" if last < len(passage.text) else "")
+    return text
+
+
+def _print_barred(console: Console, text: Text) -> None:
+    for line in text.wrap(console, max(20, console.width - 6)):
+        line.rstrip()
+        console.print(Text.assemble(("    │ ", "dim"), line), soft_wrap=True)
+
+
+def _name(passage: Passage) -> str:
+    name = passage.title or passage.document_id
+    return f"{name} ({passage.source})" if passage.source and passage.source != name else name
+
+
+def _flat(text: str) -> str:
+    """Line breaks as spaces; nothing is stripped, so that quotes keep their neighbours."""
+    return safe(text).replace("\n", " ").replace("\t", " ")

@@ -1,0 +1,100 @@
+"""Everything a sequence may copy from, as one array of tokens in which suffixes are looked up."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import numba
+import numpy as np
+from numpy.typing import NDArray
+
+from ragspec.core import SourceKind
+from ragspec.drafting.drafter import Drafted
+from ragspec.drafting.references import Reference
+
+Ints = NDArray[np.int32]
+
+SEPARATOR = -1
+
+
+@numba.njit(nogil=True)
+def _match_lengths(haystack: Any, end: int, suffix: Any, ends: Any, lengths: Any) -> int:
+    """Positions before `end` whose preceding tokens repeat the end of `suffix`; returns how many were written.
+
+    Shapes: haystack int32 [T], suffix int32 [M]; out: ends [<= T] (position after the match) and lengths.
+    """
+    count, last = 0, suffix.shape[0] - 1
+    for at in range(end - 1):
+        if haystack[at] != suffix[last]:
+            continue
+        length = 1
+        while length <= last and length <= at and haystack[at - length] == suffix[last - length]:
+            length += 1
+        ends[count], lengths[count] = at + 1, length
+        count += 1
+    return count
+
+
+class Haystack:
+    """References of one sequence as one array of tokens, separators between them; the output grows at its end."""
+
+    def __init__(self, references: list[Reference], sequence: Drafted) -> None:
+        self.references = references
+        sizes = [len(r.token_ids) + 1 for r in references]
+        self.begin = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
+        self._tokens = np.full(int(self.begin[-1]) + 256, SEPARATOR, np.int32)
+        for reference, start in zip(references, self.begin, strict=False):
+            self._tokens[start : start + len(reference.token_ids)] = reference.token_ids
+        self.end = int(self.begin[-1])
+        self.expected = -1  # where an interrupted copy of an input would have gone on
+        self.num_off = 0  # output tokens since it was interrupted
+        self.follows_input = any(r.kind in (SourceKind.INPUT, SourceKind.PREDICTION) for r in references)
+        self.quotes = _ranked_quotes(references, self.begin)
+        for token in sequence.tokens[sequence.num_prompt :]:
+            self.append(token)
+
+    @property
+    def tokens(self) -> Ints:
+        return self._tokens[: self.end]
+
+    def append(self, token: int) -> None:
+        if self.end == len(self._tokens):
+            self._tokens = np.concatenate([self._tokens, np.full(len(self._tokens), SEPARATOR, np.int32)])
+        self._tokens[self.end] = token
+        self.end += 1
+
+    def matches(self, max_length: int) -> list[tuple[int, int]]:
+        """(position after a match, its length) wherever the output's end occurs before; longest first, then latest."""
+        suffix = self.tokens[max(int(self.begin[-1]), self.end - max_length) :]
+        if not len(suffix):
+            return []
+        ends, lengths = np.empty(self.end, np.int32), np.empty(self.end, np.int32)
+        count = _match_lengths(self.tokens, self.end, suffix, ends, lengths)
+        order = np.lexsort((-ends[:count], -lengths[:count]))
+        return [(int(ends[i]), int(lengths[i])) for i in order]
+
+    def reference_at(self, at: int) -> int:
+        """Number of the reference that holds position `at`; len(references) for the output."""
+        return int(np.searchsorted(self.begin, at, "right")) - 1
+
+    def follow(self, token: int) -> None:
+        """Keep the place in the input that runs beside the output."""
+        if self.expected < 0:
+            return
+        if self.num_off == 0 and self.tokens[self.expected] == token:
+            self.expected += 1
+        else:
+            self.num_off += 1
+
+
+def _ranked_quotes(references: list[Reference], begin: NDArray[np.int64]) -> list[int]:
+    """Where the passages' sentences begin, those first that share the rarest tokens with the question."""
+    counts = Counter(token for r in references if r.is_sentence for token in set(r.token_ids))
+    asked = {t for r in references if r.kind in (SourceKind.HISTORY, SourceKind.INPUT) for t in r.token_ids}
+    scores = [
+        (-sum(1.0 / counts[t] for t in asked.intersection(r.token_ids)), int(at))
+        for at, r in zip(begin, references, strict=False)
+        if r.is_sentence
+    ]
+    return [at for _, at in sorted(scores)]

@@ -1,0 +1,64 @@
+"""One prompt of a suite, ready to run by any decoder: token ids, what may be copied, how long the output may be."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ragspec.core import CopySource, Passage, SourceKind
+from ragspec.evaluation.prompt_lists import Question, Sentence
+from ragspec.rag.pipeline import RetrieverLike, copy_sources
+from ragspec.rag.prompt import PromptBuilder
+
+RAG_PASSAGES = 3
+RAG_TOKENS = 96
+GRAMMAR_TOKENS = 128
+NOTHING_TOKENS = 96
+_NOTHING_PROMPT_TOKENS = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """`prepare_s`: seconds of retrieval and prompt building, wall clock, for this prompt alone."""
+
+    id: str
+    part: str
+    prompt_ids: tuple[int, ...]
+    sources: tuple[CopySource, ...]
+    max_tokens: int
+    prepare_s: float = 0.0
+    passages: tuple[Passage, ...] = ()
+
+
+def rag_cases(questions: Sequence[Question], retriever: RetrieverLike, prompts: PromptBuilder) -> Iterator[Case]:
+    """Each question retrieved and laid out as the pipeline does, one by one."""
+    retriever.retrieve([question.text for question in questions[:1]], RAG_PASSAGES)  # Why: the first one warms up
+    for question in questions:
+        begin = time.perf_counter()
+        (found,) = retriever.retrieve([question.text], RAG_PASSAGES)
+        prompt = prompts.build(question.text, found, RAG_TOKENS)
+        sources = copy_sources(question.text, prompt.passages)
+        prepare_s = time.perf_counter() - begin
+        yield Case(question.id, "rag", prompt.prompt_ids, sources, RAG_TOKENS, prepare_s, prompt.passages)
+
+
+def grammar_cases(sentences: Sequence[Sentence], prompts: PromptBuilder) -> Iterator[Case]:
+    """Each sentence as the grammar prompt, with itself as the draft."""
+    for sentence in sentences:
+        begin = time.perf_counter()
+        prompt = prompts.grammar_prompt(sentence.text, GRAMMAR_TOKENS)
+        sources = (CopySource(SourceKind.INPUT, sentence.text),)
+        prepare_s = time.perf_counter() - begin
+        yield Case(sentence.id, sentence.part, prompt.prompt_ids, sources, GRAMMAR_TOKENS, prepare_s)
+
+
+def nothing_to_copy_cases(vocab_size: int, max_context_tokens: int, count: int, seed: int) -> list[Case]:
+    """Prompts of random tokens without any source: whatever a drafter finds there is chance."""
+    rng = np.random.default_rng(seed)
+    num_tokens = min(_NOTHING_PROMPT_TOKENS, max_context_tokens // 2)
+    max_tokens = min(NOTHING_TOKENS, max_context_tokens - num_tokens - 1)
+    prompts = rng.integers(min(16, vocab_size // 2), vocab_size, (count, num_tokens))
+    return [Case(f"nothing-{i}", "nothing", tuple(ids), (), max_tokens) for i, ids in enumerate(prompts.tolist())]

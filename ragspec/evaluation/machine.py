@@ -1,0 +1,70 @@
+"""What the machine gives and what the process takes: memory bandwidth, weights read a step, peak memory, versions."""
+
+from __future__ import annotations
+
+import platform
+import resource
+import time
+from pathlib import Path
+
+import numba
+import numpy as np
+import torch
+import transformers
+from transformers import AutoConfig
+
+from ragspec.engine.target import Target
+
+_SMAPS = Path("/proc/self/smaps_rollup")
+
+
+class PeakMemory:
+    """The greatest proportional set size seen. `look` takes milliseconds: call it between timed parts, not within."""
+
+    def __init__(self) -> None:
+        self.peak_mb = 0.0
+
+    def look(self) -> float:
+        """Note the present size; returns the peak so far, in MB (10^6 bytes)."""
+        self.peak_mb = max(self.peak_mb, _pss_mb())
+        return self.peak_mb
+
+
+def _pss_mb() -> float:
+    try:
+        lines = _SMAPS.read_text().splitlines()
+    except OSError:  # no Linux: the resident size stands in
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e6
+    return sum(int(line.split()[1]) for line in lines if line.startswith("Pss:")) * 1024 / 1e6
+
+
+def weight_bytes(target: Target) -> int:
+    """Bytes of weights that one step reads: all but the embedding table where the output layer has one of its own."""
+    config = AutoConfig.from_pretrained(target.config.model).get_text_config()
+    unread = 0 if config.tie_word_embeddings else config.vocab_size * config.hidden_size
+    itemsize: int = getattr(torch, target.config.dtype).itemsize
+    return (target.num_parameters - unread) * itemsize
+
+
+def read_bandwidth(num_bytes: int, repeats: int = 7) -> float:
+    """Bytes a second of reading a buffer of this size again and again, with all threads; the best of `repeats`.
+
+    Why the weights' own size: what fits the processor's cache is read from there in decoding, too.
+    """
+    buffer = torch.ones(max(1, num_bytes // 4))
+    best_s = float("inf")
+    for _ in range(repeats):
+        begin = time.perf_counter()
+        buffer.sum()
+        best_s = min(best_s, time.perf_counter() - begin)
+    return buffer.numel() * 4 / best_s
+
+
+def versions() -> dict[str, str]:
+    return {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "numba": numba.__version__,
+        "numpy": np.__version__,
+    }

@@ -1,0 +1,65 @@
+"""How good the answers of a suite are. The formulas live where the target's own scores are made; here they are applied."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ragspec.core import Passage
+from ragspec.evaluation.prompt_lists import JFLEG, Question, Sentence
+from ragspec.evaluation.target_suite import answer_f1, normalise_answer
+from ragspec.training.grammar_metrics import edit_distance, gleu
+from ragspec.training.target_format import parse_answer
+
+
+def exact_match(predicted: str, answers: Sequence[str]) -> float:
+    """1 if the text is one of the answers, after SQuAD's normalisation."""
+    return float(any(normalise_answer(predicted) == normalise_answer(answer) for answer in answers))
+
+
+def best_f1(predicted: str, answers: Sequence[str]) -> float:
+    """Word F1 against the nearest answer, as SQuAD."""
+    return max((answer_f1(predicted, answer) for answer in answers), default=0.0)
+
+
+def quote_is_exact(text: str, passages: Sequence[Passage]) -> float:
+    """1 if the answer quotes something that stands in one of the passages, character for character."""
+    parsed = parse_answer(text)
+    return float(parsed is not None and bool(parsed[0]) and any(parsed[0] in passage.text for passage in passages))
+
+
+def answer_scores(
+    questions: Sequence[Question], texts: Sequence[str], passages: Sequence[Sequence[Passage]]
+) -> dict[str, float]:
+    """Means over all questions, each 0 to 1. `retrieved`: the gold document is among the passages."""
+    shorts = [(parse_answer(text) or ("", 0, ""))[2] for text in texts]
+    return {
+        "em": _mean([exact_match(short, q.answers) for short, q in zip(shorts, questions, strict=True)]),
+        "f1": _mean([best_f1(short, q.answers) for short, q in zip(shorts, questions, strict=True)]),
+        "quote_exact": _mean([quote_is_exact(text, own) for text, own in zip(texts, passages, strict=True)]),
+        "retrieved": _mean(
+            [float(any(p.document_id == q.gold for p in own)) for q, own in zip(questions, passages, strict=True)]
+        ),
+    }
+
+
+def grammar_scores(sentences: Sequence[Sentence], texts: Sequence[str]) -> dict[str, float]:
+    """GLEU of the JFLEG part and of its untouched source (0 to 100), and the share of words changed in the other parts."""
+    jfleg = [(s, text) for s, text in zip(sentences, texts, strict=True) if s.part == JFLEG]
+    scores: dict[str, float] = {}
+    if jfleg:
+        sources = [s.text.split() for s, _ in jfleg]
+        references = [[r.split() for r in s.references] for s, _ in jfleg]
+        scores["gleu_jfleg"] = gleu(sources, [text.split() for _, text in jfleg], references)
+        scores["gleu_jfleg_source"] = gleu(sources, sources, references)
+    for part in dict.fromkeys(s.part for s in sentences if s.part != JFLEG):
+        own = [
+            (s.references[0].split(), text.split()) for s, text in zip(sentences, texts, strict=True) if s.part == part
+        ]
+        scores[f"word_error_rate_{part}"] = sum(edit_distance(a, b) for a, b in own) / max(
+            1, sum(len(a) for a, _ in own)
+        )
+    return scores
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values) if values else 0.0

@@ -1,0 +1,111 @@
+"""What sampling at a temperature can gain from a draft at most: the target's own probability of every drafted path.
+
+A draft that knows nothing of the noise is accepted by chance: a node with the probability that its whole path is sampled,
+the product of the target's probabilities down to it. The sum over the nodes of a tree is the number of drafted tokens a step
+accepts on average; no drafter that proposes this tree does better, however it is verified.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ragspec.config import DraftingConfig, EngineConfig
+from ragspec.drafting.planner import Planner
+from ragspec.engine.admission import Admission
+from ragspec.engine.engine import Engine
+from ragspec.engine.loading import make_drafters, measure_costs
+from ragspec.engine.target import Target
+from ragspec.evaluation.cases import Case
+from ragspec.evaluation.decoders import EngineDecoder
+from ragspec.numerics.kv_cache import KvPool
+from ragspec.tree import DraftTree
+
+_NUM_WARM_UP = 20
+
+
+def expected_accepted(tree: DraftTree, logits: NDArray[np.float32], temperature: float) -> float:
+    """Sum over drafted nodes of the target's probability of the path down to the node.
+
+    Shapes: logits float32 [N, V], row n for node n.
+    """
+    path_probs = np.zeros(len(tree))
+    path_probs[0] = 1.0
+    log_norms: dict[int, float] = {}
+    for node in range(1, len(tree)):
+        parent = tree.parents[node]
+        row = logits[parent].astype(np.float64) / temperature
+        if parent not in log_norms:
+            log_norms[parent] = float(np.logaddexp.reduce(row))
+        path_probs[node] = path_probs[parent] * np.exp(row[tree.token_ids[node]] - log_norms[parent])
+    return float(path_probs[1:].sum())
+
+
+class PathProbe:
+    """Stands between an engine and its planner and target, and notes every step's expected acceptance.
+
+    One sequence at a time. Nothing the engine does is changed, and nothing here is timed.
+    """
+
+    def __init__(self, target: Target, planner: Planner, temperature: float) -> None:
+        self._target, self._planner = target, planner
+        self._temperature = temperature
+        self._trees: list[DraftTree] = []
+        self.expected: list[float] = []
+
+    def plan(self, *args: Any) -> list[DraftTree]:
+        self._trees = self._planner.plan(*args)
+        return self._trees
+
+    def forward(self, *args: Any) -> NDArray[np.float32]:
+        logits = self._target.forward(*args)
+        for tree in self._trees:
+            self.expected.append(expected_accepted(tree, logits, self._temperature))
+        return logits
+
+
+class _Instead:
+    """An object with one method replaced."""
+
+    def __init__(self, original: Any, **replaced: Any) -> None:
+        self._original = original
+        self.__dict__.update(replaced)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._original, name)
+
+
+def expected_acceptance_lengths(
+    target: Target,
+    config: EngineConfig,
+    drafting: DraftingConfig,
+    cases: Sequence[Case],
+    decoded_at: Sequence[float],
+    sampled_at: float,
+    seed: int,
+) -> list[float]:
+    """For each temperature in `decoded_at`: expected tokens a step (bonus included) if the trees that decoding at this
+    temperature drafts were walked by samples at `sampled_at`.
+
+    The engine that used the target must be closed: a fresh pool takes the place of its own.
+    """
+    target.pool = KvPool(target.shapes, config.max_kv_tokens)
+    planner = Planner(
+        make_drafters(target, drafting), measure_costs(target, config.max_step_tokens), drafting.max_tree_nodes
+    )
+    probe = PathProbe(target, planner, sampled_at)
+    lengths = []
+    parts = cast(Target, _Instead(target, forward=probe.forward)), cast(Planner, _Instead(planner, plan=probe.plan))
+    with Engine(*parts, Admission(target, "probe"), config) as engine:
+        for temperature in decoded_at:
+            decode = EngineDecoder(engine, speculation=True, seed=seed, temperature=temperature)
+            for case in cases[:_NUM_WARM_UP]:
+                decode(case)
+            probe.expected.clear()
+            for case in cases:
+                decode(case)
+            lengths.append(1.0 + float(np.mean(probe.expected)))
+    return lengths

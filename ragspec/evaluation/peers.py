@@ -1,0 +1,92 @@
+"""transformers' own generation on the same weights: greedy decoding and prompt lookup, timed from token to token.
+
+Stock linear layers and scaled-dot-product attention; nothing of ragspec's numerics takes part.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, LogitsProcessor, LogitsProcessorList
+from transformers.generation.streamers import BaseStreamer
+
+from ragspec.config import TargetConfig
+from ragspec.evaluation.cases import Case
+from ragspec.evaluation.decoders import Run
+from ragspec.evaluation.forced import ForcedAnswers
+
+LOOKUP_TOKENS = 10
+
+
+def load_peer(config: TargetConfig) -> Any:
+    """The target's weights as transformers runs them."""
+    dtype = getattr(torch, config.dtype)
+    return AutoModelForCausalLM.from_pretrained(config.model, dtype=dtype, attn_implementation="sdpa").eval()
+
+
+class TransformersDecoder:
+    """Greedy `generate`; `options` such as `prompt_lookup_num_tokens=10` are passed on. Forced cases decode as forced."""
+
+    def __init__(
+        self, model: Any, eos_ids: tuple[int, ...], forced: ForcedAnswers | None = None, **options: Any
+    ) -> None:
+        self._model = model
+        self._eos_ids = list(eos_ids)
+        self._forced = forced or ForcedAnswers()
+        self._options = options
+
+    def __call__(self, case: Case) -> Run:
+        clock, given = _Clock(), self._forced.get(case.id)
+        processors = [] if given is None else [_Force(given, len(case.prompt_ids))]
+        prompt = torch.tensor([case.prompt_ids])
+        begin = time.perf_counter()
+        with torch.inference_mode():
+            output = self._model.generate(
+                prompt,
+                attention_mask=torch.ones_like(prompt),
+                max_new_tokens=case.max_tokens,
+                do_sample=False,
+                streamer=clock,
+                eos_token_id=self._eos_ids or None,
+                pad_token_id=0,
+                logits_processor=LogitsProcessorList(processors),
+                **self._options,
+            )
+        first_s = clock.times_s[1]  # [0] is the prompt
+        token_ids = tuple(output[0, prompt.shape[1] :].tolist())
+        return Run(token_ids, first_s - begin, clock.times_s[-1] - first_s, len(clock.times_s) - 1)
+
+
+class _Clock(BaseStreamer):
+    """Notes when tokens come: one entry for the prompt, then one for each put."""
+
+    def __init__(self) -> None:
+        self.times_s: list[float] = []
+
+    def put(self, value: Any) -> None:
+        self.times_s.append(time.perf_counter())
+
+    def end(self) -> None:
+        pass
+
+
+class _Force(LogitsProcessor):
+    """Only the given token is possible at each place.
+
+    Prompt lookup asks processors about made-up logits of ones, to leave out what they forbid; answered truthfully, it would
+    learn the future from that, so those pass unchanged.
+    """
+
+    def __init__(self, token_ids: tuple[int, ...], num_prompt: int) -> None:
+        self._token_ids = token_ids
+        self._num_prompt = num_prompt
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        if bool((scores == 1.0).all()):
+            return scores
+        index = min(input_ids.shape[1] - self._num_prompt, len(self._token_ids) - 1)
+        forced = torch.full_like(scores, -torch.inf)
+        forced[:, self._token_ids[index]] = 0.0
+        return forced

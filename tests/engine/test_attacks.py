@@ -1,0 +1,411 @@
+"""What an engine meets in the world: edges of every size, callers that misbehave, steps that fail, and closing time."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from drafters import Perfect, Random
+from oracle import decode, next_logits
+from tiny_target import CONTEXT, tiny_engine, tiny_tokenizer
+
+from ragspec.config import DraftingConfig, EngineConfig, TargetConfig
+from ragspec.core import Delta, FinishReason, Request, SamplingParams
+from ragspec.engine.engine import Engine
+from ragspec.engine.loading import load_engine
+from ragspec.engine.target import Target
+from ragspec.errors import Cancelled, ConfigError, EngineClosed, EngineError, InputError, ModelError, PromptTooLong
+from ragspec.numerics.kv_cache import SequenceSlots
+from ragspec.numerics.rows import Part, StepRows
+
+Tiny = Callable[..., Target]
+SHORT = SamplingParams(max_tokens=4)
+
+
+def ask(name: str, prompt: tuple[int, ...] = (5, 6, 7), params: SamplingParams = SHORT, salt: str = "") -> Request:
+    return Request(name, prompt, params, salt=salt)
+
+
+class Listener:
+    """Hears deltas; `first` and `done` can be waited for; `act` runs in the engine's thread on each."""
+
+    def __init__(self, act: Callable[[Delta], None] = lambda delta: None) -> None:
+        self.deltas: list[Delta] = []
+        self.first, self.done = threading.Event(), threading.Event()
+        self._act = act
+
+    def __call__(self, delta: Delta) -> None:
+        self.deltas.append(delta)
+        self.first.set()
+        if delta.finish_reason is not None:
+            self.done.set()
+        self._act(delta)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(delta.token_ids) for delta in self.deltas)
+
+
+def assert_healthy(engine: Engine) -> None:
+    """Still answers rightly, and when nobody is cached every page is free."""
+    request = ask("healthy", (9, 8, 7))
+    assert engine.generate([request])[0].token_ids == decode(engine.target, request.prompt_ids, SHORT).token_ids
+    assert engine._scheduler.idle
+    assert not engine._ids
+    assert not engine._sequences
+    assert engine._thread.is_alive()
+    if engine._scheduler.prefixes is not None:
+        for salt in list(engine._scheduler.prefixes._roots):
+            engine._scheduler.prefixes.purge(salt)
+    assert engine.target.pool.num_free_pages == engine.target.pool.num_pages
+
+
+@pytest.mark.parametrize("length", [1, 2, CONTEXT - 20, CONTEXT - 3, CONTEXT - 2, CONTEXT - 1])
+def test_prompts_of_every_length_with_deep_drafts(tiny: Tiny, length: int) -> None:
+    """A draft reached past the last position of the context and failed the step, or read behind a table."""
+    target = tiny()
+    params = SamplingParams(temperature=1.0, seed=1, max_tokens=12)
+    request = ask("a", tuple(range(2, 2 + length)), params)
+    plain = decode(target, request.prompt_ids, params)
+    assert len(plain.token_ids) == min(12, CONTEXT - length)
+    for drafter in (Perfect({("a", 0): (*plain.token_ids, *range(40))}), Random(target.vocab_size)):
+        with tiny_engine(target, [drafter], max_nodes=40) as engine:
+            (completion,) = engine.generate([request])
+            assert completion.token_ids == plain.token_ids
+            assert completion.finish_reason is FinishReason.LENGTH
+            assert_healthy(engine)
+
+
+def test_a_prompt_that_does_not_fit_says_both_numbers(tiny: Tiny) -> None:
+    """The engine waited for ever for room that it can never have."""
+    target = tiny()
+    with tiny_engine(target) as engine:
+        for length in (CONTEXT, CONTEXT + 1, 5000):
+            with pytest.raises(PromptTooLong) as caught:
+                engine.submit(ask("a", (3,) * length), Listener())
+            assert (caught.value.num_prompt_tokens, caught.value.max_prompt_tokens) == (length, CONTEXT - 1)
+    with tiny_engine(target, num_kv_slots=96) as engine:
+        with pytest.raises(PromptTooLong):
+            engine.generate([ask("a", (3,) * 64)])
+        (completion,) = engine.generate([ask("a", (3,) * 63, SamplingParams(max_tokens=50))])
+        assert len(completion.token_ids) == 1
+        assert_healthy(engine)
+
+
+def test_the_vocabulary_has_two_ends(tiny: Tiny) -> None:
+    """Token ids at the edge refused, or ids past it read as somebody else's memory."""
+    target = tiny()
+    last = target.vocab_size - 1
+    with tiny_engine(target) as engine:
+        request = ask("a", (0, last, last, 0))
+        assert engine.generate([request])[0].token_ids == decode(target, request.prompt_ids, SHORT).token_ids
+        for prompt in ((), (0, last + 1), (-1, 3), (10**12,)):
+            with pytest.raises(InputError):
+                engine.submit(ask("a", prompt), Listener())
+        for bias in ({last + 1: 1.0}, {-1: 1.0}):
+            with pytest.raises(InputError):
+                engine.submit(ask("a", params=SamplingParams(logit_bias=bias)), Listener())
+        assert_healthy(engine)
+
+
+@pytest.mark.parametrize("num_rows", [1, 2, 3, 5, 31, 32, 33, 63, 65, 127])
+def test_forwards_of_odd_shapes(tiny: Tiny, num_rows: int) -> None:
+    """No wanted row, one of many, or all of them."""
+    target = tiny()
+    tokens = np.random.default_rng(num_rows).integers(0, target.vocab_size, num_rows).astype(np.int32)
+    for wanted in ([], [0], [num_rows - 1], list(range(num_rows))):
+        slots = SequenceSlots(target.pool)
+        rows = StepRows([Part(slots, num_rows)]).rows
+        logits = target.forward(tokens, rows, np.array(wanted, np.int32))
+        slots.release()
+        assert logits.shape == (len(wanted), target.vocab_size)
+        for got, row in zip(logits, wanted, strict=True):
+            np.testing.assert_array_equal(got, next_logits(target, tokens[: row + 1].tolist()))
+
+
+def test_thousands_of_queued_requests(tiny: Tiny) -> None:
+    """The queue starves its oldest, loses some, or takes quadratic time."""
+    target = tiny()
+    requests = [ask(f"r{i}", (2 + i % 50, 3 + i % 7), SamplingParams(max_tokens=1 + i % 2)) for i in range(3000)]
+    expected = {r.prompt_ids: decode(target, r.prompt_ids, SamplingParams(max_tokens=2)).token_ids for r in requests}
+    with tiny_engine(target, [Random(target.vocab_size)], max_step_tokens=256) as engine:
+        completions = engine.generate(requests)
+        for request, completion in zip(requests, completions, strict=True):
+            assert completion.request_id == request.id
+            assert completion.token_ids == expected[request.prompt_ids][: request.params.max_tokens]
+        assert_healthy(engine)
+
+
+def test_duplicate_ids_are_refused_while_one_runs(tiny: Tiny) -> None:
+    """Two requests' tokens in one stream; an id that stays taken after its end."""
+    target = tiny()
+    with tiny_engine(target) as engine:
+        running = Listener()
+        engine.submit(ask("a", params=SamplingParams(max_tokens=200)), running)
+        with pytest.raises(InputError, match="'a'"):
+            engine.submit(ask("a"), Listener())
+        engine.cancel("a")
+        assert running.done.wait(60)
+        with pytest.raises(InputError):
+            engine.generate([ask("b"), ask("b")])
+        assert len(engine.generate([ask("a"), ask("b")])) == 2
+        assert_healthy(engine)
+
+
+def test_generate_starts_all_or_none(tiny: Tiny) -> None:
+    """One bad request in a list left its neighbours running with nobody to hear them."""
+    target = tiny()
+    with tiny_engine(target) as engine:
+        with pytest.raises(InputError):
+            engine.generate([ask("good", params=SamplingParams(max_tokens=200)), ask("bad", ())])
+        assert len(engine.generate([ask("good"), ask("bad")])) == 2
+        assert engine.generate([]) == []
+        assert_healthy(engine)
+
+
+def test_cancelling_takes_one_step(tiny: Tiny) -> None:
+    """Tokens computed for somebody who has left; pages that stay taken."""
+    target = tiny()
+    long = SamplingParams(max_tokens=200, n=2, temperature=1.0, seed=3)
+    with tiny_engine(target) as engine:
+        listener = Listener(lambda delta: engine.cancel("a") if delta.finish_reason is None else None)
+        engine.submit(ask("a", params=long), listener)
+        assert listener.done.wait(60)
+        assert_healthy(engine)
+        assert listener.num_tokens <= 2
+        assert [d.finish_reason for d in listener.deltas if d.finish_reason] == [FinishReason.CANCELLED] * 2
+        engine.cancel("a")
+        engine.cancel("never seen")
+        assert_healthy(engine)
+
+
+def test_waiting_requests_can_be_cancelled(tiny: Tiny) -> None:
+    """A request in the queue ran although its owner had left."""
+    target = tiny()
+    with tiny_engine(target, max_running=1) as engine:
+        first, waiting = Listener(), Listener()
+        engine.submit(ask("a", params=SamplingParams(max_tokens=100)), first)
+        engine.submit(ask("b"), waiting)
+        engine.cancel("b")
+        assert waiting.done.wait(60)
+        assert waiting.deltas[-1].finish_reason is FinishReason.CANCELLED
+        assert waiting.num_tokens == 0
+        assert waiting.deltas[-1].stats is not None
+        assert first.done.wait(60)
+        assert first.num_tokens == 100
+        assert_healthy(engine)
+
+
+def test_a_listener_that_raises_harms_only_itself(tiny: Tiny, caplog: pytest.LogCaptureFixture) -> None:
+    """An exception in one caller's callback ended every running request, or the engine's thread."""
+    target = tiny()
+    params = SamplingParams(max_tokens=60, n=2, temperature=1.0, seed=2)
+    expected = decode(target, (5, 6, 7), replace(params, n=1)).token_ids
+
+    def broken(delta: Delta) -> None:
+        raise ZeroDivisionError("a bug in somebody's callback")
+
+    with tiny_engine(target) as engine:
+        good, bad, worse = Listener(), Listener(broken), Listener(broken)
+        engine.submit(ask("good", params=params), good)
+        engine.submit(ask("bad", params=params), bad)
+        engine.submit(ask("worse", params=SamplingParams(max_tokens=1)), worse)
+        assert good.done.wait(60)
+        assert worse.done.wait(60)
+        assert_healthy(engine)
+    assert bad.num_tokens <= 4
+    assert tuple(t for d in good.deltas if d.choice == 0 for t in d.token_ids) == expected
+    assert "listener" in caplog.text
+
+
+def test_a_step_that_fails_ends_its_requests_and_nothing_else(
+    tiny: Tiny, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The thread died and every later request waited for ever; pages of the failed step were lost."""
+    target = tiny()
+    forward, calls = target.forward, [0]
+
+    def failing(*args: object) -> object:
+        calls[0] += 1
+        if calls[0] == 3:
+            raise MemoryError("no memory in the middle of a step")
+        return forward(*args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(target, "forward", failing)
+    with tiny_engine(target) as engine:
+        with pytest.raises(EngineError, match="no memory"):
+            engine.generate([ask("a", params=SamplingParams(max_tokens=9)), ask("b", (4, 4))])
+        assert_healthy(engine)
+
+
+def test_closing_ends_what_runs(tiny: Tiny) -> None:
+    """A caller waits for ever after `close`, or a request is accepted that nobody will run."""
+    target = tiny()
+    engine = tiny_engine(target, max_running=1)
+    running, waiting = Listener(), Listener()
+    engine.submit(ask("a", params=SamplingParams(max_tokens=240)), running)
+    engine.submit(ask("b"), waiting)
+    assert running.first.wait(60)
+    engine.close()
+    assert running.deltas[-1].finish_reason in (FinishReason.CANCELLED, FinishReason.LENGTH)
+    assert waiting.done.is_set()
+    engine.close()
+    for call in (lambda: engine.submit(ask("c"), Listener()), lambda: engine.generate([ask("c")])):
+        with pytest.raises(EngineClosed):
+            call()
+    engine.cancel("a")
+    engine.purge("")
+
+
+def test_nobody_waits_for_an_engine_that_closes_meanwhile(tiny: Tiny) -> None:
+    """A request that slipped in between the last step and the end of the thread was never answered."""
+    target = tiny()
+    for _ in range(15):
+        engine = tiny_engine(target)
+        outcomes: list[str] = []
+
+        def call(engine: Engine = engine, outcomes: list[str] = outcomes) -> None:
+            for i in range(50):
+                try:
+                    engine.generate([ask(f"{threading.get_ident()} {i}")])
+                    outcomes.append("done")
+                except (EngineClosed, Cancelled) as error:
+                    outcomes.append(type(error).__name__)
+                    return
+
+        threads = [threading.Thread(target=call) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        engine.close()
+        for thread in threads:
+            thread.join(60)
+            assert not thread.is_alive()
+
+
+async def _gather(engine: Engine, request: Request, most: int = 10**9) -> list[Delta]:
+    deltas = []
+    stream = engine.stream(request)
+    async for delta in stream:
+        deltas.append(delta)
+        if len(deltas) == most:
+            break
+    await stream.aclose()  # type: ignore[attr-defined]
+    return deltas
+
+
+def test_streams(tiny: Tiny) -> None:
+    """A stream that does not end, loses tokens, or goes on after its reader has left."""
+    target = tiny()
+    params = SamplingParams(max_tokens=30, temperature=1.0, seed=6, n=2)
+    expected = [decode(target, (5, 6, 7), replace(params, n=1), choice) for choice in (0, 1)]
+
+    async def several() -> list[list[Delta]]:
+        return await asyncio.gather(*(_gather(engine, ask(f"r{i}", params=params)) for i in range(4)))
+
+    with tiny_engine(target) as engine:
+        for deltas in asyncio.run(several()):
+            for choice, plain in enumerate(expected):
+                own = [d for d in deltas if d.choice == choice]
+                assert tuple(t for d in own for t in d.token_ids) == plain.token_ids
+                assert [d.finish_reason for d in own if d.finish_reason] == [FinishReason.LENGTH]
+        left = asyncio.run(_gather(engine, ask("left", params=SamplingParams(max_tokens=240)), most=2))
+        assert len(left) == 2
+        assert_healthy(engine)
+
+
+def test_closing_ends_streams(tiny: Tiny) -> None:
+    """A reader of a stream waits for ever after `close`."""
+    target = tiny()
+    engine = tiny_engine(target)
+
+    async def read() -> list[Delta]:
+        deltas = []
+        async for delta in engine.stream(ask("a", params=SamplingParams(max_tokens=240))):
+            deltas.append(delta)
+            if len(deltas) == 1:
+                threading.Thread(target=engine.close).start()
+        return deltas
+
+    deltas = asyncio.run(asyncio.wait_for(read(), 60))
+    assert deltas[-1].finish_reason in (FinishReason.CANCELLED, FinishReason.LENGTH)
+
+
+def test_one_tenants_prefix_is_never_anothers(tiny: Tiny) -> None:
+    """Cached text found across salts, by its timing or its bits; a purge that misses, or purges others."""
+    target = tiny()
+    prompt = tuple(range(2, 60))
+    with tiny_engine(target) as engine:
+        engine.generate([ask("a", prompt, salt="one")])
+        (other,) = engine.generate([ask("b", prompt, salt="two")])
+        (same,) = engine.generate([ask("c", prompt, salt="one")])
+        assert (other.stats.num_cached_tokens, same.stats.num_cached_tokens) == (0, 57)
+        engine.purge("one")
+        (after,) = engine.generate([ask("d", prompt, salt="one")])
+        (kept,) = engine.generate([ask("e", prompt, salt="two")])
+        assert (after.stats.num_cached_tokens, kept.stats.num_cached_tokens) == (0, 57)
+        assert_healthy(engine)
+
+
+def test_a_cache_of_single_tokens_does_not_block_the_pool(tiny: Tiny) -> None:
+    """Prompts that grow by one token leave one cached slot a page: the pool is full of almost empty pages."""
+    target = tiny()
+    with tiny_engine(target, num_kv_slots=256) as engine:
+        for length in range(1, 200, 3):
+            request = ask("a", tuple(2 + (7 * i) % 300 for i in range(length)), SamplingParams(max_tokens=2))
+            (completion,) = engine.generate([request])
+            assert completion.token_ids == decode(target, request.prompt_ids, request.params).token_ids
+        assert_healthy(engine)
+
+
+def test_a_seed_is_drawn_and_returned(tiny: Tiny) -> None:
+    """An output that nobody can repeat."""
+    target = tiny()
+    params = SamplingParams(temperature=1.0, max_tokens=12)
+    with tiny_engine(target) as engine:
+        first, second = engine.generate([ask("a", params=params), ask("b", params=params)])
+        assert first.stats.seed != second.stats.seed
+        assert first.stats.system_fingerprint == engine.fingerprint
+        (again,) = engine.generate([ask("a", params=replace(params, seed=first.stats.seed))])
+        assert again.token_ids == first.token_ids
+
+
+@pytest.mark.parametrize(
+    ("target_settings", "engine_settings"),
+    [
+        ({"max_context_tokens": 16}, {}),
+        ({}, {"max_kv_tokens": 64}),
+        ({}, {"max_kv_tokens": 160, "max_step_tokens": 16, "max_running": 1}),
+        ({"max_context_tokens": 10**6}, {"prefix_cache": False, "num_threads": 1}),
+    ],
+)
+def test_the_smallest_settings_load(tiny: Tiny, target_settings: dict[str, int], engine_settings: dict[str, int]) -> None:
+    """Settings that the configuration allows failed inside the self-test or the measurement of costs."""
+    model = tiny().config.model
+    config = TargetConfig(model=model, **target_settings)  # type: ignore[arg-type]
+    drafting = DraftingConfig(drafters=("copy",), max_tree_nodes=8)
+    with load_engine(config, EngineConfig(**engine_settings), drafting) as engine:  # type: ignore[arg-type]
+        (completion,) = engine.generate([ask("a", (5, 6, 7), SHORT)])
+        assert completion.token_ids == decode(engine.target, (5, 6, 7), SHORT).token_ids
+        assert completion.stats.system_fingerprint.startswith("rs_")
+
+
+def test_models_that_cannot_be_used_say_why(tiny: Tiny, tmp_path: object) -> None:
+    """A traceback of another library, or weights made up where the file is missing."""
+    from pathlib import Path
+
+    folder = Path(str(tmp_path))
+    with pytest.raises(ModelError, match=r"no config\.json"):
+        Target.load(TargetConfig(model=str(folder)), 64)
+    (folder / "config.json").write_text((Path(tiny().config.model) / "config.json").read_text())
+    tiny_tokenizer().save_pretrained(folder)
+    with pytest.raises(ModelError, match="cannot load the target"):
+        Target.load(TargetConfig(model=str(folder)), 64)
+    (folder / "model.safetensors").write_bytes(b"\x10\0\0\0\0\0\0\0nonsense")
+    with pytest.raises(ModelError, match="cannot load the target"):
+        Target.load(TargetConfig(model=str(folder)), 64)
+    with pytest.raises(ConfigError, match="unknown drafter"):
+        load_engine(tiny().config, EngineConfig(), DraftingConfig(drafters=("eagle-99",)))

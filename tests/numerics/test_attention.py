@@ -1,0 +1,107 @@
+"""The attention kernel against the textbook, and the model through it against transformers."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from tiny_target import ARCHITECTURES, save_model
+from transformers import AutoModelForCausalLM
+
+from ragspec.config import TargetConfig
+from ragspec.engine.target import Target
+from ragspec.errors import ModelError
+from ragspec.numerics.attention import AttentionShape, attend, make_tiles
+from ragspec.numerics.kv_cache import KvPool, SequenceSlots
+from ragspec.numerics.rows import Part, StepRows
+
+
+def textbook(q: np.ndarray, k: np.ndarray, v: np.ndarray, shape: AttentionShape) -> np.ndarray:
+    """One query over its visible keys, oldest first, in float64. Shapes: [heads, D], [T, KV heads, D] twice."""
+    group = shape.num_heads // shape.num_kv_heads
+    if shape.window:
+        k, v = k[-shape.window :], v[-shape.window :]
+    out = []
+    for head in range(shape.num_heads):
+        scores = k[:, head // group].astype(np.float64) @ q[head].astype(np.float64) * shape.scale
+        if shape.softcap:
+            scores = shape.softcap * np.tanh(scores / shape.softcap)
+        weights = np.exp(scores - scores.max())
+        out.append(weights @ v[:, head // group] / weights.sum())
+    return np.array(out)
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        AttentionShape(4, 2, 16, 0.25),
+        AttentionShape(3, 3, 8, 0.35),
+        AttentionShape(8, 1, 16, 0.2, window=5),
+        AttentionShape(4, 2, 16, 0.25, window=1),
+        AttentionShape(2, 1, 12, 0.3, softcap=2.0),
+    ],
+)
+def test_ragged_trees_over_a_scattered_cache(shape: AttentionShape) -> None:
+    """A row sees a sibling, misses an ancestor, or counts its window in slots instead of positions."""
+    rng = np.random.default_rng(8)
+    pool = KvPool([shape], 2048)
+    sequences = [SequenceSlots(pool) for _ in range(3)]
+    history: list[list[tuple[np.ndarray, np.ndarray]]] = [[], [], []]
+    for _ in range(8):
+        sizes = [(int(rng.integers(1, 40)), int(rng.integers(0, 12))) for _ in sequences]
+        trees = [[-1, *(int(rng.integers(0, n)) for n in range(1, m + 1))] for _, m in sizes]
+        step = StepRows([Part(s, n, t) for s, (n, _), t in zip(sequences, sizes, trees, strict=True)])
+        num = len(step.rows.slots)
+        qkv = rng.normal(size=(num, shape.num_heads + 2 * shape.num_kv_heads, shape.head_dim)).astype(np.float32)
+        out = attend(qkv, pool.keys[0], pool.values[0], step.rows, shape)
+        row = 0
+        for b, ((num_chain, num_nodes), parents) in enumerate(zip(sizes, trees, strict=True)):
+            first = row
+            new = [np.split(r[shape.num_heads :], 2) for r in qkv[row : row + num_chain + num_nodes]]
+            for i in range(num_chain + num_nodes):
+                seen = [*history[b], *(tuple(kv) for kv in new[: min(i + 1, num_chain)])]
+                path: list[int] = []
+                node = i - num_chain + 1
+                while node > 0:
+                    path.insert(0, node)
+                    node = parents[node]
+                seen += [tuple(new[num_chain - 1 + n]) for n in path]
+                k, v = (np.stack([kv[j] for kv in seen]) for j in (0, 1))
+                expected = textbook(qkv[first + i, : shape.num_heads], k, v, shape)
+                np.testing.assert_allclose(out[first + i], expected, atol=2e-5)
+                row += 1
+            keep = [n for n in range(1, num_nodes + 1) if parents[n] == 0][:1]
+            step.keep(b, keep)
+            history[b] += [tuple(new[i]) for i in range(num_chain)] + [tuple(new[num_chain - 1 + n]) for n in keep]
+
+
+def test_tiles_cover_every_row_once() -> None:
+    """A row computed by nobody keeps what memory held before."""
+    tiles = make_tiles(np.array([0, 1, 1, 34, 98], np.int32))
+    rows = [row for first, last, _ in tiles for row in range(first, last)]
+    assert rows == list(range(98))
+    assert all(0 < last - first <= 32 for first, last, _ in tiles)
+
+
+@pytest.mark.parametrize("kind", ARCHITECTURES)
+def test_logits_are_those_of_transformers(kind: str, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Replaced layers compute something else: a bias, a norm, a window or a rotation lost."""
+    folder = save_model(kind, tmp_path_factory.mktemp(kind) / "model")
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    target = Target.load(TargetConfig(model=str(folder)), num_kv_slots=512)
+    tokens = np.random.default_rng(1).integers(0, target.vocab_size, 120).astype(np.int32)
+    with torch.inference_mode():
+        theirs = model(torch.from_numpy(tokens.astype(np.int64))[None]).logits[0].numpy()
+    step = StepRows([Part(SequenceSlots(target.pool), len(tokens))])
+    ours = target.forward(tokens, step.rows, np.arange(len(tokens), dtype=np.int32))
+    np.testing.assert_allclose(ours, theirs, atol=1e-3 * np.abs(theirs).max())
+    assert (ours.argmax(-1) == theirs.argmax(-1)).mean() > 0.99
+
+
+def test_a_rotation_that_follows_the_length_is_refused(tmp_path: pytest.TempPathFactory) -> None:
+    """Dynamic rotary scaling gives a token other keys in a longer text, so nothing could be promised."""
+    folder = save_model(
+        "llama", tmp_path / "model", rope_parameters={"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
+    )
+    with pytest.raises(ModelError, match="dynamic"):
+        Target.load(TargetConfig(model=str(folder)), num_kv_slots=64)

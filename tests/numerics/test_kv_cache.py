@@ -1,0 +1,232 @@
+"""The slot pool: nothing leaks, nothing is handed out twice, and what is kept is what a fresh prefill would hold."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from oracle import next_logits
+
+from ragspec.engine.prefix_cache import PrefixCache
+from ragspec.engine.target import Target
+from ragspec.numerics.attention import PAGE, AttentionShape
+from ragspec.numerics.kv_cache import KvPool, OutOfSlots, SequenceSlots
+from ragspec.numerics.rows import Part, StepRows
+
+Tiny = Callable[..., Target]
+SHAPE = AttentionShape(1, 1, 16, 1.0)
+
+
+class Bookkeeper:
+    """A pool, sequences and a prefix cache under random use; the contents of a slot are (salt, text up to it)."""
+
+    def __init__(self, seed: int, num_slots: int = 480) -> None:
+        self.random = random.Random(seed)
+        self.pool = KvPool([SHAPE], num_slots)
+        self.cache = PrefixCache(self.pool)
+        self.running: list[tuple[SequenceSlots, str, list[int]]] = []
+        self.contents: dict[int, tuple[str, tuple[int, ...]]] = {}
+
+    def start(self) -> None:
+        salt = self.random.choice("ab")
+        tokens = [self.random.randrange(3) for _ in range(self.random.randrange(1, 40))]
+        slots = SequenceSlots(self.pool)
+        known = self.cache.match(salt, tokens[:-1])
+        for i, slot in enumerate(known.tolist()):
+            assert self.contents[slot] == (salt, tuple(tokens[: i + 1]))
+        if len(known):
+            slots.share(known)
+        text = tokens[: len(known)]
+        self.running.append((slots, salt, text))
+        self.extend(len(self.running) - 1, tokens[len(known) :], [])
+
+    def grow(self) -> None:
+        if self.running:
+            chain = [self.random.randrange(3) for _ in range(self.random.randrange(1, 4))]
+            nodes = [self.random.randrange(3) for _ in range(self.random.randrange(0, 12))]
+            self.extend(self.random.randrange(len(self.running)), chain, nodes)
+
+    def extend(self, which: int, chain: list[int], nodes: list[int]) -> None:
+        """Reserve a chain and guesses; keep the chain and some of the guesses."""
+        slots, salt, text = self.running[which]
+        free = self.pool.num_free_pages
+        num = len(chain) + len(nodes)
+        needed = slots.num_new_pages(num)
+        try:
+            got, index = slots.reserve(num)
+        except OutOfSlots:
+            assert needed > free == self.pool.num_free_pages
+            self.cache.evict(needed)
+            return
+        assert self.pool.num_free_pages == free - needed
+        assert len({*got.tolist(), *slots.slots.tolist()}) == num + slots.length
+        path = sorted(self.random.sample(range(len(nodes)), self.random.randrange(len(nodes) + 1)))
+        chosen = [*range(len(chain)), *(len(chain) + n for n in path)]
+        slots.keep(got, index, chosen)
+        text += [*chain, *(nodes[n] for n in path)]
+        for i, slot in enumerate(slots.slots.tolist()):
+            if i >= len(text) - len(chosen):
+                self.contents[slot] = (salt, tuple(text[: i + 1]))
+
+    def roll_back(self) -> None:
+        if self.running:
+            slots, _, text = self.random.choice(self.running)
+            length = self.random.randrange(slots._num_shared, slots.length + 1)
+            slots.truncate(length)
+            del text[length:]
+
+    def remember(self) -> None:
+        """The text as it is now goes into the cache; from then on it is shared and not rolled back."""
+        if self.running:
+            self.end(insert=True)
+
+    def end(self, insert: bool = False) -> None:
+        if self.running:
+            slots, salt, text = self.running.pop(self.random.randrange(len(self.running)))
+            if insert:
+                self.cache.insert(salt, text, slots.slots)
+            slots.release()
+
+    def purge(self) -> None:
+        if self.random.random() < 0.2:
+            self.cache.purge(self.random.choice("ab"))
+
+    def evict(self) -> None:
+        self.cache.evict(self.random.randrange(self.pool.num_pages))
+
+    def check(self) -> None:
+        """Holders are exactly the sequences' pages and the cache's slots; each kept slot still holds its text."""
+        holders: Counter[int] = Counter()
+        for slots, salt, text in self.running:
+            assert slots.length == len(text)
+            pages = np.array(slots.pages)
+            np.testing.assert_array_equal(pages[slots.index // PAGE] * PAGE + slots.index % PAGE, slots.slots)
+            shared = set(slots.slots[: slots._num_shared].tolist())
+            own = [p for p in slots.pages if p not in {s // PAGE for s in shared}]
+            holders.update(shared)
+            holders.update(p * PAGE + lane for p in own for lane in range(PAGE))
+            for i, slot in enumerate(slots.slots.tolist()):
+                assert self.contents[slot] == (salt, tuple(text[: i + 1]))
+        for root in self.cache._roots.values():
+            for node in self.cache._below(root):
+                holders.update(node.slots.tolist())
+        counts = np.array([holders[slot] for slot in range(self.pool.num_slots)])
+        np.testing.assert_array_equal(self.pool._holders, counts)
+        held = (counts > 0).reshape(-1, PAGE).sum(1)
+        np.testing.assert_array_equal(self.pool._held_in_page, held)
+        assert sorted(self.pool._free_pages) == np.flatnonzero(held == 0).tolist()
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_thousands_of_random_operations_leak_nothing(seed: int) -> None:
+    """A slot with two owners, a page never given back, one tenant's text found by another."""
+    book = Bookkeeper(seed)
+    steps = [book.start, book.grow, book.grow, book.grow, book.roll_back, book.remember, book.end, book.purge, book.evict]
+    weights = [4, 4, 4, 4, 2, 2, 1, 1, 1]
+    for i in range(2500):
+        book.random.choices(steps, weights)[0]()
+        if len(book.running) > 12:
+            book.end()
+        if i % 10 == 0:
+            book.check()
+    while book.running:
+        book.end()
+    book.check()
+    book.cache.evict(book.pool.num_pages)
+    assert book.pool.num_free_pages == book.pool.num_pages
+    assert not book.pool._holders.any()
+    assert book.cache.num_tokens == 0
+
+
+def test_prefixes_split_and_stay_with_their_tenant() -> None:
+    """A purge that forgets somebody else's prefix, a match that goes on past a difference."""
+    pool = KvPool([SHAPE], 256)
+    cache = PrefixCache(pool)
+
+    def put(salt: str, tokens: list[int]) -> np.ndarray:
+        slots = SequenceSlots(pool)
+        slots.keep(*slots.reserve(len(tokens)), list(range(len(tokens))))
+        known = slots.slots.copy()
+        cache.insert(salt, tokens, known)
+        slots.release()
+        return known
+
+    first = put("a", [1, 2, 3, 4, 5])
+    put("a", [1, 2, 9])
+    other = put("b", [1, 2, 3])
+    assert cache.num_tokens == 5 + 1 + 3
+    np.testing.assert_array_equal(cache.match("a", [1, 2, 3, 7]), first[:3])
+    np.testing.assert_array_equal(cache.match("a", [1, 2, 9, 9])[:2], first[:2])
+    np.testing.assert_array_equal(cache.match("b", [1, 2, 3, 4, 5]), other)
+    assert len(cache.match("c", [1, 2])) == len(cache.match("a", [])) == len(cache.match("a", [2])) == 0
+    cache.purge("a")
+    assert len(cache.match("a", [1, 2, 3])) == 0
+    np.testing.assert_array_equal(cache.match("b", [1, 2, 3]), other)
+    cache.purge("b")
+    cache.purge("never seen")
+    assert pool.num_free_pages == pool.num_pages
+
+
+def test_the_least_recently_used_leaf_goes_first() -> None:
+    """A prefix in daily use was forgotten before one that nobody asks for."""
+    pool = KvPool([SHAPE], 64)
+    cache = PrefixCache(pool)
+    for salt in ("old", "new"):
+        slots = SequenceSlots(pool)
+        slots.keep(*slots.reserve(32), list(range(32)))
+        cache.insert(salt, list(range(32)), slots.slots)
+        slots.release()
+    cache.match("old", [0])
+    cache.evict(1)
+    assert len(cache.match("old", list(range(32)))) == 32
+    assert len(cache.match("new", list(range(32)))) == 0
+
+
+@pytest.mark.parametrize(("kind", "dtype"), [("llama", "float32"), ("llama", "bfloat16"), ("mistral", "float32")])
+def test_kept_paths_equal_a_fresh_prefill(tiny: Tiny, kind: str, dtype: str) -> None:
+    """Keys kept under the wrong position or of a rejected sibling; spare slots read before they are written."""
+    target = tiny(kind, dtype)
+    rng = np.random.default_rng(7)
+    slots = SequenceSlots(target.pool)
+    text: list[int] = []
+    for step in range(25):
+        chain = rng.integers(2, 300, int(rng.integers(1, 9))).tolist()
+        num_nodes = int(rng.integers(0, 14))
+        nodes = rng.integers(2, 300, num_nodes).tolist()
+        parents = [-1, *(int(rng.integers(0, n)) for n in range(1, num_nodes + 1))]
+        rows = StepRows([Part(slots, len(chain), parents)])
+        wanted = np.arange(len(chain) - 1, len(chain) + num_nodes, dtype=np.int32)
+        logits = target.forward(np.array([*chain, *nodes], np.int32), rows.rows, wanted)
+        node = int(rng.integers(0, num_nodes + 1))
+        path: list[int] = []
+        while node > 0:
+            path.insert(0, node)
+            node = parents[node]
+        rows.keep(0, path)
+        text += [*chain, *(nodes[n - 1] for n in path)]
+        assert slots.length == len(text)
+        np.testing.assert_array_equal(logits[path[-1] if path else 0], next_logits(target, text))
+        if step % 4 == 3:
+            length = int(rng.integers(1, len(text)))
+            slots.truncate(length)
+            del text[length:]
+    slots.release()
+    assert target.pool.num_free_pages == target.pool.num_pages
+
+
+def test_a_step_that_does_not_fit_takes_nothing() -> None:
+    """Half a reservation was left behind when the pool ran out."""
+    pool = KvPool([SHAPE], 32)
+    slots = SequenceSlots(pool)
+    with pytest.raises(OutOfSlots):
+        slots.reserve(33)
+    assert pool.num_free_pages == 2
+    slots.reserve(0)
+    slots.reserve(32)
+    assert pool.num_free_pages == 0
+    slots.release()
+    assert pool.num_free_pages == 2
+    assert pool.usage == 0.0

@@ -1,0 +1,126 @@
+"""The start-up self-test: passes on the real kernels, fails on variant ones, and then nothing is promised."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tiny_target import ARCHITECTURES
+
+from ragspec.engine.loading import check_numerics
+from ragspec.engine.target import Target
+from ragspec.errors import ModelError
+from ragspec.numerics import layers
+from ragspec.numerics.attention import attend
+from ragspec.numerics.linear import PackedLinear, pack_linears
+from ragspec.numerics.self_test import self_test
+
+Tiny = Callable[..., Target]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kind", ARCHITECTURES)
+def test_the_real_kernels_pass(tiny: Tiny, kind: str, dtype: str) -> None:
+    """Rows that depend on their company; a self-test that leaks slots."""
+    target = tiny(kind, dtype)
+    tested = check_numerics(target, 2)
+    assert tested.passed, tested.failures
+    assert tested.numerics_id == self_test(target, target.max_context_tokens, dtype, 2).numerics_id
+    assert target.pool.num_free_pages == target.pool.num_pages
+
+
+def test_the_numerics_id_tells_targets_apart(tiny: Tiny) -> None:
+    """A replay against another model or dtype would be taken for the same numerics."""
+    ids = {self_test(tiny(k, d), 64, d, 2).numerics_id for k in ("llama", "qwen3") for d in ("float32", "bfloat16")}
+    assert len(ids) == 4
+
+
+def variant_attention(qkv: Any, *others: Any) -> np.ndarray:
+    """The last bit depends on the number of rows, as in stock kernels."""
+    out = attend(qkv, *others)
+    return np.nextafter(out, np.float32(np.inf)) if len(qkv) > 16 else out
+
+
+def variant_linear(self: PackedLinear, x: torch.Tensor) -> torch.Tensor:
+    """Sums in two halves when there are many rows."""
+    identity = torch.eye(self.in_features, dtype=self.dtype)
+    weight = REAL_LINEAR(self, identity).T  # [out, in]
+    weight = weight if self.bias is None else weight - self.bias[:, None]
+    half = self.in_features // 2
+    if x.numel() // self.in_features > 4:
+        y = x[..., :half] @ weight[:, :half].T + x[..., half:] @ weight[:, half:].T
+    else:
+        y = x @ weight.T
+    return y if self.bias is None else y + self.bias
+
+
+REAL_LINEAR = PackedLinear.forward
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("which", ["attention", "linear"])
+def test_a_variant_kernel_fails(tiny: Tiny, monkeypatch: pytest.MonkeyPatch, which: str, dtype: str) -> None:
+    """A self-test that cannot fail promises equal text on machines where it does not hold."""
+    target = tiny("llama", dtype)
+    if which == "attention":
+        monkeypatch.setattr(layers, "attend", variant_attention)
+    else:
+        monkeypatch.setattr(PackedLinear, "forward", variant_linear)
+    tested = self_test(target, 128, dtype, 2)
+    assert not tested.passed
+    assert tested.failures
+    assert target.pool.num_free_pages == target.pool.num_pages
+    with pytest.raises(ModelError, match="self-test failed"):
+        check_numerics(target, 2)
+    target.config = target.config.model_copy(update={"exactness": "fast"})
+    assert not check_numerics(target, 2).passed
+    target.config = target.config.model_copy(update={"exactness": "bitwise"})
+
+
+def test_a_kernel_that_mixes_sequences_fails(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A batch neighbour whose keys are seen."""
+
+    def leaking(qkv: Any, keys: Any, values: Any, rows: Any, *others: Any) -> np.ndarray:
+        out = attend(qkv, keys, values, rows, *others)
+        if len(rows.row_start) > 2:
+            out[-1] = out[0]
+        return out
+
+    target = tiny()
+    monkeypatch.setattr(layers, "attend", leaking)
+    assert any("beside" in failure for failure in self_test(target, 128, "float32", 2).failures)
+
+
+@pytest.mark.parametrize(("width", "outputs"), [(64, 64), (172, 512), (1, 1), (7, 33), (300, 5)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_packed_rows_are_alike_in_any_number(width: int, outputs: int, dtype: torch.dtype) -> None:
+    """One row alone, or a prime number of them, takes another path through the product."""
+    linear = torch.nn.Linear(width, outputs, bias=width % 2 == 0).to(dtype)
+    packed = PackedLinear.from_linear(linear)
+    x = torch.randn(513, width, dtype=dtype)
+    with torch.inference_mode():
+        whole = packed(x)
+        for num in (1, 2, 3, 7, 16, 64, 65, 257):
+            assert torch.equal(packed(x[:num]), whole[:num])
+            assert torch.equal(packed(x[-num:]), whole[-num:])
+        assert packed(x[:0]).shape == (0, outputs)
+        assert packed(x[None, :4]).shape == (1, 4, outputs)
+        torch.testing.assert_close(whole, linear(x), rtol=1e-2 if dtype == torch.bfloat16 else 1e-4, atol=1e-2)
+
+
+def test_every_linear_is_packed() -> None:
+    """A layer left out keeps a variant product; a subclass replaced loses what it adds."""
+
+    class Special(torch.nn.Linear):
+        pass
+
+    module = torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.Sequential(torch.nn.Linear(16, 8), Special(8, 8)))
+    pack_linears(module)
+    assert [type(m).__name__ for m in module.modules() if not list(m.children())] == [
+        "PackedLinear",
+        "PackedLinear",
+        "Special",
+    ]

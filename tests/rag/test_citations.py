@@ -1,0 +1,134 @@
+"""Citations: two spans that are the same string, or none."""
+
+from __future__ import annotations
+
+import itertools
+import time
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ragspec.core import Passage
+from ragspec.rag.citations import find_citations
+
+STORM = Passage(
+    "storm", 0, "The storm came in at dawn. It was a dark and stormy night; the rain fell.", 100, 172, source="s.txt"
+)
+AGAIN = Passage("again", 2, "Nothing else. The storm came in at dawn. Ships were lost.", 7, 64)
+PASSAGES = [STORM, AGAIN]
+
+
+def cited(answer: str, passages: list[Passage] = PASSAGES) -> list[tuple[str, str]]:
+    return [(answer[c.start : c.end], c.passage_id) for c in find_citations(answer, passages)]
+
+
+def test_a_quotation_is_cited_whole_with_its_place_in_the_document() -> None:
+    """An offset inside the passage, used for the document, highlights the wrong sentence."""
+    answer = 'It says: "The storm came in at dawn." and no more.'
+    (citation,) = find_citations(answer, PASSAGES)
+    assert answer[citation.start : citation.end] == "The storm came in at dawn."
+    assert (citation.passage_id, citation.document_id, citation.source) == ("storm#0", "storm", "s.txt")
+    assert (citation.passage_start, citation.passage_end) == (0, 26)
+    assert (citation.document_start, citation.document_end) == (100, 126)
+
+
+@pytest.mark.parametrize(
+    ("answer", "expected"),
+    [
+        ('"The storm came in at dawn." [2]', [("The storm came in at dawn.", "again#2")]),
+        ("the storm came in at dawn [2].", [("storm came in at dawn", "again#2")]),
+        ('"The storm came in at dawn." [9]', [("The storm came in at dawn.", "storm#0")]),
+        ('"stormy" it was', [("stormy", "storm#0")]),
+        ("“dark and stormy” it was", [("dark and stormy", "storm#0")]),
+        ("a dark and then", []),  # short
+        ("a dark and stormy nigh", [("a dark and stormy", "storm#0")]),  # whole words only
+        ('"orm" and "torm came in at d"', []),
+        ("THE STORM CAME IN AT DAWN", []),  # normalising would find it
+        ("The storm  came  in  at  dawn", []),
+        ('5" wide and "dark and stormy"', [("dark and stormy", "storm#0")]),
+        ("dawn. It was a dark day, the rain fell", [("dawn. It was a dark", "storm#0")]),
+        ("", []),
+        ('""" " "', []),
+    ],
+)
+def test_what_counts_as_a_citation(answer: str, expected: list[tuple[str, str]]) -> None:
+    """A match of half a word, of another case or of other spaces is not what the document says."""
+    assert cited(answer) == expected
+
+
+def test_the_longest_match_wins_and_the_rest_is_still_used() -> None:
+    """Taking the first match of four words cut a quotation of a whole paragraph into pieces."""
+    one = Passage("one", 0, "alpha beta gamma delta epsilon zeta", 0, 35)
+    two = Passage("two", 0, "delta epsilon zeta eta theta iota kappa lambda", 0, 46)
+    answer = "alpha beta gamma delta epsilon zeta eta theta iota kappa lambda"
+    assert cited(answer, [one, two]) == [(two.text, "two#0")]
+    assert next(iter(find_citations(answer, [one, two], min_words=3))).passage_id == "one#0"
+
+
+def test_no_match_goes_from_one_passage_into_the_next() -> None:
+    """Passages searched as one long text give citations that no passage holds."""
+    halves = [Passage("a", 0, "one two three", 0, 13), Passage("b", 0, "four five six", 0, 13)]
+    assert cited("one two three four five six", halves) == []
+    assert cited("one two threefour five six", halves) == []
+
+
+def test_writing_without_spaces_and_combining_marks() -> None:
+    """`\\w+` takes a Japanese sentence for one word and cuts an accent off its letter."""
+    rain = Passage(
+        "rain", 0, "昨日は雨が降りましたので、傘を持っていきました。 Le cafe\u0301 est ouvert ce matin.", 0, 60
+    )
+    assert cited("はい、昨日は雨が降りましたので、です", [rain]) == [("昨日は雨が降りましたので", "rain#0")]
+    assert cited("Le cafe est ouvert ce matin", [rain]) == [("est ouvert ce matin", "rain#0")]
+
+
+WORDS = st.lists(
+    st.sampled_from(["a", "b", "bb", "A", "é", "e\u0301", ".", '"', "“", "”", " ", "\n", "[1]", "[2]", "雨", "🚀"]),
+    max_size=60,
+)
+TEXT = WORDS.map("".join) | WORDS.map(" ".join)
+
+
+@settings(deadline=None, max_examples=400)
+@given(TEXT, st.lists(TEXT, max_size=4), st.integers(1, 4), st.data())
+def test_every_citation_is_the_same_string_twice(
+    answer: str, texts: list[str], min_words: int, data: st.DataObject
+) -> None:
+    """The promise itself: a citation whose spans differ by one character is a false quotation."""
+    if texts and texts[0]:
+        start = data.draw(st.integers(0, len(texts[0]) - 1))
+        answer += texts[0][start : start + data.draw(st.integers(0, 40))]
+    passages = [Passage(f"d{n}", n, text, 10 * n, 10 * n + len(text)) for n, text in enumerate(texts)]
+    citations = find_citations(answer, passages, min_words=min_words, min_chars=1)
+    by_id = {passage.id: passage for passage in passages}
+    for citation in citations:
+        passage = by_id[citation.passage_id]
+        quoted = answer[citation.start : citation.end]
+        assert quoted and quoted == passage.text[citation.passage_start : citation.passage_end]
+        assert citation.document_start == passage.start + citation.passage_start
+        assert citation.document_end == passage.start + citation.passage_end
+    assert all(a.end <= b.start for a, b in itertools.pairwise(citations))
+
+
+@settings(deadline=None, max_examples=200)
+@given(st.lists(st.sampled_from("abc"), max_size=30), st.lists(st.sampled_from("abc"), max_size=30))
+def test_nothing_long_enough_is_missed(answer: list[str], passage: list[str]) -> None:
+    """A wrong automaton misses matches and still returns correct ones; the quadratic search is the judge."""
+    text = " ".join(passage)
+    citations = find_citations(" ".join(answer), [Passage("d", 0, text, 0, len(text))], min_words=3, min_chars=1)
+    runs = {tuple(passage[i : i + n]) for i in range(len(passage)) for n in range(1, len(passage) - i + 1)}
+    spans = ((i, j) for i in range(len(answer)) for j in range(i + 1, len(answer) + 1))
+    longest = max((j - i for i, j in spans if tuple(answer[i:j]) in runs), default=0)
+    found = max(((c.end - c.start + 1) // 2 for c in citations), default=0)
+    assert found == (longest if longest >= 3 else 0)
+
+
+@pytest.mark.parametrize(
+    "answer", ["a b " * 25_000, "a " * 50_000, '"a"' * 33_000, '"' * 100_000, "x" * 100_000, STORM.text * 1400]
+)
+def test_a_long_answer_takes_no_long_time(answer: str) -> None:
+    """Comparing every position of the answer with every position of the passages hung on 100 kB of repetition."""
+    passages = [*PASSAGES, Passage("ab", 0, "a b " * 150, 0, 600), Passage("a", 0, "a " * 20_000, 0, 40_000)]
+    started_s = time.perf_counter()
+    find_citations(answer, passages)
+    assert time.perf_counter() - started_s < 10

@@ -1,0 +1,27 @@
+"""An encoder for the tests of files: no weights, no time, no batching effects."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+import numpy as np
+
+from ragspec.retrieval.encoder import EncoderIdentity, FloatArray, Kind
+
+DIMENSION = 16
+
+
+class LetterEncoder:
+    """A text's vector is drawn from its hash."""
+
+    identity = EncoderIdentity(id="letters", fingerprint="f" * 64, dimension=DIMENSION)
+
+    def encode(self, texts: Sequence[str], kind: Kind = "document") -> FloatArray:
+        rows = [self._vector(text) for text in texts]
+        return np.stack(rows) if rows else np.empty((0, DIMENSION), np.float32)
+
+    def _vector(self, text: str) -> FloatArray:
+        seed = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little")
+        vector = np.random.default_rng(seed).standard_normal(DIMENSION).astype(np.float32)
+        return vector / np.linalg.norm(vector)
