@@ -146,6 +146,7 @@ def main(
 def run(job: Job) -> Summary:
     """The whole job. Raises: ConfigError, InputError, StoreError, SaveError, EngineError."""
     _check_places(job)
+    files = find_inputs(job.inputs)
     settings = _what_decides(job)
     summary = Summary()
     with OutputFolder(job.out) as folder:
@@ -155,7 +156,7 @@ def run(job: Job) -> Summary:
             done[recorded_id(record)] = recorded_digest(record)
             summary.fingerprints.add(recorded_fingerprint(record))
         checks = Checks(job.defaults, job.seed, done)
-        spans = _spans(job, checks, folder, summary)
+        spans = _spans(files, checks, folder, summary)
         summary.num_skipped, summary.ignored = checks.num_skipped, checks.ignored
         if spans:
             _answer(job, spans, folder, summary)
@@ -188,12 +189,12 @@ def _what_decides(job: Job) -> dict[str, Any]:
     }
 
 
-def _spans(job: Job, checks: Checks, folder: OutputFolder, summary: Summary) -> list[Span]:
+def _spans(files: list[Path], checks: Checks, folder: OutputFolder, summary: Summary) -> list[Span]:
     """What is to be answered; wrong rows are written down on the way."""
     spans: list[Span] = []
     bad: list[str] = []
     with _console.status("checking the input"):
-        for found in check_rows(find_inputs(job.inputs), checks):
+        for found in check_rows(files, checks):
             if isinstance(found, Span):
                 spans.append(found)
                 continue

@@ -23,6 +23,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
+from transformers.utils import logging as transformers_logging
 
 from ragspec.config import REFERENCE_TARGET, load_config
 from ragspec.errors import ConfigError, RagspecError, SaveError
@@ -74,6 +75,7 @@ def main(
     peers: Annotated[bool, typer.Option(help="Run transformers beside.")] = True,
 ) -> None:
     """Run one suite and print what it found."""
+    transformers_logging.disable_progress_bar()
     try:
         config = load_config(None, **{"target.model": target, "target.dtype": dtype.value})
         settings = Settings(

@@ -67,7 +67,6 @@ class EngineConfig(Part):
     max_kv_tokens: int = Field(32_768, ge=64)
     max_step_tokens: int = Field(512, ge=16)
     max_running: int = Field(64, ge=1)
-    max_waiting: int = Field(10_000, ge=1)
     prefix_cache: bool = True
     num_threads: int | None = Field(None, ge=1)
 

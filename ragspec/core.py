@@ -73,7 +73,8 @@ class SamplingParams:
 
     `seed` None means: 64 random bits, drawn by the engine and returned. Penalties follow vLLM: repetition over prompt and
     output, presence and frequency over the output. `logprobs` is the number of alternatives returned beside each token's own
-    log-probability (None: none at all), of the logits before any warp.
+    log-probability (None: none at all), of the logits before any warp. Neither end of text nor a stop string ends an output of
+    `min_tokens` tokens or fewer.
     """
 
     temperature: float = 0.0

@@ -6,7 +6,10 @@ import numpy as np
 
 
 def surprise(counts: np.ndarray, expected: np.ndarray) -> float:
-    """(chi-square - degrees of freedom) / its standard deviation; above 6 is no accident. Cells with no expectation stay empty."""
+    """(chi-square - degrees of freedom) / its standard deviation; above 6 is no accident.
+
+    Cells that cannot occur must be empty.
+    """
     assert not counts[expected == 0].any()
     counts, expected = counts[expected > 0], expected[expected > 0]
     freedom = max(1, len(counts) - 1)

@@ -17,7 +17,6 @@ from ragspec.config import PipelineConfig, load_config
 from ragspec.core import MAX_SEED, SamplingParams, check_text
 from ragspec.errors import ConfigError, InputError, PromptTooLong, RagspecError
 
-
 # Errors
 
 

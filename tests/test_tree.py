@@ -40,9 +40,7 @@ def test_duplicate_siblings_of_one_drafter_are_merged() -> None:
 
 
 @given(
-    st.lists(
-        st.tuples(st.integers(0, 4), st.integers(-1, 20), st.floats(0, 3), st.sampled_from([A, B])), max_size=40
-    ),
+    st.lists(st.tuples(st.integers(0, 4), st.integers(-1, 20), st.floats(0, 3), st.sampled_from([A, B])), max_size=40),
     st.integers(0, 40),
 )
 def test_any_proposals_make_a_valid_tree(proposals: list[tuple[int, int, float, Origin]], num_nodes: int) -> None:

@@ -5,7 +5,6 @@ Light on purpose: a command's own module, and torch with it, is imported when th
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import os
 import sys
@@ -16,7 +15,8 @@ from typing import Annotated
 
 import typer
 
-from ragspec.cli.terminal import one_line, print_error, quiet_libraries
+from ragspec.cli.terminal import one_line, prepare_process, print_error
+from ragspec.core import SamplingParams
 from ragspec.errors import RagspecError
 
 app = typer.Typer(
@@ -28,6 +28,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 _PASSED_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
+_DEMO_MAX_TOKENS = 96
 
 Target = Annotated[
     str | None, typer.Option(help="A model folder or a Hugging Face name; default: the reference target.")
@@ -41,7 +42,7 @@ Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an e
 def main(args: Sequence[str] | None = None) -> None:
     """Run one command and exit. Never returns."""
     given = list(sys.argv[1:] if args is None else args)
-    quiet_libraries()
+    prepare_process()
     try:
         code = _run(given)
         sys.stdout.flush()
@@ -102,9 +103,13 @@ def demo(
     debug: Debug = False,
 ) -> None:
     """Questions about Python's standard library, answered with quotes; speculation on against off."""
+    from ragspec.training.stdlib_corpus import stdlib_documents
+
+    params = SamplingParams(max_tokens=_DEMO_MAX_TOKENS, temperature=temperature or 0.0, seed=seed)
+    corpus = stdlib_documents()  # Why first: torch and transformers add functions of their own to the standard library
     from ragspec.cli.demo import run_demo
 
-    raise typer.Exit(run_demo(target, questions, temperature or 0.0, seed, interactive=interactive, as_json=as_json))
+    raise typer.Exit(run_demo(corpus, target, questions, params, interactive=interactive, as_json=as_json))
 
 
 @app.command()
@@ -163,6 +168,4 @@ def bench(context: typer.Context) -> None:
 
 def _pass_on(module: str, args: Sequence[str], name: str) -> None:
     """The job's own command line, under our name. Its module sits beside this package, also in a checkout."""
-    with contextlib.suppress(ValueError):
-        args = [arg for arg in args if arg != "--debug"]
     importlib.import_module(module).app(args=list(args), prog_name=name)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import resource
+from collections.abc import Sequence
 from dataclasses import dataclass
 from time import perf_counter
 from typing import NamedTuple
@@ -17,7 +18,7 @@ from rich.console import Console
 from rich.text import Text
 
 from ragspec.cli.ask import stream_answer
-from ragspec.cli.demo_index import demo_documents, open_demo_index
+from ragspec.cli.demo_index import count_passages, demo_retriever
 from ragspec.cli.demo_view import DemoView
 from ragspec.cli.terminal import (
     cache_folder,
@@ -29,7 +30,7 @@ from ragspec.cli.terminal import (
     stdout_console,
 )
 from ragspec.config import REFERENCE_TARGET, DraftingConfig, EncoderConfig, EngineConfig, TargetConfig
-from ragspec.core import SamplingParams
+from ragspec.core import Document, SamplingParams
 from ragspec.engine.engine import Engine
 from ragspec.engine.loading import load_engine
 from ragspec.errors import InputError
@@ -52,7 +53,6 @@ QUESTIONS = (
 """Some in the words the reference target was trained on, some not; pairwise, ChainMap and re.sub were kept out of training."""
 
 _WARM_UP = "What is the zen of Python?"
-_MAX_TOKENS = 96
 _KV_TOKENS = 8192
 
 
@@ -101,22 +101,27 @@ class Totals(NamedTuple):
 
 
 def run_demo(
-    target: str | None, num_questions: int, temperature: float, seed: int | None, *, interactive: bool, as_json: bool
+    corpus: Sequence[tuple[str, str]],
+    target: str | None,
+    num_questions: int,
+    params: SamplingParams,
+    *,
+    interactive: bool,
+    as_json: bool,
 ) -> int:
-    """0 when every pair of outputs was identical, else 1. Raises: RagspecError."""
+    """Over `corpus`, names and texts. 0 when every pair of outputs was identical, else 1. Raises: RagspecError."""
     begin = perf_counter()
-    params = SamplingParams(max_tokens=_MAX_TOKENS, temperature=temperature, seed=seed)
     target_config = TargetConfig(model=target or REFERENCE_TARGET)
     stay_offline(target_config.model)
     console = stderr_console() if as_json else stdout_console()
     view = DemoView(console)
     view.title()
-    retriever = _load_retriever(console)
+    retriever = _load_retriever(console, [Document(name, text, title=name) for name, text in corpus])
     engine = _load_engine(console, target_config)
     prompts = PromptBuilder(engine.target.tokenizer, engine.target.max_context_tokens)
     with Pipeline(retriever, engine, prompts) as pipeline:
         demo = _Demo(pipeline, view, params)
-        with stage(console, "Warming up", "ready") as ready:
+        with stage(console, "ready", "Warming up") as ready:
             demo.warm_up()
             ready.detail = "both decoders warmed up"
         pairs = [
@@ -181,21 +186,18 @@ class _Demo:
             return asyncio.run(stream_answer(self._pipeline, question, self._params, speculation, show))
 
 
-def _load_retriever(console: Console) -> Retriever:
-    with stage(console, "Loading the encoder", "encoder") as loaded:
+def _load_retriever(console: Console, documents: list[Document]) -> Retriever:
+    with stage(console, "encoder", "Loading the encoder") as loaded:
         encoder = Encoder.load(EncoderConfig())
         loaded.detail = f"{encoder.identity.id}, {encoder.dimension} dimensions"
-    with stage(console, "Reading the documentation of this Python", "documents") as read:
-        documents = demo_documents()
-        read.detail = f"{len(documents):,} docstrings of the standard library"
-    with stage(console, "Opening the index", "index") as opened:
-        store = open_demo_index(console, encoder, documents, cache_folder())
-        opened.detail = f"{len(store):,} passages, generation {store.generation}"
-    return Retriever(encoder, store)
+    with stage(console, "index") as opened:
+        retriever = demo_retriever(console, encoder, documents, cache_folder())
+        opened.detail = f"{len(documents):,} docstrings of this Python, {count_passages(documents):,} passages"
+    return retriever
 
 
 def _load_engine(console: Console, config: TargetConfig) -> Engine:
-    with stage(console, "Loading the target, testing its numerics, measuring its costs", "target") as loaded:
+    with stage(console, "target", "Loading the target, testing its numerics, measuring its costs") as loaded:
         engine = load_engine(config, EngineConfig(max_kv_tokens=_KV_TOKENS), DraftingConfig())
         millions = engine.target.num_parameters / 1e6
         loaded.detail = f"{millions:.1f}M parameters, {config.dtype}; bitwise self-test passed"

@@ -40,7 +40,7 @@ class DemoView:
     def question(self, question: str, label: str) -> None:
         self._console.print()
         self._console.print(Rule(Text(label, "dim"), align="left", style="dim"))
-        self._console.print(Padding(Text(safe(question), "bold"), _INDENT))
+        self._console.print(Padding(Text(safe(question), "bold"), _INDENT, expand=False))
 
     @contextmanager
     def live_answer(self) -> Iterator[Callable[[str], None]]:
@@ -49,11 +49,15 @@ class DemoView:
         if not self._console.is_terminal:
             yield lambda _: None
             return
-        with Live(Padding(text, _INDENT), console=self._console, transient=True, refresh_per_second=30):
-            yield lambda piece: text.append(safe(piece)) and None
+        with Live(Padding(text, _INDENT, expand=False), console=self._console, transient=True, refresh_per_second=30):
+
+            def show(piece: str) -> None:
+                text.append(safe(piece))
+
+            yield show
 
     def pair(self, fast: Answer, plain: Answer, identical: bool) -> None:
-        self._console.print(Padding(answer_text(fast), _INDENT))
+        self._console.print(Padding(answer_text(fast), _INDENT, expand=False))
         print_sources(self._console, fast)
         stats, plain_s = fast.stats.generation, plain.stats.generation.decode_s
         verdict = ("identical tokens", "green") if identical else ("DIFFERENT TOKENS", "bold red")
@@ -107,12 +111,12 @@ class DemoView:
             grid.add_row(name, value)
         self._console.print()
         self._console.print(Rule(Text("measured here and now", "dim"), align="left", style="dim"))
-        self._console.print(Padding(grid, _INDENT))
+        self._console.print(Padding(grid, _INDENT, expand=False))
 
     def next_steps(self) -> None:
         grid = Table.grid(padding=(0, 2))
         for command, purpose in (
-            ("ragspec index manual/ faq.jsonl --out my-index", "index your own documents"),
+            ("ragspec index manual/ --out my-index", "index your own documents"),
             ('ragspec ask "..." --index my-index', "ask them"),
             ("ragspec demo --interactive", "ask this index your own questions"),
             ("ragspec doctor", "what this machine can do"),
@@ -120,7 +124,7 @@ class DemoView:
             grid.add_row(Text(command, "cyan"), Text(purpose, "dim"))
         self._console.print()
         self._console.print(Rule(Text("next", "dim"), align="left", style="dim"))
-        self._console.print(Padding(grid, _INDENT))
+        self._console.print(Padding(grid, _INDENT, expand=False))
 
 
 def _ms(seconds: float) -> str:

@@ -9,6 +9,7 @@ async `__call__`; several calls run in one worker at once, so that an engine ins
 from __future__ import annotations
 
 import logging
+import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -30,6 +31,9 @@ _WORKER_SHARE = 0.9
 
 _MAX_TASK_RETRIES = 3
 """A task that kills its worker every time must not be tried without end, which is Ray Data's default."""
+
+_MODULE = re.compile(r"^(?:\w+\.)+(?=\w+: )")
+"""`package.module.` before the name of an error."""
 
 
 class PoolSize(NamedTuple):
@@ -91,13 +95,12 @@ def _set_up() -> None:
     context = DataContext.get_current()
     context.target_max_block_size = 1
     context.enable_progress_bars = False
-    logging.getLogger("ray.data").setLevel(logging.WARNING)
-    logging.getLogger("ray.data._internal.progress").setLevel(logging.ERROR)
+    for handler in logging.getLogger("ray.data").handlers:
+        if isinstance(handler, logging.StreamHandler):
+            handler.setLevel(logging.CRITICAL)  # Ray's own log files keep everything
 
 
-def _reason(error: BaseException) -> str:
-    """The last line of the innermost cause, which is where Ray puts what really happened."""
-    while error.__cause__ is not None:
-        error = error.__cause__
+def _reason(error: RayError) -> str:
+    """The last line of Ray's message, which is where it puts what really happened, without the module's name."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[-1] if lines else type(error).__name__
+    return _MODULE.sub("", lines[-1]) if lines else type(error).__name__

@@ -8,11 +8,11 @@ nothing is drafted where nothing pays.
 from __future__ import annotations
 
 import logging
-from bisect import bisect_left
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from typing import ParamSpec, TypeVar
 
+from ragspec.drafting.costs import CostTable
 from ragspec.drafting.drafter import Drafted, Drafter
 from ragspec.tree import DraftTree
 
@@ -20,61 +20,6 @@ log = logging.getLogger(__name__)
 
 P = ParamSpec("P")
 T = TypeVar("T")
-
-_REFINEMENT = 0.05
-"""Weight of one step against what was measured before."""
-
-_ROW_BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 256)
-
-
-class CostTable:
-    """Seconds of a forward by rows and context, measured at start, linear in between, refined while running."""
-
-    def __init__(self, seconds: dict[int, list[float]], rows: SequenceOf[int] = _ROW_BUCKETS) -> None:
-        """`seconds[context]` has one entry for each number of rows."""
-        self._rows = list(rows)
-        self._contexts = sorted(seconds)
-        self._seconds = {c: _rising(seconds[c]) for c in seconds}
-
-    @classmethod
-    def measure(cls, forward_s: Callable[[int, int], float], contexts: SequenceOf[int], max_rows: int) -> CostTable:
-        """`forward_s(rows, context)` runs one forward and returns its seconds; the fastest of three is what it costs."""
-        rows = [n for n in _ROW_BUCKETS if n <= max_rows]
-        seconds = {c: [min(forward_s(n, c) for _ in range(3)) for n in rows] for c in contexts}
-        return cls(seconds, rows)
-
-    def cost_s(self, num_rows: int, context: int) -> float:
-        """Expected seconds of one forward."""
-        column = self._column(context)
-        at = bisect_left(self._rows, num_rows)
-        if at == 0:
-            return column[0]
-        if at == len(self._rows):
-            last = column[-1] - column[-2] if len(column) > 1 else column[-1]
-            width = self._rows[-1] - self._rows[-2] if len(column) > 1 else self._rows[-1]
-            return column[-1] + last / width * (num_rows - self._rows[-1])
-        low, high = self._rows[at - 1], self._rows[at]
-        share = (num_rows - low) / (high - low)
-        return column[at - 1] * (1 - share) + column[at] * share
-
-    def refine(self, num_rows: int, context: int, seconds: float) -> None:
-        """Move the nearest measurements a little towards what a forward has just taken."""
-        column = self._column(context)
-        ratio = min(2.0, max(0.5, seconds / self.cost_s(num_rows, context)))
-        at = min(bisect_left(self._rows, num_rows), len(self._rows) - 1)
-        for i in {at, max(0, at - 1)} if self._rows[at] != num_rows else {at}:
-            column[i] *= ratio**_REFINEMENT
-        _rising(column)
-
-    def _column(self, context: int) -> list[float]:
-        return self._seconds[min(self._contexts, key=lambda c: abs(c - context))]
-
-
-def _rising(seconds: list[float]) -> list[float]:
-    """Measurements are noisy; more rows never cost less."""
-    for i in range(len(seconds) - 2, -1, -1):
-        seconds[i] = min(seconds[i], seconds[i + 1])
-    return seconds
 
 
 class Planner:

@@ -25,7 +25,7 @@ from ragspec.engine.admission import Admission
 from ragspec.engine.batch import Batch, Work
 from ragspec.engine.collect import Collector, tell
 from ragspec.engine.scheduler import Scheduler
-from ragspec.engine.sequence import Sequence
+from ragspec.engine.sequence import Listener, Sequence
 from ragspec.engine.target import Target
 from ragspec.errors import EngineClosed, InputError
 from ragspec.tree import DraftTree
@@ -33,14 +33,13 @@ from ragspec.verification.verify import verify
 
 log = logging.getLogger(__name__)
 
-Listener = Callable[[Delta], None]
-
 
 class Engine:
     """Continuous batching of draft trees over one target. Thread-safe from the outside."""
 
     def __init__(self, target: Target, planner: Planner, admission: Admission, config: EngineConfig) -> None:
         self.target = target
+        self.fingerprint = admission.fingerprint
         self._planner = planner
         self._admission = admission
         self._scheduler = Scheduler(target.pool, config)
@@ -52,10 +51,6 @@ class Engine:
         self._thread = threading.Thread(target=self._run, name="ragspec-engine", daemon=True)
         self._thread.start()
         atexit.register(self.close)
-
-    @property
-    def fingerprint(self) -> str:
-        return self._admission.fingerprint
 
     # -- from any thread ---------------------------------------------------------------------------------------------
 
@@ -69,13 +64,12 @@ class Engine:
     def _submit(self, requests: SequenceOf[Request], listener: Listener) -> None:
         """All of them or, when one is refused, none."""
         admitted = {request.id: self._admission.sequences(request, listener) for request in requests}
-        if len(admitted) < len(requests):
-            raise InputError("two of the requests have the same id")
         with self._lock:
             if self._closed:
                 raise EngineClosed("the engine is closed")
-            if taken := self._ids.intersection(admitted):
-                raise InputError(f"a request with the id {min(taken)!r} is running already")
+            taken = sorted(self._ids & admitted.keys())
+            if taken or len(admitted) < len(requests):
+                raise InputError(f"requests that run at once need different ids; in use already: {taken}")
             self._ids.update(admitted)
             self._commands.put(lambda: self._enqueue(admitted))
 
@@ -166,8 +160,7 @@ class Engine:
                 continue
             own_logits = batch.logits_of(i, logits)
             path, tokens = verify(tree, own_logits, sequence.sampler, sequence.most_tokens)
-            decided_at = [0, *path]
-            num_kept = sequence.commit(tokens, own_logits[decided_at])
+            num_kept = sequence.commit(tokens, own_logits[[0, *path]])
             batch.keep(i, path[:num_kept])
             self._account(sequence, tree, path, num_kept, num_tokens > 1)
 

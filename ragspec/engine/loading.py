@@ -12,12 +12,14 @@ import torch
 
 from ragspec.config import DraftingConfig, EngineConfig, TargetConfig
 from ragspec.drafting.copy import CopyDrafter
+from ragspec.drafting.costs import CostTable
 from ragspec.drafting.drafter import Drafter
-from ragspec.drafting.planner import CostTable, Planner
+from ragspec.drafting.planner import Planner
 from ragspec.engine.admission import Admission, SamplerFactory
 from ragspec.engine.engine import Engine
 from ragspec.engine.target import Target
 from ragspec.errors import ConfigError, ModelError
+from ragspec.numerics.attention import PAGE
 from ragspec.numerics.kv_cache import SequenceSlots
 from ragspec.numerics.linear import packing_available
 from ragspec.numerics.rows import Part, StepRows
@@ -76,8 +78,10 @@ def make_drafters(target: Target, drafting: DraftingConfig) -> list[Drafter]:
 
 def measure_costs(target: Target, max_rows: int) -> CostTable:
     """Seconds of a forward by rows, beside short and long contexts."""
-    contexts = [c for c in (128, 1024) if c + max_rows < target.max_context_tokens and 2 * c < target.pool.num_slots]
-    return CostTable.measure(_ForwardTimer(target).seconds, contexts or [16], min(max_rows, 128))
+    room = min(target.max_context_tokens, target.pool.num_slots - PAGE)
+    max_rows = min(max_rows, 128, room // 2)
+    contexts = [c for c in (128, 1024) if c + max_rows <= room] or [room // 2]
+    return CostTable.measure(_ForwardTimer(target).seconds, contexts, max_rows)
 
 
 class _ForwardTimer:

@@ -21,6 +21,8 @@ from ragspec.verification.sampling import Sampler, logprob
 
 log = logging.getLogger(__name__)
 
+Listener = Callable[[Delta], None]
+
 
 class Limits(NamedTuple):
     """Where an output must end: any of `eos_ids`, or `max_tokens` tokens (the request's, or what the context holds)."""
@@ -39,7 +41,7 @@ class Sequence:
         sampler: Sampler,
         text: OutputText,
         limits: Limits,
-        listener: Callable[[Delta], None],
+        listener: Listener,
     ) -> None:
         self.request = request
         self.choice = choice
@@ -94,7 +96,7 @@ class Sequence:
                 self._logprobs.append(logprob(logits[i], token, params.logprobs))
             if token in self.limits.eos_ids and not params.ignore_eos:
                 self.finish_reason = FinishReason.STOP
-            elif self._text.push(token):
+            elif self._text.push(token, may_stop=self.num_output > params.min_tokens):
                 self.finish_reason = FinishReason.STOP
             elif self.num_output >= self.limits.max_tokens:
                 self.finish_reason = FinishReason.LENGTH

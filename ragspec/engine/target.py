@@ -82,6 +82,7 @@ class Target:
         text_config = model.config.get_text_config()
         self.vocab_size: int = text_config.vocab_size
         longest = int(text_config.max_position_embeddings)
+        self._num_positions = longest
         self.max_context_tokens = min(config.max_context_tokens or longest, longest)
         self.eos_ids = _eos_ids(model, tokenizer)
         self.shapes = _attention_shapes(text_config)
@@ -98,7 +99,8 @@ class Target:
         """
         dtype = getattr(torch, config.dtype)
         path = config.model
-        if Path(path).exists() and not (Path(path) / "config.json").is_file():
+        is_path = Path(path).exists() or path.startswith(("/", "./", "../"))
+        if is_path and not (Path(path) / "config.json").is_file():
             raise ModelError(f"{path} is not a model directory: it has no config.json")
         try:
             AutoConfig.from_pretrained(path)
@@ -115,6 +117,7 @@ class Target:
 
         Shapes: token_ids int32 [N], rows of N, wanted int32 [W] row numbers -> float32 [W, V].
         """
+        assert rows.positions.max() < self._num_positions, "the kernel reads its table of rotations unchecked"
         with torch.inference_mode():
             hidden = self._hidden(torch.from_numpy(token_ids.astype(np.int64)), rows)  # [N, H]
             if len(wanted) < len(token_ids):

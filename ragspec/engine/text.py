@@ -28,6 +28,7 @@ class OutputText:
         self._known = 0  # characters of the text from `prefix` on that are in `_text` already
         self._text = ""
         self._sent = 0
+        self._search_from = 0
         self._stopped = False
 
     @property
@@ -35,8 +36,8 @@ class OutputText:
         """Everything certain so far."""
         return self._text
 
-    def push(self, token_id: int) -> bool:
-        """Add a token; True when a stop string has just been completed."""
+    def push(self, token_id: int, may_stop: bool = True) -> bool:
+        """Add a token; True when a stop string has just been completed. Not `may_stop`: one completed so far never counts."""
         self._ids.append(token_id)
         window = self._decode(self._ids[self._prefix :])
         unfinished = window.endswith(_UNFINISHED)
@@ -45,6 +46,8 @@ class OutputText:
         piece = window[self._known : len(window) - unfinished]  # the last one may still become a character
         self._prefix, self._read = self._read, len(self._ids)
         self._known = len(self._decode(self._ids[self._prefix :])) - unfinished
+        if not may_stop:
+            self._search_from = len(self._text) + len(piece)
         return self._append(piece)
 
     def finish(self) -> None:
@@ -65,7 +68,7 @@ class OutputText:
         return piece
 
     def _append(self, piece: str) -> bool:
-        start = max(0, len(self._text) - self._longest_stop)
+        start = max(self._search_from, len(self._text) - self._longest_stop)
         self._text += piece
         if not self._longest_stop:
             return False

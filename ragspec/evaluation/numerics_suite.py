@@ -14,7 +14,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
 from ragspec.config import EngineConfig, TargetConfig
-from ragspec.drafting.planner import CostTable, Planner
+from ragspec.drafting.costs import CostTable
+from ragspec.drafting.planner import Planner
 from ragspec.engine.admission import Admission
 from ragspec.engine.engine import Engine
 from ragspec.engine.target import Target
@@ -51,11 +52,12 @@ class Size(NamedTuple):
             torch.manual_seed(0)
             return AutoModelForCausalLM.from_config(self.config, **options).eval()
 
-    def target(self, dtype: str) -> tuple[Target, Any]:
-        """A target and the model inside it."""
-        model = self.model(dtype, "ragspec")
+    def target(self, dtype: str) -> Target:
+        """Raises: ModelError."""
         config = TargetConfig.model_validate({"model": self.path, "dtype": dtype})
-        return Target(model, AutoTokenizer.from_pretrained(self.path), config, _KV_SLOTS), model
+        if self.config is None:
+            return Target.load(config, _KV_SLOTS)
+        return Target(self.model(dtype, "ragspec"), AutoTokenizer.from_pretrained(self.path), config, _KV_SLOTS)
 
     @property
     def max_context_tokens(self) -> int:
@@ -102,7 +104,7 @@ def numerics_suite(
     pairs = [(size, dtype) for size in sizes or sizes_of(config) for dtype in DTYPES]
     for number, (size, dtype) in enumerate(pairs, 1):
         name = f"{size.name} {dtype}"
-        target, _ = size.target(dtype)
+        target = size.target(dtype)
         passed[name] = self_test(target, target.max_context_tokens, dtype, torch.get_num_threads()).passed
         costs[name] = step_costs(target, size, dtype, effort.steps)
         against[name] = plain_against_generate(target, size, dtype, effort, seed)
@@ -122,9 +124,8 @@ def numerics_suite(
 
 def step_costs(target: Target, size: Size, dtype: str, repeats: int) -> Result:
     """For each number of rows: our milliseconds, the variant's, and the relative cost; medians of alternating steps."""
-    _, model = size.target(dtype)
     context = min(STEP_CONTEXT, (size.max_context_tokens - max(ROWS)) // 2)
-    variant = VariantStep(model, context, max(ROWS))
+    variant = VariantStep(size.model(dtype, "ragspec"), context, max(ROWS))
     costs: Result = {}
     for num_rows in ROWS:
         token_ids = np.arange(num_rows, dtype=np.int32) % target.vocab_size

@@ -47,24 +47,36 @@ def expected_accepted(tree: DraftTree, logits: NDArray[np.float32], temperature:
 class PathProbe:
     """Stands between an engine and its planner and target, and notes every step's expected acceptance.
 
-    One sequence at a time. Nothing the engine does is changed, and nothing here is timed.
+    One sequence at a time. Nothing the engine does is changed. The sums are formed when the next step is planned, not inside
+    the forward: the engine times that, to learn what rows cost.
     """
 
     def __init__(self, target: Target, planner: Planner, temperature: float) -> None:
         self._target, self._planner = target, planner
         self._temperature = temperature
         self._trees: list[DraftTree] = []
-        self.expected: list[float] = []
+        self._logits: NDArray[np.float32] | None = None
+        self._expected: list[float] = []
 
     def plan(self, *args: Any) -> list[DraftTree]:
+        self._settle()
         self._trees = self._planner.plan(*args)
         return self._trees
 
     def forward(self, *args: Any) -> NDArray[np.float32]:
-        logits = self._target.forward(*args)
-        for tree in self._trees:
-            self.expected.append(expected_accepted(tree, logits, self._temperature))
-        return logits
+        self._logits = self._target.forward(*args)
+        return self._logits
+
+    def take(self) -> list[float]:
+        """One number a step since the last call."""
+        self._settle()
+        taken, self._expected = self._expected, []
+        return taken
+
+    def _settle(self) -> None:
+        if self._logits is not None:
+            self._expected += [expected_accepted(tree, self._logits, self._temperature) for tree in self._trees]
+        self._trees, self._logits = [], None
 
 
 class _Instead:
@@ -104,8 +116,8 @@ def expected_acceptance_lengths(
             decode = EngineDecoder(engine, speculation=True, seed=seed, temperature=temperature)
             for case in cases[:_NUM_WARM_UP]:
                 decode(case)
-            probe.expected.clear()
+            probe.take()
             for case in cases:
                 decode(case)
-            lengths.append(1.0 + float(np.mean(probe.expected)))
+            lengths.append(1.0 + float(np.mean(probe.take())))
     return lengths

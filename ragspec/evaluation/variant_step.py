@@ -1,8 +1,8 @@
 """The fastest step that keeps no promise: our row-invariant parts swapped for the fastest kernels that are not.
 
 torch's scaled-dot-product attention over one dense cache takes the place of the paged kernel, and a single row is not padded.
-Everything else (packed linears, fused projections, transformers' own forward) stays, so the difference is the price of the
-promise. Only for timing: weights of the two models need not be the same, and nothing is ever decoded with this.
+Everything else (packed linears, fused projections, norms, the loop over layers) stays, so the difference is the price of the
+promise. Only for timing; nothing is ever decoded with this.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ragspec.numerics.layers import PagedAttention
+from ragspec.errors import ModelError
+from ragspec.numerics.layers import Decoder, PagedAttention, make_row_invariant
 from ragspec.numerics.linear import PackedLinear
 
 
@@ -51,51 +52,59 @@ class DenseAttention(nn.Module):
         self.shape, self.layer = paged.shape, paged.layer
         self.qkv, self.out = UnpaddedLinear(paged.qkv), UnpaddedLinear(paged.out)
 
-    def forward(self, hidden_states: Tensor, step: DenseStep, **_: Any) -> tuple[Tensor, None]:
+    def forward(self, x: Tensor, step: DenseStep) -> Tensor:
         heads, kv_heads, dim = self.shape.num_heads, self.shape.num_kv_heads, self.shape.head_dim
         group = heads // kv_heads
-        qkv = self.qkv(hidden_states[0]).view(-1, heads + 2 * kv_heads, dim)  # [N, heads, D]
+        qkv = self.qkv(x).view(-1, heads + 2 * kv_heads, dim)  # [N, heads, D]
         num_rows, end = len(qkv), step.start + len(qkv)
-        x = qkv[:, : heads + kv_heads]
-        turned = torch.cat([-x[..., dim // 2 :], x[..., : dim // 2]], -1)
-        x = x * step.cos + turned * step.sin
+        qk = qkv[:, : heads + kv_heads]
+        turned = torch.cat([-qk[..., dim // 2 :], qk[..., : dim // 2]], -1)
+        qk = qk * step.cos + turned * step.sin
         keys, values = step.keys[self.layer], step.values[self.layer]
-        keys[0, :, step.start : end] = x[:, heads:].transpose(0, 1)
+        keys[0, :, step.start : end] = qk[:, heads:].transpose(0, 1)
         values[0, :, step.start : end] = qkv[:, heads + kv_heads :].transpose(0, 1)
-        q = x[:, :heads].view(num_rows, kv_heads, group, dim).permute(1, 2, 0, 3).reshape(1, kv_heads, -1, dim)
+        q = qk[:, :heads].view(num_rows, kv_heads, group, dim).permute(1, 2, 0, 3).reshape(1, kv_heads, -1, dim)
         mask = None if step.mask is None else step.mask.repeat(group, 1)
         out = F.scaled_dot_product_attention(
             q, keys[:, :, :end], values[:, :, :end], attn_mask=mask, scale=self.shape.scale
         )
-        out = out.view(kv_heads, group, num_rows, dim).permute(2, 0, 1, 3).reshape(1, num_rows, heads * dim)
-        return self.out(out), None
+        out = out.view(kv_heads, group, num_rows, dim).permute(2, 0, 1, 3).reshape(num_rows, heads * dim)
+        return cast(Tensor, self.out(out))
 
 
 class VariantStep:
-    """Takes over a model that was made row-invariant, and undoes that."""
+    """Takes over an untouched transformers model of a kind the engine knows whole.
+
+    Raises: ModelError for any other.
+    """
 
     def __init__(self, model: Any, context: int, max_rows: int) -> None:
+        dtype, end = next(model.parameters()).dtype, context + max_rows
+        with torch.inference_mode():
+            self._cos, self._sin = model.model.rotary_emb(torch.zeros(1, dtype=dtype), torch.arange(end)[None])
+        make_row_invariant(model, end)
+        if not isinstance(model.model, Decoder):
+            raise ModelError(f"no variant step for {type(model).__name__}: its decoder is not replaced as a whole")
         _swap(model)
-        self._model = model
+        self._decoder, self._head = model.model, model.lm_head
         self._context = context
-        attentions = [m for m in model.modules() if isinstance(m, DenseAttention)]
-        dtype = next(model.parameters()).dtype
-        shapes = [(1, a.shape.num_kv_heads, context + max_rows, a.shape.head_dim) for a in attentions]
-        self._keys = [torch.zeros(shape, dtype=dtype) for shape in shapes]
-        self._values = [torch.zeros(shape, dtype=dtype) for shape in shapes]
+        shapes = [m.shape for m in model.modules() if isinstance(m, DenseAttention)]
+        self._keys, self._values = (
+            [torch.zeros(1, shape.num_kv_heads, end, shape.head_dim, dtype=dtype) for shape in shapes] for _ in range(2)
+        )
 
     def forward(self, token_ids: Tensor) -> Tensor:
-        """One step of N rows after the context. Shapes: int64 [N] -> [N, V]."""
+        """One step of N rows after a context of zeros. Shapes: int64 [N] -> [N, V]."""
         num_rows, start = len(token_ids), self._context
-        positions = torch.arange(start, start + num_rows)[None]
+        end = start + num_rows
         with torch.inference_mode():
-            cos, sin = self._model.model.rotary_emb(self._keys[0], positions)
-            visible = torch.ones(num_rows, start + num_rows, dtype=torch.bool).tril(start) if num_rows > 1 else None
-            step = DenseStep(self._keys, self._values, start, cos[0][:, None], sin[0][:, None], visible)
-            hidden = self._model.model(
-                input_ids=token_ids[None], position_ids=positions, use_cache=False, step=step
-            ).last_hidden_state[0]
-            return cast(Tensor, self._model.lm_head(hidden))
+            cos, sin = self._cos[0, start:end, None], self._sin[0, start:end, None]
+            visible = torch.ones(num_rows, end, dtype=torch.bool).tril(start) if num_rows > 1 else None
+            step = DenseStep(self._keys, self._values, start, cos, sin, visible)
+            x = self._decoder.embedding(token_ids)  # [N, H]
+            for layer in self._decoder.layers:
+                x = layer(x, step)
+            return cast(Tensor, self._head(self._decoder.norm(x)))
 
 
 def _swap(module: nn.Module) -> None:

@@ -146,7 +146,7 @@ def test_stop_wins_over_length_at_the_same_token(case: tuple[Target, SamplingPar
 
 
 def with_eos(case: tuple[Target, SamplingParams, Plain], bias: float) -> SamplingParams:
-    target, params, _ = case
+    params = case[1]
     return replace(params, logit_bias={**params.logit_bias, EOS: bias})
 
 

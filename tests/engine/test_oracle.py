@@ -113,7 +113,8 @@ def test_every_drafter_alone_and_in_a_ragged_batch(tiny: Tiny, name: str, dtype:
         for completions in (together, alone):
             accepted, drafted = total(completions, "num_accepted"), total(completions, "num_drafted")
             if kind in ("perfect", "half"):
-                assert accepted > 0.5 * total(completions, "num_output_tokens"), kind
+                share = 0.7 if kind == "perfect" else 0.4
+                assert accepted > share * total(completions, "num_output_tokens"), kind
             if kind in ("off", "raises"):
                 assert drafted == 0
             if kind == "wrong":
@@ -143,9 +144,7 @@ def test_chunked_prefill(tiny: Tiny, max_step_tokens: int, prefix_cache: bool) -
         expected = truth(target, requests, name)
         for which in ("perfect", "random"):
             drafter = drafters(target, expected)[which]
-            with tiny_engine(
-                target, [drafter], max_step_tokens=max_step_tokens, prefix_cache=prefix_cache
-            ) as engine:
+            with tiny_engine(target, [drafter], max_step_tokens=max_step_tokens, prefix_cache=prefix_cache) as engine:
                 assert_equal(engine.generate(requests), expected)
                 again = engine.generate(requests)
                 assert_equal(again, expected)

@@ -124,7 +124,17 @@ class Bookkeeper:
 def test_thousands_of_random_operations_leak_nothing(seed: int) -> None:
     """A slot with two owners, a page never given back, one tenant's text found by another."""
     book = Bookkeeper(seed)
-    steps = [book.start, book.grow, book.grow, book.grow, book.roll_back, book.remember, book.end, book.purge, book.evict]
+    steps = [
+        book.start,
+        book.grow,
+        book.grow,
+        book.grow,
+        book.roll_back,
+        book.remember,
+        book.end,
+        book.purge,
+        book.evict,
+    ]
     weights = [4, 4, 4, 4, 2, 2, 1, 1, 1]
     for i in range(2500):
         book.random.choices(steps, weights)[0]()

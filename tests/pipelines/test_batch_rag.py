@@ -22,10 +22,11 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 from tiny_target import SENTENCES, save_model
+from typer.testing import CliRunner, Result
 
 from pipelines.batch_input import BadRow, Checks, Span, check_rows, find_inputs, read_span
 from pipelines.batch_output import JsonLines, OutputFolder
-from pipelines.batch_rag import Job, run
+from pipelines.batch_rag import Job, app, run
 from pipelines.batch_rows import parse_row
 from ragspec.config import ChunkingConfig, EncoderConfig, load_config
 from ragspec.core import Document, SamplingParams
@@ -314,6 +315,55 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def called(*arguments: str) -> Result:
+    return CliRunner().invoke(app, list(arguments))
+
+
+def test_a_job_of_wrong_rows_says_so_and_ends_well(place: Path, tmp_path: Path) -> None:
+    """Wrong rows are taken for a failed job, or `--strict` for nothing; Ray is started for no row at all."""
+    inputs = write_lines(tmp_path / "q.jsonl", [{"id": "a"}, "b", {"id": "a", "question": "x"}, chat_row("c", "")])
+    usual = ["--config", str(place / "config.yaml"), "--input", str(inputs), "--out", str(tmp_path / "out")]
+    result = called(*usual)
+    assert result.exit_code == 0
+    summary = json.loads(result.stdout.splitlines()[-1])
+    assert (summary["rows"], summary["failed"], summary["answered"], summary["skipped"]) == (4, 4, 0, 0)
+    assert "4 rows have no answer" in result.stderr
+    assert called(*usual, "--strict").exit_code == 1
+    plain, chat = read_lines(tmp_path / "out" / "errors.jsonl")[::3]
+    assert plain == {
+        "id": "a",
+        "source": "q.jsonl",
+        "row": 1,
+        "code": "invalid_row",
+        "reason": "the row has no question",
+    }
+    assert (chat["custom_id"], chat["response"]["status_code"], chat["error"]) == ("c", 400, None)
+    assert chat["response"]["body"]["error"]["message"] == "the question is empty"
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        (["--input", "no.jsonl"], "there is no input"),
+        (["--index", "nowhere"], "nowhere"),
+        (["--out", "in/out"], "would become input"),
+        (["--max-tokens", "0"], "generation.max_tokens"),
+        (["--config", "no.yaml"], "cannot read the configuration"),
+    ],
+)
+def test_a_job_that_cannot_begin_says_why_in_one_line(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: list[str], reason: str
+) -> None:
+    """A traceback, or an answer folder made for nothing known."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "in").mkdir()
+    write_lines(tmp_path / "in" / "q.jsonl", plain_rows(1))
+    result = called("--config", str(place / "config.yaml"), "--input", "in", "--out", "out", *options)
+    assert result.exit_code == 1
+    assert reason in result.stderr
+    assert (len(result.stderr.splitlines()), result.stdout) == (1, "")
+
+
 def job(place: Path, inputs: Path, out: Path, num_engines: int = 1) -> Job:
     return Job(inputs, out, load_config(place / "config.yaml"), SEED, num_engines, resume=True, address="local")
 
@@ -454,7 +504,7 @@ def test_a_killed_job_is_finished_by_running_it_again(
         for pid in {"driver": [process.pid], "worker": workers, "everything": [*everyone, process.pid]}[victim]:
             os.kill(pid, signal.SIGKILL)
         code = process.wait(300)
-        wait_for(lambda: not alive(everyone), "the end of the job's Ray", 60)
+        wait_for(lambda: not alive(workers), "the end of the engines", 60)
     finally:
         process.kill()
         for pid in alive(everyone):
@@ -535,8 +585,6 @@ def test_a_job_is_submitted_to_a_guarded_cluster(cluster: dict[str, str], place:
     work = tmp_path / "work"
     work.mkdir()
     write_lines(work / "q.jsonl", [{"id": f"q{n}", "question": question} for n, question in enumerate(QUESTIONS[:6])])
-    config = {"retriever.index_dir": str(place / "index")}
-    assert config
     submit = ["ray", "job", "submit", "--address", cluster["ADDRESS"], "--working-dir", str(work), "--"]
     arguments = ["--config", str(place / "config.yaml"), "--input", "q.jsonl"]
     job_command = [*submit, "python", "-m", "pipelines.batch_rag", *arguments]

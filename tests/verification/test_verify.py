@@ -127,7 +127,7 @@ def test_the_walk_stops_at_the_last_allowed_token(always: Callable[..., object])
 def test_the_walk_asks_for_each_token_once(always: Callable[..., object]) -> None:
     """A sampler with state (penalties, key index) was asked about rows that are not on the path."""
     tree, _ = tree_of([(5,), (4,), (5, 6), (4, 9)])
-    logits, sampler = always([5, 6, 1, 2, 3])  # type: ignore[misc]
+    logits, _ = always([5, 6, 1, 2, 3])  # type: ignore[misc]
     asked: list[int] = []
 
     def counting(row: np.ndarray) -> int:

@@ -1,0 +1,296 @@
+"""The copy drafter: each way to a place to copy from, provenance, learning, and what it keeps of earlier answers."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from tiny_target import SENTENCES, tiny_tokenizer
+
+from ragspec.core import CopySource, Request, SourceKind
+from ragspec.drafting.copy import CopyDrafter
+from ragspec.tree import DraftTree, Proposal
+
+EOS = 1
+PASSAGE = "The mill needs water. The bridge was built in 1874 — by 12 people. Rain is water, too."
+INPUT = "She have said that the river rise in the hills every spring of the year."
+
+
+@functools.cache
+def tokenizer() -> Any:
+    return tiny_tokenizer()
+
+
+def ids(text: str) -> list[int]:
+    return list(tokenizer()(text, add_special_tokens=False).input_ids)
+
+
+@dataclass
+class Writing:
+    """A sequence whose output is written by the test."""
+
+    sources: tuple[CopySource, ...] = ()
+    salt: str = ""
+    name: str = "a"
+    tokens: list[int] = field(default_factory=lambda: [300])
+    num_prompt: int = 1
+    most_tokens: int = 100
+
+    def __post_init__(self) -> None:
+        self.request = Request(self.name, (300,), sources=self.sources, salt=self.salt)
+
+    @property
+    def key(self) -> tuple[str, int]:
+        return self.name, 0
+
+    @property
+    def num_output(self) -> int:
+        return len(self.tokens) - self.num_prompt
+
+    def write(self, drafter: CopyDrafter, text: str) -> None:
+        """Token by token, as without speculation."""
+        for token in ids(text):
+            self.tokens.append(token)
+            drafter.observe(self, [token], None)
+
+
+def source(text: str, kind: SourceKind = SourceKind.PASSAGE, name: str = "p") -> CopySource:
+    return CopySource(kind, text, name)
+
+
+def drafting(*sources: CopySource, **options: Any) -> tuple[CopyDrafter, Writing]:
+    drafter, sequence = CopyDrafter(tokenizer(), (EOS,), **options), Writing(tuple(sources))
+    drafter.start(sequence)
+    return drafter, sequence
+
+
+def proposals(drafter: CopyDrafter, sequence: Writing, max_nodes: int = 48) -> list[Proposal]:
+    (found,) = drafter.propose([sequence], max_nodes)
+    for i, proposal in enumerate(found):
+        assert proposal.parent < i
+        above = found[proposal.parent].path_prob if proposal.parent >= 0 else 1.0
+        assert 0.0 < proposal.path_prob <= above
+    return found
+
+
+def branches(drafter: CopyDrafter, sequence: Writing) -> list[str]:
+    """The drafted texts, one a leaf."""
+    found = proposals(drafter, sequence)
+    tree = DraftTree(0)
+    tree.merge(found)
+    leaves = [node for node in range(1, len(tree)) if node not in tree.parents]
+    return [tokenizer().decode([tree.token_ids[n] for n in tree.ancestors(leaf)[1:]]) for leaf in leaves]
+
+
+def drafts(drafter: CopyDrafter, sequence: Writing, text: str) -> bool:
+    return any(branch.startswith(text) for branch in branches(drafter, sequence))
+
+
+@pytest.mark.parametrize("kind", [SourceKind.PASSAGE, SourceKind.INPUT, SourceKind.HISTORY, SourceKind.PREDICTION])
+def test_a_match_goes_on(kind: SourceKind) -> None:
+    """A text that is being repeated was not recognised."""
+    drafter, sequence = drafting(source(PASSAGE, kind))
+    sequence.write(drafter, "So: The bridge was")
+    assert drafts(drafter, sequence, " built in 1874 — by 12 people.")
+
+
+def test_the_output_repeats_itself() -> None:
+    """Lists and tables, where the output is its own best source."""
+    drafter, sequence = drafting()
+    sequence.write(drafter, "red sand 5; blue sand 5; red sand")
+    assert drafts(drafter, sequence, " 5; blue sand 5;")
+    found = proposals(drafter, sequence)
+    assert {(p.origin.source, p.origin.offset) for p in found} == {(-1, -1)}
+
+
+def test_several_places_give_branches_and_the_longest_match_leads() -> None:
+    """Only one place tried, or the last one instead of the one that agrees most."""
+    drafter, sequence = drafting(source("red mill stands. blue mill falls. old mill burns."))
+    sequence.write(drafter, "a blue mill")
+    texts = branches(drafter, sequence)
+    for text in (" falls", " stands", " burns"):
+        assert any(branch.startswith(text) for branch in texts)
+    best = max((p for p in proposals(drafter, sequence) if p.parent < 0), key=lambda p: p.path_prob)
+    assert best.token_id == ids(" falls")[0]
+
+
+def test_the_start_of_an_input_or_prediction() -> None:
+    """A correction begins with the sentence to be corrected; nothing was drafted until two tokens were out."""
+    for kind in (SourceKind.INPUT, SourceKind.PREDICTION):
+        drafter, sequence = drafting(source(INPUT, kind))
+        assert drafts(drafter, sequence, INPUT)
+    drafter, sequence = drafting(source("Rain is a", SourceKind.HISTORY))
+    assert branches(drafter, sequence) == []
+
+
+def test_an_opening_quote_starts_sentences() -> None:
+    """The first tokens of a quote match nothing yet; sentences of the passages are all there is to quote."""
+    drafter, sequence = drafting(source(PASSAGE))
+    sequence.write(drafter, 'It says: "')
+    for sentence in ("The mill needs water.", "The bridge was built", "Rain is water, too."):
+        assert drafts(drafter, sequence, sentence)
+    sequence.write(drafter, "Rain")
+    assert drafts(drafter, sequence, " is water, too.")
+
+
+def test_an_unchanged_input_ends_with_the_output() -> None:
+    """The last step of a copied input was not drafted: EOS follows it."""
+    drafter, sequence = drafting(source("A mill.", SourceKind.INPUT))
+    sequence.write(drafter, "A mill.")
+    assert EOS in [p.token_id for p in proposals(drafter, sequence) if p.parent < 0]
+
+
+@pytest.mark.parametrize("at", [4, 9])
+@pytest.mark.parametrize("edit", ["none", "replaced", "inserted", "removed"])
+def test_copying_goes_on_behind_an_edit(edit: str, at: int) -> None:
+    """One corrected token ended the copying until several tokens agreed again."""
+    drafter, sequence = drafting(source(INPUT, SourceKind.INPUT))
+    given, other = ids(INPUT), ids("Q")[0]
+    written, behind = {
+        "none": (given[:at], at),
+        "replaced": ([*given[:at], other], at + 1),
+        "inserted": ([*given[:at], other], at),
+        "removed": ([*given[:at], given[at + 1]], at + 2),
+    }[edit]
+    for token in written:
+        sequence.tokens.append(token)
+        drafter.observe(sequence, [token], None)
+    assert drafts(drafter, sequence, tokenizer().decode(given[behind : behind + 5]))
+
+
+def test_a_long_edit_finds_its_way_back() -> None:
+    """After an edit of many words copying never started again."""
+    drafter, sequence = drafting(source(INPUT, SourceKind.INPUT))
+    sequence.write(drafter, "She once told everybody in the old town, sand and stones, that the river")
+    assert drafts(drafter, sequence, " rise in the hills")
+
+
+def test_provenance_points_at_the_copied_text() -> None:
+    """A citation built on a draft named the wrong passage or the wrong characters."""
+    texts = [PASSAGE, *SENTENCES]
+    drafter, sequence = drafting(*(source(text, name=str(i)) for i, text in enumerate(texts)))
+    checked = 0
+    for written in ('"', "The mill", " the bridge was", " water", " 1874"):
+        sequence.write(drafter, written)
+        for proposal in proposals(drafter, sequence):
+            number, offset = proposal.origin.source, proposal.origin.offset
+            assert proposal.origin.drafter == "copy"
+            if number < 0:
+                continue
+            word = tokenizer().decode([proposal.token_id])
+            if "\ufffd" in word:
+                continue
+            found = texts[number][offset : offset + len(word)]
+            assert word in (found, " " + found[: len(word) - 1])
+            checked += 1
+    assert checked > 50
+
+
+def test_tails_have_no_provenance() -> None:
+    """The closing mark and number of a quote were attributed to the passage."""
+    drafter, sequence = drafting(source("A mill needs water.", name="p"))
+    sequence.write(drafter, '"A mill needs water.')
+    found = [p for p in proposals(drafter, sequence) if tokenizer().decode([p.token_id]).startswith('"')]
+    assert found
+    assert all((p.origin.source, p.origin.offset) == (-1, -1) for p in found)
+
+
+def test_no_draft_crosses_from_one_text_into_another() -> None:
+    """Two passages read as one run, or the separator itself proposed as a token."""
+    drafter, sequence = drafting(source("red mill", name="1"), source("blue hill", name="2"))
+    sequence.write(drafter, "the red mill")
+    assert not any("blue" in branch for branch in branches(drafter, sequence))
+    for text in ("", "the", " red", " blue hill"):
+        sequence.write(drafter, text)
+        assert all(0 <= p.token_id < len(tokenizer()) for p in proposals(drafter, sequence))
+
+
+def test_learning_moves_the_probabilities() -> None:
+    """Acceptance that never reaches the table leaves every draft at its prior."""
+    drafter, sequence = drafting(source(PASSAGE))
+    sequence.write(drafter, "The bridge was")
+    (first, *_) = [p for p in proposals(drafter, sequence) if p.parent < 0]
+    for _ in range(50):
+        drafter.learn(first.origin.feedback, False)
+    (lower, *_) = [p for p in proposals(drafter, sequence) if p.parent < 0]
+    for _ in range(400):
+        drafter.learn(first.origin.feedback, True)
+    (higher, *_) = [p for p in proposals(drafter, sequence) if p.parent < 0]
+    assert lower.path_prob < first.path_prob < higher.path_prob
+    drafter.learn(None, True)
+    drafter.learn("somebody else's note", True)
+
+
+def finish_one(drafter: CopyDrafter, text: str, salt: str, name: str) -> None:
+    sequence = Writing((), salt, name)
+    drafter.start(sequence)
+    sequence.write(drafter, text)
+    drafter.finish(sequence)
+
+
+def drafts_from_earlier(drafter: CopyDrafter, salt: str) -> bool:
+    sequence = Writing((), salt, "new")
+    drafter.start(sequence)
+    sequence.write(drafter, "Now the old mill")
+    found = drafts(drafter, sequence, " burned in 1921")
+    drafter.finish(Writing((), salt, "new"))
+    return found
+
+
+def test_earlier_answers_stay_with_their_tenant_and_can_be_purged() -> None:
+    """One tenant's answer drafted for another one, or kept after its deletion."""
+    drafter = CopyDrafter(tokenizer(), (EOS,), earlier_tokens=1000)
+    finish_one(drafter, "Yes, the old mill burned in 1921.", "one", "x")
+    assert drafts_from_earlier(drafter, "one")
+    assert not drafts_from_earlier(drafter, "two")
+    assert not drafts_from_earlier(drafter, "")
+    drafter.purge("two")
+    assert drafts_from_earlier(drafter, "one")
+    drafter.purge("one")
+    assert not drafts_from_earlier(drafter, "one")
+
+
+def test_earlier_answers_are_bounded_and_off_by_default() -> None:
+    """Memory that grows with every answer, or text kept that nobody allowed to be kept."""
+    silent = CopyDrafter(tokenizer(), (EOS,))
+    finish_one(silent, "Yes, the old mill burned in 1921.", "one", "x")
+    assert not drafts_from_earlier(silent, "one")
+    assert not silent._earlier
+    drafter = CopyDrafter(tokenizer(), (EOS,), earlier_tokens=60)
+    for i in range(30):
+        finish_one(drafter, f"Yes, the old mill burned in 1921, {i} times.", "one", f"x{i}")
+        assert 0 < sum(map(len, drafter._earlier["one"])) <= 60
+    finish_one(drafter, "water " * 200, "one", "long")
+    assert sum(map(len, drafter._earlier["one"])) <= 60
+
+
+def test_finished_sequences_are_forgotten() -> None:
+    """The text of a request stayed in memory after its end."""
+    drafter, sequence = drafting(source(PASSAGE))
+    drafter.finish(sequence)
+    drafter.finish(sequence)
+    assert not drafter._states
+
+
+@pytest.mark.parametrize("text", ["", " ", "\n", '"', "\u200d", "é" * 50, "a" * 5000])
+def test_odd_sources(text: str) -> None:
+    """An empty or one-character source broke the index of all the others."""
+    drafter, sequence = drafting(*(source(text, kind) for kind in SourceKind), source(PASSAGE))
+    proposals(drafter, sequence)
+    sequence.write(drafter, "The bridge was")
+    assert drafts(drafter, sequence, " built in 1874")
+
+
+def test_long_outputs_stay_cheap_and_right() -> None:
+    """The growing array of the output lost tokens when it was enlarged."""
+    drafter, sequence = drafting(source(PASSAGE))
+    for _ in range(40):
+        sequence.write(drafter, "sand and stones and rain and rivers, ")
+    assert sequence.num_output > 300
+    state = drafter._states[sequence.key]
+    assert state.tokens[-sequence.num_output :].tolist() == sequence.tokens[1:]
+    sequence.write(drafter, "The bridge was")
+    assert drafts(drafter, sequence, " built in 1874")
+    assert len(proposals(drafter, sequence, max_nodes=5)) <= 5 * 20

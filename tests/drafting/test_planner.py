@@ -1,0 +1,240 @@
+"""The planner: everything where rows are free, nothing where they cost more than they bring, and no drafter can harm it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import pytest
+from drafters import Quiet
+
+from ragspec.core import Request
+from ragspec.drafting.acceptance import AcceptanceTable
+from ragspec.drafting.costs import CostTable
+from ragspec.drafting.drafter import Drafted
+from ragspec.drafting.planner import Planner
+from ragspec.tree import DraftTree, Origin, Proposal
+
+FREE = CostTable({64: [1.0, 1.0]}, rows=(1, 2))
+DEAR = CostTable({64: [1.0, 2.0]}, rows=(1, 2))  # every row costs a whole step more
+
+
+@dataclass
+class Running:
+    """A sequence as drafters see it."""
+
+    name: str = "a"
+    tokens: list[int] = field(default_factory=lambda: [1, 2, 3])
+    num_prompt: int = 2
+    most_tokens: int = 100
+    speculation: bool = True
+
+    def __post_init__(self) -> None:
+        self.request = Request(self.name, tuple(self.tokens[: self.num_prompt]), speculation=self.speculation)
+
+    @property
+    def key(self) -> tuple[str, int]:
+        return self.name, 0
+
+    @property
+    def num_output(self) -> int:
+        return len(self.tokens) - self.num_prompt
+
+
+class Chain(Quiet):
+    """Drafts a chain of `tokens`, each as probable as given."""
+
+    def __init__(self, tokens: Sequence[int], prob: float, name: str = "chain") -> None:
+        super().__init__()
+        self.tokens, self.prob, self.name = tokens, prob, name
+        self.asked = 0
+        self.learned: list[tuple[object, bool]] = []
+
+    def draft(self, sequence: Drafted, max_nodes: int) -> list[Proposal]:
+        self.asked += 1
+        return [
+            Proposal(token, i - 1, self.prob ** (i + 1), Origin(self.name, feedback=token))
+            for i, token in enumerate(self.tokens[:max_nodes])
+        ]
+
+    def learn(self, feedback: object, accepted: bool) -> None:
+        self.learned.append((feedback, accepted))
+
+
+def plan(planner: Planner, *sequences: Running, spare: int = 100) -> list[DraftTree]:
+    return planner.plan(sequences, 0, spare)
+
+
+def test_everything_where_rows_are_free() -> None:
+    """Guesses thrown away that would have cost nothing."""
+    (tree,) = plan(Planner([Chain(range(10, 20), 0.3)], FREE, 12), Running())
+    assert tree.token_ids == [3, *range(10, 20)]
+
+
+def test_nothing_where_rows_cost_more_than_they_bring() -> None:
+    """Speculation that makes decoding slower."""
+    planner = Planner([Chain(range(10, 20), 0.9)], DEAR, 12)
+    assert plan(planner, Running())[0].token_ids == [3]
+    assert [tree.num_drafted for tree in plan(planner, Running("a"), Running("b"))] == [0, 0]
+
+
+def test_rows_are_taken_while_they_pay() -> None:
+    """A tree cut at a fixed size instead of where the next row costs more than it brings."""
+    costs = CostTable({64: [1.0, 1.0, 1.3, 3.0]}, rows=(1, 4, 5, 9))
+    (tree,) = plan(Planner([Chain(range(10, 20), 0.99)], costs, 12), Running())
+    assert tree.num_drafted == 3
+    (tree,) = plan(Planner([Chain([10], 0.05)], costs, 12), Running())
+    assert tree.num_drafted == 1
+
+
+def test_a_dear_step_is_worth_it_further_on() -> None:
+    """Growth stopped at the first row that does not pay, where the next block of rows is free."""
+    costs = CostTable({64: [1.0, 1.6, 1.6]}, rows=(1, 2, 16))
+    (tree,) = plan(Planner([Chain(range(10, 20), 0.99)], costs, 12), Running())
+    assert tree.num_drafted == 10
+
+
+def test_the_budget_goes_to_the_most_probable_nodes_of_all() -> None:
+    """The first sequence of a batch took all the rows."""
+
+    class Two(Chain):
+        def draft(self, sequence: Drafted, max_nodes: int) -> list[Proposal]:
+            self.prob = 0.2 if sequence.key[0] == "a" else 0.9
+            return super().draft(sequence, max_nodes)
+
+    trees = plan(Planner([Two(range(10, 20), 0.0)], FREE, 12), Running("a"), Running("b"), spare=4)
+    assert [tree.num_drafted for tree in trees] == [0, 4]
+    trees = plan(Planner([Chain(range(10, 20), 0.5)], FREE, 12), Running("a"), Running("b"), spare=5)
+    assert sorted(tree.num_drafted for tree in trees) == [2, 3]
+    assert plan(Planner([Chain([10], 0.5)], FREE, 12), Running(), spare=0)[0].num_drafted == 0
+
+
+def test_no_tree_is_larger_than_allowed() -> None:
+    """Several drafters together exceeded `max_tree_nodes`."""
+    drafters = [Chain(range(10 * n, 10 * n + 10), 0.9, f"d{n}") for n in range(1, 4)]
+    (tree,) = plan(Planner(drafters, FREE, 7), Running())
+    assert tree.num_drafted == 7
+
+
+def test_nothing_is_drafted_past_the_end_of_the_output() -> None:
+    """Rows, and positions, behind the last token that the request may have."""
+    drafter = Chain(range(10, 30), 0.9)
+    for most, expected in ((1, 0), (2, 1), (5, 4)):
+        (tree,) = plan(Planner([drafter], FREE, 50), Running(most_tokens=most))
+        assert tree.num_drafted == expected
+
+
+def test_drafters_are_merged_and_learn_their_own_nodes() -> None:
+    """Agreement counted twice, or a drafter taught by another one's nodes."""
+    one, two = Chain([10, 11], 0.9, "one"), Chain([10, 12], 0.5, "two")
+    planner = Planner([one, two], FREE, 12)
+    sequence = Running()
+    (tree,) = plan(planner, sequence)
+    assert sorted(tree.token_ids[1:]) == [10, 11, 12]
+    first, second = tree.child(0, 10), tree.child(tree.child(0, 10) or 0, 12)
+    assert first and second
+    planner.observe(sequence, tree, [first, second], [10, 12, 50])
+    assert one.learned == [(10, True), (11, False)]
+    assert two.learned == [(12, True)]
+    assert one.observed == two.observed == {("a", 0): [10, 12, 50]}
+
+
+def test_nodes_behind_a_miss_teach_nothing() -> None:
+    """Guesses that nobody could judge counted as wrong."""
+    drafter = Chain([10, 11, 12], 0.9)
+    planner = Planner([drafter], FREE, 12)
+    (tree,) = plan(planner, Running())
+    planner.observe(Running(), tree, [1], [10, 77])
+    assert drafter.learned == [(10, True), (11, False)]
+
+
+def test_a_sequence_for_which_nothing_is_found_is_asked_less_and_less() -> None:
+    """Looking for drafts in vain at every step costs what speculation was to save."""
+    drafter = Chain([], 0.5)
+    planner = Planner([drafter], FREE, 12)
+    asked = []
+    for _ in range(60):
+        before = drafter.asked
+        plan(planner, Running())
+        asked.append(drafter.asked - before)
+    gaps = [b - a for a, b in zip(steps(asked), steps(asked)[1:], strict=False)]
+    assert gaps[0] == 2
+    assert gaps == sorted(gaps)
+    assert gaps[-1] == 9
+    drafter.tokens = [5, 6]
+    for _ in range(10):
+        (tree,) = plan(planner, Running())
+    assert tree.num_drafted == 2
+    assert plan(planner, Running())[0].num_drafted == 2  # awake again at every step
+    planner.finish(Running())
+    assert not planner._idle
+
+
+def steps(asked: list[int]) -> list[int]:
+    return [i for i, was in enumerate(asked) if was]
+
+
+@pytest.mark.parametrize("method", ["start", "propose", "observe", "learn", "finish", "purge"])
+def test_exceptions_are_contained(method: str, caplog: pytest.LogCaptureFixture) -> None:
+    """One drafter's bug stopped the others, or the step."""
+
+    class Broken(Chain):
+        pass
+
+    def fail(*_: object) -> None:
+        raise ZeroDivisionError("a bug")
+
+    broken, sound = Broken([9], 0.9, "broken"), Chain([10, 11], 0.9)
+    setattr(broken, method, fail)
+    planner = Planner([broken, sound], FREE, 12)
+    sequence = Running()
+    planner.start(sequence)
+    (tree,) = plan(planner, sequence)
+    assert {10, 11} <= set(tree.token_ids)
+    planner.observe(sequence, tree, [], [50])
+    planner.finish(sequence)
+    planner.purge("salt")
+    assert planner.num_failures == 1
+    assert sound.events == {"start": 1, "observe": 1, "learn": 0, "finish": 1}
+    assert "a drafter failed" in caplog.text
+
+
+def test_costs_rise_and_are_read_between_the_measurements() -> None:
+    """A noisy measurement makes more rows cheaper than fewer, and the planner drafts for their sake."""
+    costs = CostTable({100: [3.0, 2.0, 4.0], 1000: [5.0, 6.0, 8.0]}, rows=(1, 4, 8))
+    assert costs.cost_s(1, 100) == costs.cost_s(4, 0) == 2.0
+    assert costs.cost_s(6, 100) == pytest.approx(3.0)
+    assert costs.cost_s(12, 100) == pytest.approx(6.0)
+    assert costs.cost_s(8, 10**6) == 8.0
+    values = [costs.cost_s(n, 100) for n in range(1, 40)]
+    assert values == sorted(values)
+
+
+def test_costs_follow_what_steps_take() -> None:
+    """A table measured at start that never learns what the machine has become, or that one slow step turns over."""
+    costs = CostTable({100: [1.0, 2.0, 4.0], 1000: [5.0, 6.0, 8.0]}, rows=(1, 4, 8))
+    costs.refine(4, 100, 1000.0)
+    assert 2.0 < costs.cost_s(4, 100) < 2.2
+    for _ in range(400):
+        costs.refine(4, 100, 3.0)
+        costs.refine(12, 100, 3.0)
+    assert costs.cost_s(4, 100) == pytest.approx(3.0, rel=0.05)
+    assert costs.cost_s(12, 100) == pytest.approx(3.0, rel=0.1)
+    values = [costs.cost_s(n, 100) for n in range(1, 40)]
+    assert values == sorted(values)
+    assert costs.cost_s(4, 1000) == 6.0
+
+
+def test_acceptance_follows_what_happens() -> None:
+    """A table that does not learn, or never forgets."""
+    table = AcceptanceTable({"x": (0.2, 0.9), "y": (0.2, 0.9)}, max_length=4)
+    assert table.probability("x", 0) == pytest.approx(0.2)
+    assert 0.2 < table.probability("x", 2) < table.probability("x", 4) == table.probability("x", 99) < 0.9
+    for _ in range(300):
+        table.learn("x", 1, True)
+    assert table.probability("x", 1) > 0.95
+    assert table.probability("y", 1) < 0.9
+    for _ in range(1500):
+        table.learn("x", 1, False)
+    assert table.probability("x", 1) < 0.05
+    assert table.probability("x", 1) > 0.0

@@ -1,0 +1,97 @@
+"""A small data folder of the real files' shape, an encoder without weights and a random target: suites run in seconds."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tiny_target import save_model
+
+from ragspec.config import TargetConfig
+from ragspec.evaluation import cases, suites
+from ragspec.evaluation.generation_suite import Plan
+from ragspec.evaluation.suites import Settings
+from ragspec.retrieval.encoder import EncoderIdentity, FloatArray, Kind
+
+NUM_ARTICLES, NUM_HELD_OUT = 14, 10
+DIMENSION = 64
+
+
+class WordEncoder:
+    """Each word is a direction, so texts that share words are near."""
+
+    identity = EncoderIdentity(id="words", fingerprint="e" * 64, dimension=DIMENSION)
+
+    def encode(self, texts: Sequence[str], kind: Kind = "document") -> FloatArray:
+        return np.stack([self._vector(text) for text in texts])
+
+    def _vector(self, text: str) -> FloatArray:
+        vector = np.full(DIMENSION, 1e-3, np.float32)
+        for word in text.lower().split():
+            vector[hashlib.sha256(word.strip(".?").encode()).digest()[0] % DIMENSION] += 1.0
+        return vector / np.linalg.norm(vector)
+
+
+def paragraph(article: int) -> str:
+    """Sentences of all lengths the lists choose from."""
+    name = f"Town{article}"
+    short = [f"The old mill of {name} was built beside river number {i} in {1800 + article}." for i in range(14)]
+    long = (
+        f"Every spring the water carries sand and small stones from the hills of {name} down to the sea, and the people of "
+        "the valley clear the old bridge before the first boats arrive there."
+    )
+    return " ".join([*short, long])
+
+
+def _write_lines(path: Path, rows: Sequence[object]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(f"{row if isinstance(row, str) else json.dumps(row)}\n" for row in rows))
+
+
+@pytest.fixture(scope="session")
+def small_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("data")
+    articles, questions, corpus = [], [], []
+    for n in range(NUM_ARTICLES):
+        answer = f"{1800 + n}"
+        asked = {"id": f"q{n}", "question": f"When was the old mill of Town{n} built?", "answers": [{"text": answer}]}
+        articles.append({"title": f"Town{n}", "paragraphs": [{"context": paragraph(n), "qas": [asked]}]})
+        questions.append({"id": f"q{n}", "question": asked["question"], "answers": [answer], "gold": f"p{n}"})
+        corpus.append({"id": f"p{n}", "title": f"Town{n}", "text": paragraph(n), "source": "made up"})
+    distractor = {"id": "d0", "title": "Rain", "text": "A mill needs water, and water needs rain.", "source": "made up"}
+    _write_lines(folder / "squad/dev-v1.1.json", [{"data": articles}])
+    _write_lines(folder / "squad_open/questions_dev.jsonl", questions)
+    _write_lines(folder / "squad_open/corpus.jsonl", corpus)
+    _write_lines(folder / "squad_open/corpus_distractors.jsonl", [distractor])
+    _write_lines(folder / "jfleg/dev.src", ["She see the bridge . ", "A mill need water . ", "He go home . "])
+    for name in ("ref0", "ref1", "ref2", "ref3"):
+        _write_lines(folder / f"jfleg/dev.{name}", ["She saw the bridge .", "A mill needs water .", "He goes home ."])
+    _write_lines(folder / "pie_errorify/verbs.json", [{"carries": ["carry", "carried"]}])
+    _write_lines(folder / "pie_errorify/common_replaces.json", [{"people": {"peoples": 9}}])
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tiny_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random Llama with room for three passages."""
+    return save_model("llama", tmp_path_factory.mktemp("models") / "tiny", max_position_embeddings=2048)
+
+
+@pytest.fixture
+def settings(small_data: Path, tiny_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Settings:
+    """Two prompts of each part, short outputs, one run, all peers."""
+    for limit in ("RAG_TOKENS", "GRAMMAR_TOKENS", "NOTHING_TOKENS"):
+        monkeypatch.setattr(cases, limit, 24)
+    monkeypatch.setattr(suites.Encoder, "load", lambda config: WordEncoder())
+    return Settings(
+        target=TargetConfig(model=str(tiny_dir)),
+        data_dir=small_data,
+        cache_dir=tmp_path / "cache",
+        plan=Plan(num_runs=1, num_nothing=1),
+        quick=True,
+        num_prompts=2,
+    )

@@ -1,0 +1,182 @@
+"""Every suite runs from end to end on a random target, and its checks can fail."""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+from ragspec.config import DraftingConfig, TargetConfig
+from ragspec.core import Request
+from ragspec.engine.engine import Engine
+from ragspec.engine.loading import load_engine
+from ragspec.errors import ConfigError, InputError
+from ragspec.evaluation import suites, target_suite
+from ragspec.evaluation.cases import Case, nothing_to_copy_cases
+from ragspec.evaluation.comparison import SPECULATIVE, Timings
+from ragspec.evaluation.decoders import Decoder, Run
+from ragspec.evaluation.forced import ForcedAnswers, ForcedSampler
+from ragspec.evaluation.generation_suite import GenerationSuite, engine_config
+from ragspec.evaluation.numerics_suite import Size, numerics_suite
+from ragspec.evaluation.peers import TransformersDecoder, load_peer
+from ragspec.evaluation.report import KEYS, complete, rows
+from ragspec.evaluation.suites import Settings, run_suite
+from ragspec.evaluation.target_suite import Generate
+from ragspec.evaluation.variant_step import VariantStep
+from ragspec.numerics.kv_cache import SequenceSlots
+from ragspec.numerics.rows import Part, StepRows
+from ragspec.training.target_format import CHAT_TEMPLATE, question_messages
+from ragspec.verification.sampling import Sampler
+
+GENERATION_KEYS = (
+    "identical", "tokens_per_s", "speedup_vs_plain", "speedup_vs_generate", "speedup_vs_prompt_lookup",
+    "plain_vs_generate", "speedup_end_to_end", "acceptance_length", "bitwise", "peak_pss_mb", "nothing_to_copy",
+)  # fmt: skip
+
+
+def no_tick(stage: str, done: int, total: int) -> None:
+    assert 0 <= done <= total
+
+
+@pytest.fixture
+def engine(settings: Settings) -> Iterator[Engine]:
+    with load_engine(settings.target, engine_config(), DraftingConfig()) as engine:
+        yield engine
+
+
+@pytest.mark.parametrize("name", ["rag", "grammar"])
+def test_generation_suites_measure_everything(name: str, settings: Settings) -> None:
+    """Bug guarded: a key that is missing, or null where it was to be measured; any token that differs."""
+    outcome = run_suite(name, settings, no_tick)
+    result = complete(outcome.result | {"commit": "abc", "threads": 2})
+    assert set(KEYS) <= result.keys()
+    assert [key for key in (*GENERATION_KEYS, "t1_over_t0", "t1_bound") if result[key] is None] == []
+    assert result["identical"] is True and result["bitwise"] is True
+    assert result["num_prompts"] == (2 if name == "rag" else 6)
+    assert len(result["identical_counts"]) == 13
+    assert rows(result)
+
+
+def test_forced_gold_answers_are_what_is_decoded(settings: Settings) -> None:
+    """Bug guarded: forcing that is ignored, so the label lies; a random target never writes a quote by itself."""
+    outcome = run_suite("rag", dataclasses.replace(settings, forced="gold", peers=True), no_tick)
+    assert outcome.measured is not None
+    texts = [run.text for run in outcome.measured.greedy.runs[SPECULATIVE][0]]
+    assert all(text.startswith('"The old mill of Town') for text in texts)
+    assert outcome.result["agrees_with_generate"] == 1.0
+    assert "forced" in outcome.result["label"]
+    assert outcome.result["acceptance_length"] > 1.5
+    assert "t1_over_t0" not in outcome.result and "quality" not in outcome.result
+
+
+def test_forced_file_must_hold_every_prompt(settings: Settings, tmp_path: Path) -> None:
+    """Bug guarded: prompts without an answer decoded freely under the label "forced"."""
+    path = tmp_path / "answers.jsonl"
+    path.write_text('{"id": "q4", "answer": "yes"}\n')
+    with pytest.raises(InputError, match="no forced answer"):
+        run_suite("rag", dataclasses.replace(settings, forced=str(path)), no_tick)
+
+
+def test_identical_is_false_when_outputs_differ(settings: Settings) -> None:
+    """The check can fail: an engine whose output depends on speculation is found out."""
+
+    def by_speculation(request: Request, seed: int, choice: int) -> Sampler:
+        return ForcedSampler((40, 41, 42) if request.speculation else (40, 41, 43))
+
+    with load_engine(settings.target, engine_config(), DraftingConfig(), by_speculation) as engine:
+        cases = [Case("a", "a", tuple(range(20, 40)), (), 3)]
+        result = GenerationSuite(engine, cases, settings.plan).measure().result
+    assert result["identical"] is False
+    assert result["identical_counts"]["T=0 speculative alone"] == "0/1"
+    assert result["identical_counts"]["T=0 plain alone"] == "1/1"
+
+
+def test_peer_decodes_forced_answers_too(engine: Engine, settings: Settings) -> None:
+    """Bug guarded: a comparison of forced answers with whatever the peer says."""
+    forced = ForcedAnswers()
+    (case,) = nothing_to_copy_cases(engine.target.vocab_size, 64, 1, seed=3)
+    forced.force(case.id, (30, 31, 32, 30, 31, 32, *engine.target.eos_ids))
+    peer = load_peer(settings.target)
+    for options in ({}, {"prompt_lookup_num_tokens": 10}):
+        run = TransformersDecoder(peer, engine.target.eos_ids, forced, **options)(case)
+        assert run.token_ids == (30, 31, 32, 30, 31, 32, *engine.target.eos_ids)
+
+
+def test_numerics_suite_reports_both_types(settings: Settings) -> None:
+    """Bug guarded: a cost without its two times, or a type that was left out."""
+    sizes = [Size("target", settings.target.model)]
+    result = complete({"suite": "numerics"} | numerics_suite(settings.target, 0, True, no_tick, sizes))
+    assert result["bitwise"] is True
+    assert result["self_test"] == {"target float32": True, "target bfloat16": True}
+    assert result["plain_vs_generate"] == result["plain_vs_generate_1k"]["target float32"] > 0
+    cost = result["step_cost"]["target float32"]
+    assert cost["16 rows, cost"] == pytest.approx(cost["16 rows, ms"] / cost["16 rows, variant ms"] - 1, abs=1e-2)
+
+
+def test_variant_step_computes_the_same_function(engine: Engine, settings: Settings) -> None:
+    """Bug guarded: a "fastest variant" that is fast because it computes something else."""
+    context, num_rows = 40, 7
+    target = engine.target
+    variant = VariantStep(Size("target", settings.target.model).model("float32", "ragspec"), context, num_rows)
+    slots = SequenceSlots(target.pool)
+    slots.keep(*slots.reserve(context), list(range(context)))
+    for keys, values in zip(target.pool.keys, target.pool.values, strict=True):
+        keys[:] = 0.0
+        values[:] = 0.0
+    tokens = np.arange(50, 50 + num_rows, dtype=np.int32)
+    step = StepRows([Part(slots, 1, range(-1, num_rows - 1))])
+    ours = target.forward(tokens, step.rows, np.arange(num_rows, dtype=np.int32))
+    theirs = variant.forward(torch.from_numpy(tokens.astype(np.int64))).numpy()
+    assert np.allclose(ours, theirs, atol=1e-4)
+
+
+def test_target_suite_lets_the_engine_answer(
+    settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bug guarded: scores of texts that the engine did not write, or cut at another length than transformers' own."""
+    conversations = [question_messages("Who built it?", ["The mill is old. It was built in 1874."])]
+    texts: list[str] = []
+
+    def evaluate(target_dir: Path, data_dir: Path, *, generate: Generate, **counts: int) -> dict[str, float]:
+        texts.extend(generate(conversations))
+        return {"em": 0.5}
+
+    folder = shutil.copytree(settings.target.model, tmp_path / "with_template")
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.chat_template, tokenizer.pad_token = CHAT_TEMPLATE, tokenizer.eos_token
+    tokenizer.save_pretrained(folder)
+    settings = dataclasses.replace(settings, target=TargetConfig(model=str(folder)))
+    monkeypatch.setattr(suites, "evaluate_target", evaluate)
+    result = run_suite("target", settings, no_tick).result
+    assert result["quality"] == {"em": 0.5}
+    assert texts == target_suite.transformers_generate(Path(settings.target.model))(conversations)
+
+
+def test_timings_take_turns() -> None:
+    """Bug guarded: all runs of one decoder after all of another, so that a machine's mood decides."""
+    calls: list[str] = []
+
+    def decoder(name: str) -> Decoder:
+        def decode(case: Case) -> Run:
+            calls.append(name + case.id)
+            return Run((1,), 0.1, 0.1)
+
+        return decode
+
+    cases = [Case("1", "", (1,), (), 1), Case("2", "", (1,), (), 1)]
+    Timings.measure({"a": decoder("a"), "b": decoder("b")}, cases, 2, no_tick)
+    assert calls == ["a1", "b1", "a2", "b2"] * 2
+
+
+@pytest.mark.parametrize(("name", "change"), [("grammar", {"data_dir": None}), ("target", {"data_dir": None}),
+                                              ("nonsense", {}), ("numerics", {"forced": "gold"})])  # fmt: skip
+def test_what_a_suite_cannot_do_is_said(name: str, change: dict[str, object], settings: Settings) -> None:
+    """Bug guarded: a traceback, or a suite that measures something else in silence."""
+    with pytest.raises(ConfigError):
+        run_suite(name, dataclasses.replace(settings, **change), no_tick)

@@ -1,0 +1,282 @@
+"""Pipeline with real small parts: the packaged encoder, an index on disk, an engine over a random tiny Llama that can copy.
+
+Where an answer must quote, its tokens are forced; everything else runs as in production.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from tiny_target import FREE, save_model
+
+from ragspec.config import ChunkingConfig, EncoderConfig, EngineConfig, TargetConfig
+from ragspec.core import Delta, Document, FinishReason, Request, SamplingParams
+from ragspec.drafting.copy import CopyDrafter
+from ragspec.drafting.planner import Planner
+from ragspec.engine.admission import Admission
+from ragspec.engine.engine import Engine
+from ragspec.engine.target import Target
+from ragspec.errors import Cancelled, InputError, PromptTooLong
+from ragspec.evaluation.forced import ForcedSampler
+from ragspec.numerics.kv_cache import KvPool
+from ragspec.rag.answer import Answer
+from ragspec.rag.pipeline import Pipeline
+from ragspec.rag.prompt import PromptBuilder
+from ragspec.retrieval.encoder import Encoder
+from ragspec.retrieval.retriever import Retriever, build_index
+from ragspec.retrieval.store import Store
+from ragspec.verification.sampling import KeyedSampler, Sampler
+
+CONTEXT = 1024
+DOCUMENTS = (
+    Document(
+        "mill", "The old mill was built in 1874 by the people of the valley. It grinds no corn today.", "The mill"
+    ),
+    Document("river", "The river rises in the northern hills. It flows past the mill to the sea.", "The river"),
+    Document("bridge", "A stone bridge was rebuilt after the flood of 1921. Carts may not cross it.", "The bridge"),
+)
+QUESTION = "When was the old mill built?"
+QUOTE = '"The old mill was built in 1874 by the people of the valley." [1]'
+GREEDY = SamplingParams(max_tokens=24, ignore_eos=True)
+QUOTING = SamplingParams(max_tokens=64)
+SAMPLED = SamplingParams(max_tokens=24, temperature=1.0, seed=5, ignore_eos=True)
+
+
+class Switch:
+    """A sampler factory: forces `answer` where one is set, else decides as always."""
+
+    def __init__(self, target: Target) -> None:
+        self.target, self.answer = target, ""
+
+    def __call__(self, request: Request, seed: int, choice: int) -> Sampler:
+        if self.answer:
+            ids = self.target.tokenizer(self.answer, add_special_tokens=False)["input_ids"]
+            return ForcedSampler([*ids, self.target.eos_ids[0]])
+        return KeyedSampler(request, seed, choice, self.target.eos_ids, [])
+
+
+@pytest.fixture(scope="module")
+def retriever(tmp_path_factory: pytest.TempPathFactory) -> Retriever:
+    encoder = Encoder.load(EncoderConfig())
+    index = tmp_path_factory.mktemp("index")
+    build_index(DOCUMENTS, index, encoder, ChunkingConfig())
+    return Retriever(encoder, Store.open(index, encoder.identity))
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Target:
+    folder = save_model("llama", tmp_path_factory.mktemp("model"), max_position_embeddings=CONTEXT)
+    return Target.load(TargetConfig(model=str(folder)), num_kv_slots=4096)
+
+
+@pytest.fixture(scope="module")
+def switch(target: Target) -> Switch:
+    return Switch(target)
+
+
+@pytest.fixture
+def engine(target: Target, switch: Switch) -> Iterator[Engine]:
+    """New for every test, so that no test teaches the next one's drafters."""
+    target.pool = KvPool(target.shapes, 4096)
+    switch.answer = ""
+    planner = Planner([CopyDrafter(target.tokenizer, target.eos_ids)], FREE, 16)
+    with Engine(target, planner, Admission(target, "tiny", switch), EngineConfig(max_step_tokens=128)) as engine:
+        yield engine
+
+
+@pytest.fixture
+def pipeline(retriever: Retriever, engine: Engine, target: Target) -> Pipeline:
+    return Pipeline(retriever, engine, PromptBuilder(target.tokenizer, CONTEXT), num_passages=2)
+
+
+async def streamed(pipeline: Pipeline, question: str, params: SamplingParams, **options: Any) -> tuple[str, Answer]:
+    pieces: list[str] = []
+    async for piece in pipeline.stream(question, params, **options):
+        if isinstance(piece, Answer):
+            return "".join(pieces), piece
+        pieces.append(piece)
+    raise AssertionError("the stream ended without an answer")
+
+
+@pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+def test_ask_ask_many_and_stream_agree(pipeline: Pipeline, params: SamplingParams) -> None:
+    """A second code path for streams or batches that builds another prompt or another key."""
+    alone = pipeline.ask(QUESTION, params)
+    beside = pipeline.ask_many(["Where does the river rise?", QUESTION, "What of the bridge?"], params)[1]
+    text, last = asyncio.run(streamed(pipeline, QUESTION, params))
+    assert alone.token_ids == beside.token_ids == last.token_ids
+    assert alone.text == beside.text == last.text == text
+    assert alone.passages == beside.passages == last.passages
+
+
+@pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+def test_speculation_changes_no_token(pipeline: Pipeline, params: SamplingParams) -> None:
+    """A draft that leaks into the output; and `speculation=False` that still drafts."""
+    fast, plain = (pipeline.ask(QUESTION, params, speculation=on) for on in (True, False))
+    assert fast.token_ids == plain.token_ids
+    assert plain.stats.generation.num_drafted == 0 and plain.stats.generation.num_steps == 24
+
+
+def test_the_seed_decides_the_text(pipeline: Pipeline) -> None:
+    """A seed that is ignored, or a hidden second source of randomness."""
+    texts = {pipeline.ask(QUESTION, replace(SAMPLED, seed=seed)).token_ids for seed in (1, 2, 1)}
+    assert len(texts) == 2
+    drawn = pipeline.ask(QUESTION, replace(SAMPLED, seed=None))
+    again = pipeline.ask(QUESTION, replace(SAMPLED, seed=drawn.seed))
+    assert drawn.token_ids == again.token_ids
+
+
+def test_citations_are_string_identical_and_point_into_the_document(pipeline: Pipeline, switch: Switch) -> None:
+    """Offsets that drift between answer, passage and document."""
+    switch.answer = QUOTE
+    answer = pipeline.ask(QUESTION, QUOTING)
+    assert answer.text == QUOTE and answer.finish_reason is FinishReason.STOP
+    (citation,) = answer.citations
+    passage = next(p for p in answer.passages if p.id == citation.passage_id)
+    document = next(d for d in DOCUMENTS if d.id == citation.document_id)
+    quote = answer.text[citation.start : citation.end]
+    assert quote == passage.text[citation.passage_start : citation.passage_end]
+    assert quote == document.text[citation.document_start : citation.document_end]
+    assert document.id == "mill" and quote in QUOTE and len(quote) > 50
+
+
+def test_a_quote_is_drafted_from_its_passage(pipeline: Pipeline, switch: Switch) -> None:
+    """Copy sources that never reach the drafter: every answer would cost a step a token."""
+    switch.answer = QUOTE
+    stats = pipeline.ask(QUESTION, QUOTING).stats
+    assert stats.generation.accepted_by_drafter.get("copy", 0) > 10
+    assert stats.acceptance_length > 1.5
+
+
+def test_statistics_are_filled(pipeline: Pipeline, retriever: Retriever) -> None:
+    """A field that nobody sets reads as zero for ever."""
+    answer = pipeline.ask(QUESTION, SAMPLED)
+    stats = answer.stats
+    assert stats.retrieve_s > 0 and stats.prompt_s > 0 and stats.generation.decode_s > 0 and stats.tokens_per_s > 0
+    assert stats.generation.num_prompt_tokens > 100 and stats.generation.num_output_tokens == 24
+    assert stats.index_generation == retriever.generation
+    assert answer.seed == 5 and answer.system_fingerprint == "tiny"
+    assert answer.to_dict()["finish_reason"] == "length"
+
+
+def test_n_choices_stand_in_order(pipeline: Pipeline) -> None:
+    """Choices of one question that are handed to the next one."""
+    answers = pipeline.ask_many([QUESTION, "Where does the river rise?"], replace(SAMPLED, n=3))
+    assert [a.question == QUESTION for a in answers] == [True] * 3 + [False] * 3
+    assert len({a.token_ids for a in answers[:3]}) == 3
+    assert answers[0].token_ids == pipeline.ask(QUESTION, SAMPLED).token_ids
+
+
+def test_each_question_may_have_its_own_parameters(pipeline: Pipeline) -> None:
+    """One set of parameters applied to the whole batch."""
+    short, long = pipeline.ask_many([QUESTION, QUESTION], [replace(GREEDY, max_tokens=3), GREEDY])
+    assert (len(short.token_ids), len(long.token_ids)) == (3, 24)
+    with pytest.raises(ValueError, match="argument 3"):
+        pipeline.ask_many([QUESTION, QUESTION], [GREEDY])
+
+
+class Recording:
+    """An engine that keeps what it was asked."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine, self.requests = engine, list[Request]()
+
+    def generate(self, requests: Any) -> Any:
+        self.requests += requests
+        return self._engine.generate(requests)
+
+    def stream(self, request: Request) -> Any:
+        self.requests.append(request)
+        return self._engine.stream(request)
+
+    def close(self) -> None: ...
+
+
+def test_the_salt_reaches_the_engine_every_way(retriever: Retriever, engine: Engine, target: Target) -> None:
+    """A tenant whose requests share another's cache because one way forgot the salt."""
+    recording = Recording(engine)
+    pipeline = Pipeline(retriever, recording, PromptBuilder(target.tokenizer, CONTEXT))
+    pipeline.ask(QUESTION, GREEDY, salt="a")
+    pipeline.ask_many([QUESTION], GREEDY, salt="b")
+    asyncio.run(streamed(pipeline, QUESTION, GREEDY, salt="c"))
+    assert [request.salt for request in recording.requests] == ["a", "b", "c"]
+
+
+def test_tenants_share_no_cached_prefix(pipeline: Pipeline) -> None:
+    """A prefix found under another tenant's salt tells how long ago that tenant asked the same."""
+    pipeline.ask(QUESTION, GREEDY, salt="first tenant")
+    assert pipeline.ask(QUESTION, GREEDY, salt="first tenant").stats.generation.num_cached_tokens > 100
+    assert pipeline.ask(QUESTION, GREEDY, salt="second tenant").stats.generation.num_cached_tokens == 0
+
+
+def test_leaving_a_stream_early_frees_the_engine(pipeline: Pipeline, engine: Engine) -> None:
+    """A closed browser tab that keeps its request running to the end."""
+    endless = replace(GREEDY, max_tokens=600)
+
+    async def leave() -> None:
+        stream = pipeline.stream(QUESTION, endless)
+        async for _ in stream:
+            break
+        await stream.aclose()  # type: ignore[attr-defined]
+
+    asyncio.run(leave())
+    pipeline.ask(QUESTION, replace(GREEDY, max_tokens=1))  # the engine's queue is in order: the cancel is done before
+    assert not engine._scheduler.running and not engine._scheduler.waiting
+
+
+def test_passages_that_do_not_fit_are_reported(retriever: Retriever, engine: Engine, target: Target) -> None:
+    """Passages that vanish silently; and the wrong ones dropped first."""
+    whole = Pipeline(retriever, engine, PromptBuilder(target.tokenizer, CONTEXT), num_passages=3).ask(QUESTION, GREEDY)
+    assert len(whole.passages) == 3 and not whole.dropped_passages
+    room = whole.stats.generation.num_prompt_tokens + GREEDY.max_tokens - 1
+    tight = Pipeline(retriever, engine, PromptBuilder(target.tokenizer, room), num_passages=3).ask(QUESTION, GREEDY)
+    assert tight.passages + tight.dropped_passages == whole.passages and len(tight.dropped_passages) == 1
+
+
+def test_a_question_too_long_says_both_numbers(retriever: Retriever, engine: Engine, target: Target) -> None:
+    """An error from deep inside a model, or a question cut in silence."""
+    pipeline = Pipeline(retriever, engine, PromptBuilder(target.tokenizer, 100))
+    with pytest.raises(PromptTooLong, match=r"the prompt has \d+ tokens, but at most 76 fit the context"):
+        pipeline.ask("why " * 200, GREEDY)
+
+
+@pytest.mark.parametrize("bad", ["", "  \n", "nul \0", "half \ud800 a character", "x" * 1_000_000, 7])
+def test_a_bad_question_is_one_clear_error_and_nothing_runs(retriever: Retriever, target: Target, bad: Any) -> None:
+    """A bad question among good ones that ends the batch after some were generated."""
+
+    class Refusing:
+        def generate(self, requests: Any) -> Any:
+            raise AssertionError("nothing may be generated")
+
+        def stream(self, request: Request) -> Any:
+            raise AssertionError("nothing may be generated")
+
+        def close(self) -> None: ...
+
+    pipeline = Pipeline(retriever, Refusing(), PromptBuilder(target.tokenizer, CONTEXT))
+    with pytest.raises(InputError, match="the question"):
+        pipeline.ask_many([QUESTION, bad], GREEDY)
+    with pytest.raises(InputError, match="the question"):
+        asyncio.run(streamed(pipeline, bad, GREEDY))
+
+
+def test_no_questions_no_answers(pipeline: Pipeline) -> None:
+    """An empty batch that waits for ever."""
+    assert pipeline.ask_many([]) == []
+
+
+def test_a_closed_engine_ends_a_stream_with_an_error(retriever: Retriever, target: Target, engine: Engine) -> None:
+    """A shutdown that looks like the end of an answer. Runs on its own engine."""
+
+    class Closing(Recording):
+        async def stream(self, request: Request) -> Any:
+            yield Delta(request.id, 0, (), "beg")
+            yield Delta(request.id, 0, (), "", finish_reason=FinishReason.CANCELLED)
+
+    pipeline = Pipeline(retriever, Closing(engine), PromptBuilder(target.tokenizer, CONTEXT))
+    with pytest.raises(Cancelled):
+        asyncio.run(streamed(pipeline, QUESTION, GREEDY))

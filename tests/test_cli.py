@@ -1,0 +1,479 @@
+"""The command line: how calls end, what bad input says, and what reaches the terminal.
+
+Encoders are vectors drawn from hashes and targets are random, so that every command runs for real in little time.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import io
+import json
+import os
+import pickle
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from rich.console import Console
+from tiny_target import save_model
+
+from ragspec.cli import main
+from ragspec.cli.demo import QUESTIONS, Pair, Totals
+from ragspec.cli.demo_index import demo_retriever
+from ragspec.cli.quotes import answer_text, excerpt, print_sources
+from ragspec.cli.terminal import cache_folder, safe
+from ragspec.config import ChunkingConfig, load_config
+from ragspec.core import Citation, Document, FinishReason, GenerationStats, Passage
+from ragspec.rag.answer import Answer, AnswerStats
+from ragspec.rag.pipeline import Pipeline
+from ragspec.retrieval.encoder import Encoder, EncoderIdentity, FloatArray
+from ragspec.retrieval.retriever import Retriever, build_index
+from ragspec.retrieval.store import Store
+from ragspec.training.stdlib_corpus import is_held_out
+
+DOCUMENTS = [
+    Document(f"d{n}", f"Fact {n} is told here. It is known to all.", f"Title {n}", f"{n}.txt") for n in range(9)
+]
+
+
+class HashEncoder:
+    """A text's vector is drawn from its hash."""
+
+    identity = EncoderIdentity(id="hashes", fingerprint="f" * 64, dimension=16)
+    dimension, max_batch_size = 16, 32
+
+    def encode(self, texts: Sequence[str], kind: str = "document") -> FloatArray:
+        rows = np.empty((len(texts), 16), np.float32)
+        for row, text in zip(rows, texts, strict=True):
+            seed = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little")
+            row[:] = np.random.default_rng(seed).standard_normal(16)
+            row /= np.linalg.norm(row)
+        return rows
+
+
+class Ended(NamedTuple):
+    code: int
+    out: str
+    err: str
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Ended]:
+    """One call of the command in this process, with cheap encoders; `stdin` are bytes."""
+    monkeypatch.setattr(Encoder, "load", lambda config: HashEncoder())
+    monkeypatch.setattr("ragspec.cli.app.prepare_process", lambda: None)
+
+    def call(*args: object, stdin: bytes = b"") -> Ended:
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin), encoding="utf-8"))
+        with pytest.raises(SystemExit) as end:
+            main([str(arg) for arg in args])
+        out, err = capsys.readouterr()
+        assert "Traceback" not in out + err
+        return Ended(end.value.code, out, err)
+
+    return call
+
+
+@pytest.fixture(scope="module")
+def index(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("cli") / "index"
+    build_index(DOCUMENTS, folder, HashEncoder(), ChunkingConfig())
+    return folder
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model("llama", tmp_path_factory.mktemp("model"), max_position_embeddings=1024)
+
+
+@pytest.fixture(scope="module")
+def pipeline(index: Path, model: Path) -> Iterator[Pipeline]:
+    """Loaded once, as `ragspec ask` loads it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Encoder, "load", lambda config: HashEncoder())
+        loaded = Pipeline.from_config(load_config(**{"retriever.index_dir": str(index), "target.model": str(model)}))
+    with loaded:
+        yield loaded
+
+
+@pytest.fixture
+def loaded(pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch) -> Pipeline:
+    """Commands find the pipeline open already, and leave it open."""
+    monkeypatch.setattr(Pipeline, "from_config", lambda settings: pipeline)
+    monkeypatch.setattr(Pipeline, "close", lambda self: None)
+    return pipeline
+
+
+def one_error(ended: Ended, *words: str) -> None:
+    assert ended.code == 1 and ended.out == ""
+    assert ended.err.startswith("error: ") and ended.err.count("\n") == 1, ended.err
+    for word in words:
+        assert word in ended.err, ended.err
+
+
+# -- how calls end --------------------------------------------------------------------------------------------------------
+
+
+def test_help_does_not_load_torch() -> None:
+    """`ragspec --help` that takes ten seconds."""
+    code = "import sys, ragspec.cli; sys.exit(bool({'torch', 'transformers', 'numpy', 'ray'} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize("command", ["demo", "ask", "doctor", "index", "bench"])
+def test_every_command_explains_itself(run: Callable[..., Ended], command: str) -> None:
+    """A command that is listed and cannot even start."""
+    ended = run(command, "--help")
+    assert ended.code == 0 and f"ragspec {command}" in ended.out
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ["ask", "why", "--seed", "seven"],
+        ["ask", "why", "--max-tokens", "2.5"],
+        ["ask", "why", "--colour", "red"],
+        ["ask"],
+        ["demo", "--questions", "9"],
+        ["dance"],
+    ],
+)
+def test_a_wrong_call_exits_2(run: Callable[..., Ended], args: list[str]) -> None:
+    """A typing error that is taken for a failure, or loads a model first."""
+    ended = run(*args)
+    assert ended.code == 2 and ended.out == "" and ended.err
+
+
+def test_ctrl_c_exits_130(run: Callable[..., Ended], index: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A traceback because the user changed their mind."""
+
+    def interrupt(settings: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Pipeline, "from_config", interrupt)
+    ended = run("ask", "why", "--index", index)
+    assert (ended.code, ended.out, ended.err) == (130, "", "")
+
+
+def test_a_closed_pipe_is_silent() -> None:
+    """`ragspec ... | head -1` that ends in a traceback."""
+    command = f"{sys.executable} -m ragspec.cli --help | true"
+    ended = subprocess.run(["sh", "-c", command], capture_output=True, text=True, check=False)
+    assert ended.stderr == ""
+
+
+def test_debug_shows_the_traceback(run: Callable[..., Ended], tmp_path: Path) -> None:
+    """A bug report without a place."""
+    with pytest.raises(Exception, match="there is no index"):
+        main(["ask", "why", "--index", str(tmp_path / "none"), "--debug"])
+
+
+def test_an_unforeseen_error_is_one_line_too(run: Callable[..., Ended], index: Path, monkeypatch: Any) -> None:
+    """Fifty lines of another library's traceback."""
+
+    def explode(settings: object) -> None:
+        raise ZeroDivisionError("by\nzero")
+
+    monkeypatch.setattr(Pipeline, "from_config", explode)
+    one_error(run("ask", "why", "--index", index), "unexpected ZeroDivisionError: by zero", "--debug")
+
+
+# -- bad input ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("stdin", "word"),
+    [(b"", "empty"), (b" \n", "empty"), (b"a\0b", "NUL"), (b"a\xffb", "lone surrogate at character 1")],
+)
+def test_a_bad_question_is_refused_before_anything_loads(run: Callable[..., Ended], stdin: bytes, word: str) -> None:
+    """Half a minute of loading before the question is found empty."""
+    one_error(run("ask", "-", "--index", "none", stdin=stdin), "the question", word)
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "word"),
+    [
+        ("--max-tokens", "-3", "max_tokens"),
+        ("--max-tokens", "0", "max_tokens"),
+        ("--seed", "-1", "seed"),
+        ("--seed", str(2**64), "seed"),
+        ("--temperature", "-1", "temperature"),
+        ("--temperature", "nan", "temperature"),
+        ("--k", "0", "num_passages"),
+    ],
+)
+def test_a_value_out_of_range_is_named(
+    run: Callable[..., Ended], index: Path, option: str, value: str, word: str
+) -> None:
+    """A negative length that loops, a NaN temperature that samples noise."""
+    one_error(run("ask", "why", "--index", index, option, value), word)
+
+
+def test_a_configuration_names_its_unknown_key(run: Callable[..., Ended], tmp_path: Path) -> None:
+    """A misspelt setting that is ignored."""
+    (tmp_path / "c.yaml").write_text("retriver: {index_dir: x}\n", encoding="utf-8")
+    one_error(run("ask", "why", "--config", tmp_path / "c.yaml"), "retriver", "c.yaml")
+    one_error(run("ask", "why", "--config", tmp_path / "none.yaml"), "none.yaml")
+
+
+def test_indexes_that_cannot_be_used_say_why(run: Callable[..., Ended], index: Path, tmp_path: Path) -> None:
+    """A damaged index that answers anyway; one message for four different faults."""
+    one_error(run("ask", "why"), "retriever.index_dir is not set")
+    one_error(run("ask", "why", "--index", tmp_path / "none"), "there is no index at")
+    one_error(run("ask", "why", "--index", tmp_path), "it has no file CURRENT")
+    damaged = tmp_path / "damaged"
+    shutil.copytree(index, damaged)
+    vectors = next(damaged.glob("*/vectors.npy"))
+    raw = bytearray(vectors.read_bytes())
+    raw[-1] ^= 1
+    vectors.write_bytes(raw)
+    one_error(run("ask", "why", "--index", damaged), "vectors.npy", "sha256")
+    (damaged / "CURRENT").write_text("a database of someone else\n", encoding="ascii")
+    one_error(run("ask", "why", "--index", damaged), "does not name a generation of a ragspec index")
+
+
+def test_another_encoder_is_refused(run: Callable[..., Ended], index: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Vectors of two spaces compared with each other: nonsense passages, no error."""
+    other = EncoderIdentity(id="other", fingerprint="0" * 64, dimension=16)
+    monkeypatch.setattr(HashEncoder, "identity", other)
+    one_error(run("ask", "why", "--index", index), "built by hashes", "in use is other")
+
+
+def broken_model(model: Path, folder: Path, kind: str) -> Path:
+    shutil.copytree(model, folder)
+    weights = folder / "model.safetensors"
+    if kind == "no config":
+        (folder / "config.json").unlink()
+    elif kind == "no weights":
+        weights.unlink()
+    elif kind == "cut":
+        weights.write_bytes(weights.read_bytes()[:1000])
+    elif kind == "noise":
+        weights.write_bytes(os.urandom(1000))
+    return folder
+
+
+@pytest.mark.parametrize("kind", ["no config", "no weights", "cut", "noise"])
+def test_a_broken_model_is_one_line(
+    run: Callable[..., Ended], index: Path, model: Path, tmp_path: Path, kind: str
+) -> None:
+    """A traceback out of a loader; or random weights served as if they were the model's."""
+    folder = broken_model(model, tmp_path / "broken", kind)
+    one_error(run("ask", "why", "--index", index, "--target", folder), str(folder))
+
+
+def test_a_pickled_model_runs_no_code(run: Callable[..., Ended], index: Path, model: Path, tmp_path: Path) -> None:
+    """Weights that are a program."""
+    folder, marker = broken_model(model, tmp_path / "evil", "no weights"), tmp_path / "executed"
+
+    class Evil:
+        def __reduce__(self) -> tuple[Any, ...]:
+            return (os.mkdir, (str(marker),))
+
+    torch.save({"lm_head.weight": Evil()}, folder / "pytorch_model.bin")
+    one_error(run("ask", "why", "--index", index, "--target", folder), str(folder))
+    (folder / "pytorch_model.bin").write_bytes(pickle.dumps(Evil()))
+    one_error(run("ask", "why", "--index", index, "--target", folder), str(folder))
+    assert not marker.exists()
+
+
+def test_a_question_longer_than_the_context_says_both_numbers(run: Callable[..., Ended], loaded: Pipeline) -> None:
+    """A question cut in silence."""
+    ended = run("ask", "-", "--max-tokens", 24, stdin=b"why " * 2000)
+    one_error(ended, "the prompt has ", " tokens, but at most 1000 fit the context")
+    one_error(run("ask", "-", stdin=b"why " * 250_000), "1000000 characters")
+
+
+# -- ask ------------------------------------------------------------------------------------------------------------------
+
+OPTIONS = ("--max-tokens", 12, "--seed", 5, "--temperature", 1)
+
+
+def test_ask_gives_the_same_answer_every_way(run: Callable[..., Ended], loaded: Pipeline) -> None:
+    """JSON, text and plain decoding that differ."""
+    fast = json.loads(run("ask", "What is fact 3?", *OPTIONS, "--json").out)
+    plain = json.loads(run("ask", "What is fact 3?", *OPTIONS, "--json", "--no-speculation").out)
+    text = run("ask", "-", *OPTIONS, stdin=b"What is fact 3?\n")
+    assert fast["token_ids"] == plain["token_ids"] and len(fast["token_ids"]) <= 12
+    assert plain["stats"]["generation"]["num_drafted"] == 0
+    assert text.code == 0 and text.out.startswith(fast["text"])
+    assert "seed 5" in text.err and fast["stats"]["index_generation"] in text.err
+
+
+def test_ask_says_which_passages_were_dropped(run: Callable[..., Ended], loaded: Pipeline) -> None:
+    """An answer from fewer passages than were asked for, with no word of it."""
+    ended = run("ask", "What is fact 3?", "--max-tokens", 900)
+    assert ended.code == 0 and "retrieved passages did not fit the context: d" in ended.err
+
+
+# -- index ----------------------------------------------------------------------------------------------------------------
+
+
+def test_index_builds_what_ask_can_open(run: Callable[..., Ended], tmp_path: Path) -> None:
+    """Two commands that do not fit together."""
+    (tmp_path / "a.txt").write_text("It rained in the morning.", encoding="utf-8")
+    ended = run("index", tmp_path / "a.txt", "--out", tmp_path / "index")
+    assert ended.code == 0 and json.loads(ended.out.splitlines()[-1])["passages"] == 1
+    found = Retriever(HashEncoder(), Store.open(tmp_path / "index"))
+    assert found.retrieve(["rain?"], 1)[0][0].text == "It rained in the morning."
+
+
+def test_a_full_disk_is_one_line_and_keeps_the_old_index(
+    run: Callable[..., Ended], index: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Half an index in place of a whole one."""
+    shutil.copytree(index, tmp_path / "index")
+    (tmp_path / "a.txt").write_text("It rained in the morning.", encoding="utf-8")
+
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    ended = run("index", tmp_path / "a.txt", "--out", tmp_path / "index")
+    assert ended.code == 1 and "No space left on device" in ended.err and "Traceback" not in ended.err
+    assert (tmp_path / "index" / "CURRENT").read_text() == (index / "CURRENT").read_text()
+    assert len(list((tmp_path / "index").glob("generation-*"))) == 1
+
+
+# -- demo and doctor ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def small_demo(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr("ragspec.training.stdlib_corpus.stdlib_documents", lambda: [(d.id, d.text) for d in DOCUMENTS])
+
+
+def test_the_demo_shows_equal_outputs_and_a_measured_ratio(
+    run: Callable[..., Ended], small_demo: None, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A demo that claims a speed-up it did not measure, or hides a difference."""
+    ended = run("demo", "--target", model, "--questions", 2, "--json", "--interactive", stdin=b"Why?\n\n")
+    result = json.loads(ended.out)
+    assert ended.code == 0 and result["num_questions"] == result["num_identical"] == 2
+    assert result["speedup"] == pytest.approx(result["plain_decode_s"] / result["fast_decode_s"], rel=1e-3)
+    assert ended.err.count("identical tokens") == 3 and result["system_fingerprint"] in ended.err
+    assert all(question in ended.err for question in QUESTIONS[:2]) and "ragspec index" in ended.err
+
+
+def test_a_difference_between_the_outputs_is_a_failure() -> None:
+    """An exit code of 0 for a broken promise."""
+    same, other = answer("a b", (1, 2)), answer("a c", (1, 3))
+    assert Pair(same, same).identical and not Pair(same, other).identical
+    totals = Totals.of([Pair(same, same), Pair(same, other)])
+    assert (totals.num_questions, totals.num_identical, totals.num_tokens) == (2, 1, 4)
+    assert totals.speedup == 1.0 and totals.tokens_per_s(1.0) == 2.0
+
+
+def test_a_damaged_cache_is_built_again_and_a_whole_one_is_not(tmp_path: Path) -> None:
+    """A demo that fails for ever after a killed first run; one that encodes everything every time."""
+    console, encoder = Console(quiet=True), CountingEncoder()
+    first = demo_retriever(console, encoder, DOCUMENTS, tmp_path)  # type: ignore[arg-type]
+    num_encoded, expected = encoder.num_texts, first.retrieve(["x"], 9)
+    again = demo_retriever(console, encoder, DOCUMENTS, tmp_path)  # type: ignore[arg-type]
+    assert encoder.num_texts == num_encoded > 0 and again.generation == first.generation
+    for name in ("vectors.npy", "documents.arrow", "manifest.json"):
+        max(tmp_path.rglob(name)).write_bytes(b"half")
+        mended = demo_retriever(console, encoder, DOCUMENTS, tmp_path)  # type: ignore[arg-type]
+        assert mended.retrieve(["x"], 9) == expected
+
+
+def test_a_cache_that_cannot_be_written_is_done_without(tmp_path: Path) -> None:
+    """A read-only home directory that makes the demo impossible."""
+    (tmp_path / "file").write_text("in the way", encoding="utf-8")
+    console = Console(file=io.StringIO(), width=200)
+    found = demo_retriever(console, HashEncoder(), DOCUMENTS, tmp_path / "file")  # type: ignore[arg-type]
+    assert len(found.retrieve(["x"], 9)[0]) == 9
+    assert "nothing is cached" in console.file.getvalue()  # type: ignore[attr-defined]
+
+
+class CountingEncoder(HashEncoder):
+    num_texts = 0
+
+    def encode(self, texts: Sequence[str], kind: str = "document") -> FloatArray:
+        self.num_texts += len(texts) if kind == "document" else 0
+        return super().encode(texts, kind)
+
+
+def test_some_questions_are_about_what_training_never_saw() -> None:
+    """A demo that only shows what was learned by heart."""
+    names = {word.strip("?.") for question in QUESTIONS for word in question.split() if "." in word.strip("?.")}
+    assert {is_held_out(name) for name in names} == {True, False}
+
+
+def test_the_doctor_examines_and_reports(
+    run: Callable[..., Ended], model: Path, tmp_path: Path, monkeypatch: Any
+) -> None:
+    """A doctor that says all is well when the target cannot be loaded."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    well = json.loads(run("doctor", "--target", model, "--json").out)
+    assert well["ok"] and "self-test passed" in well["checks"]["target"]["detail"]
+    ill = run("doctor", "--target", tmp_path / "nothing")
+    assert ill.code == 1 and "broken: target" in ill.out
+
+
+def test_the_cache_is_where_the_user_wants_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """XDG: a relative path is to be ignored."""
+    monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
+    assert cache_folder() == Path("/somewhere/ragspec")
+    monkeypatch.setenv("XDG_CACHE_HOME", "relative")
+    monkeypatch.setenv("HOME", "/home/u")
+    assert cache_folder() == Path("/home/u/.cache/ragspec")
+
+
+# -- what reaches the terminal --------------------------------------------------------------------------------------------
+
+
+def answer(
+    text: str, token_ids: tuple[int, ...] = (1,), passages: tuple[Passage, ...] = (), *cited: Citation
+) -> Answer:
+    stats = GenerationStats(num_output_tokens=len(token_ids), num_steps=1, decode_s=0.5)
+    return Answer("q", text, cited, passages, (), FinishReason.STOP, token_ids, (), AnswerStats(0, 0, "1-a", stats))
+
+
+PASSAGE = Passage("doc", 0, "Before. The quoted\nsentence. \x1b[2JAfter.", 0, 39, "A title", "file.txt")
+CITED = Citation(1, 21, "doc#0", 8, 28, "doc", 8, 28)
+QUOTING = answer('"The quoted\nsentence." [1] \x1b[31mred', (1,), (PASSAGE,), CITED)
+
+
+def shown(console: Console, *renderables: Any) -> str:
+    with console.capture() as capture:
+        for renderable in renderables:
+            console.print(renderable)
+        print_sources(console, QUOTING)
+    return capture.get()
+
+
+def test_documents_cannot_steer_the_terminal() -> None:
+    """A document that clears the screen or paints a false answer."""
+    plain = shown(Console(width=80, force_terminal=False, color_system=None), answer_text(QUOTING))
+    assert "\x1b" not in plain and safe("a\x1b[2J\x07\x9b\r\tb\n") == "a\ufffd[2J\ufffd\ufffd\ufffd\tb\n"
+
+
+def test_quotes_are_marked_with_and_without_colours() -> None:
+    """A citation that only a colour shows; two kinds of marks at once."""
+    plain = shown(Console(width=80, force_terminal=False, color_system=None))
+    assert "«The quoted sentence.»" in plain and "[1] A title (file.txt)" in plain
+    coloured = shown(Console(width=80, force_terminal=True, color_system="standard", no_color=False))
+    assert "«" not in coloured and "\x1b[1;32mThe quoted sentence.\x1b[0m" in coloured
+
+
+@pytest.mark.parametrize("width", [20, 80, 120])
+def test_sources_keep_to_the_width(width: int) -> None:
+    """Lines that the terminal breaks a second time."""
+    plain = shown(Console(width=width, force_terminal=False, color_system=None))
+    assert all(len(line) <= max(width, 26) for line in plain.splitlines())
+
+
+def test_a_long_passage_is_cut_around_its_quote() -> None:
+    """A page of text around one quoted sentence."""
+    text = "x" * 900 + "quote" + "y" * 900
+    cut = excerpt(Passage("d", 0, text, 0, len(text)), [Citation(0, 5, "d#0", 900, 905, "d", 900, 905)], marks=True)
+    assert cut.plain.startswith("… x") and cut.plain.endswith("y …") and "x«quote»y" in cut.plain and len(cut) < 320
