@@ -5,6 +5,7 @@ Where there are no colours, the marks are « and ».
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from itertools import groupby
 
@@ -41,8 +42,7 @@ def print_sources(console: Console, answer: Answer) -> None:
 
 def excerpt(passage: Passage, citations: Sequence[Citation], *, marks: bool) -> Text:
     """The part of a passage around its quotes, on one line; `marks` writes « » around them."""
-    first = max(0, citations[0].passage_start - _AROUND_CHARS)
-    last = min(len(passage.text), max(c.passage_end for c in citations) + _AROUND_CHARS)
+    first, last = _window(passage.text, citations[0].passage_start, max(c.passage_end for c in citations))
     text, position = Text("… " if first else "", "dim"), first
     for citation in citations:
         quote = passage.text[citation.passage_start : citation.passage_end]
@@ -52,6 +52,16 @@ def excerpt(passage: Passage, citations: Sequence[Citation], *, marks: bool) -> 
     text.append(_flat(passage.text[position:last]))
     text.append(" …" if last < len(passage.text) else "")
     return text
+
+
+def _window(text: str, start: int, end: int) -> tuple[int, int]:
+    """[start, end) and about as many characters on both sides, cut between words where there are any."""
+    first, last = max(0, start - _AROUND_CHARS), min(len(text), end + _AROUND_CHARS)
+    if first:
+        first = max(first, text.find(" ", first, start) + 1)
+    if last < len(text):
+        last = max(text.rfind(" ", end, last), end) if " " in text[end:last] else last
+    return first, last
 
 
 def _print_barred(console: Console, text: Text) -> None:
@@ -66,5 +76,5 @@ def _name(passage: Passage) -> str:
 
 
 def _flat(text: str) -> str:
-    """Line breaks as spaces; nothing is stripped, so that quotes keep their neighbours."""
-    return safe(text).replace("\n", " ").replace("\t", " ")
+    """Every run of white space as one space; nothing is stripped, so that quotes keep their neighbours."""
+    return re.sub(r"\s+", " ", safe(text))

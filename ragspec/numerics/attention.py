@@ -114,6 +114,6 @@ def attend(
     with _ONE_AT_A_TIME:
         kernel(
             qkv[:num_rows], keys, values, rows, (shape.num_heads, shape.num_kv_heads), cos, sin,
-            np.float32(shape.scale), np.float32(shape.softcap), shape.window, out,
+            (np.float32(shape.scale), np.float32(shape.softcap)), shape.window, out,
         )  # fmt: skip
     return out

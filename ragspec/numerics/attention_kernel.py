@@ -17,7 +17,7 @@ def attention_kernel(head_dim: int) -> Any:
     """The compiled kernel for one padded head dimension."""
     dot_4x2, dot_4x1 = make_dot_pages(4, 2, head_dim), make_dot_pages(4, 1, head_dim)
     dot_1x4, dot_1x1 = make_dot_pages(1, 4, head_dim), make_dot_pages(1, 1, head_dim)
-    add_weighted = make_add_weighted(head_dim)
+    add_weighted, add_weighted_2, add_weighted_4 = (make_add_weighted(n, head_dim) for n in (1, 2, 4))
 
     @numba.njit
     def score_pages(q: Any, num_rows: int, keys: Any, offsets: Any, scores: Any) -> None:
@@ -78,6 +78,34 @@ def attention_kernel(head_dim: int) -> Any:
         return queries
 
     @numba.njit
+    def softmax(scores: Any, i: int, row: int, rows: Any, view: Any, limits: Any, weights: Any, at: int) -> Any:
+        """Unnormalised weights of query i over `view` = what its row sees, from `at` on; returns their sum."""
+        scale, softcap = limits
+        first, length, path_first, path_length = view
+        base = i * (scores.shape[1])
+        flat = scores.reshape(-1)
+        best = max(
+            gather(flat, base, rows.context_index, first, first + length, weights, at, scale, softcap),
+            gather(
+                flat, base, rows.path_index, path_first, path_first + path_length, weights, at + length, scale, softcap
+            ),
+        )
+        visible = length + path_length
+        num_blocks = (visible + 15) // 16
+        weights[at + visible : at + num_blocks * 16] = -np.inf
+        return exp_and_sum(weights, at, num_blocks, best)
+
+    @numba.njit
+    def visible_to(row: int, rows: Any, context: int, window: int) -> Any:
+        """[first, length) of the context and of the path that a row sees; a window hides the oldest positions."""
+        begin, depth = rows.path_start[row], rows.path_start[row + 1] - rows.path_start[row]
+        end = rows.context_end[row]
+        hidden = max(0, end + depth - window) if window > 0 else 0
+        length = max(0, end - hidden)
+        hidden_path = max(0, hidden - end)
+        return context + end - length, length, begin + hidden_path, depth - hidden_path
+
+    @numba.njit
     def one_tile(
         qkv: Any,
         keys: Any,
@@ -86,8 +114,7 @@ def attention_kernel(head_dim: int) -> Any:
         tile: int,
         head: int,
         shape: Any,
-        scale: Any,
-        softcap: Any,
+        limits: Any,
         window: int,
         out: Any,
     ) -> None:
@@ -101,72 +128,86 @@ def attention_kernel(head_dim: int) -> Any:
             offsets[p] = np.int64(rows.pages[rows.page_start[b] + p]) * page_stride + head_offset
         num_queries = (last - first) * group
         stride = num_pages * 16
-        scores = np.empty(num_queries * stride, np.float32)
-        score_pages(collect_queries(qkv, first, last, head, group), num_queries, keys, offsets, scores)
-        weights = np.empty(stride + 16, np.float32)
-        total = np.empty(head_dim, np.float32)
-        for i in range(num_queries):
-            row = first + i // group
-            begin, depth = rows.path_start[row], rows.path_start[row + 1] - rows.path_start[row]
-            end = rows.context_end[row]
-            hidden = max(0, end + depth - window) if window > 0 else 0  # logical positions before the window
-            length = max(0, end - hidden)
-            hidden_path = max(0, hidden - end)
-            best = max(
-                gather(
-                    scores,
-                    i * stride,
-                    rows.context_index,
-                    context + end - length,
-                    context + end,
+        scores = np.empty((num_queries, stride), np.float32)
+        score_pages(collect_queries(qkv, first, last, head, group), num_queries, keys, offsets, scores.reshape(-1))
+        weights = np.empty(4 * (stride + 16), np.float32)
+        totals = np.empty(4 * head_dim, np.float32)
+        norms = np.empty(4, np.float32)
+        i = 0
+        while i < num_queries:
+            left = num_queries - i
+            num_beside = 4 if left >= 4 else 2 if left >= 2 else 1
+            totals[:] = 0.0
+            shared = stride
+            start = visible_to(first + i // group, rows, context, window)[0]
+            for r in range(num_beside):
+                row = first + (i + r) // group
+                view = visible_to(row, rows, context, window)
+                norms[r] = softmax(scores, i + r, row, rows, view, limits, weights, r * (stride + 16))
+                shared = min(shared, view[1]) if view[0] == start else 0
+            if num_beside == 4:
+                add_weighted_4(
                     weights,
                     0,
-                    scale,
-                    softcap,
-                ),
-                gather(
-                    scores,
-                    i * stride,
-                    rows.path_index,
-                    begin + hidden_path,
-                    begin + depth,
+                    stride + 16,
+                    values,
+                    rows.context_slots,
+                    start,
+                    shared,
+                    page_stride,
+                    head_offset,
+                    totals,
+                    0,
+                )
+            elif num_beside == 2:
+                add_weighted_2(
                     weights,
-                    length,
-                    scale,
-                    softcap,
-                ),
-            )
-            visible = length + depth - hidden_path
-            num_blocks = (visible + 15) // 16
-            weights[visible : num_blocks * 16] = -np.inf
-            norm = exp_and_sum(weights, 0, num_blocks, best)
-            total[:] = 0.0
-            add_weighted(
-                weights,
-                0,
-                values,
-                rows.context_slots,
-                context + end - length,
-                length,
-                page_stride,
-                head_offset,
-                total,
-                0,
-            )
-            add_weighted(
-                weights,
-                length,
-                values,
-                rows.path_slots,
-                begin + hidden_path,
-                depth - hidden_path,
-                page_stride,
-                head_offset,
-                total,
-                0,
-            )
-            for d in range(out.shape[2]):
-                out[row, head * group + i % group, d] = total[d] / norm
+                    0,
+                    stride + 16,
+                    values,
+                    rows.context_slots,
+                    start,
+                    shared,
+                    page_stride,
+                    head_offset,
+                    totals,
+                    0,
+                )
+            else:
+                shared = 0
+            for r in range(num_beside):
+                row = first + (i + r) // group
+                seen, length, path_first, path_length = visible_to(row, rows, context, window)
+                at, to = r * (stride + 16), r * head_dim
+                add_weighted(
+                    weights,
+                    at + shared,
+                    0,
+                    values,
+                    rows.context_slots,
+                    seen + shared,
+                    length - shared,
+                    page_stride,
+                    head_offset,
+                    totals,
+                    to,
+                )
+                add_weighted(
+                    weights,
+                    at + length,
+                    0,
+                    values,
+                    rows.path_slots,
+                    path_first,
+                    path_length,
+                    page_stride,
+                    head_offset,
+                    totals,
+                    to,
+                )
+                for d in range(out.shape[2]):
+                    out[row, head * group + (i + r) % group, d] = totals[to + d] / norms[r]
+            i += num_beside
 
     @numba.njit
     def rotate(qkv: Any, positions: Any, num_rotated: int, cos: Any, sin: Any) -> None:
@@ -198,8 +239,7 @@ def attention_kernel(head_dim: int) -> Any:
         shape: Any,
         cos: Any,
         sin: Any,
-        scale: Any,
-        softcap: Any,
+        limits: Any,
         window: int,
         out: Any,
     ) -> None:
@@ -207,6 +247,6 @@ def attention_kernel(head_dim: int) -> Any:
             rotate(qkv, rows.positions, shape[0] + shape[1], cos, sin)
         write(qkv, keys, values, rows.slots, shape)
         for item in numba.prange(rows.tiles.shape[0] * shape[1]):
-            one_tile(qkv, keys, values, rows, item // shape[1], item % shape[1], shape, scale, softcap, window, out)
+            one_tile(qkv, keys, values, rows, item // shape[1], item % shape[1], shape, limits, window, out)
 
     return kernel

@@ -5,7 +5,7 @@ the width is 16 lanes and the order of every addition is written down, so a resu
 
 * `dot_pages`: q . k for 16 slots at once, one fused multiply-add chain over the head dimension in each lane;
 * `exp_and_sum`: e^(x - m) in place and its sum, lane = logical position modulo 16, lanes added as one fixed tree;
-* `add_weighted`: out += sum_j p[j] V[slot j], one chain over j in each lane.
+* `add_weighted`: out += sum_j p[j] V[slot j], one chain over j in each lane, rows side by side.
 
 Machines without 16-lane registers split the vectors; the result is the same.
 """
@@ -126,22 +126,29 @@ def make_dot_pages(num_rows: int, num_pages: int, head_dim: int) -> Any:
         def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             q_data, key_data, out_data = (_data(context, builder, signature, args, i) for i in (0, 2, 5))
             offset_data = _data(context, builder, signature, args, 3)
-            long = lambda value: ir.Constant(_LONG, value)  # noqa: E731
-            pages = [builder.load(builder.gep(offset_data, [builder.add(args[4], long(p))])) for p in range(num_pages)]
-            loop = _Loop(builder, long(head_dim), [_constant(0.0)] * (num_rows * num_pages))
-            lane = builder.mul(loop.index, long(LANES))
+            pages = [
+                builder.load(builder.gep(offset_data, [builder.add(args[4], ir.Constant(_LONG, p))]))
+                for p in range(num_pages)
+            ]
+            loop = _Loop(builder, ir.Constant(_LONG, head_dim), [_constant(0.0)] * (num_rows * num_pages))
+            lane = builder.mul(loop.index, ir.Constant(_LONG, LANES))
             key_vectors = [_load(builder, key_data, builder.add(page, lane)) for page in pages]
             sums = []
             for row in range(num_rows):
-                at = builder.add(builder.add(args[1], long(row * head_dim)), loop.index)
+                at = builder.add(builder.add(args[1], ir.Constant(_LONG, row * head_dim)), loop.index)
                 query = _splat(builder, builder.load(builder.gep(q_data, [at])))
                 for page in range(num_pages):
                     sums.append(_call(builder, "fma", query, key_vectors[page], loop.values[row * num_pages + page]))
             totals = loop.close(sums)
             for row in range(num_rows):
-                start = builder.add(args[6], builder.mul(args[7], long(row)))
+                start = builder.add(args[6], builder.mul(args[7], ir.Constant(_LONG, row)))
                 for page in range(num_pages):
-                    _store(builder, totals[row * num_pages + page], out_data, builder.add(start, long(page * LANES)))
+                    _store(
+                        builder,
+                        totals[row * num_pages + page],
+                        out_data,
+                        builder.add(start, ir.Constant(_LONG, page * LANES)),
+                    )
             return context.get_dummy_value()
 
         return signature, generate
@@ -184,17 +191,21 @@ def exp_and_sum(typing: Any, scores: Any, offset: Any, num_blocks: Any, maximum:
     return signature, generate
 
 
-def make_add_weighted(head_dim: int) -> Any:
-    """`out[out_offset:][:head_dim] += sum_j p[p_offset + j] * values[slot j]`, in the order of j. `head_dim` is a multiple of 16.
+def make_add_weighted(num_rows: int, head_dim: int) -> Any:
+    """`out[r] += sum_j p[r, j] * values[slot j]` for `num_rows` rows over the same slots, in the order of j.
 
-    Shapes: values float32 flat, the row of slot s for one head at `(s // 16) * page_stride + head_offset + (s % 16) * head_dim`.
+    `head_dim` is a multiple of 16. Shapes, all flat: row r of p at `p_offset + r * p_stride`, row r of out at
+    `out_offset + r * head_dim`; the value of slot s for one head at
+    `(s // 16) * page_stride + head_offset + (s % 16) * head_dim`.
     """
+    num_vectors = head_dim // LANES
 
     @intrinsic
     def add_weighted(
         typing: Any,
         p: Any,
         p_offset: Any,
+        p_stride: Any,
         values: Any,
         slots: Any,
         slot_offset: Any,
@@ -204,33 +215,29 @@ def make_add_weighted(head_dim: int) -> Any:
         out: Any,
         out_offset: Any,
     ) -> Any:
-        signature = types.void(
-            p, types.int64, values, slots, types.int64, types.int64, types.int64, types.int64, out, types.int64
-        )
+        long = types.int64
+        signature = types.void(p, long, long, values, slots, long, long, long, long, out, long)
 
         def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             p_data, value_data, slot_data, out_data = (
-                _data(context, builder, signature, args, i) for i in (0, 2, 3, 8)
+                _data(context, builder, signature, args, i) for i in (0, 3, 4, 9)
             )
-            long = lambda value: ir.Constant(_LONG, value)  # noqa: E731
-            num_vectors = head_dim // LANES
-            at = [builder.add(args[9], long(i * LANES)) for i in range(num_vectors)]
-            loop = _Loop(builder, args[5], [_load(builder, out_data, offset) for offset in at])
-            slot = builder.zext(builder.load(builder.gep(slot_data, [builder.add(args[4], loop.index)])), _LONG)
-            page = builder.mul(builder.lshr(slot, long(4)), args[6])
-            lane = builder.mul(builder.and_(slot, long(LANES - 1)), long(head_dim))
-            row = builder.add(builder.add(page, args[7]), lane)
-            weight = _splat(builder, builder.load(builder.gep(p_data, [builder.add(args[1], loop.index)])))
-            sums = [
-                _call(
-                    builder,
-                    "fma",
-                    weight,
-                    _load(builder, value_data, builder.add(row, long(i * LANES))),
-                    loop.values[i],
-                )
+            at = [builder.add(args[10], ir.Constant(_LONG, i * LANES)) for i in range(num_rows * num_vectors)]
+            loop = _Loop(builder, args[6], [_load(builder, out_data, offset) for offset in at])
+            slot = builder.zext(builder.load(builder.gep(slot_data, [builder.add(args[5], loop.index)])), _LONG)
+            page = builder.mul(builder.lshr(slot, ir.Constant(_LONG, 4)), args[7])
+            lane = builder.mul(builder.and_(slot, ir.Constant(_LONG, LANES - 1)), ir.Constant(_LONG, head_dim))
+            start = builder.add(builder.add(page, args[8]), lane)
+            vectors = [
+                _load(builder, value_data, builder.add(start, ir.Constant(_LONG, i * LANES)))
                 for i in range(num_vectors)
             ]
+            sums = []
+            for row in range(num_rows):
+                weight_at = builder.add(builder.add(args[1], builder.mul(args[2], ir.Constant(_LONG, row))), loop.index)
+                weight = _splat(builder, builder.load(builder.gep(p_data, [weight_at])))
+                for i, vector in enumerate(vectors):
+                    sums.append(_call(builder, "fma", weight, vector, loop.values[row * num_vectors + i]))
             for total, offset in zip(loop.close(sums), at, strict=True):
                 _store(builder, total, out_data, offset)
             return context.get_dummy_value()

@@ -1,17 +1,20 @@
 """Structured initialisation: a small Llama that copies before its first training step.
 
 Owns the starting weights of the reference target; never trains. The residual stream is split into
-`[token identity | token 1 back | token 2 back | token 3 back | free use]`.
+`[token identity | token 1 back | token 2 back | recent tokens | free use]`.
 
-Layer 0 holds shift heads. Their query and key weights are zero; their *biases* alone make the rotary score peak at a
-fixed distance (query bias = key bias rotated by that distance), so each head reads the token 1, 2 or 3 places back and
-writes its compressed identity to the part of the stream that belongs to that distance.
+Layer 0 holds positional heads. Their query and key weights are zero; their *biases* alone make the rotary score peak at
+a fixed distance (query bias = key bias rotated by that distance). Two sharp heads read the token 1 and 2 places back,
+one blunt head averages the last seven or so; each writes the compressed identity to its part of the stream.
 
-Layer 1 holds match heads. The query reads the last three tokens (current, 1 back, 2 back), the key reads the three
-tokens before its own position, both through random orthonormal projections placed in the slowly rotating rotary
-dimensions. The score is highest where the last three tokens occurred before; value and output copy the identity of the
-token found there towards the tied output embedding.
+Layer 1 holds match heads. Query and key compare three things through random orthonormal projections placed in the
+slowly rotating rotary dimensions: the current token with the one before the key, the token before with the one two
+before the key, and the recent tokens of both. The score is highest where the same run of tokens occurred before; value
+and output copy the identity of the token found there towards the tied output embedding. A bias makes near keys
+unattractive, so that the text just written is not copied again.
 
+Why the recent tokens: with three exact tokens instead, a quote jumped at every word pair that occurs twice. Sentences
+of 10-45 words copied without one error from three passages, before training: 45 % with three tokens, 62 % with these.
 Needs `attention_bias=True`, a large `rope_theta` (slow dimensions), tied embeddings and a head dimension of 64.
 Source: induction heads, Olsson et al. 2022 (arXiv 2209.11895), built here by hand.
 """
@@ -25,13 +28,43 @@ from transformers import LlamaForCausalLM
 HEAD_DIM = 64
 ROPE_THETA = 500_000.0
 NUM_PAIRS = HEAD_DIM // 2
-SHIFT_DISTANCES = (1, 2, 3)
-SHIFT_SHARPNESS = 9.0
-SHIFT_PAIRS = 16
-"""Only the fast half of the rotary pairs tells distances of a few tokens apart; the rest would enlarge every score."""
-MATCH_GAIN = 3.0
-MATCH_PAIRS = ((26, 32), (20, 26), (14, 20))
-"""Rotary pairs [first, last) that compare the newest token, the one before it, and the one before that."""
+RECENT = 3
+"""The slot of the stream, after distances 0, 1 and 2, that holds the average of the recent tokens."""
+
+
+class PositionalHead(NamedTuple):
+    """Looks `distance` tokens back; more and faster rotary pairs [first, last) make it sharper. Writes to slot `slot`."""
+
+    slot: int
+    distance: int
+    sharpness: float
+    pairs: tuple[int, int]
+    gain: float
+
+
+POSITIONAL_HEADS = (
+    PositionalHead(slot=1, distance=1, sharpness=9.0, pairs=(0, 16), gain=0.3),
+    PositionalHead(slot=2, distance=2, sharpness=9.0, pairs=(0, 16), gain=0.3),
+    PositionalHead(slot=RECENT, distance=4, sharpness=3.5, pairs=(3, 13), gain=0.6),
+)
+
+
+class Comparison(NamedTuple):
+    """One part of a match: the query's slot against the key's slot, in rotary pairs [first, last)."""
+
+    query_slot: int
+    key_slot: int
+    pairs: tuple[int, int]
+    gain: float
+
+
+COMPARISONS = (
+    Comparison(0, 1, (26, 32), 3.0),
+    Comparison(1, 2, (20, 26), 3.0),
+    Comparison(RECENT, RECENT, (14, 20), 3.2),
+)
+DISTANCE_PAIRS, DISTANCE_PENALTY = (6, 14), 2.4
+"""The match score falls by 5 for a key at distance 0, by half of that at 30 tokens, and not at all beyond 150."""
 
 
 class StreamLayout(NamedTuple):
@@ -45,14 +78,18 @@ class StreamLayout(NamedTuple):
         """Heads it takes to copy the whole identity."""
         return -(-self.identity // HEAD_DIM)
 
-    def start(self, distance: int) -> int:
-        """First column of the copy of the token `distance` places back (0 = the token itself)."""
-        return 0 if distance == 0 else self.identity + (distance - 1) * self.shifted
+    def start(self, slot: int) -> int:
+        """First column of a slot: 0 = the token itself, 1 and 2 = tokens back, 3 = recent tokens, 4 = free."""
+        return 0 if slot == 0 else self.identity + (slot - 1) * self.shifted
+
+    def columns(self, slot: int) -> slice:
+        """All columns of a slot."""
+        return slice(self.start(slot), self.start(slot) + (self.identity if slot == 0 else self.shifted))
 
 
 def stream_layout(hidden_size: int) -> StreamLayout:
-    """Two fifths for the identity, three twentieths for each shifted copy, the rest free."""
-    return StreamLayout(identity=hidden_size * 2 // 5 // 2 * 2, shifted=min(HEAD_DIM, hidden_size * 3 // 20))
+    """Two fifths, at most two heads, for the identity, three twentieths for each other slot, the rest free."""
+    return StreamLayout(identity=min(2 * HEAD_DIM, hidden_size * 2 // 5), shifted=min(HEAD_DIM, hidden_size * 3 // 20))
 
 
 def orthonormal(rows: int, columns: int, generator: torch.Generator) -> Tensor:
@@ -75,42 +112,44 @@ def structured_init(model: LlamaForCausalLM, seed: int = 1) -> None:
         for linear in (attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj):
             linear.weight.mul_(0.3)
             linear.bias.zero_()
-    _write_shift_heads(model.model.layers[0].self_attn, layout, compress, ROPE_THETA)
+    _write_positional_heads(model.model.layers[0].self_attn, layout, compress)
     _write_match_heads(model.model.layers[1].self_attn, layout, compress, generator)
 
 
-def _write_shift_heads(attention: Any, layout: StreamLayout, compress: Tensor, theta: float) -> None:
-    heads_per_group = attention.num_key_value_groups
-    angles = theta ** (-torch.arange(SHIFT_PAIRS).float() / NUM_PAIRS)
-    attention.q_proj.weight[: len(SHIFT_DISTANCES) * HEAD_DIM] = 0.0
-    for head, distance in enumerate(SHIFT_DISTANCES):
-        q_start, kv_start = head * HEAD_DIM, head // heads_per_group * HEAD_DIM
-        q_half = q_start + NUM_PAIRS
-        attention.q_proj.bias[q_start : q_start + SHIFT_PAIRS] = SHIFT_SHARPNESS * torch.cos(angles * distance)
-        attention.q_proj.bias[q_half : q_half + SHIFT_PAIRS] = -SHIFT_SHARPNESS * torch.sin(angles * distance)
-        attention.k_proj.weight[kv_start : kv_start + HEAD_DIM] = 0.0
-        attention.k_proj.bias[kv_start : kv_start + SHIFT_PAIRS] = SHIFT_SHARPNESS
-        attention.v_proj.weight[kv_start : kv_start + HEAD_DIM] = 0.0
-        attention.v_proj.weight[kv_start : kv_start + layout.shifted, : layout.identity] = compress
-        attention.o_proj.weight[:, q_start : q_start + HEAD_DIM] = 0.0
-        rows = slice(layout.start(distance), layout.start(distance) + layout.shifted)
-        attention.o_proj.weight[rows, q_start : q_start + layout.shifted] = 0.3 * torch.eye(layout.shifted)
+def _write_positional_heads(attention: Any, layout: StreamLayout, compress: Tensor) -> None:
+    angles = ROPE_THETA ** (-torch.arange(NUM_PAIRS).float() / NUM_PAIRS)
+    for head, wanted in enumerate(POSITIONAL_HEADS):
+        q, kv = head * HEAD_DIM, head // attention.num_key_value_groups * HEAD_DIM
+        first, last = wanted.pairs
+        turn = angles[first:last] * wanted.distance
+        attention.q_proj.weight[q : q + HEAD_DIM] = 0.0
+        attention.q_proj.bias[q + first : q + last] = wanted.sharpness * torch.cos(turn)
+        attention.q_proj.bias[q + NUM_PAIRS + first : q + NUM_PAIRS + last] = -wanted.sharpness * torch.sin(turn)
+        attention.k_proj.weight[kv : kv + HEAD_DIM] = 0.0
+        attention.k_proj.bias[kv : kv + HEAD_DIM] = 0.0
+        attention.k_proj.bias[kv + first : kv + last] = wanted.sharpness
+        attention.v_proj.weight[kv : kv + HEAD_DIM] = 0.0
+        attention.v_proj.weight[kv : kv + layout.shifted, : layout.identity] = compress
+        attention.o_proj.weight[:, q : q + HEAD_DIM] = 0.0
+        passed = wanted.gain * torch.eye(layout.shifted)
+        attention.o_proj.weight[layout.columns(wanted.slot), q : q + layout.shifted] = passed
 
 
 def _write_match_heads(attention: Any, layout: StreamLayout, compress: Tensor, generator: torch.Generator) -> None:
+    near = torch.arange(*DISTANCE_PAIRS)
     for group in range(layout.num_blocks):
-        q_start, kv_start = group * attention.num_key_value_groups * HEAD_DIM, group * HEAD_DIM
-        attention.q_proj.weight[q_start : q_start + HEAD_DIM] = 0.0
-        attention.k_proj.weight[kv_start : kv_start + HEAD_DIM] = 0.0
-        for distance, (first, last) in enumerate(MATCH_PAIRS):
+        q, kv = group * attention.num_key_value_groups * HEAD_DIM, group * HEAD_DIM
+        attention.q_proj.weight[q : q + HEAD_DIM] = 0.0
+        attention.k_proj.weight[kv : kv + HEAD_DIM] = 0.0
+        attention.q_proj.bias[q + near] = -DISTANCE_PENALTY
+        attention.k_proj.bias[kv + near] = DISTANCE_PENALTY
+        for query_slot, key_slot, (first, last), gain in COMPARISONS:
             rows = torch.tensor([*range(first, last), *range(first + NUM_PAIRS, last + NUM_PAIRS)])
-            projection = orthonormal(len(rows), layout.shifted, generator) * MATCH_GAIN
-            query_from = projection @ compress if distance == 0 else projection
-            query_columns = slice(layout.start(distance), layout.start(distance) + query_from.shape[1])
-            key_start = layout.start(distance + 1)
-            attention.q_proj.weight[q_start + rows, query_columns] = query_from
-            attention.k_proj.weight[kv_start + rows, key_start : key_start + layout.shifted] = projection
-        _write_copy(attention, layout, group, q_start, kv_start)
+            projection = orthonormal(len(rows), layout.shifted, generator) * gain
+            query_from = projection @ compress if query_slot == 0 else projection
+            attention.q_proj.weight[q + rows, layout.columns(query_slot)] = query_from
+            attention.k_proj.weight[kv + rows, layout.columns(key_slot)] = projection
+        _write_copy(attention, layout, group, q, kv)
 
 
 def _write_copy(attention: Any, layout: StreamLayout, group: int, q_start: int, kv_start: int) -> None:

@@ -44,9 +44,9 @@ class ExampleStream:
         self.sources, self.errors, self.lengths = sources, errors, lengths
         self.rng = random.Random(seed)
         self.tasks: list[tuple[Callable[[], Example | None], float]] = [
-            (self.squad, 0.20), (self.other_question, 0.05), (self.nqg, 0.09), (self.span_question, 0.12),
-            (self.about, 0.11), (self.stdlib, 0.12), (self.unanswerable, 0.07), (self.grammar, 0.14),
-            (self.follow_up, 0.05), (self.dialogue, 0.01), (self.prose, 0.04),
+            (self.squad, 0.26), (self.other_question, 0.06), (self.nqg, 0.06), (self.span_question, 0.14),
+            (self.about, 0.08), (self.stdlib, 0.12), (self.unanswerable, 0.06), (self.grammar, 0.12),
+            (self.follow_up, 0.03), (self.dialogue, 0.01), (self.prose, 0.06),
         ]  # fmt: skip
 
     def draw(self) -> Example:

@@ -33,8 +33,8 @@ class Stage:
 
 STAGES = (
     Stage(0.2, 192, Lengths(2, (12, 45), 100), 3_072),
-    Stage(0.6, 384, Lengths(3, (25, 80), 200), 3_072),
-    Stage(0.93, 768, Lengths(4, (35, 125), 350), 4_608),
+    Stage(0.72, 384, Lengths(3, (25, 80), 200), 3_072),
+    Stage(0.97, 768, Lengths(4, (35, 125), 350), 4_608),
     Stage(1.01, 1152, Lengths(4, (60, 190), 500), 6_144),
 )
 
@@ -49,7 +49,7 @@ class TrainingPlan:
     micro_tokens: int = 1_536
     peak_lr: float = 1.2e-3
     final_lr_share: float = 0.03
-    structured_lr_share: float = 0.08
+    structured_lr_share: float = 0.2
     embedding_lr_share: float = 0.3
     warmup_steps: int = 150
     weight_decay: float = 0.05

@@ -101,4 +101,3 @@ def test_a_task_that_always_kills_its_worker_ends_the_job() -> None:
     with pytest.raises(EngineError) as caught:
         list(through_pool([{"number": 1}], Poisoned, (), PoolSize(1, 1)))
     assert "\n" not in str(caught.value)
-    print(caught.value)
