@@ -96,7 +96,7 @@ def _set_up() -> None:
     context.target_max_block_size = 1
     context.enable_progress_bars = False
     for handler in logging.getLogger("ray.data").handlers:
-        if isinstance(handler, logging.StreamHandler):
+        if type(handler).__module__.startswith("ray.") and isinstance(handler, logging.StreamHandler):
             handler.setLevel(logging.CRITICAL)  # Ray's own log files keep everything
 
 

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from tiny_target import FREE, save_model
+from tiny_target import Free, save_model
 
 from ragspec.config import ChunkingConfig, EncoderConfig, EngineConfig, TargetConfig
 from ragspec.core import Delta, Document, FinishReason, Request, SamplingParams
@@ -83,7 +83,7 @@ def engine(target: Target, switch: Switch) -> Iterator[Engine]:
     """New for every test, so that no test teaches the next one's drafters."""
     target.pool = KvPool(target.shapes, 4096)
     switch.answer = ""
-    planner = Planner([CopyDrafter(target.tokenizer, target.eos_ids)], FREE, 16)
+    planner = Planner([CopyDrafter(target.tokenizer, target.eos_ids)], Free(), 16)
     with Engine(target, planner, Admission(target, "tiny", switch), EngineConfig(max_step_tokens=128)) as engine:
         yield engine
 

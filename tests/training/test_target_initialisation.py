@@ -1,6 +1,7 @@
 """The structured initialisation copies and points before any training."""
 
 import random
+from dataclasses import replace
 
 import torch
 from transformers import PreTrainedTokenizerFast
@@ -54,7 +55,7 @@ def test_overlap_with_the_question_points_at_a_sentence() -> None:
     texts = [_sentence(rng, words) + " " + _sentence(rng, words) for _ in range(3000)]
     tokenizer = train_tokenizer(texts, SIZES["cpu"].vocab_size)
     markers = marker_tokens(tokenizer)
-    model = build_target(SIZES["cpu"], markers).eval()
+    model = build_target(replace(SIZES["cpu"], vocab_size=len(tokenizer)), markers).eval()
     right = sum(_points_right(model, tokenizer, markers, rng, words) for _ in range(20))
     assert right >= 12  # 5 expected by chance
 
