@@ -38,6 +38,7 @@ from ragspec.retrieval.retriever import Retriever, build_index
 from ragspec.retrieval.store import Store
 from ragspec.training.stdlib_corpus import is_held_out
 
+ROOT = Path(__file__).resolve().parent.parent
 DOCUMENTS = [
     Document(f"d{n}", f"Fact {n} is told here. It is known to all.", f"Title {n}", f"{n}.txt") for n in range(9)
 ]
@@ -400,6 +401,24 @@ class CountingEncoder(HashEncoder):
     def encode(self, texts: Sequence[str], kind: str = "document") -> FloatArray:
         self.num_texts += len(texts) if kind == "document" else 0
         return super().encode(texts, kind)
+
+
+def test_the_corpus_depends_on_python_alone() -> None:
+    """An index built anew in every shell, with the user's environment inside (some signatures show it)."""
+    code = """if True:
+        import hashlib, ragspec.cli, ragspec.core
+        from ragspec.training.stdlib_corpus import stdlib_documents
+        corpus = stdlib_documents()
+        from ragspec.cli.demo_index import demo_documents
+        texts = [document.text for document in demo_documents(corpus)]
+        assert not any("SECRET" in text for text in texts)
+        print(len(texts), hashlib.sha256(repr(texts).encode()).hexdigest())"""
+    environments = [{"A_SECRET": "1", "PYTHONHASHSEED": "1"}, {"COLUMNS": "80", "PYTHONHASHSEED": "2"}]
+    keys = {
+        subprocess.run([sys.executable, "-c", code], env=env, cwd=ROOT, capture_output=True, check=True).stdout
+        for env in environments
+    }
+    assert len(keys) == 1 and int(keys.pop().split()[0]) > 1000
 
 
 def test_some_questions_are_about_what_training_never_saw() -> None:

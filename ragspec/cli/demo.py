@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.text import Text
 
 from ragspec.cli.ask import stream_answer
-from ragspec.cli.demo_index import count_passages, demo_retriever
+from ragspec.cli.demo_index import count_passages, demo_documents, demo_retriever
 from ragspec.cli.demo_view import DemoView
 from ragspec.cli.terminal import (
     cache_folder,
@@ -116,7 +116,7 @@ def run_demo(
     console = stderr_console() if as_json else stdout_console()
     view = DemoView(console)
     view.title()
-    retriever = _load_retriever(console, [Document(name, text, title=name) for name, text in corpus])
+    retriever = _load_retriever(console, demo_documents(corpus))
     engine = _load_engine(console, target_config)
     prompts = PromptBuilder(engine.target.tokenizer, engine.target.max_context_tokens)
     with Pipeline(retriever, engine, prompts) as pipeline:

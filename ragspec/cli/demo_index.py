@@ -7,6 +7,7 @@ damaged or half-written is built again.
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 
 from rich.console import Console
@@ -20,6 +21,14 @@ from ragspec.evaluation.index_cache import cached_retriever
 from ragspec.retrieval.chunking import chunk
 from ragspec.retrieval.encoder import Encoder
 from ragspec.retrieval.retriever import Retriever
+
+
+def demo_documents(corpus: Iterable[tuple[str, str]]) -> list[Document]:
+    """One document per documented name, titled by it.
+
+    Why some are left out: their signatures show the environment of this process, which is private and changes every time.
+    """
+    return [Document(name, text, title=name) for name, text in corpus if "environ({" not in text]
 
 
 def count_passages(documents: list[Document]) -> int:

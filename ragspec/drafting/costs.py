@@ -7,10 +7,11 @@ from bisect import bisect_left
 from collections.abc import Callable, Sequence
 
 _BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 256)
+_NUM_ROUNDS = 4
 _STEP_WEIGHT = 0.05
 """Weight of one step against what was measured before."""
-_RETURN = 0.001
-"""How fast a bucket's own drift goes back to the mean drift: a bad spell must not keep a size of tree from being tried."""
+_STALE_STEPS, _STALE_WEIGHT = 20, 0.02
+"""A size not used for so many steps drifts with the one in use: a bad spell must not keep a size of tree from being tried."""
 
 
 class CostTable:
@@ -21,14 +22,18 @@ class CostTable:
         self._rows = list(rows)
         self._measured = seconds
         self._drift = {context: [1.0] * len(self._rows) for context in seconds}
+        self._unused_steps = {context: [0] * len(self._rows) for context in seconds}
         self._seconds = {context: _rising(column) for context, column in seconds.items()}
 
     @classmethod
     def measure(cls, forward_s: Callable[[int, int], float], contexts: Sequence[int], max_rows: int) -> CostTable:
-        """`forward_s(rows, context)` runs one forward and returns its seconds; the fastest of three is what it costs."""
+        """`forward_s(rows, context)` runs one forward and returns its seconds; the fastest of a few is what it costs.
+
+        All sizes take turns, so that a moment of other load does not fall on one of them.
+        """
         rows = [n for n in _BUCKETS if n <= max_rows]
-        seconds = {c: [min(forward_s(n, c) for _ in range(3)) for n in rows] for c in contexts}
-        return cls(seconds, rows)
+        rounds = [{c: [forward_s(n, c) for n in rows] for c in contexts} for _ in range(_NUM_ROUNDS)]
+        return cls({c: [min(times) for times in zip(*(r[c] for r in rounds), strict=True)] for c in contexts}, rows)
 
     def cost_s(self, num_rows: int, context: int) -> float:
         """Expected seconds of one forward."""
@@ -47,10 +52,14 @@ class CostTable:
         drift = self._drift[nearest]
         ratio = min(2.0, max(0.5, seconds / self.cost_s(num_rows, context)))
         at = min(bisect_left(self._rows, num_rows), len(self._rows) - 1)
-        for i in {at, at - 1} if at > 0 and self._rows[at] != num_rows else {at}:
-            drift[i] *= ratio**_STEP_WEIGHT
-        mean = sum(drift) / len(drift)
-        drift[:] = [d + _RETURN * (mean - d) for d in drift]
+        used = {at, at - 1} if at > 0 and self._rows[at] != num_rows else {at}
+        unused_steps = self._unused_steps[nearest]
+        for i in range(len(drift)):
+            unused_steps[i] = 0 if i in used else unused_steps[i] + 1
+            if i in used:
+                drift[i] *= ratio**_STEP_WEIGHT
+            elif unused_steps[i] > _STALE_STEPS:
+                drift[i] += _STALE_WEIGHT * (drift[at] - drift[i])
         self._seconds[nearest] = _rising([s * d for s, d in zip(self._measured[nearest], drift, strict=True)])
 
     def _nearest(self, context: int) -> int:

@@ -18,6 +18,9 @@ from ragspec.tree import DraftTree
 
 log = logging.getLogger(__name__)
 
+_PATIENCE = 3
+"""Steps in a row without a draft before drafters are asked less often."""
+
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -32,7 +35,7 @@ class Planner:
         self._costs = costs
         self._max_nodes = max_tree_nodes
         self._vocab_size = vocab_size
-        self._idle: dict[tuple[str, int], tuple[int, int]] = {}  # sequence -> (steps to skip, steps skipped last time)
+        self._idle: dict[tuple[str, int], tuple[int, int]] = {}  # sequence -> (steps to skip, empty drafts in a row)
         self.num_failures = 0
 
     def start(self, sequence: Drafted) -> None:
@@ -52,9 +55,11 @@ class Planner:
                 most = sequences[i].most_tokens - 1  # the last token of a step is the target's own
                 self._contain(trees[i].merge, proposals, most, self._vocab_size)
         for i in awake:
-            self._note(sequences[i], trees[i].num_drafted > 0)
             trees[i] = trees[i].best(self._max_nodes)
-        return self._cut(sequences, trees, num_other_rows, spare_rows)
+        trees = self._cut(sequences, trees, num_other_rows, spare_rows)
+        for i in awake:
+            self._note(sequences[i], trees[i].num_drafted > 0)
+        return trees
 
     def note_cost(self, num_rows: int, context: int, seconds: float) -> None:
         """What a step's forward took."""
@@ -112,18 +117,19 @@ class Planner:
         return _split_budget(trees, probs[best - 1], best)
 
     def _asleep(self, sequence: Drafted) -> bool:
-        left, length = self._idle.get(sequence.key, (0, 0))
+        left, num_empty = self._idle.get(sequence.key, (0, 0))
         if left:
-            self._idle[sequence.key] = (left - 1, length)
+            self._idle[sequence.key] = (left - 1, num_empty)
         return left > 0
 
-    def _note(self, sequence: Drafted, found: bool) -> None:
-        """A sequence for which nothing is found is asked again after 1, 2, 4 and at most 8 steps."""
-        if found:
+    def _note(self, sequence: Drafted, drafted: bool) -> None:
+        """After some steps in a row in which no draft paid, drafters are asked again after 1, 2 and then every 4 steps."""
+        if drafted:
             self._idle.pop(sequence.key, None)
         else:
-            length = min(8, max(1, 2 * self._idle.get(sequence.key, (0, 0))[1]))
-            self._idle[sequence.key] = (length, length)
+            num_empty = self._idle.get(sequence.key, (0, 0))[1] + 1
+            beyond = num_empty - _PATIENCE
+            self._idle[sequence.key] = (min(4, 2 ** (beyond - 1)) if beyond > 0 else 0, num_empty)
 
     def _contain(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T | None:
         try:

@@ -44,9 +44,9 @@ class ExampleStream:
         self.sources, self.errors, self.lengths = sources, errors, lengths
         self.rng = random.Random(seed)
         self.tasks: list[tuple[Callable[[], Example | None], float]] = [
-            (self.squad, 0.26), (self.other_question, 0.06), (self.nqg, 0.06), (self.span_question, 0.14),
-            (self.about, 0.08), (self.stdlib, 0.12), (self.unanswerable, 0.06), (self.grammar, 0.12),
-            (self.follow_up, 0.03), (self.dialogue, 0.01), (self.prose, 0.06),
+            (self.squad, 0.23), (self.other_question, 0.05), (self.nqg, 0.05), (self.span_question, 0.12),
+            (self.about, 0.08), (self.stdlib, 0.22), (self.unanswerable, 0.09), (self.grammar, 0.10),
+            (self.follow_up, 0.02), (self.dialogue, 0.01), (self.prose, 0.03),
         ]  # fmt: skip
 
     def draw(self) -> Example:
@@ -113,7 +113,7 @@ class ExampleStream:
     def unanswerable(self) -> Example | None:
         """A question whose answer is in none of the passages: unrelated ones, or a related one that lacks it."""
         rng = self.rng
-        if rng.random() < 0.5:
+        if rng.random() < 0.4:
             text, paragraph = rng.choice(self.sources.unanswerable)
             index = rng.randrange(len(paragraph.sentences))
             passages = [self._window(paragraph, index), *self._distractors(paragraph)]
