@@ -44,7 +44,7 @@ class CostTable:
         at = min(at, len(column) - 1)  # beyond the last bucket the last slope goes on
         low, high = self._rows[at - 1], self._rows[at]
         share = (num_rows - low) / (high - low)
-        return column[at - 1] * (1 - share) + column[at] * share
+        return column[at - 1] + (column[at] - column[at - 1]) * share
 
     def refine(self, num_rows: int, context: int, seconds: float) -> None:
         """Move the nearest measurements a little towards what a forward has just taken."""
