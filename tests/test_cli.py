@@ -496,3 +496,11 @@ def test_a_long_passage_is_cut_around_its_quote() -> None:
     text = "x" * 900 + "quote" + "y" * 900
     cut = excerpt(Passage("d", 0, text, 0, len(text)), [Citation(0, 5, "d#0", 900, 905, "d", 900, 905)], marks=True)
     assert cut.plain.startswith("… x") and cut.plain.endswith("y …") and "x«quote»y" in cut.plain and len(cut) < 320
+
+
+def test_words_quoted_twice_are_shown_once() -> None:
+    """A passage on the screen that says what the document does not."""
+    passage = Passage("d", 0, "one two three four", 0, 18)
+    spans = [(4, 13), (0, 7), (4, 13), (14, 18)]
+    shown_passage = excerpt(passage, [Citation(0, 1, "d#0", a, b, "d", a, b) for a, b in spans], marks=True)
+    assert shown_passage.plain == "«one two three» «four»"

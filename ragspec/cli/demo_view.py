@@ -71,9 +71,8 @@ class DemoView:
         self._console.print(line)
         held_out = sorted({c.document_id for c in fast.citations if is_held_out(c.document_id)})
         if held_out:
-            self._console.print(
-                Text(f"  {', '.join(held_out)}: kept out of the reference target's training", "dim italic")
-            )
+            kept_out = Text(f"kept out of the reference target's training: {', '.join(held_out)}", "dim italic")
+            self._console.print(Padding(kept_out, _INDENT, expand=False))
         if fast.dropped_passages:
             note(self._console, f"{len(fast.dropped_passages)} retrieved passages did not fit the context")
 

@@ -6,7 +6,7 @@ Where there are no colours, the marks are « and ».
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import groupby
 
 from rich.console import Console
@@ -42,16 +42,28 @@ def print_sources(console: Console, answer: Answer) -> None:
 
 def excerpt(passage: Passage, citations: Sequence[Citation], *, marks: bool) -> Text:
     """The part of a passage around its quotes, on one line; `marks` writes « » around them."""
-    first, last = _window(passage.text, citations[0].passage_start, max(c.passage_end for c in citations))
+    spans = _merged((c.passage_start, c.passage_end) for c in citations)
+    first, last = _window(passage.text, spans[0][0], spans[-1][1])
     text, position = Text("… " if first else "", "dim"), first
-    for citation in citations:
-        quote = passage.text[citation.passage_start : citation.passage_end]
-        text.append(_flat(passage.text[position : citation.passage_start]))
-        text.append(f"«{_flat(quote)}»" if marks else _flat(quote), f"not dim {QUOTE}")
-        position = citation.passage_end
+    for start, end in spans:
+        quote = _flat(passage.text[start:end])
+        text.append(_flat(passage.text[position:start]))
+        text.append(f"«{quote}»" if marks else quote, f"not dim {QUOTE}")
+        position = end
     text.append(_flat(passage.text[position:last]))
     text.append(" …" if last < len(passage.text) else "")
     return text
+
+
+def _merged(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Sorted and without overlaps: an answer may quote the same words twice."""
+    merged: list[tuple[int, int]] = []
+    for start, end in sorted(spans):
+        if merged and start <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
+        else:
+            merged.append((start, end))
+    return merged
 
 
 def _window(text: str, start: int, end: int) -> tuple[int, int]:

@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable
 from collections.abc import Sequence as SequenceOf
+from contextlib import AbstractContextManager
 
 from ragspec.config import EngineConfig
 from ragspec.core import Completion, Delta, FinishReason, Request
@@ -28,13 +29,14 @@ from ragspec.engine.scheduler import Scheduler
 from ragspec.engine.sequence import Listener, Sequence
 from ragspec.engine.target import Target
 from ragspec.errors import EngineClosed, InputError
+from ragspec.numerics.threads import num_processors, set_num_threads
 from ragspec.tree import DraftTree
 from ragspec.verification.verify import verify
 
 log = logging.getLogger(__name__)
 
 
-class Engine:
+class Engine(AbstractContextManager["Engine"]):
     """Continuous batching of draft trees over one target. Thread-safe from the outside."""
 
     def __init__(self, target: Target, planner: Planner, admission: Admission, config: EngineConfig) -> None:
@@ -48,7 +50,7 @@ class Engine:
         self._lock = threading.Lock()
         self._ids: set[str] = set()
         self._closed = False
-        self._thread = threading.Thread(target=self._run, name="ragspec-engine", daemon=True)
+        self._thread = threading.Thread(target=self._run, args=(config.num_threads,), daemon=True)
         self._thread.start()
         atexit.register(self.close)
 
@@ -110,15 +112,13 @@ class Engine:
         self._thread.join()
         atexit.unregister(self.close)
 
-    def __enter__(self) -> Engine:
-        return self
-
     def __exit__(self, *_: object) -> None:
         self.close()
 
     # -- the engine's thread -----------------------------------------------------------------------------------------
 
-    def _run(self) -> None:
+    def _run(self, num_threads: int | None) -> None:
+        set_num_threads(num_threads or num_processors())
         while self._take_commands():
             try:
                 self.step()

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import logging
-import os
 import time
+from statistics import median
 
-import numba
 import numpy as np
 import torch
 
@@ -24,8 +23,11 @@ from ragspec.numerics.kv_cache import SequenceSlots
 from ragspec.numerics.linear import packing_available
 from ragspec.numerics.rows import Part, StepRows
 from ragspec.numerics.self_test import SelfTest, self_test
+from ragspec.numerics.threads import num_processors, set_num_threads
 
 log = logging.getLogger(__name__)
+
+_TYPICAL_ROWS = 8
 
 
 def load_engine(
@@ -37,14 +39,23 @@ def load_engine(
     """Raises: ModelError, ConfigError."""
     if not packing_available(getattr(torch, target_config.dtype)):
         raise ModelError(f"this build of torch has no packed {target_config.dtype} product on this processor")
-    num_threads = config.num_threads or max(1, len(os.sched_getaffinity(0)))
-    torch.set_num_threads(num_threads)
-    numba.set_num_threads(min(num_threads, numba.config.NUMBA_NUM_THREADS))
     target = Target.load(target_config, config.max_kv_tokens)
-    tested = check_numerics(target, num_threads)
+    config = config.model_copy(update={"num_threads": config.num_threads or choose_num_threads(target)})
+    tested = check_numerics(target, config.num_threads or 1)
     costs = measure_costs(target, config.max_step_tokens)
     planner = Planner(make_drafters(target, drafting), costs, drafting.max_tree_nodes, target.vocab_size)
     return Engine(target, planner, Admission(target, tested.numerics_id, make_sampler), config)
+
+
+def choose_num_threads(target: Target) -> int:
+    """All processors, or one where threads that wait for each other are slower than that: beside other load they often are."""
+    timer = _ForwardTimer(target)
+    seconds: dict[int, list[float]] = {num_processors(): [], 1: []}
+    for _ in range(7):
+        for num_threads, times in seconds.items():
+            set_num_threads(num_threads)
+            times.append(timer.seconds(_TYPICAL_ROWS, _TYPICAL_ROWS))
+    return min(seconds, key=lambda num_threads: median(seconds[num_threads]))
 
 
 def check_numerics(target: Target, num_threads: int) -> SelfTest:

@@ -56,10 +56,12 @@ def evaluate_target(
     """Every score of the target suite; fractions lie in 0-1, GLEU in 0-100."""
     generate = generate or transformers_generate(target_dir)
     answerable, unanswerable = question_cases(data_dir, num_questions, seed)
-    scores = question_scores(answerable, generate([question_messages(c.question, c.passages) for c in answerable]))
-    half = answerable[: len(unanswerable)]
-    outputs = generate([question_messages(c.question, c.passages) for c in half + unanswerable])
-    scores |= abstention_scores(half + unanswerable, outputs)
+    prompts = [question_messages(case.question, case.passages) for case in answerable + unanswerable]
+    outputs = generate(prompts)
+    answered, refused = outputs[: len(answerable)], outputs[len(answerable) :]
+    scores = question_scores(answerable, answered)
+    half = len(unanswerable)  # as many answerable as unanswerable questions, so that precision means something
+    scores |= abstention_scores(answerable[:half] + unanswerable, answered[:half] + refused)
     scores |= grammar_scores(data_dir, generate, num_sentences)
     scores["stdlib_first_sentence"] = stdlib_score(generate, retrieve or lexical_retriever(), num_questions // 2, seed)
     scores |= perplexity_scores(target_dir, data_dir / "wikitext2/test.txt")

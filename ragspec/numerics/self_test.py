@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from ragspec.numerics.attention import Rows
 from ragspec.numerics.kv_cache import KvPool, SequenceSlots
 from ragspec.numerics.rows import Part, StepRows
+from ragspec.numerics.threads import set_num_threads
 
 Ints = NDArray[np.int32]
 Floats = NDArray[np.float32]
@@ -60,15 +61,10 @@ def self_test(target: Forward, longest: int, dtype: str, num_threads: int) -> Se
     failures += _compare("trees with decoys", *_trees(target, text, whole, rng))
     failures += _compare("another sequence beside", _beside(target, text, rng), whole[-min(40, length // 2) :])
     for threads in {1, num_threads}:
-        _set_threads(threads)
+        set_num_threads(threads)
         failures += _compare(f"{threads} threads", _run(target, text, [length]), whole)
-    _set_threads(num_threads)
+    set_num_threads(num_threads)
     return SelfTest(not failures, tuple(failures), _numerics_id(whole, dtype))
-
-
-def _set_threads(num_threads: int) -> None:
-    torch.set_num_threads(num_threads)
-    numba.set_num_threads(min(num_threads, numba.config.NUMBA_NUM_THREADS))
 
 
 def _compare(name: str, got: Floats, expected: Floats) -> list[str]:

@@ -8,10 +8,10 @@ the free columns of the residual stream as named flags:
 - layer 1: an overlap head looks for each passage token in the question, rare tokens only; a start head brings every
   token the identity of the token its sentence starts with;
 - layer 2: at the opening of the answer, one head lets every overlapping passage token vote for the start of its
-  sentence.
+  sentence; another brings every token the number of its passage, faintly, for later layers to cite.
 
-Measured before training: among the sentence starts on offer, the right one gets the highest logit in 65 % of SQuAD
-questions over three passages; the token after it is right in 65 %, the tokens after that in 98 %.
+Measured before training, SQuAD questions over three passages: among the sentence starts on offer, the right one gets the
+highest logit in 70 %; the token after it is right in 80 %.
 """
 
 from typing import Any, NamedTuple
@@ -30,18 +30,22 @@ MARKER = 2.0
 NUM_FLAGS = 9
 NUM_STRUCTURED_LAYERS = 3
 QUOTE_LIKE_SPACE = 0.7
+NUMBER_GAIN = 6.0
 FINAL_NORM = 0.35
 """Gain of the last normalisation: at 1, logits of long identities are so large that the first steps undo everything."""
 
 
 class MarkerTokens(NamedTuple):
-    """Ids of the tokens that structure a prompt; `space` is the lone space between sentences, `quote` the mark `"`."""
+    """Ids of the tokens that structure a prompt; `space` is the lone space between sentences."""
 
     user: int
     context: int
     assistant: int
     space: int
     quote: int
+    bracket: int
+    newline: int
+    digits: tuple[int, ...]
 
 
 class Flags(NamedTuple):
@@ -86,6 +90,7 @@ def selection_init(model: LlamaForCausalLM, markers: MarkerTokens, seed: int = 2
     _write_overlap_head(layers[1], flags, layout, generator)
     _write_start_head(layers[1], flags, compress, first_free)
     _write_vote_head(layers[2], flags, compress, first_free)
+    _write_number_head(layers[2], embedding, layers[0].v_proj.weight, flags, layout, markers)
 
 
 def token_rarity(vocab_size: int) -> Tensor:
@@ -152,3 +157,22 @@ def _write_vote_head(attention: Any, flags: Flags, compress: Tensor, first_free:
     size = compress.shape[0]
     attention.v_proj.weight[kv : kv + size, first_free : first_free + size] = torch.eye(size)
     attention.o_proj.weight[: compress.shape[1], q : q + size] = 3.0 * compress.T
+
+
+def _write_number_head(
+    attention: Any, embedding: Tensor, shift_values: Tensor, flags: Flags, layout: StreamLayout, markers: MarkerTokens
+) -> None:
+    """Looks at the latest token after a newline and a bracket, and writes which digit it is into spent flag columns."""
+    q, kv = _clear(attention, group=3)
+    compress = shift_values[: layout.shifted, : layout.identity]
+    attention.q_proj.bias[q + STATIC] = 10.0
+    for slot, token in ((1, markers.bracket), (2, markers.newline)):
+        seen = compress @ embedding[token, : layout.identity]
+        attention.k_proj.weight[kv + STATIC, layout.columns(slot)] = NUMBER_GAIN * seen / seen.norm()
+    attention.q_proj.bias[q + RECENCY_PAIRS[0] : q + RECENCY_PAIRS[1]] = 5.0
+    attention.k_proj.bias[kv + RECENCY_PAIRS[0] : kv + RECENCY_PAIRS[1]] = 5.0
+    columns = (flags.context, flags.user, flags.space, flags.assistant)  # read by layer 0 alone
+    for row, (digit, column) in enumerate(zip(markers.digits, columns, strict=True)):
+        identity = embedding[digit, : layout.identity]
+        attention.v_proj.weight[kv + row, : layout.identity] = identity / identity.norm()
+        attention.o_proj.weight[column, q + row] = 0.18

@@ -24,7 +24,7 @@ from ragspec.training.target_format import (
 )
 from ragspec.training.target_model import MAX_POSITIONS
 
-LONE_SPACE = "Ġ"
+LONE_SPACE, NEWLINE = "Ġ", "Ċ"
 WORD_SPLIT = (
     r"(?<=[.!?:;\])\"\n]) (?=\S)"  # the space between two sentences
     r"|'(?:s|t|re|ve|m|ll|d)\b"
@@ -73,5 +73,14 @@ def load_tokenizer(directory: Path) -> PreTrainedTokenizerFast:
 
 def marker_tokens(tokenizer: PreTrainedTokenizerFast) -> MarkerTokens:
     """The ids that the structured initialisation of the model builds on."""
-    names = (USER, CONTEXT, ASSISTANT, LONE_SPACE, '"')
-    return MarkerTokens(*(int(tokenizer.get_vocab()[name]) for name in names))
+    ids: dict[str, int] = tokenizer.get_vocab()
+    return MarkerTokens(
+        user=ids[USER],
+        context=ids[CONTEXT],
+        assistant=ids[ASSISTANT],
+        space=ids[LONE_SPACE],
+        quote=ids['"'],
+        bracket=ids["["],
+        newline=ids[NEWLINE],
+        digits=tuple(ids[digit] for digit in "1234"),
+    )

@@ -13,7 +13,7 @@ from ragspec.training.target_format import question_messages
 from ragspec.training.target_model import SIZES, build_target
 from ragspec.training.target_tokenizer import marker_tokens, train_tokenizer
 
-MARKERS = MarkerTokens(user=2, context=3, assistant=4, space=6, quote=7)
+MARKERS = MarkerTokens(user=2, context=3, assistant=4, space=6, quote=7, bracket=8, newline=9, digits=(10, 11, 12, 13))
 
 
 def test_repeated_random_sequence_is_continued() -> None:

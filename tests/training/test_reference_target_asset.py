@@ -1,0 +1,47 @@
+"""The shipped reference target: form on disk, and that it does what its card says at all."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import ragspec
+from ragspec.training.target_format import CHAT_TEMPLATE, CONTEXT_ROLE_FLAG, parse_answer, question_messages
+
+TARGET = Path(ragspec.__file__).parent / "assets" / "reference_target"
+PASSAGES = [
+    "The lighthouse on Gull Rock was built in 1871. Its keeper lived there alone.",
+    "The harbour railway closed in 1954. Most of the track was sold for scrap.",
+]
+pytestmark = pytest.mark.skipif(not TARGET.is_dir(), reason="no reference target is shipped")
+
+
+def test_files_fit_a_repository() -> None:
+    """A shard over 15 MB or a model over 40 MB would not be accepted where the code is kept."""
+    sizes = [file.stat().st_size for file in TARGET.iterdir()]
+    assert max(sizes) <= 15_000_000 and sum(sizes) <= 40_000_000
+    assert {file.suffix for file in TARGET.iterdir()} <= {".safetensors", ".json", ".jinja", ".md", ".png"}
+
+
+def test_tokenizer_carries_the_template_of_the_code() -> None:
+    """A template changed in the code but not in the shipped files would serve another format than was trained."""
+    tokenizer = AutoTokenizer.from_pretrained(TARGET)
+    assert tokenizer.chat_template == CHAT_TEMPLATE
+    assert tokenizer.init_kwargs[CONTEXT_ROLE_FLAG] is True
+
+
+def test_quotes_a_passage_word_for_word() -> None:
+    """Weights and tokenizer that do not belong together would still load, and write nonsense."""
+    tokenizer = AutoTokenizer.from_pretrained(TARGET)
+    model = AutoModelForCausalLM.from_pretrained(TARGET, dtype=torch.float32).eval()
+    prompt = tokenizer.apply_chat_template(
+        question_messages("What is said about the harbour railway?", PASSAGES),
+        tokenize=False,
+        add_generation_prompt=True,
+    )
+    inputs = tokenizer(prompt, add_special_tokens=False, return_tensors="pt")
+    with torch.inference_mode():
+        output = model.generate(**inputs, max_new_tokens=60, do_sample=False)
+    answer = parse_answer(tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))
+    assert answer is not None and answer[0] in PASSAGES[1]
