@@ -18,7 +18,6 @@ from rich.console import Console
 from rich.text import Text
 
 _SETTINGS = {
-    "GOMP_SPINCOUNT": "1000",  # Why: threads that spin for long while others wait for a core take 7 times as long together
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",
     "HF_HUB_DISABLE_TELEMETRY": "1",
     "TOKENIZERS_PARALLELISM": "false",
@@ -28,7 +27,7 @@ _UNSAFE = {code: "\N{REPLACEMENT CHARACTER}" for code in (*range(32), *range(127
 
 
 def prepare_process() -> None:
-    """Threads that share cores well; only what ragspec says reaches the terminal. Call before torch is imported."""
+    """Only what ragspec says reaches the terminal. Call before torch is imported."""
     for name, value in _SETTINGS.items():
         os.environ.setdefault(name, value)
     if not sys.warnoptions:

@@ -39,7 +39,6 @@ Ints = NDArray[np.int32]
 _MAX_MATCH = 16
 _MAX_BRANCHES = 6
 _MAX_QUOTES = 8
-_LEAST_PROB = 1e-3
 _PRIORS = {
     **{f"match:{kind.name.lower()}": (0.25, 0.95) for kind in SourceKind},
     "start:input": (0.3, 0.95),
@@ -69,16 +68,24 @@ class _Place(NamedTuple):
 
 
 class CopyDrafter:
-    """See the module. `earlier_tokens`: how many tokens of earlier answers one tenant may keep; 0 keeps none."""
+    """See the module. `earlier_tokens`: how many tokens of earlier answers one tenant may keep; 0 keeps none.
+
+    Paths less probable than `least_prob` are not proposed: no row is that cheap.
+    """
 
     name = "copy"
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, eos_ids: SequenceOf[int] = (), earlier_tokens: int = 0
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        eos_ids: SequenceOf[int] = (),
+        earlier_tokens: int = 0,
+        least_prob: float = 0.02,
     ) -> None:
         self._reader = ReferenceReader(tokenizer, eos_ids)
         self._earlier: dict[str, deque[tuple[int, ...]]] = defaultdict(deque)
         self._max_earlier = earlier_tokens
+        self._least_prob = least_prob
         self._table = AcceptanceTable(_PRIORS, _MAX_MATCH)
         self._states: dict[tuple[str, int], Haystack] = {}
 
@@ -141,7 +148,7 @@ class CopyDrafter:
             for i, (token, cell, given) in enumerate(self._branch(state, place, tokens)):
                 prob *= given
                 first = first or given
-                if prob < _LEAST_PROB:
+                if prob < self._least_prob:
                     break
                 number = state.reference_at(place.at)
                 reference = state.references[number] if number < len(state.references) else None

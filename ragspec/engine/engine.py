@@ -9,22 +9,20 @@ and choice. Speculation off is the same step with root-only trees.
 
 from __future__ import annotations
 
-import asyncio
 import atexit
 import logging
 import queue
 import threading
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
-from contextlib import AbstractContextManager
 
 from ragspec.config import EngineConfig
-from ragspec.core import Completion, Delta, FinishReason, Request
+from ragspec.core import FinishReason, Request
 from ragspec.drafting.planner import Planner
 from ragspec.engine.admission import Admission
 from ragspec.engine.batch import Batch, Work
-from ragspec.engine.collect import Collector, tell
+from ragspec.engine.client import EngineClient
 from ragspec.engine.scheduler import Scheduler
 from ragspec.engine.sequence import Listener, Sequence
 from ragspec.engine.target import Target
@@ -36,7 +34,7 @@ from ragspec.verification.verify import verify
 log = logging.getLogger(__name__)
 
 
-class Engine(AbstractContextManager["Engine"]):
+class Engine(EngineClient):
     """Continuous batching of draft trees over one target. Thread-safe from the outside."""
 
     def __init__(self, target: Target, planner: Planner, admission: Admission, config: EngineConfig) -> None:
@@ -57,14 +55,9 @@ class Engine(AbstractContextManager["Engine"]):
     # -- from any thread ---------------------------------------------------------------------------------------------
 
     def submit(self, request: Request, listener: Listener) -> None:
-        """Queue a request; the listener hears every Delta of every choice, in the engine's thread.
+        self.submit_all([request], listener)
 
-        Raises: InputError, PromptTooLong, EngineClosed.
-        """
-        self._submit([request], listener)
-
-    def _submit(self, requests: SequenceOf[Request], listener: Listener) -> None:
-        """All of them or, when one is refused, none."""
+    def submit_all(self, requests: SequenceOf[Request], listener: Listener) -> None:
         admitted = {request.id: self._admission.sequences(request, listener) for request in requests}
         with self._lock:
             if self._closed:
@@ -76,28 +69,13 @@ class Engine(AbstractContextManager["Engine"]):
             self._commands.put(lambda: self._enqueue(admitted))
 
     def cancel(self, request_id: str) -> None:
-        """End a request within one step; unknown and finished ones are ignored."""
         self._commands.put(lambda: self._cancel(request_id))
 
-    def generate(self, requests: SequenceOf[Request]) -> list[Completion]:
-        """Run requests to their end, all at once; completions in the order of requests, then choices."""
-        collector = Collector(requests)
-        self._submit(requests, collector)
-        return collector.wait()
-
-    async def stream(self, request: Request) -> AsyncIterator[Delta]:
-        """Deltas as they come; leaving the loop early cancels the request."""
-        loop, deltas = asyncio.get_running_loop(), asyncio.Queue[Delta]()
-        self.submit(request, lambda delta: tell(loop, deltas, delta))
-        open_choices = request.params.n
-        try:
-            while open_choices:
-                delta = await deltas.get()
-                open_choices -= delta.finish_reason is not None
-                yield delta
-        finally:
-            if open_choices:
-                self.cancel(request.id)
+    def between_steps(self, call: Callable[[], None]) -> None:
+        """Run `call` in the engine's thread when no step is running, and wait for it; the engine does nothing meanwhile."""
+        done = threading.Event()
+        self._commands.put(lambda: _run_and_set(call, done))
+        done.wait()
 
     def purge(self, salt: str) -> None:
         """Forget every cached prefix and earlier answer of one tenant."""
@@ -105,15 +83,11 @@ class Engine(AbstractContextManager["Engine"]):
         self._commands.put(lambda: self._planner.purge(salt))
 
     def close(self) -> None:
-        """Stop the thread; running requests end as cancelled."""
         with self._lock:
             self._closed = True
             self._commands.put(None)
         self._thread.join()
         atexit.unregister(self.close)
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     # -- the engine's thread -----------------------------------------------------------------------------------------
 
@@ -197,3 +171,10 @@ class Engine(AbstractContextManager["Engine"]):
             with self._lock:
                 self._ids.discard(sequence.request.id)
         sequence.emit(error)
+
+
+def _run_and_set(call: Callable[[], None], done: threading.Event) -> None:
+    try:
+        call()
+    finally:
+        done.set()

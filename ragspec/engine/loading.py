@@ -23,7 +23,7 @@ from ragspec.numerics.kv_cache import SequenceSlots
 from ragspec.numerics.linear import packing_available
 from ragspec.numerics.rows import Part, StepRows
 from ragspec.numerics.self_test import SelfTest, self_test
-from ragspec.numerics.threads import num_processors, set_num_threads
+from ragspec.numerics.threads import compute_apart, num_processors, set_num_threads
 
 log = logging.getLogger(__name__)
 
@@ -36,15 +36,20 @@ def load_engine(
     drafting: DraftingConfig,
     make_sampler: SamplerFactory | None = None,
 ) -> Engine:
-    """Raises: ModelError, ConfigError."""
+    """A running engine. Raises: ModelError, ConfigError."""
     if not packing_available(getattr(torch, target_config.dtype)):
         raise ModelError(f"this build of torch has no packed {target_config.dtype} product on this processor")
-    target = Target.load(target_config, config.max_kv_tokens)
-    config = config.model_copy(update={"num_threads": config.num_threads or choose_num_threads(target)})
-    tested = check_numerics(target, config.num_threads or 1)
-    costs = measure_costs(target, config.max_step_tokens)
-    planner = Planner(make_drafters(target, drafting), costs, drafting.max_tree_nodes, target.vocab_size)
-    return Engine(target, planner, Admission(target, tested.numerics_id, make_sampler), config)
+
+    def build() -> tuple[Target, Planner, Admission, int]:
+        target = Target.load(target_config, config.max_kv_tokens)
+        num_threads = config.num_threads or choose_num_threads(target)
+        tested = check_numerics(target, num_threads)
+        costs = measure_costs(target, config.max_step_tokens)
+        planner = Planner(make_drafters(target, drafting), costs, drafting.max_tree_nodes, target.vocab_size)
+        return target, planner, Admission(target, tested.numerics_id, make_sampler), num_threads
+
+    target, planner, admission, num_threads = compute_apart(build, config.num_threads or num_processors())
+    return Engine(target, planner, admission, config.model_copy(update={"num_threads": num_threads}))
 
 
 def choose_num_threads(target: Target) -> int:
@@ -55,7 +60,9 @@ def choose_num_threads(target: Target) -> int:
         for num_threads, times in seconds.items():
             set_num_threads(num_threads)
             times.append(timer.seconds(_TYPICAL_ROWS, _TYPICAL_ROWS))
-    return min(seconds, key=lambda num_threads: median(seconds[num_threads]))
+    fastest = min(seconds, key=lambda num_threads: median(seconds[num_threads]))
+    set_num_threads(fastest)
+    return fastest
 
 
 def check_numerics(target: Target, num_threads: int) -> SelfTest:

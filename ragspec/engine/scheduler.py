@@ -13,7 +13,13 @@ from ragspec.config import EngineConfig
 from ragspec.core import FinishReason
 from ragspec.engine.prefix_cache import PrefixCache
 from ragspec.engine.sequence import Sequence
+from ragspec.numerics.attention import PAGE
 from ragspec.numerics.kv_cache import KvPool, SequenceSlots
+
+_DRAFT_ROWS = 64
+"""Rows for drafts that pages are kept free for, a sequence."""
+_PAGES_AHEAD = 16
+"""Pages freed beyond what is needed now, so that not every step looks for some."""
 
 
 class Scheduler:
@@ -49,11 +55,16 @@ class Scheduler:
         return [(s, n) for s, n in chosen if s.slots is not None]
 
     def spare_rows(self, chosen: list[tuple[Sequence, int]]) -> int:
-        """Rows that drafts may add to the step: within the token budget and the free pages."""
+        """Rows that drafts may add to the step: within the token budget and the free pages, whichever sequences take them.
+
+        Cached prefixes make way: a full cache must not end speculation.
+        """
         left = self._config.max_step_tokens - sum(n for _, n in chosen)
-        reserved = sum(s.slots.num_new_pages(n) for s, n in chosen if s.slots)
-        pages = self._pool.num_free_pages - reserved - len(chosen)
-        return max(0, min(left, pages * 16))
+        reserved = sum(s.slots.num_new_pages(n) for s, n in chosen if s.slots) + len(chosen)
+        wanted = reserved + -(-min(left, _DRAFT_ROWS * len(chosen)) // PAGE)
+        if self.prefixes is not None and self._pool.num_free_pages < wanted:
+            self.prefixes.evict(wanted + _PAGES_AHEAD)
+        return max(0, min(left, (self._pool.num_free_pages - reserved) * PAGE))
 
     def purge(self, salt: str) -> None:
         """Forget the cached prefixes of one tenant."""

@@ -109,11 +109,10 @@ class GenerationSuite:
     def _peers(self) -> dict[str, Decoder]:
         if self._peer is None:
             return {}
-        eos_ids = self._engine.target.eos_ids
         return {
-            GENERATE: TransformersDecoder(self._peer, eos_ids, self._forced),
+            GENERATE: TransformersDecoder(self._peer, self._engine, self._forced),
             PROMPT_LOOKUP: TransformersDecoder(
-                self._peer, eos_ids, self._forced, prompt_lookup_num_tokens=LOOKUP_TOKENS
+                self._peer, self._engine, self._forced, prompt_lookup_num_tokens=LOOKUP_TOKENS
             ),
         }
 

@@ -28,6 +28,7 @@ from ragspec.evaluation.variant_step import VariantStep
 from ragspec.numerics.kv_cache import KvPool, SequenceSlots
 from ragspec.numerics.rows import Part, StepRows
 from ragspec.numerics.self_test import self_test
+from ragspec.numerics.threads import compute_apart, num_processors
 
 ROWS = (1, 4, 16, 64)
 STEP_CONTEXT = 512
@@ -105,8 +106,12 @@ def numerics_suite(
     for number, (size, dtype) in enumerate(pairs, 1):
         name = f"{size.name} {dtype}"
         target = size.target(dtype)
-        passed[name] = self_test(target, target.max_context_tokens, dtype, torch.get_num_threads()).passed
-        costs[name] = step_costs(target, size, dtype, effort.steps)
+
+        def measure(target: Target = target, size: Size = size, dtype: str = dtype) -> tuple[bool, Result]:
+            tested = self_test(target, target.max_context_tokens, dtype, num_processors())
+            return tested.passed, step_costs(target, size, dtype, effort.steps)
+
+        passed[name], costs[name] = compute_apart(measure, num_processors())
         against[name] = plain_against_generate(target, size, dtype, effort, seed)
         tick("sizes and types", number, len(pairs))
         gc.collect()
@@ -155,7 +160,7 @@ def plain_against_generate(target: Target, size: Size, dtype: str, effort: Effor
     with Engine(target, planner, Admission(target, "numerics"), EngineConfig(max_kv_tokens=_KV_SLOTS)) as engine:
         decoders: dict[str, Decoder] = {
             PLAIN: EngineDecoder(engine, speculation=False, seed=seed, ignore_eos=True),
-            GENERATE: TransformersDecoder(peer, ()),
+            GENERATE: TransformersDecoder(peer, engine, ends=False),
         }
         Timings.measure(decoders, [case], 1, lambda *_: None)
         timings = Timings.measure(decoders, [case], effort.runs, lambda *_: None)

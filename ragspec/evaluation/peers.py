@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, LogitsProcessor, LogitsProcessorL
 from transformers.generation.streamers import BaseStreamer
 
 from ragspec.config import TargetConfig
+from ragspec.engine.engine import Engine
 from ragspec.evaluation.cases import Case
 from ragspec.evaluation.decoders import Run
 from ragspec.evaluation.forced import ForcedAnswers
@@ -27,17 +28,27 @@ def load_peer(config: TargetConfig) -> Any:
 
 
 class TransformersDecoder:
-    """Greedy `generate`; `options` such as `prompt_lookup_num_tokens=10` are passed on. Forced cases decode as forced."""
+    """Greedy `generate`; `options` such as `prompt_lookup_num_tokens=10` are passed on. Forced cases decode as forced.
+    Not `ends`: the end of text does not end it.
+
+    It runs in the engine's own thread, so that it has the same OpenMP workers, waiting as eagerly, as the engine has.
+    """
 
     def __init__(
-        self, model: Any, eos_ids: tuple[int, ...], forced: ForcedAnswers | None = None, **options: Any
+        self, model: Any, engine: Engine, forced: ForcedAnswers | None = None, *, ends: bool = True, **options: Any
     ) -> None:
         self._model = model
-        self._eos_ids = list(eos_ids)
+        self._engine = engine
+        self._eos_ids = list(engine.target.eos_ids) if ends else []
         self._forced = forced or ForcedAnswers()
         self._options = options
 
     def __call__(self, case: Case) -> Run:
+        runs: list[Run] = []
+        self._engine.between_steps(lambda: runs.append(self._decode(case)))
+        return runs[0]
+
+    def _decode(self, case: Case) -> Run:
         clock, given = _Clock(), self._forced.get(case.id)
         processors = [] if given is None else [_Force(given, len(case.prompt_ids))]
         prompt = torch.tensor([case.prompt_ids])

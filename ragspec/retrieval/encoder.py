@@ -27,6 +27,7 @@ from torch import Tensor
 from ragspec.config import EncoderConfig
 from ragspec.errors import ModelError
 from ragspec.numerics.linear import pack_linears, packing_available
+from ragspec.numerics.threads import compute_apart, num_processors
 
 FloatArray = NDArray[np.float32]
 Kind = Literal["query", "document"]
@@ -80,7 +81,7 @@ class Encoder:
         if packing_available():
             pack_linears(model)
         self.max_batch_size = config.batch_size
-        if not self.self_test():
+        if not compute_apart(self.self_test, num_processors()):
             self.max_batch_size = 1
 
     @classmethod
@@ -122,12 +123,14 @@ class Encoder:
         if not texts:
             return vectors
         prefix = self._model.prompts.get(kind) or ""
-        with self._lock:
-            token_ids = self._tokenizer(
-                [prefix + text for text in texts], truncation=True, max_length=self._max_tokens
-            )["input_ids"]
+
+        def compute() -> None:
             for rows in self._batches(token_ids):
                 vectors[rows] = self._forward([token_ids[row] for row in rows])
+
+        with self._lock:
+            token_ids = self._token_ids([prefix + text for text in texts])
+            compute_apart(compute, 1 if len(texts) == 1 else num_processors())
         return vectors
 
     def self_test(self) -> bool:

@@ -104,7 +104,7 @@ def test_peer_decodes_forced_answers_too(engine: Engine, settings: Settings) -> 
     forced.force(case.id, (30, 31, 32, 30, 31, 32, *engine.target.eos_ids))
     peer = load_peer(settings.target)
     for options in ({}, {"prompt_lookup_num_tokens": 10}):
-        run = TransformersDecoder(peer, engine.target.eos_ids, forced, **options)(case)
+        run = TransformersDecoder(peer, engine, forced, **options)(case)
         assert run.token_ids == (30, 31, 32, 30, 31, 32, *engine.target.eos_ids)
 
 

@@ -44,4 +44,4 @@ def test_quotes_a_passage_word_for_word() -> None:
     with torch.inference_mode():
         output = model.generate(**inputs, max_new_tokens=60, do_sample=False)
     answer = parse_answer(tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))
-    assert answer is not None and answer[0] in PASSAGES[1]
+    assert answer is not None and any(answer[0] in passage for passage in PASSAGES)
