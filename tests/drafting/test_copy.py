@@ -61,7 +61,7 @@ def source(text: str, kind: SourceKind = SourceKind.PASSAGE, name: str = "p") ->
 
 
 def drafting(*sources: CopySource, **options: Any) -> tuple[CopyDrafter, Writing]:
-    drafter, sequence = CopyDrafter(tokenizer(), (EOS,), **options), Writing(tuple(sources))
+    drafter, sequence = CopyDrafter(tokenizer(), (EOS,), **{"least_prob": 1e-3, **options}), Writing(tuple(sources))
     drafter.start(sequence)
     return drafter, sequence
 
