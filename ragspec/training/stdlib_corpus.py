@@ -61,14 +61,14 @@ def unwrap(text: str) -> str:
 
 
 def signature_text(documented: object) -> str:
-    """The call signature, shortened; empty where Python knows none or where it shows a memory address."""
+    """The call signature, shortened; empty where Python knows none or where it shows an address or the environment."""
     if not callable(documented):
         return ""
     try:
         text = str(inspect.signature(documented))
     except (TypeError, ValueError):
         return ""
-    if " at 0x" in text:
+    if " at 0x" in text or "environ({" in text:
         return ""
     text = re.sub(r"\bself(, )?", "", text)
     return text if len(text) <= MAX_SIGNATURE_CHARS else text[: MAX_SIGNATURE_CHARS - 4].rstrip(" ,") + "...)"
