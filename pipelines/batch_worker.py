@@ -16,7 +16,7 @@ from pipelines.batch_records import answer_record, error_record
 from pipelines.batch_rows import Row
 from ragspec.config import PipelineConfig
 from ragspec.core import SamplingParams
-from ragspec.errors import InputError, PromptTooLong, RagspecError
+from ragspec.errors import InputError, PromptTooLong
 from ragspec.rag.answer import Answer
 
 RESULT_SCHEMA = pa.schema(
@@ -57,7 +57,7 @@ class SpanWorker:
     async def _result(self, place: Place, row: Row) -> dict[str, Any]:
         try:
             answer = await self._answer(row)
-        except RagspecError as error:
+        except Exception as error:  # Why all: one row must not end the job, now and at every resume
             record = error_record(place, _code(error), str(error), {"custom_id" if row.openai else "id": row.id})
             return {"line": _json(record), "failed": True, "num_tokens": 0, "num_steps": 0, "system_fingerprint": ""}
         stats = answer.stats.generation
@@ -76,7 +76,7 @@ class SpanWorker:
         raise AssertionError("a stream ends with its answer")
 
 
-def _code(error: RagspecError) -> str:
+def _code(error: Exception) -> str:
     if isinstance(error, PromptTooLong):
         return "context_length_exceeded"
     return "invalid_request" if isinstance(error, InputError) else "engine_error"

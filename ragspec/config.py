@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from ragspec.errors import ConfigError
 
 ASSETS = Path(__file__).parent / "assets"
+MIN_STEP_TOKENS = 16
 REFERENCE_TARGET = str(ASSETS / "reference_target")
 
 
@@ -65,7 +66,7 @@ class EngineConfig(Part):
     """`max_kv_tokens` bounds the slot pool; `max_step_tokens` the rows of one forward."""
 
     max_kv_tokens: int = Field(32_768, ge=64)
-    max_step_tokens: int = Field(512, ge=16)
+    max_step_tokens: int = Field(512, ge=MIN_STEP_TOKENS)
     max_running: int = Field(64, ge=1)
     prefix_cache: bool = True
     num_threads: int | None = Field(None, ge=1)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from ragspec.errors import InputError
@@ -179,9 +179,6 @@ class Request:
     salt: str = ""
     speculation: bool = True
 
-    def with_params(self, params: SamplingParams) -> Request:
-        return replace(self, params=params)
-
 
 class FinishReason(enum.StrEnum):
     STOP = "stop"
@@ -214,14 +211,6 @@ class Delta:
     finish_reason: FinishReason | None = None
     stats: GenerationStats | None = None
     error: str = ""
-
-
-@dataclass(slots=True)
-class StepStats:
-    """One decode step of one sequence. `num_accepted` excludes the bonus token."""
-
-    num_drafted: int
-    num_accepted: int
 
 
 @dataclass(slots=True)

@@ -99,7 +99,9 @@ class CopyDrafter:
         return [self._propose(sequence, max_nodes) for sequence in sequences]
 
     def observe(self, sequence: Drafted, tokens: SequenceOf[int], hidden: Any) -> None:
-        state = self._states[sequence.key]
+        state = self._states.get(sequence.key)
+        if state is None:
+            return
         for token in tokens:
             state.append(token)
             state.follow(token)
@@ -111,20 +113,24 @@ class CopyDrafter:
             self._table.learn(feedback.kind, feedback.length, accepted)
 
     def finish(self, sequence: Drafted) -> None:
-        self._states.pop(sequence.key, None)
-        if self._max_earlier and sequence.num_output:
+        state = self._states.pop(sequence.key, None)
+        if self._max_earlier and sequence.num_output and state is not None and state.remembered:
             answers = self._earlier[sequence.request.salt]
             answers.append(tuple(sequence.tokens[sequence.num_prompt :]))
             while sum(map(len, answers)) > self._max_earlier:
                 answers.popleft()
 
     def purge(self, salt: str) -> None:
-        """Forget the earlier answers of one tenant."""
+        """Forget the earlier answers of one tenant, and remember none of those being written."""
         self._earlier.pop(salt, None)
+        for state in self._states.values():
+            state.remembered = state.remembered and state.salt != salt
 
     def _propose(self, sequence: Drafted, max_nodes: int) -> list[Proposal]:
-        state = self._states[sequence.key]
+        state = self._states.get(sequence.key)
         proposals: list[Proposal] = []
+        if state is None:  # its sources could not be read
+            return proposals
         parent, left = -1, 1.0
         if sequence.num_output == 0 and any(r.is_sentence for r in state.references):
             left = self._table.probability("start:quote", 0)

@@ -32,7 +32,7 @@ class Drafter(Protocol):
     name: str
 
     def start(self, sequence: Drafted) -> None:
-        """A sequence begins, or begins again after preemption."""
+        """A sequence begins."""
 
     def propose(self, sequences: SequenceOf[Drafted], max_nodes: int) -> list[list[Proposal]]:
         """Guesses for each sequence, parents before children, with the probability that the path is accepted."""

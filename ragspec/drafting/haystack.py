@@ -16,6 +16,7 @@ from ragspec.drafting.references import Reference
 Ints = NDArray[np.int32]
 
 SEPARATOR = -1
+_MOST_MATCHES = 24
 
 
 @numba.njit(nogil=True)
@@ -41,6 +42,8 @@ class Haystack:
 
     def __init__(self, references: list[Reference], sequence: Drafted) -> None:
         self.references = references
+        self.salt = sequence.request.salt
+        self.remembered = True
         sizes = [len(r.token_ids) + 1 for r in references]
         self.begin = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
         self._tokens = np.full(int(self.begin[-1]) + 256, SEPARATOR, np.int32)
@@ -71,7 +74,7 @@ class Haystack:
             return []
         ends, lengths = np.empty(self.end, np.int32), np.empty(self.end, np.int32)
         count = _match_lengths(self.tokens, self.end, suffix, ends, lengths)
-        order = np.lexsort((-ends[:count], -lengths[:count]))
+        order = np.lexsort((-ends[:count], -lengths[:count]))[:_MOST_MATCHES]
         return [(int(ends[i]), int(lengths[i])) for i in order]
 
     def reference_at(self, at: int) -> int:

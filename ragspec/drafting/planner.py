@@ -50,7 +50,9 @@ class Planner:
             return trees
         for drafter in self._drafters:
             asking = [sequences[i] for i in awake]
-            lists = self._contain(drafter.propose, asking, self._max_nodes) or []
+            lists = self._contain(drafter.propose, asking, self._max_nodes)
+            if lists is None:  # one row must not cost the others their drafts
+                lists = [(self._contain(drafter.propose, [s], self._max_nodes) or [[]])[0] for s in asking]
             for i, proposals in zip(awake, lists, strict=False):
                 most = sequences[i].most_tokens - 1  # the last token of a step is the target's own
                 self._contain(trees[i].merge, proposals, most, self._vocab_size)

@@ -25,6 +25,7 @@ class Admission:
         self._target = target
         self._make_sampler = make_sampler or self._keyed
         self.fingerprint = fingerprint
+        self.max_context_tokens = min(target.max_context_tokens, target.pool.num_slots - 2 * PAGE)
 
     def sequences(self, request: Request, listener: Callable[[Delta], None]) -> list[Sequence]:
         """Raises: InputError, PromptTooLong."""
@@ -52,7 +53,7 @@ class Admission:
         wrong = [token for token in request.params.logit_bias if not 0 <= token < vocab_size]
         if wrong:
             raise InputError(f"logit_bias names token {wrong[0]}, outside [0, {vocab_size})")
-        longest = min(self._target.max_context_tokens, self._target.pool.num_slots - 2 * PAGE)
+        longest = self.max_context_tokens
         if num_prompt >= longest:
             raise PromptTooLong(num_prompt, longest - 1)
         return Limits(self._target.eos_ids, min(request.params.max_tokens, longest - num_prompt))

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 
 from ragspec.core import Completion, Delta, FinishReason, GenerationStats, Request
 from ragspec.errors import Cancelled, EngineError
@@ -38,6 +39,15 @@ def tell(loop: asyncio.AbstractEventLoop, deltas: asyncio.Queue[Delta], delta: D
     """Pass a delta from the engine's thread to a coroutine's loop, if that still runs."""
     if not loop.is_closed():
         loop.call_soon_threadsafe(deltas.put_nowait, delta)
+
+
+def settle(done: Future[None], call: Callable[[], None]) -> None:
+    """Run `call`; its exception belongs to whoever waits for `done`."""
+    try:
+        call()
+        done.set_result(None)
+    except BaseException as error:
+        done.set_exception(error)
 
 
 def join(deltas: Sequence[Delta]) -> Completion:

@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
+from concurrent.futures import Future
 
 from ragspec.config import EngineConfig
 from ragspec.core import FinishReason, Request
@@ -23,6 +24,7 @@ from ragspec.drafting.planner import Planner
 from ragspec.engine.admission import Admission
 from ragspec.engine.batch import Batch, Work
 from ragspec.engine.client import EngineClient
+from ragspec.engine.collect import settle
 from ragspec.engine.scheduler import Scheduler
 from ragspec.engine.sequence import Listener, Sequence
 from ragspec.engine.target import Target
@@ -39,7 +41,7 @@ class Engine(EngineClient):
 
     def __init__(self, target: Target, planner: Planner, admission: Admission, config: EngineConfig) -> None:
         self.target = target
-        self.fingerprint = admission.fingerprint
+        self.fingerprint, self.max_context_tokens = admission.fingerprint, admission.max_context_tokens
         self._planner = planner
         self._admission = admission
         self._scheduler = Scheduler(target.pool, config)
@@ -72,10 +74,16 @@ class Engine(EngineClient):
         self._commands.put(lambda: self._cancel(request_id))
 
     def between_steps(self, call: Callable[[], None]) -> None:
-        """Run `call` in the engine's thread when no step is running, and wait for it; the engine does nothing meanwhile."""
-        done = threading.Event()
-        self._commands.put(lambda: _run_and_set(call, done))
-        done.wait()
+        """Run `call` in the engine's thread when no step is running, and wait for it; the engine does nothing meanwhile.
+
+        Never from a listener, which runs in that thread itself. Raises: EngineClosed, and what `call` raises.
+        """
+        done: Future[None] = Future()
+        with self._lock:
+            if self._closed:
+                raise EngineClosed("the engine is closed")
+            self._commands.put(lambda: settle(done, call))
+        done.result()
 
     def purge(self, salt: str) -> None:
         """Forget every cached prefix and earlier answer of one tenant."""
@@ -98,7 +106,7 @@ class Engine(EngineClient):
                 self.step()
             except Exception as cause:
                 log.exception("a step failed; its sequences end with an error")
-                for sequence in list(self._scheduler.running):
+                for sequence in list(self._scheduler.running) or list(self._scheduler.waiting):
                     self._end(sequence, FinishReason.ERROR, f"{type(cause).__name__}: {cause}")
         for sequence in [*self._scheduler.running, *self._scheduler.waiting]:
             self._end(sequence, FinishReason.CANCELLED)
@@ -112,7 +120,10 @@ class Engine(EngineClient):
                 return True
             if command is None:
                 return False
-            command()
+            try:
+                command()
+            except Exception:
+                log.exception("a command to the engine failed")
 
     def step(self) -> None:
         """One decode step for every scheduled sequence."""
@@ -134,7 +145,7 @@ class Engine(EngineClient):
                 continue
             own_logits = batch.logits_of(i, logits)
             path, tokens = verify(tree, own_logits, sequence.sampler, sequence.most_tokens)
-            num_kept = sequence.commit(tokens, own_logits[[0, *path]])
+            num_kept = sequence.commit(tokens, own_logits, [0, *path])
             batch.keep(i, path[:num_kept])
             self._account(sequence, tree, path, num_kept, num_tokens > 1)
 
@@ -171,10 +182,3 @@ class Engine(EngineClient):
             with self._lock:
                 self._ids.discard(sequence.request.id)
         sequence.emit(error)
-
-
-def _run_and_set(call: Callable[[], None], done: threading.Event) -> None:
-    try:
-        call()
-    finally:
-        done.set()

@@ -9,7 +9,7 @@ from statistics import median
 import numpy as np
 import torch
 
-from ragspec.config import DraftingConfig, EngineConfig, TargetConfig
+from ragspec.config import MIN_STEP_TOKENS, DraftingConfig, EngineConfig, TargetConfig
 from ragspec.drafting.copy import CopyDrafter
 from ragspec.drafting.costs import CostTable
 from ragspec.drafting.drafter import Drafter
@@ -40,16 +40,17 @@ def load_engine(
     if not packing_available(getattr(torch, target_config.dtype)):
         raise ModelError(f"this build of torch has no packed {target_config.dtype} product on this processor")
 
-    def build() -> tuple[Target, Planner, Admission, int]:
+    def build() -> tuple[Target, Planner, Admission, EngineConfig]:
         target = Target.load(target_config, config.max_kv_tokens)
         num_threads = config.num_threads or choose_num_threads(target)
         tested = check_numerics(target, num_threads)
-        costs = measure_costs(target, config.max_step_tokens)
+        max_step_tokens = max(MIN_STEP_TOKENS, min(config.max_step_tokens, tested.num_rows))
+        costs = measure_costs(target, max_step_tokens)
         planner = Planner(make_drafters(target, drafting), costs, drafting.max_tree_nodes, target.vocab_size)
-        return target, planner, Admission(target, tested.numerics_id, make_sampler), num_threads
+        settled = config.model_copy(update={"num_threads": num_threads, "max_step_tokens": max_step_tokens})
+        return target, planner, Admission(target, tested.numerics_id, make_sampler), settled
 
-    target, planner, admission, num_threads = compute_apart(build, config.num_threads or num_processors())
-    return Engine(target, planner, admission, config.model_copy(update={"num_threads": num_threads}))
+    return Engine(*compute_apart(build, config.num_threads or num_processors()))
 
 
 def choose_num_threads(target: Target) -> int:

@@ -58,14 +58,22 @@ class PrefixCache:
             node.children[tokens[at]] = _Node(tokens[at:], rest, node, next(self._clock))
 
     def evict(self, num_pages: int) -> None:
-        """Forget leaves, least recently used first, until `num_pages` pages are free or nothing is left."""
+        """Forget leaves, least recently used first, until `num_pages` pages are free or none is left that nobody else holds."""
         leaves = sorted(self._leaves(), key=lambda leaf: -leaf.last_used)
         while self._pool.num_free_pages < num_pages and leaves:
             leaf = leaves.pop()
+            if self._pool.all_shared(leaf.slots):
+                continue  # a running sequence keeps them: nothing would be freed
             parent = self._drop(leaf)
             if parent.parent is not None and not parent.children:
                 leaves.append(parent)
                 leaves.sort(key=lambda leaf: -leaf.last_used)
+        self._roots = {salt: root for salt, root in self._roots.items() if root.children}
+
+    def num_evictable_pages(self) -> int:
+        """How many pages `evict` could free at most."""
+        slots = [node.slots for root in self._roots.values() for node in self._below(root)]
+        return self._pool.num_freed_pages(np.concatenate(slots)) if slots else 0
 
     def purge(self, salt: str) -> None:
         """Forget everything of one tenant."""

@@ -18,6 +18,7 @@ from ragspec.numerics.kv_cache import KvPool, SequenceSlots
 
 _DRAFT_ROWS = 64
 """Rows for drafts that pages are kept free for, a sequence."""
+_NEVER = 2**62
 _PAGES_AHEAD = 16
 """Pages freed beyond what is needed now, so that not every step looks for some."""
 
@@ -32,6 +33,7 @@ class Scheduler:
         self.running: list[Sequence] = []
         self.prefixes = PrefixCache(pool) if config.prefix_cache else None
         self.num_preemptions = 0
+        self._out_of_reach = _NEVER
 
     @property
     def idle(self) -> bool:
@@ -62,20 +64,23 @@ class Scheduler:
         left = self._config.max_step_tokens - sum(n for _, n in chosen)
         reserved = sum(s.slots.num_new_pages(n) for s, n in chosen if s.slots) + len(chosen)
         wanted = reserved + -(-min(left, _DRAFT_ROWS * len(chosen)) // PAGE)
-        if self.prefixes is not None and self._pool.num_free_pages < wanted:
-            self.prefixes.evict(wanted + _PAGES_AHEAD)
+        if self._pool.num_free_pages < wanted and not self._free(wanted + _PAGES_AHEAD):
+            self._free(wanted)
         return max(0, min(left, (self._pool.num_free_pages - reserved) * PAGE))
 
     def purge(self, salt: str) -> None:
-        """Forget the cached prefixes of one tenant."""
+        """Forget the cached prefixes of one tenant, and let nothing of what runs now be remembered."""
+        for sequence in (*self.running, *self.waiting):
+            if sequence.request.salt == salt:
+                sequence.remembered = False
         if self.prefixes is not None:
             self.prefixes.purge(salt)
+        self._out_of_reach = _NEVER
 
     def remember_prompt(self, sequence: Sequence) -> None:
         """After its prefill: the next request with this prompt finds it."""
-        if self.prefixes is not None and sequence.slots is not None:
-            length = min(sequence.num_prompt, sequence.slots.length)
-            self.prefixes.insert(sequence.request.salt, sequence.tokens[:length], sequence.slots.slots[:length])
+        if sequence.slots is not None:
+            self._remember(sequence, min(sequence.num_prompt, sequence.slots.length))
 
     def retire(self, sequence: Sequence) -> None:
         """A sequence has ended: its text stays in the prefix cache, everything else is free."""
@@ -85,10 +90,10 @@ class Scheduler:
             self.waiting.remove(sequence)
         if sequence.slots is None:
             return
-        if self.prefixes is not None and sequence.finish_reason is not FinishReason.ERROR:
-            length = min(sequence.slots.length, len(sequence.tokens))
-            self.prefixes.insert(sequence.request.salt, sequence.tokens[:length], sequence.slots.slots[:length])
+        if sequence.finish_reason is not FinishReason.ERROR:
+            self._remember(sequence, min(sequence.slots.length, len(sequence.tokens)))
         sequence.slots.release()
+        self._out_of_reach = _NEVER
         sequence.slots = None
 
     def _admit(self) -> None:
@@ -97,10 +102,9 @@ class Scheduler:
             if any(s.request is sequence.request and s.num_output == 0 for s in self.running):
                 return  # another choice computes the same prompt
             slots = self._known_prefix(sequence)
-            needed = slots.num_new_pages(len(sequence.tokens) - slots.length) + 1
-            if self.prefixes is not None:
-                self.prefixes.evict(needed)
-            if self._pool.num_free_pages < needed:
+            promised = sum(s.slots.num_new_pages(s.num_pending) for s in self.running if s.slots)
+            needed = promised + slots.num_new_pages(len(sequence.tokens) - slots.length) + 1
+            if not self._free(needed):
                 slots.release()
                 if self.running:
                     return
@@ -125,18 +129,34 @@ class Scheduler:
         while True:
             promised = sum(s.slots.num_new_pages(s.num_pending) for s in chosen if s.slots)
             needed = promised + sequence.slots.num_new_pages(num_tokens)
-            if self.prefixes is not None and self._pool.num_free_pages < needed:
-                self.prefixes.evict(needed)
-            if self._pool.num_free_pages >= needed:
+            if self._free(needed):
                 return True
             victim = next((s for s in reversed(self.running) if s not in chosen), sequence)
             self._preempt(victim)
             if victim is sequence:
                 return False
 
+    def _free(self, num_pages: int) -> bool:
+        """Whether so many pages are free, cached prefixes given up if that is what it takes; else nothing is given up."""
+        if self._pool.num_free_pages >= num_pages:
+            return True
+        if self.prefixes is None or num_pages >= self._out_of_reach:
+            return False
+        if self._pool.num_free_pages + self.prefixes.num_evictable_pages() < num_pages:
+            self._out_of_reach = num_pages  # until something is released; looking takes time
+            return False
+        self.prefixes.evict(num_pages)
+        return self._pool.num_free_pages >= num_pages
+
+    def _remember(self, sequence: Sequence, length: int) -> None:
+        if self.prefixes is not None and sequence.slots is not None and sequence.remembered:
+            self.prefixes.insert(sequence.request.salt, sequence.tokens[:length], sequence.slots.slots[:length])
+
     def _preempt(self, sequence: Sequence) -> None:
         assert sequence.slots is not None
+        self._remember(sequence, sequence.slots.length)
         sequence.slots.release()
+        self._out_of_reach = _NEVER
         sequence.slots = None
         self.running.remove(sequence)
         self.waiting.appendleft(sequence)

@@ -52,6 +52,7 @@ class Sequence:
         self.slots: SequenceSlots | None = None
         self.stats = GenerationStats(num_prompt_tokens=self.num_prompt)
         self.finish_reason: FinishReason | None = None
+        self.remembered = True  # its text may stay in caches after it, unless its tenant is purged
         self._text = text
         self._listener = listener
         self._logprobs: list[TokenLogprob] = []
@@ -82,10 +83,10 @@ class Sequence:
         self.slots = slots
         self._admitted_s = self._admitted_s or time.perf_counter()
 
-    def commit(self, tokens: list[int], logits: NDArray[np.float32]) -> int:
+    def commit(self, tokens: list[int], logits: NDArray[np.float32], rows: list[int]) -> int:
         """Append decided tokens until one ends the output; returns how many were kept.
 
-        Shapes: logits float32 [len(tokens), V], the rows the tokens were decided from.
+        Shapes: logits float32 [N, V]; `rows[i]` is the row that token i was decided from.
         """
         params = self.request.params
         if not self.num_output:
@@ -93,7 +94,7 @@ class Sequence:
         for i, token in enumerate(tokens):
             self.tokens.append(token)
             if params.logprobs is not None:
-                self._logprobs.append(logprob(logits[i], token, params.logprobs))
+                self._logprobs.append(logprob(logits[rows[i]], token, params.logprobs))
             if token in self.limits.eos_ids and not params.ignore_eos:
                 self.finish_reason = FinishReason.STOP
             elif self._text.push(token, may_stop=self.num_output > params.min_tokens):

@@ -80,6 +80,7 @@ class Target:
         self.tokenizer = tokenizer
         self.config = config
         text_config = model.config.get_text_config()
+        _check_servable(model, text_config)
         self.vocab_size: int = text_config.vocab_size
         longest = int(text_config.max_position_embeddings)
         self._num_positions = longest
@@ -131,6 +132,16 @@ class Target:
         positions = torch.from_numpy(rows.positions.astype(np.int64))
         output = self._model.model(input_ids=token_ids[None], position_ids=positions[None], use_cache=False, step=step)
         return cast(torch.Tensor, output.last_hidden_state[0])
+
+
+def _check_servable(model: Any, config: Any) -> None:
+    """Raises: ModelError for what the engine would compute wrongly or not at all."""
+    missing = [name for name in ("model", "lm_head") if not hasattr(model, name)]
+    if missing or not getattr(config, "max_position_embeddings", None):
+        raise ModelError(f"{type(model).__name__} is not laid out as the engine expects; it serves Llama-like models")
+    for name in ("final_logit_softcapping", "logits_scaling", "logit_scale"):
+        if getattr(config, name, None) not in (None, 1.0):
+            raise ModelError(f"{type(model).__name__} changes its logits ({name}), which the engine does not do")
 
 
 def _attention_shapes(config: Any) -> list[AttentionShape]:

@@ -57,6 +57,15 @@ class KvPool:
         assert (self._holders[slots] > 0).all()
         self._holders[slots] += 1
 
+    def num_freed_pages(self, slots: Ints) -> int:
+        """How many pages would be free if these slots, distinct, had one holder less."""
+        pages, counts = np.unique(slots[self._holders[slots] == 1] // PAGE, return_counts=True)
+        return int((self._held_in_page[pages] == counts).sum())
+
+    def all_shared(self, slots: Ints) -> bool:
+        """Whether each of these slots has more than one holder."""
+        return bool((self._holders[slots] > 1).all())
+
     def release(self, slots: Ints) -> None:
         """One holder less for each; slots are distinct."""
         self._holders[slots] -= 1

@@ -18,6 +18,7 @@ from ragspec.config import GenerationConfig, PipelineConfig
 from ragspec.core import Completion, CopySource, Delta, Passage, Request, SamplingParams, SourceKind
 from ragspec.engine.collect import join
 from ragspec.engine.loading import load_engine
+from ragspec.errors import InputError
 from ragspec.rag.answer import Answer, AnswerStats
 from ragspec.rag.citations import find_citations
 from ragspec.rag.prompt import Prompt, PromptBuilder
@@ -79,7 +80,7 @@ class Pipeline:
         config = config or PipelineConfig()
         retriever = Retriever.from_config(config.retriever, config.encoder)
         engine = load_engine(config.target, config.engine, config.drafting)
-        prompts = PromptBuilder(engine.target.tokenizer, engine.target.max_context_tokens)
+        prompts = PromptBuilder(engine.target.tokenizer, engine.max_context_tokens)
         return cls(retriever, engine, prompts, num_passages=config.retriever.num_passages, generation=config.generation)
 
     @property
@@ -146,6 +147,8 @@ class Pipeline:
         speculation: bool,
         salt: str,
     ) -> list[_Prepared]:
+        if isinstance(params, Sequence) and len(params) != len(questions):
+            raise InputError(f"{len(questions)} questions came with {len(params)} sets of sampling parameters")
         each = [params or self._defaults] * len(questions) if not isinstance(params, Sequence) else params
         begin = time.perf_counter()
         found = self._retriever.retrieve(questions, num_passages)

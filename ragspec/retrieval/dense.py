@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ragspec.numerics.linear import PackedLinear, packing_available
+from ragspec.numerics.threads import compute_apart, num_processors
 from ragspec.retrieval.encoder import FloatArray
 
 _BLOCK_ROWS = 16_384
@@ -44,13 +45,19 @@ class ExactIndex:
         self._vectors = vectors  # [K, E]
         self._passage_key = passage_key
         self._packed = packing_available()
-        self._blocks = [_block(vectors[i : i + _BLOCK_ROWS], self._packed) for i in range(0, len(vectors), _BLOCK_ROWS)]
+        starts = range(0, len(vectors), _BLOCK_ROWS)
+        self._blocks = compute_apart(
+            lambda: [_block(vectors[i : i + _BLOCK_ROWS], self._packed) for i in starts], num_processors()
+        )
         self._max_error = _float32_error(vectors.shape[1])
 
     def search(self, queries: FloatArray, k: int) -> list[list[Hit]]:
         num_candidates = min(max(4 * k, k + 32), len(self._vectors))
         if k < 1 or num_candidates == 0:
             return [[] for _ in queries]
+        return compute_apart(lambda: self._search(queries, k, num_candidates), num_processors())
+
+    def _search(self, queries: FloatArray, k: int, num_candidates: int) -> list[list[Hit]]:
         hits: list[list[Hit]] = []
         for first in range(0, len(queries), _QUERIES_PER_PRODUCT):
             some = queries[first : first + _QUERIES_PER_PRODUCT]

@@ -81,8 +81,13 @@ class Encoder:
         if packing_available():
             pack_linears(model)
         self.max_batch_size = config.batch_size
-        if not compute_apart(self.self_test, num_processors()):
+        self._num_threads = num_processors()
+        if not compute_apart(self.self_test, self._num_threads):
             self.max_batch_size = 1
+        probe = [list(range(2, 34))]
+        alone, beside = (compute_apart(lambda: self._forward(probe), n) for n in (1, self._num_threads))
+        if not np.array_equal(alone, beside):
+            self._num_threads = 1
 
     @classmethod
     def load(cls, config: EncoderConfig) -> Encoder:
@@ -130,7 +135,7 @@ class Encoder:
 
         with self._lock:
             token_ids = self._token_ids([prefix + text for text in texts])
-            compute_apart(compute, 1 if len(texts) == 1 else num_processors())
+            compute_apart(compute, 1 if len(texts) == 1 else self._num_threads)
         return vectors
 
     def self_test(self) -> bool:
