@@ -46,6 +46,9 @@ class Size(NamedTuple):
 
     def model(self, dtype: str, attention: str) -> Any:
         """The same weights every time."""
+        return compute_apart(lambda: self._model(dtype, attention), num_processors())
+
+    def _model(self, dtype: str, attention: str) -> Any:
         options = {"dtype": getattr(torch, dtype), "attn_implementation": attention}
         if self.config is None:
             return AutoModelForCausalLM.from_pretrained(self.path, **options).eval()
@@ -57,8 +60,9 @@ class Size(NamedTuple):
         """Raises: ModelError."""
         config = TargetConfig.model_validate({"model": self.path, "dtype": dtype})
         if self.config is None:
-            return Target.load(config, _KV_SLOTS)
-        return Target(self.model(dtype, "ragspec"), AutoTokenizer.from_pretrained(self.path), config, _KV_SLOTS)
+            return compute_apart(lambda: Target.load(config, _KV_SLOTS), num_processors())
+        model, tokenizer = self.model(dtype, "ragspec"), AutoTokenizer.from_pretrained(self.path)
+        return compute_apart(lambda: Target(model, tokenizer, config, _KV_SLOTS), num_processors())
 
     @property
     def max_context_tokens(self) -> int:

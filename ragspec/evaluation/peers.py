@@ -17,6 +17,7 @@ from ragspec.engine.engine import Engine
 from ragspec.evaluation.cases import Case
 from ragspec.evaluation.decoders import Run
 from ragspec.evaluation.forced import ForcedAnswers
+from ragspec.numerics.threads import compute_apart, num_processors
 
 LOOKUP_TOKENS = 10
 
@@ -24,7 +25,8 @@ LOOKUP_TOKENS = 10
 def load_peer(config: TargetConfig) -> Any:
     """The target's weights as transformers runs them."""
     dtype = getattr(torch, config.dtype)
-    return AutoModelForCausalLM.from_pretrained(config.model, dtype=dtype, attn_implementation="sdpa").eval()
+    options = {"dtype": dtype, "attn_implementation": "sdpa"}
+    return compute_apart(lambda: AutoModelForCausalLM.from_pretrained(config.model, **options).eval(), num_processors())
 
 
 class TransformersDecoder:

@@ -100,8 +100,11 @@ class Encoder:
         path = str(_packaged_folder()) if packaged else config.model
         try:
             with _no_loading_bars():
-                model = SentenceTransformer(path, device="cpu", local_files_only=Path(path).exists())
-            return cls(model.float(), config)
+                model = compute_apart(
+                    lambda: SentenceTransformer(path, device="cpu", local_files_only=Path(path).exists()).float(),
+                    num_processors(),
+                )
+            return cls(model, config)
         except (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError, RuntimeError) as cause:
             raise ModelError(f"{config.model} cannot be loaded as an encoder: {_first_line(cause)}") from cause
 
