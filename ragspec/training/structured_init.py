@@ -64,7 +64,7 @@ COMPARISONS = (
     Comparison(RECENT, RECENT, (14, 20), 3.2),
 )
 DISTANCE_PAIRS, DISTANCE_PENALTY = (6, 14), 2.4
-"""The match score falls by 5 for a key at distance 0, by half of that at 30 tokens, and not at all beyond 150."""
+"""The match score falls by 5.8 for a key at distance 0, by 2.9 at 30 tokens and by 0.5 at 150."""
 
 
 class StreamLayout(NamedTuple):

@@ -15,7 +15,7 @@ from ragspec.training.target_format import ASSISTANT, END
 
 ANSWER_WEIGHT, PROMPT_WEIGHT, PROSE_WEIGHT = 1.0, 0.25, 0.4
 PROMPT_SAMPLE = 0.25
-"""Share of prompt tokens whose loss is computed at all: the output layer is a fifth of a step's cost."""
+"""Share of prompt tokens whose loss is computed at all: the output layer is a fifth of a step's operations."""
 
 
 @dataclass(frozen=True)
