@@ -109,6 +109,7 @@ class Scheduler:
                 if self.running:
                     return
                 slots = SequenceSlots(self._pool)  # alone and still no room: a shared prefix may leave pages half used
+                self._out_of_reach = _NEVER
             self.waiting.popleft()
             sequence.stats.num_cached_tokens = max(sequence.stats.num_cached_tokens, slots.length)
             sequence.admit(slots)

@@ -172,8 +172,22 @@ def test_choices_have_their_own_keys_and_share_the_prompt(tiny: Tiny, prefix_cac
 
 
 @pytest.mark.parametrize("prefix_cache", [True, False])
-@pytest.mark.parametrize("num_kv_slots", [160, 256])
-def test_preemption_changes_nothing(tiny: Tiny, num_kv_slots: int, prefix_cache: bool) -> None:
+def test_preemption_changes_nothing(tiny: Tiny, prefix_cache: bool) -> None:
+    """Sequences that all fit when they began and outgrew the pool together."""
+    target = tiny()
+    params = SamplingParams(max_tokens=60, temperature=1.0, seed=3, ignore_eos=True)
+    requests = [Request(f"p{i}", tuple(range(5 + i, 11 + i)), params) for i in range(6)]
+    with tiny_engine(target) as engine:
+        expected = [completion.token_ids for completion in engine.generate(requests)]
+    with tiny_engine(target, num_kv_slots=128, prefix_cache=prefix_cache) as engine:
+        assert [completion.token_ids for completion in engine.generate(requests)] == expected
+        assert engine._scheduler.num_preemptions > 0
+        assert_pool_is_empty(engine)
+
+
+@pytest.mark.parametrize("prefix_cache", [True, False])
+@pytest.mark.parametrize("num_kv_slots", [128, 160, 256])
+def test_a_small_pool_changes_nothing(tiny: Tiny, num_kv_slots: int, prefix_cache: bool) -> None:
     """A preempted sequence was resumed with another key, lost tokens, or its pages were never given back."""
     target = tiny()
     for name in ("greedy", "penalties"):
@@ -183,8 +197,6 @@ def test_preemption_changes_nothing(tiny: Tiny, num_kv_slots: int, prefix_cache:
             drafter = drafters(target, expected)[which]
             with tiny_engine(target, [drafter], num_kv_slots, prefix_cache=prefix_cache) as engine:
                 assert_equal(engine.generate(requests), expected)
-                if num_kv_slots == 160:
-                    assert engine._scheduler.num_preemptions > 0
                 assert_pool_is_empty(engine)
 
 
