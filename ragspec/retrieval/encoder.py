@@ -78,10 +78,10 @@ class Encoder:
             fingerprint=fingerprint(model, self._max_tokens),
             dimension=model.get_embedding_dimension(),
         )
-        if packing_available():
-            pack_linears(model)
         self.max_batch_size = config.batch_size
         self._num_threads = num_processors()
+        if packing_available():
+            compute_apart(lambda: pack_linears(model), self._num_threads)
         if not compute_apart(self.self_test, self._num_threads):
             self.max_batch_size = 1
         probe = [list(range(2, 34))]

@@ -83,4 +83,5 @@ def marker_tokens(tokenizer: PreTrainedTokenizerFast) -> MarkerTokens:
         bracket=ids["["],
         newline=ids[NEWLINE],
         digits=tuple(ids[digit] for digit in "1234"),
+        ends=tuple(ids[mark] for mark in ".?!]"),
     )
