@@ -24,6 +24,7 @@ from ragspec.numerics.linear import packing_available
 from ragspec.numerics.rows import Part, StepRows
 from ragspec.numerics.self_test import SelfTest, self_test
 from ragspec.numerics.threads import compute_apart, num_processors, set_num_threads
+from ragspec.verification.sampling import compile_samplers
 
 log = logging.getLogger(__name__)
 
@@ -42,6 +43,7 @@ def load_engine(
 
     def build() -> tuple[Target, Planner, Admission, EngineConfig]:
         target = Target.load(target_config, config.max_kv_tokens)
+        compile_samplers()
         num_threads = config.num_threads or choose_num_threads(target)
         tested = check_numerics(target, num_threads)
         max_step_tokens = max(MIN_STEP_TOKENS, min(config.max_step_tokens, tested.num_rows))

@@ -16,6 +16,7 @@ from ragspec.errors import ModelError
 from ragspec.numerics.attention import AttentionShape, Rows, attend
 from ragspec.numerics.kv_cache import KvPool
 from ragspec.numerics.linear import PackedLinear, pack_linears
+from ragspec.numerics.residual import ResidualNorm
 
 FFN_MULTIPLE = 64
 """SwiGLU widths are padded to this: at odd widths the vectorised activation treats a row's end by its place in the batch."""
@@ -127,16 +128,21 @@ class RotaryTable(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """Attention and feed-forward, each on the normalised stream and added to it. Shapes: [N, H] -> [N, H]."""
+    """Attention and feed-forward, each on the normalised stream; the output of the latter is added by who comes next.
+
+    Shapes: x, block [N, H] -> (x, block), both [N, H].
+    """
 
     def __init__(self, layer: Any) -> None:
         super().__init__()
         self.attention, self.feed_forward = layer.self_attn, layer.mlp
-        self.attention_norm, self.feed_forward_norm = layer.input_layernorm, layer.post_attention_layernorm
+        self.attention_norm = ResidualNorm(layer.input_layernorm)
+        self.feed_forward_norm = ResidualNorm(layer.post_attention_layernorm)
 
-    def forward(self, x: Tensor, step: StepContext) -> Tensor:
-        x = x + self.attention(self.attention_norm(x), step)
-        return cast(Tensor, x + self.feed_forward(self.feed_forward_norm(x)))
+    def forward(self, x: Tensor, block: Tensor, step: StepContext) -> tuple[Tensor, Tensor]:
+        x, normalised = self.attention_norm(x, block)
+        x, normalised = self.feed_forward_norm(x, self.attention(normalised, step))
+        return x, self.feed_forward(normalised)
 
 
 class Decoder(nn.Module):
@@ -147,15 +153,16 @@ class Decoder(nn.Module):
 
     def __init__(self, model: Any) -> None:
         super().__init__()
-        self.embedding, self.layers, self.norm = model.embed_tokens, model.layers, model.norm
+        self.embedding, self.layers, self.norm = model.embed_tokens, model.layers, ResidualNorm(model.norm)
 
     def forward(self, token_ids: Tensor, step: StepContext) -> Tensor:
         num_rows = len(token_ids)
         # One row alone would be doubled by every product; doubled here, once, its copy is computed and never looked at.
         x = self.embedding(token_ids if num_rows > 1 else token_ids.repeat(2))
+        block = torch.zeros_like(x)
         for layer in self.layers:
-            x = layer(x, step)
-        return cast(Tensor, self.norm(x))[:num_rows]
+            x, block = layer(x, block, step)
+        return cast(Tensor, self.norm(x, block)[1])[:num_rows]
 
 
 def make_row_invariant(model: Any, max_positions: int) -> None:

@@ -136,6 +136,13 @@ def sample(logits: Logits, params: SamplingParams, seed: int, choice: int, index
     return int(_sample(logits, params.top_k, params.top_p, params.min_p, key))
 
 
+def compile_samplers() -> None:
+    """Compile now what the first sampled token would otherwise wait for, a second or more."""
+    row = np.zeros(4, np.float32)
+    for params in (SamplingParams(temperature=0.0), SamplingParams(temperature=1.0)):
+        sample(row, params, seed=0, choice=0, index=0)
+
+
 class TokenCounts:
     """How often each token occurred: in the prompt or output (repetition) and in the output (presence, frequency)."""
 

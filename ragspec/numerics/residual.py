@@ -1,0 +1,59 @@
+"""The step between two blocks of a decoder: add the last block's output to the stream and normalise the sum.
+
+In float32 one compiled pass over each row instead of eleven operators, which is a tenth of a small model's step. Every sum runs
+in the order of the columns, so a row's result is its own.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numba
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from ragspec.numerics.vector_code import LANES
+
+
+@numba.njit(nogil=True)
+def _add_and_normalise(stream: Any, block: Any, weight: Any, epsilon: Any, total: Any, normalised: Any) -> None:
+    """Sixteen running sums of squares a row; widths are multiples of 16. Shapes: [N, H], [N, H], [H] -> [N, H] twice."""
+    squares = np.empty(LANES, np.float32)
+    for row in range(stream.shape[0]):
+        squares[:] = 0.0
+        for start in range(0, stream.shape[1], LANES):
+            for lane in range(LANES):
+                x = stream[row, start + lane] + block[row, start + lane]
+                total[row, start + lane] = x
+                squares[lane] += x * x
+        mean = np.float32(0.0)
+        for lane in range(LANES):
+            mean += squares[lane]
+        mean /= np.float32(stream.shape[1])
+        scale = np.float32(1.0) / np.sqrt(mean + epsilon)
+        for column in range(stream.shape[1]):
+            normalised[row, column] = total[row, column] * scale * weight[column]
+
+
+class ResidualNorm(nn.Module):
+    """`(x + block, rms_norm(x + block))`; `norm` is a module with `weight` and `epsilon`, used as it is for other types.
+
+    Shapes: x, block [N, H] -> [N, H] twice.
+    """
+
+    def __init__(self, norm: Any) -> None:
+        super().__init__()
+        self.norm = norm
+        weight: Tensor = norm.weight.detach()
+        self._compiled = weight.dtype == torch.float32 and len(weight) % LANES == 0
+        self._weight = weight.numpy() if self._compiled else None
+
+    def forward(self, x: Tensor, block: Tensor) -> tuple[Tensor, Tensor]:
+        if not self._compiled:
+            total = x + block
+            return total, self.norm(total)
+        total, normalised = torch.empty_like(x), torch.empty_like(x)
+        epsilon = np.float32(self.norm.epsilon)
+        _add_and_normalise(x.numpy(), block.numpy(), self._weight, epsilon, total.numpy(), normalised.numpy())
+        return total, normalised
