@@ -38,9 +38,11 @@ STATIC = NUM_PAIRS - 1
 """The slowest rotary pair; it does not turn within the context, so it carries scores that ignore position."""
 RECENCY_PAIRS = (5, 14)
 OVERLAP_PAIRS = (15, 31)
-POINTER_PAIRS = (13, 31)
+QUESTION_PAIRS, QUESTION_GAIN, QUESTION_GATE = (14, 31), 3.0, -5.4
+VOTE_RARITY, VOTE_GAIN = 1.1, 2.0
+START_TOKEN_SHARE = 0.1
 MARKER = 2.0
-NUM_FLAGS = 9
+NUM_FLAGS = 12
 NUM_STRUCTURED_LAYERS = 6
 MATCH_LAYER = 4
 OPENING_LIKE_SENTENCE_END = 0.7
@@ -56,6 +58,7 @@ class MarkerTokens(NamedTuple):
     user: int
     context: int
     assistant: int
+    question: int
     space: int
     quote: int
     bracket: int
@@ -65,15 +68,18 @@ class MarkerTokens(NamedTuple):
 
 
 class Flags(NamedTuple):
-    """Columns of the residual stream; the first five are set in the embedding, the rest written by heads."""
+    """Columns of the residual stream; the first six are set in the embedding, the rest written by heads."""
 
     context: int
     user: int
     space: int
     assistant: int
+    question: int
     rarity: int
+    asked: int
     in_question: int
     sentence_start: int
+    opening: int
     answering: int
     overlap: int
 
@@ -93,7 +99,7 @@ def selection_init(model: LlamaForCausalLM, markers: MarkerTokens, seed: int = 2
     embedding[:, layout.start(SENTENCE) :] = 0.0
     embedding[:, flags.rarity] = 0.5 * token_rarity(embedding.shape[0])
     _resemble(embedding[:, : layout.identity], markers)
-    columns = (flags.user, flags.context, flags.assistant, flags.space)
+    columns = (flags.user, flags.context, flags.assistant, flags.question, flags.space)
     for column, token in zip(columns, markers[: len(columns)], strict=True):
         embedding[token, column] = MARKER
     model.model.norm.weight.fill_(FINAL_NORM)
@@ -101,11 +107,13 @@ def selection_init(model: LlamaForCausalLM, markers: MarkerTokens, seed: int = 2
     _write_segment_head(layers[0], flags, layout)
     _write_overlap_head(layers[1], flags, layout, generator)
     compress = layers[0].v_proj.weight[: layout.shifted, : layout.identity].clone()
-    ends = compress @ embedding[list(markers.ends), : layout.identity].T  # [shifted, ends]
-    _write_start_head(layers[1], flags, layout, ends, generator)
-    _write_vote_head(layers[2], flags, layout)
+    around_starts = [*markers.ends, markers.space, markers.newline, markers.bracket, markers.user]
+    marks = compress @ embedding[around_starts, : layout.identity].T  # [shifted, marks]
+    _write_start_head(layers[1], flags, layout, marks, len(markers.ends), generator)
+    _write_question_head(layers[2], flags, layout, generator)
     _write_number_head(layers[2], embedding, compress, flags, layout, markers)
-    _write_pointer_head(layers[3], flags, layout, generator)
+    _write_vote_head(layers[3], flags, layout)
+    _write_opening(layers[MATCH_LAYER], flags)
     _write_cited_number(layers[MATCH_LAYER], flags, layout)
     _write_citation_head(layers[5], embedding, flags, layout, markers)
 
@@ -144,13 +152,16 @@ def _rows(pairs: tuple[int, int]) -> Tensor:
 def _write_segment_head(attention: Any, flags: Flags, layout: StreamLayout) -> None:
     q, kv = _clear(attention, group=2)
     attention.q_proj.bias[q + STATIC] = 8.0
-    for marker, score in ((flags.user, 2.0), (flags.context, 3.3), (flags.assistant, 4.6)):
+    for marker, score in ((flags.user, 2.0), (flags.context, 3.3), (flags.question, 4.6), (flags.assistant, 5.9)):
         attention.k_proj.weight[kv + STATIC, marker] = score
-    for row, (marker, target) in enumerate(((flags.user, flags.in_question), (flags.assistant, flags.answering))):
+    segments = ((flags.user, flags.asked), (flags.question, flags.in_question), (flags.assistant, flags.answering))
+    for row, (marker, target) in enumerate(segments):
         attention.v_proj.weight[kv + row, marker] = 1.0
         attention.o_proj.weight[target, q + row] = 0.2
-    attention.v_proj.weight[layout.shifted, flags.space] = 1.0  # of the head that looks one token back
-    attention.o_proj.weight[flags.sentence_start, layout.shifted] = 0.2
+    shifts = ((flags.space, flags.sentence_start), (flags.assistant, flags.opening))
+    for row, (marker, target) in enumerate(shifts, start=layout.shifted):
+        attention.v_proj.weight[row, marker] = 1.0  # of the head that looks one token back
+        attention.o_proj.weight[target, row] = 0.2
 
 
 def _write_overlap_head(attention: Any, flags: Flags, layout: StreamLayout, generator: torch.Generator) -> None:
@@ -161,49 +172,61 @@ def _write_overlap_head(attention: Any, flags: Flags, layout: StreamLayout, gene
     attention.k_proj.weight[kv + rows, : layout.identity] = projection
     attention.q_proj.bias[q + STATIC] = 0.8
     attention.q_proj.weight[q + STATIC, flags.rarity] = 5.5
-    attention.k_proj.weight[kv + STATIC, flags.in_question] = 1.0
-    attention.v_proj.weight[kv, flags.in_question] = 1.0
+    attention.k_proj.weight[kv + STATIC, flags.asked] = 1.0
+    attention.v_proj.weight[kv, flags.asked] = 1.0
     attention.o_proj.weight[flags.overlap, q] = 0.4
 
 
 def _write_start_head(
-    attention: Any, flags: Flags, layout: StreamLayout, ends: Tensor, generator: torch.Generator
+    attention: Any, flags: Flags, layout: StreamLayout, marks: Tensor, num_ends: int, generator: torch.Generator
 ) -> None:
-    """Looks at the latest sentence start; a start after a colon or a bracket counts for less."""
+    """Looks at the latest sentence start; a start after a colon or a bracket counts for less.
+
+    What all starts have around them (`marks`, the first of them sentence ends) is no part of the signature.
+    """
     q, kv = _clear(attention, group=3)
-    attention.q_proj.bias[q + RECENCY_PAIRS[0] : q + RECENCY_PAIRS[1]] = 5.0
-    attention.k_proj.bias[kv + RECENCY_PAIRS[0] : kv + RECENCY_PAIRS[1]] = 5.0
+    attention.q_proj.bias[q + RECENCY_PAIRS[0] : q + RECENCY_PAIRS[1]] = 6.0
+    attention.k_proj.bias[kv + RECENCY_PAIRS[0] : kv + RECENCY_PAIRS[1]] = 6.0
     attention.q_proj.bias[q + STATIC] = 10.0
     attention.k_proj.weight[kv + STATIC, flags.sentence_start] = 4.0
-    attention.k_proj.weight[kv + STATIC, layout.columns(2)] = 2.0 * (ends / ends.norm(dim=0)).sum(1)
+    ends = marks[:, :num_ends]
+    attention.k_proj.weight[kv + STATIC, layout.columns(2)] = 1.2 * (ends / ends.norm(dim=0)).sum(1)
     size = layout.shifted
-    attention.v_proj.weight[kv : kv + size, layout.columns(RECENT)] = torch.eye(size)
-    attention.v_proj.weight[kv : kv + size, : layout.identity] = 0.1 * orthonormal(size, layout.identity, generator)
+    common = torch.linalg.qr(marks)[0]  # [shifted, marks]
+    attention.v_proj.weight[kv : kv + size, layout.columns(RECENT)] = torch.eye(size) - common @ common.T
+    first_token = START_TOKEN_SHARE * orthonormal(size, layout.identity, generator)
+    attention.v_proj.weight[kv : kv + size, : layout.identity] = first_token
     attention.o_proj.weight[layout.columns(SENTENCE), q : q + size] = 0.4 * torch.eye(size)
+
+
+def _write_question_head(attention: Any, flags: Flags, layout: StreamLayout, generator: torch.Generator) -> None:
+    """Gives each token of the repeated question the mean signature of the sentences that hold it.
+
+    A word that stands in many sentences so counts for little in each. The conversation's first token, whose signature is
+    nearly zero, takes what matches nothing, and everything while no question is read.
+    """
+    q, kv = _clear(attention, group=0)
+    rows, size = _rows(QUESTION_PAIRS), layout.shifted
+    projection = QUESTION_GAIN * orthonormal(len(rows), layout.identity, generator)
+    attention.q_proj.weight[q + rows, : layout.identity] = projection
+    attention.k_proj.weight[kv + rows, : layout.identity] = projection
+    attention.q_proj.bias[q + STATIC] = 48.0
+    attention.q_proj.weight[q + STATIC, flags.in_question] = QUESTION_GATE
+    scores = ((flags.user, 1.0), (flags.asked, -1.0), (flags.in_question, -1.5), (flags.answering, -1.0))
+    for flag, score in scores:
+        attention.k_proj.weight[kv + STATIC, flag] = score
+    attention.v_proj.weight[kv : kv + size, layout.columns(SENTENCE)] = torch.eye(size)
+    attention.o_proj.weight[layout.columns(SELECTED), q : q + size] = 0.5 * torch.eye(size)
 
 
 def _write_vote_head(attention: Any, flags: Flags, layout: StreamLayout) -> None:
     q, kv = _clear(attention, group=0)
-    attention.q_proj.weight[q + STATIC, flags.answering] = 8.0
-    attention.k_proj.weight[kv + STATIC, flags.overlap] = 1.0
-    attention.k_proj.weight[kv + STATIC, flags.in_question] = -2.0
-    attention.k_proj.weight[kv + STATIC, flags.answering] = -2.0
+    attention.q_proj.weight[q + STATIC, flags.answering] = 4.0
+    for flag, score in ((flags.in_question, 1.0), (flags.rarity, VOTE_RARITY), (flags.asked, -1.0)):
+        attention.k_proj.weight[kv + STATIC, flag] = score
     size = layout.shifted
-    attention.v_proj.weight[kv : kv + size, layout.columns(SENTENCE)] = torch.eye(size)
-    attention.o_proj.weight[layout.columns(SELECTED), q : q + size] = torch.eye(size)
-
-
-def _write_pointer_head(attention: Any, flags: Flags, layout: StreamLayout, generator: torch.Generator) -> None:
-    q, kv = _clear(attention, group=0)
-    rows, size = _rows(POINTER_PAIRS), layout.shifted
-    projection = orthonormal(len(rows), size, generator)
-    attention.q_proj.weight[q + rows, layout.columns(SELECTED)] = 8.0 * projection
-    attention.k_proj.weight[kv + rows, layout.columns(SENTENCE)] = 4.0 * projection
-    attention.q_proj.bias[q + STATIC] = 10.0
-    attention.k_proj.weight[kv + STATIC, flags.in_question] = -5.0
-    attention.k_proj.weight[kv + STATIC, flags.answering] = -5.0
-    attention.v_proj.weight[kv : kv + size, layout.columns(SENTENCE)] = torch.eye(size)
-    attention.o_proj.weight[layout.columns(SELECTED), q : q + size] = 2.0 * torch.eye(size)
+    attention.v_proj.weight[kv : kv + size, layout.columns(SELECTED)] = torch.eye(size)
+    attention.o_proj.weight[layout.columns(SELECTED), q : q + size] = VOTE_GAIN * torch.eye(size)
 
 
 def _number_columns(flags: Flags) -> tuple[int, ...]:
@@ -229,6 +252,14 @@ def _write_number_head(
         identity = embedding[digit, : layout.identity]
         attention.v_proj.weight[kv + row, : layout.identity] = identity / identity.norm()
         attention.o_proj.weight[column, q + row] = 0.18
+
+
+def _write_opening(attention: Any, flags: Flags) -> None:
+    """Only sentence starts may follow the opening of the answer."""
+    for group in range(2):
+        q, kv = group * attention.num_key_value_groups * HEAD_DIM, group * HEAD_DIM
+        attention.q_proj.weight[q + STATIC, flags.opening] += 2.0
+        attention.k_proj.weight[kv + STATIC, flags.sentence_start] += 2.0
 
 
 def _write_cited_number(attention: Any, flags: Flags, layout: StreamLayout) -> None:

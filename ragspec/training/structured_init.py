@@ -31,6 +31,7 @@ NUM_PAIRS = HEAD_DIM // 2
 RECENT, SENTENCE, SELECTED = 3, 4, 5
 """Slots of the stream after distances 0, 1 and 2: recent tokens, a sentence's signature, the selected sentence's."""
 NUM_SLOTS = 6
+COPY_GAIN = 2.5
 QUIET = 0.3
 """What the learnt heads and feed-forward layers write at first, so that they do not drown the circuits."""
 
@@ -62,10 +63,10 @@ class Comparison(NamedTuple):
 
 
 COMPARISONS = (
-    Comparison(0, 1, (27, 32), 3.0),
-    Comparison(1, 2, (22, 27), 3.0),
-    Comparison(RECENT, RECENT, (18, 22), 3.2),
-    Comparison(SELECTED, SENTENCE, (12, 18), 3.0),
+    Comparison(0, 1, (27, 32), 4.2),
+    Comparison(1, 2, (22, 27), 4.2),
+    Comparison(RECENT, RECENT, (18, 22), 4.2),
+    Comparison(SELECTED, SENTENCE, (12, 18), 4.2),
 )
 DISTANCE_PAIRS, DISTANCE_PENALTY = (6, 12), 2.4
 """The match score falls for near keys, so that the text just written is not copied again."""
@@ -166,4 +167,4 @@ def _write_copy(attention: Any, layout: StreamLayout, group: int, q_start: int, 
     attention.v_proj.weight[kv_start : kv_start + HEAD_DIM] = 0.0
     attention.o_proj.weight[:, q_start : q_start + HEAD_DIM] = 0.0
     attention.v_proj.weight[kv_start : kv_start + size, first : first + size] = torch.eye(size)
-    attention.o_proj.weight[first : first + size, q_start : q_start + size] = torch.eye(size)
+    attention.o_proj.weight[first : first + size, q_start : q_start + size] = COPY_GAIN * torch.eye(size)

@@ -19,6 +19,7 @@ from ragspec.training.target_format import (
     CONTEXT_ROLE_FLAG,
     END,
     PAD,
+    QUESTION,
     SPECIAL_TOKENS,
     USER,
 )
@@ -78,6 +79,7 @@ def marker_tokens(tokenizer: PreTrainedTokenizerFast) -> MarkerTokens:
         user=ids[USER],
         context=ids[CONTEXT],
         assistant=ids[ASSISTANT],
+        question=ids[QUESTION],
         space=ids[LONE_SPACE],
         quote=ids['"'],
         bracket=ids["["],
