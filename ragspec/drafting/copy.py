@@ -148,30 +148,30 @@ class CopyDrafter:
     ) -> None:
         """Append a branch for each place below node `root`; `left` is the chance that none before it was meant."""
         for place in places:
-            tokens = self._copyable(state, place, max_nodes)
+            number = state.reference_at(place.at)
+            reference = state.references[number] if number < len(state.references) else None
+            begin = int(state.begin[number]) if reference else 0
+            tail = begin + reference.tail - place.at if reference else max_nodes
             prob, parent = left, root
             first = 0.0
-            for i, (token, cell, given) in enumerate(self._branch(state, place, tokens)):
+            for i, (token, cell, given) in enumerate(self._branch(state, place, tail, max_nodes)):
                 prob *= given
                 first = first or given
                 if prob < self._least_prob:
                     break
-                number = state.reference_at(place.at)
-                reference = state.references[number] if number < len(state.references) else None
-                source, offset = (
-                    reference.provenance(place.at + i - int(state.begin[number])) if reference else (-1, -1)
-                )
+                source, offset = reference.provenance(place.at + i - begin) if reference else (-1, -1)
                 proposals.append(Proposal(token, parent, prob, Origin(self.name, source, offset, cell)))
                 parent = len(proposals) - 1
             left *= 1.0 - first
 
-    def _branch(self, state: Haystack, place: _Place, tokens: Ints) -> Iterator[tuple[int, Feedback, float]]:
-        """Each token to copy, the cell it is drawn from and its probability given the token before."""
-        number = state.reference_at(place.at)
-        tail = len(tokens)
-        if number < len(state.references):
-            tail = int(state.begin[number]) + state.references[number].tail - place.at
-        for i, token in enumerate(tokens.tolist()):
+    def _branch(
+        self, state: Haystack, place: _Place, tail: int, max_nodes: int
+    ) -> Iterator[tuple[int, Feedback, float]]:
+        """Each token to copy, the cell it is drawn from and its probability given the token before.
+
+        `tail`: how many tokens from the place on are the reference's own text.
+        """
+        for i, token in enumerate(self._copyable(state, place, max_nodes).tolist()):
             cell = Feedback(place.kind, place.length + i) if i < tail else Feedback("tail", i - tail)
             yield token, cell, self._table.probability(*cell)
 
