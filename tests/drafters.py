@@ -6,6 +6,7 @@ import random
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ragspec.core import Request
 from ragspec.drafting.drafter import Drafted
 from ragspec.tree import Origin, Proposal
 
@@ -18,6 +19,9 @@ class Quiet:
     def __init__(self) -> None:
         self.events: dict[str, int] = {"start": 0, "observe": 0, "learn": 0, "finish": 0}
         self.observed: dict[tuple[str, int], list[int]] = {}
+
+    def prepare(self, request: Request) -> None:
+        pass
 
     def start(self, sequence: Drafted) -> None:
         self.events["start"] += 1

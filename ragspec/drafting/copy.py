@@ -18,7 +18,7 @@ suffix decoding (Oliaro et al. 2024, arXiv 2411.04975).
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Iterator
 from collections.abc import Sequence as SequenceOf
 from typing import Any, NamedTuple
@@ -27,7 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
-from ragspec.core import SourceKind
+from ragspec.core import Request, SourceKind
 from ragspec.drafting.acceptance import AcceptanceTable
 from ragspec.drafting.drafter import Drafted
 from ragspec.drafting.haystack import SEPARATOR, Haystack
@@ -39,6 +39,7 @@ Ints = NDArray[np.int32]
 _MAX_MATCH = 16
 _MAX_BRANCHES = 6
 _MAX_QUOTES = 8
+_MAX_TENANTS = 256
 _PRIORS = {
     **{f"match:{kind.name.lower()}": (0.25, 0.95) for kind in SourceKind},
     "start:input": (0.3, 0.95),
@@ -83,14 +84,20 @@ class CopyDrafter:
         least_prob: float = 0.02,
     ) -> None:
         self._reader = ReferenceReader(tokenizer, eos_ids)
-        self._earlier: dict[str, deque[tuple[int, ...]]] = defaultdict(deque)
+        self._earlier: dict[str, deque[tuple[int, ...]]] = {}  # by tenant, the latest writer last
         self._max_earlier = earlier_tokens
         self._least_prob = least_prob
         self._table = AcceptanceTable(_PRIORS, _MAX_MATCH)
         self._states: dict[tuple[str, int], Haystack] = {}
 
+    def prepare(self, request: Request) -> list[Reference]:
+        return self._reader.read(request.sources)
+
     def start(self, sequence: Drafted) -> None:
-        references = self._reader.read(sequence.request.sources)
+        prepared = sequence.prepared.get(self.name)
+        if prepared is None:  # its sources could not be read
+            return
+        references = list(prepared)
         for answer in self._earlier.get(sequence.request.salt, ()):
             references.append(Reference(SourceKind.EARLIER, list(answer), -1, [], len(answer)))
         self._states[sequence.key] = Haystack(references, sequence)
@@ -115,10 +122,17 @@ class CopyDrafter:
     def finish(self, sequence: Drafted) -> None:
         state = self._states.pop(sequence.key, None)
         if self._max_earlier and sequence.num_output and state is not None and state.remembered:
-            answers = self._earlier[sequence.request.salt]
-            answers.append(tuple(sequence.tokens[sequence.num_prompt :]))
-            while sum(map(len, answers)) > self._max_earlier:
-                answers.popleft()
+            self._remember(sequence.request.salt, tuple(sequence.tokens[sequence.num_prompt :]))
+
+    def _remember(self, salt: str, answer: tuple[int, ...]) -> None:
+        """Drop a tenant's oldest answers, and all of the tenant that has written nothing for longest."""
+        answers = self._earlier.pop(salt, None) or deque()
+        self._earlier[salt] = answers
+        answers.append(answer)
+        while sum(map(len, answers)) > self._max_earlier:
+            answers.popleft()
+        if len(self._earlier) > _MAX_TENANTS:
+            del self._earlier[next(iter(self._earlier))]
 
     def purge(self, salt: str) -> None:
         """Forget the earlier answers of one tenant, and remember none of those being written."""
@@ -129,7 +143,7 @@ class CopyDrafter:
     def _propose(self, sequence: Drafted, max_nodes: int) -> list[Proposal]:
         state = self._states.get(sequence.key)
         proposals: list[Proposal] = []
-        if state is None:  # its sources could not be read
+        if state is None:
             return proposals
         parent, left = -1, 1.0
         if sequence.num_output == 0 and any(r.is_sentence for r in state.references):

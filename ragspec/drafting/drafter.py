@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
 from typing import Any, Protocol
 
@@ -10,11 +11,15 @@ from ragspec.tree import Proposal
 
 
 class Drafted(Protocol):
-    """The part of a running sequence that drafters see. `tokens` is prompt + output so far, the last one the tree's root."""
+    """The part of a running sequence that drafters see. `tokens` is prompt + output so far, the last one the tree's root.
+
+    `prepared[name]` is what the drafter of that name made of the request; None where that failed.
+    """
 
     request: Request
     tokens: list[int]
     num_prompt: int
+    prepared: Mapping[str, Any]
 
     @property
     def key(self) -> tuple[str, int]: ...
@@ -27,9 +32,12 @@ class Drafted(Protocol):
 
 
 class Drafter(Protocol):
-    """Called from the engine's thread only. An exception costs the row its draft and nothing else."""
+    """Called from the engine's thread only, but for `prepare`. An exception costs the row its draft and nothing else."""
 
     name: str
+
+    def prepare(self, request: Request) -> Any:
+        """What `start` needs of a request and takes long to make. Called by who submits: in any thread, in several at once."""
 
     def start(self, sequence: Drafted) -> None:
         """A sequence begins."""

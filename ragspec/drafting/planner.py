@@ -10,8 +10,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
+from ragspec.core import Request
 from ragspec.drafting.costs import CostTable
 from ragspec.drafting.drafter import Drafted, Drafter
 from ragspec.tree import DraftTree
@@ -37,6 +38,10 @@ class Planner:
         self._vocab_size = vocab_size
         self._idle: dict[tuple[str, int], tuple[int, int]] = {}  # sequence -> (steps to skip, empty drafts in a row)
         self.num_failures = 0
+
+    def prepare(self, request: Request) -> dict[str, Any]:
+        """By drafter, what it needs of a request before it starts. For any thread."""
+        return {d.name: self._contain(d.prepare, request) for d in self._drafters} if request.speculation else {}
 
     def start(self, sequence: Drafted) -> None:
         for drafter in self._drafters if sequence.request.speculation else ():

@@ -43,6 +43,8 @@ class ReferenceReader:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, eos_ids: Sequence[int]) -> None:
         self._tokenizer = tokenizer
         self._eos_ids = list(eos_ids)[:1]
+        self.quote_ids = self._encode(_QUOTES[0])[0]
+        """The tokens of an opening quotation mark."""
         self.opens_quote = functools.lru_cache(maxsize=65536)(self._opens_quote)
 
     def read(self, sources: Sequence[CopySource]) -> list[Reference]:
@@ -57,11 +59,6 @@ class ReferenceReader:
             else:
                 references.append(self._whole(number, source, " "))
         return references
-
-    @property
-    def quote_ids(self) -> list[int]:
-        """The tokens of an opening quotation mark."""
-        return self._encode(_QUOTES[0])[0]
 
     def _whole(self, number: int, source: CopySource, prefix: str, tail: Sequence[int] = ()) -> Reference:
         ids, offsets = self._encode(prefix + source.text)

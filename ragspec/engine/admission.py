@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from typing import Any
 
 from ragspec.core import Delta, Request
 from ragspec.engine.sequence import Limits, Sequence
@@ -27,16 +28,18 @@ class Admission:
         self.fingerprint = fingerprint
         self.max_context_tokens = min(target.max_context_tokens, target.pool.num_slots - 2 * PAGE)
 
-    def sequences(self, request: Request, listener: Callable[[Delta], None]) -> list[Sequence]:
-        """Raises: InputError, PromptTooLong."""
+    def sequences(
+        self, request: Request, listener: Callable[[Delta], None], prepare: Callable[[Request], Mapping[str, Any]]
+    ) -> list[Sequence]:
+        """`prepare`: what drafters make of a request, once for all its choices. Raises: InputError, PromptTooLong."""
         limits = self._limits(request)
         seed = random_seed() if request.params.seed is None else request.params.seed
         request = replace(request, params=replace(request.params, seed=seed))
-        sequences = []
+        sequences, prepared = [], prepare(request)
         for choice in range(request.params.n):
             text = OutputText(self._target.tokenizer, request.params.stop)
             sampler = self._make_sampler(request, seed, choice)
-            sequence = Sequence(request, choice, sampler, text, limits, listener)
+            sequence = Sequence(request, choice, sampler, text, limits, listener, prepared)
             sequence.stats.seed, sequence.stats.system_fingerprint = seed, self.fingerprint
             sequences.append(sequence)
         return sequences

@@ -60,7 +60,8 @@ class Engine(EngineClient):
         self.submit_all([request], listener)
 
     def submit_all(self, requests: SequenceOf[Request], listener: Listener) -> None:
-        admitted = {request.id: self._admission.sequences(request, listener) for request in requests}
+        prepare = self._planner.prepare
+        admitted = {request.id: self._admission.sequences(request, listener, prepare) for request in requests}
         with self._lock:
             if self._closed:
                 raise EngineClosed("the engine is closed")

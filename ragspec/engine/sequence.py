@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -42,8 +42,10 @@ class Sequence:
         text: OutputText,
         limits: Limits,
         listener: Listener,
+        prepared: Mapping[str, Any],
     ) -> None:
         self.request = request
+        self.prepared = prepared
         self.choice = choice
         self.sampler = sampler
         self.limits = limits

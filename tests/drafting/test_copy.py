@@ -37,6 +37,7 @@ class Writing:
     tokens: list[int] = field(default_factory=lambda: [300])
     num_prompt: int = 1
     most_tokens: int = 100
+    prepared: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.request = Request(self.name, (300,), sources=self.sources, salt=self.salt)
@@ -48,6 +49,10 @@ class Writing:
     @property
     def num_output(self) -> int:
         return len(self.tokens) - self.num_prompt
+
+    def begin(self, drafter: CopyDrafter) -> None:
+        self.prepared = {drafter.name: drafter.prepare(self.request)}
+        drafter.start(self)
 
     def write(self, drafter: CopyDrafter, text: str) -> None:
         """Token by token, as without speculation."""
@@ -62,7 +67,7 @@ def source(text: str, kind: SourceKind = SourceKind.PASSAGE, name: str = "p") ->
 
 def drafting(*sources: CopySource, **options: Any) -> tuple[CopyDrafter, Writing]:
     drafter, sequence = CopyDrafter(tokenizer(), (EOS,), **{"least_prob": 1e-3, **options}), Writing(tuple(sources))
-    drafter.start(sequence)
+    sequence.begin(drafter)
     return drafter, sequence
 
 
@@ -225,18 +230,27 @@ def test_learning_moves_the_probabilities() -> None:
 
 def finish_one(drafter: CopyDrafter, text: str, salt: str, name: str) -> None:
     sequence = Writing((), salt, name)
-    drafter.start(sequence)
+    sequence.begin(drafter)
     sequence.write(drafter, text)
     drafter.finish(sequence)
 
 
 def drafts_from_earlier(drafter: CopyDrafter, salt: str) -> bool:
     sequence = Writing((), salt, "new")
-    drafter.start(sequence)
+    sequence.begin(drafter)
     sequence.write(drafter, "Now the old mill")
     found = drafts(drafter, sequence, " burned in 1921")
     drafter.finish(Writing((), salt, "new"))
     return found
+
+
+def test_the_tenant_who_has_written_nothing_for_longest_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Answers of tenants that never come back filled the memory."""
+    monkeypatch.setattr("ragspec.drafting.copy._MAX_TENANTS", 2)
+    drafter = CopyDrafter(tokenizer(), (EOS,), earlier_tokens=1000)
+    for name, salt in enumerate(("one", "two", "one", "three")):
+        finish_one(drafter, "Yes, the old mill burned in 1921.", salt, str(name))
+    assert [drafts_from_earlier(drafter, salt) for salt in ("one", "two", "three")] == [True, False, True]
 
 
 def test_earlier_answers_stay_with_their_tenant_and_can_be_purged() -> None:

@@ -28,6 +28,7 @@ class Running:
     num_prompt: int = 2
     most_tokens: int = 100
     speculation: bool = True
+    prepared: dict[str, object] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.request = Request(self.name, tuple(self.tokens[: self.num_prompt]), speculation=self.speculation)
@@ -174,7 +175,7 @@ def steps(asked: list[int]) -> list[int]:
     return [i for i, was in enumerate(asked) if was]
 
 
-@pytest.mark.parametrize("method", ["start", "propose", "observe", "learn", "finish", "purge"])
+@pytest.mark.parametrize("method", ["prepare", "start", "propose", "observe", "learn", "finish", "purge"])
 def test_exceptions_are_contained(method: str, caplog: pytest.LogCaptureFixture) -> None:
     """One drafter's bug stopped the others, or the step."""
 
@@ -188,6 +189,7 @@ def test_exceptions_are_contained(method: str, caplog: pytest.LogCaptureFixture)
     setattr(broken, method, fail)
     planner = Planner([broken, sound], FREE, 12)
     sequence = Running()
+    sequence.prepared = planner.prepare(sequence.request)
     planner.start(sequence)
     (tree,) = plan(planner, sequence)
     assert {10, 11} <= set(tree.token_ids)
