@@ -78,7 +78,7 @@ def attention_kernel(head_dim: int) -> Any:
         return queries
 
     @numba.njit
-    def softmax(scores: Any, i: int, row: int, rows: Any, view: Any, limits: Any, weights: Any, at: int) -> Any:
+    def softmax(scores: Any, i: int, rows: Any, view: Any, limits: Any, weights: Any, at: int) -> Any:
         """Unnormalised weights of query i over `view` = what its row sees, from `at` on; returns their sum."""
         scale, softcap = limits
         first, length, path_first, path_length = view
@@ -106,107 +106,95 @@ def attention_kernel(head_dim: int) -> Any:
         return context + end - length, length, begin + hidden_path, depth - hidden_path
 
     @numba.njit
+    def score_tile(qkv: Any, keys: Any, rows: Any, tile: Any, head: int, shape: Any) -> Any:
+        """Raw scores of a tile's queries against every page they may see. Shape: [queries, pages * 16]."""
+        first, last, b = tile
+        group = shape[0] // shape[1]
+        num_pages = used_pages(rows, first, last, rows.context_start[b])
+        offsets = np.empty(num_pages, np.int64)
+        for p in range(num_pages):
+            page = np.int64(rows.pages[rows.page_start[b] + p])
+            offsets[p] = (page * shape[1] + head) * 16 * head_dim
+        num_queries = (last - first) * group
+        scores = np.empty((num_queries, num_pages * 16), np.float32)
+        score_pages(collect_queries(qkv, first, last, head, group), num_queries, keys, offsets, scores.reshape(-1))
+        return scores
+
+    @numba.njit
+    def add_shared(
+        num_beside: int,
+        weights: Any,
+        stride: int,
+        values: Any,
+        slots: Any,
+        start: int,
+        count: int,
+        where: Any,
+        out: Any,
+    ) -> None:
+        """What queries side by side see in common, read once for all of them."""
+        if num_beside == 4:
+            add_weighted_4(weights, 0, stride, values, slots, start, count, where[0], where[1], out, 0)
+        elif num_beside == 2:
+            add_weighted_2(weights, 0, stride, values, slots, start, count, where[0], where[1], out, 0)
+
+    @numba.njit
+    def weigh_values(
+        scores: Any, i: int, views: Any, values: Any, rows: Any, where: Any, limits: Any, weights: Any, totals: Any
+    ) -> Any:
+        """Softmax and weighted sum for the queries i, i + 1, ... with the given views; returns their norms."""
+        num_beside, stride = len(views), scores.shape[1] + 16
+        norms = np.empty(num_beside, np.float32)
+        totals[:] = 0.0
+        start, shared = views[0, 0], views[0, 1]
+        for r in range(num_beside):
+            norms[r] = softmax(scores, i + r, rows, views[r], limits, weights, r * stride)
+            shared = min(shared, views[r, 1]) if views[r, 0] == start else 0
+        if num_beside == 1:
+            shared = 0
+        add_shared(num_beside, weights, stride, values, rows.context_slots, start, shared, where, totals)
+        for r in range(num_beside):
+            seen, length, path, depth = views[r]
+            at, to = r * stride, r * head_dim
+            add_weighted(
+                weights, at + shared, 0, values, rows.context_slots, seen + shared, length - shared,
+                where[0], where[1], totals, to,
+            )  # fmt: skip
+            add_weighted(weights, at + length, 0, values, rows.path_slots, path, depth, where[0], where[1], totals, to)
+        return norms
+
+    @numba.njit
     def one_tile(
         qkv: Any,
         keys: Any,
         values: Any,
         rows: Any,
-        tile: int,
+        tile: Any,
         head: int,
         shape: Any,
         limits: Any,
         window: int,
         out: Any,
     ) -> None:
-        first, last, b = rows.tiles[tile, 0], rows.tiles[tile, 1], rows.tiles[tile, 2]
-        group = shape[0] // shape[1]
-        context = rows.context_start[b]
-        num_pages = used_pages(rows, first, last, context)
-        page_stride, head_offset = shape[1] * 16 * head_dim, head * 16 * head_dim
-        offsets = np.empty(num_pages, np.int64)
-        for p in range(num_pages):
-            offsets[p] = np.int64(rows.pages[rows.page_start[b] + p]) * page_stride + head_offset
-        num_queries = (last - first) * group
-        stride = num_pages * 16
-        scores = np.empty((num_queries, stride), np.float32)
-        score_pages(collect_queries(qkv, first, last, head, group), num_queries, keys, offsets, scores.reshape(-1))
-        weights = np.empty(4 * (stride + 16), np.float32)
+        first, last, b = tile
+        group, context = shape[0] // shape[1], rows.context_start[b]
+        where = (shape[1] * 16 * head_dim, head * 16 * head_dim)
+        scores = score_tile(qkv, keys, rows, tile, head, shape)
+        weights = np.empty(4 * (scores.shape[1] + 16), np.float32)
         totals = np.empty(4 * head_dim, np.float32)
-        norms = np.empty(4, np.float32)
+        views = np.empty((4, 4), np.int64)
         i = 0
-        while i < num_queries:
-            left = num_queries - i
+        while i < len(scores):
+            left = len(scores) - i
             num_beside = 4 if left >= 4 else 2 if left >= 2 else 1
-            totals[:] = 0.0
-            shared = stride
-            start = visible_to(first + i // group, rows, context, window)[0]
             for r in range(num_beside):
                 row = first + (i + r) // group
-                view = visible_to(row, rows, context, window)
-                norms[r] = softmax(scores, i + r, row, rows, view, limits, weights, r * (stride + 16))
-                shared = min(shared, view[1]) if view[0] == start else 0
-            if num_beside == 4:
-                add_weighted_4(
-                    weights,
-                    0,
-                    stride + 16,
-                    values,
-                    rows.context_slots,
-                    start,
-                    shared,
-                    page_stride,
-                    head_offset,
-                    totals,
-                    0,
-                )
-            elif num_beside == 2:
-                add_weighted_2(
-                    weights,
-                    0,
-                    stride + 16,
-                    values,
-                    rows.context_slots,
-                    start,
-                    shared,
-                    page_stride,
-                    head_offset,
-                    totals,
-                    0,
-                )
-            else:
-                shared = 0
+                views[r, 0], views[r, 1], views[r, 2], views[r, 3] = visible_to(row, rows, context, window)
+            norms = weigh_values(scores, i, views[:num_beside], values, rows, where, limits, weights, totals)
             for r in range(num_beside):
-                row = first + (i + r) // group
-                seen, length, path_first, path_length = visible_to(row, rows, context, window)
-                at, to = r * (stride + 16), r * head_dim
-                add_weighted(
-                    weights,
-                    at + shared,
-                    0,
-                    values,
-                    rows.context_slots,
-                    seen + shared,
-                    length - shared,
-                    page_stride,
-                    head_offset,
-                    totals,
-                    to,
-                )
-                add_weighted(
-                    weights,
-                    at + length,
-                    0,
-                    values,
-                    rows.path_slots,
-                    path_first,
-                    path_length,
-                    page_stride,
-                    head_offset,
-                    totals,
-                    to,
-                )
+                row, h = first + (i + r) // group, head * group + (i + r) % group
                 for d in range(out.shape[2]):
-                    out[row, head * group + (i + r) % group, d] = totals[to + d] / norms[r]
+                    out[row, h, d] = totals[r * head_dim + d] / norms[r]
             i += num_beside
 
     @numba.njit
@@ -247,6 +235,8 @@ def attention_kernel(head_dim: int) -> Any:
             rotate(qkv, rows.positions, shape[0] + shape[1], cos, sin)
         write(qkv, keys, values, rows.slots, shape)
         for item in numba.prange(rows.tiles.shape[0] * shape[1]):
-            one_tile(qkv, keys, values, rows, item // shape[1], item % shape[1], shape, limits, window, out)
+            tile = rows.tiles[item // shape[1]]
+            bounds = (tile[0], tile[1], tile[2])
+            one_tile(qkv, keys, values, rows, bounds, item % shape[1], shape, limits, window, out)
 
     return kernel
