@@ -176,7 +176,7 @@ def attention_kernel(head_dim: int) -> Any:
         window: int,
         out: Any,
     ) -> None:
-        first, last, b = tile
+        first, b = tile[0], tile[2]
         group, context = shape[0] // shape[1], rows.context_start[b]
         where = (shape[1] * 16 * head_dim, head * 16 * head_dim)
         scores = score_tile(qkv, keys, rows, tile, head, shape)
