@@ -9,7 +9,7 @@ from typing import Any
 import numba
 import numpy as np
 
-from ragspec.numerics.vector_code import exp_and_sum, make_add_weighted, make_dot_pages
+from ragspec.numerics.vector_code import are_consecutive, exp_and_sum, make_add_weighted, make_dot_pages, scale_block
 
 
 @functools.cache
@@ -47,12 +47,18 @@ def attention_kernel(head_dim: int) -> Any:
         scores: Any, base: int, index: Any, start: int, end: int, out: Any, at: int, scale: Any, softcap: Any
     ) -> Any:
         best = np.float32(-np.inf)
-        for j in range(start, end):
+        j = start
+        while j < end:
+            if softcap <= 0 and j + 16 <= end and are_consecutive(index, j):
+                best = max(best, scale_block(scores, base + index[j], out, at + j - start, scale))
+                j += 16
+                continue
             x = scores[base + index[j]] * scale
             if softcap > 0:
                 x = np.float32(softcap * math.tanh(x / softcap))
             out[at + j - start] = x
             best = max(best, x)
+            j += 1
         return best
 
     @numba.njit

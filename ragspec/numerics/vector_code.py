@@ -4,6 +4,7 @@ Numba has no fixed-width vectors, and a loop that LLVM vectorises by itself may 
 the width is 16 lanes and the order of every addition is written down, so a result depends on its operands alone:
 
 * `dot_pages`: q . k for 16 slots at once, one fused multiply-add chain over the head dimension in each lane;
+* `are_consecutive`, `scale_block`: 16 scores into logical order, where their places follow each other, and their maximum;
 * `exp_and_sum`: e^(x - m) in place and its sum, lane = logical position modulo 16, lanes added as one fixed tree;
 * `add_weighted`: out += sum_j p[j] V[slot j], one chain over j in each lane, rows side by side.
 
@@ -12,6 +13,7 @@ Machines without 16-lane registers split the vectors; the result is the same.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from llvmlite import ir
@@ -64,6 +66,17 @@ def _call(builder: Any, name: str, *vectors: Any) -> Any:
         builder.module, kind, f"llvm.{name}.v16f32"
     )
     return builder.call(function, vectors)
+
+
+def _fold(builder: Any, vector: Any, combine: Callable[[Any, Any], Any]) -> Any:
+    """All lanes combined as one fixed tree: lane i with lane i + 8, then i + 4, ..."""
+    width = LANES
+    while width > 1:
+        width //= 2
+        order = [(i + width) % LANES for i in range(LANES)]
+        moved = builder.shuffle_vector(vector, ir.Constant(_VECTOR, ir.Undefined), ir.Constant(_INT_VECTOR, order))
+        vector = combine(vector, moved)
+    return builder.extract_element(vector, ir.Constant(_INT, 0))
 
 
 class _Loop:
@@ -157,6 +170,37 @@ def make_dot_pages(num_rows: int, num_pages: int, head_dim: int) -> Any:
 
 
 @intrinsic
+def are_consecutive(typing: Any, index: Any, at: Any) -> Any:
+    """Whether index[at + i] = index[at] + i for 16 places. Shapes: index int32 flat."""
+    signature = types.boolean(index, types.int64)
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        data = _data(context, builder, signature, args, 0)
+        found = builder.load(builder.bitcast(builder.gep(data, [args[1]]), _INT_VECTOR.as_pointer()))
+        found.align = 4
+        first = _splat(builder, builder.extract_element(found, ir.Constant(_INT, 0)), _INT_VECTOR)
+        expected = builder.add(first, ir.Constant(_INT_VECTOR, list(range(LANES))))
+        same = builder.bitcast(builder.icmp_signed("==", found, expected), ir.IntType(LANES))
+        return builder.icmp_signed("==", same, ir.Constant(ir.IntType(LANES), -1))
+
+    return signature, generate
+
+
+@intrinsic
+def scale_block(typing: Any, scores: Any, offset: Any, out: Any, at: Any, scale: Any) -> Any:
+    """out[at : at + 16] = scores[offset : offset + 16] * scale; returns the greatest of them."""
+    signature = types.float32(scores, types.int64, out, types.int64, types.float32)
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        score_data, out_data = (_data(context, builder, signature, args, i) for i in (0, 2))
+        scaled = builder.fmul(_load(builder, score_data, args[1]), _splat(builder, args[4]))
+        _store(builder, scaled, out_data, args[3])
+        return _fold(builder, scaled, lambda a, b: builder.select(builder.fcmp_ordered(">", a, b), a, b))
+
+    return signature, generate
+
+
+@intrinsic
 def exp_and_sum(typing: Any, scores: Any, offset: Any, num_blocks: Any, maximum: Any) -> Any:
     """Replace x by e^(x - maximum) in `num_blocks` blocks of 16 from `offset` on; returns the sum. -inf becomes exactly 0."""
     signature = types.float32(scores, types.int64, types.int64, types.float32)
@@ -180,13 +224,7 @@ def exp_and_sum(typing: Any, scores: Any, offset: Any, num_blocks: Any, maximum:
         value = builder.select(too_small, _constant(0.0), builder.fmul(value, scale))
         _store(builder, value, data, at)
         (total,) = loop.close([builder.fadd(loop.values[0], value)])
-        width = LANES
-        while width > 1:  # a fixed tree: lane i takes lane i + width / 2
-            width //= 2
-            order = [(i + width) % LANES for i in range(LANES)]
-            moved = builder.shuffle_vector(total, ir.Constant(_VECTOR, ir.Undefined), ir.Constant(_INT_VECTOR, order))
-            total = builder.fadd(total, moved)
-        return builder.extract_element(total, ir.Constant(_INT, 0))
+        return _fold(builder, total, builder.fadd)
 
     return signature, generate
 
