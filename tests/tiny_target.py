@@ -14,6 +14,12 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
+    CohereConfig,
+    CohereForCausalLM,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    GraniteConfig,
+    GraniteForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -47,6 +53,9 @@ ARCHITECTURES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "qwen2": (Qwen2Config, Qwen2ForCausalLM, {}),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM, {"head_dim": 16}),
     "mistral": (MistralConfig, MistralForCausalLM, {"sliding_window": 20, "head_dim": 16}),
+    "gemma2": (Gemma2Config, Gemma2ForCausalLM, {"sliding_window": 20, "head_dim": 16, "query_pre_attn_scalar": 16}),
+    "granite": (GraniteConfig, GraniteForCausalLM, {"logits_scaling": 3.0, "residual_multiplier": 0.5}),
+    "cohere": (CohereConfig, CohereForCausalLM, {"logit_scale": 0.25}),
 }
 
 

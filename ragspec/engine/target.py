@@ -10,7 +10,7 @@ forward takes the flattened rows of any number of sequences, prompts and trees a
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -87,6 +87,7 @@ class Target:
         self.max_context_tokens = min(config.max_context_tokens or longest, longest)
         self.eos_ids = _eos_ids(model, tokenizer)
         self.shapes = _attention_shapes(text_config)
+        self._change = _LogitChange.of(text_config)
         self.num_parameters = int(sum(p.numel() for p in model.parameters()))
         make_row_invariant(model, longest)
         self._model = model
@@ -123,7 +124,7 @@ class Target:
             hidden = self._hidden(torch.from_numpy(token_ids.astype(np.int64)), rows)  # [N, H]
             if len(wanted) < len(token_ids):
                 hidden = hidden[torch.from_numpy(wanted.astype(np.int64))]
-            return cast(Floats, self._model.lm_head(hidden).float().numpy())  # [W, V]
+            return self._change(cast(Floats, self._model.lm_head(hidden).float().numpy()))  # [W, V]
 
     def _hidden(self, token_ids: torch.Tensor, rows: Rows) -> torch.Tensor:
         step = StepContext(self.pool, rows)
@@ -139,9 +140,28 @@ def _check_servable(model: Any, config: Any) -> None:
     missing = [name for name in ("model", "lm_head") if not hasattr(model, name)]
     if missing or not getattr(config, "max_position_embeddings", None):
         raise ModelError(f"{type(model).__name__} is not laid out as the engine expects; it serves Llama-like models")
-    for name in ("final_logit_softcapping", "logits_scaling", "logit_scale"):
-        if getattr(config, name, None) not in (None, 1.0):
-            raise ModelError(f"{type(model).__name__} changes its logits ({name}), which the engine does not do")
+
+
+class _LogitChange(NamedTuple):
+    """What some models do to their logits, in float32: a factor (Cohere), a divisor (Granite), a soft cap (Gemma 2)."""
+
+    factor: float
+    divisor: float
+    softcap: float
+
+    @classmethod
+    def of(cls, config: Any) -> _LogitChange:
+        names = ("logit_scale", "logits_scaling", "final_logit_softcapping")
+        return cls(*(float(getattr(config, name, None) or none) for name, none in zip(names, (1, 1, 0), strict=True)))
+
+    def __call__(self, logits: Floats) -> Floats:
+        if self.factor != 1.0:
+            logits = logits * np.float32(self.factor)
+        if self.divisor != 1.0:
+            logits = logits / np.float32(self.divisor)
+        if self.softcap:
+            logits = np.tanh(logits / np.float32(self.softcap)) * np.float32(self.softcap)
+        return logits
 
 
 def _attention_shapes(config: Any) -> list[AttentionShape]:

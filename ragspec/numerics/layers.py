@@ -24,9 +24,11 @@ FFN_MULTIPLE = 64
 _ATTENTION = {"LlamaAttention", "MistralAttention", "Qwen2Attention", "Qwen3Attention"}
 _LAYERS = {"LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer"}
 _DECODERS = {"LlamaModel", "MistralModel", "Qwen2Model", "Qwen3Model"}
-_GATED = {"LlamaMLP", "MistralMLP", "Qwen2MLP", "Qwen3MLP"}
-_NORMS = {"LlamaRMSNorm", "MistralRMSNorm", "Qwen2RMSNorm", "Qwen3RMSNorm"}
-_ROTARY = {"LlamaRotaryEmbedding", "MistralRotaryEmbedding", "Qwen2RotaryEmbedding", "Qwen3RotaryEmbedding"}
+_ALIKE = ("Gemma", "Gemma2", "Granite", "Cohere", "Cohere2")
+"""Families whose feed-forward and rotation are Llama's; attention and layers differ and stay theirs."""
+_GATED = {"LlamaMLP", "MistralMLP", "Qwen2MLP", "Qwen3MLP", *(f"{family}MLP" for family in _ALIKE)}
+_NORMS = {"LlamaRMSNorm", "MistralRMSNorm", "Qwen2RMSNorm", "Qwen3RMSNorm", "GraniteRMSNorm"}
+_ROTARY = {f"{family}RotaryEmbedding" for family in ("Llama", "Mistral", "Qwen2", "Qwen3", *_ALIKE)}
 
 
 class StepContext(NamedTuple):
@@ -82,7 +84,7 @@ class GatedFeedForward(nn.Module):
         bias = None if biases[0] is None else torch.cat([F.pad(b.detach(), (0, extra)) for b in biases])
         self.gate_up = PackedLinear(torch.cat([gate, up]), bias)
         self.down = PackedLinear(F.pad(mlp.down_proj.weight.detach(), (0, extra)), mlp.down_proj.bias)
-        self.activation = F.silu if mlp.config.hidden_act == "silu" else mlp.act_fn
+        self.activation = F.silu if getattr(mlp.config, "hidden_act", "") == "silu" else mlp.act_fn
 
     def forward(self, x: Tensor) -> Tensor:
         both = self.gate_up(x)
