@@ -63,7 +63,7 @@ class DraftingConfig(Part):
 
 
 class EngineConfig(Part):
-    """`max_kv_tokens` bounds the slot pool; `max_step_tokens` the rows of one forward."""
+    """`max_kv_tokens` bounds the slot pool; `max_step_tokens` the rows of one forward; `num_threads` are used at most."""
 
     max_kv_tokens: int = Field(32_768, ge=64)
     max_step_tokens: int = Field(512, ge=MIN_STEP_TOKENS)

@@ -29,7 +29,7 @@ from ragspec.engine.scheduler import Scheduler
 from ragspec.engine.sequence import Listener, Sequence
 from ragspec.engine.target import Target
 from ragspec.errors import EngineClosed, InputError
-from ragspec.numerics.threads import num_processors, set_num_threads
+from ragspec.numerics.threads import ThreadChoice, num_processors
 from ragspec.tree import DraftTree
 from ragspec.verification.verify import verify
 
@@ -39,8 +39,16 @@ log = logging.getLogger(__name__)
 class Engine(EngineClient):
     """Continuous batching of draft trees over one target. Thread-safe from the outside."""
 
-    def __init__(self, target: Target, planner: Planner, admission: Admission, config: EngineConfig) -> None:
+    def __init__(
+        self,
+        target: Target,
+        planner: Planner,
+        admission: Admission,
+        config: EngineConfig,
+        threads: ThreadChoice | None = None,
+    ) -> None:
         self.target = target
+        self._threads = threads or ThreadChoice(config.num_threads or num_processors())
         self.fingerprint, self.max_context_tokens = admission.fingerprint, admission.max_context_tokens
         self._planner = planner
         self._admission = admission
@@ -50,7 +58,7 @@ class Engine(EngineClient):
         self._lock = threading.Lock()
         self._ids: set[str] = set()
         self._closed = False
-        self._thread = threading.Thread(target=self._run, args=(config.num_threads,), daemon=True)
+        self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
         atexit.register(self.close)
 
@@ -100,8 +108,7 @@ class Engine(EngineClient):
 
     # -- the engine's thread -----------------------------------------------------------------------------------------
 
-    def _run(self, num_threads: int | None) -> None:
-        set_num_threads(num_threads or num_processors())
+    def _run(self) -> None:
         while self._take_commands():
             try:
                 self.step()
@@ -137,9 +144,12 @@ class Engine(EngineClient):
         tree_of = dict(zip(map(id, deciding), trees, strict=True))
         works = [Work(sequence, num_tokens, tree_of.get(id(sequence))) for sequence, num_tokens in chosen]
         batch = Batch(works)
+        self._threads.begin()
         begin = time.perf_counter()
         logits = self.target.forward(batch.token_ids, batch.rows, batch.wanted)
-        self._planner.note_cost(len(batch.token_ids), batch.longest_context, time.perf_counter() - begin)
+        forward_s = time.perf_counter() - begin
+        self._threads.end(len(batch.token_ids), forward_s)
+        self._planner.note_cost(len(batch.token_ids), batch.longest_context, forward_s)
         for i, (sequence, num_tokens, tree) in enumerate(works):
             if tree is None:
                 batch.keep(i, [])

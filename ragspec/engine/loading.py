@@ -23,7 +23,7 @@ from ragspec.numerics.kv_cache import SequenceSlots
 from ragspec.numerics.linear import packing_available
 from ragspec.numerics.rows import Part, StepRows
 from ragspec.numerics.self_test import SelfTest, self_test
-from ragspec.numerics.threads import compute_apart, num_processors, set_num_threads
+from ragspec.numerics.threads import ThreadChoice, compute_apart, num_processors, set_num_threads
 from ragspec.verification.sampling import compile_samplers
 
 log = logging.getLogger(__name__)
@@ -41,24 +41,27 @@ def load_engine(
     if not packing_available(getattr(torch, target_config.dtype)):
         raise ModelError(f"this build of torch has no packed {target_config.dtype} product on this processor")
 
-    def build() -> tuple[Target, Planner, Admission, EngineConfig]:
+    most_threads = config.num_threads or num_processors()
+
+    def build() -> tuple[Target, Planner, Admission, EngineConfig, ThreadChoice]:
         target = Target.load(target_config, config.max_kv_tokens)
         compile_samplers()
-        num_threads = config.num_threads or choose_num_threads(target)
-        tested = check_numerics(target, num_threads)
+        tested = check_numerics(target, most_threads)
+        num_threads = choose_num_threads(target, most_threads)
         max_step_tokens = max(MIN_STEP_TOKENS, min(config.max_step_tokens, tested.num_rows))
         costs = measure_costs(target, max_step_tokens)
         planner = Planner(make_drafters(target, drafting), costs, drafting.max_tree_nodes, target.vocab_size)
-        settled = config.model_copy(update={"num_threads": num_threads, "max_step_tokens": max_step_tokens})
-        return target, planner, Admission(target, tested.numerics_id, make_sampler), settled
+        settled = config.model_copy(update={"max_step_tokens": max_step_tokens})
+        admission = Admission(target, tested.numerics_id, make_sampler)
+        return target, planner, admission, settled, ThreadChoice(most_threads, num_threads)
 
-    return Engine(*compute_apart(build, config.num_threads or num_processors()))
+    return Engine(*compute_apart(build, most_threads))
 
 
-def choose_num_threads(target: Target) -> int:
-    """All processors, or one where threads that wait for each other are slower than that: beside other load they often are."""
+def choose_num_threads(target: Target, most: int) -> int:
+    """All of them, or one where threads that wait for each other are slower than that: beside other load they often are."""
     timer = _ForwardTimer(target)
-    seconds: dict[int, list[float]] = {num_processors(): [], 1: []}
+    seconds: dict[int, list[float]] = {most: [], 1: []}
     for _ in range(7):
         for num_threads, times in seconds.items():
             set_num_threads(num_threads)

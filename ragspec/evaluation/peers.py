@@ -17,7 +17,7 @@ from ragspec.engine.engine import Engine
 from ragspec.evaluation.cases import Case
 from ragspec.evaluation.decoders import Run
 from ragspec.evaluation.forced import ForcedAnswers
-from ragspec.numerics.threads import compute_apart, num_processors
+from ragspec.numerics.threads import compute_apart, num_processors, set_num_threads
 
 LOOKUP_TOKENS = 10
 
@@ -54,6 +54,7 @@ class TransformersDecoder:
         clock, given = _Clock(), self._forced.get(case.id)
         processors = [] if given is None else [_Force(given, len(case.prompt_ids))]
         prompt = torch.tensor([case.prompt_ids])
+        set_num_threads(num_processors())
         begin = time.perf_counter()
         with torch.inference_mode():
             output = self._model.generate(

@@ -101,10 +101,8 @@ class VariantStep:
             cos, sin = self._cos[0, start:end, None], self._sin[0, start:end, None]
             visible = torch.ones(num_rows, end, dtype=torch.bool).tril(start) if num_rows > 1 else None
             step = DenseStep(self._keys, self._values, start, cos, sin, visible)
-            x = self._decoder.embedding(token_ids)  # [N, H]
-            for layer in self._decoder.layers:
-                x = layer(x, step)
-            return cast(Tensor, self._head(self._decoder.norm(x)))
+            hidden = self._decoder.through_layers(self._decoder.embedding(token_ids), cast(Any, step))  # [N, H]
+            return cast(Tensor, self._head(hidden))
 
 
 def _swap(module: nn.Module) -> None:

@@ -161,10 +161,14 @@ class Decoder(nn.Module):
         num_rows = len(token_ids)
         # One row alone would be doubled by every product; doubled here, once, its copy is computed and never looked at.
         x = self.embedding(token_ids if num_rows > 1 else token_ids.repeat(2))
+        return self.through_layers(x, step)[:num_rows]
+
+    def through_layers(self, x: Tensor, step: StepContext) -> Tensor:
+        """From embedded tokens to normalised hidden states. Shapes: [N, H] -> [N, H]."""
         block = torch.zeros_like(x)
         for layer in self.layers:
             x, block = layer(x, block, step)
-        return cast(Tensor, self.norm(x, block)[1])[:num_rows]
+        return cast(Tensor, self.norm(x, block)[1])
 
 
 def make_row_invariant(model: Any, max_positions: int) -> None:

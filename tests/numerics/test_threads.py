@@ -1,0 +1,71 @@
+"""How many threads a forward gets, with the machine played by the test."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from ragspec.numerics.threads import ThreadChoice
+
+
+class Machine:
+    """Forwards take what `seconds(num_threads)` says; `used` is the count of each."""
+
+    def __init__(self, seconds: Callable[[int], float], first: int | None = None) -> None:
+        self.seconds = seconds
+        self.used: list[int] = []
+        self.choice = ThreadChoice(4, first, self.used.append)
+
+    def run(self, num_steps: int, num_rows: int = 1) -> list[int]:
+        """The counts that these forwards ran with."""
+        ran = []
+        for _ in range(num_steps):
+            self.choice.begin()
+            ran.append(self.used[-1])
+            self.choice.end(num_rows, self.seconds(ran[-1]))
+        return ran
+
+
+def test_all_threads_stay_where_they_pay() -> None:
+    """Trials cost more than they can find, or one lucky trial decides."""
+    machine = Machine(lambda n: 1.0 if n == 4 else 1.6)
+    ran = machine.run(3000)
+    assert 0 < ran.count(1) <= 60
+    assert machine.used[-1] == 4
+
+
+def test_one_thread_is_found_soon_when_the_others_wait() -> None:
+    """Another program takes the processors in the middle of an answer, and every step takes a hundred times as long."""
+    load = [False]
+    machine = Machine(lambda n: 1.0 if n == 4 and not load[0] else 1.6 if n == 1 else 160.0)
+    machine.run(500)
+    load[0] = True
+    assert machine.run(10)[-1] == 1
+    ran = machine.run(5000)
+    assert ran.count(4) <= 2, "a trial that costs a hundred steps is rare"
+    load[0] = False
+    assert machine.run(20_000)[-1] == 4, "and the others come back when they are free again"
+
+
+def test_sizes_are_not_compared_with_each_other() -> None:
+    """A chunk of a prompt after single tokens looks like trouble, and one token after it like a win."""
+    size = [1]
+    machine = Machine(lambda n: size[0] * (1.0 if n == 4 else 1.6))
+    ran = []
+    for step in range(2000):
+        size[0] = 300 if step % 7 == 0 else 1
+        ran += machine.run(1, num_rows=size[0])
+    assert 0 < ran.count(1) <= 40
+
+
+def test_a_slower_machine_is_not_the_threads_fault() -> None:
+    """Everything twice as slow as before: a few trials, then as rarely as ever."""
+    pace = [1.0]
+    machine = Machine(lambda n: pace[0] * (1.0 if n == 4 else 1.6))
+    machine.run(300)
+    pace[0] = 3.0
+    assert machine.run(1000).count(1) <= 25
+
+
+def test_the_count_found_at_load_is_where_it_starts() -> None:
+    assert Machine(lambda n: 1.0, first=1).run(1) == [1]
+    assert Machine(lambda n: 1.0, first=4).run(1) == [4]
