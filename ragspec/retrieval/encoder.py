@@ -14,6 +14,7 @@ import hashlib
 import importlib.util
 import json
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +28,7 @@ from torch import Tensor
 from ragspec.config import EncoderConfig
 from ragspec.errors import ModelError
 from ragspec.numerics.linear import pack_linears, packing_available
-from ragspec.numerics.threads import compute_apart, num_processors
+from ragspec.numerics.threads import ThreadChoice, compute_apart, num_processors
 
 FloatArray = NDArray[np.float32]
 Kind = Literal["query", "document"]
@@ -79,15 +80,14 @@ class Encoder:
             dimension=model.get_embedding_dimension(),
         )
         self.max_batch_size = config.batch_size
-        self._num_threads = num_processors()
+        most_threads = num_processors()
         if packing_available():
-            compute_apart(lambda: pack_linears(model), self._num_threads)
-        if not compute_apart(self.self_test, self._num_threads):
+            compute_apart(lambda: pack_linears(model), most_threads)
+        if not compute_apart(self.self_test, most_threads):
             self.max_batch_size = 1
         probe = [list(range(2, 34))]
-        alone, beside = (compute_apart(lambda: self._forward(probe), n) for n in (1, self._num_threads))
-        if not np.array_equal(alone, beside):
-            self._num_threads = 1
+        alone, beside = (compute_apart(lambda: self._forward(probe), n) for n in (1, most_threads))
+        self._threads = ThreadChoice(most_threads if np.array_equal(alone, beside) else 1)
 
     @classmethod
     def load(cls, config: EncoderConfig) -> Encoder:
@@ -132,13 +132,19 @@ class Encoder:
             return vectors
         prefix = self._model.prompts.get(kind) or ""
 
+        threads = self._threads if len(texts) > 1 else ThreadChoice(1)  # Why: starting workers for one costs more
+
         def compute() -> None:
             for rows in self._batches(token_ids):
-                vectors[rows] = self._forward([token_ids[row] for row in rows])
+                own = [token_ids[row] for row in rows]
+                begin = time.perf_counter()
+                threads.begin()
+                vectors[rows] = self._forward(own)
+                threads.end(len(own) * len(own[0]), time.perf_counter() - begin)
 
         with self._lock:
             token_ids = self._token_ids([prefix + text for text in texts])
-            compute_apart(compute, 1 if len(texts) == 1 else self._num_threads)
+            compute_apart(compute, 1)
         return vectors
 
     def self_test(self) -> bool:
