@@ -74,7 +74,8 @@ class ThreadChoice:
         self._seconds[size] = seconds if usual is None else usual + _STEP_WEIGHT * (seconds - usual)
 
     def _judge(self, usual: float | None, seconds: float) -> None:
-        if usual is None:  # nothing to compare with: try at another size
+        if usual is None:  # nothing to compare with: take turns until there is
+            self._steps_left = 1
             return
         if seconds > _CLEARLY * usual:
             self._wins = 0

@@ -57,6 +57,13 @@ def test_sizes_are_not_compared_with_each_other() -> None:
     assert 0 < ran.count(1) <= 40
 
 
+def test_a_trial_with_nothing_to_compare_with_does_not_go_on() -> None:
+    """The first forward is a prompt, the rest are tokens: a whole answer was a trial, and slow."""
+    machine = Machine(lambda n: 1.0 if n == 4 else 1.6)
+    machine.run(1, num_rows=300)
+    assert machine.run(40).count(1) <= 3
+
+
 def test_a_slower_machine_is_not_the_threads_fault() -> None:
     """Everything twice as slow as before: a few trials, then as rarely as ever."""
     pace = [1.0]
