@@ -10,6 +10,7 @@ instead of 2.5 beside a training run on two cores). Nothing announces that, so `
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 from collections.abc import Callable
@@ -62,7 +63,7 @@ class ThreadChoice:
 
     def end(self, num_rows: int, seconds: float) -> None:
         """After it, with what it took."""
-        size = num_rows.bit_length()
+        size = round(4 * math.log2(num_rows))
         usual = self._seconds.get(size)
         self._steps_left -= 1
         if self._trying:
