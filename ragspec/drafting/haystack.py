@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-import numba
 import numpy as np
 from numpy.typing import NDArray
 
 from ragspec.core import SourceKind
 from ragspec.drafting.drafter import Drafted
 from ragspec.drafting.references import Reference
+from ragspec.numerics.compiled import compiled
 
 Ints = NDArray[np.int32]
 
@@ -19,7 +19,7 @@ SEPARATOR = -1
 _MOST_MATCHES = 24
 
 
-@numba.njit(nogil=True)
+@compiled(nogil=True)
 def _match_lengths(haystack: Any, end: int, suffix: Any, ends: Any, lengths: Any) -> int:
     """Positions before `end` whose preceding tokens repeat the end of `suffix`; returns how many were written.
 

@@ -21,6 +21,8 @@ import numba
 import numpy as np
 from numpy.typing import NDArray
 
+from ragspec.numerics.compiled import compiled
+
 _STEP = np.uint64(0x9E3779B97F4A7C15)
 _MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
 _MIX_2 = np.uint64(0x94D049BB133111EB)
@@ -38,7 +40,7 @@ def mix(x: np.uint64) -> np.uint64:
     return x ^ (x >> _31)
 
 
-@numba.njit
+@compiled()
 def _key(seed: np.uint64, choice: np.uint64, index: np.uint64) -> np.uint64:
     key = mix(seed + _STEP)
     key = mix(key + _STEP * (choice + np.uint64(1)))
@@ -64,7 +66,7 @@ def gumbel(h: np.uint64) -> float:
     return -math.log(-math.log1p((0.5 - np.float64(_TWO_TO_53 - h)) * _TWO_TO_MINUS_53))
 
 
-@numba.njit
+@compiled()
 def _gumbel_row(key: np.uint64, out: NDArray[np.float64]) -> None:
     for v in range(out.shape[0]):
         out[v] = gumbel(bits(key, np.uint64(v)))

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 from typing import Any
 
-import numba
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from ragspec.numerics.compiled import compiled
 from ragspec.numerics.vector_code import LANES
 
 
-@numba.njit(nogil=True)
+@compiled(nogil=True)
 def _add_and_normalise(stream: Any, block: Any, weight: Any, epsilon: Any, total: Any, normalised: Any) -> None:
     """Sixteen running sums of squares a row; widths are multiples of 16. Shapes: [N, H], [N, H], [H] -> [N, H] twice."""
     squares = np.empty(LANES, np.float32)

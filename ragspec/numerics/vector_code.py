@@ -8,7 +8,8 @@ the width is 16 lanes and the order of every addition is written down, so a resu
 * `exp_and_sum`: e^(x - m) in place and its sum, lane = logical position modulo 16, lanes added as one fixed tree;
 * `add_weighted`: out += sum_j p[j] V[slot j], one chain over j in each lane, rows side by side.
 
-Machines without 16-lane registers split the vectors; the result is the same.
+Machines without 16-lane registers split the vectors; the result is the same. The head dimension reaches them as `vectors`, a
+tuple with one element for each 16 columns: its length is part of the type, so loops over it are unrolled.
 """
 
 from __future__ import annotations
@@ -115,7 +116,7 @@ class _Loop:
         return results
 
 
-def make_dot_pages(num_rows: int, num_pages: int, head_dim: int) -> Any:
+def make_dot_pages(num_rows: int, num_pages: int) -> Any:
     """Scores of `num_rows` queries against `num_pages` pages of 16 keys.
 
     Shapes: q float32 flat, row r at `q_offset + r * head_dim`; keys float32 flat, a page is [head_dim, 16] at
@@ -133,8 +134,11 @@ def make_dot_pages(num_rows: int, num_pages: int, head_dim: int) -> Any:
         out: Any,
         out_offset: Any,
         out_stride: Any,
+        vectors: Any,
     ) -> Any:
-        signature = types.void(q, types.int64, keys, page_offsets, types.int64, out, types.int64, types.int64)
+        long = types.int64
+        signature = types.void(q, long, keys, page_offsets, long, out, long, long, vectors)
+        head_dim = LANES * len(vectors)
 
         def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             q_data, key_data, out_data = (_data(context, builder, signature, args, i) for i in (0, 2, 5))
@@ -229,14 +233,13 @@ def exp_and_sum(typing: Any, scores: Any, offset: Any, num_blocks: Any, maximum:
     return signature, generate
 
 
-def make_add_weighted(num_rows: int, head_dim: int) -> Any:
+def make_add_weighted(num_rows: int) -> Any:
     """`out[r] += sum_j p[r, j] * values[slot j]` for `num_rows` rows over the same slots, in the order of j.
 
-    `head_dim` is a multiple of 16. Shapes, all flat: row r of p at `p_offset + r * p_stride`, row r of out at
+    Shapes, all flat: row r of p at `p_offset + r * p_stride`, row r of out at
     `out_offset + r * head_dim`; the value of slot s for one head at
     `(s // 16) * page_stride + head_offset + (s % 16) * head_dim`.
     """
-    num_vectors = head_dim // LANES
 
     @intrinsic
     def add_weighted(
@@ -252,9 +255,11 @@ def make_add_weighted(num_rows: int, head_dim: int) -> Any:
         head_offset: Any,
         out: Any,
         out_offset: Any,
+        vectors: Any,
     ) -> Any:
         long = types.int64
-        signature = types.void(p, long, long, values, slots, long, long, long, long, out, long)
+        signature = types.void(p, long, long, values, slots, long, long, long, long, out, long, vectors)
+        num_vectors, head_dim = len(vectors), LANES * len(vectors)
 
         def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             p_data, value_data, slot_data, out_data = (
@@ -266,7 +271,7 @@ def make_add_weighted(num_rows: int, head_dim: int) -> Any:
             page = builder.mul(builder.lshr(slot, ir.Constant(_LONG, 4)), args[7])
             lane = builder.mul(builder.and_(slot, ir.Constant(_LONG, LANES - 1)), ir.Constant(_LONG, head_dim))
             start = builder.add(builder.add(page, args[8]), lane)
-            vectors = [
+            columns = [
                 _load(builder, value_data, builder.add(start, ir.Constant(_LONG, i * LANES)))
                 for i in range(num_vectors)
             ]
@@ -274,7 +279,7 @@ def make_add_weighted(num_rows: int, head_dim: int) -> Any:
             for row in range(num_rows):
                 weight_at = builder.add(builder.add(args[1], builder.mul(args[2], ir.Constant(_LONG, row))), loop.index)
                 weight = _splat(builder, builder.load(builder.gep(p_data, [weight_at])))
-                for i, vector in enumerate(vectors):
+                for i, vector in enumerate(columns):
                     sums.append(_call(builder, "fma", weight, vector, loop.values[row * num_vectors + i]))
             for total, offset in zip(loop.close(sums), at, strict=True):
                 _store(builder, total, out_data, offset)

@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ragspec.core import Request, SamplingParams, TokenLogprob
+from ragspec.numerics.compiled import compiled
 from ragspec.numerics.noise import bits, gumbel, output_key
 
 Logits = NDArray[np.float32]
@@ -27,7 +28,7 @@ _LEAST_TEMPERATURE = 1e-6
 """Below it, division would overflow float32: infinities tie and the lowest id would win instead of the best."""
 
 
-@numba.njit(nogil=True)
+@compiled(nogil=True)
 def _argmax(x: Any) -> int:
     best = 0
     for v in range(1, x.shape[0]):
@@ -109,7 +110,7 @@ def _best_noisy(x: Any, key: Any, start: int, floor_logit: Any, floor_id: int) -
     return best
 
 
-@numba.njit(nogil=True)
+@compiled(nogil=True)
 def _sample(x: Any, top_k: int, top_p: float, min_p: float, key: Any) -> int:
     greatest = _argmax(x)
     maximum = np.float64(x[greatest])
@@ -190,7 +191,7 @@ def _add_bias(logits: Logits, bias: Mapping[int, float]) -> None:
         logits[token] += np.float32(value)
 
 
-@numba.njit(nogil=True)
+@compiled(nogil=True)
 def _log_sum_exp(x: Any) -> float:
     maximum = np.float64(x[_argmax(x)])
     total = 0.0

@@ -1,0 +1,65 @@
+"""`numba.njit` whose machine code is kept on disk: the kernels take ten seconds to compile, half a second to read.
+
+Numba keys what it keeps by the file that holds a function, not by those it calls. Here the key also holds a hash over every
+file of the library with compiled code, so nothing stale is ever read. Where nothing can be written or what is there cannot be
+read, functions are compiled as if nothing were kept.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numba
+from numba.core.caching import FunctionCache
+
+log = logging.getLogger(__name__)
+
+_PACKAGE = Path(__file__).resolve().parents[1]
+_FILES = ("numerics/*.py", "verification/sampling.py", "drafting/haystack.py")
+
+
+def source_hash() -> str:
+    """SHA-256 over all files with compiled code."""
+    digest = hashlib.sha256()
+    for path in sorted(path for pattern in _FILES for path in _PACKAGE.glob(pattern)):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+_SOURCE_HASH = source_hash()
+
+
+class _Cache(FunctionCache):
+    def _index_key(self, sig: Any, codegen: Any) -> tuple[Any, ...]:
+        return (*super()._index_key(sig, codegen), _SOURCE_HASH)
+
+    def load_overload(self, sig: Any, target_context: Any) -> Any:
+        try:
+            return super().load_overload(sig, target_context)
+        except Exception as cause:  # a damaged file may raise anything
+            log.warning("compiled code on disk cannot be read and is made anew: %s", cause)
+            return None
+
+    def save_overload(self, sig: Any, data: Any) -> None:
+        try:
+            super().save_overload(sig, data)
+        except Exception as cause:
+            log.warning("compiled code cannot be kept on disk: %s", cause)
+
+
+def compiled(**options: Any) -> Callable[[Callable[..., Any]], Any]:
+    """As `numba.njit(**options)`. For functions that Python calls; what they call is kept with them."""
+
+    def compile_and_keep(function: Callable[..., Any]) -> Any:
+        dispatcher = numba.njit(**options)(function)
+        try:
+            dispatcher._cache = _Cache(function)
+        except RuntimeError as cause:  # no folder to write into
+            log.info("compiled code is not kept on disk: %s", cause)
+        return dispatcher
+
+    return compile_and_keep

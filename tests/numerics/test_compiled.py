@@ -1,0 +1,112 @@
+"""Machine code kept between processes: found again, never stale, never in the way."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from numba.core.caching import FunctionCache
+
+from ragspec.numerics import compiled
+from ragspec.numerics.noise import gumbel_row
+
+PROGRAM = """
+from ragspec.numerics import noise
+row = noise.gumbel_row(7, 0, 3, 5)
+print(sum(noise._gumbel_row.stats.cache_hits.values()), *(x.hex() for x in row.tolist()))
+"""
+
+
+def run(cache: Path, code: str = PROGRAM, root: Path | None = None) -> tuple[int, list[str]]:
+    """(functions read from disk, the numbers) of a fresh process."""
+    environment = os.environ | {"NUMBA_CACHE_DIR": str(cache)} | ({"PYTHONPATH": str(root)} if root else {})
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=environment,
+        check=True,
+        capture_output=True,
+        text=True,
+        cwd=root,
+    )
+    num_read, *numbers = done.stdout.split()
+    return int(num_read), numbers
+
+
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder in which one process has left its machine code."""
+    cache = tmp_path_factory.mktemp("code") / "cache"
+    assert run(cache) == (0, expected())
+    return cache
+
+
+def expected() -> list[str]:
+    return [x.hex() for x in gumbel_row(7, 0, 3, 5).tolist()]
+
+
+def test_a_second_process_reads_what_the_first_compiled(kept: Path) -> None:
+    assert run(kept) == (1, expected())
+
+
+def test_damaged_files_are_compiled_over(kept: Path, tmp_path: Path) -> None:
+    """A process that died while writing, or a full disk, broke every later start."""
+    cache = tmp_path / "cache"
+    shutil.copytree(kept, cache)
+    files = [path for path in cache.rglob("*") if path.suffix in (".nbi", ".nbc")]
+    assert files
+    for path in files:
+        path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    assert run(cache) == (0, expected())
+
+
+def twice(x: int) -> int:
+    return 2 * x
+
+
+def test_nowhere_to_write_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An installation that may not be written to, and no home."""
+
+    def no_folder(function: object) -> None:
+        raise RuntimeError("no locator available")
+
+    monkeypatch.setattr(compiled, "_Cache", no_folder)
+    assert compiled.compiled()(twice)(21) == 42
+
+
+def test_a_full_disk_is_no_error(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "no space left on device")
+
+    monkeypatch.setattr(FunctionCache, "save_overload", full)
+    assert compiled.compiled()(twice)(21) == 42
+    assert "no space left" in caplog.text
+
+
+def test_code_of_another_version_is_not_used(tmp_path: Path) -> None:
+    """The noise changed in a file that the kept function calls, and old noise was drawn for the same seed."""
+    root = tmp_path / "install"
+    shutil.copytree(
+        Path(compiled.__file__).parents[1], root / "ragspec", ignore=shutil.ignore_patterns("__pycache__", "assets")
+    )
+    cache = tmp_path / "cache"
+    assert run(cache, root=root)[0] == 0
+    assert run(cache, root=root)[0] == 1
+    other = root / "ragspec/numerics/vector_code.py"
+    other.write_text(other.read_text() + "\n# another version\n")
+    assert run(cache, root=root)[0] == 0
+
+
+def test_every_compiled_file_is_part_of_the_key() -> None:
+    """A file with compiled code that the hash leaves out."""
+    package = Path(compiled.__file__).parents[1]
+    hashed = {path for pattern in compiled._FILES for path in package.glob(pattern)}
+    with_code = {
+        path for path in package.rglob("*.py") if "njit" in path.read_text() or "@compiled" in path.read_text()
+    }
+    assert with_code
+    assert with_code <= hashed
