@@ -18,7 +18,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
-import torch
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
@@ -32,6 +31,7 @@ from ragspec.evaluation.generation_suite import Plan
 from ragspec.evaluation.plots import draw
 from ragspec.evaluation.report import Result, complete, rows
 from ragspec.evaluation.suites import Outcome, Settings, run_suite
+from ragspec.numerics.threads import num_processors
 
 ROOT = Path(__file__).resolve().parent.parent
 DEFAULT_DATA = ROOT.parent / "shared" / "data"
@@ -76,6 +76,7 @@ def main(
 ) -> None:
     """Run one suite and print what it found."""
     transformers_logging.disable_progress_bar()
+    measured_commit = commit()  # Why now: the checkout may move on before a long run ends
     try:
         config = load_config(None, **{"target.model": target, "target.dtype": dtype.value})
         settings = Settings(
@@ -90,13 +91,13 @@ def main(
         )
         with progress_ticks() as tick:
             outcome = run_suite(suite.value, settings, tick)
-        result = complete(outcome.result | {"commit": commit(), "threads": torch.get_num_threads()})
+        result = complete(outcome.result | {"commit": measured_commit, "threads": num_processors()})
+        show(result)
+        print(json.dumps(result), flush=True)
         save(result, outcome, json_path, plots)
     except RagspecError as error:
         _console.print(f"error: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
         raise typer.Exit(1) from error
-    show(result)
-    print(json.dumps(result), flush=True)
 
 
 def data_folder(given: Path | None) -> Path | None:

@@ -63,13 +63,15 @@ class DraftingConfig(Part):
 
 
 class EngineConfig(Part):
-    """`max_kv_tokens` bounds the slot pool; `max_step_tokens` the rows of one forward; `num_threads` are used at most."""
+    """`max_kv_tokens` bounds the slot pool; `max_step_tokens` the rows of one forward; `num_threads` are used at most: with
+    `adaptive_threads`, all or one, whichever is faster at the moment."""
 
     max_kv_tokens: int = Field(32_768, ge=64)
     max_step_tokens: int = Field(512, ge=MIN_STEP_TOKENS)
     max_running: int = Field(64, ge=1)
     prefix_cache: bool = True
     num_threads: int | None = Field(None, ge=1)
+    adaptive_threads: bool = True
 
 
 class GenerationConfig(Part):

@@ -48,7 +48,9 @@ class Engine(EngineClient):
         threads: ThreadChoice | None = None,
     ) -> None:
         self.target = target
-        self._threads = threads or ThreadChoice(config.num_threads or num_processors())
+        self._threads = threads or ThreadChoice(
+            config.num_threads or num_processors(), adaptive=config.adaptive_threads
+        )
         self.fingerprint, self.max_context_tokens = admission.fingerprint, admission.max_context_tokens
         self._planner = planner
         self._admission = admission

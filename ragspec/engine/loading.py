@@ -47,13 +47,14 @@ def load_engine(
         target = Target.load(target_config, config.max_kv_tokens)
         compile_samplers()
         tested = check_numerics(target, most_threads)
-        num_threads = choose_num_threads(target, most_threads)
+        num_threads = choose_num_threads(target, most_threads) if config.adaptive_threads else most_threads
         max_step_tokens = max(MIN_STEP_TOKENS, min(config.max_step_tokens, tested.num_rows))
         costs = measure_costs(target, max_step_tokens)
         planner = Planner(make_drafters(target, drafting), costs, drafting.max_tree_nodes, target.vocab_size)
         settled = config.model_copy(update={"max_step_tokens": max_step_tokens})
         admission = Admission(target, tested.numerics_id, make_sampler)
-        return target, planner, admission, settled, ThreadChoice(most_threads, num_threads)
+        threads = ThreadChoice(most_threads, num_threads, adaptive=config.adaptive_threads)
+        return target, planner, admission, settled, threads
 
     return Engine(*compute_apart(build, most_threads))
 

@@ -55,10 +55,15 @@ def grammar_cases(sentences: Sequence[Sentence], prompts: PromptBuilder) -> Iter
         yield Case(sentence.id, sentence.part, prompt.prompt_ids, sources, GRAMMAR_TOKENS, prepare_s)
 
 
-def nothing_to_copy_cases(vocab_size: int, max_context_tokens: int, count: int, seed: int) -> list[Case]:
-    """Prompts of random tokens without any source: whatever a drafter finds there is chance."""
+def nothing_to_copy_cases(
+    vocab_size: int, max_context_tokens: int, count: int, seed: int, sources: Sequence[tuple[CopySource, ...]] = ((),)
+) -> list[Case]:
+    """Prompts of random tokens, with sources that have nothing to do with them: whatever a drafter finds is chance."""
     rng = np.random.default_rng(seed)
     num_tokens = min(_NOTHING_PROMPT_TOKENS, max_context_tokens // 2)
     max_tokens = min(NOTHING_TOKENS, max_context_tokens - num_tokens - 1)
     prompts = rng.integers(min(16, vocab_size // 2), vocab_size, (count, num_tokens))
-    return [Case(f"nothing-{i}", "nothing", tuple(ids), (), max_tokens) for i, ids in enumerate(prompts.tolist())]
+    return [
+        Case(f"nothing-{i}", "nothing", tuple(ids), sources[i % len(sources)], max_tokens)
+        for i, ids in enumerate(prompts.tolist())
+    ]

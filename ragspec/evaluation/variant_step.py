@@ -1,8 +1,9 @@
 """The fastest step that keeps no promise: our row-invariant parts swapped for the fastest kernels that are not.
 
 torch's scaled-dot-product attention over one dense cache takes the place of the paged kernel, and a single row is not padded.
-Everything else (packed linears, fused projections, norms, the loop over layers) stays, so the difference is the price of the
-promise. Only for timing; nothing is ever decoded with this.
+Everything else (packed linears, fused projections, norms, the loop over layers) stays; rotation and cache writes, which the
+paged kernel does on the way, are torch's. A negative cost says that our step as a whole is the faster one. Only for timing;
+nothing is ever decoded with this.
 """
 
 from __future__ import annotations

@@ -58,20 +58,26 @@ def self_test(target: Forward, longest: int, dtype: str, num_threads: int) -> Se
     length = min(longest, max(CHUNKS), target.pool.num_slots // 3)
     rng = np.random.default_rng(20)
     text = rng.integers(0, target.vocab_size, length).astype(np.int32)
+    set_num_threads(num_threads)
     whole = _run(target, text, [length])
     failures = []
+    for threads in sorted({1, num_threads}):  # last the count that stays
+        set_num_threads(threads)
+        failures += [f"{threads} threads, {failure}" for failure in _compare_all(target, text, whole, rng)]
+    return SelfTest(not failures, tuple(failures), _numerics_id(whole, dtype), length)
+
+
+def _compare_all(target: Forward, text: Ints, whole: Floats, rng: np.random.Generator) -> list[str]:
+    """Every way to compute the text, against the whole of it; what differed."""
+    length = len(text)
+    failures = _compare("whole", _run(target, text, [length]), whole)
     for size in (c for c in CHUNKS if c < length):
         start = 0 if size > 7 else max(0, length - 3 * size)  # small chunks only at the end: enough rows, less time
         sizes = ([start] if start else []) + [size] * ((length - start) // size)
         got = _run(target, text, sizes)
         failures += _compare(f"chunks of {size}", got[start:], whole[start : len(got)])
     failures += _compare("trees with decoys", *_trees(target, text, whole, rng))
-    failures += _compare("another sequence beside", _beside(target, text, rng), whole[-min(40, length // 2) :])
-    for threads in {1, num_threads}:
-        set_num_threads(threads)
-        failures += _compare(f"{threads} threads", _run(target, text, [length]), whole)
-    set_num_threads(num_threads)
-    return SelfTest(not failures, tuple(failures), _numerics_id(whole, dtype), length)
+    return failures + _compare("another sequence beside", _beside(target, text, rng), whole[-min(40, length // 2) :])
 
 
 def _compare(name: str, got: Floats, expected: Floats) -> list[str]:

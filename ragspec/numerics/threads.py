@@ -46,11 +46,21 @@ class ThreadChoice:
 
     Now and then a forward runs with the other count. A trial that loses is paid for before the next: together they take about
     one part in a hundred of the time. A forward that suddenly takes twice as long brings the next trial forward.
+    Not `adaptive`: always the first count.
     """
 
-    def __init__(self, most: int, first: int | None = None, apply: Callable[[int], None] = set_num_threads) -> None:
+    def __init__(
+        self,
+        most: int,
+        first: int | None = None,
+        apply: Callable[[int], None] = set_num_threads,
+        *,
+        adaptive: bool = True,
+    ) -> None:
         self._apply = apply
         self._current, self._other = (1, most) if first == 1 else (most, 1)
+        if not adaptive:
+            self._other = self._current
         self._trying = False
         self._steps_left = _FIRST_TRIAL
         self._wins = 0

@@ -83,7 +83,7 @@ class Encoder:
         most_threads = num_processors()
         if packing_available():
             compute_apart(lambda: pack_linears(model), most_threads)
-        if not compute_apart(self.self_test, most_threads):
+        if not all(compute_apart(self.self_test, n) for n in {1, most_threads}):
             self.max_batch_size = 1
         probe = [list(range(2, 34))]
         alone, beside = (compute_apart(lambda: self._forward(probe), n) for n in (1, most_threads))
