@@ -215,11 +215,16 @@ class Delta:
 
 @dataclass(slots=True)
 class GenerationStats:
-    """Counters of one choice; times in seconds, wall clock."""
+    """Counters of one choice; times in seconds, wall clock.
+
+    `num_first_tokens` came with the step that ended the prompt: one, or more where a draft was accepted there. `decode_s` begins
+    after it.
+    """
 
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
     num_output_tokens: int = 0
+    num_first_tokens: int = 0
     num_steps: int = 0
     num_drafted: int = 0
     num_accepted: int = 0

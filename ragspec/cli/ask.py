@@ -45,10 +45,15 @@ def run_ask(
 
 
 async def stream_answer(
-    pipeline: Pipeline, question: str, params: SamplingParams, speculation: bool, show: Callable[[str], None]
+    pipeline: Pipeline,
+    question: str,
+    params: SamplingParams,
+    speculation: bool,
+    show: Callable[[str], None],
+    salt: str = "",
 ) -> Answer:
     """`show` hears every piece of text as it comes; the whole answer is returned."""
-    async for piece in pipeline.stream(question, params, speculation=speculation):
+    async for piece in pipeline.stream(question, params, speculation=speculation, salt=salt):
         if isinstance(piece, str):
             show(piece)
         else:

@@ -16,11 +16,10 @@ from rich.text import Text
 from ragspec.cli.quotes import answer_text, print_sources
 from ragspec.cli.terminal import note, safe
 from ragspec.core import SamplingParams
-from ragspec.rag.answer import Answer
 from ragspec.training.stdlib_corpus import is_held_out
 
 if TYPE_CHECKING:
-    from ragspec.cli.demo import Totals
+    from ragspec.cli.demo import Pair, Totals
 
 _INDENT = (0, 2, 0, 2)
 
@@ -56,16 +55,16 @@ class DemoView:
 
             yield show
 
-    def pair(self, fast: Answer, plain: Answer, identical: bool) -> None:
+    def pair(self, pair: Pair) -> None:
+        fast, stats = pair.fast, pair.fast.stats.generation
         self._console.print(Padding(answer_text(fast), _INDENT, expand=False))
         print_sources(self._console, fast)
-        stats, plain_s = fast.stats.generation, plain.stats.generation.decode_s
-        verdict = ("identical tokens", "green") if identical else ("DIFFERENT TOKENS", "bold red")
+        verdict = ("identical tokens", "green") if pair.identical else ("DIFFERENT TOKENS", "bold red")
         line = Text.assemble(
             "  ",
             (f"{stats.num_output_tokens} tokens in {stats.num_steps} steps", "dim"),
             (f" ({fast.stats.acceptance_length:.1f} a step)", "bold"),
-            (f" · {_ms(stats.decode_s)}, plain {_ms(plain_s)} · ", "dim"),
+            (f" · {_ms(pair.fast_decode_s)}, plain {_ms(pair.plain.stats.generation.decode_s)} · ", "dim"),
             verdict,
         )
         self._console.print(line)

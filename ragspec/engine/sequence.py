@@ -110,6 +110,8 @@ class Sequence:
     def count_step(self, num_drafted: int, accepted: list[str]) -> None:
         """Statistics of one step; `accepted` names the drafter of each accepted node."""
         stats = self.stats
+        if not stats.num_steps:
+            stats.num_first_tokens = self.num_output
         stats.num_steps += 1
         stats.num_drafted += num_drafted
         stats.num_accepted += len(accepted)

@@ -23,8 +23,8 @@ class AnswerStats:
 
     @property
     def tokens_per_s(self) -> float:
-        """Output tokens after the first a second of decoding."""
-        decoded = self.generation.num_output_tokens - 1
+        """Output tokens after those that came with the prompt's step, a second of decoding; 0 if there were none."""
+        decoded = self.generation.num_output_tokens - self.generation.num_first_tokens
         return decoded / self.generation.decode_s if decoded > 0 and self.generation.decode_s else 0.0
 
 
