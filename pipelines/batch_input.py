@@ -208,7 +208,11 @@ def _parquet_rows(path: Path) -> Iterator[RawRow]:
 
 
 def _record(table: pa.RecordBatch | pa.Table, i: int) -> Any:
-    return table.slice(i, 1).to_pylist()[0]
+    """Raises: InputError for a cell that is not what its column says, such as text that is no UTF-8."""
+    try:
+        return table.slice(i, 1).to_pylist()[0]
+    except (ValueError, pa.ArrowException) as cause:
+        raise InputError(f"the row cannot be read: {cause}") from cause
 
 
 def _span_of_lines(span: Span) -> Callable[[int], Any]:

@@ -88,6 +88,7 @@ def _details(row: Row, answer: Answer) -> dict[str, Any]:
         "index_generation": answer.stats.index_generation,
         "stats": stats | times | {"acceptance_length": answer.stats.acceptance_length},
         "row_digest": row.digest,
+        **({"logprobs": [asdict(logprob) for logprob in answer.logprobs]} if answer.logprobs else {}),
     }
 
 

@@ -68,11 +68,12 @@ def main(
 
 
 def _documents(path: Path, name: str, skip_unreadable: bool) -> Iterator[Document]:
-    try:
+    if not skip_unreadable:
         yield from read_file(path, name)
+        return
+    try:
+        yield from list(read_file(path, name))  # Why a list: a file with one bad line is left out as a whole
     except InputError as error:
-        if not skip_unreadable:
-            raise
         _console.print(f"skipped: {error}", style="yellow", markup=False, highlight=False, soft_wrap=True)
 
 

@@ -35,13 +35,16 @@ class InputError(RagspecError):
 class PromptTooLong(InputError):
     """The prompt does not fit the target's context even without passages."""
 
-    def __init__(self, num_prompt_tokens: int, max_prompt_tokens: int) -> None:
-        super().__init__(num_prompt_tokens, max_prompt_tokens)
+    def __init__(self, num_prompt_tokens: int, max_prompt_tokens: int, max_tokens: int = 0) -> None:
+        super().__init__(num_prompt_tokens, max_prompt_tokens, max_tokens)
         self.num_prompt_tokens = num_prompt_tokens
         self.max_prompt_tokens = max_prompt_tokens
+        self.max_tokens = max_tokens
 
     def __str__(self) -> str:
-        return f"the prompt has {self.num_prompt_tokens} tokens, but at most {self.max_prompt_tokens} fit the context"
+        beside = f" beside an output of {self.max_tokens} (max_tokens)" if self.max_tokens else ""
+        fitting = max(0, self.max_prompt_tokens)
+        return f"the prompt has {self.num_prompt_tokens} tokens, but at most {fitting} fit the context{beside}"
 
 
 class ModelError(RagspecError):

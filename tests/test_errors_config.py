@@ -67,6 +67,8 @@ def test_a_prompt_that_is_too_long_names_both_numbers() -> None:
     error = PromptTooLong(5000, 2048)
     assert "5000" in str(error) and "2048" in str(error)
     assert (error.num_prompt_tokens, error.max_prompt_tokens) == (5000, 2048)
+    assert "max_tokens" not in str(error)
+    assert "4000 (max_tokens)" in str(PromptTooLong(40, 0, 4000)), "the output's length is what does not fit"
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ from ragspec.engine.scheduler import Scheduler
 from ragspec.engine.sequence import Listener, Sequence
 from ragspec.engine.target import Target
 from ragspec.errors import EngineClosed, InputError
-from ragspec.numerics.threads import ThreadChoice, num_processors
+from ragspec.numerics.threads import ThreadChoice
 from ragspec.tree import DraftTree
 from ragspec.verification.verify import verify
 
@@ -48,9 +48,7 @@ class Engine(EngineClient):
         threads: ThreadChoice | None = None,
     ) -> None:
         self.target = target
-        self._threads = threads or ThreadChoice(
-            config.num_threads or num_processors(), adaptive=config.adaptive_threads
-        )
+        self._threads = threads or ThreadChoice(config.num_threads, adaptive=config.adaptive_threads)
         self.fingerprint, self.max_context_tokens = admission.fingerprint, admission.max_context_tokens
         self._planner = planner
         self._admission = admission
@@ -59,6 +57,7 @@ class Engine(EngineClient):
         self._sequences: dict[str, list[Sequence]] = {}
         self._lock = threading.Lock()
         self._ids: set[str] = set()
+        self._in_step: list[Sequence] = []
         self._closed = False
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
@@ -77,7 +76,8 @@ class Engine(EngineClient):
                 raise EngineClosed("the engine is closed")
             taken = sorted(self._ids & admitted.keys())
             if taken or len(admitted) < len(requests):
-                raise InputError(f"requests that run at once need different ids; in use already: {taken}")
+                which = f"in use already: {taken}" if taken else "an id comes twice"
+                raise InputError(f"requests that run at once need different ids; {which}")
             self._ids.update(admitted)
             self._commands.put(lambda: self._enqueue(admitted))
 
@@ -116,7 +116,7 @@ class Engine(EngineClient):
                 self.step()
             except Exception as cause:
                 log.exception("a step failed; its sequences end with an error")
-                for sequence in list(self._scheduler.running) or list(self._scheduler.waiting):
+                for sequence in self._in_step or [*self._scheduler.running, *self._scheduler.waiting]:
                     self._end(sequence, FinishReason.ERROR, f"{type(cause).__name__}: {cause}")
         for sequence in [*self._scheduler.running, *self._scheduler.waiting]:
             self._end(sequence, FinishReason.CANCELLED)
@@ -137,7 +137,9 @@ class Engine(EngineClient):
 
     def step(self) -> None:
         """One decode step for every scheduled sequence."""
+        self._in_step = []
         chosen = self._scheduler.schedule()
+        self._in_step = [sequence for sequence, _ in chosen]
         if not chosen:
             return
         deciding = [sequence for sequence, num_tokens in chosen if num_tokens == sequence.num_pending]

@@ -66,6 +66,10 @@ def paged_attention(
         torch.cat([query, key, value], 1)[0].transpose(0, 1).float().contiguous().numpy()
     )  # [N, heads + 2 KV heads, D]
     layer = module.layer_idx
+    if not step.pool.fits(layer, shape):
+        raise ModelError(
+            f"layer {layer} has {shape.num_kv_heads} heads of {head_dim}, which its cache was not made for"
+        )
     out = attend(qkv, step.pool.keys[layer], step.pool.values[layer], step.rows, shape)
     return torch.from_numpy(out).to(query.dtype)[None], None
 
@@ -107,11 +111,16 @@ class Target:
         try:
             AutoConfig.from_pretrained(path)
             tokenizer = AutoTokenizer.from_pretrained(path)
-            model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="ragspec")
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                path, dtype=dtype, attn_implementation="ragspec", output_loading_info=True
+            )
         except (OSError, ValueError, KeyError, RuntimeError, ImportError, TypeError) as cause:
             raise ModelError(f"cannot load the target {path}: {_first_line(cause)}") from cause
         except Exception as cause:  # safetensors and pickle raise classes of their own
             raise ModelError(f"cannot load the target {path}: {type(cause).__name__}: {_first_line(cause)}") from cause
+        model, report = loaded
+        if absent := sorted(report["missing_keys"]):
+            raise ModelError(f"{path} lacks {len(absent)} of the model's tensors, the first is {absent[0]}")
         return cls(model.eval(), tokenizer, config, num_kv_slots)
 
     def forward(self, token_ids: Ints, rows: Rows, wanted: Ints) -> Floats:
@@ -137,6 +146,11 @@ class Target:
 
 def _check_servable(model: Any, config: Any) -> None:
     """Raises: ModelError for what the engine would compute wrongly or not at all."""
+    unknown = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
+    if unknown:
+        raise ModelError(
+            f"{type(model).__name__} attends in a way the engine does not know: {', '.join(sorted(unknown))}"
+        )
     missing = [name for name in ("model", "lm_head") if not hasattr(model, name)]
     if missing or not getattr(config, "max_position_embeddings", None):
         raise ModelError(f"{type(model).__name__} is not laid out as the engine expects; it serves Llama-like models")

@@ -34,6 +34,10 @@ class KvPool:
         self._held_in_page = np.zeros(self.num_pages, np.int32)
         self._free_pages = list(range(self.num_pages - 1, -1, -1))
 
+    def fits(self, layer: int, shape: AttentionShape) -> bool:
+        """Whether a layer's keys have the width that its part of the pool was made for."""
+        return len(self.keys[layer]) == self.num_slots * shape.num_kv_heads * padded(shape.head_dim)
+
     @property
     def num_free_pages(self) -> int:
         return len(self._free_pages)

@@ -46,18 +46,19 @@ class ThreadChoice:
 
     Now and then a forward runs with the other count. A trial that loses is paid for before the next: together they take about
     one part in a hundred of the time. A forward that suddenly takes twice as long brings the next trial forward.
-    Not `adaptive`: always the first count.
+    `most` None: all processors. Not `adaptive`: always the first count.
     """
 
     def __init__(
         self,
-        most: int,
+        most: int | None,
         first: int | None = None,
         apply: Callable[[int], None] = set_num_threads,
         *,
         adaptive: bool = True,
     ) -> None:
         self._apply = apply
+        most = most or num_processors()
         self._current, self._other = (1, most) if first == 1 else (most, 1)
         if not adaptive:
             self._other = self._current

@@ -8,6 +8,7 @@ A pipeline takes any retriever and engine that keep these protocols: local objec
 
 from __future__ import annotations
 
+import asyncio
 import time
 import uuid
 from collections.abc import AsyncIterator, Sequence
@@ -104,7 +105,7 @@ class Pipeline:
 
         Raises: InputError or PromptTooLong for the first question that cannot be asked; then none is generated.
         """
-        prepared = self._prepare(questions, params, num_passages or self._num_passages, speculation, salt)
+        prepared = self._prepare(questions, params, num_passages, speculation, salt)
         completions = iter(self._engine.generate([p.request for p in prepared]))
         return [self._answer(p, next(completions)) for p in prepared for _ in range(p.request.params.n)]
 
@@ -122,7 +123,8 @@ class Pipeline:
         Leaving the loop early cancels the request. Raises: InputError, PromptTooLong, EngineError.
         """
         params = replace(params or self._defaults, n=1)
-        (prepared,) = self._prepare([question], params, num_passages or self._num_passages, speculation, salt)
+        # Why a thread: encoder and tokenizer take milliseconds in which other streams go on
+        (prepared,) = await asyncio.to_thread(self._prepare, [question], params, num_passages, speculation, salt)
         deltas: list[Delta] = []
         async for delta in self._engine.stream(prepared.request):
             deltas.append(delta)
@@ -143,15 +145,18 @@ class Pipeline:
         self,
         questions: Sequence[str],
         params: SamplingParams | Sequence[SamplingParams] | None,
-        num_passages: int,
+        num_passages: int | None,
         speculation: bool,
         salt: str,
     ) -> list[_Prepared]:
+        k = self._num_passages if num_passages is None else num_passages
+        if k < 1:
+            raise InputError(f"num_passages must be at least 1, not {k}")
         if isinstance(params, Sequence) and len(params) != len(questions):
             raise InputError(f"{len(questions)} questions came with {len(params)} sets of sampling parameters")
         each = [params or self._defaults] * len(questions) if not isinstance(params, Sequence) else params
         begin = time.perf_counter()
-        found = self._retriever.retrieve(questions, num_passages)
+        found = self._retriever.retrieve(questions, k)
         retrieve_s = time.perf_counter() - begin
         prepared = []
         for question, passages, own in zip(questions, found, each, strict=True):

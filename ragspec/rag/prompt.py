@@ -65,7 +65,7 @@ class PromptBuilder:
         room = self._max_context_tokens - max_tokens
         prompt_ids = self._encode(self._with_passages(messages, ()))
         if len(prompt_ids) > room:
-            raise PromptTooLong(len(prompt_ids), max(room, 0))
+            raise PromptTooLong(len(prompt_ids), max(room, 0), max_tokens)
         fitting, high, tried = 0, len(passages), len(passages)  # all of them fit, most of the time
         while fitting < high:
             longer_ids = self._encode(self._with_passages(messages, passages[:tried]))

@@ -242,6 +242,27 @@ def test_a_step_that_fails_ends_its_requests_and_nothing_else(
         assert_healthy(engine)
 
 
+def test_a_step_that_fails_leaves_those_alone_that_were_not_in_it(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request that still waited for room in a step ended with somebody else's error."""
+    target = tiny()
+    forward, calls = target.forward, [0]
+
+    def failing(*args: object) -> object:
+        calls[0] += 1
+        if calls[0] == 1:
+            raise MemoryError("no memory for the long prompt")
+        return forward(*args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(target, "forward", failing)
+    with tiny_engine(target, max_step_tokens=64) as engine:
+        long, short = Listener(), Listener()
+        engine.between_steps(lambda: (engine.submit(ask("long", (5,) * 200), long), engine.submit(ask("short"), short)))
+        assert long.done.wait(60)
+        assert short.done.wait(60)
+    assert long.deltas[-1].finish_reason is FinishReason.ERROR
+    assert short.deltas[-1].finish_reason is not FinishReason.ERROR
+
+
 def test_closing_ends_what_runs(tiny: Tiny) -> None:
     """A caller waits for ever after `close`, or a request is accepted that nobody will run."""
     target = tiny()

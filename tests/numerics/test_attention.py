@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from tiny_target import ARCHITECTURES, save_model
 from transformers import AutoModelForCausalLM
 
@@ -96,6 +100,27 @@ def test_logits_are_those_of_transformers(kind: str, tmp_path_factory: pytest.Te
     ours = target.forward(tokens, step.rows, np.arange(len(tokens), dtype=np.int32))
     np.testing.assert_allclose(ours, theirs, atol=1e-3 * np.abs(theirs).max())
     assert (ours.argmax(-1) == theirs.argmax(-1)).mean() > 0.99
+
+
+def test_a_model_that_lacks_a_tensor_is_refused(tmp_path: Path) -> None:
+    """transformers makes up what is missing at random, and the answers were noise."""
+    folder = save_model("llama", tmp_path / "model")
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    save_file(tensors, path, metadata={"format": "pt"})
+    with pytest.raises(ModelError, match=r"lacks 1 .*layers\.1\.mlp\.up_proj"):
+        Target.load(TargetConfig(model=str(folder)), num_kv_slots=64)
+
+
+def test_attention_the_engine_does_not_know_is_refused(tmp_path: Path) -> None:
+    """Chunked attention hides positions through a mask that the kernel never sees."""
+    folder = save_model("qwen3", tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    config["layer_types"] = ["full_attention", "chunked_attention"]
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelError, match="chunked_attention"):
+        Target.load(TargetConfig(model=str(folder)), num_kv_slots=64)
 
 
 def test_a_rotation_that_follows_the_length_is_refused(tmp_path: pytest.TempPathFactory) -> None:

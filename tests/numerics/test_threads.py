@@ -73,6 +73,15 @@ def test_a_slower_machine_is_not_the_threads_fault() -> None:
     assert machine.run(1000).count(1) <= 25
 
 
+def test_a_fixed_count_stays() -> None:
+    used: list[int] = []
+    choice = ThreadChoice(4, None, used.append, adaptive=False)
+    for step in range(100):
+        choice.begin()
+        choice.end(1, 1.0 + 200.0 * (step % 2))
+    assert set(used) == {4}
+
+
 def test_the_count_found_at_load_is_where_it_starts() -> None:
     assert Machine(lambda n: 1.0, first=1).run(1) == [1]
     assert Machine(lambda n: 1.0, first=4).run(1) == [4]

@@ -189,6 +189,16 @@ def test_wrong_rows_do_not_disturb_their_neighbours(tmp_path: Path) -> None:
     ]
 
 
+def test_a_parquet_cell_that_is_no_text_is_one_bad_row(tmp_path: Path) -> None:
+    """One damaged cell ended the whole job."""
+    questions = pa.Array.from_buffers(pa.string(), 3, pa.array([b"x", b"caf\xe9", b"y"]).buffers())
+    table = pa.table({"id": ["a", "b", "c"], "question": questions})
+    pq.write_table(table, tmp_path / "a.parquet")
+    ids, bad = checked(tmp_path / "a.parquet", checks())
+    assert ids == ["a", "c"]
+    assert [(b.place.number, b.code) for b in bad] == [(2, "invalid_row")]
+
+
 def test_answered_rows_are_skipped_and_changed_ones_are_told(tmp_path: Path) -> None:
     """A question that was edited after it was answered keeps the old answer in silence, or gets two."""
     rows = plain_rows(30)

@@ -121,6 +121,23 @@ def test_speculation_changes_no_token(pipeline: Pipeline, params: SamplingParams
     assert plain.stats.generation.num_drafted == 0 and plain.stats.generation.num_steps == 24
 
 
+def test_no_passages_are_an_error_not_the_default(pipeline: Pipeline) -> None:
+    """0 was taken for "as configured", -1 found nothing and said nothing."""
+    for number in (0, -1):
+        with pytest.raises(InputError, match="num_passages"):
+            pipeline.ask(QUESTION, GREEDY, num_passages=number)
+
+
+def test_tokens_that_came_with_the_prompt_took_no_time_to_decode(pipeline: Pipeline) -> None:
+    """An answer that was accepted as a whole in the first step was reported at a hundred thousand tokens a second."""
+    stats = pipeline.ask(QUESTION, GREEDY).stats
+    assert 1 <= stats.generation.num_first_tokens <= stats.generation.num_output_tokens
+    decoded = stats.generation.num_output_tokens - stats.generation.num_first_tokens
+    assert stats.tokens_per_s == pytest.approx(decoded / stats.generation.decode_s)
+    at_once = replace(stats.generation, num_first_tokens=stats.generation.num_output_tokens, decode_s=1e-6)
+    assert replace(stats, generation=at_once).tokens_per_s == 0.0
+
+
 def test_the_seed_decides_the_text(pipeline: Pipeline) -> None:
     """A seed that is ignored, or a hidden second source of randomness."""
     texts = {pipeline.ask(QUESTION, replace(SAMPLED, seed=seed)).token_ids for seed in (1, 2, 1)}

@@ -173,3 +173,16 @@ def test_the_job_builds_an_index_and_reports_errors_in_one_line(
     assert (summary["documents"], summary["passages"], summary["dimension"]) == (1, 1, 384)
     found = Retriever(encoder, Store.open(out)).retrieve(["Where does the Danube end?"], 1)[0]
     assert found[0].text == "The Danube flows into the Black Sea."
+
+
+def test_a_file_with_one_bad_line_is_skipped_as_a_whole(
+    tmp_path: Path, encoder: Encoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The job said "skipped" when half of the file was in the index."""
+    monkeypatch.setattr(build_index_job.Encoder, "load", lambda _: encoder)
+    (tmp_path / "a.txt").write_text("The Danube flows into the Black Sea.")
+    (tmp_path / "b.jsonl").write_text('{"id": "1", "text": "The Rhine is long."}\n{\n')
+    out = tmp_path / "index"
+    done = CliRunner().invoke(build_index_job.app, [str(tmp_path), "--out", str(out), "--skip-unreadable"])
+    assert "skipped" in done.stderr
+    assert json.loads(done.stdout.splitlines()[-1])["documents"] == 1
