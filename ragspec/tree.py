@@ -103,6 +103,10 @@ class DraftTree:
                 numbers[node] = kept.add(parent, self.token_ids[node], self.path_probs[node], self.origins[node])
         return kept
 
+    def scale(self, factor: float) -> None:
+        """Multiply the probability of every guess."""
+        self.path_probs[1:] = [prob * factor for prob in self.path_probs[1:]]
+
     def ancestors(self, node: int) -> list[int]:
         """The path from the root down to `node`, both included."""
         path = [node]

@@ -1,6 +1,7 @@
 """How much to draft: one tree a sequence, sized so that the step's expected tokens per second are greatest.
 
 A forward over n rows costs what it was measured to cost at start; a node is worth the probability that its path is accepted.
+Drafters learn that probability over all requests; the planner scales it by how their guesses have fared in this one.
 Nodes of all sequences are taken in order of that probability while (expected tokens) / (cost of the step) still rises, so
 nothing is drafted where nothing pays.
 """
@@ -20,10 +21,30 @@ from ragspec.tree import DraftTree
 log = logging.getLogger(__name__)
 
 _PATIENCE = 3
-"""Steps in a row without a draft before drafters are asked less often."""
+"""Steps in a row without an accepted token before drafters are asked less often."""
+_LONGEST_SLEEP = 8
+
+_PRIOR_TOKENS = 6.0
+"""Accepted tokens that a new sequence is believed to have had, of as many expected."""
+_TRUST_MEMORY = 0.96
+"""What is kept of the balance a step, so that a sequence that begins to copy late is tried again."""
 
 P = ParamSpec("P")
 T = TypeVar("T")
+
+
+class Trust:
+    """Accepted over expected tokens of one sequence, at most 1: where a sequence does not copy, drafts for it soon end."""
+
+    def __init__(self) -> None:
+        self._expected = self._accepted = 0.0
+        self.factor = 1.0
+
+    def learn(self, expected: float, num_accepted: int) -> None:
+        """`expected` by probabilities that were scaled by the factor."""
+        self._expected = self._expected * _TRUST_MEMORY + expected / self.factor
+        self._accepted = self._accepted * _TRUST_MEMORY + num_accepted
+        self.factor = min(1.0, (_PRIOR_TOKENS + self._accepted) / (_PRIOR_TOKENS + self._expected))
 
 
 class Planner:
@@ -37,6 +58,7 @@ class Planner:
         self._max_nodes = max_tree_nodes
         self._vocab_size = vocab_size
         self._idle: dict[tuple[str, int], tuple[int, int]] = {}  # sequence -> (steps to skip, empty drafts in a row)
+        self._trust: dict[tuple[str, int], Trust] = {}
         self.num_failures = 0
 
     def prepare(self, request: Request) -> dict[str, Any]:
@@ -63,9 +85,11 @@ class Planner:
                 self._contain(trees[i].merge, proposals, most, self._vocab_size)
         for i in awake:
             trees[i] = trees[i].best(self._max_nodes)
+            trees[i].scale(self._trust_in(sequences[i]).factor)
         trees = self._cut(sequences, trees, num_other_rows, spare_rows)
         for i in awake:
-            self._note(sequences[i], trees[i].num_drafted > 0)
+            if not trees[i].num_drafted:
+                self._note(sequences[i], False)
         return trees
 
     def note_cost(self, num_rows: int, context: int, seconds: float) -> None:
@@ -79,6 +103,9 @@ class Planner:
         """
         if not sequence.request.speculation:
             return
+        if tree.num_drafted:
+            self._trust_in(sequence).learn(sum(tree.path_probs[1:]), len(path))
+            self._note(sequence, len(path) > 0)
         by_name = {d.name: d for d in self._drafters}
         on_path = {0, *path}
         settled: set[int] = set()
@@ -96,6 +123,7 @@ class Planner:
 
     def finish(self, sequence: Drafted) -> None:
         self._idle.pop(sequence.key, None)
+        self._trust.pop(sequence.key, None)
         for drafter in self._drafters if sequence.request.speculation else ():
             self._contain(drafter.finish, sequence)
 
@@ -107,14 +135,16 @@ class Planner:
     def _cut(
         self, sequences: SequenceOf[Drafted], trees: list[DraftTree], num_other_rows: int, spare_rows: int
     ) -> list[DraftTree]:
+        """Nodes by probability while expected tokens a second rise. Rows of prompts are paid for anyway and count for nothing."""
         context = max(len(s.tokens) for s in sequences)
         probs = sorted((p for tree in trees for p in tree.path_probs[1:]), reverse=True)[:spare_rows]
         rows = len(sequences) + num_other_rows
         expected = float(len(sequences))
-        best_rate, best = expected / self._costs.cost_s(rows, context), 0
+        sunk_s = self._costs.cost_s(rows, context) - self._costs.cost_s(len(sequences), context)
+        best_rate, best = expected / self._costs.cost_s(len(sequences), context), 0
         for n, prob in enumerate(probs, 1):
             expected += prob
-            rate = expected / self._costs.cost_s(rows + n, context)
+            rate = expected / (self._costs.cost_s(rows + n, context) - sunk_s)
             if rate > best_rate:
                 best_rate, best = rate, n
         if best == 0:
@@ -123,20 +153,23 @@ class Planner:
             return trees
         return _split_budget(trees, probs[best - 1], best)
 
+    def _trust_in(self, sequence: Drafted) -> Trust:
+        return self._trust.setdefault(sequence.key, Trust())
+
     def _asleep(self, sequence: Drafted) -> bool:
         left, num_empty = self._idle.get(sequence.key, (0, 0))
         if left:
             self._idle[sequence.key] = (left - 1, num_empty)
         return left > 0
 
-    def _note(self, sequence: Drafted, drafted: bool) -> None:
-        """After some steps in a row in which no draft paid, drafters are asked again after 1, 2 and then every 4 steps."""
-        if drafted:
+    def _note(self, sequence: Drafted, accepted: bool) -> None:
+        """After some steps in vain in a row, drafters are asked again after 1, 2, 4 and then every 8 steps."""
+        if accepted:
             self._idle.pop(sequence.key, None)
         else:
             num_empty = self._idle.get(sequence.key, (0, 0))[1] + 1
             beyond = num_empty - _PATIENCE
-            self._idle[sequence.key] = (min(4, 2 ** (beyond - 1)) if beyond > 0 else 0, num_empty)
+            self._idle[sequence.key] = (min(_LONGEST_SLEEP, 2 ** (beyond - 1)) if beyond > 0 else 0, num_empty)
 
     def _contain(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T | None:
         try:
