@@ -15,6 +15,7 @@ from statistics import median
 from typing import Any
 
 from ragspec.config import EngineConfig
+from ragspec.core import CopySource
 from ragspec.engine.engine import Engine
 from ragspec.evaluation.cases import Case, nothing_to_copy_cases
 from ragspec.evaluation.comparison import GENERATE, PLAIN, PROMPT_LOOKUP, SPECULATIVE, Tick, Timings
@@ -93,7 +94,8 @@ class GenerationSuite:
         result = speeds(greedy) | throughput
         result |= {"parts": self._parts(greedy)} if len({case.part for case in self._cases}) > 1 else {}
         result |= self._sampled_speeds(greedy, sampled)
-        result |= {"nothing_to_copy": self._nothing_to_copy()}
+        in_vain = [case.sources for case in self._cases[: self._plan.num_nothing]]
+        result |= {"nothing_to_copy": self._nothing_to_copy([()]), "sources_in_vain": self._nothing_to_copy(in_vain)}
         result |= roofline(self._engine, greedy)
         # Why none for forced answers: they are the same tokens whatever the forward computes
         identical = self._equality.identical if self._forced is None else None
@@ -167,24 +169,24 @@ class GenerationSuite:
             "t1_over_t0": at_one / at_zero if at_one and at_zero else None,
         }
 
-    def _nothing_to_copy(self) -> float | None:
+    def _nothing_to_copy(self, sources: Sequence[tuple[CopySource, ...]]) -> float | None:
         """Plain over speculative seconds of decoding, at T=1 on random prompts: 1 is no loss.
 
-        The suite's own sources are offered, and searched, in vain: the prompt does not hold them.
+        `sources` are offered, and searched, in vain: the prompts do not hold them.
         """
         target, count = self._engine.target, self._plan.num_nothing
-        sources = [case.sources for case in self._cases[:count]]
         cases = nothing_to_copy_cases(target.vocab_size, target.max_context_tokens, count, self._plan.seed, sources)
+        stage = "sources in vain" if any(sources) else "nothing to copy"
         decoders = self._engine_decoders({**SAMPLED, "ignore_eos": True})
         Timings.measure(decoders, cases[:_NUM_WARM_UP], 1, lambda *_: None)
         timings = Timings.measure(
             decoders,
             cases,
             self._plan.num_runs,
-            lambda _, done, total: self._tick("nothing to copy", done, total),
+            lambda _, done, total: self._tick(stage, done, total),
         )
         for runs in timings.runs[SPECULATIVE]:
-            self._equality.check("nothing to copy", timings.runs[PLAIN][0], runs)
+            self._equality.check(stage, timings.runs[PLAIN][0], runs)
         return timings.ratio(PLAIN, SPECULATIVE)
 
 

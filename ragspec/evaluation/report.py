@@ -76,7 +76,8 @@ MEANINGS = {
     "acceptance_length_t1": "tokens emitted a step at T=1",
     "t1_over_t0": "speed-up at T=1 over speed-up at T=0",
     "t1_bound": "its bound: expected tokens a step at T=1 by the target's own path probabilities, over those at T=0",
-    "nothing_to_copy": "decode time, plain over speculative, sources that have nothing to do with the text, T=1",
+    "nothing_to_copy": "decode time, plain over speculative, random prompts without sources, T=1",
+    "sources_in_vain": "the same with sources that have nothing to do with the prompt",
     "bitwise": "the numerics self-test passed",
     "peak_pss_mb": "memory of this process with all peers, 10^6 bytes",
 }

@@ -59,7 +59,7 @@ def test_generation_suites_measure_everything(name: str, settings: Settings) -> 
     assert [key for key in (*GENERATION_KEYS, "t1_over_t0", "t1_bound") if result[key] is None] == []
     assert result["identical"] is True and result["bitwise"] is True
     assert result["num_prompts"] == (2 if name == "rag" else 6)
-    assert len(result["identical_counts"]) == 10  # the first plain run, alone, is what all are compared with
+    assert len(result["identical_counts"]) == 11  # the first plain run, alone, is what all are compared with
     assert rows(result)
 
 
