@@ -1,31 +1,40 @@
 """Train the reference target and export it.
 
     python -m pipelines.train_target --data ../shared/data --out runs/target --size cpu --minutes 100
+    python -m pipelines.train_target --data ../shared/data --out runs/target --size gpu --workers 4
 
 On cores that others use too, `OMP_WAIT_POLICY=PASSIVE` keeps two threads from spinning (several times faster, measured).
-Writes under `--out`: `tokenizer/`, `checkpoint.pt`, `curves.png`, and `model/`, which loads with plain transformers.
+Writes under `--out`: `tokenizer/`, `checkpoint.safetensors`, `curves.png`, and `model/`, which loads with plain
+transformers. Several workers run through Ray Train; on several machines `--data` and `--out` must be shared folders. The
+same seed and the same number of workers give the same weights on the same hardware.
 """
 
 import argparse
 import itertools
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from transformers import PreTrainedTokenizerFast
 
+from ragspec.evaluation.target_cases import PROBE_ARTICLES, Case, question_cases
+from ragspec.evaluation.target_suite import model_generate, question_scores
 from ragspec.training import training_attention
 from ragspec.training.grammar_errors import GrammarErrors
 from ragspec.training.target_batches import ExampleEncoder
 from ragspec.training.target_examples import ExampleStream, Lengths
 from ragspec.training.target_export import draw_curves, export_target
+from ragspec.training.target_format import question_messages
 from ragspec.training.target_model import SIZES, build_target
 from ragspec.training.target_sources import Sources, load_sources
 from ragspec.training.target_tokenizer import load_tokenizer, marker_tokens, train_tokenizer
 from ragspec.training.target_trainer import TargetTrainer, TrainingPlan
+from ragspec.training.workers import ALONE, Workers
 
 DEFAULT_TOKENS = {"tiny": 200_000, "cpu": 40_000_000, "gpu": 2_000_000_000}
 REPORT_EVERY_STEPS = 25
+NUM_PROBES, PROBE_QUESTIONS = 8, 24
 
 
 def main() -> None:
@@ -38,41 +47,86 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, help="length of the run in minutes of training")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, help="CPU threads")
+    parser.add_argument("--workers", type=int, default=1, help="processes that train together")
     parser.add_argument("--resume", action="store_true", help="continue from the run directory's checkpoint")
     args = parser.parse_args()
-    if args.threads:
-        torch.set_num_threads(args.threads)
     args.out.mkdir(parents=True, exist_ok=True)
     plan = TrainingPlan(total_tokens=args.tokens or DEFAULT_TOKENS[args.size], minutes=args.minutes, seed=args.seed)
-    train(args.data, args.out, args.size, plan, args.resume)
+    run = Run(args.data.resolve(), args.out.resolve(), args.size, plan, args.resume, args.threads)
+    if args.workers == 1:
+        train(run, ALONE, "cuda" if torch.cuda.is_available() else "cpu")
+    else:
+        train_together(run, args.workers)
 
 
-def train(data_dir: Path, out: Path, size: str, plan: TrainingPlan, resume: bool) -> None:
-    """One run from data to exported model."""
-    sources = load_sources(data_dir)
-    tokenizer = obtain_tokenizer(sources, out / "tokenizer", SIZES[size].vocab_size)
+@dataclass(frozen=True)
+class Run:
+    """What the command line decides."""
+
+    data_dir: Path
+    out: Path
+    size: str
+    plan: TrainingPlan
+    resume: bool = False
+    threads: int | None = None
+
+
+def train_together(run: Run, num_workers: int) -> None:
+    """The same run by several workers, one GPU each where there are any."""
+    from ray.train import RunConfig, ScalingConfig
+    from ray.train.torch import TorchConfig, TorchTrainer
+
+    with_gpu = torch.cuda.is_available()
+    obtain_tokenizer(run)  # before the workers start, so that none reads what another is writing
+    TorchTrainer(
+        _worker,
+        train_loop_config={"run": run},
+        torch_config=TorchConfig(backend="cpu:gloo,cuda:nccl" if with_gpu else "gloo"),
+        scaling_config=ScalingConfig(num_workers=num_workers, use_gpu=with_gpu),
+        run_config=RunConfig(storage_path=str(run.out / "ray")),
+    ).fit()
+
+
+def _worker(config: dict[str, Run]) -> None:
+    import ray.train
+    from ray.train.torch import get_device
+
+    context = ray.train.get_context()
+    train(config["run"], Workers(context.get_world_rank(), context.get_world_size()), str(get_device()))
+
+
+def train(run: Run, workers: Workers, device: str) -> None:
+    """One run from data to exported model; the first worker writes."""
+    if run.threads:
+        torch.set_num_threads(run.threads)
+    size, plan = SIZES[run.size], run.plan
+    sources = load_sources(run.data_dir)
+    tokenizer = obtain_tokenizer(run, sources)
     special = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id}
-    model = build_target(SIZES[size], marker_tokens(tokenizer), seed=plan.seed, **special)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model = build_target(size, marker_tokens(tokenizer), seed=plan.seed, **special)
     if device == "cpu":
         model.set_attn_implementation(training_attention.register())
-    errors = GrammarErrors(data_dir)
+    errors = GrammarErrors(run.data_dir)
 
     def stream_for(lengths: Lengths, seed: int) -> ExampleStream:
         return ExampleStream(sources, errors, lengths, seed)
 
-    trainer = TargetTrainer(model, ExampleEncoder(tokenizer), stream_for, plan, device)
-    checkpoint = out / "checkpoint.pt"
-    if resume and checkpoint.exists():
+    trainer = TargetTrainer(model, ExampleEncoder(tokenizer), stream_for, plan, device, workers)
+    checkpoint = run.out / "checkpoint.safetensors"
+    if run.resume and checkpoint.exists():
         trainer.load(checkpoint)
-    run_with_progress(trainer, checkpoint)
-    draw_curves(trainer.history, out / "curves.png")
-    export_target(trainer.averaged_model(), tokenizer, out / "model")
+    cases, _ = question_cases(run.data_dir, PROBE_QUESTIONS, plan.seed, PROBE_ARTICLES)
+    run_with_progress(trainer, checkpoint, cases)
+    if workers.is_first:
+        draw_curves(trainer.history, trainer.probes, run.out / "curves.png")
+        export_target(trainer.averaged_model(), tokenizer, run.out / "model")
 
 
-def obtain_tokenizer(sources: Sources, directory: Path, vocab_size: int) -> PreTrainedTokenizerFast:
+def obtain_tokenizer(run: Run, sources: Sources | None = None) -> PreTrainedTokenizerFast:
     """The run's tokenizer, trained once."""
+    directory = run.out / "tokenizer"
     if not (directory / "tokenizer.json").exists():
+        sources = sources or load_sources(run.data_dir)
         texts = itertools.chain(
             (" ".join(p.sentences) for p in sources.prose),
             (q.text for q in sources.squad),
@@ -80,12 +134,16 @@ def obtain_tokenizer(sources: Sources, directory: Path, vocab_size: int) -> PreT
             sources.plain_sentences,
             sources.book_paragraphs[::12],
         )
-        train_tokenizer(texts, vocab_size).save_pretrained(str(directory))
+        train_tokenizer(texts, SIZES[run.size].vocab_size).save_pretrained(str(directory))
     return load_tokenizer(directory)
 
 
-def run_with_progress(trainer: TargetTrainer, checkpoint: Path) -> None:
-    """Train to the end of the plan with a progress bar, checkpoints in between."""
+def run_with_progress(trainer: TargetTrainer, checkpoint: Path, probe_cases: list[Case]) -> None:
+    """Train to the end of the plan; the first worker shows progress, writes checkpoints and probes in between."""
+    if not trainer.workers.is_first:
+        for _ in trainer.run():
+            pass
+        return
     saved_at_s = trainer.progress.elapsed_s
     columns = (BarColumn(), TextColumn("{task.percentage:.1f}%"), TimeElapsedColumn(), TextColumn("{task.description}"))
     with Progress(*columns) as bar:
@@ -97,10 +155,21 @@ def run_with_progress(trainer: TargetTrainer, checkpoint: Path) -> None:
                 bar.update(task, completed=record["share"], description=text)
                 if not bar.console.is_terminal:
                     print(text, flush=True)
+            if trainer.share_done() >= len(trainer.probes) / NUM_PROBES:
+                trainer.probes.append(probe(trainer, probe_cases))
             if record["elapsed_s"] - saved_at_s > trainer.plan.checkpoint_every_s:
                 trainer.save(checkpoint)
                 saved_at_s = record["elapsed_s"]
     trainer.save(checkpoint)
+
+
+def probe(trainer: TargetTrainer, cases: list[Case]) -> dict[str, float]:
+    """Quotes of the averaged weights on questions about articles that are neither trained nor evaluated on."""
+    generate = model_generate(trainer.averaged_model(), trainer.encoder.tokenizer)
+    scores = question_scores(cases, generate([question_messages(case.question, case.passages) for case in cases]))
+    shown = {name: scores[name] for name in ("quote_exact", "quote_has_answer", "citation_correct", "em")}
+    print(f"probe at step {trainer.progress.step}: {shown}", flush=True)
+    return {"tokens": trainer.progress.tokens, **shown}
 
 
 def report(records: list[dict[str, float]]) -> str:

@@ -1,14 +1,28 @@
-"""How good the answers of a suite are. The formulas live where the target's own scores are made; here they are applied."""
+"""How good answers and corrections are: SQuAD's normalisation, EM and F1, quotes, GLEU and word error rates of a suite."""
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from collections.abc import Sequence
 
 from ragspec.core import Passage
 from ragspec.evaluation.prompt_lists import JFLEG, Question, Sentence
-from ragspec.evaluation.target_suite import answer_f1, normalise_answer
 from ragspec.training.grammar_metrics import edit_distance, gleu
 from ragspec.training.target_format import parse_answer
+
+
+def normalise_answer(text: str) -> str:
+    """Lower case, no punctuation, no articles (SQuAD's script)."""
+    text = re.sub(r"[^\w\s]", "", text.lower())
+    return " ".join(re.sub(r"\b(a|an|the)\b", " ", text).split())
+
+
+def answer_f1(predicted: str, gold: str) -> float:
+    """Harmonic mean of word precision and recall (SQuAD's script)."""
+    p, g = normalise_answer(predicted).split(), normalise_answer(gold).split()
+    common = sum((Counter(p) & Counter(g)).values())
+    return 2 * common / (len(p) + len(g)) if common else 0.0
 
 
 def exact_match(predicted: str, answers: Sequence[str]) -> float:

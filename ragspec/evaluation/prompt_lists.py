@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from ragspec.core import Document
 from ragspec.errors import InputError
-from ragspec.evaluation.target_suite import clean_sentences
+from ragspec.evaluation.target_cases import clean_sentences
 from ragspec.retrieval.reading import read_file
 from ragspec.training.grammar_errors import GrammarErrors
 from ragspec.training.sentences import normalise, split_sentences

@@ -21,8 +21,8 @@ def export_target(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, d
     tokenizer.save_pretrained(str(directory))
 
 
-def draw_curves(history: list[dict[str, float]], path: Path) -> None:
-    """Loss and learning rate over tokens, as PNG."""
+def draw_curves(history: list[dict[str, float]], probes: list[dict[str, float]], path: Path) -> None:
+    """Loss, scores of the probes and learning rate over tokens, as PNG."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -32,9 +32,14 @@ def draw_curves(history: list[dict[str, float]], path: Path) -> None:
     losses = torch.tensor([record["answer_loss"] for record in history])
     width = min(SMOOTHING_STEPS, len(losses))
     smooth = losses.unfold(0, width, 1).mean(1) if width else losses
-    figure, (upper, lower) = pyplot.subplots(2, 1, figsize=(8, 6), sharex=True)
+    figure, (upper, middle, lower) = pyplot.subplots(3, 1, figsize=(8, 8), sharex=True)
     upper.plot(tokens[width - 1 :], smooth)
     upper.set(ylabel=f"answer loss (nats, mean of {width} steps)", yscale="log")
+    for name in sorted({key for probe in probes for key in probe if key != "tokens"}):
+        middle.plot([p["tokens"] / 1e6 for p in probes], [p[name] for p in probes], marker=".", label=name)
+    middle.set(ylabel="share of probe questions", ylim=(0, 1))
+    if probes:
+        middle.legend()
     lower.plot(tokens, [record["lr"] for record in history])
     lower.set(ylabel="learning rate", xlabel="tokens (millions)")
     figure.tight_layout()

@@ -1,28 +1,24 @@
 """The text format of the reference target: roles, chat template, answers.
 
 Owns every string that training and serving must agree on; never tokenises. One prompt is the user's question, then the
-numbered passages, then the question once more, then the assistant's turn. Why twice: a causal model reads the passages
-with the question in mind, and then looks for each word of the question in all of them at once.
+numbered passages (so their tokens can already attend to the question), then the assistant's turn:
 
     <|user|>Who wrote it?<|context|>
     [1] first passage
-    [2] second passage<|question|>Who wrote it?<|assistant|>"The sentence." [1] short answer.<|end|>
-
-The messages hold the question once; the template repeats it.
+    [2] second passage<|assistant|>"The sentence." [1] short answer.<|end|>
 """
 
 import re
 
-PAD, SYSTEM, USER, CONTEXT, ASSISTANT, END, QUESTION = (
+PAD, SYSTEM, USER, CONTEXT, ASSISTANT, END = (
     "<|pad|>",
     "<|system|>",
     "<|user|>",
     "<|context|>",
     "<|assistant|>",
     "<|end|>",
-    "<|question|>",
 )
-SPECIAL_TOKENS = (PAD, SYSTEM, USER, CONTEXT, ASSISTANT, END, QUESTION)
+SPECIAL_TOKENS = (PAD, SYSTEM, USER, CONTEXT, ASSISTANT, END)
 CONTEXT_ROLE_FLAG = "ragspec_context_role"
 """Set to true in the tokenizer's configuration: the template takes messages whose role is `context`."""
 
@@ -30,12 +26,11 @@ ABSTENTION = "The passages do not say."
 GRAMMAR_REQUEST = "Correct the grammar: "
 
 CHAT_TEMPLATE = (
-    "{%- set last = namespace(question='') -%}"
     "{%- for message in messages -%}"
     "{%- set text = message['content'] | trim -%}"
     "{%- if message['role'] == 'system' -%}<|system|>{{ text }}"
-    "{%- elif message['role'] == 'user' -%}<|user|>{{ text }}{%- set last.question = text -%}"
-    "{%- elif message['role'] == 'context' -%}{{ '<|context|>\\n' + text }}<|question|>{{ last.question }}"
+    "{%- elif message['role'] == 'user' -%}<|user|>{{ text }}"
+    "{%- elif message['role'] == 'context' -%}{{ '<|context|>\\n' + text }}"
     "{%- elif message['role'] == 'assistant' -%}<|assistant|>{{ text }}<|end|>"
     "{%- else -%}{{ raise_exception('unknown role ' + message['role']) }}"
     "{%- endif -%}"

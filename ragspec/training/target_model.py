@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from ragspec.training.selection_init import MATCH_LAYER, MarkerTokens, selection_init
+from ragspec.training.selection_init import MarkerTokens, selection_init
 from ragspec.training.structured_init import HEAD_DIM, ROPE_THETA, structured_init
 
 MAX_POSITIONS = 2048
@@ -28,7 +28,7 @@ class TargetSize:
 
 SIZES = {
     "tiny": TargetSize(hidden_size=128, num_layers=2, num_heads=4, num_kv_heads=4, ffn_size=128, vocab_size=512),
-    "cpu": TargetSize(hidden_size=384, num_layers=6, num_heads=8, num_kv_heads=4, ffn_size=640, vocab_size=6144),
+    "cpu": TargetSize(hidden_size=320, num_layers=6, num_heads=8, num_kv_heads=4, ffn_size=768, vocab_size=6144),
     "gpu": TargetSize(hidden_size=384, num_layers=8, num_heads=8, num_kv_heads=4, ffn_size=1024, vocab_size=8192),
 }
 
@@ -60,8 +60,7 @@ def build_target(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = LlamaForCausalLM(target_config(size, pad_token_id, eos_token_id))
-    selects = size.num_layers > MATCH_LAYER + 1
-    structured_init(model, MATCH_LAYER if selects else 1, seed + 1)
-    if selects:
+    structured_init(model, seed + 1)
+    if size.num_layers > 2:
         selection_init(model, markers, seed + 2)
     return model

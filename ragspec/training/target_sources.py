@@ -1,7 +1,8 @@
 """Everything the reference target is trained on, read from the data directory.
 
-Owns the train/evaluation split: only the first 38 SQuAD articles in file order, no paragraph of the last 10 anywhere,
-no JFLEG, no held-out standard-library function. Formats and licences of the files: the data directory's own index.
+Owns the split: only the first 36 SQuAD articles in file order (the next two are for probes during training), no paragraph
+of the last 10 anywhere, no JFLEG, no held-out standard-library function. Formats and licences of the files: the data
+directory's own index.
 """
 
 import json
@@ -15,7 +16,7 @@ from typing import Any
 from ragspec.training.sentences import normalise, split_sentences
 from ragspec.training.stdlib_corpus import is_held_out, stdlib_documents
 
-NUM_TRAIN_ARTICLES = 38
+NUM_TRAIN_ARTICLES, NUM_PROBE_ARTICLES = 36, 2
 NUM_EVAL_ARTICLES = 10
 MAX_BOOK_CHARS = 300_000
 

@@ -19,7 +19,6 @@ from ragspec.training.target_format import (
     CONTEXT_ROLE_FLAG,
     END,
     PAD,
-    QUESTION,
     SPECIAL_TOKENS,
     USER,
 )
@@ -79,11 +78,9 @@ def marker_tokens(tokenizer: PreTrainedTokenizerFast) -> MarkerTokens:
         user=ids[USER],
         context=ids[CONTEXT],
         assistant=ids[ASSISTANT],
-        question=ids[QUESTION],
         space=ids[LONE_SPACE],
         quote=ids['"'],
         bracket=ids["["],
         newline=ids[NEWLINE],
         digits=tuple(ids[digit] for digit in "1234"),
-        ends=tuple(ids[mark] for mark in ".?!]"),
     )

@@ -1,11 +1,11 @@
 """The training loop of the reference target.
 
 Owns the schedule, the optimizer, the moving average of the weights and the checkpoints. Every step's data is a
-function of (seed, step), so a run that was killed continues exactly where its last checkpoint stood.
+function of (seed, step, worker), so a run that was killed continues exactly where its last checkpoint stood.
 """
 
+import copy
 import math
-import os
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -16,9 +16,11 @@ import torch
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
+from ragspec.training.checkpoint import read_checkpoint, write_checkpoint
 from ragspec.training.selection_init import NUM_STRUCTURED_LAYERS
 from ragspec.training.target_batches import ExampleEncoder, MicroBatch, draw_step
 from ragspec.training.target_examples import ExampleStream, Lengths
+from ragspec.training.workers import ALONE, Workers
 
 
 @dataclass(frozen=True)
@@ -76,12 +78,14 @@ class TargetTrainer:
         stream_for: Callable[[Lengths, int], ExampleStream],
         plan: TrainingPlan,
         device: str = "cpu",
+        workers: Workers = ALONE,
     ) -> None:
-        self.model, self.encoder, self.plan, self.device = model, encoder, plan, device
+        self.model, self.encoder, self.plan, self.device, self.workers = model, encoder, plan, device, workers
         torch.nn.Module.to(model, device)
         self.stream_for = stream_for
         self.progress = Progress()
         self.history: list[dict[str, float]] = []
+        self.probes: list[dict[str, float]] = []
         self.optimizer = torch.optim.AdamW(parameter_groups(model, plan), betas=(0.9, 0.95), fused=True)
         self.average = [p.detach().clone() for p in model.parameters()]
 
@@ -97,21 +101,21 @@ class TargetTrainer:
         while self.share_done() < 1.0:
             started = time.monotonic()
             record = self.train_step()
-            self.progress.elapsed_s += time.monotonic() - started
+            self.progress.elapsed_s += self.workers.from_first(time.monotonic() - started)
             record["elapsed_s"] = self.progress.elapsed_s
             self.history.append(record)
             yield record
 
     def train_step(self) -> dict[str, float]:
-        """One optimizer step over the data of (seed, step)."""
+        """One optimizer step over the data of (seed, step, worker)."""
         share = self.share_done()
         stage = next(s for s in STAGES if share < s.until)
-        stream = self.stream_for(stage.lengths, self.plan.seed * 1_000_003 + self.progress.step)
+        stream = self.stream_for(stage.lengths, self._data_seed())
         batches = draw_step(stream, self.encoder, stage.max_tokens, stage.step_tokens, self.plan.micro_tokens)
         lr = self.learning_rate(share)
         for group in self.optimizer.param_groups:
             group["lr"] = lr * group["lr_share"]
-        total_weight = sum(float(batch.weights.sum()) for batch in batches)
+        total_weight = self.workers.total(sum(float(batch.weights.sum()) for batch in batches))[0]
         answer_loss, answer_tokens = 0.0, 0
         for batch in batches:
             losses = self.token_losses(batch)
@@ -120,20 +124,26 @@ class TargetTrainer:
             is_answer = weights == 1.0
             answer_loss += float(losses.detach()[is_answer].sum())
             answer_tokens += int(is_answer.sum())
+        self.workers.add_gradients(self.model.parameters())
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self._update_average()
         self.progress.step += 1
-        self.progress.tokens += sum(batch.ids.numel() for batch in batches)
+        num_tokens = sum(batch.ids.numel() for batch in batches)
+        loss_sum, loss_tokens, step_tokens = self.workers.total(answer_loss, answer_tokens, num_tokens)
+        self.progress.tokens += int(step_tokens)
         return {
             "step": self.progress.step,
             "tokens": self.progress.tokens,
             "share": share,
             "lr": lr,
-            "answer_loss": answer_loss / max(1, answer_tokens),
+            "answer_loss": loss_sum / max(1, loss_tokens),
             "grad_norm": float(norm),
         }
+
+    def _data_seed(self) -> int:
+        return self.plan.seed * 1_000_003 + self.progress.step * self.workers.size + self.workers.rank
 
     def token_losses(self, batch: MicroBatch) -> Tensor:
         """Cross entropy at the positions that carry loss. Shape: [M], float32."""
@@ -156,36 +166,35 @@ class TargetTrainer:
     @torch.no_grad()
     def averaged_model(self) -> LlamaForCausalLM:
         """A copy of the model with the averaged weights."""
-        copy = LlamaForCausalLM(self.model.config)
-        for parameter, averaged in zip(copy.parameters(), self.average, strict=True):
-            parameter.copy_(averaged)
-        copy.eval()
-        return copy
+        config = copy.deepcopy(self.model.config)
+        config._attn_implementation = "sdpa"  # the training kernel knows neither caches nor left padding
+        averaged = LlamaForCausalLM(config)
+        for parameter, average in zip(averaged.parameters(), self.average, strict=True):
+            parameter.copy_(average)
+        averaged.eval()
+        return averaged
 
     def save(self, path: Path) -> None:
-        """Write a checkpoint so that a crash at any moment leaves the old or the new one."""
-        state: dict[str, Any] = {
-            "model": self.model.state_dict(),
-            "average": self.average,
-            "optimizer": self.optimizer.state_dict(),
-            "progress": asdict(self.progress),
-            "history": self.history,
-        }
-        temporary = path.with_suffix(".tmp")
-        with temporary.open("wb") as file:
-            torch.save(state, file)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
+        """Write a checkpoint; a crash at any moment leaves the old or the new one."""
+        tensors: dict[str, Tensor] = {}
+        for (name, parameter), average in zip(self.model.named_parameters(), self.average, strict=True):
+            tensors |= {f"model.{name}": parameter.detach(), f"average.{name}": average}
+            tensors |= {f"optimizer.{key}.{name}": value for key, value in self.optimizer.state[parameter].items()}
+        state = {"progress": asdict(self.progress), "history": self.history, "probes": self.probes}
+        write_checkpoint(path, tensors, state)
 
+    @torch.no_grad()
     def load(self, path: Path) -> None:
         """Continue from a checkpoint."""
-        state = torch.load(path, map_location=self.device, weights_only=True)
-        self.model.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
-        self.average = state["average"]
+        tensors, state = read_checkpoint(path, self.device)
+        for (name, parameter), average in zip(self.model.named_parameters(), self.average, strict=True):
+            parameter.copy_(tensors[f"model.{name}"])
+            average.copy_(tensors[f"average.{name}"])
+            if f"optimizer.step.{name}" in tensors:
+                keys = ("step", "exp_avg", "exp_avg_sq")
+                self.optimizer.state[parameter] = {key: tensors[f"optimizer.{key}.{name}"] for key in keys}
         self.progress = Progress(**state["progress"])
-        self.history = state["history"]
+        self.history, self.probes = state["history"], state["probes"]
 
 
 def parameter_groups(model: LlamaForCausalLM, plan: TrainingPlan) -> list[dict[str, Any]]:

@@ -2,26 +2,34 @@
 
 from pathlib import Path
 
-import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import ragspec
 from ragspec.training.target_format import CHAT_TEMPLATE, CONTEXT_ROLE_FLAG, parse_answer, question_messages
 
-TARGET = Path(ragspec.__file__).parent / "assets" / "reference_target"
+ASSETS = Path(ragspec.__file__).parent / "assets"
+TARGET = ASSETS / "reference_target"
 PASSAGES = [
     "The lighthouse on Gull Rock was built in 1871. Its keeper lived there alone.",
     "The harbour railway closed in 1954. Most of the track was sold for scrap.",
 ]
-pytestmark = pytest.mark.skipif(not TARGET.is_dir(), reason="no reference target is shipped")
 
 
 def test_files_fit_a_repository() -> None:
     """A shard over 15 MB or a model over 40 MB would not be accepted where the code is kept."""
-    sizes = [file.stat().st_size for file in TARGET.iterdir()]
+    sizes = [file.stat().st_size for file in ASSETS.rglob("*") if file.is_file()]
     assert max(sizes) <= 15_000_000 and sum(sizes) <= 40_000_000
-    assert {file.suffix for file in TARGET.iterdir()} <= {".safetensors", ".json", ".jinja", ".md", ".png"}
+    assert {file.suffix for file in TARGET.iterdir()} == {".safetensors", ".json", ".jinja"}
+
+
+def test_card_names_the_model_that_lies_beside_it() -> None:
+    """A card left over from other weights describes a model nobody has."""
+    card = (ASSETS / "README.md").read_text(encoding="utf-8")
+    model = AutoModelForCausalLM.from_pretrained(TARGET)
+    assert f"{sum(p.numel() for p in model.parameters()) / 1e6:.2f} M parameters" in card
+    assert f"width {model.config.hidden_size}, " in card
+    assert all(picture.name in card for picture in ASSETS.glob("*.png"))
 
 
 def test_tokenizer_carries_the_template_of_the_code() -> None:

@@ -2,7 +2,9 @@
 
 import pytest
 
-from ragspec.evaluation.target_suite import Case, abstention_scores, answer_f1, passage_with, question_scores
+from ragspec.evaluation.metrics import answer_f1
+from ragspec.evaluation.target_cases import Case, passage_with
+from ragspec.evaluation.target_suite import abstention_scores, question_scores
 from ragspec.training.target_format import ABSTENTION, quoted_answer
 
 CASE = Case("Who sat?", ["A dog ran.", "The cat sat. It rained."], 2, ["cat", "The cat"])

@@ -1,5 +1,6 @@
-"""Checkpoints, schedule and export of the training loop, on a tiny model with made-up data."""
+"""Checkpoints, schedule, workers and export of the training loop, on a tiny model with made-up data."""
 
+import os
 import random
 from pathlib import Path
 
@@ -7,13 +8,14 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from ragspec.training.target_batches import ExampleEncoder
+from ragspec.training.target_batches import ExampleEncoder, draw_step
 from ragspec.training.target_examples import Example, ExampleStream, Lengths
 from ragspec.training.target_export import draw_curves, export_target
 from ragspec.training.target_format import message
 from ragspec.training.target_model import SIZES, build_target
 from ragspec.training.target_tokenizer import marker_tokens, train_tokenizer
-from ragspec.training.target_trainer import TargetTrainer, TrainingPlan
+from ragspec.training.target_trainer import STAGES, TargetTrainer, TrainingPlan
+from ragspec.training.workers import ALONE, Workers
 
 TEXTS = ["The cat sat on the mat. A dog ran home at noon."] * 20
 
@@ -33,10 +35,11 @@ def fake_stream(_: Lengths, seed: int) -> ExampleStream:
     return FakeStream(seed)  # type: ignore[return-value]
 
 
-def make_trainer(total_tokens: int = 30_000) -> TargetTrainer:
+def make_trainer(total_tokens: int = 30_000, workers: Workers = ALONE, size: str = "tiny") -> TargetTrainer:
     tokenizer = train_tokenizer(TEXTS, SIZES["tiny"].vocab_size)
-    model = build_target(SIZES["tiny"], marker_tokens(tokenizer))
-    return TargetTrainer(model, ExampleEncoder(tokenizer), fake_stream, TrainingPlan(total_tokens=total_tokens))
+    model = build_target(SIZES[size], marker_tokens(tokenizer))
+    plan = TrainingPlan(total_tokens=total_tokens, warmup_steps=1)
+    return TargetTrainer(model, ExampleEncoder(tokenizer), fake_stream, plan, workers=workers)
 
 
 def test_resumed_run_equals_an_unbroken_one(tmp_path: Path) -> None:
@@ -47,9 +50,9 @@ def test_resumed_run_equals_an_unbroken_one(tmp_path: Path) -> None:
     broken = make_trainer()
     for _ in range(2):
         broken.train_step()
-    broken.save(tmp_path / "checkpoint.pt")
+    broken.save(tmp_path / "checkpoint.safetensors")
     resumed = make_trainer()
-    resumed.load(tmp_path / "checkpoint.pt")
+    resumed.load(tmp_path / "checkpoint.safetensors")
     for _ in range(2):
         resumed.train_step()
     assert resumed.progress == unbroken.progress
@@ -62,16 +65,60 @@ def test_resumed_run_equals_an_unbroken_one(tmp_path: Path) -> None:
 def test_interrupted_save_keeps_the_old_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A crash in the middle of writing must not leave a torn file under the checkpoint's name."""
     trainer = make_trainer()
-    trainer.save(tmp_path / "checkpoint.pt")
-    before = (tmp_path / "checkpoint.pt").read_bytes()
+    trainer.save(tmp_path / "checkpoint.safetensors")
+    before = (tmp_path / "checkpoint.safetensors").read_bytes()
 
-    def torn(_: object, file: object) -> None:
+    def full(_: int) -> None:
         raise OSError("disk full")
 
-    monkeypatch.setattr(torch, "save", torn)
+    monkeypatch.setattr(os, "fsync", full)
+    trainer.train_step()
     with pytest.raises(OSError, match="disk full"):
-        trainer.save(tmp_path / "checkpoint.pt")
-    assert (tmp_path / "checkpoint.pt").read_bytes() == before
+        trainer.save(tmp_path / "checkpoint.safetensors")
+    assert (tmp_path / "checkpoint.safetensors").read_bytes() == before
+
+
+def test_structured_layers_take_smaller_steps() -> None:
+    """At the common rate the circuits written into the first layers and their embedding are soon gone."""
+    trainer = make_trainer(size="cpu")
+    shares = {id(p): group["lr_share"] for group in trainer.optimizer.param_groups for p in group["params"]}
+    found = {name: shares[id(p)] for name, p in trainer.model.named_parameters()}
+    assert set(found.values()) == {0.2, 0.3, 1.0}
+    slow = ("model.embed", "model.layers.0.", "model.layers.1.", "model.layers.2.")
+    assert all((share < 1) == name.startswith(slow) for name, share in found.items())
+
+
+def _train_as(rank: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    trainer = make_trainer(workers=Workers(rank, 2))
+    trainer.train_step()
+    trainer.save(Path(folder) / f"{rank}.safetensors")
+    torch.distributed.destroy_process_group()
+
+
+def test_two_workers_train_one_model_on_the_data_of_both(tmp_path: Path) -> None:
+    """Gradients that are not summed let workers drift apart; a mean of their means weighs short answers too much."""
+    torch.multiprocessing.spawn(_train_as, args=(str(tmp_path),), nprocs=2)
+    first, second, alone = (make_trainer() for _ in range(3))
+    first.load(tmp_path / "0.safetensors")
+    second.load(tmp_path / "1.safetensors")
+    stage = STAGES[0]
+    batches = []
+    for rank in range(2):
+        stream = fake_stream(stage.lengths, rank)
+        batches += draw_step(stream, alone.encoder, stage.max_tokens, stage.step_tokens, alone.plan.micro_tokens)
+    loss = sum((alone.token_losses(b) * b.weights).sum() for b in batches) / sum(b.weights.sum() for b in batches)
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(alone.model.parameters(), 1.0)
+    for group in alone.optimizer.param_groups:
+        group["lr"] = alone.learning_rate(0.0) * group["lr_share"]
+    alone.optimizer.step()
+    assert first.progress.tokens == second.progress.tokens == sum(b.ids.numel() for b in batches)
+    for a, b, c in zip(*(t.model.parameters() for t in (first, second, alone)), strict=True):
+        assert torch.equal(a, b)
+        difference = (a - c).abs().mean()
+        assert difference < 1e-6  # on average: the sign of a gradient that is nearly zero is noise
 
 
 def test_run_ends_with_its_plan_and_the_loss_falls() -> None:
@@ -93,5 +140,5 @@ def test_export_loads_with_plain_transformers(tmp_path: Path) -> None:
     assert model.dtype == torch.bfloat16
     assert model.config.eos_token_id == tokenizer.eos_token_id
     assert all(f.stat().st_size <= 15_000_000 for f in tmp_path.glob("*.safetensors"))
-    draw_curves(trainer.history, tmp_path / "curves.png")
+    draw_curves(trainer.history, [{"tokens": 10, "quote_exact": 0.5}], tmp_path / "curves.png")
     assert (tmp_path / "curves.png").stat().st_size > 1000
