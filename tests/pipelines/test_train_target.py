@@ -1,15 +1,15 @@
 """The training job through Ray Train: two workers, one model, the same one every time."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from pipelines.train_target import Run, train_together
-from ragspec.training.target_trainer import TrainingPlan
-
-DATA = Path(__file__).resolve().parents[3] / "shared" / "data"
+ROOT = Path(__file__).resolve().parents[2]
+DATA = ROOT.parent / "shared" / "data"
 
 
 @pytest.mark.slow
@@ -18,10 +18,11 @@ DATA = Path(__file__).resolve().parents[3] / "shared" / "data"
 def test_two_workers_write_the_same_model_twice(tmp_path: Path) -> None:
     """A worker that draws from the clock, or a second writer, would show as another model or a torn one."""
     models = []
-    for name in ("first", "second"):
-        (tmp_path / name).mkdir()
-        train_together(Run(DATA, tmp_path / name, "tiny", TrainingPlan(total_tokens=10_000, seed=3)), num_workers=2)
-        assert (tmp_path / name / "curves.png").stat().st_size > 1000
-        models.append(AutoModelForCausalLM.from_pretrained(tmp_path / name / "model"))
+    for out in (tmp_path / "first", tmp_path / "second"):
+        options = ["--data", DATA, "--out", out, "--size", "tiny", "--tokens", "10000", "--seed", "3", "--workers", "2"]
+        command = [sys.executable, "-m", "pipelines.train_target", *map(str, options)]
+        subprocess.run(command, cwd=ROOT, check=True, timeout=400)
+        assert (out / "curves.png").stat().st_size > 1000
+        models.append(AutoModelForCausalLM.from_pretrained(out / "model"))
     for a, b in zip(*(model.parameters() for model in models), strict=True):
         assert torch.equal(a, b)
