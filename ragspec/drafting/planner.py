@@ -26,8 +26,8 @@ _LONGEST_SLEEP = 8
 
 _PRIOR_TOKENS = 6.0
 """Accepted tokens that a new sequence is believed to have had, of as many expected."""
-_TRUST_MEMORY = 0.96
-"""What is kept of the balance a step, so that a sequence that begins to copy late is tried again."""
+_TRUST_MEMORY = 0.98
+"""What is kept of the balance a step, drafted or not, so that a sequence that begins to copy late is tried again."""
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -103,8 +103,8 @@ class Planner:
         """
         if not sequence.request.speculation:
             return
+        self._trust_in(sequence).learn(sum(tree.path_probs[1:]), len(path))
         if tree.num_drafted:
-            self._trust_in(sequence).learn(sum(tree.path_probs[1:]), len(path))
             self._note(sequence, len(path) > 0)
         by_name = {d.name: d for d in self._drafters}
         on_path = {0, *path}

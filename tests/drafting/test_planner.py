@@ -282,6 +282,23 @@ def test_a_sequence_that_begins_to_copy_late_is_drafted_for_again() -> None:
     assert accepted[-20:] == [3] * 20
 
 
+def test_trust_comes_back_while_nothing_is_drafted() -> None:
+    """A sequence whose drafts had stopped to pay was never drafted for again: nothing drafted, nothing forgotten."""
+    planner = Planner([Chain([5, 6, 7], 0.9)], CostTable({64: [1.0, 1.3, 1.6, 1.9]}, rows=(1, 2, 3, 4)), 12)
+    sequence = Running()
+    drafted = []
+    for _ in range(400):
+        (tree,) = plan(planner, sequence)
+        drafted.append(tree.num_drafted)
+        planner.observe(sequence, tree, [], [50])
+    assert 0 in drafted[20:200]
+    assert any(drafted[200:]), "tried again"
+    for _ in range(200):
+        (tree,) = plan(planner, sequence)
+        planner.observe(sequence, tree, list(range(1, len(tree))), [*tree.token_ids[1:], 50])
+    assert tree.num_drafted == 3
+
+
 def test_rows_of_a_prompt_do_not_make_guesses_cheap() -> None:
     """Beside a long prompt a row more hardly changed the step's rate, so guesses were drafted that no step would pay for."""
     costs = CostTable({64: [1.0, 2.0, 3.0, 4.0, 103.0]}, rows=(1, 2, 3, 4, 103))
