@@ -31,7 +31,7 @@ from pipelines.batch_session import ray_session
 from ragspec.config import PipelineConfig, load_config
 from ragspec.core import SamplingParams
 from ragspec.errors import ConfigError, RagspecError
-from ragspec.retrieval.manifest import read_current
+from ragspec.retrieval.manifest import read_current, read_pointer
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 _console = Console(stderr=True)
@@ -182,7 +182,7 @@ def _what_decides(job: Job) -> dict[str, Any]:
         "seed": job.seed,
         "target": config.target.model_dump(),
         "encoder": config.encoder.model,
-        "num_passages": config.retriever.num_passages,
+        "retriever": config.retriever.model_dump(exclude={"index_dir", "pointer"}),
         "max_kv_tokens": config.engine.max_kv_tokens,
         "generation": config.generation.model_dump(exclude={"seed"}),
         "index_generation": manifest.generation_id,
@@ -215,7 +215,7 @@ def _answer(job: Job, spans: list[Span], folder: OutputFolder, summary: Summary)
 
         task = bar.add_task("starting the engines", total=sum(len(span.wanted) for span in spans), rates="")
         size = PoolSize(job.num_engines, max(1, job.config.engine.max_running // ROWS_PER_SPAN))
-        worker_args = (_with_threads(job), JobParams(job.defaults, job.seed))
+        worker_args = (_pinned(_with_threads(job)), JobParams(job.defaults, job.seed))
         begin = time.monotonic()
         for results in through_pool([asdict(span) for span in spans], SpanWorker, worker_args, size):
             for failed, lines in _by_failure(results):
@@ -249,6 +249,12 @@ def _with_threads(job: Job) -> PipelineConfig:
         return job.config
     num_threads = max(1, len(os.sched_getaffinity(0)) // job.num_engines)
     return job.config.model_copy(update={"engine": engine.model_copy(update={"num_threads": num_threads})})
+
+
+def _pinned(config: PipelineConfig) -> PipelineConfig:
+    """All workers, also those started later, answer from the generation that is current now."""
+    pointer = read_pointer(Path(config.retriever.index_dir))
+    return config.model_copy(update={"retriever": config.retriever.model_copy(update={"pointer": pointer})})
 
 
 def _warn(summary: Summary, job: Job) -> None:

@@ -18,6 +18,7 @@ from typing import Any
 from ragspec.core import SamplingParams, check_text
 from ragspec.errors import InputError
 from ragspec.numerics.noise import row_seed
+from ragspec.retrieval.filters import parse_filter
 
 _PARAMETERS = frozenset(field.name for field in fields(SamplingParams))
 _WHOLE_NUMBERS = frozenset({"top_k", "max_tokens", "min_tokens", "n", "seed"})
@@ -40,18 +41,23 @@ _BODY_IGNORED = frozenset({"model", "messages", "metadata", "store", "user", "sa
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A question with its identity. `overrides` are the sampling parameters that the row itself gives."""
+    """A question with its identity. `overrides` are the sampling parameters that the row itself gives; `tenant` and `filter` say
+    which documents may answer it.
+    """
 
     id: str
     question: str
     overrides: Mapping[str, Any]
     openai: bool = False
     ignored: tuple[str, ...] = ()
+    tenant: str = ""
+    filter: Mapping[str, Any] | None = None
 
     @property
     def digest(self) -> str:
         """Names what was asked, whatever the row's place or form."""
-        asked = json.dumps([self.question, self.overrides], sort_keys=True, default=str)
+        scope = [self.tenant, self.filter] if self.tenant or self.filter else []
+        asked = json.dumps([self.question, self.overrides, *scope], sort_keys=True, default=str)
         return hashlib.sha256(asked.encode()).hexdigest()[:16]
 
     def params(self, defaults: SamplingParams, job_seed: int) -> SamplingParams:
@@ -98,7 +104,21 @@ def _plain_row(row_id: str, given: dict[str, Any]) -> Row:
         raise InputError("the row has no question")
     question = check_text(given["question"], "the question")
     overrides = {name: _parameter(name, value) for name, value in given.items() if name in _PARAMETERS}
-    return Row(row_id, question, overrides, ignored=tuple(sorted(given.keys() - _PARAMETERS - {"id", "question"})))
+    tenant = given.get("tenant", "")
+    if not isinstance(tenant, str):
+        raise InputError(f"the tenant must be a string, not {tenant!r}")
+    ignored = tuple(sorted(given.keys() - _PARAMETERS - {"id", "question", "tenant", "filter"}))
+    return Row(row_id, question, overrides, ignored=ignored, tenant=tenant, filter=_filter(given.get("filter")))
+
+
+def _filter(value: Any) -> Mapping[str, Any] | None:
+    """A filter as an object or, since a table has no such column, as JSON in a string. Raises: InputError."""
+    if value is None:
+        return None
+    if isinstance(value, str):
+        value = parse_line(value.encode("utf-8", "surrogatepass"))
+    parse_filter(value)
+    return value  # type: ignore[no-any-return]
 
 
 def _openai_row(row_id: str, given: dict[str, Any]) -> Row:

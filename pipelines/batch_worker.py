@@ -70,7 +70,8 @@ class SpanWorker:
         }
 
     async def _answer(self, row: Row) -> Answer:
-        async for piece in self._pipeline.stream(row.question, row.params(self._job.defaults, self._job.seed)):
+        params = row.params(self._job.defaults, self._job.seed)
+        async for piece in self._pipeline.stream(row.question, params, tenant=row.tenant, filter=row.filter):
             if isinstance(piece, Answer):
                 return piece
         raise AssertionError("a stream ends with its answer")

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from ragspec.rag.answer import Answer
     from ragspec.rag.pipeline import Pipeline
     from ragspec.retrieval.retriever import Retriever, build_index
+    from ragspec.retrieval.writer import IndexWriter
 
 __version__ = "0.1.0"
 
@@ -22,6 +23,7 @@ _HOMES = {
     "Answer": "ragspec.rag.answer",
     "Citation": "ragspec.core",
     "Document": "ragspec.core",
+    "IndexWriter": "ragspec.retrieval.writer",
     "Passage": "ragspec.core",
     "Pipeline": "ragspec.rag.pipeline",
     "PipelineConfig": "ragspec.config",
@@ -36,6 +38,7 @@ __all__ = [
     "Answer",
     "Citation",
     "Document",
+    "IndexWriter",
     "Passage",
     "Pipeline",
     "PipelineConfig",

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from ragspec.errors import ConfigError
 
@@ -24,10 +24,14 @@ class Part(BaseModel):
 
 
 class ChunkingConfig(Part):
-    """Passages of whole sentences, at most `max_chars` characters, overlapping by whole sentences."""
+    """Passages of whole sentences, overlapping by whole sentences.
+
+    At most `max_chars` characters and, with title and heading, `max_tokens` tokens of the encoder; None: as many as it reads.
+    """
 
     max_chars: int = Field(600, ge=40)
     overlap_chars: int = Field(0, ge=0)
+    max_tokens: int | None = Field(None, ge=32)
 
 
 class EncoderConfig(Part):
@@ -38,9 +42,80 @@ class EncoderConfig(Part):
     max_tokens: int = Field(256, ge=8)
 
 
+class DenseConfig(Part):
+    """How a segment finds its nearest vectors.
+
+    `exact` looks at every one; `hnsw` and `ivf` are FAISS indexes, for segments large enough (`ragspec.retrieval.approximate` has
+    the rule). `factory` is a FAISS factory string and `search_width` efSearch or nprobe, both in place of the rule's.
+    """
+
+    kind: Literal["exact", "hnsw", "ivf"] = "exact"
+    factory: str = ""
+    search_width: int = Field(0, ge=0, le=65_536)
+
+
+Language = Literal[
+    "none",
+    "arabic",
+    "danish",
+    "dutch",
+    "english",
+    "finnish",
+    "french",
+    "german",
+    "greek",
+    "hungarian",
+    "italian",
+    "norwegian",
+    "portuguese",
+    "romanian",
+    "russian",
+    "spanish",
+    "swedish",
+    "tamil",
+    "turkish",
+]
+
+_NO_STOP_WORDS = {"none", "arabic", "greek", "romanian", "tamil", "turkish"}
+
+
+class AnalyzerConfig(Part):
+    """`language`: whose stems are taken and accents folded; "none": neither. `stop_words`: leave out its commonest words."""
+
+    language: Language = "english"
+    stop_words: bool = False
+
+    @model_validator(mode="after")
+    def _check_stop_words(self) -> AnalyzerConfig:
+        if self.stop_words and self.language in _NO_STOP_WORDS:
+            raise ValueError(f"there are no stop words for language {self.language!r}")
+        return self
+
+
+class IndexConfig(Part):
+    """How documents become an index; an index keeps what it was built with. `words` is what word search compares."""
+
+    chunking: ChunkingConfig = ChunkingConfig()
+    dense: DenseConfig = DenseConfig()
+    words: AnalyzerConfig = AnalyzerConfig()
+
+
 class RetrieverConfig(Part):
+    """`mode`: nearest in meaning, best by words (BM25), or both fused by rank; `reranker`: a cross-encoder's name or path.
+
+    Fusion looks at the `fusion_depth` best of each list, a reranker at the `rerank_depth` best, or at as many as are asked for if
+    that is more. `device` is where vectors are searched; auto: on a GPU if FAISS finds one. `pointer`: what the index's file
+    CURRENT said of the generation to stay with; empty: always the current one.
+    """
+
     index_dir: str = ""
+    pointer: str = ""
     num_passages: int = Field(3, ge=1, le=64)
+    mode: Literal["dense", "sparse", "hybrid"] = "hybrid"
+    device: Literal["auto", "cpu", "gpu"] = "auto"
+    reranker: str = ""
+    fusion_depth: int = Field(100, ge=1, le=10_000)
+    rerank_depth: int = Field(32, ge=1, le=1_000)
 
 
 class TargetConfig(Part):
@@ -87,7 +162,7 @@ class PipelineConfig(Part):
     """Everything a pipeline is built from."""
 
     encoder: EncoderConfig = EncoderConfig()
-    chunking: ChunkingConfig = ChunkingConfig()
+    index: IndexConfig = IndexConfig()
     retriever: RetrieverConfig = RetrieverConfig()
     target: TargetConfig = TargetConfig()
     drafting: DraftingConfig = DraftingConfig()

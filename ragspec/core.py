@@ -13,27 +13,43 @@ from __future__ import annotations
 import enum
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from ragspec.errors import InputError
 
 MAX_SEED = 2**64 - 1
 
 
+class Heading(NamedTuple):
+    """A title inside a document's text, from character `start` on; level 1 is the highest."""
+
+    start: int
+    level: int
+    text: str
+
+
 @dataclass(frozen=True, slots=True)
 class Document:
-    """A text with an identity, as the user gave it."""
+    """A text with an identity, as the user gave it.
+
+    `owner` names the tenant whose requests may see it; a document without one is for everybody. `headings` are sorted by place.
+    """
 
     id: str
     text: str
     title: str = ""
     source: str = ""
     metadata: Mapping[str, Any] = field(default_factory=dict)
+    owner: str = ""
+    headings: tuple[Heading, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Passage:
-    """A chunk of a document: `text == document.text[start:end]`, in characters."""
+    """A chunk of a document: `text == document.text[start:end]`, in characters.
+
+    `heading` is where it stands, from the highest level down: "Install > On Linux".
+    """
 
     document_id: str
     ordinal: int
@@ -43,6 +59,7 @@ class Passage:
     title: str = ""
     source: str = ""
     score: float = 0.0
+    heading: str = ""
 
     @property
     def id(self) -> str:

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
+from letter_encoder import DIMENSION, LetterEncoder
 from rich.console import Console
 from tiny_target import save_model
 
@@ -29,7 +30,7 @@ from ragspec.cli.demo import QUESTIONS, Pair, Totals
 from ragspec.cli.demo_index import demo_retriever
 from ragspec.cli.quotes import answer_text, excerpt, print_sources
 from ragspec.cli.terminal import cache_folder, safe
-from ragspec.config import ChunkingConfig, load_config
+from ragspec.config import IndexConfig, load_config
 from ragspec.core import Citation, Document, FinishReason, GenerationStats, Passage
 from ragspec.rag.answer import Answer, AnswerStats
 from ragspec.rag.pipeline import Pipeline
@@ -44,19 +45,11 @@ DOCUMENTS = [
 ]
 
 
-class HashEncoder:
-    """A text's vector is drawn from its hash."""
+class HashEncoder(LetterEncoder):
+    """Also what the demo shows of an encoder."""
 
-    identity = EncoderIdentity(id="hashes", fingerprint="f" * 64, dimension=16)
-    dimension, max_batch_size = 16, 32
-
-    def encode(self, texts: Sequence[str], kind: str = "document") -> FloatArray:
-        rows = np.empty((len(texts), 16), np.float32)
-        for row, text in zip(rows, texts, strict=True):
-            seed = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little")
-            row[:] = np.random.default_rng(seed).standard_normal(16)
-            row /= np.linalg.norm(row)
-        return rows
+    identity = EncoderIdentity(id="hashes", fingerprint="f" * 64, dimension=DIMENSION)
+    dimension, max_batch_size = DIMENSION, 32
 
 
 class Ended(NamedTuple):
@@ -85,7 +78,7 @@ def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.fixture(scope="module")
 def index(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("cli") / "index"
-    build_index(DOCUMENTS, folder, HashEncoder(), ChunkingConfig())
+    build_index(DOCUMENTS, folder, HashEncoder(), IndexConfig())
     return folder
 
 
@@ -320,10 +313,58 @@ def test_ask_says_which_passages_were_dropped(run: Callable[..., Ended], loaded:
 def test_index_builds_what_ask_can_open(run: Callable[..., Ended], tmp_path: Path) -> None:
     """Two commands that do not fit together."""
     (tmp_path / "a.txt").write_text("It rained in the morning.", encoding="utf-8")
-    ended = run("index", tmp_path / "a.txt", "--out", tmp_path / "index")
+    ended = run("index", "add", tmp_path / "a.txt", "--index", tmp_path / "index")
     assert ended.code == 0 and json.loads(ended.out.splitlines()[-1])["passages"] == 1
     found = Retriever(HashEncoder(), Store.open(tmp_path / "index"))
-    assert found.retrieve(["rain?"], 1)[0][0].text == "It rained in the morning."
+    assert found.retrieve(["rain?"], 1).passages[0][0].text == "It rained in the morning."
+
+
+def test_documents_are_listed_deleted_and_compacted(run: Callable[..., Ended], index: Path, tmp_path: Path) -> None:
+    """Commands that disagree about what is in an index, or change it when they were only asked."""
+    shutil.copytree(index, tmp_path / "index")
+    at = ("--index", tmp_path / "index")
+    listed = json.loads(run("index", "list", *at, "--json").out)
+    assert [row["id"] for row in listed["list"]] == [f"d{n}" for n in range(9)] and listed["documents"] == 9
+    assert all(row["passages"] == 1 for row in listed["list"])
+    table = run("index", "list", *at, "--limit", 2)
+    assert table.code == 0 and "d0" in table.out and "and 7 more" in table.out and "9 documents" in table.out
+    assert json.loads(run("index", "delete", "d1", *at, "--dry-run").out)["deleted"] == 1
+    one_error(run("index", "delete", "d1", "nobody", *at), "'nobody'", "nothing was deleted")
+    one_error(run("index", "delete", "--source", "nowhere.txt", *at), "'nowhere.txt'")
+    assert run("index", "delete", *at).code == 2
+    deleted = json.loads(run("index", "delete", "d1", "--source", "2.txt", *at).out)
+    assert (deleted["deleted"], deleted["documents"]) == (2, 7)
+    compacted = json.loads(run("index", "compact", *at).out)
+    assert compacted["documents"] == 7 and compacted["bytes"] < compacted["bytes_before"]
+    assert json.loads(run("index", "verify", *at).out)["verified"] is True
+    one_error(run("index", "compact", *at, "--dense", "annoy"), "dense.kind")
+
+
+def test_verify_finds_what_hashes_cannot_tell(run: Callable[..., Ended], index: Path, tmp_path: Path) -> None:
+    """Files that are what was written, and are wrong."""
+    shutil.copytree(index, tmp_path / "index")
+    at = ("--index", tmp_path / "index")
+    (record,) = Store.open(tmp_path / "index").manifest.segments
+    path = tmp_path / "index" / record.name / "vectors.npy"
+    vectors = np.load(path)
+    vectors[4] *= 2
+    np.save(path, vectors)
+    one_error(run("index", "verify", *at), "vectors.npy", "sha256")
+    raw = json.loads((tmp_path / "index" / "generation-000001" / "manifest.json").read_bytes())
+    raw["segments"][0]["files"]["vectors.npy"]["sha256"] = hashlib.sha256(path.read_bytes()).hexdigest()
+    (tmp_path / "index" / "generation-000001" / "manifest.json").write_text(json.dumps(raw))
+    digest = hashlib.sha256(json.dumps(raw).encode()).hexdigest()
+    (tmp_path / "index" / "CURRENT").write_text(f"generation-000001 {digest}")
+    one_error(run("index", "verify", *at), "d4#0", "length 1")
+
+
+def test_a_question_can_be_kept_to_some_documents(run: Callable[..., Ended], loaded: Pipeline) -> None:
+    """Filters that the command line swallows."""
+    wanted = json.dumps({"type": "eq", "key": "document.source", "value": "5.txt"})
+    answer = json.loads(run("ask", "What is fact 3?", *OPTIONS, "--filter", wanted, "--json").out)
+    assert [passage["document_id"] for passage in answer["passages"]] == ["d5"]
+    one_error(run("ask", "why", *OPTIONS, "--filter", "{"), "not JSON")
+    one_error(run("ask", "why", *OPTIONS, "--filter", '{"type": "eq"}'), "filter", "key")
 
 
 def test_a_full_disk_is_one_line_and_keeps_the_old_index(
@@ -337,7 +378,7 @@ def test_a_full_disk_is_one_line_and_keeps_the_old_index(
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(os, "fsync", full)
-    ended = run("index", tmp_path / "a.txt", "--out", tmp_path / "index")
+    ended = run("index", "add", tmp_path / "a.txt", "--index", tmp_path / "index")
     assert ended.code == 1 and "No space left on device" in ended.err and "Traceback" not in ended.err
     assert (tmp_path / "index" / "CURRENT").read_text() == (index / "CURRENT").read_text()
     assert len(list((tmp_path / "index").glob("generation-*"))) == 1
@@ -377,13 +418,13 @@ def test_a_damaged_cache_is_built_again_and_a_whole_one_is_not(tmp_path: Path) -
     """A demo that fails for ever after a killed first run; one that encodes everything every time."""
     console, encoder = Console(quiet=True), CountingEncoder()
     first = demo_retriever(console, encoder, DOCUMENTS, tmp_path)  # type: ignore[arg-type]
-    num_encoded, expected = encoder.num_texts, first.retrieve(["x"], 9)
+    num_encoded, expected = encoder.num_texts, first.retrieve(["x"], 9).passages
     again = demo_retriever(console, encoder, DOCUMENTS, tmp_path)  # type: ignore[arg-type]
     assert encoder.num_texts == num_encoded > 0 and again.generation == first.generation
     for name in ("vectors.npy", "documents.arrow", "manifest.json"):
         max(tmp_path.rglob(name)).write_bytes(b"half")
         mended = demo_retriever(console, encoder, DOCUMENTS, tmp_path)  # type: ignore[arg-type]
-        assert mended.retrieve(["x"], 9) == expected
+        assert mended.retrieve(["x"], 9).passages == expected
 
 
 def test_a_cache_that_cannot_be_written_is_done_without(tmp_path: Path) -> None:
@@ -391,7 +432,7 @@ def test_a_cache_that_cannot_be_written_is_done_without(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way", encoding="utf-8")
     console = Console(file=io.StringIO(), width=200)
     found = demo_retriever(console, HashEncoder(), DOCUMENTS, tmp_path / "file")  # type: ignore[arg-type]
-    assert len(found.retrieve(["x"], 9)[0]) == 9
+    assert len(found.retrieve(["x"], 9).passages[0]) == 9
     assert "nothing is cached" in console.file.getvalue()  # type: ignore[attr-defined]
 
 

@@ -19,13 +19,14 @@ from ragspec.cli.terminal import one_line, prepare_process, print_error
 from ragspec.core import SamplingParams
 from ragspec.errors import RagspecError
 
+_HELP = {"help_option_names": ["-h", "--help"]}
 app = typer.Typer(
     name="ragspec",
     help="Answers from your own documents, several times faster than plain decoding, token for token the same.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
+    context_settings=_HELP,
 )
 _PASSED_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 _DEMO_MAX_TOKENS = 96
@@ -36,6 +37,7 @@ Target = Annotated[
 Temperature = Annotated[float | None, typer.Option(help="0 is greedy.", show_default=False)]
 Seed = Annotated[int | None, typer.Option(help="Same seed, same text.", show_default=False)]
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON object on stdout, for machines.")]
+Index = Annotated[Path, typer.Option(help="The index's folder.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.", show_default=False)]
 
 
@@ -124,6 +126,14 @@ def ask(
     seed: Seed = None,
     max_tokens: Annotated[int | None, typer.Option(help="Longest answer, in tokens.", show_default=False)] = None,
     k: Annotated[int | None, typer.Option("--k", "-k", help="Passages to retrieve.", show_default=False)] = None,
+    mode: Annotated[
+        str | None, typer.Option(help="Search by meaning, by words or both: dense, sparse, hybrid.", show_default=False)
+    ] = None,
+    tenant: Annotated[str, typer.Option(help="Who asks: documents of others are not seen.", show_default=False)] = "",
+    filter: Annotated[
+        str | None,
+        typer.Option(help='Which documents may answer: {"type": "eq", "key": ..., "value": ...}.', show_default=False),
+    ] = None,
     speculation: Annotated[bool, typer.Option(help="Off decodes plainly: the same text, later.")] = True,
     as_json: AsJson = False,
     debug: Debug = False,
@@ -134,12 +144,14 @@ def ask(
     overrides = {
         "retriever.index_dir": index and str(index),
         "retriever.num_passages": k,
+        "retriever.mode": mode,
         "target.model": target,
         "generation.temperature": temperature,
         "generation.seed": seed,
         "generation.max_tokens": max_tokens,
     }
-    run_ask(question, config, overrides, speculation=speculation, as_json=as_json)
+    options = {"speculation": speculation, "tenant": tenant, "filter": filter}
+    run_ask(question, config, overrides, options, as_json=as_json)
 
 
 @app.command()
@@ -154,10 +166,72 @@ def doctor(
     raise typer.Exit(run_doctor(target, as_json=as_json))
 
 
-@app.command(context_settings=_PASSED_ON)
-def index(context: typer.Context) -> None:
-    """Build an index from files and folders: ragspec index manual/ faq.jsonl --out DIR"""
-    _pass_on("pipelines.build_index", context.args, "ragspec index")
+index = typer.Typer(
+    name="index",
+    help="Documents in, out and checked.",
+    no_args_is_help=True,
+    context_settings=_HELP,
+    add_completion=False,
+)
+app.add_typer(index)
+
+
+@index.command(context_settings=_PASSED_ON)
+def add(context: typer.Context) -> None:
+    """Put files and folders in: ragspec index add manual/ faq.jsonl --index DIR"""
+    _pass_on("pipelines.build_index", context.args, "ragspec index add")
+
+
+@index.command()
+def delete(
+    index: Index,
+    ids: Annotated[list[str] | None, typer.Argument(metavar="[ID]...", help="Documents by id.")] = None,
+    source: Annotated[list[str] | None, typer.Option(help="All documents of a source; may be repeated.")] = None,
+    dry_run: Annotated[bool, typer.Option(help="Say what would be deleted; change nothing.")] = False,
+    debug: Debug = False,
+) -> None:
+    """Take documents out, by id or by source."""
+    from ragspec.cli.index import run_delete
+
+    if not ids and not source:
+        raise typer.BadParameter("name documents by id, or a source with --source")
+    run_delete(index, ids or (), source or (), dry_run=dry_run)
+
+
+@index.command("list")
+def list_documents(
+    index: Index,
+    limit: Annotated[int, typer.Option(help="Most documents to show.", min=0)] = 50,
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """What is in the index."""
+    from ragspec.cli.index import run_list
+
+    run_list(index, limit, as_json=as_json)
+
+
+@index.command()
+def verify(index: Index, debug: Debug = False) -> None:
+    """Compare every hash, then check that the files make sense together. Exits 1 with the first thing that is wrong."""
+    from ragspec.cli.index import run_verify
+
+    run_verify(index)
+
+
+@index.command()
+def compact(
+    index: Index,
+    dense: Annotated[str | None, typer.Option(help="How vectors are searched from now on: exact, hnsw or ivf.")] = None,
+    debug: Debug = False,
+) -> None:
+    """Merge segments and drop what was deleted; answers stay the same."""
+    from ragspec.cli.index import run_compact
+    from ragspec.config import DenseConfig, load_config
+
+    overrides = {"index.dense.kind": dense}
+    wanted: DenseConfig | None = load_config(None, **overrides).index.dense if dense else None
+    run_compact(index, wanted)
 
 
 @app.command(context_settings=_PASSED_ON)

@@ -15,26 +15,32 @@ from ragspec.cli.quotes import print_sources
 from ragspec.cli.terminal import note, safe, stay_offline, stderr_console, stdout_console
 from ragspec.config import load_config
 from ragspec.core import SamplingParams, check_text
+from ragspec.errors import InputError
 from ragspec.rag.answer import Answer
 from ragspec.rag.pipeline import Pipeline
+from ragspec.retrieval.filters import parse_filter
 
 
 def run_ask(
-    question: str, config: Path | None, overrides: Mapping[str, Any], *, speculation: bool, as_json: bool
+    question: str, config: Path | None, overrides: Mapping[str, Any], options: Mapping[str, Any], *, as_json: bool
 ) -> None:
-    """Everything that can be wrong with the call is found before a model is loaded. Raises: RagspecError."""
+    """Everything that can be wrong with the call is found before a model is loaded.
+
+    `options` as `Pipeline.ask` has them, the filter as JSON. Raises: RagspecError.
+    """
     question = check_text(_from_stdin() if question == "-" else question, "the question")
     settings = load_config(config, **overrides)
     params = SamplingParams(**settings.generation.model_dump())
+    options = {**options, "filter": _filter(options["filter"])}
     stay_offline(settings.target.model)
     errors = stderr_console()
     with errors.status(Text("Opening the index and the target …", "dim")):
         pipeline = Pipeline.from_config(settings)
     with pipeline:
         if as_json:
-            print(json.dumps(pipeline.ask(question, params, speculation=speculation).to_dict()))
+            print(json.dumps(pipeline.ask(question, params, **options).to_dict()))
             return
-        answer = asyncio.run(stream_answer(pipeline, question, params, speculation, _write))
+        answer = asyncio.run(stream_answer(pipeline, question, params, _write, **options))
     console = stdout_console()
     console.print()
     print_sources(console, answer)
@@ -45,20 +51,26 @@ def run_ask(
 
 
 async def stream_answer(
-    pipeline: Pipeline,
-    question: str,
-    params: SamplingParams,
-    speculation: bool,
-    show: Callable[[str], None],
-    salt: str = "",
+    pipeline: Pipeline, question: str, params: SamplingParams, show: Callable[[str], None], **options: Any
 ) -> Answer:
-    """`show` hears every piece of text as it comes; the whole answer is returned."""
-    async for piece in pipeline.stream(question, params, speculation=speculation, salt=salt):
+    """`show` hears every piece of text as it comes; the whole answer is returned. Options as in `Pipeline.stream`."""
+    async for piece in pipeline.stream(question, params, **options):
         if isinstance(piece, str):
             show(piece)
         else:
             answer = piece
     return answer
+
+
+def _filter(text: str | None) -> Mapping[str, Any] | None:
+    if text is None:
+        return None
+    try:
+        value: Mapping[str, Any] = json.loads(text)
+    except (ValueError, RecursionError) as cause:
+        raise InputError(f"the filter is not JSON: {cause}") from cause
+    parse_filter(value)
+    return value
 
 
 def summary(answer: Answer) -> str:

@@ -193,8 +193,8 @@ class _Demo:
                 print_error(one_line(error))
 
     def _answer(self, question: str, speculation: bool, live: bool = False) -> Answer:
-        salt = uuid.uuid4().hex  # Why: a tenant of its own finds no cached prompt, so both prefill the same
-        answer = partial(stream_answer, self._pipeline, question, self._params, speculation, salt=salt)
+        tenant = uuid.uuid4().hex  # Why: a tenant of its own finds no cached prompt, so both prefill the same
+        answer = partial(stream_answer, self._pipeline, question, self._params, speculation=speculation, tenant=tenant)
         if not live:
             return asyncio.run(answer(show=lambda _: None))
         with self._view.live_answer() as show:

@@ -114,7 +114,7 @@ class DemoView:
     def next_steps(self) -> None:
         grid = Table.grid(padding=(0, 2))
         for command, purpose in (
-            ("ragspec index manual/ --out my-index", "index your own documents"),
+            ("ragspec index add manual/ --index my-index", "index your own documents"),
             ('ragspec ask "..." --index my-index', "ask them"),
             ("ragspec demo --interactive", "ask this index your own questions"),
             ("ragspec doctor", "what this machine can do"),

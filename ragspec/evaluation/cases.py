@@ -12,6 +12,7 @@ from ragspec.core import CopySource, Passage, SourceKind
 from ragspec.evaluation.prompt_lists import Question, Sentence
 from ragspec.rag.pipeline import RetrieverLike, copy_sources
 from ragspec.rag.prompt import PromptBuilder
+from ragspec.retrieval.retriever import EVERYTHING
 
 RAG_PASSAGES = 3
 RAG_TOKENS = 96
@@ -35,10 +36,12 @@ class Case:
 
 def rag_cases(questions: Sequence[Question], retriever: RetrieverLike, prompts: PromptBuilder) -> Iterator[Case]:
     """Each question retrieved and laid out as the pipeline does, one by one."""
-    retriever.retrieve([question.text for question in questions[:1]], RAG_PASSAGES)  # Why: the first one warms up
+    retriever.retrieve(
+        [question.text for question in questions[:1]], RAG_PASSAGES, EVERYTHING
+    )  # Why: the first one warms up
     for question in questions:
         begin = time.perf_counter()
-        (found,) = retriever.retrieve([question.text], RAG_PASSAGES)
+        (found,), _ = retriever.retrieve([question.text], RAG_PASSAGES, EVERYTHING)
         prompt = prompts.build(question.text, found, RAG_TOKENS)
         sources = copy_sources(question.text, prompt.passages)
         prepare_s = time.perf_counter() - begin

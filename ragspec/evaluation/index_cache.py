@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from ragspec.config import ChunkingConfig
+from ragspec.config import IndexConfig
 from ragspec.core import Document
 from ragspec.errors import StoreError
 from ragspec.retrieval.content import content_key
@@ -18,14 +18,14 @@ def cached_retriever(
     documents: Sequence[Document],
     encoder: Encoder,
     cache_dir: Path,
-    chunking: ChunkingConfig | None = None,
+    config: IndexConfig | None = None,
     progress: Progress | None = None,
 ) -> Retriever:
     """The retriever over these documents; a damaged cache is built anew. Raises: SaveError, InputError."""
-    chunking = chunking or ChunkingConfig()
-    folder = cache_dir / content_key(documents, encoder.identity, chunking)[:24]
+    config = config or IndexConfig()
+    folder = cache_dir / content_key(documents, encoder.identity, config)[:24]
     try:
-        return Retriever(encoder, Store.open(folder, encoder.identity))
+        return Retriever(encoder, Store.open(folder, encoder.identity), follow=False)
     except StoreError:
-        build_index(documents, folder, encoder, chunking, progress)
-        return Retriever(encoder, Store.open(folder, encoder.identity))
+        build_index(documents, folder, encoder, config, progress)
+        return Retriever(encoder, Store.open(folder, encoder.identity), follow=False)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, Self
 
@@ -23,16 +23,15 @@ from ragspec.errors import InputError
 from ragspec.rag.answer import Answer, AnswerStats
 from ragspec.rag.citations import find_citations
 from ragspec.rag.prompt import Prompt, PromptBuilder
-from ragspec.retrieval.retriever import Retriever
+from ragspec.retrieval.filters import parse_filter
+from ragspec.retrieval.retriever import Retrieval, Retriever
+from ragspec.retrieval.search import Scope
 
 
 class RetrieverLike(Protocol):
     """Finds passages."""
 
-    @property
-    def generation(self) -> str: ...
-
-    def retrieve(self, queries: Sequence[str], k: int) -> list[list[Passage]]: ...
+    def retrieve(self, queries: Sequence[str], k: int, scope: Scope) -> Retrieval: ...
 
 
 class EngineLike(Protocol):
@@ -50,12 +49,17 @@ class _Prepared:
     question: str
     prompt: Prompt
     request: Request
+    generation: str
     retrieve_s: float
     prompt_s: float
 
 
 class Pipeline:
-    """Questions in, cited answers out. `salt` names the tenant whose caches a call may use."""
+    """Questions in, cited answers out.
+
+    `tenant` says who asks: only documents and caches of that tenant, and those of nobody in particular, are used. `filter` says
+    which documents may answer, as JSON (`ragspec.retrieval.filters`).
+    """
 
     def __init__(
         self,
@@ -99,13 +103,15 @@ class Pipeline:
         *,
         num_passages: int | None = None,
         speculation: bool = True,
-        salt: str = "",
+        tenant: str = "",
+        filter: Mapping[str, Any] | None = None,
     ) -> list[Answer]:
         """Answer all at once, batched through retrieval and engine; with `n` choices, n answers a question, in order.
 
         Raises: InputError or PromptTooLong for the first question that cannot be asked; then none is generated.
         """
-        prepared = self._prepare(questions, params, num_passages, speculation, salt)
+        scope = _scope(tenant, filter)
+        prepared = self._prepare(questions, params, num_passages, speculation, scope)
         completions = iter(self._engine.generate([p.request for p in prepared]))
         return [self._answer(p, next(completions)) for p in prepared for _ in range(p.request.params.n)]
 
@@ -116,7 +122,8 @@ class Pipeline:
         *,
         num_passages: int | None = None,
         speculation: bool = True,
-        salt: str = "",
+        tenant: str = "",
+        filter: Mapping[str, Any] | None = None,
     ) -> AsyncIterator[str | Answer]:
         """Pieces of text as they are decided, then the whole answer. One choice only.
 
@@ -124,7 +131,8 @@ class Pipeline:
         """
         params = replace(params or self._defaults, n=1)
         # Why a thread: encoder and tokenizer take milliseconds in which other streams go on
-        (prepared,) = await asyncio.to_thread(self._prepare, [question], params, num_passages, speculation, salt)
+        scope = _scope(tenant, filter)
+        (prepared,) = await asyncio.to_thread(self._prepare, [question], params, num_passages, speculation, scope)
         deltas: list[Delta] = []
         async for delta in self._engine.stream(prepared.request):
             deltas.append(delta)
@@ -147,7 +155,7 @@ class Pipeline:
         params: SamplingParams | Sequence[SamplingParams] | None,
         num_passages: int | None,
         speculation: bool,
-        salt: str,
+        scope: Scope,
     ) -> list[_Prepared]:
         k = self._num_passages if num_passages is None else num_passages
         if k < 1:
@@ -156,21 +164,26 @@ class Pipeline:
             raise InputError(f"{len(questions)} questions came with {len(params)} sets of sampling parameters")
         each = [params or self._defaults] * len(questions) if not isinstance(params, Sequence) else params
         begin = time.perf_counter()
-        found = self._retriever.retrieve(questions, k)
+        found, generation = self._retriever.retrieve(questions, k, scope)
         retrieve_s = time.perf_counter() - begin
         prepared = []
         for question, passages, own in zip(questions, found, each, strict=True):
             begin = time.perf_counter()
             prompt = self._prompts.build(question, passages, own.max_tokens)
             request = Request(
-                uuid.uuid4().hex, prompt.prompt_ids, own, copy_sources(question, prompt.passages), salt, speculation
+                uuid.uuid4().hex,
+                prompt.prompt_ids,
+                own,
+                copy_sources(question, prompt.passages),
+                scope.tenant,
+                speculation,
             )
-            prepared.append(_Prepared(question, prompt, request, retrieve_s, time.perf_counter() - begin))
+            prepared.append(_Prepared(question, prompt, request, generation, retrieve_s, time.perf_counter() - begin))
         return prepared
 
     def _answer(self, prepared: _Prepared, completion: Completion) -> Answer:
         passages = prepared.prompt.passages
-        stats = AnswerStats(prepared.retrieve_s, prepared.prompt_s, self._retriever.generation, completion.stats)
+        stats = AnswerStats(prepared.retrieve_s, prepared.prompt_s, prepared.generation, completion.stats)
         return Answer(
             prepared.question,
             completion.text,
@@ -182,6 +195,10 @@ class Pipeline:
             completion.logprobs,
             stats,
         )
+
+
+def _scope(tenant: str, filter: Mapping[str, Any] | None) -> Scope:
+    return Scope(tenant, None if filter is None else parse_filter(filter))
 
 
 def copy_sources(question: str, passages: Sequence[Passage]) -> tuple[CopySource, ...]:

@@ -1,6 +1,9 @@
-"""The content key of an index: equal keys mean the same documents, encoder and chunking, hence the same index.
+"""What an index holds, as one key: equal keys mean the same documents, encoder and settings, hence the same answers.
 
->>> content_key(documents, encoder.identity, chunking) == read_current(index_dir)[1].content_key
+The keys of single documents are added up modulo 2**256, so the order in which they came, and what was deleted meanwhile, leave
+no trace.
+
+>>> content_key(documents, encoder.identity, config) == read_current(index_dir)[1].content_key
 """
 
 from __future__ import annotations
@@ -9,49 +12,66 @@ import hashlib
 import json
 from collections.abc import Iterable
 
-from ragspec.config import ChunkingConfig
+from ragspec.config import IndexConfig
 from ragspec.core import Document
 from ragspec.errors import InputError
+from ragspec.retrieval.analysis import Analyzer
 from ragspec.retrieval.encoder import EncoderIdentity
 from ragspec.retrieval.manifest import SCHEMA
 
-
-class ContentKey:
-    """A SHA-256 that documents are added to, in the order they are indexed in."""
-
-    def __init__(self, encoder: EncoderIdentity, chunking: ChunkingConfig) -> None:
-        settings = [SCHEMA, encoder.fingerprint, encoder.dimension, chunking.model_dump(mode="json")]
-        self._digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode())
-
-    def add(self, document: Document) -> None:
-        fields = (document.id, document.title, document.source, metadata_json(document), document.text)
-        for field in fields:
-            raw = field.encode("utf-8")
-            self._digest.update(len(raw).to_bytes(8, "little"))
-            self._digest.update(raw)
-
-    def hexdigest(self) -> str:
-        return self._digest.hexdigest()
+KEY_BYTES = 32
+_MODULUS = 2 ** (8 * KEY_BYTES)
 
 
-def content_key(documents: Iterable[Document], encoder: EncoderIdentity, chunking: ChunkingConfig) -> str:
+class ContentSum:
+    """The sum of the documents' keys; documents can be taken out again."""
+
+    def __init__(self, value: str = "") -> None:
+        """`value` as `str()` of another sum."""
+        self._sum = int(value, 16) if value else 0
+
+    def add(self, key: bytes) -> None:
+        self._sum = (self._sum + int.from_bytes(key, "little")) % _MODULUS
+
+    def remove(self, key: bytes) -> None:
+        self._sum = (self._sum - int.from_bytes(key, "little")) % _MODULUS
+
+    def __str__(self) -> str:
+        return f"{self._sum:0{2 * KEY_BYTES}x}"
+
+    def key(self, encoder: EncoderIdentity, config: IndexConfig) -> str:
+        """The content key of an index of these documents."""
+        analyzer = Analyzer(config.words).id
+        settings = [SCHEMA, encoder.fingerprint, encoder.dimension, config.model_dump(mode="json"), analyzer, str(self)]
+        return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
+
+
+def content_key(documents: Iterable[Document], encoder: EncoderIdentity, config: IndexConfig) -> str:
     """The key that an index of these documents has or would have; reads the documents once, encodes nothing."""
-    key = ContentKey(encoder, chunking)
+    total = ContentSum()
     for document in documents:
-        key.add(checked(document))
-    return key.hexdigest()
+        total.add(document_key(checked(document)))
+    return total.key(encoder, config)
+
+
+def document_key(document: Document) -> bytes:
+    """SHA-256 of everything a document holds."""
+    headings = json.dumps(document.headings)
+    names = (document.id, document.title, document.source, document.owner, metadata_json(document), headings)
+    return _digest((*names, document.text))
+
+
+def text_key(document: Document) -> bytes:
+    """SHA-256 of owner and text: equal for two documents that one reader would find twice."""
+    return _digest((document.owner, document.text))
 
 
 def checked(document: Document) -> Document:
     """Raises: InputError if an index could not hold the document as it is."""
     if not isinstance(document.id, str) or not document.id:
         raise InputError("a document has no id")
-    for name, value in (
-        ("id", document.id),
-        ("text", document.text),
-        ("title", document.title),
-        ("source", document.source),
-    ):
+    for name in ("id", "text", "title", "source", "owner"):
+        value = getattr(document, name)
         if not isinstance(value, str):
             raise InputError(f"document {document.id!r}: {name} must be a string, not {type(value).__name__}")
         if "\0" in value:
@@ -69,6 +89,15 @@ def checked(document: Document) -> Document:
 def metadata_json(document: Document) -> str:
     """Raises: InputError if the metadata is not JSON."""
     try:
-        return json.dumps(dict(document.metadata), sort_keys=True)
-    except (TypeError, ValueError) as cause:
+        return json.dumps(dict(document.metadata), sort_keys=True, allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as cause:
         raise InputError(f"document {document.id!r}: the metadata is not JSON: {cause}") from cause
+
+
+def _digest(fields: Iterable[str]) -> bytes:
+    digest = hashlib.sha256()
+    for field in fields:
+        raw = field.encode("utf-8")
+        digest.update(len(raw).to_bytes(8, "little"))
+        digest.update(raw)
+    return digest.digest()

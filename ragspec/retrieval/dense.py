@@ -1,10 +1,10 @@
-"""Exact search: the best rows by cosine, in one canonical order, bit for bit the same alone or in a batch.
+"""Exact search: the best rows by cosine, bit for bit the same alone or in a batch.
 
 A packed matrix product (float32, block by block) proposes candidates; their score is *defined* as the sequential float64 sum of
 the products of the stored float32 values. A float32 score is off by at most a known bound, so candidates that could hide a better
 row are found out and the search is widened: the result is the exact top k whatever the product's last bits are.
 
-    >>> ExactIndex(store.vectors, store.passage_key).search(encoder.encode(["rain"], "query"), k=3)
+    >>> ExactIndex(segment.vectors).search(encoder.encode(["rain"], "query"), k=3)
 """
 
 from __future__ import annotations
@@ -21,94 +21,141 @@ from ragspec.numerics.linear import PackedLinear, packing_available
 from ragspec.numerics.threads import compute_apart, num_processors
 from ragspec.retrieval.encoder import FloatArray
 
+Rows = NDArray[np.int64]
+Mask = NDArray[np.bool_]
+
 _BLOCK_ROWS = 16_384
 _QUERIES_PER_PRODUCT = 64
+FEW_ROWS_SHARE = 0.05
+"""Where so few rows are allowed, they are looked at alone."""
 
 
-class Hit(NamedTuple):
-    row: int
-    score: float
+class Scored(NamedTuple):
+    """Rows and their canonical scores, in no order: at least the best k, with everything that ties with the last of them."""
+
+    rows: Rows
+    scores: NDArray[np.float64]
 
 
 class DenseIndex(Protocol):
-    """Finds rows for query vectors; every implementation returns its hits in the canonical order."""
+    """Finds rows for query vectors."""
 
-    def search(self, queries: FloatArray, k: int) -> list[list[Hit]]:
-        """Up to `k` hits a query, sorted by (-score, document id, ordinal). Shapes: queries [B, E] float32, L2-normalised."""
+    def search(self, queries: FloatArray, k: int, allowed: Mask | None = None) -> list[Scored]:
+        """The best `k` allowed rows a query; fewer only if fewer are allowed.
+
+        Shapes: queries [B, E] float32, L2-normalised; allowed [K].
+        """
         ...
 
 
 class ExactIndex:
     """Every row is looked at. Holds a packed copy of the vectors beside the mapped ones."""
 
-    def __init__(self, vectors: FloatArray, passage_key: Callable[[int], tuple[str, int]]) -> None:
+    def __init__(self, vectors: FloatArray) -> None:
         self._vectors = vectors  # [K, E]
-        self._passage_key = passage_key
-        self._packed = packing_available()
+        packed = packing_available()
         starts = range(0, len(vectors), _BLOCK_ROWS)
         self._blocks = compute_apart(
-            lambda: [_block(vectors[i : i + _BLOCK_ROWS], self._packed) for i in starts], num_processors()
+            lambda: [_block(vectors[i : i + _BLOCK_ROWS], packed) for i in starts], num_processors()
         )
-        self._max_error = _float32_error(vectors.shape[1])
+        self._max_error = float32_error(vectors.shape[1])
 
-    def search(self, queries: FloatArray, k: int) -> list[list[Hit]]:
-        num_candidates = min(max(4 * k, k + 32), len(self._vectors))
-        if k < 1 or num_candidates == 0:
-            return [[] for _ in queries]
-        return compute_apart(lambda: self._search(queries, k, num_candidates), num_processors())
+    def search(self, queries: FloatArray, k: int, allowed: Mask | None = None) -> list[Scored]:
+        num_allowed = len(self._vectors) if allowed is None else int(np.count_nonzero(allowed))
+        if k < 1 or num_allowed == 0:
+            return [_NOTHING for _ in queries]
+        if allowed is not None and num_allowed <= FEW_ROWS_SHARE * len(allowed):
+            return search_rows(self._vectors, np.flatnonzero(allowed), queries, k)
+        num_candidates = min(candidates_for(k), num_allowed)
+        return compute_apart(lambda: self._search(queries, k, num_candidates, allowed), num_processors())
 
-    def _search(self, queries: FloatArray, k: int, num_candidates: int) -> list[list[Hit]]:
-        hits: list[list[Hit]] = []
+    def _search(self, queries: FloatArray, k: int, num_candidates: int, allowed: Mask | None) -> list[Scored]:
+        forbidden = None if allowed is None else torch.from_numpy(~allowed)
+        found: list[Scored] = []
         for first in range(0, len(queries), _QUERIES_PER_PRODUCT):
             some = queries[first : first + _QUERIES_PER_PRODUCT]
-            scores, rows = self._candidates(torch.from_numpy(np.ascontiguousarray(some)), num_candidates)
-            hits += [self._rank(*each, k) for each in zip(some, scores, rows, strict=True)]
-        return hits
+            scores, rows = self._candidates(torch.from_numpy(np.ascontiguousarray(some)), num_candidates, forbidden)
+            found += [self._rank(*each, k, forbidden) for each in zip(some, scores, rows, strict=True)]
+        return found
 
-    def _candidates(self, queries: Tensor, num_candidates: int) -> tuple[FloatArray, NDArray[np.int64]]:
+    def _candidates(self, queries: Tensor, num_candidates: int, forbidden: Tensor | None) -> tuple[FloatArray, Rows]:
         """The best rows by float32 score, unordered. Shapes: queries [B, E] -> two [B, num_candidates]."""
         scores, rows = [], []
-        for number, block in enumerate(self._blocks):
-            block_scores = block(queries)  # [B, block]
+        for number in range(len(self._blocks)):
+            block_scores = self._block_scores(number, queries, forbidden)
             top = torch.topk(block_scores, min(num_candidates, block_scores.shape[1]), sorted=False)
             scores.append(top.values)
             rows.append(top.indices + number * _BLOCK_ROWS)
         best = torch.topk(torch.cat(scores, dim=1), num_candidates, sorted=False)
         return best.values.numpy(), torch.cat(rows, dim=1).gather(1, best.indices).numpy()
 
-    def _rank(self, query: FloatArray, scores: FloatArray, rows: NDArray[np.int64], k: int) -> list[Hit]:
-        """The canonical top k of one query, given its candidates."""
-        exact = canonical_scores(query, self._vectors[rows])
-        kth = float(np.sort(exact)[-min(k, len(exact))])
-        if len(rows) < len(self._vectors) and float(scores.min()) + self._max_error >= kth:
-            rows = self._rows_above(query, kth - self._max_error)
-            exact = canonical_scores(query, self._vectors[rows])
-        kept = exact >= kth
-        hits = [Hit(int(row), float(score)) for row, score in zip(rows[kept], exact[kept], strict=True)]
-        return sorted(hits, key=lambda hit: (-hit.score, *self._passage_key(hit.row)))[:k]
+    def _block_scores(self, number: int, queries: Tensor, forbidden: Tensor | None) -> Tensor:
+        """Shapes: queries [B, E] -> [B, block]; -inf where a row is forbidden."""
+        scores = self._blocks[number](queries)
+        if forbidden is not None:
+            start = number * _BLOCK_ROWS
+            scores.masked_fill_(forbidden[start : start + scores.shape[1]], -torch.inf)
+        return scores
 
-    def _rows_above(self, query: FloatArray, threshold: float) -> NDArray[np.int64]:
+    def _rank(self, query: FloatArray, scores: FloatArray, rows: Rows, k: int, forbidden: Tensor | None) -> Scored:
+        """The canonical top k of one query, given its candidates."""
+        best = best_of(Scored(rows, canonical_scores(query, self._vectors[rows])), k)
+        kth = float(best.scores.min())
+        if len(rows) == len(self._vectors) or float(scores.min()) + self._max_error < kth:
+            return best
+        more = self._rows_above(query, kth - self._max_error, forbidden)
+        return best_of(Scored(more, canonical_scores(query, self._vectors[more])), k)
+
+    def _rows_above(self, query: FloatArray, threshold: float, forbidden: Tensor | None) -> Rows:
         """Every row whose float32 score reaches `threshold`: duplicates and near ties at the border of the candidates."""
         one = torch.from_numpy(query)[None]
         found = [
-            (block(one)[0] >= threshold).nonzero()[:, 0] + number * _BLOCK_ROWS
-            for number, block in enumerate(self._blocks)
+            (self._block_scores(number, one, forbidden)[0] >= threshold).nonzero()[:, 0] + number * _BLOCK_ROWS
+            for number in range(len(self._blocks))
         ]
         return torch.cat(found).numpy()
 
 
-def canonical_scores(query: FloatArray, vectors: FloatArray) -> NDArray[np.float64]:
+_NOTHING = Scored(np.empty(0, np.int64), np.empty(0, np.float64))
+
+
+def search_rows(vectors: FloatArray, rows: Rows, queries: FloatArray, k: int) -> list[Scored]:
+    """The best of the given rows, some at a time. Shapes: vectors [K, E], rows ascending, queries [B, E]."""
+    found = [_NOTHING for _ in queries]
+    for first in range(0, len(rows) if k > 0 else 0, _BLOCK_ROWS):
+        some = rows[first : first + _BLOCK_ROWS]
+        block = np.asarray(vectors[some], np.float64)
+        for number, query in enumerate(queries):
+            scores = np.append(found[number].scores, canonical_scores(query, block))
+            found[number] = best_of(Scored(np.append(found[number].rows, some), scores), k)
+    return found
+
+
+def best_of(scored: Scored, k: int) -> Scored:
+    """The best `k`, and what ties with the last of them."""
+    if len(scored.rows) <= k:
+        return scored
+    kept = scored.scores >= np.partition(scored.scores, -k)[-k]
+    return Scored(scored.rows[kept], scored.scores[kept])
+
+
+def candidates_for(k: int) -> int:
+    """How many candidates are scored canonically for a top `k`."""
+    return max(4 * k, k + 32)
+
+
+def canonical_scores(query: FloatArray, vectors: NDArray[np.floating]) -> NDArray[np.float64]:
     """Dot products that no machine, batch or library changes.
 
     A product of two float32 is exact in float64, and `accumulate` adds strictly from left to right.
     Shapes: query [E], vectors [K, E] -> [K].
     """
-    products = vectors.astype(np.float64) * query.astype(np.float64)  # [K, E]
+    products = vectors.astype(np.float64, copy=False) * query.astype(np.float64)  # [K, E]
     sums: NDArray[np.float64] = np.add.accumulate(products, axis=1)[:, -1]
     return sums
 
 
-def _float32_error(dimension: int) -> float:
+def float32_error(dimension: int) -> float:
     """How far a float32 dot product of unit vectors can be from the exact one, in any order of summation (Higham 2002, 3.1)."""
     return 1.01 * (dimension + 2) * 2.0**-24
 

@@ -13,6 +13,9 @@ from pathlib import Path
 
 from ragspec.errors import SaveError
 
+TEMPORARY = ".building-"
+"""How the name of everything begins that is not complete yet."""
+
 _LOCK = ".lock"
 
 
@@ -53,7 +56,7 @@ def sync(path: Path) -> None:
 
 def replace_text(path: Path, text: str) -> None:
     """Put `text` at `path`: readers see the old content or the new, never a part. On an OSError the old is still there."""
-    temporary = path.with_name(f".{path.name}.new")
+    temporary = path.with_name(TEMPORARY + path.name)
     try:
         temporary.write_text(text, encoding="ascii")
         sync(temporary)

@@ -1,4 +1,4 @@
-"""The files of one generation: what their rows are, and how rows are appended to them.
+"""The files of a segment: what their rows are, and how rows are appended to them.
 
 See `ragspec.retrieval.manifest` for the whole layout.
 """
@@ -12,15 +12,21 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+from numpy.typing import NDArray
 
 from ragspec.core import Passage
+from ragspec.errors import StoreCorrupt
 
 DOCUMENT_SCHEMA = pa.schema(
     [
         ("id", pa.large_string()),
         ("title", pa.large_string()),
         ("source", pa.large_string()),
-        ("metadata", pa.large_string()),
+        ("owner", pa.large_string()),
+        ("metadata", pa.large_string()),  # JSON
+        ("headings", pa.large_string()),  # JSON: [[start, level, text], ...]
+        ("key", pa.binary(32)),  # of the whole document, see `ragspec.retrieval.content`
+        ("text_key", pa.binary(32)),  # of owner and text
         ("text", pa.large_binary()),
     ]
 )
@@ -32,6 +38,7 @@ PASSAGE_SCHEMA = pa.schema(
         ("end", pa.int64()),
         ("start_byte", pa.int64()),  # the same span in the document's UTF-8 text
         ("end_byte", pa.int64()),
+        ("heading", pa.large_string()),
     ]
 )
 _ROWS_PER_BATCH = 65_536
@@ -49,10 +56,23 @@ class ArrowFile:
         self._writer = pa.ipc.new_file(self._file, schema)
 
     def append(self, row: tuple[Any, ...], num_bytes: int) -> None:
+        """`num_bytes` is about what the row takes."""
         self._rows.append(row)
         self._num_bytes += num_bytes
         if len(self._rows) >= _ROWS_PER_BATCH or self._num_bytes >= _BYTES_PER_BATCH:
             self._flush()
+
+    def append_table(self, rows: pa.Table) -> None:
+        """Rows of another file of the same schema."""
+        self._flush()
+        for batch in rows.to_batches(max_chunksize=_ROWS_PER_BATCH):
+            self._writer.write_batch(batch)
+
+    def __enter__(self) -> ArrowFile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def close(self) -> None:
         if self._file.closed:
@@ -79,6 +99,29 @@ def npy_header(num_rows: int, dimension: int) -> bytes:
     buffer = io.BytesIO()
     description = {"descr": "<f4", "fortran_order": False, "shape": (num_rows, dimension)}
     np.lib.format.write_array_header_1_0(buffer, description)
+    return buffer.getvalue()
+
+
+def mapped_array(path: Path) -> NDArray[Any]:
+    """A whole .npy file, mapped. Raises: StoreCorrupt."""
+    try:
+        return np.lib.format.open_memmap(path, mode="r")  # Why not np.load: it would also open archives and pickles
+    except (OSError, ValueError, EOFError, SyntaxError) as cause:
+        raise StoreCorrupt(f"{path} cannot be read: {cause}") from cause
+
+
+def mapped_table(path: Path) -> pa.Table:
+    """A whole Arrow file, mapped. Raises: StoreCorrupt."""
+    try:
+        return pa.ipc.open_file(pa.memory_map(str(path))).read_all()
+    except (OSError, ValueError, pa.ArrowException) as cause:
+        raise StoreCorrupt(f"{path} cannot be read: {cause}") from cause
+
+
+def npy_bytes(array: NDArray[Any]) -> bytes:
+    """A whole .npy file."""
+    buffer = io.BytesIO()
+    np.save(buffer, array, allow_pickle=False)
     return buffer.getvalue()
 
 

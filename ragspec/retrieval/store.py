@@ -1,99 +1,164 @@
 """An index opened for reading: mapped files, checked against their manifest before a byte of them is used.
 
-A store never changes after it was opened; a rebuild beside it makes a new generation, and this one stays readable.
+A store is one generation and never changes; `refreshed` gives the current one and shares the segments that both have.
 
     >>> store = Store.open(Path("index"), encoder.identity)
-    >>> store.passage(0).text
+    >>> [document.id for document in store.documents()]
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable
+import io
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
-import pyarrow as pa
+from numpy.typing import NDArray
 
-from ragspec.config import ChunkingConfig
-from ragspec.core import Document, Passage
-from ragspec.errors import EncoderMismatch, StoreCorrupt, StoreError
-from ragspec.retrieval.content import content_key
-from ragspec.retrieval.encoder import EncoderIdentity, FloatArray
-from ragspec.retrieval.manifest import DOCUMENTS, PASSAGES, VECTORS, Manifest, check_files, read_current
+from ragspec.core import Document
+from ragspec.errors import EncoderMismatch, StoreCorrupt
+from ragspec.retrieval.encoder import EncoderIdentity
+from ragspec.retrieval.manifest import FileRecord, Manifest, SegmentRecord, check_files, read_generation, read_pointer
+from ragspec.retrieval.segment import Segment
+
+
+class LiveSegment:
+    """A segment as one generation sees it."""
+
+    def __init__(self, segment: Segment, deleted: NDArray[np.int64] | None = None) -> None:
+        """`deleted`: numbers of documents that are gone."""
+        self.segment = segment
+        self.is_live = np.ones(segment.record.num_documents, dtype=bool)  # of each document
+        if deleted is not None:
+            self.is_live[deleted] = False
+
+    def live_rows(self) -> NDArray[np.bool_]:
+        """Which rows are there. Shapes: [K]."""
+        return self.is_live[self.segment.document_of]
+
+    @property
+    def num_live_passages(self) -> int:
+        return int(self.live_rows().sum())
+
+    def live_documents(self) -> Sequence[int]:
+        """Numbers of the documents that are there."""
+        return np.flatnonzero(self.is_live).tolist()
 
 
 class Store:
-    """One generation of an index. Rows are numbered as in `vectors` [K, E] (float32, L2-normalised, mapped)."""
+    """One generation of an index."""
 
-    def __init__(self, manifest: Manifest, vectors: FloatArray, passages: pa.Table, documents: pa.Table) -> None:
+    def __init__(self, index_dir: Path, pointer: str, manifest: Manifest, segments: Sequence[LiveSegment]) -> None:
+        self.index_dir = index_dir
+        self.pointer = pointer
         self.manifest = manifest
-        self.vectors = vectors
-        self._spans = (
-            np.column_stack([column.to_numpy() for column in passages.columns]) if len(passages) else _NO_SPANS
-        )
-        self._ids, self._titles, self._sources, self._metadata, self._texts = documents.columns
+        self.segments = tuple(segments)
 
     @classmethod
-    def open(cls, index_dir: str | Path, encoder: EncoderIdentity | None = None) -> Store:
-        """Open the current generation; with `encoder`, only if it is the one the vectors came from.
+    def open(
+        cls,
+        index_dir: str | Path,
+        encoder: EncoderIdentity | None = None,
+        *,
+        pointer: str = "",
+        only: frozenset[str] | None = None,
+    ) -> Store:
+        """Open the current generation, or the one that `pointer` (of another store) names; with `encoder`, only if it is the one
+        the vectors came from; with `only`, no other segments than these.
 
         Raises: StoreMissing, StoreCorrupt or EncoderMismatch, each with the exact reason; then nothing was loaded.
         """
-        folder, manifest = read_current(Path(index_dir))
-        if encoder is not None:
-            check_encoder(manifest, encoder)
-        check_files(folder, manifest)
-        try:
-            vectors = np.load(folder / VECTORS, mmap_mode="r", allow_pickle=False)
-            passages, documents = _mapped(folder / PASSAGES), _mapped(folder / DOCUMENTS)
-        except (OSError, ValueError, pa.ArrowException) as cause:
-            raise StoreCorrupt(f"{folder} cannot be read: {cause}") from cause
-        expected = (manifest.num_passages, manifest.encoder.dimension)
-        if vectors.shape != expected or len(passages) != expected[0] or len(documents) != manifest.num_documents:
-            raise StoreCorrupt(
-                f"{folder} holds {vectors.shape} vectors, {len(passages)} passages and {len(documents)} documents, "
-                f"but its manifest says {expected} and {manifest.num_documents} documents"
-            )
-        return cls(manifest, vectors, passages, documents)
+        if pointer:
+            return _open_generation(Path(index_dir), pointer, encoder, {}, only)
+        return _open_current(Path(index_dir), encoder, {})
 
-    def __len__(self) -> int:
-        return int(self.manifest.num_passages)
+    def refreshed(self) -> Store:
+        """The current generation; this very store if it still is that. Segments that are open stay so. Raises: as `open`."""
+        if read_pointer(self.index_dir) == self.pointer:
+            return self
+        known = {live.segment.name: live.segment for live in self.segments}
+        return _open_current(self.index_dir, None, known)
 
     @property
     def generation(self) -> str:
         return self.manifest.generation_id
 
-    def passage(self, row: int, score: float = 0.0) -> Passage:
-        document, ordinal, start, end, start_byte, end_byte = self._spans[row].tolist()
-        return Passage(
-            document_id=self._ids[document].as_py(),
-            ordinal=ordinal,
-            text=str(memoryview(self._texts[document].as_buffer())[start_byte:end_byte], "utf-8"),
-            start=start,
-            end=end,
-            title=self._titles[document].as_py(),
-            source=self._sources[document].as_py(),
-            score=score,
-        )
-
-    def passage_key(self, row: int) -> tuple[str, int]:
-        """(document id, ordinal): what orders passages of equal score."""
-        document, ordinal = self._spans[row, :2].tolist()
-        return self._ids[document].as_py(), ordinal
-
-    def document(self, row: int) -> Document:
-        """Document number `row`, in the order of the build."""
-        return Document(
-            id=self._ids[row].as_py(),
-            text=str(self._texts[row].as_buffer(), "utf-8"),
-            title=self._titles[row].as_py(),
-            source=self._sources[row].as_py(),
-            metadata=json.loads(self._metadata[row].as_py()),
-        )
+    def documents(self) -> Iterator[Document]:
+        """All documents, by segment."""
+        for live in self.segments:
+            for number in live.live_documents():
+                yield live.segment.document(number)
 
 
-_NO_SPANS = np.empty((0, 6), np.int64)
+def _open_current(index_dir: Path, encoder: EncoderIdentity | None, known: Mapping[str, Segment]) -> Store:
+    """Opens again when a writer replaced the generation, and removed an older one, between two looks."""
+    while True:
+        pointer = read_pointer(index_dir)
+        try:
+            return _open_generation(index_dir, pointer, encoder, known, None)
+        except StoreCorrupt:
+            if read_pointer(index_dir) == pointer:
+                raise
+
+
+def _open_generation(
+    index_dir: Path,
+    pointer: str,
+    encoder: EncoderIdentity | None,
+    known: Mapping[str, Segment],
+    only: frozenset[str] | None,
+) -> Store:
+    folder, manifest = read_generation(index_dir, pointer)
+    if encoder is not None:
+        check_encoder(manifest, encoder)
+    records = [record for record in manifest.segments if only is None or record.name in only]
+    check_files(_to_check(index_dir, folder, records, known))
+    segments = [_live(index_dir, folder, manifest, record, known) for record in records]
+    return Store(index_dir, pointer, manifest, segments)
+
+
+def _to_check(
+    index_dir: Path, folder: Path, records: Iterable[SegmentRecord], known: Mapping[str, Segment]
+) -> Iterator[tuple[Path, FileRecord]]:
+    for record in records:
+        if record.deleted is not None:
+            yield folder / record.deleted_name, record.deleted
+        if not _is_open(record, known):
+            yield from ((index_dir / record.name / _plain(name), each) for name, each in record.files.items())
+
+
+def _live(
+    index_dir: Path, folder: Path, manifest: Manifest, record: SegmentRecord, known: Mapping[str, Segment]
+) -> LiveSegment:
+    if _is_open(record, known):
+        segment = known[record.name]
+    else:
+        segment = Segment(index_dir / record.name, record, manifest.encoder.dimension, manifest.config.dense)
+    live = LiveSegment(segment, _deleted(folder / record.deleted_name, record) if record.deleted else None)
+    if live.num_live_passages != record.num_live_passages:
+        raise StoreCorrupt(f"{folder} deletes other documents of {record.name} than its manifest says")
+    return live
+
+
+def _is_open(record: SegmentRecord, known: Mapping[str, Segment]) -> bool:
+    return record.name in known and known[record.name].record.files == record.files
+
+
+def _plain(name: str) -> str:
+    if Path(name).name != name:
+        raise StoreCorrupt(f"the manifest names a file outside its segment: {name!r}")
+    return name
+
+
+def _deleted(path: Path, record: SegmentRecord) -> NDArray[np.int64]:
+    try:
+        deleted = np.load(io.BytesIO(path.read_bytes()), allow_pickle=False)
+    except (OSError, ValueError) as cause:
+        raise StoreCorrupt(f"{path} cannot be read: {cause}") from cause
+    fits = deleted.dtype == np.int64 and deleted.ndim == 1 and len(deleted) == record.num_deleted
+    if not fits or (len(deleted) and not 0 <= deleted.min() <= deleted.max() < record.num_documents):
+        raise StoreCorrupt(f"{path} is no list of {record.num_deleted} documents of {record.name}")
+    return deleted  # type: ignore[no-any-return]
 
 
 def check_encoder(manifest: Manifest, encoder: EncoderIdentity) -> None:
@@ -104,21 +169,3 @@ def check_encoder(manifest: Manifest, encoder: EncoderIdentity) -> None:
             f"the index was built by {built.id} (fingerprint {built.fingerprint[:12]}, {built.dimension} dimensions); "
             f"the encoder in use is {encoder.id} (fingerprint {encoder.fingerprint[:12]}, {encoder.dimension} dimensions)"
         )
-
-
-def index_matches(
-    index_dir: str | Path, documents: Iterable[Document], encoder: EncoderIdentity, chunking: ChunkingConfig
-) -> bool:
-    """Whether the index there is exactly the one these documents, encoder and chunking would give.
-
-    Reads the documents once and encodes nothing. False also for a missing or foreign index; the files' hashes are left to `open`.
-    """
-    try:
-        _, manifest = read_current(Path(index_dir))
-    except StoreError:
-        return False
-    return manifest.content_key == content_key(documents, encoder, chunking)
-
-
-def _mapped(path: Path) -> pa.Table:
-    return pa.ipc.open_file(pa.memory_map(str(path))).read_all()

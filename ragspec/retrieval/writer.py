@@ -1,187 +1,296 @@
-"""Writes one generation of an index: all of it, or nothing.
+"""Changes an index: documents in, replaced, out; each commit is a whole new generation, or nothing.
 
-Files go to a temporary folder beside the generations, are flushed to the disk, renamed, and only then named by CURRENT. Any
-failure on the way (disk full, no permission) removes the temporary folder and leaves the index as it was. One writer at a time.
+New documents fill a segment; deleted ones are listed beside it; a commit writes the list of both as a generation and then names
+it in CURRENT. A crash at any moment leaves the last committed generation, and what it left behind is removed by the next writer.
+One writer at a time.
 
-    with SegmentWriter(index_dir, encoder, chunking) as writer:
-        writer.add(document, passages, vectors)
-        manifest = writer.publish()
+    with IndexWriter(index_dir, encoder) as writer:
+        writer.upsert(document)
+        writer.delete("faq.jsonl:3")
+        writer.commit()
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import hashlib
-import os
-import re
-import shutil
-import tempfile
-from collections.abc import Sequence
-from importlib.metadata import PackageNotFoundError, version
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import IO
 
 import numpy as np
-import pyarrow as pa
-from numpy.typing import NDArray
 
-from ragspec.config import ChunkingConfig
-from ragspec.core import Document, Passage
-from ragspec.errors import SaveError
-from ragspec.retrieval.content import ContentKey, metadata_json
-from ragspec.retrieval.disk import exclusive, replace_text, saving, sync
-from ragspec.retrieval.encoder import EncoderIdentity
-from ragspec.retrieval.files import DOCUMENT_SCHEMA, PASSAGE_SCHEMA, ArrowFile, byte_spans, npy_header
-from ragspec.retrieval.manifest import (
-    CURRENT,
-    DOCUMENTS,
-    FILES,
-    MANIFEST,
-    PASSAGES,
-    VECTORS,
-    EncoderRecord,
-    Manifest,
-    current_name,
-    file_record,
-)
+from ragspec.config import DenseConfig, IndexConfig
+from ragspec.core import Document
+from ragspec.errors import InputError, SaveError
+from ragspec.retrieval.analysis import Analyzer
+from ragspec.retrieval.approximate import build_dense
+from ragspec.retrieval.base import open_base
+from ragspec.retrieval.changes import Changes, Outcome
+from ragspec.retrieval.chunking import embedded_text
+from ragspec.retrieval.compaction import bins, merge_segments
+from ragspec.retrieval.content import checked, document_key, text_key
+from ragspec.retrieval.disk import saving
+from ragspec.retrieval.embedding import Embedded, EmbeddingGroup
+from ragspec.retrieval.encoder import FloatArray, TextEncoder
+from ragspec.retrieval.generation import GenerationFolder, own_version
+from ragspec.retrieval.live import LiveDocuments, Place
+from ragspec.retrieval.manifest import EncoderRecord, Manifest, SegmentRecord
+from ragspec.retrieval.segment import Segment, SegmentWriter
+from ragspec.retrieval.store import LiveSegment
 
-_TEMPORARY = ".building-"
+PASSAGES_PER_ENCODE = 1024
+"""Enough texts at once that many have the same token length and share a forward."""
+
+MAX_SEGMENT_PASSAGES = 1_000_000
+MAX_SEGMENTS = 16
+"""A commit that would leave more merges the smaller half of them: a search looks into each."""
 
 
-class SegmentWriter:
-    """States: open (entered) -> published or abandoned; leaving the block without `publish` abandons."""
+class IndexWriter:
+    """One session of changes. States: open (entered) -> closed; what was not committed by then never was."""
 
-    def __init__(self, index_dir: Path, encoder: EncoderIdentity, chunking: ChunkingConfig) -> None:
-        self._index_dir = index_dir
+    _live: LiveDocuments
+    _config: IndexConfig
+
+    def __init__(
+        self,
+        index_dir: str | Path,
+        encoder: TextEncoder | None = None,
+        config: IndexConfig | None = None,
+        *,
+        replace: bool = False,
+        keep_duplicates: bool = True,
+        passages_per_encode: int = PASSAGES_PER_ENCODE,
+    ) -> None:
+        """Without `encoder` there must be an index, and nothing can be put in. `config` None: that of the index there, or the
+        default. `replace`: an index built in another way, or damaged, is built anew, and every document is `unseen` at first.
+        Without `keep_duplicates`, a document whose owner and text are another's is left out.
+        """
+        self.changes = Changes()
+        self.unseen: set[str] = set()
+        """Ids that `delete_unseen` will delete: filled by whoever wants that; an upsert or a delete takes its id out."""
+        self._index_dir = Path(index_dir)
         self._encoder = encoder
-        self._chunking = chunking
-        self._key = ContentKey(encoder, chunking)
-        self._folder: Path | None = None
-        self._cleanup = contextlib.ExitStack()
-        self.num_documents = 0
-        self.num_passages = 0
+        self._wanted = config
+        self._replace = replace
+        self._keep_duplicates = keep_duplicates
+        self._passages_per_encode = passages_per_encode
+        self._folder = GenerationFolder(self._index_dir)
+        self._filling: SegmentWriter | None = None
+        self._failed = False
 
-    def __enter__(self) -> SegmentWriter:
+    def __enter__(self) -> IndexWriter:
+        """Raises: SaveError if another writer is at work, StoreCorrupt, EncoderMismatch, ConfigError."""
+        with saving(self._index_dir):
+            self._folder.__enter__()
         try:
-            with saving(self._index_dir):
-                self._open()
-        except SaveError:
-            self._cleanup.close()
+            self._open()
+        except BaseException:
+            self._folder.__exit__(None, None, None)
             raise
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._cleanup.close()
+        if self._filling is not None:
+            self._filling.close()
+        self._folder.__exit__(kind, error, trace)
 
-    def add(self, document: Document, passages: Sequence[Passage], vectors: NDArray[np.float32]) -> None:
-        """Append one document; row i of `vectors` [len(passages), E] belongs to passage i.
+    @property
+    def num_documents(self) -> int:
+        return len(self._live) + len(self._group)
 
-        Raises: SaveError.
+    def sources(self) -> Iterator[tuple[str, str]]:
+        """Id and source of every document of the last commit that is still there."""
+        return self._live.sources()
+
+    def twin_of(self, document: Document) -> str | None:
+        """The id of another document that stays and has this one's owner and text. Needs `keep_duplicates` False."""
+        key = text_key(document)
+        owners = (self._live.text_owner(key), self._group.text_owner(key))
+        return next((o for o in owners if o is not None and o != document.id and o not in self.unseen), None)
+
+    def is_empty(self) -> bool:
+        """Whether nothing could be found: no document that would stay holds any text."""
+        self._seal()
+        return not any(self._holds_text(live) for live in self._live.segments)
+
+    def upsert(self, document: Document) -> Outcome:
+        """Put a document in, in place of the one with its id; passages whose text was there keep their vectors.
+
+        Raises: InputError if an index cannot hold it, SaveError.
         """
-        assert vectors.shape == (len(passages), self._encoder.dimension) and vectors.dtype == np.float32
-        raw = document.text.encode("utf-8")
-        with saving(self._index_dir):
-            self._vectors.write(np.ascontiguousarray(vectors).data)
-            for passage, (start_byte, end_byte) in zip(passages, byte_spans(document.text, passages), strict=True):
-                span = (passage.start, passage.end, start_byte, end_byte)
-                self._passages.append((self.num_documents, passage.ordinal, *span), num_bytes=48)
-            row = (document.id, document.title, document.source, metadata_json(document), raw)
-            self._documents.append(row, num_bytes=len(raw))
-        self._key.add(document)
-        self.num_documents += 1
-        self.num_passages += len(passages)
+        if self._encoder is None:
+            raise InputError("documents can only be put in with an encoder")
+        key = document_key(checked(document))
+        place = self._live.find(document.id)
+        if place is not None and self._live.key(place) == key:
+            outcome = Outcome.UNCHANGED
+        elif not self._keep_duplicates and self.twin_of(document) is not None:
+            self._remove(document.id)
+            outcome = Outcome.DUPLICATE
+        else:
+            known = self._vectors_at(place) if place is not None else {}
+            outcome = Outcome.UPDATED if self._remove(document.id) else Outcome.ADDED
+            self.changes.reused += self._group.add(document, known)
+            if max(self._group.num_missing, len(self._group)) >= self._passages_per_encode:
+                self.flush()
+        self.unseen.discard(document.id)
+        setattr(self.changes, outcome, getattr(self.changes, outcome) + 1)
+        return outcome
 
-    def publish(self) -> Manifest:
-        """Make what was added the index's current generation; readers of the old one keep it.
+    def delete(self, document_id: str) -> bool:
+        """Take a document out; False if there is none of that id."""
+        found = self._remove(document_id)
+        self.unseen.discard(document_id)
+        self.changes.deleted += found
+        return found
 
-        Raises: SaveError.
+    def delete_source(self, source: str) -> int:
+        """Take out every document of that source; returns their number. Raises: SaveError."""
+        self._seal()
+        return sum(self.delete(document_id) for document_id in self._live.ids_of_source(source))
+
+    def delete_unseen(self) -> int:
+        """Take out what is in `unseen`; returns their number."""
+        return sum(self.delete(document_id) for document_id in list(self.unseen))
+
+    def commit(self) -> Manifest:
+        """Make the changes the index's current generation; readers of the old one keep it. Without changes, the old manifest.
+
+        Raises: SaveError; then the index is as it was or, if only the very last flush to the disk failed, as it should be.
         """
-        assert self._folder is not None, "publish() needs an open writer"
-        with saving(self._index_dir):
-            self._finish_files()
-            generation = max(_generations(self._index_dir), default=0) + 1
-            manifest = self._manifest(generation)
-            raw = manifest.model_dump_json(indent=1).encode()
-            (self._folder / MANIFEST).write_bytes(raw)
-            sync(self._folder / MANIFEST)
-            sync(self._folder)
-            previous = current_name(self._index_dir)
-            final = self._index_dir / f"generation-{generation:06d}"
-            os.rename(self._folder, final)
-            self._folder = final  # removed on the way out, unless CURRENT comes to name it
-            sync(self._index_dir)
-            replace_text(self._index_dir / CURRENT, f"{final.name} {hashlib.sha256(raw).hexdigest()}\n")
-            self._folder = None
-        with contextlib.suppress(OSError):  # the new generation is in use already
-            sync(self._index_dir)
-            _remove_generations(self._index_dir, keep={final.name, previous})
-        return manifest
+        self._seal()
+        if len(self._live.segments) > MAX_SEGMENTS:
+            self._merge(self._live.smaller_half())
+        return self._publish()
+
+    def compact(self, dense: DenseConfig | None = None) -> Manifest:
+        """Commit, with all documents in as few segments as hold them and nothing left of deleted ones; `dense` changes how they
+        find their nearest vectors. Raises: SaveError, ConfigError.
+        """
+        manifest = self.commit()
+        segments = self._live.segments
+        if dense not in (None, self._config.dense):
+            self._config = self._config.model_copy(update={"dense": dense})
+        elif all(live.is_live.all() for live in segments) and len(bins(segments, MAX_SEGMENT_PASSAGES)) == len(
+            segments
+        ):
+            return manifest
+        self._merge(range(len(segments)))
+        return self._publish()
 
     def _open(self) -> None:
-        self._index_dir.mkdir(parents=True, exist_ok=True)
-        self._cleanup.enter_context(exclusive(self._index_dir))
-        for stale in self._index_dir.glob(_TEMPORARY + "*"):  # of a killed build: the lock is ours
-            shutil.rmtree(stale)
-        self._folder = Path(tempfile.mkdtemp(prefix=_TEMPORARY, dir=self._index_dir))
-        self._cleanup.callback(self._remove_folder)
-        self._vectors = open(self._folder / VECTORS, "wb")  # noqa: SIM115 - closed by the stack
-        self._cleanup.callback(_close_quietly, self._vectors)
-        self._vectors.write(npy_header(0, self._encoder.dimension))
-        self._passages = ArrowFile(self._folder / PASSAGES, PASSAGE_SCHEMA)
-        self._cleanup.callback(_close_quietly, self._passages)
-        self._documents = ArrowFile(self._folder / DOCUMENTS, DOCUMENT_SCHEMA)
-        self._cleanup.callback(_close_quietly, self._documents)
+        store, self._identity, self._config = open_base(self._index_dir, self._encoder, self._wanted, self._replace)
+        self._manifest = store.manifest if store is not None else None
+        self._live = LiveDocuments(store, with_texts=not self._keep_duplicates)
+        if self._replace:
+            self.unseen.update(self._live.ids())
+        self._group = EmbeddingGroup(self._encoder, self._config.chunking)
+        self._analyzer = Analyzer(self._config.words)
 
-    def _remove_folder(self) -> None:
-        if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
+    @contextlib.contextmanager
+    def _writing(self) -> Iterator[None]:
+        """Inside, files are written. Once that failed they may be incomplete, and nothing of this session can be committed."""
+        if self._failed:
+            raise SaveError(f"cannot write {self._index_dir}: an earlier change failed; begin again")
+        try:
+            with saving(self._index_dir):
+                yield
+        except BaseException:
+            self._failed = True
+            raise
 
-    def _finish_files(self) -> None:
-        self._vectors.seek(0)
-        self._vectors.write(npy_header(self.num_passages, self._encoder.dimension))
-        for file in (self._vectors, self._passages, self._documents):
-            file.close()
-        assert self._folder is not None
-        for name in FILES:
-            sync(self._folder / name)
+    def _holds_text(self, live: LiveSegment) -> bool:
+        numbers = np.unique(live.segment.document_of[live.live_rows()]).tolist()
+        return any(live.segment.ids[number] not in self.unseen for number in numbers)
 
-    def _manifest(self, generation: int) -> Manifest:
-        assert self._folder is not None
+    def _remove(self, document_id: str) -> bool:
+        if document_id in self._group:
+            self._group.drop(document_id)
+            return True
+        if self._live.find(document_id) is None:
+            return False
+        self._live.delete(document_id)
+        return True
+
+    def _vectors_at(self, place: Place) -> dict[str, FloatArray]:
+        """The vectors of a document's passages by their texts."""
+        segment = self._live.segment(place)
+        if segment is None:
+            return {}
+        return {embedded_text(segment.passage(row)): segment.vectors[row] for row in segment.rows_of(place.document)}
+
+    def flush(self) -> None:
+        """Encode the documents that wait for it, and write them. Raises: SaveError."""
+        with self._writing():
+            for embedded in self._group.encode():
+                self._write(embedded)
+
+    def _write(self, embedded: Embedded) -> None:
+        self.changes.encoded += len(embedded.missing)
+        size = self._filling.num_passages if self._filling else 0
+        if size and size + len(embedded.passages) > MAX_SEGMENT_PASSAGES:
+            self._close_segment()
+        if self._filling is None:
+            self._filling = SegmentWriter(self._folder.stage(), self._identity.dimension)
+        document = embedded.document
+        terms = (self._analyzer.terms(text) for text in embedded.texts)
+        self._filling.add(document, embedded.passages, embedded.vectors, terms)
+        self._live.add(document.id, document_key(document), text_key(document))
+
+    def _seal(self) -> None:
+        """Write everything that waits, and complete the segment that is being filled."""
+        self.flush()
+        with self._writing():
+            self._close_segment()
+
+    def _close_segment(self) -> None:
+        if self._filling is not None:
+            self._filling.finish()
+            segment = self._place(self._filling)
+            self._filling = None
+            self._live.seal(segment)
+
+    def _merge(self, numbers: Sequence[int]) -> None:
+        """Write the live documents of these segments as new segments."""
+        sources = [self._live.segments[number] for number in numbers]
+        merged = []
+        with self._writing():
+            for some in bins(sources, MAX_SEGMENT_PASSAGES):
+                writer = SegmentWriter(self._folder.stage(), self._identity.dimension)
+                with contextlib.closing(writer):
+                    merge_segments([sources[number] for number in some], writer)
+                if writer.num_documents:
+                    merged.append(self._place(writer))
+        self._live.replace(numbers, merged)
+
+    def _place(self, writer: SegmentWriter) -> Segment:
+        """A finished segment gets the index of its vectors, its name, and its readers."""
+        build_dense(writer.folder, self._config.dense)
+        record = self._folder.place_segment(writer)
+        return Segment(self._index_dir / record.name, record, self._identity.dimension, self._config.dense)
+
+    def _publish(self) -> Manifest:
+        records, deleted = self._live.records()
+        if self._manifest is not None and (self._manifest.segments, self._manifest.config) == (records, self._config):
+            return self._manifest
+        with self._writing():
+            manifest = self._new_manifest(records)
+            self._folder.publish(manifest, deleted)
+        self._manifest = manifest
+        return manifest
+
+    def _new_manifest(self, records: tuple[SegmentRecord, ...]) -> Manifest:
         return Manifest(
-            generation=generation,
-            content_key=self._key.hexdigest(),
-            created_by=f"ragspec {_own_version()}",
-            encoder=EncoderRecord(**dataclasses.asdict(self._encoder)),
-            chunking=self._chunking,
-            num_documents=self.num_documents,
-            num_passages=self.num_passages,
-            files={name: file_record(self._folder / name) for name in FILES},
+            generation=self._folder.free_number("generation"),
+            content_key=self._live.content.key(self._identity, self._config),
+            content_sum=str(self._live.content),
+            created_by=f"ragspec {own_version()}",
+            encoder=EncoderRecord(**dataclasses.asdict(self._identity)),
+            analyzer=self._analyzer.id,
+            config=self._config,
+            segments=records,
         )
-
-
-def _generations(index_dir: Path) -> dict[int, Path]:
-    found = ((re.fullmatch(r"generation-(\d{6,})", path.name), path) for path in index_dir.iterdir())
-    return {int(match[1]): path for match, path in found if match}
-
-
-def _remove_generations(index_dir: Path, keep: set[str | None]) -> None:
-    """Why the previous one is kept: a reader may have read CURRENT and not opened the files yet."""
-    for path in _generations(index_dir).values():
-        if path.name not in keep:
-            shutil.rmtree(path, ignore_errors=True)
-
-
-def _close_quietly(file: ArrowFile | IO[bytes]) -> None:
-    with contextlib.suppress(OSError, pa.ArrowException):
-        file.close()
-
-
-def _own_version() -> str:
-    try:
-        return version("ragspec")
-    except PackageNotFoundError:
-        return "(not installed)"

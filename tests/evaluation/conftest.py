@@ -25,6 +25,10 @@ class WordEncoder:
     """Each word is a direction, so texts that share words are near."""
 
     identity = EncoderIdentity(id="words", fingerprint="e" * 64, dimension=DIMENSION)
+    max_tokens = 256
+
+    def count_tokens(self, texts: Sequence[str]) -> list[int]:
+        return [len(text.split()) + 2 for text in texts]
 
     def encode(self, texts: Sequence[str], kind: Kind = "document") -> FloatArray:
         return np.stack([self._vector(text) for text in texts])

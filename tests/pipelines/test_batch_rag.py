@@ -28,7 +28,7 @@ from pipelines.batch_input import BadRow, Checks, Span, check_rows, find_inputs,
 from pipelines.batch_output import JsonLines, OutputFolder
 from pipelines.batch_rag import Job, app, run
 from pipelines.batch_rows import parse_row
-from ragspec.config import ChunkingConfig, EncoderConfig, load_config
+from ragspec.config import EncoderConfig, load_config
 from ragspec.core import Document, SamplingParams
 from ragspec.errors import ConfigError, InputError, SaveError, StoreCorrupt
 from ragspec.numerics.noise import row_seed
@@ -314,7 +314,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("batch")
     save_model("llama", folder / "target", max_position_embeddings=1024)
     documents = [Document(f"d{n}", sentence) for n, sentence in enumerate(SENTENCES)]
-    build_index(documents, folder / "index", Encoder.load(EncoderConfig()), ChunkingConfig())
+    build_index(documents, folder / "index", Encoder.load(EncoderConfig()))
     config = {
         "retriever": {"index_dir": str(folder / "index"), "num_passages": 2},
         "target": {"model": str(folder / "target")},

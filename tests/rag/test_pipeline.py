@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from tiny_target import Free, save_model
 
-from ragspec.config import ChunkingConfig, EncoderConfig, EngineConfig, TargetConfig
+from ragspec.config import EncoderConfig, EngineConfig, IndexConfig, TargetConfig
 from ragspec.core import Delta, Document, FinishReason, Request, SamplingParams
 from ragspec.drafting.copy import CopyDrafter
 from ragspec.drafting.planner import Planner
@@ -63,7 +63,7 @@ class Switch:
 def retriever(tmp_path_factory: pytest.TempPathFactory) -> Retriever:
     encoder = Encoder.load(EncoderConfig())
     index = tmp_path_factory.mktemp("index")
-    build_index(DOCUMENTS, index, encoder, ChunkingConfig())
+    build_index(DOCUMENTS, index, encoder, IndexConfig())
     return Retriever(encoder, Store.open(index, encoder.identity))
 
 
@@ -217,17 +217,17 @@ def test_the_salt_reaches_the_engine_every_way(retriever: Retriever, engine: Eng
     """A tenant whose requests share another's cache because one way forgot the salt."""
     recording = Recording(engine)
     pipeline = Pipeline(retriever, recording, PromptBuilder(target.tokenizer, CONTEXT))
-    pipeline.ask(QUESTION, GREEDY, salt="a")
-    pipeline.ask_many([QUESTION], GREEDY, salt="b")
-    asyncio.run(streamed(pipeline, QUESTION, GREEDY, salt="c"))
+    pipeline.ask(QUESTION, GREEDY, tenant="a")
+    pipeline.ask_many([QUESTION], GREEDY, tenant="b")
+    asyncio.run(streamed(pipeline, QUESTION, GREEDY, tenant="c"))
     assert [request.salt for request in recording.requests] == ["a", "b", "c"]
 
 
 def test_tenants_share_no_cached_prefix(pipeline: Pipeline) -> None:
     """A prefix found under another tenant's salt tells how long ago that tenant asked the same."""
-    pipeline.ask(QUESTION, GREEDY, salt="first tenant")
-    assert pipeline.ask(QUESTION, GREEDY, salt="first tenant").stats.generation.num_cached_tokens > 100
-    assert pipeline.ask(QUESTION, GREEDY, salt="second tenant").stats.generation.num_cached_tokens == 0
+    pipeline.ask(QUESTION, GREEDY, tenant="first tenant")
+    assert pipeline.ask(QUESTION, GREEDY, tenant="first tenant").stats.generation.num_cached_tokens > 100
+    assert pipeline.ask(QUESTION, GREEDY, tenant="second tenant").stats.generation.num_cached_tokens == 0
 
 
 def test_leaving_a_stream_early_frees_the_engine(pipeline: Pipeline, engine: Engine) -> None:

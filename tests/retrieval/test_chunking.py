@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 import time
 import unicodedata
 
@@ -120,3 +121,73 @@ def test_time_grows_with_the_length_only(text: str) -> None:
     started_s = time.perf_counter()
     chunk(Document("d", text), ChunkingConfig())
     assert time.perf_counter() - started_s < 5
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (
+            "Am 3. Oktober regnete es. Im 19. Jahrhundert auch.",
+            ["Am 3. Oktober regnete es.", "Im 19. Jahrhundert auch."],
+        ),
+        ("Er kam am 3. August. Das war gut.", ["Er kam am 3. August.", "Das war gut."]),
+        ("Obst, z. B. Äpfel, d. h. Nahrung. Ende.", ["Obst, z. B. Äpfel, d. h. Nahrung.", "Ende."]),
+        ("Um 44 v. Chr. Rom usw. und Nr. 5. Schluss.", ["Um 44 v. Chr. Rom usw. und Nr. 5.", "Schluss."]),
+        ("Er sagte: „Ja.“ Dann ging er.", ["Er sagte: „Ja.“", "Dann ging er."]),
+        ("M. Dupont et MM. Roux, p. ex. Paris. Fin.", ["M. Dupont et MM. Roux, p. ex. Paris.", "Fin."]),
+        ("« Vraiment ? » Il part.", ["« Vraiment ? »", "Il part."]),
+        (
+            "El Sr. López vive en EE. UU. con Ud. Pedro. ¿Sí?",
+            ["El Sr. López vive en EE. UU. con Ud. Pedro.", "¿Sí?"],
+        ),
+        ("Il sig. È qui. Il Dott. Rossi no.", ["Il sig.", "È qui.", "Il Dott. Rossi no."]),
+        ("A Sra. Silva e o Exmo. Juiz. Fim.", ["A Sra. Silva e o Exmo. Juiz.", "Fim."]),
+        ("Dhr. Jansen, bijv. Piet. Einde.", ["Dhr. Jansen, bijv. Piet.", "Einde."]),
+        (
+            "राम आया। सीता गई॥",
+            ["राम आया।", "सीता गई॥"],
+        ),
+        (
+            "كيف حالك؟! بخير. وأنت؟",
+            [
+                "كيف حالك؟!",
+                "بخير.",
+                "وأنت؟",
+            ],
+        ),
+        (
+            "پی۔ایچ ہے۔ ہاں۔",
+            ["پی۔ایچ ہے۔", "ہاں۔"],
+        ),
+        (
+            "Πού; Εδώ. A; B; α; β.",
+            ["Πού;", "Εδώ.", "A; B; α; β."],
+        ),
+        ("ሰላም። ንዓ።", ["ሰላም።", "ንዓ።"]),
+        (
+            "Բարև։ Այո։",
+            ["Բարև։", "Այո։"],
+        ),
+        ("ក។ខ ។ល។", ["ក។", "ខ ។ល។"]),
+        ("မ။ ဟ။", ["မ။", "ဟ။"]),
+        ("Table:\n| a | b |\n| c. d | e |\n| not a row", ["Table:", "| a | b |", "| c. d | e |\n| not a row"]),
+    ],
+)
+def test_sentences_of_other_languages(text: str, expected: list[str]) -> None:
+    """A Hindi book was one sentence; a German one broke after every ordinal."""
+    assert [text[start:end] for start, end in sentences(text)] == expected
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "I am 3. Tom is 4.",
+        "It took 5 min. 3 were left.",
+        "The set. Then art. Then the cap. End.",
+        "It isn't. A cat came.",
+        "I met Max. 5 came.",
+    ],
+)
+def test_what_abbreviates_elsewhere_still_ends_an_english_sentence(text: str) -> None:
+    """Lists for seven languages at once made English sentences grow."""
+    assert len(sentences(text)) == len(re.findall(r"[.](?= |$)", text))

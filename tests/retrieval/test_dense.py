@@ -6,9 +6,10 @@ from math import fsum
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from ragspec.retrieval import dense
-from ragspec.retrieval.dense import ExactIndex, Hit, canonical_scores
+from ragspec.retrieval.dense import ExactIndex, Scored, canonical_scores
 from ragspec.retrieval.encoder import FloatArray
 
 
@@ -17,18 +18,24 @@ def unit(rng: np.random.Generator, rows: int, dimension: int = 64) -> FloatArray
     return vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
 
 
-def by_row(row: int) -> tuple[str, int]:
-    return f"{row:08d}", 0
-
-
-def canonical(queries: FloatArray, vectors: FloatArray, k: int) -> list[list[Hit]]:
-    """The definition, without blocks, candidates or packing."""
+def canonical(
+    queries: FloatArray, vectors: FloatArray, k: int, rows: NDArray[np.int64] | None = None
+) -> list[list[tuple[int, float]]]:
+    """The definition, without blocks, candidates or packing: (row, score), ties by row."""
+    rows = np.arange(len(vectors)) if rows is None else rows
     found = []
     for query in queries:
-        scores = canonical_scores(query, vectors)
-        order = sorted(range(len(vectors)), key=lambda row: (-scores[row], by_row(row)))[:k]
-        found.append([Hit(row, float(scores[row])) for row in order])
+        scores = canonical_scores(query, vectors[rows])
+        order = sorted(range(len(rows)), key=lambda place: (-scores[place], rows[place]))[:k]
+        found.append([(int(rows[place]), float(scores[place])) for place in order])
     return found
+
+
+def ranked(found: list[Scored], k: int) -> list[list[tuple[int, float]]]:
+    return [
+        sorted(zip(each.rows.tolist(), each.scores.tolist(), strict=True), key=lambda hit: (-hit[1], hit[0]))[:k]
+        for each in found
+    ]
 
 
 @pytest.mark.parametrize("rows", [1, 7, 300, 20_000])
@@ -36,22 +43,22 @@ def test_search_is_exact_and_the_same_alone_or_in_a_batch(rows: int) -> None:
     """Approximate candidates or batch-dependent bits give other passages for the same question."""
     rng = np.random.default_rng(rows)
     vectors, queries = unit(rng, rows), unit(rng, 9)
-    index = ExactIndex(vectors, by_row)
+    index = ExactIndex(vectors)
     for k in (1, 20):
-        together = index.search(queries, k)
+        together = ranked(index.search(queries, k), k)
         assert together == canonical(queries, vectors, k)
-        assert together == [index.search(query[None], k)[0] for query in queries]
+        assert together == [ranked(index.search(query[None], k), k)[0] for query in queries]
 
 
 @pytest.mark.parametrize("packed", [True, False])
-def test_equal_scores_are_ordered_by_document_id(packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_everything_that_ties_with_the_last_is_found(packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """With more duplicates than candidates, an arbitrary subset of them was ranked: another one on every machine."""
     monkeypatch.setattr(dense, "packing_available", lambda: packed)
     monkeypatch.setattr(dense, "_BLOCK_ROWS", 100)
     rng = np.random.default_rng(1)
     vectors = np.concatenate([unit(rng, 50), np.repeat(unit(rng, 1), 400, axis=0), unit(rng, 50)])
-    index = ExactIndex(vectors, lambda row: (f"{9999 - row}", 0))  # the last row is the first in order
-    assert [hit.row for hit in index.search(vectors[60:61], 3)[0]] == [449, 448, 447]
+    (found,) = ExactIndex(vectors).search(vectors[60:61], 3)
+    assert sorted(found.rows.tolist()) == list(range(50, 450))
 
 
 def test_near_ties_at_the_border_of_the_candidates_are_found() -> None:
@@ -60,17 +67,29 @@ def test_near_ties_at_the_border_of_the_candidates_are_found() -> None:
     near = np.repeat(unit(rng, 1, 384), 2000, axis=0) + rng.standard_normal((2000, 384)).astype(np.float32) * 1e-8
     vectors = np.concatenate([near, unit(rng, 2000, 384)]).astype(np.float32)
     queries = near[:3]
-    assert ExactIndex(vectors, by_row).search(queries, 4) == canonical(queries, vectors, 4)
+    assert ranked(ExactIndex(vectors).search(queries, 4), 4) == canonical(queries, vectors, 4)
 
 
 def test_fewer_rows_than_asked_and_nothing_asked() -> None:
     """topk of more than there is raises."""
     vectors = unit(np.random.default_rng(3), 2)
-    index = ExactIndex(vectors, by_row)
-    assert len(index.search(vectors[:1], 10)[0]) == 2
-    assert index.search(vectors[:1], 0) == [[]]
+    index = ExactIndex(vectors)
+    assert len(index.search(vectors[:1], 10)[0].rows) == 2
     assert index.search(vectors[:0], 3) == []
-    assert ExactIndex(vectors[:0], by_row).search(vectors[:1], 3) == [[]]
+    nothing = [index.search(vectors[:1], 0), index.search(vectors[:1], 3, np.zeros(2, bool))]
+    assert all(len(found.rows) == 0 for (found,) in [*nothing, ExactIndex(vectors[:0]).search(vectors[:1], 3)])
+
+
+@pytest.mark.parametrize("share", [0.001, 0.04, 0.06, 0.5, 0.999])
+def test_only_allowed_rows_are_found_and_all_of_them(share: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A filter that is applied to the best hits leaves fewer than were asked for, or none."""
+    monkeypatch.setattr(dense, "_BLOCK_ROWS", 1000)
+    rng = np.random.default_rng(6)
+    vectors, queries = unit(rng, 5000), unit(rng, 5)
+    allowed = rng.random(5000) < share
+    expected = canonical(queries, vectors, 20, np.flatnonzero(allowed))
+    assert ranked(ExactIndex(vectors).search(queries, 20, allowed), 20) == expected
+    assert all(len(hits) == min(20, int(allowed.sum())) for hits in expected)
 
 
 def test_canonical_scores_are_exact_to_the_last_bits() -> None:
@@ -94,6 +113,6 @@ def test_results_equal_faiss() -> None:
     flat = faiss.IndexFlatIP(384)
     flat.add(vectors)
     scores, rows = flat.search(queries, 10)
-    found = ExactIndex(vectors, by_row).search(queries, 10)
-    assert [[hit.row for hit in hits] for hits in found] == rows.tolist()
-    np.testing.assert_allclose([[hit.score for hit in hits] for hits in found], scores, atol=1e-6)
+    found = ranked(ExactIndex(vectors).search(queries, 10), 10)
+    assert [[row for row, _ in hits] for hits in found] == rows.tolist()
+    np.testing.assert_allclose([[score for _, score in hits] for hits in found], scores, atol=1e-6)

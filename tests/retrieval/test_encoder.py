@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,36 @@ def test_vectors_equal_sentence_transformers(encoder: Encoder) -> None:
     assert vectors.dtype == np.float32 and vectors.shape == (len(TEXTS), encoder.dimension)
     np.testing.assert_allclose(vectors, stock.encode(TEXTS), atol=2e-6)
     np.testing.assert_allclose(np.linalg.norm(vectors, axis=1), 1, atol=1e-6)
+
+
+def test_a_text_is_read_whole_exactly_when_its_count_fits(encoder: Encoder) -> None:
+    """A count without the special tokens makes passages whose last words no search finds."""
+    assert encoder.max_tokens == 256
+    words = ["harbour"] * 300
+    counts = encoder.count_tokens([" ".join(words[:n]) for n in range(301)])
+    assert counts == [n + 2 for n in range(301)]
+    full = " ".join(words[:254])
+    vectors = encoder.encode([full, full + " rain", full.removesuffix(" harbour") + " rain"])
+    assert np.array_equal(vectors[0], vectors[1]) and not np.array_equal(vectors[0], vectors[2])
+    assert encoder.count_tokens([]) == []
+
+
+def test_counting_does_not_change_what_is_encoded(encoder: Encoder) -> None:
+    """Whether to cut is a state of the tokenizer: after an uncut count, a long text would overflow the positions."""
+    before = encoder.encode(TEXTS)
+    assert max(encoder.count_tokens(TEXTS)) > encoder.max_tokens
+    assert np.array_equal(encoder.encode(TEXTS), before)
+    with ThreadPoolExecutor(4) as pool:
+        counts = [pool.submit(encoder.count_tokens, TEXTS) for _ in range(20)]
+        vectors = [pool.submit(encoder.encode, TEXTS) for _ in range(3)]
+        assert all(future.result() == encoder.count_tokens(TEXTS) for future in counts)
+        assert all(np.array_equal(future.result(), before) for future in vectors)
+
+
+def test_the_prefix_of_documents_is_counted(encoder: Encoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model trained with "passage: " before each text reads that much less of it."""
+    monkeypatch.setattr(encoder._model, "prompts", {"query": "query: ", "document": "a passage: "})
+    assert encoder.count_tokens(["rain"]) == [6]
 
 
 def test_meaning_is_what_is_near(encoder: Encoder) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -15,26 +17,32 @@ import numpy as np
 import pytest
 from letter_encoder import LetterEncoder
 
-from ragspec.config import ChunkingConfig
+from ragspec.config import ChunkingConfig, IndexConfig
 from ragspec.core import Document
 from ragspec.errors import EncoderMismatch, InputError, SaveError, StoreCorrupt, StoreError, StoreMissing
-from ragspec.retrieval import disk, store, writer
+from ragspec.retrieval import disk, store
 from ragspec.retrieval.chunking import chunk
-from ragspec.retrieval.manifest import DOCUMENTS, FILES, PASSAGES, VECTORS, read_current
+from ragspec.retrieval.content import content_key
+from ragspec.retrieval.manifest import VECTORS, read_current
 from ragspec.retrieval.retriever import build_index
-from ragspec.retrieval.store import Store, index_matches
+from ragspec.retrieval.segment import FILES
+from ragspec.retrieval.store import Store
+from ragspec.retrieval.writer import IndexWriter
 
 CHUNKING = ChunkingConfig(max_chars=40)
+CONFIG = IndexConfig(chunking=CHUNKING)
 
 
 @pytest.fixture
 def index_dir(tmp_path: Path, letters: LetterEncoder, documents: list[Document]) -> Path:
-    build_index(documents, tmp_path / "index", letters, CHUNKING)
+    """Two segments, one of them with a deleted document."""
+    build_index(documents[:15], tmp_path / "index", letters, CONFIG)
+    with IndexWriter(tmp_path / "index", letters) as writer:
+        writer.delete("d3")
+        for document in documents[15:]:
+            writer.upsert(document)
+        writer.commit()
     return tmp_path / "index"
-
-
-def generation_folder(index_dir: Path) -> Path:
-    return read_current(index_dir)[0]
 
 
 def visible(folder: Path) -> dict[str, bytes]:
@@ -48,36 +56,59 @@ def visible(folder: Path) -> dict[str, bytes]:
 def test_what_was_written_is_what_is_read(index_dir: Path, letters: LetterEncoder, documents: list[Document]) -> None:
     """Byte offsets taken for character offsets cut non-ASCII passages in the wrong place."""
     opened = Store.open(index_dir, letters.identity)
-    expected = [passage for document in documents for passage in chunk(document, CHUNKING)]
-    assert [opened.passage(row) for row in range(len(opened))] == expected
-    assert [opened.document(row) for row in range(len(documents))] == documents
-    assert opened.vectors.dtype == np.float32
-    assert np.array_equal(opened.vectors, letters.encode([f"{p.title}\n{p.text}" for p in expected]))
-    assert opened.passage(3, score=0.5) == replace(expected[3], score=0.5)
-    assert opened.passage_key(3) == (expected[3].document_id, expected[3].ordinal)
+    live = [document for document in documents if document.id != "d3"]
+    assert list(opened.documents()) == live
+    assert opened.manifest.num_passages == sum(len(chunk(document, CHUNKING)) for document in live)
+    first = opened.segments[0].segment
+    expected = [passage for document in documents[:15] for passage in chunk(document, CHUNKING)]
+    assert [first.passage(row) for row in range(len(expected))] == expected
+    assert first.passage(3, score=0.5) == replace(expected[3], score=0.5)
+    assert first.passage_key(3) == (expected[3].document_id, expected[3].ordinal)
+    assert [list(first.rows_of(number)) for number in (0, 2)] == [[0, 1], [4, 5]]
+    assert np.array_equal(first.vectors, letters.encode([f"{p.title}\n{p.text}" for p in expected]))
 
 
-def test_manifest_says_what_the_index_is(index_dir: Path, letters: LetterEncoder) -> None:
+def test_manifest_says_what_the_index_is(index_dir: Path, documents: list[Document], letters: LetterEncoder) -> None:
     """An index whose origin is unknown cannot be checked, cached or repeated."""
     manifest = Store.open(index_dir).manifest
-    assert manifest.generation == 1 and manifest.num_documents == 20 and manifest.num_passages > 20
+    assert manifest.generation == 2 and manifest.num_documents == 19 and manifest.num_passages == 38
     assert manifest.encoder.model_dump() == {"id": "letters", "fingerprint": "f" * 64, "dimension": 16}
-    assert manifest.chunking == CHUNKING and manifest.normalisation == "l2"
-    assert set(manifest.files) == set(FILES)
+    assert manifest.config == CONFIG and manifest.normalisation == "l2" and manifest.analyzer.startswith("english")
+    assert [set(record.files) for record in manifest.segments] == [FILES, FILES]
+    assert [record.num_deleted for record in manifest.segments] == [1, 0]
+    live = [document for document in documents if document.id != "d3"]
+    assert manifest.content_key == content_key(live[::-1], letters.identity, CONFIG)
+
+
+def test_the_content_key_depends_on_all_that_answers_depend_on(
+    documents: list[Document], letters: LetterEncoder
+) -> None:
+    """A cache that reuses an index of older documents, or of another encoder, answers from it."""
+    same = letters.identity
+    keys = [
+        content_key(documents, same, CONFIG),
+        content_key(documents[1:], same, CONFIG),
+        content_key([replace(documents[0], text="new"), *documents[1:]], same, CONFIG),
+        content_key([replace(documents[0], owner="bob"), *documents[1:]], same, CONFIG),
+        content_key(documents, replace(same, fingerprint="0" * 64), CONFIG),
+        content_key(documents, same, IndexConfig()),
+        content_key([*documents, documents[0]], same, CONFIG),
+    ]
+    assert len(set(keys)) == len(keys)
 
 
 def test_vectors_are_mapped_not_read(index_dir: Path) -> None:
     """A copy of every vector in every process does not fit beside a model."""
-    assert isinstance(Store.open(index_dir).vectors, np.memmap)
+    assert isinstance(Store.open(index_dir).segments[0].segment.vectors, np.memmap)
 
 
-@pytest.mark.parametrize("name", [*FILES, "manifest.json"])
+@pytest.mark.parametrize("name", [*sorted(FILES), "manifest.json", "deleted-000001.npy"])
 @pytest.mark.parametrize("damage", ["flip", "cut", "remove"])
 def test_a_damaged_file_is_named_and_nothing_is_loaded(
     index_dir: Path, name: str, damage: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Loading first and checking later hands unchecked bytes to a parser."""
-    path = generation_folder(index_dir) / name
+    path = max(index_dir.rglob(name))
     raw = path.read_bytes()
     if damage == "flip":
         path.write_bytes(raw[:-5] + bytes([raw[-5] ^ 1]) + raw[-4:])
@@ -85,8 +116,8 @@ def test_a_damaged_file_is_named_and_nothing_is_loaded(
         path.write_bytes(raw[:-1])
     else:
         path.unlink()
-    monkeypatch.setattr(store.np, "load", lambda *_, **__: pytest.fail("read before it was checked"))
-    monkeypatch.setattr(store, "_mapped", lambda _: pytest.fail("read before it was checked"))
+    monkeypatch.setattr(store, "Segment", lambda *_: pytest.fail("read before it was checked"))
+    monkeypatch.setattr(store, "_deleted", lambda *_: pytest.fail("read before it was checked"))
     with pytest.raises(StoreCorrupt, match=name):
         Store.open(index_dir)
 
@@ -112,21 +143,31 @@ def test_a_missing_or_foreign_index_gives_the_exact_reason(
         Store.open(tmp_path / "index")
 
 
+def rewritten(index_dir: Path, change: Callable[[dict[str, object]], object]) -> None:
+    """The manifest with a change, and a CURRENT that vouches for it."""
+    folder, _ = read_current(index_dir)
+    fields = json.loads((folder / "manifest.json").read_bytes())
+    change(fields)
+    raw = json.dumps(fields).encode()
+    (folder / "manifest.json").write_bytes(raw)
+    (index_dir / "CURRENT").write_text(f"{folder.name} {hashlib.sha256(raw).hexdigest()}\n")
+
+
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"schema_version": 2}, "schema 2"),
-        ({"unknown": 1}, "not a manifest"),
-        ({"num_passages": 5}, "holds"),
-        ({"files": {}}, "lists"),
+        (lambda m: m.update(schema_version=1), "schema 1"),
+        (lambda m: m.update(unknown=1), "not a manifest"),
+        (lambda m: m["segments"][0].update(num_passages=5), "does not hold"),
+        (lambda m: m["segments"][0].update(num_live_passages=5), "deletes other documents"),
+        (lambda m: m["segments"][0].update(num_deleted=2), "no list of 2 documents"),
+        (lambda m: m["segments"][0]["files"].pop("vectors.npy"), "lists"),
+        (lambda m: m["segments"][0]["files"].update({"../x": m["segments"][0]["files"].pop("terms.npy")}), "outside"),
     ],
 )
-def test_a_manifest_of_another_kind_is_refused(index_dir: Path, change: dict[str, object], reason: str) -> None:
-    """An index of a later version, read by guess, gives wrong passages without an error."""
-    folder = generation_folder(index_dir)
-    raw = json.dumps(json.loads((folder / "manifest.json").read_bytes()) | change).encode()
-    (folder / "manifest.json").write_bytes(raw)
-    (index_dir / "CURRENT").write_text(f"{folder.name} {writer.hashlib.sha256(raw).hexdigest()}\n")
+def test_a_manifest_of_another_kind_is_refused(index_dir: Path, change: Callable[..., object], reason: str) -> None:
+    """An index of another version, read by guess, gives wrong passages without an error."""
+    rewritten(index_dir, change)
     with pytest.raises(StoreCorrupt, match=reason):
         Store.open(index_dir)
 
@@ -145,15 +186,32 @@ def test_a_rebuild_replaces_the_index_and_its_readers_keep_theirs(
 ) -> None:
     """Rewriting files in place changes passages under a running question."""
     before = Store.open(index_dir)
-    texts = [before.passage(row).text for row in range(len(before))]
-    for _ in range(3):
-        build_index(documents[:2], index_dir, letters, CHUNKING)
+    seen = list(before.documents())
+    for number in range(3):
+        build_index([*documents[:2], Document("new", f"Text {number}.")], index_dir, letters, CONFIG)
+        with IndexWriter(index_dir) as writer:
+            writer.compact()
     after = Store.open(index_dir)
-    assert after.manifest.generation == 4 and after.manifest.num_documents == 2
-    assert before.generation != after.generation
-    assert [before.passage(row).text for row in range(len(before))] == texts
-    assert float(np.abs(before.vectors).sum()) > 0
-    assert sorted(p.name for p in index_dir.glob("generation-*")) == ["generation-000003", "generation-000004"]
+    assert after.manifest.num_documents == 3 and before.generation != after.generation
+    assert list(before.documents()) == seen
+    assert float(np.abs(before.segments[0].segment.vectors).sum()) > 0
+    kept = sorted(path.name for path in index_dir.glob("generation-*"))
+    assert kept == [f"generation-{after.manifest.generation - n:06d}" for n in (1, 0)]
+    assert len(list(index_dir.glob("segment-*"))) <= 3
+
+
+def test_refreshing_shares_what_both_generations_have(index_dir: Path, letters: LetterEncoder) -> None:
+    """A reader that reads a gigabyte again because one document was deleted."""
+    before = Store.open(index_dir)
+    assert before.refreshed() is before
+    with IndexWriter(index_dir, letters) as writer:
+        writer.delete("d16")
+        writer.commit()
+    after = before.refreshed()
+    assert after.generation != before.generation and after.manifest.num_passages == before.manifest.num_passages - 2
+    assert [live.segment for live in after.segments] == [live.segment for live in before.segments]
+    assert "d16" in {document.id for document in before.documents()}
+    assert "d16" not in {document.id for document in after.documents()}
 
 
 class Full:
@@ -174,36 +232,48 @@ class Full:
         return call
 
 
-@pytest.mark.parametrize("survive", range(9))
-def test_a_failure_at_any_step_leaves_the_index_as_it_was(
-    survive: int, index_dir: Path, letters: LetterEncoder, documents: list[Document], monkeypatch: pytest.MonkeyPatch
+def change(index_dir: Path, letters: LetterEncoder) -> None:
+    with IndexWriter(index_dir, letters) as writer:
+        writer.upsert(Document("new", "Something new."))
+        writer.delete("d5")
+        writer.commit()
+        writer.compact()
+
+
+def test_a_failure_at_any_step_leaves_a_whole_generation(
+    index_dir: Path, tmp_path: Path, letters: LetterEncoder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A half-written generation that CURRENT already names is no index at all."""
-    before = visible(index_dir)
+    shutil.copytree(index_dir, tmp_path / "copy")
     with monkeypatch.context() as patch:
-        Full(patch, survive)
-        with pytest.raises(SaveError, match="No space left on device"):
-            build_index(documents[:3], index_dir, letters, CHUNKING)
-    assert visible(index_dir) == before
-    assert not list(index_dir.glob(".building-*"))
-    Store.open(index_dir)
+        full = Full(patch, survive=10**9)
+        change(tmp_path / "copy", letters)
+    assert full.calls > 20
+    states = set()
+    for survive in range(full.calls):
+        shutil.rmtree(tmp_path / "copy")
+        shutil.copytree(index_dir, tmp_path / "copy")
+        with monkeypatch.context() as patch:
+            Full(patch, survive)
+            with pytest.raises(SaveError, match="No space left on device"):
+                change(tmp_path / "copy", letters)
+        assert not list((tmp_path / "copy").glob(".building-*"))
+        opened = Store.open(tmp_path / "copy")
+        states.add(len(opened.segments))
+        names = {path.name for path in (tmp_path / "copy").iterdir() if path.name.startswith("segment")}
+        assert {live.segment.name for live in opened.segments} <= names
+        assert {d.id for d in opened.documents()} in (ids_before(), ids_before() - {"d5"} | {"new"})
+    assert states == {1, 2, 3}  # before the first commit, before the compaction, and when only the last flush failed
 
 
-def test_no_step_is_left_untested(
-    index_dir: Path, letters: LetterEncoder, documents: list[Document], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The range of the test above must reach the last step that may fail: the replacing of CURRENT."""
-    with monkeypatch.context() as patch:
-        full = Full(patch, survive=9)
-        build_index(documents[:3], index_dir, letters, CHUNKING)
-    assert full.calls == 10 and Store.open(index_dir).manifest.num_documents == 3
+def ids_before() -> set[str]:
+    return {f"d{n}" for n in range(20) if n != 3}
 
 
 FULL_DISK = """
 import resource, signal, sys
 sys.path[:0] = {path!r}
 from letter_encoder import LetterEncoder
-from ragspec.config import ChunkingConfig
 from ragspec.core import Document
 from ragspec.errors import SaveError
 from ragspec.retrieval.retriever import build_index
@@ -212,7 +282,7 @@ for limit in (64, 20_000, 400_000, 900_000):
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
     try:
         documents = (Document(str(n), "Some text. " * 400) for n in range(300))
-        build_index(documents, {out!r}, LetterEncoder(), ChunkingConfig())
+        build_index(documents, {out!r}, LetterEncoder())
     except SaveError as error:
         print(error)
 """
@@ -221,7 +291,7 @@ for limit in (64, 20_000, 400_000, 900_000):
 def test_a_file_that_cannot_grow_is_a_save_error(index_dir: Path) -> None:
     """The kernel's own refusal, at the header, in the vectors and in the texts, must arrive as one error."""
     before = visible(index_dir)
-    script = FULL_DISK.format(path=[str(Path(__file__).parent), *sys.path], out=str(index_dir))
+    script = FULL_DISK.format(path=[str(Path(__file__).parent.parent), *sys.path], out=str(index_dir))
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0 and not done.stderr, done.stderr
     assert done.stdout.splitlines() == [f"cannot write {index_dir}: File too large"] * 4
@@ -234,7 +304,7 @@ def test_a_place_that_cannot_be_written_is_a_save_error(
     """A file where the folder should be gave FileExistsError."""
     (tmp_path / "file").write_text("mine")
     with pytest.raises(SaveError, match="cannot write"):
-        build_index(documents, tmp_path / "file", letters, CHUNKING)
+        build_index(documents, tmp_path / "file", letters, CONFIG)
     assert (tmp_path / "file").read_text() == "mine"
 
 
@@ -242,12 +312,13 @@ def test_two_writers_do_not_mix_and_a_killed_one_leaves_nothing(
     index_dir: Path, letters: LetterEncoder, documents: list[Document]
 ) -> None:
     """Two builds into one folder interleaved their files."""
-    (index_dir / ".building-dead").mkdir()
-    (index_dir / ".building-dead" / VECTORS).write_bytes(b"half")
+    for left in (".building-dead", "segment-000077", "generation-000078"):
+        (index_dir / left).mkdir()
+        (index_dir / left / VECTORS).write_bytes(b"half")
     with disk.exclusive(index_dir), pytest.raises(SaveError, match="right now"):
-        build_index(documents, index_dir, letters, CHUNKING)
-    build_index(documents, index_dir, letters, CHUNKING)
-    assert not list(index_dir.glob(".building-*"))
+        build_index(documents, index_dir, letters, CONFIG)
+    build_index(documents, index_dir, letters, CONFIG)
+    assert not list(index_dir.glob(".building-*")) and not (index_dir / "segment-000077").exists()
 
 
 @pytest.mark.parametrize("bad", ["a\ud800b", "a\0b"])
@@ -256,27 +327,24 @@ def test_a_document_no_file_can_hold_is_refused_and_nothing_is_written(
 ) -> None:
     """A lone surrogate ended a build of an hour with a UnicodeEncodeError."""
     before = visible(index_dir)
-    for document in (Document("x", bad), Document("x", "fine", title=bad), Document(bad, "fine")):
+    wrong = (Document("x", bad), Document("x", "fine", title=bad), Document(bad, "fine"), Document("x", "y", owner=bad))
+    for document in wrong:
         with pytest.raises(InputError, match="document"):
-            build_index([*documents, document], index_dir, letters, CHUNKING)
-    with pytest.raises(InputError, match="metadata"):
-        build_index([Document("x", "fine", metadata={"when": object()})], index_dir, letters, CHUNKING)
+            build_index([*documents, document], index_dir, letters, CONFIG)
+    for metadata in ({"when": object()}, {"x": float("nan")}):
+        with pytest.raises(InputError, match="metadata"):
+            build_index([Document("x", "fine", metadata=metadata)], index_dir, letters, CONFIG)
     assert visible(index_dir) == before
 
 
-def test_an_index_matches_only_its_own_documents_encoder_and_chunking(
-    index_dir: Path, letters: LetterEncoder, documents: list[Document], tmp_path: Path
+def test_a_parser_that_fails_on_checked_bytes_is_a_corrupt_index(
+    index_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A demo that reuses an index of older documents answers from them."""
-    same = letters.identity
-    assert index_matches(index_dir, documents, same, CHUNKING)
-    assert not index_matches(index_dir, documents[1:], same, CHUNKING)
-    assert not index_matches(index_dir, [replace(documents[0], text="new"), *documents[1:]], same, CHUNKING)
-    assert not index_matches(index_dir, documents, replace(same, fingerprint="0" * 64), CHUNKING)
-    assert not index_matches(index_dir, documents, same, ChunkingConfig(max_chars=50))
-    assert not index_matches(tmp_path / "none", documents, same, CHUNKING)
+    """Whatever a library raises over a file, the user hears which index is broken."""
 
+    def broken(*_: object, **__: object) -> None:
+        raise ValueError("bad magic")
 
-def test_names_of_the_files_are_fixed() -> None:
-    """Renaming a file of the format needs a new schema version."""
-    assert FILES == (VECTORS, PASSAGES, DOCUMENTS) == ("vectors.npy", "passages.arrow", "documents.arrow")
+    monkeypatch.setattr(np.lib.format, "open_memmap", broken)
+    with pytest.raises(StoreCorrupt, match="bad magic"):
+        Store.open(index_dir)

@@ -1,0 +1,166 @@
+"""Runs of sentences become passages that are short enough in characters and in the encoder's tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate, islice
+from typing import NamedTuple
+
+from ragspec.config import ChunkingConfig
+from ragspec.core import Document, Passage
+from ragspec.errors import ConfigError
+from ragspec.retrieval.chunking.boundaries import Span, lstrip, rstrip
+from ragspec.retrieval.chunking.embedded import TokenLimit, heading_within, joined
+from ragspec.retrieval.chunking.sections import Section, sections
+
+_JOINERS = frozenset("\u200d\ufe0e\ufe0f")
+
+
+def chunk(document: Document, config: ChunkingConfig, limit: TokenLimit | None = None) -> list[Passage]:
+    """Passages of at most `max_chars` characters, in order, each a run of whole sentences of one section.
+
+    With a limit, `embedded_text` of each has at most `limit.max_tokens` tokens, and at most `config.max_tokens`. A sentence too
+    long for one passage is cut between words, and a word between characters. Neighbours in a section share the whole sentences
+    that fit `overlap_chars`.
+    Raises: ConfigError if tokens are limited and nothing is there to count them.
+    """
+    if config.max_tokens is not None:
+        if limit is None:
+            raise ConfigError("chunking.max_tokens is set, and no encoder is there to count tokens")
+        if config.max_tokens < limit.max_tokens:
+            limit = replace(limit, max_tokens=config.max_tokens)
+    parts = [_part(document, section, config, limit) for section in sections(document)]
+    if limit is not None:
+        _shorten(document, parts, config, limit)
+    runs = [(part.heading, start, end) for part in parts for start, end in part.runs]
+    return [
+        Passage(
+            document_id=document.id,
+            ordinal=ordinal,
+            text=document.text[start:end],
+            start=start,
+            end=end,
+            title=document.title,
+            source=document.source,
+            heading=heading,
+        )
+        for ordinal, (heading, start, end) in enumerate(runs)
+    ]
+
+
+@dataclass(slots=True)
+class _Part:
+    """A section on its way: `runs` of its `sentences` become the passages."""
+
+    heading: str
+    sentences: list[Span]
+    runs: list[Span]
+
+
+class _Room(NamedTuple):
+    """Which runs of `spans` are short enough; `tokens_before[n]`: tokens of the first n spans."""
+
+    spans: Sequence[Span]
+    max_chars: int
+    tokens_before: Sequence[int] = ()
+    max_tokens: int = 0
+
+    def fits(self, first: int, after: int) -> bool:
+        """Whether spans[first:after] do."""
+        if self.spans[after - 1][1] - self.spans[first][0] > self.max_chars:
+            return False
+        return not self.tokens_before or self.tokens_before[after] - self.tokens_before[first] <= self.max_tokens
+
+
+def _part(document: Document, section: Section, config: ChunkingConfig, limit: TokenLimit | None) -> _Part:
+    text = document.text
+    spans = [piece for span in section.sentences(text) for piece in _pieces(text, span, config.max_chars)]
+    heading = heading_within(document.title, section.path, limit) if spans else ""
+    return _Part(heading, spans, list(_pack(_Room(spans, config.max_chars), config.overlap_chars)))
+
+
+def _shorten(document: Document, parts: list[_Part], config: ChunkingConfig, limit: TokenLimit) -> None:
+    """Cut the sections anew that hold a passage with too many tokens. Nearly always there are none, and one call tells."""
+    texts = [joined(document.title, part.heading, document.text[a:b]) for part in parts for a, b in part.runs]
+    excess = iter(limit.excess(texts, limit.max_tokens))
+    for part in parts:
+        if max(islice(excess, len(part.runs)), default=0):
+            part.runs = _fewer_tokens(document, part, config, limit)
+
+
+def _fewer_tokens(document: Document, part: _Part, config: ChunkingConfig, limit: TokenLimit) -> list[Span]:
+    """Runs packed by the sum of their sentences' tokens; where a whole has more than its parts, again with less room."""
+    text, spans = document.text, part.sentences
+    lead = joined(document.title, part.heading, "")
+    room = max(1, limit.max_tokens - limit.count([f"{lead}\n" if lead else ""])[0])
+    while True:
+        spans, sizes = _small_pieces(text, spans, room, limit)
+        sums = [0, *accumulate(sizes)]
+        runs = list(_pack(_Room(spans, config.max_chars, sums, room), config.overlap_chars))
+        excess = max(limit.excess([joined(document.title, part.heading, text[a:b]) for a, b in runs], limit.max_tokens))
+        if not excess or room == 1:
+            return runs
+        room = max(1, room - excess)
+
+
+def _small_pieces(text: str, spans: Sequence[Span], max_tokens: int, limit: TokenLimit) -> tuple[list[Span], list[int]]:
+    """Spans of at most `max_tokens`, and how many each has; single characters stay whole."""
+    pieces: list[Span] = []
+    sizes: list[int] = []
+    for (start, end), counted in zip(spans, limit.count([text[a:b] for a, b in spans]), strict=True):
+        size = max(0, counted - limit.num_special)
+        inside = [(start, end)]
+        if size > max_tokens:
+            inside = list(_pieces(text, (start, end), max(1, (end - start) * max_tokens // size)))
+        if len(inside) == 1:
+            pieces.append((start, end))
+            sizes.append(size)
+        else:
+            cut, cut_sizes = _small_pieces(text, inside, max_tokens, limit)
+            pieces += cut
+            sizes += cut_sizes
+    return pieces, sizes
+
+
+def _pack(room: _Room, overlap_chars: int) -> Iterator[Span]:
+    spans, first = room.spans, 0  # spans[first:after] make the passage
+    while first < len(spans):
+        after = first + 1
+        while after < len(spans) and room.fits(first, after + 1):
+            after += 1
+        end = spans[after - 1][1]
+        yield spans[first][0], end
+        if after == len(spans):
+            return
+        start = after  # the earliest span to repeat, such that the next passage still gains at least one new span
+        while start - 1 > first and end - spans[start - 1][0] <= overlap_chars and room.fits(start - 1, after + 1):
+            start -= 1
+        first = start
+
+
+def _pieces(text: str, span: Span, max_chars: int) -> Iterator[Span]:
+    start, end = span
+    while end - start > max_chars:
+        cut = _cut(text, start, start + max_chars)
+        yield start, rstrip(text, start, cut)
+        start = lstrip(text, cut, end)
+    yield start, end
+
+
+def _cut(text: str, start: int, limit: int) -> int:
+    """Where to cut `text[start:limit + ...]`: after the last white space, else between two whole characters."""
+    if text[limit].isspace():
+        return limit
+    for position in range(limit - 1, start, -1):
+        if text[position].isspace():
+            return position
+    position = limit
+    while position > start + 1 and (_continues(text[position]) or text[position - 1] == "\u200d"):
+        position -= 1
+    return position if position > start + 1 else limit
+
+
+def _continues(character: str) -> bool:
+    """Whether the character belongs to the one before it (combining marks, joiners, low surrogates)."""
+    return character in _JOINERS or "\u0300" <= character <= "\u036f" or "\udc00" <= character <= "\udfff"

@@ -1,0 +1,86 @@
+"""Documents on their way into an index: chunked, and encoded many at a time, so that texts of equal length share a forward."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from ragspec.config import ChunkingConfig
+from ragspec.core import Document, Passage
+from ragspec.retrieval.chunking import TokenLimit, chunk, embedded_text
+from ragspec.retrieval.content import text_key
+from ragspec.retrieval.encoder import FloatArray, TextEncoder
+
+
+@dataclass(slots=True)
+class Embedded:
+    """A document with its passages, what they are found by, and their vectors [len(passages), E]."""
+
+    document: Document
+    passages: list[Passage]
+    texts: list[str]
+    vectors: FloatArray
+    missing: list[int]
+
+
+class EmbeddingGroup:
+    """Collects documents until they are encoded together. Every id is in it at most once."""
+
+    def __init__(self, encoder: TextEncoder | None, chunking: ChunkingConfig) -> None:
+        """Without an encoder it stays empty."""
+        self._encoder = encoder
+        self._chunking = chunking
+        self._limit = None if encoder is None else TokenLimit(encoder.max_tokens, encoder.count_tokens)
+        self._waiting: dict[str, Embedded] = {}
+        self._texts: dict[bytes, str] = {}
+        self.num_missing = 0
+
+    def __contains__(self, document_id: str) -> bool:
+        return document_id in self._waiting
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def ids(self) -> list[str]:
+        return list(self._waiting)
+
+    def text_owner(self, text_key: bytes) -> str | None:
+        """The id of a waiting document with that text."""
+        return self._texts.get(text_key)
+
+    def add(self, document: Document, known: Mapping[str, FloatArray]) -> int:
+        """Chunk a document; texts in `known` already have their vector. Returns how many of its passages do."""
+        assert self._encoder is not None, "putting documents in needs an encoder"
+        passages = chunk(document, self._chunking, self._limit)
+        texts = [embedded_text(passage) for passage in passages]
+        vectors = np.empty((len(texts), self._encoder.identity.dimension), np.float32)
+        missing = [number for number, text in enumerate(texts) if text not in known]
+        for number, text in enumerate(texts):
+            if text in known:
+                vectors[number] = known[text]
+        self._waiting[document.id] = Embedded(document, passages, texts, vectors, missing)
+        self._texts.setdefault(text_key(document), document.id)
+        self.num_missing += len(missing)
+        return len(texts) - len(missing)
+
+    def drop(self, document_id: str) -> None:
+        waiting = self._waiting.pop(document_id)
+        key = text_key(waiting.document)
+        if self._texts.get(key) == document_id:
+            del self._texts[key]
+        self.num_missing -= len(waiting.missing)
+
+    def encode(self) -> list[Embedded]:
+        """All waiting documents, in order, with every vector; the group is empty afterwards."""
+        waiting = list(self._waiting.values())
+        if not waiting or self._encoder is None:
+            return []
+        encoded = self._encoder.encode([each.texts[number] for each in waiting for number in each.missing])
+        rows = iter(encoded)
+        for each in waiting:
+            for number in each.missing:
+                each.vectors[number] = next(rows)
+        self._waiting, self._texts, self.num_missing = {}, {}, 0
+        return waiting

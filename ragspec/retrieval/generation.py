@@ -1,0 +1,139 @@
+"""The folder of an index in a writer's hands: what is staged, what is placed, what becomes current, what is removed.
+
+Everything is written to a temporary folder, flushed to the disk and renamed; only then does CURRENT name it. On leaving, all
+that neither the current generation nor the one before it needs is removed: a reader may have read CURRENT and not opened its
+files yet.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from types import TracebackType
+
+from ragspec.errors import StoreError
+from ragspec.retrieval.disk import TEMPORARY, exclusive, replace_text, sync
+from ragspec.retrieval.manifest import (
+    CURRENT,
+    MANIFEST,
+    FileRecord,
+    Manifest,
+    SegmentRecord,
+    file_record,
+    folders_of,
+    read_current,
+)
+from ragspec.retrieval.segment import SegmentWriter
+
+_PLACED = re.compile(r"(generation|segment)-(\d{6,})")
+
+
+class GenerationFolder:
+    """Holds the writer's lock while entered. Every method raises OSError where the disk refuses."""
+
+    def __init__(self, index_dir: Path) -> None:
+        self._dir = index_dir
+        self._lock = contextlib.ExitStack()
+
+    def __enter__(self) -> GenerationFolder:
+        """Raises: SaveError if another writer is at work."""
+        self._dir.mkdir(parents=True, exist_ok=True)
+        self._lock.enter_context(exclusive(self._dir))
+        try:
+            self._clean()
+        except BaseException:
+            self._lock.close()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with contextlib.suppress(OSError):
+            self._clean()
+        self._lock.close()
+
+    def stage(self) -> Path:
+        """A new empty folder, removed on leaving unless it is placed."""
+        return Path(tempfile.mkdtemp(prefix=TEMPORARY, dir=self._dir))
+
+    def place(self, staged: Path, name: str) -> dict[str, FileRecord]:
+        """Flush a staged folder to the disk and give it its name; the records of its files."""
+        records = {}
+        for path in sorted(staged.iterdir()):
+            sync(path)
+            records[path.name] = file_record(path)
+        sync(staged)
+        os.rename(staged, self._dir / name)
+        return records
+
+    def place_segment(self, writer: SegmentWriter) -> SegmentRecord:
+        """A finished segment gets its name."""
+        number = self.free_number("segment")
+        files = self.place(writer.folder, f"segment-{number:06d}")
+        return SegmentRecord(
+            number=number,
+            num_documents=writer.num_documents,
+            num_passages=writer.num_passages,
+            num_live_passages=writer.num_passages,
+            files=files,
+        )
+
+    def free_number(self, kind: str) -> int:
+        """One more than the highest number of a placed `generation` or `segment`."""
+        return max((number for found, number in self._placed() if found == kind), default=0) + 1
+
+    def publish(self, manifest: Manifest, files: Mapping[str, bytes]) -> None:
+        """Write a generation and make it the current one; the segments it names are placed."""
+        staged = self.stage()
+        raw = manifest.model_dump_json(indent=1).encode()
+        for name, content in {**files, MANIFEST: raw}.items():
+            (staged / name).write_bytes(content)
+        name = f"generation-{manifest.generation:06d}"
+        self.place(staged, name)
+        sync(self._dir)
+        replace_text(self._dir / CURRENT, f"{name} {hashlib.sha256(raw).hexdigest()}\n")
+        sync(self._dir)
+
+    def _placed(self) -> list[tuple[str, int]]:
+        matches = (_PLACED.fullmatch(path.name) for path in self._dir.iterdir())
+        return [(match[1], int(match[2])) for match in matches if match]
+
+    def _clean(self) -> None:
+        """Remove what a crash or an abandoned change left, and what is older than the previous generation."""
+        try:
+            kept = self._needed()
+        except StoreError:
+            return  # Why: of a damaged index nothing is removed
+        for path in self._dir.iterdir():
+            if path.name == TEMPORARY + CURRENT:
+                path.unlink(missing_ok=True)
+            elif path.name.startswith(TEMPORARY) or (_PLACED.fullmatch(path.name) and path.name not in kept):
+                shutil.rmtree(path, ignore_errors=True)
+
+    def _needed(self) -> set[str]:
+        if not (self._dir / CURRENT).exists():
+            return set()
+        folder, manifest = read_current(self._dir)
+        kept = {folder.name, *folders_of(manifest)}
+        earlier = [n for kind, n in self._placed() if kind == "generation" and n < manifest.generation]
+        if earlier:
+            previous = self._dir / f"generation-{max(earlier):06d}"
+            with contextlib.suppress(OSError, ValueError):
+                before = Manifest.model_validate_json((previous / MANIFEST).read_bytes())
+                kept |= {previous.name, *folders_of(before)}
+        return kept
+
+
+def own_version() -> str:
+    try:
+        return version("ragspec")
+    except PackageNotFoundError:
+        return "(not installed)"

@@ -1,0 +1,158 @@
+"""Which documents an index has while a writer changes it, and where each of them lies.
+
+Sealed segments come first, in order; documents written since then lie in the segment that is still being filled.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import pyarrow.compute as pc
+
+from ragspec.retrieval.content import ContentSum
+from ragspec.retrieval.files import npy_bytes
+from ragspec.retrieval.manifest import FileRecord, SegmentRecord
+from ragspec.retrieval.segment import Segment
+from ragspec.retrieval.store import LiveSegment, Store
+
+
+class Place(NamedTuple):
+    """A document's segment, counted in the order of `LiveDocuments.segments`, and its number inside."""
+
+    segment: int
+    document: int
+
+
+class _Unsealed(NamedTuple):
+    document_id: str
+    key: bytes
+    text_key: bytes
+
+
+class LiveDocuments:
+    """Owns the deletion marks of every segment. `content` sums the keys of the documents that are there."""
+
+    def __init__(self, store: Store | None, with_texts: bool) -> None:
+        """`with_texts`: keep track of which text belongs to whom, for `text_owner`."""
+        self.segments: list[LiveSegment] = []
+        self.content = ContentSum(store.manifest.content_sum if store is not None else "")
+        self._places: dict[str, Place] = {}
+        self._texts: dict[bytes, str] | None = {} if with_texts else None
+        self._unsealed: list[_Unsealed] = []
+        self._unsealed_deleted: list[int] = []
+        for live in store.segments if store is not None else ():
+            self._append(LiveSegment(live.segment, np.flatnonzero(~live.is_live)))
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def ids(self) -> Iterable[str]:
+        return self._places.keys()
+
+    def find(self, document_id: str) -> Place | None:
+        return self._places.get(document_id)
+
+    def segment(self, place: Place) -> Segment | None:
+        """The sealed segment it lies in, or None."""
+        return self.segments[place.segment].segment if place.segment < len(self.segments) else None
+
+    def key(self, place: Place) -> bytes:
+        return self._keys(place)[0]
+
+    def text_owner(self, text_key: bytes) -> str | None:
+        """The id of a document with that text. Needs `with_texts`."""
+        assert self._texts is not None
+        return self._texts.get(text_key)
+
+    def sources(self) -> Iterator[tuple[str, str]]:
+        """Id and source of the sealed documents that are there."""
+        for live in self.segments:
+            sources = live.segment.documents["source"].to_pylist()
+            yield from ((live.segment.ids[number], sources[number]) for number in live.live_documents())
+
+    def ids_of_source(self, source: str) -> list[str]:
+        """Ids of the sealed documents that came from `source`."""
+        found = []
+        for live in self.segments:
+            same = pc.equal(live.segment.documents["source"], source).to_numpy()
+            found += [live.segment.ids[number] for number in np.flatnonzero(same & live.is_live).tolist()]
+        return found
+
+    def add(self, document_id: str, key: bytes, text_key: bytes) -> None:
+        """A document was written to the segment that is being filled. An older one of its id must have been deleted."""
+        assert document_id not in self._places
+        self._places[document_id] = Place(len(self.segments), len(self._unsealed))
+        self._unsealed.append(_Unsealed(document_id, key, text_key))
+        self._note_text(text_key, document_id)
+        self.content.add(key)
+
+    def delete(self, document_id: str) -> None:
+        place = self._places.pop(document_id)
+        key, text_key = self._keys(place)
+        self.content.remove(key)
+        if self._texts is not None and self._texts.get(text_key) == document_id:
+            del self._texts[text_key]
+        if place.segment == len(self.segments):
+            self._unsealed_deleted.append(place.document)
+        else:
+            self.segments[place.segment].is_live[place.document] = False
+
+    def seal(self, segment: Segment) -> None:
+        """The segment that was being filled is complete."""
+        assert segment.record.num_documents == len(self._unsealed)
+        self.segments.append(LiveSegment(segment, np.array(self._unsealed_deleted, np.int64)))
+        self._unsealed, self._unsealed_deleted = [], []
+
+    def replace(self, merged: Sequence[int], by: Sequence[Segment]) -> None:
+        """The live documents of the segments `merged` are those of `by` now. Nothing may be unsealed."""
+        assert not self._unsealed
+        kept = [live for number, live in enumerate(self.segments) if number not in set(merged)]
+        self.segments, self._places = [], {}
+        for live in [*kept, *(LiveSegment(segment) for segment in by)]:
+            self._append(live)
+
+    def smaller_half(self) -> list[int]:
+        """The segments with the fewest passages, half of all."""
+        by_size = sorted(range(len(self.segments)), key=lambda number: self.segments[number].num_live_passages)
+        return sorted(by_size[: len(by_size) // 2])
+
+    def records(self) -> tuple[tuple[SegmentRecord, ...], dict[str, bytes]]:
+        """What the next generation says of each segment, and the files of their deleted documents by name.
+
+        Segments of which nothing is left are left out.
+        """
+        found = [_record(live) for live in self.segments if live.is_live.any()]
+        return tuple(record for record, _ in found), {record.deleted_name: raw for record, raw in found if raw}
+
+    def _append(self, live: LiveSegment) -> None:
+        position, ids = len(self.segments), live.segment.ids
+        numbers = live.live_documents()
+        self._places.update((ids[number], Place(position, number)) for number in numbers)
+        if self._texts is not None:
+            keys = live.segment.documents["text_key"].to_pylist()
+            for number in numbers:
+                self._note_text(keys[number], ids[number])
+        self.segments.append(live)
+
+    def _note_text(self, text_key: bytes, document_id: str) -> None:
+        if self._texts is not None:
+            self._texts.setdefault(text_key, document_id)
+
+    def _keys(self, place: Place) -> tuple[bytes, bytes]:
+        if place.segment == len(self.segments):
+            _, key, text_key = self._unsealed[place.document]
+            return key, text_key
+        table = self.segments[place.segment].segment.documents
+        return table["key"][place.document].as_py(), table["text_key"][place.document].as_py()
+
+
+def _record(live: LiveSegment) -> tuple[SegmentRecord, bytes]:
+    """The record, and the file of the deleted documents; empty if there are none."""
+    deleted = np.flatnonzero(~live.is_live).astype(np.int64)
+    raw = npy_bytes(deleted) if len(deleted) else b""
+    file = FileRecord(size_bytes=len(raw), sha256=hashlib.sha256(raw).hexdigest()) if raw else None
+    update = {"num_deleted": len(deleted), "num_live_passages": live.num_live_passages, "deleted": file}
+    return live.segment.record.model_copy(update=update), raw

@@ -1,0 +1,94 @@
+"""Which files an input means, and the names they go by. Opens none of them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from ragspec.errors import InputError
+
+SUFFIXES = frozenset(".txt .md .markdown .rst .html .htm .xhtml .pdf .docx .jsonl .csv .tsv".split())
+_KINDS = ", ".join(sorted(SUFFIXES))
+_MAGIC = frozenset("*?[")
+
+
+def find_files(inputs: Iterable[str | Path]) -> list[tuple[Path, str]]:
+    """Every file to read with the name it goes by, each once, under the name of the first input that means it.
+
+    An input is a file, a folder, or a pattern ("docs/**/*.md"). Folders are searched in a fixed order; hidden files, links to
+    folders and files of other kinds are left out. Below a folder or the fixed part of a pattern, the name is that folder's name
+    with the path inside it.
+    Raises: InputError for an input that does not exist, is of another kind, cannot be searched or holds no such file, and for
+    two files of one name.
+    """
+    names: dict[Path, str] = {}  # by real path, in the order found
+    found: dict[str, Path] = {}
+    for path, name in (pair for given in inputs for pair in _files_of(Path(given))):
+        real = path.resolve()
+        if real in names:
+            continue
+        if name in found:
+            raise InputError(f"{found[name]} and {path} would both be named {name!r}: give a folder above both")
+        names[real] = name
+        found[name] = path
+    return [(path, name) for name, path in found.items()]
+
+
+def _files_of(given: Path) -> list[tuple[Path, str]]:
+    try:
+        return _search(given)
+    except OSError as cause:
+        raise InputError(f"{given} cannot be searched: {cause.strerror}") from cause
+
+
+def _search(given: Path) -> list[tuple[Path, str]]:
+    if given.is_dir():
+        return _named(given, _walk(given), f"{given} holds no file to index ({_KINDS})")
+    if given.exists():
+        if given.suffix.lower() not in SUFFIXES:
+            raise InputError(f"{given} is of no kind that can be indexed ({_KINDS})")
+        if not given.is_file():  # Why: opening a named pipe waits for ever
+            raise InputError(f"{given} is not a plain file")
+        return [(given, given.name)]
+    fixed, pattern = _split(given)
+    if not pattern:
+        raise InputError(f"{given} does not exist")
+    return _named(fixed, _matches(fixed, pattern), f"{given} matches no file to index ({_KINDS})")
+
+
+def _split(given: Path) -> tuple[Path, str]:
+    """The part before the first wildcard, and the rest: ("docs", "**/*.md")."""
+    for number, part in enumerate(given.parts):
+        if _MAGIC & set(part):
+            return Path(*given.parts[:number]), str(Path(*given.parts[number:]))
+    return given, ""
+
+
+def _named(folder: Path, files: Iterable[Path], if_none: str) -> list[tuple[Path, str]]:
+    wanted = sorted(file for file in files if _is_wanted(file, folder))
+    if not wanted:
+        raise InputError(if_none)
+    lead = folder.resolve().name
+    return [(file, "/".join(filter(None, (lead, file.relative_to(folder).as_posix())))) for file in wanted]
+
+
+def _walk(folder: Path) -> Iterator[Path]:
+    def refuse(cause: OSError) -> None:  # Why: left alone, a folder without permission looks like an empty one
+        raise InputError(f"{cause.filename} cannot be searched: {cause.strerror}") from cause
+
+    for inside, folders, files in os.walk(folder, onerror=refuse):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        yield from (Path(inside) / name for name in files)
+
+
+def _matches(fixed: Path, pattern: str) -> Iterator[Path]:
+    try:
+        yield from fixed.glob(pattern)
+    except (ValueError, NotImplementedError) as cause:
+        raise InputError(f"{fixed / pattern} is no pattern: {cause}") from cause
+
+
+def _is_wanted(file: Path, folder: Path) -> bool:
+    hidden = any(part.startswith(".") for part in file.relative_to(folder).parts)
+    return not hidden and file.suffix.lower() in SUFFIXES and file.is_file()

@@ -1,0 +1,223 @@
+"""Web pages: what a reader sees of them, as blocks of text, items of lists and rows of tables.
+
+Why no tree: where paragraphs are not closed, as in old pages, each stands in the one before, and building a tree of them takes
+time that grows with the square of their number. Encodings are found by Beautiful Soup.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Mapping
+from html.parser import HTMLParser
+from pathlib import Path
+
+from bs4.dammit import EncodingDetector, UnicodeDammit
+
+from ragspec.errors import InputError
+from ragspec.retrieval.reading.text import Composer, Readable, check_size, first_title, quiet
+
+_HEADINGS = {f"h{level}": level for level in range(1, 7)}
+_CELLS = frozenset({"td", "th"})
+_BLOCKS = frozenset(
+    "address article aside blockquote body caption center dd details div dl dt fieldset figcaption figure footer form header hr "
+    "html legend li main menu ol p pre section summary table tbody tfoot thead tr ul".split()
+).union(_HEADINGS, _CELLS)
+_EMPTY = frozenset("area base br col embed hr img input link meta param source track wbr".split())
+_UNSEEN = frozenset(
+    "audio button canvas datalist iframe nav noscript object script select style svg template textarea title video".split()
+)
+_INVISIBLE = re.compile(r"display\s*:\s*none|visibility\s*:\s*hidden", re.IGNORECASE)
+_SPACE = re.compile(r"\s+")
+
+_ENDED_BY = {
+    "li": frozenset({"li"}),
+    **dict.fromkeys(("dt", "dd"), frozenset({"dt", "dd"})),
+    **dict.fromkeys(_CELLS, _CELLS),
+    "tr": frozenset({"tr"}),
+    **dict.fromkeys(("thead", "tbody", "tfoot"), frozenset({"thead", "tbody", "tfoot"})),
+}
+"""What need not be closed before a tag; every block ends an open paragraph."""
+
+_KEEPS_OPEN = frozenset({"ul", "ol", "menu", "dl", "table"})
+"""A list or table inside an item or cell does not end it."""
+
+_NEAREST = 100
+"""Open tags that are searched for one to end."""
+
+
+def read(path: Path) -> Readable:
+    check_size(path)
+    page = _Page()
+    with quiet("bs4"):
+        page.feed(_tame(_decoded(path)))
+    return page.finished()
+
+
+def _decoded(path: Path) -> str:
+    """By the byte order mark, what the page says itself, UTF-8, or a guess, whichever fits first."""
+    raw = path.read_bytes()
+    declared = EncodingDetector.find_declared_encoding(raw, is_html=True)
+    markup = UnicodeDammit(raw, user_encodings=[*filter(None, [declared]), "utf-8"], is_html=True).unicode_markup
+    if markup is None:
+        raise InputError(f"{path} is text of no known encoding")
+    return markup
+
+
+def _tame(markup: str) -> str:
+    """The page without comments and without tags that never end: for each of those the parser searches all that follows."""
+    parts: list[str] = []
+    at = 0
+    while (start := markup.find("<!--", at)) >= 0 and (end := markup.find("-->", start + 2)) >= 0:
+        parts.append(markup[at:start])
+        at = end + 3
+    markup = "".join(parts) + markup[at:].replace("<!--", "")
+    last = markup.rfind(">") + 1
+    return markup[:last] + markup[last:].replace("<", "&lt;")
+
+
+class _Page(HTMLParser):
+    """Collects text between the borders of blocks."""
+
+    def __init__(self) -> None:
+        super().__init__(convert_charrefs=True)
+        self._composer = Composer()
+        self._open: list[str] = []  # tags, outermost first
+        self._num_open: Counter[str] = Counter()
+        self._hidden_depth = 0  # number of tags that were open when the unseen one was; 0: everything is seen
+        self._title: list[str] = []
+        self._line: list[str] = []  # text since the last border
+        self._lead, self._gap = "", "\n\n"  # what marks the next block, and what stands before it
+        self._row: list[str] | None = None  # the finished cells of an open row, in a table of data
+        self._is_layout: list[bool] = []  # for each open table
+        self._items: list[int] = []  # for each open list: items so far, -1 if they are not numbered
+
+    def finished(self) -> Readable:
+        self.close()
+        self._close_to(0)
+        self._border()
+        found = self._composer.readable("".join(self._title))
+        return found if found.title else found._replace(title=first_title(found.headings))
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self._end_before(tag)
+        if tag not in _EMPTY:
+            self._open.append(tag)
+            self._num_open[tag] += 1
+        if self._hidden_depth:
+            return
+        if _is_unseen(tag, dict(attrs)):
+            self._hidden_depth = 0 if tag in _EMPTY else len(self._open)
+        elif tag == "br":
+            self._line.append("\n")
+        else:
+            self._enter(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        if self._num_open[tag]:
+            depth = len(self._open) - 1
+            while self._open[depth] != tag:
+                depth -= 1
+            self._close_to(depth)
+
+    def handle_data(self, data: str) -> None:
+        if not self._hidden_depth:
+            self._line.append(data if self._num_open["pre"] else _SPACE.sub(" ", data))
+        elif self._open[-1] == "title" and not self._num_open["svg"]:
+            self._title.append(data)
+
+    def _end_before(self, tag: str) -> None:
+        """Close what the opening `tag` ends."""
+        ended = _ENDED_BY.get(tag, frozenset())
+        if tag in _BLOCKS and self._num_open["p"]:
+            ended |= {"p"}
+        depth = len(self._open)
+        outermost = depth
+        for name in reversed(self._open[-_NEAREST:] if ended else ()):
+            depth -= 1
+            if name in ended:
+                outermost = depth
+            elif name in _KEEPS_OPEN:
+                break
+        self._close_to(outermost)
+
+    def _close_to(self, depth: int) -> None:
+        while len(self._open) > depth:
+            if not self._hidden_depth:
+                self._leave(self._open[-1])
+            elif len(self._open) == self._hidden_depth:
+                self._hidden_depth = 0
+            self._num_open[self._open.pop()] -= 1
+
+    def _enter(self, tag: str) -> None:
+        if tag in _HEADINGS or tag == "table":
+            self._give_up_row()
+        if tag in _BLOCKS:
+            self._border()
+        if tag == "table":
+            self._is_layout.append(False)
+        elif tag == "tr" and self._is_layout and not self._is_layout[-1]:
+            self._row = []
+        elif tag in ("ol", "ul"):
+            self._items.append(0 if tag == "ol" else -1)
+        elif tag == "li" and self._row is None:
+            self._begin_item()
+
+    def _leave(self, tag: str) -> None:
+        if tag in _CELLS and self._row is not None:
+            self._row.append(" ".join("".join(self._line).split()))
+            self._line.clear()
+        elif tag == "tr" and self._row is not None:
+            self._end_row(self._row)
+        elif tag in _BLOCKS:
+            self._border(_HEADINGS.get(tag, 0), verbatim=tag == "pre")
+        if tag == "table":
+            self._is_layout.pop()
+            self._gap = "\n\n"
+        elif tag in ("ol", "ul"):
+            self._items.pop()
+
+    def _begin_item(self) -> None:
+        is_numbered = bool(self._items) and self._items[-1] >= 0
+        if is_numbered:
+            self._items[-1] += 1
+        self._lead, self._gap = f"{self._items[-1]}. " if is_numbered else "- ", "\n"
+
+    def _end_row(self, cells: list[str]) -> None:
+        self._row = None
+        self._line.clear()
+        if any(cells):
+            self._composer.add(f"| {' | '.join(cells)} |", gap=self._gap)
+            self._gap = "\n"
+
+    def _give_up_row(self) -> None:
+        """A table around titles or tables puts things beside each other; it holds no data."""
+        if self._row is not None:
+            cells, self._row = self._row, None
+            self._is_layout[-1] = True
+            for cell in cells:
+                self._composer.add(cell)
+
+    def _border(self, level: int = 0, verbatim: bool = False) -> None:
+        """The line so far becomes a block; inside a row of data, a space."""
+        if self._row is not None:
+            self._line.append(" ")
+            return
+        text = "".join(self._line)
+        self._line.clear()
+        lines = [text.strip("\n")] if verbatim else [" ".join(line.split()) for line in text.split("\n")]
+        block = "\n".join(filter(None, lines))
+        if block.strip():
+            self._composer.add(self._lead + block, level, self._gap)
+            self._lead, self._gap = "", "\n\n"
+
+
+def _is_unseen(tag: str, attributes: Mapping[str, str | None]) -> bool:
+    return (
+        tag in _UNSEEN
+        or "hidden" in attributes
+        or attributes.get("aria-hidden") == "true"
+        or attributes.get("role") == "navigation"
+        or "headerlink" in (attributes.get("class") or "").split()
+        or bool(_INVISIBLE.search(attributes.get("style") or ""))
+    )

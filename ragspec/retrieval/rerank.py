@@ -1,0 +1,125 @@
+"""A cross-encoder reads query and passage together; its scores order what search has found.
+
+A pair's score is bitwise the same whatever other pairs are scored beside it; see `ragspec.retrieval.row_invariant`.
+
+    >>> Reranker.load(RerankerConfig(model="cross-encoder/ms-marco-MiniLM-L6-v2")).scores("When did it rain?", texts)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from pydantic import Field
+
+from ragspec.config import Part
+from ragspec.errors import ConfigError, ModelError
+from ragspec.numerics.threads import compute_apart, num_processors
+from ragspec.retrieval.row_invariant import RowInvariant, TokenIds, loading, weights_fingerprint
+
+_NO_PART_OF_IT = {"_name_or_path", "transformers_version", "dtype", "torch_dtype"}
+
+
+class RerankerConfig(Part):
+    """`model`: path or name of a sentence-transformers cross-encoder with one label; empty: nothing is reranked."""
+
+    model: str = ""
+    max_tokens: int = Field(512, ge=8)
+    batch_size: int = Field(32, ge=1)
+
+
+@dataclass(frozen=True, slots=True)
+class RerankerIdentity:
+    """Equal identities give equal scores."""
+
+    id: str
+    fingerprint: str
+
+
+class Reranker(RowInvariant):
+    """A sequence classifier with one label behind `scores`. Safe to call from several threads."""
+
+    def __init__(self, model: Any, tokenizer: Any, config: RerankerConfig) -> None:
+        """Take over `model` (of transformers): its linear layers are packed in place."""
+        max_tokens = min(config.max_tokens, _positions(model, tokenizer))
+        settings = {
+            "max_tokens": max_tokens,
+            "config": {k: v for k, v in model.config.to_diff_dict().items() if k not in _NO_PART_OF_IT},
+            "architecture": type(model).__name__,
+            "vocabulary": sorted(tokenizer.get_vocab().items()),
+        }
+        self._identity = RerankerIdentity(config.model, weights_fingerprint(model, settings))
+        super().__init__(model, tokenizer, max_tokens, config.batch_size)
+
+    @classmethod
+    def load(cls, config: RerankerConfig) -> Reranker:
+        """Raises: ModelError if weights are missing or a pair gets other than one score; ConfigError if no model is named."""
+        path = config.model
+        if not path:
+            raise ConfigError("no reranker is configured: its model is empty")
+        with loading(f"{path} cannot be loaded as a reranker"):
+            from transformers import AutoModelForSequenceClassification, AutoTokenizer  # Why: seconds of imports
+
+            is_local = Path(path).exists()
+            tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=is_local)
+            model, report = compute_apart(
+                lambda: AutoModelForSequenceClassification.from_pretrained(
+                    path, local_files_only=is_local, dtype=torch.float32, output_loading_info=True
+                ),
+                num_processors(),
+            )
+            if absent := sorted(report["missing_keys"]):
+                raise ModelError(
+                    f"{path} is no reranker: it lacks {len(absent)} of the classifier's tensors, the first is {absent[0]}"
+                )
+            if model.config.num_labels != 1:
+                raise ModelError(f"{path} gives a pair {model.config.num_labels} scores; a reranker gives one")
+            return cls(model, tokenizer, config)
+
+    @property
+    def identity(self) -> RerankerIdentity:
+        return self._identity
+
+    def scores(self, query: str, texts: Sequence[str]) -> NDArray[np.float64]:
+        """How well each text answers the query, in order: the model's logit, any real number, higher is better.
+
+        Where a pair exceeds `max_tokens`, the longer of query and text is cut first.
+        Shapes: returns [len(texts)].
+        Raises: ModelError if a score is not finite.
+        """
+        scores = np.empty(len(texts), np.float64)
+        if not texts:
+            return scores
+        encoded = self._tokenized([query] * len(texts), texts)
+        token_ids, type_ids = encoded["input_ids"], encoded.get("token_type_ids")
+
+        def compute(rows: list[int]) -> None:
+            types = [type_ids[row] for row in rows] if type_ids else None
+            scores[rows] = self._forward([token_ids[row] for row in rows], types)
+
+        self._each_batch(token_ids, compute)
+        if not np.isfinite(scores).all():
+            raise ModelError(f"{self.identity.id} gave a score that is not a finite number")
+        return scores
+
+    def _forward(self, token_ids: TokenIds, type_ids: TokenIds | None = None) -> NDArray[np.float32]:
+        """Shapes: two [B, T] without padding -> [B]."""
+        with torch.inference_mode():
+            logits: NDArray[np.float32] = self._model(**self._features(token_ids, type_ids)).logits[:, 0].numpy()
+        return logits
+
+
+def _positions(model: Any, tokenizer: Any) -> int:
+    """Tokens that the model has positions for; RoBERTa and its kind begin to count after their padding token's number."""
+    reserved = [
+        module.padding_idx + 1
+        for name, module in model.named_modules()
+        if name.endswith("position_embeddings") and getattr(module, "padding_idx", None) is not None
+    ]
+    positions = getattr(model.config, "max_position_embeddings", None) or tokenizer.model_max_length
+    return int(min(positions - max(reserved, default=0), tokenizer.model_max_length))

@@ -1,0 +1,151 @@
+"""What encoder and reranker share: a text's result is bitwise the same whatever else is in the batch.
+
+Linear layers are packed (row-invariant) and only texts of equal token length share a forward, so nothing is ever padded. Where
+a start-up self-test finds that batching changes a bit, texts go through the model one at a time.
+
+    class Encoder(RowInvariant): ...    # adds `_forward`, and what goes in and comes out
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from ragspec.errors import ModelError, RagspecError
+from ragspec.numerics.linear import pack_linears, packing_available
+from ragspec.numerics.threads import ThreadChoice, compute_apart, num_processors
+
+TokenIds = Sequence[Sequence[int]]
+
+_MAX_FORWARD_TOKENS = 1024
+"""Rows of one forward; measured: larger batches leave the cache and get slower, smaller ones waste calls on short texts."""
+
+_MAX_CHARS_PER_TOKEN = 64
+_SELF_TEST_LENGTHS = (3, 17, 129)
+_SELF_TEST_TEXTS = 8
+
+
+class RowInvariant(ABC):
+    """A model over token ids. Safe to call from several threads: one computes, the others wait."""
+
+    def __init__(self, model: Any, tokenizer: Any, max_tokens: int, batch_size: int) -> None:
+        """Take over `model`: its linear layers are packed in place, so whoever wants its weights reads them before."""
+        self._model = model.eval()
+        self._tokenizer = tokenizer
+        self._max_tokens = max_tokens
+        self._lock = threading.Lock()
+        self._tokenizing = threading.Lock()  # Why: whether to cut is a state of the tokenizer
+        self.max_batch_size = batch_size
+        most_threads = num_processors()
+        if packing_available():
+            compute_apart(lambda: pack_linears(model), most_threads)
+        if not all(compute_apart(self.self_test, n) for n in {1, most_threads}):
+            self.max_batch_size = 1
+        probe = [[number % len(tokenizer) for number in range(2, 34)]]
+        alone, beside = (compute_apart(lambda: self._forward(probe), n) for n in (1, most_threads))
+        self._threads = ThreadChoice(most_threads if np.array_equal(alone, beside) else 1)
+
+    @property
+    def max_tokens(self) -> int:
+        """What the model reads of a text; special tokens included."""
+        return self._max_tokens
+
+    @abstractmethod
+    def _forward(self, token_ids: TokenIds) -> NDArray[np.float32]:
+        """One row per text. Shapes: token_ids [B, T] without padding -> [B, ...]."""
+
+    def self_test(self) -> bool:
+        """Whether every text's result is bitwise the same alone and in larger batches."""
+        generator = torch.Generator().manual_seed(0)
+        for length in _SELF_TEST_LENGTHS:
+            if length > self._max_tokens:
+                break
+            token_ids = torch.randint(len(self._tokenizer), (_SELF_TEST_TEXTS, length), generator=generator).tolist()
+            whole = self._forward(token_ids)
+            alone = np.concatenate([self._forward([ids]) for ids in token_ids[:3]])
+            pair = self._forward(token_ids[1:3])
+            if not (np.array_equal(alone, whole[:3]) and np.array_equal(pair, whole[1:3])):
+                return False
+        return True
+
+    def _tokenized(self, *texts: Sequence[str]) -> Mapping[str, list[list[int]]]:
+        """The tokenizer's output for texts, or for pairs given as two lists; cut to `max_tokens`, the longer text first."""
+        most_chars = self._max_tokens * _MAX_CHARS_PER_TOKEN  # Why: a megabyte takes seconds to tokenise
+        cut = [[text[:most_chars] for text in column] for column in texts]
+        with self._tokenizing:
+            encoded: Mapping[str, list[list[int]]] = self._tokenizer(*cut, truncation=True, max_length=self._max_tokens)
+        return encoded
+
+    def _features(self, token_ids: TokenIds, type_ids: TokenIds | None = None) -> dict[str, Tensor]:
+        """What the model takes. Shapes: two [B, T]; no `type_ids` means zeros."""
+        ids = torch.tensor(token_ids)  # [B, T]
+        features = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+        if "token_type_ids" in self._tokenizer.model_input_names:
+            features["token_type_ids"] = torch.zeros_like(ids) if type_ids is None else torch.tensor(type_ids)
+        return features
+
+    def _each_batch(self, token_ids: TokenIds, compute: Callable[[list[int]], None]) -> None:
+        """Call `compute` with the numbers of texts that may share a forward, until every text had its turn."""
+        threads = self._threads if len(token_ids) > 1 else ThreadChoice(1)  # Why: starting workers for one costs more
+
+        def run() -> None:
+            for rows in self._batches(token_ids):
+                begin = time.perf_counter()
+                threads.begin()
+                compute(rows)
+                threads.end(len(rows) * len(token_ids[rows[0]]), time.perf_counter() - begin)
+
+        with self._lock:
+            compute_apart(run, 1)
+
+    def _batches(self, token_ids: TokenIds) -> Iterator[list[int]]:
+        """Row numbers that share a forward: equal token length, at most `_MAX_FORWARD_TOKENS` tokens together."""
+        by_length: dict[int, list[int]] = {}
+        for row, ids in enumerate(token_ids):
+            by_length.setdefault(len(ids), []).append(row)
+        for length, rows in sorted(by_length.items()):
+            size = max(1, min(self.max_batch_size, _MAX_FORWARD_TOKENS // length))
+            for first in range(0, len(rows), size):
+                yield rows[first : first + size]
+
+
+def weights_fingerprint(model: nn.Module, settings: Mapping[str, Any]) -> str:
+    """SHA-256 of settings and weights; of the model before its layers are packed."""
+    digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode())
+    for name, tensor in sorted(model.state_dict().items()):
+        digest.update(f"{name} {tuple(tensor.shape)}".encode())
+        digest.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+@contextmanager
+def loading(what: str) -> Iterator[None]:
+    """No progress bar of transformers while a model loads; the setting is put back afterwards.
+
+    Raises: ModelError, naming `what`, for whatever the libraries raise.
+    """
+    from transformers.utils import logging  # Why: seconds of imports, only when a model is wanted
+
+    were_on = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    except RagspecError:
+        raise
+    except Exception as cause:  # safetensors, tokenizers and pickle raise classes of their own
+        first_line = (str(cause).strip().splitlines() or [type(cause).__name__])[0]
+        raise ModelError(f"{what}: {first_line}") from cause
+    finally:
+        if were_on:
+            logging.enable_progress_bar()

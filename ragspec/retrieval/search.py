@@ -1,0 +1,203 @@
+"""One generation searched: by meaning, by words, under a scope, in one canonical order.
+
+A shard is some of the segments. Every segment is searched the same way wherever it lies, and results are merged by
+(-score, document id, ordinal), so one shard with all segments and many shards with one each give the same hits and scores.
+
+    >>> Shard(store.segments).dense(queries, k=10, scope=Scope(tenant="alice"))
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import reduce
+from typing import Literal, NamedTuple, Protocol
+
+import numpy as np
+
+from ragspec.core import Passage
+from ragspec.errors import ConfigError
+from ragspec.retrieval.dense import DenseIndex, Mask, Scored, best_of
+from ragspec.retrieval.encoder import FloatArray
+from ragspec.retrieval.filters import Filter
+from ragspec.retrieval.gpu import num_gpus
+from ragspec.retrieval.sparse import SparseQuery, TermStatistics
+from ragspec.retrieval.store import LiveSegment
+
+_SCOPES_KEPT = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Scope:
+    """What a search may see: documents of `tenant` and those of nobody in particular, and of them what `filter` lets through."""
+
+    tenant: str = ""
+    filter: Filter | None = None
+
+
+class Hit(NamedTuple):
+    """A passage found. Hits compare by rank: the best is the smallest."""
+
+    negative_score: float
+    document_id: str
+    ordinal: int
+    segment: str
+    row: int
+
+    @property
+    def score(self) -> float:
+        return -self.negative_score
+
+    @property
+    def passage(self) -> tuple[str, int]:
+        """What names the passage in any generation."""
+        return self.document_id, self.ordinal
+
+
+class ShardLike(Protocol):
+    """Some segments of one generation: a `Shard`, several of them, or the handle of one elsewhere."""
+
+    @property
+    def segment_names(self) -> frozenset[str]: ...
+
+    def dense(self, queries: FloatArray, k: int, scope: Scope) -> list[list[Hit]]:
+        """The nearest passages of each query, best first. Shapes: queries [B, E] float32, L2-normalised."""
+        ...
+
+    def statistics(self, terms: Sequence[str], tenant: str) -> TermStatistics:
+        """Counts of what the tenant may read; a filter does not change them."""
+        ...
+
+    def sparse(self, queries: Sequence[SparseQuery], k: int, scope: Scope) -> list[list[Hit]]:
+        """The passages that hold a query's words, best first by BM25."""
+        ...
+
+    def passages(self, hits: Sequence[Hit]) -> list[Passage]: ...
+
+
+class SegmentSearch:
+    """One segment under every scope."""
+
+    def __init__(self, live: LiveSegment, on_gpu: bool) -> None:
+        self._segment = live.segment
+        self._on_gpu = on_gpu
+        self._live_rows = None if live.is_live.all() else live.live_rows()
+        self._masks: dict[Scope, Mask | None] = {}
+
+    def dense(self, queries: FloatArray, k: int, scope: Scope) -> list[list[Hit]]:
+        return [self._hits(scored, k) for scored in self._nearest.search(queries, k, self._allowed(scope))]
+
+    def statistics(self, terms: Sequence[str], tenant: str) -> TermStatistics:
+        return self._segment.postings.statistics(terms, self._allowed(Scope(tenant)))
+
+    def sparse(self, queries: Sequence[SparseQuery], k: int, scope: Scope) -> list[list[Hit]]:
+        allowed = self._allowed(scope)
+        return [self._hits(best_of(Scored(*self._segment.postings.scores(q, allowed)), k), k) for q in queries]
+
+    def load(self) -> None:
+        """Make ready what the first search would otherwise wait for. Raises: StoreCorrupt."""
+        _ = self._nearest, self._segment.ids, self._segment.owners
+
+    def passage(self, hit: Hit) -> Passage:
+        return self._segment.passage(hit.row, hit.score)
+
+    @property
+    def _nearest(self) -> DenseIndex:
+        return self._segment.nearest_on_gpu if self._on_gpu else self._segment.nearest
+
+    def _hits(self, scored: Scored, k: int) -> list[Hit]:
+        name, key = self._segment.name, self._segment.passage_key
+        pairs = zip(scored.scores.tolist(), scored.rows.tolist(), strict=True)
+        return heapq.nsmallest(k, (Hit(-score, *key(row), name, row) for score, row in pairs))
+
+    def _allowed(self, scope: Scope) -> Mask | None:
+        """Rows that may be found; None: all. Shapes: [K]."""
+        try:
+            return self._masks[scope]
+        except KeyError:
+            mask = self._mask(scope)
+        for old in list(self._masks)[: -_SCOPES_KEPT + 1]:
+            self._masks.pop(old, None)
+        self._masks[scope] = mask
+        return mask
+
+    def _mask(self, scope: Scope) -> Mask | None:
+        codes, owners = self._segment.owners
+        seen = np.array([owner in ("", scope.tenant) for owner in owners], dtype=bool)[codes]  # of each document
+        if scope.filter is not None:
+            seen &= self._segment.columns.matches(scope.filter)
+        rows: Mask = seen[self._segment.document_of]
+        if self._live_rows is not None:
+            rows &= self._live_rows
+        return None if rows.all() else rows
+
+
+class Shard:
+    """Some segments of one generation, in this process. Safe to call from several threads."""
+
+    def __init__(self, segments: Iterable[LiveSegment], device: Literal["auto", "cpu", "gpu"] = "cpu") -> None:
+        """Raises: ConfigError if there is no `gpu`; "auto" takes one if there is."""
+        on_gpu = device != "cpu" and num_gpus() > 0
+        if device == "gpu" and not on_gpu:
+            raise ConfigError("retriever.device is gpu, but FAISS finds none: it needs ragspec[gpu] and a CUDA device")
+        self._segments = {live.segment.name: SegmentSearch(live, on_gpu) for live in segments}
+
+    @property
+    def segment_names(self) -> frozenset[str]:
+        return frozenset(self._segments)
+
+    def load(self) -> None:
+        """Make ready what the first search would otherwise wait for. Raises: StoreCorrupt."""
+        for each in self._segments.values():
+            each.load()
+
+    def dense(self, queries: FloatArray, k: int, scope: Scope) -> list[list[Hit]]:
+        return merged((each.dense(queries, k, scope) for each in self._segments.values()), len(queries), k)
+
+    def statistics(self, terms: Sequence[str], tenant: str) -> TermStatistics:
+        return total(each.statistics(terms, tenant) for each in self._segments.values())
+
+    def sparse(self, queries: Sequence[SparseQuery], k: int, scope: Scope) -> list[list[Hit]]:
+        return merged((each.sparse(queries, k, scope) for each in self._segments.values()), len(queries), k)
+
+    def passages(self, hits: Sequence[Hit]) -> list[Passage]:
+        return [self._segments[hit.segment].passage(hit) for hit in hits]
+
+
+class Shards:
+    """Several shards as one."""
+
+    def __init__(self, shards: Sequence[ShardLike]) -> None:
+        self._shards = list(shards)
+
+    @property
+    def segment_names(self) -> frozenset[str]:
+        return frozenset(name for shard in self._shards for name in shard.segment_names)
+
+    def dense(self, queries: FloatArray, k: int, scope: Scope) -> list[list[Hit]]:
+        return merged((shard.dense(queries, k, scope) for shard in self._shards), len(queries), k)
+
+    def statistics(self, terms: Sequence[str], tenant: str) -> TermStatistics:
+        return total(shard.statistics(terms, tenant) for shard in self._shards)
+
+    def sparse(self, queries: Sequence[SparseQuery], k: int, scope: Scope) -> list[list[Hit]]:
+        return merged((shard.sparse(queries, k, scope) for shard in self._shards), len(queries), k)
+
+    def passages(self, hits: Sequence[Hit]) -> list[Passage]:
+        found: dict[Hit, Passage] = {}
+        for shard in self._shards:
+            own = [hit for hit in hits if hit.segment in shard.segment_names]
+            found.update(zip(own, shard.passages(own), strict=True))
+        return [found[hit] for hit in hits]
+
+
+def merged(found: Iterable[list[list[Hit]]], num_queries: int, k: int) -> list[list[Hit]]:
+    """The best `k` of each query over several shards or segments."""
+    parts = list(found)
+    return [heapq.nsmallest(k, (hit for part in parts for hit in part[number])) for number in range(num_queries)]
+
+
+def total(parts: Iterable[TermStatistics]) -> TermStatistics:
+    """The statistics of several shards or segments together."""
+    return reduce(lambda a, b: a + b, parts, TermStatistics())

@@ -1,0 +1,189 @@
+"""Files into an index by the job: new, again, changed, gone, unreadable, twice."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from letter_encoder import LetterEncoder
+from typer.testing import CliRunner
+
+import pipelines.build_index as build_index_job
+from ragspec.config import EncoderConfig
+from ragspec.core import Document
+from ragspec.errors import SaveError
+from ragspec.retrieval.encoder import Encoder
+from ragspec.retrieval.retriever import Retriever
+from ragspec.retrieval.store import Store
+from ragspec.retrieval.writer import IndexWriter
+
+
+class Ended(NamedTuple):
+    code: int
+    err: str
+    summary: dict[str, Any]
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Ended]:
+    """One run of the job over `tmp_path/docs` with a cheap encoder."""
+    monkeypatch.setattr(build_index_job.Encoder, "load", lambda _: LetterEncoder())
+
+    def call(*arguments: object) -> Ended:
+        given = [str(tmp_path / "docs"), "--index", str(tmp_path / "index"), *map(str, arguments)]
+        done = CliRunner().invoke(build_index_job.app, given)
+        assert "Traceback" not in done.stderr and (done.exception is None or isinstance(done.exception, SystemExit))
+        return Ended(done.exit_code, done.stderr, json.loads(done.stdout.splitlines()[-1]) if done.stdout else {})
+
+    return call
+
+
+@pytest.fixture
+def docs(tmp_path: Path) -> Path:
+    folder = tmp_path / "docs"
+    (folder / "sub").mkdir(parents=True)
+    (folder / "a.txt").write_text("The Danube flows into the Black Sea.")
+    (folder / "sub" / "b.md").write_text("# Kings\n\nCharlemagne was crowned in 800.")
+    rows = [{"id": "r1", "text": "Roots take up water.", "year": 1900}, {"id": "r2", "text": "Leaves are green."}]
+    (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    return folder
+
+
+def documents(tmp_path: Path) -> dict[str, Document]:
+    return {document.id: document for document in Store.open(tmp_path / "index").documents()}
+
+
+def counts(summary: dict[str, Any]) -> tuple[int, ...]:
+    return tuple(summary[name] for name in ("added", "updated", "unchanged", "duplicate", "deleted"))
+
+
+def test_a_second_run_does_only_what_is_new(run: Callable[..., Ended], docs: Path, tmp_path: Path) -> None:
+    """An hour of encoding again because one file changed."""
+    first = run()
+    assert first.code == 0 and counts(first.summary) == (4, 0, 0, 0, 0)
+    assert (first.summary["documents"], first.summary["files"], first.summary["dimension"]) == (4, 3, 16)
+    assert {d.source for d in documents(tmp_path).values()} == {"docs/a.txt", "docs/sub/b.md", "docs/rows.jsonl"}
+    assert documents(tmp_path)["r1"].metadata == {"year": 1900}
+    again = run()
+    assert counts(again.summary) == (0, 0, 4, 0, 0) and again.summary["generation"] == first.summary["generation"]
+    (docs / "a.txt").write_text("The Danube is long.")
+    (docs / "new.txt").write_text("New.")
+    third = run()
+    assert counts(third.summary) == (1, 1, 3, 0, 0) and third.summary["encoded"] == 2
+
+
+def test_what_is_gone_is_deleted_when_asked_for(run: Callable[..., Ended], docs: Path, tmp_path: Path) -> None:
+    """Deleted files, and rows that left their file, that go on being quoted; or other inputs' documents deleted with them."""
+    with IndexWriter(tmp_path / "index", LetterEncoder()) as writer:
+        writer.upsert(Document("other", "Of another input.", source="elsewhere/x.txt"))
+        writer.commit()
+    run()
+    (docs / "a.txt").unlink()
+    (docs / "sub" / "b.md").write_bytes(b"caf\xe9")
+    (docs / "rows.jsonl").write_text('{"id": "r2", "text": "Leaves are green."}')
+    assert counts(run().summary)[4] == 0
+    ended = run("--remove-missing")
+    assert ended.code == 0 and counts(ended.summary) == (0, 0, 1, 0, 2)
+    assert sorted(documents(tmp_path)) == ["docs/sub/b.md", "other", "r2"]  # b.md cannot be read: what it held stays
+
+
+def test_a_duplicate_outlives_the_file_it_was_a_copy_of(run: Callable[..., Ended], docs: Path, tmp_path: Path) -> None:
+    """A text that is in two files, and in the index no more when the first of them is deleted."""
+    (docs / "z.txt").write_text((docs / "a.txt").read_text())
+    ended = run()
+    assert counts(ended.summary) == (4, 0, 0, 1, 0) and "duplicate: docs/z.txt" in ended.err
+    (docs / "a.txt").unlink()
+    assert counts(run("--remove-missing").summary) == (1, 0, 3, 0, 1)
+    assert "docs/z.txt" in documents(tmp_path) and "docs/a.txt" not in documents(tmp_path)
+    (docs / "y.txt").write_text((docs / "z.txt").read_text())
+    assert counts(run("--keep-duplicates").summary)[0] == 1
+
+
+def test_unreadable_files_are_named_and_left_out_whole(run: Callable[..., Ended], docs: Path, tmp_path: Path) -> None:
+    """One bad file that ends the job; half of a file in the index; an exit code that says nothing."""
+    (docs / "bad.pdf").write_bytes(b"%PDF-1.7 and then nothing")
+    (docs / "half.jsonl").write_text('{"id": "h1", "text": "Good."}\n{oops\n')
+    (docs / "twice.jsonl").write_text('{"id": "r1", "text": "The id of a row of another file."}')
+    ended = run()
+    assert ended.code == 0 and ended.summary["skipped"] == ["docs/bad.pdf", "docs/half.jsonl", "docs/twice.jsonl"]
+    assert all(word in ended.err for word in ("bad.pdf", "half.jsonl, line 2", "the id 'r1' is that of a document in"))
+    assert len(documents(tmp_path)) == 4
+    assert run("--strict").code == 1
+
+
+def test_a_dry_run_changes_nothing_and_tells_the_truth(
+    run: Callable[..., Ended], docs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rehearsal that writes, or that counts other things than the performance."""
+    monkeypatch.setattr(LetterEncoder, "encode", lambda *_: pytest.fail("encoded"))
+    rehearsed = run("--dry-run")
+    monkeypatch.undo()
+    monkeypatch.setattr(build_index_job.Encoder, "load", lambda _: LetterEncoder())
+    assert not (tmp_path / "index" / "CURRENT").exists()
+    done = run()
+    assert counts(rehearsed.summary) == counts(done.summary) and rehearsed.summary["encoded"] == done.summary["encoded"]
+    before = (tmp_path / "index" / "CURRENT").read_text()
+    (docs / "a.txt").unlink()
+    assert counts(run("--dry-run", "--remove-missing").summary) == (0, 0, 3, 0, 1)
+    assert (tmp_path / "index" / "CURRENT").read_text() == before
+
+
+def test_a_killed_run_goes_on_where_it_stopped(
+    run: Callable[..., Ended], docs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing of an hour's work left after a kill in its last minute."""
+    monkeypatch.setattr(build_index_job, "_PASSAGES_PER_COMMIT", 1)
+    monkeypatch.setattr(build_index_job, "PASSAGES_PER_ENCODE", 1)
+    real = IndexWriter.upsert
+
+    def stop(self: IndexWriter, document: Document) -> Any:
+        if document.id == "r2":
+            raise SaveError("as if killed")
+        return real(self, document)
+
+    monkeypatch.setattr(IndexWriter, "upsert", stop)
+    assert run().code == 1
+    monkeypatch.setattr(IndexWriter, "upsert", real)
+    ended = run()
+    assert ended.code == 0 and counts(ended.summary) == (2, 0, 2, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (["--max-chars", "3"], "index.chunking.max_chars"),
+        (["--dense", "annoy"], "index.dense.kind"),
+        (["--language", "klingon"], "index.words.language"),
+        (["none-such.txt"], "does not exist"),
+    ],
+)
+def test_wrong_calls_are_one_line(run: Callable[..., Ended], docs: Path, arguments: list[str], reason: str) -> None:
+    """A traceback is not an error message."""
+    ended = run(*arguments)
+    assert ended.code == 1 and reason in ended.err.splitlines()[-1] and not ended.summary
+
+
+def test_settings_of_an_index_are_kept_unless_asked_otherwise(run: Callable[..., Ended], docs: Path) -> None:
+    """A second run without the options of the first that refuses, or mixes two kinds of passages."""
+    assert run("--max-chars", 50, "--owner", "ann").code == 0
+    assert counts(run("--owner", "ann").summary) == (0, 0, 4, 0, 0)
+    assert counts(run().summary) == (0, 4, 0, 0, 0)  # now they belong to nobody in particular
+    ended = run("--max-chars", 60)
+    assert ended.code == 1 and "built in another way" in ended.err
+
+
+def test_the_job_with_the_real_encoder_answers_questions(
+    docs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Everything above with vectors that mean nothing."""
+    encoder = Encoder.load(EncoderConfig())
+    monkeypatch.setattr(build_index_job.Encoder, "load", lambda _: encoder)
+    done = CliRunner().invoke(build_index_job.app, [str(docs), "--index", str(tmp_path / "index")])
+    assert done.exit_code == 0, done.stderr
+    found = (
+        Retriever(encoder, Store.open(tmp_path / "index")).retrieve(["Where does the river Danube end?"], 1).passages
+    )
+    assert found[0][0].text == "The Danube flows into the Black Sea."

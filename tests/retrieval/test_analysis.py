@@ -1,0 +1,121 @@
+"""Texts to terms: one answer for one text, in every script and thread."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from typing import get_args
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from ragspec.config import AnalyzerConfig, Language
+from ragspec.retrieval.analysis import Analyzer
+
+ENGLISH = Analyzer(AnalyzerConfig())
+TEXTS = ["It was raining, and the ships came in.", "雨が降る港", "Der Hafen — naïve Über‑Schiffe", "검색 엔진"]
+
+
+def overlap(query: str, text: str, analyzer: Analyzer = ENGLISH) -> set[str]:
+    return set(analyzer.terms(query)) & set(analyzer.terms(text))
+
+
+def test_word_forms_share_a_term() -> None:
+    """Without stems, "raining" finds nothing about rain."""
+    assert ENGLISH.terms("Rain raining RAINED rains") == ["rain"] * 4
+    plain = Analyzer(AnalyzerConfig(language="none"))
+    assert plain.terms("Raining ships") == ["raining", "ships"]
+
+
+@pytest.mark.parametrize(
+    ("query", "text"),
+    [
+        ("東京", "昨日は東京都に行きました。"),
+        ("雨", "港に雨が降る"),
+        ("索引", "检索増强生成使用索引文件"),
+        ("カタカナ", "ｶﾀｶﾅで書く"),
+        ("검색", "한국어검색엔진입니다"),
+        ("ไทย", "เอกสารภาษาไทยไม่มีช่องว่าง"),
+        ("ພາສາ", "ເອກະສານພາສາລາວ"),
+        ("हिन्दी", "यह हिन्दी में है"),
+    ],
+)
+def test_text_without_spaces_is_found_by_its_parts(query: str, text: str) -> None:
+    """A sentence of Chinese or Thai as one term is found only by the whole sentence."""
+    assert overlap(query, text)
+    assert not overlap(query, "The harbour was empty.")
+
+
+def test_scripts_are_split_side_by_side() -> None:
+    """A run that swallows its neighbours loses the product name in a Japanese sentence, or counts words twice."""
+    assert ENGLISH.terms("Linux用の設定") == ["linux", "用の", "の設", "設定", "用", "設", "定"]
+    assert ENGLISH.terms("雨。雪") == ["雨", "雪"]
+    assert ENGLISH.terms("。、・「」 ฿") == []
+
+
+def test_marks_do_not_split_words() -> None:
+    """Decomposed letters, as file systems write them, and Indian vowel signs are no word borders."""
+    assert ENGLISH.terms("cafe\u0301") == ENGLISH.terms("café") == ENGLISH.terms("cafe")
+    assert ENGLISH.terms("ＡＢＣ ﬁre") == ["abc", "fire"]
+    assert len(ENGLISH.terms("हिन्दी")) == 1
+
+
+def test_accents_are_folded_only_where_they_are_often_left_out() -> None:
+    """Swedish "får" (sheep) is not "far" (father)."""
+    assert ENGLISH.terms("creme brulee") == ENGLISH.terms("crème brûlée")
+    assert not overlap("får", "far", Analyzer(AnalyzerConfig(language="swedish")))
+
+
+def test_stop_words_are_left_out_only_when_asked() -> None:
+    """ "To be or not to be" must stay findable by default."""
+    assert len(ENGLISH.terms("to be or not to be")) == 6
+    assert Analyzer(AnalyzerConfig(stop_words=True)).terms("to be or not to be, the ship") == ["ship"]
+
+
+@pytest.mark.parametrize("language", get_args(Language))
+def test_every_language_on_offer_works(language: Language) -> None:
+    """A language without a stemmer or stop words in the library would fail at the first document, not when configured."""
+    assert Analyzer(AnalyzerConfig(language=language)).terms("naïve 2024")[-1] == "2024"
+    try:
+        config = AnalyzerConfig(language=language, stop_words=True)
+    except ValidationError as error:
+        assert "no stop words" in str(error)
+    else:
+        Analyzer(config)
+
+
+def test_unknown_settings_are_refused() -> None:
+    """A misspelt language that falls back to no stemming finds half as much and says nothing."""
+    for wrong in ({"language": "klingon"}, {"stopwords": True}):
+        with pytest.raises(ValidationError):
+            AnalyzerConfig.model_validate(wrong)
+
+
+def test_ids_differ_where_terms_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An index searched with other terms than it was built with finds nothing, silently."""
+    configs = [AnalyzerConfig(), AnalyzerConfig(language="none"), AnalyzerConfig(stop_words=True)]
+    ids = [Analyzer(config).id for config in configs]
+    assert len(set(ids)) == 3 and ids[0] == ENGLISH.id
+    terms = Analyzer.terms
+    monkeypatch.setattr(Analyzer, "terms", lambda self, text: [t.replace("poni", "pony") for t in terms(self, text)])
+    assert Analyzer(AnalyzerConfig()).id not in ids  # as after an update of the library
+
+
+@given(st.text(st.characters(codec="utf-8")))
+def test_any_text_has_terms_that_stay_the_same(text: str) -> None:
+    """A term that is empty or longer than a limit, or a crash at an odd character, stops a whole build."""
+    terms = ENGLISH.terms(text)
+    assert terms == Analyzer(AnalyzerConfig()).terms(text)
+    assert all(0 < len(term.encode()) <= 400 for term in terms)
+    if text.isascii():
+        assert terms == ENGLISH._words.analyze(text)
+
+
+def test_threads_may_share_an_analyzer() -> None:
+    """The library's analyzer is one buffer, borrowed while it works: a second borrower would get an error or its words."""
+    texts = [f"{text} {number} " * 200 for number in range(8) for text in TEXTS]
+    expected = [ENGLISH.terms(text) for text in texts]
+    with ThreadPoolExecutor(4) as pool:
+        for _ in range(10):
+            assert list(pool.map(ENGLISH.terms, texts)) == expected

@@ -1,0 +1,75 @@
+"""Search without selectors gives what exact search gives; on a GPU where there is one."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from ragspec.config import DenseConfig
+from ragspec.retrieval import gpu
+from ragspec.retrieval.approximate import ApproximateIndex
+from ragspec.retrieval.dense import DenseIndex, ExactIndex
+from ragspec.retrieval.encoder import FloatArray
+from ragspec.retrieval.gpu import GpuIndex
+
+faiss = pytest.importorskip("faiss")
+
+
+def unit(rng: np.random.Generator, rows: int, dimension: int) -> FloatArray:
+    vectors = rng.standard_normal((rows, dimension)).astype(np.float32)
+    return vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
+
+
+@pytest.fixture(scope="module")
+def vectors() -> FloatArray:
+    """With many equal rows, and rows closer than float32 can tell apart."""
+    rng = np.random.default_rng(0)
+    same = np.repeat(unit(rng, 1, 64), 300, axis=0)
+    near = np.repeat(unit(rng, 1, 64), 300, axis=0) + rng.standard_normal((300, 64)).astype(np.float32) * 1e-8
+    return np.concatenate([unit(rng, 4000, 64), same, near.astype(np.float32)])
+
+
+def masks(rows: int) -> list[NDArray[np.bool_] | None]:
+    rng = np.random.default_rng(1)
+    return [None, *(rng.random(rows) < share for share in (0.0, 0.002, 0.04, 0.1, 0.5, 0.99)), np.ones(rows, bool)]
+
+
+def agree(index: DenseIndex, vectors: FloatArray) -> None:
+    queries = np.concatenate([unit(np.random.default_rng(2), 6, 64), vectors[4100:4101], vectors[4400:4402]])
+    exact = ExactIndex(vectors)
+    for allowed in masks(len(vectors)):
+        for k in (0, 1, 10, 100, 5000):
+            expected = exact.search(queries, k, allowed)
+            for found, wanted in zip(index.search(queries, k, allowed), expected, strict=True):
+                orders = [sorted(zip(-each.scores, each.rows, strict=True))[:k] for each in (found, wanted)]
+                assert orders[0] == orders[1]
+
+
+def test_hits_without_selectors_are_the_exact_ones(vectors: FloatArray) -> None:
+    """A filter that leaves fewer than there are, ties beyond the last hit, more hits than a GPU gives."""
+    flat = faiss.IndexFlatIP(64)
+    flat.add(vectors)
+    agree(GpuIndex(flat, vectors, exact=True), vectors)
+
+
+@pytest.mark.gpu
+def test_a_gpu_finds_what_the_cpu_finds(vectors: FloatArray) -> None:
+    """Scores of another device, selectors that are ignored in silence."""
+    if not gpu.num_gpus():
+        pytest.skip("FAISS sees no GPU")
+    agree(GpuIndex.flat(vectors), vectors)
+
+
+@pytest.mark.gpu
+def test_ivf_on_a_gpu_finds_nearly_what_it_finds_on_the_cpu(vectors: FloatArray, tmp_path: object) -> None:
+    """A copy that lost its number of probes."""
+    if not gpu.num_gpus():
+        pytest.skip("FAISS sees no GPU")
+    index = faiss.index_factory(64, "IVF16,Flat", faiss.METRIC_INNER_PRODUCT)
+    index.train(vectors)
+    index.add(vectors)
+    cpu = ApproximateIndex(index, vectors, DenseConfig(kind="ivf", search_width=8))
+    queries = unit(np.random.default_rng(3), 50, 64)
+    pairs = zip(cpu.search(queries, 10), GpuIndex.ivf(index, vectors, 8).search(queries, 10), strict=True)
+    assert np.mean([len(set(a.rows) & set(b.rows)) / len(a.rows) for a, b in pairs]) > 0.99

@@ -1,0 +1,206 @@
+"""Random changes and searches against a model that keeps documents in a dictionary and scores them by the formulas."""
+
+from __future__ import annotations
+
+import math
+import shutil
+import tempfile
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
+from letter_encoder import LetterEncoder
+
+from ragspec.config import AnalyzerConfig, ChunkingConfig, IndexConfig, RetrieverConfig
+from ragspec.core import Document, Passage
+from ragspec.retrieval.analysis import Analyzer
+from ragspec.retrieval.chunking import chunk, embedded_text
+from ragspec.retrieval.encoder import FloatArray
+from ragspec.retrieval.filters import parse_filter
+from ragspec.retrieval.retriever import Retriever
+from ragspec.retrieval.search import Scope
+from ragspec.retrieval.store import Store
+from ragspec.retrieval.writer import IndexWriter
+
+CONFIG = IndexConfig(chunking=ChunkingConfig(max_chars=40))
+IDS = st.sampled_from([f"d{n}" for n in range(12)])
+SENTENCES = [
+    "The river flows.",
+    "A mill stands by the river and grinds corn.",
+    "雨が降る。",
+    "Stones, stones, stones!",
+    "",
+]
+TEXTS = st.lists(st.sampled_from(SENTENCES), max_size=4).map(" ".join)
+OWNERS = st.sampled_from(["", "", "ann", "bob"])
+SOURCES = st.sampled_from(["a.txt", "b.txt"])
+FILTERS = st.sampled_from(
+    [None, {"type": "gte", "key": "n", "value": 2}, {"type": "not", "filter": {"type": "eq", "key": "n", "value": 1}}]
+)
+QUERIES = st.sampled_from(["the river", "stones and corn", "雨", "mill mill", "The river flows.", "nothing of it"])
+DEPTH = 10
+
+
+class CoarseEncoder(LetterEncoder):
+    """Few directions, so that many scores are equal."""
+
+    def _vector(self, text: str) -> FloatArray:
+        return super()._vector(text[-3:])
+
+
+class Model:
+    """The definition: every passage of every readable document, scored one by one."""
+
+    def __init__(self) -> None:
+        self.documents: dict[str, Document] = {}
+
+    def search(self, query: str, k: int, mode: str, tenant: str, low: object) -> list[tuple[str, float]]:
+        rankings = {"dense": self.dense, "sparse": self.sparse}
+        if mode != "hybrid":
+            return [(p.id, score) for p, score in rankings[mode](query, tenant, low)[:k]]
+        fused: Counter[tuple[str, int]] = Counter()
+        for ranking in (self.dense, self.sparse):
+            for rank, (p, _) in enumerate(ranking(query, tenant, low)[: max(k, DEPTH)], 1):
+                fused[p.document_id, p.ordinal] += 1 / (60 + rank)  # type: ignore[assignment]
+        ordered = sorted(fused.items(), key=lambda item: (-item[1], item[0]))
+        return [(f"{name}#{ordinal}", score) for (name, ordinal), score in ordered[:k]]
+
+    def passages(self, tenant: str) -> Iterator[tuple[Document, Passage]]:
+        for document in self.documents.values():
+            if document.owner in ("", tenant):
+                yield from ((document, passage) for passage in chunk(document, CONFIG.chunking))
+
+    def dense(self, query: str, tenant: str, low: object) -> list[tuple[Passage, float]]:
+        (vector,) = CoarseEncoder().encode([query])
+        found = []
+        for document, passage in self.passages(tenant):
+            score = 0.0
+            for a, b in zip(CoarseEncoder().encode([embedded_text(passage)])[0], vector, strict=True):
+                score += float(a) * float(b)
+            if passes(document, low):
+                found.append((passage, score))
+        return ranked(found)
+
+    def sparse(self, query: str, tenant: str, low: object) -> list[tuple[Passage, float]]:
+        analyzer = Analyzer(AnalyzerConfig())
+        texts = [(d, p, analyzer.terms(embedded_text(p))) for d, p in self.passages(tenant)]
+        average = sum(len(terms) for _, _, terms in texts) / max(1, len(texts)) or 1.0
+        found = []
+        for document, passage, terms in texts:
+            score = 0.0
+            for term, times in sorted(Counter(analyzer.terms(query)).items()):
+                frequency = sum(term in others for _, _, others in texts)
+                idf = math.log(1.0 + (len(texts) - frequency + 0.5) / (frequency + 0.5))
+                count = terms.count(term)
+                if count:
+                    score += times * idf * count / (count + 1.2 * ((1.0 - 0.75) + 0.75 * len(terms) / average))
+            if score > 0.0 and passes(document, low):
+                found.append((passage, score))
+        return ranked(found)
+
+
+def passes(document: Document, condition: object) -> bool:
+    if condition is None:
+        return True
+    number = document.metadata.get("n")
+    if isinstance(condition, dict) and condition["type"] == "gte":
+        return number is not None and number >= 2
+    return number != 1
+
+
+def ranked(found: list[tuple[Passage, float]]) -> list[tuple[Passage, float]]:
+    return sorted(found, key=lambda item: (-item[1], item[0].document_id, item[0].ordinal))
+
+
+class IndexMachine(RuleBasedStateMachine):
+    """Every change goes through a writer of its own, and one retriever follows them all."""
+
+    @initialize()
+    def start(self) -> None:
+        self.folder = Path(tempfile.mkdtemp())
+        self.encoder, self.model = CoarseEncoder(), Model()
+        with IndexWriter(self.folder, self.encoder, CONFIG) as writer:
+            writer.commit()
+        store = Store.open(self.folder)
+        modes = ("dense", "sparse", "hybrid")
+        self.retrievers = {
+            m: Retriever(self.encoder, store, RetrieverConfig(mode=m, fusion_depth=DEPTH)) for m in modes
+        }
+
+    def teardown(self) -> None:
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    @rule(ids=st.lists(IDS, min_size=1, max_size=3), text=TEXTS, owner=OWNERS, source=SOURCES, n=st.integers(0, 3))
+    def upsert(self, ids: list[str], text: str, owner: str, source: str, n: int) -> None:
+        with IndexWriter(self.folder, self.encoder, passages_per_encode=2) as writer:
+            for document_id in ids:
+                metadata = {"n": n} if n else {}
+                document = Document(document_id, text, f"Title {n}" if n > 1 else "", source, metadata, owner)
+                writer.upsert(document)
+                self.model.documents[document_id] = document
+            writer.commit()
+
+    @rule(document_id=IDS)
+    def delete(self, document_id: str) -> None:
+        with IndexWriter(self.folder) as writer:
+            assert writer.delete(document_id) == (self.model.documents.pop(document_id, None) is not None)
+            writer.commit()
+
+    @rule(source=SOURCES)
+    def delete_source(self, source: str) -> None:
+        gone = [d.id for d in self.model.documents.values() if d.source == source]
+        with IndexWriter(self.folder) as writer:
+            assert writer.delete_source(source) == len(gone)
+            writer.commit()
+        for document_id in gone:
+            del self.model.documents[document_id]
+
+    @rule()
+    def compact(self) -> None:
+        with IndexWriter(self.folder) as writer:
+            writer.compact()
+
+    @rule(document_id=IDS)
+    def abandon(self, document_id: str) -> None:
+        with IndexWriter(self.folder, self.encoder, passages_per_encode=1) as writer:
+            writer.upsert(Document(document_id, "Never committed. The river."))
+            writer.delete(document_id)
+
+    @rule(
+        query=QUERIES,
+        k=st.integers(1, 15),
+        mode=st.sampled_from(["dense", "sparse", "hybrid"]),
+        tenant=OWNERS,
+        low=FILTERS,
+    )
+    def search(self, query: str, k: int, mode: str, tenant: str, low: object) -> None:
+        scope = Scope(tenant, None if low is None else parse_filter(low))  # type: ignore[arg-type]
+        (found,) = self.retrievers[mode].retrieve([query], k, scope).passages
+        assert [(p.id, p.score) for p in found] == self.model.search(query, k, mode, tenant, low)
+
+    @invariant()
+    def holds_the_documents(self) -> None:
+        if hasattr(self, "folder"):
+            assert {d.id: d for d in Store.open(self.folder).documents()} == self.model.documents
+
+
+def run(examples: int, steps: int) -> None:
+    limits = settings(
+        max_examples=examples, stateful_step_count=steps, deadline=None, suppress_health_check=list(HealthCheck)
+    )
+    run_state_machine_as_test(IndexMachine, settings=limits)
+
+
+def test_random_changes_and_searches_agree_with_the_model() -> None:
+    """A document found after its deletion, an old version, a score of yesterday's statistics."""
+    run(examples=5, steps=30)
+
+
+@pytest.mark.slow
+def test_a_thousand_changes_and_searches_agree_with_the_model() -> None:
+    """The same, long enough for states that only a long history reaches."""
+    run(examples=25, steps=50)

@@ -1,0 +1,261 @@
+"""Files become documents: which ones, by which name, and where their titles stand."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from ragspec.core import Document
+from ragspec.errors import InputError
+from ragspec.retrieval.reading import find_files, read_documents, read_file
+
+
+@pytest.fixture
+def docs(tmp_path: Path) -> Path:
+    """docs/ with b.md, sub/a.txt, sub/deep/c.rst, things that are hidden and one of no kind."""
+    folder = tmp_path / "docs"
+    (folder / "sub" / "deep").mkdir(parents=True)
+    (folder / ".git").mkdir()
+    (folder / "b.md").write_text("# The title\n\nBody.", encoding="utf-8")
+    (folder / "sub" / "a.txt").write_text("\ufeffPlain.", encoding="utf-8")
+    (folder / "sub" / "deep" / "c.rst").write_text("Deep.\n")
+    (folder / ".hidden.txt").write_text("no")
+    (folder / ".git" / "config.txt").write_text("no")
+    (folder / "image.png").write_bytes(b"\x89PNG")
+    return folder
+
+
+def one(path: Path) -> Document:
+    (document,) = read_file(path, path.name)
+    for heading in document.headings:
+        assert heading.text.split()[0] in document.text[heading.start : heading.start + 200]
+    return document
+
+
+def titles(document: Document) -> list[tuple[int, str]]:
+    return [(heading.level, heading.text) for heading in document.headings]
+
+
+def names(*inputs: str | Path) -> list[str]:
+    return [name for _, name in find_files(inputs)]
+
+
+def test_a_folder_gives_its_files_in_a_fixed_order(docs: Path) -> None:
+    """Files read in the order of the disk give another index on every machine."""
+    assert names(docs) == ["docs/b.md", "docs/sub/a.txt", "docs/sub/deep/c.rst"]
+    found = list(read_documents([docs]))
+    assert [(d.id, d.text, d.title, d.source) for d in found[:2]] == [
+        ("docs/b.md", "# The title\n\nBody.", "The title", "docs/b.md"),
+        ("docs/sub/a.txt", "Plain.", "a", "docs/sub/a.txt"),
+    ]
+
+
+def test_a_pattern_names_files_below_its_fixed_part(docs: Path) -> None:
+    """A name that depends on where the command was run makes every document a new one."""
+    assert names(f"{docs}/**/*.txt") == ["docs/sub/a.txt"]
+    assert names(str(docs / "*" / "*")) == ["docs/sub/a.txt"]
+    assert names(Path(f"{docs}/[bx].md")) == ["docs/b.md"]
+    (docs / "odd[1].txt").write_text("A name with brackets.")
+    assert names(docs / "odd[1].txt") == ["odd[1].txt"]
+
+
+def test_a_file_given_twice_is_read_once(docs: Path) -> None:
+    """The same text twice takes two of three places in every answer."""
+    (docs / "link.txt").symlink_to(docs / "sub" / "a.txt")
+    assert names(docs / "sub", docs) == ["sub/a.txt", "sub/deep/c.rst", "docs/b.md"]
+    assert names(f"{docs}/**/*.md", docs / "b.md", docs / "b.md") == ["docs/b.md"]
+
+
+def test_two_files_of_one_name_are_told_with_both_paths(docs: Path, tmp_path: Path) -> None:
+    """The second silently replaced the first."""
+    other = tmp_path / "elsewhere" / "docs"
+    other.mkdir(parents=True)
+    (other / "b.md").write_text("Another.")
+    with pytest.raises(InputError) as caught:
+        find_files([docs, other])
+    assert str(docs / "b.md") in str(caught.value) and str(other / "b.md") in str(caught.value)
+
+
+def test_links_in_a_circle_end(docs: Path) -> None:
+    """A link to the folder above was followed for ever."""
+    (docs / "sub" / "up").symlink_to(docs)
+    (docs / "self.txt").symlink_to(docs / "self.txt")
+    expected = ["docs/b.md", "docs/sub/a.txt", "docs/sub/deep/c.rst"]
+    assert names(docs) == names(f"{docs}/**/*") == expected
+    with pytest.raises(InputError, match="does not exist"):
+        find_files([docs / "self.txt"])
+
+
+def test_inputs_without_files_are_errors(docs: Path, tmp_path: Path) -> None:
+    """A typing error in a path gave an index without documents; a named pipe waited for ever."""
+    (tmp_path / "empty").mkdir()
+    os.mkfifo(tmp_path / "pipe.txt")
+    for given, reason in (
+        (tmp_path / "empty", "holds no file"),
+        (docs / "none.txt", "does not exist"),
+        (docs / "image.png", "no kind"),
+        (f"{docs}/*.jsonl", "matches no file"),
+        (f"{tmp_path}/none/*.txt", "matches no file"),
+        (f"{docs}/**x/*.txt", "pattern|matches no file"),
+        (tmp_path / "pipe.txt", "not a plain file"),
+    ):
+        with pytest.raises(InputError, match=reason):
+            find_files([given])
+
+
+def test_a_folder_that_may_not_be_entered_is_told(docs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder without permission looked like an empty one: half of the manual was missing and nobody knew."""
+    scan = os.scandir
+
+    def refuse(folder: str) -> object:
+        if Path(folder).name == "sub":
+            raise PermissionError(13, "Permission denied", str(folder))
+        return scan(folder)
+
+    monkeypatch.setattr(os, "scandir", refuse)
+    with pytest.raises(InputError, match=r"docs/sub cannot be searched: Permission denied"):
+        find_files([docs])
+    with pytest.raises(InputError, match="cannot be searched: File name too long"):
+        find_files(["x" * 5000])
+
+
+MARKDOWN = """---
+title: settings
+---
+Intro
+=====
+
+# Guide **for** [users](http://x.y) #
+
+Text about C#
+and # no title
+
+```sh
+# a comment
+```
+
+## Install `it`
+- item
+---
+
+Second way
+----------
+    # code
+#hashtag
+"""
+
+
+def test_markdown_titles_stand_where_they_are_written(tmp_path: Path) -> None:
+    """A comment in a code block became a title, and the text under the real one lost it."""
+    path = tmp_path / "a.md"
+    path.write_text(MARKDOWN)
+    document = one(path)
+    assert document.text == MARKDOWN and document.title == "Intro"
+    assert titles(document) == [(1, "Intro"), (1, "Guide for users"), (2, "Install it"), (2, "Second way")]
+    starts = [document.text[heading.start :].split("\n")[0] for heading in document.headings]
+    assert starts == ["Intro", "# Guide **for** [users](http://x.y) #", "## Install `it`", "Second way"]
+
+
+def test_a_page_may_be_titled_by_its_settings(tmp_path: Path) -> None:
+    """Every page of a web site's sources was called "_index"."""
+    path = tmp_path / "_index.md"
+    path.write_text('---\nweight: 1\ntitle: "The concepts"\n---\n## Low\ntitle: no\n')
+    assert (one(path).title, titles(one(path))) == ("The concepts", [(2, "Low")])
+    path.write_text("title: no\n")
+    assert one(path).title == "_index"
+
+
+RST = """====================
+ The :ref:`manual <m>`
+====================
+
+Intro text
+is here::
+
+    Not a title
+    -----------
+
+Install
+=======
+
+On ``Linux``
+------------
+
+=====  =====
+A      B
+=====  =====
+1      2
+=====  =====
+
+Remove
+======
+"""
+
+
+def test_rst_levels_follow_the_order_of_their_styles(tmp_path: Path) -> None:
+    """The same sign means another level in another file; a table's rule is no underline."""
+    path = tmp_path / "a.rst"
+    path.write_text(RST)
+    document = one(path)
+    assert document.text == RST and document.title == "The manual"
+    assert titles(document) == [(1, "The manual"), (2, "Install"), (3, "On Linux"), (2, "Remove")]
+    assert document.text[document.headings[0].start :].startswith("====")
+
+
+def test_line_ends_and_marks_do_not_show(tmp_path: Path) -> None:
+    """Carriage returns hid every blank line, and a byte order mark the first title; UTF-16 was refused though it says so."""
+    for encoding in ("utf-8-sig", "utf-16", "utf-32"):
+        path = tmp_path / f"{encoding}.md"
+        path.write_bytes("# Café\r\n\r\nText.".encode(encoding))
+        assert (one(path).text, one(path).title) == ("# Café\n\nText.", "Café")
+
+
+def test_rows_of_json_keep_their_fields(tmp_path: Path) -> None:
+    """A row's owner lost on the way shows it to everybody."""
+    path = tmp_path / "rows.jsonl"
+    rows = [
+        {"id": 7, "text": "Row.", "title": None, "year": 1900, "owner": "ann"},
+        {"text": "Unnamed.", "source": "s"},
+        {"text": " ", "title": " "},
+    ]
+    path.write_bytes(b"\xef\xbb\xbf" + "\r\n".join(map(json.dumps, rows)).encode() + b"\n\n")
+    assert list(read_file(path, "rows.jsonl")) == [
+        Document("7", "Row.", metadata={"year": 1900}, owner="ann"),
+        Document("rows.jsonl:2", "Unnamed.", source="s"),
+        Document("rows.jsonl:3", " ", " "),
+    ]
+
+
+@pytest.mark.parametrize("delimiter", [",", ";", "\t"])
+def test_rows_of_csv_with_a_text_column(tmp_path: Path, delimiter: str) -> None:
+    """A field with a line break shifts the numbers; a longer field than 128 KiB was an error."""
+    long = "word " * 50_000
+    rows = [
+        ["ID", "Text", "title", "owner", "year"],
+        ["a", f'"She said ""no"",\nthen left.{delimiter}"', "T", "ann", "1900"],
+        ["", "", "no text", "", ""],
+        ["", long, "", "", ""],
+    ]
+    path = tmp_path / "rows.csv"
+    path.write_text("\ufeff" + "\n".join(map(delimiter.join, rows)), encoding="utf-8")
+    first, second = read_file(path, "rows.csv")
+    text = f'She said "no",\nthen left.{delimiter}'.strip()
+    assert first == Document("a", text, "T", metadata={"year": "1900"}, owner="ann")
+    assert second == Document("rows.csv:5", long.strip())
+
+
+def test_rows_of_csv_without_a_text_column(tmp_path: Path) -> None:
+    """A table of parts has no text, and yet questions are asked about it."""
+    path = tmp_path / "parts.tsv"
+    path.write_text("name\tweight\t\nbolt\t5 g\tsteel\n\t\t\nnut\t\t\n")
+    assert list(read_file(path, "p")) == [
+        Document(
+            "p:2",
+            "name: bolt\nweight: 5 g\ncolumn 3: steel",
+            metadata={"name": "bolt", "weight": "5 g", "column 3": "steel"},
+        ),
+        Document("p:4", "name: nut", metadata={"name": "nut"}),
+    ]

@@ -1,0 +1,185 @@
+"""Files that are empty, broken or hostile end as documents or as an InputError with the file's name, and soon."""
+
+from __future__ import annotations
+
+import io
+import logging
+import random
+import time
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from office_files import pdf_bytes, write_docx, write_pdf
+
+from ragspec.core import Document
+from ragspec.errors import InputError
+from ragspec.retrieval.reading import SUFFIXES, read_file, text
+
+MAX_S = 20
+TAGS = [
+    *"<p> <ul> <li> </li> <table> <tr> <td> </td> </tr> </table> <h1> </h1> <pre> </pre> <nav> </nav> </p> x <br/> </ul>".split(),
+    *"<title> </title> <ol> </ol> <svg> </svg> <script> </script> <th> <dl> <dt> <dd> </dl>".split(),
+    *("<p hidden>", "<div hidden>", "</div>", "<![if !x]>", "<!-- -->", " y "),
+]
+
+
+def tried(path: Path, name: str = "name") -> list[Document] | str:
+    """The documents or the reason why there are none; anything else fails the test."""
+    started_s = time.perf_counter()
+    try:
+        return list(read_file(path, name))
+    except InputError as error:
+        assert str(path) in str(error) and "\n" not in str(error)
+        return str(error)
+    finally:
+        assert time.perf_counter() - started_s < MAX_S
+
+
+def put(folder: Path, name: str, raw: bytes | str) -> Path:
+    path = folder / name
+    path.write_bytes(raw.encode() if isinstance(raw, str) else raw)
+    return path
+
+
+@pytest.mark.parametrize("suffix", sorted(SUFFIXES))
+def test_an_empty_file_and_white_space_hold_nothing(tmp_path: Path, suffix: str) -> None:
+    """An empty document was indexed and found by every question."""
+    for raw in (b"", b" \n\n\t", b"\xef\xbb\xbf"):
+        found = tried(put(tmp_path, f"a{suffix}", raw))
+        assert ("cannot be read" in found or "no .docx" in found) if suffix in (".pdf", ".docx") else found == []
+
+
+@pytest.mark.parametrize("suffix", sorted(SUFFIXES))
+def test_garbage_is_refused_or_read_but_never_breaks(
+    tmp_path: Path, suffix: str, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """A photograph named .txt stopped a build of a thousand files, and a parser's remarks filled the screen."""
+    rng = random.Random(suffix)
+    beginnings = (b"", b"%PDF-1.7\n", b"PK\x03\x04", b"<html>", b"\xff\xfe", b'{"text": "', b'a,"b\n')
+    for number, beginning in enumerate(beginnings):
+        tried(put(tmp_path, f"{number}{suffix}", beginning + rng.randbytes(5000)))
+    assert capfd.readouterr() == ("", "") and not caplog.records
+
+
+@settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(kind=st.sampled_from([".pdf", ".docx"]), cut=st.floats(0, 1), seed=st.integers(0, 2**32))
+def test_damaged_files_never_break(tmp_path: Path, kind: str, cut: float, seed: int) -> None:
+    """One flipped byte was a KeyError from inside the parser."""
+    make: Callable[[Path], Path] = (
+        write_docx if kind == ".docx" else lambda path: write_pdf(path, ["Some text."], ["More."])
+    )
+    raw = bytearray(make(tmp_path / f"good{kind}").read_bytes())
+    rng = random.Random(seed)
+    for _ in range(rng.randrange(20)):
+        raw[rng.randrange(len(raw))] = rng.randrange(256)
+    tried(put(tmp_path, f"bad{kind}", bytes(raw[: int(len(raw) * cut)] if seed % 2 else raw)))
+
+
+@settings(deadline=None, max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    kind=st.sampled_from([".html", ".md", ".rst", ".csv", ".jsonl"]),
+    raw=st.one_of(
+        st.text(st.sampled_from('#=-\n "`~,;\t<>/[](){}:|*_\\a1&!'), max_size=300),
+        st.lists(st.sampled_from(TAGS), max_size=40).map("".join),
+    ),
+)
+def test_any_text_is_read_or_refused(tmp_path: Path, kind: str, raw: str) -> None:
+    """Tags closed in the wrong order popped a table that was never open."""
+    found = tried(put(tmp_path, f"a{kind}", raw))
+    for document in found if isinstance(found, list) else []:
+        for heading in document.headings:
+            assert 0 <= heading.start < len(document.text) and heading.text and 1 <= heading.level <= 9
+            assert not document.text[heading.start].isspace() or kind == ".rst"
+        assert list(document.headings) == sorted(document.headings)
+
+
+@pytest.mark.parametrize("suffix", [".txt", ".md", ".rst", ".html", ".csv", ".jsonl"])
+@pytest.mark.parametrize(
+    "part", ["word ", "# ", "<b>", "[", "`", "* ", '"",', "a" * 50, "<!--", "&amp", "\n=\n", "<p>x", "![](", "<a "]
+)
+def test_five_megabytes_of_anything_take_seconds(tmp_path: Path, suffix: str, part: str) -> None:
+    """A pattern that looks back at every sign takes hours for one long line."""
+    size = 5_000_000 if part in ("word ", "# ") or (suffix != ".html" and "\n" not in part) else 500_000
+    tried(put(tmp_path, f"a{suffix}", part * (size // len(part))))
+
+
+@pytest.mark.parametrize(
+    "markup",
+    [
+        "<div>" * 10_000 + "deep" + "</div>" * 10_000,
+        "<p>text<b>" * 10_000 + "deep",
+        "<table><tr><td>" * 10_000 + "deep",
+        "<ul><li>" * 10_000 + "deep" + "</ul>" * 20_000,
+        "<blockquote>" * 10_000 + "deep" + "</p></td></b>" * 10_000,
+    ],
+)
+def test_ten_thousand_levels_of_a_web_page_are_read(tmp_path: Path, markup: str) -> None:
+    """A walk that calls itself for every level ends in a RecursionError."""
+    (document,) = tried(put(tmp_path, "a.html", markup))
+    assert isinstance(document, Document) and document.text.rstrip(" |").endswith("deep")
+
+
+@pytest.mark.parametrize(
+    ("name", "raw", "reason"),
+    [
+        ("a.txt", b"caf\xe9", "not UTF-8 text (byte 3)"),
+        ("a.txt", "Text".encode("utf-16-le"), "NUL"),
+        ("a.md", b"\xff\xfea", "not UTF-16"),
+        ("a.jsonl", b'{"text": "x"}\n{oops', "line 2: not JSON"),
+        ("a.jsonl", b'{"text": "x"}\n{"text": "\xe9"}', "line 2: not UTF-8"),
+        ("a.jsonl", b'{"text": "\\ud800"}', "surrogate"),
+        ("a.jsonl", b'{"text": "x", "x": ' + b"[" * 100_000, "line 1: nested too deeply"),
+        ("a.jsonl", b'{"id": "x"}', "line 1: not an object with a string `text`"),
+        ("a.jsonl", b'{"text": "x", "id": ""}', "`id`"),
+        ("a.jsonl", b'{"text": "x", "id": true}', "`id`"),
+        ("a.jsonl", b'{"text": "x", "owner": 3}', "`owner`"),
+        ("a.jsonl", b'{"text": "x", "metadata": [1]}', "`metadata`"),
+        ("a.csv", b"id,text\n1,caf\xe9\n", "not UTF-8"),
+        ("a.csv", b'id,text\n1,x\n2,"never closed\n', "line 3: unexpected end of data"),
+        ("a.csv", b"id,text\n1,a\0b\n", "NUL"),
+        ("a.csv", b"id,text\n1,a,b\n", "line 2: 3 cells below 2 columns"),
+        ("a.csv", b"id,Text,TEXT\n1,a,b\n", "line 1: two columns"),
+        ("a.docx", b"\xd0\xcf\x11\xe0 an old Word file", "no .docx file"),
+        ("a.pdf", b"%PDF-1.7 no more", "it is damaged"),
+    ],
+)
+def test_the_reason_names_the_place(tmp_path: Path, name: str, raw: bytes, reason: str) -> None:
+    """One bad line in a million, without its number, is not found again."""
+    found = tried(put(tmp_path, name, raw))
+    assert isinstance(found, str) and reason in found
+
+
+def test_archives_that_unpack_to_more_than_the_memory_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A hundred kilobytes of Word file took a hundred gigabytes."""
+    bomb = io.BytesIO()
+    with zipfile.ZipFile(bomb, "w", zipfile.ZIP_DEFLATED) as archive, archive.open("word/document.xml", "w") as part:
+        for _ in range(140):
+            part.write(bytes(1024**2))
+    found = tried(put(tmp_path, "a.docx", bomb.getvalue()))
+    assert isinstance(found, str) and "unpacks to" in found
+    monkeypatch.setattr(text, "MAX_BYTES", 100)
+    for name, raw in (("a.pdf", pdf_bytes(["Text."])), ("a.html", b"<p>" + b"x" * 100), ("a.docx", bomb.getvalue())):
+        assert "more than the 100" in tried(put(tmp_path, name, raw))
+
+
+def test_remarks_of_the_parsers_stay_inside_and_their_loggers_as_they_were(tmp_path: Path) -> None:
+    """Switching a library's log off for good hides what another part of the program wants to see."""
+    logger = logging.getLogger("pypdf")
+    logger.setLevel(logging.INFO)
+    try:
+        tried(put(tmp_path, "a.pdf", pdf_bytes(["Text."]).replace(b"startxref\n", b"startxref\n9")))
+        assert logger.level == logging.INFO
+    finally:
+        logger.setLevel(logging.NOTSET)
+
+
+def test_a_file_that_vanished_is_told(tmp_path: Path) -> None:
+    """A file deleted between listing and reading was a traceback."""
+    assert "cannot be read: No such file" in tried(tmp_path / "gone.txt")
+    assert "cannot be read: No such file" in tried(tmp_path / "gone.pdf")

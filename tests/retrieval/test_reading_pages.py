@@ -1,0 +1,153 @@
+"""Web pages, PDF and Word files become plain text that reads like the page."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from office_files import write_docx, write_pdf
+
+from ragspec.core import Document
+from ragspec.errors import InputError
+from ragspec.retrieval.reading import read_file
+
+
+def one(path: Path) -> Document:
+    (document,) = read_file(path, path.name)
+    return document
+
+
+def page(tmp_path: Path, markup: str | bytes) -> Document:
+    path = tmp_path / "page.html"
+    path.write_bytes(markup if isinstance(markup, bytes) else markup.encode())
+    return one(path)
+
+
+def titles(document: Document) -> list[tuple[int, str, int]]:
+    return [(heading.level, heading.text, heading.start) for heading in document.headings]
+
+
+def test_a_web_page_reads_as_it_is_seen(tmp_path: Path) -> None:
+    """Menus and scripts were found in place of the text; words on both sides of a tag ran together or apart."""
+    document = page(
+        tmp_path,
+        """<!doctype html><html><head><title> My
+        page </title><style>p {}</style></head><body><nav><a>Menu</a></nav><div role="navigation">More menu</div>
+        <h1>Top<a class="headerlink" href="#top">¶</a></h1>
+        <p>Hello <b>wor</b>ld,<br>next &amp; last.</p><p hidden>no</p><div style="Display: none"><p>no</p></div>
+        <ul><li>one</li><li>two<ol><li>first<li>second</ol></li></ul>
+        <script>no()</script><!-- no --><svg><title>no</title></svg>
+        <pre>  if x:
+    y</pre><h3>Down</h3>Loose text <div>in a <span>block</span></div>""",
+    )
+    assert document.text == (
+        "Top\n\nHello world,\nnext & last.\n- one\n- two\n1. first\n2. second\n\n  if x:\n    y\n\n"
+        "Down\n\nLoose text\n\nin a block"
+    )
+    assert document.title == "My page"
+    assert titles(document) == [(1, "Top", 0), (3, "Down", document.text.index("Down"))]
+
+
+def test_rows_of_a_table_are_lines(tmp_path: Path) -> None:
+    """A table whose cells run into one another answers no question about a cell."""
+    document = page(
+        tmp_path,
+        "<p>Before<table><thead><tr><th>Part<th>Weight</thead><tr><td>Disk<td><p>5</p> kg<tr><td><td></table>After"
+        "<table><tr><td><nav>Menu</nav>Left<td><h2>Title</h2>Text<table><tr><td>in</table></table>",
+    )
+    assert document.text == "Before\n\n| Part | Weight |\n| Disk | 5 kg |\n\nAfter\n\nLeft\n\nTitle\n\nText\n\n| in |"
+
+
+@pytest.mark.parametrize(
+    ("raw", "text"),
+    [
+        ("<p>Größe €".encode(), "Größe €"),
+        ("<p>Größe €".encode("utf-16"), "Größe €"),
+        ('<meta charset="iso-8859-1"><p>Größe'.encode("latin-1"), "Größe"),
+        ('<?xml version="1.0" encoding="shift_jis"?><p>日本語'.encode("shift_jis"), "日本語"),
+        ('<meta charset="none-such"><p>Größe'.encode(), "Größe"),
+        (b"no tags at all", "no tags at all"),
+    ],
+)
+def test_a_web_page_may_be_written_in_any_encoding(tmp_path: Path, raw: bytes, text: str) -> None:
+    """Pages of the last century were refused or came out as signs."""
+    assert page(tmp_path, raw).text == text
+
+
+def test_a_page_without_a_title_has_its_first_heading_or_its_file(tmp_path: Path) -> None:
+    """Three hundred pages called "index"."""
+    assert page(tmp_path, "<h2>Low</h2><h1>High</h1>x").title == "High"
+    assert page(tmp_path, "<p>x").title == "page"
+
+
+def test_a_word_file_reads_in_its_order(tmp_path: Path) -> None:
+    """python-docx gives all paragraphs and then all tables; nobody finds the table's place again."""
+    document = one(write_docx(tmp_path / "a.docx"))
+    assert document.text == (
+        "The manual\n\nInstall\n\nRun the installer. Then restart.\n- one disk\n- two hands\n\n"
+        "| Part | Weight |\n| Disk | 5 kg |\n\nOn Linux\n\nUse the package."
+    )
+    assert document.title == "The manual"
+    assert titles(document) == [(1, "The manual", 0), (1, "Install", 12), (2, "On Linux", document.text.index("On"))]
+
+
+def test_tracked_changes_boxes_and_controls_of_word_are_read_once(tmp_path: Path) -> None:
+    """Inserted text was lost and deleted text came back; a text box was there twice."""
+    import docx
+    from docx.oxml import parse_xml
+    from docx.oxml.ns import nsdecls
+
+    document = docx.Document()
+    body = document.element.body
+    mc = 'xmlns:mc="http://schemas.openxmlformats.org/markup-compatibility/2006"'
+    run = "<w:r><w:t>{}</w:t></w:r>"
+    blocks = [
+        f"<w:p {nsdecls('w')}><w:pPr><w:tabs><w:tab w:val='left' w:pos='9'/></w:tabs></w:pPr><w:ins w:id='1' w:author='a'>"
+        f"{run.format('new')}</w:ins><w:del w:id='2' w:author='a'><w:r><w:delText>old</w:delText></w:r></w:del></w:p>",
+        f"<w:sdt {nsdecls('w')}><w:sdtContent><w:p>{run.format('control')}</w:p></w:sdtContent></w:sdt>",
+        f"<w:p {nsdecls('w')} {mc}><w:r><mc:AlternateContent><mc:Choice Requires='w'><w:p>{run.format('box')}</w:p></mc:Choice>"
+        f"<mc:Fallback><w:p>{run.format('box')}</w:p></mc:Fallback></mc:AlternateContent></w:r></w:p>",
+        f"<w:p {nsdecls('w')}><w:pPr><w:outlineLvl w:val='2'/></w:pPr>{run.format('Title')}</w:p>",
+    ]
+    for place, block in enumerate(blocks):
+        body.insert(place, parse_xml(block))
+    document.core_properties.title = "Set"
+    document.save(str(tmp_path / "a.docx"))
+    found = one(tmp_path / "a.docx")
+    assert (found.text, found.title, titles(found)) == ("new\n\ncontrol\n\nbox\n\nTitle", "Set", [(3, "Title", 19)])
+
+
+def test_sentences_of_a_pdf_are_whole(tmp_path: Path) -> None:
+    """Every line of a PDF was a sentence of its own, and "compu-" and "ter" were two words."""
+    first = [
+        "1 Introduction",
+        "The committee met in Berlin and discussed the compu-",
+        "ter of the year (2020). It was the well-known and well-",
+        "known machine. Its price, 900 EUR, was too high for",
+        "Anna.",
+        "- one thing",
+        "- another thing",
+    ]
+    second = ["Methods", "We measured again and again, until there was no end to", "it. Then we rested.", "2.1 Rest"]
+    path = write_pdf(
+        tmp_path / "a.pdf", first, second, title="A paper", outline=[("Introduction", 0), ("Methods", 1), ("?", 1)]
+    )
+    document = one(path)
+    assert document.text == (
+        "1 Introduction\n\nThe committee met in Berlin and discussed the computer of the year (2020). It was the well-known "
+        "and well-known machine. Its price, 900 EUR, was too high for Anna.\n\n- one thing\n\n- another thing\n\n"
+        "Methods\n\nWe measured again and again, until there was no end to it. Then we rested.\n\n2.1 Rest"
+    )
+    assert (document.title, document.metadata) == ("A paper", {"pages": 2})
+    assert titles(document) == [(1, "Introduction", 0), (2, "Methods", document.text.index("Methods"))]
+
+
+def test_a_pdf_that_cannot_be_read_says_why(tmp_path: Path) -> None:
+    """A scanned or locked file was an empty document: the index lacked it and nobody knew."""
+    for path, reason in (
+        (write_pdf(tmp_path / "locked.pdf", ["Secret."], password="x"), "locked by a password"),
+        (write_pdf(tmp_path / "scan.pdf", [], []), "its 2 pages hold no text"),
+    ):
+        with pytest.raises(InputError, match=f"{path.name} cannot be read: .*{reason}"):
+            list(read_file(path, path.name))
+    assert one(write_pdf(tmp_path / "open.pdf", ["Open."], title=" ")).title == "open"

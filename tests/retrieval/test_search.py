@@ -1,0 +1,247 @@
+"""One truth: the same hits and scores in any batch, shard layout, segment layout and order of arrival."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from letter_encoder import LetterEncoder
+
+from ragspec.config import ChunkingConfig, DenseConfig, IndexConfig, RetrieverConfig
+from ragspec.core import Document, Passage
+from ragspec.retrieval.encoder import FloatArray, Kind
+from ragspec.retrieval.filters import parse_filter
+from ragspec.retrieval.fusion import reciprocal_rank_fusion
+from ragspec.retrieval.retriever import Retriever, build_index
+from ragspec.retrieval.search import Hit, Scope, Shard, Shards
+from ragspec.retrieval.store import Store
+from ragspec.retrieval.writer import IndexWriter
+
+CONFIG = IndexConfig(chunking=ChunkingConfig(max_chars=60))
+QUERIES = ["river stone", "the old mill by the river", "a bridge", "corn corn corn", "mill", "unknownword", "the"]
+WORDS = "river stone bridge mill corn water old new tall the the the a of".split()
+
+
+class CoarseEncoder(LetterEncoder):
+    """Few directions, so that many scores are equal."""
+
+    def _vector(self, text: str) -> FloatArray:
+        return super()._vector(text[-2:])
+
+
+def corpus(count: int) -> list[Document]:
+    def text(number: int) -> str:
+        words = (WORDS[(number * 7 + i * i * 3 + i) % len(WORDS)] for i in range(5 + number % 9))
+        return f"{' '.join(words).capitalize()}. {WORDS[number % 7].capitalize()} again."
+
+    return [
+        Document(
+            f"d{number:03d}", text(number), "", f"{number % 4}.txt", {"n": number}, ["", "", "ann", "bob"][number % 4]
+        )
+        for number in range(count)
+    ]
+
+
+def in_segments(folder: Path, documents: Sequence[Document], per_segment: int, encoder: LetterEncoder) -> Path:
+    with IndexWriter(folder, encoder, CONFIG) as writer:
+        for number, document in enumerate(documents):
+            writer.upsert(document)
+            if number % per_segment == per_segment - 1:
+                writer.commit()
+        writer.commit()
+    return folder
+
+
+def passages(found: list[list[Passage]]) -> list[list[tuple[str, float, str]]]:
+    return [[(passage.id, passage.score, passage.text) for passage in some] for some in found]
+
+
+@pytest.fixture(scope="module")
+def layouts(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """The same documents in one segment, in many, in another order, and after deletions and compaction."""
+    base, encoder, documents = tmp_path_factory.mktemp("layouts"), CoarseEncoder(), corpus(60)
+    folders = [in_segments(base / str(n), documents, n, encoder) for n in (60, 7)]
+    folders.append(in_segments(base / "reversed", documents[::-1], 13, encoder))
+    strangers = [Document(f"x{n}", f"Stranger {n} of the river mill.", owner="bob") for n in range(30)]
+    older = [replace(document, text=f"Older text {document.id}. The river.") for document in documents[::3]]
+    for name, compacted in (("deleted", False), ("compacted", True)):
+        folder = in_segments(base / name, [*strangers, *older, *documents], 11, encoder)
+        with IndexWriter(folder) as writer:
+            for stranger in strangers:
+                assert writer.delete(stranger.id)
+            writer.commit()
+            if compacted:
+                writer.compact()
+        folders.append(folder)
+    return folders
+
+
+@pytest.mark.parametrize("mode", ["dense", "sparse", "hybrid"])
+@pytest.mark.parametrize(
+    "scope", [Scope(), Scope("ann"), Scope("bob", parse_filter({"type": "lt", "key": "n", "value": 40}))]
+)
+def test_every_layout_gives_the_same_passages_and_scores(layouts: list[Path], mode: Any, scope: Scope) -> None:
+    """Scores that depend on which segment a passage lies in, on deleted neighbours, or on the order of arrival."""
+    config = RetrieverConfig(mode=mode, fusion_depth=30)
+    expected = None
+    for folder in layouts:
+        store = Store.open(folder)
+        one_each = [Shard([live]) for live in store.segments]
+        for shard in (Shard(store.segments), Shards(one_each), Shards([Shards(one_each[:1]), Shards(one_each[1:])])):
+            retriever = Retriever(CoarseEncoder(), store, config, shard=lambda _, shard=shard: shard)
+            together = passages(retriever.retrieve(QUERIES, 12, scope).passages)
+            alone = [passages(retriever.retrieve([query], 12, scope).passages)[0] for query in QUERIES]
+            fewer = passages(retriever.retrieve(QUERIES, 5, scope).passages)
+            assert together == alone and fewer == [some[:5] for some in together]
+            expected = expected or together
+            assert together == expected
+    assert expected is not None and sum(map(len, expected)) > 50
+
+
+@pytest.mark.parametrize("mode", ["dense", "hybrid"])
+def test_a_filter_leaves_as_many_as_there_are(layouts: list[Path], mode: Any) -> None:
+    """A filter over the best hits that comes back empty while matching passages exist."""
+    retriever = Retriever(CoarseEncoder(), Store.open(layouts[1]), RetrieverConfig(mode=mode))
+    for value in range(60):
+        scope = Scope("bob" if value % 4 == 3 else "ann", parse_filter({"type": "eq", "key": "n", "value": value}))
+        (found,) = retriever.retrieve(["the river"], 12, scope).passages
+        assert found and {passage.document_id for passage in found} == {f"d{value:03d}"}
+
+
+@pytest.mark.parametrize("mode", ["dense", "sparse", "hybrid"])
+def test_what_another_tenant_has_changes_nothing(tmp_path: Path, mode: Any) -> None:
+    """A passage of another tenant, or a score that tells how often its words stand there."""
+    encoder, config = CoarseEncoder(), RetrieverConfig(mode=mode)
+    mine = [document for document in corpus(40) if document.owner in ("", "ann")]
+    build_index(mine, tmp_path / "mine", encoder, CONFIG)
+    theirs = [Document(f"a{n}", f"River mill secret {n}. The old stone.", owner="bob") for n in range(50)]
+    build_index([*theirs, *mine], tmp_path / "both", encoder, CONFIG)
+    answers = [
+        passages(Retriever(encoder, Store.open(tmp_path / name), config).retrieve(QUERIES, 20, Scope("ann")).passages)
+        for name in ("mine", "both")
+    ]
+    assert answers[0] == answers[1]
+    retriever = Retriever(encoder, Store.open(tmp_path / "both"), config)
+    nobody = retriever.retrieve(QUERIES, 90).passages
+    assert {passage.document_id[0] for some in nobody for passage in some} == {"d"}
+    seen_by_nobody = {passage.document_id for some in nobody for passage in some}
+    assert seen_by_nobody <= {document.id for document in mine if document.owner == ""}
+
+
+def test_many_scopes_do_not_fill_the_memory(layouts: list[Path]) -> None:
+    """A mask of every row for every tenant that ever asked."""
+    shard = Shard(Store.open(layouts[0]).segments)
+    (segment,) = shard._segments.values()
+    for number in range(200):
+        shard.dense(CoarseEncoder().encode(["x"]), 3, Scope(f"tenant {number}"))
+    assert len(segment._masks) <= 64
+
+
+def test_fusion_follows_its_definition() -> None:
+    """A rank counted from 0, or a tie that falls as a dictionary happens to be filled."""
+
+    def hit(document_id: str, score: float = 0.0) -> Hit:
+        return Hit(-score, document_id, 0, "s", 0)
+
+    fused = reciprocal_rank_fusion([[hit("a"), hit("b"), hit("c")], [hit("c"), hit("b"), hit("d")]])
+    assert [(h.document_id, h.score) for h in fused] == [
+        ("c", 1 / 63 + 1 / 61),
+        ("b", 1 / 62 + 1 / 62),
+        ("a", 1 / 61),
+        ("d", 1 / 63),
+    ]
+    tied = reciprocal_rank_fusion([[hit("z"), hit("a")], [hit("a"), hit("z")]])
+    assert [h.document_id for h in tied] == ["a", "z"]
+    assert reciprocal_rank_fusion([[], []]) == []
+
+
+class Overlap:
+    """A reranker: the share of the query's letters in a text, with a passage's length to break no tie."""
+
+    def scores(self, query: str, texts: Sequence[str]) -> Any:
+        return [float(len(set(query) & set(text)) // 3) for text in texts]
+
+
+def test_a_reranker_has_the_last_word_over_a_deeper_list(layouts: list[Path]) -> None:
+    """Reranking only what would have been returned anyway; ties that fall by the order of arrival."""
+    store, config = Store.open(layouts[1]), RetrieverConfig(rerank_depth=25)
+    plain = Retriever(CoarseEncoder(), store, config)
+    reranked = Retriever(CoarseEncoder(), store, config, reranker=Overlap())
+    for query in QUERIES:
+        (deep,) = plain.retrieve([query], 25).passages
+        (found,) = reranked.retrieve([query], 4).passages
+        scored = [replace(p, score=Overlap().scores(query, [p.text])[0]) for p in deep]
+        expected = sorted(scored, key=lambda p: (-p.score, p.document_id, p.ordinal))[:4]
+        assert found == expected
+    (wide,) = reranked.retrieve(["the river"], 40).passages
+    assert len(wide) == 40
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(st.text(st.sampled_from("ab c.é雨"), max_size=12), max_size=12), st.integers(1, 5))
+def test_random_texts_agree_in_one_and_in_many_segments(
+    tmp_path_factory: pytest.TempPathFactory, texts: list[str], per_segment: int
+) -> None:
+    """Texts without words, without anything, or twice the same."""
+    base, encoder = tmp_path_factory.mktemp("random"), CoarseEncoder()
+    documents = [Document(str(number), text) for number, text in enumerate(texts)]
+    folders = [in_segments(base / name, documents, n, encoder) for name, n in (("one", 99), ("many", per_segment))]
+    found = [Retriever(encoder, Store.open(folder)).retrieve(["a b", "雨"], 9).passages for folder in folders]
+    assert passages(found[0]) == passages(found[1])
+
+
+@pytest.mark.parametrize("kind", ["hnsw", "ivf"])
+def test_an_approximate_index_is_one_truth_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: Any) -> None:
+    """Answers of HNSW and IVF that depend on the batch, on threads or on how segments are spread over machines."""
+    pytest.importorskip("faiss")
+    monkeypatch.setattr("ragspec.retrieval.approximate.MIN_ROWS", 200)
+    encoder = LetterEncoder()
+    config = IndexConfig(dense=DenseConfig(kind=kind, factory="" if kind == "hnsw" else "IVF8,SQ8"))
+    documents = [Document(str(n), f"Text {n}.", metadata={"n": n}) for n in range(900)]
+    found = []
+    for name in ("one", "two"):
+        with IndexWriter(tmp_path / name, encoder, config) as writer:
+            for number, document in enumerate(documents):
+                writer.upsert(document)
+                if number in (400, 800):
+                    writer.commit()
+            writer.commit()
+        with IndexWriter(tmp_path / name) as writer:
+            writer.delete("5")
+            writer.commit()
+        store = Store.open(tmp_path / name)
+        assert ["dense.faiss" in s.segment.record.files for s in store.segments] == [True, True, False]
+        for shard in (Shard(store.segments), Shards([Shard([live]) for live in store.segments])):
+            retriever = Retriever(encoder, store, RetrieverConfig(mode="dense"), shard=lambda _, shard=shard: shard)
+            queries = [f"Text {n}." for n in range(0, 900, 30)]
+            found.append(passages(retriever.retrieve(queries, 10).passages))
+            assert found[-1] == [passages(retriever.retrieve([query], 10).passages)[0] for query in queries]
+            few = Scope("", parse_filter({"type": "in", "key": "n", "value": [5, 6, 450, 899]}))
+            many = Scope("", parse_filter({"type": "gte", "key": "n", "value": 100}))
+            assert {p.document_id for p in retriever.retrieve(["x"], 10, few).passages[0]} == {"6", "450", "899"}
+            everything = {p.document_id for p in retriever.retrieve(["x"], 64, many).passages[0]}
+            assert len(everything) == 64 and min(map(int, everything)) >= 100
+    assert all(each == found[0] for each in found)
+    exact = [
+        Retriever(encoder, store, RetrieverConfig(mode="dense")).retrieve([q], 1).passages[0][0].id for q in queries
+    ]
+    assert sum(a[0][0] == b for a, b in zip(found[0], exact, strict=True)) >= 25
+
+
+class Slow(LetterEncoder):
+    def encode(self, texts: Sequence[str], kind: Kind = "document") -> FloatArray:
+        if kind == "query":
+            self.queries = list(texts)
+        return super().encode(texts, kind)
+
+
+def test_word_search_encodes_nothing(layouts: list[Path]) -> None:
+    """Milliseconds of a model for an answer that never looks at vectors."""
+    encoder = Slow()
+    Retriever(encoder, Store.open(layouts[0]), RetrieverConfig(mode="sparse")).retrieve(QUERIES, 3)
+    assert not hasattr(encoder, "queries")

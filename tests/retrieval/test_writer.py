@@ -1,0 +1,300 @@
+"""Documents in, replaced and out; only what is new is encoded."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from letter_encoder import LetterEncoder
+
+from ragspec.config import AnalyzerConfig, ChunkingConfig, DenseConfig, IndexConfig
+from ragspec.core import Document
+from ragspec.errors import ConfigError, EncoderMismatch, InputError, SaveError, StoreCorrupt, StoreMissing
+from ragspec.retrieval import writer as writer_module
+from ragspec.retrieval.changes import Outcome
+from ragspec.retrieval.encoder import FloatArray, Kind
+from ragspec.retrieval.files import ArrowFile
+from ragspec.retrieval.retriever import Retriever, build_index
+from ragspec.retrieval.store import Store
+from ragspec.retrieval.writer import IndexWriter
+
+CONFIG = IndexConfig(chunking=ChunkingConfig(max_chars=40))
+
+
+class Counting(LetterEncoder):
+    """Remembers what it was asked to encode."""
+
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+
+    def encode(self, texts: Sequence[str], kind: Kind = "document") -> FloatArray:
+        self.texts += texts
+        return super().encode(texts, kind)
+
+
+@pytest.fixture
+def counting() -> Counting:
+    return Counting()
+
+
+@pytest.fixture
+def index_dir(tmp_path: Path, counting: Counting, documents: list[Document]) -> Path:
+    build_index(documents, tmp_path / "index", counting, CONFIG)
+    counting.texts.clear()
+    return tmp_path / "index"
+
+
+def ids(index_dir: Path) -> list[str]:
+    return sorted(document.id for document in Store.open(index_dir).documents())
+
+
+def test_an_unchanged_document_is_not_encoded_again_and_makes_no_generation(
+    index_dir: Path, counting: Counting, documents: list[Document]
+) -> None:
+    """An hour of encoding for a folder in which nothing changed."""
+    before = Store.open(index_dir).generation
+    with IndexWriter(index_dir, counting) as writer:
+        assert {writer.upsert(document) for document in documents} == {Outcome.UNCHANGED}
+        assert writer.commit().generation_id == before
+    assert counting.texts == [] and Store.open(index_dir).generation == before
+
+
+def test_of_a_changed_document_only_the_new_passages_are_encoded(
+    index_dir: Path, counting: Counting, documents: list[Document]
+) -> None:
+    """One word changed in a book, and the whole book is encoded again; or its old passages stay."""
+    changed = replace(documents[4], text="Über fact number 4. It is told in a new sentence.")
+    moved = replace(documents[5], source="elsewhere.txt", metadata={"n": 50})
+    with IndexWriter(index_dir, counting) as writer:
+        assert [writer.upsert(changed), writer.upsert(moved)] == [Outcome.UPDATED] * 2
+        writer.commit()
+        assert (writer.changes.encoded, writer.changes.reused, writer.changes.updated) == (1, 3, 2)
+    assert counting.texts == ["Title 4\nIt is told in a new sentence."]
+    found = {document.id: document for document in Store.open(index_dir).documents()}
+    assert found["d4"] == changed and found["d5"] == moved and len(found) == 20
+    last = Store.open(index_dir).segments[-1].segment
+    texts = [f"{last.passage(row).title}\n{last.passage(row).text}" for row in range(len(last.vectors))]
+    assert np.array_equal(last.vectors, LetterEncoder().encode(texts))
+
+
+def test_the_last_version_given_wins(index_dir: Path, counting: Counting) -> None:
+    """Two versions of one id in one session, in every place a document can be in: waiting, written, sealed, committed."""
+    with IndexWriter(index_dir, counting, passages_per_encode=3) as writer:
+        for number in range(7):
+            outcome = writer.upsert(Document("x", f"Version {number}. One. Two. Three."[: 10 + 8 * (number % 3)]))
+            assert outcome is (Outcome.UPDATED if number else Outcome.ADDED)
+        writer.upsert(Document("d1", "Short."))
+        writer.upsert(Document("d1", "Shorter."))
+        assert writer.delete("d2") and not writer.delete("d2")
+        writer.upsert(Document("d2", "Back."))
+        writer.commit()
+        writer.upsert(Document("x", "Version last."))
+        writer.commit()
+    texts = {document.id: document.text for document in Store.open(index_dir).documents()}
+    assert (texts["x"], texts["d1"], texts["d2"], len(texts)) == ("Version last.", "Shorter.", "Back.", 21)
+
+
+def test_deleting_by_id_and_by_source(index_dir: Path, counting: Counting) -> None:
+    """Deleted files whose chunks stay in the index and are quoted for ever."""
+    with IndexWriter(index_dir, counting) as writer:
+        writer.upsert(Document("new", "New.", source="7.txt"))
+        assert writer.delete("d1") and not writer.delete("nobody")
+        assert writer.delete_source("7.txt") == 2 and writer.delete_source("none.txt") == 0
+        assert writer.commit().num_documents == 18 and writer.changes.deleted == 3
+    assert ids(index_dir) == sorted(f"d{n}" for n in range(20) if n not in (1, 7))
+
+
+def test_deletions_are_effective_at_the_next_query(index_dir: Path, counting: Counting) -> None:
+    """A service that has to be started again before it forgets a document."""
+    retriever = Retriever(counting, Store.open(index_dir))
+    query = "Title 7\nÜber fact number 7."
+    first = retriever.retrieve([query], 1)
+    assert first.passages[0][0].document_id == "d7"
+    with IndexWriter(index_dir) as writer:
+        writer.delete("d7")
+        assert retriever.retrieve([query], 1) == first  # not yet committed
+        writer.commit()
+    after = retriever.retrieve([query], 40)
+    assert "d7" not in {passage.document_id for passage in after.passages[0]} and len(after.passages[0]) == 38
+    assert after.generation != first.generation
+    frozen = Retriever(counting, Store.open(index_dir), follow=False)
+    with IndexWriter(index_dir) as writer:
+        writer.delete("d8")
+        writer.commit()
+    assert frozen.retrieve([query], 40).generation == after.generation
+
+
+def test_what_was_not_committed_never_was(index_dir: Path, counting: Counting) -> None:
+    """Half of a session that failed in the middle."""
+    before = {path: path.stat().st_mtime_ns for path in index_dir.rglob("*") if path.is_file() and path.name != ".lock"}
+    with IndexWriter(index_dir, counting, passages_per_encode=1) as writer:
+        writer.upsert(Document("new", "New."))
+        writer.delete_source("7.txt")
+    with pytest.raises(ZeroDivisionError), IndexWriter(index_dir, counting) as writer:
+        writer.upsert(Document("new", "New."))
+        raise ZeroDivisionError
+    after = {path: path.stat().st_mtime_ns for path in index_dir.rglob("*") if path.is_file() and path.name != ".lock"}
+    assert after == before
+
+
+def test_after_a_failed_write_nothing_of_the_session_is_committed(
+    index_dir: Path, counting: Counting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A document of which half was written when the disk was full, committed with the next one."""
+    before = (index_dir / "CURRENT").read_text()
+    with IndexWriter(index_dir, counting, passages_per_encode=1) as writer:
+        with monkeypatch.context() as patch:
+            patch.setattr(ArrowFile, "append", lambda *_, **__: (_ for _ in ()).throw(OSError(28, "No space left")))
+            with pytest.raises(SaveError, match="No space left"):
+                writer.upsert(Document("new", "New."))
+        with pytest.raises(SaveError, match="begin again"):
+            writer.upsert(Document("other", "Other."))
+        with pytest.raises(SaveError, match="begin again"):
+            writer.commit()
+    assert (index_dir / "CURRENT").read_text() == before
+
+
+def test_duplicates_are_found_within_one_owner(tmp_path: Path, counting: Counting) -> None:
+    """The same page under two names takes two of three places in every answer; the copy of another tenant is no duplicate."""
+    with IndexWriter(tmp_path / "index", counting, keep_duplicates=False) as writer:
+        assert writer.upsert(Document("a", "Same.")) is Outcome.ADDED
+        assert writer.upsert(Document("b", "Same.")) is Outcome.DUPLICATE
+        assert writer.upsert(Document("a", "Same.", title="New title")) is Outcome.UPDATED
+        assert writer.upsert(Document("c", "Same.", owner="carol")) is Outcome.ADDED
+        writer.commit()
+        assert writer.upsert(Document("b", "Same.")) is Outcome.DUPLICATE
+        assert writer.twin_of(Document("b", "Same.")) == "a"
+        writer.delete("a")
+        assert writer.upsert(Document("b", "Same.")) is Outcome.ADDED
+        assert writer.upsert(Document("d", "Other.")) is Outcome.ADDED
+        assert writer.upsert(Document("d", "Same.")) is Outcome.DUPLICATE  # and the older text of d is gone
+        writer.commit()
+    assert ids(tmp_path / "index") == ["b", "c"]
+    with IndexWriter(tmp_path / "index", counting, keep_duplicates=False) as writer:
+        assert writer.upsert(Document("e", "Same.")) is Outcome.DUPLICATE
+    with IndexWriter(tmp_path / "index", counting) as writer:
+        assert writer.upsert(Document("e", "Same.")) is Outcome.ADDED
+
+
+def test_compaction_drops_what_was_deleted_and_changes_no_answer(
+    index_dir: Path, counting: Counting, documents: list[Document]
+) -> None:
+    """Scores that move when an index is tidied up."""
+    with IndexWriter(index_dir, counting) as writer:
+        for number in range(5):
+            writer.upsert(Document(f"new{number}", f"Über new fact {number}. It is told."))
+            writer.delete(f"d{number}")
+            writer.commit()
+    retriever = Retriever(counting, Store.open(index_dir))
+    queries = ["fact number 12", "new fact", "told in two sentences"]
+    before = retriever.retrieve(queries, 45)
+    key = Store.open(index_dir).manifest.content_key
+    counting.texts.clear()
+    with IndexWriter(index_dir) as writer:
+        manifest = writer.compact()
+        assert writer.compact() == manifest
+    assert [(s.num_deleted, s.num_documents) for s in manifest.segments] == [(0, 20)]
+    after = retriever.retrieve(queries, 45)
+    assert after.passages == before.passages and after.generation == manifest.generation_id
+    assert manifest.content_key == key and counting.texts == queries
+    build_index(reversed([*Store.open(index_dir).documents()]), index_dir.with_name("again"), counting, CONFIG)
+    again = Retriever(counting, Store.open(index_dir.with_name("again")))
+    assert again.retrieve(queries, 45).passages == before.passages
+
+
+def test_segments_stay_few_and_none_grows_without_bound(
+    tmp_path: Path, counting: Counting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A search that looks into a thousand segments, one for each document that was ever added."""
+    monkeypatch.setattr(writer_module, "MAX_SEGMENTS", 4)
+    monkeypatch.setattr(writer_module, "MAX_SEGMENT_PASSAGES", 12)
+    with IndexWriter(tmp_path / "index", counting, passages_per_encode=1) as writer:
+        for number in range(30):
+            writer.upsert(Document(str(number), f"Text {number}."))
+            manifest = writer.commit()
+            assert len(manifest.segments) <= 5 and max(s.num_passages for s in manifest.segments) <= 12
+            assert manifest.num_documents == number + 1
+    assert ids(tmp_path / "index") == sorted(map(str, range(30)))
+    manifest = build_index((Document(str(n), f"Text {n}.") for n in range(30)), tmp_path / "big", counting)
+    with IndexWriter(tmp_path / "big") as writer:
+        assert [s.num_passages for s in writer.compact().segments] == [12, 12, 6]
+
+
+def test_an_emptied_index_is_an_index(index_dir: Path, counting: Counting, documents: list[Document]) -> None:
+    """The last document deleted, and nothing can be opened or added any more."""
+    with IndexWriter(index_dir, counting) as writer:
+        for document in documents:
+            writer.delete(document.id)
+        assert writer.commit().segments == ()
+    retriever = Retriever(counting, Store.open(index_dir))
+    assert retriever.retrieve(["fact"], 3).passages == [[]]
+    with IndexWriter(index_dir, counting) as writer:
+        writer.compact()
+        writer.upsert(Document("new", "New fact."))
+        writer.commit()
+    assert [p.document_id for p in retriever.retrieve(["fact"], 3).passages[0]] == ["new"]
+
+
+def test_an_index_keeps_the_settings_it_was_built_with(index_dir: Path, counting: Counting) -> None:
+    """Passages of two lengths, words of two languages or vectors of two models in one index."""
+    for config in (IndexConfig(), CONFIG.model_copy(update={"words": AnalyzerConfig(language="german")})):
+        with pytest.raises(ConfigError, match="built in another way"), IndexWriter(index_dir, counting, config):
+            pass
+    other = LetterEncoder()
+    other.identity = replace(LetterEncoder.identity, fingerprint="0" * 64)
+    with pytest.raises(EncoderMismatch), IndexWriter(index_dir, other):
+        pass
+    with IndexWriter(index_dir, counting) as writer:
+        writer.upsert(Document("new", "One sentence is here. Another sentence is here."))
+        writer.commit()
+    assert Store.open(index_dir).manifest.config == CONFIG
+    build_index([Document("only", "Text.")], index_dir, counting, IndexConfig())
+    assert Store.open(index_dir).manifest.config == IndexConfig() and ids(index_dir) == ["only"]
+
+
+def test_a_damaged_index_is_only_replaced_as_a_whole(index_dir: Path, counting: Counting) -> None:
+    """An update of a damaged index that throws away the rest of it."""
+    path = max(index_dir.rglob("vectors.npy"))
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(StoreCorrupt), IndexWriter(index_dir, counting):
+        pass
+    assert path.exists()
+    build_index([Document("only", "Text.")], index_dir, counting, CONFIG)
+    assert ids(index_dir) == ["only"]
+
+
+def test_without_an_encoder_there_must_be_an_index(tmp_path: Path, index_dir: Path) -> None:
+    """Deleting a document must not load a model; adding one must not go without."""
+    with pytest.raises(StoreMissing), IndexWriter(tmp_path / "none"):
+        pass
+    with pytest.raises(InputError, match="encoder"), IndexWriter(index_dir) as writer:
+        writer.upsert(Document("new", "Text."))
+
+
+def test_one_writer_at_a_time_and_the_next_after_it(index_dir: Path, counting: Counting) -> None:
+    """A lock that a failed session keeps."""
+    with (
+        IndexWriter(index_dir, counting),
+        pytest.raises(SaveError, match="right now"),
+        IndexWriter(index_dir, counting),
+    ):
+        pass
+    with pytest.raises(ConfigError), IndexWriter(index_dir, counting, IndexConfig()):
+        pass
+    with IndexWriter(index_dir, counting) as writer:
+        assert writer.commit().generation == 1
+
+
+def test_a_factory_string_faiss_does_not_know_is_a_config_error(
+    tmp_path: Path, counting: Counting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A C++ exception, and a half-written segment."""
+    pytest.importorskip("faiss")
+    monkeypatch.setattr("ragspec.retrieval.approximate.MIN_ROWS", 1)
+    config = IndexConfig(dense=DenseConfig(kind="hnsw", factory="NoSuchIndex"))
+    with pytest.raises(ConfigError, match="NoSuchIndex"):
+        build_index([Document("a", "Text.")], tmp_path / "index", counting, config)
+    assert not list((tmp_path / "index").glob("[sg.]*-*"))
