@@ -3,6 +3,7 @@
     python -m pipelines.benchmark --suite rag --quick
     python -m pipelines.benchmark --suite grammar --json grammar.json --plots plots
     python -m pipelines.benchmark --suite rag --forced gold
+    python -m pipelines.benchmark --suite retrieval
 
 The last line on stdout is one JSON object. Tables and progress go to stderr.
 """
@@ -30,6 +31,9 @@ from ragspec.evaluation.comparison import Tick
 from ragspec.evaluation.generation_suite import Plan
 from ragspec.evaluation.plots import draw
 from ragspec.evaluation.report import Result, complete, rows
+from ragspec.evaluation.retrieval_data import DIMENSION
+from ragspec.evaluation.retrieval_plots import draw_retrieval
+from ragspec.evaluation.retrieval_report import retrieval_rows, retrieval_tables
 from ragspec.evaluation.suites import Outcome, Settings, run_suite
 from ragspec.numerics.threads import num_processors
 
@@ -42,6 +46,7 @@ class Suite(enum.StrEnum):
     GRAMMAR = "grammar"
     NUMERICS = "numerics"
     TARGET = "target"
+    RETRIEVAL = "retrieval"
 
 
 class Dtype(enum.StrEnum):
@@ -73,6 +78,8 @@ def main(
         int | None, typer.Option(min=1, help="Shorter prompt lists (grammar: of each part).")
     ] = None,
     peers: Annotated[bool, typer.Option(help="Run transformers beside.")] = True,
+    full: Annotated[bool, typer.Option(help="Retrieval: a million vectors, 100,000 passages, 10,000 queries.")] = False,
+    reranker: Annotated[str, typer.Option(help="Retrieval: a cross-encoder's directory or name.")] = "",
 ) -> None:
     """Run one suite and print what it found."""
     transformers_logging.disable_progress_bar()
@@ -88,6 +95,8 @@ def main(
             forced=forced,
             peers=peers,
             num_prompts=num_prompts,
+            full=full,
+            reranker=reranker,
         )
         with progress_ticks() as tick:
             outcome = run_suite(suite.value, settings, tick)
@@ -150,6 +159,10 @@ def save(result: Result, outcome: Outcome, json_path: Path | None, plots: Path |
             json_path.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
         except OSError as cause:
             raise SaveError(f"cannot write {json_path}: {cause.strerror}") from cause
+    if plots is not None and result["suite"] == Suite.RETRIEVAL:
+        title = f"retrieval: {DIMENSION} dimensions, {result['threads']} threads"
+        for path in draw_retrieval(result, title, plots):
+            _console.print(f"plot: {path}", highlight=False)
     if plots is not None and outcome.measured is not None:
         title = f"{result['suite']}: {result['num_prompts']} prompts, {result['dtype']}, {result['threads']} threads"
         title += " (forced answers)" if "forced" in result["label"] else ""
@@ -159,14 +172,17 @@ def save(result: Result, outcome: Outcome, json_path: Path | None, plots: Path |
 
 def show(result: Result) -> None:
     """Tables for people."""
-    title = f"{result['suite']}: {result['label']}, {result['target']}, {result['dtype']}, {result['threads']} threads"
+    parts = [result[key] for key in ("label", "target", "dtype") if result[key]]
+    title = f"{result['suite']}: {', '.join(parts)}, {result['threads']} threads"
     table = Table("", "", "", title=title, show_header=False, title_justify="left")
-    for name, value, meaning in rows(result):
+    for name, value, meaning in [*rows(result), *retrieval_rows(result)]:
         table.add_row(name, value, meaning)
     _console.print(table)
     for name in ("parts", "quality", "roofline", "identical_counts", "t1_bounds", "step_cost", "plain_vs_generate_1k"):
         if result.get(name):
             _console.print(nested_table(name, result[name]))
+    for name, values in retrieval_tables(result).items():
+        _console.print(nested_table(name, values))
 
 
 def nested_table(name: str, values: dict[str, Any]) -> Table:

@@ -9,23 +9,30 @@ from ragspec.config import IndexConfig
 from ragspec.core import Document
 from ragspec.errors import StoreError
 from ragspec.retrieval.content import content_key
-from ragspec.retrieval.encoder import Encoder
+from ragspec.retrieval.encoder import TextEncoder
 from ragspec.retrieval.retriever import Progress, Retriever, build_index
 from ragspec.retrieval.store import Store
 
 
-def cached_retriever(
+def cached_store(
     documents: Sequence[Document],
-    encoder: Encoder,
+    encoder: TextEncoder,
     cache_dir: Path,
     config: IndexConfig | None = None,
     progress: Progress | None = None,
-) -> Retriever:
-    """The retriever over these documents; a damaged cache is built anew. Raises: SaveError, InputError."""
+) -> Store:
+    """The index of these documents; a damaged cache is built anew. Raises: SaveError, InputError."""
     config = config or IndexConfig()
     folder = cache_dir / content_key(documents, encoder.identity, config)[:24]
     try:
-        return Retriever(encoder, Store.open(folder, encoder.identity), follow=False)
+        return Store.open(folder, encoder.identity)
     except StoreError:
         build_index(documents, folder, encoder, config, progress)
-        return Retriever(encoder, Store.open(folder, encoder.identity), follow=False)
+        return Store.open(folder, encoder.identity)
+
+
+def cached_retriever(
+    documents: Sequence[Document], encoder: TextEncoder, cache_dir: Path, progress: Progress | None = None
+) -> Retriever:
+    """The default retriever over these documents, which never change. Raises: SaveError, InputError."""
+    return Retriever(encoder, cached_store(documents, encoder, cache_dir, progress=progress), follow=False)

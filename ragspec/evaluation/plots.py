@@ -9,7 +9,7 @@ from ragspec.errors import ConfigError, SaveError
 from ragspec.evaluation.comparison import GENERATE, PLAIN, PROMPT_LOOKUP, SPECULATIVE, Timings
 from ragspec.evaluation.generation_suite import Measured
 
-_OWN, _OTHER, _INK = "#1f6f8b", "#b8bfc6", "#33383d"
+OWN, OTHER, INK = "#1f6f8b", "#b8bfc6", "#33383d"
 
 
 def draw(measured: Measured, title: str, folder: Path, name: str) -> list[Path]:
@@ -43,47 +43,47 @@ def speed_bars(measured: Measured) -> list[tuple[str, float, bool]]:
 
 def _speed(measured: Measured, title: str, path: Path) -> None:
     bars = speed_bars(measured)[::-1]
-    figure, axes = _figure(8.0, 1.3 + 0.42 * len(bars))
+    figure, axes = new_figure(8.0, 1.3 + 0.42 * len(bars))
     labels, values, own = zip(*bars, strict=True)
-    axes.barh(labels, values, color=[_OWN if ours else _OTHER for ours in own], height=0.62)
+    axes.barh(labels, values, color=[OWN if ours else OTHER for ours in own], height=0.62)
     for place, value in enumerate(values):
         # Why white below: the label of a short bar stands on the line at 1.
         below = {"facecolor": "white", "edgecolor": "none", "pad": 1.0}
         axes.annotate(
-            f"{value:.2f}", (value, place), (5, 0), textcoords="offset points", va="center", color=_INK, bbox=below
+            f"{value:.2f}", (value, place), (5, 0), textcoords="offset points", va="center", color=INK, bbox=below
         )
-    axes.axvline(1.0, color=_INK, linewidth=1.2)
+    axes.axvline(1.0, color=INK, linewidth=1.2)
     axes.annotate(
-        "plain decoding", (1.0, 1.0), (4, 3), xycoords=("data", "axes fraction"), textcoords="offset points", color=_INK
+        "plain decoding", (1.0, 1.0), (4, 3), xycoords=("data", "axes fraction"), textcoords="offset points", color=INK
     )
     axes.set_xlim(0, max(1.2, 1.12 * max(values)))
     axes.set_xlabel("speed relative to ragspec's own plain decoding (times); *: prompts included")
     axes.set_title(title, loc="left", pad=20)
     axes.tick_params(axis="y", length=0)
     axes.spines["left"].set_visible(False)
-    _save(figure, path)
+    save_figure(figure, path)
 
 
 def _acceptance(greedy: Timings, title: str, path: Path) -> None:
     points = [(one.acceptance_length(SPECULATIVE), one.ratio(PLAIN, SPECULATIVE)) for one in _single_cases(greedy)]
-    figure, (left, right) = _figure(10.0, 4.2, columns=2)
+    figure, (left, right) = new_figure(10.0, 4.2, columns=2)
     figure.suptitle(title, x=0.01, ha="left")
     mean = greedy.acceptance_length(SPECULATIVE)
-    left.hist([length for length, _ in points], bins=24, color=_OWN, edgecolor="white")
-    left.axvline(mean, color=_INK, linewidth=1.2)
+    left.hist([length for length, _ in points], bins=24, color=OWN, edgecolor="white")
+    left.axvline(mean, color=INK, linewidth=1.2)
     left.annotate(
         f"over all steps: {mean:.1f}",
         (mean, 1.0),
         (4, 3),
         xycoords=("data", "axes fraction"),
         textcoords="offset points",
-        color=_INK,
+        color=INK,
     )
     left.yaxis.get_major_locator().set_params(integer=True)
     left.set_ylabel("prompts")
     shown = [(length, ratio) for length, ratio in points if ratio is not None]
-    right.scatter(*zip(*shown, strict=True) if shown else ([], []), s=18, color=_OWN, alpha=0.6, linewidths=0)
-    right.axhline(1.0, color=_INK, linewidth=1.2)
+    right.scatter(*zip(*shown, strict=True) if shown else ([], []), s=18, color=OWN, alpha=0.6, linewidths=0)
+    right.axhline(1.0, color=INK, linewidth=1.2)
     right.annotate(
         "plain decoding",
         (1.0, 1.0),
@@ -91,21 +91,21 @@ def _acceptance(greedy: Timings, title: str, path: Path) -> None:
         xycoords=("axes fraction", "data"),
         textcoords="offset points",
         ha="right",
-        color=_INK,
+        color=INK,
     )
     right.set_ylim(bottom=0)
     right.set_ylabel("speed-up of decoding at T=0 (times)")
     for axes in (left, right):
         axes.set_xlim(left=0)
         axes.set_xlabel("acceptance length of a prompt (tokens a step)")
-    _save(figure, path)
+    save_figure(figure, path)
 
 
 def _single_cases(timings: Timings) -> list[Timings]:
     return [timings.of([i]) for i in range(len(timings.runs[PLAIN][0]))]
 
 
-def _figure(width: float, height: float, columns: int = 1) -> tuple[Any, Any]:
+def new_figure(width: float, height: float, columns: int = 1) -> tuple[Any, Any]:
     """A figure that needs no display. Units: inches."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -118,5 +118,5 @@ def _figure(width: float, height: float, columns: int = 1) -> tuple[Any, Any]:
     return figure, axes
 
 
-def _save(figure: Any, path: Path) -> None:
+def save_figure(figure: Any, path: Path) -> None:
     figure.savefig(path, dpi=150)

@@ -17,7 +17,7 @@ from ragspec.engine.engine import Engine
 from ragspec.engine.loading import load_engine
 from ragspec.errors import ConfigError, InputError, ModelError
 from ragspec.evaluation.bound import t1_bound
-from ragspec.evaluation.cases import Case, grammar_cases, rag_cases
+from ragspec.evaluation.cases import RAG_PASSAGES, Case, grammar_cases, rag_cases
 from ragspec.evaluation.comparison import SPECULATIVE, Tick
 from ragspec.evaluation.forced import ForcedAnswers, answer_ids, gold_answers, read_answers
 from ragspec.evaluation.generation_suite import GenerationSuite, Measured, Plan, engine_config
@@ -26,21 +26,25 @@ from ragspec.evaluation.machine import PeakMemory
 from ragspec.evaluation.metrics import answer_scores, grammar_scores
 from ragspec.evaluation.numerics_suite import numerics_suite
 from ragspec.evaluation.peers import load_peer
-from ragspec.evaluation.prompt_lists import NUM_QUESTIONS, Question, grammar_list, squad_list, stdlib_list
+from ragspec.evaluation.prompt_lists import NUM_QUESTIONS, Question, RagList, grammar_list, squad_list, stdlib_list
 from ragspec.evaluation.report import Result
+from ragspec.evaluation.retrieval_suite import RetrievalSuite, retrieval_plan
 from ragspec.evaluation.target_suite import MAX_NEW_TOKENS, Generate, evaluate_target
 from ragspec.rag.prompt import PromptBuilder
 from ragspec.retrieval.encoder import Encoder
+from ragspec.retrieval.rerank import Reranker, RerankerConfig
+from ragspec.retrieval.retriever import Retriever
 from ragspec.training.target_format import Message
 
 QUICK_QUESTIONS, QUICK_SENTENCES = 40, 20
 GOLD = "gold"
-SUITES = ("rag", "grammar", "numerics", "target")
+SUITES = ("rag", "grammar", "numerics", "target", "retrieval")
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What the command line decides. `forced`: a file of answers, "gold", or nothing; `num_prompts` shortens the lists."""
+    """What the command line decides. `forced`: a file of answers, "gold", or nothing; `num_prompts` shortens the lists. `full`
+    and `reranker`: of the suite retrieval."""
 
     target: TargetConfig
     data_dir: Path | None
@@ -51,6 +55,8 @@ class Settings:
     peers: bool = True
     encoder: EncoderConfig = field(default_factory=EncoderConfig)
     num_prompts: int | None = None
+    full: bool = False
+    reranker: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,11 +69,13 @@ class Outcome:
 
 def run_suite(name: str, settings: Settings, tick: Tick) -> Outcome:
     """Raises: ConfigError for an unknown suite or one whose data is missing, and whatever loading raises."""
-    runners = {"rag": _rag, "grammar": _grammar, "numerics": _numerics, "target": _target}
+    runners = {"rag": _rag, "grammar": _grammar, "numerics": _numerics, "target": _target, "retrieval": _retrieval}
     if name not in runners:
         raise ConfigError(f"unknown suite {name!r}; there are: {', '.join(SUITES)}")
     if settings.forced and name not in ("rag", "grammar"):
         raise ConfigError(f"forced answers are for the suites rag and grammar, not {name}")
+    if (settings.full or settings.reranker) and name != "retrieval":
+        raise ConfigError(f"--full and --reranker are for the suite retrieval, not {name}")
     outcome = runners[name](settings, tick)
     target = {"target": Path(settings.target.model).name, "dtype": settings.target.dtype}
     named = {"suite": name, "quick": settings.quick, "seed": settings.plan.seed} | target
@@ -87,13 +95,7 @@ def open_engine(config: TargetConfig, forced: ForcedAnswers | None = None) -> tu
 def _rag(settings: Settings, tick: Tick) -> Outcome:
     count = settings.num_prompts or (QUICK_QUESTIONS if settings.quick else NUM_QUESTIONS)
     listed = squad_list(settings.data_dir, count) if settings.data_dir else stdlib_list(count)
-    encoder = Encoder.load(settings.encoder)
-    retriever = cached_retriever(
-        listed.documents,
-        encoder,
-        settings.cache_dir,
-        progress=lambda documents, _: tick("index (once)", documents, len(listed.documents)),
-    )
+    retriever = _retriever(listed, settings, tick)
     forced = ForcedAnswers() if settings.forced else None
     engine, bitwise = open_engine(settings.target, forced)
     with engine:
@@ -137,10 +139,23 @@ def _numerics(settings: Settings, tick: Tick) -> Outcome:
     return Outcome(result | {"peak_pss_mb": memory.look()})
 
 
+def _retriever(listed: RagList, settings: Settings, tick: Tick) -> Retriever:
+    count = len(listed.documents)
+    encoder = Encoder.load(settings.encoder)
+    return cached_retriever(
+        listed.documents, encoder, settings.cache_dir, progress=lambda done, _: tick("index (once)", done, count)
+    )
+
+
 def _target(settings: Settings, tick: Tick) -> Outcome:
     if settings.data_dir is None:
         raise ConfigError("the suite target needs a data folder: give --data")
     memory = PeakMemory()
+    retriever = _retriever(stdlib_list(), settings, tick)
+
+    def retrieve(question: str) -> list[str]:
+        return [passage.text for passage in retriever.retrieve([question], RAG_PASSAGES).passages[0]]
+
     engine = load_engine(settings.target, EngineConfig(), DraftingConfig())
     num_questions, num_sentences = (QUICK_QUESTIONS, QUICK_QUESTIONS) if settings.quick else (500, 754)
     with engine:
@@ -148,12 +163,25 @@ def _target(settings: Settings, tick: Tick) -> Outcome:
             Path(settings.target.model),
             settings.data_dir,
             generate=engine_generate(engine, tick),
+            retrieve=retrieve,
             num_questions=settings.num_prompts or num_questions,
             num_sentences=settings.num_prompts or num_sentences,
             seed=settings.plan.seed,
         )
     bitwise = settings.target.exactness == "bitwise"  # Why: loading would have failed otherwise
     return Outcome({"label": "held-out data", "quality": scores, "bitwise": bitwise, "peak_pss_mb": memory.look()})
+
+
+def _retrieval(settings: Settings, tick: Tick) -> Outcome:
+    if settings.data_dir is None:
+        raise ConfigError("the suite retrieval needs a data folder with squad, squad_open and cranfield: give --data")
+    plan = retrieval_plan(
+        settings.quick, settings.full, settings.plan.num_runs, settings.plan.seed, settings.num_prompts
+    )
+    reranker = Reranker.load(RerankerConfig(model=settings.reranker)) if settings.reranker else None
+    encoder = Encoder.load(settings.encoder)
+    result = RetrievalSuite(settings.data_dir, settings.cache_dir, encoder, plan, tick, reranker).measure()
+    return Outcome({"target": None, "dtype": "float32"} | result)
 
 
 def measure(

@@ -6,8 +6,6 @@ Owns the scores; the text comes from a `generate` callable, so transformers, the
 
 import math
 import random
-import re
-from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ragspec.evaluation.metrics import best_f1, exact_match
-from ragspec.evaluation.target_cases import PASSAGE_WORDS, Case, clean_sentences, question_cases
+from ragspec.evaluation.target_cases import Case, clean_sentences, question_cases
 from ragspec.training.grammar_metrics import edit_distance, gleu
 from ragspec.training.stdlib_corpus import is_held_out, stdlib_documents
 from ragspec.training.target_examples import first_doc_sentence
@@ -34,7 +32,7 @@ def evaluate_target(
     data_dir: Path,
     *,
     generate: Generate | None = None,
-    retrieve: Retrieve | None = None,
+    retrieve: Retrieve,
     num_questions: int = 500,
     num_sentences: int = 754,
     seed: int = 0,
@@ -49,7 +47,7 @@ def evaluate_target(
     half = len(unanswerable)  # as many answerable as unanswerable questions, so that precision means something
     scores |= abstention_scores(answerable[:half] + unanswerable, answered[:half] + refused)
     scores |= grammar_scores(data_dir, generate, num_sentences)
-    scores["stdlib_first_sentence"] = stdlib_score(generate, retrieve or lexical_retriever(), num_questions // 2, seed)
+    scores["stdlib_first_sentence"] = stdlib_score(generate, retrieve, num_questions // 2, seed)
     scores |= perplexity_scores(target_dir, data_dir / "wikitext2/test.txt")
     return scores
 
@@ -149,24 +147,6 @@ def stdlib_score(generate: Generate, retrieve: Retrieve, count: int, seed: int) 
     outputs = generate([question_messages(q, retrieve(q)) for q in questions])
     parsed = [parse_answer(output) for output in outputs]
     return _mean([answer is not None and answer[0] == quote for answer, (_, quote) in zip(parsed, asked, strict=True)])
-
-
-def lexical_retriever(num_passages: int = 3) -> Retrieve:
-    """BM25-like search over the standard library's documents; stands in where no index is given."""
-    texts = [" ".join(text.split(" ")[:PASSAGE_WORDS]) for _, text in stdlib_documents()]
-    bags = [Counter(re.findall(r"[a-z0-9]+", text.lower())) for text in texts]
-    frequency = Counter(word for bag in bags for word in bag)
-
-    def retrieve(question: str) -> list[str]:
-        words = {w for w in re.findall(r"[a-z0-9]+", question.lower()) if w in frequency}
-        weight = {w: math.log(len(bags) / frequency[w]) for w in words}
-        scores = [
-            sum(weight[w] * bag[w] / (bag[w] + 1.2) for w in words if w in bag) / (len(bag) + 30) ** 0.25
-            for bag in bags
-        ]
-        return [texts[i] for i in sorted(range(len(bags)), key=lambda i: (-scores[i], i))[:num_passages]]
-
-    return retrieve
 
 
 def perplexity_scores(

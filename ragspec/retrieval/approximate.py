@@ -38,8 +38,8 @@ from ragspec.retrieval.gpu import GpuIndex
 from ragspec.retrieval.manifest import DENSE, VECTORS
 
 MIN_ROWS = 20_000
-_EF_CONSTRUCTION = 200
-_EF_SEARCH = 128
+EF_CONSTRUCTION = 200
+EF_SEARCH = 128
 _TRAINING_ROWS_PER_LIST = 64
 _ROWS_AT_ONCE = 65_536
 
@@ -67,7 +67,7 @@ class ApproximateIndex:
     def __init__(self, index: Any, vectors: FloatArray, config: DenseConfig) -> None:
         self._index = index
         self._vectors = vectors
-        self._width = config.search_width or _default_width(config.kind, len(vectors))
+        self._width = config.search_width or default_width(config.kind, len(vectors))
         self._is_hnsw = config.kind == "hnsw"
 
     @classmethod
@@ -125,7 +125,7 @@ def _build(vectors: FloatArray, config: DenseConfig) -> Any:
             f"FAISS does not know the factory string {factory!r}: {str(cause).splitlines()[0]}"
         ) from cause
     if config.kind == "hnsw":
-        index.hnsw.efConstruction = _EF_CONSTRUCTION
+        index.hnsw.efConstruction = EF_CONSTRUCTION
     if not index.is_trained:
         rows = min(len(vectors), _TRAINING_ROWS_PER_LIST * _num_lists(len(vectors)))
         step = len(vectors) // rows
@@ -139,5 +139,6 @@ def _num_lists(num_rows: int) -> int:
     return int(2 ** round(math.log2(4 * math.sqrt(num_rows))))
 
 
-def _default_width(kind: str, num_rows: int) -> int:
-    return _EF_SEARCH if kind == "hnsw" else max(8, _num_lists(num_rows) // 16)
+def default_width(kind: str, num_rows: int) -> int:
+    """The rule's efSearch, or number of lists to look into."""
+    return EF_SEARCH if kind == "hnsw" else max(8, _num_lists(num_rows) // 16)

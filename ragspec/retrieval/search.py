@@ -11,7 +11,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import reduce
+from functools import lru_cache, reduce
 from typing import Literal, NamedTuple, Protocol
 
 import numpy as np
@@ -26,6 +26,7 @@ from ragspec.retrieval.sparse import SparseQuery, TermStatistics
 from ragspec.retrieval.store import LiveSegment
 
 _SCOPES_KEPT = 64
+_FREQUENCIES_KEPT = 65_536
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,12 +85,16 @@ class SegmentSearch:
         self._on_gpu = on_gpu
         self._live_rows = None if live.is_live.all() else live.live_rows()
         self._masks: dict[Scope, Mask | None] = {}
+        self._frequency = lru_cache(_FREQUENCIES_KEPT)(self._frequency_of)
+        self._size = lru_cache(_SCOPES_KEPT)(self._size_of)
 
     def dense(self, queries: FloatArray, k: int, scope: Scope) -> list[list[Hit]]:
         return [self._hits(scored, k) for scored in self._nearest.search(queries, k, self._allowed(scope))]
 
     def statistics(self, terms: Sequence[str], tenant: str) -> TermStatistics:
-        return self._segment.postings.statistics(terms, self._allowed(Scope(tenant)))
+        if self._allowed(Scope(tenant)) is None:
+            return self._segment.postings.statistics(terms)
+        return self._size(tenant) + TermStatistics(frequencies={term: self._frequency(term, tenant) for term in terms})
 
     def sparse(self, queries: Sequence[SparseQuery], k: int, scope: Scope) -> list[list[Hit]]:
         allowed = self._allowed(scope)
@@ -110,6 +115,12 @@ class SegmentSearch:
         name, key = self._segment.name, self._segment.passage_key
         pairs = zip(scored.scores.tolist(), scored.rows.tolist(), strict=True)
         return heapq.nsmallest(k, (Hit(-score, *key(row), name, row) for score, row in pairs))
+
+    def _frequency_of(self, term: str, tenant: str) -> int:
+        return int(self._segment.postings.document_frequencies([term], self._allowed(Scope(tenant)))[0])
+
+    def _size_of(self, tenant: str) -> TermStatistics:
+        return self._segment.postings.statistics([], self._allowed(Scope(tenant)))
 
     def _allowed(self, scope: Scope) -> Mask | None:
         """Rows that may be found; None: all. Shapes: [K]."""

@@ -13,7 +13,7 @@ import torch
 from transformers import AutoTokenizer
 
 from ragspec.config import DraftingConfig, TargetConfig
-from ragspec.core import Request
+from ragspec.core import Document, Request
 from ragspec.engine.engine import Engine
 from ragspec.engine.loading import load_engine
 from ragspec.errors import ConfigError, InputError
@@ -25,9 +25,10 @@ from ragspec.evaluation.forced import ForcedAnswers, ForcedSampler
 from ragspec.evaluation.generation_suite import GenerationSuite, engine_config
 from ragspec.evaluation.numerics_suite import Size, numerics_suite
 from ragspec.evaluation.peers import TransformersDecoder, load_peer
+from ragspec.evaluation.prompt_lists import RagList
 from ragspec.evaluation.report import KEYS, complete, rows
 from ragspec.evaluation.suites import Settings, run_suite
-from ragspec.evaluation.target_suite import Generate
+from ragspec.evaluation.target_suite import Generate, Retrieve
 from ragspec.evaluation.variant_step import VariantStep
 from ragspec.numerics.kv_cache import SequenceSlots
 from ragspec.numerics.rows import Part, StepRows
@@ -144,8 +145,11 @@ def test_target_suite_lets_the_engine_answer(
     conversations = [question_messages("Who built it?", ["The mill is old. It was built in 1874."])]
     texts: list[str] = []
 
-    def evaluate(target_dir: Path, data_dir: Path, *, generate: Generate, **counts: int) -> dict[str, float]:
+    def evaluate(
+        target_dir: Path, data_dir: Path, *, generate: Generate, retrieve: Retrieve, **counts: int
+    ) -> dict[str, float]:
         texts.extend(generate(conversations))
+        assert retrieve("What does x.floor do?")[0] == "x.floor(): Floors."
         return {"em": 0.5}
 
     folder = shutil.copytree(settings.target.model, tmp_path / "with_template")
@@ -154,6 +158,9 @@ def test_target_suite_lets_the_engine_answer(
     tokenizer.save_pretrained(folder)
     settings = dataclasses.replace(settings, target=TargetConfig(model=str(folder)))
     monkeypatch.setattr(suites, "evaluate_target", evaluate)
+    names = {"x.floor": "x.floor(): Floors.", "x.ceil": "x.ceil(): Lifts.", "y": "y: Another thing."}
+    documents = [Document(name, text, title=name) for name, text in names.items()]
+    monkeypatch.setattr(suites, "stdlib_list", lambda: RagList("", documents, []))
     result = run_suite("target", settings, no_tick).result
     assert result["quality"] == {"em": 0.5}
     assert texts == target_suite.transformers_generate(Path(settings.target.model))(conversations)

@@ -1,0 +1,64 @@
+"""How fast an index is built, and what building costs beyond the encoder's own time."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from ragspec.evaluation.comparison import Tick
+from ragspec.evaluation.retrieval_data import PASSAGES_PER_DOCUMENT, synthetic_documents
+from ragspec.retrieval.encoder import EncoderIdentity, FloatArray, Kind, TextEncoder
+from ragspec.retrieval.writer import IndexWriter
+
+
+class TimedEncoder:
+    """Another encoder, and the seconds it took to encode; counting tokens is the index's doing and not among them."""
+
+    def __init__(self, encoder: TextEncoder) -> None:
+        self._encoder = encoder
+        self.encode_s = 0.0
+        self.count_tokens_s = 0.0
+
+    @property
+    def identity(self) -> EncoderIdentity:
+        return self._encoder.identity
+
+    @property
+    def max_tokens(self) -> int:
+        return self._encoder.max_tokens
+
+    def count_tokens(self, texts: Sequence[str]) -> list[int]:
+        begin = time.perf_counter()
+        counts = self._encoder.count_tokens(texts)
+        self.count_tokens_s += time.perf_counter() - begin
+        return counts
+
+    def encode(self, texts: Sequence[str], kind: Kind = "document") -> FloatArray:
+        begin = time.perf_counter()
+        vectors = self._encoder.encode(texts, kind)
+        self.encode_s += time.perf_counter() - begin
+        return vectors
+
+
+def build_speed(encoder: TextEncoder, num_passages: int, folder: Path, seed: int, tick: Tick) -> dict[str, float | int]:
+    """Seconds of an index of about so many synthetic passages in `folder`, and their parts. Raises: SaveError."""
+    documents = list(synthetic_documents(max(1, num_passages // PASSAGES_PER_DOCUMENT), seed))
+    timed = TimedEncoder(encoder)
+    begin = time.perf_counter()
+    with IndexWriter(folder, timed) as writer:
+        for number, document in enumerate(documents, 1):
+            writer.upsert(document)
+            tick("build", number, len(documents))
+        manifest = writer.commit()
+    total_s = time.perf_counter() - begin
+    return {
+        "num_passages": manifest.num_passages,
+        "total_s": total_s,
+        "encoder_s": timed.encode_s,
+        "overhead_share": (total_s - timed.encode_s) / timed.encode_s,
+        "count_tokens_s": timed.count_tokens_s,
+        "passages_per_s": manifest.num_passages / total_s,
+        "encoder_passages_per_s": manifest.num_passages / timed.encode_s,
+        "file_mb": sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()) / 1e6,
+    }

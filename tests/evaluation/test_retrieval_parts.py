@@ -1,0 +1,247 @@
+"""The parts of the retrieval suite: what is timed, what is compared, what is made up."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ragspec.config import ChunkingConfig
+from ragspec.core import Document
+from ragspec.evaluation.retrieval_build import TimedEncoder, build_speed
+from ragspec.evaluation.retrieval_contenders import EXACT, FLAT, best_rows, contenders, plain
+from ragspec.evaluation.retrieval_data import (
+    DIMENSION,
+    PASSAGES_PER_DOCUMENT,
+    Mixture,
+    synthetic_documents,
+    write_vectors,
+)
+from ragspec.evaluation.retrieval_identity import NUM_COMMITS, Identical, Identity, Way, layouts
+from ragspec.evaluation.retrieval_quality import MODES
+from ragspec.evaluation.retrieval_speed import recall
+from ragspec.evaluation.retrieval_timing import Blocks, TimingPlan, held_mb, take_turns
+from ragspec.retrieval.chunking import chunk
+from ragspec.retrieval.dense import Scored
+from ragspec.retrieval.encoder import EncoderIdentity, FloatArray, Kind
+from ragspec.retrieval.manifest import VECTORS
+from ragspec.retrieval.retriever import build_index
+from ragspec.retrieval.search import Shard
+from ragspec.retrieval.store import Store
+
+
+class Plain:
+    """Vectors drawn from the text's length and letters."""
+
+    identity = EncoderIdentity(id="plain", fingerprint="b" * 64, dimension=8)
+    max_tokens = 256
+
+    def count_tokens(self, texts: Sequence[str]) -> list[int]:
+        return [len(text.split()) + 2 for text in texts]
+
+    def encode(self, texts: Sequence[str], kind: Kind = "document") -> FloatArray:
+        rows = [np.random.default_rng(list(text.encode())).standard_normal(8) for text in texts]
+        vectors = np.array(rows, np.float32).reshape(-1, 8)
+        return vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
+
+
+class BatchDependent(Plain):
+    """A query's vector changes its last bits with the size of its batch, as many libraries' do."""
+
+    def encode(self, texts: Sequence[str], kind: Kind = "document") -> FloatArray:
+        vectors = super().encode(texts, kind)
+        return np.nextafter(vectors, np.float32(2.0)) if kind == "query" and len(texts) > 1 else vectors
+
+
+class OrderDependent(Plain):
+    """A document's vector depends on what was encoded beside it."""
+
+    def encode(self, texts: Sequence[str], kind: Kind = "document") -> FloatArray:
+        vectors = super().encode(texts, kind)
+        if kind == "document" and len(texts) > 1:
+            vectors[0] = np.nextafter(vectors[0], np.float32(2.0))
+        return vectors
+
+
+def no_tick(stage: str, done: int, total: int) -> None:
+    assert 0 <= done <= total
+
+
+def documents(count: int = 60) -> list[Document]:
+    words = ("rain", "mill", "river", "bridge", "stone", "sand", "hill", "boat")
+    return [Document(f"d{n}", f"The {words[n % 8]} of {words[n // 8 % 8]} is number {n}.") for n in range(count)]
+
+
+QUERIES = [
+    "rain of mill",
+    "stone bridge",
+    "boat number 7",
+    "sand",
+    "hill of rain",
+    "river river",
+    "number 41",
+    "old mill",
+]
+
+
+def test_identity_holds_for_an_honest_encoder(tmp_path: Path) -> None:
+    """Bug guarded: an index whose answers depend on batch, layout, compaction or the order of its documents."""
+    identical = Identity(Plain(), documents(), QUERIES).measure(tmp_path, no_tick)
+    assert identical.share == 1.0
+    assert set(identical.counts()) == set(MODES)
+    assert set(identical.counts()["dense"].values()) == {"8/8"} and len(identical.counts()["dense"]) == 7
+
+
+@pytest.mark.parametrize(
+    ("encoder", "way"), [(BatchDependent(), "batches of 7"), (OrderDependent(), "rebuilt in another order")]
+)
+def test_identity_fails_for_a_bit_that_differs(encoder: Plain, way: str, tmp_path: Path) -> None:
+    """The check can fail: one last bit of one vector is found out, in the mode that uses vectors alone."""
+    identical = Identity(encoder, documents(), QUERIES).measure(tmp_path, no_tick)
+    assert identical.share < 1.0
+    assert identical.same["dense"][way] < len(QUERIES)
+    assert identical.same["sparse"][way] == len(QUERIES)
+
+
+def test_identity_fails_for_a_lost_segment(tmp_path: Path) -> None:
+    """The check can fail: a layout that forgets a segment."""
+    identity = Identity(Plain(), documents(), QUERIES)
+    identity.measure(tmp_path, no_tick)
+    store = Store.open(tmp_path / "grown")
+    identical = Identical(len(QUERIES), {mode: Counter() for mode in MODES})
+    truth = {mode: identity.answers(Way("alone", store, 1), mode, no_tick) for mode in MODES}
+    forgetful = Way("forgetful", store, 64, lambda opened: Shard([]))
+    identity.compare([forgetful], truth, identical, no_tick)
+    assert identical.share == 0.0
+
+
+def test_layouts_need_several_segments(tmp_path: Path) -> None:
+    """Bug guarded: one segment, in which case every layout is the same and the check empty."""
+    build_index(documents(), tmp_path, Plain())
+    with pytest.raises(AssertionError):
+        list(layouts(Store.open(tmp_path)))
+    assert NUM_COMMITS > 3
+
+
+def test_contenders_take_turns() -> None:
+    """Bug guarded: all calls of one contender after all of another, so that a machine's mood decides; uncounted batches."""
+    calls: list[str] = []
+
+    def contender(name: str) -> tuple[Callable[[FloatArray], None], Callable[[Callable[[], None]], None]]:
+        def run(block: Callable[[], None]) -> None:
+            calls.append(name)
+            block()
+
+        return lambda queries: time.sleep(0.001 * len(queries)), run
+
+    queries = np.zeros((8, 4), np.float32)
+    plan = TimingPlan(8, (1, 4), num_rounds=2, block_s=0.0)
+    blocks = take_turns({"a": contender("a"), "b": contender("b")}, queries, plan)
+    assert calls == ["a", "b"] * 4
+    assert all(len(blocks.calls_ms[name][batch]) == 2 for name in "ab" for batch in (1, 4))
+    assert blocks.p50_ms("a", 4) > 3.9
+    assert blocks.ratio(("a", 4), ("a", 1)) > 1.2
+
+
+def test_ratio_is_formed_within_a_round() -> None:
+    """Bug guarded: a round on a slow machine divided by one on a fast machine."""
+    blocks = Blocks()
+    for factor in (1.0, 10.0, 1.0):
+        blocks.add("a", 1, [1.0 * factor, 1.0 * factor, 9.0 * factor])
+        blocks.add("a", 16, [2.0 * factor])
+    assert blocks.ratio(("a", 16), ("a", 1)) == 2.0
+    assert blocks.summary("a")["p95 ms, batch 1"] > blocks.summary("a")["p50 ms, batch 1"]
+
+
+def test_memory_held_is_seen() -> None:
+    """Bug guarded: sizes of zero because freed memory was taken again."""
+    before = held_mb()
+    block = np.ones(5_000_000)
+    assert 35.0 < held_mb() - before < 45.0
+    del block
+    assert abs(held_mb() - before) < 5.0
+
+
+def test_recall_and_best_rows() -> None:
+    """Bug guarded: rows beyond the tenth, or in another order, counted as found."""
+    scored = Scored(np.arange(12), np.array([0.5] * 11 + [0.9]))
+    assert best_rows([scored]) == [[11, *range(9)]]
+    assert recall([[1, 2]], [[2, 3]]) == 0.5
+
+
+def test_contenders_agree_where_both_are_exact(tmp_path: Path) -> None:
+    """Bug guarded: a comparison of searches that do not look for the same."""
+    mixture = Mixture(500, seed=0)
+    write_vectors(tmp_path / VECTORS, mixture, 500)
+    found = {each.name: each for each in contenders(tmp_path, ("hnsw",))}
+    queries = mixture.draw(20)
+    assert recall(found[FLAT].found(queries), found[EXACT].found(queries)) == 1.0
+    assert found["FAISS HNSW"].column["build s"] > 0 and found[EXACT].column["file MB"] > 0.7
+    assert "HNSW" not in found, "the rule builds none of so few rows"
+
+
+def test_vectors_are_a_function_of_the_seed(tmp_path: Path) -> None:
+    """Bug guarded: other vectors in every run, or vectors whose dot product is no cosine."""
+    write_vectors(tmp_path / "a.npy", Mixture(300, seed=1), 300)
+    vectors = np.load(tmp_path / "a.npy")
+    assert np.array_equal(vectors, Mixture(300, seed=1).draw(300))
+    assert not np.array_equal(vectors, Mixture(300, seed=2).draw(300))
+    assert vectors.shape == (300, DIMENSION) and vectors.dtype == np.float32
+    assert np.allclose(np.linalg.norm(vectors, axis=1), 1.0, atol=1e-5)
+
+
+def test_nearest_vectors_are_as_near_as_passages_are() -> None:
+    """Bug guarded: clusters so tight that every approximate search finds everything."""
+    mixture = Mixture(5_000, seed=0)
+    vectors, queries = mixture.draw(5_000), mixture.draw(50)
+    tenth = np.sort(queries @ vectors.T, axis=1)[:, -10]
+    assert 0.35 < float(tenth.mean()) < 0.6
+
+
+def test_synthetic_documents_have_the_length_they_say() -> None:
+    """Bug guarded: texts so short that the encoder's time, and with it every share of it, means nothing."""
+    made = list(synthetic_documents(10, seed=0))
+    assert made[:3] == list(synthetic_documents(3, seed=0))
+    counts = [len(chunk(document, ChunkingConfig())) for document in made]
+    assert np.mean(counts) == pytest.approx(PASSAGES_PER_DOCUMENT, abs=1.0)
+
+
+def test_build_tells_the_encoder_from_the_rest(tmp_path: Path) -> None:
+    """Bug guarded: an overhead that is always nothing, or time of the encoder counted as overhead."""
+
+    class Slow(Plain):
+        def encode(self, texts: Sequence[str], kind: Kind = "document") -> FloatArray:
+            time.sleep(0.3)
+            return super().encode(texts, kind)
+
+        def count_tokens(self, texts: Sequence[str]) -> list[int]:
+            time.sleep(0.02)
+            return super().count_tokens(texts)
+
+    built = build_speed(Slow(), 70, tmp_path, 0, no_tick)
+    assert 50 < built["num_passages"] < 100
+    assert built["encoder_s"] >= 0.3 and built["count_tokens_s"] >= 0.2
+    assert built["total_s"] > built["encoder_s"] + built["count_tokens_s"]
+    assert built["overhead_share"] == pytest.approx(built["total_s"] / built["encoder_s"] - 1)
+    assert built["file_mb"] > 0.01
+
+
+def test_timed_encoder_is_the_encoder() -> None:
+    """Bug guarded: an index built by another encoder than the one it names."""
+    timed = TimedEncoder(Plain())
+    assert timed.identity == Plain.identity and timed.max_tokens == 256
+    assert np.array_equal(timed.encode(["rain"]), Plain().encode(["rain"]))
+
+
+def test_plain_faiss_runs_with_the_threads_it_says() -> None:
+    """Bug guarded: a contender measured with other threads than its name says."""
+    faiss = pytest.importorskip("faiss")
+    index = faiss.IndexFlatIP(4)
+    seen: list[int] = []
+    for threads in (1, 2):
+        plain("x", index, threads).run(lambda: seen.append(faiss.omp_get_max_threads()))
+    assert seen == [1, 2]
