@@ -15,7 +15,7 @@ import json
 import os
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -31,7 +31,8 @@ from pipelines.batch_session import ray_session
 from ragspec.config import PipelineConfig, load_config
 from ragspec.core import SamplingParams
 from ragspec.errors import ConfigError, RagspecError
-from ragspec.retrieval.manifest import read_current, read_pointer
+from ragspec.retrieval.lease import lease
+from ragspec.retrieval.manifest import read_generation
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 _console = Console(stderr=True)
@@ -146,6 +147,13 @@ def main(
 def run(job: Job) -> Summary:
     """The whole job. Raises: ConfigError, InputError, StoreError, SaveError, EngineError."""
     _check_places(job)
+    with lease(
+        Path(job.config.retriever.index_dir)
+    ) as pointer:  # Why: all workers answer from one generation, to the end
+        return _run(replace(job, config=_pinned(job.config, pointer)))
+
+
+def _run(job: Job) -> Summary:
     files = find_inputs(job.inputs)
     settings = _what_decides(job)
     summary = Summary()
@@ -177,7 +185,7 @@ def _check_places(job: Job) -> None:
 def _what_decides(job: Job) -> dict[str, Any]:
     """Everything but the rows that decides a text."""
     config = job.config
-    _, manifest = read_current(Path(config.retriever.index_dir))
+    _, manifest = read_generation(Path(config.retriever.index_dir), config.retriever.pointer)
     return {
         "seed": job.seed,
         "target": config.target.model_dump(),
@@ -215,7 +223,7 @@ def _answer(job: Job, spans: list[Span], folder: OutputFolder, summary: Summary)
 
         task = bar.add_task("starting the engines", total=sum(len(span.wanted) for span in spans), rates="")
         size = PoolSize(job.num_engines, max(1, job.config.engine.max_running // ROWS_PER_SPAN))
-        worker_args = (_pinned(_with_threads(job)), JobParams(job.defaults, job.seed))
+        worker_args = (_with_threads(job), JobParams(job.defaults, job.seed))
         begin = time.monotonic()
         for results in through_pool([asdict(span) for span in spans], SpanWorker, worker_args, size):
             for failed, lines in _by_failure(results):
@@ -251,9 +259,7 @@ def _with_threads(job: Job) -> PipelineConfig:
     return job.config.model_copy(update={"engine": engine.model_copy(update={"num_threads": num_threads})})
 
 
-def _pinned(config: PipelineConfig) -> PipelineConfig:
-    """All workers, also those started later, answer from the generation that is current now."""
-    pointer = read_pointer(Path(config.retriever.index_dir))
+def _pinned(config: PipelineConfig, pointer: str) -> PipelineConfig:
     return config.model_copy(update={"retriever": config.retriever.model_copy(update={"pointer": pointer})})
 
 

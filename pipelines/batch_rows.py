@@ -36,6 +36,7 @@ _BODY_NAMES = {
     "n": "n",
     "seed": "seed",
 }
+_SCOPE = frozenset({"tenant", "filter"})
 _BODY_IGNORED = frozenset({"model", "messages", "metadata", "store", "user", "safety_identifier", "service_tier"})
 
 
@@ -104,11 +105,15 @@ def _plain_row(row_id: str, given: dict[str, Any]) -> Row:
         raise InputError("the row has no question")
     question = check_text(given["question"], "the question")
     overrides = {name: _parameter(name, value) for name, value in given.items() if name in _PARAMETERS}
+    ignored = tuple(sorted(given.keys() - _PARAMETERS - {"id", "question", *_SCOPE}))
+    return Row(row_id, question, overrides, ignored=ignored, **_scope(given))
+
+
+def _scope(given: Mapping[str, Any]) -> dict[str, Any]:
     tenant = given.get("tenant", "")
     if not isinstance(tenant, str):
         raise InputError(f"the tenant must be a string, not {tenant!r}")
-    ignored = tuple(sorted(given.keys() - _PARAMETERS - {"id", "question", "tenant", "filter"}))
-    return Row(row_id, question, overrides, ignored=ignored, tenant=tenant, filter=_filter(given.get("filter")))
+    return {"tenant": tenant, "filter": _filter(given.get("filter"))}
 
 
 def _filter(value: Any) -> Mapping[str, Any] | None:
@@ -132,7 +137,7 @@ def _openai_row(row_id: str, given: dict[str, Any]) -> Row:
     if unknown:
         raise InputError(f"the body's parameter {unknown[0]!r} is not supported")
     overrides = {_BODY_NAMES[name]: _parameter(_BODY_NAMES[name], body[name]) for name in _BODY_NAMES if name in body}
-    return Row(row_id, _only_question(body.get("messages")), overrides, openai=True)
+    return Row(row_id, _only_question(body.get("messages")), overrides, openai=True, **_scope(given))
 
 
 def _only_question(messages: Any) -> str:

@@ -33,6 +33,7 @@ class Document:
     """A text with an identity, as the user gave it.
 
     `owner` names the tenant whose requests may see it; a document without one is for everybody. `headings` are sorted by place.
+    `origin` is the file it was read from, if it was.
     """
 
     id: str
@@ -42,6 +43,7 @@ class Document:
     metadata: Mapping[str, Any] = field(default_factory=dict)
     owner: str = ""
     headings: tuple[Heading, ...] = ()
+    origin: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -223,15 +223,16 @@ def verify(index: Index, debug: Debug = False) -> None:
 def compact(
     index: Index,
     dense: Annotated[str | None, typer.Option(help="How vectors are searched from now on: exact, hnsw or ivf.")] = None,
+    purge: Annotated[bool, typer.Option(help="Remove deleted text from the disk now, not after some minutes.")] = False,
     debug: Debug = False,
 ) -> None:
-    """Merge segments and drop what was deleted; answers stay the same."""
+    """Merge segments and drop what was deleted; with exact search, answers stay the same."""
     from ragspec.cli.index import run_compact
     from ragspec.config import DenseConfig, load_config
 
     overrides = {"index.dense.kind": dense}
     wanted: DenseConfig | None = load_config(None, **overrides).index.dense if dense else None
-    run_compact(index, wanted)
+    run_compact(index, wanted, purge=purge)
 
 
 @app.command(context_settings=_PASSED_ON)

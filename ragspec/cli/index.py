@@ -41,11 +41,13 @@ def run_delete(index_dir: Path, ids: Sequence[str], sources: Sequence[str], *, d
     """Delete by id and by source. Raises: InputError, before anything is changed, if one of them is not there."""
     with IndexWriter(index_dir) as writer:
         for document_id in ids:
-            if not writer.delete(document_id):
+            if writer.owner_and_origin(document_id) is None:
                 raise InputError(f"no document has the id {document_id!r}; nothing was deleted")
-        for source in sources:
+        for source in dict.fromkeys(sources):
             if not writer.delete_source(source):
                 raise InputError(f"no document comes from {source!r}; nothing was deleted")
+        for document_id in ids:
+            writer.delete(document_id)
         manifest = None if dry_run else writer.commit()
         _report(manifest, {"deleted": writer.changes.deleted, "dry_run": dry_run})
 
@@ -58,11 +60,13 @@ def run_verify(index_dir: Path) -> None:
     _report(store.manifest, {"verified": True})
 
 
-def run_compact(index_dir: Path, dense: DenseConfig | None) -> None:
+def run_compact(index_dir: Path, dense: DenseConfig | None, *, purge: bool) -> None:
     """Raises: StoreError, SaveError, ConfigError."""
     before = Store.open(index_dir).manifest
     with IndexWriter(index_dir) as writer:
         manifest = writer.compact(dense)
+        if purge:
+            writer.purge()
     _report(manifest, {"segments_before": len(before.segments), "bytes_before": num_bytes(before)})
 
 

@@ -95,20 +95,23 @@ class _SpreadShard:
 
 class _ShardActor:
     def __init__(self) -> None:
-        self._shards: dict[Placement, Shard] = {}
+        self._opened: dict[Placement, tuple[Store, Shard]] = {}
 
     def call(self, placement: Placement, method: str, *arguments: Any) -> Any:
         shard = self._shard(placement)
         return None if method == "load" else getattr(shard, method)(*arguments)
 
     def _shard(self, placement: Placement) -> Shard:
-        if placement not in self._shards:
-            for old in list(self._shards)[: 1 - _GENERATIONS_KEPT]:
-                del self._shards[old]
-            store = Store.open(placement.index_dir, pointer=placement.pointer, only=frozenset(placement.segments))
-            self._shards[placement] = Shard(store.segments)
-            self._shards[placement].load()
-        return self._shards[placement]
+        if placement not in self._opened:
+            stores = [store for store, _ in self._opened.values() if str(store.index_dir) == placement.index_dir]
+            only = frozenset(placement.segments)
+            store = Store.open(placement.index_dir, pointer=placement.pointer, only=only, sharing=stores)
+            shard = Shard(store.segments)
+            shard.load()
+            for old in list(self._opened)[: 1 - _GENERATIONS_KEPT]:
+                del self._opened[old]
+            self._opened[placement] = store, shard
+        return self._opened[placement][1]
 
 
 def _results(calls: Sequence[Any]) -> list[Any]:

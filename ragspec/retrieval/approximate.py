@@ -89,7 +89,8 @@ class ApproximateIndex:
         rows = None if allowed is None else np.flatnonzero(allowed)
         if rows is not None and len(rows) <= max(k, FEW_ROWS_SHARE * len(self._vectors)):
             return search_rows(self._vectors, rows, queries, k)
-        return compute_apart(lambda: [self._one(query, k, allowed, rows) for query in queries], 1)
+        load_faiss().omp_set_num_threads(1)  # of this thread, in FAISS's own OpenMP
+        return [self._one(query, k, allowed, rows) for query in queries]
 
     def _one(self, query: FloatArray, k: int, allowed: Mask | None, rows: Rows | None) -> Scored:
         num_wanted = min(candidates_for(k), len(self._vectors) if rows is None else len(rows))
@@ -101,7 +102,6 @@ class ApproximateIndex:
 
     def _candidates(self, query: FloatArray, num_wanted: int, allowed: Mask | None) -> Rows:
         faiss = load_faiss()
-        faiss.omp_set_num_threads(1)
         options: dict[str, Any] = {}
         if allowed is not None:
             bits = np.packbits(allowed, bitorder="little")

@@ -57,20 +57,20 @@ def content_key(documents: Iterable[Document], encoder: EncoderIdentity, config:
 def document_key(document: Document) -> bytes:
     """SHA-256 of everything a document holds."""
     headings = json.dumps(document.headings)
-    names = (document.id, document.title, document.source, document.owner, metadata_json(document), headings)
-    return _digest((*names, document.text))
+    names = (document.id, document.title, document.source, document.owner, document.origin)
+    return _digest((*names, metadata_json(document), headings, document.text))
 
 
 def text_key(document: Document) -> bytes:
-    """SHA-256 of owner and text: equal for two documents that one reader would find twice."""
-    return _digest((document.owner, document.text))
+    """SHA-256 of owner, metadata and text: equal for two documents that one reader would find twice, by the same filters."""
+    return _digest((document.owner, metadata_json(document), document.text))
 
 
 def checked(document: Document) -> Document:
     """Raises: InputError if an index could not hold the document as it is."""
     if not isinstance(document.id, str) or not document.id:
         raise InputError("a document has no id")
-    for name in ("id", "text", "title", "source", "owner"):
+    for name in ("id", "text", "title", "source", "owner", "origin"):
         value = getattr(document, name)
         if not isinstance(value, str):
             raise InputError(f"document {document.id!r}: {name} must be a string, not {type(value).__name__}")

@@ -104,7 +104,7 @@ class ExactIndex:
         if len(rows) == len(self._vectors) or float(scores.min()) + self._max_error < kth:
             return best
         more = self._rows_above(query, kth - self._max_error, forbidden)
-        return best_of(Scored(more, canonical_scores(query, self._vectors[more])), k)
+        return search_rows(self._vectors, more, query[None], k)[0]
 
     def _rows_above(self, query: FloatArray, threshold: float, forbidden: Tensor | None) -> Rows:
         """Every row whose float32 score reaches `threshold`: duplicates and near ties at the border of the candidates."""

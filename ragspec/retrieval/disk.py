@@ -45,6 +45,14 @@ def exclusive(folder: Path) -> Iterator[None]:
         yield
 
 
+def make_folder(path: Path) -> None:
+    """The folder and those above it, as durable as what will be written into it."""
+    missing = [each for each in (path, *path.parents) if not each.exists()]
+    path.mkdir(parents=True, exist_ok=True)
+    for each in missing:
+        sync(each.parent)
+
+
 def sync(path: Path) -> None:
     """Flush a file, or a folder's list of names, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)

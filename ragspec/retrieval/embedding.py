@@ -46,12 +46,12 @@ class EmbeddingGroup:
     def ids(self) -> list[str]:
         return list(self._waiting)
 
-    def text_owner(self, text_key: bytes) -> str | None:
-        """The id of a waiting document with that text."""
-        return self._texts.get(text_key)
+    def text_owner(self, key: bytes) -> str | None:
+        """The id of a waiting document with that text key."""
+        return self._texts.get(key)
 
-    def add(self, document: Document, known: Mapping[str, FloatArray]) -> int:
-        """Chunk a document; texts in `known` already have their vector. Returns how many of its passages do."""
+    def chunked(self, document: Document, known: Mapping[str, FloatArray]) -> Embedded:
+        """The document's passages; texts in `known` already have their vector."""
         assert self._encoder is not None, "putting documents in needs an encoder"
         passages = chunk(document, self._chunking, self._limit)
         texts = [embedded_text(passage) for passage in passages]
@@ -60,10 +60,16 @@ class EmbeddingGroup:
         for number, text in enumerate(texts):
             if text in known:
                 vectors[number] = known[text]
-        self._waiting[document.id] = Embedded(document, passages, texts, vectors, missing)
-        self._texts.setdefault(text_key(document), document.id)
-        self.num_missing += len(missing)
-        return len(texts) - len(missing)
+        return Embedded(document, passages, texts, vectors, missing)
+
+    def add(self, waiting: Embedded) -> None:
+        """An id that is not in the group."""
+        self._waiting[waiting.document.id] = waiting
+        self._texts.setdefault(text_key(waiting.document), waiting.document.id)
+        self.num_missing += len(waiting.missing)
+
+    def get(self, document_id: str) -> Document:
+        return self._waiting[document_id].document
 
     def drop(self, document_id: str) -> None:
         waiting = self._waiting.pop(document_id)

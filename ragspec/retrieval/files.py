@@ -26,7 +26,8 @@ DOCUMENT_SCHEMA = pa.schema(
         ("metadata", pa.large_string()),  # JSON
         ("headings", pa.large_string()),  # JSON: [[start, level, text], ...]
         ("key", pa.binary(32)),  # of the whole document, see `ragspec.retrieval.content`
-        ("text_key", pa.binary(32)),  # of owner and text
+        ("text_key", pa.binary(32)),  # of owner, metadata and text
+        ("origin", pa.large_string()),  # the file it was read from
         ("text", pa.large_binary()),
     ]
 )

@@ -1,8 +1,7 @@
 """The folder of an index in a writer's hands: what is staged, what is placed, what becomes current, what is removed.
 
-Everything is written to a temporary folder, flushed to the disk and renamed; only then does CURRENT name it. On leaving, all
-that neither the current generation nor the one before it needs is removed: a reader may have read CURRENT and not opened its
-files yet.
+Everything is written to a temporary folder, flushed to the disk and renamed; only then does CURRENT name it. On entering and
+leaving, all that no generation in use needs is removed.
 """
 
 from __future__ import annotations
@@ -11,15 +10,17 @@ import contextlib
 import hashlib
 import os
 import re
+import secrets
 import shutil
-import tempfile
+import time
 from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import TracebackType
 
 from ragspec.errors import StoreError
-from ragspec.retrieval.disk import TEMPORARY, exclusive, replace_text, sync
+from ragspec.retrieval.disk import TEMPORARY, exclusive, make_folder, replace_text, sync
+from ragspec.retrieval.lease import leased
 from ragspec.retrieval.manifest import (
     CURRENT,
     MANIFEST,
@@ -33,6 +34,8 @@ from ragspec.retrieval.manifest import (
 from ragspec.retrieval.segment import SegmentWriter
 
 _PLACED = re.compile(r"(generation|segment)-(\d{6,})")
+_GRACE_S = 600.0
+"""How long the generation before the current one is kept: a reader may have read CURRENT and not opened its files yet."""
 
 
 class GenerationFolder:
@@ -44,10 +47,10 @@ class GenerationFolder:
 
     def __enter__(self) -> GenerationFolder:
         """Raises: SaveError if another writer is at work."""
-        self._dir.mkdir(parents=True, exist_ok=True)
+        make_folder(self._dir)
         self._lock.enter_context(exclusive(self._dir))
         try:
-            self._clean()
+            self.clean()
         except BaseException:
             self._lock.close()
             raise
@@ -57,12 +60,14 @@ class GenerationFolder:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         with contextlib.suppress(OSError):
-            self._clean()
+            self.clean()
         self._lock.close()
 
     def stage(self) -> Path:
         """A new empty folder, removed on leaving unless it is placed."""
-        return Path(tempfile.mkdtemp(prefix=TEMPORARY, dir=self._dir))
+        folder = self._dir / f"{TEMPORARY}{secrets.token_hex(8)}"
+        folder.mkdir()  # Why not tempfile: its folders are for one user alone, and an index has other readers
+        return folder
 
     def place(self, staged: Path, name: str) -> dict[str, FileRecord]:
         """Flush a staged folder to the disk and give it its name; the records of its files."""
@@ -106,30 +111,43 @@ class GenerationFolder:
         matches = (_PLACED.fullmatch(path.name) for path in self._dir.iterdir())
         return [(match[1], int(match[2])) for match in matches if match]
 
-    def _clean(self) -> None:
-        """Remove what a crash or an abandoned change left, and what is older than the previous generation."""
+    def clean(self, keep_previous: bool = True) -> None:
+        """Remove what a crash or an abandoned change left, and generations that nobody needs any more.
+
+        Of a folder without an index, or of a damaged one, nothing is removed but what was being built.
+        """
         try:
-            kept = self._needed()
+            kept = self._needed(keep_previous)
         except StoreError:
-            return  # Why: of a damaged index nothing is removed
+            kept = {path.name for path in self._dir.iterdir()}
         for path in self._dir.iterdir():
-            if path.name == TEMPORARY + CURRENT:
+            if path.name.startswith(TEMPORARY) and path.is_file():
                 path.unlink(missing_ok=True)
             elif path.name.startswith(TEMPORARY) or (_PLACED.fullmatch(path.name) and path.name not in kept):
                 shutil.rmtree(path, ignore_errors=True)
 
-    def _needed(self) -> set[str]:
-        if not (self._dir / CURRENT).exists():
-            return set()
+    def _needed(self, keep_previous: bool) -> set[str]:
+        """Folders of the current generation, of those on lease, and of the one before if the current one is young.
+
+        Raises: StoreError.
+        """
         folder, manifest = read_current(self._dir)
         kept = {folder.name, *folders_of(manifest)}
+        kept |= {name for pointer in leased(self._dir) for name in _folders(self._dir, pointer.split()[0])}
         earlier = [n for kind, n in self._placed() if kind == "generation" and n < manifest.generation]
-        if earlier:
-            previous = self._dir / f"generation-{max(earlier):06d}"
-            with contextlib.suppress(OSError, ValueError):
-                before = Manifest.model_validate_json((previous / MANIFEST).read_bytes())
-                kept |= {previous.name, *folders_of(before)}
+        is_young = time.time() - (folder / MANIFEST).stat().st_mtime < _GRACE_S
+        if earlier and keep_previous and is_young:
+            kept |= _folders(self._dir, f"generation-{max(earlier):06d}")
         return kept
+
+
+def _folders(index_dir: Path, generation: str) -> set[str]:
+    """The folders of a generation that is not checked; none if it cannot be read."""
+    try:
+        manifest = Manifest.model_validate_json((index_dir / generation / MANIFEST).read_bytes())
+    except (OSError, ValueError):
+        return set()
+    return {generation, *folders_of(manifest)}
 
 
 def own_version() -> str:

@@ -12,7 +12,8 @@ from typing import NamedTuple
 import numpy as np
 import pyarrow.compute as pc
 
-from ragspec.retrieval.content import ContentSum
+from ragspec.core import Document
+from ragspec.retrieval.content import ContentSum, document_key, text_key
 from ragspec.retrieval.files import npy_bytes
 from ragspec.retrieval.manifest import FileRecord, SegmentRecord
 from ragspec.retrieval.segment import Segment
@@ -27,9 +28,10 @@ class Place(NamedTuple):
 
 
 class _Unsealed(NamedTuple):
-    document_id: str
     key: bytes
     text_key: bytes
+    owner: str
+    origin: str
 
 
 class LiveDocuments:
@@ -62,16 +64,22 @@ class LiveDocuments:
     def key(self, place: Place) -> bytes:
         return self._keys(place)[0]
 
-    def text_owner(self, text_key: bytes) -> str | None:
-        """The id of a document with that text. Needs `with_texts`."""
+    def text_owner(self, key: bytes) -> str | None:
+        """The id of a document with that text key. Needs `with_texts`."""
         assert self._texts is not None
-        return self._texts.get(text_key)
+        return self._texts.get(key)
 
-    def sources(self) -> Iterator[tuple[str, str]]:
-        """Id and source of the sealed documents that are there."""
+    def origins(self) -> Iterator[tuple[str, str, str]]:
+        """Id, owner and origin of the sealed documents that are there."""
         for live in self.segments:
-            sources = live.segment.documents["source"].to_pylist()
-            yield from ((live.segment.ids[number], sources[number]) for number in live.live_documents())
+            owners, origins = (live.segment.documents[name].to_pylist() for name in ("owner", "origin"))
+            yield from ((live.segment.ids[n], owners[n], origins[n]) for n in live.live_documents())
+
+    def owner_and_origin(self, place: Place) -> tuple[str, str]:
+        if place.segment == len(self.segments):
+            return self._unsealed[place.document][-2:]
+        table = self.segments[place.segment].segment.documents
+        return table["owner"][place.document].as_py(), table["origin"][place.document].as_py()
 
     def ids_of_source(self, source: str) -> list[str]:
         """Ids of the sealed documents that came from `source`."""
@@ -81,20 +89,21 @@ class LiveDocuments:
             found += [live.segment.ids[number] for number in np.flatnonzero(same & live.is_live).tolist()]
         return found
 
-    def add(self, document_id: str, key: bytes, text_key: bytes) -> None:
+    def add(self, document: Document) -> None:
         """A document was written to the segment that is being filled. An older one of its id must have been deleted."""
-        assert document_id not in self._places
-        self._places[document_id] = Place(len(self.segments), len(self._unsealed))
-        self._unsealed.append(_Unsealed(document_id, key, text_key))
-        self._note_text(text_key, document_id)
-        self.content.add(key)
+        assert document.id not in self._places
+        unsealed = _Unsealed(document_key(document), text_key(document), document.owner, document.origin)
+        self._places[document.id] = Place(len(self.segments), len(self._unsealed))
+        self._unsealed.append(unsealed)
+        self._note_text(unsealed.text_key, document.id)
+        self.content.add(unsealed.key)
 
     def delete(self, document_id: str) -> None:
         place = self._places.pop(document_id)
-        key, text_key = self._keys(place)
+        key, key_of_text = self._keys(place)
         self.content.remove(key)
-        if self._texts is not None and self._texts.get(text_key) == document_id:
-            del self._texts[text_key]
+        if self._texts is not None and self._texts.get(key_of_text) == document_id:
+            del self._texts[key_of_text]
         if place.segment == len(self.segments):
             self._unsealed_deleted.append(place.document)
         else:
@@ -137,14 +146,13 @@ class LiveDocuments:
                 self._note_text(keys[number], ids[number])
         self.segments.append(live)
 
-    def _note_text(self, text_key: bytes, document_id: str) -> None:
+    def _note_text(self, key: bytes, document_id: str) -> None:
         if self._texts is not None:
-            self._texts.setdefault(text_key, document_id)
+            self._texts.setdefault(key, document_id)
 
     def _keys(self, place: Place) -> tuple[bytes, bytes]:
         if place.segment == len(self.segments):
-            _, key, text_key = self._unsealed[place.document]
-            return key, text_key
+            return self._unsealed[place.document][:2]
         table = self.segments[place.segment].segment.documents
         return table["key"][place.document].as_py(), table["text_key"][place.document].as_py()
 

@@ -9,7 +9,7 @@
         vectors.npy            [K, E] float32, L2-normalised
         passages.arrow         spans inside documents, one row per vector
         documents.arrow        id, title, source, owner, metadata, headings, keys, UTF-8 text
-        terms.arrow, ...       postings of the passages' words (`ragspec.retrieval.sparse`)
+        terms.npy, ...         postings of the passages' words (`ragspec.retrieval.sparse`)
         dense.faiss            only for an approximate index
 
 Segments and generations are never changed; generations share segments. Nothing is read before every hash has been compared.

@@ -104,15 +104,25 @@ class Retriever:
         return self._current().store.generation
 
     def retrieve(self, queries: Sequence[str], k: int, scope: Scope = EVERYTHING) -> Retrieval:
-        """The `k` best passages of each query, best first, with their scores; fewer only if the scope has fewer.
+        """The `k` best passages of each query, best first, with their scores.
 
-        All queries see one generation, and a query's result does not depend on the others. Scores are cosine, BM25, the sum of
-        reciprocal ranks or the reranker's; equal ones are ordered by (document id, ordinal).
+        Fewer only if the scope has fewer or, in a search by words alone, fewer passages hold one of the query's. All queries see
+        one generation, and a query's result does not depend on the others. Scores are cosine, BM25, the sum of reciprocal ranks
+        or the reranker's; equal ones are ordered by (document id, ordinal).
         Raises: InputError if a query is empty or not text; StoreError if the index was changed into one that cannot be read.
         """
         for query in queries:
             check_text(query, "the question")
         view = self._current()
+        try:
+            return self._retrieved(view, queries, k, scope)
+        except StoreError:  # a shard elsewhere had to open its segments again, and the generation is gone
+            newer = self._current()
+            if newer is view:
+                raise
+            return self._retrieved(newer, queries, k, scope)
+
+    def _retrieved(self, view: View, queries: Sequence[str], k: int, scope: Scope) -> Retrieval:
         hits = self._ranked(view, queries, self._depth(k), scope) if queries and k > 0 else [[] for _ in queries]
         if self._reranker is None:
             return Retrieval([view.shard.passages(some[:k]) for some in hits], view.store.generation)
@@ -133,7 +143,8 @@ class Retriever:
             lists.append(self._by_words(view, queries, depth, scope))
         if mode != "hybrid":
             return lists[0]
-        return [reciprocal_rank_fusion(each)[:k] for each in zip(*lists, strict=True)]
+        fused = (reciprocal_rank_fusion(each, self._config.fusion_depth) for each in zip(*lists, strict=True))
+        return [hits[:k] for hits in fused]
 
     def _by_words(self, view: View, queries: Sequence[str], k: int, scope: Scope) -> list[list[Hit]]:
         terms = [view.analyzer.terms(query) for query in queries]

@@ -84,7 +84,7 @@ class SegmentSearch:
         self._segment = live.segment
         self._on_gpu = on_gpu
         self._live_rows = None if live.is_live.all() else live.live_rows()
-        self._masks: dict[Scope, Mask | None] = {}
+        self._masks: dict[tuple[str, str], Mask | None] = {}
         self._frequency = lru_cache(_FREQUENCIES_KEPT)(self._frequency_of)
         self._size = lru_cache(_SCOPES_KEPT)(self._size_of)
 
@@ -112,9 +112,21 @@ class SegmentSearch:
         return self._segment.nearest_on_gpu if self._on_gpu else self._segment.nearest
 
     def _hits(self, scored: Scored, k: int) -> list[Hit]:
+        scored = self._without_surplus_ties(scored, k)
         name, key = self._segment.name, self._segment.passage_key
         pairs = zip(scored.scores.tolist(), scored.rows.tolist(), strict=True)
         return heapq.nsmallest(k, (Hit(-score, *key(row), name, row) for score, row in pairs))
+
+    def _without_surplus_ties(self, scored: Scored, k: int) -> Scored:
+        """Of the rows that tie with the last of the best `k`, those that come first by document id and ordinal."""
+        if len(scored.rows) <= k:
+            return scored
+        kth = scored.scores.min()
+        tied = np.flatnonzero(scored.scores == kth)
+        better = np.flatnonzero(scored.scores > kth)
+        first = np.argpartition(self._segment.order[scored.rows[tied]], k - len(better) - 1)[: k - len(better)]
+        kept = np.concatenate([better, tied[first]])
+        return Scored(scored.rows[kept], scored.scores[kept])
 
     def _frequency_of(self, term: str, tenant: str) -> int:
         return int(self._segment.postings.document_frequencies([term], self._allowed(Scope(tenant)))[0])
@@ -124,13 +136,14 @@ class SegmentSearch:
 
     def _allowed(self, scope: Scope) -> Mask | None:
         """Rows that may be found; None: all. Shapes: [K]."""
+        key = scope.tenant, repr(scope.filter)  # Why not the filter itself: those for 1 and for True are equal
         try:
-            return self._masks[scope]
+            return self._masks[key]
         except KeyError:
             mask = self._mask(scope)
         for old in list(self._masks)[: -_SCOPES_KEPT + 1]:
             self._masks.pop(old, None)
-        self._masks[scope] = mask
+        self._masks[key] = mask
         return mask
 
     def _mask(self, scope: Scope) -> Mask | None:

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from ragspec.config import DenseConfig
@@ -96,6 +97,14 @@ class Segment:
         return self.documents["id"].to_pylist()  # type: ignore[no-any-return]
 
     @cached_property
+    def order(self) -> NDArray[np.int64]:
+        """Where each row stands by document id and ordinal, as a number that grows with it. Shapes: [K]."""
+        by_id = pc.sort_indices(self.documents["id"]).to_numpy()  # by UTF-8 bytes, which is the order of the characters
+        ranks = np.empty(len(by_id), np.int64)
+        ranks[by_id] = np.arange(len(by_id))
+        return ranks[self.document_of] * self.record.num_passages + self.spans[:, 1]
+
+    @cached_property
     def columns(self) -> DocumentColumns:
         """What filters look at."""
         table = self.documents
@@ -142,6 +151,7 @@ class Segment:
             metadata=json.loads(row["metadata"]),
             owner=row["owner"],
             headings=tuple(Heading(*each) for each in json.loads(row["headings"])),
+            origin=row["origin"],
         )
 
 
@@ -181,7 +191,7 @@ class SegmentWriter:
         raw = document.text.encode("utf-8")
         names = (document.id, document.title, document.source, document.owner, metadata_json(document))
         keys = (document_key(document), text_key(document))
-        self._documents.append((*names, json.dumps(document.headings), *keys, raw), num_bytes=len(raw))
+        self._documents.append((*names, json.dumps(document.headings), *keys, document.origin, raw), num_bytes=len(raw))
         self.num_documents += 1
         self.num_passages += len(passages)
 

@@ -62,22 +62,25 @@ class Store:
         *,
         pointer: str = "",
         only: frozenset[str] | None = None,
+        sharing: Iterable[Store] = (),
     ) -> Store:
-        """Open the current generation, or the one that `pointer` (of another store) names; with `encoder`, only if it is the one
-        the vectors came from; with `only`, no other segments than these.
+        """Open the current generation, or the one that `pointer` (of another store) names.
+
+        With `encoder`, only if it is the one the vectors came from; with `only`, no other segments than these. Segments that a
+        store of `sharing` has are not opened anew.
 
         Raises: StoreMissing, StoreCorrupt or EncoderMismatch, each with the exact reason; then nothing was loaded.
         """
+        known = {live.segment.name: live.segment for store in sharing for live in store.segments}
         if pointer:
-            return _open_generation(Path(index_dir), pointer, encoder, {}, only)
-        return _open_current(Path(index_dir), encoder, {})
+            return _open_generation(Path(index_dir), pointer, encoder, known, only)
+        return _open_current(Path(index_dir), encoder, known)
 
     def refreshed(self) -> Store:
         """The current generation; this very store if it still is that. Segments that are open stay so. Raises: as `open`."""
         if read_pointer(self.index_dir) == self.pointer:
             return self
-        known = {live.segment.name: live.segment for live in self.segments}
-        return _open_current(self.index_dir, None, known)
+        return Store.open(self.index_dir, sharing=[self])
 
     @property
     def generation(self) -> str:

@@ -35,7 +35,7 @@ from ragspec.retrieval.embedding import Embedded, EmbeddingGroup
 from ragspec.retrieval.encoder import FloatArray, TextEncoder
 from ragspec.retrieval.generation import GenerationFolder, own_version
 from ragspec.retrieval.live import LiveDocuments, Place
-from ragspec.retrieval.manifest import EncoderRecord, Manifest, SegmentRecord
+from ragspec.retrieval.manifest import EncoderRecord, Manifest, SegmentRecord, read_pointer
 from ragspec.retrieval.segment import Segment, SegmentWriter
 from ragspec.retrieval.store import LiveSegment
 
@@ -78,10 +78,12 @@ class IndexWriter:
         self._passages_per_encode = passages_per_encode
         self._folder = GenerationFolder(self._index_dir)
         self._filling: SegmentWriter | None = None
-        self._failed = False
+        self._closed = ""
 
     def __enter__(self) -> IndexWriter:
-        """Raises: SaveError if another writer is at work, StoreCorrupt, EncoderMismatch, ConfigError."""
+        """Raises: SaveError if another writer is at work, StoreMissing, StoreCorrupt, EncoderMismatch, ConfigError."""
+        if self._encoder is None:
+            read_pointer(self._index_dir)  # Why first: a mistyped folder is not made
         with saving(self._index_dir):
             self._folder.__enter__()
         try:
@@ -94,6 +96,7 @@ class IndexWriter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._closed = "the session has ended"
         if self._filling is not None:
             self._filling.close()
         self._folder.__exit__(kind, error, trace)
@@ -102,12 +105,20 @@ class IndexWriter:
     def num_documents(self) -> int:
         return len(self._live) + len(self._group)
 
-    def sources(self) -> Iterator[tuple[str, str]]:
-        """Id and source of every document of the last commit that is still there."""
-        return self._live.sources()
+    def origins(self) -> Iterator[tuple[str, str, str]]:
+        """Id, owner and origin of every document of the last commit that is still there."""
+        return self._live.origins()
+
+    def owner_and_origin(self, document_id: str) -> tuple[str, str] | None:
+        """Those of the document of that id, if there is one."""
+        if document_id in self._group:
+            waiting = self._group.get(document_id)
+            return waiting.owner, waiting.origin
+        place = self._live.find(document_id)
+        return None if place is None else self._live.owner_and_origin(place)
 
     def twin_of(self, document: Document) -> str | None:
-        """The id of another document that stays and has this one's owner and text. Needs `keep_duplicates` False."""
+        """The id of another document that stays and has this one's owner, metadata and text. Needs `keep_duplicates` False."""
         key = text_key(document)
         owners = (self._live.text_owner(key), self._group.text_owner(key))
         return next((o for o in owners if o is not None and o != document.id and o not in self.unseen), None)
@@ -120,11 +131,13 @@ class IndexWriter:
     def upsert(self, document: Document) -> Outcome:
         """Put a document in, in place of the one with its id; passages whose text was there keep their vectors.
 
-        Raises: InputError if an index cannot hold it, SaveError.
+        Raises: InputError if an index cannot hold it, or its id is that of another owner's document; SaveError.
         """
+        self._check_open()
         if self._encoder is None:
             raise InputError("documents can only be put in with an encoder")
         key = document_key(checked(document))
+        self._check_owner(document)
         place = self._live.find(document.id)
         if place is not None and self._live.key(place) == key:
             outcome = Outcome.UNCHANGED
@@ -132,9 +145,9 @@ class IndexWriter:
             self._remove(document.id)
             outcome = Outcome.DUPLICATE
         else:
-            known = self._vectors_at(place) if place is not None else {}
+            waiting = self._group.chunked(document, self._vectors_at(place) if place is not None else {})
             outcome = Outcome.UPDATED if self._remove(document.id) else Outcome.ADDED
-            self.changes.reused += self._group.add(document, known)
+            self._group.add(waiting)
             if max(self._group.num_missing, len(self._group)) >= self._passages_per_encode:
                 self.flush()
         self.unseen.discard(document.id)
@@ -143,6 +156,7 @@ class IndexWriter:
 
     def delete(self, document_id: str) -> bool:
         """Take a document out; False if there is none of that id."""
+        self._check_open()
         found = self._remove(document_id)
         self.unseen.discard(document_id)
         self.changes.deleted += found
@@ -168,8 +182,10 @@ class IndexWriter:
         return self._publish()
 
     def compact(self, dense: DenseConfig | None = None) -> Manifest:
-        """Commit, with all documents in as few segments as hold them and nothing left of deleted ones; `dense` changes how they
-        find their nearest vectors. Raises: SaveError, ConfigError.
+        """Commit, with all documents in as few segments as hold them and nothing of deleted ones.
+
+        `dense` changes how they find their nearest vectors. Earlier generations stay on the disk for a while, for their readers.
+        Raises: SaveError, ConfigError.
         """
         manifest = self.commit()
         segments = self._live.segments
@@ -181,6 +197,12 @@ class IndexWriter:
             return manifest
         self._merge(range(len(segments)))
         return self._publish()
+
+    def purge(self) -> None:
+        """Remove earlier generations from the disk now, but for those on lease: deleted text is gone then, after `compact`."""
+        self.commit()
+        with self._writing():
+            self._folder.clean(keep_previous=False)
 
     def _open(self) -> None:
         store, self._identity, self._config = open_base(self._index_dir, self._encoder, self._wanted, self._replace)
@@ -194,14 +216,22 @@ class IndexWriter:
     @contextlib.contextmanager
     def _writing(self) -> Iterator[None]:
         """Inside, files are written. Once that failed they may be incomplete, and nothing of this session can be committed."""
-        if self._failed:
-            raise SaveError(f"cannot write {self._index_dir}: an earlier change failed; begin again")
+        self._check_open()
         try:
             with saving(self._index_dir):
                 yield
         except BaseException:
-            self._failed = True
+            self._closed = "an earlier change failed"
             raise
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise SaveError(f"cannot write {self._index_dir}: {self._closed}; begin again")
+
+    def _check_owner(self, document: Document) -> None:
+        found = self.owner_and_origin(document.id)
+        if found is not None and found[0] != document.owner and document.id not in self.unseen:
+            raise InputError(f"the id {document.id!r} is that of a document of another owner; delete that one first")
 
     def _holds_text(self, live: LiveSegment) -> bool:
         numbers = np.unique(live.segment.document_of[live.live_rows()]).tolist()
@@ -231,15 +261,15 @@ class IndexWriter:
 
     def _write(self, embedded: Embedded) -> None:
         self.changes.encoded += len(embedded.missing)
+        self.changes.reused += len(embedded.texts) - len(embedded.missing)
         size = self._filling.num_passages if self._filling else 0
         if size and size + len(embedded.passages) > MAX_SEGMENT_PASSAGES:
             self._close_segment()
         if self._filling is None:
             self._filling = SegmentWriter(self._folder.stage(), self._identity.dimension)
-        document = embedded.document
         terms = (self._analyzer.terms(text) for text in embedded.texts)
-        self._filling.add(document, embedded.passages, embedded.vectors, terms)
-        self._live.add(document.id, document_key(document), text_key(document))
+        self._filling.add(embedded.document, embedded.passages, embedded.vectors, terms)
+        self._live.add(embedded.document)
 
     def _seal(self) -> None:
         """Write everything that waits, and complete the segment that is being filled."""

@@ -16,7 +16,7 @@ from ray import cloudpickle
 from pipelines.batch_session import ray_session
 from ragspec.cluster import encoding
 from ragspec.cluster.encoding import EncoderPool
-from ragspec.cluster.shards import RayShards
+from ragspec.cluster.shards import Placement, RayShards, _ShardActor
 from ragspec.config import EncoderConfig, RetrieverConfig
 from ragspec.core import Document
 from ragspec.errors import StoreCorrupt
@@ -78,6 +78,24 @@ def test_shards_in_actors_answer_as_one_process_does(session: None, index_dir: P
         writer.commit()
     assert "d3" not in {p.document_id for some in retriever.retrieve(QUERIES, 60).passages for p in some}
     assert retriever.retrieve(QUERIES, 9) == answers(index_dir)[4]
+
+
+def test_an_actor_keeps_two_generations_and_opens_no_segment_twice(index_dir: Path) -> None:
+    """A gigabyte hashed and packed again for every deleted document; generations that are kept until the memory is full."""
+    actor, seen = _ShardActor(), []
+    for number in range(3):
+        store = Store.open(index_dir)
+        names = tuple(live.segment.name for live in store.segments)
+        assert "d0#0" in {
+            p.id for p in Retriever(LetterEncoder(), store).retrieve(["fact"], 64, Scope("ann")).passages[0]
+        }
+        placement = Placement(str(index_dir), store.pointer, names)
+        actor.call(placement, "load")
+        seen.append([live.segment for live in actor._opened[placement][0].segments])
+        with IndexWriter(index_dir) as writer:
+            writer.delete(f"d{number + 20}")
+            writer.commit()
+    assert seen[0] == seen[1] == seen[2] and len(actor._opened) == 2
 
 
 def test_a_damaged_shard_says_so(session: None, index_dir: Path) -> None:

@@ -14,6 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ import yaml
 from tiny_target import SENTENCES, save_model
 from typer.testing import CliRunner, Result
 
+from pipelines import batch_rag
 from pipelines.batch_input import BadRow, Checks, Span, check_rows, find_inputs, read_span
 from pipelines.batch_output import JsonLines, OutputFolder
 from pipelines.batch_rag import Job, app, run
@@ -32,6 +34,7 @@ from ragspec.config import EncoderConfig, load_config
 from ragspec.core import Document, SamplingParams
 from ragspec.errors import ConfigError, InputError, SaveError, StoreCorrupt
 from ragspec.numerics.noise import row_seed
+from ragspec.retrieval.writer import IndexWriter
 
 ROOT = Path(__file__).resolve().parents[2]
 SEED = 5
@@ -89,6 +92,10 @@ def answers_of(out: Path) -> list[dict[str, Any]]:
         ({"custom_id": "a", "url": "/v1/embeddings", "body": {}}, f"only POST {CHAT} is served"),
         ({"custom_id": "a", "url": CHAT}, "the row has no body"),
         ({"custom_id": "a", "url": CHAT, "body": {"messages": []}}, "messages must be a list"),
+        ({"id": "a", "question": "x", "tenant": 3}, "the tenant must be a string"),
+        ({"id": "a", "question": "x", "filter": {"type": "eq"}}, "filter"),
+        ({"id": "a", "question": "x", "filter": "{"}, "not JSON"),
+        ({**chat_row("a"), "filter": {"type": "near"}}, "filter"),
         (chat_row("a", tools=[{}]), "the body's parameter 'tools' is not supported"),
         (chat_row("a", temperature=[1]), "temperature must be a number"),
         (
@@ -384,6 +391,49 @@ def command(place: Path, inputs: Path, out: Path, *more: str) -> list[str]:
 
 
 @pytest.mark.ray
+def test_a_job_keeps_tenants_apart_and_its_generation(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A filter or a tenant that the workers never hear of; answers from an index that was changed while the job ran."""
+    from ragspec.retrieval.encoder import Encoder
+
+    shutil.copytree(place / "index", tmp_path / "index")
+    encoder = Encoder.load(EncoderConfig())
+    secret = Document("secret", "The secret of the mill is an old stone.", owner="ann", metadata={"n": 1})
+    with IndexWriter(tmp_path / "index", encoder) as writer:
+        writer.upsert(secret)
+        generation = writer.commit().generation_id
+    wanted = {"type": "eq", "key": "n", "value": 1}
+    row = {"question": "What is the secret of the mill?"}
+    rows = [
+        {"id": "ann", **row, "tenant": "ann", "filter": wanted},
+        {"id": "bob", **row, "tenant": "bob"},
+        {"id": "none", **row, "tenant": "ann", "filter": json.dumps({"type": "not", "filter": wanted})},
+        {**chat_row("chat", row["question"]), "tenant": "ann", "filter": wanted},
+    ]
+    inputs = write_lines(tmp_path / "q.jsonl", rows)
+    answer = batch_rag._answer
+
+    def change_first(*arguments: Any) -> None:
+        for number in range(3):
+            with IndexWriter(tmp_path / "index", encoder) as writer:
+                writer.upsert(Document("secret", f"Changed {number}.", owner="ann", metadata={"n": 1}))
+                writer.compact()
+                writer.purge()
+        answer(*arguments)
+
+    monkeypatch.setattr(batch_rag, "_answer", change_first)
+    begun = job(place, inputs, tmp_path / "out")
+    retriever = begun.config.retriever.model_copy(update={"index_dir": str(tmp_path / "index")})
+    run(replace(begun, config=begun.config.model_copy(update={"retriever": retriever})))
+    answers = {answer.get("custom_id", answer["id"]): answer for answer in answers_of(tmp_path / "out")}
+    details = {**answers, "chat": answers["chat"]["response"]["body"]["ragspec"]}
+    assert details["ann"]["passages"] == details["chat"]["passages"] == ["secret#0"]
+    assert all("secret#0" not in details[name]["passages"] and details[name]["passages"] for name in ("bob", "none"))
+    assert {each["index_generation"] for each in details.values()} == {generation}
+    assert not list((tmp_path / "index").glob(".lease-*"))
+
+
 def test_a_job_answers_as_the_pipeline_does(place: Path, tmp_path: Path) -> None:
     """Ray, batches, forms of input or the order change a text; a wrong row disappears."""
     from ragspec.rag.pipeline import Pipeline

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 from letter_encoder import LetterEncoder
 from typer.testing import CliRunner
 
 import pipelines.build_index as build_index_job
+from pipelines import index_ingest
+from pipelines.batch_session import ray_session
 from ragspec.config import EncoderConfig
 from ragspec.core import Document
-from ragspec.errors import SaveError
+from ragspec.errors import SaveError, StoreError
 from ragspec.retrieval.encoder import Encoder
 from ragspec.retrieval.retriever import Retriever
 from ragspec.retrieval.store import Store
@@ -28,12 +32,18 @@ class Ended(NamedTuple):
 
 
 @pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Ended]:
-    """One run of the job over `tmp_path/docs` with a cheap encoder."""
+def run(run_on: Callable[..., Ended], tmp_path: Path) -> Callable[..., Ended]:
+    """One run of the job over `tmp_path/docs`."""
+    return lambda *arguments: run_on(tmp_path / "docs", *arguments)
+
+
+@pytest.fixture
+def run_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Ended]:
+    """One run of the job over an input with a cheap encoder."""
     monkeypatch.setattr(build_index_job.Encoder, "load", lambda _: LetterEncoder())
 
-    def call(*arguments: object) -> Ended:
-        given = [str(tmp_path / "docs"), "--index", str(tmp_path / "index"), *map(str, arguments)]
+    def call(given_input: object, *arguments: object) -> Ended:
+        given = [str(given_input), "--index", str(tmp_path / "index"), *map(str, arguments)]
         done = CliRunner().invoke(build_index_job.app, given)
         assert "Traceback" not in done.stderr and (done.exception is None or isinstance(done.exception, SystemExit))
         return Ended(done.exit_code, done.stderr, json.loads(done.stdout.splitlines()[-1]) if done.stdout else {})
@@ -122,7 +132,7 @@ def test_a_dry_run_changes_nothing_and_tells_the_truth(
     rehearsed = run("--dry-run")
     monkeypatch.undo()
     monkeypatch.setattr(build_index_job.Encoder, "load", lambda _: LetterEncoder())
-    assert not (tmp_path / "index" / "CURRENT").exists()
+    assert not (tmp_path / "index").exists()
     done = run()
     assert counts(rehearsed.summary) == counts(done.summary) and rehearsed.summary["encoded"] == done.summary["encoded"]
     before = (tmp_path / "index" / "CURRENT").read_text()
@@ -151,6 +161,133 @@ def test_a_killed_run_goes_on_where_it_stopped(
     assert ended.code == 0 and counts(ended.summary) == (2, 0, 2, 0, 0)
 
 
+def test_only_what_the_inputs_answer_for_is_removed(run_on: Callable[..., Ended], docs: Path, tmp_path: Path) -> None:
+    """Documents of another folder of the same name, of another tenant, or of files that are still there, deleted as missing."""
+    other = tmp_path / "elsewhere" / "docs"
+    other.mkdir(parents=True)
+    (other / "own.txt").write_text("Another folder's.")
+    run_on(docs)
+    run_on(docs, "--owner", "ann")
+    run_on(other)
+    everything = set(documents(tmp_path))
+    assert counts(run_on(docs / "*.txt", "--remove-missing").summary)[4] == 0
+    assert counts(run_on(other, "--remove-missing").summary)[4] == 0
+    assert set(documents(tmp_path)) == everything
+    (docs / "rows.jsonl").write_text('{"id": "r1", "text": "Roots.", "source": "https://x/p", "owner": "bob"}')
+    (docs / "a.txt").unlink()
+    gone = run_on(docs / "*", "--remove-missing")
+    assert gone.summary["skipped"] == ["docs/rows.jsonl"]  # r1 is another owner's now
+    assert everything - set(documents(tmp_path)) == {"docs/a.txt"}
+    (other / "own.txt").unlink()
+    assert counts(run_on(other, "--remove-missing").summary)[4] == 1
+
+
+def test_one_name_for_two_files_is_no_update(run_on: Callable[..., Ended], docs: Path, tmp_path: Path) -> None:
+    """A tenant's notes.txt that replaces another's, or that of another folder, without a word."""
+    other = tmp_path / "elsewhere" / "docs"
+    other.mkdir(parents=True)
+    (other / "a.txt").write_text("Another text of the same name.")
+    run_on(docs, "--owner", "ann")
+    assert counts(run_on(other, "--owner", "bob").summary) == (1, 0, 0, 0, 0)
+    assert {"ann/docs/a.txt", "bob/docs/a.txt"} <= set(documents(tmp_path))
+    run_on(docs)
+    ended = run_on(other)
+    assert ended.summary["skipped"] == ["docs/a.txt"] and str(docs / "a.txt") in ended.err
+    (docs / "a.txt").unlink()
+    assert counts(run_on(other).summary) == (0, 1, 0, 0, 0)  # moved
+
+
+def test_a_text_that_was_left_out_comes_in_when_its_twin_changes(
+    run: Callable[..., Ended], docs: Path, tmp_path: Path
+) -> None:
+    """Two files that swap their texts: each the duplicate of what the other was, and one text nowhere."""
+    (docs / "b.txt").write_text("The second text.")
+    run()
+    (docs / "b.txt").write_text("A third text.")
+    (docs / "a.txt").write_text("The second text.")
+    ended = run()
+    assert counts(ended.summary) == (1, 1, 3, 0, 0) and "duplicate" not in ended.err
+    assert {d.text for d in documents(tmp_path).values()} >= {"The second text.", "A third text."}
+
+
+def test_ids_are_claimed_by_whole_files_only(run: Callable[..., Ended], docs: Path, tmp_path: Path) -> None:
+    """Two rows of one id of which the first is lost; a bad file that keeps its ids from a good one; a row no index can hold."""
+    (docs / "k1.jsonl").write_text('{"id": "x", "text": "One."}\n{"id": "x", "text": "Two."}')
+    (docs / "k2.jsonl").write_text('{"id": "y", "text": "One."}\n{"id": "z", "text": "Two.", "n": NaN}')
+    (docs / "k3.jsonl").write_text('{"id": "y", "text": "Good."}\n{"id": "x", "text": "Good, too."}')
+    ended = run()
+    assert ended.summary["skipped"] == ["docs/k1.jsonl", "docs/k2.jsonl"]
+    assert "two documents of the id 'x'" in ended.err and "not JSON" in ended.err
+    assert {d.text for d in documents(tmp_path).values()} >= {"Good.", "Good, too."}
+    assert counts(run().summary)[:3] == (0, 0, 6)
+
+
+def test_a_file_that_vanishes_or_changes_is_skipped(
+    run: Callable[..., Ended], docs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A traceback for a file that was deleted after it was listed; half of one that was being written."""
+    real = index_ingest.read_file
+
+    def read(path: Path, name: str) -> Iterator[Document]:
+        if name == "docs/a.txt":
+            (docs / "sub" / "b.md").unlink(missing_ok=True)
+        if name == "docs/rows.jsonl":
+            path.write_text(path.read_text() + "\n")
+        return real(path, name)
+
+    monkeypatch.setattr(index_ingest, "read_file", read)
+    ended = run()
+    assert ended.code == 0 and ended.summary["skipped"] == ["docs/rows.jsonl", "docs/sub/b.md"]
+    assert "was changed while it was read" in ended.err and "b.md cannot be read" in ended.err
+
+
+def test_a_large_file_is_read_twice_and_the_same(
+    run: Callable[..., Ended], docs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Files that do not fit the memory, taken in half before their bad line is met."""
+    monkeypatch.setattr(index_ingest, "_READ_AT_ONCE_BYTES", 10)
+    (docs / "half.jsonl").write_text('{"id": "h1", "text": "Good."}\n{oops\n')
+    ended = run()
+    assert counts(ended.summary) == (4, 0, 0, 0, 0) and ended.summary["skipped"] == ["docs/half.jsonl"]
+
+
+def test_a_rebuild_holds_only_its_inputs(run: Callable[..., Ended], docs: Path, tmp_path: Path) -> None:
+    """An index of other settings, or a damaged one, that can only be removed by hand."""
+    run("--max-chars", 50)
+    with IndexWriter(tmp_path / "index", LetterEncoder()) as writer:
+        writer.upsert(Document("old", "Old."))
+        writer.commit()
+    assert counts(run("--rebuild", "--max-chars", 50).summary) == (0, 0, 4, 0, 1)
+    assert counts(run("--rebuild").summary) == (0, 0, 4, 0, 0)  # with its own settings
+    assert counts(run("--rebuild", "--max-chars", 500).summary) == (4, 0, 0, 0, 0)
+    path = max((tmp_path / "index").rglob("vectors.npy"))
+    path.write_bytes(b"half")
+    assert run().code == 1 and "old" not in documents_or_none(tmp_path)
+    assert counts(run("--rebuild").summary) == (4, 0, 0, 0, 0)
+
+
+def documents_or_none(tmp_path: Path) -> dict[str, Document]:
+    try:
+        return documents(tmp_path)
+    except StoreError:
+        return {}
+
+
+@pytest.mark.ray
+def test_several_workers_encode_as_one_does(docs: Path, tmp_path: Path) -> None:
+    """A flag that is accepted and does nothing, or gives other vectors."""
+    vectors = []
+    for workers in (1, 2):
+        index_dir = tmp_path / f"index{workers}"
+        arguments = [str(docs), "--index", str(index_dir), "--workers", str(workers)]
+        with ray_session(None) if workers > 1 else contextlib.nullcontext():
+            done = CliRunner().invoke(build_index_job.app, arguments)
+        assert done.exit_code == 0, done.stderr
+        (live,) = Store.open(index_dir).segments
+        vectors.append(np.array(live.segment.vectors))
+    assert np.array_equal(*vectors)
+
+
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
@@ -170,7 +307,7 @@ def test_settings_of_an_index_are_kept_unless_asked_otherwise(run: Callable[...,
     """A second run without the options of the first that refuses, or mixes two kinds of passages."""
     assert run("--max-chars", 50, "--owner", "ann").code == 0
     assert counts(run("--owner", "ann").summary) == (0, 0, 4, 0, 0)
-    assert counts(run().summary) == (0, 4, 0, 0, 0)  # now they belong to nobody in particular
+    assert counts(run().summary) == (4, 0, 0, 0, 0)  # for everybody, beside those for ann alone
     ended = run("--max-chars", 60)
     assert ended.code == 1 and "built in another way" in ended.err
 

@@ -17,6 +17,7 @@ from letter_encoder import LetterEncoder
 
 from ragspec.config import AnalyzerConfig, ChunkingConfig, IndexConfig, RetrieverConfig
 from ragspec.core import Document, Passage
+from ragspec.errors import InputError
 from ragspec.retrieval.analysis import Analyzer
 from ragspec.retrieval.chunking import chunk, embedded_text
 from ragspec.retrieval.encoder import FloatArray
@@ -139,6 +140,11 @@ class IndexMachine(RuleBasedStateMachine):
         with IndexWriter(self.folder, self.encoder, passages_per_encode=2) as writer:
             for document_id in ids:
                 metadata = {"n": n} if n else {}
+                older = self.model.documents.get(document_id)
+                if older is not None and older.owner != owner:  # an id belongs to its owner until it is deleted
+                    with pytest.raises(InputError, match="another owner"):
+                        writer.upsert(Document(document_id, text, owner=owner))
+                    assert writer.delete(document_id)
                 document = Document(document_id, text, f"Title {n}" if n > 1 else "", source, metadata, owner)
                 writer.upsert(document)
                 self.model.documents[document_id] = document

@@ -14,6 +14,7 @@ from letter_encoder import LetterEncoder
 
 from ragspec.config import ChunkingConfig, DenseConfig, IndexConfig, RetrieverConfig
 from ragspec.core import Document, Passage
+from ragspec.errors import StoreCorrupt
 from ragspec.retrieval.encoder import FloatArray, Kind
 from ragspec.retrieval.filters import parse_filter
 from ragspec.retrieval.fusion import reciprocal_rank_fusion
@@ -148,16 +149,105 @@ def test_fusion_follows_its_definition() -> None:
     def hit(document_id: str, score: float = 0.0) -> Hit:
         return Hit(-score, document_id, 0, "s", 0)
 
-    fused = reciprocal_rank_fusion([[hit("a"), hit("b"), hit("c")], [hit("c"), hit("b"), hit("d")]])
+    fused = reciprocal_rank_fusion([[hit("a"), hit("b"), hit("c")], [hit("c"), hit("b"), hit("d")]], 9)
     assert [(h.document_id, h.score) for h in fused] == [
         ("c", 1 / 63 + 1 / 61),
         ("b", 1 / 62 + 1 / 62),
         ("a", 1 / 61),
         ("d", 1 / 63),
     ]
-    tied = reciprocal_rank_fusion([[hit("z"), hit("a")], [hit("a"), hit("z")]])
+    tied = reciprocal_rank_fusion([[hit("z"), hit("a")], [hit("a"), hit("z")]], 9)
     assert [h.document_id for h in tied] == ["a", "z"]
-    assert reciprocal_rank_fusion([[], []]) == []
+    assert reciprocal_rank_fusion([[], []], 9) == []
+    deep = reciprocal_rank_fusion([[hit("a"), hit("b"), hit("c")], [hit("c"), hit("b"), hit("d"), hit("e")]], 1)
+    assert [(h.document_id, h.score) for h in deep] == [
+        ("a", 1 / 61),
+        ("c", 1 / 61),
+        ("b", 1 / 62),
+        ("d", 1 / 63),
+        ("e", 1 / 64),
+    ]
+
+
+@pytest.mark.parametrize("mode", ["dense", "sparse", "hybrid"])
+def test_the_first_passages_do_not_depend_on_how_many_are_wanted(layouts: list[Path], mode: Any) -> None:
+    """Another answer for k=10 than for the first ten of k=64, since more of each list was fused."""
+    retriever = Retriever(CoarseEncoder(), Store.open(layouts[1]), RetrieverConfig(mode=mode, fusion_depth=7))
+    most = retriever.retrieve(QUERIES, 200).passages
+    for k in (1, 6, 7, 8, 30):
+        assert retriever.retrieve(QUERIES, k).passages == [some[:k] for some in most]
+
+
+def test_filters_for_1_and_for_true_are_two_filters(tmp_path: Path) -> None:
+    """Python holds 1 and True for equal, so the second filter got the passages of the first."""
+    documents = [Document("num", "Fact.", metadata={"x": 1}), Document("bool", "Fact.", metadata={"x": True})]
+    build_index(documents, tmp_path, CoarseEncoder(), CONFIG)
+    retriever = Retriever(CoarseEncoder(), Store.open(tmp_path))
+    for value, expected in ((1, "num"), (True, "bool"), (1, "num")):
+        scope = Scope("", parse_filter({"type": "eq", "key": "x", "value": value}))
+        assert [p.document_id for p in retriever.retrieve(["fact"], 5, scope).passages[0]] == [expected]
+
+
+@pytest.mark.parametrize("mode", ["dense", "sparse", "hybrid"])
+def test_of_many_ties_the_first_by_id_are_found(tmp_path: Path, mode: Any) -> None:
+    """Seconds and gigabytes for a sentence that a thousand documents share; or whichever of them came first."""
+    ids = [f"{number * 7919 % 3000:05d}é" for number in range(3000)]
+    with IndexWriter(tmp_path, CoarseEncoder(), CONFIG) as writer:
+        for number, name in enumerate(ids):
+            writer.upsert(Document(name, "All rights reserved."))
+            if number == 1000:
+                writer.commit()
+        writer.commit()
+    retriever = Retriever(CoarseEncoder(), Store.open(tmp_path), RetrieverConfig(mode=mode))
+    found = retriever.retrieve(["rights"], 20).passages[0]
+    assert [p.document_id for p in found] == sorted(ids)[:20]
+    segments = Store.open(tmp_path).segments
+    hits = Shard(segments).dense(CoarseEncoder().encode(["rights"]), 20, Scope())
+    assert len(hits[0]) == 20
+
+
+def test_a_shard_that_lost_its_generation_is_asked_for_the_newer_one(layouts: list[Path]) -> None:
+    """A query that fails because two commits came between its first and its second look."""
+    opened: list[Store] = []
+
+    class Losing(Shard):
+        def dense(self, queries: FloatArray, k: int, scope: Scope) -> list[list[Hit]]:
+            if len(opened) == 1:
+                raise StoreCorrupt("generation-000001 cannot be read")
+            return super().dense(queries, k, scope)
+
+    def shard(store: Store) -> Shard:
+        opened.append(store)
+        return Losing(store.segments)
+
+    store = Store.open(layouts[0])
+    retriever = Retriever(CoarseEncoder(), store, RetrieverConfig(mode="dense"), shard=shard)
+    with pytest.raises(StoreCorrupt):
+        retriever.retrieve(["river"], 3)
+    retriever._view = retriever._view._replace(store=Store.open(layouts[0]))
+    newer = Store(store.index_dir, store.pointer + " ", store.manifest, store.segments)
+    turns = iter([retriever._view.store, newer])
+    retriever._view.store.refreshed = lambda: next(turns)  # type: ignore[method-assign]
+    newer.refreshed = lambda: newer  # type: ignore[method-assign]
+    assert len(retriever.retrieve(["river"], 3).passages[0]) == 3 and len(opened) == 2
+
+
+def test_a_new_generation_that_is_gone_already_is_passed_over(layouts: list[Path]) -> None:
+    """A service that stops answering because its shards were too late for one generation of many."""
+    store = Store.open(layouts[0])
+    late = Store(store.index_dir, "late", store.manifest, store.segments)
+    newest = Store(store.index_dir, "newest", store.manifest, store.segments)
+    store.refreshed, late.refreshed = (lambda: late), (lambda: newest)  # type: ignore[method-assign]
+    newest.refreshed = lambda: newest  # type: ignore[method-assign]
+
+    def shard(opened: Store) -> Shard:
+        if opened is late:
+            raise StoreCorrupt("generation-000002 cannot be read")
+        return Shard(opened.segments)
+
+    retriever = Retriever(CoarseEncoder(), store, shard=shard)
+    assert len(retriever.retrieve(["river"], 3).passages[0]) == 3
+    assert retriever._view.store is newest
 
 
 class Overlap:

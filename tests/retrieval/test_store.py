@@ -319,6 +319,7 @@ def test_two_writers_do_not_mix_and_a_killed_one_leaves_nothing(
         build_index(documents, index_dir, letters, CONFIG)
     build_index(documents, index_dir, letters, CONFIG)
     assert not list(index_dir.glob(".building-*")) and not (index_dir / "segment-000077").exists()
+    assert not (index_dir / "generation-000078").exists()
 
 
 @pytest.mark.parametrize("bad", ["a\ud800b", "a\0b"])

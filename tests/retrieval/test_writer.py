@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -13,15 +15,19 @@ from letter_encoder import LetterEncoder
 from ragspec.config import AnalyzerConfig, ChunkingConfig, DenseConfig, IndexConfig
 from ragspec.core import Document
 from ragspec.errors import ConfigError, EncoderMismatch, InputError, SaveError, StoreCorrupt, StoreMissing
+from ragspec.retrieval import generation
 from ragspec.retrieval import writer as writer_module
 from ragspec.retrieval.changes import Outcome
 from ragspec.retrieval.encoder import FloatArray, Kind
 from ragspec.retrieval.files import ArrowFile
+from ragspec.retrieval.lease import lease
 from ragspec.retrieval.retriever import Retriever, build_index
 from ragspec.retrieval.store import Store
 from ragspec.retrieval.writer import IndexWriter
 
 CONFIG = IndexConfig(chunking=ChunkingConfig(max_chars=40))
+UMASK = os.umask(0)
+os.umask(UMASK)
 
 
 class Counting(LetterEncoder):
@@ -163,6 +169,9 @@ def test_duplicates_are_found_within_one_owner(tmp_path: Path, counting: Countin
         assert writer.upsert(Document("a", "Same.")) is Outcome.ADDED
         assert writer.upsert(Document("b", "Same.")) is Outcome.DUPLICATE
         assert writer.upsert(Document("a", "Same.", title="New title")) is Outcome.UPDATED
+        assert (
+            writer.upsert(Document("m", "Same.", metadata={"day": "sun"})) is Outcome.ADDED
+        )  # filters tell them apart
         assert writer.upsert(Document("c", "Same.", owner="carol")) is Outcome.ADDED
         writer.commit()
         assert writer.upsert(Document("b", "Same.")) is Outcome.DUPLICATE
@@ -172,7 +181,7 @@ def test_duplicates_are_found_within_one_owner(tmp_path: Path, counting: Countin
         assert writer.upsert(Document("d", "Other.")) is Outcome.ADDED
         assert writer.upsert(Document("d", "Same.")) is Outcome.DUPLICATE  # and the older text of d is gone
         writer.commit()
-    assert ids(tmp_path / "index") == ["b", "c"]
+    assert ids(tmp_path / "index") == ["b", "c", "m"]
     with IndexWriter(tmp_path / "index", counting, keep_duplicates=False) as writer:
         assert writer.upsert(Document("e", "Same.")) is Outcome.DUPLICATE
     with IndexWriter(tmp_path / "index", counting) as writer:
@@ -272,6 +281,115 @@ def test_without_an_encoder_there_must_be_an_index(tmp_path: Path, index_dir: Pa
         pass
     with pytest.raises(InputError, match="encoder"), IndexWriter(index_dir) as writer:
         writer.upsert(Document("new", "Text."))
+
+
+def test_an_id_belongs_to_its_owner(index_dir: Path, counting: Counting, documents: list[Document]) -> None:
+    """One tenant's upload that silently replaces another's document of the same name."""
+    with IndexWriter(index_dir, counting) as writer:
+        with pytest.raises(InputError, match="another owner"):
+            writer.upsert(replace(documents[1], owner="bob"))
+        writer.upsert(Document("mine", "Text.", owner="ann"))
+        with pytest.raises(InputError, match="another owner"):
+            writer.upsert(Document("mine", "Text.", owner="bob"))
+        assert writer.owner_and_origin("mine") == ("ann", "") and writer.owner_and_origin("none") is None
+        writer.delete("mine")
+        assert writer.upsert(Document("mine", "Text.", owner="bob")) is Outcome.ADDED
+        writer.commit()
+    build_index([replace(document, owner="bob") for document in documents], index_dir, counting, CONFIG)
+    assert {document.owner for document in Store.open(index_dir).documents()} == {"bob"}
+
+
+def test_a_failed_upsert_leaves_the_older_version(
+    index_dir: Path, counting: Counting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The old text removed, the new one refused."""
+    monkeypatch.setattr(Counting, "count_tokens", lambda *_: (_ for _ in ()).throw(ValueError("no tokens")))
+    with IndexWriter(index_dir, counting) as writer:
+        with pytest.raises(ValueError, match="no tokens"):
+            writer.upsert(Document("d1", "word " * 400))
+        writer.commit()
+    assert "d1" in ids(index_dir)
+
+
+def test_a_session_that_has_ended_changes_nothing(index_dir: Path, counting: Counting) -> None:
+    """Changes without the lock."""
+    with IndexWriter(index_dir, counting) as writer:
+        pass
+    for late in (writer.commit, lambda: writer.delete("d1"), lambda: writer.upsert(Document("x", "X."))):
+        with pytest.raises(SaveError, match="has ended"):
+            late()
+
+
+def test_deleted_text_leaves_the_disk(index_dir: Path, counting: Counting, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A deleted secret that anybody finds with grep: until the next change but one, or for ever."""
+
+    def on_disk() -> bool:
+        return any(b"secret" in path.read_bytes() for path in index_dir.rglob("documents.arrow"))
+
+    def forget(**options: bool) -> None:
+        with IndexWriter(index_dir, counting) as writer:
+            writer.upsert(Document("s", "A secret."))
+            writer.commit()
+        with IndexWriter(index_dir) as writer:
+            writer.delete("s")
+            writer.commit()
+            assert on_disk()
+            if options:
+                writer.purge()
+
+    forget(purge=True)
+    assert not on_disk()
+    forget()
+    assert on_disk()  # for readers that have just read CURRENT
+    monkeypatch.setattr(generation, "_GRACE_S", 0.0)
+    with pytest.raises(StoreMissing), IndexWriter(index_dir.with_name("other")):
+        pass
+    with IndexWriter(index_dir):
+        pass
+    assert not on_disk()
+
+
+def test_a_generation_on_lease_stays(index_dir: Path, counting: Counting) -> None:
+    """A job of hours whose index is gone after the second change of others; or a dead job that keeps it for ever."""
+    with lease(index_dir) as pointer:
+        for number in range(4):
+            with IndexWriter(index_dir, counting) as writer:
+                writer.upsert(Document("d1", f"Version {number}."))
+                writer.compact()
+                writer.purge()
+        store = Store.open(index_dir, pointer=pointer)
+        assert {document.id: document.text for document in store.documents()}["d1"].startswith("Über fact number 1.")
+        retriever = Retriever(counting, store, follow=False)
+        assert retriever.retrieve(["fact"], 3).generation == store.generation
+    assert not list(index_dir.glob(".lease-*"))
+    (index_dir / ".lease-dead").write_text(pointer)
+    with IndexWriter(index_dir) as writer:
+        writer.purge()
+    assert not (index_dir / ".lease-dead").exists()
+    with pytest.raises(StoreCorrupt):
+        Store.open(index_dir, pointer=pointer)
+
+
+def test_a_folder_that_is_no_index_keeps_its_files(tmp_path: Path, counting: Counting) -> None:
+    """A mistyped folder, or an index whose CURRENT was not copied yet, emptied by the clean-up."""
+    (tmp_path / "segment-000001").mkdir()
+    (tmp_path / "segment-000001" / "thesis.txt").write_text("mine")
+    for encoder in (None, counting):
+        with (
+            pytest.raises(StoreMissing) if encoder is None else contextlib.nullcontext(),
+            IndexWriter(tmp_path, encoder),
+        ):
+            pass
+    assert (tmp_path / "segment-000001" / "thesis.txt").read_text() == "mine"
+    with pytest.raises(StoreMissing), IndexWriter(tmp_path / "typo"):
+        pass
+    assert not (tmp_path / "typo").exists()
+
+
+def test_others_may_read_what_the_umask_lets_them(index_dir: Path) -> None:
+    """An index that only the user can open who wrote it."""
+    modes = {path.stat().st_mode & 0o777 for path in index_dir.iterdir() if path.is_dir()}
+    assert modes == {0o777 & ~UMASK}
 
 
 def test_one_writer_at_a_time_and_the_next_after_it(index_dir: Path, counting: Counting) -> None:

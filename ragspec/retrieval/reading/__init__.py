@@ -9,6 +9,6 @@ and reason. Headers, footers and footnotes of .docx, pictures, and text that was
 """
 
 from ragspec.retrieval.reading.documents import read_documents, read_file
-from ragspec.retrieval.reading.finding import SUFFIXES, find_files
+from ragspec.retrieval.reading.finding import SUFFIXES, find_files, root_of
 
-__all__ = ["SUFFIXES", "find_files", "read_documents", "read_file"]
+__all__ = ["SUFFIXES", "find_files", "read_documents", "read_file", "root_of"]

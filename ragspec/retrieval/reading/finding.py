@@ -13,18 +13,18 @@ _KINDS = ", ".join(sorted(SUFFIXES))
 _MAGIC = frozenset("*?[")
 
 
-def find_files(inputs: Iterable[str | Path]) -> list[tuple[Path, str]]:
+def find_files(inputs: Iterable[str | Path], allow_none: bool = False) -> list[tuple[Path, str]]:
     """Every file to read with the name it goes by, each once, under the name of the first input that means it.
 
     An input is a file, a folder, or a pattern ("docs/**/*.md"). Folders are searched in a fixed order; hidden files, links to
     folders and files of other kinds are left out. Below a folder or the fixed part of a pattern, the name is that folder's name
     with the path inside it.
-    Raises: InputError for an input that does not exist, is of another kind, cannot be searched or holds no such file, and for
-    two files of one name.
+    Raises: InputError for an input that does not exist, is of another kind, cannot be searched or, unless that is allowed, holds
+    no such file, and for two files of one name.
     """
     names: dict[Path, str] = {}  # by real path, in the order found
     found: dict[str, Path] = {}
-    for path, name in (pair for given in inputs for pair in _files_of(Path(given))):
+    for path, name in (pair for given in inputs for pair in _files_of(Path(given), allow_none)):
         real = path.resolve()
         if real in names:
             continue
@@ -35,16 +35,22 @@ def find_files(inputs: Iterable[str | Path]) -> list[tuple[Path, str]]:
     return [(path, name) for name, path in found.items()]
 
 
-def _files_of(given: Path) -> list[tuple[Path, str]]:
+def root_of(given: str | Path) -> Path:
+    """The real folder or file below which all files of an input lie."""
+    path = Path(given)
+    return (path if path.exists() else _split(path)[0]).resolve()
+
+
+def _files_of(given: Path, allow_none: bool) -> list[tuple[Path, str]]:
     try:
-        return _search(given)
+        return _search(given, allow_none)
     except OSError as cause:
         raise InputError(f"{given} cannot be searched: {cause.strerror}") from cause
 
 
-def _search(given: Path) -> list[tuple[Path, str]]:
+def _search(given: Path, allow_none: bool) -> list[tuple[Path, str]]:
     if given.is_dir():
-        return _named(given, _walk(given), f"{given} holds no file to index ({_KINDS})")
+        return _named(given, _walk(given), "" if allow_none else f"{given} holds no file to index ({_KINDS})")
     if given.exists():
         if given.suffix.lower() not in SUFFIXES:
             raise InputError(f"{given} is of no kind that can be indexed ({_KINDS})")
@@ -54,7 +60,7 @@ def _search(given: Path) -> list[tuple[Path, str]]:
     fixed, pattern = _split(given)
     if not pattern:
         raise InputError(f"{given} does not exist")
-    return _named(fixed, _matches(fixed, pattern), f"{given} matches no file to index ({_KINDS})")
+    return _named(fixed, _matches(fixed, pattern), "" if allow_none else f"{given} matches no file to index ({_KINDS})")
 
 
 def _split(given: Path) -> tuple[Path, str]:
@@ -67,7 +73,7 @@ def _split(given: Path) -> tuple[Path, str]:
 
 def _named(folder: Path, files: Iterable[Path], if_none: str) -> list[tuple[Path, str]]:
     wanted = sorted(file for file in files if _is_wanted(file, folder))
-    if not wanted:
+    if not wanted and if_none:
         raise InputError(if_none)
     lead = folder.resolve().name
     return [(file, "/".join(filter(None, (lead, file.relative_to(folder).as_posix())))) for file in wanted]
