@@ -27,7 +27,6 @@ from ragspec.training.stdlib_corpus import stdlib_documents
 DIMENSION = 384
 _QUESTION_SEED = 13
 _ALL_QUESTIONS = 1_000_000
-PASSAGES_PER_DOCUMENT = 7
 _SENTENCES_PER_DOCUMENT = 40
 _SENTENCE_WORDS = (8, 25)
 

@@ -16,7 +16,6 @@ from ragspec.evaluation.retrieval_build import TimedEncoder, build_speed
 from ragspec.evaluation.retrieval_contenders import EXACT, FLAT, best_rows, contenders, plain
 from ragspec.evaluation.retrieval_data import (
     DIMENSION,
-    PASSAGES_PER_DOCUMENT,
     Mixture,
     synthetic_documents,
     write_vectors,
@@ -207,7 +206,7 @@ def test_synthetic_documents_have_the_length_they_say() -> None:
     made = list(synthetic_documents(10, seed=0))
     assert made[:3] == list(synthetic_documents(3, seed=0))
     counts = [len(chunk(document, ChunkingConfig())) for document in made]
-    assert np.mean(counts) == pytest.approx(PASSAGES_PER_DOCUMENT, abs=1.0)
+    assert np.mean(counts) == pytest.approx(7, abs=1.0)
 
 
 def test_build_tells_the_encoder_from_the_rest(tmp_path: Path) -> None:
@@ -218,14 +217,9 @@ def test_build_tells_the_encoder_from_the_rest(tmp_path: Path) -> None:
             time.sleep(0.3)
             return super().encode(texts, kind)
 
-        def count_tokens(self, texts: Sequence[str]) -> list[int]:
-            time.sleep(0.02)
-            return super().count_tokens(texts)
-
     built = build_speed(Slow(), 70, tmp_path, 0, no_tick)
-    assert 50 < built["num_passages"] < 100
-    assert built["encoder_s"] >= 0.3 and built["count_tokens_s"] >= 0.2
-    assert built["total_s"] > built["encoder_s"] + built["count_tokens_s"]
+    assert 70 <= built["num_passages"] < 140 and 60 < built["chars_per_passage"] < 101
+    assert built["encoder_s"] >= 0.3 and built["total_s"] > built["encoder_s"] + built["count_tokens_s"]
     assert built["overhead_share"] == pytest.approx(built["total_s"] / built["encoder_s"] - 1)
     assert built["file_mb"] > 0.01
 
