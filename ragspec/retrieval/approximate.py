@@ -124,6 +124,8 @@ def _build(vectors: FloatArray, config: DenseConfig) -> Any:
         raise ConfigError(
             f"FAISS does not know the factory string {factory!r}: {str(cause).splitlines()[0]}"
         ) from cause
+    if not isinstance(index, faiss.IndexHNSW if config.kind == "hnsw" else faiss.IndexIVF):
+        raise ConfigError(f"the factory string {factory!r} is no index of the kind {config.kind!r}")
     if config.kind == "hnsw":
         index.hnsw.efConstruction = EF_CONSTRUCTION
     if not index.is_trained:

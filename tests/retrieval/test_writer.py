@@ -415,4 +415,7 @@ def test_a_factory_string_faiss_does_not_know_is_a_config_error(
     config = IndexConfig(dense=DenseConfig(kind="hnsw", factory="NoSuchIndex"))
     with pytest.raises(ConfigError, match="NoSuchIndex"):
         build_index([Document("a", "Text.")], tmp_path / "index", counting, config)
+    config = IndexConfig(dense=DenseConfig(kind="ivf", factory="HNSW4"))
+    with pytest.raises(ConfigError, match="no index of the kind 'ivf'"):
+        build_index([Document(str(n), f"Text {n}.") for n in range(50)], tmp_path / "index", counting, config)
     assert not list((tmp_path / "index").glob("[sg.]*-*"))
