@@ -17,7 +17,7 @@ from ragspec.core import Document
 from ragspec.errors import InputError
 from ragspec.retrieval.changes import Outcome
 from ragspec.retrieval.content import checked
-from ragspec.retrieval.encoder import EncoderIdentity, FloatArray, Kind, TextEncoder
+from ragspec.retrieval.encoder import FloatArray, Kind, WrappedEncoder
 from ragspec.retrieval.reading import read_file
 from ragspec.retrieval.writer import IndexWriter
 
@@ -119,22 +119,8 @@ class Ingest:
             self._committed_passages = encoded
 
 
-class Unencoded:
+class Unencoded(WrappedEncoder):
     """An encoder for what is not to be kept: it counts and cuts as the real one, and its vectors are zero."""
-
-    def __init__(self, encoder: TextEncoder) -> None:
-        self._encoder = encoder
-
-    @property
-    def identity(self) -> EncoderIdentity:
-        return self._encoder.identity
-
-    @property
-    def max_tokens(self) -> int:
-        return self._encoder.max_tokens
-
-    def count_tokens(self, texts: Sequence[str]) -> list[int]:
-        return self._encoder.count_tokens(texts)
 
     def encode(self, texts: Sequence[str], kind: Kind = "document") -> FloatArray:
         return np.zeros((len(texts), self.identity.dimension), np.float32)

@@ -11,38 +11,30 @@ from ragspec.core import Document
 from ragspec.evaluation.comparison import Tick
 from ragspec.evaluation.retrieval_data import synthetic_documents
 from ragspec.retrieval.chunking import chunk
-from ragspec.retrieval.encoder import EncoderIdentity, FloatArray, Kind, TextEncoder
+from ragspec.retrieval.encoder import FloatArray, Kind, TextEncoder, WrappedEncoder
 from ragspec.retrieval.writer import IndexWriter
 
 SHORT = IndexConfig(chunking=ChunkingConfig(max_chars=100))
 """Passages of about twenty tokens."""
 
 
-class TimedEncoder:
+class TimedEncoder(WrappedEncoder):
     """Another encoder, and the seconds it took to encode; counting tokens is the index's doing and not among them."""
 
     def __init__(self, encoder: TextEncoder) -> None:
-        self._encoder = encoder
+        super().__init__(encoder)
         self.encode_s = 0.0
         self.count_tokens_s = 0.0
 
-    @property
-    def identity(self) -> EncoderIdentity:
-        return self._encoder.identity
-
-    @property
-    def max_tokens(self) -> int:
-        return self._encoder.max_tokens
-
     def count_tokens(self, texts: Sequence[str]) -> list[int]:
         begin = time.perf_counter()
-        counts = self._encoder.count_tokens(texts)
+        counts = super().count_tokens(texts)
         self.count_tokens_s += time.perf_counter() - begin
         return counts
 
     def encode(self, texts: Sequence[str], kind: Kind = "document") -> FloatArray:
         begin = time.perf_counter()
-        vectors = self._encoder.encode(texts, kind)
+        vectors = super().encode(texts, kind)
         self.encode_s += time.perf_counter() - begin
         return vectors
 

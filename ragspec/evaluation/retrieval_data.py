@@ -21,7 +21,7 @@ from ragspec.core import Document
 from ragspec.errors import InputError
 from ragspec.evaluation.prompt_lists import squad_list
 from ragspec.retrieval.chunking.embedded import joined
-from ragspec.retrieval.encoder import EncoderIdentity, FloatArray, Kind, TextEncoder
+from ragspec.retrieval.encoder import FloatArray, WrappedEncoder
 from ragspec.training.stdlib_corpus import stdlib_documents
 
 DIMENSION = 384
@@ -55,26 +55,18 @@ class Collection:
         return replace(self, queries={i: text for i, text in self.queries.items() if i in query_ids})
 
 
-class WholeTexts:
+class WholeTexts(WrappedEncoder):
     """An encoder that lets no text be cut, so that a document is one passage; it reads of it what its model reads.
 
     Why: the published figures, and bm25s, count whole documents.
     """
 
-    max_tokens = 10**9
-
-    def __init__(self, encoder: TextEncoder) -> None:
-        self._encoder = encoder
-
     @property
-    def identity(self) -> EncoderIdentity:
-        return self._encoder.identity
+    def max_tokens(self) -> int:
+        return 10**9
 
     def count_tokens(self, texts: Sequence[str]) -> list[int]:
         return [0 for _ in texts]
-
-    def encode(self, texts: Sequence[str], kind: Kind = "document") -> FloatArray:
-        return self._encoder.encode(texts, kind)
 
 
 def squad_collection(data_dir: Path) -> tuple[Collection, frozenset[str]]:

@@ -62,6 +62,27 @@ class TextEncoder(Protocol):
         ...
 
 
+class WrappedEncoder:
+    """Another encoder, unchanged. Subclasses override what they do otherwise."""
+
+    def __init__(self, encoder: TextEncoder) -> None:
+        self._encoder = encoder
+
+    @property
+    def identity(self) -> EncoderIdentity:
+        return self._encoder.identity
+
+    @property
+    def max_tokens(self) -> int:
+        return self._encoder.max_tokens
+
+    def count_tokens(self, texts: Sequence[str]) -> list[int]:
+        return self._encoder.count_tokens(texts)
+
+    def encode(self, texts: Sequence[str], kind: Kind = "document") -> FloatArray:
+        return self._encoder.encode(texts, kind)
+
+
 class Encoder(RowInvariant):
     """A sentence-transformers model behind `encode`. Safe to call from several threads."""
 
