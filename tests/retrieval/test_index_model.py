@@ -173,7 +173,8 @@ class IndexMachine(RuleBasedStateMachine):
     @rule(document_id=IDS)
     def abandon(self, document_id: str) -> None:
         with IndexWriter(self.folder, self.encoder, passages_per_encode=1) as writer:
-            writer.upsert(Document(document_id, "Never committed. The river."))
+            owner = self.model.documents[document_id].owner if document_id in self.model.documents else ""
+            writer.upsert(Document(document_id, "Never committed. The river.", owner=owner))
             writer.delete(document_id)
 
     @rule(
