@@ -71,11 +71,14 @@ class Ingest:
             file: [i for i, f in self.found.duplicates.items() if f == file] for file in self.found.duplicates.values()
         }
         for (path, name), ids in waiting.items():
-            for document in self._documents(path, name):
-                if document.id in ids and self._writer.twin_of(document) is None:
-                    self._writer.upsert(document)
-                    self._writer.changes.duplicate -= 1
-                    del self.found.duplicates[document.id]
+            try:
+                for document in self._documents(path, name):
+                    if document.id in ids and self._writer.twin_of(document) is None:
+                        self._writer.upsert(document)
+                        self._writer.changes.duplicate -= 1
+                        del self.found.duplicates[document.id]
+            except InputError as error:  # the file is gone since it was read
+                self.found.skipped[name] = str(error)
 
     def _whole(self, path: Path, name: str) -> Iterable[Document]:
         """All documents of a file or, for half of a file is worse than none, an InputError before the first of them."""

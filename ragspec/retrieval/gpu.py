@@ -11,6 +11,7 @@ scanned on the CPU.
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
@@ -38,7 +39,9 @@ _owner = ThreadPoolExecutor(1, thread_name_prefix="ragspec-gpu")
 
 
 def num_gpus() -> int:
-    """GPUs that the installed FAISS can use."""
+    """GPUs that the installed FAISS can use; none without FAISS, which exact search on a CPU does not need."""
+    if find_spec("faiss") is None:
+        return 0
     return int(getattr(load_faiss(), "get_num_gpus", lambda: 0)())
 
 

@@ -210,6 +210,22 @@ def test_a_text_that_was_left_out_comes_in_when_its_twin_changes(
     assert {d.text for d in documents(tmp_path).values()} >= {"The second text.", "A third text."}
 
 
+def test_a_duplicate_that_vanishes_ends_nothing(
+    run: Callable[..., Ended], docs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A job that commits nothing because a file it had left out was deleted meanwhile."""
+    (docs / "z.txt").write_text((docs / "a.txt").read_text())
+    real = IndexWriter.delete_unseen
+
+    def vanish(self: IndexWriter) -> int:
+        (docs / "z.txt").unlink()
+        return real(self)
+
+    monkeypatch.setattr(IndexWriter, "delete_unseen", vanish)
+    ended = run()
+    assert ended.code == 0 and ended.summary["skipped"] == ["docs/z.txt"] and len(documents(tmp_path)) == 4
+
+
 def test_ids_are_claimed_by_whole_files_only(run: Callable[..., Ended], docs: Path, tmp_path: Path) -> None:
     """Two rows of one id of which the first is lost; a bad file that keeps its ids from a good one; a row no index can hold."""
     (docs / "k1.jsonl").write_text('{"id": "x", "text": "One."}\n{"id": "x", "text": "Two."}')

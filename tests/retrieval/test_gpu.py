@@ -12,6 +12,7 @@ from ragspec.retrieval.approximate import ApproximateIndex
 from ragspec.retrieval.dense import DenseIndex, ExactIndex
 from ragspec.retrieval.encoder import FloatArray
 from ragspec.retrieval.gpu import GpuIndex
+from ragspec.retrieval.search import Shard
 
 faiss = pytest.importorskip("faiss")
 
@@ -51,6 +52,13 @@ def test_hits_without_selectors_are_the_exact_ones(vectors: FloatArray) -> None:
     flat = faiss.IndexFlatIP(64)
     flat.add(vectors)
     agree(GpuIndex(flat, vectors, exact=True), vectors)
+
+
+def test_without_faiss_there_is_no_gpu_and_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Exact search needs no FAISS, and looking for a GPU must not ask for it."""
+    monkeypatch.setattr(gpu, "find_spec", lambda name: None)
+    monkeypatch.setattr(gpu, "load_faiss", lambda: pytest.fail("imported"))
+    assert gpu.num_gpus() == 0 and Shard([], "auto").segment_names == frozenset()
 
 
 @pytest.mark.gpu
