@@ -176,6 +176,7 @@ class SourceKind(enum.IntEnum):
     PREDICTION = 3
     OUTPUT = 4
     EARLIER = 5
+    DRAFT = 6
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,8 +189,28 @@ class CopySource:
 
 
 @dataclass(frozen=True, slots=True)
+class Segment:
+    """The part of an output to be written now: behind `output_ids`, which are decided, and up to `end` output tokens in all.
+
+    `end` None: to the output's end. `draft_ids` may be what comes next; like every draft they change nothing but the time.
+    Because noise and penalties know output positions only, an output written in segments is the one written in one go.
+    """
+
+    output_ids: tuple[int, ...] = ()
+    end: int | None = None
+    draft_ids: tuple[int, ...] = ()
+
+
+WHOLE = Segment()
+
+
+@dataclass(frozen=True, slots=True)
 class Request:
-    """One generation. `salt` separates tenants in every cache; `speculation` False means root-only trees."""
+    """One generation. `salt` separates tenants in every cache; `speculation` False means root-only trees.
+
+    Deltas and the completion of a `segment` hold what is new in it; where it pauses, the reason is LENGTH, and text that is not
+    certain yet (half a character, the beginning of a stop string) comes with the next segment.
+    """
 
     id: str
     prompt_ids: tuple[int, ...]
@@ -197,6 +218,7 @@ class Request:
     sources: tuple[CopySource, ...] = ()
     salt: str = ""
     speculation: bool = True
+    segment: Segment = WHOLE
 
 
 class FinishReason(enum.StrEnum):

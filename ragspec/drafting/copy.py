@@ -8,6 +8,7 @@ earlier answers of the same tenant. These ways lead to a place to copy from:
 * quote:    a quotation mark opens: sentences of the passages from their first token, those that share rare tokens with the
             question first
 * tail:     what usually follows a copied sentence or input: the closing mark with the passage's number, the end
+* draft:    tokens given with the request as what may come next, as a place to match and where an output begins
 * realign:  after an edit, go on beside the place where copying stopped (one token replaced, inserted or left out)
 
 The probability of each way and match length is learned from what the target accepted.
@@ -44,6 +45,7 @@ _PRIORS = {
     **{f"match:{kind.name.lower()}": (0.25, 0.95) for kind in SourceKind},
     "start:input": (0.3, 0.95),
     "start:prediction": (0.9, 0.97),
+    "start:draft": (0.9, 0.97),
     "start:quote": (0.6, 0.6),
     **{f"quote:{rank}": (0.3 / (rank + 1), 0.95) for rank in range(_MAX_QUOTES)},
     "tail": (0.5, 0.9),
@@ -91,7 +93,12 @@ class CopyDrafter:
         self._states: dict[tuple[str, int], Haystack] = {}
 
     def prepare(self, request: Request) -> list[Reference]:
-        return self._reader.read(request.sources)
+        """Why the output's last tokens before a draft: the longest match then leads to it."""
+        references, segment = self._reader.read(request.sources), request.segment
+        if segment.draft_ids:
+            token_ids = [*segment.output_ids[-_MAX_MATCH:], *segment.draft_ids]
+            references.append(Reference(SourceKind.DRAFT, token_ids, -1, [], len(token_ids)))
+        return references
 
     def start(self, sequence: Drafted) -> None:
         prepared = sequence.prepared.get(self.name)
@@ -121,7 +128,8 @@ class CopyDrafter:
 
     def finish(self, sequence: Drafted) -> None:
         state = self._states.pop(sequence.key, None)
-        if self._max_earlier and sequence.num_output and state is not None and state.remembered:
+        paused = sequence.request.segment.end is not None
+        if self._max_earlier and sequence.num_output and state is not None and state.remembered and not paused:
             self._remember(sequence.request.salt, tuple(sequence.tokens[sequence.num_prompt :]))
 
     def _remember(self, salt: str, answer: tuple[int, ...]) -> None:
@@ -210,7 +218,11 @@ class CopyDrafter:
         return [_Place(at, f"quote:{rank}", 0) for rank, at in enumerate(state.quotes[:_MAX_QUOTES])]
 
     def _starts(self, state: Haystack) -> list[_Place]:
-        kinds = {SourceKind.PREDICTION: "start:prediction", SourceKind.INPUT: "start:input"}
+        kinds = {
+            SourceKind.DRAFT: "start:draft",
+            SourceKind.PREDICTION: "start:prediction",
+            SourceKind.INPUT: "start:input",
+        }
         return [
             _Place(int(state.begin[number]), kinds[reference.kind], 0)
             for kind in kinds

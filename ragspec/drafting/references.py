@@ -15,6 +15,9 @@ from transformers import PreTrainedTokenizerBase
 from ragspec.core import CopySource, SourceKind
 from ragspec.retrieval.chunking import sentences
 
+_SOURCES_KEPT = 256
+"""An output written in segments has the same sources in each; they are tokenised once."""
+
 _QUOTES = ('"', "\u201c", "\u00ab", "\u2018")
 
 
@@ -45,20 +48,24 @@ class ReferenceReader:
         self._eos_ids = list(eos_ids)[:1]
         self.quote_ids = self._encode(_QUOTES[0])[0]
         """The tokens of an opening quotation mark."""
+        self._of_source = functools.lru_cache(maxsize=_SOURCES_KEPT)(self._read)
         self.opens_quote = functools.lru_cache(maxsize=65536)(self._opens_quote)
 
     def read(self, sources: Sequence[CopySource]) -> list[Reference]:
         references: list[Reference] = []
         num_passages = 0
         for number, source in enumerate(sources):
-            if source.kind is SourceKind.PASSAGE:
-                num_passages += 1
-                references += self._passage(number, source, num_passages)
-            elif source.kind in (SourceKind.INPUT, SourceKind.PREDICTION):
-                references += [self._whole(number, source, prefix, self._eos_ids) for prefix in ("", " ")]
-            else:
-                references.append(self._whole(number, source, " "))
+            num_passages += source.kind is SourceKind.PASSAGE
+            references += self._of_source(number, source, num_passages)
         return references
+
+    def _read(self, number: int, source: CopySource, rank: int) -> list[Reference]:
+        """`rank`: how manieth passage it is, if it is one."""
+        if source.kind is SourceKind.PASSAGE:
+            return self._passage(number, source, rank)
+        if source.kind in (SourceKind.INPUT, SourceKind.PREDICTION):
+            return [self._whole(number, source, prefix, self._eos_ids) for prefix in ("", " ")]
+        return [self._whole(number, source, " ")]
 
     def _whole(self, number: int, source: CopySource, prefix: str, tail: Sequence[int] = ()) -> Reference:
         ids, offsets = self._encode(prefix + source.text)

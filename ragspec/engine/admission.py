@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from ragspec.core import Delta, Request
+from ragspec.core import WHOLE, Delta, Request
 from ragspec.engine.sequence import Limits, Sequence
 from ragspec.engine.target import Target
 from ragspec.engine.text import OutputText
@@ -37,7 +37,7 @@ class Admission:
         request = replace(request, params=replace(request.params, seed=seed))
         sequences, prepared = [], prepare(request)
         for choice in range(request.params.n):
-            text = OutputText(self._target.tokenizer, request.params.stop)
+            text = self._text(request)
             sampler = self._make_sampler(request, seed, choice)
             sequence = Sequence(request, choice, sampler, text, limits, listener, prepared)
             sequence.stats.seed, sequence.stats.system_fingerprint = seed, self.fingerprint
@@ -45,18 +45,43 @@ class Admission:
         return sequences
 
     def _keyed(self, request: Request, seed: int, choice: int) -> Sampler:
-        return KeyedSampler(request, seed, choice, self._target.eos_ids, [])
+        return KeyedSampler(request, seed, choice, self._target.eos_ids, list(request.segment.output_ids))
+
+    def _text(self, request: Request) -> OutputText:
+        """The text so far: what of it is certain was told before, by whoever gave the output. Raises: InputError."""
+        params, output_ids = request.params, request.segment.output_ids
+        text = OutputText(self._target.tokenizer, params.stop)
+        for count, token in enumerate(output_ids, 1):
+            ended = token in self._target.eos_ids and not params.ignore_eos
+            if text.push(token, may_stop=count > params.min_tokens) or ended:
+                raise InputError(f"the output given ends with its token {count}: nothing can follow")
+        text.take()
+        return text
 
     def _limits(self, request: Request) -> Limits:
         num_prompt, vocab_size = len(request.prompt_ids), self._target.vocab_size
         if not num_prompt:
             raise InputError("the prompt is empty")
-        if not all(0 <= token < vocab_size for token in (min(request.prompt_ids), max(request.prompt_ids))):
-            raise InputError(f"the prompt holds a token id outside [0, {vocab_size})")
+        segment = request.segment
+        for ids, what in (
+            (request.prompt_ids, "prompt"),
+            (segment.output_ids, "output given"),
+            (segment.draft_ids, "draft"),
+        ):
+            if ids and not 0 <= min(ids) <= max(ids) < vocab_size:
+                raise InputError(f"the {what} holds a token id outside [0, {vocab_size})")
         wrong = [token for token in request.params.logit_bias if not 0 <= token < vocab_size]
         if wrong:
             raise InputError(f"logit_bias names token {wrong[0]}, outside [0, {vocab_size})")
         longest = self.max_context_tokens
         if num_prompt >= longest:
             raise PromptTooLong(num_prompt, longest - 1)
-        return Limits(self._target.eos_ids, min(request.params.max_tokens, longest - num_prompt))
+        most = min(request.params.max_tokens, longest - num_prompt)
+        end = most if segment.end is None else min(most, segment.end)
+        if len(segment.output_ids) >= end and segment != WHOLE:
+            raise InputError(
+                f"{len(segment.output_ids)} output tokens are given, of {end} at most: nothing is left to write"
+            )
+        if segment.output_ids and request.params.n > 1:
+            raise InputError("a given output is one choice's: n must be 1")
+        return Limits(self._target.eos_ids, end, pauses=end < most)

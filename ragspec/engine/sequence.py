@@ -25,10 +25,14 @@ Listener = Callable[[Delta], None]
 
 
 class Limits(NamedTuple):
-    """Where an output must end: any of `eos_ids`, or `max_tokens` tokens (the request's, or what the context holds)."""
+    """Where an output must end: any of `eos_ids`, or `max_tokens` tokens (the request's, or what the context holds).
+
+    `pauses`: at `max_tokens` only the segment ends, and its text goes on.
+    """
 
     eos_ids: tuple[int, ...]
     max_tokens: int
+    pauses: bool = False
 
 
 class Sequence:
@@ -49,7 +53,7 @@ class Sequence:
         self.choice = choice
         self.sampler = sampler
         self.limits = limits
-        self.tokens = list(request.prompt_ids)
+        self.tokens = [*request.prompt_ids, *request.segment.output_ids]
         self.num_prompt = len(request.prompt_ids)
         self.slots: SequenceSlots | None = None
         self.stats = GenerationStats(num_prompt_tokens=self.num_prompt)
@@ -58,6 +62,7 @@ class Sequence:
         self._text = text
         self._listener = listener
         self._logprobs: list[TokenLogprob] = []
+        self._num_given = len(request.segment.output_ids)
         self._num_sent = 0
         self._submitted_s = time.perf_counter()
         self._admitted_s = 0.0
@@ -70,6 +75,11 @@ class Sequence:
     @property
     def num_output(self) -> int:
         return len(self.tokens) - self.num_prompt
+
+    @property
+    def num_written(self) -> int:
+        """Output tokens of this segment."""
+        return self.num_output - self._num_given
 
     @property
     def num_pending(self) -> int:
@@ -91,8 +101,7 @@ class Sequence:
         Shapes: logits float32 [N, V]; `rows[i]` is the row that token i was decided from.
         """
         params = self.request.params
-        if not self.num_output:
-            self._first_token_s = time.perf_counter()
+        self._first_token_s = self._first_token_s or time.perf_counter()
         for i, token in enumerate(tokens):
             self.tokens.append(token)
             if params.logprobs is not None:
@@ -111,7 +120,7 @@ class Sequence:
         """Statistics of one step; `accepted` names the drafter of each accepted node."""
         stats = self.stats
         if not stats.num_steps:
-            stats.num_first_tokens = self.num_output
+            stats.num_first_tokens = self.num_written
         stats.num_steps += 1
         stats.num_drafted += num_drafted
         stats.num_accepted += len(accepted)
@@ -122,9 +131,10 @@ class Sequence:
         """Tell the listener what is new; the last message carries the statistics. False: the listener itself failed."""
         done = self.finish_reason is not None
         if done:
-            self._text.finish()
+            if not (self.limits.pauses and self.finish_reason is FinishReason.LENGTH):
+                self._text.finish()
             self._finish_stats()
-        ids = tuple(self.tokens[self.num_prompt + self._num_sent :])
+        ids = tuple(self.tokens[self.num_prompt + self._num_given + self._num_sent :])
         logprobs = tuple(self._logprobs[self._num_sent :])
         self._num_sent += len(ids)
         text = self._text.take()
@@ -140,7 +150,7 @@ class Sequence:
     def _finish_stats(self) -> None:
         now = time.perf_counter()
         admitted, first = self._admitted_s or now, self._first_token_s or now
-        self.stats.num_output_tokens = self.num_output
+        self.stats.num_output_tokens = self.num_written
         self.stats.queue_s = admitted - self._submitted_s
         self.stats.prefill_s = first - admitted
         self.stats.decode_s = now - first

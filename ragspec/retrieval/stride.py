@@ -1,0 +1,200 @@
+"""How many retrievals to guess before they are verified: OS3, RaLMSpec's optimal speculation stride scheduler.
+
+A step decodes under one retrieval; `a` is its time and `b(s)` that of verifying s retrievals at once, `gamma` the chance that a
+guess is right. A round is s steps, the first under a verified document, and one verification; it verifies
+
+    1 + gamma + ... + gamma^(s - 1)   documents on average, in
+    s a + b(s)                        seconds if decoding waits for the verification, and if it goes on for o steps meanwhile in
+    gamma^s ((s - o) a + max(o a, b(s))) + (1 - gamma^s) (s a + b(s)).
+
+The paper's asynchronous objective is o = 1; here decoding goes on as long as what it writes is likely enough to stand. Stride 1
+without overlap is no speculation at all: that is what is chosen where the best of the others would gain too little.
+
+    >>> scheduler = StrideScheduler(StrideConfig(), asynchronous=True)
+    >>> plan = scheduler.choose()       # then tell it what happened: note_step, note_verification, note_guesses
+
+Source: Zhang et al. 2024, Accelerating Iterative Retrieval-augmented Language Model Serving with Speculation (arXiv 2401.14021),
+section 4 and appendix A.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from pydantic import Field
+
+from ragspec.config import Part
+
+
+class StrideConfig(Part):
+    """`stride`: a fixed one, wherever speculation pays; None: the best. `window`: how many of the latest rounds and steps count.
+
+    Speculation is off where its predicted gain over none is under `least_gain`. Steps beside a verification are taken while what
+    they write stands with at least probability `least_survival`. A chance of a right guess above `gamma_max` is not believed.
+    """
+
+    stride: int | None = Field(None, ge=1, le=64)
+    max_stride: int = Field(32, ge=1, le=64)
+    window: int = Field(64, ge=1, le=4096)
+    gamma_max: float = Field(0.97, gt=0.0, lt=1.0)
+    least_gain: float = Field(0.03, ge=0.0)
+    least_survival: float = Field(0.25, gt=0.0, le=1.0)
+
+
+class Plan(NamedTuple):
+    """`stride` guesses a verification, `overlap` steps beside it; `gain`: predicted speed against no speculation."""
+
+    stride: int = 1
+    overlap: int = 0
+    gain: float = 1.0
+
+    @property
+    def speculates(self) -> bool:
+        return self.stride > 1 or self.overlap > 0
+
+
+OFF = Plan()
+
+
+def verified_documents(gamma: float, stride: int) -> float:
+    """Documents that one round verifies, on average."""
+    return sum(gamma**i for i in range(stride))
+
+
+def round_s(step_s: float, verification_s: float, gamma: float, stride: int, overlap: int, beside_s: float) -> float:
+    """Seconds of one round on average; `overlap` steps of `beside_s` each run beside the verification, 0: none."""
+    apart_s = stride * step_s + verification_s
+    if not overlap:
+        return apart_s
+    success = gamma**stride
+    together_s = (stride - overlap) * step_s + max(overlap * beside_s, verification_s)
+    return success * min(apart_s, together_s) + (1.0 - success) * apart_s
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """Measured: seconds of a step alone and beside a verification, of a verification of s, and the chance of a right guess."""
+
+    step_s: float
+    verification_s: Callable[[int], float]
+    gamma: float
+    beside_s: float | None = None
+
+    def gain(self, stride: int, overlap: int) -> float:
+        """Documents a second against those without speculation."""
+        beside_s = self.step_s if self.beside_s is None else self.beside_s
+        seconds = round_s(self.step_s, self.verification_s(stride), self.gamma, stride, overlap, beside_s)
+        return verified_documents(self.gamma, stride) * (self.step_s + self.verification_s(1)) / seconds
+
+
+def best_plan(costs: Costs, max_stride: int, overlap_of: Callable[[int], int]) -> Plan:
+    """The stride of the greatest gain, which rises to one peak, so that the search ends behind it.
+
+    `overlap_of`: steps beside the verification, by stride.
+    """
+    best = Plan(1, overlap_of(1), costs.gain(1, overlap_of(1)))
+    for stride in range(2, max_stride + 1):
+        gain = costs.gain(stride, overlap_of(stride))
+        if gain < best.gain:
+            break
+        best = Plan(stride, overlap_of(stride), gain)
+    return best
+
+
+def published_optimum(costs: Costs, max_stride: int, asynchronous: bool) -> Plan:
+    """What the paper's scheduler would choose from the same measurements, and its gain."""
+    return best_plan(costs, max_stride, lambda _: int(asynchronous))
+
+
+class StrideScheduler:
+    """Chooses from what it is told; shared by all requests of one index. Safe to call from several threads."""
+
+    def __init__(self, config: StrideConfig | None = None, *, asynchronous: bool = True) -> None:
+        self._config = config or StrideConfig()
+        self._asynchronous = asynchronous
+        window = self._config.window
+        self._steps_s: deque[float] = deque(maxlen=window)
+        self._beside_s: deque[float] = deque(maxlen=window)
+        self._verifications: deque[tuple[int, float]] = deque(maxlen=window)
+        self._guesses: deque[tuple[int, int]] = deque(maxlen=window)
+        self._lock = threading.Lock()
+
+    def note_step(self, seconds: float, beside: bool = False) -> None:
+        """A step took so long; `beside` a verification."""
+        with self._lock:
+            (self._beside_s if beside else self._steps_s).append(seconds)
+
+    def note_verification(self, num_queries: int, seconds: float) -> None:
+        with self._lock:
+            self._verifications.append((num_queries, seconds))
+
+    def note_guesses(self, num_right: int, num_wrong: int) -> None:
+        """Of one round: the guesses up to the first wrong one, and 1 if there was one."""
+        with self._lock:
+            self._guesses.append((num_right, num_wrong))
+
+    @property
+    def gamma(self) -> float:
+        """The likeliest chance of a right guess, at most `gamma_max`; 0 before the first guess.
+
+        Laplace's half a success and half a failure keep a few lucky guesses from being taken for certainty.
+        """
+        right = sum(some for some, _ in self._guesses)
+        wrong = sum(some for _, some in self._guesses)
+        return min(self._config.gamma_max, (right + 0.5) / (right + wrong + 1.0)) if right + wrong else 0.0
+
+    def costs(self) -> Costs | None:
+        """None before the first step and the first verification."""
+        with self._lock:
+            if not (self._steps_s or self._beside_s) or not self._verifications:
+                return None
+            step_s = _usual(self._steps_s or self._beside_s)
+            beside_s = _usual(self._beside_s) if self._beside_s else None
+            return Costs(step_s, _by_size(self._verifications), self.gamma, beside_s)
+
+    def choose(self) -> Plan:
+        """The plan of the next round."""
+        costs, config = self.costs(), self._config
+        if costs is None or costs.gamma == 0.0:
+            return OFF
+        if config.stride is not None:
+            overlap = self._overlap(costs.gamma, config.stride)
+            plan = Plan(config.stride, overlap, costs.gain(config.stride, overlap))
+        else:
+            plan = best_plan(costs, config.max_stride, lambda stride: self._overlap(costs.gamma, stride))
+            waiting = best_plan(costs, config.max_stride, lambda _: 0)
+            plan = plan if plan.gain > waiting.gain else waiting
+        return plan if plan.gain >= 1.0 + config.least_gain else OFF
+
+    def _overlap(self, gamma: float, stride: int) -> int:
+        """Steps worth taking beside the verification of `stride` guesses: the i-th stands if those and i - 1 more are right."""
+        if not self._asynchronous:
+            return 0
+        return sum(gamma ** (stride + i) >= self._config.least_survival for i in range(stride))
+
+
+def _usual(seconds: Iterable[float]) -> float:
+    """The mean without the slowest tenth: what is rare and slow (a compilation, another program) would hide the rest."""
+    ordered = sorted(seconds)
+    kept = ordered[: max(1, len(ordered) - len(ordered) // 10)]
+    return sum(kept) / len(kept)
+
+
+def _by_size(verifications: Iterable[tuple[int, float]]) -> Callable[[int], float]:
+    """Seconds of a verification by its size: a line through the usual times of small and large ones, never falling."""
+    by_size: dict[int, list[float]] = {}
+    for size, seconds in verifications:
+        by_size.setdefault(size, []).append(seconds)
+    points = sorted((size, _usual(times), len(times)) for size, times in by_size.items())
+    weight = sum(count for _, _, count in points)
+    mean_size = sum(size * count for size, _, count in points) / weight
+    mean_s = sum(seconds * count for _, seconds, count in points) / weight
+    spread = sum(count * (size - mean_size) ** 2 for size, _, count in points)
+    rise = sum(count * (size - mean_size) * (seconds - mean_s) for size, seconds, count in points)
+    slope = max(0.0, rise / spread) if spread else 0.0
+    least = min(seconds for _, seconds, _ in points) / 2
+    return lambda size: max(least, mean_s + slope * (size - mean_size))

@@ -1,0 +1,137 @@
+"""An output written in segments is the output written in one go: tokens, text and log-probabilities."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import pytest
+from oracle import Plain, decode
+from test_oracle import PARAMS, PROMPTS
+from tiny_target import SENTENCES, tiny_engine, tiny_target
+
+from ragspec.core import Completion, CopySource, FinishReason, Request, SamplingParams, Segment, SourceKind
+from ragspec.drafting.copy import CopyDrafter
+from ragspec.engine.engine import Engine
+from ragspec.engine.target import Target
+from ragspec.errors import InputError
+
+Draft = Callable[[Sequence[int]], tuple[int, ...]]
+RANDOM = random.Random(5)
+DRAFTS: dict[str, Draft] = {
+    "none": lambda _: (),
+    "right": lambda rest: tuple(rest),
+    "right, and more": lambda rest: (*rest, 7, 8, 9),
+    "half right": lambda rest: (*rest[: len(rest) // 2], 3, 3),
+    "wrong": lambda rest: tuple(RANDOM.randrange(300) for _ in rest),
+}
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Target:
+    return tiny_target("llama", "float32", tmp_path_factory.mktemp("segments"))
+
+
+def in_segments(
+    engine: Engine, request: Request, sizes: Sequence[int], truth: Sequence[int], draft: Draft
+) -> list[Completion]:
+    """Pauses after every size in turn; the draft of a segment is made from what is really left."""
+    parts: list[Completion] = []
+    output: tuple[int, ...] = ()
+    while not parts or (parts[-1].finish_reason is FinishReason.LENGTH and len(output) < request.params.max_tokens):
+        end = len(output) + sizes[len(parts) % len(sizes)]
+        segment = Segment(output, end, draft(truth[len(output) :]))
+        parts += engine.generate([replace(request, id=f"{request.id}-{len(parts)}", segment=segment)])
+        output += parts[-1].token_ids
+    return parts
+
+
+@pytest.mark.parametrize("draft", DRAFTS)
+@pytest.mark.parametrize("name", PARAMS)
+def test_segments_join_to_the_oracles_output(target: Target, name: str, draft: str) -> None:
+    """Noise keyed by the place in a segment, penalties that forget earlier segments, a stop across two of them."""
+    params, drafter = PARAMS[name], CopyDrafter(target.tokenizer, target.eos_ids)
+    sources = tuple(CopySource(SourceKind.PASSAGE, text, str(i)) for i, text in enumerate(SENTENCES))
+    with tiny_engine(target, [drafter]) as engine:
+        for number, prompt in enumerate(PROMPTS[:4]):
+            request = Request(f"{number}", tuple(target.tokenizer(prompt).input_ids), params, sources)
+            plain = decode(target, request.prompt_ids, params)
+            for sizes in ((4,), (1, 3), (100,)):
+                assert_joins(in_segments(engine, request, sizes, plain.token_ids, DRAFTS[draft]), plain)
+
+
+def assert_joins(parts: Sequence[Completion], plain: Plain) -> None:
+    assert tuple(token for part in parts for token in part.token_ids) == plain.token_ids
+    text = "".join(part.text for part in parts)
+    assert text.rstrip("\ufffd") == plain.text.rstrip("\ufffd")  # half a character at the end is never told
+    assert parts[-1].finish_reason == plain.finish_reason
+
+
+@pytest.mark.parametrize("length", [1, 2, 3])
+def test_a_stop_string_across_segments_ends_the_output(target: Target, length: int) -> None:
+    """The part of a stop string that stood in the segment before was forgotten, or its text told twice."""
+    prompt = tuple(target.tokenizer("The river").input_ids)
+    free = decode(target, prompt, SamplingParams(temperature=1.0, seed=8, max_tokens=30, ignore_eos=True))
+    for start in range(1, 24):
+        stop = target.tokenizer.decode(free.token_ids[start : start + 3])
+        if "\ufffd" in stop or not stop:
+            continue
+        params = SamplingParams(temperature=1.0, seed=8, max_tokens=30, ignore_eos=True, stop=(stop,))
+        with tiny_engine(target) as engine:
+            parts = in_segments(engine, Request("s", prompt, params), (length,), (), DRAFTS["none"])
+        assert_joins(parts, decode(target, prompt, params))
+
+
+def test_a_right_draft_is_verified_in_one_step(target: Target) -> None:
+    """Drafts of a segment were ignored behind an output, or cut at their first token."""
+    prompt = tuple(target.tokenizer(PROMPTS[0]).input_ids)
+    params = SamplingParams(temperature=1.0, seed=1, max_tokens=12, ignore_eos=True)
+    truth = decode(target, prompt, params).token_ids
+    with tiny_engine(target, [CopyDrafter(target.tokenizer, target.eos_ids)], max_nodes=16) as engine:
+        for known in (0, 1, 5):
+            segment = Segment(truth[:known], 12, truth[known:])
+            (part,) = engine.generate([Request(f"d{known}", prompt, params, segment=segment)])
+            assert part.token_ids == truth[known:]
+            assert part.stats.num_steps == 1
+            assert part.stats.num_output_tokens == part.stats.num_first_tokens == 12 - known
+
+
+def test_log_probabilities_belong_to_the_new_tokens(target: Target) -> None:
+    """They were counted from the output's beginning and came out empty."""
+    prompt = tuple(target.tokenizer("mill").input_ids)
+    params = SamplingParams(max_tokens=6, ignore_eos=True, logprobs=1)
+    with tiny_engine(target) as engine:
+        (whole,) = engine.generate([Request("w", prompt, params)])
+        (part,) = engine.generate([Request("p", prompt, params, segment=Segment(whole.token_ids[:4], 6))])
+    assert part.logprobs == whole.logprobs[4:]
+
+
+@pytest.mark.parametrize(
+    ("segment", "params", "reason"),
+    [
+        (Segment((5, 6), 2), SamplingParams(), "nothing is left"),
+        (Segment((), 0), SamplingParams(), "nothing is left"),
+        (Segment((5,), 4), SamplingParams(n=2), "n must be 1"),
+        (Segment((5, 9999), 4), SamplingParams(), "output given holds"),
+        (Segment((5,), 4, (-1,)), SamplingParams(), "draft holds"),
+        (Segment((5, 1), 4), SamplingParams(), "ends with its token 2"),
+    ],
+)
+def test_a_segment_that_cannot_be_written_is_refused(
+    target: Target, segment: Segment, params: SamplingParams, reason: str
+) -> None:
+    """It ended in the engine's thread, or wrote past the end."""
+    with tiny_engine(target) as engine, pytest.raises(InputError, match=reason):
+        engine.generate([Request("bad", (5, 6, 7), params, segment=segment)])
+
+
+def test_segments_leave_no_earlier_answers(target: Target) -> None:
+    """Each paused part of one answer was kept as an answer of its own."""
+    drafter = CopyDrafter(target.tokenizer, target.eos_ids, earlier_tokens=100)
+    request = Request("e", (5, 6, 7), SamplingParams(max_tokens=8, ignore_eos=True))
+    with tiny_engine(target, [drafter]) as engine:
+        engine.generate([replace(request, segment=Segment((), 4))])
+        assert not drafter._earlier
+        engine.generate([request])
+        assert drafter._earlier
