@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from ragspec.core import Citation, Document, Passage, SamplingParams
     from ragspec.errors import RagspecError
     from ragspec.rag.answer import Answer
+    from ragspec.rag.iterative import IterativePipeline
     from ragspec.rag.pipeline import Pipeline
     from ragspec.retrieval.retriever import Retriever, build_index
     from ragspec.retrieval.writer import IndexWriter
@@ -24,6 +25,7 @@ _HOMES = {
     "Citation": "ragspec.core",
     "Document": "ragspec.core",
     "IndexWriter": "ragspec.retrieval.writer",
+    "IterativePipeline": "ragspec.rag.iterative",
     "Passage": "ragspec.core",
     "Pipeline": "ragspec.rag.pipeline",
     "PipelineConfig": "ragspec.config",
@@ -39,6 +41,7 @@ __all__ = [
     "Citation",
     "Document",
     "IndexWriter",
+    "IterativePipeline",
     "Passage",
     "Pipeline",
     "PipelineConfig",

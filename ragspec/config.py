@@ -158,6 +158,37 @@ class GenerationConfig(Part):
     seed: int | None = Field(None, ge=0, lt=2**64)
 
 
+class StrideConfig(Part):
+    """`stride`: a fixed one, wherever speculation pays; None: the best. `window`: how many of the latest rounds and steps count.
+
+    Speculation is off where its predicted gain over none is under `least_gain`. Steps beside a verification are taken while what
+    they write stands with at least probability `least_survival`. A chance of a right guess above `gamma_max` is not believed.
+    """
+
+    stride: int | None = Field(None, ge=1, le=64)
+    max_stride: int = Field(32, ge=1, le=64)
+    window: int = Field(64, ge=1, le=4096)
+    gamma_max: float = Field(0.97, gt=0.0, lt=1.0)
+    least_gain: float = Field(0.03, ge=0.0)
+    least_survival: float = Field(0.25, gt=0.0, le=1.0)
+
+
+class SpeculationConfig(Part):
+    """Guessing what an index would say from what it said before, where an answer is written with many retrievals.
+
+    `asynchronous`: decoding may go on while guesses are verified, if the index is in another process. Each verification also
+    brings the `prefetch_k` best passages into the request's cache. At most `max_batch_queries` of all requests are looked up at
+    once. A lookup that takes longer than `timeout_s` is given up.
+    """
+
+    enabled: bool = True
+    asynchronous: bool = True
+    prefetch_k: int = Field(8, ge=1, le=256)
+    stride: StrideConfig = StrideConfig()
+    max_batch_queries: int = Field(16, ge=1, le=1024)
+    timeout_s: float = Field(60.0, gt=0.0)
+
+
 class PipelineConfig(Part):
     """Everything a pipeline is built from."""
 
@@ -168,6 +199,7 @@ class PipelineConfig(Part):
     drafting: DraftingConfig = DraftingConfig()
     engine: EngineConfig = EngineConfig()
     generation: GenerationConfig = GenerationConfig()
+    speculation: SpeculationConfig = SpeculationConfig()
 
 
 def load_config(path: str | Path | None = None, **overrides: Any) -> PipelineConfig:

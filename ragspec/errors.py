@@ -12,7 +12,8 @@
     ├── SaveError              writing failed (disk full, no permission); what was there before still is
     └── EngineError
         ├── EngineClosed
-        └── Cancelled
+        ├── Cancelled
+        └── RetrievalError     an index elsewhere is lost or does not answer in time
 
 Errors of other libraries are mapped once, where they enter, with `raise X from cause`.
 """
@@ -81,3 +82,7 @@ class EngineClosed(EngineError):
 
 class Cancelled(EngineError):
     """The request was cancelled by its owner."""
+
+
+class RetrievalError(EngineError):
+    """An index that is searched elsewhere is lost or does not answer in time."""

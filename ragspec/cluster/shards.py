@@ -6,22 +6,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import ray
-from ray.exceptions import RayError
 
+from ragspec.cluster.calls import MAX_RETRIES, results
 from ragspec.cluster.pool import cpus_per_worker
 from ragspec.core import Passage
-from ragspec.errors import EngineError, RagspecError
 from ragspec.retrieval.encoder import FloatArray
-from ragspec.retrieval.search import Hit, Scope, Shard, ShardLike, merged, total
+from ragspec.retrieval.search import Hit, Scope, Shard, ShardLike, gathered, merged, total
 from ragspec.retrieval.sparse import SparseQuery, TermStatistics
 from ragspec.retrieval.store import Store
 
+S = TypeVar("S")
+
 _GENERATIONS_KEPT = 2
-_MAX_RETRIES = 3
+_WHAT = "a shard of the index"
 
 
 class Placement(NamedTuple):
@@ -37,7 +38,7 @@ class RayShards:
 
     def __init__(self, num_actors: int) -> None:
         """Needs Ray to be initialised."""
-        options = {"num_cpus": cpus_per_worker(num_actors), "max_restarts": -1, "max_task_retries": _MAX_RETRIES}
+        options = {"num_cpus": cpus_per_worker(num_actors), "max_restarts": -1, "max_task_retries": MAX_RETRIES}
         actor: Any = ray.remote(_ShardActor)
         self._actors = [actor.options(**options).remote() for _ in range(num_actors)]
 
@@ -77,50 +78,63 @@ class _SpreadShard:
         return merged(self.ask_all("sparse", queries, k, scope), len(queries), k)
 
     def passages(self, hits: Sequence[Hit]) -> list[Passage]:
-        own = [[hit for hit in hits if hit.segment in placement.segments] for _, placement in self._parts]
-        calls = [
-            actor.call.remote(placement, "passages", some)
-            for (actor, placement), some in zip(self._parts, own, strict=True)
-            if some
-        ]
-        found = dict(
-            zip((hit for some in own for hit in some), (p for part in _results(calls) for p in part), strict=True)
-        )
-        return [found[hit] for hit in hits]
+        return self._ask_owners("passages", hits)
+
+    def vectors(self, hits: Sequence[Hit]) -> list[FloatArray]:
+        return self._ask_owners("vectors", hits)
 
     def ask_all(self, method: str, *arguments: Any) -> list[Any]:
         """The answers of all actors, which work at the same time."""
-        return _results([actor.call.remote(placement, method, *arguments) for actor, placement in self._parts])
+        return results([actor.call.remote(placement, method, *arguments) for actor, placement in self._parts], _WHAT)
+
+    def _ask_owners(self, method: str, hits: Sequence[Hit]) -> list[Any]:
+        asked = [
+            (actor, placement, own)
+            for actor, placement in self._parts
+            if (own := [hit for hit in hits if hit.segment in placement.segments])
+        ]
+        answers = results([actor.call.remote(placement, method, own) for actor, placement, own in asked], _WHAT)
+        return gathered(hits, [own for _, _, own in asked], answers)
 
 
 class _ShardActor:
     def __init__(self) -> None:
-        self._opened: dict[Placement, tuple[Store, Shard]] = {}
+        self.opened = OpenGenerations(_loaded)
 
     def call(self, placement: Placement, method: str, *arguments: Any) -> Any:
-        shard = self._shard(placement)
+        index_dir, pointer, segments = placement
+        shard = self.opened.get(index_dir, pointer, frozenset(segments))
         return None if method == "load" else getattr(shard, method)(*arguments)
 
-    def _shard(self, placement: Placement) -> Shard:
-        if placement not in self._opened:
-            stores = [store for store, _ in self._opened.values() if str(store.index_dir) == placement.index_dir]
-            only = frozenset(placement.segments)
-            store = Store.open(placement.index_dir, pointer=placement.pointer, only=only, sharing=stores)
-            shard = Shard(store.segments)
-            shard.load()
-            for old in list(self._opened)[: 1 - _GENERATIONS_KEPT]:
-                del self._opened[old]
-            self._opened[placement] = store, shard
-        return self._opened[placement][1]
+
+def _loaded(store: Store) -> Shard:
+    shard = Shard(store.segments)
+    shard.load()
+    return shard
 
 
-def _results(calls: Sequence[Any]) -> list[Any]:
-    """Raises: what the actor's code raised, or EngineError if an actor is lost for good."""
-    try:
-        found: list[Any] = ray.get(list(calls))
-    except RayError as error:
-        cause = getattr(error, "cause", None)
-        if isinstance(cause, RagspecError):
-            raise cause from None
-        raise EngineError(f"a shard of the index is lost: {str(error).strip().splitlines()[-1]}") from error
-    return found
+class OpenGenerations(Generic[S]):
+    """The two generations asked for last, each with what searches it; no segment that both have is opened twice."""
+
+    def __init__(self, searching: Callable[[Store], S]) -> None:
+        self._searching = searching
+        self._opened: dict[tuple[str, str, frozenset[str] | None], tuple[Store, S]] = {}
+
+    @property
+    def stores(self) -> list[Store]:
+        return [store for store, _ in self._opened.values()]
+
+    def get(self, index_dir: str, pointer: str, only: frozenset[str] | None = None) -> S:
+        """What searches all segments of the generation that `pointer` names, or those of `only`. Raises: StoreError."""
+        asked = index_dir, pointer, only
+        found = self._opened.get(asked) or self._open(*asked)
+        self._opened.pop(asked, None)  # Why: to be the last again, so that a reader's generation stays while it asks
+        for old in list(self._opened)[: 1 - _GENERATIONS_KEPT]:
+            del self._opened[old]
+        self._opened[asked] = found
+        return found[1]
+
+    def _open(self, index_dir: str, pointer: str, only: frozenset[str] | None) -> tuple[Store, S]:
+        sharing = [store for store in self.stores if str(store.index_dir) == index_dir]
+        store = Store.open(index_dir, pointer=pointer, only=only, sharing=sharing)
+        return store, self._searching(store)

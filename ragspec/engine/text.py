@@ -10,6 +10,8 @@ from collections.abc import Sequence
 
 from transformers import PreTrainedTokenizerBase
 
+from ragspec.core import SamplingParams
+
 _UNFINISHED = "\ufffd"
 
 
@@ -87,3 +89,13 @@ class OutputText:
 
     def _decode(self, ids: list[int]) -> str:
         return str(self._tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+
+
+def text_of(tokenizer: PreTrainedTokenizerBase, output_ids: Sequence[int], params: SamplingParams) -> str:
+    """The text of a whole output, as it would have been told piece by piece."""
+    text = OutputText(tokenizer, params.stop)
+    for count, token in enumerate(output_ids, 1):
+        if text.push(token, may_stop=count > params.min_tokens):
+            break
+    text.finish()
+    return text.text

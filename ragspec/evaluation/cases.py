@@ -10,8 +10,9 @@ import numpy as np
 
 from ragspec.core import CopySource, Passage, SourceKind
 from ragspec.evaluation.prompt_lists import Question, Sentence
-from ragspec.rag.pipeline import RetrieverLike, copy_sources
+from ragspec.rag.pipeline import RetrieverLike
 from ragspec.rag.prompt import PromptBuilder
+from ragspec.rag.sources import copy_sources
 from ragspec.retrieval.retriever import EVERYTHING
 
 RAG_PASSAGES = 3

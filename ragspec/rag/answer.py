@@ -2,20 +2,46 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from ragspec.core import Citation, FinishReason, GenerationStats, Passage, TokenLogprob
 
 
+@dataclass(slots=True)
+class RunStats:
+    """Counters of an answer with many retrievals; seconds, wall clock.
+
+    `wait_s`: nothing was written because the index had not answered. `num_lost_tokens` were written under a wrong guess or after
+    one; `num_kept_tokens` of them stood, at their place, in what was written instead. `strides`: guesses of each verification.
+    """
+
+    num_rounds: int = 0
+    num_retrievals: int = 0
+    num_lookups: int = 0
+    num_right: int = 0
+    num_wrong: int = 0
+    num_lost_tokens: int = 0
+    num_kept_tokens: int = 0
+    encode_s: float = 0.0
+    wait_s: float = 0.0
+    write_s: float = 0.0
+    total_s: float = 0.0
+    strides: list[int] = field(default_factory=list)
+
+
 @dataclass(frozen=True, slots=True)
 class AnswerStats:
-    """Seconds of each stage, wall clock, and the engine's counters. `retrieve_s` is the batch's where questions came together."""
+    """Seconds of each stage, wall clock, and the engine's counters. `retrieve_s` is the batch's where questions came together.
+
+    `iterative`: the counters of an answer with many retrievals; its `retrieve_s` is what it waited for them.
+    """
 
     retrieve_s: float
     prompt_s: float
     index_generation: str
     generation: GenerationStats
+    iterative: RunStats | None = None
 
     @property
     def acceptance_length(self) -> float:

@@ -16,13 +16,14 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol, Self
 
 from ragspec.config import GenerationConfig, PipelineConfig
-from ragspec.core import Completion, CopySource, Delta, Passage, Request, SamplingParams, SourceKind
+from ragspec.core import Completion, Delta, Request, SamplingParams
 from ragspec.engine.collect import join
 from ragspec.engine.loading import load_engine
 from ragspec.errors import InputError
 from ragspec.rag.answer import Answer, AnswerStats
 from ragspec.rag.citations import find_citations
 from ragspec.rag.prompt import Prompt, PromptBuilder
+from ragspec.rag.sources import copy_sources
 from ragspec.retrieval.filters import parse_filter
 from ragspec.retrieval.retriever import Retrieval, Retriever
 from ragspec.retrieval.search import Scope
@@ -74,7 +75,7 @@ class Pipeline:
         self._engine = engine
         self._prompts = prompts
         self._num_passages = num_passages
-        self._defaults = _params(generation or GenerationConfig())
+        self._defaults = params_of(generation or GenerationConfig())
 
     @classmethod
     def from_config(cls, config: PipelineConfig | None = None) -> Self:
@@ -110,7 +111,7 @@ class Pipeline:
 
         Raises: InputError or PromptTooLong for the first question that cannot be asked; then none is generated.
         """
-        scope = _scope(tenant, filter)
+        scope = scope_of(tenant, filter)
         prepared = self._prepare(questions, params, num_passages, speculation, scope)
         completions = iter(self._engine.generate([p.request for p in prepared]))
         return [self._answer(p, next(completions)) for p in prepared for _ in range(p.request.params.n)]
@@ -131,7 +132,7 @@ class Pipeline:
         """
         params = replace(params or self._defaults, n=1)
         # Why a thread: encoder and tokenizer take milliseconds in which other streams go on
-        scope = _scope(tenant, filter)
+        scope = scope_of(tenant, filter)
         (prepared,) = await asyncio.to_thread(self._prepare, [question], params, num_passages, speculation, scope)
         deltas: list[Delta] = []
         async for delta in self._engine.stream(prepared.request):
@@ -197,16 +198,11 @@ class Pipeline:
         )
 
 
-def _scope(tenant: str, filter: Mapping[str, Any] | None) -> Scope:
+def scope_of(tenant: str, filter: Mapping[str, Any] | None) -> Scope:
     return Scope(tenant, None if filter is None else parse_filter(filter))
 
 
-def copy_sources(question: str, passages: Sequence[Passage]) -> tuple[CopySource, ...]:
-    """What an answer is likely to repeat: the passages in the prompt's order, then the question's own words."""
-    return (*(CopySource(SourceKind.PASSAGE, p.text, p.id) for p in passages), CopySource(SourceKind.HISTORY, question))
-
-
-def _params(config: GenerationConfig) -> SamplingParams:
+def params_of(config: GenerationConfig) -> SamplingParams:
     return SamplingParams(
         max_tokens=config.max_tokens, temperature=config.temperature, top_p=config.top_p, seed=config.seed
     )

@@ -22,7 +22,7 @@ _MAX_CHARS_PER_TOKEN = 64
 """A text longer than this times the context cannot fit, and is refused before it is tokenised."""
 
 _INSTRUCTION = (
-    "Answer the question from the passages above. Quote the sentence that answers it word for word, "
+    "Answer the question from the passages {where}. Quote the sentence that answers it word for word, "
     'in quotation marks, followed by the number of its passage, like this: "..." [1]\n'
     "If no passage answers it, write: The passages do not say."
 )
@@ -48,27 +48,35 @@ class PromptBuilder:
     """Lays out prompts for one tokenizer. `max_context_tokens` is prompt and output together."""
 
     def __init__(self, tokenizer: Any, max_context_tokens: int) -> None:
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         self._max_context_tokens = max_context_tokens
         self._has_context_role = bool(tokenizer.init_kwargs.get("ragspec_context_role"))
         self._layout = _plain_layout(tokenizer) if tokenizer.chat_template is None else {}
 
-    def build(self, question: str | Sequence[Message], passages: Sequence[Passage], max_tokens: int) -> Prompt:
+    def build(
+        self,
+        question: str | Sequence[Message],
+        passages: Sequence[Passage],
+        max_tokens: int,
+        *,
+        question_first: bool = False,
+    ) -> Prompt:
         """The prompt with as many of the best passages as leave room for `max_tokens` of output.
 
         `question` is a text or a conversation that ends with the user's message; `passages` are ranked, the last are dropped
-        first.
+        first. `question_first`: before the passages also where the template knows no role `context`, for answers in whose course
+        passages are replaced.
         Raises: InputError for a text no tokenizer should see, PromptTooLong if it does not fit even without passages.
         """
         messages = [Message("user", question)] if isinstance(question, str) else list(question)
         self._check(messages)
         room = self._max_context_tokens - max_tokens
-        prompt_ids = self._encode(self._with_passages(messages, ()))
+        prompt_ids = self._encode(self._with_passages(messages, (), question_first))
         if len(prompt_ids) > room:
             raise PromptTooLong(len(prompt_ids), max(room, 0), max_tokens)
         fitting, high, tried = 0, len(passages), len(passages)  # all of them fit, most of the time
         while fitting < high:
-            longer_ids = self._encode(self._with_passages(messages, passages[:tried]))
+            longer_ids = self._encode(self._with_passages(messages, passages[:tried], question_first))
             if len(longer_ids) <= room:
                 fitting, prompt_ids = tried, longer_ids
             else:
@@ -96,21 +104,24 @@ class PromptBuilder:
                     f"{self._max_context_tokens} tokens"
                 )
 
-    def _with_passages(self, messages: Sequence[Message], passages: Sequence[Passage]) -> list[Message]:
+    def _with_passages(
+        self, messages: Sequence[Message], passages: Sequence[Passage], question_first: bool
+    ) -> list[Message]:
         if self._has_context_role:
             context = Message("context", "".join(f"\n[{number}] {p.text}" for number, p in enumerate(passages, 1)))
             return [*messages, context] if passages else list(messages)
         messages = _without_context_role(messages)
         if not passages:
             return messages
-        question = messages[-1].content
-        return [*messages[:-1], Message("user", f"{_delimited(passages)}\n\n{_INSTRUCTION}\n\nQuestion: {question}")]
+        instruction = _INSTRUCTION.format(where="below" if question_first else "above")
+        parts = [_delimited(passages), f"{instruction}\n\nQuestion: {messages[-1].content}"]
+        return [*messages[:-1], Message("user", "\n\n".join(reversed(parts) if question_first else parts))]
 
     def _encode(self, messages: Sequence[Message]) -> tuple[int, ...]:
         """Why `sanitize_control_tokens`: only the template may write control tokens; the same spelling in a text is text."""
         conversation = [{"role": message.role, "content": message.content} for message in messages]
         try:
-            token_ids = self._tokenizer.apply_chat_template(
+            token_ids = self.tokenizer.apply_chat_template(
                 conversation,
                 add_generation_prompt=True,
                 sanitize_control_tokens=True,

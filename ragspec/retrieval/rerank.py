@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -23,6 +23,12 @@ from ragspec.numerics.threads import compute_apart, num_processors
 from ragspec.retrieval.row_invariant import RowInvariant, TokenIds, loading, weights_fingerprint
 
 _NO_PART_OF_IT = {"_name_or_path", "transformers_version", "dtype", "torch_dtype"}
+
+
+class PairScorer(Protocol):
+    """Scores texts against a query; higher is better, and no pair depends on another."""
+
+    def scores(self, query: str, texts: Sequence[str]) -> NDArray[np.float64]: ...
 
 
 class RerankerConfig(Part):

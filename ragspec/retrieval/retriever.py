@@ -1,7 +1,6 @@
 """Queries to passages, and documents to an index.
 
-Owns the order of the steps (encode, search, fuse, rerank) and which generation they see; the encoder, the shards and the reranker
-each know their own part.
+Owns which generation queries see and who encodes them; `ragspec.retrieval.view` searches it.
 
     >>> build_index(documents, Path("index"), encoder)
     >>> retriever = Retriever.from_config(RetrieverConfig(index_dir="index"), EncoderConfig())
@@ -10,34 +9,28 @@ each know their own part.
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple, Protocol
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import NamedTuple
 
 from ragspec.config import EncoderConfig, IndexConfig, RetrieverConfig
-from ragspec.core import Document, Passage, check_text
+from ragspec.core import Document, Passage
 from ragspec.errors import ConfigError, InputError, StoreError
-from ragspec.retrieval.analysis import Analyzer
-from ragspec.retrieval.chunking import embedded_text
 from ragspec.retrieval.encoder import Encoder, TextEncoder
-from ragspec.retrieval.fusion import reciprocal_rank_fusion
+from ragspec.retrieval.lookup import Lookup, Mode, PassageKey, Query
 from ragspec.retrieval.manifest import Manifest, read_current
-from ragspec.retrieval.rerank import Reranker, RerankerConfig
-from ragspec.retrieval.search import Hit, Scope, Shard, ShardLike
-from ragspec.retrieval.sparse import SparseConfig, sparse_query
+from ragspec.retrieval.rerank import PairScorer, Reranker, RerankerConfig
+from ragspec.retrieval.search import EVERYTHING, Scope, ShardLike
 from ragspec.retrieval.store import Store, check_encoder
+from ragspec.retrieval.view import View, encoded
 from ragspec.retrieval.writer import IndexWriter
+
+__all__ = ["EVERYTHING", "PairScorer", "Progress", "Retrieval", "Retriever", "build_index", "index_folder"]
 
 Progress = Callable[[int, int], None]
 """Called with (documents read, passages encoded) so far."""
-
-EVERYTHING = Scope()
-"""What belongs to nobody in particular."""
 
 
 class Retrieval(NamedTuple):
@@ -45,20 +38,6 @@ class Retrieval(NamedTuple):
 
     passages: list[list[Passage]]
     generation: str
-
-
-class PairScorer(Protocol):
-    """Scores texts against a query; higher is better, and no pair depends on another."""
-
-    def scores(self, query: str, texts: Sequence[str]) -> NDArray[np.float64]: ...
-
-
-class View(NamedTuple):
-    """One generation and what searches it."""
-
-    store: Store
-    shard: ShardLike
-    analyzer: Analyzer
 
 
 class Retriever:
@@ -82,7 +61,7 @@ class Retriever:
         self._encoder = encoder
         self._config = config or RetrieverConfig()
         self._reranker = reranker
-        self._shard = shard or self._local_shard
+        self._shard = shard
         self._follow = follow
         self._lock = threading.Lock()
         self._view = self._opened(store)
@@ -90,9 +69,7 @@ class Retriever:
     @classmethod
     def from_config(cls, config: RetrieverConfig, encoder: EncoderConfig) -> Retriever:
         """Raises: ConfigError without an index folder, StoreError or ModelError if index or models cannot be used."""
-        if not config.index_dir:
-            raise ConfigError("retriever.index_dir is not set: build an index first, then name its folder")
-        read_current(Path(config.index_dir))  # Why first: a missing index is told before seconds of loading a model
+        read_current(index_folder(config))  # Why first: a missing index is told before seconds of loading a model
         loaded = Encoder.load(encoder)
         reranker = Reranker.load(RerankerConfig(model=config.reranker)) if config.reranker else None
         store = Store.open(config.index_dir, loaded.identity, pointer=config.pointer)
@@ -103,6 +80,40 @@ class Retriever:
         """Names the current generation and its content; equal generations give equal passages."""
         return self._current().store.generation
 
+    @property
+    def mode(self) -> Mode:
+        return self._config.mode
+
+    @property
+    def is_elsewhere(self) -> bool:
+        return False
+
+    def encode(self, texts: Sequence[str]) -> list[Query]:
+        """Raises: InputError if a text is empty or not text, or if its vector is not finite."""
+        return encoded(texts, self.mode, self._encoder, self._current().terms)
+
+    def look_up(
+        self,
+        queries: Sequence[Query],
+        k: int,
+        scope: Scope = EVERYTHING,
+        *,
+        prefetch_k: int = 0,
+        known: frozenset[PassageKey] = frozenset(),
+    ) -> Lookup:
+        """As `IndexLike.look_up`, and as `retrieve`: reranked, if there is a reranker, in which order prefetched ones come too.
+
+        Raises: StoreError if the index was changed into one that cannot be read; InputError for a query without a vector.
+        """
+        view = self._current()
+        try:
+            return view.look_up(queries, k, scope, prefetch_k=prefetch_k, known=known)
+        except StoreError:  # a shard elsewhere had to open its segments again, and the generation is gone
+            newer = self._current()
+            if newer is view:
+                raise
+            return newer.look_up(queries, k, scope, prefetch_k=prefetch_k, known=known)
+
     def retrieve(self, queries: Sequence[str], k: int, scope: Scope = EVERYTHING) -> Retrieval:
         """The `k` best passages of each query, best first, with their scores.
 
@@ -111,51 +122,15 @@ class Retriever:
         or the reranker's; equal ones are ordered by (document id, ordinal).
         Raises: InputError if a query is empty or not text; StoreError if the index was changed into one that cannot be read.
         """
-        for query in queries:
-            check_text(query, "the question")
+        found = self.look_up(self.encode(queries), k, scope)
+        return Retrieval(found.passages, found.generation)
+
+    def pinned(self) -> Retriever:
+        """The generation that is current now, whatever is committed later; shares with this one all that is open."""
         view = self._current()
-        try:
-            return self._retrieved(view, queries, k, scope)
-        except StoreError:  # a shard elsewhere had to open its segments again, and the generation is gone
-            newer = self._current()
-            if newer is view:
-                raise
-            return self._retrieved(newer, queries, k, scope)
-
-    def _retrieved(self, view: View, queries: Sequence[str], k: int, scope: Scope) -> Retrieval:
-        hits = self._ranked(view, queries, self._depth(k), scope) if queries and k > 0 else [[] for _ in queries]
-        if self._reranker is None:
-            return Retrieval([view.shard.passages(some[:k]) for some in hits], view.store.generation)
-        found = (view.shard.passages(some) for some in hits)
-        passages = [self._reranked(self._reranker, *each)[:k] for each in zip(queries, found, strict=True)]
-        return Retrieval(passages, view.store.generation)
-
-    def _depth(self, k: int) -> int:
-        return k if self._reranker is None else max(k, self._config.rerank_depth)
-
-    def _ranked(self, view: View, queries: Sequence[str], k: int, scope: Scope) -> list[list[Hit]]:
-        mode = self._config.mode
-        depth = max(k, self._config.fusion_depth) if mode == "hybrid" else k
-        lists = []
-        if mode != "sparse":
-            lists.append(view.shard.dense(self._encoder.encode(queries, "query"), depth, scope))
-        if mode != "dense":
-            lists.append(self._by_words(view, queries, depth, scope))
-        if mode != "hybrid":
-            return lists[0]
-        fused = (reciprocal_rank_fusion(each, self._config.fusion_depth) for each in zip(*lists, strict=True))
-        return [hits[:k] for hits in fused]
-
-    def _by_words(self, view: View, queries: Sequence[str], k: int, scope: Scope) -> list[list[Hit]]:
-        terms = [view.analyzer.terms(query) for query in queries]
-        distinct = sorted({term for some in terms for term in some})
-        statistics = view.shard.statistics(distinct, scope.tenant)
-        return view.shard.sparse([sparse_query(some, statistics, SparseConfig()) for some in terms], k, scope)
-
-    def _reranked(self, reranker: PairScorer, query: str, passages: Sequence[Passage]) -> list[Passage]:
-        scores = reranker.scores(query, [embedded_text(passage) for passage in passages])
-        scored = [replace(passage, score=float(score)) for passage, score in zip(passages, scores, strict=True)]
-        return sorted(scored, key=lambda passage: (-passage.score, passage.document_id, passage.ordinal))
+        pinned = copy.copy(self)
+        pinned._view, pinned._follow = view, False
+        return pinned
 
     def _current(self) -> View:
         """The current generation, opened if it is a new one."""
@@ -172,18 +147,15 @@ class Retriever:
                     store = newer
             return self._view
 
-    def _local_shard(self, store: Store) -> Shard:
-        shard = Shard(store.segments, self._config.device)
-        shard.load()
-        return shard
-
     def _opened(self, store: Store) -> View:
-        analyzer = Analyzer(store.manifest.config.words)
-        if analyzer.id != store.manifest.analyzer and self._config.mode != "dense":
-            raise ConfigError(
-                f"the index cuts texts into words by {store.manifest.analyzer}, here it would be {analyzer.id}: build it again"
-            )
-        return View(store, self._shard(store), analyzer)
+        return View(store, self._config, reranker=self._reranker, shard=self._shard)
+
+
+def index_folder(config: RetrieverConfig) -> Path:
+    """Raises: ConfigError if none is named."""
+    if not config.index_dir:
+        raise ConfigError("retriever.index_dir is not set: build an index first, then name its folder")
+    return Path(config.index_dir)
 
 
 def build_index(

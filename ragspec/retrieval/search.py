@@ -12,7 +12,7 @@ import heapq
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, reduce
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
@@ -25,6 +25,8 @@ from ragspec.retrieval.gpu import num_gpus
 from ragspec.retrieval.sparse import SparseQuery, TermStatistics
 from ragspec.retrieval.store import LiveSegment
 
+T = TypeVar("T")
+
 _SCOPES_KEPT = 64
 _FREQUENCIES_KEPT = 65_536
 
@@ -35,6 +37,10 @@ class Scope:
 
     tenant: str = ""
     filter: Filter | None = None
+
+
+EVERYTHING = Scope()
+"""What belongs to nobody in particular."""
 
 
 class Hit(NamedTuple):
@@ -76,6 +82,10 @@ class ShardLike(Protocol):
 
     def passages(self, hits: Sequence[Hit]) -> list[Passage]: ...
 
+    def vectors(self, hits: Sequence[Hit]) -> list[FloatArray]:
+        """What the passages are found by, as stored. Shapes: each [E] float32."""
+        ...
+
 
 class SegmentSearch:
     """One segment under every scope."""
@@ -92,8 +102,6 @@ class SegmentSearch:
         return [self._hits(scored, k) for scored in self._nearest.search(queries, k, self._allowed(scope))]
 
     def statistics(self, terms: Sequence[str], tenant: str) -> TermStatistics:
-        if self._allowed(Scope(tenant)) is None:
-            return self._segment.postings.statistics(terms)
         return self._size(tenant) + TermStatistics(frequencies={term: self._frequency(term, tenant) for term in terms})
 
     def sparse(self, queries: Sequence[SparseQuery], k: int, scope: Scope) -> list[list[Hit]]:
@@ -106,6 +114,9 @@ class SegmentSearch:
 
     def passage(self, hit: Hit) -> Passage:
         return self._segment.passage(hit.row, hit.score)
+
+    def vector(self, hit: Hit) -> FloatArray:
+        return np.array(self._segment.vectors[hit.row])  # Why a copy: it would hold the mapped file open
 
     @property
     def _nearest(self) -> DenseIndex:
@@ -188,6 +199,9 @@ class Shard:
     def passages(self, hits: Sequence[Hit]) -> list[Passage]:
         return [self._segments[hit.segment].passage(hit) for hit in hits]
 
+    def vectors(self, hits: Sequence[Hit]) -> list[FloatArray]:
+        return [self._segments[hit.segment].vector(hit) for hit in hits]
+
 
 class Shards:
     """Several shards as one."""
@@ -209,17 +223,27 @@ class Shards:
         return merged((shard.sparse(queries, k, scope) for shard in self._shards), len(queries), k)
 
     def passages(self, hits: Sequence[Hit]) -> list[Passage]:
-        found: dict[Hit, Passage] = {}
-        for shard in self._shards:
-            own = [hit for hit in hits if hit.segment in shard.segment_names]
-            found.update(zip(own, shard.passages(own), strict=True))
-        return [found[hit] for hit in hits]
+        own = self._own(hits)
+        return gathered(hits, own, [shard.passages(some) for shard, some in zip(self._shards, own, strict=True)])
+
+    def vectors(self, hits: Sequence[Hit]) -> list[FloatArray]:
+        own = self._own(hits)
+        return gathered(hits, own, [shard.vectors(some) for shard, some in zip(self._shards, own, strict=True)])
+
+    def _own(self, hits: Sequence[Hit]) -> list[list[Hit]]:
+        return [[hit for hit in hits if hit.segment in shard.segment_names] for shard in self._shards]
 
 
 def merged(found: Iterable[list[list[Hit]]], num_queries: int, k: int) -> list[list[Hit]]:
     """The best `k` of each query over several shards or segments."""
     parts = list(found)
     return [heapq.nsmallest(k, (hit for part in parts for hit in part[number])) for number in range(num_queries)]
+
+
+def gathered(hits: Sequence[Hit], own: Iterable[Sequence[Hit]], answers: Iterable[Sequence[T]]) -> list[T]:
+    """What each shard answered to its own hits, in the order of all of them."""
+    found = {hit: one for some, given in zip(own, answers, strict=True) for hit, one in zip(some, given, strict=True)}
+    return [found[hit] for hit in hits]
 
 
 def total(parts: Iterable[TermStatistics]) -> TermStatistics:

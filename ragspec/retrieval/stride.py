@@ -21,28 +21,14 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from statistics import median
 from typing import NamedTuple
 
-from pydantic import Field
+from ragspec.config import StrideConfig
 
-from ragspec.config import Part
-
-
-class StrideConfig(Part):
-    """`stride`: a fixed one, wherever speculation pays; None: the best. `window`: how many of the latest rounds and steps count.
-
-    Speculation is off where its predicted gain over none is under `least_gain`. Steps beside a verification are taken while what
-    they write stands with at least probability `least_survival`. A chance of a right guess above `gamma_max` is not believed.
-    """
-
-    stride: int | None = Field(None, ge=1, le=64)
-    max_stride: int = Field(32, ge=1, le=64)
-    window: int = Field(64, ge=1, le=4096)
-    gamma_max: float = Field(0.97, gt=0.0, lt=1.0)
-    least_gain: float = Field(0.03, ge=0.0)
-    least_survival: float = Field(0.25, gt=0.0, le=1.0)
+_APART_AT_MOST = 1000
 
 
 class Plan(NamedTuple):
@@ -65,30 +51,36 @@ def verified_documents(gamma: float, stride: int) -> float:
     return sum(gamma**i for i in range(stride))
 
 
-def round_s(step_s: float, verification_s: float, gamma: float, stride: int, overlap: int, beside_s: float) -> float:
-    """Seconds of one round on average; `overlap` steps of `beside_s` each run beside the verification, 0: none."""
-    apart_s = stride * step_s + verification_s
-    if not overlap:
-        return apart_s
-    success = gamma**stride
-    together_s = (stride - overlap) * step_s + max(overlap * beside_s, verification_s)
-    return success * min(apart_s, together_s) + (1.0 - success) * apart_s
+class Timing(NamedTuple):
+    """Seconds of one step, and of one verification by the number of its queries."""
+
+    step_s: float
+    verification_s: Callable[[int], float]
 
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """Measured: seconds of a step alone and beside a verification, of a verification of s, and the chance of a right guess."""
+    """What was measured: `apart`, when decoding waits for verifications; `beside`, when both go on, which may want the same
+    processors; None: not known. `gamma`: the chance that a guess is right."""
 
-    step_s: float
-    verification_s: Callable[[int], float]
+    apart: Timing
     gamma: float
-    beside_s: float | None = None
+    beside: Timing | None = None
+
+    def round_s(self, stride: int, overlap: int) -> float:
+        """Seconds of one round on average, with `overlap` steps beside the verification; 0: none."""
+        step_s = self.apart.step_s
+        if not overlap:
+            return stride * step_s + self.apart.verification_s(stride)
+        beside = self.beside or self.apart
+        verification_s, success = beside.verification_s(stride), self.gamma**stride
+        together_s = (stride - overlap) * step_s + max(overlap * beside.step_s, verification_s)
+        return success * together_s + (1.0 - success) * (stride * step_s + verification_s)
 
     def gain(self, stride: int, overlap: int) -> float:
         """Documents a second against those without speculation."""
-        beside_s = self.step_s if self.beside_s is None else self.beside_s
-        seconds = round_s(self.step_s, self.verification_s(stride), self.gamma, stride, overlap, beside_s)
-        return verified_documents(self.gamma, stride) * (self.step_s + self.verification_s(1)) / seconds
+        without_s = self.apart.step_s + self.apart.verification_s(1)
+        return verified_documents(self.gamma, stride) * without_s / self.round_s(stride, overlap)
 
 
 def best_plan(costs: Costs, max_stride: int, overlap_of: Callable[[int], int]) -> Plan:
@@ -118,19 +110,30 @@ class StrideScheduler:
         self._asynchronous = asynchronous
         window = self._config.window
         self._steps_s: deque[float] = deque(maxlen=window)
-        self._beside_s: deque[float] = deque(maxlen=window)
         self._verifications: deque[tuple[int, float]] = deque(maxlen=window)
+        self._steps_beside_s: deque[float] = deque(maxlen=window)
+        self._verifications_beside: deque[tuple[int, float]] = deque(maxlen=window)
+        self._num_apart = 0  # verifications since the last one beside decoding
         self._guesses: deque[tuple[int, int]] = deque(maxlen=window)
         self._lock = threading.Lock()
 
     def note_step(self, seconds: float, beside: bool = False) -> None:
         """A step took so long; `beside` a verification."""
         with self._lock:
-            (self._beside_s if beside else self._steps_s).append(seconds)
+            (self._steps_beside_s if beside else self._steps_s).append(seconds)
 
-    def note_verification(self, num_queries: int, seconds: float) -> None:
+    def note_verification(self, num_queries: int, seconds: float, beside: bool = False) -> None:
+        """One lookup of some queries took so long; `beside` decoding.
+
+        What decoding beside it costs is tried again after a thousand without: the machine may be another's no more.
+        """
         with self._lock:
-            self._verifications.append((num_queries, seconds))
+            (self._verifications_beside if beside else self._verifications).append((num_queries, seconds))
+            self._num_apart = 0 if beside else self._num_apart + 1
+            if self._num_apart >= _APART_AT_MOST:
+                self._steps_beside_s.clear()
+                self._verifications_beside.clear()
+                self._num_apart = 0
 
     def note_guesses(self, num_right: int, num_wrong: int) -> None:
         """Of one round: the guesses up to the first wrong one, and 1 if there was one."""
@@ -150,11 +153,9 @@ class StrideScheduler:
     def costs(self) -> Costs | None:
         """None before the first step and the first verification."""
         with self._lock:
-            if not (self._steps_s or self._beside_s) or not self._verifications:
-                return None
-            step_s = _usual(self._steps_s or self._beside_s)
-            beside_s = _usual(self._beside_s) if self._beside_s else None
-            return Costs(step_s, _by_size(self._verifications), self.gamma, beside_s)
+            apart = _timing(self._steps_s, self._verifications)
+            beside = _timing(self._steps_beside_s, self._verifications_beside)
+            return Costs(apart, self.gamma, beside) if apart is not None else None
 
     def choose(self) -> Plan:
         """The plan of the next round."""
@@ -177,11 +178,9 @@ class StrideScheduler:
         return sum(gamma ** (stride + i) >= self._config.least_survival for i in range(stride))
 
 
-def _usual(seconds: Iterable[float]) -> float:
-    """The mean without the slowest tenth: what is rare and slow (a compilation, another program) would hide the rest."""
-    ordered = sorted(seconds)
-    kept = ordered[: max(1, len(ordered) - len(ordered) // 10)]
-    return sum(kept) / len(kept)
+def _timing(steps_s: Sequence[float], verifications: Sequence[tuple[int, float]]) -> Timing | None:
+    """Medians: what is rare and slow (a compilation, another program) must not hide the rest."""
+    return Timing(median(steps_s), _by_size(verifications)) if steps_s and verifications else None
 
 
 def _by_size(verifications: Iterable[tuple[int, float]]) -> Callable[[int], float]:
@@ -189,7 +188,7 @@ def _by_size(verifications: Iterable[tuple[int, float]]) -> Callable[[int], floa
     by_size: dict[int, list[float]] = {}
     for size, seconds in verifications:
         by_size.setdefault(size, []).append(seconds)
-    points = sorted((size, _usual(times), len(times)) for size, times in by_size.items())
+    points = sorted((size, median(times), len(times)) for size, times in by_size.items())
     weight = sum(count for _, _, count in points)
     mean_size = sum(size * count for size, _, count in points) / weight
     mean_s = sum(seconds * count for _, seconds, count in points) / weight

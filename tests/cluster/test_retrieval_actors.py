@@ -16,12 +16,13 @@ from ray import cloudpickle
 from pipelines.batch_session import ray_session
 from ragspec.cluster import encoding
 from ragspec.cluster.encoding import EncoderPool
-from ragspec.cluster.shards import Placement, RayShards, _ShardActor
+from ragspec.cluster.shards import OpenGenerations, Placement, RayShards, _ShardActor
 from ragspec.config import EncoderConfig, RetrieverConfig
 from ragspec.core import Document
 from ragspec.errors import StoreCorrupt
 from ragspec.retrieval.encoder import Encoder
 from ragspec.retrieval.filters import parse_filter
+from ragspec.retrieval.manifest import read_pointer
 from ragspec.retrieval.retriever import Retriever
 from ragspec.retrieval.search import Scope
 from ragspec.retrieval.store import Store
@@ -91,11 +92,28 @@ def test_an_actor_keeps_two_generations_and_opens_no_segment_twice(index_dir: Pa
         }
         placement = Placement(str(index_dir), store.pointer, names)
         actor.call(placement, "load")
-        seen.append([live.segment for live in actor._opened[placement][0].segments])
+        seen.append([live.segment for live in actor.opened.stores[-1].segments])
         with IndexWriter(index_dir) as writer:
             writer.delete(f"d{number + 20}")
             writer.commit()
-    assert seen[0] == seen[1] == seen[2] and len(actor._opened) == 2
+    assert seen[0] == seen[1] == seen[2] and len(actor.opened.stores) == 2
+
+
+def test_a_generation_in_use_stays_open_while_others_come_and_go(index_dir: Path) -> None:
+    """A reader that loses its generation, of which the files are gone, to one that another reader asked for before it."""
+    opened, pointers = OpenGenerations(lambda store: store.generation), []
+    first = Store.open(index_dir).generation
+    for number in range(4):
+        pointers.append(read_pointer(index_dir))
+        assert opened.get(str(index_dir), pointers[-1]) == Store.open(index_dir).generation
+        assert opened.get(str(index_dir), pointers[0]) == first
+        with IndexWriter(index_dir) as writer:
+            writer.delete(f"d{number + 20}")
+            writer.commit()
+    assert [store.pointer for store in opened.stores] == [pointers[3], pointers[0]]
+    with pytest.raises(StoreCorrupt):
+        opened.get(str(index_dir), pointers[1])
+    assert len(opened.stores) == 2
 
 
 def test_a_damaged_shard_says_so(session: None, index_dir: Path) -> None:

@@ -94,6 +94,19 @@ PARTS = st.lists(
 )
 
 
+def test_the_question_may_come_before_passages_that_change() -> None:
+    """Where passages are replaced in the course of an answer, everything behind them is computed again: so nothing is."""
+    builder = PromptBuilder(CHAT, 2048)
+    texts = [
+        text_of(CHAT, builder.build("Did it rain?", [p], 96, question_first=True).prompt_ids) for p in PASSAGES[:2]
+    ]
+    for text, passage in zip(texts, PASSAGES, strict=False):
+        assert text.index("Did it rain?") < text.index(passage.text)
+        assert "passages below" in text
+    common = next(i for i, pair in enumerate(zip(*texts, strict=False)) if len(set(pair)) > 1)
+    assert "Did it rain?" in texts[0][:common]
+
+
 @pytest.mark.parametrize("name", ALL)
 @settings(deadline=None, max_examples=100)
 @given(question=PARTS.map("".join), passage=PARTS.map("".join))

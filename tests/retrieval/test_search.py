@@ -224,7 +224,7 @@ def test_a_shard_that_lost_its_generation_is_asked_for_the_newer_one(layouts: li
     retriever = Retriever(CoarseEncoder(), store, RetrieverConfig(mode="dense"), shard=shard)
     with pytest.raises(StoreCorrupt):
         retriever.retrieve(["river"], 3)
-    retriever._view = retriever._view._replace(store=Store.open(layouts[0]))
+    retriever._view.store = Store.open(layouts[0])
     newer = Store(store.index_dir, store.pointer + " ", store.manifest, store.segments)
     turns = iter([retriever._view.store, newer])
     retriever._view.store.refreshed = lambda: next(turns)  # type: ignore[method-assign]

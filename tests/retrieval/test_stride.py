@@ -6,14 +6,14 @@ import random
 
 import pytest
 
+from ragspec.config import StrideConfig
 from ragspec.retrieval.stride import (
     OFF,
     Costs,
-    StrideConfig,
     StrideScheduler,
+    Timing,
     best_plan,
     published_optimum,
-    round_s,
     verified_documents,
 )
 
@@ -31,7 +31,7 @@ OPTIMA = {  # (b / a, gamma): gain and stride of the synchronous objective, then
 
 
 def constant(ratio: float, gamma: float) -> Costs:
-    return Costs(1.0, lambda _: ratio, gamma)
+    return Costs(Timing(1.0, lambda _: ratio), gamma)
 
 
 @pytest.mark.parametrize("case", OPTIMA)
@@ -49,7 +49,8 @@ def test_the_search_finds_the_best_of_all_strides(overlap: int) -> None:
     for ratio in (0.05, 0.3, 0.9, 1.0, 1.1, 2.0, 7.0, 40.0, 200.0):
         for gamma in (0.05, 0.3, 0.6, 0.8, 0.95, 0.99):
             for rise in (0.0, 0.02, 0.3, 1.0):
-                costs = Costs(1.0, lambda s, b=ratio, r=rise: b * (1.0 + r * (s - 1)), gamma)  # type: ignore[misc]
+                timing = Timing(1.0, lambda s, b=ratio, r=rise: b * (1.0 + r * (s - 1)))  # type: ignore[misc]
+                costs = Costs(timing, gamma)
                 most = max(costs.gain(stride, overlap) for stride in range(1, 65))
                 assert best_plan(costs, 64, lambda _: overlap).gain == pytest.approx(most)
 
@@ -66,7 +67,7 @@ def test_rounds_take_what_a_simulation_takes() -> None:
         documents += min(right + 1, stride)
         beside_s = max(overlap * step_s, verification_s)
         seconds += (stride - overlap) * step_s + beside_s if right == stride else stride * step_s + verification_s
-    expected_s = round_s(step_s, verification_s, gamma, stride, overlap, step_s)
+    expected_s = Costs(Timing(step_s, lambda _: verification_s), gamma).round_s(stride, overlap)
     assert seconds / num_rounds == pytest.approx(expected_s, rel=0.02)
     assert documents / num_rounds == pytest.approx(verified_documents(gamma, stride), rel=0.02)
 
@@ -80,6 +81,7 @@ def told(
         scheduler.note_guesses(int(10 * gamma), 10 - int(10 * gamma))
         if beside_s is not None:
             scheduler.note_step(beside_s, beside=True)
+            scheduler.note_verification(1 + number % 4, verification_s, beside=True)
     return scheduler
 
 
@@ -114,6 +116,23 @@ def test_decoding_beside_a_verification_must_be_worth_it() -> None:
     """Where both want the same processors, overlapping them slows both, and the formula alone cannot know."""
     assert told(StrideScheduler(), 1.0, 0.5, 0.9).choose().overlap >= 1
     assert told(StrideScheduler(), 1.0, 0.5, 0.9, beside_s=4.0).choose().overlap == 0
+
+
+def test_what_decoding_beside_costs_is_tried_again() -> None:
+    """Once another program had the processors, decoding never went on beside a verification again."""
+    scheduler = told(StrideScheduler(), 1.0, 0.5, 0.9, beside_s=4.0)
+    for _ in range(1000):
+        scheduler.note_verification(1, 0.5)
+    assert scheduler.choose().overlap >= 1
+
+
+def test_a_verification_beside_decoding_is_not_what_waiting_for_it_takes() -> None:
+    """A fast index that shares the processors looked slow beside decoding, and so worth guessing."""
+    scheduler = told(StrideScheduler(), 1.0, 0.02, 0.9)
+    for _ in range(50):
+        scheduler.note_step(1.1, beside=True)
+        scheduler.note_verification(1, 1.0, beside=True)
+    assert scheduler.choose() == OFF
 
 
 def test_a_batch_that_costs_more_shortens_the_stride() -> None:

@@ -1,0 +1,229 @@
+"""Answers in whose course passages are retrieved many times: In-Context RALM, FLARE and Iter-RetGen, with guessed retrievals.
+
+    >>> with IterativePipeline.from_config(load_config("ragspec.yaml")) as pipeline:
+    ...     answer = pipeline.ask("What does json.dumps do?")
+    ...     print(answer.text, answer.stats.iterative.num_right)
+
+The text is that of retrieving each time and waiting for it (`guessing=False`), for any index, policy and stride.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import fields, replace
+from typing import Any, Self
+
+from ragspec.config import GenerationConfig, PipelineConfig, SpeculationConfig
+from ragspec.core import GenerationStats, Passage, SamplingParams
+from ragspec.engine.loading import load_engine
+from ragspec.engine.text import OutputText, text_of
+from ragspec.errors import InputError
+from ragspec.numerics.noise import random_seed
+from ragspec.rag.answer import Answer, AnswerStats
+from ragspec.rag.citations import find_citations
+from ragspec.rag.pipeline import EngineLike, params_of, scope_of
+from ragspec.rag.policies import InContextRalm, Policy, Progress
+from ragspec.rag.prompt import PromptBuilder
+from ragspec.rag.speculative_run import Order, SpeculativeRun, Step, Tools
+from ragspec.retrieval.lookup import IndexLike
+from ragspec.retrieval.retriever import Retriever
+from ragspec.retrieval.speculation import Lookups, keys_of
+from ragspec.retrieval.stride import StrideScheduler
+
+
+class IterativePipeline:
+    """Questions in, cited answers out; every answer sees the one generation of the index that was current when it began."""
+
+    def __init__(
+        self,
+        index: IndexLike,
+        engine: EngineLike,
+        prompts: PromptBuilder,
+        *,
+        policy: Policy | None = None,
+        speculation: SpeculationConfig | None = None,
+        generation: GenerationConfig | None = None,
+        scheduler: StrideScheduler | None = None,
+        max_in_flight: int = 32,
+    ) -> None:
+        """`scheduler`: one of your own, or one that has learned the costs of this index already."""
+        config = speculation or SpeculationConfig()
+        self._index = index
+        self._engine = engine
+        self._guessing = config.enabled
+        asynchronous = config.asynchronous and index.is_elsewhere
+        self._scheduler = scheduler or StrideScheduler(config.stride, asynchronous=asynchronous)
+        self._lookups = Lookups(config.max_batch_queries)
+        self._tools = Tools(engine, prompts, self._lookups, self._scheduler, policy or InContextRalm(), config)
+        self._defaults = params_of(generation or GenerationConfig())
+        self._max_in_flight = max_in_flight
+        self._pinned = index.pinned()
+
+    @classmethod
+    def from_config(cls, config: PipelineConfig | None = None, policy: Policy | None = None) -> Self:
+        """As `Pipeline.from_config`. Raises: ConfigError, StoreError, ModelError."""
+        config = config or PipelineConfig()
+        index = Retriever.from_config(config.retriever, config.encoder)
+        engine = load_engine(config.target, config.engine, config.drafting)
+        prompts = PromptBuilder(engine.target.tokenizer, engine.max_context_tokens)
+        return cls(index, engine, prompts, policy=policy, speculation=config.speculation, generation=config.generation)
+
+    @property
+    def scheduler(self) -> StrideScheduler:
+        """What is known of the costs of this index, and the plan that follows."""
+        return self._scheduler
+
+    def ask(self, question: str, params: SamplingParams | None = None, **options: Any) -> Answer:
+        """One question, one answer. Options as in `ask_many`."""
+        return self.ask_many([question], params, **options)[0]
+
+    def ask_many(
+        self,
+        questions: Sequence[str],
+        params: SamplingParams | None = None,
+        *,
+        guessing: bool = True,
+        speculation: bool = True,
+        tenant: str = "",
+        filter: Mapping[str, Any] | None = None,
+    ) -> list[Answer]:
+        """Answer all at once; their lookups and decode steps are shared. Not inside a running event loop: use `answer` there.
+
+        `guessing`: whether retrievals are guessed; `speculation`: whether tokens are drafted. Neither changes the text.
+        Raises: InputError or PromptTooLong for a question that cannot be asked, RetrievalError if the index does not answer,
+        EngineError; then all are given up.
+        """
+        options = {"guessing": guessing, "speculation": speculation, "tenant": tenant, "filter": filter}
+        return asyncio.run(self._answer_all(questions, params, options))
+
+    async def _answer_all(
+        self, questions: Sequence[str], params: SamplingParams | None, options: dict[str, Any]
+    ) -> list[Answer]:
+        room = asyncio.Semaphore(self._max_in_flight)
+
+        async def answer(question: str) -> Answer:
+            async with room:
+                return await self.answer(question, params, **options)
+
+        tasks = [asyncio.ensure_future(answer(question)) for question in questions]
+        try:
+            return await asyncio.gather(*tasks)
+        except BaseException:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            raise
+
+    async def answer(self, question: str, params: SamplingParams | None = None, **options: Any) -> Answer:
+        """One answer, for use in an event loop. Options and errors as in `ask_many`."""
+        return await self._answered(await self._order(question, params, **options), lambda _: None)
+
+    async def stream(
+        self, question: str, params: SamplingParams | None = None, **options: Any
+    ) -> AsyncIterator[str | Answer]:
+        """Pieces of text as soon as their passages are verified and no round will change them, then the whole answer.
+
+        Leaving the loop early gives the answer up. Options and errors as in `ask_many`.
+        """
+        order = await self._order(question, params, **options)
+        told: asyncio.Queue[tuple[int, ...] | None] = asyncio.Queue()
+        answering = asyncio.ensure_future(self._answered(order, told.put_nowait))
+        answering.add_done_callback(lambda _: told.put_nowait(None))
+        text, count, sent = OutputText(self._tools.prompts.tokenizer, order.params.stop), 0, 0
+        try:
+            while (output_ids := await told.get()) is not None:
+                for count, token in enumerate(output_ids[count:], count + 1):  # noqa: B020
+                    text.push(token, may_stop=count > order.params.min_tokens)
+                if piece := text.take():
+                    sent += len(piece)
+                    yield piece
+            answer = await answering
+            if piece := answer.text[sent:]:
+                yield piece
+            yield answer
+        finally:
+            answering.cancel()
+
+    def close(self) -> None:
+        """Ends the engine, too."""
+        self._lookups.close()
+        self._engine.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    async def _order(
+        self,
+        question: str,
+        params: SamplingParams | None,
+        *,
+        guessing: bool = True,
+        speculation: bool = True,
+        tenant: str = "",
+        filter: Mapping[str, Any] | None = None,
+    ) -> Order:
+        """Raises: InputError."""
+        settled, scope = self._settled(params or self._defaults), scope_of(tenant, filter)
+        index = await asyncio.to_thread(self._current)
+        return Order(question, settled, index, scope, guessing and self._guessing, speculation)
+
+    async def _answered(self, order: Order, told: Callable[[tuple[int, ...]], None]) -> Answer:
+        run = SpeculativeRun(self._tools, order, told)
+        progress, steps = await run.run()
+        return self._answer(order, run, progress, steps)
+
+    def _settled(self, params: SamplingParams) -> SamplingParams:
+        """With the seed that all segments share. Raises: InputError."""
+        if params.n != 1:
+            raise InputError("an iterative answer has one choice: n must be 1")
+        logprobs = 0 if params.logprobs is None and self._tools.policy.needs_logprobs else params.logprobs
+        return replace(params, seed=random_seed() if params.seed is None else params.seed, logprobs=logprobs)
+
+    def _current(self) -> IndexLike:
+        """The current generation; one object as long as it is the same, so that answers share their lookups."""
+        pinned = self._index.pinned()
+        if pinned.generation != self._pinned.generation:
+            self._pinned = pinned
+        return self._pinned
+
+    def _answer(self, order: Order, run: SpeculativeRun, progress: Progress, steps: Sequence[Step]) -> Answer:
+        text = text_of(self._tools.prompts.tokenizer, progress.output_ids, order.params)
+        met = {keys_of([p])[0]: p for step in reversed(steps) for p in reversed(step.passages)}
+        passages = tuple(reversed(met.values()))
+        stats = AnswerStats(run.stats.wait_s, 0.0, order.index.generation, _generation_stats(steps, order), run.stats)
+        return Answer(
+            order.question,
+            text,
+            tuple(find_citations(text, passages)),
+            passages,
+            _dropped(run, steps),
+            progress.finish_reason,
+            progress.output_ids,
+            progress.logprobs if order.params.logprobs is not None else (),
+            stats,
+        )
+
+
+def _dropped(run: SpeculativeRun, steps: Sequence[Step]) -> tuple[Passage, ...]:
+    dropped = {keys_of([p]): p for step in steps for p in run.prompt(step.passages).dropped}
+    return tuple(dropped.values())
+
+
+def _generation_stats(steps: Sequence[Step], order: Order) -> GenerationStats:
+    """The counters of all segments that stand, added up."""
+    total = GenerationStats(seed=order.params.seed or 0)
+    for step in steps:
+        assert step.written is not None
+        given = step.written.stats
+        for field in fields(GenerationStats):
+            value = getattr(given, field.name)
+            if isinstance(value, int | float) and field.name != "seed":
+                setattr(total, field.name, getattr(total, field.name) + value)
+        for name, count in given.accepted_by_drafter.items():
+            total.accepted_by_drafter[name] = total.accepted_by_drafter.get(name, 0) + count
+        total.system_fingerprint = given.system_fingerprint
+    return total

@@ -1,0 +1,183 @@
+"""When an answer is interrupted to retrieve again, and with which words.
+
+A policy is a pure function of what has been written, so that going back to an earlier state is all that undoing takes. Three are
+here behind one method: In-Context RALM, FLARE and Iter-RetGen.
+
+    >>> InContextRalm().next(Progress.start("When did it rain?", tokenizer, max_tokens=96), tokenizer.decode)
+    Round(query='When did it rain?', output_ids=(), end=4, ...)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, Protocol
+
+from ragspec.core import Completion, FinishReason, TokenLogprob
+from ragspec.retrieval.chunking import sentences
+
+Decode = Callable[[Sequence[int]], str]
+
+
+class Round(NamedTuple):
+    """Retrieve with `query` (None: stay with the passages there are), keep `output_ids`, write on up to `end` output tokens.
+
+    `draft_ids` may be what comes; `purpose` is the policy's own note.
+    """
+
+    query: str | None
+    output_ids: tuple[int, ...]
+    end: int
+    draft_ids: tuple[int, ...] = ()
+    purpose: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """What has been written for a question after some rounds. `ended`: the last round reached the output's end."""
+
+    question: str
+    question_ids: tuple[int, ...]
+    most_tokens: int
+    num_rounds: int = 0
+    last: Round | None = None
+    output_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] = ()
+    finish_reason: FinishReason = FinishReason.LENGTH
+    ended: bool = False
+
+    @classmethod
+    def start(cls, question: str, tokenizer: Any, max_tokens: int) -> Progress:
+        return cls(question, tuple(tokenizer(question, add_special_tokens=False)["input_ids"]), max_tokens)
+
+    def after(self, round: Round, written: Completion) -> Progress:
+        kept = len(round.output_ids)
+        output_ids = (*round.output_ids, *written.token_ids)
+        ended = (
+            written.finish_reason is FinishReason.STOP or len(output_ids) < round.end or round.end >= self.most_tokens
+        )
+        return replace(
+            self,
+            num_rounds=self.num_rounds + 1,
+            last=round,
+            output_ids=output_ids,
+            logprobs=(*self.logprobs[:kept], *written.logprobs),
+            finish_reason=written.finish_reason,
+            ended=ended,
+        )
+
+
+class Policy(Protocol):
+    """Decides the rounds of an answer. `num_passages` are in the prompt at a time."""
+
+    @property
+    def num_passages(self) -> int: ...
+
+    @property
+    def needs_logprobs(self) -> bool: ...
+
+    def next(self, progress: Progress, decode: Decode) -> Round | None:
+        """The next round; None: the answer is `progress.output_ids`. The same progress gives the same round."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class InContextRalm:
+    """A retrieval every few tokens, by the last tokens of question and answer; the best passage replaces the one before.
+
+    Source: Ram et al. 2023, In-Context Retrieval-Augmented Language Models (arXiv 2302.00083).
+    """
+
+    retrieval_stride_tokens: int = 4
+    query_tokens: int = 32
+    num_passages: int = 1
+    needs_logprobs: bool = False
+
+    def next(self, progress: Progress, decode: Decode) -> Round | None:
+        if progress.ended:
+            return None
+        ids = (*progress.question_ids, *progress.output_ids)
+        short = not progress.output_ids and len(ids) <= self.query_tokens
+        query = progress.question if short else decode(ids[-self.query_tokens :])
+        end = min(len(progress.output_ids) + self.retrieval_stride_tokens, progress.most_tokens)
+        return Round(query if query.strip() else progress.question, progress.output_ids, end)
+
+
+@dataclass(frozen=True, slots=True)
+class Flare:
+    """Look a sentence ahead; where a token of it is less probable than `least_prob`, retrieve with it and write it again.
+
+    Tokens less probable than `mask_prob` are left out of the query.
+    Source: Jiang et al. 2023, Active Retrieval Augmented Generation (arXiv 2305.06983), section 3.2.
+    """
+
+    least_prob: float = 0.6
+    mask_prob: float = 0.4
+    lookahead_tokens: int = 48
+    num_passages: int = 2
+    needs_logprobs: bool = True
+
+    def next(self, progress: Progress, decode: Decode) -> Round | None:
+        if progress.last is None:
+            return self._look_ahead(progress, progress.question, (), ())
+        kept = progress.last.output_ids
+        written = progress.output_ids[len(kept) :]
+        length = _sentence_length(written, decode)
+        sentence, rest = written[:length], written[length:]
+        done = progress.ended and not rest
+        if progress.last.purpose == "look ahead":
+            probs = [math.exp(each.logprob) for each in progress.logprobs[len(kept) : len(kept) + length]]
+            if min(probs, default=1.0) < self.least_prob:
+                return self._rewrite(progress, kept, sentence, probs, decode)
+        if done or len(kept) + length >= progress.most_tokens:
+            return None
+        return self._look_ahead(progress, None, (*kept, *sentence), rest)
+
+    def _look_ahead(
+        self, progress: Progress, query: str | None, output_ids: tuple[int, ...], draft_ids: tuple[int, ...]
+    ) -> Round:
+        end = min(len(output_ids) + self.lookahead_tokens, progress.most_tokens)
+        return Round(query, output_ids, end, draft_ids, "look ahead")
+
+    def _rewrite(
+        self, progress: Progress, kept: tuple[int, ...], sentence: tuple[int, ...], probs: list[float], decode: Decode
+    ) -> Round:
+        sure = [token for token, prob in zip(sentence, probs, strict=True) if prob >= self.mask_prob]
+        query = decode(sure)
+        end = min(len(kept) + self.lookahead_tokens, progress.most_tokens)
+        return Round(query if query.strip() else progress.question, kept, end, sentence, "rewrite")
+
+
+@dataclass(frozen=True, slots=True)
+class IterRetGen:
+    """The whole answer, then again with passages found by question and answer together; each a draft of the next.
+
+    Source: Shao et al. 2023, Enhancing Retrieval-Augmented Large Language Models with Iterative Retrieval-Generation Synergy
+    (arXiv 2305.15294).
+    """
+
+    num_iterations: int = 2
+    num_passages: int = 3
+    needs_logprobs: bool = False
+
+    def next(self, progress: Progress, decode: Decode) -> Round | None:
+        if progress.num_rounds >= self.num_iterations:
+            return None
+        answer = decode(progress.output_ids).strip()
+        query = f"{progress.question} {answer}" if answer else progress.question
+        return Round(query, (), progress.most_tokens, progress.output_ids)
+
+
+def _sentence_length(token_ids: Sequence[int], decode: Decode) -> int:
+    """Tokens of the first sentence; all of them if it does not end."""
+    text = decode(token_ids)
+    spans = sentences(text)
+    if len(spans) < 2:
+        return len(token_ids)
+    end = spans[1][0]  # a sentence ends where the next begins
+    low, high = 1, len(token_ids)
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (middle + 1, high) if len(decode(token_ids[:middle]).rstrip("\ufffd")) < end - 1 else (low, middle)
+    return low

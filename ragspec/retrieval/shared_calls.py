@@ -1,0 +1,101 @@
+"""Calls of many requests made together: what comes while one call runs shares the next.
+
+>>> calls = SharedCalls(lambda index, parts: [index.encode(part) for part in parts], max_items=16)
+>>> calls.submit(index, ["When did it rain?"]).result()
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Generic, NamedTuple, TypeVar
+
+from ragspec.errors import EngineClosed
+
+Key = TypeVar("Key")
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+
+class _Part(NamedTuple, Generic[Key, Item, Result]):
+    key: Key
+    items: Sequence[Item]
+    future: Future[Result]
+
+
+class SharedCalls(Generic[Key, Item, Result]):
+    """One thread that calls `call(key, parts)` with the items of one or more submissions of equal keys, one result for each.
+
+    At most `max_items` items go into a call, unless one submission alone has more.
+    """
+
+    def __init__(self, call: Callable[[Key, list[Sequence[Item]]], list[Result]], max_items: int) -> None:
+        self._call = call
+        self._max_items = max_items
+        self._queue: queue.SimpleQueue[_Part[Key, Item, Result] | None] = queue.SimpleQueue()
+        self._waiting: list[_Part[Key, Item, Result]] = []
+        self._lock = threading.Lock()
+        self._closed = False
+        self._thread = threading.Thread(target=self._run, name="ragspec-shared-calls", daemon=True)
+        self._thread.start()
+
+    def submit(self, key: Key, items: Sequence[Item]) -> Future[Result]:
+        """Raises: EngineClosed. The future raises what the call raised; a cancelled one is left out."""
+        future: Future[Result] = Future()
+        with self._lock:
+            if self._closed:
+                raise EngineClosed("the pipeline is closed")
+            self._queue.put(_Part(key, items, future))
+        return future
+
+    def close(self) -> None:
+        """Nothing new is taken; what waits fails as closed. Does not wait for a call that hangs."""
+        with self._lock:
+            self._closed = True
+            self._queue.put(None)
+
+    def _run(self) -> None:
+        while self._take():
+            parts = self._next_call()
+            parts = [part for part in parts if part.future.set_running_or_notify_cancel()]
+            if parts:
+                _settle(parts, self._call)
+        for part in self._waiting:
+            part.future.set_exception(EngineClosed("the pipeline was closed"))
+
+    def _take(self) -> bool:
+        """Everything that has come; waits if nothing has. False: close."""
+        while not self._waiting or not self._queue.empty():
+            part = self._queue.get()
+            if part is None:
+                return False
+            self._waiting.append(part)
+        return True
+
+    def _next_call(self) -> list[_Part[Key, Item, Result]]:
+        """The oldest submission and those of its key that fit beside it, in the order they came."""
+        first = self._waiting[0]
+        chosen, num_items = [first], len(first.items)
+        for part in self._waiting[1:]:
+            if part.key == first.key and num_items + len(part.items) <= self._max_items:
+                chosen.append(part)
+                num_items += len(part.items)
+        self._waiting = [part for part in self._waiting if part not in chosen]
+        return chosen
+
+
+def _settle(parts: list[_Part[Key, Item, Result]], call: Callable[[Key, list[Sequence[Item]]], list[Result]]) -> None:
+    """Where a call of several fails, each is tried alone: one request's fault is not the others'."""
+    try:
+        results = call(parts[0].key, [part.items for part in parts])
+    except Exception as error:
+        if len(parts) == 1:
+            parts[0].future.set_exception(error)
+            return
+        for part in parts:
+            _settle([part], call)
+        return
+    for part, result in zip(parts, results, strict=True):
+        part.future.set_result(result)

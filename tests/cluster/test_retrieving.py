@@ -1,0 +1,330 @@
+"""An index in an actor: the answers of the one in this process, of the generation asked for, or an error in time."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import ray
+from letter_encoder import LetterEncoder
+from ray import cloudpickle
+
+from pipelines.batch_session import ray_session
+from ragspec.cluster import calls, retrieving
+from ragspec.cluster.calls import SoleActor
+from ragspec.cluster.retrieving import RemoteIndex, _IndexActor
+from ragspec.config import RetrieverConfig
+from ragspec.core import Document
+from ragspec.errors import (
+    ConfigError,
+    EncoderMismatch,
+    EngineError,
+    InputError,
+    RetrievalError,
+    StoreCorrupt,
+    StoreMissing,
+)
+from ragspec.retrieval.encoder import EncoderIdentity
+from ragspec.retrieval.filters import parse_filter
+from ragspec.retrieval.lookup import IndexLike, Lookup
+from ragspec.retrieval.manifest import read_pointer
+from ragspec.retrieval.retriever import Retriever
+from ragspec.retrieval.search import Scope
+from ragspec.retrieval.store import Store
+from ragspec.retrieval.writer import IndexWriter
+
+pytestmark = pytest.mark.ray
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+QUERIES = ["fact 3", "told here", "Text of group 2"]
+BOUND_S = 120.0
+
+
+@pytest.fixture(scope="module")
+def session() -> Iterator[None]:
+    with ray_session(None):
+        yield
+
+
+@pytest.fixture
+def index_dir(tmp_path: Path) -> Path:
+    with IndexWriter(tmp_path / "index", LetterEncoder()) as writer:
+        for number in range(30):
+            text = f"Fact {number} is told here. Text of group {number % 5}."
+            writer.upsert(Document(f"d{number}", text, metadata={"n": number}, owner="ann" if number % 7 == 0 else ""))
+            if number % 13 == 0:
+                writer.commit()
+        writer.commit()
+    return tmp_path / "index"
+
+
+def remote(index_dir: Path, mode: Any = "hybrid", **options: Any) -> contextlib.closing[RemoteIndex]:
+    config = RetrieverConfig(index_dir=str(index_dir), mode=mode)
+    return contextlib.closing(RemoteIndex(config, LetterEncoder(), **options))
+
+
+def local(index_dir: Path, mode: Any = "hybrid") -> Retriever:
+    return Retriever(LetterEncoder(), Store.open(index_dir), RetrieverConfig(mode=mode))
+
+
+def delete(index_dir: Path, document_id: str) -> None:
+    with IndexWriter(index_dir) as writer:
+        assert writer.delete(document_id)
+        writer.commit()
+
+
+def answer(index: IndexLike, scope: Scope = Scope(), prefetch_k: int = 0) -> tuple[Any, ...]:  # noqa: B008
+    """Everything of a look-up, vectors as their bytes."""
+    queries = index.encode(QUERIES)
+    found: Lookup = index.look_up(queries, 4, scope, prefetch_k=prefetch_k, known=frozenset({("d3", 0)}))
+    candidates = [
+        (key, each.passage, None if each.vector is None else each.vector.tobytes(), dict(each.term_counts))
+        for key, each in found.candidates.items()
+    ]
+    return found.passages, candidates, found.statistics, found.generation, queries
+
+
+def kill(index: RemoteIndex, *, for_good: bool) -> None:
+    """Returns when the process is gone: Ray's own kill returns before."""
+    actor = index._actor._actor
+    pid = None if for_good else ray.get(actor.__ray_call__.remote(lambda _: os.getpid()))
+    ray.kill(actor, no_restart=for_good)
+    deadline = time.monotonic() + BOUND_S
+    while pid is not None and Path(f"/proc/{pid}").exists() and time.monotonic() < deadline:
+        time.sleep(0.02)
+
+
+SLOW = pytest.mark.slow  # an actor takes seconds to start
+
+
+@pytest.mark.parametrize("mode", [pytest.param("dense", marks=SLOW), pytest.param("sparse", marks=SLOW), "hybrid"])
+def test_the_actor_answers_as_this_process_does(session: None, index_dir: Path, mode: Any) -> None:
+    """A score, vector or frequency that changes on its way; a filter or a known passage that is left behind."""
+    here = local(index_dir, mode)
+    with remote(index_dir, mode) as index:
+        assert (index.mode, index.generation) == (mode, here.generation)
+        for scope in (Scope(), Scope("ann", parse_filter({"type": "gte", "key": "n", "value": 7}))):
+            for prefetch_k in (0, 9):
+                expected = answer(here, scope, prefetch_k)
+                assert answer(index, scope, prefetch_k) == expected and bool(expected[1]) is (prefetch_k > 0)
+        (vector,) = (query.vector for query in index.encode(["x"]))
+        if vector is not None:
+            assert np.array_equal(vector, LetterEncoder().encode(["x"])[0])
+        with pytest.raises(InputError, match="the question is empty"):
+            index.encode([" "])
+
+
+@SLOW
+def test_several_threads_may_ask_at_once(session: None, index_dir: Path) -> None:
+    """Answers of one thread that reach another."""
+    here = local(index_dir)
+    texts = [f"fact {number}" for number in range(24)]
+    expected = [here.retrieve([text], 3).passages for text in texts]
+    with remote(index_dir) as index, ThreadPoolExecutor(6) as threads:
+        found = list(threads.map(lambda text: index.look_up(index.encode([text]), 3).passages, texts))
+    assert found == expected
+
+
+def test_a_call_outlives_its_actor(session: None, index_dir: Path) -> None:
+    """A request that fails, or waits for ever, since the actor died while it was looking."""
+    expected = answer(local(index_dir), prefetch_k=5)
+    with remote(index_dir, service_s=1.5) as index, ThreadPoolExecutor(1) as thread:
+        call = thread.submit(answer, index, prefetch_k=5)
+        time.sleep(0.5)
+        ray.kill(index._actor._actor, no_restart=False)
+        assert call.result(BOUND_S) == expected
+        kill(index, for_good=False)
+        assert answer(index, prefetch_k=5) == expected
+
+
+class DiesOnce:
+    """An actor's object that takes its process down with the first call."""
+
+    def call(self, before: str) -> str:
+        if not os.path.exists(before):
+            open(before, "x").close()
+            os._exit(1)
+        return "answer"
+
+
+@SLOW
+def test_a_lost_call_is_made_again(session: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One lost message in place of an answer, though the actor is there again."""
+    monkeypatch.setattr(calls, "MAX_RETRIES", 0)  # of Ray's own
+    actor = SoleActor(DiesOnce, (), what="it")
+    assert actor.ask("call", str(tmp_path / "before"), timeout_s=BOUND_S) == "answer"
+    actor.close()
+
+
+@pytest.mark.parametrize("by_closing", [pytest.param(True, marks=SLOW), False])
+def test_a_call_to_an_actor_that_is_gone_ends_in_an_error(session: None, index_dir: Path, by_closing: bool) -> None:
+    """A thread that hangs in a call nobody will ever answer, so that the service cannot stop."""
+    with remote(index_dir, service_s=600.0, timeout_s=500.0) as index, ThreadPoolExecutor(1) as thread:
+        call: Future[Any] = thread.submit(answer, index)
+        time.sleep(0.5)
+        if by_closing:
+            index.close()
+        else:
+            kill(index, for_good=True)
+        told = "was closed" if by_closing else "is lost: .*killed"
+        with pytest.raises(RetrievalError, match=told):
+            call.result(BOUND_S)
+        with pytest.raises(RetrievalError, match=told):
+            index.pinned().look_up(index.encode(QUERIES), 1)
+        index.close()
+
+
+def test_a_call_that_takes_too_long_ends_in_an_error(session: None, index_dir: Path) -> None:
+    """An index on a machine that hangs takes all who ask with it."""
+    with remote(index_dir, service_s=600.0, timeout_s=1.0) as index:
+        with pytest.raises(RetrievalError, match=r"^the index did not answer within 1 s$") as error:
+            index.look_up(index.encode(QUERIES), 1)
+        assert isinstance(error.value, EngineError)
+
+
+def test_a_pinned_index_is_answered_from_its_generation(session: None, index_dir: Path) -> None:
+    """A guess checked against an index that was changed in between."""
+    with remote(index_dir) as index:
+        pinned, expected = index.pinned(), answer(index, prefetch_k=9)
+        (best, *_) = expected[0][0]
+        delete(index_dir, best.document_id)
+        assert answer(pinned, prefetch_k=9) == expected
+        assert answer(index, prefetch_k=9) == answer(local(index_dir), prefetch_k=9) != expected
+        assert answer(pinned, prefetch_k=9) == expected and pinned.generation == expected[3] != index.generation
+        kill(index, for_good=False)
+        assert answer(pinned, prefetch_k=9) == expected  # opened again: the one before the current is kept for a while
+
+
+def test_a_pinned_generation_that_is_gone_is_told(session: None, index_dir: Path) -> None:
+    """An answer from another generation than the one that was asked for."""
+    with remote(index_dir) as index:
+        pinned, expected = index.pinned(), answer(index)
+        for number in (20, 21):
+            delete(index_dir, f"d{number}")
+        assert answer(pinned) == expected  # the actor still has it open
+        kill(index, for_good=False)
+        with pytest.raises(
+            StoreCorrupt, match=rf"^generation {pinned.generation} of the index cannot be read: .*No such"
+        ):
+            answer(pinned)
+        assert answer(index) == answer(local(index_dir))
+
+
+@SLOW
+def test_a_generation_that_goes_while_it_is_asked_for_is_passed_over(
+    session: None, index_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A query that fails because two commits came between its first and its second look, and the actor was started again."""
+    with remote(index_dir) as index:
+        newest, current = index._newest, index._current
+        for number in (20, 21):
+            delete(index_dir, f"d{number}")
+        kill(index, for_good=False)
+        turns = iter([current])
+        monkeypatch.setattr(index, "_newest", lambda last: next(turns, None) or newest(last))
+        queries = local(index_dir).encode(QUERIES)
+        assert index.look_up(queries, 4).passages == local(index_dir).look_up(queries, 4).passages
+
+
+@SLOW
+def test_a_named_generation_is_stayed_with(session: None, index_dir: Path) -> None:
+    """A job over one generation that goes on with the next."""
+    config = RetrieverConfig(index_dir=str(index_dir), pointer=read_pointer(index_dir))
+    expected = answer(local(index_dir))
+    with contextlib.closing(RemoteIndex(config, LetterEncoder())) as index:
+        delete(index_dir, "d20")
+        assert answer(index) == expected
+
+
+@SLOW
+def test_an_error_of_the_actors_code_is_told_as_such(session: None, index_dir: Path) -> None:
+    """An error in our code that is told as a lost machine; an error of the user's that is told as ours."""
+    with remote(index_dir, "dense") as index:
+        queries = index.encode(QUERIES)
+        with pytest.raises(RetrievalError, match=r"the index failed: .*NoneType"):
+            index.look_up(queries, 1, None)  # type: ignore[arg-type]
+        with pytest.raises(InputError, match="no vector"):
+            index.look_up(local(index_dir, "sparse").encode(QUERIES), 1)
+        assert len(index.look_up(queries, 1).passages) == 3
+
+
+class Stranger(LetterEncoder):
+    identity = EncoderIdentity("another", "e" * 64, 16)
+
+
+def test_an_index_that_cannot_be_used_leaves_no_actor(
+    session: None, index_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Half a processor and a gigabyte that a failed start keeps until the cluster ends."""
+    running: list[SoleActor] = []
+    close = SoleActor.close
+
+    class Counted(SoleActor):
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            super().__init__(*arguments, **options)
+            running.append(self)
+
+        def close(self) -> None:
+            close(self)
+            running.remove(self)
+
+    monkeypatch.setattr(retrieving, "SoleActor", Counted)
+    config = RetrieverConfig(index_dir=str(index_dir))
+    with pytest.raises(ConfigError, match="index_dir"):
+        RemoteIndex(RetrieverConfig(), LetterEncoder())
+    for options in ({"service_s": -1.0}, {"timeout_s": 0.0}, {"timeout_s": float("nan")}, {"open_timeout_s": np.inf}):
+        with pytest.raises(ConfigError, match="finite seconds"):
+            RemoteIndex(config, LetterEncoder(), **options)
+    with pytest.raises(StoreMissing):
+        RemoteIndex(RetrieverConfig(index_dir=str(index_dir / "none")), LetterEncoder())
+    with pytest.raises(EncoderMismatch):
+        RemoteIndex(config, Stranger())
+    path = max(index_dir.rglob("vectors.npy"))
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(StoreCorrupt, match=r"vectors\.npy"):
+        RemoteIndex(config, LetterEncoder())
+    (index_dir / "CURRENT").write_text("")
+    with pytest.raises(StoreCorrupt, match="does not name a generation"):
+        RemoteIndex(config, LetterEncoder())
+    assert running == []
+
+
+def test_the_service_time_is_that_of_a_call(index_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A service time for every query of a batch, under which batching a verification could not pay."""
+    slept: list[float] = []
+    monkeypatch.setattr(retrieving.time, "sleep", slept.append)
+    actor = _IndexActor(str(index_dir), RetrieverConfig(), 0.25)
+    pointer = read_pointer(index_dir)
+    actor.load(pointer)
+    queries = local(index_dir).encode(QUERIES)
+    for some in (queries, queries[:1]):
+        assert len(actor.look_up(pointer, some, 2, Scope(), 0, frozenset()).passages) == len(some)
+    assert slept == [0.25, 0.25]
+
+
+def test_a_reranker_is_loaded_once(index_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seconds of loading for every generation, or passages that are not reranked where the index is elsewhere."""
+    loaded: list[str] = []
+
+    class Backwards:
+        def scores(self, query: str, texts: list[str]) -> Any:
+            return np.arange(len(texts), dtype=np.float64)
+
+    monkeypatch.setattr(retrieving.Reranker, "load", lambda config: loaded.append(config.model) or Backwards())
+    actor = _IndexActor(str(index_dir), RetrieverConfig(reranker="some/model", rerank_depth=6), 0.0)
+    queries, plain = local(index_dir).encode(QUERIES), local(index_dir)
+    for number in (20, 21):
+        found = actor.look_up(read_pointer(index_dir), queries, 3, Scope(), 0, frozenset()).passages
+        expected = [[p.id for p in some[::-1][:3]] for some in plain.look_up(queries, 6).passages]
+        assert [[p.id for p in some] for some in found] == expected
+        delete(index_dir, f"d{number}")
+    assert loaded == ["some/model"]

@@ -1,0 +1,398 @@
+"""Answers with guessed retrievals are the answers without, whatever is guessed, when, and what goes wrong meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from indexes import Around
+from letter_encoder import LetterEncoder
+from oracle import choose, next_logits, warped
+from tiny_target import SENTENCES, tiny_engine, tiny_target
+
+from ragspec.config import RetrieverConfig, SpeculationConfig
+from ragspec.core import Document, SamplingParams
+from ragspec.drafting.copy import CopyDrafter
+from ragspec.engine.engine import Engine
+from ragspec.engine.target import Target
+from ragspec.errors import InputError, RagspecError, RetrievalError
+from ragspec.rag.answer import Answer
+from ragspec.rag.iterative import IterativePipeline
+from ragspec.rag.policies import Flare, InContextRalm, IterRetGen, Policy
+from ragspec.rag.prompt import PromptBuilder
+from ragspec.retrieval.lookup import IndexLike, Mode
+from ragspec.retrieval.retriever import Retriever, build_index
+from ragspec.retrieval.store import Store
+from ragspec.retrieval.stride import Plan, StrideScheduler
+from ragspec.retrieval.writer import IndexWriter
+
+WORDS = "river mill bridge stone sand water rain spring valley north".split()
+DOCUMENTS = [
+    Document(f"d{i:02}", f"{SENTENCES[i % len(SENTENCES)]} {WORDS[i % 10]} {WORDS[(3 * i) % 10]}.") for i in range(24)
+]
+QUESTIONS = ["When was the bridge built?", "What does a mill need?", "river", "Where does the water go in spring?"]
+GREEDY = SamplingParams(max_tokens=18, ignore_eos=True, seed=1)
+SAMPLED = SamplingParams(max_tokens=18, temperature=1.0, top_p=0.95, seed=7)
+
+
+class Always(StrideScheduler):
+    """These plans in turn, whatever is measured."""
+
+    def __init__(self, *plans: Plan) -> None:
+        super().__init__()
+        self._plans = itertools.cycle(plans)
+
+    def choose(self) -> Plan:
+        return next(self._plans)
+
+
+SCHEDULERS: dict[str, Callable[[], StrideScheduler | None]] = {
+    "measured": lambda: None,
+    "off": lambda: Always(Plan()),
+    "1 beside": lambda: Always(Plan(1, 1, 2.0)),
+    "3": lambda: Always(Plan(3, 0, 2.0)),
+    "3, 3 beside": lambda: Always(Plan(3, 3, 2.0)),
+    "all": lambda: Always(Plan(64, 0, 2.0)),
+    "changing": lambda: Always(Plan(2, 1, 2.0), Plan(5, 5, 2.0), Plan(1, 0), Plan(1, 1, 2.0)),
+}
+POLICIES: dict[str, Policy] = {
+    "in-context RALM": InContextRalm(num_passages=1),
+    "two passages, every token": InContextRalm(1, 12, num_passages=2),
+    "FLARE": Flare(least_prob=0.3, lookahead_tokens=7, num_passages=1),
+    "Iter-RetGen": IterRetGen(3, num_passages=1),
+}
+
+
+@pytest.fixture(scope="module")
+def index_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("iterative") / "index"
+    build_index(DOCUMENTS, folder, LetterEncoder())
+    return folder
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Target:
+    return tiny_target("llama", "float32", tmp_path_factory.mktemp("target"))
+
+
+@pytest.fixture(scope="module")
+def engine(target: Target) -> Iterator[Engine]:
+    with tiny_engine(target, [CopyDrafter(target.tokenizer, target.eos_ids)], num_kv_slots=4096) as made:
+        yield made
+
+
+def retriever(folder: Path, mode: Mode = "dense", follow: bool = False) -> Retriever:
+    return Retriever(LetterEncoder(), Store.open(folder), RetrieverConfig(mode=mode), follow=follow)
+
+
+def pipeline(engine: Engine, index: IndexLike, **options: Any) -> IterativePipeline:
+    return IterativePipeline(index, engine, PromptBuilder(engine.target.tokenizer, 256), **options)
+
+
+def sequential(engine: Engine, index: IndexLike, policy: Policy, params: SamplingParams) -> list[Answer]:
+    plain = pipeline(engine, index, policy=policy, speculation=SpeculationConfig(enabled=False))
+    return [plain.ask(question, params, speculation=False) for question in QUESTIONS]
+
+
+def said(answer: Answer) -> tuple[Any, ...]:
+    """What must be equal of two answers."""
+    return answer.token_ids, answer.text, answer.citations, answer.passages, answer.finish_reason, answer.logprobs
+
+
+TRUTH: dict[tuple[Any, ...], list[Answer]] = {}
+
+
+def truth_of(engine: Engine, index: IndexLike, mode: Mode, policy: str, params: SamplingParams) -> list[Answer]:
+    key = mode, policy, params.seed
+    if key not in TRUTH:
+        TRUTH[key] = sequential(engine, index, POLICIES[policy], params)
+    return TRUTH[key]
+
+
+CASES = [
+    *itertools.product(["dense"], POLICIES, SCHEDULERS),
+    *itertools.product(["sparse", "hybrid"], ["in-context RALM"], ["3, 3 beside", "changing"]),
+]
+
+
+@pytest.mark.parametrize(("mode", "policy", "scheduler"), CASES)
+def test_guessing_changes_nothing(engine: Engine, index_dir: Path, mode: Mode, policy: str, scheduler: str) -> None:
+    """A guess that was never checked, a rollback to the wrong place, a draft taken for text."""
+    index = retriever(index_dir, mode)
+    for params in (GREEDY, SAMPLED):
+        truth = truth_of(engine, index, mode, policy, params)
+        guessed = pipeline(engine, Around(index), policy=POLICIES[policy], scheduler=SCHEDULERS[scheduler]())
+        assert [said(a) for a in guessed.ask_many(QUESTIONS, params)] == [said(a) for a in truth]
+        assert [said(guessed.ask(q, params)) for q in QUESTIONS] == [said(a) for a in truth]
+
+
+@pytest.mark.parametrize("params", [GREEDY, SAMPLED])
+def test_waiting_for_each_retrieval_is_what_the_definition_says(
+    engine: Engine, target: Target, index_dir: Path, params: SamplingParams
+) -> None:
+    """Guesses were compared with a baseline that was wrong itself: noise restarted with each segment, an old passage kept."""
+    prompts, index = PromptBuilder(target.tokenizer, 256), retriever(index_dir)
+    for question, answer in zip(QUESTIONS, truth_of(engine, index, "dense", "in-context RALM", params), strict=True):
+        question_ids, output = target.tokenizer(question)["input_ids"], list[int]()
+        while len(output) < params.max_tokens:
+            if len(output) % 4 == 0:
+                ids = [*question_ids, *output][-32:]
+                query = question if not output else target.tokenizer.decode(ids, skip_special_tokens=True)
+                (passages,) = index.retrieve([query], 1).passages
+                prompt = prompts.build(question, passages, params.max_tokens, question_first=True).prompt_ids
+            x = warped(next_logits(target, [*prompt, *output]), prompt, output, params, target.eos_ids)
+            output.append(choose(x, params, params.seed or 0, 0, len(output)))
+            if output[-1] in target.eos_ids and not params.ignore_eos:
+                break
+        assert answer.token_ids == tuple(output)
+
+
+def test_wrong_guesses_do_happen_here(engine: Engine, index_dir: Path) -> None:
+    """Guards the test above: with guesses that are all right it could not fail."""
+    index = retriever(index_dir)
+    narrow = SpeculationConfig(prefetch_k=1)
+    guessed = pipeline(engine, index, speculation=narrow, scheduler=Always(Plan(3, 3, 2.0)))
+    stats = [answer.stats.iterative for answer in guessed.ask_many(QUESTIONS, GREEDY)]
+    assert sum(each.num_wrong for each in stats if each) >= 5
+    assert sum(each.num_lost_tokens for each in stats if each) >= 20
+    assert sum(each.num_kept_tokens for each in stats if each) > 0
+
+
+def test_every_passage_of_an_answer_was_verified(engine: Engine, index_dir: Path) -> None:
+    """An answer showed, or was written under, a passage that the index never named for its query."""
+    index = Around(retriever(index_dir))
+    guessed = pipeline(engine, index, scheduler=Always(Plan(4, 4, 2.0)))
+    for question in QUESTIONS:
+        answer = guessed.ask(question, GREEDY)
+        named = {p.id for (p,) in index.index.look_up(index.encode(index.texts), 1).passages}
+        assert {passage.id for passage in answer.passages} <= named
+        assert answer.stats.iterative is not None
+        assert answer.stats.iterative.num_rounds == 5
+
+
+def test_right_guesses_save_lookups(engine: Engine, index_dir: Path) -> None:
+    """Guessing asked the index as often as not guessing."""
+    everything = SpeculationConfig(prefetch_k=24)
+    index = Around(retriever(index_dir))
+    guessed = pipeline(engine, index, speculation=everything, scheduler=Always(Plan(8, 0, 2.0)))
+    answer = guessed.ask(QUESTIONS[0], GREEDY)
+    assert answer.stats.iterative is not None
+    assert (answer.stats.iterative.num_right, answer.stats.iterative.num_wrong) == (4, 0)
+    assert index.num_calls == answer.stats.iterative.num_lookups == 2  # the first, and one for all others
+
+
+def test_decoding_goes_on_beside_a_verification(engine: Engine, index_dir: Path) -> None:
+    """Asynchronous verification waited for its answer before anything was written."""
+    written_meanwhile = threading.Event()
+
+    def before(number: int) -> None:
+        if number == 2:
+            assert written_meanwhile.wait(30)
+
+    index = Around(retriever(index_dir), before)
+    guessed = pipeline(engine, index, speculation=SpeculationConfig(prefetch_k=24), scheduler=Always(Plan(1, 1, 2.0)))
+    stream = engine.stream
+
+    def watched(request: Any) -> Any:
+        if request.segment.output_ids:
+            written_meanwhile.set()
+        return stream(request)
+
+    guessed._tools.engine.stream = watched  # type: ignore[method-assign]
+    try:
+        guessed.ask(QUESTIONS[0], GREEDY)
+    finally:
+        del guessed._tools.engine.stream
+    assert written_meanwhile.is_set()
+
+
+def test_an_empty_index_of_a_tenant_is_an_answer_without_passages(engine: Engine, index_dir: Path) -> None:
+    """No passage was taken for no guess, and the index asked for ever; or one of another tenant's was used."""
+    index = retriever(index_dir)
+    nothing = {"type": "eq", "key": "year", "value": 1}
+    truth = pipeline(engine, index, speculation=SpeculationConfig(enabled=False)).ask("mill", GREEDY, filter=nothing)
+    guessed = pipeline(engine, index, scheduler=Always(Plan(4, 4, 2.0)))
+    assert said(guessed.ask("mill", GREEDY, filter=nothing)) == said(truth)
+    assert truth.passages == ()
+
+
+def test_a_commit_in_the_middle_is_seen_by_the_next_answer(engine: Engine, tmp_path: Path) -> None:
+    """Half an answer came from one generation, half from another; or the new one was never seen."""
+    folder = tmp_path / "index"
+    build_index(DOCUMENTS[:12], folder, LetterEncoder())
+    old = sequential(engine, retriever(folder), InContextRalm(), GREEDY)[0]
+    swapped: list[int] = []
+
+    def before(number: int) -> None:
+        if number == 2 and not swapped:
+            swapped.append(number)
+            with IndexWriter(folder, LetterEncoder()) as writer:
+                for document in DOCUMENTS[:10]:
+                    writer.delete(document.id)
+                for document in DOCUMENTS[12:]:
+                    writer.upsert(document)
+                writer.commit()
+
+    class Following(Around):
+        def pinned(self) -> IndexLike:
+            return Around(self.index.pinned(), before)
+
+    guessed = pipeline(engine, Following(retriever(folder, follow=True)), scheduler=Always(Plan(2, 1, 2.0)))
+    during = guessed.ask(QUESTIONS[0], GREEDY)
+    assert swapped
+    assert (said(during), during.stats.index_generation) == (said(old), old.stats.index_generation)
+    new = sequential(engine, retriever(folder), InContextRalm(), GREEDY)[0]
+    after = guessed.ask(QUESTIONS[0], GREEDY)
+    assert (said(after), after.stats.index_generation) == (said(new), new.stats.index_generation)
+    assert after.stats.index_generation != old.stats.index_generation
+
+
+@pytest.mark.parametrize("plan", [Plan(), Plan(1, 1, 2.0), Plan(3, 3, 2.0)])
+def test_a_lookup_that_fails_ends_the_answer_with_its_error(engine: Engine, index_dir: Path, plan: Plan) -> None:
+    """The answer went on unverified, or hung, or took the engine with it."""
+
+    def before(number: int) -> None:
+        if number == 2:
+            raise RetrievalError("the index is lost")
+
+    index = retriever(index_dir)
+    guessed = pipeline(engine, Around(index, before), scheduler=Always(plan))
+    with pytest.raises(RetrievalError, match="lost"):
+        guessed.ask(QUESTIONS[0], GREEDY)
+    assert said(guessed.ask(QUESTIONS[0], GREEDY)) == said(sequential(engine, index, InContextRalm(), GREEDY)[0])
+
+
+def test_a_lookup_that_never_returns_is_given_up(engine: Engine, index_dir: Path) -> None:
+    """A request waited for ever for a reply that was lost."""
+    release = threading.Event()
+
+    def before(number: int) -> None:
+        if number >= 2:
+            release.wait(60)
+
+    config = SpeculationConfig(timeout_s=0.3)
+    guessed = pipeline(
+        engine, Around(retriever(index_dir), before), speculation=config, scheduler=Always(Plan(2, 2, 2))
+    )
+    begin = time.monotonic()
+    try:
+        with pytest.raises(RetrievalError, match="did not answer"):
+            guessed.ask(QUESTIONS[0], GREEDY)
+        assert time.monotonic() - begin < 30
+    finally:
+        release.set()
+
+
+def test_one_answers_failure_ends_the_others_of_the_call(engine: Engine, index_dir: Path) -> None:
+    """The others ran on in the engine with nobody to hear them."""
+
+    def before(number: int) -> None:
+        if number >= 4:
+            raise RetrievalError("the index is lost")
+
+    guessed = pipeline(engine, Around(retriever(index_dir), before), scheduler=Always(Plan(2, 2, 2.0)))
+    with pytest.raises(RetrievalError):
+        guessed.ask_many(QUESTIONS * 3, GREEDY)
+    deadline = time.monotonic() + 30
+    while engine._sequences and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not engine._sequences
+
+
+def test_a_vector_that_is_no_number_is_an_error(engine: Engine, index_dir: Path) -> None:
+    """Comparisons with NaN are all false: any passage was right."""
+
+    class Broken(LetterEncoder):
+        def encode(self, texts: Sequence[str], kind: Any = "document") -> Any:
+            return np.full_like(super().encode(texts, kind), np.nan)
+
+    index = Retriever(Broken(), Store.open(index_dir), RetrieverConfig(mode="dense"), follow=False)
+    with pytest.raises(RagspecError, match="finite"):
+        pipeline(engine, index).ask(QUESTIONS[0], GREEDY)
+
+
+@pytest.mark.parametrize(
+    ("question", "params"),
+    [("", GREEDY), ("   ", GREEDY), ("a\0b", GREEDY), ("mill " * 400, GREEDY), ("mill", SamplingParams(n=2))],
+)
+def test_a_question_that_cannot_be_asked_is_refused(
+    engine: Engine, index_dir: Path, question: str, params: SamplingParams
+) -> None:
+    """It failed in the middle of the answer, with an error of another kind."""
+    with pytest.raises(InputError):
+        pipeline(engine, retriever(index_dir)).ask(question, params)
+
+
+def test_answers_may_be_asked_for_inside_an_event_loop(engine: Engine, index_dir: Path) -> None:
+    """`answer` blocked the loop it ran in, or mixed up two answers."""
+    index = retriever(index_dir)
+    truth = sequential(engine, index, InContextRalm(), GREEDY)
+    guessed = pipeline(engine, index, scheduler=Always(Plan(3, 1, 2.0)))
+
+    async def together() -> list[Answer]:
+        return await asyncio.gather(*(guessed.answer(question, GREEDY) for question in QUESTIONS))
+
+    assert [said(a) for a in asyncio.run(together())] == [said(a) for a in truth]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_stream_is_the_answer_in_pieces(engine: Engine, index_dir: Path, policy: str) -> None:
+    """A piece was told that a later verification took back, or a stop string's beginning."""
+    index = retriever(index_dir)
+    guessed = pipeline(engine, index, policy=POLICIES[policy], scheduler=Always(Plan(3, 2, 2.0)))
+    plain = truth_of(engine, index, "dense", policy, GREEDY)[0]
+    stop = SamplingParams(max_tokens=18, ignore_eos=True, seed=1, stop=(plain.text[8:11],))
+    for params in (GREEDY, stop):
+        *pieces, answer = asyncio.run(collected(guessed, params))
+        assert said(answer) == said(guessed.ask(QUESTIONS[0], params))
+        assert "".join(pieces) == answer.text
+        assert len(pieces) > 1 or policy == "Iter-RetGen" or params is stop
+
+
+async def collected(guessed: IterativePipeline, params: SamplingParams) -> list[Any]:
+    return [piece async for piece in guessed.stream(QUESTIONS[0], params)]
+
+
+def test_leaving_a_stream_gives_the_answer_up(engine: Engine, index_dir: Path) -> None:
+    """The engine wrote on for nobody."""
+    guessed = pipeline(engine, retriever(index_dir), scheduler=Always(Plan(1, 0)))
+
+    async def first_piece() -> Any:
+        async for piece in guessed.stream(QUESTIONS[0], SamplingParams(max_tokens=100, ignore_eos=True)):
+            return piece
+
+    assert isinstance(asyncio.run(first_piece()), str)
+    deadline = time.monotonic() + 30
+    while engine._sequences and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not engine._sequences
+
+
+def test_without_a_seed_one_is_drawn_and_told(engine: Engine, index_dir: Path) -> None:
+    """Every segment drew its own seed: the answer could not be had again."""
+    guessed = pipeline(engine, retriever(index_dir))
+    params = SamplingParams(max_tokens=12, temperature=1.0, ignore_eos=True)
+    first = guessed.ask("mill", params)
+    again = guessed.ask("mill", SamplingParams(max_tokens=12, temperature=1.0, ignore_eos=True, seed=first.seed))
+    assert said(again) == said(first)
+    assert guessed.ask("mill", params).seed != first.seed
+
+
+def test_counters_add_up(engine: Engine, index_dir: Path) -> None:
+    """Statistics counted what was taken back, or a segment's prompt as output."""
+    guessed = pipeline(engine, retriever(index_dir), scheduler=Always(Plan(3, 2, 2.0)))
+    answer = guessed.ask(QUESTIONS[1], GREEDY)
+    stats = answer.stats.iterative
+    assert stats is not None
+    assert answer.stats.generation.num_output_tokens == len(answer.token_ids) == 18
+    assert stats.num_rounds == 5
+    assert stats.num_right + stats.num_wrong <= stats.num_retrievals
+    assert 0 <= stats.num_kept_tokens <= stats.num_lost_tokens
+    assert answer.to_dict()["stats"]["iterative"]["num_rounds"] == 5
