@@ -307,6 +307,20 @@ def test_ask_says_which_passages_were_dropped(run: Callable[..., Ended], loaded:
     assert ended.code == 0 and "retrieved passages did not fit the context: d" in ended.err
 
 
+@pytest.mark.parametrize("policy", ["ralm", "flare", "retgen"])
+def test_ask_iteratively_gives_the_same_answer_every_way(
+    run: Callable[..., Ended], index: Path, model: Path, policy: str
+) -> None:
+    """Guessed retrievals that change the answer, or an option that nothing hears."""
+    call = ("--index", index, "--target", model, "--iterative", policy, *OPTIONS)
+    fast = json.loads(run("ask", "What is fact 3?", *call, "--json").out)
+    plain = json.loads(run("ask", "What is fact 3?", *call, "--json", "--no-speculation").out)
+    text = run("ask", "What is fact 3?", *call, "-k", 2)
+    assert fast["token_ids"] == plain["token_ids"]
+    assert plain["stats"]["iterative"]["num_right"] == plain["stats"]["generation"]["num_drafted"] == 0
+    assert text.code == 0 and "retrievals" in text.err
+
+
 # -- index ----------------------------------------------------------------------------------------------------------------
 
 

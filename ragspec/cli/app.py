@@ -5,6 +5,7 @@ Light on purpose: a command's own module, and torch with it, is imported when th
 
 from __future__ import annotations
 
+import enum
 import importlib
 import os
 import sys
@@ -39,6 +40,12 @@ Seed = Annotated[int | None, typer.Option(help="Same seed, same text.", show_def
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON object on stdout, for machines.")]
 Index = Annotated[Path, typer.Option(help="The index's folder.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.", show_default=False)]
+
+
+class Iterative(enum.StrEnum):
+    RALM = "ralm"
+    FLARE = "flare"
+    RETGEN = "retgen"
 
 
 def main(args: Sequence[str] | None = None) -> None:
@@ -134,6 +141,9 @@ def ask(
         str | None,
         typer.Option(help='Which documents may answer: {"type": "eq", "key": ..., "value": ...}.', show_default=False),
     ] = None,
+    iterative: Annotated[
+        Iterative | None, typer.Option(help="Retrieve again in the course of the answer.", show_default=False)
+    ] = None,
     speculation: Annotated[bool, typer.Option(help="Off decodes plainly: the same text, later.")] = True,
     as_json: AsJson = False,
     debug: Debug = False,
@@ -151,7 +161,7 @@ def ask(
         "generation.max_tokens": max_tokens,
     }
     options = {"speculation": speculation, "tenant": tenant, "filter": filter}
-    run_ask(question, config, overrides, options, as_json=as_json)
+    run_ask(question, config, overrides, options, iterative=iterative and iterative.value, as_json=as_json)
 
 
 @app.command()

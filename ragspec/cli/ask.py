@@ -17,25 +17,36 @@ from ragspec.config import load_config
 from ragspec.core import SamplingParams, check_text
 from ragspec.errors import InputError
 from ragspec.rag.answer import Answer
+from ragspec.rag.iterative import IterativePipeline
 from ragspec.rag.pipeline import Pipeline
+from ragspec.rag.policies import POLICIES, Policy
 from ragspec.retrieval.filters import parse_filter
 
 
 def run_ask(
-    question: str, config: Path | None, overrides: Mapping[str, Any], options: Mapping[str, Any], *, as_json: bool
+    question: str,
+    config: Path | None,
+    overrides: Mapping[str, Any],
+    options: Mapping[str, Any],
+    *,
+    iterative: str | None,
+    as_json: bool,
 ) -> None:
     """Everything that can be wrong with the call is found before a model is loaded.
 
-    `options` as `Pipeline.ask` has them, the filter as JSON. Raises: RagspecError.
+    `options` as `Pipeline.ask` has them, the filter as JSON; `iterative` names a policy. Raises: RagspecError.
     """
     question = check_text(_from_stdin() if question == "-" else question, "the question")
     settings = load_config(config, **overrides)
     params = SamplingParams(**settings.generation.model_dump())
     options = {**options, "filter": _filter(options["filter"])}
+    policy = iterative and _policy(iterative, overrides["retriever.num_passages"])
     stay_offline(settings.target.model)
     errors = stderr_console()
     with errors.status(Text("Opening the index and the target …", "dim")):
-        pipeline = Pipeline.from_config(settings)
+        pipeline = IterativePipeline.from_config(settings, policy) if policy else Pipeline.from_config(settings)
+    if policy:
+        options["guessing"] = options["speculation"]
     with pipeline:
         if as_json:
             print(json.dumps(pipeline.ask(question, params, **options).to_dict()))
@@ -50,8 +61,16 @@ def run_ask(
     errors.print(Text(summary(answer), "dim"))
 
 
+def _policy(name: str, num_passages: int | None) -> Policy:
+    return POLICIES[name]() if num_passages is None else POLICIES[name](num_passages=num_passages)
+
+
 async def stream_answer(
-    pipeline: Pipeline, question: str, params: SamplingParams, show: Callable[[str], None], **options: Any
+    pipeline: Pipeline | IterativePipeline,
+    question: str,
+    params: SamplingParams,
+    show: Callable[[str], None],
+    **options: Any,
 ) -> Answer:
     """`show` hears every piece of text as it comes; the whole answer is returned. Options as in `Pipeline.stream`."""
     async for piece in pipeline.stream(question, params, **options):
@@ -74,9 +93,11 @@ def _filter(text: str | None) -> Mapping[str, Any] | None:
 
 
 def summary(answer: Answer) -> str:
-    stats = answer.stats
+    stats, rounds = answer.stats, answer.stats.iterative
+    guessed = f"{rounds.num_right + rounds.num_wrong} guessed, {rounds.num_wrong} wrong" if rounds else ""
+    retrievals = f"{rounds.num_rounds} rounds, {rounds.num_retrievals} retrievals ({guessed}); " if rounds else ""
     return (
-        f"{stats.generation.num_output_tokens} tokens, {stats.acceptance_length:.1f} a step, "
+        f"{retrievals}{stats.generation.num_output_tokens} tokens, {stats.acceptance_length:.1f} a step, "
         f"{stats.tokens_per_s:.0f} tokens/s; seed {answer.seed}, index {stats.index_generation}, "
         f"numerics {answer.system_fingerprint}"
     )

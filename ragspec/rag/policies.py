@@ -181,3 +181,6 @@ def _sentence_length(token_ids: Sequence[int], decode: Decode) -> int:
         middle = (low + high) // 2
         low, high = (middle + 1, high) if len(decode(token_ids[:middle]).rstrip("\ufffd")) < end - 1 else (low, middle)
     return low
+
+
+POLICIES: dict[str, Callable[..., Policy]] = {"ralm": InContextRalm, "flare": Flare, "retgen": IterRetGen}

@@ -1,0 +1,150 @@
+"""Iterative answers over an index elsewhere, with everything going wrong there: the sequential answer, or one clear error."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+from letter_encoder import LetterEncoder
+from tiny_target import SENTENCES, tiny_engine, tiny_target
+
+from pipelines.batch_session import ray_session
+from ragspec.cluster.retrieving import RemoteIndex
+from ragspec.config import RetrieverConfig, SpeculationConfig
+from ragspec.core import Document, SamplingParams
+from ragspec.drafting.copy import CopyDrafter
+from ragspec.engine.engine import Engine
+from ragspec.errors import EngineError, RetrievalError
+from ragspec.rag.iterative import IterativePipeline
+from ragspec.rag.prompt import PromptBuilder
+from ragspec.retrieval.retriever import Retriever, build_index
+from ragspec.retrieval.store import Store
+from ragspec.retrieval.stride import Plan, StrideScheduler
+from ragspec.retrieval.writer import IndexWriter
+
+pytestmark = pytest.mark.ray
+
+DOCUMENTS = [Document(f"d{i:02}", f"{SENTENCES[i % 5]} It is number {i}.") for i in range(20)]
+QUESTION = "When was the bridge built?"
+PARAMS = SamplingParams(max_tokens=24, ignore_eos=True, seed=1)
+BOUND_S = 120.0
+
+
+class Always(StrideScheduler):
+    def choose(self) -> Plan:
+        return Plan(2, 2, 2.0)
+
+
+@pytest.fixture(scope="module")
+def session() -> Iterator[None]:
+    with ray_session(None):
+        yield
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    target = tiny_target("llama", "float32", tmp_path_factory.mktemp("faults"))
+    with tiny_engine(target, [CopyDrafter(target.tokenizer, target.eos_ids)], num_kv_slots=4096) as made:
+        yield made
+
+
+@pytest.fixture
+def index_dir(tmp_path: Path) -> Path:
+    build_index(DOCUMENTS, tmp_path / "index", LetterEncoder())
+    return tmp_path / "index"
+
+
+def remote(index_dir: Path, **options: Any) -> contextlib.closing[RemoteIndex]:
+    config = RetrieverConfig(index_dir=str(index_dir), mode="dense")
+    return contextlib.closing(RemoteIndex(config, LetterEncoder(), **options))
+
+
+def pipeline(engine: Engine, index: Any, **speculation: Any) -> IterativePipeline:
+    config = SpeculationConfig(**speculation)
+    prompts = PromptBuilder(engine.target.tokenizer, 256)
+    return IterativePipeline(index, engine, prompts, speculation=config, scheduler=Always())
+
+
+def truth(engine: Engine, index_dir: Path) -> tuple[int, ...]:
+    index = Retriever(LetterEncoder(), Store.open(index_dir), RetrieverConfig(mode="dense"), follow=False)
+    return pipeline(engine, index, enabled=False).ask(QUESTION, PARAMS).token_ids
+
+
+def during_the_second_lookup(index: RemoteIndex, act: Any) -> None:
+    """Run `act` in a thread, shortly after the second lookup has begun."""
+    look_up, count = index._actor.ask, [0]
+
+    def ask(method: str, *arguments: Any, **options: Any) -> Any:
+        count[0] += method == "look_up"
+        if count[0] == 2 and method == "look_up":
+            threading.Timer(0.2, act).start()
+        return look_up(method, *arguments, **options)
+
+    index._actor.ask = ask  # type: ignore[method-assign]
+
+
+def test_an_index_that_dies_during_a_verification_costs_seconds(session: None, engine: Engine, index_dir: Path) -> None:
+    """The answer was lost with the actor, or went on with what had only been guessed."""
+    expected = truth(engine, index_dir)
+    with remote(index_dir, service_s=0.5, timeout_s=BOUND_S) as index:
+        pid = ray.get(index._actor._actor.__ray_call__.remote(lambda _: os.getpid()))
+        during_the_second_lookup(index, lambda: os.kill(pid, signal.SIGKILL))
+        answer = pipeline(engine, index).ask(QUESTION, PARAMS)
+        assert not Path(f"/proc/{pid}").exists()
+    assert answer.token_ids == expected
+
+
+def test_a_reply_that_does_not_come_is_one_clear_error(session: None, engine: Engine, index_dir: Path) -> None:
+    """A lost reply stopped the answer for ever, without a word."""
+    with remote(index_dir, timeout_s=4.0) as index:
+        guessed = pipeline(engine, index)
+        pid = ray.get(index._actor._actor.__ray_call__.remote(lambda _: os.getpid()))
+        during_the_second_lookup(index, lambda: None)
+        guessed.ask(QUESTION, PARAMS)
+        os.kill(pid, signal.SIGSTOP)  # alive, and silent
+        begin = time.monotonic()
+        try:
+            with pytest.raises(RetrievalError, match=r"^the index did not answer within 4 s$"):
+                guessed.ask(QUESTION, PARAMS)
+            assert time.monotonic() - begin < BOUND_S
+        finally:
+            os.kill(pid, signal.SIGCONT)
+
+
+def test_an_answer_keeps_its_generation_though_the_index_dies_and_changes(
+    session: None, engine: Engine, index_dir: Path
+) -> None:
+    """The actor came back with another generation, and half an answer was verified against that."""
+    expected = truth(engine, index_dir)
+
+    def change_and_kill() -> None:
+        with IndexWriter(index_dir) as writer:
+            for document in DOCUMENTS[:8]:
+                writer.delete(document.id)
+            writer.commit()
+        os.kill(pid, signal.SIGKILL)
+
+    with remote(index_dir, service_s=0.5, timeout_s=BOUND_S) as index:
+        pid = ray.get(index._actor._actor.__ray_call__.remote(lambda _: os.getpid()))
+        during_the_second_lookup(index, change_and_kill)
+        guessed = pipeline(engine, index)
+        assert guessed.ask(QUESTION, PARAMS).token_ids == expected
+        assert guessed.ask(QUESTION, PARAMS).token_ids == truth(engine, index_dir)
+
+
+@pytest.mark.slow
+def test_an_index_that_is_gone_for_good_is_one_clear_error(session: None, engine: Engine, index_dir: Path) -> None:
+    """A request waited for an actor that nobody will start again."""
+    with remote(index_dir, service_s=0.5, timeout_s=BOUND_S) as index:
+        during_the_second_lookup(index, lambda: ray.kill(index._actor._actor))
+        guessed = pipeline(engine, index)
+        with pytest.raises(EngineError, match="the index is lost"):
+            guessed.ask(QUESTION, PARAMS)
