@@ -144,6 +144,10 @@ class SpeculativeRun:
             if await self._verified_as_planned():
                 await self._write_beside(self._steps[-1])
 
+    @property
+    def _guesses(self) -> bool:
+        return self._order.guessing and (self._plan.learns or self._sent is not None)
+
     def _tell(self) -> None:
         """What the first round that is not verified, or else the last, builds on."""
         builds_on = next((step for step in self._steps if not step.verified), self._steps[-1]).round.output_ids
@@ -169,7 +173,7 @@ class SpeculativeRun:
             (self._queries[round.query],) = await self._wait_for(encoding)
         query = self._queries[round.query]
         self.stats.encode_s += (encode_s := time.perf_counter() - begin)
-        if self._order.guessing:
+        if self._guesses:
             if query in self._answers:
                 return Step(head, round, query, self._answers[query], verified=True, seconds=encode_s)
             if self._cache.can_guess:
@@ -178,6 +182,8 @@ class SpeculativeRun:
                 return Step(head, round, query, passages, verified=False, seconds=seconds)
         lookup = await self._looked_up(self._look_up([query]))
         self._answers[query] = lookup.passages[0]
+        if self._sent is None:
+            self._plan = self._tools.scheduler.choose()
         return Step(head, round, query, lookup.passages[0], verified=True, seconds=encode_s)
 
     async def _verified_as_planned(self) -> bool:
@@ -248,7 +254,7 @@ class SpeculativeRun:
             self._discarded = (*lost[-1].round.output_ids, *lost[-1].token_ids)
 
     def _look_up(self, queries: Sequence[Query]) -> _Asking:
-        order, guessing = self._order, self._order.guessing
+        order, guessing = self._order, self._guesses
         prefetch_k = 0 if not guessing else self._tools.config.prefetch_k if self._plan.speculates else 1
         asked = Asked(order.index, self._tools.policy.num_passages, order.scope, prefetch_k)
         known = self._cache.known if guessing else frozenset()
@@ -264,7 +270,7 @@ class SpeculativeRun:
         lookup = await self._wait_for(asking.future)
         self.stats.wait_s += time.perf_counter() - begin
         self._tools.scheduler.note_verification(asking.num_queries, asking.took_s[0], self._num_beside > 0)
-        if self._order.guessing:
+        if self._guesses:
             self._cache.insert(lookup)
         return lookup
 
@@ -300,7 +306,7 @@ class SpeculativeRun:
             step.written = await self._generate(step, Segment(round.output_ids, round.end, draft_ids))
             self.stats.write_s += (write_s := time.perf_counter() - begin)
             self._tools.scheduler.note_step(step.seconds + write_s, beside)
-            if self._order.guessing:
+            if self._guesses:
                 self._written[known] = step.written
         step.token_ids = list(step.written.token_ids)
         if draft_ids and draft_ids is not round.draft_ids:

@@ -55,12 +55,12 @@ class SpeculationCache:
 
     @property
     def can_guess(self) -> bool:
-        """Whether the index was asked at all."""
+        """Whether anything was brought, or there is nothing to bring."""
         return self._filled
 
     def insert(self, lookup: Lookup) -> None:
         """What a lookup brought. Beyond some hundred passages the oldest are forgotten."""
-        self._filled = True
+        self._filled = self._filled or bool(lookup.candidates) or not any(lookup.passages)
         if not lookup.candidates:
             return
         again = {

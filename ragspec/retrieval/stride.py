@@ -22,21 +22,26 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 from typing import NamedTuple
 
 from ragspec.config import StrideConfig
 
 _APART_AT_MOST = 1000
+_LOOKED_OVER_EVERY = 4
 
 
 class Plan(NamedTuple):
-    """`stride` guesses a verification, `overlap` steps beside it; `gain`: predicted speed against no speculation."""
+    """`stride` guesses a verification, `overlap` steps beside it; `gain`: predicted speed against no speculation.
+
+    Not `learns`: even guesses that are always right would not pay, so there is no use in finding out how often they are.
+    """
 
     stride: int = 1
     overlap: int = 0
     gain: float = 1.0
+    learns: bool = True
 
     @property
     def speculates(self) -> bool:
@@ -44,11 +49,12 @@ class Plan(NamedTuple):
 
 
 OFF = Plan()
+HOPELESS = Plan(learns=False)
 
 
 def verified_documents(gamma: float, stride: int) -> float:
-    """Documents that one round verifies, on average."""
-    return sum(gamma**i for i in range(stride))
+    """Documents that one round verifies, on average; `gamma` is less than 1."""
+    return (1.0 - gamma**stride) / (1.0 - gamma)
 
 
 class Timing(NamedTuple):
@@ -115,6 +121,8 @@ class StrideScheduler:
         self._verifications_beside: deque[tuple[int, float]] = deque(maxlen=window)
         self._num_apart = 0  # verifications since the last one beside decoding
         self._guesses: deque[tuple[int, int]] = deque(maxlen=window)
+        self._chosen: Plan | None = None
+        self._num_new = 0  # verifications since it was chosen
         self._lock = threading.Lock()
 
     def note_step(self, seconds: float, beside: bool = False) -> None:
@@ -129,6 +137,7 @@ class StrideScheduler:
         """
         with self._lock:
             (self._verifications_beside if beside else self._verifications).append((num_queries, seconds))
+            self._num_new += 1
             self._num_apart = 0 if beside else self._num_apart + 1
             if self._num_apart >= _APART_AT_MOST:
                 self._steps_beside_s.clear()
@@ -158,18 +167,30 @@ class StrideScheduler:
             return Costs(apart, self.gamma, beside) if apart is not None else None
 
     def choose(self) -> Plan:
-        """The plan of the next round."""
-        costs, config = self.costs(), self._config
-        if costs is None or costs.gamma == 0.0:
-            return OFF
-        if config.stride is not None:
-            overlap = self._overlap(costs.gamma, config.stride)
-            plan = Plan(config.stride, overlap, costs.gain(config.stride, overlap))
-        else:
-            plan = best_plan(costs, config.max_stride, lambda stride: self._overlap(costs.gamma, stride))
-            waiting = best_plan(costs, config.max_stride, lambda _: 0)
-            plan = plan if plan.gain > waiting.gain else waiting
-        return plan if plan.gain >= 1.0 + config.least_gain else OFF
+        """The plan of the next round; looked over after every few verifications."""
+        if self._chosen is None or self._num_new >= _LOOKED_OVER_EVERY:
+            self._chosen, self._num_new = self._best(), 0
+        return self._chosen or OFF
+
+    def _best(self) -> Plan | None:
+        costs, least = self.costs(), 1.0 + self._config.least_gain
+        if costs is None:
+            return None
+        if self._plan(replace(costs, gamma=self._config.gamma_max)).gain < least:
+            return HOPELESS
+        if costs.gamma == 0.0:
+            return None
+        plan = self._plan(costs)
+        return plan if plan.gain >= least else OFF
+
+    def _plan(self, costs: Costs) -> Plan:
+        """The fixed stride, or the best, whether it pays or not."""
+        if (stride := self._config.stride) is not None:
+            overlap = self._overlap(costs.gamma, stride)
+            return Plan(stride, overlap, costs.gain(stride, overlap))
+        beside = best_plan(costs, self._config.max_stride, lambda stride: self._overlap(costs.gamma, stride))
+        waiting = best_plan(costs, self._config.max_stride, lambda _: 0)
+        return beside if beside.gain > waiting.gain else waiting
 
     def _overlap(self, gamma: float, stride: int) -> int:
         """Steps worth taking beside the verification of `stride` guesses: the i-th stands if those and i - 1 more are right."""

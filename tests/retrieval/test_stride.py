@@ -8,6 +8,7 @@ import pytest
 
 from ragspec.config import StrideConfig
 from ragspec.retrieval.stride import (
+    HOPELESS,
     OFF,
     Costs,
     StrideScheduler,
@@ -96,8 +97,10 @@ def test_nothing_is_speculated_before_anything_is_known() -> None:
 
 def test_a_fast_index_is_asked_every_time() -> None:
     """Guessing what takes no time to know made fast retrievers 0.58 times as fast."""
-    assert told(StrideScheduler(asynchronous=False), 1.0, 0.1, 0.9).choose() == OFF
-    assert told(StrideScheduler(), 1.0, 0.02, 0.9).choose() == OFF
+    assert (
+        told(StrideScheduler(asynchronous=False), 1.0, 0.2, 0.7).choose() == OFF
+    )  # it might pay if guesses were better
+    assert told(StrideScheduler(), 1.0, 0.02, 0.9).choose() == HOPELESS
 
 
 def test_a_slow_index_is_guessed() -> None:
@@ -132,7 +135,7 @@ def test_a_verification_beside_decoding_is_not_what_waiting_for_it_takes() -> No
     for _ in range(50):
         scheduler.note_step(1.1, beside=True)
         scheduler.note_verification(1, 1.0, beside=True)
-    assert scheduler.choose() == OFF
+    assert not scheduler.choose().speculates
 
 
 def test_a_batch_that_costs_more_shortens_the_stride() -> None:
@@ -146,20 +149,20 @@ def test_a_batch_that_costs_more_shortens_the_stride() -> None:
         flat.note_verification(size, 4.0)
         linear.note_verification(size, 4.0 * size)
     assert flat.choose().stride > 4
-    assert linear.choose() == OFF
+    assert not linear.choose().speculates
 
 
 def test_a_fixed_stride_is_kept_or_off() -> None:
     """A fixed stride was used where it slows down, or replaced by another."""
     config = StrideConfig(stride=3)
     assert told(StrideScheduler(config, asynchronous=False), 1.0, 10.0, 0.8).choose().stride == 3
-    assert told(StrideScheduler(config, asynchronous=False), 1.0, 0.1, 0.8).choose() == OFF
+    assert told(StrideScheduler(config, asynchronous=False), 1.0, 0.1, 0.8).choose().speculates is False
 
 
 def test_old_measurements_are_forgotten() -> None:
     """An index that became slow was asked every time for ever."""
     scheduler = told(StrideScheduler(StrideConfig(window=16)), 1.0, 0.01, 0.9)
-    assert scheduler.choose() == OFF
+    assert scheduler.choose() == HOPELESS
     assert told(scheduler, 1.0, 30.0, 0.9).choose().speculates
 
 
@@ -168,6 +171,8 @@ def test_one_slow_step_does_not_decide() -> None:
     scheduler = told(StrideScheduler(), 1.0, 5.0, 0.8)
     before = scheduler.choose()
     scheduler.note_step(500.0)
+    for number in range(4):
+        scheduler.note_verification(1 + number, 5.0)
     assert scheduler.choose() == before
 
 
