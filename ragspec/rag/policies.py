@@ -101,7 +101,7 @@ class InContextRalm:
         short = not progress.output_ids and len(ids) <= self.query_tokens
         query = progress.question if short else decode(ids[-self.query_tokens :])
         end = min(len(progress.output_ids) + self.retrieval_stride_tokens, progress.most_tokens)
-        return Round(query if query.strip() else progress.question, progress.output_ids, end)
+        return Round(_askable(query, progress), progress.output_ids, end)
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,9 +144,8 @@ class Flare:
         self, progress: Progress, kept: tuple[int, ...], sentence: tuple[int, ...], probs: list[float], decode: Decode
     ) -> Round:
         sure = [token for token, prob in zip(sentence, probs, strict=True) if prob >= self.mask_prob]
-        query = decode(sure)
         end = min(len(kept) + self.lookahead_tokens, progress.most_tokens)
-        return Round(query if query.strip() else progress.question, kept, end, sentence, "rewrite")
+        return Round(_askable(decode(sure), progress), kept, end, sentence, "rewrite")
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,9 +163,14 @@ class IterRetGen:
     def next(self, progress: Progress, decode: Decode) -> Round | None:
         if progress.num_rounds >= self.num_iterations:
             return None
-        answer = decode(progress.output_ids).strip()
-        query = f"{progress.question} {answer}" if answer else progress.question
-        return Round(query, (), progress.most_tokens, progress.output_ids)
+        query = f"{progress.question} {decode(progress.output_ids)}".strip()
+        return Round(_askable(query, progress), (), progress.most_tokens, progress.output_ids)
+
+
+def _askable(text: str, progress: Progress) -> str:
+    """What a target wrote as a query: without NUL, which no index is asked for; the question in place of a blank."""
+    text = text.replace("\0", " ")
+    return text if text.strip() else progress.question
 
 
 def _sentence_length(token_ids: Sequence[int], decode: Decode) -> int:

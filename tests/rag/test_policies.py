@@ -104,3 +104,12 @@ def test_blank_text_is_no_query() -> None:
     progress = start().after(Round(None, (), 4), written(ids("    ")))
     assert InContextRalm(4, query_tokens=1).next(progress, decode) is not None
     assert InContextRalm(4, query_tokens=1).next(progress, decode).query == QUESTION  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("policy", [InContextRalm(), IterRetGen()])
+def test_no_query_holds_a_nul(policy: Policy) -> None:
+    """A target that wrote one ended its answer with an error about the question."""
+    progress = start().after(Round(None, (), 6), written(ids("a\0b c\0")[:6]))
+    round = policy.next(progress, decode)
+    assert round is not None
+    assert "b c" in str(round.query) and "\0" not in str(round.query)
