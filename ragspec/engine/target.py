@@ -86,6 +86,7 @@ class Target:
         text_config = model.config.get_text_config()
         _check_servable(model, text_config)
         self.vocab_size: int = text_config.vocab_size
+        self.hidden_size: int = text_config.hidden_size
         longest = int(text_config.max_position_embeddings)
         self._num_positions = longest
         self.max_context_tokens = min(config.max_context_tokens or longest, longest)
@@ -128,12 +129,29 @@ class Target:
 
         Shapes: token_ids int32 [N], rows of N, wanted int32 [W] row numbers -> float32 [W, V].
         """
-        assert rows.positions.max() < self._num_positions, "the kernel reads its table of rotations unchecked"
         with torch.inference_mode():
-            hidden = self._hidden(torch.from_numpy(token_ids.astype(np.int64)), rows)  # [N, H]
-            if len(wanted) < len(token_ids):
-                hidden = hidden[torch.from_numpy(wanted.astype(np.int64))]
-            return self._change(cast(Floats, self._model.lm_head(hidden).float().numpy()))  # [W, V]
+            return self._logits(self._wanted_states(token_ids, rows, wanted))
+
+    def forward_states(self, token_ids: Ints, rows: Rows, wanted: Ints) -> tuple[Floats, Floats]:
+        """As `forward`, and the hidden states that the logits come from. Shapes: -> float32 [W, H], float32 [W, V]."""
+        with torch.inference_mode():
+            states = self._wanted_states(token_ids, rows, wanted)
+            return states.float().numpy(), self._logits(states)
+
+    def states(self, token_ids: Ints, rows: Rows) -> Floats:
+        """Hidden states of all rows, as `forward_states` has them; no logits. Shapes: -> float32 [N, H]."""
+        with torch.inference_mode():
+            return cast(
+                Floats, self._wanted_states(token_ids, rows, np.arange(len(token_ids), dtype=np.int32)).float().numpy()
+            )
+
+    def _wanted_states(self, token_ids: Ints, rows: Rows, wanted: Ints) -> torch.Tensor:
+        assert rows.positions.max() < self._num_positions, "the kernel reads its table of rotations unchecked"
+        hidden = self._hidden(torch.from_numpy(token_ids.astype(np.int64)), rows)  # [N, H]
+        return hidden[torch.from_numpy(wanted.astype(np.int64))] if len(wanted) < len(token_ids) else hidden
+
+    def _logits(self, states: torch.Tensor) -> Floats:
+        return self._change(cast(Floats, self._model.lm_head(states).float().numpy()))  # [W, V]
 
     def _hidden(self, token_ids: torch.Tensor, rows: Rows) -> torch.Tensor:
         step = StepContext(self.pool, rows)
