@@ -4,6 +4,7 @@
     python -m pipelines.benchmark --suite grammar --json grammar.json --plots plots
     python -m pipelines.benchmark --suite rag --forced gold
     python -m pipelines.benchmark --suite retrieval
+    python -m pipelines.benchmark --suite iterative --plots plots
 
 The last line on stdout is one JSON object. Tables and progress go to stderr.
 """
@@ -15,7 +16,8 @@ import json
 import os
 import subprocess
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -25,10 +27,14 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from rich.table import Table
 from transformers.utils import logging as transformers_logging
 
-from ragspec.config import REFERENCE_TARGET, load_config
+from pipelines.batch_session import ray_session
+from ragspec.config import REFERENCE_TARGET, RetrieverConfig, load_config
 from ragspec.errors import ConfigError, RagspecError, SaveError
 from ragspec.evaluation.comparison import Tick
 from ragspec.evaluation.generation_suite import Plan
+from ragspec.evaluation.iterative_plots import draw_iterative
+from ragspec.evaluation.iterative_report import iterative_rows, iterative_tables
+from ragspec.evaluation.iterative_suite import Elsewhere
 from ragspec.evaluation.plots import draw
 from ragspec.evaluation.report import Result, complete, rows
 from ragspec.evaluation.retrieval_data import DIMENSION
@@ -36,6 +42,7 @@ from ragspec.evaluation.retrieval_plots import draw_retrieval
 from ragspec.evaluation.retrieval_report import retrieval_rows, retrieval_tables
 from ragspec.evaluation.suites import Outcome, Settings, run_suite
 from ragspec.numerics.threads import num_processors
+from ragspec.retrieval.encoder import TextEncoder
 
 ROOT = Path(__file__).resolve().parent.parent
 DEFAULT_DATA = ROOT.parent / "shared" / "data"
@@ -47,6 +54,7 @@ class Suite(enum.StrEnum):
     NUMERICS = "numerics"
     TARGET = "target"
     RETRIEVAL = "retrieval"
+    ITERATIVE = "iterative"
 
 
 class Dtype(enum.StrEnum):
@@ -98,8 +106,8 @@ def main(
             full=full,
             reranker=reranker,
         )
-        with progress_ticks() as tick:
-            outcome = run_suite(suite.value, settings, tick)
+        with elsewhere(suite) as there, progress_ticks() as tick:
+            outcome = run_suite(suite.value, replace(settings, elsewhere=there), tick)
         result = complete(outcome.result | {"commit": measured_commit, "threads": num_processors()})
         show(result)
         print(json.dumps(result), flush=True)
@@ -137,6 +145,26 @@ def _git(*arguments: str) -> str:
 
 
 @contextmanager
+def elsewhere(suite: Suite) -> Iterator[Elsewhere | None]:
+    """What the suite iterative opens in processes of a Ray of its own; other suites start none.
+
+    Why imports in here: Ray wants its session set up first.
+    """
+    if suite is not Suite.ITERATIVE:
+        yield None
+        return
+    with ray_session("local"):
+        from ragspec.cluster.knn_serving import RemoteDatastore
+        from ragspec.cluster.retrieving import RemoteIndex
+
+        def index(folder: Path, encoder: TextEncoder, service_s: float) -> closing[RemoteIndex]:
+            config = RetrieverConfig(index_dir=str(folder), mode="dense")
+            return closing(RemoteIndex(config, encoder, service_s=service_s))
+
+        yield Elsewhere(index, lambda folder, service_s: closing(RemoteDatastore(folder, service_s)))
+
+
+@contextmanager
 def progress_ticks() -> Iterator[Tick]:
     """A bar for each stage, made when the stage is first heard of."""
     columns = (TextColumn("{task.description:<28}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
@@ -163,6 +191,9 @@ def save(result: Result, outcome: Outcome, json_path: Path | None, plots: Path |
         title = f"retrieval: {DIMENSION} dimensions, {result['threads']} threads"
         for path in draw_retrieval(result, title, plots):
             _console.print(f"plot: {path}", highlight=False)
+    if plots is not None and result["suite"] == Suite.ITERATIVE:
+        for path in draw_iterative(result, f"iterative: {result['label']}, {result['threads']} threads", plots):
+            _console.print(f"plot: {path}", highlight=False)
     if plots is not None and outcome.measured is not None:
         title = f"{result['suite']}: {result['num_prompts']} prompts, {result['dtype']}, {result['threads']} threads"
         title += " (forced answers)" if "forced" in result["label"] else ""
@@ -175,13 +206,14 @@ def show(result: Result) -> None:
     parts = [result[key] for key in ("label", "target", "dtype") if result[key]]
     title = f"{result['suite']}: {', '.join(parts)}, {result['threads']} threads"
     table = Table("", "", "", title=title, show_header=False, title_justify="left")
-    for name, value, meaning in [*rows(result), *retrieval_rows(result)]:
+    iterative = result["suite"] == Suite.ITERATIVE
+    for name, value, meaning in iterative_rows(result) if iterative else [*rows(result), *retrieval_rows(result)]:
         table.add_row(name, value, meaning)
     _console.print(table)
     for name in ("parts", "quality", "roofline", "identical_counts", "t1_bounds", "step_cost", "plain_vs_generate_1k"):
         if result.get(name):
             _console.print(nested_table(name, result[name]))
-    for name, values in retrieval_tables(result).items():
+    for name, values in (iterative_tables if iterative else retrieval_tables)(result).items():
         _console.print(nested_table(name, values))
 
 

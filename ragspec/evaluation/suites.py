@@ -22,6 +22,8 @@ from ragspec.evaluation.comparison import SPECULATIVE, Tick
 from ragspec.evaluation.forced import ForcedAnswers, answer_ids, gold_answers, read_answers
 from ragspec.evaluation.generation_suite import GenerationSuite, Measured, Plan, engine_config
 from ragspec.evaluation.index_cache import cached_retriever
+from ragspec.evaluation.iterative_report import with_headlines
+from ragspec.evaluation.iterative_suite import Elsewhere, IterativeSuite, iterative_plan, knnlm_part
 from ragspec.evaluation.machine import PeakMemory
 from ragspec.evaluation.metrics import answer_scores, grammar_scores
 from ragspec.evaluation.numerics_suite import numerics_suite
@@ -38,13 +40,13 @@ from ragspec.training.target_format import Message
 
 QUICK_QUESTIONS, QUICK_SENTENCES = 40, 20
 GOLD = "gold"
-SUITES = ("rag", "grammar", "numerics", "target", "retrieval")
+SUITES = ("rag", "grammar", "numerics", "target", "retrieval", "iterative")
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
     """What the command line decides. `forced`: a file of answers, "gold", or nothing; `num_prompts` shortens the lists. `full`
-    and `reranker`: of the suite retrieval."""
+    and `reranker`: of the suite retrieval; `elsewhere`: of the suite iterative."""
 
     target: TargetConfig
     data_dir: Path | None
@@ -57,6 +59,7 @@ class Settings:
     num_prompts: int | None = None
     full: bool = False
     reranker: str = ""
+    elsewhere: Elsewhere | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +72,7 @@ class Outcome:
 
 def run_suite(name: str, settings: Settings, tick: Tick) -> Outcome:
     """Raises: ConfigError for an unknown suite or one whose data is missing, and whatever loading raises."""
-    runners = {"rag": _rag, "grammar": _grammar, "numerics": _numerics, "target": _target, "retrieval": _retrieval}
+    runners = dict(zip(SUITES, (_rag, _grammar, _numerics, _target, _retrieval, _iterative), strict=True))
     if name not in runners:
         raise ConfigError(f"unknown suite {name!r}; there are: {', '.join(SUITES)}")
     if settings.forced and name not in ("rag", "grammar"):
@@ -182,6 +185,18 @@ def _retrieval(settings: Settings, tick: Tick) -> Outcome:
     encoder = Encoder.load(settings.encoder)
     result = RetrievalSuite(settings.data_dir, settings.cache_dir, encoder, plan, tick, reranker).measure()
     return Outcome({"target": None, "dtype": "float32"} | result)
+
+
+def _iterative(settings: Settings, tick: Tick) -> Outcome:
+    plan = iterative_plan(settings.quick, settings.plan.num_runs, settings.plan.seed, settings.num_prompts)
+    there, knnlm = settings.elsewhere, {}
+    if settings.data_dir is not None:
+        knnlm = knnlm_part(settings.target, settings.data_dir, settings.cache_dir, plan, tick, there)
+    encoder = Encoder.load(settings.encoder)
+    engine, bitwise = open_engine(settings.target)
+    with engine:
+        result = IterativeSuite(engine, encoder, settings.data_dir, settings.cache_dir, plan, tick, there).measure()
+    return Outcome({"bitwise": bitwise} | with_headlines(result, knnlm))
 
 
 def measure(

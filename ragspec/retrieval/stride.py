@@ -28,7 +28,9 @@ from typing import NamedTuple
 
 from ragspec.config import StrideConfig
 
-_APART_AT_MOST = 1000
+_APART_AT_MOST = 512
+_LEAST_BESIDE = 8
+"""Steps beside verifications that must have been timed before they are believed to be slower than others."""
 _LOOKED_OVER_EVERY = 4
 
 
@@ -133,7 +135,7 @@ class StrideScheduler:
     def note_verification(self, num_queries: int, seconds: float, beside: bool = False) -> None:
         """One lookup of some queries took so long; `beside` decoding.
 
-        What decoding beside it costs is tried again after a thousand without: the machine may be another's no more.
+        What decoding beside it costs is tried again after some hundred without: the machine may be another's no more.
         """
         with self._lock:
             (self._verifications_beside if beside else self._verifications).append((num_queries, seconds))
@@ -163,7 +165,9 @@ class StrideScheduler:
         """None before the first step and the first verification."""
         with self._lock:
             apart = _timing(self._steps_s, self._verifications)
-            beside = _timing(self._steps_beside_s, self._verifications_beside)
+            beside = None
+            if min(len(self._steps_beside_s), len(self._verifications_beside)) >= _LEAST_BESIDE:
+                beside = _timing(self._steps_beside_s, self._verifications_beside)
             return Costs(apart, self.gamma, beside) if apart is not None else None
 
     def choose(self) -> Plan:
