@@ -161,8 +161,9 @@ class GenerationConfig(Part):
 class StrideConfig(Part):
     """`stride`: a fixed one, wherever speculation pays; None: the best. `window`: how many of the latest rounds and steps count.
 
-    Speculation is off where its predicted gain over none is under `least_gain`. Steps beside a verification are taken while what
-    they write stands with at least probability `least_survival`. A chance of a right guess above `gamma_max` is not believed.
+    Speculation is off where its predicted gain over none is under `least_gain`. After the first step beside a verification, more
+    are taken while what they write stands with at least probability `least_survival`. A chance of a right guess above
+    `gamma_max` is not believed.
     """
 
     stride: int | None = Field(None, ge=1, le=64)

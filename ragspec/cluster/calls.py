@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -48,17 +49,20 @@ class SoleActor:
         Why the first is not cancelled then: Ray holds back all that was asked after a cancelled call, for 30 seconds.
         Raises: what the actor's code raised; RetrievalError if `timeout_s` pass without an answer, or the actor is lost for good.
         """
+        deadline = time.monotonic() + timeout_s
         waiting: list[Any] = []
         lost: RetrievalError | None = None
-        for _ in range(_TIMES_ASKED):
+        for number in range(_TIMES_ASKED):
             self._check_open()
             waiting.append(getattr(self._actor, method).remote(*arguments))
-            answered, waiting = ray.wait(waiting, timeout=timeout_s / _TIMES_ASKED)
-            try:
-                for answer in results(answered, self._what, timeout_s):
-                    return answer
-            except RetrievalError as error:
-                lost = error
+            until = deadline - timeout_s * (_TIMES_ASKED - 1 - number) / _TIMES_ASKED
+            while waiting and (left_s := until - time.monotonic()) > 0:
+                answered, waiting = ray.wait(waiting, timeout=left_s)
+                try:
+                    for answer in results(answered, self._what, timeout_s):
+                        return answer
+                except RetrievalError as error:
+                    lost = error
         if lost and not waiting:
             raise lost
         raise RetrievalError(f"{self._what} did not answer within {timeout_s:g} s") from lost

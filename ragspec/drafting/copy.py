@@ -94,7 +94,7 @@ class CopyDrafter:
 
     def prepare(self, request: Request) -> list[Reference]:
         """Why the output's last tokens before a draft: the longest match then leads to it."""
-        references, segment = self._reader.read(request.sources), request.segment
+        references, segment = self._reader.read(request.sources, request.salt), request.segment
         if segment.draft_ids:
             token_ids = [*segment.output_ids[-_MAX_MATCH:], *segment.draft_ids]
             references.append(Reference(SourceKind.DRAFT, token_ids, -1, [], len(token_ids)))
@@ -145,6 +145,7 @@ class CopyDrafter:
     def purge(self, salt: str) -> None:
         """Forget the earlier answers of one tenant, and remember none of those being written."""
         self._earlier.pop(salt, None)
+        self._reader.forget()
         for state in self._states.values():
             state.remembered = state.remembered and state.salt != salt
 

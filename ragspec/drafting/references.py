@@ -51,15 +51,20 @@ class ReferenceReader:
         self._of_source = functools.lru_cache(maxsize=_SOURCES_KEPT)(self._read)
         self.opens_quote = functools.lru_cache(maxsize=65536)(self._opens_quote)
 
-    def read(self, sources: Sequence[CopySource]) -> list[Reference]:
+    def read(self, sources: Sequence[CopySource], salt: str = "") -> list[Reference]:
+        """What was read of late is kept, for its tenant alone."""
         references: list[Reference] = []
         num_passages = 0
         for number, source in enumerate(sources):
             num_passages += source.kind is SourceKind.PASSAGE
-            references += self._of_source(number, source, num_passages)
+            references += self._of_source(salt, number, source, num_passages)
         return references
 
-    def _read(self, number: int, source: CopySource, rank: int) -> list[Reference]:
+    def forget(self) -> None:
+        """Everything that was kept."""
+        self._of_source.cache_clear()
+
+    def _read(self, salt: str, number: int, source: CopySource, rank: int) -> list[Reference]:
         """`rank`: how manieth passage it is, if it is one."""
         if source.kind is SourceKind.PASSAGE:
             return self._passage(number, source, rank)

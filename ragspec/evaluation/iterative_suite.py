@@ -63,7 +63,7 @@ class IterativePlan:
     """How much is measured. `remote`: b/a and the number of questions; `slow_variants`, `num_slow_runs`: of b/a = 10 and more,
     where most is waiting."""
 
-    num_local: int = 6
+    num_local: int = 10
     remote: tuple[tuple[float, int], ...] = ((0.3, 6), (1.0, 8), (10.0, 5), (40.0, 4))
     num_extra: int = 4
     num_runs: int = 3

@@ -30,7 +30,7 @@ from ragspec.rag.iterative import IterativePipeline
 from ragspec.rag.policies import InContextRalm, Policy
 from ragspec.rag.prompt import PromptBuilder
 from ragspec.retrieval.lookup import IndexLike, Query
-from ragspec.retrieval.stride import Timing
+from ragspec.retrieval.stride_costs import Timing
 
 BASELINE, PSA = "baseline", "+PSA"
 TABLE = "In-Context RALM, T=0"

@@ -33,7 +33,7 @@ from ragspec.rag.knn_generation import KnnGenerator, KnnStats
 from ragspec.retrieval.encoder import FloatArray
 from ragspec.retrieval.knn_store import Datastore
 from ragspec.retrieval.knnlm import DatastoreLike, EntriesWanted, KnnConfig
-from ragspec.retrieval.stride import Costs, Timing, published_optimum
+from ragspec.retrieval.stride_costs import Costs, Timing, published_optimum
 
 OpenRemote = Callable[[Path, float], AbstractContextManager[DatastoreLike]]
 """(folder, seconds that every call takes more) -> a datastore elsewhere."""

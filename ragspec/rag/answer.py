@@ -56,7 +56,8 @@ class AnswerStats:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """One choice. `passages` are those in the prompt, in its order: a `[n]` in the text is `passages[n - 1]`.
+    """One choice. `passages` are those in the prompt, in its order: a `[n]` in the text is `passages[n - 1]`. Of an answer with
+    many retrievals they are all that were in a prompt, as they were met, and numbers mean nothing.
 
     `dropped_passages` were retrieved and did not fit the context. For every citation `c`,
     `text[c.start:c.end]` is the same string as the passage's `[c.passage_start:c.passage_end]`.

@@ -27,12 +27,12 @@ _MARKER = re.compile(r"[\"”“»’.,;:!?)\s]{0,4}\[(\d{1,3})\]")
 
 
 def find_citations(
-    answer: str, passages: Sequence[Passage], *, min_words: int = 4, min_chars: int = 12
+    answer: str, passages: Sequence[Passage], *, min_words: int = 4, min_chars: int = 12, numbered: bool = True
 ) -> list[Citation]:
     """The longest verbatim spans, longest first taken, without overlaps, in the order of the answer.
 
     A whole quotation counts from one word on; any other span from `min_words` whole words and `min_chars` characters on. Where
-    several passages hold the span, the number behind it decides (`[2]` is `passages[1]`), else the best ranked.
+    several passages hold the span, the number behind it decides (`[2]` is `passages[1]`) if they are `numbered`, else the first.
     Time grows with the lengths of answer and passages, not with their product. Units: characters.
     """
     words = _Words(answer)
@@ -48,7 +48,7 @@ def find_citations(
         if free != [(start, end)]:
             for part in free:
                 _push(queue, words.trimmed(*part, min_words, min_chars))
-        elif (citation := _cite(answer, start, end, passages)) is not None:
+        elif (citation := _cite(answer, start, end, passages, numbered)) is not None:
             insort(taken, (start, end))
             citations.append(citation)
     return sorted(citations, key=lambda citation: citation.start)
@@ -165,9 +165,9 @@ def _free_parts(taken: list[Span], start: int, end: int) -> list[Span]:
     return [(left, right) for left, right in parts if left < right]
 
 
-def _cite(answer: str, start: int, end: int, passages: Sequence[Passage]) -> Citation | None:
+def _cite(answer: str, start: int, end: int, passages: Sequence[Passage], numbered: bool) -> Citation | None:
     text = answer[start:end]
-    marker = _MARKER.match(answer, end)
+    marker = _MARKER.match(answer, end) if numbered else None
     marked = int(marker[1]) - 1 if marker else -1
     ranked = range(len(passages))
     for number in [marked, *ranked] if marked in ranked else ranked:

@@ -10,7 +10,8 @@ The text is that of retrieving each time and waiting for it (`guessing=False`), 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields, replace
 from typing import Any, Self
 
@@ -22,11 +23,12 @@ from ragspec.errors import InputError
 from ragspec.numerics.noise import random_seed
 from ragspec.rag.answer import Answer, AnswerStats
 from ragspec.rag.citations import find_citations
+from ragspec.rag.iterative_parts import Order, Step, Tools
 from ragspec.rag.pipeline import EngineLike, params_of, scope_of
 from ragspec.rag.policies import InContextRalm, Policy, Progress
 from ragspec.rag.prompt import PromptBuilder
-from ragspec.rag.speculative_run import Order, SpeculativeRun, Step, Tools
-from ragspec.retrieval.lookup import IndexLike
+from ragspec.rag.speculative_run import SpeculativeRun
+from ragspec.retrieval.lookup import IndexLike, PassageKey
 from ragspec.retrieval.retriever import Retriever
 from ragspec.retrieval.speculation import Lookups, keys_of
 from ragspec.retrieval.stride import StrideScheduler
@@ -47,8 +49,9 @@ class IterativePipeline:
         scheduler: StrideScheduler | None = None,
         max_in_flight: int = 32,
     ) -> None:
-        """`scheduler`: one of your own, or one that has learned the costs of this index already."""
+        """`scheduler`: one of your own, or one that has learned the costs of this index; then `speculation` has no say in it."""
         config = speculation or SpeculationConfig()
+        self._pinned = index.pinned()
         self._index = index
         self._engine = engine
         self._guessing = config.enabled
@@ -58,11 +61,13 @@ class IterativePipeline:
         self._tools = Tools(engine, prompts, self._lookups, self._scheduler, policy or InContextRalm(), config)
         self._defaults = params_of(generation or GenerationConfig())
         self._max_in_flight = max_in_flight
-        self._pinned = index.pinned()
 
     @classmethod
     def from_config(cls, config: PipelineConfig | None = None, policy: Policy | None = None) -> Self:
-        """As `Pipeline.from_config`. Raises: ConfigError, StoreError, ModelError."""
+        """As `Pipeline.from_config`, but that the policy says how many passages are retrieved.
+
+        Raises: ConfigError, StoreError, ModelError.
+        """
         config = config or PipelineConfig()
         index = Retriever.from_config(config.retriever, config.encoder)
         engine = load_engine(config.target, config.engine, config.drafting)
@@ -81,32 +86,37 @@ class IterativePipeline:
     def ask_many(
         self,
         questions: Sequence[str],
-        params: SamplingParams | None = None,
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         guessing: bool = True,
         speculation: bool = True,
         tenant: str = "",
         filter: Mapping[str, Any] | None = None,
     ) -> list[Answer]:
-        """Answer all at once; their lookups and decode steps are shared. Not inside a running event loop: use `answer` there.
+        """Answer all at once; their lookups and decode steps are shared. In an event loop, which this blocks, use `answer`.
 
         `guessing`: whether retrievals are guessed; `speculation`: whether tokens are drafted. Neither changes the text.
         Raises: InputError or PromptTooLong for a question that cannot be asked, RetrievalError if the index does not answer,
         EngineError; then all are given up.
         """
         options = {"guessing": guessing, "speculation": speculation, "tenant": tenant, "filter": filter}
-        return asyncio.run(self._answer_all(questions, params, options))
+        each = params if isinstance(params, Sequence) else [params] * len(questions)
+        if len(each) != len(questions):
+            raise InputError(f"{len(questions)} questions came with {len(each)} sets of sampling parameters")
+        with ThreadPoolExecutor(1) as thread:  # Why: a notebook's thread has an event loop already
+            return thread.submit(lambda: asyncio.run(self._answer_all(questions, each, options))).result()
 
     async def _answer_all(
-        self, questions: Sequence[str], params: SamplingParams | None, options: dict[str, Any]
+        self, questions: Sequence[str], params: Sequence[SamplingParams | None], options: dict[str, Any]
     ) -> list[Answer]:
+        orders = [await self._order(*each, **options) for each in zip(questions, params, strict=True)]
         room = asyncio.Semaphore(self._max_in_flight)
 
-        async def answer(question: str) -> Answer:
+        async def answer(order: Order) -> Answer:
             async with room:
-                return await self.answer(question, params, **options)
+                return await self._answered(order)
 
-        tasks = [asyncio.ensure_future(answer(question)) for question in questions]
+        tasks = [asyncio.ensure_future(answer(order)) for order in orders]
         try:
             return await asyncio.gather(*tasks)
         except BaseException:
@@ -117,7 +127,7 @@ class IterativePipeline:
 
     async def answer(self, question: str, params: SamplingParams | None = None, **options: Any) -> Answer:
         """One answer, for use in an event loop. Options and errors as in `ask_many`."""
-        return await self._answered(await self._order(question, params, **options), lambda _: None)
+        return await self._answered(await self._order(question, params, **options))
 
     async def stream(
         self, question: str, params: SamplingParams | None = None, **options: Any
@@ -167,11 +177,12 @@ class IterativePipeline:
         filter: Mapping[str, Any] | None = None,
     ) -> Order:
         """Raises: InputError."""
+        self._tools.prompts.check(question)
         settled, scope = self._settled(params or self._defaults), scope_of(tenant, filter)
         index = await asyncio.to_thread(self._current)
         return Order(question, settled, index, scope, guessing and self._guessing, speculation)
 
-    async def _answered(self, order: Order, told: Callable[[tuple[int, ...]], None]) -> Answer:
+    async def _answered(self, order: Order, told: Callable[[tuple[int, ...]], None] = lambda _: None) -> Answer:
         run = SpeculativeRun(self._tools, order, told)
         progress, steps = await run.run()
         return self._answer(order, run, progress, steps)
@@ -180,8 +191,7 @@ class IterativePipeline:
         """With the seed that all segments share. Raises: InputError."""
         if params.n != 1:
             raise InputError("an iterative answer has one choice: n must be 1")
-        logprobs = 0 if params.logprobs is None and self._tools.policy.needs_logprobs else params.logprobs
-        return replace(params, seed=random_seed() if params.seed is None else params.seed, logprobs=logprobs)
+        return replace(params, seed=random_seed() if params.seed is None else params.seed)
 
     def _current(self) -> IndexLike:
         """The current generation; one object as long as it is the same, so that answers share their lookups."""
@@ -192,33 +202,35 @@ class IterativePipeline:
 
     def _answer(self, order: Order, run: SpeculativeRun, progress: Progress, steps: Sequence[Step]) -> Answer:
         text = text_of(self._tools.prompts.tokenizer, progress.output_ids, order.params)
-        met = {keys_of([p])[0]: p for step in reversed(steps) for p in reversed(step.passages)}
-        passages = tuple(reversed(met.values()))
-        stats = AnswerStats(run.stats.wait_s, 0.0, order.index.generation, _generation_stats(steps, order), run.stats)
+        fitted = {key for step in steps for key in keys_of(run.segments.prompt(step.passages).passages)}
+        met = _distinct(passage for step in steps for passage in step.passages)
+        passages = tuple(passage for key, passage in met.items() if key in fitted)
+        generation = _generation_stats(steps, order, len(progress.output_ids))
         return Answer(
             order.question,
             text,
-            tuple(find_citations(text, passages)),
+            tuple(find_citations(text, passages, numbered=False)),
             passages,
-            _dropped(run, steps),
+            tuple(passage for key, passage in met.items() if key not in fitted),
             progress.finish_reason,
             progress.output_ids,
             progress.logprobs if order.params.logprobs is not None else (),
-            stats,
+            AnswerStats(run.stats.wait_s, 0.0, order.index.generation, generation, run.stats),
         )
 
 
-def _dropped(run: SpeculativeRun, steps: Sequence[Step]) -> tuple[Passage, ...]:
-    dropped = {keys_of([p]): p for step in steps for p in run.prompt(step.passages).dropped}
-    return tuple(dropped.values())
+def _distinct(passages: Iterable[Passage]) -> dict[PassageKey, Passage]:
+    """Each once, as it was met first."""
+    met: dict[PassageKey, Passage] = {}
+    for passage in passages:
+        met.setdefault(keys_of([passage])[0], passage)
+    return met
 
 
-def _generation_stats(steps: Sequence[Step], order: Order) -> GenerationStats:
-    """The counters of all segments that stand, added up."""
+def _generation_stats(steps: Sequence[Step], order: Order, num_tokens: int) -> GenerationStats:
+    """The counters of all segments that stand, added up; of one that stands twice, once. `num_tokens` are in the answer."""
     total = GenerationStats(seed=order.params.seed or 0)
-    for step in steps:
-        assert step.written is not None
-        given = step.written.stats
+    for given in {id(step.written): step.written.stats for step in steps if step.written is not None}.values():
         for field in fields(GenerationStats):
             value = getattr(given, field.name)
             if isinstance(value, int | float) and field.name != "seed":
@@ -226,4 +238,5 @@ def _generation_stats(steps: Sequence[Step], order: Order) -> GenerationStats:
         for name, count in given.accepted_by_drafter.items():
             total.accepted_by_drafter[name] = total.accepted_by_drafter.get(name, 0) + count
         total.system_fingerprint = given.system_fingerprint
+    total.num_output_tokens = num_tokens
     return total

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
 
 from ragspec.core import Completion, FinishReason, TokenLogprob
+from ragspec.errors import InputError
 from ragspec.retrieval.chunking import sentences
 
 Decode = Callable[[Sequence[int]], str]
@@ -94,6 +95,9 @@ class InContextRalm:
     num_passages: int = 1
     needs_logprobs: bool = False
 
+    def __post_init__(self) -> None:
+        _check_positive(self, "retrieval_stride_tokens", "query_tokens", "num_passages")
+
     def next(self, progress: Progress, decode: Decode) -> Round | None:
         if progress.ended:
             return None
@@ -117,6 +121,9 @@ class Flare:
     lookahead_tokens: int = 48
     num_passages: int = 2
     needs_logprobs: bool = True
+
+    def __post_init__(self) -> None:
+        _check_positive(self, "lookahead_tokens", "num_passages")
 
     def next(self, progress: Progress, decode: Decode) -> Round | None:
         if progress.last is None:
@@ -160,11 +167,20 @@ class IterRetGen:
     num_passages: int = 3
     needs_logprobs: bool = False
 
+    def __post_init__(self) -> None:
+        _check_positive(self, "num_iterations", "num_passages")
+
     def next(self, progress: Progress, decode: Decode) -> Round | None:
         if progress.num_rounds >= self.num_iterations:
             return None
         query = f"{progress.question} {decode(progress.output_ids)}".strip()
         return Round(_askable(query, progress), (), progress.most_tokens, progress.output_ids)
+
+
+def _check_positive(policy: object, *names: str) -> None:
+    for name in names:
+        if getattr(policy, name) < 1:
+            raise InputError(f"{name} must be at least 1, not {getattr(policy, name)!r}")
 
 
 def _askable(text: str, progress: Progress) -> str:

@@ -84,6 +84,10 @@ class PromptBuilder:
             tried = (fitting + high + 1) // 2
         return Prompt(prompt_ids, tuple(passages[:fitting]), tuple(passages[fitting:]))
 
+    def check(self, question: str) -> None:
+        """Raises: InputError for what `build` would refuse before it tokenises anything."""
+        self._check([Message("user", question)])
+
     def grammar_prompt(self, sentence: str, max_tokens: int = 0) -> Prompt:
         """The prompt that asks for the corrected sentence and nothing else. Raises: as `build`."""
         check_text(sentence, "the sentence")

@@ -15,46 +15,19 @@ from __future__ import annotations
 
 import asyncio
 import time
-import uuid
-from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeVar
 
-from ragspec.config import SpeculationConfig
-from ragspec.core import Completion, Delta, Passage, Request, SamplingParams, Segment
-from ragspec.engine.collect import join
+from ragspec.core import Passage
 from ragspec.errors import RetrievalError
 from ragspec.rag.answer import RunStats
-from ragspec.rag.policies import Policy, Progress, Round
-from ragspec.rag.prompt import Prompt, PromptBuilder
-from ragspec.rag.sources import copy_sources
-from ragspec.retrieval.lookup import IndexLike, Lookup, PassageKey, Query
-from ragspec.retrieval.search import Scope
-from ragspec.retrieval.speculation import Asked, Check, Lookups, SpeculationCache, keys_of
-from ragspec.retrieval.stride import StrideScheduler
+from ragspec.rag.iterative_parts import Order, Step, Tools
+from ragspec.rag.policies import Progress, Round
+from ragspec.rag.segments import Segments
+from ragspec.retrieval.lookup import Lookup, Query
+from ragspec.retrieval.speculation import Asked, Check, SpeculationCache, keys_of
 
 T = TypeVar("T")
-Keys = tuple[PassageKey, ...]
-
-
-class SegmentWriter(Protocol):
-    """An engine as this module needs it."""
-
-    def stream(self, request: Request) -> AsyncIterator[Delta]: ...
-
-
-@dataclass(slots=True, eq=False)
-class Step:
-    """A round under way. `progress`: what was there before it."""
-
-    progress: Progress
-    round: Round
-    query: Query | None
-    passages: list[Passage]
-    verified: bool
-    written: Completion | None = None
-    token_ids: list[int] = field(default_factory=list)  # written so far
-    seconds: float = 0.0
 
 
 class _Asking(NamedTuple):
@@ -72,30 +45,6 @@ class _Sent(NamedTuple):
     asking: _Asking
 
 
-@dataclass(frozen=True, slots=True)
-class Tools:
-    """What all answers of a pipeline share."""
-
-    engine: SegmentWriter
-    prompts: PromptBuilder
-    lookups: Lookups
-    scheduler: StrideScheduler
-    policy: Policy
-    config: SpeculationConfig
-
-
-@dataclass(frozen=True, slots=True)
-class Order:
-    """What one answer is asked for. `index` is pinned to one generation; `params.seed` is given."""
-
-    question: str
-    params: SamplingParams
-    index: IndexLike
-    scope: Scope
-    guessing: bool
-    drafting: bool
-
-
 class SpeculativeRun:
     """Writes one answer; used once. Owns the cache and everything that may have to be taken back."""
 
@@ -105,24 +54,24 @@ class SpeculativeRun:
         self._order = order
         self._told = told
         self._num_told = 0
-        self._prompts: dict[Keys, Prompt] = {}
-        self._written: dict[tuple[Keys, tuple[int, ...], int], Completion] = {}
         self._queries: dict[str, Query] = {}
         self._answers: dict[Query, list[Passage]] = {}  # verified
         self._cache = SpeculationCache(order.index.mode)
         self._steps: list[Step] = []
         self._sent: _Sent | None = None
         self._num_beside = 0
-        self._discarded: tuple[int, ...] = ()  # the output that was taken back last
         self._plan = tools.scheduler.choose()
         self.stats = RunStats()
+        self.segments = Segments(tools, order, self.stats)
 
     async def run(self) -> tuple[Progress, list[Step]]:
         """The finished output and the rounds that led to it, in order. Raises: RetrievalError, InputError, EngineError."""
-        begin = time.perf_counter()
+        begin, traffic = time.perf_counter(), self._tools.traffic
+        traffic.in_flight(1)
         try:
             head = await self._run()
         finally:
+            traffic.in_flight(-1)
             if self._sent is not None:
                 self._sent.asking.future.cancel()
         self.stats.num_rounds = head.num_rounds
@@ -173,13 +122,12 @@ class SpeculativeRun:
             (self._queries[round.query],) = await self._wait_for(encoding)
         query = self._queries[round.query]
         self.stats.encode_s += (encode_s := time.perf_counter() - begin)
-        if self._guesses:
-            if query in self._answers:
-                return Step(head, round, query, self._answers[query], verified=True, seconds=encode_s)
-            if self._cache.can_guess:
-                passages = self._cache.guess(query, k)
-                seconds = time.perf_counter() - begin
-                return Step(head, round, query, passages, verified=False, seconds=seconds)
+        if self._order.guessing and query in self._answers:
+            return Step(head, round, query, self._answers[query], verified=True, seconds=encode_s)
+        if self._guesses and self._cache.can_guess:
+            passages = self._cache.guess(query, k)
+            seconds = time.perf_counter() - begin
+            return Step(head, round, query, passages, verified=False, seconds=seconds)
         lookup = await self._looked_up(self._look_up([query]))
         self._answers[query] = lookup.passages[0]
         if self._sent is None:
@@ -224,7 +172,7 @@ class SpeculativeRun:
         assert self._sent is not None
         steps, asking = self._sent
         lookup = await self._looked_up(asking)
-        self._sent = None
+        self._sent, self._num_beside = None, 0
         for step, passages in zip(steps, lookup.passages, strict=True):
             assert step.query is not None
             self._answers[step.query] = passages
@@ -232,30 +180,26 @@ class SpeculativeRun:
         num_right = right.index(False) if False in right else len(right)
         for step, passages in zip(steps[:num_right], lookup.passages, strict=False):
             step.verified, step.passages = True, passages
-        self._note(num_right, num_right < len(steps))
+        self._note(len(steps), num_right)
         if num_right == len(steps):
             return True
-        self._take_back(self._steps.index(steps[num_right]))
+        first_wrong = self._steps.index(steps[num_right])  # later rounds hang on it, whatever was guessed for them
+        self.segments.take_back(self._steps[first_wrong:])
+        del self._steps[first_wrong:]
         return False
 
-    def _note(self, num_right: int, wrong: bool) -> None:
+    def _note(self, num_guesses: int, num_right: int) -> None:
+        wrong = int(num_right < num_guesses)
         self.stats.num_right += num_right
         self.stats.num_wrong += wrong
-        self._tools.scheduler.note_guesses(num_right, int(wrong))
-        self.stats.strides.append(self._plan.stride)
+        self.stats.strides.append(num_guesses)
+        self._tools.scheduler.note_guesses(num_right, wrong)
         self._plan = self._tools.scheduler.choose()
 
-    def _take_back(self, number: int) -> None:
-        """Everything from this round on; later rounds hang on it, whatever was guessed for them."""
-        lost = [step for step in self._steps[number:] if step.token_ids]
-        self._steps = self._steps[:number]
-        if lost:
-            self.stats.num_lost_tokens += sum(len(step.token_ids) for step in lost)
-            self._discarded = (*lost[-1].round.output_ids, *lost[-1].token_ids)
-
     def _look_up(self, queries: Sequence[Query]) -> _Asking:
+        """Why prefetched while nothing is guessed yet, too: from a poorer cache, guesses would look worse than they will be."""
         order, guessing = self._order, self._guesses
-        prefetch_k = 0 if not guessing else self._tools.config.prefetch_k if self._plan.speculates else 1
+        prefetch_k = self._tools.config.prefetch_k if guessing else 0
         asked = Asked(order.index, self._tools.policy.num_passages, order.scope, prefetch_k)
         known = self._cache.known if guessing else frozenset()
         self.stats.num_lookups += 1
@@ -270,7 +214,7 @@ class SpeculativeRun:
         lookup = await self._wait_for(asking.future)
         self.stats.wait_s += time.perf_counter() - begin
         self._tools.scheduler.note_verification(asking.num_queries, asking.took_s[0], self._num_beside > 0)
-        if self._guesses:
+        if self._order.guessing:
             self._cache.insert(lookup)
         return lookup
 
@@ -283,7 +227,10 @@ class SpeculativeRun:
 
     async def _write_beside(self, step: Step) -> None:
         """Write while a verification runs, if one does; give up as soon as it finds a wrong guess."""
-        writing = asyncio.ensure_future(self._write(step))
+        writing = asyncio.ensure_future(self.segments.write(step, beside=self._sent is not None))
+        writing.add_done_callback(
+            lambda done: done.cancelled() or done.exception()
+        )  # else asyncio logs what nobody awaits
         try:
             while not writing.done() and self._sent is not None:
                 both: list[asyncio.Future[Any]] = [writing, self._sent.asking.future]
@@ -294,58 +241,5 @@ class SpeculativeRun:
         finally:
             writing.cancel()
 
-    async def _write(self, step: Step) -> None:
-        """Under the step's passages: as was written before under the same, or by the engine."""
-        round, keys = step.round, keys_of(step.passages)
-        draft_ids = round.draft_ids or self._draft_behind(round.output_ids)
-        known = (keys, round.output_ids, round.end)
-        step.written = self._written.get(known)
-        if step.written is None:
-            beside = self._sent is not None
-            begin = time.perf_counter()
-            step.written = await self._generate(step, Segment(round.output_ids, round.end, draft_ids))
-            self.stats.write_s += (write_s := time.perf_counter() - begin)
-            self._tools.scheduler.note_step(step.seconds + write_s, beside)
-            if self._guesses:
-                self._written[known] = step.written
-        step.token_ids = list(step.written.token_ids)
-        if draft_ids and draft_ids is not round.draft_ids:
-            self.stats.num_kept_tokens += _agreement(draft_ids, step.written.token_ids)
-
-    def _draft_behind(self, output_ids: tuple[int, ...]) -> tuple[int, ...]:
-        """What was taken back, where it goes on from here."""
-        kept = len(output_ids)
-        return self._discarded[kept:] if self._discarded[:kept] == output_ids else ()
-
-    async def _generate(self, step: Step, segment: Segment) -> Completion:
-        order = self._order
-        prompt = self.prompt(step.passages)
-        sources = copy_sources(order.question, prompt.passages)
-        request = Request(
-            uuid.uuid4().hex, prompt.prompt_ids, order.params, sources, order.scope.tenant, order.drafting, segment
-        )
-        deltas = []
-        async for delta in self._tools.engine.stream(request):
-            step.token_ids += delta.token_ids
-            deltas.append(delta)
-        return join(deltas)
-
-    def prompt(self, passages: Sequence[Passage]) -> Prompt:
-        keys = keys_of(passages)
-        if keys not in self._prompts:
-            order = self._order
-            self._prompts[keys] = self._tools.prompts.build(
-                order.question, passages, order.params.max_tokens, question_first=True
-            )
-        return self._prompts[keys]
-
     def _decode(self, token_ids: Sequence[int]) -> str:
         return str(self._tools.prompts.tokenizer.decode(list(token_ids), skip_special_tokens=True))
-
-
-def _agreement(draft_ids: Sequence[int], token_ids: Sequence[int]) -> int:
-    """How many tokens stand at the place they were drafted for."""
-    pairs = zip(draft_ids, token_ids, strict=False)
-    return next(
-        (i for i, (drafted, token) in enumerate(pairs) if drafted != token), min(len(draft_ids), len(token_ids))
-    )

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Generic, NamedTuple, TypeVar
 
-from ragspec.errors import EngineClosed
+from ragspec.errors import EngineClosed, InputError
 
 Key = TypeVar("Key")
 Item = TypeVar("Item")
@@ -63,7 +63,8 @@ class SharedCalls(Generic[Key, Item, Result]):
             if parts:
                 _settle(parts, self._call)
         for part in self._waiting:
-            part.future.set_exception(EngineClosed("the pipeline was closed"))
+            if part.future.set_running_or_notify_cancel():
+                part.future.set_exception(EngineClosed("the pipeline was closed"))
 
     def _take(self) -> bool:
         """Everything that has come; waits if nothing has. False: close."""
@@ -87,15 +88,17 @@ class SharedCalls(Generic[Key, Item, Result]):
 
 
 def _settle(parts: list[_Part[Key, Item, Result]], call: Callable[[Key, list[Sequence[Item]]], list[Result]]) -> None:
-    """Where a call of several fails, each is tried alone: one request's fault is not the others'."""
+    """Where one request's input fails a call of several, each is tried alone: its fault is not the others'."""
     try:
         results = call(parts[0].key, [part.items for part in parts])
-    except Exception as error:
+    except InputError as error:
+        for part in parts if len(parts) > 1 else ():
+            _settle([part], call)
         if len(parts) == 1:
             parts[0].future.set_exception(error)
-            return
+    except Exception as error:
         for part in parts:
-            _settle([part], call)
-        return
-    for part, result in zip(parts, results, strict=True):
-        part.future.set_result(result)
+            part.future.set_exception(error)
+    else:
+        for part, result in zip(parts, results, strict=True):
+            part.future.set_result(result)

@@ -1,20 +1,12 @@
-"""How many retrievals to guess before they are verified: OS3, RaLMSpec's optimal speculation stride scheduler.
+"""How many retrievals to guess before they are verified, from what is measured while answers are written.
 
-A step decodes under one retrieval; `a` is its time and `b(s)` that of verifying s retrievals at once, `gamma` the chance that a
-guess is right. A round is s steps, the first under a verified document, and one verification; it verifies
-
-    1 + gamma + ... + gamma^(s - 1)   documents on average, in
-    s a + b(s)                        seconds if decoding waits for the verification, and if it goes on for o steps meanwhile in
-    gamma^s ((s - o) a + max(o a, b(s))) + (1 - gamma^s) (s a + b(s)).
-
-The paper's asynchronous objective is o = 1; here decoding goes on as long as what it writes is likely enough to stand. Stride 1
-without overlap is no speculation at all: that is what is chosen where the best of the others would gain too little.
+Stride 1 without overlap is no speculation at all: that is what is chosen where the best of the others would gain too little.
+`ragspec.retrieval.stride_costs` has the formulas.
 
     >>> scheduler = StrideScheduler(StrideConfig(), asynchronous=True)
     >>> plan = scheduler.choose()       # then tell it what happened: note_step, note_verification, note_guesses
 
-Source: Zhang et al. 2024, Accelerating Iterative Retrieval-augmented Language Model Serving with Speculation (arXiv 2401.14021),
-section 4 and appendix A.
+Source: Zhang et al. 2024 (arXiv 2401.14021), section 4.
 """
 
 from __future__ import annotations
@@ -22,92 +14,16 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
-from statistics import median
-from typing import NamedTuple
+from dataclasses import replace
+from statistics import mean, median
 
 from ragspec.config import StrideConfig
+from ragspec.retrieval.stride_costs import ALONE, HOPELESS, OFF, Costs, Crowd, Plan, Timing, best_plan
 
 _APART_AT_MOST = 512
 _LEAST_BESIDE = 8
 """Steps beside verifications that must have been timed before they are believed to be slower than others."""
 _LOOKED_OVER_EVERY = 4
-
-
-class Plan(NamedTuple):
-    """`stride` guesses a verification, `overlap` steps beside it; `gain`: predicted speed against no speculation.
-
-    Not `learns`: even guesses that are always right would not pay, so there is no use in finding out how often they are.
-    """
-
-    stride: int = 1
-    overlap: int = 0
-    gain: float = 1.0
-    learns: bool = True
-
-    @property
-    def speculates(self) -> bool:
-        return self.stride > 1 or self.overlap > 0
-
-
-OFF = Plan()
-HOPELESS = Plan(learns=False)
-
-
-def verified_documents(gamma: float, stride: int) -> float:
-    """Documents that one round verifies, on average; `gamma` is less than 1."""
-    return (1.0 - gamma**stride) / (1.0 - gamma)
-
-
-class Timing(NamedTuple):
-    """Seconds of one step, and of one verification by the number of its queries."""
-
-    step_s: float
-    verification_s: Callable[[int], float]
-
-
-@dataclass(frozen=True, slots=True)
-class Costs:
-    """What was measured: `apart`, when decoding waits for verifications; `beside`, when both go on, which may want the same
-    processors; None: not known. `gamma`: the chance that a guess is right."""
-
-    apart: Timing
-    gamma: float
-    beside: Timing | None = None
-
-    def round_s(self, stride: int, overlap: int) -> float:
-        """Seconds of one round on average, with `overlap` steps beside the verification; 0: none."""
-        step_s = self.apart.step_s
-        if not overlap:
-            return stride * step_s + self.apart.verification_s(stride)
-        beside = self.beside or self.apart
-        verification_s, success = beside.verification_s(stride), self.gamma**stride
-        together_s = (stride - overlap) * step_s + max(overlap * beside.step_s, verification_s)
-        return success * together_s + (1.0 - success) * (stride * step_s + verification_s)
-
-    def gain(self, stride: int, overlap: int) -> float:
-        """Documents a second against those without speculation."""
-        without_s = self.apart.step_s + self.apart.verification_s(1)
-        return verified_documents(self.gamma, stride) * without_s / self.round_s(stride, overlap)
-
-
-def best_plan(costs: Costs, max_stride: int, overlap_of: Callable[[int], int]) -> Plan:
-    """The stride of the greatest gain, which rises to one peak, so that the search ends behind it.
-
-    `overlap_of`: steps beside the verification, by stride.
-    """
-    best = Plan(1, overlap_of(1), costs.gain(1, overlap_of(1)))
-    for stride in range(2, max_stride + 1):
-        gain = costs.gain(stride, overlap_of(stride))
-        if gain < best.gain:
-            break
-        best = Plan(stride, overlap_of(stride), gain)
-    return best
-
-
-def published_optimum(costs: Costs, max_stride: int, asynchronous: bool) -> Plan:
-    """What the paper's scheduler would choose from the same measurements, and its gain."""
-    return best_plan(costs, max_stride, lambda _: int(asynchronous))
 
 
 class StrideScheduler:
@@ -118,19 +34,28 @@ class StrideScheduler:
         self._asynchronous = asynchronous
         window = self._config.window
         self._steps_s: deque[float] = deque(maxlen=window)
-        self._verifications: deque[tuple[int, float]] = deque(maxlen=window)
+        self._verifications: deque[tuple[int, float]] = deque(maxlen=window)  # of one query
+        self._batches: deque[tuple[int, float]] = deque(
+            maxlen=window
+        )  # of more: apart, or singles would drive them out
+        self._writing: deque[tuple[float, float]] = deque(maxlen=window)  # how many at once, seconds
+        self._in_flight: deque[int] = deque(maxlen=window)
         self._steps_beside_s: deque[float] = deque(maxlen=window)
         self._verifications_beside: deque[tuple[int, float]] = deque(maxlen=window)
         self._num_apart = 0  # verifications since the last one beside decoding
         self._guesses: deque[tuple[int, int]] = deque(maxlen=window)
         self._chosen: Plan | None = None
         self._num_new = 0  # verifications since it was chosen
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
 
-    def note_step(self, seconds: float, beside: bool = False) -> None:
-        """A step took so long; `beside` a verification."""
+    def note_step(
+        self, seconds: float, beside: bool = False, *, num_writing: float = 1.0, num_in_flight: int = 1
+    ) -> None:
+        """A step took so long; `beside` a verification, and together with so many others, itself counted."""
         with self._lock:
             (self._steps_beside_s if beside else self._steps_s).append(seconds)
+            self._writing.append((num_writing, seconds))
+            self._in_flight.append(num_in_flight)
 
     def note_verification(self, num_queries: int, seconds: float, beside: bool = False) -> None:
         """One lookup of some queries took so long; `beside` decoding.
@@ -138,7 +63,8 @@ class StrideScheduler:
         What decoding beside it costs is tried again after some hundred without: the machine may be another's no more.
         """
         with self._lock:
-            (self._verifications_beside if beside else self._verifications).append((num_queries, seconds))
+            waiting = self._verifications if num_queries == 1 else self._batches
+            (self._verifications_beside if beside else waiting).append((num_queries, seconds))
             self._num_new += 1
             self._num_apart = 0 if beside else self._num_apart + 1
             if self._num_apart >= _APART_AT_MOST:
@@ -155,26 +81,29 @@ class StrideScheduler:
     def gamma(self) -> float:
         """The likeliest chance of a right guess, at most `gamma_max`; 0 before the first guess.
 
-        Laplace's half a success and half a failure keep a few lucky guesses from being taken for certainty.
+        Half a success and half a failure in advance (Jeffreys' prior) keep a few lucky guesses from being taken for certainty.
         """
-        right = sum(some for some, _ in self._guesses)
-        wrong = sum(some for _, some in self._guesses)
+        with self._lock:
+            right = sum(some for some, _ in self._guesses)
+            wrong = sum(some for _, some in self._guesses)
         return min(self._config.gamma_max, (right + 0.5) / (right + wrong + 1.0)) if right + wrong else 0.0
 
     def costs(self) -> Costs | None:
         """None before the first step and the first verification."""
         with self._lock:
-            apart = _timing(self._steps_s, self._verifications)
+            apart = _timing(self._steps_s, [*self._verifications, *self._batches])
             beside = None
             if min(len(self._steps_beside_s), len(self._verifications_beside)) >= _LEAST_BESIDE:
                 beside = _timing(self._steps_beside_s, self._verifications_beside)
-            return Costs(apart, self.gamma, beside) if apart is not None else None
+            crowd = _crowd(self._writing, self._in_flight)
+            return Costs(apart, self.gamma, beside, crowd) if apart is not None else None
 
     def choose(self) -> Plan:
         """The plan of the next round; looked over after every few verifications."""
-        if self._chosen is None or self._num_new >= _LOOKED_OVER_EVERY:
-            self._chosen, self._num_new = self._best(), 0
-        return self._chosen or OFF
+        with self._lock:
+            if self._chosen is None or self._num_new >= _LOOKED_OVER_EVERY:
+                self._chosen, self._num_new = self._best(), 0
+            return self._chosen or OFF
 
     def _best(self) -> Plan | None:
         costs, least = self.costs(), 1.0 + self._config.least_gain
@@ -197,10 +126,11 @@ class StrideScheduler:
         return beside if beside.gain > waiting.gain else waiting
 
     def _overlap(self, gamma: float, stride: int) -> int:
-        """Steps worth taking beside the verification of `stride` guesses: the i-th stands if those and i - 1 more are right."""
+        """Steps worth taking beside the verification of `stride` guesses, one at least: the i-th stands if those and i - 1 more
+        are right."""
         if not self._asynchronous:
             return 0
-        return sum(gamma ** (stride + i) >= self._config.least_survival for i in range(stride))
+        return max(1, sum(gamma ** (stride + i) >= self._config.least_survival for i in range(stride)))
 
 
 def _timing(steps_s: Sequence[float], verifications: Sequence[tuple[int, float]]) -> Timing | None:
@@ -208,17 +138,30 @@ def _timing(steps_s: Sequence[float], verifications: Sequence[tuple[int, float]]
     return Timing(median(steps_s), _by_size(verifications)) if steps_s and verifications else None
 
 
-def _by_size(verifications: Iterable[tuple[int, float]]) -> Callable[[int], float]:
-    """Seconds of a verification by its size: a line through the usual times of small and large ones, never falling."""
-    by_size: dict[int, list[float]] = {}
-    for size, seconds in verifications:
+def _crowd(writing: Sequence[tuple[float, float]], in_flight: Sequence[int]) -> Crowd:
+    if not in_flight or max(in_flight) == 1:
+        return ALONE
+    seconds, slope, numbers = _line(writing)
+    alone_s = max(seconds / 64, seconds - slope * (numbers - 1.0))
+    return Crowd(mean(in_flight), min(1.0, slope / alone_s), numbers)
+
+
+def _by_size(timed: Sequence[tuple[int, float]]) -> Callable[[int], float]:
+    """Seconds by size, on a line; never less than half of what was ever seen."""
+    seconds, slope, sizes = _line(timed)
+    least = min(seconds for _, seconds in timed) / 2
+    return lambda size: max(least, seconds + slope * (size - sizes))
+
+
+def _line(timed: Iterable[tuple[float, float]]) -> tuple[float, float, float]:
+    """The line through the usual seconds of each size, which never falls: seconds of the mean size, its slope, that size."""
+    by_size: dict[float, list[float]] = {}
+    for size, seconds in timed:
         by_size.setdefault(size, []).append(seconds)
-    points = sorted((size, median(times), len(times)) for size, times in by_size.items())
+    points = [(size, median(times), len(times)) for size, times in by_size.items()]
     weight = sum(count for _, _, count in points)
     mean_size = sum(size * count for size, _, count in points) / weight
     mean_s = sum(seconds * count for _, seconds, count in points) / weight
     spread = sum(count * (size - mean_size) ** 2 for size, _, count in points)
     rise = sum(count * (size - mean_size) * (seconds - mean_s) for size, seconds, count in points)
-    slope = max(0.0, rise / spread) if spread else 0.0
-    least = min(seconds for _, seconds, _ in points) / 2
-    return lambda size: max(least, mean_s + slope * (size - mean_size))
+    return mean_s, max(0.0, rise / spread) if spread else 0.0, mean_size

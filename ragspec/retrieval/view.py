@@ -48,6 +48,7 @@ class View:
         """`shard` opens the segments, in this process if None. Raises: ConfigError, StoreCorrupt."""
         self.store = store
         self.terms = terms_of(store.manifest, config.mode)
+        self._passage_terms = lru_cache(_TEXTS_KEPT)(self.terms)
         self._config = config
         self._reranker = reranker
         self._approximate = any(DENSE in record.files for record in store.manifest.segments)
@@ -119,7 +120,9 @@ class View:
         found, mode = list(fresh.values()), self._config.mode
         passages = self._shard.passages(found)
         vectors = [None for _ in found] if mode == "sparse" else self._shard.vectors(found)
-        counts = [{} if mode == "dense" else Counter(self.terms(embedded_text(passage))) for passage in passages]
+        counts = [
+            {} if mode == "dense" else Counter(self._passage_terms(embedded_text(passage))) for passage in passages
+        ]
         return dict(zip(fresh, map(Candidate, passages, vectors, counts), strict=True))
 
     def _statistics(self, candidates: Iterable[Candidate], scope: Scope) -> TermStatistics:
@@ -146,7 +149,7 @@ def encoded(texts: Sequence[str], mode: Mode, encoder: TextEncoder, terms: Terms
 
 
 def terms_of(manifest: Manifest, mode: Mode) -> Terms:
-    """What cuts texts into the words of an index; of recent texts it remembers them.
+    """What cuts texts into the words of an index; it remembers none of them, for they are somebody's.
 
     Raises: ConfigError if the index was built with other rules; mode dense needs none.
     """
@@ -155,7 +158,7 @@ def terms_of(manifest: Manifest, mode: Mode) -> Terms:
         raise ConfigError(
             f"the index cuts texts into words by {manifest.analyzer}, here it would be {analyzer.id}: build it again"
         )
-    return lru_cache(_TEXTS_KEPT)(lambda text: tuple(analyzer.terms(text)))
+    return lambda text: tuple(analyzer.terms(text))
 
 
 def _local(store: Store, config: RetrieverConfig) -> Shard:

@@ -28,7 +28,8 @@ from ragspec.rag.knn_generation import KnnGenerator
 from ragspec.retrieval.encoder import EncoderIdentity
 from ragspec.retrieval.knn_store import Datastore, Origin, write_datastore
 from ragspec.retrieval.knnlm import EntriesWanted, Found, KnnConfig, unit_rows
-from ragspec.retrieval.stride import Plan, StrideScheduler
+from ragspec.retrieval.stride import StrideScheduler
+from ragspec.retrieval.stride_costs import Plan
 
 pytestmark = pytest.mark.ray
 

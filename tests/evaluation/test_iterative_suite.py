@@ -34,7 +34,7 @@ from ragspec.retrieval.encoder import TextEncoder
 from ragspec.retrieval.lookup import IndexLike, Lookup, Query
 from ragspec.retrieval.retriever import Retriever
 from ragspec.retrieval.store import Store
-from ragspec.retrieval.stride import Timing
+from ragspec.retrieval.stride_costs import Timing
 
 KNNLM = {
     "knnlm": [

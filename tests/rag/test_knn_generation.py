@@ -25,7 +25,8 @@ from ragspec.rag.knn_generation import KnnGenerator, _Rhythm
 from ragspec.retrieval.encoder import EncoderIdentity
 from ragspec.retrieval.knn_store import Datastore, read_datastore_manifest
 from ragspec.retrieval.knnlm import EntriesWanted, Found, KnnConfig
-from ragspec.retrieval.stride import Plan, StrideScheduler
+from ragspec.retrieval.stride import StrideScheduler
+from ragspec.retrieval.stride_costs import Plan
 
 CONTEXT_TOKENS = 24
 NUM_TOKENS = 20

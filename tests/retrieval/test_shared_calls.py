@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
-from ragspec.errors import EngineClosed
+from ragspec.errors import EngineClosed, InputError, RetrievalError
 from ragspec.retrieval.shared_calls import SharedCalls
 
 WAIT_S = 10.0
@@ -26,7 +26,7 @@ class Doubling:
         self.began.release()
         assert self.may_go.wait(WAIT_S)
         if any(number < 0 for part in parts for number in part):
-            raise ValueError("negative")
+            raise InputError("negative")
         return [[2 * number for number in part] for part in parts]
 
 
@@ -69,8 +69,31 @@ def test_one_fault_is_not_the_others(calls: SharedCalls[str, int, list[int]], do
     doubling.may_go.set()
     assert good.result(WAIT_S) == [2]
     assert late.result(WAIT_S) == [4]
-    with pytest.raises(ValueError, match="negative"):
+    with pytest.raises(InputError, match="negative"):
         bad.result(WAIT_S)
+
+
+def test_what_is_lost_is_lost_for_all(doubling: Doubling) -> None:
+    """An index that does not answer was asked once more by each that waited, one after the other, while all others stood."""
+    num_calls = 0
+
+    def call(key: str, parts: list[Sequence[int]]) -> list[list[int]]:
+        nonlocal num_calls
+        num_calls += 1
+        doubling.began.release()
+        assert doubling.may_go.wait(WAIT_S)
+        raise RetrievalError("lost")
+
+    calls = SharedCalls(call, max_items=8)
+    first = calls.submit("a", [0])
+    assert doubling.began.acquire(timeout=WAIT_S)
+    others = [calls.submit("a", [number]) for number in range(5)]
+    doubling.may_go.set()
+    for future in (first, *others):
+        with pytest.raises(RetrievalError, match="lost"):
+            future.result(WAIT_S)
+    assert num_calls == 2
+    calls.close()
 
 
 def test_cancelled_submissions_are_left_out(calls: SharedCalls[str, int, list[int]], doubling: Doubling) -> None:
@@ -88,7 +111,8 @@ def test_closing_ends_what_waits(calls: SharedCalls[str, int, list[int]], doubli
     """Requests that wait at the end waited for ever."""
     calls.submit("a", [0])
     assert doubling.began.acquire(timeout=WAIT_S)
-    waiting = calls.submit("b", [1])
+    gone, waiting = calls.submit("b", [0]), calls.submit("b", [1])
+    assert gone.cancel()
     calls.close()
     doubling.may_go.set()
     with pytest.raises(EngineClosed):

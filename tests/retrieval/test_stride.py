@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 
 from ragspec.config import StrideConfig
-from ragspec.retrieval.stride import (
+from ragspec.retrieval.stride import StrideScheduler
+from ragspec.retrieval.stride_costs import (
     HOPELESS,
     OFF,
     Costs,
-    StrideScheduler,
+    Crowd,
     Timing,
     best_plan,
     published_optimum,
@@ -184,3 +186,58 @@ def test_certainty_is_not_believed() -> None:
     for _ in range(100):
         scheduler.note_guesses(10, 0)
     assert scheduler.gamma == 0.9
+
+
+def test_where_others_are_written_meanwhile_waiting_costs_nothing() -> None:
+    """Eight answers at once on two cores: each looked slow, so all guessed, and what was written in vain slowed all of them."""
+    alone = Costs(Timing(1.0, lambda _: 1.0), 0.9)
+    full = Costs(Timing(8.0, lambda _: 1.0), 0.9, None, Crowd(8, 1.0, 8))
+    assert alone.gain(4, 0) > 1.3
+    assert full.gain(4, 0) == pytest.approx(verified_documents(0.9, 4) / 4, rel=0.01)
+    for costs in (full, replace(full, crowd=Crowd(8, 1.0, 5), apart=Timing(5.0, lambda _: 1.0))):
+        assert best_plan(costs, 32, lambda _: 0).stride == 1
+    free = replace(alone, crowd=Crowd(8, 0.0, 8))  # decoding together is free: each is as alone
+    assert free.gain(4, 0) == alone.gain(4, 0)
+    far = Costs(Timing(1.0, lambda _: 100.0), 0.9, None, Crowd(8, 1.0, 1))  # and a far index is not hidden by eight
+    assert far.gain(8, 0) > 3.0
+
+
+def test_a_crowd_is_noticed() -> None:
+    """The scheduler never learned that steps slow each other down."""
+    scheduler = told(StrideScheduler(asynchronous=False), 1.0, 1.0, 0.9)
+    assert scheduler.choose().speculates
+    for number in range(100):
+        num_writing = 4 + number % 5
+        scheduler.note_step(0.5 * num_writing, num_writing=num_writing, num_in_flight=8)
+        scheduler.note_verification(1, 1.0)
+        scheduler.note_guesses(9, 1)
+    assert not scheduler.choose().speculates
+    for _ in range(100):
+        scheduler.note_step(1.0)
+        scheduler.note_verification(1, 1.0)
+    assert scheduler.choose().speculates
+
+
+@pytest.mark.parametrize("ratio", [2.0, 5.0, 10.0])
+@pytest.mark.parametrize("gamma", [0.5, 0.7, 0.9])
+def test_an_index_that_is_linear_in_the_batch_is_not_tried_for_ever(ratio: float, gamma: float) -> None:
+    """While off, what batches cost was forgotten: speculation went on again and again, and took a fifth of the time."""
+    rng = random.Random(3)
+    scheduler, documents, seconds = StrideScheduler(asynchronous=False), 0, 0.0
+    while documents < 4000:
+        stride = scheduler.choose().stride
+        right = 0
+        while right < stride and rng.random() < gamma:
+            right += 1
+        for _ in range(stride):
+            scheduler.note_step(1.0)
+        scheduler.note_verification(stride, stride * ratio)
+        scheduler.note_guesses(right, int(right < stride))
+        documents += min(right + 1, stride)
+        seconds += stride * (1.0 + ratio)
+    assert documents * (1.0 + ratio) / seconds > 0.985
+
+
+def test_one_step_beside_a_verification_may_always_be_taken() -> None:
+    """Where guesses are rarely right, the paper's asynchronous plan was never considered."""
+    assert told(StrideScheduler(), 1.0, 1.0, 0.2).choose().overlap == 1
