@@ -13,7 +13,7 @@ import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from statistics import median
@@ -86,7 +86,9 @@ def measure_knnlm(
     rows = list(bench.rows("local", store))
     result: Result = {"knnlm_entries": len(store), "knnlm_bitwise": tested.passed, "knnlm": rows}
     if open_remote is not None:
-        service_s = service_time(rows, plan.b_over_a)
+        with open_remote(folder, service_time(rows, plan.b_over_a)) as remote:
+            step_ms = bench.step_ms(remote)
+        service_s = service_time(rows, plan.b_over_a, step_ms)
         with open_remote(folder, service_s) as remote:
             rows += bench.rows("remote", remote)
         result |= {"knnlm_service_s": service_s, "knnlm_best_remote": _extreme(max, rows, "remote")}
@@ -94,10 +96,11 @@ def measure_knnlm(
     return result
 
 
-def service_time(rows: Sequence[Result], b_over_a: float) -> float:
-    """Seconds a call must take more than here for a search of one state to take `b_over_a` steps, at a typical k."""
+def service_time(rows: Sequence[Result], b_over_a: float, step_ms: float | None = None) -> float:
+    """Seconds a call must take more than here for a search of one state to take `b_over_a` steps, at a typical k; of `step_ms`
+    each, or as they take here."""
     row = min(rows, key=lambda row: abs(row["k"] - _TYPICAL_K))
-    return max(0.0, 1e-3 * (b_over_a * float(row["a_ms"]) - float(row["b_ms"])))
+    return max(0.0, 1e-3 * (b_over_a * float(step_ms or row["a_ms"]) - float(row["b_ms"])))
 
 
 class Runs:
@@ -166,6 +169,12 @@ class _Bench:
     plan: KnnPlan
     tick: Tick
     threads: ThreadChoice
+
+    def step_ms(self, store: DatastoreLike) -> float:
+        """What a step takes between long searches, which is more than between short ones."""
+        few = replace(self.plan, num_neighbours=(_TYPICAL_K,), sampled=(), num_runs=1)
+        (row,) = replace(self, plan=few, prompts=self.prompts[:1]).rows("remote, tried", store)
+        return float(row["a_ms"])
 
     def rows(self, name: str, store: DatastoreLike) -> Iterator[Result]:
         """Greedy ones first."""

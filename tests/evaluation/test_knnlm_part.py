@@ -81,7 +81,7 @@ def test_every_setting_gets_a_row_and_is_compared(
     assert result["knnlm_best_remote"] == max(row["speedup"] for row in rows if row["store"] == "remote")
     assert result["knnlm_worst_local"] == min(row["speedup"] for row in rows if row["store"] == "local")
     assert all(row["b_ms"] >= 1e3 * result["knnlm_service_s"] for row in rows if row["store"] == "remote")
-    assert ticks[3] == ("knnlm local, k = 1, T = 0", 4, 4) and len(ticks) == 6 * 4
+    assert ticks[3] == ("knnlm local, k = 1, T = 0", 4, 4) and len(ticks) == 6 * 4 + 1  # and a trial
 
     monkeypatch.setattr(knnlm_part, "build_datastore", None)
     only_local = measure_knnlm(config, data_dir, tmp_path / "cache", PLAN, lambda *tick: None)
