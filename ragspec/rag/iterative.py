@@ -103,6 +103,10 @@ class IterativePipeline:
         each = params if isinstance(params, Sequence) else [params] * len(questions)
         if len(each) != len(questions):
             raise InputError(f"{len(questions)} questions came with {len(each)} sets of sampling parameters")
+        try:
+            asyncio.get_running_loop()
+        except RuntimeError:
+            return asyncio.run(self._answer_all(questions, each, options))
         with ThreadPoolExecutor(1) as thread:  # Why: a notebook's thread has an event loop already
             return thread.submit(lambda: asyncio.run(self._answer_all(questions, each, options))).result()
 

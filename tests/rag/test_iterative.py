@@ -442,11 +442,18 @@ def test_counters_add_up(engine: Engine, index_dir: Path, policy: str) -> None:
     assert answer.logprobs == ()
 
 
-def test_guesses_are_learned_from_the_cache_they_will_be_made_from(engine: Engine, index_dir: Path) -> None:
+def test_guesses_are_learned_from_the_cache_they_will_be_made_from(
+    engine: Engine, index_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """While off, nothing was prefetched: guesses looked poor, and speculation stayed off for good."""
     index, seen = Around(retriever(index_dir)), list[int]()
     look_up = index.look_up
-    index.look_up = lambda *a, **options: seen.append(options["prefetch_k"]) or look_up(*a, **options)  # type: ignore
+
+    def watched(*arguments: Any, **options: Any) -> Any:
+        seen.append(options["prefetch_k"])
+        return look_up(*arguments, **options)
+
+    monkeypatch.setattr(index, "look_up", watched)
     pipeline(engine, index, scheduler=Always(Plan())).ask(QUESTIONS[0], GREEDY)
     assert set(seen) == {8}
     seen.clear()
