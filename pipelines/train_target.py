@@ -2,6 +2,7 @@
 
     python -m pipelines.train_target --data ../shared/data --out runs/target --size cpu --minutes 100
     python -m pipelines.train_target --data ../shared/data --out runs/target --size gpu --workers 4
+    python -m pipelines.train_target --data ../shared/data --out runs/more --continue-from ragspec/assets/reference_target
 
 On cores that others use too, `OMP_WAIT_POLICY=PASSIVE` keeps two threads from spinning (several times faster, measured).
 Writes under `--out`: `tokenizer/`, `checkpoint.safetensors`, `curves.png`, and `model/`, which loads with plain
@@ -16,7 +17,7 @@ from pathlib import Path
 
 import torch
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-from transformers import PreTrainedTokenizerFast
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from ragspec.evaluation.target_cases import PROBE_ARTICLES, Case, question_cases
 from ragspec.evaluation.target_suite import model_generate, question_scores
@@ -29,7 +30,7 @@ from ragspec.training.target_format import question_messages
 from ragspec.training.target_model import SIZES, build_target
 from ragspec.training.target_sources import Sources, load_sources
 from ragspec.training.target_tokenizer import load_tokenizer, marker_tokens, train_tokenizer
-from ragspec.training.target_trainer import TargetTrainer, TrainingPlan
+from ragspec.training.target_trainer import TargetTrainer, TrainingPlan, continued
 from ragspec.training.workers import ALONE, Workers
 
 DEFAULT_TOKENS = {"tiny": 200_000, "cpu": 40_000_000, "gpu": 2_000_000_000}
@@ -49,10 +50,14 @@ def main() -> None:
     parser.add_argument("--threads", type=int, help="CPU threads")
     parser.add_argument("--workers", type=int, default=1, help="processes that train together")
     parser.add_argument("--resume", action="store_true", help="continue from the run directory's checkpoint")
+    parser.add_argument("--continue-from", type=Path, help="exported model whose weights and tokenizer the run starts with")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
-    plan = TrainingPlan(total_tokens=args.tokens or DEFAULT_TOKENS[args.size], minutes=args.minutes, seed=args.seed)
-    run = Run(args.data.resolve(), args.out.resolve(), args.size, plan, args.resume, args.threads)
+    total_tokens = args.tokens or DEFAULT_TOKENS[args.size]
+    plan = TrainingPlan(total_tokens=total_tokens, minutes=args.minutes, seed=args.seed)
+    if args.continue_from:
+        plan = continued(plan)
+    run = Run(args.data.resolve(), args.out.resolve(), args.size, plan, args.resume, args.threads, args.continue_from)
     if args.workers == 1:
         train(run, ALONE, "cuda" if torch.cuda.is_available() else "cpu")
     else:
@@ -69,6 +74,7 @@ class Run:
     plan: TrainingPlan
     resume: bool = False
     threads: int | None = None
+    continue_from: Path | None = None
 
 
 def train_together(run: Run, num_workers: int) -> None:
@@ -103,7 +109,10 @@ def train(run: Run, workers: Workers, device: str) -> None:
     sources = load_sources(run.data_dir)
     tokenizer = obtain_tokenizer(run, sources)
     special = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id}
-    model = build_target(size, marker_tokens(tokenizer), seed=plan.seed, **special)
+    if run.continue_from:
+        model = LlamaForCausalLM.from_pretrained(str(run.continue_from), dtype=torch.float32)
+    else:
+        model = build_target(size, marker_tokens(tokenizer), seed=plan.seed, **special)
     if device == "cpu":
         model.set_attn_implementation(training_attention.register())
     errors = GrammarErrors(run.data_dir)
@@ -124,7 +133,7 @@ def train(run: Run, workers: Workers, device: str) -> None:
 
 def obtain_tokenizer(run: Run, sources: Sources | None = None) -> PreTrainedTokenizerFast:
     """The run's tokenizer, trained once."""
-    directory = run.out / "tokenizer"
+    directory = run.continue_from or run.out / "tokenizer"
     if not (directory / "tokenizer.json").exists():
         sources = sources or load_sources(run.data_dir)
         texts = itertools.chain(

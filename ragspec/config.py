@@ -17,6 +17,7 @@ from ragspec.errors import ConfigError
 ASSETS = Path(__file__).parent / "assets"
 MIN_STEP_TOKENS = 16
 REFERENCE_TARGET = str(ASSETS / "reference_target")
+REFERENCE_HEAD = str(ASSETS / "reference_heads" / "eagle3")
 
 
 class Part(BaseModel):
@@ -127,12 +128,31 @@ class TargetConfig(Part):
     exactness: Literal["bitwise", "fast"] = "bitwise"
 
 
+class EagleConfig(Part):
+    """An EAGLE head. `path`: its directory; empty: the one shipped for the reference target.
+
+    `tree`: "dynamic" drafts the `width` most probable paths of a level further, each with `num_children` children, down to
+    `max_depth` tokens; "static" is EAGLE-1's fixed tree, "chain" has no branches. The head looks back `window` positions.
+    `coupled`: sampled drafts know the noise that the target samples with.
+    """
+
+    path: str = ""
+    tree: Literal["dynamic", "static", "chain"] = "dynamic"
+    num_children: int = Field(4, ge=1, le=64)
+    width: int = Field(4, ge=1, le=64)
+    max_depth: int = Field(6, ge=1, le=32)
+    window: int = Field(256, ge=16)
+    coupled: bool = True
+
+
 class DraftingConfig(Part):
-    """Which drafters propose, and the most nodes a tree may have."""
+    """Which drafters propose, and the most nodes a tree may have; `fixed_nodes`: exactly so many, to measure."""
 
     speculation: bool = True
     drafters: tuple[str, ...] = Field(("copy",), strict=False)
+    eagle: EagleConfig = EagleConfig()
     max_tree_nodes: int = Field(48, ge=1, le=512)
+    fixed_nodes: int | None = Field(None, ge=1, le=512)
     reuse_earlier_answers: bool = False
     max_earlier_tokens: int = Field(50_000, ge=0)
 

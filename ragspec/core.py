@@ -205,8 +205,54 @@ WHOLE = Segment()
 
 
 @dataclass(frozen=True, slots=True)
+class Speculation:
+    """How one request is drafted: by these drafters (None: all there are), in trees of at most `max_nodes` nodes.
+
+    No drafters: root-only trees, which is plain decoding. False in a boolean context then.
+    """
+
+    drafters: tuple[str, ...] | None = None
+    max_nodes: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.max_nodes is not None and (isinstance(self.max_nodes, bool) or not isinstance(self.max_nodes, int)):
+            raise InputError(f"speculation's max_nodes must be an integer, not {self.max_nodes!r}")
+        if self.max_nodes is not None and self.max_nodes < 0:
+            raise InputError(f"speculation's max_nodes must be 0 or more, not {self.max_nodes}")
+        if self.drafters is not None and not all(isinstance(name, str) for name in self.drafters):
+            raise InputError(f"speculation's drafters must be names, not {self.drafters!r}")
+
+    @classmethod
+    def of(cls, given: object) -> Speculation:
+        """From what a caller wrote: true, false, or a mapping like {"drafters": ["copy"], "max_nodes": 8}.
+
+        Raises: InputError.
+        """
+        if isinstance(given, Speculation):
+            return given
+        if isinstance(given, bool):
+            return ON if given else OFF
+        if not isinstance(given, Mapping):
+            raise InputError(f"speculation must be true, false or an object, not {given!r}")
+        if unknown := sorted(set(map(str, given)) - {"drafters", "max_nodes"}):
+            raise InputError(f"speculation has no option {unknown[0]!r}; there are: drafters, max_nodes")
+        names = given.get("drafters")
+        if names is not None and (isinstance(names, str) or not isinstance(names, list | tuple)):
+            raise InputError(f"speculation's drafters must be a list of names, not {names!r}")
+        return cls(None if names is None else tuple(names), given.get("max_nodes"))
+
+    def __bool__(self) -> bool:
+        return self.drafters != () and self.max_nodes != 0
+
+
+ON, OFF = Speculation(), Speculation(drafters=())
+SpeculationGiven = Speculation | Mapping[str, Any] | bool
+"""What `Speculation.of` reads."""
+
+
+@dataclass(frozen=True, slots=True)
 class Request:
-    """One generation. `salt` separates tenants in every cache; `speculation` False means root-only trees.
+    """One generation. `salt` separates tenants in every cache; `speculation` may be given as `Speculation.of` reads it.
 
     Deltas and the completion of a `segment` hold what is new in it; where it pauses, the reason is LENGTH, and text that is not
     certain yet (half a character, the beginning of a stop string) comes with the next segment.
@@ -217,8 +263,11 @@ class Request:
     params: SamplingParams = field(default_factory=SamplingParams)
     sources: tuple[CopySource, ...] = ()
     salt: str = ""
-    speculation: bool = True
+    speculation: Speculation = ON
     segment: Segment = WHOLE
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "speculation", Speculation.of(self.speculation))
 
 
 class FinishReason(enum.StrEnum):
@@ -259,7 +308,8 @@ class GenerationStats:
     """Counters of one choice; times in seconds, wall clock.
 
     `num_first_tokens` came with the step that ended the prompt: one, or more where a draft was accepted there. `decode_s` begins
-    after it.
+    after it; `draft_s` is this choice's share of the time that drafters took. `positions[drafter][i]` counts, of the steps whose
+    path went i nodes deep and that drafter had guessed what comes next there, (all, those in which one of its guesses was right).
     """
 
     num_prompt_tokens: int = 0
@@ -270,6 +320,8 @@ class GenerationStats:
     num_drafted: int = 0
     num_accepted: int = 0
     accepted_by_drafter: dict[str, int] = field(default_factory=dict)
+    positions: dict[str, tuple[tuple[int, int], ...]] = field(default_factory=dict)
+    draft_s: float = 0.0
     queue_s: float = 0.0
     prefill_s: float = 0.0
     decode_s: float = 0.0

@@ -11,7 +11,7 @@ parent gives the same node, so drafts of several drafters merge into one tree.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 
@@ -37,7 +37,7 @@ class Proposal(NamedTuple):
 class DraftTree:
     """Token ids, parents, depths, path probabilities and origins of N nodes, the root included."""
 
-    __slots__ = ("_children", "depths", "origins", "parents", "path_probs", "token_ids")
+    __slots__ = ("_children", "depths", "origins", "parents", "path_probs", "shared", "token_ids")
 
     def __init__(self, root_token: int) -> None:
         self.token_ids = [root_token]
@@ -45,6 +45,7 @@ class DraftTree:
         self.depths = [0]
         self.path_probs = [1.0]
         self.origins = [Origin("root")]
+        self.shared = [False]  # whether more than one drafter guessed the node
         self._children: list[dict[int, int]] = [{}]
 
     def __len__(self) -> int:
@@ -72,6 +73,7 @@ class DraftTree:
         self.depths.append(self.depths[parent] + 1)
         self.path_probs.append(path_prob)
         self.origins.append(origin)
+        self.shared.append(False)
         self._children.append({})
         self._children[parent][token_id] = node
         return node
@@ -79,16 +81,39 @@ class DraftTree:
     def merge(self, proposals: Iterable[Proposal], max_depth: int = 2**31, vocab_size: int = 2**31) -> None:
         """Add one drafter's list; its parents precede their children.
 
-        What is too deep, no token of the target or without a probability is left out, and all below it.
+        Below a node that others guessed too, what the list says is taken relative to its own parent. Beside children that others
+        guessed, a new one gets what they leave: one of them may be right. What is too deep, no token of the target or without a
+        probability is left out, and all below it.
         """
+        first_new = len(self)
         numbers: list[int | None] = []
+        proposals = list(proposals)
+        given = [proposal.path_prob for proposal in proposals]
         for proposal in proposals:
             parent = 0 if proposal.parent < 0 else numbers[proposal.parent]
             usable = 0 <= proposal.token_id < vocab_size and proposal.path_prob >= 0.0
             if parent is None or self.depths[parent] >= max_depth or not usable:
                 numbers.append(None)
+                continue
+            present = self._children[parent].get(proposal.token_id, first_new)
+            prob = proposal.path_prob
+            if 0 < parent < first_new:
+                prob = self._below(parent, prob, given[proposal.parent])
+            if present < first_new:
+                self.shared[present] = True
             else:
-                numbers.append(self.add(parent, proposal.token_id, proposal.path_prob, proposal.origin))
+                prob *= self._left_by_others(parent, first_new)
+            numbers.append(self.add(parent, proposal.token_id, prob, proposal.origin))
+
+    def _below(self, parent: int, path_prob: float, given: float) -> float:
+        """A path probability below this tree's `parent`, whose own was `given` in the list."""
+        return min(1.0, path_prob / given) * self.path_probs[parent] if given > 0.0 else path_prob
+
+    def _left_by_others(self, parent: int, first_new: int) -> float:
+        if parent >= first_new:
+            return 1.0
+        taken = sum(self.path_probs[child] for child in self._children[parent].values() if child < first_new)
+        return max(0.0, 1.0 - taken / self.path_probs[parent]) if taken else 1.0
 
     def best(self, num_nodes: int) -> DraftTree:
         """The root and the `num_nodes` most probable nodes; ties to the lower number. Parents stay with their children."""
@@ -101,11 +126,19 @@ class DraftTree:
             parent = numbers.get(self.parents[node])
             if parent is not None:
                 numbers[node] = kept.add(parent, self.token_ids[node], self.path_probs[node], self.origins[node])
+                kept.shared[numbers[node]] = self.shared[node]
         return kept
 
-    def scale(self, factor: float) -> None:
-        """Multiply the probability of every guess."""
-        self.path_probs[1:] = [prob * factor for prob in self.path_probs[1:]]
+    def scale(self, factors: Mapping[str, float]) -> None:
+        """Multiply every guess's probability by its drafter's factor, or by the least one on the way to it."""
+        least = [1.0]
+        for node in range(1, len(self)):
+            least.append(min(least[self.parents[node]], factors.get(self.origins[node].drafter, 1.0)))
+            self.path_probs[node] *= least[node]
+
+    def children(self, node: int) -> list[int]:
+        """In the order in which they were added."""
+        return list(self._children[node].values())
 
     def ancestors(self, node: int) -> list[int]:
         """The path from the root down to `node`, both included."""

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from ragspec.core import Request
-from ragspec.drafting.drafter import Drafted
+from ragspec.drafting.drafter import Budget, Drafted, Features
 from ragspec.tree import Origin, Proposal
 
 
@@ -15,6 +14,7 @@ class Quiet:
     """Proposes nothing; the base of the others. `events` counts what it was told."""
 
     name = "quiet"
+    taps: tuple[int, ...] = ()
 
     def __init__(self) -> None:
         self.events: dict[str, int] = {"start": 0, "observe": 0, "learn": 0, "finish": 0}
@@ -26,13 +26,16 @@ class Quiet:
     def start(self, sequence: Drafted) -> None:
         self.events["start"] += 1
 
-    def propose(self, sequences: Sequence[Drafted], max_nodes: int) -> list[list[Proposal]]:
-        return [self.draft(sequence, max_nodes) for sequence in sequences]
+    def cost_s(self, sequences: Sequence[Drafted]) -> float:
+        return 0.0
+
+    def propose(self, sequences: Sequence[Drafted], budget: Budget) -> list[list[Proposal]]:
+        return [self.draft(sequence, budget.max_nodes) for sequence in sequences]
 
     def draft(self, sequence: Drafted, max_nodes: int) -> list[Proposal]:
         return []
 
-    def observe(self, sequence: Drafted, tokens: Sequence[int], hidden: Any) -> None:
+    def observe(self, sequence: Drafted, tokens: Sequence[int], features: Features) -> None:
         self.events["observe"] += 1
         self.observed.setdefault(sequence.key, []).extend(tokens)
 
@@ -158,11 +161,11 @@ class Raising(Knowing):
             return [Proposal(7, -1, 0.9, Origin(self.name))]
         return Perfect.draft(self, sequence, max_nodes)  # type: ignore[arg-type]
 
-    def propose(self, sequences: Sequence[Drafted], max_nodes: int) -> list[list[Proposal]]:
-        lists = super().propose(sequences, max_nodes)
+    def propose(self, sequences: Sequence[Drafted], budget: Budget) -> list[list[Proposal]]:
+        lists = super().propose(sequences, budget)
         return lists[:-1] if self.where == "too few" else lists
 
-    def observe(self, sequence: Drafted, tokens: Sequence[int], hidden: Any) -> None:
+    def observe(self, sequence: Drafted, tokens: Sequence[int], features: Features) -> None:
         self._fail("observe")
 
     def learn(self, feedback: object, accepted: bool) -> None:

@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 from collections.abc import Sequence as SequenceOf
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,7 +30,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ragspec.core import Request, SourceKind
 from ragspec.drafting.acceptance import AcceptanceTable
-from ragspec.drafting.drafter import Drafted
+from ragspec.drafting.drafter import Budget, Drafted, Features
 from ragspec.drafting.haystack import SEPARATOR, Haystack
 from ragspec.drafting.references import Reference, ReferenceReader
 from ragspec.tree import Origin, Proposal
@@ -77,6 +77,7 @@ class CopyDrafter:
     """
 
     name = "copy"
+    taps: tuple[int, ...] = ()
 
     def __init__(
         self,
@@ -109,10 +110,14 @@ class CopyDrafter:
             references.append(Reference(SourceKind.EARLIER, list(answer), -1, [], len(answer)))
         self._states[sequence.key] = Haystack(references, sequence)
 
-    def propose(self, sequences: SequenceOf[Drafted], max_nodes: int) -> list[list[Proposal]]:
-        return [self._propose(sequence, max_nodes) for sequence in sequences]
+    def cost_s(self, sequences: SequenceOf[Drafted]) -> float:
+        """Nothing worth counting."""
+        return 0.0
 
-    def observe(self, sequence: Drafted, tokens: SequenceOf[int], hidden: Any) -> None:
+    def propose(self, sequences: SequenceOf[Drafted], budget: Budget) -> list[list[Proposal]]:
+        return [self._propose(sequence, budget.max_nodes) for sequence in sequences]
+
+    def observe(self, sequence: Drafted, tokens: SequenceOf[int], features: Features) -> None:
         state = self._states.get(sequence.key)
         if state is None:
             return

@@ -3,110 +3,120 @@
 A forward over n rows costs what it was measured to cost at start; a node is worth the probability that its path is accepted.
 Drafters learn that probability over all requests; the planner scales it by how their guesses have fared in this one.
 Nodes of all sequences are taken in order of that probability while (expected tokens) / (cost of the step) still rises, so
-nothing is drafted where nothing pays.
+nothing is drafted where nothing pays. A drafter whose guesses take time themselves is asked where they are worth that time.
 """
 
 from __future__ import annotations
 
 import logging
+import time
+from collections import defaultdict
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from typing import Any, ParamSpec, TypeVar
 
 from ragspec.core import Request
 from ragspec.drafting.costs import CostTable
-from ragspec.drafting.drafter import Drafted, Drafter
+from ragspec.drafting.drafter import Budget, Drafted, Drafter, Features
+from ragspec.drafting.worth import Course, Worth, worthwhile
+from ragspec.errors import InputError
 from ragspec.tree import DraftTree
 
 log = logging.getLogger(__name__)
 
-_PATIENCE = 3
-"""Steps in a row without an accepted token before drafters are asked less often."""
-_LONGEST_SLEEP = 8
-
-_PRIOR_TOKENS = 6.0
-"""Accepted tokens that a new sequence is believed to have had, of as many expected."""
-_TRUST_MEMORY = 0.98
-"""What is kept of the balance a step, drafted or not, so that a sequence that begins to copy late is tried again."""
-
 P = ParamSpec("P")
 T = TypeVar("T")
-
-
-class Trust:
-    """Accepted over expected tokens of one sequence, at most 1: where a sequence does not copy, drafts for it soon end."""
-
-    def __init__(self) -> None:
-        self._expected = self._accepted = 0.0
-        self.factor = 1.0
-
-    def learn(self, expected: float, num_accepted: int) -> None:
-        """`expected` by probabilities that were scaled by the factor."""
-        self._expected = self._expected * _TRUST_MEMORY + expected / self.factor
-        self._accepted = self._accepted * _TRUST_MEMORY + num_accepted
-        self.factor = min(1.0, (_PRIOR_TOKENS + self._accepted) / (_PRIOR_TOKENS + self._expected))
+Key = tuple[str, int]
 
 
 class Planner:
-    """Merges the proposals of all drafters and cuts them to what pays. Contains their exceptions."""
+    """Merges the proposals of all drafters and cuts them to what pays. Contains their exceptions.
+
+    `fixed_nodes`: take so many of the best nodes in every step, whatever they cost; for measurements.
+    """
 
     def __init__(
-        self, drafters: SequenceOf[Drafter], costs: CostTable, max_tree_nodes: int, vocab_size: int = 2**31
+        self,
+        drafters: SequenceOf[Drafter],
+        costs: CostTable,
+        max_tree_nodes: int,
+        vocab_size: int = 2**31,
+        fixed_nodes: int | None = None,
     ) -> None:
         self._drafters = list(drafters)
         self._costs = costs
-        self._max_nodes = max_tree_nodes
+        self._max_nodes = fixed_nodes or max_tree_nodes
         self._vocab_size = vocab_size
-        self._idle: dict[tuple[str, int], tuple[int, int]] = {}  # sequence -> (steps to skip, empty drafts in a row)
-        self._trust: dict[tuple[str, int], Trust] = {}
+        self._fixed = fixed_nodes is not None
+        self._courses: dict[Key, dict[str, Course]] = {}
+        self._worth: defaultdict[str, Worth] = defaultdict(Worth)
+        self._asked: dict[
+            tuple[Key, str], float
+        ] = {}  # costly drafters of this step -> what others expected before them
+        self.taps = tuple(sorted({tap for drafter in drafters for tap in drafter.taps}))
         self.num_failures = 0
+        self.draft_s = 0.0
+        """Seconds that the last step's drafts took, a sequence."""
+
+    def check(self, request: Request) -> None:
+        """Raises: InputError for a drafter that there is none of."""
+        known = [drafter.name for drafter in self._drafters]
+        unknown = [name for name in request.speculation.drafters or () if name not in known]
+        if unknown:
+            raise InputError(f"there is no drafter {unknown[0]!r}; there are: {', '.join(known) or 'none'}")
 
     def prepare(self, request: Request) -> dict[str, Any]:
-        """By drafter, what it needs of a request before it starts. For any thread."""
-        return {d.name: self._contain(d.prepare, request) for d in self._drafters} if request.speculation else {}
+        """By drafter, what it needs of a request before it starts. For any thread. Raises: InputError."""
+        self.check(request)
+        return {drafter.name: self._contain(drafter.prepare, request) for drafter in self._of(request)}
 
     def start(self, sequence: Drafted) -> None:
-        for drafter in self._drafters if sequence.request.speculation else ():
+        for drafter in self._of(sequence.request):
             self._contain(drafter.start, sequence)
 
     def plan(self, sequences: SequenceOf[Drafted], num_other_rows: int, spare_rows: int) -> list[DraftTree]:
         """One tree a sequence. `num_other_rows`: prompt rows in the same step; `spare_rows`: the most nodes in all."""
+        begin = time.perf_counter()
+        trees = self._planned(sequences, num_other_rows, spare_rows)
+        self.draft_s = (time.perf_counter() - begin) / max(1, len(sequences))
+        return trees
+
+    def _planned(self, sequences: SequenceOf[Drafted], num_other_rows: int, spare_rows: int) -> list[DraftTree]:
         trees = [DraftTree(s.tokens[-1]) for s in sequences]
-        awake = [i for i, s in enumerate(sequences) if s.request.speculation and not self._asleep(s)]
-        if not awake or spare_rows <= 0:
+        self._asked.clear()
+        if spare_rows <= 0:
             return trees
+        asked: dict[int, list[Drafter]] = {}
         for drafter in self._drafters:
-            asking = [sequences[i] for i in awake]
-            lists = self._contain(drafter.propose, asking, self._max_nodes)
-            if lists is None:  # one row must not cost the others their drafts
-                lists = [(self._contain(drafter.propose, [s], self._max_nodes) or [[]])[0] for s in asking]
-            for i, proposals in zip(awake, lists, strict=False):
-                most = sequences[i].most_tokens - 1  # the last token of a step is the target's own
-                self._contain(trees[i].merge, proposals, most, self._vocab_size)
-        for i in awake:
-            trees[i] = trees[i].best(self._max_nodes)
-            trees[i].scale(self._trust_in(sequences[i]).factor)
-        trees = self._cut(sequences, trees, num_other_rows, spare_rows)
-        for i in awake:
-            if not trees[i].num_drafted:
-                self._note(sequences[i], False)
+            awake = [i for i, s in enumerate(sequences) if self._awake(drafter, s)]
+            for i in self._worth_asking(drafter, awake, sequences, trees):
+                asked.setdefault(i, []).append(drafter)
+            self._merge(drafter, [i for i in awake if drafter in asked.get(i, ())], sequences, trees)
+        for i in asked:
+            trees[i] = trees[i].best(self._most_nodes(sequences[i]))
+            trees[i].scale({drafter.name: self._course(sequences[i], drafter).trust.factor for drafter in asked[i]})
+        trees = trees if self._fixed else self._cut(sequences, trees, num_other_rows, spare_rows)
+        for i, drafters in asked.items():
+            for drafter in drafters:
+                if not _guessed(trees[i], drafter.name):
+                    self._course(sequences[i], drafter).rest.note(False)
         return trees
 
     def note_cost(self, num_rows: int, context: int, seconds: float) -> None:
         """What a step's forward took."""
         self._costs.refine(num_rows, context, seconds)
 
-    def observe(self, sequence: Drafted, tree: DraftTree, path: list[int], tokens: SequenceOf[int]) -> None:
+    def observe(
+        self, sequence: Drafted, tree: DraftTree, path: list[int], tokens: SequenceOf[int], features: Features
+    ) -> None:
         """What the target decided: each drafter learns from its nodes, then hears the tokens.
 
         Siblings count in order up to the accepted one: a later sibling's probability was given that no earlier one is right.
         """
-        if not sequence.request.speculation:
-            return
-        self._trust_in(sequence).learn(sum(tree.path_probs[1:]), len(path))
-        if tree.num_drafted:
-            self._note(sequence, len(path) > 0)
-        by_name = {d.name: d for d in self._drafters}
+        drafters = self._of(sequence.request)
+        by_name = {drafter.name: drafter for drafter in drafters}
+        for name in by_name:
+            self._settle(sequence, tree, path, name)
         on_path = {0, *path}
         settled: set[int] = set()
         for node in range(1, len(tree)):
@@ -118,19 +128,91 @@ class Planner:
                 self._contain(drafter.learn, tree.origins[node].feedback, node in on_path)
             if node in on_path:
                 settled.add(parent)
-        for drafter in self._drafters:
-            self._contain(drafter.observe, sequence, tokens, None)
+        self.follow(sequence, tokens, features)
+
+    def follow(self, sequence: Drafted, tokens: SequenceOf[int], features: Features) -> None:
+        """Tokens were decided, or a piece of the prompt was read, without a draft."""
+        for drafter in self._of(sequence.request):
+            self._contain(drafter.observe, sequence, tokens, features)
 
     def finish(self, sequence: Drafted) -> None:
-        self._idle.pop(sequence.key, None)
-        self._trust.pop(sequence.key, None)
-        for drafter in self._drafters if sequence.request.speculation else ():
+        self._courses.pop(sequence.key, None)
+        for drafter in self._of(sequence.request):
             self._contain(drafter.finish, sequence)
 
     def purge(self, salt: str) -> None:
         """Forget one tenant's text."""
         for drafter in self._drafters:
             self._contain(drafter.purge, salt)
+
+    def _of(self, request: Request) -> list[Drafter]:
+        """The drafters that a request wants."""
+        wanted = request.speculation
+        return [d for d in self._drafters if wanted and (wanted.drafters is None or d.name in wanted.drafters)]
+
+    def _most_nodes(self, sequence: Drafted) -> int:
+        own = sequence.request.speculation.max_nodes
+        return self._max_nodes if own is None else min(own, self._max_nodes)
+
+    def _course(self, sequence: Drafted, drafter: Drafter) -> Course:
+        return self._courses.setdefault(sequence.key, {}).setdefault(drafter.name, Course())
+
+    def _awake(self, drafter: Drafter, sequence: Drafted) -> bool:
+        return drafter in self._of(sequence.request) and (self._course(sequence, drafter).rest.due() or self._fixed)
+
+    def _worth_asking(
+        self, drafter: Drafter, awake: list[int], sequences: SequenceOf[Drafted], trees: list[DraftTree]
+    ) -> list[int]:
+        """Of the sequences awake, those for which a draft is likely to save more time than it takes."""
+
+        def cost_s(chosen: SequenceOf[int]) -> float:
+            return self._contain(drafter.cost_s, [sequences[awake[n]] for n in chosen]) or 0.0
+
+        if not awake or cost_s(range(len(awake))) == 0.0:
+            return awake
+        others = {i: sum(trees[i].path_probs[1:]) for i in awake}
+        worth = self._worth[drafter.name]
+        gains = [worth.gain(others[i]) * self._course(sequences[i], drafter).trust.factor for i in awake]
+        chosen = [awake[n] for n in worthwhile(gains, self._token_s(sequences, trees), cost_s)]
+        if self._fixed or (not chosen and worth.probe_due()):
+            chosen = awake
+        self._asked.update({(sequences[i].key, drafter.name): others[i] for i in chosen})
+        return chosen
+
+    def _token_s(self, sequences: SequenceOf[Drafted], trees: list[DraftTree]) -> float:
+        """Seconds a token takes with what is drafted so far."""
+        expected = len(trees) + sum(sum(tree.path_probs[1:]) for tree in trees)
+        return self._costs.cost_s(len(trees), max(len(s.tokens) for s in sequences)) / expected
+
+    def _merge(
+        self, drafter: Drafter, asking: list[int], sequences: SequenceOf[Drafted], trees: list[DraftTree]
+    ) -> None:
+        if not asking:
+            return
+        token_s = 0.0 if self._fixed else self._token_s(sequences, trees)
+        budget = Budget(self._max_nodes, token_s, [trees[i] for i in asking])
+        lists = self._contain(drafter.propose, [sequences[i] for i in asking], budget)
+        if lists is None:  # one row must not cost the others their drafts
+            alone = [budget._replace(trees=[trees[i]]) for i in asking]
+            lists = [
+                (self._contain(drafter.propose, [sequences[i]], own) or [[]])[0]
+                for i, own in zip(asking, alone, strict=True)
+            ]
+        for i, proposals in zip(asking, lists, strict=False):
+            most = sequences[i].most_tokens - 1  # the last token of a step is the target's own
+            self._contain(trees[i].merge, proposals, most, self._vocab_size)
+
+    def _settle(self, sequence: Drafted, tree: DraftTree, path: list[int], name: str) -> None:
+        """How a drafter's guesses of this step have fared in this sequence."""
+        course = self._courses.setdefault(sequence.key, {}).setdefault(name, Course())
+        own = [n for n in range(1, len(tree)) if tree.origins[n].drafter == name]
+        course.trust.learn(sum(tree.path_probs[n] for n in own), sum(tree.origins[n].drafter == name for n in path))
+        if _guessed(tree, name):
+            course.rest.note(any(tree.origins[n].drafter == name or tree.shared[n] for n in path))
+        others = self._asked.pop((sequence.key, name), None)
+        if others is not None:
+            added = sum(tree.origins[n].drafter == name and not tree.shared[n] for n in path)
+            self._worth[name].learn(others, added)
 
     def _cut(
         self, sequences: SequenceOf[Drafted], trees: list[DraftTree], num_other_rows: int, spare_rows: int
@@ -153,24 +235,6 @@ class Planner:
             return trees
         return _split_budget(trees, probs[best - 1], best)
 
-    def _trust_in(self, sequence: Drafted) -> Trust:
-        return self._trust.setdefault(sequence.key, Trust())
-
-    def _asleep(self, sequence: Drafted) -> bool:
-        left, num_empty = self._idle.get(sequence.key, (0, 0))
-        if left:
-            self._idle[sequence.key] = (left - 1, num_empty)
-        return left > 0
-
-    def _note(self, sequence: Drafted, accepted: bool) -> None:
-        """After some steps in vain in a row, drafters are asked again after 1, 2, 4 and then every 8 steps."""
-        if accepted:
-            self._idle.pop(sequence.key, None)
-        else:
-            num_empty = self._idle.get(sequence.key, (0, 0))[1] + 1
-            beyond = num_empty - _PATIENCE
-            self._idle[sequence.key] = (min(_LONGEST_SLEEP, 2 ** (beyond - 1)) if beyond > 0 else 0, num_empty)
-
     def _contain(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T | None:
         try:
             return call(*args, **kwargs)
@@ -191,3 +255,8 @@ def _split_budget(trees: list[DraftTree], threshold: float, num_nodes: int) -> l
         left -= extra
         kept.append(tree.best(high + extra))
     return kept
+
+
+def _guessed(tree: DraftTree, name: str) -> bool:
+    """Whether a node of the tree is this drafter's, alone or with others."""
+    return any(tree.origins[n].drafter == name or tree.shared[n] for n in range(1, len(tree)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -10,6 +11,8 @@ from numpy.typing import NDArray
 from ragspec.engine.sequence import Sequence
 from ragspec.numerics.rows import Part, StepRows
 from ragspec.tree import DraftTree
+
+Floats = NDArray[np.float32]
 
 
 class Work(NamedTuple):
@@ -47,12 +50,20 @@ class Batch:
         self.token_ids = np.array(token_ids, np.int32)
         self.wanted = np.array(wanted, np.int32)
 
-    def logits_of(self, i: int, logits: NDArray[np.float32]) -> NDArray[np.float32]:
+    def logits_of(self, i: int, logits: Floats) -> Floats:
         """Rows of the i-th work's tree, node by node. Shapes: [W, V] -> [N, V]."""
         tree = self.works[i].tree
         assert tree is not None
         first = self._first_wanted[i]
         return logits[first : first + len(tree)]
+
+    def features_of(self, i: int, features: Mapping[int, Floats], path: list[int]) -> dict[int, Floats]:
+        """Rows of the i-th work's chain and of a path through its tree, in order. Shapes: [N, H] -> [T, H]."""
+        if not features:
+            return {}
+        first, num_chain = int(self._step.row_start[i]), self.works[i].num_chain
+        rows = [*range(first, first + num_chain), *(first + num_chain - 1 + node for node in path)]
+        return {tap: stream[rows] for tap, stream in features.items()}
 
     def keep(self, i: int, path: list[int]) -> None:
         """Keep the chain of the i-th work and the accepted nodes of its tree."""

@@ -30,7 +30,6 @@ from ragspec.engine.sequence import Listener, Sequence
 from ragspec.engine.target import Target
 from ragspec.errors import EngineClosed, InputError
 from ragspec.numerics.threads import ThreadChoice
-from ragspec.tree import DraftTree
 from ragspec.verification.verify import verify
 
 log = logging.getLogger(__name__)
@@ -52,7 +51,7 @@ class Engine(EngineClient):
         self.fingerprint, self.max_context_tokens = admission.fingerprint, admission.max_context_tokens
         self._planner = planner
         self._admission = admission
-        self._scheduler = Scheduler(target.pool, config)
+        self._scheduler = Scheduler(target.pool, config, num_recomputed=1 if planner.taps else 0)
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._sequences: dict[str, list[Sequence]] = {}
         self._lock = threading.Lock()
@@ -143,31 +142,32 @@ class Engine(EngineClient):
         if not chosen:
             return
         deciding = [sequence for sequence, num_tokens in chosen if num_tokens == sequence.num_pending]
-        num_chain_rows = sum(num_tokens for _, num_tokens in chosen)
-        trees = self._planner.plan(deciding, num_chain_rows - len(deciding), self._scheduler.spare_rows(chosen))
+        num_other_rows = sum(num_tokens for _, num_tokens in chosen) - len(deciding)
+        trees = self._planner.plan(deciding, num_other_rows, self._scheduler.spare_rows(chosen))
         tree_of = dict(zip(map(id, deciding), trees, strict=True))
         works = [Work(sequence, num_tokens, tree_of.get(id(sequence))) for sequence, num_tokens in chosen]
         batch = Batch(works)
         self._threads.begin()
         begin = time.perf_counter()
-        logits = self.target.forward(batch.token_ids, batch.rows, batch.wanted)
-        forward_s = time.perf_counter() - begin
-        self._threads.end(len(batch.token_ids), forward_s)
+        logits, features = self.target.forward_tapped(batch.token_ids, batch.rows, batch.wanted, self._planner.taps)
+        self._threads.end(len(batch.token_ids), forward_s := time.perf_counter() - begin)
         self._planner.note_cost(len(batch.token_ids), batch.longest_context, forward_s)
         for i, (sequence, num_tokens, tree) in enumerate(works):
             if tree is None:
                 batch.keep(i, [])
+                self._planner.follow(sequence, (), batch.features_of(i, features, []))
                 continue
             own_logits = batch.logits_of(i, logits)
             path, tokens = verify(tree, own_logits, sequence.sampler, sequence.most_tokens)
             num_kept = sequence.commit(tokens, own_logits, [0, *path])
             batch.keep(i, path[:num_kept])
-            self._account(sequence, tree, path, num_kept, num_tokens > 1)
+            sequence.count_step(tree, path[:num_kept], self._planner.draft_s)
+            kept = batch.features_of(i, features, path[:num_kept])
+            self._planner.observe(sequence, tree, path, sequence.tokens[-num_kept:], kept)
+            self._report(sequence, num_tokens > 1)
 
-    def _account(self, sequence: Sequence, tree: DraftTree, path: list[int], num_kept: int, filled: bool) -> None:
-        """Statistics, learning, the message to the outside, the end."""
-        sequence.count_step(tree.num_drafted, [tree.origins[node].drafter for node in path[:num_kept]])
-        self._planner.observe(sequence, tree, path, sequence.tokens[-num_kept:])
+    def _report(self, sequence: Sequence, filled: bool) -> None:
+        """What a step means to the outside: a prompt to remember, the message, the end."""
         if filled:
             self._scheduler.remember_prompt(sequence)
         if sequence.finish_reason is not None:

@@ -4,15 +4,29 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
+from pathlib import Path
 from statistics import median
 
 import numpy as np
 import torch
 
-from ragspec.config import MIN_STEP_TOKENS, DraftingConfig, EngineConfig, TargetConfig
+from ragspec.config import (
+    MIN_STEP_TOKENS,
+    REFERENCE_HEAD,
+    REFERENCE_TARGET,
+    DraftingConfig,
+    EagleConfig,
+    EngineConfig,
+    TargetConfig,
+)
 from ragspec.drafting.copy import CopyDrafter
 from ragspec.drafting.costs import CostTable
 from ragspec.drafting.drafter import Drafter
+from ragspec.drafting.eagle import EagleDrafter
+from ragspec.drafting.eagle_checkpoint import read_head
+from ragspec.drafting.eagle_network import EagleNetwork, HeadTimer
+from ragspec.drafting.eagle_shapes import make_shape
 from ragspec.drafting.planner import Planner
 from ragspec.engine.admission import Admission, SamplerFactory
 from ragspec.engine.engine import Engine
@@ -50,7 +64,9 @@ def load_engine(
         num_threads = choose_num_threads(target, most_threads) if config.adaptive_threads else most_threads
         max_step_tokens = max(MIN_STEP_TOKENS, min(config.max_step_tokens, tested.num_rows))
         costs = measure_costs(target, max_step_tokens)
-        planner = Planner(make_drafters(target, drafting), costs, drafting.max_tree_nodes, target.vocab_size)
+        planner = Planner(
+            make_drafters(target, drafting), costs, drafting.max_tree_nodes, target.vocab_size, drafting.fixed_nodes
+        )
         settled = config.model_copy(update={"max_step_tokens": max_step_tokens})
         admission = Admission(target, tested.numerics_id, make_sampler)
         threads = ThreadChoice(most_threads, num_threads, adaptive=config.adaptive_threads)
@@ -89,16 +105,28 @@ def check_numerics(target: Target, num_threads: int) -> SelfTest:
 
 
 def make_drafters(target: Target, drafting: DraftingConfig) -> list[Drafter]:
-    """Raises: ConfigError for an unknown drafter."""
-    known = {
+    """Raises: ConfigError for an unknown drafter, ModelError for a head that cannot be read or is another target's."""
+    known: dict[str, Callable[[], Drafter]] = {
         "copy": lambda: CopyDrafter(
             target.tokenizer, target.eos_ids, drafting.max_earlier_tokens if drafting.reuse_earlier_answers else 0
-        )
+        ),
+        "eagle": lambda: make_eagle(target, drafting.eagle),
     }
     unknown = [name for name in drafting.drafters if name not in known]
     if unknown:
         raise ConfigError(f"unknown drafter {unknown[0]!r}; there are: {', '.join(known)}")
     return [known[name]() for name in drafting.drafters] if drafting.speculation else []
+
+
+def make_eagle(target: Target, config: EagleConfig) -> EagleDrafter:
+    """A head from its directory, beside its target, with its costs measured. Raises: ModelError."""
+    if not config.path and Path(target.config.model) != Path(REFERENCE_TARGET):
+        raise ConfigError("drafting.eagle.path is empty: only the reference target has a head of its own")
+    shape = make_shape(config.tree, config.num_children, config.width, config.max_depth)
+    network = EagleNetwork(read_head(config.path or REFERENCE_HEAD), target, target.num_positions + shape.max_depth)
+    room = min(target.max_context_tokens, config.window)
+    costs = CostTable.measure(HeadTimer(network, target.pool).seconds, [room // 2], min(64, room // 2))
+    return EagleDrafter(network, shape, costs, window=config.window, coupled=config.coupled)
 
 
 def measure_costs(target: Target, max_rows: int) -> CostTable:

@@ -24,10 +24,15 @@ _PAGES_AHEAD = 16
 
 
 class Scheduler:
-    """Owns the queue, the running list and the prefix cache."""
+    """Owns the queue, the running list and the prefix cache.
 
-    def __init__(self, pool: KvPool, config: EngineConfig) -> None:
+    `num_recomputed`: how many of the last positions of a known prefix are computed again; a drafter that pairs a state with the
+    next token needs the last one, since the next token may differ.
+    """
+
+    def __init__(self, pool: KvPool, config: EngineConfig, num_recomputed: int = 0) -> None:
         self._pool = pool
+        self._num_recomputed = num_recomputed
         self._config = config
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
@@ -120,6 +125,7 @@ class Scheduler:
         slots = SequenceSlots(self._pool)
         if self.prefixes is not None:
             known = self.prefixes.match(sequence.request.salt, sequence.tokens[:-1])
+            known = known[: len(known) - self._num_recomputed] if self._num_recomputed else known
             if len(known):
                 slots.share(known)
         return slots

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from ragspec.core import Delta, FinishReason, GenerationStats, Request, TokenLogprob
 from ragspec.engine.text import OutputText
 from ragspec.numerics.kv_cache import SequenceSlots
+from ragspec.tree import DraftTree
 from ragspec.verification.sampling import Sampler, logprob
 
 log = logging.getLogger(__name__)
@@ -33,6 +34,22 @@ class Limits(NamedTuple):
     eos_ids: tuple[int, ...]
     max_tokens: int
     pauses: bool = False
+
+
+class PositionCounts:
+    """Of one drafter: by depth, the steps in which it had guessed there, and those in which a guess was right."""
+
+    def __init__(self) -> None:
+        self._counts: list[list[int]] = []
+
+    def count(self, depth: int, accepted: bool) -> None:
+        while len(self._counts) <= depth:
+            self._counts.append([0, 0])
+        self._counts[depth][0] += 1
+        self._counts[depth][1] += accepted
+
+    def table(self) -> tuple[tuple[int, int], ...]:
+        return tuple((reached, accepted) for reached, accepted in self._counts)
 
 
 class Sequence:
@@ -64,6 +81,7 @@ class Sequence:
         self._logprobs: list[TokenLogprob] = []
         self._num_given = len(request.segment.output_ids)
         self._num_sent = 0
+        self._positions: dict[str, PositionCounts] = {}
         self._submitted_s = time.perf_counter()
         self._admitted_s = 0.0
         self._first_token_s = 0.0
@@ -116,16 +134,22 @@ class Sequence:
                 return i + 1
         return len(tokens)
 
-    def count_step(self, num_drafted: int, accepted: list[str]) -> None:
-        """Statistics of one step; `accepted` names the drafter of each accepted node."""
+    def count_step(self, tree: DraftTree, path: list[int], draft_s: float = 0.0) -> None:
+        """Statistics of one step: what was drafted, which nodes were accepted, and how long drafting took."""
         stats = self.stats
         if not stats.num_steps:
             stats.num_first_tokens = self.num_written
         stats.num_steps += 1
-        stats.num_drafted += num_drafted
-        stats.num_accepted += len(accepted)
-        for name in accepted:
+        stats.num_drafted += tree.num_drafted
+        stats.num_accepted += len(path)
+        stats.draft_s += draft_s
+        for node in path:
+            name = tree.origins[node].drafter
             stats.accepted_by_drafter[name] = stats.accepted_by_drafter.get(name, 0) + 1
+        for depth, parent in enumerate([0, *path] if tree.num_drafted else ()):
+            accepted = tree.origins[path[depth]].drafter if depth < len(path) else ""
+            for name in {tree.origins[node].drafter for node in tree.children(parent)}:
+                self._positions.setdefault(name, PositionCounts()).count(depth, name == accepted)
 
     def emit(self, error: str = "") -> bool:
         """Tell the listener what is new; the last message carries the statistics. False: the listener itself failed."""
@@ -151,6 +175,7 @@ class Sequence:
         now = time.perf_counter()
         admitted, first = self._admitted_s or now, self._first_token_s or now
         self.stats.num_output_tokens = self.num_written
+        self.stats.positions = {name: counts.table() for name, counts in self._positions.items()}
         self.stats.queue_s = admitted - self._submitted_s
         self.stats.prefill_s = first - admitted
         self.stats.decode_s = now - first

@@ -4,11 +4,16 @@ The model's own forward runs; only its attention function and known layers are r
 forward takes the flattened rows of any number of sequences, prompts and trees alike.
 
     >>> target = Target.load(TargetConfig(), num_kv_slots=4096)
-    >>> logits = target.forward(token_ids, positions, rows, wanted)      # float32 [len(wanted), V]
+    >>> logits = target.forward(token_ids, rows, wanted)      # float32 [len(wanted), V]
+
+Drafters may tap the stream of hidden states: tap i is what enters layer i, tap L (the number of layers) what leaves the last one,
+both before any norm; tap `FINAL` is the final norm's output, which the logits come from.
 """
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -25,6 +30,8 @@ from ragspec.numerics.layers import Decoder, StepContext, make_row_invariant
 
 Ints = NDArray[np.int32]
 Floats = NDArray[np.float32]
+
+FINAL = -1
 
 _EXPECTED_ABSENT = {
     "is_causal",
@@ -88,12 +95,14 @@ class Target:
         self.vocab_size: int = text_config.vocab_size
         self.hidden_size: int = text_config.hidden_size
         longest = int(text_config.max_position_embeddings)
-        self._num_positions = longest
+        self.num_positions = longest
         self.max_context_tokens = min(config.max_context_tokens or longest, longest)
         self.eos_ids = _eos_ids(model, tokenizer)
         self.shapes = _attention_shapes(text_config)
         self._change = _LogitChange.of(text_config)
         self.num_parameters = int(sum(p.numel() for p in model.parameters()))
+        self.embedding: torch.Tensor = model.get_input_embeddings().weight.detach()
+        """Rows of all tokens, as weights; some models scale them. Shape: [V, H]."""
         make_row_invariant(model, longest)
         self._model = model
         self.pool = KvPool(self.shapes, num_kv_slots)
@@ -132,6 +141,17 @@ class Target:
         with torch.inference_mode():
             return self._logits(self._wanted_states(token_ids, rows, wanted))
 
+    def forward_tapped(
+        self, token_ids: Ints, rows: Rows, wanted: Ints, taps: Sequence[int]
+    ) -> tuple[Floats, dict[int, Floats]]:
+        """As `forward`, and the stream of every row at each of `taps`. Shapes: -> float32 [W, V], float32 [N, H] each."""
+        with torch.inference_mode():
+            hidden, tapped = self._hidden(torch.from_numpy(token_ids.astype(np.int64)), rows, taps)
+            if FINAL in taps:
+                tapped[FINAL] = hidden
+            logits = self._logits(_chosen(hidden, wanted))
+            return logits, {tap: stream.float().numpy() for tap, stream in tapped.items()}
+
     def forward_states(self, token_ids: Ints, rows: Rows, wanted: Ints) -> tuple[Floats, Floats]:
         """As `forward`, and the hidden states that the logits come from. Shapes: -> float32 [W, H], float32 [W, V]."""
         with torch.inference_mode():
@@ -146,20 +166,60 @@ class Target:
             )
 
     def _wanted_states(self, token_ids: Ints, rows: Rows, wanted: Ints) -> torch.Tensor:
-        assert rows.positions.max() < self._num_positions, "the kernel reads its table of rotations unchecked"
-        hidden = self._hidden(torch.from_numpy(token_ids.astype(np.int64)), rows)  # [N, H]
-        return hidden[torch.from_numpy(wanted.astype(np.int64))] if len(wanted) < len(token_ids) else hidden
+        return _chosen(self._hidden(torch.from_numpy(token_ids.astype(np.int64)), rows)[0], wanted)
 
     def _logits(self, states: torch.Tensor) -> Floats:
         return self._change(cast(Floats, self._model.lm_head(states).float().numpy()))  # [W, V]
 
-    def _hidden(self, token_ids: torch.Tensor, rows: Rows) -> torch.Tensor:
-        step = StepContext(self.pool, rows)
+    def _hidden(
+        self, token_ids: torch.Tensor, rows: Rows, taps: Sequence[int] = ()
+    ) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
+        assert rows.positions.max() < self.num_positions, "the kernel reads its table of rotations unchecked"
+        step, inside = StepContext(self.pool, rows), [tap for tap in taps if tap != FINAL]
         if isinstance(self._model.model, Decoder):
-            return cast(torch.Tensor, self._model.model(token_ids, step))
+            return cast(tuple[torch.Tensor, dict[int, torch.Tensor]], self._model.model(token_ids, step, inside))
         positions = torch.from_numpy(rows.positions.astype(np.int64))
-        output = self._model.model(input_ids=token_ids[None], position_ids=positions[None], use_cache=False, step=step)
-        return cast(torch.Tensor, output.last_hidden_state[0])
+        with _Tapped(self._model.model, inside) as tapped:
+            output = self._model.model(
+                input_ids=token_ids[None], position_ids=positions[None], use_cache=False, step=step
+            )
+        return output.last_hidden_state[0], {tap: stream[0] for tap, stream in tapped.items()}
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.shapes)
+
+    def logits_of(self, states: torch.Tensor) -> Floats:
+        """What the output layer makes of hidden states after the final norm. Shapes: [N, H] -> float32 [N, V]."""
+        with torch.inference_mode():
+            return self._logits(states)
+
+
+class _Tapped:
+    """The stream at some layers of a model whose own forward runs. Shape of each: [1, N, H]."""
+
+    def __init__(self, decoder: Any, taps: Sequence[int]) -> None:
+        self._places = [(tap, decoder.layers[tap] if tap < len(decoder.layers) else decoder.norm) for tap in taps]
+        self._hooks: list[Any] = []
+
+    def __enter__(self) -> dict[int, torch.Tensor]:
+        tapped: dict[int, torch.Tensor] = {}
+        for tap, module in self._places:
+            note = functools.partial(_note_input, tapped, tap)
+            self._hooks.append(module.register_forward_pre_hook(note, with_kwargs=True))
+        return tapped
+
+    def __exit__(self, *_: object) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+
+def _note_input(tapped: dict[int, torch.Tensor], tap: int, module: Any, args: Any, kwargs: Any) -> None:
+    tapped[tap] = args[0] if args else kwargs["hidden_states"]
+
+
+def _chosen(hidden: torch.Tensor, wanted: Ints) -> torch.Tensor:
+    return hidden[torch.from_numpy(wanted.astype(np.int64))] if len(wanted) < len(hidden) else hidden
 
 
 def _check_servable(model: Any, config: Any) -> None:

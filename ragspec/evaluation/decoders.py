@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from ragspec.core import Completion, Request, SamplingParams
+from ragspec.core import Completion, Request, SamplingParams, Speculation, SpeculationGiven
 from ragspec.engine.engine import Engine
 from ragspec.evaluation.cases import Case
 
@@ -46,9 +46,9 @@ class EngineDecoder:
     `seed` is the job's; each case's own is derived from it and the case's id, so order and company do not matter.
     """
 
-    def __init__(self, engine: Engine, *, speculation: bool, seed: int, **sampling: Any) -> None:
+    def __init__(self, engine: Engine, *, speculation: SpeculationGiven, seed: int, **sampling: Any) -> None:
         self._engine = engine
-        self._speculation = speculation
+        self._speculation = Speculation.of(speculation)
         self._seed = seed
         self._sampling = sampling
 

@@ -30,6 +30,8 @@ class KvPool:
         widths = [s.num_kv_heads * padded(s.head_dim) for s in layers]
         self.keys = [np.zeros(self.num_slots * width, np.float32) for width in widths]
         self.values = [np.zeros(self.num_slots * width, np.float32) for width in widths]
+        self.stamps = np.zeros(self.num_slots, np.int64)
+        """Rise when a slot is given to a new position: what somebody stored beside it is then of another text."""
         self._holders = np.zeros(self.num_slots, np.int32)
         self._held_in_page = np.zeros(self.num_pages, np.int32)
         self._free_pages = list(range(self.num_pages - 1, -1, -1))
@@ -53,6 +55,7 @@ class KvPool:
             raise OutOfSlots
         page = self._free_pages.pop()
         self._holders[page * PAGE : (page + 1) * PAGE] = 1
+        self.stamps[page * PAGE : (page + 1) * PAGE] += 1
         self._held_in_page[page] = PAGE
         return page
 
@@ -89,7 +92,7 @@ class SequenceSlots:
     """
 
     def __init__(self, pool: KvPool) -> None:
-        self._pool = pool
+        self.pool = pool
         self._slots = np.empty(256, np.int32)
         self._index = np.empty(256, np.int32)
         self.length = 0
@@ -112,7 +115,7 @@ class SequenceSlots:
     def share(self, slots: Ints) -> None:
         """Start from a prefix that somebody else computed."""
         assert self.length == 0 and not self._pages
-        self._pool.hold(slots)
+        self.pool.hold(slots)
         pages, rank = np.unique(slots // PAGE, return_inverse=True)
         self._pages = pages.tolist()
         self._append(slots, (rank * PAGE + slots % PAGE).astype(np.int32))
@@ -125,10 +128,10 @@ class SequenceSlots:
     def reserve(self, num_slots: int) -> tuple[Ints, Ints]:
         """Slots for the rows of one step: (slots, index). Raises: OutOfSlots, with nothing taken."""
         needed = self.num_new_pages(num_slots)
-        if needed > self._pool.num_free_pages:
+        if needed > self.pool.num_free_pages:
             raise OutOfSlots
         for _ in range(needed):
-            self._pages.append(self._pool.take_page())
+            self._pages.append(self.pool.take_page())
             first = (len(self._pages) - 1) * PAGE
             self._spare[:0] = range(first + PAGE - 1, first - 1, -1)
         index = np.array(self._spare[: -num_slots - 1 : -1], np.int32)
@@ -146,6 +149,7 @@ class SequenceSlots:
         """Roll back to the first `length` positions; shared positions are never given back one by one."""
         assert self._num_shared <= length <= self.length
         self._spare = sorted([*self._spare, *self._index[length : self.length].tolist()], reverse=True)
+        self.pool.stamps[self._slots[length : self.length]] += 1
         self.length = length
 
     def release(self) -> None:
@@ -154,10 +158,10 @@ class SequenceSlots:
         shared = self._slots[: self._num_shared]
         if len(shared):
             own = own[~np.isin(own, np.unique(shared // PAGE))]
-            self._pool.release(shared)
+            self.pool.release(shared)
         if len(own):
             slots = own[:, None] * PAGE + np.arange(PAGE)  # [pages, 16]
-            self._pool.release(slots.reshape(-1).astype(np.int32))
+            self.pool.release(slots.reshape(-1).astype(np.int32))
         self.length, self._num_shared, self._pages, self._spare = 0, 0, [], []
 
     def _append(self, slots: Ints, index: Ints) -> None:

@@ -6,6 +6,7 @@ class is known to compute exactly this. Whatever is not known stays, and the sta
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -150,25 +151,36 @@ class DecoderLayer(nn.Module):
 class Decoder(nn.Module):
     """Embedding, layers, final norm, without what transformers does around them (a tenth of a small model's step).
 
-    Shapes: token_ids int64 [N] -> normalised hidden states [N, H].
+    Shapes: token_ids int64 [N] -> normalised hidden states [N, H], and the stream at each of `taps`: entering that layer, or
+    leaving the last one.
     """
 
     def __init__(self, model: Any) -> None:
         super().__init__()
         self.embedding, self.layers, self.norm = model.embed_tokens, model.layers, ResidualNorm(model.norm)
 
-    def forward(self, token_ids: Tensor, step: StepContext) -> Tensor:
+    def forward(
+        self, token_ids: Tensor, step: StepContext, taps: Sequence[int] = ()
+    ) -> tuple[Tensor, dict[int, Tensor]]:
         num_rows = len(token_ids)
         # One row alone would be doubled by every product; doubled here, once, its copy is computed and never looked at.
         x = self.embedding(token_ids if num_rows > 1 else token_ids.repeat(2))
-        return self.through_layers(x, step)[:num_rows]
+        tapped: dict[int, Tensor] = dict.fromkeys(taps, x)
+        hidden = self.through_layers(x, step, tapped)
+        return hidden[:num_rows], {tap: stream[:num_rows] for tap, stream in tapped.items()}
 
-    def through_layers(self, x: Tensor, step: StepContext) -> Tensor:
-        """From embedded tokens to normalised hidden states. Shapes: [N, H] -> [N, H]."""
+    def through_layers(self, x: Tensor, step: StepContext, tapped: dict[int, Tensor] | None = None) -> Tensor:
+        """From embedded tokens to normalised hidden states; fills in what is `tapped`. Shapes: [N, H] -> [N, H]."""
+        tapped = {} if tapped is None else tapped
         block = torch.zeros_like(x)
-        for layer in self.layers:
+        for i, layer in enumerate(self.layers):
+            if i in tapped:
+                tapped[i] = x + block
             x, block = layer(x, block, step)
-        return cast(Tensor, self.norm(x, block)[1])
+        stream, hidden = self.norm(x, block)
+        if len(self.layers) in tapped:
+            tapped[len(self.layers)] = stream
+        return cast(Tensor, hidden)
 
 
 def make_row_invariant(model: Any, max_positions: int) -> None:

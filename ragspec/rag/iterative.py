@@ -16,7 +16,7 @@ from dataclasses import fields, replace
 from typing import Any, Self
 
 from ragspec.config import GenerationConfig, PipelineConfig, SpeculationConfig
-from ragspec.core import GenerationStats, Passage, SamplingParams
+from ragspec.core import GenerationStats, Passage, SamplingParams, Speculation, SpeculationGiven
 from ragspec.engine.loading import load_engine
 from ragspec.engine.text import OutputText, text_of
 from ragspec.errors import InputError
@@ -89,7 +89,7 @@ class IterativePipeline:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         guessing: bool = True,
-        speculation: bool = True,
+        speculation: SpeculationGiven = True,
         tenant: str = "",
         filter: Mapping[str, Any] | None = None,
     ) -> list[Answer]:
@@ -176,7 +176,7 @@ class IterativePipeline:
         params: SamplingParams | None,
         *,
         guessing: bool = True,
-        speculation: bool = True,
+        speculation: SpeculationGiven = True,
         tenant: str = "",
         filter: Mapping[str, Any] | None = None,
     ) -> Order:
@@ -184,7 +184,7 @@ class IterativePipeline:
         self._tools.prompts.check(question)
         settled, scope = self._settled(params or self._defaults), scope_of(tenant, filter)
         index = await asyncio.to_thread(self._current)
-        return Order(question, settled, index, scope, guessing and self._guessing, speculation)
+        return Order(question, settled, index, scope, guessing and self._guessing, Speculation.of(speculation))
 
     async def _answered(self, order: Order, told: Callable[[tuple[int, ...]], None] = lambda _: None) -> Answer:
         run = SpeculativeRun(self._tools, order, told)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from ragspec.config import SpeculationConfig
-from ragspec.core import Completion, Delta, Passage, Request, SamplingParams
+from ragspec.core import Completion, Delta, Passage, Request, SamplingParams, Speculation
 from ragspec.rag.policies import Policy, Progress, Round
 from ragspec.rag.prompt import PromptBuilder
 from ragspec.retrieval.lookup import IndexLike, Query
@@ -65,7 +65,7 @@ class Order:
     index: IndexLike
     scope: Scope
     guessing: bool
-    drafting: bool
+    drafting: Speculation
 
 
 @dataclass(slots=True, eq=False)

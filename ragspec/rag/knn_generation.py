@@ -38,11 +38,12 @@ from ragspec.retrieval.knnlm import (
     mixed_logits,
 )
 from ragspec.retrieval.stride import StrideScheduler
+from ragspec.tree import DraftTree, Origin
 from ragspec.verification.sampling import KeyedSampler, compile_samplers
 
 _LONGEST_PAUSE = 64
 _ALONE_EVERY = 48
-_GUESSED = "neighbours"
+_GUESSED = Origin("neighbours")
 
 
 @dataclass(slots=True)
@@ -108,7 +109,7 @@ class KnnGenerator:
         deltas: list[Delta] = []
         (sequence,) = self._admission.sequences(request, deltas.append, lambda _: {})
         with self._lock:
-            stats = compute_apart(lambda: self._run(sequence, speculation and request.speculation), 1)
+            stats = compute_apart(lambda: self._run(sequence, speculation and bool(request.speculation)), 1)
         return join(deltas), stats
 
     def _run(self, sequence: Sequence, speculation: bool) -> KnnStats:
@@ -158,7 +159,10 @@ class _Generation:
         num_kept = self._sequence.commit(tokens, logits, list(range(len(tokens))))
         self._reader.roll_back(len(self._sequence.tokens) - 1)
         num_drafted = len(guesses) if stride > 1 else 0
-        self._sequence.count_step(num_drafted, [_GUESSED] * min(num_drafted, num_right, num_kept))
+        tree = DraftTree(self._sequence.tokens[-num_kept - 1])
+        for i, guess in enumerate(guesses[:num_drafted]):
+            tree.add(i, guess, 1.0, _GUESSED)
+        self._sequence.count_step(tree, list(range(1, 1 + min(num_drafted, num_right, num_kept))))
         self._sequence.emit()
         self._count(len(positions), num_right, len(guesses), time.perf_counter() - begin, learning)
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol, Self
 
 from ragspec.config import GenerationConfig, PipelineConfig
-from ragspec.core import Completion, Delta, Request, SamplingParams
+from ragspec.core import Completion, Delta, Request, SamplingParams, Speculation, SpeculationGiven
 from ragspec.engine.collect import join
 from ragspec.engine.loading import load_engine
 from ragspec.errors import InputError
@@ -103,7 +103,7 @@ class Pipeline:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         num_passages: int | None = None,
-        speculation: bool = True,
+        speculation: SpeculationGiven = True,
         tenant: str = "",
         filter: Mapping[str, Any] | None = None,
     ) -> list[Answer]:
@@ -122,7 +122,7 @@ class Pipeline:
         params: SamplingParams | None = None,
         *,
         num_passages: int | None = None,
-        speculation: bool = True,
+        speculation: SpeculationGiven = True,
         tenant: str = "",
         filter: Mapping[str, Any] | None = None,
     ) -> AsyncIterator[str | Answer]:
@@ -155,7 +155,7 @@ class Pipeline:
         questions: Sequence[str],
         params: SamplingParams | Sequence[SamplingParams] | None,
         num_passages: int | None,
-        speculation: bool,
+        speculation: SpeculationGiven,
         scope: Scope,
     ) -> list[_Prepared]:
         k = self._num_passages if num_passages is None else num_passages
@@ -177,7 +177,7 @@ class Pipeline:
                 own,
                 copy_sources(question, prompt.passages),
                 scope.tenant,
-                speculation,
+                Speculation.of(speculation),
             )
             prepared.append(_Prepared(question, prompt, request, generation, retrieve_s, time.perf_counter() - begin))
         return prepared

@@ -8,7 +8,7 @@ import copy
 import math
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +57,12 @@ class TrainingPlan:
     weight_decay: float = 0.05
     ema_decay: float = 0.997
     checkpoint_every_s: float = 120.0
+    first_stage: int = 0
+
+
+def continued(plan: TrainingPlan) -> TrainingPlan:
+    """The same run over trained weights: half the rate, and not the stage of the shortest examples."""
+    return replace(plan, peak_lr=plan.peak_lr / 2, first_stage=1)
 
 
 @dataclass
@@ -109,7 +115,7 @@ class TargetTrainer:
     def train_step(self) -> dict[str, float]:
         """One optimizer step over the data of (seed, step, worker)."""
         share = self.share_done()
-        stage = next(s for s in STAGES if share < s.until)
+        stage = next(s for s in STAGES[self.plan.first_stage :] if share < s.until)
         stream = self.stream_for(stage.lengths, self._data_seed())
         batches = draw_step(stream, self.encoder, stage.max_tokens, stage.step_tokens, self.plan.micro_tokens)
         lr = self.learning_rate(share)

@@ -11,6 +11,7 @@ from tiny_target import SENTENCES, tiny_tokenizer
 
 from ragspec.core import CopySource, Request, SourceKind
 from ragspec.drafting.copy import CopyDrafter
+from ragspec.drafting.drafter import Budget
 from ragspec.tree import DraftTree, Proposal
 
 EOS = 1
@@ -58,7 +59,7 @@ class Writing:
         """Token by token, as without speculation."""
         for token in ids(text):
             self.tokens.append(token)
-            drafter.observe(self, [token], None)
+            drafter.observe(self, [token], {})
 
 
 def source(text: str, kind: SourceKind = SourceKind.PASSAGE, name: str = "p") -> CopySource:
@@ -72,7 +73,7 @@ def drafting(*sources: CopySource, **options: Any) -> tuple[CopyDrafter, Writing
 
 
 def proposals(drafter: CopyDrafter, sequence: Writing, max_nodes: int = 48) -> list[Proposal]:
-    (found,) = drafter.propose([sequence], max_nodes)
+    (found,) = drafter.propose([sequence], Budget(max_nodes, 0.0, [DraftTree(0)]))
     for i, proposal in enumerate(found):
         assert proposal.parent < i
         above = found[proposal.parent].path_prob if proposal.parent >= 0 else 1.0
@@ -161,7 +162,7 @@ def test_copying_goes_on_behind_an_edit(edit: str, at: int) -> None:
     }[edit]
     for token in written:
         sequence.tokens.append(token)
-        drafter.observe(sequence, [token], None)
+        drafter.observe(sequence, [token], {})
     assert drafts(drafter, sequence, tokenizer().decode(given[behind : behind + 5]))
 
 

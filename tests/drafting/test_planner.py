@@ -134,7 +134,7 @@ def test_drafters_are_merged_and_learn_their_own_nodes() -> None:
     assert sorted(tree.token_ids[1:]) == [10, 11, 12]
     first, second = tree.child(0, 10), tree.child(tree.child(0, 10) or 0, 12)
     assert first and second
-    planner.observe(sequence, tree, [first, second], [10, 12, 50])
+    planner.observe(sequence, tree, [first, second], [10, 12, 50], {})
     assert one.learned == [(10, True), (11, False)]
     assert two.learned == [(12, True)]
     assert one.observed == two.observed == {("a", 0): [10, 12, 50]}
@@ -145,7 +145,7 @@ def test_nodes_behind_a_miss_teach_nothing() -> None:
     drafter = Chain([10, 11, 12], 0.9)
     planner = Planner([drafter], FREE, 12)
     (tree,) = plan(planner, Running())
-    planner.observe(Running(), tree, [1], [10, 77])
+    planner.observe(Running(), tree, [1], [10, 77], {})
     assert drafter.learned == [(10, True), (11, False)]
 
 
@@ -168,7 +168,7 @@ def test_a_sequence_for_which_nothing_is_found_is_asked_less_and_less() -> None:
     assert tree.num_drafted == 2
     assert plan(planner, Running())[0].num_drafted == 2  # awake again at every step
     planner.finish(Running())
-    assert not planner._idle
+    assert not planner._courses
 
 
 def steps(asked: list[int]) -> list[int]:
@@ -193,7 +193,7 @@ def test_exceptions_are_contained(method: str, caplog: pytest.LogCaptureFixture)
     planner.start(sequence)
     (tree,) = plan(planner, sequence)
     assert {10, 11} <= set(tree.token_ids)
-    planner.observe(sequence, tree, [], [50])
+    planner.observe(sequence, tree, [], [50], {})
     planner.finish(sequence)
     planner.purge("salt")
     assert planner.num_failures == (2 if method == "propose" else 1)  # all rows together, then each alone
@@ -261,7 +261,7 @@ def test_a_sequence_whose_drafts_fail_is_drafted_for_less_and_less() -> None:
     for _ in range(60):
         (tree,) = plan(planner, sequence)
         drafted.append(tree.num_drafted)
-        planner.observe(sequence, tree, [], [50])
+        planner.observe(sequence, tree, [], [50], {})
     assert drafted[0] == 3
     assert sum(drafted[20:]) <= 15
 
@@ -272,12 +272,12 @@ def test_a_sequence_that_begins_to_copy_late_is_drafted_for_again() -> None:
     sequence = Running()
     for _ in range(20):
         (tree,) = plan(planner, sequence)
-        planner.observe(sequence, tree, [], [50])
+        planner.observe(sequence, tree, [], [50], {})
     accepted = []
     for _ in range(60):
         (tree,) = plan(planner, sequence)
         path = list(range(1, len(tree)))
-        planner.observe(sequence, tree, path, [*tree.token_ids[1:], 50])
+        planner.observe(sequence, tree, path, [*tree.token_ids[1:], 50], {})
         accepted.append(len(path))
     assert accepted[-20:] == [3] * 20
 
@@ -290,12 +290,12 @@ def test_trust_comes_back_while_nothing_is_drafted() -> None:
     for _ in range(400):
         (tree,) = plan(planner, sequence)
         drafted.append(tree.num_drafted)
-        planner.observe(sequence, tree, [], [50])
+        planner.observe(sequence, tree, [], [50], {})
     assert 0 in drafted[20:200]
     assert any(drafted[200:]), "tried again"
     for _ in range(200):
         (tree,) = plan(planner, sequence)
-        planner.observe(sequence, tree, list(range(1, len(tree))), [*tree.token_ids[1:], 50])
+        planner.observe(sequence, tree, list(range(1, len(tree))), [*tree.token_ids[1:], 50], {})
     assert tree.num_drafted == 3
 
 

@@ -227,7 +227,7 @@ def test_a_step_that_fails_ends_its_requests_and_nothing_else(
 ) -> None:
     """The thread died and every later request waited for ever; pages of the failed step were lost."""
     target = tiny()
-    forward, calls = target.forward, [0]
+    forward, calls = target.forward_tapped, [0]
 
     def failing(*args: object) -> object:
         calls[0] += 1
@@ -235,7 +235,7 @@ def test_a_step_that_fails_ends_its_requests_and_nothing_else(
             raise MemoryError("no memory in the middle of a step")
         return forward(*args)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(target, "forward", failing)
+    monkeypatch.setattr(target, "forward_tapped", failing)
     with tiny_engine(target) as engine:
         with pytest.raises(EngineError, match="no memory"):
             engine.generate([ask("a", params=SamplingParams(max_tokens=9)), ask("b", (4, 4))])
@@ -245,7 +245,7 @@ def test_a_step_that_fails_ends_its_requests_and_nothing_else(
 def test_a_step_that_fails_leaves_those_alone_that_were_not_in_it(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     """A request that still waited for room in a step ended with somebody else's error."""
     target = tiny()
-    forward, calls = target.forward, [0]
+    forward, calls = target.forward_tapped, [0]
 
     def failing(*args: object) -> object:
         calls[0] += 1
@@ -253,7 +253,7 @@ def test_a_step_that_fails_leaves_those_alone_that_were_not_in_it(tiny: Tiny, mo
             raise MemoryError("no memory for the long prompt")
         return forward(*args)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(target, "forward", failing)
+    monkeypatch.setattr(target, "forward_tapped", failing)
     with tiny_engine(target, max_step_tokens=64) as engine:
         long, short = Listener(), Listener()
         engine.between_steps(lambda: (engine.submit(ask("long", (5,) * 200), long), engine.submit(ask("short"), short)))

@@ -1,0 +1,128 @@
+"""Coupled drafting: a drafter that knows the noise the target will sample with.
+
+The target's token is the argmax of its logits plus the keyed noise of (seed, choice, output position). Children of a node are
+therefore the greatest of (the drafter's own logits + the same noise), under the request's temperature and warps, and the token
+the target will draw is among a few of them far more often than among the likeliest few. The output does not depend on any draft,
+so it stays the same. Without `coupled` noise plays no part: the likeliest tokens are the children.
+
+Sources: Daliri, Musco, Suresh 2024 (arXiv 2408.07978); design section 4.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ragspec.core import SamplingParams
+from ragspec.drafting.drafter import Drafted
+from ragspec.numerics.compiled import compiled
+from ragspec.numerics.noise import bits, gumbel, output_key
+from ragspec.verification.sampling import TokenCounts, warp
+
+Floats = NDArray[np.float32]
+
+_ALL = np.float32(-np.inf)
+
+
+class Picks(NamedTuple):
+    """The best children of each node. Shapes: columns int64 [N, k] of the draft vocabulary (-1: none), scores float64 [N, k]."""
+
+    columns: NDArray[np.int64]
+    scores: NDArray[np.float64]
+
+
+@compiled(nogil=True)
+def _pick(logits: Any, ids: Any, keys: Any, noisy: Any, floors: Any, columns: Any, scores: Any) -> None:
+    """Each row's k greatest of logit + noise, falling; ties to the lower column.
+
+    A token's noise is at most `-log(1 - u)`, so its leading zero bits bound it without a logarithm; most tokens stop there.
+    """
+    k = columns.shape[1]
+    for row in range(logits.shape[0]):
+        columns[row, :] = -1
+        scores[row, :] = -np.inf
+        for v in range(logits.shape[1]):
+            total = np.float64(logits[row, v])
+            if not logits[row, v] >= floors[row] or total == -np.inf:
+                continue
+            if noisy[row]:
+                if total + 38.0 < scores[row, k - 1]:
+                    continue
+                h = bits(keys[row], np.uint64(ids[v]))
+                rest = np.float64(np.uint64(2**53) - h)
+                if rest > 1.0 and total + math.log(2.0**53 / (rest - 0.5)) < scores[row, k - 1] - 1e-9:
+                    continue
+                total += gumbel(h)
+            if not total > scores[row, k - 1]:
+                continue
+            at = k - 1
+            while at > 0 and total > scores[row, at - 1]:
+                scores[row, at], columns[row, at] = scores[row, at - 1], columns[row, at - 1]
+                at -= 1
+            scores[row, at], columns[row, at] = total, v
+
+
+class Coupling:
+    """Picks children for one drafter. `draft_ids`: the target's id of each token of the draft vocabulary, rising."""
+
+    def __init__(self, draft_ids: NDArray[np.int64], vocab_size: int, coupled: bool = True) -> None:
+        self._ids = draft_ids
+        self._vocab_size = vocab_size
+        self._coupled = coupled
+
+    def pick(self, logits: Floats, owners: Sequence[Drafted], depth: int, num_children: int) -> Picks:
+        """Children of N nodes at `depth` - 1, each of the sequence in `owners`. Shape: float32 [N, Vd], not kept."""
+        num_children = min(num_children, logits.shape[1])
+        keys = np.zeros(len(owners), np.uint64)
+        noisy = np.zeros(len(owners), np.bool_)
+        floors = np.full(len(owners), _ALL)
+        scaled = np.array(logits, np.float32)
+        for row, sequence in enumerate(owners):
+            params = sequence.request.params
+            if is_warped(params):
+                scaled[row] = self._warped(logits[row], sequence)
+            elif not params.greedy and params.temperature != 1.0:
+                scaled[row] /= np.float32(max(params.temperature, 1e-6))
+            if params.greedy:
+                continue
+            floors[row] = survivor_floor(scaled[row], params)
+            if self._coupled:
+                index = sequence.num_output + depth - 1
+                keys[row], noisy[row] = output_key(params.seed or 0, sequence.key[1], index), True
+        picks = Picks(
+            np.empty((len(owners), num_children), np.int64), np.empty((len(owners), num_children), np.float64)
+        )
+        _pick(scaled, self._ids, keys, noisy, floors, *picks)
+        return picks
+
+    def _warped(self, logits: Floats, sequence: Drafted) -> Floats:
+        """Penalties and biases as the target's logits get them, of the tokens decided so far. Shape: float32 [Vd]."""
+        full = np.full(self._vocab_size, _ALL)
+        full[self._ids] = logits
+        params, counts = sequence.request.params, None
+        if params.has_penalties:
+            counts = TokenCounts(sequence.request.prompt_ids, sequence.tokens[sequence.num_prompt :])
+        return np.asarray(warp(full, params, counts)[self._ids], np.float32)
+
+
+def is_warped(params: SamplingParams) -> bool:
+    """Whether logits change by more than the temperature."""
+    return params.has_penalties or bool(params.logit_bias)
+
+
+def survivor_floor(logits: Floats, params: SamplingParams) -> np.float32:
+    """The least logit that top-k, top-p and min-p leave, over the draft vocabulary. Shape: float32 [Vd]."""
+    floor = _ALL
+    if 0 < params.top_k < len(logits):
+        floor = np.float32(np.partition(logits, len(logits) - params.top_k)[len(logits) - params.top_k])
+    if params.min_p > 0.0:
+        floor = max(floor, np.float32(logits.max() + math.log(params.min_p)))
+    if params.top_p < 1.0:
+        falling = -np.sort(-logits[logits >= floor])
+        mass = np.cumsum(np.exp(falling.astype(np.float64) - float(falling[0])))
+        floor = falling[min(int(np.searchsorted(mass, params.top_p * mass[-1])), len(falling) - 1)]
+    return np.float32(floor)

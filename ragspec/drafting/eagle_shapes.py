@@ -1,0 +1,84 @@
+"""Which nodes of a head's tree are drafted further: three shapes of one protocol.
+
+chain     the best child, and its best child: a draft without branches
+static    EAGLE-1's fixed tree of 25 nodes, by rank
+dynamic   EAGLE-2's: of a level's children the most probable paths go on
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+from ragspec.errors import ConfigError
+
+STATIC_TREE: tuple[tuple[int, ...], ...] = (
+    *((a,) for a in range(4)),
+    *((0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (2, 0), (2, 1), (3, 0)),
+    *((0, 0, 0), (0, 0, 1), (0, 0, 2), (0, 1, 0), (0, 1, 1), (0, 2, 0), (0, 2, 1), (1, 0, 0)),
+    *((0, 0, 0, 0), (0, 0, 0, 1), (0, 0, 0, 2), (0, 0, 0, 0, 0), (0, 0, 0, 0, 1)),
+)
+"""The ranks of each node's path. Source: EAGLE (arXiv 2401.15077), the published choices."""
+
+
+class Branch(NamedTuple):
+    """A drafted node as a shape sees it: the ranks of its path and how probable the path is."""
+
+    ranks: tuple[int, ...]
+    path_prob: float
+
+
+class TreeShape(Protocol):
+    max_depth: int
+    max_width: int
+    """The most nodes of one level that are drafted further."""
+    num_children: int
+    """The most children of one node."""
+
+    def takes(self, ranks: tuple[int, ...]) -> bool:
+        """Whether a node with this path belongs to the tree."""
+
+    def frontier(self, level: Sequence[Branch]) -> list[int]:
+        """Which nodes of a level are drafted further, by their place in it."""
+
+
+class Dynamic:
+    """The `width` most probable nodes of each level go on, each with `num_children` children."""
+
+    def __init__(self, num_children: int, width: int, max_depth: int) -> None:
+        self.num_children, self.max_width, self.max_depth = num_children, width, max_depth
+
+    def takes(self, ranks: tuple[int, ...]) -> bool:
+        return True
+
+    def frontier(self, level: Sequence[Branch]) -> list[int]:
+        order = sorted(range(len(level)), key=lambda i: (-level[i].path_prob, i))
+        return sorted(order[: self.max_width])
+
+
+class Static:
+    """A fixed tree, given by the ranks of every node's path."""
+
+    def __init__(self, tree: Sequence[tuple[int, ...]] = STATIC_TREE) -> None:
+        self._nodes = frozenset(tree)
+        self._inner = frozenset(path[:-1] for path in tree)
+        self.num_children = 1 + max(path[-1] for path in tree)
+        self.max_depth = max(map(len, tree))
+        self.max_width = max(sum(len(path) == depth for path in self._inner) for depth in range(1, self.max_depth + 1))
+
+    def takes(self, ranks: tuple[int, ...]) -> bool:
+        return ranks in self._nodes
+
+    def frontier(self, level: Sequence[Branch]) -> list[int]:
+        return [i for i, branch in enumerate(level) if branch.ranks in self._inner]
+
+
+def make_shape(name: str, num_children: int, width: int, max_depth: int) -> TreeShape:
+    """Raises: ConfigError for an unknown name."""
+    if name == "chain":
+        return Dynamic(1, 1, max_depth)
+    if name == "static":
+        return Static()
+    if name == "dynamic":
+        return Dynamic(num_children, width, max_depth)
+    raise ConfigError(f"unknown tree shape {name!r}; there are: chain, static, dynamic")

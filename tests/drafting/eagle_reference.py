@@ -1,0 +1,177 @@
+"""EAGLE heads computed the slow way: the papers' equations on the raw tensors, in float64, nothing kept between calls.
+
+A second implementation, so it shares no code with `ragspec`: attention is a dense matrix over all pairs, a draft node
+runs its whole path again. Pair t is (what the target computed at token t, token t + 1) at rotary position t.
+
+    >>> head = random_head(EagleFamily.EAGLE3, folder)
+    >>> hidden = eagle3_outputs(head, embed, tokens, features)           # [T-1, H], of the pairs
+    >>> nodes = draft_outputs(head, embed, tokens, features, [5, 9, 3], parents=[-1, -1, 0])
+    >>> logits = head_logits(head, nodes)                                # [3, Vd]
+
+Source: EAGLE (arXiv 2401.15077), EAGLE-2 (2406.16858), EAGLE-3 (2503.01840).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from drafting.eagle_heads import random_head, save_head
+from torch import Tensor
+
+from ragspec.drafting.eagle_checkpoint import EagleFamily, HeadCheckpoint, HeadConfig
+
+__all__ = [
+    "draft_outputs",
+    "eagle3_outputs",
+    "eagle_outputs",
+    "head_logits",
+    "random_head",
+    "save_head",
+    "target_ids",
+]
+
+
+def eagle_outputs(checkpoint: HeadCheckpoint, embed: Tensor | None, tokens: Sequence[int], features: Tensor) -> Tensor:
+    """What an EAGLE-1/2 head predicts from every pair.
+
+    Shapes: embed [V, H] of the target (None: the head's own), T tokens, features [T or T-1, H] -> [T-1, H].
+    """
+    assert checkpoint.config.family is EagleFamily.EAGLE
+    return _outputs(checkpoint, *_pairs(checkpoint, embed, tokens, features))
+
+
+def eagle3_outputs(checkpoint: HeadCheckpoint, embed: Tensor | None, tokens: Sequence[int], features: Tensor) -> Tensor:
+    """The un-normed outputs of an EAGLE-3 head over all pairs. Shapes: features [T or T-1, F] -> [T-1, H]."""
+    assert checkpoint.config.family is EagleFamily.EAGLE3
+    return _outputs(checkpoint, *_pairs(checkpoint, embed, tokens, features))
+
+
+def draft_outputs(
+    checkpoint: HeadCheckpoint,
+    embed: Tensor | None,
+    tokens: Sequence[int],
+    features: Tensor,
+    draft_tokens: Sequence[int],
+    parents: Sequence[int] | None = None,
+) -> Tensor:
+    """Outputs at the nodes of a draft behind the pairs; each node is fed its parent's output in place of a feature.
+
+    Parent -1 is the last pair, no `parents` is a chain. The node's token is what the parent's output predicted.
+    Shapes: N nodes, parents first -> [N, H].
+    """
+    parents = list(range(-1, len(draft_tokens) - 1)) if parents is None else parents
+    outputs = []
+    for node in range(len(draft_tokens)):
+        path = [node]
+        while parents[path[0]] >= 0:
+            path.insert(0, parents[path[0]])
+        outputs.append(_chain_output(checkpoint, embed, tokens, features, [draft_tokens[n] for n in path]))
+    return torch.stack(outputs) if outputs else torch.zeros(0, checkpoint.config.hidden_size, dtype=torch.float64)
+
+
+def head_logits(checkpoint: HeadCheckpoint, hidden: Tensor, target_lm_head: Tensor | None = None) -> Tensor:
+    """Logits over the draft vocabulary. Shapes: hidden [N, H], target_lm_head [V, H] (EAGLE-1/2) -> [N, Vd]."""
+    tensors = _wide(checkpoint)
+    if checkpoint.config.family is EagleFamily.EAGLE3:
+        hidden = _rms_norm(hidden, tensors["norm.weight"], checkpoint.config.rms_norm_eps)
+        return hidden @ tensors["lm_head.weight"].T
+    weight = target_lm_head.double() if target_lm_head is not None else tensors["lm_head.weight"]
+    return hidden @ weight.T
+
+
+def target_ids(checkpoint: HeadCheckpoint) -> Tensor:
+    """The target's token for every row of the draft vocabulary. Shapes: -> int64 [Vd]."""
+    offsets = checkpoint.tensors.get("d2t", torch.zeros(checkpoint.config.draft_vocab_size, dtype=torch.int64))
+    return torch.tensor([row + int(offset) for row, offset in enumerate(offsets)])
+
+
+def _pairs(
+    checkpoint: HeadCheckpoint, embed: Tensor | None, tokens: Sequence[int], features: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Embeddings [T-1, H] of the tokens one ahead, and the states [T-1, H] beside them."""
+    tensors, config = _wide(checkpoint), checkpoint.config
+    table = tensors["embed_tokens.weight"] if "embed_tokens.weight" in tensors else embed.double()
+    embeddings = table[torch.tensor(list(tokens[1:]), dtype=torch.int64)]
+    states = features.double()[: len(tokens) - 1]
+    if config.family is EagleFamily.EAGLE3:
+        if config.norm_before_fc:
+            states = _feature_norm(states, tensors["fc_norm.weight"], config.rms_norm_eps)
+        states = states @ tensors["fc.weight"].T + tensors.get("fc.bias", 0.0)
+    return embeddings, states
+
+
+def _feature_norm(features: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Each of the G parts of the features is normed by itself. Shapes: [N, F], weight [G, F / G] -> [N, F]."""
+    parts = features.split(weight.shape[1], dim=1)
+    return torch.cat([_rms_norm(part, row, eps) for part, row in zip(parts, weight, strict=True)], 1)
+
+
+def _chain_output(
+    checkpoint: HeadCheckpoint, embed: Tensor | None, tokens: Sequence[int], features: Tensor, path: Sequence[int]
+) -> Tensor:
+    config = checkpoint.config
+    _, states = _pairs(checkpoint, embed, tokens, features)
+    for depth in range(len(path) + 1):
+        shown = [*tokens, *path[:depth]]
+        embeddings, _ = _pairs(checkpoint, embed, shown, features.new_zeros(len(shown), config.num_features))
+        output = _outputs(checkpoint, embeddings, states)[-1]
+        normed = (
+            _rms_norm(output, _wide(checkpoint)["norm.weight"], config.rms_norm_eps) if config.norm_output else output
+        )
+        states = torch.cat([states, normed[None]])
+    return output
+
+
+def _outputs(checkpoint: HeadCheckpoint, embeddings: Tensor, states: Tensor) -> Tensor:
+    """The one decoder layer over P pairs. Shapes: [P, H], [P, H] -> [P, H]."""
+    config, tensors, eps = checkpoint.config, _wide(checkpoint), checkpoint.config.rms_norm_eps
+    if config.family is EagleFamily.EAGLE:
+        prefix = "layers.0."
+        inputs = torch.cat([embeddings, states], 1) @ tensors["fc.weight"].T + tensors.get("fc.bias", 0.0)
+        residual = inputs
+    else:
+        prefix = "midlayer."
+        normed = _rms_norm(states, tensors["midlayer.hidden_norm.weight"], eps)
+        inputs = torch.cat([_rms_norm(embeddings, tensors["midlayer.input_layernorm.weight"], eps), normed], 1)
+        residual = normed if config.norm_before_residual else states
+    layer = {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+    attended = residual + _attention(config, layer, inputs)
+    inner = _rms_norm(attended, layer["post_attention_layernorm.weight"], eps)
+    gate, up = inner @ layer["mlp.gate_proj.weight"].T, inner @ layer["mlp.up_proj.weight"].T
+    return attended + (gate * torch.sigmoid(gate) * up) @ layer["mlp.down_proj.weight"].T
+
+
+def _attention(config: HeadConfig, layer: dict[str, Tensor], inputs: Tensor) -> Tensor:
+    """Causal over all pairs. Shapes: [P, H or 2H] -> [P, H]."""
+    num_pairs, width = len(inputs), config.head_dim
+    query, key, value = (inputs @ layer[f"self_attn.{name}_proj.weight"].T for name in "qkv")
+    hidden_later = torch.ones(num_pairs, num_pairs, dtype=torch.bool).triu(1)
+    heads = []
+    for head in range(config.num_heads):
+        of_query = slice(head * width, (head + 1) * width)
+        kv_head = head // (config.num_heads // config.num_kv_heads)
+        of_key = slice(kv_head * width, (kv_head + 1) * width)
+        scores = _rotated(query[:, of_query], config.rope_theta) @ _rotated(key[:, of_key], config.rope_theta).T
+        scores = (scores / width**0.5).masked_fill(hidden_later, -torch.inf)
+        heads.append(torch.softmax(scores, 1) @ value[:, of_key])
+    return torch.cat(heads, 1) @ layer["self_attn.o_proj.weight"].T
+
+
+def _rotated(rows: Tensor, theta: float) -> Tensor:
+    """Row p turned by its position p: components i and i + half form a plane, as Llama has them."""
+    half = rows.shape[1] // 2
+    rates = torch.tensor([theta ** (-i / half) for i in range(half)], dtype=torch.float64)
+    angles = torch.arange(len(rows), dtype=torch.float64)[:, None] * rates
+    first, second = rows[:, :half], rows[:, half:]
+    return torch.cat(
+        [first * angles.cos() - second * angles.sin(), second * angles.cos() + first * angles.sin()], dim=1
+    )
+
+
+def _rms_norm(rows: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return rows / (rows.pow(2).mean(-1, keepdim=True) + eps).sqrt() * weight
+
+
+def _wide(checkpoint: HeadCheckpoint) -> dict[str, Tensor]:
+    return {name: tensor.double() for name, tensor in checkpoint.tensors.items()}

@@ -1,0 +1,219 @@
+"""EAGLE heads on disk: every published dialect is read as the same head, and written as the official one."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from drafting.eagle_heads import change_config, change_tensors, random_head
+from safetensors.torch import load_file, save_file
+
+from ragspec.drafting.eagle_checkpoint import (
+    HeadCheckpoint,
+    check_fits,
+    default_aux_layers,
+    read_head,
+    write_head,
+)
+from ragspec.errors import ModelError, SaveError
+
+HEADS: dict[str, dict[str, Any]] = {
+    "eagle": {"family": "eagle", "fc_bias": True},
+    "eagle-no-bias": {"family": "eagle", "own_embedding": True, "own_lm_head": True, "dtype": torch.bfloat16},
+    "eagle-wide-heads": {"family": "eagle", "head_dim": 16, "rope_theta": 500000.0, "num_kv_heads": 4},
+    "eagle3": {"family": "eagle3"},
+    "eagle3-bf16": {"family": "eagle3", "dtype": torch.bfloat16, "aux_layers": (2, 4, 6), "max_positions": 512},
+    "eagle3-all-tokens": {"family": "eagle3", "draft_vocab": 64},
+    "eagle3-own-width": {"family": "eagle3", "target_hidden_size": 48, "own_embedding": True},
+    "eagle3-flags": {"family": "eagle3", "norm_before_residual": True, "norm_before_fc": True, "norm_output": True},
+    "eagle3-taps": {"family": "eagle3", "norm_before_fc": "taps", "rms_norm_eps": 1e-6, "aux_layers": (0, 2, 3)},
+}
+
+
+def same(left: HeadCheckpoint, right: HeadCheckpoint) -> bool:
+    tensors = left.tensors
+    return (
+        left.config == right.config
+        and tensors.keys() == right.tensors.keys()
+        and all(
+            t.dtype == right.tensors[name].dtype and torch.equal(t, right.tensors[name]) for name, t in tensors.items()
+        )
+    )
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_a_published_head_is_read_as_it_was_made(name: str, tmp_path: Path) -> None:
+    """A dialect's key or tensor read as something else loads silently and only shows as low acceptance."""
+    made = random_head(folder=tmp_path, **HEADS[name])
+    assert same(read_head(tmp_path), made)
+
+
+@pytest.mark.parametrize("name", [name for name in HEADS if name.startswith("eagle3")])
+def test_the_speculators_dialect_is_read_as_the_official_one(name: str, tmp_path: Path) -> None:
+    """`layers.0.` taken for EAGLE-1, or a flag of the top level missed beside transformer_layer_config."""
+    made = random_head(folder=tmp_path, dialect="speculators", **HEADS[name])
+    assert same(read_head(tmp_path), made)
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_a_written_head_reads_back_equal(name: str, tmp_path: Path) -> None:
+    """A field that the writer forgets comes back as its default."""
+    made = random_head(**HEADS[name])
+    write_head(tmp_path / "new" / "head", made)
+    assert same(read_head(tmp_path / "new" / "head"), made)
+    assert sorted(path.name for path in (tmp_path / "new" / "head").iterdir()) == ["config.json", "model.safetensors"]
+
+
+def test_the_written_layout_is_the_published_one(tmp_path: Path) -> None:
+    """A head that only we can read: renamed keys, ids in place of offsets, maps of another type."""
+    made = random_head("eagle3", dtype=torch.bfloat16)
+    write_head(tmp_path, made)
+    stored = load_file(tmp_path / "model.safetensors")
+    layer = (
+        "self_attn.q_proj self_attn.k_proj self_attn.v_proj self_attn.o_proj mlp.gate_proj mlp.up_proj mlp.down_proj"
+    )
+    norms = "hidden_norm input_layernorm post_attention_layernorm"
+    in_layer = {f"midlayer.{name}.weight" for name in (layer + " " + norms).split()}
+    assert stored.keys() == in_layer | {"fc.weight", "norm.weight", "lm_head.weight", "d2t", "t2d"}
+    assert (stored["d2t"].dtype, stored["t2d"].dtype, stored["fc.weight"].dtype) == (
+        torch.int64,
+        torch.bool,
+        torch.bfloat16,
+    )
+    assert stored["t2d"].nonzero()[:, 0].tolist() == [row + offset for row, offset in enumerate(stored["d2t"].tolist())]
+    assert json.loads((tmp_path / "config.json").read_text()) == {
+        "architectures": ["LlamaForCausalLM"],
+        "draft_vocab_size": 40,
+        "hidden_act": "silu",
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "max_position_embeddings": 2048,
+        "model_type": "llama",
+        "num_attention_heads": 4,
+        "num_hidden_layers": 1,
+        "num_key_value_heads": 2,
+        "pad_token_id": 0,
+        "rms_norm_eps": 1e-05,
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+        "vocab_size": 64,
+    }
+
+
+def test_an_absent_key_means_what_the_published_code_takes(tmp_path: Path) -> None:
+    """The target's rope base taken for the head's, or MHA for a head that says nothing of KV heads."""
+    random_head("eagle", tmp_path, fc_bias=True, num_kv_heads=4, rms_norm_eps=1e-6)
+    for key in ("rope_theta", "num_key_value_heads", "head_dim", "bias", "rms_norm_eps", "max_position_embeddings"):
+        change_config(tmp_path, **{key: ...})
+    config = read_head(tmp_path).config
+    assert (config.rope_theta, config.num_kv_heads, config.head_dim) == (10000.0, 4, 8)
+    assert (config.fc_bias, config.rms_norm_eps, config.max_positions) == (True, 1e-6, 2048)
+    change_config(tmp_path, rope_parameters={"rope_type": "default", "rope_theta": 500000})
+    assert read_head(tmp_path).config.rope_theta == 500000.0
+
+
+def test_layer_ids_that_count_outputs_become_taps(tmp_path: Path) -> None:
+    """SpecForge's ids read as taps: each feature comes from one layer too low."""
+    random_head("eagle3", tmp_path, aux_layers=(2, 4, 6))
+    change_config(
+        tmp_path,
+        eagle_aux_hidden_state_layer_ids=...,
+        eagle_config={"use_aux_hidden_state": True, "eagle_aux_hidden_state_layer_ids": [5, 1, 3]},
+    )
+    assert read_head(tmp_path).config.aux_layers == (2, 4, 6)
+
+
+def test_shards_and_bin_files_hold_the_same_head(tmp_path: Path) -> None:
+    """A head in the older file, or in shards, that is only half read."""
+    made = random_head("eagle3", tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    (tmp_path / "model.safetensors").unlink()
+    torch.save(tensors, tmp_path / "pytorch_model.bin")
+    assert same(read_head(tmp_path), made)
+    (tmp_path / "pytorch_model.bin").rename(tmp_path / "head.pt")
+    torch.save({"epoch": 1}, tmp_path / "training_args.bin")
+    assert same(read_head(tmp_path), made)
+    names = sorted(tensors)
+    shards = {"a.safetensors": names[:5], "b.safetensors": names[5:]}
+    for shard, held in shards.items():
+        save_file({name: tensors[name] for name in held}, tmp_path / shard)
+    index = {"weight_map": {name: shard for shard, held in shards.items() for name in held}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert same(read_head(tmp_path), made)
+    (tmp_path / "b.safetensors").unlink()
+    with pytest.raises(ModelError, match=r"b\.safetensors"):
+        read_head(tmp_path)
+
+
+def test_leftovers_of_training_are_passed_over(tmp_path: Path) -> None:
+    """Rotary buffers of older files, or the verifier's copies, refused as unknown tensors."""
+    made = random_head("eagle3", tmp_path)
+    extra = ("midlayer.self_attn.rotary_emb.inv_freq", "verifier_lm_head.weight", "verifier_norm.weight")
+    change_tensors(tmp_path, lambda tensors: tensors.update({name: torch.full((3,), torch.nan) for name in extra}))
+    assert same(read_head(tmp_path), made)
+
+
+def test_maps_of_other_integer_types_mean_the_same(tmp_path: Path) -> None:
+    """int32 offsets or a map of zeros and ones, as converters leave them."""
+    made = random_head("eagle3", tmp_path)
+    change_tensors(tmp_path, lambda t: t.update(d2t=t["d2t"].int(), t2d=t["t2d"].to(torch.uint8)))
+    assert same(read_head(tmp_path), made)
+
+
+def test_a_head_for_another_target_is_refused() -> None:
+    """A head of another vocabulary, width or depth drafts nonsense or reads past the target's layers."""
+    eagle3 = random_head("eagle3", aux_layers=(2, 4, 6)).config
+    check_fits(eagle3, vocab_size=64, hidden_size=32, num_layers=6)
+    with pytest.raises(ModelError, match="vocabulary of 64 tokens, the target has 65"):
+        check_fits(eagle3, 65, 32, 6)
+    with pytest.raises(ModelError, match="hidden states of 32, the target's have 48"):
+        check_fits(eagle3, 64, 48, 6)
+    with pytest.raises(ModelError, match=r"\(2, 4, 6\) are no layers of a target that has 5"):
+        check_fits(eagle3, 64, 32, 5)
+    by_default = random_head("eagle3").config
+    check_fits(by_default, 64, 32, 7)
+    with pytest.raises(ModelError, match=r"default aux_layers \(2, 3, 3\)"):
+        check_fits(by_default, 64, 32, 6)
+    check_fits(random_head("eagle").config, 64, 32, 1)
+    own_width = random_head("eagle3", target_hidden_size=48, own_embedding=True).config
+    check_fits(own_width, 64, 48, 32)
+    with pytest.raises(ModelError):
+        check_fits(own_width, 64, 32, 32)
+
+
+def test_the_default_taps_are_the_published_ones() -> None:
+    """Off by one: features of the layers' outputs in place of their inputs."""
+    assert default_aux_layers(32) == (2, 16, 29)
+
+
+def test_a_broken_head_is_not_written(tmp_path: Path) -> None:
+    """A run that diverged replaces a good head by one that nobody can load."""
+    good = random_head("eagle3")
+    write_head(tmp_path, good)
+    diverged = {**good.tensors, "fc.weight": good.tensors["fc.weight"] * torch.nan}
+    with pytest.raises(ModelError, match=r"fc\.weight"):
+        write_head(tmp_path, HeadCheckpoint(good.config, diverged))
+    assert same(read_head(tmp_path), good)
+
+
+def test_views_of_one_memory_are_written_apart(tmp_path: Path) -> None:
+    """safetensors refuses tensors that share memory, such as rows of the target's embedding."""
+    good = random_head("eagle3", draft_vocab=64, own_embedding=True)
+    shared = {**good.tensors, "lm_head.weight": good.tensors["embed_tokens.weight"], "d2t": torch.zeros(64).long()}
+    shared["t2d"] = torch.ones(1, dtype=torch.bool).expand(64)
+    write_head(tmp_path, HeadCheckpoint(good.config, shared))
+    assert same(read_head(tmp_path), HeadCheckpoint(good.config, shared))
+
+
+def test_a_head_that_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:
+    """OSError or SafetensorError with a half-written file that the next start takes for the head."""
+    (tmp_path / "file").write_text("")
+    with pytest.raises(SaveError):
+        write_head(tmp_path / "file", random_head("eagle"))
+    (tmp_path / "head" / "config.json").mkdir(parents=True)
+    with pytest.raises(SaveError):
+        write_head(tmp_path / "head", random_head("eagle"))
+    assert not list((tmp_path / "head").glob(".*"))

@@ -1,0 +1,153 @@
+"""The naive EAGLE heads are what the papers say, with transformers' Llama layer as the third opinion."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from drafting.eagle_reference import draft_outputs, eagle3_outputs, eagle_outputs, head_logits, random_head, target_ids
+from torch import Tensor, nn
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
+
+from ragspec.drafting.eagle_checkpoint import HeadCheckpoint
+
+TOKENS = [3, 60, 7, 7, 21, 0, 44]
+HEADS: list[dict[str, Any]] = [
+    {"family": "eagle", "fc_bias": True},
+    {"family": "eagle", "rope_theta": 500.0, "num_kv_heads": 1, "head_dim": 16},
+    {"family": "eagle3"},
+    {"family": "eagle3", "norm_before_residual": True, "norm_before_fc": True, "norm_output": True},
+    {"family": "eagle3", "norm_before_fc": "taps", "target_hidden_size": 48, "aux_layers": (0, 1)},
+]
+
+
+def inputs_of(head: HeadCheckpoint) -> tuple[Tensor, Tensor]:
+    """Random embedding of the target and features of every token."""
+    generator = torch.Generator().manual_seed(1)
+    width = head.config.num_features
+    return torch.randn(64, 32, generator=generator), 3 * torch.randn(len(TOKENS), width, generator=generator)
+
+
+def outputs_of(head: HeadCheckpoint, embed: Tensor, tokens: list[int], features: Tensor) -> Tensor:
+    run = eagle_outputs if head.config.family == "eagle" else eagle3_outputs
+    return run(head, embed, tokens, features)
+
+
+def llama_layer(head: HeadCheckpoint, wide: int) -> LlamaDecoderLayer:
+    """transformers' layer with the head's weights, without its first norm and with projections of another width."""
+    config = head.config
+    llama = LlamaConfig(
+        hidden_size=config.hidden_size,
+        intermediate_size=config.intermediate_size,
+        num_attention_heads=config.num_heads,
+        num_key_value_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        rms_norm_eps=config.rms_norm_eps,
+        rope_parameters={"rope_type": "default", "rope_theta": config.rope_theta},
+        attn_implementation="eager",
+    )
+    layer = LlamaDecoderLayer(llama, 0).double()
+    layer.input_layernorm = nn.Identity()
+    for name in ("q_proj", "k_proj", "v_proj"):
+        num_rows = getattr(layer.self_attn, name).out_features
+        setattr(layer.self_attn, name, nn.Linear(wide, num_rows, bias=False).double())
+    prefix = "layers.0." if config.family == "eagle" else "midlayer."
+    own = {name.removeprefix(prefix): tensor.double() for name, tensor in head.tensors.items() if prefix in name}
+    layer.load_state_dict({name: own[name] for name in layer.state_dict()})
+    return layer
+
+
+def attended_by_llama(head: HeadCheckpoint, layer: LlamaDecoderLayer, inputs: Tensor) -> Tensor:
+    num_pairs = len(inputs)
+    mask = torch.full((num_pairs, num_pairs), -torch.inf, dtype=torch.float64).triu(1)[None, None]
+    rotations = LlamaRotaryEmbedding(layer.self_attn.config)(inputs[None], torch.arange(num_pairs)[None])
+    with torch.no_grad():
+        return layer.self_attn(inputs[None], rotations, mask)[0][0]
+
+
+@pytest.mark.parametrize("family", ["eagle", "eagle3"])
+def test_the_layer_is_transformers_layer(family: str) -> None:
+    """Rotation, head groups, scale or gate of the reference wrong: everything tested against it is wrong alike."""
+    head = random_head(family, num_kv_heads=2, rope_theta=700.0)
+    embed, features = inputs_of(head)
+    tensors = {name: tensor.double() for name, tensor in head.tensors.items()}
+    embeddings, features = embed.double()[TOKENS[1:]], features.double()[:-1]
+    if family == "eagle":
+        layer = llama_layer(head, 32)
+        residual = inputs = torch.cat([embeddings, features], 1) @ tensors["fc.weight"].T
+    else:
+        layer = llama_layer(head, 64)
+        residual = features @ tensors["fc.weight"].T
+        pairs = (("input_layernorm", embeddings), ("hidden_norm", residual))
+        norms = [nn.functional.rms_norm(rows, (32,), tensors[f"midlayer.{name}.weight"], 1e-5) for name, rows in pairs]
+        inputs = torch.cat(norms, 1)
+    attended = residual + attended_by_llama(head, layer, inputs)
+    with torch.no_grad():
+        wanted = attended + layer.mlp(layer.post_attention_layernorm(attended))
+    found = outputs_of(head, embed, TOKENS, features)
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)  # transformers rotates and norms in float32
+
+
+@pytest.mark.parametrize("fields", HEADS)
+def test_a_later_pair_changes_no_earlier_output(fields: dict[str, Any]) -> None:
+    """Attention that sees pairs to come."""
+    head = random_head(**fields)
+    embed, features = inputs_of(head)
+    whole = outputs_of(head, embed, TOKENS, features)
+    torch.testing.assert_close(outputs_of(head, embed, TOKENS[:4], features), whole[:3])
+    assert whole.shape == (6, 32)
+    changed = outputs_of(head, embed, TOKENS, features + torch.eye(len(features), features.shape[1]))
+    assert not torch.isclose(whole, changed).all(1).any()
+
+
+def test_a_chain_feeds_the_output_back_as_the_next_feature() -> None:
+    """The next step of EAGLE-1/2 is its own forward with the prediction in the place of the feature."""
+    head = random_head("eagle", fc_bias=True)
+    embed, features = inputs_of(head)
+    fed = features.double()[:-1]
+    for depth, token in enumerate(draft := [9, 2, 9]):
+        fed = torch.cat([fed, outputs_of(head, embed, TOKENS + draft[:depth], fed)[-1:]])
+        wanted = outputs_of(head, embed, [*TOKENS, *draft[: depth + 1]], fed)[-1]
+        torch.testing.assert_close(draft_outputs(head, embed, TOKENS, features, draft)[depth], wanted)
+        assert token == draft[depth]
+
+
+@pytest.mark.parametrize("fields", HEADS)
+def test_a_node_of_a_tree_is_the_end_of_its_path(fields: dict[str, Any]) -> None:
+    """A node that sees its siblings."""
+    head = random_head(**fields)
+    embed, features = inputs_of(head)
+    nodes = draft_outputs(head, embed, TOKENS, features, [5, 9, 3, 1], parents=[-1, -1, 0, 2])
+    chain = draft_outputs(head, embed, TOKENS, features, [5, 3, 1])
+    torch.testing.assert_close(nodes[[0, 2, 3]], chain)
+    torch.testing.assert_close(nodes[1:2], draft_outputs(head, embed, TOKENS, features, [9]))
+    assert not torch.allclose(nodes[0], nodes[1])
+
+
+def test_flags_change_the_outputs() -> None:
+    """A dialect's flag that the reference passes over cannot be tested against it."""
+    plain = random_head("eagle3")
+    embed, features = inputs_of(plain)
+    base = draft_outputs(plain, embed, TOKENS, features, [5, 3])
+    for fields in ({"norm_before_residual": True}, {"norm_before_fc": True}, {"norm_before_fc": "taps"}):
+        assert not torch.allclose(draft_outputs(random_head("eagle3", **fields), embed, TOKENS, features, [5, 3]), base)
+    fed_normed = draft_outputs(random_head("eagle3", norm_output=True), embed, TOKENS, features, [5, 3])
+    assert not torch.allclose(fed_normed, base)
+    torch.testing.assert_close(
+        eagle3_outputs(random_head("eagle3", norm_output=True), embed, TOKENS, features),
+        eagle3_outputs(plain, embed, TOKENS, features),
+    )
+
+
+def test_logits_are_of_the_draft_vocabulary() -> None:
+    """Rows of the draft vocabulary read as token ids of the target."""
+    head = random_head("eagle3")
+    hidden = torch.randn(2, 32, dtype=torch.float64)
+    normed = nn.functional.rms_norm(hidden, (32,), head.tensors["norm.weight"].double(), 1e-5)
+    torch.testing.assert_close(head_logits(head, hidden), normed @ head.tensors["lm_head.weight"].double().T)
+    assert target_ids(head).tolist() == head.tensors["t2d"].nonzero()[:, 0].tolist()
+    target_lm_head = torch.randn(64, 32)
+    wanted = hidden @ target_lm_head.double().T
+    torch.testing.assert_close(head_logits(random_head("eagle"), hidden, target_lm_head), wanted)

@@ -1,0 +1,261 @@
+"""The EAGLE drafter in the engine: its states are those of a naive re-computation, and it changes no output."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from drafters import Half
+from drafting.eagle_reference import draft_outputs, eagle3_outputs, eagle_outputs, head_logits, random_head
+from engine.test_oracle import PARAMS, PROMPTS, assert_equal, assert_pool_is_empty, requests_of, total, truth
+from tiny_target import tiny_engine
+
+from ragspec.core import Request, SamplingParams
+from ragspec.drafting.costs import CostTable
+from ragspec.drafting.drafter import Budget, Drafted
+from ragspec.drafting.eagle import EagleDrafter
+from ragspec.drafting.eagle_checkpoint import EagleFamily, HeadCheckpoint
+from ragspec.drafting.eagle_network import EagleNetwork, HeadCache
+from ragspec.drafting.eagle_rows import DraftRows, Part
+from ragspec.drafting.eagle_shapes import make_shape
+from ragspec.engine.target import Target
+from ragspec.numerics.kv_cache import KvPool, SequenceSlots
+from ragspec.numerics.rows import Part as ChainPart
+from ragspec.numerics.rows import StepRows
+from ragspec.tree import Proposal
+
+Tiny = Callable[..., Target]
+FAMILIES = ["eagle", "eagle3"]
+TAPS = (0, 1, 2)
+
+
+def head_for(target: Target, family: str, **fields: Any) -> HeadCheckpoint:
+    if family == "eagle3":
+        fields = {"aux_layers": TAPS, "draft_vocab": 200, **fields}
+    return random_head(family, hidden=target.hidden_size, vocab=target.vocab_size, **fields)
+
+
+def free() -> CostTable:
+    return CostTable({64: [1e-9, 1e-9]}, rows=(1, 2))
+
+
+def drafter_for(target: Target, family: str, tree: str = "dynamic", **options: Any) -> EagleDrafter:
+    network = EagleNetwork(head_for(target, family), target, 300)
+    return EagleDrafter(network, make_shape(tree, 3, 2, 4), free(), **options)
+
+
+def features_of(target: Target, tokens: Sequence[int], taps: Sequence[int]) -> np.ndarray:
+    """All tokens in one fresh forward. Shape: [T, F]."""
+    slots = SequenceSlots(KvPool(target.shapes, 512))
+    pool, target.pool = target.pool, slots.pool
+    ids = np.array(tokens, np.int32)
+    _, tapped = target.forward_tapped(ids, StepRows([ChainPart(slots, len(ids))]).rows, np.array([0], np.int32), taps)
+    target.pool = pool
+    return np.concatenate([tapped[tap] for tap in taps], 1)
+
+
+def naive_outputs(target: Target, head: HeadCheckpoint, tokens: Sequence[int], taps: Sequence[int]) -> torch.Tensor:
+    features = torch.from_numpy(features_of(target, tokens, taps)).double()
+    outputs = eagle_outputs if head.config.family is EagleFamily.EAGLE else eagle3_outputs
+    return outputs(head, target.embedding, tokens, features)
+
+
+class Watched(EagleDrafter):
+    """Notes, at every draft, the text and the state that the draft grew from, and how much of the text it had not read."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.seen: list[tuple[list[int], torch.Tensor, int]] = []
+
+    def _read(self, drafts: list[Any], rows: DraftRows) -> torch.Tensor:
+        states = super()._read(drafts, rows)
+        for draft, state in zip(drafts, states, strict=True):
+            unread = int((~draft.memory._read[: draft.memory.end]).sum())
+            self.seen.append((list(draft.sequence.tokens), state.clone(), unread))
+        return states
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("path_length", [0, 1, 3])
+def test_a_tree_of_nodes_is_what_each_path_alone_would_give(tiny: Tiny, family: str, path_length: int) -> None:
+    """A node saw its sibling, not its parent, or stood at another rotary position."""
+    target = tiny()
+    head = head_for(target, family)
+    network = EagleNetwork(head, target, 300)
+    tokens = [9, 30, 31, 32, 200, 7, 8, 120]
+    features = features_of(target, tokens, network.taps)
+    num_pairs = len(tokens) - 1
+    pool = KvPool(target.shapes, 512)
+    cache = HeadCache.beside(pool, network.shape)
+    slots = np.array([3, 40, 41, 5, 200, 201, 77, *range(300, 320)], np.int32)
+    rows = DraftRows([Part(slots[:num_pairs], num_pairs, num_pairs, slots[num_pairs:])])
+    states = network.first(np.array(tokens[1:], np.int32), features[:-1], cache, rows.chains())
+    assert torch.allclose(states.double(), naive_outputs(target, head, tokens, network.taps), atol=2e-4)
+    parents, drafted = [-1, -1, 0, 0, 1, 3], [11, 12, 13, 14, 15, 16]
+    levels = [[0, 1], [2, 3, 4], [5]]
+    paths = {0: (0,), 1: (1,), 2: (0, 2), 3: (0, 3), 4: (1, 4), 5: (0, 3, 5)}
+    wanted = draft_outputs(
+        head, target.embedding, tokens, torch.from_numpy(features).double(), drafted, parents=parents
+    )
+    below = {-1: states[-1]}
+    for level in levels[:path_length]:
+        above = torch.stack([below[parents[node]] for node in level])
+        ids = np.array([drafted[node] for node in level], np.int32)
+        out = network.further(ids, above, cache, rows.level([[paths[node] for node in level]]))
+        below |= {node: out[i] for i, node in enumerate(level)}
+        for node in level:
+            assert torch.allclose(below[node].double(), wanted[node], atol=4e-4)
+    lm_head = None if family == "eagle3" else target._model.lm_head
+    if lm_head is None:
+        assert np.allclose(network.logits(states), head_logits(head, states.double()).numpy(), atol=1e-3)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("options", [{}, {"max_step_tokens": 16}, {"num_kv_slots": 256}, {"prefix_cache": False}])
+def test_states_are_right_after_copies_prefixes_chunks_and_preemption(
+    tiny: Tiny, family: str, options: dict[str, Any]
+) -> None:
+    """Keys of rejected nodes stayed, a shared prefix that branches off kept the wrong pair, a chunk's states were lost."""
+    target = tiny()
+    network = EagleNetwork(head_for(target, family), target, 300)
+    requests = requests_of(target, PARAMS["T=1"])
+    longer = [
+        Request(f"x{i}", (*r.prompt_ids[: 6 + i], 50 + i, *r.prompt_ids[6:]), r.params) for i, r in enumerate(requests)
+    ]
+    expected = truth(target, requests, "T=1") | truth(target, longer, "T=1")
+    answers = {key: plain.token_ids for key, plain in expected.items()}
+    watched = Watched(network, make_shape("dynamic", 3, 2, 4), free())
+    with tiny_engine(target, [Half(answers), watched], **options) as engine:
+        for batch in (requests, longer, requests[::2], longer):
+            assert_equal(engine.generate(batch), expected)
+        assert engine._planner.num_failures == 0
+        assert_pool_is_empty(engine)
+    whole = [(tokens, state) for tokens, state, unread in watched.seen if not unread]
+    assert len(whole) > (0.5 if options.get("prefix_cache", True) else 0.999) * len(watched.seen)
+    checked = whole[:: max(1, len(whole) // 60)]
+    assert len(checked) > 20
+    for tokens, state in checked:
+        wanted = naive_outputs(target, head_for(target, family), tokens, network.taps)[-1]
+        assert torch.allclose(state.double(), wanted, atol=5e-4), len(tokens)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("name", PARAMS)
+def test_no_output_changes(tiny: Tiny, family: str, name: str) -> None:
+    """A head's draft, of whatever shape, changed a token; or nothing was drafted at all."""
+    target = tiny()
+    requests = requests_of(target, PARAMS[name])
+    expected = truth(target, requests, name)
+    for tree in ("dynamic", "static", "chain"):
+        with tiny_engine(target, [drafter_for(target, family, tree)]) as engine:
+            completions = engine.generate(requests)
+            assert engine._planner.num_failures == 0
+            assert_pool_is_empty(engine)
+        assert_equal(completions, expected)
+        assert total(completions, "num_drafted") > 0
+
+
+class Fitted(EagleDrafter):
+    """Its logits are the target's own: what such a head proposes is nearly always right."""
+
+    target: Target
+
+    def _extend(self, drafts: list[Any], states: torch.Tensor, depth: int, budget: Budget) -> bool:
+        rows = [self._true(draft, node) for draft in drafts for node in draft.open]
+        self.network.logits = lambda _: np.stack(rows)[:, self.network.draft_ids]  # type: ignore[method-assign]
+        return super()._extend(drafts, states, depth, budget)
+
+    def _true(self, draft: Any, node: Any) -> np.ndarray:
+        tokens, number = [], node.number
+        while number >= 0:
+            tokens.insert(0, draft.proposals[number].token_id)
+            number = draft.proposals[number].parent
+        text = [*draft.sequence.tokens, *tokens]
+        return logits_after(self.target, text)
+
+
+def logits_after(target: Target, tokens: Sequence[int]) -> np.ndarray:
+    slots = SequenceSlots(KvPool(target.shapes, 512))
+    pool, target.pool = target.pool, slots.pool
+    ids = np.array(tokens, np.int32)
+    logits = target.forward(ids, StepRows([ChainPart(slots, len(ids))]).rows, np.array([len(ids) - 1], np.int32))
+    target.pool = pool
+    return logits[0]
+
+
+@pytest.mark.parametrize("name", ["greedy", "T=1", "top-p", "top-k, min-p"])
+def test_with_the_targets_logits_and_noise_the_first_child_is_the_token(tiny: Tiny, name: str) -> None:
+    """The noise of another position, choice or seed, another temperature or other survivors than the target's."""
+    target = tiny()
+    params = PARAMS[name]
+    requests = requests_of(target, params, PROMPTS[:4])
+    expected = truth(target, requests, name)
+    drafter = Fitted(EagleNetwork(head_for(target, "eagle"), target, 300), make_shape("chain", 1, 1, 3), free())
+    drafter.target = target
+    with tiny_engine(target, [drafter]) as engine:
+        completions = engine.generate(requests)
+        assert engine._planner.num_failures == 0
+    assert_equal(completions, expected)
+    assert total(completions, "num_accepted") >= 0.98 * total(completions, "num_drafted") > 20
+
+
+def test_a_window_hides_what_is_older(tiny: Tiny) -> None:
+    """Beyond the length that a head was trained on it saw everything, or nothing."""
+    target = tiny()
+    network = EagleNetwork(head_for(target, "eagle3"), target, 300)
+    watched = Watched(network, make_shape("chain", 1, 1, 2), free(), window=24)
+    request = Request("a", tuple(range(30, 90)), SamplingParams(max_tokens=20, ignore_eos=True))
+    with tiny_engine(target, [watched]) as engine:
+        engine.generate([request])
+        assert engine._planner.num_failures == 0
+    tokens, state, _ = watched.seen[-1]
+    head, features = head_for(target, "eagle3"), torch.from_numpy(features_of(target, tokens, network.taps)).double()
+    seen = eagle3_outputs(head, target.embedding, tokens[-25:], features[-25:])[-1]  # rotations are relative
+    assert torch.allclose(state.double(), seen, atol=5e-4)
+    everything = eagle3_outputs(head, target.embedding, tokens, features)[-1]
+    assert len(tokens) > 70 and not torch.allclose(state.double(), everything, atol=5e-4)
+
+
+class Sick(EagleNetwork):
+    def logits(self, hidden: torch.Tensor) -> np.ndarray:
+        return np.full((len(hidden), self.config.draft_vocab_size), np.nan, np.float32)
+
+
+def test_logits_that_are_no_numbers_are_no_draft(tiny: Tiny) -> None:
+    """NaN from a head reached the tree, or ended the request."""
+    target = tiny()
+    requests = requests_of(target, PARAMS["T=1"], PROMPTS[:3])
+    drafter = EagleDrafter(Sick(head_for(target, "eagle3"), target, 300), make_shape("dynamic", 3, 2, 4), free())
+    with tiny_engine(target, [drafter]) as engine:
+        completions = engine.generate(requests)
+        assert engine._planner.num_failures > 0
+        assert_pool_is_empty(engine)
+    assert_equal(completions, truth(target, requests, "T=1"))
+    assert total(completions, "num_drafted") == 0
+
+
+def test_proposals_name_parents_before_children_and_never_more_than_certain(tiny: Tiny) -> None:
+    """Path probabilities that rise with depth, or siblings that together exceed their parent."""
+    target = tiny()
+    drafter = drafter_for(target, "eagle3")
+    kept: list[list[Proposal]] = []
+    propose = drafter.propose
+
+    def noted(sequences: Sequence[Drafted], budget: Budget) -> list[list[Proposal]]:
+        kept.extend(lists := propose(sequences, budget))
+        return lists
+
+    drafter.propose = noted  # type: ignore[method-assign]
+    with tiny_engine(target, [drafter]) as engine:
+        engine.generate(requests_of(target, PARAMS["T=1"]))
+    assert any(proposal.parent >= 0 for proposals in kept for proposal in proposals)
+    for proposals in kept:
+        below: dict[int, float] = {}
+        for i, proposal in enumerate(proposals):
+            assert proposal.parent < i
+            below[proposal.parent] = below.get(proposal.parent, 0.0) + proposal.path_prob
+        for parent, mass in below.items():
+            assert mass <= (proposals[parent].path_prob if parent >= 0 else 1.0) + 1e-9
