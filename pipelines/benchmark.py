@@ -5,6 +5,8 @@
     python -m pipelines.benchmark --suite rag --forced gold
     python -m pipelines.benchmark --suite retrieval
     python -m pipelines.benchmark --suite iterative --plots plots
+    python -m pipelines.benchmark --suite drafters --heads heads --plots plots
+    python -m pipelines.benchmark --suite verify_cost
 
 The last line on stdout is one JSON object. Tables and progress go to stderr.
 """
@@ -31,6 +33,8 @@ from pipelines.batch_session import ray_session
 from ragspec.config import REFERENCE_TARGET, RetrieverConfig, load_config
 from ragspec.errors import ConfigError, RagspecError, SaveError
 from ragspec.evaluation.comparison import Tick
+from ragspec.evaluation.drafters_plots import draw_drafters
+from ragspec.evaluation.drafters_report import drafters_rows, drafters_tables
 from ragspec.evaluation.generation_suite import Plan
 from ragspec.evaluation.iterative_plots import draw_iterative
 from ragspec.evaluation.iterative_report import iterative_rows, iterative_tables
@@ -41,6 +45,7 @@ from ragspec.evaluation.retrieval_data import DIMENSION
 from ragspec.evaluation.retrieval_plots import draw_retrieval
 from ragspec.evaluation.retrieval_report import retrieval_rows, retrieval_tables
 from ragspec.evaluation.suites import Outcome, Settings, run_suite
+from ragspec.evaluation.verify_cost import verify_cost_rows, verify_cost_tables
 from ragspec.numerics.threads import num_processors
 from ragspec.retrieval.encoder import TextEncoder
 
@@ -55,12 +60,22 @@ class Suite(enum.StrEnum):
     TARGET = "target"
     RETRIEVAL = "retrieval"
     ITERATIVE = "iterative"
+    DRAFTERS = "drafters"
+    VERIFY_COST = "verify_cost"
 
 
 class Dtype(enum.StrEnum):
     FLOAT32 = "float32"
     BFLOAT16 = "bfloat16"
 
+
+_REPORTS = {
+    Suite.ITERATIVE: (iterative_rows, iterative_tables),
+    Suite.DRAFTERS: (drafters_rows, drafters_tables),
+    Suite.VERIFY_COST: (verify_cost_rows, verify_cost_tables),
+}
+"""What stands first in a result, and its tables."""
+_PLOTS = {Suite.RETRIEVAL: draw_retrieval, Suite.ITERATIVE: draw_iterative, Suite.DRAFTERS: draw_drafters}
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 _console = Console(stderr=True)
@@ -88,6 +103,9 @@ def main(
     peers: Annotated[bool, typer.Option(help="Run transformers beside.")] = True,
     full: Annotated[bool, typer.Option(help="Retrieval: a million vectors, 100,000 passages, 10,000 queries.")] = False,
     reranker: Annotated[str, typer.Option(help="Retrieval: a cross-encoder's directory or name.")] = "",
+    heads: Annotated[
+        Path | None, typer.Option(help="Drafters: a folder with eagle/ and eagle3/; by default those shipped.")
+    ] = None,
 ) -> None:
     """Run one suite and print what it found."""
     transformers_logging.disable_progress_bar()
@@ -105,6 +123,7 @@ def main(
             num_prompts=num_prompts,
             full=full,
             reranker=reranker,
+            heads=heads,
         )
         with elsewhere(suite) as there, progress_ticks() as tick:
             outcome = run_suite(suite.value, replace(settings, elsewhere=there), tick)
@@ -187,12 +206,11 @@ def save(result: Result, outcome: Outcome, json_path: Path | None, plots: Path |
             json_path.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
         except OSError as cause:
             raise SaveError(f"cannot write {json_path}: {cause.strerror}") from cause
-    if plots is not None and result["suite"] == Suite.RETRIEVAL:
-        title = f"retrieval: {DIMENSION} dimensions, {result['threads']} threads"
-        for path in draw_retrieval(result, title, plots):
-            _console.print(f"plot: {path}", highlight=False)
-    if plots is not None and result["suite"] == Suite.ITERATIVE:
-        for path in draw_iterative(result, f"iterative: {result['label']}, {result['threads']} threads", plots):
+    if plots is not None and result["suite"] in _PLOTS:
+        subject = f"{DIMENSION} dimensions" if result["suite"] == Suite.RETRIEVAL else result["label"]
+        for path in _PLOTS[result["suite"]](
+            result, f"{result['suite']}: {subject}, {result['threads']} threads", plots
+        ):
             _console.print(f"plot: {path}", highlight=False)
     if plots is not None and outcome.measured is not None:
         title = f"{result['suite']}: {result['num_prompts']} prompts, {result['dtype']}, {result['threads']} threads"
@@ -206,15 +224,19 @@ def show(result: Result) -> None:
     parts = [result[key] for key in ("label", "target", "dtype") if result[key]]
     title = f"{result['suite']}: {', '.join(parts)}, {result['threads']} threads"
     table = Table("", "", "", title=title, show_header=False, title_justify="left")
-    iterative = result["suite"] == Suite.ITERATIVE
-    for name, value, meaning in iterative_rows(result) if iterative else [*rows(result), *retrieval_rows(result)]:
+    rows_of, tables_of = _REPORTS.get(result["suite"], (_general_rows, retrieval_tables))
+    for name, value, meaning in rows_of(result):
         table.add_row(name, value, meaning)
     _console.print(table)
     for name in ("parts", "quality", "roofline", "identical_counts", "t1_bounds", "step_cost", "plain_vs_generate_1k"):
         if result.get(name):
             _console.print(nested_table(name, result[name]))
-    for name, values in (iterative_tables if iterative else retrieval_tables)(result).items():
+    for name, values in tables_of(result).items():
         _console.print(nested_table(name, values))
+
+
+def _general_rows(result: Result) -> list[tuple[str, str, str]]:
+    return [*rows(result), *retrieval_rows(result)]
 
 
 def nested_table(name: str, values: dict[str, Any]) -> Table:

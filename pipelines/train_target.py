@@ -50,7 +50,9 @@ def main() -> None:
     parser.add_argument("--threads", type=int, help="CPU threads")
     parser.add_argument("--workers", type=int, default=1, help="processes that train together")
     parser.add_argument("--resume", action="store_true", help="continue from the run directory's checkpoint")
-    parser.add_argument("--continue-from", type=Path, help="exported model whose weights and tokenizer the run starts with")
+    parser.add_argument(
+        "--continue-from", type=Path, help="exported model whose weights and tokenizer the run starts with"
+    )
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     total_tokens = args.tokens or DEFAULT_TOKENS[args.size]

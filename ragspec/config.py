@@ -133,7 +133,7 @@ class EagleConfig(Part):
 
     `tree`: "dynamic" drafts the `width` most probable paths of a level further, each with `num_children` children, down to
     `max_depth` tokens; "static" is EAGLE-1's fixed tree, "chain" has no branches. The head looks back `window` positions.
-    `coupled`: sampled drafts know the noise that the target samples with.
+    `coupled`: sampled drafts know the noise that the target samples with. `dtype` of its products; auto: what is fastest here.
     """
 
     path: str = ""
@@ -143,6 +143,7 @@ class EagleConfig(Part):
     max_depth: int = Field(6, ge=1, le=32)
     window: int = Field(256, ge=16)
     coupled: bool = True
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
 
 
 class DraftingConfig(Part):

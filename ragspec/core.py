@@ -5,7 +5,7 @@ Dimension letters, used in every docstring and shape comment of the project:
     B sequences   T tokens      N tree nodes or rows of one forward   D depth of a tree
     V vocabulary  H hidden      K documents (passages)                E embedding
 
-Nothing here computes; nothing here imports another part of ragspec except the errors.
+Nothing here computes; nothing here imports another part of ragspec except the errors and what a request says of speculation.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from ragspec.errors import InputError
+from ragspec.speculation import ON, Speculation
 
 MAX_SEED = 2**64 - 1
 
@@ -205,52 +206,6 @@ WHOLE = Segment()
 
 
 @dataclass(frozen=True, slots=True)
-class Speculation:
-    """How one request is drafted: by these drafters (None: all there are), in trees of at most `max_nodes` nodes.
-
-    No drafters: root-only trees, which is plain decoding. False in a boolean context then.
-    """
-
-    drafters: tuple[str, ...] | None = None
-    max_nodes: int | None = None
-
-    def __post_init__(self) -> None:
-        if self.max_nodes is not None and (isinstance(self.max_nodes, bool) or not isinstance(self.max_nodes, int)):
-            raise InputError(f"speculation's max_nodes must be an integer, not {self.max_nodes!r}")
-        if self.max_nodes is not None and self.max_nodes < 0:
-            raise InputError(f"speculation's max_nodes must be 0 or more, not {self.max_nodes}")
-        if self.drafters is not None and not all(isinstance(name, str) for name in self.drafters):
-            raise InputError(f"speculation's drafters must be names, not {self.drafters!r}")
-
-    @classmethod
-    def of(cls, given: object) -> Speculation:
-        """From what a caller wrote: true, false, or a mapping like {"drafters": ["copy"], "max_nodes": 8}.
-
-        Raises: InputError.
-        """
-        if isinstance(given, Speculation):
-            return given
-        if isinstance(given, bool):
-            return ON if given else OFF
-        if not isinstance(given, Mapping):
-            raise InputError(f"speculation must be true, false or an object, not {given!r}")
-        if unknown := sorted(set(map(str, given)) - {"drafters", "max_nodes"}):
-            raise InputError(f"speculation has no option {unknown[0]!r}; there are: drafters, max_nodes")
-        names = given.get("drafters")
-        if names is not None and (isinstance(names, str) or not isinstance(names, list | tuple)):
-            raise InputError(f"speculation's drafters must be a list of names, not {names!r}")
-        return cls(None if names is None else tuple(names), given.get("max_nodes"))
-
-    def __bool__(self) -> bool:
-        return self.drafters != () and self.max_nodes != 0
-
-
-ON, OFF = Speculation(), Speculation(drafters=())
-SpeculationGiven = Speculation | Mapping[str, Any] | bool
-"""What `Speculation.of` reads."""
-
-
-@dataclass(frozen=True, slots=True)
 class Request:
     """One generation. `salt` separates tenants in every cache; `speculation` may be given as `Speculation.of` reads it.
 
@@ -310,6 +265,7 @@ class GenerationStats:
     `num_first_tokens` came with the step that ended the prompt: one, or more where a draft was accepted there. `decode_s` begins
     after it; `draft_s` is this choice's share of the time that drafters took. `positions[drafter][i]` counts, of the steps whose
     path went i nodes deep and that drafter had guessed what comes next there, (all, those in which one of its guesses was right).
+    `exactness`: what of plain decoding stays with any draft: the "path" of tokens, their "distribution", or "none".
     """
 
     num_prompt_tokens: int = 0
@@ -322,6 +278,7 @@ class GenerationStats:
     accepted_by_drafter: dict[str, int] = field(default_factory=dict)
     positions: dict[str, tuple[tuple[int, int], ...]] = field(default_factory=dict)
     draft_s: float = 0.0
+    exactness: str = "path"
     queue_s: float = 0.0
     prefill_s: float = 0.0
     decode_s: float = 0.0

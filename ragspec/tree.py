@@ -14,6 +14,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
 
 class Origin(NamedTuple):
     """Who guessed: the drafter, and for copies where the text came from. `feedback` is the drafter's own note to itself."""
@@ -24,20 +27,36 @@ class Origin(NamedTuple):
     feedback: object = None
 
 
+class Draw(NamedTuple):
+    """How the children of one node were chosen, in draw order; repeated draws are repeated.
+
+    `draft_probs`: what the tokens were really drawn from; None: chosen without chance. Shape: float64 [V].
+
+    A drawn token stays listed when its node is not in the tree (pruned, too deep): accepted, it is the step's last token. To drop
+    it would shift the law of the draws, and with it that of the output. So would a node left out for what was drawn below it.
+    """
+
+    tokens: tuple[int, ...]
+    draft_probs: NDArray[np.float64] | None = None
+    with_replacement: bool = True
+
+
 class Proposal(NamedTuple):
     """One guessed node. `parent` counts within the drafter's own list, -1 is the root; `path_prob` is the estimated
-    probability that the whole path down to this node is accepted, at most its parent's."""
+    probability that the whole path down to this node is accepted, at most its parent's. `draw`: how it and its siblings were
+    drawn, if by chance."""
 
     token_id: int
     parent: int
     path_prob: float
     origin: Origin
+    draw: Draw | None = None
 
 
 class DraftTree:
     """Token ids, parents, depths, path probabilities and origins of N nodes, the root included."""
 
-    __slots__ = ("_children", "depths", "origins", "parents", "path_probs", "shared", "token_ids")
+    __slots__ = ("_children", "depths", "draws", "origins", "parents", "path_probs", "shared", "token_ids")
 
     def __init__(self, root_token: int) -> None:
         self.token_ids = [root_token]
@@ -46,6 +65,8 @@ class DraftTree:
         self.path_probs = [1.0]
         self.origins = [Origin("root")]
         self.shared = [False]  # whether more than one drafter guessed the node
+        self.draws: dict[int, Draw] = {}
+        """How the children of a node were drawn; those of other nodes were chosen without chance."""
         self._children: list[dict[int, int]] = [{}]
 
     def __len__(self) -> int:
@@ -92,6 +113,8 @@ class DraftTree:
         for proposal in proposals:
             parent = 0 if proposal.parent < 0 else numbers[proposal.parent]
             usable = 0 <= proposal.token_id < vocab_size and proposal.path_prob >= 0.0
+            if parent is not None and proposal.draw is not None:
+                self.draws[parent] = proposal.draw
             if parent is None or self.depths[parent] >= max_depth or not usable:
                 numbers.append(None)
                 continue
@@ -127,7 +150,19 @@ class DraftTree:
             if parent is not None:
                 numbers[node] = kept.add(parent, self.token_ids[node], self.path_probs[node], self.origins[node])
                 kept.shared[numbers[node]] = self.shared[node]
+        kept.draws = {numbers[node]: draw for node, draw in self.draws.items() if node in numbers}
         return kept
+
+    def first_path(self) -> DraftTree:
+        """The root, its first child, that one's first child, and so on."""
+        chain, node = DraftTree(self.token_ids[0]), 0
+        while self._children[node]:
+            child = next(iter(self._children[node].values()))
+            number = chain.add(len(chain) - 1, self.token_ids[child], self.path_probs[child], self.origins[child])
+            if node in self.draws:
+                chain.draws[number - 1] = self.draws[node]
+            node = child
+        return chain
 
     def scale(self, factors: Mapping[str, float]) -> None:
         """Multiply every guess's probability by its drafter's factor, or by the least one on the way to it."""

@@ -13,13 +13,13 @@ from typing import NamedTuple
 import numpy as np
 
 _MARGINS = (0.1, 0.25, 0.5, 0.8, 1.2, 1.7, 2.4, 3.3, 4.5, 6.5)
-_NUM_RANKS, _NUM_DEPTHS = 8, 4
+_NUM_MODES, _NUM_RANKS, _NUM_DEPTHS = 4, 8, 4
 _PRIOR_WEIGHT = 2.0
 _MEMORY = 1.0 - 1.0 / 600.0
 
 
 class Cell(NamedTuple):
-    """What a child's estimate is learned by. `mode`: 0 greedy, 1 sampled with the noise, 2 sampled without."""
+    """What a child's estimate is learned by. `mode`: greedy, with the noise, without it, or drawn by chance."""
 
     mode: int
     depth: int
@@ -31,7 +31,7 @@ class Calibration:
     """Acceptance by cell, with a prior that falls with rank and distance; older outcomes fade."""
 
     def __init__(self) -> None:
-        shape = (3, _NUM_DEPTHS, _NUM_RANKS, len(_MARGINS) + 1)
+        shape = (_NUM_MODES, _NUM_DEPTHS, _NUM_RANKS, len(_MARGINS) + 1)
         margin = np.array([0.0, *_MARGINS])
         prior = np.empty(shape)
         prior[:, :, 0, :] = 0.85 - 0.5 * np.exp(-0.7 * margin)

@@ -21,11 +21,13 @@ from ragspec.core import SamplingParams
 from ragspec.drafting.drafter import Drafted
 from ragspec.numerics.compiled import compiled
 from ragspec.numerics.noise import bits, gumbel, output_key
+from ragspec.speculation import AcceptanceRule
 from ragspec.verification.sampling import TokenCounts, warp
 
 Floats = NDArray[np.float32]
 
 _ALL = np.float32(-np.inf)
+_RARE_NOISE = 12.0
 
 
 class Picks(NamedTuple):
@@ -39,7 +41,8 @@ class Picks(NamedTuple):
 def _pick(logits: Any, ids: Any, keys: Any, noisy: Any, floors: Any, columns: Any, scores: Any) -> None:
     """Each row's k greatest of logit + noise, falling; ties to the lower column.
 
-    A token's noise is at most `-log(1 - u)`, so its leading zero bits bound it without a logarithm; most tokens stop there.
+    A token far behind is left out: noise above `_RARE_NOISE` comes once in 160,000 tokens, and a draft may miss one. The others'
+    noise is at most `-log(1 - u)`, so leading zero bits bound it without a logarithm.
     """
     k = columns.shape[1]
     for row in range(logits.shape[0]):
@@ -50,7 +53,7 @@ def _pick(logits: Any, ids: Any, keys: Any, noisy: Any, floors: Any, columns: An
             if not logits[row, v] >= floors[row] or total == -np.inf:
                 continue
             if noisy[row]:
-                if total + 38.0 < scores[row, k - 1]:
+                if total + _RARE_NOISE < scores[row, k - 1]:
                     continue
                 h = bits(keys[row], np.uint64(ids[v]))
                 rest = np.float64(np.uint64(2**53) - h)
@@ -90,7 +93,7 @@ class Coupling:
             if params.greedy:
                 continue
             floors[row] = survivor_floor(scaled[row], params)
-            if self._coupled:
+            if self.uses_noise(sequence):
                 index = sequence.num_output + depth - 1
                 keys[row], noisy[row] = output_key(params.seed or 0, sequence.key[1], index), True
         picks = Picks(
@@ -98,6 +101,10 @@ class Coupling:
         )
         _pick(scaled, self._ids, keys, noisy, floors, *picks)
         return picks
+
+    def uses_noise(self, sequence: Drafted) -> bool:
+        """Whether a draft for this request knows what its tokens will be sampled with."""
+        return self._coupled and sequence.request.speculation.rule is AcceptanceRule.KEYED
 
     def _warped(self, logits: Floats, sequence: Drafted) -> Floats:
         """Penalties and biases as the target's logits get them, of the tokens decided so far. Shape: float32 [Vd]."""

@@ -12,6 +12,7 @@ Sources: see `ragspec.drafting.eagle_network`; the shapes of trees in `eagle_sha
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from collections.abc import Sequence as SequenceOf
 
 import numpy as np
@@ -21,13 +22,14 @@ from numpy.typing import NDArray
 from ragspec.core import Request
 from ragspec.drafting.calibration import Calibration, Cell
 from ragspec.drafting.costs import CostTable
-from ragspec.drafting.coupling import Coupling
+from ragspec.drafting.coupling import Coupling, Floats, Picks
 from ragspec.drafting.drafter import Budget, Drafted, Features
-from ragspec.drafting.eagle_draft import GREEDY, WITH_NOISE, WITHOUT_NOISE, Draft, Look
+from ragspec.drafting.drawing import Drawing, draws_children, needs_chain
+from ragspec.drafting.eagle_draft import DRAWN, GREEDY, WITH_NOISE, WITHOUT_NOISE, Draft, Look, Open
 from ragspec.drafting.eagle_memory import HeadMemory, SlotMemory
 from ragspec.drafting.eagle_network import EagleNetwork, HeadCache
 from ragspec.drafting.eagle_rows import DraftRows, Part
-from ragspec.drafting.eagle_shapes import TreeShape
+from ragspec.drafting.eagle_shapes import TreeShape, make_shape
 from ragspec.errors import EngineError
 from ragspec.numerics.kv_cache import KvPool
 from ragspec.tree import Proposal
@@ -49,9 +51,9 @@ class EagleDrafter:
         self.taps = network.taps
         self.calibration = Calibration()
         self._look = Look(self.name, shape, self.calibration, least_prob=0.004)
+        self._chain = self._look._replace(shape=make_shape("chain", 1, 1, shape.max_depth))
         self._costs = costs
         self._window = window
-        self._coupled = coupled
         self._coupling = Coupling(network.draft_ids, network.config.vocab_size, coupled)
         self._slots: SlotMemory | None = None
         self._memories: dict[tuple[str, int], HeadMemory] = {}
@@ -101,14 +103,17 @@ class EagleDrafter:
         drafts: list[Draft | None] = []
         for sequence in sequences:
             memory = self._ready(sequence)
-            drafts.append(None if memory is None else Draft(sequence, memory, self._mode(sequence)))
+            look = self._chain if needs_chain(sequence) else self._look
+            drafts.append(None if memory is None else Draft(sequence, memory, self._mode(sequence), look))
         self._grow([draft for draft in drafts if draft is not None], budget)
         return [[] if draft is None else draft.proposals for draft in drafts]
 
     def _mode(self, sequence: Drafted) -> int:
         if sequence.request.params.greedy:
             return GREEDY
-        return WITH_NOISE if self._coupled else WITHOUT_NOISE
+        if draws_children(sequence):
+            return DRAWN
+        return WITH_NOISE if self._coupling.uses_noise(sequence) else WITHOUT_NOISE
 
     def _ready(self, sequence: Drafted) -> HeadMemory | None:
         """A sequence's memory, if every state is there and a draft can be of use."""
@@ -128,10 +133,8 @@ class EagleDrafter:
         """All drafts level by level, until one level more is not worth its time."""
         if not drafts:
             return
-        shape = self._look.shape
         for draft in drafts:
-            depth = min(shape.max_depth, draft.sequence.most_tokens - 1)
-            draft.reserve((depth - 1) * shape.max_width) if depth > 1 else None
+            draft.reserve()
         try:
             rows = DraftRows([_part(draft) for draft in drafts])
             depth, begin, num_rows = 1, time.perf_counter(), sum(len(draft.pairs.next_tokens) for draft in drafts)
@@ -163,15 +166,9 @@ class EagleDrafter:
         logits = self.network.logits(states)  # [N, Vd]
         if not np.isfinite(logits).all():
             raise EngineError("the head's logits are not finite")
-        owners = [draft.sequence for draft in drafts for _ in draft.open]
-        picks = self._coupling.pick(logits, owners, depth, self._look.shape.num_children)
-        token_ids = self.network.draft_ids[np.maximum(picks.columns, 0)]
         first, chosen = 0, []
-        for draft in drafts:
-            own = slice(first, first + len(draft.open))
-            going_on = draft.extend(picks.columns[own], picks.scores[own], token_ids[own], self._look)
-            deeper = depth < min(self._look.shape.max_depth, draft.sequence.most_tokens - 1)
-            room = len(draft.scratch) > 0 and deeper
+        for draft, going_on in zip(drafts, self._children(drafts, logits, depth), strict=True):
+            room = len(draft.scratch) > 0 and depth < draft.max_depth
             chosen.append([node._replace(row=node.row + first) for node in going_on] if room else [])
             first += len(draft.open)
         gain = sum(node.branch.path_prob for those in chosen for node in those)
@@ -179,6 +176,28 @@ class EagleDrafter:
         for draft, those in zip(drafts, chosen, strict=True):
             draft.descend(those)
         return num_rows > 0 and self._pays(gain, num_rows, _longest(drafts), budget.token_s)
+
+    def _children(self, drafts: list[Draft], logits: Floats, depth: int) -> Iterator[list[Open]]:
+        """Proposes every draft's next level; which of its nodes would go on. Shape: [N, Vd], the open nodes of all drafts."""
+        owners = [draft.sequence for draft in drafts for _ in draft.open]
+        num_children = self._look.shape.num_children
+        picks = self._coupling.pick(logits, owners, depth, num_children)
+        token_ids = self.network.draft_ids[np.maximum(picks.columns, 0)]
+        first = 0
+        for draft in drafts:
+            own = slice(first, first := first + len(draft.open))
+            if draft.mode == DRAWN:
+                count, drawing = draft.look.shape.num_children, self._drawing(draft)
+                yield draft.extend_drawn([drawing.children(row, count) for row in logits[own]])
+            elif needs_chain(draft.sequence):
+                yield draft.extend(Picks(picks.columns[own, :1], picks.scores[own, :1]), token_ids[own])
+            else:
+                yield draft.extend(Picks(picks.columns[own], picks.scores[own]), token_ids[own])
+
+    def _drawing(self, draft: Draft) -> Drawing:
+        if draft.drawing is None:
+            draft.drawing = Drawing(draft.sequence, self.network.draft_ids, self.network.config.vocab_size)
+        return draft.drawing
 
     def _pays(self, gain: float, num_rows: int, context: int, token_s: float) -> bool:
         """Whether the tokens that a level more is expected to bring save more time than it takes."""

@@ -8,15 +8,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ragspec.drafting.calibration import Calibration
+from ragspec.drafting.coupling import Picks
 from ragspec.drafting.drafter import Drafted
+from ragspec.drafting.drawing import Drawing, Drawn
 from ragspec.drafting.eagle_memory import HeadMemory, Pairs
 from ragspec.drafting.eagle_shapes import Branch, TreeShape
 from ragspec.numerics.kv_cache import OutOfSlots
-from ragspec.tree import Origin, Proposal
+from ragspec.tree import Draw, Origin, Proposal
 
 Ints = NDArray[np.int32]
 
-GREEDY, WITH_NOISE, WITHOUT_NOISE = range(3)
+GREEDY, WITH_NOISE, WITHOUT_NOISE, DRAWN = range(4)
 
 
 class Open(NamedTuple):
@@ -33,13 +35,16 @@ class Open(NamedTuple):
 
 
 class Draft:
-    """Starts as the root alone. `scratch`: slots for the nodes' keys, given back by `close`."""
+    """Starts as the root alone, at most `max_depth` levels deep. `scratch`: slots for nodes' keys, given back by `close`."""
 
-    def __init__(self, sequence: Drafted, memory: HeadMemory, mode: int) -> None:
-        self.sequence, self.memory, self.mode = sequence, memory, mode
+    def __init__(self, sequence: Drafted, memory: HeadMemory, mode: int, look: Look) -> None:
+        self.sequence, self.memory, self.mode, self.look = sequence, memory, mode, look
+        self.max_depth = min(look.shape.max_depth, sequence.most_tokens - 1)
         self.pairs: Pairs = memory.pairs(sequence.tokens)
         self.proposals: list[Proposal] = []
         self.open: list[Open] = [Open(-1, sequence.tokens[-1], Branch((), 1.0), 0, ())]
+        self.drawing: Drawing | None = None
+        """Where children are drawn by chance: one stream for the whole draft."""
         self._num_keys = 0
         self._reserved: tuple[Ints, Ints] | None = None
 
@@ -47,10 +52,11 @@ class Draft:
     def scratch(self) -> Ints:
         return np.empty(0, np.int32) if self._reserved is None else self._reserved[0]
 
-    def reserve(self, num_slots: int) -> None:
-        """Room for the keys of so many nodes, or for none if the pool has none: the draft then ends with its first level."""
+    def reserve(self) -> None:
+        """Room for the keys of all nodes, or for none if the pool has none: the draft then ends with its first level."""
+        num_slots = (self.max_depth - 1) * self.look.shape.max_width
         try:
-            self._reserved = self.memory.slots.reserve(num_slots)
+            self._reserved = self.memory.slots.reserve(num_slots) if num_slots else None
         except OutOfSlots:
             self._reserved = None
 
@@ -59,34 +65,52 @@ class Draft:
             self.memory.slots.keep(*self._reserved, [])
             self._reserved = None
 
-    def extend(
-        self, columns: NDArray[np.int64], scores: NDArray[np.float64], tokens: NDArray[np.int64], look: Look
-    ) -> list[Open]:
+    def extend(self, picks: Picks, tokens: NDArray[np.int64]) -> list[Open]:
         """Propose the children of the open nodes; returns those that the shape would draft further.
 
         Shapes: one row an open node: columns [N, k] with -1 for none, scores [N, k], tokens [N, k].
         """
         children: list[Open] = []
         for row, node in enumerate(self.open):
-            left = 1.0
-            behind = scores[row, 0] - scores[row]
+            columns, scores = picks.columns[row], picks.scores[row]
+            behind = scores[0] - scores
             if len(behind) > 1:
                 behind[0] = behind[1]
-            for rank in range(columns.shape[1]):
-                ranks = (*node.branch.ranks, rank)
-                if columns[row, rank] < 0 or not look.shape.takes(ranks):
-                    break
-                cell = look.calibration.cell(self.mode, len(ranks), rank, float(behind[rank]))
-                chance = look.calibration.probability(cell)
-                path_prob = node.branch.path_prob * left * chance
-                left *= 1.0 - chance
-                if path_prob < look.least_prob:
-                    continue
-                token = int(tokens[row, rank])
-                self.proposals.append(Proposal(token, node.number, path_prob, Origin(look.name, feedback=cell)))
-                children.append(Open(len(self.proposals) - 1, token, Branch(ranks, path_prob), row, node.path))
-            look.calibration.note_children(1.0 - left, node.branch.path_prob)
-        return [children[i] for i in look.shape.frontier([child.branch for child in children])]
+            count = int((columns >= 0).sum())
+            children += self._propose(node, row, tokens[row, :count].tolist(), behind.tolist(), None)
+        return self._further(children)
+
+    def extend_drawn(self, drawn: list[Drawn]) -> list[Open]:
+        """As `extend`, with children that were drawn by chance: none is left out."""
+        children: list[Open] = []
+        for row, (node, (draw, token_ids, log_probs)) in enumerate(zip(self.open, drawn, strict=True)):
+            behind = [max(0.0, log_probs[0] - log_prob) for log_prob in log_probs]
+            children += self._propose(node, row, token_ids, behind, draw)
+        return self._further(children)
+
+    def _propose(
+        self, node: Open, row: int, token_ids: list[int], behind: list[float], draw: Draw | None
+    ) -> list[Open]:
+        """Children of one node, the best first; `behind`: how far each lies behind the best, the best's lead for itself."""
+        look, left = self.look, 1.0
+        children: list[Open] = []
+        for rank, token in enumerate(token_ids):
+            ranks = (*node.branch.ranks, rank)
+            if not look.shape.takes(ranks):
+                break
+            cell = look.calibration.cell(self.mode, len(ranks), rank, behind[rank])
+            chance = look.calibration.probability(cell)
+            path_prob = node.branch.path_prob * left * chance
+            left *= 1.0 - chance
+            if path_prob < look.least_prob and draw is None:
+                continue
+            self.proposals.append(Proposal(token, node.number, path_prob, Origin(look.name, feedback=cell), draw))
+            children.append(Open(len(self.proposals) - 1, token, Branch(ranks, path_prob), row, node.path))
+        look.calibration.note_children(1.0 - left, node.branch.path_prob)
+        return children
+
+    def _further(self, children: list[Open]) -> list[Open]:
+        return [children[i] for i in self.look.shape.frontier([child.branch for child in children])]
 
     def descend(self, chosen: list[Open]) -> None:
         """These are the next level; each gets a place for its keys."""

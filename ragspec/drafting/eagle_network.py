@@ -71,9 +71,14 @@ class HeadCache(NamedTuple):
 
 
 class EagleNetwork:
-    """A head's weights. Raises: ModelError if the head was made for another target."""
+    """A head's weights, products in `dtype` (None: the target's), everything between them in float32.
 
-    def __init__(self, checkpoint: HeadCheckpoint, target: HeadTarget, max_positions: int) -> None:
+    Raises: ModelError if the head was made for another target.
+    """
+
+    def __init__(
+        self, checkpoint: HeadCheckpoint, target: HeadTarget, max_positions: int, dtype: torch.dtype | None = None
+    ) -> None:
         config, tensors = checkpoint
         check_fits(config, target.vocab_size, target.hidden_size, target.num_layers)
         self.config = config
@@ -81,8 +86,9 @@ class EagleNetwork:
         self.taps = _taps(config, target.num_layers)
         self.draft_ids = _draft_ids(tensors, config.draft_vocab_size)
         self._target = target
-        dtype = target.embedding.dtype
+        dtype = dtype or target.embedding.dtype
         own = {name: tensor.to(dtype) for name, tensor in tensors.items() if tensor.is_floating_point()}
+        self._dtype = dtype
         self._embedding = own.get("embed_tokens.weight", target.embedding)
         self._fc = PackedLinear(own["fc.weight"], own.get("fc.bias"))
         self._build_layer(own, layer_prefix(config.family))
@@ -97,8 +103,7 @@ class EagleNetwork:
         As many rows as there are states; one alone is computed twice, as one row takes another path through a product.
         """
         with torch.inference_mode():
-            states = torch.from_numpy(features).to(self._embedding.dtype)
-            return self._layer(token_ids, states, cache, rows, is_first=True)
+            return self._layer(token_ids, torch.from_numpy(features), cache, rows, is_first=True)
 
     def further(self, token_ids: Ints, states: Tensor, cache: HeadCache, rows: Rows) -> Tensor:
         """Pairs whose state is the head's own output. Shapes: int32 [N], [N, H] -> [N, H]."""
@@ -109,9 +114,9 @@ class EagleNetwork:
         """Of what comes after each pair's token, over the draft vocabulary. Shapes: [N, H] -> float32 [N, Vd]."""
         with torch.inference_mode():
             if self._lm_head is None:
-                return self._target.logits_of(hidden)
-            normalised = hidden if self.config.norm_output else self._norm(hidden)
-            return cast(Floats, self._lm_head(normalised).float().numpy())
+                return self._target.logits_of(hidden.to(self._target.embedding.dtype))
+            normalised = hidden if self.config.norm_output else _normed(self._norm, hidden)
+            return cast(Floats, self._product(self._lm_head, normalised).numpy())
 
     def _build_layer(self, own: dict[str, Tensor], prefix: str) -> None:
         layer = {name.removeprefix(prefix): tensor for name, tensor in own.items() if name.startswith(prefix)}
@@ -119,44 +124,49 @@ class EagleNetwork:
         self._qkv, self._out = PackedLinear(torch.cat(projections)), PackedLinear(layer["self_attn.o_proj.weight"])
         parts = {f"{name}_proj": _linear(layer[f"mlp.{name}_proj.weight"]) for name in ("gate", "up", "down")}
         self._feed_forward = GatedFeedForward(SimpleNamespace(**parts, config=SimpleNamespace(hidden_act="silu")))
-        self._feed_forward_norm = ResidualNorm(self._norm_of(layer["post_attention_layernorm.weight"]))
+        self._feed_forward_norm = self._norm_of(layer["post_attention_layernorm.weight"])
         if self.config.family is EagleFamily.EAGLE3:
             self._token_norm = self._norm_of(layer["input_layernorm.weight"])
             self._state_norm = self._norm_of(layer["hidden_norm.weight"])
 
     def _build_norms(self, own: dict[str, Tensor]) -> None:
         self._norm = self._norm_of(own["norm.weight"])
-        self._fc_norm = own.get("fc_norm.weight")
+        fc_norm = own.get("fc_norm.weight")
+        self._fc_norm = None if fc_norm is None else fc_norm.float()
 
-    def _norm_of(self, weight: Tensor) -> RootMeanSquareNorm:
-        return RootMeanSquareNorm(SimpleNamespace(weight=weight, variance_epsilon=self.config.rms_norm_eps))
+    def _norm_of(self, weight: Tensor) -> ResidualNorm:
+        norm = SimpleNamespace(weight=weight.float(), variance_epsilon=self.config.rms_norm_eps)
+        return ResidualNorm(RootMeanSquareNorm(norm))
+
+    def _product(self, layer: nn.Module, x: Tensor) -> Tensor:
+        return cast(Tensor, layer(x.to(self._dtype)).float())
 
     def _layer(self, token_ids: Ints, states: Tensor, cache: HeadCache, rows: Rows, is_first: bool) -> Tensor:
         num_rows = len(token_ids)
         tokens = torch.from_numpy(token_ids.astype(np.int64))
         if num_rows == 1:
             tokens, states = tokens.repeat(2), states.repeat(2, 1)
-        embedded = F.embedding(tokens, self._embedding)
+        embedded = F.embedding(tokens, self._embedding).float()
         build = self._input_3 if self.config.family is EagleFamily.EAGLE3 else self._input_1
         residual, x = build(embedded, states, is_first)
         stream, normalised = self._feed_forward_norm(residual, self._attention(x, cache, rows))
-        hidden = stream + self._feed_forward(normalised)
+        hidden = stream + self._product(self._feed_forward, normalised)
         if self.config.norm_output:
-            hidden = self._norm(hidden)
+            hidden = _normed(self._norm, hidden)
         return cast(Tensor, hidden[:num_rows])
 
     def _input_1(self, embedded: Tensor, states: Tensor, is_first: bool) -> tuple[Tensor, Tensor]:
         """EAGLE-1 and 2: one projection of both, without a norm. Shapes: [N, H] twice -> (residual, x) [N, H] each."""
-        x = self._fc(torch.cat([embedded, states], 1))
+        x = self._product(self._fc, torch.cat([embedded, states], 1))
         return x, x
 
     def _input_3(self, embedded: Tensor, states: Tensor, is_first: bool) -> tuple[Tensor, Tensor]:
         """EAGLE-3: several layers of the target are projected to one state; both halves normed, side by side."""
         if is_first:
-            states = self._fc(self._normed_features(states))
-        normalised = self._state_norm(states)
+            states = self._product(self._fc, self._normed_features(states))
+        normalised = _normed(self._state_norm, states)
         residual = normalised if self.config.norm_before_residual else states
-        return residual, torch.cat([self._token_norm(embedded), normalised], 1)
+        return residual, torch.cat([_normed(self._token_norm, embedded), normalised], 1)
 
     def _normed_features(self, features: Tensor) -> Tensor:
         if self._fc_norm is None:
@@ -167,9 +177,9 @@ class EagleNetwork:
 
     def _attention(self, x: Tensor, cache: HeadCache, rows: Rows) -> Tensor:
         shape = self.shape
-        qkv = self._qkv(x).view(len(x), shape.num_heads + 2 * shape.num_kv_heads, shape.head_dim)
-        out = attend(qkv.float().numpy(), cache.keys, cache.values, rows, shape, self._cos, self._sin)
-        return cast(Tensor, self._out(torch.from_numpy(out).view(len(x), -1).to(x.dtype)))
+        qkv = self._product(self._qkv, x).view(len(x), shape.num_heads + 2 * shape.num_kv_heads, shape.head_dim)
+        out = attend(qkv.numpy(), cache.keys, cache.values, rows, shape, self._cos, self._sin)
+        return self._product(self._out, torch.from_numpy(out).view(len(x), -1))
 
 
 def _taps(config: HeadConfig, num_layers: int) -> tuple[int, ...]:
@@ -182,6 +192,10 @@ def _draft_ids(tensors: dict[str, Tensor], draft_vocab_size: int) -> NDArray[np.
     """The target's id of each draft token. Shape: int64 [Vd]."""
     ids = torch.arange(draft_vocab_size)
     return cast(NDArray[np.int64], (ids + tensors["d2t"] if "d2t" in tensors else ids).numpy())
+
+
+def _normed(norm: ResidualNorm, x: Tensor) -> Tensor:
+    return cast(Tensor, norm(x, torch.zeros_like(x))[1])
 
 
 def _linear(weight: Tensor) -> nn.Linear:

@@ -18,6 +18,7 @@ from typing import Any, ParamSpec, TypeVar
 from ragspec.core import Request
 from ragspec.drafting.costs import CostTable
 from ragspec.drafting.drafter import Budget, Drafted, Drafter, Features
+from ragspec.drafting.drawing import needs_chain
 from ragspec.drafting.worth import Course, Worth, worthwhile
 from ragspec.errors import InputError
 from ragspec.tree import DraftTree
@@ -89,13 +90,15 @@ class Planner:
         asked: dict[int, list[Drafter]] = {}
         for drafter in self._drafters:
             awake = [i for i, s in enumerate(sequences) if self._awake(drafter, s)]
+            awake = [i for i in awake if not (needs_chain(sequences[i]) and trees[i].num_drafted)]
             for i in self._worth_asking(drafter, awake, sequences, trees):
                 asked.setdefault(i, []).append(drafter)
             self._merge(drafter, [i for i in awake if drafter in asked.get(i, ())], sequences, trees)
         for i in asked:
-            trees[i] = trees[i].best(self._most_nodes(sequences[i]))
+            tree = trees[i].first_path() if needs_chain(sequences[i]) else trees[i]
+            trees[i] = tree.best(self._most_nodes(sequences[i]))
             trees[i].scale({drafter.name: self._course(sequences[i], drafter).trust.factor for drafter in asked[i]})
-        trees = trees if self._fixed else self._cut(sequences, trees, num_other_rows, spare_rows)
+        trees = trees if self._fixed else self._fitted(sequences, trees, num_other_rows, spare_rows)
         for i, drafters in asked.items():
             for drafter in drafters:
                 if not _guessed(trees[i], drafter.name):
@@ -214,6 +217,25 @@ class Planner:
             added = sum(tree.origins[n].drafter == name and not tree.shared[n] for n in path)
             self._worth[name].learn(others, added)
 
+    def _fitted(
+        self, sequences: SequenceOf[Drafted], trees: list[DraftTree], num_other_rows: int, spare_rows: int
+    ) -> list[DraftTree]:
+        """Cut to what pays, but for trees that were drawn by chance: to leave a node out for what was drawn below it would shift
+        the law of the output."""
+        drawn = [i for i, tree in enumerate(trees) if tree.draws]
+        if not drawn:
+            return self._cut(sequences, trees, num_other_rows, spare_rows)
+        for i in drawn:
+            trees[i] = trees[i].best(spare_rows // len(drawn))
+        kept_rows = sum(trees[i].num_drafted for i in drawn)
+        others = [i for i in range(len(trees)) if i not in drawn]
+        if others:
+            own = [sequences[i] for i in others], [trees[i] for i in others]
+            rows = num_other_rows + kept_rows + len(drawn)
+            for i, tree in zip(others, self._cut(*own, rows, spare_rows - kept_rows), strict=True):
+                trees[i] = tree
+        return trees
+
     def _cut(
         self, sequences: SequenceOf[Drafted], trees: list[DraftTree], num_other_rows: int, spare_rows: int
     ) -> list[DraftTree]:
@@ -230,7 +252,7 @@ class Planner:
             if rate > best_rate:
                 best_rate, best = rate, n
         if best == 0:
-            return [DraftTree(tree.token_ids[0]) for tree in trees]
+            return [tree.best(0) for tree in trees]
         if best == sum(tree.num_drafted for tree in trees):
             return trees
         return _split_budget(trees, probs[best - 1], best)

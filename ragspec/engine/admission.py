@@ -13,6 +13,8 @@ from ragspec.engine.text import OutputText
 from ragspec.errors import InputError, PromptTooLong
 from ragspec.numerics.attention import PAGE
 from ragspec.numerics.noise import random_seed
+from ragspec.speculation import AcceptanceRule
+from ragspec.verification.rejection import Acceptance, RuleSampler
 from ragspec.verification.sampling import KeyedSampler, Sampler
 
 SamplerFactory = Callable[[Request, int, int], Sampler]
@@ -24,7 +26,7 @@ class Admission:
 
     def __init__(self, target: Target, fingerprint: str, make_sampler: SamplerFactory | None = None) -> None:
         self._target = target
-        self._make_sampler = make_sampler or self._keyed
+        self._make_sampler = make_sampler or self._by_rule
         self.fingerprint = fingerprint
         self.max_context_tokens = min(target.max_context_tokens, target.pool.num_slots - 2 * PAGE)
 
@@ -40,11 +42,17 @@ class Admission:
             text = self._text(request)
             sampler = self._make_sampler(request, seed, choice)
             sequence = Sequence(request, choice, sampler, text, limits, listener, prepared)
+            sequence.stats.exactness = request.speculation.exactness
             sequence.stats.seed, sequence.stats.system_fingerprint = seed, self.fingerprint
             sequences.append(sequence)
         return sequences
 
-    def _keyed(self, request: Request, seed: int, choice: int) -> Sampler:
+    def _by_rule(self, request: Request, seed: int, choice: int) -> Sampler:
+        wanted = request.speculation
+        if wanted.rule is not AcceptanceRule.KEYED:
+            acceptance = Acceptance(wanted.rule, wanted.lossy)
+            output_ids = list(request.segment.output_ids)
+            return RuleSampler(request, acceptance, seed, choice, self._target.eos_ids, output_ids)
         return KeyedSampler(request, seed, choice, self._target.eos_ids, list(request.segment.output_ids))
 
     def _text(self, request: Request) -> OutputText:

@@ -30,7 +30,6 @@ from ragspec.engine.sequence import Listener, Sequence
 from ragspec.engine.target import Target
 from ragspec.errors import EngineClosed, InputError
 from ragspec.numerics.threads import ThreadChoice
-from ragspec.verification.verify import verify
 
 log = logging.getLogger(__name__)
 
@@ -158,7 +157,7 @@ class Engine(EngineClient):
                 self._planner.follow(sequence, (), batch.features_of(i, features, []))
                 continue
             own_logits = batch.logits_of(i, logits)
-            path, tokens = verify(tree, own_logits, sequence.sampler, sequence.most_tokens)
+            path, tokens = sequence.verify(tree, own_logits)
             num_kept = sequence.commit(tokens, own_logits, [0, *path])
             batch.keep(i, path[:num_kept])
             sequence.count_step(tree, path[:num_kept], self._planner.draft_s)

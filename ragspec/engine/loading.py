@@ -123,9 +123,17 @@ def make_eagle(target: Target, config: EagleConfig) -> EagleDrafter:
     if not config.path and Path(target.config.model) != Path(REFERENCE_TARGET):
         raise ConfigError("drafting.eagle.path is empty: only the reference target has a head of its own")
     shape = make_shape(config.tree, config.num_children, config.width, config.max_depth)
-    network = EagleNetwork(read_head(config.path or REFERENCE_HEAD), target, target.num_positions + shape.max_depth)
+    checkpoint, most = read_head(config.path or REFERENCE_HEAD), target.num_positions + shape.max_depth
     room = min(target.max_context_tokens, config.window)
-    costs = CostTable.measure(HeadTimer(network, target.pool).seconds, [room // 2], min(64, room // 2))
+    names = ("float32", "bfloat16") if config.dtype == "auto" else (config.dtype,)
+    dtypes = [dtype for name in names if packing_available(dtype := getattr(torch, name))]
+    networks = [EagleNetwork(checkpoint, target, most, dtype) for dtype in dtypes]
+    timers = [HeadTimer(network, target.pool) for network in networks]
+    rounds = [[timer.seconds(_TYPICAL_ROWS, room // 2) for timer in timers] for _ in range(7)]
+    network, timer = min(
+        zip(networks, timers, strict=True), key=lambda pair: median(r[timers.index(pair[1])] for r in rounds)
+    )
+    costs = CostTable.measure(timer.seconds, [room // 2], min(64, room // 2))
     return EagleDrafter(network, shape, costs, window=config.window, coupled=config.coupled)
 
 

@@ -18,7 +18,9 @@ from ragspec.core import Delta, FinishReason, GenerationStats, Request, TokenLog
 from ragspec.engine.text import OutputText
 from ragspec.numerics.kv_cache import SequenceSlots
 from ragspec.tree import DraftTree
+from ragspec.verification.rejection import RuleSampler
 from ragspec.verification.sampling import Sampler, logprob
+from ragspec.verification.verify import Verdict, verify
 
 log = logging.getLogger(__name__)
 
@@ -112,6 +114,12 @@ class Sequence:
     def admit(self, slots: SequenceSlots) -> None:
         self.slots = slots
         self._admitted_s = self._admitted_s or time.perf_counter()
+
+    def verify(self, tree: DraftTree, logits: NDArray[np.float32]) -> Verdict:
+        """What the target makes of a draft, by the request's own rule. Shapes: logits float32 [N, V], row n for node n."""
+        if isinstance(self.sampler, RuleSampler):
+            return self.sampler.verify(tree, tree.draws, logits, self.most_tokens)
+        return verify(tree, logits, self.sampler, self.most_tokens)
 
     def commit(self, tokens: list[int], logits: NDArray[np.float32], rows: list[int]) -> int:
         """Append decided tokens until one ends the output; returns how many were kept.

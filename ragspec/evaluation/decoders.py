@@ -8,9 +8,10 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from ragspec.core import Completion, Request, SamplingParams, Speculation, SpeculationGiven
+from ragspec.core import Completion, Request, SamplingParams
 from ragspec.engine.engine import Engine
 from ragspec.evaluation.cases import Case
+from ragspec.speculation import Speculation, SpeculationGiven
 
 _SALTS = itertools.count()
 

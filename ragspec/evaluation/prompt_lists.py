@@ -67,7 +67,7 @@ def squad_list(data_dir: Path, count: int = NUM_QUESTIONS) -> RagList:
     """
     open_dir = data_dir / "squad_open"
     held_out = {qa["id"] for a in held_out_articles(data_dir) for p in a["paragraphs"] for qa in p["qas"]}
-    rows = [json.loads(line) for line in _lines(open_dir / "questions_dev.jsonl")]
+    rows = [json.loads(line) for line in lines_of(open_dir / "questions_dev.jsonl")]
     questions = [
         Question(row["id"], normalise(row["question"]), tuple(row["answers"]), row["gold"])
         for row in rows
@@ -75,7 +75,7 @@ def squad_list(data_dir: Path, count: int = NUM_QUESTIONS) -> RagList:
     ]
     names = ("corpus.jsonl", "corpus_distractors.jsonl")
     documents = [document for name in names for document in read_file(open_dir / name, name)]
-    return RagList("SQuAD, held-out articles, with distractors", documents, _fixed_sample(questions, count))
+    return RagList("SQuAD, held-out articles, with distractors", documents, fixed_sample(questions, count))
 
 
 def stdlib_list(count: int = NUM_QUESTIONS) -> RagList:
@@ -87,7 +87,7 @@ def stdlib_list(count: int = NUM_QUESTIONS) -> RagList:
         if is_held_out(name)
     ]
     documents = [Document(name, text, title=name) for name, text in corpus]
-    return RagList("embedded standard-library corpus", documents, _fixed_sample(questions, count))
+    return RagList("embedded standard-library corpus", documents, fixed_sample(questions, count))
 
 
 def grammar_list(data_dir: Path, per_part: int | None = None) -> list[Sentence]:
@@ -106,13 +106,13 @@ def grammar_list(data_dir: Path, per_part: int | None = None) -> list[Sentence]:
 
 def held_out_articles(data_dir: Path) -> list[dict[str, Any]]:
     """The articles of SQuAD dev 1.1 that training never sees."""
-    articles = json.loads("".join(_lines(data_dir / "squad" / "dev-v1.1.json")))["data"]
+    articles = json.loads("".join(lines_of(data_dir / "squad" / "dev-v1.1.json")))["data"]
     return list(articles[-NUM_EVAL_ARTICLES:])
 
 
 def _jfleg(data_dir: Path, count: int) -> list[Sentence]:
     names = ("src", "ref0", "ref1", "ref2", "ref3")
-    source, *references = (_lines(data_dir / "jfleg" / f"dev.{name}")[:count] for name in names)
+    source, *references = (lines_of(data_dir / "jfleg" / f"dev.{name}")[:count] for name in names)
     return [
         Sentence(f"{JFLEG}-{i}", JFLEG, text.strip(), tuple(r.strip() for r in own))
         for i, (text, *own) in enumerate(zip(source, *references, strict=True))
@@ -127,18 +127,18 @@ def _long_sentences(data_dir: Path, count: int) -> list[Sentence]:
     errors, rng = GrammarErrors(data_dir), random.Random(_LIST_SEED)
     return [
         Sentence(f"{LONG}-{i}", LONG, errors.corrupt(text, rng), (text,))
-        for i, text in enumerate(_fixed_sample(correct, count))
+        for i, text in enumerate(fixed_sample(correct, count))
     ]
 
 
-def _fixed_sample(items: SequenceOf[T], count: int) -> list[T]:
+def fixed_sample(items: SequenceOf[T], count: int) -> list[T]:
     """The first `count` of one fixed shuffle, so a short list is the beginning of a long one."""
     shuffled = list(items)
     random.Random(_LIST_SEED).shuffle(shuffled)
     return shuffled[:count]
 
 
-def _lines(path: Path) -> list[str]:
+def lines_of(path: Path) -> list[str]:
     try:
         return path.read_text(encoding="utf-8").splitlines()
     except OSError as cause:

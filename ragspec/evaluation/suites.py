@@ -13,12 +13,15 @@ from typing import Any
 
 from ragspec.config import DraftingConfig, EncoderConfig, EngineConfig, TargetConfig
 from ragspec.core import CopySource, Request, SamplingParams, SourceKind
+from ragspec.engine.admission import SamplerFactory
 from ragspec.engine.engine import Engine
 from ragspec.engine.loading import load_engine
 from ragspec.errors import ConfigError, InputError, ModelError
 from ragspec.evaluation.bound import t1_bound
 from ragspec.evaluation.cases import RAG_PASSAGES, Case, grammar_cases, rag_cases
 from ragspec.evaluation.comparison import SPECULATIVE, Tick
+from ragspec.evaluation.drafters_suite import DraftersSuite, drafters_plan
+from ragspec.evaluation.drafters_variants import Heads
 from ragspec.evaluation.forced import ForcedAnswers, answer_ids, gold_answers, read_answers
 from ragspec.evaluation.generation_suite import GenerationSuite, Measured, Plan, engine_config
 from ragspec.evaluation.index_cache import cached_retriever
@@ -32,6 +35,7 @@ from ragspec.evaluation.prompt_lists import NUM_QUESTIONS, Question, RagList, gr
 from ragspec.evaluation.report import Result
 from ragspec.evaluation.retrieval_suite import RetrievalSuite, retrieval_plan
 from ragspec.evaluation.target_suite import MAX_NEW_TOKENS, Generate, evaluate_target
+from ragspec.evaluation.verify_cost import Shape, verify_cost
 from ragspec.rag.prompt import PromptBuilder
 from ragspec.retrieval.encoder import Encoder
 from ragspec.retrieval.rerank import Reranker, RerankerConfig
@@ -40,13 +44,13 @@ from ragspec.training.target_format import Message
 
 QUICK_QUESTIONS, QUICK_SENTENCES = 40, 20
 GOLD = "gold"
-SUITES = ("rag", "grammar", "numerics", "target", "retrieval", "iterative")
+SUITES = ("rag", "grammar", "numerics", "target", "retrieval", "iterative", "drafters", "verify_cost")
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
     """What the command line decides. `forced`: a file of answers, "gold", or nothing; `num_prompts` shortens the lists. `full`
-    and `reranker`: of the suite retrieval; `elsewhere`: of the suite iterative."""
+    and `reranker`: of the suite retrieval; `elsewhere`: of the suite iterative; `heads`: a folder, of the suite drafters."""
 
     target: TargetConfig
     data_dir: Path | None
@@ -60,6 +64,7 @@ class Settings:
     full: bool = False
     reranker: str = ""
     elsewhere: Elsewhere | None = None
+    heads: Path | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,27 +77,32 @@ class Outcome:
 
 def run_suite(name: str, settings: Settings, tick: Tick) -> Outcome:
     """Raises: ConfigError for an unknown suite or one whose data is missing, and whatever loading raises."""
-    runners = dict(zip(SUITES, (_rag, _grammar, _numerics, _target, _retrieval, _iterative), strict=True))
+    run = (_rag, _grammar, _numerics, _target, _retrieval, _iterative, _drafters, _verify_cost)
+    runners = dict(zip(SUITES, run, strict=True))
     if name not in runners:
         raise ConfigError(f"unknown suite {name!r}; there are: {', '.join(SUITES)}")
     if settings.forced and name not in ("rag", "grammar"):
         raise ConfigError(f"forced answers are for the suites rag and grammar, not {name}")
     if (settings.full or settings.reranker) and name != "retrieval":
         raise ConfigError(f"--full and --reranker are for the suite retrieval, not {name}")
+    if settings.heads and name != "drafters":
+        raise ConfigError(f"--heads is for the suite drafters, not {name}")
     outcome = runners[name](settings, tick)
     target = {"target": Path(settings.target.model).name, "dtype": settings.target.dtype}
     named = {"suite": name, "quick": settings.quick, "seed": settings.plan.seed} | target
     return Outcome(named | outcome.result, outcome.measured)
 
 
-def open_engine(config: TargetConfig, forced: ForcedAnswers | None = None) -> tuple[Engine, bool]:
+def open_engine(
+    config: TargetConfig, make_sampler: SamplerFactory | None = None, drafting: DraftingConfig | None = None
+) -> tuple[Engine, bool]:
     """The engine a suite measures, and whether its numerics are bitwise. Raises: ModelError."""
-    drafting = DraftingConfig()
+    drafting = drafting or DraftingConfig()
     try:
-        return load_engine(config, engine_config(), drafting, forced), config.exactness == "bitwise"
+        return load_engine(config, engine_config(), drafting, make_sampler), config.exactness == "bitwise"
     except ModelError:
         fast = config.model_copy(update={"exactness": "fast"})
-        return load_engine(fast, engine_config(), drafting, forced), False
+        return load_engine(fast, engine_config(), drafting, make_sampler), False
 
 
 def _rag(settings: Settings, tick: Tick) -> Outcome:
@@ -197,6 +207,20 @@ def _iterative(settings: Settings, tick: Tick) -> Outcome:
     with engine:
         result = IterativeSuite(engine, encoder, settings.data_dir, settings.cache_dir, plan, tick, there).measure()
     return Outcome({"bitwise": bitwise} | with_headlines(result, knnlm))
+
+
+def _drafters(settings: Settings, tick: Tick) -> Outcome:
+    if settings.data_dir is None:
+        raise ConfigError("the suite drafters needs a data folder with squad, sgd, mt_bench and jfleg: give --data")
+    plan = drafters_plan(settings.quick, settings.plan.num_runs, settings.plan.seed, settings.num_prompts)
+    heads = Heads.find(settings.heads)
+    retriever = _retriever(squad_list(settings.data_dir, plan.num_cases), settings, tick)
+    suite = DraftersSuite(open_engine, settings.target, settings.data_dir, retriever, heads, plan, tick)
+    return Outcome(suite.measure())
+
+
+def _verify_cost(settings: Settings, tick: Tick) -> Outcome:
+    return Outcome({"target": None, "dtype": "bfloat16"} | verify_cost(Shape(), tick))
 
 
 def measure(

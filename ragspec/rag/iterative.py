@@ -16,7 +16,7 @@ from dataclasses import fields, replace
 from typing import Any, Self
 
 from ragspec.config import GenerationConfig, PipelineConfig, SpeculationConfig
-from ragspec.core import GenerationStats, Passage, SamplingParams, Speculation, SpeculationGiven
+from ragspec.core import GenerationStats, Passage, SamplingParams
 from ragspec.engine.loading import load_engine
 from ragspec.engine.text import OutputText, text_of
 from ragspec.errors import InputError
@@ -32,6 +32,7 @@ from ragspec.retrieval.lookup import IndexLike, PassageKey
 from ragspec.retrieval.retriever import Retriever
 from ragspec.retrieval.speculation import Lookups, keys_of
 from ragspec.retrieval.stride import StrideScheduler
+from ragspec.speculation import Speculation, SpeculationGiven
 
 
 class IterativePipeline:

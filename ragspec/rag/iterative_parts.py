@@ -8,13 +8,14 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from ragspec.config import SpeculationConfig
-from ragspec.core import Completion, Delta, Passage, Request, SamplingParams, Speculation
+from ragspec.core import Completion, Delta, Passage, Request, SamplingParams
 from ragspec.rag.policies import Policy, Progress, Round
 from ragspec.rag.prompt import PromptBuilder
 from ragspec.retrieval.lookup import IndexLike, Query
 from ragspec.retrieval.search import Scope
 from ragspec.retrieval.speculation import Lookups
 from ragspec.retrieval.stride import StrideScheduler
+from ragspec.speculation import Speculation
 
 
 class Streaming(Protocol):

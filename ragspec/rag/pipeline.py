@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol, Self
 
 from ragspec.config import GenerationConfig, PipelineConfig
-from ragspec.core import Completion, Delta, Request, SamplingParams, Speculation, SpeculationGiven
+from ragspec.core import Completion, Delta, Request, SamplingParams
 from ragspec.engine.collect import join
 from ragspec.engine.loading import load_engine
 from ragspec.errors import InputError
@@ -27,6 +27,7 @@ from ragspec.rag.sources import copy_sources
 from ragspec.retrieval.filters import parse_filter
 from ragspec.retrieval.retriever import Retrieval, Retriever
 from ragspec.retrieval.search import Scope
+from ragspec.speculation import Speculation, SpeculationGiven
 
 
 class RetrieverLike(Protocol):

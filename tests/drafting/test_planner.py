@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import pytest
 from drafters import Quiet
 
@@ -13,7 +14,7 @@ from ragspec.drafting.acceptance import AcceptanceTable
 from ragspec.drafting.costs import CostTable
 from ragspec.drafting.drafter import Drafted
 from ragspec.drafting.planner import Planner
-from ragspec.tree import DraftTree, Origin, Proposal
+from ragspec.tree import DraftTree, Draw, Origin, Proposal
 
 FREE = CostTable({64: [1.0, 1.0]}, rows=(1, 2))
 DEAR = CostTable({64: [1.0, 2.0]}, rows=(1, 2))  # every row costs a whole step more
@@ -305,3 +306,59 @@ def test_rows_of_a_prompt_do_not_make_guesses_cheap() -> None:
     for num_other_rows in (0, 60):
         planner = Planner([Chain([5, 6], 0.3)], costs, 12)
         assert planner.plan([Running()], num_other_rows, 200)[0].num_drafted == 0
+
+
+def test_a_drawn_tree_is_never_cut_for_what_it_costs() -> None:
+    """A node left out for what was drawn below it: the law of the output shifts (total variation 0.03 where costs jump)."""
+    law = np.full(300, 1 / 300)
+
+    class Drawing(Chain):
+        def draft(self, sequence: Drafted, max_nodes: int) -> list[Proposal]:
+            chain = super().draft(sequence, max_nodes)
+            return [p._replace(draw=Draw((p.token_id,), law)) for p in chain]
+
+    planner = Planner([Drawing(range(10, 14), 0.3)], DEAR, 12)
+    drawn, plain = Running("a"), Running("b")
+    (tree,) = plan(planner, drawn)
+    assert tree.token_ids == [3, 10, 11, 12, 13] and len(tree.draws) == 4
+    (short,) = plan(planner, Running("c"), spare=2)
+    assert short.token_ids == [3, 10, 11] and set(short.draws) == {0, 1, 2}
+    mixed = Planner([Chain(range(10, 14), 0.3)], DEAR, 12)
+    assert plan(mixed, plain)[0].num_drafted == 0
+
+
+def test_a_costly_drafter_is_asked_where_it_saves_time() -> None:
+    """A head that takes longer than it saves was asked at every step; or one that pays was never asked."""
+
+    class Costly(Chain):
+        def __init__(self, seconds: float, prob: float) -> None:
+            super().__init__(range(10, 14), prob, "costly")
+            self.seconds = seconds
+
+        def cost_s(self, sequences: Sequence[Drafted]) -> float:
+            return self.seconds
+
+    for seconds, accepted, asked in ((0.2, 4, (190, 200)), (0.2, 0, (1, 60)), (9.0, 4, (1, 12))):
+        drafter = Costly(seconds, 0.9)
+        planner, sequence = Planner([drafter], FREE, 12), Running()
+        for _ in range(200):
+            (tree,) = plan(planner, sequence)
+            path = list(range(1, 1 + min(accepted, tree.num_drafted)))
+            planner.observe(sequence, tree, path, [10], {})
+        assert asked[0] <= drafter.asked <= asked[1], (seconds, accepted, drafter.asked)
+
+
+def test_beside_a_sure_copy_a_costly_drafter_is_not_asked() -> None:
+    """A head drafted beside long matches that are nearly always right."""
+
+    class Costly(Chain):
+        def cost_s(self, sequences: Sequence[Drafted]) -> float:
+            return 0.3
+
+    sure, costly = Chain(range(10, 20), 0.97, "sure"), Costly(range(50, 54), 0.5, "costly")
+    planner, sequence = Planner([sure, costly], FREE, 12), Running()
+    for _ in range(200):
+        (tree,) = plan(planner, sequence)
+        own = [n for n in range(1, len(tree)) if tree.origins[n].drafter == "sure"]
+        planner.observe(sequence, tree, own, [10], {})
+    assert sure.asked == 200 and costly.asked < 60

@@ -1,0 +1,86 @@
+"""The options of `python -m pipelines.train_drafter` and the run they ask for."""
+
+import argparse
+from dataclasses import dataclass
+from pathlib import Path
+
+from ragspec.config import REFERENCE_TARGET
+from ragspec.drafting.eagle_checkpoint import EagleFamily
+from ragspec.errors import InputError
+from ragspec.training.drafter_losses import Objective
+from ragspec.training.drafter_trainer import DrafterPlan
+from ragspec.training.eagle_model import Inputs
+
+NUM_STEPS = {"eagle": 1, "eagle2": 3, "eagle3": 4}
+NOISE = {"eagle": 0.2, "eagle2": 0.2, "eagle3": 0.0}
+
+
+@dataclass(frozen=True)
+class Run:
+    """What the command line decides."""
+
+    data_dir: Path
+    out: Path
+    target: str
+    family: EagleFamily
+    aux_layers: tuple[int, ...]
+    draft_vocab: int | None
+    plan: DrafterPlan
+    resume: bool
+    threads: int | None
+    answers: str
+    num_answers: int
+
+
+def parser() -> argparse.ArgumentParser:
+    """The options."""
+    options = argparse.ArgumentParser(description="Train an EAGLE head.")
+    add = options.add_argument
+    add("--family", choices=sorted(NUM_STEPS), required=True)
+    add("--data", type=Path, required=True, help="data directory")
+    add("--out", type=Path, required=True, help="run directory")
+    add("--target", default=REFERENCE_TARGET, help="model directory; default: the reference target")
+    add("--tokens", type=int, default=20_000_000, help="length of the run in tokens")
+    add("--minutes", type=float, help="length of the run in minutes of training")
+    add("--steps", "--ttt-steps", type=int, dest="steps", help="draft steps learnt; default 1, 3, 4 by family")
+    add("--position-decay", type=float, default=0.8, help="weight of a draft step against the one before")
+    add("--inputs", choices=[i.value for i in Inputs], default=Inputs.SHIFTED.value, help="what a pair is made of")
+    add(
+        "--noise", type=float, help="width of the uniform noise on features, of a text of 512 tokens; default by family"
+    )
+    add("--aux-layers", type=int, nargs=3, help="eagle3: taps, low to high")
+    add("--draft-vocab", type=int, help="eagle3: tokens the head can draft")
+    add("--peak-rate", type=float, default=1e-3, help="peak learning rate")
+    add("--max-tokens", type=int, default=320, help="texts are cut to this many tokens")
+    add("--answers", choices=("dataset", "target", "both"), default="dataset", help="whose answers to learn")
+    add("--num-answers", type=int, default=6_000, help="answers that the target gives; kept under --out")
+    add("--seed", type=int, default=0)
+    add("--threads", type=int, help="CPU threads")
+    add("--workers", type=int, default=1, help="processes that train together")
+    add("--resume", action="store_true", help="continue from the run directory's checkpoint")
+    return options
+
+
+def run_of(args: argparse.Namespace) -> Run:
+    """The run that the options ask for. Raises: InputError."""
+    if not args.data.is_dir():
+        raise InputError(f"there is no data directory {args.data}")
+    steps = args.steps or NUM_STEPS[args.family]
+    noise = NOISE[args.family] if args.noise is None else args.noise
+    objective = Objective(steps, args.position_decay, Inputs(args.inputs), noise)
+    plan = DrafterPlan(
+        args.tokens, objective, args.minutes, args.seed, max_tokens=args.max_tokens, peak_lr=args.peak_rate
+    )
+    return Run(
+        data_dir=args.data.resolve(),
+        out=args.out.resolve(),
+        target=args.target,
+        family=EagleFamily.EAGLE3 if args.family == "eagle3" else EagleFamily.EAGLE,
+        aux_layers=tuple(args.aux_layers or ()),
+        draft_vocab=args.draft_vocab,
+        plan=plan,
+        resume=args.resume,
+        threads=args.threads,
+        answers=args.answers,
+        num_answers=args.num_answers,
+    )

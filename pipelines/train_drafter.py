@@ -1,0 +1,205 @@
+"""Train an EAGLE head for a target and write it in the published format.
+
+    python -m pipelines.train_drafter --family eagle3 --data ../shared/data --out runs/eagle3 --minutes 60
+    python -m pipelines.train_drafter --family eagle2 --data ../shared/data --out runs/eagle2 --steps 3
+    python -m pipelines.train_drafter --family eagle3 --target PATH --data ../shared/data --out runs/own --workers 4
+
+`eagle` learns one draft step, `eagle2` the same head over several, `eagle3` reads three of the target's layers and has an
+output layer of its own. `--answers target` lets the target answer first and trains on that; `both` mixes it with the data
+sets' answers. `--inputs` and `--position-decay` are the papers' ablations. On cores that others use too,
+`OMP_WAIT_POLICY=PASSIVE` keeps two threads from spinning. Writes under `--out`: `answers.jsonl`, `checkpoint.safetensors`,
+`curves.png`, `history.json` and `head/`. Several workers run through Ray Train; on several machines the paths must be shared.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from torch import Tensor
+
+from pipelines.drafter_run import Run, parser, run_of
+from ragspec.config import DraftingConfig, EngineConfig, TargetConfig
+from ragspec.drafting.eagle_checkpoint import HeadConfig, write_head
+from ragspec.engine.loading import load_engine
+from ragspec.errors import RagspecError
+from ragspec.rag.knn_building import target_identity
+from ragspec.training.drafter_answers import Origin, answer_draw, mixed_draw, prompt_source, read_answers, write_answers
+from ragspec.training.drafter_examples import (
+    AnswerEncoder,
+    Draw,
+    dataset_draw,
+    draft_vocabulary,
+    drafter_sources,
+    probe_batches,
+)
+from ragspec.training.drafter_export import draw_drafter_curves
+from ragspec.training.drafter_init import fresh_head, head_config, spread_aux_layers
+from ragspec.training.drafter_target import FrozenTarget
+from ragspec.training.drafter_trainer import DrafterTrainer
+from ragspec.training.grammar_errors import GrammarErrors
+from ragspec.training.target_batches import MicroBatch
+from ragspec.training.target_tokenizer import load_tokenizer
+from ragspec.training.workers import ALONE, Workers
+
+SMALL_VOCABULARY, SMALL_DRAFT_VOCABULARY, DRAFT_VOCABULARY = 16_384, 3_072, 32_000
+VOCABULARY_TEXTS = 4_000
+ANSWERS = "answers.jsonl"
+REPORT_EVERY_STEPS = 25
+NUM_PROBES, PROBE_TEXTS, PROBE_STEPS = 10, 16, 5
+
+
+def main() -> None:
+    """Parse the command line and train."""
+    args = parser().parse_args()
+    try:
+        run = run_of(args)
+        if run.answers != "dataset":
+            obtain_answers(run)
+        if args.workers == 1:
+            train(run, ALONE, "cuda" if torch.cuda.is_available() else "cpu")
+        else:
+            train_together(run, args.workers)
+    except RagspecError as cause:
+        sys.exit(f"error: {cause}")
+
+
+def obtain_answers(run: Run) -> None:
+    """The target's own answers, as many as are still lacking. Raises: ModelError, InputError."""
+    run.out.mkdir(parents=True, exist_ok=True)
+    sources, errors = drafter_sources(run.data_dir), GrammarErrors(run.data_dir)
+    target = TargetConfig(model=run.target)
+    with load_engine(target, EngineConfig(num_threads=run.threads), DraftingConfig()) as engine:
+        encoder = AnswerEncoder(load_tokenizer(Path(run.target)))
+        prompts = prompt_source(sources, errors, encoder, run.plan.max_tokens, run.plan.seed)
+        origin = Origin(target_identity(engine.target).fingerprint, run.plan.seed)
+        for done in write_answers(run.out / ANSWERS, origin, run.num_answers, prompts, engine):
+            print(f"{done} of {run.num_answers} answers of the target", flush=True)
+
+
+def draw_of(run: Run, encoder: AnswerEncoder) -> Draw:
+    """Where training texts come from."""
+    dataset = dataset_draw(drafter_sources(run.data_dir), GrammarErrors(run.data_dir), encoder)
+    if run.answers == "dataset":
+        return dataset
+    own = answer_draw(read_answers(run.out / ANSWERS))
+    return own if run.answers == "target" else mixed_draw(own, dataset)
+
+
+def train_together(run: Run, num_workers: int) -> None:
+    """The same run by several workers, one GPU each where there are any."""
+    from ray.train import RunConfig, ScalingConfig
+    from ray.train.torch import TorchConfig, TorchTrainer
+
+    with_gpu = torch.cuda.is_available()
+    TorchTrainer(
+        _worker,
+        train_loop_config={"run": run},
+        torch_config=TorchConfig(backend="cpu:gloo,cuda:nccl" if with_gpu else "gloo"),
+        scaling_config=ScalingConfig(num_workers=num_workers, use_gpu=with_gpu),
+        run_config=RunConfig(storage_path=str(run.out / "ray")),
+    ).fit()
+
+
+def _worker(config: dict[str, Run]) -> None:
+    import ray.train
+    from ray.train.torch import get_device
+
+    context = ray.train.get_context()
+    train(config["run"], Workers(context.get_world_rank(), context.get_world_size()), str(get_device()))
+
+
+def train(run: Run, workers: Workers, device: str) -> None:
+    """One run from data to written head; the first worker writes. Raises: ModelError, ConfigError, InputError."""
+    if run.threads:
+        torch.set_num_threads(run.threads)
+    target = FrozenTarget.load(run.target, device)
+    config = config_of(run, target)
+    run.out.mkdir(parents=True, exist_ok=True)
+    encoder = AnswerEncoder(target.tokenizer)
+    draw = draw_of(run, encoder)
+    checkpoint = run.out / "checkpoint.safetensors"
+    resumed = run.resume and checkpoint.exists()
+    vocabulary = None if resumed else vocabulary_of(config, draw, run.plan.seed)
+    head = fresh_head(config, target, vocabulary, run.plan.seed)
+    trainer = DrafterTrainer(head, target, draw, run.plan, workers)
+    if resumed:
+        trainer.load(checkpoint)
+    probes = probe_batches(run.data_dir, encoder, PROBE_TEXTS, run.plan.max_tokens, run.plan.seed)
+    run_with_progress(trainer, checkpoint, probes)
+    if workers.is_first:
+        draw_drafter_curves(trainer.history, trainer.probes, run.out / "curves.png")
+        record = {"history": trainer.history, "probes": trainer.probes}
+        (run.out / "history.json").write_text(json.dumps(record))
+        write_head(run.out / "head", trainer.exported())
+
+
+def config_of(run: Run, target: FrozenTarget) -> HeadConfig:
+    """The head's shape: what the options say, and what fits the target for the rest."""
+    default = SMALL_DRAFT_VOCABULARY if target.vocab_size <= SMALL_VOCABULARY else DRAFT_VOCABULARY
+    draft_vocab = run.draft_vocab or min(target.vocab_size, default)
+    aux_layers = run.aux_layers or spread_aux_layers(target.num_layers)
+    return head_config(target, run.family, aux_layers, draft_vocab)
+
+
+def vocabulary_of(config: HeadConfig, draw: Draw, seed: int) -> Tensor | None:
+    """The draft vocabulary, where it is smaller than the target's."""
+    if config.draft_vocab_size == config.vocab_size:
+        return None
+    return draft_vocabulary(draw, seed, config.draft_vocab_size, config.vocab_size, VOCABULARY_TEXTS)
+
+
+def run_with_progress(trainer: DrafterTrainer, checkpoint: Path, probes: dict[str, list[MicroBatch]]) -> None:
+    """Train to the end of the plan; the first worker shows progress, writes checkpoints and probes in between."""
+    if not trainer.workers.is_first:
+        for _ in trainer.run():
+            pass
+        return
+    saved_at_s = trainer.progress.elapsed_s
+    columns = (BarColumn(), TextColumn("{task.percentage:.1f}%"), TimeElapsedColumn(), TextColumn("{task.description}"))
+    with Progress(*columns) as bar:
+        task = bar.add_task("starting", total=1.0)
+        bar.update(task, completed=trainer.share_done())
+        for record in trainer.run():
+            if trainer.progress.step % REPORT_EVERY_STEPS == 0:
+                text = report(trainer.history[-REPORT_EVERY_STEPS:])
+                bar.update(task, completed=record["share"], description=text)
+                if not bar.console.is_terminal:
+                    print(text, flush=True)
+            if trainer.share_done() >= len(trainer.probes) / NUM_PROBES:
+                trainer.probes.append(probe(trainer, probes))
+            if record["elapsed_s"] - saved_at_s > trainer.plan.checkpoint_every_s:
+                trainer.save(checkpoint)
+                saved_at_s = record["elapsed_s"]
+    trainer.save(checkpoint)
+
+
+def probe(trainer: DrafterTrainer, probes: dict[str, list[MicroBatch]]) -> dict[str, float]:
+    """Share of the target's tokens that the averaged head drafts, per kind of held-out text and draft step."""
+    rates = {
+        f"{kind}_{name}": value
+        for kind, batches in probes.items()
+        for name, value in trainer.probe(batches, PROBE_STEPS).items()
+        if not name.startswith("loss")
+    }
+    shown = {kind: [round(rates[f"{kind}_top1_{i + 1}"], 2) for i in range(PROBE_STEPS)] for kind in probes}
+    print(f"probe at step {trainer.progress.step}: top-1 by draft step: {shown}", flush=True)
+    return {"tokens": trainer.progress.tokens, **rates}
+
+
+def report(records: list[dict[str, float]]) -> str:
+    """One line about the latest steps."""
+    first, last = records[0], records[-1]
+    num_steps = sum(name.startswith("loss_") for name in last)
+    mean = {n: sum(r[n] for r in records) / len(records) for n in ("loss_1", "top1_1", f"top1_{num_steps}")}
+    rate = (last["tokens"] - first["tokens"]) / max(1e-9, last["elapsed_s"] - first["elapsed_s"])
+    return (
+        f"step {last['step']:.0f} {last['tokens'] / 1e6:.2f} M tokens {rate:.0f}/s loss {mean['loss_1']:.3f} "
+        f"top-1 {mean['top1_1']:.3f} (step {num_steps}: {mean[f'top1_{num_steps}']:.3f}) lr {last['lr']:.2e} "
+        f"norm {last['grad_norm']:.2f} done {last['share']:.3f}"
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,96 @@
+"""What a request says of its own speculation: which drafters, how much, and how drafts are accepted.
+
+>>> Speculation.of({"drafters": ["copy"], "max_nodes": 8})
+Speculation(drafters=('copy',), max_nodes=8, rule=<AcceptanceRule.KEYED: 'keyed'>, lossy=False)
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from ragspec.errors import InputError
+
+
+class AcceptanceRule(enum.StrEnum):
+    """How drafted tokens are accepted: by following the target's keyed sample, or by a published rule.
+
+    The sources are named in `ragspec.verification.rejection_trees`.
+    """
+
+    KEYED = "keyed"
+    CHAIN = "chain"
+    IID = "iid"
+    WITHOUT_REPLACEMENT = "without_replacement"
+    BLOCK = "block"
+    TRAVERSAL = "traversal"
+    TYPICAL = "typical"
+    TOP_BETA = "top_beta"
+
+
+LOSSY_RULES = (AcceptanceRule.TYPICAL, AcceptanceRule.TOP_BETA)
+CHAIN_RULES = (AcceptanceRule.CHAIN, AcceptanceRule.BLOCK)
+_OPTIONS = ("drafters", "max_nodes", "rule", "lossy")
+
+
+@dataclass(frozen=True, slots=True)
+class Speculation:
+    """How one request is drafted: by these drafters (None: all there are), in trees of at most `max_nodes` nodes.
+
+    No drafters: root-only trees, which is plain decoding. False in a boolean context then. `rule`: how drafted tokens are
+    accepted; with another than "keyed" another draft gives another text. Rules that change the distribution need `lossy=True`.
+    """
+
+    drafters: tuple[str, ...] | None = None
+    max_nodes: int | None = None
+    rule: AcceptanceRule = AcceptanceRule.KEYED
+    lossy: bool = False
+
+    def __post_init__(self) -> None:
+        if self.rule not in list(AcceptanceRule):
+            raise InputError(f"speculation's rule must be one of {', '.join(AcceptanceRule)}, not {self.rule!r}")
+        object.__setattr__(self, "rule", AcceptanceRule(self.rule))
+        if self.rule in LOSSY_RULES and self.lossy is not True:
+            raise InputError(f"{self.rule} changes what the target would say; set lossy=True to accept that")
+        if self.max_nodes is not None and (isinstance(self.max_nodes, bool) or not isinstance(self.max_nodes, int)):
+            raise InputError(f"speculation's max_nodes must be an integer, not {self.max_nodes!r}")
+        if self.max_nodes is not None and self.max_nodes < 0:
+            raise InputError(f"speculation's max_nodes must be 0 or more, not {self.max_nodes}")
+        if self.drafters is not None and not all(isinstance(name, str) for name in self.drafters):
+            raise InputError(f"speculation's drafters must be names, not {self.drafters!r}")
+
+    @classmethod
+    def of(cls, given: object) -> Speculation:
+        """From what a caller wrote: true, false, or a mapping like {"drafters": ["copy"], "max_nodes": 8}.
+
+        Raises: InputError.
+        """
+        if isinstance(given, Speculation):
+            return given
+        if isinstance(given, bool):
+            return ON if given else OFF
+        if not isinstance(given, Mapping):
+            raise InputError(f"speculation must be true, false or an object, not {given!r}")
+        if unknown := sorted(set(map(str, given)) - set(_OPTIONS)):
+            raise InputError(f"speculation has no option {unknown[0]!r}; there are: {', '.join(_OPTIONS)}")
+        names = given.get("drafters")
+        if names is not None and (isinstance(names, str) or not isinstance(names, list | tuple)):
+            raise InputError(f"speculation's drafters must be a list of names, not {names!r}")
+        return cls(**{**given, "drafters": None if names is None else tuple(names)})
+
+    @property
+    def exactness(self) -> Literal["path", "distribution", "none"]:
+        """What of plain decoding stays with any draft: the very tokens, their law, or neither."""
+        if self.rule in LOSSY_RULES:
+            return "none"
+        return "path" if self.rule is AcceptanceRule.KEYED else "distribution"
+
+    def __bool__(self) -> bool:
+        return self.drafters != () and self.max_nodes != 0
+
+
+ON, OFF = Speculation(), Speculation(drafters=())
+SpeculationGiven = Speculation | Mapping[str, Any] | bool
+"""What `Speculation.of` reads."""

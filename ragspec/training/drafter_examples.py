@@ -1,0 +1,159 @@
+"""What a head is trained and probed on: the target's own mixture with more prose and chat, loss on answers only.
+
+Owns the mixture, the draft vocabulary and the probes' texts. Held out as for the target: evaluation articles, JFLEG,
+standard-library names, and of the dialogues every file but `train`; probes read SQuAD articles and dialogues that neither
+training nor evaluation sees.
+"""
+
+import json
+import random
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ragspec.errors import InputError
+from ragspec.training.grammar_errors import GrammarErrors
+from ragspec.training.sentences import normalise, split_sentences
+from ragspec.training.target_batches import ANSWER_WEIGHT, Encoded, ExampleEncoder, MicroBatch, collate
+from ragspec.training.target_examples import Example, ExampleStream, Lengths
+from ragspec.training.target_format import message, question_messages, quoted_answer
+from ragspec.training.target_sources import (
+    NUM_PROBE_ARTICLES,
+    NUM_TRAIN_ARTICLES,
+    Sources,
+    best_sentence,
+    common_answer,
+    load_sources,
+)
+
+LENGTHS = Lengths(3, (25, 80), 220)
+PROBE_DIALOGUE_EVERY = 50
+"""Of the file's dialogues, the second of each fifty; the target was trained on every sixth, which are none of them."""
+PROSE_SHARE, DIALOGUE_SHARE = 0.30, 0.22
+MIN_TOKENS = 8
+Draw = Callable[[random.Random], Encoded]
+"""One training text: its tokens, and weight 1 for those whose prediction is learnt."""
+
+
+class DrafterStream(ExampleStream):
+    """The target's mixture, half of it prose and dialogues."""
+
+    def __init__(self, sources: Sources, errors: GrammarErrors, seed: int) -> None:
+        super().__init__(sources, errors, LENGTHS, seed)
+        rest = 1.0 - PROSE_SHARE - DIALOGUE_SHARE
+        self.tasks = [(task, share * rest) for task, share in self.tasks]
+        self.tasks += [(self.prose, PROSE_SHARE), (self.dialogue, DIALOGUE_SHARE)]
+
+
+class AnswerEncoder(ExampleEncoder):
+    """Weight 1 for the tokens of answers and of plain text, 0 for all others."""
+
+    def encode(self, example: Example, rng: random.Random) -> Encoded:
+        encoded = super().encode(example, rng)
+        if not example.messages:
+            return Encoded(encoded.ids, [1.0] * len(encoded.ids))
+        return Encoded(encoded.ids, [float(weight == ANSWER_WEIGHT) for weight in encoded.weights])
+
+
+def drafter_sources(data_dir: Path) -> Sources:
+    """The target's sources, with many more dialogues. Raises: InputError if a file is not there."""
+    try:
+        return replace(load_sources(data_dir), dialogues=_dialogues(data_dir, held_back=False))
+    except OSError as cause:
+        raise InputError(f"the training data lacks {cause.filename}: {cause.strerror}") from cause
+
+
+def _dialogues(data_dir: Path, held_back: bool) -> list[list[tuple[str, str]]]:
+    """Those to train on, or the few for probes; the target's own training has none of the latter."""
+    with (data_dir / "sgd" / "train.jsonl").open() as lines:
+        rows = [
+            json.loads(line)["turns"] for i, line in enumerate(lines) if (i % PROBE_DIALOGUE_EVERY == 1) == held_back
+        ]
+    return [[(speaker, normalise(text)) for speaker, text in turns] for turns in rows]
+
+
+def dataset_draw(sources: Sources, errors: GrammarErrors, encoder: ExampleEncoder) -> Draw:
+    """Examples with the answers of the data sets."""
+
+    def draw(rng: random.Random) -> Encoded:
+        stream = DrafterStream(sources, errors, rng.getrandbits(32))
+        return encoder.encode(stream.draw(), stream.rng)
+
+    return draw
+
+
+def draw_batches(
+    draw: Draw, rng: random.Random, max_tokens: int, step_tokens: int, micro_tokens: int
+) -> list[MicroBatch]:
+    """One optimizer step's texts, about `step_tokens` tokens; those that teach much are kept from those that teach little.
+
+    Why: a head computes only the rows that carry loss, so a short answer beside a page of prose would be mostly padding.
+    """
+    texts: list[Encoded] = []
+    while sum(len(text.ids) for text in texts) < step_tokens:
+        text = draw(rng)
+        cut = Encoded(text.ids[:max_tokens], text.weights[:max_tokens])
+        if len(cut.ids) >= MIN_TOKENS and any(cut.weights[2:]):
+            texts.append(cut)
+    texts.sort(key=lambda text: (sum(text.weights) > len(text.ids) / 2, len(text.ids)))
+    groups: list[list[Encoded]] = [[]]
+    for text in texts:
+        if groups[-1] and (len(groups[-1]) + 1) * max(len(t.ids) for t in [*groups[-1], text]) > micro_tokens:
+            groups.append([])
+        groups[-1].append(text)
+    return [collate(group) for group in groups]
+
+
+def draft_vocabulary(draw: Draw, seed: int, size: int, vocab_size: int, num_texts: int) -> Tensor:
+    """The `size` most frequent learnt tokens of the training texts, as rising token ids. Shape: int64 [Vd]."""
+    counts: Counter[int] = Counter()
+    rng = random.Random(seed)
+    for _ in range(num_texts):
+        text = draw(rng)
+        counts.update(token for token, weight in zip(text.ids, text.weights, strict=True) if weight)
+    ranked = sorted(range(vocab_size), key=lambda token: (-counts[token], token))
+    return torch.tensor(sorted(ranked[:size]))
+
+
+def probe_examples(data_dir: Path, per_kind: int, seed: int) -> dict[str, list[Example]]:
+    """Prose, chat and questions with passages, of texts that are neither trained nor evaluated on."""
+    rng = random.Random(seed)
+    articles = json.loads((data_dir / "squad/dev-v1.1.json").read_text())["data"]
+    articles = articles[NUM_TRAIN_ARTICLES : NUM_TRAIN_ARTICLES + NUM_PROBE_ARTICLES]
+    paragraphs = [paragraph for article in articles for paragraph in article["paragraphs"]]
+    prose = [Example([], text=normalise(p["context"])) for p in paragraphs]
+    dialogues = [turns[:6] for turns in _dialogues(data_dir, held_back=True)]
+    roles = {"USER": "user", "SYSTEM": "assistant"}
+    chat = [Example([message(roles[speaker], text) for speaker, text in turns]) for turns in dialogues]
+    kinds = {"prose": prose, "chat": chat, "rag": list(_probe_questions(paragraphs))}
+    return {kind: rng.sample(examples, min(per_kind, len(examples))) for kind, examples in kinds.items()}
+
+
+def probe_batches(
+    data_dir: Path, encoder: ExampleEncoder, per_kind: int, max_tokens: int, seed: int
+) -> dict[str, list[MicroBatch]]:
+    """The probes' texts by kind, in batches of eight."""
+    rng = random.Random(seed)
+    batches: dict[str, list[MicroBatch]] = {}
+    for kind, examples in probe_examples(data_dir, per_kind, seed).items():
+        encoded = sorted((encoder.encode(example, rng) for example in examples), key=lambda text: len(text.ids))
+        cut = [Encoded(text.ids[:max_tokens], text.weights[:max_tokens]) for text in encoded]
+        kept = [text for text in cut if any(text.weights[2:])]
+        batches[kind] = [collate(kept[start : start + 8]) for start in range(0, len(kept), 8)]
+    return batches
+
+
+def _probe_questions(paragraphs: list[dict[str, list[dict[str, list[dict[str, str]]]]]]) -> Iterator[Example]:
+    """The paragraph's own first question, over its own passage."""
+    for raw in paragraphs:
+        passage, asked = normalise(str(raw["context"])), raw["qas"][0]
+        question, answers = normalise(str(asked["question"])), [a["text"] for a in asked["answers"]]
+        sentences, answer = split_sentences(passage), normalise(common_answer(answers))
+        index = best_sentence(question, answer, sentences)
+        if index is not None:
+            reply = message("assistant", quoted_answer(sentences[index], 1, answer))
+            yield Example([*question_messages(question, [passage]), reply])

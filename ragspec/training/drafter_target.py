@@ -1,0 +1,96 @@
+"""The frozen target that a head learns from: its features, its embeddings and its output layer.
+
+Owns where features are tapped: tap i is the un-normed residual stream entering layer i, tap L the un-normed stream that
+leaves the last layer; no taps at all means the hidden state behind the final norm. Never trains.
+
+    >>> target = FrozenTarget.load("ragspec/assets/reference_target", device="cpu")
+    >>> features, last = target.states(ids, taps=(2, 4, 6))
+"""
+
+from pathlib import Path
+from typing import Any, NamedTuple, Self
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+
+from ragspec.errors import ModelError
+
+_LOGIT_CHANGES = ("logit_scale", "logits_scaling", "final_logit_softcapping")
+
+
+class TargetStates(NamedTuple):
+    """Shapes: features [B, T, F] of the taps, low to high; last [B, T, H] behind the final norm."""
+
+    features: Tensor
+    last: Tensor
+
+
+class FrozenTarget:
+    """A target without gradients."""
+
+    def __init__(self, model: Any, tokenizer: PreTrainedTokenizerFast, device: str = "cpu") -> None:
+        config = model.config.get_text_config()
+        changed = [name for name in _LOGIT_CHANGES if getattr(config, name, None) not in (None, 1.0)]
+        if changed or not hasattr(model, "lm_head") or not hasattr(getattr(model, "model", None), "layers"):
+            raise ModelError(f"heads are trained for Llama-like targets, which {type(model).__name__} is not")
+        self.model = model.to(device).eval().requires_grad_(False)
+        self.tokenizer, self.device = tokenizer, device
+        self.config = config
+        self.vocab_size, self.hidden_size = int(config.vocab_size), int(config.hidden_size)
+        self.num_layers = int(config.num_hidden_layers)
+
+    @classmethod
+    def load(cls, path: str | Path, device: str = "cpu", dtype: torch.dtype = torch.bfloat16) -> Self:
+        """Read model and tokenizer. Raises: ModelError."""
+        if not (Path(path) / "config.json").is_file():
+            raise ModelError(f"{path} is not a model directory: it has no config.json")
+        try:
+            model = AutoModelForCausalLM.from_pretrained(str(path), dtype=dtype)
+            tokenizer: Any = AutoTokenizer.from_pretrained(str(path))
+        except (OSError, ValueError, KeyError, RuntimeError) as cause:
+            raise ModelError(f"cannot load the target {path}: {str(cause).strip().splitlines()[0]}") from cause
+        return cls(model, tokenizer, device)
+
+    def check_taps(self, taps: tuple[int, ...]) -> None:
+        """Raises: ModelError for a layer that the target does not have, or taps that do not rise."""
+        if any(not 0 <= tap <= self.num_layers for tap in taps):
+            raise ModelError(f"aux layers {taps} do not exist: the target has {self.num_layers} layers")
+        if list(taps) != sorted(set(taps)):
+            raise ModelError(f"aux layers must rise, and {taps} do not")
+
+    @torch.no_grad()
+    def states(self, ids: Tensor, taps: tuple[int, ...] = ()) -> TargetStates:
+        """One pass over right-padded texts. Shapes: ids int64 [B, T]."""
+        seen: dict[int, Tensor] = {}
+        hooks = [
+            self._tapped_module(tap).register_forward_pre_hook(_recorder(seen, tap), with_kwargs=True) for tap in taps
+        ]
+        try:
+            last = self.model.model(input_ids=ids.to(self.device), use_cache=False).last_hidden_state
+        finally:
+            for hook in hooks:
+                hook.remove()
+        return TargetStates(torch.cat([seen[tap] for tap in taps], -1) if taps else last, last)
+
+    def _tapped_module(self, tap: int) -> torch.nn.Module:
+        decoder = self.model.model
+        module: torch.nn.Module = decoder.norm if tap == self.num_layers else decoder.layers[tap]
+        return module
+
+    def embed(self, ids: Tensor) -> Tensor:
+        """Shapes: [B, T] -> float32 [B, T, H]."""
+        embedded: Tensor = self.model.model.embed_tokens(ids.to(self.device))
+        return embedded.float()
+
+    def logits(self, last: Tensor) -> Tensor:
+        """The output layer, in the target's dtype; gradients reach `last`, never the weights. Shapes: [..., H] -> [..., V]."""
+        out: Tensor = self.model.lm_head(last.to(self.model.dtype))
+        return out
+
+
+def _recorder(seen: dict[int, Tensor], tap: int) -> Any:
+    def record(_: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        seen[tap] = args[0] if args else kwargs["hidden_states"]
+
+    return record

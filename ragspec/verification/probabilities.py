@@ -1,0 +1,116 @@
+"""What the published acceptance rules compute with: whole rows of probabilities, and keyed chance to decide by.
+
+The default way (`sampling`) needs neither. Everything here is float64; no function changes its input.
+
+    >>> token_probs(np.array([0.0, 0.0, -9.0], np.float32), SamplingParams(temperature=1.0, top_k=2))
+    array([0.5, 0.5, 0. ])
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ragspec.core import SamplingParams
+from ragspec.numerics.noise import output_key
+from ragspec.verification.sampling import Logits, TokenCounts, warp
+
+Floats = NDArray[np.float64]
+
+_TWO_TO_MINUS_53 = 2.0**-53
+
+
+def token_probs(
+    logits: Logits, params: SamplingParams, counts: TokenCounts | None = None, forbidden: tuple[int, ...] = ()
+) -> Floats:
+    """The law of the next token after every warp, of a target or of a drafter. Shapes: float32 [V] -> float64 [V], sum 1.
+
+    Survivors are those that `sampling` defines; where a sum of mass meets top_p to its last bits, the order of additions decides.
+    Temperature 0, and a row without a finite maximum, give all to the greatest logit, the lower id on ties.
+    """
+    x = warp(logits, params, counts, forbidden).astype(np.float64)
+    best = int(x.argmax())
+    if params.greedy or not math.isfinite(x[best]):
+        one_hot = np.zeros_like(x)
+        one_hot[best] = 1.0
+        return one_hot
+    mass = np.exp(x - x[best])
+    if params.min_p:
+        mass[x < x[best] + math.log(params.min_p)] = 0.0
+    if params.top_k or params.top_p < 1.0:
+        mass[_ranked_out(x, params)] = 0.0
+    return np.asarray(mass / mass.sum())
+
+
+def _ranked_out(x: Floats, params: SamplingParams) -> NDArray[np.int64]:
+    """Ids that fail top-k, or top-p among the top k. Shape: [V] -> [up to V - 1]."""
+    order = np.argsort(-x, kind="stable")
+    num_kept = min(params.top_k or len(x), len(x))
+    if params.top_p < 1.0:
+        mass = np.cumsum(np.exp(x[order[:num_kept]] - x[order[0]]))
+        num_kept = 1 + int((mass[:-1] < params.top_p * mass[-1]).sum())  # the mass above rank r is mass[r - 1]
+    return order[num_kept:]
+
+
+class Chance(Protocol):
+    """The only way randomness enters a rule, so that a test can follow every branch instead."""
+
+    def below(self, threshold: float) -> bool:
+        """True with probability `threshold`: never at 0, always at 1."""
+
+    def choose(self, weights: Floats) -> int:
+        """A token with a probability in proportion to its weight; never one of weight 0. Shape: [V], sum above 0."""
+
+
+class Stream(enum.IntEnum):
+    """What chance is for; streams of one output token are independent of each other and of its Gumbel noise."""
+
+    VERIFY = 1
+    DRAFT = 2
+
+
+class KeyedChance:
+    """Number n is a pure function of (seed, choice, output index, stream, n): a step repeated meets the same numbers.
+
+    Every step decides at least one token, so steps that begin at different indices share no number.
+    """
+
+    def __init__(self, seed: int, choice: int, index: int, stream: Stream) -> None:
+        self._key = int(output_key(seed, choice, index))
+        self._stream = int(stream)
+        self._number = 0
+
+    def uniform(self) -> float:
+        """53 bits in [0, 1)."""
+        bits = int(output_key(self._key, self._stream, self._number)) >> 11
+        self._number += 1
+        return bits * _TWO_TO_MINUS_53
+
+    def below(self, threshold: float) -> bool:
+        return self.uniform() < threshold
+
+    def choose(self, weights: Floats) -> int:
+        mass = np.cumsum(weights)
+        return int(np.searchsorted(mass, self.uniform() * mass[-1], side="right"))
+
+
+def draw_iid(draft_probs: Floats, count: int, chance: Chance) -> tuple[int, ...]:
+    """`count` independent draws; a token may come more than once. Shape: [V] -> [count]."""
+    return tuple(chance.choose(draft_probs) for _ in range(count))
+
+
+def draw_without_replacement(draft_probs: Floats, count: int, chance: Chance) -> tuple[int, ...]:
+    """Different tokens in the order drawn; fewer than `count` where fewer have a probability. Shape: [V] -> [up to count].
+
+    The same law as ranking by log probability plus Gumbel noise, at one random number a token instead of one an id.
+    """
+    left = np.array(draft_probs)
+    tokens: list[int] = []
+    for _ in range(min(count, int(np.count_nonzero(left)))):
+        tokens.append(chance.choose(left))
+        left[tokens[-1]] = 0.0
+    return tuple(tokens)

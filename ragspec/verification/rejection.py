@@ -1,0 +1,197 @@
+"""The published acceptance rules: each emits tokens in the target's law, or, where it is lossy, says so.
+
+The default, KEYED, is not here: it follows the target's keyed sample (`verify`) and gives the same text for any draft. A rule
+gives another text for another draft, equal in distribution; it accepts more where drafts are drawn by chance and nothing
+couples them to the target's noise. On drafts chosen without chance all lossless rules accept equally often.
+
+    >>> walk(Acceptance(AcceptanceRule.TRAVERSAL), tree, {0: Draw((3, 5), draft_probs)}, probs_at, chance, most_tokens=8)
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from ragspec.core import Request
+from ragspec.errors import InputError
+from ragspec.speculation import CHAIN_RULES, LOSSY_RULES, AcceptanceRule
+from ragspec.tree import DraftTree, Draw
+from ragspec.verification.probabilities import Chance, Floats, KeyedChance, Stream, token_probs
+from ragspec.verification.rejection_trees import TreeWalk, children_of
+from ragspec.verification.sampling import Logits, TokenCounts
+from ragspec.verification.verify import Verdict
+
+
+@dataclass(frozen=True, slots=True)
+class Acceptance:
+    """A rule and, for the lossy ones, its thresholds. Lossy rules need `lossy=True`; wrong values raise InputError.
+
+    TYPICAL accepts a token whose probability exceeds min(epsilon, delta * e^-entropy), entropy in nats (Cai et al. 2401.10774,
+    section 3.3.1). TOP_BETA accepts one among the `beta` most probable whose log-probability is at most `gap_nats` under the
+    greatest (Xia et al. 2203.16487, section 3.2). Both see the warped law, so at temperature 0 they accept what is exact.
+    """
+
+    rule: AcceptanceRule = AcceptanceRule.KEYED
+    lossy: bool = False
+    epsilon: float = 0.09
+    delta: float = 0.3
+    beta: int = 3
+    gap_nats: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.rule, AcceptanceRule):
+            raise InputError(f"rule must be one of {', '.join(AcceptanceRule)}, not {self.rule!r}")
+        if self.rule in LOSSY_RULES and self.lossy is not True:
+            raise InputError(f"{self.rule} changes what the target would say; set lossy=True to accept that")
+        for name in ("epsilon", "delta", "gap_nats", "beta"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int | float) or not value >= 0:
+                raise InputError(f"{name} must be a number from 0 on, not {value!r}")
+
+    def allows(self, target_probs: Floats, token_id: int) -> bool:
+        """Whether a lossy rule accepts this token. Shape: [V]."""
+        prob = float(target_probs[token_id])
+        if self.rule is AcceptanceRule.TYPICAL:
+            present = target_probs[target_probs > 0.0]
+            entropy_nats = -float((present * np.log(present)).sum())
+            return prob > min(self.epsilon, self.delta * float(np.exp(-entropy_nats)))
+        num_above = int((target_probs > prob).sum() + (target_probs[:token_id] == prob).sum())
+        return num_above < self.beta and prob > 0.0 and prob >= float(target_probs.max() * np.exp(-self.gap_nats))
+
+
+def walk(
+    acceptance: Acceptance,
+    tree: DraftTree,
+    draws: Mapping[int, Draw],
+    probs_at: Callable[[int], Floats],
+    chance: Chance,
+    most_tokens: int,
+) -> Verdict:
+    """Accept a path of a draft and add the token after it; at most `most_tokens` tokens are decided.
+
+    `draws` says of a node's number how its children were chosen; those it does not list were chosen without chance. `probs_at`
+    gives the target's law at a node after every warp, float64 [V]: the same for accepting and for the token after the path.
+
+    Raises: InputError for a draft that the rule is not made for, or a draw that cannot have been.
+    """
+    check_draft(acceptance.rule, tree, draws, len(probs_at(0)))
+    steps = TreeWalk(tree, draws, probs_at, chance)
+    if acceptance.rule in LOSSY_RULES:
+        path, tokens = steps.leniently(acceptance.allows)
+    elif acceptance.rule in (AcceptanceRule.BLOCK, AcceptanceRule.TRAVERSAL):
+        path, tokens = steps.backwards()
+    else:
+        path, tokens = steps.downwards()
+    return Verdict(path[: most_tokens - 1], tokens[:most_tokens])
+
+
+def check_draft(rule: AcceptanceRule, tree: DraftTree, draws: Mapping[int, Draw], vocab_size: int) -> None:
+    """Raises: InputError for a draft that the rule is not made for, or a draw that cannot have been."""
+    if rule is AcceptanceRule.KEYED:
+        raise InputError("the keyed rule follows the target's own sample; it is no walk by chance")
+    _check_tokens(tree.token_ids[1:], vocab_size)
+    for node, draw in draws.items():
+        if not 0 <= node < len(tree):
+            raise InputError(f"children were drawn at node {node} of a draft with {len(tree)} nodes")
+        _check_draw(draw, vocab_size)
+        if len(draw.tokens) > 1 and draw.draft_probs is not None:
+            _check_replacement(rule, draw)
+    if rule in CHAIN_RULES:
+        _check_chain(rule, tree, draws)
+
+
+def _check_tokens(token_ids: Iterable[int], vocab_size: int) -> None:
+    for token in token_ids:
+        if not 0 <= token < vocab_size:
+            raise InputError(f"the drafted token {token} is none of the target's {vocab_size}")
+
+
+def _check_draw(draw: Draw, vocab_size: int) -> None:
+    _check_tokens(draw.tokens, vocab_size)
+    probs = draw.draft_probs
+    if probs is None:
+        return
+    if probs.shape != (vocab_size,) or not (probs.min() >= 0.0 and np.isfinite(probs.sum())):
+        raise InputError(f"draft probabilities must be {vocab_size} numbers from 0 on")
+    for token in draw.tokens:
+        if probs[token] == 0.0:
+            raise InputError(f"token {token} cannot have been drawn: its draft probability is 0")
+    if not draw.with_replacement and len(set(draw.tokens)) < len(draw.tokens):
+        raise InputError("a token was drawn twice without replacement")
+
+
+def _check_replacement(rule: AcceptanceRule, draw: Draw) -> None:
+    """Why: the rule for independent draws is biased on draws without replacement, and the other way round."""
+    wrong = AcceptanceRule.WITHOUT_REPLACEMENT if draw.with_replacement else AcceptanceRule.IID
+    if rule is wrong:
+        how = "with" if draw.with_replacement else "without"
+        raise InputError(f"the rule {rule} is not exact for children drawn {how} replacement")
+
+
+def _check_chain(rule: AcceptanceRule, tree: DraftTree, draws: Mapping[int, Draw]) -> None:
+    for node, children in enumerate(children_of(tree)):
+        drawn = draws[node].tokens if node in draws else ()
+        others = [child for child in children if tree.token_ids[child] not in drawn]
+        if len(drawn) + len(others) > 1:
+            raise InputError(f"the rule {rule} is for chains, and node {node} has more than one child")
+
+
+class _PathCounts(TokenCounts):
+    """Counts that can also tell what they would be some tokens on."""
+
+    def after(self, tokens: list[int]) -> _PathCounts:
+        later = copy.copy(self)
+        later._seen, later._output = dict(self._seen), dict(self._output)
+        for token in tokens:
+            later.push(token)
+        return later
+
+
+class RuleSampler:
+    """Decides the output tokens of one choice by a rule. Given the same drafts, the same seed gives the same tokens."""
+
+    def __init__(
+        self,
+        request: Request,
+        acceptance: Acceptance,
+        seed: int,
+        choice: int,
+        eos_ids: tuple[int, ...],
+        output_ids: list[int],
+    ) -> None:
+        self.acceptance = acceptance
+        self._params = request.params
+        self._seed, self._choice = seed, choice
+        self._index = len(output_ids)
+        self._eos_ids = eos_ids
+        self._counts = _PathCounts(request.prompt_ids, output_ids) if request.params.has_penalties else None
+
+    def __call__(self, logits: Logits) -> int:
+        """The next output token where nothing was drafted, from the target's logits at its position. Shape: float32 [V]."""
+        return self.verify(DraftTree(root_token=0), {}, logits[None], 1).tokens[0]
+
+    def draft_chance(self) -> KeyedChance:
+        """What drafts behind the last decided token are to be drawn with, from its beginning."""
+        return KeyedChance(self._seed, self._choice, self._index, Stream.DRAFT)
+
+    def verify(self, tree: DraftTree, draws: Mapping[int, Draw], logits: Logits, most_tokens: int) -> Verdict:
+        """Walk the tree by the rule. Shapes: logits float32 [N, V], row n for node n. Raises: InputError, as `walk`."""
+        chance = KeyedChance(self._seed, self._choice, self._index, Stream.VERIFY)
+
+        def probs_at(node: int) -> Floats:
+            return self._probs_after([tree.token_ids[n] for n in tree.ancestors(node)[1:]], logits[node])
+
+        verdict = walk(self.acceptance, tree, draws, probs_at, chance, most_tokens)
+        if self._counts is not None:
+            self._counts = self._counts.after(verdict.tokens)
+        self._index += len(verdict.tokens)
+        return verdict
+
+    def _probs_after(self, tokens: list[int], logits: Logits) -> Floats:
+        """Penalties and the minimum length see the path as if it were decided."""
+        counts = self._counts.after(tokens) if self._counts is not None else None
+        forbidden = self._eos_ids if self._index + len(tokens) < self._params.min_tokens else ()
+        return token_probs(logits, self._params, counts, forbidden)

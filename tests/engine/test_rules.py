@@ -1,0 +1,141 @@
+"""Requests whose drafts are accepted by a published rule: the law of what they write is the target's."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from engine.test_eagle import Fitted, drafter_for, free, head_for, logits_after
+from engine.test_oracle import PARAMS, PROMPTS, assert_pool_is_empty, requests_of, total
+from scipy.stats import chi2
+from tiny_target import tiny_engine
+
+from ragspec.core import Completion, CopySource, Request, SamplingParams, SourceKind
+from ragspec.drafting.copy import CopyDrafter
+from ragspec.drafting.eagle_network import EagleNetwork
+from ragspec.drafting.eagle_shapes import make_shape
+from ragspec.engine.target import Target
+from ragspec.errors import InputError
+from ragspec.speculation import LOSSY_RULES, AcceptanceRule, Speculation
+from ragspec.verification.probabilities import token_probs
+
+Tiny = Callable[..., Target]
+RULES = [rule for rule in AcceptanceRule if rule not in LOSSY_RULES]
+PROMPT = (60, 61, 62, 63, 64, 300, 61, 62)
+
+
+class Near(Fitted):
+    """Its law is the target's, shifted by a fixed amount a token: near enough to be accepted, far enough to be rejected."""
+
+    known: dict[tuple[int, ...], np.ndarray]
+
+    def _true(self, draft: Any, node: Any) -> np.ndarray:
+        tokens, number = [], node.number
+        while number >= 0:
+            tokens.insert(0, draft.proposals[number].token_id)
+            number = draft.proposals[number].parent
+        text = (*draft.sequence.tokens, *tokens)
+        if text not in self.known:
+            shift = np.random.default_rng(5).normal(size=self.target.vocab_size).astype(np.float32)
+            self.known[text] = logits_after(self.target, text) + 0.7 * shift
+        return self.known[text]
+
+
+def near(target: Target) -> Near:
+    drafter = Near(EagleNetwork(head_for(target, "eagle"), target, 300), make_shape("dynamic", 3, 2, 3), free())
+    drafter.target, drafter.known = target, {}
+    return drafter
+
+
+def law(target: Target, params: SamplingParams, length: int) -> dict[tuple[int, ...], float]:
+    """The target's probability of every output of `length` tokens."""
+    texts: dict[tuple[int, ...], float] = {(): 1.0}
+    for _ in range(length):
+        longer: dict[tuple[int, ...], float] = {}
+        for text, prob in texts.items():
+            probs = token_probs(logits_after(target, [*PROMPT, *text]), params)
+            longer |= {(*text, int(v)): prob * float(probs[v]) for v in np.flatnonzero(probs)}
+        texts = longer
+    return texts
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_the_law_of_three_tokens_is_the_targets(tiny: Tiny, rule: AcceptanceRule) -> None:
+    """A drawn child left out for what it was, a bonus token from another law, or copies counted as drawn."""
+    target = tiny()
+    params = SamplingParams(temperature=0.8, top_k=3, max_tokens=3, ignore_eos=True, n=50)
+    speculation = Speculation(rule=rule)
+    sources = (CopySource(SourceKind.PREDICTION, target.tokenizer.decode([60, 61, 62])),)
+    seen: Counter[tuple[int, ...]] = Counter()
+    completions: list[Completion] = []
+    with tiny_engine(target, [CopyDrafter(target.tokenizer), near(target)], max_nodes=5) as engine:
+        for seed in range(8):
+            own = SamplingParams(**{f: getattr(params, f) for f in params.__dataclass_fields__} | {"seed": seed})
+            completions += engine.generate([Request(f"{seed}", PROMPT, own, sources, speculation=speculation)])
+        assert engine._planner.num_failures == 0
+    seen.update(completion.token_ids for completion in completions)
+    assert total(completions, "num_drafted") > 0 < total(completions, "num_accepted")
+    assert {completion.stats.exactness for completion in completions} == {speculation.exactness}
+    expected = law(target, params, 3)
+    assert seen.keys() <= expected.keys()
+    num = sum(seen.values())
+    common = [text for text, prob in expected.items() if prob * num >= 5]
+    rare = sum(prob for text, prob in expected.items() if text not in common)
+    pairs = [(seen[text], expected[text] * num) for text in common]
+    pairs.append((num - sum(count for count, _ in pairs), rare * num))
+    statistic = sum((count - mean) ** 2 / mean for count, mean in pairs if mean > 0)
+    assert statistic < chi2.ppf(1 - 1e-5, len(pairs) - 1), rule
+
+
+@pytest.mark.parametrize("rule", [rule for rule in AcceptanceRule if rule is not AcceptanceRule.KEYED])
+@pytest.mark.parametrize("name", ["greedy", "penalties"])
+def test_every_rule_beside_keyed_requests(tiny: Tiny, rule: AcceptanceRule, name: str) -> None:
+    """A rule refused the tree that the planner made it, changed its neighbours' output, or another run gave another text."""
+    target = tiny()
+    plain = requests_of(target, PARAMS[name], PROMPTS[:4])
+    by_rule = [
+        Request(r.id, r.prompt_ids, r.params, r.sources, speculation={"rule": str(rule), "lossy": rule in LOSSY_RULES})
+        if i % 2
+        else r
+        for i, r in enumerate(plain)
+    ]
+    drafters = [CopyDrafter(target.tokenizer, target.eos_ids), drafter_for(target, "eagle3")]
+    with tiny_engine(target, drafters) as engine:
+        alone = engine.generate(plain)
+        assert engine._planner.num_failures == 0
+    runs = []
+    for _ in range(2):
+        drafters = [CopyDrafter(target.tokenizer, target.eos_ids), drafter_for(target, "eagle3")]
+        with tiny_engine(target, drafters) as engine:
+            runs.append(engine.generate(by_rule))
+            assert engine._planner.num_failures == 0
+            assert_pool_is_empty(engine)
+    assert [c.token_ids for c in runs[0]] == [c.token_ids for c in runs[1]]
+    assert [c.token_ids for c in runs[0]][::2] == [c.token_ids for c in alone][::2]
+    if PARAMS[name].greedy and rule not in LOSSY_RULES:
+        assert [c.token_ids for c in runs[0]] == [c.token_ids for c in alone]
+
+
+def test_what_a_request_may_say_of_speculation(tiny: Tiny) -> None:
+    """A misspelt drafter, rule or option was taken for the default."""
+    target = tiny()
+    wrong = (
+        "copy", {"drafters": "copy"}, {"drafters": [3]}, {"max_nodes": -1}, {"max_nodes": True}, {"rule": "fast"},
+        {"rule": "typical"}, {"nodes": 3}, 5, None,
+    )  # fmt: skip
+    for given in wrong:
+        with pytest.raises(InputError):
+            Request("a", PROMPT, speculation=given)  # type: ignore[arg-type]
+    with tiny_engine(target, [drafter_for(target, "eagle")]) as engine, pytest.raises(InputError, match="copy"):
+        engine.generate([Request("a", PROMPT, speculation={"drafters": ["copy"]})])  # type: ignore[arg-type]
+    with tiny_engine(target, [CopyDrafter(target.tokenizer), drafter_for(target, "eagle")]) as engine:
+        for drafters, most in itertools.product((("copy",), ("eagle",), ()), (0, 2)):
+            params = SamplingParams(max_tokens=20, ignore_eos=True)
+            wanted = Speculation(drafters, most)
+            (done,) = engine.generate([Request("a", PROMPT * 3, params, speculation=wanted)])
+            assert set(done.stats.positions) <= set(drafters if most else ())
+            assert done.stats.num_drafted <= most * done.stats.num_steps

@@ -1,0 +1,86 @@
+"""The training job as a command: what it writes, what it refuses, and several workers through Ray Train."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from pipelines import train_drafter
+from pipelines.drafter_run import parser, run_of
+from ragspec.config import REFERENCE_TARGET
+from ragspec.drafting.eagle_checkpoint import EagleFamily, read_head
+from ragspec.errors import InputError
+from ragspec.training.eagle_model import Inputs
+
+ROOT = Path(__file__).resolve().parents[2]
+DATA = ROOT.parent / "shared" / "data"
+needs_data = pytest.mark.skipif(not DATA.is_dir(), reason="the training data is not beside the checkout")
+
+
+def test_options_reach_the_plan(tmp_path: Path) -> None:
+    """An ablation that is silently the default run."""
+    ablation = ["--inputs", "feature+unshifted-token", "--position-decay", "0.5", "--ttt-steps", "6"]
+    where = ["--data", str(tmp_path), "--out", str(tmp_path / "out")]
+    run = run_of(parser().parse_args(["--family", "eagle3", *where, *ablation, "--aux-layers", "1", "2", "3"]))
+    assert (run.family, run.aux_layers) == (EagleFamily.EAGLE3, (1, 2, 3))
+    assert run.plan.objective.inputs is Inputs.UNSHIFTED
+    assert (run.plan.objective.position_decay, run.plan.objective.num_steps) == (0.5, 6)
+    steps = {}
+    for family in ("eagle", "eagle2"):
+        run = run_of(parser().parse_args(["--family", family, *where]))
+        assert run.family is EagleFamily.EAGLE
+        steps[family] = run.plan.objective.num_steps
+    assert steps == {"eagle": 1, "eagle2": 3}
+
+
+def test_a_missing_data_directory_is_refused(tmp_path: Path) -> None:
+    """Found only after the target has answered for an hour."""
+    args = parser().parse_args(["--family", "eagle", "--data", str(tmp_path / "none"), "--out", str(tmp_path)])
+    with pytest.raises(InputError, match="no data directory"):
+        run_of(args)
+
+
+@pytest.mark.parametrize(("options", "reason"), [
+    (["--aux-layers", "2", "4", "7"], "has 6 layers"), (["--draft-vocab", "7000"], "exceeds"), (["--target", "."], "config.json"),
+])  # fmt: skip
+def test_what_cannot_fit_the_target_ends_in_one_line(
+    options: list[str], reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A traceback, or a head that is refused only when it is served."""
+    arguments = ["train_drafter", "--family", "eagle3", "--data", str(tmp_path), "--out", str(tmp_path / "out")]
+    monkeypatch.setattr(sys, "argv", [*arguments, *options])
+    with pytest.raises(SystemExit, match=reason):
+        train_drafter.main()
+
+
+def command(out: Path, *options: str) -> None:
+    arguments = ["--data", str(DATA), "--out", str(out), "--target", REFERENCE_TARGET, "--seed", "3", *options]
+    subprocess.run([sys.executable, "-m", "pipelines.train_drafter", *arguments], cwd=ROOT, check=True, timeout=900)
+
+
+@pytest.mark.slow
+@needs_data
+def test_the_command_writes_a_head_from_the_targets_own_answers(tmp_path: Path) -> None:
+    """The job as its first docstring line runs it."""
+    command(tmp_path, "--family", "eagle3", "--tokens", "7000", "--answers", "both", "--num-answers", "12")
+    head = read_head(tmp_path / "head")
+    assert head.config.aux_layers == (2, 4, 6)
+    record = json.loads((tmp_path / "history.json").read_text())
+    assert record["history"][-1]["tokens"] >= 7000
+    assert {"prose_top1_1", "chat_top4_5", "rag_top1_3"} <= record["probes"][-1].keys()
+    assert (tmp_path / "curves.png").stat().st_size > 1000
+
+
+@pytest.mark.slow
+@pytest.mark.ray
+@needs_data
+def test_two_workers_write_the_same_head_twice(tmp_path: Path) -> None:
+    """A worker that draws from the clock, or a second writer, would show as another head or a torn one."""
+    heads = []
+    for out in (tmp_path / "first", tmp_path / "second"):
+        command(out, "--family", "eagle", "--tokens", "10000", "--workers", "2")
+        heads.append(read_head(out / "head").tensors)
+    assert all(torch.equal(tensor, heads[1][name]) for name, tensor in heads[0].items())

@@ -1,0 +1,201 @@
+"""What a head is trained on: which tokens count, which are drafted, and the cache of the target's own answers."""
+
+import json
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from ragspec.core import Request
+from ragspec.errors import InputError
+from ragspec.evaluation.prompt_lists import held_out_articles
+from ragspec.training.drafter_answers import (
+    ANSWER_TOKENS,
+    PROSE_TOKENS,
+    Origin,
+    Prompt,
+    answer_draw,
+    prompt_of,
+    read_answers,
+    write_answers,
+)
+from ragspec.training.drafter_examples import (
+    AnswerEncoder,
+    DrafterStream,
+    draft_vocabulary,
+    drafter_sources,
+    draw_batches,
+    probe_batches,
+    probe_examples,
+)
+from ragspec.training.grammar_errors import GrammarErrors
+from ragspec.training.sentences import normalise
+from ragspec.training.target_batches import Encoded
+from ragspec.training.target_examples import Example
+from ragspec.training.target_format import message
+from ragspec.training.target_tokenizer import train_tokenizer
+
+DATA = Path(__file__).resolve().parents[3] / "shared" / "data"
+needs_data = pytest.mark.skipif(not DATA.is_dir(), reason="the training data is not beside the checkout")
+ORIGIN = Origin("one target", 0)
+
+
+def encoder() -> AnswerEncoder:
+    return AnswerEncoder(train_tokenizer(["The cat sat on the mat at noon."] * 9, 320))
+
+
+def test_only_answers_and_prose_are_learnt() -> None:
+    """A head that learns to draft questions spends itself on text that is never generated."""
+    turns = [message("user", "The cat?"), message("assistant", "at noon"), message("user", "mat?")]
+    encoded = encoder().encode(Example([*turns, message("assistant", "on the mat")]), random.Random(0))
+    tokenizer = encoder().tokenizer
+    learnt = [token for token, weight in zip(encoded.ids, encoded.weights, strict=True) if weight == 1.0]
+    assert tokenizer.decode(learnt) == "at noon<|end|>on the mat<|end|>"
+    assert set(encoded.weights) == {0.0, 1.0}
+    prose = encoder().encode(Example([], text="The cat sat"), random.Random(0))
+    assert prose.weights == [1.0] * len(prose.ids)
+
+
+def test_prose_and_short_answers_do_not_share_a_batch() -> None:
+    """Rows are padded to the text that teaches most: mixed, nine tenths of the work would be for nothing."""
+
+    def draw(rng: random.Random) -> Encoded:
+        return _text(rng.randint(20, 60), is_prose=rng.random() < 0.5)
+
+    batches = draw_batches(draw, random.Random(1), max_tokens=40, step_tokens=600, micro_tokens=200)
+    assert len(batches) > 2
+    mixed = 0
+    for batch in batches:
+        shares = [len(batch.positions[batch.positions // batch.ids.shape[1] == row]) for row in range(len(batch.ids))]
+        mixed += max(shares) > 10 > min(shares)
+        assert batch.ids.shape[1] <= 40
+        assert batch.ids.numel() <= 200
+    assert mixed <= 1  # the one where the kinds meet
+    again = draw_batches(draw, random.Random(1), max_tokens=40, step_tokens=600, micro_tokens=200)
+    assert all(a.ids.equal(b.ids) for a, b in zip(batches, again, strict=True))
+
+
+def _text(length: int, is_prose: bool) -> Encoded:
+    return Encoded(list(range(length)), [1.0] * length if is_prose else [0.0] * 10 + [1.0] * 4 + [0.0] * (length - 14))
+
+
+def test_draft_vocabulary_is_what_is_learnt_most() -> None:
+    """Counting prompts, or ids that do not rise, gives a table that no loader takes."""
+    texts = [Encoded([9, 9, 9, 9, 3, 5], [0.0] * 4 + [1.0] * 2), Encoded([5, 8], [1.0, 1.0])]
+    found = draft_vocabulary(lambda rng: rng.choice(texts), 0, 3, 20, num_texts=50)
+    assert found.tolist() == [3, 5, 8]
+
+
+class EchoEngine:
+    """Answers with the request's number; counts what it was asked."""
+
+    def __init__(self, fails_at: int = -1) -> None:
+        self.asked: list[Request] = []
+        self.fails_at = fails_at
+
+    def generate(self, requests: Sequence[Request]) -> list[SimpleNamespace]:
+        self.asked += requests
+        if len(self.asked) > self.fails_at > 0:
+            raise KeyboardInterrupt
+        return [SimpleNamespace(token_ids=(int(r.id.split("-")[1]), 5)) for r in requests]
+
+
+def prompt_for(number: int) -> Prompt:
+    return Prompt([number % 7, 2, 3], number % 3 == 0)
+
+
+def answers_after(path: Path, engine: EchoEngine, count: int = 150, origin: Origin = ORIGIN) -> list[int]:
+    return list(write_answers(path, origin, count, prompt_for, engine))  # type: ignore[arg-type]
+
+
+def test_answers_go_on_behind_a_kill(tmp_path: Path) -> None:
+    """Regenerating hours of answers, or a torn line that makes all of them unreadable."""
+    path, whole = tmp_path / "answers.jsonl", tmp_path / "whole.jsonl"
+    with pytest.raises(KeyboardInterrupt):
+        answers_after(path, EchoEngine(fails_at=100))
+    path.write_bytes(path.read_bytes() + b'{"ids": [1, 2')
+    engine = EchoEngine()
+    assert answers_after(path, engine)[-1] == 150
+    assert len(engine.asked) == 150 - 64
+    answers_after(whole, EchoEngine())
+    assert path.read_bytes() == whole.read_bytes()
+    assert read_answers(path)[65] == ([65 % 7, 2, 3, 65, 5], 3)
+    assert not answers_after(path, EchoEngine())
+
+
+def test_answers_of_another_target_are_refused(tmp_path: Path) -> None:
+    """A head would learn to imitate a model that it will not serve."""
+    answers_after(tmp_path / "answers.jsonl", EchoEngine())
+    with pytest.raises(InputError, match="another target"):
+        answers_after(tmp_path / "answers.jsonl", EchoEngine(), origin=Origin("other", 0))
+    (tmp_path / "answers.jsonl").write_text("no answers\n")
+    with pytest.raises(InputError, match="holds no answers"):
+        read_answers(tmp_path / "answers.jsonl")
+
+
+def test_half_of_the_answers_are_greedy_and_prose_does_not_stop(tmp_path: Path) -> None:
+    """A head that never saw sampled text is measured at T=1 too."""
+    engine = EchoEngine()
+    answers_after(tmp_path / "answers.jsonl", engine)
+    params = [request.params for request in engine.asked]
+    assert [p.temperature for p in params[:4]] == [0.0, 1.0, 0.0, 1.0]
+    assert [p.ignore_eos for p in params[:4]] == [True, False, False, True]
+    assert [p.max_tokens for p in params[:2]] == [PROSE_TOKENS, ANSWER_TOKENS]
+    assert len({p.seed for p in params}) == len(params)
+
+
+def test_only_what_the_target_wrote_is_learnt(tmp_path: Path) -> None:
+    """The prompt of an answer is not the target's own text."""
+    answers_after(tmp_path / "answers.jsonl", EchoEngine())
+    text = answer_draw(read_answers(tmp_path / "answers.jsonl"))(random.Random(2))
+    assert text.weights == [0.0, 0.0, 0.0, 1.0, 1.0]
+    assert len(text.ids) == 5
+
+
+def test_a_prompt_ends_where_the_last_answer_begins() -> None:
+    """With the answer in the prompt there is nothing left to say."""
+    turns = [message("user", "cat"), message("assistant", "mat"), message("user", "noon"), message("assistant", "sat")]
+    prompt = prompt_of(Example(turns), encoder(), random.Random(0))
+    assert prompt is not None
+    assert encoder().tokenizer.decode(prompt.ids) == "<|user|>cat<|assistant|>mat<|end|><|user|>noon<|assistant|>"
+    assert prompt_of(Example([], text="The cat"), encoder(), random.Random(0)) is None
+
+
+def test_data_without_a_file_is_refused(tmp_path: Path) -> None:
+    """A traceback that ends in a path says less than which file is missing."""
+    with pytest.raises(InputError, match=r"dev-v1\.1\.json"):
+        drafter_sources(tmp_path)
+
+
+@needs_data
+def test_training_and_probes_are_apart_and_evaluation_is_in_neither() -> None:
+    """A head measured on what it was trained on."""
+    sources = drafter_sources(DATA)
+    stream = DrafterStream(sources, GrammarErrors(DATA), seed=0)
+    drawn = [stream.draw() for _ in range(1500)]
+    texts = [example.text for example in drawn if not example.messages]
+    assert 0.25 < len(texts) / len(drawn) < 0.45
+    probes = probe_examples(DATA, 30, seed=0)
+    assert {kind: len(examples) for kind, examples in probes.items()} == {"prose": 30, "chat": 30, "rag": 30}
+    trained = {text[:60] for text in texts} | {
+        " ".join(turn for _, turn in turns)[:200] for turns in sources.dialogues
+    }  # the beginnings
+    for example in probes["prose"]:
+        assert example.text[:60] not in trained
+    for example in probes["chat"]:
+        assert " ".join(turn["content"] for turn in example.messages)[:200] not in trained
+    paragraphs = " ".join(" ".join(paragraph.sentences) for paragraph in sources.prose)
+    shown = json.dumps([example.messages for example in drawn], ensure_ascii=False)
+    for article in held_out_articles(DATA):
+        for paragraph in article["paragraphs"]:
+            assert normalise(paragraph["context"])[:60] not in paragraphs
+            assert normalise(paragraph["context"])[:60] not in shown
+
+
+@needs_data
+def test_probes_have_rows_of_every_kind() -> None:
+    """A kind whose answers are all cut off would report zero for ever."""
+    batches = probe_batches(DATA, encoder(), per_kind=4, max_tokens=900, seed=0)
+    assert all(sum(len(batch.positions) for batch in kind) > 20 for kind in batches.values())

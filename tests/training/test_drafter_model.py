@@ -1,0 +1,98 @@
+"""The trainable heads compute what the papers' equations say, at every draft step, under the published names."""
+
+import pytest
+import torch
+from drafting.eagle_heads import random_head
+from drafting.eagle_reference import draft_outputs, eagle3_outputs, eagle_outputs, head_logits
+
+from ragspec.drafting.eagle_checkpoint import EagleFamily, HeadCheckpoint
+from ragspec.drafting.eagle_layout import expected_shapes
+from ragspec.training.eagle_model import Head, Inputs, build_head, unroll
+
+FAMILIES = list(EagleFamily)
+NUM_TOKENS, NUM_STEPS = 9, 4
+
+
+def head_of(checkpoint: HeadCheckpoint) -> Head:
+    head = build_head(checkpoint.config)
+    head.load_state_dict({name: t for name, t in checkpoint.tensors.items() if name != "embed_tokens.weight"})
+    return head
+
+
+@pytest.fixture(params=FAMILIES)
+def checkpoint(request: pytest.FixtureRequest) -> HeadCheckpoint:
+    return random_head(request.param)
+
+
+def text_of(checkpoint: HeadCheckpoint) -> tuple[torch.Tensor, list[int], torch.Tensor]:
+    """A random embedding table, tokens, and features."""
+    config, rng = checkpoint.config, torch.Generator().manual_seed(3)
+    embed = torch.randn(config.vocab_size, config.hidden_size, generator=rng)
+    tokens = torch.randint(config.vocab_size, (NUM_TOKENS,), generator=rng).tolist()
+    return embed, tokens, torch.randn(NUM_TOKENS, config.num_features, generator=rng)
+
+
+def test_names_and_shapes_are_the_published_ones(checkpoint: HeadCheckpoint) -> None:
+    """A head with a name of our own would be refused, or silently not loaded, by every server."""
+    shapes = {name: tuple(tensor.shape) for name, tensor in build_head(checkpoint.config).state_dict().items()}
+    assert shapes == expected_shapes(checkpoint.config)[0]
+
+
+def test_first_step_equals_the_equations(checkpoint: HeadCheckpoint) -> None:
+    """A wrong order in a concatenation, a norm too many or a shifted rotation trains, and fails only when served."""
+    embed, tokens, features = text_of(checkpoint)
+    head = head_of(checkpoint)
+    states = unroll(head, embed[tokens][None], features[None], torch.arange(NUM_TOKENS - 1)[None], 1)[0, 0]
+    outputs = eagle3_outputs if checkpoint.config.family is EagleFamily.EAGLE3 else eagle_outputs
+    expected = outputs(checkpoint, embed, tokens, features)
+    torch.testing.assert_close(states, expected.float())
+    output = torch.randn(checkpoint.config.vocab_size, checkpoint.config.hidden_size)
+    logits = head.logits(states, lambda state: state @ output.T)
+    torch.testing.assert_close(logits, head_logits(checkpoint, expected, output).float())
+
+
+def test_later_steps_equal_feeding_back_one_by_one(checkpoint: HeadCheckpoint) -> None:
+    """Training-time test whose mask shows a row more, less or later keys than it will have when it drafts."""
+    embed, tokens, features = text_of(checkpoint)
+    pairs = torch.tensor([[5, 0, 3]])
+    states = unroll(head_of(checkpoint), embed[tokens][None], features[None], pairs, NUM_STEPS)
+    for row, pair in enumerate(pairs[0].tolist()):
+        drafted = tokens[pair + 2 : pair + 1 + NUM_STEPS]
+        expected = draft_outputs(checkpoint, embed, tokens[: pair + 2], features[: pair + 1], drafted)
+        torch.testing.assert_close(states[1 : 1 + len(drafted), 0, row], expected.float())
+
+
+def test_texts_of_a_batch_do_not_touch(checkpoint: HeadCheckpoint) -> None:
+    """A row that attends into its neighbour, or into the padding behind a shorter text."""
+    embed, tokens, features = text_of(checkpoint)
+    head, pairs = head_of(checkpoint), torch.tensor([[2, 1]])
+    alone = unroll(head, embed[tokens][None, :6], features[None, :6], pairs, 3)
+    ids = torch.tensor([tokens[::-1], [*tokens[:6], 0, 0, 0]])
+    padded = torch.cat([features[:6], features[6:] * 50])
+    both = unroll(head, embed[ids], torch.stack([features.flip(0), padded]), pairs.expand(2, -1), 3)
+    torch.testing.assert_close(both[:, 1], alone[:, 0])
+
+
+@pytest.mark.parametrize("hidden", [Inputs.TOKEN, Inputs.FEATURE])
+def test_an_ablated_head_does_not_see_what_it_must_not(checkpoint: HeadCheckpoint, hidden: Inputs) -> None:
+    """An ablation that still sees the other half measures nothing."""
+    embed, tokens, features = text_of(checkpoint)
+    head, pairs = head_of(checkpoint), torch.tensor([[4, 6]])
+    change = torch.randn(features.shape), torch.randn(NUM_TOKENS, embed.shape[1])
+    embedded = embed[tokens]
+    before = unroll(head, embedded[None], features[None], pairs, 3, hidden)
+    if hidden is Inputs.TOKEN:
+        features = features + change[0]
+    else:
+        embedded = embedded + change[1]
+    assert torch.equal(before, unroll(head, embedded[None], features[None], pairs, 3, hidden))
+    assert not torch.equal(before, unroll(head, embedded[None], features[None], pairs, 3))
+
+
+def test_an_unshifted_head_does_not_see_the_token_ahead(checkpoint: HeadCheckpoint) -> None:
+    """The paper's point is the token one ahead; the ablation that keeps it is no ablation."""
+    embed, tokens, features = text_of(checkpoint)
+    head, pairs = head_of(checkpoint), torch.tensor([[4]])
+    other = [*tokens[:5], (tokens[5] + 1) % checkpoint.config.vocab_size, *tokens[6:]]
+    seen = [unroll(head, embed[ids][None], features[None], pairs, 1, Inputs.UNSHIFTED) for ids in (tokens, other)]
+    assert torch.equal(seen[0], seen[1])

@@ -1,0 +1,244 @@
+"""Losses, checkpoints, workers and export of the drafter's training loop, on a tiny target with made-up texts."""
+
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import LlamaForCausalLM
+
+from ragspec.drafting.eagle_checkpoint import EagleFamily, check_fits, read_head, write_head
+from ragspec.errors import ConfigError, ModelError
+from ragspec.training.drafter_export import draw_drafter_curves
+from ragspec.training.drafter_init import fresh_head, head_config, spread_aux_layers
+from ragspec.training.drafter_losses import Objective, batch_scores, token_ids
+from ragspec.training.drafter_target import FrozenTarget
+from ragspec.training.drafter_trainer import DrafterPlan, DrafterTrainer
+from ragspec.training.eagle_model import Head, unroll
+from ragspec.training.target_batches import Encoded, collate
+from ragspec.training.target_model import SIZES, build_target
+from ragspec.training.target_tokenizer import marker_tokens, train_tokenizer
+from ragspec.training.workers import ALONE, Workers
+
+TAPS = (0, 1, 2)
+OBJECTIVE = Objective(num_steps=3, noise=0.2)
+FAMILIES = list(EagleFamily)
+
+
+def tiny_target() -> FrozenTarget:
+    tokenizer = train_tokenizer(["The cat sat on the mat. A dog ran home at noon."] * 20, SIZES["tiny"].vocab_size)
+    return FrozenTarget(build_target(SIZES["tiny"], marker_tokens(tokenizer)), tokenizer)
+
+
+def draw(rng: random.Random) -> Encoded:
+    """Words from a small circle, the first few of them prompt."""
+    start, length = rng.randrange(40), rng.randint(12, 24)
+    return Encoded([10 + (start + i) % 40 for i in range(length)], [0.0] * 5 + [1.0] * (length - 5))
+
+
+def make_head(target: FrozenTarget, family: EagleFamily, draft_vocab: int = 60) -> Head:
+    config = head_config(target, family, TAPS, draft_vocab)
+    vocabulary = torch.arange(0, draft_vocab * 2, 2) if family is EagleFamily.EAGLE3 else None
+    return fresh_head(config, target, vocabulary, seed=0)
+
+
+def make_trainer(family: EagleFamily, workers: Workers = ALONE, total_tokens: int = 3_000) -> DrafterTrainer:
+    target = tiny_target()
+    plan = DrafterPlan(total_tokens, OBJECTIVE, step_tokens=120, micro_tokens=80, warmup_steps=2)
+    return DrafterTrainer(make_head(target, family), target, draw, plan, workers)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_resumed_run_equals_an_unbroken_one(family: EagleFamily, tmp_path: Path) -> None:
+    """Optimizer state, averages, the draft vocabulary, the data position or the noise lost at a kill."""
+    unbroken, broken = make_trainer(family), make_trainer(family)
+    for _ in range(4):
+        unbroken.train_step()
+    for _ in range(2):
+        broken.train_step()
+    broken.save(tmp_path / "checkpoint.safetensors")
+    resumed = make_trainer(family)
+    if family is EagleFamily.EAGLE3:
+        resumed.head.get_buffer("d2t").zero_()
+    resumed.load(tmp_path / "checkpoint.safetensors")
+    for _ in range(2):
+        resumed.train_step()
+    assert resumed.progress == unbroken.progress
+    for name, tensor in unbroken.head.state_dict().items():
+        assert torch.equal(tensor, resumed.head.state_dict()[name]), name
+    for a, b in zip(unbroken.average, resumed.average, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_a_checkpoint_of_another_head_is_refused(tmp_path: Path) -> None:
+    """Half of the names fit; a run that goes on would write a head that nothing can serve."""
+    make_trainer(EagleFamily.EAGLE).save(tmp_path / "checkpoint.safetensors")
+    with pytest.raises(ConfigError, match="family is eagle, and this run's is eagle3"):
+        make_trainer(EagleFamily.EAGLE3).load(tmp_path / "checkpoint.safetensors")
+
+
+@pytest.mark.parametrize("content", [b"", b"no checkpoint", b"\x02\0\0\0\0\0\0\0{}"])
+def test_what_is_no_checkpoint_is_refused(content: bytes, tmp_path: Path) -> None:
+    """A traceback of the file format's library, or weights of some other job."""
+    (tmp_path / "checkpoint.safetensors").write_bytes(content)
+    with pytest.raises(ConfigError, match="no checkpoint of a head"):
+        make_trainer(EagleFamily.EAGLE).load(tmp_path / "checkpoint.safetensors")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_run_ends_with_its_plan_and_the_loss_falls(family: EagleFamily, tmp_path: Path) -> None:
+    """A loss that looks one token too far or too near cannot be learnt from a text where each word gives the next."""
+    trainer = make_trainer(family, total_tokens=12_000)
+    records = list(trainer.run())
+    for step in (1, 2, 3):
+        assert records[-1][f"loss_{step}"] < 0.8 * records[0][f"loss_{step}"]
+    assert records[-1]["lr"] < max(record["lr"] for record in records)
+    probe = trainer.probe([collate([draw(random.Random(1))])], num_steps=5)
+    assert {f"top{k}_{step}" for k in (1, 4) for step in range(1, 6)} <= probe.keys()
+    draw_drafter_curves(trainer.history, [{"tokens": 10, **probe}], tmp_path / "curves.png")
+    assert (tmp_path / "curves.png").stat().st_size > 1000
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_written_head_is_read_again(family: EagleFamily, tmp_path: Path) -> None:
+    """The shipped file must be the published layout, with the averaged weights."""
+    trainer = make_trainer(family)
+    trainer.train_step()
+    write_head(tmp_path, trainer.exported())
+    config, tensors = read_head(tmp_path)
+    check_fits(config, trainer.target.vocab_size, trainer.target.hidden_size, trainer.target.num_layers)
+    assert config == trainer.head.config
+    averaged = trainer.averaged_head().state_dict()
+    assert tensors.keys() == averaged.keys()
+    assert all(torch.equal(tensors[name], tensor.to(tensors[name].dtype)) for name, tensor in averaged.items())
+    assert not torch.equal(averaged["fc.weight"], trainer.head.state_dict()["fc.weight"])
+
+
+def naive_scores(head: Head, target: FrozenTarget, text: Encoded, step: int) -> tuple[Tensor, int, int]:
+    """Loss, rows and first hits of one draft step, one row at a time."""
+    ids = torch.tensor([text.ids])
+    features, last = target.states(ids, head.config.aux_layers)
+    logits, vocabulary = target.logits(last)[0].float(), token_ids(head)
+    loss, num_rows, top1 = torch.zeros(()), 0, 0
+    for pair in range(len(text.ids) - 2 - step):
+        if not (text.weights[pair + 2] and text.weights[pair + 2 + step]):
+            continue
+        state = unroll(head, target.embed(ids), features.float(), torch.tensor([[pair]]), step + 1)[step, 0, 0]
+        guess, wanted = head.logits(state, target.logits), logits[pair + 1 + step]
+        ours = torch.arange(target.vocab_size) if vocabulary is None else vocabulary
+        num_rows, top1 = num_rows + 1, top1 + int(ours[guess.argmax()] == wanted.argmax())
+        entropy = torch.nn.functional.cross_entropy(guess, torch.softmax(wanted[ours], -1))
+        if vocabulary is None:
+            entropy = 0.1 * entropy + torch.nn.functional.smooth_l1_loss(state, last[0, pair + 1 + step])
+        if wanted.argmax() in ours:
+            loss = loss + entropy
+    return loss, num_rows, top1
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_losses_equal_one_row_at_a_time(family: EagleFamily) -> None:
+    """A target, a mask or a draft token shifted by one; prompt, padding or tokens that cannot be drafted in the loss."""
+    target = tiny_target()
+    head = make_head(target, family, draft_vocab=250)
+    rng = random.Random(5)
+    long, short = ([rng.randrange(512) for _ in range(length)] for length in (15, 9))
+    answers = [0.0] * 4 + [1.0] * 5
+    texts = [Encoded(long, [*answers, 0.0, 0.0, *answers[-4:]]), Encoded(short, answers)]
+    scores = batch_scores(head, target, collate(texts), replace(OBJECTIVE, noise=0.0))
+    for step, score in enumerate(scores):
+        naive = [naive_scores(head, target, text, step) for text in texts]
+        torch.testing.assert_close(score.loss, torch.stack([loss for loss, _, _ in naive]).sum(), rtol=1e-4, atol=1e-4)
+        assert score[1:3] == (sum(n for _, n, _ in naive), sum(hits for _, _, hits in naive))
+
+
+def test_tokens_without_loss_get_no_gradient() -> None:
+    """Feature and embedding of tokens behind the last learnt one must not matter."""
+    target, gradients = tiny_target(), []
+    head = make_head(target, EagleFamily.EAGLE3)
+    for tail in (20, 30):
+        text = Encoded([*range(10, 20), tail, tail], [0.0] * 4 + [1.0] * 6 + [0.0, 0.0])
+        scores = batch_scores(head, target, collate([text]), OBJECTIVE)
+        gradients.append(torch.autograd.grad(torch.stack([s.loss for s in scores]).sum(), list(head.parameters())))
+    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+    assert any(gradient.abs().sum() > 0 for gradient in gradients[0])
+
+
+def test_taps_are_the_unnormed_residual_stream() -> None:
+    """Normed features, or those of the neighbouring layer, train well and fail in every other server."""
+    target = tiny_target()
+    ids = torch.arange(10, 30)[None]
+    features, last = target.states(ids, TAPS)
+    hidden = target.model(ids, output_hidden_states=True).hidden_states
+    parts = features.split(target.hidden_size, dim=-1)
+    torch.testing.assert_close(parts[0], hidden[0])
+    torch.testing.assert_close(parts[1], hidden[1])
+    torch.testing.assert_close(target.model.model.norm(parts[2]), last)
+    torch.testing.assert_close(target.states(ids).features, hidden[2])
+
+
+def test_a_fresh_eagle3_head_starts_from_the_target() -> None:
+    """Rows of the output layer in the wrong order are learnt again from nothing."""
+    target = tiny_target()
+    head = make_head(target, EagleFamily.EAGLE3).state_dict()
+    assert torch.equal(head["d2t"] + torch.arange(60), torch.arange(0, 120, 2))
+    assert head["t2d"].nonzero().flatten().tolist() == list(range(0, 120, 2))
+    assert torch.equal(head["lm_head.weight"], target.model.lm_head.weight[torch.arange(0, 120, 2)])
+
+
+@pytest.mark.parametrize(("taps", "vocabulary", "reason"), [
+    ((0, 1, 3), 60, "has 2 layers"), ((1, 0, 2), 60, "must rise"), ((0, 1), 60, "three"), (TAPS, 513, "exceeds"),
+])  # fmt: skip
+def test_a_head_that_cannot_fit_is_refused(taps: tuple[int, ...], vocabulary: int, reason: str) -> None:
+    """Found only by the hook, or by the loader of the finished head."""
+    with pytest.raises((ModelError, ConfigError), match=reason):
+        head_config(tiny_target(), EagleFamily.EAGLE3, taps, vocabulary)
+
+
+def test_default_taps_exist_and_are_the_published_ones_from_seven_layers_on() -> None:
+    """The published choice has equal or negative layers for a shallow target."""
+    assert spread_aux_layers(32) == (2, 16, 29)
+    assert spread_aux_layers(6) == (2, 4, 6)
+    for depth in range(2, 12):
+        taps = spread_aux_layers(depth)
+        assert list(taps) == sorted(set(taps)) and taps[0] >= 0 and taps[-1] <= depth
+
+
+def test_a_directory_without_a_model_is_refused(tmp_path: Path) -> None:
+    """A traceback from the depths of transformers says less."""
+    with pytest.raises(ModelError, match=r"no config\.json"):
+        FrozenTarget.load(tmp_path)
+
+
+def _train_as(rank: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    trainer = make_trainer(EagleFamily.EAGLE3, Workers(rank, 2))
+    trainer.train_step()
+    trainer.save(Path(folder) / f"{rank}.safetensors")
+    torch.distributed.destroy_process_group()
+
+
+def test_two_workers_train_one_head(tmp_path: Path) -> None:
+    """Gradients that are not summed let workers drift apart; equal data would make the second worker useless."""
+    torch.multiprocessing.spawn(_train_as, args=(str(tmp_path),), nprocs=2)
+    first, second, alone = (make_trainer(EagleFamily.EAGLE3) for _ in range(3))
+    first.load(tmp_path / "0.safetensors")
+    second.load(tmp_path / "1.safetensors")
+    alone.train_step()
+    assert first.progress == second.progress
+    assert first.progress.tokens > 1.5 * alone.progress.tokens
+    pairs = list(zip(first.head.parameters(), second.head.parameters(), strict=True))
+    assert all(torch.equal(a, b) for a, b in pairs)
+
+
+def test_the_target_is_never_trained() -> None:
+    """A weight that moves makes every feature and every answer of the run another target's."""
+    trainer = make_trainer(EagleFamily.EAGLE)
+    model = trainer.target.model
+    assert isinstance(model, LlamaForCausalLM)
+    before = {name: weight.clone() for name, weight in model.state_dict().items()}
+    trainer.train_step()
+    assert all(torch.equal(before[name], weight) for name, weight in model.state_dict().items())
+    assert all(weight.grad is None for weight in model.parameters())
