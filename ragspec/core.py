@@ -265,6 +265,7 @@ class GenerationStats:
     `num_first_tokens` came with the step that ended the prompt: one, or more where a draft was accepted there. `decode_s` begins
     after it; `draft_s` is this choice's share of the time that drafters took. `positions[drafter][i]` counts, of the steps whose
     path went i nodes deep and that drafter had guessed what comes next there, (all, those in which one of its guesses was right).
+    `expected_accepted`: what `num_accepted` would be if every node were as probable as was thought.
     `exactness`: what of plain decoding stays with any draft: the "path" of tokens, their "distribution", or "none".
     """
 
@@ -275,6 +276,7 @@ class GenerationStats:
     num_steps: int = 0
     num_drafted: int = 0
     num_accepted: int = 0
+    expected_accepted: float = 0.0
     accepted_by_drafter: dict[str, int] = field(default_factory=dict)
     positions: dict[str, tuple[tuple[int, int], ...]] = field(default_factory=dict)
     draft_s: float = 0.0

@@ -84,6 +84,7 @@ class Coupling:
         noisy = np.zeros(len(owners), np.bool_)
         floors = np.full(len(owners), _ALL)
         scaled = np.array(logits, np.float32)
+        known: dict[tuple[str, int], np.uint64] = {}  # one noise for all nodes of a sequence at one depth
         for row, sequence in enumerate(owners):
             params = sequence.request.params
             if is_warped(params):
@@ -92,10 +93,13 @@ class Coupling:
                 scaled[row] /= np.float32(max(params.temperature, 1e-6))
             if params.greedy:
                 continue
-            floors[row] = survivor_floor(scaled[row], params)
+            if is_truncated(params):
+                floors[row] = survivor_floor(scaled[row], params)
             if self.uses_noise(sequence):
-                index = sequence.num_output + depth - 1
-                keys[row], noisy[row] = output_key(params.seed or 0, sequence.key[1], index), True
+                if sequence.key not in known:
+                    index = sequence.num_output + depth - 1
+                    known[sequence.key] = output_key(params.seed or 0, sequence.key[1], index)
+                keys[row], noisy[row] = known[sequence.key], True
         picks = Picks(
             np.empty((len(owners), num_children), np.int64), np.empty((len(owners), num_children), np.float64)
         )
@@ -119,6 +123,11 @@ class Coupling:
 def is_warped(params: SamplingParams) -> bool:
     """Whether logits change by more than the temperature."""
     return params.has_penalties or bool(params.logit_bias)
+
+
+def is_truncated(params: SamplingParams) -> bool:
+    """Whether some tokens do not survive."""
+    return params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0
 
 
 def survivor_floor(logits: Floats, params: SamplingParams) -> np.float32:

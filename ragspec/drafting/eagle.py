@@ -209,7 +209,7 @@ class EagleDrafter:
         """The head's forward over the open nodes. Shapes: [N of the level above, H] -> [N, H]."""
         level = [node for draft in drafts for node in draft.open]
         token_ids = np.array([node.token_id for node in level], np.int32)
-        above = states[torch.tensor([node.row for node in level])]
+        above = states[torch.from_numpy(np.array([node.row for node in level]))]
         paths = [[node.path for node in draft.open] for draft in drafts]
         return self.network.further(token_ids, above, self._cache(), rows.level(paths))
 

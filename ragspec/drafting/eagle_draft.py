@@ -70,14 +70,14 @@ class Draft:
 
         Shapes: one row an open node: columns [N, k] with -1 for none, scores [N, k], tokens [N, k].
         """
+        behind = picks.scores[:, :1] - picks.scores
+        if behind.shape[1] > 1:
+            behind[:, 0] = behind[:, 1]
+        counts = (picks.columns >= 0).sum(1).tolist()
+        rows = zip(self.open, counts, tokens.tolist(), behind.tolist(), strict=True)
         children: list[Open] = []
-        for row, node in enumerate(self.open):
-            columns, scores = picks.columns[row], picks.scores[row]
-            behind = scores[0] - scores
-            if len(behind) > 1:
-                behind[0] = behind[1]
-            count = int((columns >= 0).sum())
-            children += self._propose(node, row, tokens[row, :count].tolist(), behind.tolist(), None)
+        for row, (node, count, token_ids, margins) in enumerate(rows):
+            children += self._propose(node, row, token_ids[:count], margins, None)
         return self._further(children)
 
     def extend_drawn(self, drawn: list[Drawn]) -> list[Open]:

@@ -150,6 +150,7 @@ class Sequence:
         stats.num_steps += 1
         stats.num_drafted += tree.num_drafted
         stats.num_accepted += len(path)
+        stats.expected_accepted += sum(tree.path_probs[1:])
         stats.draft_s += draft_s
         for node in path:
             name = tree.origins[node].drafter

@@ -47,7 +47,7 @@ TEMPERATURES = (0.0, 1.0)
 COMPARED = (EAGLE2, EAGLE3)
 """Variants whose steps are counted from the same beginnings."""
 LEFT_OUT = (
-    "chains of copying, chains on questions and grammar, and chains as long as pay: all are as deep as the head goes",
+    "chains of copying, chains on questions and grammar, and chains as long as pay: all go on while the head gives them a chance",
     "batches of chains, at T = 1, and on chat and grammar",
     "fixed trees, beginnings and acceptance rules on anything but prose",
 )
@@ -61,7 +61,7 @@ class DraftersPlan:
     num_prompts: int = 6
     num_together: int = 8
     num_fixed: int = 12
-    num_cut: int = 10
+    num_cut: int = 12
     num_ruled: int = 32
     batches: tuple[int, ...] = (1, 2, 4, 8)
     num_runs: int = 3

@@ -93,7 +93,7 @@ def tree_setups(heads: Heads) -> list[Setup]:
 
 
 def chain_setups(heads: Heads) -> list[Setup]:
-    """Chains as deep as a head goes in every step; they make EAGLE-1 and EAGLE-2 the same."""
+    """Chains in every step, as long as a head gives them a chance; they make EAGLE-1 and EAGLE-2 the same."""
     named = ((EAGLE1, heads.eagle), (EAGLE3, heads.eagle3))
     return [
         Setup({name: ON}, head, head_tree="chain", fixed_nodes=TREE_NODES) for name, head in named if head is not None

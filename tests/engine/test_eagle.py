@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -186,6 +187,29 @@ def logits_after(target: Target, tokens: Sequence[int]) -> np.ndarray:
     return logits[0]
 
 
+class Near(Fitted):
+    """Its law is the target's, shifted by a fixed amount a token: near enough to be accepted, far enough to be rejected."""
+
+    known: dict[tuple[int, ...], np.ndarray]
+
+    def _true(self, draft: Any, node: Any) -> np.ndarray:
+        tokens, number = [], node.number
+        while number >= 0:
+            tokens.insert(0, draft.proposals[number].token_id)
+            number = draft.proposals[number].parent
+        text = (*draft.sequence.tokens, *tokens)
+        if text not in self.known:
+            shift = np.random.default_rng(5).normal(size=self.target.vocab_size).astype(np.float32)
+            self.known[text] = logits_after(self.target, text) + 0.7 * shift
+        return self.known[text]
+
+
+def near(target: Target) -> Near:
+    drafter = Near(EagleNetwork(head_for(target, "eagle"), target, 300), make_shape("dynamic", 3, 2, 3), free())
+    drafter.target, drafter.known = target, {}
+    return drafter
+
+
 @pytest.mark.parametrize("name", ["greedy", "T=1", "top-p", "top-k, min-p"])
 def test_with_the_targets_logits_and_noise_the_first_child_is_the_token(tiny: Tiny, name: str) -> None:
     """The noise of another position, choice or seed, another temperature or other survivors than the target's."""
@@ -200,6 +224,25 @@ def test_with_the_targets_logits_and_noise_the_first_child_is_the_token(tiny: Ti
         assert engine._planner.num_failures == 0
     assert_equal(completions, expected)
     assert total(completions, "num_accepted") >= 0.98 * total(completions, "num_drafted") > 20
+
+
+@pytest.mark.parametrize("params", [SamplingParams(max_tokens=40), SamplingParams(temperature=1.0, max_tokens=40)])
+def test_as_many_are_accepted_as_were_expected(tiny: Tiny, params: SamplingParams) -> None:
+    """Given the noise a child's chance is not its probability: estimates that are off make trees of the wrong size."""
+    target = tiny()
+    drafter, expected, accepted = near(target), 0.0, 0
+    with tiny_engine(target, [drafter]) as engine:
+        for turn in range(14):
+            requests = [
+                Request(f"{turn}-{i}", tuple(range(20 + 9 * turn + i, 30 + 9 * turn + i)), replace(params, seed=turn))
+                for i in range(4)
+            ]
+            completions = engine.generate(requests)
+            if turn > 5:
+                expected += total(completions, "expected_accepted")
+                accepted += total(completions, "num_accepted")
+        assert engine._planner.num_failures == 0
+    assert accepted > 200 and 0.85 < expected / accepted < 1.15, (expected, accepted)
 
 
 def test_a_window_hides_what_is_older(tiny: Tiny) -> None:

@@ -5,19 +5,16 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import pytest
-from engine.test_eagle import Fitted, drafter_for, free, head_for, logits_after
+from engine.test_eagle import drafter_for, logits_after, near
 from engine.test_oracle import PARAMS, PROMPTS, assert_pool_is_empty, requests_of, total
 from scipy.stats import chi2
 from tiny_target import tiny_engine
 
 from ragspec.core import Completion, CopySource, Request, SamplingParams, SourceKind
 from ragspec.drafting.copy import CopyDrafter
-from ragspec.drafting.eagle_network import EagleNetwork
-from ragspec.drafting.eagle_shapes import make_shape
 from ragspec.engine.target import Target
 from ragspec.errors import InputError
 from ragspec.speculation import LOSSY_RULES, AcceptanceRule, Speculation
@@ -26,29 +23,6 @@ from ragspec.verification.probabilities import token_probs
 Tiny = Callable[..., Target]
 RULES = [rule for rule in AcceptanceRule if rule not in LOSSY_RULES]
 PROMPT = (60, 61, 62, 63, 64, 300, 61, 62)
-
-
-class Near(Fitted):
-    """Its law is the target's, shifted by a fixed amount a token: near enough to be accepted, far enough to be rejected."""
-
-    known: dict[tuple[int, ...], np.ndarray]
-
-    def _true(self, draft: Any, node: Any) -> np.ndarray:
-        tokens, number = [], node.number
-        while number >= 0:
-            tokens.insert(0, draft.proposals[number].token_id)
-            number = draft.proposals[number].parent
-        text = (*draft.sequence.tokens, *tokens)
-        if text not in self.known:
-            shift = np.random.default_rng(5).normal(size=self.target.vocab_size).astype(np.float32)
-            self.known[text] = logits_after(self.target, text) + 0.7 * shift
-        return self.known[text]
-
-
-def near(target: Target) -> Near:
-    drafter = Near(EagleNetwork(head_for(target, "eagle"), target, 300), make_shape("dynamic", 3, 2, 3), free())
-    drafter.target, drafter.known = target, {}
-    return drafter
 
 
 def law(target: Target, params: SamplingParams, length: int) -> dict[tuple[int, ...], float]:

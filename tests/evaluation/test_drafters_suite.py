@@ -55,7 +55,7 @@ def test_every_variant_is_measured_and_writes_what_plain_decoding_writes(tiny: S
     assert result["identical"] is True and result["bitwise"] is True and result["missing"] == []
     assert all(row["identical"] is True for row in result["rows"] if row["variant"] != NONE)
     check_grid(result)
-    assert result["same_beginnings"].keys() == {EAGLE2, EAGLE3} == result["free_running"].keys()
+    assert result["same_beginnings"].keys() == {EAGLE2, EAGLE3} == result["free_running"].keys() - {EAGLE1}
     for values in result["same_beginnings"].values():
         assert values["num_prefixes"] == 2 * 2 and 1.0 <= values["t1_uncoupled"] <= TREE_NODES + 1
     assert all(value >= 1.0 for row in result["acceptance_rules"].values() for value in row.values() if value)
@@ -77,7 +77,8 @@ def check_grid(result: Result) -> None:
             assert sorted(row["variant"] for row in found) == sorted((NONE, *DRAFTING)), (task, batch)
     chains = cells(result, shape="chain")
     assert sorted({row["variant"] for row in chains}) == [EAGLE1, EAGLE3] and len(chains) == 8
-    assert all(row["n_alpha"]["eagle"] and row["drafted_a_step"] > 3 for row in chains), "whether it pays or not"
+    assert all(row["n_alpha"]["eagle"] for row in chains)
+    assert all(row["drafted_a_step"] > 0.5 for row in chains), [row["drafted_a_step"] for row in chains]
     fixed = cells(result, nodes=TREE_NODES, shape="tree")
     conditions = ((0.0, True), (1.0, True), (1.0, False))
     assert {(row["variant"], row["temperature"], row["coupled"]) for row in fixed} == {
