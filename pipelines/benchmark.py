@@ -6,7 +6,6 @@
     python -m pipelines.benchmark --suite retrieval
     python -m pipelines.benchmark --suite iterative --plots plots
     python -m pipelines.benchmark --suite drafters --heads heads --plots plots
-    python -m pipelines.benchmark --suite verify_cost
 
 The last line on stdout is one JSON object. Tables and progress go to stderr.
 """
@@ -103,9 +102,7 @@ def main(
     peers: Annotated[bool, typer.Option(help="Run transformers beside.")] = True,
     full: Annotated[bool, typer.Option(help="Retrieval: a million vectors, 100,000 passages, 10,000 queries.")] = False,
     reranker: Annotated[str, typer.Option(help="Retrieval: a cross-encoder's directory or name.")] = "",
-    heads: Annotated[
-        Path | None, typer.Option(help="Drafters: a folder with eagle/ and eagle3/; by default those shipped.")
-    ] = None,
+    heads: Annotated[Path | None, typer.Option(help="Drafters: a folder with eagle/ and eagle3/.")] = None,
 ) -> None:
     """Run one suite and print what it found."""
     transformers_logging.disable_progress_bar()

@@ -147,10 +147,13 @@ class EagleConfig(Part):
 
 
 class DraftingConfig(Part):
-    """Which drafters propose, and the most nodes a tree may have; `fixed_nodes`: exactly so many, to measure."""
+    """Which drafters propose, and the most nodes a tree may have; `fixed_nodes`: exactly so many, to measure.
+
+    No `drafters` named: copying, and the head that `eagle.path` names.
+    """
 
     speculation: bool = True
-    drafters: tuple[str, ...] = Field(("copy",), strict=False)
+    drafters: tuple[str, ...] | None = Field(None, strict=False)
     eagle: EagleConfig = EagleConfig()
     max_tree_nodes: int = Field(48, ge=1, le=512)
     fixed_nodes: int | None = Field(None, ge=1, le=512)

@@ -104,6 +104,8 @@ class EagleDrafter:
         for sequence in sequences:
             memory = self._ready(sequence)
             look = self._chain if needs_chain(sequence) else self._look
+            if budget.token_s == 0.0:  # time is no matter, so nothing is too improbable
+                look = look._replace(least_prob=0.0)
             drafts.append(None if memory is None else Draft(sequence, memory, self._mode(sequence), look))
         self._grow([draft for draft in drafts if draft is not None], budget)
         return [[] if draft is None else draft.proposals for draft in drafts]

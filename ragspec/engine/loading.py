@@ -112,10 +112,13 @@ def make_drafters(target: Target, drafting: DraftingConfig) -> list[Drafter]:
         ),
         "eagle": lambda: make_eagle(target, drafting.eagle),
     }
-    unknown = [name for name in drafting.drafters if name not in known]
+    names = drafting.drafters
+    if names is None:
+        names = ("copy", "eagle") if drafting.eagle.path else ("copy",)
+    unknown = [name for name in names if name not in known]
     if unknown:
         raise ConfigError(f"unknown drafter {unknown[0]!r}; there are: {', '.join(known)}")
-    return [known[name]() for name in drafting.drafters] if drafting.speculation else []
+    return [known[name]() for name in names] if drafting.speculation else []
 
 
 def make_eagle(target: Target, config: EagleConfig) -> EagleDrafter:

@@ -58,7 +58,7 @@ class DraftersPlan:
     """How much is measured. Prompts: of a cell, side by side in all, of fixed trees, cut into beginnings; `num_ruled` beginnings
     are taken for acceptance rules."""
 
-    num_prompts: int = 6
+    num_prompts: int = 5
     num_together: int = 8
     num_fixed: int = 12
     num_cut: int = 12
@@ -73,7 +73,9 @@ class DraftersPlan:
         return max(self.num_prompts, self.num_together, self.num_fixed, self.num_cut)
 
     def sampling(self, temperature: float, once: bool = False) -> Sampling:
-        return Sampling(temperature, self.seed, 1 if once else self.num_runs)
+        """Half the repetitions at T = 1, where there is less to gain."""
+        several = (self.num_runs + 1) // 2 if temperature else self.num_runs
+        return Sampling(temperature, self.seed, 1 if once else several)
 
 
 def drafters_plan(

@@ -14,12 +14,13 @@ from pipelines import benchmark
 from ragspec.errors import ConfigError, InputError
 from ragspec.evaluation import drafters_prompts, drafters_suite
 from ragspec.evaluation.drafters_report import MEANINGS, drafters_rows
+from ragspec.evaluation.drafters_runs import Sampling
 from ragspec.evaluation.drafters_suite import drafters_plan
 from ragspec.evaluation.drafters_variants import COPY, DRAFTING, EAGLE1, EAGLE2, EAGLE3, MERGED, NONE, TREE_NODES
 from ragspec.evaluation.report import KEYS, Result
 from ragspec.evaluation.suites import Settings, run_suite
 
-TINY_PLAN = drafters_suite.DraftersPlan(2, 2, 2, 2, 2, batches=(1, 2), num_runs=2)
+TINY_PLAN = drafters_suite.DraftersPlan(2, 2, 2, 2, 2, batches=(1, 2), num_runs=3)
 
 
 def no_tick(stage: str, done: int, total: int) -> None:
@@ -124,7 +125,8 @@ def test_quick_and_a_number_of_prompts_make_it_smaller() -> None:
     full, quick, three = drafters_plan(), drafters_plan(quick=True), drafters_plan(num_prompts=3)
     assert quick.num_cases < full.num_cases and len(quick.batches) < len(full.batches)
     assert (three.num_prompts, three.num_cases, three.batches) == (3, 3, (1, 2))
-    assert drafters_plan(num_runs=2, seed=7).sampling(1.0) == full.sampling(1.0).__class__(1.0, 7, 2)
+    assert drafters_plan(num_runs=2, seed=7).sampling(0.0) == Sampling(0.0, seed=7, num_runs=2)
+    assert full.sampling(1.0) == Sampling(1.0, num_runs=2) and quick.sampling(1.0).num_runs == 2
     assert full.sampling(0.0, once=True).num_runs == 1
 
 

@@ -31,14 +31,14 @@ def no_tick(stage: str, done: int, total: int) -> None:
 
 def test_a_node_sees_the_context_and_its_path() -> None:
     """Bug guarded: siblings that see each other, or a node that does not see itself."""
-    mask = tree_mask([-1, 0, 0, 1], 2, torch.float32)
-    assert mask.shape == (1, 1, 4, 6)
+    mask = tree_mask([-1, 0, 0, 1], 2, 8, torch.float32)
+    assert mask.shape == (1, 1, 4, 8)
     visible = (mask[0, 0] == 0.0).tolist()
     assert visible == [
-        [True, True, True, False, False, False],
-        [True, True, True, True, False, False],
-        [True, True, True, False, True, False],
-        [True, True, True, True, False, True],
+        [True, True, True, False, False, False, False, False],
+        [True, True, True, True, False, False, False, False],
+        [True, True, True, False, True, False, False, False],
+        [True, True, True, True, False, True, False, False],
     ]
     assert (mask[mask != 0.0] == -torch.inf).all()
 
@@ -120,6 +120,6 @@ def test_on_a_gpu_every_size_is_measured() -> None:
     result = complete({"suite": "verify_cost"} | verify_cost(shape, no_tick))
     assert result["device"] == torch.cuda.get_device_name()
     assert [(row["captured"], row["nodes"]) for row in result["rows"]] == [
-        (c, n) for c in (True, False) for n in (1, 8)
+        (c, n) for c in (False, True) for n in (1, 8)
     ]
     assert all(row["step_ms"] > 0 for row in result["rows"])

@@ -1,0 +1,92 @@
+"""From a configuration to an engine that drafts with a head; heads that cannot be served are refused at load."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from drafting.eagle_heads import random_head, save_head
+from oracle import decode
+from tiny_target import save_model
+
+from ragspec.config import DraftingConfig, EagleConfig, EngineConfig, TargetConfig
+from ragspec.core import Request, SamplingParams
+from ragspec.drafting.eagle_checkpoint import HeadCheckpoint
+from ragspec.engine.engine import Engine
+from ragspec.engine.loading import load_engine
+from ragspec.errors import ConfigError, ModelError
+
+HIDDEN, VOCAB, TAPS = 64, 320, (0, 1, 2)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model("llama", tmp_path_factory.mktemp("target"))
+
+
+def a_head() -> HeadCheckpoint:
+    return random_head("eagle3", hidden=HIDDEN, vocab=VOCAB, aux_layers=TAPS)
+
+
+def open_engine(model: Path, head: Path | str, drafters: tuple[str, ...] = ("copy", "eagle"), **options: Any) -> Engine:
+    eagle = EagleConfig(path=str(head), **options)
+    drafting = DraftingConfig(drafters=drafters, eagle=eagle, fixed_nodes=6)
+    return load_engine(TargetConfig(model=str(model)), EngineConfig(max_kv_tokens=2048), drafting)
+
+
+@pytest.mark.parametrize("dialect", ["official", "speculators"])
+@pytest.mark.parametrize("tree", ["dynamic", "static", "chain"])
+def test_a_published_head_drafts_and_changes_nothing(model: Path, tmp_path: Path, dialect: str, tree: str) -> None:
+    """A dialect's head loaded and drafted nothing, or the products of another type changed the target's."""
+    save_head(tmp_path, a_head(), dialect)
+    params = SamplingParams(temperature=1.0, seed=4, max_tokens=16, ignore_eos=True)
+    requests = [Request(f"{i}", tuple(range(20 + i, 40 + 2 * i)), params) for i in range(3)]
+    with open_engine(model, tmp_path, ("eagle",), tree=tree) as engine:
+        completions = engine.generate(requests)
+        assert engine._planner.num_failures == 0
+        for request, done in zip(requests, completions, strict=True):
+            assert done.stats.num_drafted > 0
+            assert done.token_ids == decode(engine.target, request.prompt_ids, params, 0).token_ids
+
+
+BAD: dict[str, tuple[dict[str, Any], str]] = {
+    "another vocabulary": ({"vocab": 300}, "vocabulary"),
+    "another hidden size": ({"hidden": 32}, "hidden states of 32"),
+    "layers that are not there": ({"aux_layers": (0, 1, 7)}, r"\(0, 1, 7\)"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_head_of_another_target_is_refused(model: Path, tmp_path: Path, name: str) -> None:
+    """A head that was trained for another model was served, with an acceptance of nothing."""
+    fields, reason = BAD[name]
+    shape = {"hidden": HIDDEN, "vocab": VOCAB, "aux_layers": TAPS, **fields}
+    save_head(tmp_path, random_head("eagle3", **shape))
+    with pytest.raises(ModelError, match=reason):
+        open_engine(model, tmp_path)
+
+
+def test_weights_that_are_no_numbers_and_files_cut_short_are_refused(model: Path, tmp_path: Path) -> None:
+    """NaN in one tensor, or a download that broke off, was found at run time or not at all."""
+    head = a_head()
+    head.tensors["midlayer.mlp.up_proj.weight"][3, 3] = torch.nan
+    save_head(tmp_path / "nan", head)
+    with pytest.raises(ModelError, match=r"midlayer\.mlp\.up_proj\.weight"):
+        open_engine(model, tmp_path / "nan")
+    save_head(tmp_path / "cut", a_head())
+    weights = tmp_path / "cut" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    with pytest.raises(ModelError, match="cut"):
+        open_engine(model, tmp_path / "cut")
+
+
+def test_only_the_reference_target_has_a_head_of_its_own(model: Path, tmp_path: Path) -> None:
+    """The shipped head was put beside any target; a missing folder was a traceback."""
+    with pytest.raises(ConfigError, match=r"drafting\.eagle\.path"):
+        open_engine(model, "")
+    with pytest.raises(ModelError, match="nowhere"):
+        open_engine(model, tmp_path / "nowhere")
+    with pytest.raises(ConfigError, match="medusa"):
+        open_engine(model, "", ("medusa",))
