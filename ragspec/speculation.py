@@ -58,6 +58,8 @@ class Speculation:
             raise InputError(f"speculation's max_nodes must be an integer, not {self.max_nodes!r}")
         if self.max_nodes is not None and self.max_nodes < 0:
             raise InputError(f"speculation's max_nodes must be 0 or more, not {self.max_nodes}")
+        if isinstance(self.drafters, list):
+            object.__setattr__(self, "drafters", tuple(self.drafters))
         if self.drafters is not None and not all(isinstance(name, str) for name in self.drafters):
             raise InputError(f"speculation's drafters must be names, not {self.drafters!r}")
 

@@ -159,6 +159,7 @@ class DraftTree:
         while self._children[node]:
             child = next(iter(self._children[node].values()))
             number = chain.add(len(chain) - 1, self.token_ids[child], self.path_probs[child], self.origins[child])
+            chain.shared[number] = self.shared[child]
             if node in self.draws:
                 chain.draws[number - 1] = self.draws[node]
             node = child

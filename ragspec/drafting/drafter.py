@@ -44,12 +44,13 @@ class Budget(NamedTuple):
     """What a draft may cost: at most `max_nodes` nodes a tree, and no more time than it is likely to save.
 
     `token_s`: seconds that one more accepted token saves; 0.0 where time is no matter. `trees`: what other drafters proposed for
-    the same sequences, in their order.
+    the same sequences, in their order. `depths`: how many levels each may have at most.
     """
 
     max_nodes: int
     token_s: float
     trees: SequenceOf[DraftTree]
+    depths: SequenceOf[int]
 
 
 class Drafter(Protocol):
@@ -66,7 +67,7 @@ class Drafter(Protocol):
         """A sequence begins."""
 
     def cost_s(self, sequences: SequenceOf[Drafted]) -> float:
-        """Seconds that `propose` is expected to take; 0.0 for what is not worth asking."""
+        """Seconds that `propose` is expected to take; 0.0 for no time worth counting, infinity where nothing can be proposed."""
 
     def propose(self, sequences: SequenceOf[Drafted], budget: Budget) -> list[list[Proposal]]:
         """Guesses for each sequence, parents before children, with the probability that the path is accepted."""

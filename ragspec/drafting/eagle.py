@@ -11,6 +11,8 @@ Sources: see `ragspec.drafting.eagle_network`; the shapes of trees in `eagle_sha
 
 from __future__ import annotations
 
+import logging
+import math
 import time
 from collections.abc import Iterator
 from collections.abc import Sequence as SequenceOf
@@ -33,6 +35,8 @@ from ragspec.drafting.eagle_shapes import TreeShape, make_shape
 from ragspec.errors import EngineError
 from ragspec.numerics.kv_cache import KvPool
 from ragspec.tree import Proposal
+
+log = logging.getLogger(__name__)
 
 _CATCH_UP_STEPS = 24
 """Steps over which the reading of a prompt is counted."""
@@ -57,6 +61,7 @@ class EagleDrafter:
         self._coupling = Coupling(network.draft_ids, network.config.vocab_size, coupled)
         self._slots: SlotMemory | None = None
         self._memories: dict[tuple[str, int], HeadMemory] = {}
+        self._sick: set[tuple[str, int]] = set()
         self._num_levels = 2.0
 
     def prepare(self, request: Request) -> None:
@@ -83,6 +88,7 @@ class EagleDrafter:
 
     def finish(self, sequence: Drafted) -> None:
         self._memories.pop(sequence.key, None)
+        self._sick.discard(sequence.key)
 
     def purge(self, salt: str) -> None:
         """Nothing of a sequence outlives it but keys in slots that the prefix cache owns, and forgets."""
@@ -91,7 +97,7 @@ class EagleDrafter:
         """One forward a level, and a share of what has to be read first."""
         ready = [memory for s in sequences if (memory := self._ready(s)) is not None]
         if not ready:
-            return 0.0
+            return math.inf
         longest = max(memory.end for memory in ready)
         behind = sum(max(0, memory.num_waiting - 4) for memory in ready)
         reading_s = self._costs.cost_s(behind, longest) / _CATCH_UP_STEPS if behind else 0.0
@@ -101,14 +107,14 @@ class EagleDrafter:
 
     def propose(self, sequences: SequenceOf[Drafted], budget: Budget) -> list[list[Proposal]]:
         drafts: list[Draft | None] = []
-        for sequence in sequences:
+        for sequence, depth in zip(sequences, budget.depths, strict=True):
             memory = self._ready(sequence)
             look = self._chain if needs_chain(sequence) else self._look
             if budget.token_s == 0.0:  # time is no matter, so nothing is too improbable
                 look = look._replace(least_prob=0.0)
-            drafts.append(None if memory is None else Draft(sequence, memory, self._mode(sequence), look))
+            drafts.append(None if memory is None else Draft(sequence, memory, self._mode(sequence), look, depth))
         self._grow([draft for draft in drafts if draft is not None], budget)
-        return [[] if draft is None else draft.proposals for draft in drafts]
+        return [[] if draft is None or draft.sequence.key in self._sick else draft.proposals for draft in drafts]
 
     def _mode(self, sequence: Drafted) -> int:
         if sequence.request.params.greedy:
@@ -124,34 +130,34 @@ class EagleDrafter:
         fits = (
             memory is not None and memory.slots is sequence.slots and memory.end == decided and memory.num_waiting > 0
         )
-        return memory if fits and sequence.most_tokens > 1 else None
+        return memory if fits and sequence.most_tokens > 1 and sequence.key not in self._sick else None
 
     def _slot_memory(self, pool: KvPool) -> SlotMemory:
         if self._slots is None or self._slots.pool is not pool:
-            self._slots = SlotMemory(pool, self.network.shape)
+            shape = self._look.shape
+            num_nodes = (shape.max_depth - 1) * shape.max_width
+            self._slots = SlotMemory(pool, self.network.shape, max(1, num_nodes))
         return self._slots
 
     def _grow(self, drafts: list[Draft], budget: Budget) -> None:
         """All drafts level by level, until one level more is not worth its time."""
         if not drafts:
             return
-        for draft in drafts:
-            draft.reserve()
-        try:
-            rows = DraftRows([_part(draft) for draft in drafts])
-            depth, begin, num_rows = 1, time.perf_counter(), sum(len(draft.pairs.next_tokens) for draft in drafts)
-            states = self._read(drafts, rows)
-            while True:
-                goes_on = self._extend(drafts, states, depth, budget)
-                self._costs.refine(num_rows, _longest(drafts), time.perf_counter() - begin)
-                if not goes_on:
-                    break
-                depth, begin, num_rows = depth + 1, time.perf_counter(), sum(len(draft.open) for draft in drafts)
-                states = self._descend(drafts, states, rows)
-        finally:
-            for draft in drafts:
-                draft.close()
-        self._num_levels += (1.0 - _LEVELS_MEMORY) * (depth - self._num_levels)
+        assert self._slots is not None
+        for number, draft in enumerate(drafts):
+            draft.scratch = self._slots.scratch(number, draft.num_nodes)
+        rows = DraftRows([_part(draft) for draft in drafts])
+        depth, begin, num_rows = 1, time.perf_counter(), sum(len(draft.pairs.next_tokens) for draft in drafts)
+        states = self._read(drafts, rows)
+        while True:
+            goes_on = self._extend(drafts, states, depth, budget)
+            self._costs.refine(num_rows, _longest(drafts), time.perf_counter() - begin)
+            if not goes_on:
+                break
+            depth, begin, num_rows = depth + 1, time.perf_counter(), sum(len(draft.open) for draft in drafts)
+            states = self._descend(drafts, states, rows)
+        if max(draft.max_depth for draft in drafts) > 1:
+            self._num_levels += (1.0 - _LEVELS_MEMORY) * (depth - self._num_levels)
 
     def _read(self, drafts: list[Draft], rows: DraftRows) -> torch.Tensor:
         """The head's first forward: every pair that waits; the states of the last ones. Shape: [B, H]."""
@@ -166,8 +172,7 @@ class EagleDrafter:
     def _extend(self, drafts: list[Draft], states: torch.Tensor, depth: int, budget: Budget) -> bool:
         """Children of all open nodes. False: nothing goes on, or it would not pay."""
         logits = self.network.logits(states)  # [N, Vd]
-        if not np.isfinite(logits).all():
-            raise EngineError("the head's logits are not finite")
+        self._drop_sick(drafts, logits)
         first, chosen = 0, []
         for draft, going_on in zip(drafts, self._children(drafts, logits, depth), strict=True):
             room = len(draft.scratch) > 0 and depth < draft.max_depth
@@ -178,6 +183,23 @@ class EagleDrafter:
         for draft, those in zip(drafts, chosen, strict=True):
             draft.descend(those)
         return num_rows > 0 and self._pays(gain, num_rows, _longest(drafts), budget.token_s)
+
+    def _drop_sick(self, drafts: list[Draft], logits: Floats) -> None:
+        """A sequence with logits that are no numbers is drafted for no more. Raises: EngineError if that is true of all."""
+        finite = np.atleast_1d(np.isfinite(logits).all(1))
+        if finite.all():
+            return
+        if not finite.any():
+            raise EngineError("the head's logits are not finite")
+        first = 0
+        for draft in drafts:
+            own = slice(first, first := first + len(draft.open))
+            if not finite[own].all():
+                log.warning(
+                    "request %r: the head's logits are not finite; no more drafts for it", draft.sequence.request.id
+                )
+                self._sick.add(draft.sequence.key)
+                logits[own] = 0.0
 
     def _children(self, drafts: list[Draft], logits: Floats, depth: int) -> Iterator[list[Open]]:
         """Proposes every draft's next level; which of its nodes would go on. Shape: [N, Vd], the open nodes of all drafts."""

@@ -13,7 +13,6 @@ from ragspec.drafting.drafter import Drafted
 from ragspec.drafting.drawing import Drawing, Drawn
 from ragspec.drafting.eagle_memory import HeadMemory, Pairs
 from ragspec.drafting.eagle_shapes import Branch, TreeShape
-from ragspec.numerics.kv_cache import OutOfSlots
 from ragspec.tree import Draw, Origin, Proposal
 
 Ints = NDArray[np.int32]
@@ -35,35 +34,23 @@ class Open(NamedTuple):
 
 
 class Draft:
-    """Starts as the root alone, at most `max_depth` levels deep. `scratch`: slots for nodes' keys, given back by `close`."""
+    """Starts as the root alone, at most `max_depth` levels deep. `scratch`: slots for the keys of its nodes."""
 
-    def __init__(self, sequence: Drafted, memory: HeadMemory, mode: int, look: Look) -> None:
+    def __init__(self, sequence: Drafted, memory: HeadMemory, mode: int, look: Look, most_levels: int) -> None:
         self.sequence, self.memory, self.mode, self.look = sequence, memory, mode, look
-        self.max_depth = min(look.shape.max_depth, sequence.most_tokens - 1)
+        self.max_depth = min(look.shape.max_depth, sequence.most_tokens - 1, most_levels)
         self.pairs: Pairs = memory.pairs(sequence.tokens)
         self.proposals: list[Proposal] = []
         self.open: list[Open] = [Open(-1, sequence.tokens[-1], Branch((), 1.0), 0, ())]
         self.drawing: Drawing | None = None
         """Where children are drawn by chance: one stream for the whole draft."""
         self._num_keys = 0
-        self._reserved: tuple[Ints, Ints] | None = None
+        self.scratch: Ints = np.empty(0, np.int32)
 
     @property
-    def scratch(self) -> Ints:
-        return np.empty(0, np.int32) if self._reserved is None else self._reserved[0]
-
-    def reserve(self) -> None:
-        """Room for the keys of all nodes, or for none if the pool has none: the draft then ends with its first level."""
-        num_slots = (self.max_depth - 1) * self.look.shape.max_width
-        try:
-            self._reserved = self.memory.slots.reserve(num_slots) if num_slots else None
-        except OutOfSlots:
-            self._reserved = None
-
-    def close(self) -> None:
-        if self._reserved is not None:
-            self.memory.slots.keep(*self._reserved, [])
-            self._reserved = None
+    def num_nodes(self) -> int:
+        """How many nodes may be drafted further."""
+        return max(0, self.max_depth - 1) * self.look.shape.max_width
 
     def extend(self, picks: Picks, tokens: NDArray[np.int64]) -> list[Open]:
         """Propose the children of the open nodes; returns those that the shape would draft further.

@@ -14,23 +14,35 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ragspec.drafting.eagle_network import HeadCache
-from ragspec.numerics.attention import AttentionShape
+from ragspec.numerics.attention import PAGE, AttentionShape
 from ragspec.numerics.kv_cache import KvPool, SequenceSlots
 
 Ints = NDArray[np.int32]
 Floats = NDArray[np.float32]
 
 _NONE = -1
+_MOST_DRAFTS = 256
+_MOST_READ = 96
+"""Pairs that one draft reads at most. Of a longer prompt that is enough to begin with, and all of it takes a step's time."""
 
 
 class SlotMemory:
-    """A head's keys beside one pool, and which pair each slot's belong to."""
+    """A head's keys beside one pool, and which pair each slot's belong to.
 
-    def __init__(self, pool: KvPool, shape: AttentionShape) -> None:
+    There is room for the nodes of `_MOST_DRAFTS` drafts at once, of `num_nodes` each.
+    """
+
+    def __init__(self, pool: KvPool, shape: AttentionShape, num_nodes: int) -> None:
         self.pool = pool
-        self.cache = HeadCache.beside(pool, shape)
+        self._pages_a_draft = -(-num_nodes // PAGE)
+        self.cache = HeadCache.beside(pool, shape, _MOST_DRAFTS * self._pages_a_draft * PAGE)
         self._next_tokens = np.full(pool.num_slots, _NONE, np.int64)
         self._stamps = np.full(pool.num_slots, _NONE, np.int64)
+
+    def scratch(self, number: int, num_nodes: int) -> Ints:
+        """Slots for the nodes of the draft of this number; none for one too many, which then ends with its first level."""
+        first = self.pool.num_slots + number * self._pages_a_draft * PAGE
+        return np.arange(first, first + (num_nodes if number < _MOST_DRAFTS else 0), dtype=np.int32)
 
     def mark(self, slots: Ints, next_tokens: Sequence[int]) -> None:
         """These slots hold the head's keys of pairs with these tokens."""
@@ -78,12 +90,12 @@ class HeadMemory:
 
     @property
     def num_waiting(self) -> int:
-        return min(self.end - self.length, self._window)
+        return min(self.end - self.length, self._window, _MOST_READ)
 
     def pairs(self, tokens: Sequence[int]) -> Pairs:
-        """What waits, at most a window of it; the last one is the pair of the last token."""
+        """What waits, the last of it; the last one is the pair of the last token."""
         features = self._pieces[0] if len(self._pieces) == 1 else np.concatenate(self._pieces)
-        start = max(self.length, self.end - self._window)
+        start = self.end - self.num_waiting
         return Pairs(start, features[start - self.length :], list(tokens[start + 1 : self.end + 1]))
 
     def context(self, start: int) -> Ints:

@@ -59,14 +59,18 @@ class HeadTarget(Protocol):
 
 
 class HeadCache(NamedTuple):
-    """Keys and values of a head's one layer, under the slot ids of the target's pool. Flat float32, as `KvPool` has them."""
+    """Keys and values of a head's one layer. Flat float32, as `KvPool` has them.
+
+    The first slots are those of the target's pool, the others the head's own, for nodes of drafts: a draft takes nothing from the
+    pool that running sequences live on.
+    """
 
     keys: Floats
     values: Floats
 
     @classmethod
-    def beside(cls, pool: KvPool, shape: AttentionShape) -> HeadCache:
-        size = pool.num_slots * shape.num_kv_heads * padded(shape.head_dim)
+    def beside(cls, pool: KvPool, shape: AttentionShape, num_own_slots: int = 0) -> HeadCache:
+        size = (pool.num_slots + num_own_slots) * shape.num_kv_heads * padded(shape.head_dim)
         return cls(np.zeros(size, np.float32), np.zeros(size, np.float32))
 
 

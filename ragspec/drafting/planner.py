@@ -11,23 +11,25 @@ from __future__ import annotations
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 from ragspec.core import Request
 from ragspec.drafting.costs import CostTable
 from ragspec.drafting.drafter import Budget, Drafted, Drafter, Features
 from ragspec.drafting.drawing import needs_chain
-from ragspec.drafting.worth import Course, Worth, worthwhile
-from ragspec.errors import InputError
+from ragspec.drafting.guarded import Guarded
+from ragspec.drafting.sizing import Sizing
+from ragspec.drafting.worth import CALLED_GAIN, Asked, Course, Worth, worthwhile
+from ragspec.errors import InputError, RagspecError
 from ragspec.tree import DraftTree
+from ragspec.verification.rejection import check_draft
 
 log = logging.getLogger(__name__)
 
-P = ParamSpec("P")
-T = TypeVar("T")
 Key = tuple[str, int]
+
+_ANY_DEPTH = 2**31
 
 
 class Planner:
@@ -44,20 +46,22 @@ class Planner:
         vocab_size: int = 2**31,
         fixed_nodes: int | None = None,
     ) -> None:
-        self._drafters = list(drafters)
-        self._costs = costs
+        self._drafters = [Guarded(drafter) for drafter in drafters]
+        self._sizing = Sizing(costs, is_fixed=fixed_nodes is not None)
         self._max_nodes = fixed_nodes or max_tree_nodes
         self._vocab_size = vocab_size
         self._fixed = fixed_nodes is not None
         self._courses: dict[Key, dict[str, Course]] = {}
         self._worth: defaultdict[str, Worth] = defaultdict(Worth)
-        self._asked: dict[
-            tuple[Key, str], float
-        ] = {}  # costly drafters of this step -> what others expected before them
+        self._asked: dict[tuple[Key, str], Asked] = {}  # in this step, of drafters that take time
         self.taps = tuple(sorted({tap for drafter in drafters for tap in drafter.taps}))
-        self.num_failures = 0
         self.draft_s = 0.0
         """Seconds that the last step's drafts took, a sequence."""
+
+    @property
+    def num_failures(self) -> int:
+        """How often a drafter has failed."""
+        return sum(drafter.num_failures for drafter in self._drafters)
 
     def check(self, request: Request) -> None:
         """Raises: InputError for a drafter that there is none of."""
@@ -69,11 +73,11 @@ class Planner:
     def prepare(self, request: Request) -> dict[str, Any]:
         """By drafter, what it needs of a request before it starts. For any thread. Raises: InputError."""
         self.check(request)
-        return {drafter.name: self._contain(drafter.prepare, request) for drafter in self._of(request)}
+        return {drafter.name: drafter.prepare(request) for drafter in self._of(request)}
 
     def start(self, sequence: Drafted) -> None:
         for drafter in self._of(sequence.request):
-            self._contain(drafter.start, sequence)
+            drafter.start(sequence)
 
     def plan(self, sequences: SequenceOf[Drafted], num_other_rows: int, spare_rows: int) -> list[DraftTree]:
         """One tree a sequence. `num_other_rows`: prompt rows in the same step; `spare_rows`: the most nodes in all."""
@@ -87,27 +91,28 @@ class Planner:
         self._asked.clear()
         if spare_rows <= 0:
             return trees
-        asked: dict[int, list[Drafter]] = {}
+        asked: dict[int, list[Guarded]] = {}
         for drafter in self._drafters:
             awake = [i for i, s in enumerate(sequences) if self._awake(drafter, s)]
             awake = [i for i in awake if not (needs_chain(sequences[i]) and trees[i].num_drafted)]
-            for i in self._worth_asking(drafter, awake, sequences, trees):
+            depths = self._worth_asking(drafter, awake, sequences, trees)
+            for i in depths:
                 asked.setdefault(i, []).append(drafter)
-            self._merge(drafter, [i for i in awake if drafter in asked.get(i, ())], sequences, trees)
+            self._merge(drafter, depths, sequences, trees)
         for i in asked:
             tree = trees[i].first_path() if needs_chain(sequences[i]) else trees[i]
             trees[i] = tree.best(self._most_nodes(sequences[i]))
             trees[i].scale({drafter.name: self._course(sequences[i], drafter).trust.factor for drafter in asked[i]})
-        trees = trees if self._fixed else self._fitted(sequences, trees, num_other_rows, spare_rows)
+        trees = self._sizing.fit(sequences, trees, num_other_rows, spare_rows)
         for i, drafters in asked.items():
             for drafter in drafters:
-                if not _guessed(trees[i], drafter.name):
+                if not _guessed(trees[i], drafter.name) and (sequences[i].key, drafter.name) not in self._asked:
                     self._course(sequences[i], drafter).rest.note(False)
         return trees
 
     def note_cost(self, num_rows: int, context: int, seconds: float) -> None:
         """What a step's forward took."""
-        self._costs.refine(num_rows, context, seconds)
+        self._sizing.note_cost(num_rows, context, seconds)
 
     def observe(
         self, sequence: Drafted, tree: DraftTree, path: list[int], tokens: SequenceOf[int], features: Features
@@ -119,7 +124,7 @@ class Planner:
         drafters = self._of(sequence.request)
         by_name = {drafter.name: drafter for drafter in drafters}
         for name in by_name:
-            self._settle(sequence, tree, path, name)
+            self._settle(sequence, tree, path, tokens[0], name)
         on_path = {0, *path}
         settled: set[int] = set()
         for node in range(1, len(tree)):
@@ -128,7 +133,7 @@ class Planner:
                 continue
             drafter = by_name.get(tree.origins[node].drafter)
             if drafter is not None:
-                self._contain(drafter.learn, tree.origins[node].feedback, node in on_path)
+                drafter.learn(tree.origins[node].feedback, node in on_path)
             if node in on_path:
                 settled.add(parent)
         self.follow(sequence, tokens, features)
@@ -136,19 +141,19 @@ class Planner:
     def follow(self, sequence: Drafted, tokens: SequenceOf[int], features: Features) -> None:
         """Tokens were decided, or a piece of the prompt was read, without a draft."""
         for drafter in self._of(sequence.request):
-            self._contain(drafter.observe, sequence, tokens, features)
+            drafter.observe(sequence, tokens, features)
 
     def finish(self, sequence: Drafted) -> None:
         self._courses.pop(sequence.key, None)
         for drafter in self._of(sequence.request):
-            self._contain(drafter.finish, sequence)
+            drafter.finish(sequence)
 
     def purge(self, salt: str) -> None:
         """Forget one tenant's text."""
         for drafter in self._drafters:
-            self._contain(drafter.purge, salt)
+            drafter.purge(salt)
 
-    def _of(self, request: Request) -> list[Drafter]:
+    def _of(self, request: Request) -> list[Guarded]:
         """The drafters that a request wants."""
         wanted = request.speculation
         return [d for d in self._drafters if wanted and (wanted.drafters is None or d.name in wanted.drafters)]
@@ -157,128 +162,84 @@ class Planner:
         own = sequence.request.speculation.max_nodes
         return self._max_nodes if own is None else min(own, self._max_nodes)
 
-    def _course(self, sequence: Drafted, drafter: Drafter) -> Course:
+    def _course(self, sequence: Drafted, drafter: Guarded) -> Course:
         return self._courses.setdefault(sequence.key, {}).setdefault(drafter.name, Course())
 
-    def _awake(self, drafter: Drafter, sequence: Drafted) -> bool:
-        return drafter in self._of(sequence.request) and (self._course(sequence, drafter).rest.due() or self._fixed)
+    def _awake(self, drafter: Guarded, sequence: Drafted) -> bool:
+        return (
+            not drafter.benched
+            and drafter in self._of(sequence.request)
+            and (self._course(sequence, drafter).rest.due() or self._fixed)
+        )
 
     def _worth_asking(
-        self, drafter: Drafter, awake: list[int], sequences: SequenceOf[Drafted], trees: list[DraftTree]
-    ) -> list[int]:
-        """Of the sequences awake, those for which a draft is likely to save more time than it takes."""
+        self, drafter: Guarded, awake: list[int], sequences: SequenceOf[Drafted], trees: list[DraftTree]
+    ) -> dict[int, int]:
+        """The sequences to ask a drafter for, and how many levels each may have.
+
+        A drafter that takes time: those for which a draft is likely to save more than it takes, and now and then a trial.
+        """
 
         def cost_s(chosen: SequenceOf[int]) -> float:
-            return self._contain(drafter.cost_s, [sequences[awake[n]] for n in chosen]) or 0.0
+            return drafter.cost_s([sequences[awake[n]] for n in chosen]) or 0.0
 
         if not awake or cost_s(range(len(awake))) == 0.0:
-            return awake
+            return dict.fromkeys(awake, _ANY_DEPTH)
         others = {i: sum(trees[i].path_probs[1:]) for i in awake}
-        worth = self._worth[drafter.name]
-        gains = [worth.gain(others[i]) * self._course(sequences[i], drafter).trust.factor for i in awake]
-        chosen = [awake[n] for n in worthwhile(gains, self._token_s(sequences, trees), cost_s)]
-        if self._fixed or (not chosen and worth.probe_due()):
-            chosen = awake
-        self._asked.update({(sequences[i].key, drafter.name): others[i] for i in chosen})
-        return chosen
-
-    def _token_s(self, sequences: SequenceOf[Drafted], trees: list[DraftTree]) -> float:
-        """Seconds a token takes with what is drafted so far."""
-        expected = len(trees) + sum(sum(tree.path_probs[1:]) for tree in trees)
-        return self._costs.cost_s(len(trees), max(len(s.tokens) for s in sequences)) / expected
+        worth, courses = self._worth[drafter.name], {i: self._course(sequences[i], drafter) for i in awake}
+        gains = [worth.gain(others[i]) * courses[i].factor for i in awake]
+        hoped = [max(gain, CALLED_GAIN * courses[i].called) for gain, i in zip(gains, awake, strict=True)]
+        paying = {awake[n] for n in worthwhile(hoped, self._sizing.token_s(sequences, trees), cost_s)}
+        whole = set(awake) if self._fixed else paying
+        trials = {i for i in awake if i not in whole and courses[i].trial_due()}
+        for i in whole | trials:
+            self._asked[sequences[i].key, drafter.name] = Asked(others[i], i in trials)
+        return {i: 1 if i in trials else _ANY_DEPTH for i in awake if i in whole | trials}
 
     def _merge(
-        self, drafter: Drafter, asking: list[int], sequences: SequenceOf[Drafted], trees: list[DraftTree]
+        self, drafter: Guarded, depths: dict[int, int], sequences: SequenceOf[Drafted], trees: list[DraftTree]
     ) -> None:
-        if not asking:
+        """Ask for these sequences, and put what is proposed into their trees."""
+        if not depths:
             return
-        token_s = 0.0 if self._fixed else self._token_s(sequences, trees)
-        budget = Budget(self._max_nodes, token_s, [trees[i] for i in asking])
-        lists = self._contain(drafter.propose, [sequences[i] for i in asking], budget)
-        if lists is None:  # one row must not cost the others their drafts
-            alone = [budget._replace(trees=[trees[i]]) for i in asking]
-            lists = [
-                (self._contain(drafter.propose, [sequences[i]], own) or [[]])[0]
-                for i, own in zip(asking, alone, strict=True)
-            ]
-        for i, proposals in zip(asking, lists, strict=False):
+        token_s = 0.0 if self._fixed else self._sizing.token_s(sequences, trees)
+        budget = Budget(self._max_nodes, token_s, [trees[i] for i in depths], list(depths.values()))
+        lists = drafter.propose([sequences[i] for i in depths], budget)
+        for i, proposals in zip(depths, lists, strict=False):
+            if (asked := self._asked.get((sequences[i].key, drafter.name))) is not None:
+                guesses = frozenset(p.token_id for p in proposals if p.parent < 0)
+                self._asked[sequences[i].key, drafter.name] = asked._replace(guesses=guesses)
             most = sequences[i].most_tokens - 1  # the last token of a step is the target's own
-            self._contain(trees[i].merge, proposals, most, self._vocab_size)
+            trees[i].merge(proposals, most, self._vocab_size)
+            if trees[i].draws:
+                trees[i] = _sound(sequences[i], trees[i], self._vocab_size)
 
-    def _settle(self, sequence: Drafted, tree: DraftTree, path: list[int], name: str) -> None:
+    def _settle(self, sequence: Drafted, tree: DraftTree, path: list[int], next_token: int, name: str) -> None:
         """How a drafter's guesses of this step have fared in this sequence."""
         course = self._courses.setdefault(sequence.key, {}).setdefault(name, Course())
         own = [n for n in range(1, len(tree)) if tree.origins[n].drafter == name]
         course.trust.learn(sum(tree.path_probs[n] for n in own), sum(tree.origins[n].drafter == name for n in path))
-        if _guessed(tree, name):
+        asked = self._asked.pop((sequence.key, name), None)
+        if asked is None and _guessed(tree, name):
             course.rest.note(any(tree.origins[n].drafter == name or tree.shared[n] for n in path))
-        others = self._asked.pop((sequence.key, name), None)
-        if others is not None:
+        elif asked is not None and asked.is_trial:
+            course.note_trial(next_token in asked.guesses and not (path and tree.origins[path[0]].drafter != name))
+        elif asked is not None:
             added = sum(tree.origins[n].drafter == name and not tree.shared[n] for n in path)
-            self._worth[name].learn(others, added)
-
-    def _fitted(
-        self, sequences: SequenceOf[Drafted], trees: list[DraftTree], num_other_rows: int, spare_rows: int
-    ) -> list[DraftTree]:
-        """Cut to what pays, but for trees that were drawn by chance: to leave a node out for what was drawn below it would shift
-        the law of the output."""
-        drawn = [i for i, tree in enumerate(trees) if tree.draws]
-        if not drawn:
-            return self._cut(sequences, trees, num_other_rows, spare_rows)
-        for i in drawn:
-            trees[i] = trees[i].best(spare_rows // len(drawn))
-        kept_rows = sum(trees[i].num_drafted for i in drawn)
-        others = [i for i in range(len(trees)) if i not in drawn]
-        if others:
-            own = [sequences[i] for i in others], [trees[i] for i in others]
-            rows = num_other_rows + kept_rows + len(drawn)
-            for i, tree in zip(others, self._cut(*own, rows, spare_rows - kept_rows), strict=True):
-                trees[i] = tree
-        return trees
-
-    def _cut(
-        self, sequences: SequenceOf[Drafted], trees: list[DraftTree], num_other_rows: int, spare_rows: int
-    ) -> list[DraftTree]:
-        """Nodes by probability while expected tokens a second rise. Rows of prompts are paid for anyway and count for nothing."""
-        context = max(len(s.tokens) for s in sequences)
-        probs = sorted((p for tree in trees for p in tree.path_probs[1:]), reverse=True)[:spare_rows]
-        rows = len(sequences) + num_other_rows
-        expected = float(len(sequences))
-        sunk_s = self._costs.cost_s(rows, context) - self._costs.cost_s(len(sequences), context)
-        best_rate, best = expected / self._costs.cost_s(len(sequences), context), 0
-        for n, prob in enumerate(probs, 1):
-            expected += prob
-            rate = expected / (self._costs.cost_s(rows + n, context) - sunk_s)
-            if rate > best_rate:
-                best_rate, best = rate, n
-        if best == 0:
-            return [tree.best(0) for tree in trees]
-        if best == sum(tree.num_drafted for tree in trees):
-            return trees
-        return _split_budget(trees, probs[best - 1], best)
-
-    def _contain(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T | None:
-        try:
-            return call(*args, **kwargs)
-        except Exception:
-            self.num_failures += 1
-            log.exception("a drafter failed; the step goes on without its draft")
-            return None
-
-
-def _split_budget(trees: list[DraftTree], threshold: float, num_nodes: int) -> list[DraftTree]:
-    """Each tree keeps its nodes above the threshold; nodes at it fill what is left, first trees first."""
-    above = [sum(p > threshold for p in tree.path_probs[1:]) for tree in trees]
-    at = [sum(p == threshold for p in tree.path_probs[1:]) for tree in trees]
-    left = num_nodes - sum(above)
-    kept = []
-    for tree, high, equal in zip(trees, above, at, strict=True):
-        extra = min(left, equal)
-        left -= extra
-        kept.append(tree.best(high + extra))
-    return kept
+            course.learn(self._worth[name].gain(asked.expected_of_others), added)
+            self._worth[name].learn(asked.expected_of_others, added)
 
 
 def _guessed(tree: DraftTree, name: str) -> bool:
     """Whether a node of the tree is this drafter's, alone or with others."""
     return any(tree.origins[n].drafter == name or tree.shared[n] for n in range(1, len(tree)))
+
+
+def _sound(sequence: Drafted, tree: DraftTree, vocab_size: int) -> DraftTree:
+    """The tree, or its root alone where children cannot have been drawn as they are said to: no rule could accept them."""
+    try:
+        check_draft(sequence.request.speculation.rule, tree, tree.draws, vocab_size)
+    except RagspecError as error:
+        log.warning("a draft for request %r is left out: %s", sequence.request.id, error)
+        return DraftTree(tree.token_ids[0])
+    return tree

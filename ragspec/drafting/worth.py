@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
+from typing import NamedTuple
 
 _PATIENCE = 3
 """Drafts in a row without an accepted token before a drafter is asked less often."""
@@ -18,10 +19,17 @@ _TRUST_MEMORY = 0.98
 """What is kept of the balance a step, drafted or not, so that a sequence that begins to copy late is tried again."""
 
 _EXPECTED = (0.02, 0.5, 1.0, 2.0, 4.0)
-_PRIOR_GAIN, _PRIOR_WEIGHT = 1.5, 3.0
+_PRIOR_GAIN, _PRIOR_DRAFTS = 0.6, 4.0
 _GAIN_MEMORY = 1.0 - 1.0 / 150.0
-_PROBE_STEPS = 48
-"""How often a drafter that does not pay is tried again: at a step's cost each, a loss of 2 % at most."""
+
+CALLED_GAIN = 3.0
+"""Accepted tokens that a draft may bring where a trial has just hit."""
+_PRIOR_SEQUENCE = 0.5
+"""Tokens that a sequence is believed to have gained, of as many foreseen."""
+_SEQUENCE_MEMORY = 0.9
+_MOST_FACTOR = 8.0
+_FIRST_WAIT, _LONGEST_WAIT = 3, 48
+"""Steps from one trial to the next, which double. A trial takes a fifth of a step, so trials in vain cost 1 %."""
 
 
 class Trust:
@@ -56,10 +64,41 @@ class Rest:
 
 
 class Course:
-    """One drafter in one sequence."""
+    """One drafter in one sequence. The rest is of a drafter whose drafts take time: what it gains here, and when to try it.
+
+    Where a whole draft does not seem to pay, one level of it is tried now and then; a hit there calls for a whole one.
+    """
 
     def __init__(self) -> None:
         self.trust, self.rest = Trust(), Rest()
+        self.called = False
+        self._gained = self._foreseen = _PRIOR_SEQUENCE
+        self._left, self._wait = 0, _FIRST_WAIT
+
+    @property
+    def factor(self) -> float:
+        """What a draft gains here, over what drafts gain in general."""
+        return min(_MOST_FACTOR, self._gained / self._foreseen)
+
+    def learn(self, foreseen: float, num_added: int) -> None:
+        """A whole draft was made. `foreseen`: what it gains in general."""
+        self._gained = self._gained * _SEQUENCE_MEMORY + num_added
+        self._foreseen = self._foreseen * _SEQUENCE_MEMORY + foreseen
+        self.called = False
+        if num_added:
+            self._left, self._wait = 0, _FIRST_WAIT
+
+    def trial_due(self) -> bool:
+        """Whether to try one level in this step; counts it as waited if not."""
+        self._left -= 1
+        if self._left >= 0:
+            return False
+        self._left, self._wait = self._wait, min(_LONGEST_WAIT, 2 * self._wait)
+        return True
+
+    def note_trial(self, hit: bool) -> None:
+        """A hit calls for a whole draft."""
+        self.called = hit
 
 
 class Worth:
@@ -69,9 +108,8 @@ class Worth:
     """
 
     def __init__(self) -> None:
-        self._tokens = [_PRIOR_GAIN * _PRIOR_WEIGHT] * (len(_EXPECTED) + 1)
-        self._drafts = [_PRIOR_WEIGHT] * (len(_EXPECTED) + 1)
-        self._steps_left = _PROBE_STEPS
+        self._tokens = [_PRIOR_GAIN * _PRIOR_DRAFTS] * (len(_EXPECTED) + 1)
+        self._drafts = [_PRIOR_DRAFTS] * (len(_EXPECTED) + 1)
 
     def gain(self, expected_of_others: float) -> float:
         """Accepted tokens that a draft is expected to add."""
@@ -83,10 +121,16 @@ class Worth:
         self._tokens[row] = self._tokens[row] * _GAIN_MEMORY + num_added
         self._drafts[row] = self._drafts[row] * _GAIN_MEMORY + 1.0
 
-    def probe_due(self) -> bool:
-        """Asked when drafting does not seem to pay: true now and then."""
-        self._steps_left = _PROBE_STEPS if self._steps_left <= 0 else self._steps_left - 1
-        return self._steps_left <= 0
+
+class Asked(NamedTuple):
+    """A drafter that takes time was asked for one sequence in this step.
+
+    `expected_of_others`: accepted tokens, before it was; `guesses`: what it guessed to come next.
+    """
+
+    expected_of_others: float
+    is_trial: bool
+    guesses: frozenset[int] = frozenset()
 
 
 def _class(expected: float) -> int:
@@ -94,15 +138,15 @@ def _class(expected: float) -> int:
 
 
 def worthwhile(gains: SequenceOf[float], token_s: float, cost_s: Callable[[SequenceOf[int]], float]) -> list[int]:
-    """Which of some sequences to draft for: those with the greatest gains, as many as save the most time.
+    """Which of some sequences to draft for: those with the greatest gains; all, or of 1, 2, 4 and so on what saves the most time.
 
     `gains` in tokens, `token_s` seconds a token saves, `cost_s` the time of drafting for some of them together.
     """
     order = sorted(range(len(gains)), key=lambda i: -gains[i])
-    best, best_s, gained = 0, 0.0, 0.0
-    for count, i in enumerate(order, 1):
-        gained += gains[i]
-        saved_s = gained * token_s - cost_s(order[:count])
+    counts = {len(order), *(2**n for n in range(len(order).bit_length()))} - {0}
+    best, best_s = 0, 0.0
+    for count in sorted(counts):
+        saved_s = sum(gains[i] for i in order[:count]) * token_s - cost_s(order[:count])
         if saved_s > best_s:
             best, best_s = count, saved_s
     return sorted(order[:best])

@@ -114,7 +114,8 @@ class Engine(EngineClient):
                 self.step()
             except Exception as cause:
                 log.exception("a step failed; its sequences end with an error")
-                for sequence in self._in_step or [*self._scheduler.running, *self._scheduler.waiting]:
+                failed = self._in_step or [*self._scheduler.running, *self._scheduler.waiting]
+                for sequence in [s for s in failed if s.finish_reason is None]:
                     self._end(sequence, FinishReason.ERROR, f"{type(cause).__name__}: {cause}")
         for sequence in [*self._scheduler.running, *self._scheduler.waiting]:
             self._end(sequence, FinishReason.CANCELLED)

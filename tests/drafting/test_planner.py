@@ -14,6 +14,7 @@ from ragspec.drafting.acceptance import AcceptanceTable
 from ragspec.drafting.costs import CostTable
 from ragspec.drafting.drafter import Drafted
 from ragspec.drafting.planner import Planner
+from ragspec.speculation import AcceptanceRule, Speculation
 from ragspec.tree import DraftTree, Draw, Origin, Proposal
 
 FREE = CostTable({64: [1.0, 1.0]}, rows=(1, 2))
@@ -28,7 +29,7 @@ class Running:
     tokens: list[int] = field(default_factory=lambda: [1, 2, 3])
     num_prompt: int = 2
     most_tokens: int = 100
-    speculation: bool = True
+    speculation: Speculation | bool = True
     prepared: dict[str, object] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -199,7 +200,7 @@ def test_exceptions_are_contained(method: str, caplog: pytest.LogCaptureFixture)
     planner.purge("salt")
     assert planner.num_failures == (2 if method == "propose" else 1)  # all rows together, then each alone
     assert sound.events == {"start": 1, "observe": 1, "learn": 0, "finish": 1}
-    assert "a drafter failed" in caplog.text
+    assert "the drafter broken failed" in caplog.text
 
 
 def test_costs_rise_and_are_read_between_the_measurements() -> None:
@@ -317,11 +318,12 @@ def test_a_drawn_tree_is_never_cut_for_what_it_costs() -> None:
             chain = super().draft(sequence, max_nodes)
             return [p._replace(draw=Draw((p.token_id,), law)) for p in chain]
 
-    planner = Planner([Drawing(range(10, 14), 0.3)], DEAR, 12)
-    drawn, plain = Running("a"), Running("b")
+    planner = Planner([Drawing(range(10, 14), 0.3)], DEAR, 12, vocab_size=300)
+    by_rule = Speculation(rule=AcceptanceRule.TRAVERSAL)
+    drawn, plain = Running("a", speculation=by_rule), Running("b")
     (tree,) = plan(planner, drawn)
     assert tree.token_ids == [3, 10, 11, 12, 13] and len(tree.draws) == 4
-    (short,) = plan(planner, Running("c"), spare=2)
+    (short,) = plan(planner, Running("c", speculation=by_rule), spare=2)
     assert short.token_ids == [3, 10, 11] and set(short.draws) == {0, 1, 2}
     mixed = Planner([Chain(range(10, 14), 0.3)], DEAR, 12)
     assert plan(mixed, plain)[0].num_drafted == 0
@@ -344,7 +346,7 @@ def test_a_costly_drafter_is_asked_where_it_saves_time() -> None:
         for _ in range(200):
             (tree,) = plan(planner, sequence)
             path = list(range(1, 1 + min(accepted, tree.num_drafted)))
-            planner.observe(sequence, tree, path, [10], {})
+            planner.observe(sequence, tree, path, [10 if accepted else 99], {})
         assert asked[0] <= drafter.asked <= asked[1], (seconds, accepted, drafter.asked)
 
 
@@ -362,3 +364,63 @@ def test_beside_a_sure_copy_a_costly_drafter_is_not_asked() -> None:
         own = [n for n in range(1, len(tree)) if tree.origins[n].drafter == "sure"]
         planner.observe(sequence, tree, own, [10], {})
     assert sure.asked == 200 and costly.asked < 60
+
+
+@pytest.mark.parametrize("fault", ["other vocabulary", "zero probability", "not a number", "outside"])
+def test_a_draw_that_cannot_have_been_is_no_draft(fault: str) -> None:
+    """It was found out in the middle of a step, which ended the engine's thread."""
+    law, token = np.full(300, 1 / 300), 10
+    if fault == "other vocabulary":
+        law = np.full(200, 1 / 200)
+    elif fault == "zero probability":
+        law[token] = 0.0
+    elif fault == "not a number":
+        law[0] = np.nan
+    else:
+        token = 300
+
+    class Drawing(Chain):
+        def draft(self, sequence: Drafted, max_nodes: int) -> list[Proposal]:
+            return [Proposal(token, -1, 0.5, Origin(self.name), Draw((token,), law))]
+
+    planner = Planner([Drawing([], 0.0)], FREE, 12, vocab_size=300)
+    (tree,) = plan(planner, Running("a", speculation=Speculation(rule=AcceptanceRule.TRAVERSAL)))
+    assert tree.token_ids == [3] and not tree.draws
+
+
+def test_what_is_no_proposal_and_what_costs_no_number_are_contained() -> None:
+    """A drafter that returned a number, a tuple without origin, or a word for seconds ended every request."""
+
+    class Odd(Chain):
+        given: object = 7
+        seconds: object = 0.0
+
+        def propose(self, sequences: Sequence[Drafted], budget: object) -> list[list[Proposal]]:
+            return self.given  # type: ignore[return-value]
+
+        def cost_s(self, sequences: Sequence[Drafted]) -> float:
+            return self.seconds  # type: ignore[return-value]
+
+    origin = Origin("odd")
+    wrong = (7, [7], [[7]], [[(1, -1, 0.5, origin)]], [[Proposal(1, -1, 0.5, None)]], [[Proposal(1, 5, 0.5, origin)]])
+    for given, seconds in [*((given, 0.0) for given in wrong), ([], "long"), ([], None)]:
+        odd, sound = Odd([], 0.0, "odd"), Chain(range(10, 12), 0.5, "sound")
+        odd.given, odd.seconds = given, seconds
+        planner = Planner([odd, sound], FREE, 12)
+        (tree,) = plan(planner, Running())
+        assert tree.token_ids == [3, 10, 11] and planner.num_failures > 0, (given, seconds)
+
+
+def test_a_drafter_that_goes_on_failing_is_asked_no_more() -> None:
+    """A traceback a step and sequence, for ever."""
+
+    class Broken(Chain):
+        def draft(self, sequence: Drafted, max_nodes: int) -> list[Proposal]:
+            self.asked += 1
+            raise ZeroDivisionError("a bug")
+
+    broken = Broken([], 0.0, "broken")
+    planner = Planner([broken, Chain(range(10, 12), 0.5)], FREE, 12)
+    for turn in range(200):
+        assert plan(planner, Running(f"{turn}"))[0].num_drafted == 2
+    assert broken.asked < 60

@@ -302,3 +302,44 @@ def test_proposals_name_parents_before_children_and_never_more_than_certain(tiny
             below[proposal.parent] = below.get(proposal.parent, 0.0) + proposal.path_prob
         for parent, mass in below.items():
             assert mass <= (proposals[parent].path_prob if parent >= 0 else 1.0) + 1e-9
+
+
+def test_a_draft_takes_nothing_from_the_pool_that_sequences_live_on(tiny: Tiny) -> None:
+    """Slots for the nodes of drafts came from the pool: pages promised to the step were gone, and every request of it failed."""
+    target = tiny()
+    params = SamplingParams(temperature=1.0, seed=5, max_tokens=40, ignore_eos=True)
+    requests = [Request(f"p{i}", tuple(range(5 + i, 11 + 2 * i)), params) for i in range(14)]
+    with tiny_engine(target) as engine:
+        expected = [completion.token_ids for completion in engine.generate(requests)]
+    network = EagleNetwork(head_for(target, "eagle3"), target, 300)
+    for prefix_cache in (True, False):
+        drafter = EagleDrafter(network, make_shape("dynamic", 4, 4, 6), free())
+        with tiny_engine(target, [drafter], 400, 48, max_step_tokens=128, prefix_cache=prefix_cache) as engine:
+            completions = engine.generate(requests)
+            assert engine._planner.num_failures == 0
+            assert_pool_is_empty(engine)
+        assert [completion.token_ids for completion in completions] == expected
+        assert total(completions, "num_drafted") > 0
+        assert not drafter._memories
+
+
+class OneSick(EagleNetwork):
+    """No number comes out for one request's rows, the first of each batch."""
+
+    def first(self, token_ids: Any, features: Any, cache: Any, rows: Any) -> torch.Tensor:
+        hidden = super().first(token_ids, features, cache, rows)
+        if len(rows.row_start) == 4:
+            hidden[int(rows.row_start[1]) - 1] = torch.nan
+        return hidden
+
+
+def test_one_sequence_without_numbers_costs_the_others_nothing(tiny: Tiny) -> None:
+    """NaN for one of three sequences left all three without drafts."""
+    target = tiny()
+    params = SamplingParams(temperature=1.0, seed=5, max_tokens=30, ignore_eos=True)
+    requests = [Request(name, tuple(range(40 + i, 60 + i)), params) for i, name in enumerate(("sick", "a", "b"))]
+    network = OneSick(head_for(target, "eagle3"), target, 300)
+    with tiny_engine(target, [EagleDrafter(network, make_shape("dynamic", 3, 2, 4), free())]) as engine:
+        completions = engine.generate(requests)
+        assert engine._planner.num_failures == 0
+    assert [completion.stats.num_drafted > 0 for completion in completions] == [False, True, True]
