@@ -73,7 +73,7 @@ def drafting(*sources: CopySource, **options: Any) -> tuple[CopyDrafter, Writing
 
 
 def proposals(drafter: CopyDrafter, sequence: Writing, max_nodes: int = 48) -> list[Proposal]:
-    (found,) = drafter.propose([sequence], Budget(max_nodes, 0.0, [DraftTree(0)]))
+    (found,) = drafter.propose([sequence], Budget(max_nodes, 0.0, [DraftTree(0)], [max_nodes]))
     for i, proposal in enumerate(found):
         assert proposal.parent < i
         above = found[proposal.parent].path_prob if proposal.parent >= 0 else 1.0

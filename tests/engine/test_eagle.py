@@ -329,6 +329,7 @@ class OneSick(EagleNetwork):
     def first(self, token_ids: Any, features: Any, cache: Any, rows: Any) -> torch.Tensor:
         hidden = super().first(token_ids, features, cache, rows)
         if len(rows.row_start) == 4:
+            hidden = hidden.clone()
             hidden[int(rows.row_start[1]) - 1] = torch.nan
         return hidden
 
