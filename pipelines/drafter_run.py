@@ -28,8 +28,6 @@ class Run:
     plan: DrafterPlan
     resume: bool
     threads: int | None
-    answers: str
-    num_answers: int
 
 
 def parser() -> argparse.ArgumentParser:
@@ -57,7 +55,7 @@ def parser() -> argparse.ArgumentParser:
     add("--seed", type=int, default=0)
     add("--threads", type=int, help="CPU threads")
     add("--workers", type=int, default=1, help="processes that train together")
-    add("--resume", action="store_true", help="continue from the run directory's checkpoint")
+    add("--resume", action="store_true", help="continue from the checkpoint; only the length may change")
     return options
 
 
@@ -69,7 +67,14 @@ def run_of(args: argparse.Namespace) -> Run:
     noise = NOISE[args.family] if args.noise is None else args.noise
     objective = Objective(steps, args.position_decay, Inputs(args.inputs), noise)
     plan = DrafterPlan(
-        args.tokens, objective, args.minutes, args.seed, max_tokens=args.max_tokens, peak_lr=args.peak_rate
+        args.tokens,
+        objective,
+        args.minutes,
+        args.seed,
+        max_tokens=args.max_tokens,
+        peak_lr=args.peak_rate,
+        answers=args.answers,
+        num_answers=0 if args.answers == "dataset" else args.num_answers,
     )
     return Run(
         data_dir=args.data.resolve(),
@@ -81,6 +86,4 @@ def run_of(args: argparse.Namespace) -> Run:
         plan=plan,
         resume=args.resume,
         threads=args.threads,
-        answers=args.answers,
-        num_answers=args.num_answers,
     )

@@ -25,7 +25,7 @@ from ragspec.drafting.eagle_checkpoint import HeadConfig, write_head
 from ragspec.engine.loading import load_engine
 from ragspec.errors import RagspecError
 from ragspec.rag.knn_building import target_identity
-from ragspec.training.drafter_answers import Origin, answer_draw, mixed_draw, prompt_source, read_answers, write_answers
+from ragspec.training.drafter_answers import PromptSource, answer_draw, mixed_draw, read_answers, write_answers
 from ragspec.training.drafter_examples import (
     AnswerEncoder,
     Draw,
@@ -55,7 +55,7 @@ def main() -> None:
     args = parser().parse_args()
     try:
         run = run_of(args)
-        if run.answers != "dataset":
+        if run.plan.answers != "dataset":
             obtain_answers(run)
         if args.workers == 1:
             train(run, ALONE, "cuda" if torch.cuda.is_available() else "cpu")
@@ -72,19 +72,19 @@ def obtain_answers(run: Run) -> None:
     target = TargetConfig(model=run.target)
     with load_engine(target, EngineConfig(num_threads=run.threads), DraftingConfig()) as engine:
         encoder = AnswerEncoder(load_tokenizer(Path(run.target)))
-        prompts = prompt_source(sources, errors, encoder, run.plan.max_tokens, run.plan.seed)
-        origin = Origin(target_identity(engine.target).fingerprint, run.plan.seed)
-        for done in write_answers(run.out / ANSWERS, origin, run.num_answers, prompts, engine):
-            print(f"{done} of {run.num_answers} answers of the target", flush=True)
+        prompts = PromptSource(sources, errors, encoder, run.plan.max_tokens, run.plan.seed)
+        origin = prompts.origin(target_identity(engine.target).fingerprint)
+        for done in write_answers(run.out / ANSWERS, origin, run.plan.num_answers, prompts, engine):
+            print(f"{done} of {run.plan.num_answers} answers of the target", flush=True)
 
 
 def draw_of(run: Run, encoder: AnswerEncoder) -> Draw:
     """Where training texts come from."""
     dataset = dataset_draw(drafter_sources(run.data_dir), GrammarErrors(run.data_dir), encoder)
-    if run.answers == "dataset":
+    if run.plan.answers == "dataset":
         return dataset
-    own = answer_draw(read_answers(run.out / ANSWERS))
-    return own if run.answers == "target" else mixed_draw(own, dataset)
+    own = answer_draw(read_answers(run.out / ANSWERS, run.plan.num_answers))
+    return own if run.plan.answers == "target" else mixed_draw(own, dataset)
 
 
 def train_together(run: Run, num_workers: int) -> None:

@@ -108,25 +108,28 @@ class DraftTree:
         """
         first_new = len(self)
         numbers: list[int | None] = []
+        factors: list[float] = []  # by which a proposal's probability was changed, and with it those below
         proposals = list(proposals)
-        given = [proposal.path_prob for proposal in proposals]
         for proposal in proposals:
-            parent = 0 if proposal.parent < 0 else numbers[proposal.parent]
-            usable = 0 <= proposal.token_id < vocab_size and proposal.path_prob >= 0.0
-            if parent is not None and proposal.draw is not None:
-                self.draws[parent] = proposal.draw
+            token_id, above, given, origin, draw = proposal
+            parent = 0 if above < 0 else numbers[above]
+            usable = 0 <= token_id < vocab_size and given >= 0.0
+            if parent is not None and draw is not None:
+                self.draws[parent] = draw
             if parent is None or self.depths[parent] >= max_depth or not usable:
                 numbers.append(None)
+                factors.append(1.0)
                 continue
-            present = self._children[parent].get(proposal.token_id, first_new)
-            prob = proposal.path_prob
+            factor = factors[above] if above >= 0 else 1.0
             if 0 < parent < first_new:
-                prob = self._below(parent, prob, given[proposal.parent])
+                factor = self._below(parent, given, proposals[above].path_prob) / given if given else 1.0
+            present = self._children[parent].get(token_id, first_new)
             if present < first_new:
                 self.shared[present] = True
             else:
-                prob *= self._left_by_others(parent, first_new)
-            numbers.append(self.add(parent, proposal.token_id, prob, proposal.origin))
+                factor *= self._left_by_others(parent, first_new)
+            factors.append(factor)
+            numbers.append(self.add(parent, token_id, given * factor, origin))
 
     def _below(self, parent: int, path_prob: float, given: float) -> float:
         """A path probability below this tree's `parent`, whose own was `given` in the list."""

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ragspec.tree import DraftTree, Origin, Proposal
+from ragspec.tree import DraftTree, Draw, Origin, Proposal
 
 A, B = Origin("a"), Origin("b")
 
@@ -99,3 +99,67 @@ def test_a_parent_that_does_not_exist_is_an_error() -> None:
     """A malformed list was silently hung somewhere else."""
     with pytest.raises(IndexError):
         DraftTree(9).merge([Proposal(1, 5, 0.9, A)])
+
+
+def test_siblings_of_two_drafters_exclude_each_other() -> None:
+    """Drafters that disagree were both believed in full, and the budget went to tokens of which one at most is right."""
+    tree = DraftTree(9)
+    tree.merge([Proposal(1, -1, 0.6, A), Proposal(2, 0, 0.3, A)])
+    tree.merge([Proposal(1, -1, 0.6, B), Proposal(3, 0, 0.4, B), Proposal(4, 0, 0.2, B), Proposal(5, -1, 0.4, B)])
+    assert tree.token_ids == [9, 1, 2, 3, 4, 5]
+    assert tree.path_probs == pytest.approx([1.0, 0.6, 0.3, 0.2, 0.1, 0.16])
+
+
+@pytest.mark.parametrize(("theirs", "own", "below"), [(0.9, 0.2, 0.45), (0.2, 0.8, 0.4), (0.5, 0.0, 0.0)])
+def test_below_a_node_of_others_a_guess_is_as_sure_as_it_was_of_its_parent(
+    theirs: float, own: float, below: float
+) -> None:
+    """A drafter's doubt about a token that another one is sure of went on to all it proposed below."""
+    tree = DraftTree(9)
+    tree.merge([Proposal(1, -1, theirs, A)])
+    tree.merge([Proposal(1, -1, own, B), Proposal(2, 0, own / 2, B)])
+    assert tree.path_probs == pytest.approx([1.0, max(theirs, own), below])
+
+
+def test_what_several_drafters_guessed_is_marked_in_every_cut() -> None:
+    """A drafter was paid for what another had guessed too, or lost the pay for its own token that it listed twice."""
+    tree = DraftTree(9)
+    tree.merge([*chain([1, 2], 0.9, A), Proposal(2, 0, 0.5, A)])
+    tree.merge([*chain([1, 3], 0.5, B), Proposal(4, -1, 0.1, B)])
+    for cut in (tree, tree.best(3), tree.best(1), tree.first_path()):
+        assert [token for token, shared in zip(cut.token_ids, cut.shared, strict=True) if shared] == [1]
+
+
+def test_a_path_is_trusted_no_more_than_its_least_trusted_drafter() -> None:
+    """A node became more probable than its parent, and was chosen where the parent was not."""
+    tree = DraftTree(9)
+    for parent, (prob, origin) in enumerate([(0.8, A), (0.6, B), (0.4, A), (0.2, Origin("unknown"))]):
+        tree.add(parent, 1, prob, origin)
+    tree.add(0, 2, 0.2, A)
+    tree.add(0, 3, 0.1, Origin("unknown"))
+    tree.scale({"a": 0.5, "b": 0.25})
+    assert tree.path_probs == pytest.approx([1.0, 0.4, 0.15, 0.1, 0.05, 0.1, 0.1])
+
+
+def test_a_chain_keeps_how_its_nodes_were_drawn() -> None:
+    """A chain drawn by chance was verified as if it were chosen, or by the draws of a branch beside it."""
+    first, second, aside = Draw((1, 4)), Draw((2,)), Draw((5,))
+    tree = DraftTree(9)
+    tree.merge([Proposal(1, -1, 0.5, A, first), Proposal(4, -1, 0.4, A, first), Proposal(5, 1, 0.3, A, aside)])
+    tree.merge([Proposal(1, -1, 0.5, A, first), Proposal(2, 0, 0.3, A, second)])
+    assert tree.draws == {0: first, 1: second, 2: aside}
+    path = tree.first_path()
+    assert path.token_ids == [9, 1, 2]
+    assert path.draws == {0: first, 1: second}
+
+
+def test_below_what_was_made_less_probable_everything_is() -> None:
+    """Only the first node of a branch was scaled: deeper ones kept what they were worth alone."""
+    tree = DraftTree(9)
+    tree.merge([Proposal(1, -1, 0.6, A)])
+    tree.merge([Proposal(2, -1, 0.4, B), Proposal(3, 0, 0.2, B), Proposal(4, 1, 0.1, B)])
+    assert tree.path_probs == pytest.approx([1.0, 0.6, 0.16, 0.08, 0.04])
+    tree = DraftTree(9)
+    tree.merge([Proposal(1, -1, 0.9, A)])
+    tree.merge([Proposal(1, -1, 0.2, B), Proposal(2, 0, 0.1, B), Proposal(3, 1, 0.05, B)])
+    assert tree.path_probs == pytest.approx([1.0, 0.9, 0.45, 0.225])

@@ -223,7 +223,8 @@ class Planner:
         if asked is None and _guessed(tree, name):
             course.rest.note(any(tree.origins[n].drafter == name or tree.shared[n] for n in path))
         elif asked is not None and asked.is_trial:
-            course.note_trial(next_token in asked.guesses and not (path and tree.origins[path[0]].drafter != name))
+            known = bool(path) and (tree.origins[path[0]].drafter != name or tree.shared[path[0]])
+            course.note_trial(next_token in asked.guesses and not known)
         elif asked is not None:
             added = sum(tree.origins[n].drafter == name and not tree.shared[n] for n in path)
             course.learn(self._worth[name].gain(asked.expected_of_others), added)

@@ -96,7 +96,8 @@ class IterativePipeline:
     ) -> list[Answer]:
         """Answer all at once; their lookups and decode steps are shared. In an event loop, which this blocks, use `answer`.
 
-        `guessing`: whether retrievals are guessed; `speculation`: whether tokens are drafted. Neither changes the text.
+        `guessing`: whether retrievals are guessed; `speculation`: how tokens are drafted, if at all. Neither changes the text,
+        unless `speculation` names another acceptance rule.
         Raises: InputError or PromptTooLong for a question that cannot be asked, RetrievalError if the index does not answer,
         EngineError; then all are given up.
         """

@@ -29,11 +29,16 @@ from ragspec.training.target_trainer import Progress
 from ragspec.training.workers import ALONE, Workers
 
 GRADIENT_CLIP = 0.5
+FREE_AT_RESUME = ("total_tokens", "minutes", "checkpoint_every_s")
+"""Of a plan, what no text and no loss depends on: a run may be made longer or shorter on its way."""
 
 
 @dataclass(frozen=True)
 class DrafterPlan:
-    """How long and how fast. Progress is the larger of the token share and the time share; tokens are the target's rows."""
+    """How long, how fast and on whose answers.
+
+    Progress is the larger of the token share and the time share; tokens are the target's rows.
+    """
 
     total_tokens: int
     objective: Objective
@@ -48,6 +53,8 @@ class DrafterPlan:
     weight_decay: float = 0.02
     ema_decay: float = 0.997
     checkpoint_every_s: float = 120.0
+    answers: str = "dataset"
+    num_answers: int = 0
 
 
 class DrafterTrainer:
@@ -165,7 +172,10 @@ class DrafterTrainer:
 
     @torch.no_grad()
     def load(self, path: Path) -> None:
-        """Continue from a checkpoint. Raises: ConfigError if it is of another head or another objective."""
+        """Continue from a checkpoint; the length of the run may be another one.
+
+        Raises: ConfigError naming the first difference if it is of another head, another plan or other workers.
+        """
         try:
             tensors, state = read_checkpoint(path, self.device)
             identity = state["identity"]
@@ -187,8 +197,12 @@ class DrafterTrainer:
         self.history, self.probes = state["history"], state["probes"]
 
     def _identity(self) -> dict[str, Any]:
+        """What every step depends on beside its number, as JSON gives it back."""
         shape = {**asdict(self.head.config), "aux_layers": list(self.head.config.aux_layers)}
-        return {**shape, "inputs": str(self.plan.objective.inputs), "seed": self.plan.seed}
+        plan = asdict(self.plan)
+        plan |= plan.pop("objective")
+        kept = {name: value for name, value in plan.items() if name not in FREE_AT_RESUME}
+        return {**shape, **kept, "num_workers": self.workers.size}
 
 
 def _flat(scores: list[StepScores]) -> list[float]:

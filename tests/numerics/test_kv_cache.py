@@ -240,3 +240,31 @@ def test_a_step_that_does_not_fit_takes_nothing() -> None:
     slots.release()
     assert pool.num_free_pages == 2
     assert pool.usage == 0.0
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_a_slot_never_holds_two_texts_under_one_stamp(seed: int) -> None:
+    """What was stored beside a position was read for the next one in its slot: after a roll back, or in a page given again."""
+    book = Bookkeeper(seed)
+    stored: dict[tuple[int, int], tuple[str, tuple[int, ...]]] = {}
+    for _ in range(400):
+        book.random.choice([book.start, book.grow, book.roll_back, book.end, book.remember, book.evict])()
+        for slots, _, _ in book.running:
+            for slot in slots.slots.tolist():
+                held = book.contents[slot]
+                assert stored.setdefault((slot, int(book.pool.stamps[slot])), held) == held
+
+
+def test_stamps_rise_in_the_slots_given_up_or_given_again_alone() -> None:
+    """A roll back made useless what was stored beside the positions that stay, or beside those of other sequences."""
+    pool = KvPool([SHAPE], 4 * PAGE)
+    ours, theirs = SequenceSlots(pool), SequenceSlots(pool)
+    for slots in (ours, theirs):
+        slots.keep(*slots.reserve(PAGE), list(range(PAGE)))
+    before, gone, page = pool.stamps.copy(), ours.slots[5:].tolist(), ours.pages[0]
+    ours.truncate(5)
+    assert np.flatnonzero(pool.stamps > before).tolist() == sorted(gone)
+    ours.release()
+    before = pool.stamps.copy()
+    assert pool.take_page() == page
+    assert np.flatnonzero(pool.stamps > before).tolist() == list(range(page * PAGE, (page + 1) * PAGE))

@@ -1,6 +1,7 @@
 """The training job as a command: what it writes, what it refuses, and several workers through Ray Train."""
 
 import json
+import random
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +14,10 @@ from pipelines.drafter_run import parser, run_of
 from ragspec.config import REFERENCE_TARGET
 from ragspec.drafting.eagle_checkpoint import EagleFamily, read_head
 from ragspec.errors import InputError
+from ragspec.training.drafter_answers import Answer, Origin
+from ragspec.training.drafter_examples import AnswerEncoder
 from ragspec.training.eagle_model import Inputs
+from ragspec.training.target_tokenizer import train_tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
 DATA = ROOT.parent / "shared" / "data"
@@ -34,6 +38,27 @@ def test_options_reach_the_plan(tmp_path: Path) -> None:
         assert run.family is EagleFamily.EAGLE
         steps[family] = run.plan.objective.num_steps
     assert steps == {"eagle": 1, "eagle2": 3}
+
+
+def test_only_as_many_answers_are_drawn_as_were_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A longer cache under the same directory would change every text of a resumed run."""
+    where = ["--family", "eagle", "--data", str(tmp_path), "--out", str(tmp_path)]
+    run = run_of(parser().parse_args([*where, "--answers", "target", "--num-answers", "3"]))
+    rows = [Origin("target", 0, 320, "texts")._asdict(), *(Answer([n, n, n], 1)._asdict() for n in range(9))]
+    (tmp_path / "answers.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for name in ("drafter_sources", "GrammarErrors", "dataset_draw"):
+        monkeypatch.setattr(train_drafter, name, lambda *_: None)
+    draw = train_drafter.draw_of(run, AnswerEncoder(train_tokenizer(["The cat sat."] * 9, 320)))
+    assert {draw(random.Random(seed)).ids[0] for seed in range(60)} == {0, 1, 2}
+
+
+def test_the_number_of_answers_belongs_to_the_plan_only_where_some_are_drawn(tmp_path: Path) -> None:
+    """A run on the data sets' answers that is refused at resume for an option it never read."""
+    where = ["--family", "eagle", "--data", str(tmp_path), "--out", str(tmp_path), "--num-answers", "7"]
+    found = {kind: run_of(parser().parse_args([*where, "--answers", kind])).plan for kind in ("dataset", "both")}
+    assert {kind: (plan.answers, plan.num_answers) for kind, plan in found.items()} == {
+        "dataset": ("dataset", 0), "both": ("both", 7),
+    }  # fmt: skip
 
 
 def test_a_missing_data_directory_is_refused(tmp_path: Path) -> None:

@@ -39,7 +39,7 @@ from ragspec.training.target_tokenizer import train_tokenizer
 
 DATA = Path(__file__).resolve().parents[3] / "shared" / "data"
 needs_data = pytest.mark.skipif(not DATA.is_dir(), reason="the training data is not beside the checkout")
-ORIGIN = Origin("one target", 0)
+ORIGIN = Origin("one target", 0, 320, "these texts")
 
 
 def encoder() -> AnswerEncoder:
@@ -125,14 +125,33 @@ def test_answers_go_on_behind_a_kill(tmp_path: Path) -> None:
     assert not answers_after(path, EchoEngine())
 
 
-def test_answers_of_another_target_are_refused(tmp_path: Path) -> None:
-    """A head would learn to imitate a model that it will not serve."""
+@pytest.mark.parametrize(("name", "value"), [
+    ("target", "other"), ("seed", 1), ("max_tokens", 640), ("data", "other texts"),
+])  # fmt: skip
+def test_answers_of_another_origin_are_refused(name: str, value: str | int, tmp_path: Path) -> None:
+    """A head would learn to imitate a model that it will not serve, or half of it from prompts of another run."""
     answers_after(tmp_path / "answers.jsonl", EchoEngine())
-    with pytest.raises(InputError, match="another target"):
-        answers_after(tmp_path / "answers.jsonl", EchoEngine(), origin=Origin("other", 0))
-    (tmp_path / "answers.jsonl").write_text("no answers\n")
+    with pytest.raises(InputError, match=f"another {name}"):
+        answers_after(tmp_path / "answers.jsonl", EchoEngine(), origin=ORIGIN._replace(**{name: value}))
+
+
+@pytest.mark.parametrize("content", ["no answers\n", '{"target": "one target", "seed": 0}\n', ""])
+def test_what_is_no_cache_of_answers_is_refused(content: str, tmp_path: Path) -> None:
+    """Answers whose prompts nobody knows, or a traceback."""
+    (tmp_path / "answers.jsonl").write_text(content)
     with pytest.raises(InputError, match="holds no answers"):
         read_answers(tmp_path / "answers.jsonl")
+
+
+def test_more_answers_do_not_change_the_first(tmp_path: Path) -> None:
+    """A run that is resumed beside a longer cache would draw other texts than the unbroken one."""
+    path, whole = tmp_path / "answers.jsonl", tmp_path / "whole.jsonl"
+    answers_after(path, EchoEngine(), count=70)
+    before = [answer_draw(read_answers(path, 70))(random.Random(seed)) for seed in range(20)]
+    answers_after(path, EchoEngine(), count=150)
+    answers_after(whole, EchoEngine(), count=150)
+    assert path.read_bytes() == whole.read_bytes()
+    assert before == [answer_draw(read_answers(path, 70))(random.Random(seed)) for seed in range(20)]
 
 
 def test_half_of_the_answers_are_greedy_and_prose_does_not_stop(tmp_path: Path) -> None:

@@ -223,7 +223,7 @@ def _train_as(rank: int, folder: str) -> None:
 def test_two_workers_train_one_head(tmp_path: Path) -> None:
     """Gradients that are not summed let workers drift apart; equal data would make the second worker useless."""
     torch.multiprocessing.spawn(_train_as, args=(str(tmp_path),), nprocs=2)
-    first, second, alone = (make_trainer(EagleFamily.EAGLE3) for _ in range(3))
+    first, second, alone = (make_trainer(EagleFamily.EAGLE3, w) for w in (Workers(0, 2), Workers(1, 2), ALONE))
     first.load(tmp_path / "0.safetensors")
     second.load(tmp_path / "1.safetensors")
     alone.train_step()

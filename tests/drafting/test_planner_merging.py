@@ -1,0 +1,102 @@
+"""The planner where drafters or sequences meet: what one of them takes, or has already said, counts for the others."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Sequence
+
+import numpy as np
+import pytest
+from drafting.test_planner import FREE, Chain, Running, plan
+
+from ragspec.drafting.costs import CostTable
+from ragspec.drafting.drafter import Drafted
+from ragspec.drafting.drawing import draws_children
+from ragspec.drafting.planner import Planner
+from ragspec.speculation import AcceptanceRule, Speculation
+from ragspec.tree import DraftTree, Draw, Proposal
+
+LAW = np.full(300, 1 / 300)
+NUM_STEPS = 200
+
+
+class Drawing(Chain):
+    """Draws its chain by chance where the request's rule is for such drafts."""
+
+    def draft(self, sequence: Drafted, max_nodes: int) -> list[Proposal]:
+        chain = super().draft(sequence, max_nodes)
+        return [p._replace(draw=Draw((p.token_id,), LAW)) for p in chain] if draws_children(sequence) else chain
+
+
+class Halving(Chain):
+    """Half as sure of each token as of the one before."""
+
+    def draft(self, sequence: Drafted, max_nodes: int) -> list[Proposal]:
+        return [p._replace(path_prob=self.prob / 2**i) for i, p in enumerate(super().draft(sequence, max_nodes))]
+
+
+class Costly(Chain):
+    """Takes time for each sequence, and counts for which it is asked."""
+
+    def __init__(self, tokens: Sequence[int], prob: float, seconds: float) -> None:
+        super().__init__(tokens, prob, "costly")
+        self.seconds = seconds
+        self.asked_for: Counter[str] = Counter()
+
+    def cost_s(self, sequences: Sequence[Drafted]) -> float:
+        return self.seconds * len(sequences)
+
+    def draft(self, sequence: Drafted, max_nodes: int) -> list[Proposal]:
+        self.asked_for[sequence.key[0]] += 1
+        return super().draft(sequence, max_nodes)
+
+
+def drawn_and_chosen(costs: CostTable, spare: int = 100) -> tuple[int, int]:
+    """How many nodes a drawn tree of four has after the cut, and a chosen one in the same step."""
+    planner = Planner([Drawing(range(10, 14), 0.3)], costs, 12, vocab_size=300)
+    by_rule = Running("drawn", speculation=Speculation(rule=AcceptanceRule.TRAVERSAL))
+    drawn, chosen = plan(planner, by_rule, Running("chosen"), spare=spare)
+    assert drawn.draws and not chosen.draws
+    return drawn.num_drafted, chosen.num_drafted
+
+
+def accept(planner: Planner, sequence: Running, tree: DraftTree, right_tokens: Collection[int]) -> None:
+    """The target agrees with the nodes of the tree, a chain, that hold these tokens."""
+    path = [n for n in range(1, len(tree)) if tree.token_ids[n] in right_tokens]
+    planner.observe(sequence, tree, path, [*(tree.token_ids[n] for n in path), 50], {})
+
+
+@pytest.mark.parametrize(("num_free_rows", "num_chosen"), [(6, 0), (7, 1), (9, 3), (10, 4)])
+def test_rows_of_a_drawn_tree_are_not_free_for_the_others_too(num_free_rows: int, num_chosen: int) -> None:
+    """A tree that is never cut took five rows, and the next sequence drafted as if the step were empty."""
+    costs = CostTable({64: [1.0, 1.0, 2.0]}, rows=(1, num_free_rows, num_free_rows + 1))
+    assert drawn_and_chosen(costs) == (4, num_chosen)
+
+
+def test_a_drawn_tree_and_the_others_share_the_spare_rows() -> None:
+    """More nodes than the step has room for."""
+    assert drawn_and_chosen(FREE, spare=6) == (4, 2)
+
+
+def test_a_costly_drafter_is_asked_for_the_sequences_in_which_it_is_right() -> None:
+    """What it gains on the average decided for all: time was spent on a sequence in which it is never right."""
+    drafter = Costly(range(10, 14), 0.9, seconds=0.4)
+    planner, right, wrong = Planner([drafter], FREE, 12), Running("right"), Running("wrong")
+    for _ in range(NUM_STEPS):
+        first, second = plan(planner, right, wrong)
+        accept(planner, right, first, range(10, 14))
+        accept(planner, wrong, second, ())
+    assert drafter.asked_for["right"] > 0.9 * NUM_STEPS
+    assert drafter.asked_for["wrong"] < 0.3 * NUM_STEPS
+
+
+@pytest.mark.parametrize(("num_known", "is_asked"), [(4, False), (1, True)])
+def test_what_others_guessed_too_is_no_gain_of_a_costly_drafter(num_known: int, is_asked: bool) -> None:
+    """A head was paid for tokens that a copy had proposed for nothing, because it was surer of them."""
+    cheap, costly = Halving(range(10, 10 + num_known), 0.95, "cheap"), Costly(range(10, 14), 0.9, seconds=0.15)
+    planner, sequence = Planner([cheap, costly], FREE, 12), Running()
+    for _ in range(NUM_STEPS):
+        (tree,) = plan(planner, sequence)
+        accept(planner, sequence, tree, range(10, 14))
+    share = costly.asked_for["a"] / NUM_STEPS
+    assert share > 0.9 if is_asked else share < 0.3

@@ -1,0 +1,40 @@
+"""A run of the target over weights that are trained already."""
+
+from dataclasses import asdict
+
+import pytest
+from test_target_training import fake_stream, make_trainer
+
+from ragspec.training.target_examples import ExampleStream, Lengths
+from ragspec.training.target_trainer import STAGES, TrainingPlan, continued
+
+
+def lengths_drawn(plan: TrainingPlan) -> list[Lengths]:
+    """The length class of each step of a run, from its first to its last share."""
+    trainer, drawn = make_trainer(), []
+
+    def stream_for(lengths: Lengths, seed: int) -> ExampleStream:
+        drawn.append(lengths)
+        return fake_stream(lengths, seed)
+
+    trainer.plan, trainer.stream_for = plan, stream_for
+    for share in (0.0, 0.1, 0.19, 0.3, 0.8, 0.99):
+        trainer.progress.tokens = round(share * plan.total_tokens)
+        trainer.train_step()
+    return drawn
+
+
+def test_a_continued_run_takes_half_the_rate_and_no_shortest_examples() -> None:
+    """The full rate undoes what was learnt; any other change would make it another run."""
+    plan = TrainingPlan(total_tokens=70_000, minutes=9.0, seed=3, warmup_steps=4, peak_lr=8e-4, ema_decay=0.9)
+    found = asdict(continued(plan))
+    assert (found.pop("peak_lr"), found.pop("first_stage")) == (pytest.approx(4e-4), 1)
+    assert found == {name: value for name, value in asdict(plan).items() if name in found}
+    assert (plan.peak_lr, plan.first_stage) == (8e-4, 0)
+
+
+def test_a_plan_from_stage_one_never_draws_examples_of_stage_zero() -> None:
+    """A trained model would spend a fifth of the run on texts shorter than any it is asked about."""
+    plan, stages = TrainingPlan(total_tokens=1_000_000, warmup_steps=1), [stage.lengths for stage in STAGES]
+    assert lengths_drawn(plan) == [stages[0]] * 3 + stages[1:]
+    assert lengths_drawn(continued(plan)) == [stages[1]] * 3 + stages[1:]
