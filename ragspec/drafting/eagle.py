@@ -39,7 +39,7 @@ from ragspec.tree import Proposal
 log = logging.getLogger(__name__)
 
 _CATCH_UP_STEPS = 24
-"""Steps over which the reading of a prompt is counted."""
+"""Steps over which the reading of a prompt is counted, if so many are to come."""
 _LEVELS_MEMORY = 0.95
 
 
@@ -100,7 +100,8 @@ class EagleDrafter:
             return math.inf
         longest = max(memory.end for memory in ready)
         behind = sum(max(0, memory.num_waiting - 4) for memory in ready)
-        reading_s = self._costs.cost_s(behind, longest) / _CATCH_UP_STEPS if behind else 0.0
+        num_steps = min(_CATCH_UP_STEPS, 1 + max(s.most_tokens for s in sequences) // 2)
+        reading_s = self._costs.cost_s(behind, longest) / num_steps if behind else 0.0
         rows = len(ready) * self._look.shape.max_width
         first_s = self._costs.cost_s(4 * len(ready), longest)
         return reading_s + first_s + (self._num_levels - 1.0) * self._costs.cost_s(rows, longest)

@@ -22,7 +22,7 @@ Floats = NDArray[np.float32]
 
 _NONE = -1
 _MOST_DRAFTS = 256
-_MOST_READ = 96
+_MOST_READ = 48
 """Pairs that one draft reads at most. Of a longer prompt that is enough to begin with, and all of it takes a step's time."""
 
 

@@ -102,12 +102,14 @@ class Planner:
         for i in asked:
             tree = trees[i].first_path() if needs_chain(sequences[i]) else trees[i]
             trees[i] = tree.best(self._most_nodes(sequences[i]))
-            trees[i].scale({drafter.name: self._course(sequences[i], drafter).trust.factor for drafter in asked[i]})
+            trees[i].scale(
+                {drafter.name: self._course(sequences[i], drafter.name).trust.factor for drafter in asked[i]}
+            )
         trees = self._sizing.fit(sequences, trees, num_other_rows, spare_rows)
         for i, drafters in asked.items():
             for drafter in drafters:
                 if not _guessed(trees[i], drafter.name) and (sequences[i].key, drafter.name) not in self._asked:
-                    self._course(sequences[i], drafter).rest.note(False)
+                    self._course(sequences[i], drafter.name).rest.note(False)
         return trees
 
     def note_cost(self, num_rows: int, context: int, seconds: float) -> None:
@@ -162,14 +164,17 @@ class Planner:
         own = sequence.request.speculation.max_nodes
         return self._max_nodes if own is None else min(own, self._max_nodes)
 
-    def _course(self, sequence: Drafted, drafter: Guarded) -> Course:
-        return self._courses.setdefault(sequence.key, {}).setdefault(drafter.name, Course())
+    def _course(self, sequence: Drafted, name: str) -> Course:
+        courses = self._courses.setdefault(sequence.key, {})
+        if name not in courses:
+            courses[name] = Course(self._worth[name].first_wait)
+        return courses[name]
 
     def _awake(self, drafter: Guarded, sequence: Drafted) -> bool:
         return (
             not drafter.benched
             and drafter in self._of(sequence.request)
-            and (self._course(sequence, drafter).rest.due() or self._fixed)
+            and (self._course(sequence, drafter.name).rest.due() or self._fixed)
         )
 
     def _worth_asking(
@@ -183,17 +188,17 @@ class Planner:
         def cost_s(chosen: SequenceOf[int]) -> float:
             return drafter.cost_s([sequences[awake[n]] for n in chosen]) or 0.0
 
-        if not awake or cost_s(range(len(awake))) == 0.0:
+        if not awake or drafter.cost_s([sequences[i] for i in awake]) == 0.0:
             return dict.fromkeys(awake, _ANY_DEPTH)
         others = {i: sum(trees[i].path_probs[1:]) for i in awake}
-        worth, courses = self._worth[drafter.name], {i: self._course(sequences[i], drafter) for i in awake}
+        worth, courses = self._worth[drafter.name], {i: self._course(sequences[i], drafter.name) for i in awake}
         gains = [worth.gain(others[i]) * courses[i].factor for i in awake]
         hoped = [max(gain, CALLED_GAIN * courses[i].called) for gain, i in zip(gains, awake, strict=True)]
         paying = {awake[n] for n in worthwhile(hoped, self._sizing.token_s(sequences, trees), cost_s)}
         whole = set(awake) if self._fixed else paying
         trials = {i for i in awake if i not in whole and courses[i].trial_due()}
         for i in whole | trials:
-            self._asked[sequences[i].key, drafter.name] = Asked(others[i], i in trials)
+            self._asked[sequences[i].key, drafter.name] = Asked(others[i], i in trials, courses[i].called)
         return {i: 1 if i in trials else _ANY_DEPTH for i in awake if i in whole | trials}
 
     def _merge(
@@ -216,7 +221,7 @@ class Planner:
 
     def _settle(self, sequence: Drafted, tree: DraftTree, path: list[int], next_token: int, name: str) -> None:
         """How a drafter's guesses of this step have fared in this sequence."""
-        course = self._courses.setdefault(sequence.key, {}).setdefault(name, Course())
+        course = self._course(sequence, name)
         own = [n for n in range(1, len(tree)) if tree.origins[n].drafter == name]
         course.trust.learn(sum(tree.path_probs[n] for n in own), sum(tree.origins[n].drafter == name for n in path))
         asked = self._asked.pop((sequence.key, name), None)
@@ -224,11 +229,15 @@ class Planner:
             course.rest.note(any(tree.origins[n].drafter == name or tree.shared[n] for n in path))
         elif asked is not None and asked.is_trial:
             known = bool(path) and (tree.origins[path[0]].drafter != name or tree.shared[path[0]])
-            course.note_trial(next_token in asked.guesses and not known)
+            hit = next_token in asked.guesses and not known
+            course.note_trial(hit)
+            if not hit:
+                self._worth[name].note_trial(False)
         elif asked is not None:
             added = sum(tree.origins[n].drafter == name and not tree.shared[n] for n in path)
             course.learn(self._worth[name].gain(asked.expected_of_others), added)
-            self._worth[name].learn(asked.expected_of_others, added)
+            self._worth[name].learn(asked, added)
+            self._worth[name].note_nodes(len(own))
 
 
 def _guessed(tree: DraftTree, name: str) -> bool:

@@ -27,6 +27,11 @@ class Sizing:
             return self._fixed_size(trees, spare_rows)
         return self._fitted(sequences, trees, num_other_rows, spare_rows)
 
+    def rows_s(self, sequences: SequenceOf[Drafted], num_nodes: int) -> float:
+        """Seconds that so many nodes add to a step."""
+        context = max(len(s.tokens) for s in sequences)
+        return self._costs.cost_s(len(sequences) + num_nodes, context) - self._costs.cost_s(len(sequences), context)
+
     def token_s(self, sequences: SequenceOf[Drafted], trees: list[DraftTree]) -> float:
         """Seconds a token takes with what is drafted so far."""
         expected = len(trees) + sum(sum(tree.path_probs[1:]) for tree in trees)

@@ -29,7 +29,10 @@ _PRIOR_SEQUENCE = 0.5
 _SEQUENCE_MEMORY = 0.9
 _MOST_FACTOR = 8.0
 _FIRST_WAIT, _LONGEST_WAIT = 3, 48
-"""Steps from one trial to the next, which double. A trial takes a fifth of a step, so trials in vain cost 1 %."""
+"""Steps to the first trial where all trials lead to drafts that pay, and at most; from one to the next they double."""
+_PRIOR_SUCCESS, _SUCCESS_MEMORY = 0.25, 0.95
+_ENOUGH = 2
+"""Accepted tokens of the draft that a trial called for: then it was worth trying."""
 
 
 class Trust:
@@ -69,11 +72,11 @@ class Course:
     Where a whole draft does not seem to pay, one level of it is tried now and then; a hit there calls for a whole one.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, first_wait: int = _FIRST_WAIT) -> None:
         self.trust, self.rest = Trust(), Rest()
         self.called = False
         self._gained = self._foreseen = _PRIOR_SEQUENCE
-        self._left, self._wait = 0, _FIRST_WAIT
+        self._left = self._wait = first_wait
 
     @property
     def factor(self) -> float:
@@ -86,7 +89,7 @@ class Course:
         self._foreseen = self._foreseen * _SEQUENCE_MEMORY + foreseen
         self.called = False
         if num_added:
-            self._left, self._wait = 0, _FIRST_WAIT
+            self._left = self._wait = _FIRST_WAIT
 
     def trial_due(self) -> bool:
         """Whether to try one level in this step; counts it as waited if not."""
@@ -110,14 +113,32 @@ class Worth:
     def __init__(self) -> None:
         self._tokens = [_PRIOR_GAIN * _PRIOR_DRAFTS] * (len(_EXPECTED) + 1)
         self._drafts = [_PRIOR_DRAFTS] * (len(_EXPECTED) + 1)
+        self._success = _PRIOR_SUCCESS
+        self.num_nodes = 3.0
+        """Nodes that a draft adds to a tree, of late: their rows are to be paid for, too."""
+
+    @property
+    def first_wait(self) -> int:
+        """Steps before the first trial of a sequence: where trials lead nowhere, short answers are better left alone."""
+        return min(_LONGEST_WAIT, round(_FIRST_WAIT / max(self._success, 1e-3)))
+
+    def note_trial(self, success: bool) -> None:
+        """What a trial led to."""
+        self._success = self._success * _SUCCESS_MEMORY + success * (1.0 - _SUCCESS_MEMORY)
+
+    def note_nodes(self, num_nodes: int) -> None:
+        self.num_nodes += 0.05 * (num_nodes - self.num_nodes)
 
     def gain(self, expected_of_others: float) -> float:
         """Accepted tokens that a draft is expected to add."""
         row = _class(expected_of_others)
         return self._tokens[row] / self._drafts[row]
 
-    def learn(self, expected_of_others: float, num_added: int) -> None:
-        row = _class(expected_of_others)
+    def learn(self, asked: Asked, num_added: int) -> None:
+        """What a whole draft has added."""
+        if asked.was_called:
+            self.note_trial(num_added >= _ENOUGH)
+        row = _class(asked.expected_of_others)
         self._tokens[row] = self._tokens[row] * _GAIN_MEMORY + num_added
         self._drafts[row] = self._drafts[row] * _GAIN_MEMORY + 1.0
 
@@ -125,11 +146,12 @@ class Worth:
 class Asked(NamedTuple):
     """A drafter that takes time was asked for one sequence in this step.
 
-    `expected_of_others`: accepted tokens, before it was; `guesses`: what it guessed to come next.
+    `expected_of_others`: accepted tokens, before it was; `guesses`: what it guessed to come next. `was_called`: by a trial.
     """
 
     expected_of_others: float
     is_trial: bool
+    was_called: bool
     guesses: frozenset[int] = frozenset()
 
 

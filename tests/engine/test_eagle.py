@@ -15,6 +15,7 @@ from engine.test_oracle import PARAMS, PROMPTS, assert_equal, assert_pool_is_emp
 from tiny_target import tiny_engine
 
 from ragspec.core import Request, SamplingParams
+from ragspec.drafting import eagle_memory
 from ragspec.drafting.costs import CostTable
 from ragspec.drafting.drafter import Budget, Drafted
 from ragspec.drafting.eagle import EagleDrafter
@@ -117,9 +118,10 @@ def test_a_tree_of_nodes_is_what_each_path_alone_would_give(tiny: Tiny, family: 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("options", [{}, {"max_step_tokens": 16}, {"num_kv_slots": 256}, {"prefix_cache": False}])
 def test_states_are_right_after_copies_prefixes_chunks_and_preemption(
-    tiny: Tiny, family: str, options: dict[str, Any]
+    tiny: Tiny, family: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Keys of rejected nodes stayed, a shared prefix that branches off kept the wrong pair, a chunk's states were lost."""
+    monkeypatch.setattr(eagle_memory, "_MOST_READ", 256)
     target = tiny()
     network = EagleNetwork(head_for(target, family), target, 300)
     requests = requests_of(target, PARAMS["T=1"])
