@@ -194,9 +194,18 @@ class Planner:
         worth, courses = self._worth[drafter.name], {i: self._course(sequences[i], drafter.name) for i in awake}
         gains = [worth.gain(others[i]) * courses[i].factor for i in awake]
         hoped = [max(gain, CALLED_GAIN * courses[i].called) for gain, i in zip(gains, awake, strict=True)]
-        paying = {awake[n] for n in worthwhile(hoped, self._sizing.token_s(sequences, trees), cost_s)}
+
+        def saved_s(chosen: SequenceOf[int]) -> float:
+            return self._sizing.saved_s(sequences, trees, [hoped[n] for n in chosen])
+
+        paying = {awake[n] for n in worthwhile(hoped, saved_s, cost_s)}
         whole = set(awake) if self._fixed else paying
-        trials = {i for i in awake if i not in whole and courses[i].trial_due()}
+        hit_s = self._sizing.saved_s(sequences, trees, [CALLED_GAIN])
+        hopeful = [i for n, i in enumerate(awake) if i not in whole and hit_s > cost_s([n])]
+        trials = {i for i in hopeful if courses[i].trial_due()}
+        if not whole and not hopeful and worth.joint_trial_due():
+            all_hit_s = self._sizing.saved_s(sequences, trees, [CALLED_GAIN] * len(awake))
+            trials = set(awake) if all_hit_s > cost_s(range(len(awake))) else set()
         for i in whole | trials:
             self._asked[sequences[i].key, drafter.name] = Asked(others[i], i in trials, courses[i].called)
         return {i: 1 if i in trials else _ANY_DEPTH for i in awake if i in whole | trials}

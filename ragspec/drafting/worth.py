@@ -114,6 +114,7 @@ class Worth:
         self._tokens = [_PRIOR_GAIN * _PRIOR_DRAFTS] * (len(_EXPECTED) + 1)
         self._drafts = [_PRIOR_DRAFTS] * (len(_EXPECTED) + 1)
         self._success = _PRIOR_SUCCESS
+        self._joint_left = _FIRST_WAIT
         self.num_nodes = 3.0
         """Nodes that a draft adds to a tree, of late: their rows are to be paid for, too."""
 
@@ -125,6 +126,14 @@ class Worth:
     def note_trial(self, success: bool) -> None:
         """What a trial led to."""
         self._success = self._success * _SUCCESS_MEMORY + success * (1.0 - _SUCCESS_MEMORY)
+
+    def joint_trial_due(self) -> bool:
+        """Whether to try all sequences of a step at once, where drafting for one of them would not pay."""
+        self._joint_left -= 1
+        if self._joint_left > 0:
+            return False
+        self._joint_left = self.first_wait
+        return True
 
     def note_nodes(self, num_nodes: int) -> None:
         self.num_nodes += 0.05 * (num_nodes - self.num_nodes)
@@ -159,16 +168,18 @@ def _class(expected: float) -> int:
     return sum(expected >= limit for limit in _EXPECTED)
 
 
-def worthwhile(gains: SequenceOf[float], token_s: float, cost_s: Callable[[SequenceOf[int]], float]) -> list[int]:
+def worthwhile(
+    gains: SequenceOf[float], saved_s: Callable[[SequenceOf[int]], float], cost_s: Callable[[SequenceOf[int]], float]
+) -> list[int]:
     """Which of some sequences to draft for: those with the greatest gains; all, or of 1, 2, 4 and so on what saves the most time.
 
-    `gains` in tokens, `token_s` seconds a token saves, `cost_s` the time of drafting for some of them together.
+    `gains` in tokens; `saved_s` and `cost_s`: the time that drafting for some of them together saves and takes.
     """
     order = sorted(range(len(gains)), key=lambda i: -gains[i])
     counts = {len(order), *(2**n for n in range(len(order).bit_length()))} - {0}
     best, best_s = 0, 0.0
     for count in sorted(counts):
-        saved_s = sum(gains[i] for i in order[:count]) * token_s - cost_s(order[:count])
-        if saved_s > best_s:
-            best, best_s = count, saved_s
+        left_s = saved_s(order[:count]) - cost_s(order[:count])
+        if left_s > best_s:
+            best, best_s = count, left_s
     return sorted(order[:best])

@@ -340,7 +340,7 @@ def test_a_costly_drafter_is_asked_where_it_saves_time() -> None:
         def cost_s(self, sequences: Sequence[Drafted]) -> float:
             return self.seconds
 
-    for seconds, accepted, asked in ((0.2, 4, (190, 200)), (0.2, 0, (1, 60)), (9.0, 4, (1, 12))):
+    for seconds, accepted, asked in ((0.2, 4, (190, 200)), (0.2, 0, (1, 60)), (9.0, 4, (0, 0))):
         drafter = Costly(seconds, 0.9)
         planner, sequence = Planner([drafter], FREE, 12), Running()
         for _ in range(200):
@@ -424,3 +424,18 @@ def test_a_drafter_that_goes_on_failing_is_asked_no_more() -> None:
     for turn in range(200):
         assert plan(planner, Running(f"{turn}"))[0].num_drafted == 2
     assert broken.asked < 60
+
+
+def test_side_by_side_the_slowest_decides_what_a_draft_saves() -> None:
+    """Eight at once, one of them hopeless: drafts for the others saved rows, not steps, and took more time than that."""
+    costs = CostTable({64: [1.0, 1.1]}, rows=(1, 8))
+    for num_hopeless, is_asked in ((0, True), (1, False)):
+        drafter = Chain(range(10, 14), 0.9, "costly")
+        drafter.cost_s = lambda sequences: 0.7  # type: ignore[method-assign]
+        planner, running = Planner([drafter], costs, 12), [Running(f"{i}") for i in range(8)]
+        for _ in range(150):
+            for i, (sequence, tree) in enumerate(zip(running, plan(planner, *running), strict=True)):
+                right = i >= num_hopeless
+                path = list(range(1, len(tree))) if right else []
+                planner.observe(sequence, tree, path, [10 if right else 99], {})
+        assert (drafter.asked > 8 * 75) == is_asked, drafter.asked

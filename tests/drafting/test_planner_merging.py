@@ -81,7 +81,8 @@ def test_a_drawn_tree_and_the_others_share_the_spare_rows() -> None:
 def test_a_costly_drafter_is_asked_for_the_sequences_in_which_it_is_right() -> None:
     """What it gains on the average decided for all: time was spent on a sequence in which it is never right."""
     drafter = Costly(range(10, 14), 0.9, seconds=0.4)
-    planner, right, wrong = Planner([drafter], FREE, 12), Running("right"), Running("wrong")
+    costs = CostTable({64: [1.0, 1.6, 1.7]}, rows=(1, 2, 20))  # a row less is worth something, nodes are cheap
+    planner, right, wrong = Planner([drafter], costs, 12), Running("right"), Running("wrong")
     for _ in range(NUM_STEPS):
         first, second = plan(planner, right, wrong)
         accept(planner, right, first, range(10, 14))
