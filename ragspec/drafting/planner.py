@@ -9,6 +9,7 @@ nothing is drafted where nothing pays. A drafter whose guesses take time themsel
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections import defaultdict
 from collections.abc import Sequence as SequenceOf
@@ -186,8 +187,10 @@ class Planner:
         """
 
         def cost_s(chosen: SequenceOf[int]) -> float:
-            return drafter.cost_s([sequences[awake[n]] for n in chosen]) or 0.0
+            rows_s = self._sizing.rows_s(sequences, round(len(chosen) * self._worth[drafter.name].num_nodes))
+            return drafter.cost_s([sequences[awake[n]] for n in chosen]) + rows_s
 
+        awake = [i for i in awake if drafter.cost_s([sequences[i]]) < math.inf]
         if not awake or drafter.cost_s([sequences[i] for i in awake]) == 0.0:
             return dict.fromkeys(awake, _ANY_DEPTH)
         others = {i: sum(trees[i].path_probs[1:]) for i in awake}
