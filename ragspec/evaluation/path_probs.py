@@ -63,9 +63,9 @@ class PathProbe:
         self._trees = self._planner.plan(*args)
         return self._trees
 
-    def forward(self, *args: Any) -> NDArray[np.float32]:
-        self._logits = self._target.forward(*args)
-        return self._logits
+    def forward_tapped(self, *args: Any) -> tuple[NDArray[np.float32], dict[int, NDArray[np.float32]]]:
+        self._logits, features = self._target.forward_tapped(*args)
+        return self._logits, features
 
     def take(self) -> list[float]:
         """One number a step since the last call."""
@@ -110,7 +110,7 @@ def expected_acceptance_lengths(
     )
     probe = PathProbe(target, planner, sampled_at)
     lengths = []
-    parts = cast(Target, _Instead(target, forward=probe.forward)), cast(Planner, _Instead(planner, plan=probe.plan))
+    parts = cast(Target, _Instead(target, forward_tapped=probe.forward_tapped)), cast(Planner, _Instead(planner, plan=probe.plan))
     with Engine(*parts, Admission(target, "probe"), config) as engine:
         for temperature in decoded_at:
             decode = EngineDecoder(engine, speculation=True, seed=seed, temperature=temperature)

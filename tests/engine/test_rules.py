@@ -37,7 +37,10 @@ def law(target: Target, params: SamplingParams, length: int) -> dict[tuple[int, 
     return texts
 
 
-@pytest.mark.parametrize("rule", RULES)
+FAST = (AcceptanceRule.BLOCK, AcceptanceRule.TRAVERSAL)
+
+
+@pytest.mark.parametrize("rule", [r if r in FAST else pytest.param(r, marks=pytest.mark.slow) for r in RULES])
 def test_the_law_of_three_tokens_is_the_targets(tiny: Tiny, rule: AcceptanceRule) -> None:
     """A drawn child left out for what it was, a bonus token from another law, or copies counted as drawn."""
     target = tiny()
