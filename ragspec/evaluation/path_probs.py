@@ -110,7 +110,10 @@ def expected_acceptance_lengths(
     )
     probe = PathProbe(target, planner, sampled_at)
     lengths = []
-    parts = cast(Target, _Instead(target, forward_tapped=probe.forward_tapped)), cast(Planner, _Instead(planner, plan=probe.plan))
+    parts = (
+        cast(Target, _Instead(target, forward_tapped=probe.forward_tapped)),
+        cast(Planner, _Instead(planner, plan=probe.plan)),
+    )
     with Engine(*parts, Admission(target, "probe"), config) as engine:
         for temperature in decoded_at:
             decode = EngineDecoder(engine, speculation=True, seed=seed, temperature=temperature)

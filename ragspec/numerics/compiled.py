@@ -19,7 +19,13 @@ from numba.core.caching import FunctionCache
 log = logging.getLogger(__name__)
 
 _PACKAGE = Path(__file__).resolve().parents[1]
-_FILES = ("numerics/*.py", "verification/sampling.py", "drafting/haystack.py", "retrieval/sparse.py")
+_FILES = (
+    "numerics/*.py",
+    "verification/sampling.py",
+    "drafting/haystack.py",
+    "retrieval/sparse.py",
+    "drafting/coupling.py",
+)
 
 
 def source_hash() -> str:
