@@ -17,23 +17,24 @@ from ragspec.tree import Origin, Proposal
 
 log = logging.getLogger(__name__)
 
-_MOST_FAILURES = 50
+_MOST_FAILURES = 25
+"""Drafts in a row that failed. Why in a row: what one request breaks must not end drafting for all others."""
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 
 class Guarded:
-    """Stands before one drafter and has its methods. `benched`: it has failed too often and is asked no more."""
+    """Stands before one drafter and has its methods. `benched`: it goes on failing and is asked no more."""
 
     def __init__(self, drafter: Drafter) -> None:
         self._drafter = drafter
         self.name, self.taps = drafter.name, drafter.taps
-        self.num_failures = 0
+        self.num_failures = self._num_in_a_row = 0
 
     @property
     def benched(self) -> bool:
-        return self.num_failures >= _MOST_FAILURES
+        return self._num_in_a_row >= _MOST_FAILURES
 
     def prepare(self, request: Request) -> Any:
         return self._contain(self._drafter.prepare, request)
@@ -50,7 +51,11 @@ class Guarded:
         """One list a sequence. Where asking for all fails, each is asked for alone: one must not cost the others their drafts."""
         lists = self._contain(self._proposals, sequences, budget)
         if lists is not None:
+            self._num_in_a_row = 0
             return lists
+        self._num_in_a_row += 1
+        if self.benched:
+            log.warning("the drafter %s has failed %d times in a row and is asked no more", self.name, _MOST_FAILURES)
         alone = [
             self._contain(self._proposals, [sequence], budget._replace(trees=[tree], depths=[depth]))
             for sequence, tree, depth in zip(sequences, budget.trees, budget.depths, strict=True)
@@ -86,8 +91,5 @@ class Guarded:
             return call(*args, **kwargs)
         except Exception:
             self.num_failures += 1
-            if self.num_failures <= _MOST_FAILURES:
-                log.exception("the drafter %s failed; the step goes on without its draft", self.name)
-            if self.num_failures == _MOST_FAILURES:
-                log.warning("the drafter %s has failed %d times and is asked no more", self.name, _MOST_FAILURES)
+            log.exception("the drafter %s failed; the step goes on without its draft", self.name)
             return None
