@@ -439,3 +439,22 @@ def test_side_by_side_the_slowest_decides_what_a_draft_saves() -> None:
                 path = list(range(1, len(tree))) if right else []
                 planner.observe(sequence, tree, path, [10 if right else 99], {})
         assert (drafter.asked > 8 * 75) == is_asked, drafter.asked
+
+
+def test_requests_that_break_a_drafter_do_not_end_drafting_for_others() -> None:
+    """Fifty odd requests over a process's life, and nobody was drafted for again."""
+
+    class Picky(Chain):
+        def prepare(self, request: Request) -> None:
+            raise ValueError("a bug")
+
+        def draft(self, sequence: Drafted, max_nodes: int) -> list[Proposal]:
+            if sequence.key[0] == "odd":
+                raise ValueError("a bug")
+            return super().draft(sequence, max_nodes)
+
+    planner = Planner([Picky(range(10, 12), 0.5)], FREE, 12)
+    for _ in range(100):
+        planner.prepare(Running().request)
+        plan(planner, Running("odd"))
+        assert plan(planner, Running("sound"))[0].num_drafted == 2
