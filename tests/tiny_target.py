@@ -124,19 +124,28 @@ def tiny_target(kind: str, dtype: str, folder: Path) -> Target:
 
 
 class Free(CostTable):
-    """Rows cost nothing, however long a step takes here: whatever is proposed is drafted."""
+    """Rows cost nothing, however long a step takes here: whatever is proposed is drafted. A forward costs `step_s`."""
 
-    def __init__(self) -> None:
-        super().__init__({64: [1.0, 1.0]}, rows=(1, 2))
+    def __init__(self, step_s: float = 1.0) -> None:
+        super().__init__({64: [step_s, step_s]}, rows=(1, 2))
 
     def refine(self, num_rows: int, context: int, seconds: float) -> None:
         """Test machines are busy; what they measure must not decide what is tested."""
 
 
 def tiny_engine(
-    target: Target, drafters: Sequence[Drafter] = (), num_kv_slots: int = 2048, max_nodes: int = 12, **config: Any
+    target: Target,
+    drafters: Sequence[Drafter] = (),
+    num_kv_slots: int = 2048,
+    max_nodes: int = 12,
+    fixed_nodes: int | None = None,
+    **config: Any,
 ) -> Engine:
-    """An engine over a fresh pool, with free rows unless the drafters say otherwise."""
+    """An engine over a fresh pool, with free rows unless the drafters say otherwise.
+
+    `fixed_nodes`: every drafter is asked in every step, and so many nodes are kept, whether that pays or not.
+    """
     target.pool = KvPool(target.shapes, num_kv_slots)
     settings = EngineConfig(**{"max_step_tokens": 64, "max_kv_tokens": num_kv_slots, **config})
-    return Engine(target, Planner(drafters, Free(), max_nodes, target.vocab_size), Admission(target, "tiny"), settings)
+    planner = Planner(drafters, Free(), max_nodes, target.vocab_size, fixed_nodes)
+    return Engine(target, planner, Admission(target, "tiny"), settings)
