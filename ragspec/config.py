@@ -7,7 +7,7 @@ the jobs); the library takes ready objects.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -227,17 +227,25 @@ class PipelineConfig(Part):
     speculation: SpeculationConfig = SpeculationConfig()
 
 
+Settings = TypeVar("Settings", bound=PipelineConfig)
+
+
 def load_config(path: str | Path | None = None, **overrides: Any) -> PipelineConfig:
     """Read a YAML file (or nothing) and put dotted overrides such as `{"target.model": "..."}` on top; None changes nothing.
 
     Raises: ConfigError with the file, the key and the reason.
     """
+    return load_settings(PipelineConfig, path, **overrides)
+
+
+def load_settings(kind: type[Settings], path: str | Path | None = None, **overrides: Any) -> Settings:
+    """As `load_config`, for settings that have more sections."""
     tree = _read_mapping(path) if path is not None else {}
     for dotted, value in overrides.items():
         if value is not None:
             _put(tree, dotted.split("."), value)
     try:
-        return PipelineConfig.model_validate(tree)
+        return kind.model_validate(tree)
     except ValidationError as cause:
         reasons = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in cause.errors())
         raise ConfigError(f"configuration {path or 'overrides'}: {reasons}") from cause
