@@ -15,7 +15,7 @@ import ray
 from ray.exceptions import RayError, RayTaskError
 
 from ragspec.cluster.pool import cpus_per_worker
-from ragspec.errors import RagspecError, RetrievalError
+from ragspec.errors import EngineError, RagspecError, RetrievalError
 
 MAX_RETRIES = 3
 _TIMES_ASKED = 2
@@ -80,8 +80,10 @@ class SoleActor:
             )
 
 
-def results(calls: Sequence[Any], what: str, timeout_s: float | None = None) -> list[Any]:
-    """Raises: what the actors' code raised if it is one of ragspec's errors, else RetrievalError: one is lost, or it failed."""
+def results(
+    calls: Sequence[Any], what: str, timeout_s: float | None = None, error_kind: type[EngineError] = RetrievalError
+) -> list[Any]:
+    """Raises: what the actors' code raised if it is one of ragspec's errors, else `error_kind`: one is lost, or it failed."""
     try:
         found: list[Any] = ray.get(list(calls), timeout=timeout_s)
     except RayError as error:
@@ -89,5 +91,5 @@ def results(calls: Sequence[Any], what: str, timeout_s: float | None = None) -> 
         if isinstance(cause, RagspecError):
             raise cause from None
         verb = "failed" if isinstance(error, RayTaskError) else "is lost"
-        raise RetrievalError(f"{what} {verb}: {str(error).strip().splitlines()[-1]}") from error
+        raise error_kind(f"{what} {verb}: {str(error).strip().splitlines()[-1]}") from error
     return found
