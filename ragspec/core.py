@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from itertools import zip_longest
 from typing import Any, NamedTuple
 
 from ragspec.errors import InputError
@@ -195,11 +196,13 @@ class Segment:
 
     `end` None: to the output's end. `draft_ids` may be what comes next; like every draft they change nothing but the time.
     Because noise and penalties know output positions only, an output written in segments is the one written in one go.
+    `choice`: write this one of a request's `n` and no other; None: all.
     """
 
     output_ids: tuple[int, ...] = ()
     end: int | None = None
     draft_ids: tuple[int, ...] = ()
+    choice: int | None = None
 
 
 WHOLE = Segment()
@@ -210,7 +213,8 @@ class Request:
     """One generation. `salt` separates tenants in every cache; `speculation` may be given as `Speculation.of` reads it.
 
     Deltas and the completion of a `segment` hold what is new in it; where it pauses, the reason is LENGTH, and text that is not
-    certain yet (half a character, the beginning of a stop string) comes with the next segment.
+    certain yet (half a character, the beginning of a stop string) comes with the next segment. `affinity` names what requests
+    have in common that is worth keeping near (documents, a conversation); it decides where one runs, never what it says.
     """
 
     id: str
@@ -220,9 +224,16 @@ class Request:
     salt: str = ""
     speculation: Speculation = ON
     segment: Segment = WHOLE
+    affinity: str = ""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "speculation", Speculation.of(self.speculation))
+
+    @property
+    def choices(self) -> tuple[int, ...]:
+        """Those that are to be written."""
+        wanted = self.segment.choice
+        return tuple(range(self.params.n)) if wanted is None else (wanted,)
 
 
 class FinishReason(enum.StrEnum):
@@ -258,6 +269,9 @@ class Delta:
     error: str = ""
 
 
+_EXACTNESS = ("path", "distribution", "none")
+
+
 @dataclass(slots=True)
 class GenerationStats:
     """Counters of one choice; times in seconds, wall clock.
@@ -267,6 +281,8 @@ class GenerationStats:
     path went i nodes deep and that drafter had guessed what comes next there, (all, those in which one of its guesses was right).
     `expected_accepted`: what `num_accepted` would be if every node were as probable as was thought.
     `exactness`: what of plain decoding stays with any draft: the "path" of tokens, their "distribution", or "none".
+    `num_replays`: how often it was taken up again elsewhere; of a part that was lost with its replica, drafts count as far as
+    they were accepted.
     """
 
     num_prompt_tokens: int = 0
@@ -284,6 +300,7 @@ class GenerationStats:
     queue_s: float = 0.0
     prefill_s: float = 0.0
     decode_s: float = 0.0
+    num_replays: int = 0
     seed: int = 0
     system_fingerprint: str = ""
 
@@ -291,6 +308,20 @@ class GenerationStats:
     def acceptance_length(self) -> float:
         """Tokens emitted a step, bonus included, over the decode steps."""
         return self.num_output_tokens / self.num_steps if self.num_steps else 0.0
+
+    def add(self, part: GenerationStats) -> None:
+        """Count another part of the same output in. Exactness is the weaker of both; seed and fingerprint are the part's."""
+        for counter in fields(self):
+            value = getattr(part, counter.name)
+            if isinstance(value, int | float) and counter.name != "seed":
+                setattr(self, counter.name, getattr(self, counter.name) + value)
+        for name, count in part.accepted_by_drafter.items():
+            self.accepted_by_drafter[name] = self.accepted_by_drafter.get(name, 0) + count
+        for name, counts in part.positions.items():
+            pairs = zip_longest(self.positions.get(name, ()), counts, fillvalue=(0, 0))
+            self.positions[name] = tuple((reached + r, accepted + a) for (reached, accepted), (r, a) in pairs)
+        self.exactness = max(self.exactness, part.exactness, key=_EXACTNESS.index)
+        self.seed, self.system_fingerprint = part.seed, part.system_fingerprint
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,9 @@
     └── EngineError
         ├── EngineClosed
         ├── Cancelled
+        ├── RankLost           a part of a tensor-parallel target is gone; the engine with it
+        ├── Overloaded         too many requests wait already; later it may be taken
+        ├── ReplicaLost        an engine elsewhere died, hangs or was closed; its requests can go on on another
         └── RetrievalError     an index elsewhere is lost or does not answer in time
 
 Errors of other libraries are mapped once, where they enter, with `raise X from cause`.
@@ -82,6 +85,18 @@ class EngineClosed(EngineError):
 
 class Cancelled(EngineError):
     """The request was cancelled by its owner."""
+
+
+class Overloaded(EngineError):
+    """Too many requests wait already; nothing was begun, and the same request may be taken later."""
+
+
+class ReplicaLost(EngineError):
+    """An engine elsewhere died, hangs or was closed; another can go on with its requests."""
+
+
+class RankLost(EngineError):
+    """A process that holds a part of the target is dead, hung or out of step; its group cannot go on."""
 
 
 class RetrievalError(EngineError):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from ragspec.core import WHOLE, Delta, Request
 from ragspec.engine.sequence import Limits, Sequence
@@ -21,6 +21,48 @@ SamplerFactory = Callable[[Request, int, int], Sampler]
 """(request, seed, choice) -> who decides its tokens."""
 
 
+class Bounds(NamedTuple):
+    """What a target can be asked at all; the part of admission that needs no tokenizer and so can be done elsewhere."""
+
+    vocab_size: int
+    max_context_tokens: int
+    eos_ids: tuple[int, ...]
+
+    def limits(self, request: Request) -> Limits:
+        """Where its output must end. Raises: InputError, PromptTooLong."""
+        self._check_tokens(request)
+        num_prompt, longest = len(request.prompt_ids), self.max_context_tokens
+        if num_prompt >= longest:
+            raise PromptTooLong(num_prompt, longest - 1)
+        segment = request.segment
+        most = min(request.params.max_tokens, longest - num_prompt)
+        end = most if segment.end is None else min(most, segment.end)
+        if len(segment.output_ids) >= end and segment != WHOLE:
+            raise InputError(
+                f"{len(segment.output_ids)} output tokens are given, of {end} at most: nothing is left to write"
+            )
+        if segment.output_ids and len(request.choices) > 1:
+            raise InputError("a given output is one choice's: n must be 1, or the segment name its choice")
+        if not 0 <= request.choices[0] < request.params.n:
+            raise InputError(f"there is no choice {segment.choice} of {request.params.n}")
+        return Limits(self.eos_ids, end, pauses=end < most)
+
+    def _check_tokens(self, request: Request) -> None:
+        if not request.prompt_ids:
+            raise InputError("the prompt is empty")
+        segment = request.segment
+        for ids, what in (
+            (request.prompt_ids, "prompt"),
+            (segment.output_ids, "output given"),
+            (segment.draft_ids, "draft"),
+        ):
+            if ids and not 0 <= min(ids) <= max(ids) < self.vocab_size:
+                raise InputError(f"the {what} holds a token id outside [0, {self.vocab_size})")
+        wrong = [token for token in request.params.logit_bias if not 0 <= token < self.vocab_size]
+        if wrong:
+            raise InputError(f"logit_bias names token {wrong[0]}, outside [0, {self.vocab_size})")
+
+
 class Admission:
     """Checks a request against the target and builds one sequence a choice."""
 
@@ -29,16 +71,17 @@ class Admission:
         self._make_sampler = make_sampler or self._by_rule
         self.fingerprint = fingerprint
         self.max_context_tokens = min(target.max_context_tokens, target.pool.num_slots - 2 * PAGE)
+        self.bounds = Bounds(target.vocab_size, self.max_context_tokens, target.eos_ids)
 
     def sequences(
         self, request: Request, listener: Callable[[Delta], None], prepare: Callable[[Request], Mapping[str, Any]]
     ) -> list[Sequence]:
         """`prepare`: what drafters make of a request, once for all its choices. Raises: InputError, PromptTooLong."""
-        limits = self._limits(request)
+        limits = self.bounds.limits(request)
         seed = random_seed() if request.params.seed is None else request.params.seed
         request = replace(request, params=replace(request.params, seed=seed))
         sequences, prepared = [], prepare(request)
-        for choice in range(request.params.n):
+        for choice in request.choices:
             text = self._text(request)
             sampler = self._make_sampler(request, seed, choice)
             sequence = Sequence(request, choice, sampler, text, limits, listener, prepared)
@@ -65,31 +108,3 @@ class Admission:
                 raise InputError(f"the output given ends with its token {count}: nothing can follow")
         text.take()
         return text
-
-    def _limits(self, request: Request) -> Limits:
-        num_prompt, vocab_size = len(request.prompt_ids), self._target.vocab_size
-        if not num_prompt:
-            raise InputError("the prompt is empty")
-        segment = request.segment
-        for ids, what in (
-            (request.prompt_ids, "prompt"),
-            (segment.output_ids, "output given"),
-            (segment.draft_ids, "draft"),
-        ):
-            if ids and not 0 <= min(ids) <= max(ids) < vocab_size:
-                raise InputError(f"the {what} holds a token id outside [0, {vocab_size})")
-        wrong = [token for token in request.params.logit_bias if not 0 <= token < vocab_size]
-        if wrong:
-            raise InputError(f"logit_bias names token {wrong[0]}, outside [0, {vocab_size})")
-        longest = self.max_context_tokens
-        if num_prompt >= longest:
-            raise PromptTooLong(num_prompt, longest - 1)
-        most = min(request.params.max_tokens, longest - num_prompt)
-        end = most if segment.end is None else min(most, segment.end)
-        if len(segment.output_ids) >= end and segment != WHOLE:
-            raise InputError(
-                f"{len(segment.output_ids)} output tokens are given, of {end} at most: nothing is left to write"
-            )
-        if segment.output_ids and request.params.n > 1:
-            raise InputError("a given output is one choice's: n must be 1")
-        return Limits(self._target.eos_ids, end, pauses=end < most)

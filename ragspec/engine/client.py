@@ -46,7 +46,7 @@ class EngineClient(AbstractContextManager["EngineClient"]):
         """Deltas as they come; leaving the loop early cancels the request."""
         loop, deltas = asyncio.get_running_loop(), asyncio.Queue[Delta]()
         self.submit(request, lambda delta: tell(loop, deltas, delta))
-        open_choices = request.params.n
+        open_choices = len(request.choices)
         try:
             while open_choices:
                 delta = await deltas.get()

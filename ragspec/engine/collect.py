@@ -15,7 +15,7 @@ class Collector:
     """A listener that gathers every choice of some requests; `wait` returns them in order."""
 
     def __init__(self, requests: Sequence[Request]) -> None:
-        self._order = [(r.id, choice) for r in requests for choice in range(r.params.n)]
+        self._order = [(r.id, choice) for r in requests for choice in r.choices]
         self._parts: dict[tuple[str, int], list[Delta]] = {key: [] for key in self._order}
         self._open = len(self._order)
         self._done = threading.Event()

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any, Self
 
 from ragspec.config import GenerationConfig, PipelineConfig, SpeculationConfig
@@ -221,7 +221,7 @@ class IterativePipeline:
             progress.finish_reason,
             progress.output_ids,
             progress.logprobs if order.params.logprobs is not None else (),
-            AnswerStats(run.stats.wait_s, 0.0, order.index.generation, generation, run.stats),
+            AnswerStats(run.stats.wait_s, 0.0, order.index.generation, generation, run.stats, run.missing),
         )
 
 
@@ -237,12 +237,6 @@ def _generation_stats(steps: Sequence[Step], order: Order, num_tokens: int) -> G
     """The counters of all segments that stand, added up; of one that stands twice, once. `num_tokens` are in the answer."""
     total = GenerationStats(seed=order.params.seed or 0)
     for given in {id(step.written): step.written.stats for step in steps if step.written is not None}.values():
-        for field in fields(GenerationStats):
-            value = getattr(given, field.name)
-            if isinstance(value, int | float) and field.name != "seed":
-                setattr(total, field.name, getattr(total, field.name) + value)
-        for name, count in given.accepted_by_drafter.items():
-            total.accepted_by_drafter[name] = total.accepted_by_drafter.get(name, 0) + count
-        total.system_fingerprint = given.system_fingerprint
+        total.add(given)
     total.num_output_tokens = num_tokens
     return total

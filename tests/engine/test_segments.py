@@ -11,7 +11,16 @@ from oracle import Plain, decode
 from test_oracle import PARAMS, PROMPTS
 from tiny_target import SENTENCES, tiny_engine, tiny_target
 
-from ragspec.core import Completion, CopySource, FinishReason, Request, SamplingParams, Segment, SourceKind
+from ragspec.core import (
+    Completion,
+    CopySource,
+    FinishReason,
+    GenerationStats,
+    Request,
+    SamplingParams,
+    Segment,
+    SourceKind,
+)
 from ragspec.drafting.copy import CopyDrafter
 from ragspec.engine.engine import Engine
 from ragspec.engine.target import Target
@@ -113,6 +122,8 @@ def test_log_probabilities_belong_to_the_new_tokens(target: Target) -> None:
         (Segment((5, 6), 2), SamplingParams(), "nothing is left"),
         (Segment((), 0), SamplingParams(), "nothing is left"),
         (Segment((5,), 4), SamplingParams(n=2), "n must be 1"),
+        (Segment(choice=2), SamplingParams(n=2), "no choice 2 of 2"),
+        (Segment(choice=-1), SamplingParams(n=2), "no choice -1 of 2"),
         (Segment((5, 9999), 4), SamplingParams(), "output given holds"),
         (Segment((5,), 4, (-1,)), SamplingParams(), "draft holds"),
         (Segment((5, 1), 4), SamplingParams(), "ends with its token 2"),
@@ -124,6 +135,47 @@ def test_a_segment_that_cannot_be_written_is_refused(
     """It ended in the engine's thread, or wrote past the end."""
     with tiny_engine(target) as engine, pytest.raises(InputError, match=reason):
         engine.generate([Request("bad", (5, 6, 7), params, segment=segment)])
+
+
+@pytest.mark.parametrize("num_given", [0, 4])
+def test_one_choice_asked_for_alone_is_the_choice_of_all(target: Target, num_given: int) -> None:
+    """A choice taken up again got the noise of choice 0, or waited for choices that nobody writes."""
+    params = SamplingParams(temperature=1.0, seed=9, n=3, max_tokens=10, ignore_eos=True, logprobs=1)
+    request = Request("c", tuple(target.tokenizer("The river").input_ids), params)
+    with tiny_engine(target) as engine:
+        whole = engine.generate([request])
+        for known in whole:
+            segment = Segment(known.token_ids[:num_given], choice=known.choice)
+            (alone,) = engine.generate([replace(request, segment=segment)])
+            assert alone.choice == known.choice
+            assert alone.token_ids == known.token_ids[num_given:]
+            assert alone.logprobs == known.logprobs[num_given:]
+    assert len({one.token_ids for one in whole}) == 3
+
+
+def test_counters_of_parts_add_up() -> None:
+    """A counter was left out of a sum, or what an output is one of was added like a number."""
+    total = GenerationStats(num_steps=2, draft_s=0.5, accepted_by_drafter={"a": 1}, positions={"a": ((2, 1),)}, seed=7)
+    total.add(
+        GenerationStats(
+            num_steps=3,
+            draft_s=0.25,
+            accepted_by_drafter={"a": 2, "b": 1},
+            positions={"a": ((1, 1), (1, 0))},
+            seed=7,
+            system_fingerprint="f",
+            exactness="none",
+        )
+    )
+    assert total == GenerationStats(
+        num_steps=5,
+        draft_s=0.75,
+        accepted_by_drafter={"a": 3, "b": 1},
+        positions={"a": ((3, 2), (1, 0))},
+        seed=7,
+        system_fingerprint="f",
+        exactness="none",
+    )
 
 
 def test_segments_leave_no_earlier_answers(target: Target) -> None:
