@@ -106,7 +106,8 @@ class RetrieverConfig(Part):
 
     Fusion looks at the `fusion_depth` best of each list, a reranker at the `rerank_depth` best, or at as many as are asked for if
     that is more. `device` is where vectors are searched; auto: on a GPU if FAISS finds one. `pointer`: what the index's file
-    CURRENT said of the generation to stay with; empty: always the current one.
+    CURRENT said of the generation to stay with; empty: always the current one. `fail_closed`: an index on several machines of
+    which a part cannot be searched gives an error; otherwise what the rest of it holds, marked with what is missing.
     """
 
     index_dir: str = ""
@@ -117,6 +118,7 @@ class RetrieverConfig(Part):
     reranker: str = ""
     fusion_depth: int = Field(100, ge=1, le=10_000)
     rerank_depth: int = Field(32, ge=1, le=1_000)
+    fail_closed: bool = True
 
 
 class TargetConfig(Part):

@@ -23,7 +23,7 @@ from ragspec.errors import ConfigError, StoreError
 from ragspec.retrieval.encoder import TextEncoder
 from ragspec.retrieval.lookup import Lookup, Mode, PassageKey, Query
 from ragspec.retrieval.manifest import read_generation, read_pointer
-from ragspec.retrieval.rerank import Reranker, RerankerConfig
+from ragspec.retrieval.rerank import Reranker, RerankerConfig, in_turn
 from ragspec.retrieval.retriever import index_folder
 from ragspec.retrieval.search import EVERYTHING, Scope
 from ragspec.retrieval.store import Store, check_encoder
@@ -194,4 +194,4 @@ class _IndexActor:
     def _view(self, store: Store) -> View:
         if self._config.reranker and self._reranker is None:
             self._reranker = Reranker.load(RerankerConfig(model=self._config.reranker))
-        return View(store, self._config, reranker=self._reranker)
+        return View(store, self._config, scoring=in_turn(self._reranker))

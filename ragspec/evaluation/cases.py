@@ -42,7 +42,7 @@ def rag_cases(questions: Sequence[Question], retriever: RetrieverLike, prompts: 
     )  # Why: the first one warms up
     for question in questions:
         begin = time.perf_counter()
-        (found,), _ = retriever.retrieve([question.text], RAG_PASSAGES, EVERYTHING)
+        (found,) = retriever.retrieve([question.text], RAG_PASSAGES, EVERYTHING).passages
         prompt = prompts.build(question.text, found, RAG_TOKENS)
         sources = copy_sources(question.text, prompt.passages)
         prepare_s = time.perf_counter() - begin

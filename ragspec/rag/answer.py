@@ -34,7 +34,8 @@ class RunStats:
 class AnswerStats:
     """Seconds of each stage, wall clock, and the engine's counters. `retrieve_s` is the batch's where questions came together.
 
-    `iterative`: the counters of an answer with many retrievals; its `retrieve_s` is what it waited for them.
+    `iterative`: the counters of an answer with many retrievals; its `retrieve_s` is what it waited for them. `missing_segments`
+    of the index could not be searched when passages were looked for; empty unless `RetrieverConfig.fail_closed` is off.
     """
 
     retrieve_s: float
@@ -42,6 +43,7 @@ class AnswerStats:
     index_generation: str
     generation: GenerationStats
     iterative: RunStats | None = None
+    missing_segments: tuple[str, ...] = ()
 
     @property
     def acceptance_length(self) -> float:
@@ -72,6 +74,11 @@ class Answer:
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprob, ...]
     stats: AnswerStats
+
+    @property
+    def is_partial(self) -> bool:
+        """Whether a part of the index could not be searched for it."""
+        return bool(self.stats.missing_segments)
 
     @property
     def seed(self) -> int:

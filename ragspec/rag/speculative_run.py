@@ -60,6 +60,7 @@ class SpeculativeRun:
         self._steps: list[Step] = []
         self._sent: _Sent | None = None
         self._num_beside = 0
+        self._missing: set[str] = set()
         self._plan = tools.scheduler.choose()
         self.stats = RunStats()
         self.segments = Segments(tools, order, self.stats)
@@ -92,6 +93,11 @@ class SpeculativeRun:
             self._tell()
             if await self._verified_as_planned():
                 await self._write_beside(self._steps[-1])
+
+    @property
+    def missing(self) -> tuple[str, ...]:
+        """Segments of the index that could not be searched for some lookup."""
+        return tuple(sorted(self._missing))
 
     @property
     def _guesses(self) -> bool:
@@ -129,7 +135,7 @@ class SpeculativeRun:
             seconds = time.perf_counter() - begin
             return Step(head, round, query, passages, verified=False, seconds=seconds)
         lookup = await self._looked_up(self._look_up([query]))
-        self._answers[query] = lookup.passages[0]
+        self._remember([query], lookup)
         if self._sent is None:
             self._plan = self._tools.scheduler.choose()
         return Step(head, round, query, lookup.passages[0], verified=True, seconds=encode_s)
@@ -173,9 +179,7 @@ class SpeculativeRun:
         steps, asking = self._sent
         lookup = await self._looked_up(asking)
         self._sent, self._num_beside = None, 0
-        for step, passages in zip(steps, lookup.passages, strict=True):
-            assert step.query is not None
-            self._answers[step.query] = passages
+        self._remember([step.query for step in steps if step.query], lookup)
         right = [keys_of(s.passages) == keys_of(truth) for s, truth in zip(steps, lookup.passages, strict=True)]
         num_right = right.index(False) if False in right else len(right)
         for step, passages in zip(steps[:num_right], lookup.passages, strict=False):
@@ -214,9 +218,15 @@ class SpeculativeRun:
         lookup = await self._wait_for(asking.future)
         self.stats.wait_s += time.perf_counter() - begin
         self._tools.scheduler.note_verification(asking.num_queries, asking.took_s[0], self._num_beside > 0)
-        if self._order.guessing:
+        if self._order.guessing and not lookup.missing:
             self._cache.insert(lookup)
         return lookup
+
+    def _remember(self, queries: Sequence[Query], lookup: Lookup) -> None:
+        """Why not what a part of the index is missing from: the next lookup may find all of it."""
+        self._missing |= set(lookup.missing)
+        if not lookup.missing:
+            self._answers |= dict(zip(queries, lookup.passages, strict=True))
 
     async def _wait_for(self, future: asyncio.Future[T]) -> T:
         timeout_s = self._tools.config.timeout_s

@@ -55,13 +55,15 @@ class Lookup(NamedTuple):
     `passages` are the best k of each query, best first, with scores. `candidates` are the best max(k, prefetch_k) of every query,
     in that order and by query, less those that were known already; none for a prefetch_k of 0. `statistics` count what the
     scope's tenant may read: all its passages and their lengths, and the frequency of every term of `candidates`; empty in mode
-    dense and for a prefetch_k of 0.
+    dense and for a prefetch_k of 0. `missing` names segments that could not be searched: all else is what an index without them
+    says, and nothing to remember. Empty unless `RetrieverConfig.fail_closed` is off.
     """
 
     passages: list[list[Passage]]
     candidates: dict[PassageKey, Candidate]
     statistics: TermStatistics
     generation: str
+    missing: tuple[str, ...] = ()
 
 
 class IndexLike(Protocol):
@@ -97,7 +99,8 @@ class IndexLike(Protocol):
     ) -> Lookup:
         """`passages` are bitwise the same for every `prefetch_k`, and a query's do not depend on the other queries.
 
-        Raises: StoreError if the generation cannot be read (any more), RetrievalError if the index does not answer.
+        Raises: StoreError if the generation cannot be read (any more), RetrievalError if the index, or a part of it, does not
+        answer.
         """
         ...
 

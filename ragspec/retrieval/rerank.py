@@ -7,7 +7,7 @@ A pair's score is bitwise the same whatever other pairs are scored beside it; se
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -29,6 +29,17 @@ class PairScorer(Protocol):
     """Scores texts against a query; higher is better, and no pair depends on another."""
 
     def scores(self, query: str, texts: Sequence[str]) -> NDArray[np.float64]: ...
+
+
+Asked = tuple[str, Sequence[str]]
+"""A query and the texts that are scored against it."""
+
+Scoring = Callable[[Sequence[Asked]], list[NDArray[np.float64]]]
+"""The scores of several queries' texts."""
+
+
+def in_turn(scorer: PairScorer | None) -> Scoring | None:
+    return None if scorer is None else lambda asked: [scorer.scores(*each) for each in asked]
 
 
 class RerankerConfig(Part):

@@ -21,7 +21,7 @@ from ragspec.errors import ConfigError, InputError, StoreError
 from ragspec.retrieval.encoder import Encoder, TextEncoder
 from ragspec.retrieval.lookup import Lookup, Mode, PassageKey, Query
 from ragspec.retrieval.manifest import Manifest, read_current
-from ragspec.retrieval.rerank import PairScorer, Reranker, RerankerConfig
+from ragspec.retrieval.rerank import PairScorer, Reranker, RerankerConfig, in_turn
 from ragspec.retrieval.search import EVERYTHING, Scope, ShardLike
 from ragspec.retrieval.store import Store, check_encoder
 from ragspec.retrieval.view import View, encoded
@@ -34,10 +34,14 @@ Progress = Callable[[int, int], None]
 
 
 class Retrieval(NamedTuple):
-    """The passages of each query, best first, and the generation of the index that gave them."""
+    """The passages of each query, best first, and the generation of the index that gave them.
+
+    `missing` names segments that could not be searched, as in `Lookup`; empty unless `RetrieverConfig.fail_closed` is off.
+    """
 
     passages: list[list[Passage]]
     generation: str
+    missing: tuple[str, ...] = ()
 
 
 class Retriever:
@@ -123,7 +127,7 @@ class Retriever:
         Raises: InputError if a query is empty or not text; StoreError if the index was changed into one that cannot be read.
         """
         found = self.look_up(self.encode(queries), k, scope)
-        return Retrieval(found.passages, found.generation)
+        return Retrieval(found.passages, found.generation, found.missing)
 
     def pinned(self) -> Retriever:
         """The generation that is current now, whatever is committed later; shares with this one all that is open."""
@@ -148,7 +152,7 @@ class Retriever:
             return self._view
 
     def _opened(self, store: Store) -> View:
-        return View(store, self._config, reranker=self._reranker, shard=self._shard)
+        return View(store, self._config, scoring=in_turn(self._reranker), shard=self._shard)
 
 
 def index_folder(config: RetrieverConfig) -> Path:

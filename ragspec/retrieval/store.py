@@ -48,11 +48,19 @@ class LiveSegment:
 class Store:
     """One generation of an index."""
 
-    def __init__(self, index_dir: Path, pointer: str, manifest: Manifest, segments: Sequence[LiveSegment]) -> None:
+    def __init__(
+        self,
+        index_dir: Path,
+        pointer: str,
+        manifest: Manifest,
+        segments: Sequence[LiveSegment],
+        only: frozenset[str] | None = None,
+    ) -> None:
         self.index_dir = index_dir
         self.pointer = pointer
         self.manifest = manifest
         self.segments = tuple(segments)
+        self._only = only
 
     @classmethod
     def open(
@@ -66,21 +74,21 @@ class Store:
     ) -> Store:
         """Open the current generation, or the one that `pointer` (of another store) names.
 
-        With `encoder`, only if it is the one the vectors came from; with `only`, no other segments than these. Segments that a
-        store of `sharing` has are not opened anew.
+        With `encoder`, only if it is the one the vectors came from; with `only`, no other segments than these (none: the manifest
+        alone is read). Segments that a store of `sharing` has are not opened anew.
 
         Raises: StoreMissing, StoreCorrupt or EncoderMismatch, each with the exact reason; then nothing was loaded.
         """
         known = {live.segment.name: live.segment for store in sharing for live in store.segments}
         if pointer:
             return _open_generation(Path(index_dir), pointer, encoder, known, only)
-        return _open_current(Path(index_dir), encoder, known)
+        return _open_current(Path(index_dir), encoder, known, only)
 
     def refreshed(self) -> Store:
         """The current generation; this very store if it still is that. Segments that are open stay so. Raises: as `open`."""
         if read_pointer(self.index_dir) == self.pointer:
             return self
-        return Store.open(self.index_dir, sharing=[self])
+        return Store.open(self.index_dir, only=self._only, sharing=[self])
 
     @property
     def generation(self) -> str:
@@ -93,12 +101,14 @@ class Store:
                 yield live.segment.document(number)
 
 
-def _open_current(index_dir: Path, encoder: EncoderIdentity | None, known: Mapping[str, Segment]) -> Store:
+def _open_current(
+    index_dir: Path, encoder: EncoderIdentity | None, known: Mapping[str, Segment], only: frozenset[str] | None
+) -> Store:
     """Opens again when a writer replaced the generation, and removed an older one, between two looks."""
     while True:
         pointer = read_pointer(index_dir)
         try:
-            return _open_generation(index_dir, pointer, encoder, known, None)
+            return _open_generation(index_dir, pointer, encoder, known, only)
         except StoreCorrupt:
             if read_pointer(index_dir) == pointer:
                 raise
@@ -117,7 +127,7 @@ def _open_generation(
     records = [record for record in manifest.segments if only is None or record.name in only]
     check_files(_to_check(index_dir, folder, records, known))
     segments = [_live(index_dir, folder, manifest, record, known) for record in records]
-    return Store(index_dir, pointer, manifest, segments)
+    return Store(index_dir, pointer, manifest, segments, only)
 
 
 def _to_check(

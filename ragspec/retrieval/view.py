@@ -24,7 +24,7 @@ from ragspec.retrieval.encoder import FloatArray, TextEncoder
 from ragspec.retrieval.fusion import reciprocal_rank_fusion
 from ragspec.retrieval.lookup import Candidate, Lookup, Mode, PassageKey, Query
 from ragspec.retrieval.manifest import DENSE, Manifest
-from ragspec.retrieval.rerank import PairScorer
+from ragspec.retrieval.rerank import Scoring
 from ragspec.retrieval.search import Hit, Scope, Shard, ShardLike
 from ragspec.retrieval.sparse import SparseConfig, TermStatistics, sparse_query
 from ragspec.retrieval.store import Store
@@ -42,15 +42,15 @@ class View:
         store: Store,
         config: RetrieverConfig,
         *,
-        reranker: PairScorer | None = None,
+        scoring: Scoring | None = None,
         shard: Callable[[Store], ShardLike] | None = None,
     ) -> None:
-        """`shard` opens the segments, in this process if None. Raises: ConfigError, StoreCorrupt."""
+        """`scoring` reranks; `shard` opens the segments, in this process if None. Raises: ConfigError, StoreCorrupt."""
         self.store = store
         self.terms = terms_of(store.manifest, config.mode)
         self._passage_terms = lru_cache(_TEXTS_KEPT)(self.terms)
         self._config = config
-        self._reranker = reranker
+        self._scoring = scoring
         self._approximate = any(DENSE in record.files for record in store.manifest.segments)
         self._shard = shard(store) if shard else _local(store, config)
 
@@ -77,15 +77,15 @@ class View:
 
     def _best(self, queries: Sequence[Query], k: int, width: int, scope: Scope) -> list[list[Hit]]:
         """At least the best max(k, width) of each query, if there are as many; the first k are the same for every width."""
-        depth = k if self._reranker is None or not (k or width) else max(k, self._config.rerank_depth)
+        depth = k if self._scoring is None or not (k or width) else max(k, self._config.rerank_depth)
         hits = self._ranked(queries, max(depth, width), scope)
         if self._approximate and self._list_depth(depth) < self._list_depth(width):  # a wider search finds others
             near = self._ranked(queries, depth, scope)
             hits = [_first_then(*each) for each in zip(near, hits, strict=True)]
-        if self._reranker is None:
+        if self._scoring is None:
             return hits
-        each = zip(queries, hits, strict=True)
-        return [[*self._reranked(self._reranker, query, some[:depth]), *some[depth:]] for query, some in each]
+        best = self._reranked(self._scoring, queries, [some[:depth] for some in hits])
+        return [[*first, *some[depth:]] for first, some in zip(best, hits, strict=True)]
 
     def _list_depth(self, depth: int) -> int:
         return max(depth, self._config.fusion_depth) if self._config.mode == "hybrid" else depth
@@ -111,9 +111,13 @@ class View:
         statistics = self._shard.statistics(distinct, scope.tenant)
         return self._shard.sparse([sparse_query(some, statistics, SparseConfig()) for some in terms], k, scope)
 
-    def _reranked(self, reranker: PairScorer, query: Query, hits: Sequence[Hit]) -> list[Hit]:
-        scores = reranker.scores(query.text, [embedded_text(passage) for passage in self._shard.passages(hits)])
-        return sorted(hit._replace(negative_score=-float(score)) for hit, score in zip(hits, scores, strict=True))
+    def _reranked(self, scoring: Scoring, queries: Sequence[Query], hits: Sequence[Sequence[Hit]]) -> list[list[Hit]]:
+        texts = map(embedded_text, self._shard.passages([hit for some in hits for hit in some]))
+        asked = [(query.text, list(islice(texts, len(some)))) for query, some in zip(queries, hits, strict=True)]
+        return [
+            sorted(hit._replace(negative_score=-float(score)) for hit, score in zip(some, scores, strict=True))
+            for some, scores in zip(hits, scoring(asked), strict=True)
+        ]
 
     def _candidates(self, hits: Iterable[Hit], known: frozenset[PassageKey]) -> dict[PassageKey, Candidate]:
         fresh = {hit.passage: hit._replace(negative_score=-0.0) for hit in hits if hit.passage not in known}
