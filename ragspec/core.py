@@ -237,10 +237,13 @@ class Request:
 
 
 class FinishReason(enum.StrEnum):
+    """ERROR: this request failed. LOST: what it ran on is gone, and nothing else can go on with it now."""
+
     STOP = "stop"
     LENGTH = "length"
     CANCELLED = "cancelled"
     ERROR = "error"
+    LOST = "lost"
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 
 from ragspec.core import Completion, Delta, FinishReason, GenerationStats, Request
-from ragspec.errors import Cancelled, EngineError
+from ragspec.errors import Cancelled, EngineError, ReplicaLost
 
 
 class Collector:
@@ -30,7 +30,8 @@ class Collector:
                 self._done.set()
 
     def wait(self) -> list[Completion]:
-        """Raises: EngineError when one of them failed, Cancelled when the engine was closed."""
+        """Raises: EngineError when one of them failed, ReplicaLost when nothing can go on with it, Cancelled when the engine was
+        closed."""
         self._done.wait()
         return [join(self._parts[key]) for key in self._order]
 
@@ -51,8 +52,10 @@ def settle(done: Future[None], call: Callable[[], None]) -> None:
 
 
 def join(deltas: Sequence[Delta]) -> Completion:
-    """The completion that one choice's deltas add up to. Raises: EngineError, Cancelled."""
+    """The completion that one choice's deltas add up to. Raises: EngineError, ReplicaLost, Cancelled."""
     last = deltas[-1]
+    if last.finish_reason is FinishReason.LOST:
+        raise ReplicaLost(f"request {last.request_id} is lost: {last.error}")
     if last.finish_reason is FinishReason.ERROR:
         raise EngineError(f"request {last.request_id} failed: {last.error}")
     if last.finish_reason is FinishReason.CANCELLED:

@@ -48,8 +48,8 @@ class Engine(EngineClient):
         self.target = target
         self._threads = threads or ThreadChoice(config.num_threads, adaptive=config.adaptive_threads)
         self.fingerprint, self.max_context_tokens = admission.fingerprint, admission.max_context_tokens
-        self._planner = planner
-        self._admission = admission
+        self.lost = ""  # why all of it is dead, set before any sequence hears of it; empty: it is not
+        self._planner, self._admission = planner, admission
         self._scheduler = Scheduler(target.pool, config, num_recomputed=1 if planner.taps else 0)
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._sequences: dict[str, list[Sequence]] = {}
