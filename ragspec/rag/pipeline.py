@@ -3,57 +3,41 @@
     >>> with Pipeline.from_config(load_config("ragspec.yaml")) as pipeline:
     ...     print(pipeline.ask("What does json.dumps do?").text)
 
-A pipeline takes any retriever and engine that keep these protocols: local objects and actor handles alike.
+A pipeline takes any retriever and engine that keep the protocols: local objects and actor handles alike. Its questions come
+together or one by one; `ragspec.rag.flow` answers a stream of them by the same steps.
 """
 
 from __future__ import annotations
 
 import asyncio
-import time
 import uuid
 from collections.abc import AsyncIterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Protocol, Self
+from dataclasses import replace
+from typing import Any, Self
 
 from ragspec.config import GenerationConfig, PipelineConfig
-from ragspec.core import Completion, Delta, Request, SamplingParams
+from ragspec.core import Delta, SamplingParams
 from ragspec.engine.collect import join
 from ragspec.engine.loading import load_engine
 from ragspec.errors import InputError
-from ragspec.rag.answer import Answer, AnswerStats
-from ragspec.rag.citations import find_citations
-from ragspec.rag.prompt import Prompt, PromptBuilder
-from ragspec.rag.sources import copy_sources
-from ragspec.retrieval.filters import parse_filter
-from ragspec.retrieval.retriever import Retrieval, Retriever
+from ragspec.rag.answer import Answer
+from ragspec.rag.prompt import PromptBuilder
+from ragspec.rag.steps import (
+    EngineLike,
+    Prepared,
+    Question,
+    RetrieverLike,
+    answered,
+    params_of,
+    prepared,
+    retrieved,
+    scope_of,
+)
+from ragspec.retrieval.retriever import Retriever
 from ragspec.retrieval.search import Scope
 from ragspec.speculation import Speculation, SpeculationGiven
 
-
-class RetrieverLike(Protocol):
-    """Finds passages."""
-
-    def retrieve(self, queries: Sequence[str], k: int, scope: Scope) -> Retrieval: ...
-
-
-class EngineLike(Protocol):
-    """Runs requests."""
-
-    def generate(self, requests: Sequence[Request]) -> list[Completion]: ...
-
-    def stream(self, request: Request) -> AsyncIterator[Delta]: ...
-
-    def close(self) -> None: ...
-
-
-@dataclass(frozen=True, slots=True)
-class _Prepared:
-    question: str
-    prompt: Prompt
-    request: Request
-    generation: str
-    retrieve_s: float
-    prompt_s: float
+__all__ = ["EngineLike", "Pipeline", "RetrieverLike", "params_of", "scope_of"]
 
 
 class Pipeline:
@@ -113,9 +97,9 @@ class Pipeline:
         Raises: InputError or PromptTooLong for the first question that cannot be asked; then none is generated.
         """
         scope = scope_of(tenant, filter)
-        prepared = self._prepare(questions, params, num_passages, speculation, scope)
-        completions = iter(self._engine.generate([p.request for p in prepared]))
-        return [self._answer(p, next(completions)) for p in prepared for _ in range(p.request.params.n)]
+        ready = self._prepare(questions, params, num_passages, speculation, scope)
+        completions = iter(self._engine.generate([each.request for each in ready]))
+        return [answered(each, next(completions)) for each in ready for _ in range(each.request.params.n)]
 
     async def stream(
         self,
@@ -134,13 +118,13 @@ class Pipeline:
         params = replace(params or self._defaults, n=1)
         # Why a thread: encoder and tokenizer take milliseconds in which other streams go on
         scope = scope_of(tenant, filter)
-        (prepared,) = await asyncio.to_thread(self._prepare, [question], params, num_passages, speculation, scope)
+        (ready,) = await asyncio.to_thread(self._prepare, [question], params, num_passages, speculation, scope)
         deltas: list[Delta] = []
-        async for delta in self._engine.stream(prepared.request):
+        async for delta in self._engine.stream(ready.request):
             deltas.append(delta)
             if delta.text:
                 yield delta.text
-        yield self._answer(prepared, join(deltas))
+        yield answered(ready, join(deltas))
 
     def close(self) -> None:
         self._engine.close()
@@ -158,52 +142,13 @@ class Pipeline:
         num_passages: int | None,
         speculation: SpeculationGiven,
         scope: Scope,
-    ) -> list[_Prepared]:
-        k = self._num_passages if num_passages is None else num_passages
-        if k < 1:
-            raise InputError(f"num_passages must be at least 1, not {k}")
+    ) -> list[Prepared]:
         if isinstance(params, Sequence) and len(params) != len(questions):
             raise InputError(f"{len(questions)} questions came with {len(params)} sets of sampling parameters")
-        each = [params or self._defaults] * len(questions) if not isinstance(params, Sequence) else params
-        begin = time.perf_counter()
-        found, generation = self._retriever.retrieve(questions, k, scope)
-        retrieve_s = time.perf_counter() - begin
-        prepared = []
-        for question, passages, own in zip(questions, found, each, strict=True):
-            begin = time.perf_counter()
-            prompt = self._prompts.build(question, passages, own.max_tokens)
-            request = Request(
-                uuid.uuid4().hex,
-                prompt.prompt_ids,
-                own,
-                copy_sources(question, prompt.passages),
-                scope.tenant,
-                Speculation.of(speculation),
-            )
-            prepared.append(_Prepared(question, prompt, request, generation, retrieve_s, time.perf_counter() - begin))
-        return prepared
-
-    def _answer(self, prepared: _Prepared, completion: Completion) -> Answer:
-        passages = prepared.prompt.passages
-        stats = AnswerStats(prepared.retrieve_s, prepared.prompt_s, prepared.generation, completion.stats)
-        return Answer(
-            prepared.question,
-            completion.text,
-            tuple(find_citations(completion.text, passages)),
-            passages,
-            prepared.prompt.dropped,
-            completion.finish_reason,
-            completion.token_ids,
-            completion.logprobs,
-            stats,
-        )
-
-
-def scope_of(tenant: str, filter: Mapping[str, Any] | None) -> Scope:
-    return Scope(tenant, None if filter is None else parse_filter(filter))
-
-
-def params_of(config: GenerationConfig) -> SamplingParams:
-    return SamplingParams(
-        max_tokens=config.max_tokens, temperature=config.temperature, top_p=config.top_p, seed=config.seed
-    )
+        each = params if isinstance(params, Sequence) else [params or self._defaults] * len(questions)
+        k = self._num_passages if num_passages is None else num_passages
+        drafting = Speculation.of(speculation)
+        asked = [
+            Question(uuid.uuid4().hex, text, own, k, scope, drafting) for text, own in zip(questions, each, strict=True)
+        ]
+        return [prepared(found, self._prompts) for found in retrieved(self._retriever, asked)]

@@ -1,96 +1,22 @@
-"""Pipeline with real small parts: the packaged encoder, an index on disk, an engine over a random tiny Llama that can copy.
-
-Where an answer must quote, its tokens are forced; everything else runs as in production.
-"""
+"""Pipeline with real small parts; see conftest.py."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import pytest
-from tiny_target import Free, save_model
+from small_parts import CONTEXT, DOCUMENTS, GREEDY, QUESTION, QUOTE, QUOTING, SAMPLED, Recording, Switch
 
-from ragspec.config import EncoderConfig, EngineConfig, IndexConfig, TargetConfig
-from ragspec.core import Delta, Document, FinishReason, Request, SamplingParams
-from ragspec.drafting.copy import CopyDrafter
-from ragspec.drafting.planner import Planner
-from ragspec.engine.admission import Admission
+from ragspec.core import Delta, FinishReason, Request, SamplingParams
 from ragspec.engine.engine import Engine
 from ragspec.engine.target import Target
 from ragspec.errors import Cancelled, InputError, PromptTooLong
-from ragspec.evaluation.forced import ForcedSampler
-from ragspec.numerics.kv_cache import KvPool
 from ragspec.rag.answer import Answer
 from ragspec.rag.pipeline import Pipeline
 from ragspec.rag.prompt import PromptBuilder
-from ragspec.retrieval.encoder import Encoder
-from ragspec.retrieval.retriever import Retriever, build_index
-from ragspec.retrieval.store import Store
-from ragspec.verification.sampling import KeyedSampler, Sampler
-
-CONTEXT = 1024
-DOCUMENTS = (
-    Document(
-        "mill", "The old mill was built in 1874 by the people of the valley. It grinds no corn today.", "The mill"
-    ),
-    Document("river", "The river rises in the northern hills. It flows past the mill to the sea.", "The river"),
-    Document("bridge", "A stone bridge was rebuilt after the flood of 1921. Carts may not cross it.", "The bridge"),
-)
-QUESTION = "When was the old mill built?"
-QUOTE = '"The old mill was built in 1874 by the people of the valley." [1]'
-GREEDY = SamplingParams(max_tokens=24, ignore_eos=True)
-QUOTING = SamplingParams(max_tokens=64)
-SAMPLED = SamplingParams(max_tokens=24, temperature=1.0, seed=5, ignore_eos=True)
-
-
-class Switch:
-    """A sampler factory: forces `answer` where one is set, else decides as always."""
-
-    def __init__(self, target: Target) -> None:
-        self.target, self.answer = target, ""
-
-    def __call__(self, request: Request, seed: int, choice: int) -> Sampler:
-        if self.answer:
-            ids = self.target.tokenizer(self.answer, add_special_tokens=False)["input_ids"]
-            return ForcedSampler([*ids, self.target.eos_ids[0]])
-        return KeyedSampler(request, seed, choice, self.target.eos_ids, [])
-
-
-@pytest.fixture(scope="module")
-def retriever(tmp_path_factory: pytest.TempPathFactory) -> Retriever:
-    encoder = Encoder.load(EncoderConfig())
-    index = tmp_path_factory.mktemp("index")
-    build_index(DOCUMENTS, index, encoder, IndexConfig())
-    return Retriever(encoder, Store.open(index, encoder.identity))
-
-
-@pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Target:
-    folder = save_model("llama", tmp_path_factory.mktemp("model"), max_position_embeddings=CONTEXT)
-    return Target.load(TargetConfig(model=str(folder)), num_kv_slots=4096)
-
-
-@pytest.fixture(scope="module")
-def switch(target: Target) -> Switch:
-    return Switch(target)
-
-
-@pytest.fixture
-def engine(target: Target, switch: Switch) -> Iterator[Engine]:
-    """New for every test, so that no test teaches the next one's drafters."""
-    target.pool = KvPool(target.shapes, 4096)
-    switch.answer = ""
-    planner = Planner([CopyDrafter(target.tokenizer, target.eos_ids)], Free(), 16)
-    with Engine(target, planner, Admission(target, "tiny", switch), EngineConfig(max_step_tokens=128)) as engine:
-        yield engine
-
-
-@pytest.fixture
-def pipeline(retriever: Retriever, engine: Engine, target: Target) -> Pipeline:
-    return Pipeline(retriever, engine, PromptBuilder(target.tokenizer, CONTEXT), num_passages=2)
+from ragspec.retrieval.retriever import Retriever
 
 
 async def streamed(pipeline: Pipeline, question: str, params: SamplingParams, **options: Any) -> tuple[str, Answer]:
@@ -194,23 +120,6 @@ def test_each_question_may_have_its_own_parameters(pipeline: Pipeline) -> None:
     assert (len(short.token_ids), len(long.token_ids)) == (3, 24)
     with pytest.raises(InputError):
         pipeline.ask_many([QUESTION, QUESTION], [GREEDY])
-
-
-class Recording:
-    """An engine that keeps what it was asked."""
-
-    def __init__(self, engine: Engine) -> None:
-        self._engine, self.requests = engine, list[Request]()
-
-    def generate(self, requests: Any) -> Any:
-        self.requests += requests
-        return self._engine.generate(requests)
-
-    def stream(self, request: Request) -> Any:
-        self.requests.append(request)
-        return self._engine.stream(request)
-
-    def close(self) -> None: ...
 
 
 def test_the_salt_reaches_the_engine_every_way(retriever: Retriever, engine: Engine, target: Target) -> None:

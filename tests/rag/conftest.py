@@ -1,0 +1,58 @@
+"""Real small parts for the tests of pipelines: the packaged encoder, an index on disk, an engine over a random tiny Llama that
+can copy. Where an answer must quote, its tokens are forced; everything else runs as in production.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from small_parts import CONTEXT, DOCUMENTS, Switch
+from tiny_target import Free, save_model
+
+from ragspec.config import EncoderConfig, EngineConfig, IndexConfig, TargetConfig
+from ragspec.drafting.copy import CopyDrafter
+from ragspec.drafting.planner import Planner
+from ragspec.engine.admission import Admission
+from ragspec.engine.engine import Engine
+from ragspec.engine.target import Target
+from ragspec.numerics.kv_cache import KvPool
+from ragspec.rag.pipeline import Pipeline
+from ragspec.rag.prompt import PromptBuilder
+from ragspec.retrieval.encoder import Encoder
+from ragspec.retrieval.retriever import Retriever, build_index
+from ragspec.retrieval.store import Store
+
+
+@pytest.fixture(scope="module")
+def retriever(tmp_path_factory: pytest.TempPathFactory) -> Retriever:
+    encoder = Encoder.load(EncoderConfig())
+    index = tmp_path_factory.mktemp("index")
+    build_index(DOCUMENTS, index, encoder, IndexConfig())
+    return Retriever(encoder, Store.open(index, encoder.identity))
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Target:
+    folder = save_model("llama", tmp_path_factory.mktemp("model"), max_position_embeddings=CONTEXT)
+    return Target.load(TargetConfig(model=str(folder)), num_kv_slots=4096)
+
+
+@pytest.fixture(scope="module")
+def switch(target: Target) -> Switch:
+    return Switch(target)
+
+
+@pytest.fixture
+def engine(target: Target, switch: Switch) -> Iterator[Engine]:
+    """New for every test, so that no test teaches the next one's drafters."""
+    target.pool = KvPool(target.shapes, 4096)
+    switch.answer = ""
+    planner = Planner([CopyDrafter(target.tokenizer, target.eos_ids)], Free(), 16)
+    with Engine(target, planner, Admission(target, "tiny", switch), EngineConfig(max_step_tokens=128)) as engine:
+        yield engine
+
+
+@pytest.fixture
+def pipeline(retriever: Retriever, engine: Engine, target: Target) -> Pipeline:
+    return Pipeline(retriever, engine, PromptBuilder(target.tokenizer, CONTEXT), num_passages=2)

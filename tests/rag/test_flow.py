@@ -1,0 +1,198 @@
+"""A flow answers as the pipeline does, whatever goes on beside; see conftest.py for its parts."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from contextlib import aclosing
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from small_parts import CONTEXT, GREEDY, QUESTION, QUOTE, QUOTING, SAMPLED, Recording, Switch
+
+from ragspec.core import SamplingParams
+from ragspec.engine.engine import Engine
+from ragspec.engine.target import Target
+from ragspec.errors import ConfigError, InputError, PromptTooLong, RetrievalError
+from ragspec.rag.answer import Answer
+from ragspec.rag.flow import Flow, FlowLimits, TwoSteps
+from ragspec.rag.pipeline import EngineLike, Pipeline, RetrieverLike
+from ragspec.rag.prompt import PromptBuilder
+from ragspec.rag.stages import Finished
+from ragspec.rag.steps import Question
+from ragspec.retrieval.retriever import Retrieval, Retriever
+from ragspec.retrieval.search import Scope
+
+TEXTS = (*(f"What does the river do in year {year}?" for year in range(1900, 1911)), QUESTION)
+
+
+class OneStep:
+    """A retriever that cannot be asked for its encoding alone."""
+
+    def __init__(self, retriever: Retriever) -> None:
+        self._retriever = retriever
+
+    def retrieve(self, queries: Sequence[str], k: int, scope: Scope) -> Retrieval:
+        return self._retriever.retrieve(queries, k, scope)
+
+
+class Lost(OneStep):
+    """An index that no question of one tenant can reach."""
+
+    def retrieve(self, queries: Sequence[str], k: int, scope: Scope) -> Retrieval:
+        if scope.tenant == "lost":
+            raise RetrievalError("the index is lost")
+        return super().retrieve(queries, k, scope)
+
+
+def questions(params: SamplingParams, texts: Sequence[str] = TEXTS, **options: Any) -> list[Question]:
+    options = {"num_passages": 2, **options}
+    return [Question(f"q{n}", text, params, **options) for n, text in enumerate(texts)]
+
+
+def flow_of(retriever: RetrieverLike, engine: EngineLike, target: Target, **limits: int) -> Flow:
+    limits = {"max_batch": 4, "max_in_flight": 5, "max_waiting": 3, **limits}
+    return Flow(retriever, engine, PromptBuilder(target.tokenizer, CONTEXT), FlowLimits(**limits))
+
+
+def run(flow: Flow, asked: Sequence[Question]) -> dict[str, Finished[tuple[Answer, ...]]]:
+    async def collect() -> list[Finished[tuple[Answer, ...]]]:
+        return [finished async for finished in flow.run(asked)]
+
+    finished = asyncio.run(asyncio.wait_for(collect(), 120))
+    assert len({each.id for each in finished}) == len(finished)
+    return {each.id: each for each in finished}
+
+
+@pytest.mark.parametrize(
+    "params", [replace(GREEDY, seed=3), SAMPLED, replace(SAMPLED, n=2)], ids=["greedy", "sampled", "two choices"]
+)
+@pytest.mark.parametrize("kind", [Retriever, OneStep])
+def test_a_flow_answers_as_the_pipeline_does(
+    retriever: Retriever, pipeline: Pipeline, engine: Engine, target: Target, params: SamplingParams, kind: type
+) -> None:
+    """A second way to prepare or cite: another prompt, key or order of passages."""
+    expected = iter(pipeline.ask_many(TEXTS, params))
+    given = retriever if kind is Retriever else OneStep(retriever)
+    assert isinstance(given, TwoSteps) == (kind is Retriever)
+    got = run(flow_of(given, engine, target), questions(params))
+    assert len(got) == len(TEXTS)
+    for n, text in enumerate(TEXTS):
+        for answer in got[f"q{n}"].result():
+            like = next(expected)
+            assert answer.question == like.question == text
+            assert (answer.token_ids, answer.text, answer.seed) == (like.token_ids, like.text, like.seed)
+            assert (answer.passages, answer.citations) == (like.passages, like.citations)
+            assert answer.stats.index_generation == like.stats.index_generation
+            assert answer.stats.retrieve_s > 0 and answer.stats.prompt_s > 0
+
+
+def test_a_quote_is_cited(retriever: Retriever, engine: Engine, target: Target, switch: Switch) -> None:
+    """Answers of a flow without their citations."""
+    switch.answer = QUOTE
+    ((answer,),) = [
+        each.result() for each in run(flow_of(retriever, engine, target), questions(QUOTING, [QUESTION])).values()
+    ]
+    (citation,) = answer.citations
+    assert answer.text[citation.start : citation.end] in QUOTE and citation.document_id == "mill"
+
+
+@pytest.mark.parametrize("kind", [OneStep, Retriever])
+def test_a_bad_question_is_its_own_result(retriever: Retriever, engine: Engine, target: Target, kind: type) -> None:
+    """One question of ten thousand that ends the others, or is answered as its neighbour."""
+    texts = [
+        "",
+        QUESTION,
+        "nul \0",
+        "why " * 2000,
+        "half \ud800",
+        "x" * 1_000_000,
+        QUESTION,
+        "Where does the river rise?",
+    ]
+    given = retriever if kind is Retriever else OneStep(retriever)
+    got = run(flow_of(given, engine, target), questions(GREEDY, texts))
+    assert {n for n in range(8) if got[f"q{n}"].error is None} == {1, 6, 7}
+    assert isinstance(got["q3"].error, PromptTooLong)
+    assert all(isinstance(got[f"q{n}"].error, InputError) for n in (0, 2, 4, 5))
+    assert got["q1"].result()[0].token_ids == got["q6"].result()[0].token_ids
+
+
+def test_an_id_that_runs_already_is_refused_for_the_second(
+    retriever: Retriever, engine: Engine, target: Target
+) -> None:
+    """Two questions of one id whose tokens mix."""
+    twice = [replace(question, id="same") for question in questions(GREEDY, TEXTS[:2])]
+
+    async def collect() -> list[Finished[tuple[Answer, ...]]]:
+        return [finished async for finished in flow_of(retriever, engine, target).run(twice)]
+
+    results = [each.error for each in asyncio.run(collect())]
+    assert {type(error) for error in results} == {InputError, type(None)} and "already" in str(results)
+
+
+def test_a_lost_index_is_the_error_of_those_who_needed_it(retriever: Retriever, engine: Engine, target: Target) -> None:
+    """The whole flow ends because one tenant's shard is gone; or its questions are answered without passages."""
+    asked = questions(GREEDY, TEXTS[:4])
+    asked[1::2] = [replace(each, scope=Scope("lost")) for each in asked[1::2]]
+    got = run(flow_of(Lost(retriever), engine, target), asked)
+    assert [type(got[f"q{n}"].error) for n in range(4)] == [type(None), RetrievalError] * 2
+
+
+def test_requests_carry_id_tenant_and_what_they_share(retriever: Retriever, engine: Engine, target: Target) -> None:
+    """A job that is run again under new ids; a tenant's request in everybody's cache; documents that no replica remembers."""
+    recording = Recording(engine)
+    flow = flow_of(retriever, recording, target)
+    run(flow, questions(GREEDY, TEXTS[:3], scope=Scope("ann"), num_passages=3))
+    assert sorted(request.id for request in recording.requests) == ["q0", "q1", "q2"]
+    assert {request.salt for request in recording.requests} == {"ann"}
+    assert {request.affinity for request in recording.requests} == {"bridge\nmill\nriver"}
+
+
+def test_no_more_requests_than_allowed_are_in_the_engine(retriever: Retriever, engine: Engine, target: Target) -> None:
+    """A thousand prompts wait inside the engine, where nobody else gets a turn."""
+
+    class Counting(Recording):
+        most = now = 0
+
+        async def stream(self, request: Any) -> Any:
+            self.now += 1
+            self.most = max(self.most, self.now)
+            async with aclosing(engine.stream(request)) as deltas:
+                async for delta in deltas:
+                    yield delta
+            self.now -= 1
+
+    counting = Counting(engine)
+    flow = flow_of(retriever, counting, target, max_in_flight=3)
+    run(flow, questions(GREEDY))
+    assert counting.most == 3
+    assert [each.name for each in flow.metrics] == ["encode", "retrieve", "prompt", "generate", "cite"]
+    assert [each.num_items for each in flow.metrics] == [len(TEXTS)] * 5
+    assert all(each.max_depth <= 3 and each.depth == 0 and each.busy_s > 0 for each in flow.metrics)
+    encode, *_, generate, _ = flow.metrics
+    assert encode.num_batches < len(TEXTS) == generate.num_batches
+
+
+def test_leaving_a_flow_early_frees_the_engine(
+    retriever: Retriever, pipeline: Pipeline, engine: Engine, target: Target
+) -> None:
+    """A job that was stopped keeps the engine busy to the end of every answer."""
+
+    async def leave() -> None:
+        short, *endless = questions(replace(GREEDY, max_tokens=600))
+        flow = flow_of(retriever, engine, target)
+        async with aclosing(flow.run([replace(short, params=GREEDY), *endless])) as results:
+            await anext(results)
+
+    asyncio.run(leave())
+    pipeline.ask(QUESTION, replace(GREEDY, max_tokens=1))  # the engine's queue is in order: the cancels are done before
+    assert not engine._scheduler.running and not engine._scheduler.waiting
+
+
+def test_limits_that_cannot_be_meant_are_refused() -> None:
+    """A flow of no requests at once, which waits for ever."""
+    for name in ("max_batch", "max_lookups", "max_in_flight", "max_waiting"):
+        with pytest.raises(ConfigError, match=name):
+            FlowLimits(**{name: 0})
