@@ -52,6 +52,11 @@ class Source:
     def tree(self) -> ast.Module:
         return ast.parse(self.text, self.path)
 
+    @functools.cached_property
+    def nodes(self) -> list[ast.AST]:
+        """Every node of the tree."""
+        return list(ast.walk(self.tree))
+
     @property
     def package(self) -> list[str]:
         """The dotted name of the folder, which relative imports start from."""
@@ -69,7 +74,7 @@ Rule = Callable[[Source], Iterator[str]]
 
 def imports(source: Source) -> Iterator[tuple[int, str]]:
     """Line and full dotted name of everything imported, at any depth of the file and also by `import_module("...")`."""
-    for node in ast.walk(source.tree):
+    for node in source.nodes:
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -117,11 +122,11 @@ def environment_at_the_edge(source: Source) -> Iterator[str]:
     if not source.layer or source.layer == "cli":
         return
     allowed: set[ast.AST] = set()
-    for node in ast.walk(source.tree):
+    for node in source.nodes:
         if source.layer == "config" and isinstance(node, ast.FunctionDef) and node.name == "load_config":
             allowed.update(ast.walk(node))
     names = {"environ", "environb", "getenv", "getenvb", "putenv", "unsetenv"}
-    for node in ast.walk(source.tree):
+    for node in source.nodes:
         is_read = isinstance(node, ast.Attribute) and node.attr in names
         is_import = isinstance(node, ast.ImportFrom) and node.module == "os" and names & {a.name for a in node.names}
         if (is_read or is_import) and node not in allowed:
@@ -133,12 +138,12 @@ def no_pickle(source: Source) -> Iterator[str]:
     for line, name in imports(source):
         if PICKLES & set(name.split(".")):
             yield f"{source.path}:{line}: imports {name}"
-    for node in ast.walk(source.tree):
+    for node in source.nodes:
         if not isinstance(node, ast.Call):
             continue
         options = {k.arg: getattr(k.value, "value", None) for k in node.keywords}
-        called = ast.unparse(node.func)
-        if called == "torch.load" and options.get("weights_only") is not True:
+        is_torchs = call_name(node) == "load" and ast.unparse(node.func) == "torch.load"
+        if is_torchs and options.get("weights_only") is not True:
             yield f"{source.path}:{node.lineno}: torch.load without weights_only=True"
         if options.get("allow_pickle", False) is not False:
             yield f"{source.path}:{node.lineno}: allow_pickle"
@@ -146,7 +151,7 @@ def no_pickle(source: Source) -> Iterator[str]:
 
 def no_bare_except(source: Source) -> Iterator[str]:
     """An except clause names what it catches."""
-    for node in ast.walk(source.tree):
+    for node in source.nodes:
         if isinstance(node, ast.ExceptHandler) and node.type is None:
             yield f"{source.path}:{node.lineno}: bare except"
 
@@ -155,7 +160,7 @@ def no_print(source: Source) -> Iterator[str]:
     """The library does not print; the command line does."""
     if not source.layer or source.layer == "cli":
         return
-    for node in ast.walk(source.tree):
+    for node in source.nodes:
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print":
             yield f"{source.path}:{node.lineno}: print"
 
@@ -230,6 +235,7 @@ ALLOWED: tuple[tuple[Rule, str, str], ...] = (
 )
 
 
+@functools.cache
 def sources() -> list[Source]:
     """Every Python file of the product, tests left out."""
     paths = (path for folder in ("ragspec", *EDGES) for path in sorted((ROOT / folder).rglob("*.py")))

@@ -92,6 +92,7 @@ def during_the_second_lookup(index: RemoteIndex, act: Any) -> None:
     index._actor.ask = ask  # type: ignore[method-assign]
 
 
+@pytest.mark.slow  # below, it changes, too
 def test_an_index_that_dies_during_a_verification_costs_seconds(session: None, engine: Engine, index_dir: Path) -> None:
     """The answer was lost with the actor, or went on with what had only been guessed."""
     expected = truth(engine, index_dir)

@@ -81,7 +81,7 @@ def pid_of(store: RemoteDatastore) -> int:
 
 
 def test_it_answers_as_the_datastore_in_this_process_does(tmp_path: Path) -> None:
-    """Bits lost on the way, entries that were said to be known, several threads that get each other's answers."""
+    """Bits lost on the way, entries that were said to be known, threads that get each other's answers; Ray's words at the end."""
     folder = write(tmp_path / "store")
     local = Datastore.open(folder)
     wanted = EntriesWanted(5, 3, np.arange(0, 300, 2))
@@ -93,8 +93,11 @@ def test_it_answers_as_the_datastore_in_this_process_does(tmp_path: Path) -> Non
         with ThreadPoolExecutor(4) as pool:
             found = list(pool.map(lambda i: store.search(queries(40)[i : i + 1], 6, wanted), range(40)))
         assert all(same(each, local.search(queries(40)[i : i + 1], 6, wanted)) for i, each in enumerate(found))
+    with pytest.raises(RetrievalError, match="closed"):
+        store.search(queries(1), 1)
 
 
+@pytest.mark.slow
 def test_a_service_time_is_taken_once_a_call(tmp_path: Path) -> None:
     """A stated time for every query would measure something else."""
     with remote(write(tmp_path / "store"), service_s=0.2) as store:
@@ -103,6 +106,7 @@ def test_a_service_time_is_taken_once_a_call(tmp_path: Path) -> None:
         assert 0.2 <= time.perf_counter() - begin < 5.0
 
 
+@pytest.mark.slow  # the same for an index is not
 def test_an_actor_killed_in_a_call_answers_after_all(tmp_path: Path) -> None:
     """A generation that hangs or dies with its datastore."""
     folder = write(tmp_path / "store")
@@ -134,14 +138,6 @@ def test_an_answer_that_does_not_come_is_an_error_in_time(tmp_path: Path) -> Non
         with pytest.raises(RetrievalError, match=r"the datastore did not answer within 0\.4 s"):
             store.search(queries(1), 1)
         assert time.perf_counter() - begin < 4.0
-
-
-def test_a_closed_datastore_says_so(tmp_path: Path) -> None:
-    """Ray's own words, or an actor that goes on living."""
-    store = RemoteDatastore(write(tmp_path / "store"))
-    store.close()
-    with pytest.raises(RetrievalError, match="closed"):
-        store.search(queries(1), 1)
 
 
 def test_what_cannot_be_opened_is_told_with_its_reason(tmp_path: Path) -> None:

@@ -127,10 +127,10 @@ def test_forwards_of_odd_shapes(tiny: Tiny, num_rows: int) -> None:
             np.testing.assert_array_equal(got, next_logits(target, tokens[: row + 1].tolist()))
 
 
-def test_thousands_of_queued_requests(tiny: Tiny) -> None:
+def test_more_than_a_thousand_queued_requests(tiny: Tiny) -> None:
     """The queue starves its oldest, loses some, or takes quadratic time."""
     target = tiny()
-    requests = [ask(f"r{i}", (2 + i % 50, 3 + i % 7), SamplingParams(max_tokens=1 + i % 2)) for i in range(2000)]
+    requests = [ask(f"r{i}", (2 + i % 50, 3 + i % 7), SamplingParams(max_tokens=1 + i % 2)) for i in range(1200)]
     expected = {r.prompt_ids: decode(target, r.prompt_ids, SamplingParams(max_tokens=2)).token_ids for r in requests}
     with tiny_engine(target, [Random(target.vocab_size)], max_step_tokens=256) as engine:
         completions = engine.generate(requests)

@@ -235,17 +235,17 @@ def test_as_many_are_accepted_as_were_expected(tiny: Tiny, params: SamplingParam
     target = tiny()
     drafter, expected, accepted = near(target), 0.0, 0
     with tiny_engine(target, [drafter]) as engine:
-        for turn in range(14):
+        for turn in range(9):
             requests = [
                 Request(f"{turn}-{i}", tuple(range(20 + 9 * turn + i, 30 + 9 * turn + i)), replace(params, seed=turn))
                 for i in range(4)
             ]
             completions = engine.generate(requests)
-            if turn > 5:
+            if turn > 3:
                 expected += total(completions, "expected_accepted")
                 accepted += total(completions, "num_accepted")
         assert engine._planner.num_failures == 0
-    assert accepted > 200 and 0.85 < expected / accepted < 1.15, (expected, accepted)
+    assert accepted > 150 and 0.85 < expected / accepted < 1.15, (expected, accepted)
 
 
 def test_a_window_hides_what_is_older(tiny: Tiny) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ragspec.config import DraftingConfig, EngineConfig, TargetConfig
 from ragspec.core import CopySource, Request, SamplingParams, SourceKind
@@ -19,7 +19,31 @@ TEXT = (
     "sad and didn't know what to do. She said, \"I want to play with your ball, but I can't find it.\" Tim and Sam were "
     "friends, and they had a box with many toys. The water of the river was cold, but the sun was warm on 12 May 1999."
 )
-NUM_PROMPTS, NUM_TOKENS = 50, 40
+NUM_PROMPTS, NUM_TOKENS = 30, 40
+
+
+@pytest.fixture(scope="module")
+def folder(shared_data: Path) -> Path:
+    folder = shared_data / "tiny_llama"
+    if not folder.is_dir():
+        pytest.skip(f"needs {folder}")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def prompts(folder: Path) -> list[tuple[int, ...]]:
+    """Of 1 to 60 tokens."""
+    tokens = AutoTokenizer.from_pretrained(folder)(TEXT, add_special_tokens=False).input_ids
+    prompts = [tuple(tokens[3 * i : 3 * i + 1 + (7 * i) % 60]) for i in range(NUM_PROMPTS)]
+    assert min(map(len, prompts)) == 1 and max(map(len, prompts)) > 55
+    return prompts
+
+
+@pytest.fixture(scope="module")
+def theirs(folder: Path, prompts: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
+    """What the model's own code writes."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    return [their_greedy(model, list(prompt)) for prompt in prompts]
 
 
 def their_greedy(model: Any, prompt: list[int]) -> tuple[int, ...]:
@@ -35,22 +59,15 @@ def their_greedy(model: Any, prompt: list[int]) -> tuple[int, ...]:
 
 
 @pytest.mark.parametrize("speculation", [True, False])
-def test_greedy_equals_generate(shared_data: Path, speculation: bool) -> None:
+def test_greedy_equals_generate(
+    folder: Path, prompts: list[tuple[int, ...]], theirs: list[tuple[int, ...]], speculation: bool
+) -> None:
     """Packed layers, odd widths, tied embeddings or the copy drafter give other text than the model's own code."""
-    folder = shared_data / "tiny_llama"
-    if not folder.is_dir():
-        pytest.skip(f"needs {folder}")
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    drafting = DraftingConfig(speculation=speculation)
+    drafting = DraftingConfig(speculation=speculation, fixed_nodes=8)
+    sources = (CopySource(SourceKind.PASSAGE, TEXT, "story"),)
+    params = SamplingParams(max_tokens=NUM_TOKENS)
+    requests = [Request(str(i), prompt, params, sources) for i, prompt in enumerate(prompts)]
     with load_engine(TargetConfig(model=str(folder)), EngineConfig(max_kv_tokens=8192), drafting) as engine:
-        tokens = engine.target.tokenizer(TEXT, add_special_tokens=False).input_ids
-        prompts = [tokens[3 * i : 3 * i + 1 + (7 * i) % 60] for i in range(NUM_PROMPTS)]
-        assert {1, 60} <= {len(prompt) for prompt in prompts}
-        sources = (CopySource(SourceKind.PASSAGE, TEXT, "story"),)
-        requests = [
-            Request(str(i), tuple(prompt), SamplingParams(max_tokens=NUM_TOKENS), sources)
-            for i, prompt in enumerate(prompts)
-        ]
         completions = engine.generate(requests)
-    for prompt, completion in zip(prompts, completions, strict=True):
-        assert completion.token_ids == their_greedy(model, prompt)
+    assert [completion.token_ids for completion in completions] == theirs
+    assert any(completion.stats.num_accepted for completion in completions) == speculation

@@ -20,7 +20,7 @@ from ragspec.evaluation.drafters_variants import COPY, DRAFTING, EAGLE1, EAGLE2,
 from ragspec.evaluation.report import KEYS, Result
 from ragspec.evaluation.suites import Settings, run_suite
 
-TINY_PLAN = drafters_suite.DraftersPlan(2, 2, 2, 2, 2, batches=(1, 2), num_runs=3)
+TINY_PLAN = drafters_suite.DraftersPlan(2, 2, 2, 2, 2, batches=(1, 2), num_runs=1)
 
 
 def no_tick(stage: str, done: int, total: int) -> None:

@@ -10,10 +10,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from tiny_target import Free
 from transformers import AutoTokenizer
 
 from ragspec.config import DraftingConfig, TargetConfig
 from ragspec.core import Document, Request
+from ragspec.engine import loading
 from ragspec.engine.engine import Engine
 from ragspec.engine.loading import load_engine
 from ragspec.errors import ConfigError, InputError
@@ -64,8 +66,9 @@ def test_generation_suites_measure_everything(name: str, settings: Settings) -> 
     assert rows(result)
 
 
-def test_forced_gold_answers_are_what_is_decoded(settings: Settings) -> None:
+def test_forced_gold_answers_are_what_is_decoded(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bug guarded: forcing that is ignored, so the label lies; a random target never writes a quote by itself."""
+    monkeypatch.setattr(loading, "measure_costs", lambda *given: Free())
     outcome = run_suite("rag", dataclasses.replace(settings, forced="gold", peers=True), no_tick)
     assert outcome.measured is not None
     texts = [run.text for run in outcome.measured.greedy.runs[SPECULATIVE][0]]

@@ -108,9 +108,18 @@ CASES = [
     *itertools.product(["dense"], POLICIES, SCHEDULERS),
     *itertools.product(["sparse", "hybrid"], ["in-context RALM"], ["3, 3 beside", "changing"]),
 ]
+QUICK = {  # each scheduler, policy and mode at least once
+    *itertools.product(["dense"], ["in-context RALM"], SCHEDULERS),
+    *itertools.product(["dense"], POLICIES, ["changing"]),
+    *itertools.product(["dense"], ["FLARE"], ["measured", "3, 3 beside"]),
+    *itertools.product(["sparse", "hybrid"], ["in-context RALM"], ["changing"]),
+}
 
 
-@pytest.mark.parametrize(("mode", "policy", "scheduler"), CASES)
+@pytest.mark.parametrize(
+    ("mode", "policy", "scheduler"),
+    [case if case in QUICK else pytest.param(*case, marks=pytest.mark.slow) for case in CASES],
+)
 def test_guessing_changes_nothing(engine: Engine, index_dir: Path, mode: Mode, policy: str, scheduler: str) -> None:
     """A guess that was never checked, a rollback to the wrong place, a draft taken for text."""
     index = retriever(index_dir, mode)

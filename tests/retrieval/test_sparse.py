@@ -99,7 +99,7 @@ def test_scores_equal_the_formula_bit_for_bit_over_any_layout(
             assert search(segments, [None] * len(segments), query, config) == expected
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(st.lists(rows_of_terms, max_size=4), st.data())
 def test_merging_writes_the_bytes_that_adding_the_kept_rows_writes(parts: list[Rows], data: st.DataObject) -> None:
     """Terms of deleted rows that stay, or another order, give a compacted index other hashes than a rebuilt one."""
