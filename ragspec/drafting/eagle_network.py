@@ -49,8 +49,10 @@ class HeadTarget(Protocol):
 
     vocab_size: int
     hidden_size: int
-    embedding: Tensor
-    """Shape: [V, H]."""
+
+    @property
+    def embedding(self) -> Tensor:
+        """Shape: [V, H]."""
 
     @property
     def num_layers(self) -> int: ...

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import atexit
 import logging
-import queue
 import threading
 import time
 from collections.abc import Callable
@@ -25,10 +24,12 @@ from ragspec.engine.admission import Admission
 from ragspec.engine.batch import Batch, Work
 from ragspec.engine.client import EngineClient
 from ragspec.engine.collect import settle
+from ragspec.engine.commands import Commands
 from ragspec.engine.scheduler import Scheduler
 from ragspec.engine.sequence import Listener, Sequence
 from ragspec.engine.target import Target
-from ragspec.errors import EngineClosed, InputError
+from ragspec.errors import EngineClosed, InputError, RankLost
+from ragspec.numerics.ranks import BEAT_S
 from ragspec.numerics.threads import ThreadChoice
 
 log = logging.getLogger(__name__)
@@ -51,12 +52,11 @@ class Engine(EngineClient):
         self.lost = ""  # why all of it is dead, set before any sequence hears of it; empty: it is not
         self._planner, self._admission = planner, admission
         self._scheduler = Scheduler(target.pool, config, num_recomputed=1 if planner.taps else 0)
-        self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._commands = Commands(target.beat, BEAT_S if target.ranks.size > 1 else None)
         self._sequences: dict[str, list[Sequence]] = {}
-        self._lock = threading.Lock()
-        self._ids: set[str] = set()
+        self._lock, self._ids = threading.Lock(), set[str]()
         self._in_step: list[Sequence] = []
-        self._closed = False
+        self._closed = ""  # why nothing more is taken
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
         atexit.register(self.close)
@@ -71,7 +71,7 @@ class Engine(EngineClient):
         admitted = {request.id: self._admission.sequences(request, listener, prepare) for request in requests}
         with self._lock:
             if self._closed:
-                raise EngineClosed("the engine is closed")
+                raise EngineClosed(self._closed)
             taken = sorted(self._ids & admitted.keys())
             if taken or len(admitted) < len(requests):
                 which = f"in use already: {taken}" if taken else "an id comes twice"
@@ -90,7 +90,7 @@ class Engine(EngineClient):
         done: Future[None] = Future()
         with self._lock:
             if self._closed:
-                raise EngineClosed("the engine is closed")
+                raise EngineClosed(self._closed)
             self._commands.put(lambda: settle(done, call))
         done.result()
 
@@ -101,38 +101,38 @@ class Engine(EngineClient):
 
     def close(self) -> None:
         with self._lock:
-            self._closed = True
-            self._commands.put(None)
+            self._closed = self._closed or "the engine is closed"
+            self._commands.end()
         self._thread.join()
         atexit.unregister(self.close)
 
     # -- the engine's thread -----------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        while self._take_commands():
-            try:
-                self.step()
-            except Exception as cause:
-                log.exception("a step failed; its sequences end with an error")
-                failed = self._in_step or [*self._scheduler.running, *self._scheduler.waiting]
-                for sequence in [s for s in failed if s.finish_reason is None]:
-                    self._end(sequence, FinishReason.ERROR, f"{type(cause).__name__}: {cause}")
+        try:
+            while self._commands.run(lambda: self._scheduler.idle):
+                self._step_or_fail()
+        except RankLost as cause:
+            log.error("the engine is dead: %s", cause)
+            self.lost = str(cause)
+            with self._lock:
+                self._closed = f"the engine is closed: {cause}"
+                self._commands.end()
+            self._commands.run(lambda: False)
         for sequence in [*self._scheduler.running, *self._scheduler.waiting]:
-            self._end(sequence, FinishReason.CANCELLED)
+            self._end(sequence, FinishReason.ERROR if self.lost else FinishReason.CANCELLED, self.lost)
+        self.target.close()
 
-    def _take_commands(self) -> bool:
-        """Run what the outside asked for; wait for it when there is nothing to do. False: close."""
-        while True:
-            try:
-                command = self._commands.get(block=self._scheduler.idle)
-            except queue.Empty:
-                return True
-            if command is None:
-                return False
-            try:
-                command()
-            except Exception:
-                log.exception("a command to the engine failed")
+    def _step_or_fail(self) -> None:
+        try:
+            self.step()
+        except RankLost:
+            raise
+        except Exception as cause:
+            log.exception("a step failed; its sequences end with an error")
+            failed = self._in_step or [*self._scheduler.running, *self._scheduler.waiting]
+            for sequence in [s for s in failed if s.finish_reason is None]:
+                self._end(sequence, FinishReason.ERROR, f"{type(cause).__name__}: {cause}")
 
     def step(self) -> None:
         """One decode step for every scheduled sequence."""

@@ -30,14 +30,16 @@ from ragspec.drafting.eagle_shapes import make_shape
 from ragspec.drafting.planner import Planner
 from ragspec.engine.admission import Admission, SamplerFactory
 from ragspec.engine.engine import Engine
+from ragspec.engine.parallel import load_together, threads_a_rank
 from ragspec.engine.target import Target
 from ragspec.errors import ConfigError, ModelError
 from ragspec.numerics.attention import PAGE
 from ragspec.numerics.kv_cache import SequenceSlots
 from ragspec.numerics.linear import packing_available
+from ragspec.numerics.ranks import ONE_RANK, Ranks
 from ragspec.numerics.rows import Part, StepRows
 from ragspec.numerics.self_test import SelfTest, self_test
-from ragspec.numerics.threads import ThreadChoice, compute_apart, num_processors, set_num_threads
+from ragspec.numerics.threads import ThreadChoice, compute_apart, set_num_threads
 from ragspec.verification.sampling import compile_samplers
 
 log = logging.getLogger(__name__)
@@ -50,18 +52,22 @@ def load_engine(
     config: EngineConfig,
     drafting: DraftingConfig,
     make_sampler: SamplerFactory | None = None,
+    ranks: Ranks = ONE_RANK,
 ) -> Engine:
-    """A running engine. Raises: ModelError, ConfigError."""
+    """A running engine; of several ranks rank 0's, while the others `load_follower` and run it.
+
+    Raises: ModelError, ConfigError, RankLost.
+    """
     if not packing_available(getattr(torch, target_config.dtype)):
         raise ModelError(f"this build of torch has no packed {target_config.dtype} product on this processor")
 
-    most_threads = config.num_threads or num_processors()
+    most_threads, adaptive = threads_a_rank(config, ranks), config.adaptive_threads and ranks.size == 1
 
     def build() -> tuple[Target, Planner, Admission, EngineConfig, ThreadChoice]:
-        target = Target.load(target_config, config.max_kv_tokens)
+        target = load_together(target_config, config, ranks)
         compile_samplers()
         tested = check_numerics(target, most_threads)
-        num_threads = choose_num_threads(target, most_threads) if config.adaptive_threads else most_threads
+        num_threads = choose_num_threads(target, most_threads) if adaptive else most_threads
         max_step_tokens = max(MIN_STEP_TOKENS, min(config.max_step_tokens, tested.num_rows))
         costs = measure_costs(target, max_step_tokens)
         planner = Planner(
@@ -69,10 +75,14 @@ def load_engine(
         )
         settled = config.model_copy(update={"max_step_tokens": max_step_tokens})
         admission = Admission(target, tested.numerics_id, make_sampler)
-        threads = ThreadChoice(most_threads, num_threads, adaptive=config.adaptive_threads)
+        threads = ThreadChoice(most_threads, num_threads, adaptive=adaptive)
         return target, planner, admission, settled, threads
 
-    return Engine(*compute_apart(build, most_threads))
+    try:
+        return Engine(*compute_apart(build, most_threads))
+    except BaseException:
+        ranks.close()
+        raise
 
 
 def choose_num_threads(target: Target, most: int) -> int:

@@ -13,20 +13,29 @@ both before any norm; tap `FINAL` is the final norm's output, which the logits c
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AttentionInterface, AutoTokenizer, PreTrainedTokenizerBase
 
 from ragspec.config import TargetConfig
-from ragspec.errors import ModelError
+from ragspec.engine.step_messages import Kind, Step, send, send_step
+from ragspec.engine.weights import Parts, load_part, load_whole, loading
+from ragspec.errors import ModelError, RankLost
 from ragspec.numerics.attention import AttentionShape, Rows, attend
 from ragspec.numerics.kv_cache import KvPool
 from ragspec.numerics.layers import Decoder, StepContext, make_row_invariant
+from ragspec.numerics.linear import PackedLinear
+from ragspec.numerics.ranks import ONE_RANK, Ranks
+from ragspec.numerics.sharding import cut_to
+
+log = logging.getLogger(__name__)
 
 Ints = NDArray[np.int32]
 Floats = NDArray[np.float32]
@@ -85,11 +94,24 @@ AttentionInterface.register("ragspec", paged_attention)
 
 
 class Target:
-    """A loaded model, its tokenizer and its slot pool. Owned by one engine; not thread-safe."""
+    """A loaded model, its tokenizer and its slot pool. Owned by one engine; not thread-safe.
 
-    def __init__(self, model: Any, tokenizer: PreTrainedTokenizerBase, config: TargetConfig, num_kv_slots: int) -> None:
+    Of several ranks each has a part of the weights and of every slot; rank 0 announces each forward to the others, who
+    `compute` the same. Every method raises RankLost when the group is broken.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: PreTrainedTokenizerBase,
+        config: TargetConfig,
+        num_kv_slots: int,
+        parts: Parts | None = None,
+    ) -> None:
         self.tokenizer = tokenizer
         self.config = config
+        self._parts = parts
+        self.ranks: Ranks = parts.ranks if parts else ONE_RANK
         text_config = model.config.get_text_config()
         _check_servable(model, text_config)
         self.vocab_size: int = text_config.vocab_size
@@ -98,46 +120,47 @@ class Target:
         self.num_positions = longest
         self.max_context_tokens = min(config.max_context_tokens or longest, longest)
         self.eos_ids = _eos_ids(model, tokenizer)
-        self.shapes = _attention_shapes(text_config)
+        self.shapes = _attention_shapes(text_config, self.ranks.size)
+        """Of this rank's part of each layer."""
         self._change = _LogitChange.of(text_config)
-        self.num_parameters = int(sum(p.numel() for p in model.parameters()))
-        self.embedding: torch.Tensor = model.get_input_embeddings().weight.detach()
-        """Rows of all tokens, as weights; some models scale them. Shape: [V, H]."""
-        make_row_invariant(model, longest)
+        self.num_parameters = parts.num_parameters if parts else int(sum(p.numel() for p in model.parameters()))
+        self._embedding: torch.Tensor | None = None if parts else model.get_input_embeddings().weight.detach()
+        make_row_invariant(model, longest, self.ranks)
         self._model = model
         self.pool = KvPool(self.shapes, num_kv_slots)
 
     @classmethod
-    def load(cls, config: TargetConfig, num_kv_slots: int) -> Target:
+    def load(cls, config: TargetConfig, num_kv_slots: int, ranks: Ranks = ONE_RANK) -> Target:
         """Read weights (safetensors, or .bin without pickled code) and tokenizer from a directory or the local hub cache.
 
-        Raises: ModelError.
+        Of several ranks each reads its part. Raises: ModelError.
         """
-        dtype = getattr(torch, config.dtype)
         path = config.model
         is_path = Path(path).exists() or path.startswith(("/", "./", "../"))
         if is_path and not (Path(path) / "config.json").is_file():
             raise ModelError(f"{path} is not a model directory: it has no config.json")
-        try:
-            AutoConfig.from_pretrained(path)
+        with loading(path):
             tokenizer = AutoTokenizer.from_pretrained(path)
-            loaded: Any = AutoModelForCausalLM.from_pretrained(
-                path, dtype=dtype, attn_implementation="ragspec", output_loading_info=True
-            )
-        except (OSError, ValueError, KeyError, RuntimeError, ImportError, TypeError) as cause:
-            raise ModelError(f"cannot load the target {path}: {_first_line(cause)}") from cause
-        except Exception as cause:  # safetensors and pickle raise classes of their own
-            raise ModelError(f"cannot load the target {path}: {type(cause).__name__}: {_first_line(cause)}") from cause
-        model, report = loaded
-        if absent := sorted(report["missing_keys"]):
-            raise ModelError(f"{path} lacks {len(absent)} of the model's tensors, the first is {absent[0]}")
-        return cls(model.eval(), tokenizer, config, num_kv_slots)
+        model, parts = (load_whole(config), None) if ranks.size == 1 else load_part(config, ranks)
+        return cls(model.eval(), tokenizer, config, num_kv_slots, parts)
+
+    @property
+    def embedding(self) -> torch.Tensor:
+        """Rows of all tokens, as weights; some models scale them. One rank of several reads them when asked. Shape: [V, H]."""
+        if self._embedding is None:
+            self._embedding = self._whole("model.embed_tokens.weight")
+        return self._embedding
 
     def forward(self, token_ids: Ints, rows: Rows, wanted: Ints) -> Floats:
         """One pass over N rows; logits of the wanted ones.
 
         Shapes: token_ids int32 [N], rows of N, wanted int32 [W] row numbers -> float32 [W, V].
         """
+        with self._announced(token_ids, rows, wanted):
+            return self.compute(token_ids, rows, wanted)
+
+    def compute(self, token_ids: Ints, rows: Rows, wanted: Ints) -> Floats:
+        """As `forward`, where every rank knows already; only rank 0 has the logits."""
         with torch.inference_mode():
             return self._logits(self._wanted_states(token_ids, rows, wanted))
 
@@ -145,7 +168,7 @@ class Target:
         self, token_ids: Ints, rows: Rows, wanted: Ints, taps: Sequence[int]
     ) -> tuple[Floats, dict[int, Floats]]:
         """As `forward`, and the stream of every row at each of `taps`. Shapes: -> float32 [W, V], float32 [N, H] each."""
-        with torch.inference_mode():
+        with self._announced(token_ids, rows, wanted), torch.inference_mode():
             hidden, tapped = self._hidden(torch.from_numpy(token_ids.astype(np.int64)), rows, taps)
             if FINAL in taps:
                 tapped[FINAL] = hidden
@@ -154,27 +177,79 @@ class Target:
 
     def forward_states(self, token_ids: Ints, rows: Rows, wanted: Ints) -> tuple[Floats, Floats]:
         """As `forward`, and the hidden states that the logits come from. Shapes: -> float32 [W, H], float32 [W, V]."""
-        with torch.inference_mode():
+        with self._announced(token_ids, rows, wanted), torch.inference_mode():
             states = self._wanted_states(token_ids, rows, wanted)
             return states.float().numpy(), self._logits(states)
 
     def states(self, token_ids: Ints, rows: Rows) -> Floats:
         """Hidden states of all rows, as `forward_states` has them; no logits. Shapes: -> float32 [N, H]."""
+        every = np.arange(len(token_ids), dtype=np.int32)
+        with self._announced(token_ids, rows, every[:0]), torch.inference_mode():
+            return cast(Floats, self._wanted_states(token_ids, rows, every).float().numpy())
+
+    def logits_of(self, states: torch.Tensor) -> Floats:
+        """What the output layer makes of hidden states after the final norm; no rank but this one takes part.
+
+        Shapes: [N, H] -> float32 [N, V].
+        """
         with torch.inference_mode():
-            return cast(
-                Floats, self._wanted_states(token_ids, rows, np.arange(len(token_ids), dtype=np.int32)).float().numpy()
-            )
+            return self._change(cast(Floats, self._own_head(states).float().numpy()))
+
+    def beat(self) -> None:
+        """Nothing to compute: are the other ranks there? To be asked every BEAT_S, so that they know of this one."""
+        if self.ranks.size > 1:
+            send(self.ranks, Kind.BEAT)
+            self.ranks.beat()
+
+    def close(self) -> None:
+        """Tell the other ranks to end. A group that is broken already ends by itself."""
+        if self.ranks.size > 1:
+            try:
+                send(self.ranks, Kind.STOP)
+            except RankLost as cause:
+                log.warning("ranks were not told to stop: %s", cause)
+            self.ranks.close()
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.shapes)
+
+    @contextmanager
+    def _announced(self, token_ids: Ints, rows: Rows, wanted: Ints) -> Iterator[None]:
+        """The other ranks are told; a failure on this one leaves them out of step, which ends the group."""
+        assert rows.positions.max() < self.num_positions, "the kernel reads its table of rotations unchecked"
+        if self.ranks.size == 1:
+            yield
+            return
+        send_step(self.ranks, Step(token_ids, rows, wanted), torch.get_num_threads())
+        try:
+            yield
+        except Exception as cause:
+            self.ranks.close()
+            raise RankLost(f"rank 0 failed inside a step: {cause}") from cause
 
     def _wanted_states(self, token_ids: Ints, rows: Rows, wanted: Ints) -> torch.Tensor:
         return _chosen(self._hidden(torch.from_numpy(token_ids.astype(np.int64)), rows)[0], wanted)
 
     def _logits(self, states: torch.Tensor) -> Floats:
-        return self._change(cast(Floats, self._model.lm_head(states).float().numpy()))  # [W, V]
+        if self.ranks.size == 1:
+            return self._change(cast(Floats, self._model.lm_head(states).float().numpy()))  # [W, V]
+        if not len(states):
+            return np.empty((0, self.vocab_size), np.float32)
+        logits = self.ranks.gather_to_first(self._model.lm_head(states))
+        return self._change(cut_to(logits, self.vocab_size).float().numpy())
+
+    @functools.cached_property
+    def _own_head(self) -> Any:
+        return self._model.lm_head if self._parts is None else PackedLinear(self._whole("lm_head.weight"))
+
+    def _whole(self, name: str) -> torch.Tensor:
+        assert self._parts is not None and self.ranks.rank == 0, "only rank 0 ever has the whole of a weight"
+        return self._parts.checkpoint.whole(name)
 
     def _hidden(
         self, token_ids: torch.Tensor, rows: Rows, taps: Sequence[int] = ()
     ) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
-        assert rows.positions.max() < self.num_positions, "the kernel reads its table of rotations unchecked"
         step, inside = StepContext(self.pool, rows), [tap for tap in taps if tap != FINAL]
         if isinstance(self._model.model, Decoder):
             return cast(tuple[torch.Tensor, dict[int, torch.Tensor]], self._model.model(token_ids, step, inside))
@@ -184,15 +259,6 @@ class Target:
                 input_ids=token_ids[None], position_ids=positions[None], use_cache=False, step=step
             )
         return output.last_hidden_state[0], {tap: stream[0] for tap, stream in tapped.items()}
-
-    @property
-    def num_layers(self) -> int:
-        return len(self.shapes)
-
-    def logits_of(self, states: torch.Tensor) -> Floats:
-        """What the output layer makes of hidden states after the final norm. Shapes: [N, H] -> float32 [N, V]."""
-        with torch.inference_mode():
-            return self._logits(states)
 
 
 class _Tapped:
@@ -256,11 +322,12 @@ class _LogitChange(NamedTuple):
         return logits
 
 
-def _attention_shapes(config: Any) -> list[AttentionShape]:
+def _attention_shapes(config: Any, num_ranks: int) -> list[AttentionShape]:
     heads = int(config.num_attention_heads)
     kv_heads = int(getattr(config, "num_key_value_heads", None) or heads)
     head_dim = int(getattr(config, "head_dim", None) or config.hidden_size // heads)
-    return [AttentionShape(heads, kv_heads, head_dim, head_dim**-0.5) for _ in range(config.num_hidden_layers)]
+    shape = AttentionShape(heads // num_ranks, kv_heads // num_ranks, head_dim, head_dim**-0.5)
+    return [shape] * config.num_hidden_layers
 
 
 def _eos_ids(model: Any, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
@@ -268,7 +335,3 @@ def _eos_ids(model: Any, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
     for given in (tokenizer.eos_token_id, model.config.eos_token_id, model.generation_config.eos_token_id):
         found.update(given if isinstance(given, list) else [] if given is None else [given])
     return tuple(sorted(found))
-
-
-def _first_line(cause: BaseException) -> str:
-    return (str(cause).strip().splitlines() or [type(cause).__name__])[0]

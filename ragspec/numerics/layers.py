@@ -2,6 +2,9 @@
 
 The module tree and the model's own forward stay as transformers wrote them; only leaves are replaced, and only where the
 class is known to compute exactly this. Whatever is not known stays, and the start-up self-test judges the result.
+
+The weights may be one rank's part of them (`ragspec.numerics.sharding`): then attention has this rank's heads, the feed-forward
+its share of the width, and what goes on to the next product is gathered. One rank gathers nothing.
 """
 
 from __future__ import annotations
@@ -17,10 +20,9 @@ from ragspec.errors import ModelError
 from ragspec.numerics.attention import AttentionShape, Rows, attend
 from ragspec.numerics.kv_cache import KvPool
 from ragspec.numerics.linear import PackedLinear, pack_linears
+from ragspec.numerics.ranks import ONE_RANK, Ranks
 from ragspec.numerics.residual import ResidualNorm
-
-FFN_MULTIPLE = 64
-"""SwiGLU widths are padded to this: at odd widths the vectorised activation treats a row's end by its place in the batch."""
+from ragspec.numerics.sharding import FFN_MULTIPLE, GatheredEmbedding, GatheredLinear, cut_to
 
 _ATTENTION = {"LlamaAttention", "MistralAttention", "Qwen2Attention", "Qwen3Attention"}
 _LAYERS = {"LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer"}
@@ -45,19 +47,19 @@ class PagedAttention(nn.Module):
     Shapes: [N, H] -> [N, H].
     """
 
-    def __init__(self, attention: Any, rotary: RotaryTable) -> None:
+    def __init__(self, attention: Any, rotary: RotaryTable, ranks: Ranks = ONE_RANK) -> None:
         super().__init__()
         config = attention.config
+        self._ranks = ranks
         self.layer = attention.layer_idx
         per_layer = hasattr(attention, "layer_type") or hasattr(attention, "sliding_window")
         window = getattr(attention if per_layer else config, "sliding_window", None)
-        self.shape = AttentionShape(
-            config.num_attention_heads, config.num_key_value_heads, attention.head_dim, attention.scaling, window or 0
-        )
+        num_heads, num_kv_heads = config.num_attention_heads // ranks.size, config.num_key_value_heads // ranks.size
+        self.shape = AttentionShape(num_heads, num_kv_heads, attention.head_dim, attention.scaling, window or 0)
         projections = [attention.q_proj, attention.k_proj, attention.v_proj]
         bias = None if projections[0].bias is None else torch.cat([p.bias.detach() for p in projections])
         self.qkv = PackedLinear(torch.cat([p.weight.detach() for p in projections]), bias)
-        self.out = PackedLinear.from_linear(attention.o_proj)
+        self.out = _output(attention.o_proj, ranks)
         self.q_norm, self.k_norm = getattr(attention, "q_norm", None), getattr(attention, "k_norm", None)
         self._cos, self._sin = rotary.cos.float().numpy(), rotary.sin.float().numpy()
 
@@ -69,27 +71,40 @@ class PagedAttention(nn.Module):
             qkv = torch.cat([self.q_norm(q), self.k_norm(k), v], 1)
         keys, values = pool.keys[self.layer], pool.values[self.layer]
         out = attend(qkv.float().numpy(), keys, values, rows, shape, self._cos, self._sin)
-        return cast(Tensor, self.out(torch.from_numpy(out).view(len(out), -1).to(x.dtype)))
+        heads = torch.from_numpy(out).view(len(out), -1).to(x.dtype)
+        return cast(Tensor, self.out(self._ranks.all_gather(heads)))
 
 
 class GatedFeedForward(nn.Module):
     """`down(act(gate(x)) * up(x))` with gate and up as one packed product. Shapes: [N, H] -> [N, H]."""
 
-    def __init__(self, mlp: Any) -> None:
+    def __init__(self, mlp: Any, ranks: Ranks = ONE_RANK) -> None:
         super().__init__()
-        width = mlp.gate_proj.out_features
-        self.width = -(-width // FFN_MULTIPLE) * FFN_MULTIPLE
-        extra = self.width - width
-        gate, up = (F.pad(p.weight.detach(), (0, 0, 0, extra)) for p in (mlp.gate_proj, mlp.up_proj))
+        self._ranks = ranks
+        own_width, inner_width = len(mlp.gate_proj.weight), mlp.down_proj.weight.shape[1]
+        self.width, self._inner_width = own_width + _lacking(own_width), inner_width + _lacking(inner_width)
+        gate, up = (F.pad(p.weight.detach(), (0, 0, 0, _lacking(own_width))) for p in (mlp.gate_proj, mlp.up_proj))
         biases = [p.bias for p in (mlp.gate_proj, mlp.up_proj)]
-        bias = None if biases[0] is None else torch.cat([F.pad(b.detach(), (0, extra)) for b in biases])
+        bias = None if biases[0] is None else torch.cat([F.pad(b.detach(), (0, _lacking(own_width))) for b in biases])
         self.gate_up = PackedLinear(torch.cat([gate, up]), bias)
-        self.down = PackedLinear(F.pad(mlp.down_proj.weight.detach(), (0, extra)), mlp.down_proj.bias)
+        self.down = _output(mlp.down_proj, ranks, _lacking(inner_width))
         self.activation = F.silu if getattr(mlp.config, "hidden_act", "") == "silu" else mlp.act_fn
 
     def forward(self, x: Tensor) -> Tensor:
         both = self.gate_up(x)
-        return cast(Tensor, self.down(self.activation(both[..., : self.width]) * both[..., self.width :]))
+        inner = self.activation(both[..., : self.width]) * both[..., self.width :]
+        return cast(Tensor, self.down(cut_to(self._ranks.all_gather(inner), self._inner_width)))
+
+
+def _lacking(width: int) -> int:
+    """To the next multiple of FFN_MULTIPLE."""
+    return -width % FFN_MULTIPLE
+
+
+def _output(linear: Any, ranks: Ranks, num_more_inputs: int = 0) -> Any:
+    """The product back into the stream; `num_more_inputs` zeros follow its inputs."""
+    own = PackedLinear(F.pad(linear.weight.detach(), (0, num_more_inputs)), linear.bias)
+    return own if ranks.size == 1 else GatheredLinear(own, linear.out_features, ranks)
 
 
 class RootMeanSquareNorm(nn.Module):
@@ -183,16 +198,21 @@ class Decoder(nn.Module):
         return cast(Tensor, hidden)
 
 
-def make_row_invariant(model: Any, max_positions: int) -> None:
-    """Replace known layers and every linear of a transformers causal LM, in place.
+def make_row_invariant(model: Any, max_positions: int, ranks: Ranks = ONE_RANK) -> None:
+    """Replace known layers and every linear of a transformers causal LM, in place; its weights are this rank's part.
 
     If every part of the decoder is known, `model.model` becomes a `Decoder`; otherwise transformers' forward stays around them.
+    Raises: ModelError where that is so and there are several ranks.
     """
     rotary = _find_rotary(model, max_positions)
-    whole = rotary is not None and type(model.model).__name__ in _DECODERS and _all_known(model.model, rotary)
-    _replace(model, rotary, whole)
+    whole = rotary is not None and is_known(model) and rotary.cos.shape[-1] == model.model.layers[0].self_attn.head_dim
+    if ranks.size > 1 and not whole:
+        raise cannot_be_split(model)
+    _replace(model, rotary, whole, ranks)
     if whole:
         model.model = Decoder(model.model)
+    if ranks.size > 1:
+        model.model.embedding = GatheredEmbedding(model.model.embedding, ranks)
     pack_linears(model)
 
 
@@ -201,28 +221,35 @@ def _find_rotary(model: nn.Module, max_positions: int) -> RotaryTable | None:
     return RotaryTable(known[0], max_positions, next(model.parameters()).dtype) if len(known) == 1 else None
 
 
-def _all_known(decoder: Any, rotary: RotaryTable) -> bool:
-    return all(
+def is_known(model: Any) -> bool:
+    """Whether every part of its decoder is known by its class."""
+    return type(getattr(model, "model", None)).__name__ in _DECODERS and all(
         type(layer).__name__ in _LAYERS
         and type(layer.self_attn).__name__ in _ATTENTION
         and type(layer.mlp).__name__ in _GATED
-        and rotary.cos.shape[-1] == layer.self_attn.head_dim
-        for layer in decoder.layers
+        for layer in model.model.layers
     )
 
 
-def _replace(module: nn.Module, rotary: RotaryTable | None, whole: bool) -> None:
+def cannot_be_split(model: Any) -> ModelError:
+    return ModelError(
+        f"{type(model).__name__} cannot be split over several ranks: only Llama, Mistral, Qwen2 and Qwen3 models can, "
+        "and those laid out as they are"
+    )
+
+
+def _replace(module: nn.Module, rotary: RotaryTable | None, whole: bool, ranks: Ranks) -> None:
     """Known leaves always; attention and layers only for a whole `Decoder`."""
     for name, child in module.named_children():
         kind = type(child).__name__
-        _replace(child, rotary, whole)
+        _replace(child, rotary, whole, ranks)
         if kind in _GATED:
-            setattr(module, name, GatedFeedForward(child))
+            setattr(module, name, GatedFeedForward(child, ranks))
         elif kind in _NORMS:
             setattr(module, name, RootMeanSquareNorm(child))
         elif kind in _ROTARY and rotary is not None:
             setattr(module, name, rotary)
         elif kind in _ATTENTION and whole and rotary is not None:
-            setattr(module, name, PagedAttention(child, rotary))
+            setattr(module, name, PagedAttention(child, rotary, ranks))
         elif kind in _LAYERS and whole:
             setattr(module, name, DecoderLayer(child))

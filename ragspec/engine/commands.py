@@ -1,0 +1,46 @@
+"""What the outside asks of the engine's thread.
+
+>>> commands.put(call)                              # from any thread
+>>> while commands.run(lambda: scheduler.idle): step()
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+from collections.abc import Callable
+
+log = logging.getLogger(__name__)
+
+
+class Commands:
+    """Calls in order of arrival. `beat`: what an idle engine does every `beat_s` seconds; None: it sleeps until it is asked."""
+
+    def __init__(self, beat: Callable[[], None], beat_s: float | None) -> None:
+        self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._beat, self._beat_s = beat, beat_s
+
+    def put(self, call: Callable[[], None]) -> None:
+        self._queue.put(call)
+
+    def end(self) -> None:
+        """What is put after this is not run."""
+        self._queue.put(None)
+
+    def run(self, idle: Callable[[], bool]) -> bool:
+        """Run what was asked; wait for it as long as the engine is idle. False: the end. Raises: what `beat` raises."""
+        while True:
+            waits = idle()
+            try:
+                call = self._queue.get(waits, self._beat_s)
+            except queue.Empty:
+                if not waits:
+                    return True
+                self._beat()
+                continue
+            if call is None:
+                return False
+            try:
+                call()
+            except Exception:
+                log.exception("a command to the engine failed")

@@ -1,0 +1,189 @@
+"""A target's weights from its directory: whole, or one rank's part of them, so that no rank ever holds the whole model.
+
+    >>> model = load_whole(TargetConfig(model=path))                    # transformers' own way
+    >>> model, parts = load_part(TargetConfig(model=path), ranks)       # only this rank's columns
+
+A part is read in blocks of rows, and the file is closed after each: what the system maps of it counts as this process's memory.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+from transformers.utils.hub import cached_file
+
+from ragspec.config import TargetConfig
+from ragspec.errors import ModelError
+from ragspec.numerics.layers import cannot_be_split, is_known
+from ragspec.numerics.ranks import Ranks, first_line
+from ragspec.numerics.sharding import Cut, check_divisible, cut_of
+
+_FILES = ("model.safetensors", "pytorch_model.bin")
+_BLOCK_BYTES = 2**24
+
+
+@contextmanager
+def loading(path: str) -> Iterator[None]:
+    """Whatever transformers, safetensors and torch raise about a model that cannot be read, as a ModelError."""
+    try:
+        yield
+    except ModelError:
+        raise
+    except (OSError, ValueError, KeyError, RuntimeError, ImportError, TypeError) as cause:
+        raise ModelError(f"cannot load the target {path}: {first_line(cause)}") from cause
+    except Exception as cause:  # safetensors and pickle raise classes of their own
+        raise ModelError(f"cannot load the target {path}: {type(cause).__name__}: {first_line(cause)}") from cause
+
+
+def load_whole(config: TargetConfig) -> Any:
+    """The model as transformers loads it. Raises: ModelError."""
+    with loading(config.model):
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            config.model, dtype=getattr(torch, config.dtype), attn_implementation="ragspec", output_loading_info=True
+        )
+    model, report = loaded
+    _refuse_absent(config.model, sorted(report["missing_keys"]))
+    return model
+
+
+class Parts(NamedTuple):
+    """What is known beside one rank's part: the group, where all of it is, and how many parameters that has."""
+
+    ranks: Ranks
+    checkpoint: Checkpoint
+    num_parameters: int
+
+
+def load_part(config: TargetConfig, ranks: Ranks) -> tuple[Any, Parts]:
+    """The model with one rank's part of every weight. Raises: ModelError."""
+    with loading(config.model):
+        shape: Any = AutoConfig.from_pretrained(config.model)
+        check_divisible(shape.get_text_config(), ranks.size)
+        dtype = getattr(torch, config.dtype)
+        with torch.device("meta"):
+            model: Any = AutoModelForCausalLM.from_config(shape, dtype=dtype, attn_implementation="ragspec")
+        if not is_known(model):
+            raise cannot_be_split(model)
+        model.generation_config = _generation_config(config.model, model.generation_config)
+        checkpoint = Checkpoint(config.model, model, dtype)
+        num_parameters = int(sum(p.numel() for p in model.parameters()))
+        checkpoint.fill(model, ranks)
+        _fill_rotary(model)
+    return model, Parts(ranks, checkpoint, num_parameters)
+
+
+class Checkpoint:
+    """The tensors of a model directory by the model's names for them, in safetensors or in torch's own format.
+
+    Raises: ModelError for a tensor that is missing or has another shape than the model's.
+    """
+
+    def __init__(self, path: str, model: Any, dtype: torch.dtype) -> None:
+        self._path, self._dtype = path, dtype
+        self._files = _tensor_files(path)
+        self._shapes = {name: tuple(p.shape) for name, p in model.named_parameters(remove_duplicate=False)}
+        tied = bool(model.config.get_text_config().tie_word_embeddings)
+        self._stored = {name: self._stored_name(name, tied) for name in self._shapes}
+        _refuse_absent(path, sorted(name for name, stored in self._stored.items() if stored not in self._files))
+
+    def whole(self, name: str) -> Tensor:
+        return self.part(name, None)
+
+    def part(self, name: str, cut: Cut | None) -> Tensor:
+        """A tensor or a rank's part of it, with zeros after it as the cut says; a copy that shares nothing with the file."""
+        shape = self._shapes[name]
+        start, stop, wide = ([0] * len(shape), list(shape), list(shape))
+        if cut is not None:
+            start[cut.dim], stop[cut.dim], wide[cut.dim] = cut.start, cut.stop, cut.width
+        part = torch.zeros(wide, dtype=self._dtype)
+        bytes_a_row = 4 * max(1, int(torch.Size(shape[1:]).numel()))
+        num_rows = max(1, _BLOCK_BYTES // bytes_a_row)
+        for first in range(start[0], stop[0], num_rows):
+            last = min(first + num_rows, stop[0])
+            block = self._read(name, (slice(first, last), *map(slice, start[1:], stop[1:])))
+            part[(slice(first - start[0], last - start[0]), *(slice(n) for n in block.shape[1:]))] = block
+        return part
+
+    def fill(self, model: Any, ranks: Ranks) -> None:
+        """Give every parameter of `model` this rank's part of it."""
+        for name, shape in self._shapes.items():
+            owner, _, leaf = name.rpartition(".")
+            part = self.part(name, cut_of(name, shape, ranks))
+            setattr(model.get_submodule(owner), leaf, nn.Parameter(part, requires_grad=False))
+
+    def _read(self, name: str, index: tuple[slice, ...]) -> Tensor:
+        stored = self._stored[name]
+        path = self._files[stored]
+        if path.suffix == ".safetensors":
+            with safe_open(path, "pt") as tensors:
+                found = tensors.get_slice(stored)
+                self._check(name, tuple(found.get_shape()))
+                return cast(Tensor, found[index].to(self._dtype, copy=True))
+        tensor: Tensor = torch.load(path, map_location="cpu", mmap=True, weights_only=True)[stored]
+        self._check(name, tuple(tensor.shape))
+        return tensor[index].to(self._dtype, copy=True)
+
+    def _check(self, name: str, found: tuple[int, ...]) -> None:
+        if found != self._shapes[name]:
+            raise ModelError(f"{self._path}: {name} has the shape {found}, the model needs {self._shapes[name]}")
+
+    def _stored_name(self, name: str, tied: bool) -> str:
+        """Its name in the files: tied heads have none, and a model saved without its head has no prefix."""
+        if tied and name == "lm_head.weight":
+            return self._stored_name("model.embed_tokens.weight", tied)
+        return name if name in self._files else name.removeprefix("model.")
+
+
+def _tensor_files(path: str) -> dict[str, Path]:
+    """Which file holds each tensor. Raises: ModelError."""
+    for name in _FILES:
+        if single := _find(path, name):
+            return dict.fromkeys(_names_in(single), single)
+        if index := _find(path, f"{name}.index.json"):
+            places: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+            return {tensor: _found(path, file) for tensor, file in places.items()}
+    raise ModelError(f"{path} has no weights: neither {' nor '.join(_FILES)}")
+
+
+def _names_in(path: Path) -> list[str]:
+    if path.suffix == ".safetensors":
+        with safe_open(path, "pt") as tensors:
+            return list(tensors.keys())
+    return list(torch.load(path, map_location="cpu", mmap=True, weights_only=True))
+
+
+def _find(path: str, name: str) -> Path | None:
+    found = cached_file(path, name, _raise_exceptions_for_missing_entries=False)
+    return None if found is None else Path(found)
+
+
+def _found(path: str, name: str) -> Path:
+    found = _find(path, name)
+    if found is None:
+        raise ModelError(f"{path} lacks {name}, which its index names")
+    return found
+
+
+def _generation_config(path: str, otherwise: Any) -> Any:
+    return GenerationConfig.from_pretrained(path) if _find(path, "generation_config.json") else otherwise
+
+
+def _fill_rotary(model: Any) -> None:
+    """Rotary angles are computed, not stored: made again where the model made them without values."""
+    for name, module in list(model.named_modules()):
+        if any(buffer.is_meta for buffer in module.buffers(recurse=False)):
+            owner, _, leaf = name.rpartition(".")
+            setattr(model.get_submodule(owner), leaf, type(module)(module.config))
+
+
+def _refuse_absent(path: str, absent: list[str]) -> None:
+    if absent:
+        raise ModelError(f"{path} lacks {len(absent)} of the model's tensors, the first is {absent[0]}")
