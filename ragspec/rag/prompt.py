@@ -49,7 +49,7 @@ class PromptBuilder:
 
     def __init__(self, tokenizer: Any, max_context_tokens: int) -> None:
         self.tokenizer = tokenizer
-        self._max_context_tokens = max_context_tokens
+        self.max_context_tokens = max_context_tokens
         self._has_context_role = bool(tokenizer.init_kwargs.get("ragspec_context_role"))
         self._layout = _plain_layout(tokenizer) if tokenizer.chat_template is None else {}
 
@@ -70,7 +70,7 @@ class PromptBuilder:
         """
         messages = [Message("user", question)] if isinstance(question, str) else list(question)
         self._check(messages)
-        room = self._max_context_tokens - max_tokens
+        room = self.max_context_tokens - max_tokens
         prompt_ids = self._encode(self._with_passages(messages, (), question_first))
         if len(prompt_ids) > room:
             raise PromptTooLong(len(prompt_ids), max(room, 0), max_tokens)
@@ -96,7 +96,7 @@ class PromptBuilder:
     def _check(self, messages: Sequence[Message]) -> None:
         if not messages or messages[-1].role != "user":
             raise InputError("a conversation must end with a message of the user")
-        max_chars = self._max_context_tokens * _MAX_CHARS_PER_TOKEN
+        max_chars = self.max_context_tokens * _MAX_CHARS_PER_TOKEN
         for message in messages:
             if message.role not in _ROLES:
                 raise InputError(f"unknown role {message.role!r}; known are {', '.join(sorted(_ROLES))}")
@@ -105,7 +105,7 @@ class PromptBuilder:
             if len(message.content) > max_chars:
                 raise InputError(
                     f"{what} has {len(message.content)} characters, which cannot fit a context of "
-                    f"{self._max_context_tokens} tokens"
+                    f"{self.max_context_tokens} tokens"
                 )
 
     def _with_passages(

@@ -1,0 +1,243 @@
+"""Correcting texts; see conftest.py for the engine. Where a sentence must be corrected, the correction's tokens are forced."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from contextlib import aclosing
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from small_parts import CONTEXT, Recording
+from tiny_target import tiny_tokenizer
+
+from ragspec.core import Completion, FinishReason, GenerationStats, Request, SamplingParams, SourceKind
+from ragspec.engine.engine import Engine
+from ragspec.engine.target import Target
+from ragspec.errors import EngineError, InputError
+from ragspec.rag.edits import applied
+from ragspec.rag.grammar import Correction, GrammarCorrector, Manuscript
+from ragspec.rag.prompt import PromptBuilder
+from ragspec.rag.stages import Finished
+
+TEXT = "The mill grind corn.  It are old.\n\n - Was it build in 1874?\n\t42 + 17\n"
+SHORT = SamplingParams(max_tokens=24)
+SAMPLED = SamplingParams(max_tokens=24, temperature=1.0, seed=5)
+
+
+@pytest.fixture
+def corrector(engine: Engine, target: Target) -> GrammarCorrector:
+    return GrammarCorrector(engine, PromptBuilder(target.tokenizer, CONTEXT), max_in_flight=4)
+
+
+class Rewriting:
+    """An engine that writes what a function makes of each sentence."""
+
+    def __init__(self, rewrite: Any) -> None:
+        self.rewrite, self.requests = rewrite, list[Request]()
+
+    def generate(self, requests: Sequence[Request]) -> list[Completion]:
+        self.requests += requests
+        return [self._completion(request) for request in requests]
+
+    def _completion(self, request: Request) -> Completion:
+        written = self.rewrite(request.sources[0].text)
+        reason = FinishReason.LENGTH if written is None else FinishReason.STOP
+        return Completion(request.id, 0, (), written or "cut", reason, (), GenerationStats(num_output_tokens=1))
+
+    def stream(self, request: Request) -> Any:
+        raise AssertionError("not asked for here")
+
+    def close(self) -> None: ...
+
+
+def rewriting(rewrite: Any, max_context_tokens: int = 1024) -> tuple[GrammarCorrector, Rewriting]:
+    engine = Rewriting(rewrite)
+    return GrammarCorrector(engine, PromptBuilder(TOKENIZER, max_context_tokens)), engine
+
+
+TOKENIZER = tiny_tokenizer()
+PIECES = st.sampled_from(
+    [
+        "The mill grinds. ",
+        "It is old",
+        "\n\n",
+        "\t",
+        " ",
+        "...",
+        "“Yes!” he said. ",
+        "水が流れる。",
+        "e.g. this",
+        "\u00a0",
+        "7",
+        "?",
+        "é",
+    ]
+)
+
+
+@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(st.lists(PIECES, min_size=1, max_size=30).map("".join), st.integers(0, 3), st.sampled_from([64, 1024]))
+def test_all_but_the_corrected_words_stays_as_it_was(text: str, way: int, max_context_tokens: int) -> None:
+    """White space between sentences is made uniform, a line break is lost, or an edit points beside its word."""
+    ways = [str, str.swapcase, lambda s: f"  {s.replace('mill', 'old mill')} \n", lambda s: None]
+    corrector, engine = rewriting(ways[way], max_context_tokens)
+    if not text.strip():
+        with pytest.raises(InputError, match="empty"):
+            corrector.correct(text)
+        return
+    correction = corrector.correct(text)
+    assert applied(text, correction.edits) == correction.corrected
+    expected, at = "", 0
+    for sentence in [request.sources[0].text for request in engine.requests]:
+        start = text.index(sentence, at)
+        assert not any(map(str.isalpha, text[at:start])), "a word was never asked about"
+        expected += text[at:start] + (ways[way](sentence) or sentence).strip()
+        at = start + len(sentence)
+    assert not any(map(str.isalpha, text[at:]))
+    assert correction.corrected == expected + text[at:]
+    assert len(correction.unfinished) == (len(engine.requests) if way == 3 else 0)
+
+
+def test_a_sentence_is_its_own_prompt_and_draft() -> None:
+    """A whole page as one prompt, which no target was trained on; a draft that is another sentence."""
+    corrector, engine = rewriting(str)
+    corrector.correct(TEXT, SAMPLED, tenant="ann")
+    assert [request.sources[0].text for request in engine.requests] == [
+        "The mill grind corn.",
+        "It are old.",
+        "- Was it build in 1874?",
+    ]
+    builder = PromptBuilder(TOKENIZER, 1024)
+    for request in engine.requests:
+        (source,) = request.sources
+        assert request.prompt_ids == builder.grammar_prompt(source.text).prompt_ids
+        assert (source.kind, request.salt) == (SourceKind.INPUT, "ann")
+    assert len({request.params.seed for request in engine.requests}) == len({r.id for r in engine.requests}) == 3
+    seeds = [request.params.seed for request in engine.requests]
+    corrector.correct(TEXT, SAMPLED)
+    assert [request.params.seed for request in engine.requests[3:]] == seeds
+
+
+def test_long_sentences_are_corrected_in_parts_that_fit() -> None:
+    """A sentence without a full stop that ends in an error of the context, or loses its end."""
+    corrector, engine = rewriting(str, max_context_tokens=128)
+    text = f"{'one two three ' * 60}and {'z' * 400} end. Short."
+    assert corrector.correct(text).corrected == text
+    assert len(engine.requests) > 10
+    for request in engine.requests:
+        most = request.params.max_tokens
+        assert len(request.prompt_ids) + most <= 128
+        assert len(TOKENIZER(request.sources[0].text, add_special_tokens=False)["input_ids"]) <= 0.75 * most
+    assert all(" " not in r.sources[0].text[:1] + r.sources[0].text[-1:] for r in engine.requests)
+    halves = [request.sources[0].text for request in engine.requests if "one" in request.sources[0].text]
+    assert all(set(half.split()) <= {"one", "two", "three", "and"} for half in halves), "a word was cut"
+
+
+def test_a_forced_correction_comes_with_its_edits(corrector: GrammarCorrector, switch: Any) -> None:
+    """Edits that count from their sentence's beginning instead of the text's."""
+    switch.answer = "It is old."
+    text = "  It are old.\n"
+    correction = corrector.correct(text)
+    assert correction.corrected == "  It is old.\n"
+    (edit,) = correction.edits
+    assert (edit.start, edit.end, edit.original, edit.replacement) == (5, 8, "are", "is")
+    assert correction.finish_reason is FinishReason.STOP and correction.stats.num_output_tokens > 3
+    assert correction.stats.system_fingerprint == "tiny"
+
+
+@pytest.mark.parametrize(("params", "answer"), [(SHORT, ""), (SAMPLED, ""), (SHORT, "It is old.")])
+def test_every_way_to_correct_gives_the_same(
+    corrector: GrammarCorrector, switch: Any, params: SamplingParams, answer: str
+) -> None:
+    """A service that corrects otherwise than a job; a text that depends on those beside it."""
+    switch.answer = answer
+    texts = [TEXT, "One more.", TEXT + TEXT]
+
+    async def one_by_one() -> list[Correction]:
+        return [await corrector.corrected(Manuscript(f"m{n}", text, params)) for n, text in enumerate(texts)]
+
+    async def flowing() -> dict[str, Correction]:
+        asked = [Manuscript(f"f{n}", text, params) for n, text in enumerate(texts)]
+        async with aclosing(corrector.stages().run(asked)) as batches:
+            return {each.id: each.result() async for batch in batches for each in batch}
+
+    together = corrector.correct_many(texts, params)
+    alone = asyncio.run(one_by_one())
+    flowed = asyncio.run(flowing())
+    assert bool(together[0].edits) == bool(answer)
+    for n, correction in enumerate(together):
+        for other in (alone[n], flowed[f"f{n}"], corrector.correct(texts[n], params)):
+            assert (other.text, other.corrected, other.edits) == (texts[n], correction.corrected, correction.edits)
+            assert other.unfinished == correction.unfinished
+            assert other.stats.num_output_tokens == correction.stats.num_output_tokens
+
+
+def test_no_more_sentences_than_allowed_are_in_the_engine(engine: Engine, target: Target) -> None:
+    """A book's ten thousand sentences at once in an engine that others use, too."""
+
+    class Counting(Recording):
+        most = now = 0
+
+        async def stream(self, request: Any) -> Any:
+            self.now += 1
+            self.most = max(self.most, self.now)
+            async with aclosing(engine.stream(request)) as deltas:
+                async for delta in deltas:
+                    yield delta
+            self.now -= 1
+
+    counting = Counting(engine)
+    corrector = GrammarCorrector(counting, PromptBuilder(target.tokenizer, CONTEXT), max_in_flight=3)
+
+    async def run() -> int:
+        manuscripts = [Manuscript(str(n), TEXT * 3, replace(SHORT, max_tokens=4)) for n in range(4)]
+        async with aclosing(corrector.stages().run(manuscripts)) as batches:
+            return sum([len(batch) async for batch in batches])
+
+    assert asyncio.run(run()) == 4
+    assert counting.most == 3
+
+
+def test_a_text_that_cannot_be_corrected_is_its_own_result(corrector: GrammarCorrector) -> None:
+    """One bad text that ends the others, or comes back half corrected."""
+
+    async def run() -> dict[str, Finished[Correction]]:
+        texts = ["", "nul \0", "half \ud800", "Good."]
+        asked = [Manuscript(str(n), text, SHORT) for n, text in enumerate(texts)]
+        async with aclosing(corrector.stages().run(asked)) as batches:
+            return {each.id: each async for batch in batches for each in batch}
+
+    finished = asyncio.run(run())
+    assert [type(finished[str(n)].error) for n in range(4)] == [InputError] * 3 + [type(None)]
+
+
+def test_a_failed_sentence_fails_its_text_and_stops_the_rest(engine: Engine, target: Target) -> None:
+    """A text with a sentence left out in silence; or the rest of it that goes on for nobody."""
+
+    class Failing(Recording):
+        async def stream(self, request: Request) -> Any:
+            if request.id.endswith("/1"):
+                raise EngineError("failed")
+            async with aclosing(engine.stream(request)) as deltas:
+                async for delta in deltas:
+                    yield delta
+
+    corrector = GrammarCorrector(Failing(engine), PromptBuilder(target.tokenizer, CONTEXT))
+    endless = SamplingParams(max_tokens=400)
+    with pytest.raises(EngineError, match="failed"):
+        asyncio.run(corrector.corrected(Manuscript("m", TEXT, endless)))
+    engine.between_steps(lambda: None)  # the engine's queue is in order: the cancels are done before
+    assert not engine._scheduler.running and not engine._scheduler.waiting
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"n": 2}, {"stop": ("x",)}, {"ignore_eos": True}, {"min_tokens": 3}, {"logprobs": 1}]
+)
+def test_parameters_that_would_cut_a_text_are_refused(wrong: dict[str, Any]) -> None:
+    """A stop string that takes the end of a sentence away."""
+    with pytest.raises(InputError, match=next(iter(wrong))):
+        Manuscript("m", TEXT, replace(SHORT, **wrong))
