@@ -43,6 +43,7 @@ def cells(result: Result, **wanted: object) -> list[Result]:
     return [row for row in result["rows"] if all(row[key] == value for key, value in wanted.items())]
 
 
+@pytest.mark.slow
 def test_every_variant_is_measured_and_writes_what_plain_decoding_writes(tiny: Settings, tmp_path: Path) -> None:
     """Bug guarded: a cell left out unsaid, a number that is missing, any token that differs; tables on stdout, no pictures."""
     options = ["--suite", "drafters", "--quick", "--data", str(tiny.data_dir), "--target", tiny.target.model]
@@ -62,6 +63,22 @@ def test_every_variant_is_measured_and_writes_what_plain_decoding_writes(tiny: S
     assert all(value >= 1.0 for row in result["acceptance_rules"].values() for value in row.values() if value)
     assert "tokens a step by acceptance rule" in done.stderr and drafters_rows(result)
     assert {path.name for path in (tmp_path / "plots").iterdir()} == {"drafters_pos_acc.png", "drafters_batch.png"}
+
+
+def test_one_head_is_measured_and_writes_what_plain_decoding_writes(
+    tiny: Settings, tiny_dir: Path, tmp_path: Path
+) -> None:
+    """Bug guarded: as above, where a folder holds one head; the other families' rows left out unsaid."""
+    heads = save_heads(tmp_path / "one", tiny_dir, ("eagle3",))
+    result = run_suite("drafters", dataclasses.replace(tiny, heads=heads), no_tick).result
+    assert result["identical"] is True and result["bitwise"] is True and result["missing"] == [EAGLE1, EAGLE2]
+    assert {row["variant"] for row in result["rows"]} == {NONE, COPY, EAGLE3, MERGED}
+    assert all(row["identical"] is True for row in result["rows"] if row["variant"] != NONE)
+    assert all(row["drafted_a_step"] > 0.5 for row in cells(result, shape="chain"))
+    assert all(row["drafted_a_step"] > TREE_NODES / 2 for row in cells(result, nodes=TREE_NODES, shape="tree"))
+    assert {row["coupled"] for row in cells(result, nodes=TREE_NODES, shape="tree")} == {True, False}
+    assert result["same_beginnings"].keys() == {EAGLE3} and result["eagle_prose_acceptance_length"] >= 1.0
+    assert all(value >= 1.0 for row in result["acceptance_rules"].values() for value in row.values() if value)
 
 
 def check_grid(result: Result) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import resource
@@ -13,7 +14,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -390,13 +392,25 @@ def command(place: Path, inputs: Path, out: Path, *more: str) -> list[str]:
     return [sys.executable, "-m", "pipelines.batch_rag", *options]
 
 
-@pytest.mark.ray
+def in_this_process(
+    tasks: Sequence[Mapping[str, Any]], worker: type, worker_args: tuple[Any, ...], size: object
+) -> Iterator[pa.Table]:
+    """What a pool of workers does, without Ray."""
+    one = worker(*worker_args)
+    for task in tasks:
+        yield asyncio.run(one(pa.Table.from_pylist([dict(task)])))
+
+
+@pytest.mark.parametrize("by_ray", [False, pytest.param(True, marks=[pytest.mark.ray, pytest.mark.slow])])
 def test_a_job_keeps_tenants_apart_and_its_generation(
-    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, by_ray: bool
 ) -> None:
     """A filter or a tenant that the workers never hear of; answers from an index that was changed while the job ran."""
     from ragspec.retrieval.encoder import Encoder
 
+    if not by_ray:
+        monkeypatch.setattr("ragspec.cluster.pool.through_pool", in_this_process)
+        monkeypatch.setattr(batch_rag, "ray_session", lambda address: nullcontext())
     shutil.copytree(place / "index", tmp_path / "index")
     encoder = Encoder.load(EncoderConfig())
     secret = Document("secret", "The secret of the mill is an old stone.", owner="ann", metadata={"n": 1})
@@ -434,6 +448,7 @@ def test_a_job_keeps_tenants_apart_and_its_generation(
     assert not list((tmp_path / "index").glob(".lease-*"))
 
 
+@pytest.mark.ray
 def test_a_job_answers_as_the_pipeline_does(place: Path, tmp_path: Path) -> None:
     """Ray, batches, forms of input or the order change a text; a wrong row disappears."""
     from ragspec.rag.pipeline import Pipeline

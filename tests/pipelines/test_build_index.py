@@ -289,6 +289,26 @@ def documents_or_none(tmp_path: Path) -> dict[str, Document]:
         return {}
 
 
+def test_workers_are_those_that_were_asked_for(
+    run: Callable[..., Ended], docs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A flag that is accepted and does nothing."""
+    asked: list[int] = []
+
+    class Pool(LetterEncoder):
+        texts_at_once = 7
+
+        def __init__(self, config: EncoderConfig, num_workers: int) -> None:
+            asked.append(num_workers)
+
+    monkeypatch.setattr("ragspec.cluster.encoding.EncoderPool", Pool)
+    monkeypatch.setattr("ray.is_initialized", lambda: True)
+    done = run("--workers", 3)
+    monkeypatch.undo()
+    assert done.code == 0 and asked == [3] and len(documents(tmp_path)) == 4
+
+
+@pytest.mark.slow
 @pytest.mark.ray
 def test_several_workers_encode_as_one_does(docs: Path, tmp_path: Path) -> None:
     """A flag that is accepted and does nothing, or gives other vectors."""

@@ -11,6 +11,7 @@ import pytest
 from ragspec.core import Request
 from ragspec.errors import InputError
 from ragspec.evaluation.prompt_lists import held_out_articles
+from ragspec.training import drafter_examples
 from ragspec.training.drafter_answers import (
     ANSWER_TOKENS,
     PROSE_TOKENS,
@@ -35,6 +36,7 @@ from ragspec.training.sentences import normalise
 from ragspec.training.target_batches import Encoded
 from ragspec.training.target_examples import Example
 from ragspec.training.target_format import message
+from ragspec.training.target_sources import Sources
 from ragspec.training.target_tokenizer import train_tokenizer
 
 DATA = Path(__file__).resolve().parents[3] / "shared" / "data"
@@ -189,8 +191,11 @@ def test_data_without_a_file_is_refused(tmp_path: Path) -> None:
 
 
 @needs_data
-def test_training_and_probes_are_apart_and_evaluation_is_in_neither() -> None:
+def test_training_and_probes_are_apart_and_evaluation_is_in_neither(
+    sources: Sources, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A head measured on what it was trained on."""
+    monkeypatch.setattr(drafter_examples, "load_sources", lambda folder: sources)  # read once
     sources = drafter_sources(DATA)
     stream = DrafterStream(sources, GrammarErrors(DATA), seed=0)
     drawn = [stream.draw() for _ in range(1500)]

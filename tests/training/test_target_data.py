@@ -19,18 +19,13 @@ from ragspec.training.target_format import (
     question_messages,
     quoted_answer,
 )
-from ragspec.training.target_sources import Sources, load_sources
+from ragspec.training.target_sources import Sources
 from ragspec.training.target_tokenizer import load_tokenizer, train_tokenizer
 
 DATA = Path(__file__).resolve().parents[3] / "shared" / "data"
 needs_data = pytest.mark.skipif(not DATA.is_dir(), reason="the training data is not beside the checkout")
 
 TEXTS = ['The cat sat. "Stop," she said (twice). It was 1977 then.'] * 20
-
-
-@pytest.fixture(scope="module")
-def sources() -> Sources:
-    return load_sources(DATA)
 
 
 def test_template_equals_the_documented_text() -> None:
