@@ -1,0 +1,173 @@
+"""One replica as a router sees it: a thread that holds the poll and a thread that sends, until either fails.
+
+A link never comes back: what it was is lost then, and a new one may be made to the same replica.
+"""
+
+from __future__ import annotations
+
+import enum
+import itertools
+import logging
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from ragspec.cluster.connection import Connect, Connection
+from ragspec.cluster.directory import Member
+from ragspec.cluster.host import HostFacts
+from ragspec.cluster.routing import RoutingConfig
+from ragspec.cluster.streams import Identity
+from ragspec.core import Delta, Request
+from ragspec.errors import InputError, ReplicaLost
+
+log = logging.getLogger(__name__)
+
+
+Report = Callable[[str, int, str], None]
+"""As `Directory.report`, without waiting."""
+
+
+class Hears(Protocol):
+    """Who hears of a link, in the link's threads. After `link_down` it says nothing more."""
+
+    def link_up(self, link: Link) -> None: ...
+
+    def link_said(self, link: Link, deltas: Sequence[Delta]) -> None: ...
+
+    def link_refused(self, link: Link, request: Request, error: InputError) -> None: ...
+
+    def link_down(self, link: Link, why: str, *, forgotten: bool) -> None: ...
+
+
+class _Verb(enum.Enum):
+    SUBMIT, CANCEL, PURGE, STOP = range(4)
+
+
+_Command = tuple[_Verb, Any]
+
+
+class _Forgotten(Exception):
+    """The replica serves, but knows nothing more of what this client submitted."""
+
+
+class Link:
+    """States: connecting -> up -> down. What is sent while it connects is sent then."""
+
+    def __init__(self, member: Member, report: Report, connect: Connect, config: RoutingConfig, hears: Hears) -> None:
+        self.name, self.epoch = member.name, member.epoch
+        self.facts: HostFacts = member.facts
+        self.identity = Identity(self.facts.fingerprint, self.facts.max_context_tokens)
+        self._member, self._report, self._connect = member, report, connect
+        self._config, self._hears = config, hears
+        self._outbox: queue.SimpleQueue[_Command] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._down = False
+        self._sender: threading.Thread | None = None
+        self._poller = threading.Thread(target=self._run, daemon=True, name=f"poll-{self.name}")
+
+    @property
+    def key(self) -> tuple[str, int]:
+        return self.name, self.epoch
+
+    def start(self) -> None:
+        self._poller.start()
+
+    def send(self, request: Request) -> None:
+        self._outbox.put((_Verb.SUBMIT, request))
+
+    def cancel(self, request_id: str) -> None:
+        self._outbox.put((_Verb.CANCEL, request_id))
+
+    def purge(self, salt: str) -> None:
+        self._outbox.put((_Verb.PURGE, salt))
+
+    def close(self) -> None:
+        """Say nothing more; what was sent and cancelled so far still reaches the replica."""
+        with self._lock:
+            self._down = True
+        self._outbox.put((_Verb.STOP, None))
+
+    def join(self, timeout_s: float) -> None:
+        """Wait until what was to be sent is sent."""
+        if self._sender is not None:
+            self._sender.join(timeout_s)
+
+    # -- the thread that polls ---------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            connection = self._connect(self._member)
+            session = connection.poll(0.0).session
+            sender = threading.Thread(target=self._send_all, args=(connection,), daemon=True, name=f"send-{self.name}")
+            sender.start()
+            self._sender = sender
+            self._hears.link_up(self)
+            while not self._down:
+                polled = connection.poll(self._config.poll_s)
+                if polled.session != session:
+                    raise _Forgotten(f"{self.name} had not heard of its client for too long")
+                if polled.busy_s > self._config.step_timeout_s:
+                    raise ReplicaLost(f"a step of {self.name} has been running for {polled.busy_s:.1f} s")
+                if polled.deltas and not self._down:
+                    self._hears.link_said(self, polled.deltas)
+        except Exception as cause:
+            self._fail(cause)
+
+    # -- the thread that sends ---------------------------------------------------------------------------------------
+
+    def _send_all(self, connection: Connection) -> None:
+        """Why in groups: what has come up while the last call ran needs one call, not one each."""
+        try:
+            while True:
+                for verb, commands in itertools.groupby(self._taken(), key=lambda command: command[0]):
+                    values = [value for _, value in commands]
+                    if verb is _Verb.STOP:
+                        return
+                    self._do(connection, verb, values)
+        except Exception as cause:
+            self._fail(cause)
+
+    def _taken(self) -> list[_Command]:
+        """All that waits to be sent; at least one."""
+        taken = [self._outbox.get()]
+        while not self._outbox.empty():
+            taken.append(self._outbox.get())
+        return taken
+
+    def _do(self, connection: Connection, verb: _Verb, values: list[Any]) -> None:
+        if verb is _Verb.SUBMIT:
+            self._submit(connection, values)
+        elif verb is _Verb.CANCEL:
+            connection.cancel(values)
+        else:
+            for salt in values:
+                connection.purge(salt)
+
+    def _submit(self, connection: Connection, requests: Sequence[Request]) -> None:
+        """One that is refused must not take the others with it."""
+        try:
+            connection.submit(requests)
+        except InputError as error:
+            if len(requests) == 1:
+                self._hears.link_refused(self, requests[0], error)
+                return
+            for request in requests:
+                self._submit(connection, [request])
+
+    def _fail(self, cause: Exception) -> None:
+        """Once: say that the link is down, and have a replica that is lost replaced."""
+        with self._lock:
+            if self._down:
+                return
+            self._down = True
+        forgotten = isinstance(cause, _Forgotten)
+        log.warning("%s (epoch %d) is lost: %s", self.name, self.epoch, cause, exc_info=not _is_expected(cause))
+        self._hears.link_down(self, str(cause), forgotten=forgotten)
+        self._outbox.put((_Verb.STOP, None))
+        if not forgotten:
+            self._report(self.name, self.epoch, str(cause))
+
+
+def _is_expected(cause: Exception) -> bool:
+    return isinstance(cause, ReplicaLost | _Forgotten)
