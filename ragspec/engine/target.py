@@ -224,6 +224,8 @@ class Target:
         send_step(self.ranks, Step(token_ids, rows, wanted), torch.get_num_threads())
         try:
             yield
+        except RankLost:
+            raise
         except Exception as cause:
             self.ranks.close()
             raise RankLost(f"rank 0 failed inside a step: {cause}") from cause

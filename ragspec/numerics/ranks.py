@@ -7,13 +7,14 @@ gives the bits of one rank (`ragspec.numerics.sharding`). Owns the connections o
     >>> ranks = DistributedRanks(meeting, rank=0, size=2)               # there
     >>> ranks = DistributedRanks(meeting.address, rank=1, size=2)       # elsewhere
 
-There are two sets of connections. Gathers and beats are to be answered promptly, within `timeout_s`, or the group is lost; a
-broadcast waits quietly as long as rank 0 has nothing to say. When a process ends its connections break, which the others
+There are two sets of connections. Gathers and beats are to be answered promptly, within `timeout_s`, or the group is lost; for a
+broadcast ranks wait quietly as long as rank 0 has nothing to say. When a process ends its connections break, which the others
 notice at once in either.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
@@ -123,7 +124,7 @@ class DistributedRanks:
     ) -> None:
         if not 0 <= rank < size:
             raise ConfigError(f"there is no rank {rank} among {size}: ranks count from 0 to {size - 1}")
-        self.rank, self.size = rank, size
+        self.rank, self.size, self._timeout_s = rank, size, timeout_s
         host, port = _host_and_port(meeting if isinstance(meeting, str) else meeting.address)
         self._meeting: Meeting | None = None if isinstance(meeting, str) else meeting
         if rank == 0 and self._meeting is None:
@@ -161,6 +162,8 @@ class DistributedRanks:
             group, _ = _open(self._quiet)
             options = BroadcastOptions()
             options.rootRank = options.rootTensor = 0
+            if self.rank == 0:  # the others listen already, or will at once
+                options.timeout = timedelta(seconds=self._timeout_s)
             group.broadcast([words], options).wait()
 
     def beat(self) -> None:
@@ -189,7 +192,7 @@ class DistributedRanks:
             yield
         except RuntimeError as cause:
             self.close()
-            raise RankLost(f"rank {self.rank} of {self.size} lost its group: {first_line(cause)}") from cause
+            raise RankLost(f"rank {self.rank} of {self.size} lost its group: {_reason(cause)}") from cause
         except RankLost:
             self.close()
             raise
@@ -225,6 +228,11 @@ def _open(connections: _Connections | None) -> _Connections:
     if connections is None:
         raise RankLost("this group of ranks is closed")
     return connections
+
+
+def _reason(cause: BaseException) -> str:
+    """Without the place in gloo's source before it and the advice behind."""
+    return re.sub(r"^\[\S*\] | This is typically .*", "", first_line(cause))
 
 
 def first_line(cause: BaseException) -> str:
