@@ -6,6 +6,8 @@
     python -m pipelines.benchmark --suite retrieval
     python -m pipelines.benchmark --suite iterative --plots plots
     python -m pipelines.benchmark --suite drafters --heads heads --plots plots
+    python -m pipelines.benchmark --suite cluster --quick
+    python -m pipelines.benchmark --suite chaos
 
 The last line on stdout is one JSON object. Tables and progress go to stderr.
 """
@@ -17,8 +19,7 @@ import json
 import os
 import subprocess
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
-from dataclasses import replace
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -28,16 +29,16 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from rich.table import Table
 from transformers.utils import logging as transformers_logging
 
-from pipelines.batch_session import ray_session
-from ragspec.config import REFERENCE_TARGET, RetrieverConfig, load_config
+from pipelines.benchmark_ray import ON_RAY, run_on_ray
+from ragspec.config import REFERENCE_TARGET, load_config
 from ragspec.errors import ConfigError, RagspecError, SaveError
+from ragspec.evaluation.cluster_report import chaos_rows, chaos_tables, cluster_rows, cluster_tables
 from ragspec.evaluation.comparison import Tick
 from ragspec.evaluation.drafters_plots import draw_drafters
 from ragspec.evaluation.drafters_report import drafters_rows, drafters_tables
 from ragspec.evaluation.generation_suite import Plan
 from ragspec.evaluation.iterative_plots import draw_iterative
 from ragspec.evaluation.iterative_report import iterative_rows, iterative_tables
-from ragspec.evaluation.iterative_suite import Elsewhere
 from ragspec.evaluation.plots import draw
 from ragspec.evaluation.report import Result, complete, rows
 from ragspec.evaluation.retrieval_data import DIMENSION
@@ -46,7 +47,6 @@ from ragspec.evaluation.retrieval_report import retrieval_rows, retrieval_tables
 from ragspec.evaluation.suites import Outcome, Settings, run_suite
 from ragspec.evaluation.verify_cost import verify_cost_rows, verify_cost_tables
 from ragspec.numerics.threads import num_processors
-from ragspec.retrieval.encoder import TextEncoder
 
 ROOT = Path(__file__).resolve().parent.parent
 DEFAULT_DATA = ROOT.parent / "shared" / "data"
@@ -61,6 +61,8 @@ class Suite(enum.StrEnum):
     ITERATIVE = "iterative"
     DRAFTERS = "drafters"
     VERIFY_COST = "verify_cost"
+    CLUSTER = "cluster"
+    CHAOS = "chaos"
 
 
 class Dtype(enum.StrEnum):
@@ -72,6 +74,8 @@ _REPORTS = {
     Suite.ITERATIVE: (iterative_rows, iterative_tables),
     Suite.DRAFTERS: (drafters_rows, drafters_tables),
     Suite.VERIFY_COST: (verify_cost_rows, verify_cost_tables),
+    Suite.CLUSTER: (cluster_rows, cluster_tables),
+    Suite.CHAOS: (chaos_rows, chaos_tables),
 }
 """What stands first in a result, and its tables."""
 _PLOTS = {Suite.RETRIEVAL: draw_retrieval, Suite.ITERATIVE: draw_iterative, Suite.DRAFTERS: draw_drafters}
@@ -122,8 +126,8 @@ def main(
             reranker=reranker,
             heads=heads,
         )
-        with elsewhere(suite) as there, progress_ticks() as tick:
-            outcome = run_suite(suite.value, replace(settings, elsewhere=there), tick)
+        with progress_ticks() as tick:
+            outcome = (run_on_ray if suite in ON_RAY else run_suite)(suite.value, settings, tick)
         result = complete(outcome.result | {"commit": measured_commit, "threads": num_processors()})
         show(result)
         print(json.dumps(result), flush=True)
@@ -158,26 +162,6 @@ def commit() -> str:
 def _git(*arguments: str) -> str:
     command = ["git", "--no-optional-locks", "-C", str(ROOT), *arguments]
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
-
-
-@contextmanager
-def elsewhere(suite: Suite) -> Iterator[Elsewhere | None]:
-    """What the suite iterative opens in processes of a Ray of its own; other suites start none.
-
-    Why imports in here: Ray wants its session set up first.
-    """
-    if suite is not Suite.ITERATIVE:
-        yield None
-        return
-    with ray_session("local"):
-        from ragspec.cluster.knn_serving import RemoteDatastore
-        from ragspec.cluster.retrieving import RemoteIndex
-
-        def index(folder: Path, encoder: TextEncoder, service_s: float) -> closing[RemoteIndex]:
-            config = RetrieverConfig(index_dir=str(folder), mode="dense")
-            return closing(RemoteIndex(config, encoder, service_s=service_s))
-
-        yield Elsewhere(index, lambda folder, service_s: closing(RemoteDatastore(folder, service_s)))
 
 
 @contextmanager

@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from statistics import median
 from typing import NamedTuple
@@ -32,8 +33,8 @@ from ragspec.evaluation.decoders import EngineDecoder
 from ragspec.evaluation.forced import ForcedAnswers, answer_ids
 from ragspec.evaluation.numerics_suite import Size
 from ragspec.evaluation.report import Result
+from ragspec.numerics.attention import Rows
 from ragspec.numerics.kv_cache import KvPool
-from ragspec.numerics.rows import Rows
 from ragspec.numerics.threads import compute_apart, num_processors
 from ragspec.verification.sampling import KeyedSampler, Sampler
 
@@ -118,7 +119,7 @@ class StepOverhead:
     def __init__(self, size: Size, cases: Sequence[Case], texts: Mapping[str, str], seed: int = 0) -> None:
         """Raises: ModelError, InputError for an empty answer."""
         self._target = compute_apart(lambda: _timed_target(size), num_processors())
-        self._costs = compute_apart(lambda: measure_costs(self._target, _MAX_STEP_TOKENS), num_processors())
+        self.costs = compute_apart(lambda: measure_costs(self._target, _MAX_STEP_TOKENS), num_processors())
         self._cases, self._seed = cases, seed
         self._answers = ForcedAnswers()
         for case in cases:
@@ -149,7 +150,9 @@ class StepOverhead:
         target = self._target
         target.pool = KvPool(target.shapes, _KV_SLOTS)
         drafting = DraftingConfig()
-        planner = Planner(make_drafters(target, drafting), self._costs, drafting.max_tree_nodes, target.vocab_size)
+        planner = Planner(
+            make_drafters(target, drafting), deepcopy(self.costs), drafting.max_tree_nodes, target.vocab_size
+        )
         admission = Admission(target, "step overhead", OverruledAnswers(self._answers))
         settings = EngineConfig(
             max_kv_tokens=_KV_SLOTS, max_step_tokens=_MAX_STEP_TOKENS, max_running=batch, adaptive_threads=False

@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -81,13 +81,18 @@ def run_suite(name: str, settings: Settings, tick: Tick) -> Outcome:
     runners = dict(zip(SUITES, run, strict=True))
     if name not in runners:
         raise ConfigError(f"unknown suite {name!r}; there are: {', '.join(SUITES)}")
+    return run_as(name, runners[name], settings, tick)
+
+
+def run_as(name: str, run: Callable[[Settings, Tick], Outcome], settings: Settings, tick: Tick) -> Outcome:
+    """Any suite's `run`, its result with what every result names. Raises: ConfigError for another suite's settings."""
     if settings.forced and name not in ("rag", "grammar"):
         raise ConfigError(f"forced answers are for the suites rag and grammar, not {name}")
     if (settings.full or settings.reranker) and name != "retrieval":
         raise ConfigError(f"--full and --reranker are for the suite retrieval, not {name}")
     if settings.heads and name != "drafters":
         raise ConfigError(f"--heads is for the suite drafters, not {name}")
-    outcome = runners[name](settings, tick)
+    outcome = run(settings, tick)
     target = {"target": Path(settings.target.model).name, "dtype": settings.target.dtype}
     named = {"suite": name, "quick": settings.quick, "seed": settings.plan.seed} | target
     return Outcome(named | outcome.result, outcome.measured)

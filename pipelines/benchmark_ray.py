@@ -1,0 +1,55 @@
+"""The suites that run on Ray: each has one of its own on this machine, which ends with it.
+
+Why imports within: Ray wants its session set up first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+from pipelines.batch_session import ray_session
+from ragspec.config import RetrieverConfig
+from ragspec.evaluation.comparison import Tick
+from ragspec.evaluation.iterative_suite import Elsewhere
+from ragspec.evaluation.suites import Outcome, Settings, run_as, run_suite
+from ragspec.retrieval.encoder import TextEncoder
+
+ON_RAY = ("iterative", "cluster", "chaos")
+
+
+def run_on_ray(name: str, settings: Settings, tick: Tick) -> Outcome:
+    """One of `ON_RAY`. Raises: what the suite raises."""
+    if name == "iterative":
+        with elsewhere() as there:
+            return run_suite(name, replace(settings, elsewhere=there), tick)
+    return run_as(name, _cluster if name == "cluster" else _chaos, settings, tick)
+
+
+def _cluster(settings: Settings, tick: Tick) -> Outcome:
+    with ray_session("local"):
+        from pipelines.cluster_suite import cluster_suite
+
+        return cluster_suite(settings, tick)
+
+
+def _chaos(settings: Settings, tick: Tick) -> Outcome:
+    from pipelines.chaos_suite import chaos_suite
+
+    return chaos_suite(settings, tick)
+
+
+@contextmanager
+def elsewhere() -> Iterator[Elsewhere]:
+    """What the suite iterative opens in other processes."""
+    with ray_session("local"):
+        from ragspec.cluster.knn_serving import RemoteDatastore
+        from ragspec.cluster.retrieving import RemoteIndex
+
+        def index(folder: Path, encoder: TextEncoder, service_s: float) -> closing[RemoteIndex]:
+            config = RetrieverConfig(index_dir=str(folder), mode="dense")
+            return closing(RemoteIndex(config, encoder, service_s=service_s))
+
+        yield Elsewhere(index, lambda folder, service_s: closing(RemoteDatastore(folder, service_s)))
