@@ -58,7 +58,7 @@ class Link:
         self.name, self.epoch = member.name, member.epoch
         self.facts: HostFacts = member.facts
         self.identity = Identity(self.facts.fingerprint, self.facts.max_context_tokens)
-        self._member, self._report, self._connect = member, report, connect
+        self.member, self._report, self._connect = member, report, connect
         self._config, self._hears = config, hears
         self._outbox: queue.SimpleQueue[_Command] = queue.SimpleQueue()
         self._lock = threading.Lock()
@@ -97,7 +97,7 @@ class Link:
 
     def _run(self) -> None:
         try:
-            connection = self._connect(self._member)
+            connection = self._connect(self.member)
             session = connection.poll(0.0).session
             sender = threading.Thread(target=self._send_all, args=(connection,), daemon=True, name=f"send-{self.name}")
             sender.start()

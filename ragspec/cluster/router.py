@@ -48,7 +48,7 @@ class Router(EngineClient):
     told from its beginning and not run again."""
 
     def __init__(self, directory: Directory, connect: Connect, config: RoutingConfig | None = None) -> None:
-        """Waits for the first live replica. Raises: ReplicaLost when there is none for `start_timeout_s`."""
+        """Waits for all live replicas, of which there must be one. Raises: ReplicaLost if there is none for `start_timeout_s`."""
         self._watch, self._connect = Watch(directory), connect
         self._config = config or RoutingConfig()
         self._changed = threading.Condition()
@@ -64,9 +64,9 @@ class Router(EngineClient):
         threading.Thread(target=self._follow, daemon=True, name="router-follow").start()
         atexit.register(self.close)
         with self._changed:
-            if not self._changed.wait_for(lambda: self._latest, self._config.start_timeout_s):
-                self._closed = True
-        if self._closed:
+            self._changed.wait_for(lambda: self._latest and self._all_up, self._config.start_timeout_s)
+            found = self._latest is not None
+        if not found:
             self.close()
             raise ReplicaLost(f"no engine is live, and none became so within {self._config.start_timeout_s:g} s")
 
@@ -151,8 +151,10 @@ class Router(EngineClient):
         with self._changed:
             if self._links.get(link.key) is link:
                 del self._links[link.key]
-                self._shunned[link.key] = time.monotonic() + (0.0 if forgotten else self._config.retry_s)
+                self._shunned[link.key] = time.monotonic() + self._config.retry_s
                 self._board.link_down(link)
+                if forgotten and not self._closed:
+                    self._link(link.member)
                 self._changed.notify_all()
 
     # -- threads of its own ------------------------------------------------------------------------------------------
@@ -215,6 +217,10 @@ class Router(EngineClient):
                 self._board.deafen(ticket, ear)
 
     # -- under the lock ----------------------------------------------------------------------------------------------
+
+    @property
+    def _all_up(self) -> bool:
+        return len(self._links) == len(self._board.links)
 
     def _live(self) -> Sequence[Link]:
         assert self._latest is not None

@@ -26,12 +26,13 @@ SETTINGS = RoutingConfig(poll_s=0.2, retry_s=0.05, replay_timeout_s=20.0, start_
 
 
 class LocalDirectory:
-    """A `Directory` of hosts in this process. One that is reported is live again at once, in its next epoch."""
+    """A `Directory` of hosts in this process. One that is reported is live again at once, in its next epoch; unless it does not
+    `revive` it, or does not `obey` and goes on calling it live."""
 
     def __init__(self, hosts: dict[str, EngineHost]) -> None:
         self.hosts = hosts
         self.reports: list[tuple[str, int, str]] = []
-        self.revives = True
+        self.revives = self.obeys = True
         self._changed = threading.Condition()
         self._version = 0
         self._members = {name: self._member(name, 0) for name in hosts}
@@ -44,7 +45,7 @@ class LocalDirectory:
     def report(self, name: str, epoch: int, why: str) -> None:
         with self._changed:
             self.reports.append((name, epoch, why))
-            if self._members[name].epoch == epoch:
+            if self.obeys and self._members[name].epoch == epoch:
                 self._set(self._member(name, epoch + 1) if self.revives else self._members[name]._replace(state="lost"))
 
     def lose(self, name: str) -> None:

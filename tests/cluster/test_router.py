@@ -1,0 +1,439 @@
+"""A router over real engines in this process: what runs where, what waits, and what callers and replicas may do to it."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from local_replicas import SETTINGS, Heard, LocalDirectory, Losing, connect, replicas
+
+from ragspec.cluster.router import Router
+from ragspec.cluster.routing import RoutingConfig
+from ragspec.core import Completion, Delta, FinishReason, Request, SamplingParams
+from ragspec.engine.collect import join
+from ragspec.engine.engine import Engine
+from ragspec.engine.target import Target
+from ragspec.errors import Cancelled, EngineClosed, EngineError, InputError, Overloaded, PromptTooLong, ReplicaLost
+
+Targets = Callable[[int], Sequence[Target]]
+SHORT = SamplingParams(temperature=1.0, seed=4, max_tokens=8, ignore_eos=True)
+LONG = replace(SHORT, max_tokens=200)
+
+
+@pytest.fixture
+def directory(targets: Targets) -> Iterator[LocalDirectory]:
+    with replicas(targets(2)) as directory:
+        yield directory
+
+
+def settings(**changes: Any) -> RoutingConfig:
+    return SETTINGS.model_copy(update=changes)
+
+
+def ask(name: str, params: SamplingParams = SHORT, first: int = 5, **rest: Any) -> Request:
+    return Request(name, (first, 6, 7), params, **rest)
+
+
+def engine_of(directory: LocalDirectory, number: int = 0) -> Engine:
+    return directory.hosts[f"engine-{number}"]._engine
+
+
+def plain(directory: LocalDirectory, request: Request) -> Completion:
+    """Without the router."""
+    return engine_of(directory).generate([replace(request, id="plain")])[0]
+
+
+def until(true: Callable[[], bool], timeout_s: float = 10.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not true():
+        assert time.monotonic() < deadline, "it never came true"
+        time.sleep(0.01)
+
+
+def num_sequences(directory: LocalDirectory) -> list[int]:
+    return [len(host._engine._ids) for host in directory.hosts.values()]
+
+
+# What callers see
+
+
+def test_it_answers_as_an_engine_does(directory: LocalDirectory) -> None:
+    """Completions out of order, ids of the wire instead of the callers', or other tokens than one engine's."""
+    requests = [ask(f"r{i}", replace(SHORT, n=1 + i % 2, seed=i), first=5 + i) for i in range(8)]
+    truth = engine_of(directory).generate(requests)
+    with Router(directory, connect, SETTINGS) as router:
+        assert router.fingerprint == "tiny"
+        assert router.max_context_tokens == engine_of(directory).max_context_tokens
+        found = router.generate(requests)
+    assert [(c.request_id, c.choice, c.token_ids, c.text) for c in found] == [
+        (c.request_id, c.choice, c.token_ids, c.text) for c in truth
+    ]
+    assert all(one.stats.num_replays == 0 and one.stats.system_fingerprint == "tiny" for one in found)
+
+
+def test_a_stream_that_is_left_ends_in_the_replica(directory: LocalDirectory) -> None:
+    """A client that went away was computed for to the end."""
+
+    async def first_token(router: Router) -> Delta:
+        stream = router.stream(ask("a", LONG))
+        async for delta in stream:
+            await stream.aclose()  # type: ignore[attr-defined]
+            return delta
+        raise AssertionError
+
+    with Router(directory, connect, SETTINGS) as router:
+        assert asyncio.run(first_token(router)).request_id == "a"
+        until(lambda: num_sequences(directory) == [0, 0])
+
+
+def test_a_wrong_request_is_refused_with_all_that_came_with_it(directory: LocalDirectory) -> None:
+    """One of several was refused and the others ran, or the error came from a replica and was an engine's."""
+    heard = Heard()
+    with Router(directory, connect, SETTINGS) as router:
+        for wrong, error in (
+            (Request("b", (), SHORT), InputError),
+            (Request("b", tuple(range(2, 258)), SHORT), PromptTooLong),
+            (ask("a"), InputError),
+        ):
+            with pytest.raises(error):
+                router.submit_all([ask("a"), wrong], heard)
+        time.sleep(0.1)
+        assert not heard.deltas
+        assert router.generate([ask("a"), ask("b")])
+
+
+def test_a_listener_that_raises_costs_only_its_request(directory: LocalDirectory) -> None:
+    """One broken callback ended the thread that tells everybody."""
+
+    def raises(delta: Delta) -> None:
+        raise RuntimeError("a broken listener")
+
+    with Router(directory, connect, SETTINGS) as router:
+        broken = Heard(act=raises)
+        router.submit(ask("broken", LONG), broken)
+        assert len(router.generate([ask("a")])[0].token_ids) == SHORT.max_tokens
+        until(lambda: num_sequences(directory) == [0, 0])
+        assert len(broken.deltas) == 1
+
+
+def test_a_listener_may_submit_and_cancel(directory: LocalDirectory) -> None:
+    """Listeners ran under the router's lock, so one that used the router waited for itself."""
+    second = Heard()
+    with Router(directory, connect, SETTINGS) as router:
+
+        def act(delta: Delta) -> None:
+            if delta.finish_reason is None and not second.began.is_set():
+                router.submit(ask("second"), second)
+                router.cancel("first")
+
+        first = Heard(act=act)
+        router.submit(ask("first", LONG), first)
+        assert first.wait()[-1].finish_reason is FinishReason.CANCELLED
+        assert second.wait()[-1].finish_reason is FinishReason.LENGTH
+
+
+def test_a_slow_listener_does_not_look_like_a_dead_replica(directory: LocalDirectory) -> None:
+    """While a listener slept no poll was answered, so its replica was replaced; or messages were lost meanwhile."""
+    with Router(directory, connect, settings(heartbeat_timeout_s=0.3)) as router:
+        heard = Heard(act=lambda delta: time.sleep(0.3))
+        router.submit(ask("a"), heard)
+        assert join(heard.wait()).token_ids == plain(directory, ask("a")).token_ids
+    assert not directory.reports
+
+
+# The same id again
+
+
+def test_an_id_asked_for_again_is_told_the_same(directory: LocalDirectory) -> None:
+    """A submission that was repeated ran twice, or drew another seed, or was heard from its middle on."""
+    request = ask("a", replace(LONG, seed=None))
+    with Router(directory, connect, settings(remembered_tokens=10_000)) as router:
+        heard = [Heard() for _ in range(4)]
+        router.submit(request, heard[0])
+        heard[0].began.wait(10.0)
+        router.submit(request, heard[1])  # while it runs
+        heard[0].wait()
+        for name in directory.hosts:
+            directory.lose(name)  # nobody can generate it again
+        for late in heard[2:]:
+            router.submit(request, late)
+        assert all(each.wait() == heard[0].deltas for each in heard)
+
+
+def test_an_id_of_another_request_is_refused(directory: LocalDirectory) -> None:
+    """An answer to another question came back, or two outputs were mixed under one id."""
+    request, other = ask("a", LONG), ask("a", LONG, first=9)
+    heard, unheard = Heard(), Heard()
+    with Router(directory, connect, settings(remembered_tokens=10_000)) as router:
+        router.submit(request, heard)
+        for _ in range(2):  # while it runs, and when it has ended
+            for wrong in (other, replace(request, salt="x"), ask("a")):
+                with pytest.raises(InputError, match="another request was submitted under the id 'a'"):
+                    router.submit_all([ask("new"), wrong], unheard)
+            heard.wait()
+        assert not unheard.deltas
+
+
+def test_what_is_remembered_is_bounded_and_purged(directory: LocalDirectory) -> None:
+    """Finished answers were kept for ever, outlived their tenant's purge, or failed ones were told again."""
+    with Router(directory, connect, settings(remembered_tokens=100)) as router:
+        for number in range(20):
+            router.generate([ask(f"r{number}")])
+        kept = router._board._remembered
+        assert 0 < len(kept) <= 4
+        for salt in ("x", "y"):
+            router.generate([ask(f"of {salt}", salt=salt)])
+        running = Heard()
+        router.submit(ask("running", LONG, salt="x"), running)
+        router.purge("x")
+        running.wait()
+        assert [kept.get(i, time.monotonic()) is not None for i in ("of x", "of y", "running")] == [False, True, False]
+        heard = Heard()
+        router.submit(ask("c", LONG), heard)
+        router.cancel("c")
+        with pytest.raises(Cancelled):
+            join(heard.wait())
+        assert len(router.generate([ask("c", LONG)])[0].token_ids) == LONG.max_tokens
+
+
+def test_memory_of_the_finished_ends_with_time(directory: LocalDirectory) -> None:
+    """An id could never be used again."""
+    with Router(directory, connect, settings(remembered_tokens=10_000, remembered_s=0.3)) as router:
+        router.generate([ask("a")])
+        until(lambda: len(router._board._remembered) == 0)
+        assert router.generate([ask("a", first=9)])[0].token_ids == plain(directory, ask("a", first=9)).token_ids
+
+
+# What waits
+
+
+def test_replicas_are_sent_only_so_much_and_the_rest_in_order(directory: LocalDirectory) -> None:
+    """Everything was sent at once, later requests overtook earlier ones, or the last place in the queue was never free."""
+    order: list[str] = []
+    ended = Heard(num_choices=8, act=lambda delta: order.append(delta.request_id) if delta.finish_reason else None)
+    most = 0
+    with Router(directory, connect, settings(max_running=1, max_queued=6)) as router:
+        router.submit_all([ask(f"r{i}", replace(SHORT, max_tokens=30)) for i in range(8)], ended)
+        with pytest.raises(Overloaded):
+            router.submit(ask("too many"), Heard())
+        while not ended.ended.wait(0.005):
+            most = max(most, *num_sequences(directory))
+        assert router.generate([ask("later")])
+    assert most == 1
+    assert [sorted(order[i : i + 2]) for i in (0, 2, 4, 6)] == [[f"r{i}", f"r{i + 1}"] for i in (0, 2, 4, 6)]
+
+
+def test_a_waiting_request_can_be_cancelled(directory: LocalDirectory) -> None:
+    """A request in the queue ran all the same, or took its place with it."""
+    with Router(directory, connect, settings(max_running=1)) as router:
+        heard = {name: Heard() for name in ("a", "b", "c", "d")}
+        for name, each in heard.items():
+            router.submit(ask(name, LONG), each)
+        router.cancel("c")
+        router.cancel("unknown")
+        assert heard["c"].wait() == [replace(heard["c"].deltas[0], token_ids=(), text="")]
+        router.cancel("a")
+        assert heard["a"].wait()[-1].finish_reason is FinishReason.CANCELLED
+        assert len(join(heard["d"].wait()).token_ids) == LONG.max_tokens
+
+
+def test_like_requests_go_to_one_replica_until_it_is_loaded(directory: LocalDirectory) -> None:
+    """Affinity was ignored, or everything waited at one replica while the other was idle."""
+    with Router(directory, connect, SETTINGS) as router:
+        for first, affinity in enumerate("abcdefgh", 10):
+            requests = [ask(f"{affinity}{i}", first=first, affinity=affinity) for i in range(3)]
+            cached = [router.generate([request])[0].stats.num_cached_tokens for request in requests]
+            assert [num > 0 for num in cached] == [False, True, True], affinity
+        heard = Heard(num_choices=12)
+        router.submit_all([ask(f"hot{i}", LONG, affinity="a") for i in range(12)], heard)
+        until(lambda: sum(num_sequences(directory)) == 12)
+        assert max(num_sequences(directory)) <= 8
+        heard.wait()
+
+
+# Ends
+
+
+def test_a_drain_lets_the_running_end(directory: LocalDirectory) -> None:
+    """A shutdown threw away answers that were nearly there, or took new requests meanwhile, or waited without end."""
+    heard, late = Heard(), Heard()
+    router = Router(directory, connect, SETTINGS)
+    router.submit(ask("a", LONG), heard)
+    closing = threading.Thread(target=router.close, args=(20.0,))
+    closing.start()
+    until(lambda: router._closed)
+    with pytest.raises(EngineClosed):
+        router.submit(ask("b"), late)
+    closing.join(10.0)
+    assert not closing.is_alive()
+    assert len(join(heard.wait(0.1)).token_ids) == LONG.max_tokens
+
+
+def test_what_has_not_ended_is_cancelled_when_the_drain_is_over(directory: LocalDirectory) -> None:
+    """Replicas went on computing for a router that is gone, or its callers waited for ever."""
+    for number in range(2):
+        threading.Thread(target=engine_of(directory, number).between_steps, args=(lambda: time.sleep(0.6),)).start()
+    heard = [Heard() for _ in range(3)]
+    with Router(directory, connect, settings(max_running=1)) as router:
+        for number, each in enumerate(heard):
+            router.submit(ask(f"r{number}", LONG), each)
+        router.close(drain_s=0.05)
+        for each in heard:
+            with pytest.raises(Cancelled):
+                join(each.wait(1.0))
+        router.close()
+    until(lambda: num_sequences(directory) == [0, 0])
+    assert not directory.reports, "a router that leaves takes no replica with it"
+
+
+def test_no_replica_at_all_is_said_in_time(directory: LocalDirectory) -> None:
+    """A request waited for ever for somebody to run it, or the router for a first replica."""
+    with Router(directory, connect, settings(replay_timeout_s=0.6)) as router:
+        for name in directory.hosts:
+            directory.lose(name)
+        until(lambda: not router._board.links)
+        with pytest.raises(ReplicaLost, match=r"for 0\.6 s there was no replica"):
+            router.generate([ask("a")])
+        waiting = Heard()
+        router.submit(ask("b"), waiting)
+        time.sleep(0.2)
+        directory.revive("engine-1")
+        assert join(waiting.wait()).token_ids == plain(directory, ask("b")).token_ids
+    for name in directory.hosts:
+        directory.lose(name)
+    with pytest.raises(ReplicaLost, match="no engine is live"):
+        Router(directory, connect, settings(start_timeout_s=0.2))
+
+
+# Losses that tokens alone do not show
+
+
+def test_a_replica_that_the_directory_drops_is_left_at_once(directory: LocalDirectory) -> None:
+    """What ran on a replica that is declared lost was waited for, or what it still said was told as well."""
+    request = ask("a", replace(LONG, n=3))
+    truth = engine_of(directory).generate([replace(request, id="plain")])
+    with Router(directory, connect, SETTINGS) as router:
+        heard = Heard(num_choices=3)
+        router.submit(request, heard)
+        heard.began.wait(10.0)
+        (name,) = {leg.link.name for leg in router._board._legs.values() if leg.link}
+        directory.lose(name)
+        deltas = heard.wait()
+    for plain_one in truth:
+        one = join([delta for delta in deltas if delta.choice == plain_one.choice])
+        assert (one.token_ids, one.text) == (plain_one.token_ids, plain_one.text)
+        assert one.stats.num_replays == 1
+
+
+def test_a_step_that_never_ends_is_a_lost_replica(directory: LocalDirectory) -> None:
+    """A hung forward was waited for, since its host still answers polls."""
+    release = threading.Event()
+    try:
+        with Router(directory, connect, settings(step_timeout_s=0.5)) as router:
+            heard = Heard()
+            router.submit(ask("a", LONG), heard)
+            heard.began.wait(10.0)
+            (link,) = {leg.link for leg in router._board._legs.values() if leg.link}
+            hung = directory.hosts[link.name]._engine
+            threading.Thread(target=hung.between_steps, args=(lambda: release.wait(20.0),)).start()
+            assert join(heard.wait(10.0)).token_ids == plain_elsewhere(directory, hung, ask("a", LONG))
+            assert any("has been running for" in why for name, _, why in directory.reports if name == link.name)
+    finally:
+        release.set()
+
+
+def plain_elsewhere(directory: LocalDirectory, hung: Engine, request: Request) -> tuple[int, ...]:
+    (other,) = [host._engine for host in directory.hosts.values() if host._engine is not hung]
+    return other.generate([replace(request, id="plain")])[0].token_ids
+
+
+def test_a_router_that_was_asleep_begins_again_and_kills_nobody(targets: Targets) -> None:
+    """A client that had been stopped for a while waited for requests that its replica had dropped, or had it replaced."""
+    with replicas(targets(1), client_timeout_s=0.3) as directory:
+        host, request = directory.hosts["engine-0"], ask("a", LONG)
+        truth = plain(directory, request)
+        with Router(directory, connect, SETTINGS) as router:
+            heard = Heard()
+            router.submit(request, heard)
+            heard.began.wait(10.0)
+            with host._lock:
+                host._clients.clear()  # as after `client_timeout_s`, at whatever moment that comes
+            one = join(heard.wait())
+        assert (one.token_ids, one.text) == (truth.token_ids, truth.text)
+        assert not directory.reports
+
+
+def test_a_request_that_kills_replicas_is_given_up(directory: LocalDirectory) -> None:
+    """One request that no replica survives took them all down, again and again, for ever."""
+    with Router(directory, Losing([0] * 9), settings(max_vain_replays=2)) as router:
+        with pytest.raises(EngineError, match="lost 3 times in a row") as raised:
+            router.generate([ask("a")])
+        assert not isinstance(raised.value, ReplicaLost)
+    assert len(directory.reports) == 3
+
+
+@pytest.mark.parametrize("policy", ["error", "flag"])
+def test_other_numerics_go_on_only_when_told_so(directory: LocalDirectory, policy: str) -> None:
+    """An answer was begun under one arithmetic and ended under another without a word."""
+    engine_of(directory, 1).fingerprint = "other"
+    directory.lose("engine-1")
+    losing = Losing([5])
+    with Router(directory, losing, settings(unequal_numerics=policy, replay_timeout_s=0.4)) as router:
+        directory.revives = False
+        heard = Heard()
+        router.submit(ask("a"), heard)
+        until(lambda: losing.num_lost == 1)
+        directory.revive("engine-1")
+        last = heard.wait()[-1]
+    if policy == "error":
+        assert last.finish_reason is FinishReason.LOST
+        assert "'tiny'" in last.error and "'other'" in last.error
+    else:
+        assert last.stats is not None
+        assert (last.stats.exactness, last.stats.system_fingerprint) == ("none", "tiny+other")
+        assert len(join(heard.deltas).token_ids) == SHORT.max_tokens
+
+
+def test_equal_numerics_are_waited_for(directory: LocalDirectory) -> None:
+    """A replica that came back a moment later found its requests ended, or gone on with under other numerics."""
+    engine_of(directory, 1).fingerprint = "other"
+    directory.revive("engine-1")
+    directory.lose("engine-0")
+    with Router(directory, connect, SETTINGS) as router:
+        directory.revive("engine-0")
+        until(lambda: len(router._board.links) == 2)
+        assert router.fingerprint == "other+tiny"
+        heard = Heard()
+        router.submit(ask("a", LONG), heard)
+        heard.began.wait(10.0)
+        (link,) = {leg.link for leg in router._board._legs.values() if leg.link}
+        directory.lose(link.name)
+        time.sleep(0.5)
+        assert not heard.ended.is_set()
+        directory.revive(link.name)
+        one = join(heard.wait())
+    assert one.token_ids == plain(directory, ask("a", LONG)).token_ids
+    assert (one.stats.exactness, one.stats.system_fingerprint) == ("path", link.identity.fingerprint)
+
+
+def test_a_purge_reaches_a_replica_that_was_away(directory: LocalDirectory) -> None:
+    """A replica whose connection broke kept a tenant's prefixes through the purge."""
+    directory.lose("engine-1")
+    with Router(directory, connect, SETTINGS) as router:
+        first = router.generate([ask("a", salt="x")])[0]
+        assert router.generate([ask("b", salt="x")])[0].stats.num_cached_tokens > 0
+        router.purge("x")
+        assert router.generate([ask("c", salt="x")])[0].stats.num_cached_tokens == 0
+        (link,) = router._board.links
+        directory.obeys = False
+        link._fail(RuntimeError("its connection broke"))
+        router.purge("x")
+        until(lambda: bool(router._board.links))
+        assert directory.reports and router._board.links != (link,)
+        again = router.generate([ask("d", salt="x")])[0]
+    assert (again.token_ids, again.stats.num_cached_tokens) == (first.token_ids, 0)
