@@ -1,0 +1,156 @@
+"""Random losses, late answers, cancellations and repetitions over three replicas: nothing is lost, doubled or changed."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import pytest
+from local_replicas import SETTINGS, Heard, LocalDirectory, replicas
+
+from ragspec.cluster.connection import LocalConnection
+from ragspec.cluster.directory import Member
+from ragspec.cluster.host import EngineHost, Polled
+from ragspec.cluster.router import Router
+from ragspec.core import Completion, CopySource, FinishReason, Request, SamplingParams, Segment, SourceKind
+from ragspec.engine.collect import join
+from ragspec.engine.target import Target
+from ragspec.errors import ReplicaLost
+
+Targets = Callable[[int], Sequence[Target]]
+NUM_REQUESTS, NUM_FAULTS = 30, 25
+
+
+class Weather:
+    """What goes wrong, by one random number generator: connections break before or after their message, or are slow."""
+
+    def __init__(self, seed: int) -> None:
+        self.random = random.Random(seed)
+        self.num_faults = 0
+        self._lock = threading.Lock()
+
+    def strikes(self, chance: float) -> bool:
+        with self._lock:
+            if self.num_faults >= NUM_FAULTS or self.random.random() >= chance:
+                return False
+            self.num_faults += 1
+            return True
+
+    def __call__(self, member: Member) -> Stormy:
+        return Stormy(member.actor, self)
+
+
+class Stormy(LocalConnection):
+    def __init__(self, host: EngineHost, weather: Weather) -> None:
+        super().__init__(host)
+        self._weather = weather
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        if self._weather.strikes(0.03):
+            raise ReplicaLost("before it was submitted")
+        super().submit(requests)
+        if self._weather.strikes(0.03):
+            raise ReplicaLost("submitted, but the answer is lost")
+
+    def poll(self, wait_s: float) -> Polled:
+        if self._weather.strikes(0.02):
+            time.sleep(0.05)
+        polled = super().poll(wait_s)
+        if polled.deltas and self._weather.strikes(0.05):
+            raise ReplicaLost("polled, but the answer is lost")
+        if self._weather.strikes(0.02):
+            return polled._replace(deltas=polled.deltas[: len(polled.deltas) // 2], session="another")
+        return polled
+
+
+def requests_of(target: Target, chance: random.Random) -> list[Request]:
+    """Of every kind; some are for what stands behind a part of themselves."""
+    prompts = [tuple(target.tokenizer(text).input_ids) for text in ("The river", 'says: "The bridge', "水 A mill")]
+    sources = (CopySource(SourceKind.PASSAGE, 'The report says: "The bridge was built in 1874."', "p"),)
+    requests = []
+    for number in range(NUM_REQUESTS):
+        params = SamplingParams(
+            temperature=chance.choice([0.0, 0.7, 1.0]),
+            top_p=chance.choice([0.8, 1.0]),
+            repetition_penalty=chance.choice([1.0, 1.2]),
+            seed=number,
+            n=chance.choice([1, 1, 2, 3]),
+            max_tokens=chance.randrange(1, 40),
+            logprobs=chance.choice([None, 0, 2]),
+            stop=chance.choice([(), ("e",), ("th", " t")]),
+            ignore_eos=chance.random() < 0.5,
+        )
+        affinity = chance.choice(["", "doc", f"doc{number % 3}"])
+        requests.append(Request(f"r{number}", chance.choice(prompts), params, sources, affinity=affinity))
+    return requests
+
+
+def assert_told_once(heard: Heard, truth: Sequence[Completion], cancelled: bool) -> None:
+    for plain in truth:
+        deltas = [delta for delta in heard.deltas if delta.choice == plain.choice]
+        assert [d.finish_reason is not None for d in deltas] == [False] * (len(deltas) - 1) + [True]
+        if deltas[-1].finish_reason is FinishReason.CANCELLED:
+            assert cancelled
+            tokens = tuple(token for delta in deltas for token in delta.token_ids)
+            assert tokens == plain.token_ids[: len(tokens)]
+            assert plain.text.startswith("".join(delta.text for delta in deltas))
+            continue
+        one = join(deltas)
+        assert (one.token_ids, one.text, one.logprobs) == (plain.token_ids, plain.text, plain.logprobs)
+        assert one.finish_reason == plain.finish_reason
+        assert one.stats.num_output_tokens == len(one.token_ids)
+
+
+def disturb(directory: LocalDirectory, weather: Weather, over: threading.Event) -> None:
+    """Members come and go in the directory as well."""
+    while not over.wait(0.05):
+        name = weather.random.choice(sorted(directory.hosts))
+        if weather.strikes(0.3):
+            directory.lose(name)
+            over.wait(0.1)
+            directory.revive(name)
+
+
+@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 20))])
+def test_random_faults_change_nothing(targets: Targets, seed: int) -> None:
+    """A combination of faults that nobody thought of."""
+    weather = Weather(seed)
+    with replicas(targets(3)) as directory:
+        target = directory.hosts["engine-0"]._engine.target
+        requests = requests_of(target, random.Random(seed))
+        truth = {r.id: directory.hosts["engine-0"]._engine.generate([r]) for r in requests}
+        for number in range(0, NUM_REQUESTS, 7):  # some as the rest of what they wrote
+            known = truth[f"r{number}"][-1]
+            given = known.token_ids[: len(known.token_ids) // 2]
+            segment = Segment(given, None, known.token_ids[len(given) :], known.choice)
+            requests[number] = replace(requests[number], segment=segment)
+            truth[f"r{number}"] = directory.hosts["engine-0"]._engine.generate([requests[number]])
+        heard = {request.id: [Heard(len(request.choices))] for request in requests}
+        cancelled = set(weather.random.sample(sorted(heard), 4))
+        settings = SETTINGS.model_copy(update={"max_running": 12, "max_vain_replays": 100, "remembered_tokens": 10_000})
+        over = threading.Event()
+        with Router(directory, weather, settings) as router:
+            disturbing = threading.Thread(target=disturb, args=(directory, weather, over))
+            disturbing.start()
+            try:
+                for request in requests:
+                    router.submit(request, heard[request.id][0])
+                    time.sleep(weather.random.random() * 0.01)
+                for request_id in cancelled:
+                    router.cancel(request_id)
+                for request in weather.random.sample(requests, 6):
+                    if request.id not in cancelled:
+                        heard[request.id].append(Heard(len(request.choices)))
+                        router.submit(request, heard[request.id][-1])
+                for request_id, listeners in heard.items():
+                    for listener in listeners:
+                        listener.wait(60.0)
+                        assert_told_once(listener, truth[request_id], request_id in cancelled)
+            finally:
+                over.set()
+                disturbing.join()
+            assert router._board.idle and not router._board._legs and not any(router._board._loads.values())
+        assert weather.num_faults > 5
