@@ -1,0 +1,175 @@
+"""A target on 2 or 4 ranks gives the bits, and so the tokens, of one rank."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from engine.test_eagle import drafter_for
+from engine.test_oracle import PARAMS, assert_equal, assert_pool_is_empty, drafters, requests_of, total, truth
+from rank_process import Followers
+from tiny_target import save_model, tiny_engine
+
+from ragspec.config import DraftingConfig, EngineConfig, TargetConfig
+from ragspec.core import Request, SamplingParams
+from ragspec.engine.loading import load_engine
+from ragspec.engine.target import FINAL, Target
+from ragspec.numerics.kv_cache import KvPool, SequenceSlots
+from ragspec.numerics.rows import Part, StepRows
+from ragspec.numerics.self_test import self_test
+
+ENGINE = EngineConfig(max_kv_tokens=2048, num_threads=1)
+SHAPE = {"num_attention_heads": 8, "num_key_value_heads": 4}
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "tied": ("llama", {"tie_word_embeddings": True, "head_dim": 16}),
+    "biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    "qwen2": ("qwen2", {}),
+    "qwen3": ("qwen3", {}),
+    "mistral": ("mistral", {}),
+}
+QUICK = [
+    ("llama", "float32", 4),
+    ("llama", "bfloat16", 2),
+    ("tied", "bfloat16", 4),
+    ("biases", "float32", 2),
+    ("qwen2", "bfloat16", 2),
+    ("qwen3", "float32", 2),
+    ("mistral", "bfloat16", 2),
+]
+REST = sorted({*itertools.product(KINDS, ("float32", "bfloat16"), (2, 4))} - {*QUICK})
+slow = pytest.mark.slow
+
+Models = Callable[[str], str]
+
+
+@pytest.fixture(scope="module")
+def followers() -> Iterator[Followers]:
+    with Followers(3) as followers:
+        yield followers
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
+    """The directory of a model by its name in KINDS."""
+    folder = tmp_path_factory.mktemp("models")
+
+    def saved(name: str) -> str:
+        kind, more = KINDS[name]
+        return str(folder / name if (folder / name).exists() else save_model(kind, folder / name, **SHAPE, **more))
+
+    return saved
+
+
+def outputs(target: Target) -> dict[str, np.ndarray]:
+    """Logits, states and taps of two sequences and a tree in one forward, after a context computed in chunks."""
+    rng = np.random.default_rng(3)
+    text = rng.integers(0, target.vocab_size, 200).astype(np.int32)
+    first, second = SequenceSlots(target.pool), SequenceSlots(target.pool)
+    found = {}
+    for start, end in ((0, 70), (70, 71), (71, 90)):
+        step = StepRows([Part(first, end - start)])
+        found[f"{start}:{end}"] = target.forward(text[start:end], step.rows, np.arange(end - start, dtype=np.int32))
+        step.keep(0)
+    step = StepRows([Part(second, 17), Part(first, 1, (-1, 0, 0, 1, 3, 2, 0))])
+    wanted = np.array([0, 16, *range(17, 24)], np.int32)
+    found["tree"], taps = target.forward_tapped(text[100:124], step.rows, wanted, (0, 1, 2, FINAL))
+    step.keep(0)
+    step.keep(1, [1, 3])
+    found |= {f"tap {tap}": stream for tap, stream in taps.items()}
+    step = StepRows([Part(first, 2), Part(second, 1)])  # the path kept through the tree is now context
+    found["states"], found["logits"] = target.forward_states(text[130:133], step.rows, np.array([0, 2], np.int32))
+    found["unread"] = target.states(text[130:133], step.rows)
+    return found
+
+
+@pytest.mark.parametrize(("name", "dtype", "size"), [*QUICK, *(pytest.param(*case, marks=slow) for case in REST)])
+def test_ranks_compute_the_bits_of_one(followers: Followers, models: Models, name: str, dtype: Any, size: int) -> None:
+    """A sum in another order, a bias or a norm cut at the wrong place, a head that met another head's keys."""
+    config = TargetConfig(model=models(name), dtype=dtype)
+    expected = outputs(Target.load(config, ENGINE.max_kv_tokens))
+    with followers.target(size, config, ENGINE) as target:
+        assert target.shapes[0].num_kv_heads == 4 // size
+        found = outputs(target)
+    for what, values in expected.items():
+        assert np.array_equal(found[what], values), what
+
+
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=slow)])
+def test_the_self_test_runs_over_the_group_and_its_id_is_that_of_one_rank(
+    followers: Followers, models: Models, size: int
+) -> None:
+    """Replay between a group and a single rank was refused, or the followers' rows were never tested in other company."""
+    config = TargetConfig(model=models("llama"))
+    alone = self_test(Target.load(config, ENGINE.max_kv_tokens), 40, "float32", 2)
+    with followers.target(size, config, ENGINE) as target:
+        tested = self_test(target, 40, "float32", 2)
+    assert tested.passed
+    assert tested.numerics_id == alone.numerics_id
+
+
+@pytest.mark.parametrize(
+    ("dtype", "size"),
+    [
+        ("float32", 2),
+        pytest.param("bfloat16", 2, marks=slow),
+        *(pytest.param(d, 4, marks=slow) for d in ("float32", "bfloat16")),
+    ],
+)
+def test_every_setting_of_the_oracle(followers: Followers, models: Models, dtype: Any, size: int) -> None:
+    """A draft, the company in a batch or a preemption changed the output, because followers kept other slots than rank 0."""
+    config = TargetConfig(model=models("llama"), dtype=dtype)
+    one = Target.load(config, ENGINE.max_kv_tokens)
+    with followers.target(size, config, ENGINE) as target:
+        for name, params in PARAMS.items():
+            requests = requests_of(one, params)
+            expected = truth(one, requests, name)
+            for which in ("half", "copy", "random"):
+                with tiny_engine(
+                    target, [drafters(one, expected)[which]], num_kv_slots=256, max_step_tokens=23
+                ) as engine:
+                    assert_equal(engine.generate(requests), expected)
+                    assert_pool_is_empty(engine)
+
+
+@pytest.mark.parametrize("family", ["eagle", "eagle3"])
+def test_a_head_on_rank_0_drafts_what_it_drafts_beside_one_rank(
+    followers: Followers, models: Models, family: str
+) -> None:
+    """A head read rank 0's part of the embedding or of the output layer; its draft had the followers compute."""
+    config = TargetConfig(model=models("tied"))
+    one = Target.load(config, ENGINE.max_kv_tokens)
+    requests = requests_of(one, PARAMS["T=1"])
+    expected = truth(one, requests, "T=1")
+    with tiny_engine(one, [drafter_for(one, family)]) as engine:
+        drafted = total(engine.generate(requests), "num_drafted")
+    with followers.target(2, config, ENGINE) as target, tiny_engine(target, [drafter_for(target, family)]) as engine:
+        completions = engine.generate(requests)
+        assert engine._planner.num_failures == 0
+    assert_equal(completions, expected)
+    assert total(completions, "num_drafted") == drafted > 0
+
+
+def test_an_engine_is_loaded_on_several_ranks(followers: Followers, models: Models) -> None:
+    """The loader measured, tested or served with rank 0 alone; the followers were not told that it is over."""
+    config = TargetConfig(model=models("qwen3"), max_context_tokens=48)
+    drafting, prompt = DraftingConfig(), tuple(range(5, 17))
+    request = Request("a", prompt, SamplingParams(max_tokens=20, temperature=1.0, seed=7))
+    with load_engine(config, ENGINE, drafting) as engine:
+        fingerprint, expected = engine.fingerprint, engine.generate([request])[0]
+    with followers.group(2, config, ENGINE) as ranks, load_engine(config, ENGINE, drafting, ranks=ranks) as engine:
+        assert engine.fingerprint == fingerprint
+        assert engine.generate([request])[0].token_ids == expected.token_ids
+    assert followers.outcomes(2) == ["stopped"]
+
+
+def test_every_rank_has_its_part_of_the_pool(followers: Followers, models: Models) -> None:
+    """A group's keys and values took the memory of one rank on every rank."""
+    config = TargetConfig(model=models("llama"))
+    one = Target.load(config, 64)
+    with followers.target(4, config, ENGINE) as target:
+        pool = KvPool(target.shapes, 64)
+    assert 4 * len(pool.keys[0]) == len(one.pool.keys[0])
