@@ -1,9 +1,9 @@
-"""The input of a batch job: files of rows, checked once from end to end, then read again in small pieces by the workers.
+"""The input of a batch job: files of rows, checked once from end to end, then read again in small pieces while they are answered.
 
 The first pass keeps ids and places, never texts, so that the job knows from the start how much there is to do, which rows are
 wrong and which came twice.
 
-    >>> for found in check_rows(find_inputs(Path("questions.jsonl")), Checks(defaults, seed, {})): ...
+    >>> for found in check_rows(find_inputs(Path("questions.jsonl")), Checks(QUESTIONS, defaults, seed, {})): ...
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from pipelines.batch_rows import Row, id_of, parse_line, parse_row
+from pipelines.batch_rows import Form, Row, id_of, parse_line, parse_row
 from ragspec.core import SamplingParams
 from ragspec.errors import InputError
 
@@ -56,7 +56,7 @@ class RawRow(NamedTuple):
 
 @dataclass
 class Span:
-    """Neighbouring rows that one task answers. [start, stop) as in `RawRow`; `wanted` are the numbers to answer."""
+    """Neighbouring rows that are read together. [start, stop) as in `RawRow`; `wanted` are the numbers to answer."""
 
     path: str
     group: int
@@ -70,6 +70,7 @@ class Span:
 class Checks:
     """What a row is checked against, and what was seen so far. `done` maps answered ids to the digest of what was asked."""
 
+    form: Form
     defaults: SamplingParams
     job_seed: int
     done: Mapping[str, str]
@@ -79,11 +80,11 @@ class Checks:
 
     def wanted(self, record: Any) -> bool:
         """Whether the row is still to be answered. Raises: RowError, InputError."""
-        row = parse_row(record)
+        row = parse_row(record, self.form)
         if row.id in self.seen:
             raise DuplicateId(f"the id {row.id!r} came before")
         self.seen.add(row.id)
-        row.params(self.defaults, self.job_seed)
+        self.form.check(row, row.params(self.defaults, self.job_seed))
         self.ignored.update(row.ignored)
         if row.id not in self.done:
             return True
@@ -135,11 +136,11 @@ def check_rows(files: list[Path], checks: Checks) -> Iterator[Span | BadRow]:
             yield span
 
 
-def read_span(span: Span) -> list[tuple[Place, Row]]:
+def read_span(span: Span, form: Form) -> list[tuple[Place, Row]]:
     """The wanted rows. Raises: InputError if the file is no longer what was checked."""
     records = _span_of_parquet(span) if span.group >= 0 else _span_of_lines(span)
     try:
-        return [(Place(span.path, number), parse_row(records(number - span.first))) for number in span.wanted]
+        return [(Place(span.path, number), parse_row(records(number - span.first), form)) for number in span.wanted]
     except (InputError, IndexError) as cause:
         raise InputError(f"{span.path} was changed while the job ran: {cause}") from cause
 

@@ -1,9 +1,9 @@
 """One row of a batch job: what a user may write, checked.
 
-Two forms, told apart row by row: `{"id": ..., "question": ...}` with sampling parameters beside them, and a line of an OpenAI
-batch file. Pure functions; nothing here reads a file.
+Two forms, told apart row by row: `{"id": ..., "question": ...}` (or `"text"`, where texts are corrected) with sampling parameters
+beside them, and a line of an OpenAI batch file. Pure functions; nothing here reads a file.
 
-    >>> parse_row({"id": 7, "question": "When did it rain?", "temperature": 0.5}).overrides
+    >>> parse_row({"id": 7, "question": "When did it rain?", "temperature": 0.5}, QUESTIONS).overrides
     {'temperature': 0.5}
 """
 
@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from ragspec.core import SamplingParams, check_text
 from ragspec.errors import InputError
 from ragspec.numerics.noise import row_seed
+from ragspec.rag.manuscript import Manuscript
 from ragspec.retrieval.filters import parse_filter
 
 _PARAMETERS = frozenset(field.name for field in fields(SamplingParams))
@@ -36,18 +37,17 @@ _BODY_NAMES = {
     "n": "n",
     "seed": "seed",
 }
-_SCOPE = frozenset({"tenant", "filter"})
 _BODY_IGNORED = frozenset({"model", "messages", "metadata", "store", "user", "safety_identifier", "service_tier"})
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A question with its identity. `overrides` are the sampling parameters that the row itself gives; `tenant` and `filter` say
-    which documents may answer it.
+    """A question, or a text to correct, with its identity. `overrides` are the sampling parameters that the row itself gives;
+    `tenant` and `filter` say which documents may answer it.
     """
 
     id: str
-    question: str
+    text: str
     overrides: Mapping[str, Any]
     openai: bool = False
     ignored: tuple[str, ...] = ()
@@ -58,7 +58,7 @@ class Row:
     def digest(self) -> str:
         """Names what was asked, whatever the row's place or form."""
         scope = [self.tenant, self.filter] if self.tenant or self.filter else []
-        asked = json.dumps([self.question, self.overrides, *scope], sort_keys=True, default=str)
+        asked = json.dumps([self.text, self.overrides, *scope], sort_keys=True, default=str)
         return hashlib.sha256(asked.encode()).hexdigest()[:16]
 
     def params(self, defaults: SamplingParams, job_seed: int) -> SamplingParams:
@@ -68,6 +68,20 @@ class Row:
         if params.n != 1:
             raise InputError(f"n must be 1 in a batch job, not {params.n}: write one row for each answer")
         return params
+
+
+class Form(NamedTuple):
+    """What the rows of a job are: the column of their text, the columns that say what it may be answered from, and what else of a
+    row and its parameters is refused (`check` raises InputError).
+    """
+
+    column: str
+    scope: frozenset[str]
+    check: Callable[[Row, SamplingParams], object]
+
+
+QUESTIONS = Form("question", frozenset({"tenant", "filter"}), lambda row, params: None)
+TEXTS = Form("text", frozenset({"tenant"}), lambda row, params: Manuscript(row.id, row.text, params))
 
 
 def parse_line(raw: bytes) -> Any:
@@ -88,7 +102,7 @@ def id_of(record: Any) -> str | None:
     return str(value)
 
 
-def parse_row(record: Any) -> Row:
+def parse_row(record: Any, form: Form) -> Row:
     """Raises: InputError with the reason."""
     if not isinstance(record, dict):
         raise InputError(f"a row must be a JSON object, not {type(record).__name__}")
@@ -97,23 +111,23 @@ def parse_row(record: Any) -> Row:
     if row_id is None:
         raise InputError("a row needs an id, a string or an integer")
     check_text(row_id, "the id")
-    return _openai_row(row_id, given) if "custom_id" in given else _plain_row(row_id, given)
+    return _openai_row(row_id, given, form) if "custom_id" in given else _plain_row(row_id, given, form)
 
 
-def _plain_row(row_id: str, given: dict[str, Any]) -> Row:
-    if "question" not in given:
-        raise InputError("the row has no question")
-    question = check_text(given["question"], "the question")
+def _plain_row(row_id: str, given: dict[str, Any], form: Form) -> Row:
+    if form.column not in given:
+        raise InputError(f"the row has no {form.column}")
+    text = check_text(given[form.column], f"the {form.column}")
     overrides = {name: _parameter(name, value) for name, value in given.items() if name in _PARAMETERS}
-    ignored = tuple(sorted(given.keys() - _PARAMETERS - {"id", "question", *_SCOPE}))
-    return Row(row_id, question, overrides, ignored=ignored, **_scope(given))
+    ignored = tuple(sorted(given.keys() - _PARAMETERS - form.scope - {"id", form.column}))
+    return Row(row_id, text, overrides, ignored=ignored, **_scope(given, form))
 
 
-def _scope(given: Mapping[str, Any]) -> dict[str, Any]:
+def _scope(given: Mapping[str, Any], form: Form) -> dict[str, Any]:
     tenant = given.get("tenant", "")
     if not isinstance(tenant, str):
         raise InputError(f"the tenant must be a string, not {tenant!r}")
-    return {"tenant": tenant, "filter": _filter(given.get("filter"))}
+    return {"tenant": tenant, "filter": _filter(given.get("filter")) if "filter" in form.scope else None}
 
 
 def _filter(value: Any) -> Mapping[str, Any] | None:
@@ -126,7 +140,7 @@ def _filter(value: Any) -> Mapping[str, Any] | None:
     return value  # type: ignore[no-any-return]
 
 
-def _openai_row(row_id: str, given: dict[str, Any]) -> Row:
+def _openai_row(row_id: str, given: dict[str, Any], form: Form) -> Row:
     if given.get("method", "POST") != "POST" or given.get("url", _CHAT_URL) != _CHAT_URL:
         raise InputError(f"only POST {_CHAT_URL} is served, not {given.get('method')} {given.get('url')}")
     body = given.get("body")
@@ -137,15 +151,16 @@ def _openai_row(row_id: str, given: dict[str, Any]) -> Row:
     if unknown:
         raise InputError(f"the body's parameter {unknown[0]!r} is not supported")
     overrides = {_BODY_NAMES[name]: _parameter(_BODY_NAMES[name], body[name]) for name in _BODY_NAMES if name in body}
-    return Row(row_id, _only_question(body.get("messages")), overrides, openai=True, **_scope(given))
+    text = check_text(_only_message(body.get("messages")), f"the {form.column}")
+    return Row(row_id, text, overrides, openai=True, **_scope(given, form))
 
 
-def _only_question(messages: Any) -> str:
+def _only_message(messages: Any) -> Any:
     """Why one message only: a system message or a history left out in silence would change what was asked."""
     if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages) or not messages:
         raise InputError("messages must be a list of messages")
     if len(messages) > 1 or messages[0].get("role") != "user":
-        raise InputError("messages must hold one message of the user: this job answers single questions")
+        raise InputError("messages must hold one message of the user: this job takes single ones")
     content = messages[0].get("content")
     if isinstance(content, list):
         parts = [
@@ -154,7 +169,7 @@ def _only_question(messages: Any) -> str:
         if not all(isinstance(part, str) for part in parts):
             raise InputError("the message's content must be text")
         content = "".join(part for part in parts if part)
-    return check_text(content, "the question")
+    return content
 
 
 def _parameter(name: str, value: Any) -> Any:

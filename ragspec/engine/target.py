@@ -139,8 +139,7 @@ class Target:
         is_path = Path(path).exists() or path.startswith(("/", "./", "../"))
         if is_path and not (Path(path) / "config.json").is_file():
             raise ModelError(f"{path} is not a model directory: it has no config.json")
-        with loading(path):
-            tokenizer = AutoTokenizer.from_pretrained(path)
+        tokenizer = load_tokenizer(path)
         model, parts = (load_whole(config), None) if ranks.size == 1 else load_part(config, ranks)
         return cls(model.eval(), tokenizer, config, num_kv_slots, parts)
 
@@ -330,6 +329,12 @@ def _attention_shapes(config: Any, num_ranks: int) -> list[AttentionShape]:
     head_dim = int(getattr(config, "head_dim", None) or config.hidden_size // heads)
     shape = AttentionShape(heads // num_ranks, kv_heads // num_ranks, head_dim, head_dim**-0.5)
     return [shape] * config.num_hidden_layers
+
+
+def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
+    """A target's tokenizer alone, for whoever prepares what engines elsewhere read. Raises: ModelError."""
+    with loading(path):
+        return cast(PreTrainedTokenizerBase, AutoTokenizer.from_pretrained(path))
 
 
 def _eos_ids(model: Any, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:

@@ -21,7 +21,7 @@ from ragspec.core import Completion
 from ragspec.errors import ConfigError
 from ragspec.rag.answer import Answer
 from ragspec.rag.prompt import PromptBuilder
-from ragspec.rag.stages import Finished, Stage, StageMetrics, Stages
+from ragspec.rag.stages import Finished, Stage, Stages
 from ragspec.rag.steps import (
     EngineLike,
     Found,
@@ -77,12 +77,8 @@ class Flow:
         """Any retriever and engine that a `Pipeline` takes; neither is closed."""
         self._retriever, self._engine, self._prompts = retriever, engine, prompts
         self._limits = limits or FlowLimits()
-        self._stages = Stages(self._make_stages(), max_waiting=self._limits.max_waiting)
-
-    @property
-    def metrics(self) -> tuple[StageMetrics, ...]:
-        """Of every stage, in order, over all runs."""
-        return self._stages.metrics
+        self.stages = Stages(self._make_stages(), max_waiting=self._limits.max_waiting)
+        """What `run` runs, with the metrics of every stage over all runs; its own `run` gives all that has finished together."""
 
     async def run(self, questions: Questions) -> AsyncGenerator[Finished[tuple[Answer, ...]]]:
         """Each question's answers, one a choice, or its error, in the order in which they finish.
@@ -90,14 +86,10 @@ class Flow:
         Leaving the loop early cancels what runs. Ids name requests: two questions under way must not share one.
         Raises: only what reading `questions` raises.
         """
-        async with aclosing(self.batches(questions)) as batches:
+        async with aclosing(self.stages.run(questions)) as batches:
             async for batch in batches:
                 for finished in batch:
                     yield finished
-
-    def batches(self, questions: Questions) -> AsyncGenerator[list[Finished[tuple[Answer, ...]]]]:
-        """As `run`, but all that have finished since the last time together."""
-        return self._stages.run(questions)
 
     def _make_stages(self) -> tuple[Stage, ...]:
         limits = self._limits

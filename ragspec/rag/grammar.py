@@ -30,42 +30,23 @@ from ragspec.core import (
     SourceKind,
     check_text,
 )
-from ragspec.errors import InputError
 from ragspec.numerics.noise import random_seed, row_seed
 from ragspec.rag.edits import Edit, word_edits
+from ragspec.rag.manuscript import DEFAULTS, Manuscript
 from ragspec.rag.prompt import PromptBuilder
 from ragspec.rag.stages import Stage, Stages
 from ragspec.rag.steps import EngineLike, completions
 from ragspec.retrieval.chunking import sentences
-from ragspec.speculation import ON, Speculation, SpeculationGiven
+from ragspec.speculation import Speculation, SpeculationGiven
+
+__all__ = ["DEFAULTS", "Correction", "GrammarCorrector", "Manuscript"]
 
 Span = tuple[int, int]
 
-DEFAULTS = SamplingParams(max_tokens=256)
 _LONGEST_SHARE = 0.75
 """A sentence may have this part of the tokens that its correction may have."""
 
 _WHITE = re.compile(r"\s+")
-
-
-@dataclass(frozen=True, slots=True)
-class Manuscript:
-    """A text to correct. `id` names its requests; `params.max_tokens` bounds the correction of one sentence.
-
-    Every sentence has a seed of its own, made from `params.seed` and its number.
-    Raises: InputError for parameters that would cut a text short or write it several times.
-    """
-
-    id: str
-    text: str
-    params: SamplingParams = DEFAULTS
-    tenant: str = ""
-    speculation: Speculation = ON
-
-    def __post_init__(self) -> None:
-        for name, harmless in (("n", 1), ("stop", ()), ("ignore_eos", False), ("min_tokens", 0), ("logprobs", None)):
-            if (given := getattr(self.params, name)) != harmless:
-                raise InputError(f"{name} {given!r} means nothing for a correction, which ends where its sentence does")
 
 
 @dataclass(frozen=True, slots=True)

@@ -168,10 +168,10 @@ def test_no_more_requests_than_allowed_are_in_the_engine(retriever: Retriever, e
     flow = flow_of(retriever, counting, target, max_in_flight=3)
     run(flow, questions(GREEDY))
     assert counting.most == 3
-    assert [each.name for each in flow.metrics] == ["encode", "retrieve", "prompt", "generate", "cite"]
-    assert [each.num_items for each in flow.metrics] == [len(TEXTS)] * 5
-    assert all(each.max_depth <= 3 and each.depth == 0 and each.busy_s > 0 for each in flow.metrics)
-    encode, *_, generate, _ = flow.metrics
+    assert [each.name for each in flow.stages.metrics] == ["encode", "retrieve", "prompt", "generate", "cite"]
+    assert [each.num_items for each in flow.stages.metrics] == [len(TEXTS)] * 5
+    assert all(each.max_depth <= 3 and each.depth == 0 and each.busy_s > 0 for each in flow.stages.metrics)
+    encode, *_, generate, _ = flow.stages.metrics
     assert encode.num_batches < len(TEXTS) == generate.num_batches
 
 

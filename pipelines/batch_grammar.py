@@ -1,0 +1,102 @@
+"""Correct a file of texts, on this machine or on a Ray cluster; a killed job goes on where it stopped.
+
+    python -m pipelines.batch_grammar --input texts.jsonl --out corrected
+    ray job submit --address http://127.0.0.1:8265 --working-dir . -- \
+        python -m pipelines.batch_grammar --input texts.jsonl --out /data/corrected --replicas 2
+
+Rows are `{"id": ..., "text": ...}`, with sampling parameters beside them if need be, or lines of an OpenAI batch file, whose one
+message is the text. Results hold the corrected text and the edits that lead to it, by characters of the text as it was.
+The last line on stdout is one JSON object with what was done.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from pipelines import batch_options as options
+from pipelines.batch_job import Job, fail, finish
+from pipelines.batch_machines import Machines, Serving
+from pipelines.batch_records import Written, written_correction
+from pipelines.batch_rows import TEXTS, Row
+from pipelines.batch_task import Asking, Task
+from ragspec.cluster.topology import ClusterConfig
+from ragspec.config import PipelineConfig, load_settings
+from ragspec.errors import RagspecError
+from ragspec.rag.manuscript import DEFAULTS, Manuscript
+from ragspec.rag.stages import Named, Stages
+
+if TYPE_CHECKING:  # Why: seconds of imports that a job with nothing to do needs none of
+    from ragspec.rag.grammar import Correction
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+
+class GrammarTask(Task):
+    """Texts are corrected; no index takes part."""
+
+    form = TEXTS
+    rows = "texts"
+
+    def pinned(self, config: PipelineConfig) -> AbstractContextManager[PipelineConfig]:
+        without_index = config.retriever.model_copy(update={"index_dir": "", "pointer": ""})
+        return nullcontext(config.model_copy(update={"retriever": without_index}))
+
+    def what_decides(self, config: PipelineConfig) -> dict[str, Any]:
+        return {"task": "grammar"}
+
+    def stages(self, served: Serving) -> Stages:
+        from ragspec.rag.grammar import GrammarCorrector
+
+        return GrammarCorrector(served.engine, served.prompts, max_in_flight=served.max_in_flight).stages()
+
+    def asked(self, row: Row, asking: Asking) -> Named:
+        return Manuscript(row.id, row.text, asking.params(row), row.tenant)
+
+    def written(self, result: Correction) -> Written:
+        return written_correction(result)
+
+
+@app.command()
+def main(
+    inputs: options.Inputs,
+    out: options.Out,
+    config: options.Config = None,
+    target: options.Target = None,
+    seed: options.Seed = None,
+    max_tokens: Annotated[
+        int, typer.Option(min=1, help="Longest correction of one sentence, for rows that do not say.")
+    ] = DEFAULTS.max_tokens,
+    temperature: options.Temperature = None,
+    top_p: options.TopP = None,
+    replicas: options.Replicas = None,
+    tensor_parallel: options.TensorParallel = None,
+    cluster: options.Cluster = "",
+    resume: options.Resume = True,
+    strict: options.Strict = False,
+    address: options.Address = None,
+    price_per_hour: options.PricePerHour = None,
+) -> None:
+    """Correct every text of a file; wrong rows go to errors.jsonl with the reason, and the job goes on."""
+    overrides = {
+        "target.model": target,
+        "generation.seed": seed,
+        "generation.max_tokens": max_tokens,
+        "generation.temperature": temperature,
+        "generation.top_p": top_p,
+        "topology.replicas": replicas,
+        "topology.tensor_parallel": tensor_parallel,
+    }
+    try:
+        settings = load_settings(ClusterConfig, config, **overrides)
+    except RagspecError as error:
+        fail(error)
+    machines = Machines(settings.topology, cluster, address)
+    job = Job(inputs, out, settings, settings.generation.seed or 0, resume, machines, price_per_hour)
+    finish(job, GrammarTask(), strict)
+
+
+if __name__ == "__main__":
+    app()

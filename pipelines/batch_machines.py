@@ -1,0 +1,151 @@
+"""Where a batch job's engines and index run: in its own process, or in a deployment on a Ray cluster."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
+
+from pipelines.batch_session import ray_session
+from ragspec.cluster.topology import Topology
+from ragspec.config import PipelineConfig
+from ragspec.errors import ConfigError
+
+if TYPE_CHECKING:  # Why: seconds of imports that a job with nothing to do needs none of
+    from ragspec.cluster.deployment import Deployment
+
+    from ragspec.rag.prompt import PromptBuilder
+    from ragspec.rag.steps import EngineLike, RetrieverLike
+
+_IN_FLIGHT_PER_RUNNING = 1.5
+"""Requests given to engines for each that they run: enough that the next one is there when one ends, wherever it is routed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Machines:
+    """What a job asks for. `cluster` names a deployment that is up, in place of the topology; `address` is a Ray cluster's."""
+
+    topology: Topology = field(default_factory=Topology)
+    cluster: str = ""
+    address: str | None = None
+
+    @property
+    def in_process(self) -> bool:
+        """Whether the job needs no Ray: one engine, one index, and nobody named a cluster."""
+        topology = self.topology
+        alone = (topology.replicas, topology.tensor_parallel, topology.num_shards, topology.shard_replicas) == (
+            1,
+            1,
+            1,
+            1,
+        )
+        named = self.cluster or self.address or os.environ.get("RAY_ADDRESS") or "local"
+        return alone and named == "local"
+
+
+class Serving(NamedTuple):
+    """What answers. No `retriever` where the job has no index."""
+
+    engine: EngineLike
+    retriever: RetrieverLike | None
+    prompts: PromptBuilder
+    num_machines: int
+    max_in_flight: int
+
+
+class Used(ABC):
+    """Machines that a job has, before anything is loaded."""
+
+    def __init__(self, config: PipelineConfig) -> None:
+        self.config = config
+        """The job's, with what the machines have decided already."""
+
+    @abstractmethod
+    def serving(self, config: PipelineConfig) -> contextlib.AbstractContextManager[Serving]:
+        """Everything loaded, for as long as the context lasts; an index only if the configuration names one.
+
+        Raises: ConfigError, StoreError, ModelError, EngineError.
+        """
+
+
+@contextlib.contextmanager
+def used(machines: Machines, config: PipelineConfig) -> Iterator[Used]:
+    """Raises: ConfigError, EngineError if there is no such cluster."""
+    if not machines.topology.replicas:
+        raise ConfigError("a job needs an engine: topology.replicas is 0")
+    if machines.in_process:
+        yield _ThisProcess(config)
+    elif not machines.cluster:
+        yield _OwnDeployment(config, machines)
+    else:
+        with ray_session(machines.address):
+            yield _NamedDeployment(config, machines)
+
+
+class _ThisProcess(Used):
+    @contextlib.contextmanager
+    def serving(self, config: PipelineConfig) -> Iterator[Serving]:
+        from ragspec.engine.loading import load_engine
+        from ragspec.rag.prompt import PromptBuilder
+        from ragspec.retrieval.retriever import Retriever
+
+        with_index = bool(config.retriever.index_dir)
+        retriever = Retriever.from_config(config.retriever, config.encoder) if with_index else None
+        with load_engine(config.target, config.engine, config.drafting) as engine:
+            prompts = PromptBuilder(engine.target.tokenizer, engine.max_context_tokens)
+            yield Serving(engine, retriever, prompts, 1, _in_flight(config, 1))
+
+
+class _OwnDeployment(Used):
+    """Brought up for the job, and taken down with it."""
+
+    def __init__(self, config: PipelineConfig, machines: Machines) -> None:
+        super().__init__(config)
+        self._machines = machines
+
+    @contextlib.contextmanager
+    def serving(self, config: PipelineConfig) -> Iterator[Serving]:
+        with ray_session(self._machines.address):
+            from ragspec.cluster.deployment import Deployment
+
+            topology = self._machines.topology
+            if not config.retriever.index_dir:
+                topology = topology.model_copy(update={"num_shards": 0, "num_encoders": 0})
+            with Deployment.up(topology, config, name=f"batch-{secrets.token_hex(4)}") as deployment:
+                yield _served(deployment, config)
+
+
+class _NamedDeployment(Used):
+    """One that is up, and stays so; it decides target, encoder and engines, and which index there is."""
+
+    def __init__(self, config: PipelineConfig, machines: Machines) -> None:
+        from ragspec.cluster.deployment import Deployment
+
+        self._deployment = Deployment.find(machines.cluster)
+        its = self._deployment.config
+        index = its.retriever.model_copy(update={"num_passages": config.retriever.num_passages})
+        parts = {"target": its.target, "encoder": its.encoder, "engine": its.engine, "retriever": index}
+        super().__init__(config.model_copy(update=parts))
+
+    @contextlib.contextmanager
+    def serving(self, config: PipelineConfig) -> Iterator[Serving]:
+        yield _served(self._deployment, config)
+
+
+def _served(deployment: Deployment, config: PipelineConfig) -> Serving:
+    from ragspec.engine.target import load_tokenizer
+    from ragspec.rag.prompt import PromptBuilder
+
+    engine = deployment.engine()
+    retriever = deployment.retriever(config.retriever) if config.retriever.index_dir else None
+    prompts = PromptBuilder(load_tokenizer(config.target.model), engine.max_context_tokens)
+    in_flight = _in_flight(config, deployment.topology.replicas)
+    return Serving(engine, retriever, prompts, len(deployment.nodes()), in_flight)
+
+
+def _in_flight(config: PipelineConfig, num_replicas: int) -> int:
+    return int(_IN_FLIGHT_PER_RUNNING * config.engine.max_running * num_replicas) + 1

@@ -1,0 +1,57 @@
+"""What the tests of batch jobs run on."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+from batch_files import SEED
+from tiny_target import SENTENCES, save_model
+
+from pipelines import batch_machines
+from pipelines.batch_machines import Machines, Serving, used
+from ragspec.config import EncoderConfig, PipelineConfig, load_config
+from ragspec.core import Document
+
+
+@pytest.fixture(scope="session")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a tiny target, an index of five sentences, and a configuration that names both."""
+    from ragspec.retrieval.encoder import Encoder
+    from ragspec.retrieval.retriever import build_index
+
+    folder = tmp_path_factory.mktemp("batch")
+    save_model("llama", folder / "target", max_position_embeddings=1024)
+    documents = [Document(f"d{n}", sentence) for n, sentence in enumerate(SENTENCES)]
+    build_index(documents, folder / "index", Encoder.load(EncoderConfig()))
+    config = {
+        "retriever": {"index_dir": str(folder / "index"), "num_passages": 2},
+        "target": {"model": str(folder / "target")},
+        "engine": {"max_kv_tokens": 8192, "max_step_tokens": 64, "max_running": 16},
+        "generation": {"max_tokens": 24, "temperature": 0.8, "seed": SEED},
+    }
+    (folder / "config.yaml").write_text(yaml.safe_dump(config))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def served(place: Path) -> Iterator[Serving]:
+    """What a job of `place` loads, loaded once."""
+    config = load_config(place / "config.yaml")
+    with used(Machines(address="local"), config) as machines, machines.serving(config) as served:
+        yield served
+
+
+@pytest.fixture
+def loaded(served: Serving, monkeypatch: pytest.MonkeyPatch) -> Serving:
+    """Jobs in this process find everything loaded already."""
+
+    @contextlib.contextmanager
+    def serving(machines: object, config: PipelineConfig) -> Iterator[Serving]:
+        yield served
+
+    monkeypatch.setattr(batch_machines._ThisProcess, "serving", serving)
+    return served

@@ -1,0 +1,271 @@
+"""The files of a batch job: rows as they are written, read in two passes, and the folder of results."""
+
+from __future__ import annotations
+
+import json
+import resource
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from batch_files import CHAT, SEED, answers_of, chat_row, plain_rows, read_lines, write_lines
+
+from pipelines.batch_input import BadRow, Checks, Span, check_rows, find_inputs, read_span
+from pipelines.batch_output import JsonLines, OutputFolder
+from pipelines.batch_rows import QUESTIONS, TEXTS, parse_row
+from ragspec.core import SamplingParams
+from ragspec.errors import ConfigError, InputError, SaveError, StoreCorrupt
+from ragspec.numerics.noise import row_seed
+
+# -- rows --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("record", "reason"),
+    [
+        (["a"], "a row must be a JSON object, not list"),
+        ({"question": "x"}, "a row needs an id"),
+        ({"id": True, "question": "x"}, "a row needs an id"),
+        ({"id": "", "question": "x"}, "the id is empty"),
+        ({"id": "a"}, "the row has no question"),
+        ({"id": "a", "question": None}, "the row has no question"),
+        ({"id": "a", "question": " "}, "the question is empty"),
+        ({"id": "a", "question": 3}, "the question must be a string, not int"),
+        ({"id": "a", "question": "nul \0"}, "the question holds a NUL"),
+        ({"id": "a", "question": "\ud800"}, "the question holds a lone surrogate"),
+        ({"id": "a", "question": "x", "temperature": "hot"}, "temperature must be a number"),
+        ({"id": "a", "question": "x", "temperature": float("nan")}, "temperature must be a number"),
+        ({"id": "a", "question": "x", "max_tokens": -1}, "max_tokens must be a number"),
+        ({"id": "a", "question": "x", "max_tokens": 1.5}, "max_tokens must be an integer"),
+        ({"id": "a", "question": "x", "seed": "7"}, "seed must be an integer"),
+        ({"id": "a", "question": "x", "stop": [""]}, "stop must be a tuple"),
+        ({"id": "a", "question": "x", "logit_bias": {"no": 1.0}}, "logit_bias must map token ids"),
+        ({"id": "a", "question": "x", "n": 2}, "n must be 1 in a batch job"),
+        ({"custom_id": "a", "url": "/v1/embeddings", "body": {}}, f"only POST {CHAT} is served"),
+        ({"custom_id": "a", "url": CHAT}, "the row has no body"),
+        ({"custom_id": "a", "url": CHAT, "body": {"messages": []}}, "messages must be a list"),
+        ({"id": "a", "question": "x", "tenant": 3}, "the tenant must be a string"),
+        ({"id": "a", "question": "x", "filter": {"type": "eq"}}, "filter"),
+        ({"id": "a", "question": "x", "filter": "{"}, "not JSON"),
+        ({**chat_row("a"), "filter": {"type": "near"}}, "filter"),
+        (chat_row("a", tools=[{}]), "the body's parameter 'tools' is not supported"),
+        (chat_row("a", temperature=[1]), "temperature must be a number"),
+        (
+            {"custom_id": "a", "url": CHAT, "body": {"messages": [{"role": "system", "content": "x"}]}},
+            "messages must hold one message of the user",
+        ),
+    ],
+)
+def test_a_wrong_row_is_refused_with_the_reason(record: Any, reason: str) -> None:
+    """A row that cannot be meant is answered anyway, or ends the job."""
+    with pytest.raises(InputError, match=reason):
+        parse_row(record, QUESTIONS).params(SamplingParams(), SEED)
+
+
+@pytest.mark.parametrize(
+    ("record", "overrides"),
+    [
+        ({"id": 7, "question": "x", "gold": 1}, {}),
+        ({"id": "a", "question": "x", "max_tokens": 8.0, "top_k": None}, {"max_tokens": 8}),
+        (
+            {"id": "a", "question": "x", "stop": "END", "logit_bias": {"5": 2.0}},
+            {"stop": ("END",), "logit_bias": {5: 2.0}},
+        ),
+        (
+            chat_row("a", seed=3, temperature=0.5, max_completion_tokens=9),
+            {"seed": 3, "temperature": 0.5, "max_tokens": 9},
+        ),
+        (chat_row("a", stop=["x", "y"], user="u", stream=False), {"stop": ("x", "y")}),
+    ],
+)
+def test_a_row_may_bring_its_own_parameters(record: Any, overrides: dict[str, Any]) -> None:
+    """A parameter that a file could only write as a list, a float or a text is refused or dropped."""
+    assert parse_row(record, QUESTIONS).overrides == overrides
+
+
+def test_texts_to_correct_have_rows_of_their_own() -> None:
+    """A question that is corrected, a filter that is obeyed by nobody, a stop string that cuts a text."""
+    row = parse_row({"id": "a", "text": "He go.", "tenant": "ann", "filter": {"type": "eq"}, "seed": 4}, TEXTS)
+    assert (row.text, row.tenant, row.filter, row.ignored) == ("He go.", "ann", None, ("filter",))
+    assert parse_row(chat_row("a", "He go.", temperature=0.5), TEXTS).text == "He go."
+    with pytest.raises(InputError, match="the row has no text"):
+        parse_row({"id": "a", "question": "He go."}, TEXTS)
+    with pytest.raises(InputError, match="stop"):
+        wanted = Checks(TEXTS, SamplingParams(), SEED, {}).wanted
+        wanted({"id": "a", "text": "He go.", "stop": "o"})
+
+
+def test_the_seed_of_a_row_depends_on_the_job_and_its_id_only() -> None:
+    """A row answered in another place or batch gets another text."""
+    row = parse_row({"id": "a", "question": "x"}, QUESTIONS)
+    assert row.params(SamplingParams(), SEED).seed == row_seed(SEED, "a")
+    assert parse_row({"id": "a", "question": "x", "seed": 9}, QUESTIONS).params(SamplingParams(), SEED).seed == 9
+
+
+# -- input -------------------------------------------------------------------------------------------------------------
+
+
+def checks(done: dict[str, str] | None = None) -> Checks:
+    return Checks(QUESTIONS, SamplingParams(), SEED, done or {})
+
+
+def checked(path: Path, against: Checks) -> tuple[list[str], list[BadRow]]:
+    """The ids that the workers will read, and the wrong rows."""
+    found = list(check_rows(find_inputs(path), against))
+    rows = [row for span in found if isinstance(span, Span) for _, row in read_span(span, QUESTIONS)]
+    return [row.id for row in rows], [bad for bad in found if isinstance(bad, BadRow)]
+
+
+def test_the_second_reading_meets_the_same_rows(tmp_path: Path) -> None:
+    """A worker that seeks to the wrong byte answers another row, or half of one."""
+    text = "\ufeff" + "\r\n".join(json.dumps(row, ensure_ascii=False) for row in plain_rows(21)) + "\n\n  \n"
+    (tmp_path / "a.jsonl").write_text(text + json.dumps({"id": "last", "question": "x"}), encoding="utf-8", newline="")
+    ids, bad = checked(tmp_path / "a.jsonl", checks())
+    assert ids == [*(f"q{n}" for n in range(21)), "last"]
+    assert not bad
+
+
+def test_parquet_is_read_by_row_groups(tmp_path: Path) -> None:
+    """Rows of a later row group get the content of an earlier one."""
+    table = pa.Table.from_pylist([row | {"max_tokens": 4 if row["id"] == "q3" else None} for row in plain_rows(25)])
+    pq.write_table(table, tmp_path / "a.parquet", row_group_size=10)
+    against = checks({"q11": parse_row({"id": "q11", "question": "Überfrage 11?"}, QUESTIONS).digest})
+    ids, bad = checked(tmp_path / "a.parquet", against)
+    assert ids == [f"q{n}" for n in range(25) if n != 11]
+    assert (bad, against.num_skipped) == ([], 1)
+
+
+def test_wrong_rows_do_not_disturb_their_neighbours(tmp_path: Path) -> None:
+    """One bad line shifts the numbers of all that follow, or ends the job."""
+    lines = [
+        b'{"id": "a", "question": "x"}',
+        b"{",
+        b"",
+        b'{"id": "b\xff"}',
+        b"[" * 100_000,
+        b'{"id": "a", "question": "y"}',
+    ]
+    (tmp_path / "a.jsonl").write_bytes(b"\n".join([*lines, b'{"id": "z", "question": "x"}', b""]))
+    ids, bad = checked(tmp_path / "a.jsonl", checks())
+    assert ids == ["a", "z"]
+    assert [(b.place.number, b.code, b.reason.split(":")[0]) for b in bad] == [
+        (2, "invalid_row", "not JSON"),
+        (4, "invalid_row", "not UTF-8"),
+        (5, "invalid_row", "not JSON"),
+        (6, "duplicate_id", "the id 'a' came before"),
+    ]
+
+
+def test_a_parquet_cell_that_is_no_text_is_one_bad_row(tmp_path: Path) -> None:
+    """One damaged cell ended the whole job."""
+    questions = pa.Array.from_buffers(pa.string(), 3, pa.array([b"x", b"caf\xe9", b"y"]).buffers())
+    table = pa.table({"id": ["a", "b", "c"], "question": questions})
+    pq.write_table(table, tmp_path / "a.parquet")
+    ids, bad = checked(tmp_path / "a.parquet", checks())
+    assert ids == ["a", "c"]
+    assert [(b.place.number, b.code) for b in bad] == [(2, "invalid_row")]
+
+
+def test_answered_rows_are_skipped_and_changed_ones_are_told(tmp_path: Path) -> None:
+    """A question that was edited after it was answered keeps the old answer in silence, or gets two."""
+    rows = plain_rows(30)
+    done = {row["id"]: parse_row(row, QUESTIONS).digest for row in rows[3:28]}
+    rows[5]["question"] = "another"
+    against = checks(done)
+    ids, bad = checked(write_lines(tmp_path / "a.jsonl", rows), against)
+    assert ids == ["q0", "q1", "q2", "q28", "q29"]
+    assert against.num_skipped == 24
+    assert [b.code for b in bad] == ["changed_row"]
+
+
+def test_a_file_that_cannot_be_read_is_one_error_of_a_folder(tmp_path: Path) -> None:
+    """One damaged file ends a job of thousands."""
+    (tmp_path / "a.parquet").write_bytes(b"PAR1 no")
+    write_lines(tmp_path / "b.jsonl", plain_rows(2))
+    ids, bad = checked(tmp_path, checks())
+    assert ids == ["q0", "q1"]
+    assert [b.code for b in bad] == ["unreadable_file"]
+
+
+@pytest.mark.parametrize("name", ["missing.jsonl", "empty", "a.csv"])
+def test_an_input_that_is_none_is_refused(tmp_path: Path, name: str) -> None:
+    """A job that does nothing and says that all is well."""
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "a.csv").touch()
+    with pytest.raises(InputError):
+        find_inputs(tmp_path / name)
+
+
+# -- output ------------------------------------------------------------------------------------------------------------
+
+SETTINGS = {"seed": SEED, "target": "t"}
+
+
+def opened(folder: Path, resume: bool = True, **settings: Any) -> OutputFolder:
+    out = OutputFolder(folder, rows_per_part=3)
+    try:
+        out.open_job(SETTINGS | settings, resume)
+    except BaseException:
+        out.close()
+        raise
+    return out
+
+
+def test_a_torn_line_is_cut_and_what_was_whole_stays(tmp_path: Path) -> None:
+    """A process killed within a write leaves half a line, and every later run fails on it or glues the next line to it."""
+    with opened(tmp_path) as out:
+        out.append(['{"id": "a"}', '{"id": "b"}'])
+    (tmp_path / "answers-00001.jsonl.part").write_text('{"id": "c"}\n{"id": "d')
+    with opened(tmp_path) as out:
+        assert [record["id"] for record in out.answers()] == ["a", "b", "c"]
+        out.append(['{"id": "d"}'])
+    assert [record["id"] for record in answers_of(tmp_path)] == ["a", "b", "c", "d"]
+    assert not list(tmp_path.glob("answers*.part"))
+
+
+def test_parts_have_a_size(tmp_path: Path) -> None:
+    """One file of a million answers that nobody can open."""
+    with opened(tmp_path) as out:
+        for n in range(7):
+            out.append([json.dumps({"id": n})])
+    assert [len(read_lines(path)) for path in sorted(tmp_path.glob("answers-*.jsonl"))] == [3, 3, 1]
+
+
+def test_two_jobs_do_not_share_a_folder(tmp_path: Path) -> None:
+    """Both answer every row, and every id is there twice."""
+    with opened(tmp_path), pytest.raises(ConfigError, match="another job writes to"):
+        opened(tmp_path)
+
+
+def test_a_folder_is_not_continued_with_other_settings(tmp_path: Path) -> None:
+    """Half of the answers come from one model and half from another."""
+    opened(tmp_path).close()
+    with pytest.raises(ConfigError, match=r"a job with target 't', not 'u'.*--no-resume"):
+        opened(tmp_path, target="u")
+    with opened(tmp_path, resume=False, target="u") as out:
+        assert not list(out.answers())
+
+
+def test_answers_without_their_settings_are_not_continued(tmp_path: Path) -> None:
+    """Answers of unknown origin are taken for this job's."""
+    write_lines(tmp_path / "answers-00000.jsonl", [{"id": "a"}])
+    with pytest.raises(StoreCorrupt, match=r"no job\.json"):
+        opened(tmp_path)
+
+
+def test_a_full_disk_keeps_what_was_finished(tmp_path: Path) -> None:
+    """A failed write leaves half a line, or loses what was there."""
+    path = tmp_path / "a.jsonl"
+    lines = JsonLines(path)
+    lines.append(['{"id": "a"}'])
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
+    try:
+        with pytest.raises(SaveError, match=r"cannot write .*what was finished is kept"):
+            lines.append([json.dumps({"id": "b" * 2000})])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        lines.close()
+    assert read_lines(path) == [{"id": "a"}]

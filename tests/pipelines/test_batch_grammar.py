@@ -1,0 +1,112 @@
+"""The job that corrects texts: the same machinery as for questions, with rows, results and settings of its own."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from batch_files import SEED, answers_of, chat_row, read_lines, texts_of, write_lines
+from tiny_target import SENTENCES
+from typer.testing import CliRunner
+
+from pipelines import batch_writing
+from pipelines.batch_grammar import GrammarTask, app
+from pipelines.batch_job import Job, run
+from pipelines.batch_machines import Machines, Serving
+from pipelines.batch_rows import TEXTS, parse_row
+from pipelines.batch_task import Asking
+from ragspec.config import load_config
+from ragspec.errors import ConfigError
+from ragspec.rag.edits import Edit, applied
+from ragspec.rag.grammar import GrammarCorrector, Manuscript
+
+TEXT = f"{SENTENCES[0]}  {SENTENCES[1]}\n\n{SENTENCES[2]}\n"
+
+
+def job(place: Path, inputs: Path, out: Path) -> Job:
+    return Job(inputs, out, load_config(place / "config.yaml"), SEED, machines=Machines(address="local"))
+
+
+def test_a_job_corrects_as_the_library_does(place: Path, loaded: Serving, tmp_path: Path) -> None:
+    """A job whose rows are split, seeded or put together otherwise; a bad row that ends it."""
+    rows: list[dict[str, Any]] = [{"id": f"t{n}", "text": TEXT * n, "max_tokens": 8 + n} for n in range(1, 5)]
+    rows += [{"id": "none", "text": "42, 43."}, {"id": "stop", "text": TEXT, "stop": "x"}, {"id": "empty", "text": ""}]
+    rows += [chat_row("chat", TEXT, max_tokens=8)]
+    begun = job(place, write_lines(tmp_path / "t.jsonl", rows), tmp_path / "out")
+    summary = run(begun, GrammarTask())
+    assert (summary.num_answered, summary.num_failed) == (6, 2)
+    assert {row["id"] for row in read_lines(tmp_path / "out" / "errors.jsonl")} == {"stop", "empty"}
+    corrector = GrammarCorrector(loaded.engine, loaded.prompts)
+    answers = {answer.get("custom_id", answer["id"]): answer for answer in answers_of(tmp_path / "out")}
+    for row in [*rows[:5], rows[-1]]:
+        parsed = parse_row(row, TEXTS)
+        expected = corrector.correct(parsed.text, parsed.params(begun.defaults, SEED))
+        got = answers[parsed.id]
+        details = got["response"]["body"]["ragspec"] if parsed.openai else got
+        text = got["response"]["body"]["choices"][0]["message"]["content"] if parsed.openai else got["corrected"]
+        assert text == expected.corrected
+        assert applied(parsed.text, [Edit(**edit) for edit in details["edits"]]) == text
+        assert [tuple(span) for span in details["unfinished"]] == list(expected.unfinished)
+        assert details["stats"]["num_output_tokens"] == expected.stats.num_output_tokens
+    assert answers["none"]["corrected"] == "42, 43." and answers["none"]["system_fingerprint"] == ""
+    report = summary.to_dict(tmp_path / "out")
+    assert [stage["name"] for stage in report["stages"]] == ["split", "generate", "edit"]
+    assert report["texts_per_hour"] > 0 and report["machine_s_per_1k_texts"] > 0
+    assert len(report["system_fingerprints"]) == 1
+
+
+def test_a_stopped_job_is_finished_by_running_it_again(
+    place: Path, loaded: Serving, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Texts corrected twice or not at all, because the machinery is the questions' job's own."""
+    rows = [{"id": f"t{n}", "text": TEXT, "max_tokens": 4 + n} for n in range(12)]
+    inputs = write_lines(tmp_path / "t.jsonl", rows)
+    run(job(place, inputs, tmp_path / "straight"), GrammarTask())
+    record, left = batch_writing.output_record, 5
+
+    def killed(*arguments: Any) -> Any:
+        nonlocal left
+        left -= 1
+        if left < 0:
+            raise KeyboardInterrupt
+        return record(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(batch_writing, "output_record", killed)
+        with pytest.raises(KeyboardInterrupt):
+            run(job(place, inputs, tmp_path / "out"), GrammarTask())
+    kept = texts_of(tmp_path / "out", "corrected")
+    assert len(kept) <= 5
+    summary = run(job(place, inputs, tmp_path / "out"), GrammarTask())
+    assert (summary.num_skipped, summary.num_answered) == (len(kept), 12 - len(kept))
+    assert texts_of(tmp_path / "out", "corrected") == texts_of(tmp_path / "straight", "corrected")
+
+
+def test_a_folder_of_answers_is_not_continued_with_corrections(place: Path, tmp_path: Path) -> None:
+    """Answers and corrections in one file."""
+    inputs = write_lines(tmp_path / "t.jsonl", [{"id": "a", "question": "x"}])
+    run(job(place, inputs, tmp_path / "out"), GrammarTask())
+    settings = json.loads((tmp_path / "out" / "job.json").read_text())
+    del settings["task"]
+    (tmp_path / "out" / "job.json").write_text(json.dumps(settings))
+    with pytest.raises(ConfigError, match="a job with task None, not 'grammar'"):
+        run(job(place, inputs, tmp_path / "out"), GrammarTask())
+
+
+def test_a_job_without_an_index_needs_none(tmp_path: Path) -> None:
+    """A corrector that asks for an index; wrong rows alone load no target."""
+    inputs = write_lines(tmp_path / "t.jsonl", [{"id": "a"}])
+    result = CliRunner().invoke(app, ["--input", str(inputs), "--out", str(tmp_path / "out")])
+    assert result.exit_code == 0, result.stderr
+    assert json.loads(result.stdout.splitlines()[-1])["failed"] == 1
+
+
+def test_a_manuscript_is_what_a_row_says(place: Path, tmp_path: Path) -> None:
+    """A tenant's text in everybody's cache."""
+    row = parse_row({"id": "a", "text": "He go.", "tenant": "ann", "seed": 3}, TEXTS)
+    begun = job(place, tmp_path, tmp_path)
+    asking = Asking(begun.config, begun.defaults, SEED)
+    assert GrammarTask().asked(row, asking) == Manuscript("a", "He go.", asking.params(row), "ann")
+    assert asking.params(row).seed == 3

@@ -1,0 +1,164 @@
+"""Results in OpenAI's form: what a client of a batch's output file reads, field by field."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import pytest
+from batch_files import chat_row
+from pydantic import BaseModel, ConfigDict
+
+from pipelines.batch_input import Place
+from pipelines.batch_records import (
+    error_record,
+    output_record,
+    recorded_digest,
+    recorded_fingerprint,
+    recorded_id,
+    written_answer,
+    written_correction,
+)
+from pipelines.batch_rows import QUESTIONS, TEXTS, parse_row
+from ragspec.core import FinishReason, GenerationStats, Passage, TokenLogprob
+from ragspec.rag.answer import Answer, AnswerStats
+from ragspec.rag.edits import Edit
+from ragspec.rag.grammar import Correction
+
+STATS = GenerationStats(
+    num_prompt_tokens=30, num_cached_tokens=20, num_output_tokens=6, num_steps=3, seed=7, system_fingerprint="fp"
+)
+
+
+class Closed(BaseModel):
+    """Every field is there, and no other."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class Message(Closed):
+    role: Literal["assistant"]
+    content: str
+    refusal: None
+
+
+class Choice(Closed):
+    index: int
+    message: Message
+    logprobs: None
+    finish_reason: Literal["stop", "length"]
+
+
+class PromptDetails(Closed):
+    cached_tokens: int
+
+
+class Usage(Closed):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptDetails
+
+
+class ChatCompletion(Closed):
+    id: str
+    object: Literal["chat.completion"]
+    created: int
+    model: str
+    choices: list[Choice]
+    usage: Usage
+    system_fingerprint: str
+    ragspec: dict[str, Any]
+
+
+class ErrorDetails(Closed):
+    message: str
+    type: str
+    param: None
+    code: str
+
+
+class ErrorBody(Closed):
+    error: ErrorDetails
+
+
+class Response(Closed):
+    status_code: int
+    request_id: str
+    body: ChatCompletion | ErrorBody
+
+
+class Line(Closed):
+    """A line of a batch's output or error file."""
+
+    id: str
+    custom_id: str
+    response: Response
+    error: None
+    source: str = ""
+    row: int = 0
+
+
+def answer(reason: FinishReason = FinishReason.STOP) -> Answer:
+    passage = Passage("mill", 0, "The mill is old.", 0, 16)
+    logprobs = (TokenLogprob(5, -0.5),)
+    stats = AnswerStats(0.1, 0.2, "g1", STATS)
+    return Answer("Which mill?", "The old one.", (), (passage,), (), reason, (5, 6), logprobs, stats)
+
+
+@pytest.mark.parametrize("reason", [FinishReason.STOP, FinishReason.LENGTH])
+def test_an_answered_chat_row_is_a_line_of_openais_output_file(reason: FinishReason) -> None:
+    """A client that finds no usage, or a finish reason that it does not know."""
+    row = parse_row(chat_row("c1", "Which mill?"), QUESTIONS)
+    record = output_record(row, written_answer(answer(reason)), "tiny", 1_700_000_000)
+    line = Line.model_validate(record)
+    assert isinstance(line.response.body, ChatCompletion)
+    body = line.response.body
+    assert (line.custom_id, line.response.status_code) == ("c1", 200)
+    assert (body.created, body.model, body.system_fingerprint) == (1_700_000_000, "tiny", "fp")
+    assert body.choices[0].message.content == "The old one."
+    assert body.choices[0].finish_reason == reason.value
+    usage = body.usage
+    assert (usage.prompt_tokens, usage.completion_tokens, usage.total_tokens) == (30, 6, 36)
+    assert usage.prompt_tokens_details.cached_tokens == 20
+    assert body.ragspec["passages"] == ["mill#0"] and body.ragspec["seed"] == 7
+    assert body.ragspec["logprobs"][0]["logprob"] == -0.5
+    assert (recorded_id(record), recorded_digest(record), recorded_fingerprint(record)) == ("c1", row.digest, "fp")
+
+
+def test_ids_of_lines_differ_and_stay() -> None:
+    """Two lines of one id, or another id for the same row after a resume."""
+    rows = [parse_row(chat_row(name), QUESTIONS) for name in ("a", "b", "a")]
+    lines = [Line.model_validate(output_record(row, written_answer(answer()), "tiny", 1)) for row in rows]
+    assert lines[0] == lines[2]
+    assert len({line.id for line in lines}) == len({line.response.request_id for line in lines}) == 2
+
+
+@pytest.mark.parametrize(
+    ("code", "status", "kind"),
+    [
+        ("invalid_request", 400, "invalid_request_error"),
+        ("context_length_exceeded", 400, "invalid_request_error"),
+        ("engine_error", 500, "server_error"),
+    ],
+)
+def test_a_failed_chat_row_is_a_line_of_openais_error_file(code: str, status: int, kind: str) -> None:
+    """A server's fault that a client takes for its own and never tries again."""
+    line = Line.model_validate(error_record(Place("in/q.jsonl", 3), code, "so it is", chat_row("c1")))
+    assert isinstance(line.response.body, ErrorBody)
+    assert (line.custom_id, line.response.status_code, line.source, line.row) == ("c1", status, "q.jsonl", 3)
+    error = line.response.body.error
+    assert (error.message, error.type, error.code) == ("so it is", kind, code)
+
+
+def test_a_correction_has_both_forms() -> None:
+    """A corrected text without its edits; a sentence left as it was that nobody is told of."""
+    correction = Correction("a", "He go. It", "He goes. It", (Edit(3, 5, "go", "goes"),), ((7, 9),), STATS, 0.1)
+    written = written_correction(correction)
+    plain = output_record(parse_row({"id": "a", "text": "He go. It"}, TEXTS), written, "tiny", 1)
+    assert (plain["text"], plain["corrected"], plain["finish_reason"]) == ("He go. It", "He goes. It", "length")
+    assert plain["edits"] == [{"start": 3, "end": 5, "original": "go", "replacement": "goes"}]
+    assert plain["unfinished"] == [[7, 9]] and recorded_fingerprint(plain) == "fp"
+    line = Line.model_validate(output_record(parse_row(chat_row("a", "He go. It"), TEXTS), written, "tiny", 1))
+    assert isinstance(line.response.body, ChatCompletion)
+    assert line.response.body.choices[0].message.content == "He goes. It"
+    assert line.response.body.ragspec["edits"] == plain["edits"]
