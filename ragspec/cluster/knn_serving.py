@@ -12,7 +12,8 @@ from pathlib import Path
 
 import numpy as np
 
-from ragspec.cluster.calls import SoleActor
+from ragspec.cluster.own_actors import Alive
+from ragspec.cluster.sole import SoleActor
 from ragspec.errors import ConfigError, StoreCorrupt
 from ragspec.retrieval.encoder import EncoderIdentity, FloatArray
 from ragspec.retrieval.knn_store import Datastore, DatastoreManifest, identity_of, read_datastore_manifest
@@ -74,7 +75,7 @@ class RemoteDatastore:
         self._actor.close()
 
 
-class _DatastoreActor:
+class _DatastoreActor(Alive):
     """What `RemoteDatastore` asks. Light to build: what goes wrong in a constructor reaches nobody."""
 
     def __init__(self, folder: str, manifest: DatastoreManifest, service_s: float) -> None:

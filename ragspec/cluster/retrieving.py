@@ -1,50 +1,148 @@
-"""An index in an actor of its own: searches take none of the asker's processor time and can run while it does other things.
+"""An index on the shards of a deployment: the answers of a `Retriever` in this process, whatever dies meanwhile.
 
-Texts are encoded where they are asked; what crosses are vectors, words and passages. On a cluster, the index's folder must be
-readable on every node.
+Queries are encoded by encoder actors or here; what crosses are vectors, words and passages.
 
-    >>> with contextlib.closing(RemoteIndex(RetrieverConfig(index_dir="index"), encoder)) as index:
-    ...     index.look_up(index.encode(["When did it rain?"]), k=3).passages
+    >>> retriever = ClusterRetriever(RetrieverConfig(index_dir="index"), EncoderConfig(), directory, shard_replicas=2)
+    >>> retriever.retrieve(["When did it rain?"], k=3).passages
 """
 
 from __future__ import annotations
 
-import copy
+import contextlib
+import logging
 import math
 import threading
 import time
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+import weakref
+from concurrent.futures import Future, wait
 
-from ragspec.cluster.calls import SoleActor
-from ragspec.cluster.shards import OpenGenerations
-from ragspec.config import RetrieverConfig
-from ragspec.errors import ConfigError, StoreError
+from ragspec.cluster.calls import Patience
+from ragspec.cluster.cluster_view import ClusterView
+from ragspec.cluster.crew import Crew
+from ragspec.cluster.directory import Directory
+from ragspec.cluster.encoding import RemoteEncoder
+from ragspec.cluster.own_actors import OwnActors
+from ragspec.cluster.shards import ShardActor
+from ragspec.config import EncoderConfig, RetrieverConfig
+from ragspec.errors import ConfigError, RetrievalError
 from ragspec.retrieval.encoder import TextEncoder
-from ragspec.retrieval.lookup import Lookup, Mode, PassageKey, Query
-from ragspec.retrieval.manifest import read_generation, read_pointer
-from ragspec.retrieval.rerank import Reranker, RerankerConfig, in_turn
-from ragspec.retrieval.retriever import index_folder
-from ragspec.retrieval.search import EVERYTHING, Scope
-from ragspec.retrieval.store import Store, check_encoder
-from ragspec.retrieval.view import Terms, View, encoded, terms_of
+from ragspec.retrieval.lease import lease
+from ragspec.retrieval.manifest import read_pointer
+from ragspec.retrieval.retriever import GenerationView, Retriever, index_folder
+from ragspec.retrieval.store import Store
 
 _OPEN_TIMEOUT_S = 600.0
+_SWAP_WAIT_S = 2.0
+"""How long a query waits for a new generation before it is answered from the one before."""
+
+_log = logging.getLogger(__name__)
 
 
-class _Generation(NamedTuple):
-    """One that the actor has opened."""
+class ClusterRetriever(Retriever):
+    """Finds passages in the generation that is current, or was until its successor is open on the shards.
 
-    pointer: str
-    id: str
-    terms: Terms
-
-
-class RemoteIndex:
-    """`IndexLike` with the same answers, bit for bit, as a `Retriever` of these settings. Safe to call from several threads.
-
+    A generation in use is on lease: no writer removes its files. Safe to call from several threads.
     States: open -> closed, together with everything that is `pinned`.
     """
+
+    def __init__(
+        self,
+        config: RetrieverConfig,
+        encoder: EncoderConfig | TextEncoder,
+        directory: Directory,
+        *,
+        shard_replicas: int = 1,
+        timeout_s: float = 30.0,
+        late_s: float = 2.0,
+        open_timeout_s: float = _OPEN_TIMEOUT_S,
+    ) -> None:
+        """Needs Ray to be initialised; waits until the shards have opened the index, for at most `open_timeout_s` seconds.
+
+        `encoder`: which one the members of kind "encoder" have, or one in this process. Each segment is held by `shard_replicas`
+        of the members of kind "shard". `timeout_s` bounds the wait for an answer; a call that takes `late_s` goes to another
+        member, and one that hangs is reported to the directory.
+        Raises: ConfigError, ModelError, StoreError or RetrievalError.
+        """
+        if not all(0.0 < seconds < math.inf for seconds in (timeout_s, late_s, open_timeout_s)) or shard_replicas < 1:
+            raise ConfigError(
+                "an index elsewhere needs finite time limits above 0, and at least one holder of a segment"
+            )
+        self._index_dir = index_folder(config).resolve()
+        read_pointer(self._index_dir)  # Why first: a missing index is told before anybody is waited for
+        self._replicas, self._open_timeout_s = shard_replicas, open_timeout_s
+        self._patience = Patience(timeout_s, late_s, for_lost=config.fail_closed)
+        self._swap_wait_s = min(_SWAP_WAIT_S, timeout_s)
+        self._opening: Future[None] | None = None
+        self._opening_since = 0.0
+        self._remote_encoder: RemoteEncoder | None = None
+        self._crew = Crew(directory, "shard", what="a shard of the index")
+        try:
+            own = self._text_encoder(encoder, directory)
+            store = Store.open(self._index_dir, own.identity, pointer=config.pointer, only=frozenset())
+            super().__init__(own, store, config, follow=not config.pointer)
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def is_elsewhere(self) -> bool:
+        return True
+
+    def close(self) -> None:
+        """Calls that run get a RetrievalError. The actors are their directory's."""
+        self._crew.close()
+        if self._remote_encoder is not None:
+            self._remote_encoder.close()
+
+    def _text_encoder(self, encoder: EncoderConfig | TextEncoder, directory: Directory) -> TextEncoder:
+        if not isinstance(encoder, EncoderConfig):
+            return encoder
+        self._remote_encoder = RemoteEncoder(directory, self._patience._replace(for_lost=True))
+        if self._remote_encoder.identity.id != encoder.model:
+            raise ConfigError(f"the encoders elsewhere are {self._remote_encoder.identity.id}, not {encoder.model}")
+        return self._remote_encoder
+
+    def _current(self) -> GenerationView:
+        """The current generation once the shards have it open; until then, and for longer than a moment, the one before."""
+        if not self._follow:
+            return self._view
+        self._crew.check_open()
+        with self._lock:
+            if self._opening is None and read_pointer(self._index_dir) != self._view.store.pointer:
+                self._opening, self._opening_since = Future(), time.monotonic()
+                threading.Thread(target=self._move_on, args=(self._opening,), name="ragspec-swap", daemon=True).start()
+            opening = self._opening
+        if opening is not None:
+            wait([opening], max(0.0, self._opening_since + self._swap_wait_s - time.monotonic()))
+            if opening.done():
+                opening.result()
+        return self._view
+
+    def _move_on(self, opening: Future[None]) -> None:
+        """In a thread of its own. Why a lost shard is no error here: the generation before is still open elsewhere."""
+        failed: Exception | None = None
+        try:
+            self._view = self._opened(self._view.store.refreshed())
+        except RetrievalError as error:
+            _log.warning("a new generation of the index could not be opened yet: %s", error)
+        except Exception as error:
+            failed = error
+        with self._lock:
+            self._opening = None
+        opening.set_exception(failed) if failed else opening.set_result(None)
+
+    def _view_of(self, store: Store) -> GenerationView:
+        """On lease as long as somebody holds the view: a query in flight, or what was pinned."""
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(lease(self._index_dir, store.pointer))
+            view = ClusterView(store, self._config, self._crew, self._replicas, self._patience)
+            view.open(self._open_timeout_s)
+            weakref.finalize(view, stack.pop_all().close)
+        return view
+
+
+class RemoteIndex(ClusterRetriever):
+    """An index in an actor of one's own: searches take none of the asker's processor time and run while it does other things."""
 
     def __init__(
         self,
@@ -62,136 +160,24 @@ class RemoteIndex:
         `timeout_s` bounds the wait for an answer, in which an actor that died must open the index anew.
         Raises: ConfigError, ModelError, StoreError or RetrievalError; then there is no actor.
         """
-        if not (0.0 <= service_s < math.inf and 0.0 < timeout_s < math.inf and 0.0 < open_timeout_s < math.inf):
-            raise ConfigError("an index elsewhere needs finite seconds: a service time from 0 on, time limits above 0")
-        self._index_dir = index_folder(config).resolve()
-        self._config, self._encoder = config, encoder
-        self._timeout_s, self._open_timeout_s = timeout_s, open_timeout_s
-        self._follow = not config.pointer
-        self._lock = threading.Lock()
-        read_pointer(self._index_dir)  # Why first: a missing index is told before an actor is started
-        self._actor = SoleActor(_IndexActor, (str(self._index_dir), config, service_s), what="the index")
+        if not 0.0 <= service_s < math.inf:
+            raise ConfigError("a service time is finite seconds from 0 on")
+        read_pointer(index_folder(config))  # Why first: a missing index is told before an actor is started
+        self._own = OwnActors("shard", ShardActor, (service_s,))
         try:
-            self._current = self._opened(config.pointer) if config.pointer else self._newest(None)
+            super().__init__(
+                config,
+                encoder,
+                self._own,
+                timeout_s=timeout_s,
+                late_s=timeout_s / 2,
+                open_timeout_s=open_timeout_s,
+            )
         except BaseException:
-            self.close()
+            self._own.close()
             raise
-
-    @property
-    def mode(self) -> Mode:
-        return self._config.mode
-
-    @property
-    def is_elsewhere(self) -> bool:
-        return True
-
-    @property
-    def generation(self) -> str:
-        """Names the current generation and its content; equal generations give equal passages."""
-        return self._generation().id
-
-    def encode(self, texts: Sequence[str]) -> list[Query]:
-        """Raises: InputError if a text is empty or not text, or if its vector is not finite."""
-        return encoded(texts, self.mode, self._encoder, self._generation().terms)
-
-    def look_up(
-        self,
-        queries: Sequence[Query],
-        k: int,
-        scope: Scope = EVERYTHING,
-        *,
-        prefetch_k: int = 0,
-        known: frozenset[PassageKey] = frozenset(),
-    ) -> Lookup:
-        """As `Retriever.look_up`. Never waits for longer than the time limits.
-
-        Raises: RetrievalError if the index is lost, was closed, or does not answer in time; StoreError if its generation cannot
-        be read (any more).
-        """
-        generation = self._generation()
-        arguments = queries, k, scope, prefetch_k, known
-        try:
-            return self._asked(generation, arguments)
-        except StoreError as cause:  # an actor that was started again was too late for it
-            newer = self._generation()
-            if newer is generation:
-                raise type(cause)(f"generation {generation.id} of the index cannot be read: {cause}") from cause
-            return self._asked(newer, arguments)
-
-    def pinned(self) -> RemoteIndex:
-        """The generation that is current now, whatever is committed later, in the same actor.
-
-        It keeps the last two that were asked for; an older one is answered from as long as it is on the disk.
-        """
-        generation = self._generation()
-        pinned = copy.copy(self)
-        pinned._current, pinned._follow = generation, False
-        return pinned
 
     def close(self) -> None:
         """End the actor; calls that run get a RetrievalError."""
-        self._actor.close()
-
-    def _asked(self, generation: _Generation, arguments: tuple[Any, ...]) -> Lookup:
-        found: Lookup = self._actor.ask("look_up", generation.pointer, *arguments, timeout_s=self._timeout_s)
-        return found
-
-    def _generation(self) -> _Generation:
-        if not self._follow:
-            return self._current
-        with self._lock:
-            self._current = self._newest(self._current)
-            return self._current
-
-    def _newest(self, last: _Generation | None) -> _Generation:
-        """The current generation, opened if it is not `last`."""
-        while True:
-            pointer = read_pointer(self._index_dir)
-            if last is not None and pointer == last.pointer:
-                return last
-            try:
-                return self._opened(pointer)
-            except StoreError:
-                if read_pointer(self._index_dir) == pointer:  # or there is a newer one, and this one is gone
-                    raise
-
-    def _opened(self, pointer: str) -> _Generation:
-        """Raises: StoreError, ConfigError, ModelError, RetrievalError."""
-        _, manifest = read_generation(self._index_dir, pointer)
-        check_encoder(manifest, self._encoder.identity)
-        generation = _Generation(pointer, manifest.generation_id, terms_of(manifest, self.mode))
-        self._actor.ask("load", pointer, timeout_s=self._open_timeout_s)
-        return generation
-
-
-class _IndexActor:
-    """What `RemoteIndex` asks. Light to build: what goes wrong in a constructor reaches nobody."""
-
-    def __init__(self, index_dir: str, config: RetrieverConfig, service_s: float) -> None:
-        self._index_dir = index_dir
-        self._config = config
-        self._service_s = service_s
-        self._reranker: Reranker | None = None
-        self._opened = OpenGenerations(self._view)
-
-    def load(self, pointer: str) -> None:
-        self._opened.get(self._index_dir, pointer)
-
-    def look_up(
-        self,
-        pointer: str,
-        queries: Sequence[Query],
-        k: int,
-        scope: Scope,
-        prefetch_k: int,
-        known: frozenset[PassageKey],
-    ) -> Lookup:
-        view = self._opened.get(self._index_dir, pointer)
-        found = view.look_up(queries, k, scope, prefetch_k=prefetch_k, known=known)
-        time.sleep(self._service_s)
-        return found
-
-    def _view(self, store: Store) -> View:
-        if self._config.reranker and self._reranker is None:
-            self._reranker = Reranker.load(RerankerConfig(model=self._config.reranker))
-        return View(store, self._config, scoring=in_turn(self._reranker))
+        super().close()
+        self._own.close()

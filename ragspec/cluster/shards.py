@@ -1,81 +1,94 @@
-"""An index searched by several actors, each holding some of its segments: the same hits and scores as in one process.
+"""An index searched by several actors, each asked for some of its segments: the same hits and scores as in one process.
 
->>> shards = RayShards(num_actors=4)  # on a cluster, the index's folder must be readable on every node
->>> Retriever(encoder, Store.open("index"), shard=shards.opened)
+The index's folder must be readable on every node. An actor maps what it is asked for and keeps it; it knows no clients.
+
+>>> SpreadShard(crew, placement, places(...), Patience(30.0)).dense(queries, k=10, scope=Scope())
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, Generic, NamedTuple, TypeVar
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import ray
 
-from ragspec.cluster.calls import MAX_RETRIES, results
-from ragspec.cluster.pool import cpus_per_worker
+from ragspec.cluster.calls import Patience, ask
+from ragspec.cluster.crew import Crew
+from ragspec.cluster.opened import OpenGenerations, Placement
+from ragspec.cluster.own_actors import OPENING, Alive
+from ragspec.cluster.placing import in_turn
+from ragspec.config import RetrieverConfig
 from ragspec.core import Passage
+from ragspec.errors import RagspecError, RetrievalError
 from ragspec.retrieval.encoder import FloatArray
-from ragspec.retrieval.search import Hit, Scope, Shard, ShardLike, gathered, merged, total
+from ragspec.retrieval.lookup import Lookup, PassageKey, Query
+from ragspec.retrieval.rerank import Asked, Reranker, RerankerConfig, Scoring
+from ragspec.retrieval.rerank import in_turn as scored_in_turn
+from ragspec.retrieval.search import Hit, Scope, gathered, merged, total
 from ragspec.retrieval.sparse import SparseQuery, TermStatistics
-from ragspec.retrieval.store import Store
-
-S = TypeVar("S")
-
-_GENERATIONS_KEPT = 2
-_WHAT = "a shard of the index"
 
 
-class Placement(NamedTuple):
-    """The segments of one generation that one actor searches. Sent with every call: a restarted actor opens them again."""
+class Unsearched(RetrievalError):
+    """Segments that nobody could search; `reason` is why the first of them could not be."""
 
-    index_dir: str
-    pointer: str
-    segments: tuple[str, ...]
-
-
-class RayShards:
-    """The actors. They outlive generations: a new one is spread over them when its first query comes."""
-
-    def __init__(self, num_actors: int) -> None:
-        """Needs Ray to be initialised."""
-        options = {"num_cpus": cpus_per_worker(num_actors), "max_restarts": -1, "max_task_retries": MAX_RETRIES}
-        actor: Any = ray.remote(_ShardActor)
-        self._actors = [actor.options(**options).remote() for _ in range(num_actors)]
-
-    def opened(self, store: Store) -> ShardLike:
-        """The generation of `store`, its largest segments spread first, each to the actor with the fewest passages."""
-        placed: list[list[str]] = [[] for _ in self._actors]
-        sizes = [0] * len(self._actors)
-        for record in sorted(store.manifest.segments, key=lambda r: (-r.num_live_passages, r.number)):
-            least = sizes.index(min(sizes))
-            placed[least].append(record.name)
-            sizes[least] += record.num_live_passages
-        parts = [
-            (actor, Placement(str(store.index_dir.resolve()), store.pointer, tuple(names)))
-            for actor, names in zip(self._actors, placed, strict=True)
-            if names
-        ]
-        view = _SpreadShard(parts)
-        view.ask_all("load")
-        return view
+    def __init__(self, segments: Sequence[str], reason: RagspecError) -> None:
+        super().__init__(f"of the index, {', '.join(segments)} cannot be searched: {reason}")
+        self.segments = frozenset(segments)
+        self.reason = reason
 
 
-class _SpreadShard:
-    def __init__(self, parts: Sequence[tuple[Any, Placement]]) -> None:
-        self._parts = parts
+class SpreadShard:
+    """Segments of one generation, each searched by the first of its members that answers."""
+
+    def __init__(
+        self, crew: Crew, placement: Placement, orders: Mapping[str, Sequence[str]], patience: Patience
+    ) -> None:
+        """`orders`: for each of the placement's segments the members to ask, as `ragspec.cluster.placing` ranks them."""
+        self._crew, self._placement, self._orders, self._patience = crew, placement, orders, patience
 
     @property
     def segment_names(self) -> frozenset[str]:
-        return frozenset(name for _, placement in self._parts for name in placement.segments)
+        return frozenset(self._orders)
+
+    def turned(self, num_replicas: int, turn: int) -> SpreadShard:
+        """The same segments, asked first of other members that hold them."""
+        orders = {segment: in_turn(order, num_replicas, turn) for segment, order in self._orders.items()}
+        return SpreadShard(self._crew, self._placement, orders, self._patience)
+
+    def without(self, missing: frozenset[str]) -> SpreadShard:
+        orders = {segment: order for segment, order in self._orders.items() if segment not in missing}
+        return SpreadShard(self._crew, self._placement, orders, self._patience)
+
+    def open(self, num_replicas: int, timeout_s: float) -> None:
+        """Have all who hold a segment open what its first search would otherwise wait for.
+
+        Raises: Unsearched if somewhere nobody can.
+        """
+        orders = {
+            (segment, turn): in_turn(order, num_replicas, turn)
+            for segment, order in self._orders.items()
+            for turn in range(num_replicas)
+        }
+
+        def send(actor: Any, parts: Sequence[tuple[str, int]]) -> Any:
+            names = tuple(dict.fromkeys(segment for segment, _ in parts))
+            return actor.open.remote(self._placement._replace(segments=names))
+
+        patience = self._patience._replace(timeout_s=timeout_s, elsewhere=False)
+        given, unanswered = ask(self._crew, orders, send, patience)
+        opened = {segment for parts, _ in given for segment, _ in parts}
+        if missing := sorted(self._orders.keys() - opened):
+            raise Unsearched(missing, unanswered[missing[0], 0])
 
     def dense(self, queries: FloatArray, k: int, scope: Scope) -> list[list[Hit]]:
-        return merged(self.ask_all("dense", queries, k, scope), len(queries), k)
+        return merged(self._ask_all("dense", queries, k, scope), len(queries), k)
 
     def statistics(self, terms: Sequence[str], tenant: str) -> TermStatistics:
-        return total(self.ask_all("statistics", terms, tenant))
+        return total(self._ask_all("statistics", terms, tenant))
 
     def sparse(self, queries: Sequence[SparseQuery], k: int, scope: Scope) -> list[list[Hit]]:
-        return merged(self.ask_all("sparse", queries, k, scope), len(queries), k)
+        return merged(self._ask_all("sparse", queries, k, scope), len(queries), k)
 
     def passages(self, hits: Sequence[Hit]) -> list[Passage]:
         return self._ask_owners("passages", hits)
@@ -83,58 +96,85 @@ class _SpreadShard:
     def vectors(self, hits: Sequence[Hit]) -> list[FloatArray]:
         return self._ask_owners("vectors", hits)
 
-    def ask_all(self, method: str, *arguments: Any) -> list[Any]:
-        """The answers of all actors, which work at the same time."""
-        return results([actor.call.remote(placement, method, *arguments) for actor, placement in self._parts], _WHAT)
+    def _ask_all(self, method: str, *arguments: Any) -> list[Any]:
+        """The answers of all, who work at the same time."""
+        given = self._ask(
+            self._orders, lambda actor, where: actor.search.remote(where, method, *arguments), self._patience
+        )
+        return [answer for _, answer in given]
 
     def _ask_owners(self, method: str, hits: Sequence[Hit]) -> list[Any]:
-        asked = [
-            (actor, placement, own)
-            for actor, placement in self._parts
-            if (own := [hit for hit in hits if hit.segment in placement.segments])
-        ]
-        answers = results([actor.call.remote(placement, method, own) for actor, placement, own in asked], _WHAT)
-        return gathered(hits, [own for _, _, own in asked], answers)
+        orders = {segment: self._orders[segment] for segment in dict.fromkeys(hit.segment for hit in hits)}
+
+        def own(segments: Sequence[str]) -> list[Hit]:
+            return [hit for hit in hits if hit.segment in segments]
+
+        given = self._ask(
+            orders, lambda actor, where: actor.search.remote(where, method, own(where.segments)), self._patience
+        )
+        return gathered(hits, [own(segments) for segments, _ in given], [answer for _, answer in given])
+
+    def _ask(
+        self, orders: Mapping[str, Sequence[str]], send: Callable[[Any, Placement], Any], patience: Patience
+    ) -> list[tuple[list[str], Any]]:
+        given, unanswered = ask(
+            self._crew,
+            orders,
+            lambda actor, names: send(actor, self._placement._replace(segments=tuple(names))),
+            patience,
+        )
+        if unanswered:
+            raise Unsearched(sorted(unanswered), next(iter(unanswered.values())))
+        return given
 
 
-class _ShardActor:
-    def __init__(self) -> None:
-        self.opened = OpenGenerations(_loaded)
+class ShardActor(Alive):
+    """Searches what its calls name. `service_s`: a stated time that every search takes on top, for measuring."""
 
-    def call(self, placement: Placement, method: str, *arguments: Any) -> Any:
-        index_dir, pointer, segments = placement
-        shard = self.opened.get(index_dir, pointer, frozenset(segments))
-        return None if method == "load" else getattr(shard, method)(*arguments)
+    def __init__(self, service_s: float = 0.0) -> None:
+        self._service_s = service_s
+        self._opened = OpenGenerations()
+        self._scorings: dict[str, Scoring] = {}
 
+    def load(self) -> None:
+        """Nothing: what this module imports is all that there is before an index is named."""
 
-def _loaded(store: Store) -> Shard:
-    shard = Shard(store.segments)
-    shard.load()
-    return shard
+    @ray.method(concurrency_group=OPENING)
+    def open(self, placement: Placement) -> None:
+        """Raises: StoreError, ConfigError."""
+        self._opened.get(placement)
 
+    def search(self, placement: Placement, method: str, *arguments: Any) -> Any:
+        """What a `Shard` of these segments answers. Raises: StoreError, ConfigError."""
+        shard = self._opened.get(placement).shard(placement.segments)
+        found = getattr(shard, method)(*arguments)
+        time.sleep(self._service_s)
+        return found
 
-class OpenGenerations(Generic[S]):
-    """The two generations asked for last, each with what searches it; no segment that both have is opened twice."""
+    def look_up(
+        self,
+        placement: Placement,
+        config: RetrieverConfig,
+        queries: Sequence[Query],
+        k: int,
+        scope: Scope,
+        prefetch_k: int,
+        known: frozenset[PassageKey],
+    ) -> Lookup:
+        """What a `View` of these segments answers, in one call. Raises: StoreError, ConfigError, ModelError, InputError."""
+        scoring = self._scoring(config.reranker) if config.reranker else None
+        view = self._opened.get(placement).view(placement.segments, config, scoring)
+        found = view.look_up(queries, k, scope, prefetch_k=prefetch_k, known=known)
+        time.sleep(self._service_s)
+        return found
 
-    def __init__(self, searching: Callable[[Store], S]) -> None:
-        self._searching = searching
-        self._opened: dict[tuple[str, str, frozenset[str] | None], tuple[Store, S]] = {}
+    def scores(self, reranker: str, asked: Sequence[Asked]) -> list[Any]:
+        """Raises: ModelError, ConfigError."""
+        return self._scoring(reranker)(asked)
 
-    @property
-    def stores(self) -> list[Store]:
-        return [store for store, _ in self._opened.values()]
-
-    def get(self, index_dir: str, pointer: str, only: frozenset[str] | None = None) -> S:
-        """What searches all segments of the generation that `pointer` names, or those of `only`. Raises: StoreError."""
-        asked = index_dir, pointer, only
-        found = self._opened.get(asked) or self._open(*asked)
-        self._opened.pop(asked, None)  # Why: to be the last again, so that a reader's generation stays while it asks
-        for old in list(self._opened)[: 1 - _GENERATIONS_KEPT]:
-            del self._opened[old]
-        self._opened[asked] = found
-        return found[1]
-
-    def _open(self, index_dir: str, pointer: str, only: frozenset[str] | None) -> tuple[Store, S]:
-        sharing = [store for store in self.stores if str(store.index_dir) == index_dir]
-        store = Store.open(index_dir, pointer=pointer, only=only, sharing=sharing)
-        return store, self._searching(store)
+    def _scoring(self, reranker: str) -> Scoring:
+        if reranker not in self._scorings:
+            scoring = scored_in_turn(Reranker.load(RerankerConfig(model=reranker)))
+            assert scoring is not None
+            self._scorings = {reranker: scoring}
+        return self._scorings[reranker]

@@ -21,18 +21,19 @@ _PREFIX = ".lease-"
 
 
 @contextlib.contextmanager
-def lease(index_dir: Path) -> Iterator[str]:
-    """The current generation's pointer; inside, its files stay. In a folder that cannot be written to, it is only named.
+def lease(index_dir: Path, pointer: str = "") -> Iterator[str]:
+    """The pointer of the current generation, or of the one that `pointer` names; inside, its files stay. In a folder that cannot
+    be written to, it is only named.
 
     Raises: StoreMissing, StoreCorrupt.
     """
     while True:
-        pointer = read_pointer(index_dir)
-        with _held(index_dir, pointer):
-            if read_pointer(index_dir) != pointer:  # what it names may have been removed before it was on lease
+        wanted = pointer or read_pointer(index_dir)
+        with _held(index_dir, wanted):
+            if not pointer and read_pointer(index_dir) != wanted:  # it may have been removed before it was on lease
                 continue
-            read_generation(index_dir, pointer)
-            yield pointer
+            read_generation(index_dir, wanted)
+            yield wanted
             return
 
 

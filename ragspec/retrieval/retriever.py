@@ -13,7 +13,7 @@ import copy
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from ragspec.config import EncoderConfig, IndexConfig, RetrieverConfig
 from ragspec.core import Document, Passage
@@ -24,7 +24,7 @@ from ragspec.retrieval.manifest import Manifest, read_current
 from ragspec.retrieval.rerank import PairScorer, Reranker, RerankerConfig, in_turn
 from ragspec.retrieval.search import EVERYTHING, Scope, ShardLike
 from ragspec.retrieval.store import Store, check_encoder
-from ragspec.retrieval.view import View, encoded
+from ragspec.retrieval.view import Terms, View, encoded
 from ragspec.retrieval.writer import IndexWriter
 
 __all__ = ["EVERYTHING", "PairScorer", "Progress", "Retrieval", "Retriever", "build_index", "index_folder"]
@@ -44,6 +44,20 @@ class Retrieval(NamedTuple):
     missing: tuple[str, ...] = ()
 
 
+class GenerationView(Protocol):
+    """What searches one generation, as a `View` does."""
+
+    @property
+    def store(self) -> Store: ...
+
+    @property
+    def terms(self) -> Terms: ...
+
+    def look_up(
+        self, queries: Sequence[Query], k: int, scope: Scope, *, prefetch_k: int = 0, known: frozenset[PassageKey] = ...
+    ) -> Lookup: ...
+
+
 class Retriever:
     """Finds passages in the generation of an index that is current when a query comes. Safe to call from several threads."""
 
@@ -61,14 +75,13 @@ class Retriever:
 
         Raises: EncoderMismatch, ConfigError, StoreCorrupt.
         """
-        check_encoder(store.manifest, encoder.identity)
         self._encoder = encoder
         self._config = config or RetrieverConfig()
         self._reranker = reranker
         self._shard = shard
         self._follow = follow
         self._lock = threading.Lock()
-        self._view = self._opened(store)
+        self._view: GenerationView = self._opened(store)
 
     @classmethod
     def from_config(cls, config: RetrieverConfig, encoder: EncoderConfig) -> Retriever:
@@ -136,22 +149,27 @@ class Retriever:
         pinned._view, pinned._follow = view, False
         return pinned
 
-    def _current(self) -> View:
+    def _current(self) -> GenerationView:
         """The current generation, opened if it is a new one."""
         with self._lock:
             store = self._view.store.refreshed() if self._follow else self._view.store
-            while store is not self._view.store:
-                check_encoder(store.manifest, self._encoder.identity)
-                try:
-                    self._view = self._opened(store)
-                except StoreError:  # a shard elsewhere was too late: the generation is gone, there is a newer one
-                    newer = store.refreshed()
-                    if newer is store:
-                        raise
-                    store = newer
+            if store is not self._view.store:
+                self._view = self._opened(store)
             return self._view
 
-    def _opened(self, store: Store) -> View:
+    def _opened(self, store: Store) -> GenerationView:
+        """The generation of `store`, or a newer one if it is gone before shards elsewhere have opened it."""
+        while True:
+            check_encoder(store.manifest, self._encoder.identity)
+            try:
+                return self._view_of(store)
+            except StoreError:
+                newer = store.refreshed() if self._follow else store
+                if newer is store:
+                    raise
+                store = newer
+
+    def _view_of(self, store: Store) -> GenerationView:
         return View(store, self._config, scoring=in_turn(self._reranker), shard=self._shard)
 
 

@@ -9,7 +9,7 @@ A shard is some of the segments. Every segment is searched the same way wherever
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, reduce
 from typing import Literal, NamedTuple, Protocol, TypeVar
@@ -176,7 +176,20 @@ class Shard:
         on_gpu = device != "cpu" and num_gpus() > 0
         if device == "gpu" and not on_gpu:
             raise ConfigError("retriever.device is gpu, but FAISS finds none: it needs ragspec[gpu] and a CUDA device")
-        self._segments = {live.segment.name: SegmentSearch(live, on_gpu) for live in segments}
+        self._segments: Mapping[str, SegmentSearch] = {
+            live.segment.name: SegmentSearch(live, on_gpu) for live in segments
+        }
+
+    @classmethod
+    def of(cls, segments: Mapping[str, SegmentSearch]) -> Shard:
+        """Segments of other shards of the same generation."""
+        shard = cls(())
+        shard._segments = segments
+        return shard
+
+    @property
+    def segments(self) -> Mapping[str, SegmentSearch]:
+        return self._segments
 
     @property
     def segment_names(self) -> frozenset[str]:

@@ -12,18 +12,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import ray
 from iterative_parts import CONTEXT, DOCUMENTS, Always, wide_target
 from letter_encoder import LetterEncoder
+from shard_parts import live
 from tiny_target import tiny_engine
 
 from pipelines.batch_session import ray_session
+from ragspec.cluster import cluster_view
 from ragspec.cluster.retrieving import RemoteIndex
 from ragspec.config import RetrieverConfig, SpeculationConfig
 from ragspec.core import SamplingParams
 from ragspec.drafting.copy import CopyDrafter
 from ragspec.engine.engine import Engine
-from ragspec.errors import EngineError, RetrievalError
+from ragspec.errors import RetrievalError
 from ragspec.rag.answer import Answer
 from ragspec.rag.iterative import IterativePipeline
 from ragspec.rag.prompt import PromptBuilder
@@ -79,26 +80,28 @@ def truth(engine: Engine, index_dir: Path) -> tuple[Any, ...]:
     return said(pipeline(engine, index, enabled=False).ask(QUESTION, PARAMS))
 
 
-def during_the_second_lookup(index: RemoteIndex, act: Any) -> None:
+def during_the_second_lookup(monkeypatch: pytest.MonkeyPatch, act: Any) -> None:
     """Run `act` in a thread, shortly after the second lookup has begun."""
-    look_up, count = index._actor.ask, [0]
+    look_up, count = cluster_view.ClusterView.look_up, [0]
 
-    def ask(method: str, *arguments: Any, **options: Any) -> Any:
-        count[0] += method == "look_up"
-        if count[0] == 2 and method == "look_up":
+    def look_up_and_act(view: Any, *arguments: Any, **options: Any) -> Any:
+        count[0] += 1
+        if count[0] == 2:
             threading.Timer(0.2, act).start()
-        return look_up(method, *arguments, **options)
+        return look_up(view, *arguments, **options)
 
-    index._actor.ask = ask  # type: ignore[method-assign]
+    monkeypatch.setattr(cluster_view.ClusterView, "look_up", look_up_and_act)
 
 
 @pytest.mark.slow  # below, it changes, too
-def test_an_index_that_dies_during_a_verification_costs_seconds(session: None, engine: Engine, index_dir: Path) -> None:
+def test_an_index_that_dies_during_a_verification_costs_seconds(
+    session: None, engine: Engine, index_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The answer was lost with the actor, or went on with what had only been guessed."""
     expected = truth(engine, index_dir)
     with remote(index_dir, service_s=0.5, timeout_s=BOUND_S) as index:
-        pid = ray.get(index._actor._actor.__ray_call__.remote(lambda _: os.getpid()))
-        during_the_second_lookup(index, lambda: os.kill(pid, signal.SIGKILL))
+        pid = live(index._own, 1)[0].facts.pid
+        during_the_second_lookup(monkeypatch, lambda: os.kill(pid, signal.SIGKILL))
         answer = pipeline(engine, index).ask(QUESTION, PARAMS)
         assert not Path(f"/proc/{pid}").exists()
     assert said(answer) == expected
@@ -109,21 +112,23 @@ def test_a_reply_that_does_not_come_is_one_clear_error(session: None, engine: En
     """A lost reply stopped the answer for ever, without a word."""
     with remote(index_dir, timeout_s=4.0) as index:
         guessed = pipeline(engine, index)
-        pid = ray.get(index._actor._actor.__ray_call__.remote(lambda _: os.getpid()))
-        during_the_second_lookup(index, lambda: None)
+        pid = live(index._own, 1)[0].facts.pid
         guessed.ask(QUESTION, PARAMS)
         os.kill(pid, signal.SIGSTOP)  # alive, and silent
         begin = time.monotonic()
         try:
-            with pytest.raises(RetrievalError, match=r"^the index did not answer within 4 s$"):
+            with pytest.raises(
+                RetrievalError, match=r"cannot be searched: a shard of the index did not answer within 4 s$"
+            ):
                 guessed.ask(QUESTION, PARAMS)
             assert time.monotonic() - begin < BOUND_S
         finally:
-            os.kill(pid, signal.SIGCONT)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
 
 
 def test_an_answer_keeps_its_generation_though_the_index_dies_and_changes(
-    session: None, engine: Engine, index_dir: Path
+    session: None, engine: Engine, index_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The actor came back with another generation, and half an answer was verified against that."""
     expected = truth(engine, index_dir)
@@ -136,18 +141,8 @@ def test_an_answer_keeps_its_generation_though_the_index_dies_and_changes(
         os.kill(pid, signal.SIGKILL)
 
     with remote(index_dir, service_s=0.5, timeout_s=BOUND_S) as index:
-        pid = ray.get(index._actor._actor.__ray_call__.remote(lambda _: os.getpid()))
-        during_the_second_lookup(index, change_and_kill)
+        pid = live(index._own, 1)[0].facts.pid
+        during_the_second_lookup(monkeypatch, change_and_kill)
         guessed = pipeline(engine, index)
         assert said(guessed.ask(QUESTION, PARAMS)) == expected
         assert said(guessed.ask(QUESTION, PARAMS)) == truth(engine, index_dir) != expected
-
-
-@pytest.mark.slow
-def test_an_index_that_is_gone_for_good_is_one_clear_error(session: None, engine: Engine, index_dir: Path) -> None:
-    """A request waited for an actor that nobody will start again."""
-    with remote(index_dir, service_s=0.5, timeout_s=BOUND_S) as index:
-        during_the_second_lookup(index, lambda: ray.kill(index._actor._actor))
-        guessed = pipeline(engine, index)
-        with pytest.raises(EngineError, match="the index is lost"):
-            guessed.ask(QUESTION, PARAMS)

@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-import ray
 from ray import cloudpickle
+from shard_parts import live
 from tiny_target import SENTENCES, save_model
 
 from pipelines.batch_session import ray_session
@@ -76,8 +76,8 @@ def remote(folder: Path, **options: Any) -> contextlib.closing[RemoteDatastore]:
 
 
 def pid_of(store: RemoteDatastore) -> int:
-    actor: Any = store._actor._actor
-    return int(ray.get(actor.__ray_call__.remote(lambda _: os.getpid())))
+    (member,) = live(store._actor._own, 1)
+    return int(member.facts.pid)
 
 
 def test_it_answers_as_the_datastore_in_this_process_does(tmp_path: Path) -> None:

@@ -1,38 +1,39 @@
-"""Encoders and shards in actors: the same vectors, hits and scores as in one process, also after an actor died."""
+"""Encoders and shards in actors: the same vectors and no segment opened twice, also when an actor dies or hangs."""
 
 from __future__ import annotations
 
+import contextlib
+import signal
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
+import letter_encoder
 import numpy as np
 import pytest
-import ray
 from letter_encoder import LetterEncoder
 from ray import cloudpickle
+from shard_parts import Shown, delete, die, live, wait_for, write_index
 
 from pipelines.batch_session import ray_session
 from ragspec.cluster import encoding
-from ragspec.cluster.encoding import EncoderPool
-from ragspec.cluster.shards import OpenGenerations, Placement, RayShards, _ShardActor
-from ragspec.config import EncoderConfig, RetrieverConfig
-from ragspec.core import Document
-from ragspec.errors import StoreCorrupt
-from ragspec.retrieval.encoder import Encoder
-from ragspec.retrieval.filters import parse_filter
-from ragspec.retrieval.manifest import read_pointer
-from ragspec.retrieval.retriever import Retriever
-from ragspec.retrieval.search import Scope
+from ragspec.cluster.calls import Patience
+from ragspec.cluster.encoding import EncoderActor, EncoderPool, RemoteEncoder
+from ragspec.cluster.opened import OpenGenerations, Placement
+from ragspec.cluster.own_actors import OwnActors
+from ragspec.config import EncoderConfig
+from ragspec.errors import EncoderMismatch, ModelError, RetrievalError, StoreCorrupt
+from ragspec.retrieval.encoder import Encoder, EncoderIdentity
 from ragspec.retrieval.store import Store
-from ragspec.retrieval.writer import IndexWriter
 
 pytestmark = pytest.mark.ray
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
+cloudpickle.register_pickle_by_value(letter_encoder)
 
-QUERIES = ["fact 3", "told here", "Text of group 2"]
+PATIENCE = Patience(60.0, 0.7)
+TEXTS = [f"{'word ' * (number % 9)}number {number}." for number in range(37)]
 
 
 @pytest.fixture(scope="module")
@@ -43,92 +44,108 @@ def session() -> Iterator[None]:
 
 @pytest.fixture
 def index_dir(tmp_path: Path) -> Path:
-    with IndexWriter(tmp_path / "index", LetterEncoder()) as writer:
-        for number in range(60):
-            text = f"Fact {number} is told here. Text of group {number % 5}."
-            writer.upsert(Document(f"d{number}", text, metadata={"n": number}, owner="ann" if number % 7 == 0 else ""))
-            if number % 13 == 0:
-                writer.commit()
-        writer.delete("d11")
-        writer.commit()
-    return tmp_path / "index"
+    return write_index(tmp_path / "index")
 
 
-def answers(index_dir: Path, **options: Any) -> list[Any]:
-    found = []
-    for mode in ("dense", "sparse", "hybrid"):
-        retriever = Retriever(LetterEncoder(), Store.open(index_dir), RetrieverConfig(mode=mode), **options)  # type: ignore[arg-type]
-        for scope in (Scope(), Scope("ann", parse_filter({"type": "gte", "key": "n", "value": 7}))):
-            found.append(retriever.retrieve(QUERIES, 9, scope))
-    return found
+def placement(store: Store) -> Placement:
+    return Placement(str(store.index_dir), store.pointer, tuple(live.segment.name for live in store.segments))
 
 
-def test_shards_in_actors_answer_as_one_process_does(session: None, index_dir: Path) -> None:
-    """Scores that depend on where a segment lies; a shard that forgets its segments when it is restarted."""
-    expected = answers(index_dir)
-    assert len(Store.open(index_dir).segments) == 6
-    shards = RayShards(2)
-    assert answers(index_dir, shard=shards.opened) == expected
-    retriever = Retriever(LetterEncoder(), Store.open(index_dir), shard=shards.opened)
-    for actor in shards._actors:
-        ray.kill(actor, no_restart=False)
-    assert retriever.retrieve(QUERIES, 9) == expected[4]
-    with IndexWriter(index_dir) as writer:
-        writer.delete("d3")
-        writer.commit()
-    assert "d3" not in {p.document_id for some in retriever.retrieve(QUERIES, 60).passages for p in some}
-    assert retriever.retrieve(QUERIES, 9) == answers(index_dir)[4]
-
-
-def test_an_actor_keeps_two_generations_and_opens_no_segment_twice(index_dir: Path) -> None:
+def test_a_shard_keeps_three_generations_and_opens_no_segment_twice(index_dir: Path) -> None:
     """A gigabyte hashed and packed again for every deleted document; generations that are kept until the memory is full."""
-    actor, seen = _ShardActor(), []
-    for number in range(3):
+    opened, seen = OpenGenerations(), []
+    for number in range(5):
         store = Store.open(index_dir)
-        names = tuple(live.segment.name for live in store.segments)
-        assert "d0#0" in {
-            p.id for p in Retriever(LetterEncoder(), store).retrieve(["fact"], 64, Scope("ann")).passages[0]
-        }
-        placement = Placement(str(index_dir), store.pointer, names)
-        actor.call(placement, "load")
-        seen.append([live.segment for live in actor.opened.stores[-1].segments])
-        with IndexWriter(index_dir) as writer:
-            writer.delete(f"d{number + 20}")
-            writer.commit()
-    assert seen[0] == seen[1] == seen[2] and len(actor.opened.stores) == 2
+        opened.get(placement(store))
+        seen.append({live.segment.name: live.segment for live in opened.stores[-1].segments})
+        delete(index_dir, f"d{number + 20}")
+    assert all(each == seen[0] for each in seen) and len(opened.pointers) == 3
+
+
+def test_segments_are_opened_as_they_are_asked_for(index_dir: Path) -> None:
+    """Every shard holds the whole index in memory, or opens all of it again for one more segment."""
+    opened, (pointer, names) = OpenGenerations(), placement(Store.open(index_dir))[1:3]
+    parts = [Placement(str(index_dir), pointer, some) for some in (names[:2], names[1:3], names[:1])]
+    for part, expected in zip(parts, (2, 3, 3), strict=True):
+        assert opened.get(part).shard(part.segments).segment_names == frozenset(part.segments)
+        assert sum(len(store.segments) for store in opened.stores) == expected
+    with ThreadPoolExecutor(8) as threads:  # whole, at once
+        shards = list(threads.map(lambda _: opened.get(parts[0]._replace(segments=names)), range(8)))
+    assert all(each is shards[0] for each in shards)
+    assert sum(len(store.segments) for store in opened.stores) == len(names)
 
 
 def test_a_generation_in_use_stays_open_while_others_come_and_go(index_dir: Path) -> None:
     """A reader that loses its generation, of which the files are gone, to one that another reader asked for before it."""
-    opened, pointers = OpenGenerations(lambda store: store.generation), []
-    first = Store.open(index_dir).generation
-    for number in range(4):
-        pointers.append(read_pointer(index_dir))
-        assert opened.get(str(index_dir), pointers[-1]) == Store.open(index_dir).generation
-        assert opened.get(str(index_dir), pointers[0]) == first
-        with IndexWriter(index_dir) as writer:
-            writer.delete(f"d{number + 20}")
-            writer.commit()
-    assert [store.pointer for store in opened.stores] == [pointers[3], pointers[0]]
+    opened, first = OpenGenerations(), placement(Store.open(index_dir))
+    latest = []
+    for number in range(5):
+        latest.append(placement(Store.open(index_dir)))
+        opened.get(latest[-1])
+        assert opened.get(first).shard(first.segments).segment_names == frozenset(first.segments)
+        delete(index_dir, f"d{number + 20}")
+    assert opened.pointers == [latest[3].pointer, latest[4].pointer, first.pointer]
     with pytest.raises(StoreCorrupt):
-        opened.get(str(index_dir), pointers[1])
-    assert len(opened.stores) == 2
+        opened.get(latest[1])
+    assert len(opened.pointers) == 3
 
 
-def test_a_damaged_shard_says_so(session: None, index_dir: Path) -> None:
-    """A remote error of twenty lines in place of the one that names the file."""
-    store = Store.open(index_dir)
-    path = max(index_dir.rglob("vectors.npy"))
-    path.write_bytes(path.read_bytes()[:-1])
-    with pytest.raises(StoreCorrupt, match=r"vectors.npy"):
-        RayShards(2).opened(store)
+def letters(config: EncoderConfig) -> LetterEncoder:
+    if config.model == "broken":
+        raise ModelError("the weights of broken are missing")
+    return LetterEncoder()
 
 
-def test_a_pool_of_encoders_encodes_as_one_does(session: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Vectors that come back in the order in which actors finish."""
+def test_encoders_elsewhere_outlive_each_other(session: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Vectors in the order in which actors finish; queries that wait for an encoder that is dead or stopped."""
     monkeypatch.setattr(encoding, "_TEXTS_PER_CALL", 5)
-    pool, one = EncoderPool(EncoderConfig(), num_workers=2), Encoder.load(EncoderConfig())
-    texts = [f"{'word ' * (number % 9)}number {number}." for number in range(37)]
-    assert np.array_equal(pool.encode(texts), one.encode(texts)) and pool.encode([]).shape == (0, 384)
-    assert (pool.identity, pool.max_tokens, pool.count_tokens(texts)) == (one.identity, 256, one.count_tokens(texts))
-    assert ray.is_initialized()
+    own = OwnActors("encoder", EncoderActor, (EncoderConfig(), letters), 2)
+    here, expected = LetterEncoder(), LetterEncoder().encode(TEXTS)
+    with contextlib.closing(own), contextlib.closing(RemoteEncoder(own, PATIENCE)) as there:
+        assert np.array_equal(there.encode(TEXTS), expected) and there.encode([]).shape == (0, 16)
+        found = there.identity, there.max_tokens, there.count_tokens(TEXTS)
+        assert found == (here.identity, here.max_tokens, here.count_tokens(TEXTS))
+        with ThreadPoolExecutor(3) as threads:
+            calls = [threads.submit(there.encode, TEXTS[number:], "query") for number in range(20)]
+            die(live(own, 2)[0])
+            for number, call in enumerate(calls):
+                assert np.array_equal(call.result(), expected[number:])
+        victim = live(own, 2)[1]
+        die(victim, signal.SIGSTOP)
+        for _ in range(3):
+            assert np.array_equal(there.encode(TEXTS), expected)
+        wait_for(lambda: victim not in own.table().members)
+
+
+@pytest.mark.slow
+def test_without_a_fitting_encoder_there_is_one_clear_error(session: None) -> None:
+    """Queries encoded by another model than the index, or a wait for an encoder that nobody starts."""
+    own = OwnActors("encoder", EncoderActor, (EncoderConfig(), letters), 1)
+    with contextlib.closing(own):
+        directory = Shown(own, 1, replaces=False)
+        with contextlib.closing(RemoteEncoder(directory, PATIENCE._replace(timeout_s=5.0))) as there:
+            meant = there._described
+            there._described = meant._replace(identity=EncoderIdentity("another", "e" * 64, 16))
+            with pytest.raises(EncoderMismatch, match=r"not EncoderIdentity.*another"):
+                there.encode(TEXTS)
+            there._described = meant
+            die(live(own, 1)[0])
+            with pytest.raises(RetrievalError, match="an encoder is lost"):
+                there.encode(TEXTS)
+    broken = OwnActors("encoder", EncoderActor, (EncoderConfig(model="broken"), letters), 1)
+    with contextlib.closing(broken), pytest.raises(ModelError, match="weights of broken"):
+        RemoteEncoder(broken, PATIENCE)
+
+
+@pytest.mark.slow
+def test_a_pool_of_encoders_encodes_as_one_does(session: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bits that depend on the process which encodes."""
+    monkeypatch.setattr(encoding, "_TEXTS_PER_CALL", 5)
+    with contextlib.closing(EncoderPool(EncoderConfig(), num_workers=2)) as pool:
+        one = Encoder.load(EncoderConfig())
+        assert np.array_equal(pool.encode(TEXTS), one.encode(TEXTS)) and pool.encode([]).shape == (0, 384)
+        assert (pool.identity, pool.max_tokens, pool.count_tokens(TEXTS)) == (
+            one.identity,
+            256,
+            one.count_tokens(TEXTS),
+        )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import sys
 import time
 from collections.abc import Iterator
@@ -13,14 +12,16 @@ from typing import Any
 
 import numpy as np
 import pytest
-import ray
 from letter_encoder import LetterEncoder
 from ray import cloudpickle
+from shard_parts import delete, die, live
 
 from pipelines.batch_session import ray_session
-from ragspec.cluster import calls, retrieving
-from ragspec.cluster.calls import SoleActor
-from ragspec.cluster.retrieving import RemoteIndex, _IndexActor
+from ragspec.cluster import retrieving, shards
+from ragspec.cluster.opened import Placement
+from ragspec.cluster.own_actors import OwnActors
+from ragspec.cluster.retrieving import RemoteIndex
+from ragspec.cluster.shards import ShardActor
 from ragspec.config import RetrieverConfig
 from ragspec.core import Document
 from ragspec.errors import (
@@ -76,12 +77,6 @@ def local(index_dir: Path, mode: Any = "hybrid") -> Retriever:
     return Retriever(LetterEncoder(), Store.open(index_dir), RetrieverConfig(mode=mode))
 
 
-def delete(index_dir: Path, document_id: str) -> None:
-    with IndexWriter(index_dir) as writer:
-        assert writer.delete(document_id)
-        writer.commit()
-
-
 def answer(index: IndexLike, scope: Scope = Scope(), prefetch_k: int = 0) -> tuple[Any, ...]:  # noqa: B008
     """Everything of a look-up, vectors as their bytes."""
     queries = index.encode(QUERIES)
@@ -91,16 +86,6 @@ def answer(index: IndexLike, scope: Scope = Scope(), prefetch_k: int = 0) -> tup
         for key, each in found.candidates.items()
     ]
     return found.passages, candidates, found.statistics, found.generation, queries
-
-
-def kill(index: RemoteIndex, *, for_good: bool) -> None:
-    """Returns when the process is gone: Ray's own kill returns before."""
-    actor = index._actor._actor
-    pid = None if for_good else ray.get(actor.__ray_call__.remote(lambda _: os.getpid()))
-    ray.kill(actor, no_restart=for_good)
-    deadline = time.monotonic() + BOUND_S
-    while pid is not None and Path(f"/proc/{pid}").exists() and time.monotonic() < deadline:
-        time.sleep(0.02)
 
 
 SLOW = pytest.mark.slow  # an actor takes seconds to start
@@ -134,97 +119,52 @@ def test_several_threads_may_ask_at_once(session: None, index_dir: Path) -> None
     assert found == expected
 
 
+@SLOW
 def test_a_call_outlives_its_actor(session: None, index_dir: Path) -> None:
     """A request that fails, or waits for ever, since the actor died while it was looking."""
     expected = answer(local(index_dir), prefetch_k=5)
     with remote(index_dir, service_s=1.5) as index, ThreadPoolExecutor(1) as thread:
         call = thread.submit(answer, index, prefetch_k=5)
         time.sleep(0.5)
-        ray.kill(index._actor._actor, no_restart=False)
+        die(live(index._own, 1)[0])
         assert call.result(BOUND_S) == expected
+        die(live(index._own, 1)[0])
+        assert answer(index, prefetch_k=5) == expected
 
 
-class DiesOnce:
-    """An actor's object that takes its process down with the first call."""
-
-    def call(self, before: str) -> str:
-        if not os.path.exists(before):
-            open(before, "x").close()
-            os._exit(1)
-        return "answer"
-
-
-@SLOW
-def test_a_lost_call_is_made_again(session: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One lost message in place of an answer, though the actor is there again."""
-    monkeypatch.setattr(calls, "MAX_RETRIES", 0)  # of Ray's own
-    actor = SoleActor(DiesOnce, (), what="it")
-    assert actor.ask("call", str(tmp_path / "before"), timeout_s=BOUND_S) == "answer"
-    actor.close()
-
-
-@pytest.mark.parametrize("by_closing", [pytest.param(True, marks=SLOW), False])
-def test_a_call_to_an_actor_that_is_gone_ends_in_an_error(session: None, index_dir: Path, by_closing: bool) -> None:
+def test_a_call_to_an_index_that_is_closed_ends_in_an_error(session: None, index_dir: Path) -> None:
     """A thread that hangs in a call nobody will ever answer, so that the service cannot stop."""
     with remote(index_dir, service_s=600.0, timeout_s=500.0) as index, ThreadPoolExecutor(1) as thread:
         call: Future[Any] = thread.submit(answer, index)
         time.sleep(0.5)
-        if by_closing:
-            index.close()
-        else:
-            kill(index, for_good=True)
-        told = "was closed" if by_closing else "is lost: .*killed"
-        with pytest.raises(RetrievalError, match=told):
-            call.result(BOUND_S)
-        with pytest.raises(RetrievalError, match=told):
-            index.pinned().look_up(index.encode(QUERIES), 1)
+        pinned, queries = index.pinned(), index.encode(QUERIES)
         index.close()
+        with pytest.raises(RetrievalError, match="was closed"):
+            call.result(BOUND_S)
+        for closed in (index, pinned):
+            with pytest.raises(RetrievalError, match="was closed"):
+                closed.look_up(queries, 1)
 
 
-@SLOW  # the same for a datastore is not
 def test_a_call_that_takes_too_long_ends_in_an_error(session: None, index_dir: Path) -> None:
     """An index on a machine that hangs takes all who ask with it."""
     with remote(index_dir, service_s=600.0, timeout_s=1.0) as index:
-        with pytest.raises(RetrievalError, match=r"^the index did not answer within 1 s$") as error:
+        with pytest.raises(
+            RetrievalError, match=r"cannot be searched: a shard of the index did not answer within 1 s$"
+        ) as error:
             index.look_up(index.encode(QUERIES), 1)
         assert isinstance(error.value, EngineError)
 
 
 def test_a_pinned_index_is_answered_from_its_generation(session: None, index_dir: Path) -> None:
-    """A guess checked against an index that was changed in between; an answer from another generation than was asked for."""
+    """A guess checked against an index that was changed in between."""
     with remote(index_dir) as index:
-        oldest, of_oldest = index.pinned(), answer(index, prefetch_k=9)
-        (best, *_) = of_oldest[0][0]
-        delete(index_dir, best.document_id)
         pinned, expected = index.pinned(), answer(index, prefetch_k=9)
-        assert expected == answer(local(index_dir), prefetch_k=9) != of_oldest
-        delete(index_dir, "d20")
-        assert answer(oldest, prefetch_k=9) == of_oldest  # the actor still has it open
+        (best, *_) = expected[0][0]
+        delete(index_dir, best.document_id)
         assert answer(pinned, prefetch_k=9) == expected
-        kill(index, for_good=False)
-        assert answer(pinned, prefetch_k=9) == expected  # opened again: the one before the current is kept for a while
-        with pytest.raises(
-            StoreCorrupt, match=rf"^generation {oldest.generation} of the index cannot be read: .*No such"
-        ):
-            answer(oldest)
-        assert answer(index) == answer(local(index_dir))
-        assert len({oldest.generation, pinned.generation, index.generation}) == 3
-
-
-@SLOW
-def test_a_generation_that_goes_while_it_is_asked_for_is_passed_over(
-    session: None, index_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A query that fails because two commits came between its first and its second look, and the actor was started again."""
-    with remote(index_dir) as index:
-        newest, current = index._newest, index._current
-        for number in (20, 21):
-            delete(index_dir, f"d{number}")
-        kill(index, for_good=False)
-        turns = iter([current])
-        monkeypatch.setattr(index, "_newest", lambda last: next(turns, None) or newest(last))
-        queries = local(index_dir).encode(QUERIES)
-        assert index.look_up(queries, 4).passages == local(index_dir).look_up(queries, 4).passages
+        assert answer(index, prefetch_k=9) == answer(local(index_dir), prefetch_k=9) != expected
+        assert answer(pinned, prefetch_k=9) == expected and pinned.generation == expected[3] != index.generation
 
 
 @SLOW
@@ -242,7 +182,7 @@ def test_an_error_of_the_actors_code_is_told_as_such(session: None, index_dir: P
     """An error in our code that is told as a lost machine; an error of the user's that is told as ours."""
     with remote(index_dir, "dense") as index:
         queries = index.encode(QUERIES)
-        with pytest.raises(RetrievalError, match=r"the index failed: .*NoneType"):
+        with pytest.raises(RetrievalError, match=r"cannot be searched: a shard of the index failed: .*NoneType"):
             index.look_up(queries, 1, None)  # type: ignore[arg-type]
         with pytest.raises(InputError, match="no vector"):
             index.look_up(local(index_dir, "sparse").encode(QUERIES), 1)
@@ -257,24 +197,23 @@ def test_an_index_that_cannot_be_used_leaves_no_actor(
     session: None, index_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Half a processor and a gigabyte that a failed start keeps until the cluster ends."""
-    running: list[SoleActor] = []
-    close = SoleActor.close
+    running: set[OwnActors] = set()
 
-    class Counted(SoleActor):
-        def __init__(self, *arguments: Any, **options: Any) -> None:
-            super().__init__(*arguments, **options)
-            running.append(self)
+    class Counted(OwnActors):
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments)
+            running.add(self)
 
         def close(self) -> None:
-            close(self)
-            running.remove(self)
+            super().close()
+            running.discard(self)
 
-    monkeypatch.setattr(retrieving, "SoleActor", Counted)
+    monkeypatch.setattr(retrieving, "OwnActors", Counted)
     config = RetrieverConfig(index_dir=str(index_dir))
     with pytest.raises(ConfigError, match="index_dir"):
         RemoteIndex(RetrieverConfig(), LetterEncoder())
     for options in ({"service_s": -1.0}, {"timeout_s": 0.0}, {"timeout_s": float("nan")}, {"open_timeout_s": np.inf}):
-        with pytest.raises(ConfigError, match="finite seconds"):
+        with pytest.raises(ConfigError, match="finite"):
             RemoteIndex(config, LetterEncoder(), **options)
     with pytest.raises(StoreMissing):
         RemoteIndex(RetrieverConfig(index_dir=str(index_dir / "none")), LetterEncoder())
@@ -287,19 +226,23 @@ def test_an_index_that_cannot_be_used_leaves_no_actor(
     (index_dir / "CURRENT").write_text("")
     with pytest.raises(StoreCorrupt, match="does not name a generation"):
         RemoteIndex(config, LetterEncoder())
-    assert running == []
+    assert running == set()
+
+
+def whole(index_dir: Path) -> Placement:
+    store = Store.open(index_dir, only=frozenset())
+    return Placement(str(index_dir), store.pointer, tuple(record.name for record in store.manifest.segments))
 
 
 def test_the_service_time_is_that_of_a_call(index_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A service time for every query of a batch, under which batching a verification could not pay."""
     slept: list[float] = []
-    monkeypatch.setattr(retrieving.time, "sleep", slept.append)
-    actor = _IndexActor(str(index_dir), RetrieverConfig(), 0.25)
-    pointer = read_pointer(index_dir)
-    actor.load(pointer)
+    monkeypatch.setattr(shards.time, "sleep", slept.append)
+    actor, config = ShardActor(0.25), RetrieverConfig()
     queries = local(index_dir).encode(QUERIES)
     for some in (queries, queries[:1]):
-        assert len(actor.look_up(pointer, some, 2, Scope(), 0, frozenset()).passages) == len(some)
+        found = actor.look_up(whole(index_dir), config, some, 2, Scope(), 0, frozenset())
+        assert len(found.passages) == len(some)
     assert slept == [0.25, 0.25]
 
 
@@ -311,11 +254,11 @@ def test_a_reranker_is_loaded_once(index_dir: Path, monkeypatch: pytest.MonkeyPa
         def scores(self, query: str, texts: list[str]) -> Any:
             return np.arange(len(texts), dtype=np.float64)
 
-    monkeypatch.setattr(retrieving.Reranker, "load", lambda config: loaded.append(config.model) or Backwards())
-    actor = _IndexActor(str(index_dir), RetrieverConfig(reranker="some/model", rerank_depth=6), 0.0)
+    monkeypatch.setattr(shards.Reranker, "load", lambda config: loaded.append(config.model) or Backwards())
+    actor, config = ShardActor(), RetrieverConfig(reranker="some/model", rerank_depth=6)
     queries, plain = local(index_dir).encode(QUERIES), local(index_dir)
     for number in (20, 21):
-        found = actor.look_up(read_pointer(index_dir), queries, 3, Scope(), 0, frozenset()).passages
+        found = actor.look_up(whole(index_dir), config, queries, 3, Scope(), 0, frozenset()).passages
         expected = [[p.id for p in some[::-1][:3]] for some in plain.look_up(queries, 6).passages]
         assert [[p.id for p in some] for some in found] == expected
         delete(index_dir, f"d{number}")

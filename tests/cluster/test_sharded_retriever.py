@@ -1,0 +1,314 @@
+"""An index on shards in actors: the answers of one process, from one generation each, whatever dies, hangs or changes."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import shard_parts
+from letter_encoder import LetterEncoder
+from ray import cloudpickle
+from shard_parts import QUERIES, SCOPES, Shown, delete, die, live, wait_for, write_index
+from tiny_reranker import save_model
+
+from pipelines.batch_session import ray_session
+from ragspec.cluster import cluster_view, retrieving
+from ragspec.cluster.directory import Directory
+from ragspec.cluster.own_actors import OwnActors
+from ragspec.cluster.retrieving import ClusterRetriever
+from ragspec.cluster.shards import ShardActor
+from ragspec.config import RetrieverConfig
+from ragspec.core import Document
+from ragspec.errors import ConfigError, EncoderMismatch, InputError, RetrievalError, StoreCorrupt, StoreMissing
+from ragspec.retrieval.encoder import EncoderIdentity
+from ragspec.retrieval.lease import leased
+from ragspec.retrieval.manifest import read_current, read_pointer
+from ragspec.retrieval.rerank import Reranker, RerankerConfig
+from ragspec.retrieval.retriever import Retrieval, Retriever
+from ragspec.retrieval.store import Store
+from ragspec.retrieval.writer import IndexWriter
+
+pytestmark = pytest.mark.ray
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+cloudpickle.register_pickle_by_value(shard_parts)
+
+NUM_SHARDS = 3
+LAYOUTS = [(1, 1), (2, 1), (3, 2)]
+MORE_LAYOUTS = [pytest.param(4, 2, marks=pytest.mark.slow), pytest.param(5, 1, marks=pytest.mark.slow)]
+
+
+@pytest.fixture(scope="module")
+def shards() -> Iterator[OwnActors]:
+    with ray_session(None):
+        own = OwnActors("shard", ShardActor, count=NUM_SHARDS)
+        yield own
+        own.close()
+
+
+@pytest.fixture
+def index_dir(tmp_path: Path) -> Path:
+    return write_index(tmp_path / "index")
+
+
+def spread(
+    index_dir: Path, directory: Directory, num_replicas: int = 1, **settings: Any
+) -> contextlib.closing[ClusterRetriever]:
+    times = {name: settings.pop(name) for name in ("timeout_s", "late_s") if name in settings}
+    config = RetrieverConfig(index_dir=str(index_dir), **settings)
+    return contextlib.closing(
+        ClusterRetriever(config, LetterEncoder(), directory, shard_replicas=num_replicas, **times)
+    )
+
+
+def local(index_dir: Path, **settings: Any) -> Retriever:
+    return Retriever(LetterEncoder(), Store.open(index_dir), RetrieverConfig(**settings))
+
+
+def looked_up(index: Retriever, scope: Any) -> tuple[Any, ...]:
+    """Everything of a look-up, vectors as their bytes."""
+    found = index.look_up(index.encode(QUERIES), 4, scope, prefetch_k=9, known=frozenset({("d3", 0)}))
+    candidates = [
+        (key, each.passage, None if each.vector is None else each.vector.tobytes(), dict(each.term_counts))
+        for key, each in found.candidates.items()
+    ]
+    return found.passages, candidates, found.statistics, found.generation, found.missing
+
+
+@pytest.mark.parametrize(("num_shards", "num_replicas"), [*LAYOUTS, *MORE_LAYOUTS])
+def test_shards_answer_as_one_process_does(
+    shards: OwnActors, index_dir: Path, num_shards: int, num_replicas: int
+) -> None:
+    """Scores that depend on where a segment lies; a filter, a tenant or a known passage that is left behind."""
+    assert len(Store.open(index_dir).segments) == 6
+    more = OwnActors("shard", ShardActor, count=num_shards) if num_shards > NUM_SHARDS else None
+    for mode in ("dense", "sparse", "hybrid"):
+        here = local(index_dir, mode=mode)
+        with spread(index_dir, more or Shown(shards, num_shards), num_replicas, mode=mode) as there:
+            for scope in SCOPES:
+                expected = here.retrieve(QUERIES, 9, scope)
+                for _ in range(num_replicas):  # each turn asks others
+                    assert there.retrieve(QUERIES, 9, scope) == expected
+                assert looked_up(there, scope) == looked_up(here, scope)
+            assert there.retrieve(QUERIES[:1], 9).passages == here.retrieve(QUERIES, 9).passages[:1]
+            assert there.retrieve([], 3).passages == [] and there.generation == here.generation
+            with pytest.raises(InputError, match="the question is empty"):
+                there.retrieve([" "], 3)
+    if more:
+        more.close()
+
+
+def flood(retriever: ClusterRetriever, stop: threading.Event) -> list[Retrieval]:
+    found = []
+    while not stop.is_set():
+        found.append(retriever.retrieve(QUERIES, 9))
+    return found
+
+
+@contextlib.contextmanager
+def under_load(retriever: ClusterRetriever, num_threads: int = 3) -> Iterator[Callable[[], list[Retrieval]]]:
+    """Queries run inside; what they found, or the first error of one, afterwards."""
+    stop = threading.Event()
+    with ThreadPoolExecutor(num_threads) as threads:
+        running = [threads.submit(flood, retriever, stop) for _ in range(num_threads)]
+        try:
+            yield lambda: [each for one in running for each in one.result()]
+        finally:
+            stop.set()
+
+
+@pytest.mark.parametrize("num_replicas", [2, pytest.param(1, marks=pytest.mark.slow)])
+def test_a_shard_that_is_killed_costs_no_query(shards: OwnActors, index_dir: Path, num_replicas: int) -> None:
+    """An error, or a hole in the answers, for every process that dies."""
+    expected = local(index_dir).retrieve(QUERIES, 9)
+    with spread(index_dir, shards, num_replicas) as there:
+        with under_load(there) as found:
+            time.sleep(0.3)
+            victim = live(shards, NUM_SHARDS)[0]
+            die(victim)
+            wait_for(lambda: victim not in shards.table().members)  # reported, and replaced
+            live(shards, NUM_SHARDS)
+        assert len(found()) > 6 and all(each == expected for each in found())
+
+
+def test_a_shard_that_hangs_costs_seconds_and_is_replaced(shards: OwnActors, index_dir: Path) -> None:
+    """A stopped process that takes all who ask with it; a slow one that is killed for being slow."""
+    expected = local(index_dir).retrieve(QUERIES, 9)
+    with spread(index_dir, shards, 2, late_s=0.7) as there:
+        before = shards.table().version
+        assert there.retrieve(QUERIES, 9) == expected and shards.table().version == before
+        victim = live(shards, NUM_SHARDS)[1]
+        die(victim, signal.SIGSTOP)
+        begin = time.monotonic()
+        for _ in range(4):
+            assert there.retrieve(QUERIES, 9) == expected
+        assert time.monotonic() - begin < shard_parts.BOUND_S
+        wait_for(lambda: victim not in shards.table().members)
+        assert [member.epoch - victim.epoch for member in shards.table().members if member.name == victim.name] == [1]
+        assert there.retrieve(QUERIES, 9) == expected
+    live(shards, NUM_SHARDS)
+
+
+class Slow(ShardActor):
+    """Takes its time for everything but a ping."""
+
+    def search(self, *arguments: Any) -> Any:
+        time.sleep(1.0)
+        return super().search(*arguments)
+
+
+@pytest.mark.slow
+def test_a_shard_that_is_slow_is_waited_for_and_not_killed(shards: OwnActors, index_dir: Path) -> None:
+    """A loaded machine on which the processes are killed that are needed most."""
+    slow = OwnActors("shard", Slow, count=2)
+    with spread(index_dir, slow, 1, late_s=0.2) as there:
+        assert there.retrieve(QUERIES, 9) == local(index_dir).retrieve(QUERIES, 9)
+        assert [member.epoch for member in slow.table().members] == [0, 0]
+    slow.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fail_closed", [True, False])
+def test_without_any_shard_there_is_one_clear_error(shards: OwnActors, index_dir: Path, fail_closed: bool) -> None:
+    """A query that waits for ever, or an empty answer, when the last process is gone."""
+    directory = Shown(shards, 1, replaces=False)
+    with spread(index_dir, directory, timeout_s=2.0, late_s=0.5, fail_closed=fail_closed) as there:
+        die(live(shards, NUM_SHARDS)[0])
+        with pytest.raises(RetrievalError, match=r"segment-000001.* cannot be searched: a shard of the index is lost"):
+            there.retrieve(QUERIES, 3)
+        assert "shard-0" in directory.reported
+    shards.report("shard-0", shards.table().members[0].epoch, "for the next test")
+    live(shards, NUM_SHARDS)
+
+
+def test_a_part_that_cannot_be_searched_is_an_error_or_marked(
+    shards: OwnActors, index_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Half an index that answers as if it were the whole; a mark that stays when all is there again."""
+    monkeypatch.setattr(cluster_view, "_MISSING_KEPT_S", 0.3)
+    whole = local(index_dir).retrieve(QUERIES, 9)
+    names = {live.segment.name for live in Store.open(index_dir).segments}
+    rest = Store.open(index_dir, pointer=read_pointer(index_dir), only=frozenset(names - {"segment-000003"}))
+    expected = Retriever(LetterEncoder(), rest, follow=False).retrieve(QUERIES, 9)
+    hidden = index_dir / "segment-000003" / "vectors.npy"
+    hidden.rename(hidden.with_name("away"))
+    for num_replicas in (1, 3):
+        with pytest.raises(StoreCorrupt, match=r"^generation .* cannot be read: .*segment-000003/vectors\.npy"):
+            spread(index_dir, shards, num_replicas)
+    with spread(index_dir, shards, 2, fail_closed=False) as there:
+        for _ in range(3):
+            found = there.retrieve(QUERIES, 9)
+            assert found.missing == ("segment-000003",) and found._replace(missing=()) == expected != whole
+        hidden.with_name("away").rename(hidden)
+        wait_for(lambda: not there.retrieve(QUERIES, 9).missing)
+        assert there.retrieve(QUERIES, 9) == whole
+
+
+def test_what_cannot_be_used_is_told_before_anybody_is_waited_for(shards: OwnActors, index_dir: Path) -> None:
+    """Ten minutes of waiting for shards to open a folder that is not there."""
+
+    class Stranger(LetterEncoder):
+        identity = EncoderIdentity("another", "e" * 64, 16)
+
+    with pytest.raises(StoreMissing):
+        spread(index_dir / "none", shards)
+    with pytest.raises(ConfigError, match="index_dir"):
+        ClusterRetriever(RetrieverConfig(), LetterEncoder(), shards)
+    with pytest.raises(EncoderMismatch):
+        ClusterRetriever(RetrieverConfig(index_dir=str(index_dir)), Stranger(), shards)
+    for options in ({"timeout_s": 0.0}, {"late_s": float("nan")}):
+        with pytest.raises(ConfigError, match="finite time limits"):
+            spread(index_dir, shards, **options)
+    with pytest.raises(ConfigError, match="at least one holder"):
+        spread(index_dir, shards, 0)
+
+
+def change(index_dir: Path, number: int) -> None:
+    """A commit, a compaction now and then, and all removed from the disk that nobody has on lease."""
+    with IndexWriter(index_dir, LetterEncoder()) as writer:
+        writer.upsert(Document(f"new{number % 5}", f"Version {number} of fact {number % 5} is told here."))
+        writer.commit()
+        if number % 3 == 0:
+            writer.compact()
+        writer.purge()
+
+
+def test_the_index_changes_under_load_without_a_failed_or_a_mixed_answer(shards: OwnActors, index_dir: Path) -> None:
+    """A query that meets a generation half opened, or one whose files a writer has just removed."""
+    expected = {}
+
+    def note() -> None:
+        store = Store.open(index_dir)
+        expected[store.generation] = Retriever(LetterEncoder(), store, follow=False).retrieve(QUERIES, 9).passages
+
+    note()
+    with spread(index_dir, shards, 2) as there:
+        with under_load(there) as found:
+            for number in range(8):
+                change(index_dir, number)
+                note()
+                time.sleep(0.1)
+        assert {each.generation for each in found()} > {next(iter(expected))}
+        assert all(each.passages == expected[each.generation] for each in found())
+        wait_for(lambda: there.retrieve(QUERIES, 9).generation == list(expected)[-1])
+
+
+def test_a_pinned_generation_stays_on_disk_until_nobody_needs_it(shards: OwnActors, index_dir: Path) -> None:
+    """An answer of minutes that loses its generation to two commits and a restart; files that are kept for ever."""
+    with spread(index_dir, shards, 2) as there:
+        pinned, expected = there.pinned(), there.retrieve(QUERIES, 9)
+        for number in range(5):
+            change(index_dir, number)
+            there.retrieve(QUERIES, 1)
+        assert there.retrieve(QUERIES, 9) != expected
+        die(live(shards, NUM_SHARDS)[0])
+        assert pinned.retrieve(QUERIES, 9) == expected and pinned.generation == expected.generation
+        assert len(set(leased(index_dir))) == 2
+        del pinned
+        assert list(leased(index_dir)) == [read_pointer(index_dir)]
+    del there
+    assert not list(leased(index_dir))
+    live(shards, NUM_SHARDS)
+
+
+def test_a_new_generation_that_takes_long_to_open_keeps_no_query_waiting(
+    shards: OwnActors, index_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A service that stands still for minutes after every large commit."""
+    opened, gate = cluster_view.ClusterView.open, threading.Event()
+
+    def open_late(view: Any, timeout_s: float) -> None:
+        gate.wait(shard_parts.BOUND_S)
+        opened(view, timeout_s)
+
+    monkeypatch.setattr(retrieving, "_SWAP_WAIT_S", 0.2)
+    with spread(index_dir, shards, 2) as there:
+        before = there.retrieve(QUERIES, 9)
+        monkeypatch.setattr(cluster_view.ClusterView, "open", open_late)
+        delete(index_dir, "d3")
+        assert [there.retrieve(QUERIES, 9) for _ in range(3)] == [before] * 3
+        gate.set()
+        wait_for(lambda: there.generation == read_current(index_dir)[1].generation_id)
+        assert there.retrieve(QUERIES, 9) == local(index_dir).retrieve(QUERIES, 9)
+
+
+@pytest.mark.slow
+def test_reranked_answers_are_those_of_one_process(shards: OwnActors, index_dir: Path, tmp_path: Path) -> None:
+    """Passages that are not reranked, or in another order, where the index lies on shards."""
+    settings: dict[str, Any] = {"reranker": save_model(tmp_path / "reranker"), "rerank_depth": 12}
+    reranker = Reranker.load(RerankerConfig(model=settings["reranker"]))
+    config = RetrieverConfig(index_dir=str(index_dir), **settings)
+    here = Retriever(LetterEncoder(), Store.open(index_dir), config, reranker=reranker)
+    for num_replicas in (1, 3):  # scored by many, and by one
+        with spread(index_dir, shards, num_replicas, **settings) as there:
+            for scope in SCOPES:
+                assert there.retrieve(QUERIES, 5, scope) == here.retrieve(QUERIES, 5, scope)
+            assert looked_up(there, SCOPES[1]) == looked_up(here, SCOPES[1])
