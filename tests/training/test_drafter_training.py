@@ -220,6 +220,7 @@ def _train_as(rank: int, folder: str) -> None:
     torch.distributed.destroy_process_group()
 
 
+@pytest.mark.slow  # the target's run has the same workers
 def test_two_workers_train_one_head(tmp_path: Path) -> None:
     """Gradients that are not summed let workers drift apart; equal data would make the second worker useless."""
     torch.multiprocessing.spawn(_train_as, args=(str(tmp_path),), nprocs=2)
