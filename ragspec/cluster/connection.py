@@ -41,6 +41,9 @@ class Connection(Protocol):
     def purge(self, salt: str) -> None:
         """Forget one tenant's caches."""
 
+    def close(self) -> None:
+        """Nothing more is to be asked; calls that still wait end soon."""
+
 
 Connect = Callable[[Member], Connection]
 
@@ -64,6 +67,9 @@ class LocalConnection:
     def purge(self, salt: str) -> None:
         self._host.purge(salt)
 
+    def close(self) -> None:
+        """A poll ends by itself."""
+
 
 class RayConnection:
     """A host inside an actor that forwards its methods. Raises: ReplicaLost also when Ray itself was shut down."""
@@ -72,6 +78,7 @@ class RayConnection:
         self._actor = actor
         self._heartbeat_timeout_s, self._call_timeout_s = heartbeat_timeout_s, call_timeout_s
         self._client = uuid.uuid4().hex
+        self._closed = False
 
     def submit(self, requests: Sequence[Request]) -> None:
         self._ask(self._call_timeout_s, "submit", list(requests))
@@ -86,17 +93,24 @@ class RayConnection:
     def purge(self, salt: str) -> None:
         self._ask(self._call_timeout_s, "purge", salt, known_client=False)
 
+    def close(self) -> None:
+        self._closed = True
+
     def _ask(self, timeout_s: float, method: str, *arguments: Any, known_client: bool = True) -> Any:
         """Why the wait is sliced: where this process itself was stopped for a while, that counts as one slice of waiting, and a
         replica that answered meanwhile is not taken for hung."""
-        if not ray.is_initialized():
-            raise ReplicaLost("Ray was shut down")
+        self._check_open()
         arguments = (self._client, *arguments) if known_client else arguments
         call = getattr(self._actor, method).remote(*arguments)
         for _ in range(math.ceil(timeout_s / _SLICE_S)):
             if ray.wait([call], timeout=_SLICE_S)[0]:
                 return _answer(call)
+            self._check_open()
         raise ReplicaLost(f"the replica did not answer within {timeout_s:g} s")
+
+    def _check_open(self) -> None:
+        if self._closed or not ray.is_initialized():
+            raise ReplicaLost("the connection was closed" if self._closed else "Ray was shut down")
 
 
 def _answer(call: Any) -> Any:

@@ -10,6 +10,7 @@ import itertools
 import logging
 import queue
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -63,6 +64,7 @@ class Link:
         self._outbox: queue.SimpleQueue[_Command] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._down = False
+        self._connection: Connection | None = None
         self._sender: threading.Thread | None = None
         self._poller = threading.Thread(target=self._run, daemon=True, name=f"poll-{self.name}")
 
@@ -88,16 +90,20 @@ class Link:
             self._down = True
         self._outbox.put((_Verb.STOP, None))
 
-    def join(self, timeout_s: float) -> None:
-        """Wait until what was to be sent is sent."""
+    def join(self, deadline_s: float) -> None:
+        """Wait until what was to be sent is sent and no call waits for an answer any more; until then at most (monotonic)."""
         if self._sender is not None:
-            self._sender.join(timeout_s)
+            self._sender.join(max(0.0, deadline_s - time.monotonic()))
+        if self._connection is not None:
+            self._connection.close()
+        if self._poller is not threading.current_thread():
+            self._poller.join(max(0.0, deadline_s - time.monotonic()))
 
     # -- the thread that polls ---------------------------------------------------------------------------------------
 
     def _run(self) -> None:
         try:
-            connection = self._connect(self.member)
+            connection = self._connection = self._connect(self.member)
             session = connection.poll(0.0).session
             sender = threading.Thread(target=self._send_all, args=(connection,), daemon=True, name=f"send-{self.name}")
             sender.start()
@@ -161,6 +167,8 @@ class Link:
             if self._down:
                 return
             self._down = True
+        if self._connection is not None:
+            self._connection.close()
         forgotten = isinstance(cause, _Forgotten)
         log.warning("%s (epoch %d) is lost: %s", self.name, self.epoch, cause, exc_info=not _is_expected(cause))
         self._hears.link_down(self, str(cause), forgotten=forgotten)

@@ -123,7 +123,7 @@ class Router(EngineClient):
             link.close()
         deadline = time.monotonic() + _FLUSH_S
         for link in links:
-            link.join(max(0.0, deadline - time.monotonic()))
+            link.join(deadline)
         if threading.current_thread() is not self._teller:
             self._teller.join(max(0.0, deadline - time.monotonic()))
         atexit.unregister(self.close)
