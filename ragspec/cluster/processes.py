@@ -64,11 +64,13 @@ def kill_all(processes: Iterable[Process], timeout_s: float = 5.0) -> list[Proce
 
 
 def family(pid: int) -> list[Process]:
-    """A process, its descendants, and whatever belongs to a session that it leads; in no order."""
+    """A process, its descendants, and whatever belongs to a session that it leads, as far as they run; in no order."""
     parents: dict[int, int] = {}
     started: dict[int, int] = {}
     session: list[int] = []
     for other, fields in _all():
+        if fields[_STATE] in _GONE:
+            continue
         parents[other], started[other] = int(fields[_PARENT]), int(fields[_STARTED])
         if int(fields[_SESSION]) == pid:
             session.append(other)

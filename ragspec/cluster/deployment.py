@@ -1,0 +1,172 @@
+"""A deployment: engines, shards and encoders on a Ray cluster, started and ended as one.
+
+    >>> with Deployment.up(Topology(replicas=2), load_config("config.yaml")) as deployment:
+    ...     pipeline = Pipeline(deployment.retriever(), deployment.engine(), deployment.config)
+    >>> Deployment.find("ragspec").status()
+
+States: up -> down. Everything that a user can do wrong with a cluster ends in one error that says so.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
+
+import ray
+
+from ragspec.cluster.answers import answers
+from ragspec.cluster.connection import ray_connect
+from ragspec.cluster.keeper import Versions
+from ragspec.cluster.keepers import rooms
+from ragspec.cluster.ledger import NAMESPACE, SUPERVISOR
+from ragspec.cluster.minder import MemberStatus
+from ragspec.cluster.plans import make_plan, with_full_paths
+from ragspec.cluster.retrieving import ClusterRetriever
+from ragspec.cluster.router import Router
+from ragspec.cluster.routing import RoutingConfig
+from ragspec.cluster.supervised import SupervisedDirectory
+from ragspec.cluster.supervisor import Plan, start_supervisor
+from ragspec.cluster.teardown import sweep
+from ragspec.cluster.topology import Topology, check_fits
+from ragspec.config import PipelineConfig, RetrieverConfig
+from ragspec.errors import ConfigError, EngineError
+from ragspec.retrieval.encoder import Encoder
+
+DEFAULT_NAME = "ragspec"
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,62}")
+_ANSWER_S = 15.0
+_BEGIN_S = 120.0
+_SLICE_S = 2.0
+
+
+class Status(NamedTuple):
+    """`nodes`: the ids of the nodes that Ray believes in."""
+
+    name: str
+    nodes: tuple[str, ...]
+    members: tuple[MemberStatus, ...]
+
+    @property
+    def is_complete(self) -> bool:
+        return all(member.state == "live" for member in self.members)
+
+
+class Deployment(AbstractContextManager["Deployment"]):
+    """Needs Ray to be initialised. Safe to use from several threads."""
+
+    def __init__(self, supervisor: Any, plan: Plan) -> None:
+        self._supervisor, self._plan = supervisor, plan
+        self.name = plan.deployment
+        self.topology: Topology
+        self.config: PipelineConfig
+        self.topology, self.config = plan.note
+        self.directory = SupervisedDirectory(supervisor)
+
+    @classmethod
+    def up(
+        cls,
+        topology: Topology,
+        config: PipelineConfig,
+        *,
+        name: str = DEFAULT_NAME,
+        detached: bool = False,
+        timeout_s: float = 900.0,
+    ) -> Deployment:
+        """Returns when every member is live; whatever fails before is taken down again.
+
+        A detached one stays until `down`; others end with this process, however that ends.
+        Raises: ConfigError for what cannot be, or is missing on a node; ModelError, StoreError; EngineError if there is one of
+        this name, or for what else keeps it from coming up.
+        """
+        if not _NAME.fullmatch(name):
+            raise ConfigError(
+                f"{name!r} cannot name a deployment: up to 63 letters, digits, dots, dashes and underscores"
+            )
+        _check_ray()
+        nodes = rooms()
+        check_fits(topology, nodes)
+        job = "" if detached else ray.get_runtime_context().get_job_id()
+        plan = make_plan(name, topology, with_full_paths(config), len(nodes), job)
+        try:
+            supervisor = start_supervisor(plan)
+        except ValueError as cause:  # Ray: the name is taken
+            raise EngineError(f"there is a deployment {name!r} on this cluster already; take it down first") from cause
+        try:
+            _bring_up(supervisor, time.monotonic() + timeout_s, timeout_s)
+        except BaseException:
+            sweep(name)
+            raise
+        return cls(supervisor, plan)
+
+    @classmethod
+    def find(cls, name: str = DEFAULT_NAME) -> Deployment:
+        """One that is up. Raises: EngineError."""
+        _check_ray()
+        try:
+            supervisor = ray.get_actor(f"{name}/{SUPERVISOR}", namespace=NAMESPACE)
+        except ValueError as cause:
+            raise EngineError(f"there is no deployment {name!r} on this cluster") from cause
+        (plan,) = answers([supervisor.plan.remote()], _ANSWER_S, f"the supervisor of {name}")
+        return cls(supervisor, plan)
+
+    @staticmethod
+    def remove(name: str = DEFAULT_NAME) -> None:
+        """Take down whatever there is of that name, also what is left after a crash; nothing there: nothing happens."""
+        _check_ray()
+        sweep(name)
+
+    def engine(self, routing: RoutingConfig | None = None) -> Router:
+        """Many engines as one; the caller closes it. Raises: ReplicaLost if none is live."""
+        routing = routing or RoutingConfig(max_running=self.config.engine.max_running)
+        return Router(self.directory, ray_connect(routing), routing)
+
+    def retriever(self, config: RetrieverConfig | None = None) -> ClusterRetriever:
+        """The index on the shards; the caller closes it. `config`: another than the deployment's, say for one generation.
+
+        Raises: ConfigError, ModelError, StoreError, RetrievalError.
+        """
+        if not self.topology.num_shards:
+            raise ConfigError(f"the deployment {self.name!r} has no shards, so it finds nothing")
+        config = config or self.config.retriever
+        config = config.model_copy(update={"fail_closed": self.topology.fail_closed})
+        encoder = self.config.encoder if self.topology.num_encoders else Encoder.load(self.config.encoder)
+        return ClusterRetriever(config, encoder, self.directory, shard_replicas=self.topology.shard_replicas)
+
+    def status(self) -> Status:
+        """Raises: EngineError if the supervisor does not answer, which lasts some seconds when it died."""
+        (members,) = answers([self._supervisor.status.remote()], _ANSWER_S, f"the supervisor of {self.name}")
+        return Status(self.name, tuple(room.name for room in rooms()), tuple(members))
+
+    def down(self) -> None:
+        """End every actor, placement group and process of it. Safe to repeat. Raises: EngineError if something does not end."""
+        if ray.is_initialized():
+            sweep(self.name)
+
+    def __exit__(self, *_: object) -> None:
+        if self._plan.job:
+            self.down()
+
+
+def _bring_up(supervisor: Any, deadline: float, timeout_s: float) -> None:
+    answers([supervisor.begin.remote(Versions.here())], _BEGIN_S, "the deployment's supervisor")
+    while True:
+        wait_s = min(_SLICE_S, max(0.0, deadline - time.monotonic()))
+        (is_ready,) = answers([supervisor.ready.remote(wait_s)], wait_s + _ANSWER_S, "the deployment's supervisor")
+        if is_ready:
+            return
+        if time.monotonic() >= deadline:
+            (members,) = answers([supervisor.status.remote()], _ANSWER_S, "the deployment's supervisor")
+            raise EngineError(f"not everything was up after {timeout_s:g} s: {_late(members)}")
+
+
+def _late(members: Sequence[MemberStatus]) -> str:
+    late = [f"{m.name} is {m.state}{f' ({m.error})' if m.error else ''}" for m in members if m.state != "live"]
+    return "; ".join(late) or "one died just now"
+
+
+def _check_ray() -> None:
+    if not ray.is_initialized():
+        raise EngineError("Ray is not initialised: ray.init(address) first, or pipelines.batch_session.ray_session")
