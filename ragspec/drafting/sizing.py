@@ -36,11 +36,12 @@ class Sizing:
         """Seconds that so many more accepted tokens save, of some sequences or of all of them.
 
         Sequences side by side: a step fewer is saved only where the slowest of them needs one fewer; others save their row.
+        Those that end with this step wait for nothing.
         """
         count, context = len(trees), max(len(s.tokens) for s in sequences)
         step_s = self._costs.cost_s(count, context)
         row_s = (step_s - self._costs.cost_s(1, context)) / (count - 1) if count > 1 else 0.0
-        together = min(gains) if len(gains) == count else 0.0
+        together = min(gains) if gains and len(gains) == sum(s.most_tokens > 1 for s in sequences) else 0.0
         expected = 1.0 + sum(sum(tree.path_probs[1:]) for tree in trees) / count
         return (sum(gains) * row_s + together * (step_s - count * row_s)) / expected
 
