@@ -28,6 +28,8 @@ _STARTING_PATIENCE = 8.0
 """A process that imports or loads may hold Python's lock for this many times as long as one that serves."""
 
 _LOOKS_STOPPED = 2
+_USUAL_CROWD = 4.0
+_MOST_SLOWNESS = 5.0
 _LOOPBACK = "127.0.0.1"
 
 
@@ -104,6 +106,7 @@ class Group:
         """Blocks until it is loaded. Raises: what loading raises, EngineError; then nothing of it is left but its place."""
         self.epoch += 1
         self._num_stopped = 0
+        self._runs = []
         try:
             self._reserve()
             self._write(live=False)
@@ -127,12 +130,14 @@ class Group:
             if not waiting:
                 self._num_stopped = 0
                 return _failure(ray.wait(self._runs, timeout=0)[0], "a rank ended") if self._runs else ""
-            stopped = any(state in STOPPED for state in self._tools.keepers.states(self.places) if state)
+            look = self._tools.keepers.look(self.places)
+            stopped = look is not None and any(state in STOPPED for state in look.states if state)
             self._num_stopped = self._num_stopped + 1 if stopped else 0
             if self._num_stopped >= _LOOKS_STOPPED:
                 return "a process of it is stopped"
-            if time.monotonic() - begin > timing.hang_s * patience:
-                return f"did not answer for {timing.hang_s * patience:g} s"
+            patient_s = timing.hang_s * patience * (_slowness(look.crowd) if look else 1.0)
+            if time.monotonic() - begin > patient_s:
+                return f"did not answer for {patient_s:.1f} s"
 
     def end(self) -> None:
         """End every process of it, for certain; its place stays reserved."""
@@ -185,19 +190,23 @@ class Group:
         return shell_class().options(num_cpus=self.wanted.cpus, num_gpus=self.wanted.gpus, **options).remote()
 
     def _load(self, deadline: float) -> None:
+        """Why a follower runs as soon as it is loaded: rank 0 computes with it while it still loads."""
         what = self.wanted.name
-        loading = [actor.become.remote(role) for actor, role in zip(self.actors, self._roles(), strict=True)]
+        loading = {actor.become.remote(role): actor for actor, role in zip(self.actors, self._roles(), strict=True)}
         waiting = list(loading)
         while waiting:
             loaded, waiting = ray.wait(waiting, timeout=self._tools.timing.heartbeat_s)
-            answers(loaded, 0.0, what) if loaded else None
+            for call in loaded:
+                (facts,) = answers([call], 0.0, what)
+                if loading[call] is self.actors[0]:
+                    self.facts = facts
+                else:
+                    self._runs.append(loading[call].call.remote("run"))
             if waiting and (why := self.unwell(_STARTING_PATIENCE)):
                 answers(ray.wait(waiting, timeout=1.0)[0], 0.0, what)  # Why: what it died of says more
                 raise EngineError(f"{what}: {why} while it started")
             if waiting and time.monotonic() > deadline:
                 raise EngineError(f"{what} was not ready after {self._tools.timing.start_timeout_s:g} s")
-        self.facts = answers(loading[:1], 0.0, what)[0]
-        self._runs = [actor.call.remote("run") for actor in self.actors[1:]]
 
     def _roles(self) -> list[Role]:
         wanted = self.wanted
@@ -215,6 +224,12 @@ class Group:
         group = self._reserved.id.hex() if self._reserved else ""
         entry = Entry(self.epoch, tuple(self._names), tuple(self.places), group, live)
         self._tools.ledger.write(self.wanted.name, entry)
+
+
+def _slowness(crowd: float) -> float:
+    """How much later an answer may come. Why: where many processes share a processor, a healthy one answers late, and to end
+    and load it again makes the others later still."""
+    return min(max(crowd / _USUAL_CROWD, 1.0), _MOST_SLOWNESS)
 
 
 def _failure(calls: list[Any], otherwise: str = "") -> str:

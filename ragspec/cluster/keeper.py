@@ -47,6 +47,13 @@ class Versions(NamedTuple):
         return ""
 
 
+class Look(NamedTuple):
+    """The state of each process, as `Process.state`, and how many want each of the node's processors, over the last minute."""
+
+    states: list[str]
+    crowd: float
+
+
 class NodeKeeper:
     """Safe to call from several threads."""
 
@@ -56,9 +63,8 @@ class NodeKeeper:
     def ping(self) -> Place:
         return Place(Process.of(os.getpid()), ray.get_runtime_context().get_node_id())
 
-    def look(self, processes: Sequence[Process]) -> list[str]:
-        """The state of each, as `Process.state`."""
-        return [process.state() for process in processes]
+    def look(self, processes: Sequence[Process]) -> Look:
+        return Look([process.state() for process in processes], os.getloadavg()[0] / (os.cpu_count() or 1))
 
     def kill(self, processes: Sequence[Process]) -> list[Process]:
         """SIGKILL; those that are still there after 5 s."""

@@ -14,7 +14,7 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from ragspec.cluster.answers import answers, whatever_happens
-from ragspec.cluster.keeper import keeper_class
+from ragspec.cluster.keeper import Look, keeper_class
 from ragspec.cluster.ledger import NAMESPACE, Entry, Ledger
 from ragspec.cluster.processes import Process
 from ragspec.cluster.shell import Place
@@ -102,16 +102,15 @@ class Keepers:
         (found,) = answers([keeper.free_address.remote()], self._timing.hang_s, "a keeper")
         return found  # type: ignore[no-any-return]
 
-    def states(self, places: Iterable[Place]) -> list[str]:
-        """As `Process.state`, of processes of one node; empty when its keeper does not answer."""
-        places = list(places)
+    def look(self, places: Sequence[Place]) -> Look | None:
+        """At processes of one node; None when its keeper does not answer."""
         keeper = self.keeper(places[0].node) if places else None
         if keeper is None:
-            return []
+            return None
         try:
             (found,) = answers([keeper.look.remote([place.process for place in places])], _GLANCE_S, "a keeper")
         except EngineError:
-            return []
+            return None
         return found  # type: ignore[no-any-return]
 
     def kill(self, places: Iterable[Place]) -> None:
