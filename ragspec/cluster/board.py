@@ -12,45 +12,17 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
 
 from ragspec.cluster.affinity import choose, key_of
+from ragspec.cluster.legs import Leg, without
 from ragspec.cluster.links import Link
 from ragspec.cluster.remembered import Remembered
 from ragspec.cluster.routing import RoutingConfig
-from ragspec.cluster.streams import Ear, Identity, Listener, Stream, Ticket, digest_of
-from ragspec.core import Delta, FinishReason, Request
-from ragspec.engine.admission import Bounds
+from ragspec.cluster.streams import Ear, Stream, Ticket
+from ragspec.core import Delta, FinishReason
 from ragspec.errors import InputError, Overloaded
 
 Tell = Callable[[Ticket, Ear, Delta], None]
-
-
-@dataclass(eq=False)
-class Leg:
-    """Some choices of a request on one replica, or on their way to one. `homeless_s`: since when there has been none for it."""
-
-    ticket: Ticket
-    streams: list[Stream]
-    key: bytes | None
-    id: str = ""
-    link: Link | None = None
-    homeless_s: float | None = None
-    anywhere: bool = False
-
-    @property
-    def request(self) -> Request:
-        """As it is sent."""
-        request = replace(self.ticket.request, id=self.id)
-        if len(self.streams) == len(self.ticket.streams) and not any(s.output_ids for s in self.streams):
-            return request
-        (stream,) = self.streams
-        return replace(request, segment=stream.rest())
-
-    def fits(self, identity: Identity) -> bool:
-        """What has been begun goes on only where the same would be written."""
-        begun = self.streams[0].identity
-        return begun is None or self.anywhere or begun == identity
 
 
 class Board:
@@ -76,24 +48,22 @@ class Board:
 
     # -- requests ----------------------------------------------------------------------------------------------------
 
-    def admit(self, requests: Sequence[Request], listener: Listener, bounds: Bounds) -> None:
-        """All of them, or none. One that is known already is told what it said, and goes on.
+    def admit(self, tickets: Sequence[Ticket]) -> None:
+        """All of them, or none. The listener of one that is known already is told what that has said, and goes on with it.
 
-        Raises: InputError, PromptTooLong, Overloaded.
+        Raises: InputError, Overloaded.
         """
-        if len({request.id for request in requests}) < len(requests):
+        if len({ticket.request.id for ticket in tickets}) < len(tickets):
             raise InputError("requests that run at once need different ids; an id comes twice")
         now = time.monotonic()
-        known = {request.id: ticket for request in requests if (ticket := self._known(request, now))}
-        fresh = [request for request in requests if request.id not in known]
-        for request in fresh:
-            bounds.limits(request)
-        self._check_room(fresh)
-        for ticket in known.values():
-            self._join(ticket, Ear(listener))
-        for request in fresh:
-            ticket = self._tickets[request.id] = Ticket.of(request, listener, now)
-            key = key_of(request, self._config.prefix_tokens)
+        known = {ticket: earlier for ticket in tickets if (earlier := self._known(ticket, now))}
+        fresh = [ticket for ticket in tickets if ticket not in known]
+        self._check_room(len(fresh))
+        for ticket, earlier in known.items():
+            self._join(earlier, ticket.ears[0])
+        for ticket in fresh:
+            self._tickets[ticket.request.id] = ticket
+            key = key_of(ticket.request, self._config.prefix_tokens)
             self._fresh.append(Leg(ticket, list(ticket.streams.values()), key))
         self.place()
 
@@ -103,6 +73,7 @@ class Board:
             self.place()
 
     def cancel_all(self) -> None:
+        self._lost, self._fresh = [], deque()
         for ticket in list(self._tickets.values()):
             self._end_all(ticket)
 
@@ -167,25 +138,32 @@ class Board:
         """End what has waited too long for a replica that can take it, or let it go on anywhere, flagged."""
         now = time.monotonic()
         self._remembered.expire(now)
-        for leg in [*self._lost, *self._fresh]:
-            if any(leg.fits(link.identity) for link in self._loads):
-                leg.homeless_s = None
-                continue
-            leg.homeless_s = now if leg.homeless_s is None else leg.homeless_s
-            if now - leg.homeless_s < self._config.replay_timeout_s:
-                continue
-            if self._loads and self._config.unequal_numerics == "flag":
+        homeless = {leg for leg in (*self._lost, *self._fresh) if self._is_homeless(leg, now)}
+        if self._loads and self._config.unequal_numerics == "flag":
+            for leg in homeless:
                 leg.anywhere = True
-            else:
+        else:
+            self._lost = [leg for leg in self._lost if leg not in homeless]
+            self._fresh = deque(leg for leg in self._fresh if leg not in homeless)
+            for leg in homeless:
                 self._end(leg.ticket, leg.streams, FinishReason.LOST, self._why_homeless(leg))
         self.place()
 
-    def _known(self, request: Request, now: float) -> Ticket | None:
+    def _is_homeless(self, leg: Leg, now: float) -> bool:
+        """There has been no replica for it all the time that it may wait."""
+        if any(leg.fits(link.identity) for link in self._loads):
+            leg.homeless_s = None
+            return False
+        leg.homeless_s = now if leg.homeless_s is None else leg.homeless_s
+        return now - leg.homeless_s >= self._config.replay_timeout_s
+
+    def _known(self, ticket: Ticket, now: float) -> Ticket | None:
         """Raises: InputError when the id is another request's."""
-        ticket = self._tickets.get(request.id) or self._remembered.get(request.id, now)
-        if ticket is not None and ticket.digest != digest_of(request):
-            raise InputError(f"another request was submitted under the id {request.id!r}")
-        return ticket
+        request_id = ticket.request.id
+        earlier = self._tickets.get(request_id) or self._remembered.get(request_id, now)
+        if earlier is not None and earlier.digest != ticket.digest:
+            raise InputError(f"another request was submitted under the id {request_id!r}")
+        return earlier
 
     def _join(self, ticket: Ticket, ear: Ear) -> None:
         """One more listens: first to what was told already."""
@@ -194,10 +172,10 @@ class Board:
         if not ticket.ended:
             ticket.ears.append(ear)
 
-    def _check_room(self, requests: Sequence[Request]) -> None:
+    def _check_room(self, num_requests: int) -> None:
         room = sum(max(0, self._config.max_running - load) for load in self._loads.values())
         room += self._config.max_queued - len(self._fresh)
-        if len(requests) > room:
+        if num_requests > room:
             raise Overloaded(f"{len(self._fresh)} requests wait already; {self._config.max_queued} may")
 
     def _sent(self, leg: Leg) -> bool:
@@ -253,8 +231,8 @@ class Board:
                 leg.link.cancel(leg.id)
             for stream in [stream for stream in leg.streams if stream in ending]:
                 self._leave(leg, stream)
-        self._lost = _without(self._lost, ending)
-        self._fresh = deque(_without(self._fresh, ending))
+        self._lost = without(self._lost, ending)
+        self._fresh = deque(without(self._fresh, ending))
         for stream in ending:
             self._tell(ticket, stream.end(reason, error, now))
 
@@ -275,10 +253,3 @@ class Board:
             reasons = {told.finish_reason for told in ticket.told} - {None}
             if ticket.may_be_remembered and reasons <= {FinishReason.STOP, FinishReason.LENGTH}:
                 self._remembered.add(ticket, time.monotonic())
-
-
-def _without(legs: Iterable[Leg], streams: Sequence[Stream]) -> list[Leg]:
-    """Legs that wait, less these choices."""
-    for leg in legs:
-        leg.streams = [stream for stream in leg.streams if stream not in streams]
-    return [leg for leg in legs if leg.streams]

@@ -93,9 +93,14 @@ class Router(EngineClient):
 
     def submit_all(self, requests: Sequence[Request], listener: Listener) -> None:
         with self._changed:
+            bounds = self._bounds()
+        for request in requests:
+            bounds.limits(request)
+        tickets = [Ticket.of(request, listener, time.monotonic()) for request in requests]
+        with self._changed:
             if self._closed:
                 raise EngineClosed("the router is closed")
-            self._board.admit(requests, listener, self._bounds())
+            self._board.admit(tickets)
 
     def cancel(self, request_id: str) -> None:
         with self._changed:
