@@ -7,9 +7,8 @@ gives the bits of one rank (`ragspec.numerics.sharding`). Owns the connections o
     >>> ranks = DistributedRanks(meeting, rank=0, size=2)               # there
     >>> ranks = DistributedRanks(meeting.address, rank=1, size=2)       # elsewhere
 
-There are two sets of connections. Gathers and beats are to be answered promptly, within `timeout_s`, or the group is lost; for a
-broadcast ranks wait quietly as long as rank 0 has nothing to say. When a process ends its connections break, which the others
-notice at once in either.
+Gathers and beats are to be answered within `timeout_s`, or the group is lost; for a broadcast ranks wait quietly as long as
+rank 0 has nothing to say. When a process ends its connections break, which the others notice at once, whatever they wait for.
 """
 
 from __future__ import annotations
@@ -18,11 +17,18 @@ import re
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor, distributed
-from torch._C._distributed_c10d import BroadcastOptions, GatherOptions, PrefixStore, ProcessGroupGloo, TCPStore
+from torch._C._distributed_c10d import (
+    AllgatherOptions,
+    BroadcastOptions,
+    GatherOptions,
+    PrefixStore,
+    ProcessGroupGloo,
+    TCPStore,
+)
 
 from ragspec.errors import ConfigError, RankLost
 
@@ -34,7 +40,7 @@ BEAT_S = 1.0
 TIMEOUT_S = 4.0
 """A rank that is stopped is noticed after a beat and this: within five seconds."""
 
-_QUIET_S = 24 * 3600.0
+_QUIET = timedelta(days=1)
 _CONNECT_S = 120.0
 
 
@@ -92,7 +98,7 @@ ONE_RANK = OneRank()
 
 
 class Meeting:
-    """Where the ranks of a group find each other; in the process of rank 0, and open as long as the group is.
+    """Where the ranks of one group find each other; in the process of rank 0, and open as long as the group is.
 
     `address`: host:port, to be told to the others. Port 0: any that is free.
     """
@@ -124,110 +130,91 @@ class DistributedRanks:
     ) -> None:
         if not 0 <= rank < size:
             raise ConfigError(f"there is no rank {rank} among {size}: ranks count from 0 to {size - 1}")
-        self.rank, self.size, self._timeout_s = rank, size, timeout_s
         host, port = _host_and_port(meeting if isinstance(meeting, str) else meeting.address)
-        self._meeting: Meeting | None = None if isinstance(meeting, str) else meeting
-        if rank == 0 and self._meeting is None:
-            self._meeting = Meeting(host, port)
-        self._quiet: _Connections | None = None
-        self._prompt: _Connections | None = None
+        if backend == "nccl" and torch.cuda.device_count() < size:
+            raise ConfigError(f"nccl needs a GPU for each of {size} ranks; torch finds {torch.cuda.device_count()}")
+        self.rank, self.size = rank, size
+        self._prompt, self._timeout = timedelta(seconds=timeout_s), timedelta(seconds=timeout_s)
+        self._meeting: Meeting | str | None = Meeting(host, port) if rank == 0 and isinstance(meeting, str) else meeting
+        self._device = torch.device("cuda", rank) if backend == "nccl" else torch.device("cpu")
+        self._group: Any = None
         with self._guarded():
-            store = self._store(host, port, timedelta(seconds=connect_s))
-            self._quiet = _gloo(PrefixStore("quiet", store), rank, size, host, _QUIET_S)
-            connect = _gloo if backend == "gloo" else _nccl
-            self._prompt = connect(PrefixStore("prompt", store), rank, size, host, timeout_s)
-        self._current: _Connections | None = self._prompt
+            wait = timedelta(seconds=connect_s)
+            store = self._store(host, port, wait)
+            self._group = _gloo(PrefixStore("words", store), rank, size, host, wait)
+            self._data = _nccl(PrefixStore("data", store), rank, size) if backend == "nccl" else self._group
 
     def all_gather(self, part: Tensor) -> Tensor:
         with self._guarded():
-            group, device = _open(self._current)
-            part = part.to(device).contiguous()
+            part = part.to(self._device).contiguous()
             num_rows, width = part.shape
             parts = part.new_empty((self.size * num_rows, width))
-            group._allgather_base(parts, part).wait()
+            options = AllgatherOptions()
+            options.timeout = self._timeout
+            self._data._allgather_base(parts, part, options).wait()
             return _side_by_side(parts.view(self.size, num_rows, width)).cpu()
 
     def gather_to_first(self, part: Tensor) -> Tensor:
         with self._guarded():
-            group, device = _open(self._current)
-            part = part.to(device).contiguous()
+            part = part.to(self._device).contiguous()
             parts = [[torch.empty_like(part) for _ in range(self.size)]] if self.rank == 0 else []
             options = GatherOptions()
-            options.rootRank = 0
-            group.gather(parts, [part], options).wait()
+            options.rootRank, options.timeout = 0, self._timeout
+            self._data.gather(parts, [part], options).wait()
             return torch.cat(parts[0], 1).cpu() if self.rank == 0 else part.cpu()
 
     def broadcast(self, words: Tensor) -> None:
         with self._guarded():
-            group, _ = _open(self._quiet)
             options = BroadcastOptions()
-            options.rootRank = options.rootTensor = 0
-            if self.rank == 0:  # the others listen already, or will at once
-                options.timeout = timedelta(seconds=self._timeout_s)
-            group.broadcast([words], options).wait()
+            options.rootRank, options.rootTensor = 0, 0
+            options.timeout = self._timeout if self.rank == 0 else _QUIET
+            self._group.broadcast([words], options).wait()
 
     def beat(self) -> None:
         self.all_gather(torch.zeros(1, 1, dtype=torch.int32))
 
     @contextmanager
     def patiently(self) -> Iterator[None]:
-        self._current = self._quiet
+        self._timeout = _QUIET
         yield
-        self._current = self._prompt
+        self._timeout = self._prompt
 
     def close(self) -> None:
-        self._quiet = self._prompt = self._current = self._meeting = None
+        self._group = self._data = self._meeting = None
 
     def _store(self, host: str, port: int, wait: timedelta) -> Any:
-        if self._meeting is not None:
-            store: Any = self._meeting.store
-            store.set_timeout(wait)
-            return store
-        return TCPStore(host, port, None, is_master=False, timeout=wait)
+        """What all ranks share, when all of them have come."""
+        own = self._meeting.store if isinstance(self._meeting, Meeting) else None
+        store: Any = own or TCPStore(host, port, None, is_master=False, timeout=wait)
+        store.set(f"rank {self.rank}", "")
+        store.wait([f"rank {rank}" for rank in range(self.size)], wait)
+        return store
 
     @contextmanager
     def _guarded(self) -> Iterator[None]:
         """torch's failures as ours. Whatever went wrong, the group has lost its step and cannot be used again."""
+        if self._meeting is None:
+            raise RankLost("this group of ranks is closed")
         try:
             yield
         except RuntimeError as cause:
             self.close()
             raise RankLost(f"rank {self.rank} of {self.size} lost its group: {_reason(cause)}") from cause
-        except RankLost:
-            self.close()
-            raise
 
 
-class _Connections(NamedTuple):
-    """One of torch's process groups, and where the tensors lie that it moves."""
-
-    group: Any
-    device: torch.device
-
-
-def _gloo(store: Any, rank: int, size: int, host: str, timeout_s: float) -> _Connections:
+def _gloo(store: Any, rank: int, size: int, host: str, timeout: timedelta) -> Any:
     gloo: Any = ProcessGroupGloo
     options = gloo._Options()
     options._devices = [gloo.create_device(hostname=host)]
-    options._timeout = timedelta(seconds=timeout_s)
-    options._threads = 1
-    return _Connections(gloo(store, rank, size, options), torch.device("cpu"))
+    options._timeout, options._threads = timeout, 1
+    return gloo(store, rank, size, options)
 
 
-def _nccl(store: Any, rank: int, size: int, host: str, timeout_s: float) -> _Connections:
-    """Through the GPUs of this machine, one a rank; `host` has no part in it."""
-    nccl: Any = getattr(distributed, "ProcessGroupNCCL", None)
-    if nccl is None or torch.cuda.device_count() < size:
-        raise ConfigError(f"nccl needs a GPU for each of {size} ranks; torch finds {torch.cuda.device_count()}")
-    options = nccl.Options()
-    options._timeout = timedelta(seconds=timeout_s)
-    return _Connections(nccl(store, rank, size, options), torch.device("cuda", rank))
-
-
-def _open(connections: _Connections | None) -> _Connections:
-    if connections is None:
-        raise RankLost("this group of ranks is closed")
-    return connections
+def _nccl(store: Any, rank: int, size: int) -> Any:
+    """Through the GPUs of this machine, one a rank."""
+    torch.cuda.set_device(rank)
+    nccl: Any = distributed.ProcessGroupNCCL
+    return nccl(store, rank, size, nccl.Options())
 
 
 def _reason(cause: BaseException) -> str:
