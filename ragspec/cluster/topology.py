@@ -25,8 +25,8 @@ class Topology(Part):
     imports done, which take the place of one that dies (not of one with GPUs: those are started anew).
 
     A member that does not answer for `hang_s`, asked every `heartbeat_s`, is killed and replaced (on an overloaded node it has
-    longer, unless it is stopped); one that does not get ready within `start_timeout_s` too. `rank_timeout_s`: how long a rank waits for another. `fail_closed`: without a shard, retrieval
-    is an error; else a partial answer that says so.
+    longer, unless it is stopped); one that does not get ready within `start_timeout_s` too. `rank_timeout_s`: how long a rank
+    waits for another. `fail_closed`: without a shard, retrieval is an error; else a partial answer that says so.
     """
 
     replicas: int = Field(1, ge=0, le=256)
