@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -17,7 +18,6 @@ from ragspec.errors import ConfigError
 
 if TYPE_CHECKING:  # Why: seconds of imports that a job with nothing to do needs none of
     from ragspec.cluster.deployment import Deployment
-
     from ragspec.rag.prompt import PromptBuilder
     from ragspec.rag.steps import EngineLike, RetrieverLike
 
@@ -82,7 +82,7 @@ def used(machines: Machines, config: PipelineConfig) -> Iterator[Used]:
     elif not machines.cluster:
         yield _OwnDeployment(config, machines)
     else:
-        with ray_session(machines.address):
+        with _ray(machines.address):
             yield _NamedDeployment(config, machines)
 
 
@@ -109,14 +109,15 @@ class _OwnDeployment(Used):
 
     @contextlib.contextmanager
     def serving(self, config: PipelineConfig) -> Iterator[Serving]:
-        with ray_session(self._machines.address):
+        with _ray(self._machines.address):
             from ragspec.cluster.deployment import Deployment
 
             topology = self._machines.topology
             if not config.retriever.index_dir:
                 topology = topology.model_copy(update={"num_shards": 0, "num_encoders": 0})
-            with Deployment.up(topology, config, name=f"batch-{secrets.token_hex(4)}") as deployment:
-                yield _served(deployment, config)
+            name = f"batch-{secrets.token_hex(4)}"
+            with Deployment.up(topology, config, name=name) as deployment, _served(deployment, config) as served:
+                yield served
 
 
 class _NamedDeployment(Used):
@@ -133,18 +134,31 @@ class _NamedDeployment(Used):
 
     @contextlib.contextmanager
     def serving(self, config: PipelineConfig) -> Iterator[Serving]:
-        yield _served(self._deployment, config)
+        with _served(self._deployment, config) as served:
+            yield served
 
 
-def _served(deployment: Deployment, config: PipelineConfig) -> Serving:
+@contextlib.contextmanager
+def _ray(address: str | None) -> Iterator[None]:
+    """Why stdout is taken away: Ray prints there what it notices of dead processes, and a job's stdout is its summary."""
+    with ray_session(address), contextlib.redirect_stdout(sys.stderr):
+        yield
+
+
+@contextlib.contextmanager
+def _served(deployment: Deployment, config: PipelineConfig) -> Iterator[Serving]:
+    """What a deployment has, as clients of it; the index in the generation that the configuration names."""
     from ragspec.engine.target import load_tokenizer
     from ragspec.rag.prompt import PromptBuilder
 
-    engine = deployment.engine()
-    retriever = deployment.retriever(config.retriever) if config.retriever.index_dir else None
-    prompts = PromptBuilder(load_tokenizer(config.target.model), engine.max_context_tokens)
-    in_flight = _in_flight(config, deployment.topology.replicas)
-    return Serving(engine, retriever, prompts, len(deployment.nodes()), in_flight)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(engine := deployment.engine())
+        retriever = None
+        if config.retriever.index_dir:
+            retriever = stack.enter_context(contextlib.closing(deployment.retriever(config.retriever)))
+        prompts = PromptBuilder(load_tokenizer(config.target.model), engine.max_context_tokens)
+        in_flight = _in_flight(config, deployment.topology.replicas)
+        yield Serving(engine, retriever, prompts, len(deployment.status().nodes), in_flight)
 
 
 def _in_flight(config: PipelineConfig, num_replicas: int) -> int:
