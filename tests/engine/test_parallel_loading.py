@@ -1,0 +1,195 @@
+"""Each rank reads its part of the weights from the usual files, never more, and refuses what it cannot serve."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tiny_target import save_model
+
+from ragspec.config import TargetConfig
+from ragspec.engine.target import Target
+from ragspec.engine.weights import load_part, load_whole
+from ragspec.errors import ModelError
+from ragspec.numerics.ranks import OneRank
+from ragspec.numerics.sharding import cut_of
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+class Rank(OneRank):
+    """One of several, for what needs no others."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank, self.size = rank, size
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model("llama", tmp_path_factory.mktemp("loading") / "model", tie_word_embeddings=True)
+
+
+def without_weights(model: Path, folder: Path) -> Path:
+    return Path(shutil.copytree(model, folder / "copy", ignore=shutil.ignore_patterns("*.safetensors*")))
+
+
+def assert_parts_of(path: Path, expected: Path, size: int = 2, **config: Any) -> None:
+    """The parts that ranks read from `path`, against cuts of the model that transformers loads from `expected`."""
+    whole = load_whole(TargetConfig(model=str(expected), **config))
+    for rank in range(size):
+        part, parts = load_part(TargetConfig(model=str(path), **config), Rank(rank, size))
+        assert parts.num_parameters == sum(p.numel() for p in whole.parameters())
+        found = dict(part.named_parameters(remove_duplicate=False))
+        for name, tensor in whole.named_parameters(remove_duplicate=False):
+            cut = cut_of(name, tuple(tensor.shape), Rank(rank, size))
+            if cut is None:
+                assert torch.equal(found[name], tensor), name
+                continue
+            own = tensor.narrow(cut.dim, cut.start, cut.stop - cut.start)
+            assert torch.equal(found[name].narrow(cut.dim, 0, cut.stop - cut.start), own), name
+            rest = found[name].narrow(cut.dim, cut.stop - cut.start, cut.width - (cut.stop - cut.start))
+            assert not rest.any(), name
+            assert found[name].dtype == tensor.dtype
+            assert torch.equal(parts.checkpoint.whole(name), tensor), name
+
+
+def test_one_file(model: Path) -> None:
+    """Columns of another rank, a row too few, padding that is not zero."""
+    assert_parts_of(model, model)
+    assert_parts_of(model, model, dtype="bfloat16")
+
+
+def test_several_files_with_an_index(model: Path, tmp_path: Path) -> None:
+    """Only the first file of a large model was read."""
+    load_whole(TargetConfig(model=str(model))).save_pretrained(tmp_path / "small files", max_shard_size="40KB")
+    path = without_weights(model, tmp_path)
+    for file in (tmp_path / "small files").glob("*.safetensors*"):
+        shutil.copy(file, path)
+    assert len(list(path.glob("*.safetensors"))) > 2
+    assert_parts_of(path, model)
+
+
+@pytest.mark.parametrize("prefix", ["model.", ""])
+def test_torchs_own_format_and_a_model_saved_without_its_head(model: Path, tmp_path: Path, prefix: str) -> None:
+    """A .bin that one rank loads could not be split; names without the prefix were missing tensors."""
+    path = without_weights(model, tmp_path)
+    tensors = load_file(model / "model.safetensors")
+    torch.save(
+        {prefix + name.removeprefix("model."): tensor for name, tensor in tensors.items()}, path / "pytorch_model.bin"
+    )
+    assert_parts_of(path, model)
+
+
+def test_a_tensor_that_is_read_in_many_blocks(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The border between two blocks of a large tensor: rows twice or not at all."""
+    monkeypatch.setattr("ragspec.engine.weights._BLOCK_BYTES", 1000)
+    assert_parts_of(model, model)
+
+
+def test_missing_and_misshapen_tensors_are_refused_by_name(model: Path, tmp_path: Path) -> None:
+    """A rank served zeros for a tensor that is not there."""
+    path, tensors = without_weights(model, tmp_path), load_file(model / "model.safetensors")
+    name = "model.layers.1.mlp.up_proj.weight"
+    config = TargetConfig(model=str(path))
+    with pytest.raises(ModelError, match="has no weights"):
+        load_part(config, Rank(0, 2))
+    save_file({**tensors, name: tensors[name][:-1].contiguous()}, path / "model.safetensors")
+    with pytest.raises(
+        ModelError, match=r"layers\.1\.mlp\.up_proj\.weight has the shape \(87, 64\), the model needs \(88, 64\)"
+    ):
+        load_part(config, Rank(0, 2))
+    save_file({key: tensor for key, tensor in tensors.items() if key != name}, path / "model.safetensors")
+    with pytest.raises(
+        ModelError, match=r"lacks 1 of the model's tensors, the first is model\.layers\.1\.mlp\.up_proj"
+    ):
+        load_part(config, Rank(0, 2))
+    (path / "model.safetensors").write_bytes(b"\x00" * 100)
+    with pytest.raises(ModelError, match="cannot load the target"):
+        load_part(config, Rank(0, 2))
+    (path / "model.safetensors").unlink()
+    (path / "model.safetensors.index.json").write_text(
+        json.dumps({"weight_map": dict.fromkeys(tensors, "away.safetensors")})
+    )
+    with pytest.raises(ModelError, match=r"lacks away\.safetensors"):
+        load_part(config, Rank(0, 2))
+
+
+def test_a_pickle_with_code_is_not_run(model: Path, tmp_path: Path) -> None:
+    """A .bin whose unpickling runs what its author wrote."""
+    path, mark = without_weights(model, tmp_path), tmp_path / "mark"
+
+    class Evil:
+        def __reduce__(self) -> Any:
+            return (Path.touch, (mark,))
+
+    torch.save({"model.norm.weight": Evil()}, path / "pytorch_model.bin")
+    with pytest.raises(ModelError, match="cannot load the target"):
+        load_part(TargetConfig(model=str(path)), Rank(0, 2))
+    assert not mark.exists()
+
+
+@pytest.mark.parametrize("kind", ["gemma2", "granite", "cohere"])
+def test_families_that_cannot_be_split_are_refused(kind: str, tmp_path: Path) -> None:
+    """A model whose own forward runs around known parts gave every rank a part of the hidden states."""
+    config = TargetConfig(model=str(save_model(kind, tmp_path / kind)))
+    with pytest.raises(ModelError, match="cannot be split over several ranks: only Llama, Mistral, Qwen2 and Qwen3"):
+        Target.load(config, 64, Rank(0, 2))
+
+
+def test_heads_that_do_not_divide_are_refused(model: Path) -> None:
+    """Half a key head on each rank."""
+    with pytest.raises(ModelError, match=r"4 ranks cannot share 2 key and value heads .*: 2 = 4 x 0 \+ 2"):
+        Target.load(TargetConfig(model=str(model)), 64, Rank(0, 4))
+
+
+_PEAK = """
+import sys, resource
+from pathlib import Path
+from ragspec.config import TargetConfig
+from ragspec.engine.target import Target
+from ragspec.numerics.ranks import OneRank
+
+def peak():
+    return int(next(l for l in Path("/proc/self/status").read_text().splitlines() if l.startswith("VmHWM")).split()[1]) * 1024
+
+class Rank(OneRank):
+    rank, size = int(sys.argv[2]), int(sys.argv[3])
+
+Target.load(TargetConfig(model=sys.argv[4]), 64, Rank())  # imports, pools and whatever else is not weights
+before = peak()
+Target.load(TargetConfig(model=sys.argv[1]), 64, Rank())
+print(peak() - before)
+"""
+
+
+def peak_bytes(model: Path, rank: int, size: int, small: Path) -> int:
+    done = subprocess.run(
+        [sys.executable, "-c", _PEAK, str(model), str(rank), str(size), str(small)],
+        capture_output=True, text=True, check=True, cwd=ROOT,
+    )  # fmt: skip
+    return int(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("suffix", ["safetensors", "bin"])
+def test_no_rank_ever_holds_the_whole_model(tmp_path: Path, suffix: str) -> None:
+    """A rank read everything and then cut; a column of a mapped file brought all of the file into memory."""
+    shape = {"num_attention_heads": 16, "num_key_value_heads": 4, "num_hidden_layers": 4, "vocab_size": 16_000}
+    model = save_model("llama", tmp_path / "large", hidden_size=1024, intermediate_size=3072, **shape)
+    small = save_model("llama", tmp_path / "small", num_attention_heads=16, num_key_value_heads=4, hidden_size=128)
+    if suffix == "bin":
+        torch.save(load_file(model / "model.safetensors"), model / "pytorch_model.bin")
+        (model / "model.safetensors").unlink()
+    size = sum(file.stat().st_size for file in model.glob("*model*.*") if file.suffix != ".json")
+    assert size > 280e6
+    whole = peak_bytes(model, 0, 1, small)
+    for rank in (0, 3):
+        part = peak_bytes(model, rank, 4, small)
+        assert part < 0.5 * size < whole, f"{part / 1e6:.0f} MB of {size / 1e6:.0f} MB"
