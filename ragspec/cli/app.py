@@ -39,6 +39,10 @@ Temperature = Annotated[float | None, typer.Option(help="0 is greedy.", show_def
 Seed = Annotated[int | None, typer.Option(help="Same seed, same text.", show_default=False)]
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON object on stdout, for machines.")]
 Index = Annotated[Path, typer.Option(help="The index's folder.")]
+Address = Annotated[
+    str | None, typer.Option(help="A Ray cluster; default: RAY_ADDRESS, else one on this machine.", show_default=False)
+]
+DeploymentName = Annotated[str, typer.Option("--name", help="The deployment's name.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.", show_default=False)]
 
 
@@ -243,6 +247,69 @@ def compact(
     overrides = {"index.dense.kind": dense}
     wanted: DenseConfig | None = load_config(None, **overrides).index.dense if dense else None
     run_compact(index, wanted, purge=purge)
+
+
+cluster = typer.Typer(
+    name="cluster",
+    help="Engines, shards and encoders on a Ray cluster.",
+    no_args_is_help=True,
+    context_settings=_HELP,
+    add_completion=False,
+)
+app.add_typer(cluster)
+
+
+@cluster.command()
+def up(
+    config: Annotated[
+        Path | None, typer.Option(help="A YAML configuration with a topology; the options win.", show_default=False)
+    ] = None,
+    replicas: Annotated[int | None, typer.Option(help="Engines beside each other.", show_default=False)] = None,
+    tensor_parallel: Annotated[
+        int | None, typer.Option(help="Ranks that share an engine's target: 1, 2 or 4.", show_default=False)
+    ] = None,
+    shards: Annotated[int | None, typer.Option(help="Parts of the index.", show_default=False)] = None,
+    index: Annotated[
+        Path | None, typer.Option(help="The index's folder; none: engines only.", show_default=False)
+    ] = None,
+    target: Target = None,
+    address: Address = None,
+    name: DeploymentName = "ragspec",
+    insecure: Annotated[
+        bool, typer.Option("--insecure", help="Use a cluster that anybody who reaches it may use.")
+    ] = False,
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """Start a deployment, on a cluster of this machine if no other is named, and wait until it serves."""
+    from ragspec.cli.cluster import run_up
+
+    overrides = {
+        "topology.replicas": replicas,
+        "topology.tensor_parallel": tensor_parallel,
+        "topology.num_shards": shards,
+        "retriever.index_dir": index and str(index),
+        "target.model": target,
+    }
+    run_up(config, overrides, name, address, insecure=insecure, as_json=as_json)
+
+
+@cluster.command()
+def status(
+    address: Address = None, name: DeploymentName = "ragspec", as_json: AsJson = False, debug: Debug = False
+) -> None:
+    """What there is of a deployment, and how it is. Exits 1 if a part of it is not live."""
+    from ragspec.cli.cluster import run_status
+
+    raise typer.Exit(run_status(name, address, as_json=as_json))
+
+
+@cluster.command()
+def down(address: Address = None, name: DeploymentName = "ragspec", debug: Debug = False) -> None:
+    """End a deployment, and the cluster if it was started for it. May be repeated, also after a crash."""
+    from ragspec.cli.cluster import run_down
+
+    run_down(name, address)
 
 
 @app.command(context_settings=_PASSED_ON)

@@ -13,7 +13,7 @@ import re
 import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple
+from typing import Any
 
 import ray
 
@@ -21,48 +21,32 @@ from ragspec.cluster.answers import answers
 from ragspec.cluster.connection import ray_connect
 from ragspec.cluster.keeper import Versions
 from ragspec.cluster.keepers import rooms
-from ragspec.cluster.ledger import NAMESPACE, SUPERVISOR
 from ragspec.cluster.minder import MemberStatus
+from ragspec.cluster.overview import ANSWER_S, Status, find_supervisor, status_of
 from ragspec.cluster.plans import make_plan, with_full_paths
 from ragspec.cluster.retrieving import ClusterRetriever
 from ragspec.cluster.router import Router
 from ragspec.cluster.routing import RoutingConfig
 from ragspec.cluster.supervised import SupervisedDirectory
-from ragspec.cluster.supervisor import Plan, start_supervisor
+from ragspec.cluster.supervisor import start_supervisor
 from ragspec.cluster.teardown import sweep
-from ragspec.cluster.topology import Topology, check_fits
+from ragspec.cluster.topology import Note, Topology, check_fits
 from ragspec.config import PipelineConfig, RetrieverConfig
 from ragspec.errors import ConfigError, EngineError
 from ragspec.retrieval.encoder import Encoder
 
 DEFAULT_NAME = "ragspec"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,62}")
-_ANSWER_S = 15.0
 _BEGIN_S = 120.0
 _SLICE_S = 2.0
-
-
-class Status(NamedTuple):
-    """`nodes`: the ids of the nodes that Ray believes in."""
-
-    name: str
-    nodes: tuple[str, ...]
-    members: tuple[MemberStatus, ...]
-
-    @property
-    def is_complete(self) -> bool:
-        return all(member.state == "live" for member in self.members)
 
 
 class Deployment(AbstractContextManager["Deployment"]):
     """Needs Ray to be initialised. Safe to use from several threads."""
 
-    def __init__(self, supervisor: Any, plan: Plan) -> None:
-        self._supervisor, self._plan = supervisor, plan
-        self.name = plan.deployment
-        self.topology: Topology
-        self.config: PipelineConfig
-        self.topology, self.config = plan.note
+    def __init__(self, supervisor: Any, name: str, note: Note) -> None:
+        self.name, self.topology, self.config = name, note.topology, note.config
+        self._ends_here = bool(note.job) and note.job == ray.get_runtime_context().get_job_id()
         self.directory = SupervisedDirectory(supervisor)
 
     @classmethod
@@ -89,7 +73,8 @@ class Deployment(AbstractContextManager["Deployment"]):
         nodes = rooms()
         check_fits(topology, nodes)
         job = "" if detached else ray.get_runtime_context().get_job_id()
-        plan = make_plan(name, topology, with_full_paths(config), len(nodes), job)
+        note = Note(topology, with_full_paths(config), job)
+        plan = make_plan(name, note, len(nodes))
         try:
             supervisor = start_supervisor(plan)
         except ValueError as cause:  # Ray: the name is taken
@@ -99,18 +84,14 @@ class Deployment(AbstractContextManager["Deployment"]):
         except BaseException:
             sweep(name)
             raise
-        return cls(supervisor, plan)
+        return cls(supervisor, name, note)
 
     @classmethod
     def find(cls, name: str = DEFAULT_NAME) -> Deployment:
         """One that is up. Raises: EngineError."""
-        _check_ray()
-        try:
-            supervisor = ray.get_actor(f"{name}/{SUPERVISOR}", namespace=NAMESPACE)
-        except ValueError as cause:
-            raise EngineError(f"there is no deployment {name!r} on this cluster") from cause
-        (plan,) = answers([supervisor.plan.remote()], _ANSWER_S, f"the supervisor of {name}")
-        return cls(supervisor, plan)
+        supervisor = find_supervisor(name)
+        (note,) = answers([supervisor.note.remote()], ANSWER_S, f"the supervisor of {name}")
+        return cls(supervisor, name, note)
 
     @staticmethod
     def remove(name: str = DEFAULT_NAME) -> None:
@@ -135,10 +116,13 @@ class Deployment(AbstractContextManager["Deployment"]):
         encoder = self.config.encoder if self.topology.num_encoders else Encoder.load(self.config.encoder)
         return ClusterRetriever(config, encoder, self.directory, shard_replicas=self.topology.shard_replicas)
 
+    def nodes(self) -> tuple[str, ...]:
+        """The ids of the cluster's nodes, as Ray knows them."""
+        return tuple(room.name for room in rooms())
+
     def status(self) -> Status:
         """Raises: EngineError if the supervisor does not answer, which lasts some seconds when it died."""
-        (members,) = answers([self._supervisor.status.remote()], _ANSWER_S, f"the supervisor of {self.name}")
-        return Status(self.name, tuple(room.name for room in rooms()), tuple(members))
+        return status_of(self.name)
 
     def down(self) -> None:
         """End every actor, placement group and process of it. Safe to repeat. Raises: EngineError if something does not end."""
@@ -146,7 +130,7 @@ class Deployment(AbstractContextManager["Deployment"]):
             sweep(self.name)
 
     def __exit__(self, *_: object) -> None:
-        if self._plan.job:
+        if self._ends_here:
             self.down()
 
 
@@ -154,11 +138,11 @@ def _bring_up(supervisor: Any, deadline: float, timeout_s: float) -> None:
     answers([supervisor.begin.remote(Versions.here())], _BEGIN_S, "the deployment's supervisor")
     while True:
         wait_s = min(_SLICE_S, max(0.0, deadline - time.monotonic()))
-        (is_ready,) = answers([supervisor.ready.remote(wait_s)], wait_s + _ANSWER_S, "the deployment's supervisor")
+        (is_ready,) = answers([supervisor.ready.remote(wait_s)], wait_s + ANSWER_S, "the deployment's supervisor")
         if is_ready:
             return
         if time.monotonic() >= deadline:
-            (members,) = answers([supervisor.status.remote()], _ANSWER_S, "the deployment's supervisor")
+            (members,) = answers([supervisor.status.remote()], ANSWER_S, "the deployment's supervisor")
             raise EngineError(f"not everything was up after {timeout_s:g} s: {_late(members)}")
 
 

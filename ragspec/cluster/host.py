@@ -19,9 +19,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
+from ragspec.cluster.facts import HostFacts
 from ragspec.cluster.pulse import Pulse
 from ragspec.core import Delta, FinishReason, Request
-from ragspec.engine.admission import Bounds
 from ragspec.engine.engine import Engine
 from ragspec.errors import EngineError, InputError, ReplicaLost
 
@@ -29,20 +29,6 @@ GATHER_S = 0.002
 """A poll waits this much longer for the other deltas of a step, so that they come in one message."""
 
 _MOST_WAIT_S = 60.0
-
-
-class HostFacts(NamedTuple):
-    """What a client must know of a replica; `fingerprint` is its numerics id, `pid` that of its process."""
-
-    fingerprint: str
-    bounds: Bounds
-    pid: int
-    node_id: str
-    num_running: int
-
-    @property
-    def max_context_tokens(self) -> int:
-        return self.bounds.max_context_tokens
 
 
 class Polled(NamedTuple):
@@ -68,8 +54,8 @@ class _Client:
 
     @property
     def complete(self) -> bool:
-        """Every choice that runs has said something."""
-        return len(self.deltas) >= sum(self.num_open.values())
+        """As many have said something and go on as there are choices that run."""
+        return sum(delta.finish_reason is None for delta in self.deltas) >= sum(self.num_open.values())
 
     def runs(self, request: Request) -> bool:
         """Raises: InputError when another request runs under its id."""
@@ -112,10 +98,10 @@ class EngineHost:
 
     def facts(self) -> HostFacts:
         engine = self._engine
-        bounds = Bounds(engine.target.vocab_size, engine.max_context_tokens, engine.target.eos_ids)
+        limits = engine.target.vocab_size, engine.max_context_tokens, engine.target.eos_ids
         with self._lock:
             num_running = sum(len(client.running) for client in self._clients.values())
-        return HostFacts(engine.fingerprint, bounds, os.getpid(), self._node_id, num_running)
+        return HostFacts(engine.fingerprint, *limits, os.getpid(), self._node_id, num_running)
 
     def submit(self, client: str, requests: Sequence[Request]) -> None:
         """All of them, or none. One that runs already for this client is not run twice.

@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 
 import ray
 
-import ragspec
 from ragspec.cluster.processes import STOPPED, Process, kill_all
 from ragspec.cluster.shell import Place
 
@@ -112,7 +111,7 @@ def keeper_class() -> Any:
 
 def _code() -> str:
     """The first letters of a hash over every Python file of ragspec, by name."""
-    root = Path(ragspec.__file__).parent
+    root = Path(__file__).parents[1]
     files = sorted(root.rglob("*.py"))
     digest = hashlib.sha256()
     for path in files:

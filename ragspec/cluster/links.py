@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 from ragspec.cluster.connection import Connect, Connection
 from ragspec.cluster.directory import Member
-from ragspec.cluster.host import HostFacts
+from ragspec.cluster.facts import HostFacts
 from ragspec.cluster.routing import RoutingConfig
 from ragspec.cluster.streams import Identity
 from ragspec.core import Delta, Request

@@ -4,23 +4,21 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ragspec.cluster.encoding import EncoderActor
-from ragspec.cluster.engines import load_host, load_rank
 from ragspec.cluster.groups import Wanted
 from ragspec.cluster.keepers import Timing
-from ragspec.cluster.shards import ShardActor
 from ragspec.cluster.shell import Role
 from ragspec.cluster.spares import Warmth
 from ragspec.cluster.supervisor import Plan
-from ragspec.cluster.topology import Topology
+from ragspec.cluster.topology import Note, Topology
 from ragspec.config import PipelineConfig
 from ragspec.errors import ConfigError
 
 _ENGINES, _SHARDS, _ENCODERS = "ragspec.cluster.engines", "ragspec.cluster.shards", "ragspec.cluster.encoding"
 
 
-def make_plan(name: str, topology: Topology, config: PipelineConfig, num_nodes: int, job: str) -> Plan:
-    """`config` with full paths. Raises: ConfigError if there are shards, but no index."""
+def make_plan(name: str, note: Note, num_nodes: int) -> Plan:
+    """Of a configuration with full paths. Raises: ConfigError if there are shards, but no index."""
+    topology, config = note.topology, note.config
     if topology.num_shards and not config.retriever.index_dir:
         raise ConfigError("no index: name its folder as retriever.index_dir, or ask for 0 shards")
     paths = _paths(topology, config)
@@ -36,8 +34,7 @@ def make_plan(name: str, topology: Topology, config: PipelineConfig, num_nodes: 
         Timing(topology.heartbeat_s, topology.hang_s, topology.start_timeout_s),
         Warmth(topology.spares_per_node, tuple(modules), folders),
         paths,
-        job,
-        note=(topology, config),
+        note,
     )
 
 
@@ -81,8 +78,8 @@ def _engines(topology: Topology, config: PipelineConfig, num_nodes: int) -> list
         Wanted(
             f"engine-{number}",
             "engine",
-            Role("engine", load_host, (config, num_beside)),
-            Role("engine", load_rank, (config, num_beside)),
+            Role("engine", f"{_ENGINES}:load_host", (config, num_beside)),
+            Role("engine", f"{_ENGINES}:load_rank", (config, num_beside)),
             topology.tensor_parallel,
             topology.cpus_per_rank,
             topology.gpus_per_rank,
@@ -93,13 +90,13 @@ def _engines(topology: Topology, config: PipelineConfig, num_nodes: int) -> list
 
 
 def _shards(topology: Topology) -> list[Wanted]:
-    role = Role("shard", ShardActor, serial=True)
+    role = Role("shard", f"{_SHARDS}:ShardActor", serial=True)
     number = topology.num_shards * topology.shard_replicas
     return [Wanted(f"shard-{i}", "shard", role, cpus=topology.cpus_per_shard) for i in range(number)]
 
 
 def _encoders(topology: Topology, config: PipelineConfig) -> list[Wanted]:
-    role = Role("encoder", EncoderActor, (config.encoder,), serial=True)
+    role = Role("encoder", f"{_ENCODERS}:EncoderActor", (config.encoder,), serial=True)
     return [
         Wanted(f"encoder-{i}", "encoder", role, cpus=topology.cpus_per_encoder) for i in range(topology.num_encoders)
     ]

@@ -36,12 +36,13 @@ _ENVIRONMENT = {"OMP_WAIT_POLICY": "PASSIVE"}
 class Role(NamedTuple):
     """What a process becomes: `build(*arguments)`; then its `load()` and `facts()` are called, if it has them.
 
+    `build` may be a name, as `package.module:name`, so that only the process that becomes it imports it.
     `serial`: its methods are called one at a time, those that `ray.method` puts into a concurrency group one at a time beside
     the others; else many at once. A follower's `run()` is called when all ranks are there.
     """
 
     kind: Kind
-    build: Callable[..., Any]
+    build: Callable[..., Any] | str
     arguments: tuple[Any, ...] = ()
     serial: bool = False
 
@@ -76,7 +77,7 @@ class Shell:
 
     def become(self, role: Role) -> Any:
         """The facts of the object, once it is loaded. Raises: what building it raises."""
-        built = role.build(*role.arguments)
+        built = _found(role.build)(*role.arguments)
         if hasattr(built, "load"):
             built.load()
         self._object, self._serial = built, role.serial
@@ -101,6 +102,14 @@ class Shell:
         if not self._serial:
             return contextlib.nullcontext()
         return self._locks[getattr(method, "__ray_concurrency_group__", "")]
+
+
+def _found(build: Callable[..., Any] | str) -> Callable[..., Any]:
+    if not isinstance(build, str):
+        return build
+    module, _, name = build.partition(":")
+    found: Callable[..., Any] = getattr(importlib.import_module(module), name)
+    return found
 
 
 def shell_class() -> Any:

@@ -28,6 +28,7 @@ from ragspec.cluster.processes import Process
 from ragspec.cluster.shell import Place
 from ragspec.cluster.spares import Spares, Warmth
 from ragspec.cluster.teardown import bury
+from ragspec.cluster.topology import Note
 from ragspec.errors import ConfigError, EngineError, ModelError, StoreError
 
 _WATCHERS = 64
@@ -37,8 +38,7 @@ _CALLS_AT_ONCE = 16
 class Plan(NamedTuple):
     """All that a supervisor has to know. `paths` must be there on every node: path -> what it is.
 
-    `job` is Ray's id of the job that the deployment ends with, in hexadecimal; empty: it stays until it is taken down.
-    `note` is kept for `Deployment.find`.
+    Without a note it stays until it is taken down.
     """
 
     deployment: str
@@ -46,8 +46,7 @@ class Plan(NamedTuple):
     timing: Timing
     warmth: Warmth = Warmth()
     paths: tuple[tuple[str, str], ...] = ()
-    job: str = ""
-    note: Any = None
+    note: Note | None = None
 
 
 class Supervisor:
@@ -107,8 +106,8 @@ class Supervisor:
         with ThreadPoolExecutor(max_workers=max(1, len(self._minders))) as threads:
             return list(threads.map(Minder.status, self._minders))
 
-    def plan(self) -> Plan:
-        return self._plan
+    def note(self) -> Note | None:
+        return self._plan.note
 
     def _check_nodes(self, versions: Versions) -> None:
         """Raises: EngineError for other versions than the caller's, ConfigError for a path that a node lacks."""
@@ -139,7 +138,7 @@ class Supervisor:
                 self._keepers.refresh()
                 if keeper := self._keepers.keeper(self._me.node):
                     keeper.guard.remote(me, self._me.process, self._plan.timing.heartbeat_s, self._plan.timing.hang_s)
-                if self._plan.job and _has_ended(self._plan.job):
+                if (note := self._plan.note) and note.job and _has_ended(note.job):
                     bury(self._plan.deployment)
                     return
             time.sleep(2 * self._plan.timing.heartbeat_s)

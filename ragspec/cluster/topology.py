@@ -62,6 +62,14 @@ class ClusterConfig(PipelineConfig):
     topology: Topology = Topology()
 
 
+class Note(NamedTuple):
+    """What a supervisor keeps for those who find it. `job` is Ray's id of the job that the deployment ends with, or empty."""
+
+    topology: Topology
+    config: PipelineConfig
+    job: str = ""
+
+
 class NodeRoom(NamedTuple):
     """What a node has, whoever uses it."""
 

@@ -19,7 +19,8 @@ from ray import cloudpickle
 from pipelines.batch_session import ray_session
 from ragspec.cluster.connection import Connection, LocalConnection, ray_connect
 from ragspec.cluster.directory import Member, Table
-from ragspec.cluster.host import EngineHost, HostFacts
+from ragspec.cluster.facts import HostFacts
+from ragspec.cluster.host import EngineHost
 from ragspec.cluster.router import Router
 from ragspec.cluster.routing import RoutingConfig
 from ragspec.cluster.shell import Handle, Role, shell_class

@@ -1,0 +1,131 @@
+"""`ragspec cluster up|status|down`: a deployment on a Ray cluster, or on one that is started on this machine for it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from pipelines.batch_session import clusters_folder, is_guarded, prepare_guard, ray_session, started_here
+from ragspec.cli.terminal import safe, stage, stay_offline, stderr_console, stdout_console
+from ragspec.config import load_settings
+from ragspec.errors import ConfigError, EngineError
+
+if TYPE_CHECKING:
+    from ragspec.cluster.overview import Status
+
+_STATES = {"live": "green", "starting": "yellow", "lost": "bold red"}
+
+
+def run_up(
+    config: Path | None, overrides: Mapping[str, Any], name: str, address: str | None, *, insecure: bool, as_json: bool
+) -> None:
+    """Returns when everything is live. What it started is ended if anything fails. Raises: RagspecError."""
+    from ragspec.cluster.topology import ClusterConfig
+
+    settings = load_settings(ClusterConfig, config, **overrides)
+    topology = settings.topology
+    if not settings.retriever.index_dir and "num_shards" not in topology.model_fields_set:
+        topology = topology.model_copy(update={"num_shards": 0, "num_encoders": 0})
+    stay_offline(settings.target.model)
+    console = stderr_console()
+    with contextlib.ExitStack() as undo:
+        address = _cluster_for(name, address, insecure, console, undo)
+        with ray_session(address), stage(console, "deployment", "Starting engines, shards and encoders") as done:
+            from ragspec.cluster.deployment import Deployment
+
+            deployment = Deployment.up(topology, settings, name=name, detached=True)
+            undo.pop_all()
+            done.detail = f"{name} at {address}"
+            _show(deployment.status(), as_json=as_json)
+
+
+def run_status(name: str, address: str | None, *, as_json: bool) -> int:
+    """0 if everything is live, else 1. Raises: RagspecError."""
+    with ray_session(_known_address(name, address)):
+        from ragspec.cluster.overview import status_of
+
+        status = status_of(name)
+    _show(status, as_json=as_json)
+    return int(not status.is_complete)
+
+
+def run_down(name: str, address: str | None) -> None:
+    """The deployment, and the cluster if it was started for it. Nothing there: nothing happens. Raises: RagspecError."""
+    from ragspec.cluster.nodes import LocalNodes
+
+    console = stderr_console()
+    own = None if address or os.environ.get("RAY_ADDRESS") else LocalNodes.found(clusters_folder() / name)
+    if own is not None:
+        with stage(console, "down", "Ending the cluster") as done:
+            own.close()  # Why not the deployment first: with its cluster, everything of it ends
+            done.detail = f"{name} and the cluster at {own.address}"
+    elif address := address or os.environ.get("RAY_ADDRESS"):
+        with ray_session(address), stage(console, "down", "Ending the deployment") as done:
+            from ragspec.cluster.teardown import sweep
+
+            sweep(name)
+            done.detail = f"{name}; the cluster at {address} goes on"
+    else:
+        console.print(Text(f"nothing to take down: no cluster was started here for {name}", "dim"))
+
+
+def _cluster_for(name: str, address: str | None, insecure: bool, console: Console, undo: contextlib.ExitStack) -> str:
+    """The address of the cluster to use; one is started if none is named."""
+    from ragspec.cluster.nodes import LocalNodes
+
+    if address := address or os.environ.get("RAY_ADDRESS") or started_here(name):
+        prepare_guard(address)
+        if not insecure and not is_guarded(address):
+            raise ConfigError(
+                f"the cluster at {address} would take orders from anybody who reaches it: give it a token "
+                "(RAY_AUTH_MODE=token), or say --insecure"
+            )
+        return address
+    if stale := LocalNodes.found(clusters_folder() / name):
+        stale.close()
+    with stage(console, "ray", "Starting Ray on this machine") as done:
+        nodes = undo.enter_context(LocalNodes(clusters_folder() / name, os.environ))
+        nodes.add()
+        done.detail = nodes.address
+    return started_here(name)
+
+
+def _known_address(name: str, address: str | None) -> str:
+    if found := address or os.environ.get("RAY_ADDRESS") or started_here(name):
+        return found
+    raise EngineError(
+        f"no cluster was started here for {name!r}: name one with --address, or start one with ragspec cluster up"
+    )
+
+
+def _show(status: Status, *, as_json: bool) -> None:
+    if as_json:
+        members = [member._asdict() for member in status.members]
+        print(
+            json.dumps({"name": status.name, "nodes": status.nodes, "complete": status.is_complete, "members": members})
+        )
+        return
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for heading in ("member", "kind", "state", "node", "pid", "epoch", "numerics", "load", "last error"):
+        table.add_column(heading, overflow="fold", justify="right" if heading in ("epoch", "load") else "left")
+    for member in status.members:
+        table.add_row(
+            member.name,
+            member.kind,
+            Text(member.state, _STATES[member.state]),
+            member.node[:8],
+            " ".join(map(str, member.pids)),
+            str(member.epoch),
+            member.fingerprint,
+            "" if member.load is None else str(member.load),
+            Text(safe(member.error)),
+        )
+    stdout_console().print(table)
