@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -19,6 +20,7 @@ from ragspec.cluster.host import EngineHost, Polled
 from ragspec.cluster.routing import RoutingConfig
 from ragspec.core import Delta
 from ragspec.drafting.copy import CopyDrafter
+from ragspec.engine.engine import Engine
 from ragspec.engine.target import Target
 from ragspec.errors import ReplicaLost
 
@@ -131,6 +133,42 @@ class _Losing(LocalConnection):
                 self.cancel([delta.request_id])
                 return polled._replace(deltas=polled.deltas[:number])
         return polled
+
+
+@contextlib.contextmanager
+def standing(*engines: Engine, after: int = 3, for_s: float = 60.0) -> Iterator[Callable[[], None]]:
+    """Engines that take so many more steps and then stand still for a while before each, until this ends or what it gives is
+    called.
+
+    So that what is to happen in the middle of an output does, however slow the machine is.
+    """
+    go = threading.Event()
+
+    def braked(engine: Engine) -> Callable[..., Any]:
+        forward, steps = engine.target.forward_tapped, iter(range(after))
+
+        def step(*arguments: Any) -> Any:
+            if next(steps, None) is None:
+                go.wait(for_s)
+            return forward(*arguments)
+
+        return step
+
+    for engine in engines:
+        engine.target.forward_tapped = braked(engine)  # type: ignore[method-assign]
+    try:
+        yield go.set
+    finally:
+        go.set()
+        for engine in engines:
+            del engine.target.forward_tapped
+
+
+def until(true: Callable[[], bool], timeout_s: float = 20.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not true():
+        assert time.monotonic() < deadline, "it never came true"
+        time.sleep(0.01)
 
 
 class Heard:

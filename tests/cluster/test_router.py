@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from local_replicas import SETTINGS, Heard, LocalDirectory, Losing, connect, replicas
+from local_replicas import SETTINGS, Heard, LocalDirectory, Losing, connect, replicas, standing, until
 
 from ragspec.cluster.router import Router
 from ragspec.cluster.routing import RoutingConfig
@@ -48,11 +48,15 @@ def plain(directory: LocalDirectory, request: Request) -> Completion:
     return engine_of(directory).generate([replace(request, id="plain")])[0]
 
 
-def until(true: Callable[[], bool], timeout_s: float = 10.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not true():
-        assert time.monotonic() < deadline, "it never came true"
-        time.sleep(0.01)
+def engines(directory: LocalDirectory) -> list[Engine]:
+    return [host._engine for host in directory.hosts.values()]
+
+
+def serving(router: Router) -> str:
+    """The replica that something runs on."""
+    with router._changed:
+        (name,) = {leg.link.name for leg in router._board._legs.values() if leg.link}
+    return name
 
 
 def num_sequences(directory: LocalDirectory) -> list[int]:
@@ -86,7 +90,7 @@ def test_a_stream_that_is_left_ends_in_the_replica(directory: LocalDirectory) ->
             return delta
         raise AssertionError
 
-    with Router(directory, connect, SETTINGS) as router:
+    with Router(directory, connect, SETTINGS) as router, standing(*engines(directory), for_s=0.2):
         assert asyncio.run(first_token(router)).request_id == "a"
         until(lambda: num_sequences(directory) == [0, 0])
 
@@ -132,8 +136,9 @@ def test_a_listener_may_submit_and_cancel(directory: LocalDirectory) -> None:
                 router.cancel("first")
 
         first = Heard(act=act)
-        router.submit(ask("first", LONG), first)
-        assert first.wait()[-1].finish_reason is FinishReason.CANCELLED
+        with standing(*engines(directory)):
+            router.submit(ask("first", LONG), first)
+            assert first.wait()[-1].finish_reason is FinishReason.CANCELLED
         assert second.wait()[-1].finish_reason is FinishReason.LENGTH
 
 
@@ -154,9 +159,10 @@ def test_an_id_asked_for_again_is_told_the_same(directory: LocalDirectory) -> No
     request = ask("a", replace(LONG, seed=None))
     with Router(directory, connect, settings(remembered_tokens=10_000)) as router:
         heard = [Heard() for _ in range(4)]
-        router.submit(request, heard[0])
-        heard[0].began.wait(10.0)
-        router.submit(request, heard[1])  # while it runs
+        with standing(*engines(directory)):
+            router.submit(request, heard[0])
+            heard[0].began.wait(10.0)
+            router.submit(request, heard[1])  # while it runs
         heard[0].wait()
         for name in directory.hosts:
             directory.lose(name)  # nobody can generate it again
@@ -170,12 +176,17 @@ def test_an_id_of_another_request_is_refused(directory: LocalDirectory) -> None:
     request, other = ask("a", LONG), ask("a", LONG, first=9)
     heard, unheard = Heard(), Heard()
     with Router(directory, connect, settings(remembered_tokens=10_000)) as router:
-        router.submit(request, heard)
-        for _ in range(2):  # while it runs, and when it has ended
+
+        def assert_refused() -> None:
             for wrong in (other, replace(request, salt="x"), ask("a")):
                 with pytest.raises(InputError, match="another request was submitted under the id 'a'"):
                     router.submit_all([ask("new"), wrong], unheard)
-            heard.wait()
+
+        with standing(*engines(directory)):
+            router.submit(request, heard)
+            assert_refused()
+        heard.wait()
+        assert_refused()
         assert not unheard.deltas
 
 
@@ -189,16 +200,18 @@ def test_what_is_remembered_is_bounded_and_purged(directory: LocalDirectory) -> 
         for salt in ("x", "y"):
             router.generate([ask(f"of {salt}", salt=salt)])
         running = Heard()
-        router.submit(ask("running", LONG, salt="x"), running)
-        router.purge("x")
+        with standing(*engines(directory)):
+            router.submit(ask("running", salt="x"), running)
+            router.purge("x")
         running.wait()
         assert [kept.get(i, time.monotonic()) is not None for i in ("of x", "of y", "running")] == [False, True, False]
         heard = Heard()
-        router.submit(ask("c", LONG), heard)
-        router.cancel("c")
-        with pytest.raises(Cancelled):
-            join(heard.wait())
-        assert len(router.generate([ask("c", LONG)])[0].token_ids) == LONG.max_tokens
+        with standing(*engines(directory)):
+            router.submit(ask("c"), heard)
+            router.cancel("c")
+            with pytest.raises(Cancelled):
+                join(heard.wait())
+        assert len(router.generate([ask("c")])[0].token_ids) == SHORT.max_tokens
 
 
 def test_memory_of_the_finished_ends_with_time(directory: LocalDirectory) -> None:
@@ -232,14 +245,15 @@ def test_a_waiting_request_can_be_cancelled(directory: LocalDirectory) -> None:
     """A request in the queue ran all the same, or took its place with it."""
     with Router(directory, connect, settings(max_running=1)) as router:
         heard = {name: Heard() for name in ("a", "b", "c", "d")}
-        for name, each in heard.items():
-            router.submit(ask(name, LONG), each)
-        router.cancel("c")
-        router.cancel("unknown")
-        assert heard["c"].wait() == [replace(heard["c"].deltas[0], token_ids=(), text="")]
-        router.cancel("a")
-        assert heard["a"].wait()[-1].finish_reason is FinishReason.CANCELLED
-        assert len(join(heard["d"].wait()).token_ids) == LONG.max_tokens
+        with standing(*engines(directory)):
+            for name, each in heard.items():
+                router.submit(ask(name), each)
+            router.cancel("c")
+            router.cancel("unknown")
+            assert heard["c"].wait() == [replace(heard["c"].deltas[0], token_ids=(), text="")]
+            router.cancel("a")
+            assert heard["a"].wait()[-1].finish_reason is FinishReason.CANCELLED
+        assert len(join(heard["d"].wait()).token_ids) == SHORT.max_tokens
 
 
 def test_like_requests_go_to_one_replica_until_it_is_loaded(directory: LocalDirectory) -> None:
@@ -250,9 +264,10 @@ def test_like_requests_go_to_one_replica_until_it_is_loaded(directory: LocalDire
             cached = [router.generate([request])[0].stats.num_cached_tokens for request in requests]
             assert [num > 0 for num in cached] == [False, True, True], affinity
         heard = Heard(num_choices=12)
-        router.submit_all([ask(f"hot{i}", LONG, affinity="a") for i in range(12)], heard)
-        until(lambda: sum(num_sequences(directory)) == 12)
-        assert max(num_sequences(directory)) <= 8
+        with standing(*engines(directory)):
+            router.submit_all([ask(f"hot{i}", affinity="a") for i in range(12)], heard)
+            until(lambda: sum(num_sequences(directory)) == 12)
+            assert sorted(num_sequences(directory)) == [4, 8]
         heard.wait()
 
 
@@ -276,10 +291,8 @@ def test_a_drain_lets_the_running_end(directory: LocalDirectory) -> None:
 
 def test_what_has_not_ended_is_cancelled_when_the_drain_is_over(directory: LocalDirectory) -> None:
     """Replicas went on computing for a router that is gone, or its callers waited for ever."""
-    for number in range(2):
-        threading.Thread(target=engine_of(directory, number).between_steps, args=(lambda: time.sleep(0.6),)).start()
     heard = [Heard() for _ in range(3)]
-    with Router(directory, connect, settings(max_running=1)) as router:
+    with Router(directory, connect, settings(max_running=1)) as router, standing(*engines(directory)):
         for number, each in enumerate(heard):
             router.submit(ask(f"r{number}", LONG), each)
         router.close(drain_s=0.05)
@@ -319,10 +332,11 @@ def test_a_replica_that_the_directory_drops_is_left_at_once(directory: LocalDire
     truth = engine_of(directory).generate([replace(request, id="plain")])
     with Router(directory, connect, SETTINGS) as router:
         heard = Heard(num_choices=3)
-        router.submit(request, heard)
-        heard.began.wait(10.0)
-        (name,) = {leg.link.name for leg in router._board._legs.values() if leg.link}
-        directory.lose(name)
+        with standing(*engines(directory)):
+            router.submit(request, heard)
+            until(lambda: len({delta.choice for delta in heard.deltas}) == 3)
+            directory.lose(serving(router))
+            until(lambda: len(router._board.links) == 1)
         deltas = heard.wait()
     for plain_one in truth:
         one = join([delta for delta in deltas if delta.choice == plain_one.choice])
@@ -332,24 +346,15 @@ def test_a_replica_that_the_directory_drops_is_left_at_once(directory: LocalDire
 
 def test_a_step_that_never_ends_is_a_lost_replica(directory: LocalDirectory) -> None:
     """A hung forward was waited for, since its host still answers polls."""
-    release = threading.Event()
-    try:
-        with Router(directory, connect, settings(step_timeout_s=0.5)) as router:
-            heard = Heard()
-            router.submit(ask("a", LONG), heard)
-            heard.began.wait(10.0)
-            (link,) = {leg.link for leg in router._board._legs.values() if leg.link}
-            hung = directory.hosts[link.name]._engine
-            threading.Thread(target=hung.between_steps, args=(lambda: release.wait(20.0),)).start()
-            assert join(heard.wait(10.0)).token_ids == plain_elsewhere(directory, hung, ask("a", LONG))
-            assert any("has been running for" in why for name, _, why in directory.reports if name == link.name)
-    finally:
-        release.set()
-
-
-def plain_elsewhere(directory: LocalDirectory, hung: Engine, request: Request) -> tuple[int, ...]:
-    (other,) = [host._engine for host in directory.hosts.values() if host._engine is not hung]
-    return other.generate([replace(request, id="plain")])[0].token_ids
+    truth = plain(directory, ask("a", LONG))
+    directory.lose("engine-1")
+    with Router(directory, connect, settings(step_timeout_s=1.0)) as router, standing(engine_of(directory, 0)):
+        heard = Heard()
+        router.submit(ask("a", LONG), heard)
+        heard.began.wait(10.0)
+        directory.revive("engine-1")
+        assert join(heard.wait()).token_ids == truth.token_ids
+    assert any(name == "engine-0" and "has been running for" in why for name, _, why in directory.reports)
 
 
 def test_a_router_that_was_asleep_begins_again_and_kills_nobody(targets: Targets) -> None:
@@ -359,10 +364,11 @@ def test_a_router_that_was_asleep_begins_again_and_kills_nobody(targets: Targets
         truth = plain(directory, request)
         with Router(directory, connect, SETTINGS) as router:
             heard = Heard()
-            router.submit(request, heard)
-            heard.began.wait(10.0)
-            with host._lock:
-                host._clients.clear()  # as after `client_timeout_s`, at whatever moment that comes
+            with standing(*engines(directory)):
+                router.submit(request, heard)
+                heard.began.wait(10.0)
+                with host._lock:
+                    host._clients.clear()  # as after `client_timeout_s`, at whatever moment that comes
             one = join(heard.wait())
         assert (one.token_ids, one.text) == (truth.token_ids, truth.text)
         assert not directory.reports
@@ -408,17 +414,22 @@ def test_equal_numerics_are_waited_for(directory: LocalDirectory) -> None:
         directory.revive("engine-0")
         until(lambda: len(router._board.links) == 2)
         assert router.fingerprint == "other+tiny"
-        heard = Heard()
-        router.submit(ask("a", LONG), heard)
-        heard.began.wait(10.0)
-        (link,) = {leg.link for leg in router._board._legs.values() if leg.link}
-        directory.lose(link.name)
-        time.sleep(0.5)
-        assert not heard.ended.is_set()
-        directory.revive(link.name)
+        heard, unheard = Heard(), Heard()
+        with standing(*engines(directory)):
+            for name, each in (("a", heard), ("b", unheard)):
+                router.submit(ask(name, LONG, affinity="doc"), each)
+            until(lambda: heard.began.is_set() and unheard.began.is_set())
+            name = serving(router)
+            directory.lose(name)
+            until(lambda: len(router._board.links) == 1)
+        router.cancel("b")  # between two replicas
+        assert unheard.wait()[-1].finish_reason is FinishReason.CANCELLED
+        assert not heard.ended.wait(0.5)
+        directory.revive(name)
         one = join(heard.wait())
     assert one.token_ids == plain(directory, ask("a", LONG)).token_ids
-    assert (one.stats.exactness, one.stats.system_fingerprint) == ("path", link.identity.fingerprint)
+    assert (one.stats.exactness, one.stats.system_fingerprint) == ("path", directory.hosts[name]._engine.fingerprint)
+    assert not directory.reports, "the choice that was cancelled was sent all the same"
 
 
 def test_a_purge_reaches_a_replica_that_was_away(directory: LocalDirectory) -> None:

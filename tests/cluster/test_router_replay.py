@@ -82,12 +82,11 @@ def test_a_loss_at_every_token_changes_nothing(directory: LocalDirectory, target
     request = ask(targets(1)[0], PARAMS[name])
     truth = undisturbed(directory, request)
     total = sum(len(one.token_ids) for one in truth)
-    for silently in (False, True):
-        for after in range(total + 1):
-            heard, num_lost = with_losses(directory, request, [after], silently)
-            assert_same(heard, truth)
-            assert (num_lost == 1) == (after < total or silently)
-            assert sum(one.stats.num_replays for one in heard) >= num_lost
+    for after, silently in [*((after, False) for after in range(total + 1)), (total // 2, True), (total, True)]:
+        heard, num_lost = with_losses(directory, request, [after], silently)
+        assert_same(heard, truth)
+        assert (num_lost == 1) == (after < total or silently)
+        assert sum(one.stats.num_replays for one in heard) >= num_lost
 
 
 def test_drafts_are_accepted_on_both_sides_of_a_loss(directory: LocalDirectory, targets: Targets) -> None:
@@ -128,11 +127,11 @@ def test_a_stop_string_across_a_loss_is_seen(directory: LocalDirectory, targets:
         request = ask(target, params)
         truth = undisturbed(directory, request)
         assert truth[0].finish_reason is FinishReason.STOP
-        for silently in (False, True):
-            for after in range(len(truth[0].token_ids) + silently):
-                heard, num_lost = with_losses(directory, request, [after], silently)
-                assert_same(heard, truth)
-                assert num_lost == 1
+        total = len(truth[0].token_ids)
+        for after, silently in [*((after, False) for after in range(total)), (total, True)]:
+            heard, num_lost = with_losses(directory, request, [after], silently)
+            assert_same(heard, truth)
+            assert num_lost == 1
 
 
 def test_a_character_across_a_loss_is_told_once(directory: LocalDirectory, targets: Targets) -> None:
@@ -194,13 +193,13 @@ def test_a_seed_that_was_not_given_is_the_same_in_all_parts(directory: LocalDire
 def test_a_refused_request_is_refused_at_once(directory: LocalDirectory, targets: Targets) -> None:
     """It was found to be wrong only when a replica had it, or it was tried on every replica in turn."""
     good = ask(targets(1)[0], SamplingParams(max_tokens=4))
-    heard = Heard()
+    heard = Heard(num_choices=3)
     with Router(directory, Losing([]), SETTINGS) as router:
         for wrong in (replace(good, prompt_ids=()), replace(good, id="b", segment=Segment((5,), 1))):
             with pytest.raises(InputError):
                 router.submit_all([good, wrong], heard)
         ended = replace(good, id="c", segment=Segment((5, 1), 4))  # only a tokenizer can tell
-        router.submit(ended, heard)
-        (last,) = heard.wait()
-        assert last.finish_reason is FinishReason.ERROR and "ends with its token 2" in last.error
-        assert router.generate([good])
+        router.submit_all([good, ended, replace(good, id="d")], heard)
+        last = {delta.request_id: delta for delta in heard.wait() if delta.finish_reason}
+    assert last["c"].finish_reason is FinishReason.ERROR and "ends with its token 2" in last["c"].error
+    assert last["a"].finish_reason is last["d"].finish_reason is FinishReason.LENGTH
