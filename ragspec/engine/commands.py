@@ -8,17 +8,22 @@ from __future__ import annotations
 
 import logging
 import queue
+import time
 from collections.abc import Callable
 
 log = logging.getLogger(__name__)
 
 
 class Commands:
-    """Calls in order of arrival. `beat`: what an idle engine does every `beat_s` seconds; None: it sleeps until it is asked."""
+    """Calls in order of arrival.
+
+    `beat`: what an idle engine does every `beat_s` seconds, whatever else it is asked meanwhile; None: it sleeps until it is asked.
+    """
 
     def __init__(self, beat: Callable[[], None], beat_s: float | None) -> None:
         self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._beat, self._beat_s = beat, beat_s
+        self._due = 0.0
 
     def put(self, call: Callable[[], None]) -> None:
         self._queue.put(call)
@@ -32,11 +37,10 @@ class Commands:
         while True:
             waits = idle()
             try:
-                call = self._queue.get(waits, self._beat_s)
+                call = self._queue.get(waits, self._until_beat() if waits else None)
             except queue.Empty:
                 if not waits:
                     return True
-                self._beat()
                 continue
             if call is None:
                 return False
@@ -44,3 +48,12 @@ class Commands:
                 call()
             except Exception:
                 log.exception("a command to the engine failed")
+
+    def _until_beat(self) -> float | None:
+        """Seconds; beats first if that is due."""
+        if self._beat_s is None:
+            return None
+        if time.monotonic() >= self._due:
+            self._beat()
+            self._due = time.monotonic() + self._beat_s
+        return max(0.0, self._due - time.monotonic())
