@@ -205,7 +205,7 @@ class _Asking(Generic[Item]):
 
     def _failed(self, verb: str, error: RayError) -> RetrievalError:
         failed = RetrievalError(f"{self._crew.what} {verb}: {_last_line(error)}")
-        failed.__cause__ = error
+        failed.__cause__ = error.with_traceback(None)  # Why: its frames would keep the asker's generation on lease
         return failed
 
 

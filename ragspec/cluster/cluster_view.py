@@ -11,8 +11,11 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+import ray
+
 from ragspec.cluster.calls import Patience, ask
 from ragspec.cluster.crew import Crew
+from ragspec.cluster.directory import Member
 from ragspec.cluster.opened import Placement
 from ragspec.cluster.placing import in_turn, places
 from ragspec.cluster.shards import SpreadShard, Unsearched
@@ -25,6 +28,7 @@ from ragspec.retrieval.store import Store
 from ragspec.retrieval.view import View, terms_of
 
 _VIEWS_KEPT = 8
+_LOOK_S = 0.5
 _MISSING_KEPT_S = 5.0
 """How long segments that nobody could search are left out before they are asked for again."""
 
@@ -51,9 +55,16 @@ class ClusterView:
     def open(self, timeout_s: float) -> None:
         """Raises: StoreError, ConfigError, RetrievalError; of a generation with parts missing only if that is to be an error."""
         try:
-            self._spread.open(self._replicas, timeout_s)
+            self._spread.open(self._replicas, timeout_s, self._config.reranker)
         except Unsearched as error:
             self._leave_out(error)
+
+    def warm(self, member: Member) -> None:
+        """Have one that came to life open what it holds; returns when it has, or has died. Raises: RetrievalError if closed."""
+        opening, opened = self._spread.opening(member, self._replicas, self._config.reranker), False
+        while not opened:
+            self._crew.check_open()
+            opened = bool(ray.wait([opening], timeout=_LOOK_S)[0])
 
     def look_up(
         self,

@@ -9,7 +9,9 @@ Owns no calls (`ragspec.cluster.calls` makes them) and no actors: it tells their
 from __future__ import annotations
 
 import itertools
+import logging
 import threading
+from collections.abc import Callable
 
 import ray
 from ray.exceptions import RayError
@@ -20,18 +22,25 @@ from ragspec.errors import RetrievalError
 
 PING_S = 3.0
 
+_log = logging.getLogger(__name__)
+
 
 class Crew:
     """The members of one kind. Safe to use from several threads."""
 
-    def __init__(self, directory: Directory, kind: Kind, what: str) -> None:
-        """`what` names one of them in errors."""
+    def __init__(
+        self, directory: Directory, kind: Kind, what: str, warm: Callable[[Member], None] | None = None
+    ) -> None:
+        """`what` names one of them in errors. `warm` prepares one that came to life: until it returns, others are preferred."""
         self.kind, self.what = kind, what
         self.watch = Watch(directory)
         self.is_closed = False
         self.turns = itertools.count()
         self._lost: set[tuple[str, int]] = set()
         self._doubted: set[tuple[str, int]] = set()
+        self._known: set[tuple[str, int]] = set()
+        self._warming: set[tuple[str, int]] = set()
+        self._warm = warm
         self._lock = threading.Lock()
 
     def names(self) -> list[str]:
@@ -46,7 +55,9 @@ class Crew:
     def live(self, table: Table) -> list[Member]:
         """Those that can be expected to answer."""
         gone = self._lost | self._doubted
-        return [member for member in table.of(self.kind) if (member.name, member.epoch) not in gone]
+        here = [member for member in table.of(self.kind) if (member.name, member.epoch) not in gone]
+        self._welcome(here)
+        return [member for member in here if (member.name, member.epoch) not in self._warming] or here
 
     def is_lost(self, member: Member) -> bool:
         return (member.name, member.epoch) in self._lost
@@ -74,13 +85,31 @@ class Crew:
                 f"{self.what} was closed" if self.is_closed else f"{self.what} is lost: Ray was shut down"
             )
 
+    def _welcome(self, members: list[Member]) -> None:
+        with self._lock:
+            new = [member for member in members if (member.name, member.epoch) not in self._known]
+            keys = {(member.name, member.epoch) for member in new}
+            self._known |= keys
+            self._warming |= keys if self._warm else set()
+        for member in new if self._warm else ():
+            threading.Thread(target=self._warm_up, args=(member,), name="ragspec-warm", daemon=True).start()
+
+    def _warm_up(self, member: Member) -> None:
+        assert self._warm is not None
+        try:
+            self._warm(member)
+        except (Exception, SystemExit) as error:  # the latter: what Ray raises while it is shut down
+            _log.warning("%s could not be prepared: %s", member.name, error)
+        with self._lock:
+            self._warming.discard((member.name, member.epoch))
+
     def _resolve(self, member: Member) -> None:
         try:
             self.check_open()
             ray.get(member.actor.ping.remote(), timeout=PING_S)
         except RayError as error:
             self.lose(member, f"it did not answer a ping within {PING_S:g} s ({type(error).__name__})")
-        except Exception:  # Ray is being shut down
+        except (Exception, SystemExit):  # Ray is being shut down
             self._lost.add((member.name, member.epoch))
         with self._lock:
             self._doubted.discard((member.name, member.epoch))

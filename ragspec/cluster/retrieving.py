@@ -19,7 +19,7 @@ from concurrent.futures import Future, wait
 from ragspec.cluster.calls import Patience
 from ragspec.cluster.cluster_view import ClusterView
 from ragspec.cluster.crew import Crew
-from ragspec.cluster.directory import Directory
+from ragspec.cluster.directory import Directory, Member
 from ragspec.cluster.encoding import RemoteEncoder
 from ragspec.cluster.own_actors import OwnActors
 from ragspec.cluster.shards import ShardActor
@@ -32,6 +32,7 @@ from ragspec.retrieval.retriever import GenerationView, Retriever, index_folder
 from ragspec.retrieval.store import Store
 
 _OPEN_TIMEOUT_S = 600.0
+_LOOK_S = 0.5
 _SWAP_WAIT_S = 2.0
 """How long a query waits for a new generation before it is answered from the one before."""
 
@@ -75,11 +76,13 @@ class ClusterRetriever(Retriever):
         self._opening: Future[None] | None = None
         self._opening_since = 0.0
         self._remote_encoder: RemoteEncoder | None = None
-        self._crew = Crew(directory, "shard", what="a shard of the index")
+        self._is_ready = threading.Event()
+        self._crew = Crew(directory, "shard", "a shard of the index", self._warm)
         try:
             own = self._text_encoder(encoder, directory)
             store = Store.open(self._index_dir, own.identity, pointer=config.pointer, only=frozenset())
             super().__init__(own, store, config, follow=not config.pointer)
+            self._is_ready.set()
         except BaseException:
             self.close()
             raise
@@ -117,6 +120,14 @@ class ClusterRetriever(Retriever):
             if opening.done():
                 opening.result()
         return self._view
+
+    def _warm(self, member: Member) -> None:
+        """Why: a shard that was started again would open its segments while the first query waits."""
+        while not self._is_ready.wait(_LOOK_S):
+            self._crew.check_open()
+        view = self._view
+        if isinstance(view, ClusterView):
+            view.warm(member)
 
     def _move_on(self, opening: Future[None]) -> None:
         """In a thread of its own. Why a lost shard is no error here: the generation before is still open elsewhere."""

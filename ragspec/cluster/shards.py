@@ -7,6 +7,7 @@ The index's folder must be readable on every node. An actor maps what it is aske
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -15,6 +16,7 @@ import ray
 
 from ragspec.cluster.calls import Patience, ask
 from ragspec.cluster.crew import Crew
+from ragspec.cluster.directory import Member
 from ragspec.cluster.opened import OpenGenerations, Placement
 from ragspec.cluster.own_actors import OPENING, Alive
 from ragspec.cluster.placing import in_turn
@@ -60,7 +62,7 @@ class SpreadShard:
         orders = {segment: order for segment, order in self._orders.items() if segment not in missing}
         return SpreadShard(self._crew, self._placement, orders, self._patience)
 
-    def open(self, num_replicas: int, timeout_s: float) -> None:
+    def open(self, num_replicas: int, timeout_s: float, reranker: str = "") -> None:
         """Have all who hold a segment open what its first search would otherwise wait for.
 
         Raises: Unsearched if somewhere nobody can.
@@ -73,13 +75,18 @@ class SpreadShard:
 
         def send(actor: Any, parts: Sequence[tuple[str, int]]) -> Any:
             names = tuple(dict.fromkeys(segment for segment, _ in parts))
-            return actor.open.remote(self._placement._replace(segments=names))
+            return actor.open.remote(self._placement._replace(segments=names), reranker)
 
         patience = self._patience._replace(timeout_s=timeout_s, elsewhere=False)
         given, unanswered = ask(self._crew, orders, send, patience)
         opened = {segment for parts, _ in given for segment, _ in parts}
         if missing := sorted(self._orders.keys() - opened):
             raise Unsearched(missing, unanswered[missing[0], 0])
+
+    def opening(self, member: Member, num_replicas: int, reranker: str) -> Any:
+        """Ray's reference to what ends when the member has opened all that it holds."""
+        names = tuple(segment for segment, order in self._orders.items() if member.name in order[:num_replicas])
+        return member.actor.open.remote(self._placement._replace(segments=names), reranker)
 
     def dense(self, queries: FloatArray, k: int, scope: Scope) -> list[list[Hit]]:
         return merged(self._ask_all("dense", queries, k, scope), len(queries), k)
@@ -135,14 +142,17 @@ class ShardActor(Alive):
         self._service_s = service_s
         self._opened = OpenGenerations()
         self._scorings: dict[str, Scoring] = {}
+        self._loading = threading.Lock()
 
     def load(self) -> None:
         """Nothing: what this module imports is all that there is before an index is named."""
 
     @ray.method(concurrency_group=OPENING)
-    def open(self, placement: Placement) -> None:
-        """Raises: StoreError, ConfigError."""
+    def open(self, placement: Placement, reranker: str = "") -> None:
+        """Raises: StoreError, ConfigError, ModelError."""
         self._opened.get(placement)
+        if reranker:
+            self._scoring(reranker)
 
     def search(self, placement: Placement, method: str, *arguments: Any) -> Any:
         """What a `Shard` of these segments answers. Raises: StoreError, ConfigError."""
@@ -173,8 +183,9 @@ class ShardActor(Alive):
         return self._scoring(reranker)(asked)
 
     def _scoring(self, reranker: str) -> Scoring:
-        if reranker not in self._scorings:
-            scoring = scored_in_turn(Reranker.load(RerankerConfig(model=reranker)))
-            assert scoring is not None
-            self._scorings = {reranker: scoring}
-        return self._scorings[reranker]
+        with self._loading:
+            if reranker not in self._scorings:
+                scoring = scored_in_turn(Reranker.load(RerankerConfig(model=reranker)))
+                assert scoring is not None
+                self._scorings = {reranker: scoring}
+            return self._scorings[reranker]

@@ -78,8 +78,8 @@ def _follow(reference: weakref.ref[Watch], directory: Directory, stop: threading
         begin = time.monotonic()
         try:
             table = directory.table(version, _POLL_S)
-        except Exception as error:
-            if not ray.is_initialized():
+        except (Exception, SystemExit) as error:  # the latter: what Ray raises while it is shut down
+            if isinstance(error, SystemExit) or not ray.is_initialized():
                 return
             _log.warning("the directory does not answer: %s", error)
             stop.wait(_PAUSE_S)
