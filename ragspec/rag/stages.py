@@ -28,9 +28,12 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar, cast
 
-from ragspec.errors import InputError
+from ragspec.errors import EngineError
 
 T = TypeVar("T")
+
+_CANCEL_AGAIN_S = 0.1
+"""Work may answer its cancellation with an error, and then waits for a queue that nobody reads any more."""
 
 
 class Named(Protocol):
@@ -117,8 +120,8 @@ class Stage:
     """`work` turns a list of values into as many results, in their order.
 
     A plain function runs in threads of the stage, a coroutine function in the event loop. At most `num_workers` batches are at
-    work at once. Only values of equal `group` come together. What `work` raises is the error of all its items, but that an
-    InputError of several has each tried alone: one's fault is not the others'.
+    work at once. Only values of equal `group` come together. Where `work` raises for several, each is tried alone: one's fault is
+    not the others'. Not so an EngineError, which is of what all of them need.
     """
 
     name: str
@@ -177,6 +180,7 @@ class _Run:
         self._tasks: list[asyncio.Task[None]] = []
         self._num_open = 0
         self._exhausted = False
+        self._error: Exception | None = None
 
     def start(self, items: Items) -> None:
         self._spawn(self._feed(items))
@@ -186,14 +190,15 @@ class _Run:
                 self._spawn(self._work(number, work))
 
     async def next(self) -> list[Finished[Any]] | None:
-        """What has finished, perhaps nothing; None at the end."""
+        """What has finished, perhaps nothing; None at the end. Raises: what ended the run, after all that had finished."""
+        if self._error is not None:
+            raise self._error
         if self._exhausted and not self._num_open:
             return None
         finished: list[Finished[Any]] = []
         for result in await _waiting(self._finished):
             if isinstance(result, _Ended):
-                if result.error is not None:
-                    raise result.error
+                self._error = self._error or result.error
                 self._exhausted = True
             else:
                 finished.append(result)
@@ -201,8 +206,10 @@ class _Run:
         return finished
 
     async def stop(self) -> None:
-        for task in self._tasks:
-            task.cancel()
+        while left := [task for task in self._tasks if not task.done()]:
+            for task in left:
+                task.cancel()
+            await asyncio.wait(left, timeout=_CANCEL_AGAIN_S)
         await asyncio.gather(*self._tasks, return_exceptions=True)
         for executor in self._executors:
             executor.shutdown(wait=False, cancel_futures=True)
@@ -283,12 +290,10 @@ async def _results(work: Callable[[list[Any]], Awaitable[Sequence[Any]]], values
     """One for each value, exceptions among them."""
     try:
         results = list(await work(values))
-    except InputError as error:
-        if len(values) == 1:
-            return [error]
-        return [result for value in values for result in await _results(work, [value])]
     except Exception as error:
-        return [error] * len(values)
+        if isinstance(error, EngineError) or len(values) == 1:
+            return [error] * len(values)
+        return [result for value in values for result in await _results(work, [value])]
     assert len(results) == len(values), "a stage's work returns one result for each value"
     return results
 

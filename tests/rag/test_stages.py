@@ -243,6 +243,74 @@ def test_a_lost_index_is_told_once_a_batch() -> None:
         finished[0].result()
 
 
+def test_a_defect_met_by_one_is_not_its_neighbours() -> None:
+    """Fifteen rows without an answer because a bug is met by the sixteenth."""
+
+    async def run() -> list[Finished[Any]]:
+        gate = asyncio.Event()
+
+        async def work(values: list[Number]) -> list[Number]:
+            await gate.wait()
+            if any(number.value == 4 for number in values):
+                raise ZeroDivisionError
+            return values
+
+        task = asyncio.ensure_future(collected(Stages((Stage("s", work, 16),)), aiter_of(numbers(9))))
+        await settled()
+        gate.set()
+        return await task
+
+    finished = asyncio.run(run())
+    assert [each.id for each in finished if each.error] == ["n4"] and len(finished) == 9
+
+
+def test_what_had_finished_is_given_before_the_error_that_ends_the_run() -> None:
+    """Answers that were paid for and are not written down, because the input broke at the same moment."""
+
+    async def run() -> list[str]:
+        async def source() -> AsyncIterator[Number]:
+            for number in numbers(3):
+                yield number
+            await settled()
+            raise InputError("the file was changed")
+
+        got: list[str] = []
+        async with aclosing(Stages((Stage("s", same_soon),)).run(source())) as batches:
+            first = asyncio.ensure_future(anext(batches))
+            await asyncio.sleep(0)
+            for _ in range(3):
+                await settled()  # the error is in the queue, behind all results
+            got += [finished.id for finished in await first]
+            with pytest.raises(InputError, match="the file was changed"):
+                while True:
+                    got += [finished.id for finished in await anext(batches)]
+        return got
+
+    assert asyncio.run(run()) == ["n0", "n1", "n2"]
+
+
+def test_a_run_that_is_left_ends_though_its_work_fails_then() -> None:
+    """A worker that answers its cancellation with an error, and waits for ever for room in a queue that nobody reads."""
+
+    async def run() -> None:
+        async def work(values: list[Number]) -> list[Number]:
+            if values[0].value < 3:
+                return values
+            try:
+                await asyncio.Event().wait()
+            except asyncio.CancelledError:
+                raise ValueError("cancelled work that fails") from None
+            return values
+
+        async with aclosing(
+            Stages((Stage("s", work, num_workers=4),), max_waiting=1).run(aiter_of(numbers(50)))
+        ) as batches:
+            await anext(batches)
+            await settled()
+
+    asyncio.run(asyncio.wait_for(run(), 20))
+
+
 def test_leaving_early_cancels_what_runs() -> None:
     """A closed browser tab whose thousand questions go on."""
     cancelled: list[int] = []
