@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 class Commands:
     """Calls in order of arrival.
 
-    `beat`: what an idle engine does every `beat_s` seconds, whatever else it is asked meanwhile; None: it sleeps until it is asked.
+    `beat`: what an idle engine does every `beat_s` seconds, whatever else it is asked; None: it sleeps until it is asked.
     """
 
     def __init__(self, beat: Callable[[], None], beat_s: float | None) -> None:

@@ -17,18 +17,20 @@ import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from transformers import AttentionInterface, AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from ragspec.config import TargetConfig
+from ragspec.engine.model_facts import LogitChange, attention_shapes, check_servable, eos_ids
+from ragspec.engine.own_forward import Tapped
 from ragspec.engine.step_messages import Kind, Step, send, send_step
 from ragspec.engine.weights import Parts, load_part, load_whole, loading
 from ragspec.errors import ModelError, RankLost
-from ragspec.numerics.attention import AttentionShape, Rows, attend
+from ragspec.numerics.attention import Rows
 from ragspec.numerics.kv_cache import KvPool
 from ragspec.numerics.layers import Decoder, StepContext, make_row_invariant
 from ragspec.numerics.linear import PackedLinear
@@ -41,56 +43,6 @@ Ints = NDArray[np.int32]
 Floats = NDArray[np.float32]
 
 FINAL = -1
-
-_EXPECTED_ABSENT = {
-    "is_causal",
-    "position_ids",
-    "use_cache",
-    "output_attentions",
-    "output_hidden_states",
-    "cache_position",
-}
-
-
-def paged_attention(
-    module: Any,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    step: StepContext | None = None,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    **others: Any,
-) -> tuple[torch.Tensor, None]:
-    """transformers' attention function for models whose attention module is not replaced; keys arrive rotated.
-
-    Shapes: query [1, heads, N, head_dim], key and value [1, KV heads, N, head_dim] -> [1, N, heads, head_dim].
-    Raises: ModelError for a keyword that would change the result and is not understood.
-    """
-    unknown = [name for name, given in others.items() if given is not None and name not in _EXPECTED_ABSENT]
-    if unknown or step is None:
-        raise ModelError(
-            f"{type(module).__name__} passes {unknown or 'no step'} to attention, which the engine does not know"
-        )
-    head_dim = query.shape[-1]
-    scale = head_dim**-0.5 if scaling is None else scaling
-    shape = AttentionShape(query.shape[1], key.shape[1], head_dim, scale, sliding_window or 0, softcap or 0.0)
-    qkv = (
-        torch.cat([query, key, value], 1)[0].transpose(0, 1).float().contiguous().numpy()
-    )  # [N, heads + 2 KV heads, D]
-    layer = module.layer_idx
-    if not step.pool.fits(layer, shape):
-        raise ModelError(
-            f"layer {layer} has {shape.num_kv_heads} heads of {head_dim}, which its cache was not made for"
-        )
-    out = attend(qkv, step.pool.keys[layer], step.pool.values[layer], step.rows, shape)
-    return torch.from_numpy(out).to(query.dtype)[None], None
-
-
-AttentionInterface.register("ragspec", paged_attention)
 
 
 class Target:
@@ -113,16 +65,16 @@ class Target:
         self._parts = parts
         self.ranks: Ranks = parts.ranks if parts else ONE_RANK
         text_config = model.config.get_text_config()
-        _check_servable(model, text_config)
+        check_servable(model, text_config)
         self.vocab_size: int = text_config.vocab_size
         self.hidden_size: int = text_config.hidden_size
         longest = int(text_config.max_position_embeddings)
         self.num_positions = longest
         self.max_context_tokens = min(config.max_context_tokens or longest, longest)
-        self.eos_ids = _eos_ids(model, tokenizer)
-        self.shapes = _attention_shapes(text_config, self.ranks.size)
+        self.eos_ids = eos_ids(model, tokenizer)
+        self.shapes = attention_shapes(text_config, self.ranks.size)
         """Of this rank's part of each layer."""
-        self._change = _LogitChange.of(text_config)
+        self._change = LogitChange.of(text_config)
         self.num_parameters = parts.num_parameters if parts else int(sum(p.numel() for p in model.parameters()))
         self._embedding: torch.Tensor | None = None if parts else model.get_input_embeddings().weight.detach()
         make_row_invariant(model, longest, self.ranks)
@@ -255,90 +207,18 @@ class Target:
         if isinstance(self._model.model, Decoder):
             return cast(tuple[torch.Tensor, dict[int, torch.Tensor]], self._model.model(token_ids, step, inside))
         positions = torch.from_numpy(rows.positions.astype(np.int64))
-        with _Tapped(self._model.model, inside) as tapped:
+        with Tapped(self._model.model, inside) as tapped:
             output = self._model.model(
                 input_ids=token_ids[None], position_ids=positions[None], use_cache=False, step=step
             )
         return output.last_hidden_state[0], {tap: stream[0] for tap, stream in tapped.items()}
 
 
-class _Tapped:
-    """The stream at some layers of a model whose own forward runs. Shape of each: [1, N, H]."""
-
-    def __init__(self, decoder: Any, taps: Sequence[int]) -> None:
-        self._places = [(tap, decoder.layers[tap] if tap < len(decoder.layers) else decoder.norm) for tap in taps]
-        self._hooks: list[Any] = []
-
-    def __enter__(self) -> dict[int, torch.Tensor]:
-        tapped: dict[int, torch.Tensor] = {}
-        for tap, module in self._places:
-            note = functools.partial(_note_input, tapped, tap)
-            self._hooks.append(module.register_forward_pre_hook(note, with_kwargs=True))
-        return tapped
-
-    def __exit__(self, *_: object) -> None:
-        for hook in self._hooks:
-            hook.remove()
-
-
-def _note_input(tapped: dict[int, torch.Tensor], tap: int, module: Any, args: Any, kwargs: Any) -> None:
-    tapped[tap] = args[0] if args else kwargs["hidden_states"]
-
-
 def _chosen(hidden: torch.Tensor, wanted: Ints) -> torch.Tensor:
     return hidden[torch.from_numpy(wanted.astype(np.int64))] if len(wanted) < len(hidden) else hidden
-
-
-def _check_servable(model: Any, config: Any) -> None:
-    """Raises: ModelError for what the engine would compute wrongly or not at all."""
-    unknown = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
-    if unknown:
-        raise ModelError(
-            f"{type(model).__name__} attends in a way the engine does not know: {', '.join(sorted(unknown))}"
-        )
-    missing = [name for name in ("model", "lm_head") if not hasattr(model, name)]
-    if missing or not getattr(config, "max_position_embeddings", None):
-        raise ModelError(f"{type(model).__name__} is not laid out as the engine expects; it serves Llama-like models")
-
-
-class _LogitChange(NamedTuple):
-    """What some models do to their logits, in float32: a factor (Cohere), a divisor (Granite), a soft cap (Gemma 2)."""
-
-    factor: float
-    divisor: float
-    softcap: float
-
-    @classmethod
-    def of(cls, config: Any) -> _LogitChange:
-        names = ("logit_scale", "logits_scaling", "final_logit_softcapping")
-        return cls(*(float(getattr(config, name, None) or none) for name, none in zip(names, (1, 1, 0), strict=True)))
-
-    def __call__(self, logits: Floats) -> Floats:
-        if self.factor != 1.0:
-            logits = logits * np.float32(self.factor)
-        if self.divisor != 1.0:
-            logits = logits / np.float32(self.divisor)
-        if self.softcap:
-            logits = np.tanh(logits / np.float32(self.softcap)) * np.float32(self.softcap)
-        return logits
-
-
-def _attention_shapes(config: Any, num_ranks: int) -> list[AttentionShape]:
-    heads = int(config.num_attention_heads)
-    kv_heads = int(getattr(config, "num_key_value_heads", None) or heads)
-    head_dim = int(getattr(config, "head_dim", None) or config.hidden_size // heads)
-    shape = AttentionShape(heads // num_ranks, kv_heads // num_ranks, head_dim, head_dim**-0.5)
-    return [shape] * config.num_hidden_layers
 
 
 def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
     """A target's tokenizer alone, for whoever prepares what engines elsewhere read. Raises: ModelError."""
     with loading(path):
         return cast(PreTrainedTokenizerBase, AutoTokenizer.from_pretrained(path))
-
-
-def _eos_ids(model: Any, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    found: set[int] = set()
-    for given in (tokenizer.eos_token_id, model.config.eos_token_id, model.generation_config.eos_token_id):
-        found.update(given if isinstance(given, list) else [] if given is None else [given])
-    return tuple(sorted(found))

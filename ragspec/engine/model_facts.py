@@ -1,0 +1,63 @@
+"""What the engine reads in a model's configuration: whether it can be served, its heads, its ends, what becomes of its logits."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from transformers import PreTrainedTokenizerBase
+
+from ragspec.errors import ModelError
+from ragspec.numerics.attention import AttentionShape
+
+Floats = NDArray[np.float32]
+
+
+def check_servable(model: Any, config: Any) -> None:
+    """Raises: ModelError for what the engine would compute wrongly or not at all."""
+    unknown = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
+    if unknown:
+        raise ModelError(
+            f"{type(model).__name__} attends in a way the engine does not know: {', '.join(sorted(unknown))}"
+        )
+    missing = [name for name in ("model", "lm_head") if not hasattr(model, name)]
+    if missing or not getattr(config, "max_position_embeddings", None):
+        raise ModelError(f"{type(model).__name__} is not laid out as the engine expects; it serves Llama-like models")
+
+
+class LogitChange(NamedTuple):
+    """What some models do to their logits, in float32: a factor (Cohere), a divisor (Granite), a soft cap (Gemma 2)."""
+
+    factor: float
+    divisor: float
+    softcap: float
+
+    @classmethod
+    def of(cls, config: Any) -> LogitChange:
+        names = ("logit_scale", "logits_scaling", "final_logit_softcapping")
+        return cls(*(float(getattr(config, name, None) or none) for name, none in zip(names, (1, 1, 0), strict=True)))
+
+    def __call__(self, logits: Floats) -> Floats:
+        if self.factor != 1.0:
+            logits = logits * np.float32(self.factor)
+        if self.divisor != 1.0:
+            logits = logits / np.float32(self.divisor)
+        if self.softcap:
+            logits = np.tanh(logits / np.float32(self.softcap)) * np.float32(self.softcap)
+        return logits
+
+
+def attention_shapes(config: Any, num_ranks: int) -> list[AttentionShape]:
+    heads = int(config.num_attention_heads)
+    kv_heads = int(getattr(config, "num_key_value_heads", None) or heads)
+    head_dim = int(getattr(config, "head_dim", None) or config.hidden_size // heads)
+    shape = AttentionShape(heads // num_ranks, kv_heads // num_ranks, head_dim, head_dim**-0.5)
+    return [shape] * config.num_hidden_layers
+
+
+def eos_ids(model: Any, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    found: set[int] = set()
+    for given in (tokenizer.eos_token_id, model.config.eos_token_id, model.generation_config.eos_token_id):
+        found.update(given if isinstance(given, list) else [] if given is None else [given])
+    return tuple(sorted(found))

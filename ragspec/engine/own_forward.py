@@ -1,0 +1,90 @@
+"""What models need whose own forward runs around replaced parts: transformers' attention function, and taps in between.
+
+Registered with transformers as "ragspec" when this module is imported.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from transformers import AttentionInterface
+
+from ragspec.errors import ModelError
+from ragspec.numerics.attention import AttentionShape, attend
+from ragspec.numerics.layers import StepContext
+
+_EXPECTED_ABSENT = {
+    "is_causal",
+    "position_ids",
+    "use_cache",
+    "output_attentions",
+    "output_hidden_states",
+    "cache_position",
+}
+
+
+def paged_attention(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    step: StepContext | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    **others: Any,
+) -> tuple[torch.Tensor, None]:
+    """transformers' attention function for models whose attention module is not replaced; keys arrive rotated.
+
+    Shapes: query [1, heads, N, head_dim], key and value [1, KV heads, N, head_dim] -> [1, N, heads, head_dim].
+    Raises: ModelError for a keyword that would change the result and is not understood.
+    """
+    unknown = [name for name, given in others.items() if given is not None and name not in _EXPECTED_ABSENT]
+    if unknown or step is None:
+        raise ModelError(
+            f"{type(module).__name__} passes {unknown or 'no step'} to attention, which the engine does not know"
+        )
+    head_dim = query.shape[-1]
+    scale = head_dim**-0.5 if scaling is None else scaling
+    shape = AttentionShape(query.shape[1], key.shape[1], head_dim, scale, sliding_window or 0, softcap or 0.0)
+    qkv = (
+        torch.cat([query, key, value], 1)[0].transpose(0, 1).float().contiguous().numpy()
+    )  # [N, heads + 2 KV heads, D]
+    layer = module.layer_idx
+    if not step.pool.fits(layer, shape):
+        raise ModelError(
+            f"layer {layer} has {shape.num_kv_heads} heads of {head_dim}, which its cache was not made for"
+        )
+    out = attend(qkv, step.pool.keys[layer], step.pool.values[layer], step.rows, shape)
+    return torch.from_numpy(out).to(query.dtype)[None], None
+
+
+AttentionInterface.register("ragspec", paged_attention)
+
+
+class Tapped:
+    """The stream at some layers of a model whose own forward runs. Shape of each: [1, N, H]."""
+
+    def __init__(self, decoder: Any, taps: Sequence[int]) -> None:
+        self._places = [(tap, decoder.layers[tap] if tap < len(decoder.layers) else decoder.norm) for tap in taps]
+        self._hooks: list[Any] = []
+
+    def __enter__(self) -> dict[int, torch.Tensor]:
+        tapped: dict[int, torch.Tensor] = {}
+        for tap, module in self._places:
+            note = functools.partial(_note_input, tapped, tap)
+            self._hooks.append(module.register_forward_pre_hook(note, with_kwargs=True))
+        return tapped
+
+    def __exit__(self, *_: object) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+
+def _note_input(tapped: dict[int, torch.Tensor], tap: int, module: Any, args: Any, kwargs: Any) -> None:
+    tapped[tap] = args[0] if args else kwargs["hidden_states"]
