@@ -6,6 +6,8 @@ import contextlib
 import os
 import secrets
 import sys
+import threading
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -47,6 +49,10 @@ class Machines:
         return alone and named == "local"
 
 
+_CLIENTS_END_S = 5.0
+"""Longer than a watch's poll of its directory."""
+
+
 class Serving(NamedTuple):
     """What answers. No `retriever` where the job has no index."""
 
@@ -82,7 +88,7 @@ def used(machines: Machines, config: PipelineConfig) -> Iterator[Used]:
     elif not machines.cluster:
         yield _OwnDeployment(config, machines)
     else:
-        with _ray(machines.address):
+        with _ray(machines):
             yield _NamedDeployment(config, machines)
 
 
@@ -109,7 +115,7 @@ class _OwnDeployment(Used):
 
     @contextlib.contextmanager
     def serving(self, config: PipelineConfig) -> Iterator[Serving]:
-        with _ray(self._machines.address):
+        with _ray(self._machines):
             from ragspec.cluster.deployment import Deployment
 
             topology = self._machines.topology
@@ -139,10 +145,24 @@ class _NamedDeployment(Used):
 
 
 @contextlib.contextmanager
-def _ray(address: str | None) -> Iterator[None]:
+def _ray(machines: Machines) -> Iterator[None]:
     """Why stdout is taken away: Ray prints there what it notices of dead processes, and a job's stdout is its summary."""
-    with ray_session(address), contextlib.redirect_stdout(sys.stderr):
-        yield
+    with (
+        ray_session(machines.address, deployment=machines.cluster),
+        contextlib.redirect_stdout(sys.stderr),
+    ):
+        try:
+            yield
+        finally:
+            _await_clients()
+
+
+def _await_clients() -> None:
+    """Why: a thread that still asks Ray for something while Ray is shut down ends the whole process, as if it had failed."""
+    deadline = time.monotonic() + _CLIENTS_END_S
+    for thread in threading.enumerate():
+        if thread.daemon and thread.name.startswith("ragspec-") and thread is not threading.current_thread():
+            thread.join(max(0.0, deadline - time.monotonic()))
 
 
 @contextlib.contextmanager

@@ -101,7 +101,7 @@ def connect(address: str) -> None:
         mode = os.environ.get("RAY_AUTH_MODE")
         token = "the token is a wrong one" if mode == "token" else f"it wants a token: {_HOW_TO_GUARD}"
         raise EngineError(f"something listens at {address}, but it is no Ray cluster, or {token}") from cause
-    except (ValueError, RuntimeError) as cause:
+    except Exception as cause:  # Why all: Ray raises plain ones, say for a node that does not start in time
         raise EngineError(f"cannot use the Ray cluster at {address}: {_reason(cause)}") from cause
 
 

@@ -1,0 +1,218 @@
+"""Batch jobs on Ray: replicas of their own, a deployment that is up, a guarded cluster; parts that are killed change nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from batch_files import ASKED, SEED, read_lines, texts_of, uneven_rows, write_lines
+from job_processes import alive, children, wait_for
+
+from pipelines.batch_job import Job, run
+from pipelines.batch_machines import Machines
+from pipelines.batch_rag import RagTask
+from ragspec.config import load_config
+
+pytestmark = [pytest.mark.slow, pytest.mark.ray]
+
+NUM_ROWS = 60
+
+
+@pytest.fixture(scope="module")
+def straight(place: Path) -> dict[str, str]:
+    """Rows answered in one process, without interruption."""
+    inputs = write_lines(place / "many.jsonl", uneven_rows(NUM_ROWS))
+    config = load_config(place / "config.yaml")
+    run(Job(inputs, place / "many", config, SEED, machines=Machines(address="local")), RagTask())
+    return texts_of(place / "many")
+
+
+def command(place: Path, out: Path, *more: str) -> list[str]:
+    options = ["--config", str(place / "config.yaml"), "--input", str(place / "many.jsonl"), "--out", str(out), *more]
+    return [sys.executable, "-m", "pipelines.batch_rag", "--address", "local", *options]
+
+
+def num_lines(out: Path) -> int:
+    return sum(part.read_bytes().count(b"\n") for part in out.glob("answers-*"))
+
+
+def is_member(pid: int) -> bool:
+    """Whether a process is an engine, shard or encoder of the job, and no spare that waits."""
+    try:
+        pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+        return Path(f"/proc/{pid}/cmdline").read_bytes().startswith(b"ray::Shell") and pages * 4096 > 300e6
+    except OSError:
+        return False
+
+
+def is_part(pid: int) -> bool:
+    """Whether a process is the deployment's; Ray's own agents stay for a minute without it."""
+    names = (b"ray::Shell", b"ray::Supervisor", b"ray::NodeKeeper")
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().startswith(names)
+    except OSError:
+        return False
+
+
+@pytest.mark.parametrize("victim", ["driver", "member", "everything"])
+def test_what_is_killed_changes_no_text(place: Path, straight: dict[str, str], tmp_path: Path, victim: str) -> None:
+    """Rows are lost, answered twice, or answered differently."""
+    out = tmp_path / "out"
+    log = open(out.with_suffix(".log"), "ab")  # noqa: SIM115 - the process keeps it
+    with log:
+        arguments = command(place, out, "--replicas", "2")
+        process = subprocess.Popen(arguments, cwd=tmp_path, stdout=log, stderr=log, start_new_session=True)
+    everyone: list[int] = []
+    try:
+        wait_for(lambda: num_lines(out) >= 4 or process.poll() is not None, "the first answers")
+        everyone = children(process.pid)
+        members, parts = [pid for pid in everyone if is_member(pid)], [pid for pid in everyone if is_part(pid)]
+        assert process.poll() is None and len(members) >= 4, out.with_suffix(".log").read_text()
+        for pid in {"driver": [process.pid], "member": members[:1], "everything": [*everyone, process.pid]}[victim]:
+            os.kill(pid, signal.SIGKILL)
+        code = process.wait(300)
+        wait_for(lambda: not alive(parts), "the end of all its parts", 60)
+    finally:
+        for pid in alive([process.pid, *everyone]):
+            os.kill(pid, signal.SIGKILL)
+    assert code == (0 if victim == "member" else -signal.SIGKILL), out.with_suffix(".log").read_text()
+    if victim != "member":
+        whole = num_lines(out)
+        assert 0 < whole < NUM_ROWS, "killed too late to show anything"
+        again = subprocess.run(command(place, out), check=True, cwd=tmp_path, stdout=subprocess.PIPE)
+        summary = json.loads(again.stdout.splitlines()[-1])
+        assert (summary["skipped"], summary["answered"], summary["failed"]) == (whole, NUM_ROWS - whole, 0)
+    assert texts_of(out) == straight
+    assert not read_lines(out / "errors.jsonl")
+
+
+def free_ports(count: int) -> list[str]:
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [str(each.getsockname()[1]) for each in sockets]
+    for each in sockets:
+        each.close()
+    return ports
+
+
+@pytest.fixture
+def cluster() -> Iterator[dict[str, str]]:
+    """A head of its own, guarded by a token: the environment of a client. Stopped by the ids of its processes."""
+    folder = tempfile.mkdtemp(prefix="rs")  # Why not tmp_path: a socket's path may have 107 bytes
+    gcs, dashboard, agent, agent_grpc, client, metrics = free_ports(6)
+    environment = os.environ | {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+    environment["PATH"] = f"{Path(sys.executable).parent}:{environment['PATH']}"
+    environment.pop("RAY_ADDRESS", None)
+    ports = f"--port={gcs} --dashboard-port={dashboard} --dashboard-agent-listen-port={agent}"
+    more = f"--dashboard-agent-grpc-port={agent_grpc} --ray-client-server-port={client} --metrics-export-port={metrics}"
+    head = subprocess.Popen(
+        ["ray", "start", "--head", "--block", f"--temp-dir={folder}", *ports.split(), *more.split(), "--num-cpus=2"],
+        env=environment,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+        cwd=folder,
+    )
+    address = f"http://127.0.0.1:{dashboard}"
+    try:
+        wait_for(lambda: _jobs_answer(address, environment), "a head that takes jobs", 120)
+        yield environment | {"ADDRESS": address, "HEAD": f"127.0.0.1:{gcs}"}
+    finally:
+        everyone = [*children(head.pid), head.pid]
+        head.terminate()
+        for pid in everyone:
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                pass
+        head.wait(30)
+        wait_for(lambda: not alive(everyone), "the end of the head", 30)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _jobs_answer(address: str, environment: dict[str, str]) -> bool:
+    with socket.socket() as probe:
+        if probe.connect_ex(("127.0.0.1", int(address.rpartition(":")[2]))):
+            return False
+    return (
+        subprocess.run(["ray", "job", "list", "--address", address], env=environment, capture_output=True).returncode
+        == 0
+    )
+
+
+_BRING_UP = """
+import sys
+from pipelines.batch_session import ray_session
+from ragspec.cluster.deployment import Deployment
+from ragspec.cluster.topology import Topology
+from ragspec.config import load_config
+with ray_session(sys.argv[1]):
+    Deployment.up(Topology(cpus_per_rank=0.3), load_config(sys.argv[2]), name="shared", detached=True)
+"""
+
+_TAKE_DOWN = """
+import sys
+from pipelines.batch_session import ray_session
+from ragspec.cluster.deployment import Deployment
+with ray_session(sys.argv[1]):
+    Deployment.remove("shared")
+"""
+
+
+def test_a_job_uses_a_deployment_that_is_up(
+    cluster: dict[str, str], place: Path, straight: dict[str, str], tmp_path: Path
+) -> None:
+    """A job that starts its own engines beside those that are there, takes them down, or knows another target or index."""
+    head, config = cluster["HEAD"], str(place / "config.yaml")
+    subprocess.run([sys.executable, "-c", _BRING_UP, head, config], env=cluster, check=True, cwd=tmp_path)
+    (tmp_path / "bare.yaml").write_text(
+        "retriever: {num_passages: 2}\ngeneration: {max_tokens: 24, temperature: 0.8, seed: 5}\n"
+    )
+    bare = ["--config", str(tmp_path / "bare.yaml"), "--input", str(place / "many.jsonl"), "--cluster", "shared"]
+    job = [sys.executable, "-m", "pipelines.batch_rag", "--address", head, *bare]
+    for out in ("first", "second"):
+        done = subprocess.run([*job, "--out", out], env=cluster, check=True, cwd=tmp_path, stdout=subprocess.PIPE)
+        summary = json.loads(done.stdout)
+        assert (summary["answered"], summary["machines"]) == (NUM_ROWS, 1)
+        assert texts_of(tmp_path / out) == straight
+    unknown = subprocess.run(
+        [*job, "--cluster", "nobody", "--out", "no"], env=cluster, cwd=tmp_path, capture_output=True, text=True
+    )
+    assert unknown.returncode == 1 and "there is no deployment 'nobody'" in unknown.stderr
+    subprocess.run([sys.executable, "-c", _TAKE_DOWN, head], env=cluster, check=True, cwd=tmp_path)
+
+
+def test_a_job_is_submitted_to_a_guarded_cluster(cluster: dict[str, str], place: Path, tmp_path: Path) -> None:
+    """The token, the installed package or the uploaded folder are not found; or half a gigabyte is uploaded."""
+    work = tmp_path / "work"
+    work.mkdir()
+    write_lines(work / "q.jsonl", [{"id": f"q{n}", "question": question} for n, question in enumerate(ASKED[:6])])
+    submit = ["ray", "job", "submit", "--address", cluster["ADDRESS"], "--working-dir", str(work), "--"]
+    arguments = ["--config", str(place / "config.yaml"), "--input", "q.jsonl"]
+    job_command = [*submit, "python", "-m", "pipelines.batch_rag", *arguments]
+
+    relative = subprocess.run([*job_command, "--out", "out"], env=cluster, capture_output=True, text=True)
+    assert relative.returncode == 1
+    assert "must be absolute in a submitted job" in relative.stdout + relative.stderr
+
+    done = subprocess.run(
+        [*job_command, "--out", str(tmp_path / "out")], env=cluster, capture_output=True, text=True, timeout=400
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert len(texts_of(tmp_path / "out")) == 6
+
+    stranger = cluster | {"RAY_AUTH_TOKEN": secrets.token_hex(32)}
+    refused = subprocess.run(
+        [*job_command, "--out", str(tmp_path / "no")], env=stranger, capture_output=True, text=True
+    )
+    assert refused.returncode != 0
+    assert not (tmp_path / "no").exists()
