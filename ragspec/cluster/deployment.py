@@ -1,7 +1,7 @@
 """A deployment: engines, shards and encoders on a Ray cluster, started and ended as one.
 
-    >>> with Deployment.up(Topology(replicas=2), load_config("config.yaml")) as deployment:
-    ...     pipeline = Pipeline(deployment.retriever(), deployment.engine(), deployment.config)
+    >>> with Deployment.up(Topology(replicas=2), load_config("config.yaml")) as deployment, deployment.pipeline() as pipeline:
+    ...     print(pipeline.ask("When is the mill open?").text)
     >>> Deployment.find("ragspec").status()
 
 States: up -> down. Everything that a user can do wrong with a cluster ends in one error that says so.
@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
-from typing import Any
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, closing, contextmanager
+from typing import TYPE_CHECKING, Any
 
 import ray
 
@@ -34,6 +34,9 @@ from ragspec.cluster.topology import Note, Topology, check_fits
 from ragspec.config import PipelineConfig, RetrieverConfig
 from ragspec.errors import ConfigError, EngineError
 from ragspec.retrieval.encoder import Encoder
+
+if TYPE_CHECKING:
+    from ragspec.rag.pipeline import Pipeline
 
 DEFAULT_NAME = "ragspec"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,62}")
@@ -119,6 +122,22 @@ class Deployment(AbstractContextManager["Deployment"]):
     def nodes(self) -> tuple[str, ...]:
         """The ids of the cluster's nodes, as Ray knows them."""
         return tuple(room.name for room in rooms())
+
+    @contextmanager
+    def pipeline(self) -> Iterator[Pipeline]:
+        """Questions in, cited answers out, as from one process. Raises: as `engine` and `retriever`.
+
+        Why the imports are in here: they take seconds, which nothing else of a deployment's owner needs.
+        """
+        from ragspec.engine.target import load_tokenizer
+        from ragspec.rag.pipeline import Pipeline
+        from ragspec.rag.prompt import PromptBuilder
+
+        config = self.config
+        with self.engine() as engine, closing(self.retriever()) as retriever:
+            prompts = PromptBuilder(load_tokenizer(config.target.model), engine.max_context_tokens)
+            num_passages = config.retriever.num_passages
+            yield Pipeline(retriever, engine, prompts, num_passages=num_passages, generation=config.generation)
 
     def status(self) -> Status:
         """Raises: EngineError if the supervisor does not answer, which lasts some seconds when it died."""
