@@ -15,10 +15,16 @@ import math
 from collections.abc import Iterable, Mapping
 
 from ragspec.core import Request
+from ragspec.errors import InputError
 
 
 def key_of(request: Request, prefix_tokens: int = 0) -> bytes | None:
-    """What requests that belong together have in common; two tenants never share one. None: it belongs anywhere."""
+    """What requests that belong together have in common; two tenants never share one. None: it belongs anywhere.
+
+    Raises: InputError for an affinity or salt that is no text.
+    """
+    if not (isinstance(request.affinity, str) and isinstance(request.salt, str)):
+        raise InputError(f"affinity and salt must be strings, not {request.affinity!r} and {request.salt!r}")
     if request.affinity:
         return _hashed(request.salt, "affinity", request.affinity)
     if prefix_tokens and len(request.prompt_ids) >= prefix_tokens:

@@ -9,6 +9,7 @@ Not safe to call from several threads: a `Router` calls it under its lock. Nothi
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -21,6 +22,8 @@ from ragspec.cluster.routing import RoutingConfig
 from ragspec.cluster.streams import Ear, Stream, Ticket
 from ragspec.core import Delta, FinishReason
 from ragspec.errors import InputError, Overloaded
+
+log = logging.getLogger(__name__)
 
 Tell = Callable[[Ticket, Ear, Delta], None]
 
@@ -59,12 +62,12 @@ class Board:
         known = {ticket: earlier for ticket in tickets if (earlier := self._known(ticket, now))}
         fresh = [ticket for ticket in tickets if ticket not in known]
         self._check_room(len(fresh))
+        keys = {ticket: key_of(ticket.request, self._config.prefix_tokens) for ticket in fresh}
         for ticket, earlier in known.items():
             self._join(earlier, ticket.ears[0])
         for ticket in fresh:
             self._tickets[ticket.request.id] = ticket
-            key = key_of(ticket.request, self._config.prefix_tokens)
-            self._fresh.append(Leg(ticket, list(ticket.streams.values()), key))
+            self._fresh.append(Leg(ticket, list(ticket.streams.values()), keys[ticket]))
         self.place()
 
     def cancel(self, request_id: str) -> None:
@@ -96,34 +99,41 @@ class Board:
         self.place()
 
     def link_down(self, link: Link) -> None:
-        """What it was at waits for another, before everything new."""
+        """What it was at waits for another, before everything new; if it still lives, it need not go on with it."""
         self._loads.pop(link, None)
         for leg in [leg for leg in self._legs.values() if leg.link is link]:
+            link.cancel(leg.id)
             self._lose(leg, leg.streams)
         self.place()
 
     def hear(self, link: Link, deltas: Iterable[Delta]) -> None:
-        """What an older leg, or a choice that has ended, still says is dropped."""
-        now = time.monotonic()
+        """What an older leg, or a choice that has ended, still says is dropped. A mistake over one costs no other its tokens."""
         for delta in deltas:
             leg = self._legs.get(delta.request_id)
             stream = leg.ticket.streams.get(delta.choice) if leg else None
             if leg is None or stream is None or leg.link is not link or stream not in leg.streams:
                 continue
-            if delta.finish_reason in (FinishReason.CANCELLED, FinishReason.LOST):  # nobody here has asked for that
-                self._lose(leg, [stream])
-                continue
-            told = stream.hear(delta, link.identity, now)
-            if stream.ended:
-                self._leave(leg, stream)
-            self._tell(leg.ticket, told)
+            try:
+                self._hear(leg, stream, delta, link)
+            except Exception as cause:
+                log.exception("what a replica said of request %r was not understood", leg.ticket.request.id)
+                self._end(leg.ticket, leg.streams, FinishReason.ERROR, f"{type(cause).__name__}: {cause}")
         self.place()
 
-    def refuse(self, link: Link, leg_id: str, error: InputError) -> None:
-        """A replica does not take a leg: nor would any other."""
+    def _hear(self, leg: Leg, stream: Stream, delta: Delta, link: Link) -> None:
+        if delta.finish_reason in (FinishReason.CANCELLED, FinishReason.LOST):  # nobody here has asked for that
+            self._lose(leg, [stream])
+            return
+        told = stream.hear(delta, link.identity, time.monotonic())
+        if stream.ended:
+            self._leave(leg, stream)
+        self._tell(leg.ticket, told)
+
+    def refuse(self, link: Link, leg_id: str, error: Exception) -> None:
+        """A replica does not take a leg, or fails over it: so would any other."""
         leg = self._legs.get(leg_id)
         if leg is not None and leg.link is link:
-            self._end(leg.ticket, leg.streams, FinishReason.ERROR, str(error))
+            self._end(leg.ticket, leg.streams, FinishReason.ERROR, str(error) or type(error).__name__)
             self.place()
 
     # -- what waits --------------------------------------------------------------------------------------------------

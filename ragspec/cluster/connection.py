@@ -13,23 +13,23 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import ray
-from ray.exceptions import RayError
+from ray.exceptions import RayError, RayTaskError
 
 from ragspec.cluster.answers import told
 from ragspec.cluster.directory import Member
 from ragspec.cluster.host import EngineHost, Polled
 from ragspec.cluster.routing import RoutingConfig
 from ragspec.core import Request
-from ragspec.errors import InputError, ReplicaLost
+from ragspec.errors import ReplicaLost
 
 _SLICE_S = 0.25
 
 
 class Connection(Protocol):
-    """Every method raises ReplicaLost when the replica is dead, hangs or cannot be reached."""
+    """Every method raises ReplicaLost when the replica is dead, hangs or cannot be reached; no other error means that."""
 
     def submit(self, requests: Sequence[Request]) -> None:
-        """All of them, or none. Raises: InputError, PromptTooLong."""
+        """All of them, or none. Raises: InputError, PromptTooLong; whatever else a request breaks."""
 
     def cancel(self, request_ids: Sequence[str]) -> None:
         """Within one step."""
@@ -114,12 +114,12 @@ class RayConnection:
 
 
 def _answer(call: Any) -> Any:
-    """Raises: InputError, ReplicaLost; whatever else went wrong, the replica is of no more use."""
+    """Raises: what the replica's code raised, as one of ragspec's errors: it lives; ReplicaLost if it does not answer."""
     try:
         return ray.get(call)
     except RayError as error:
         cause = told(error, "the replica")
-        raise cause if isinstance(cause, InputError | ReplicaLost) else ReplicaLost(str(cause)) from error
+        raise cause if isinstance(error, RayTaskError) else ReplicaLost(str(cause)) from error
 
 
 def ray_connect(config: RoutingConfig) -> Connect:

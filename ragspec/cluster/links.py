@@ -12,7 +12,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, ParamSpec, Protocol
 
 from ragspec.cluster.connection import Connect, Connection
 from ragspec.cluster.directory import Member
@@ -20,9 +20,11 @@ from ragspec.cluster.facts import HostFacts
 from ragspec.cluster.routing import RoutingConfig
 from ragspec.cluster.streams import Identity
 from ragspec.core import Delta, Request
-from ragspec.errors import InputError, ReplicaLost
+from ragspec.errors import ReplicaLost
 
 log = logging.getLogger(__name__)
+
+P = ParamSpec("P")
 
 
 Report = Callable[[str, int, str], None]
@@ -36,7 +38,7 @@ class Hears(Protocol):
 
     def link_said(self, link: Link, deltas: Sequence[Delta]) -> None: ...
 
-    def link_refused(self, link: Link, request: Request, error: InputError) -> None: ...
+    def link_refused(self, link: Link, request: Request, error: Exception) -> None: ...
 
     def link_down(self, link: Link, why: str, *, forgotten: bool) -> None: ...
 
@@ -108,7 +110,7 @@ class Link:
             sender = threading.Thread(target=self._send_all, args=(connection,), daemon=True, name=f"send-{self.name}")
             sender.start()
             self._sender = sender
-            self._hears.link_up(self)
+            self._say(self._hears.link_up, self)
             while not self._down:
                 polled = connection.poll(self._config.poll_s)
                 if polled.session != session:
@@ -116,7 +118,7 @@ class Link:
                 if polled.busy_s > self._config.step_timeout_s:
                     raise ReplicaLost(f"a step of {self.name} has been running for {polled.busy_s:.1f} s")
                 if polled.deltas and not self._down:
-                    self._hears.link_said(self, polled.deltas)
+                    self._say(self._hears.link_said, self, polled.deltas)
         except Exception as cause:
             self._fail(cause)
 
@@ -142,24 +144,38 @@ class Link:
         return taken
 
     def _do(self, connection: Connection, verb: _Verb, values: list[Any]) -> None:
-        if verb is _Verb.SUBMIT:
-            self._submit(connection, values)
-        elif verb is _Verb.CANCEL:
-            connection.cancel(values)
-        else:
-            for salt in values:
-                connection.purge(salt)
+        try:
+            if verb is _Verb.SUBMIT:
+                self._submit(connection, values)
+            elif verb is _Verb.CANCEL:
+                connection.cancel(values)
+            else:
+                for salt in values:
+                    connection.purge(salt)
+        except ReplicaLost:
+            raise
+        except Exception:
+            log.exception("%s could not be told to %s %s", self.name, verb.name.lower(), values)
 
     def _submit(self, connection: Connection, requests: Sequence[Request]) -> None:
-        """One that is refused must not take the others with it."""
+        """One that is refused, or breaks what is to prepare it, must take neither the others nor the replica with it."""
         try:
             connection.submit(requests)
-        except InputError as error:
+        except ReplicaLost:
+            raise
+        except Exception as error:
             if len(requests) == 1:
-                self._hears.link_refused(self, requests[0], error)
+                self._say(self._hears.link_refused, self, requests[0], error)
                 return
             for request in requests:
                 self._submit(connection, [request])
+
+    def _say(self, tell: Callable[P, None], *arguments: P.args, **options: P.kwargs) -> None:
+        """What goes wrong where it is heard is no fault of the replica."""
+        try:
+            tell(*arguments, **options)
+        except Exception:
+            log.exception("what %s said was not understood", self.name)
 
     def _fail(self, cause: Exception) -> None:
         """Once: say that the link is down, and have a replica that is lost replaced."""
@@ -171,7 +187,7 @@ class Link:
             self._connection.close()
         forgotten = isinstance(cause, _Forgotten)
         log.warning("%s (epoch %d) is lost: %s", self.name, self.epoch, cause, exc_info=not _is_expected(cause))
-        self._hears.link_down(self, str(cause), forgotten=forgotten)
+        self._say(self._hears.link_down, self, str(cause), forgotten=forgotten)
         self._outbox.put((_Verb.STOP, None))
         if not forgotten:
             self._report(self.name, self.epoch, str(cause))

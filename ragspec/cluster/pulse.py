@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable
@@ -10,6 +11,8 @@ from ragspec.engine.engine import Engine
 from ragspec.errors import EngineClosed
 
 _PULSE_S = 0.25
+
+log = logging.getLogger(__name__)
 
 
 class Pulse:
@@ -38,4 +41,7 @@ class Pulse:
                 self._ended(self._engine.lost or str(cause))
                 return
             self._asked_s = 0.0
-            self._each()
+            try:
+                self._each()
+            except Exception:
+                log.exception("a host's housekeeping failed")

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections import OrderedDict
 
-from ragspec.cluster.streams import Ticket
+from ragspec.cluster.streams import Ticket, put_together
 
 _ENTRY_TOKENS = 16
 """What an entry costs beside its tokens."""
+
+_TOKEN_CHARS = 5
+"""Of a request as it is written out."""
 
 
 class Remembered:
@@ -23,6 +26,7 @@ class Remembered:
 
     def add(self, ticket: Ticket, now: float) -> None:
         self.drop(ticket.request.id)
+        ticket.told = put_together(ticket.told)
         self._tickets[ticket.request.id] = now, ticket
         self._num_tokens += _size(ticket)
         self.expire(now)
@@ -50,7 +54,6 @@ class Remembered:
 
 
 def _size(ticket: Ticket) -> int:
-    """The prompt and the sources are kept with it, and every alternative of a log-probability."""
+    """The request is kept with it, and every alternative of a log-probability."""
     num_told = sum(len(delta.token_ids) * (1 + (ticket.request.params.logprobs or 0)) for delta in ticket.told)
-    num_given = len(ticket.request.prompt_ids) + sum(len(source.text) // 4 for source in ticket.request.sources)
-    return _ENTRY_TOKENS + num_given + num_told
+    return _ENTRY_TOKENS + ticket.num_chars // _TOKEN_CHARS + num_told

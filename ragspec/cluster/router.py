@@ -7,7 +7,8 @@ another one with the same numerics, under the same key: same tokens, same text, 
     ...     router.generate([Request("a", prompt_ids, SamplingParams(max_tokens=20))])[0].text
 
 Threads: two follow the directory's table, one a replica holds its poll, one a replica sends, and one tells the listeners, which
-may therefore be slow, raise, submit and cancel. All share the `Board` under one lock that nobody holds while waiting.
+may therefore raise, submit and cancel; a slow one holds up the others' news, but no replica. All share the `Board` under one
+lock that nobody holds while waiting.
 """
 
 from __future__ import annotations
@@ -30,12 +31,11 @@ from ragspec.cluster.watching import Watch
 from ragspec.core import Delta, Request
 from ragspec.engine.admission import Bounds
 from ragspec.engine.client import EngineClient
-from ragspec.errors import EngineClosed, InputError, ReplicaLost
+from ragspec.errors import EngineClosed, ReplicaLost
 
 log = logging.getLogger(__name__)
 
 _TICK_S = 0.25
-_WATCH_S = 2.0
 _FLUSH_S = 2.0
 _MAX_PURGED = 10_000
 
@@ -45,7 +45,8 @@ _Told = tuple[Ticket, Ear, Delta]
 
 class Router(EngineClient):
     """Use from any thread. A request is known by its id: submitted again with the same content, running or finished lately, it is
-    told from its beginning and not run again."""
+    told from its beginning and not run again. All tenants share the ids: who passes on those of
+    clients puts the tenant in front."""
 
     def __init__(self, directory: Directory, connect: Connect, config: RoutingConfig | None = None) -> None:
         """Waits for all live replicas, of which there must be one. Raises: ReplicaLost if there is none for `start_timeout_s`."""
@@ -148,7 +149,7 @@ class Router(EngineClient):
                 self._board.hear(link, deltas)
                 self._changed.notify_all()
 
-    def link_refused(self, link: Link, request: Request, error: InputError) -> None:
+    def link_refused(self, link: Link, request: Request, error: Exception) -> None:
         with self._changed:
             self._board.refuse(link, request.id, error)
 
@@ -165,11 +166,14 @@ class Router(EngineClient):
     # -- threads of its own ------------------------------------------------------------------------------------------
 
     def _follow(self) -> None:
-        """Why also when nothing has changed: a replica is shunned for some time only."""
+        """Why also when nothing has changed: a replica is shunned, and a request waits, for some time only."""
         table = self._watch.table
         while not self._closed:
             self._link_to(table)
-            table = self._watch.wait(table.version, _WATCH_S)
+            with self._changed:
+                self._board.expire()
+                self._changed.notify_all()
+            table = self._watch.wait(table.version, _TICK_S)
 
     def _link_to(self, table: Table) -> None:
         """Links to what is live now, and to nothing else."""
@@ -177,8 +181,8 @@ class Router(EngineClient):
         with self._changed:
             for key in self._links.keys() - live.keys():
                 link = self._links.pop(key)
-                link.close()
                 self._board.link_down(link)
+                link.close()
             now = time.monotonic()
             self._shunned = {key: until for key, until in self._shunned.items() if key in live}
             for key in live.keys() - self._links.keys():
@@ -194,21 +198,9 @@ class Router(EngineClient):
         link.start()
 
     def _tell_all(self) -> None:
-        """Listeners hear in this thread, so each hears one thing at a time; beside that, what waits too long is ended here."""
-        expired_s = 0.0
-        while True:
-            try:
-                told = self._told.get(timeout=_TICK_S)
-                if told is None:
-                    return
-                self._tell(*told)
-            except queue.Empty:
-                pass
-            if time.monotonic() - expired_s >= _TICK_S:
-                expired_s = time.monotonic()
-                with self._changed:
-                    self._board.expire()
-                    self._changed.notify_all()
+        """All listeners hear in this thread, so each hears one thing at a time."""
+        while (told := self._told.get()) is not None:
+            self._tell(*told)
 
     def _tell(self, ticket: Ticket, ear: Ear, delta: Delta) -> None:
         """One that raises hears nothing more."""

@@ -12,7 +12,7 @@ or connections.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -150,23 +150,49 @@ class Ticket:
     streams: dict[int, Stream]
     told: list[Delta] = field(default_factory=list)
     may_be_remembered: bool = True
+    num_chars: int = 0
 
     @classmethod
     def of(cls, request: Request, listener: Listener, now: float) -> Ticket:
         """A seed that was not given is drawn here: every part is written with the same."""
-        digest = digest_of(request)
+        content = _content(request)
         if request.params.seed is None:
             request = replace(request, params=replace(request.params, seed=random_seed()))
-        return cls(request, digest, [Ear(listener)], {c: Stream(request, c, now) for c in request.choices})
+        streams = {choice: Stream(request, choice, now) for choice in request.choices}
+        return cls(request, _digest(content), [Ear(listener)], streams, num_chars=len(content))
 
     @property
     def ended(self) -> bool:
         return all(stream.ended for stream in self.streams.values())
 
 
+def put_together(deltas: Iterable[Delta]) -> list[Delta]:
+    """One for each choice, in place of one for each step."""
+    parts: dict[int, list[Delta]] = {}
+    for delta in deltas:
+        parts.setdefault(delta.choice, []).append(delta)
+    return [
+        replace(
+            told[-1],
+            token_ids=tuple(token for delta in told for token in delta.token_ids),
+            text="".join(delta.text for delta in told),
+            logprobs=tuple(logprob for delta in told for logprob in delta.logprobs),
+        )
+        for told in parts.values()
+    ]
+
+
 def digest_of(request: Request) -> bytes:
     """Equal for requests that ask for the same, whatever their id. The seed counts as it was given."""
+    return _digest(_content(request))
+
+
+def _content(request: Request) -> bytes:
     params = request.params
     params = replace(params, logit_bias=dict(sorted(params.logit_bias.items())))
     content = (request.prompt_ids, params, request.sources, request.salt, request.speculation, request.segment)
-    return hashlib.sha256(repr(content).encode("utf-8", "surrogatepass")).digest()
+    return repr(content).encode("utf-8", "surrogatepass")
+
+
+def _digest(content: bytes) -> bytes:
+    return hashlib.sha256(content).digest()

@@ -14,7 +14,7 @@ from local_replicas import SETTINGS, Heard, LocalDirectory, Losing, connect, rep
 
 from ragspec.cluster.router import Router
 from ragspec.cluster.routing import RoutingConfig
-from ragspec.core import Completion, Delta, FinishReason, Request, SamplingParams
+from ragspec.core import Completion, CopySource, Delta, FinishReason, Request, SamplingParams, SourceKind
 from ragspec.engine.collect import join
 from ragspec.engine.engine import Engine
 from ragspec.engine.target import Target
@@ -151,6 +151,38 @@ def test_a_slow_listener_does_not_look_like_a_dead_replica(directory: LocalDirec
     assert not directory.reports
 
 
+def test_a_request_that_breaks_what_prepares_it_costs_only_itself(directory: LocalDirectory) -> None:
+    """A TypeError over one request was booked on its replica, and on the next that it was sent to: six died for it."""
+
+    def prepare(request: Request) -> None:
+        if request.salt == "poison":
+            raise TypeError("a bug")
+
+    for engine in engines(directory):
+        engine._planner.prepare = prepare  # type: ignore[method-assign, assignment]
+    requests = [ask("a"), ask("bad", salt="poison"), ask("b")]
+    heard = Heard(num_choices=3)
+    with Router(directory, connect, SETTINGS) as router:
+        router.submit_all(requests, heard)
+        last = {delta.request_id: delta for delta in heard.wait() if delta.finish_reason}
+    assert (last["bad"].finish_reason, last["bad"].error) == (FinishReason.ERROR, "a bug")
+    assert last["a"].finish_reason is last["b"].finish_reason is FinishReason.LENGTH
+    assert not directory.reports
+
+
+def test_what_cannot_be_remembered_or_placed_costs_no_replica(directory: LocalDirectory) -> None:
+    """A source without a text made the router's own counting raise in a replica's thread, which killed the replica; an affinity
+    that is no text left a request behind that never ends."""
+    odd = ask("odd", sources=(CopySource(SourceKind.INPUT, None),))  # type: ignore[arg-type]
+    with Router(directory, connect, settings(remembered_tokens=10_000)) as router:
+        assert router.generate([odd])
+        with pytest.raises(InputError, match="must be strings"):
+            router.submit(ask("a", affinity=5), Heard())  # type: ignore[arg-type]
+        assert router._board.idle
+        assert router.generate([ask("a")])
+    assert not directory.reports
+
+
 # The same id again
 
 
@@ -168,7 +200,7 @@ def test_an_id_asked_for_again_is_told_the_same(directory: LocalDirectory) -> No
             directory.lose(name)  # nobody can generate it again
         for late in heard[2:]:
             router.submit(request, late)
-        assert all(each.wait() == heard[0].deltas for each in heard)
+        assert all(join(each.wait()) == join(heard[0].deltas) for each in heard)
 
 
 def test_an_id_of_another_request_is_refused(directory: LocalDirectory) -> None:
@@ -192,11 +224,11 @@ def test_an_id_of_another_request_is_refused(directory: LocalDirectory) -> None:
 
 def test_what_is_remembered_is_bounded_and_purged(directory: LocalDirectory) -> None:
     """Finished answers were kept for ever, outlived their tenant's purge, or failed ones were told again."""
-    with Router(directory, connect, settings(remembered_tokens=100)) as router:
+    with Router(directory, connect, settings(remembered_tokens=600)) as router:
         for number in range(20):
             router.generate([ask(f"r{number}")])
         kept = router._board._remembered
-        assert 0 < len(kept) <= 4
+        assert 0 < len(kept) < 10
         for salt in ("x", "y"):
             router.generate([ask(f"of {salt}", salt=salt)])
         running = Heard()
