@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import ray
 
 from ragspec.cluster.calls import Patience, ask
@@ -157,7 +158,8 @@ class ShardActor(Alive):
     def search(self, placement: Placement, method: str, *arguments: Any) -> Any:
         """What a `Shard` of these segments answers. Raises: StoreError, ConfigError."""
         shard = self._opened.get(placement).shard(placement.segments)
-        found = getattr(shard, method)(*arguments)
+        own = (np.array(each) if isinstance(each, np.ndarray) else each for each in arguments)  # Ray's are read-only
+        found = getattr(shard, method)(*own)
         time.sleep(self._service_s)
         return found
 

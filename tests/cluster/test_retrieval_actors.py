@@ -123,12 +123,13 @@ def test_without_a_fitting_encoder_there_is_one_clear_error(session: None) -> No
     own = OwnActors("encoder", EncoderActor, (EncoderConfig(), letters), 1)
     with contextlib.closing(own):
         directory = Shown(own, 1, replaces=False)
-        with contextlib.closing(RemoteEncoder(directory, PATIENCE._replace(timeout_s=5.0))) as there:
+        with contextlib.closing(RemoteEncoder(directory, PATIENCE)) as there:
             meant = there._described
             there._described = meant._replace(identity=EncoderIdentity("another", "e" * 64, 16))
             with pytest.raises(EncoderMismatch, match=r"not EncoderIdentity.*another"):
                 there.encode(TEXTS)
             there._described = meant
+            there._patience = PATIENCE._replace(timeout_s=3.0)
             die(live(own, 1)[0])
             with pytest.raises(RetrievalError, match="an encoder is lost"):
                 there.encode(TEXTS)
