@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import ray
@@ -20,7 +21,7 @@ from ragspec.cluster.keepers import Timing
 from ragspec.cluster.shell import Role
 from ragspec.cluster.spares import Warmth
 from ragspec.cluster.supervisor import Plan, start_supervisor
-from ragspec.errors import ModelError
+from ragspec.errors import ModelError, ReplicaLost
 
 BOUND_S = 120.0
 Found = TypeVar("Found")
@@ -46,8 +47,19 @@ class Unloadable:
 
 
 class Leader(Echo):
+    """Polled as a host is."""
+
     def __init__(self, word: str, rank: Rank) -> None:
         super().__init__(f"{word} {rank.rank} of {rank.size}")
+        self._broken = False
+
+    def break_down(self) -> None:
+        self._broken = True
+
+    def poll(self, client: str, wait_s: float) -> Any:
+        if self._broken:
+            raise ReplicaLost("the group is broken")
+        return SimpleNamespace(busy_s=0.0)
 
 
 class Follower:

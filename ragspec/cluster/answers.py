@@ -29,12 +29,21 @@ def told(error: RayError, what: str) -> RagspecError:
     cause = getattr(error, "cause", None)
     if isinstance(cause, RagspecError):
         return cause
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    lines = _lines(error)
     if isinstance(error, RayTaskError):
         return EngineError(f"{what} failed: {lines[-1]}")
     if isinstance(error, ObjectStoreFullError | OutOfDiskError):
         return EngineError(f"{what}: Ray's object store is full: {lines[0]}")
     return EngineError(f"{what} is lost: {lines[-1].partition('. ')[0]}")
+
+
+def one_line(error: BaseException) -> str:
+    """Its last line, where Ray puts what really happened; its kind if it says nothing."""
+    return _lines(error)[-1]
+
+
+def _lines(error: BaseException) -> list[str]:
+    return [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
 
 
 @contextlib.contextmanager

@@ -29,7 +29,7 @@ class Member(NamedTuple):
 
 
 class Table(NamedTuple):
-    """All members in the order of their names' first appearance."""
+    """All members, always in the same order."""
 
     version: int
     members: tuple[Member, ...]

@@ -6,6 +6,7 @@ spare if the node has one. Used by one thread, that of its member; blocks.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -20,7 +21,8 @@ from ragspec.cluster.keepers import Keepers, Timing
 from ragspec.cluster.ledger import NAMESPACE, Entry, Ledger
 from ragspec.cluster.processes import STOPPED
 from ragspec.cluster.shell import Place, Role, shell_class
-from ragspec.cluster.spares import Spare, Spares
+from ragspec.cluster.spares import Spares
+from ragspec.cluster.teardown import remove_placement_groups
 from ragspec.errors import EngineError, RagspecError
 
 _RESERVE_TIMEOUT_S = 15.0
@@ -28,8 +30,7 @@ _STARTING_PATIENCE = 8.0
 """A process that imports or loads may hold Python's lock for this many times as long as one that serves."""
 
 _LOOKS_STOPPED = 2
-_USUAL_CROWD = 4.0
-_MOST_SLOWNESS = 5.0
+_LONGEST_STEP_S = 30.0
 _LOOPBACK = "127.0.0.1"
 
 
@@ -68,7 +69,8 @@ class Tools(NamedTuple):
     spares: Spares
     ledger: Ledger
     used: Callable[[str], dict[str, float]]
-    """How many members of a kind each node has, by its id."""
+    """How many members of a kind each node has, by its id; those that are being started count."""
+    choosing: threading.Lock
 
 
 class Group:
@@ -94,12 +96,16 @@ class Group:
         self.epoch, self.places, self._names = entry.epoch, list(entry.places), list(entry.actors)
         self._reserved = _placement_group(entry.group)
         self.node = self.places[0].node if self.places else ""
+        for name in entry.actors:
+            with whatever_happens():
+                self.actors.append(ray.get_actor(name, namespace=NAMESPACE))
         with whatever_happens():
-            self.actors = [ray.get_actor(name, namespace=NAMESPACE) for name in entry.actors]
-            if entry.live and self.actors and len(self.places) == len(self.actors) and not self.unwell():
+            if entry.live and len(self.places) == len(self.actors) == self.wanted.num_ranks and not self.unfit():
                 (self.facts,) = answers([self.actors[0].facts.remote()], self._tools.timing.hang_s, self.wanted.name)
                 return True
         self.end()
+        remove_placement_groups(f"{self._tools.deployment}/{self.wanted.name}@")
+        self._reserved = None
         return False
 
     def start(self) -> None:
@@ -108,15 +114,27 @@ class Group:
         self._num_stopped = 0
         self._runs = []
         try:
+            self._write(live=False)
             self._reserve()
-            self._write(live=False)
             self._find_processes()
-            self._write(live=False)
             self._load(time.monotonic() + self._tools.timing.start_timeout_s)
             self._write(live=True)
         except BaseException:
             self.end()
             raise
+
+    def unfit(self) -> str:
+        """As `unwell`, and whether what runs in the process is dead or hangs; empty if it serves."""
+        if why := self.unwell():
+            return why
+        timing = self._tools.timing
+        try:
+            (busy_s,) = answers(
+                [self.actors[0].busy_s.remote()], timing.hang_s * self._tools.keepers.slowness(self.node), "it"
+            )
+        except RagspecError as error:
+            return str(error)
+        return f"a step lasts for {busy_s:.0f} s" if busy_s > _LONGEST_STEP_S else ""
 
     def unwell(self, patience: float = 1.0) -> str:
         """Why it cannot be relied on, after one heartbeat; empty if all is well."""
@@ -135,7 +153,7 @@ class Group:
             self._num_stopped = self._num_stopped + 1 if stopped else 0
             if self._num_stopped >= _LOOKS_STOPPED:
                 return "a process of it is stopped"
-            patient_s = timing.hang_s * patience * (_slowness(look.crowd) if look else 1.0)
+            patient_s = timing.hang_s * patience * self._tools.keepers.slowness(self.node)
             if time.monotonic() - begin > patient_s:
                 return f"did not answer for {patient_s:.1f} s"
 
@@ -156,7 +174,10 @@ class Group:
             remove_placement_group(self._reserved)
             self._reserved = None
         ranks = wanted.num_ranks
-        target = tools.keepers.choose(wanted.cpus * ranks, wanted.gpus * ranks, tools.used(wanted.kind))
+        with tools.choosing:  # Why: groups that choose at the same time would all see the same node empty
+            self.node = ""
+            target = tools.keepers.choose(wanted.cpus * ranks, wanted.gpus * ranks, tools.used(wanted.kind))
+            self.node = target
         bundle = {"CPU": wanted.cpus, **({"GPU": wanted.gpus} if wanted.gpus else {})}
         name = f"{NAMESPACE}/{tools.deployment}/{wanted.name}@{self.epoch}"
         found = placement_group(
@@ -170,18 +191,21 @@ class Group:
         self._reserved, self.node = found, node
 
     def _find_processes(self) -> None:
-        spares: list[Spare] = []
-        for rank in range(self.wanted.num_ranks):
-            spare = None if self.wanted.gpus else self._tools.spares.take(self.node)
-            name = spare.name if spare else f"{self._tools.deployment}/{self.wanted.name}.{rank}@{self.epoch}"
-            self.actors.append(spare.actor if spare else self._new_process(name, rank))
-            self._names.append(name)
-            spares += [spare] if spare else []
+        """Why names are written first: a supervisor that dies here must find what it started."""
+        tools, count = self._tools, self.wanted.num_ranks
+        spares = [None if self.wanted.gpus else tools.spares.take(self.node) for _ in range(count)]
+        own = [f"{tools.deployment}/{self.wanted.name}.{rank}@{self.epoch}" for rank in range(count)]
+        self._names = [spare.name if spare else name for spare, name in zip(spares, own, strict=True)]
+        self._write(live=False)
+        self.places = [spare.place for spare in spares if spare]
+        for rank, spare in enumerate(spares):
+            self.actors.append(spare.actor if spare else self._new_process(own[rank], rank))
+        pings = [actor.ping.remote() for actor in self.actors]
+        self.places = answers(pings, tools.timing.start_timeout_s, f"a new process for {self.wanted.name}")
         self._write(live=False)
         for spare in spares:
-            self._tools.spares.forget(spare)
-        pings = [actor.ping.remote() for actor in self.actors]
-        self.places = answers(pings, self._tools.timing.start_timeout_s, f"a new process for {self.wanted.name}")
+            if spare:
+                tools.spares.forget(spare)
 
     def _new_process(self, name: str, rank: int) -> Any:
         assert self._reserved is not None
@@ -224,12 +248,6 @@ class Group:
         group = self._reserved.id.hex() if self._reserved else ""
         entry = Entry(self.epoch, tuple(self._names), tuple(self.places), group, live)
         self._tools.ledger.write(self.wanted.name, entry)
-
-
-def _slowness(crowd: float) -> float:
-    """How much later an answer may come. Why: where many processes share a processor, a healthy one answers late, and to end
-    and load it again makes the others later still."""
-    return min(max(crowd / _USUAL_CROWD, 1.0), _MOST_SLOWNESS)
 
 
 def _failure(calls: list[Any], otherwise: str = "") -> str:

@@ -22,6 +22,7 @@ import ray
 from ragspec.cluster.processes import STOPPED, Process, kill_all
 from ragspec.cluster.shell import Place
 
+_USUAL_CROWD, _MOST_SLOWNESS = 4.0, 5.0
 _LOOKS_STOPPED = 2
 """A process that is stopped this many times in a row hangs; once may be a debugger or a checkpoint passing by."""
 
@@ -53,6 +54,10 @@ class Look(NamedTuple):
     crowd: float
 
 
+def slowness(crowd: float) -> float:
+    return min(max(crowd / _USUAL_CROWD, 1.0), _MOST_SLOWNESS)
+
+
 class NodeKeeper:
     """Safe to call from several threads."""
 
@@ -63,7 +68,7 @@ class NodeKeeper:
         return Place(Process.of(os.getpid()), ray.get_runtime_context().get_node_id())
 
     def look(self, processes: Sequence[Process]) -> Look:
-        return Look([process.state() for process in processes], os.getloadavg()[0] / (os.cpu_count() or 1))
+        return Look([process.state() for process in processes], _crowd())
 
     def kill(self, processes: Sequence[Process]) -> list[Process]:
         """SIGKILL; those that are still there after 5 s."""
@@ -99,7 +104,7 @@ class NodeKeeper:
             if ray.wait([call], timeout=heartbeat_s)[0]:
                 call, answered = None, time.monotonic()
                 time.sleep(heartbeat_s)
-            if num_stopped >= _LOOKS_STOPPED or time.monotonic() - answered > hang_s:
+            if num_stopped >= _LOOKS_STOPPED or time.monotonic() - answered > hang_s * slowness(_crowd()):
                 process.kill()
 
 
@@ -107,6 +112,10 @@ def keeper_class() -> Any:
     """The actor class of a `NodeKeeper`, whose node and name are still to be told by `options`."""
     fixed: dict[str, Any] = {"num_cpus": 0, "max_concurrency": 8, "max_restarts": 0}
     return ray.remote(**fixed)(NodeKeeper)
+
+
+def _crowd() -> float:
+    return os.getloadavg()[0] / (os.cpu_count() or 1)
 
 
 def _code() -> str:

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from ragspec.cluster.answers import answers, whatever_happens
-from ragspec.cluster.keeper import Look, keeper_class
+from ragspec.cluster.answers import answers, one_line, whatever_happens
+from ragspec.cluster.keeper import Look, keeper_class, slowness
 from ragspec.cluster.ledger import NAMESPACE, Entry, Ledger
 from ragspec.cluster.processes import Process
 from ragspec.cluster.shell import Place
@@ -113,6 +113,10 @@ class Keepers:
             return None
         return found  # type: ignore[no-any-return]
 
+    def slowness(self, node: str) -> float:
+        found = self._nodes.get(node)
+        return found.slowness if found else 1.0
+
     def kill(self, places: Iterable[Place]) -> None:
         """SIGKILL, and wait for the end; on a node that does not answer, as soon as it does."""
         by_node: dict[str, list[Process]] = {}
@@ -148,6 +152,7 @@ class _Node:
         self._deployment, self._timing = deployment, timing
         self._ledger = Ledger(deployment)
         self._late: list[Process] = []
+        self._crowd = 0.0
         self._stopped = threading.Event()
         threading.Thread(target=self._run, daemon=True).start()
 
@@ -157,10 +162,9 @@ class _Node:
 
     def kill(self, processes: Sequence[Process]) -> list[Any]:
         """The call that does it, if the keeper answers."""
-        if not self.answering:
-            self._late.extend(processes)
-            return []
-        return [self.keeper.kill.remote(list(processes))]
+        self._late.extend(processes)  # Why all: an answer that never comes must not end the memory of them
+        keeper = self.keeper
+        return [keeper.kill.remote(list(processes))] if self.answering and keeper is not None else []
 
     def _run(self) -> None:
         while not self._stopped.is_set():
@@ -168,7 +172,7 @@ class _Node:
                 self._round()
                 self.answering, self.error = True, ""
             except Exception as error:  # Why all: whatever it is, the node is asked again
-                self.answering, self.error = False, str(error).strip().splitlines()[-1]
+                self.answering, self.error = False, one_line(error)
                 log.warning("node %s: %s", self.name[:8], self.error)
             self.asked.set()
             self._stopped.wait(self._timing.heartbeat_s)
@@ -177,13 +181,20 @@ class _Node:
         if self.keeper is None:
             self.keeper = self._adopted() or self._started()
         try:
-            answers([self.keeper.ping.remote()], self._timing.hang_s, "the keeper")
+            (look,) = answers([self.keeper.look.remote([])], self._timing.hang_s * self.slowness, "the keeper")
         except EngineError:
             self.answering, self.keeper = False, None
             raise
-        late, self._late = self._late, []
-        if late:
-            self.keeper.kill.remote(late)
+        self._crowd = look.crowd
+        if late := list(self._late):
+            (left,) = answers([self.keeper.kill.remote(late)], _KILL_TIMEOUT_S, "the keeper")
+            self._late = [process for process in self._late if process not in late or process in left]
+
+    @property
+    def slowness(self) -> float:
+        """How much later an answer may come. Why: where many processes share a processor, a healthy one answers late, and to end
+        and load it again makes the others later still."""
+        return slowness(self._crowd)
 
     @property
     def _entry(self) -> str:

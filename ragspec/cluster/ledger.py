@@ -27,7 +27,8 @@ class Entry:
     """One member, keeper or spare: what there is of it, or is about to be.
 
     `actors` are names; rank 0 comes first. `places` are in the order of the actors, and empty until they are known. `group` is
-    the id of its placement group. `live`: its object is loaded.
+    the id of its placement group. `live`: its object is loaded. `identity`: of the supervisor's entry, which deployment of that
+    name it is.
     """
 
     epoch: int
@@ -35,6 +36,7 @@ class Entry:
     places: tuple[Place, ...] = ()
     group: str = ""
     live: bool = False
+    identity: str = ""
 
 
 class Ledger:

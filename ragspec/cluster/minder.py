@@ -47,7 +47,6 @@ class Minder:
         self._condemned = (0, "")  # epoch, why
         self._state: State = "starting"
         self.error: Exception | None = None
-        self._publish("starting")
 
     @property
     def name(self) -> str:
@@ -69,7 +68,7 @@ class Minder:
         threading.Thread(target=self._run, args=(heartbeat_s,), daemon=True).start()
 
     def condemn(self, epoch: int, why: str) -> None:
-        """End it at the next heartbeat, if it still is of that epoch."""
+        """Look into it at the next heartbeat, if it still is of that epoch."""
         self._condemned = (epoch, why)
 
     def status(self) -> MemberStatus:
@@ -93,31 +92,36 @@ class Minder:
         )
 
     def _run(self, heartbeat_s: float) -> None:
-        num_failed, adopted = 0, self._group.adopt()
+        num_failed, is_first = 0, True
         while True:
             begin = time.monotonic()
             try:
-                if not adopted:
+                if not (is_first and self._group.adopt()):
                     self._publish("starting")
                     self._group.start()
-                begin, adopted = time.monotonic(), False
+                is_first, begin = False, time.monotonic()
                 self._publish("live")
-                why: Exception = EngineError(self._watch(heartbeat_s))
+                self.error = EngineError(self._watch(heartbeat_s))
             except Exception as error:  # Why all: whatever it was, it is started again
-                why = error
-            self.error = why
-            log.warning("%s: %s", self.name, why)
+                is_first, self.error = False, error
+            log.warning("%s: %s", self.name, self.error)
             self._publish("lost")
-            self._group.end()
             num_failed = 0 if time.monotonic() - begin > _LONG_LIFE_S else num_failed + 1
+            self._end()
             time.sleep(_PAUSES_S[min(num_failed, len(_PAUSES_S)) - 1] if num_failed else 0.0)
 
+    def _end(self) -> None:
+        try:
+            self._group.end()
+        except Exception as error:  # Why all: the thread must live, and the next start ends what is left by name
+            log.warning("%s could not be ended: %s", self.name, error)
+
     def _watch(self, heartbeat_s: float) -> str:
-        """Returns when something is wrong: what."""
+        """Returns when something is wrong: what. A report is looked into: who reports may be the one that is slow."""
         while True:
-            epoch, reported = self._condemned
-            if epoch == self._group.epoch:
-                return reported or "reported as dead or hung"
+            (epoch, reported), self._condemned = self._condemned, (0, "")
+            if epoch == self._group.epoch and (why := self._group.unfit()):
+                return f"{why}; reported: {reported}"
             if why := self._group.unwell():
                 return why
             time.sleep(heartbeat_s)

@@ -28,6 +28,7 @@ from ragspec.errors import EngineError
 _CALLS_AT_ONCE = 64
 """Each client of an engine holds one poll, and asks for other things beside it."""
 
+_PROBE = "supervisor"
 _READ_BYTES = 1 << 24
 _ENVIRONMENT = {"OMP_WAIT_POLICY": "PASSIVE"}
 """Why: threads of several processes share the cores, and would spin while others compute (measured: 2 ms became 9)."""
@@ -87,6 +88,11 @@ class Shell:
     def facts(self) -> Any:
         """What the object says of itself now."""
         return self._said()
+
+    @ray.method(concurrency_group="heartbeat")
+    def busy_s(self) -> float:
+        """How long its step lasts by now, of an engine. Raises: ReplicaLost when it is dead inside a living process."""
+        return float(self._object.poll(_PROBE, 0.0).busy_s) if hasattr(self._object, "poll") else 0.0
 
     def call(self, method: str, *arguments: Any) -> Any:
         if self._object is None:

@@ -71,12 +71,13 @@ class Spares:
         self._ledger.remove(_entry_of(spare.name))
 
     def _run(self) -> None:
-        for name, entry in self._ledger.entries().items():
-            if name.startswith("spare-"):
-                self._adopt(entry)
+        adopted = False
         while True:
             time.sleep(self._timing.heartbeat_s)
             try:
+                if not adopted:
+                    self._adopt_all()
+                adopted = True
                 self._round()
             except Exception as error:  # Why all: a spare is tried again, whatever it was
                 log.warning("a spare process: %s", error)
@@ -112,6 +113,12 @@ class Spares:
             ray.kill(actor)
             raise
         return Spare(name, actor, place)
+
+    def _adopt_all(self) -> None:
+        there = {spare.name for spare in self._warm}
+        for name, entry in self._ledger.entries().items():
+            if name.startswith("spare-") and not there & set(entry.actors):
+                self._adopt(entry)
 
     def _adopt(self, entry: Entry) -> None:
         """One of an earlier supervisor's; those that do not answer are ended."""

@@ -6,9 +6,11 @@ States of a member: starting -> live -> lost -> starting with the next epoch. On
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 import time
+import uuid
 from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
@@ -27,10 +29,13 @@ from ragspec.cluster.minder import MemberStatus, Minder
 from ragspec.cluster.processes import Process
 from ragspec.cluster.shell import Place
 from ragspec.cluster.spares import Spares, Warmth
-from ragspec.cluster.teardown import bury
+from ragspec.cluster.teardown import bury, sweep
 from ragspec.cluster.topology import Note
 from ragspec.errors import ConfigError, EngineError, ModelError, StoreError
 
+log = logging.getLogger(__name__)
+
+_LOOK_S = 0.1
 _WATCHERS = 64
 _CALLS_AT_ONCE = 16
 
@@ -38,7 +43,7 @@ _CALLS_AT_ONCE = 16
 class Plan(NamedTuple):
     """All that a supervisor has to know. `paths` must be there on every node: path -> what it is.
 
-    Without a note it stays until it is taken down.
+    Without a note it stays until it is taken down. `identity` tells it from an earlier one of that name.
     """
 
     deployment: str
@@ -47,6 +52,7 @@ class Plan(NamedTuple):
     warmth: Warmth = Warmth()
     paths: tuple[tuple[str, str], ...] = ()
     note: Note | None = None
+    identity: str = ""
 
 
 class Supervisor:
@@ -54,17 +60,16 @@ class Supervisor:
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
-        self._members = Members()
+        self._members = Members(wanted.name for wanted in plan.members)
         self._ledger = Ledger(plan.deployment)
         self._keepers = Keepers(plan.deployment, plan.timing)
         self._minders: tuple[Minder, ...] = ()
         self._spares: Spares | None = None
-        had_begun = self._ledger.read(SUPERVISOR)
-        me = Place(Process.of(os.getpid()), ray.get_runtime_context().get_node_id())
-        self._ledger.write(SUPERVISOR, Entry(1, places=(me,), live=bool(had_begun and had_begun.live)))
-        self._me = me
-        if had_begun and had_begun.live:
-            threading.Thread(target=self._mind, daemon=True).start()
+        self._me = Place(Process.of(os.getpid()), ray.get_runtime_context().get_node_id())
+        entry = self._ledger.read(SUPERVISOR)
+        if entry is not None and entry.identity == plan.identity:  # else it is that of an earlier deployment
+            self._write()
+            threading.Thread(target=self._go_on, daemon=True).start()
 
     @ray.method(concurrency_group="heartbeat")
     def ping(self) -> Place:
@@ -76,11 +81,12 @@ class Supervisor:
 
     def begin(self, versions: Versions) -> None:
         """Check every node, then start everything; does not wait for that. Raises: EngineError, ConfigError."""
+        sweep(self._plan.deployment, self._me)  # what a `down` that died has left
         self._keepers.refresh()
         self._keepers.wait()
         self._check_nodes(versions)
-        self._ledger.write(SUPERVISOR, Entry(1, places=(self._me,), live=True))
-        self._mind(wait=False)
+        self._write()
+        self._mind()
 
     def ready(self, timeout_s: float) -> bool:
         """Whether every member is live, after at most so many seconds. Raises: what cannot be mended by another start."""
@@ -89,12 +95,11 @@ class Supervisor:
             for minder in self._minders:
                 if isinstance(minder.error, ConfigError | ModelError | StoreError):
                     raise minder.error
-            table = self._members.table()
-            if len(table.members) == len(self._plan.members) and all(m.state == "live" for m in table.members):
+            if self._is_calm():
                 return True
-            if (left_s := deadline - time.monotonic()) <= 0:
+            if time.monotonic() >= deadline:
                 return False
-            self._members.table(table.version, min(left_s, 1.0))
+            time.sleep(_LOOK_S)
 
     def report(self, name: str, epoch: int, why: str) -> None:
         for minder in self._minders:
@@ -119,13 +124,25 @@ class Supervisor:
             if missing:
                 raise ConfigError(f"node {address_of(node)} has no {what[missing[0]]} {missing[0]}")
 
-    def _mind(self, *, wait: bool = True) -> None:
-        plan = self._plan
-        if wait:
+    def _write(self) -> None:
+        self._ledger.write(SUPERVISOR, Entry(1, places=(self._me,), live=True, identity=self._plan.identity))
+
+    def _go_on(self) -> None:
+        """What `begin` does, of a supervisor that was started again. If it cannot, the process ends and another tries."""
+        try:
             self._keepers.refresh()
-            time.sleep(2 * plan.timing.heartbeat_s)
+            time.sleep(2 * self._plan.timing.heartbeat_s)
+            self._mind()
+        except Exception:
+            log.exception("the supervisor cannot go on")
+            os._exit(1)
+
+    def _mind(self) -> None:
+        plan = self._plan
         self._spares = Spares(plan.deployment, plan.warmth, self._keepers, plan.timing, self._is_calm)
-        tools = Tools(plan.deployment, plan.timing, self._keepers, self._spares, self._ledger, self._used)
+        tools = Tools(
+            plan.deployment, plan.timing, self._keepers, self._spares, self._ledger, self._used, threading.Lock()
+        )
         self._minders = tuple(Minder(Group(wanted, tools), self._members) for wanted in plan.members)
         for minder in self._minders:
             minder.begin(plan.timing.heartbeat_s)
@@ -144,7 +161,7 @@ class Supervisor:
             time.sleep(2 * self._plan.timing.heartbeat_s)
 
     def _is_calm(self) -> bool:
-        return all(minder.state == "live" for minder in self._minders)
+        return bool(self._minders) and all(minder.state == "live" for minder in self._minders)
 
     def _used(self, kind: str) -> dict[str, float]:
         """How many members of that kind a node has, and a little for each other one."""
@@ -159,11 +176,8 @@ def start_supervisor(plan: Plan) -> Any:
     groups = {"heartbeat": 2, "watch": _WATCHERS}
     remote: Any = ray.remote(concurrency_groups=groups)  # type: ignore[call-overload]
     options = {"name": f"{plan.deployment}/{SUPERVISOR}", "namespace": NAMESPACE, "lifetime": "detached"}
-    return (
-        remote(Supervisor)
-        .options(num_cpus=0, max_restarts=-1, max_task_retries=0, max_concurrency=_CALLS_AT_ONCE, **options)
-        .remote(plan)
-    )
+    restarted = {"num_cpus": 0, "max_restarts": -1, "max_task_retries": 0, "max_concurrency": _CALLS_AT_ONCE}
+    return remote(Supervisor).options(**restarted, **options).remote(plan._replace(identity=uuid.uuid4().hex))
 
 
 def _has_ended(job: str) -> bool:

@@ -27,22 +27,28 @@ _START_TIMEOUT_S = 30.0
 _GONE_TIMEOUT_S = 20.0
 
 
-def sweep(deployment: str) -> None:
-    """Returns when no actor, placement group or process of it is left on nodes that answer; safe to repeat.
+def sweep(deployment: str, sparing: Place | None = None) -> None:
+    """Returns when no actor, placement group or process of it is left on nodes that Ray believes in; safe to repeat.
 
-    Raises: EngineError if actors of it remain.
+    `sparing`: a new supervisor of that name calls, and stays. Raises: EngineError if something of it remains.
     """
     ledger = Ledger(deployment)
-    _kill_actors([f"{deployment}/{SUPERVISOR}"])  # Why first: it would start again what ends
+    own, sparing_places = f"{deployment}/{SUPERVISOR}", {sparing}
+    if sparing is None:
+        _kill_actors([own])  # Why first: it would start again what ends
     deadline = time.monotonic() + _GONE_TIMEOUT_S
-    while names := actors_of(deployment):
+    while names := [name for name in actors_of(deployment) if sparing is None or name != own]:
         if time.monotonic() > deadline:
             raise EngineError(f"{len(names)} actors of {deployment} cannot be ended, the first is {names[0]}")
         places = {place for entry in ledger.entries().values() for place in entry.places} | _asked(names)
-        _kill_processes(places)
+        _kill_processes(places - sparing_places)
         _kill_actors(names)
         time.sleep(0.1)
-    _remove_placement_groups(deployment)
+    places = {place for entry in ledger.entries().values() for place in entry.places}
+    _kill_processes(
+        places - sparing_places
+    )  # Why again: of an actor that Ray has buried, a stopped process may be left
+    remove_placement_groups(f"{deployment}/")
     for name in ledger.entries():
         ledger.remove(name)
 
@@ -92,12 +98,15 @@ def _kill_processes(places: Iterable[Place]) -> None:
         by_node.setdefault(place.node, []).append(place.process)
     alive = {room.name for room in rooms()}
     keepers = {node: _own_keeper(node) for node in by_node.keys() & alive}
-    calls = [keeper.kill.remote(by_node[node]) for node, keeper in keepers.items()]
-    for call in calls:
-        with whatever_happens():
-            answers([call], _START_TIMEOUT_S, "a keeper")
-    for keeper in keepers.values():
-        ray.kill(keeper)
+    calls = {node: keeper.kill.remote(by_node[node]) for node, keeper in keepers.items()}
+    try:
+        for node, call in calls.items():
+            (left,) = answers([call], _START_TIMEOUT_S, f"node {node[:8]}")
+            if left:
+                raise EngineError(f"process {left[0].pid} on node {node[:8]} does not end")
+    finally:
+        for keeper in keepers.values():
+            ray.kill(keeper)
 
 
 def _own_keeper(node: str) -> Any:
@@ -111,8 +120,9 @@ def _kill_actors(names: Iterable[str]) -> None:
             ray.kill(ray.get_actor(name, namespace=NAMESPACE))
 
 
-def _remove_placement_groups(deployment: str) -> None:
+def remove_placement_groups(prefix: str) -> None:
+    """Those whose names begin so."""
     table: dict[str, dict[str, Any]] = placement_group_table()
     for identity, group in table.items():
-        if group["name"].startswith(f"{NAMESPACE}/{deployment}/") and group["state"] != "REMOVED":
+        if group["name"].startswith(f"{NAMESPACE}/{prefix}") and group["state"] != "REMOVED":
             remove_placement_group(PlacementGroup(ray.PlacementGroupID(bytes.fromhex(identity))))

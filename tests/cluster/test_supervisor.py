@@ -23,6 +23,7 @@ from ragspec.cluster.keeper import Versions
 from ragspec.cluster.ledger import NAMESPACE, Ledger
 from ragspec.cluster.processes import Process
 from ragspec.cluster.shell import Role
+from ragspec.cluster.supervised import SupervisedDirectory
 from ragspec.cluster.supervisor import start_supervisor
 from ragspec.cluster.teardown import actors_of, sweep
 from ragspec.errors import ConfigError, EngineError
@@ -87,15 +88,24 @@ def test_ranks_of_a_group_are_restarted_as_one(supervisor: Any, number: int) -> 
     wait_for(lambda: all(map(is_gone, before)), "the end of all old ranks")
 
 
-def test_a_report_ends_the_epoch_it_names_and_no_other(supervisor: Any) -> None:
-    """A late report about a dead member kills its replacement."""
+def test_a_report_is_looked_into_before_anything_is_ended(supervisor: Any) -> None:
+    """A client that is slow itself, or late with its news, has healthy members killed."""
     member = live(supervisor, 3)[0]
     _, pid = said(member)
-    ray.get(supervisor.report.remote(member.name, member.epoch - 1, "an old story"))
-    time.sleep(1.0)
-    assert said(live(supervisor, 3)[0])[1] == pid
-    ray.get(supervisor.report.remote(member.name, member.epoch, "it does not answer me"))
-    assert said(replaced(supervisor, member))[1] != pid
+    for epoch in (member.epoch - 1, member.epoch):
+        ray.get(supervisor.report.remote(member.name, epoch, "it does not answer me"))
+        time.sleep(1.0)
+        assert said(live(supervisor, 3)[0])[1] == pid
+
+
+def test_what_is_dead_inside_a_living_process_is_replaced_when_reported(supervisor: Any) -> None:
+    """An engine whose group is broken answers every ping, and is never replaced."""
+    member = next(member for member in live(supervisor, 3) if member.name == "engine-0")
+    before = pids(supervisor, "engine-0")
+    ray.get(member.actor.break_down.remote())
+    ray.get(supervisor.report.remote(member.name, member.epoch, "its group is broken"))
+    replaced(supervisor, member)
+    assert not set(before) & set(pids(supervisor, "engine-0"))
 
 
 def test_the_table_is_told_when_it_changes_and_not_before(supervisor: Any) -> None:
@@ -106,7 +116,7 @@ def test_the_table_is_told_when_it_changes_and_not_before(supervisor: Any) -> No
     assert not ray.wait([waiting], timeout=1.0)[0]
     assert ray.get(supervisor.table.remote(table.version, 0.1)).version == table.version
     member = table.members[0]
-    ray.get(supervisor.report.remote(member.name, member.epoch, "to see it told"))
+    os.kill(said(member)[1], signal.SIGKILL)
     told = ray.get(waiting, timeout=BOUND_S)
     assert told.version > table.version
     assert next(m for m in told.members if m.name == member.name).state == "lost"
@@ -120,9 +130,14 @@ def test_a_supervisor_that_is_started_again_finds_its_members(supervisor: Any, n
     before = {member.name: pids(supervisor, member.name) for member in members}
     version = ray.get(supervisor.table.remote()).version
     pid = ray.get(supervisor.ping.remote()).process.pid
+    directory = SupervisedDirectory(supervisor)
+    seen = [directory.table()]
     time.sleep(2.0)  # its keeper has been told to guard it
     os.kill(pid, number)
-    wait_for(lambda: ray.get(supervisor.ping.remote(), timeout=2.0).process.pid != pid, "another supervisor")
+    while seen[-1].version == version:
+        seen.append(directory.table(version, 0.5))
+    assert all([member.state for member in table.members] == ["live"] * 3 for table in seen), "members went missing"
+    assert ray.get(supervisor.ping.remote(), timeout=BOUND_S).process.pid != pid
     again = live(supervisor, 3)
     assert [(m.name, m.epoch) for m in again] == [(m.name, m.epoch) for m in members]
     assert {member.name: pids(supervisor, member.name) for member in again} == before
@@ -151,6 +166,7 @@ def test_a_dead_keeper_is_replaced(supervisor: Any) -> None:
 def test_a_member_that_cannot_start_pauses_longer_and_longer_and_says_why(tmp_path: Path) -> None:
     """It takes all processors for its attempts; or nobody learns what is wrong; or it takes the others with it."""
     broken = Wanted("encoder-0", "encoder", Role("encoder", Unloadable, (str(tmp_path / "log"),)), cpus=0.01)
+    (tmp_path / "log").touch()
     supervisor = begin(plan("broken", (*echoes(1), broken)))
     try:
         live(supervisor, 1)
@@ -172,7 +188,8 @@ def test_what_a_node_lacks_is_named_before_anything_starts(tmp_path: Path) -> No
         with pytest.raises(ConfigError, match=rf"node \S+ \(\w+\) has no target {missing}") as caught:
             ray.get(supervisor.begin.remote(Versions.here()))
         assert str(here) + " " not in str(caught.value)
-        assert not ray.get(supervisor.table.remote()).members
+        with pytest.raises(EngineError):
+            ray.get(supervisor.table.remote())
     finally:
         sweep("lacking")
 
@@ -185,7 +202,8 @@ def test_other_versions_are_refused_by_name() -> None:
         for wrong, words in ({"code": "0" * 12}, "ragspec 0{12} and"), ({"ragspec": "0.0.9"}, "ragspec 0.0.9 and"):
             with pytest.raises(EngineError, match=f"versions differ here and on node .*: {words}"):
                 ray.get(supervisor.begin.remote(Versions.here()._replace(**wrong)))
-        assert not ray.get(supervisor.table.remote()).members
+        with pytest.raises(EngineError):
+            ray.get(supervisor.table.remote())
     finally:
         sweep("old")
 
@@ -209,3 +227,34 @@ def test_nothing_is_left_after_a_sweep_even_of_stopped_processes() -> None:
     assert actors_of("many"), "it ended another deployment"
     with pytest.raises(ValueError):
         ray.get_actor("swept/supervisor", namespace=NAMESPACE)
+
+
+def test_what_an_interrupted_down_has_left_is_not_taken_over() -> None:
+    """The supervisor is gone, its members and records are not: the next deployment serves the last one's model."""
+    old = begin(plan("again", echoes(1)))
+    _, pid = said(live(old, 1)[0])
+    ray.kill(old)
+    wait_for(lambda: "again/supervisor" not in actors_of("again"), "the end of the supervisor")
+    new = begin(plan("again", echoes(1)))
+    try:
+        assert said(live(new, 1)[0])[1] != pid
+        wait_for(lambda: is_gone(pid), "the end of the old member")
+        assert len([name for name in actors_of("again") if "shard-0" in name]) == 1
+    finally:
+        sweep("again")
+
+
+@pytest.mark.slow
+def test_a_stopped_member_ends_though_its_keeper_is_stopped_too() -> None:
+    """The order to kill it is lost with the keeper, and the process keeps its memory for ever."""
+    supervisor = begin(plan("both", echoes(1)))
+    try:
+        (member,) = live(supervisor, 1)
+        _, pid = said(member)
+        (keeper,) = (entry for name, entry in Ledger("both").entries().items() if name.startswith("keeper-"))
+        os.kill(keeper.places[0].process.pid, signal.SIGSTOP)
+        os.kill(pid, signal.SIGSTOP)
+        replaced(supervisor, member)
+        wait_for(lambda: is_gone(pid), "the end of the old member")
+    finally:
+        sweep("both")
