@@ -5,7 +5,6 @@ Only processes that the deployment has recorded, and nodes that the suite has st
 
 from __future__ import annotations
 
-import contextlib
 import random
 import signal
 import time
@@ -34,7 +33,10 @@ _QUICK = (
     ("engine", signal.SIGSTOP),
 )
 _MOST_S = 120.0
-_MOST_STARTS = 3
+_LEAST_WORKERS = 2
+"""So many nodes hold all members; with fewer, one more is started before the next fault."""
+
+_MOST_FAILED_STARTS = 10
 _LOOK_S = 0.05
 
 
@@ -80,7 +82,7 @@ class Watched(Protocol):
 
 @dataclass
 class Scene:
-    """The deployment under fire. `workers`: nodes that may die; each has `node_cpus`."""
+    """The deployment under fire. `workers`: nodes that may die, usually `num_workers`; each has `node_cpus`."""
 
     nodes: LocalNodes
     ledger: Ledger
@@ -88,6 +90,8 @@ class Scene:
     rng: random.Random
     workers: list[LocalNode]
     node_cpus: int
+    num_workers: int = 3
+    failed_starts: list[str] = field(default_factory=list)
     begin_s: float = field(default_factory=time.monotonic)
 
     def strike(self, fault: Fault) -> Struck:
@@ -102,12 +106,21 @@ class Scene:
         return Struck(fault, name, moment, {name: entries[name].epoch})
 
     def clear(self, struck: Struck) -> None:
-        """A node that was hit is replaced by another, as whoever runs the cluster would do."""
+        """A node that was hit is replaced by another, as whoever runs the cluster would do. Raises: EngineError if it must be
+        and cannot."""
         if struck.node is None:
             return
         self.nodes.kill(struck.node)
         self.workers.remove(struck.node)
-        self.workers.append(self._new_node())
+        while len(self.workers) < self.num_workers:
+            try:
+                self.workers.append(self.nodes.add(num_cpus=self.node_cpus))
+            except EngineError as error:  # Why: beside such a load Ray's own processes may not find each other in time
+                self.failed_starts.append(str(error))
+                if len(self.workers) >= _LEAST_WORKERS:
+                    return
+                if len(self.failed_starts) > _MOST_FAILED_STARTS:
+                    raise
 
     def live_again(self, struck: Struck) -> bool:
         """Whether the table shows all members live, and those that were hit in a later epoch."""
@@ -115,13 +128,6 @@ class Scene:
             return all_live(self.directory.table(), struck.members)
         except RagspecError:
             return False
-
-    def _new_node(self) -> LocalNode:
-        """Tried again: on a machine under this load, Ray's own processes may not find each other in time. Raises: EngineError."""
-        for _ in range(_MOST_STARTS - 1):
-            with contextlib.suppress(EngineError):
-                return self.nodes.add(num_cpus=self.node_cpus)
-        return self.nodes.add(num_cpus=self.node_cpus)
 
     def _victim(self, kind: str, entries: Mapping[str, Entry]) -> tuple[str, Process]:
         """A member of that kind and the process of it that is to be hit."""

@@ -121,7 +121,7 @@ class ChaosRun:
                     tick("faults", number, len(chosen))
         result = {"fault_rows": rows, "faults": len(rows)} | self._judged(loads)
         result |= recovery(rows, "recovery_s") | recovery(rows, "live_again_s")
-        result |= {"recovered": sum(row["recovered"] for row in rows)}
+        result |= {"recovered": sum(row["recovered"] for row in rows), "failed_node_starts": self._scene.failed_starts}
         own = self._folder / "killed"
         kills = driver_kills(self._job, own, self._expected.rows, plan.num_driver_kills, self._scene.rng, tick)
         return result | kills
@@ -201,7 +201,7 @@ def scene_of(
 ) -> Scene:
     """The deployment and its nodes, with moments and victims drawn from the seed."""
     rng = random.Random(seed)
-    return Scene(nodes, Ledger(deployment.name), deployment.directory, rng, list(workers), node_cpus)
+    return Scene(nodes, Ledger(deployment.name), deployment.directory, rng, list(workers), node_cpus, len(workers))
 
 
 def config_of(index_dir: Path, base: PipelineConfig) -> PipelineConfig:
