@@ -75,7 +75,8 @@ class LocalNodes(AbstractContextManager["LocalNodes"]):
             state = json.loads((folder / _STATE).read_text(encoding="utf-8"))
             found = cls(folder, {})
             found.address, found._temporary = str(state["address"]), str(state["temporary"])
-            found._nodes = [LocalNode(name, Process(*leader)) for name, leader in state["nodes"]]
+            is_older = state["boot"] != _boot()  # than the machine's last start: all its processes are gone
+            found._nodes = [] if is_older else [LocalNode(name, Process(*leader)) for name, leader in state["nodes"]]
         except FileNotFoundError:
             return None
         except (OSError, ValueError, TypeError, KeyError) as cause:
@@ -115,8 +116,13 @@ class LocalNodes(AbstractContextManager["LocalNodes"]):
         return node
 
     def processes(self, node: LocalNode) -> list[Process]:
-        """All that belong to it at the moment."""
-        return family(node.leader.pid)
+        """All that belong to it at the moment.
+
+        Why nothing if its number is another's: the kernel gives no number out again while a session has it.
+        """
+        there = family(node.leader.pid)
+        is_others = any(process.pid == node.leader.pid and process != node.leader for process in there)
+        return [] if is_others else there
 
     def kill(self, node: LocalNode) -> None:
         """SIGKILL every process of it, as if its machine had lost power. Raises: EngineError if one does not end."""
@@ -184,7 +190,12 @@ class LocalNodes(AbstractContextManager["LocalNodes"]):
         return self._folder / f"{name}.log"
 
     def _write(self) -> None:
-        state = {"address": self.address, "temporary": self._temporary, "nodes": self._nodes}
+        state = {"address": self.address, "temporary": self._temporary, "nodes": self._nodes, "boot": _boot()}
         path = self._folder / f"{_STATE}.new"
         path.write_text(json.dumps(state), encoding="utf-8")
         path.replace(self._folder / _STATE)
+
+
+def _boot() -> str:
+    """Which of the machine's starts this is."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
