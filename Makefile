@@ -4,7 +4,7 @@
 #                     PYTHON=...       the Python 3.11 or newer that .venv is made from
 #                     TORCH_INDEX=...  address of a package index that has torch for the CPU (see README, "Install")
 #   make demo         questions answered from real documents, with speculation on and off
-#   make test         the fast tests; `make test-all` adds those marked slow, gpu and browser
+#   make test         the fast tests, two files at a time; `make test-all` adds those marked slow, gpu and browser
 #   make check        format, lint, types
 #   make bench        both benchmark suites; BENCH_FLAGS=--quick for a short run
 
@@ -45,7 +45,7 @@ demo: $(STAMP)
 	$(BIN)/ragspec demo
 
 test: $(STAMP)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 test-all: $(STAMP)
 	$(BIN)/python -m pytest -m ""

@@ -127,6 +127,7 @@ def test_a_reply_that_does_not_come_is_one_clear_error(session: None, engine: En
                 os.kill(pid, signal.SIGCONT)
 
 
+@pytest.mark.slow
 def test_an_answer_keeps_its_generation_though_the_index_dies_and_changes(
     session: None, engine: Engine, index_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

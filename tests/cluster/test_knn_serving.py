@@ -119,6 +119,7 @@ def test_an_actor_killed_in_a_call_answers_after_all(tmp_path: Path) -> None:
         assert same(running.result(BOUND_S), Datastore.open(folder).search(queries(3), 4, wanted))
 
 
+@pytest.mark.slow
 def test_a_restarted_actor_never_answers_from_another_datastore(tmp_path: Path) -> None:
     """Half of an output from one corpus, half from another."""
     folder = write(tmp_path / "store")
@@ -153,6 +154,7 @@ def test_what_cannot_be_opened_is_told_with_its_reason(tmp_path: Path) -> None:
         RemoteDatastore(folder)
 
 
+@pytest.mark.slow
 def test_a_generation_over_it_is_the_one_over_a_local_datastore(tmp_path: Path) -> None:
     """Arrays that cannot be written to, read by a cache that wants to; a foreign datastore noticed too late."""
     target = Target.load(TargetConfig(model=str(save_model("llama", tmp_path / "model"))), num_kv_slots=512)

@@ -96,6 +96,7 @@ def letters(config: EncoderConfig) -> LetterEncoder:
     return LetterEncoder()
 
 
+@pytest.mark.slow
 def test_encoders_elsewhere_outlive_each_other(session: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Vectors in the order in which actors finish; queries that wait for an encoder that is dead or stopped."""
     monkeypatch.setattr(encoding, "_TEXTS_PER_CALL", 5)

@@ -163,6 +163,7 @@ def test_a_dead_keeper_is_replaced(supervisor: Any) -> None:
     wait_for(lambda: is_gone(pid), "the end of the old process")
 
 
+@pytest.mark.slow
 def test_a_member_that_cannot_start_pauses_longer_and_longer_and_says_why(tmp_path: Path) -> None:
     """It takes all processors for its attempts; or nobody learns what is wrong; or it takes the others with it."""
     broken = Wanted("encoder-0", "encoder", Role("encoder", Unloadable, (str(tmp_path / "log"),)), cpus=0.01)
@@ -229,6 +230,7 @@ def test_nothing_is_left_after_a_sweep_even_of_stopped_processes() -> None:
         ray.get_actor("swept/supervisor", namespace=NAMESPACE)
 
 
+@pytest.mark.slow
 def test_what_an_interrupted_down_has_left_is_not_taken_over() -> None:
     """The supervisor is gone, its members and records are not: the next deployment serves the last one's model."""
     old = begin(plan("again", echoes(1)))

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from pipelines import benchmark
+from pipelines import benchmark, benchmark_ray
 from ragspec.config import TargetConfig
 from ragspec.core import Document, FinishReason, GenerationStats
 from ragspec.engine.engine import Engine
@@ -299,6 +299,7 @@ def test_what_could_not_be_measured_is_said(tiny: Settings, monkeypatch: pytest.
     assert {row["retriever"] for row in result["rows"]} == {"exact dense", "BM25", "hybrid"}
 
 
+@pytest.mark.slow
 def test_textbooks_fill_the_corpus_up_to_hnsw(tiny: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bug guarded: a row called HNSW over an index that is searched exactly; ids that come twice in the textbooks."""
     assert tiny.data_dir is not None
@@ -323,13 +324,6 @@ def test_what_the_suite_cannot_do_is_said(change: dict[str, object], tiny: Setti
         run_suite("iterative", dataclasses.replace(tiny, **change), no_tick)  # type: ignore[arg-type]
 
 
-def test_other_suites_start_no_ray() -> None:
-    """Bug guarded: seconds and processes of Ray for a suite that has no use for them."""
-    with benchmark.elsewhere(benchmark.Suite.RAG) as there:
-        assert there is None
-    assert "ray" not in sys.modules or not sys.modules["ray"].is_initialized()
-
-
 @pytest.mark.ray
 def test_an_index_elsewhere_takes_its_time_and_ends_with_ray(tiny: Settings, tmp_path: Path) -> None:
     """Bug guarded: a service time that is stated and not taken, other passages from there, a Ray that goes on."""
@@ -337,13 +331,11 @@ def test_an_index_elsewhere_takes_its_time_and_ends_with_ray(tiny: Settings, tmp
     build_index([Document("a", "Rain falls."), Document("b", "Mills turn.")], tmp_path / "index", encoder)
     config = iterative_suite.RetrieverConfig(mode="dense")
     here = Retriever(encoder, Store.open(tmp_path / "index"), config)
-    with benchmark.elsewhere(benchmark.Suite.ITERATIVE) as there:
-        assert there is not None
-        with there.index(tmp_path / "index", encoder, 0.3) as remote:
-            begin = time.perf_counter()
-            found = remote.look_up(remote.encode(["When do mills turn?"]), 1)
-            assert time.perf_counter() - begin >= 0.3
-            assert found.passages == here.look_up(remote.encode(["When do mills turn?"]), 1).passages
+    with benchmark_ray.elsewhere() as there, there.index(tmp_path / "index", encoder, 0.3) as remote:
+        begin = time.perf_counter()
+        found = remote.look_up(remote.encode(["When do mills turn?"]), 1)
+        assert time.perf_counter() - begin >= 0.3
+        assert found.passages == here.look_up(remote.encode(["When do mills turn?"]), 1).passages
     assert not sys.modules["ray"].is_initialized()
 
 
@@ -354,8 +346,7 @@ def test_rows_elsewhere_are_of_an_index_in_an_actor(
 ) -> None:
     """Bug guarded: a service time that is stated and not taken, other passages from there, a Ray that goes on."""
     opened: list[float] = []
-    with benchmark.elsewhere(benchmark.Suite.ITERATIVE) as there:
-        assert there is not None
+    with benchmark_ray.elsewhere() as there:
 
         @contextmanager
         def index(folder: Path, encoder: TextEncoder, service_s: float) -> Iterator[IndexLike]:

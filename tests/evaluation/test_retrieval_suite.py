@@ -108,6 +108,7 @@ def whole_result(data: Path, tmp_path: Path) -> Result:
     )
 
 
+@pytest.mark.slow
 def test_everything_is_measured_shown_and_drawn(
     data: Path, tmp_path: Path, few_rows: None, capsys: pytest.CaptureFixture[str]
 ) -> None:

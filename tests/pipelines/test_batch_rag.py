@@ -244,6 +244,7 @@ def check_killed_and_finished(place: Path, out: Path, straight: dict[str, str], 
     assert not read_lines(out / "errors.jsonl")
 
 
+@pytest.mark.slow
 def test_a_killed_job_is_finished_by_running_it_again(place: Path, straight: dict[str, str], tmp_path: Path) -> None:
     """Rows are lost, answered twice, or answered differently."""
     check_killed_and_finished(place, tmp_path / "out", straight, [3])

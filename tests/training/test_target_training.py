@@ -97,6 +97,7 @@ def _train_as(rank: int, folder: str) -> None:
     torch.distributed.destroy_process_group()
 
 
+@pytest.mark.slow
 def test_two_workers_train_one_model_on_the_data_of_both(tmp_path: Path) -> None:
     """Gradients that are not summed let workers drift apart; a mean of their means weighs short answers too much."""
     torch.multiprocessing.spawn(_train_as, args=(str(tmp_path),), nprocs=2)
