@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from local_replicas import SETTINGS, Heard, LocalDirectory, Losing, connect, replicas, standing, until
 
+from ragspec.cluster.connection import LocalConnection
 from ragspec.cluster.router import Router
 from ragspec.cluster.routing import RoutingConfig
 from ragspec.core import Completion, CopySource, Delta, FinishReason, Request, SamplingParams, SourceKind
@@ -259,18 +260,26 @@ def test_memory_of_the_finished_ends_with_time(directory: LocalDirectory) -> Non
 
 def test_replicas_are_sent_only_so_much_and_the_rest_in_order(directory: LocalDirectory) -> None:
     """Everything was sent at once, later requests overtook earlier ones, or the last place in the queue was never free."""
-    order: list[str] = []
-    ended = Heard(num_choices=8, act=lambda delta: order.append(delta.request_id) if delta.finish_reason else None)
+    arrived: list[int] = []
+    ended = Heard(num_choices=8)
     most = 0
-    with Router(directory, connect, settings(max_running=1, max_queued=6)) as router:
-        router.submit_all([ask(f"r{i}", replace(SHORT, max_tokens=30)) for i in range(8)], ended)
+
+    class Noting(LocalConnection):
+        def submit(self, requests: Sequence[Request]) -> None:
+            arrived.extend(request.prompt_ids[0] for request in requests)
+            super().submit(requests)
+
+    with Router(directory, lambda member: Noting(member.actor), settings(max_running=1, max_queued=6)) as router:
+        router.submit_all([ask(f"r{i}", replace(SHORT, max_tokens=30), first=i) for i in range(8)], ended)
         with pytest.raises(Overloaded):
             router.submit(ask("too many"), Heard())
         while not ended.ended.wait(0.005):
             most = max(most, *num_sequences(directory))
         assert router.generate([ask("later")])
     assert most == 1
-    assert [sorted(order[i : i + 2]) for i in (0, 2, 4, 6)] == [[f"r{i}", f"r{i + 1}"] for i in (0, 2, 4, 6)]
+    # Of those before a request, one may still be on its way to the other replica.
+    assert sorted(arrived[:8]) == list(range(8))
+    assert all(place >= number - 1 for place, number in enumerate(arrived[:8])), arrived
 
 
 def test_a_waiting_request_can_be_cancelled(directory: LocalDirectory) -> None:
@@ -412,6 +421,7 @@ def test_a_request_that_kills_replicas_is_given_up(directory: LocalDirectory) ->
         with pytest.raises(EngineError, match="lost 3 times in a row") as raised:
             router.generate([ask("a")])
         assert not isinstance(raised.value, ReplicaLost)
+        until(lambda: len(directory.reports) >= 3)
     assert len(directory.reports) == 3
 
 

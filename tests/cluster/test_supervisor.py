@@ -209,6 +209,7 @@ def test_other_versions_are_refused_by_name() -> None:
         sweep("old")
 
 
+@pytest.mark.slow
 def test_nothing_is_left_after_a_sweep_even_of_stopped_processes() -> None:
     """Actors, placement groups or processes of a deployment that is gone."""
     supervisor = begin(plan("swept", (*echoes(1), pair("engine-0")), num_spares=1))
