@@ -71,18 +71,32 @@ class PromptBuilder:
         messages = [Message("user", question)] if isinstance(question, str) else list(question)
         self._check(messages)
         room = self.max_context_tokens - max_tokens
-        prompt_ids = self._encode(self._with_passages(messages, (), question_first))
+        prompt_ids = self._encode(self._laid_out(messages, question_first))
         if len(prompt_ids) > room:
             raise PromptTooLong(len(prompt_ids), max(room, 0), max_tokens)
         fitting, high, tried = 0, len(passages), len(passages)  # all of them fit, most of the time
         while fitting < high:
-            longer_ids = self._encode(self._with_passages(messages, passages[:tried], question_first))
+            longer_ids = self._encode(self._laid_out([*messages, self.context(passages[:tried])], question_first))
             if len(longer_ids) <= room:
                 fitting, prompt_ids = tried, longer_ids
             else:
                 high = tried - 1
             tried = (fitting + high + 1) // 2
         return Prompt(prompt_ids, tuple(passages[:fitting]), tuple(passages[fitting:]))
+
+    def context(self, passages: Sequence[Passage]) -> Message:
+        """The message of numbered passages that follows the question they were found for."""
+        gap = "\n" if self._has_context_role else "\n\n"
+        return Message("context", gap.join(f"[{number}] {p.text}" for number, p in enumerate(passages, 1)))
+
+    def tokens(self, messages: Sequence[Message]) -> tuple[int, ...]:
+        """The prompt of a conversation whose last message is the user's, or the passages found for it; of any length.
+
+        Each earlier turn is laid out as it was when it was the last, so what was computed for it then holds still.
+        Raises: InputError.
+        """
+        self._check(messages[:-1] if messages and messages[-1].role == "context" else messages)
+        return self._encode(self._laid_out(messages))
 
     def check(self, question: str) -> None:
         """Raises: InputError for what `build` would refuse before it tokenises anything."""
@@ -108,18 +122,19 @@ class PromptBuilder:
                     f"{self.max_context_tokens} tokens"
                 )
 
-    def _with_passages(
-        self, messages: Sequence[Message], passages: Sequence[Passage], question_first: bool
-    ) -> list[Message]:
+    def _laid_out(self, messages: Sequence[Message], question_first: bool = False) -> list[Message]:
+        """For templates that know no role `context`, passages move into the user's message they follow."""
         if self._has_context_role:
-            context = Message("context", "".join(f"\n[{number}] {p.text}" for number, p in enumerate(passages, 1)))
-            return [*messages, context] if passages else list(messages)
-        messages = _without_context_role(messages)
-        if not passages:
-            return messages
-        instruction = _INSTRUCTION.format(where="below" if question_first else "above")
-        parts = [_delimited(passages), f"{instruction}\n\nQuestion: {messages[-1].content}"]
-        return [*messages[:-1], Message("user", "\n\n".join(reversed(parts) if question_first else parts))]
+            return list(messages)
+        merged: list[Message] = []
+        for message in messages:
+            if message.role != "context":
+                merged.append(message)
+            elif merged and merged[-1].role == "user":
+                merged[-1] = Message("user", _asked_of(message.content, merged[-1].content, question_first))
+            else:
+                raise InputError("a message of the role context must follow a message of the user")
+        return merged
 
     def _encode(self, messages: Sequence[Message]) -> tuple[int, ...]:
         """Why `sanitize_control_tokens`: only the template may write control tokens; the same spelling in a text is text."""
@@ -137,22 +152,10 @@ class PromptBuilder:
         return tuple(token_ids)
 
 
-def _delimited(passages: Sequence[Passage]) -> str:
-    numbered = "\n\n".join(f"[{number}] {passage.text}" for number, passage in enumerate(passages, 1))
-    return f"Passages:\n<<<\n{numbered}\n>>>"
-
-
-def _without_context_role(messages: Sequence[Message]) -> list[Message]:
-    """Earlier passages move into the user's message they followed, for templates that know no role `context`."""
-    merged: list[Message] = []
-    for message in messages:
-        if message.role != "context":
-            merged.append(message)
-        elif merged and merged[-1].role == "user":
-            merged[-1] = Message("user", f"Passages:\n<<<{message.content}\n>>>\n\n{merged[-1].content}")
-        else:
-            raise InputError("a message of the role context must follow a message of the user")
-    return merged
+def _asked_of(numbered: str, question: str, question_first: bool) -> str:
+    instruction = _INSTRUCTION.format(where="below" if question_first else "above")
+    parts = [f"Passages:\n<<<\n{numbered}\n>>>", f"{instruction}\n\nQuestion: {question}"]
+    return "\n\n".join(reversed(parts) if question_first else parts)
 
 
 def _plain_layout(tokenizer: Any) -> dict[str, str]:
