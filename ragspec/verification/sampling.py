@@ -28,6 +28,13 @@ _LEAST_TEMPERATURE = 1e-6
 """Below it, division would overflow float32: infinities tie and the lowest id would win instead of the best."""
 
 
+_MOST_WANTED = 38.0
+"""More than any noise (`LARGEST_GUMBEL`)."""
+
+_MOST_REST = np.array([int(2**53 * math.exp(-noise) * (1 + 1e-8)) + 2 for noise in range(39)], np.uint64)
+"""By whole noise: tokens whose (1 - u) * 2**53, rounded up, is greater have less. The slack exceeds every rounding."""
+
+
 @compiled(nogil=True)
 def _argmax(x: Any) -> int:
     best = 0
@@ -93,16 +100,16 @@ def _mass_above(x: Any, maximum: Any, logit: Any, token_id: int) -> float:
 def _best_noisy(x: Any, key: Any, start: int, floor_logit: Any, floor_id: int) -> int:
     """argmax of x + G over tokens ranked above the floor; ties to the lower id. `start` is a token of high rank.
 
-    The noise of a token is at most `-log(1 - u)`, so its leading zero bits bound it without a logarithm; most tokens stop there.
+    The noise of a token is at most `-log(1 - u)`, so most tokens stop at the comparison of 1 - u with a table, without a logarithm.
     """
     best = start
     best_sum = np.float64(x[start]) + gumbel(bits(key, np.uint64(start)))
     for v in range(x.shape[0]):
-        if np.float64(x[v]) + 38.0 < best_sum or not _ranks_above(x, v, floor_logit, floor_id):
+        wanted = best_sum - np.float64(x[v])  # noise that would make it as good
+        if wanted > _MOST_WANTED or not _ranks_above(x, v, floor_logit, floor_id):
             continue
         h = bits(key, np.uint64(v))
-        rest = np.float64(np.uint64(2**53) - h)  # (1 - u) * 2**53, plus a half
-        if rest > 1.0 and np.float64(x[v]) + math.log(2.0**53 / (rest - 0.5)) < best_sum - 1e-9:
+        if wanted >= 1.0 and np.uint64(2**53) - h > _MOST_REST[int(wanted)]:
             continue
         total = np.float64(x[v]) + gumbel(h)
         if total > best_sum or (total == best_sum and v < best):
