@@ -3,7 +3,8 @@
     RagspecError
     ├── ConfigError            a setting is unknown, missing or contradicts another
     ├── InputError             the request itself is wrong; nothing was generated
-    │   └── PromptTooLong      carries both numbers
+    │   ├── PromptTooLong      carries both numbers
+    │   └── NotFound           what the request names is not there
     ├── ModelError             weights or tokenizer cannot be used as a target or encoder
     ├── StoreError             an index on disk cannot be used
     │   ├── StoreMissing
@@ -49,6 +50,10 @@ class PromptTooLong(InputError):
         beside = f" beside an output of {self.max_tokens} (max_tokens)" if self.max_tokens else ""
         fitting = max(0, self.max_prompt_tokens)
         return f"the prompt has {self.num_prompt_tokens} tokens, but at most {fitting} fit the context{beside}"
+
+
+class NotFound(InputError):
+    """What the request names (a conversation, a file, a vector store) is not there, or is another tenant's."""
 
 
 class ModelError(RagspecError):
