@@ -282,7 +282,9 @@ class GenerationStats:
     `num_first_tokens` came with the step that ended the prompt: one, or more where a draft was accepted there. `decode_s` begins
     after it; `draft_s` is this choice's share of the time that drafters took. `positions[drafter][i]` counts, of the steps whose
     path went i nodes deep and that drafter had guessed what comes next there, (all, those in which one of its guesses was right).
-    `expected_accepted`: what `num_accepted` would be if every node were as probable as was thought.
+    `expected_accepted`: what `num_accepted` would be if every node were as probable as was thought. `drafted_by_source` and
+    `accepted_by_source` count the nodes copied from the request's sources, by kind ("passage", "prediction"); a node that several
+    would have guessed counts for the surest.
     `exactness`: what of plain decoding stays with any draft: the "path" of tokens, their "distribution", or "none".
     `num_replays`: how often it was taken up again elsewhere; of a part that was lost with its replica, drafts count as far as
     they were accepted.
@@ -297,6 +299,8 @@ class GenerationStats:
     num_accepted: int = 0
     expected_accepted: float = 0.0
     accepted_by_drafter: dict[str, int] = field(default_factory=dict)
+    drafted_by_source: dict[str, int] = field(default_factory=dict)
+    accepted_by_source: dict[str, int] = field(default_factory=dict)
     positions: dict[str, tuple[tuple[int, int], ...]] = field(default_factory=dict)
     draft_s: float = 0.0
     exactness: str = "path"
@@ -318,10 +322,12 @@ class GenerationStats:
             value = getattr(part, counter.name)
             if isinstance(value, int | float) and counter.name != "seed":
                 setattr(self, counter.name, getattr(self, counter.name) + value)
-        for name, count in part.accepted_by_drafter.items():
-            self.accepted_by_drafter[name] = self.accepted_by_drafter.get(name, 0) + count
-        for name, counts in part.positions.items():
-            pairs = zip_longest(self.positions.get(name, ()), counts, fillvalue=(0, 0))
+        for table in ("accepted_by_drafter", "drafted_by_source", "accepted_by_source"):
+            counts = getattr(self, table)
+            for name, count in getattr(part, table).items():
+                counts[name] = counts.get(name, 0) + count
+        for name, depths in part.positions.items():
+            pairs = zip_longest(self.positions.get(name, ()), depths, fillvalue=(0, 0))
             self.positions[name] = tuple((reached + r, accepted + a) for (reached, accepted), (r, a) in pairs)
         self.exactness = max(self.exactness, part.exactness, key=_EXACTNESS.index)
         self.seed, self.system_fingerprint = part.seed, part.system_fingerprint

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -84,6 +84,7 @@ class Sequence:
         self._num_given = len(request.segment.output_ids)
         self._num_sent = 0
         self._positions: dict[str, PositionCounts] = {}
+        self._kinds = [source.kind.name.lower() for source in request.sources]
         self._submitted_s = time.perf_counter()
         self._admitted_s = 0.0
         self._first_token_s = 0.0
@@ -155,10 +156,18 @@ class Sequence:
         for node in path:
             name = tree.origins[node].drafter
             stats.accepted_by_drafter[name] = stats.accepted_by_drafter.get(name, 0) + 1
+        self._count_sources(tree, range(1, len(tree)), stats.drafted_by_source)
+        self._count_sources(tree, path, stats.accepted_by_source)
         for depth, parent in enumerate([0, *path] if tree.num_drafted else ()):
             accepted = tree.origins[path[depth]].drafter if depth < len(path) else ""
             for name in {tree.origins[node].drafter for node in tree.children(parent)}:
                 self._positions.setdefault(name, PositionCounts()).count(depth, name == accepted)
+
+    def _count_sources(self, tree: DraftTree, nodes: Iterable[int], counts: dict[str, int]) -> None:
+        for node in nodes:
+            if 0 <= (source := tree.origins[node].source) < len(self._kinds):
+                name = self._kinds[source]
+                counts[name] = counts.get(name, 0) + 1
 
     def emit(self, error: str = "") -> bool:
         """Tell the listener what is new; the last message carries the statistics. False: the listener itself failed."""

@@ -25,6 +25,7 @@ from ragspec.drafting.copy import CopyDrafter
 from ragspec.engine.engine import Engine
 from ragspec.engine.target import Target
 from ragspec.errors import InputError
+from ragspec.speculation import OFF
 
 Draft = Callable[[Sequence[int]], tuple[int, ...]]
 RANDOM = random.Random(5)
@@ -155,12 +156,21 @@ def test_one_choice_asked_for_alone_is_the_choice_of_all(target: Target, num_giv
 
 def test_counters_of_parts_add_up() -> None:
     """A counter was left out of a sum, or what an output is one of was added like a number."""
-    total = GenerationStats(num_steps=2, draft_s=0.5, accepted_by_drafter={"a": 1}, positions={"a": ((2, 1),)}, seed=7)
+    total = GenerationStats(
+        num_steps=2,
+        draft_s=0.5,
+        accepted_by_drafter={"a": 1},
+        accepted_by_source={"passage": 2},
+        positions={"a": ((2, 1),)},
+        seed=7,
+    )
     total.add(
         GenerationStats(
             num_steps=3,
             draft_s=0.25,
             accepted_by_drafter={"a": 2, "b": 1},
+            drafted_by_source={"passage": 4},
+            accepted_by_source={"passage": 3, "history": 1},
             positions={"a": ((1, 1), (1, 0))},
             seed=7,
             system_fingerprint="f",
@@ -171,11 +181,31 @@ def test_counters_of_parts_add_up() -> None:
         num_steps=5,
         draft_s=0.75,
         accepted_by_drafter={"a": 3, "b": 1},
+        drafted_by_source={"passage": 4},
+        accepted_by_source={"passage": 5, "history": 1},
         positions={"a": ((3, 2), (1, 0))},
         seed=7,
         system_fingerprint="f",
         exactness="none",
     )
+
+
+def test_copied_tokens_are_counted_by_where_they_came_from(target: Target) -> None:
+    """Predicted text that was right was reported as rejected, or passages' tokens as the prediction's."""
+    params = SamplingParams(max_tokens=24, ignore_eos=True, logit_bias={1: -100.0})
+    request = Request("p", tuple(target.tokenizer("The river").input_ids), params)
+    with tiny_engine(target, [CopyDrafter(target.tokenizer, target.eos_ids)], fixed_nodes=8) as engine:
+        (plain,) = engine.generate([replace(request, speculation=OFF)])
+        right = CopySource(SourceKind.PREDICTION, plain.text)
+        elsewhere = CopySource(SourceKind.PASSAGE, "A mill needs water, and water needs rain.", "d#0")
+        (predicted,) = engine.generate([replace(request, sources=(elsewhere, right))])
+        (from_passage,) = engine.generate([replace(request, sources=(elsewhere,))])
+    assert plain.token_ids == predicted.token_ids == from_passage.token_ids
+    assert plain.stats.drafted_by_source == {}
+    accepted, drafted = predicted.stats.accepted_by_source, predicted.stats.drafted_by_source
+    assert 0 < accepted["prediction"] <= min(drafted["prediction"], predicted.stats.num_accepted)
+    assert "prediction" not in from_passage.stats.drafted_by_source
+    assert sum(drafted.values()) <= predicted.stats.num_drafted
 
 
 def test_segments_leave_no_earlier_answers(target: Target) -> None:
