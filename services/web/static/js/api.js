@@ -1,0 +1,89 @@
+// The service over HTTP. Every failure leaves here as one `Failure`, whatever it was.
+
+import { eventData } from "./sse.js";
+
+const KEY = "ragspec.key";
+
+/** kind: unauthorized, busy, gone, too_long, stopped or refused. */
+export class Failure extends Error {
+  constructor(kind, message, { retryAfterS = 0, requestId = "" } = {}) {
+    super(message);
+    this.kind = kind;
+    this.retryAfterS = retryAfterS;
+    this.requestId = requestId;
+  }
+}
+
+/** The key of this tab: from `#key=...` of the address, which is then cleared, or what was entered. */
+export function takeKeyFromAddress() {
+  const given = new URLSearchParams(location.hash.slice(1)).get("key");
+  if (given === null) return;
+  history.replaceState(null, "", location.pathname + location.search);
+  setKey(given);
+}
+
+export const setKey = (key) => (key ? sessionStorage.setItem(KEY, key) : sessionStorage.removeItem(KEY));
+export const hasKey = () => sessionStorage.getItem(KEY) !== null;
+
+/** JSON in, JSON out. `body` may be a FormData. */
+export async function call(method, path, body = undefined) {
+  const response = await send(method, path, body, undefined);
+  try {
+    return await response.json();
+  } catch {
+    throw new Failure("refused", "The answer of the server is not what this page expects.");
+  }
+}
+
+/** The chunks of a streamed answer. Without its end mark it was cut off, and that is a failure. */
+export async function* stream(path, body, signal) {
+  const response = await send("POST", path, body, signal);
+  try {
+    for await (const data of eventData(response.body)) {
+      if (data === "[DONE]") return;
+      const chunk = JSON.parse(data);
+      if (chunk.error) throw failureOf(response, chunk);
+      yield chunk;
+    }
+  } catch (cause) {
+    if (cause instanceof Failure) throw cause;
+    throw signal?.aborted ? stopped() : cutOff();
+  }
+  throw signal?.aborted ? stopped() : cutOff();
+}
+
+const stopped = () => new Failure("stopped", "Stopped.");
+const cutOff = () => new Failure("gone", "The connection broke off before the answer was complete.");
+
+async function send(method, path, body, signal) {
+  const headers = { Accept: "application/json" };
+  if (hasKey()) headers.Authorization = `Bearer ${sessionStorage.getItem(KEY)}`;
+  const plain = body instanceof FormData;
+  if (body !== undefined && !plain) headers["Content-Type"] = "application/json";
+  let response;
+  try {
+    response = await fetch(path, {
+      method, headers, signal, cache: "no-store", credentials: "same-origin",
+      body: body === undefined || plain ? body : JSON.stringify(body),
+    });
+  } catch {
+    throw signal?.aborted ? stopped() : new Failure("gone", "The server does not answer.");
+  }
+  if (response.ok) return response;
+  throw failureOf(response, await response.json().catch(() => ({})));
+}
+
+function failureOf(response, body) {
+  const error = body?.error ?? {};
+  const retryAfterS = Math.min(Math.ceil(Number(response.headers.get("Retry-After"))) || 0, 3600);
+  const requestId = response.headers.get("X-Request-Id") ?? "";
+  const message = typeof error.message === "string" ? error.message : `The server refused (${response.status}).`;
+  return new Failure(kindOf(response.status, error), message, { retryAfterS, requestId });
+}
+
+function kindOf(status, error) {
+  if (error.code === "context_length_exceeded") return "too_long";
+  if (status === 401) return "unauthorized";
+  if (status === 429) return "busy";
+  return status === 503 ? "gone" : "refused";
+}

@@ -1,0 +1,73 @@
+// A turn from its question to its answer, and once more without speculation.
+
+import { Failure } from "./api.js";
+import { Comparison } from "./compare.js";
+import { byId } from "./dom.js";
+import { Reply } from "./reply.js";
+import { historyOf } from "./session.js";
+
+const MAX_SEED = 2 ** 32;
+
+/** The request of the last of `turns`; its seed is drawn here, so that it can be asked again word for word. */
+export function requestOf(turns, model, collection) {
+  const turn = turns.at(-1);
+  const number = (id) => Number(byId(id).value);
+  return {
+    model,
+    messages: [...historyOf(turns.slice(0, -1)), { role: "user", content: turn.question }],
+    seed: crypto.getRandomValues(new Uint32Array(1))[0] % MAX_SEED,
+    temperature: number("temperature"),
+    max_completion_tokens: number("max-tokens"),
+    retrieval: { num_passages: number("num-passages"), ...(collection ? { vector_store_ids: [collection] } : {}) },
+    speculation: true,
+    metrics: true,
+    stream: true,
+    stream_options: { include_usage: true },
+  };
+}
+
+/** Streams the answer of `view.turn` into it. Throws nothing: a failure is shown where the answer would be. */
+export async function ask(view, signal) {
+  const { turn } = view;
+  Object.assign(turn, { reply: null, failed: false, stopped: false });
+  view.begin();
+  try {
+    turn.reply = new Reply();
+    for await (const reply of Reply.of(turn.request, signal)) {
+      turn.reply = reply;
+      view.update(reply);
+    }
+    view.finish();
+    return null;
+  } catch (cause) {
+    const failure = failureOf(cause);
+    turn.stopped = failure.kind === "stopped";
+    turn.failed = !turn.stopped;
+    if (turn.stopped) view.finish();
+    else view.fail(failure);
+    return failure;
+  }
+}
+
+/** The same request without speculation, beside the answer. */
+export async function compare(view, signal) {
+  const comparison = new Comparison(view.turn.reply);
+  view.compareWith(comparison);
+  try {
+    let last = null;
+    for await (const reply of Reply.of({ ...view.turn.request, speculation: false }, signal)) {
+      last = reply;
+      comparison.update(reply);
+    }
+    if (!last) throw new Failure("refused", "The answer of the server is empty.");
+    comparison.finish(last);
+  } catch (cause) {
+    comparison.fail(failureOf(cause));
+  }
+}
+
+function failureOf(cause) {
+  if (cause instanceof Failure) return cause;
+  console.error(cause);
+  return new Failure("refused", "This page could not read the answer of the server.");
+}

@@ -1,0 +1,152 @@
+// The dialog in which a collection of documents is chosen, filled and emptied.
+
+import { Failure, call } from "./api.js";
+import { announce, byId, el, plural } from "./dom.js";
+
+const CHOSEN = "ragspec.collection";
+const POLL_MS = 700;
+const STORES = "/v1/vector_stores";
+
+export class Documents {
+  chosen = sessionStorage.getItem(CHOSEN) ?? ""; // a store's id; "": everything that this key may read
+  #stores = [];
+  #dialog = byId("documents");
+  #list = byId("collections");
+  #files = byId("files");
+  #said = byId("documents-said");
+  #onChosen;
+
+  /** `onChosen(name)`: another collection is to answer. */
+  constructor(onChosen) {
+    this.#onChosen = onChosen;
+    byId("documents-open").addEventListener("click", () => this.#open());
+    byId("documents-close").addEventListener("click", () => this.#dialog.close());
+    byId("new-collection").addEventListener("submit", (event) => this.#doing(event, () => this.#create()));
+    byId("upload").addEventListener("change", (event) => this.#doing(event, () => this.#uploadAll(event.target)));
+  }
+
+  /** Which collections there are; where the server keeps none, the button to choose one is hidden. */
+  async load() {
+    try {
+      this.#stores = (await call("GET", `${STORES}?limit=100`)).data;
+    } catch (failure) {
+      byId("documents-open").hidden = true;
+      this.#choose("");
+      return;
+    }
+    byId("documents-open").hidden = false;
+    this.#choose(this.#stores.some((store) => store.id === this.chosen) ? this.chosen : "");
+  }
+
+  #choose(id) {
+    this.chosen = id;
+    sessionStorage.setItem(CHOSEN, id);
+    this.#onChosen(this.#stores.find((store) => store.id === id)?.name || (id ? "Unnamed" : "All documents"));
+    this.#showStores();
+  }
+
+  async #open() {
+    this.#said.textContent = "";
+    this.#dialog.showModal();
+    await this.#doing(null, () => this.#refresh());
+  }
+
+  async #refresh() {
+    this.#stores = (await call("GET", `${STORES}?limit=100`)).data;
+    this.#showStores();
+    await this.#showFiles();
+  }
+
+  #showStores() {
+    const option = (id, name, detail) => {
+      const input = el("input", { type: "radio", name: "collection", value: id });
+      input.checked = id === this.chosen;
+      input.addEventListener("change", () => this.#doing(null, async () => (this.#choose(id), await this.#showFiles())));
+      return el("label", { class: "choice" }, input, el("span", {}, name), el("span", { class: "detail" }, detail));
+    };
+    const stores = this.#stores.map((store) =>
+      option(store.id, store.name || "Unnamed", plural(store.file_counts?.total ?? 0, "document")));
+    this.#list.replaceChildren(option("", "All documents", "everything this key may read"), ...stores);
+    byId("adding").hidden = this.chosen === "";
+    byId("adding-hint").hidden = this.chosen !== "";
+  }
+
+  async #showFiles() {
+    if (!this.chosen) return this.#files.replaceChildren();
+    const store = this.chosen;
+    const [held, known] = await Promise.all([
+      call("GET", `${STORES}/${encodeURIComponent(store)}/files?limit=100`), call("GET", "/v1/files?limit=1000")]);
+    if (store !== this.chosen) return;
+    const names = new Map(known.data.map((file) => [file.id, file.filename]));
+    const rows = held.data.map((file) => this.#rowOf(file, names.get(file.id) ?? file.id));
+    this.#files.replaceChildren(...(rows.length ? rows : [el("li", { class: "none" }, "No documents here yet.")]));
+  }
+
+  #rowOf(file, name) {
+    const path = `${STORES}/${encodeURIComponent(this.chosen)}/files/${encodeURIComponent(file.id)}`;
+    const remove = el("button", { type: "button", class: "quiet", "aria-label": `Remove ${name}` }, "Remove");
+    remove.addEventListener("click", () => this.#doing(null, async () => {
+      await call("DELETE", path);
+      await this.#refresh();
+      this.#say(`${name} was removed.`);
+      this.#dialog.querySelector("h2").focus();
+    }));
+    const state = { completed: "", in_progress: "being read …", failed: "could not be read" }[file.status] ?? file.status;
+    const reason = file.status === "failed" && file.last_error?.message ? `: ${file.last_error.message}` : "";
+    return el("li", {}, el("span", { class: "name" }, name), el("span", { class: "detail" }, state + reason), remove);
+  }
+
+  async #create() {
+    const name = byId("collection-name");
+    const store = await call("POST", STORES, { name: name.value.trim() });
+    name.value = "";
+    await this.#refresh();
+    this.#choose(store.id);
+    await this.#showFiles();
+    this.#say(`Collection ${store.name} is ready for documents.`);
+    byId("upload").focus();
+  }
+
+  async #uploadAll(input) {
+    const [store, files] = [this.chosen, [...input.files]];
+    for (const [index, file] of files.entries()) {
+      this.#say(`Reading ${file.name} (${index + 1} of ${files.length}) …`);
+      const form = new FormData();
+      form.append("purpose", "assistants");
+      form.append("file", file);
+      const kept = await call("POST", "/v1/files", form);
+      await this.#untilRead(store, await call("POST", `${STORES}/${encodeURIComponent(store)}/files`, { file_id: kept.id }), file.name);
+    }
+    input.value = "";
+    await this.#refresh();
+    this.#say(`${plural(files.length, "document")} added.`);
+  }
+
+  async #untilRead(store, file, name) {
+    while (file.status === "in_progress") {
+      await new Promise((resolve) => setTimeout(resolve, POLL_MS));
+      file = await call("GET", `${STORES}/${encodeURIComponent(store)}/files/${encodeURIComponent(file.id)}`);
+    }
+    if (file.status !== "completed") throw new Failure("refused", `${name}: ${file.last_error?.message ?? "could not be read."}`);
+  }
+
+  /** One thing at a time, its failure said in the dialog. */
+  async #doing(event, work) {
+    event?.preventDefault();
+    this.#dialog.setAttribute("aria-busy", "true");
+    try {
+      await work();
+    } catch (cause) {
+      if (!(cause instanceof Failure)) throw cause;
+      this.#say(cause.message, true);
+    } finally {
+      this.#dialog.removeAttribute("aria-busy");
+    }
+  }
+
+  #say(text, wrong = false) {
+    this.#said.textContent = text;
+    this.#said.classList.toggle("wrong", wrong);
+    announce(text);
+  }
+}

@@ -1,0 +1,157 @@
+// The chat page: its parts, tied together.
+
+import { Failure, call, hasKey, setKey, takeKeyFromAddress } from "./api.js";
+import { ask, compare, requestOf } from "./asking.js";
+import { Documents } from "./documents.js";
+import { announce, byId, el, scrolling } from "./dom.js";
+import { askForKey } from "./key.js";
+import { Reply } from "./reply.js";
+import { Session, titleOf } from "./session.js";
+import { Drawer } from "./drawer.js";
+import { TurnView } from "./turn.js";
+
+takeKeyFromAddress();
+
+const session = new Session();
+const drawer = new Drawer(byId("side"), byId("side-open"));
+const documents = new Documents((name) => (byId("collection-chosen").textContent = name));
+const question = byId("question");
+const turns = byId("turns");
+let model = "";
+let running = null; // the AbortController of what is being written
+
+/** What the page must know of the server. A wrong key is asked for, at once. */
+async function connect() {
+  try {
+    model = (await call("GET", "/v1/models")).data[0]?.id ?? "";
+    byId("model").textContent = model;
+    await documents.load();
+  } catch (cause) {
+    if (!(cause instanceof Failure)) throw cause;
+    if (cause.kind === "unauthorized") return enterKey(hasKey() ? "This key is not accepted." : "");
+    byId("model").textContent = "not connected";
+  }
+}
+
+function enterKey(remark, then = () => undefined) {
+  askForKey(remark, async (key) => {
+    setKey(key);
+    await connect();
+    then();
+  });
+}
+
+const views = {
+  again: (view) => run(view),
+  compare: (view) => run(view, compare),
+  fresh: (view) => {
+    const text = view.turn.question;
+    leave(view.turn);
+    session.begin();
+    show();
+    question.value = text;
+    submit();
+  },
+};
+
+/** Writes into `view` until it is done or stopped; one answer at a time. */
+async function run(view, work = ask) {
+  running?.abort();
+  const own = (running = new AbortController());
+  busy(true);
+  if (work === ask) await prepare(view.turn);
+  const failure = await work(view, own.signal);
+  if (work === ask && !failure && byId("comparing").checked) await compare(view, own.signal);
+  session.save();
+  if (running !== own) return;
+  running = null;
+  busy(false);
+  if (failure?.kind === "unauthorized") enterKey(hasKey() ? "This key is not accepted." : "", () => run(view));
+}
+
+async function prepare(turn) {
+  if (!model) await connect();
+  const { turns: all } = session.current;
+  turn.request = requestOf(all.slice(0, all.indexOf(turn) + 1), model, documents.chosen);
+}
+
+function submit() {
+  const text = question.value.trim();
+  if (!text) return question.focus();
+  const turn = { question: text };
+  session.current.turns.push(turn);
+  question.value = "";
+  fit();
+  const view = append(turn);
+  listConversations();
+  byId("empty").hidden = true;
+  view.element.scrollIntoView({ block: "start", behavior: scrolling() });
+  return run(view);
+}
+
+function append(turn) {
+  const view = new TurnView(turn, views);
+  turns.append(view.element);
+  return view;
+}
+
+/** The current conversation, from what the session keeps of it. */
+function show() {
+  running?.abort();
+  turns.replaceChildren();
+  for (const turn of session.current.turns) {
+    if (turn.reply) turn.reply = Object.assign(new Reply(), turn.reply);
+    const view = append(turn);
+    if (turn.reply?.text && !turn.failed) view.finish({ aloud: false });
+    else view.fail(new Failure("refused", "This question was not answered."));
+  }
+  byId("empty").hidden = session.current.turns.length > 0;
+  listConversations();
+}
+
+function leave(turn) {
+  session.current.turns = session.current.turns.filter((one) => one !== turn);
+  session.save();
+}
+
+function listConversations() {
+  byId("new").toggleAttribute("aria-current", session.current.turns.length === 0); // it is open already
+  const rows = session.conversations.filter((one) => one.turns.length).map((one) => {
+    const isCurrent = one === session.current;
+    const open = el("button", { type: "button", class: "open", "aria-current": isCurrent && "true" }, titleOf(one));
+    open.addEventListener("click", () => (session.open(one.id), show(), drawer.close(), question.focus()));
+    const forget = el("button", { type: "button", class: "quiet", "aria-label": `Forget: ${titleOf(one)}` }, "×");
+    forget.addEventListener("click", () => (session.forget(one.id), show(), announce("Forgotten."), byId("new").focus()));
+    return el("li", {}, open, forget);
+  });
+  byId("conversations").replaceChildren(...rows);
+}
+
+function busy(isBusy) {
+  byId("send").hidden = isBusy;
+  byId("stop").hidden = !isBusy;
+  if (isBusy && document.activeElement === document.body) byId("stop").focus();
+}
+
+function fit() {
+  question.style.height = "auto";
+  question.style.height = `${Math.min(question.scrollHeight, 200)}px`;
+}
+
+byId("ask").addEventListener("submit", (event) => (event.preventDefault(), submit()));
+byId("stop").addEventListener("click", () => (running?.abort(), question.focus()));
+byId("new").addEventListener("click", () => (session.begin(), show(), drawer.close(), question.focus()));
+byId("key-open").addEventListener("click", () => enterKey(""));
+question.addEventListener("input", fit);
+question.addEventListener("keydown", (event) => {
+  if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
+  event.preventDefault();
+  if (!running) submit();
+});
+document.addEventListener("keydown", (event) => {
+  if (event.key === "Escape" && running && !event.defaultPrevented && !document.querySelector("dialog[open]")) running.abort();
+});
+
+show();
+connect();
+question.focus();

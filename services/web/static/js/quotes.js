@@ -1,0 +1,71 @@
+// An answer's text on the page, its quotes tied to their passages.
+
+import { el, plural } from "./dom.js";
+import { coloursOf } from "./sources.js";
+import { misplaced, piecesOf } from "./spans.js";
+
+/** Fills `place` with the answer. Pointing at a quote, or reaching it with Tab, shows it in its passage. */
+export class Quotes {
+  #links = []; // {link, number}
+  #sources;
+
+  constructor(place, reply, sources) {
+    this.#sources = sources;
+    const colours = coloursOf(reply.passages);
+    const pieces = piecesOf(reply.text, reply.passages, reply.citations);
+    this.numQuotes = pieces.filter((piece) => piece.kind === "quote").length;
+    this.numBroken = pieces.filter((piece) => piece.same === false).length + misplaced(pieces, reply.citations);
+    place.replaceChildren(...pieces.map((piece, index) => this.#nodeOf(piece, pieces[index + 1], colours)));
+  }
+
+  /** All quotes of one passage stand out, or do so no more. */
+  light(number, lit) {
+    for (const each of this.#links) {
+      if (each.number === number) each.link.classList.toggle("lit", lit);
+    }
+  }
+
+  /** What was found when spans and passages were compared, for below the answer. */
+  verdict() {
+    if (this.numBroken) {
+      const message = `${plural(this.numBroken, "quote")} in this answer: not what the source says.`;
+      return el("p", { class: "verdict broken", role: "alert" }, message);
+    }
+    if (!this.numQuotes) return el("p", { class: "verdict" }, "Nothing in this answer is quoted word for word.");
+    const whole = `${plural(this.numQuotes, "quote")}, compared with the source${this.numQuotes === 1 ? "" : "s"}: identical.`;
+    return el("p", { class: "verdict same" }, whole);
+  }
+
+  #nodeOf(piece, next, colours) {
+    if (piece.kind === "text") return document.createTextNode(piece.text);
+    if (piece.kind === "marker") return this.#markerOf(piece, colours);
+    const { citation } = piece;
+    const isMarked = next?.kind === "marker" || /^[\s"”»’.,;:!?)]{0,4}$/.test(next?.text ?? "-");
+    const link = el("a", {
+      class: `quote ${colours.get(citation.passage) ?? ""}${piece.same ? "" : " broken"}`,
+      href: `#${this.#sources.element.id}`, "data-number": isMarked ? null : citation.passage,
+      "aria-description": piece.same ? `quoted from source ${citation.passage}` : "differs from its source",
+      onmouseenter: () => this.#sources.show(citation), onmouseleave: () => this.#sources.clear(),
+      onfocus: () => this.#sources.show(citation), onblur: () => this.#sources.clear(),
+      onclick: (event) => {
+        event.preventDefault();
+        this.#sources.show(citation, { go: true });
+        this.#sources.cameFrom = link;
+      },
+    }, piece.text);
+    this.#links.push({ link, number: citation.passage });
+    return link;
+  }
+
+  #markerOf(piece, colours) {
+    return el("a", {
+      class: `marker ${colours.get(piece.number)}`, href: `#${this.#sources.element.id}`,
+      "aria-label": `Source ${piece.number}`,
+      onclick: (event) => {
+        event.preventDefault();
+        this.#sources.go(piece.number);
+        this.#sources.cameFrom = event.currentTarget;
+      },
+    }, piece.text);
+  }
+}

@@ -1,0 +1,103 @@
+// The passages beside one answer: numbered, coloured by document, with quotes marked where they stand.
+
+import { el, plural, scrolling, sourceLabel } from "./dom.js";
+import { passagePieces } from "./spans.js";
+
+const NUM_COLOURS = 6;
+const beside = matchMedia("(min-width: 64rem)");
+
+/** Passage number -> "doc-1" ... "doc-6": one colour for each document, in the order in which they appear. */
+export function coloursOf(passages) {
+  const documents = [...new Set(passages.map((passage) => passage.document_id))];
+  const colour = (passage) => `doc-${(documents.indexOf(passage.document_id) % NUM_COLOURS) + 1}`;
+  return new Map(passages.map((passage) => [passage.number, colour(passage)]));
+}
+
+export class Sources {
+  #cards = new Map(); // passage number -> {card, button, text, count, passage, citations}
+  #onPressed;
+
+  /** `onPressed(number, pressed)`: a passage was chosen, so that all its quotes in the answer light up. */
+  constructor(turnId, passages, onPressed) {
+    this.#onPressed = onPressed;
+    const colours = coloursOf(passages);
+    const cards = passages.map((passage) => this.#cardOf(passage, turnId, colours.get(passage.number)));
+    const head = el("h3", { id: `${turnId}-sources` }, plural(passages.length, "source"));
+    const list = el("ol", { class: "passages" }, ...cards);
+    const labels = { "aria-labelledby": head.id, id: `${turnId}-passages`, tabindex: "0" };
+    this.element = el("aside", { class: "sources", ...labels }, head, list);
+  }
+
+  /** The finished answer's quotes, each beside its passage. */
+  setCitations(citations) {
+    for (const [number, entry] of this.#cards) {
+      entry.citations = citations.filter((citation) => citation.passage === number);
+      entry.count.textContent = entry.citations.length ? plural(entry.citations.length, "quote") : "not quoted";
+      entry.card.classList.toggle("quoted", entry.citations.length > 0);
+      this.#render(entry, entry.citations, false);
+    }
+  }
+
+  /** Mark this quote, and no other, in its passage. */
+  show(citation, { go = false } = {}) {
+    this.clear();
+    const entry = this.#cards.get(citation.passage);
+    if (!entry) return;
+    entry.card.classList.add("active");
+    const mark = this.#render(entry, [citation], true);
+    if (go) entry.button.focus({ preventScroll: true });
+    if (go || beside.matches) mark?.scrollIntoView({ block: go ? "center" : "nearest", behavior: scrolling() });
+  }
+
+  clear() {
+    for (const entry of this.#cards.values()) {
+      if (!entry.card.classList.contains("active")) continue;
+      entry.card.classList.remove("active");
+      this.#render(entry, entry.citations, false);
+    }
+  }
+
+  go(number) {
+    const entry = this.#cards.get(number);
+    entry?.button.focus({ preventScroll: true });
+    entry?.card.scrollIntoView({ block: "nearest", behavior: scrolling() });
+  }
+
+  #cardOf(passage, turnId, colour) {
+    const count = el("span", { class: "count" });
+    const title = passage.title || passage.document_id;
+    const button = el("button", { type: "button", class: "passage-title", "aria-pressed": "false" },
+      el("span", { class: "number" }, String(passage.number)), el("span", { class: "title" }, title), count);
+    const text = el("p", { class: "passage-text" });
+    const place = el("p", { class: "place" },
+      passage.heading && el("span", { class: "heading" }, passage.heading),
+      passage.source && sourceLabel(passage.source));
+    const card = el("li", { class: `passage ${colour}`, id: `${turnId}-p${passage.number}` },
+      button, (passage.heading || passage.source) && place, text);
+    const entry = { card, button, text, count, passage, citations: [] };
+    this.#cards.set(passage.number, entry);
+    this.#render(entry, [], false);
+    card.addEventListener("click", (event) => {
+      const chooses = !event.target.closest("a") && String(getSelection()) === "";
+      if (chooses) this.#press(passage.number);
+    });
+    return card;
+  }
+
+  #press(number) {
+    for (const [other, entry] of this.#cards) {
+      const pressed = other === number && entry.button.getAttribute("aria-pressed") === "false";
+      entry.button.setAttribute("aria-pressed", String(pressed));
+      entry.card.classList.toggle("open", pressed);
+      this.#onPressed(other, pressed);
+    }
+  }
+
+  #render(entry, citations, now) {
+    const pieces = passagePieces(entry.passage, citations);
+    const nodes = pieces.map((piece) =>
+      piece.kind === "quote" ? el("mark", { class: now ? "now" : null }, piece.text) : piece.text);
+    entry.text.replaceChildren(...nodes);
+    return entry.text.querySelector("mark");
+  }
+}
