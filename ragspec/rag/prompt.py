@@ -50,6 +50,7 @@ class PromptBuilder:
     def __init__(self, tokenizer: Any, max_context_tokens: int) -> None:
         self.tokenizer = tokenizer
         self.max_context_tokens = max_context_tokens
+        self.max_chars = max_context_tokens * _MAX_CHARS_PER_TOKEN
         self._has_context_role = bool(tokenizer.init_kwargs.get("ragspec_context_role"))
         self._layout = _plain_layout(tokenizer) if tokenizer.chat_template is None else {}
 
@@ -110,13 +111,12 @@ class PromptBuilder:
     def _check(self, messages: Sequence[Message]) -> None:
         if not messages or messages[-1].role != "user":
             raise InputError("a conversation must end with a message of the user")
-        max_chars = self.max_context_tokens * _MAX_CHARS_PER_TOKEN
         for message in messages:
             if message.role not in _ROLES:
                 raise InputError(f"unknown role {message.role!r}; known are {', '.join(sorted(_ROLES))}")
             what = "the question" if message is messages[-1] else f"the message of the {message.role}"
             check_text(message.content, what)
-            if len(message.content) > max_chars:
+            if len(message.content) > self.max_chars:
                 raise InputError(
                     f"{what} has {len(message.content)} characters, which cannot fit a context of "
                     f"{self.max_context_tokens} tokens"

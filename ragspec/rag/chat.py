@@ -1,0 +1,253 @@
+"""Multi-turn retrieval-augmented chat: a follow-up is made standalone, looked up, and asked beside what was said and shown.
+
+    >>> chat = Chat(retriever, prompts, conversations, ChatConfig())
+    >>> ready = chat.prepare(Turn(uuid4().hex, (Message("user", "And in 1977?"),), params, Scope("acme"), name))
+    >>> answer = chat.answered(ready, engine.generate([ready.request])[0])
+    >>> chat.remember(ready, answer)
+
+A client may name a conversation that the store keeps, or send all messages each time; then the passages that earlier answers were
+given from are found by what was said before them.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from ragspec.core import Completion, Message, Passage, Request, SamplingParams, check_text
+from ragspec.errors import InputError, RagspecError, RetrievalError, StoreError
+from ragspec.rag.answer import Answer, AnswerStats
+from ragspec.rag.chat_prompt import ChatPrompt, Exchange, chat_prompt
+from ragspec.rag.chat_settings import ChatConfig
+from ragspec.rag.citations import find_citations
+from ragspec.rag.conversations import Conversations, Said, Shown
+from ragspec.rag.history import Past, exchanges, past_of
+from ragspec.rag.prompt import PromptBuilder
+from ragspec.rag.rewriting import Rewriter
+from ragspec.rag.sources import copy_sources
+from ragspec.rag.steps import EngineLike, RetrieverLike
+from ragspec.retrieval.filters import Comparison, Compound
+from ragspec.retrieval.search import EVERYTHING, Scope
+from ragspec.speculation import ON, Speculation
+
+__all__ = ["Chat", "ChatConfig", "ReadyTurn", "Turn"]
+
+log = logging.getLogger(__name__)
+
+WHOLE_INDEX = "*"
+"""Stands in `missing` where nothing could be searched."""
+
+_MOST_CONFIRMED = 1024
+"""Passages of earlier turns' documents that are looked through after the index has changed; one beyond is shown no more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """What one asks, after what was said. `id` names the request.
+
+    `messages` are of the roles system, user and assistant and end with the user's. With a `conversation`, a single question goes
+    on with what is kept of it; earlier turns that are given stand in place of those. `prediction`: what the asker expects to
+    read. `cache_salt` separates caches within the tenant.
+    """
+
+    id: str
+    messages: tuple[Message, ...]
+    params: SamplingParams
+    scope: Scope = EVERYTHING
+    conversation: str = ""
+    num_passages: int = 3
+    retrieve: bool = True
+    speculation: Speculation = ON
+    prediction: str = ""
+    cache_salt: str = ""
+
+    def __post_init__(self) -> None:
+        if self.num_passages < 1:
+            raise InputError(f"num_passages must be at least 1, not {self.num_passages}")
+
+    @property
+    def salt(self) -> str:
+        """Of the caches: the tenant's, or a part of them."""
+        return f"{self.scope.tenant}\0{self.cache_salt}" if self.cache_salt else self.scope.tenant
+
+    @property
+    def who(self) -> str:
+        """Equal for those who may be told what was shown to each other."""
+        return f"{self.cache_salt}\0{self.conversation}\0{self.scope.filter!r}"
+
+
+@dataclass(frozen=True, slots=True)
+class ReadyTurn:
+    """A turn as the engine is asked for its answer. `asked`: the user's own words; `question`: what was looked up."""
+
+    turn: Turn
+    request: Request
+    prompt: ChatPrompt
+    asked: str
+    question: str
+    generation: str
+    missing: tuple[str, ...]
+    retrieve_s: float
+    prompt_s: float
+    past: Past = field(repr=False)
+
+    @property
+    def conversation(self) -> str:
+        return self.turn.conversation
+
+    @property
+    def rewritten(self) -> bool:
+        return self.question != self.asked
+
+    @property
+    def dropped_turns(self) -> int:
+        return self.prompt.num_dropped_turns
+
+    @property
+    def dropped_passages(self) -> tuple[Passage, ...]:
+        """All that did not fit: of earlier turns, then the question's own."""
+        return (*self.prompt.dropped_history, *self.prompt.dropped)
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """What retrieval gave for a turn, and what of the turns before may still be shown."""
+
+    passages: tuple[Passage, ...] = ()
+    history: tuple[Exchange, ...] = ()
+    generation: str = ""
+    missing: tuple[str, ...] = ()
+
+
+class Chat:
+    """Owns the order of the steps. Safe to call from several threads; what takes time blocks."""
+
+    def __init__(
+        self,
+        retriever: RetrieverLike,
+        prompts: PromptBuilder,
+        conversations: Conversations | None,
+        config: ChatConfig | None = None,
+        engine: EngineLike | None = None,
+    ) -> None:
+        """Without `conversations` nothing is kept. `engine`: may rewrite questions, if the settings say so."""
+        self._retriever, self._prompts, self._conversations = retriever, prompts, conversations
+        self._config = config or ChatConfig()
+        self._rewriter = Rewriter(self._config, prompts, engine)
+
+    def prepare(self, turn: Turn) -> ReadyTurn:
+        """Raises: InputError, NotFound, PromptTooLong, RetrievalError, StoreError."""
+        system, given, asked = exchanges(turn.messages)
+        check_text(asked, "the question")
+        past = past_of(self._conversations, turn.scope.tenant, turn.who, turn.conversation, given, asked)
+        begin = time.perf_counter()
+        question = asked
+        if turn.retrieve and past.said:
+            question = self._rewriter.standalone(asked, past.said, turn.salt)
+        found = (
+            self._retrieved(turn, question, past)
+            if turn.retrieve
+            else _Found(history=self._confirmed(past, turn.scope, asked))
+        )
+        retrieve_s = time.perf_counter() - begin
+        prompt = chat_prompt(self._prompts, system, found.history, asked, found.passages, turn.params.max_tokens)
+        request = Request(
+            turn.id,
+            prompt.prompt_ids,
+            turn.params,
+            copy_sources(asked, prompt.passages, _texts(prompt.history), turn.prediction),
+            turn.salt,
+            turn.speculation,
+            affinity=turn.conversation or past.keys[0],
+        )
+        prompt_s = time.perf_counter() - begin - retrieve_s
+        return ReadyTurn(
+            turn, request, prompt, asked, question, found.generation, found.missing, retrieve_s, prompt_s, past
+        )
+
+    def answered(self, ready: ReadyTurn, completion: Completion) -> Answer:
+        """One choice with its citations."""
+        prompt = ready.prompt
+        stats = AnswerStats(
+            ready.retrieve_s, ready.prompt_s, ready.generation, completion.stats, missing_segments=ready.missing
+        )
+        return Answer(
+            ready.asked,
+            completion.text,
+            tuple(find_citations(completion.text, prompt.passages)),
+            prompt.passages,
+            ready.dropped_passages,
+            completion.finish_reason,
+            completion.token_ids,
+            completion.logprobs,
+            stats,
+        )
+
+    def remember(self, ready: ReadyTurn, answer: Answer) -> bool:
+        """Keep the turn for those after it; False if it cannot be kept, which takes nothing from the answer."""
+        if self._conversations is None:
+            return False
+        turn, past = ready.turn, ready.past
+        cited = tuple(dict.fromkeys(citation.passage_id for citation in answer.citations))
+        shown = Shown(answer.passages, ready.generation, cited)
+        try:
+            if turn.conversation:
+                said = [*past.unkept, Said(ready.asked, answer.text)]
+                self._conversations.append(turn.scope.tenant, turn.conversation, said)
+            if answer.passages:
+                self._conversations.show(
+                    turn.scope.tenant, past.keys[-1], shown, conversation=turn.conversation, earlier=past.keys[:-1]
+                )
+        except RagspecError as cause:
+            log.warning("a turn could not be kept: %s", cause)
+            return False
+        return True
+
+    def _retrieved(self, turn: Turn, question: str, past: Past) -> _Found:
+        """The question's passages, then those carried over; and the turns before with what may still be shown of them."""
+        try:
+            found = self._retriever.retrieve([question], turn.num_passages, turn.scope)
+            history = self._confirmed(past, turn.scope, question, found.generation)
+        except (RetrievalError, StoreError):
+            if not self._config.answer_without_index:
+                raise
+            log.warning("a turn is answered without passages: the index does not answer")
+            return _Found(history=tuple(turn.bare() for turn in past.history), missing=(WHOLE_INDEX,))
+        fresh = found.passages[0]
+        known = {passage.id for passage in fresh}
+        carried = [p for p in self._carried(past, history) if p.id not in known][: self._config.max_carried]
+        return _Found((*fresh, *carried), history, found.generation, found.missing)
+
+    def _confirmed(self, past: Past, scope: Scope, question: str, generation: str = "") -> tuple[Exchange, ...]:
+        """The turns with those of their passages that are in the index still.
+
+        Of this generation all are; for others the index is asked, since documents may have been changed or deleted.
+        """
+        stale = past.of_other_generations(generation)
+        if not stale:
+            return past.history
+        names = tuple(sorted({passage.document_id for passage in stale}))
+        same = Comparison(type="in", key="document.id", value=names)
+        both = same if scope.filter is None else Compound(type="and", filters=(scope.filter, same))
+        found = self._retriever.retrieve([question], _MOST_CONFIRMED, Scope(scope.tenant, both))
+        there = {(passage.id, passage.text) for passage in found.passages[0]}
+        gone = {passage.id for passage in stale if (passage.id, passage.text) not in there}
+        return past.without(gone)
+
+    def _carried(self, past: Past, history: Sequence[Exchange]) -> list[Passage]:
+        """What the latest answers were given from, the latest first: the passages they cite, else the best."""
+        carried: dict[str, Passage] = {}
+        for turn, cited in list(zip(history, past.cited, strict=True))[: -self._config.carried_turns - 1 : -1]:
+            used = [passage for passage in turn.passages if passage.id in cited] or turn.passages[:1]
+            carried |= {passage.id: passage for passage in used if passage.id not in carried}
+        return list(carried.values())
+
+
+def _texts(history: Sequence[Exchange]) -> list[str]:
+    """What earlier turns say, the latest first: answers, then passages and questions."""
+    turns = history[::-1]
+    answers = [turn.answer for turn in turns]
+    passages = [passage.text for turn in turns for passage in turn.passages]
+    return [*answers, *passages, *(turn.question for turn in turns)]

@@ -1,0 +1,139 @@
+"""A conversation becomes a prompt that fits: [system][earlier turns with their passages as they were][question][its passages].
+
+Every prompt of a conversation begins with the one before it, so what was computed for that one is found in the prefix cache.
+Where not all fits, the oldest goes first: passages of earlier turns, then turns, each `_STEP` at a time so that the beginning
+holds for some turns more; then the question's own last-ranked passages; then the last turn. Nothing goes unreported.
+"""
+
+from __future__ import annotations
+
+import functools
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from ragspec.core import Message, Passage
+from ragspec.errors import PromptTooLong
+from ragspec.rag.prompt import Prompt, PromptBuilder
+
+_STEP = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """A turn that is over, with the passages that stood beside its question. Either text may be empty."""
+
+    question: str
+    answer: str
+    passages: tuple[Passage, ...] = ()
+
+    def bare(self) -> Exchange:
+        return replace(self, passages=())
+
+
+@dataclass(frozen=True, slots=True)
+class ChatPrompt(Prompt):
+    """`history`: the earlier turns that are in the prompt, as they are there; `dropped_history`: passages of such turns, and of
+    those `num_dropped_turns` that are not, which did not fit."""
+
+    history: tuple[Exchange, ...] = ()
+    num_dropped_turns: int = 0
+    dropped_history: tuple[Passage, ...] = ()
+
+
+class _Cut(NamedTuple):
+    """How much is left out: the oldest turns, passages of the oldest turns, the question's last passages."""
+
+    num_turns: int
+    num_bare: int
+    num_passages: int
+
+
+def chat_prompt(
+    prompts: PromptBuilder,
+    system: str,
+    history: Sequence[Exchange],
+    question: str,
+    passages: Sequence[Passage],
+    max_tokens: int,
+) -> ChatPrompt:
+    """The fullest prompt that leaves room for `max_tokens` of output.
+
+    Raises: InputError for a text no tokenizer should see; PromptTooLong if system and question alone do not fit.
+    """
+    room = prompts.max_context_tokens - max_tokens
+    hopeless, history = _split(history, prompts.max_chars)
+
+    @functools.cache
+    def tokens(cut: _Cut) -> tuple[int, ...]:
+        kept = _kept(history, cut)
+        return prompts.tokens(_messages(prompts, system, kept, question, passages[: len(passages) - cut.num_passages]))
+
+    least = tokens(_Cut(len(history), len(history), len(passages)))
+    if len(least) > room:
+        raise PromptTooLong(len(least), max(room, 0), max_tokens)
+    for cuts in _phases(len(history), len(passages)):
+        if len(tokens(cuts[0])) <= room:
+            return _prompt(tokens(cuts[0]), hopeless, history, passages, cuts[0])
+        first = bisect_left(cuts, True, key=lambda cut: len(tokens(cut)) <= room)
+        if first < len(cuts):
+            return _prompt(tokens(cuts[first]), hopeless, history, passages, cuts[first])
+    raise AssertionError("the least prompt fits")
+
+
+def _split(history: Sequence[Exchange], max_chars: int) -> tuple[Sequence[Exchange], Sequence[Exchange]]:
+    """The oldest turns that cannot fit, whatever they hold, and the others; so that only a context's worth is tokenised."""
+    left = max_chars
+    for number in reversed(range(len(history))):
+        left -= len(history[number].question) + len(history[number].answer)
+        if left < 0:
+            return history[: number + 1], history[number + 1 :]
+    return (), history
+
+
+def _phases(num_turns: int, num_passages: int) -> Iterator[list[_Cut]]:
+    """Cuts, each list from the least to the most."""
+    last = num_turns - 1
+    if num_turns:
+        bare = [*range(0, last, _STEP), last]
+        dropped = [*range(_STEP, last, _STEP), last]
+        yield [_Cut(0, number, 0) for number in bare] + [_Cut(number, last, 0) for number in dropped]
+        yield [_Cut(last, num_turns, number) for number in range(max(num_passages, 1))]
+    yield [_Cut(num_turns, num_turns, number) for number in range(num_passages + 1)]
+
+
+def _kept(history: Sequence[Exchange], cut: _Cut) -> list[Exchange]:
+    return [
+        turn.bare() if number < cut.num_bare else turn for number, turn in enumerate(history) if number >= cut.num_turns
+    ]
+
+
+def _messages(
+    prompts: PromptBuilder, system: str, history: Sequence[Exchange], question: str, passages: Sequence[Passage]
+) -> list[Message]:
+    messages = [Message("system", system)] if system.strip() else []
+    for turn in [*history, Exchange(question, "", tuple(passages))]:
+        messages += [Message("user", turn.question)] if turn.question.strip() else []
+        messages += [prompts.context(turn.passages)] if turn.passages and turn.question.strip() else []
+        messages += [Message("assistant", turn.answer)] if turn.answer.strip() else []
+    return messages
+
+
+def _prompt(
+    prompt_ids: tuple[int, ...],
+    hopeless: Sequence[Exchange],
+    history: Sequence[Exchange],
+    passages: Sequence[Passage],
+    cut: _Cut,
+) -> ChatPrompt:
+    num_kept = len(passages) - cut.num_passages
+    without = [*hopeless, *history[: max(cut.num_turns, cut.num_bare)]]
+    return ChatPrompt(
+        prompt_ids,
+        tuple(passages[:num_kept]),
+        tuple(passages[num_kept:]),
+        tuple(_kept(history, cut)),
+        len(hopeless) + cut.num_turns,
+        tuple(passage for turn in without for passage in turn.passages),
+    )

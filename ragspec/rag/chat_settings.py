@@ -1,0 +1,27 @@
+"""Settings of a chat."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from ragspec.config import Part
+
+
+class ChatConfig(Part):
+    """`rewriter` makes a follow-up question standalone before it is looked up: by rules, or by the target itself; auto: by the
+    target if it has `least_rewriter_parameters`; off: it is looked up as it is. The target may take `rewriter_tokens` tokens
+    and `rewriter_timeout_s`, and where it fails the rules decide.
+
+    Of what the latest `carried_turns` answers were given from, up to `max_carried` passages stand behind a question's own.
+    `answer_without_index`: where no passage can be looked up, answer without any and say so, instead of an error.
+    """
+
+    rewriter: Literal["auto", "rules", "model", "off"] = "auto"
+    least_rewriter_parameters: int = Field(1_000_000_000, ge=0)
+    rewriter_tokens: int = Field(64, ge=1, le=1024)
+    rewriter_timeout_s: float = Field(5.0, gt=0.0)
+    max_carried: int = Field(1, ge=0, le=16)
+    carried_turns: int = Field(2, ge=0, le=16)
+    answer_without_index: bool = False

@@ -1,0 +1,255 @@
+"""What was said in earlier turns, and which passages stood beside it, in one SQLite file.
+
+Two things are kept. A *conversation* that a tenant began by name keeps its messages. And of every question that was answered, the
+passages its prompt showed are kept under a key of all that came before it (`turn_keys`), so that a client that keeps its messages
+itself, as OpenAI's do, is known again without any name; of such a client no message is written down.
+
+A tenant sees its own alone. What was not used for `ttl_s` is gone, and so is a tenant's oldest beyond `max_bytes_per_tenant`.
+
+    >>> store = Conversations(Path("conversations.sqlite"))
+    >>> name = store.create("acme").id
+    >>> store.append("acme", name, [Said("When did it rain?", "At dawn.")])
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import secrets
+import sqlite3
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from ragspec.core import Passage
+from ragspec.errors import NotFound, SaveError, StoreCorrupt
+from ragspec.rag.database import Database
+
+_SCHEMA = 1
+_TABLES = """
+CREATE TABLE conversations (
+    tenant TEXT, id TEXT, created_s REAL, used_s REAL, num_bytes INTEGER, metadata TEXT, PRIMARY KEY (tenant, id)
+) WITHOUT ROWID;
+CREATE TABLE said (
+    tenant TEXT, conversation TEXT, number INTEGER, question TEXT, answer TEXT, PRIMARY KEY (tenant, conversation, number)
+) WITHOUT ROWID;
+CREATE TABLE shown (
+    tenant TEXT, key TEXT, conversation TEXT, used_s REAL, num_bytes INTEGER, generation TEXT, cited TEXT, passages TEXT,
+    PRIMARY KEY (tenant, key)
+) WITHOUT ROWID;
+CREATE INDEX shown_by_use ON shown (used_s, tenant, num_bytes);
+CREATE INDEX shown_by_conversation ON shown (tenant, conversation);
+CREATE TABLE shown_documents (tenant TEXT, document TEXT, key TEXT, PRIMARY KEY (tenant, document, key)) WITHOUT ROWID;
+CREATE INDEX shown_documents_by_key ON shown_documents (tenant, key)
+"""
+_CLEAN_EVERY = 16
+"""So many writes lie between two looks for what is too old or too much."""
+
+
+class Said(NamedTuple):
+    """A question and its answer."""
+
+    question: str
+    answer: str
+
+
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """The passages of one prompt in their order, and the index's generation that gave them; the answer cites those of `cited`."""
+
+    passages: tuple[Passage, ...]
+    generation: str = ""
+    cited: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """Times in seconds since the epoch."""
+
+    id: str
+    created_s: float
+    used_s: float
+    metadata: Mapping[str, str]
+
+
+def turn_keys(scope: str, said: Iterable[Said], question: str) -> list[str]:
+    """Names each question, those of the turns and this one, by everything before it: equal only where all of that is.
+
+    `scope`: which documents may be seen, and whatever else separates those who ask.
+    """
+    digest, keys = hashlib.sha256(), []
+    for text in (scope, *(text for turn in said for text in turn), question):
+        raw = text.encode("utf-8")
+        digest.update(len(raw).to_bytes(8, "little") + raw)
+        keys.append(digest.copy().hexdigest())
+    return keys[1::2]
+
+
+class Conversations:
+    """Owns the file. Safe to call from several threads."""
+
+    def __init__(
+        self,
+        path: str | Path,
+        *,
+        ttl_s: float = 7 * 86_400.0,
+        max_bytes_per_tenant: int = 64 * 2**20,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        """`clock` gives seconds since the epoch. Raises: SaveError, StoreCorrupt."""
+        self._ttl_s, self._max_bytes, self._clock = ttl_s, max_bytes_per_tenant, clock
+        self._database = Database(Path(path), _TABLES, _SCHEMA)
+        self._num_writes = 0
+
+    def create(self, tenant: str, metadata: Mapping[str, str] | None = None) -> Conversation:
+        """A new one, without turns. Raises: SaveError."""
+        now, text = self._clock(), json.dumps(dict(metadata or {}))
+        made = Conversation(f"conv_{secrets.token_hex(12)}", now, now, dict(metadata or {}))
+        with self._database.writing() as db:
+            db.execute("INSERT INTO conversations VALUES (?,?,?,?,?,?)", (tenant, made.id, now, now, len(text), text))
+            self._clean(db, tenant)
+        return made
+
+    def find(self, tenant: str, conversation: str) -> Conversation:
+        """Raises: NotFound, SaveError, StoreCorrupt."""
+        with self._database.reading() as db:
+            row = db.execute(
+                "SELECT created_s, used_s, metadata FROM conversations WHERE tenant=? AND id=? AND used_s>=?",
+                (tenant, conversation, self._clock() - self._ttl_s),
+            ).fetchone()
+        if row is None:
+            raise _missing(conversation)
+        return Conversation(conversation, row[0], row[1], json.loads(row[2]))
+
+    def said(self, tenant: str, conversation: str) -> list[Said]:
+        """Its turns, the oldest first. Raises: NotFound, SaveError, StoreCorrupt."""
+        self.find(tenant, conversation)
+        with self._database.reading() as db:
+            rows = db.execute(
+                "SELECT question, answer FROM said WHERE tenant=? AND conversation=? ORDER BY number",
+                (tenant, conversation),
+            ).fetchall()
+        return [Said(*row) for row in rows]
+
+    def append(self, tenant: str, conversation: str, said: Sequence[Said]) -> None:
+        """Turns to its end, all of them or none. Raises: NotFound, SaveError, StoreCorrupt."""
+        num_bytes = sum(len(text.encode()) for turn in said for text in turn)
+        with self._database.writing() as db:
+            row = db.execute(
+                "UPDATE conversations SET used_s=?, num_bytes=num_bytes+? WHERE tenant=? AND id=? RETURNING num_bytes",
+                (self._clock(), num_bytes, tenant, conversation),
+            ).fetchone()
+            if row is None:
+                raise _missing(conversation)
+            if row[0] > self._max_bytes:
+                raise SaveError(f"conversation {conversation!r} would have more than {self._max_bytes} bytes")
+            (number,) = db.execute(
+                "SELECT COALESCE(MAX(number), -1) + 1 FROM said WHERE tenant=? AND conversation=?",
+                (tenant, conversation),
+            ).fetchone()
+            rows = [(tenant, conversation, number + n, *turn) for n, turn in enumerate(said)]
+            db.executemany("INSERT INTO said VALUES (?,?,?,?,?)", rows)
+            self._clean(db, tenant)
+
+    def show(self, tenant: str, key: str, shown: Shown, *, conversation: str = "", earlier: Sequence[str] = ()) -> None:
+        """Keep the passages of a turn in place of those it had; those of the turns before it stay as long.
+
+        Raises: SaveError, StoreCorrupt.
+        """
+        now, text = self._clock(), json.dumps([asdict(passage) for passage in shown.passages])
+        cited = json.dumps(shown.cited)
+        with self._database.writing() as db:
+            _forget_shown(db, tenant, key)
+            row = (tenant, key, conversation, now, len(text), shown.generation, cited, text)
+            db.execute("INSERT INTO shown VALUES (?,?,?,?,?,?,?,?)", row)
+            documents = {passage.document_id for passage in shown.passages}
+            db.executemany("INSERT INTO shown_documents VALUES (?,?,?)", [(tenant, each, key) for each in documents])
+            db.executemany("UPDATE shown SET used_s=? WHERE tenant=? AND key=?", [(now, tenant, k) for k in earlier])
+            self._clean(db, tenant)
+
+    def shown(self, tenant: str, keys: Sequence[str]) -> dict[str, Shown]:
+        """What is known of these turns. Raises: SaveError, StoreCorrupt."""
+        oldest_s = self._clock() - self._ttl_s
+        found: dict[str, Shown] = {}
+        with self._database.reading() as db:
+            for key in keys:
+                row = db.execute(
+                    "SELECT passages, generation, cited FROM shown WHERE tenant=? AND key=? AND used_s>=?",
+                    (tenant, key, oldest_s),
+                ).fetchone()
+                if row is not None:
+                    found[key] = self._read(*row)
+        return found
+
+    def delete(self, tenant: str, conversation: str) -> None:
+        """Nothing of it is left. Raises: NotFound, SaveError, StoreCorrupt."""
+        with self._database.writing() as db:
+            if not _delete(db, tenant, conversation):
+                raise _missing(conversation)
+        self._database.forget()
+
+    def forget_documents(self, tenant: str, documents: Iterable[str]) -> None:
+        """What was shown of these documents is known no more. Raises: SaveError, StoreCorrupt."""
+        with self._database.writing() as db:
+            for document in documents:
+                query = "SELECT key FROM shown_documents WHERE tenant=? AND document=?"
+                for (key,) in db.execute(query, (tenant, document)).fetchall():
+                    _forget_shown(db, tenant, key)
+        self._database.forget()
+
+    def purge(self, tenant: str) -> None:
+        """Nothing of a tenant is left. Raises: SaveError, StoreCorrupt."""
+        with self._database.writing() as db:
+            for table in ("conversations", "said", "shown", "shown_documents"):
+                db.execute(f"DELETE FROM {table} WHERE tenant=?", (tenant,))
+        self._database.forget()
+
+    def close(self) -> None:
+        self._database.close()
+
+    def _read(self, passages: str, generation: str, cited: str) -> Shown:
+        try:
+            read = tuple(Passage(**fields) for fields in json.loads(passages))
+            return Shown(read, generation, tuple(json.loads(cited)))
+        except (ValueError, TypeError) as cause:
+            raise StoreCorrupt(f"{self._database.path} is damaged: it holds a passage that is none") from cause
+
+    def _clean(self, db: sqlite3.Connection, tenant: str) -> None:
+        """Drop what is too old, of every tenant, and what is too much, of this one."""
+        self._num_writes += 1
+        if self._num_writes % _CLEAN_EVERY:
+            return
+        oldest_s = self._clock() - self._ttl_s
+        ages = (
+            "SELECT used_s, tenant, num_bytes, 0, id FROM conversations {0} "
+            "UNION ALL SELECT used_s, tenant, num_bytes, 1, key FROM shown {0} ORDER BY 1"
+        )
+        rows = db.execute(ages.format("WHERE used_s<?"), (oldest_s, oldest_s)).fetchall()
+        own = db.execute(ages.format("WHERE tenant=?"), (tenant, tenant)).fetchall()
+        surplus = sum(num_bytes for _, _, num_bytes, _, _ in own) - self._max_bytes
+        for row in own[:-1]:
+            if surplus > 0:
+                rows.append(row)
+                surplus -= row[2]
+        for _, owner, _, is_shown, name in rows:
+            (_forget_shown if is_shown else _delete)(db, owner, name)
+
+
+def _missing(conversation: str) -> NotFound:
+    return NotFound(f"there is no conversation {conversation!r}")
+
+
+def _delete(db: sqlite3.Connection, tenant: str, conversation: str) -> bool:
+    """False if there is none."""
+    keys = db.execute("SELECT key FROM shown WHERE tenant=? AND conversation=?", (tenant, conversation)).fetchall()
+    for (key,) in keys:
+        _forget_shown(db, tenant, key)
+    db.execute("DELETE FROM said WHERE tenant=? AND conversation=?", (tenant, conversation))
+    return bool(db.execute("DELETE FROM conversations WHERE tenant=? AND id=?", (tenant, conversation)).rowcount)
+
+
+def _forget_shown(db: sqlite3.Connection, tenant: str, key: str) -> None:
+    db.execute("DELETE FROM shown_documents WHERE tenant=? AND key=?", (tenant, key))
+    db.execute("DELETE FROM shown WHERE tenant=? AND key=?", (tenant, key))

@@ -1,0 +1,100 @@
+"""One SQLite file, safe to use from several threads and processes, with our errors.
+
+What was committed survives the end of the process, however it ends; what was deleted is overwritten. No value of a statement is
+ever part of an error.
+
+    >>> database = Database(Path("notes.sqlite"), "CREATE TABLE notes (id TEXT PRIMARY KEY, text TEXT);", schema=1)
+    >>> with database.writing() as db:
+    ...     db.execute("INSERT INTO notes VALUES (?, ?)", ("a", "It rained."))
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sqlite3
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+from ragspec.errors import SaveError, StoreCorrupt
+from ragspec.retrieval.disk import make_folder, saving
+
+_BUSY_S = 5.0
+"""Another process may be writing so long."""
+
+
+class Database:
+    """Owns the connection. States: open -> closed."""
+
+    def __init__(self, path: Path, tables: str, schema: int) -> None:
+        """`tables`: the statements that make an empty file one of `schema`.
+
+        Raises: SaveError if the file cannot be made, StoreCorrupt if it is none of ours or damaged.
+        """
+        self.path = path
+        self._lock = threading.Lock()
+        with saving(path), self._errors():
+            make_folder(path.parent)
+            self._db = sqlite3.connect(path, timeout=_BUSY_S, isolation_level=None, check_same_thread=False)
+            try:
+                self._prepare(tables, schema)
+            except BaseException:
+                self._db.close()
+                raise
+
+    @contextlib.contextmanager
+    def reading(self) -> Iterator[sqlite3.Connection]:
+        """Raises: SaveError, StoreCorrupt."""
+        with self._lock, self._errors():
+            yield self._db
+
+    @contextlib.contextmanager
+    def writing(self) -> Iterator[sqlite3.Connection]:
+        """A transaction: all of it is kept, or nothing. Raises: SaveError, StoreCorrupt."""
+        with self._lock, self._errors():
+            self._db.execute("BEGIN IMMEDIATE")
+            try:
+                yield self._db
+                self._db.execute("COMMIT")
+            except BaseException:
+                if self._db.in_transaction:
+                    self._db.execute("ROLLBACK")
+                raise
+
+    def forget(self) -> None:
+        """What was deleted is no longer in the log beside the file either, unless another process reads it at the moment."""
+        with self.reading() as db:
+            db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
+
+    def close(self) -> None:
+        with self._lock:
+            self._db.close()
+
+    def _prepare(self, tables: str, schema: int) -> None:
+        self._db.execute("PRAGMA journal_mode=WAL")
+        self._db.execute("PRAGMA synchronous=NORMAL")  # Why enough: only a power loss can take the latest changes
+        self._db.execute("PRAGMA secure_delete=ON")
+        self._db.execute("BEGIN IMMEDIATE")
+        (found,) = self._db.execute("PRAGMA user_version").fetchone()
+        if not found:
+            for statement in filter(str.strip, tables.split(";")):
+                self._db.execute(statement)
+            self._db.execute(f"PRAGMA user_version={schema:d}")
+        self._db.execute("COMMIT")
+        if found not in (0, schema):
+            raise StoreCorrupt(f"{self.path} has schema {found}, not {schema}")
+        (verdict,) = self._db.execute("PRAGMA quick_check(1)").fetchone()
+        if verdict != "ok":
+            raise StoreCorrupt(f"{self.path} is damaged: remove it, or put back an older copy")
+
+    @contextlib.contextmanager
+    def _errors(self) -> Iterator[None]:
+        """The library's own words say what is wrong with the file; they never quote values."""
+        try:
+            yield
+        except sqlite3.OperationalError as cause:  # full, locked, read-only, cannot be opened
+            raise SaveError(f"cannot use {self.path}: {cause}") from cause
+        except sqlite3.ProgrammingError as cause:
+            raise SaveError(f"cannot use {self.path}: it is closed") from cause
+        except sqlite3.DatabaseError as cause:
+            raise StoreCorrupt(f"{self.path} is damaged ({cause}): remove it, or put back an older copy") from cause

@@ -1,0 +1,323 @@
+"""Conversations: what a follow-up looks up, what its prompt holds, and what is dropped, kept and copied."""
+
+from __future__ import annotations
+
+import itertools
+import uuid
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from small_parts import CONTEXT, DOCUMENTS, QUESTION, QUOTE, Switch
+
+from ragspec.config import EncoderConfig, IndexConfig
+from ragspec.core import Document, Message, Passage, SamplingParams, SourceKind
+from ragspec.engine.engine import Engine
+from ragspec.engine.target import Target
+from ragspec.errors import InputError, NotFound, PromptTooLong, RetrievalError, SaveError
+from ragspec.rag.answer import Answer
+from ragspec.rag.chat import WHOLE_INDEX, Chat, ChatConfig, ReadyTurn, Turn
+from ragspec.rag.conversations import Conversations
+from ragspec.rag.prompt import PromptBuilder
+from ragspec.rag.steps import scope_of
+from ragspec.retrieval.encoder import Encoder
+from ragspec.retrieval.retriever import Retriever, build_index
+from ragspec.retrieval.search import Scope
+from ragspec.retrieval.writer import IndexWriter
+
+PARAMS = SamplingParams(max_tokens=48)
+FOLLOW_UP = "Who built it?"
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Conversations]:
+    store = Conversations(tmp_path / "conversations.sqlite")
+    yield store
+    store.close()
+
+
+@pytest.fixture
+def prompts(target: Target) -> PromptBuilder:
+    return PromptBuilder(target.tokenizer, CONTEXT)
+
+
+@pytest.fixture
+def chat(retriever: Retriever, prompts: PromptBuilder, store: Conversations) -> Chat:
+    return Chat(retriever, prompts, store)
+
+
+class Asking:
+    """Goes through a conversation."""
+
+    def __init__(self, chat: Chat, engine: Engine, switch: Switch) -> None:
+        self.chat, self.engine, self.switch = chat, engine, switch
+
+    def __call__(self, turn: Turn, says: str = "") -> tuple[ReadyTurn, Answer]:
+        self.switch.answer = says
+        ready = self.chat.prepare(turn)
+        answer = self.chat.answered(ready, self.engine.generate([ready.request])[0])
+        assert self.chat.remember(ready, answer)
+        return ready, answer
+
+
+@pytest.fixture
+def asking(chat: Chat, engine: Engine, switch: Switch) -> Asking:
+    return Asking(chat, engine, switch)
+
+
+def turn(*texts: str, **options: Any) -> Turn:
+    """The user's and the assistant's texts in turn."""
+    roles = itertools.cycle(("user", "assistant"))
+    messages = tuple(Message(role, text) for role, text in zip(roles, texts, strict=False))
+    return Turn(**{"id": uuid.uuid4().hex, "messages": messages, "params": PARAMS, "num_passages": 1, **options})
+
+
+def ids(passages: Sequence[Passage]) -> list[str]:
+    return [passage.document_id for passage in passages]
+
+
+def test_a_follow_up_computes_nothing_of_the_turn_before_again(asking: Asking) -> None:
+    """History laid out anew, or without its passages, made every turn pay for the whole conversation."""
+    first, answer = asking(turn(QUESTION), QUOTE)
+    assert answer.text == QUOTE and answer.citations
+    second, answer = asking(turn(QUESTION, QUOTE, FOLLOW_UP))
+    prompt_ids = first.prompt.prompt_ids
+    assert second.prompt.prompt_ids[: len(prompt_ids)] == prompt_ids
+    assert answer.stats.generation.num_cached_tokens >= len(prompt_ids)
+    assert second.prompt.history[0].passages == first.prompt.passages
+
+
+def test_a_named_conversation_is_supplied_by_the_server(asking: Asking, store: Conversations) -> None:
+    """A client that sends its question alone was answered as if nothing had been said before."""
+    name = store.create("acme").id
+    first, _ = asking(turn(QUESTION, conversation=name, scope=Scope("acme")), QUOTE)
+    second, _ = asking(turn(FOLLOW_UP, conversation=name, scope=Scope("acme")), "The people.")
+    assert second.prompt.prompt_ids[: len(first.prompt.prompt_ids)] == first.prompt.prompt_ids
+    assert [tuple(said) for said in store.said("acme", name)] == [(QUESTION, QUOTE), (FOLLOW_UP, "The people.")]
+    assert second.request.affinity == first.request.affinity == name
+    again, _ = asking(
+        turn(QUESTION, QUOTE, FOLLOW_UP, "The people.", "When?", conversation=name, scope=Scope("acme")), "In 1874."
+    )
+    assert [said.answer for said in store.said("acme", name)] == [QUOTE, "The people.", "In 1874."]
+    assert again.past.history[0].passages == first.prompt.passages
+
+
+@pytest.mark.parametrize("other", ["tenant", "filter", "salt", "conversation"])
+def test_what_was_shown_to_another_is_not_shown(asking: Asking, store: Conversations, other: str) -> None:
+    """The passages of a turn were found by the words before it, whoever had said them, and whatever they may see."""
+    scope = scope_of("acme", None)
+    first, _ = asking(turn(QUESTION, scope=scope), QUOTE)
+    assert first.prompt.passages
+    name = store.create("acme").id
+    asked = {
+        "tenant": turn(QUESTION, QUOTE, FOLLOW_UP, scope=scope_of("umbrella", None)),
+        "filter": turn(QUESTION, QUOTE, FOLLOW_UP, scope=scope_of("acme", {"type": "eq", "key": "x", "value": 1})),
+        "salt": turn(QUESTION, QUOTE, FOLLOW_UP, scope=scope, cache_salt="other"),
+        "conversation": turn(QUESTION, QUOTE, FOLLOW_UP, scope=scope, conversation=name),
+    }
+    ready = asking.chat.prepare(asked[other])
+    assert ready.prompt.history[0].passages == ()
+    same = asking.chat.prepare(turn(QUESTION, QUOTE, FOLLOW_UP, scope=scope))
+    assert same.prompt.history[0].passages == first.prompt.passages
+
+
+def test_salts_of_tenants_never_meet(chat: Chat) -> None:
+    """Tenant a with salt bc and tenant ab with salt c shared a prefix cache."""
+    salts = [
+        chat.prepare(turn(QUESTION, scope=Scope(tenant), cache_salt=salt)).request.salt
+        for tenant in ("a", "ab")
+        for salt in ("", "c", "bc")
+    ]
+    assert len(set(salts)) == len(salts)
+    assert salts[0] == "a"
+
+
+def test_documents_of_the_turn_before_are_carried_over_once(asking: Asking) -> None:
+    """A follow-up that its own search misunderstands lost the document that it is about; or had it twice."""
+    first, _ = asking(turn(QUESTION), QUOTE)
+    assert ids(first.prompt.passages) == ["mill"]
+    carried = asking.chat.prepare(turn(QUESTION, QUOTE, "Where does the river rise, in which hills?"))
+    assert ids(carried.prompt.passages) == ["river", "mill"]
+    same = asking.chat.prepare(turn(QUESTION, QUOTE, "Does the old mill grind corn?"))
+    assert ids(same.prompt.passages) == ["mill"]
+
+
+def test_the_passages_that_an_answer_cites_are_carried_before_others(asking: Asking) -> None:
+    """The best-ranked one was carried although the answer came from another."""
+    quote = '"A stone bridge was rebuilt after the flood of 1921." [2]'
+    first, answer = asking(turn("When was the old mill or a bridge rebuilt?", num_passages=3), quote)
+    second_best = first.prompt.passages[1]
+    assert {citation.document_id for citation in answer.citations} == {"bridge"}
+    ready = asking.chat.prepare(turn("When was the old mill or a bridge rebuilt?", quote, "Where does the river rise?"))
+    assert second_best.document_id in ("bridge", "mill", "river")
+    assert ids(ready.prompt.passages)[-1] == "bridge"
+
+
+def test_the_first_question_is_looked_up_as_it_is_and_the_first_follow_up_is_not(asking: Asking) -> None:
+    """Rewriting that begins with the second follow-up is the classic mistake."""
+    first, _ = asking(turn("Tell me about the Old Mill of Brook Valley."), QUOTE)
+    assert not first.rewritten and first.question == first.asked
+    second = asking.chat.prepare(turn("Tell me about the Old Mill of Brook Valley.", QUOTE, FOLLOW_UP))
+    assert second.rewritten and second.asked == FOLLOW_UP and "Old Mill" in second.question
+    off = Chat(asking.chat._retriever, asking.chat._prompts, None, ChatConfig(rewriter="off"))
+    assert not off.prepare(turn("Tell me about the Old Mill of Brook Valley.", QUOTE, FOLLOW_UP)).rewritten
+
+
+def test_what_does_not_fit_goes_oldest_first_and_is_reported(chat: Chat, prompts: PromptBuilder) -> None:
+    """A long conversation was cut without a word, or its question was."""
+    texts = [text for n in range(12) for text in (f"Question {n}, what of the mill?", f"Answer {n}. " * 6)]
+    ready = chat.prepare(turn(*texts, QUESTION, num_passages=2))
+    assert len(ready.prompt.prompt_ids) + PARAMS.max_tokens <= CONTEXT
+    assert 0 < ready.dropped_turns < 12
+    assert len(ready.prompt.history) == 12 - ready.dropped_turns
+    assert ready.prompt.history[-1].question == "Question 11, what of the mill?"
+    assert len(ready.prompt.passages) == 2
+    text = prompts.tokenizer.decode(list(ready.prompt.prompt_ids))
+    assert QUESTION in text and f"Question {ready.dropped_turns}," in text
+    assert f"Question {ready.dropped_turns - 1}," not in text
+
+
+def test_a_question_that_does_not_fit_is_refused_and_never_cut(chat: Chat) -> None:
+    """The end of a long question was cut off and something else answered."""
+    with pytest.raises(PromptTooLong):
+        chat.prepare(turn(QUESTION, QUOTE, "Why? " * CONTEXT))
+    system = Message("system", "Be brief. " * CONTEXT)
+    with pytest.raises(PromptTooLong):
+        chat.prepare(Turn("x", (system, Message("user", QUESTION)), PARAMS))
+    with pytest.raises(PromptTooLong):
+        chat.prepare(turn(QUESTION, params=SamplingParams(max_tokens=CONTEXT)))
+
+
+def test_a_megabyte_of_history_costs_a_context_of_it(chat: Chat) -> None:
+    """Every request tokenised the whole conversation, a hundred times what fits."""
+    texts = [text for n in range(200) for text in (f"Question {n}?", "word " * 1_000)]
+    ready = chat.prepare(turn(*texts, QUESTION))
+    assert ready.dropped_turns >= 190
+
+
+def test_history_passages_and_prediction_are_copied_from(asking: Asking) -> None:
+    """What is edited or repeated in a later turn was written token by token."""
+    asking(turn(QUESTION), QUOTE)
+    ready = asking.chat.prepare(turn(QUESTION, QUOTE, FOLLOW_UP, prediction="The people of the valley."))
+    sources = {(source.kind, source.text) for source in ready.request.sources}
+    assert (SourceKind.PREDICTION, "The people of the valley.") in sources
+    assert {(SourceKind.HISTORY, QUOTE), (SourceKind.HISTORY, FOLLOW_UP)} <= sources
+    assert (SourceKind.PASSAGE, DOCUMENTS[0].text) in sources
+
+
+def test_system_messages_stay_in_front(asking: Asking, prompts: PromptBuilder) -> None:
+    """An instruction between two turns moved the whole history behind it."""
+    messages = (
+        Message("system", "Be brief."),
+        Message("user", QUESTION),
+        Message("assistant", QUOTE),
+        Message("system", "Be kind."),
+        Message("user", FOLLOW_UP),
+    )
+    ready = asking.chat.prepare(Turn("x", messages, PARAMS))
+    text = prompts.tokenizer.decode(list(ready.request.prompt_ids))
+    assert text.index("Be brief.\n\nBe kind.") < text.index(QUESTION) < text.index(FOLLOW_UP)
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        (),
+        (Message("assistant", "Hm."),),
+        (Message("user", QUESTION), Message("assistant", QUOTE)),
+        (Message("tool", "x"), Message("user", QUESTION)),
+        (Message("user", " "),),
+        (Message("user", "a\0"),),
+        (Message("user", QUESTION), Message("assistant", "\udcff"), Message("user", FOLLOW_UP)),
+    ],
+)
+def test_messages_that_are_no_conversation_are_refused(chat: Chat, messages: tuple[Message, ...]) -> None:
+    """They reached the template or the index, and came back as a server's error."""
+    with pytest.raises(InputError):
+        chat.prepare(Turn("x", messages, PARAMS))
+
+
+def test_messages_of_one_role_in_a_row_are_one(chat: Chat) -> None:
+    """Templates that want roles to alternate refuse what clients send after an aborted answer."""
+    messages = [Message("user", "One?"), Message("assistant", ""), Message("user", QUESTION)]
+    ready = chat.prepare(Turn("x", tuple(messages), PARAMS))
+    assert ready.asked == f"One?\n\n{QUESTION}" and ready.prompt.history == ()
+    greeted = chat.prepare(Turn("x", (Message("assistant", "Hello."), Message("user", QUESTION)), PARAMS))
+    assert greeted.prompt.history[0].answer == "Hello."
+
+
+def test_an_unknown_conversation_is_said_to_be_unknown(chat: Chat, retriever: Retriever, store: Conversations) -> None:
+    """It began anew in silence, and the client thought its history was known."""
+    for tenant, name in (("acme", "conv_1"), ("umbrella", store.create("acme").id)):
+        with pytest.raises(NotFound):
+            chat.prepare(turn(QUESTION, conversation=name, scope=Scope(tenant)))
+    with pytest.raises(InputError):
+        Chat(retriever, chat._prompts, None).prepare(turn(QUESTION, conversation="conv_1"))
+
+
+class Broken:
+    """A retriever or a store that fails."""
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
+    def __getattr__(self, name: str) -> Any:
+        def fail(*_: Any, **__: Any) -> None:
+            raise self.error
+
+        return fail
+
+
+def test_without_an_index_there_is_an_error_or_an_answer_that_says_so(prompts: PromptBuilder) -> None:
+    """An answer from nothing looked like one from the documents."""
+    broken: Any = Broken(RetrievalError("the index does not answer"))
+    with pytest.raises(RetrievalError):
+        Chat(broken, prompts, None).prepare(turn(QUESTION))
+    ready = Chat(broken, prompts, None, ChatConfig(answer_without_index=True)).prepare(turn(QUESTION))
+    assert ready.missing == (WHOLE_INDEX,) and not ready.prompt.passages
+
+
+def test_a_full_disk_takes_nothing_from_the_answer(
+    retriever: Retriever, prompts: PromptBuilder, engine: Engine, switch: Switch
+) -> None:
+    """The user lost an answer that was written because it could not be kept."""
+    broken: Any = Broken(SaveError("no space"))
+    chat = Chat(retriever, prompts, broken)
+    switch.answer = QUOTE
+    ready = chat.prepare(turn(QUESTION, QUOTE, FOLLOW_UP))
+    answer = chat.answered(ready, engine.generate([ready.request])[0])
+    assert answer.text == QUOTE and not chat.remember(ready, answer)
+
+
+def test_what_was_deleted_is_in_no_later_turn(tmp_path: Path, prompts: PromptBuilder, store: Conversations) -> None:
+    """A deleted document lived on in the history of conversations, and was copied from."""
+    encoder = Encoder.load(EncoderConfig())
+    build_index([*DOCUMENTS, Document("old", "The old mill is for sale.")], tmp_path / "index", encoder, IndexConfig())
+    retriever = Retriever.from_config(_config(tmp_path / "index"), EncoderConfig())
+    chat = Chat(retriever, prompts, store)
+    ready = chat.prepare(turn(QUESTION, num_passages=3))
+    assert {"old", "mill"} <= set(ids(ready.prompt.passages))
+    assert chat.remember(ready, _answer(chat, ready))
+    with IndexWriter(tmp_path / "index") as writer:
+        writer.delete("old")
+        writer.commit()
+    later = chat.prepare(turn(QUESTION, QUOTE, FOLLOW_UP, num_passages=3))
+    kept = [passage for passage in ready.prompt.passages if passage.document_id != "old"]
+    assert list(later.prompt.history[0].passages) == kept
+    assert "for sale" not in prompts.tokenizer.decode(list(later.request.prompt_ids))
+    assert not any("for sale" in source.text for source in later.request.sources)
+    without = chat.prepare(turn(QUESTION, QUOTE, FOLLOW_UP, retrieve=False))
+    assert list(without.prompt.history[0].passages) == kept and not without.prompt.passages
+
+
+def _config(folder: Path) -> Any:
+    from ragspec.config import RetrieverConfig
+
+    return RetrieverConfig(index_dir=str(folder))
+
+
+def _answer(chat: Chat, ready: ReadyTurn) -> Answer:
+    from ragspec.core import Completion, FinishReason, GenerationStats
+
+    return chat.answered(ready, Completion(ready.request.id, 0, (), QUOTE, FinishReason.STOP, (), GenerationStats()))
