@@ -16,6 +16,7 @@ from pipelines.batch_input import Place
 from pipelines.batch_rows import Row, id_of
 from ragspec.core import FinishReason, GenerationStats, TokenLogprob
 from ragspec.rag.answer import Answer
+from ragspec.rag.openai_fields import usage
 
 if TYPE_CHECKING:  # Why: seconds of imports that a job with nothing to do needs none of
     from ragspec.rag.grammar import Correction
@@ -107,12 +108,7 @@ def _completion(row: Row, written: Written, model: str, created: int) -> dict[st
         "created": created,
         "model": model,
         "choices": [{"index": 0, "message": message, "logprobs": None, "finish_reason": written.finish_reason.value}],
-        "usage": {
-            "prompt_tokens": stats.num_prompt_tokens,
-            "completion_tokens": stats.num_output_tokens,
-            "total_tokens": stats.num_prompt_tokens + stats.num_output_tokens,
-            "prompt_tokens_details": {"cached_tokens": stats.num_cached_tokens},
-        },
+        "usage": usage([stats]),
         "system_fingerprint": stats.system_fingerprint,
     }
 

@@ -19,25 +19,12 @@ from ragspec.core import SamplingParams, check_text
 from ragspec.errors import InputError
 from ragspec.numerics.noise import row_seed
 from ragspec.rag.manuscript import Manuscript
+from ragspec.rag.openai_fields import IGNORED, SAMPLING, content_text, parameter, sampling
 from ragspec.retrieval.filters import parse_filter
 
 _PARAMETERS = frozenset(field.name for field in fields(SamplingParams))
-_WHOLE_NUMBERS = frozenset({"top_k", "max_tokens", "min_tokens", "n", "seed"})
-_MAX_EXACT_FLOAT = 2.0**53
 _CHAT_URL = "/v1/chat/completions"
-_BODY_NAMES = {
-    "temperature": "temperature",
-    "top_p": "top_p",
-    "presence_penalty": "presence_penalty",
-    "frequency_penalty": "frequency_penalty",
-    "logit_bias": "logit_bias",
-    "stop": "stop",
-    "max_tokens": "max_tokens",
-    "max_completion_tokens": "max_tokens",
-    "n": "n",
-    "seed": "seed",
-}
-_BODY_IGNORED = frozenset({"model", "messages", "metadata", "store", "user", "safety_identifier", "service_tier"})
+_BODY_IGNORED = IGNORED | {"model", "messages"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +105,7 @@ def _plain_row(row_id: str, given: dict[str, Any], form: Form) -> Row:
     if form.column not in given:
         raise InputError(f"the row has no {form.column}")
     text = check_text(given[form.column], f"the {form.column}")
-    overrides = {name: _parameter(name, value) for name, value in given.items() if name in _PARAMETERS}
+    overrides = {name: parameter(name, value) for name, value in given.items() if name in _PARAMETERS}
     ignored = tuple(sorted(given.keys() - _PARAMETERS - form.scope - {"id", form.column}))
     return Row(row_id, text, overrides, ignored=ignored, **_scope(given, form))
 
@@ -147,44 +134,17 @@ def _openai_row(row_id: str, given: dict[str, Any], form: Form) -> Row:
     if not isinstance(body, dict):
         raise InputError("the row has no body, or it is no JSON object")
     body = {name: value for name, value in body.items() if value is not None and value is not False}
-    unknown = sorted(body.keys() - _BODY_NAMES.keys() - _BODY_IGNORED)
+    unknown = sorted(body.keys() - SAMPLING.keys() - _BODY_IGNORED)
     if unknown:
         raise InputError(f"the body's parameter {unknown[0]!r} is not supported")
-    overrides = {_BODY_NAMES[name]: _parameter(_BODY_NAMES[name], body[name]) for name in _BODY_NAMES if name in body}
     text = check_text(_only_message(body.get("messages")), f"the {form.column}")
-    return Row(row_id, text, overrides, openai=True, **_scope(given, form))
+    return Row(row_id, text, sampling(body), openai=True, **_scope(given, form))
 
 
-def _only_message(messages: Any) -> Any:
+def _only_message(messages: Any) -> str:
     """Why one message only: a system message or a history left out in silence would change what was asked."""
     if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages) or not messages:
         raise InputError("messages must be a list of messages")
     if len(messages) > 1 or messages[0].get("role") != "user":
         raise InputError("messages must hold one message of the user: this job takes single ones")
-    content = messages[0].get("content")
-    if isinstance(content, list):
-        parts = [
-            part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None for part in content
-        ]
-        if not all(isinstance(part, str) for part in parts):
-            raise InputError("the message's content must be text")
-        content = "".join(part for part in parts if part)
-    return content
-
-
-def _parameter(name: str, value: Any) -> Any:
-    """Forms that files force on a value: lists for tuples, text for token ids, 64.0 for 64 (a table with gaps)."""
-    if name == "stop":
-        return (value,) if isinstance(value, str) else tuple(value) if isinstance(value, list) else value
-    if name == "logit_bias" and isinstance(value, dict):
-        return {_token_id(token): bias for token, bias in value.items() if bias is not None}
-    if name in _WHOLE_NUMBERS and isinstance(value, float) and value.is_integer() and abs(value) <= _MAX_EXACT_FLOAT:
-        return int(value)
-    return value
-
-
-def _token_id(token: Any) -> Any:
-    try:
-        return int(token)
-    except ValueError:
-        return token
+    return content_text(messages[0].get("content"))

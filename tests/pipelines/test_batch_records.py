@@ -52,11 +52,17 @@ class PromptDetails(Closed):
     cached_tokens: int
 
 
+class CompletionDetails(Closed):
+    accepted_prediction_tokens: int
+    rejected_prediction_tokens: int
+
+
 class Usage(Closed):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptDetails
+    completion_tokens_details: CompletionDetails
 
 
 class ChatCompletion(Closed):
