@@ -98,6 +98,10 @@ class Retriever:
         return self._current().store.generation
 
     @property
+    def encoder(self) -> TextEncoder:
+        return self._encoder
+
+    @property
     def mode(self) -> Mode:
         return self._config.mode
 

@@ -1,0 +1,47 @@
+"""The app: every route behind the guard. The same in one process and in Ray Serve.
+
+>>> uvicorn.run(build_app(backend, KeyFile(Path("keys.json"))))
+"""
+
+from __future__ import annotations
+
+from importlib.metadata import version
+from typing import NoReturn
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+
+from services import health
+from services.backend import Backend
+from services.errors import ApiError, validation_error
+from services.guard import Guard
+from services.keys import Ring
+
+_SEEN = ["x-request-id", "retry-after"]
+
+
+def build_app(backend: Backend, ring: Ring) -> FastAPI:
+    """`ring` says who may ask. The backend is not closed with the app."""
+    app = FastAPI(title="ragspec", version=version("ragspec"), docs_url=None, redoc_url=None, redirect_slashes=False)
+    app.include_router(health.routes(backend))
+    app.add_exception_handler(HTTPException, _refused)
+    app.add_exception_handler(RequestValidationError, _not_valid)
+    app.add_middleware(Guard, backend=backend, ring=ring)
+    if origins := backend.config.service.cors_origins:  # outside the guard: a browser asks for leave without a key
+        app.add_middleware(
+            CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"], expose_headers=_SEEN
+        )
+    return app
+
+
+async def _refused(_: Request, error: Exception) -> NoReturn:
+    """What the framework refuses: no such route, not by this method."""
+    assert isinstance(error, HTTPException)
+    raise ApiError(error.status_code, str(error.detail), headers=error.headers) from None
+
+
+async def _not_valid(_: Request, error: Exception) -> NoReturn:
+    assert isinstance(error, RequestValidationError)
+    raise validation_error(error.errors()) from None

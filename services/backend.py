@@ -1,0 +1,89 @@
+"""What every route stands on: an engine, an index, prompts, and what counts and limits.
+
+>>> with Backend.embedded(config, retriever) as backend:      # one process
+...     app = build_app(backend, OneKey())
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from ragspec.core import Request
+from ragspec.engine.loading import load_engine
+from ragspec.engine.sequence import Listener
+from ragspec.rag.prompt import PromptBuilder
+from ragspec.rag.steps import EngineLike, RetrieverLike
+from ragspec.retrieval.encoder import TextEncoder
+from ragspec.retrieval.retriever import Retriever
+from services.limits import Gate
+from services.metrics import Metrics
+from services.settings import ServiceConfig
+
+
+class ServedEngine(EngineLike, Protocol):
+    """An `Engine`, or a `Router` over many."""
+
+    @property
+    def fingerprint(self) -> str: ...
+
+    @property
+    def max_context_tokens(self) -> int: ...
+
+    def submit(self, request: Request, listener: Listener) -> None: ...
+
+    def cancel(self, request_id: str) -> None: ...
+
+    def purge(self, salt: str) -> None: ...
+
+
+@dataclass(frozen=True)
+class Backend(AbstractContextManager["Backend"]):
+    """`model` is the name that clients ask for. `closing`: what ends with it, in this order."""
+
+    model: str
+    engine: ServedEngine
+    prompts: PromptBuilder
+    retriever: RetrieverLike
+    encoder: TextEncoder
+    config: ServiceConfig
+    metrics: Metrics
+    gate: Gate
+    closing: tuple[Callable[[], object], ...] = field(default=())
+
+    @classmethod
+    def of(
+        cls,
+        engine: ServedEngine,
+        tokenizer: Any,
+        retriever: Retriever,
+        config: ServiceConfig,
+        *closing: Callable[[], object],
+    ) -> Backend:
+        """Around parts that run already; it closes `closing`, the engine first among them if it is to be closed."""
+        metrics = Metrics(config.model_name)
+        gate = Gate(config.service.limits, metrics)
+        metrics.watch("ragspec_requests_in_flight", "Requests that are being answered.", lambda: gate.running)
+        prompts = PromptBuilder(tokenizer, engine.max_context_tokens)
+        return cls(
+            config.model_name, engine, prompts, retriever, retriever.encoder, config, metrics, gate, tuple(closing)
+        )
+
+    @classmethod
+    def embedded(cls, config: ServiceConfig, retriever: Retriever | None = None) -> Backend:
+        """Everything in this process. `retriever` None: the one that the configuration names.
+
+        Raises: ConfigError, StoreError, ModelError.
+        """
+        retriever = retriever or Retriever.from_config(config.retriever, config.encoder)
+        engine = load_engine(config.target, config.engine, config.drafting)
+        return cls.of(engine, engine.target.tokenizer, retriever, config, engine.close)
+
+    def close(self) -> None:
+        for close in self.closing:
+            close()
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

@@ -1,0 +1,171 @@
+"""The service in one process: uvicorn in this thread, the engine in its own.
+
+    >>> with listening(settings) as listener, Backend.embedded(config) as backend:
+    ...     Server(build_app(backend, ring), backend, listener).run()
+
+States: serving -> draining (after SIGTERM or SIGINT: not ready, nothing more is taken, what runs may end) -> ended. A second
+signal ends the process at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import os
+import socket
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import Any
+
+import h11
+import uvicorn
+from fastapi import FastAPI
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from ragspec.errors import ConfigError
+from services.backend import Backend
+from services.errors import ApiError
+from services.logs import log_of
+from services.settings import ServiceSettings
+
+log = log_of(__name__)
+
+_BACKLOG = 512
+_KEEP_ALIVE_S = 30
+_LAST_WORDS_S = 5.0
+"""For answers that were cut off to say so."""
+
+
+class Protocol(H11Protocol):
+    """Why h11: its parser has a limit for the size of a request's head. Here that head also has to come in time."""
+
+    header_s = 10.0
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        self._head_timer: asyncio.TimerHandle | None = self.loop.call_later(self.header_s, self._too_late)
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self.conn.their_state is not h11.IDLE:
+            self._stop_timer()
+        elif self._head_timer is None and not self.transport.is_closing():
+            self._head_timer = self.loop.call_later(self.header_s, self._too_late)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_timer()
+        super().connection_lost(exc)
+
+    def send_400_response(self, msg: str) -> None:
+        """What is no HTTP, and a head that is too large."""
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE) and not self._has_begun():
+            error = ApiError(400, "this is no valid HTTP request, or its head is too large")
+            headers, body = error.reply("")
+            head = h11.Response(status_code=error.status, headers=[*headers, (b"connection", b"close")])
+            for event in (head, h11.Data(data=body), h11.EndOfMessage()):
+                self.transport.write(self.conn.send(event) or b"")
+        self.transport.close()
+
+    def _has_begun(self) -> bool:
+        return self.cycle is not None and self.cycle.response_started and not self.cycle.response_complete
+
+    def _too_late(self) -> None:
+        self._head_timer = None
+        self.transport.close()
+
+    def _stop_timer(self) -> None:
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
+
+
+class Server(uvicorn.Server):
+    """`say` hears what happens at the end, for whoever watches."""
+
+    def __init__(
+        self, app: FastAPI, backend: Backend, listener: socket.socket, say: Callable[[str], None] = log.info
+    ) -> None:
+        settings = backend.config.service
+        protocol = type("TimedProtocol", (Protocol,), {"header_s": settings.timeouts.header_s})
+        super().__init__(
+            uvicorn.Config(
+                app,
+                http=protocol,
+                ws="none",
+                lifespan="off",
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                proxy_headers=False,
+                h11_max_incomplete_event_size=settings.limits.header_bytes,
+                timeout_keep_alive=_KEEP_ALIVE_S,
+                timeout_graceful_shutdown=int(_LAST_WORDS_S),
+            )
+        )
+        self._backend, self._listener, self._say = backend, listener, say
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._draining: asyncio.Task[None] | None = None
+        self._told = False
+
+    def run(self, sockets: list[socket.socket] | None = None) -> None:
+        """Until a signal, or `stop`, and until what ran then has ended."""
+        super().run(sockets or [self._listener])
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        self._loop = asyncio.get_running_loop()
+        await super().startup(sockets)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        if self._told or self._loop is None:
+            os._exit(128 + sig)  # Why not sys.exit: nothing that still runs may hold it up
+        self.stop()
+
+    def stop(self) -> None:
+        """From any thread: as the first signal."""
+        self._told = True
+        assert self._loop is not None
+        self._loop.call_soon_threadsafe(self._begin_draining)
+
+    def _begin_draining(self) -> None:
+        self._draining = self._draining or asyncio.create_task(self._drain())
+
+    async def _drain(self) -> None:
+        gate, drain_s = self._backend.gate, self._backend.config.service.drain_s
+        if gate.running:
+            self._say(f"stopping: {gate.running} requests may go on for {drain_s:g} s; again stops at once")
+        if not await gate.drained(drain_s):
+            self._say(f"stopping: {gate.running} requests are cut off")
+            await asyncio.to_thread(self._backend.engine.close)  # their streams end with an error, not in silence
+            await gate.drained(_LAST_WORDS_S)
+        self.should_exit = True
+
+
+@contextlib.contextmanager
+def listening(settings: ServiceSettings) -> Iterator[socket.socket]:
+    """The socket, before anything takes time to load. Raises: ConfigError."""
+    where = f"{settings.host}:{settings.port}"
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            settings.host, settings.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        listener = socket.socket(family, kind, protocol)
+    except OSError as cause:
+        raise ConfigError(f"{settings.host!r} is no address of this machine: {cause.strerror}") from cause
+    with contextlib.closing(listener):
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind(address)
+        except OSError as cause:
+            if cause.errno == errno.EADDRINUSE:
+                raise ConfigError(f"{where} is in use by another process: choose another --port") from cause
+            raise ConfigError(f"cannot listen on {where}: {cause.strerror}") from cause
+        listener.listen(_BACKLOG)
+        listener.set_inheritable(False)
+        yield listener
+
+
+def address_of(listener: socket.socket) -> str:
+    """http://host:port"""
+    host, port = listener.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

@@ -1,0 +1,218 @@
+"""Who may ask: keys, and the file that knows them by their hashes.
+
+    >>> key, record = add_key(Path("keys.json"), "ann")       # the key is shown once
+    >>> KeyFile(Path("keys.json")).caller(key).tenant
+    'ann'
+
+A key is 256 random bits, so its SHA-256 is enough: a slow hash with salt protects words that people choose, and nobody can try
+out 2**256 keys, whatever one try costs. The file never holds a key, and a key never reaches a log.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+import os
+import secrets
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Protocol
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from ragspec.errors import ConfigError, InputError, SaveError
+from services.logs import log_of
+from services.settings import KeyLimits
+
+log = log_of(__name__)
+
+_PREFIX = "rs-"
+_KEY_BYTES = 32
+_LONGEST_KEY = 512
+_LOOK_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Who asks. `trusted`: may see how an answer was made. `limits` None: the service's own for any key."""
+
+    key_id: str
+    tenant: str
+    trusted: bool = False
+    limits: KeyLimits | None = None
+
+
+class Ring(Protocol):
+    """Knows keys."""
+
+    def caller(self, key: str) -> Caller | None:
+        """Whose key it is; None: nobody's."""
+        ...
+
+
+class KeyRecord(BaseModel):
+    """A line of the file. `id` names the key in logs and to `revoke`; it says nothing about it."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    id: str = Field(min_length=1, max_length=64)
+    sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
+    tenant: str = Field(max_length=256)
+    trusted: bool = False
+    created: str = ""
+    limits: KeyLimits | None = None
+
+    @property
+    def caller(self) -> Caller:
+        return Caller(self.id, self.tenant, self.trusted, self.limits)
+
+
+class _File(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    version: int = Field(1, ge=1, le=1)
+    keys: list[KeyRecord] = []
+
+
+def new_key() -> str:
+    return _PREFIX + secrets.token_urlsafe(_KEY_BYTES)
+
+
+def digest(key: str) -> str:
+    return hashlib.sha256(key.encode("utf-8", "surrogatepass")).hexdigest()
+
+
+def find(records: Sequence[KeyRecord], key: str) -> KeyRecord | None:
+    """Compares with every record, each in constant time: how long it takes tells neither how near a key is nor where."""
+    if len(key) > _LONGEST_KEY:
+        return None
+    wanted, found = digest(key), None
+    for record in records:
+        if hmac.compare_digest(record.sha256, wanted):
+            found = record
+    return found
+
+
+class OneKey:
+    """For a service of one person on one machine: a key made at its start."""
+
+    def __init__(self, key: str = "", caller: Caller | None = None) -> None:
+        self.key = key or new_key()
+        owner = caller or Caller("local", "", trusted=True)
+        self._record = KeyRecord(id=owner.key_id, sha256=digest(self.key), tenant=owner.tenant, trusted=owner.trusted)
+
+    def caller(self, key: str) -> Caller | None:
+        record = find([self._record], key)
+        return record.caller if record else None
+
+
+class KeyFile:
+    """A keys file, read again when it changes; one that cannot be read then leaves the last one valid, with an error in the log.
+
+    Safe to call from several threads. Raises: ConfigError if there is none, or it holds something else.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._lock = path, threading.Lock()
+        self._seen = _stamp(path)
+        self._records: tuple[KeyRecord, ...] = read_keys(path)
+        self._looked = time.monotonic()
+
+    def caller(self, key: str) -> Caller | None:
+        record = find(self._current(), key)
+        return record.caller if record else None
+
+    def _current(self) -> tuple[KeyRecord, ...]:
+        with self._lock:
+            if time.monotonic() - self._looked >= _LOOK_S:
+                self._looked = time.monotonic()
+                self._refresh()
+            return self._records
+
+    def _refresh(self) -> None:
+        try:
+            stamp = _stamp(self._path)
+            if stamp == self._seen:
+                return
+            self._seen = stamp
+            self._records = read_keys(self._path)
+            log.info("keys reread", extra={"keys": len(self._records)})
+        except ConfigError as error:
+            log.error("the keys file cannot be read; the keys read before stay valid", extra={"reason": str(error)})
+
+
+def read_keys(path: Path) -> tuple[KeyRecord, ...]:
+    """Raises: ConfigError."""
+    try:
+        held = _File.model_validate_json(path.read_bytes())
+    except OSError as cause:
+        raise ConfigError(f"the keys file {path} cannot be read: {cause.strerror}") from cause
+    except ValidationError as cause:
+        fault = cause.errors(include_input=False, include_url=False)[0]
+        place = ".".join(map(str, fault["loc"])) or "the file"
+        raise ConfigError(f"{path} is no keys file: {place}: {fault['msg']}") from cause
+    if len({record.id for record in held.keys}) < len(held.keys):
+        raise ConfigError(f"{path} holds two keys of one id")
+    return tuple(held.keys)
+
+
+def add_key(
+    path: Path, tenant: str, *, key_id: str = "", trusted: bool = False, limits: KeyLimits | None = None
+) -> tuple[str, KeyRecord]:
+    """A new key, which nobody can read again, and its record. Makes the file if there is none.
+
+    Raises: ConfigError, InputError if the id is taken, SaveError.
+    """
+    records = read_keys(path) if path.exists() else ()
+    key, key_id = new_key(), key_id or f"key-{secrets.token_hex(4)}"
+    if any(record.id == key_id for record in records):
+        raise InputError(f"there is a key {key_id!r} already")
+    created = datetime.now(UTC).isoformat(timespec="seconds")
+    try:
+        record = KeyRecord(
+            id=key_id, sha256=digest(key), tenant=tenant, trusted=trusted, created=created, limits=limits
+        )
+    except ValidationError as cause:
+        raise InputError(f"{cause.errors()[0]['loc'][0]}: {cause.errors()[0]['msg']}") from cause
+    _write(path, (*records, record))
+    return key, record
+
+
+def revoke_key(path: Path, key_id: str) -> None:
+    """Raises: ConfigError, InputError if there is none of that id, SaveError."""
+    records = read_keys(path)
+    left = tuple(record for record in records if record.id != key_id)
+    if len(left) == len(records):
+        raise InputError(f"there is no key {key_id!r} in {path}")
+    _write(path, left)
+
+
+def _write(path: Path, records: Sequence[KeyRecord]) -> None:
+    """As a whole, and for the owner's eyes only."""
+    tree = {"version": 1, "keys": [record.model_dump(exclude_none=True) for record in records]}
+    scratch = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
+            json.dump(tree, file, indent=1)
+            file.write("\n")
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(scratch, path)
+    except OSError as cause:
+        scratch.unlink(missing_ok=True)
+        raise SaveError(f"the keys file {path} cannot be written: {cause.strerror}") from cause
+
+
+def _stamp(path: Path) -> tuple[int, int, int]:
+    """Raises: ConfigError."""
+    try:
+        stat = path.stat()
+    except OSError as cause:
+        raise ConfigError(f"the keys file {path} cannot be read: {cause.strerror}") from cause
+    return stat.st_ino, stat.st_mtime_ns, stat.st_size

@@ -1,0 +1,105 @@
+"""A small service, real in every part: a tiny target's engine, an index of two tenants' documents, a server on a socket.
+
+>>> with started(config, backend, keys) as service, service.client() as client:
+...     client.get("/health/live")
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx2 as httpx
+from letter_encoder import LetterEncoder
+from tiny_target import SENTENCES, tiny_engine
+
+from ragspec.core import Document
+from ragspec.drafting.copy import CopyDrafter
+from ragspec.engine.target import Target
+from ragspec.retrieval.retriever import Retriever
+from ragspec.retrieval.store import Store
+from services.app import build_app
+from services.backend import Backend
+from services.embedded import Server, address_of, listening
+from services.keys import KeyFile, add_key
+from services.settings import ServiceConfig
+
+MODEL = "tiny"
+CONTEXT, KV_SLOTS = 1024, 4096
+DOCUMENTS = (
+    *(Document(f"all-{n}", text, title=f"Sentence {n}", source=f"sentences/{n}") for n, text in enumerate(SENTENCES)),
+    Document("ann-1", "The password of the old mill is swordfish.", title="Ann's note", owner="ann"),
+    Document("bob-1", "The bridge of the valley is closed on Mondays.", title="Bob's note", owner="bob"),
+)
+
+
+@dataclass(frozen=True)
+class Keys:
+    """Of a trusted caller without a tenant, and of two tenants."""
+
+    trusted: str
+    ann: str
+    bob: str
+    path: Path
+
+
+@dataclass(frozen=True)
+class Service:
+    """One that runs: `url`, its backend, and clients."""
+
+    url: str
+    backend: Backend
+    keys: Keys
+    server: Server
+
+    def headers(self, key: str | None = None) -> dict[str, str]:
+        """With the trusted key unless another is named; "" is none."""
+        key = self.keys.trusted if key is None else key
+        return {"Authorization": f"Bearer {key}"} if key else {}
+
+    def client(self, key: str | None = None, **options: Any) -> httpx.Client:
+        return httpx.Client(base_url=self.url, headers=self.headers(key), timeout=60.0, **options)
+
+    def async_client(self, key: str | None = None, **options: Any) -> httpx.AsyncClient:
+        return httpx.AsyncClient(base_url=self.url, headers=self.headers(key), timeout=60.0, **options)
+
+
+Serving = Callable[..., AbstractContextManager[Service]]
+"""`with serving(**{"service.limits.max_in_flight": 2}) as service:` starts one with these settings.
+
+`index`: another folder than the shared index; `engine`: settings of the engine, as `tiny_engine` takes them.
+"""
+
+
+@contextmanager
+def started(config: ServiceConfig, backend: Backend, keys: Keys) -> Iterator[Service]:
+    """Served from a thread until the block ends."""
+    with listening(config.service) as listener:
+        server = Server(build_app(backend, KeyFile(keys.path)), backend, listener)
+        thread = threading.Thread(target=server.run, daemon=True)
+        thread.start()
+        try:
+            yield Service(address_of(listener), backend, keys, server)
+        finally:
+            server.should_exit = True
+            thread.join(30.0)
+            assert not thread.is_alive(), "the server did not stop"
+
+
+def make_keys(path: Path) -> Keys:
+    trusted, _ = add_key(path, "", key_id="operator", trusted=True)
+    ann, _ = add_key(path, "ann", key_id="ann")
+    bob, _ = add_key(path, "bob", key_id="bob")
+    return Keys(trusted, ann, bob, path)
+
+
+def make_backend(config: ServiceConfig, target: Target, engine: dict[str, Any]) -> Backend:
+    drafter = CopyDrafter(target.tokenizer, target.eos_ids)
+    running = tiny_engine(target, [drafter], **{"num_kv_slots": KV_SLOTS, **engine})
+    encoder = LetterEncoder()
+    store = Store.open(Path(config.retriever.index_dir), encoder.identity)
+    return Backend.of(running, target.tokenizer, Retriever(encoder, store, config.retriever), config, running.close)

@@ -1,0 +1,80 @@
+"""What every test of a service may use; `service_parts` has the parts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx2 as httpx
+import pytest
+from letter_encoder import LetterEncoder
+from service_parts import (
+    CONTEXT,
+    DOCUMENTS,
+    KV_SLOTS,
+    MODEL,
+    Service,
+    Serving,
+    make_backend,
+    make_keys,
+    started,
+)
+from tiny_target import save_model
+
+from ragspec.config import TargetConfig, load_settings
+from ragspec.engine.target import Target
+from ragspec.retrieval.retriever import build_index
+from services.settings import ServiceConfig
+
+
+@pytest.fixture(scope="session")
+def letter_index(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An index of `DOCUMENTS`; whoever changes it copies it first."""
+    folder = tmp_path_factory.mktemp("service") / "index"
+    build_index(DOCUMENTS, folder, LetterEncoder())
+    return folder
+
+
+@pytest.fixture(scope="session")
+def service_target(tmp_path_factory: pytest.TempPathFactory) -> Target:
+    folder = save_model("llama", tmp_path_factory.mktemp("target"), max_position_embeddings=CONTEXT)
+    return Target.load(TargetConfig(model=str(folder)), num_kv_slots=KV_SLOTS)
+
+
+@pytest.fixture(scope="module")
+def serving(tmp_path_factory: pytest.TempPathFactory, letter_index: Path, service_target: Target) -> Serving:
+    """Starts services; one at a time, for the target's pool is one engine's."""
+
+    @contextmanager
+    def start(index: Path = letter_index, engine: dict[str, Any] | None = None, **overrides: Any) -> Iterator[Service]:
+        folder = tmp_path_factory.mktemp("serving")
+        keys = make_keys(folder / "keys.json")
+        settings = {
+            "service.model": MODEL,
+            "service.port": 0,
+            "service.keys_file": str(keys.path),
+            "service.data_dir": str(folder / "data"),
+            "retriever.index_dir": str(index),
+            **overrides,
+        }
+        config = load_settings(ServiceConfig, **settings)
+        with make_backend(config, service_target, engine or {}) as backend, started(config, backend, keys) as running:
+            yield running
+
+    return start
+
+
+@pytest.fixture(scope="module")
+def service(serving: Serving) -> Iterator[Service]:
+    """The one that a module's tests share."""
+    with serving() as running:
+        yield running
+
+
+@pytest.fixture
+def client(service: Service) -> Iterator[httpx.Client]:
+    """With the trusted key."""
+    with service.client() as open_client:
+        yield open_client
