@@ -18,6 +18,7 @@ from services.backend import Backend
 from services.errors import ApiError, validation_error
 from services.guard import Guard
 from services.keys import Ring
+from services.web import routes as web
 
 _SEEN = ["x-request-id", "retry-after"]
 
@@ -25,7 +26,8 @@ _SEEN = ["x-request-id", "retry-after"]
 def build_app(backend: Backend, ring: Ring) -> FastAPI:
     """`ring` says who may ask. The backend is not closed with the app."""
     app = FastAPI(title="ragspec", version=version("ragspec"), docs_url=None, redoc_url=None, redirect_slashes=False)
-    app.include_router(health.routes(backend))
+    for part in (health, web):
+        app.include_router(part.routes(backend))
     app.add_exception_handler(HTTPException, _refused)
     app.add_exception_handler(RequestValidationError, _not_valid)
     app.add_middleware(Guard, backend=backend, ring=ring)

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 from ragspec.core import Request
 from ragspec.engine.loading import load_engine
 from ragspec.engine.sequence import Listener
+from ragspec.rag.chat import Chat
+from ragspec.rag.conversations import Conversations
 from ragspec.rag.prompt import PromptBuilder
 from ragspec.rag.steps import EngineLike, RetrieverLike
 from ragspec.retrieval.encoder import TextEncoder
@@ -48,10 +51,11 @@ class Backend(AbstractContextManager["Backend"]):
     prompts: PromptBuilder
     retriever: RetrieverLike
     encoder: TextEncoder
+    chat: Chat
     config: ServiceConfig
     metrics: Metrics
     gate: Gate
-    closing: tuple[Callable[[], object], ...] = field(default=())
+    closing: tuple[Callable[[], object], ...] = ()
 
     @classmethod
     def of(
@@ -67,9 +71,10 @@ class Backend(AbstractContextManager["Backend"]):
         gate = Gate(config.service.limits, metrics)
         metrics.watch("ragspec_requests_in_flight", "Requests that are being answered.", lambda: gate.running)
         prompts = PromptBuilder(tokenizer, engine.max_context_tokens)
-        return cls(
-            config.model_name, engine, prompts, retriever, retriever.encoder, config, metrics, gate, tuple(closing)
-        )
+        conversations = open_conversations(config)
+        chat = Chat(retriever, prompts, conversations, config.chat, engine)
+        ends = (*closing, conversations.close)
+        return cls(config.model_name, engine, prompts, retriever, retriever.encoder, chat, config, metrics, gate, ends)
 
     @classmethod
     def embedded(cls, config: ServiceConfig, retriever: Retriever | None = None) -> Backend:
@@ -87,3 +92,10 @@ class Backend(AbstractContextManager["Backend"]):
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def open_conversations(config: ServiceConfig) -> Conversations:
+    """Raises: SaveError, StoreCorrupt."""
+    folder, kept = config.service.data_dir, config.service.conversations
+    path = Path(folder) / "conversations.sqlite" if folder else Path(":memory:")
+    return Conversations(path, ttl_s=kept.ttl_s, max_bytes_per_tenant=kept.max_bytes)

@@ -27,9 +27,9 @@ from services.replies import ClientTooSlow, Reply
 
 log = log_of(__name__)
 
-PUBLIC = ("/health", "/health/live", "/health/ready", "/v2/healthcheck", "/", "/web/*", "/favicon.ico")
+PUBLIC = ("/health", "/health/live", "/health/ready", "/v2/healthcheck", "/", "/grammar", "/web/*")
 """All that is served to those without a key; `*` stands for any name below."""
-STRANGER = Caller("languagetool", "")
+STRANGER = Caller("languagetool", "languagetool")
 """Who asks under /v2 where nobody is asked for a key."""
 
 _PLAIN_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")

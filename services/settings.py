@@ -12,6 +12,7 @@ from typing import Literal
 from pydantic import Field
 
 from ragspec.config import Part, PipelineConfig
+from ragspec.rag.chat_settings import ChatConfig
 
 DEFAULT_PORT = 8000
 
@@ -59,14 +60,31 @@ class TelemetryConfig(Part):
     content: bool = False
 
 
+class ConversationSettings(Part):
+    """What is kept of a conversation: until it was not used for `ttl_s` seconds, and of one tenant at most `max_bytes`."""
+
+    ttl_s: float = Field(7 * 86_400.0, gt=0.0)
+    max_bytes: int = Field(64 * 2**20, ge=2**16)
+
+
+class GrammarSettings(Part):
+    """`timeout_s`: what is not corrected by then stays as it is, and the reply says so. `max_edit_ratio`: of a sentence's
+    characters, those that a correction may change."""
+
+    max_text_chars: int = Field(100_000, ge=1)
+    timeout_s: float = Field(60.0, gt=0.0)
+    max_edit_ratio: float = Field(0.5, ge=0.0, le=1.0)
+
+
 class ServiceSettings(Part):
     """The service itself.
 
     `model`: the name it is asked for by; empty: the target's. `keys_file`: who may ask, as `ragspec keys` writes it; empty: one
-    key, made at the start, and no other machine. `data_dir`: conversations and files. `allowed_hosts`: names it answers to,
-    where empty those of this machine if it listens to no other, and any otherwise. `cors_origins`: pages that may ask from
-    a browser, beside its own. `languagetool_open`: /v2 asks nobody for a key; None: where there is no keys file. `drain_s`: how
-    long what runs may go on after the signal to stop. `privacy`: "strict" sends answers at a fixed pace, in pieces of one size.
+    key, made at the start, and no other machine. `data_dir`: conversations and files; empty: in memory, for as long as it runs.
+    `allowed_hosts`: names it answers to; empty: those of this machine if it listens to no other, and any otherwise.
+    `cors_origins`: pages that may ask from a browser, beside its own. `languagetool_open`: /v2 asks nobody for a key; None:
+    where there is no keys file. `drain_s`: how long what runs may go on after the signal to stop. `privacy`: "strict" sends
+    answers at a fixed pace, in pieces of one size.
     """
 
     host: str = "127.0.0.1"
@@ -79,6 +97,8 @@ class ServiceSettings(Part):
     languagetool_open: bool | None = None
     privacy: Literal["normal", "strict"] = "normal"
     drain_s: float = Field(120.0, ge=0.0)
+    conversations: ConversationSettings = ConversationSettings()
+    grammar: GrammarSettings = GrammarSettings()
     limits: Limits = Limits()
     timeouts: Timeouts = Timeouts()
     telemetry: TelemetryConfig = TelemetryConfig()
@@ -101,6 +121,7 @@ class ServiceSettings(Part):
 class ServiceConfig(PipelineConfig):
     """Everything a service is built from."""
 
+    chat: ChatConfig = ChatConfig()
     service: ServiceSettings = ServiceSettings()
 
     @property
