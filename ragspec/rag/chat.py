@@ -32,7 +32,7 @@ from ragspec.retrieval.filters import Comparison, Compound
 from ragspec.retrieval.search import EVERYTHING, Scope
 from ragspec.speculation import ON, Speculation
 
-__all__ = ["Chat", "ChatConfig", "ReadyTurn", "Turn"]
+__all__ = ["Chat", "ChatConfig", "ReadyTurn", "Turn", "salt_of"]
 
 log = logging.getLogger(__name__)
 
@@ -70,7 +70,7 @@ class Turn:
     @property
     def salt(self) -> str:
         """Of the caches: the tenant's, or a part of them."""
-        return f"{self.scope.tenant}\0{self.cache_salt}" if self.cache_salt else self.scope.tenant
+        return salt_of(self.scope.tenant, self.cache_salt)
 
     @property
     def who(self) -> str:
@@ -243,6 +243,11 @@ class Chat:
             used = [passage for passage in turn.passages if passage.id in cited] or turn.passages[:1]
             carried |= {passage.id: passage for passage in used if passage.id not in carried}
         return list(carried.values())
+
+
+def salt_of(tenant: str, cache_salt: str) -> str:
+    """What separates a request's caches from others': its tenant's own, or a part of them."""
+    return f"{tenant}\0{cache_salt}" if cache_salt else tenant
 
 
 def _texts(history: Sequence[Exchange]) -> list[str]:
