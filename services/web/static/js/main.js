@@ -45,12 +45,14 @@ const views = {
   again: (view) => run(view),
   compare: (view) => run(view, compare),
   fresh: (view) => {
-    const text = view.turn.question;
+    const isFirst = session.current.turns[0] === view.turn;
     leave(view.turn);
     session.begin();
     show();
-    question.value = text;
-    submit();
+    question.value = view.turn.question;
+    fit();
+    if (isFirst) question.focus(); // it is the question that is too long
+    else submit();
   },
 };
 

@@ -6,7 +6,7 @@ const WORDS = {
   unauthorized: ["This server asks for a key.", ""],
   busy: ["The server has too much to do.", "Try again"],
   gone: ["", "Try again"],
-  too_long: ["This conversation is too long for the model.", "Ask in a new conversation"],
+  too_long: ["This is too long for the model.", "Ask without what was said before"],
   refused: ["The server refused this question.", "Try again"],
 };
 
