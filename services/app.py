@@ -18,6 +18,7 @@ from services.backend import Backend
 from services.errors import ApiError, validation_error
 from services.guard import Guard
 from services.keys import Ring
+from services.openai import routes as openai_routes
 from services.web import routes as web
 
 _SEEN = ["x-request-id", "retry-after"]
@@ -26,7 +27,7 @@ _SEEN = ["x-request-id", "retry-after"]
 def build_app(backend: Backend, ring: Ring) -> FastAPI:
     """`ring` says who may ask. The backend is not closed with the app."""
     app = FastAPI(title="ragspec", version=version("ragspec"), docs_url=None, redoc_url=None, redirect_slashes=False)
-    for part in (health, web):
+    for part in (health, openai_routes, web):
         app.include_router(part.routes(backend))
     app.add_exception_handler(HTTPException, _refused)
     app.add_exception_handler(RequestValidationError, _not_valid)

@@ -1,0 +1,170 @@
+"""`POST /v1/chat/completions`: an answer from the documents, with citations, at once or as a stream.
+
+Beside OpenAI's fields an answer has `ragspec`: the passages that were given to the model, and where the answer quotes them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import Response
+
+from ragspec.core import Completion
+from ragspec.rag.answer import Answer
+from ragspec.rag.chat import Chat, ReadyTurn, Turn
+from ragspec.rag.steps import scope_of
+from ragspec.retrieval.search import Scope
+from ragspec.speculation import ON, Speculation
+from services.backend import Backend
+from services.openai.asking import Asked, index_of, usage_of
+from services.openai.citing import Dialect, citations_of, passages_of, said_with
+from services.openai.logprobs import TokenTexts
+from services.openai.request_metrics import progress, request_metrics
+from services.openai.running import Key, Run
+from services.openai.sending import Sender, Writing
+from services.openai.streaming import Chunk, Piece
+from services.openai.types import ChatBody, Retrieval
+
+
+def routes(backend: Backend) -> APIRouter:
+    router, texts = APIRouter(tags=["chat"]), TokenTexts(backend.prompts.tokenizer)
+
+    @router.post("/v1/chat/completions", response_model=None)
+    async def create(body: ChatBody, request: Request) -> Response:
+        """An answer to the last message, after those before it."""
+        return Writing(partial(_write, body, Asked.of(backend, body, request), texts))
+
+    return router
+
+
+async def _write(body: ChatBody, asked: Asked, texts: TokenTexts, sender: Sender) -> None:
+    """The whole request, until its client has all of it. Raises: ApiError, RagspecError."""
+    chat = asked.backend.chat
+    ready = await asyncio.to_thread(chat.prepare, turn_of(body, asked))
+    asked.backend.metrics.retrieved(ready.retrieve_s)
+    async with asked.running([ready.request], ready.retrieve_s) as run:
+        reply = ChatReply(body, asked, ready, run, texts)
+        if body.stream:
+            head = asked.head("chat.completion.chunk", "chatcmpl", asked.backend.engine.fingerprint)
+            await asked.tell(sender, run, head, reply)
+        else:
+            await sender.json(await reply.whole())
+
+
+def turn_of(body: ChatBody, asked: Asked) -> Turn:
+    """Raises: InputError."""
+    chosen = body.chosen
+    return Turn(
+        id=asked.id,
+        messages=tuple(message.message for message in body.messages),
+        params=asked.params,
+        scope=_scope(asked.caller.tenant, chosen or Retrieval()),
+        conversation=body.conversation or "",
+        num_passages=(chosen and chosen.num_passages) or asked.backend.config.retriever.num_passages,
+        retrieve=chosen is not None,
+        speculation=ON if body.speculation is None else Speculation.of(body.speculation),
+        prediction=body.prediction.content if body.prediction else "",
+        cache_salt=body.cache_salt or "",
+    )
+
+
+def _scope(tenant: str, chosen: Retrieval) -> Scope:
+    filters = [chosen.filter] if chosen.filter is not None else []
+    if chosen.vector_store_ids is not None:
+        filters.append({"type": "in", "key": "vector_store_id", "value": chosen.vector_store_ids})
+    return scope_of(tenant, {"type": "and", "filters": filters} if len(filters) > 1 else (filters or [None])[0])
+
+
+class ChatReply:
+    """One answer, in OpenAI's words. `streaming.Account` for its chunks."""
+
+    def __init__(self, body: ChatBody, asked: Asked, ready: ReadyTurn, run: Run, texts: TokenTexts) -> None:
+        self._body, self._asked, self._ready, self._run, self._texts = body, asked, ready, run, texts
+        self._indices = index_of(run)
+        self._dialect: Dialect = body.citations or "openai"
+
+    async def whole(self) -> dict[str, Any]:
+        """Raises: as `Run.finished`."""
+        completions = await self._run.finished()
+        self._asked.count(self._run)
+        answers = await asyncio.to_thread(self._answered, completions)
+        cited = [each for index, answer in enumerate(answers) for each in self._cited(answer, index)]
+        head = self._asked.head("chat.completion", "chatcmpl", completions[0].stats.system_fingerprint)
+        metrics = {"metrics": self._metrics()} if self._asked.may_see_metrics else {}
+        return {
+            **head,
+            "choices": [self._choice(index, answer) for index, answer in enumerate(answers)],
+            "usage": usage_of(self._run),
+            "ragspec": self._told_before() | {"citations": cited},
+            **metrics,
+        }
+
+    def opening(self) -> Sequence[Chunk]:
+        role = {"role": "assistant", "content": "", "refusal": None}
+        chunks: list[Chunk] = [([_delta(index, role)], {}) for index in self._indices.values()]
+        chunks[0] = (chunks[0][0], {"ragspec": self._told_before()})
+        return chunks
+
+    def told(self, piece: Piece) -> Chunk:
+        logprobs = {"content": self._texts.chat(piece.logprobs), "refusal": None} if self._body.logprobs else None
+        choice = _delta(self._indices[piece.key], {"content": piece.text}, logprobs)
+        metrics = {"metrics": progress(self._run.steps(piece.key))} if self._asked.may_see_metrics else {}
+        return [choice], metrics
+
+    async def ending(self, key: Key) -> Chunk:
+        index, completion = self._indices[key], self._run.completion(key)
+        (answer,) = await asyncio.to_thread(self._answered, [completion])
+        choice = _delta(index, said_with(answer, self._dialect)) | {"finish_reason": answer.finish_reason.value}
+        return [choice], {"ragspec": {"citations": self._cited(answer, index)}}
+
+    def closing(self) -> Sequence[Chunk]:
+        self._asked.count(self._run)
+        return self._asked.last_chunk(self._run, self._metrics() if self._asked.may_see_metrics else None)
+
+    def _answered(self, completions: Sequence[Completion]) -> list[Answer]:
+        """Blocks. The first choice is what a conversation goes on with."""
+        chat: Chat = self._asked.backend.chat
+        answers = [chat.answered(self._ready, completion) for completion in completions]
+        for answer, completion in zip(answers, completions, strict=True):
+            if completion.choice == 0:
+                chat.remember(self._ready, answer)
+        return answers
+
+    def _told_before(self) -> dict[str, Any]:
+        """What is known before a token is written."""
+        ready = self._ready
+        return {
+            "conversation": ready.conversation or None,
+            "question": ready.question,
+            "rewritten": ready.rewritten,
+            "passages": passages_of(ready.prompt.passages),
+            "dropped_passages": len(ready.dropped_passages),
+            "dropped_turns": ready.dropped_turns,
+            "missing_segments": list(ready.missing),
+            "index_generation": ready.generation,
+            "seed": self._asked.params.seed,
+        }
+
+    def _choice(self, index: int, answer: Answer) -> dict[str, Any]:
+        message = {"role": "assistant", "content": answer.text, "refusal": None} | said_with(answer, self._dialect)
+        logprobs = {"content": self._texts.chat(answer.logprobs), "refusal": None} if self._body.logprobs else None
+        return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": answer.finish_reason.value}
+
+    def _cited(self, answer: Answer, index: int) -> list[dict[str, Any]]:
+        which = {"choice": index} if len(self._indices) > 1 else {}
+        return [citation | which for citation in citations_of(answer)]
+
+    def _metrics(self) -> dict[str, Any] | None:
+        """Null for several choices, as in vLLM."""
+        if len(self._indices) > 1:
+            return None
+        (key,) = self._indices
+        return request_metrics(self._run.completion(key).stats, self._run.steps(key))
+
+
+def _delta(index: int, delta: dict[str, Any], logprobs: dict[str, Any] | None = None) -> dict[str, Any]:
+    return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": None}

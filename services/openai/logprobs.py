@@ -1,0 +1,73 @@
+"""Log-probabilities as OpenAI writes them: each token as text and as bytes.
+
+A token may be half a character: its `bytes` are exact where the vocabulary tells them, its text then holds U+FFFD. Control tokens
+are no text, and are left out as they are left out of the content.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+from ragspec.core import TokenLogprob
+
+_BYTE_OF = {letter: byte for byte, letter in bytes_to_unicode().items()}
+_SPACE = bytes_to_unicode()[ord(" ")]
+_ONE_BYTE = re.compile(r"<0x([0-9A-F]{2})>")
+
+
+class TokenTexts:
+    """What single tokens of one vocabulary stand for. Safe to call from several threads."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._tokenizer = tokenizer
+        self._control = frozenset(tokenizer.all_special_ids)
+        self._by_bytes = tokenizer.convert_tokens_to_ids(_SPACE) not in (None, tokenizer.unk_token_id)
+        self.bytes_of = functools.lru_cache(maxsize=65_536)(self._bytes_of)
+
+    def chat(self, logprobs: Iterable[TokenLogprob]) -> list[dict[str, Any]]:
+        """`choices[].logprobs.content`."""
+        return [
+            self._entry(each.token_id, each.logprob) | {"top_logprobs": [self._entry(*other) for other in each.top]}
+            for each in self._shown(logprobs)
+        ]
+
+    def completion(self, logprobs: Iterable[TokenLogprob], offset: int = 0) -> dict[str, Any]:
+        """`choices[].logprobs` of a completion; its first token begins at character `offset` of the text."""
+        shown = self._shown(logprobs)
+        tokens = [self.text_of(each.token_id) for each in shown]
+        offsets = [offset]
+        for token in tokens:
+            offsets.append(offsets[-1] + len(token))
+        return {
+            "tokens": tokens,
+            "token_logprobs": [each.logprob for each in shown],
+            "top_logprobs": [{self.text_of(token): logprob for token, logprob in each.top} for each in shown],
+            "text_offset": offsets[:-1],
+        }
+
+    def text_of(self, token_id: int) -> str:
+        return self.bytes_of(token_id).decode("utf-8", "replace")
+
+    def _shown(self, logprobs: Iterable[TokenLogprob]) -> Sequence[TokenLogprob]:
+        return [each for each in logprobs if each.token_id not in self._control]
+
+    def _entry(self, token_id: int, logprob: float) -> dict[str, Any]:
+        data = self.bytes_of(token_id)
+        return {"token": data.decode("utf-8", "replace"), "logprob": logprob, "bytes": list(data)}
+
+    def _bytes_of(self, token_id: int) -> bytes:
+        piece = str(self._tokenizer.convert_ids_to_tokens(token_id))
+        if token_id not in self._control:
+            if self._by_bytes and all(letter in _BYTE_OF for letter in piece):
+                return bytes(_BYTE_OF[letter] for letter in piece)
+            if one := _ONE_BYTE.fullmatch(piece):
+                return bytes([int(one[1], 16)])
+            if "\u2581" in piece:  # sentencepiece's space
+                return piece.replace("\u2581", " ").encode()
+        return str(self._tokenizer.decode([token_id])).encode()

@@ -1,0 +1,273 @@
+"""What may be asked under /v1, field by field, checked before anything is done.
+
+Unknown fields are refused: one that is misspelt must not be left out in silence. Those in `IGNORED` are taken and change nothing.
+What a field means is `ragspec.rag.openai_fields`' business.
+"""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import replace
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, WithJsonSchema, model_validator
+from pydantic_core import PydanticCustomError
+
+from ragspec.core import Message, SamplingParams
+from ragspec.errors import InputError
+from ragspec.rag.openai_fields import SAMPLING, content_text, sampling
+from services.errors import ApiError
+
+MAX_MESSAGES = 2048
+MAX_STOPS = 16
+MAX_CHOICES = 8
+MAX_PROMPTS = 32
+MAX_INPUTS = 2048
+
+_UNSUPPORTED = {
+    "tools": "tools cannot be called: the answer is text",
+    "tool_choice": "tools cannot be called: the answer is text",
+    "functions": "functions cannot be called: the answer is text",
+    "function_call": "functions cannot be called: the answer is text",
+    "audio": "there is no audio: the answer is text",
+    "web_search_options": "there is no search of the web; see retrieval",
+    "suffix": "text cannot be written between a prompt and a suffix",
+}
+_EMPTY: tuple[Any, ...] = (None, [], "none", "auto", False)
+_SEED_BITS = 53
+
+
+def _text(value: Any) -> str:
+    try:
+        return content_text(value)
+    except InputError as cause:
+        raise PydanticCustomError("content", "{reason}", {"reason": str(cause)}) from cause
+
+
+def _listed(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value
+
+
+Content = Annotated[
+    str,
+    BeforeValidator(_text),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"type": "string"},
+                {
+                    "type": "array",
+                    "items": {
+                        "type": "object",
+                        "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
+                        "required": ["type", "text"],
+                    },
+                },
+            ]
+        }
+    ),
+]
+Stop = Annotated[
+    list[Annotated[str, Field(min_length=1, max_length=512)]], BeforeValidator(_listed), Field(max_length=MAX_STOPS)
+]
+Prompts = Annotated[list[str] | list[list[int]], Field(min_length=1, max_length=MAX_PROMPTS)]
+ShortText = Annotated[str, Field(max_length=512)]
+
+
+class Body(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+
+class ChatMessage(Body):
+    """A message as it is sent, or as an answer had it: what an answer says beside its content is taken and not read."""
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Content
+    name: str | None = None
+    refusal: None = None
+    annotations: Any = None
+    audio: None = None
+    tool_calls: None = None
+    function_call: None = None
+    citations: Any = None
+    content_blocks: Any = None
+
+    @property
+    def message(self) -> Message:
+        return Message("system" if self.role == "developer" else self.role, self.content)
+
+
+class StreamOptions(Body):
+    include_usage: bool = False
+    include_obfuscation: bool = True
+
+
+class Prediction(Body):
+    """Text that the answer will hold most of: it is drafted from, and changes nothing but the time."""
+
+    type: Literal["content"]
+    content: Content
+
+
+class ResponseFormat(Body):
+    type: Literal["text"]
+
+
+class Retrieval(Body):
+    """Which documents may answer, and how many passages of them are given to the model; unset: all that the caller may see."""
+
+    vector_store_ids: Annotated[list[ShortText], Field(min_length=1, max_length=64)] | None = None
+    num_passages: int | None = Field(None, ge=1, le=64)
+    filter: dict[str, Any] | None = None
+
+
+def _switch_or_options(value: Any) -> str:
+    return "switch" if isinstance(value, bool) else "options"
+
+
+Retrieving = Annotated[
+    Annotated[bool, Tag("switch")] | Annotated[Retrieval, Tag("options")], Discriminator(_switch_or_options)
+]
+
+
+class Sampled(Body):
+    """What both ways to ask for text share."""
+
+    model: str = Field(max_length=512)
+    temperature: float | None = None
+    top_p: float | None = None
+    n: int | None = Field(None, ge=1, le=MAX_CHOICES)
+    seed: int | None = None
+    stop: Stop | None = None
+    max_tokens: int | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: Annotated[dict[str, float], Field(max_length=1024)] | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    min_tokens: int | None = None
+    ignore_eos: bool | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    speculation: bool | dict[str, Any] | None = None
+    cache_salt: ShortText | None = None
+    metrics: bool | None = None
+    privacy: Literal["normal", "strict"] | None = None
+    user: Any = None
+    metadata: Any = None
+    store: Any = None
+    service_tier: Any = None
+    safety_identifier: Any = None
+    prompt_cache_key: Any = None
+    prompt_cache_retention: Any = None
+    parallel_tool_calls: Any = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse(cls, given: Any) -> Any:
+        """What cannot be done is said, unless it asks for nothing. Raises: ApiError."""
+        if not isinstance(given, dict):
+            return given
+        for name in _UNSUPPORTED.keys() & given.keys():
+            if given[name] not in _EMPTY:
+                raise ApiError(400, _UNSUPPORTED[name], param=name, code="unsupported_parameter")
+        return {name: value for name, value in given.items() if name not in _UNSUPPORTED}
+
+    @model_validator(mode="after")
+    def _check_stream(self) -> Self:
+        if self.stream_options is not None and not self.stream:
+            raise PydanticCustomError("stream_options", "stream_options are for streams: set stream to true")
+        return self
+
+    @property
+    def num_alternatives(self) -> int | None:
+        """Of each token, whose log-probabilities are asked for; None: not even the token's own."""
+        raise NotImplementedError
+
+    @property
+    def options(self) -> StreamOptions:
+        return self.stream_options or StreamOptions()
+
+    def params(self, defaults: SamplingParams) -> SamplingParams:
+        """The body's over the defaults. A seed that nobody gave is drawn here, small enough for every reader of JSON.
+
+        Raises: InputError.
+        """
+        own = sampling({name: getattr(self, name, None) for name in SAMPLING})
+        params = replace(defaults, **own, logprobs=self.num_alternatives)
+        return params if params.seed is not None else replace(params, seed=secrets.randbits(_SEED_BITS))
+
+
+class ChatBody(Sampled):
+    """`POST /v1/chat/completions`."""
+
+    messages: list[ChatMessage] = Field(min_length=1, max_length=MAX_MESSAGES)
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=20)
+    prediction: Prediction | None = None
+    response_format: ResponseFormat | None = None
+    modalities: list[Literal["text"]] | None = None
+    conversation: ShortText | None = None
+    retrieval: Retrieving | None = None
+    citations: Literal["openai", "anthropic", "cohere"] | None = None
+
+    @model_validator(mode="after")
+    def _check_logprobs(self) -> Self:
+        if self.top_logprobs is not None and not self.logprobs:
+            raise PydanticCustomError("top_logprobs", "top_logprobs need logprobs: set it to true")
+        return self
+
+    @property
+    def num_alternatives(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    @property
+    def chosen(self) -> Retrieval | None:
+        """How to look for passages; None: not at all."""
+        if self.retrieval is False:
+            return None
+        return self.retrieval if isinstance(self.retrieval, Retrieval) else Retrieval()
+
+
+class CompletionBody(Sampled):
+    """`POST /v1/completions`: the prompt as it is, without passages. Texts hold no control tokens; token ids may."""
+
+    prompt: str | list[int] | Prompts
+    logprobs: int | None = Field(None, ge=0, le=20)
+    echo: Literal[False] | None = None
+    best_of: int | None = Field(None, ge=1, le=MAX_CHOICES)
+
+    @model_validator(mode="after")
+    def _check_best(self) -> Self:
+        if self.best_of not in (None, self.n or 1):
+            raise PydanticCustomError("best_of", "best_of must equal n: all choices are returned")
+        return self
+
+    @property
+    def num_alternatives(self) -> int | None:
+        return self.logprobs
+
+    @property
+    def prompts(self) -> list[str] | list[list[int]]:
+        if isinstance(self.prompt, str):
+            return [self.prompt]
+        if self.prompt and isinstance(self.prompt[0], int):
+            return [self.prompt]  # type: ignore[list-item]
+        return self.prompt  # type: ignore[return-value]
+
+
+class EmbeddingBody(Body):
+    """`POST /v1/embeddings`. `input_type`: what a search looks for, or what it finds; some encoders tell the two apart."""
+
+    model: str = Field(max_length=512)
+    input: Annotated[
+        list[Annotated[str, Field(min_length=1)]],
+        BeforeValidator(_listed),
+        Field(min_length=1, max_length=MAX_INPUTS),
+    ]
+    encoding_format: Literal["float", "base64"] = "float"
+    dimensions: int | None = Field(None, ge=1)
+    input_type: Literal["query", "document"] = "document"
+    user: Any = None
