@@ -4,6 +4,12 @@ import { el, plural } from "./dom.js";
 import { coloursOf } from "./sources.js";
 import { misplaced, piecesOf } from "./spans.js";
 
+/** The number that the answer itself writes behind a quote, as in `"..." [2]`; 0: none. */
+function markerBehind(pieces, index) {
+  const isClosing = /^[\s"”»’.,;:!?)]{1,4}$/.test(pieces[index + 1]?.text ?? "");
+  return pieces[isClosing ? index + 2 : index + 1]?.number ?? 0;
+}
+
 /** Fills `place` with the answer. Pointing at a quote, or reaching it with Tab, shows it in its passage. */
 export class Quotes {
   #links = []; // {link, number}
@@ -15,7 +21,7 @@ export class Quotes {
     const pieces = piecesOf(reply.text, reply.passages, reply.citations);
     this.numQuotes = pieces.filter((piece) => piece.kind === "quote").length;
     this.numBroken = pieces.filter((piece) => piece.same === false).length + misplaced(pieces, reply.citations);
-    place.replaceChildren(...pieces.map((piece, index) => this.#nodeOf(piece, pieces[index + 1], colours)));
+    place.replaceChildren(...pieces.map((piece, index) => this.#nodeOf(piece, markerBehind(pieces, index), colours)));
   }
 
   /** All quotes of one passage stand out, or do so no more. */
@@ -36,14 +42,13 @@ export class Quotes {
     return el("p", { class: "verdict same" }, whole);
   }
 
-  #nodeOf(piece, next, colours) {
+  #nodeOf(piece, marked, colours) {
     if (piece.kind === "text") return document.createTextNode(piece.text);
     if (piece.kind === "marker") return this.#markerOf(piece, colours);
     const { citation } = piece;
-    const isMarked = next?.kind === "marker" || /^[\s"”»’.,;:!?)]{0,4}$/.test(next?.text ?? "-");
     const link = el("a", {
       class: `quote ${colours.get(citation.passage) ?? ""}${piece.same ? "" : " broken"}`,
-      href: `#${this.#sources.element.id}`, "data-number": isMarked ? null : citation.passage,
+      href: `#${this.#sources.element.id}`, "data-number": marked === citation.passage ? null : citation.passage,
       "aria-description": piece.same ? `quoted from source ${citation.passage}` : "differs from its source",
       onmouseenter: () => this.#sources.show(citation), onmouseleave: () => this.#sources.clear(),
       onfocus: () => this.#sources.show(citation), onblur: () => this.#sources.clear(),

@@ -1,0 +1,128 @@
+"""A real service whose answers are known: its documents are chosen, and what the target says to a known question is forced.
+
+Everything else runs as in production: retrieval, prompts, drafts, citations, streaming, the guard. A question that the script
+does not know is answered by the random tiny target itself.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from letter_encoder import LetterEncoder
+from numpy.typing import NDArray
+from service_parts import Service, make_keys, started
+from tiny_target import Free
+
+from ragspec.config import EngineConfig, load_settings
+from ragspec.core import Document, Request
+from ragspec.drafting.copy import CopyDrafter
+from ragspec.drafting.planner import Planner
+from ragspec.engine.admission import Admission
+from ragspec.engine.engine import Engine
+from ragspec.engine.target import Target
+from ragspec.evaluation.forced import ForcedSampler
+from ragspec.numerics.kv_cache import KvPool
+from ragspec.retrieval.retriever import Retriever, build_index
+from ragspec.retrieval.store import Store
+from ragspec.verification.sampling import KeyedSampler, Sampler
+from services.backend import Backend
+from services.settings import ServiceConfig
+
+CONTEXT, KV_SLOTS = 4096, 16_384
+SCRIPT_TAG = "<script>window.hit = 1</script><img src=x onerror='window.hit = 2'>"
+DOCUMENTS = (
+    Document(
+        "mill",
+        "The old mill was built in 1874 by the people of the valley. It grinds no corn today. 🌾 Its wheel turns twice a minute.",
+        "The old mill",
+        "https://example.org/mill",
+    ),
+    Document(
+        "river",
+        "🏞️🏞️ The river rises in the northern hills. It flows past the old mill to the sea.",
+        "The river",
+        "notes/river.md",
+    ),
+    Document(
+        "trap",
+        f"{SCRIPT_TAG} The trap was set in 1999 by nobody in particular.",
+        f"Trap {SCRIPT_TAG}",
+        "javascript:window.hit=3",
+    ),
+)
+
+MILL = "When was the old mill built?"
+MILL_QUOTES = ("The old mill was built in 1874 by the people of the valley.", "It flows past the old mill to the sea.")
+MILL_ANSWER = f'It is old: "{MILL_QUOTES[0]}" [1] And of the river: "{MILL_QUOTES[1]}" [2] That is all.'
+EMOJI = "Which wheel turns at the mill 🎡?"
+EMOJI_QUOTES = ("🌾 Its wheel turns twice a minute.", "It grinds no corn today.")
+EMOJI_ANSWER = f'🎉👩‍🌾 Yes: "{EMOJI_QUOTES[0]}" 🎡 and 🎡 "{EMOJI_QUOTES[1]}" 👍'
+TRAP = f"Who set the trap in 1999 {SCRIPT_TAG}?"
+TRAP_ANSWER = f'{SCRIPT_TAG} "The trap was set in 1999 by nobody in particular." <b>bold</b> &amp;'
+LONG = "What is there to say about rain?"
+LONG_ANSWER = " ".join(f"Rain {n} falls on the mill and on the sea." for n in range(40))
+ANSWERS = {MILL: MILL_ANSWER, EMOJI: EMOJI_ANSWER, TRAP: TRAP_ANSWER, LONG: LONG_ANSWER}
+
+
+class Script:
+    """A sampler factory. While `held`, answers wait after so many tokens until the test lets them go on."""
+
+    HOLD_AT = 60
+
+    def __init__(self, target: Target) -> None:
+        self._tokenizer, self._eos = target.tokenizer, target.eos_ids[0]
+        self.go = threading.Event()
+        self.go.set()
+
+    @contextmanager
+    def held(self) -> Iterator[threading.Event]:
+        self.go.clear()
+        try:
+            yield self.go
+        finally:
+            self.go.set()
+
+    def __call__(self, request: Request, seed: int, choice: int) -> Sampler:
+        prompt = self._tokenizer.decode(request.prompt_ids)
+        asked = max(ANSWERS, key=prompt.rfind)
+        if asked not in prompt:
+            return KeyedSampler(request, seed, choice, (self._eos,), [])
+        ids = self._tokenizer(ANSWERS[asked], add_special_tokens=False)["input_ids"]
+        return _Held(ForcedSampler([*ids, self._eos]), self.go, self.HOLD_AT)
+
+
+class _Held:
+    def __init__(self, sampler: Sampler, go: threading.Event, at: int) -> None:
+        self._sampler, self._go, self._left = sampler, go, at
+
+    def __call__(self, logits: NDArray[np.float32]) -> int:
+        self._left -= 1
+        if self._left < 0:
+            assert self._go.wait(60.0), "the test never let the answer go on"
+        return self._sampler(logits)
+
+
+@contextmanager
+def scripted(folder: Path, target: Target, **settings: Any) -> Iterator[tuple[Service, Script]]:
+    """A service over `DOCUMENTS`, and who decides its answers."""
+    encoder, index = LetterEncoder(), folder / "index"
+    if not index.exists():
+        build_index(DOCUMENTS, index, encoder)
+    keys = make_keys(folder / "keys.json")
+    given = {"keys_file": str(keys.path), "data_dir": str(folder / "data"), "port": 0, "model": "scripted"}
+    named = {f"service.{name}": value for name, value in given.items()}
+    config = load_settings(ServiceConfig, **named, **{"retriever.index_dir": str(index)}, **settings)
+    target.pool = KvPool(target.shapes, KV_SLOTS)
+    script = Script(target)
+    planner = Planner([CopyDrafter(target.tokenizer, target.eos_ids)], Free(), 12, target.vocab_size)
+    limits = EngineConfig(max_step_tokens=256, max_kv_tokens=KV_SLOTS)
+    engine = Engine(target, planner, Admission(target, "tiny", script), limits)
+    retriever = Retriever(encoder, Store.open(index, encoder.identity), config.retriever)
+    backend = Backend.of(engine, target.tokenizer, retriever, config, engine.close)
+    with backend, started(config, backend, keys) as service:
+        yield service, script

@@ -1,0 +1,53 @@
+"""The dialog of documents: collections made, filled, asked and emptied, against the real stores."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from chat_page import ChatPage
+from looking import faint_texts, nameless
+
+pytestmark = pytest.mark.browser
+
+TEXT = "The lighthouse keeper owns eleven grey cats. He feeds them at noon."
+
+
+def test_a_collection_is_made_filled_asked_and_emptied(chat: ChatPage, tmp_path: Path) -> None:
+    """An upload that is never searched; answers from other documents than those chosen; a document that cannot be removed."""
+    page = chat.page
+    page.locator("#documents-open").click()
+    page.fill("#collection-name", "Lighthouse 🗼 <b>")
+    page.keyboard.press("Enter")
+    said = page.locator("#documents-said")
+    said.filter(has_text="ready for documents").wait_for()
+    assert page.locator("#collection-chosen").text_content() == "Lighthouse 🗼 <b>"
+    assert page.locator("#files .none").is_visible()
+    (tmp_path / "cats & dogs.txt").write_text(TEXT)
+    page.set_input_files("#upload", str(tmp_path / "cats & dogs.txt"))
+    said.filter(has_text="1 document added").wait_for()
+    assert page.locator("#files .name").all_text_contents() == ["cats & dogs.txt"]
+    assert nameless(page) == [] and faint_texts(page) == []
+    chat.shot("documents")
+    page.locator("#documents-close").click()
+    turn = chat.answered("How many cats does the keeper own?")
+    assert turn.locator(".passage").count() == 1
+    assert "eleven grey cats" in turn.locator(".passage-text").text_content()
+    page.locator("#documents-open").click()
+    page.get_by_role("button", name="Remove cats & dogs.txt").click()
+    said.filter(has_text="removed").wait_for()
+    page.keyboard.press("Escape")
+    assert chat.answered("How many cats does the keeper own now?").locator(".none").is_visible()
+
+
+def test_a_file_that_cannot_be_read_is_said_in_the_dialog(chat: ChatPage, tmp_path: Path) -> None:
+    """An upload that fails in silence."""
+    page = chat.page
+    page.locator("#documents-open").click()
+    page.fill("#collection-name", "Broken")
+    page.keyboard.press("Enter")
+    page.locator("#documents-said", has_text="ready for documents").wait_for()
+    (tmp_path / "torn.pdf").write_bytes(b"%PDF-1.7 torn")
+    page.set_input_files("#upload", str(tmp_path / "torn.pdf"))
+    page.locator("#documents-said.wrong").wait_for()
+    assert "torn.pdf" in page.locator("#documents-said").text_content()

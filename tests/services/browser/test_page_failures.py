@@ -1,0 +1,173 @@
+"""The chat page when something goes wrong, and when somebody wants it to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from chat_page import ChatPage
+from scripted import MILL, MILL_ANSWER, SCRIPT_TAG, TRAP, TRAP_ANSWER, scripted
+from service_parts import Service
+
+from ragspec.engine.target import Target
+
+pytestmark = pytest.mark.browser
+
+Opening = Callable[..., ChatPage]
+
+
+def test_a_key_in_the_address_is_taken_from_it(chat: ChatPage, service: Service) -> None:
+    """A key that stays in the address bar, in the history and in every link that is copied from it."""
+    assert chat.page.url == f"{service.url}/"
+    assert chat.page.evaluate("sessionStorage.getItem('ragspec.key')") == service.keys.trusted
+    assert chat.page.evaluate("history.length") <= 2
+    assert service.keys.trusted not in chat.page.content()
+
+
+def test_without_a_key_the_page_asks_for_one_and_then_goes_on(open_page: Opening, service: Service) -> None:
+    """A dead end at 401; a wrong key that is kept; a question that is lost while the key is looked for."""
+    chat = open_page(service, "")
+    dialog = chat.page.locator("#key-dialog")
+    dialog.wait_for()
+    chat.page.keyboard.press("Escape")
+    assert not dialog.is_visible()
+    chat.ask(MILL)
+    dialog.wait_for()
+    chat.shot("key")
+    chat.page.fill("#key", "rs-wrong")
+    chat.page.keyboard.press("Enter")
+    chat.page.locator("#key-remark", has_text="not accepted").wait_for()
+    chat.page.fill("#key", service.keys.trusted)
+    chat.page.keyboard.press("Enter")
+    chat.page.locator(".verdict").wait_for()
+    assert chat.page.locator(".answer").text_content() == MILL_ANSWER
+
+
+def test_too_many_requests_count_down_to_the_next_try(open_page: Opening, tmp_path: Path, page_target: Target) -> None:
+    """A page that hammers a server which asked for patience, or that never lets its user try again."""
+    limits = {"service.limits.key": {"requests_per_minute": 3}}  # models, vector stores, and one answer
+    with scripted(tmp_path, page_target, **limits) as (service, _):
+        chat = open_page(service)
+        chat.page.locator("#model", has_text="scripted").wait_for()
+        for _ in range(3):
+            if chat.page.locator(".notice").count():
+                break
+            chat.ask(MILL)
+            chat.page.locator(".verdict, .notice").last.wait_for()
+        again = chat.page.locator(".notice button")
+        assert again.is_disabled() and again.text_content().startswith("Try again in ")
+        first = int(again.text_content().split()[-2])
+        assert 0 < first <= 60
+        chat.shot("busy")
+        chat.page.wait_for_function(
+            "n => parseInt(document.querySelector('.notice button').textContent.match(/\\d+/)) < n", arg=first
+        )
+        num_asked = len(chat.asked)
+        chat.page.wait_for_timeout(300)
+        assert len(chat.asked) == num_asked
+
+
+def test_a_countdown_that_is_over_asks_again(chat: ChatPage) -> None:
+    """A button that stays disabled."""
+    refusal = {
+        "error": {"message": "more than 3 requests a minute", "type": "rate_limit_error", "param": None, "code": None}
+    }
+    chat.page.route(
+        "**/v1/chat/completions",
+        lambda route: route.fulfill(status=429, json=refusal, headers={"Retry-After": "1"}),
+        times=1,
+    )
+    chat.ask(MILL)
+    chat.page.get_by_role("button", name="Try again", exact=True).click(timeout=10_000)
+    chat.page.locator(".verdict").wait_for()
+    assert chat.page.locator(".answer").text_content() == MILL_ANSWER and len(chat.asked) == 2
+
+
+def test_a_server_that_is_gone_is_said_and_can_be_asked_again(chat: ChatPage) -> None:
+    """A question that waits for ever."""
+    chat.page.route("**/v1/chat/completions", lambda route: route.abort("connectionrefused"), times=1)
+    chat.ask(MILL)
+    chat.page.locator(".notice", has_text="The server does not answer").wait_for()
+    chat.page.get_by_role("button", name="Try again").click()
+    chat.page.locator(".verdict").wait_for()
+
+
+@pytest.mark.parametrize("cut", ["half an event", "no end mark"])
+def test_an_answer_that_breaks_off_is_not_taken_for_a_whole_one(chat: ChatPage, cut: str) -> None:
+    """The stream ends, and the page shows half an answer as if that were all."""
+
+    def break_off(route: Any) -> None:
+        body = route.fetch().text()
+        end = body.rindex("data: [DONE]") if cut == "no end mark" else body.rindex("old mill") + 3
+        route.fulfill(body=body[:end], content_type="text/event-stream")
+
+    chat.page.route("**/v1/chat/completions", break_off)
+    chat.ask(MILL)
+    chat.page.locator(".notice", has_text="broke off").wait_for()
+    assert chat.page.locator(".verdict").count() == 0
+    assert chat.page.locator("#send").is_visible()
+
+
+def test_an_error_in_the_middle_of_an_answer_is_shown_with_what_was_said(chat: ChatPage) -> None:
+    """An error event that is read as an empty piece of text."""
+    event = '{"error": {"message": "the engine was closed", "type": "server_error", "param": null, "code": null}}'
+
+    def fail(route: Any) -> None:
+        body = route.fetch().text()
+        body = body[: body.index("\n\n", body.index('"content":', body.index("\n\n"))) + 2]
+        route.fulfill(body=f"{body}data: {event}\n\n", content_type="text/event-stream")
+
+    chat.page.route("**/v1/chat/completions", fail)
+    chat.ask(MILL)
+    chat.page.locator(".notice", has_text="the engine was closed").wait_for()
+    assert chat.page.locator(".answer").text_content().strip()
+
+
+def test_a_conversation_too_long_for_the_model_is_explained(chat: ChatPage) -> None:
+    """The server's wording as the only help, and no way on."""
+    chat.ask("mill " * 3900)
+    notice = chat.page.locator(".notice")
+    notice.wait_for()
+    assert "too long for the model" in notice.text_content()
+    notice.get_by_role("button").click()
+    assert chat.page.input_value("#question").startswith("mill mill") and chat.page.locator(".turn").count() == 0
+
+
+def test_markup_in_documents_questions_and_answers_is_text(chat: ChatPage) -> None:
+    """Cross-site scripting from a document, its title or source, from the question or the answer."""
+    turn = chat.answered(TRAP)
+    assert chat.page.evaluate("window.hit") is None
+    assert turn.locator("img, script, b").count() == 0
+    assert turn.locator("h2").text_content() == TRAP
+    assert turn.locator(".answer").text_content() == TRAP_ANSWER
+    card = turn.locator(".passage", has_text="The trap was set")
+    assert card.locator(".title").text_content() == f"Trap {SCRIPT_TAG}"
+    assert SCRIPT_TAG in card.locator(".passage-text").text_content()
+    assert card.locator("a").count() == 0 and "javascript:window.hit=3" in card.locator(".source").text_content()
+    assert chat.page.locator("#conversations .open").text_content() == TRAP
+    links = chat.page.locator("a[href]").evaluate_all("all => all.map(a => new URL(a.href).protocol)")
+    assert set(links) <= {"http:", "https:"}
+
+
+def test_the_policy_of_the_page_refuses_scripts_and_markup_from_text(open_page: Opening, service: Service) -> None:
+    """A policy that is sent and does nothing."""
+    chat = open_page(service)
+    refused = """() => {
+      const failed = [];
+      try { document.body.innerHTML = "<b>x</b>"; } catch { failed.push("markup"); }
+      try { eval("1"); } catch { failed.push("eval"); }
+      const script = document.createElement("script");
+      try { script.textContent = "window.hit = 4"; } catch { failed.push("script text"); }
+      return failed;
+    }"""
+    assert chat.page.evaluate(refused) == ["markup", "eval", "script text"]
+    image = """() => new Promise((done) => {
+      const image = new Image();
+      image.onload = image.onerror = (event) => done(event.type);
+      image.src = "http://127.0.0.1:9/x.png";
+    })"""
+    assert chat.page.evaluate(image) == "error"
+    assert any("Content Security Policy" in complaint for complaint in chat.complaints)
+    chat.complaints.clear()
