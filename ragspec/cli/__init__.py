@@ -5,6 +5,7 @@ terminal.py  consoles, quiet libraries, text made safe for a terminal
 ask.py       one question
 demo.py      questions from the standard library's documentation, with speculation on and off
 doctor.py    what this machine can do
+serve.py     the service; keys.py who may ask it
 """
 
 from __future__ import annotations

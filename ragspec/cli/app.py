@@ -16,6 +16,7 @@ from typing import Annotated
 
 import typer
 
+from ragspec.cli.keys import keys
 from ragspec.cli.terminal import one_line, prepare_process, print_error
 from ragspec.core import SamplingParams
 from ragspec.errors import RagspecError
@@ -310,6 +311,43 @@ def down(address: Address = None, name: DeploymentName = "ragspec", debug: Debug
     from ragspec.cli.cluster import run_down
 
     run_down(name, address)
+
+
+app.add_typer(keys)
+
+
+@app.command()
+def serve(
+    config: Annotated[
+        Path | None, typer.Option(help="A YAML configuration; the options win.", show_default=False)
+    ] = None,
+    index: Annotated[
+        Path | None, typer.Option(help="The index's folder; none: Python's standard library.", show_default=False)
+    ] = None,
+    host: Annotated[str | None, typer.Option(help="Where to listen; default: this machine only.")] = None,
+    port: Annotated[int | None, typer.Option(help="Default: 8000; 0 takes a free one.", min=0, max=65535)] = None,
+    target: Target = None,
+    keys_file: Annotated[
+        Path | None, typer.Option("--keys", help="Who may ask: a file of ragspec keys.", show_default=False)
+    ] = None,
+    on_cluster: Annotated[
+        str | None, typer.Option("--cluster", help="A deployment of ragspec cluster up.", show_default=False)
+    ] = None,
+    address: Address = None,
+    verbose: Annotated[bool, typer.Option("--verbose", help="Log every request, also on a terminal.")] = False,
+    debug: Debug = False,
+) -> None:
+    """Serve chat, grammar and documents over HTTP, as OpenAI's and LanguageTool's clients expect it."""
+    from ragspec.cli.serve import run_serve
+
+    overrides = {
+        "retriever.index_dir": index and str(index),
+        "service.host": host,
+        "service.port": port,
+        "service.keys_file": keys_file and str(keys_file),
+        "target.model": target,
+    }
+    run_serve(config, overrides, on_cluster, address, verbose=verbose)
 
 
 @app.command(context_settings=_PASSED_ON)

@@ -6,21 +6,30 @@ damaged or half-written is built again.
 
 from __future__ import annotations
 
+import contextlib
+import os
+import shutil
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import Progress as Bar
 
 from ragspec.cli.terminal import note, one_line
-from ragspec.config import ChunkingConfig
+from ragspec.config import ChunkingConfig, IndexConfig
 from ragspec.core import Document
-from ragspec.errors import SaveError
-from ragspec.evaluation.index_cache import cached_retriever
+from ragspec.errors import SaveError, StoreError
+from ragspec.evaluation.index_cache import cached_retriever, cached_store
 from ragspec.retrieval.chunking import chunk
+from ragspec.retrieval.content import content_key
+from ragspec.retrieval.disk import saving
 from ragspec.retrieval.encoder import Encoder
-from ragspec.retrieval.retriever import Retriever
+from ragspec.retrieval.retriever import Progress, Retriever
+from ragspec.retrieval.store import Store
+
+_NAME = "stdlib"
 
 
 def demo_documents(corpus: Iterable[tuple[str, str]]) -> list[Document]:
@@ -37,6 +46,34 @@ def demo_retriever(console: Console, encoder: Encoder, documents: list[Document]
 
     Raises: SaveError if no place can be written.
     """
+    with _progress(console, documents) as show:
+        try:
+            return cached_retriever(documents, encoder, cache / _NAME, progress=show)
+        except SaveError as failure:
+            note(console, f"nothing is cached: {one_line(failure)}")
+        with tempfile.TemporaryDirectory(prefix="ragspec-") as scratch:  # its files stay open when their names go
+            return cached_retriever(documents, encoder, Path(scratch), progress=show)
+
+
+def own_index(console: Console, encoder: Encoder, documents: list[Document], cache: Path, home: Path) -> Path:
+    """The folder of an index of the demo's documents that others may be added to, in `home`: a copy of the cached one at first.
+
+    Raises: SaveError.
+    """
+    folder = home / content_key(documents, encoder.identity, IndexConfig())[:24]
+    with contextlib.suppress(StoreError):
+        return Store.open(folder, encoder.identity).index_dir
+    with _progress(console, documents) as show:
+        store = cached_store(documents, encoder, cache / _NAME, progress=show)
+    with saving(folder):
+        home.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=home) as scratch:
+            os.rename(shutil.copytree(store.index_dir, Path(scratch) / "index"), folder)
+    return folder
+
+
+@contextlib.contextmanager
+def _progress(console: Console, documents: list[Document]) -> Iterator[Progress]:
     columns = (
         SpinnerColumn(),
         TextColumn("{task.description}"),
@@ -44,15 +81,6 @@ def demo_retriever(console: Console, encoder: Encoder, documents: list[Document]
         MofNCompleteColumn(),
         TimeElapsedColumn(),
     )
-    with Progress(*columns, console=console, transient=True) as bar:
+    with Bar(*columns, console=console, transient=True) as bar:
         task = bar.add_task("Passages, encoded once", total=count_passages(documents))
-
-        def show(_: int, num_passages: int) -> None:
-            bar.update(task, completed=num_passages)
-
-        try:
-            return cached_retriever(documents, encoder, cache / "stdlib", progress=show)
-        except SaveError as failure:
-            note(console, f"nothing is cached: {one_line(failure)}")
-        with tempfile.TemporaryDirectory(prefix="ragspec-") as scratch:  # its files stay open when their names go
-            return cached_retriever(documents, encoder, Path(scratch), progress=show)
+        yield lambda _, num_passages: bar.update(task, completed=num_passages)

@@ -46,8 +46,17 @@ def stay_offline(*models: str) -> None:
 
 def cache_folder() -> Path:
     """Where rebuilt things are kept: $XDG_CACHE_HOME/ragspec, else ~/.cache/ragspec."""
-    named = os.environ.get("XDG_CACHE_HOME", "")
-    base = Path(named) if Path(named).is_absolute() else Path(os.path.expanduser("~/.cache"))
+    return _folder("XDG_CACHE_HOME", "~/.cache")
+
+
+def data_folder() -> Path:
+    """Where a service keeps what it is given: $XDG_DATA_HOME/ragspec, else ~/.local/share/ragspec."""
+    return _folder("XDG_DATA_HOME", "~/.local/share")
+
+
+def _folder(variable: str, usual: str) -> Path:
+    named = os.environ.get(variable, "")
+    base = Path(named) if Path(named).is_absolute() else Path(os.path.expanduser(usual))
     return base / "ragspec"
 
 

@@ -84,10 +84,10 @@ class Retriever:
         self._view: GenerationView = self._opened(store)
 
     @classmethod
-    def from_config(cls, config: RetrieverConfig, encoder: EncoderConfig) -> Retriever:
+    def from_config(cls, config: RetrieverConfig, encoder: EncoderConfig | TextEncoder) -> Retriever:
         """Raises: ConfigError without an index folder, StoreError or ModelError if index or models cannot be used."""
         read_current(index_folder(config))  # Why first: a missing index is told before seconds of loading a model
-        loaded = Encoder.load(encoder)
+        loaded = Encoder.load(encoder) if isinstance(encoder, EncoderConfig) else encoder
         reranker = Reranker.load(RerankerConfig(model=config.reranker)) if config.reranker else None
         store = Store.open(config.index_dir, loaded.identity, pointer=config.pointer)
         return cls(loaded, store, config, reranker=reranker, follow=not config.pointer)

@@ -1,0 +1,134 @@
+"""`ragspec serve`: the service on this machine, in one process, or in front of a deployment on a cluster."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.text import Text
+
+from ragspec.cli.terminal import cache_folder, data_folder, stage, stay_offline, stderr_console, stdout_console
+from ragspec.config import load_settings
+from ragspec.errors import ConfigError
+from services.settings import ServiceConfig
+
+if TYPE_CHECKING:
+    from services.backend import Backend
+    from services.keys import Ring
+
+
+def run_serve(
+    config: Path | None, overrides: Mapping[str, Any], cluster: str | None, address: str | None, *, verbose: bool
+) -> None:
+    """Returns after the signal to stop, when everything has ended. What can be wrong is found before anything is loaded.
+
+    Raises: RagspecError.
+    """
+    settings = _checked(load_settings(ServiceConfig, config, **overrides))
+    corpus = None
+    if not settings.retriever.index_dir and cluster is None:
+        from ragspec.training.stdlib_corpus import stdlib_documents
+
+        corpus = (
+            stdlib_documents()
+        )  # Why first: torch and transformers add functions of their own to the standard library
+    from services.embedded import Server, address_of, listening
+    from services.keys import KeyFile, OneKey
+    from services.logs import start_logging
+
+    start_logging(logging.INFO if verbose or not sys.stderr.isatty() else logging.WARNING)
+    console, keys_file = stderr_console(), settings.service.keys_file
+    ring: Ring = KeyFile(Path(keys_file)) if keys_file else OneKey()
+    with contextlib.ExitStack() as stack:
+        listener = stack.enter_context(listening(settings.service))
+        if cluster is not None:
+            backend = stack.enter_context(_on_cluster(console, cluster, address, settings))
+        else:
+            backend = stack.enter_context(_in_process(console, settings, corpus))
+        from services.app import build_app
+
+        app = build_app(backend, ring)
+        _show(backend.model, address_of(listener), ring.key if isinstance(ring, OneKey) else "")
+        Server(app, backend, listener, lambda line: console.print(Text(line, "yellow"))).run()
+    console.print(Text("stopped", "dim"))
+
+
+def _checked(settings: ServiceConfig) -> ServiceConfig:
+    """With a place for what is kept. Raises: ConfigError."""
+    service = settings.service
+    if not service.is_local and not service.keys_file:
+        raise ConfigError(
+            f"{service.host} can be reached from other machines, and nobody would be asked for a key: make a keys file with "
+            "ragspec keys add --file keys.json, and give it with --keys keys.json"
+        )
+    if not service.data_dir:
+        service = service.model_copy(update={"data_dir": str(data_folder() / "service")})
+    return settings.model_copy(update={"service": service})
+
+
+@contextlib.contextmanager
+def _in_process(console: Console, settings: ServiceConfig, corpus: list[tuple[str, str]] | None) -> Iterator[Backend]:
+    stay_offline(settings.target.model)
+    with stage(console, "encoder", "Loading the encoder") as done:
+        from ragspec.retrieval.encoder import Encoder
+        from ragspec.retrieval.retriever import Retriever
+        from services.backend import Backend
+
+        encoder = Encoder.load(settings.encoder)
+        done.detail = settings.encoder.model
+    if corpus is not None:
+        settings = _with_demo_index(console, settings, encoder, corpus)
+    with stage(console, "index", "Opening the index") as done:
+        retriever = Retriever.from_config(settings.retriever, encoder)
+        done.detail = "Python's standard library" if corpus else settings.retriever.index_dir
+    with stage(console, "target", "Loading the target, testing its numerics, measuring what steps cost") as done:
+        backend = Backend.embedded(settings, retriever)
+        done.detail = f"{backend.model}, numerics {backend.engine.fingerprint}"
+    with backend:
+        yield backend
+
+
+def _with_demo_index(
+    console: Console, settings: ServiceConfig, encoder: Any, corpus: list[tuple[str, str]]
+) -> ServiceConfig:
+    from ragspec.cli.demo_index import demo_documents, own_index
+
+    home = Path(settings.service.data_dir) / "stdlib"
+    folder = own_index(console, encoder, demo_documents(corpus), cache_folder(), home)
+    return settings.model_copy(update={"retriever": settings.retriever.model_copy(update={"index_dir": str(folder)})})
+
+
+@contextlib.contextmanager
+def _on_cluster(console: Console, name: str, address: str | None, settings: ServiceConfig) -> Iterator[Backend]:
+    from pipelines.batch_session import ray_session
+
+    with ray_session(address, deployment=name):
+        with stage(console, "deployment", f"Finding {name}") as done:
+            from services.clustered import clustered
+
+            stack = contextlib.ExitStack()
+            backend = stack.enter_context(clustered(name, settings))
+            done.detail = f"{name}: {backend.model}, numerics {backend.engine.fingerprint}"
+        with stack:
+            yield backend
+
+
+def _show(model: str, url: str, key: str) -> None:
+    """Where it is, and what a client needs; on stdout."""
+    console = stdout_console()
+    console.print(Text.assemble(f"\n{model} is served at ", (f"{url}/v1", "bold")))
+    if key:
+        rows = (
+            ("page", f"{url}/#key={key}"),
+            ("", f"export OPENAI_BASE_URL={url}/v1"),
+            ("", f"export OPENAI_API_KEY={key}"),
+        )
+        for name, value in rows:
+            console.print(Text.assemble((f"{name:<6}", "dim"), value), soft_wrap=True)
+    console.print(Text("Ctrl-C stops it.\n", "dim"))
+    sys.stdout.flush()

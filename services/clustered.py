@@ -1,0 +1,43 @@
+"""A backend on a deployment that runs already, as `ragspec cluster up` starts one: what dies there costs no answer here.
+
+>>> with clustered("ragspec", config) as backend: ...
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, contextmanager
+
+from ragspec.cluster.deployment import Deployment
+from ragspec.config import PipelineConfig
+from ragspec.engine.target import load_tokenizer
+from ragspec.retrieval.retriever import Retriever
+from services.backend import Backend
+from services.settings import ServiceConfig
+
+
+@contextmanager
+def clustered(name: str, config: ServiceConfig) -> Iterator[Backend]:
+    """The deployment says which target, index and encoder; of `config` are the service and the chat. Needs Ray to be initialised.
+
+    A deployment without shards is searched in this process, in the index that `config` names.
+    Raises: ConfigError, EngineError, ModelError, StoreError.
+    """
+    deployment = Deployment.find(name)
+    settled = settled_config(deployment.config, config)
+    with ExitStack() as stack:
+        if deployment.topology.num_shards:
+            retriever: Retriever = stack.enter_context(closing(deployment.retriever()))
+        else:
+            settled = settled.model_copy(update={"retriever": config.retriever, "encoder": config.encoder})
+            retriever = Retriever.from_config(config.retriever, config.encoder)
+        engine = deployment.engine()
+        stack.callback(engine.close)
+        tokenizer = load_tokenizer(settled.target.model)
+        yield stack.enter_context(Backend.of(engine, tokenizer, retriever, settled))
+
+
+def settled_config(deployed: PipelineConfig, given: ServiceConfig) -> ServiceConfig:
+    """What the deployment runs with, served as `given` says."""
+    parts = {name: getattr(deployed, name) for name in PipelineConfig.model_fields}
+    return given.model_copy(update=parts)
