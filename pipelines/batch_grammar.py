@@ -48,9 +48,9 @@ class GrammarTask(Task):
         return {"task": "grammar"}
 
     def stages(self, served: Serving) -> Stages:
-        from ragspec.rag.grammar import GrammarCorrector
+        from ragspec.rag.grammar import Grammar
 
-        return GrammarCorrector(served.engine, served.prompts, max_in_flight=served.max_in_flight).stages()
+        return Grammar(served.engine, served.prompts, max_in_flight=served.max_in_flight).stages()
 
     def asked(self, row: Row, asking: Asking) -> Named:
         return Manuscript(row.id, row.text, asking.params(row), row.tenant)

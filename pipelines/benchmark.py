@@ -8,6 +8,8 @@
     python -m pipelines.benchmark --suite drafters --heads heads --plots plots
     python -m pipelines.benchmark --suite cluster --quick
     python -m pipelines.benchmark --suite chaos
+    python -m pipelines.benchmark --suite chat
+    python -m pipelines.benchmark --suite load
 
 The last line on stdout is one JSON object. Tables and progress go to stderr.
 """
@@ -29,7 +31,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from rich.table import Table
 from transformers.utils import logging as transformers_logging
 
-from pipelines.benchmark_ray import ON_RAY, run_on_ray
+from pipelines.benchmark_above import ABOVE_THE_LIBRARY, run_above
 from ragspec.config import REFERENCE_TARGET, load_config
 from ragspec.errors import ConfigError, RagspecError, SaveError
 from ragspec.evaluation.cluster_report import chaos_rows, chaos_tables, cluster_rows, cluster_tables
@@ -44,6 +46,7 @@ from ragspec.evaluation.report import Result, complete, rows
 from ragspec.evaluation.retrieval_data import DIMENSION
 from ragspec.evaluation.retrieval_plots import draw_retrieval
 from ragspec.evaluation.retrieval_report import retrieval_rows, retrieval_tables
+from ragspec.evaluation.service_report import chat_rows, chat_tables, load_rows, load_tables
 from ragspec.evaluation.suites import Outcome, Settings, run_suite
 from ragspec.evaluation.verify_cost import verify_cost_rows, verify_cost_tables
 from ragspec.numerics.threads import num_processors
@@ -63,6 +66,8 @@ class Suite(enum.StrEnum):
     VERIFY_COST = "verify_cost"
     CLUSTER = "cluster"
     CHAOS = "chaos"
+    CHAT = "chat"
+    LOAD = "load"
 
 
 class Dtype(enum.StrEnum):
@@ -76,6 +81,8 @@ _REPORTS = {
     Suite.VERIFY_COST: (verify_cost_rows, verify_cost_tables),
     Suite.CLUSTER: (cluster_rows, cluster_tables),
     Suite.CHAOS: (chaos_rows, chaos_tables),
+    Suite.CHAT: (chat_rows, chat_tables),
+    Suite.LOAD: (load_rows, load_tables),
 }
 """What stands first in a result, and its tables."""
 _PLOTS = {Suite.RETRIEVAL: draw_retrieval, Suite.ITERATIVE: draw_iterative, Suite.DRAFTERS: draw_drafters}
@@ -127,7 +134,7 @@ def main(
             heads=heads,
         )
         with progress_ticks() as tick:
-            outcome = (run_on_ray if suite in ON_RAY else run_suite)(suite.value, settings, tick)
+            outcome = (run_above if suite in ABOVE_THE_LIBRARY else run_suite)(suite.value, settings, tick)
         result = complete(outcome.result | {"commit": measured_commit, "threads": num_processors()})
         show(result)
         print(json.dumps(result), flush=True)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any
 
+from ragspec.evaluation.goals import Goals, rows_of, shown
 from ragspec.evaluation.report import Result
 
 Table = dict[str, Any]
@@ -34,7 +35,7 @@ CHAOS_MEANINGS = {
     "driver_changed": "rows with another answer",
 }
 
-GOALS: dict[str, tuple[str, Callable[[Any], bool]]] = {
+GOALS: Goals = {
     "tp_identical": ("1", lambda value: value == 1.0),
     "tp_bitwise": ("yes", lambda value: value is True),
     "step_overhead_b1": ("under 0.10", lambda value: value < 0.10),
@@ -50,11 +51,6 @@ GOALS: dict[str, tuple[str, Callable[[Any], bool]]] = {
 }
 
 
-def met(result: Mapping[str, Any]) -> dict[str, bool]:
-    """Of every goal that the result has a number for: whether it is reached."""
-    return {name: bool(reached(result[name])) for name, (_, reached) in GOALS.items() if result.get(name) is not None}
-
-
 def recovery(rows: Sequence[Mapping[str, Any]], name: str) -> Result:
     """Median and slowest of one kind of recovery, in seconds; None without faults."""
     seconds = [row[name] for row in rows]
@@ -64,12 +60,12 @@ def recovery(rows: Sequence[Mapping[str, Any]], name: str) -> Result:
 
 def cluster_rows(result: Result) -> list[tuple[str, str, str]]:
     """(name, value, meaning) of what stands first."""
-    return _rows(result, CLUSTER_MEANINGS)
+    return rows_of(result, CLUSTER_MEANINGS, GOALS)
 
 
 def chaos_rows(result: Result) -> list[tuple[str, str, str]]:
     """(name, value, meaning) of what stands first."""
-    return _rows(result, CHAOS_MEANINGS)
+    return rows_of(result, CHAOS_MEANINGS, GOALS)
 
 
 def cluster_tables(result: Result) -> dict[str, Table]:
@@ -96,20 +92,8 @@ def chaos_tables(result: Result) -> dict[str, Table]:
     return {"faults": _columns(faults, names)} if faults else {}
 
 
-def _rows(result: Result, meanings: Mapping[str, str]) -> list[tuple[str, str, str]]:
-    reached = met(result)
-    shown = [
-        (name, _shown(result[name]), _meaning(name, text, reached)) for name, text in meanings.items() if name in result
-    ]
-    return shown + [("note", "", text) for text in result.get("notes", ())]
-
-
-def _meaning(name: str, text: str, reached: Mapping[str, bool]) -> str:
-    return text if name not in reached else f"{text} (goal: {GOALS[name][0]}; {'met' if reached[name] else 'MISSED'})"
-
-
 def _columns(rows: Mapping[str, Mapping[str, Any]], names: Sequence[str]) -> Table:
-    return {name: {row: _shown(values.get(name)) for row, values in rows.items()} for name in names}
+    return {name: {row: shown(values.get(name)) for row, values in rows.items()} for name in names}
 
 
 def _shares(rows: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
@@ -118,11 +102,3 @@ def _shares(rows: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
 
 def _step_rows(rows: Mapping[str, Mapping[str, Any]]) -> list[str]:
     return list(dict.fromkeys(count for row in rows.values() for count in row["step_ms"]))
-
-
-def _shown(value: Any) -> str:
-    if value is None:
-        return ""
-    if isinstance(value, bool):
-        return "yes" if value else "NO"
-    return f"{value:.3g}" if isinstance(value, float) else str(value)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from pipelines import benchmark, benchmark_ray
+from pipelines import benchmark, benchmark_above
 from ragspec.config import TargetConfig
 from ragspec.core import Document, FinishReason, GenerationStats
 from ragspec.engine.engine import Engine
@@ -331,7 +331,7 @@ def test_an_index_elsewhere_takes_its_time_and_ends_with_ray(tiny: Settings, tmp
     build_index([Document("a", "Rain falls."), Document("b", "Mills turn.")], tmp_path / "index", encoder)
     config = iterative_suite.RetrieverConfig(mode="dense")
     here = Retriever(encoder, Store.open(tmp_path / "index"), config)
-    with benchmark_ray.elsewhere() as there, there.index(tmp_path / "index", encoder, 0.3) as remote:
+    with benchmark_above.elsewhere() as there, there.index(tmp_path / "index", encoder, 0.3) as remote:
         begin = time.perf_counter()
         found = remote.look_up(remote.encode(["When do mills turn?"]), 1)
         assert time.perf_counter() - begin >= 0.3
@@ -346,7 +346,7 @@ def test_rows_elsewhere_are_of_an_index_in_an_actor(
 ) -> None:
     """Bug guarded: a service time that is stated and not taken, other passages from there, a Ray that goes on."""
     opened: list[float] = []
-    with benchmark_ray.elsewhere() as there:
+    with benchmark_above.elsewhere() as there:
 
         @contextmanager
         def index(folder: Path, encoder: TextEncoder, service_s: float) -> Iterator[IndexLike]:

@@ -20,7 +20,7 @@ from pipelines.batch_task import Asking
 from ragspec.config import load_config
 from ragspec.errors import ConfigError
 from ragspec.rag.edits import Edit, applied
-from ragspec.rag.grammar import GrammarCorrector, Manuscript
+from ragspec.rag.grammar import Grammar, Manuscript
 
 TEXT = f"{SENTENCES[0]}  {SENTENCES[1]}\n\n{SENTENCES[2]}\n"
 
@@ -38,7 +38,7 @@ def test_a_job_corrects_as_the_library_does(place: Path, loaded: Serving, tmp_pa
     summary = run(begun, GrammarTask())
     assert (summary.num_answered, summary.num_failed) == (6, 2)
     assert {row["id"] for row in read_lines(tmp_path / "out" / "errors.jsonl")} == {"stop", "empty"}
-    corrector = GrammarCorrector(loaded.engine, loaded.prompts)
+    corrector = Grammar(loaded.engine, loaded.prompts)
     answers = {answer.get("custom_id", answer["id"]): answer for answer in answers_of(tmp_path / "out")}
     for row in [*rows[:5], rows[-1]]:
         parsed = parse_row(row, TEXTS)

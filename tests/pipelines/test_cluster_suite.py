@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from tiny_target import Free, save_model
 
-from pipelines.benchmark_ray import run_on_ray
+from pipelines.benchmark_above import run_above
 from pipelines.cluster_scaling import FixedDirectory, SleepingTarget, sleeping_host, usual_successors
 from pipelines.cluster_shards import sharded_identical
 from ragspec.config import TargetConfig
@@ -92,7 +92,7 @@ def test_one_query_that_differs_is_no_whole_share() -> None:
 def test_settings_of_other_suites_are_refused(model: TargetConfig, tmp_path: Path) -> None:
     """An option that is read and ignored; refused before Ray is started."""
     with pytest.raises(ConfigError, match="--full and --reranker"):
-        run_on_ray("chaos", Settings(model, None, tmp_path, full=True), lambda *_: None)
+        run_above("chaos", Settings(model, None, tmp_path, full=True), lambda *_: None)
 
 
 @pytest.mark.slow
@@ -101,7 +101,7 @@ def test_the_whole_suite_runs(model: TargetConfig, tmp_path: Path, shared_data: 
     """A part that no run ever reaches; a key that the result lacks."""
     plan = Plan(num_runs=1, seed=3)
     settings = Settings(model, shared_data, tmp_path / "cache", plan, quick=True, num_prompts=4)
-    result = complete(run_on_ray("cluster", settings, lambda *_: None).result | {"commit": "abc", "threads": 2})
+    result = complete(run_above("cluster", settings, lambda *_: None).result | {"commit": "abc", "threads": 2})
     json.dumps(result, allow_nan=False)
     assert result["tp_identical"] == 1.0 and result["tp_bitwise"] is True
     assert result["sharded_identical"] == 1.0 and result["scaling_identical"] is True

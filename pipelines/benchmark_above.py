@@ -1,4 +1,4 @@
-"""The suites that run on Ray: each has one of its own on this machine, which ends with it.
+"""The suites that need more than the library: Ray, which each of them has for itself on this machine and ends with, or a service.
 
 Why imports within: Ray wants its session set up first.
 """
@@ -17,15 +17,16 @@ from ragspec.evaluation.iterative_suite import Elsewhere
 from ragspec.evaluation.suites import Outcome, Settings, run_as, run_suite
 from ragspec.retrieval.encoder import TextEncoder
 
-ON_RAY = ("iterative", "cluster", "chaos")
+ABOVE_THE_LIBRARY = ("iterative", "cluster", "chaos", "chat", "load")
 
 
-def run_on_ray(name: str, settings: Settings, tick: Tick) -> Outcome:
-    """One of `ON_RAY`. Raises: what the suite raises."""
+def run_above(name: str, settings: Settings, tick: Tick) -> Outcome:
+    """One of `ABOVE_THE_LIBRARY`. Raises: what the suite raises."""
     if name == "iterative":
         with elsewhere() as there:
             return run_suite(name, replace(settings, elsewhere=there), tick)
-    return run_as(name, _cluster if name == "cluster" else _chaos, settings, tick)
+    suites = {"cluster": _cluster, "chaos": _chaos, "chat": _chat, "load": _load}
+    return run_as(name, suites[name], settings, tick)
 
 
 def _cluster(settings: Settings, tick: Tick) -> Outcome:
@@ -39,6 +40,18 @@ def _chaos(settings: Settings, tick: Tick) -> Outcome:
     from pipelines.chaos_suite import chaos_suite
 
     return chaos_suite(settings, tick)
+
+
+def _chat(settings: Settings, tick: Tick) -> Outcome:
+    from pipelines.chat_suite import chat_suite
+
+    return chat_suite(settings, tick)
+
+
+def _load(settings: Settings, tick: Tick) -> Outcome:
+    from pipelines.load_suite import load_suite
+
+    return load_suite(settings, tick)
 
 
 @contextmanager

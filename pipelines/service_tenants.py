@@ -1,0 +1,89 @@
+"""What one tenant can find out about another's texts: drafts, caches, and how long its first token takes.
+
+For each pair, a sentence that nobody else has is written into one tenant's conversation and answer; another tenant then asks with
+the beginning of that sentence, and with that of a sentence which nobody has. Nothing may differ.
+
+    >>> probe(service, num_pairs=500, seed=0, tick=tick)["tenant_cliffs_delta"]
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+from pipelines.service_here import Service
+from ragspec.evaluation.comparison import Tick
+from ragspec.evaluation.report import Result
+
+OWNER, STRANGER = "ann", "bob"
+_BATCH = 20
+_MAX_TOKENS = 8
+_SYLLABLES = ("ba", "ko", "ri", "du", "sel", "ma", "tor", "vi", "lun", "pe", "gan", "sho")
+_FOREIGN = ("passage", "earlier", "draft")
+"""Kinds of sources that could only be somebody else's: the stranger gave a question, and is given no passages."""
+
+
+def probe(service: Service, num_pairs: int, seed: int, tick: Tick) -> Result:
+    """Foreign tokens drafted, cached tokens beyond those of a text that nobody has, and Cliff's delta of first-token times."""
+    draw = random.Random(f"tenants {seed}")
+    drafted = cached = 0
+    known_s, unknown_s = list[float](), list[float]()
+    for done in range(0, num_pairs, _BATCH):
+        secrets = [_sentence(draw) for _ in range(min(_BATCH, num_pairs - done))]
+        others = [_sentence(draw) for _ in secrets]
+        service.timed("/v1/chat/completions", [_told(service, secret) for secret in secrets], 4, OWNER)
+        pairs = [[(secret, True), (other, False)] for secret, other in zip(secrets, others, strict=True)]
+        for pair in pairs:
+            draw.shuffle(pair)
+        order = [each for pair in pairs for each in pair]
+        answers = service.timed("/v1/chat/completions", [_asked(service, text) for text, _ in order], 1, STRANGER)
+        usual = max(_cached(answer) for answer, (_, known) in zip(answers, order, strict=True) if not known)
+        for answer, (_, known) in zip(answers, order, strict=True):
+            (known_s if known else unknown_s).append(answer["first_s"] or answer["total_s"])
+            drafted += _drafted(answer)
+            cached += max(0, _cached(answer) - usual) if known else 0
+        tick("pairs of tenants", done + len(pairs), num_pairs)
+    return {
+        "tenant_pairs": num_pairs,
+        "tenant_drafted": drafted,
+        "tenant_cache_hits": cached,
+        "tenant_cliffs_delta": cliffs_delta(known_s, unknown_s),
+    }
+
+
+def cliffs_delta(a: Sequence[float], b: Sequence[float]) -> float:
+    """How much more often one of `a` exceeds one of `b` than the reverse; from -1 to 1 (Cliff 1993)."""
+    return sum((x > y) - (x < y) for x in a for y in b) / (len(a) * len(b))
+
+
+def _sentence(draw: random.Random) -> str:
+    words = ["".join(draw.choices(_SYLLABLES, k=draw.randint(2, 4))) for _ in range(16)]
+    return " ".join(words).capitalize() + "."
+
+
+def _told(service: Service, secret: str) -> dict[str, Any]:
+    """The owner's turn: the sentence stands in an answer, and what is written now is likely to repeat it."""
+    messages = [
+        {"role": "user", "content": f"Remember: {secret}"},
+        {"role": "assistant", "content": secret},
+        {"role": "user", "content": f"Say it again: {secret}"},
+    ]
+    return {"model": service.backend.model, "messages": messages, "max_tokens": 32, "retrieval": False, "stream": True}
+
+
+def _asked(service: Service, text: str) -> dict[str, Any]:
+    beginning = " ".join(text.split()[:8])
+    body = {"model": service.backend.model, "messages": [{"role": "user", "content": f"Remember: {beginning}"}]}
+    body |= {"max_tokens": _MAX_TOKENS, "retrieval": False, "temperature": 0.0, "seed": 0}
+    return body | {"stream": True, "metrics": True, "stream_options": {"include_usage": True}}
+
+
+def _cached(answer: dict[str, Any]) -> int:
+    return int(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
+
+
+def _drafted(answer: dict[str, Any]) -> int:
+    """Tokens drafted from what the stranger did not give."""
+    by_source = answer["metrics"]["speculative_decoding"]["drafted_by_source"]
+    return sum(int(by_source.get(kind, 0)) for kind in _FOREIGN)

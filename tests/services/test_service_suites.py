@@ -1,0 +1,123 @@
+"""The suites `chat` and `load`: what they count is what happened, and clients in another process reach a real service."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from service_parts import MODEL, make_backend
+
+from pipelines.chat_suite import identical
+from pipelines.load_clients import Clients, Order, Tally
+from pipelines.load_suite import leaked_slots
+from pipelines.service_here import Service, run_clients, service_here
+from pipelines.service_tenants import OWNER, STRANGER, cliffs_delta, probe
+from pipelines.service_ttft import FirstTokens
+from ragspec.config import load_settings
+from ragspec.core import Request, SamplingParams
+from ragspec.engine.engine import Engine
+from ragspec.engine.target import Target
+from ragspec.errors import EngineError
+from services.settings import ServiceConfig
+
+QUESTIONS = ["Who built the bridge?", "When is the mill open?"]
+
+
+@pytest.fixture(scope="module")
+def here(letter_index: Path, service_target: Target, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    settings = {"model": MODEL, "port": 0, "data_dir": str(tmp_path_factory.mktemp("data"))}
+    overrides = {f"service.{name}": value for name, value in settings.items()}
+    config = load_settings(ServiceConfig, **overrides, **{"retriever.index_dir": str(letter_index)})
+    with make_backend(config, service_target, {}) as backend, service_here(backend, (OWNER, STRANGER)) as service:
+        yield service
+
+
+def no_tick(stage: str, done: int, total: int) -> None:
+    pass
+
+
+def test_texts_over_http_are_equal_with_and_without_speculation(here: Service) -> None:
+    """Clients in another process got errors, and two errors were counted as equal texts."""
+    found = identical(here, QUESTIONS, 0, no_tick)
+    assert found == {"identical": True, "num_equal": 4, "num_compared": 4}
+    assert not identical(Service(here.url, {OWNER: "nobody's"}, here.backend), QUESTIONS, 0, no_tick)["num_equal"]
+
+
+def test_first_tokens_of_every_way_are_timed(here: Service) -> None:
+    """A way that answered nothing had the best times."""
+    row = FirstTokens(here, QUESTIONS, 0).measure(2, 1, no_tick)
+    assert min(row["engine_ttft_ms"], row["http_ttft_ms"], row["http_with_retrieval_ttft_ms"]) > 0
+    assert row["gateway_ttft_ms"] == row["http_ttft_ms"] - row["engine_ttft_ms"]
+
+
+def test_the_probe_finds_nothing_of_another_tenant_and_does_find_what_is_shared(here: Service) -> None:
+    """One tenant's words were drafted for another; or the probe could not have seen it."""
+    apart = probe(here, 4, 0, no_tick)
+    assert (apart["tenant_drafted"], apart["tenant_cache_hits"], apart["tenant_pairs"]) == (0, 0, 4)
+    same = {OWNER: here.keys[OWNER], STRANGER: here.keys[OWNER]}
+    assert probe(Service(here.url, same, here.backend), 4, 0, no_tick)["tenant_cache_hits"] > 0
+
+
+def test_cliffs_delta_counts_pairs() -> None:
+    """A sign or a share was wrong."""
+    assert cliffs_delta([3.0, 4.0], [1.0, 2.0]) == 1.0
+    assert cliffs_delta([1.0, 2.0], [2.0, 3.0]) == -0.75
+    assert cliffs_delta([1.0], [1.0]) == 0.0
+
+
+def test_slots_that_somebody_holds_are_leaked_ones(here: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A leak was not seen, or a cache counted as one."""
+    monkeypatch.setattr("pipelines.load_suite._SETTLE_S", 0.2)
+    engine = here.backend.engine
+    assert isinstance(engine, Engine)
+    begun = threading.Event()
+    params = SamplingParams(temperature=1.0, max_tokens=900, n=4, ignore_eos=True, seed=0)
+    engine.submit(Request("held", (5, 6, 7), params, salt=OWNER), lambda _: begun.set())
+    assert begun.wait(30.0)
+    assert leaked_slots(engine, (OWNER, STRANGER)) > 0
+    engine.cancel("held")
+    assert leaked_slots(engine, (OWNER, STRANGER)) == 0
+
+
+def test_clients_of_every_kind_are_answered(here: Service) -> None:
+    """Mixed requests met errors that nobody counted, or never ended."""
+    orders = {"url": here.url, "keys": list(here.keys.values()), "questions": QUESTIONS, "model": MODEL}
+    found = run_clients("pipelines.load_clients", orders | {"seconds": 2.0, "num_clients": 4, "seed": 1})
+    assert found["requests"] >= 8 and found["statuses"]["200"] > 0
+    assert (found["errors_5xx"], found["hangs"], found["faults"]) == (0, 0, {})
+
+
+def test_what_clients_met_is_counted() -> None:
+    """A hang, a client that went away and a server's error were one and the same."""
+    tally, order = Tally(), Order("/v1/models", None)
+    orders = {"url": "", "keys": [""], "questions": [""], "model": "", "seconds": 0, "num_clients": 1, "seed": 0}
+    clients = Clients(orders)
+    clients.tally = tally
+
+    async def answers(status: int) -> int:
+        return status
+
+    async def meet() -> None:
+        await clients._meet(lambda: answers(200), order, None)
+        await clients._meet(lambda: answers(503), order, None)
+        await clients._meet(lambda: asyncio.sleep(9.0, 200), order, 0.01)
+
+    asyncio.run(meet())
+    summary = tally.summary()
+    assert (summary["statuses"], summary["errors_5xx"], summary["given_up"], summary["hangs"]) == (
+        {"200": 1, "503": 1},
+        1,
+        1,
+        0,
+    )
+    assert summary["faults"] == {"/v1/models: 503": 1} and summary["p50_ms"] is not None
+
+
+def test_clients_that_cannot_reach_a_service_say_so() -> None:
+    """A benchmark without a service ended in a traceback."""
+    orders = {"url": "http://127.0.0.1:9", "key": "", "path": "/v1/models", "bodies": [{}], "concurrency": 1}
+    with pytest.raises(EngineError, match=r"timed_clients failed: .*127\.0\.0\.1"):
+        run_clients("pipelines.timed_clients", orders)
