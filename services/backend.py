@@ -24,6 +24,7 @@ from ragspec.retrieval.retriever import Retriever
 from services.limits import Gate
 from services.metrics import Metrics
 from services.settings import ServiceConfig
+from services.stores.library import Library, open_library
 
 
 class ServedEngine(EngineLike, Protocol):
@@ -52,6 +53,7 @@ class Backend(AbstractContextManager["Backend"]):
     retriever: RetrieverLike
     encoder: TextEncoder
     chat: Chat
+    library: Library
     config: ServiceConfig
     metrics: Metrics
     gate: Gate
@@ -73,8 +75,11 @@ class Backend(AbstractContextManager["Backend"]):
         prompts = PromptBuilder(tokenizer, engine.max_context_tokens)
         conversations = open_conversations(config)
         chat = Chat(retriever, prompts, conversations, config.chat, engine)
-        ends = (*closing, conversations.close)
-        return cls(config.model_name, engine, prompts, retriever, retriever.encoder, chat, config, metrics, gate, ends)
+        library = open_library(config, retriever.encoder, chat.forget)
+        ends = (library.close, *closing, conversations.close)
+        return cls(
+            config.model_name, engine, prompts, retriever, retriever.encoder, chat, library, config, metrics, gate, ends
+        )
 
     @classmethod
     def embedded(cls, config: ServiceConfig, retriever: Retriever | None = None) -> Backend:

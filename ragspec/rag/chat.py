@@ -15,6 +15,7 @@ import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from ragspec.core import Completion, Message, Passage, Request, SamplingParams, check_text
 from ragspec.errors import InputError, RagspecError, RetrievalError, StoreError
@@ -26,6 +27,7 @@ from ragspec.rag.conversations import Conversations, Said, Shown
 from ragspec.rag.history import Past, exchanges, past_of
 from ragspec.rag.prompt import PromptBuilder
 from ragspec.rag.rewriting import Rewriter
+from ragspec.rag.salts import Salts, salt_of
 from ragspec.rag.sources import copy_sources
 from ragspec.rag.steps import EngineLike, RetrieverLike
 from ragspec.retrieval.filters import Comparison, Compound
@@ -41,6 +43,12 @@ WHOLE_INDEX = "*"
 
 _MOST_CONFIRMED = 1024
 """Passages of earlier turns' documents that are looked through after the index has changed; one beyond is shown no more."""
+
+
+class ChatEngine(EngineLike, Protocol):
+    """Runs requests, and forgets what it cached under a salt."""
+
+    def purge(self, salt: str) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,17 +138,23 @@ class Chat:
         prompts: PromptBuilder,
         conversations: Conversations | None,
         config: ChatConfig | None = None,
-        engine: EngineLike | None = None,
+        engine: ChatEngine | None = None,
     ) -> None:
-        """Without `conversations` nothing is kept. `engine`: may rewrite questions, if the settings say so."""
+        """Without `conversations` nothing is kept. `engine`: writes the answers, and may rewrite questions."""
         self._retriever, self._prompts, self._conversations = retriever, prompts, conversations
         self._config = config or ChatConfig()
         self._rewriter = Rewriter(self._config, prompts, engine)
+        self._engine, self._salts = engine, Salts(engine.purge if engine is not None else _nothing)
+
+    @property
+    def conversations(self) -> Conversations | None:
+        return self._conversations
 
     def prepare(self, turn: Turn) -> ReadyTurn:
         """Raises: InputError, NotFound, PromptTooLong, RetrievalError, StoreError."""
         system, given, asked = exchanges(turn.messages)
         check_text(asked, "the question")
+        self._salts.note(turn.scope.tenant, turn.salt)
         past = past_of(self._conversations, turn.scope.tenant, turn.who, turn.conversation, given, asked)
         begin = time.perf_counter()
         question = asked
@@ -205,6 +219,15 @@ class Chat:
             return False
         return True
 
+    def forget(self, tenant: str, documents: Sequence[str]) -> None:
+        """Documents are gone: what was shown of them is known no more, and no cache holds their text.
+
+        Raises: SaveError, StoreError; the caches are emptied all the same.
+        """
+        self._salts.purge(tenant)
+        if self._conversations is not None:
+            self._conversations.forget_documents(tenant, documents)
+
     def _retrieved(self, turn: Turn, question: str, past: Past) -> _Found:
         """The question's passages, then those carried over; and the turns before with what may still be shown of them."""
         try:
@@ -245,9 +268,7 @@ class Chat:
         return list(carried.values())
 
 
-def salt_of(tenant: str, cache_salt: str) -> str:
-    """What separates a request's caches from others': its tenant's own, or a part of them."""
-    return f"{tenant}\0{cache_salt}" if cache_salt else tenant
+def _nothing(_: str) -> None: ...
 
 
 def _texts(history: Sequence[Exchange]) -> list[str]:

@@ -1,0 +1,1 @@
+"""Files, vector stores and conversations: what tenants bring along."""

@@ -1,0 +1,64 @@
+"""The bytes of uploaded files, one folder a tenant. No name of a path is ever what a user wrote."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+from pathlib import Path
+from typing import BinaryIO
+
+from ragspec.errors import SaveError
+from ragspec.retrieval.disk import TEMPORARY, make_folder, saving, sync
+from ragspec.retrieval.reading import SUFFIXES
+from services.stores.records import FileRecord
+
+_PIECE_BYTES = 2**20
+
+
+class Blobs:
+    """Owns the folder."""
+
+    def __init__(self, folder: Path) -> None:
+        """Raises: SaveError."""
+        self._folder = folder
+        with saving(folder):
+            make_folder(folder)
+            for left in folder.glob(f"*/{TEMPORARY}*"):
+                left.unlink(missing_ok=True)
+
+    def path(self, file: FileRecord) -> Path:
+        return self._path(file.tenant, file.id, file.filename)
+
+    def write(self, tenant: str, file_id: str, filename: str, content: BinaryIO, max_bytes: int) -> int:
+        """How many bytes; on the disk when this returns. Raises: SaveError if it fails, or for more than `max_bytes`."""
+        path = self._path(tenant, file_id, filename)
+        temporary = path.with_name(TEMPORARY + path.name)
+        num_bytes = 0
+        try:
+            with saving(self._folder):
+                make_folder(path.parent)
+                with open(temporary, "wb") as copy:
+                    while piece := content.read(_PIECE_BYTES):
+                        num_bytes += len(piece)
+                        if num_bytes > max_bytes:
+                            raise SaveError(f"there is room for {max(max_bytes, 0)} bytes more")
+                        copy.write(piece)
+                    copy.flush()
+                    os.fsync(copy.fileno())
+                os.replace(temporary, path)
+                sync(path.parent)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                temporary.unlink(missing_ok=True)
+            raise
+        return num_bytes
+
+    def remove(self, file: FileRecord) -> None:
+        with saving(self._folder):
+            self.path(file).unlink(missing_ok=True)
+
+    def _path(self, tenant: str, file_id: str, filename: str) -> Path:
+        suffix = Path(filename).suffix.lower()
+        owner = hashlib.sha256(tenant.encode()).hexdigest()[:32]
+        return self._folder / owner / (file_id + (suffix if suffix in SUFFIXES else ""))

@@ -1,0 +1,187 @@
+"""Files and vector stores of every tenant, over one index: what is uploaded, what is read into the index, what is taken out.
+
+    >>> with Library(data_dir, index_dir, encoder, forget) as library:
+    ...     file = library.upload("acme", "faq.md", "assistants", content)
+    ...     store = library.create_store("acme", "help")
+    ...     library.attach("acme", store.id, file.id, {})
+
+A vector store is a key of the metadata of documents that belong to the tenant. A tenant sees its own alone. What was acknowledged
+is there after the end of the process, however it ended, and what was begun is gone on with.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import BinaryIO
+
+from ragspec.errors import InputError
+from ragspec.retrieval.encoder import TextEncoder
+from ragspec.retrieval.retriever import index_folder
+from services.settings import ServiceConfig
+from services.stores.blobs import Blobs
+from services.stores.ingest import Forget, Ingest
+from services.stores.parsing import FILE, STORE, ParseLimits
+from services.stores.records import Attributes, FileRecord, Member, Records, StoreRecord
+
+MAX_ATTRIBUTES = 16
+_MAX_KEY_CHARS, _MAX_VALUE_CHARS = 64, 512
+_MAX_NAME_CHARS = 255
+
+
+def open_library(config: ServiceConfig, encoder: TextEncoder, forget: Forget) -> Library:
+    """Beside the conversations, or else beside the index: what is read into it stays as long as it does.
+
+    Raises: ConfigError without an index folder, SaveError, StoreCorrupt.
+    """
+    index_dir, data_dir = index_folder(config.retriever), config.service.data_dir
+    folder = Path(data_dir) if data_dir else index_dir.with_name(f"{index_dir.name}.library")
+    return Library(folder, index_dir, encoder, forget)
+
+
+class Library(AbstractContextManager["Library"]):
+    """Owns records, bytes and the worker that changes the index. Safe to call from several threads; what takes time blocks."""
+
+    def __init__(
+        self,
+        data_dir: Path,
+        index_dir: Path,
+        encoder: TextEncoder,
+        forget: Forget = lambda tenant, documents: None,
+        *,
+        max_bytes_per_tenant: int = 2**30,
+        max_waiting: int = 10_000,
+        parse_limits: ParseLimits | None = None,
+    ) -> None:
+        """`forget` hears of documents that are gone from the index. Raises: SaveError, StoreCorrupt."""
+        self._records = Records(data_dir / "library.sqlite")
+        self._blobs = Blobs(data_dir / "files")
+        self._max_bytes = max_bytes_per_tenant
+        self._ingest = Ingest(
+            self._records, index_dir, encoder, self._blobs.path, forget, max_waiting=max_waiting, limits=parse_limits
+        )
+        self._ingest.start()
+
+    def upload(self, tenant: str, filename: str, purpose: str, content: BinaryIO) -> FileRecord:
+        """Raises: InputError, SaveError also where the tenant's room is used up."""
+        name = _plain_name(filename)
+        room = self._max_bytes - sum(file.num_bytes for file in self._records.files(tenant))
+        file_id = f"file-{secrets.token_hex(12)}"
+        num_bytes = self._blobs.write(tenant, file_id, name, content, room)
+        try:
+            return self._records.add_file(tenant, file_id, name, purpose, num_bytes)
+        except BaseException:
+            self._blobs.remove(FileRecord(tenant, file_id, name, purpose, num_bytes, 0.0))
+            raise
+
+    def files(self, tenant: str) -> list[FileRecord]:
+        return self._records.files(tenant)
+
+    def file(self, tenant: str, file_id: str) -> FileRecord:
+        """Raises: NotFound."""
+        return self._records.file(tenant, file_id)
+
+    def path(self, file: FileRecord) -> Path:
+        """Where its bytes are."""
+        return self._blobs.path(file)
+
+    def delete_file(self, tenant: str, file_id: str) -> None:
+        """It is in no store and in no answer any more. Raises: NotFound, SaveError."""
+        file = self._records.file(tenant, file_id)
+        self._ingest.delete(self._records.members_of_file(tenant, file_id))
+        self._records.drop_file(tenant, file_id)
+        self._blobs.remove(file)
+
+    def create_store(self, tenant: str, name: str = "", metadata: Mapping[str, str] | None = None) -> StoreRecord:
+        """Raises: InputError, SaveError."""
+        return self._records.add_store(tenant, name, checked_metadata(metadata or {}))
+
+    def stores(self, tenant: str) -> list[StoreRecord]:
+        return self._records.stores(tenant)
+
+    def store(self, tenant: str, store_id: str) -> StoreRecord:
+        """Raises: NotFound."""
+        return self._records.store(tenant, store_id)
+
+    def change_store(
+        self, tenant: str, store_id: str, name: str | None = None, metadata: Mapping[str, str] | None = None
+    ) -> StoreRecord:
+        """None: as it is. Raises: NotFound, InputError, SaveError."""
+        old = self._records.store(tenant, store_id)
+        kept = old.metadata if metadata is None else checked_metadata(metadata)
+        self._records.change_store(tenant, store_id, old.name if name is None else name, kept)
+        return self._records.store(tenant, store_id)
+
+    def delete_store(self, tenant: str, store_id: str) -> None:
+        """Its files stay; nothing of them is found through it any more. Raises: NotFound, SaveError."""
+        self._records.store(tenant, store_id)
+        self._ingest.delete(self._records.members(tenant, store_id))
+        self._records.drop_store(tenant, store_id)
+
+    def attach(self, tenant: str, store_id: str, file_id: str, attributes: Attributes) -> Member:
+        """Begin to read a file into a store. Raises: NotFound, InputError, Overloaded, SaveError."""
+        self._records.store(tenant, store_id)
+        self._records.file(tenant, file_id)
+        self._ingest.check_room()
+        member = self._records.add_member(tenant, store_id, file_id, checked_attributes(attributes, "attributes"))
+        self._ingest.add(member)
+        return member
+
+    def member(self, tenant: str, store_id: str, file_id: str) -> Member:
+        """Raises: NotFound."""
+        self._records.store(tenant, store_id)
+        return self._records.member(tenant, store_id, file_id)
+
+    def members(self, tenant: str, store_id: str) -> list[Member]:
+        """Raises: NotFound."""
+        self._records.store(tenant, store_id)
+        return self._records.members(tenant, store_id)
+
+    def detach(self, tenant: str, store_id: str, file_id: str) -> None:
+        """The next query finds nothing of it in this store. Raises: NotFound, SaveError."""
+        self._ingest.delete([self.member(tenant, store_id, file_id)])
+
+    def purge(self, tenant: str) -> None:
+        """Nothing of a tenant is left. Raises: SaveError."""
+        for store in self._records.stores(tenant):
+            self.delete_store(tenant, store.id)
+        for file in self._records.files(tenant):
+            self.delete_file(tenant, file.id)
+
+    def close(self) -> None:
+        """After the change of the index that is being made."""
+        self._ingest.stop()
+        self._records.close()
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def checked_attributes(attributes: Attributes, what: str) -> Attributes:
+    """Raises: InputError as OpenAI would."""
+    if len(attributes) > MAX_ATTRIBUTES:
+        raise InputError(f"{what} may have at most {MAX_ATTRIBUTES} keys, not {len(attributes)}")
+    for key, value in attributes.items():
+        if not 0 < len(key) <= _MAX_KEY_CHARS:
+            raise InputError(f"a key of {what} has from 1 to {_MAX_KEY_CHARS} characters")
+        if key in (STORE, FILE):
+            raise InputError(f"{key!r} is a key that {what} cannot have")
+        if isinstance(value, str) and len(value) > _MAX_VALUE_CHARS:
+            raise InputError(f"{what}.{key} has more than {_MAX_VALUE_CHARS} characters")
+    return dict(attributes)
+
+
+def checked_metadata(metadata: Mapping[str, str]) -> dict[str, str]:
+    """Raises: InputError."""
+    return {key: str(value) for key, value in checked_attributes(metadata, "metadata").items()}
+
+
+def _plain_name(filename: str) -> str:
+    """The last part, as printable text. Raises: InputError if nothing of a name is left."""
+    last = filename.replace("\\", "/").rsplit("/", 1)[-1]
+    name = "".join(char for char in last if char.isprintable()).strip()
+    if name in ("", ".", "..") or len(name) > _MAX_NAME_CHARS:
+        raise InputError(f"a file needs a name of 1 to {_MAX_NAME_CHARS} printable characters")
+    return name

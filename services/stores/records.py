@@ -1,0 +1,211 @@
+"""What the library knows of files and vector stores, in one SQLite file. Knows nothing of their content.
+
+A *member* is a file in a vector store. Its states: in_progress -> completed or failed; any -> deleting -> gone. Whatever stands
+at in_progress or deleting when a process ends is gone on with by the next.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from ragspec.errors import InputError, NotFound
+from ragspec.rag.database import Database
+
+_SCHEMA = 1
+_TABLES = """
+CREATE TABLE files (
+    tenant TEXT, id TEXT, filename TEXT, purpose TEXT, num_bytes INTEGER, created_s REAL, PRIMARY KEY (tenant, id)
+) WITHOUT ROWID;
+CREATE TABLE stores (
+    tenant TEXT, id TEXT, name TEXT, created_s REAL, used_s REAL, metadata TEXT, PRIMARY KEY (tenant, id)
+) WITHOUT ROWID;
+CREATE TABLE members (
+    tenant TEXT, store TEXT, file TEXT, created_s REAL, status TEXT, code TEXT, message TEXT, attributes TEXT,
+    num_bytes INTEGER, PRIMARY KEY (tenant, store, file)
+) WITHOUT ROWID;
+CREATE INDEX members_by_status ON members (status)
+"""
+
+Attributes = Mapping[str, str | float | bool]
+
+
+@dataclass(frozen=True, slots=True)
+class FileRecord:
+    tenant: str
+    id: str
+    filename: str
+    purpose: str
+    num_bytes: int
+    created_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class StoreRecord:
+    tenant: str
+    id: str
+    name: str
+    created_s: float
+    used_s: float
+    metadata: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """`code` and `message` say why it failed; `num_bytes` of text are indexed."""
+
+    tenant: str
+    store: str
+    file: str
+    created_s: float
+    status: str
+    code: str
+    message: str
+    attributes: Attributes
+    num_bytes: int
+
+    @property
+    def key(self) -> tuple[str, str, str]:
+        return self.tenant, self.store, self.file
+
+
+class Records:
+    """Owns the file. Safe to call from several threads."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises: SaveError, StoreCorrupt; so does every method."""
+        self._database = Database(path, _TABLES, _SCHEMA)
+
+    def add_file(self, tenant: str, file_id: str, filename: str, purpose: str, num_bytes: int) -> FileRecord:
+        record = FileRecord(tenant, file_id, filename, purpose, num_bytes, time.time())
+        with self._database.writing() as db:
+            row = (tenant, file_id, filename, purpose, num_bytes, record.created_s)
+            db.execute("INSERT INTO files VALUES (?,?,?,?,?,?)", row)
+        return record
+
+    def file(self, tenant: str, file_id: str) -> FileRecord:
+        """Raises: NotFound."""
+        rows = self._rows("SELECT * FROM files WHERE tenant=? AND id=?", tenant, file_id)
+        if not rows:
+            raise NotFound(f"there is no file {file_id!r}")
+        return FileRecord(*rows[0])
+
+    def files(self, tenant: str) -> list[FileRecord]:
+        return [FileRecord(*row) for row in self._rows("SELECT * FROM files WHERE tenant=?", tenant)]
+
+    def drop_file(self, tenant: str, file_id: str) -> None:
+        with self._database.writing() as db:
+            db.execute("DELETE FROM files WHERE tenant=? AND id=?", (tenant, file_id))
+        self._database.forget()
+
+    def add_store(self, tenant: str, name: str, metadata: Mapping[str, str]) -> StoreRecord:
+        now = time.time()
+        record = StoreRecord(tenant, f"vs_{secrets.token_hex(12)}", name, now, now, dict(metadata))
+        with self._database.writing() as db:
+            row = (tenant, record.id, name, now, now, json.dumps(record.metadata))
+            db.execute("INSERT INTO stores VALUES (?,?,?,?,?,?)", row)
+        return record
+
+    def store(self, tenant: str, store_id: str) -> StoreRecord:
+        """Raises: NotFound."""
+        rows = self._rows("SELECT * FROM stores WHERE tenant=? AND id=?", tenant, store_id)
+        if not rows:
+            raise NotFound(f"there is no vector store {store_id!r}")
+        return _store(rows[0])
+
+    def stores(self, tenant: str) -> list[StoreRecord]:
+        return [_store(row) for row in self._rows("SELECT * FROM stores WHERE tenant=?", tenant)]
+
+    def change_store(self, tenant: str, store_id: str, name: str, metadata: Mapping[str, str]) -> None:
+        with self._database.writing() as db:
+            values = (name, json.dumps(dict(metadata)), time.time(), tenant, store_id)
+            db.execute("UPDATE stores SET name=?, metadata=?, used_s=? WHERE tenant=? AND id=?", values)
+
+    def drop_store(self, tenant: str, store_id: str) -> None:
+        with self._database.writing() as db:
+            db.execute("DELETE FROM stores WHERE tenant=? AND id=?", (tenant, store_id))
+        self._database.forget()
+
+    def add_member(self, tenant: str, store_id: str, file_id: str, attributes: Attributes) -> Member:
+        """One that is there already is read in again, with these attributes. Raises: InputError while it is being deleted."""
+        now = time.time()
+        with self._database.writing() as db:
+            found = db.execute(
+                "SELECT status FROM members WHERE tenant=? AND store=? AND file=?", (tenant, store_id, file_id)
+            ).fetchone()
+            if found and found[0] == "deleting":
+                raise InputError(f"file {file_id!r} is being deleted from {store_id!r}")
+            row = (tenant, store_id, file_id, now, "in_progress", "", "", json.dumps(dict(attributes)), 0)
+            db.execute("INSERT OR REPLACE INTO members VALUES (?,?,?,?,?,?,?,?,?)", row)
+            db.execute("UPDATE stores SET used_s=? WHERE tenant=? AND id=?", (now, tenant, store_id))
+        return self.member(tenant, store_id, file_id)
+
+    def member(self, tenant: str, store_id: str, file_id: str) -> Member:
+        """Raises: NotFound, also while it is being deleted."""
+        query = "SELECT * FROM members WHERE tenant=? AND store=? AND file=? AND status<>'deleting'"
+        rows = self._rows(query, tenant, store_id, file_id)
+        if not rows:
+            raise NotFound(f"there is no file {file_id!r} in vector store {store_id!r}")
+        return _member(rows[0])
+
+    def members(self, tenant: str, store_id: str) -> list[Member]:
+        query = "SELECT * FROM members WHERE tenant=? AND store=? AND status<>'deleting'"
+        return [_member(row) for row in self._rows(query, tenant, store_id)]
+
+    def members_of_file(self, tenant: str, file_id: str) -> list[Member]:
+        query = "SELECT * FROM members WHERE tenant=? AND file=?"
+        return [_member(row) for row in self._rows(query, tenant, file_id)]
+
+    def unfinished(self) -> list[Member]:
+        """Of all tenants: what an earlier process left."""
+        query = "SELECT * FROM members WHERE status IN ('in_progress', 'deleting') ORDER BY created_s"
+        return [_member(row) for row in self._rows(query)]
+
+    def status(self, key: tuple[str, str, str]) -> str:
+        """Empty: there is no such member."""
+        rows = self._rows("SELECT status FROM members WHERE tenant=? AND store=? AND file=?", *key)
+        return str(rows[0][0]) if rows else ""
+
+    def end(self, member: Member, status: str, code: str = "", message: str = "", num_bytes: int = 0) -> None:
+        """What was in progress is over; nothing changes if it was begun anew or is being deleted meanwhile."""
+        values = (status, code, message, num_bytes, *member.key, member.created_s)
+        with self._database.writing() as db:
+            db.execute(
+                "UPDATE members SET status=?, code=?, message=?, num_bytes=? "
+                "WHERE tenant=? AND store=? AND file=? AND created_s=? AND status='in_progress'",
+                values,
+            )
+
+    def set_status(self, members: Sequence[Member], status: str) -> None:
+        with self._database.writing() as db:
+            values = [(status, *member.key) for member in members]
+            db.executemany("UPDATE members SET status=? WHERE tenant=? AND store=? AND file=?", values)
+
+    def drop_members(self, members: Sequence[Member]) -> None:
+        with self._database.writing() as db:
+            keys = [member.key for member in members]
+            db.executemany("DELETE FROM members WHERE tenant=? AND store=? AND file=?", keys)
+        self._database.forget()
+
+    def close(self) -> None:
+        self._database.close()
+
+    def _rows(self, query: str, *values: object) -> list[Any]:
+        with self._database.reading() as db:
+            return db.execute(query, values).fetchall()
+
+
+def _store(row: Sequence[Any]) -> StoreRecord:
+    return StoreRecord(**dict(zip(_FIELDS[StoreRecord], row, strict=True)) | {"metadata": json.loads(row[-1])})
+
+
+def _member(row: Sequence[Any]) -> Member:
+    return Member(**dict(zip(_FIELDS[Member], row, strict=True)) | {"attributes": json.loads(row[-2])})
+
+
+_FIELDS = {kind: [field.name for field in fields(kind)] for kind in (StoreRecord, Member)}
