@@ -1,0 +1,96 @@
+"""Citations in three dialects: every span is the same string as its source."""
+
+from __future__ import annotations
+
+import pytest
+from openai.types.chat.chat_completion_message import Annotation
+
+from ragspec.core import FinishReason, GenerationStats, Passage
+from ragspec.rag.answer import Answer, AnswerStats
+from ragspec.rag.citations import find_citations
+from services.openai.citing import citations_of, passages_of, said_with
+
+DOCUMENTS = {
+    "mill": "Ça commence. Die Mühle 🏭 am Fluß steht seit 1874. E\u0301te\u0301 dernier.",
+    "rain": "東京では雨が降っていた。 \U0001f1eb\U0001f1f7 The rain fell on the old town for nine days.",
+}
+
+
+def passage(name: str, skip: int, source: str) -> Passage:
+    text = DOCUMENTS[name][skip:]
+    return Passage(name, 0, text, skip, skip + len(text), title=f"About {name}", source=source)
+
+
+PASSAGES = (passage("mill", 13, "https://example.org/mill"), passage("rain", 0, ""))
+TEXTS = (
+    '🎉 Es heißt: "Die Mühle 🏭 am Fluß steht seit 1874." [1] Und “東京では雨が降っていた。” [2]',
+    "The rain fell on the old town for nine days",
+    "Nothing of this is quoted 🏭.",
+    "",
+)
+
+
+def answer(text: str) -> Answer:
+    stats = AnswerStats(0.0, 0.0, "1-x", GenerationStats())
+    cited = tuple(find_citations(text, PASSAGES))
+    return Answer("?", text, cited, PASSAGES, (), FinishReason.STOP, (), (), stats)
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_openai_annotations_span_what_is_cited(text: str) -> None:
+    """Offsets counted bytes or UTF-16 units, so that a citation was shifted behind an emoji."""
+    told = answer(text)
+    annotations = said_with(told, "openai")["annotations"]
+    assert len(annotations) == len(told.citations)
+    for annotation, citation in zip(annotations, told.citations, strict=True):
+        url = Annotation.model_validate(annotation).url_citation
+        assert DOCUMENTS[citation.document_id].count(text[url.start_index : url.end_index]) >= 1
+        assert url.url == (citation.source or citation.document_id)
+        assert url.title == f"About {citation.document_id}"
+
+
+def test_the_texts_of_these_tests_are_cited() -> None:
+    """Tests of no citations pass whatever the code does."""
+    assert [len(answer(text).citations) for text in TEXTS] == [2, 1, 0, 0]
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_anthropic_blocks_are_the_text_and_its_sources(text: str) -> None:
+    """A piece of the text was lost between two blocks, or a location named other characters than it cites."""
+    blocks = said_with(answer(text), "anthropic")["content_blocks"]
+    assert "".join(block["text"] for block in blocks) == text
+    assert all(block["text"] for block in blocks) or not text
+    locations = [(block["text"], location) for block in blocks for location in block["citations"] or ()]
+    assert len(locations) == len(answer(text).citations)
+    for cited, location in locations:
+        source = PASSAGES[location["document_index"]]
+        assert location["type"] == "char_location"
+        assert location["cited_text"] == cited
+        assert source.text[location["start_char_index"] : location["end_char_index"]] == cited
+        assert (location["document_title"], location["file_id"]) == (source.title, source.document_id)
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_cohere_citations_hold_text_and_source(text: str) -> None:
+    """A citation's text was not what stands at its place, or is not in its source."""
+    citations = said_with(answer(text), "cohere")["citations"]
+    assert len(citations) == len(answer(text).citations)
+    for citation in citations:
+        assert text[citation["start"] : citation["end"]] == citation["text"]
+        (source,) = citation["sources"]
+        assert citation["text"] in source["document"]["text"]
+        assert source["id"] == source["document"]["id"]
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_every_span_is_string_identical(text: str) -> None:
+    """A span of answer, passage or document named other characters than the two others."""
+    told = answer(text)
+    shown = passages_of(told.passages)
+    assert [each["number"] for each in shown] == [1, 2]
+    for citation in citations_of(told):
+        cited = text[citation["start"] : citation["end"]]
+        source = shown[citation["passage"] - 1]
+        assert source["text"][citation["passage_start"] : citation["passage_end"]] == cited
+        assert DOCUMENTS[citation["document_id"]][citation["document_start"] : citation["document_end"]] == cited
+        assert source["document_id"] == citation["document_id"]

@@ -1,0 +1,188 @@
+"""What may be asked under /v1, and what is refused in which words."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from ragspec.core import Message, SamplingParams
+from ragspec.errors import InputError
+from ragspec.rag.openai_fields import IGNORED, SAMPLING, usage
+from services.errors import ApiError, validation_error
+from services.openai.types import ChatBody, CompletionBody, EmbeddingBody, Sampled
+
+HELLO = [{"role": "user", "content": "Hello"}]
+
+
+def chat(**fields: Any) -> ChatBody:
+    return ChatBody.model_validate({"model": "tiny", "messages": HELLO} | fields)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "reason"),
+    [
+        ({"temprature": 1.0}, "temprature", "not permitted"),
+        ({"messages": []}, "messages", "at least 1"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "messages.0.role", "'system', 'developer', 'user'"),
+        ({"messages": [{"role": "user", "content": 5}]}, "messages.0.content", "a string or a list of text parts"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+            "messages.0.content",
+            "only parts of type text can be read, not 'image_url'",
+        ),
+        ({"n": 9}, "n", "less than or equal to 8"),
+        ({"n": 0}, "n", "greater than or equal to 1"),
+        ({"stop": ["x"] * 17}, "stop", "at most 16"),
+        ({"stop": ""}, "stop.0", "at least 1"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "less than or equal to 20"),
+        ({"top_logprobs": 2}, None, "top_logprobs need logprobs"),
+        ({"stream_options": {"include_usage": True}}, None, "set stream to true"),
+        ({"temperature": "1"}, "temperature", "valid number"),
+        ({"response_format": {"type": "json_object"}}, "response_format.type", "'text'"),
+        ({"retrieval": {"num_passages": 0}}, "retrieval.options.num_passages", "greater than or equal to 1"),
+        ({"retrieval": 3}, "retrieval.options", "valid dictionary"),
+        ({"prediction": {"type": "content", "content": {}}}, "prediction.content", "a string or a list of text parts"),
+        ({"citations": "mla"}, "citations", "'openai', 'anthropic' or 'cohere'"),
+        ({"privacy": "none"}, "privacy", "'normal' or 'strict'"),
+    ],
+)
+def test_what_is_wrong_is_named(fields: dict[str, Any], param: str | None, reason: str) -> None:
+    """A misspelt or impossible parameter was left out in silence, or refused without its name."""
+    with pytest.raises(ValidationError) as refused:
+        chat(**fields)
+    error = validation_error(refused.value.errors())
+    assert (error.status, error.param) == (400, param)
+    assert reason in error.message
+
+
+@pytest.mark.parametrize("name", ["tools", "functions", "tool_choice", "audio", "web_search_options"])
+def test_what_cannot_be_done_is_said(name: str) -> None:
+    """A client waited for calls of tools that never come."""
+    with pytest.raises(ApiError) as refused:
+        chat(**{name: [{"type": "function"}]})
+    assert (refused.value.status, refused.value.param, refused.value.code) == (400, name, "unsupported_parameter")
+    chat(**{name: None})
+
+
+def test_what_changes_nothing_is_taken() -> None:
+    """Clients that name their user, or send what an answer gave them back, were refused."""
+    assert Sampled.model_fields.keys() >= IGNORED
+    body = chat(**dict.fromkeys(IGNORED, "x"), tools=[], tool_choice="none", modalities=["text"])
+    assert not {name for name in IGNORED if hasattr(body.params(SamplingParams()), name)}
+    answer = {"role": "assistant", "content": "Hi", "refusal": None, "annotations": [], "tool_calls": None}
+    body = chat(messages=[*HELLO, answer | {"content_blocks": [{"type": "text"}]}, *HELLO])
+    assert [message.message for message in body.messages][1] == Message("assistant", "Hi")
+
+
+def test_parts_and_roles_become_messages() -> None:
+    """Text parts were joined with something between them, or a developer's words became the user's."""
+    parts = [{"type": "text", "text": "a\u0308"}, {"type": "text", "text": " b"}]
+    body = chat(messages=[{"role": "developer", "content": "Be brief."}, {"role": "user", "content": parts}])
+    assert [message.message for message in body.messages] == [
+        Message("system", "Be brief."),
+        Message("user", "a\u0308 b"),
+    ]
+
+
+def test_parameters_mean_what_they_say() -> None:
+    """A parameter was accepted and did nothing."""
+    given = {
+        "temperature": 1,
+        "top_p": 0.5,
+        "presence_penalty": 0.25,
+        "frequency_penalty": -0.5,
+        "logit_bias": {"5": -100},
+        "stop": ["x", "y"],
+        "max_completion_tokens": 7,
+        "n": 2,
+        "seed": 3,
+        "top_k": 4,
+        "min_p": 0.125,
+        "repetition_penalty": 1.5,
+        "min_tokens": 1,
+        "ignore_eos": True,
+    }
+    assert given.keys() | {"max_tokens"} == SAMPLING.keys()
+    params = chat(**given, logprobs=True, top_logprobs=2).params(SamplingParams())
+    assert params == SamplingParams(
+        temperature=1,
+        top_p=0.5,
+        presence_penalty=0.25,
+        frequency_penalty=-0.5,
+        logit_bias={5: -100.0},
+        stop=("x", "y"),
+        max_tokens=7,
+        n=2,
+        seed=3,
+        top_k=4,
+        min_p=0.125,
+        repetition_penalty=1.5,
+        min_tokens=1,
+        ignore_eos=True,
+        logprobs=2,
+    )
+
+
+def test_defaults_are_the_services_and_a_seed_is_drawn() -> None:
+    """A field that was not given overrode the service's setting; a seed that a browser cannot write down exactly."""
+    defaults = SamplingParams(temperature=0.7, max_tokens=33)
+    seeds = set()
+    for _ in range(20):
+        params = chat().params(defaults)
+        assert (params.temperature, params.max_tokens, params.logprobs) == (0.7, 33, None)
+        assert params.seed is not None and 0 <= params.seed < 2**53
+        seeds.add(params.seed)
+    assert len(seeds) == 20
+    assert chat(logprobs=True).params(defaults).logprobs == 0
+
+
+@pytest.mark.parametrize(
+    "fields", [{"temperature": 1e9}, {"top_p": 0.0}, {"seed": -1}, {"max_tokens": 5, "max_completion_tokens": 6}]
+)
+def test_values_out_of_range_are_input_errors(fields: dict[str, Any]) -> None:
+    """A value that no sampler knows was clamped in silence."""
+    with pytest.raises(InputError):
+        chat(**fields).params(SamplingParams())
+
+
+@pytest.mark.parametrize(
+    ("given", "prompts"),
+    [("a", ["a"]), (["a", "b"], ["a", "b"]), ([1, 2], [[1, 2]]), ([[1], [2]], [[1], [2]])],
+)
+def test_a_prompt_may_be_one_or_many(given: Any, prompts: Any) -> None:
+    """Token ids of one prompt were taken for many prompts."""
+    assert CompletionBody.model_validate({"model": "tiny", "prompt": given}).prompt == prompts
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"prompt": []},
+        {"prompt": [True]},
+        {"prompt": ["x"] * 33},
+        {"echo": True},
+        {"best_of": 2},
+        {"n": 2, "best_of": 4},
+        {"logprobs": 21},
+    ],
+)
+def test_completions_refuse_what_they_cannot_do(fields: dict[str, Any]) -> None:
+    """`echo` or `best_of` was accepted and did nothing."""
+    with pytest.raises(ValidationError):
+        CompletionBody.model_validate({"model": "tiny", "prompt": "a"} | fields)
+    with pytest.raises(ApiError):
+        CompletionBody.model_validate({"model": "tiny", "prompt": "a", "suffix": "z"})
+
+
+@pytest.mark.parametrize("given", [[1, 2], [[1, 2]], [], [""], "", ["x"] * 2049, 5])
+def test_embeddings_take_texts_only(given: Any) -> None:
+    """Token ids of another model's vocabulary were embedded as if they were text."""
+    with pytest.raises(ValidationError):
+        EmbeddingBody.model_validate({"model": "tiny", "input": given})
+
+
+def test_usage_of_nothing_is_nothing() -> None:
+    """Sums over no choices raised."""
+    assert usage([])["total_tokens"] == 0
