@@ -51,6 +51,7 @@ def written_answer(answer: Answer) -> Written:
 def written_correction(correction: Correction) -> Written:
     details = {
         "edits": [asdict(edit) for edit in correction.edits],
+        "withheld": [{**asdict(each.edit), "withheld": each.reason} for each in correction.withheld],
         "unfinished": [list(span) for span in correction.unfinished],
         "stats": _stats(correction.stats) | {"prompt_s": correction.prompt_s},
     }

@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from ragspec.core import Citation, Document, Passage, SamplingParams
     from ragspec.errors import RagspecError
     from ragspec.rag.answer import Answer
+    from ragspec.rag.flow import Flow
+    from ragspec.rag.grammar import Grammar
     from ragspec.rag.iterative import IterativePipeline
     from ragspec.rag.pipeline import Pipeline
     from ragspec.retrieval.retriever import Retriever, build_index
@@ -24,6 +26,8 @@ _HOMES = {
     "Answer": "ragspec.rag.answer",
     "Citation": "ragspec.core",
     "Document": "ragspec.core",
+    "Flow": "ragspec.rag.flow",
+    "Grammar": "ragspec.rag.grammar",
     "IndexWriter": "ragspec.retrieval.writer",
     "IterativePipeline": "ragspec.rag.iterative",
     "Passage": "ragspec.core",
@@ -40,6 +44,8 @@ __all__ = [
     "Answer",
     "Citation",
     "Document",
+    "Flow",
+    "Grammar",
     "IndexWriter",
     "IterativePipeline",
     "Passage",

@@ -21,8 +21,9 @@ from pipelines.batch_records import (
 from pipelines.batch_rows import QUESTIONS, TEXTS, parse_row
 from ragspec.core import FinishReason, GenerationStats, Passage, TokenLogprob
 from ragspec.rag.answer import Answer, AnswerStats
-from ragspec.rag.edits import Edit
+from ragspec.rag.edits import Edit, EditKind
 from ragspec.rag.grammar import Correction
+from ragspec.rag.guards import Why, Withheld
 
 STATS = GenerationStats(
     num_prompt_tokens=30, num_cached_tokens=20, num_output_tokens=6, num_steps=3, seed=7, system_fingerprint="fp"
@@ -158,11 +159,13 @@ def test_a_failed_chat_row_is_a_line_of_openais_error_file(code: str, status: in
 
 def test_a_correction_has_both_forms() -> None:
     """A corrected text without its edits; a sentence left as it was that nobody is told of."""
-    correction = Correction("a", "He go. It", "He goes. It", (Edit(3, 5, "go", "goes"),), ((7, 9),), STATS, 0.1)
+    edit, name = Edit(3, 5, "go", "goes", EditKind.AGREEMENT), Withheld(Edit(0, 2, "He", "Hed"), Why.NAME)
+    correction = Correction("a", "He go. It", "He goes. It", (edit,), ((7, 9),), STATS, 0.1, (name,))
     written = written_correction(correction)
     plain = output_record(parse_row({"id": "a", "text": "He go. It"}, TEXTS), written, "tiny", 1)
     assert (plain["text"], plain["corrected"], plain["finish_reason"]) == ("He go. It", "He goes. It", "length")
-    assert plain["edits"] == [{"start": 3, "end": 5, "original": "go", "replacement": "goes"}]
+    assert plain["edits"] == [{"start": 3, "end": 5, "original": "go", "replacement": "goes", "kind": "agreement"}]
+    assert [(each["original"], each["withheld"]) for each in plain["withheld"]] == [("He", "name")]
     assert plain["unfinished"] == [[7, 9]] and recorded_fingerprint(plain) == "fp"
     line = Line.model_validate(output_record(parse_row(chat_row("a", "He go. It"), TEXTS), written, "tiny", 1))
     assert isinstance(line.response.body, ChatCompletion)

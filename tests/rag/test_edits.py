@@ -43,7 +43,7 @@ def test_a_wrong_word_is_one_edit() -> None:
     before, after = "He go to school and and eat a apple .", "He goes to school and eats an apple."
     assert [(edit.original, edit.replacement) for edit in word_edits(before, after)] == [
         ("go", "goes"),
-        (" and", ""),
+        ("and ", ""),
         ("eat", "eats"),
         ("a", "an"),
         (" ", ""),

@@ -1,0 +1,108 @@
+"""What became of a text: its edits, those that were not made, and the text with them.
+
+Pure: made of sentences and of what the target wrote for each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+from ragspec.core import Completion, FinishReason, GenerationStats, Request
+from ragspec.rag.cutting import Sentence
+from ragspec.rag.edit_kinds import classified
+from ragspec.rag.edits import Edit, applied, word_edits
+from ragspec.rag.guards import Guard, Surroundings, Why, Withheld, sift
+from ragspec.rag.manuscript import Manuscript
+from ragspec.rag.markup import MarkedText, Span
+
+
+@dataclass(frozen=True, slots=True)
+class Correction:
+    """`applied(text, edits) == corrected`. `unfinished`: spans of `text` left as they are because their correction had no end, or
+    did not come in time. `withheld`: edits not made, with the reason; `sentences`: the spans that were looked at.
+
+    `stats` add up those of all sentences. Units: characters of `text`.
+    """
+
+    id: str
+    text: str
+    corrected: str
+    edits: tuple[Edit, ...]
+    unfinished: tuple[Span, ...]
+    stats: GenerationStats
+    prompt_s: float
+    withheld: tuple[Withheld, ...] = ()
+    sentences: tuple[Span, ...] = ()
+
+    @property
+    def finish_reason(self) -> FinishReason:
+        return FinishReason.LENGTH if self.unfinished else FinishReason.STOP
+
+
+class Prepared(NamedTuple):
+    """A manuscript as the engine is asked about it: one request for each sentence."""
+
+    manuscript: Manuscript
+    marked: MarkedText
+    sentences: tuple[Sentence, ...]
+    requests: tuple[Request, ...]
+    prompt_s: float
+
+
+def correction_of(ready: Prepared, written: Sequence[Completion | None]) -> Correction:
+    """`written`: what the target wrote for each sentence; None: nothing in time."""
+    text, marked, made = ready.manuscript.text, ready.marked, _Made()
+    around = Surroundings.of(marked.plain, marked.protected) if written else Surroundings()
+    for sentence, completion in zip(ready.sentences, written, strict=True):
+        if completion is not None:
+            made.stats.add(completion.stats)
+        better = completion.text.strip() if completion and completion.finish_reason is FinishReason.STOP else ""
+        if better:
+            made.add(marked, sentence, better, ready.manuscript.guard, around)
+        else:
+            made.unfinished.append(marked.span(sentence.start, sentence.end))
+    made.stats.seed = ready.manuscript.params.seed or 0
+    return Correction(
+        ready.manuscript.id,
+        text,
+        applied(text, made.edits),
+        tuple(made.edits),
+        tuple(made.unfinished),
+        made.stats,
+        ready.prompt_s,
+        tuple(made.withheld),
+        tuple(marked.span(sentence.start, sentence.end) for sentence in ready.sentences),
+    )
+
+
+@dataclass(slots=True)
+class _Made:
+    """Of the sentences so far."""
+
+    edits: list[Edit] = field(default_factory=list)
+    withheld: list[Withheld] = field(default_factory=list)
+    unfinished: list[Span] = field(default_factory=list)
+    stats: GenerationStats = field(default_factory=GenerationStats)
+
+    def add(self, marked: MarkedText, sentence: Sentence, better: str, guard: Guard, around: Surroundings) -> None:
+        """The edits of one sentence, as edits of the whole text."""
+        start, end, begins = sentence
+        before = marked.plain[start:end]
+        edits = classified(marked.plain, word_edits(before, better, start, keep_white=True))
+        sifted = sift(before, edits, guard, around, start, whole=begins)
+        withheld = [Withheld(_in_whole(marked, each.edit), each.reason) for each in sifted.withheld]
+        for edit in sifted.made:
+            placed = marked.placed(edit)
+            if placed is None:
+                withheld.append(Withheld(_in_whole(marked, edit), Why.MARKUP))
+            else:
+                self.edits.append(placed)
+        self.withheld += sorted(withheld, key=lambda each: (each.edit.start, each.edit.end))
+
+
+def _in_whole(marked: MarkedText, edit: Edit) -> Edit:
+    """Where an edit that is not made would be: what it would replace, markup included."""
+    start, end = marked.span(edit.start, edit.end)
+    return replace(edit, start=start, end=end, original=marked.whole[start:end])

@@ -1,0 +1,54 @@
+"""Kinds of edits, and what is said of them."""
+
+from __future__ import annotations
+
+import pytest
+
+from ragspec.rag.edit_kinds import classified, reason
+from ragspec.rag.edits import Edit, EditKind, applied, word_edits
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "kinds"),
+    [
+        ("I recieve teh letter", "I receive the letter", "spelling spelling"),
+        ("i like london", "I like London", "spelling spelling"),
+        ("I saw alot of it", "I saw a lot of it", "spelling"),
+        ("a class room", "a classroom", "spelling"),
+        ("two citys", "two cities", "spelling"),
+        ("He go home", "He goes home", "agreement"),
+        ("They was here", "They were here", "agreement"),
+        ("this books", "these books", "agreement"),
+        ("three mill", "three mills", "agreement"),
+        ("She have a mill", "She has a mill", "agreement"),
+        ("a old mill", "an old mill", "article"),
+        ("I saw dog", "I saw the dog", "article"),
+        ("in the nature", "in nature", "article"),
+        ("depend of it", "depend on it", "preposition"),
+        ("discuss about it", "discuss it", "preposition"),
+        ("He has go home", "He has gone home", "verb_form"),
+        ("He buyed it", "He bought it", "verb_form"),
+        ("I going home", "I am going home", "verb_form"),
+        ("I enjoy to swim", "I enjoy swimming", "preposition verb_form"),
+        ("She always is late", "She is always late", "word_order"),
+        ("He went yesterday home", "He went home yesterday", "word_order"),
+        ("Yes he did", "Yes, he did", "punctuation"),
+        ("Its late", "It's late", "punctuation"),
+        ("the end .", "the end.", "punctuation"),
+        ("a big mill", "a nice mill", "other"),
+    ],
+)
+def test_edits_are_of_the_kind_that_people_would_say(before: str, after: str, kinds: str) -> None:
+    """Everything that is called spelling; a word that moves and counts as two mistakes."""
+    edits = classified(before, word_edits(before, after))
+    assert applied(before, edits) == after
+    assert " ".join(edit.kind for edit in edits) == kinds
+
+
+def test_a_reason_names_what_changes() -> None:
+    """A line under a missing comma that says no more than "error"."""
+    assert reason(Edit(0, 1, "a", "an", EditKind.ARTICLE)) == "The article does not fit here: “an” instead of “a”."
+    assert reason(Edit(0, 0, "", "the ", EditKind.ARTICLE)).endswith("put in “the”.")
+    assert reason(Edit(0, 4, "the ", "", EditKind.ARTICLE)).endswith("leave out “the”.")
+    assert reason(Edit(0, 1, " ", "", EditKind.PUNCTUATION)).endswith("no space here.")
+    assert reason(Edit(0, 0, "", " ", EditKind.PUNCTUATION)).endswith("a space here.")

@@ -1,0 +1,155 @@
+"""Whatever a target writes: what stands in the text stays where it is, and the edits lead to the corrected text."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from itertools import pairwise
+
+import pytest
+from rewriting import Rewrite, rewriting
+
+from ragspec.core import FinishReason
+from ragspec.rag.edits import Edit, applied
+from ragspec.rag.grammar import Correction, Guard
+from ragspec.rag.markup import TextPart
+from ragspec.rag.offsets import Utf16
+
+WORDS = [
+    *(
+        "The mill grind corn it is old We go to school a an Ann 7 42 twenty teh naïve cafe\u0301 it's don’t 水が流れる "
+        "\U0001f468\u200d\U0001f469\u200d\U0001f467 \U0001f1e9\U0001f1ea \U0001f44d\U0001f3fd ❤️ a\u0323\u0307 العربية `x = 1` "
+        "http://a.org/b?c=d me@x.org $a+b$ \\emph e.g. U.S. e-mail 3.5% [1] <i>so</i> &amp;"
+    ).split(),
+    *("\U0001f600", "`a b`", "**bold**", "(so)", "\u200b", "\ufeff"),
+]
+GAPS = (" ", " ", " ", " ", "  ", "\n", "\r\n", "\t", "\u00a0", ", ", ". ", "! ", "? ", ".\n\n", ".\r\n\r\n", "。", "")
+MARKUP = (
+    TextPart("<b>", True),
+    TextPart("</b>", True),
+    TextPart("\\section{", True),
+    TextPart("<p>\U0001f600", True, "\n\n"),
+    TextPart("&nbsp;", True, " "),
+    TextPart("$x^2$", True, "Dummy"),
+    TextPart("\r\n%% comment\r\n", True, " "),
+    TextPart("y", True, "z"),
+)
+NO_GUARD = Guard(1.0, numbers=False, names=False)
+
+
+def random_text(rng: random.Random) -> str:
+    return "".join(rng.choice(WORDS) + rng.choice(GAPS) for _ in range(rng.randint(0, 24))) or rng.choice(GAPS)
+
+
+def random_parts(rng: random.Random) -> list[TextPart]:
+    return [rng.choice(MARKUP) if rng.random() < 0.4 else TextPart(random_text(rng)) for _ in range(rng.randint(1, 9))]
+
+
+def random_rewrite(rng: random.Random) -> Rewrite:
+    """Words taken away, put in, replaced and moved, with marks and spaces; or something else altogether; or nothing."""
+
+    def rewrite(sentence: str) -> str | None:
+        roll = rng.random()
+        if roll < 0.1:
+            return rng.choice([None, sentence, "", " ", random_text(rng), sentence.swapcase()])
+        words = sentence.split(" ")
+        for _ in range(rng.randint(0, 4)):
+            at, way = rng.randrange(len(words) + 1), rng.randrange(6)
+            if way == 0:
+                words.insert(at, rng.choice(WORDS))
+            elif way == 1:
+                del words[at : at + rng.randint(1, 2)]
+            elif way == 2:
+                words[at : at + 1] = [rng.choice(WORDS)]
+            elif way == 3:
+                words[at : at + 2] = words[at : at + 2][::-1]
+            elif way == 4 and at < len(words):
+                words[at] += rng.choice([",", ".", "s", "\u0301", "\U0001f600"])
+            elif at < len(words):
+                words[at] = words[at][:-1]
+        return rng.choice(["", "", " "]).join([" ".join(words), ""])
+
+    return rewrite
+
+
+def check(correction: Correction, whole: str, parts: Sequence[TextPart] | None) -> None:
+    assert correction.text == whole
+    assert applied(whole, correction.edits) == correction.corrected
+    for edit in correction.edits:
+        assert whole[edit.start : edit.end] == edit.original != edit.replacement
+    assert all(a.end <= b.start for a, b in pairwise(correction.edits)), "edits overlap or are out of order"
+    for withheld in correction.withheld:
+        assert whole[withheld.edit.start : withheld.edit.end] == withheld.edit.original
+    assert applied_in_utf16(whole, correction.edits) == correction.corrected
+    at = 0
+    for part in parts or ():
+        end = at + len(part.text)
+        assert not part.is_markup or not any(e.start < end and e.end > at for e in correction.edits if e.original)
+        assert not part.is_markup or not any(at < e.start < end for e in correction.edits), "inside markup"
+        at = end
+
+
+def applied_in_utf16(whole: str, edits: Sequence[Edit]) -> str:
+    """As Java and JavaScript do it: by code units."""
+    units, at = Utf16(whole), whole.encode("utf-16-le")
+    for edit in reversed(edits):
+        start, end = 2 * units.units(edit.start), 2 * units.units(edit.end)
+        at = at[:start] + edit.replacement.encode("utf-16-le") + at[end:]
+    return at.decode("utf-16-le")
+
+
+@pytest.mark.parametrize("seed", [*range(5), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(5, 50))])
+def test_edits_lead_to_the_corrected_text(seed: int) -> None:
+    """An offset that is off behind an emoji, an accent, a CRLF or a tag: a client applies the edits and gets another text. 5,000
+    texts in all, half of them with markup."""
+    rng = random.Random(seed)
+    num_edits = num_withheld = 0
+    for number in range(100):
+        grammar, _ = rewriting(random_rewrite(rng), rng.choice([64, 1024]))
+        parts = random_parts(rng) if number % 2 else None
+        whole = "".join(part.text for part in parts) if parts else random_text(rng)
+        correction = grammar.correct(parts or whole, guard=rng.choice([Guard(), NO_GUARD]))
+        check(correction, whole, parts)
+        num_edits += len(correction.edits)
+        num_withheld += len(correction.withheld)
+    assert num_edits > 50 and num_withheld > 20, "hardly anything was tried"
+
+
+def test_without_markup_and_guards_the_text_becomes_what_the_target_wrote() -> None:
+    """Edits that are lost on the way: a correction that is made in part, where nothing speaks against it."""
+    rng = random.Random(1)
+    plain = [word for word in WORDS if word.isalpha() or "\u0301" in word or "\U0001f600" in word]
+    for _ in range(100):
+        text = "".join(rng.choice(plain) + rng.choice(" \t\n\u00a0") for _ in range(rng.randint(2, 20)))
+        rewrite = random_rewrite(rng)
+        written = list[str | None]()
+        grammar, _ = rewriting(lambda sentence, r=rewrite, w=written: w.append(r(sentence)) or w[-1])  # type: ignore
+        correction = grammar.correct(text, guard=NO_GUARD)
+        ways = zip(correction.sentences, written, strict=True)
+        wanted = [new if new and new.strip() else text[slice(*span)] for span, new in ways]
+        assert "".join(correction.corrected.split()) == "".join("".join(wanted).split()) or not wanted
+
+
+def test_white_space_inside_a_sentence_stays() -> None:
+    """A paragraph of eighty columns that becomes one line."""
+    grammar, engine = rewriting(lambda sentence: sentence.replace("grind", "grinds"))
+    assert grammar.correct("The mill\r\n\tgrind  corn.").corrected == "The mill\r\n\tgrinds  corn."
+    assert engine.requests[0].sources[0].text == "The mill grind corn."
+
+
+@pytest.mark.parametrize("text", ["", " ", "\n\t \u00a0", "7", ".", "\U0001f600", "`code`", "http://a.org/b"])
+def test_what_holds_nothing_to_correct_is_not_asked_about(text: str) -> None:
+    """An empty text or a line of figures that is an error, or costs a generation."""
+    grammar, engine = rewriting(lambda sentence: "Other.")
+    correction = grammar.correct(text)
+    assert (correction.corrected, correction.edits, engine.requests) == (text, (), [])
+    assert correction.finish_reason is FinishReason.STOP
+
+
+@pytest.mark.parametrize("size", [10_000, pytest.param(1_000_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("piece", ["a", "x y ", "<b ", "`", "\\a[", "He go. ", "<pre>", "a@"])
+def test_long_texts_are_cut_in_time_that_grows_with_their_length(piece: str, size: int) -> None:
+    """A text without a full stop or full of opening tags that keeps a service busy for hours."""
+    text = piece * (size // len(piece))
+    grammar, _ = rewriting(str)
+    assert grammar.correct(text).corrected == text
