@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -61,6 +62,10 @@ class Service:
         key = self.keys.trusted if key is None else key
         return {"Authorization": f"Bearer {key}"} if key else {}
 
+    def metrics(self) -> list[str]:
+        """Lines of Prometheus' text."""
+        return self.backend.metrics.text().decode().splitlines()
+
     def client(self, key: str | None = None, **options: Any) -> httpx.Client:
         return httpx.Client(base_url=self.url, headers=self.headers(key), timeout=60.0, **options)
 
@@ -103,3 +108,13 @@ def make_backend(config: ServiceConfig, target: Target, engine: dict[str, Any]) 
     encoder = LetterEncoder()
     store = Store.open(Path(config.retriever.index_dir), encoder.identity)
     return Backend.of(running, target.tokenizer, Retriever(encoder, store, config.retriever), config, running.close)
+
+
+def soon(is_so: Callable[[], bool], timeout_s: float = 20.0) -> bool:
+    """Whether it becomes so, within a time that is long enough for any machine."""
+    deadline = time.monotonic() + timeout_s
+    while not is_so():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.01)
+    return True
