@@ -19,8 +19,8 @@ class ChatPage:
         page.on("dialog", self._alert)
         page.on("request", self._note)
 
-    def visit(self, key: str) -> None:
-        self.page.goto(f"{self.url}/" + (f"#key={key}" if key else ""))
+    def visit(self, key: str, path: str = "/") -> None:
+        self.page.goto(self.url + path + (f"#key={key}" if key else ""))
 
     def ask(self, question: str) -> None:
         self.page.fill("#question", question)

@@ -72,13 +72,13 @@ def open_page(browser: Any, shots: Path) -> Iterator[Callable[..., ChatPage]]:
     pages: list[ChatPage] = []
 
     def open_one(
-        service: Service, key: str | None = None, width: int = 1440, height: int = 900, **look: Any
+        service: Service, key: str | None = None, path: str = "/", width: int = 1440, height: int = 900, **look: Any
     ) -> ChatPage:
         context = browser.new_context(
             viewport={"width": width, "height": height}, **{"reduced_motion": "reduce", "color_scheme": "light", **look}
         )
         pages.append(ChatPage(context.new_page(), service.url, shots))
-        pages[-1].visit(service.keys.trusted if key is None else key)
+        pages[-1].visit(service.keys.trusted if key is None else key, path)
         return pages[-1]
 
     yield open_one

@@ -50,7 +50,7 @@ _SMALL = """() => [...document.querySelectorAll("button, summary, input, textare
 
 _NAMED_ROLES = {
     "button", "link", "textbox", "searchbox", "checkbox", "switch", "radio", "spinbutton", "combobox", "dialog", "navigation",
-    "complementary", "article", "image", "form", "heading", "group", "DisclosureTriangle",
+    "complementary", "article", "image", "form", "heading", "DisclosureTriangle",
 }  # fmt: skip
 
 

@@ -66,22 +66,30 @@ TRAP = f"Who set the trap in 1999 {SCRIPT_TAG}?"
 TRAP_ANSWER = f'{SCRIPT_TAG} "The trap was set in 1999 by nobody in particular." <b>bold</b> &amp;'
 LONG = "What is there to say about rain?"
 LONG_ANSWER = " ".join(f"Rain {n} falls on the mill and on the sea." for n in range(40))
-ANSWERS = {MILL: MILL_ANSWER, EMOJI: EMOJI_ANSWER, TRAP: TRAP_ANSWER, LONG: LONG_ANSWER}
+CORRECTIONS = {
+    "He go to school 😀 every day.": "He goes to school 😀 every day.",
+    "She have a apple and an pear.": "She has an apple and a pear.",
+    "Yesterday we was very happy.": "Yesterday we were very happy.",
+    "Nothing is wrong here.": "Nothing is wrong here.",
+}
+_LAYOUT = "{}  {}\n\n{} {}"
+MISTAKEN, CORRECTED = _LAYOUT.format(*CORRECTIONS), _LAYOUT.format(*CORRECTIONS.values())
+ANSWERS = {MILL: MILL_ANSWER, EMOJI: EMOJI_ANSWER, TRAP: TRAP_ANSWER, LONG: LONG_ANSWER, **CORRECTIONS}
 
 
 class Script:
-    """A sampler factory. While `held`, answers wait after so many tokens until the test lets them go on."""
-
-    HOLD_AT = 60
+    """A sampler factory. What is asked while it is `held` waits after so many tokens until the test lets it go on."""
 
     def __init__(self, target: Target) -> None:
         self._tokenizer, self._eos = target.tokenizer, target.eos_ids[0]
         self.go = threading.Event()
         self.go.set()
+        self._hold_at = 0
 
     @contextmanager
-    def held(self) -> Iterator[threading.Event]:
+    def held(self, at: int = 60) -> Iterator[threading.Event]:
         self.go.clear()
+        self._hold_at = at
         try:
             yield self.go
         finally:
@@ -93,7 +101,7 @@ class Script:
         if asked not in prompt:
             return KeyedSampler(request, seed, choice, (self._eos,), [])
         ids = self._tokenizer(ANSWERS[asked], add_special_tokens=False)["input_ids"]
-        return _Held(ForcedSampler([*ids, self._eos]), self.go, self.HOLD_AT)
+        return _Held(ForcedSampler([*ids, self._eos]), self.go, self._hold_at)
 
 
 class _Held:

@@ -127,12 +127,12 @@ def test_an_error_in_the_middle_of_an_answer_is_shown_with_what_was_said(chat: C
 
 def test_a_conversation_too_long_for_the_model_is_explained(chat: ChatPage) -> None:
     """The server's wording as the only help, and no way on."""
-    chat.ask("mill " * 3900)
+    chat.ask("qzxj " * 3900)
     notice = chat.page.locator(".notice")
     notice.wait_for()
     assert "too long for the model" in notice.text_content()
     notice.get_by_role("button").click()
-    assert chat.page.input_value("#question").startswith("mill mill") and chat.page.locator(".turn").count() == 0
+    assert chat.page.input_value("#question").startswith("qzxj qzxj") and chat.page.locator(".turn").count() == 0
 
 
 def test_markup_in_documents_questions_and_answers_is_text(chat: ChatPage) -> None:
@@ -157,12 +157,11 @@ def test_the_policy_of_the_page_refuses_scripts_and_markup_from_text(open_page: 
     refused = """() => {
       const failed = [];
       try { document.body.innerHTML = "<b>x</b>"; } catch { failed.push("markup"); }
-      try { eval("1"); } catch { failed.push("eval"); }
       const script = document.createElement("script");
       try { script.textContent = "window.hit = 4"; } catch { failed.push("script text"); }
       return failed;
     }"""
-    assert chat.page.evaluate(refused) == ["markup", "eval", "script text"]
+    assert chat.page.evaluate(refused) == ["markup", "script text"]
     image = """() => new Promise((done) => {
       const image = new Image();
       image.onload = image.onerror = (event) => done(event.type);

@@ -16,6 +16,7 @@ export function coloursOf(passages) {
 export class Sources {
   #cards = new Map(); // passage number -> {card, button, text, count, passage, citations}
   #onPressed;
+  #kept = null; // the citation that was gone to
 
   /** `onPressed(number, pressed)`: a passage was chosen, so that all its quotes in the answer light up. */
   constructor(turnId, passages, onPressed) {
@@ -25,7 +26,7 @@ export class Sources {
     const head = el("h3", { id: `${turnId}-sources` }, plural(passages.length, "source"));
     const list = el("ol", { class: "passages" }, ...cards);
     const labels = { "aria-labelledby": head.id, id: `${turnId}-passages`, tabindex: "0" };
-    this.element = el("aside", { class: "sources", ...labels }, head, list);
+    this.element = el("aside", { class: "sources", ...labels, onfocusout: (event) => this.#left(event) }, head, list);
   }
 
   /** The finished answer's quotes, each beside its passage. */
@@ -38,23 +39,37 @@ export class Sources {
     }
   }
 
-  /** Mark this quote, and no other, in its passage. */
+  /** Mark this quote, and no other, in its passage; `go` there, and it stays marked until the focus leaves the sources. */
   show(citation, { go = false } = {}) {
-    this.clear();
-    const entry = this.#cards.get(citation.passage);
-    if (!entry) return;
-    entry.card.classList.add("active");
-    const mark = this.#render(entry, [citation], true);
-    if (go) entry.button.focus({ preventScroll: true });
+    if (go) {
+      this.#kept = citation;
+      this.#cards.get(citation.passage)?.button.focus({ preventScroll: true });
+    }
+    const mark = this.#mark(citation);
     if (go || beside.matches) mark?.scrollIntoView({ block: go ? "center" : "nearest", behavior: scrolling() });
   }
 
+  /** Nothing is pointed at any more. */
   clear() {
+    this.#mark(this.#kept);
+  }
+
+  #mark(citation) {
     for (const entry of this.#cards.values()) {
       if (!entry.card.classList.contains("active")) continue;
       entry.card.classList.remove("active");
       this.#render(entry, entry.citations, false);
     }
+    const entry = citation && this.#cards.get(citation.passage);
+    if (!entry) return null;
+    entry.card.classList.add("active");
+    return this.#render(entry, [citation], true);
+  }
+
+  #left(event) {
+    if (this.element.contains(event.relatedTarget)) return;
+    this.#kept = null;
+    this.clear();
   }
 
   go(number) {

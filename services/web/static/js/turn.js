@@ -49,11 +49,11 @@ export class TurnView {
     this.#quotes = new Quotes(this.answer, reply, this.#sources);
     this.#sources.setCitations(reply.citations);
     if (!reply.text) this.answer.append(el("span", { class: "waiting" }, stopped ? "" : "The answer is empty."));
-    this.under.replaceChildren(
-      ...this.#remarks(stopped, reply),
-      el("div", { class: "outcome" }, stopped ? null : this.#quotes.verdict(), this.#actions(stopped)),
-      figures(reply), sharesBar(reply) ?? "");
-    if (aloud) announce(`${stopped ? "Stopped" : "Answer"}: ${reply.text} ${plural(this.#quotes.numQuotes, "quote")}.`);
+    const remarks = this.#remarks(stopped, reply);
+    if (!stopped) remarks.push(this.#quotes.verdict());
+    const outcome = el("div", { class: "outcome" }, el("div", { class: "remarks" }, ...remarks), this.#actions(stopped));
+    this.under.replaceChildren(outcome, figures(reply), sharesBar(reply) ?? "");
+    if (aloud) announce(`Answer: ${reply.text} ${remarks.map((remark) => remark.textContent).join(" ")}`);
   }
 
   fail(failure) {
