@@ -18,9 +18,10 @@ from services.backend import Backend
 from services.errors import ApiError
 from services.keys import Caller
 from services.openai.events import PAD_BYTES, Chunks
+from services.openai.request_metrics import progress, request_metrics
 from services.openai.running import MOST_WAITING_TOKENS, Key, Run
 from services.openai.sending import Sender
-from services.openai.streaming import STRICT_PAD_BYTES, Account, at_once, paced, tell
+from services.openai.streaming import STRICT_PAD_BYTES, Account, Chunk, at_once, paced, tell
 from services.openai.types import Sampled
 
 
@@ -38,11 +39,15 @@ class Asked:
 
     @classmethod
     def of(cls, backend: Backend, body: Sampled, request: HttpRequest) -> Asked:
-        """Raises: ApiError for another model, InputError for parameters that cannot be meant."""
+        """Raises: ApiError for another model or what privacy forbids, InputError for parameters that cannot be meant."""
         check_model(backend, body.model)
         params = body.params(params_of(backend.config.generation))
         caller, begin_s = request.state.caller, request.state.begin
-        return cls(backend, body, caller, begin_s, secrets.token_hex(16), int(time.time()), params)
+        asked = cls(backend, body, caller, begin_s, secrets.token_hex(16), int(time.time()), params)
+        if asked.is_strict and body.stream and params.logprobs is not None:
+            told = "a stream with log-probabilities shows each token: not where privacy is strict"
+            raise ApiError(400, told, param="logprobs")
+        return asked
 
     @property
     def is_strict(self) -> bool:
@@ -95,14 +100,24 @@ class Asked:
         pieces = paced(run) if self.is_strict else at_once(run)
         await tell(sender, chunks, pieces, account, silent=not self.is_strict)
 
-    def last_chunk(self, run: Run, metrics: dict[str, Any] | None) -> list[tuple[list[Any], dict[str, Any]]]:
+    def last_chunk(self, run: Run) -> Sequence[Chunk]:
         """Of a stream: usage and metrics, if they were asked for."""
-        more: dict[str, Any] = {}
-        if self.body.options.include_usage:
-            more["usage"] = usage_of(run)
-        if metrics is not None:
-            more["metrics"] = metrics
+        more = {"usage": usage_of(run)} if self.body.options.include_usage else {}
+        more |= self.metrics(run)
         return [([], more)] if more else []
+
+    def metrics(self, run: Run) -> dict[str, Any]:
+        """The field, for those who may see it; null for several choices, as in vLLM."""
+        if not self.may_see_metrics:
+            return {}
+        keys = run.keys
+        return {
+            "metrics": request_metrics(run.completion(keys[0]).stats, run.steps(keys[0])) if len(keys) == 1 else None
+        }
+
+    def progress(self, run: Run, key: Key) -> dict[str, Any]:
+        """The field of a chunk, for those who may see it."""
+        return {"metrics": progress(run.steps(key))} if self.may_see_metrics else {}
 
 
 def check_model(backend: Backend, name: str) -> None:

@@ -23,7 +23,6 @@ from services.backend import Backend
 from services.openai.asking import Asked, index_of, usage_of
 from services.openai.citing import Dialect, citations_of, passages_of, said_with
 from services.openai.logprobs import TokenTexts
-from services.openai.request_metrics import progress, request_metrics
 from services.openai.running import Key, Run
 from services.openai.sending import Sender, Writing
 from services.openai.streaming import Chunk, Piece
@@ -73,10 +72,13 @@ def turn_of(body: ChatBody, asked: Asked) -> Turn:
 
 
 def _scope(tenant: str, chosen: Retrieval) -> Scope:
+    """Raises: InputError for a filter that cannot be meant."""
     filters = [chosen.filter] if chosen.filter is not None else []
     if chosen.vector_store_ids is not None:
         filters.append({"type": "in", "key": "vector_store_id", "value": chosen.vector_store_ids})
-    return scope_of(tenant, {"type": "and", "filters": filters} if len(filters) > 1 else (filters or [None])[0])
+    if not filters:
+        return scope_of(tenant, None)
+    return scope_of(tenant, {"type": "and", "filters": filters} if len(filters) > 1 else filters[0])
 
 
 class ChatReply:
@@ -94,13 +96,12 @@ class ChatReply:
         answers = await asyncio.to_thread(self._answered, completions)
         cited = [each for index, answer in enumerate(answers) for each in self._cited(answer, index)]
         head = self._asked.head("chat.completion", "chatcmpl", completions[0].stats.system_fingerprint)
-        metrics = {"metrics": self._metrics()} if self._asked.may_see_metrics else {}
         return {
             **head,
             "choices": [self._choice(index, answer) for index, answer in enumerate(answers)],
             "usage": usage_of(self._run),
             "ragspec": self._told_before() | {"citations": cited},
-            **metrics,
+            **self._asked.metrics(self._run),
         }
 
     def opening(self) -> Sequence[Chunk]:
@@ -112,18 +113,18 @@ class ChatReply:
     def told(self, piece: Piece) -> Chunk:
         logprobs = {"content": self._texts.chat(piece.logprobs), "refusal": None} if self._body.logprobs else None
         choice = _delta(self._indices[piece.key], {"content": piece.text}, logprobs)
-        metrics = {"metrics": progress(self._run.steps(piece.key))} if self._asked.may_see_metrics else {}
-        return [choice], metrics
+        return [choice], self._asked.progress(self._run, piece.key)
 
     async def ending(self, key: Key) -> Chunk:
         index, completion = self._indices[key], self._run.completion(key)
         (answer,) = await asyncio.to_thread(self._answered, [completion])
         choice = _delta(index, said_with(answer, self._dialect)) | {"finish_reason": answer.finish_reason.value}
-        return [choice], {"ragspec": {"citations": self._cited(answer, index)}}
+        more = {"ragspec": {"citations": self._cited(answer, index)}}
+        return [choice], more | self._asked.progress(self._run, key)
 
     def closing(self) -> Sequence[Chunk]:
         self._asked.count(self._run)
-        return self._asked.last_chunk(self._run, self._metrics() if self._asked.may_see_metrics else None)
+        return self._asked.last_chunk(self._run)
 
     def _answered(self, completions: Sequence[Completion]) -> list[Answer]:
         """Blocks. The first choice is what a conversation goes on with."""
@@ -157,13 +158,6 @@ class ChatReply:
     def _cited(self, answer: Answer, index: int) -> list[dict[str, Any]]:
         which = {"choice": index} if len(self._indices) > 1 else {}
         return [citation | which for citation in citations_of(answer)]
-
-    def _metrics(self) -> dict[str, Any] | None:
-        """Null for several choices, as in vLLM."""
-        if len(self._indices) > 1:
-            return None
-        (key,) = self._indices
-        return request_metrics(self._run.completion(key).stats, self._run.steps(key))
 
 
 def _delta(index: int, delta: dict[str, Any], logprobs: dict[str, Any] | None = None) -> dict[str, Any]:

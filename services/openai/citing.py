@@ -78,7 +78,8 @@ def _openai(answer: Answer) -> dict[str, Any]:
 
 def _anthropic(answer: Answer) -> dict[str, Any]:
     """The text in blocks, cut where citations begin and end. A document is a passage, by its place in `ragspec.passages`."""
-    numbers, blocks, at = _numbers(answer), [], 0
+    numbers, at = _numbers(answer), 0
+    blocks: list[dict[str, Any]] = []
     for citation in answer.citations:
         if at < citation.start:
             blocks.append({"type": "text", "text": answer.text[at : citation.start], "citations": None})

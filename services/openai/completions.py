@@ -24,7 +24,6 @@ from services.backend import Backend
 from services.errors import ApiError
 from services.openai.asking import Asked, index_of, usage_of
 from services.openai.logprobs import TokenTexts
-from services.openai.request_metrics import progress, request_metrics
 from services.openai.running import Key, Run
 from services.openai.sending import Sender, Writing
 from services.openai.streaming import Chunk, Piece
@@ -59,7 +58,7 @@ def requests_of(body: CompletionBody, asked: Asked) -> list[Generation]:
     prompts, max_tokens = asked.backend.prompts, asked.params.max_tokens
     speculation = ON if body.speculation is None else Speculation.of(body.speculation)
     salt, requests = salt_of(asked.caller.tenant, body.cache_salt or ""), []
-    for prompt in body.prompts:
+    for prompt in body.prompt:
         prompt_ids = _token_ids(prompt, prompts)
         room = prompts.max_context_tokens - max_tokens
         if len(prompt_ids) > room:
@@ -105,7 +104,7 @@ class CompletionReply:
         ]
         head = self._asked.head("text_completion", "cmpl", completions[0].stats.system_fingerprint)
         told = head | {"choices": choices, "usage": usage_of(self._run), "ragspec": {"seed": self._asked.params.seed}}
-        return told | ({"metrics": self._metrics()} if self._asked.may_see_metrics else {})
+        return told | self._asked.metrics(self._run)
 
     def opening(self) -> Sequence[Chunk]:
         return []
@@ -113,26 +112,18 @@ class CompletionReply:
     def told(self, piece: Piece) -> Chunk:
         logprobs = self._logprobs(piece.logprobs, self._num_chars[piece.key])
         self._num_chars[piece.key] += len(piece.text)
-        metrics = {"metrics": progress(self._run.steps(piece.key))} if self._asked.may_see_metrics else {}
-        return [_choice(self._indices[piece.key], piece.text, logprobs)], metrics
+        return [_choice(self._indices[piece.key], piece.text, logprobs)], self._asked.progress(self._run, piece.key)
 
     async def ending(self, key: Key) -> Chunk:
         reason = self._run.completion(key).finish_reason.value
-        return [_choice(self._indices[key], "", None) | {"finish_reason": reason}], {}
+        return [_choice(self._indices[key], "", None) | {"finish_reason": reason}], self._asked.progress(self._run, key)
 
     def closing(self) -> Sequence[Chunk]:
         self._asked.count(self._run)
-        return self._asked.last_chunk(self._run, self._metrics() if self._asked.may_see_metrics else None)
+        return self._asked.last_chunk(self._run)
 
     def _logprobs(self, logprobs: Sequence[Any], offset: int) -> dict[str, Any] | None:
         return None if self._body.logprobs is None else self._texts.completion(logprobs, offset)
-
-    def _metrics(self) -> dict[str, Any] | None:
-        """Null for several choices, as in vLLM."""
-        if len(self._indices) > 1:
-            return None
-        (key,) = self._indices
-        return request_metrics(self._run.completion(key).stats, self._run.steps(key))
 
 
 def _choice(index: int, text: str, logprobs: dict[str, Any] | None) -> dict[str, Any]:

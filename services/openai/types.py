@@ -44,6 +44,12 @@ def _text(value: Any) -> str:
         raise PydanticCustomError("content", "{reason}", {"reason": str(cause)}) from cause
 
 
+def _prompts(value: Any) -> Any:
+    """One prompt, as a text or as token ids, is a list of one."""
+    is_one = isinstance(value, str) or (isinstance(value, list) and value and isinstance(value[0], int))
+    return [value] if is_one else value
+
+
 def _listed(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 
@@ -70,7 +76,23 @@ Content = Annotated[
 Stop = Annotated[
     list[Annotated[str, Field(min_length=1, max_length=512)]], BeforeValidator(_listed), Field(max_length=MAX_STOPS)
 ]
-Prompts = Annotated[list[str] | list[list[int]], Field(min_length=1, max_length=MAX_PROMPTS)]
+Prompts = Annotated[
+    list[str | list[int]],
+    BeforeValidator(_prompts),
+    Field(min_length=1, max_length=MAX_PROMPTS),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"type": "string"},
+                {"type": "array", "items": {"type": "integer"}},
+                {
+                    "type": "array",
+                    "items": {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "integer"}}]},
+                },
+            ]
+        }
+    ),
+]
 ShortText = Annotated[str, Field(max_length=512)]
 
 
@@ -234,7 +256,7 @@ class ChatBody(Sampled):
 class CompletionBody(Sampled):
     """`POST /v1/completions`: the prompt as it is, without passages. Texts hold no control tokens; token ids may."""
 
-    prompt: str | list[int] | Prompts
+    prompt: Prompts
     logprobs: int | None = Field(None, ge=0, le=20)
     echo: Literal[False] | None = None
     best_of: int | None = Field(None, ge=1, le=MAX_CHOICES)
@@ -248,14 +270,6 @@ class CompletionBody(Sampled):
     @property
     def num_alternatives(self) -> int | None:
         return self.logprobs
-
-    @property
-    def prompts(self) -> list[str] | list[list[int]]:
-        if isinstance(self.prompt, str):
-            return [self.prompt]
-        if self.prompt and isinstance(self.prompt[0], int):
-            return [self.prompt]  # type: ignore[list-item]
-        return self.prompt  # type: ignore[return-value]
 
 
 class EmbeddingBody(Body):

@@ -1,0 +1,255 @@
+"""Chat completions as the official client sees them, against a real server."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+import pytest
+from openai.types.chat import ChatCompletion, ChatCompletionChunk
+from service_parts import Service
+
+from ragspec.rag.openai_fields import usage
+from ragspec.rag.steps import params_of
+
+QUESTIONS = ("Who built the bridge?", "What does a mill need?", "Où est le moulin 🏭 ?")
+
+
+@pytest.fixture(scope="module")
+def api(service: Service) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{service.url}/v1", api_key=service.keys.trusted, max_retries=0) as client:
+        yield client
+
+
+def ask(api: openai.OpenAI, question: str = QUESTIONS[0], **options: Any) -> ChatCompletion:
+    return api.chat.completions.create(**asked(question, **options))
+
+
+def stream(api: openai.OpenAI, question: str = QUESTIONS[0], **options: Any) -> list[ChatCompletionChunk]:
+    return list(api.chat.completions.create(**asked(question, **options), stream=True))
+
+
+def asked(question: str, **options: Any) -> dict[str, Any]:
+    body = {"model": "tiny", "messages": [{"role": "user", "content": question}], "max_tokens": 16, "seed": 5}
+    return body | options
+
+
+def texts(chunks: list[ChatCompletionChunk]) -> dict[int, str]:
+    told: dict[int, str] = defaultdict(str)
+    for chunk in chunks:
+        for choice in chunk.choices:
+            told[choice.index] += choice.delta.content or ""
+    return dict(told)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_speculation_and_streams_change_no_text(api: openai.OpenAI, temperature: float) -> None:
+    """With drafts, or told piece by piece, a request of the same seed got another text."""
+    for question in QUESTIONS:
+        options: dict[str, Any] = {"temperature": temperature, "n": 2, "max_tokens": 20, "stop": ["valley"]}
+        plain = ask(api, question, **options, extra_body={"speculation": False})
+        drafted = ask(api, question, **options, extra_body={"speculation": {"drafters": ["copy"]}})
+        told = texts(stream(api, question, **options))
+        contents = [choice.message.content for choice in plain.choices]
+        assert contents == [choice.message.content for choice in drafted.choices] == [told[0], told[1]]
+        assert (contents[0] == contents[1]) == (temperature == 0.0)
+        assert plain.system_fingerprint == drafted.system_fingerprint == "tiny"
+
+
+def test_an_answer_has_openais_shape(api: openai.OpenAI, service: Service) -> None:
+    """A field that clients rely on was missing, or of another type: the client's own models check it."""
+    got = ask(api, logprobs=True, top_logprobs=2)
+    ChatCompletion.model_validate(got.model_dump(warnings="error"), strict=True)
+    (choice,) = got.choices
+    assert (got.object, got.model, choice.finish_reason, choice.index) == ("chat.completion", "tiny", "length", 0)
+    assert choice.message.role == "assistant" and choice.message.annotations == []
+    assert got.usage is not None and got.usage.completion_tokens == 16
+    assert got.usage.total_tokens == got.usage.prompt_tokens + 16
+    told = got.model_extra["ragspec"]
+    assert [passage["number"] for passage in told["passages"]] == [1, 2, 3]
+    assert told["question"] == QUESTIONS[0] and told["seed"] == 5 and told["citations"] == []
+    assert (told["dropped_passages"], told["dropped_turns"], told["missing_segments"]) == (0, 0, [])
+    assert told["index_generation"]
+    assert "metrics" not in got.model_extra
+
+
+def test_logprobs_are_of_the_texts_own_bytes(api: openai.OpenAI) -> None:
+    """Bytes of tokens did not add up to the content, or a token was not among its own alternatives at temperature 0."""
+    options: dict[str, Any] = {
+        "logprobs": True,
+        "top_logprobs": 3,
+        "logit_bias": {str(b): -100 for b in range(130, 260)},
+    }
+    got = ask(api, **options).choices[0]
+    assert got.logprobs is not None and got.logprobs.content is not None
+    said = b"".join(bytes(each.bytes or []) for each in got.logprobs.content)
+    assert said.decode("utf-8", "ignore") == (got.message.content or "").replace("\ufffd", "")
+    for each in got.logprobs.content:
+        assert len(each.top_logprobs) == 3
+        assert [top.logprob for top in each.top_logprobs] == sorted(
+            (t.logprob for t in each.top_logprobs), reverse=True
+        )
+    chunks = stream(api, **options)
+    told = [each for c in chunks for choice in c.choices if choice.logprobs for each in choice.logprobs.content or []]
+    assert told == got.logprobs.content
+
+
+def test_a_stream_has_openais_chunks(api: openai.OpenAI) -> None:
+    """No role first, two ends, usage where none was asked for, or none where it was."""
+    chunks = stream(api, n=2, stream_options={"include_usage": True}, extra_body={"metrics": True})
+    assert len({(chunk.id, chunk.created, chunk.model) for chunk in chunks}) == 1
+    assert [chunks[i].choices[0].delta.role for i in (0, 1)] == ["assistant", "assistant"]
+    assert len(chunks[0].model_extra["ragspec"]["passages"]) == 3
+    ends = [(choice.index, choice.finish_reason) for c in chunks for choice in c.choices if choice.finish_reason]
+    assert sorted(ends) == [(0, "length"), (1, "length")]
+    assert [chunk.usage is not None for chunk in chunks] == [*[False] * (len(chunks) - 1), True]
+    assert chunks[-1].choices == [] and chunks[-1].usage is not None
+    assert chunks[-1].usage.completion_tokens == 32
+    assert chunks[-1].model_extra["metrics"] is None
+    assert all(chunk.model_extra["obfuscation"] for chunk in chunks if chunk.choices)
+    bare = stream(api, stream_options={"include_obfuscation": False})
+    assert all(chunk.usage is None and "obfuscation" not in chunk.model_extra for chunk in bare)
+    assert bare[-1].choices[0].delta.model_extra["annotations"] == []
+    assert bare[-1].model_extra["ragspec"] == {"citations": []}
+
+
+def test_metrics_are_for_trusted_keys(api: openai.OpenAI, service: Service) -> None:
+    """Anyone could read off the counters whose text was drafted from."""
+    chunks = stream(api, max_tokens=24, extra_body={"metrics": True})
+    metrics = chunks[-1].model_extra["metrics"]
+    counted = metrics["speculative_decoding"]
+    steps = counted["acceptance_histogram"]
+    assert sum(steps) == counted["num_spec_steps"]
+    assert sum(count * (accepted + 1) for accepted, count in enumerate(steps)) == 24
+    assert sum(metrics["drafters"].values()) == counted["num_accepted_draft_tokens"]
+    assert metrics["time_to_first_token_ms"] > 0 and metrics["generation_time_ms"] > 0
+    progress = [chunk.model_extra["metrics"] for chunk in chunks[1:-1]]
+    assert progress[-1] == {"num_output_tokens": 24, "num_steps": counted["num_spec_steps"]}
+    whole = ask(api, max_tokens=24, extra_body={"metrics": True})
+    assert whole.model_extra["metrics"].keys() == metrics.keys()
+    with openai.OpenAI(base_url=f"{service.url}/v1", api_key=service.keys.ann) as ann:
+        assert "metrics" not in ask(ann, extra_body={"metrics": True}).model_extra
+        assert not any("metrics" in chunk.model_extra for chunk in stream(ann, extra_body={"metrics": True}))
+
+
+def test_predicted_output_is_drafted_from_and_counted(api: openai.OpenAI) -> None:
+    """`prediction` was accepted and did nothing, or changed the text."""
+    params: dict[str, Any] = {"max_tokens": 40, "temperature": 1.0, "logit_bias": {"1": -100}}
+    plain = ask(api, **params)
+    content = plain.choices[0].message.content or ""
+    parts = [{"type": "text", "text": content[:9]}, {"type": "text", "text": content[9:]}]
+    predicted = ask(api, **params, prediction={"type": "content", "content": parts})
+    wrong = ask(api, **params, prediction={"type": "content", "content": "Nothing of the kind will be said here."})
+    assert plain.choices[0].message.content == predicted.choices[0].message.content == wrong.choices[0].message.content
+    details = [got.usage and got.usage.completion_tokens_details for got in (plain, predicted, wrong)]
+    counts = [(d.accepted_prediction_tokens, d.rejected_prediction_tokens) for d in details if d]
+    assert counts[0] == (0, 0)
+    assert counts[1][0] is not None and counts[1][0] > 0
+    assert {got.usage.completion_tokens for got in (plain, predicted, wrong) if got.usage} == {40}
+
+
+def test_what_was_read_before_is_cached_and_said_so(api: openai.OpenAI) -> None:
+    """A client could not see what of its prompt was known, or another salt's prompt was."""
+    first, second, salted = (ask(api, "Say it again.", extra_body=extra) for extra in ({}, {}, {"cache_salt": "x"}))
+    cached = [got.usage.prompt_tokens_details.cached_tokens for got in (first, second, salted)]  # type: ignore[union-attr]
+    assert cached[1] == second.usage.prompt_tokens - 1  # type: ignore[union-attr]
+    assert cached[0] < cached[1] and cached[2] == 0
+
+
+def test_documents_may_be_chosen_or_left_out(api: openai.OpenAI) -> None:
+    """A filter was not heeded, or an answer without retrieval had passages."""
+
+    def passages(retrieval: Any) -> list[str]:
+        got = ask(api, extra_body={"retrieval": retrieval})
+        return [passage["document_id"] for passage in got.model_extra["ragspec"]["passages"]]
+
+    assert passages(False) == []
+    assert len(passages({"num_passages": 1})) == 1 and len(passages(True)) == 3
+    only = {"type": "eq", "key": "document.id", "value": "all-2"}
+    assert passages({"filter": only}) == ["all-2"]
+    assert passages({"vector_store_ids": ["vs_unknown"], "filter": only}) == []
+
+
+def test_tenants_see_their_own_documents(service: Service) -> None:
+    """A question was answered from another tenant's note."""
+    for key, own, other in ((service.keys.ann, "ann-1", "bob-1"), (service.keys.bob, "bob-1", "ann-1")):
+        with openai.OpenAI(base_url=f"{service.url}/v1", api_key=key) as client:
+            got = ask(client, "What is the password?", extra_body={"retrieval": {"num_passages": 64}})
+        seen = {passage["document_id"] for passage in got.model_extra["ragspec"]["passages"]}
+        assert own in seen and other not in seen
+
+
+@pytest.mark.parametrize(("dialect", "field"), [("anthropic", "content_blocks"), ("cohere", "citations")])
+def test_citations_come_in_the_dialect_asked_for(api: openai.OpenAI, dialect: str, field: str) -> None:
+    """A dialect was accepted and OpenAI's annotations came."""
+    message = ask(api, extra_body={"citations": dialect}).choices[0].message
+    assert field in message.model_extra and message.annotations is None
+    last = stream(api, extra_body={"citations": dialect})[-1].choices[0]
+    assert field in last.delta.model_extra and last.finish_reason == "length"
+
+
+def test_a_prompt_that_cannot_fit_is_refused_with_numbers(api: openai.OpenAI) -> None:
+    """A long message was cut in silence, or the context overflowed in the engine."""
+    with pytest.raises(openai.BadRequestError, match="at most 1008 fit the context") as refused:
+        ask(api, "mill " * 2000)
+    assert (refused.value.code, refused.value.param) == ("context_length_exceeded", "messages")
+
+
+def test_passages_make_room_for_a_long_question(api: openai.OpenAI) -> None:
+    """A question that fits without passages was refused, or its passages left out without a word."""
+    got = ask(api, "q " * 380)
+    told = got.model_extra["ragspec"]
+    assert told["dropped_passages"] == 3 - len(told["passages"]) > 0
+
+
+@pytest.mark.parametrize(
+    ("options", "status", "code", "param"),
+    [
+        ({"model": "gpt-9"}, 404, "model_not_found", "model"),
+        ({"extra_body": {"temprature": 1}}, 400, None, "temprature"),
+        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, 400, "unsupported_parameter", "tools"),
+        ({"extra_body": {"speculation": {"drafters": ["magic"]}}}, 400, None, None),
+        ({"extra_body": {"retrieval": {"filter": {"type": "near"}}}}, 400, None, None),
+        ({"logit_bias": {"999999": 1}}, 400, None, None),
+        ({"messages": [{"role": "assistant", "content": "x"}]}, 400, None, None),
+    ],
+)
+def test_refusals_are_openais_errors(
+    api: openai.OpenAI, options: dict[str, Any], status: int, code: str | None, param: str | None
+) -> None:
+    """A wrong request was answered 500, or began a stream before it was refused."""
+    for way in (ask, stream):
+        with pytest.raises(openai.APIStatusError) as refused:
+            way(api, **options)
+        assert (refused.value.status_code, refused.value.code, refused.value.param) == (status, code, param)
+        assert refused.value.type == "invalid_request_error"
+
+
+def test_the_asynchronous_client_streams_many_at_once(service: Service) -> None:
+    """Streams that run at once got each other's pieces."""
+
+    async def one(api: openai.AsyncOpenAI, question: str) -> str:
+        pieces = []
+        async for chunk in await api.chat.completions.create(**asked(question), stream=True):
+            pieces += [choice.delta.content or "" for choice in chunk.choices]
+        return "".join(pieces)
+
+    async def all_of_them() -> tuple[list[str], list[str]]:
+        async with openai.AsyncOpenAI(base_url=f"{service.url}/v1", api_key=service.keys.trusted) as api:
+            together = await asyncio.gather(*(one(api, question) for question in QUESTIONS * 3))
+            return list(together), [await one(api, question) for question in QUESTIONS]
+
+    together, alone = asyncio.run(all_of_them())
+    assert together == alone * 3 and len(set(alone)) == 3
+
+
+def test_defaults_are_the_configurations(api: openai.OpenAI, service: Service) -> None:
+    """What a client leaves out was OpenAI's default, and not the service's setting."""
+    got = api.chat.completions.create(model="tiny", messages=[{"role": "user", "content": QUESTIONS[0]}])
+    defaults = params_of(service.backend.config.generation)
+    assert got.usage is not None and got.usage.completion_tokens <= defaults.max_tokens
+    assert got.choices[0].finish_reason in ("stop", "length")
+    assert usage([]).keys() == got.usage.model_dump().keys()

@@ -1,0 +1,304 @@
+"""What an answer holds is given back, however it ends: clients that leave, engines that fail, clients that do not read."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import openai
+import pytest
+from service_parts import Service, Serving
+
+from ragspec.core import Delta, FinishReason, GenerationStats, Request, SamplingParams
+from ragspec.engine.engine import Engine
+from ragspec.errors import Cancelled, EngineError, ReplicaLost
+from services.openai import streaming
+from services.openai.running import Run
+from services.openai.streaming import at_once, paced
+from services.replies import ClientTooSlow
+
+LONG = 500
+PATIENCE_S = 30.0
+
+
+@pytest.fixture(scope="module")
+def service(serving: Serving) -> Iterator[Service]:
+    """Nothing is kept after a request, so that every slot must be free."""
+    with serving(engine={"prefix_cache": False}) as running:
+        yield running
+
+
+def body(**options: Any) -> dict[str, Any]:
+    messages = [{"role": "user", "content": "Who built the bridge?"}]
+    given = {"model": "tiny", "messages": messages, "max_tokens": LONG, "ignore_eos": True, "logit_bias": {"1": -100}}
+    return given | {"temperature": 1.0, "seed": 3} | options
+
+
+def until(true: Callable[[], bool]) -> None:
+    """Wait for it; a test machine may be slow, so time decides nothing but that it never comes."""
+    deadline = time.monotonic() + PATIENCE_S
+    while not true():
+        assert time.monotonic() < deadline, "it never came"
+        time.sleep(0.005)
+
+
+def engine_of(service: Service) -> Engine:
+    engine = service.backend.engine
+    assert isinstance(engine, Engine)
+    return engine
+
+
+def held(service: Service) -> tuple[int, int]:
+    """Sequences that the engine knows, and pages that are not free."""
+    engine, found = engine_of(service), []
+
+    def look() -> None:
+        pool, scheduler = engine.target.pool, engine._scheduler
+        found.append((len(scheduler.running) + len(scheduler.waiting), pool.num_pages - pool.num_free_pages))
+
+    engine.between_steps(look)
+    return found[0]  # type: ignore[no-any-return]
+
+
+def counted(service: Service, name: str) -> float:
+    """The sum of a counter's samples."""
+    lines = service.backend.metrics.text().decode().splitlines()
+    return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(name))
+
+
+def post(service: Service, given: dict[str, Any]) -> socket.socket:
+    """A request on a socket of its own, sent and not read."""
+    content = json.dumps(given).encode()
+    host, port = service.url.removeprefix("http://").split(":")
+    link = socket.create_connection((host, int(port)))
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
+    head += f"Authorization: Bearer {service.keys.trusted}\r\nContent-Length: {len(content)}\r\n\r\n"
+    link.sendall(head.encode() + content)
+    return link
+
+
+@pytest.mark.parametrize("options", [{"stream": True}, {}, {"n": 3}, {"stream": True, "privacy": "strict"}])
+def test_a_client_that_leaves_is_worked_for_no_longer(service: Service, options: dict[str, Any]) -> None:
+    """The engine wrote on for a client that was gone, streaming or not, and its slots stayed taken."""
+    gone, vain = counted(service, "ragspec_aborts_total"), counted(service, "vllm:generation_tokens_total")
+    with post(service, body(**options)) as link:
+        until(lambda: any(sequence.num_output > 3 for sequence in list(engine_of(service)._scheduler.running)))
+        if options.get("stream"):
+            assert link.recv(1) == b"H"
+    until(lambda: counted(service, "ragspec_aborts_total") == gone + 1)
+    until(lambda: held(service) == (0, 0))
+    until(lambda: counted(service, "vllm:generation_tokens_total") > vain)
+    assert counted(service, "vllm:generation_tokens_total") - vain < LONG * options.get("n", 1)
+    assert service.backend.gate.running == 0
+
+
+@pytest.mark.parametrize("where", ["prepare", "submit"])
+def test_a_client_that_leaves_while_a_thread_works_leaves_nothing(
+    service: Service, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    """A request whose client left during retrieval was handed to the engine afterwards, and cancelled by nobody."""
+    owner: Any = service.backend.chat if where == "prepare" else service.backend.engine
+    real, entered, release = getattr(owner, where), threading.Event(), threading.Event()
+    done = threading.Event()
+
+    def slow(*args: Any) -> Any:
+        entered.set()
+        release.wait(PATIENCE_S)
+        try:
+            return real(*args)
+        finally:
+            done.set()
+
+    monkeypatch.setattr(owner, where, slow)
+    gone = counted(service, "ragspec_aborts_total")
+    with post(service, body(stream=True)):
+        assert entered.wait(PATIENCE_S)
+    until(lambda: counted(service, "ragspec_aborts_total") == gone + 1)
+    release.set()
+    assert done.wait(PATIENCE_S)
+    until(lambda: held(service) == (0, 0))
+    assert service.backend.gate.running == 0
+
+
+def test_an_engine_that_fails_ends_the_stream_with_an_error(
+    service: Service, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A stream that broke off looked like an answer that was complete."""
+    target = engine_of(service).target
+    real, num_calls = target.forward_tapped, 0
+
+    def failing(*args: Any) -> Any:
+        nonlocal num_calls
+        num_calls += 1
+        if num_calls == 6:
+            raise RuntimeError("no memory left at 0x7f")
+        return real(*args)
+
+    monkeypatch.setattr(target, "forward_tapped", failing)
+    pieces = []
+    with openai.OpenAI(base_url=f"{service.url}/v1", api_key=service.keys.trusted, max_retries=0) as api:
+        asked = body(stream=True)
+        extra = {"ignore_eos": asked.pop("ignore_eos")}
+        with pytest.raises(openai.APIError, match="could not be written") as failed:
+            pieces += list(api.chat.completions.create(**asked, extra_body=extra))
+        assert failed.value.code == "generation_failed" and "0x7f" not in str(failed.value.body)
+    num_calls = 0
+    with service.client() as client, client.stream("POST", "/v1/chat/completions", json=body(stream=True)) as reply:
+        events = [line for line in reply.iter_lines() if line]
+    num_calls = 0
+    with service.client() as client:
+        whole = client.post("/v1/chat/completions", json=body())
+    assert (whole.status_code, whole.json()["error"]["code"]) == (500, "generation_failed")
+    assert reply.status_code == 200 and "data: [DONE]" not in events
+    assert json.loads(events[-1].removeprefix("data: "))["error"]["type"] == "server_error"
+    assert held(service) == (0, 0)
+
+
+def test_a_strict_stream_sends_pieces_of_one_size(service: Service) -> None:
+    """Sizes or numbers of packets followed what was accepted; text was lost between two ticks."""
+    asked = body(max_tokens=60, stream=True)
+    with service.client() as client:
+        normal = client.post("/v1/chat/completions", json=asked | {"stream": False}).json()
+        with client.stream("POST", "/v1/chat/completions", json=asked | {"privacy": "strict"}) as reply:
+            frames = [line for line in reply.iter_lines() if line]
+        refused = client.post("/v1/chat/completions", json=asked | {"privacy": "strict", "logprobs": True})
+    assert frames.pop() == "data: [DONE]"
+    assert all((len(frame) + 2) % streaming.STRICT_PAD_BYTES == 0 for frame in frames)
+    chunks = [json.loads(frame.removeprefix("data: ")) for frame in frames]
+    pieces = [(len(frame), chunk) for frame, chunk in zip(frames, chunks, strict=True) if "ragspec" not in chunk]
+    assert len({size for size, _ in pieces}) == 1
+    said = "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in chunks)
+    assert said == normal["choices"][0]["message"]["content"]
+    assert refused.status_code == 400 and refused.json()["error"]["param"] == "logprobs"
+
+
+# -- runs alone --------------------------------------------------------------------------------------------------------
+
+
+def request(name: str, **params: Any) -> Request:
+    return Request(name, (5, 6, 7), SamplingParams(**params))
+
+
+class Told:
+    """An engine that says what it is told to, from another thread."""
+
+    fingerprint, max_context_tokens = "told", 100
+
+    def __init__(self, deltas: list[Delta], wait_s: float = 0.0) -> None:
+        self.deltas, self.wait_s, self.cancelled = deltas, wait_s, list[str]()
+
+    def submit(self, request: Request, listener: Callable[[Delta], None]) -> None:
+        def speak() -> None:
+            for delta in self.deltas:
+                time.sleep(self.wait_s)
+                listener(delta)
+
+        self.thread = threading.Thread(target=speak)
+        self.thread.start()
+
+    def cancel(self, request_id: str) -> None:
+        self.cancelled.append(request_id)
+
+
+def delta(text: str, reason: FinishReason | None = None, tokens: int = 1) -> Delta:
+    stats = GenerationStats(num_output_tokens=3) if reason else None
+    return Delta("a", 0, (1,) * tokens, text, (), reason, stats)
+
+
+@pytest.mark.parametrize(
+    ("reason", "error"),
+    [(FinishReason.LOST, ReplicaLost), (FinishReason.ERROR, EngineError), (FinishReason.CANCELLED, Cancelled)],
+)
+def test_a_choice_that_cannot_be_written_raises(reason: FinishReason, error: type[Exception]) -> None:
+    """Half an answer was returned as a whole one."""
+    engine: Any = Told([delta("half"), delta("", reason)])
+
+    async def run() -> None:
+        async with Run(engine, [request("a")]) as run:
+            await run.finished()
+
+    with pytest.raises(error):
+        asyncio.run(run())
+    engine.thread.join()
+
+
+def test_a_client_that_falls_too_far_behind_is_given_up() -> None:
+    """What nobody reads piled up without end."""
+    engine: Any = Told([delta("x", tokens=50) for _ in range(10)])
+    vain: list[GenerationStats] = []
+
+    async def run() -> None:
+        async with Run(engine, [request("a")], most_waiting_tokens=400, in_vain=vain.append) as run:
+            await asyncio.to_thread(engine.thread.join)
+            await run.news()
+
+    with pytest.raises(ClientTooSlow):
+        asyncio.run(run())
+    assert engine.cancelled == ["a"]
+
+
+def test_what_was_computed_for_nobody_is_counted() -> None:
+    """Work that was given up was missing from the counters."""
+    engine: Any = Told([delta("x"), delta("", FinishReason.CANCELLED)], wait_s=0.05)
+    vain: list[GenerationStats] = []
+
+    async def run() -> None:
+        async with Run(engine, [request("a")], in_vain=vain.append) as run:
+            await run.news()
+        await asyncio.to_thread(engine.thread.join)
+        await asyncio.sleep(0)
+
+    asyncio.run(run())
+    assert engine.cancelled == ["a"] and [stats.num_output_tokens for stats in vain] == [3]
+
+
+def test_a_client_that_waits_hears_that_it_is_not_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A proxy closed a connection on which nothing came while the request stood in the queue."""
+    monkeypatch.setattr(streaming, "KEEP_ALIVE_S", 0.01)
+    engine: Any = Told([delta("x"), delta("y", FinishReason.STOP)], wait_s=0.2)
+
+    async def run() -> list[str | None]:
+        async with Run(engine, [request("a")]) as run:
+            return [piece and piece.text async for piece in at_once(run)]
+
+    pieces = asyncio.run(run())
+    assert pieces[0] is None and [piece for piece in pieces if piece] == ["x", "y"]
+    assert engine.cancelled == []
+
+
+def test_paced_pieces_come_at_ticks_and_hold_all() -> None:
+    """The pace followed the text; the end came before all of it."""
+    text = "a🏭" * 200
+    engine: Any = Told([delta(text), delta("", FinishReason.STOP)], wait_s=0.05)
+
+    async def run() -> list[Any]:
+        async with Run(engine, [request("a")]) as run:
+            return [piece async for piece in paced(run, tick_s=0.005)]
+
+    pieces = asyncio.run(run())
+    assert pieces[0].text == "" and "".join(piece.text for piece in pieces) == text
+    assert [piece.is_last for piece in pieces] == [*[False] * (len(pieces) - 1), True]
+
+
+def test_a_run_that_cannot_begin_takes_nothing() -> None:
+    """The first of two requests ran on after the second was refused."""
+
+    class Choosy(Told):
+        def submit(self, request: Request, listener: Callable[[Delta], None]) -> None:
+            if request.id == "b":
+                raise EngineError("no")
+
+    engine: Any = Choosy([])
+
+    async def run() -> None:
+        async with Run(engine, [request("a"), request("b")]):
+            pass
+
+    with pytest.raises(EngineError, match="no"):
+        asyncio.run(run())
+    assert "a" in engine.cancelled
