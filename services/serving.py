@@ -1,0 +1,118 @@
+"""The service as a Ray Serve application: the same app in every replica, behind Serve's proxies.
+
+    serve run infra/serve/chat.yaml
+
+Serve starts, scales, checks and drains replicas; what a replica is made of is the configuration's. A replica that is to end takes
+nothing more and has `service.drain_s` seconds for what runs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any, cast
+
+from fastapi import FastAPI
+from pydantic import Field, ValidationError
+from ray import serve
+from ray.serve import Application, Deployment
+
+from ragspec.config import Part, load_settings
+from ragspec.errors import ConfigError, EngineError
+from services.settings import ServiceConfig
+
+_GRACE_S = 10.0
+_NUM_CPUS = 0.5
+"""What a replica reserves in Ray's books, whatever threads it uses. Why so little: on a small machine Serve's own actors fit too."""
+
+
+class ServeArgs(Part):
+    """`args` of an application. `config`: the service's configuration, or the path of its YAML file on every node. `cluster`: the
+    name of a deployment of `ragspec cluster up` that it stands on; empty: every replica has an engine and an index of its own.
+    `deployment_config`: options of Serve's deployment (`autoscaling_config`, `num_replicas`, `max_ongoing_requests`,
+    `ray_actor_options`, ...).
+    """
+
+    config: dict[str, Any] | str = Field(default_factory=dict)
+    cluster: str = ""
+    deployment_config: dict[str, Any] = Field(default_factory=dict)
+
+
+def build_app(args: dict[str, Any]) -> Application:
+    """For `import_path: services.serving:build_app`. Raises: ConfigError."""
+    try:
+        given = ServeArgs.model_validate(args)
+    except ValidationError as cause:
+        raise ConfigError(f"args: {'; '.join(fault['msg'] for fault in cause.errors())}") from cause
+    settings = settings_of(given)
+    if not settings.service.keys_file:
+        raise ConfigError("service.keys_file is not set: every replica has to know the same keys (ragspec keys add)")
+    if not settings.retriever.index_dir and not given.cluster:
+        raise ConfigError("retriever.index_dir is not set: build an index first, where every replica can read it")
+    service = settings.service
+    options: dict[str, Any] = {
+        "name": "ragspec",
+        "max_ongoing_requests": service.limits.max_in_flight,
+        "graceful_shutdown_timeout_s": service.drain_s + _GRACE_S,
+        "health_check_timeout_s": service.timeouts.canary_s + _GRACE_S,
+        "ray_actor_options": {"num_cpus": _NUM_CPUS},
+    } | given.deployment_config
+    try:
+        return _deployment().options(**options).bind(args)
+    except (TypeError, ValueError) as cause:
+        raise ConfigError(f"deployment_config: {cause}") from cause
+
+
+def settings_of(args: ServeArgs) -> ServiceConfig:
+    """Raises: ConfigError."""
+    if isinstance(args.config, str):
+        return load_settings(ServiceConfig, args.config)
+    return load_settings(ServiceConfig, None, **args.config)
+
+
+class Replica:
+    """One copy of the service: a backend and the app around it."""
+
+    def __init__(self, args: dict[str, Any]) -> None:
+        """Why the imports are in here: they take seconds, and only replicas need them."""
+        from pathlib import Path
+
+        from services.app import build_app as build
+        from services.health import Canary
+        from services.keys import KeyFile
+        from services.logs import start_logging
+
+        start_logging()
+        given = ServeArgs.model_validate(args)
+        settings = settings_of(given)
+        ring = KeyFile(Path(settings.service.keys_file))
+        with contextlib.ExitStack() as stack:
+            self._backend = stack.enter_context(_backend(given.cluster, settings))
+            self._app = build(self._backend, ring)
+            self._canary = Canary(self._backend)
+            self._stack = stack.pop_all()
+
+    def __serve_build_asgi_app__(self) -> FastAPI:
+        return self._app
+
+    async def check_health(self) -> None:
+        """Serve ends a replica that fails this a few times in a row, and starts another."""
+        if not await self._canary.sings():
+            raise EngineError("the engine writes no token")
+
+    def __del__(self) -> None:
+        if stack := getattr(self, "_stack", None):
+            stack.close()
+
+
+def _backend(cluster: str, settings: ServiceConfig) -> contextlib.AbstractContextManager[Any]:
+    from services.backend import Backend
+
+    if not cluster:
+        return Backend.embedded(settings)
+    from services.clustered import clustered
+
+    return clustered(cluster, settings)
+
+
+def _deployment() -> Deployment:
+    return cast(Deployment, serve.deployment(serve.ingress()(Replica)))

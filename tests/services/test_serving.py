@@ -1,0 +1,150 @@
+"""The service on Ray Serve, as `serve run` starts it: the same app, streamed, checked, drained."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx2 as httpx
+import pytest
+import ray
+import yaml
+from ray import serve
+from ray.serve.schema import ServeDeploySchema
+from service_parts import CONTEXT, DOCUMENTS, MODEL
+from tiny_target import save_model
+
+from ragspec.config import EncoderConfig
+from ragspec.errors import ConfigError
+from ragspec.retrieval.encoder import Encoder
+from ragspec.retrieval.retriever import build_index
+from services.keys import add_key
+from services.serving import ServeArgs, build_app, settings_of
+
+SERVE = Path(__file__).parents[2] / "infra" / "serve"
+
+
+@pytest.mark.parametrize("name", ["chat.yaml", "cluster.yaml"])
+def test_the_files_for_serve_run_are_what_serve_and_the_service_read(name: str) -> None:
+    """The files that people start from name an option that there is not."""
+    given = yaml.safe_load((SERVE / name).read_text(encoding="utf-8"))
+    (application,) = ServeDeploySchema.model_validate(given).applications
+    assert application.import_path == "services.serving:build_app"
+    settings = settings_of(ServeArgs.model_validate(application.args))
+    assert settings.service.host == given["http_options"]["host"]
+    build_app(application.args)
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        ({}, "keys_file"),
+        ({"config": {"service": {"keys_file": "k.json"}}}, "index_dir"),
+        ({"config": {"service": {"kees_file": "k.json"}}}, "kees_file"),
+        ({"confg": {}}, "Extra inputs"),
+        (
+            {"config": {"service": {"keys_file": "k"}}, "cluster": "c", "deployment_config": {"num_replica": 1}},
+            "num_replica",
+        ),
+        (
+            {"config": {"service": {"keys_file": "k"}}, "cluster": "c", "deployment_config": {"num_replicas": -1}},
+            "num_replicas",
+        ),
+    ],
+)
+def test_args_that_cannot_be_meant_are_refused_before_anything_starts(args: dict[str, Any], said: str) -> None:
+    """A replica fails again and again on a mistake that was there to be seen."""
+    with pytest.raises(ConfigError, match=said):
+        build_app(args)
+
+
+def test_serve_s_options_are_passed_through() -> None:
+    """Autoscaling that is written down and never happens."""
+    options = {"autoscaling_config": {"min_replicas": 1, "max_replicas": 3}, "max_ongoing_requests": 7}
+    args = {"config": {"service": {"keys_file": "k"}}, "cluster": "c", "deployment_config": options}
+    deployment = build_app(args)._bound_deployment
+    assert deployment._deployment_config.autoscaling_config.max_replicas == 3
+    assert deployment._deployment_config.max_ongoing_requests == 7
+    assert deployment._deployment_config.graceful_shutdown_timeout_s >= 120
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str]]:
+    """The address and a key of a service on a Ray of its own."""
+    folder = tmp_path_factory.mktemp("serve")
+    build_index(DOCUMENTS, folder / "index", Encoder.load(EncoderConfig()))
+    key, _ = add_key(folder / "keys.json", "ann", trusted=True)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    config = {
+        "target": {"model": str(save_model("llama", folder / "model", max_position_embeddings=CONTEXT))},
+        "engine": {"max_kv_tokens": 4096, "num_threads": 1},
+        "retriever": {"index_dir": str(folder / "index")},
+        "service": {"model": MODEL, "keys_file": str(folder / "keys.json"), "data_dir": str(folder / "data")},
+    }
+    ray.init(address="local", include_dashboard=False, num_cpus=4, log_to_driver=False)
+    try:
+        serve.start(http_options={"host": "127.0.0.1", "port": port})
+        serve.run(build_app({"config": config}), route_prefix="/", name="chat")
+        yield f"http://127.0.0.1:{port}", key
+    finally:
+        serve.shutdown()
+        ray.shutdown()
+
+
+@pytest.mark.slow
+@pytest.mark.ray
+def test_an_answer_is_streamed_through_serve(served: tuple[str, str]) -> None:
+    """Serve collects a stream and sends it at its end; or two runs of one seed differ there."""
+    url, key = served
+    asked = {
+        "model": MODEL,
+        "messages": [{"role": "user", "content": "What is the password of the mill?"}],
+        "max_tokens": 24,
+        "seed": 5,
+        "temperature": 1.0,
+    }
+    with httpx.Client(base_url=url, headers={"Authorization": f"Bearer {key}"}, timeout=120.0) as client:
+        whole = client.post("/v1/chat/completions", json=asked).raise_for_status().json()
+        texts, num_reads = [], 0
+        with client.stream(
+            "POST", "/v1/chat/completions", json={**asked, "stream": True, "speculation": False}
+        ) as reply:
+            assert reply.status_code == 200 and reply.headers["content-type"].startswith("text/event-stream")
+            received = b""
+            for piece in reply.iter_raw():
+                received, num_reads = received + piece, num_reads + 1
+        for event in received.decode().split("\n\n"):
+            if event.startswith("data: {"):
+                texts += [choice["delta"].get("content") or "" for choice in json.loads(event[6:])["choices"]]
+    assert received.endswith(b"data: [DONE]\n\n") and num_reads > 3
+    assert "".join(texts) == whole["choices"][0]["message"]["content"]
+    assert "ann-1" in {passage["document_id"] for passage in whole["ragspec"]["passages"]}
+
+
+@pytest.mark.slow
+@pytest.mark.ray
+def test_the_guard_stands_in_front_of_a_replica_too(served: tuple[str, str]) -> None:
+    """What is refused in one process is served behind Serve."""
+    url, key = served
+    with httpx.Client(base_url=url, timeout=60.0) as client:
+        assert client.get("/v1/models").status_code == 401
+        assert client.get("/health/ready").status_code == 200
+        assert client.get("/health/live", headers={"Host": "evil.example"}).status_code == 403
+        known = {"Authorization": f"Bearer {key}"}
+        assert client.post("/v1/chat/completions", content=b"{", headers=known).status_code == 415
+        broken = {**known, "Content-Type": "application/json"}
+        assert client.post("/v1/chat/completions", content=b"{", headers=broken).status_code == 400
+        assert "vllm:prompt_tokens_total" in client.get("/metrics", headers=known).text
+
+
+@pytest.mark.slow
+@pytest.mark.ray
+def test_serve_asks_the_engine_whether_a_replica_is_well(served: tuple[str, str]) -> None:
+    """A replica whose engine is dead stays in service."""
+    (application,) = serve.status().applications.values()
+    (deployment,) = application.deployments.values()
+    assert deployment.status == "HEALTHY" and deployment.replica_states == {"RUNNING": 1}
