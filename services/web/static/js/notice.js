@@ -4,7 +4,7 @@ import { el, announce } from "./dom.js";
 
 const WORDS = {
   unauthorized: ["This server asks for a key.", ""],
-  busy: ["The server has too much to do.", "Try again"],
+  busy: ["Too much at once.", "Try again"],
   gone: ["", "Try again"],
   too_long: ["This is too long for the model.", "Ask without what was said before"],
   refused: ["The server refused this question.", "Try again"],
@@ -13,9 +13,10 @@ const WORDS = {
 /** `on`: {again, fresh}. Where the server says how long to wait, the button counts down and waits. */
 export function noticeOf(failure, on) {
   const [lead, action] = WORDS[failure.kind] ?? WORDS.refused;
-  const message = el("div", { role: "alert" }, lead && el("strong", {}, lead), el("p", {}, failure.message));
+  const message = el("div", { role: "alert" }, lead && el("strong", {}, lead),
+    failure.kind === "unauthorized" ? null : el("p", {}, failure.message));
   const notice = el("div", { class: "notice" }, message); // the button counts outside of what is read aloud
-  if (failure.requestId) notice.append(el("p", { class: "request-id" }, `Request ${failure.requestId}`));
+  if (failure.requestId && failure.kind === "refused") notice.append(el("p", { class: "request-id" }, `Request ${failure.requestId}`));
   if (failure.kind === "unauthorized") {
     notice.append(el("button", { type: "button", onclick: on.again }, "Enter a key"));
   } else {

@@ -4,6 +4,7 @@ import { stream } from "./api.js";
 
 export class Reply {
   text = "";
+  question = ""; // what was looked for: a follow-up made to stand alone
   passages = [];
   citations = [];
   finish = ""; // why it ended: stop, length; "" while it runs
@@ -71,6 +72,7 @@ export class Reply {
   }
 
   #takeSources(said) {
+    this.question = said.question ?? this.question;
     this.passages = said.passages ?? this.passages;
     this.citations = said.citations ?? this.citations;
     this.droppedPassages = said.dropped_passages ?? this.droppedPassages;

@@ -47,7 +47,7 @@ export class TurnView {
     this.answer.setAttribute("aria-busy", "false");
     if (!this.#sources) this.#showSources(reply);
     this.#quotes = new Quotes(this.answer, reply, this.#sources);
-    this.#sources.setCitations(reply.citations);
+    if (!stopped) this.#sources.setCitations(reply.citations);
     if (!reply.text) this.answer.append(el("span", { class: "waiting" }, stopped ? "" : "The answer is empty."));
     const remarks = this.#remarks(stopped, reply);
     if (!stopped) remarks.push(this.#quotes.verdict());
@@ -69,9 +69,10 @@ export class TurnView {
 
   #showSources(reply) {
     this.#sources = new Sources(this.#id, reply.passages, (number, pressed) => this.#quotes?.light(number, pressed));
-    this.side.replaceChildren(reply.passages.length
-      ? this.#sources.element
-      : el("p", { class: "none" }, "No passage was found for this question."));
+    const isRewritten = reply.question && reply.question.trim() !== this.turn.question.trim();
+    this.side.replaceChildren(
+      isRewritten ? el("p", { class: "searched" }, "Looked for: ", el("q", {}, reply.question)) : "",
+      reply.passages.length ? this.#sources.element : el("p", { class: "none" }, "No passage was found for this question."));
   }
 
   #remarks(stopped, reply) {
