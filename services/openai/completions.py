@@ -14,7 +14,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
-from ragspec.core import CopySource, SourceKind, check_text
+from ragspec.core import CopySource, SourceKind, TokenLogprob, check_text
 from ragspec.core import Request as Generation
 from ragspec.errors import InputError, PromptTooLong
 from ragspec.rag.chat import salt_of
@@ -23,7 +23,7 @@ from ragspec.speculation import ON, Speculation
 from services.backend import Backend
 from services.errors import ApiError
 from services.openai.asking import Asked, index_of, usage_of
-from services.openai.logprobs import TokenTexts
+from services.openai.logprobs import Offsets, TokenTexts
 from services.openai.running import Key, Run
 from services.openai.sending import Sender, Writing
 from services.openai.streaming import Chunk, Piece
@@ -92,14 +92,15 @@ class CompletionReply:
     def __init__(self, body: CompletionBody, asked: Asked, run: Run, texts: TokenTexts) -> None:
         self._body, self._asked, self._run, self._texts = body, asked, run, texts
         self._indices = index_of(run)
-        self._num_chars = dict.fromkeys(run.keys, 0)
+        self._offsets = [Offsets() for _ in run.keys]
 
     async def whole(self) -> dict[str, Any]:
         """Raises: as `Run.finished`."""
         completions = await self._run.finished()
         self._asked.count(self._run)
         choices = [
-            _choice(index, each.text, self._logprobs(each.logprobs, 0)) | {"finish_reason": each.finish_reason.value}
+            _choice(index, each.text, self._logprobs(index, each.logprobs))
+            | {"finish_reason": each.finish_reason.value}
             for index, each in enumerate(completions)
         ]
         head = self._asked.head("text_completion", "cmpl", completions[0].stats.system_fingerprint)
@@ -110,9 +111,9 @@ class CompletionReply:
         return []
 
     def told(self, piece: Piece) -> Chunk:
-        logprobs = self._logprobs(piece.logprobs, self._num_chars[piece.key])
-        self._num_chars[piece.key] += len(piece.text)
-        return [_choice(self._indices[piece.key], piece.text, logprobs)], self._asked.progress(self._run, piece.key)
+        index = self._indices[piece.key]
+        choice = _choice(index, piece.text, self._logprobs(index, piece.logprobs))
+        return [choice], self._asked.progress(self._run, piece.key)
 
     async def ending(self, key: Key) -> Chunk:
         reason = self._run.completion(key).finish_reason.value
@@ -122,8 +123,8 @@ class CompletionReply:
         self._asked.count(self._run)
         return self._asked.last_chunk(self._run)
 
-    def _logprobs(self, logprobs: Sequence[Any], offset: int) -> dict[str, Any] | None:
-        return None if self._body.logprobs is None else self._texts.completion(logprobs, offset)
+    def _logprobs(self, index: int, logprobs: Sequence[TokenLogprob]) -> dict[str, Any] | None:
+        return None if self._body.logprobs is None else self._texts.completion(logprobs, self._offsets[index])
 
 
 def _choice(index: int, text: str, logprobs: dict[str, Any] | None) -> dict[str, Any]:

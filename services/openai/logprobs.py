@@ -1,11 +1,12 @@
 """Log-probabilities as OpenAI writes them: each token as text and as bytes.
 
-A token may be half a character: its `bytes` are exact where the vocabulary tells them, its text then holds U+FFFD. Control tokens
-are no text, and are left out as they are left out of the content.
+A token may be half a character: its `bytes` are exact where the vocabulary tells them, and its text then spells them, as
+"bytes:\\xe2\\x80". Control tokens are no text, and are left out as they are left out of the content.
 """
 
 from __future__ import annotations
 
+import codecs
 import functools
 import re
 from collections.abc import Iterable, Sequence
@@ -19,6 +20,24 @@ from ragspec.core import TokenLogprob
 _BYTE_OF = {letter: byte for byte, letter in bytes_to_unicode().items()}
 _SPACE = bytes_to_unicode()[ord(" ")]
 _ONE_BYTE = re.compile(r"<0x([0-9A-F]{2})>")
+
+
+_UTF8 = codecs.getincrementaldecoder("utf-8")
+
+
+class Offsets:
+    """Where in a text each of its tokens begins, in characters: one that goes on with a character, where that begins."""
+
+    def __init__(self) -> None:
+        self._decoder = _UTF8("replace")
+        self._count = 0
+
+    def of_next(self, data: bytes) -> int:
+        begun = self._decoder.getstate()[0]
+        broken = bool(begun) and not _goes_on(begun + data[:1])  # then what was begun has become one U+FFFD
+        offset = self._count + broken
+        self._count += len(self._decoder.decode(data))
+        return offset
 
 
 class TokenTexts:
@@ -37,29 +56,28 @@ class TokenTexts:
             for each in self._shown(logprobs)
         ]
 
-    def completion(self, logprobs: Iterable[TokenLogprob], offset: int = 0) -> dict[str, Any]:
-        """`choices[].logprobs` of a completion; its first token begins at character `offset` of the text."""
+    def completion(self, logprobs: Iterable[TokenLogprob], offsets: Offsets) -> dict[str, Any]:
+        """`choices[].logprobs` of a completion, of the tokens behind those that `offsets` has seen."""
         shown = self._shown(logprobs)
-        tokens = [self.text_of(each.token_id) for each in shown]
-        offsets = [offset]
-        for token in tokens:
-            offsets.append(offsets[-1] + len(token))
         return {
-            "tokens": tokens,
+            "tokens": [self.text_of(each.token_id) for each in shown],
             "token_logprobs": [each.logprob for each in shown],
             "top_logprobs": [{self.text_of(token): logprob for token, logprob in each.top} for each in shown],
-            "text_offset": offsets[:-1],
+            "text_offset": [offsets.of_next(self.bytes_of(each.token_id)) for each in shown],
         }
 
     def text_of(self, token_id: int) -> str:
-        return self.bytes_of(token_id).decode("utf-8", "replace")
+        data = self.bytes_of(token_id)
+        try:
+            return data.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
     def _shown(self, logprobs: Iterable[TokenLogprob]) -> Sequence[TokenLogprob]:
         return [each for each in logprobs if each.token_id not in self._control]
 
     def _entry(self, token_id: int, logprob: float) -> dict[str, Any]:
-        data = self.bytes_of(token_id)
-        return {"token": data.decode("utf-8", "replace"), "logprob": logprob, "bytes": list(data)}
+        return {"token": self.text_of(token_id), "logprob": logprob, "bytes": list(self.bytes_of(token_id))}
 
     def _bytes_of(self, token_id: int) -> bytes:
         piece = str(self._tokenizer.convert_ids_to_tokens(token_id))
@@ -71,3 +89,12 @@ class TokenTexts:
             if "\u2581" in piece:  # sentencepiece's space
                 return piece.replace("\u2581", " ").encode()
         return str(self._tokenizer.decode([token_id])).encode()
+
+
+def _goes_on(data: bytes) -> bool:
+    """Whether these bytes begin, or are, characters."""
+    try:
+        _UTF8("strict").decode(data)
+    except UnicodeDecodeError:
+        return False
+    return True

@@ -1,0 +1,157 @@
+"""Completions, embeddings and models as the official client sees them, against a real server."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import openai
+import pytest
+from letter_encoder import DIMENSION, LetterEncoder
+from openai.types import Completion
+from service_parts import CONTEXT, Service
+
+
+@pytest.fixture(scope="module")
+def api(service: Service) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{service.url}/v1", api_key=service.keys.trusted, max_retries=0) as client:
+        yield client
+
+
+def complete(api: openai.OpenAI, prompt: Any, **options: Any) -> Completion:
+    got: Completion = api.completions.create(
+        **{"model": "tiny", "prompt": prompt, "max_tokens": 12, "seed": 4} | options
+    )
+    return got
+
+
+def test_choices_are_numbered_prompt_by_prompt(api: openai.OpenAI) -> None:
+    """The second prompt's choices came under the first one's numbers, or its usage was left out."""
+    prompts = ["The river rises", "A mill needs"]
+    both = complete(api, prompts, n=2, temperature=1.0)
+    alone = [complete(api, prompt, n=2, temperature=1.0) for prompt in prompts]
+    assert [choice.index for choice in both.choices] == [0, 1, 2, 3]
+    assert [choice.text for choice in both.choices] == [choice.text for got in alone for choice in got.choices]
+    assert all(got.usage for got in (both, *alone))
+    assert both.usage and both.usage.completion_tokens == 48
+    assert both.usage.prompt_tokens == sum(got.usage.prompt_tokens for got in alone if got.usage)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_speculation_and_streams_change_no_completion(api: openai.OpenAI, temperature: float) -> None:
+    """With drafts, or told piece by piece, a request of the same seed got another text."""
+    prompt = "The bridge was built by the people of the valley. The bridge was built by"
+    options: dict[str, Any] = {"temperature": temperature, "max_tokens": 24, "n": 2}
+    drafted = complete(api, prompt, **options)
+    plain = complete(api, prompt, **options, extra_body={"speculation": False})
+    told = {0: "", 1: ""}
+    for chunk in api.completions.create(model="tiny", prompt=prompt, seed=4, stream=True, **options):
+        for choice in chunk.choices:
+            told[choice.index] += choice.text
+    assert [choice.text for choice in drafted.choices] == [choice.text for choice in plain.choices]
+    assert [choice.text for choice in drafted.choices] == [told[0], told[1]]
+
+
+def test_token_ids_are_the_prompt_they_are(api: openai.OpenAI, service: Service) -> None:
+    """Token ids were decoded and read again as something else, or text as a control token."""
+    tokenizer = service.backend.prompts.tokenizer
+    ids = tokenizer("A mill needs water")["input_ids"]
+    as_text, as_ids = complete(api, "A mill needs water"), complete(api, ids)
+    assert as_text.choices[0].text == as_ids.choices[0].text
+    assert as_text.usage == as_ids.usage or (as_ids.usage and as_ids.usage.prompt_tokens == len(ids))
+    spelt = complete(api, "</s>")
+    assert spelt.usage and spelt.usage.prompt_tokens == 4
+    assert complete(api, [[1], ids]).choices[1].text == as_ids.choices[0].text
+
+
+def test_logprobs_have_the_old_shape(api: openai.OpenAI) -> None:
+    """Offsets did not fit the text; a list was shorter than the tokens."""
+    options: dict[str, Any] = {"logprobs": 2, "max_tokens": 30}
+    got = complete(api, "The old mill", **options).choices[0]
+    assert got.logprobs is not None and got.logprobs.tokens and got.logprobs.text_offset
+    assert len(got.logprobs.tokens) == 30
+    whole = [
+        pair for pair in zip(got.logprobs.tokens, got.logprobs.text_offset, strict=True) if "bytes:" not in pair[0]
+    ]
+    assert len(whole) > 5 and all(got.text[offset:].startswith(token) for token, offset in whole)
+    assert got.logprobs.top_logprobs and all(len(top) == 2 for top in got.logprobs.top_logprobs)
+    offsets = []
+    for chunk in api.completions.create(model="tiny", prompt="The old mill", seed=4, stream=True, **options):
+        offsets += [at for choice in chunk.choices if choice.logprobs for at in choice.logprobs.text_offset or []]
+    assert offsets == got.logprobs.text_offset
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "param"),
+    [
+        ({"prompt": "mill " * 2000}, "context_length_exceeded", "prompt"),
+        ({"max_tokens": 1020, "prompt": "The mill of the old"}, "context_length_exceeded", "prompt"),
+        ({"prompt": [1, 999_999]}, None, None),
+        ({"prompt": ""}, None, None),
+        ({"suffix": "end"}, "unsupported_parameter", "suffix"),
+        ({"echo": True}, None, "echo"),
+        ({"model": "davinci"}, "model_not_found", "model"),
+    ],
+)
+def test_completions_are_refused_as_openai_does(
+    api: openai.OpenAI, options: dict[str, Any], code: str | None, param: str | None
+) -> None:
+    """A prompt was cut in silence; a wrong request ended with 500."""
+    with pytest.raises(openai.APIStatusError) as refused:
+        complete(api, **{"prompt": "a"} | options)
+    assert refused.value.status_code == (404 if code == "model_not_found" else 400)
+    assert (refused.value.code, refused.value.param) == (code, param)
+
+
+def test_metrics_of_a_completion_are_for_trusted_keys(api: openai.OpenAI, service: Service) -> None:
+    """What was hidden in a chat could be read here."""
+    assert complete(api, "The mill", extra_body={"metrics": True}).model_extra["metrics"]["generation_time_ms"] > 0
+    with openai.OpenAI(base_url=f"{service.url}/v1", api_key=service.keys.ann) as ann:
+        assert "metrics" not in complete(ann, "The mill", extra_body={"metrics": True}).model_extra
+
+
+@pytest.mark.parametrize("encoding_format", ["float", "base64"])
+def test_embeddings_are_the_encoders(api: openai.OpenAI, service: Service, encoding_format: Any) -> None:
+    """Vectors in another order, cut, or of another byte order."""
+    texts = ["The river", "Die Mühle 🏭", "x"]
+    got = api.embeddings.create(model="tiny", input=texts, encoding_format=encoding_format)
+    wanted = LetterEncoder().encode(texts)
+    for entry, vector in zip(got.data, wanted, strict=True):
+        told: Any = entry.embedding
+        if encoding_format == "base64":
+            told = np.frombuffer(base64.b64decode(told), "<f4")
+        np.testing.assert_array_equal(np.asarray(told, np.float32), vector)
+    assert [entry.index for entry in got.data] == [0, 1, 2]
+    assert got.usage.prompt_tokens == got.usage.total_tokens == sum(LetterEncoder().count_tokens(texts))
+    one = api.embeddings.create(model="letters", input="x", dimensions=DIMENSION)  # by default in base64
+    np.testing.assert_array_equal(np.float32(one.data[0].embedding), wanted[2])
+
+
+@pytest.mark.parametrize(
+    ("options", "param"),
+    [
+        ({"input": [[1, 2, 3]]}, "input.0"),
+        ({"input": ["x"] * 2049}, "input"),
+        ({"input": ["x", " "]}, None),
+        ({"input": ["x", "word " * 300]}, "input.1"),
+        ({"input": "x", "dimensions": DIMENSION - 1}, "dimensions"),
+    ],
+)
+def test_embeddings_that_cannot_be_are_refused(api: openai.OpenAI, options: dict[str, Any], param: str | None) -> None:
+    """A text was cut in silence; tokens of another vocabulary were embedded."""
+    with pytest.raises(openai.BadRequestError) as refused:
+        api.embeddings.create(model="tiny", **options)
+    assert refused.value.param == param
+
+
+def test_models_are_listed_by_name(api: openai.OpenAI) -> None:
+    """The first model of the list, which clients take, was not the one that answers."""
+    models = api.models.list().data
+    assert [model.id for model in models] == ["tiny", "letters"]
+    assert api.models.retrieve("tiny") == models[0]
+    assert models[0].model_extra["max_model_len"] == CONTEXT
+    with pytest.raises(openai.NotFoundError) as refused:
+        api.models.retrieve("gpt-9")
+    assert refused.value.code == "model_not_found"
