@@ -31,7 +31,9 @@ _TEXTS = """() => {
     if (!text || !element.checkVisibility({ visibilityProperty: true })) continue;
     if (element.closest(".hidden, noscript, :disabled")) continue;
     const below = ground(element);
-    found.push([text, over(rgba(getComputedStyle(element).color), below).slice(0, 3), below.slice(0, 3)]);
+    const field = element.closest("[data-behind]"); // marks behind a field: it is the field's text that is seen
+    const inked = field ? document.getElementById(field.dataset.behind) : element;
+    found.push([text, over(rgba(getComputedStyle(inked).color), below).slice(0, 3), below.slice(0, 3)]);
   }
   const fields = "textarea, input:not([type=checkbox], [type=radio], [type=file])";
   for (const field of document.querySelectorAll(fields)) {
