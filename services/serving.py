@@ -22,7 +22,7 @@ from services.settings import ServiceConfig
 
 _GRACE_S = 10.0
 _NUM_CPUS = 0.5
-"""What a replica reserves in Ray's books, whatever threads it uses. Why so little: on a small machine Serve's own actors fit too."""
+"""What a replica reserves in Ray's books, whatever threads it uses; on a small machine Serve's own actors need room too."""
 
 
 class ServeArgs(Part):

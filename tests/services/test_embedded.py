@@ -1,0 +1,207 @@
+"""One process: how it starts, refuses to start, stops, and is stopped in the middle of an answer."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx2 as httpx
+import pytest
+from service_parts import CONTEXT, DOCUMENTS, MODEL, Service, Serving, soon
+from tiny_target import save_model
+
+from ragspec.cli.serve import run_serve
+from ragspec.config import EncoderConfig
+from ragspec.errors import ConfigError
+from ragspec.retrieval.encoder import Encoder
+from ragspec.retrieval.retriever import build_index
+from services.embedded import listening
+from services.settings import ServiceSettings
+
+LONG = {
+    "model": MODEL,
+    "messages": [{"role": "user", "content": "Who built the bridge?"}],
+    "retrieval": False,
+    "seed": 3,
+}
+
+
+def asked(max_tokens: int, **more: Any) -> dict[str, Any]:
+    return {**LONG, "max_tokens": max_tokens, "ignore_eos": True, "stream": True, **more}
+
+
+def events(text: str) -> list[Any]:
+    """Of a stream; the last is None where it ended as it should."""
+    lines = [line.removeprefix("data: ") for line in text.splitlines() if line.startswith("data: ")]
+    return [None if line == "[DONE]" else json.loads(line) for line in lines]
+
+
+@contextlib.contextmanager
+def begun(service: Service, body: dict[str, Any]) -> Iterator[tuple[httpx.Response, Iterator[str]]]:
+    """A stream that has brought its first piece."""
+    with service.client() as client, client.stream("POST", "/v1/chat/completions", json=body) as reply:
+        pieces = reply.iter_text()
+        assert next(pieces)
+        yield reply, pieces
+
+
+def test_what_runs_ends_and_nothing_new_is_taken(serving: Serving) -> None:
+    """A rolling update cuts answers off, or clients see connections refused instead of a time to come back."""
+    with serving() as service, service.client() as other, begun(service, asked(300)) as (_, pieces):
+        service.server.stop()
+        assert soon(lambda: service.backend.gate.draining)
+        assert other.get("/health/ready").status_code == 503 and other.get("/health/live").status_code == 200
+        refused = other.post("/v1/chat/completions", json=asked(3))
+        assert refused.status_code == 503 and int(refused.headers["retry-after"]) >= 1
+        assert refused.json()["error"]["code"] == "shutting_down"
+        assert events("data: {}\n\n" + "".join(pieces))[-1] is None
+        assert soon(lambda: service.server.should_exit)
+
+
+def test_what_takes_longer_than_the_drain_is_told_so(serving: Serving) -> None:
+    """A stream that ends in silence looks complete; or the process never ends."""
+    with serving(**{"service.drain_s": 0.0}) as service, begun(service, asked(900, n=4)) as (_, pieces):
+        service.server.stop()
+        last = events("".join(pieces))[-1]
+        assert last["error"]["code"] == "unavailable"
+        assert soon(lambda: service.server.should_exit)
+
+
+def test_a_service_for_others_needs_keys() -> None:
+    """Whoever reaches the machine asks, and reads every document."""
+    for host in ("0.0.0.0", "::", "10.0.0.1", "example.org"):
+        with pytest.raises(ConfigError, match="ragspec keys add"):
+            run_serve(None, {"service.host": host}, None, None, verbose=False)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.1.2.3", "::1", "localhost"])
+def test_loopback_is_this_machine_only(host: str) -> None:
+    """Keys are asked for where nobody else can come, or not where somebody can."""
+    assert ServiceSettings(host=host).is_local and ServiceSettings(host=host).is_languagetool_open
+    assert not ServiceSettings(host=host, keys_file="k").is_languagetool_open
+    assert not ServiceSettings(host="0.0.0.0").is_languagetool_open
+
+
+def test_a_port_in_use_is_said_before_anything_is_loaded() -> None:
+    """A minute of loading a model ends in a traceback."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        settings = ServiceSettings(port=taken.getsockname()[1])
+        with pytest.raises(ConfigError, match=r"is in use.*--port"), listening(settings):
+            pass
+    with pytest.raises(ConfigError, match="no address"), listening(ServiceSettings(host="no.such.host.invalid")):
+        pass
+
+
+class Started:
+    """`ragspec serve` in a process of its own."""
+
+    def __init__(self, folder: Path, drain_s: float) -> None:
+        settings = {
+            "target": {"model": str(folder / "model")},
+            "engine": {"max_kv_tokens": 4096, "num_threads": 1},
+            "service": {"model": MODEL, "data_dir": str(folder / "data"), "drain_s": drain_s},
+        }
+        (folder / "service.yaml").write_text(json.dumps(settings))
+        command = [sys.executable, "-m", "ragspec.cli", "serve", "--config", str(folder / "service.yaml")]
+        self.log = (folder / "log").open("w+")
+        self.process = subprocess.Popen(
+            [*command, "--index", str(folder / "index"), "--port", "0"],
+            stdout=subprocess.PIPE,
+            stderr=self.log,
+            text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+        assert self.process.stdout is not None
+        self.url = self.key = ""
+        for line in self.process.stdout:
+            if found := re.search(r"OPENAI_BASE_URL=(\S+)/v1", line):
+                self.url = found[1]
+            if found := re.search(r"OPENAI_API_KEY=(\S+)", line):
+                self.key = found[1]
+            if "stops it" in line:
+                break
+        assert self.url and self.key, self.errors()
+
+    def errors(self) -> str:
+        self.log.seek(0)
+        return self.log.read()
+
+    def client(self) -> httpx.Client:
+        return httpx.Client(base_url=self.url, headers={"Authorization": f"Bearer {self.key}"}, timeout=120.0)
+
+
+@pytest.fixture(scope="module")
+def parts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("process")
+    save_model("llama", folder / "model", max_position_embeddings=CONTEXT)
+    build_index(DOCUMENTS, folder / "index", Encoder.load(EncoderConfig()))
+    return folder
+
+
+@contextlib.contextmanager
+def process(parts: Path, drain_s: float = 60.0) -> Iterator[Started]:
+    started = Started(parts, drain_s)
+    try:
+        yield started
+    finally:
+        started.process.kill()
+        started.process.communicate()
+        started.log.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGINT])
+def test_a_process_told_to_stop_ends_its_answers_first_and_then_with_zero(parts: Path, sent: signal.Signals) -> None:
+    """kill -TERM in the middle of a stream: the client has half an answer, or the supervisor sees a crash."""
+    with process(parts) as started, started.client() as client:
+        with client.stream("POST", "/v1/chat/completions", json=asked(600)) as reply:
+            pieces = reply.iter_text()
+            first = next(pieces)
+            started.process.send_signal(sent)
+            assert soon(lambda: client.get("/health/ready").status_code == 503)
+            told = events(first + "".join(pieces))
+        assert started.process.wait(60) == 0, started.errors()
+    assert told[-1] is None
+    assert sum(bool(choice["delta"].get("content")) for event in told[:-1] for choice in event["choices"]) > 10
+
+
+@pytest.mark.slow
+def test_a_second_signal_ends_a_process_at_once(parts: Path) -> None:
+    """An operator who wants it gone has to look for kill -9."""
+    body = asked(900, n=4, speculation=False)
+    with (
+        process(parts, drain_s=600.0) as started,
+        started.client() as client,
+        client.stream("POST", "/v1/chat/completions", json=body) as reply,
+    ):
+        next(reply.iter_text())
+        started.process.send_signal(signal.SIGTERM)
+        assert soon(lambda: client.get("/health/ready").status_code == 503)
+        started.process.send_signal(signal.SIGTERM)
+        assert started.process.wait(10) == 128 + signal.SIGTERM
+
+
+@pytest.mark.slow
+def test_a_process_logs_json_and_nothing_of_what_users_wrote(parts: Path) -> None:
+    """A log that is kept for months holds every question, or the key that opens everything."""
+    with process(parts) as started, started.client() as client:
+        question = {**LONG, "messages": [{"role": "user", "content": "What is the xylophone for?"}], "max_tokens": 4}
+        answer = client.post("/v1/chat/completions", json=question, headers={"X-Request-ID": "mine-1"})
+        client.post("/v1/chat/completions", json={**question, "model": "zylonite"})
+        client.get("/v1/files/quagmire")
+        started.process.send_signal(signal.SIGTERM)
+        assert started.process.wait(60) == 0
+        log, key = started.errors(), started.key
+    lines = [json.loads(line) for line in log.splitlines() if line.startswith("{")]
+    assert answer.status_code == 200 and "mine-1" in {line.get("request_id") for line in lines}
+    assert not any(word in log for word in ("xylophone", "zylonite", "quagmire", key))
+    assert all({"time", "level", "message"} <= line.keys() for line in lines)
