@@ -18,6 +18,7 @@ from services.backend import Backend
 from services.errors import ApiError, validation_error
 from services.guard import Guard
 from services.keys import Ring
+from services.languagetool import routes as languagetool
 from services.openai import routes as openai_routes
 from services.stores import routes as stores
 from services.web import routes as web
@@ -28,7 +29,7 @@ _SEEN = ["x-request-id", "retry-after"]
 def build_app(backend: Backend, ring: Ring) -> FastAPI:
     """`ring` says who may ask. The backend is not closed with the app."""
     app = FastAPI(title="ragspec", version=version("ragspec"), docs_url=None, redoc_url=None, redirect_slashes=False)
-    for part in (health, openai_routes, stores, web):
+    for part in (health, openai_routes, stores, languagetool, web):
         app.include_router(part.routes(backend))
     app.add_exception_handler(HTTPException, _refused)
     app.add_exception_handler(RequestValidationError, _not_valid)

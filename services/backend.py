@@ -17,6 +17,7 @@ from ragspec.engine.loading import load_engine
 from ragspec.engine.sequence import Listener
 from ragspec.rag.chat import Chat
 from ragspec.rag.conversations import Conversations
+from ragspec.rag.dictionaries import Dictionaries
 from ragspec.rag.prompt import PromptBuilder
 from ragspec.rag.steps import EngineLike, RetrieverLike
 from ragspec.retrieval.encoder import TextEncoder
@@ -54,6 +55,7 @@ class Backend(AbstractContextManager["Backend"]):
     encoder: TextEncoder
     chat: Chat
     library: Library
+    dictionaries: Dictionaries
     config: ServiceConfig
     metrics: Metrics
     gate: Gate
@@ -76,9 +78,21 @@ class Backend(AbstractContextManager["Backend"]):
         conversations = open_conversations(config)
         chat = Chat(retriever, prompts, conversations, config.chat, engine)
         library = open_library(config, retriever.encoder, chat.forget)
-        ends = (library.close, *closing, conversations.close)
+        dictionaries = open_dictionaries(config)
+        ends = (library.close, *closing, conversations.close, dictionaries.close)
         return cls(
-            config.model_name, engine, prompts, retriever, retriever.encoder, chat, library, config, metrics, gate, ends
+            config.model_name,
+            engine,
+            prompts,
+            retriever,
+            retriever.encoder,
+            chat,
+            library,
+            dictionaries,
+            config,
+            metrics,
+            gate,
+            ends,
         )
 
     @classmethod
@@ -104,3 +118,9 @@ def open_conversations(config: ServiceConfig) -> Conversations:
     folder, kept = config.service.data_dir, config.service.conversations
     path = Path(folder) / "conversations.sqlite" if folder else Path(":memory:")
     return Conversations(path, ttl_s=kept.ttl_s, max_bytes_per_tenant=kept.max_bytes)
+
+
+def open_dictionaries(config: ServiceConfig) -> Dictionaries:
+    """Raises: SaveError, StoreCorrupt."""
+    folder = config.service.data_dir
+    return Dictionaries(Path(folder) / "dictionaries.sqlite" if folder else Path(":memory:"))

@@ -88,10 +88,10 @@ class _Made:
 
     def add(self, marked: MarkedText, sentence: Sentence, better: str, guard: Guard, around: Surroundings) -> None:
         """The edits of one sentence, as edits of the whole text."""
-        start, end, begins = sentence
-        before = marked.plain[start:end]
+        start = sentence.start
+        before = marked.plain[start : sentence.end]
         edits = classified(marked.plain, word_edits(before, better, start, keep_white=True))
-        sifted = sift(before, edits, guard, around, start, whole=begins)
+        sifted = sift(before, edits, guard, around, start, whole=sentence.begins)
         withheld = [Withheld(_in_whole(marked, each.edit), each.reason) for each in sifted.withheld]
         for edit in sifted.made:
             placed = marked.placed(edit)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import re
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
@@ -24,21 +23,26 @@ class Sentence(NamedTuple):
     start: int
     end: int
     begins: bool
+    num_tokens: int
 
 
 def cut(marked: MarkedText, tokenizer: Any, most_tokens: int) -> list[Sentence]:
     """Sentences that hold a letter outside what is protected, in parts of at most `most_tokens` tokens; a single character stays
     whole."""
-    text, fitting = marked.plain, list[Span]()
+    text, fitting = marked.plain, list[Sentence]()
     whole = [span for span in sentences(text) if _holds_letters(text, *span, marked.protected)]
     begins = {start for start, _ in whole}
     spans = [part for span in whole for part in _pieces(text, *span, most_tokens * _MAX_CHARS_PER_TOKEN)]
     while spans:
         encoded = tokenizer([one_line(text[slice(*span)]) for span in spans], add_special_tokens=False)["input_ids"]
-        fits = [len(ids) <= most_tokens or end - start == 1 for ids, (start, end) in zip(encoded, spans, strict=True)]
-        fitting += itertools.compress(spans, fits)
-        spans = [half for span, fit in zip(spans, fits, strict=True) if not fit for half in _halves(text, *span)]
-    return [Sentence(start, end, start in begins) for start, end in sorted(fitting)]
+        too_long = []
+        for (start, end), ids in zip(spans, encoded, strict=True):
+            if len(ids) <= most_tokens or end - start == 1:
+                fitting.append(Sentence(start, end, start in begins, len(ids)))
+            else:
+                too_long.append((start, end))
+        spans = [half for span in too_long for half in _halves(text, *span)]
+    return sorted(fitting)
 
 
 def one_line(sentence: str) -> str:

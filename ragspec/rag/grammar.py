@@ -37,6 +37,7 @@ __all__ = ["DEFAULTS", "Correction", "Grammar", "Guard", "Manuscript", "TextPart
 
 _LONGEST_SHARE = 0.75
 """A sentence may have this part of the tokens that its correction may have."""
+_SPARE_TOKENS = 16
 
 
 class Grammar:
@@ -78,7 +79,7 @@ class Grammar:
         Raises: InputError or PromptTooLong for the first text that cannot be corrected, and then none is; EngineError.
         """
         drafting = Speculation.of(speculation)
-        ready = [self._ready(_manuscript(text, params, tenant, drafting, guard)) for text in texts]
+        ready = [self.prepared(_manuscript(text, params, tenant, drafting, guard)) for text in texts]
         written = iter(self._engine.generate([request for each in ready for request in each.requests]))
         return [correction_of(each, [next(written) for _ in each.requests]) for each in ready]
 
@@ -87,16 +88,30 @@ class Grammar:
 
         Raises: InputError, PromptTooLong, EngineError.
         """
-        begin = time.perf_counter()
-        ready = await asyncio.to_thread(self._ready, manuscript)
-        left_s = None if timeout_s is None else max(0.0, timeout_s - (time.perf_counter() - begin))
-        return await asyncio.to_thread(correction_of, ready, await self._written(ready, left_s))
+        return await self.completed(await asyncio.to_thread(self.prepared, manuscript), timeout_s)
+
+    def prepared(self, manuscript: Manuscript) -> Prepared:
+        """The first step of `corrected`, which computes: for a thread. Raises: InputError, PromptTooLong."""
+        begin, params = time.perf_counter(), manuscript.params
+        if not isinstance(manuscript.text, str) or manuscript.text.strip():
+            check_text(manuscript.text, "the text")
+        seed = random_seed() if params.seed is None else params.seed
+        most = min(params.max_tokens, self._most_tokens)
+        marked = manuscript.marked()
+        places = cut(marked, self._prompts.tokenizer, max(1, int(_LONGEST_SHARE * most)))
+        seeded = replace(manuscript, params=replace(params, max_tokens=most, seed=seed))
+        requests = tuple(self._request(seeded, number, marked, each) for number, each in enumerate(places))
+        return Prepared(seeded, marked, tuple(places), requests, time.perf_counter() - begin)
+
+    async def completed(self, ready: Prepared, timeout_s: float | None = None) -> Correction:
+        """The other steps. Raises: EngineError."""
+        return await asyncio.to_thread(correction_of, ready, await self._written(ready, timeout_s))
 
     def stages(self, max_batch: int = 16, max_waiting: int = 32) -> Stages:
         """For many texts, as `Manuscript`s: each becomes its `Correction` or its error, as they finish."""
         return Stages(
             (
-                Stage("split", lambda manuscripts: [self._ready(each) for each in manuscripts], max_batch),
+                Stage("split", lambda manuscripts: [self.prepared(each) for each in manuscripts], max_batch),
                 Stage("generate", self._write, num_workers=self._max_in_flight),
                 Stage("edit", lambda written: [correction_of(*each) for each in written], max_batch),
             ),
@@ -113,26 +128,15 @@ class Grammar:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _ready(self, manuscript: Manuscript) -> Prepared:
-        """Raises: InputError, PromptTooLong."""
-        begin, params = time.perf_counter(), manuscript.params
-        if not isinstance(manuscript.text, str) or manuscript.text.strip():
-            check_text(manuscript.text, "the text")
-        seed = random_seed() if params.seed is None else params.seed
-        most = min(params.max_tokens, self._most_tokens)
-        marked = manuscript.marked()
-        places = cut(marked, self._prompts.tokenizer, max(1, int(_LONGEST_SHARE * most)))
-        seeded = replace(manuscript, params=replace(params, max_tokens=most, seed=seed))
-        requests = tuple(self._request(seeded, number, marked, each) for number, each in enumerate(places))
-        return Prepared(seeded, marked, tuple(places), requests, time.perf_counter() - begin)
-
     def _request(self, manuscript: Manuscript, number: int, marked: MarkedText, place: Sentence) -> Request:
+        """Why fewer tokens than allowed: a correction that goes on for twice its sentence has lost its way."""
         sentence, params = one_line(marked.plain[place.start : place.end]), manuscript.params
         assert params.seed is not None
+        most = min(params.max_tokens, 2 * place.num_tokens + _SPARE_TOKENS)
         return Request(
             f"{manuscript.id}/{number}",
-            self._prompts.grammar_prompt(sentence, params.max_tokens).prompt_ids,
-            replace(params, seed=row_seed(params.seed, str(number))),
+            self._prompts.grammar_prompt(sentence, most).prompt_ids,
+            replace(params, max_tokens=most, seed=row_seed(params.seed, str(number))),
             (CopySource(SourceKind.INPUT, sentence),),
             manuscript.tenant,
             manuscript.speculation,

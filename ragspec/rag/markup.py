@@ -11,6 +11,7 @@ as words but must stay as it is (inline code, addresses, formulas, commands) is 
 from __future__ import annotations
 
 import html
+import itertools
 import re
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
@@ -79,6 +80,12 @@ class MarkedText:
     def read(cls, text: str) -> MarkedText:
         """Any text, with the markup that can be told for certain."""
         return cls(list(_parts(text)))
+
+    def texts(self) -> list[Span]:
+        """Where in `whole` there is no markup, in order."""
+        ends = list(itertools.accumulate(len(part.text) for part in self.parts))
+        parts = zip(self.parts, ends, strict=True)
+        return [(end - len(part.text), end) for part, end in parts if part.text and not part.is_markup]
 
     def placed(self, edit: Edit) -> Edit | None:
         """An edit of `plain` as one of `whole`; None where it would touch markup."""

@@ -1,0 +1,59 @@
+"""Words that their writers know to be right, for each tenant, in one SQLite file.
+
+>>> words = Dictionaries(Path("dictionaries.sqlite"))
+>>> words.add("acme", "Ragspec")
+True
+>>> words.words("acme")
+['Ragspec']
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from ragspec.core import check_text
+from ragspec.errors import InputError
+from ragspec.rag.database import Database
+
+MAX_WORDS = 20_000
+_MAX_CHARS = 100
+_SCHEMA = 1
+_TABLES = "CREATE TABLE words (tenant TEXT, name TEXT, word TEXT, PRIMARY KEY (tenant, name, word)) WITHOUT ROWID"
+
+
+class Dictionaries:
+    """Owns the file. A tenant may have several by name; "" is the one that needs none. Safe to call from several threads."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises: SaveError, StoreCorrupt."""
+        self._database = Database(path, _TABLES, _SCHEMA)
+
+    def words(self, tenant: str, names: Sequence[str] = ()) -> list[str]:
+        """All of a tenant's, or of those of its dictionaries, in the order of their letters. Raises: SaveError, StoreCorrupt."""
+        which = f" AND name IN ({','.join('?' * len(names))})" if names else ""
+        with self._database.reading() as db:
+            query = f"SELECT DISTINCT word FROM words WHERE tenant=?{which} ORDER BY word"
+            return [word for (word,) in db.execute(query, (tenant, *names))]
+
+    def add(self, tenant: str, word: str, name: str = "") -> bool:
+        """Whether it was not there before. Raises: InputError for what is no word, or too many; SaveError, StoreCorrupt."""
+        check_text(word, "the word")
+        if word != word.strip() or len(word.split()) > 1:
+            raise InputError("the word holds white space; a dictionary has single words")
+        if len(word) > _MAX_CHARS:
+            raise InputError(f"the word is longer than {_MAX_CHARS} characters")
+        with self._database.writing() as db:
+            (count,) = db.execute("SELECT COUNT(*) FROM words WHERE tenant=?", (tenant,)).fetchone()
+            if count >= MAX_WORDS:
+                raise InputError(f"the dictionary is full: it has {MAX_WORDS} words")
+            return bool(db.execute("INSERT OR IGNORE INTO words VALUES (?,?,?)", (tenant, name, word)).rowcount)
+
+    def delete(self, tenant: str, word: str, name: str = "") -> bool:
+        """Whether it was there. Raises: SaveError, StoreCorrupt."""
+        with self._database.writing() as db:
+            found = db.execute("DELETE FROM words WHERE tenant=? AND name=? AND word=?", (tenant, name, word))
+            return bool(found.rowcount)
+
+    def close(self) -> None:
+        self._database.close()

@@ -1,0 +1,159 @@
+"""What a client of LanguageTool asks for, as the fields of a form or of an address; checked, with LanguageTool's words.
+
+>>> Check.of(fields_of("text=He+go.&language=en-US"))
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NoReturn
+from urllib.parse import parse_qsl
+
+from ragspec.core import check_text
+from ragspec.errors import InputError
+from ragspec.rag.edits import EditKind
+from ragspec.rag.markup import TextPart
+from services.errors import ApiError
+from services.languagetool.languages import AUTO, DEFAULT, LANGUAGES
+from services.languagetool.rules import wanted_kinds
+
+_MAX_FIELDS = 64
+_RENAMED = {
+    "enabled": "You specified 'enabled' but the parameter is now called 'enabledRules' in v2 of the API",
+    "disabled": "You specified 'disabled' but the parameter is now called 'disabledRules' in v2 of the API",
+    "preferredvariants": "You specified 'preferredvariants' but the parameter is now called 'preferredVariants' "
+    "(uppercase 'V') in v2 of the API",
+    "autodetect": "You specified 'autodetect' but automatic language detection is now activated with 'language=auto' "
+    "in v2 of the API",
+}
+_LEVELS = ("default", "picky")
+_WHOLE_TEXT_ONLY = "textLevelOnly"
+"""A mode in which editors ask a second time, for rules that look beyond a sentence; there are none here."""
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """A text to check. `parts` None: no annotation came with it. `kinds` None: all."""
+
+    text: str
+    parts: tuple[TextPart, ...] | None
+    language: str
+    variant: str
+    kinds: frozenset[EditKind] | None
+    dictionaries: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, fields: Mapping[str, str]) -> Check:
+        """Raises: ApiError 400."""
+        for name, hint in _RENAMED.items():
+            if name in fields:
+                raise ApiError(400, hint)
+        text, parts = _text_of(fields)
+        language, variant = _language_of(fields)
+        level = fields.get("level", _LEVELS[0])
+        if level.lower() not in _LEVELS:
+            raise ApiError(400, f"If 'level' is set, it must be set to '{_LEVELS[0]}' or '{_LEVELS[1]}', not '{level}'")
+        return cls(text, parts, language, variant, _kinds_of(fields), _list_of(fields, "dicts"))
+
+
+def fields_of(raw: bytes) -> dict[str, str]:
+    """A form, or what stands behind an address; of a field that comes twice the last counts. Raises: ApiError 400."""
+    try:
+        pairs = parse_qsl(raw.decode("utf-8"), keep_blank_values=True, errors="strict", max_num_fields=_MAX_FIELDS)
+    except UnicodeDecodeError:
+        raise ApiError(400, "the request is not UTF-8") from None
+    except ValueError:
+        raise ApiError(400, f"the request has more than {_MAX_FIELDS} fields") from None
+    return dict(pairs)
+
+
+def _text_of(fields: Mapping[str, str]) -> tuple[str, tuple[TextPart, ...] | None]:
+    if "text" in fields and "data" in fields:
+        raise ApiError(400, "Set only 'text' or 'data' parameter, not both")
+    if "text" in fields:
+        return _checked(fields["text"]), None
+    if "data" not in fields:
+        raise ApiError(400, "Missing 'text' or 'data' parameter")
+    try:
+        data = json.loads(fields["data"])
+    except (ValueError, RecursionError) as cause:
+        raise ApiError(400, f"Could not parse 'data' as JSON: {cause}") from None
+    if isinstance(data, dict) and isinstance(data.get("annotation"), list):
+        if "text" in data:
+            raise ApiError(400, "'data' key in JSON requires either 'text' or 'annotation', not both")
+        parts = annotated(data["annotation"])
+        return _checked("".join(part.text for part in parts)), parts
+    if isinstance(data, dict) and isinstance(data.get("text"), str):
+        return _checked(data["text"]), None
+    raise ApiError(400, "'data' key in JSON requires 'text' or 'annotation' key")
+
+
+def annotated(nodes: list[Any]) -> tuple[TextPart, ...]:
+    """The parts of a text as clients annotate it. Raises: ApiError 400."""
+    return tuple(map(_part, nodes))
+
+
+def _part(node: Any) -> TextPart:
+    if not isinstance(node, dict) or not all(isinstance(value, str) for value in node.values() if value is not None):
+        _refuse(node, "must be an object of strings")
+    node = {name: value for name, value in node.items() if value is not None}
+    if "text" in node and "markup" in node:
+        _refuse(node, "has both 'text' and 'markup', of which only one is supported")
+    if "text" in node:
+        if "interpretAs" in node:
+            _refuse(node, "has 'interpretAs', which is for 'markup' only")
+        return TextPart(node["text"])
+    if "markup" not in node:
+        _refuse(node, "has neither 'text' nor 'markup'")
+    return TextPart(node["markup"], True, node.get("interpretAs", ""))
+
+
+def _refuse(node: Any, what: str) -> NoReturn:
+    shown = ", ".join(sorted(map(str, node))[:4]) if isinstance(node, dict) else type(node).__name__
+    raise ApiError(400, f"an item of 'annotation' ({shown}) {what}")
+
+
+def _checked(text: str) -> str:
+    """Blank texts have nothing to correct, and are no mistake. Raises: ApiError 400 for half characters and NUL."""
+    try:
+        return check_text(text, "the text") if text.strip() else text
+    except InputError as cause:
+        raise ApiError(400, str(cause)) from None
+
+
+def _language_of(fields: Mapping[str, str]) -> tuple[str, str]:
+    language = fields.get("language", "")
+    if not language:
+        raise ApiError(
+            400, "Missing 'language' parameter, e.g. 'language=en-US' for American English or 'language=auto'"
+        )
+    preferred = _list_of(fields, "preferredVariants")
+    if preferred and language != AUTO and fields.get("multilingual", "").lower() != "true":
+        raise ApiError(400, "You specified 'preferredVariants' but you didn't specify 'language=auto'")
+    known = {code.lower(): code for code in LANGUAGES} | {AUTO: AUTO}
+    if language.lower() not in known:
+        codes = ", ".join([AUTO, *LANGUAGES])
+        raise ApiError(
+            400, f"'{language[:20]}' is not a language code known to this server, which corrects English: {codes}"
+        )
+    variants = [known[code.lower()] for code in preferred if code.lower() in known and code.lower() != AUTO]
+    return known[language.lower()], variants[0] if variants else DEFAULT
+
+
+def _kinds_of(fields: Mapping[str, str]) -> frozenset[EditKind] | None:
+    names = ("enabledRules", "disabledRules", "enabledCategories", "disabledCategories")
+    enabled, disabled, enabled_categories, disabled_categories = (_list_of(fields, name) for name in names)
+    only = fields.get("enabledOnly", "").lower() in ("true", "yes")
+    if only and not (enabled or enabled_categories):
+        raise ApiError(400, "You must specify enabled rules or categories when using 'enabledOnly=true'")
+    if only and (disabled or disabled_categories):
+        raise ApiError(400, "You cannot specify disabled rules or categories using 'enabledOnly=true'")
+    if fields.get("mode") == _WHOLE_TEXT_ONLY:
+        return frozenset()
+    return wanted_kinds(enabled, disabled, enabled_categories, disabled_categories, enabled_only=only)
+
+
+def _list_of(fields: Mapping[str, str], name: str) -> tuple[str, ...]:
+    return tuple(item.strip() for item in fields.get(name, "").split(",") if item.strip())

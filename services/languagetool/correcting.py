@@ -1,0 +1,89 @@
+"""One text corrected for one caller: within the caller's limits, with the caller's dictionary, in the time there is."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from ragspec.core import SamplingParams
+from ragspec.rag.correction import Correction
+from ragspec.rag.grammar import Grammar
+from ragspec.rag.guards import CAREFUL, Guard
+from ragspec.rag.manuscript import DEFAULTS, Manuscript
+from ragspec.rag.markup import MarkedText, TextPart
+from ragspec.rag.salts import salt_of
+from ragspec.speculation import ON, Speculation
+from services.backend import Backend
+from services.errors import ApiError
+from services.keys import Caller
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """What is to be corrected, and how. `parts` None: the markup is found in the text."""
+
+    text: str
+    parts: tuple[TextPart, ...] | None = None
+    params: SamplingParams = DEFAULTS
+    guard: Guard = CAREFUL
+    speculation: Speculation = ON
+    cache_salt: str = ""
+    dictionaries: Sequence[str] = ()
+
+
+class Corrected(NamedTuple):
+    """`marked`: the text with its markup told apart."""
+
+    correction: Correction
+    marked: MarkedText
+    seconds: float
+
+
+class Correcting:
+    """One for all callers."""
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend, self._settings = backend, backend.config.service.grammar
+        self._grammar = Grammar(backend.engine, backend.prompts, max_in_flight=backend.config.engine.max_running)
+
+    async def correct(self, caller: Caller, task: Task) -> Corrected:
+        """Raises: ApiError 413 for a text that is too long, 429, 500 where nothing was done in time; InputError, EngineError."""
+        begin = time.perf_counter()
+        if len(task.text) > self._settings.max_text_chars:
+            most = self._settings.max_text_chars
+            raise ApiError(
+                413,
+                f"Your text exceeds the limit of {most} characters (it's {len(task.text)} characters). "
+                "Please submit a shorter text.",
+                param="text",
+            )
+        words = await asyncio.to_thread(self._backend.dictionaries.words, caller.tenant, task.dictionaries)
+        guard = replace(task.guard, dictionary=task.guard.dictionary | frozenset(words))
+        manuscript = Manuscript(
+            secrets.token_hex(16),
+            task.text,
+            task.params,
+            salt_of(caller.tenant, task.cache_salt),
+            task.speculation,
+            guard,
+            task.parts,
+        )
+        ready = await asyncio.to_thread(self._grammar.prepared, manuscript)
+        num_prompt = sum(len(request.prompt_ids) for request in ready.requests)
+        async with self._backend.gate.enter(caller, num_prompt, num_prompt) as tokens:  # about as long as its prompt
+            left_s = max(0.0, self._settings.timeout_s - (time.perf_counter() - begin))
+            correction = await self._grammar.completed(ready, left_s)
+            tokens.used(num_prompt + correction.stats.num_output_tokens)
+        self._backend.metrics.worked(correction.stats)
+        if ready.requests and not correction.stats.num_output_tokens:
+            raise ApiError(
+                500,
+                f"Checking took longer than {self._settings.timeout_s:g} seconds, which is this server's limit. "
+                "Please make sure you have set the proper language or consider submitting a shorter text.",
+                code="timeout",
+            )
+        return Corrected(correction, ready.marked, time.perf_counter() - begin)

@@ -1,0 +1,118 @@
+"""/v1/grammar: the whole corrected text, its edits with their kinds and reasons, and what it took."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, StrictBool
+
+from ragspec.core import SamplingParams
+from ragspec.errors import InputError
+from ragspec.rag.correction import Correction
+from ragspec.rag.edit_kinds import reason
+from ragspec.rag.edits import Edit, EditKind
+from ragspec.rag.guards import Guard
+from ragspec.rag.manuscript import DEFAULTS
+from ragspec.rag.offsets import Utf16
+from ragspec.speculation import Speculation
+from services.languagetool.asking import annotated
+from services.languagetool.correcting import Corrected, Task
+from services.languagetool.languages import Detected
+
+_MAX_WORDS = 10_000
+
+
+class GrammarRequest(BaseModel):
+    """`text` or `annotation`. `max_tokens`: of one sentence's correction; `ignore`: words and phrases left as they are;
+    `dictionary`: whether the caller's own is used. Unknown fields are refused."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    text: str | None = None
+    annotation: list[dict[str, Any]] | None = None
+    model: str | None = None
+    language: Literal["auto", "en", "en-US", "en-GB", "en-AU", "en-CA", "en-NZ", "en-ZA"] = "en"
+    seed: int | None = Field(None, strict=True)
+    temperature: float = 0.0
+    top_p: float = 1.0
+    max_tokens: int = Field(DEFAULTS.max_tokens, strict=True)
+    speculation: StrictBool | dict[str, Any] = True
+    max_edit_ratio: float | None = Field(None, ge=0.0, le=1.0)
+    ignore: list[str] = Field([], max_length=_MAX_WORDS)
+    disabled_kinds: list[EditKind] = []
+    keep_numbers: StrictBool = True
+    keep_names: StrictBool = True
+    cache_salt: str = Field("", max_length=256)
+
+    def task(self, max_edit_ratio: float) -> Task:
+        """`max_edit_ratio`: where the request does not say. Raises: InputError, ApiError 400."""
+        if (self.text is None) == (self.annotation is None):
+            raise InputError("give either text or annotation")
+        parts = None if self.annotation is None else annotated(self.annotation)
+        params = SamplingParams(
+            temperature=self.temperature, top_p=self.top_p, max_tokens=self.max_tokens, seed=self.seed
+        )
+        guard = Guard(
+            max_edit_ratio if self.max_edit_ratio is None else self.max_edit_ratio,
+            frozenset(self.ignore),
+            kinds=frozenset(EditKind) - set(self.disabled_kinds) if self.disabled_kinds else None,
+            numbers=self.keep_numbers,
+            names=self.keep_names,
+        )
+        text = "".join(part.text for part in parts) if parts is not None else self.text or ""
+        return Task(text, parts, params, guard, Speculation.of(self.speculation), self.cache_salt)
+
+
+def grammar_reply(model: str, found: Detected, corrected: Corrected, *, trusted: bool) -> dict[str, Any]:
+    """Offsets count characters, and beside them UTF-16 code units. How it was drafted is for the trusted."""
+    correction = corrected.correction
+    offsets = Utf16(correction.text)
+    return {
+        "id": f"grammar-{correction.id}",
+        "object": "grammar.correction",
+        "model": model,
+        "text": correction.text,
+        "corrected": correction.corrected,
+        "edits": [_edit(edit, offsets) for edit in correction.edits],
+        "withheld": [_edit(each.edit, offsets) | {"withheld": each.reason} for each in correction.withheld],
+        "unfinished": [list(span) for span in correction.unfinished],
+        "language": {"code": found.code, "name": found.name, "confidence": found.confidence},
+        "statistics": _statistics(correction, corrected.seconds, trusted=trusted),
+        "seed": correction.stats.seed,
+        "system_fingerprint": correction.stats.system_fingerprint,
+    }
+
+
+def _edit(edit: Edit, offsets: Utf16) -> dict[str, Any]:
+    return {
+        "start": edit.start,
+        "end": edit.end,
+        "start_utf16": offsets.units(edit.start),
+        "end_utf16": offsets.units(edit.end),
+        "original": edit.original,
+        "replacement": edit.replacement,
+        "kind": edit.kind,
+        "reason": reason(edit),
+    }
+
+
+def _statistics(correction: Correction, seconds: float, *, trusted: bool) -> dict[str, Any]:
+    stats = correction.stats
+    plain = {
+        "num_sentences": len(correction.sentences),
+        "num_edits": len(correction.edits),
+        "num_withheld": len(correction.withheld),
+        "num_prompt_tokens": stats.num_prompt_tokens,
+        "num_output_tokens": stats.num_output_tokens,
+        "seconds": round(seconds, 4),
+    }
+    drafting = {
+        "num_steps": stats.num_steps,
+        "acceptance_length": round(stats.acceptance_length, 3),
+        "num_drafted": stats.num_drafted,
+        "num_accepted": stats.num_accepted,
+        "accepted_by_drafter": stats.accepted_by_drafter,
+        "decode_s": round(stats.decode_s, 4),
+        "draft_s": round(stats.draft_s, 4),
+    }
+    return plain | drafting if trusted else plain

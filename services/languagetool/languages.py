@@ -1,0 +1,108 @@
+"""Which languages are corrected, and what language a text seems to be in.
+
+English alone is corrected. A text in another language is told from English by its commonest words and its script, so that one who
+asks for "auto" is told what was found instead of being corrected at random.
+"""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from collections import Counter
+from typing import NamedTuple
+
+LANGUAGES = {
+    "en": "English",
+    "en-US": "English (US)",
+    "en-GB": "English (GB)",
+    "en-AU": "English (Australian)",
+    "en-CA": "English (Canada)",
+    "en-NZ": "English (New Zealand)",
+    "en-ZA": "English (South African)",
+}
+DEFAULT = "en-US"
+AUTO = "auto"
+
+_COMMON = {
+    "en": "the of and to in is that it was for on are with as he his they at be this have from or had by not but "
+    "what were we when your can said there an which she do how their if will up about out many then them "
+    "these so some her would him has you my",
+    "de": "der die und in den von zu das mit sich des auf für ist im dem nicht ein eine als auch es an werden aus "
+    "er hat dass sie nach wird bei einer um am sind noch wie einem über einen ich wir ihr du aber oder wenn "
+    "war",
+    "fr": "de la le et les des en un du une que est pour qui dans a par plus pas au sur ne se ce il sont avec je "
+    "vous nous mais ou cette son elle ont être fait comme leur très où",
+    "es": "de la que el en y a los se del las un por con no una su para es al lo como más o pero sus le ha me si "
+    "sin sobre este ya entre cuando todo esta ser son dos también era muy yo",
+    "it": "di e il la che in a per un è del non una si le da con sono della i come al anche dei nel ma gli alla più "
+    "io lo questo ha delle o suo loro era tutti",
+    "pt": "de a o que e do da em um para é com não uma os no se na por mais as dos como mas foi ao ele das tem à "
+    "seu sua ou ser quando muito há nos já está eu também",
+    "nl": "de van een het en in is dat op te zijn met voor niet aan er die om ook als dan maar bij nog uit door "
+    "naar heeft ze hij je ik was wordt kan geen deze dit",
+}
+_NAMES = {
+    "de": "German",
+    "fr": "French",
+    "es": "Spanish",
+    "it": "Italian",
+    "pt": "Portuguese",
+    "nl": "Dutch",
+    "ru": "Russian",
+    "el": "Greek",
+    "ar": "Arabic",
+    "zh": "Chinese",
+    "ja": "Japanese",
+    "ko": "Korean",
+}
+_SCRIPTS = {
+    "CYRILLIC": "ru",
+    "GREEK": "el",
+    "ARABIC": "ar",
+    "CJK": "zh",
+    "HIRAGANA": "ja",
+    "KATAKANA": "ja",
+    "HANGUL": "ko",
+    "LATIN": "",
+}
+_WORDS = {code: frozenset(words.split()) for code, words in _COMMON.items()}
+_WORD = re.compile(r"[^\W\d_]+")
+_MOST_CHARS = 20_000
+_FEWEST_WORDS = 4
+
+
+class Detected(NamedTuple):
+    """`confidence` is 0 to 1; `code` is one of `LANGUAGES`, or that of a language that is not corrected, or "unknown"."""
+
+    code: str
+    name: str
+    confidence: float
+
+    @property
+    def is_corrected(self) -> bool:
+        return self.code in LANGUAGES
+
+
+def detected(text: str, variant: str = DEFAULT) -> Detected:
+    """What a text seems to be in; `variant` if it is English, and where there is too little of it to tell."""
+    text = text[:_MOST_CHARS]
+    script = _script(text)
+    if script:
+        return Detected(script, _NAMES.get(script, "another language"), 0.9)
+    words = [word.casefold() for word in _WORD.findall(text)]
+    counts = Counter({code: sum(word in common for word in words) for code, common in _WORDS.items()})
+    (best, most), english = counts.most_common(1)[0], counts["en"]
+    if best == "en" or most < 2 * english + _FEWEST_WORDS // 2 or len(words) < _FEWEST_WORDS:
+        share = english / max(1, counts.total())
+        return Detected(variant, LANGUAGES[variant], round(0.5 + share / 2, 3))
+    return Detected(best, _NAMES[best], round(most / counts.total(), 3))
+
+
+def _script(text: str) -> str:
+    """The language of most letters, where their script says it; "unknown" for scripts of many."""
+    letters = [char for char in text if char.isalpha()][:400]
+    scripts = Counter(unicodedata.name(char, "?").split()[0] for char in letters)
+    script, count = scripts.most_common(1)[0] if scripts else ("LATIN", 0)
+    if script == "CJK" and scripts["HIRAGANA"] + scripts["KATAKANA"]:
+        script = "HIRAGANA"
+    return _SCRIPTS.get(script, "unknown") if 2 * count > len(letters) else ""

@@ -1,0 +1,375 @@
+"""LanguageTool's interface, asked by its own Python client and as the other clients ask.
+
+The target writes what a function makes of each sentence; everything else is real.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import httpx2 as httpx
+import language_tool_python
+import pytest
+from correcting_service import correcting
+from service_parts import Service
+from test_languagetool_matches import applied
+
+from ragspec.engine.target import Target
+
+TEXT = "He go to a old mill \U0001f600 every day.  It rain, he come home."
+CORRECTED = "He goes to an old mill \U0001f600 every day.  It rains, he comes home."
+
+
+def better(sentence: str) -> str:
+    words = {
+        "go": "goes",
+        "a old": "an old",
+        "rain,": "rains,",
+        "come": "comes",
+        "Teh": "The",
+        "many corn": "much corn",
+    }
+    for old, new in words.items():
+        sentence = (
+            sentence.replace(f" {old} ", f" {new} ").replace(f"{old} ", f"{new} ") if old in sentence else sentence
+        )
+    return sentence
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory, letter_index: Path, service_target: Target) -> Iterator[Service]:
+    limits = {"service.grammar.max_text_chars": 20_000, "service.cors_origins": ("https://mail.example",)}
+    with correcting(tmp_path_factory.mktemp("lt"), letter_index, service_target, better, **limits) as running:
+        yield running
+
+
+@pytest.fixture
+def client(service: Service) -> Iterator[httpx.Client]:
+    """Without a key."""
+    with service.client("") as open_client:
+        yield open_client
+
+
+def check(client: httpx.Client, **fields: str) -> httpx.Response:
+    return client.post("/v2/check", data={"language": "en-US", **fields})
+
+
+def annotation(*nodes: dict[str, str]) -> str:
+    return json.dumps({"annotation": list(nodes)})
+
+
+def test_its_own_python_client_works(service: Service) -> None:
+    """A field that a strict client misses; offsets that count otherwise than it does."""
+    with language_tool_python.LanguageTool("en-US", remote_server=service.url) as tool:
+        assert tool.correct(TEXT) == CORRECTED
+        matches = tool.check(TEXT)
+        assert [match.rule_issue_type for match in matches] == ["grammar"] * 4
+        assert [TEXT[m.offset : m.offset + m.error_length] for m in matches] == ["go", "a", "rain", "come"]
+        assert [match.matched_text for match in matches][:2] == [
+            "go",
+            "a",
+        ]  # behind an emoji it reads its own context wrongly
+        tool.disabled_rules = {"RAGSPEC_AGREEMENT"}
+        assert [match.replacements for match in tool.check(TEXT)] == [["an"]]
+        tool.disabled_rules, tool.enabled_rules, tool.enabled_rules_only = set(), {"RAGSPEC_AGREEMENT"}, True
+        assert len(tool.check(TEXT)) == 3
+        tool.enabled_rules, tool.enabled_rules_only, tool.picky = set(), False, True
+        tool.mother_tongue = "de-DE" if "de-DE" in tool._get_languages() else None
+        assert len(tool.check(TEXT)) == 4
+        assert tool.check("") == [] == tool.check(" \n ")
+    with language_tool_python.LanguageTool("auto", remote_server=service.url) as tool:
+        tool.preferred_variants = {"en-GB"}
+        assert tool.correct(TEXT) == CORRECTED
+
+
+LATEX = annotation(
+    {"markup": "\\section{", "interpretAs": "\n\n"},
+    {"text": "He "},
+    {"markup": "\\emph{"},
+    {"text": "go"},
+    {"markup": "}"},
+    {"text": " to a old mill."},
+    {"markup": "}\n\n"},
+)
+CLIENTS = {
+    "ltex-ls-plus": {
+        "language": "en-US",
+        "data": LATEX,
+        "level": "picky",
+        "motherTongue": "de-DE",
+        "enabledRules": "EN_CONSISTENT_APOS,PASSIVE_VOICE",
+    },
+    "vscode-languagetool-linter": {
+        "language": "auto",
+        "preferredVariants": "en-US",
+        "data": annotation({"markup": "# "}, {"text": "He go to a old mill."}),
+        "disabledRules": "DASH_RULE,EN_QUOTES,WHITESPACE_RULE",
+        "disabledCategories": "TYPOGRAPHY",
+        "level": "default",
+    },
+    "browser add-on": {
+        "data": json.dumps({"text": "He go to a old mill.", "metaData": {"EmailToAddress": ""}}),
+        "textSessionId": "9581:1700000000000",
+        "enableHiddenRules": "true",
+        "motherTongue": "de",
+        "level": "default",
+        "language": "auto",
+        "noopLanguages": "de,en",
+        "preferredLanguages": "de,en",
+        "preferredVariants": "en-US,de-DE,pt-BR,ca-ES",
+        "disabledRules": "WHITESPACE_RULE",
+        "useragent": "chrome-extension",
+        "mode": "allButTextLevelOnly",
+        "allowIncompleteResults": "true",
+        "c": "1",
+    },
+    "LibreOffice": {
+        "language": "en-US",
+        "text": "He go to a old mill.",
+        "useragent": "java-http-client",
+        "mode": "all",
+    },
+    "TeXstudio": {"language": "en-US", "text": "He go to a old mill.", "enabledOnly": "no"},
+    "Overleaf": {"language": "auto", "data": annotation({"text": "He go to a old "}, {"text": "mill."})},
+    "Obsidian": {"language": "auto", "data": annotation({"text": "He go to a old mill."}), "enabledOnly": "false"},
+    "OnlyOffice": {"language": "en-GB", "text": "He go to a old mill.", "username": "u@x.org", "apiKey": "none"},
+    "Emacs": {"language": "en", "text": "He go to a old mill.", "disabledRules": ""},
+}
+
+
+@pytest.mark.parametrize("name", CLIENTS)
+def test_requests_of_other_clients_are_answered(client: httpx.Client, name: str) -> None:
+    """An editor's plug-in that is told that a field of its is unknown, or that it forgot one."""
+    fields = CLIENTS[name]
+    response = client.post("/v2/check", data=fields)
+    assert response.status_code == 200, response.text
+    reply = response.json()
+    data = json.loads(fields.get("data", "{}"))
+    nodes = data.get("annotation", [{"text": fields.get("text", data.get("text", ""))}])
+    text = "".join(node.get("text", node.get("markup", "")) for node in nodes)
+    assert applied(text, reply["matches"]) == text.replace("go", "goes").replace(" a ", " an ")
+    assert len(reply["matches"]) == 2
+
+
+def test_every_field_that_clients_look_for_is_there(client: httpx.Client) -> None:
+    """`shortMessage`, left out where it is optional in the original: a strict client throws the whole reply away."""
+    reply = check(client, text=TEXT).json()
+    assert set(reply) == {
+        *("software", "warnings", "language", "matches", "sentenceRanges", "extendedSentenceRanges"),
+    }
+    assert reply["software"]["apiVersion"] == 1 and reply["warnings"] == {"incompleteResults": False}
+    assert reply["language"]["code"] == "en-US" and set(reply["language"]["detectedLanguage"]) == {
+        *("name", "code", "confidence", "source"),
+    }
+    for match in reply["matches"]:
+        assert {name: type(match[name]) for name in match} == {
+            "message": str,
+            "shortMessage": str,
+            "replacements": list,
+            "offset": int,
+            "length": int,
+            "context": dict,
+            "sentence": str,
+            "type": dict,
+            "rule": dict,
+            "ignoreForIncompleteSentence": bool,
+            "contextForSureMatch": int,
+        }
+        assert set(match["rule"]) >= {"id", "description", "issueType", "category"}
+        assert match["sentence"] in TEXT
+    first = TEXT.index(".") + 2  # one emoji before it
+    assert reply["sentenceRanges"] == [[0, first], [first + 2, len(TEXT) + 1]]
+    assert [part["from"] for part in reply["extendedSentenceRanges"]] == [0, first + 2]
+
+
+def test_the_other_addresses(client: httpx.Client) -> None:
+    """A plug-in that asks for languages or limits first and gives up."""
+    assert {"name": "English (US)", "code": "en", "longCode": "en-US"} in client.get("/v2/languages").json()
+    longest = client.get("/v2/maxtextlength")
+    assert (longest.text, longest.headers["content-type"].split(";")[0]) == ("20000", "text/plain")
+    config = client.get("/v2/configinfo", params={"language": "en-US"}).json()
+    assert config["parameter"] == {"maxTextLength": 20_000}
+    assert {"ruleId", "description", "categoryId", "categoryName", "locQualityIssueType"} <= set(config["rules"][0])
+    assert set(client.get("/v2/info").json()["software"]) == {"name", "version", "buildDate", "commit", "premium"}
+    assert client.get("/v2/healthcheck").text == "OK"
+    by_address = client.get("/v2/check", params={"text": "He go home.", "language": "en-US"}).json()
+    assert [match["replacements"][0]["value"] for match in by_address["matches"]] == ["goes"]
+    preflight = {"Origin": "https://mail.example", "Access-Control-Request-Method": "POST"}
+    assert (
+        client.options("/v2/check", headers=preflight).headers["access-control-allow-origin"] == "https://mail.example"
+    )
+    assert (
+        "access-control-allow-origin"
+        not in client.options("/v2/check", headers={**preflight, "Origin": "https://evil.example"}).headers
+    )
+
+
+@pytest.mark.parametrize(
+    ("fields", "status", "says"),
+    [
+        ({"text": "a", "data": "{}"}, 400, "Set only 'text' or 'data' parameter, not both"),
+        ({}, 400, "Missing 'text' or 'data' parameter"),
+        ({"text": "a", "language": ""}, 400, "Missing 'language' parameter"),
+        ({"text": "a", "language": "de-DE"}, 400, "'de-DE' is not a language code known"),
+        (
+            {"text": "a", "preferredVariants": "en-GB"},
+            400,
+            "'preferredVariants' but you didn't specify 'language=auto'",
+        ),
+        ({"text": "a", "enabled": "X"}, 400, "now called 'enabledRules'"),
+        ({"text": "a", "disabled": "X"}, 400, "now called 'disabledRules'"),
+        ({"text": "a", "preferredvariants": "X"}, 400, "now called 'preferredVariants'"),
+        ({"text": "a", "autodetect": "1"}, 400, "'language=auto'"),
+        ({"text": "a", "enabledOnly": "true"}, 400, "must specify enabled rules"),
+        (
+            {"text": "a", "enabledOnly": "true", "enabledRules": "X", "disabledRules": "Y"},
+            400,
+            "cannot specify disabled",
+        ),
+        ({"text": "a", "level": "hard"}, 400, "level"),
+        ({"data": "{"}, 400, "Could not parse 'data'"),
+        ({"data": "[" * 100_000}, 400, "Could not parse 'data'"),
+        ({"data": "{}"}, 400, "requires 'text' or 'annotation'"),
+        ({"data": annotation({"text": "a", "markup": "b"})}, 400, "both 'text' and 'markup'"),
+        ({"data": annotation({"text": "a", "interpretAs": "b"})}, 400, "'interpretAs'"),
+        ({"data": annotation({"other": "a"})}, 400, "neither 'text' nor 'markup'"),
+        ({"data": '{"annotation": [1]}'}, 400, "must be an object"),
+        ({"data": '{"text": "\\ud800"}'}, 400, "surrogate"),
+        ({"text": "a\0b"}, 400, "NUL"),
+        ({"text": "a" * 20_001}, 413, "exceeds the limit of 20000 characters (it's 20001 characters)"),
+        ({f"x{n}": "" for n in range(70)}, 400, "fields"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused_in_its_words(
+    client: httpx.Client, fields: dict[str, str], status: int, says: str
+) -> None:
+    """A JSON error that the client shows as "unknown error"; a wrong field that is passed over in silence."""
+    response = check(client, **fields)
+    assert response.status_code == status and says in response.text and response.text.startswith("Error: ")
+    assert response.headers["content-type"].startswith("text/plain")
+
+
+@pytest.mark.parametrize(
+    "body",
+    [b"language=en-US&text=%FF%FE", b"language=en-US&text=\xff", b"language=en-US&text=%ED%A0%80", b"\xff=1", b"&&=&"],
+)
+def test_what_is_no_utf8_is_the_client_s_error(client: httpx.Client, body: bytes) -> None:
+    """Half a character that ends the server, or comes back as a question mark that was never there."""
+    response = client.post("/v2/check", content=body, headers={"Content-Type": "application/x-www-form-urlencoded"})
+    assert response.status_code == 400 and response.text.startswith("Error: ")
+
+
+def test_raw_utf8_and_percent_signs_are_read(client: httpx.Client) -> None:
+    """curl's --data sends characters as they are."""
+    headers = {"Content-Type": "application/x-www-form-urlencoded"}
+    for body in (f"language=en-US&text={TEXT}", f"language=en-US&text={quote(TEXT)}"):
+        reply = client.post("/v2/check", content=body.replace(" ", "+").encode(), headers=headers).json()
+        assert applied(TEXT, reply["matches"]) == CORRECTED
+    multipart = client.post("/v2/check", files={"text": (None, TEXT), "language": (None, "en-US")}).json()
+    assert applied(TEXT, multipart["matches"]) == CORRECTED
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", " ", "\n\t \r\n", "a", ".", "\U0001f600", "x" * 20_000, "Teh " * 4_000, "<b" * 9_000, "He go home. " * 60],
+)
+def test_odd_texts_are_answered(client: httpx.Client, text: str) -> None:
+    """An error 500 for what somebody pastes."""
+    response = check(client, text=text)
+    assert response.status_code == 200, response.text
+    matches = response.json()["matches"]
+    if "go home" in text:
+        assert applied(text, matches) == text.replace("go", "goes") and len(matches) == 60
+
+
+def test_a_text_in_another_language_is_not_corrected(client: httpx.Client) -> None:
+    """German that comes back full of suggestions, or without any and without a word why."""
+    german = "Die Mühle ist alt und das Wasser fließt nicht mehr. He go home."
+    reply = check(client, text=german, language="auto").json()
+    assert reply["matches"] == [] and reply["language"]["detectedLanguage"]["code"] == "de"
+    assert reply["warnings"]["incompleteResults"] and "German" in reply["warnings"]["incompleteResultsReason"]
+
+
+def test_editors_that_ask_twice_get_each_match_once(client: httpx.Client) -> None:
+    """The browser add-on asks for rules of sentences and of texts in two requests."""
+    assert check(client, text=TEXT, mode="textLevelOnly").json()["matches"] == []
+    assert len(check(client, text=TEXT, mode="allButTextLevelOnly").json()["matches"]) == 4
+
+
+def test_words_of_a_tenant_are_left_alone(service: Service, client: httpx.Client) -> None:
+    """One tenant's words that are everybody's; a word that is gone after a restart."""
+
+    def suggestions(key: str) -> int:
+        with service.client(key) as own:
+            return len(check(own, text="Teh mill grinds. He go home.").json()["matches"])
+
+    with service.client(service.keys.ann) as ann:
+        assert ann.post("/v2/words/add", data={"word": "Teh"}).json() == {"added": True}
+        assert ann.post("/v2/words/add", data={"word": "Teh"}).json() == {"added": False}
+        assert ann.post("/v2/words/add", data={"word": "Zzz", "dict": "other"}).json() == {"added": True}
+        assert ann.get("/v2/words").json() == {"words": ["Teh", "Zzz"]}
+        assert ann.get("/v2/words", params={"dicts": "other"}).json() == {"words": ["Zzz"]}
+        assert ann.get("/v2/words", params={"offset": "1", "limit": "1"}).json() == {"words": ["Zzz"]}
+        assert (suggestions(service.keys.ann), suggestions(service.keys.bob), suggestions("")) == (1, 2, 2)
+        for wrong in ({}, {"word": "two words"}, {"word": "x" * 200}):
+            assert ann.post("/v2/words/add", data=wrong).status_code == 400
+        assert ann.get("/v2/words", params={"limit": "-1"}).status_code == 400
+        assert ann.post("/v2/words/delete", data={"word": "Teh"}).json() == {"deleted": True}
+        assert ann.post("/v2/words/delete", data={"word": "Teh"}).json() == {"deleted": False}
+    assert suggestions(service.keys.ann) == 2
+
+
+def test_v1_grammar_gives_the_whole_text(service: Service) -> None:
+    """Edits that a page cannot place; a text that only the one who knows the rules can put together."""
+    with service.client(service.keys.ann) as ann:
+        reply = ann.post("/v1/grammar", json={"text": TEXT, "seed": 7, "speculation": False}).json()
+        nodes = json.loads(LATEX)["annotation"]
+        marked = ann.post("/v1/grammar", json={"annotation": nodes, "ignore": ["old"], "disabled_kinds": ["article"]})
+    assert (reply["text"], reply["corrected"], reply["seed"]) == (TEXT, CORRECTED, 7)
+    assert [edit["kind"] for edit in reply["edits"]] == ["agreement", "article", "agreement", "agreement"]
+    edit = reply["edits"][-1]
+    assert TEXT[edit["start"] : edit["end"]] == "come" and edit["start_utf16"] == edit["start"] + 1 and edit["reason"]
+    assert reply["statistics"]["num_sentences"] == 2 and "num_steps" not in reply["statistics"]
+    assert marked.json()["corrected"].startswith("\\section{He \\emph{goes} to a old")
+    assert [each["withheld"] for each in marked.json()["withheld"]] == ["kind"]
+    with service.client() as trusted:
+        fast = trusted.post("/v1/grammar", json={"text": TEXT, "seed": 7}).json()
+    assert (
+        fast["corrected"] == CORRECTED and 0 < fast["statistics"]["num_steps"] < fast["statistics"]["num_output_tokens"]
+    )
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "param"),
+    [
+        ({}, 400, None),
+        ({"text": "a", "annotation": []}, 400, None),
+        ({"text": "a", "other": 1}, 400, "other"),
+        ({"text": "a", "max_edit_ratio": 2}, 400, "max_edit_ratio"),
+        ({"text": "a", "disabled_kinds": ["x"]}, 400, "disabled_kinds.0"),
+        ({"text": "a", "model": "gpt"}, 404, "model"),
+        ({"text": "a", "seed": -1}, 400, None),
+        ({"text": "a" * 20_001}, 413, "text"),
+        ({"text": "Die Mühle ist alt und das Wasser fließt nicht.", "language": "auto"}, 400, "language"),
+    ],
+)
+def test_v1_grammar_refuses_in_openai_s_words(
+    service: Service, body: dict[str, Any], status: int, param: str | None
+) -> None:
+    """A typing error in an option that is passed over in silence."""
+    with service.client() as client:
+        response = client.post("/v1/grammar", json=body)
+    assert response.status_code == status, response.text
+    assert response.json()["error"]["param"] == param
+
+
+def test_v1_grammar_needs_a_key_and_so_do_words_of_a_closed_service(
+    tmp_path: Path, letter_index: Path, service_target: Target, service: Service
+) -> None:
+    """A back door to the model: LanguageTool's clients need no key, so nobody does."""
+    with service.client("") as nobody:
+        assert nobody.post("/v1/grammar", json={"text": "a"}).status_code == 401
