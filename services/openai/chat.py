@@ -42,8 +42,7 @@ def routes(backend: Backend) -> APIRouter:
 
 async def _write(body: ChatBody, asked: Asked, texts: TokenTexts, sender: Sender) -> None:
     """The whole request, until its client has all of it. Raises: ApiError, RagspecError."""
-    chat = asked.backend.chat
-    ready = await asyncio.to_thread(chat.prepare, turn_of(body, asked))
+    ready = await asyncio.to_thread(prepared, body, asked)
     asked.backend.metrics.retrieved(ready.retrieve_s)
     async with asked.running([ready.request], ready.retrieve_s) as run:
         reply = ChatReply(body, asked, ready, run, texts)
@@ -52,6 +51,13 @@ async def _write(body: ChatBody, asked: Asked, texts: TokenTexts, sender: Sender
             await asked.tell(sender, run, head, reply)
         else:
             await sender.json(await reply.whole())
+
+
+def prepared(body: ChatBody, asked: Asked) -> ReadyTurn:
+    """Blocks. Raises: InputError, NotFound, PromptTooLong, RetrievalError, StoreError."""
+    for store_id in (body.chosen or Retrieval()).vector_store_ids or ():
+        asked.backend.library.store(asked.caller.tenant, store_id)  # it is there, and the caller's
+    return asked.backend.chat.prepare(turn_of(body, asked))
 
 
 def turn_of(body: ChatBody, asked: Asked) -> Turn:

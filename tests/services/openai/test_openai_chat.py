@@ -170,7 +170,32 @@ def test_documents_may_be_chosen_or_left_out(api: openai.OpenAI) -> None:
     assert len(passages({"num_passages": 1})) == 1 and len(passages(True)) == 3
     only = {"type": "eq", "key": "document.id", "value": "all-2"}
     assert passages({"filter": only}) == ["all-2"]
-    assert passages({"vector_store_ids": ["vs_unknown"], "filter": only}) == []
+    with pytest.raises(openai.NotFoundError):
+        passages({"vector_store_ids": ["vs_unknown"]})
+
+
+def test_a_vector_store_answers_with_its_own_files(service: Service) -> None:
+    """A store was accepted and the whole index searched; another tenant's store could be named."""
+
+    def passages(api: openai.OpenAI, retrieval: Any) -> list[str]:
+        got = ask(api, "What is the fare?", extra_body={"retrieval": retrieval})
+        return [passage["text"] for passage in got.model_extra["ragspec"]["passages"]]
+
+    base_url = f"{service.url}/v1"
+    with (
+        openai.OpenAI(base_url=base_url, api_key=service.keys.ann) as ann,
+        openai.OpenAI(base_url=base_url, api_key=service.keys.bob, max_retries=0) as bob,
+    ):
+        told = ann.files.create(file=("fares.txt", b"The fare over the bridge is two shillings."), purpose="assistants")
+        store = ann.vector_stores.create(name="fares", file_ids=[told.id])
+        file = ann.vector_stores.files.poll(told.id, vector_store_id=store.id, poll_interval_ms=50)
+        assert file.status == "completed"
+        only = {"vector_store_ids": [store.id]}
+        assert passages(ann, only) == ["The fare over the bridge is two shillings."]
+        assert passages(ann, only | {"filter": {"type": "eq", "key": "document.id", "value": "all-2"}}) == []
+        assert not any("fare" in text for text in passages(bob, True))
+        with pytest.raises(openai.NotFoundError):
+            passages(bob, only)
 
 
 def test_tenants_see_their_own_documents(service: Service) -> None:
