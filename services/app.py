@@ -21,6 +21,7 @@ from services.keys import Ring
 from services.languagetool import routes as languagetool
 from services.openai import routes as openai_routes
 from services.stores import routes as stores
+from services.telemetry import Spans
 from services.web import routes as web
 
 _SEEN = ["x-request-id", "retry-after"]
@@ -33,6 +34,8 @@ def build_app(backend: Backend, ring: Ring) -> FastAPI:
         app.include_router(part.routes(backend))
     app.add_exception_handler(HTTPException, _refused)
     app.add_exception_handler(RequestValidationError, _not_valid)
+    if backend.telemetry is not None:
+        app.add_middleware(Spans, telemetry=backend.telemetry)
     app.add_middleware(Guard, backend=backend, ring=ring)
     if origins := backend.config.service.cors_origins:  # outside the guard: a browser asks for leave without a key
         app.add_middleware(

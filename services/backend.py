@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from ragspec.core import Request
+from ragspec.engine.engine import Engine
 from ragspec.engine.loading import load_engine
 from ragspec.engine.sequence import Listener
 from ragspec.rag.chat import Chat
@@ -26,6 +27,7 @@ from services.limits import Gate
 from services.metrics import Metrics
 from services.settings import ServiceConfig
 from services.stores.library import Library, open_library
+from services.telemetry import Telemetry
 
 
 class ServedEngine(EngineLike, Protocol):
@@ -58,6 +60,7 @@ class Backend(AbstractContextManager["Backend"]):
     dictionaries: Dictionaries
     config: ServiceConfig
     metrics: Metrics
+    telemetry: Telemetry | None
     gate: Gate
     closing: tuple[Callable[[], object], ...] = ()
 
@@ -71,28 +74,32 @@ class Backend(AbstractContextManager["Backend"]):
         *closing: Callable[[], object],
     ) -> Backend:
         """Around parts that run already; it closes `closing`, the engine first among them if it is to be closed."""
-        metrics = Metrics(config.model_name)
+        telemetry = Telemetry.of(config.service.telemetry, config.model_name)
+        metrics = Metrics(config.model_name, telemetry)
         gate = Gate(config.service.limits, metrics)
         metrics.watch("ragspec_requests_in_flight", "Requests that are being answered.", lambda: gate.running)
+        if isinstance(engine, Engine):
+            _watch(metrics, engine)
         prompts = PromptBuilder(tokenizer, engine.max_context_tokens)
         conversations = open_conversations(config)
         chat = Chat(retriever, prompts, conversations, config.chat, engine)
         library = open_library(config, retriever.encoder, chat.forget)
         dictionaries = open_dictionaries(config)
-        ends = (library.close, *closing, conversations.close, dictionaries.close)
+        last = [telemetry.close] if telemetry else []
         return cls(
-            config.model_name,
-            engine,
-            prompts,
-            retriever,
-            retriever.encoder,
-            chat,
-            library,
-            dictionaries,
-            config,
-            metrics,
-            gate,
-            ends,
+            model=config.model_name,
+            engine=engine,
+            prompts=prompts,
+            retriever=retriever,
+            encoder=retriever.encoder,
+            chat=chat,
+            library=library,
+            dictionaries=dictionaries,
+            config=config,
+            metrics=metrics,
+            telemetry=telemetry,
+            gate=gate,
+            closing=(library.close, *closing, conversations.close, dictionaries.close, *last),
         )
 
     @classmethod
@@ -111,6 +118,12 @@ class Backend(AbstractContextManager["Backend"]):
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _watch(metrics: Metrics, engine: Engine) -> None:
+    metrics.watch("vllm:num_requests_running", "Choices that are being written.", lambda: engine.load().num_running)
+    metrics.watch("vllm:num_requests_waiting", "Choices that wait in the engine.", lambda: engine.load().num_waiting)
+    metrics.watch("vllm:kv_cache_usage_perc", "KV slots in use by those, of 1.", lambda: engine.load().kv_usage)
 
 
 def open_conversations(config: ServiceConfig) -> Conversations:

@@ -17,6 +17,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 
 from ragspec.core import FinishReason, GenerationStats
+from services.telemetry import Telemetry
 
 CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
 _SECONDS = (
@@ -49,8 +50,9 @@ _METHODS = frozenset({"GET", "POST", "PUT", "PATCH", "DELETE", "HEAD", "OPTIONS"
 class Metrics:
     """What a service counts. Units are in the names: seconds and tokens."""
 
-    def __init__(self, model: str) -> None:
-        self._registry, self._model = CollectorRegistry(), model
+    def __init__(self, model: str, telemetry: Telemetry | None = None) -> None:
+        """`telemetry` hears of it too."""
+        self._registry, self._model, self._telemetry = CollectorRegistry(), model, telemetry
         self._prompt_tokens = self._counter("vllm:prompt_tokens", "Tokens read.")
         self._generation_tokens = self._counter("vllm:generation_tokens", "Tokens written.")
         self._cache_queries = self._counter("vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache.")
@@ -81,6 +83,8 @@ class Metrics:
     def first_token(self, seconds: float) -> None:
         """Since the request came."""
         self._of(self._first_token).observe(seconds)
+        if self._telemetry:
+            self._telemetry.first_token(seconds)
 
     def gap(self, seconds: float, num_tokens: int = 1) -> None:
         """Between two pieces of a stream, the later of `num_tokens` tokens."""
@@ -88,6 +92,8 @@ class Metrics:
 
     def retrieved(self, seconds: float) -> None:
         self._of(self._retrieval).observe(seconds)
+        if self._telemetry:
+            self._telemetry.retrieved(seconds)
 
     def handed_over(self, seconds: float) -> None:
         """What a request took before the engine had it, retrieval left out."""
@@ -95,6 +101,8 @@ class Metrics:
 
     def ended(self, stats: GenerationStats, finish_reason: FinishReason, seconds: float) -> None:
         """One choice was written to its end, `seconds` after the request came."""
+        if self._telemetry:
+            self._telemetry.ended(stats, finish_reason)
         self._of(self._success, finish_reason.value).inc()
         self._of(self._whole).observe(seconds)
         self.worked(stats)

@@ -46,12 +46,12 @@ class Engine(EngineClient):
         config: EngineConfig,
         threads: ThreadChoice | None = None,
     ) -> None:
-        self.target = target
         self._threads = threads or ThreadChoice(config.num_threads, adaptive=config.adaptive_threads)
         self.fingerprint, self.max_context_tokens = admission.fingerprint, admission.max_context_tokens
         self.lost = ""  # why all of it is dead, set before any sequence hears of it; empty: it is not
-        self._planner, self._admission = planner, admission
+        self.target, self._planner, self._admission = target, planner, admission
         self._scheduler = Scheduler(target.pool, config, num_recomputed=1 if planner.taps else 0)
+        self.load = self._scheduler.load
         self._commands = Commands(target.beat, BEAT_S if target.ranks.size > 1 else None)
         self._sequences: dict[str, list[Sequence]] = {}
         self._lock, self._ids = threading.Lock(), set[str]()

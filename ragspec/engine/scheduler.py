@@ -8,6 +8,7 @@ the queue, to be computed again later: same key, same tokens.
 from __future__ import annotations
 
 from collections import deque
+from typing import NamedTuple
 
 from ragspec.config import EngineConfig
 from ragspec.core import FinishReason
@@ -21,6 +22,14 @@ _DRAFT_ROWS = 64
 _NEVER = 2**62
 _PAGES_AHEAD = 16
 """Pages freed beyond what is needed now, so that not every step looks for some."""
+
+
+class Load(NamedTuple):
+    """How much an engine has to do: choices that run and that wait, and the share of KV slots that those that run fill."""
+
+    num_running: int
+    num_waiting: int
+    kv_usage: float
 
 
 class Scheduler:
@@ -43,6 +52,12 @@ class Scheduler:
     @property
     def idle(self) -> bool:
         return not self.waiting and not self.running
+
+    def load(self) -> Load:
+        """From any thread: as it is in the course of some step."""
+        running = list(self.running)
+        held = sum(slots.length for sequence in running if (slots := sequence.slots) is not None)
+        return Load(len(running), len(self.waiting), min(1.0, held / self._pool.num_slots))
 
     def schedule(self) -> list[tuple[Sequence, int]]:
         """Each sequence of the next step with how many of its pending tokens take part, within the step's token budget."""

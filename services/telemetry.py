@@ -1,0 +1,189 @@
+"""Spans as OpenTelemetry's conventions for generative AI name them: chat, text_completion, embeddings, retrieval.
+
+Only where an exporter is configured. What users wrote and what was answered is in no span, unless `telemetry.content` says so.
+
+    >>> telemetry = Telemetry.of(TelemetryConfig(exporter="otlp"), "qwen3")
+    >>> app.add_middleware(Spans, telemetry=telemetry)
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from opentelemetry import trace
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor, ConsoleSpanExporter, SpanExporter
+from opentelemetry.trace import Span, SpanKind, Status, StatusCode
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from ragspec.core import FinishReason, GenerationStats
+from ragspec.errors import ConfigError
+from services.settings import TelemetryConfig
+
+_OPERATIONS = {
+    "/v1/chat/completions": "chat",
+    "/v1/completions": "text_completion",
+    "/v1/embeddings": "embeddings",
+}
+_SEARCH = ("/v1/vector_stores/", "/search")
+_ASKED = {
+    "max_tokens": "gen_ai.request.max_tokens",
+    "max_completion_tokens": "gen_ai.request.max_tokens",
+    "temperature": "gen_ai.request.temperature",
+    "top_p": "gen_ai.request.top_p",
+    "seed": "gen_ai.request.seed",
+    "n": "gen_ai.request.choice.count",
+    "stream": "gen_ai.request.stream",
+    "max_num_results": "gen_ai.request.top_k",
+}
+_MOST_CONTENT_BYTES = 2**20
+
+
+class Telemetry:
+    """Owns the tracer. Nothing global: two services in one process do not meet."""
+
+    def __init__(self, exporter: SpanExporter, model: str, *, content: bool = False) -> None:
+        self.content = content
+        self._model = model
+        resource = Resource.create({"service.name": "ragspec"})
+        self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
+        self._provider.add_span_processor(BatchSpanProcessor(exporter))
+        self.tracer = self._provider.get_tracer("ragspec")
+
+    @classmethod
+    def of(cls, config: TelemetryConfig, model: str) -> Telemetry | None:
+        """None where no exporter is configured. Raises: ConfigError if its package is not installed."""
+        if config.exporter == "none":
+            return None
+        if config.exporter == "console":
+            return cls(ConsoleSpanExporter(), model, content=config.content)
+        try:
+            from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+        except ImportError as cause:
+            raise ConfigError(
+                "service.telemetry.exporter is otlp, which needs: pip install opentelemetry-exporter-otlp-proto-http"
+            ) from cause
+        return cls(OTLPSpanExporter(), model, content=config.content)
+
+    def begin(self, operation: str, headers: Headers, request_id: str) -> Span:
+        """A span under the client's own, if it names one."""
+        context = TraceContextTextMapPropagator().extract(headers)
+        attributes = {
+            "gen_ai.operation.name": operation,
+            "gen_ai.provider.name": "ragspec",
+            "gen_ai.request.model": self._model,
+            "gen_ai.response.model": self._model,
+            "ragspec.request_id": request_id,
+        }
+        return self.tracer.start_span(f"{operation} {self._model}", context, SpanKind.SERVER, attributes)
+
+    def retrieved(self, seconds: float) -> None:
+        """Passages were found for the running request, just now."""
+        end = time.time_ns()
+        attributes = {"gen_ai.operation.name": "retrieval", "gen_ai.provider.name": "ragspec"}
+        span = self.tracer.start_span("retrieval", attributes=attributes, start_time=end - int(seconds * 1e9))
+        span.end(end)
+
+    def first_token(self, seconds: float) -> None:
+        trace.get_current_span().set_attribute("gen_ai.response.time_to_first_chunk", seconds)
+
+    def ended(self, stats: GenerationStats, finish_reason: FinishReason) -> None:
+        """One choice more of the running request."""
+        span = trace.get_current_span()
+        known: Mapping[str, Any] = getattr(span, "attributes", None) or {}
+        reasons = (*known.get("gen_ai.response.finish_reasons", ()), finish_reason.value)
+        written = known.get("gen_ai.usage.output_tokens", 0) + stats.num_output_tokens
+        span.set_attributes(
+            {
+                "gen_ai.response.finish_reasons": reasons,
+                "gen_ai.usage.input_tokens": stats.num_prompt_tokens,
+                "gen_ai.usage.cache_read.input_tokens": stats.num_cached_tokens,
+                "gen_ai.usage.output_tokens": written,
+                "ragspec.acceptance_length": stats.acceptance_length,
+            }
+        )
+
+    def close(self) -> None:
+        """What was not sent yet is."""
+        self._provider.shutdown()
+
+
+class Spans:
+    """ASGI middleware inside the guard: one span around each request that a model or an index answers."""
+
+    def __init__(self, app: ASGIApp, telemetry: Telemetry) -> None:
+        self._app, self._telemetry = app, telemetry
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        operation = operation_of(scope)
+        if operation is None:
+            await self._app(scope, receive, send)
+            return
+        span = self._telemetry.begin(operation, Headers(scope=scope), scope["state"]["request_id"])
+        tap = _Tap(span, receive, send, self._telemetry.content)
+        with trace.use_span(span, end_on_exit=True, record_exception=False, set_status_on_exception=False):
+            try:
+                await self._app(scope, tap.receive, tap.send)
+            except BaseException as error:  # Why without its message: that may quote what a user wrote
+                span.set_attribute("error.type", type(error).__name__)
+                span.set_status(Status(StatusCode.ERROR))
+                raise
+            finally:
+                tap.close()
+
+
+def operation_of(scope: Scope) -> str | None:
+    """What the conventions call a request; None: nothing that they know."""
+    if scope["type"] != "http" or scope["method"] != "POST":
+        return None
+    path: str = scope["path"]
+    if path.startswith(_SEARCH[0]) and path.endswith(_SEARCH[1]):
+        return "retrieval"
+    return _OPERATIONS.get(path)
+
+
+class _Tap:
+    """What passes between the guard and a route, as far as a span may tell of it."""
+
+    def __init__(self, span: Span, receive: Receive, send: Send, content: bool) -> None:
+        self._span, self._receive, self._send, self._content = span, receive, send, content
+        self._told = bytearray()
+
+    async def receive(self) -> Message:
+        message = await self._receive()
+        if body := message.get("body"):
+            self._note_request(body)
+        return message
+
+    async def send(self, message: Message) -> None:
+        await self._send(message)
+        if message["type"] == "http.response.start":
+            self._span.set_attribute("http.response.status_code", message["status"])
+        elif self._content and len(self._told) < _MOST_CONTENT_BYTES:
+            self._told += message.get("body", b"")
+
+    def close(self) -> None:
+        if self._told:
+            self._span.set_attribute(
+                "gen_ai.output.messages", self._told[:_MOST_CONTENT_BYTES].decode("utf-8", "replace")
+            )
+
+    def _note_request(self, body: bytes) -> None:
+        try:
+            asked = json.loads(body)
+        except ValueError:
+            return
+        if not isinstance(asked, dict):
+            return
+        for name, attribute in _ASKED.items():
+            if isinstance(value := asked.get(name), int | float):
+                self._span.set_attribute(attribute, value)
+        if self._content:
+            given = [asked[name] for name in ("messages", "prompt", "input", "query") if name in asked]
+            self._span.set_attribute("gen_ai.input.messages", json.dumps(given[0] if given else None))

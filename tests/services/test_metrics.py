@@ -1,0 +1,166 @@
+"""What is counted, and what spans tell: the numbers of the answers that were given, and nothing of what they said."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+from opentelemetry.sdk.trace import ReadableSpan
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from service_parts import MODEL, Service, Serving, soon
+
+from ragspec.errors import ConfigError
+from services.metrics import Metrics
+from services.settings import TelemetryConfig
+from services.telemetry import Telemetry
+
+ASKED = {"model": MODEL, "messages": [{"role": "user", "content": "What is a xylophone?"}], "max_tokens": 8, "seed": 1}
+
+
+def values(service: Service) -> dict[str, float]:
+    """By name, without labels; of several the sum."""
+    found: dict[str, float] = {}
+    for line in service.metrics():
+        if not line.startswith("#"):
+            name, value = line.partition("{")[0], line.rpartition(" ")[2]
+            found[name] = found.get(name, 0.0) + float(value)
+    return found
+
+
+@pytest.fixture(scope="module")
+def answered(service: Service) -> tuple[dict[str, Any], dict[str, float], dict[str, float]]:
+    """A reply, and the counters before and after it."""
+    before = values(service)
+    with service.client() as client:
+        reply = client.post("/v1/chat/completions", json={**ASKED, "metrics": True}).raise_for_status().json()
+    return reply, before, values(service)
+
+
+def test_counters_grow_by_what_the_reply_says(answered: tuple[dict[str, Any], ...]) -> None:
+    """A dashboard and a bill disagree."""
+    reply, before, after = answered
+    usage, grown = reply["usage"], {name: value - before.get(name, 0.0) for name, value in answered[2].items()}
+    assert grown["vllm:prompt_tokens_total"] == usage["prompt_tokens"]
+    assert grown["vllm:generation_tokens_total"] == usage["completion_tokens"]
+    assert grown["vllm:prefix_cache_hits_total"] == usage["prompt_tokens_details"]["cached_tokens"]
+    assert grown["vllm:request_success_total"] == 1
+    drafting = reply["metrics"]["speculative_decoding"]
+    assert grown["vllm:spec_decode_num_accepted_tokens_total"] == drafting["num_accepted_draft_tokens"]
+    assert grown["vllm:spec_decode_num_draft_tokens_total"] == drafting["num_draft_tokens"]
+    for histogram in ("time_to_first_token", "e2e_request_latency", "request_prefill_time", "request_decode_time"):
+        assert grown[f"vllm:{histogram}_seconds_count"] == 1
+    assert grown["ragspec_retrieval_seconds_count"] == grown["ragspec_gateway_seconds_count"] == 1
+    assert (
+        after["vllm:num_requests_running"]
+        == after["vllm:num_requests_waiting"]
+        == after["vllm:kv_cache_usage_perc"]
+        == 0
+    )
+
+
+def test_gauges_show_what_runs(serving: Serving) -> None:
+    """A full engine looks idle, so nobody starts another."""
+    with serving(engine={"max_running": 1}) as service, service.client() as client:
+        body = {**ASKED, "n": 3, "max_tokens": 400, "ignore_eos": True, "stream": True, "retrieval": False}
+        with client.stream("POST", "/v1/chat/completions", json=body) as reply:
+            assert next(reply.iter_text())
+            now = values(service)
+        assert now["vllm:num_requests_running"] == 1 and now["vllm:num_requests_waiting"] == 2
+        assert 0 < now["vllm:kv_cache_usage_perc"] < 1 and now["ragspec_requests_in_flight"] == 1
+
+
+def test_routes_are_counted_by_pattern(service: Service) -> None:
+    """Every address that somebody tries becomes a time series, until the memory is full; and it holds what was asked."""
+    with service.client() as client:
+        for number in range(5):
+            client.get(f"/v1/files/quagmire-{number}")
+            client.get(f"/quagmire-{number}")
+            client.request(f"ODD{number}", "/v1/models")
+    text = "\n".join(service.metrics())
+    assert "quagmire" not in text and "ODD" not in text
+    assert 'route="/v1/files/{' in text and 'route="none"' in text
+
+
+def test_labels_have_few_values() -> None:
+    """A label that a client chooses."""
+    metrics = Metrics("m")
+    metrics.answered("BREW", "/x", 418)
+    assert 'method="other"' in metrics.text().decode()
+
+
+class Kept(InMemorySpanExporter):
+    """What was exported."""
+
+    def named(self, name: str) -> ReadableSpan:
+        (span,) = [span for span in self.get_finished_spans() if span.name == name]
+        return span
+
+
+@contextmanager
+def traced(serving: Serving, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> Iterator[tuple[Service, Kept]]:
+    kept = Kept()
+    monkeypatch.setattr("services.telemetry.ConsoleSpanExporter", lambda: kept)
+    with serving(**{"service.telemetry.exporter": "console", **settings}) as service:
+        yield service, kept
+
+
+@pytest.mark.parametrize("content", [False, True])
+def test_spans_tell_numbers_and_texts_only_if_asked_to(
+    serving: Serving, monkeypatch: pytest.MonkeyPatch, content: bool
+) -> None:
+    """Every question of every user goes to whoever collects traces; or the switch that says so does nothing."""
+    parent = "00-" + "ab" * 16 + "-" + "cd" * 8 + "-01"
+    with traced(serving, monkeypatch, **{"service.telemetry.content": content}) as (service, kept):
+        with service.client() as client:
+            reply = client.post("/v1/chat/completions", json=ASKED, headers={"traceparent": parent}).json()
+            streamed = client.post(
+                "/v1/completions", json={"model": MODEL, "prompt": "a xylophone", "stream": True}
+            ).text
+            client.post("/v1/embeddings", json={"model": MODEL, "input": "a xylophone"}).raise_for_status()
+            client.post("/v1/chat/completions", json={**ASKED, "model": "other"})
+            client.get("/v1/models")
+        service.backend.telemetry.close()  # type: ignore[union-attr]
+    spans = kept.get_finished_spans()
+    names = sorted(span.name for span in spans)
+    assert names == ["chat tiny", "chat tiny", "embeddings tiny", "retrieval", "text_completion tiny"]
+    told = " ".join(span.to_json() for span in spans)
+    assert ("xylophone" in told) is content and streamed.startswith("data: ")
+    good, bad = (span for span in spans if span.name == "chat tiny")
+    assert good.attributes is not None and bad.attributes is not None
+    assert good.attributes["gen_ai.usage.input_tokens"] == reply["usage"]["prompt_tokens"]
+    assert good.attributes["gen_ai.usage.output_tokens"] == reply["usage"]["completion_tokens"]
+    assert good.attributes["gen_ai.request.max_tokens"] == 8 and good.attributes["gen_ai.request.seed"] == 1
+    assert list(good.attributes["gen_ai.response.finish_reasons"]) == [reply["choices"][0]["finish_reason"]]  # type: ignore[arg-type]
+    assert good.context.trace_id == int("ab" * 16, 16)
+    assert kept.named("retrieval").parent == good.context
+    assert bad.attributes["error.type"] == "ApiError" and not bad.status.is_ok
+
+
+def test_without_an_exporter_there_are_no_spans(service: Service) -> None:
+    """Every request pays for a tracer that nobody reads."""
+    assert service.backend.telemetry is None
+    assert Telemetry.of(TelemetryConfig(), "m") is None
+
+
+def test_an_exporter_that_is_not_installed_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A service runs for months before somebody sees that there are no traces."""
+    monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.http.trace_exporter", None)
+    with pytest.raises(ConfigError, match="pip install opentelemetry-exporter-otlp-proto-http"):
+        Telemetry.of(TelemetryConfig(exporter="otlp"), "m")
+
+
+def test_names_are_those_of_vllm(service: Service) -> None:
+    """A dashboard for vLLM stays empty."""
+    ours = set(re.findall(r"^# TYPE (vllm:\w+)", "\n".join(service.metrics()), re.MULTILINE))
+    expected = (
+        "num_requests_running num_requests_waiting kv_cache_usage_perc prefix_cache_queries_total prefix_cache_hits_total "
+        "prompt_tokens_total generation_tokens_total request_success_total time_to_first_token_seconds "
+        "inter_token_latency_seconds e2e_request_latency_seconds request_queue_time_seconds request_prefill_time_seconds "
+        "request_decode_time_seconds request_prompt_tokens request_generation_tokens spec_decode_num_drafts_total "
+        "spec_decode_num_draft_tokens_total spec_decode_num_accepted_tokens_total"
+    )
+    assert {f"vllm:{name}" for name in expected.split()} <= ours
