@@ -1,0 +1,161 @@
+"""Follow-up questions are made standalone: what they leave out is added, and nothing else is touched."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from small_parts import CONTEXT, Switch
+
+from ragspec.core import Completion, Delta, Request
+from ragspec.engine.engine import Engine
+from ragspec.engine.target import Target
+from ragspec.errors import EngineClosed
+from ragspec.rag.chat_settings import ChatConfig
+from ragspec.rag.conversations import Said
+from ragspec.rag.prompt import PromptBuilder
+from ragspec.rag.rewriting import Rewriter, num_parameters
+from ragspec.rag.standalone import names, phrases, standalone
+
+ZAPPA = [
+    Said("When was Frank Zappa born?", "On December 21, 1940."),
+    Said("Which group did he lead?", "The Mothers of Invention."),
+]
+
+
+@pytest.mark.parametrize(
+    ("question", "said", "added"),
+    [
+        ("Why did he leave it?", ZAPPA, "Frank Zappa"),
+        ("And in 1977?", [Said("How many people lived in Lyon in 1968?", "About 500,000.")], "Lyon"),
+        ("What about France?", [Said("How does the old mill grind corn?", "With water.")], "old mill grind corn"),
+        ("How do I read one from a file?", [Said("What does json.dumps() do?", "It writes a string.")], "json.dumps()"),
+        ("is it thread safe?", [Said("what is a memory pool?", "A list of blocks.")], "memory pool"),
+        ("What is their address?", [Said("Where can I eat?", "Do you like Sino in San Jose?")], "Sino in San Jose"),
+        ("Who wrote it?", [Said("what did you read?", '"War and Peace" was the book.')], "War and Peace"),
+    ],
+)
+def test_what_a_follow_up_leaves_out_is_added(question: str, said: list[Said], added: str) -> None:
+    """A search for "Why did he leave it?" finds anything."""
+    rewritten = standalone(question, said)
+    assert rewritten.startswith(question) and added in rewritten[len(question) :]
+
+
+@pytest.mark.parametrize(
+    "question", ["When was the Treaty of Westphalia signed?", "What is the capital of Peru called today?"]
+)
+def test_a_question_that_stands_alone_stays_as_it_is(question: str) -> None:
+    """A change of subject was searched for under the old one."""
+    assert standalone(question, ZAPPA) == question
+    assert standalone("Why did he leave?", []) == "Why did he leave?"
+
+
+def test_nothing_is_added_that_the_question_says_already() -> None:
+    """Repetition moves the question's own words into the background."""
+    assert standalone("Why did he, Frank Zappa, leave?", ZAPPA).count("Zappa") == 1
+    said = [Said("Who was Frank Zappa?", "A composer."), Said("Was Zappa a guitarist?", "Yes.")]
+    assert standalone("Where was he born?", said) == "Where was he born? (Frank Zappa)"
+
+
+def test_names_in_a_quoted_answer_are_not_what_the_next_question_is_about() -> None:
+    """Each answer's side figures were searched for instead of the subject."""
+    said = [Said("Who was Frank Zappa?", '"He worked with Captain Beefheart in Lancaster." [1]')]
+    assert "Beefheart" not in standalone("Where was he born?", said)
+
+
+def test_names_are_runs_of_capitals_and_identifiers() -> None:
+    """The first word of a sentence was taken for a name, and a name's small words cut it in two."""
+    assert names("Who founded the Bank of England in London?") == ["Bank of England in London"]
+    assert names("What does os.path.join do with HTTPServer's myValue?") == ["os.path.join", "HTTPServer", "myValue"]
+    assert names("where was the mill?") == []
+    assert phrases("How does the old water mill grind the corn?") == ["old water mill grind", "corn"]
+
+
+@settings(deadline=None, max_examples=200)
+@given(
+    question=st.text(max_size=200),
+    said=st.lists(st.builds(Said, st.text(max_size=200), st.text(max_size=200)), max_size=4),
+)
+def test_any_text_is_taken(question: str, said: list[Said]) -> None:
+    """A question nobody had thought of broke the request."""
+    assert standalone(question, said).startswith(question)
+
+
+@pytest.mark.parametrize("text", ["A " * 50_000, "a." * 50_000, "A of the " * 20_000, "x_" * 50_000, "'" * 100_000])
+def test_a_long_text_takes_no_longer_than_its_beginning(text: str) -> None:
+    """One message kept a processor busy for minutes."""
+    begin_s = time.perf_counter()
+    standalone("Why? " + text, [Said(text, text)] * 3)
+    assert time.perf_counter() - begin_s < 20
+
+
+class Failing:
+    """An engine that is closed, or too slow."""
+
+    def __init__(self, slow: bool) -> None:
+        self.slow = slow
+
+    def generate(self, requests: Sequence[Request]) -> list[Completion]:
+        raise EngineClosed("the engine is closed")
+
+    async def stream(self, request: Request) -> AsyncIterator[Delta]:
+        import asyncio
+
+        if self.slow:
+            await asyncio.sleep(60.0)
+        raise EngineClosed("the engine is closed")
+        yield Delta("", 0, (), "")
+
+    def close(self) -> None: ...
+
+    def purge(self, salt: str) -> None: ...
+
+
+def rewriter(target: Target, engine: Any, **config: Any) -> Rewriter:
+    return Rewriter(ChatConfig(**config), PromptBuilder(target.tokenizer, 4 * CONTEXT), engine)
+
+
+def test_a_large_target_writes_the_question_itself(target: Target, engine: Engine, switch: Switch) -> None:
+    """The rules decided although a better reader was there; or a small target did, which cannot."""
+    switch.answer = " Why did Frank Zappa leave the Mothers?"
+    model = rewriter(target, engine, rewriter="model", rewriter_timeout_s=600.0)
+    model._engine = _Short(engine)  # type: ignore[assignment]
+    assert model.standalone("Why did he leave?", ZAPPA, "ann") == "Why did Frank Zappa leave the Mothers?"
+    assert num_parameters(engine) > 10_000
+    small = rewriter(target, engine, rewriter="auto", least_rewriter_parameters=num_parameters(engine) + 1)
+    large = rewriter(target, engine, rewriter="auto", least_rewriter_parameters=num_parameters(engine))
+    assert small._engine is None and large._engine is engine
+
+
+class _Short:
+    """An engine whose context a long prompt does not fit is asked with the end of it."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def stream(self, request: Request) -> AsyncIterator[Delta]:
+        from dataclasses import replace
+
+        return self._engine.stream(replace(request, prompt_ids=request.prompt_ids[-256:]))
+
+
+@pytest.mark.parametrize("slow", [True, False])
+def test_where_the_target_fails_or_dawdles_the_rules_decide(target: Target, slow: bool) -> None:
+    """A question was lost, or waited for ever, because it could not be rewritten."""
+    asked = rewriter(target, Failing(slow), rewriter="model", rewriter_timeout_s=0.05)
+    assert asked.standalone("Why did he leave?", ZAPPA) == standalone("Why did he leave?", ZAPPA)
+
+
+@pytest.mark.parametrize("written", [" ", " One?\nTwo?", " x" * 600])
+def test_what_is_no_single_question_is_not_looked_up(
+    target: Target, engine: Engine, switch: Switch, written: str
+) -> None:
+    """A target that rambles searched for its own words."""
+    switch.answer = written
+    asked = rewriter(target, engine, rewriter="model", rewriter_tokens=48, rewriter_timeout_s=600.0)
+    asked._engine = _Short(engine)  # type: ignore[assignment]
+    assert asked.standalone("Why did he leave?", ZAPPA) == standalone("Why did he leave?", ZAPPA)
