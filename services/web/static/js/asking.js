@@ -49,21 +49,28 @@ export async function ask(view, signal) {
   }
 }
 
-/** The same request without speculation, beside the answer. */
+/** The same request without speculation beside the answer, and once more with it. */
 export async function compare(view, signal) {
   const comparison = new Comparison(view.turn.reply);
+  const { request } = view.turn;
   view.compareWith(comparison);
   try {
-    let last = null;
-    for await (const reply of Reply.of({ ...view.turn.request, speculation: false }, signal)) {
-      last = reply;
-      comparison.update(reply);
-    }
-    if (!last) throw new Failure("refused", "The answer of the server is empty.");
-    comparison.finish(last);
+    const without = await whole({ ...request, speculation: false }, signal, (reply) => comparison.update(reply));
+    comparison.ranWithout(without);
+    comparison.finish(without, await whole(request, signal, () => undefined));
   } catch (cause) {
     comparison.fail(failureOf(cause));
   }
+}
+
+async function whole(request, signal, onPiece) {
+  let last = null;
+  for await (const reply of Reply.of(request, signal)) {
+    last = reply;
+    onPiece(reply);
+  }
+  if (!last) throw new Failure("refused", "The answer of the server is empty.");
+  return last;
 }
 
 function failureOf(cause) {

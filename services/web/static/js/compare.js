@@ -1,4 +1,5 @@
-// The same request once more without speculation: both times, and whether the texts are the same.
+// The same request once more without speculation, then with it: both times, and whether all texts are the same. Why a second
+// time with it: by then the prompt has been read in either case, so that the two times differ by speculation alone.
 
 import { el, announce, plural, seconds } from "./dom.js";
 import { Characters, firstDifference } from "./points.js";
@@ -10,28 +11,31 @@ export class Comparison {
   #verdict = el("p", { class: "verdict" });
   #times = el("div", { class: "times" });
 
-  constructor(withReply) {
-    this.withReply = withReply;
+  /** `original`: the answer that is there already. All runs have text, finish, totalS and tokensPerS. */
+  constructor(original) {
+    this.original = original;
     this.element = el("section", { class: "comparison", "aria-label": "The same request without speculation" },
       el("h3", {}, "Without speculation, same seed"), this.#text, this.#times, this.#verdict);
     this.#verdict.textContent = "Running again without speculation …";
   }
 
-  update(reply) {
-    this.#text.textContent = reply.text;
-    this.#showTimes(reply);
+  update(without) {
+    this.#text.textContent = without.text;
   }
 
-  finish(reply) {
-    this.update(reply);
-    const place = firstDifference(this.withReply.text, reply.text);
-    const same = place < 0 && this.withReply.finish === reply.finish;
-    this.element.classList.add(same ? "same" : "differs");
-    const message = same ? this.#equal(reply) : this.#different(reply, place);
-    this.#verdict.replaceChildren(...message);
-    this.#verdict.className = `verdict ${same ? "same" : "broken"}`;
-    if (same) announce(this.#verdict.textContent);
-    else this.#verdict.setAttribute("role", "alert");
+  ranWithout(without) {
+    this.update(without);
+    this.#verdict.textContent = "And once more with speculation, now that the prompt is read …";
+  }
+
+  finish(without, again) {
+    const fault = this.#differs("without speculation", without) ?? this.#differs("with it, a second time", again);
+    this.#showTimes(without, again);
+    this.element.classList.add(fault ? "differs" : "same");
+    this.#verdict.className = `verdict ${fault ? "broken" : "same"}`;
+    if (fault) this.#verdict.setAttribute("role", "alert");
+    this.#verdict.replaceChildren(...(fault ?? this.#equal(without, again)));
+    if (!fault) announce(this.#verdict.textContent);
   }
 
   fail(failure) {
@@ -39,34 +43,34 @@ export class Comparison {
     this.#verdict.textContent = `Not compared. ${failure.message}`;
   }
 
-  #equal(reply) {
-    const length = new Characters(reply.text).length;
-    const parts = [`The same text, all ${plural(length, "character")}. `];
-    const ratio = reply.totalS / this.withReply.totalS;
-    parts.push(el("strong", {}, `${ratio.toFixed(1)} times as fast`), " with speculation.");
-    if (reply.usage?.prompt_tokens_details?.cached_tokens) parts.push(" The second run found the prompt already read.");
-    return parts;
+  #equal(without, again) {
+    const length = new Characters(without.text).length;
+    const ratio = (without.totalS / again.totalS).toFixed(1);
+    const fast = el("strong", {}, `${ratio} times as fast`);
+    return [`The same text, all ${plural(length, "character")}. `, fast, " with speculation."];
   }
 
-  #different(reply, place) {
-    if (place < 0) return ["The texts are the same, but one was cut off and the other was not."];
-    const around = (text) => new Characters(text);
-    const pick = (text) => around(text).slice(Math.min(place, around(text).length), Math.min(place + CONTEXT, around(text).length));
+  /** What to say where a run's text is not the original's; null: it is. */
+  #differs(name, run) {
+    const place = firstDifference(this.original.text, run.text);
+    if (place < 0 && this.original.finish === run.finish) return null;
+    if (place < 0) return [`The same text, but ${name} it ended for another reason. This is a fault; please report it.`];
+    const pick = (text) => el("q", {}, [...text].slice(place, place + CONTEXT).join(""));
     return [
-      el("strong", {}, `The texts differ from character ${place + 1} on. `),
-      "With speculation: ", el("q", {}, pick(this.withReply.text)), "; without: ", el("q", {}, pick(reply.text)), ". This is a fault; please report it.",
+      el("strong", {}, `The texts differ from character ${place + 1} on. `), "The answer: ", pick(this.original.text),
+      `; ${name}: `, pick(run.text), ". This is a fault; please report it.",
     ];
   }
 
-  #showTimes(reply) {
-    const longest = Math.max(this.withReply.totalS, reply.totalS);
-    const row = (name, one) => {
+  #showTimes(without, again) {
+    const longest = Math.max(without.totalS, again.totalS);
+    const row = (name, run) => {
       const bar = el("span", { class: "time-bar" });
-      bar.style.setProperty("--part", String(one.totalS / longest));
-      const speed = one.tokensPerS ? `${one.tokensPerS.toFixed(0)} tokens/s` : "";
+      bar.style.setProperty("--part", String(run.totalS / longest));
+      const speed = run.tokensPerS ? `${run.tokensPerS.toFixed(0)} tokens/s` : "";
       return el("div", { class: "time" }, el("span", { class: "name" }, name), el("span", { class: "track" }, bar),
-        el("span", { class: "value" }, seconds(one.totalS)), el("span", { class: "speed" }, speed));
+        el("span", { class: "value" }, seconds(run.totalS)), el("span", { class: "speed" }, speed));
     };
-    this.#times.replaceChildren(row("with", this.withReply), row("without", reply));
+    this.#times.replaceChildren(row("with", again), row("without", without));
   }
 }

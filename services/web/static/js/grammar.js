@@ -60,7 +60,9 @@ async function compare(text, seed, first) {
   const comparison = new Comparison(first);
   byId("outcome").append(comparison.element);
   try {
-    comparison.finish(await corrected(text, seed, false));
+    const without = await corrected(text, seed, false);
+    comparison.ranWithout(without);
+    comparison.finish(without, await corrected(text, seed, true));
   } catch (cause) {
     if (!(cause instanceof Failure)) throw cause;
     comparison.fail(cause);
