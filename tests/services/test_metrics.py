@@ -68,6 +68,7 @@ def test_gauges_show_what_runs(serving: Serving) -> None:
         body = {**ASKED, "n": 3, "max_tokens": 400, "ignore_eos": True, "stream": True, "retrieval": False}
         with client.stream("POST", "/v1/chat/completions", json=body) as reply:
             assert next(reply.iter_text())
+            assert soon(lambda: values(service)["vllm:kv_cache_usage_perc"] > 0)
             now = values(service)
         assert now["vllm:num_requests_running"] == 1 and now["vllm:num_requests_waiting"] == 2
         assert 0 < now["vllm:kv_cache_usage_perc"] < 1 and now["ragspec_requests_in_flight"] == 1
