@@ -39,6 +39,7 @@ from ragspec.evaluation.comparison import Tick
 from ragspec.evaluation.drafters_plots import draw_drafters
 from ragspec.evaluation.drafters_report import drafters_rows, drafters_tables
 from ragspec.evaluation.generation_suite import Plan
+from ragspec.evaluation.grammar_plots import draw_grammar
 from ragspec.evaluation.iterative_plots import draw_iterative
 from ragspec.evaluation.iterative_report import iterative_rows, iterative_tables
 from ragspec.evaluation.plots import draw
@@ -85,7 +86,16 @@ _REPORTS = {
     Suite.LOAD: (load_rows, load_tables),
 }
 """What stands first in a result, and its tables."""
-_PLOTS = {Suite.RETRIEVAL: draw_retrieval, Suite.ITERATIVE: draw_iterative, Suite.DRAFTERS: draw_drafters}
+_PLOTS = {
+    Suite.RETRIEVAL: draw_retrieval,
+    Suite.ITERATIVE: draw_iterative,
+    Suite.DRAFTERS: draw_drafters,
+    Suite.GRAMMAR: draw_grammar,
+}
+_NESTED = (
+    *("parts", "edit_rates", "document", "quality", "roofline", "identical_counts", "t1_bounds", "step_cost"),
+    "plain_vs_generate_1k",
+)
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 _console = Console(stderr=True)
@@ -216,7 +226,7 @@ def show(result: Result) -> None:
     for name, value, meaning in rows_of(result):
         table.add_row(name, value, meaning)
     _console.print(table)
-    for name in ("parts", "quality", "roofline", "identical_counts", "t1_bounds", "step_cost", "plain_vs_generate_1k"):
+    for name in _NESTED:
         if result.get(name):
             _console.print(nested_table(name, result[name]))
     for name, values in tables_of(result).items():

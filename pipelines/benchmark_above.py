@@ -43,9 +43,10 @@ def _chaos(settings: Settings, tick: Tick) -> Outcome:
 
 
 def _chat(settings: Settings, tick: Tick) -> Outcome:
-    from pipelines.chat_suite import chat_suite
+    with ray_session("local"):
+        from pipelines.chat_suite import chat_suite
 
-    return chat_suite(settings, tick)
+        return chat_suite(settings, tick)
 
 
 def _load(settings: Settings, tick: Tick) -> Outcome:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pipelines.service_here import Service, backend_of, service_here
+from pipelines.service_serve import serve_rows
 from pipelines.service_tenants import OWNER, STRANGER, probe
 from pipelines.service_ttft import FirstTokens
 from ragspec.evaluation.comparison import Tick
@@ -41,7 +42,7 @@ class ChatPlan:
 
 
 def chat_suite(settings: Settings, tick: Tick) -> Outcome:
-    """Raises: ConfigError, ModelError, StoreError, EngineError."""
+    """Needs a Ray that is running. Raises: ConfigError, ModelError, StoreError, EngineError."""
     plan, memory, seed = ChatPlan.of(settings), PeakMemory(), settings.plan.seed
     with backend_of(settings, tick) as (backend, listed), service_here(backend, (OWNER, STRANGER)) as service:
         questions = [question.text for question in listed.questions]
@@ -49,7 +50,9 @@ def chat_suite(settings: Settings, tick: Tick) -> Outcome:
         ttft_rows = [first.measure(number, settings.plan.num_runs, tick) for number in CONCURRENCIES]
         equal = identical(service, questions[: plan.num_prompts], seed, tick)
         tenants = probe(service, plan.num_pairs, seed, tick)
-    headlines = {f"gateway_ttft_ms_c{row['concurrency']}": row["gateway_ttft_ms"] for row in ttft_rows}
+    served = serve_rows(backend.config, questions[: plan.num_timed], seed, settings.plan.num_runs, tick)
+    served["serve_ttft_ms"] = served["serve_chat_ms"] - ttft_rows[0]["engine_ttft_ms"]
+    headlines = {f"gateway_ttft_ms_c{row['concurrency']}": row["gateway_ttft_ms"] for row in ttft_rows} | served
     rest = {"label": listed.label, "num_prompts": plan.num_prompts, "num_runs": settings.plan.num_runs}
     found: Result = headlines | equal | tenants | {"ttft_rows": ttft_rows} | rest
     return Outcome(found | {"peak_pss_mb": memory.look()})

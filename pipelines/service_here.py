@@ -18,13 +18,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ragspec.config import EngineConfig
+from ragspec.config import EngineConfig, RetrieverConfig
 from ragspec.errors import EngineError
 from ragspec.evaluation.comparison import Tick
-from ragspec.evaluation.index_cache import cached_retriever
+from ragspec.evaluation.index_cache import cached_store
 from ragspec.evaluation.prompt_lists import NUM_QUESTIONS, RagList, squad_list, stdlib_list
 from ragspec.evaluation.suites import Settings
 from ragspec.retrieval.encoder import Encoder
+from ragspec.retrieval.retriever import Retriever
 from services.app import build_app
 from services.backend import Backend
 from services.embedded import Server, address_of, listening
@@ -84,17 +85,18 @@ def backend_of(settings: Settings, tick: Tick) -> Iterator[tuple[Backend, RagLis
     count = settings.num_prompts or NUM_QUESTIONS
     listed = squad_list(settings.data_dir, count) if settings.data_dir else stdlib_list(count)
     documents, encoder = listed.documents, Encoder.load(settings.encoder)
-    retriever = cached_retriever(
-        documents, encoder, settings.cache_dir, lambda done, _: tick("index (once)", done, len(documents))
+    store = cached_store(
+        documents, encoder, settings.cache_dir, progress=lambda done, _: tick("index (once)", done, len(documents))
     )
     with tempfile.TemporaryDirectory(prefix="ragspec-") as folder:
         config = ServiceConfig(
             encoder=settings.encoder,
             target=settings.target,
             engine=EngineConfig(max_running=32),
+            retriever=RetrieverConfig(index_dir=str(store.index_dir)),
             service=ServiceSettings(port=0, data_dir=folder),
         )
-        with Backend.embedded(config, retriever) as backend:
+        with Backend.embedded(config, Retriever(encoder, store, config.retriever)) as backend:
             yield backend, listed
 
 

@@ -13,11 +13,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from pipelines.service_here import Service
+from ragspec.errors import InputError
 from ragspec.evaluation.comparison import Tick
 from ragspec.evaluation.report import Result
 
 OWNER, STRANGER = "ann", "bob"
 _BATCH = 20
+_REMEMBER = "Remember:"
 _MAX_TOKENS = 8
 _SYLLABLES = ("ba", "ko", "ri", "du", "sel", "ma", "tor", "vi", "lun", "pe", "gan", "sho")
 _FOREIGN = ("passage", "earlier", "draft")
@@ -27,11 +29,12 @@ _FOREIGN = ("passage", "earlier", "draft")
 def probe(service: Service, num_pairs: int, seed: int, tick: Tick) -> Result:
     """Foreign tokens drafted, cached tokens beyond those of a text that nobody has, and Cliff's delta of first-token times."""
     draw = random.Random(f"tenants {seed}")
+    openers = iter(_openers(service.backend.prompts.tokenizer, 2 * num_pairs))
     drafted = cached = 0
     known_s, unknown_s = list[float](), list[float]()
     for done in range(0, num_pairs, _BATCH):
-        secrets = [_sentence(draw) for _ in range(min(_BATCH, num_pairs - done))]
-        others = [_sentence(draw) for _ in secrets]
+        secrets = [_sentence(draw, next(openers)) for _ in range(min(_BATCH, num_pairs - done))]
+        others = [_sentence(draw, next(openers)) for _ in secrets]
         service.timed("/v1/chat/completions", [_told(service, secret) for secret in secrets], 4, OWNER)
         pairs = [[(secret, True), (other, False)] for secret, other in zip(secrets, others, strict=True)]
         for pair in pairs:
@@ -57,15 +60,31 @@ def cliffs_delta(a: Sequence[float], b: Sequence[float]) -> float:
     return sum((x > y) - (x < y) for x in a for y in b) / (len(a) * len(b))
 
 
-def _sentence(draw: random.Random) -> str:
-    words = ["".join(draw.choices(_SYLLABLES, k=draw.randint(2, 4))) for _ in range(16)]
-    return " ".join(words).capitalize() + "."
+def _openers(tokenizer: Any, count: int) -> list[str]:
+    """Words of one token each: no two sentences that begin with them share a beginning, so the stranger's own cache has none.
+
+    Raises: InputError if the tokenizer has too few.
+    """
+    begin = tokenizer(f"{_REMEMBER} a")["input_ids"][:-1]
+    words: list[str] = []
+    for token in sorted(tokenizer.get_vocab().values()):
+        word = tokenizer.decode([token]).strip()
+        if word.isalpha() and tokenizer(f"{_REMEMBER} {word}")["input_ids"] == [*begin, token]:
+            words.append(word)
+            if len(words) == count:
+                return words
+    raise InputError(f"{count} words of one token are needed, and the target's tokenizer has {len(words)}")
+
+
+def _sentence(draw: random.Random, opener: str) -> str:
+    words = ["".join(draw.choices(_SYLLABLES, k=draw.randint(2, 4))) for _ in range(15)]
+    return " ".join([opener, *words]) + "."
 
 
 def _told(service: Service, secret: str) -> dict[str, Any]:
     """The owner's turn: the sentence stands in an answer, and what is written now is likely to repeat it."""
     messages = [
-        {"role": "user", "content": f"Remember: {secret}"},
+        {"role": "user", "content": f"{_REMEMBER} {secret}"},
         {"role": "assistant", "content": secret},
         {"role": "user", "content": f"Say it again: {secret}"},
     ]
@@ -74,7 +93,7 @@ def _told(service: Service, secret: str) -> dict[str, Any]:
 
 def _asked(service: Service, text: str) -> dict[str, Any]:
     beginning = " ".join(text.split()[:8])
-    body = {"model": service.backend.model, "messages": [{"role": "user", "content": f"Remember: {beginning}"}]}
+    body = {"model": service.backend.model, "messages": [{"role": "user", "content": f"{_REMEMBER} {beginning}"}]}
     body |= {"max_tokens": _MAX_TOKENS, "retrieval": False, "temperature": 0.0, "seed": 0}
     return body | {"stream": True, "metrics": True, "stream_options": {"include_usage": True}}
 

@@ -49,14 +49,10 @@ class FirstTokens:
         return {"concurrency": concurrency, **medians, **added}
 
     def _over_http(self, concurrency: int, retrieval: bool) -> list[float]:
-        bodies = [self._body(question, retrieval) for question in self._questions]
+        model = self._service.backend.model
+        bodies = [chat_body(model, question, self._seed, retrieval) for question in self._questions]
         answers = self._service.timed("/v1/chat/completions", bodies, concurrency)
         return [answer["first_s"] for answer in answers if answer["first_s"] is not None]
-
-    def _body(self, question: str, retrieval: bool) -> dict[str, Any]:
-        body = {"model": self._service.backend.model, "messages": [{"role": "user", "content": question}]}
-        body |= {"max_tokens": _MAX_TOKENS, "temperature": 0.0, "seed": self._seed, "stream": True}
-        return body if retrieval else body | {"retrieval": False}
 
     async def _straight(self, concurrency: int) -> list[float]:
         """The requests that the service would make, so many at a time."""
@@ -83,3 +79,9 @@ class FirstTokens:
         return Request(
             uuid.uuid4().hex, prompt.prompt_ids, params, copy_sources(question, ()), next(iter(self._service.keys))
         )
+
+
+def chat_body(model: str, question: str, seed: int, retrieval: bool) -> dict[str, Any]:
+    body = {"model": model, "messages": [{"role": "user", "content": question}]}
+    body |= {"max_tokens": _MAX_TOKENS, "temperature": 0.0, "seed": seed, "stream": True}
+    return body if retrieval else body | {"retrieval": False}
