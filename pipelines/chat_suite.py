@@ -15,13 +15,16 @@ from pipelines.service_serve import serve_rows
 from pipelines.service_tenants import OWNER, STRANGER, probe
 from pipelines.service_ttft import FirstTokens
 from ragspec.evaluation.comparison import Tick
+from ragspec.evaluation.follow_ups import AS_ASKED, PERSON, RULES, measure_follow_ups
 from ragspec.evaluation.machine import PeakMemory
 from ragspec.evaluation.report import Result
 from ragspec.evaluation.suites import Outcome, Settings
+from ragspec.retrieval.encoder import Encoder
 
 CONCURRENCIES = (1, 16)
 _TEMPERATURES = (0.0, 1.0)
 _MAX_TOKENS = 48
+_RECALLS = {"follow_up_recall": RULES, "follow_up_recall_plain": AS_ASKED, "follow_up_recall_people": PERSON}
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,10 +55,20 @@ def chat_suite(settings: Settings, tick: Tick) -> Outcome:
         tenants = probe(service, plan.num_pairs, seed, tick)
     served = serve_rows(backend.config, questions[: plan.num_timed], seed, settings.plan.num_runs, tick)
     served["serve_ttft_ms"] = served["serve_chat_ms"] - ttft_rows[0]["engine_ttft_ms"]
+    follow_up_rows = follow_ups(settings, plan, tick)
     headlines = {f"gateway_ttft_ms_c{row['concurrency']}": row["gateway_ttft_ms"] for row in ttft_rows} | served
     rest = {"label": listed.label, "num_prompts": plan.num_prompts, "num_runs": settings.plan.num_runs}
-    found: Result = headlines | equal | tenants | {"ttft_rows": ttft_rows} | rest
+    found: Result = headlines | equal | tenants | {"ttft_rows": ttft_rows, "follow_up_rows": follow_up_rows} | rest
+    found |= {name: follow_up_rows.get("canard", {}).get(who) for name, who in _RECALLS.items()}
     return Outcome(found | {"peak_pss_mb": memory.look()})
+
+
+def follow_ups(settings: Settings, plan: ChatPlan, tick: Tick) -> dict[str, dict[str, float]]:
+    """By set: the share of gold passages found, by whose words were looked up; of the halves that no rule was tuned on."""
+    if settings.data_dir is None:
+        return {}
+    encoder = Encoder.load(settings.encoder)
+    return measure_follow_ups(settings.data_dir, encoder, num_rows=plan.num_follow_ups, progress=tick).recall
 
 
 def identical(service: Service, questions: Sequence[str], seed: int, tick: Tick) -> Result:

@@ -16,7 +16,7 @@ CHAT_MEANINGS = {
     "serve_ttft_ms": "time to first token of the Serve deployment minus the bare engine's, one request at a time",
     "identical": "every text equal over HTTP with speculation and without, T=0 and T=1",
     "num_compared": "pairs of texts compared",
-    "follow_up_recall": "follow-up questions whose gold passage is found, with rewriting",
+    "follow_up_recall": "follow-up questions (CANARD, held-out half) whose gold passage is among the first 3, with rewriting",
     "follow_up_recall_plain": "the same without rewriting",
     "follow_up_recall_people": "the same with the questions that people wrote",
     "tenant_drafted": "tokens drafted from another tenant's texts",
@@ -59,14 +59,15 @@ def load_rows(result: Result) -> list[tuple[str, str, str]]:
 
 def chat_tables(result: Result) -> dict[str, Table]:
     """By title: columns of rows."""
-    return {
-        "milliseconds to the first token, medians": {
-            f"{row['concurrency']} at once": {key: value for key, value in row.items() if key.endswith("_ms")}
-            for row in result["ttft_rows"]
-        }
+    first = {
+        f"{row['concurrency']} at once": {key: value for key, value in row.items() if key.endswith("_ms")}
+        for row in result["ttft_rows"]
     }
+    found = {"milliseconds to the first token, medians": first, "follow-ups found": result["follow_up_rows"]}
+    return {title: table for title, table in found.items() if table}
 
 
 def load_tables(result: Result) -> dict[str, Table]:
     """By title: columns of rows."""
-    return {"answers by status": result["statuses"], "faults": result["faults"]}
+    tables = {"answers by status": result["statuses"], "faults": result["faults"]}
+    return {title: table for title, table in tables.items() if table}
