@@ -11,8 +11,17 @@ from typing import Any
 import pytest
 from small_parts import CONTEXT, DOCUMENTS, QUESTION, QUOTE, Switch
 
-from ragspec.config import EncoderConfig, IndexConfig
-from ragspec.core import Document, Message, Passage, SamplingParams, SourceKind
+from ragspec.config import IndexConfig
+from ragspec.core import (
+    Completion,
+    Document,
+    FinishReason,
+    GenerationStats,
+    Message,
+    Passage,
+    SamplingParams,
+    SourceKind,
+)
 from ragspec.engine.engine import Engine
 from ragspec.engine.target import Target
 from ragspec.errors import InputError, NotFound, PromptTooLong, RetrievalError, SaveError
@@ -21,9 +30,9 @@ from ragspec.rag.chat import WHOLE_INDEX, Chat, ChatConfig, ReadyTurn, Turn
 from ragspec.rag.conversations import Conversations
 from ragspec.rag.prompt import PromptBuilder
 from ragspec.rag.steps import scope_of
-from ragspec.retrieval.encoder import Encoder
 from ragspec.retrieval.retriever import Retriever, build_index
 from ragspec.retrieval.search import Scope
+from ragspec.retrieval.store import Store
 from ragspec.retrieval.writer import IndexWriter
 
 PARAMS = SamplingParams(max_tokens=48)
@@ -290,12 +299,13 @@ def test_a_full_disk_takes_nothing_from_the_answer(
     assert answer.text == QUOTE and not chat.remember(ready, answer)
 
 
-def test_what_was_deleted_is_in_no_later_turn(tmp_path: Path, prompts: PromptBuilder, store: Conversations) -> None:
+def test_what_was_deleted_is_in_no_later_turn(
+    tmp_path: Path, retriever: Retriever, prompts: PromptBuilder, store: Conversations
+) -> None:
     """A deleted document lived on in the history of conversations, and was copied from."""
-    encoder = Encoder.load(EncoderConfig())
+    encoder = retriever.encoder
     build_index([*DOCUMENTS, Document("old", "The old mill is for sale.")], tmp_path / "index", encoder, IndexConfig())
-    retriever = Retriever.from_config(_config(tmp_path / "index"), EncoderConfig())
-    chat = Chat(retriever, prompts, store)
+    chat = Chat(Retriever(encoder, Store.open(tmp_path / "index", encoder.identity)), prompts, store)
     ready = chat.prepare(turn(QUESTION, num_passages=3))
     assert {"old", "mill"} <= set(ids(ready.prompt.passages))
     assert chat.remember(ready, _answer(chat, ready))
@@ -311,13 +321,5 @@ def test_what_was_deleted_is_in_no_later_turn(tmp_path: Path, prompts: PromptBui
     assert list(without.prompt.history[0].passages) == kept and not without.prompt.passages
 
 
-def _config(folder: Path) -> Any:
-    from ragspec.config import RetrieverConfig
-
-    return RetrieverConfig(index_dir=str(folder))
-
-
 def _answer(chat: Chat, ready: ReadyTurn) -> Answer:
-    from ragspec.core import Completion, FinishReason, GenerationStats
-
     return chat.answered(ready, Completion(ready.request.id, 0, (), QUOTE, FinishReason.STOP, (), GenerationStats()))

@@ -1,0 +1,245 @@
+"""The library when things go wrong: processes that are killed, full disks, files that hang, writers in the way."""
+
+from __future__ import annotations
+
+import io
+import os
+import resource
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from letter_encoder import LetterEncoder
+
+from ragspec.config import RetrieverConfig
+from ragspec.core import Document
+from ragspec.errors import NotFound, Overloaded, SaveError
+from ragspec.retrieval.retriever import Retriever, build_index
+from ragspec.retrieval.search import Scope
+from ragspec.retrieval.store import Store
+from ragspec.retrieval.writer import IndexWriter
+from services.stores.library import Library
+from services.stores.parsing import ParseLimits
+
+ROOT = Path(__file__).parents[2]
+OLD = Document("old", "The old mill grinds corn.")
+
+
+@pytest.fixture
+def index(tmp_path: Path) -> Path:
+    build_index([OLD], tmp_path / "index", LetterEncoder())
+    return tmp_path / "index"
+
+
+Opened = Callable[..., Library]
+
+
+@pytest.fixture
+def opened(tmp_path: Path, index: Path) -> Iterator[Opened]:
+    libraries: list[Library] = []
+
+    def open_one(**options: Any) -> Library:
+        libraries.append(Library(tmp_path / "data", index, LetterEncoder(), **options))
+        return libraries[-1]
+
+    yield open_one
+    for library in libraries:
+        library.close()
+
+
+def attached(library: Library, name: str = "zebra.txt", text: str = "A zebra has stripes.") -> tuple[str, str]:
+    store = library.create_store("ann").id
+    file = library.upload("ann", name, "assistants", io.BytesIO(text.encode())).id
+    library.attach("ann", store, file, {})
+    return store, file
+
+
+def ended(library: Library, store: str, file: str) -> tuple[str, str]:
+    """Status and code, once it is over."""
+    while (member := library.member("ann", store, file)).status == "in_progress":
+        time.sleep(0.01)
+    return member.status, member.code
+
+
+def found(index: Path, query: str = "zebra stripes corn") -> set[str]:
+    encoder = LetterEncoder()
+    retriever = Retriever(encoder, Store.open(index, encoder.identity), RetrieverConfig(mode="sparse"))
+    return {passage.text for passage in retriever.retrieve([query], 100, Scope("ann")).passages[0]}
+
+
+@contextmanager
+def small_files(num_bytes: int) -> Iterator[None]:
+    """No file may grow beyond this: a disk that is full."""
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, limit[1]))
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+        signal.signal(signal.SIGXFSZ, handler)
+
+
+_KILLED = """
+import io, sys
+from pathlib import Path
+from letter_encoder import LetterEncoder
+from services.stores.library import Library
+folder = Path(sys.argv[1])
+library = Library(folder / "data", folder / "index", LetterEncoder())
+store = library.create_store("ann").id
+for number in range(1000):
+    file = library.upload("ann", f"{number}.txt", "assistants", io.BytesIO(b"Zebra number %d." % number)).id
+    library.attach("ann", store, file, {})
+    print(store, file, flush=True)
+"""
+
+
+def test_what_was_acknowledged_before_a_kill_is_read_after_it(tmp_path: Path, index: Path, opened: Opened) -> None:
+    """Files that waited when the process was killed stood at in_progress for ever."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")])}
+    command = [sys.executable, "-c", _KILLED, str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
+        assert process.stdout is not None
+        pairs = [process.stdout.readline().split() for _ in range(8)]
+        os.kill(process.pid, signal.SIGKILL)
+    library = opened()
+    for store, file in pairs:
+        assert ended(library, store, file) == ("completed", "")
+    assert {f"Zebra number {number}." for number in range(8)} <= found(index, "zebra number")
+
+
+def test_a_deletion_that_was_begun_is_ended_by_the_next_process(index: Path, opened: Opened) -> None:
+    """What its owner had asked to delete was found after a crash."""
+    library = opened()
+    store, file = attached(library)
+    assert ended(library, store, file) == ("completed", "")
+    library._records.set_status([library.member("ann", store, file)], "deleting")
+    library.close()
+    again = opened()
+    with pytest.raises(NotFound):
+        again.member("ann", store, file)
+    while any("zebra" in text for text in found(index)):
+        time.sleep(0.01)
+    assert found(index) == {OLD.text}
+
+
+def test_a_full_disk_fails_what_is_new_and_nothing_else(index: Path, opened: Opened) -> None:
+    """The index was half written, the worker dead, or a deletion said to be done that was not."""
+    library = opened()
+    store, file = attached(library)
+    assert ended(library, store, file) == ("completed", "")
+    before = found(index)
+    other = library.upload("ann", "other.txt", "assistants", io.BytesIO(b"Another zebra.")).id
+    with small_files(0):
+        with pytest.raises(SaveError):
+            library.upload("ann", "late.txt", "assistants", io.BytesIO(b"Too late."))
+        with pytest.raises(SaveError):
+            library.attach("ann", store, other, {})
+        with pytest.raises(SaveError):
+            library.detach("ann", store, file)
+    assert found(index) == before and library.member("ann", store, file).status == "completed"
+    assert [each.filename for each in library.files("ann")] == ["zebra.txt", "other.txt"]
+    library.attach("ann", store, other, {})
+    assert ended(library, store, other) == ("completed", "")
+    assert found(index) == {*before, "Another zebra."}
+
+
+def test_an_index_that_cannot_be_written_fails_the_file_and_keeps_what_it_had(
+    index: Path, opened: Opened, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A commit that failed left files at in_progress, and a deletion without its documents or its error."""
+    library = opened()
+    store, file = attached(library)
+    assert ended(library, store, file) == ("completed", "")
+    before = found(index)
+
+    def full(_: IndexWriter) -> None:
+        raise SaveError("no space left on device")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(IndexWriter, "commit", full)
+        failed = library.upload("ann", "other.txt", "assistants", io.BytesIO(b"Another zebra.")).id
+        library.attach("ann", store, failed, {})
+        assert ended(library, store, failed) == ("failed", "server_error")
+        with pytest.raises(SaveError):
+            library.detach("ann", store, file)
+    assert library.member("ann", store, file).status == "completed" and found(index) == before
+    library.detach("ann", store, file)
+    assert found(index) == {OLD.text}
+
+
+def test_the_room_of_a_tenant_is_bounded(opened: Opened, tmp_path: Path) -> None:
+    """One tenant filled the disk of all."""
+    library = opened(max_bytes_per_tenant=1000)
+    library.upload("ann", "a.txt", "assistants", io.BytesIO(b"a" * 600))
+    with pytest.raises(SaveError):
+        library.upload("ann", "b.txt", "assistants", io.BytesIO(b"b" * 600))
+    library.upload("bob", "b.txt", "assistants", io.BytesIO(b"b" * 600))
+    assert sorted(path.stat().st_size for path in (tmp_path / "data" / "files").rglob("*.txt")) == [600, 600]
+    assert not list((tmp_path / "data" / "files").rglob(".building-*"))
+
+
+def test_a_file_that_hangs_is_given_up(opened: Opened) -> None:
+    """One file that a parser never finishes stopped all others."""
+    library = opened(parse_limits=ParseLimits(timeout_s=0.01))
+    assert ended(library, *attached(library)) == ("failed", "invalid_file")
+
+
+def test_a_file_with_more_text_than_allowed_is_refused(opened: Opened) -> None:
+    """A small file unpacked into more text than the memory holds."""
+    library = opened(parse_limits=ParseLimits(max_text_bytes=100))
+    assert ended(library, *attached(library, text="A zebra has stripes. " * 100)) == ("failed", "invalid_file")
+
+
+def test_too_many_waiting_files_are_refused_at_once(index: Path, opened: Opened) -> None:
+    """A queue without an end takes all memory, and promises what it cannot keep."""
+    library = opened(max_waiting=2)
+    with IndexWriter(index, LetterEncoder()):  # another writer: nothing moves on meanwhile
+        store, file = attached(library)
+        with pytest.raises(Overloaded):
+            for _ in range(64):
+                library.attach("ann", store, file, {})
+    assert ended(library, store, file) == ("completed", "")
+
+
+def test_another_writer_is_waited_for(index: Path, opened: Opened) -> None:
+    """A file failed because `ragspec index` ran at the same time."""
+    library = opened()
+    with IndexWriter(index, LetterEncoder()) as writer:
+        store, file = attached(library)
+        time.sleep(1.0)
+        writer.upsert(Document("new", "New corn."))
+        writer.commit()
+    assert ended(library, store, file) == ("completed", "")
+    assert found(index) == {OLD.text, "New corn.", "A zebra has stripes."}
+
+
+def test_what_waits_for_a_service_that_stops_is_told(opened: Opened, index: Path) -> None:
+    """A request to delete hung while the service was shutting down."""
+    library = opened()
+    store, file = attached(library)
+    assert ended(library, store, file) == ("completed", "")
+    ends: list[BaseException] = []
+
+    def detach() -> None:
+        try:
+            library.detach("ann", store, file)
+        except SaveError as error:
+            ends.append(error)
+
+    with IndexWriter(index, LetterEncoder()):
+        thread = threading.Thread(target=detach)
+        thread.start()
+        time.sleep(0.2)
+        library._ingest.stop()
+        thread.join()
+    assert len(ends) == 1
+    assert library._records.status(("ann", store, file)) in ("completed", "deleting")
