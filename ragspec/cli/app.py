@@ -170,6 +170,37 @@ def ask(
 
 
 @app.command()
+def correct(
+    files: Annotated[list[str], typer.Argument(help="Text, Markdown or HTML in UTF-8; - reads standard input.")],
+    diff: Annotated[bool, typer.Option("--diff", help="Show what would change; exits with 1 if anything.")] = False,
+    in_place: Annotated[bool, typer.Option("--in-place", "-i", help="Write the corrections into the files.")] = False,
+    config: Annotated[
+        Path | None, typer.Option(help="A YAML configuration; the options win.", show_default=False)
+    ] = None,
+    target: Target = None,
+    temperature: Temperature = None,
+    seed: Seed = None,
+    max_edit_ratio: Annotated[
+        float, typer.Option(help="The share of a sentence's words that may change; 1: no limit.", min=0.0, max=1.0)
+    ] = 0.5,
+    ignore: Annotated[
+        list[str] | None, typer.Option(help="A word or phrase that stays as it is; may be repeated.")
+    ] = None,
+    ignore_file: Annotated[Path | None, typer.Option(help="A file of them, one a line.", show_default=False)] = None,
+    speculation: Annotated[bool, typer.Option(help="Off decodes plainly: the same text, later.")] = True,
+    debug: Debug = False,
+) -> None:
+    """Correct texts: print them, show a diff, or write them back. Names, numbers, code and markup stay."""
+    from ragspec.cli.correct import Wanted, guard_of, run_correct
+
+    if diff and in_place:
+        raise typer.BadParameter("give --diff or --in-place, not both")
+    overrides = {"target.model": target, "generation.temperature": temperature, "generation.seed": seed}
+    guard = guard_of(max_edit_ratio, ignore or (), ignore_file)
+    raise typer.Exit(run_correct(files, config, overrides, guard, Wanted(diff, in_place, speculation)))
+
+
+@app.command()
 def doctor(
     target: Target = None,
     as_json: AsJson = False,
