@@ -19,7 +19,7 @@ from services.errors import ApiError
 from services.keys import Caller
 from services.openai.events import PAD_BYTES, Chunks
 from services.openai.request_metrics import progress, request_metrics
-from services.openai.running import MOST_WAITING_TOKENS, Key, Run
+from services.openai.running import MOST_WAITING_TOKENS, Key, Mail, Run
 from services.openai.sending import Sender
 from services.openai.streaming import STRICT_PAD_BYTES, Account, Chunk, at_once, paced, tell
 from services.openai.types import Sampled
@@ -30,6 +30,7 @@ class Asked:
     """One request for text, as it came."""
 
     backend: Backend
+    mail: Mail
     body: Sampled
     caller: Caller
     begin_s: float  # of time.perf_counter
@@ -38,12 +39,12 @@ class Asked:
     params: SamplingParams
 
     @classmethod
-    def of(cls, backend: Backend, body: Sampled, request: HttpRequest) -> Asked:
+    def of(cls, backend: Backend, mail: Mail, body: Sampled, request: HttpRequest) -> Asked:
         """Raises: ApiError for another model or what privacy forbids, InputError for parameters that cannot be meant."""
         check_model(backend, body.model)
         params = body.params(params_of(backend.config.generation))
         caller, begin_s = request.state.caller, request.state.begin
-        asked = cls(backend, body, caller, begin_s, secrets.token_hex(16), int(time.time()), params)
+        asked = cls(backend, mail, body, caller, begin_s, secrets.token_hex(16), int(time.time()), params)
         if asked.is_strict and body.stream and params.logprobs is not None:
             told = "a stream with log-probabilities shows each token: not where privacy is strict"
             raise ApiError(400, told, param="logprobs")
@@ -78,7 +79,9 @@ class Asked:
         most_waiting = MOST_WAITING_TOKENS if stream else None
         async with self.backend.gate.enter(self.caller, num_prompt, most_tokens) as tokens:
             metrics.handed_over(time.perf_counter() - self.begin_s - retrieve_s)
-            run = Run(self.backend.engine, requests, in_vain=metrics.worked, most_waiting_tokens=most_waiting)
+            run = Run(
+                self.backend.engine, requests, self.mail, in_vain=metrics.worked, most_waiting_tokens=most_waiting
+            )
             async with run:
                 yield run
                 tokens.used(num_prompt + sum(stats.num_output_tokens for stats in run.stats()))

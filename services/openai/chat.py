@@ -23,19 +23,19 @@ from services.backend import Backend
 from services.openai.asking import Asked, index_of, usage_of
 from services.openai.citing import Dialect, citations_of, passages_of, said_with
 from services.openai.logprobs import TokenTexts
-from services.openai.running import Key, Run
+from services.openai.running import Key, Mail, Run
 from services.openai.sending import Sender, Writing
 from services.openai.streaming import Chunk, Piece
 from services.openai.types import ChatBody, Retrieval
 
 
-def routes(backend: Backend) -> APIRouter:
+def routes(backend: Backend, mail: Mail) -> APIRouter:
     router, texts = APIRouter(tags=["chat"]), TokenTexts(backend.prompts.tokenizer)
 
     @router.post("/v1/chat/completions", response_model=None)
     async def create(body: ChatBody, request: Request) -> Response:
         """An answer to the last message, after those before it."""
-        return Writing(partial(_write, body, Asked.of(backend, body, request), texts))
+        return Writing(partial(_write, body, Asked.of(backend, mail, body, request), texts))
 
     return router
 

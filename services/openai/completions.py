@@ -24,19 +24,19 @@ from services.backend import Backend
 from services.errors import ApiError
 from services.openai.asking import Asked, index_of, usage_of
 from services.openai.logprobs import Offsets, TokenTexts
-from services.openai.running import Key, Run
+from services.openai.running import Key, Mail, Run
 from services.openai.sending import Sender, Writing
 from services.openai.streaming import Chunk, Piece
 from services.openai.types import CompletionBody
 
 
-def routes(backend: Backend) -> APIRouter:
+def routes(backend: Backend, mail: Mail) -> APIRouter:
     router, texts = APIRouter(tags=["completions"]), TokenTexts(backend.prompts.tokenizer)
 
     @router.post("/v1/completions", response_model=None)
     async def create(body: CompletionBody, request: Request) -> Response:
         """What follows each prompt."""
-        return Writing(partial(_write, body, Asked.of(backend, body, request), texts))
+        return Writing(partial(_write, body, Asked.of(backend, mail, body, request), texts))
 
     return router
 

@@ -6,10 +6,13 @@ from fastapi import APIRouter
 
 from services.backend import Backend
 from services.openai import chat, completions, embeddings, models
+from services.openai.running import Mail
 
 
 def routes(backend: Backend) -> APIRouter:
-    router = APIRouter()
-    for part in (chat, completions, embeddings, models):
-        router.include_router(part.routes(backend))
+    router, mail = APIRouter(), Mail()
+    for part in (chat.routes(backend, mail), completions.routes(backend, mail)):
+        router.include_router(part)
+    for other in (embeddings, models):
+        router.include_router(other.routes(backend))
     return router

@@ -1,18 +1,19 @@
 """Requests in the engine, as one coroutine sees them: handed over, heard, and given up when nobody waits any more.
 
-    >>> async with Run(engine, [request]) as run:
+    >>> async with Run(engine, [request], mail) as run:
     ...     while run.is_open:
     ...         for key, deltas in (await run.news()).items(): ...
     ...     completions = run.completions()
 
-The engine's thread never waits for a client: it leaves a message in the event loop at each step, and what has come since the
-last look is taken together. Leaving the block cancels what still runs, within one step, however it is left.
+The engine's thread never waits for a client: it leaves its messages in the `Mail`, and what has come since the last look is taken
+together. Leaving the block cancels what still runs, within one step, however it is left.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Self
 
@@ -27,7 +28,35 @@ News = dict[Key, list[Delta]]
 MOST_WAITING_TOKENS = 16_384
 """A stream whose client is so far behind is given up. Less is held for no longer than the client may take for one piece."""
 
+_AT_ONCE_CHARS = 4096
+"""Drafters read the sources of a request as it is submitted: more of them are read in a thread, as that takes milliseconds."""
+
 _FAILED = (FinishReason.ERROR, FinishReason.LOST, FinishReason.CANCELLED)
+
+
+class Mail:
+    """From the engine's thread to an event loop, for all runs of a service: a step's messages wake the loop once.
+
+    Why not a call into the loop for each: every wake-up is a chance for another thread to take the interpreter from the engine,
+    and a step has as many messages as there are sequences.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: deque[tuple[Run, Delta]] = deque()
+        self._called = False
+
+    def post(self, loop: asyncio.AbstractEventLoop, run: Run, delta: Delta) -> None:
+        """From any thread."""
+        self._waiting.append((run, delta))
+        if not self._called and not loop.is_closed():
+            self._called = True
+            loop.call_soon_threadsafe(self._deliver)
+
+    def _deliver(self) -> None:
+        self._called = False  # before it is looked through: what comes meanwhile calls again
+        while self._waiting:
+            run, delta = self._waiting.popleft()
+            run.take_in(delta)
 
 
 class Run:
@@ -37,12 +66,13 @@ class Run:
         self,
         engine: ServedEngine,
         requests: Sequence[Request],
+        mail: Mail,
         *,
         in_vain: Callable[[GenerationStats], None] = lambda _: None,
         most_waiting_tokens: int | None = None,
     ) -> None:
         """`in_vain` hears what was computed for choices that were given up. `most_waiting_tokens` None: nobody reads along."""
-        self._engine, self._requests = engine, requests
+        self._engine, self._requests, self._mail = engine, requests, mail
         self._in_vain, self._most_waiting = in_vain, most_waiting_tokens
         self._told: dict[Key, list[Delta]] = {(r.id, choice): [] for r in requests for choice in r.choices}
         self._open = set(self._told)
@@ -65,13 +95,11 @@ class Run:
     async def __aenter__(self) -> Self:
         """Raises: InputError, PromptTooLong, Overloaded, EngineClosed."""
         self._loop = asyncio.get_running_loop()
-        # Why a thread: drafters read a request's sources as it is submitted, which takes milliseconds
-        submitted = self._loop.run_in_executor(None, self._submit)
         try:
-            await asyncio.shield(submitted)
-        except asyncio.CancelledError:
-            submitted.add_done_callback(self._give_up)
-            raise
+            if sum(len(source.text) for request in self._requests for source in request.sources) <= _AT_ONCE_CHARS:
+                self._submit()
+            else:
+                await self._submit_apart()
         except Exception:
             self._give_up()
             raise
@@ -126,16 +154,24 @@ class Run:
             await self.news()
         return [self.completion(key) for key in self._told]
 
+    async def _submit_apart(self) -> None:
+        submitted = self._loop.run_in_executor(None, self._submit)
+        try:
+            await asyncio.shield(submitted)
+        except asyncio.CancelledError:
+            submitted.add_done_callback(self._give_up)
+            raise
+
     def _submit(self) -> None:
         for request in self._requests:
             self._engine.submit(request, self._hear)
 
     def _hear(self, delta: Delta) -> None:
         """In the engine's thread."""
-        if not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._take_in, delta)
+        self._mail.post(self._loop, self, delta)
 
-    def _take_in(self, delta: Delta) -> None:
+    def take_in(self, delta: Delta) -> None:
+        """In the event loop."""
         key = (delta.request_id, delta.choice)
         if delta.finish_reason is not None:
             self._open.discard(key)

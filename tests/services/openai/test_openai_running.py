@@ -18,7 +18,7 @@ from ragspec.core import Delta, FinishReason, GenerationStats, Request, Sampling
 from ragspec.engine.engine import Engine
 from ragspec.errors import Cancelled, EngineError, ReplicaLost
 from services.openai import streaming
-from services.openai.running import Run
+from services.openai.running import Mail, Run
 from services.openai.streaming import at_once, paced
 from services.replies import ClientTooSlow
 
@@ -116,7 +116,8 @@ def test_a_client_that_leaves_while_a_thread_works_leaves_nothing(
 
     monkeypatch.setattr(owner, where, slow)
     gone = counted(service, "ragspec_aborts_total")
-    with post(service, body(stream=True)):
+    prediction = {"type": "content", "content": "The bridge. " * 500}  # long enough to be read in a thread
+    with post(service, body(stream=True, prediction=prediction)):
         assert entered.wait(PATIENCE_S)
     until(lambda: counted(service, "ragspec_aborts_total") == gone + 1)
     release.set()
@@ -219,7 +220,7 @@ def test_a_choice_that_cannot_be_written_raises(reason: FinishReason, error: typ
     engine: Any = Told([delta("half"), delta("", reason)])
 
     async def run() -> None:
-        async with Run(engine, [request("a")]) as run:
+        async with Run(engine, [request("a")], Mail()) as run:
             await run.finished()
 
     with pytest.raises(error):
@@ -233,7 +234,7 @@ def test_a_client_that_falls_too_far_behind_is_given_up() -> None:
     vain: list[GenerationStats] = []
 
     async def run() -> None:
-        async with Run(engine, [request("a")], most_waiting_tokens=400, in_vain=vain.append) as run:
+        async with Run(engine, [request("a")], Mail(), most_waiting_tokens=400, in_vain=vain.append) as run:
             await asyncio.to_thread(engine.thread.join)
             await run.news()
 
@@ -248,7 +249,7 @@ def test_what_was_computed_for_nobody_is_counted() -> None:
     vain: list[GenerationStats] = []
 
     async def run() -> None:
-        async with Run(engine, [request("a")], in_vain=vain.append) as run:
+        async with Run(engine, [request("a")], Mail(), in_vain=vain.append) as run:
             await run.news()
         await asyncio.to_thread(engine.thread.join)
         await asyncio.sleep(0)
@@ -263,7 +264,7 @@ def test_a_client_that_waits_hears_that_it_is_not_forgotten(monkeypatch: pytest.
     engine: Any = Told([delta("x"), delta("y", FinishReason.STOP)], wait_s=0.2)
 
     async def run() -> list[str | None]:
-        async with Run(engine, [request("a")]) as run:
+        async with Run(engine, [request("a")], Mail()) as run:
             return [piece and piece.text async for piece in at_once(run)]
 
     pieces = asyncio.run(run())
@@ -277,7 +278,7 @@ def test_paced_pieces_come_at_ticks_and_hold_all() -> None:
     engine: Any = Told([delta(text), delta("", FinishReason.STOP)], wait_s=0.05)
 
     async def run() -> list[Any]:
-        async with Run(engine, [request("a")]) as run:
+        async with Run(engine, [request("a")], Mail()) as run:
             return [piece async for piece in paced(run, tick_s=0.005)]
 
     pieces = asyncio.run(run())
@@ -296,7 +297,7 @@ def test_a_run_that_cannot_begin_takes_nothing() -> None:
     engine: Any = Choosy([])
 
     async def run() -> None:
-        async with Run(engine, [request("a"), request("b")]):
+        async with Run(engine, [request("a"), request("b")], Mail()):
             pass
 
     with pytest.raises(EngineError, match="no"):
