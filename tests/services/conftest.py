@@ -38,14 +38,23 @@ def letter_index(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def service_target(tmp_path_factory: pytest.TempPathFactory) -> Target:
-    folder = save_model("llama", tmp_path_factory.mktemp("target"), max_position_embeddings=CONTEXT)
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model("llama", tmp_path_factory.mktemp("target"), max_position_embeddings=CONTEXT)
+
+
+@pytest.fixture(scope="session")
+def service_target(model_folder: Path) -> Target:
+    """For one engine at a time, whose pool it has."""
+    return load_target(model_folder)
+
+
+def load_target(folder: Path) -> Target:
     return Target.load(TargetConfig(model=str(folder)), num_kv_slots=KV_SLOTS)
 
 
 @pytest.fixture(scope="module")
-def serving(tmp_path_factory: pytest.TempPathFactory, letter_index: Path, service_target: Target) -> Serving:
-    """Starts services; one at a time, for the target's pool is one engine's."""
+def serving(tmp_path_factory: pytest.TempPathFactory, letter_index: Path, model_folder: Path) -> Serving:
+    """Starts services, each with a target of its own."""
 
     @contextmanager
     def start(index: Path = letter_index, engine: dict[str, Any] | None = None, **overrides: Any) -> Iterator[Service]:
@@ -60,7 +69,8 @@ def serving(tmp_path_factory: pytest.TempPathFactory, letter_index: Path, servic
             **overrides,
         }
         config = load_settings(ServiceConfig, **settings)
-        with make_backend(config, service_target, engine or {}) as backend, started(config, backend, keys) as running:
+        target = load_target(model_folder)
+        with make_backend(config, target, engine or {}) as backend, started(config, backend, keys) as running:
             yield running
 
     return start

@@ -36,7 +36,7 @@ LONG = {
 
 
 def asked(max_tokens: int, **more: Any) -> dict[str, Any]:
-    return {**LONG, "max_tokens": max_tokens, "ignore_eos": True, "stream": True, **more}
+    return {**LONG, "max_tokens": max_tokens, "ignore_eos": True, "stream": True, "speculation": False, **more}
 
 
 def events(text: str) -> list[Any]:
@@ -177,13 +177,14 @@ def test_a_process_told_to_stop_ends_its_answers_first_and_then_with_zero(parts:
 @pytest.mark.slow
 def test_a_second_signal_ends_a_process_at_once(parts: Path) -> None:
     """An operator who wants it gone has to look for kill -9."""
-    body = asked(900, n=4, speculation=False)
+    body = asked(900, n=4)
     with (
         process(parts, drain_s=600.0) as started,
         started.client() as client,
         client.stream("POST", "/v1/chat/completions", json=body) as reply,
     ):
-        next(reply.iter_text())
+        pieces = reply.iter_text()
+        assert next(pieces)
         started.process.send_signal(signal.SIGTERM)
         assert soon(lambda: client.get("/health/ready").status_code == 503)
         started.process.send_signal(signal.SIGTERM)

@@ -65,9 +65,10 @@ def test_counters_grow_by_what_the_reply_says(answered: tuple[dict[str, Any], ..
 def test_gauges_show_what_runs(serving: Serving) -> None:
     """A full engine looks idle, so nobody starts another."""
     with serving(engine={"max_running": 1}) as service, service.client() as client:
-        body = {**ASKED, "n": 3, "max_tokens": 400, "ignore_eos": True, "stream": True, "retrieval": False}
+        body = {**ASKED, "n": 3, "max_tokens": 900, "ignore_eos": True, "stream": True, "speculation": False}
         with client.stream("POST", "/v1/chat/completions", json=body) as reply:
-            assert next(reply.iter_text())
+            pieces = reply.iter_text()
+            assert next(pieces)
             assert soon(lambda: values(service)["vllm:kv_cache_usage_perc"] > 0)
             now = values(service)
         assert now["vllm:num_requests_running"] == 1 and now["vllm:num_requests_waiting"] == 2
