@@ -1,7 +1,7 @@
 """A conversation becomes a prompt that fits: [system][earlier turns with their passages as they were][question][its passages].
 
 Every prompt of a conversation begins with the one before it, so what was computed for that one is found in the prefix cache.
-Where not all fits, the oldest goes first: passages of earlier turns, then turns, each `_STEP` at a time so that the beginning
+Where not all fits, passages of all turns but the last go first, then the oldest turns, `_STEP` at a time so that the beginning
 holds for some turns more; then the question's own last-ranked passages; then the last turn. Nothing goes unreported.
 """
 
@@ -17,7 +17,7 @@ from ragspec.core import Message, Passage
 from ragspec.errors import PromptTooLong
 from ragspec.rag.prompt import Prompt, PromptBuilder
 
-_STEP = 2
+_STEP = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +96,7 @@ def _phases(num_turns: int, num_passages: int) -> Iterator[list[_Cut]]:
     """Cuts, each list from the least to the most."""
     last = num_turns - 1
     if num_turns:
-        bare = [*range(0, last, _STEP), last]
+        bare = [0, last]
         dropped = [*range(_STEP, last, _STEP), last]
         yield [_Cut(0, number, 0) for number in bare] + [_Cut(number, last, 0) for number in dropped]
         yield [_Cut(last, num_turns, number) for number in range(max(num_passages, 1))]
