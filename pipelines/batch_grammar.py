@@ -4,6 +4,8 @@
     ray job submit --address http://127.0.0.1:8265 --working-dir . -- \
         python -m pipelines.batch_grammar --input texts.jsonl --out /data/corrected --replicas 2
 
+    python -m pipelines.batch_grammar --input manual/ --out corrected        # files of text, as corrected/files/...
+
 Rows are `{"id": ..., "text": ...}`, with sampling parameters beside them if need be, or lines of an OpenAI batch file, whose one
 message is the text. Results hold the corrected text and the edits that lead to it, by characters of the text as it was.
 The last line on stdout is one JSON object with what was done.
@@ -22,9 +24,11 @@ from pipelines.batch_machines import Machines, Serving
 from pipelines.batch_records import Written, written_correction
 from pipelines.batch_rows import TEXTS, Row
 from pipelines.batch_task import Asking, Task
+from pipelines.batch_texts import gathered, is_text, spread
 from ragspec.cluster.topology import ClusterConfig
 from ragspec.config import PipelineConfig, load_settings
 from ragspec.errors import RagspecError
+from ragspec.rag.guards import CAREFUL, Guard
 from ragspec.rag.manuscript import DEFAULTS, Manuscript
 from ragspec.rag.stages import Named, Stages
 
@@ -40,12 +44,15 @@ class GrammarTask(Task):
     form = TEXTS
     rows = "texts"
 
+    def __init__(self, guard: Guard = CAREFUL) -> None:
+        self._guard = guard
+
     def pinned(self, config: PipelineConfig) -> AbstractContextManager[PipelineConfig]:
         without_index = config.retriever.model_copy(update={"index_dir": "", "pointer": ""})
         return nullcontext(config.model_copy(update={"retriever": without_index}))
 
     def what_decides(self, config: PipelineConfig) -> dict[str, Any]:
-        return {"task": "grammar"}
+        return {"task": "grammar", "max_edit_ratio": self._guard.max_edit_ratio, "ignore": sorted(self._guard.ignore)}
 
     def stages(self, served: Serving) -> Stages:
         from ragspec.rag.grammar import Grammar
@@ -53,7 +60,7 @@ class GrammarTask(Task):
         return Grammar(served.engine, served.prompts, max_in_flight=served.max_in_flight).stages()
 
     def asked(self, row: Row, asking: Asking) -> Named:
-        return Manuscript(row.id, row.text, asking.params(row), row.tenant)
+        return Manuscript(row.id, row.text, asking.params(row), row.tenant, guard=self._guard)
 
     def written(self, result: Correction) -> Written:
         return written_correction(result)
@@ -71,6 +78,10 @@ def main(
     ] = DEFAULTS.max_tokens,
     temperature: options.Temperature = None,
     top_p: options.TopP = None,
+    max_edit_ratio: Annotated[
+        float, typer.Option(min=0.0, max=1.0, help="The share of a sentence's words that may change; 1: no limit.")
+    ] = CAREFUL.max_edit_ratio,
+    ignore: Annotated[list[str] | None, typer.Option(help="A word or phrase that stays; may be repeated.")] = None,
     replicas: options.Replicas = None,
     tensor_parallel: options.TensorParallel = None,
     cluster: options.Cluster = "",
@@ -91,11 +102,22 @@ def main(
     }
     try:
         settings = load_settings(ClusterConfig, config, **overrides)
+        texts = is_text(inputs)
+        rows = gathered(inputs, out, lambda what: say(f"left out: {what}")) if texts else inputs
     except RagspecError as error:
         fail(error)
     machines = Machines(settings.topology, cluster, address)
-    job = Job(inputs, out, settings, settings.generation.seed or 0, resume, machines, price_per_hour)
-    finish(job, GrammarTask(), strict)
+    job = Job(rows, out, settings, settings.generation.seed or 0, resume, machines, price_per_hour)
+    finish(job, GrammarTask(Guard(max_edit_ratio, frozenset(ignore or ()))), strict)
+    if texts:
+        try:
+            say(f"{spread(out)} files in {out / 'files'}")
+        except RagspecError as error:
+            fail(error)
+
+
+def say(what: str) -> None:
+    typer.echo(what, err=True)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,12 @@ COST_HELP = (
     "/ rows answered x 1000; without a price the summary gives machine seconds of 1,000 rows only."
 )
 
-Inputs = Annotated[Path, typer.Option("--input", help="A .jsonl or .parquet file of rows, or a folder of them.")]
+Inputs = Annotated[
+    Path,
+    typer.Option(
+        "--input", help="A .jsonl or .parquet file of rows, or a folder of them (batch_grammar: or of texts)."
+    ),
+]
 Out = Annotated[Path, typer.Option(help="The folder of the results; in a submitted job an absolute path.")]
 Config = Annotated[Path | None, typer.Option(help="A YAML configuration, with a `topology` if need be; options win.")]
 Target = Annotated[str | None, typer.Option(help="The model that writes: a folder or a Hugging Face name.")]

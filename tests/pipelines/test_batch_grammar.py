@@ -17,8 +17,9 @@ from pipelines.batch_job import Job, run
 from pipelines.batch_machines import Machines, Serving
 from pipelines.batch_rows import TEXTS, parse_row
 from pipelines.batch_task import Asking
+from pipelines.batch_texts import gathered, is_text, spread
 from ragspec.config import load_config
-from ragspec.errors import ConfigError
+from ragspec.errors import ConfigError, InputError
 from ragspec.rag.edits import Edit, applied
 from ragspec.rag.grammar import Grammar, Manuscript
 
@@ -110,3 +111,41 @@ def test_a_manuscript_is_what_a_row_says(place: Path, tmp_path: Path) -> None:
     asking = Asking(begun.config, begun.defaults, SEED)
     assert GrammarTask().asked(row, asking) == Manuscript("a", "He go.", asking.params(row), "ann")
     assert asking.params(row).seed == 3
+
+
+def test_files_of_text_come_back_as_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A folder of documents that has to be made into rows by hand; a photograph that ends the job; two files of one name."""
+    folder, out, told = tmp_path / "in", tmp_path / "out", list[str]()
+    (folder / "sub").mkdir(parents=True)
+    (folder / "a.txt").write_bytes(b"He go.\r\n")
+    (folder / "sub" / "a.txt").write_bytes("\ufeffIt rain.".encode())
+    (folder / "photo.md").write_bytes(b"\xff\xd8")
+    (folder / "empty.txt").write_bytes(b" \n")
+    (folder / "data.bin").write_bytes(b"\0")
+    assert is_text(folder) and is_text(folder / "a.txt") and not is_text(tmp_path / "rows.jsonl")
+    rows = read_lines(gathered(folder, out, told.append))
+    assert [(row["id"], row["text"]) for row in rows] == [("a.txt", "He go.\r\n"), ("sub/a.txt", "\ufeffIt rain.")]
+    assert len(told) == 2 and "photo.md is not UTF-8: byte 0" in told[1]
+    answers = [{"id": row["id"], "corrected": row["text"].replace("go", "goes")} for row in rows]
+    (out / "answers-00000.jsonl").write_text("".join(json.dumps(answer) + "\n" for answer in answers))
+    assert spread(out) == 2
+    assert (out / "files" / "a.txt").read_bytes() == b"He goes.\r\n"
+    assert (out / "files" / "sub" / "a.txt").read_bytes() == "\ufeffIt rain.".encode()
+    with pytest.raises(InputError, match="no text"):
+        gathered(folder / "data.bin", out, told.append)
+
+
+def test_a_job_of_files_corrects_and_goes_on(place: Path, tmp_path: Path) -> None:
+    """Files that are corrected again from the start; other guards for the second half."""
+    folder, out = tmp_path / "in", tmp_path / "out"
+    folder.mkdir()
+    for number in range(3):
+        (folder / f"{number}.md").write_text(f"# Title\n\n{TEXT}")
+    call = ["--input", str(folder), "--out", str(out), "--config", str(place / "config.yaml"), "--address", "local"]
+    first = CliRunner().invoke(app, [*call, "--max-tokens", "8"])
+    assert first.exit_code == 0, first.stderr
+    assert sorted(path.name for path in (out / "files").iterdir()) == ["0.md", "1.md", "2.md"]
+    again = CliRunner().invoke(app, [*call, "--max-tokens", "8"])
+    assert json.loads(again.stdout.splitlines()[-1])["skipped"] == 3
+    other = CliRunner().invoke(app, [*call, "--max-tokens", "8", "--max-edit-ratio", "0.2"])
+    assert other.exit_code == 1 and "max_edit_ratio" in other.stderr
