@@ -28,6 +28,8 @@ from services.openai.sending import Sender, Writing
 from services.openai.streaming import Chunk, Piece
 from services.openai.types import ChatBody, Retrieval
 
+_QUICK_CHARS = 2048
+
 
 def routes(backend: Backend, mail: Mail) -> APIRouter:
     router, texts = APIRouter(tags=["chat"]), TokenTexts(backend.prompts.tokenizer)
@@ -42,7 +44,7 @@ def routes(backend: Backend, mail: Mail) -> APIRouter:
 
 async def _write(body: ChatBody, asked: Asked, texts: TokenTexts, sender: Sender) -> None:
     """The whole request, until its client has all of it. Raises: ApiError, RagspecError."""
-    ready = await asyncio.to_thread(prepared, body, asked)
+    ready = prepared(body, asked) if is_quick(body) else await asyncio.to_thread(prepared, body, asked)
     asked.backend.metrics.retrieved(ready.retrieve_s)
     async with asked.running([ready.request], ready.retrieve_s) as run:
         reply = ChatReply(body, asked, ready, run, texts)
@@ -51,6 +53,12 @@ async def _write(body: ChatBody, asked: Asked, texts: TokenTexts, sender: Sender
             await asked.tell(sender, run, head, reply)
         else:
             await sender.json(await reply.whole())
+
+
+def is_quick(body: ChatBody) -> bool:
+    """Whether a thread would take longer to begin than this takes: nothing is looked up, and there is little to read."""
+    num_chars = sum(len(message.content) for message in body.messages)
+    return body.chosen is None and not body.conversation and len(body.messages) == 1 and num_chars <= _QUICK_CHARS
 
 
 def prepared(body: ChatBody, asked: Asked) -> ReadyTurn:
@@ -99,7 +107,7 @@ class ChatReply:
         """Raises: as `Run.finished`."""
         completions = await self._run.finished()
         self._asked.count(self._run)
-        answers = await asyncio.to_thread(self._answered, completions)
+        answers = await self._done(completions)
         cited = [each for index, answer in enumerate(answers) for each in self._cited(answer, index)]
         head = self._asked.head("chat.completion", "chatcmpl", completions[0].stats.system_fingerprint)
         return {
@@ -123,7 +131,7 @@ class ChatReply:
 
     async def ending(self, key: Key) -> Chunk:
         index, completion = self._indices[key], self._run.completion(key)
-        (answer,) = await asyncio.to_thread(self._answered, [completion])
+        (answer,) = await self._done([completion])
         choice = _delta(index, said_with(answer, self._dialect)) | {"finish_reason": answer.finish_reason.value}
         more = {"ragspec": {"citations": self._cited(answer, index)}}
         return [choice], more | self._asked.progress(self._run, key)
@@ -132,8 +140,14 @@ class ChatReply:
         self._asked.count(self._run)
         return self._asked.last_chunk(self._run)
 
+    async def _done(self, completions: Sequence[Completion]) -> list[Answer]:
+        """With citations, and kept for the turns after it."""
+        if self._ready.prompt.passages or self._ready.conversation:
+            return await asyncio.to_thread(self._answered, completions)
+        return self._answered(completions)  # there is nothing to find, and nothing to keep
+
     def _answered(self, completions: Sequence[Completion]) -> list[Answer]:
-        """Blocks. The first choice is what a conversation goes on with."""
+        """May block. The first choice is what a conversation goes on with."""
         chat: Chat = self._asked.backend.chat
         answers = [chat.answered(self._ready, completion) for completion in completions]
         for answer, completion in zip(answers, completions, strict=True):

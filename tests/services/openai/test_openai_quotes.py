@@ -1,0 +1,94 @@
+"""Quotes of the reference target, through HTTP: in every dialect the cited span is the source's own string."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from letter_encoder import LetterEncoder
+from service_parts import Service, make_keys, started
+
+from ragspec.config import DraftingConfig, EngineConfig, TargetConfig, load_settings
+from ragspec.core import Document
+from ragspec.engine.loading import load_engine
+from ragspec.retrieval.retriever import Retriever, build_index
+from ragspec.retrieval.store import Store
+from services.backend import Backend
+from services.settings import ServiceConfig
+
+pytestmark = pytest.mark.slow
+
+TEXTS = {
+    "bridge": "🏗 The bridge of Ålesund was built in 1874 by the people of the valley. It was rebuilt in 1921.",
+    "mill": "The café by the mill — “Zum Rad” — was opened by Zoë Brontë in 1903. It closed in 1950.",
+    "rain": "In the spring of 1846 the rain fell on the town for nine days. The river rose by four metres.",
+}
+QUESTIONS = ("When was the bridge of Ålesund built?", "Who opened the café by the mill?", "How long did the rain fall?")
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    folder, encoder = tmp_path_factory.mktemp("quotes"), LetterEncoder()
+    documents = [
+        Document(name, text, title=name.title(), source=f"https://example.org/{name}") for name, text in TEXTS.items()
+    ]
+    build_index(documents, folder / "index", encoder)
+    keys = make_keys(folder / "keys.json")
+    settings = {"port": 0, "keys_file": str(keys.path), "data_dir": str(folder / "data"), "model": "reference"}
+    given = {f"service.{name}": value for name, value in settings.items()}
+    config = load_settings(ServiceConfig, **given, **{"retriever.index_dir": str(folder / "index")})
+    engine = load_engine(TargetConfig(), EngineConfig(), DraftingConfig())
+    retriever = Retriever(encoder, Store.open(Path(config.retriever.index_dir), encoder.identity), config.retriever)
+    with (
+        Backend.of(engine, engine.target.tokenizer, retriever, config, engine.close) as backend,
+        started(config, backend, keys) as running,
+    ):
+        yield running
+
+
+def ask(service: Service, question: str, **options: Any) -> dict[str, Any]:
+    body = {"model": "reference", "messages": [{"role": "user", "content": question}], "max_tokens": 64, "seed": 1}
+    with service.client() as client:
+        reply = client.post("/v1/chat/completions", json=body | options)
+    told: dict[str, Any] = reply.json()
+    assert reply.status_code == 200, told
+    return told
+
+
+@pytest.mark.parametrize("question", QUESTIONS)
+def test_quotes_are_cited_word_for_word_in_every_dialect(service: Service, question: str) -> None:
+    """A citation's span was shifted against the text on its way through tokens, threads and JSON."""
+    told = ask(service, question)
+    message, passages = told["choices"][0]["message"], told["ragspec"]["passages"]
+    content, citations = message["content"], told["ragspec"]["citations"]
+    assert citations and len(message["annotations"]) == len(citations)
+    for citation, annotation in zip(citations, message["annotations"], strict=True):
+        cited, url = content[citation["start"] : citation["end"]], annotation["url_citation"]
+        assert content[url["start_index"] : url["end_index"]] == cited
+        assert url["url"] == f"https://example.org/{citation['document_id']}"
+        assert TEXTS[citation["document_id"]][citation["document_start"] : citation["document_end"]] == cited
+        shown = passages[citation["passage"] - 1]["text"]
+        assert shown[citation["passage_start"] : citation["passage_end"]] == cited
+    blocks = ask(service, question, citations="anthropic")["choices"][0]["message"]["content_blocks"]
+    assert "".join(block["text"] for block in blocks) == content
+    spans = [place for block in blocks for place in block["citations"] or ()]
+    assert [place["cited_text"] for place in spans] == [content[each["start"] : each["end"]] for each in citations]
+    for place in spans:
+        source = passages[place["document_index"]]["text"]
+        assert source[place["start_char_index"] : place["end_char_index"]] == place["cited_text"]
+    for each in ask(service, question, citations="cohere")["choices"][0]["message"]["citations"]:
+        assert content[each["start"] : each["end"]] == each["text"]
+        assert each["text"] in each["sources"][0]["document"]["text"]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_drafts_of_quotes_change_no_text(service: Service, temperature: float) -> None:
+    """Quotes are where drafts are long: there speculation changed what is said, or nothing was accepted at all."""
+    for question in QUESTIONS:
+        drafted = ask(service, question, temperature=temperature, metrics=True)
+        plain = ask(service, question, temperature=temperature, speculation=False)
+        assert drafted["choices"] == plain["choices"]
+        assert drafted["ragspec"]["citations"] == plain["ragspec"]["citations"]
+        assert temperature or drafted["metrics"]["speculative_decoding"]["accepted_by_source"]["passage"] > 0
