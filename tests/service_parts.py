@@ -66,12 +66,29 @@ class Service:
         """Lines of Prometheus' text."""
         return self.backend.metrics.text().decode().splitlines()
 
+    @property
+    def bearer(self) -> str:
+        """A header, for requests that are written by hand."""
+        return f"Authorization: Bearer {self.keys.trusted}"
+
+    def aborts(self, reason: str) -> float:
+        """How many answers were given up for that reason."""
+        line = f'ragspec_aborts_total{{model_name="{MODEL}",reason="{reason}"}} '
+        return sum(float(row.removeprefix(line)) for row in self.metrics() if row.startswith(line))
+
     def client(self, key: str | None = None, **options: Any) -> httpx.Client:
         return httpx.Client(base_url=self.url, headers=self.headers(key), timeout=60.0, **options)
 
     def async_client(self, key: str | None = None, **options: Any) -> httpx.AsyncClient:
         return httpx.AsyncClient(base_url=self.url, headers=self.headers(key), timeout=60.0, **options)
 
+
+HASTY = {
+    "service.timeouts.header_s": 0.4,
+    "service.timeouts.upload_s": 0.4,
+    "service.limits.body_bytes": 8192,
+}
+"""Settings with little patience, and small bodies."""
 
 Serving = Callable[..., AbstractContextManager[Service]]
 """`with serving(**{"service.limits.max_in_flight": 2}) as service:` starts one with these settings.

@@ -36,7 +36,8 @@ def routes(backend: Backend) -> APIRouter:
 def _checking(router: APIRouter, backend: Backend, correcting: Correcting) -> None:
     ratio = backend.config.service.grammar.max_edit_ratio
 
-    @router.api_route("/v2/check", methods=["GET", "POST"])
+    @router.get("/v2/check")
+    @router.post("/v2/check")
     async def check(request: HttpRequest) -> Response:
         asked = Check.of(await _fields(request))
         found = await asyncio.to_thread(detected, asked.text, asked.variant if asked.language == AUTO else DEFAULT)

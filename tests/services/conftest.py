@@ -13,6 +13,7 @@ from letter_encoder import LetterEncoder
 from service_parts import (
     CONTEXT,
     DOCUMENTS,
+    HASTY,
     KV_SLOTS,
     MODEL,
     Service,
@@ -80,6 +81,13 @@ def serving(tmp_path_factory: pytest.TempPathFactory, letter_index: Path, model_
 def service(serving: Serving) -> Iterator[Service]:
     """The one that a module's tests share."""
     with serving() as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def hasty(serving: Serving) -> Iterator[Service]:
+    """With little patience, and small bodies; also shared by a module's tests."""
+    with serving(**HASTY) as running:
         yield running
 
 

@@ -1,0 +1,152 @@
+"""What a client sends: malformed, too large, too slow, or not all of it."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+from raw_http import ask, exchange, head, opened
+from service_parts import Service, soon
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        (b'{"model": "tiny", ', "not JSON"),
+        (b"", ""),
+        (b'{"model": "t\xffny"}', "not UTF-8: byte 12"),
+        (b'{"model": "\xed\xa0\x80"}', "not UTF-8"),
+        (b'{"model": "\\ud800"}', "half a surrogate pair"),
+        (b'{"\\udfff": 1}', "half a surrogate pair"),
+        (b'{"model": "a\\u0000b"}', "NUL"),
+        (b'{"model": "\xc3\xa9\\u0000"}', "NUL"),
+        (b'{"model": "a\x00b"}', "not JSON"),
+        (b'{"temperature": NaN}', "NaN is no number"),
+        (b'{"temperature": -Infinity}', "is no number"),
+        (b'{"seed": ' + b"1" * 3000 + b"9" * 1090 + b"}", ""),
+        (b'{"messages": ' + b"[" * 65 + b"]" * 65 + b"}", "nested more than 64 deep"),
+        (b"[" * 4000, "nested more than 64 deep"),
+        (b'{"a":' * 700 + b"1" + b"}" * 700, "nested more than 64 deep"),
+        (b"[]", ""),
+        (b"null", ""),
+        (b'"text"', ""),
+    ],
+)
+def test_a_malformed_body_is_the_client_s_mistake(hasty: Service, body: bytes, said: str) -> None:
+    """A tokenizer, a database or the reply itself breaks on what a client sent: 500."""
+    reply = ask(
+        hasty.url,
+        head(
+            "POST",
+            "/v1/chat/completions",
+            hasty.bearer,
+            "Content-Type: application/json",
+            f"Content-Length: {len(body)}",
+        ),
+        body,
+    )
+    error = reply.json()["error"]
+    assert (reply.status, error["type"]) == (400, "invalid_request_error"), error
+    assert said in error["message"]
+
+
+def test_a_body_of_another_kind_is_refused_as_such(hasty: Service) -> None:
+    """Text that a page elsewhere may post without asking is read as JSON."""
+    with hasty.client() as client:
+        for kind in ("text/plain", "application/x-www-form-urlencoded", ""):
+            reply = client.post("/v1/chat/completions", content=b"{}", headers={"Content-Type": kind})
+            assert reply.status_code == 415, kind
+        reply = client.post("/v2/check", content=b"{}", headers={"Content-Type": "application/json"})
+        assert reply.status_code == 415 and reply.text.startswith("Error: ")
+
+
+def test_a_body_that_is_announced_too_large_is_refused_unread(hasty: Service) -> None:
+    """Ten gigabytes are read before they are refused."""
+    lines = (hasty.bearer, "Content-Type: application/json", "Content-Length: 10000000000")
+    reply = ask(hasty.url, head("POST", "/v1/chat/completions", *lines))
+    assert (reply.status, reply.json()["error"]["code"]) == (413, "request_too_large")
+
+
+def test_a_body_without_a_length_is_counted_as_it_comes(hasty: Service) -> None:
+    """A body in chunks has no length to refuse it by, and fills the memory."""
+    lines = (hasty.bearer, "Content-Type: application/json", "Transfer-Encoding: chunked")
+    chunk = b"400\r\n" + b" " * 1024 + b"\r\n"
+    reply = ask(hasty.url, head("POST", "/v1/chat/completions", *lines), *[chunk] * 10)
+    assert reply.status == 413
+
+
+def test_files_are_counted_as_they_come_too(hasty: Service) -> None:
+    """An upload streams past the limit that other bodies have."""
+    with hasty.client() as client:
+        reply = client.post(
+            "/v1/files", files={"file": ("a.txt", b"x" * 9000, "text/plain")}, data={"purpose": "assistants"}
+        )
+    assert reply.status_code == 413
+
+
+@pytest.mark.parametrize("lengths", [("-1",), ("abc",), ("1e3",), ("5", "6"), ("9" * 400,)])
+def test_a_length_that_is_none_is_refused(hasty: Service, lengths: tuple[str, ...]) -> None:
+    """Two readers of one connection see two different requests."""
+    lines = (hasty.bearer, "Content-Type: application/json", *(f"Content-Length: {n}" for n in lengths))
+    assert ask(hasty.url, head("POST", "/v1/chat/completions", *lines), b"{}").status in (400, 413)
+
+
+@pytest.mark.parametrize(
+    "request_bytes",
+    [
+        b"GET / HTTP/1.1\r\nHost: localhost\r\nX-Long: " + b"a" * 40_000 + b"\r\n\r\n",
+        b"GET /" + b"a" * 40_000 + b" HTTP/1.1\r\nHost: localhost\r\n\r\n",
+        b"GET / HTTP/1.1\r\nHost: localhost\r\n" + b"".join(b"X-%d: 1\r\n" % n for n in range(4000)) + b"\r\n",
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + b"\0" * 100,
+        b"GET / HTTP/1.1\r\nHost: localhost\r\nBad Header: 1\r\n\r\n",
+        b"GET / HTTP/1.1\r\nHost: localhost\r\nX: a\0b\r\n\r\n",
+        b"get\0 / HTTP/1.1\r\n\r\n",
+        b"\r\n\r\n" * 10_000,
+    ],
+)
+def test_what_is_no_http_or_too_large_a_head_ends_the_connection(hasty: Service, request_bytes: bytes) -> None:
+    """One request with a giant header takes the memory of the process; one that is no HTTP breaks the server's loop."""
+    assert ask(hasty.url, request_bytes).status in (0, 400, 431)
+    assert ask(hasty.url, head("GET", "/health/live")).status == 200
+
+
+@pytest.mark.parametrize(
+    "path", ["/v1/files/a%00b", "/v1/files?after=%00", "/v1/files/%ff%fe", "/v1/files/" + "a" * 9000]
+)
+def test_an_odd_address_is_the_client_s_mistake(hasty: Service, path: str) -> None:
+    """A path with a NUL character reaches a database or a file system."""
+    assert ask(hasty.url, head("GET", path, hasty.bearer)).status in (400, 404)
+
+
+def test_a_head_that_does_not_come_ends_the_connection(hasty: Service) -> None:
+    """Connections on which nothing, or a byte now and then, comes use up all there are."""
+    begin = time.monotonic()
+    with opened(hasty.url) as silent, opened(hasty.url) as slow:
+        slow.sendall(b"GET /health/live HTTP/1.1\r\nHost: loc")
+        assert exchange(silent, ()).status == exchange(slow, ()).status == 0
+    assert time.monotonic() - begin < 20.0
+
+
+def test_a_second_head_on_a_connection_has_to_come_in_time_as_well(hasty: Service) -> None:
+    """Only the first request of a connection is watched."""
+    with opened(hasty.url) as connection:
+        connection.sendall(b"GET /health/live HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        assert b"200" in connection.recv(65536)
+        connection.sendall(b"GET /health")
+        assert exchange(connection, ()).status == 0
+
+
+def test_a_body_that_does_not_come_is_given_up(hasty: Service) -> None:
+    """A client that announces a body and sends none keeps its place at the gate for ever."""
+    lines = (hasty.bearer, "Content-Type: application/json", "Content-Length: 100")
+    reply = ask(hasty.url, head("POST", "/v1/chat/completions", *lines), b"{")
+    assert (reply.status, reply.json()["error"]["code"]) == (408, "timeout")
+    assert hasty.backend.gate.running == 0
+
+
+def test_a_client_that_leaves_while_it_sends_leaves_nothing_behind(hasty: Service) -> None:
+    """Half a body is handed to a route, or the place at the gate is never given back."""
+    with opened(hasty.url) as connection:
+        lines = (hasty.bearer, "Content-Type: application/json", "Content-Length: 100")
+        connection.sendall(head("POST", "/v1/chat/completions", *lines) + b"{")
+    assert soon(lambda: not hasty.backend.gate.running and hasty.aborts("client_gone") == 1)
