@@ -132,6 +132,7 @@ def test_a_restarted_actor_never_answers_from_another_datastore(tmp_path: Path) 
             store.search(queries(3), 4)
 
 
+@pytest.mark.slow
 def test_an_answer_that_does_not_come_is_an_error_in_time(tmp_path: Path) -> None:
     """A wait without end."""
     with remote(write(tmp_path / "store"), service_s=5.0, timeout_s=0.4) as store:

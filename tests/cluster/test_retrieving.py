@@ -193,6 +193,7 @@ class Stranger(LetterEncoder):
     identity = EncoderIdentity("another", "e" * 64, 16)
 
 
+@pytest.mark.slow
 def test_an_index_that_cannot_be_used_leaves_no_actor(
     session: None, index_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

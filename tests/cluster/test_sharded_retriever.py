@@ -144,6 +144,7 @@ def test_a_shard_that_is_killed_costs_no_query(shards: OwnActors, index_dir: Pat
         assert all(each == expected for each in found)
 
 
+@pytest.mark.slow
 def test_a_shard_that_hangs_costs_seconds_and_is_replaced(shards: OwnActors, index_dir: Path) -> None:
     """A stopped process that takes all who ask with it; a slow one that is killed for being slow."""
     expected = local(index_dir).retrieve(QUERIES, 9)

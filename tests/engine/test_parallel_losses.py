@@ -104,6 +104,7 @@ def test_a_rank_lost_in_a_step_ends_every_request(followers: Followers, engine: 
         followers.replace(1)
 
 
+@pytest.mark.slow
 def test_an_idle_engine_outlives_every_timeout(followers: Followers, engine: Engine) -> None:
     """Followers that waited for the next step gave up after the seconds that a collective may take."""
     request = Request("again", (5, 6, 7), SamplingParams(max_tokens=8))

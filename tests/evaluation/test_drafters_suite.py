@@ -65,6 +65,7 @@ def test_every_variant_is_measured_and_writes_what_plain_decoding_writes(tiny: S
     assert {path.name for path in (tmp_path / "plots").iterdir()} == {"drafters_pos_acc.png", "drafters_batch.png"}
 
 
+@pytest.mark.slow
 def test_one_head_is_measured_and_writes_what_plain_decoding_writes(
     tiny: Settings, tiny_dir: Path, tmp_path: Path
 ) -> None:

@@ -324,6 +324,7 @@ def test_what_the_suite_cannot_do_is_said(change: dict[str, object], tiny: Setti
         run_suite("iterative", dataclasses.replace(tiny, **change), no_tick)  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 @pytest.mark.ray
 def test_an_index_elsewhere_takes_its_time_and_ends_with_ray(tiny: Settings, tmp_path: Path) -> None:
     """Bug guarded: a service time that is stated and not taken, other passages from there, a Ray that goes on."""
@@ -367,6 +368,7 @@ def test_rows_elsewhere_are_of_an_index_in_an_actor(
     assert not sys.modules["ray"].is_initialized()
 
 
+@pytest.mark.slow
 def test_documents_are_indexed_once(tiny: Settings) -> None:
     """Bug guarded: minutes of encoding before every run."""
     stages: set[str] = set()

@@ -33,6 +33,7 @@ def test_a_continued_run_takes_half_the_rate_and_no_shortest_examples() -> None:
     assert (plan.peak_lr, plan.first_stage) == (8e-4, 0)
 
 
+@pytest.mark.slow
 def test_a_plan_from_stage_one_never_draws_examples_of_stage_zero() -> None:
     """A trained model would spend a fifth of the run on texts shorter than any it is asked about."""
     plan, stages = TrainingPlan(total_tokens=1_000_000, warmup_steps=1), [stage.lengths for stage in STAGES]
