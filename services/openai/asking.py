@@ -79,12 +79,12 @@ class Asked:
         most_waiting = MOST_WAITING_TOKENS if stream else None
         async with self.backend.gate.enter(self.caller, num_prompt, most_tokens) as tokens:
             metrics.handed_over(time.perf_counter() - self.begin_s - retrieve_s)
-            run = Run(
-                self.backend.engine, requests, self.mail, in_vain=metrics.worked, most_waiting_tokens=most_waiting
-            )
-            async with run:
-                yield run
-                tokens.used(num_prompt + sum(stats.num_output_tokens for stats in run.stats()))
+            run = Run(self.backend.engine, requests, self.mail, metrics, most_waiting_tokens=most_waiting)
+            try:
+                async with run:
+                    yield run
+            finally:
+                tokens.used(num_prompt + run.num_tokens)
 
     def count(self, run: Run) -> None:
         """Every choice has ended."""

@@ -1,6 +1,6 @@
 """Requests in the engine, as one coroutine sees them: handed over, heard, and given up when nobody waits any more.
 
-    >>> async with Run(engine, [request], mail) as run:
+    >>> async with Run(engine, [request], mail, metrics) as run:
     ...     while run.is_open:
     ...         for key, deltas in (await run.news()).items(): ...
     ...     completions = run.completions()
@@ -14,12 +14,13 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Self
 
-from ragspec.core import Completion, Delta, FinishReason, GenerationStats, Request
+from ragspec.core import Completion, Delta, FinishReason, Request
 from ragspec.engine.collect import join
 from services.backend import ServedEngine
+from services.metrics import Metrics
 from services.replies import ClientTooSlow
 
 Key = tuple[str, int]
@@ -67,20 +68,22 @@ class Run:
         engine: ServedEngine,
         requests: Sequence[Request],
         mail: Mail,
+        metrics: Metrics,
         *,
-        in_vain: Callable[[GenerationStats], None] = lambda _: None,
         most_waiting_tokens: int | None = None,
     ) -> None:
-        """`in_vain` hears what was computed for choices that were given up. `most_waiting_tokens` None: nobody reads along."""
+        """`most_waiting_tokens` None: nobody reads along."""
         self._engine, self._requests, self._mail = engine, requests, mail
-        self._in_vain, self._most_waiting = in_vain, most_waiting_tokens
+        self._metrics, self._most_waiting = metrics, most_waiting_tokens
         self._told: dict[Key, list[Delta]] = {(r.id, choice): [] for r in requests for choice in r.choices}
         self._open = set(self._told)
         self._waiting: list[Delta] = []
         self._num_waiting = 0
         self._arrived: asyncio.Future[None] | None = None
         self._left = False
+        self._heard_s: dict[Key, float] = {}
         self.first_s = 0.0  # when the first token came; of time.perf_counter
+        self.num_tokens = 0
 
     @property
     def keys(self) -> list[Key]:
@@ -140,10 +143,6 @@ class Run:
         """The output of a choice that has ended."""
         return join(self._told[key])
 
-    def stats(self) -> list[GenerationStats]:
-        """Of the choices that have ended."""
-        return [told[-1].stats for told in self._told.values() if told and told[-1].stats is not None]
-
     def steps(self, key: Key) -> Sequence[Delta]:
         """What was heard of a choice, step by step."""
         return self._told[key]
@@ -177,13 +176,21 @@ class Run:
             self._open.discard(key)
         if self._left:
             if delta.stats is not None:
-                self._in_vain(delta.stats)
+                self._metrics.worked(delta.stats)
             return
-        self.first_s = self.first_s or time.perf_counter()
+        self._note(key, len(delta.token_ids))
         self._told[key].append(delta)
         self._waiting.append(delta)
         self._num_waiting += len(delta.token_ids)
         self._wake()
+
+    def _note(self, key: Key, num_tokens: int) -> None:
+        now = time.perf_counter()
+        self.first_s = self.first_s or now
+        self.num_tokens += num_tokens
+        if num_tokens and key in self._heard_s:
+            self._metrics.gap(now - self._heard_s[key], num_tokens)
+        self._heard_s[key] = now
 
     def _wake(self) -> None:
         if self._arrived is not None and not self._arrived.done():

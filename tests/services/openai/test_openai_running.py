@@ -7,7 +7,8 @@ import json
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import openai
@@ -17,6 +18,8 @@ from service_parts import Service, Serving
 from ragspec.core import Delta, FinishReason, GenerationStats, Request, SamplingParams
 from ragspec.engine.engine import Engine
 from ragspec.errors import Cancelled, EngineError, ReplicaLost
+from services.limits import Tokens
+from services.metrics import Metrics
 from services.openai import streaming
 from services.openai.running import Mail, Run
 from services.openai.streaming import at_once, paced
@@ -83,8 +86,19 @@ def post(service: Service, given: dict[str, Any]) -> socket.socket:
 
 
 @pytest.mark.parametrize("options", [{"stream": True}, {}, {"n": 3}, {"stream": True, "privacy": "strict"}])
-def test_a_client_that_leaves_is_worked_for_no_longer(service: Service, options: dict[str, Any]) -> None:
-    """The engine wrote on for a client that was gone, streaming or not, and its slots stayed taken."""
+def test_a_client_that_leaves_is_worked_for_no_longer(
+    service: Service, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
+) -> None:
+    """The engine wrote on for a client that was gone, streaming or not; its slots, or its key's tokens, stayed taken."""
+    reserved, enter = list[Tokens](), service.backend.gate.enter
+
+    @asynccontextmanager
+    async def watched(*asked: Any) -> AsyncIterator[Tokens]:
+        async with enter(*asked) as tokens:
+            reserved.append(tokens)
+            yield tokens
+
+    monkeypatch.setattr(service.backend.gate, "enter", watched)
     gone, vain = counted(service, "ragspec_aborts_total"), counted(service, "vllm:generation_tokens_total")
     with post(service, body(**options)) as link:
         until(lambda: any(sequence.num_output > 3 for sequence in list(engine_of(service)._scheduler.running)))
@@ -94,6 +108,7 @@ def test_a_client_that_leaves_is_worked_for_no_longer(service: Service, options:
     until(lambda: held(service) == (0, 0))
     until(lambda: counted(service, "vllm:generation_tokens_total") > vain)
     assert counted(service, "vllm:generation_tokens_total") - vain < LONG * options.get("n", 1)
+    assert 0 < reserved[0].count < LONG * options.get("n", 1)
     assert service.backend.gate.running == 0
 
 
@@ -220,7 +235,7 @@ def test_a_choice_that_cannot_be_written_raises(reason: FinishReason, error: typ
     engine: Any = Told([delta("half"), delta("", reason)])
 
     async def run() -> None:
-        async with Run(engine, [request("a")], Mail()) as run:
+        async with Run(engine, [request("a")], Mail(), Metrics("told")) as run:
             await run.finished()
 
     with pytest.raises(error):
@@ -231,10 +246,9 @@ def test_a_choice_that_cannot_be_written_raises(reason: FinishReason, error: typ
 def test_a_client_that_falls_too_far_behind_is_given_up() -> None:
     """What nobody reads piled up without end."""
     engine: Any = Told([delta("x", tokens=50) for _ in range(10)])
-    vain: list[GenerationStats] = []
 
     async def run() -> None:
-        async with Run(engine, [request("a")], Mail(), most_waiting_tokens=400, in_vain=vain.append) as run:
+        async with Run(engine, [request("a")], Mail(), Metrics("told"), most_waiting_tokens=400) as run:
             await asyncio.to_thread(engine.thread.join)
             await run.news()
 
@@ -246,16 +260,17 @@ def test_a_client_that_falls_too_far_behind_is_given_up() -> None:
 def test_what_was_computed_for_nobody_is_counted() -> None:
     """Work that was given up was missing from the counters."""
     engine: Any = Told([delta("x"), delta("", FinishReason.CANCELLED)], wait_s=0.05)
-    vain: list[GenerationStats] = []
+    metrics = Metrics("told")
 
     async def run() -> None:
-        async with Run(engine, [request("a")], Mail(), in_vain=vain.append) as run:
+        async with Run(engine, [request("a")], Mail(), metrics) as run:
             await run.news()
         await asyncio.to_thread(engine.thread.join)
         await asyncio.sleep(0)
 
     asyncio.run(run())
-    assert engine.cancelled == ["a"] and [stats.num_output_tokens for stats in vain] == [3]
+    assert engine.cancelled == ["a"]
+    assert 'vllm:generation_tokens_total{model_name="told"} 3.0' in metrics.text().decode()
 
 
 def test_a_client_that_waits_hears_that_it_is_not_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -264,7 +279,7 @@ def test_a_client_that_waits_hears_that_it_is_not_forgotten(monkeypatch: pytest.
     engine: Any = Told([delta("x"), delta("y", FinishReason.STOP)], wait_s=0.2)
 
     async def run() -> list[str | None]:
-        async with Run(engine, [request("a")], Mail()) as run:
+        async with Run(engine, [request("a")], Mail(), Metrics("told")) as run:
             return [piece and piece.text async for piece in at_once(run)]
 
     pieces = asyncio.run(run())
@@ -278,7 +293,7 @@ def test_paced_pieces_come_at_ticks_and_hold_all() -> None:
     engine: Any = Told([delta(text), delta("", FinishReason.STOP)], wait_s=0.05)
 
     async def run() -> list[Any]:
-        async with Run(engine, [request("a")], Mail()) as run:
+        async with Run(engine, [request("a")], Mail(), Metrics("told")) as run:
             return [piece async for piece in paced(run, tick_s=0.005)]
 
     pieces = asyncio.run(run())
@@ -297,7 +312,7 @@ def test_a_run_that_cannot_begin_takes_nothing() -> None:
     engine: Any = Choosy([])
 
     async def run() -> None:
-        async with Run(engine, [request("a"), request("b")], Mail()):
+        async with Run(engine, [request("a"), request("b")], Mail(), Metrics("told")):
             pass
 
     with pytest.raises(EngineError, match="no"):
