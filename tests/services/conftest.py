@@ -24,8 +24,9 @@ from service_parts import (
 )
 from tiny_target import save_model
 
-from ragspec.config import TargetConfig, load_settings
+from ragspec.config import EncoderConfig, TargetConfig, load_settings
 from ragspec.engine.target import Target
+from ragspec.retrieval.encoder import Encoder
 from ragspec.retrieval.retriever import build_index
 from services.settings import ServiceConfig
 
@@ -47,6 +48,15 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def service_target(model_folder: Path) -> Target:
     """For one engine at a time, whose pool it has."""
     return load_target(model_folder)
+
+
+@pytest.fixture(scope="session")
+def parts(tmp_path_factory: pytest.TempPathFactory, model_folder: Path) -> Path:
+    """For services in other processes: a folder with a target, `model`, and an `index` by the packaged encoder."""
+    folder = tmp_path_factory.mktemp("parts")
+    (folder / "model").symlink_to(model_folder)
+    build_index(DOCUMENTS, folder / "index", Encoder.load(EncoderConfig()))
+    return folder
 
 
 def load_target(folder: Path) -> Target:

@@ -16,14 +16,10 @@ from typing import Any
 
 import httpx2 as httpx
 import pytest
-from service_parts import CONTEXT, DOCUMENTS, MODEL, Service, Serving, soon
-from tiny_target import save_model
+from service_parts import MODEL, Service, Serving, soon
 
 from ragspec.cli.serve import run_serve
-from ragspec.config import EncoderConfig
 from ragspec.errors import ConfigError
-from ragspec.retrieval.encoder import Encoder
-from ragspec.retrieval.retriever import build_index
 from services.embedded import listening
 from services.settings import ServiceSettings
 
@@ -137,14 +133,6 @@ class Started:
 
     def client(self) -> httpx.Client:
         return httpx.Client(base_url=self.url, headers={"Authorization": f"Bearer {self.key}"}, timeout=120.0)
-
-
-@pytest.fixture(scope="module")
-def parts(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("process")
-    save_model("llama", folder / "model", max_position_embeddings=CONTEXT)
-    build_index(DOCUMENTS, folder / "index", Encoder.load(EncoderConfig()))
-    return folder
 
 
 @contextlib.contextmanager

@@ -14,13 +14,9 @@ import ray
 import yaml
 from ray import serve
 from ray.serve.schema import ServeDeploySchema
-from service_parts import CONTEXT, DOCUMENTS, MODEL
-from tiny_target import save_model
+from service_parts import MODEL
 
-from ragspec.config import EncoderConfig
 from ragspec.errors import ConfigError
-from ragspec.retrieval.encoder import Encoder
-from ragspec.retrieval.retriever import build_index
 from services.keys import add_key
 from services.serving import ServeArgs, build_app, settings_of
 
@@ -72,17 +68,16 @@ def test_serve_s_options_are_passed_through() -> None:
 
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str]]:
+def served(tmp_path_factory: pytest.TempPathFactory, parts: Path) -> Iterator[tuple[str, str]]:
     """The address and a key of a service on a Ray of its own."""
     folder = tmp_path_factory.mktemp("serve")
-    build_index(DOCUMENTS, folder / "index", Encoder.load(EncoderConfig()))
     key, _ = add_key(folder / "keys.json", "ann", trusted=True)
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     config = {
-        "target": {"model": str(save_model("llama", folder / "model", max_position_embeddings=CONTEXT))},
+        "target": {"model": str(parts / "model")},
         "engine": {"max_kv_tokens": 4096, "num_threads": 1},
-        "retriever": {"index_dir": str(folder / "index")},
+        "retriever": {"index_dir": str(parts / "index")},
         "service": {"model": MODEL, "keys_file": str(folder / "keys.json"), "data_dir": str(folder / "data")},
     }
     ray.init(address="local", include_dashboard=False, num_cpus=4, log_to_driver=False)

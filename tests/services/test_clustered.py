@@ -1,0 +1,97 @@
+"""The service in front of a deployment: the same app, the same texts, engines and index elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import ray
+from service_parts import MODEL, Service, make_keys, started
+
+from ragspec.cluster.deployment import Deployment
+from ragspec.cluster.topology import Topology
+from ragspec.config import ChunkingConfig, EngineConfig, PipelineConfig, RetrieverConfig, load_settings
+from ragspec.errors import EngineError
+from services.clustered import clustered, settled_config
+from services.settings import ServiceConfig
+
+
+def test_the_deployment_says_what_is_served_and_the_caller_how() -> None:
+    """A service in front of a cluster tokenizes for another target than the engines have."""
+    deployed = PipelineConfig(retriever=RetrieverConfig(index_dir="there"), engine=EngineConfig(max_running=3))
+    given = load_settings(ServiceConfig, **{"service.port": 1, "chat.max_carried": 2, "target.model": "other"})
+    settled = settled_config(deployed, given)
+    assert (settled.service.port, settled.chat.max_carried) == (1, 2)
+    assert (
+        settled.target == deployed.target and settled.retriever.index_dir == "there" and settled.engine.max_running == 3
+    )
+    assert settled.index.chunking == ChunkingConfig()
+
+
+@pytest.fixture(scope="module")
+def fronted(tmp_path_factory: pytest.TempPathFactory, parts: Path) -> Iterator[Service]:
+    """A service on a Ray of its own."""
+    folder = tmp_path_factory.mktemp("fronted")
+    deployed = load_settings(
+        PipelineConfig,
+        **{
+            "target.model": str(parts / "model"),
+            "engine.max_kv_tokens": 4096,
+            "engine.num_threads": 1,
+            "retriever.index_dir": str(parts / "index"),
+        },
+    )
+    keys = make_keys(folder / "keys.json")
+    given = {"service.model": MODEL, "service.port": 0, "service.keys_file": str(keys.path)}
+    config = load_settings(ServiceConfig, **given, **{"service.data_dir": str(folder / "data")})
+    ray.init(address="local", include_dashboard=False, num_cpus=4, log_to_driver=False)
+    try:
+        with (
+            Deployment.up(Topology(replicas=1, num_shards=1, spares_per_node=0), deployed, name="fronted"),
+            clustered("fronted", config) as backend,
+            started(config, backend, keys) as service,
+        ):
+            yield service
+    finally:
+        ray.shutdown()
+
+
+@pytest.mark.slow
+@pytest.mark.ray
+def test_a_question_is_answered_by_engines_elsewhere(fronted: Service) -> None:
+    """A service on a cluster that answers without passages, in other words, or not as a stream."""
+    asked = {
+        "model": MODEL,
+        "messages": [{"role": "user", "content": "What is the password of the mill?"}],
+        "max_tokens": 16,
+        "seed": 5,
+        "temperature": 1.0,
+    }
+    with fronted.client(fronted.keys.ann) as client:
+        whole = client.post("/v1/chat/completions", json=asked).raise_for_status().json()
+        plain = client.post("/v1/chat/completions", json={**asked, "speculation": False}).raise_for_status().json()
+        streamed = client.post("/v1/chat/completions", json={**asked, "stream": True}).raise_for_status().text
+        vector = client.post("/v1/embeddings", json={"model": MODEL, "input": "a mill"}).raise_for_status().json()
+    assert whole["choices"] == plain["choices"] and streamed.rstrip().endswith("[DONE]")
+    assert "ann-1" in {passage["document_id"] for passage in whole["ragspec"]["passages"]}
+    assert len(vector["data"][0]["embedding"]) == 384
+    with fronted.client(fronted.keys.bob) as other:
+        found = other.post("/v1/chat/completions", json=asked).raise_for_status().json()["ragspec"]["passages"]
+    assert "ann-1" not in {passage["document_id"] for passage in found}
+
+
+@pytest.mark.slow
+@pytest.mark.ray
+def test_it_is_ready_as_long_as_engines_are(fronted: Service) -> None:
+    """Health that says nothing of the engines elsewhere."""
+    with fronted.client("") as client:
+        assert client.get("/health/ready").status_code == 200
+
+
+@pytest.mark.slow
+@pytest.mark.ray
+def test_a_deployment_that_is_not_there_is_one_clear_error(fronted: Service) -> None:
+    """A service waits for ever for a name with a typing mistake."""
+    with pytest.raises(EngineError, match="nowhere"), clustered("nowhere", fronted.backend.config):
+        pass
