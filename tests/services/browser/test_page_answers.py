@@ -200,6 +200,18 @@ def test_copy_gives_the_answer_and_nothing_else(chat: ChatPage) -> None:
     assert chat.page.evaluate("navigator.clipboard.readText()") == EMOJI_ANSWER
 
 
+def test_figures_are_there_while_the_answer_is_written(chat: ChatPage, script: Script) -> None:
+    """Live figures that come when everything is over; or an answer that is shown only then."""
+    with script.held():
+        chat.ask(LONG)
+        chat.page.locator(".answer[aria-busy=true]", has_text="Rain 0 falls").wait_for()
+        names = chat.page.locator(".figures dt").all_text_contents()
+        assert {"first word", "tokens/s", "tokens a step"} <= set(names) and "in all" not in names
+        assert chat.page.locator(".passage").count() == 3  # the sources are there before the answer is
+        chat.shot("writing")
+    chat.page.locator(".verdict").wait_for()
+
+
 def test_figures_are_the_servers_for_trusted_keys_and_fewer_for_others(
     chat: ChatPage, open_page: Callable[..., ChatPage], service: Service
 ) -> None:

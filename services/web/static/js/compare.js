@@ -47,7 +47,7 @@ export class Comparison {
     const length = new Characters(without.text).length;
     const ratio = (without.totalS / again.totalS).toFixed(1);
     const fast = el("strong", {}, `${ratio} times as fast`);
-    return [`The same text, all ${plural(length, "character")}. `, fast, " with speculation."];
+    return [`The same text, all ${plural(length, "character")}. `, fast, " with speculation, the prompt already read in both."];
   }
 
   /** What to say where a run's text is not the original's; null: it is. */
