@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from ragspec.core import Completion, FinishReason, GenerationStats, Request
 from ragspec.rag.cutting import Sentence
-from ragspec.rag.edit_kinds import classified
+from ragspec.rag.edit_kinds import Classify, classified
 from ragspec.rag.edits import Edit, applied, word_edits
 from ragspec.rag.guards import Guard, Surroundings, Why, Withheld, sift
 from ragspec.rag.manuscript import Manuscript
@@ -51,9 +51,9 @@ class Prepared(NamedTuple):
     prompt_s: float
 
 
-def correction_of(ready: Prepared, written: Sequence[Completion | None]) -> Correction:
+def correction_of(ready: Prepared, written: Sequence[Completion | None], classify: Classify = classified) -> Correction:
     """`written`: what the target wrote for each sentence; None: nothing in time."""
-    text, marked, made = ready.manuscript.text, ready.marked, _Made()
+    text, marked, made = ready.manuscript.text, ready.marked, _Made(classify)
     around = Surroundings.of(marked.plain, marked.protected) if written else Surroundings()
     for sentence, completion in zip(ready.sentences, written, strict=True):
         if completion is not None:
@@ -81,6 +81,7 @@ def correction_of(ready: Prepared, written: Sequence[Completion | None]) -> Corr
 class _Made:
     """Of the sentences so far."""
 
+    classify: Classify
     edits: list[Edit] = field(default_factory=list)
     withheld: list[Withheld] = field(default_factory=list)
     unfinished: list[Span] = field(default_factory=list)
@@ -90,7 +91,8 @@ class _Made:
         """The edits of one sentence, as edits of the whole text."""
         start = sentence.start
         before = marked.plain[start : sentence.end]
-        edits = classified(marked.plain, word_edits(before, better, start, keep_white=True))
+        found = self.classify(before, word_edits(before, better, keep_white=True))
+        edits = [replace(edit, start=edit.start + start, end=edit.end + start) for edit in found]
         sifted = sift(before, edits, guard, around, start, whole=sentence.begins)
         withheld = [Withheld(_in_whole(marked, each.edit), each.reason) for each in sifted.withheld]
         for edit in sifted.made:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from difflib import SequenceMatcher
 
@@ -25,6 +25,9 @@ from ragspec.rag.word_forms import (
     are_verb_forms,
     verb_base,
 )
+
+Classify = Callable[[str, Sequence[Edit]], list[Edit]]
+"""Edits of a sentence, with their kinds."""
 
 _WORD = re.compile(r"\w+(?:['’]\w+)*")
 _MAX_MOVED = 4

@@ -25,6 +25,8 @@ from ragspec.engine.loading import load_engine
 from ragspec.numerics.noise import random_seed, row_seed
 from ragspec.rag.correction import Correction, Prepared, correction_of
 from ragspec.rag.cutting import Sentence, cut, one_line
+from ragspec.rag.edit_kinds import Classify
+from ragspec.rag.errant_kinds import classifier
 from ragspec.rag.guards import CAREFUL, Guard
 from ragspec.rag.manuscript import DEFAULTS, Manuscript
 from ragspec.rag.markup import MarkedText, TextPart
@@ -43,9 +45,18 @@ _SPARE_TOKENS = 16
 class Grammar:
     """Takes any engine that a `Pipeline` takes. For any thread; an event loop of its own or a shared one."""
 
-    def __init__(self, engine: EngineLike, prompts: PromptBuilder, *, max_in_flight: int = 64) -> None:
-        """`max_in_flight`: sentences that the engine has at once, of all texts corrected in one event loop."""
+    def __init__(
+        self,
+        engine: EngineLike,
+        prompts: PromptBuilder,
+        *,
+        max_in_flight: int = 64,
+        classify: Classify | None = None,
+    ) -> None:
+        """`max_in_flight`: sentences that the engine has at once, of all texts corrected in one event loop. `classify`: who names
+        the kinds of edits; None: ERRANT where it is installed, else words alone."""
         self._engine, self._prompts = engine, prompts
+        self._classify = classify or classifier()
         self._max_in_flight = max_in_flight
         self._rooms: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = (
             weakref.WeakKeyDictionary()
@@ -81,7 +92,7 @@ class Grammar:
         drafting = Speculation.of(speculation)
         ready = [self.prepared(_manuscript(text, params, tenant, drafting, guard)) for text in texts]
         written = iter(self._engine.generate([request for each in ready for request in each.requests]))
-        return [correction_of(each, [next(written) for _ in each.requests]) for each in ready]
+        return [correction_of(each, [next(written) for _ in each.requests], self._classify) for each in ready]
 
     async def corrected(self, manuscript: Manuscript, timeout_s: float | None = None) -> Correction:
         """One text, in an event loop; giving up the wait cancels it. What is not written after `timeout_s` is left unfinished.
@@ -105,7 +116,7 @@ class Grammar:
 
     async def completed(self, ready: Prepared, timeout_s: float | None = None) -> Correction:
         """The other steps. Raises: EngineError."""
-        return await asyncio.to_thread(correction_of, ready, await self._written(ready, timeout_s))
+        return await asyncio.to_thread(correction_of, ready, await self._written(ready, timeout_s), self._classify)
 
     def stages(self, max_batch: int = 16, max_waiting: int = 32) -> Stages:
         """For many texts, as `Manuscript`s: each becomes its `Correction` or its error, as they finish."""
@@ -113,7 +124,9 @@ class Grammar:
             (
                 Stage("split", lambda manuscripts: [self.prepared(each) for each in manuscripts], max_batch),
                 Stage("generate", self._write, num_workers=self._max_in_flight),
-                Stage("edit", lambda written: [correction_of(*each) for each in written], max_batch),
+                Stage(
+                    "edit", lambda written: [correction_of(one, own, self._classify) for one, own in written], max_batch
+                ),
             ),
             max_waiting=max_waiting,
         )

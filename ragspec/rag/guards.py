@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from ragspec.errors import InputError
+from ragspec.rag.edit_kinds import kind_of
 from ragspec.rag.edits import Edit, EditKind
 
 Span = tuple[int, int]
@@ -173,7 +174,7 @@ def _numbers_change(edit: Edit, old: Sequence[str], new: Sequence[str]) -> bool:
     if sorted(_DIGITS.findall(edit.original)) != sorted(_DIGITS.findall(edit.replacement)):
         return True
     had, has = ({w.casefold() for w in words} & _NUMBER_WORDS for words in (old, new))
-    return bool(had - has) or (bool(has - had) and edit.kind is not EditKind.SPELLING)
+    return bool(had - has) or (bool(has - had) and kind_of(edit.original, edit.replacement) is not EditKind.SPELLING)
 
 
 def _name_forms(name: str) -> set[str]:
