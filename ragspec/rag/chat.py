@@ -14,13 +14,14 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from ragspec.core import Completion, Message, Passage, Request, SamplingParams, check_text
-from ragspec.errors import InputError, RagspecError, RetrievalError, StoreError
+from ragspec.errors import InputError, RagspecError
 from ragspec.rag.answer import Answer, AnswerStats
 from ragspec.rag.chat_prompt import ChatPrompt, Exchange, chat_prompt
+from ragspec.rag.chat_retrieval import WHOLE_INDEX, ChatRetrieval, Found
 from ragspec.rag.chat_settings import ChatConfig
 from ragspec.rag.citations import find_citations
 from ragspec.rag.conversations import Conversations, Said, Shown
@@ -30,19 +31,15 @@ from ragspec.rag.rewriting import Rewriter
 from ragspec.rag.salts import Salts, salt_of
 from ragspec.rag.sources import copy_sources
 from ragspec.rag.steps import EngineLike, RetrieverLike
-from ragspec.retrieval.filters import Comparison, Compound
 from ragspec.retrieval.search import EVERYTHING, Scope
 from ragspec.speculation import ON, Speculation
 
-__all__ = ["Chat", "ChatConfig", "ReadyTurn", "Turn", "salt_of"]
+__all__ = ["WHOLE_INDEX", "Chat", "ChatConfig", "ReadyTurn", "Turn", "salt_of"]
 
 log = logging.getLogger(__name__)
 
-WHOLE_INDEX = "*"
-"""Stands in `missing` where nothing could be searched."""
-
-_MOST_CONFIRMED = 1024
-"""Passages of earlier turns' documents that are looked through after the index has changed; one beyond is shown no more."""
+_LATEST = 4
+"""Turns that are copied from where none is read."""
 
 
 class ChatEngine(EngineLike, Protocol):
@@ -119,16 +116,6 @@ class ReadyTurn:
         return (*self.prompt.dropped_history, *self.prompt.dropped)
 
 
-@dataclass(frozen=True, slots=True)
-class _Found:
-    """What retrieval gave for a turn, and what of the turns before may still be shown."""
-
-    passages: tuple[Passage, ...] = ()
-    history: tuple[Exchange, ...] = ()
-    generation: str = ""
-    missing: tuple[str, ...] = ()
-
-
 class Chat:
     """Owns the order of the steps. Safe to call from several threads; what takes time blocks."""
 
@@ -141,8 +128,9 @@ class Chat:
         engine: ChatEngine | None = None,
     ) -> None:
         """Without `conversations` nothing is kept. `engine`: writes the answers, and may rewrite questions."""
-        self._retriever, self._prompts, self._conversations = retriever, prompts, conversations
+        self._prompts, self._conversations = prompts, conversations
         self._config = config or ChatConfig()
+        self._index = ChatRetrieval(retriever, self._config)
         self._rewriter = Rewriter(self._config, prompts, engine)
         self._engine, self._salts = engine, Salts(engine.purge if engine is not None else _nothing)
 
@@ -161,17 +149,17 @@ class Chat:
         if turn.retrieve and past.said:
             question = self._rewriter.standalone(asked, past.said, turn.salt)
         found = (
-            self._retrieved(turn, question, past)
+            self._index.found(asked, question, past, turn.num_passages, turn.scope)
             if turn.retrieve
-            else _Found(history=self._confirmed(past, turn.scope, asked))
+            else Found(history=self._index.confirmed(past, turn.scope, asked))
         )
         retrieve_s = time.perf_counter() - begin
-        prompt = chat_prompt(self._prompts, system, found.history, asked, found.passages, turn.params.max_tokens)
+        prompt = self._prompt(system, found, asked, question, turn.params.max_tokens)
         request = Request(
             turn.id,
             prompt.prompt_ids,
             turn.params,
-            copy_sources(asked, prompt.passages, _texts(prompt.history), turn.prediction),
+            copy_sources(asked, prompt.passages, _texts(prompt.history or found.history[-_LATEST:]), turn.prediction),
             turn.salt,
             turn.speculation,
             affinity=turn.conversation or past.keys[0],
@@ -228,44 +216,14 @@ class Chat:
         if self._conversations is not None:
             self._conversations.forget_documents(tenant, documents)
 
-    def _retrieved(self, turn: Turn, question: str, past: Past) -> _Found:
-        """The question's passages, then those carried over; and the turns before with what may still be shown of them."""
-        try:
-            found = self._retriever.retrieve([question], turn.num_passages, turn.scope)
-            history = self._confirmed(past, turn.scope, question, found.generation)
-        except (RetrievalError, StoreError):
-            if not self._config.answer_without_index:
-                raise
-            log.warning("a turn is answered without passages: the index does not answer")
-            return _Found(history=tuple(turn.bare() for turn in past.history), missing=(WHOLE_INDEX,))
-        fresh = found.passages[0]
-        known = {passage.id for passage in fresh}
-        carried = [p for p in self._carried(past, history) if p.id not in known][: self._config.max_carried]
-        return _Found((*fresh, *carried), history, found.generation, found.missing)
-
-    def _confirmed(self, past: Past, scope: Scope, question: str, generation: str = "") -> tuple[Exchange, ...]:
-        """The turns with those of their passages that are in the index still.
-
-        Of this generation all are; for others the index is asked, since documents may have been changed or deleted.
-        """
-        stale = past.of_other_generations(generation)
-        if not stale:
-            return past.history
-        names = tuple(sorted({passage.document_id for passage in stale}))
-        same = Comparison(type="in", key="document.id", value=names)
-        both = same if scope.filter is None else Compound(type="and", filters=(scope.filter, same))
-        found = self._retriever.retrieve([question], _MOST_CONFIRMED, Scope(scope.tenant, both))
-        there = {(passage.id, passage.text) for passage in found.passages[0]}
-        gone = {passage.id for passage in stale if (passage.id, passage.text) not in there}
-        return past.without(gone)
-
-    def _carried(self, past: Past, history: Sequence[Exchange]) -> list[Passage]:
-        """What the latest answers were given from, the latest first: the passages they cite, else the best."""
-        carried: dict[str, Passage] = {}
-        for turn, cited in list(zip(history, past.cited, strict=True))[: -self._config.carried_turns - 1 : -1]:
-            used = [passage for passage in turn.passages if passage.id in cited] or turn.passages[:1]
-            carried |= {passage.id: passage for passage in used if passage.id not in carried}
-        return list(carried.values())
+    def _prompt(self, system: str, found: Found, asked: str, question: str, max_tokens: int) -> ChatPrompt:
+        """With the turns before, or with what of them the question needs; then all of them are reported as dropped."""
+        shown = self._config.history
+        if shown == "shown" or (shown == "auto" and not self._prompts.has_context_role):
+            return chat_prompt(self._prompts, system, found.history, asked, found.passages, max_tokens)
+        alone = chat_prompt(self._prompts, system, (), question, found.passages, max_tokens)
+        passages = tuple(passage for turn in found.history for passage in turn.passages)
+        return replace(alone, num_dropped_turns=len(found.history), dropped_history=passages)
 
 
 def _nothing(_: str) -> None: ...

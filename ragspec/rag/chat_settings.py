@@ -14,7 +14,9 @@ class ChatConfig(Part):
     target if it has `least_rewriter_parameters`; off: it is looked up as it is. The target may take `rewriter_tokens` tokens
     and `rewriter_timeout_s`, and where it fails the rules decide.
 
-    Of what the latest `carried_turns` answers were given from, up to `max_carried` passages stand behind a question's own.
+    `history`: whether the target reads earlier turns, or only the question made standalone; auto: unless it was trained on
+    single questions, as those with a role for passages are, which would write an earlier answer again. Of what the latest
+    `carried_turns` answers were given from, up to `max_carried` passages stand behind those of a question that leans on them.
     `answer_without_index`: where no passage can be looked up, answer without any and say so, instead of an error.
     """
 
@@ -22,6 +24,7 @@ class ChatConfig(Part):
     least_rewriter_parameters: int = Field(1_000_000_000, ge=0)
     rewriter_tokens: int = Field(64, ge=1, le=1024)
     rewriter_timeout_s: float = Field(5.0, gt=0.0)
+    history: Literal["auto", "shown", "hidden"] = "auto"
     max_carried: int = Field(1, ge=0, le=16)
     carried_turns: int = Field(2, ge=0, le=16)
     answer_without_index: bool = False

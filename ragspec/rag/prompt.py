@@ -51,7 +51,7 @@ class PromptBuilder:
         self.tokenizer = tokenizer
         self.max_context_tokens = max_context_tokens
         self.max_chars = max_context_tokens * _MAX_CHARS_PER_TOKEN
-        self._has_context_role = bool(tokenizer.init_kwargs.get("ragspec_context_role"))
+        self.has_context_role = bool(tokenizer.init_kwargs.get("ragspec_context_role"))
         self._layout = _plain_layout(tokenizer) if tokenizer.chat_template is None else {}
 
     def build(
@@ -87,7 +87,7 @@ class PromptBuilder:
 
     def context(self, passages: Sequence[Passage]) -> Message:
         """The message of numbered passages that follows the question they were found for."""
-        gap = "\n" if self._has_context_role else "\n\n"
+        gap = "\n" if self.has_context_role else "\n\n"
         return Message("context", gap.join(f"[{number}] {p.text}" for number, p in enumerate(passages, 1)))
 
     def tokens(self, messages: Sequence[Message]) -> tuple[int, ...]:
@@ -124,7 +124,7 @@ class PromptBuilder:
 
     def _laid_out(self, messages: Sequence[Message], question_first: bool = False) -> list[Message]:
         """For templates that know no role `context`, passages move into the user's message they follow."""
-        if self._has_context_role:
+        if self.has_context_role:
             return list(messages)
         merged: list[Message] = []
         for message in messages:

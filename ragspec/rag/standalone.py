@@ -39,8 +39,9 @@ _COMMON = frozenset(
     "wonderful would wouldn't yeah year years yep yes yet you you'd you're your".split()
 )
 _LEANS = re.compile(
-    r"\b(?:he|she|it|they|him|her|them|his|hers|its|their|theirs|himself|herself|itself|themselves|this|that|these|those|there|then|"
-    r"one|ones|others?|else|another|same|such|former|latter|more)\b",
+    r"\b(?:he|she|it|they|him|her|them|his|hers|its|their|theirs|himself|herself|itself|themselves|this|these|those|there|then|"
+    r"one|ones|others?|else|another|same|such|former|latter|more|"
+    r"that(?!\s+(?:is|are|was|were|has|have|had|can|could|will|would|may|might|must|should|do|does|did|\w+s|\w+ed)\b))\b",
     re.IGNORECASE,
 )
 _PERSON = re.compile(r"\b(?:he|she|him|her|his|hers|himself|herself)\b", re.IGNORECASE)
@@ -58,7 +59,7 @@ def standalone(question: str, said: Sequence[Said]) -> str:
     said = [Said(*(text[:_MAX_CHARS] for text in turn)) for turn in said]
     if not said or _stands_alone(question):
         return question
-    found = _without_known(_topics(question, said), question)
+    found = _without_known(_topics(question, said[_opening(said) :]), question)
     return f"{question} ({'; '.join(found)})" if found else question
 
 
@@ -90,8 +91,21 @@ def phrases(text: str) -> list[str]:
 
 def _stands_alone(question: str) -> bool:
     """It names something, leans on nothing, and is more than the end of a question."""
-    short = len(_content(question)) <= _SHORT_WORDS
-    return bool(names(question)) and not short and not _LEANS.search(question) and not _GOES_ON.match(question)
+    whole = len(question.split()) > _SHORT_WORDS and not _GOES_ON.match(question)
+    return whole and bool(names(question)) and not _LEANS.search(question)
+
+
+def _opening(said: Sequence[Said]) -> int:
+    """The number of the turn that began what is spoken of now: the latest whose question stood alone and had no word in common
+    with the turns before it, or else the first."""
+    known: set[str] = set()
+    opening = 0
+    for number, turn in enumerate(said):
+        words = set(_content(turn.question))
+        if _stands_alone(turn.question) and not words & known:
+            opening = number
+        known |= words | set(_content(turn.answer))
+    return opening
 
 
 def _topics(question: str, said: Sequence[Said]) -> list[str]:

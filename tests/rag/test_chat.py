@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from small_parts import CONTEXT, DOCUMENTS, QUESTION, QUOTE, Switch
+from test_prompt import ALL
 
 from ragspec.config import IndexConfig
 from ragspec.core import (
@@ -152,6 +153,33 @@ def test_documents_of_the_turn_before_are_carried_over_once(asking: Asking) -> N
     assert ids(same.prompt.passages) == ["mill"]
 
 
+def test_a_question_that_stands_alone_is_answered_from_its_own_passages(asking: Asking) -> None:
+    """After a change of subject the passage of the old one stood in the prompt, and was quoted again."""
+    asking(turn(QUESTION), QUOTE)
+    ready = asking.chat.prepare(turn(QUESTION, QUOTE, "What happened in the flood of the Brook in 1921?"))
+    assert not ready.rewritten and ids(ready.prompt.passages) == ["bridge"]
+
+
+def test_a_target_of_single_questions_reads_the_standalone_question_alone(
+    retriever: Retriever, store: Conversations, engine: Engine
+) -> None:
+    """A target that never saw a second turn wrote its first answer again, whatever was asked."""
+    tokenizer = ALL["reference"]
+    chat = Chat(retriever, PromptBuilder(tokenizer, CONTEXT), store)
+    first = chat.prepare(turn("Tell me about the Old Mill of Brook Valley."))
+    assert chat.remember(first, _answer(chat, first))
+    ready = chat.prepare(turn("Tell me about the Old Mill of Brook Valley.", QUOTE, FOLLOW_UP))
+    text = tokenizer.decode(list(ready.request.prompt_ids))
+    assert ready.question in text and "Old Mill" in ready.question and "Tell me" not in text
+    assert ready.dropped_turns == 1 and ready.dropped_passages == first.prompt.passages
+    assert (SourceKind.HISTORY, QUOTE) in {(source.kind, source.text) for source in ready.request.sources}
+    shown = Chat(retriever, PromptBuilder(tokenizer, CONTEXT), store, ChatConfig(history="shown"))
+    text = tokenizer.decode(
+        list(shown.prepare(turn("Tell me about the Old Mill of Brook Valley.", QUOTE, FOLLOW_UP)).request.prompt_ids)
+    )
+    assert "Tell me" in text
+
+
 def test_the_passages_that_an_answer_cites_are_carried_before_others(asking: Asking) -> None:
     """The best-ranked one was carried although the answer came from another."""
     quote = '"A stone bridge was rebuilt after the flood of 1921." [2]'
@@ -163,13 +191,15 @@ def test_the_passages_that_an_answer_cites_are_carried_before_others(asking: Ask
     assert ids(ready.prompt.passages)[-1] == "bridge"
 
 
-def test_the_first_question_is_looked_up_as_it_is_and_the_first_follow_up_is_not(asking: Asking) -> None:
+def test_the_first_question_is_looked_up_as_it_is_and_the_first_follow_up_is_not(
+    asking: Asking, retriever: Retriever, prompts: PromptBuilder
+) -> None:
     """Rewriting that begins with the second follow-up is the classic mistake."""
     first, _ = asking(turn("Tell me about the Old Mill of Brook Valley."), QUOTE)
     assert not first.rewritten and first.question == first.asked
     second = asking.chat.prepare(turn("Tell me about the Old Mill of Brook Valley.", QUOTE, FOLLOW_UP))
     assert second.rewritten and second.asked == FOLLOW_UP and "Old Mill" in second.question
-    off = Chat(asking.chat._retriever, asking.chat._prompts, None, ChatConfig(rewriter="off"))
+    off = Chat(retriever, prompts, None, ChatConfig(rewriter="off"))
     assert not off.prepare(turn("Tell me about the Old Mill of Brook Valley.", QUOTE, FOLLOW_UP)).rewritten
 
 

@@ -54,6 +54,17 @@ def test_a_question_that_stands_alone_stays_as_it_is(question: str) -> None:
     assert standalone("Why did he leave?", []) == "Why did he leave?"
 
 
+def test_after_a_change_of_subject_the_old_one_is_not_added() -> None:
+    """What sort_keys does was looked up among iterators, which another question had been about."""
+    said = [
+        Said("What does itertools.batched do with a short batch?", "It yields it."),
+        Said("What does json.dumps do with keys that are not strings?", "It converts them."),
+    ]
+    rewritten = standalone("And what does sort_keys do?", said)
+    assert "json.dumps" in rewritten and "itertools" not in rewritten
+    assert standalone("What does textwrap.dedent do?", said) == "What does textwrap.dedent do?"
+
+
 def test_nothing_is_added_that_the_question_says_already() -> None:
     """Repetition moves the question's own words into the background."""
     assert standalone("Why did he, Frank Zappa, leave?", ZAPPA).count("Zappa") == 1
