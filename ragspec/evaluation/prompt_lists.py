@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 from ragspec.core import Document
@@ -90,12 +92,14 @@ def stdlib_list(count: int = NUM_QUESTIONS) -> RagList:
     return RagList("embedded standard-library corpus", documents, fixed_sample(questions, count))
 
 
-def grammar_list(data_dir: Path, per_part: int | None = None) -> list[Sentence]:
-    """JFLEG dev, corrupted sentences of 20-40 words, and clean ones; at most `per_part` of each.
+def grammar_list(
+    data_dir: Path, per_part: int | None = None, sizes: Mapping[str, int] = MappingProxyType({})
+) -> list[Sentence]:
+    """JFLEG dev, corrupted sentences of 20-40 words, and clean ones; at most `per_part` of each. `sizes`: other than the usual.
 
     Raises: InputError if the files are not there.
     """
-    sizes = {part: min(size, per_part or size) for part, size in GRAMMAR_SIZES.items()}
+    sizes = {part: min(size, per_part or size) for part, size in {**GRAMMAR_SIZES, **sizes}.items()}
     clean = clean_sentences(data_dir, GRAMMAR_SIZES[CLEAN])[: sizes[CLEAN]]
     return [
         *_jfleg(data_dir, sizes[JFLEG]),
@@ -119,15 +123,19 @@ def _jfleg(data_dir: Path, count: int) -> list[Sentence]:
     ]
 
 
-def _long_sentences(data_dir: Path, count: int) -> list[Sentence]:
-    """Correct sentences of the held-out articles with errors put in; the same ones every time."""
+def correct_sentences(data_dir: Path, count: int) -> list[str]:
+    """Sentences of 20 to 40 words of the held-out articles; the same ones every time."""
     paragraphs = [p for article in held_out_articles(data_dir) for p in article["paragraphs"]]
     sentences = dict.fromkeys(s for p in paragraphs for s in split_sentences(normalise(p["context"])))
-    correct = [s for s in sentences if len(s.split()) in _LONG_WORDS and s.endswith(".")]
+    return fixed_sample([s for s in sentences if len(s.split()) in _LONG_WORDS and s.endswith(".")], count)
+
+
+def _long_sentences(data_dir: Path, count: int) -> list[Sentence]:
+    """Correct sentences with errors put in."""
     errors, rng = GrammarErrors(data_dir), random.Random(_LIST_SEED)
     return [
         Sentence(f"{LONG}-{i}", LONG, errors.corrupt(text, rng), (text,))
-        for i, text in enumerate(fixed_sample(correct, count))
+        for i, text in enumerate(correct_sentences(data_dir, count))
     ]
 
 

@@ -24,6 +24,7 @@ from ragspec.evaluation.drafters_suite import DraftersSuite, drafters_plan
 from ragspec.evaluation.drafters_variants import Heads
 from ragspec.evaluation.forced import ForcedAnswers, answer_ids, gold_answers, read_answers
 from ragspec.evaluation.generation_suite import GenerationSuite, Measured, Plan, engine_config
+from ragspec.evaluation.grammar_part import GrammarPart, GrammarPlan, passes_saved
 from ragspec.evaluation.index_cache import cached_retriever
 from ragspec.evaluation.iterative_report import with_headlines
 from ragspec.evaluation.iterative_suite import Elsewhere, IterativeSuite, iterative_plan, knnlm_part
@@ -134,18 +135,23 @@ def _grammar(settings: Settings, tick: Tick) -> Outcome:
         raise ConfigError("the suite grammar needs a data folder with jfleg, squad and pie_errorify: give --data")
     per_part = settings.num_prompts or (QUICK_SENTENCES if settings.quick else None)
     sentences = grammar_list(settings.data_dir, per_part)
-    forced = ForcedAnswers() if settings.forced else None
+    forced = ForcedAnswers()
+    own = forced if settings.forced else None
     engine, bitwise = open_engine(settings.target, forced)
+    plan = GrammarPlan.of(settings.quick, settings.plan.num_runs, settings.plan.seed, settings.num_prompts)
     with engine:
+        part = GrammarPart(engine, forced, settings.data_dir, plan, tick).measure()
         prompts = PromptBuilder(engine.target.tokenizer, engine.target.max_context_tokens)
         cases = list(grammar_cases(sentences, prompts))
-        if forced is not None:
+        if own is not None:
             answers = {s.id: s.references[0] for s in sentences} if settings.forced == GOLD else None
-            force(forced, answers or read_answers(Path(settings.forced)), cases, engine)
-        measured = measure(settings, engine, cases, forced, tick)
-    label = _label("JFLEG dev, corrupted sentences of 20-40 words, clean sentences", forced)
-    result = {"label": label, "bitwise": bitwise} | measured.result
-    if forced is None:
+            force(own, answers or read_answers(Path(settings.forced)), cases, engine)
+        measured = measure(settings, engine, cases, own, tick)
+    label = _label("JFLEG dev, corrupted sentences of 20-40 words, clean sentences", own)
+    result = {"label": label, "bitwise": bitwise} | measured.result | part
+    result["passes_saved"] = passes_saved(measured.greedy)
+    result["identical"] = part["identical_corrections"] and measured.result["identical"] is not False
+    if own is None:
         texts = [run.text for run in measured.greedy.runs[SPECULATIVE][0]]
         result["quality"] = grammar_scores(sentences, texts)
     return Outcome(result, measured)

@@ -63,6 +63,17 @@ def test_generation_suites_measure_everything(name: str, settings: Settings) -> 
     assert result["identical"] is True and result["bitwise"] is True
     assert result["num_prompts"] == (2 if name == "rag" else 6)
     assert len(result["identical_counts"]) == 11  # the first plain run, alone, is what all are compared with
+    if name == "grammar":
+        wanted = (
+            "passes_saved",
+            "gleu",
+            "gleu_source",
+            "clean_edit_rate",
+            "identical_corrections",
+            "edit_rates",
+            "document",
+        )
+        assert [key for key in wanted if result.get(key) is None] == []
     assert rows(result)
 
 
