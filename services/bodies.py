@@ -48,6 +48,11 @@ class Incoming:
         """Whether the client left."""
         return self._gone.is_set()
 
+    @property
+    def has_body(self) -> bool:
+        """Whether one is announced."""
+        return self._headers.get("content-length", "0") != "0" or "transfer-encoding" in self._headers
+
     def check_head(self) -> None:
         """What can be refused before a byte is read. Raises: ApiError 400, 413, 415."""
         announced = self._headers.get("content-length")
@@ -55,8 +60,7 @@ class Incoming:
             raise ApiError(400, "Content-Length is no number")
         if announced is not None and int(announced[:20]) > self._limits.body_bytes:
             self._too_large()
-        has_body = announced not in (None, "0") or "transfer-encoding" in self._headers
-        if self._method not in _WITH_BODY or not has_body:
+        if self._method not in _WITH_BODY or not self.has_body:
             return
         spoken = (_FORM, _FILES) if _is_under(self._path, LANGUAGETOOL) else ("application/json", _FILES)
         if self.kind not in spoken:
@@ -83,12 +87,7 @@ class Incoming:
 
     def form(self) -> dict[str, list[str]]:
         """The fields of a form. Raises: ApiError 400."""
-        if self.kind != _FORM or not self._held:
-            return {}
-        try:
-            return parse_qs(self._held.decode(), keep_blank_values=True, max_num_fields=_MAX_FIELDS, errors="strict")
-        except ValueError:
-            raise ApiError(400, f"the form is not UTF-8, or has more than {_MAX_FIELDS} fields") from None
+        return form_fields(self._held) if self.kind == _FORM and self._held else {}
 
     async def receive(self) -> Message:
         """For the route: the body, then, when that happens, that the client left."""
@@ -141,6 +140,14 @@ class Incoming:
 
     def _too_large(self) -> NoReturn:
         raise ApiError(413, f"the body is larger than {self._limits.body_bytes} bytes")
+
+
+def form_fields(raw: bytes) -> dict[str, list[str]]:
+    """Of a form, or of an address behind its question mark. Raises: ApiError 400."""
+    try:
+        return parse_qs(raw.decode(), keep_blank_values=True, max_num_fields=_MAX_FIELDS, errors="strict")
+    except ValueError:
+        raise ApiError(400, f"the form is not UTF-8, or has more than {_MAX_FIELDS} fields") from None
 
 
 def json_checker(body: bytes, max_depth: int) -> Callable[[], None]:

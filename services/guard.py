@@ -13,13 +13,12 @@ import re
 import secrets
 import time
 from typing import Any
-from urllib.parse import parse_qs
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from services.backend import Backend
-from services.bodies import ClientGone, Incoming
+from services.bodies import ClientGone, Incoming, form_fields
 from services.errors import LANGUAGETOOL, ApiError, api_error, is_known
 from services.keys import Caller, Ring
 from services.logs import current_request, log_of
@@ -35,6 +34,7 @@ STRANGER = Caller("languagetool", "languagetool")
 _PLAIN_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _LOCAL_NAMES = ("localhost", "127.0.0.1", "[::1]")
 _NO_CALLER = Caller("", "")
+_MOST_STRANGERS = 32
 
 
 class Guard:
@@ -44,6 +44,7 @@ class Guard:
         self._app, self._ring = app, ring
         self._settings, self._gate, self._metrics = backend.config.service, backend.gate, backend.metrics
         names = self._settings.allowed_hosts or (_LOCAL_NAMES if self._settings.is_local else ())
+        self._num_strangers = 0
         self._hosts = frozenset(name.lower() for name in names)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -84,6 +85,8 @@ class Guard:
         self._check_head(scope)
         incoming.check_head()
         if is_public(scope["path"]):
+            if incoming.has_body:
+                raise ApiError(400, "nothing is to be sent here")
             await incoming.read(self._settings.timeouts.upload_s)
             await self._timed(scope, incoming, reply)
             return
@@ -132,9 +135,22 @@ class Guard:
         """LanguageTool's clients send their key as a field, or cannot send one."""
         if self._settings.is_languagetool_open:
             return STRANGER
-        await incoming.read(self._settings.timeouts.upload_s)
-        query = parse_qs(scope["query_string"].decode("latin-1"), max_num_fields=64)
-        return self._known(((incoming.form() | query).get("apiKey") or [""])[0])
+        fields = form_fields(scope["query_string"])
+        if "apiKey" not in fields:
+            fields = await self._form_of_stranger(incoming)
+        return self._known(fields.get("apiKey", [""])[0])
+
+    async def _form_of_stranger(self, incoming: Incoming) -> dict[str, list[str]]:
+        """Why only so many at once: nobody has been let in yet, and every one may be megabytes."""
+        if self._num_strangers >= _MOST_STRANGERS:
+            self._metrics.rejected("queue")
+            raise ApiError(429, "too many forms at once", code="server_overloaded", retry_after_s=1.0)
+        self._num_strangers += 1
+        try:
+            await incoming.read(self._settings.timeouts.upload_s)
+        finally:
+            self._num_strangers -= 1
+        return incoming.form()
 
     async def _fail(self, reply: Reply, error: ApiError, close: bool) -> None:
         try:

@@ -137,3 +137,15 @@ def test_languagetool_s_clients_may_send_their_key_as_a_field(hasty: Service) ->
         refused = client.post("/v2/check", data=asked)
         assert refused.status_code == 401 and refused.text.startswith("Error: ")
         assert client.post("/v1/chat/completions", params={"apiKey": hasty.keys.ann}).status_code == 401
+
+
+def test_what_strangers_send_is_bounded(hasty: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever has no key fills the memory with forms that might hold one, or breaks what looks for it."""
+    kind = "Content-Type: application/x-www-form-urlencoded"
+    assert ask(hasty.url, head("GET", "/v2/check?" + "&" * 200)).status in (400, 401)
+    assert ask(hasty.url, head("GET", "/v2/check?a=%ff&" + "b&" * 200)).status == 400
+    assert ask(hasty.url, head("POST", "/v2/check", kind, "Content-Length: 9"), b"a&b=%ff&c").status == 400
+    assert ask(hasty.url, head("POST", "/health/live", "Content-Length: 9"), b"a" * 9).status in (400, 415)
+    assert ask(hasty.url, head("GET", "/health/live", "Content-Length: 9"), b"a" * 9).status == 400
+    monkeypatch.setattr("services.guard._MOST_STRANGERS", 0)
+    assert ask(hasty.url, head("POST", "/v2/check", kind, "Content-Length: 9"), b"a&b=c&c=d").status == 429
