@@ -18,6 +18,7 @@ from ragspec.rag.database import Database
 
 MAX_WORDS = 20_000
 _MAX_CHARS = 100
+_MAX_NAMES = 16
 _SCHEMA = 1
 _TABLES = "CREATE TABLE words (tenant TEXT, name TEXT, word TEXT, PRIMARY KEY (tenant, name, word)) WITHOUT ROWID"
 
@@ -30,7 +31,13 @@ class Dictionaries:
         self._database = Database(path, _TABLES, _SCHEMA)
 
     def words(self, tenant: str, names: Sequence[str] = ()) -> list[str]:
-        """All of a tenant's, or of those of its dictionaries, in the order of their letters. Raises: SaveError, StoreCorrupt."""
+        """All of a tenant's, or of those of its dictionaries, in the order of their letters.
+
+        Raises: InputError for too many names, SaveError, StoreCorrupt.
+        """
+        names = sorted(set(names))
+        if len(names) > _MAX_NAMES:
+            raise InputError(f"at most {_MAX_NAMES} dictionaries can be named, not {len(names)}")
         which = f" AND name IN ({','.join('?' * len(names))})" if names else ""
         with self._database.reading() as db:
             query = f"SELECT DISTINCT word FROM words WHERE tenant=?{which} ORDER BY word"
