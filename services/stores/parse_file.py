@@ -26,20 +26,25 @@ def main(path: str, name: str, output: str, max_bytes: int, max_s: int) -> int:
     resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, _MEMORY_BYTES))
     resource.setrlimit(resource.RLIMIT_CPU, (max_s, max_s))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    num_bytes = 0
     try:
-        with open(output, "w", encoding="utf-8") as lines:
-            for document in read_file(Path(path), name):
-                num_bytes += len(document.text.encode())
-                if num_bytes > max_bytes:
-                    raise InputError(f"it holds more than {max_bytes} bytes of text")
-                fields: dict[str, Any] = {"text": document.text, "title": document.title, "source": document.source}
-                fields |= {"metadata": dict(document.metadata), "headings": document.headings}
-                lines.write(json.dumps(fields) + "\n")
+        write_documents(Path(path), name, Path(output), max_bytes)
     except InputError as cause:
         sys.stdout.write(str(cause))
         return REFUSED
     return 0
+
+
+def write_documents(path: Path, name: str, output: Path, max_bytes: int) -> None:
+    """Raises: InputError, also for more than `max_bytes` of text."""
+    num_bytes = 0
+    with open(output, "w", encoding="utf-8") as lines:
+        for document in read_file(path, name):
+            num_bytes += len(document.text.encode())
+            if num_bytes > max_bytes:
+                raise InputError(f"it holds more than {max_bytes} bytes of text")
+            fields: dict[str, Any] = {"text": document.text, "title": document.title, "source": document.source}
+            fields |= {"metadata": dict(document.metadata), "headings": document.headings}
+            lines.write(json.dumps(fields) + "\n")
 
 
 if __name__ == "__main__":

@@ -13,13 +13,16 @@ from typing import Any, NamedTuple
 from ragspec.core import Document, Heading
 from ragspec.errors import InputError
 from ragspec.retrieval.reading import SUFFIXES
-from services.stores.parse_file import REFUSED
+from services.stores.parse_file import REFUSED, write_documents
 from services.stores.records import FileRecord, Member
 
 STORE, FILE = "vector_store_id", "file_id"
 """Keys of the metadata that say where a document comes from; nobody else sets them."""
 
 ROWS = frozenset({".jsonl", ".csv", ".tsv"})
+PLAIN = frozenset({".txt", ".md", ".markdown"})
+"""Read as they are: there is nothing to take apart, and no need for a process."""
+
 _MAX_REASON = 300
 
 
@@ -44,10 +47,20 @@ def parsed(path: Path, file: FileRecord, member: Member, limits: ParseLimits) ->
         raise Unsupported(f"files of this kind are not read; those that are: {', '.join(sorted(SUFFIXES))}")
     with tempfile.TemporaryDirectory(prefix="ragspec-parse-") as folder:
         output = Path(folder) / "documents.jsonl"
-        _run(path, file.filename, output, limits)
+        if suffix in PLAIN:
+            _write(path, file.filename, output, limits)
+        else:
+            _run(path, file.filename, output, limits)
         with open(output, encoding="utf-8") as lines:
             for number, line in enumerate(lines, 1):
                 yield _document(json.loads(line), file, member, f":{number}" if suffix in ROWS else "")
+
+
+def _write(path: Path, filename: str, output: Path, limits: ParseLimits) -> None:
+    try:
+        write_documents(path, filename, output, limits.max_text_bytes)
+    except InputError as cause:
+        raise InputError(str(cause).replace(str(path), filename)[:_MAX_REASON]) from cause
 
 
 def _run(path: Path, filename: str, output: Path, limits: ParseLimits) -> None:

@@ -190,13 +190,14 @@ def test_the_room_of_a_tenant_is_bounded(opened: Opened, tmp_path: Path) -> None
 def test_a_file_that_hangs_is_given_up(opened: Opened) -> None:
     """One file that a parser never finishes stopped all others."""
     library = opened(parse_limits=ParseLimits(timeout_s=0.01))
-    assert ended(library, *attached(library)) == ("failed", "invalid_file")
+    assert ended(library, *attached(library, "zebra.html")) == ("failed", "invalid_file")
 
 
 def test_a_file_with_more_text_than_allowed_is_refused(opened: Opened) -> None:
     """A small file unpacked into more text than the memory holds."""
     library = opened(parse_limits=ParseLimits(max_text_bytes=100))
-    assert ended(library, *attached(library, text="A zebra has stripes. " * 100)) == ("failed", "invalid_file")
+    for name in ("zebra.txt", "zebra.html"):
+        assert ended(library, *attached(library, name, "A zebra has stripes. " * 100)) == ("failed", "invalid_file")
 
 
 def test_too_many_waiting_files_are_refused_at_once(index: Path, opened: Opened) -> None:
