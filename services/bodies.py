@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import Callable
 from typing import Any, NoReturn
 from urllib.parse import parse_qs
@@ -23,6 +24,7 @@ _FORM, _FILES = "application/x-www-form-urlencoded", "multipart/form-data"
 _APART_BYTES = 2**17
 """Larger bodies are parsed in a thread: the event loop streams other answers meanwhile."""
 _MAX_FIELDS = 64
+_CHARSET = re.compile(r"charset[^=;]*=\s*\"?([^\";\s]*)", re.IGNORECASE)
 
 
 class ClientGone(Exception):
@@ -65,6 +67,9 @@ class Incoming:
         spoken = (_FORM, _FILES) if _is_under(self._path, LANGUAGETOOL) else ("application/json", _FILES)
         if self.kind not in spoken:
             raise ApiError(415, f"Content-Type must be {' or '.join(spoken)}")
+        charset = _CHARSET.search(self._headers.get("content-type", ""))
+        if charset is not None and charset[1].lower() not in ("utf-8", "utf8"):
+            raise ApiError(415, "the charset must be UTF-8")
 
     async def read(self, timeout_s: float) -> None:
         """All of it, unless files are uploaded. Raises: ApiError 400, 408, 413; ClientGone."""

@@ -14,6 +14,7 @@ import contextlib
 import errno
 import os
 import socket
+import threading
 from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
@@ -35,14 +36,20 @@ _BACKLOG = 512
 _KEEP_ALIVE_S = 30
 _LAST_WORDS_S = 5.0
 """For answers that were cut off to say so."""
+_STUCK_S = 60.0
+"""For everything else to end after that; a thread that is stuck must not keep the process."""
 
 
 class Protocol(H11Protocol):
     """Why h11: its parser has a limit for the size of a request's head. Here that head also has to come in time."""
 
     header_s = 10.0
+    stalled_s = (
+        60.0  # a client that takes nothing for so long; a response that was given up is then not waited for either
+    )
 
     def connection_made(self, transport: Any) -> None:
+        self._stall_timer: asyncio.TimerHandle | None = None
         super().connection_made(transport)
         self._head_timer: asyncio.TimerHandle | None = self.loop.call_later(self.header_s, self._too_late)
 
@@ -55,7 +62,17 @@ class Protocol(H11Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
+        self._end_stall()
         super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._end_stall()
+        self._stall_timer = self.loop.call_later(self.stalled_s, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._end_stall()
 
     def send_400_response(self, msg: str) -> None:
         """What is no HTTP, and a head that is too large."""
@@ -74,6 +91,10 @@ class Protocol(H11Protocol):
         self._head_timer = None
         self.transport.close()
 
+    def _end_stall(self) -> None:
+        if self._stall_timer is not None:
+            self._stall_timer.cancel()
+
     def _stop_timer(self) -> None:
         if self._head_timer is not None:
             self._head_timer.cancel()
@@ -87,7 +108,8 @@ class Server(uvicorn.Server):
         self, app: FastAPI, backend: Backend, listener: socket.socket, say: Callable[[str], None] = log.info
     ) -> None:
         settings = backend.config.service
-        protocol = type("TimedProtocol", (Protocol,), {"header_s": settings.timeouts.header_s})
+        patience = {"header_s": settings.timeouts.header_s, "stalled_s": 2 * settings.timeouts.slow_client_s}
+        protocol = type("TimedProtocol", (Protocol,), patience)
         super().__init__(
             uvicorn.Config(
                 app,
@@ -106,7 +128,7 @@ class Server(uvicorn.Server):
         self._backend, self._listener, self._say = backend, listener, say
         self._loop: asyncio.AbstractEventLoop | None = None
         self._draining: asyncio.Task[None] | None = None
-        self._told = False
+        self._told = self._signalled = False
 
     def run(self, sockets: list[socket.socket] | None = None) -> None:
         """Until a signal, or `stop`, and until what ran then has ended."""
@@ -119,6 +141,7 @@ class Server(uvicorn.Server):
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         if self._told or self._loop is None:
             os._exit(128 + sig)  # Why not sys.exit: nothing that still runs may hold it up
+        self._signalled = True
         self.stop()
 
     def stop(self) -> None:
@@ -136,8 +159,13 @@ class Server(uvicorn.Server):
             self._say(f"stopping: {gate.running} requests may go on for {drain_s:g} s; again stops at once")
         if not await gate.drained(drain_s):
             self._say(f"stopping: {gate.running} requests are cut off")
-            await asyncio.to_thread(self._backend.engine.close)  # their streams end with an error, not in silence
+            # Their streams end with an error, not in silence. Why a thread of its own: what is stuck may hold all others.
+            threading.Thread(target=self._backend.engine.close, daemon=True).start()
             await gate.drained(_LAST_WORDS_S)
+        if self._signalled:
+            last = threading.Timer(_STUCK_S, os._exit, (1,))
+            last.daemon = True
+            last.start()
         self.should_exit = True
 
 

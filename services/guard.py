@@ -28,7 +28,7 @@ log = log_of(__name__)
 
 PUBLIC = ("/health", "/health/live", "/health/ready", "/v2/healthcheck", "/", "/grammar", "/web/*")
 """All that is served to those without a key; `*` stands for any name below."""
-STRANGER = Caller("languagetool", "languagetool")
+STRANGER = Caller("~stranger", "~stranger")
 """Who asks under /v2 where nobody is asked for a key."""
 
 _PLAIN_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
@@ -107,7 +107,9 @@ class Guard:
             async with asyncio.timeout(self._settings.timeouts.request_s) as limit:
                 incoming.when_gone(lambda: limit.reschedule(asyncio.get_running_loop().time()))
                 await self._app(scope, incoming.receive, reply.send)
+                incoming.close()
         except TimeoutError:
+            incoming.close()  # it listens no longer than there is something to give up
             if not limit.expired():
                 raise
             if incoming.is_gone:
@@ -134,11 +136,22 @@ class Guard:
     async def _by_form(self, scope: Scope, incoming: Incoming) -> Caller | None:
         """LanguageTool's clients send their key as a field, or cannot send one."""
         if self._settings.is_languagetool_open:
+            self._check_origin(Headers(scope=scope))
             return STRANGER
         fields = form_fields(scope["query_string"])
         if "apiKey" not in fields:
             fields = await self._form_of_stranger(incoming)
         return self._known(fields.get("apiKey", [""])[0])
+
+    def _check_origin(self, headers: Headers) -> None:
+        """Where nobody is asked for a key, pages elsewhere must not ask through their visitors' browsers. Raises: ApiError 403.
+
+        Editors and extensions of browsers send no origin, or one that is no page's.
+        """
+        scheme, _, page = headers.get("origin", "").partition("://")
+        own = scheme not in ("http", "https") or page == headers.get("host")
+        if not own and f"{scheme}://{page}" not in self._settings.cors_origins:
+            raise ApiError(403, "pages of other sites may not ask here", code="origin_not_allowed")
 
     async def _form_of_stranger(self, incoming: Incoming) -> dict[str, list[str]]:
         """Why only so many at once: nobody has been let in yet, and every one may be megabytes."""

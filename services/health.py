@@ -17,6 +17,7 @@ from fastapi.responses import JSONResponse
 
 from ragspec.core import Request as Generation
 from ragspec.core import SamplingParams
+from ragspec.engine.engine import Engine
 from ragspec.errors import RagspecError
 from ragspec.speculation import OFF
 from services.backend import Backend
@@ -27,7 +28,7 @@ from services.metrics import CONTENT_TYPE
 log = log_of(__name__)
 
 _FRESH_S = 1.0
-_SALT = "ragspec-canary"
+_SALT = "~canary"
 
 
 class Canary:
@@ -46,15 +47,20 @@ class Canary:
             self._asking = asyncio.create_task(self._ask())
         return await asyncio.shield(self._asking)
 
+    def _num_steps(self) -> int:
+        return self._engine.load().num_steps if isinstance(self._engine, Engine) else 0
+
     async def _ask(self) -> bool:
         params = SamplingParams(max_tokens=1, ignore_eos=True, seed=0)
         request = Generation(secrets.token_hex(16), self._prompt_ids, params, salt=_SALT, speculation=OFF)
-        self._sang = False
+        self._sang, steps = False, self._num_steps()
         try:
             async with asyncio.timeout(self._timeout_s), aclosing(cast(Any, self._engine.stream(request))) as stream:
                 async for delta in stream:
                     self._sang = bool(delta.token_ids)
-        except (TimeoutError, RagspecError) as error:
+        except TimeoutError:  # Why not an error by itself: a full engine has others before it, and goes on with them
+            self._sang = self._num_steps() > steps
+        except RagspecError as error:
             log.error("the engine wrote no token", extra={"reason": type(error).__name__})
         self._asked_at = time.monotonic()
         return self._sang

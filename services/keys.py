@@ -56,13 +56,16 @@ class Ring(Protocol):
 
 
 class KeyRecord(BaseModel):
-    """A line of the file. `id` names the key in logs and to `revoke`; it says nothing about it."""
+    """A line of the file. `id` names the key in logs and to `revoke`; it says nothing about it.
+
+    Why there is always a tenant: what somebody without one keeps is everybody's. Names of the service's own begin with `~`.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
-    id: str = Field(min_length=1, max_length=64)
+    id: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.@-]{0,63}$")
     sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
-    tenant: str = Field(max_length=256)
+    tenant: str = Field(pattern=r"^[A-Za-z0-9][^\x00-\x1f\x7f]{0,255}$")
     trusted: bool = False
     created: str = ""
     limits: KeyLimits | None = None
@@ -103,7 +106,7 @@ class OneKey:
 
     def __init__(self, key: str = "", caller: Caller | None = None) -> None:
         self.key = key or new_key()
-        owner = caller or Caller("local", "", trusted=True)
+        owner = caller or Caller("local", "local", trusted=True)
         self._record = KeyRecord(id=owner.key_id, sha256=digest(self.key), tenant=owner.tenant, trusted=owner.trusted)
 
     def caller(self, key: str) -> Caller | None:
@@ -139,8 +142,8 @@ class KeyFile:
             stamp = _stamp(self._path)
             if stamp == self._seen:
                 return
-            self._seen = stamp
             self._records = read_keys(self._path)
+            self._seen = stamp
             log.info("keys reread", extra={"keys": len(self._records)})
         except ConfigError as error:
             log.error("the keys file cannot be read; the keys read before stay valid", extra={"reason": str(error)})
@@ -164,7 +167,8 @@ def read_keys(path: Path) -> tuple[KeyRecord, ...]:
 def add_key(
     path: Path, tenant: str, *, key_id: str = "", trusted: bool = False, limits: KeyLimits | None = None
 ) -> tuple[str, KeyRecord]:
-    """A new key, which nobody can read again, and its record. Makes the file if there is none.
+    """A new key, which nobody can read again, and its record. Makes the file if there is none. Without a tenant it
+    has one of its own, `key_id`.
 
     Raises: ConfigError, InputError if the id is taken, SaveError.
     """
@@ -175,7 +179,7 @@ def add_key(
     created = datetime.now(UTC).isoformat(timespec="seconds")
     try:
         record = KeyRecord(
-            id=key_id, sha256=digest(key), tenant=tenant, trusted=trusted, created=created, limits=limits
+            id=key_id, sha256=digest(key), tenant=tenant or key_id, trusted=trusted, created=created, limits=limits
         )
     except ValidationError as cause:
         raise InputError(f"{cause.errors()[0]['loc'][0]}: {cause.errors()[0]['msg']}") from cause

@@ -49,6 +49,8 @@ def build_app(args: dict[str, Any]) -> Application:
     if not settings.retriever.index_dir and not given.cluster:
         raise ConfigError("retriever.index_dir is not set: build an index first, where every replica can read it")
     service = settings.service
+    if not service.data_dir and _most_replicas(given.deployment_config) != 1:
+        raise ConfigError("service.data_dir is not set: several replicas would each know other conversations and files")
     options: dict[str, Any] = {
         "name": "ragspec",
         "max_ongoing_requests": service.limits.max_in_flight,
@@ -60,6 +62,14 @@ def build_app(args: dict[str, Any]) -> Application:
         return _deployment().options(**options).bind(args)
     except (TypeError, ValueError) as cause:
         raise ConfigError(f"deployment_config: {cause}") from cause
+
+
+def _most_replicas(options: dict[str, Any]) -> Any:
+    """Raises: ConfigError."""
+    try:
+        return options.get("autoscaling_config", {}).get("max_replicas") or options.get("num_replicas") or 1
+    except AttributeError as cause:
+        raise ConfigError("deployment_config.autoscaling_config is not a mapping") from cause
 
 
 def settings_of(args: ServeArgs) -> ServiceConfig:

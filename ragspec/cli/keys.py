@@ -23,7 +23,9 @@ _DEFAULT = Path("keys.json")
 @keys.command()
 def add(
     file: File = _DEFAULT,
-    tenant: Annotated[str, typer.Option(help="Whose documents and caches it uses beside those of everybody.")] = "",
+    tenant: Annotated[
+        str, typer.Option(help="Whose documents and caches it uses beside those of everybody; default: its own.")
+    ] = "",
     name: Annotated[str, typer.Option("--id", help="Names the key in logs and to revoke.", show_default=False)] = "",
     trusted: Annotated[
         bool, typer.Option("--trusted", help="It may see how answers were made, and the counters.")

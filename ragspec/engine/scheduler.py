@@ -25,11 +25,15 @@ _PAGES_AHEAD = 16
 
 
 class Load(NamedTuple):
-    """How much an engine has to do: choices that run and that wait, and the share of KV slots that those that run fill."""
+    """How much an engine has to do: choices that run and that wait, and the share of KV slots that those that run fill.
+
+    `num_steps`: how many it has begun.
+    """
 
     num_running: int
     num_waiting: int
     kv_usage: float
+    num_steps: int
 
 
 class Scheduler:
@@ -47,6 +51,7 @@ class Scheduler:
         self.running: list[Sequence] = []
         self.prefixes = PrefixCache(pool) if config.prefix_cache else None
         self.num_preemptions = 0
+        self._num_steps = 0
         self._out_of_reach = _NEVER
 
     @property
@@ -57,10 +62,11 @@ class Scheduler:
         """From any thread: as it is in the course of some step."""
         running = list(self.running)
         held = sum(slots.length for sequence in running if (slots := sequence.slots) is not None)
-        return Load(len(running), len(self.waiting), min(1.0, held / self._pool.num_slots))
+        return Load(len(running), len(self.waiting), min(1.0, held / self._pool.num_slots), self._num_steps)
 
     def schedule(self) -> list[tuple[Sequence, int]]:
         """Each sequence of the next step with how many of its pending tokens take part, within the step's token budget."""
+        self._num_steps += 1
         self._admit()
         budget = self._config.max_step_tokens
         chosen: list[tuple[Sequence, int]] = []

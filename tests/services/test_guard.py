@@ -149,3 +149,23 @@ def test_what_strangers_send_is_bounded(hasty: Service, monkeypatch: pytest.Monk
     assert ask(hasty.url, head("GET", "/health/live", "Content-Length: 9"), b"a" * 9).status == 400
     monkeypatch.setattr("services.guard._MOST_STRANGERS", 0)
     assert ask(hasty.url, head("POST", "/v2/check", kind, "Content-Length: 9"), b"a&b=c&c=d").status == 429
+
+
+def test_pages_of_other_sites_may_not_ask_where_nobody_is_asked_for_a_key(serving: Serving) -> None:
+    """Any page that a user visits changes his dictionary and uses his processor."""
+    asked = {"text": "A mill.", "language": "en-US"}
+    with serving(**{"service.languagetool_open": True}) as service, service.client("") as client:
+        for origin in ("https://evil.example", "http://localhost:1", "http://evil.example"):
+            assert client.post("/v2/check", data=asked, headers={"Origin": origin}).status_code == 403
+        for origin in (service.url, "chrome-extension://abc", "moz-extension://abc"):
+            assert client.post("/v2/check", data=asked, headers={"Origin": origin}).status_code == 200
+        assert client.post("/v2/check", data=asked).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "kind", ["multipart/form-data; boundary=x; charset=punycode", "application/json; charset=utf-16"]
+)
+def test_no_charset_but_utf_8_is_read(hasty: Service, kind: str) -> None:
+    """A parser breaks on the charset that a client names."""
+    lines = (hasty.bearer, f"Content-Type: {kind}", "Content-Length: 2")
+    assert ask(hasty.url, head("POST", "/v1/files", *lines), b"{}").status == 415

@@ -110,3 +110,18 @@ def test_a_running_service_forgets_a_revoked_key(service: Service, monkeypatch: 
         revoke_key(service.keys.path, record.id)
         refused: httpx.Response = client.get("/v1/models")
     assert refused.status_code == 401 and refused.json()["error"]["code"] == "invalid_api_key"
+
+
+@pytest.mark.parametrize(
+    ("tenant", "key_id"), [("a\0b", "a"), ("~stranger", "a"), ("ann", "~stranger"), (" ", "a"), ("ann", "a b")]
+)
+def test_names_that_mean_something_else_are_refused(tmp_path: Path, tenant: str, key_id: str) -> None:
+    """A customer shares caches with the service's own, or with a part of another's."""
+    with pytest.raises(InputError):
+        add_key(tmp_path / "keys.json", tenant, key_id=key_id)
+
+
+def test_a_key_without_a_tenant_has_one_of_its_own(tmp_path: Path) -> None:
+    """Two customers whose operator named no tenant read each other's files, and everybody reads both's."""
+    made = [add_key(tmp_path / "keys.json", "")[1] for _ in range(2)]
+    assert made[0].tenant and made[0].tenant == made[0].id != made[1].tenant

@@ -46,8 +46,16 @@ def test_the_files_for_serve_run_are_what_serve_and_the_service_read(name: str) 
             "num_replica",
         ),
         (
-            {"config": {"service": {"keys_file": "k"}}, "cluster": "c", "deployment_config": {"num_replicas": -1}},
+            {
+                "config": {"service": {"keys_file": "k", "data_dir": "d"}},
+                "cluster": "c",
+                "deployment_config": {"num_replicas": -1},
+            },
             "num_replicas",
+        ),
+        (
+            {"config": {"service": {"keys_file": "k"}}, "cluster": "c", "deployment_config": {"num_replicas": 2}},
+            "data_dir",
         ),
     ],
 )
@@ -60,7 +68,7 @@ def test_args_that_cannot_be_meant_are_refused_before_anything_starts(args: dict
 def test_serve_s_options_are_passed_through() -> None:
     """Autoscaling that is written down and never happens."""
     options = {"autoscaling_config": {"min_replicas": 1, "max_replicas": 3}, "max_ongoing_requests": 7}
-    args = {"config": {"service": {"keys_file": "k"}}, "cluster": "c", "deployment_config": options}
+    args = {"config": {"service": {"keys_file": "k", "data_dir": "d"}}, "cluster": "c", "deployment_config": options}
     deployment = build_app(args)._bound_deployment
     assert deployment._deployment_config.autoscaling_config.max_replicas == 3
     assert deployment._deployment_config.max_ongoing_requests == 7
