@@ -46,6 +46,7 @@ class Tally:
             "hangs": self.num_hangs,
             "errors_5xx": sum(count for status, count in self.statuses.items() if status >= 500),
             "statuses": {str(status): count for status, count in sorted(self.statuses.items())},
+            "num_faults": sum(self.faults.values()),
             "faults": dict(self.faults),
             "p50_ms": _quantile_ms(ordered, 0.5),
             "p99_ms": _quantile_ms(ordered, 0.99),

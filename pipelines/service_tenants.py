@@ -9,7 +9,7 @@ the beginning of that sentence, and with that of a sentence which nobody has. No
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pipelines.service_here import Service
@@ -27,11 +27,13 @@ _FOREIGN = ("passage", "earlier", "draft")
 
 
 def probe(service: Service, num_pairs: int, seed: int, tick: Tick) -> Result:
-    """Foreign tokens drafted, cached tokens beyond those of a text that nobody has, and Cliff's delta of first-token times."""
+    """Foreign tokens drafted, cached tokens beyond those of a text that nobody has, Cliff's deltas of first-token times and of
+    all tokens drafted: a conversation is drafted from as the stranger's own question is, and only their number would tell."""
     draw = random.Random(f"tenants {seed}")
     openers = iter(_openers(service.backend.prompts.tokenizer, 2 * num_pairs))
     drafted = cached = 0
-    known_s, unknown_s = list[float](), list[float]()
+    first_s: dict[bool, list[float]] = {True: [], False: []}
+    drafts: dict[bool, list[float]] = {True: [], False: []}
     for done in range(0, num_pairs, _BATCH):
         secrets = [_sentence(draw, next(openers)) for _ in range(min(_BATCH, num_pairs - done))]
         others = [_sentence(draw, next(openers)) for _ in secrets]
@@ -43,15 +45,17 @@ def probe(service: Service, num_pairs: int, seed: int, tick: Tick) -> Result:
         answers = service.timed("/v1/chat/completions", [_asked(service, text) for text, _ in order], 1, STRANGER)
         usual = max(_cached(answer) for answer, (_, known) in zip(answers, order, strict=True) if not known)
         for answer, (_, known) in zip(answers, order, strict=True):
-            (known_s if known else unknown_s).append(answer["first_s"] or answer["total_s"])
-            drafted += _drafted(answer)
+            first_s[known].append(answer["first_s"] or answer["total_s"])
+            drafts[known].append(sum(_by_source(answer).values()))
+            drafted += foreign_tokens(_by_source(answer))
             cached += max(0, _cached(answer) - usual) if known else 0
         tick("pairs of tenants", done + len(pairs), num_pairs)
     return {
         "tenant_pairs": num_pairs,
         "tenant_drafted": drafted,
         "tenant_cache_hits": cached,
-        "tenant_cliffs_delta": cliffs_delta(known_s, unknown_s),
+        "tenant_cliffs_delta": cliffs_delta(first_s[True], first_s[False]),
+        "tenant_drafts_delta": cliffs_delta(drafts[True], drafts[False]),
     }
 
 
@@ -102,7 +106,11 @@ def _cached(answer: dict[str, Any]) -> int:
     return int(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
 
 
-def _drafted(answer: dict[str, Any]) -> int:
+def foreign_tokens(drafted_by_source: Mapping[str, int]) -> int:
     """Tokens drafted from what the stranger did not give."""
-    by_source = answer["metrics"]["speculative_decoding"]["drafted_by_source"]
-    return sum(int(by_source.get(kind, 0)) for kind in _FOREIGN)
+    return sum(drafted_by_source.get(kind, 0) for kind in _FOREIGN)
+
+
+def _by_source(answer: dict[str, Any]) -> dict[str, int]:
+    drafted: dict[str, int] = answer["metrics"]["speculative_decoding"]["drafted_by_source"]
+    return drafted

@@ -18,7 +18,8 @@ from typing import Any
 import aiohttp
 
 Answer = dict[str, Any]
-"""`first_s`: from sending to the first text; `total_s`: to the end; `text`, `usage`, `metrics`, `status`. Units: seconds."""
+"""`first_s`: from sending to the first text; `total_s`: to the end; `text`, `usage`, `metrics`, `status`. `ended`: the
+stream came to its proper end. Units: seconds."""
 
 
 async def ask_all(orders: Mapping[str, Any]) -> list[Answer]:
@@ -40,9 +41,10 @@ async def ask_all(orders: Mapping[str, Any]) -> list[Answer]:
 
 async def _ask(session: aiohttp.ClientSession, path: str, body: Mapping[str, Any]) -> Answer:
     begin = time.perf_counter()
-    first_s, parts, told = None, list[str](), dict[str, Any]()
+    first_s, parts, told, ended = None, list[str](), dict[str, Any](), False
     async with session.post(path, json=body) as answer:
         async for line in answer.content:
+            ended = ended or line.startswith(b"data: [DONE]")
             if not line.startswith(b"data: {"):
                 continue
             event = json.loads(line[len(b"data: ") :])
@@ -51,7 +53,13 @@ async def _ask(session: aiohttp.ClientSession, path: str, body: Mapping[str, Any
                 first_s = first_s or time.perf_counter() - begin
                 parts.append(text)
         times = {"first_s": first_s, "total_s": time.perf_counter() - begin}
-        return {**times, **told, "text": "".join(parts), "status": answer.status}
+        return {
+            **times,
+            **told,
+            "text": "".join(parts),
+            "status": answer.status,
+            "ended": ended and "error" not in told,
+        }
 
 
 def _text_of(event: Mapping[str, Any]) -> str:

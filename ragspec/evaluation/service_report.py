@@ -21,6 +21,7 @@ CHAT_MEANINGS = {
     "follow_up_recall_people": "the same with the questions that people wrote",
     "tenant_drafted": "tokens drafted from another tenant's texts",
     "tenant_cache_hits": "tokens cached from another tenant's texts",
+    "tenant_drafts_delta": "tokens drafted for another tenant's texts against texts that nobody has, from -1 to 1",
     "tenant_cliffs_delta": "first-token times of another tenant's texts against texts that nobody has, from -1 to 1",
 }
 
@@ -28,6 +29,7 @@ LOAD_MEANINGS = {
     "requests": "sent by mixed clients",
     "given_up": "of them, those whose client went away half-way",
     "errors_5xx": "answers that blame the service",
+    "num_faults": "connections dropped, streams without an end, statuses other than the right one",
     "hangs": "requests not answered within 30 s",
     "kv_leaked": "slots of the KV cache still held when nothing ran any more and every tenant was purged",
     "left_running": "requests counted as running when none was",
@@ -40,9 +42,18 @@ GOALS: Goals = {
     "gateway_ttft_ms_c16": ("20 at most", lambda value: value <= 20.0),
     "identical": ("yes", lambda value: value is True),
     "tenant_cliffs_delta": ("under 0.1 either way", lambda value: abs(value) < 0.1),
+    "tenant_drafts_delta": ("under 0.1 either way", lambda value: abs(value) < 0.1),
     **{
         name: ("0", lambda value: value == 0)
-        for name in ("errors_5xx", "hangs", "kv_leaked", "left_running", "tenant_drafted", "tenant_cache_hits")
+        for name in (
+            "errors_5xx",
+            "num_faults",
+            "hangs",
+            "kv_leaked",
+            "left_running",
+            "tenant_drafted",
+            "tenant_cache_hits",
+        )
     },
 }
 

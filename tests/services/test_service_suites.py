@@ -14,7 +14,7 @@ from pipelines.chat_suite import identical
 from pipelines.load_clients import Clients, Order, Tally
 from pipelines.load_suite import leaked_slots
 from pipelines.service_here import Service, run_clients, service_here
-from pipelines.service_tenants import OWNER, STRANGER, cliffs_delta, probe
+from pipelines.service_tenants import OWNER, STRANGER, cliffs_delta, foreign_tokens, probe
 from pipelines.service_ttft import FirstTokens
 from ragspec.config import load_settings
 from ragspec.core import Request, SamplingParams
@@ -59,6 +59,18 @@ def test_the_probe_finds_nothing_of_another_tenant_and_does_find_what_is_shared(
     assert (apart["tenant_drafted"], apart["tenant_cache_hits"], apart["tenant_pairs"]) == (0, 0, 4)
     same = {OWNER: here.keys[OWNER], STRANGER: here.keys[OWNER]}
     assert probe(Service(here.url, same, here.backend), 4, 0, no_tick)["tenant_cache_hits"] > 0
+
+
+def test_tokens_from_others_texts_are_counted() -> None:
+    """A draft from another tenant's documents or answers counted as one's own."""
+    assert foreign_tokens({"history": 4, "output": 3, "input": 1}) == 0
+    assert foreign_tokens({"history": 4, "passage": 2, "earlier": 1}) == 3
+
+
+def test_an_answer_that_breaks_off_equals_none(here: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two streams that failed had the same text: none."""
+    monkeypatch.setattr(Service, "timed", lambda *_: [{"text": "", "ended": False, "status": 200} for _ in QUESTIONS])
+    assert not identical(here, QUESTIONS, 0, no_tick)["identical"]
 
 
 def test_cliffs_delta_counts_pairs() -> None:
