@@ -26,7 +26,7 @@ from ragspec.core import SamplingParams, check_text
 from ragspec.errors import InputError, SaveError
 from ragspec.rag.grammar import DEFAULTS, Correction, Grammar, Guard
 from ragspec.rag.steps import params_of
-from ragspec.retrieval.disk import saving
+from ragspec.retrieval.disk import saving, sync
 
 STDIN = "-"
 _MARK = "\ufeff"
@@ -113,7 +113,8 @@ def _show(file: _Read, correction: Correction, wanted: Wanted, tally: _Tally) ->
         _write(file.mark + correction.corrected)
     elif correction.edits:
         try:
-            _replace(Path(file.name), (file.mark + correction.corrected).encode("utf-8"))
+            before, after = ((file.mark + text).encode("utf-8") for text in (file.text, correction.corrected))
+            _replace(Path(file.name), before, after)
         except SaveError as error:
             print_error(one_line(error))
             tally.failed = True
@@ -162,8 +163,11 @@ def _write(text: str) -> None:
     sys.stdout.flush()
 
 
-def _replace(path: Path, content: bytes) -> None:
-    """The file's content, whole or not at all; where it is a link, that of the file it leads to. Raises: SaveError."""
+def _replace(path: Path, before: bytes, content: bytes) -> None:
+    """The file's content, whole or not at all; where it is a link, that of the file it leads to.
+
+    Raises: SaveError, also where the file is no longer what was corrected: somebody else wrote to it meanwhile.
+    """
     path = path.resolve()
     with saving(path):
         handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
@@ -173,7 +177,10 @@ def _replace(path: Path, content: bytes) -> None:
                 file.write(content)
                 file.flush()
                 os.fsync(file.fileno())
+            if path.read_bytes() != before:
+                raise SaveError(f"{path} was changed meanwhile and stays as it is")
             os.replace(name, path)
+            sync(path.parent)
         except BaseException:
             Path(name).unlink(missing_ok=True)
             raise

@@ -48,8 +48,10 @@ class Dictionaries:
         check_text(word, "the word")
         if word != word.strip() or len(word.split()) > 1:
             raise InputError("the word holds white space; a dictionary has single words")
-        if len(word) > _MAX_CHARS:
-            raise InputError(f"the word is longer than {_MAX_CHARS} characters")
+        if name:
+            check_text(name, "the dictionary's name")
+        if max(len(word), len(name)) > _MAX_CHARS:
+            raise InputError(f"the word, or its dictionary's name, is longer than {_MAX_CHARS} characters")
         with self._database.writing() as db:
             (count,) = db.execute("SELECT COUNT(*) FROM words WHERE tenant=?", (tenant,)).fetchone()
             if count >= MAX_WORDS:

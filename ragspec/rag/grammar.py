@@ -160,7 +160,8 @@ class Grammar:
 
     async def _written(self, ready: Prepared, timeout_s: float | None = None) -> list[Completion | None]:
         """Why one that fails fails all: a text with a sentence left out in silence would be wrong."""
-        tasks = [asyncio.ensure_future(self._completion(request)) for request in ready.requests]
+        share = asyncio.Semaphore(max(1, self._max_in_flight // 2))  # Why: a book leaves room for a line
+        tasks = [asyncio.ensure_future(self._completion(request, share)) for request in ready.requests]
         if not tasks:
             return []
         try:
@@ -169,13 +170,14 @@ class Grammar:
                 if task.done():
                     task.result()
         finally:
-            late = [task for task in tasks if task.cancel()]
-            await asyncio.gather(*late, return_exceptions=True)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)  # Why all: of several that failed each is heard
         return [None if task.cancelled() else task.result() for task in tasks]
 
-    async def _completion(self, request: Request) -> Completion:
+    async def _completion(self, request: Request, share: asyncio.Semaphore) -> Completion:
         loop = asyncio.get_running_loop()
-        async with self._rooms.setdefault(loop, asyncio.Semaphore(self._max_in_flight)):
+        async with share, self._rooms.setdefault(loop, asyncio.Semaphore(self._max_in_flight)):
             (completion,) = await completions(self._engine, request)
             return completion
 

@@ -69,11 +69,14 @@ class MarkedText:
         self.protected: tuple[Span, ...] = tuple(match.span() for match in _PROTECTED.finditer(self.plain))
         self._starts: list[int] = []  # in `plain`, of every part that is read
         self._offsets: list[int | None] = []  # what leads from there to the whole; None: markup
-        at = read = 0
+        self._behind: list[int] = []  # in `whole`: where the last text before the part's end ends
+        at = read = behind = 0
         for part in self.parts:
             if part.plain:
+                behind = behind if part.is_markup else at + len(part.text)
                 self._starts.append(read)
                 self._offsets.append(None if part.is_markup else at - read)
+                self._behind.append(behind)
             at, read = at + len(part.text), read + len(part.plain)
 
     @classmethod
@@ -97,14 +100,24 @@ class MarkedText:
 
     def span(self, start: int, end: int) -> Span:
         """The least of `whole` that holds what is read in `plain[start:end]` and is no markup."""
-        places = (self._at(index) for index in range(start, end))
-        first = next((at for at in places if at is not None), None)
-        if first is None:
-            before = (self._at(index) for index in range(start - 1, -1, -1))
-            between = next((at for at in before if at is not None), -1) + 1
+        first, last = self._part(start), self._part(max(start, end - 1))
+        own = [number for number in range(first, last + 1) if self._offsets[number] is not None] if start < end else []
+        if not own:
+            between = self._behind[first] if self._offsets[first] is None or start < end else self._insertion_at(start)
             return between, between
-        after = (self._at(index) for index in range(end - 1, start - 1, -1))
-        return first, next(at for at in after if at is not None) + 1
+        return self._clipped(own[0], start, end)[0], self._clipped(own[-1], start, end)[1]
+
+    def _clipped(self, number: int, start: int, end: int) -> Span:
+        """What of a part's text is read in the stretch, in `whole`."""
+        offset = self._offsets[number]
+        assert offset is not None
+        stop = self._starts[number + 1] if number + 1 < len(self._starts) else len(self.plain)
+        return max(start, self._starts[number]) + offset, min(end, stop) + offset
+
+    def _insertion_at(self, index: int) -> int:
+        offset = self._offsets[self._part(index)]
+        assert offset is not None
+        return index + offset
 
     def _part(self, index: int) -> int:
         return bisect_right(self._starts, index) - 1

@@ -84,6 +84,7 @@ def _text_of(fields: Mapping[str, str]) -> tuple[str, tuple[TextPart, ...] | Non
         if "text" in data:
             raise ApiError(400, "'data' key in JSON requires either 'text' or 'annotation', not both")
         parts = annotated(data["annotation"])
+        _checked("".join(part.read_as for part in parts))
         return _checked("".join(part.text for part in parts)), parts
     if isinstance(data, dict) and isinstance(data.get("text"), str):
         return _checked(data["text"]), None

@@ -53,11 +53,11 @@ class Correcting:
     async def correct(self, caller: Caller, task: Task) -> Corrected:
         """Raises: ApiError 413 for a text that is too long, 429, 500 where nothing was done in time; InputError, EngineError."""
         begin = time.perf_counter()
-        if len(task.text) > self._settings.max_text_chars:
-            most = self._settings.max_text_chars
+        most, length = self._settings.max_text_chars, max(len(task.text), _num_read(task))
+        if length > most:
             raise ApiError(
                 413,
-                f"Your text exceeds the limit of {most} characters (it's {len(task.text)} characters). "
+                f"Your text exceeds the limit of {most} characters (it's {length} characters). "
                 "Please submit a shorter text.",
                 param="text",
             )
@@ -76,8 +76,12 @@ class Correcting:
         num_prompt = sum(len(request.prompt_ids) for request in ready.requests)
         async with self._backend.gate.enter(caller, num_prompt, num_prompt) as tokens:  # about as long as its prompt
             left_s = max(0.0, self._settings.timeout_s - (time.perf_counter() - begin))
-            correction = await self._grammar.completed(ready, left_s)
-            tokens.used(num_prompt + correction.stats.num_output_tokens)
+            num_written = 0
+            try:
+                correction = await self._grammar.completed(ready, left_s)
+                num_written = correction.stats.num_output_tokens
+            finally:
+                tokens.used(num_prompt + num_written)
         self._backend.metrics.worked(correction.stats)
         if ready.requests and not correction.stats.num_output_tokens:
             raise ApiError(
@@ -87,3 +91,8 @@ class Correcting:
                 code="timeout",
             )
         return Corrected(correction, ready.marked, time.perf_counter() - begin)
+
+
+def _num_read(task: Task) -> int:
+    """Characters that are read, what stands for markup among them."""
+    return sum(len(part.plain) for part in task.parts or ())

@@ -39,7 +39,7 @@ def _checking(router: APIRouter, backend: Backend, correcting: Correcting) -> No
     @router.get("/v2/check")
     @router.post("/v2/check")
     async def check(request: HttpRequest) -> Response:
-        asked = Check.of(await _fields(request))
+        asked = await asyncio.to_thread(Check.of, await _fields(request))
         found = await asyncio.to_thread(detected, asked.text, asked.variant if asked.language == AUTO else DEFAULT)
         if asked.language == AUTO and not found.is_corrected:
             return JSONResponse(check_reply(asked.language, found, None))

@@ -112,6 +112,23 @@ def test_a_write_that_fails_leaves_the_file(call: Any, tmp_path: Path, monkeypat
     assert sorted(p.name for p in tmp_path.iterdir()) == ["a.txt", "b.txt"]
 
 
+def test_what_was_written_meanwhile_is_not_lost(
+    call: Any, grammar: list[Any], tmp_path: Path, monkeypatch: Any
+) -> None:
+    """A paragraph that was typed while the target was loading."""
+    path, load = tmp_path / "a.txt", correct.Grammar.from_config
+    path.write_bytes(b"He go on.")
+
+    def slowly(settings: Any) -> Grammar:
+        path.write_bytes(b"He go on. And on.")
+        return load(settings)
+
+    monkeypatch.setattr(correct.Grammar, "from_config", slowly)
+    ended = call(path, "--in-place")
+    assert ended.code == 2 and "changed meanwhile" in ended.err
+    assert path.read_bytes() == b"He go on. And on."
+
+
 def test_what_is_no_text_is_refused_and_the_rest_goes_on(call: Any, grammar: list[Any], tmp_path: Path) -> None:
     """A photograph whose bytes are "corrected"; a folder in the list that ends the job."""
     photo, nul, text = tmp_path / "photo.jpg", tmp_path / "nul.txt", tmp_path / "a.txt"

@@ -13,7 +13,7 @@ from rewriting import rewriting
 from ragspec.core import FinishReason
 from ragspec.rag.edits import Edit, applied
 from ragspec.rag.grammar import Correction, Guard
-from ragspec.rag.markup import TextPart
+from ragspec.rag.markup import MarkedText, TextPart
 from ragspec.rag.offsets import Utf16
 
 NO_GUARD = Guard(1.0, numbers=False, names=False)
@@ -100,3 +100,12 @@ def test_long_texts_are_cut_in_time_that_grows_with_their_length(piece: str, siz
     text = piece * (size // len(piece))
     grammar, _ = rewriting(str)
     assert grammar.correct(text).corrected == text
+
+
+@pytest.mark.parametrize("count", [300, pytest.param(50_000, marks=pytest.mark.slow)])
+def test_markup_that_is_read_takes_time_that_grows_with_its_length(count: int) -> None:
+    """A form of nothing but markup that keeps a service busy for hours."""
+    parts = [TextPart("x"), *[TextPart("<b>", True, "He go. ")] * count, TextPart("y")]
+    marked = MarkedText(parts)
+    spans = {marked.span(1 + 7 * number, 1 + 7 * number + 6) for number in range(count)}
+    assert spans == {(1, 1)} and marked.span(0, len(marked.plain)) == (0, len(marked.whole))

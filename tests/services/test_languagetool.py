@@ -240,6 +240,8 @@ def test_the_other_addresses(client: httpx.Client) -> None:
         ({"data": '{"annotation": [1]}'}, 400, "must be an object"),
         ({"data": '{"text": "\\ud800"}'}, 400, "surrogate"),
         ({"text": "a\0b"}, 400, "NUL"),
+        ({"data": annotation({"markup": "b", "interpretAs": "He \ud800 go."})}, 400, "surrogate"),
+        ({"data": annotation({"markup": "b", "interpretAs": "a" * 20_001})}, 413, "exceeds the limit"),
         ({"text": "a" * 20_001}, 413, "exceeds the limit of 20000 characters (it's 20001 characters)"),
         ({f"x{n}": "" for n in range(70)}, 400, "fields"),
     ],
