@@ -173,6 +173,8 @@ class Conversations:
         """What is known of these turns. Raises: SaveError, StoreCorrupt."""
         oldest_s = self._clock() - self._ttl_s
         found: dict[str, Shown] = {}
+        if not keys:
+            return found
         with self._database.reading() as db:
             for key in keys:
                 row = db.execute(

@@ -91,8 +91,9 @@ class Library(AbstractContextManager["Library"]):
         """It is in no store and in no answer any more. Raises: NotFound, SaveError."""
         file = self._records.file(tenant, file_id)
         self._ingest.delete(self._records.members_of_file(tenant, file_id))
-        self._records.drop_file(tenant, file_id)
         self._blobs.remove(file)
+        self._records.drop_file(tenant, file_id)
+        self._ingest.delete(self._records.members_of_file(tenant, file_id))  # what was attached meanwhile
 
     def create_store(self, tenant: str, name: str = "", metadata: Mapping[str, str] | None = None) -> StoreRecord:
         """Raises: InputError, SaveError."""
