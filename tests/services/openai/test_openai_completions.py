@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
+import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,6 +15,9 @@ import pytest
 from letter_encoder import DIMENSION, LetterEncoder
 from openai.types import Completion
 from service_parts import CONTEXT, Service
+
+from services.openai.embeddings import Embeddings
+from services.openai.types import EmbeddingBody
 
 
 @pytest.fixture(scope="module")
@@ -127,6 +133,42 @@ def test_embeddings_are_the_encoders(api: openai.OpenAI, service: Service, encod
     assert got.usage.prompt_tokens == got.usage.total_tokens == sum(LetterEncoder().count_tokens(texts))
     one = api.embeddings.create(model="letters", input="x", dimensions=DIMENSION)  # by default in base64
     np.testing.assert_array_equal(np.float32(one.data[0].embedding), wanted[2])
+
+
+def test_many_embeddings_are_those_of_each_alone(api: openai.OpenAI, service: Service) -> None:
+    """Slices came back in another order, or one was left out."""
+    texts = [f"the mill of {number}" for number in range(100)]
+    got = api.embeddings.create(model="tiny", input=texts, encoding_format="float")
+    wanted = service.backend.encoder.encode(texts, "passage")
+    np.testing.assert_array_equal([np.float32(entry.embedding) for entry in got.data], wanted)
+    assert got.usage.prompt_tokens == sum(service.backend.encoder.count_tokens(texts))
+
+
+def test_embeddings_that_nobody_waits_for_end_with_their_slice(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever sent two thousand texts and left kept the encoder busy for minutes, for everybody."""
+    encoder, encoded, first = service.backend.encoder, list[int](), threading.Event()
+    encode = encoder.encode
+
+    def slowly(texts: Any, kind: Any) -> Any:
+        encoded.append(len(texts))
+        first.set()
+        time.sleep(0.05)
+        return encode(texts, kind)
+
+    monkeypatch.setattr(encoder, "encode", slowly)
+    embeddings = Embeddings(service.backend)
+    body = EmbeddingBody.model_validate({"model": "tiny", "input": ["a mill"] * 2_000})
+
+    async def leave() -> None:
+        waiting = asyncio.create_task(embeddings.encoded(body))
+        await asyncio.to_thread(first.wait)
+        waiting.cancel()
+        await asyncio.sleep(0.2)
+
+    asyncio.run(leave())
+    assert sum(encoded) < 200
 
 
 @pytest.mark.parametrize(
