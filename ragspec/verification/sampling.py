@@ -100,7 +100,7 @@ def _mass_above(x: Any, maximum: Any, logit: Any, token_id: int) -> float:
 def _best_noisy(x: Any, key: Any, start: int, floor_logit: Any, floor_id: int) -> int:
     """argmax of x + G over tokens ranked above the floor; ties to the lower id. `start` is a token of high rank.
 
-    The noise of a token is at most `-log(1 - u)`, so most tokens stop at the comparison of 1 - u with a table, without a logarithm.
+    The noise of a token is at most `-log(1 - u)`, so for most a comparison of 1 - u with a table is enough, without a logarithm.
     """
     best = start
     best_sum = np.float64(x[start]) + gumbel(bits(key, np.uint64(start)))
