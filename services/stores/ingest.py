@@ -147,7 +147,11 @@ class Ingest:
 
     def _take_in(self, members: Sequence[Member]) -> None:
         read: list[tuple[Member, list[Document]]] = []
-        for member in members:
+        for number, member in enumerate(members):
+            if number and (self._stopping or self._deletions):  # reading one file may take minutes
+                with self._wake:
+                    self._members.extendleft(reversed(members[number:]))
+                break
             if (documents := self._read(member)) is not None:
                 read.append((member, documents))
         try:

@@ -244,3 +244,37 @@ def test_what_waits_for_a_service_that_stops_is_told(opened: Opened, index: Path
         thread.join()
     assert len(ends) == 1
     assert library._records.status(("ann", store, file)) in ("completed", "deleting")
+
+
+def test_a_deletion_waits_for_one_file_and_not_for_all(opened: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever wanted a text gone waited for minutes behind the files of others, and a service that stops behind all of them."""
+    library = opened()
+    gone = attached(library)
+    assert ended(library, *gone) == ("completed", "")
+    reads, reads_before = list[str](), list[int]()
+    reading, go_on = threading.Event(), threading.Event()
+    worker, read, take_out = library._ingest, library._ingest._read, library._ingest._take_out
+
+    def slowly(member: Any) -> Any:
+        reads.append(member.file)
+        reading.set()
+        go_on.wait(30.0)
+        return read(member)
+
+    def noting(deletion: Any) -> None:
+        reads_before.append(len(reads))
+        take_out(deletion)
+
+    monkeypatch.setattr(worker, "_read", slowly)
+    monkeypatch.setattr(worker, "_take_out", noting)
+    with worker._wake:  # so that they are taken together
+        others = [attached(library, f"{number}.txt") for number in range(4)]
+    assert reading.wait(30.0)
+    deletion = threading.Thread(target=library.delete_file, args=("ann", gone[1]))
+    deletion.start()
+    while not worker._deletions:
+        time.sleep(0.01)
+    go_on.set()
+    deletion.join(30.0)
+    assert reads_before == [1]
+    assert [ended(library, *other) for other in others] == [("completed", "")] * 4
