@@ -5,6 +5,7 @@ Owns the environment of the test process; imports nothing heavy, so that collect
 
 from __future__ import annotations
 
+import logging
 import os
 import random
 import secrets
@@ -38,6 +39,19 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
         if not torch.cuda.is_available():
             pytest.skip("needs a CUDA device")
+
+
+@pytest.fixture(autouse=True)
+def _own_log_levels() -> Iterator[None]:
+    """Commands and services decide what their process logs, and where; in tests many of them live in one."""
+    loggers = [logging.getLogger(name) for name in ("", "ragspec", "services")]
+    levels, root = [logger.level for logger in loggers], loggers[0]
+    before = list(root.handlers)
+    yield
+    for logger, level in zip(loggers, levels, strict=True):
+        logger.setLevel(level)
+    # Why pytest's own stay: it puts them there for each phase of a test
+    root.handlers[:] = [h for h in root.handlers if h in before or type(h).__module__.startswith("_pytest")]
 
 
 @pytest.fixture(scope="session")

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-import logging
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,15 +15,6 @@ from ragspec.cli.app import main
 from ragspec.cluster.processes import Process
 
 Run = Callable[..., tuple[int, str]]
-
-
-@pytest.fixture(autouse=True)
-def _own_log_level() -> Iterator[None]:
-    """The command quiets its process; other tests live in this one."""
-    logger = logging.getLogger("ragspec")
-    level = logger.level
-    yield
-    logger.setLevel(level)
 
 
 @pytest.fixture
