@@ -196,13 +196,15 @@ def test_what_a_node_lacks_is_named_before_anything_starts(tmp_path: Path) -> No
 
 
 @pytest.mark.slow
-def test_other_versions_are_refused_by_name() -> None:
+@pytest.mark.parametrize(
+    ("wrong", "words"), [({"code": "0" * 12}, "ragspec 0{12} and"), ({"ragspec": "0.0.9"}, "ragspec 0.0.9 and")]
+)
+def test_other_versions_are_refused_by_name(wrong: dict[str, str], words: str) -> None:
     """Objects of one version are read as those of another, and fail somewhere inside."""
     supervisor = start_supervisor(plan("old", echoes(1)))
     try:
-        for wrong, words in ({"code": "0" * 12}, "ragspec 0{12} and"), ({"ragspec": "0.0.9"}, "ragspec 0.0.9 and"):
-            with pytest.raises(EngineError, match=f"versions differ here and on node .*: {words}"):
-                ray.get(supervisor.begin.remote(Versions.here()._replace(**wrong)))
+        with pytest.raises(EngineError, match=f"versions differ here and on node .*: {words}"):
+            ray.get(supervisor.begin.remote(Versions.here()._replace(**wrong)))
         with pytest.raises(EngineError):
             ray.get(supervisor.table.remote())
     finally:
