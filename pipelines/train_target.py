@@ -24,12 +24,13 @@ from ragspec.evaluation.target_suite import model_generate, question_scores
 from ragspec.training import training_attention
 from ragspec.training.grammar_errors import GrammarErrors
 from ragspec.training.target_batches import ExampleEncoder
-from ragspec.training.target_examples import ExampleStream, Lengths
+from ragspec.training.target_examples import Lengths
+from ragspec.training.target_packs import PackStream
 from ragspec.training.target_export import draw_curves, export_target
 from ragspec.training.target_format import question_messages
 from ragspec.training.target_model import SIZES, build_target
 from ragspec.training.target_sources import Sources, load_sources
-from ragspec.training.target_tokenizer import load_tokenizer, marker_tokens, train_tokenizer
+from ragspec.training.target_tokenizer import load_tokenizer, train_tokenizer
 from ragspec.training.target_trainer import TargetTrainer, TrainingPlan, continued
 from ragspec.training.workers import ALONE, Workers
 
@@ -114,13 +115,12 @@ def train(run: Run, workers: Workers, device: str) -> None:
     if run.continue_from:
         model = LlamaForCausalLM.from_pretrained(str(run.continue_from), dtype=torch.float32)
     else:
-        model = build_target(size, marker_tokens(tokenizer), seed=plan.seed, **special)
-    if device == "cpu":
-        model.set_attn_implementation(training_attention.register())
+        model = build_target(size, tokenizer.convert_ids_to_tokens(range(len(tokenizer))), seed=plan.seed, **special)
+    model.set_attn_implementation(training_attention.register())
     errors = GrammarErrors(run.data_dir)
 
-    def stream_for(lengths: Lengths, seed: int) -> ExampleStream:
-        return ExampleStream(sources, errors, lengths, seed)
+    def stream_for(lengths: Lengths, seed: int) -> PackStream:
+        return PackStream(sources, errors, lengths, seed)
 
     trainer = TargetTrainer(model, ExampleEncoder(tokenizer), stream_for, plan, device, workers)
     checkpoint = run.out / "checkpoint.safetensors"
@@ -191,6 +191,7 @@ def report(records: list[dict[str, float]]) -> str:
     return (
         f"step {last['step']:.0f} {last['tokens'] / 1e6:.2f} M tokens {rate:.0f}/s "
         f"answer loss {loss:.3f} lr {last['lr']:.2e} norm {last['grad_norm']:.2f} done {last['share']:.3f}"
+        + "".join(f" {name[6:]} {value:.2f}" for name, value in last.items() if name.startswith("guide_"))
     )
 
 

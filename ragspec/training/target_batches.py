@@ -14,7 +14,7 @@ from ragspec.training.target_examples import Example, ExampleStream
 from ragspec.training.target_format import ASSISTANT, END
 
 ANSWER_WEIGHT, PROMPT_WEIGHT, PROSE_WEIGHT = 1.0, 0.25, 0.4
-PROMPT_SAMPLE = 0.25
+PROMPT_SAMPLE = 0.15
 """Share of prompt tokens whose loss is computed at all: the output layer is a fifth of a step's operations."""
 
 
@@ -50,35 +50,18 @@ class ExampleEncoder:
             return Encoded(ids, [PROSE_WEIGHT] * len(ids))
         text = self.tokenizer.apply_chat_template(example.messages, tokenize=False)
         ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
-        weights, answering = [], False
-        for token in ids:
+        weights, answering = self.prompt_weights(ids, rng), False
+        for at, token in enumerate(ids):
             ends = token == self.end_id
             if answering:
-                weights.append(0.0 if ends and example.open_ended else ANSWER_WEIGHT)
-            else:
-                weights.append(PROMPT_WEIGHT if rng.random() < PROMPT_SAMPLE and token != self.assistant_id else 0.0)
+                weights[at] = 0.0 if ends and example.open_ended else ANSWER_WEIGHT
             answering = (answering and not ends) or token == self.assistant_id
         return Encoded(ids, weights)
 
 
-def draw_step(
-    stream: ExampleStream, encoder: ExampleEncoder, max_tokens: int, step_tokens: int, micro_tokens: int
-) -> list[MicroBatch]:
-    """The micro-batches of one optimizer step: about `step_tokens` tokens in examples of at most `max_tokens`."""
-    examples: list[Encoded] = []
-    num_tokens = 0
-    while num_tokens < step_tokens:
-        encoded = encoder.encode(stream.draw(), stream.rng)
-        if 8 < len(encoded.ids) <= max_tokens:
-            examples.append(encoded)
-            num_tokens += len(encoded.ids)
-    examples.sort(key=lambda e: len(e.ids))
-    groups: list[list[Encoded]] = [[]]
-    for example in examples:
-        if groups[-1] and (len(groups[-1]) + 1) * len(example.ids) > micro_tokens:
-            groups.append([])
-        groups[-1].append(example)
-    return [collate(group) for group in groups]
+    def prompt_weights(self, ids: list[int], rng: random.Random) -> list[float]:
+        """A few tokens of what is read are predicted, too."""
+        return [PROMPT_WEIGHT if rng.random() < PROMPT_SAMPLE and id != self.assistant_id else 0.0 for id in ids]
 
 
 def collate(examples: list[Encoded]) -> MicroBatch:

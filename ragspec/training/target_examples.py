@@ -98,8 +98,8 @@ class ExampleStream:
         ]
         others = [other for other in others if other[0] != name]
         max_words = rng.randint(*self.lengths.passage_words)
-        passages = [_first_words(text, max(max_words, len((name + quote).split()) + 15))]
-        passages += [_first_words(other, rng.randint(*self.lengths.passage_words)) for _, other in others]
+        passages = [first_words(text, max(max_words, len((name + quote).split()) + 15))]
+        passages += [first_words(other, rng.randint(*self.lengths.passage_words)) for _, other in others]
         if quote not in passages[0]:
             return None
         asked = name if rng.random() < 0.8 else name.split(".", 1)[-1]
@@ -230,7 +230,7 @@ def first_doc_sentence(name: str, text: str) -> str:
     return sentences[0] if sentences else ""
 
 
-def _first_words(text: str, max_words: int) -> str:
+def first_words(text: str, max_words: int) -> str:
     """The beginning of a document, cut after a whole sentence or line where one ends near."""
     kept, num_words = [], 0
     for piece in text.split("\n"):

@@ -1,11 +1,13 @@
 """The text format of the reference target: roles, chat template, answers.
 
-Owns every string that training and serving must agree on; never tokenises. One prompt is the user's question, then the
-numbered passages (so their tokens can already attend to the question), then the assistant's turn:
+Owns every string that training and serving must agree on; never tokenises. One prompt is the numbered passages, then the
+user's question, then the assistant's turn; a conversation names the question first, the template turns the two around:
 
-    <|user|>Who wrote it?<|context|>
+    <|context|>
     [1] first passage
-    [2] second passage<|assistant|>"The sentence." [1] short answer.<|end|>
+    [2] second passage<|user|>Who wrote it?<|assistant|>"The sentence." [1] – short answer.<|end|>
+
+Why: the words of a question can look for themselves in all passages, and many questions share one reading of them.
 """
 
 import re
@@ -28,9 +30,13 @@ GRAMMAR_REQUEST = "Correct the grammar: "
 CHAT_TEMPLATE = (
     "{%- for message in messages -%}"
     "{%- set text = message['content'] | trim -%}"
+    "{%- set next = loop.nextitem -%}"
+    "{%- set previous = loop.previtem -%}"
     "{%- if message['role'] == 'system' -%}<|system|>{{ text }}"
-    "{%- elif message['role'] == 'user' -%}<|user|>{{ text }}"
-    "{%- elif message['role'] == 'context' -%}{{ '<|context|>\\n' + text }}"
+    "{%- elif message['role'] == 'user' -%}"
+    "{%- if next and next['role'] == 'context' -%}{{ '<|context|>\\n' + next['content'] | trim }}{%- endif -%}<|user|>{{ text }}"
+    "{%- elif message['role'] == 'context' -%}"
+    "{%- if not previous or previous['role'] != 'user' -%}{{ '<|context|>\\n' + text }}{%- endif -%}"
     "{%- elif message['role'] == 'assistant' -%}<|assistant|>{{ text }}<|end|>"
     "{%- else -%}{{ raise_exception('unknown role ' + message['role']) }}"
     "{%- endif -%}"
@@ -40,7 +46,10 @@ CHAT_TEMPLATE = (
 
 Message = dict[str, str]
 
-_ANSWER = re.compile(r'^"(?P<quote>.*)" \[(?P<passage>\d+)\]\s*(?P<short>.*)$', re.DOTALL)
+DASH = "–"
+"""Before a short answer, so that it begins with a space and has the same tokens as in the middle of its sentence."""
+
+_ANSWER = re.compile(rf'^"(?P<quote>.*)" \[(?P<passage>\d+)\](?:\s*{DASH})?\s*(?P<short>.*)$', re.DOTALL)
 
 
 def message(role: str, content: str) -> Message:
@@ -66,7 +75,7 @@ def grammar_messages(sentence: str) -> list[Message]:
 def quoted_answer(quote: str, passage_number: int, short_answer: str = "") -> str:
     """Evidence first: the quoted sentence, its passage number, then the short answer, if there is one."""
     answer = f'"{quote}" [{passage_number}]'
-    return f"{answer} {short_answer.rstrip('.')}." if short_answer else answer
+    return f"{answer} {DASH} {short_answer.rstrip('.')}." if short_answer else answer
 
 
 def parse_answer(text: str) -> tuple[str, int, str] | None:

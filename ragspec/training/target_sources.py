@@ -56,6 +56,8 @@ class Sources:
     conversations: list[list[tuple[str, str]]] = field(default_factory=list)
     by_group: dict[str, list[Paragraph]] = field(default_factory=dict)
     squad_by_paragraph: dict[int, list[Question]] = field(default_factory=dict)
+    by_paragraph: dict[int, list[Question]] = field(default_factory=dict)
+    unanswerable_by_paragraph: dict[int, list[str]] = field(default_factory=dict)
 
 
 def load_sources(data_dir: Path) -> Sources:
@@ -80,6 +82,10 @@ def load_sources(data_dir: Path) -> Sources:
         sources.by_group.setdefault(paragraph.group, []).append(paragraph)
     for question in sources.squad:
         sources.squad_by_paragraph.setdefault(id(question.paragraph), []).append(question)
+    for question in sources.squad + sources.other_questions + sources.nqg:
+        sources.by_paragraph.setdefault(id(question.paragraph), []).append(question)
+    for text, paragraph in sources.unanswerable:
+        sources.unanswerable_by_paragraph.setdefault(id(paragraph), []).append(text)
     return sources
 
 
@@ -141,6 +147,7 @@ _T0_PATTERNS = {
 
 
 def _t0_questions(data_dir: Path) -> Iterator[Question]:
+    known: dict[str, Paragraph] = {}
     for number, row in enumerate(_json_lines(data_dir / "t0_mix/t0_selected.jsonl")):
         pattern = _T0_PATTERNS.get(row["template"])
         match = re.search(pattern, row["prompt"], re.DOTALL) if pattern else None
@@ -150,11 +157,13 @@ def _t0_questions(data_dir: Path) -> Iterator[Question]:
         index = best_sentence(match["q"], answer, sentences)
         if index is not None and len(sentences) > 1:
             paragraph = Paragraph(sentences, f"t0/{row['template']}/{number // 20}")
+            paragraph = known.setdefault(" ".join(sentences), paragraph)
             yield Question(normalise(match["q"]), paragraph, index, answer)
 
 
 def _nq_questions(data_dir: Path, eval_titles: set[str]) -> Iterator[Question]:
     passages = {row["id"]: row for row in _json_lines(data_dir / "squad_open/corpus_distractors.jsonl")}
+    known: dict[str, Paragraph] = {}
     for row in _json_lines(data_dir / "squad_open/questions_nq.jsonl"):
         passage = passages.get(row["gold"])
         if passage is None or passage["title"].replace(" ", "_") in eval_titles:
@@ -163,6 +172,7 @@ def _nq_questions(data_dir: Path, eval_titles: set[str]) -> Iterator[Question]:
         index = best_sentence(row["question"], answer, sentences)
         if index is not None and len(answer.split()) <= 8:
             paragraph = Paragraph(sentences, "nq/" + str(int(row["gold"][3:]) // 20), passage["title"])
+            paragraph = known.setdefault(row["gold"], paragraph)
             yield Question(normalise(row["question"]), paragraph, index, answer)
 
 

@@ -11,7 +11,6 @@ from pathlib import Path
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from ragspec.training.selection_init import MarkerTokens
 from ragspec.training.target_format import (
     ASSISTANT,
     CHAT_TEMPLATE,
@@ -24,7 +23,6 @@ from ragspec.training.target_format import (
 )
 from ragspec.training.target_model import MAX_POSITIONS
 
-LONE_SPACE, NEWLINE = "Ġ", "Ċ"
 WORD_SPLIT = (
     r"(?<=[.!?:;\])\"\n]) (?=\S)"  # the space between two sentences
     r"|'(?:s|t|re|ve|m|ll|d)\b"
@@ -69,18 +67,3 @@ def load_tokenizer(directory: Path) -> PreTrainedTokenizerFast:
     """The tokenizer saved in a directory."""
     tokenizer: PreTrainedTokenizerFast = PreTrainedTokenizerFast.from_pretrained(str(directory))
     return tokenizer
-
-
-def marker_tokens(tokenizer: PreTrainedTokenizerFast) -> MarkerTokens:
-    """The ids that the structured initialisation of the model builds on."""
-    ids: dict[str, int] = tokenizer.get_vocab()
-    return MarkerTokens(
-        user=ids[USER],
-        context=ids[CONTEXT],
-        assistant=ids[ASSISTANT],
-        space=ids[LONE_SPACE],
-        quote=ids['"'],
-        bracket=ids["["],
-        newline=ids[NEWLINE],
-        digits=tuple(ids[digit] for digit in "1234"),
-    )

@@ -7,6 +7,7 @@ function of (seed, step, worker), so a run that was killed continues exactly whe
 import copy
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -17,9 +18,12 @@ from torch import Tensor
 from transformers import LlamaForCausalLM
 
 from ragspec.training.checkpoint import read_checkpoint, write_checkpoint
-from ragspec.training.selection_init import NUM_STRUCTURED_LAYERS
-from ragspec.training.target_batches import ExampleEncoder, MicroBatch, draw_step
-from ragspec.training.target_examples import ExampleStream, Lengths
+from ragspec.training.guidance import Guidance, Guide
+from ragspec.training.target_batches import ExampleEncoder
+from ragspec.training.target_examples import Lengths
+from ragspec.training.target_packs import PackStream
+from ragspec.training.target_rows import RowEncoder
+from ragspec.training.target_steps import RowBatch, draw_rows
 from ragspec.training.workers import ALONE, Workers
 
 
@@ -34,9 +38,9 @@ class Stage:
 
 
 STAGES = (
-    Stage(0.2, 192, Lengths(2, (12, 45), 100), 3_072),
-    Stage(0.72, 384, Lengths(3, (25, 80), 200), 3_072),
-    Stage(0.97, 768, Lengths(4, (35, 125), 350), 4_608),
+    Stage(0.25, 320, Lengths(2, (12, 45), 100), 3_840),
+    Stage(0.6, 512, Lengths(3, (25, 80), 200), 4_096),
+    Stage(0.9, 768, Lengths(4, (35, 125), 350), 4_608),
     Stage(1.01, 1152, Lengths(4, (60, 190), 500), 6_144),
 )
 
@@ -53,7 +57,8 @@ class TrainingPlan:
     final_lr_share: float = 0.03
     structured_lr_share: float = 0.2
     embedding_lr_share: float = 0.3
-    warmup_steps: int = 150
+    guidance: float = 1.0
+    warmup_steps: int = 100
     weight_decay: float = 0.05
     ema_decay: float = 0.997
     checkpoint_every_s: float = 120.0
@@ -81,7 +86,7 @@ class TargetTrainer:
         self,
         model: LlamaForCausalLM,
         encoder: ExampleEncoder,
-        stream_for: Callable[[Lengths, int], ExampleStream],
+        stream_for: Callable[[Lengths, int], PackStream],
         plan: TrainingPlan,
         device: str = "cpu",
         workers: Workers = ALONE,
@@ -89,6 +94,7 @@ class TargetTrainer:
         self.model, self.encoder, self.plan, self.device, self.workers = model, encoder, plan, device, workers
         torch.nn.Module.to(model, device)
         self.stream_for = stream_for
+        self.rows = RowEncoder(encoder)
         self.progress = Progress()
         self.history: list[dict[str, float]] = []
         self.probes: list[dict[str, float]] = []
@@ -117,16 +123,22 @@ class TargetTrainer:
         share = self.share_done()
         stage = next(s for s in STAGES[self.plan.first_stage :] if share < s.until)
         stream = self.stream_for(stage.lengths, self._data_seed())
-        batches = draw_step(stream, self.encoder, stage.max_tokens, stage.step_tokens, self.plan.micro_tokens)
+        batches = draw_rows(stream, self.rows, stage.max_tokens, stage.step_tokens, self.plan.micro_tokens)
         lr = self.learning_rate(share)
         for group in self.optimizer.param_groups:
             group["lr"] = lr * group["lr_share"]
         total_weight = self.workers.total(sum(float(batch.weights.sum()) for batch in batches))[0]
+        num_guided = sum((batch.num_guided for batch in batches), Counter[Guide]())
+        guided_losses = Counter[Guide]()
         answer_loss, answer_tokens = 0.0, 0
         for batch in batches:
-            losses = self.token_losses(batch)
+            losses, guided = self.token_losses(batch)
             weights = batch.weights.to(self.device)
-            torch.autograd.backward((losses * weights).sum() / total_weight)
+            loss = (losses * weights).sum() / total_weight
+            for guide, total in guided.items():
+                loss = loss + guide.weight * self.plan.guidance * total / num_guided[guide]
+                guided_losses[guide] += float(total.detach()) / num_guided[guide]
+            torch.autograd.backward(loss)
             is_answer = weights == 1.0
             answer_loss += float(losses.detach()[is_answer].sum())
             answer_tokens += int(is_answer.sum())
@@ -146,17 +158,25 @@ class TargetTrainer:
             "lr": lr,
             "answer_loss": loss_sum / max(1, loss_tokens),
             "grad_norm": float(norm),
+            **{f"guide_{guide.name.lower()}": value for guide, value in guided_losses.items()},
         }
 
     def _data_seed(self) -> int:
         return self.plan.seed * 1_000_003 + self.progress.step * self.workers.size + self.workers.rank
 
-    def token_losses(self, batch: MicroBatch) -> Tensor:
-        """Cross entropy at the positions that carry loss. Shape: [M], float32."""
+    def token_losses(self, batch: RowBatch) -> tuple[Tensor, dict[Guide, Tensor]]:
+        """Cross entropy at the positions that carry loss, shape [M], float32; the sum of each guided head's losses."""
+        guidance = Guidance(batch.bias, batch.guided).to(self.device)
         with torch.autocast(self.device, dtype=torch.bfloat16):
-            hidden = self.model.model(input_ids=batch.ids.to(self.device), use_cache=False).last_hidden_state
+            hidden = self.model.model(
+                input_ids=batch.ids.to(self.device),
+                position_ids=batch.places.to(self.device),
+                use_cache=False,
+                guidance=guidance,
+            ).last_hidden_state
             logits = self.model.lm_head(hidden.flatten(0, 1)[batch.positions.to(self.device)])  # [M, V]
-        return torch.nn.functional.cross_entropy(logits.float(), batch.targets.to(self.device), reduction="none")
+        losses = torch.nn.functional.cross_entropy(logits.float(), batch.targets.to(self.device), reduction="none")
+        return losses, guidance.losses
 
     def learning_rate(self, share: float) -> float:
         """Linear warm-up over steps, then half a cosine over the run."""
@@ -215,7 +235,7 @@ def parameter_groups(model: LlamaForCausalLM, plan: TrainingPlan) -> list[dict[s
         share = 1.0
         if "embed_tokens" in name:
             share = plan.embedding_lr_share
-        elif name.startswith("model.layers.") and int(name.split(".")[2]) < NUM_STRUCTURED_LAYERS:
+        elif name.startswith("model.layers.") and int(name.split(".")[2]) == 0:
             share = plan.structured_lr_share
         groups.setdefault((share, plan.weight_decay if parameter.dim() > 1 else 0.0), []).append(parameter)
     return [{"params": p, "lr": plan.peak_lr, "lr_share": s, "weight_decay": d} for (s, d), p in groups.items()]

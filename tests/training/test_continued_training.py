@@ -5,7 +5,8 @@ from dataclasses import asdict
 import pytest
 from test_target_training import fake_stream, make_trainer
 
-from ragspec.training.target_examples import ExampleStream, Lengths
+from ragspec.training.target_examples import Lengths
+from ragspec.training.target_packs import PackStream
 from ragspec.training.target_trainer import STAGES, TrainingPlan, continued
 
 
@@ -13,7 +14,7 @@ def lengths_drawn(plan: TrainingPlan) -> list[Lengths]:
     """The length class of each step of a run, from its first to its last share."""
     trainer, drawn = make_trainer(), []
 
-    def stream_for(lengths: Lengths, seed: int) -> ExampleStream:
+    def stream_for(lengths: Lengths, seed: int) -> PackStream:
         drawn.append(lengths)
         return fake_stream(lengths, seed)
 

@@ -35,7 +35,7 @@ def test_template_equals_the_documented_text() -> None:
     rendered = tokenizer.apply_chat_template(messages, tokenize=False)
     prompt = tokenizer.apply_chat_template(messages[:2], tokenize=False, add_generation_prompt=True)
     assert (
-        rendered == '<|user|>Who sat?<|context|>\n[1] The cat sat.\n[2] It was.<|assistant|>"The cat sat." [1]<|end|>'
+        rendered == '<|context|>\n[1] The cat sat.\n[2] It was.<|user|>Who sat?<|assistant|>"The cat sat." [1]<|end|>'
     )
     assert rendered.startswith(prompt)
 

@@ -1,0 +1,84 @@
+"""Guided attention: which key some heads should look at is known from the text, so their attention is trained directly.
+
+Owns the list of guided heads and their loss, the negative logarithm of the attention a head gives to the right keys. Why: the
+loss of the written tokens alone finds the choice of the sentence late and unlearns it early, because copying is most of it
+(both measured; see the model card). The heads, and for which tokens they are guided to which:
+
+- role: every token to the latest token that opens a role
+- start, label: a token of a passage to the first token of its sentence, and to the number of its passage
+- match: a word of the question to the same word in the sentence that answers it
+- gather: a token of the answer to the words of the question that have such a match
+- locate: a token of the quote to itself in the passage, and what follows the quote to the quote's end there
+- copy: whatever is to be copied next, to where it stands
+"""
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+import torch
+from torch import Tensor
+
+
+class Guide(Enum):
+    """Layer, head and weight of each guided head."""
+
+    ROLE = (0, 3, 0.1)
+    START = (1, 0, 0.2)
+    LABEL = (1, 1, 0.2)
+    MATCH = (2, 0, 0.3)
+    GATHER = (3, 0, 0.2)
+    LOCATE = (3, 1, 0.3)
+    COPY = (4, 0, 1.0)
+
+    @property
+    def layer(self) -> int:
+        return int(self.value[0])
+
+    @property
+    def head(self) -> int:
+        return int(self.value[1])
+
+    @property
+    def weight(self) -> float:
+        return float(self.value[2])
+
+
+@dataclass(frozen=True)
+class Guided:
+    """For one head and one text of a batch: query rows [R] and which keys are right [R, T]."""
+
+    guide: Guide
+    text: int
+    rows: Tensor
+    keys: Tensor
+
+
+@dataclass
+class Guidance:
+    """What the guided heads of one forward pass should do; `losses` collects a sum for each of them."""
+
+    bias: Tensor
+    """Large negative where a query may not look. Shape: [B, T, T]."""
+    guided: list[Guided] = field(default_factory=list)
+    losses: dict[Guide, Tensor] = field(default_factory=dict)
+
+    def to(self, device: str) -> "Guidance":
+        """The same on another device."""
+        guided = [Guided(g.guide, g.text, g.rows.to(device), g.keys.to(device)) for g in self.guided]
+        return Guidance(self.bias.to(device), guided)
+
+    def observe(self, layer: int, scaled_query: Tensor, key: Tensor) -> None:
+        """Add the losses of a layer. Shapes: scaled_query [B, heads, T, D], key [B, kv_heads, T, D]."""
+        share = scaled_query.shape[1] // key.shape[1]
+        for guide in Guide:
+            guided = [each for each in self.guided if each.guide is guide]
+            if guide.layer == layer and guided:
+                queries, keys = scaled_query[:, guide.head].unbind(0), key[:, guide.head // share].unbind(0)
+                found = [self._loss(each, queries[each.text], keys[each.text]) for each in guided]
+                self.losses[guide] = torch.stack(found).sum()
+
+    def _loss(self, each: Guided, queries: Tensor, keys: Tensor) -> Tensor:
+        """Shapes: queries, keys [T, D]."""
+        with torch.autocast(keys.device.type, enabled=False):
+            scores = queries[each.rows].float() @ keys.float().T + self.bias[each.text, each.rows].float()
+        return (torch.logsumexp(scores, dim=-1) - torch.logsumexp(scores.masked_fill(~each.keys, -1e4), dim=-1)).sum()

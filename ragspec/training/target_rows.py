@@ -1,0 +1,227 @@
+"""From packs to rows of tokens: positions, which turn each token belongs to, loss weights, and what guided heads look at.
+
+Owns the mapping from characters to tokens. A row is the passages and as many turns as fit, or examples without passages.
+"""
+
+import difflib
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from transformers import PreTrainedTokenizerFast
+
+from ragspec.training.generated_questions import STOP_WORDS
+from ragspec.training.guidance import Guide
+from ragspec.training.sentences import split_sentences
+from ragspec.training.target_batches import ANSWER_WEIGHT, ExampleEncoder
+from ragspec.training.target_examples import Example
+from ragspec.training.target_format import ASSISTANT, CONTEXT, END, GRAMMAR_REQUEST, USER, numbered
+from ragspec.training.target_packs import Pack, Turn
+
+GUIDED_CONTEXT_TOKENS = 64
+"""Of a row's tokens, so many are shown their role, and of its passages' so many their sentence and number."""
+
+Looks = list[tuple[int, list[int]]]
+"""(query row, right keys)."""
+
+
+@dataclass
+class Row:
+    """`segments`: 0 for what all turns see, then one number a turn; `weights`: of predicting each token."""
+
+    ids: list[int] = field(default_factory=list)
+    positions: list[int] = field(default_factory=list)
+    segments: list[int] = field(default_factory=list)
+    weights: list[float] = field(default_factory=list)
+    looks: dict[Guide, Looks] = field(default_factory=lambda: {guide: [] for guide in Guide})
+
+    def extend(self, ids: Sequence[int], weights: Sequence[float], first_position: int, segment: int) -> int:
+        """Append a text; returns where it begins."""
+        begin = len(self.ids)
+        self.ids += ids
+        self.weights += weights
+        self.positions += range(first_position, first_position + len(ids))
+        self.segments += [segment] * len(ids)
+        return begin
+
+
+@dataclass(frozen=True)
+class _Passage:
+    """Where a passage's tokens are; `sentences`: token spans."""
+
+    text: str
+    start_char: int
+    label: int
+    tokens: tuple[int, int]
+    sentences: list[tuple[int, int]]
+
+
+class RowEncoder:
+    """Makes rows with one tokenizer."""
+
+    def __init__(self, encoder: ExampleEncoder) -> None:
+        self.encoder, self.tokenizer = encoder, encoder.tokenizer
+        pieces = self.tokenizer.convert_ids_to_tokens(range(len(self.tokenizer)))
+        self._words = [piece.removeprefix("Ġ").lower() for piece in pieces]
+        self._roles = set(self.tokenizer.convert_tokens_to_ids([USER, CONTEXT, ASSISTANT]))
+
+    def pack_row(self, pack: Pack, max_tokens: int, rng: random.Random) -> Row:
+        """The passages and the turns that fit; nothing if the passages alone do not."""
+        row = Row()
+        context = f"{CONTEXT}\n{numbered(pack.passages)}"
+        ids, offsets = self._tokens(context)
+        if len(ids) > max_tokens * 0.8:
+            return row
+        row.extend(ids, self.encoder.prompt_weights(ids, rng), 0, 0)
+        passages = list(_passages(pack, offsets))
+        self._guide_context(row, passages, rng)
+        for segment, turn in enumerate(pack.turns, start=1):
+            asked, asked_offsets = self._tokens(f"{USER}{turn.request}{ASSISTANT}")
+            answer, answer_offsets = self._tokens(turn.answer + END)
+            if len(row.ids) + len(asked) + len(answer) > max_tokens:
+                continue
+            answer_weights = [ANSWER_WEIGHT] * len(answer)
+            if turn.open_ended:
+                answer_weights[-1] = 0.0
+            weights = self.encoder.prompt_weights(asked, rng) + answer_weights
+            begin = row.extend(asked + answer, weights, len(ids), segment)
+            if turn.passage:
+                passage = passages[turn.passage - 1]
+                self._guide_turn(row, turn, passage, (begin, len(asked)), (ids, offsets), answer_offsets)
+        self._guide_roles(row, rng)
+        return row
+
+    def loose_row(self, examples: Iterator[Example], max_tokens: int, rng: random.Random) -> Row:
+        """Examples side by side, none seeing another."""
+        row = Row()
+        for segment, example in enumerate(examples, start=1):
+            encoded = self.encoder.encode(example, rng)
+            if len(row.ids) + len(encoded.ids) > max_tokens:
+                if len(row.ids) > max_tokens * 0.7:
+                    break
+                continue
+            begin = row.extend(encoded.ids, encoded.weights, 0, segment)
+            if example.messages and example.messages[0]["content"].startswith(GRAMMAR_REQUEST):
+                self._guide_grammar(row, begin, encoded.ids)
+        self._guide_roles(row, rng)
+        return row
+
+    def _tokens(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+        return encoded["input_ids"], encoded["offset_mapping"]
+
+    def _guide_context(self, row: Row, passages: list[_Passage], rng: random.Random) -> None:
+        places = [(at, start, p.label) for p in passages for start, end in p.sentences for at in range(start, end)]
+        for at, start, label in rng.sample(places, min(GUIDED_CONTEXT_TOKENS, len(places))):
+            row.looks[Guide.START].append((at, [start]))
+            row.looks[Guide.LABEL].append((at, [label]))
+
+    def _guide_roles(self, row: Row, rng: random.Random) -> None:
+        latest, places = {0: 0}, []
+        for at, (token, segment) in enumerate(zip(row.ids, row.segments, strict=True)):
+            if token in self._roles:
+                latest[segment] = at
+            if segment in latest:
+                places.append((at, [latest[segment]]))
+        row.looks[Guide.ROLE] += rng.sample(places, min(GUIDED_CONTEXT_TOKENS, len(places)))
+
+    def _guide_turn(
+        self,
+        row: Row,
+        turn: Turn,
+        passage: _Passage,
+        asked: tuple[int, int],
+        context: tuple[list[int], list[tuple[int, int]]],
+        answer_offsets: list[tuple[int, int]],
+    ) -> None:
+        (ids, offsets), (begin, num_asked) = context, asked
+        char = passage.text.find(turn.quote)
+        source = _token_span(offsets, passage.start_char + char, passage.start_char + char + len(turn.quote))
+        quoted = _token_span(answer_offsets, 1, 1 + len(turn.quote))
+        if source is None or quoted is None or char < 0:
+            return
+        first = begin + num_asked
+        length = quoted[1] - quoted[0]
+        if row.ids[first + quoted[0] : first + quoted[1]] != ids[source[0] : source[1]]:
+            return
+        looks = row.looks
+        for i in range(length):
+            at = first + quoted[0] + i
+            looks[Guide.COPY].append((at - 1, [source[0] + i]))
+            looks[Guide.LOCATE].append((at, [source[0] + i]))
+        for at in range(first + quoted[1], min(first + quoted[1] + 4, len(row.ids))):  # the mark, the bracket, the number
+            looks[Guide.LOCATE].append((at, [source[1] - 1]))
+        self._guide_words(row, (begin, num_asked), (source[0], source[1], passage), first + quoted[0] - 1, length)
+        short_char = turn.quote.find(turn.short_answer) if turn.short_answer else -1
+        if short_char >= 0:
+            answer = turn.answer
+            written = answer.rindex(turn.short_answer.rstrip("."))
+            short = _token_span(answer_offsets, written, written + len(turn.short_answer.rstrip(".")), inside=True)
+            start = passage.start_char + char + short_char
+            stands = _token_span(offsets, start, start + len(turn.short_answer.rstrip(".")), inside=True)
+            if short and stands and short[1] - short[0] == stands[1] - stands[0]:
+                for i in range(short[1] - short[0]):
+                    looks[Guide.COPY].append((first + short[0] + i - 1, [stands[0] + i]))
+
+    def _guide_words(
+        self, row: Row, asked: tuple[int, int], gold: tuple[int, int, _Passage], first_row: int, num_rows: int
+    ) -> None:
+        """Words of the question that stand in the quote's sentence, and the answer's tokens that gather them."""
+        begin, num_asked = asked
+        start = next((a for a, b in gold[2].sentences if a <= gold[0] < b), gold[0])
+        places: dict[str, list[int]] = {}
+        for at in range(start, gold[1]):
+            places.setdefault(self._words[row.ids[at]], []).append(at)
+        matched = []
+        for at in range(begin + 1, begin + num_asked - 1):
+            word = self._words[row.ids[at]]
+            if word in places and word.isalnum() and word not in STOP_WORDS:
+                row.looks[Guide.MATCH].append((at, places[word]))
+                matched.append(at)
+        if matched:
+            row.looks[Guide.GATHER] += [(first_row + i, matched) for i in range(num_rows)]
+
+    def _guide_grammar(self, row: Row, begin: int, ids: list[int]) -> None:
+        """What is kept of a sentence is copied from it."""
+        answers = ids.index(self.encoder.assistant_id) + 1
+        kept = difflib.SequenceMatcher(None, ids[:answers], ids[answers:], autojunk=False).get_matching_blocks()
+        for block in kept:
+            for i in range(block.size):
+                at, source = begin + answers + block.b + i, begin + block.a + i
+                row.looks[Guide.COPY].append((at - 1, [source]))
+                row.looks[Guide.LOCATE].append((at, [source]))
+
+
+def _passages(pack: Pack, offsets: list[tuple[int, int]]) -> Iterator[_Passage]:
+    """Each passage's place in the tokens of the context message."""
+    char = len(CONTEXT) + 1
+    for number, text in enumerate(pack.passages, start=1):
+        label = _token_span(offsets, char + 1, char + 1 + len(str(number)))
+        start = char + len(f"[{number}] ")
+        tokens = _token_span(offsets, start, start + len(text), inside=True)
+        if label is None or tokens is None:
+            raise ValueError(f"passage {number} has no tokens of its own: {text[:40]!r}")
+        sentences, at = [], 0
+        for sentence in split_sentences(text):
+            at = text.index(sentence, at)
+            span = _token_span(offsets, start + at, start + at + len(sentence), inside=True)
+            if span is not None:
+                sentences.append(span)
+            at += len(sentence)
+        yield _Passage(text, start, label[0], tokens, sentences)
+        char = start + len(text) + 1
+
+
+def _token_span(
+    offsets: Sequence[tuple[int, int]], start: int, end: int, inside: bool = False
+) -> tuple[int, int] | None:
+    """The tokens of characters [start, end); None unless they begin and end there.
+
+    `inside`: the first may bring the space before it.
+    """
+    first = next((i for i, (a, b) in enumerate(offsets) if b > start), None)
+    last = next((i for i in range(len(offsets) - 1, -1, -1) if offsets[i][0] < end), None)
+    if first is None or last is None or last < first:
+        return None
+    begins = offsets[first][0] == start or (inside and offsets[first][0] == start - 1)
+    return (first, last + 1) if begins and offsets[last][1] == end or (inside and begins) else None
