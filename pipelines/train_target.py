@@ -25,12 +25,12 @@ from ragspec.training import training_attention
 from ragspec.training.grammar_errors import GrammarErrors
 from ragspec.training.target_batches import ExampleEncoder
 from ragspec.training.target_examples import Lengths
-from ragspec.training.target_packs import PackStream
 from ragspec.training.target_export import draw_curves, export_target
 from ragspec.training.target_format import question_messages
 from ragspec.training.target_model import SIZES, build_target
+from ragspec.training.target_packs import PackStream
 from ragspec.training.target_sources import Sources, load_sources
-from ragspec.training.target_tokenizer import load_tokenizer, train_tokenizer
+from ragspec.training.target_tokenizer import load_tokenizer, token_pieces, train_tokenizer
 from ragspec.training.target_trainer import TargetTrainer, TrainingPlan, continued
 from ragspec.training.workers import ALONE, Workers
 
@@ -115,7 +115,7 @@ def train(run: Run, workers: Workers, device: str) -> None:
     if run.continue_from:
         model = LlamaForCausalLM.from_pretrained(str(run.continue_from), dtype=torch.float32)
     else:
-        model = build_target(size, tokenizer.convert_ids_to_tokens(range(len(tokenizer))), seed=plan.seed, **special)
+        model = build_target(size, token_pieces(tokenizer), seed=plan.seed, **special)
     model.set_attn_implementation(training_attention.register())
     errors = GrammarErrors(run.data_dir)
 
@@ -126,6 +126,8 @@ def train(run: Run, workers: Workers, device: str) -> None:
     checkpoint = run.out / "checkpoint.safetensors"
     if run.resume and checkpoint.exists():
         trainer.load(checkpoint)
+    elif not run.continue_from:
+        trainer.centre()
     cases, _ = question_cases(run.data_dir, PROBE_QUESTIONS, plan.seed, PROBE_ARTICLES)
     run_with_progress(trainer, checkpoint, cases)
     if workers.is_first:

@@ -84,6 +84,8 @@ LOCATING = (
     Comparison(RECENT, RECENT, (28, 40), 3.2),
 )
 MATCHING = (Comparison(0, 0, (44, 64), 3.0), Comparison(1, 1, (32, 44), 1.5))
+SIGNATURE_RECENT = 1.5
+"""Weight of what stands before a sentence; many begin with the same word."""
 PASSED_ON = 0.3
 """Gain of signatures and votes."""
 DISTANCE_PAIRS, DISTANCE_PENALTY = (10, 23), 2.2
@@ -141,6 +143,14 @@ def structured_init(model: LlamaForCausalLM, pieces: Sequence[str], seed: int = 
     copying.o_proj.weight[: layout.identity, rows] = torch.eye(layout.identity)
 
 
+@torch.no_grad()
+def centre_signatures(model: LlamaForCausalLM, normed: Tensor) -> None:
+    """Take from all signatures what they have in common. `normed`: what layer START reads at starts of sentences, [N, hidden]."""
+    attention = model.model.layers[Guide.START.layer].self_attn
+    rows = slice(Guide.START.head * HEAD_DIM, Guide.START.head * HEAD_DIM + stream_layout(normed.shape[1]).shifted)
+    attention.v_proj.bias[rows] = -(attention.v_proj.weight[rows] @ normed.mean(0))
+
+
 def identities(pieces: Sequence[str], size: int, generator: torch.Generator) -> Tensor:
     """A random vector for each token, in part its word's and its stem's. Shape: [num tokens, size]."""
     shared: dict[str, Tensor] = {}
@@ -178,7 +188,9 @@ def _write_positional_heads(attention: Any, layout: StreamLayout, compress: Tens
         first, last = wanted.pairs
         turn = angles[first:last] * wanted.distance
         attention.q_proj.bias[start + first : start + last] = wanted.sharpness * torch.cos(turn)
-        attention.q_proj.bias[start + NUM_PAIRS + first : start + NUM_PAIRS + last] = -wanted.sharpness * torch.sin(turn)
+        attention.q_proj.bias[start + NUM_PAIRS + first : start + NUM_PAIRS + last] = -wanted.sharpness * torch.sin(
+            turn
+        )
         attention.k_proj.bias[start + first : start + last] = wanted.sharpness
         attention.v_proj.weight[start : start + layout.shifted, : layout.identity] = compress
         passed = wanted.gain * torch.eye(layout.shifted)
@@ -188,7 +200,10 @@ def _write_positional_heads(attention: Any, layout: StreamLayout, compress: Tens
 def _write_signatures(layers: Sequence[Any], layout: StreamLayout, generator: torch.Generator) -> None:
     """What the heads that choose the sentence pass on to each other."""
     size, known = layout.shifted, layout.start(SIGNATURE)
-    signature = orthonormal(size, known, generator)
+    signature = torch.zeros(size, known)
+    for slot, gain in ((0, 1.0), (RECENT, SIGNATURE_RECENT)):
+        columns = layout.columns(slot)
+        signature[:, columns] = gain * orthonormal(size, columns.stop - columns.start, generator)
     passed = {Guide.START: (signature, slice(0, known), SIGNATURE)}
     passed[Guide.MATCH] = (torch.eye(size), layout.columns(SIGNATURE), VOTES)
     passed[Guide.GATHER] = (torch.eye(size), layout.columns(VOTES), VOTES)

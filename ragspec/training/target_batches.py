@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
-from ragspec.training.target_examples import Example, ExampleStream
+from ragspec.training.target_examples import Example
 from ragspec.training.target_format import ASSISTANT, END
 
 ANSWER_WEIGHT, PROMPT_WEIGHT, PROSE_WEIGHT = 1.0, 0.25, 0.4
@@ -57,7 +57,6 @@ class ExampleEncoder:
                 weights[at] = 0.0 if ends and example.open_ended else ANSWER_WEIGHT
             answering = (answering and not ends) or token == self.assistant_id
         return Encoded(ids, weights)
-
 
     def prompt_weights(self, ids: list[int], rng: random.Random) -> list[float]:
         """A few tokens of what is read are predicted, too."""

@@ -4,7 +4,6 @@ Owns which passages and questions come together; `target_rows` makes tokens of t
 and itself, never another turn, exactly as a single question is asked later.
 """
 
-import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -129,13 +128,17 @@ class PackStream(ExampleStream):
         index = rng.randrange(len(documents))
         low, high = max(0, index - 12), min(len(documents), index + 13)
         count = rng.randint(1, self.lengths.max_passages + 1)
-        chosen = {index} | {rng.randrange(low, high) if rng.random() < 0.75 else rng.randrange(len(documents)) for _ in range(count)}
+        chosen = {index} | {
+            rng.randrange(low, high) if rng.random() < 0.75 else rng.randrange(len(documents)) for _ in range(count)
+        }
         passages, turns = list[str](), list[Turn]()
         for at in rng.sample(sorted(chosen), len(chosen)):
             name, text = documents[at]
             quote = first_doc_sentence(name, text)
             if 2 <= len(quote.split()) <= MAX_QUOTE_WORDS:
-                passage = first_words(text, max(rng.randint(*self.lengths.passage_words), len((name + quote).split()) + 15))
+                passage = first_words(
+                    text, max(rng.randint(*self.lengths.passage_words), len((name + quote).split()) + 15)
+                )
                 if quote in passage:
                     passages.append(passage)
                     turns += [Turn(self._asked(name), quote, len(passages)) for _ in range(2)]

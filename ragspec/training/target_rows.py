@@ -8,8 +8,6 @@ import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from transformers import PreTrainedTokenizerFast
-
 from ragspec.training.generated_questions import STOP_WORDS
 from ragspec.training.guidance import Guide
 from ragspec.training.sentences import split_sentences
@@ -17,6 +15,7 @@ from ragspec.training.target_batches import ANSWER_WEIGHT, ExampleEncoder
 from ragspec.training.target_examples import Example
 from ragspec.training.target_format import ASSISTANT, CONTEXT, END, GRAMMAR_REQUEST, USER, numbered
 from ragspec.training.target_packs import Pack, Turn
+from ragspec.training.target_tokenizer import token_pieces
 
 GUIDED_CONTEXT_TOKENS = 64
 """Of a row's tokens, so many are shown their role, and of its passages' so many their sentence and number."""
@@ -52,7 +51,6 @@ class _Passage:
     text: str
     start_char: int
     label: int
-    tokens: tuple[int, int]
     sentences: list[tuple[int, int]]
 
 
@@ -61,9 +59,10 @@ class RowEncoder:
 
     def __init__(self, encoder: ExampleEncoder) -> None:
         self.encoder, self.tokenizer = encoder, encoder.tokenizer
-        pieces = self.tokenizer.convert_ids_to_tokens(range(len(self.tokenizer)))
-        self._words = [piece.removeprefix("Ġ").lower() for piece in pieces]
-        self._roles = set(self.tokenizer.convert_tokens_to_ids([USER, CONTEXT, ASSISTANT]))
+        self._words = [piece.removeprefix("Ġ").lower() for piece in token_pieces(self.tokenizer)]
+        vocabulary = self.tokenizer.get_vocab()
+        self._roles = {vocabulary[role] for role in (USER, CONTEXT, ASSISTANT)}
+        self._assistant_id = vocabulary[ASSISTANT]
 
     def pack_row(self, pack: Pack, max_tokens: int, rng: random.Random) -> Row:
         """The passages and the turns that fit; nothing if the passages alone do not."""
@@ -76,7 +75,7 @@ class RowEncoder:
         passages = list(_passages(pack, offsets))
         self._guide_context(row, passages, rng)
         for segment, turn in enumerate(pack.turns, start=1):
-            asked, asked_offsets = self._tokens(f"{USER}{turn.request}{ASSISTANT}")
+            asked, _ = self._tokens(f"{USER}{turn.request}{ASSISTANT}")
             answer, answer_offsets = self._tokens(turn.answer + END)
             if len(row.ids) + len(asked) + len(answer) > max_tokens:
                 continue
@@ -149,7 +148,9 @@ class RowEncoder:
             at = first + quoted[0] + i
             looks[Guide.COPY].append((at - 1, [source[0] + i]))
             looks[Guide.LOCATE].append((at, [source[0] + i]))
-        for at in range(first + quoted[1], min(first + quoted[1] + 4, len(row.ids))):  # the mark, the bracket, the number
+        for at in range(
+            first + quoted[1], min(first + quoted[1] + 4, len(row.ids))
+        ):  # the mark, the bracket, the number
             looks[Guide.LOCATE].append((at, [source[1] - 1]))
         self._guide_words(row, (begin, num_asked), (source[0], source[1], passage), first + quoted[0] - 1, length)
         short_char = turn.quote.find(turn.short_answer) if turn.short_answer else -1
@@ -183,7 +184,7 @@ class RowEncoder:
 
     def _guide_grammar(self, row: Row, begin: int, ids: list[int]) -> None:
         """What is kept of a sentence is copied from it."""
-        answers = ids.index(self.encoder.assistant_id) + 1
+        answers = ids.index(self._assistant_id) + 1
         kept = difflib.SequenceMatcher(None, ids[:answers], ids[answers:], autojunk=False).get_matching_blocks()
         for block in kept:
             for i in range(block.size):
@@ -198,9 +199,8 @@ def _passages(pack: Pack, offsets: list[tuple[int, int]]) -> Iterator[_Passage]:
     for number, text in enumerate(pack.passages, start=1):
         label = _token_span(offsets, char + 1, char + 1 + len(str(number)))
         start = char + len(f"[{number}] ")
-        tokens = _token_span(offsets, start, start + len(text), inside=True)
-        if label is None or tokens is None:
-            raise ValueError(f"passage {number} has no tokens of its own: {text[:40]!r}")
+        if label is None:
+            raise ValueError(f"passage {number} has no number of its own: {text[:40]!r}")
         sentences, at = [], 0
         for sentence in split_sentences(text):
             at = text.index(sentence, at)
@@ -208,7 +208,7 @@ def _passages(pack: Pack, offsets: list[tuple[int, int]]) -> Iterator[_Passage]:
             if span is not None:
                 sentences.append(span)
             at += len(sentence)
-        yield _Passage(text, start, label[0], tokens, sentences)
+        yield _Passage(text, start, label[0], sentences)
         char = start + len(text) + 1
 
 
@@ -224,4 +224,4 @@ def _token_span(
     if first is None or last is None or last < first:
         return None
     begins = offsets[first][0] == start or (inside and offsets[first][0] == start - 1)
-    return (first, last + 1) if begins and offsets[last][1] == end or (inside and begins) else None
+    return (first, last + 1) if (begins and offsets[last][1] == end) or (inside and begins) else None

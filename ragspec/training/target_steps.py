@@ -23,7 +23,8 @@ MULTIPLE = 64
 
 @dataclass(frozen=True)
 class RowBatch:
-    """Shapes: ids, places [B, T]; bias [B, T, T]; positions [M] flat indices whose next token is predicted; targets, weights [M]."""
+    """Shapes: ids, places [B, T]; bias [B, T, T]; positions [M], flat indices whose next token is predicted; targets [M];
+    weights [M]."""
 
     ids: Tensor
     places: Tensor
@@ -42,7 +43,9 @@ class RowBatch:
         return counts
 
 
-def draw_rows(stream: PackStream, encoder: RowEncoder, max_tokens: int, step_tokens: int, micro_tokens: int) -> list[RowBatch]:
+def draw_rows(
+    stream: PackStream, encoder: RowEncoder, max_tokens: int, step_tokens: int, micro_tokens: int
+) -> list[RowBatch]:
     """The micro-batches of one step: about `step_tokens` tokens in rows of at most `max_tokens`."""
     rows: list[Row] = []
     counts = {"pack": 0, "loose": 0}

@@ -12,14 +12,11 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 from transformers import PreTrainedTokenizerFast
 
 from ragspec.training.target_format import (
-    ASSISTANT,
     CHAT_TEMPLATE,
-    CONTEXT,
     CONTEXT_ROLE_FLAG,
     END,
     PAD,
     SPECIAL_TOKENS,
-    USER,
 )
 from ragspec.training.target_model import MAX_POSITIONS
 
@@ -67,3 +64,9 @@ def load_tokenizer(directory: Path) -> PreTrainedTokenizerFast:
     """The tokenizer saved in a directory."""
     tokenizer: PreTrainedTokenizerFast = PreTrainedTokenizerFast.from_pretrained(str(directory))
     return tokenizer
+
+
+def token_pieces(tokenizer: PreTrainedTokenizerFast) -> list[str]:
+    """The string of every token, as the vocabulary writes it, by id."""
+    by_id: dict[int, str] = {number: piece for piece, number in tokenizer.get_vocab().items()}
+    return [by_id[number] for number in range(len(tokenizer))]

@@ -19,6 +19,7 @@ from transformers import LlamaForCausalLM
 
 from ragspec.training.checkpoint import read_checkpoint, write_checkpoint
 from ragspec.training.guidance import Guidance, Guide
+from ragspec.training.structured_init import centre_signatures
 from ragspec.training.target_batches import ExampleEncoder
 from ragspec.training.target_examples import Lengths
 from ragspec.training.target_packs import PackStream
@@ -38,9 +39,9 @@ class Stage:
 
 
 STAGES = (
-    Stage(0.25, 320, Lengths(2, (12, 45), 100), 3_840),
-    Stage(0.6, 512, Lengths(3, (25, 80), 200), 4_096),
-    Stage(0.9, 768, Lengths(4, (35, 125), 350), 4_608),
+    Stage(0.1, 320, Lengths(2, (12, 45), 100), 3_840),
+    Stage(0.45, 512, Lengths(3, (25, 80), 200), 4_096),
+    Stage(0.88, 768, Lengths(4, (35, 125), 350), 4_608),
     Stage(1.01, 1152, Lengths(4, (60, 190), 500), 6_144),
 )
 
@@ -101,6 +102,26 @@ class TargetTrainer:
         self.optimizer = torch.optim.AdamW(parameter_groups(model, plan), betas=(0.9, 0.95), fused=True)
         self.average = [p.detach().clone() for p in model.parameters()]
 
+    @torch.no_grad()
+    def centre(self) -> None:
+        """Finish the initialisation with what sentences have in common; once, before the first step."""
+        stage = STAGES[1]
+        stream = self.stream_for(stage.lengths, self.plan.seed)
+        seen: list[Tensor] = []
+        for batch in draw_rows(stream, self.rows, stage.max_tokens, 4 * stage.step_tokens, self.plan.micro_tokens):
+            starts = [
+                (g.text, int(keys.nonzero()[0])) for g in batch.guided if g.guide is Guide.START for keys in g.keys
+            ]
+            layer = self.model.model.layers[Guide.START.layer]
+            handle = layer.input_layernorm.register_forward_hook(
+                lambda _module, _args, normed, starts=starts: seen.extend(
+                    normed[text, at].float() for text, at in set(starts)
+                )
+            )
+            self.token_losses(batch)
+            handle.remove()
+        centre_signatures(self.model, torch.stack(seen))
+
     def share_done(self) -> float:
         """How much of the run is behind, 0-1."""
         by_tokens = self.progress.tokens / self.plan.total_tokens
@@ -129,7 +150,7 @@ class TargetTrainer:
             group["lr"] = lr * group["lr_share"]
         total_weight = self.workers.total(sum(float(batch.weights.sum()) for batch in batches))[0]
         num_guided = sum((batch.num_guided for batch in batches), Counter[Guide]())
-        guided_losses = Counter[Guide]()
+        guided_losses = dict.fromkeys(num_guided, 0.0)
         answer_loss, answer_tokens = 0.0, 0
         for batch in batches:
             losses, guided = self.token_losses(batch)

@@ -19,7 +19,7 @@ def lengths_drawn(plan: TrainingPlan) -> list[Lengths]:
         return fake_stream(lengths, seed)
 
     trainer.plan, trainer.stream_for = plan, stream_for
-    for share in (0.0, 0.1, 0.19, 0.3, 0.8, 0.99):
+    for share in (0.0, 0.05, 0.09, 0.3, 0.8, 0.99):
         trainer.progress.tokens = round(share * plan.total_tokens)
         trainer.train_step()
     return drawn

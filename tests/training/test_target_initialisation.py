@@ -4,7 +4,7 @@ import torch
 
 from ragspec.training import training_attention
 from ragspec.training.guidance import Guidance, Guide
-from ragspec.training.structured_init import VOTES, identities, stream_layout
+from ragspec.training.structured_init import HEAD_DIM, VOTES, centre_signatures, identities, stream_layout
 from ragspec.training.target_model import SIZES, build_target
 
 PIECES = [f"<{number}>" for number in range(6144)]
@@ -35,7 +35,7 @@ def test_layout_fits_the_stream_and_guides_fit_the_model() -> None:
 
 
 def test_words_are_like_themselves_with_a_space_or_a_capital() -> None:
-    """"Mill" at the start of a sentence that no question about a mill finds."""
+    """ "Mill" at the start of a sentence that no question about a mill finds."""
     pieces = ["Ġmill", "Mill", "Ġgrinds", "Ġgrinding", "Ġriver", "7", "Ġ7"]
     mill, capital, one, other, river, seven, spaced = identities(pieces, 4096, torch.Generator().manual_seed(0))
 
@@ -45,6 +45,18 @@ def test_words_are_like_themselves_with_a_space_or_a_capital() -> None:
     assert alike(mill, capital) > alike(one, other) > 0.08 > abs(alike(mill, river))
     assert alike(mill, capital) < 0.6, "they must be told apart, too"
     assert abs(alike(seven, spaced)) < 0.08
+
+
+def test_signatures_of_sentences_have_nothing_in_common() -> None:
+    """What all sentences begin with hides what each begins with: similarities of 0.8, and the wrong sentence is quoted."""
+    model = build_target(SIZES["cpu"], PIECES)
+    generator = torch.Generator().manual_seed(0)
+    starts = torch.randn(40, SIZES["cpu"].hidden_size, generator=generator) + 2.0
+    centre_signatures(model, starts)
+    head = slice(Guide.START.head * HEAD_DIM, Guide.START.head * HEAD_DIM + stream_layout(starts.shape[1]).shifted)
+    with torch.inference_mode():
+        signatures = model.model.layers[Guide.START.layer].self_attn.v_proj(starts)[:, head]
+    assert signatures.mean(0).abs().max() < 1e-4 < signatures.std(0).min()
 
 
 def test_training_attention_equals_the_stock_kernel() -> None:

@@ -23,7 +23,7 @@ from ragspec.training.target_packs import Pack, PackStream, Turn
 from ragspec.training.target_rows import Row, RowEncoder
 from ragspec.training.target_sources import Sources
 from ragspec.training.target_steps import as_batch, draw_rows
-from ragspec.training.target_tokenizer import train_tokenizer
+from ragspec.training.target_tokenizer import token_pieces, train_tokenizer
 
 DATA = Path(__file__).resolve().parents[3] / "shared" / "data"
 needs_data = pytest.mark.skipif(not DATA.is_dir(), reason="the training data is not beside the checkout")
@@ -59,7 +59,7 @@ def test_a_turn_reads_as_the_prompt_that_serving_builds() -> None:
 
 def test_a_packed_turn_is_computed_as_if_it_were_alone() -> None:
     """A mask that lets one turn see another's answer: it learns to copy that instead of reading the passages."""
-    model = build_target(SIZES["tiny"], TOKENIZER.convert_ids_to_tokens(range(len(TOKENIZER)))).eval()
+    model = build_target(SIZES["tiny"], token_pieces(TOKENIZER)).eval()
     model.set_attn_implementation(training_attention.register())
     together = as_batch([row_of()])
     alone = as_batch([row_of(Pack(PASSAGES, PACK.turns[2:]))])
@@ -151,7 +151,10 @@ def test_a_step_depends_on_its_seed_alone(sources: Sources) -> None:
     """Resume relies on it: step n's data must not depend on the steps before."""
     errors = GrammarErrors(DATA)
     first, second = (
-        draw_rows(PackStream(sources, errors, Lengths(3, (25, 80), 120), 7), ENCODER, 512, 2_048, 1_024) for _ in range(2)
+        draw_rows(PackStream(sources, errors, Lengths(3, (25, 80), 120), 7), ENCODER, 512, 2_048, 1_024)
+        for _ in range(2)
     )
-    assert all(torch.equal(a.ids, b.ids) and torch.equal(a.weights, b.weights) for a, b in zip(first, second, strict=True))
+    assert all(
+        torch.equal(a.ids, b.ids) and torch.equal(a.weights, b.weights) for a, b in zip(first, second, strict=True)
+    )
     assert all(batch.ids.shape[1] <= 512 for batch in first)

@@ -18,7 +18,7 @@ from ragspec.training.target_format import message
 from ragspec.training.target_model import SIZES, build_target
 from ragspec.training.target_packs import Pack, PackStream, Turn
 from ragspec.training.target_steps import draw_rows
-from ragspec.training.target_tokenizer import train_tokenizer
+from ragspec.training.target_tokenizer import token_pieces, train_tokenizer
 from ragspec.training.target_trainer import STAGES, TargetTrainer, TrainingPlan
 from ragspec.training.workers import ALONE, Workers
 
@@ -48,7 +48,7 @@ def fake_stream(_: Lengths, seed: int) -> PackStream:
 
 def make_trainer(total_tokens: int = 30_000, workers: Workers = ALONE, size: str = "tiny") -> TargetTrainer:
     tokenizer = train_tokenizer(TEXTS, SIZES["tiny"].vocab_size)
-    model = build_target(SIZES[size], tokenizer.convert_ids_to_tokens(range(len(tokenizer))))
+    model = build_target(SIZES[size], token_pieces(tokenizer))
     model.set_attn_implementation(training_attention.register())
     plan = TrainingPlan(total_tokens=total_tokens, warmup_steps=1)
     return TargetTrainer(model, ExampleEncoder(tokenizer), fake_stream, plan, workers=workers)
