@@ -149,7 +149,8 @@ class TargetTrainer:
         for group in self.optimizer.param_groups:
             group["lr"] = lr * group["lr_share"]
         total_weight = self.workers.total(sum(float(batch.weights.sum()) for batch in batches))[0]
-        num_guided = sum((batch.num_guided for batch in batches), Counter[Guide]())
+        own = sum((batch.num_guided for batch in batches), Counter[Guide]())
+        num_guided = dict(zip(Guide, self.workers.total(*(own[guide] for guide in Guide)), strict=True))
         guided_losses = dict.fromkeys(num_guided, 0.0)
         answer_loss, answer_tokens = 0.0, 0
         for batch in batches:
