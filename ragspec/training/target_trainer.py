@@ -53,7 +53,7 @@ class TrainingPlan:
     total_tokens: int
     minutes: float | None = None
     seed: int = 0
-    micro_tokens: int = 1_536
+    micro_tokens: int = 4_608
     peak_lr: float = 1.2e-3
     final_lr_share: float = 0.03
     structured_lr_share: float = 0.2
