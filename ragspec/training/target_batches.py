@@ -13,7 +13,8 @@ from transformers import PreTrainedTokenizerFast
 from ragspec.training.target_examples import Example
 from ragspec.training.target_format import ASSISTANT, END
 
-ANSWER_WEIGHT, PROMPT_WEIGHT, PROSE_WEIGHT = 1.0, 0.25, 0.4
+CHOICE_WEIGHT, ANSWER_WEIGHT, PROMPT_WEIGHT, PROSE_WEIGHT = 4.0, 1.0, 0.25, 0.4
+"""Choices: whether to answer, and where a quote and a short answer begin."""
 PROMPT_SAMPLE = 0.15
 """Share of prompt tokens whose loss is computed at all: the output layer is a fifth of a step's operations."""
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from ragspec.training.generated_questions import STOP_WORDS
 from ragspec.training.guidance import Guide
 from ragspec.training.sentences import split_sentences
-from ragspec.training.target_batches import ANSWER_WEIGHT, ExampleEncoder
+from ragspec.training.target_batches import ANSWER_WEIGHT, CHOICE_WEIGHT, ExampleEncoder
 from ragspec.training.target_examples import Example
 from ragspec.training.target_format import ASSISTANT, CONTEXT, END, GRAMMAR_REQUEST, USER, numbered
 from ragspec.training.target_packs import Pack, Turn
@@ -79,7 +79,7 @@ class RowEncoder:
             answer, answer_offsets = self._tokens(turn.answer + END)
             if len(row.ids) + len(asked) + len(answer) > max_tokens:
                 continue
-            answer_weights = [ANSWER_WEIGHT] * len(answer)
+            answer_weights = [CHOICE_WEIGHT] + [ANSWER_WEIGHT] * (len(answer) - 1)
             if turn.open_ended:
                 answer_weights[-1] = 0.0
             weights = self.encoder.prompt_weights(asked, rng) + answer_weights
@@ -146,13 +146,15 @@ class RowEncoder:
         looks = row.looks
         for i in range(length):
             at = first + quoted[0] + i
-            looks[Guide.COPY].append((at - 1, [source[0] + i]))
+            looks[Guide.COPY if i else Guide.CHOOSE].append((at - 1, [source[0] + i]))
             looks[Guide.LOCATE].append((at, [source[0] + i]))
+        row.weights[first + quoted[0]] = CHOICE_WEIGHT
         for at in range(
             first + quoted[1], min(first + quoted[1] + 4, len(row.ids))
         ):  # the mark, the bracket, the number
             looks[Guide.LOCATE].append((at, [source[1] - 1]))
-        self._guide_words(row, (begin, num_asked), (source[0], source[1], passage), first + quoted[0] - 1, length)
+        first_row = first + quoted[0] - 1
+        self._guide_words(row, (begin, num_asked), (source[0], source[1], passage), range(first_row, len(row.ids)))
         short_char = turn.quote.find(turn.short_answer) if turn.short_answer else -1
         if short_char >= 0:
             answer = turn.answer
@@ -162,11 +164,10 @@ class RowEncoder:
             stands = _token_span(offsets, start, start + len(turn.short_answer.rstrip(".")), inside=True)
             if short and stands and short[1] - short[0] == stands[1] - stands[0]:
                 for i in range(short[1] - short[0]):
-                    looks[Guide.COPY].append((first + short[0] + i - 1, [stands[0] + i]))
+                    looks[Guide.COPY if i else Guide.CHOOSE].append((first + short[0] + i - 1, [stands[0] + i]))
+                row.weights[first + short[0]] = CHOICE_WEIGHT
 
-    def _guide_words(
-        self, row: Row, asked: tuple[int, int], gold: tuple[int, int, _Passage], first_row: int, num_rows: int
-    ) -> None:
+    def _guide_words(self, row: Row, asked: tuple[int, int], gold: tuple[int, int, _Passage], rows: range) -> None:
         """Words of the question that stand in the quote's sentence, and the answer's tokens that gather them."""
         begin, num_asked = asked
         start = next((a for a, b in gold[2].sentences if a <= gold[0] < b), gold[0])
@@ -180,7 +181,7 @@ class RowEncoder:
                 row.looks[Guide.MATCH].append((at, places[word]))
                 matched.append(at)
         if matched:
-            row.looks[Guide.GATHER] += [(first_row + i, matched) for i in range(num_rows)]
+            row.looks[Guide.GATHER] += [(at, matched) for at in rows]
 
     def _guide_grammar(self, row: Row, begin: int, ids: list[int]) -> None:
         """What is kept of a sentence is copied from it."""

@@ -20,7 +20,7 @@ from transformers import LlamaForCausalLM
 from ragspec.training.checkpoint import read_checkpoint, write_checkpoint
 from ragspec.training.guidance import Guidance, Guide
 from ragspec.training.structured_init import centre_signatures
-from ragspec.training.target_batches import ExampleEncoder
+from ragspec.training.target_batches import ANSWER_WEIGHT, ExampleEncoder
 from ragspec.training.target_examples import Lengths
 from ragspec.training.target_packs import PackStream
 from ragspec.training.target_rows import RowEncoder
@@ -161,7 +161,7 @@ class TargetTrainer:
                 loss = loss + guide.weight * self.plan.guidance * total / num_guided[guide]
                 guided_losses[guide] += float(total.detach()) / num_guided[guide]
             torch.autograd.backward(loss)
-            is_answer = weights == 1.0
+            is_answer = weights >= ANSWER_WEIGHT
             answer_loss += float(losses.detach()[is_answer].sum())
             answer_tokens += int(is_answer.sum())
         self.workers.add_gradients(self.model.parameters())

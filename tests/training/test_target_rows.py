@@ -9,7 +9,7 @@ import torch
 from ragspec.training import training_attention
 from ragspec.training.grammar_errors import GrammarErrors
 from ragspec.training.guidance import Guidance, Guide, Guided
-from ragspec.training.target_batches import ANSWER_WEIGHT, ExampleEncoder
+from ragspec.training.target_batches import ANSWER_WEIGHT, CHOICE_WEIGHT, ExampleEncoder
 from ragspec.training.target_examples import Example, Lengths
 from ragspec.training.target_format import (
     ABSTENTION,
@@ -76,11 +76,12 @@ def test_a_packed_turn_is_computed_as_if_it_were_alone() -> None:
 def test_heads_are_guided_to_where_the_text_says() -> None:
     """Off by one token, copying is trained to repeat the token before."""
     row = row_of()
-    copied = [(row.ids[at + 1], row.ids[key]) for at, [key] in row.looks[Guide.COPY]]
+    copied = [(row.ids[at + 1], row.ids[key]) for at, [key] in row.looks[Guide.COPY] + row.looks[Guide.CHOOSE]]
     assert len(copied) > 12 and all(following == source for following, source in copied)
     answers = [TOKENIZER(turn.quote)["input_ids"] for turn in PACK.turns if turn.passage]
     shorts = [TOKENIZER(f" {turn.short_answer}")["input_ids"] for turn in PACK.turns if turn.passage]
     assert len(copied) == sum(map(len, answers + shorts))
+    assert len(row.looks[Guide.CHOOSE]) == len(answers + shorts)
     labels = {int(TOKENIZER.decode(row.ids[key])) for _, [key] in row.looks[Guide.LABEL]}
     assert labels == {1, 2}
     starts = {TOKENIZER.decode(row.ids[key]).strip()[:1] for _, [key] in row.looks[Guide.START]}
@@ -108,7 +109,9 @@ def test_answers_alone_carry_full_loss_and_no_turn_predicts_the_next() -> None:
     row = row_of()
     assert all(row.segments[p] == row.segments[p + 1] for p in batch.positions[kept].tolist())
     num_answers = sum(len(TOKENIZER(turn.answer)["input_ids"]) + 1 for turn in PACK.turns)
-    assert int((batch.weights == ANSWER_WEIGHT).sum()) == num_answers
+    assert int((batch.weights >= ANSWER_WEIGHT).sum()) == num_answers
+    num_choices = sum(3 if turn.passage else 1 for turn in PACK.turns)
+    assert int((batch.weights == CHOICE_WEIGHT).sum()) == num_choices
 
 
 def test_a_guided_head_is_worth_nothing_only_where_it_looks_right() -> None:
