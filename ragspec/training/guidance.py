@@ -7,9 +7,11 @@ loss of the written tokens alone finds the choice of the sentence late and unlea
 - role: every token to the latest token that opens a role
 - start, label: a token of a passage to the first token of its sentence, and to the number of its passage
 - match: a word of the question to the same word in the sentence that answers it
+- ask: a token of the short answer, and what opens it, to what the question asks for: "who", "how many"
 - gather: a token of the answer to the words of the question that have such a match
 - locate: a token of the quote to itself in the passage, and what follows the quote to the quote's end there
 - copy: whatever is to be copied next, to where it stands
+  (a short answer stands in the passage and in the quote)
 - choose: the same head where a quote or a short answer begins; averaged apart, for one choice stands beside forty copies
 """
 
@@ -27,6 +29,7 @@ class Guide(Enum):
     START = (1, 0, 0.2)
     LABEL = (1, 1, 0.2)
     MATCH = (2, 0, 0.3)
+    ASK = (2, 1, 0.1)
     GATHER = (3, 0, 0.2)
     LOCATE = (3, 1, 0.3)
     COPY = (4, 0, 1.0)

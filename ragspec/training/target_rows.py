@@ -20,6 +20,8 @@ from ragspec.training.target_tokenizer import token_pieces
 GUIDED_CONTEXT_TOKENS = 64
 """Of a row's tokens, so many are shown their role, and of its passages' so many their sentence and number."""
 
+ASKING_WORDS = frozenset("who whom whose what which when where why how many much".split())
+
 Looks = list[tuple[int, list[int]]]
 """(query row, right keys)."""
 
@@ -163,9 +165,16 @@ class RowEncoder:
             start = passage.start_char + char + short_char
             stands = _token_span(offsets, start, start + len(turn.short_answer.rstrip(".")), inside=True)
             if short and stands and short[1] - short[0] == stands[1] - stands[0]:
+                repeated = (
+                    first + quoted[0] + stands[0] - source[0]
+                )  # the quote says it, too, and has seen the question
                 for i in range(short[1] - short[0]):
-                    looks[Guide.COPY if i else Guide.CHOOSE].append((first + short[0] + i - 1, [stands[0] + i]))
+                    at, right = first + short[0] + i, [stands[0] + i, repeated + i]
+                    looks[Guide.COPY if i else Guide.CHOOSE].append((at - 1, right))
                 row.weights[first + short[0]] = CHOICE_WEIGHT
+                asking = [at for at in range(begin, begin + num_asked) if self._words[row.ids[at]] in ASKING_WORDS]
+                if asking:
+                    looks[Guide.ASK] += [(at, asking) for at in range(first + short[0] - 1, len(row.ids))]
 
     def _guide_words(self, row: Row, asked: tuple[int, int], gold: tuple[int, int, _Passage], rows: range) -> None:
         """Words of the question that stand in the quote's sentence, and the answer's tokens that gather them."""
