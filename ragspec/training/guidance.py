@@ -11,8 +11,8 @@ loss of the written tokens alone finds the choice of the sentence late and unlea
 - gather: a token of the answer to the words of the question that have such a match
 - locate: a token of the quote to itself in the passage, and what follows the quote to the quote's end there
 - copy: whatever is to be copied next, to where it stands
-  (a short answer stands in the passage and in the quote)
-- choose: the same head where a quote or a short answer begins; averaged apart, for one choice stands beside forty copies
+- choose: the same head where a quote begins; averaged apart, for one choice stands beside forty copies
+- point: what opens a short answer, to where that begins in the quote and in the passage
 """
 
 from dataclasses import dataclass, field
@@ -34,6 +34,7 @@ class Guide(Enum):
     LOCATE = (3, 1, 0.3)
     COPY = (4, 0, 1.0)
     CHOOSE = (4, 0, 0.3)
+    POINT = (5, 0, 0.3)
 
     @property
     def layer(self) -> int:

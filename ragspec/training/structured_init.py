@@ -137,10 +137,9 @@ def structured_init(model: LlamaForCausalLM, pieces: Sequence[str], seed: int = 
     copying = layers[min(Guide.COPY.layer, len(layers) - 1)]
     if Guide.COPY.layer >= len(layers):
         _write_match_head(copying, Guide.COPY.head, COPYING, layout, compress, generator)
-    rows = _clear_values(copying, Guide.COPY.head)
-    rows = slice(rows.start, rows.start + layout.identity)
-    copying.v_proj.weight[rows, : layout.identity] = torch.eye(layout.identity)
-    copying.o_proj.weight[: layout.identity, rows] = torch.eye(layout.identity)
+    _write_passing_on(copying, Guide.COPY.head, layout)
+    if Guide.POINT.layer < len(layers):
+        _write_passing_on(layers[Guide.POINT.layer], Guide.POINT.head, layout)
 
 
 @torch.no_grad()
@@ -177,6 +176,14 @@ def _clear_values(attention: Any, head: int) -> slice:
     attention.v_proj.weight[rows] = 0.0
     attention.o_proj.weight[:, rows] = 0.0
     return rows
+
+
+def _write_passing_on(attention: Any, head: int, layout: StreamLayout) -> None:
+    """The token that is looked at is the token that is said."""
+    rows = _clear_values(attention, head)
+    rows = slice(rows.start, rows.start + layout.identity)
+    attention.v_proj.weight[rows, : layout.identity] = torch.eye(layout.identity)
+    attention.o_proj.weight[: layout.identity, rows] = torch.eye(layout.identity)
 
 
 def _write_positional_heads(attention: Any, layout: StreamLayout, compress: Tensor) -> None:

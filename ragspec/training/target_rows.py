@@ -170,7 +170,7 @@ class RowEncoder:
                 )  # the quote says it, too, and has seen the question
                 for i in range(short[1] - short[0]):
                     at, right = first + short[0] + i, [stands[0] + i, repeated + i]
-                    looks[Guide.COPY if i else Guide.CHOOSE].append((at - 1, right))
+                    looks[Guide.COPY if i else Guide.POINT].append((at - 1, right))
                 row.weights[first + short[0]] = CHOICE_WEIGHT
                 asking = [at for at in range(begin, begin + num_asked) if self._words[row.ids[at]] in ASKING_WORDS]
                 if asking:

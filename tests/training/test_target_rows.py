@@ -77,13 +77,15 @@ def test_heads_are_guided_to_where_the_text_says() -> None:
     """Off by one token, copying is trained to repeat the token before."""
     row = row_of()
     copied = [
-        (row.ids[at + 1], row.ids[key]) for at, keys in row.looks[Guide.COPY] + row.looks[Guide.CHOOSE] for key in keys
+        (row.ids[at + 1], row.ids[key])
+        for at, keys in row.looks[Guide.COPY] + row.looks[Guide.CHOOSE] + row.looks[Guide.POINT]
+        for key in keys
     ]
     assert len(copied) > 12 and all(following == source for following, source in copied)
     answers = [TOKENIZER(turn.quote)["input_ids"] for turn in PACK.turns if turn.passage]
     shorts = [TOKENIZER(f" {turn.short_answer}")["input_ids"] for turn in PACK.turns if turn.passage]
     assert len(copied) == sum(map(len, answers + shorts + shorts))
-    assert len(row.looks[Guide.CHOOSE]) == len(answers + shorts)
+    assert len(row.looks[Guide.CHOOSE] + row.looks[Guide.POINT]) == len(answers + shorts)
     asking = {TOKENIZER.decode(row.ids[key]).strip() for _, keys in row.looks[Guide.ASK] for key in keys}
     assert asking == {"Who"}
     labels = {int(TOKENIZER.decode(row.ids[key])) for _, [key] in row.looks[Guide.LABEL]}
