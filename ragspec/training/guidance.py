@@ -12,7 +12,8 @@ loss of the written tokens alone finds the choice of the sentence late and unlea
 - locate: a token of the quote to itself in the passage, and what follows the quote to the quote's end there
 - copy: whatever is to be copied next, to where it stands
 - choose: the same head where a quote begins; averaged apart, for one choice stands beside forty copies
-- point: what opens a short answer, to where that begins in the quote and in the passage
+- point: what opens a short answer, to the token of the quote that was followed by it; what the model said there next is what
+  this later layer finds there
 """
 
 from dataclasses import dataclass, field

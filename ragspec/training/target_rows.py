@@ -151,30 +151,33 @@ class RowEncoder:
             looks[Guide.COPY if i else Guide.CHOOSE].append((at - 1, [source[0] + i]))
             looks[Guide.LOCATE].append((at, [source[0] + i]))
         row.weights[first + quoted[0]] = CHOICE_WEIGHT
-        for at in range(
-            first + quoted[1], min(first + quoted[1] + 4, len(row.ids))
-        ):  # the mark, the bracket, the number
-            looks[Guide.LOCATE].append((at, [source[1] - 1]))
+        mark_and_number = range(first + quoted[1], min(first + quoted[1] + 4, len(row.ids)))
+        looks[Guide.LOCATE] += [(at, [source[1] - 1]) for at in mark_and_number]
         first_row = first + quoted[0] - 1
         self._guide_words(row, (begin, num_asked), (source[0], source[1], passage), range(first_row, len(row.ids)))
-        short_char = turn.quote.find(turn.short_answer) if turn.short_answer else -1
-        if short_char >= 0:
-            answer = turn.answer
-            written = answer.rindex(turn.short_answer.rstrip("."))
-            short = _token_span(answer_offsets, written, written + len(turn.short_answer.rstrip(".")), inside=True)
-            start = passage.start_char + char + short_char
-            stands = _token_span(offsets, start, start + len(turn.short_answer.rstrip(".")), inside=True)
-            if short and stands and short[1] - short[0] == stands[1] - stands[0]:
-                repeated = (
-                    first + quoted[0] + stands[0] - source[0]
-                )  # the quote says it, too, and has seen the question
-                for i in range(short[1] - short[0]):
-                    at, right = first + short[0] + i, [stands[0] + i, repeated + i]
-                    looks[Guide.COPY if i else Guide.POINT].append((at - 1, right))
-                row.weights[first + short[0]] = CHOICE_WEIGHT
-                asking = [at for at in range(begin, begin + num_asked) if self._words[row.ids[at]] in ASKING_WORDS]
-                if asking:
-                    looks[Guide.ASK] += [(at, asking) for at in range(first + short[0] - 1, len(row.ids))]
+        self._guide_short_answer(row, turn, (begin, num_asked), source[0] - quoted[0], answer_offsets)
+
+    def _guide_short_answer(
+        self, row: Row, turn: Turn, asked: tuple[int, int], shift: int, answer_offsets: list[tuple[int, int]]
+    ) -> None:
+        """`shift`: from a place in the answer's quote to the same in the passages."""
+        text, first = turn.short_answer.rstrip("."), sum(asked)
+        in_quote = turn.quote.find(text) + 1
+        if not text or not in_quote:
+            return
+        written = turn.answer.rindex(text)
+        said = _token_span(answer_offsets, in_quote, in_quote + len(text), inside=True)
+        short = _token_span(answer_offsets, written, written + len(text), inside=True)
+        if said is None or short is None or short[1] - short[0] != said[1] - said[0]:
+            return
+        looks = row.looks
+        looks[Guide.POINT].append((first + short[0] - 1, [first + said[0] - 1]))
+        for i in range(1, short[1] - short[0]):
+            looks[Guide.COPY].append((first + short[0] + i - 1, [said[0] + shift + i, first + said[0] + i]))
+        row.weights[first + short[0]] = CHOICE_WEIGHT
+        asking = [at for at in range(asked[0], first) if self._words[row.ids[at]] in ASKING_WORDS]
+        if asking:
+            looks[Guide.ASK] += [(at, asking) for at in range(first + short[0] - 1, len(row.ids))]
 
     def _guide_words(self, row: Row, asked: tuple[int, int], gold: tuple[int, int, _Passage], rows: range) -> None:
         """Words of the question that stand in the quote's sentence, and the answer's tokens that gather them."""

@@ -76,16 +76,16 @@ def test_a_packed_turn_is_computed_as_if_it_were_alone() -> None:
 def test_heads_are_guided_to_where_the_text_says() -> None:
     """Off by one token, copying is trained to repeat the token before."""
     row = row_of()
+    pointed = [(row.ids[at + 1], row.ids[key + 1]) for at, [key] in row.looks[Guide.POINT]]
+    assert len(pointed) == 2 and all(following == said for following, said in pointed)
     copied = [
-        (row.ids[at + 1], row.ids[key])
-        for at, keys in row.looks[Guide.COPY] + row.looks[Guide.CHOOSE] + row.looks[Guide.POINT]
-        for key in keys
+        (row.ids[at + 1], row.ids[key]) for at, keys in row.looks[Guide.COPY] + row.looks[Guide.CHOOSE] for key in keys
     ]
     assert len(copied) > 12 and all(following == source for following, source in copied)
     answers = [TOKENIZER(turn.quote)["input_ids"] for turn in PACK.turns if turn.passage]
     shorts = [TOKENIZER(f" {turn.short_answer}")["input_ids"] for turn in PACK.turns if turn.passage]
-    assert len(copied) == sum(map(len, answers + shorts + shorts))
-    assert len(row.looks[Guide.CHOOSE] + row.looks[Guide.POINT]) == len(answers + shorts)
+    assert len(copied) == sum(map(len, answers + shorts + shorts)) - 2 * len(shorts)
+    assert len(row.looks[Guide.CHOOSE]) == len(answers)
     asking = {TOKENIZER.decode(row.ids[key]).strip() for _, keys in row.looks[Guide.ASK] for key in keys}
     assert asking == {"Who"}
     labels = {int(TOKENIZER.decode(row.ids[key])) for _, [key] in row.looks[Guide.LABEL]}
