@@ -52,6 +52,7 @@ def test_numbers_and_names_stay(before: str, after: str, kept: list[tuple[str, s
         ("I see Anns mill.", "I see Ann's mill."),
         ("i like london.", "I like London."),
         ("We meet on monday.", "We met on Monday."),
+        ("We met on Wendesday in Febuary.", "We met on Wednesday in February."),
         ("We like The mill and the river.", "We like the mill and the river."),
         ("HE GO TO THE MILL.", "HE GOES TO THE MILL."),
     ],
