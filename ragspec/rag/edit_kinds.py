@@ -123,7 +123,9 @@ def _move(text: str, first: Edit, second: Edit) -> Edit | None:
         return None
     if sorted(_words(first.original.casefold())) == sorted(_words(first.replacement.casefold())):  # nothing moves
         return None
-    if all(kind_of(edit.original, edit.replacement) in _EXCHANGED and _words(edit.original) for edit in (first, second)):
+    if all(
+        kind_of(edit.original, edit.replacement) in _EXCHANGED and _words(edit.original) for edit in (first, second)
+    ):
         return None
     original = text[first.start : second.end]
     return Edit(first.start, second.end, original, first.replacement + between + second.replacement)
