@@ -164,8 +164,6 @@ def _reason(edit: Edit, guard: Guard, names: frozenset[str]) -> Why | None:
     if guard.numbers and _numbers_change(edit, old, new):
         return Why.NUMBER
     kept = {form for word in new for form in _name_forms(word)}
-    if new and edit.kind is EditKind.SPELLING and {word.casefold() for word in new} <= _CALENDAR:
-        return None
     if any(word in names and not _name_forms(word) & kept for word in old):
         return Why.NAME
     return None
