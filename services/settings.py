@@ -69,7 +69,7 @@ class ConversationSettings(Part):
 
 class GrammarSettings(Part):
     """`timeout_s`: what is not corrected by then stays as it is, and the reply says so. `max_edit_ratio`: of a sentence's
-    characters, those that a correction may change."""
+    words, those that a correction may change."""
 
     max_text_chars: int = Field(100_000, ge=1)
     timeout_s: float = Field(60.0, gt=0.0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from pathlib import Path
 
 from ragspec.errors import ConfigError, SaveError
@@ -27,7 +28,7 @@ def draw_grammar(result: Result, title: str, folder: Path) -> list[Path]:
         axes.set_ylim(0, 1.25 * max(*speedups, 1.0))
         axes.set_xlabel("words changed by the correction (%), sentences of 20 to 40 words, forced answers")
         axes.set_ylabel("speed-up of decoding (times)")
-        axes.set_title(title, loc="left")
+        axes.set_title(textwrap.fill(title, 68), loc="left")
         save_figure(figure, path)
     except ImportError as cause:
         raise ConfigError('plots need matplotlib: pip install "ragspec[bench]"') from cause

@@ -139,7 +139,7 @@ class Chat:
         return self._conversations
 
     def prepare(self, turn: Turn) -> ReadyTurn:
-        """Raises: InputError, NotFound, PromptTooLong, RetrievalError, StoreError."""
+        """Raises: InputError, NotFound, PromptTooLong, RetrievalError, StoreError; EngineError where the target rewrites."""
         system, given, asked = exchanges(turn.messages)
         check_text(asked, "the question")
         self._salts.note(turn.scope.tenant, turn.salt)

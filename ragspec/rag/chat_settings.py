@@ -11,8 +11,8 @@ from ragspec.config import Part
 
 class ChatConfig(Part):
     """`rewriter` makes a follow-up question standalone before it is looked up: by rules, or by the target itself; auto: by the
-    target if it has `least_rewriter_parameters`; off: it is looked up as it is. The target may take `rewriter_tokens` tokens
-    and `rewriter_timeout_s`, and where it fails the rules decide.
+    target if it has `least_rewriter_parameters`; off: it is looked up as it is. The target may write `rewriter_tokens`
+    tokens; where they are no question, the rules decide.
 
     `history`: whether the target reads earlier turns, or only the question made standalone; auto: unless it was trained on
     single questions, as those with a role for passages are, which would write an earlier answer again. Of what the latest
@@ -23,7 +23,6 @@ class ChatConfig(Part):
     rewriter: Literal["auto", "rules", "model", "off"] = "auto"
     least_rewriter_parameters: int = Field(1_000_000_000, ge=0)
     rewriter_tokens: int = Field(64, ge=1, le=1024)
-    rewriter_timeout_s: float = Field(5.0, gt=0.0)
     history: Literal["auto", "shown", "hidden"] = "auto"
     max_carried: int = Field(1, ge=0, le=16)
     carried_turns: int = Field(2, ge=0, le=16)

@@ -32,6 +32,8 @@ Classify = Callable[[str, Sequence[Edit]], list[Edit]]
 _WORD = re.compile(r"\w+(?:['’]\w+)*")
 _MAX_MOVED = 4
 """Words between a word's old and new place at most, for it to count as moved."""
+_EXCHANGED = frozenset({EditKind.ARTICLE, EditKind.PREPOSITION, EditKind.AGREEMENT, EditKind.VERB_FORM})
+"""Two words put right, each in its place: "a apple and an pear" moves nothing."""
 _ALIKE = 0.6
 """Letters in common at least (twice over both lengths), for one word to be the other misspelt."""
 
@@ -120,6 +122,10 @@ def _move(text: str, first: Edit, second: Edit) -> Edit | None:
     if not old or sorted(old) != sorted(new) or len(_words(between)) > _MAX_MOVED or "\n" in between:
         return None
     if sorted(_words(first.original.casefold())) == sorted(_words(first.replacement.casefold())):  # nothing moves
+        return None
+    if all(
+        kind_of(edit.original, edit.replacement) in _EXCHANGED and _words(edit.original) for edit in (first, second)
+    ):
         return None
     original = text[first.start : second.end]
     return Edit(first.start, second.end, original, first.replacement + between + second.replacement)

@@ -1,22 +1,22 @@
-"""Who makes follow-up questions standalone: the rules, or the target, and the rules where it fails."""
+"""Who makes follow-up questions standalone: the rules, or the target, and the rules where it writes no question.
+
+No clock and no load decides between the two, or the same conversation would look up another question on a busy day.
+"""
 
 from __future__ import annotations
 
 import asyncio
-import logging
 import uuid
 from collections.abc import Sequence
 
 from ragspec.core import FinishReason, Message, Request, SamplingParams
-from ragspec.errors import RagspecError
+from ragspec.errors import PromptTooLong
 from ragspec.rag.chat_settings import ChatConfig
 from ragspec.rag.conversations import Said
 from ragspec.rag.prompt import PromptBuilder
 from ragspec.rag.sources import copy_sources
 from ragspec.rag.standalone import standalone
 from ragspec.rag.steps import EngineLike, completions
-
-log = logging.getLogger(__name__)
 
 _SYSTEM = (
     "Rewrite the user's last question so that it can be understood without the conversation: put names in place of pronouns "
@@ -50,22 +50,23 @@ class Rewriter:
         self._engine = engine if _asks_target(config, engine) else None
 
     def standalone(self, question: str, said: Sequence[Said], salt: str = "") -> str:
-        """What to look up for a question after these turns; the question itself if they are none, or if all fails."""
+        """What to look up for a question after these turns; the question itself if there are none.
+
+        Raises: whatever the target fails with, as it would for the answer itself.
+        """
         if not said or self._config.rewriter == "off":
             return question
-        try:
-            written = self._written(question, said, salt) if self._engine is not None else ""
-        except (RagspecError, TimeoutError) as cause:
-            log.warning("a question is made standalone by rules: the target failed with %s", type(cause).__name__)
-            written = ""
+        written = self._written(question, said, salt) if self._engine is not None else ""
         return written or standalone(question, said)
 
     def _written(self, question: str, said: Sequence[Said], salt: str) -> str:
-        """What the target writes; empty if it is no question."""
+        """What the target writes; empty if it is no question, or if the turns do not fit its context."""
         assert self._engine is not None
-        request = self._request(question, said, salt)
-        wanted = asyncio.wait_for(completions(self._engine, request), self._config.rewriter_timeout_s)
-        (completion,) = asyncio.run(wanted)
+        try:
+            request = self._request(question, said, salt)
+        except PromptTooLong:
+            return ""
+        (completion,) = asyncio.run(completions(self._engine, request))
         text = completion.text.strip()
         ended = completion.finish_reason is FinishReason.STOP
         return text if ended and text and "\n" not in text and len(text) <= _MAX_CHARS + len(question) else ""

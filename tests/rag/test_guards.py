@@ -31,6 +31,7 @@ def outcome(before: str | list[TextPart], after: str, guard: Guard = ANYTHING) -
         ("He see two mill.", "He saw three mills.", [("two", "number")]),
         ("He see a mill.", "He saw seven mills.", [("a", "number")]),
         ("He see John Smith.", "He saw Jon Smith.", [("John", "name")]),
+        ("He see Marsh there.", "He saw March there.", [("Marsh", "name")]),
         ("He see Jon in Paris.", "He saw him in Rome.", [("Jon", "name"), ("Paris", "name")]),
         ("He use an iPhone here.", "He used an Iphone here.", [("iPhone", "name")]),
         ("Ann come. I see Ann.", "Anne comes.", [("Ann", "name"), ("Ann", "name")]),

@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from pathlib import Path
 
+import pytest
 from correcting_service import correcting
 
 from ragspec.engine.target import Target
 
 FIELDS = {"language": "en-US", "text": "He go home."}
+PATIENT = {
+    "service.grammar.max_text_chars": 2_000_000,
+    "service.grammar.timeout_s": 1700.0,
+    "service.timeouts.request_s": 1800.0,
+}
+
+
+def _goes(sentence: str) -> str:
+    return sentence.replace("go ", "goes ")
 
 
 def test_a_closed_service_takes_the_key_from_the_form(
@@ -53,3 +64,42 @@ def test_what_is_not_done_in_time_is_named(tmp_path: Path, letter_index: Path, s
         reply = response.json()
         assert [match["replacements"][0]["value"] for match in reply["matches"]] == ["goes"]
         assert reply["warnings"]["incompleteResults"] and "time" in reply["warnings"]["incompleteResultsReason"]
+
+
+@pytest.mark.parametrize("num_sentences", [200, pytest.param(10_000, marks=pytest.mark.slow)])
+def test_a_long_text_is_corrected_to_its_end(
+    num_sentences: int, tmp_path: Path, letter_index: Path, service_target: Target
+) -> None:
+    """A book whose middle is lost; a long text that costs more for each sentence than a short one."""
+    ends = [" " if number % 7 else "\r\n\r\n" for number in range(num_sentences)]
+    text = "".join(f"He go to mill {number}.{end}" for number, end in enumerate(ends))
+    with correcting(tmp_path, letter_index, service_target, _goes, **PATIENT) as service, service.client() as client:
+        reply = client.post("/v1/grammar", json={"text": text}, timeout=1800.0).json()
+        assert reply["corrected"] == text.replace("go ", "goes ")
+        assert len(reply["edits"]) == reply["statistics"]["num_sentences"] == num_sentences
+        matches = client.post("/v2/check", data={**FIELDS, "text": text}, timeout=1800.0).json()["matches"]
+    assert [match["offset"] for match in matches] == [match.start() for match in re.finditer(r"\bgo\b", text)]
+
+
+@pytest.mark.parametrize(
+    ("piece", "size"),
+    [
+        *((piece, 30_000) for piece in ("x y ", "x", "He go home. ", " \r\n", "\U0001f600 ", "<b ", "a@", "7 ")),
+        *(pytest.param(piece, 1_000_000, marks=pytest.mark.slow) for piece in (" \r\n", "7 ")),
+    ],
+)
+def test_a_text_of_any_size_is_answered_or_refused(
+    piece: str, size: int, tmp_path: Path, letter_index: Path, service_target: Target
+) -> None:
+    """A megabyte of anything that ends in an error 500, or holds everybody up."""
+    text = piece * (size // len(piece))
+    with correcting(tmp_path, letter_index, service_target, str, **PATIENT) as service, service.client() as client:
+        reply = client.post("/v1/grammar", json={"text": text}, timeout=1800.0)
+        assert reply.status_code == 200 and reply.json()["corrected"] == text
+        assert client.get("/v2/healthcheck").text == "OK"
+    limited = tmp_path / "limited"
+    limited.mkdir()
+    with correcting(limited, letter_index, service_target, str) as service, service.client() as client:
+        checked = client.post("/v2/check", data={**FIELDS, "text": 40 * text})
+        assert checked.status_code == 413
+        assert checked.text.startswith("Error: "), checked.text
