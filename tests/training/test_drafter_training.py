@@ -19,7 +19,7 @@ from ragspec.training.drafter_trainer import DrafterPlan, DrafterTrainer
 from ragspec.training.eagle_model import Head, unroll
 from ragspec.training.target_batches import Encoded, collate
 from ragspec.training.target_model import SIZES, build_target
-from ragspec.training.target_tokenizer import marker_tokens, train_tokenizer
+from ragspec.training.target_tokenizer import token_pieces, train_tokenizer
 from ragspec.training.workers import ALONE, Workers
 
 TAPS = (0, 1, 2)
@@ -29,7 +29,7 @@ FAMILIES = list(EagleFamily)
 
 def tiny_target() -> FrozenTarget:
     tokenizer = train_tokenizer(["The cat sat on the mat. A dog ran home at noon."] * 20, SIZES["tiny"].vocab_size)
-    return FrozenTarget(build_target(SIZES["tiny"], marker_tokens(tokenizer)), tokenizer)
+    return FrozenTarget(build_target(SIZES["tiny"], token_pieces(tokenizer)), tokenizer)
 
 
 def draw(rng: random.Random) -> Encoded:
