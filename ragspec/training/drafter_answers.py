@@ -31,7 +31,6 @@ from ragspec.training.target_sources import Sources
 PROSE_PROMPT_TOKENS = (16, 64)
 PROSE_TOKENS, ANSWER_TOKENS = 160, 96
 BATCH = 64
-DERIVED_SOURCES = ("by_group", "squad_by_paragraph")
 
 
 class Origin(NamedTuple):
@@ -81,12 +80,13 @@ class PromptSource:
 
 
 def data_fingerprint(sources: Sources, errors: GrammarErrors) -> str:
-    """A hash of the loaded texts, so that a file that no prompt is made of does not count."""
+    """A hash of the loaded texts, so that a file that no prompt is made of does not count; what is a mapping only orders them."""
     digest = hashlib.sha256(json.dumps([errors.verbs, errors.confusions]).encode())
     for field in fields(sources):
-        if field.name not in DERIVED_SOURCES:
+        texts = getattr(sources, field.name)
+        if not isinstance(texts, dict):
             digest.update(f"\n{field.name}".encode())
-            for text in getattr(sources, field.name):
+            for text in texts:
                 digest.update(f"\n{text!r}".encode())
     return digest.hexdigest()
 

@@ -39,7 +39,7 @@ def test_only_requests_with_an_answer_are_forced() -> None:
 
 def test_gold_answer_quotes_the_retrieved_sentence_with_its_number() -> None:
     """Bug guarded: a quote from the wrong passage, or a number that does not fit the prompt."""
-    assert gold_answers([QUESTION], [PASSAGES]) == {"q": '"The bridge was built in 1874." [2] 1874.'}
+    assert gold_answers([QUESTION], [PASSAGES]) == {"q": '"The bridge was built in 1874." [2] – 1874.'}
 
 
 def test_gold_answer_abstains_where_the_gold_passage_was_not_retrieved() -> None:

@@ -29,7 +29,9 @@ FAMILIES = list(EagleFamily)
 
 def tiny_target() -> FrozenTarget:
     tokenizer = train_tokenizer(["The cat sat on the mat. A dog ran home at noon."] * 20, SIZES["tiny"].vocab_size)
-    return FrozenTarget(build_target(SIZES["tiny"], token_pieces(tokenizer)), tokenizer)
+    model = build_target(SIZES["tiny"], token_pieces(tokenizer))
+    model.model.norm.weight.data.fill_(1.0)  # a fresh target's features are so small that the noise on them hides them
+    return FrozenTarget(model, tokenizer)
 
 
 def draw(rng: random.Random) -> Encoded:
