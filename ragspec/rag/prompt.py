@@ -65,7 +65,7 @@ class PromptBuilder:
         """The prompt with as many of the best passages as leave room for `max_tokens` of output.
 
         `question` is a text or a conversation that ends with the user's message; `passages` are ranked, the last are dropped
-        first. `question_first`: before the passages also where the template knows no role `context`, for answers in whose course
+        first. `question_first`: before the passages, unless the template knows a role `context`; for answers in whose course
         passages are replaced.
         Raises: InputError for a text no tokenizer should see, PromptTooLong if it does not fit even without passages.
         """

@@ -80,7 +80,7 @@ class PromptSource:
 
 
 def data_fingerprint(sources: Sources, errors: GrammarErrors) -> str:
-    """A hash of the loaded texts, so that a file that no prompt is made of does not count; what is a mapping only orders them."""
+    """A hash of the loaded texts, so that a file no prompt is made of does not count. Mappings are derived from the lists."""
     digest = hashlib.sha256(json.dumps([errors.verbs, errors.confusions]).encode())
     for field in fields(sources):
         texts = getattr(sources, field.name)

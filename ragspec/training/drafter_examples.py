@@ -1,4 +1,4 @@
-"""What a head is trained and probed on: the target's own mixture with more prose and chat, loss on answers only.
+"""What a head is trained and probed on: texts of the target's kinds, half of them prose and chat, loss on answers only.
 
 Owns the mixture, the draft vocabulary and the probes' texts. Held out as for the target: evaluation articles, JFLEG,
 standard-library names, and of the dialogues every file but `train`; probes read SQuAD articles and dialogues that neither
@@ -40,7 +40,7 @@ Draw = Callable[[random.Random], Encoded]
 
 
 class DrafterStream(ExampleStream):
-    """The target's mixture, half of it prose and dialogues."""
+    """The mixture of single examples, half of it prose and dialogues."""
 
     def __init__(self, sources: Sources, errors: GrammarErrors, seed: int) -> None:
         super().__init__(sources, errors, LENGTHS, seed)

@@ -17,12 +17,13 @@ loss of the written tokens alone finds the choice of the sentence late and unlea
 """
 
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import Enum, unique
 
 import torch
 from torch import Tensor
 
 
+@unique
 class Guide(Enum):
     """Layer, head and weight of each guided head."""
 

@@ -84,6 +84,8 @@ LOCATING = (
     Comparison(RECENT, RECENT, (28, 40), 3.2),
 )
 MATCHING = (Comparison(0, 0, (44, 64), 3.0), Comparison(1, 1, (32, 44), 1.5))
+SPARE_HEAD = 2
+"""Guided in no layer: it copies where a model is too shallow for the layer that should."""
 SIGNATURE_RECENT = 1.5
 """Weight of what stands before a sentence; many begin with the same word."""
 PASSED_ON = 0.3
@@ -134,10 +136,11 @@ def structured_init(model: LlamaForCausalLM, pieces: Sequence[str], seed: int = 
         if guide.layer < len(layers):
             _write_match_head(layers[guide.layer], guide.head, comparisons, layout, compress, generator)
     _write_signatures(layers, layout, generator)
-    copying = layers[min(Guide.COPY.layer, len(layers) - 1)]
-    if Guide.COPY.layer >= len(layers):
-        _write_match_head(copying, Guide.COPY.head, COPYING, layout, compress, generator)
-    _write_passing_on(copying, Guide.COPY.head, layout)
+    if Guide.COPY.layer < len(layers):
+        _write_passing_on(layers[Guide.COPY.layer], Guide.COPY.head, layout)
+    else:
+        _write_match_head(layers[-1], SPARE_HEAD, COPYING, layout, compress, generator)
+        _write_passing_on(layers[-1], SPARE_HEAD, layout)
     if Guide.POINT.layer < len(layers):
         _write_passing_on(layers[Guide.POINT.layer], Guide.POINT.head, layout)
 

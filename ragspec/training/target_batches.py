@@ -1,6 +1,6 @@
-"""From conversations to tensors: token ids, the weight of each token's loss, micro-batches of similar length.
+"""From conversations to tensors: token ids, the weight of each token's loss, padded batches.
 
-Owns the loss weights. Every example starts at position 0 and is padded on the right, as it is served.
+Owns the loss weights. An example starts at position 0 and is padded on the right, as it is served; `target_rows` packs more.
 """
 
 import random

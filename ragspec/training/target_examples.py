@@ -1,6 +1,6 @@
 """Training conversations for the reference target, one at a time, from a seeded generator.
 
-Owns the mixture of tasks and how long passages are in each stage; the texts come from `Sources`.
+Owns the mixture of single examples, which heads are trained on (the target: `target_packs`); the texts come from `Sources`.
 """
 
 import random

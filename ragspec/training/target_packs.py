@@ -9,12 +9,13 @@ from dataclasses import dataclass
 
 from ragspec.training import generated_questions as generated
 from ragspec.training.grammar_errors import GrammarErrors
-from ragspec.training.sentences import split_sentences
+from ragspec.training.sentences import sentences_of
 from ragspec.training.target_examples import MAX_QUOTE_WORDS, ExampleStream, Lengths, first_doc_sentence, first_words
 from ragspec.training.target_format import ABSTENTION, quoted_answer
 from ragspec.training.target_sources import Paragraph, Question, Sources
 
-ABSTAIN_SHARE = 0.12
+ABSTAIN_TRIES = 0.12
+"""Questions without an answer that are looked for, per question with one, beside one a pack; not every try finds one."""
 GENERATED_PER_PASSAGE = 2
 
 
@@ -97,7 +98,7 @@ class PackStream(ExampleStream):
                 yield other, self._window(other, index)
 
     def _generated(self, text: str, number: int, passages: list[str]) -> Iterator[Turn]:
-        rng, sentences = self.rng, [s for s in split_sentences(text) if is_quotable(s)]
+        rng, sentences = self.rng, [s for s in sentences_of(text) if is_quotable(s)]
         for _ in range(GENERATED_PER_PASSAGE if sentences else 0):
             sentence, way = rng.choice(sentences), rng.random()
             if way < 0.45:
@@ -112,7 +113,7 @@ class PackStream(ExampleStream):
     def _absent(self, paragraphs: list[Paragraph], passages: list[str], num_turns: int) -> Iterator[Turn]:
         """Questions whose answer is in none of the passages: written for it, or asked about another paragraph."""
         rng = self.rng
-        for _ in range(1 + int(ABSTAIN_SHARE * num_turns)):
+        for _ in range(1 + int(ABSTAIN_TRIES * num_turns)):
             paragraph = rng.choice(paragraphs)
             unanswerable = self.sources.unanswerable_by_paragraph.get(id(paragraph))
             if unanswerable and rng.random() < 0.6:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from ragspec.training.generated_questions import STOP_WORDS
 from ragspec.training.guidance import Guide
-from ragspec.training.sentences import split_sentences
+from ragspec.training.sentences import sentences_of
 from ragspec.training.target_batches import ANSWER_WEIGHT, CHOICE_WEIGHT, ExampleEncoder
 from ragspec.training.target_examples import Example
 from ragspec.training.target_format import ASSISTANT, CONTEXT, END, GRAMMAR_REQUEST, USER, numbered
@@ -64,7 +64,7 @@ class RowEncoder:
         self._words = [piece.removeprefix("Ġ").lower() for piece in token_pieces(self.tokenizer)]
         vocabulary = self.tokenizer.get_vocab()
         self._roles = {vocabulary[role] for role in (USER, CONTEXT, ASSISTANT)}
-        self._assistant_id = vocabulary[ASSISTANT]
+        self._num_request_tokens = len(self._tokens(USER + GRAMMAR_REQUEST.rstrip())[0])
 
     def pack_row(self, pack: Pack, max_tokens: int, rng: random.Random) -> Row:
         """The passages and the turns that fit; nothing if the passages alone do not."""
@@ -168,7 +168,7 @@ class RowEncoder:
         written = turn.answer.rindex(text)
         said = _token_span(answer_offsets, in_quote, in_quote + len(text), inside=True)
         short = _token_span(answer_offsets, written, written + len(text), inside=True)
-        if said is None or short is None or short[1] - short[0] != said[1] - said[0]:
+        if said is None or short is None or self._differ(row, (first + said[0], first + short[0]), short[1] - short[0]):
             return
         looks = row.looks
         looks[Guide.POINT].append((first + short[0] - 1, [first + said[0] - 1]))
@@ -178,6 +178,11 @@ class RowEncoder:
         asking = [at for at in range(asked[0], first) if self._words[row.ids[at]] in ASKING_WORDS]
         if asking:
             looks[Guide.ASK] += [(at, asking) for at in range(first + short[0] - 1, len(row.ids))]
+
+    def _differ(self, row: Row, starts: tuple[int, int], length: int) -> bool:
+        """At the beginning of a quote and behind brackets a word has another token than behind a space."""
+        one, other = (row.ids[start : start + length] for start in starts)
+        return one != other
 
     def _guide_words(self, row: Row, asked: tuple[int, int], gold: tuple[int, int, _Passage], rows: range) -> None:
         """Words of the question that stand in the quote's sentence, and the answer's tokens that gather them."""
@@ -197,11 +202,12 @@ class RowEncoder:
 
     def _guide_grammar(self, row: Row, begin: int, ids: list[int]) -> None:
         """What is kept of a sentence is copied from it."""
-        answers = ids.index(self._assistant_id) + 1
-        kept = difflib.SequenceMatcher(None, ids[:answers], ids[answers:], autojunk=False).get_matching_blocks()
+        answers = ids.index(self.encoder.assistant_id) + 1
+        shown = self._num_request_tokens
+        kept = difflib.SequenceMatcher(None, ids[shown:answers], ids[answers:], autojunk=False).get_matching_blocks()
         for block in kept:
             for i in range(block.size):
-                at, source = begin + answers + block.b + i, begin + block.a + i
+                at, source = begin + answers + block.b + i, begin + shown + block.a + i
                 row.looks[Guide.COPY].append((at - 1, [source]))
                 row.looks[Guide.LOCATE].append((at, [source]))
 
@@ -215,7 +221,7 @@ def _passages(pack: Pack, offsets: list[tuple[int, int]]) -> Iterator[_Passage]:
         if label is None:
             raise ValueError(f"passage {number} has no number of its own: {text[:40]!r}")
         sentences, at = [], 0
-        for sentence in split_sentences(text):
+        for sentence in sentences_of(text):
             at = text.index(sentence, at)
             span = _token_span(offsets, start + at, start + at + len(sentence), inside=True)
             if span is not None:
@@ -230,11 +236,11 @@ def _token_span(
 ) -> tuple[int, int] | None:
     """The tokens of characters [start, end); None unless they begin and end there.
 
-    `inside`: the first may bring the space before it.
+    `inside`: the first may bring the character before it, the last may go on.
     """
     first = next((i for i, (a, b) in enumerate(offsets) if b > start), None)
     last = next((i for i in range(len(offsets) - 1, -1, -1) if offsets[i][0] < end), None)
     if first is None or last is None or last < first:
         return None
     begins = offsets[first][0] == start or (inside and offsets[first][0] == start - 1)
-    return (first, last + 1) if (begins and offsets[last][1] == end) or (inside and begins) else None
+    return (first, last + 1) if begins and (inside or offsets[last][1] == end) else None

@@ -14,8 +14,8 @@ from ragspec.training.guidance import Guide, Guided
 from ragspec.training.target_packs import PackStream
 from ragspec.training.target_rows import Row, RowEncoder
 
-LOOSE_SHARE = 0.3
-"""Of a step's tokens: examples without passages to share, most of them grammar."""
+LOOSE_SHARE = 0.37
+"""Of a step's tokens, about: examples without passages to share, most of them grammar."""
 FORBIDDEN = -30_000.0
 MULTIPLE = 64
 """Lengths are padded to multiples, or the library of matrix products compiles a kernel for each new one (half of a step)."""
@@ -48,16 +48,17 @@ def draw_rows(
 ) -> list[RowBatch]:
     """The micro-batches of one step: about `step_tokens` tokens in rows of at most `max_tokens`."""
     rows: list[Row] = []
-    counts = {"pack": 0, "loose": 0}
-    while sum(counts.values()) < step_tokens:
-        if counts["loose"] < LOOSE_SHARE * (sum(counts.values()) + max_tokens):
+    num_loose = num_drawn = 0
+    while num_drawn < step_tokens:
+        is_loose = num_loose <= LOOSE_SHARE * num_drawn
+        if is_loose:
             row = encoder.loose_row((stream.draw() for _ in itertools.count()), max_tokens, stream.rng)
-            counts["loose"] += len(row.ids)
         else:
             row = encoder.pack_row(stream.draw_pack(), max_tokens, stream.rng)
-            counts["pack"] += len(row.ids)
         if row.ids and max(row.segments) > 0:
             rows.append(row)
+            num_drawn += len(row.ids)
+            num_loose += len(row.ids) * is_loose
     rows.sort(key=lambda row: len(row.ids))
     groups: list[list[Row]] = [[]]
     for row in rows:
@@ -68,7 +69,7 @@ def draw_rows(
 
 
 def as_batch(rows: list[Row]) -> RowBatch:
-    """Pad on the right with id 0; what is padded is seen by nobody."""
+    """Pad on the right with id 0; padding comes last, so nobody sees it."""
     length = _padded(max(len(row.ids) for row in rows))
     ids, places, segments = (torch.zeros(len(rows), length, dtype=torch.long) for _ in range(3))
     weights = torch.zeros(len(rows), length)

@@ -56,9 +56,8 @@ class TrainingPlan:
     micro_tokens: int = 4_608
     peak_lr: float = 1.2e-3
     final_lr_share: float = 0.03
-    structured_lr_share: float = 0.2
+    positional_lr_share: float = 0.2
     embedding_lr_share: float = 0.3
-    guidance: float = 1.0
     warmup_steps: int = 100
     weight_decay: float = 0.05
     ema_decay: float = 0.997
@@ -158,7 +157,7 @@ class TargetTrainer:
             weights = batch.weights.to(self.device)
             loss = (losses * weights).sum() / total_weight
             for guide, total in guided.items():
-                loss = loss + guide.weight * self.plan.guidance * total / num_guided[guide]
+                loss = loss + guide.weight * total / num_guided[guide]
                 guided_losses[guide] += float(total.detach()) / num_guided[guide]
             torch.autograd.backward(loss)
             is_answer = weights >= ANSWER_WEIGHT
@@ -172,6 +171,7 @@ class TargetTrainer:
         self.progress.step += 1
         num_tokens = sum(batch.ids.numel() for batch in batches)
         loss_sum, loss_tokens, step_tokens = self.workers.total(answer_loss, answer_tokens, num_tokens)
+        guided_losses = dict(zip(guided_losses, self.workers.total(*guided_losses.values()), strict=True))
         self.progress.tokens += int(step_tokens)
         return {
             "step": self.progress.step,
@@ -246,7 +246,9 @@ class TargetTrainer:
 
 
 def parameter_groups(model: LlamaForCausalLM, plan: TrainingPlan) -> list[dict[str, Any]]:
-    """Weight decay on matrices only; slower steps for the structured layers and for the embedding they read.
+    """Weight decay on matrices only; slower steps for the layer of the positional heads and for the embedding all circuits read.
+
+    The other circuits are held by their guides.
 
     Why: a structured head's score is one large product, so a step that suits fresh weights soon destroys it. Seen with
     an earlier form of the circuits: the first quoted token cost 5.0 nats after 0.65 M tokens at the full rate, and 3.5
@@ -258,6 +260,6 @@ def parameter_groups(model: LlamaForCausalLM, plan: TrainingPlan) -> list[dict[s
         if "embed_tokens" in name:
             share = plan.embedding_lr_share
         elif name.startswith("model.layers.") and int(name.split(".")[2]) == 0:
-            share = plan.structured_lr_share
+            share = plan.positional_lr_share
         groups.setdefault((share, plan.weight_decay if parameter.dim() > 1 else 0.0), []).append(parameter)
     return [{"params": p, "lr": plan.peak_lr, "lr_share": s, "weight_decay": d} for (s, d), p in groups.items()]

@@ -36,7 +36,7 @@ def test_a_continued_run_takes_half_the_rate_and_no_shortest_examples() -> None:
 
 @pytest.mark.slow
 def test_a_plan_from_stage_one_never_draws_examples_of_stage_zero() -> None:
-    """A trained model would spend a fifth of the run on texts shorter than any it is asked about."""
+    """A trained model would spend a tenth of the run on texts shorter than any it is asked about."""
     plan, stages = TrainingPlan(total_tokens=1_000_000, warmup_steps=1), [stage.lengths for stage in STAGES]
     assert lengths_drawn(plan) == [stages[0]] * 3 + stages[1:]
     assert lengths_drawn(continued(plan)) == [stages[1]] * 3 + stages[1:]

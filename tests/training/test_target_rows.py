@@ -14,6 +14,7 @@ from ragspec.training.target_examples import Example, Lengths
 from ragspec.training.target_format import (
     ABSTENTION,
     GRAMMAR_REQUEST,
+    USER,
     message,
     parse_answer,
     question_messages,
@@ -37,7 +38,10 @@ PACK = Pack(
         Turn("Who owns the bridge?", "Bob owns the old bridge near Lyon.", 2, "Lyon"),
     ],
 )
-TOKENIZER = train_tokenizer([*PASSAGES, *(turn.request for turn in PACK.turns), ABSTENTION] * 20, 512)
+OPENING = Pack(["Normans\nAnn built it in 1874. It fell."], [Turn("Who built it?", "Ann built it in 1874.", 1, "Ann")])
+TOKENIZER = train_tokenizer(
+    [*PASSAGES, "Bob met Ann there, and Ann met Bob.", *(turn.request for turn in PACK.turns), ABSTENTION] * 20, 512
+)
 ENCODER = RowEncoder(ExampleEncoder(TOKENIZER))
 
 
@@ -96,12 +100,22 @@ def test_heads_are_guided_to_where_the_text_says() -> None:
     assert {"built", "bridge"} <= matched and "Peru" not in matched
 
 
+def test_a_title_is_no_part_of_a_sentence_and_an_opening_word_is_another_token() -> None:
+    """Sentences known by the title they all begin with; a short answer pointed at in a token it cannot begin with."""
+    row = row_of(OPENING)
+    starts = {TOKENIZER.decode(row.ids[key]).strip()[:1] for _, [key] in row.looks[Guide.START]}
+    assert starts == {"N", "A", "I"}
+    assert TOKENIZER("Ann")["input_ids"] != TOKENIZER(" Ann")["input_ids"] and not row.looks[Guide.POINT]
+
+
 def test_what_is_kept_of_a_sentence_is_copied_from_it() -> None:
     """A correction guided past the mistake: the wrong word is copied, too."""
     wrong, right = "Ann build it in 1874.", "Ann built it in 1874."
     example = Example([message("user", GRAMMAR_REQUEST + wrong), message("assistant", right)])
     row = ENCODER.loose_row(iter([example] + [Example([message("user", "x " * 900)])] * 3), 200, random.Random(0))
     assert all(row.ids[at + 1] == row.ids[key] for at, [key] in row.looks[Guide.COPY])
+    request = len(TOKENIZER(USER + GRAMMAR_REQUEST.rstrip())["input_ids"])
+    assert all(key >= request for _, [key] in row.looks[Guide.COPY])
     copied = TOKENIZER.decode([row.ids[at + 1] for at, _ in row.looks[Guide.COPY]])
     assert "Ann" in copied and "1874." in copied and "built" not in copied
 

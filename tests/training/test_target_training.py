@@ -104,7 +104,7 @@ def _train_as(rank: int, folder: str) -> None:
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
     trainer = make_trainer(workers=Workers(rank, 2))
-    trainer.train_step()
+    trainer.history.append(trainer.train_step())
     trainer.save(Path(folder) / f"{rank}.safetensors")
     torch.distributed.destroy_process_group()
 
@@ -122,8 +122,10 @@ def test_two_workers_train_one_model_on_the_data_of_both(tmp_path: Path) -> None
         stream = fake_stream(stage.lengths, rank)
         batches += draw_rows(stream, alone.rows, stage.max_tokens, stage.step_tokens, alone.plan.micro_tokens)
     total, num_guided = sum(b.weights.sum() for b in batches), sum((b.num_guided for b in batches), Counter[Guide]())
+    looking = Counter[str]()
     for batch in batches:
         losses, guided = alone.token_losses(batch)
+        looking.update({f"guide_{g.name.lower()}": float(each.detach()) / num_guided[g] for g, each in guided.items()})
         loss = (losses * batch.weights).sum() / total
         loss = loss + sum(guide.weight * each / num_guided[guide] for guide, each in guided.items())
         loss.backward()
@@ -131,6 +133,7 @@ def test_two_workers_train_one_model_on_the_data_of_both(tmp_path: Path) -> None
     for group in alone.optimizer.param_groups:
         group["lr"] = alone.learning_rate(0.0) * group["lr_share"]
     alone.optimizer.step()
+    assert {name: first.history[0][name] for name in looking} == pytest.approx(looking, rel=1e-3)
     assert first.progress.tokens == second.progress.tokens == sum(b.ids.numel() for b in batches)
     for a, b, c in zip(*(t.model.parameters() for t in (first, second, alone)), strict=True):
         assert torch.equal(a, b)
