@@ -42,8 +42,8 @@ class ExampleEncoder:
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
         self.tokenizer = tokenizer
-        self.assistant_id = tokenizer.convert_tokens_to_ids(ASSISTANT)
-        self.end_id = tokenizer.convert_tokens_to_ids(END)
+        vocabulary: dict[str, int] = tokenizer.get_vocab()
+        self.assistant_id, self.end_id = vocabulary[ASSISTANT], vocabulary[END]
 
     def encode(self, example: Example, rng: random.Random) -> Encoded:
         if not example.messages:
