@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from real_data import DATA, needs_data
 
 from ragspec.core import Request
 from ragspec.errors import InputError
@@ -39,8 +40,6 @@ from ragspec.training.target_format import message
 from ragspec.training.target_sources import Sources
 from ragspec.training.target_tokenizer import train_tokenizer
 
-DATA = Path(__file__).resolve().parents[3] / "shared" / "data"
-needs_data = pytest.mark.skipif(not DATA.is_dir(), reason="the training data is not beside the checkout")
 ORIGIN = Origin("one target", 0, 320, "these texts")
 
 

@@ -4,7 +4,7 @@ import json
 import random
 from pathlib import Path
 
-import pytest
+from real_data import DATA, needs_data
 
 from ragspec.training.grammar_errors import GrammarErrors, misspell, tokenised
 from ragspec.training.sentences import normalise, split_sentences, window_around
@@ -21,9 +21,6 @@ from ragspec.training.target_format import (
 )
 from ragspec.training.target_sources import Sources
 from ragspec.training.target_tokenizer import load_tokenizer, train_tokenizer
-
-DATA = Path(__file__).resolve().parents[3] / "shared" / "data"
-needs_data = pytest.mark.skipif(not DATA.is_dir(), reason="the training data is not beside the checkout")
 
 TEXTS = ['The cat sat. "Stop," she said (twice). It was 1977 then.'] * 20
 

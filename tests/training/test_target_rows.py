@@ -1,10 +1,9 @@
 """Packs of questions over one reading of their passages: what each token sees, predicts and is guided to."""
 
 import random
-from pathlib import Path
 
-import pytest
 import torch
+from real_data import DATA, needs_data
 
 from ragspec.training import training_attention
 from ragspec.training.grammar_errors import GrammarErrors
@@ -25,9 +24,6 @@ from ragspec.training.target_rows import Row, RowEncoder
 from ragspec.training.target_sources import Sources
 from ragspec.training.target_steps import as_batch, draw_rows
 from ragspec.training.target_tokenizer import token_pieces, train_tokenizer
-
-DATA = Path(__file__).resolve().parents[3] / "shared" / "data"
-needs_data = pytest.mark.skipif(not DATA.is_dir(), reason="the training data is not beside the checkout")
 
 PASSAGES = ["The mill is old. Ann built it in 1874.", "The river is deep. Bob owns the old bridge near Lyon."]
 PACK = Pack(
