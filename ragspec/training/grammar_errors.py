@@ -60,9 +60,9 @@ class GrammarErrors:
 
     def _generic_error(self, before: str, core: str, after: str, rng: random.Random) -> list[str]:
         roll = rng.random()
-        if roll < 0.45 and len(core) > 3 and core.isalpha():
+        if roll < 0.4 and len(core) > 3 and core.isalpha():
             return [before + misspell(core, rng) + after]
-        if roll < 0.6 and core.isalpha():
+        if roll < 0.65 and core.isalpha():
             return [before + (core[:-1] if core.endswith("s") else core + "s") + after]
         if roll < 0.75 and after == ",":
             return [before + core]

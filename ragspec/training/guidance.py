@@ -12,6 +12,7 @@ loss of the written tokens alone finds the choice of the sentence late and unlea
 - locate: a token of the quote to itself in the passage, and what follows the quote to the quote's end there
 - copy: whatever is to be copied next, to where it stands
 - choose: the same head where a quote begins; averaged apart, for one choice stands beside forty copies
+- fork: the same head where the last two tokens stand elsewhere, too, and go on otherwise there; averaged apart as well
 - point: what opens a short answer, to the token of the quote that was followed by it; what the model said there next is what
   this later layer finds there
 """
@@ -36,6 +37,7 @@ class Guide(Enum):
     LOCATE = (3, 1, 0.3)
     COPY = (4, 0, 1.0)
     CHOOSE = (4, 0, 0.3)
+    FORK = (4, 0, 0.5)
     POINT = (5, 0, 0.3)
 
     @property

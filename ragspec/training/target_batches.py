@@ -13,8 +13,9 @@ from transformers import PreTrainedTokenizerFast
 from ragspec.training.target_examples import Example
 from ragspec.training.target_format import ASSISTANT, END
 
-CHOICE_WEIGHT, ANSWER_WEIGHT, PROMPT_WEIGHT, PROSE_WEIGHT = 4.0, 1.0, 0.25, 0.4
-"""Choices: whether to answer, and where a quote and a short answer begin."""
+CHOICE_WEIGHT, EDIT_WEIGHT, ANSWER_WEIGHT, PROMPT_WEIGHT, PROSE_WEIGHT = 4.0, 3.0, 1.0, 0.25, 0.4
+"""Choices: whether to answer, where a quote begins, where it could go on otherwise, and short answers. Edits: where a
+corrected sentence is not its source; what weighs more than what is kept is also written sooner."""
 PROMPT_SAMPLE = 0.15
 """Share of prompt tokens whose loss is computed at all: the output layer is a fifth of a step's operations."""
 

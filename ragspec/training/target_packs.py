@@ -14,9 +14,9 @@ from ragspec.training.target_examples import MAX_QUOTE_WORDS, ExampleStream, Len
 from ragspec.training.target_format import ABSTENTION, quoted_answer
 from ragspec.training.target_sources import Paragraph, Question, Sources
 
-ABSTAIN_TRIES = 0.12
+ABSTAIN_TRIES = 0.25
 """Questions without an answer that are looked for, per question with one, beside one a pack; not every try finds one."""
-GENERATED_PER_PASSAGE = 2
+GENERATED_PER_PASSAGE = 1
 
 
 @dataclass(frozen=True)
@@ -47,11 +47,11 @@ class PackStream(ExampleStream):
         super().__init__(sources, errors, lengths, seed)
         self.tasks = [(self.grammar, 0.72), (self.prose, 0.12), (self.follow_up, 0.12), (self.dialogue, 0.04)]
         self.pack_kinds: list[tuple[Callable[[], Pack | None], float]] = [
-            (lambda: self._text_pack(self.rng.choice(sources.squad)), 0.44),
-            (lambda: self._text_pack(self.rng.choice(sources.other_questions)), 0.14),
+            (lambda: self._text_pack(self.rng.choice(sources.squad)), 0.50),
+            (lambda: self._text_pack(self.rng.choice(sources.other_questions)), 0.18),
             (lambda: self._text_pack(self.rng.choice(sources.nqg)), 0.05),
-            (lambda: self._prose_pack(), 0.10),
-            (lambda: self._stdlib_pack(), 0.27),
+            (lambda: self._prose_pack(), 0.07),
+            (lambda: self._stdlib_pack(), 0.20),
         ]  # fmt: skip
 
     def draw_pack(self) -> Pack:

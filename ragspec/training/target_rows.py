@@ -5,13 +5,14 @@ Owns the mapping from characters to tokens. A row is the passages and as many tu
 
 import difflib
 import random
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from ragspec.training.generated_questions import STOP_WORDS
 from ragspec.training.guidance import Guide
 from ragspec.training.sentences import sentences_of
-from ragspec.training.target_batches import ANSWER_WEIGHT, CHOICE_WEIGHT, ExampleEncoder
+from ragspec.training.target_batches import ANSWER_WEIGHT, CHOICE_WEIGHT, EDIT_WEIGHT, ExampleEncoder
 from ragspec.training.target_examples import Example
 from ragspec.training.target_format import ASSISTANT, CONTEXT, END, GRAMMAR_REQUEST, USER, numbered
 from ragspec.training.target_packs import Pack, Turn
@@ -74,7 +75,7 @@ class RowEncoder:
         if len(ids) > max_tokens * 0.8:
             return row
         row.extend(ids, self.encoder.prompt_weights(ids, rng), 0, 0)
-        passages = list(_passages(pack, offsets))
+        passages, ways = list(_passages(pack, offsets)), _ways_on(ids)
         self._guide_context(row, passages, rng)
         for segment, turn in enumerate(pack.turns, start=1):
             asked, _ = self._tokens(f"{USER}{turn.request}{ASSISTANT}")
@@ -88,7 +89,7 @@ class RowEncoder:
             begin = row.extend(asked + answer, weights, len(ids), segment)
             if turn.passage:
                 passage = passages[turn.passage - 1]
-                self._guide_turn(row, turn, passage, (begin, len(asked)), (ids, offsets), answer_offsets)
+                self._guide_turn(row, turn, passage, (begin, len(asked)), (ids, offsets, ways), answer_offsets)
         self._guide_roles(row, rng)
         return row
 
@@ -132,10 +133,10 @@ class RowEncoder:
         turn: Turn,
         passage: _Passage,
         asked: tuple[int, int],
-        context: tuple[list[int], list[tuple[int, int]]],
+        context: tuple[list[int], list[tuple[int, int]], dict[tuple[int, ...], set[int]]],
         answer_offsets: list[tuple[int, int]],
     ) -> None:
-        (ids, offsets), (begin, num_asked) = context, asked
+        (ids, offsets, ways), (begin, num_asked) = context, asked
         char = passage.text.find(turn.quote)
         source = _token_span(offsets, passage.start_char + char, passage.start_char + char + len(turn.quote))
         quoted = _token_span(answer_offsets, 1, 1 + len(turn.quote))
@@ -147,14 +148,15 @@ class RowEncoder:
             return
         looks = row.looks
         for i in range(length):
-            at = first + quoted[0] + i
-            looks[Guide.COPY if i else Guide.CHOOSE].append((at - 1, [source[0] + i]))
-            looks[Guide.LOCATE].append((at, [source[0] + i]))
-        row.weights[first + quoted[0]] = CHOICE_WEIGHT
+            at, key = first + quoted[0] + i, source[0] + i
+            is_fork = i > 0 and len(ways[tuple(ids[key - min(i, 2) : key])]) > 1
+            looks[Guide.FORK if is_fork else Guide.COPY if i else Guide.CHOOSE].append((at - 1, [key]))
+            looks[Guide.LOCATE].append((at, [key]))
+            if is_fork or not i:
+                row.weights[at] = CHOICE_WEIGHT
         mark_and_number = range(first + quoted[1], min(first + quoted[1] + 4, len(row.ids)))
         looks[Guide.LOCATE] += [(at, [source[1] - 1]) for at in mark_and_number]
-        first_row = first + quoted[0] - 1
-        self._guide_words(row, (begin, num_asked), (source[0], source[1], passage), range(first_row, len(row.ids)))
+        self._guide_words(row, (begin, num_asked), (source[0], source[1], passage), range(first - 1, len(row.ids)))
         self._guide_short_answer(row, turn, (begin, num_asked), source[0] - quoted[0], answer_offsets)
 
     def _guide_short_answer(
@@ -173,8 +175,8 @@ class RowEncoder:
         looks = row.looks
         looks[Guide.POINT].append((first + short[0] - 1, [first + said[0] - 1]))
         for i in range(1, short[1] - short[0]):
-            looks[Guide.COPY].append((first + short[0] + i - 1, [said[0] + shift + i, first + said[0] + i]))
-        row.weights[first + short[0]] = CHOICE_WEIGHT
+            looks[Guide.FORK].append((first + short[0] + i - 1, [said[0] + shift + i, first + said[0] + i]))
+        row.weights[first + short[0] : first + short[1] + 1] = [CHOICE_WEIGHT] * (short[1] - short[0] + 1)
         asking = [at for at in range(asked[0], first) if self._words[row.ids[at]] in ASKING_WORDS]
         if asking:
             looks[Guide.ASK] += [(at, asking) for at in range(first + short[0] - 1, len(row.ids))]
@@ -201,15 +203,31 @@ class RowEncoder:
             row.looks[Guide.GATHER] += [(at, matched) for at in rows]
 
     def _guide_grammar(self, row: Row, begin: int, ids: list[int]) -> None:
-        """What is kept of a sentence is copied from it."""
+        """What is kept of a sentence is copied from it; what is not is a choice."""
         answers = ids.index(self.encoder.assistant_id) + 1
         shown = self._num_request_tokens
         kept = difflib.SequenceMatcher(None, ids[shown:answers], ids[answers:], autojunk=False).get_matching_blocks()
+        first, last = begin + answers, begin + len(ids) - 1
+        begins = {(0, 0), (1, 0)}  # with or without a token for the space before the sentence
+        goes_on = {first + b.b + i for b in kept for i in range(b.size) if i or (b.a, b.b) in begins}
+        for at in range(first, last):
+            if at not in goes_on:
+                row.weights[at] = EDIT_WEIGHT
         for block in kept:
             for i in range(block.size):
                 at, source = begin + answers + block.b + i, begin + shown + block.a + i
                 row.looks[Guide.COPY].append((at - 1, [source]))
                 row.looks[Guide.LOCATE].append((at, [source]))
+
+
+def _ways_on(ids: list[int]) -> dict[tuple[int, ...], set[int]]:
+    """For each token and each two in a row, the tokens that follow somewhere in the text."""
+    ways: dict[tuple[int, ...], set[int]] = defaultdict(set)
+    for at, token in enumerate(ids):
+        for size in (1, 2):
+            if at >= size:
+                ways[tuple(ids[at - size : at])].add(token)
+    return ways
 
 
 def _passages(pack: Pack, offsets: list[tuple[int, int]]) -> Iterator[_Passage]:

@@ -8,7 +8,7 @@ from real_data import DATA, needs_data
 from ragspec.training import training_attention
 from ragspec.training.grammar_errors import GrammarErrors
 from ragspec.training.guidance import Guidance, Guide, Guided
-from ragspec.training.target_batches import ANSWER_WEIGHT, CHOICE_WEIGHT, ExampleEncoder
+from ragspec.training.target_batches import ANSWER_WEIGHT, CHOICE_WEIGHT, EDIT_WEIGHT, ExampleEncoder
 from ragspec.training.target_examples import Example, Lengths
 from ragspec.training.target_format import (
     ABSTENTION,
@@ -78,9 +78,8 @@ def test_heads_are_guided_to_where_the_text_says() -> None:
     row = row_of()
     pointed = [(row.ids[at + 1], row.ids[key + 1]) for at, [key] in row.looks[Guide.POINT]]
     assert len(pointed) == 2 and all(following == said for following, said in pointed)
-    copied = [
-        (row.ids[at + 1], row.ids[key]) for at, keys in row.looks[Guide.COPY] + row.looks[Guide.CHOOSE] for key in keys
-    ]
+    copies = [look for guide in (Guide.COPY, Guide.CHOOSE, Guide.FORK) for look in row.looks[guide]]
+    copied = [(row.ids[at + 1], row.ids[key]) for at, keys in copies for key in keys]
     assert len(copied) > 12 and all(following == source for following, source in copied)
     answers = [TOKENIZER(turn.quote)["input_ids"] for turn in PACK.turns if turn.passage]
     shorts = [TOKENIZER(f" {turn.short_answer}")["input_ids"] for turn in PACK.turns if turn.passage]
@@ -104,6 +103,14 @@ def test_a_title_is_no_part_of_a_sentence_and_an_opening_word_is_another_token()
     assert TOKENIZER("Ann")["input_ids"] != TOKENIZER(" Ann")["input_ids"] and not row.looks[Guide.POINT]
 
 
+def test_where_a_quote_could_go_on_otherwise_is_a_choice() -> None:
+    """Forks learnt like any other copy, and drowned by them: a quote that turns off at a pair of words seen twice."""
+    row = row_of(Pack(["Then Bob met Ann. Then Bob met Bob."], [Turn("Who met?", "Then Bob met Bob.", 1)]))
+    forks = [TOKENIZER.decode(row.ids[at - 1 : at + 2]) for at, _ in row.looks[Guide.FORK]]
+    assert forks == [" Bob met Bob"]
+    assert [row.weights[at + 1] for at, _ in row.looks[Guide.FORK]] == [CHOICE_WEIGHT]
+
+
 def test_what_is_kept_of_a_sentence_is_copied_from_it() -> None:
     """A correction guided past the mistake: the wrong word is copied, too."""
     wrong, right = "Ann build it in 1874.", "Ann built it in 1874."
@@ -114,6 +121,8 @@ def test_what_is_kept_of_a_sentence_is_copied_from_it() -> None:
     assert all(key >= request for _, [key] in row.looks[Guide.COPY])
     copied = TOKENIZER.decode([row.ids[at + 1] for at, _ in row.looks[Guide.COPY]])
     assert "Ann" in copied and "1874." in copied and "built" not in copied
+    edited = [id for id, weight in zip(row.ids, row.weights, strict=True) if weight == EDIT_WEIGHT]
+    assert "built" in TOKENIZER.decode(edited) and "Ann" not in TOKENIZER.decode(edited)
 
 
 def test_answers_alone_carry_full_loss_and_no_turn_predicts_the_next() -> None:
@@ -126,7 +135,8 @@ def test_answers_alone_carry_full_loss_and_no_turn_predicts_the_next() -> None:
     assert all(row.segments[p] == row.segments[p + 1] for p in batch.positions[kept].tolist())
     num_answers = sum(len(TOKENIZER(turn.answer)["input_ids"]) + 1 for turn in PACK.turns)
     assert int((batch.weights >= ANSWER_WEIGHT).sum()) == num_answers
-    num_choices = sum(3 if turn.passage else 1 for turn in PACK.turns)
+    shorts = [len(TOKENIZER(f" {turn.short_answer}")["input_ids"]) + 1 for turn in PACK.turns if turn.passage]
+    num_choices = len(PACK.turns) + len(shorts) + sum(shorts)
     assert int((batch.weights == CHOICE_WEIGHT).sum()) == num_choices
 
 
