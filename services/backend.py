@@ -22,6 +22,7 @@ from ragspec.rag.dictionaries import Dictionaries
 from ragspec.rag.prompt import PromptBuilder
 from ragspec.rag.steps import EngineLike, RetrieverLike
 from ragspec.retrieval.encoder import TextEncoder
+from ragspec.retrieval.joined import JoinedRetriever
 from ragspec.retrieval.retriever import Retriever
 from services.limits import Gate
 from services.metrics import Metrics
@@ -82,7 +83,8 @@ class Backend(AbstractContextManager["Backend"]):
             _watch(metrics, engine)
         prompts = PromptBuilder(tokenizer, engine.max_context_tokens)
         conversations = open_conversations(config)
-        chat = Chat(retriever, prompts, conversations, config.chat, engine)
+        joined = JoinedRetriever(retriever)
+        chat = Chat(joined, prompts, conversations, config.chat, engine)
         library = open_library(config, retriever.encoder, chat.forget)
         dictionaries = open_dictionaries(config)
         last = [telemetry.close] if telemetry else []
@@ -90,7 +92,7 @@ class Backend(AbstractContextManager["Backend"]):
             model=config.model_name,
             engine=engine,
             prompts=prompts,
-            retriever=retriever,
+            retriever=joined,
             encoder=retriever.encoder,
             chat=chat,
             library=library,
@@ -99,7 +101,7 @@ class Backend(AbstractContextManager["Backend"]):
             metrics=metrics,
             telemetry=telemetry,
             gate=gate,
-            closing=(library.close, *closing, conversations.close, dictionaries.close, *last),
+            closing=(library.close, joined.close, *closing, conversations.close, dictionaries.close, *last),
         )
 
     @classmethod

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
+from contextvars import copy_context
 from functools import partial
 from typing import Any
 
@@ -29,23 +31,31 @@ from services.openai.streaming import Chunk, Piece
 from services.openai.types import ChatBody, Retrieval
 
 _QUICK_CHARS = 2048
+_PREPARED_AT_ONCE = 64
+"""Most of their time these threads wait for a call of the index that they share."""
 
 
 def routes(backend: Backend, mail: Mail) -> APIRouter:
     router, texts = APIRouter(tags=["chat"]), TokenTexts(backend.prompts.tokenizer)
+    threads = ThreadPoolExecutor(_PREPARED_AT_ONCE, "ragspec-prepare")
 
     @router.post("/v1/chat/completions", response_model=None)
     async def create(body: ChatBody, request: Request) -> Response:
         """An answer to the last message, after those before it."""
-        return Writing(partial(_write, body, Asked.of(backend, mail, body, request), texts))
+        return Writing(partial(_write, body, Asked.of(backend, mail, body, request), texts, threads))
 
     return router
 
 
-async def _write(body: ChatBody, asked: Asked, texts: TokenTexts, sender: Sender) -> None:
+async def _write(body: ChatBody, asked: Asked, texts: TokenTexts, threads: Executor, sender: Sender) -> None:
     """The whole request, until its client has all of it. Raises: ApiError, RagspecError."""
-    ready = prepared(body, asked) if is_quick(body) else await asyncio.to_thread(prepared, body, asked)
-    asked.backend.metrics.retrieved(ready.retrieve_s)
+    if is_quick(body):
+        ready = prepared(body, asked)
+    else:
+        call = partial(copy_context().run, prepared, body, asked)
+        ready = await asyncio.get_running_loop().run_in_executor(threads, call)
+    if body.chosen is not None:
+        asked.backend.metrics.retrieved(ready.retrieve_s)
     async with asked.running([ready.request], ready.retrieve_s) as run:
         reply = ChatReply(body, asked, ready, run, texts)
         if body.stream:
