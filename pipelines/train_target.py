@@ -5,9 +5,9 @@
     python -m pipelines.train_target --data ../shared/data --out runs/more --continue-from ragspec/assets/reference_target
 
 On cores that others use too, `OMP_WAIT_POLICY=PASSIVE` keeps two threads from spinning (several times faster, measured).
-Writes under `--out`: `tokenizer/`, `checkpoint.safetensors`, `curves.png`, and `model/`, which loads with plain
-transformers. Several workers run through Ray Train; on several machines `--data` and `--out` must be shared folders. The
-same seed and the same number of workers give the same weights on the same hardware.
+Writes under `--out`: `tokenizer/`, `meanings.safetensors`, `checkpoint.safetensors`, `curves.png`, and `model/`, which loads
+with plain transformers. Several workers run through Ray Train; on several machines `--data` and `--out` must be shared
+folders. The same seed and the same number of workers give the same weights on the same hardware.
 """
 
 import argparse
@@ -17,12 +17,16 @@ from pathlib import Path
 
 import torch
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from torch import Tensor
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from ragspec.evaluation.target_cases import PROBE_ARTICLES, Case, question_cases
 from ragspec.evaluation.target_suite import model_generate, question_scores
 from ragspec.training import training_attention
+from ragspec.training.checkpoint import read_checkpoint, write_checkpoint
 from ragspec.training.grammar_errors import GrammarErrors
+from ragspec.training.meanings import count_meanings
+from ragspec.training.structured_init import stream_layout
 from ragspec.training.target_batches import ExampleEncoder
 from ragspec.training.target_examples import Lengths
 from ragspec.training.target_export import draw_curves, export_target
@@ -86,7 +90,8 @@ def train_together(run: Run, num_workers: int) -> None:
     from ray.train.torch import TorchConfig, TorchTrainer
 
     with_gpu = torch.cuda.is_available()
-    obtain_tokenizer(run)  # before the workers start, so that none reads what another is writing
+    sources = load_sources(run.data_dir)  # before the workers start, so that none reads what another is writing
+    obtain_meanings(run, obtain_tokenizer(run, sources), sources)
     TorchTrainer(
         _worker,
         train_loop_config={"run": run},
@@ -111,11 +116,12 @@ def train(run: Run, workers: Workers, device: str) -> None:
     size, plan = SIZES[run.size], run.plan
     sources = load_sources(run.data_dir)
     tokenizer = obtain_tokenizer(run, sources)
-    special = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id}
     if run.continue_from:
         model = LlamaForCausalLM.from_pretrained(str(run.continue_from), dtype=torch.float32)
     else:
-        model = build_target(size, token_pieces(tokenizer), seed=plan.seed, **special)
+        special = tokenizer.pad_token_id, tokenizer.eos_token_id
+        meanings = obtain_meanings(run, tokenizer, sources)
+        model = build_target(size, token_pieces(tokenizer), *special, seed=plan.seed, meanings=meanings)
     model.set_attn_implementation(training_attention.register())
     errors = GrammarErrors(run.data_dir)
 
@@ -149,6 +155,20 @@ def obtain_tokenizer(run: Run, sources: Sources | None = None) -> PreTrainedToke
         )
         train_tokenizer(texts, SIZES[run.size].vocab_size).save_pretrained(str(directory))
     return load_tokenizer(directory)
+
+
+def obtain_meanings(run: Run, tokenizer: PreTrainedTokenizerFast, sources: Sources) -> Tensor | None:
+    """What the run's tokens mean, counted once; nothing where trained weights know."""
+    if run.continue_from:
+        return None
+    path = run.out / "meanings.safetensors"
+    if not path.exists():
+        columns = stream_layout(SIZES[run.size].hidden_size).meaning
+        texts = list(sources.texts())
+        parts = (texts[at : at + 1_000] for at in range(0, len(texts), 1_000))
+        ids = (each for part in parts for each in tokenizer(part, add_special_tokens=False, verbose=False)["input_ids"])
+        write_checkpoint(path, {"meanings": count_meanings(ids, len(tokenizer), columns, run.plan.seed)}, {})
+    return read_checkpoint(path)[0]["meanings"]
 
 
 def run_with_progress(trainer: TargetTrainer, checkpoint: Path, probe_cases: list[Case]) -> None:

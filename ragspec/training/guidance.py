@@ -7,14 +7,13 @@ loss of the written tokens alone finds the choice of the sentence late and unlea
 - role: every token to the latest token that opens a role
 - start, label: a token of a passage to the first token of its sentence, and to the number of its passage
 - match: a word of the question to the same word in the sentence that answers it
-- ask: a token of the short answer, and what opens it, to what the question asks for: "who", "how many"
+- ask: a token of the short answer, and what opens it, to what the question asks for: "who", "how many", "which river"
 - gather: a token of the answer to the words of the question that have such a match
 - locate: a token of the quote to itself in the passage, and what follows the quote to the quote's end there
 - copy: whatever is to be copied next, to where it stands
 - choose: the same head where a quote begins; averaged apart, for one choice stands beside forty copies
 - fork: the same head where the last two tokens stand elsewhere, too, and go on otherwise there; averaged apart as well
-- point: what opens a short answer, to the token of the quote that was followed by it; what the model said there next is what
-  this later layer finds there
+- point: what opens a short answer, to where the answer begins in the quote
 """
 
 from dataclasses import dataclass, field
@@ -38,7 +37,7 @@ class Guide(Enum):
     COPY = (4, 0, 1.0)
     CHOOSE = (4, 0, 0.3)
     FORK = (4, 0, 0.5)
-    POINT = (5, 0, 0.3)
+    POINT = (4, 2, 0.5)
 
     @property
     def layer(self) -> int:

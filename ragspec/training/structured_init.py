@@ -1,10 +1,11 @@
 """Structured initialisation: a small Llama that copies before its first training step.
 
 Owns the starting weights of the reference target; never trains. The residual stream is split into
-`[token identity | token 1 back | token 2 back | recent tokens | signature | votes | free use]`.
+`[token identity | token 1 back | token 2 back | recent tokens | signature | votes | meaning | free use]`.
 
 Tokens of the same word have similar identities: with or without the space before them or a capital, and, less so, with
-the same beginning.
+the same beginning. Tokens of similar neighbours in the training texts have similar meanings (`ragspec.training.meanings`);
+no circuit reads them, all that is learnt may.
 
 Layer 0 holds positional heads. Their query and key weights are zero; their *biases* alone make the rotary score peak at
 a fixed distance (query bias = key bias rotated by that distance). Two sharp heads read the token 1 and 2 places back,
@@ -37,10 +38,13 @@ from ragspec.training.guidance import Guide
 HEAD_DIM = 128
 ROPE_THETA = 10_000_000.0
 NUM_PAIRS = HEAD_DIM // 2
-RECENT, SIGNATURE, VOTES = 3, 4, 5
+RECENT, SIGNATURE, VOTES, MEANING = 3, 4, 5, 6
 """Slots of the stream after distances 0, 1 and 2: the average of the recent tokens; of a sentence; of the question's words."""
-FINAL_NORM = 0.35
-"""Gain of the last normalisation: at 1, the logits of long identities start the training at a loss of 31 nats, not 12."""
+FINAL_NORM, FINAL_NORM_OF_MEANING = 0.35, 0.05
+"""Gain of the last normalisation: at 1, the logits of long identities start the training at a loss of 31 nats, not 12. What a
+token means says little of the next."""
+MEANING_SCALE = 0.22
+"""Standard deviation of what a token means, in the embedding."""
 OWN, WORD, STEM = 0.24, 0.15, 0.1
 """Of an identity's standard deviation: what is the token's alone, the word's, its beginning's."""
 STEM_LETTERS = 5
@@ -85,7 +89,7 @@ LOCATING = (
 )
 MATCHING = (Comparison(0, 0, (44, 64), 3.0), Comparison(1, 1, (32, 44), 1.5))
 SPARE_HEAD = 2
-"""Guided in no layer: it copies where a model is too shallow for the layer that should."""
+"""Guided in no layer before the one that should copy: it copies where a model is too shallow for that."""
 SIGNATURE_RECENT = 1.5
 """Weight of what stands before a sentence; many begin with the same word."""
 PASSED_ON = 0.3
@@ -99,19 +103,22 @@ class StreamLayout(NamedTuple):
 
     identity: int
     shifted: int
+    meaning: int
 
     def start(self, slot: int) -> int:
-        """First column of a slot: 0 = the token itself, 1 and 2 = tokens back, then as named above; 6 = free."""
+        """First column of a slot: 0 = the token itself, 1 and 2 = tokens back, then as named above."""
         return 0 if slot == 0 else self.identity + (slot - 1) * self.shifted
 
     def columns(self, slot: int) -> slice:
         """All columns of a slot."""
-        return slice(self.start(slot), self.start(slot) + (self.identity if slot == 0 else self.shifted))
+        size = {0: self.identity, MEANING: self.meaning}.get(slot, self.shifted)
+        return slice(self.start(slot), self.start(slot) + size)
 
 
 def stream_layout(hidden_size: int) -> StreamLayout:
-    """Two fifths, at most a head, for the identity, a ninth for each other slot, the rest free."""
-    return StreamLayout(identity=min(HEAD_DIM, hidden_size * 2 // 5), shifted=hidden_size // 9)
+    """Two fifths, at most a head, for the identity, an eleventh for each shifted slot, an eighth for the meaning."""
+    identity, shifted = min(HEAD_DIM, hidden_size * 2 // 5), round(hidden_size / 11)
+    return StreamLayout(identity, shifted, min(hidden_size // 8, hidden_size - identity - 5 * shifted))
 
 
 def orthonormal(rows: int, columns: int, generator: torch.Generator) -> Tensor:
@@ -121,8 +128,13 @@ def orthonormal(rows: int, columns: int, generator: torch.Generator) -> Tensor:
 
 
 @torch.no_grad()
-def structured_init(model: LlamaForCausalLM, pieces: Sequence[str], seed: int = 1) -> None:
-    """Overwrite the embedding and some heads with copying circuits. `pieces`: the tokens' strings."""
+def structured_init(
+    model: LlamaForCausalLM, pieces: Sequence[str], meanings: Tensor | None = None, seed: int = 1
+) -> None:
+    """Overwrite the embedding and some heads with copying circuits.
+
+    `pieces`: the tokens' strings. Shapes: meanings [at most num tokens, at least `stream_layout(...).meaning`], mean square 1.
+    """
     generator = torch.Generator().manual_seed(seed)
     layout = stream_layout(model.config.hidden_size)
     compress = orthonormal(layout.shifted, layout.identity, generator)
@@ -130,6 +142,10 @@ def structured_init(model: LlamaForCausalLM, pieces: Sequence[str], seed: int = 
     embedding.normal_(0.0, 0.02, generator=generator)
     embedding[: len(pieces), : layout.identity] = identities(pieces, layout.identity, generator)
     model.model.norm.weight.fill_(FINAL_NORM)
+    if meanings is not None:
+        meaning = layout.columns(MEANING)
+        embedding[: len(meanings), meaning] = MEANING_SCALE * meanings[:, : layout.meaning]
+        model.model.norm.weight[meaning] = FINAL_NORM_OF_MEANING
     layers = [layer.self_attn for layer in model.model.layers]
     _write_positional_heads(layers[0], layout, compress)
     for guide, comparisons in ((Guide.MATCH, MATCHING), (Guide.LOCATE, LOCATING), (Guide.COPY, COPYING)):

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from ragspec.training.structured_init import HEAD_DIM, ROPE_THETA, structured_init
@@ -28,7 +29,7 @@ class TargetSize:
 
 SIZES = {
     "tiny": TargetSize(hidden_size=128, num_layers=2, num_heads=4, num_kv_heads=4, ffn_size=128, vocab_size=512),
-    "cpu": TargetSize(hidden_size=320, num_layers=6, num_heads=4, num_kv_heads=4, ffn_size=768, vocab_size=6144),
+    "cpu": TargetSize(hidden_size=384, num_layers=6, num_heads=4, num_kv_heads=4, ffn_size=768, vocab_size=6144),
     "gpu": TargetSize(hidden_size=384, num_layers=8, num_heads=4, num_kv_heads=4, ffn_size=896, vocab_size=8192),
 }
 
@@ -54,11 +55,16 @@ def target_config(size: TargetSize, pad_token_id: int, eos_token_id: int) -> Lla
 
 
 def build_target(
-    size: TargetSize, pieces: Sequence[str], pad_token_id: int = 0, eos_token_id: int = 5, seed: int = 0
+    size: TargetSize,
+    pieces: Sequence[str],
+    pad_token_id: int = 0,
+    eos_token_id: int = 5,
+    seed: int = 0,
+    meanings: Tensor | None = None,
 ) -> LlamaForCausalLM:
-    """A freshly initialised target in float32; the same seed gives the same weights. `pieces`: the tokens' strings."""
+    """A freshly initialised target in float32; the same seed gives the same weights. `pieces`, `meanings`: of the tokens."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = LlamaForCausalLM(target_config(size, pad_token_id, eos_token_id))
-    structured_init(model, pieces, seed + 1)
+    structured_init(model, pieces, meanings, seed + 1)
     return model

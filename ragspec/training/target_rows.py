@@ -173,11 +173,12 @@ class RowEncoder:
         if said is None or short is None or self._differ(row, (first + said[0], first + short[0]), short[1] - short[0]):
             return
         looks = row.looks
-        looks[Guide.POINT].append((first + short[0] - 1, [first + said[0] - 1]))
+        looks[Guide.POINT].append((first + short[0] - 1, [said[0] + shift, first + said[0]]))
         for i in range(1, short[1] - short[0]):
             looks[Guide.FORK].append((first + short[0] + i - 1, [said[0] + shift + i, first + said[0] + i]))
         row.weights[first + short[0] : first + short[1] + 1] = [CHOICE_WEIGHT] * (short[1] - short[0] + 1)
-        asking = [at for at in range(asked[0], first) if self._words[row.ids[at]] in ASKING_WORDS]
+        asking = [at for at in range(asked[0], first - 1) if self._words[row.ids[at]] in ASKING_WORDS]
+        asking = sorted({place for at in asking for place in (at, at + 1) if place < first - 1})
         if asking:
             looks[Guide.ASK] += [(at, asking) for at in range(first + short[0] - 1, len(row.ids))]
 

@@ -59,6 +59,17 @@ class Sources:
     by_paragraph: dict[int, list[Question]] = field(default_factory=dict)
     unanswerable_by_paragraph: dict[int, list[str]] = field(default_factory=dict)
 
+    def texts(self) -> Iterator[str]:
+        """All that is read: what the meanings of tokens are counted in."""
+        for paragraph in self.prose:
+            yield " ".join(paragraph.sentences)
+        for question in self.nqg:
+            yield " ".join(question.paragraph.sentences)
+        yield from (question.text for question in (*self.squad, *self.nqg))
+        yield from (text for _, text in self.stdlib)
+        yield from self.plain_sentences
+        yield from self.book_paragraphs
+
 
 def load_sources(data_dir: Path) -> Sources:
     """All training sources; the same files give the same lists in the same order."""
