@@ -151,7 +151,7 @@ class Chat:
         found = (
             self._index.found(asked, question, past, turn.num_passages, turn.scope)
             if turn.retrieve
-            else Found(history=self._index.confirmed(past, turn.scope, asked))
+            else self._index.not_asked(past, turn.scope, asked)
         )
         retrieve_s = time.perf_counter() - begin
         prompt = self._prompt(system, found, asked, question, turn.params.max_tokens)
@@ -203,7 +203,7 @@ class Chat:
                     turn.scope.tenant, past.keys[-1], shown, conversation=turn.conversation, earlier=past.keys[:-1]
                 )
         except RagspecError as cause:
-            log.warning("a turn could not be kept: %s", cause)
+            log.warning("a turn could not be kept: %s", type(cause).__name__)
             return False
         return True
 

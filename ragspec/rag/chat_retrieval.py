@@ -44,19 +44,30 @@ class ChatRetrieval:
         """The question's passages, then those carried over; and the turns before with what may still be shown of them."""
         try:
             found = self._retriever.retrieve([question], k, scope)
-            history = self.confirmed(past, scope, question, found.generation)
-        except (RetrievalError, StoreError):
-            if not self._config.answer_without_index:
-                raise
-            log.warning("a turn is answered without passages: the index does not answer")
-            return Found(history=tuple(turn.bare() for turn in past.history), missing=(WHOLE_INDEX,))
+            history = self._confirmed(past, scope, question, found.generation)
+        except (RetrievalError, StoreError) as error:
+            return self._without_index(past, error)
         fresh = found.passages[0]
         known = {passage.id for passage in fresh}
         leans = question != asked or self._config.rewriter == "off"
         carried = [p for p in self._carried(past, history) if p.id not in known] if leans else []
         return Found((*fresh, *carried[: self._config.max_carried]), history, found.generation, found.missing)
 
-    def confirmed(self, past: Past, scope: Scope, question: str, generation: str = "") -> tuple[Exchange, ...]:
+    def not_asked(self, past: Past, scope: Scope, question: str) -> Found:
+        """Nothing of the question's own; the turns before with what may still be shown of them."""
+        try:
+            return Found(history=self._confirmed(past, scope, question))
+        except (RetrievalError, StoreError) as error:
+            return self._without_index(past, error)
+
+    def _without_index(self, past: Past, error: RetrievalError | StoreError) -> Found:
+        """Nothing but what was said, where that is allowed."""
+        if not self._config.answer_without_index:
+            raise error
+        log.warning("a turn is answered without passages: the index does not answer")
+        return Found(history=tuple(turn.bare() for turn in past.history), missing=(WHOLE_INDEX,))
+
+    def _confirmed(self, past: Past, scope: Scope, question: str, generation: str = "") -> tuple[Exchange, ...]:
         """The turns with those of their passages that are in the index still.
 
         Of this generation all are; for others the index is asked, since documents may have been changed or deleted.

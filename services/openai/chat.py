@@ -112,6 +112,7 @@ class ChatReply:
         self._body, self._asked, self._ready, self._run, self._texts = body, asked, ready, run, texts
         self._indices = index_of(run)
         self._dialect: Dialect = body.citations or "openai"
+        self._kept = False
 
     async def whole(self) -> dict[str, Any]:
         """Raises: as `Run.finished`."""
@@ -124,7 +125,7 @@ class ChatReply:
             **head,
             "choices": [self._choice(index, answer) for index, answer in enumerate(answers)],
             "usage": usage_of(self._run),
-            "ragspec": self._told_before() | {"citations": cited},
+            "ragspec": self._told_before() | {"citations": cited} | self._told_after(),
             **self._asked.metrics(self._run),
         }
 
@@ -143,7 +144,8 @@ class ChatReply:
         index, completion = self._indices[key], self._run.completion(key)
         (answer,) = await self._done([completion])
         choice = _delta(index, said_with(answer, self._dialect)) | {"finish_reason": answer.finish_reason.value}
-        more = {"ragspec": {"citations": self._cited(answer, index)}}
+        after = self._told_after() if completion.choice == 0 else {}
+        more = {"ragspec": {"citations": self._cited(answer, index)} | after}
         return [choice], more | self._asked.progress(self._run, key)
 
     def closing(self) -> Sequence[Chunk]:
@@ -162,7 +164,7 @@ class ChatReply:
         answers = [chat.answered(self._ready, completion) for completion in completions]
         for answer, completion in zip(answers, completions, strict=True):
             if completion.choice == 0:
-                chat.remember(self._ready, answer)
+                self._kept = chat.remember(self._ready, answer)
         return answers
 
     def _told_before(self) -> dict[str, Any]:
@@ -179,6 +181,10 @@ class ChatReply:
             "index_generation": ready.generation,
             "seed": self._asked.params.seed,
         }
+
+    def _told_after(self) -> dict[str, Any]:
+        """Whether a conversation that was named goes on with this turn."""
+        return {"kept": self._kept} if self._ready.conversation else {}
 
     def _choice(self, index: int, answer: Answer) -> dict[str, Any]:
         message = {"role": "assistant", "content": answer.text, "refusal": None} | said_with(answer, self._dialect)

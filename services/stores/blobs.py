@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import BinaryIO
 
@@ -14,6 +16,7 @@ from ragspec.retrieval.reading import SUFFIXES
 from services.stores.records import FileRecord
 
 _PIECE_BYTES = 2**20
+_YOUNG_S = 3600.0
 
 
 class Blobs:
@@ -26,6 +29,15 @@ class Blobs:
             make_folder(folder)
             for left in folder.glob(f"*/{TEMPORARY}*"):
                 left.unlink(missing_ok=True)
+
+    def sweep(self, known: Iterable[FileRecord]) -> None:
+        """Remove what no record names: an upload was cut off. What is young may be one that another process takes."""
+        kept, oldest_s = {self.path(file) for file in known}, time.time() - _YOUNG_S
+        with saving(self._folder):
+            for path in self._folder.glob("*/*"):
+                with contextlib.suppress(FileNotFoundError):  # another process that starts now removes it as well
+                    if path not in kept and path.stat().st_mtime < oldest_s:
+                        path.unlink()
 
     def path(self, file: FileRecord) -> Path:
         return self._path(file.tenant, file.id, file.filename)

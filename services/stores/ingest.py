@@ -159,7 +159,7 @@ class Ingest:
         except InputError as cause:
             self._one_by_one(read, cause)
         except Exception as cause:
-            log.warning("%d files could not be indexed: %s", len(read), cause)
+            log.warning("%d files could not be indexed: %s", len(read), type(cause).__name__)
             for member, _ in read:
                 self._records.end(member, "failed", "server_error", "the index could not be written")
         else:

@@ -58,6 +58,7 @@ class Library(AbstractContextManager["Library"]):
         """`forget` hears of documents that are gone from the index. Raises: SaveError, StoreCorrupt."""
         self._records = Records(data_dir / "library.sqlite")
         self._blobs = Blobs(data_dir / "files")
+        self._blobs.sweep(self._records.all_files())
         self._max_bytes = max_bytes_per_tenant
         self._ingest = Ingest(
             self._records, index_dir, encoder, self._blobs.path, forget, max_waiting=max_waiting, limits=parse_limits

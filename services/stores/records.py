@@ -95,6 +95,10 @@ class Records:
             raise NotFound(f"there is no file {file_id!r}")
         return FileRecord(*rows[0])
 
+    def all_files(self) -> list[FileRecord]:
+        """Of every tenant."""
+        return [FileRecord(*row) for row in self._rows("SELECT * FROM files")]
+
     def files(self, tenant: str) -> list[FileRecord]:
         return [FileRecord(*row) for row in self._rows("SELECT * FROM files WHERE tenant=?", tenant)]
 

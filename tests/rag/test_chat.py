@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import uuid
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -315,6 +316,21 @@ def test_without_an_index_there_is_an_error_or_an_answer_that_says_so(prompts: P
         Chat(broken, prompts, None).prepare(turn(QUESTION))
     ready = Chat(broken, prompts, None, ChatConfig(answer_without_index=True)).prepare(turn(QUESTION))
     assert ready.missing == (WHOLE_INDEX,) and not ready.prompt.passages
+
+
+def test_a_follow_up_that_looks_nothing_up_needs_no_index(
+    retriever: Retriever, prompts: PromptBuilder, store: Conversations
+) -> None:
+    """It failed all the same: the passages of the turn before were to be confirmed."""
+    first = Chat(retriever, prompts, store).prepare(turn(QUESTION))
+    chat = Chat(retriever, prompts, store)
+    assert chat.remember(first, _answer(chat, first))
+    broken: Any = Broken(RetrievalError("the index does not answer"))
+    follow_up = replace(turn(QUESTION, QUOTE, FOLLOW_UP), retrieve=False)
+    ready = Chat(broken, prompts, store, ChatConfig(answer_without_index=True)).prepare(follow_up)
+    assert ready.missing == (WHOLE_INDEX,) and not ready.prompt.passages
+    with pytest.raises(RetrievalError):
+        Chat(broken, prompts, store).prepare(follow_up)
 
 
 def test_a_full_disk_takes_nothing_from_the_answer(

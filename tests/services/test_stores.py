@@ -326,12 +326,13 @@ def test_conversations_are_made_continued_read_and_deleted(ann: openai.OpenAI, b
         ],
     )
     assert ann.conversations.retrieve(made.id).metadata == {"topic": "mills"}
-    ann.chat.completions.create(
+    said: Any = ann.chat.completions.create(
         model="tiny",
         messages=[{"role": "user", "content": "By whom?"}],
         max_tokens=4,
         extra_body={"conversation": made.id},
     )
+    assert said.ragspec["conversation"] == made.id and said.ragspec["kept"] is True
     items: Any = list(ann.conversations.items.list(made.id, order="asc"))
     assert [item.role for item in items] == ["user", "assistant", "user", "assistant"]
     assert items[2].content[0].text == "By whom?"

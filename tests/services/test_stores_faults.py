@@ -116,6 +116,21 @@ def test_what_was_acknowledged_before_a_kill_is_read_after_it(tmp_path: Path, in
     assert {f"Zebra number {number}." for number in range(4)} <= found(index, "zebra number")
 
 
+def test_bytes_that_no_file_names_are_gone_after_a_restart(tmp_path: Path, opened: Opened) -> None:
+    """A kill between the bytes and their record: what was never acknowledged, or was deleted, stayed for good."""
+    library = opened()
+    _, file = attached(library)
+    acknowledged = library.path(library.file("ann", file))
+    orphan, young = (acknowledged.with_name(f"file-{name}.txt") for name in ("orphan", "young"))
+    for path in (orphan, young):
+        path.write_text("A zebra.")
+    for path in (orphan, acknowledged):
+        os.utime(path, (0, 0))
+    library.close()
+    opened()
+    assert acknowledged.exists() and young.exists() and not orphan.exists()
+
+
 def test_a_deletion_that_was_begun_is_ended_by_the_next_process(index: Path, opened: Opened) -> None:
     """What its owner had asked to delete was found after a crash."""
     library = opened()
