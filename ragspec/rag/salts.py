@@ -7,7 +7,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 
 _MOST = 4096
-"""Caches that are known by name at once; those of the one used longest ago are emptied then."""
+"""Caches that are known by name at once. Of the tenant that has most, those used longest ago are emptied then."""
 
 
 def salt_of(tenant: str, cache_salt: str) -> str:
@@ -20,19 +20,28 @@ class Salts:
 
     def __init__(self, purge: Callable[[str], None]) -> None:
         self._purge, self._lock = purge, threading.Lock()
-        self._owners: OrderedDict[str, str] = OrderedDict()
+        self._of: dict[str, OrderedDict[str, None]] = {}  # by tenant, the one used last at its end
+        self._num_known = 0
 
     def note(self, tenant: str, salt: str) -> None:
         with self._lock:
-            self._owners[salt] = tenant
-            self._owners.move_to_end(salt)
-            oldest = self._owners.popitem(last=False)[0] if len(self._owners) > _MOST else None
+            own = self._of.setdefault(tenant, OrderedDict())
+            self._num_known += salt not in own
+            own[salt] = None
+            own.move_to_end(salt)
+            oldest = self._forgotten() if self._num_known > _MOST else None
         if oldest is not None:
             self._purge(oldest)
+
+    def _forgotten(self) -> str:
+        """Of whoever has most: many names of one tenant cost no other its caches."""
+        self._num_known -= 1
+        tenant = max(self._of, key=lambda each: len(self._of[each]))
+        return self._of[tenant].popitem(last=False)[0]
 
     def purge(self, tenant: str) -> None:
         """Empty all caches of a tenant; those of every tenant if it is none, whose documents everybody may read."""
         with self._lock:
-            salts = [salt for salt, owner in self._owners.items() if not tenant or owner == tenant]
+            salts = [salt for owner, own in self._of.items() if not tenant or owner == tenant for salt in own]
         for salt in dict.fromkeys([tenant, *salts]):
             self._purge(salt)

@@ -1,0 +1,35 @@
+"""Caches are emptied for whoever they belong to, and one tenant's many names cost no other its own."""
+
+from __future__ import annotations
+
+import pytest
+
+from ragspec.rag.salts import Salts, salt_of
+
+
+def test_a_tenant_with_many_names_empties_its_own_caches_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tenant that sends a new name with every request emptied everybody's caches, and could tell by the time."""
+    monkeypatch.setattr("ragspec.rag.salts._MOST", 8)
+    purged: list[str] = []
+    salts = Salts(purged.append)
+    for salt in ("", "x"):
+        salts.note("ann", salt_of("ann", salt))
+    for number in range(20):
+        salts.note("bob", salt_of("bob", str(number)))
+    assert purged == [salt_of("bob", str(number)) for number in range(14)]
+    salts.note("bob", salt_of("bob", "14"))  # known, and used last now
+    salts.note("bob", salt_of("bob", "new"))
+    assert purged[14:] == [salt_of("bob", "15")]
+
+
+def test_a_tenants_caches_are_emptied_and_no_others() -> None:
+    """A deleted document stayed in a cache, or a deletion emptied everybody's."""
+    purged: list[str] = []
+    salts = Salts(purged.append)
+    for tenant, salt in (("ann", ""), ("ann", "x"), ("bob", "x"), ("ann", "x")):
+        salts.note(tenant, salt_of(tenant, salt))
+    salts.purge("ann")
+    assert sorted(purged) == sorted(["ann", salt_of("ann", "x")])
+    purged.clear()
+    salts.purge("")
+    assert set(purged) == {"", "ann", salt_of("ann", "x"), salt_of("bob", "x")}
