@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ragspec.core import Passage
 from ragspec.errors import NotFound, SaveError, StoreCorrupt
@@ -87,6 +87,12 @@ def turn_keys(scope: str, said: Iterable[Said], question: str) -> list[str]:
     return keys[1::2]
 
 
+_AGES = (
+    "SELECT used_s, tenant, num_bytes, 0, id FROM conversations {0} "
+    "UNION ALL SELECT used_s, tenant, num_bytes, 1, key FROM shown {0} ORDER BY 1"
+)
+
+
 class Conversations:
     """Owns the file. Safe to call from several threads."""
 
@@ -102,13 +108,16 @@ class Conversations:
         self._ttl_s, self._max_bytes, self._clock = ttl_s, max_bytes_per_tenant, clock
         self._database = Database(Path(path), _TABLES, _SCHEMA)
         self._num_writes = 0
+        with self._database.writing() as db:
+            _drop(db, self._too_old(db))
 
-    def create(self, tenant: str, metadata: Mapping[str, str] | None = None) -> Conversation:
-        """A new one, without turns. Raises: SaveError."""
+    def create(self, tenant: str, metadata: Mapping[str, str] | None = None, said: Sequence[Said] = ()) -> Conversation:
+        """A new one with these turns, or none. Raises: SaveError."""
         now, text = self._clock(), json.dumps(dict(metadata or {}))
         made = Conversation(f"conv_{secrets.token_hex(12)}", now, now, dict(metadata or {}))
         with self._database.writing() as db:
             db.execute("INSERT INTO conversations VALUES (?,?,?,?,?,?)", (tenant, made.id, now, now, len(text), text))
+            self._append(db, tenant, made.id, said)
             self._clean(db, tenant)
         return made
 
@@ -135,23 +144,25 @@ class Conversations:
 
     def append(self, tenant: str, conversation: str, said: Sequence[Said]) -> None:
         """Turns to its end, all of them or none. Raises: NotFound, SaveError, StoreCorrupt."""
-        num_bytes = sum(len(text.encode()) for turn in said for text in turn)
         with self._database.writing() as db:
-            row = db.execute(
-                "UPDATE conversations SET used_s=?, num_bytes=num_bytes+? WHERE tenant=? AND id=? RETURNING num_bytes",
-                (self._clock(), num_bytes, tenant, conversation),
-            ).fetchone()
-            if row is None:
-                raise _missing(conversation)
-            if row[0] > self._max_bytes:
-                raise SaveError(f"conversation {conversation!r} would have more than {self._max_bytes} bytes")
-            (number,) = db.execute(
-                "SELECT COALESCE(MAX(number), -1) + 1 FROM said WHERE tenant=? AND conversation=?",
-                (tenant, conversation),
-            ).fetchone()
-            rows = [(tenant, conversation, number + n, *turn) for n, turn in enumerate(said)]
-            db.executemany("INSERT INTO said VALUES (?,?,?,?,?)", rows)
+            self._append(db, tenant, conversation, said)
             self._clean(db, tenant)
+
+    def _append(self, db: sqlite3.Connection, tenant: str, conversation: str, said: Sequence[Said]) -> None:
+        num_bytes = sum(len(text.encode()) for turn in said for text in turn)
+        row = db.execute(
+            "UPDATE conversations SET used_s=?, num_bytes=num_bytes+? WHERE tenant=? AND id=? RETURNING num_bytes",
+            (self._clock(), num_bytes, tenant, conversation),
+        ).fetchone()
+        if row is None:
+            raise _missing(conversation)
+        if row[0] > self._max_bytes:
+            raise SaveError(f"conversation {conversation!r} would have more than {self._max_bytes} bytes")
+        (number,) = db.execute(
+            "SELECT COALESCE(MAX(number), -1) + 1 FROM said WHERE tenant=? AND conversation=?", (tenant, conversation)
+        ).fetchone()
+        rows = [(tenant, conversation, number + n, *turn) for n, turn in enumerate(said)]
+        db.executemany("INSERT INTO said VALUES (?,?,?,?,?)", rows)
 
     def show(self, tenant: str, key: str, shown: Shown, *, conversation: str = "", earlier: Sequence[str] = ()) -> None:
         """Keep the passages of a turn in place of those it had; those of the turns before it stay as long.
@@ -223,20 +234,23 @@ class Conversations:
         self._num_writes += 1
         if self._num_writes % _CLEAN_EVERY:
             return
-        oldest_s = self._clock() - self._ttl_s
-        ages = (
-            "SELECT used_s, tenant, num_bytes, 0, id FROM conversations {0} "
-            "UNION ALL SELECT used_s, tenant, num_bytes, 1, key FROM shown {0} ORDER BY 1"
-        )
-        rows = db.execute(ages.format("WHERE used_s<?"), (oldest_s, oldest_s)).fetchall()
-        own = db.execute(ages.format("WHERE tenant=?"), (tenant, tenant)).fetchall()
+        rows, own = self._too_old(db), db.execute(_AGES.format("WHERE tenant=?"), (tenant, tenant)).fetchall()
         surplus = sum(num_bytes for _, _, num_bytes, _, _ in own) - self._max_bytes
         for row in own[:-1]:
             if surplus > 0:
                 rows.append(row)
                 surplus -= row[2]
-        for _, owner, _, is_shown, name in rows:
-            (_forget_shown if is_shown else _delete)(db, owner, name)
+        _drop(db, rows)
+
+    def _too_old(self, db: sqlite3.Connection) -> list[Any]:
+        oldest_s = self._clock() - self._ttl_s
+        return db.execute(_AGES.format("WHERE used_s<?"), (oldest_s, oldest_s)).fetchall()
+
+
+def _drop(db: sqlite3.Connection, rows: Sequence[Any]) -> None:
+    """Rows of `_AGES`."""
+    for _, owner, _, is_shown, name in rows:
+        (_forget_shown if is_shown else _delete)(db, owner, name)
 
 
 def _missing(conversation: str) -> NotFound:

@@ -26,11 +26,7 @@ def routes(backend: Backend) -> APIRouter:
     @router.post("")
     def create(request: Request, body: NewConversation | None = None) -> Fields:
         tenant, body = request.state.caller.tenant, body or NewConversation()
-        said = _said(body)
-        made = store().create(tenant, body.metadata)
-        if said:
-            store().append(tenant, made.id, said)
-        return _object(made)
+        return _object(store().create(tenant, body.metadata, _said(body)))
 
     @router.get("/{conversation}")
     def find(request: Request, conversation: Cursor) -> Fields:

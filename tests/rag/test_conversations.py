@@ -108,6 +108,28 @@ def test_what_nobody_uses_grows_old(store: Conversations, clock: Clock) -> None:
     assert store.said("ann", used) and set(store.shown("ann", ["old", "used", "next"])) == {"used", "next"}
 
 
+def test_what_grew_old_is_not_on_the_disk_of_the_next_process(
+    tmp_path: Path, store: Conversations, clock: Clock
+) -> None:
+    """A service that nobody wrote to kept what it had promised to forget."""
+    store.append("ann", store.create("ann").id, [Said(SECRET, SECRET)])
+    store.close()
+    assert SECRET.encode() in (tmp_path / "c.sqlite").read_bytes()
+    clock.now_s += 4000.0
+    Conversations(tmp_path / "c.sqlite", ttl_s=3600.0, clock=clock).close()
+    assert SECRET.encode() not in (tmp_path / "c.sqlite").read_bytes()
+
+
+def test_a_conversation_begins_with_all_its_turns_or_is_none(store: Conversations) -> None:
+    """Too much to keep, and an empty conversation stayed."""
+    made = store.create("ann", said=[Said("a", "b"), Said("c", "d")])
+    assert store.said("ann", made.id) == [Said("a", "b"), Said("c", "d")]
+    with pytest.raises(SaveError):
+        store.create("ann", said=[Said("a", "b" * 2**18)])
+    with store._database.reading() as db:
+        assert db.execute("SELECT id FROM conversations").fetchall() == [(made.id,)]
+
+
 def test_a_tenant_takes_no_more_room_than_it_may(store: Conversations, clock: Clock) -> None:
     """One tenant filled the disk, or pushed out what others had."""
     store.append("bob", bobs := store.create("bob").id, [Said("a", "b")])
