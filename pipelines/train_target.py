@@ -188,7 +188,7 @@ def run_with_progress(trainer: TargetTrainer, checkpoint: Path, probe_cases: lis
                 bar.update(task, completed=record["share"], description=text)
                 if not bar.console.is_terminal:
                     print(text, flush=True)
-            if trainer.share_done() >= len(trainer.probes) / NUM_PROBES:
+            if int(NUM_PROBES * trainer.share_done()) > int(NUM_PROBES * record["share"]) or trainer.progress.step == 1:
                 trainer.probes.append(probe(trainer, probe_cases))
             if record["elapsed_s"] - saved_at_s > trainer.plan.checkpoint_every_s:
                 trainer.save(checkpoint)

@@ -6,22 +6,22 @@ from pathlib import Path
 
 import pytest
 import torch
+from real_data import DATA, needs_data
 from transformers import AutoModelForCausalLM
 
 ROOT = Path(__file__).resolve().parents[2]
-DATA = ROOT.parent / "shared" / "data"
 
 
 @pytest.mark.slow
 @pytest.mark.ray
-@pytest.mark.skipif(not DATA.is_dir(), reason="the training data is not beside the checkout")
+@needs_data
 def test_two_workers_write_the_same_model_twice(tmp_path: Path) -> None:
     """A worker that draws from the clock, or a second writer, would show as another model or a torn one."""
     models = []
     for out in (tmp_path / "first", tmp_path / "second"):
         options = ["--data", DATA, "--out", out, "--size", "tiny", "--tokens", "10000", "--seed", "3", "--workers", "2"]
         command = [sys.executable, "-m", "pipelines.train_target", *map(str, options)]
-        subprocess.run(command, cwd=ROOT, check=True, timeout=400)
+        subprocess.run(command, cwd=ROOT, check=True, timeout=800)
         assert (out / "curves.png").stat().st_size > 1000
         models.append(AutoModelForCausalLM.from_pretrained(out / "model"))
     for a, b in zip(*(model.parameters() for model in models), strict=True):
