@@ -20,6 +20,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from torch import Tensor
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
+from ragspec.errors import ConfigError
 from ragspec.evaluation.target_cases import PROBE_ARTICLES, Case, question_cases
 from ragspec.evaluation.target_suite import model_generate, question_scores
 from ragspec.training import training_attention
@@ -158,17 +159,19 @@ def obtain_tokenizer(run: Run, sources: Sources | None = None) -> PreTrainedToke
 
 
 def obtain_meanings(run: Run, tokenizer: PreTrainedTokenizerFast, sources: Sources) -> Tensor | None:
-    """What the run's tokens mean, counted once; nothing where trained weights know."""
+    """What the run's tokens mean, counted once; nothing where trained weights know. Raises: ConfigError for another run's."""
     if run.continue_from:
         return None
-    path = run.out / "meanings.safetensors"
+    path, columns = run.out / "meanings.safetensors", stream_layout(SIZES[run.size].hidden_size).meaning
     if not path.exists():
-        columns = stream_layout(SIZES[run.size].hidden_size).meaning
         texts = list(sources.texts())
         parts = (texts[at : at + 1_000] for at in range(0, len(texts), 1_000))
         ids = (each for part in parts for each in tokenizer(part, add_special_tokens=False, verbose=False)["input_ids"])
-        write_checkpoint(path, {"meanings": count_meanings(ids, len(tokenizer), columns, run.plan.seed)}, {})
-    return read_checkpoint(path)[0]["meanings"]
+        write_checkpoint(path, {"meanings": count_meanings(ids, len(tokenizer), columns)}, {})
+    meanings = read_checkpoint(path)[0]["meanings"]
+    if meanings.shape != (len(tokenizer), columns):
+        raise ConfigError(f"{path} is of a run of another size: choose an empty folder")
+    return meanings
 
 
 def run_with_progress(trainer: TargetTrainer, checkpoint: Path, probe_cases: list[Case]) -> None:
@@ -188,12 +191,17 @@ def run_with_progress(trainer: TargetTrainer, checkpoint: Path, probe_cases: lis
                 bar.update(task, completed=record["share"], description=text)
                 if not bar.console.is_terminal:
                     print(text, flush=True)
-            if int(NUM_PROBES * trainer.share_done()) > int(NUM_PROBES * record["share"]) or trainer.progress.step == 1:
+            if is_probed(record["step"], record["share"], trainer.share_done()):
                 trainer.probes.append(probe(trainer, probe_cases))
             if record["elapsed_s"] - saved_at_s > trainer.plan.checkpoint_every_s:
                 trainer.save(checkpoint)
                 saved_at_s = record["elapsed_s"]
     trainer.save(checkpoint)
+
+
+def is_probed(step: float, before: float, after: float) -> bool:
+    """After the first step, and at even shares of the run."""
+    return step == 1 or int(NUM_PROBES * after) > int(NUM_PROBES * before)
 
 
 def probe(trainer: TargetTrainer, cases: list[Case]) -> dict[str, float]:

@@ -83,16 +83,16 @@ class Backend(AbstractContextManager["Backend"]):
             _watch(metrics, engine)
         prompts = PromptBuilder(tokenizer, engine.max_context_tokens)
         conversations = open_conversations(config)
-        joined = JoinedRetriever(retriever)
-        chat = Chat(joined, prompts, conversations, config.chat, engine)
+        joined = None if retriever.is_elsewhere else JoinedRetriever(retriever)
+        chat = Chat(joined or retriever, prompts, conversations, config.chat, engine)
         library = open_library(config, retriever.encoder, chat.forget)
         dictionaries = open_dictionaries(config)
-        last = [telemetry.close] if telemetry else []
+        shared, last = [joined.close] if joined else [], [telemetry.close] if telemetry else []
         return cls(
             model=config.model_name,
             engine=engine,
             prompts=prompts,
-            retriever=joined,
+            retriever=joined or retriever,
             encoder=retriever.encoder,
             chat=chat,
             library=library,
@@ -101,7 +101,14 @@ class Backend(AbstractContextManager["Backend"]):
             metrics=metrics,
             telemetry=telemetry,
             gate=gate,
-            closing=(library.close, joined.close, *closing, conversations.close, dictionaries.close, *last),
+            closing=(
+                library.close,
+                *shared,
+                *closing,
+                conversations.close,
+                dictionaries.close,
+                *last,
+            ),
         )
 
     @classmethod

@@ -188,23 +188,25 @@ class Chat:
         )
 
     def remember(self, ready: ReadyTurn, answer: Answer) -> bool:
-        """Keep the turn for those after it; False if it cannot be kept, which takes nothing from the answer."""
+        """Keep the turn for those after it; False if what was said cannot be kept, which takes nothing from the answer."""
         if self._conversations is None:
             return False
         turn, past = ready.turn, ready.past
         cited = tuple(dict.fromkeys(citation.passage_id for citation in answer.citations))
         shown = Shown(answer.passages, ready.generation, cited)
+        kept = False
         try:
             if turn.conversation:
                 said = [*past.unkept, Said(ready.asked, answer.text)]
                 self._conversations.append(turn.scope.tenant, turn.conversation, said)
+                kept = True
             if answer.passages:
                 self._conversations.show(
                     turn.scope.tenant, past.keys[-1], shown, conversation=turn.conversation, earlier=past.keys[:-1]
                 )
         except RagspecError as cause:
-            log.warning("a turn could not be kept: %s", type(cause).__name__)
-            return False
+            log.warning("a turn could not be kept%s: %s", " whole" if kept else "", type(cause).__name__)
+            return kept
         return True
 
     def forget(self, tenant: str, documents: Sequence[str]) -> None:

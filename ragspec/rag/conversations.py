@@ -18,7 +18,8 @@ import json
 import secrets
 import sqlite3
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -110,15 +111,15 @@ class Conversations:
         self._num_writes = 0
         with self._database.writing() as db:
             _drop(db, self._too_old(db))
+        self._database.forget()
 
     def create(self, tenant: str, metadata: Mapping[str, str] | None = None, said: Sequence[Said] = ()) -> Conversation:
         """A new one with these turns, or none. Raises: SaveError."""
         now, text = self._clock(), json.dumps(dict(metadata or {}))
         made = Conversation(f"conv_{secrets.token_hex(12)}", now, now, dict(metadata or {}))
-        with self._database.writing() as db:
+        with self._keeping(tenant) as db:
             db.execute("INSERT INTO conversations VALUES (?,?,?,?,?,?)", (tenant, made.id, now, now, len(text), text))
             self._append(db, tenant, made.id, said)
-            self._clean(db, tenant)
         return made
 
     def find(self, tenant: str, conversation: str) -> Conversation:
@@ -144,9 +145,8 @@ class Conversations:
 
     def append(self, tenant: str, conversation: str, said: Sequence[Said]) -> None:
         """Turns to its end, all of them or none. Raises: NotFound, SaveError, StoreCorrupt."""
-        with self._database.writing() as db:
+        with self._keeping(tenant) as db:
             self._append(db, tenant, conversation, said)
-            self._clean(db, tenant)
 
     def _append(self, db: sqlite3.Connection, tenant: str, conversation: str, said: Sequence[Said]) -> None:
         num_bytes = sum(len(text.encode()) for turn in said for text in turn)
@@ -171,14 +171,13 @@ class Conversations:
         """
         now, text = self._clock(), json.dumps([asdict(passage) for passage in shown.passages])
         cited = json.dumps(shown.cited)
-        with self._database.writing() as db:
+        with self._keeping(tenant) as db:
             _forget_shown(db, tenant, key)
             row = (tenant, key, conversation, now, len(text), shown.generation, cited, text)
             db.execute("INSERT INTO shown VALUES (?,?,?,?,?,?,?,?)", row)
             documents = {passage.document_id for passage in shown.passages}
             db.executemany("INSERT INTO shown_documents VALUES (?,?,?)", [(tenant, each, key) for each in documents])
             db.executemany("UPDATE shown SET used_s=? WHERE tenant=? AND key=?", [(now, tenant, k) for k in earlier])
-            self._clean(db, tenant)
 
     def shown(self, tenant: str, keys: Sequence[str]) -> dict[str, Shown]:
         """What is known of these turns. Raises: SaveError, StoreCorrupt."""
@@ -229,11 +228,20 @@ class Conversations:
         except (ValueError, TypeError) as cause:
             raise StoreCorrupt(f"{self._database.path} is damaged: it holds a passage that is none") from cause
 
-    def _clean(self, db: sqlite3.Connection, tenant: str) -> None:
-        """Drop what is too old, of every tenant, and what is too much, of this one."""
+    @contextmanager
+    def _keeping(self, tenant: str) -> Iterator[sqlite3.Connection]:
+        """What is written makes room for itself; what had to go is not on the disk any more."""
+        with self._database.writing() as db:
+            yield db
+            dropped = self._clean(db, tenant)
+        if dropped:
+            self._database.forget()
+
+    def _clean(self, db: sqlite3.Connection, tenant: str) -> bool:
+        """Drop what is too old, of every tenant, and what is too much, of this one; whether anything was."""
         self._num_writes += 1
         if self._num_writes % _CLEAN_EVERY:
-            return
+            return False
         rows, own = self._too_old(db), db.execute(_AGES.format("WHERE tenant=?"), (tenant, tenant)).fetchall()
         surplus = sum(num_bytes for _, _, num_bytes, _, _ in own) - self._max_bytes
         for row in own[:-1]:
@@ -241,6 +249,7 @@ class Conversations:
                 rows.append(row)
                 surplus -= row[2]
         _drop(db, rows)
+        return bool(rows)
 
     def _too_old(self, db: sqlite3.Connection) -> list[Any]:
         oldest_s = self._clock() - self._ttl_s

@@ -20,7 +20,9 @@ class Salts:
 
     def __init__(self, purge: Callable[[str], None]) -> None:
         self._purge, self._lock = purge, threading.Lock()
-        self._of: dict[str, OrderedDict[str, None]] = {}  # by tenant, the one used last at its end
+        self._of: OrderedDict[str, OrderedDict[str, None]] = (
+            OrderedDict()
+        )  # by tenant; both: what was used last at the end
         self._num_known = 0
 
     def note(self, tenant: str, salt: str) -> None:
@@ -29,15 +31,20 @@ class Salts:
             self._num_known += salt not in own
             own[salt] = None
             own.move_to_end(salt)
+            self._of.move_to_end(tenant)
             oldest = self._forgotten() if self._num_known > _MOST else None
         if oldest is not None:
             self._purge(oldest)
 
     def _forgotten(self) -> str:
-        """Of whoever has most: many names of one tenant cost no other its caches."""
+        """Of whoever has most, among equals of who asked longest ago: many names of one tenant cost no other its caches."""
         self._num_known -= 1
         tenant = max(self._of, key=lambda each: len(self._of[each]))
-        return self._of[tenant].popitem(last=False)[0]
+        own = self._of[tenant]
+        oldest = own.popitem(last=False)[0]
+        if not own:
+            del self._of[tenant]
+        return oldest
 
     def purge(self, tenant: str) -> None:
         """Empty all caches of a tenant; those of every tenant if it is none, whose documents everybody may read."""

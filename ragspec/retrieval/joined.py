@@ -17,7 +17,8 @@ MAX_QUERIES = 32
 
 
 class JoinedRetriever:
-    """A `RetrieverLike` over an index. Queries of equal scope and `k` are searched together, all are encoded together."""
+    """A `RetrieverLike` over an index in this process. Queries of equal scope and `k` are searched together, all are encoded
+    together; one call runs at a time, so not for an index elsewhere, where one may wait for a machine that others do not need."""
 
     def __init__(self, index: IndexLike, max_queries: int = MAX_QUERIES) -> None:
         self._index, self._lookups = index, Lookups(max_queries)
@@ -30,5 +31,5 @@ class JoinedRetriever:
         return Retrieval(found.passages, found.generation, found.missing)
 
     def close(self) -> None:
-        """Whoever waits is told `EngineClosed`. The index stays open."""
+        """Whoever waits is told `EngineClosed`, once the call that runs has ended. The index stays open."""
         self._lookups.close()

@@ -12,8 +12,9 @@ loss of the written tokens alone finds the choice of the sentence late and unlea
 - locate: a token of the quote to itself in the passage, and what follows the quote to the quote's end there
 - copy: whatever is to be copied next, to where it stands
 - choose: the same head where a quote begins; averaged apart, for one choice stands beside forty copies
-- fork: the same head where the last two tokens stand elsewhere, too, and go on otherwise there; averaged apart as well
-- point: what opens a short answer, to where the answer begins in the quote
+- fork: the same head where the last two tokens (behind the first of a quote, the last one) go on otherwise elsewhere, and in
+  short answers; averaged apart as well
+- point: what opens a short answer, to where the answer begins, in the quote or in the passage
 """
 
 from dataclasses import dataclass, field

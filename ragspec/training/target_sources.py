@@ -5,6 +5,7 @@ of the last 10 anywhere, no JFLEG, no held-out standard-library function. Format
 directory's own index.
 """
 
+import itertools
 import json
 import re
 from collections import Counter
@@ -60,15 +61,17 @@ class Sources:
     unanswerable_by_paragraph: dict[int, list[str]] = field(default_factory=dict)
 
     def texts(self) -> Iterator[str]:
-        """All that is read: what the meanings of tokens are counted in."""
-        for paragraph in self.prose:
-            yield " ".join(paragraph.sentences)
-        for question in self.nqg:
-            yield " ".join(question.paragraph.sentences)
-        yield from (question.text for question in (*self.squad, *self.nqg))
-        yield from (text for _, text in self.stdlib)
-        yield from self.plain_sentences
-        yield from self.book_paragraphs
+        """Paragraphs, questions, documentation and sentences, each once: what the meanings of tokens are counted in."""
+        questions = (*self.squad, *self.other_questions, *self.nqg)
+        paragraphs = (*self.prose, *(question.paragraph for question in self.nqg))
+        texts = itertools.chain(
+            (" ".join(paragraph.sentences) for paragraph in paragraphs),
+            (question.text for question in questions),
+            (text for _, text in self.stdlib),
+            self.plain_sentences,
+            self.book_paragraphs,
+        )
+        yield from dict.fromkeys(texts)
 
 
 def load_sources(data_dir: Path) -> Sources:

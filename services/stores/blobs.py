@@ -31,12 +31,15 @@ class Blobs:
                 left.unlink(missing_ok=True)
 
     def sweep(self, known: Iterable[FileRecord]) -> None:
-        """Remove what no record names: an upload was cut off. What is young may be one that another process takes."""
-        kept, oldest_s = {self.path(file) for file in known}, time.time() - _YOUNG_S
+        """Remove what no record names: an upload was cut off. What is young may be one that another process takes.
+
+        Nothing where there is no record at all: then it is the records that are gone.
+        """
+        kept, oldest_s = {_name(self.path(file)) for file in known}, time.time() - _YOUNG_S
         with saving(self._folder):
-            for path in self._folder.glob("*/*"):
+            for path in self._folder.glob("*/file-*") if kept else ():
                 with contextlib.suppress(FileNotFoundError):  # another process that starts now removes it as well
-                    if path not in kept and path.stat().st_mtime < oldest_s:
+                    if _name(path) not in kept and path.is_file() and path.stat().st_mtime < oldest_s:
                         path.unlink()
 
     def path(self, file: FileRecord) -> Path:
@@ -74,3 +77,8 @@ class Blobs:
         suffix = Path(filename).suffix.lower()
         owner = hashlib.sha256(tenant.encode()).hexdigest()[:32]
         return self._folder / owner / (file_id + (suffix if suffix in SUFFIXES else ""))
+
+
+def _name(path: Path) -> tuple[str, str]:
+    """Whose, and the file's id; never what it is read as."""
+    return path.parent.name, path.name.partition(".")[0]

@@ -318,7 +318,7 @@ def test_without_an_index_there_is_an_error_or_an_answer_that_says_so(prompts: P
     assert ready.missing == (WHOLE_INDEX,) and not ready.prompt.passages
 
 
-def test_a_follow_up_that_looks_nothing_up_needs_no_index(
+def test_a_follow_up_that_looks_nothing_up_needs_no_index_where_that_is_allowed(
     retriever: Retriever, prompts: PromptBuilder, store: Conversations
 ) -> None:
     """It failed all the same: the passages of the turn before were to be confirmed."""

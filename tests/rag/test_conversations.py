@@ -116,8 +116,9 @@ def test_what_grew_old_is_not_on_the_disk_of_the_next_process(
     store.close()
     assert SECRET.encode() in (tmp_path / "c.sqlite").read_bytes()
     clock.now_s += 4000.0
-    Conversations(tmp_path / "c.sqlite", ttl_s=3600.0, clock=clock).close()
-    assert SECRET.encode() not in (tmp_path / "c.sqlite").read_bytes()
+    opened = Conversations(tmp_path / "c.sqlite", ttl_s=3600.0, clock=clock)
+    assert not any(SECRET.encode() in path.read_bytes() for path in tmp_path.iterdir())
+    opened.close()
 
 
 def test_a_conversation_begins_with_all_its_turns_or_is_none(store: Conversations) -> None:

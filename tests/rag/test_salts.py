@@ -33,3 +33,13 @@ def test_a_tenants_caches_are_emptied_and_no_others() -> None:
     purged.clear()
     salts.purge("")
     assert set(purged) == {"", "ann", salt_of("ann", "x"), salt_of("bob", "x")}
+
+
+def test_who_asked_longest_ago_is_forgotten_among_equals(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tenant that came back was forgotten at once, and its caches outlived what was deleted."""
+    monkeypatch.setattr("ragspec.rag.salts._MOST", 3)
+    purged: list[str] = []
+    salts = Salts(purged.append)
+    for tenant in ("a", "b", "c", "d", "a", "e"):
+        salts.note(tenant, tenant)
+    assert purged == ["a", "b", "c"]

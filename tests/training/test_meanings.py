@@ -2,10 +2,11 @@
 
 import random
 
+import numpy as np
 import pytest
 import torch
 
-from ragspec.training.meanings import count_meanings
+from ragspec.training.meanings import PLACES, _counts, count_meanings
 from ragspec.training.structured_init import MEANING, stream_layout
 from ragspec.training.target_model import SIZES, build_target
 
@@ -31,6 +32,13 @@ def test_what_stands_in_the_same_places_is_alike(vectors: torch.Tensor) -> None:
         own = alike[kind.start : kind.stop, kind.start : kind.stop].mean()
         others = [alike[kind.start : kind.stop, k.start : k.stop].mean() for k in (NAMES, YEARS, VERBS) if k != kind]
         assert own > 0.8 > 0.5 > max(others)
+
+
+def test_neighbours_are_counted_at_their_places_and_not_across_texts() -> None:
+    """Before taken for after, or the end of one text for what stands before the next."""
+    flat, column = np.array([0, 1, 2, -1, -1, 3, 0, -1, -1]), np.array([0, 1, 2, 3, -1])
+    seen = {place: set(map(tuple, np.argwhere(_counts(flat, place, column, 4, 4)).tolist())) for place in PLACES}
+    assert seen == {-2: {(2, 0)}, -1: {(1, 0), (2, 1), (0, 3)}, 1: {(0, 1), (1, 2), (3, 0)}, 2: {(0, 2)}}
 
 
 def test_lengths_are_even_and_unseen_tokens_mean_nothing(vectors: torch.Tensor) -> None:

@@ -2,10 +2,12 @@
 
 from pathlib import Path
 
+import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import ragspec
+from ragspec.drafting.eagle_checkpoint import check_fits, read_head
 from ragspec.training.target_format import CHAT_TEMPLATE, CONTEXT_ROLE_FLAG, parse_answer, question_messages
 
 ASSETS = Path(ragspec.__file__).parent / "assets"
@@ -30,6 +32,14 @@ def test_card_names_the_model_that_lies_beside_it() -> None:
     assert f"{sum(p.numel() for p in model.parameters()) / 1e6:.2f} M parameters" in card
     assert f"width {model.config.hidden_size}, " in card
     assert all(picture.name in card for picture in ASSETS.glob("*.png"))
+
+
+@pytest.mark.parametrize("name", ["eagle", "eagle3"])
+def test_heads_fit_the_target_beside_them(name: str) -> None:
+    """Another target is put in place, and whoever asks for the shipped head gets an error."""
+    target = AutoConfig.from_pretrained(TARGET)
+    config = read_head(ASSETS / "reference_heads" / name).config
+    check_fits(config, target.vocab_size, target.hidden_size, target.num_hidden_layers)
 
 
 def test_tokenizer_carries_the_template_of_the_code() -> None:

@@ -76,8 +76,8 @@ def test_a_packed_turn_is_computed_as_if_it_were_alone() -> None:
 def test_heads_are_guided_to_where_the_text_says() -> None:
     """Off by one token, copying is trained to repeat the token before."""
     row = row_of()
-    pointed = [(row.ids[at + 1], row.ids[key + 1]) for at, [key] in row.looks[Guide.POINT]]
-    assert len(pointed) == 2 and all(following == said for following, said in pointed)
+    pointed = [(row.ids[at + 1], row.ids[key]) for at, keys in row.looks[Guide.POINT] for key in keys]
+    assert len(pointed) == 4 and all(following == said for following, said in pointed)
     copies = [look for guide in (Guide.COPY, Guide.CHOOSE, Guide.FORK) for look in row.looks[guide]]
     copied = [(row.ids[at + 1], row.ids[key]) for at, keys in copies for key in keys]
     assert len(copied) > 12 and all(following == source for following, source in copied)
@@ -86,7 +86,7 @@ def test_heads_are_guided_to_where_the_text_says() -> None:
     assert len(copied) == sum(map(len, answers + shorts + shorts)) - 2 * len(shorts)
     assert len(row.looks[Guide.CHOOSE]) == len(answers)
     asking = {TOKENIZER.decode(row.ids[key]).strip() for _, keys in row.looks[Guide.ASK] for key in keys}
-    assert asking == {"Who"}
+    assert asking == {"Who", "built", "owns"}
     labels = {int(TOKENIZER.decode(row.ids[key])) for _, [key] in row.looks[Guide.LABEL]}
     assert labels == {1, 2}
     starts = {TOKENIZER.decode(row.ids[key]).strip()[:1] for _, [key] in row.looks[Guide.START]}
