@@ -20,9 +20,8 @@ class Salts:
 
     def __init__(self, purge: Callable[[str], None]) -> None:
         self._purge, self._lock = purge, threading.Lock()
-        self._of: OrderedDict[str, OrderedDict[str, None]] = (
-            OrderedDict()
-        )  # by tenant; both: what was used last at the end
+        # By tenant; in both orders, what was used last comes last.
+        self._of: OrderedDict[str, OrderedDict[str, None]] = OrderedDict()
         self._num_known = 0
 
     def note(self, tenant: str, salt: str) -> None:
