@@ -41,7 +41,7 @@ from ragspec.training.workers import ALONE, Workers
 
 DEFAULT_TOKENS = {"tiny": 200_000, "cpu": 40_000_000, "gpu": 2_000_000_000}
 REPORT_EVERY_STEPS = 25
-NUM_PROBES, PROBE_QUESTIONS = 8, 24
+NUM_PROBES, PROBE_QUESTIONS = 8, 64
 
 
 def main() -> None:

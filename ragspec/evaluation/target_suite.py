@@ -24,7 +24,7 @@ from ragspec.training.target_format import ABSTENTION, Message, grammar_messages
 Generate = Callable[[list[list[Message]]], list[str]]
 Retrieve = Callable[[str], list[str]]
 
-MAX_NEW_TOKENS = 128
+MAX_NEW_TOKENS = 192
 
 
 def evaluate_target(

@@ -19,8 +19,9 @@ from ragspec.errors import InputError
 from ragspec.training.grammar_errors import GrammarErrors
 from ragspec.training.sentences import normalise, split_sentences
 from ragspec.training.target_batches import ANSWER_WEIGHT, Encoded, ExampleEncoder, MicroBatch, collate
-from ragspec.training.target_examples import Example, ExampleStream, Lengths
+from ragspec.training.target_examples import Example, Lengths
 from ragspec.training.target_format import message, question_messages, quoted_answer
+from ragspec.training.target_packs import PackStream
 from ragspec.training.target_sources import (
     NUM_PROBE_ARTICLES,
     NUM_TRAIN_ARTICLES,
@@ -33,20 +34,19 @@ from ragspec.training.target_sources import (
 LENGTHS = Lengths(3, (25, 80), 220)
 PROBE_DIALOGUE_EVERY = 50
 """Of the file's dialogues, the second of each fifty; the target was trained on every sixth, which are none of them."""
-PROSE_SHARE, DIALOGUE_SHARE = 0.30, 0.22
 MIN_TOKENS = 8
 Draw = Callable[[random.Random], Encoded]
 """One training text: its tokens, and weight 1 for those whose prediction is learnt."""
 
 
-class DrafterStream(ExampleStream):
+class DrafterStream(PackStream):
     """The mixture of single examples, half of it prose and dialogues."""
 
     def __init__(self, sources: Sources, errors: GrammarErrors, seed: int) -> None:
         super().__init__(sources, errors, LENGTHS, seed)
-        rest = 1.0 - PROSE_SHARE - DIALOGUE_SHARE
-        self.tasks = [(task, share * rest) for task, share in self.tasks]
-        self.tasks += [(self.prose, PROSE_SHARE), (self.dialogue, DIALOGUE_SHARE)]
+        self.tasks = [
+            (self.question, 0.42), (self.prose, 0.30), (self.dialogue, 0.22), (self.grammar, 0.05), (self.follow_up, 0.01),
+        ]  # fmt: skip
 
 
 class AnswerEncoder(ExampleEncoder):

@@ -16,6 +16,8 @@ PREPOSITIONS = ("in", "on", "at", "of", "for", "to", "with", "from", "by", "abou
 FILLERS = ("the", "a", "to", "of", "is", "in", "that", "and")
 MIN_COUNT = 3
 MEAN_ERRORS_PER_10_WORDS = 1.2
+MISSPELT, MISSPELT_TWICE = 0.4, 0.15
+"""Share of errors that misspell a word, beside those that come by other ways; of those, with two letters wrong."""
 TOKENISED_SHARE = 0.3
 """Share of sentences in Penn-Treebank-like spacing ("word , word ."), as many corpora have them."""
 
@@ -45,7 +47,10 @@ class GrammarErrors:
         index = rng.randrange(len(words))
         before, core, after = _split_word(words[index])
         lower, roll = core.lower(), rng.random()
-        if lower in ARTICLES and roll < 0.8:
+        if rng.random() < MISSPELT and len(core) > 3 and core.isalpha():
+            word = misspell(core, rng) if rng.random() < MISSPELT_TWICE else core
+            words[index] = before + misspell(word, rng) + after
+        elif lower in ARTICLES and roll < 0.8:
             words[index : index + 1] = (
                 [] if roll < 0.45 and len(words) > 3 else [before + _other(ARTICLES, lower, rng) + after]
             )

@@ -8,12 +8,16 @@ loss of the written tokens alone finds the choice of the sentence late and unlea
 - start, label: a token of a passage to the first token of its sentence, and to the number of its passage
 - match: a word of the question to the same word in the sentence that answers it
 - ask: a token of the short answer, and what opens it, to what the question asks for: "who", "how many", "which river"
+- word: a token of a sentence to correct to the first token of its word
 - gather: a token of the answer to the words of the question that have such a match
 - locate: a token of the quote to itself in the passage, and what follows the quote to the quote's end there
+- spell: what precedes each token of a corrected sentence, to all tokens of the word that it stands for, evenly; in
+  quotes to what opens the answer, which spells nothing
 - copy: whatever is to be copied next, to where it stands
 - choose: the same head where a quote begins; averaged apart, for one choice stands beside forty copies
 - fork: the same head where the last two tokens (behind the first of a quote, the last one) go on otherwise elsewhere, and in
   short answers; averaged apart as well
+- edit: the same head where a corrected sentence departs from its source, to what opens the answer; averaged apart
 - point: what opens a short answer, to where the answer begins, in the quote or in the passage
 """
 
@@ -31,13 +35,16 @@ class Guide(Enum):
     ROLE = (0, 3, 0.1)
     START = (1, 0, 0.2)
     LABEL = (1, 1, 0.2)
+    WORD = (1, 2, 0.4)
     MATCH = (2, 0, 0.3)
     ASK = (2, 1, 0.1)
     GATHER = (3, 0, 0.2)
     LOCATE = (3, 1, 0.3)
+    SPELL = (3, 2, 1.0)
     COPY = (4, 0, 1.0)
     CHOOSE = (4, 0, 0.3)
     FORK = (4, 0, 0.5)
+    EDIT = (4, 0, 0.15)
     POINT = (4, 2, 0.5)
 
     @property
@@ -51,6 +58,11 @@ class Guide(Enum):
     @property
     def weight(self) -> float:
         return float(self.value[2])
+
+    @property
+    def is_even(self) -> bool:
+        """Whether all right keys should get the same attention; otherwise any of them will do."""
+        return self is Guide.SPELL
 
 
 @dataclass(frozen=True)
@@ -91,4 +103,9 @@ class Guidance:
         """Shapes: queries, keys [T, D]."""
         with torch.autocast(keys.device.type, enabled=False):
             scores = queries[each.rows].float() @ keys.float().T + self.bias[each.text, each.rows].float()
-        return (torch.logsumexp(scores, dim=-1) - torch.logsumexp(scores.masked_fill(~each.keys, -1e4), dim=-1)).sum()
+            if each.guide.is_even:
+                count = each.keys.sum(-1)
+                right = (scores * each.keys).sum(-1) / count + count.log()
+            else:
+                right = torch.logsumexp(scores.masked_fill(~each.keys, -1e4), dim=-1)
+        return (torch.logsumexp(scores, dim=-1) - right).sum()

@@ -1,17 +1,16 @@
-"""Training conversations for the reference target, one at a time, from a seeded generator.
+"""Training texts for the reference target that share no passages, one at a time, from a seeded generator.
 
-Owns the mixture of single examples, which heads are trained on (the target: `target_packs`); the texts come from `Sources`.
+Owns corrections, prose, dialogues and follow-up questions (single questions: `target_packs`); the texts come from `Sources`.
 """
 
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ragspec.training import generated_questions as generated
 from ragspec.training.grammar_errors import TOKENISED_SHARE, GrammarErrors, tokenised
 from ragspec.training.sentences import split_sentences, window_around
 from ragspec.training.stdlib_corpus import unwrap
-from ragspec.training.target_format import ABSTENTION, Message, grammar_messages, message, numbered, quoted_answer
+from ragspec.training.target_format import Message, grammar_messages, message, question_messages, quoted_answer
 from ragspec.training.target_sources import Paragraph, Question, Sources
 
 MAX_QUOTE_WORDS = 60
@@ -44,9 +43,7 @@ class ExampleStream:
         self.sources, self.errors, self.lengths = sources, errors, lengths
         self.rng = random.Random(seed)
         self.tasks: list[tuple[Callable[[], Example | None], float]] = [
-            (self.squad, 0.23), (self.other_question, 0.05), (self.nqg, 0.05), (self.span_question, 0.12),
-            (self.about, 0.08), (self.stdlib, 0.22), (self.unanswerable, 0.09), (self.grammar, 0.10),
-            (self.follow_up, 0.02), (self.dialogue, 0.01), (self.prose, 0.03),
+            (self.grammar, 0.72), (self.prose, 0.12), (self.follow_up, 0.12), (self.dialogue, 0.04),
         ]  # fmt: skip
 
     def draw(self) -> Example:
@@ -56,74 +53,6 @@ class ExampleStream:
             example = self.rng.choices(tasks, shares)[0]()
             if example is not None:
                 return example
-
-    def squad(self) -> Example | None:
-        return self._answer(self.rng.choice(self.sources.squad))
-
-    def other_question(self) -> Example | None:
-        return self._answer(self.rng.choice(self.sources.other_questions))
-
-    def nqg(self) -> Example | None:
-        return self._answer(self.rng.choice(self.sources.nqg), open_ended=True)
-
-    def span_question(self) -> Example | None:
-        """A generated question with a short answer."""
-        paragraph = self.rng.choice(self.sources.prose)
-        index = self.rng.randrange(len(paragraph.sentences))
-        make = generated.question_for_subject if self.rng.random() < 0.3 else generated.question_for_span
-        made = make(paragraph.sentences[index], self.rng)
-        return self._answer(Question(made.text, paragraph, index, made.short_answer)) if made else None
-
-    def about(self) -> Example | None:
-        """A question that names a word; the answer is the sentence alone. No other sentence of the paragraph has it."""
-        paragraph = self.rng.choice(self.sources.prose)
-        index = self.rng.randrange(len(paragraph.sentences))
-        made = generated.question_about(paragraph.sentences[index], self.rng)
-        if made is None or any(made.key in s for i, s in enumerate(paragraph.sentences) if i != index):
-            return None
-        return self._answer(Question(made.text, paragraph, index, ""))
-
-    def stdlib(self) -> Example | None:
-        """A question about a standard-library name; the answer is the first sentence of its documentation."""
-        rng, documents = self.rng, self.sources.stdlib
-        index = rng.randrange(len(documents))
-        name, text = documents[index]
-        quote = first_doc_sentence(name, text)
-        if not 2 <= len(quote.split()) <= MAX_QUOTE_WORDS:
-            return None
-        near = [documents[i] for i in range(max(0, index - 12), min(len(documents), index + 13)) if i != index]
-        others = [
-            rng.choice(near if rng.random() < 0.75 else documents)
-            for _ in range(rng.randrange(self.lengths.max_passages))
-        ]
-        others = [other for other in others if other[0] != name]
-        max_words = rng.randint(*self.lengths.passage_words)
-        passages = [first_words(text, max(max_words, len((name + quote).split()) + 15))]
-        passages += [first_words(other, rng.randint(*self.lengths.passage_words)) for _, other in others]
-        if quote not in passages[0]:
-            return None
-        asked = name if rng.random() < 0.8 else name.split(".", 1)[-1]
-        if asked.startswith("_"):
-            return None
-        request = rng.choice(generated.STDLIB_TEMPLATES).format(asked + "()" if rng.random() < 0.1 else asked)
-        if rng.random() < 0.12 and others:
-            return self._conversation(request, passages[1:], lambda _: ABSTENTION)
-        return self._conversation(request, passages, lambda number: quoted_answer(quote, number))
-
-    def unanswerable(self) -> Example | None:
-        """A question whose answer is in none of the passages: unrelated ones, or a related one that lacks it."""
-        rng = self.rng
-        if rng.random() < 0.4:
-            text, paragraph = rng.choice(self.sources.unanswerable)
-            index = rng.randrange(len(paragraph.sentences))
-            passages = [self._window(paragraph, index), *self._distractors(paragraph)]
-        else:
-            question = rng.choice(self.sources.squad if rng.random() < 0.6 else self.sources.nqg)
-            text, group = question.text, question.paragraph
-            passages = self._distractors(group) or [self._window(rng.choice(self.sources.prose), 0)]
-            if question.short_answer and any(question.short_answer in p for p in passages):
-                return None
-        return self._conversation(text, passages, lambda _: ABSTENTION)
 
     def grammar(self) -> Example:
         rng = self.rng
@@ -139,7 +68,7 @@ class ExampleStream:
         if rng.random() < 0.5:
             return self._conversation_turns(rng.choice(self.sources.conversations))
         first = rng.choice(self.sources.squad)
-        same = [q for q in self.sources.squad_by_paragraph[id(first.paragraph)] if q is not first]
+        same = [q for q in self.sources.by_paragraph[id(first.paragraph)] if q is not first]
         if not same:
             return None
         messages = self._turn(first, None)
@@ -165,10 +94,6 @@ class ExampleStream:
         )
         return Example([], text=" ".join(text.split()[: self.lengths.prose_words]))
 
-    def _answer(self, question: Question, open_ended: bool = False) -> Example | None:
-        messages = self._turn(question, None)
-        return Example(messages, open_ended=open_ended) if messages else None
-
     def _turn(self, question: Question, shown: str | None) -> list[Message]:
         """Question, passages and answer; with `shown`, the passages of an earlier turn are not repeated."""
         quote = question.paragraph.sentences[question.sentence_index]
@@ -181,16 +106,11 @@ class ExampleStream:
             answer = quoted_answer(quote, number, question.short_answer)
             return [message("user", question.text), message("assistant", answer)]
         passages = [self._window(question.paragraph, question.sentence_index), *self._distractors(question.paragraph)]
-        return self._conversation(
-            question.text, passages, lambda number: quoted_answer(quote, number, question.short_answer)
-        ).messages
-
-    def _conversation(self, request: str, passages: list[str], answer: Callable[[int], str]) -> Example:
-        """One turn with its passages shuffled; `answer` gets the number of the passage that was first."""
         order = list(range(len(passages)))
         self.rng.shuffle(order)
-        context = message("context", numbered([passages[i] for i in order]))
-        return Example([message("user", request), context, message("assistant", answer(order.index(0) + 1))])
+        answer = quoted_answer(quote, order.index(0) + 1, question.short_answer)
+        asked = question_messages(question.text, [passages[i] for i in order])
+        return [*asked, message("assistant", answer)]
 
     def _conversation_turns(self, turns: list[tuple[str, str]]) -> Example | None:
         rng = self.rng
@@ -204,7 +124,7 @@ class ExampleStream:
         ]
         rng.shuffle(passages)
         number = next(n for n, p in enumerate(passages, start=1) if answers[0] in p)
-        messages = [message("user", chosen[0][0]), message("context", numbered(passages))]
+        messages = question_messages(chosen[0][0], passages)
         for turn, (question, quote) in enumerate(chosen):
             messages += [message("user", question)] if turn else []
             messages.append(message("assistant", quoted_answer(quote, number)))

@@ -10,8 +10,15 @@ from dataclasses import dataclass
 from ragspec.training import generated_questions as generated
 from ragspec.training.grammar_errors import GrammarErrors
 from ragspec.training.sentences import sentences_of
-from ragspec.training.target_examples import MAX_QUOTE_WORDS, ExampleStream, Lengths, first_doc_sentence, first_words
-from ragspec.training.target_format import ABSTENTION, quoted_answer
+from ragspec.training.target_examples import (
+    MAX_QUOTE_WORDS,
+    Example,
+    ExampleStream,
+    Lengths,
+    first_doc_sentence,
+    first_words,
+)
+from ragspec.training.target_format import ABSTENTION, message, question_messages, quoted_answer
 from ragspec.training.target_sources import Paragraph, Question, Sources
 
 ABSTAIN_TRIES = 0.25
@@ -41,16 +48,15 @@ class Pack:
 
 
 class PackStream(ExampleStream):
-    """Draws packs, and single examples of the tasks that have no passages to share."""
+    """Draws packs beside the examples that have no passages to share."""
 
     def __init__(self, sources: Sources, errors: GrammarErrors, lengths: Lengths, seed: int) -> None:
         super().__init__(sources, errors, lengths, seed)
-        self.tasks = [(self.grammar, 0.72), (self.prose, 0.12), (self.follow_up, 0.12), (self.dialogue, 0.04)]
         self.pack_kinds: list[tuple[Callable[[], Pack | None], float]] = [
-            (lambda: self._text_pack(self.rng.choice(sources.squad)), 0.50),
-            (lambda: self._text_pack(self.rng.choice(sources.other_questions)), 0.18),
-            (lambda: self._text_pack(self.rng.choice(sources.nqg)), 0.05),
-            (lambda: self._prose_pack(), 0.07),
+            (lambda: self._text_pack(self.rng.choice(sources.squad)), 0.40),
+            (lambda: self._text_pack(self.rng.choice(sources.other_questions)), 0.20),
+            (lambda: self._text_pack(self.rng.choice(sources.nqg)), 0.14),
+            (lambda: self._prose_pack(), 0.06),
             (lambda: self._stdlib_pack(), 0.20),
         ]  # fmt: skip
 
@@ -61,6 +67,13 @@ class PackStream(ExampleStream):
             pack = self.rng.choices(kinds, shares)[0]()
             if pack is not None and pack.turns:
                 return pack
+
+    def question(self) -> Example:
+        """One question of a pack, asked alone."""
+        pack = self.draw_pack()
+        turn = self.rng.choice(pack.turns)
+        messages = [*question_messages(turn.request, pack.passages), message("assistant", turn.answer)]
+        return Example(messages, open_ended=turn.open_ended)
 
     def _prose_pack(self) -> Pack | None:
         paragraph = self.rng.choice(self.sources.prose)

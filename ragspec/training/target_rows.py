@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from ragspec.training.generated_questions import STOP_WORDS
 from ragspec.training.guidance import Guide
 from ragspec.training.sentences import sentences_of
+from ragspec.training.spelling import is_letters
 from ragspec.training.target_batches import ANSWER_WEIGHT, CHOICE_WEIGHT, EDIT_WEIGHT, ExampleEncoder
 from ragspec.training.target_examples import Example
 from ragspec.training.target_format import ASSISTANT, CONTEXT, END, GRAMMAR_REQUEST, USER, numbered
@@ -20,6 +21,9 @@ from ragspec.training.target_tokenizer import token_pieces
 
 GUIDED_CONTEXT_TOKENS = 64
 """Of a row's tokens, so many are shown their role, and of its passages' so many their sentence and number."""
+
+UNSPELT_EVERY = 8
+"""Of so many tokens of a quote, one is guided to spell nothing."""
 
 ASKING_WORDS = frozenset("who whom whose what which when where why how many much".split())
 
@@ -62,7 +66,9 @@ class RowEncoder:
 
     def __init__(self, encoder: ExampleEncoder) -> None:
         self.encoder, self.tokenizer = encoder, encoder.tokenizer
-        self._words = [piece.removeprefix("Ġ").lower() for piece in token_pieces(self.tokenizer)]
+        pieces = token_pieces(self.tokenizer)
+        self._words = [piece.removeprefix("Ġ").lower() for piece in pieces]
+        self._is_letters, self._opens = [is_letters(piece) for piece in pieces], [p.startswith("Ġ") for p in pieces]
         vocabulary = self.tokenizer.get_vocab()
         self._roles = {vocabulary[role] for role in (USER, CONTEXT, ASSISTANT)}
         self._num_request_tokens = len(self._tokens(USER + GRAMMAR_REQUEST.rstrip())[0])
@@ -154,6 +160,8 @@ class RowEncoder:
             looks[Guide.LOCATE].append((at, [key]))
             if is_fork or not i:
                 row.weights[at] = CHOICE_WEIGHT
+            if not i % UNSPELT_EVERY:
+                looks[Guide.SPELL].append((at - 1, [first - 1]))
         mark_and_number = range(first + quoted[1], min(first + quoted[1] + 4, len(row.ids)))
         looks[Guide.LOCATE] += [(at, [source[1] - 1]) for at in mark_and_number]
         self._guide_words(row, (begin, num_asked), (source[0], source[1], passage), range(first - 1, len(row.ids)))
@@ -214,11 +222,36 @@ class RowEncoder:
         for at in range(first, last):
             if at not in goes_on:
                 row.weights[at] = EDIT_WEIGHT
+        departs = set(range(first, last))
         for block in kept:
             for i in range(block.size):
-                at, source = begin + answers + block.b + i, begin + shown + block.a + i
+                at, source = first + block.b + i, begin + shown + block.a + i
+                departs.discard(at)
                 row.looks[Guide.COPY].append((at - 1, [source]))
                 row.looks[Guide.LOCATE].append((at, [source]))
+        row.looks[Guide.EDIT] += [(at - 1, [first - 1]) for at in sorted(departs)]
+        self._guide_spelling(row, begin, ids, answers)
+
+    def _guide_spelling(self, row: Row, begin: int, ids: list[int], answers: int) -> None:
+        """Each word of a corrected sentence to the word it stands for, where as many stand for as many."""
+        shown, written = self._spans(ids, self._num_request_tokens, answers), self._spans(ids, answers, len(ids))
+        for word in shown:
+            row.looks[Guide.WORD] += [(begin + at, [begin + word.start]) for at in word]
+        before, after = ([tuple(ids[at] for at in word) for word in words] for words in (shown, written))
+        for _, a, a_end, b, b_end in difflib.SequenceMatcher(None, before, after, autojunk=False).get_opcodes():
+            if a_end - a == b_end - b:
+                for source, word in zip(shown[a:a_end], written[b:b_end], strict=True):
+                    keys = [begin + at for at in source]
+                    row.looks[Guide.SPELL] += [(begin + at - 1, keys) for at in word]
+
+    def _spans(self, ids: list[int], first: int, last: int) -> list[range]:
+        """The tokens of each word in [first, last)."""
+        spans: list[range] = []
+        for at in range(first, last):
+            if self._is_letters[ids[at]]:
+                goes_on = spans and spans[-1].stop == at and not self._opens[ids[at]]
+                spans[-1:] = [range(spans[-1].start, at + 1)] if goes_on else [*spans[-1:], range(at, at + 1)]
+        return spans
 
 
 def _ways_on(ids: list[int]) -> dict[tuple[int, ...], set[int]]:

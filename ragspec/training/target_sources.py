@@ -56,7 +56,6 @@ class Sources:
     dialogues: list[list[tuple[str, str]]] = field(default_factory=list)
     conversations: list[list[tuple[str, str]]] = field(default_factory=list)
     by_group: dict[str, list[Paragraph]] = field(default_factory=dict)
-    squad_by_paragraph: dict[int, list[Question]] = field(default_factory=dict)
     by_paragraph: dict[int, list[Question]] = field(default_factory=dict)
     unanswerable_by_paragraph: dict[int, list[str]] = field(default_factory=dict)
 
@@ -94,8 +93,6 @@ def load_sources(data_dir: Path) -> Sources:
     sources.conversations = list(_conversations(data_dir))
     for paragraph in sources.prose + [q.paragraph for q in sources.nqg]:
         sources.by_group.setdefault(paragraph.group, []).append(paragraph)
-    for question in sources.squad:
-        sources.squad_by_paragraph.setdefault(id(question.paragraph), []).append(question)
     for question in sources.squad + sources.other_questions + sources.nqg:
         sources.by_paragraph.setdefault(id(question.paragraph), []).append(question)
     for text, paragraph in sources.unanswerable:

@@ -19,7 +19,7 @@ from transformers import LlamaForCausalLM
 
 from ragspec.training.checkpoint import read_checkpoint, write_checkpoint
 from ragspec.training.guidance import Guidance, Guide
-from ragspec.training.structured_init import centre_signatures
+from ragspec.training.structured_init import centre_signatures, left_alone
 from ragspec.training.target_batches import ANSWER_WEIGHT, ExampleEncoder
 from ragspec.training.target_examples import Lengths
 from ragspec.training.target_packs import PackStream
@@ -93,6 +93,8 @@ class TargetTrainer:
     ) -> None:
         self.model, self.encoder, self.plan, self.device, self.workers = model, encoder, plan, device, workers
         torch.nn.Module.to(model, device)
+        for name, mask in left_alone(model).items():
+            model.get_parameter(name).register_hook(mask.__mul__)
         self.stream_for = stream_for
         self.rows = RowEncoder(encoder)
         self.progress = Progress()

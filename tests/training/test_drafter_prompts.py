@@ -35,7 +35,7 @@ def made_up_sources() -> Sources:
         dialogues=[turns],
         conversations=[talk],
         by_group={"animals": [paragraph]},
-        squad_by_paragraph={id(paragraph): questions},
+        by_paragraph={id(paragraph): questions},
     )
 
 

@@ -10,7 +10,7 @@ from ragspec.training.grammar_errors import GrammarErrors, misspell, tokenised
 from ragspec.training.sentences import normalise, split_sentences, window_around
 from ragspec.training.stdlib_corpus import is_held_out, stdlib_documents
 from ragspec.training.target_batches import ExampleEncoder, collate
-from ragspec.training.target_examples import Example, ExampleStream, Lengths, first_doc_sentence
+from ragspec.training.target_examples import Example, Lengths, first_doc_sentence
 from ragspec.training.target_format import (
     ABSTENTION,
     CONTEXT_ROLE_FLAG,
@@ -19,6 +19,7 @@ from ragspec.training.target_format import (
     question_messages,
     quoted_answer,
 )
+from ragspec.training.target_packs import PackStream
 from ragspec.training.target_sources import Sources
 from ragspec.training.target_tokenizer import load_tokenizer, train_tokenizer
 
@@ -140,10 +141,10 @@ def test_evaluation_articles_and_held_out_functions_are_not_trained_on(sources: 
 @needs_data
 def test_every_quote_is_in_its_numbered_passage(sources: Sources) -> None:
     """Examples whose quote is nowhere in the prompt teach the model to invent."""
-    stream = ExampleStream(sources, GrammarErrors(DATA), Lengths(3, (25, 80), 120), seed=1)
+    stream = PackStream(sources, GrammarErrors(DATA), Lengths(3, (25, 80), 120), seed=1)
     checked = 0
-    for _ in range(600):
-        example = stream.draw()
+    for _ in range(300):
+        example = stream.question()
         context = [m["content"] for m in example.messages if m["role"] == "context"]
         answer = parse_answer(example.messages[-1]["content"]) if len(example.messages) == 3 and context else None
         if answer is not None:
@@ -157,5 +158,6 @@ def test_every_quote_is_in_its_numbered_passage(sources: Sources) -> None:
 def test_stream_depends_on_its_seed_alone(sources: Sources) -> None:
     """Resume relies on it: step n's data must not depend on the steps before."""
     errors = GrammarErrors(DATA)
-    first, second = (ExampleStream(sources, errors, Lengths(3, (25, 80), 120), seed=7) for _ in range(2))
+    first, second = (PackStream(sources, errors, Lengths(3, (25, 80), 120), seed=7) for _ in range(2))
     assert [first.draw() for _ in range(50)] == [second.draw() for _ in range(50)]
+    assert [first.question() for _ in range(20)] == [second.question() for _ in range(20)]

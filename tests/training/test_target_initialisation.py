@@ -4,7 +4,7 @@ import torch
 
 from ragspec.training import training_attention
 from ragspec.training.guidance import Guidance, Guide
-from ragspec.training.structured_init import HEAD_DIM, MEANING, centre_signatures, identities, stream_layout
+from ragspec.training.structured_init import HEAD_DIM, SPELLING, centre_signatures, identities, stream_layout
 from ragspec.training.target_model import SIZES, build_target
 
 PIECES = [f"<{number}>" for number in range(6144)]
@@ -29,7 +29,7 @@ def test_same_seed_same_weights() -> None:
 def test_layout_fits_the_stream_and_guides_fit_the_model() -> None:
     """Slots beyond the last column would be dropped silently; a guide of a head that is not there would guide none."""
     for size in SIZES.values():
-        assert stream_layout(size.hidden_size).columns(MEANING).stop <= size.hidden_size
+        assert stream_layout(size.hidden_size).columns(SPELLING).stop <= size.hidden_size
     for name in ("cpu", "gpu"):
         assert all(g.layer < SIZES[name].num_layers and g.head < SIZES[name].num_heads for g in Guide)
 

@@ -121,8 +121,35 @@ def test_what_is_kept_of_a_sentence_is_copied_from_it() -> None:
     assert all(key >= request for _, [key] in row.looks[Guide.COPY])
     copied = TOKENIZER.decode([row.ids[at + 1] for at, _ in row.looks[Guide.COPY]])
     assert "Ann" in copied and "1874." in copied and "built" not in copied
+    opens = row.ids.index(ENCODER.encoder.assistant_id)
+    assert row.looks[Guide.EDIT] and all(keys == [opens] for _, keys in row.looks[Guide.EDIT])
+    assert not {at for at, _ in row.looks[Guide.EDIT]} & {at for at, _ in row.looks[Guide.COPY]}
     edited = [id for id, weight in zip(row.ids, row.weights, strict=True) if weight == EDIT_WEIGHT]
     assert "built" in TOKENIZER.decode(edited) and "Ann" not in TOKENIZER.decode(edited)
+
+
+def test_a_misspelt_word_is_shown_to_whoever_writes_it_right() -> None:
+    """The head that spells guided to a word beside, or to a part of one: what is spelt alike is then another word."""
+    wrong, right = "Ann biult itt in 1874, near Lyonn.", "Ann built it in 1874, near Lyon."
+    example = Example([message("user", GRAMMAR_REQUEST + wrong), message("assistant", right)])
+    row = ENCODER.loose_row(iter([example] + [Example([message("user", "x " * 900)])] * 3), 200, random.Random(0))
+    shown: dict[str, str] = {}
+    for at, keys in row.looks[Guide.SPELL]:
+        source = TOKENIZER.decode([row.ids[key] for key in keys]).strip()
+        shown[source] = shown.get(source, "") + TOKENIZER.decode(row.ids[at + 1]).strip()
+    assert shown == {"Ann": "Ann", "biult": "built", "itt": "it", "in": "in", "near": "near", "Lyonn": "Lyon"}
+    assert len({keys[0] for _, keys in row.looks[Guide.WORD]}) == len(shown)
+    assert all(0 <= at - key < 6 for at, [key] in row.looks[Guide.WORD])
+
+
+def test_words_that_were_left_out_show_no_other() -> None:
+    """Every word behind a missing one guided to its neighbour."""
+    example = Example(
+        [message("user", GRAMMAR_REQUEST + "Ann old mill."), message("assistant", "Ann owns the old mill.")]
+    )
+    row = ENCODER.loose_row(iter([example] + [Example([message("user", "x " * 900)])] * 3), 200, random.Random(0))
+    looks = row.looks[Guide.SPELL]
+    assert looks and all(row.ids[at + 1] in [row.ids[key] for key in keys] for at, keys in looks)
 
 
 def test_answers_alone_carry_full_loss_and_no_turn_predicts_the_next() -> None:
@@ -155,6 +182,19 @@ def test_a_guided_head_is_worth_nothing_only_where_it_looks_right() -> None:
         guidance.observe(Guide.COPY.layer + 1, query, key)
         losses[right] = float(guidance.losses[Guide.COPY])
     assert losses[1] < 1e-3 and losses[0] > 100
+
+
+def test_an_even_guide_wants_all_of_its_keys() -> None:
+    """A misspelt word known by one of its tokens alone."""
+    bias, keys = torch.zeros(1, 4, 4), torch.tensor([[True, True, False, False]])
+    losses = []
+    for scores in ([8.0, 8.0, 0.0, 0.0], [8.0, 0.0, 0.0, 0.0]):
+        query, key = torch.zeros(1, 4, 4, 1), torch.zeros(1, 4, 4, 1)
+        query[0, Guide.SPELL.head, 3], key[0, Guide.SPELL.head, :, 0] = 1.0, torch.tensor(scores)
+        guidance = Guidance(bias, [Guided(Guide.SPELL, 0, torch.tensor([3]), keys)])
+        guidance.observe(Guide.SPELL.layer, query, key)
+        losses.append(float(guidance.losses[Guide.SPELL]))
+    assert abs(losses[0]) < 1e-2 and losses[1] > 3
 
 
 @needs_data

@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ragspec.training import training_attention
 from ragspec.training.guidance import Guide
+from ragspec.training.structured_init import left_alone
 from ragspec.training.target_batches import ExampleEncoder
 from ragspec.training.target_examples import Example, Lengths
 from ragspec.training.target_export import draw_curves, export_target
@@ -98,6 +99,20 @@ def test_structured_layers_take_smaller_steps() -> None:
     assert set(found.values()) == {0.2, 0.3, 1.0}
     slow = ("model.embed", "model.layers.0.")
     assert all((share < 1) == name.startswith(slow) for name, share in found.items())
+
+
+def test_nothing_is_written_over_how_a_word_is_spelt() -> None:
+    """What is learnt in the columns of spellings before they are read: two misspelt words in three are lost."""
+    trainer = make_trainer(size="cpu")
+    masks, before = left_alone(trainer.model), [p.clone() for p in trainer.model.parameters()]
+    for _ in range(2):
+        trainer.train_step()
+    assert sum(name.endswith(("o_proj.weight", "down_proj.weight")) for name in masks) == 2 * Guide.SPELL.layer
+    for (name, parameter), old in zip(trainer.model.named_parameters(), before, strict=True):
+        moved = parameter != old
+        assert not moved[masks[name] == 0].any() if name in masks else True
+        assert moved[masks[name] == 1].any() if name in masks else True
+    assert not left_alone(make_trainer().model), "a model too shallow to spell"
 
 
 def _train_as(rank: int, folder: str) -> None:
