@@ -27,7 +27,7 @@ from ragspec.training import training_attention
 from ragspec.training.checkpoint import read_checkpoint, write_checkpoint
 from ragspec.training.grammar_errors import GrammarErrors
 from ragspec.training.meanings import count_meanings
-from ragspec.training.structured_init import stream_layout
+from ragspec.training.stream_layout import stream_layout
 from ragspec.training.target_batches import ExampleEncoder
 from ragspec.training.target_examples import Lengths
 from ragspec.training.target_export import draw_curves, export_target

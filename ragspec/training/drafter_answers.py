@@ -31,6 +31,7 @@ from ragspec.training.target_sources import Sources
 PROSE_PROMPT_TOKENS = (16, 64)
 PROSE_TOKENS, ANSWER_TOKENS = 160, 96
 BATCH = 64
+FINGERPRINT_DRAWS = 64
 
 
 class Origin(NamedTuple):
@@ -80,7 +81,10 @@ class PromptSource:
 
 
 def data_fingerprint(sources: Sources, errors: GrammarErrors) -> str:
-    """A hash of the loaded texts, so that a file no prompt is made of does not count. Mappings are derived from the lists."""
+    """A hash of the loaded texts, so that a file no prompt is made of does not count, and of how prompts are made of them.
+
+    Mappings are derived from the lists. Another mixture or another way to draw shows in the first few draws.
+    """
     digest = hashlib.sha256(json.dumps([errors.verbs, errors.confusions]).encode())
     for field in fields(sources):
         texts = getattr(sources, field.name)
@@ -88,6 +92,9 @@ def data_fingerprint(sources: Sources, errors: GrammarErrors) -> str:
             digest.update(f"\n{field.name}".encode())
             for text in texts:
                 digest.update(f"\n{text!r}".encode())
+    stream = DrafterStream(sources, errors, seed=0)
+    for _ in range(FINGERPRINT_DRAWS):
+        digest.update(f"\n{stream.draw()!r}".encode())
     return digest.hexdigest()
 
 

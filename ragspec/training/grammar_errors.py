@@ -16,8 +16,8 @@ PREPOSITIONS = ("in", "on", "at", "of", "for", "to", "with", "from", "by", "abou
 FILLERS = ("the", "a", "to", "of", "is", "in", "that", "and")
 MIN_COUNT = 3
 MEAN_ERRORS_PER_10_WORDS = 1.2
-MISSPELT, MISSPELT_TWICE = 0.4, 0.15
-"""Share of errors that misspell a word, beside those that come by other ways; of those, with two letters wrong."""
+MISSPELT, MISSPELT_TWICE = 0.45, 0.15
+"""Where an error falls on a word of more than three letters, how often that is misspelt; and of those, misspelt again."""
 TOKENISED_SHARE = 0.3
 """Share of sentences in Penn-Treebank-like spacing ("word , word ."), as many corpora have them."""
 
@@ -65,11 +65,9 @@ class GrammarErrors:
 
     def _generic_error(self, before: str, core: str, after: str, rng: random.Random) -> list[str]:
         roll = rng.random()
-        if roll < 0.4 and len(core) > 3 and core.isalpha():
-            return [before + misspell(core, rng) + after]
-        if roll < 0.65 and core.isalpha():
+        if roll < 0.45 and core.isalpha():
             return [before + (core[:-1] if core.endswith("s") else core + "s") + after]
-        if roll < 0.75 and after == ",":
+        if roll < 0.6 and after == ",":
             return [before + core]
         if roll < 0.9:
             return [before + core + after, rng.choice(FILLERS)] if not after else [before + core + after]

@@ -11,8 +11,8 @@ loss of the written tokens alone finds the choice of the sentence late and unlea
 - word: a token of a sentence to correct to the first token of its word
 - gather: a token of the answer to the words of the question that have such a match
 - locate: a token of the quote to itself in the passage, and what follows the quote to the quote's end there
-- spell: what precedes each token of a corrected sentence, to all tokens of the word that it stands for, evenly; in
-  quotes to what opens the answer, which spells nothing
+- spell: what precedes each token of a word in a corrected sentence, to all tokens of the word that it stands for, evenly,
+  where as many words stand for as many; in quotes to what opens the answer, which spells nothing
 - copy: whatever is to be copied next, to where it stands
 - choose: the same head where a quote begins; averaged apart, for one choice stands beside forty copies
 - fork: the same head where the last two tokens (behind the first of a quote, the last one) go on otherwise elsewhere, and in

@@ -1,7 +1,7 @@
 """How a token is spelt, as a vector: what tells a word from one with a letter swapped, dropped or doubled.
 
-A misspelt word falls into other tokens than the word itself, which share nothing with it. Letters and pairs of letters add
-up over the tokens of a word, so their average is near the word that was meant. In few dimensions by singular values.
+A misspelt word falls into other tokens than the word itself, which share nothing with it. Its letters do: the average of
+its tokens' letters and pairs of letters is near the word that was meant. In few dimensions by singular values.
 
 >>> vectors = spellings(["Ġthere", "Ġt", "e", "hre", "Ġhouse"], size=4)
 >>> vectors.shape

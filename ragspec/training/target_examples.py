@@ -1,6 +1,6 @@
 """Training texts for the reference target that share no passages, one at a time, from a seeded generator.
 
-Owns corrections, prose, dialogues and follow-up questions (single questions: `target_packs`); the texts come from `Sources`.
+Owns corrections, prose and conversations (questions about passages: `target_packs`); the texts come from `Sources`.
 """
 
 import random
@@ -11,7 +11,7 @@ from ragspec.training.grammar_errors import TOKENISED_SHARE, GrammarErrors, toke
 from ragspec.training.sentences import split_sentences, window_around
 from ragspec.training.stdlib_corpus import unwrap
 from ragspec.training.target_format import Message, grammar_messages, message, question_messages, quoted_answer
-from ragspec.training.target_sources import Paragraph, Question, Sources
+from ragspec.training.target_sources import Paragraph, Sources
 
 MAX_QUOTE_WORDS = 60
 CLEAN_SHARE = 0.25
@@ -43,7 +43,7 @@ class ExampleStream:
         self.sources, self.errors, self.lengths = sources, errors, lengths
         self.rng = random.Random(seed)
         self.tasks: list[tuple[Callable[[], Example | None], float]] = [
-            (self.grammar, 0.72), (self.prose, 0.12), (self.follow_up, 0.12), (self.dialogue, 0.04),
+            (self.grammar, 0.72), (self.prose, 0.12), (self.conversation, 0.06), (self.dialogue, 0.04),
         ]  # fmt: skip
 
     def draw(self) -> Example:
@@ -62,22 +62,6 @@ class ExampleStream:
             sentence, shown = tokenised(sentence), tokenised(shown)
         return Example([*grammar_messages(shown), message("assistant", sentence)])
 
-    def follow_up(self) -> Example | None:
-        """Two or three questions in a row, about one page or one paragraph; its passages are shown once or again."""
-        rng = self.rng
-        if rng.random() < 0.5:
-            return self._conversation_turns(rng.choice(self.sources.conversations))
-        first = rng.choice(self.sources.squad)
-        same = [q for q in self.sources.by_paragraph[id(first.paragraph)] if q is not first]
-        if not same:
-            return None
-        messages = self._turn(first, None)
-        shown = messages[1]["content"] if messages else ""
-        for question in rng.sample(same, min(len(same), rng.choice((1, 1, 2)))):
-            turn = self._turn(question, shown if rng.random() < 0.6 else None)
-            messages += turn
-        return Example(messages) if messages else None
-
     def dialogue(self) -> Example:
         turns = self.rng.choice(self.sources.dialogues)
         start = self.rng.randrange(0, max(1, len(turns) - 4), 2)
@@ -94,26 +78,9 @@ class ExampleStream:
         )
         return Example([], text=" ".join(text.split()[: self.lengths.prose_words]))
 
-    def _turn(self, question: Question, shown: str | None) -> list[Message]:
-        """Question, passages and answer; with `shown`, the passages of an earlier turn are not repeated."""
-        quote = question.paragraph.sentences[question.sentence_index]
-        if len(quote.split()) > MAX_QUOTE_WORDS or '"' in quote[:1]:
-            return []
-        if shown is not None:
-            number = next((n for n, p in enumerate(shown.split("\n["), start=1) if quote in p), None)
-            if number is None:
-                return []
-            answer = quoted_answer(quote, number, question.short_answer)
-            return [message("user", question.text), message("assistant", answer)]
-        passages = [self._window(question.paragraph, question.sentence_index), *self._distractors(question.paragraph)]
-        order = list(range(len(passages)))
-        self.rng.shuffle(order)
-        answer = quoted_answer(quote, order.index(0) + 1, question.short_answer)
-        asked = question_messages(question.text, [passages[i] for i in order])
-        return [*asked, message("assistant", answer)]
-
-    def _conversation_turns(self, turns: list[tuple[str, str]]) -> Example | None:
-        rng = self.rng
+    def conversation(self) -> Example | None:
+        """Two or three questions in a row about one page, which is shown once."""
+        rng, turns = self.rng, self.rng.choice(self.sources.conversations)
         start = rng.randrange(len(turns) - 1)
         chosen = [(q, a) for q, a in turns[start : start + 3] if a != "CANNOTANSWER" and 3 < len(a.split()) < 50]
         if len(chosen) < 2:
@@ -133,13 +100,6 @@ class ExampleStream:
     def _window(self, paragraph: Paragraph, index: int) -> str:
         text = window_around(paragraph.sentences, index, self.rng.randint(*self.lengths.passage_words), self.rng)
         return f"{paragraph.title}\n{text}" if paragraph.title and self.rng.random() < TITLE_SHARE else text
-
-    def _distractors(self, paragraph: Paragraph) -> list[str]:
-        """Other passages, most of them from the same article."""
-        rng, near = self.rng, self.sources.by_group.get(paragraph.group, [])
-        count = rng.randrange(self.lengths.max_passages)
-        chosen = [rng.choice(near if near and rng.random() < 0.7 else self.sources.prose) for _ in range(count)]
-        return [self._window(p, rng.randrange(len(p.sentences))) for p in chosen if p is not paragraph]
 
 
 def first_doc_sentence(name: str, text: str) -> str:

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from ragspec.training.structured_init import HEAD_DIM, ROPE_THETA, structured_init
+from ragspec.training.stream_layout import HEAD_DIM
+from ragspec.training.structured_init import ROPE_THETA, structured_init
 
 MAX_POSITIONS = 2048
 
@@ -30,7 +31,7 @@ class TargetSize:
 SIZES = {
     "tiny": TargetSize(hidden_size=128, num_layers=2, num_heads=4, num_kv_heads=4, ffn_size=128, vocab_size=512),
     "cpu": TargetSize(hidden_size=416, num_layers=6, num_heads=4, num_kv_heads=4, ffn_size=768, vocab_size=6144),
-    "gpu": TargetSize(hidden_size=384, num_layers=8, num_heads=4, num_kv_heads=4, ffn_size=896, vocab_size=8192),
+    "gpu": TargetSize(hidden_size=416, num_layers=8, num_heads=4, num_kv_heads=4, ffn_size=768, vocab_size=8192),
 }
 
 

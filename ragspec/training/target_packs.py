@@ -5,7 +5,7 @@ and itself, never another turn, exactly as a single question is asked later.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ragspec.training import generated_questions as generated
 from ragspec.training.grammar_errors import GrammarErrors
@@ -18,7 +18,7 @@ from ragspec.training.target_examples import (
     first_doc_sentence,
     first_words,
 )
-from ragspec.training.target_format import ABSTENTION, message, question_messages, quoted_answer
+from ragspec.training.target_format import ABSTENTION, Message, message, question_messages, quoted_answer
 from ragspec.training.target_sources import Paragraph, Question, Sources
 
 ABSTAIN_TRIES = 0.25
@@ -52,6 +52,7 @@ class PackStream(ExampleStream):
 
     def __init__(self, sources: Sources, errors: GrammarErrors, lengths: Lengths, seed: int) -> None:
         super().__init__(sources, errors, lengths, seed)
+        self.tasks.append((self.follow_up, 0.06))
         self.pack_kinds: list[tuple[Callable[[], Pack | None], float]] = [
             (lambda: self._text_pack(self.rng.choice(sources.squad)), 0.40),
             (lambda: self._text_pack(self.rng.choice(sources.other_questions)), 0.20),
@@ -69,17 +70,36 @@ class PackStream(ExampleStream):
                 return pack
 
     def question(self) -> Example:
-        """One question of a pack, asked alone."""
+        """One question of a pack, asked alone, about no more passages than a question may have."""
         pack = self.draw_pack()
         turn = self.rng.choice(pack.turns)
-        messages = [*question_messages(turn.request, pack.passages), message("assistant", turn.answer)]
-        return Example(messages, open_ended=turn.open_ended)
+        others = [number for number in range(1, len(pack.passages) + 1) if number != turn.passage]
+        num_others = self.lengths.max_passages - bool(turn.passage)
+        shown = self.rng.sample(others, min(num_others, len(others))) + [turn.passage] * bool(turn.passage)
+        self.rng.shuffle(shown)
+        turn = replace(turn, passage=shown.index(turn.passage) + 1 if turn.passage else 0)
+        messages = question_messages(turn.request, [pack.passages[number - 1] for number in shown])
+        return Example([*messages, message("assistant", turn.answer)], open_ended=turn.open_ended)
+
+    def follow_up(self) -> Example | None:
+        """Two or three questions in a row about the same passages, which are shown once or again."""
+        rng = self.rng
+        pack = self._text_pack(rng.choice(self.sources.squad))
+        chosen = pack.turns[: rng.choice((2, 2, 3))]
+        if len(chosen) < 2:
+            return None
+        messages: list[Message] = []
+        for turn in chosen:
+            asked = question_messages(turn.request, pack.passages)
+            messages += asked if not messages or rng.random() < 0.4 else asked[:1]
+            messages.append(message("assistant", turn.answer))
+        return Example(messages)
 
     def _prose_pack(self) -> Pack | None:
         paragraph = self.rng.choice(self.sources.prose)
         return self._text_pack(Question("", paragraph, self.rng.randrange(len(paragraph.sentences)), ""))
 
-    def _text_pack(self, main: Question) -> Pack | None:
+    def _text_pack(self, main: Question) -> Pack:
         rng = self.rng
         shown = [(main.paragraph, self._window(main.paragraph, main.sentence_index)), *self._others(main.paragraph)]
         rng.shuffle(shown)

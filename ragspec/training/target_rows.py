@@ -3,21 +3,21 @@
 Owns the mapping from characters to tokens. A row is the passages and as many turns as fit, or examples without passages.
 """
 
-import difflib
 import random
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
+from ragspec.training.correction_guides import CorrectionGuides
 from ragspec.training.generated_questions import STOP_WORDS
 from ragspec.training.guidance import Guide
 from ragspec.training.sentences import sentences_of
-from ragspec.training.spelling import is_letters
-from ragspec.training.target_batches import ANSWER_WEIGHT, CHOICE_WEIGHT, EDIT_WEIGHT, ExampleEncoder
+from ragspec.training.target_batches import ANSWER_WEIGHT, CHOICE_WEIGHT, ExampleEncoder
 from ragspec.training.target_examples import Example
 from ragspec.training.target_format import ASSISTANT, CONTEXT, END, GRAMMAR_REQUEST, USER, numbered
 from ragspec.training.target_packs import Pack, Turn
 from ragspec.training.target_tokenizer import token_pieces
+from ragspec.training.token_row import Row
 
 GUIDED_CONTEXT_TOKENS = 64
 """Of a row's tokens, so many are shown their role, and of its passages' so many their sentence and number."""
@@ -26,29 +26,6 @@ UNSPELT_EVERY = 8
 """Of so many tokens of a quote, one is guided to spell nothing."""
 
 ASKING_WORDS = frozenset("who whom whose what which when where why how many much".split())
-
-Looks = list[tuple[int, list[int]]]
-"""(query row, right keys)."""
-
-
-@dataclass
-class Row:
-    """`segments`: 0 for what all turns see, then one number a turn; `weights`: of predicting each token."""
-
-    ids: list[int] = field(default_factory=list)
-    positions: list[int] = field(default_factory=list)
-    segments: list[int] = field(default_factory=list)
-    weights: list[float] = field(default_factory=list)
-    looks: dict[Guide, Looks] = field(default_factory=lambda: {guide: [] for guide in Guide})
-
-    def extend(self, ids: Sequence[int], weights: Sequence[float], first_position: int, segment: int) -> int:
-        """Append a text; returns where it begins."""
-        begin = len(self.ids)
-        self.ids += ids
-        self.weights += weights
-        self.positions += range(first_position, first_position + len(ids))
-        self.segments += [segment] * len(ids)
-        return begin
 
 
 @dataclass(frozen=True)
@@ -66,12 +43,10 @@ class RowEncoder:
 
     def __init__(self, encoder: ExampleEncoder) -> None:
         self.encoder, self.tokenizer = encoder, encoder.tokenizer
-        pieces = token_pieces(self.tokenizer)
-        self._words = [piece.removeprefix("Ġ").lower() for piece in pieces]
-        self._is_letters, self._opens = [is_letters(piece) for piece in pieces], [p.startswith("Ġ") for p in pieces]
+        self._words = [piece.removeprefix("Ġ").lower() for piece in token_pieces(self.tokenizer)]
         vocabulary = self.tokenizer.get_vocab()
         self._roles = {vocabulary[role] for role in (USER, CONTEXT, ASSISTANT)}
-        self._num_request_tokens = len(self._tokens(USER + GRAMMAR_REQUEST.rstrip())[0])
+        self._corrections = CorrectionGuides(self.tokenizer, encoder.assistant_id)
 
     def pack_row(self, pack: Pack, max_tokens: int, rng: random.Random) -> Row:
         """The passages and the turns that fit; nothing if the passages alone do not."""
@@ -110,7 +85,7 @@ class RowEncoder:
                 continue
             begin = row.extend(encoded.ids, encoded.weights, 0, segment)
             if example.messages and example.messages[0]["content"].startswith(GRAMMAR_REQUEST):
-                self._guide_grammar(row, begin, encoded.ids)
+                self._corrections.guide(row, begin, encoded.ids)
         self._guide_roles(row, rng)
         return row
 
@@ -210,48 +185,6 @@ class RowEncoder:
                 matched.append(at)
         if matched:
             row.looks[Guide.GATHER] += [(at, matched) for at in rows]
-
-    def _guide_grammar(self, row: Row, begin: int, ids: list[int]) -> None:
-        """What is kept of a sentence is copied from it; what is not is a choice."""
-        answers = ids.index(self.encoder.assistant_id) + 1
-        shown = self._num_request_tokens
-        kept = difflib.SequenceMatcher(None, ids[shown:answers], ids[answers:], autojunk=False).get_matching_blocks()
-        first, last = begin + answers, begin + len(ids) - 1
-        begins = {(0, 0), (1, 0)}  # with or without a token for the space before the sentence
-        goes_on = {first + b.b + i for b in kept for i in range(b.size) if i or (b.a, b.b) in begins}
-        for at in range(first, last):
-            if at not in goes_on:
-                row.weights[at] = EDIT_WEIGHT
-        departs = set(range(first, last))
-        for block in kept:
-            for i in range(block.size):
-                at, source = first + block.b + i, begin + shown + block.a + i
-                departs.discard(at)
-                row.looks[Guide.COPY].append((at - 1, [source]))
-                row.looks[Guide.LOCATE].append((at, [source]))
-        row.looks[Guide.EDIT] += [(at - 1, [first - 1]) for at in sorted(departs)]
-        self._guide_spelling(row, begin, ids, answers)
-
-    def _guide_spelling(self, row: Row, begin: int, ids: list[int], answers: int) -> None:
-        """Each word of a corrected sentence to the word it stands for, where as many stand for as many."""
-        shown, written = self._spans(ids, self._num_request_tokens, answers), self._spans(ids, answers, len(ids))
-        for word in shown:
-            row.looks[Guide.WORD] += [(begin + at, [begin + word.start]) for at in word]
-        before, after = ([tuple(ids[at] for at in word) for word in words] for words in (shown, written))
-        for _, a, a_end, b, b_end in difflib.SequenceMatcher(None, before, after, autojunk=False).get_opcodes():
-            if a_end - a == b_end - b:
-                for source, word in zip(shown[a:a_end], written[b:b_end], strict=True):
-                    keys = [begin + at for at in source]
-                    row.looks[Guide.SPELL] += [(begin + at - 1, keys) for at in word]
-
-    def _spans(self, ids: list[int], first: int, last: int) -> list[range]:
-        """The tokens of each word in [first, last)."""
-        spans: list[range] = []
-        for at in range(first, last):
-            if self._is_letters[ids[at]]:
-                goes_on = spans and spans[-1].stop == at and not self._opens[ids[at]]
-                spans[-1:] = [range(spans[-1].start, at + 1)] if goes_on else [*spans[-1:], range(at, at + 1)]
-        return spans
 
 
 def _ways_on(ids: list[int]) -> dict[tuple[int, ...], set[int]]:

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from ragspec.training.guidance import Guide, Guided
 from ragspec.training.target_packs import PackStream
-from ragspec.training.target_rows import Row, RowEncoder
+from ragspec.training.target_rows import RowEncoder
+from ragspec.training.token_row import Row
 
 LOOSE_SHARE = 0.37
 """Of a step's tokens, about: examples without passages to share, most of them grammar."""

@@ -19,7 +19,8 @@ from transformers import LlamaForCausalLM
 
 from ragspec.training.checkpoint import read_checkpoint, write_checkpoint
 from ragspec.training.guidance import Guidance, Guide
-from ragspec.training.structured_init import centre_signatures, left_alone
+from ragspec.training.spelling_head import left_alone
+from ragspec.training.structured_init import centre_signatures
 from ragspec.training.target_batches import ANSWER_WEIGHT, ExampleEncoder
 from ragspec.training.target_examples import Lengths
 from ragspec.training.target_packs import PackStream

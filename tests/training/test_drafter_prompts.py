@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from ragspec.training import target_examples
 from ragspec.training.drafter_answers import PromptSource
 from ragspec.training.drafter_examples import AnswerEncoder
 from ragspec.training.grammar_errors import GrammarErrors
@@ -72,12 +73,31 @@ def test_equal_texts_have_equal_origins(prompts: PromptSource) -> None:
     assert again.origin("target") == prompts.origin("target")
 
 
+def another(text: Any) -> Any:
+    """One like it that says something else."""
+    if isinstance(text, str):
+        return f"another {text}"
+    if isinstance(text, Question):
+        return replace(text, text="Who else?")
+    if isinstance(text, Paragraph):
+        return replace(text, title="Other animals")
+    return type(text)([*text[:-1], another(text[-1])])
+
+
 @pytest.mark.parametrize("name", TEXTS)
 def test_any_other_text_is_another_origin(name: str, prompts: PromptSource) -> None:
     """Answers to old data that are taken for answers to new data."""
-    texts: Any = [*getattr(prompts.sources, name)[:-1], "another text"]
+    *others, last = getattr(prompts.sources, name)
+    texts: Any = [*others, another(last)]
     changed = replace(prompts, sources=replace(prompts.sources, **{name: texts}))
     assert changed.origin("target").data != prompts.origin("target").data
+
+
+def test_another_way_to_draw_is_another_origin(prompts: PromptSource, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Answers of an older release, continued with prompts of another mixture as if they were of one run."""
+    before = prompts.origin("target").data
+    monkeypatch.setattr(target_examples, "CLEAN_SHARE", 0.9)
+    assert prompts.origin("target").data != before
 
 
 def test_other_grammar_errors_are_another_origin(prompts: PromptSource) -> None:

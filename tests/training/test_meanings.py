@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from ragspec.training.meanings import PLACES, _counts, count_meanings
-from ragspec.training.structured_init import MEANING, stream_layout
+from ragspec.training.stream_layout import MEANING, stream_layout
 from ragspec.training.target_model import SIZES, build_target
 
 NAMES, YEARS, VERBS, THE, IN, NEVER = range(20), range(20, 40), range(40, 60), 60, 61, 62

@@ -6,9 +6,11 @@ import torch
 from real_data import DATA, needs_data
 
 from ragspec.training.grammar_errors import misspell
+from ragspec.training.guidance import Guide
 from ragspec.training.sentences import sentences_of
 from ragspec.training.spelling import spellings
-from ragspec.training.structured_init import SPELLING, stream_layout
+from ragspec.training.stream_layout import HEAD_DIM, MEANING, SPELLING, stream_layout
+from ragspec.training.structured_init import MEANING_SCALE, SPELLING_SCALE
 from ragspec.training.target_model import SIZES, build_target
 from ragspec.training.target_tokenizer import token_pieces, train_tokenizer
 
@@ -41,10 +43,26 @@ def test_spellings_stand_in_their_slot_of_the_embedding() -> None:
     size = SIZES["cpu"]
     pieces = PIECES + [f"<{number}>" for number in range(size.vocab_size - len(PIECES))]
     layout = stream_layout(size.hidden_size)
-    stored = build_target(size, pieces).model.embed_tokens.weight[: len(PIECES), layout.columns(SPELLING)]
-    expected = spellings(pieces, layout.spelling)[: len(PIECES)]
-    assert torch.cosine_similarity(stored[:12], expected[:12]).min() > 0.999
-    assert stored[-1].norm() == 0
+    meanings = torch.ones(size.vocab_size, layout.meaning)
+    embedding = build_target(size, pieces, meanings=meanings).model.embed_tokens.weight
+    assert torch.allclose(embedding[:, layout.columns(SPELLING)], SPELLING_SCALE * spellings(pieces, layout.spelling))
+    assert torch.allclose(embedding[:, layout.columns(MEANING)], MEANING_SCALE * meanings)
+
+
+def test_the_head_that_spells_looks_at_the_word_that_comes_next() -> None:
+    """A slot, a projection or a layer that does not fit: the head looks anywhere, and only training would find the word."""
+    model = build_target(SIZES["cpu"], [f"<{number}>" for number in range(6144)]).eval()
+    model.set_attn_implementation("eager")
+    attention, head = model.model.layers[Guide.WORD.layer].self_attn, Guide.WORD.head * HEAD_DIM
+    with torch.no_grad():  # every token is a word of its own, as trained
+        for linear in (attention.q_proj, attention.k_proj):
+            linear.weight[head : head + HEAD_DIM] = 0.0
+            linear.bias[head : head + 28] = 8.0
+    once = torch.randint(300, 6000, (1, 30), generator=torch.Generator().manual_seed(5))
+    with torch.inference_mode():
+        weights = model(input_ids=torch.cat([once, once], dim=1), output_attentions=True).attentions
+    looked_at = weights[Guide.SPELL.layer][0, Guide.SPELL.head, 31:59].argmax(-1)
+    assert (looked_at == torch.arange(2, 30)).float().mean() > 0.8
 
 
 @needs_data

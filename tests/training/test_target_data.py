@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 from pathlib import Path
 
 from real_data import DATA, needs_data
@@ -22,6 +23,11 @@ from ragspec.training.target_format import (
 from ragspec.training.target_packs import PackStream
 from ragspec.training.target_sources import Sources
 from ragspec.training.target_tokenizer import load_tokenizer, train_tokenizer
+
+
+def numbered_passages(content: str) -> list[str]:
+    return re.split(r"(?:^|\n)\[\d\] ", content)[1:]
+
 
 TEXTS = ['The cat sat. "Stop," she said (twice). It was 1977 then.'] * 20
 
@@ -142,16 +148,19 @@ def test_evaluation_articles_and_held_out_functions_are_not_trained_on(sources: 
 def test_every_quote_is_in_its_numbered_passage(sources: Sources) -> None:
     """Examples whose quote is nowhere in the prompt teach the model to invent."""
     stream = PackStream(sources, GrammarErrors(DATA), Lengths(3, (25, 80), 120), seed=1)
-    checked = 0
-    for _ in range(300):
-        example = stream.question()
-        context = [m["content"] for m in example.messages if m["role"] == "context"]
-        answer = parse_answer(example.messages[-1]["content"]) if len(example.messages) == 3 and context else None
-        if answer is not None:
-            passage = context[0].split(f"[{answer[1]}] ", 1)[1]
-            assert answer[0] in passage
-            checked += 1
-    assert checked > 200
+    for draw in (stream.question, stream.follow_up, stream.conversation):
+        checked = num_abstained = 0
+        for example in filter(None, (draw() for _ in range(200))):
+            context: list[str] = []
+            for role, content in ((m["role"], m["content"]) for m in example.messages):
+                context = numbered_passages(content) if role == "context" else context
+                assert len(context) <= 3
+                answer = parse_answer(content) if role == "assistant" else None
+                num_abstained += content == ABSTENTION
+                if answer is not None:
+                    assert answer[0] in context[answer[1] - 1]
+                    checked += 1
+        assert checked > 100 and num_abstained < checked / 2
 
 
 @needs_data

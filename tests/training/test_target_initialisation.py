@@ -4,7 +4,8 @@ import torch
 
 from ragspec.training import training_attention
 from ragspec.training.guidance import Guidance, Guide
-from ragspec.training.structured_init import HEAD_DIM, SPELLING, centre_signatures, identities, stream_layout
+from ragspec.training.stream_layout import HEAD_DIM, SPELLING, stream_layout
+from ragspec.training.structured_init import SPARE_HEAD, centre_signatures, identities
 from ragspec.training.target_model import SIZES, build_target
 
 PIECES = [f"<{number}>" for number in range(6144)]
@@ -32,6 +33,7 @@ def test_layout_fits_the_stream_and_guides_fit_the_model() -> None:
         assert stream_layout(size.hidden_size).columns(SPELLING).stop <= size.hidden_size
     for name in ("cpu", "gpu"):
         assert all(g.layer < SIZES[name].num_layers and g.head < SIZES[name].num_heads for g in Guide)
+    assert not any(g.head == SPARE_HEAD for g in Guide if 0 < g.layer < Guide.COPY.layer), "guided away from copying"
 
 
 def test_words_are_like_themselves_with_a_space_or_a_capital() -> None:

@@ -20,10 +20,11 @@ from ragspec.training.target_format import (
 )
 from ragspec.training.target_model import SIZES, build_target
 from ragspec.training.target_packs import Pack, PackStream, Turn
-from ragspec.training.target_rows import Row, RowEncoder
+from ragspec.training.target_rows import RowEncoder
 from ragspec.training.target_sources import Sources
 from ragspec.training.target_steps import as_batch, draw_rows
 from ragspec.training.target_tokenizer import token_pieces, train_tokenizer
+from ragspec.training.token_row import Row
 
 PASSAGES = ["The mill is old. Ann built it in 1874.", "The river is deep. Bob owns the old bridge near Lyon."]
 PACK = Pack(
@@ -85,6 +86,8 @@ def test_heads_are_guided_to_where_the_text_says() -> None:
     shorts = [TOKENIZER(f" {turn.short_answer}")["input_ids"] for turn in PACK.turns if turn.passage]
     assert len(copied) == sum(map(len, answers + shorts + shorts)) - 2 * len(shorts)
     assert len(row.looks[Guide.CHOOSE]) == len(answers)
+    unspelt = [row.ids[key] for _, keys in row.looks[Guide.SPELL] for key in keys]
+    assert len(unspelt) >= len(answers) and set(unspelt) == {ENCODER.encoder.assistant_id}
     asking = {TOKENIZER.decode(row.ids[key]).strip() for _, keys in row.looks[Guide.ASK] for key in keys}
     assert asking == {"Who", "built", "owns"}
     labels = {int(TOKENIZER.decode(row.ids[key])) for _, [key] in row.looks[Guide.LABEL]}
