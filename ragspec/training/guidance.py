@@ -44,7 +44,7 @@ class Guide(Enum):
     COPY = (4, 0, 1.0)
     CHOOSE = (4, 0, 0.3)
     FORK = (4, 0, 0.5)
-    EDIT = (4, 0, 0.15)
+    EDIT = (4, 0, 0.25)
     POINT = (4, 2, 0.5)
 
     @property
