@@ -4,9 +4,9 @@ import argparse
 from dataclasses import dataclass
 from pathlib import Path
 
+from pipelines.training_run import data_dir, options
 from ragspec.config import REFERENCE_TARGET
 from ragspec.drafting.eagle_checkpoint import EagleFamily
-from ragspec.errors import InputError
 from ragspec.training.drafter_losses import Objective
 from ragspec.training.drafter_trainer import DrafterPlan
 from ragspec.training.eagle_model import Inputs
@@ -32,14 +32,11 @@ class Run:
 
 def parser() -> argparse.ArgumentParser:
     """The options."""
-    options = argparse.ArgumentParser(description="Train an EAGLE head.")
-    add = options.add_argument
+    parser = options("Train an EAGLE head.")
+    add = parser.add_argument
     add("--family", choices=sorted(NUM_STEPS), required=True)
-    add("--data", type=Path, required=True, help="data directory")
-    add("--out", type=Path, required=True, help="run directory")
     add("--target", default=REFERENCE_TARGET, help="model directory; default: the reference target")
     add("--tokens", type=int, default=20_000_000, help="length of the run in tokens")
-    add("--minutes", type=float, help="length of the run in minutes of training")
     add("--steps", "--ttt-steps", type=int, dest="steps", help="draft steps learnt; default 1, 3, 4 by family")
     add("--position-decay", type=float, default=0.8, help="weight of a draft step against the one before")
     add("--inputs", choices=[i.value for i in Inputs], default=Inputs.SHIFTED.value, help="what a pair is made of")
@@ -52,32 +49,26 @@ def parser() -> argparse.ArgumentParser:
     add("--max-tokens", type=int, default=320, help="texts are cut to this many tokens")
     add("--answers", choices=("dataset", "target", "both"), default="dataset", help="whose answers to learn")
     add("--num-answers", type=int, default=6_000, help="answers that the target gives; kept under --out")
-    add("--seed", type=int, default=0)
-    add("--threads", type=int, help="CPU threads")
-    add("--workers", type=int, default=1, help="processes that train together")
-    add("--resume", action="store_true", help="continue from the checkpoint; only the length may change")
-    return options
+    return parser
 
 
 def run_of(args: argparse.Namespace) -> Run:
     """The run that the options ask for. Raises: InputError."""
-    if not args.data.is_dir():
-        raise InputError(f"there is no data directory {args.data}")
     steps = args.steps or NUM_STEPS[args.family]
     noise = NOISE[args.family] if args.noise is None else args.noise
     objective = Objective(steps, args.position_decay, Inputs(args.inputs), noise)
     plan = DrafterPlan(
-        args.tokens,
-        objective,
-        args.minutes,
-        args.seed,
+        total_tokens=args.tokens,
+        objective=objective,
+        minutes=args.minutes,
+        seed=args.seed,
         max_tokens=args.max_tokens,
         peak_lr=args.peak_rate,
         answers=args.answers,
         num_answers=0 if args.answers == "dataset" else args.num_answers,
     )
     return Run(
-        data_dir=args.data.resolve(),
+        data_dir=data_dir(args),
         out=args.out.resolve(),
         target=args.target,
         family=EagleFamily.EAGLE3 if args.family == "eagle3" else EagleFamily.EAGLE,

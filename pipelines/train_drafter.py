@@ -15,11 +15,10 @@ import json
 import sys
 from pathlib import Path
 
-import torch
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from torch import Tensor
 
 from pipelines.drafter_run import Run, parser, run_of
+from pipelines.training_run import run_to_end, spent, train_with
 from ragspec.config import DraftingConfig, EngineConfig, TargetConfig
 from ragspec.drafting.eagle_checkpoint import HeadConfig, write_head
 from ragspec.engine.loading import load_engine
@@ -41,12 +40,11 @@ from ragspec.training.drafter_trainer import DrafterTrainer
 from ragspec.training.grammar_errors import GrammarErrors
 from ragspec.training.target_batches import MicroBatch
 from ragspec.training.target_tokenizer import load_tokenizer
-from ragspec.training.workers import ALONE, Workers
+from ragspec.training.workers import Workers
 
 SMALL_VOCABULARY, SMALL_DRAFT_VOCABULARY, DRAFT_VOCABULARY = 16_384, 3_072, 32_000
 VOCABULARY_TEXTS = 4_000
 ANSWERS = "answers.jsonl"
-REPORT_EVERY_STEPS = 25
 NUM_PROBES, PROBE_TEXTS, PROBE_STEPS = 10, 16, 5
 
 
@@ -57,10 +55,7 @@ def main() -> None:
         run = run_of(args)
         if run.plan.answers != "dataset":
             obtain_answers(run)
-        if args.workers == 1:
-            train(run, ALONE, "cuda" if torch.cuda.is_available() else "cpu")
-        else:
-            train_together(run, args.workers)
+        train_with(train, run, args.workers)
     except RagspecError as cause:
         sys.exit(f"error: {cause}")
 
@@ -87,33 +82,8 @@ def draw_of(run: Run, encoder: AnswerEncoder) -> Draw:
     return own if run.plan.answers == "target" else mixed_draw(own, dataset)
 
 
-def train_together(run: Run, num_workers: int) -> None:
-    """The same run by several workers, one GPU each where there are any."""
-    from ray.train import RunConfig, ScalingConfig
-    from ray.train.torch import TorchConfig, TorchTrainer
-
-    with_gpu = torch.cuda.is_available()
-    TorchTrainer(
-        _worker,
-        train_loop_config={"run": run},
-        torch_config=TorchConfig(backend="cpu:gloo,cuda:nccl" if with_gpu else "gloo"),
-        scaling_config=ScalingConfig(num_workers=num_workers, use_gpu=with_gpu),
-        run_config=RunConfig(storage_path=str(run.out / "ray")),
-    ).fit()
-
-
-def _worker(config: dict[str, Run]) -> None:
-    import ray.train
-    from ray.train.torch import get_device
-
-    context = ray.train.get_context()
-    train(config["run"], Workers(context.get_world_rank(), context.get_world_size()), str(get_device()))
-
-
 def train(run: Run, workers: Workers, device: str) -> None:
     """One run from data to written head; the first worker writes. Raises: ModelError, ConfigError, InputError."""
-    if run.threads:
-        torch.set_num_threads(run.threads)
     target = FrozenTarget.load(run.target, device)
     config = config_of(run, target)
     run.out.mkdir(parents=True, exist_ok=True)
@@ -127,7 +97,7 @@ def train(run: Run, workers: Workers, device: str) -> None:
     if resumed:
         trainer.load(checkpoint)
     probes = probe_batches(run.data_dir, encoder, PROBE_TEXTS, run.plan.max_tokens, run.plan.seed)
-    run_with_progress(trainer, checkpoint, probes)
+    run_to_end(trainer, checkpoint, report, lambda: probe(trainer, probes), NUM_PROBES)
     if workers.is_first:
         draw_drafter_curves(trainer.history, trainer.probes, run.out / "curves.png")
         record = {"history": trainer.history, "probes": trainer.probes}
@@ -150,31 +120,6 @@ def vocabulary_of(config: HeadConfig, draw: Draw, seed: int) -> Tensor | None:
     return draft_vocabulary(draw, seed, config.draft_vocab_size, config.vocab_size, VOCABULARY_TEXTS)
 
 
-def run_with_progress(trainer: DrafterTrainer, checkpoint: Path, probes: dict[str, list[MicroBatch]]) -> None:
-    """Train to the end of the plan; the first worker shows progress, writes checkpoints and probes in between."""
-    if not trainer.workers.is_first:
-        for _ in trainer.run():
-            pass
-        return
-    saved_at_s = trainer.progress.elapsed_s
-    columns = (BarColumn(), TextColumn("{task.percentage:.1f}%"), TimeElapsedColumn(), TextColumn("{task.description}"))
-    with Progress(*columns) as bar:
-        task = bar.add_task("starting", total=1.0)
-        bar.update(task, completed=trainer.share_done())
-        for record in trainer.run():
-            if trainer.progress.step % REPORT_EVERY_STEPS == 0:
-                text = report(trainer.history[-REPORT_EVERY_STEPS:])
-                bar.update(task, completed=record["share"], description=text)
-                if not bar.console.is_terminal:
-                    print(text, flush=True)
-            if trainer.share_done() >= len(trainer.probes) / NUM_PROBES:
-                trainer.probes.append(probe(trainer, probes))
-            if record["elapsed_s"] - saved_at_s > trainer.plan.checkpoint_every_s:
-                trainer.save(checkpoint)
-                saved_at_s = record["elapsed_s"]
-    trainer.save(checkpoint)
-
-
 def probe(trainer: DrafterTrainer, probes: dict[str, list[MicroBatch]]) -> dict[str, float]:
     """Share of the target's tokens that the averaged head drafts, per kind of held-out text and draft step."""
     rates = {
@@ -185,17 +130,16 @@ def probe(trainer: DrafterTrainer, probes: dict[str, list[MicroBatch]]) -> dict[
     }
     shown = {kind: [round(rates[f"{kind}_top1_{i + 1}"], 2) for i in range(PROBE_STEPS)] for kind in probes}
     print(f"probe at step {trainer.progress.step}: top-1 by draft step: {shown}", flush=True)
-    return {"tokens": trainer.progress.tokens, **rates}
+    return rates
 
 
 def report(records: list[dict[str, float]]) -> str:
     """One line about the latest steps."""
-    first, last = records[0], records[-1]
+    last = records[-1]
     num_steps = sum(name.startswith("loss_") for name in last)
     mean = {n: sum(r[n] for r in records) / len(records) for n in ("loss_1", "top1_1", f"top1_{num_steps}")}
-    rate = (last["tokens"] - first["tokens"]) / max(1e-9, last["elapsed_s"] - first["elapsed_s"])
     return (
-        f"step {last['step']:.0f} {last['tokens'] / 1e6:.2f} M tokens {rate:.0f}/s loss {mean['loss_1']:.3f} "
+        f"{spent(records)} loss {mean['loss_1']:.3f} "
         f"top-1 {mean['top1_1']:.3f} (step {num_steps}: {mean[f'top1_{num_steps}']:.3f}) lr {last['lr']:.2e} "
         f"norm {last['grad_norm']:.2f} done {last['share']:.3f}"
     )

@@ -1,118 +1,61 @@
-"""The training loop of a drafter head.
-
-Owns the schedule, the optimizer, the moving average of the weights and the checkpoints. Every step's data and noise are a
-function of (seed, step, worker), so a run that was killed continues exactly where its last checkpoint stood.
-"""
+"""What a drafter's head learns from: the target's hidden states, several draft steps deep. The loop is `Trainer`'s."""
 
 import copy
-import math
 import random
-import time
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from torch import Tensor
 
 from ragspec.drafting.eagle_checkpoint import HeadCheckpoint
-from ragspec.errors import ConfigError
-from ragspec.training.checkpoint import read_checkpoint, write_checkpoint
 from ragspec.training.drafter_examples import Draw, draw_batches
 from ragspec.training.drafter_losses import Objective, StepScores, batch_scores
 from ragspec.training.drafter_target import FrozenTarget
 from ragspec.training.eagle_model import Head
 from ragspec.training.target_batches import MicroBatch
-from ragspec.training.target_trainer import Progress
+from ragspec.training.trainer import Plan, Trainer
 from ragspec.training.workers import ALONE, Workers
 
-GRADIENT_CLIP = 0.5
-FREE_AT_RESUME = ("total_tokens", "minutes", "checkpoint_every_s")
-"""Of a plan, what no text and no loss depends on: a run may be made longer or shorter on its way."""
 
+@dataclass(frozen=True, kw_only=True)
+class DrafterPlan(Plan):
+    """How long, how fast and on whose answers. Tokens are the target's rows."""
 
-@dataclass(frozen=True)
-class DrafterPlan:
-    """How long, how fast and on whose answers.
-
-    Progress is the larger of the token share and the time share; tokens are the target's rows.
-    """
-
-    total_tokens: int
     objective: Objective
-    minutes: float | None = None
-    seed: int = 0
     max_tokens: int = 320
     step_tokens: int = 3_072
     micro_tokens: int = 1_536
     peak_lr: float = 1e-3
     final_lr_share: float = 0.02
-    warmup_steps: int = 100
     weight_decay: float = 0.02
-    ema_decay: float = 0.997
-    checkpoint_every_s: float = 120.0
     answers: str = "dataset"
     num_answers: int = 0
 
 
-class DrafterTrainer:
-    """Trains one head in place; `run` yields a record of every step."""
+class DrafterTrainer(Trainer[DrafterPlan]):
+    """Trains one head in place."""
+
+    gradient_clip = 0.5
 
     def __init__(
         self, head: Head, target: FrozenTarget, draw: Draw, plan: DrafterPlan, workers: Workers = ALONE
     ) -> None:
-        self.head, self.target, self.draw, self.plan, self.workers = head, target, draw, plan, workers
-        self.device = target.device
-        self.progress = Progress()
-        self.history: list[dict[str, float]] = []
-        self.probes: list[dict[str, float]] = []
         parameters = list(head.parameters())
         groups = [
             {"params": [p for p in parameters if p.dim() > 1], "weight_decay": plan.weight_decay},
             {"params": [p for p in parameters if p.dim() == 1], "weight_decay": 0.0},
         ]
-        self.optimizer = torch.optim.AdamW(groups, lr=plan.peak_lr, betas=(0.9, 0.95), fused=True)
-        self.average = [p.detach().clone() for p in parameters]
+        super().__init__(head, groups, plan, target.device, workers)
+        self.head, self.target, self.draw = head, target, draw
 
-    def share_done(self) -> float:
-        """How much of the run is behind, 0-1."""
-        by_tokens = self.progress.tokens / self.plan.total_tokens
-        by_time = self.progress.elapsed_s / (60 * self.plan.minutes) if self.plan.minutes else 0.0
-        return max(by_tokens, by_time)
-
-    def run(self) -> Iterator[dict[str, float]]:
-        """Train to the end of the plan, one yielded record per step."""
-        while self.share_done() < 1.0:
-            started = time.monotonic()
-            record = self.train_step()
-            self.progress.elapsed_s += self.workers.from_first(time.monotonic() - started)
-            record["elapsed_s"] = self.progress.elapsed_s
-            self.history.append(record)
-            yield record
-
-    def train_step(self) -> dict[str, float]:
-        """One optimizer step over the data of (seed, step, worker)."""
-        plan, share = self.plan, self.share_done()
-        seed = (plan.seed * 1_000_003 + self.progress.step) * self.workers.size + self.workers.rank
+    def _learn(self, seed: int, share: float) -> tuple[int, dict[str, float]]:
+        plan = self.plan
         batches = draw_batches(self.draw, random.Random(seed), plan.max_tokens, plan.step_tokens, plan.micro_tokens)
-        lr = self.learning_rate(share)
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
         num_rows = self.workers.total(sum(len(batch.positions) for batch in batches))[0]
         noise = torch.Generator().manual_seed(seed)
         sums = [self._backward(batch, num_rows, noise) for batch in batches]
-        self.workers.add_gradients(self.head.parameters())
-        norm = torch.nn.utils.clip_grad_norm_(self.head.parameters(), GRADIENT_CLIP)
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-        self._update_average()
-        self.progress.step += 1
-        self.progress.tokens += int(self.workers.total(sum(batch.ids.numel() for batch in batches))[0])
-        rates = self._rates([sum(column) for column in zip(*sums, strict=True)])
-        spent = {"step": self.progress.step, "tokens": self.progress.tokens, "share": share}
-        return {**spent, "lr": lr, "grad_norm": float(norm), **rates}
+        num_tokens = sum(batch.ids.numel() for batch in batches)
+        return num_tokens, self._rates([sum(column) for column in zip(*sums, strict=True)])
 
     def _backward(self, batch: MicroBatch, num_rows: float, noise: torch.Generator) -> list[float]:
         """Add a micro-batch's gradients; returns its sums for `_rates`."""
@@ -136,23 +79,10 @@ class DrafterTrainer:
             sums = [_flat(batch_scores(head, self.target, batch, steps)) for batch in batches]
         return step_rates([sum(column) for column in zip(*sums, strict=True)])
 
-    def learning_rate(self, share: float) -> float:
-        """Linear warm-up over steps, then half a cosine over the run."""
-        warmup = min(1.0, (self.progress.step + 1) / self.plan.warmup_steps)
-        cosine = 0.5 * (1 + math.cos(math.pi * min(1.0, share)))
-        return self.plan.peak_lr * warmup * (cosine * (1 - self.plan.final_lr_share) + self.plan.final_lr_share)
-
-    @torch.no_grad()
-    def _update_average(self) -> None:
-        decay = min(self.plan.ema_decay, (1 + self.progress.step) / (10 + self.progress.step))
-        torch._foreach_lerp_(self.average, [p.detach() for p in self.head.parameters()], 1 - decay)
-
-    @torch.no_grad()
     def averaged_head(self) -> Head:
         """A copy of the head with the averaged weights."""
         averaged = copy.deepcopy(self.head)
-        for parameter, average in zip(averaged.parameters(), self.average, strict=True):
-            parameter.copy_(average)
+        self._put_average(averaged)
         return averaged
 
     def exported(self) -> HeadCheckpoint:
@@ -161,48 +91,8 @@ class DrafterTrainer:
         kept = {n: (t.bfloat16() if t.is_floating_point() else t).cpu() for n, t in tensors.items()}
         return HeadCheckpoint(self.head.config, kept)
 
-    def save(self, path: Path) -> None:
-        """Write a checkpoint; a crash at any moment leaves the old or the new one."""
-        tensors: dict[str, Tensor] = {f"buffer.{name}": buffer for name, buffer in self.head.named_buffers()}
-        for (name, parameter), average in zip(self.head.named_parameters(), self.average, strict=True):
-            tensors |= {f"model.{name}": parameter.detach(), f"average.{name}": average}
-            tensors |= {f"optimizer.{key}.{name}": value for key, value in self.optimizer.state[parameter].items()}
-        state = {"progress": asdict(self.progress), "history": self.history, "probes": self.probes}
-        write_checkpoint(path, tensors, {**state, "identity": self._identity()})
-
-    @torch.no_grad()
-    def load(self, path: Path) -> None:
-        """Continue from a checkpoint; the length of the run may be another one.
-
-        Raises: ConfigError naming the first difference if it is of another head, another plan or other workers.
-        """
-        try:
-            tensors, state = read_checkpoint(path, self.device)
-            identity = state["identity"]
-        except (OSError, SafetensorError, KeyError, TypeError, ValueError) as cause:
-            raise ConfigError(f"{path} cannot be resumed: it is no checkpoint of a head") from cause
-        for name, ours in self._identity().items():
-            if identity.get(name) != ours:
-                theirs = identity.get(name)
-                raise ConfigError(f"{path} cannot be resumed: its {name} is {theirs}, and this run's is {ours}")
-        for (name, parameter), average in zip(self.head.named_parameters(), self.average, strict=True):
-            parameter.copy_(tensors[f"model.{name}"])
-            average.copy_(tensors[f"average.{name}"])
-            if f"optimizer.step.{name}" in tensors:
-                keys = ("step", "exp_avg", "exp_avg_sq")
-                self.optimizer.state[parameter] = {key: tensors[f"optimizer.{key}.{name}"] for key in keys}
-        for name, buffer in self.head.named_buffers():
-            buffer.copy_(tensors[f"buffer.{name}"])
-        self.progress = Progress(**state["progress"])
-        self.history, self.probes = state["history"], state["probes"]
-
-    def _identity(self) -> dict[str, Any]:
-        """What every step depends on beside its number, as JSON gives it back."""
-        shape = {**asdict(self.head.config), "aux_layers": list(self.head.config.aux_layers)}
-        plan = asdict(self.plan)
-        plan |= plan.pop("objective")
-        kept = {name: value for name, value in plan.items() if name not in FREE_AT_RESUME}
-        return {**shape, **kept, "num_workers": self.workers.size}
+    def _shape(self) -> dict[str, Any]:
+        return {**asdict(self.head.config), "aux_layers": list(self.head.config.aux_layers)}
 
 
 def _flat(scores: list[StepScores]) -> list[float]:

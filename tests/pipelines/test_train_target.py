@@ -9,17 +9,27 @@ import torch
 from real_data import DATA, needs_data
 from transformers import AutoModelForCausalLM
 
-from pipelines.train_target import is_probed
+from pipelines import train_target
+from pipelines.training_run import is_probed
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_probes_stand_at_even_shares_however_often_a_run_is_taken_up() -> None:
     """A run that was lengthened when it was taken up was never probed again."""
-    due = [step for step in range(1, 101) if is_probed(step, (step - 1) / 100, step / 100)]
+    due = [step for step in range(1, 101) if is_probed(8, step, (step - 1) / 100, step / 100)]
     assert due == [1, 13, 25, 38, 50, 63, 75, 88, 100]
-    lengthened = [step for step in range(101, 201) if is_probed(step, (step - 1) / 200, step / 200)]
+    lengthened = [step for step in range(101, 201) if is_probed(8, step, (step - 1) / 200, step / 200)]
     assert lengthened == [125, 150, 175, 200]
+
+
+def test_a_missing_data_directory_ends_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A traceback, after the run's folder was made."""
+    options = ["--data", str(tmp_path / "none"), "--out", str(tmp_path / "out")]
+    monkeypatch.setattr(sys, "argv", ["train_target", *options])
+    with pytest.raises(SystemExit, match="error: there is no data directory"):
+        train_target.main()
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.slow

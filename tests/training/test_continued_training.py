@@ -7,10 +7,10 @@ from test_target_training import fake_stream, make_trainer
 
 from ragspec.training.target_examples import Lengths
 from ragspec.training.target_packs import PackStream
-from ragspec.training.target_trainer import STAGES, TrainingPlan, continued
+from ragspec.training.target_trainer import STAGES, TargetPlan, continued
 
 
-def lengths_drawn(plan: TrainingPlan) -> list[Lengths]:
+def lengths_drawn(plan: TargetPlan) -> list[Lengths]:
     """The length class of each step of a run, from its first to its last share."""
     trainer, drawn = make_trainer(), []
 
@@ -27,7 +27,7 @@ def lengths_drawn(plan: TrainingPlan) -> list[Lengths]:
 
 def test_a_continued_run_takes_half_the_rate_and_no_shortest_examples() -> None:
     """The full rate undoes what was learnt; any other change would make it another run."""
-    plan = TrainingPlan(total_tokens=70_000, minutes=9.0, seed=3, warmup_steps=4, peak_lr=8e-4, ema_decay=0.9)
+    plan = TargetPlan(total_tokens=70_000, minutes=9.0, seed=3, warmup_steps=4, peak_lr=8e-4, ema_decay=0.9)
     found = asdict(continued(plan))
     assert (found.pop("peak_lr"), found.pop("first_stage")) == (pytest.approx(4e-4), 1)
     assert found == {name: value for name, value in asdict(plan).items() if name in found}
@@ -37,6 +37,6 @@ def test_a_continued_run_takes_half_the_rate_and_no_shortest_examples() -> None:
 @pytest.mark.slow
 def test_a_plan_from_stage_one_never_draws_examples_of_stage_zero() -> None:
     """A trained model would spend a tenth of the run on texts shorter than any it is asked about."""
-    plan, stages = TrainingPlan(total_tokens=1_000_000, warmup_steps=1), [stage.lengths for stage in STAGES]
+    plan, stages = TargetPlan(total_tokens=1_000_000, warmup_steps=1), [stage.lengths for stage in STAGES]
     assert lengths_drawn(plan) == [stages[0]] * 3 + stages[1:]
     assert lengths_drawn(continued(plan)) == [stages[1]] * 3 + stages[1:]

@@ -48,7 +48,7 @@ def make_head(target: FrozenTarget, family: EagleFamily, draft_vocab: int = 60) 
 
 def make_trainer(family: EagleFamily, workers: Workers = ALONE, total_tokens: int = 3_000) -> DrafterTrainer:
     target = tiny_target()
-    plan = DrafterPlan(total_tokens, OBJECTIVE, step_tokens=120, micro_tokens=80, warmup_steps=2)
+    plan = DrafterPlan(total_tokens=total_tokens, objective=OBJECTIVE, step_tokens=120, micro_tokens=80, warmup_steps=2)
     return DrafterTrainer(make_head(target, family), target, draw, plan, workers)
 
 
@@ -85,7 +85,7 @@ def test_a_checkpoint_of_another_head_is_refused(tmp_path: Path) -> None:
 def test_what_is_no_checkpoint_is_refused(content: bytes, tmp_path: Path) -> None:
     """A traceback of the file format's library, or weights of some other job."""
     (tmp_path / "checkpoint.safetensors").write_bytes(content)
-    with pytest.raises(ConfigError, match="no checkpoint of a head"):
+    with pytest.raises(ConfigError, match="no checkpoint of such a run"):
         make_trainer(EagleFamily.EAGLE).load(tmp_path / "checkpoint.safetensors")
 
 

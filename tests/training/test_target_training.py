@@ -3,12 +3,15 @@
 import os
 import random
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from ragspec.errors import ConfigError
 from ragspec.training import training_attention
 from ragspec.training.guidance import Guidance, Guide
 from ragspec.training.spelling_head import left_alone
@@ -21,7 +24,7 @@ from ragspec.training.target_model import SIZES, build_target
 from ragspec.training.target_packs import Pack, PackStream, Turn
 from ragspec.training.target_steps import draw_rows
 from ragspec.training.target_tokenizer import token_pieces, train_tokenizer
-from ragspec.training.target_trainer import STAGES, TargetTrainer, TrainingPlan
+from ragspec.training.target_trainer import STAGES, TargetPlan, TargetTrainer
 from ragspec.training.workers import ALONE, Workers
 
 TEXTS = ["The cat sat on the mat. A dog ran home at noon."] * 20
@@ -52,7 +55,7 @@ def make_trainer(total_tokens: int = 30_000, workers: Workers = ALONE, size: str
     tokenizer = train_tokenizer(TEXTS, SIZES["tiny"].vocab_size)
     model = build_target(SIZES[size], token_pieces(tokenizer))
     model.set_attn_implementation(training_attention.register())
-    plan = TrainingPlan(total_tokens=total_tokens, warmup_steps=1)
+    plan = TargetPlan(total_tokens=total_tokens, warmup_steps=1)
     return TargetTrainer(model, ExampleEncoder(tokenizer), fake_stream, plan, workers=workers)
 
 
@@ -74,6 +77,29 @@ def test_resumed_run_equals_an_unbroken_one(tmp_path: Path) -> None:
         assert torch.equal(a, b)
     for a, b in zip(unbroken.average, resumed.average, strict=True):
         assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize(("change", "reason"), [
+    ({"seed": 1}, "its seed is 0, and this run's is 1"),
+    ({"first_stage": 1}, "its first_stage is 0, and this run's is 1"),
+    ({"positional_lr_share": 0.5}, "its positional_lr_share is 0.2"),
+])  # fmt: skip
+def test_a_checkpoint_of_another_plan_is_refused(change: dict[str, Any], reason: str, tmp_path: Path) -> None:
+    """Half of the run would follow one plan and half another, and the card would name only the second."""
+    first, other = make_trainer(), make_trainer()
+    first.save(tmp_path / "checkpoint.safetensors")
+    other.plan = replace(other.plan, **change)
+    with pytest.raises(ConfigError, match=reason):
+        other.load(tmp_path / "checkpoint.safetensors")
+    other.plan = replace(first.plan, total_tokens=77, minutes=2.0)
+    other.load(tmp_path / "checkpoint.safetensors")
+
+
+def test_a_checkpoint_of_another_size_is_refused(tmp_path: Path) -> None:
+    """A tensor's shape in a traceback is all that was said."""
+    make_trainer(size="cpu").save(tmp_path / "checkpoint.safetensors")
+    with pytest.raises(ConfigError, match="its vocab_size is 6144, and this run's is 512"):
+        make_trainer().load(tmp_path / "checkpoint.safetensors")
 
 
 def test_interrupted_save_keeps_the_old_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,136 @@
+"""A training run: one process or several, progress on the terminal, checkpoints on the way.
+
+What the commands that train a target and a drafter's head share.
+"""
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+import torch
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+from ragspec.errors import InputError
+from ragspec.training.trainer import Trainer
+from ragspec.training.workers import ALONE, Workers
+
+REPORT_EVERY_STEPS = 25
+
+
+class Run(Protocol):
+    """What the commands' runs have in common."""
+
+    @property
+    def out(self) -> Path:
+        """The run's folder."""
+
+    @property
+    def threads(self) -> int | None:
+        """Of the processor; nothing: as many as PyTorch takes."""
+
+
+RunT = TypeVar("RunT", bound=Run)
+Train = Callable[[RunT, Workers, str], None]
+"""One worker's part of a run, on a device."""
+
+
+def options(description: str) -> argparse.ArgumentParser:
+    """What every run is asked."""
+    parser = argparse.ArgumentParser(description=description)
+    add = parser.add_argument
+    add("--data", type=Path, required=True, help="data directory")
+    add("--out", type=Path, required=True, help="run directory")
+    add("--minutes", type=float, help="length of the run in minutes of training")
+    add("--seed", type=int, default=0)
+    add("--threads", type=int, help="CPU threads")
+    add("--workers", type=int, default=1, help="processes that train together")
+    add("--resume", action="store_true", help="continue from the run's checkpoint; only the length may change")
+    return parser
+
+
+def data_dir(args: argparse.Namespace) -> Path:
+    """Where the data are. Raises: InputError."""
+    if not args.data.is_dir():
+        raise InputError(f"there is no data directory {args.data}")
+    return Path(args.data).resolve()
+
+
+def train_with(train: Train[RunT], run: RunT, num_workers: int) -> None:
+    """The run in this process, or by several workers, one GPU each where there are any."""
+    if num_workers == 1:
+        _as_worker(train, run, ALONE, "cuda" if torch.cuda.is_available() else "cpu")
+    else:
+        _train_together(train, run, num_workers)
+
+
+def _train_together(train: Train[RunT], run: RunT, num_workers: int) -> None:
+    from ray.train import RunConfig, ScalingConfig
+    from ray.train.torch import TorchConfig, TorchTrainer
+
+    with_gpu = torch.cuda.is_available()
+    TorchTrainer(
+        _ray_worker,
+        train_loop_config={"train": train, "run": run},
+        torch_config=TorchConfig(backend="cpu:gloo,cuda:nccl" if with_gpu else "gloo"),
+        scaling_config=ScalingConfig(num_workers=num_workers, use_gpu=with_gpu),
+        run_config=RunConfig(storage_path=str(run.out / "ray")),
+    ).fit()
+
+
+def _ray_worker(config: dict[str, Any]) -> None:
+    import ray.train
+    from ray.train.torch import get_device
+
+    context = ray.train.get_context()
+    workers = Workers(context.get_world_rank(), context.get_world_size())
+    _as_worker(config["train"], config["run"], workers, str(get_device()))
+
+
+def _as_worker(train: Train[RunT], run: RunT, workers: Workers, device: str) -> None:
+    if run.threads:
+        torch.set_num_threads(run.threads)
+    train(run, workers, device)
+
+
+def run_to_end(
+    trainer: Trainer[Any],
+    checkpoint: Path,
+    report: Callable[[list[dict[str, float]]], str],
+    probe: Callable[[], dict[str, float]],
+    num_probes: int,
+) -> None:
+    """Train to the end of the plan; the first worker shows progress, writes checkpoints and probes in between."""
+    if not trainer.workers.is_first:
+        for _ in trainer.run():
+            pass
+        return
+    saved_at_s = trainer.progress.elapsed_s
+    columns = (BarColumn(), TextColumn("{task.percentage:.1f}%"), TimeElapsedColumn(), TextColumn("{task.description}"))
+    with Progress(*columns) as bar:
+        task = bar.add_task("starting", total=1.0)
+        bar.update(task, completed=trainer.share_done())
+        for record in trainer.run():
+            if trainer.progress.step % REPORT_EVERY_STEPS == 0:
+                text = report(trainer.history[-REPORT_EVERY_STEPS:])
+                bar.update(task, completed=record["share"], description=text)
+                if not bar.console.is_terminal:
+                    print(text, flush=True)
+            if is_probed(num_probes, record["step"], record["share"], trainer.share_done()):
+                trainer.probes.append({"tokens": trainer.progress.tokens, **probe()})
+            if record["elapsed_s"] - saved_at_s > trainer.plan.checkpoint_every_s:
+                trainer.save(checkpoint)
+                saved_at_s = record["elapsed_s"]
+    trainer.save(checkpoint)
+
+
+def is_probed(num_probes: int, step: float, before: float, after: float) -> bool:
+    """After the first step, and at even shares of the run."""
+    return step == 1 or int(num_probes * after) > int(num_probes * before)
+
+
+def spent(records: list[dict[str, float]]) -> str:
+    """How far the latest steps came, and how fast."""
+    first, last = records[0], records[-1]
+    rate = (last["tokens"] - first["tokens"]) / max(1e-9, last["elapsed_s"] - first["elapsed_s"])
+    return f"step {last['step']:.0f} {last['tokens'] / 1e6:.2f} M tokens {rate:.0f}/s"
