@@ -26,8 +26,9 @@ from rich.console import Console
 from tiny_target import save_model
 
 from ragspec.cli import main
-from ragspec.cli.demo import QUESTIONS, Pair, Totals
+from ragspec.cli.demo import QUESTIONS
 from ragspec.cli.demo_index import demo_retriever
+from ragspec.cli.demo_pairs import Pair, Totals
 from ragspec.cli.quotes import answer_text, excerpt, print_sources
 from ragspec.cli.terminal import cache_folder, safe
 from ragspec.config import IndexConfig, load_config

@@ -6,7 +6,6 @@ Light on purpose: a command's own module, and torch with it, is imported when th
 from __future__ import annotations
 
 import enum
-import importlib
 import os
 import sys
 from collections.abc import Sequence
@@ -16,35 +15,37 @@ from typing import Annotated
 
 import typer
 
+from ragspec.cli.cluster_commands import cluster
+from ragspec.cli.index_commands import index
 from ragspec.cli.keys import keys
+from ragspec.cli.options import (
+    HELP,
+    PASSED_ON,
+    Address,
+    AsJson,
+    Config,
+    Debug,
+    Seed,
+    Speculation,
+    Target,
+    Temperature,
+    pass_on,
+)
 from ragspec.cli.terminal import one_line, prepare_process, print_error
 from ragspec.core import SamplingParams
 from ragspec.errors import RagspecError
 
-_HELP = {"help_option_names": ["-h", "--help"]}
 app = typer.Typer(
     name="ragspec",
     help="Answers from your own documents, several times faster than plain decoding, token for token the same.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
-    context_settings=_HELP,
+    context_settings=HELP,
 )
-_PASSED_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
+for commands in (index, cluster, keys):
+    app.add_typer(commands)
 _DEMO_MAX_TOKENS = 96
-
-Target = Annotated[
-    str | None, typer.Option(help="A model folder or a Hugging Face name; default: the reference target.")
-]
-Temperature = Annotated[float | None, typer.Option(help="0 is greedy.", show_default=False)]
-Seed = Annotated[int | None, typer.Option(help="Same seed, same text.", show_default=False)]
-AsJson = Annotated[bool, typer.Option("--json", help="One JSON object on stdout, for machines.")]
-Index = Annotated[Path, typer.Option(help="The index's folder.")]
-Address = Annotated[
-    str | None, typer.Option(help="A Ray cluster; default: RAY_ADDRESS, else one on this machine.", show_default=False)
-]
-DeploymentName = Annotated[str, typer.Option("--name", help="The deployment's name.")]
-Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.", show_default=False)]
 
 
 class Iterative(enum.StrEnum):
@@ -130,9 +131,7 @@ def demo(
 def ask(
     question: Annotated[str, typer.Argument(help="The question; - reads it from standard input.")],
     index: Annotated[Path | None, typer.Option(help="The index's folder.", show_default=False)] = None,
-    config: Annotated[
-        Path | None, typer.Option(help="A YAML configuration; the options win.", show_default=False)
-    ] = None,
+    config: Config = None,
     target: Target = None,
     temperature: Temperature = None,
     seed: Seed = None,
@@ -149,7 +148,7 @@ def ask(
     iterative: Annotated[
         Iterative | None, typer.Option(help="Retrieve again in the course of the answer.", show_default=False)
     ] = None,
-    speculation: Annotated[bool, typer.Option(help="Off decodes plainly: the same text, later.")] = True,
+    speculation: Speculation = True,
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
@@ -174,9 +173,7 @@ def correct(
     files: Annotated[list[str], typer.Argument(help="Text, Markdown or HTML in UTF-8; - reads standard input.")],
     diff: Annotated[bool, typer.Option("--diff", help="Show what would change; exits with 1 if anything.")] = False,
     in_place: Annotated[bool, typer.Option("--in-place", "-i", help="Write the corrections into the files.")] = False,
-    config: Annotated[
-        Path | None, typer.Option(help="A YAML configuration; the options win.", show_default=False)
-    ] = None,
+    config: Config = None,
     target: Target = None,
     temperature: Temperature = None,
     seed: Seed = None,
@@ -187,7 +184,7 @@ def correct(
         list[str] | None, typer.Option(help="A word or phrase that stays as it is; may be repeated.")
     ] = None,
     ignore_file: Annotated[Path | None, typer.Option(help="A file of them, one a line.", show_default=False)] = None,
-    speculation: Annotated[bool, typer.Option(help="Off decodes plainly: the same text, later.")] = True,
+    speculation: Speculation = True,
     debug: Debug = False,
 ) -> None:
     """Correct texts: print them, show a diff, or write them back. Names, numbers, code and markup stay."""
@@ -212,146 +209,9 @@ def doctor(
     raise typer.Exit(run_doctor(target, as_json=as_json))
 
 
-index = typer.Typer(
-    name="index",
-    help="Documents in, out and checked.",
-    no_args_is_help=True,
-    context_settings=_HELP,
-    add_completion=False,
-)
-app.add_typer(index)
-
-
-@index.command(context_settings=_PASSED_ON)
-def add(context: typer.Context) -> None:
-    """Put files and folders in: ragspec index add manual/ faq.jsonl --index DIR"""
-    _pass_on("pipelines.build_index", context.args, "ragspec index add")
-
-
-@index.command()
-def delete(
-    index: Index,
-    ids: Annotated[list[str] | None, typer.Argument(metavar="[ID]...", help="Documents by id.")] = None,
-    source: Annotated[list[str] | None, typer.Option(help="All documents of a source; may be repeated.")] = None,
-    dry_run: Annotated[bool, typer.Option(help="Say what would be deleted; change nothing.")] = False,
-    debug: Debug = False,
-) -> None:
-    """Take documents out, by id or by source."""
-    from ragspec.cli.index import run_delete
-
-    if not ids and not source:
-        raise typer.BadParameter("name documents by id, or a source with --source")
-    run_delete(index, ids or (), source or (), dry_run=dry_run)
-
-
-@index.command("list")
-def list_documents(
-    index: Index,
-    limit: Annotated[int, typer.Option(help="Most documents to show.", min=0)] = 50,
-    as_json: AsJson = False,
-    debug: Debug = False,
-) -> None:
-    """What is in the index."""
-    from ragspec.cli.index import run_list
-
-    run_list(index, limit, as_json=as_json)
-
-
-@index.command()
-def verify(index: Index, debug: Debug = False) -> None:
-    """Compare every hash, then check that the files make sense together. Exits 1 with the first thing that is wrong."""
-    from ragspec.cli.index import run_verify
-
-    run_verify(index)
-
-
-@index.command()
-def compact(
-    index: Index,
-    dense: Annotated[str | None, typer.Option(help="How vectors are searched from now on: exact, hnsw or ivf.")] = None,
-    purge: Annotated[bool, typer.Option(help="Remove deleted text from the disk now, not after some minutes.")] = False,
-    debug: Debug = False,
-) -> None:
-    """Merge segments and drop what was deleted; with exact search, answers stay the same."""
-    from ragspec.cli.index import run_compact
-    from ragspec.config import DenseConfig, load_config
-
-    overrides = {"index.dense.kind": dense}
-    wanted: DenseConfig | None = load_config(None, **overrides).index.dense if dense else None
-    run_compact(index, wanted, purge=purge)
-
-
-cluster = typer.Typer(
-    name="cluster",
-    help="Engines, shards and encoders on a Ray cluster.",
-    no_args_is_help=True,
-    context_settings=_HELP,
-    add_completion=False,
-)
-app.add_typer(cluster)
-
-
-@cluster.command()
-def up(
-    config: Annotated[
-        Path | None, typer.Option(help="A YAML configuration with a topology; the options win.", show_default=False)
-    ] = None,
-    replicas: Annotated[int | None, typer.Option(help="Engines beside each other.", show_default=False)] = None,
-    tensor_parallel: Annotated[
-        int | None, typer.Option(help="Ranks that share an engine's target: 1, 2 or 4.", show_default=False)
-    ] = None,
-    shards: Annotated[int | None, typer.Option(help="Parts of the index.", show_default=False)] = None,
-    index: Annotated[
-        Path | None, typer.Option(help="The index's folder; none: engines only.", show_default=False)
-    ] = None,
-    target: Target = None,
-    address: Address = None,
-    name: DeploymentName = "ragspec",
-    insecure: Annotated[
-        bool, typer.Option("--insecure", help="Use a cluster that anybody who reaches it may use.")
-    ] = False,
-    as_json: AsJson = False,
-    debug: Debug = False,
-) -> None:
-    """Start a deployment, on a cluster of this machine if no other is named, and wait until it serves."""
-    from ragspec.cli.cluster import run_up
-
-    overrides = {
-        "topology.replicas": replicas,
-        "topology.tensor_parallel": tensor_parallel,
-        "topology.num_shards": shards,
-        "retriever.index_dir": index and str(index),
-        "target.model": target,
-    }
-    run_up(config, overrides, name, address, insecure=insecure, as_json=as_json)
-
-
-@cluster.command()
-def status(
-    address: Address = None, name: DeploymentName = "ragspec", as_json: AsJson = False, debug: Debug = False
-) -> None:
-    """What there is of a deployment, and how it is. Exits 1 if a part of it is not live."""
-    from ragspec.cli.cluster import run_status
-
-    raise typer.Exit(run_status(name, address, as_json=as_json))
-
-
-@cluster.command()
-def down(address: Address = None, name: DeploymentName = "ragspec", debug: Debug = False) -> None:
-    """End a deployment, and the cluster if it was started for it. May be repeated, also after a crash."""
-    from ragspec.cli.cluster import run_down
-
-    run_down(name, address)
-
-
-app.add_typer(keys)
-
-
 @app.command()
 def serve(
-    config: Annotated[
-        Path | None, typer.Option(help="A YAML configuration; the options win.", show_default=False)
-    ] = None,
+    config: Config = None,
     index: Annotated[
         Path | None, typer.Option(help="The index's folder; none: Python's standard library.", show_default=False)
     ] = None,
@@ -381,12 +241,7 @@ def serve(
     run_serve(config, overrides, on_cluster, address, verbose=verbose)
 
 
-@app.command(context_settings=_PASSED_ON)
+@app.command(context_settings=PASSED_ON)
 def bench(context: typer.Context) -> None:
     """Measure: ragspec bench --suite rag --quick"""
-    _pass_on("pipelines.benchmark", context.args, "ragspec bench")
-
-
-def _pass_on(module: str, args: Sequence[str], name: str) -> None:
-    """The job's own command line, under our name. Its module sits beside this package, also in a checkout."""
-    importlib.import_module(module).app(args=list(args), prog_name=name)
+    pass_on("pipelines.benchmark", context.args, "ragspec bench")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.console import Console
 from rich.live import Live
@@ -13,13 +13,11 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
+from ragspec.cli.demo_pairs import Pair, Totals
 from ragspec.cli.quotes import answer_text, print_sources
 from ragspec.cli.terminal import note, safe
 from ragspec.core import SamplingParams
 from ragspec.training.stdlib_corpus import is_held_out
-
-if TYPE_CHECKING:
-    from ragspec.cli.demo import Pair, Totals
 
 _INDENT = (0, 2, 0, 2)
 

@@ -10,12 +10,12 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
+from ragspec.cli.options import AsJson, group
 from ragspec.cli.terminal import safe, stderr_console, stdout_console
 
-keys = typer.Typer(name="keys", help="Who may ask a service.", no_args_is_help=True, add_completion=False)
+keys = group("keys", "Who may ask a service.")
 
 File = Annotated[Path, typer.Option("--file", help="The keys file.")]
-AsJson = Annotated[bool, typer.Option("--json", help="One JSON object on stdout, for machines.")]
 Most = Annotated[int | None, typer.Option(min=1, show_default=False)]
 _DEFAULT = Path("keys.json")
 

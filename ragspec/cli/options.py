@@ -1,0 +1,38 @@
+"""Options that several commands have, and how a group of commands is made."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+HELP = {"help_option_names": ["-h", "--help"]}
+PASSED_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
+"""For a command that is another module's command line."""
+
+Target = Annotated[
+    str | None, typer.Option(help="A model folder or a Hugging Face name; default: the reference target.")
+]
+Temperature = Annotated[float | None, typer.Option(help="0 is greedy.", show_default=False)]
+Seed = Annotated[int | None, typer.Option(help="Same seed, same text.", show_default=False)]
+AsJson = Annotated[bool, typer.Option("--json", help="One JSON object on stdout, for machines.")]
+Index = Annotated[Path, typer.Option(help="The index's folder.")]
+Address = Annotated[
+    str | None, typer.Option(help="A Ray cluster; default: RAY_ADDRESS, else one on this machine.", show_default=False)
+]
+Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.", show_default=False)]
+Config = Annotated[Path | None, typer.Option(help="A YAML configuration; the options win.", show_default=False)]
+Speculation = Annotated[bool, typer.Option(help="Off decodes plainly: the same text, later.")]
+
+
+def group(name: str, help: str) -> typer.Typer:
+    """Commands behind one word."""
+    return typer.Typer(name=name, help=help, no_args_is_help=True, context_settings=HELP, add_completion=False)
+
+
+def pass_on(module: str, args: Sequence[str], name: str) -> None:
+    """The job's own command line, under our name. Its module sits beside this package, also in a checkout."""
+    importlib.import_module(module).app(args=list(args), prog_name=name)
