@@ -44,20 +44,21 @@ class Mail:
 
     def __init__(self) -> None:
         self._waiting: deque[tuple[Run, Delta]] = deque()
-        self._called = False
+        self._called: asyncio.AbstractEventLoop | None = None
 
     def post(self, loop: asyncio.AbstractEventLoop, run: Run, delta: Delta) -> None:
         """From any thread."""
         self._waiting.append((run, delta))
-        if not self._called and not loop.is_closed():
-            self._called = True
-            loop.call_soon_threadsafe(self._deliver)
+        if self._called is not loop and not loop.is_closed():
+            self._called = loop
+            loop.call_soon_threadsafe(self._deliver, loop)
 
-    def _deliver(self) -> None:
-        self._called = False  # before it is looked through: what comes meanwhile calls again
+    def _deliver(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Why each by a call of its own: what one run cannot take in must not keep the others' from them."""
+        self._called = None  # before it is looked through: what comes meanwhile calls again
         while self._waiting:
             run, delta = self._waiting.popleft()
-            run.take_in(delta)
+            loop.call_soon(run.take_in, delta)
 
 
 class Run:

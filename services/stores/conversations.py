@@ -47,7 +47,7 @@ def routes(backend: Backend) -> APIRouter:
         return page(
             numbered,
             lambda item: _item(conversation, item[0], *item[1]),
-            lambda item: item[0],
+            lambda item: (item[0], _item_id(conversation, item[0])),
             limit=limit,
             order=order,
             after=after,
@@ -75,10 +75,14 @@ def _object(conversation: Conversation) -> Fields:
     }
 
 
+def _item_id(conversation: str, number: int) -> str:
+    return f"msg_{conversation.removeprefix('conv_')}_{number:06d}"
+
+
 def _item(conversation: str, number: int, role: str, text: str) -> Fields:
     kind: Fields = {"type": "output_text", "annotations": []} if role == "assistant" else {"type": "input_text"}
     return {
-        "id": f"msg_{conversation.removeprefix('conv_')}_{number:06d}",
+        "id": _item_id(conversation, number),
         "type": "message",
         "status": "completed",
         "role": role,

@@ -34,7 +34,7 @@ def routes(backend: Backend) -> APIRouter:
         after: Cursor = "",
     ) -> Fields:
         found = [file for file in library.files(request.state.caller.tenant) if purpose in ("", file.purpose)]
-        return page(found, file_object, lambda file: file.created_s, limit=limit, order=order, after=after)
+        return page(found, file_object, lambda file: (file.created_s, file.id), limit=limit, order=order, after=after)
 
     @router.get("/{file_id}")
     def file(request: Request, file_id: Cursor) -> Fields:

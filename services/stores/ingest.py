@@ -31,6 +31,8 @@ Forget = Callable[[str, Sequence[str]], None]
 _BATCH = 16
 _TRIES, _TRY_AGAIN_S = 20, 0.5
 """Another process may write the index at the moment."""
+_OWED_S = 60.0
+"""After so long a deletion is tried again that failed where nobody waits for it."""
 
 
 @dataclass(slots=True)
@@ -59,6 +61,8 @@ class Ingest:
         self._wake = threading.Condition()
         self._members: deque[Member] = deque()
         self._deletions: deque[_Deletion] = deque()
+        self._owed: list[Member] = []
+        self._owed_s = 0.0  # when they are due; of time.monotonic
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="ragspec-ingest", daemon=True)
 
@@ -66,7 +70,7 @@ class Ingest:
         """Go on with what an earlier process left."""
         for member in self._records.unfinished():
             if member.status == "deleting":
-                self._deletions.append(_Deletion([member]))
+                self._owed.append(member)
             else:
                 self._members.append(member)
         self._thread.start()
@@ -110,13 +114,15 @@ class Ingest:
     def _run(self) -> None:
         while True:
             with self._wake:
-                self._wake.wait_for(lambda: self._stopping or self._deletions or self._members)
+                wait_s = max(0.0, self._owed_s - time.monotonic()) if self._owed else None
+                self._wake.wait_for(lambda: self._stopping or self._deletions or self._members, wait_s)
                 if self._stopping:
                     return
                 deletions = [self._deletions.popleft() for _ in range(len(self._deletions))]
                 waiting = 0 if deletions else min(_BATCH, len(self._members))
                 members = [self._members.popleft() for _ in range(waiting)]
             try:
+                self._pay()
                 for deletion in deletions:
                     self._take_out(deletion)
                 if members:
@@ -124,11 +130,26 @@ class Ingest:
             except Exception:
                 log.exception("a change of the index failed; others go on")
 
+    def _pay(self) -> None:
+        """What an earlier process was asked to delete. Nobody waits for it: it is tried until it is done."""
+        if not self._owed or time.monotonic() < self._owed_s:
+            return
+        try:
+            self._drop(self._owed)
+        except Exception as cause:
+            log.warning("%d deletions are still owed: %s", len(self._owed), type(cause).__name__)
+            self._owed_s = time.monotonic() + _OWED_S
+        else:
+            self._owed = []
+
+    def _drop(self, members: Sequence[Member]) -> None:
+        self._change(members, [])
+        self._records.drop_members(members)
+
     def _take_out(self, deletion: _Deletion) -> None:
         members = deletion.members
         try:
-            self._change(members, [])
-            self._records.drop_members(members)
+            self._drop(members)
         except Exception as cause:
             try:
                 self._put_back(members)
@@ -140,9 +161,8 @@ class Ingest:
     def _put_back(self, members: Sequence[Member]) -> None:
         """They could not be deleted: they are what they were."""
         for member in members:
-            was = "completed" if member.status == "deleting" else member.status
-            self._records.set_status([member], was)
-            if was == "in_progress":
+            self._records.set_status([member], member.status)
+            if member.status == "in_progress":
                 self.add(member)
 
     def _take_in(self, members: Sequence[Member]) -> None:

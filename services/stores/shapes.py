@@ -84,24 +84,26 @@ def deleted(kind: str, name: str) -> Fields:
 def page(
     records: Sequence[T],
     shape: Callable[[T], Fields],
-    created_s: Callable[[T], float],
+    key: Callable[[T], tuple[float, str]],
     *,
     limit: int,
     order: Literal["asc", "desc"],
     after: str = "",
     before: str = "",
 ) -> Fields:
-    """A part of a list in the order of creation, behind `after` or up to `before`. Raises: InputError for one not in the list."""
-    ordered = sorted(((created_s(r), shape(r)) for r in records), key=lambda pair: (pair[0], pair[1]["id"]))
-    shapes = [fields for _, fields in (ordered if order == "asc" else reversed(ordered))]
-    ids = [fields["id"] for fields in shapes]
+    """A part of a list in the order of `key`, creation and id; behind `after` or up to `before`.
+
+    Raises: InputError for an id that is not in the list.
+    """
+    ordered = sorted(records, key=key, reverse=order == "desc")
+    ids = [key(record)[1] for record in ordered]
     for cursor in filter(None, (after, before)):
         if cursor not in ids:
             raise InputError(f"there is no {cursor!r} in this list")
     first = ids.index(after) + 1 if after else 0
     end = ids.index(before) if before else len(ids)
     first = max(first, end - limit) if before and not after else first
-    data = shapes[first : min(end, first + limit)]
+    data = [shape(record) for record in ordered[first : min(end, first + limit)]]
     has_more = first > 0 if before and not after else first + limit < end
     names = {"first_id": data[0]["id"] if data else None, "last_id": data[-1]["id"] if data else None}
     return {"object": "list", "data": data, **names, "has_more": has_more}

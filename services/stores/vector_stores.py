@@ -54,7 +54,15 @@ def _add_stores(router: APIRouter, backend: Backend) -> None:
         request: Request, limit: Limit = 20, order: Order = "desc", after: Cursor = "", before: Cursor = ""
     ) -> Fields:
         found = library.stores(request.state.caller.tenant)
-        return page(found, shown, lambda store: store.created_s, limit=limit, order=order, after=after, before=before)
+        return page(
+            found,
+            shown,
+            lambda store: (store.created_s, store.id),
+            limit=limit,
+            order=order,
+            after=after,
+            before=before,
+        )
 
     @router.get("/{store_id}")
     def store(request: Request, store_id: Cursor) -> Fields:
@@ -91,7 +99,13 @@ def _add_members(router: APIRouter, backend: Backend) -> None:
         found = library.members(request.state.caller.tenant, store_id)
         wanted = [member for member in found if filter in ("", member.status)]
         return page(
-            wanted, member_object, lambda member: member.created_s, limit=limit, order=order, after=after, before=before
+            wanted,
+            member_object,
+            lambda member: (member.created_s, member.file),
+            limit=limit,
+            order=order,
+            after=after,
+            before=before,
         )
 
     @router.get("/{store_id}/files/{file_id}")

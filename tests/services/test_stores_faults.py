@@ -25,6 +25,7 @@ from ragspec.retrieval.retriever import Retriever, build_index
 from ragspec.retrieval.search import Scope
 from ragspec.retrieval.store import Store
 from ragspec.retrieval.writer import IndexWriter
+from services.stores import ingest
 from services.stores.library import Library
 from services.stores.parsing import ParseLimits
 
@@ -142,6 +143,26 @@ def test_a_deletion_that_was_begun_is_ended_by_the_next_process(index: Path, ope
     with pytest.raises(NotFound):
         again.member("ann", store, file)
     while any("zebra" in text for text in found(index)):
+        time.sleep(0.01)
+    assert found(index) == {OLD.text}
+
+
+def test_a_deletion_that_is_owed_is_tried_until_it_is_done(
+    index: Path, opened: Opened, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that failed after a restart was forgotten, and its file, failed or never read, was said to be completed."""
+    library = opened()
+    store, file = attached(library)
+    assert ended(library, store, file) == ("completed", "")
+    library._records.set_status([library.member("ann", store, file)], "deleting")
+    library.close()
+    monkeypatch.setattr(ingest, "_OWED_S", 0.2)
+    monkeypatch.setattr(ingest, "_TRIES", 1)
+    with IndexWriter(index, LetterEncoder()):
+        again = opened()
+        time.sleep(0.5)
+        assert again._records.status(("ann", store, file)) == "deleting"
+    while again._records.status(("ann", store, file)):
         time.sleep(0.01)
     assert found(index) == {OLD.text}
 
