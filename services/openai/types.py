@@ -54,6 +54,15 @@ def _listed(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 
 
+def _texts(value: Any) -> Any:
+    """Why token ids are refused by name: LangChain's client sends those of another tokenizer unless it is told not to."""
+    texts = _listed(value)
+    if isinstance(texts, list) and texts and isinstance(texts[0], int | list):
+        reason = "token ids are of a client's own tokenizer; send texts (LangChain: check_embedding_ctx_length=False)"
+        raise PydanticCustomError("token_ids", "{reason}", {"reason": reason})
+    return texts
+
+
 Content = Annotated[
     str,
     BeforeValidator(_text),
@@ -278,7 +287,7 @@ class EmbeddingBody(Body):
     model: str = Field(max_length=512)
     input: Annotated[
         list[Annotated[str, Field(min_length=1)]],
-        BeforeValidator(_listed),
+        BeforeValidator(_texts),
         Field(min_length=1, max_length=MAX_INPUTS),
     ]
     encoding_format: Literal["float", "base64"] = "float"

@@ -186,3 +186,13 @@ def test_embeddings_take_texts_only(given: Any) -> None:
 def test_usage_of_nothing_is_nothing() -> None:
     """Sums over no choices raised."""
     assert usage([])["total_tokens"] == 0
+
+
+@pytest.mark.parametrize("given", [[5, 6], [[5, 6], [7]]])
+def test_token_ids_to_embed_are_refused_with_what_to_do(given: list[Any]) -> None:
+    """LangChain's client sends another tokenizer's ids by default: "a valid string" told nobody how to stop it."""
+    with pytest.raises(ValidationError) as refused:
+        EmbeddingBody.model_validate({"model": "tiny", "input": given})
+    error = validation_error(refused.value.errors())
+    assert (error.status, error.param) == (400, "input")
+    assert "check_embedding_ctx_length=False" in error.message
