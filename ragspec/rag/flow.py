@@ -129,9 +129,9 @@ class _Written(NamedTuple):
     choices: Sequence[Completion]
 
 
-def _shared(question: Question) -> tuple[int, Scope]:
-    """What questions of one lookup have in common."""
-    return question.num_passages, question.scope
+def _shared(question: Question) -> tuple[int, str, str]:
+    """What questions of one lookup have in common. Why not the scope itself: filters for 1 and for True are equal."""
+    return question.num_passages, question.scope.tenant, repr(question.scope.filter)
 
 
 def _encoded(index: TwoSteps, questions: Sequence[Question]) -> list[_Encoded]:
@@ -143,7 +143,8 @@ def _encoded(index: TwoSteps, questions: Sequence[Question]) -> list[_Encoded]:
 
 def _looked_up(index: TwoSteps, encoded: Sequence[_Encoded]) -> list[Found]:
     begin, questions = time.perf_counter(), [each.question for each in encoded]
-    lookup = index.look_up([each.query for each in encoded], *_shared(questions[0]))
+    first = questions[0]
+    lookup = index.look_up([each.query for each in encoded], first.num_passages, first.scope)
     return found_of(questions, lookup, time.perf_counter() - begin + max(each.encode_s for each in encoded))
 
 

@@ -19,9 +19,9 @@ from ragspec.rag.conversations import Said
 
 _WORD = re.compile(r"[^\W_](?:[\w'’.&/+#-]*[\w+#])?")
 _NAME = re.compile(
-    r"(?:[A-Z]|\d+(?=[A-Z]))[\w'’.&-]*"  # begins with a capital
+    r"(?:[A-Z]|(?<!\d)\d+(?=[A-Z]))[\w'’.&-]*"  # begins with a capital
     r"(?:\s+(?:(?:of|the|and|de|la|le|von|van|der|for|in|on)\s+){0,2}[A-Z][\w'’.&-]*|\s+\d+\b)*"
-    r"|\b[\w-]*[a-z0-9](?:[._:/]+\w+)+(?:\(\))?"  # json.dumps, snake_case
+    r"|(?<![\w-])[\w-]*[a-z0-9](?:[._:/]+\w+)+(?:\(\))?"  # json.dumps, snake_case
     r"|\b[a-z]+[A-Z]\w*"  # camelCase
 )
 _COMMON = frozenset(
@@ -47,19 +47,20 @@ _LEANS = re.compile(
 _PERSON = re.compile(r"\b(?:he|she|him|her|his|hers|himself|herself)\b", re.IGNORECASE)
 _GOES_ON = re.compile(r"\W*(?:and|or|but|also|so|then|(?:what|how) about|what of|such as|like)\b", re.IGNORECASE)
 _TO_THE_USER = re.compile(r"\b(?:I|you|your|we|us)\b|\?\s*$")
-_QUOTED = re.compile(r"\"[^\"]*\"|“[^”]*”")
+_QUOTED = re.compile(r"\"[^\"]*\"|“[^“”]*”")
 _SHORT_WORDS = 2
 _MAX_ASKED, _MAX_PROPOSED, _MAX_ANSWERED = 4, 4, 4
-_MAX_CHARS = 2_000
-"""Of each text that is looked at: its beginning."""
+_MAX_CHARS, _MAX_TURNS = 2_000, 100
+"""What is looked at: the beginning of each text, and the latest turns. A question may be megabytes, and a conversation long."""
 
 
 def standalone(question: str, said: Sequence[Said]) -> str:
     """The question with what it speaks of; as it is where nothing came before it, or where nothing seems to be left out."""
-    said = [Said(*(text[:_MAX_CHARS] for text in turn)) for turn in said]
-    if not said or _stands_alone(question):
+    said = [Said(*(text[:_MAX_CHARS] for text in turn)) for turn in said[-_MAX_TURNS:]]
+    seen = question[:_MAX_CHARS]
+    if not said or _stands_alone(seen):
         return question
-    found = _without_known(_topics(question, said[_opening(said) :]), question)
+    found = _without_known(_topics(seen, said[_opening(said) :]), seen)
     return f"{question} ({'; '.join(found)})" if found else question
 
 
@@ -72,9 +73,13 @@ def names(text: str) -> list[str]:
             words.pop(0)
         while words and _bare(words[-1]) in _COMMON:
             words.pop()
-        if words and (name := re.sub(r"['’]s$|[.'’&-]+$", "", " ".join(words))):
+        if words and (name := _trimmed(" ".join(words))):
             found[name] = None
     return list(found)
+
+
+def _trimmed(name: str) -> str:
+    return name.removesuffix("'s").removesuffix("’s").rstrip(".'’&-").lstrip("-")
 
 
 def phrases(text: str) -> list[str]:

@@ -21,6 +21,8 @@ from ragspec.rag.pipeline import EngineLike, Pipeline, RetrieverLike
 from ragspec.rag.prompt import PromptBuilder
 from ragspec.rag.stages import Finished
 from ragspec.rag.steps import Question
+from ragspec.retrieval.filters import Comparison
+from ragspec.retrieval.lookup import Lookup, Query
 from ragspec.retrieval.retriever import Retrieval, Retriever
 from ragspec.retrieval.search import Scope
 
@@ -86,6 +88,24 @@ def test_a_flow_answers_as_the_pipeline_does(
             assert (answer.passages, answer.citations) == (like.passages, like.citations)
             assert answer.stats.index_generation == like.stats.index_generation
             assert answer.stats.retrieve_s > 0 and answer.stats.prompt_s > 0
+
+
+@pytest.mark.parametrize("kind", [OneStep, Retriever])
+def test_filters_that_are_equal_in_python_alone_are_not_looked_up_together(
+    retriever: Retriever, engine: Engine, target: Target, kind: type, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """1 == True: rows of a batch were answered from what another row's filter found, by chance of timing."""
+    filters = [Comparison(type="eq", key="public", value=value) for value in (True, 1, False, 0)]
+    looked, look_up = list[str](), retriever.look_up
+
+    def watched(queries: Sequence[Query], k: int, scope: Scope, **options: Any) -> Lookup:
+        looked.extend(f"{query.text}: {scope.filter!r}" for query in queries)
+        return look_up(queries, k, scope, **options)
+
+    monkeypatch.setattr(retriever, "look_up", watched)
+    asked = [replace(each, scope=Scope("", filters[n % 4])) for n, each in enumerate(questions(GREEDY))]
+    run(flow_of(retriever if kind is Retriever else OneStep(retriever), engine, target, max_batch=8), asked)
+    assert sorted(looked) == sorted(f"{each.text}: {each.scope.filter!r}" for each in asked)
 
 
 def test_a_quote_is_cited(retriever: Retriever, engine: Engine, target: Target, switch: Switch) -> None:

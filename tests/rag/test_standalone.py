@@ -147,6 +147,14 @@ class _Short:
         return self._engine.stream(replace(request, prompt_ids=request.prompt_ids[-256:]))
 
 
+@pytest.mark.parametrize("text", ["1", "a-", "a.", "“", "A.'", "a ", "_"])
+def test_a_question_of_megabytes_costs_no_more_than_its_beginning(text: str) -> None:
+    """Patterns that look from every place to the end held the whole service for hours."""
+    question = f"tell me about {text * 1_000_000}"
+    assert standalone(question, [Said("What is X?", "Y.")]).startswith(question)
+    names(text * 100_000)
+
+
 def test_a_target_that_fails_is_an_error_and_no_other_question(target: Target) -> None:
     """On a busy day the rules decided instead, and the same conversation got another answer."""
     asked = rewriter(target, Failing(), rewriter="model")
