@@ -104,12 +104,14 @@ def decode(target: Target, prompt: Sequence[int], params: SamplingParams, choice
     rows: list[np.ndarray] = []
     tokenizer: Any = target.tokenizer
     most = min(params.max_tokens, target.max_context_tokens - len(prompt))
+    least = ""  # what the first `min_tokens` tokens say: a stop string that ends in it does not count
     while True:
         rows.append(next_logits(target, [*prompt, *output]))
         x = warped(rows[-1], prompt, output, params, target.eos_ids)
         output.append(choose(x, params, params.seed or 0, choice, len(output)))
         text = tokenizer.decode(output, skip_special_tokens=True)
-        cuts = [text.index(stop) for stop in params.stop if stop in text]
+        least = text if len(output) <= params.min_tokens else least
+        cuts = [at for s in params.stop if (at := text.find(s, max(0, len(least) - len(s) + 1))) >= 0]
         if output[-1] in target.eos_ids and not params.ignore_eos:
             return Plain(tuple(output), text, "stop", rows)
         if cuts:

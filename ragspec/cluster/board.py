@@ -19,7 +19,7 @@ from ragspec.cluster.legs import Leg, without
 from ragspec.cluster.links import Link
 from ragspec.cluster.remembered import Remembered
 from ragspec.cluster.routing import RoutingConfig
-from ragspec.cluster.streams import Ear, Stream, Ticket
+from ragspec.cluster.streams import Ear, Listener, Stream, Ticket
 from ragspec.core import Delta, FinishReason
 from ragspec.errors import InputError, Overloaded
 
@@ -79,6 +79,11 @@ class Board:
         self._lost, self._fresh = [], deque()
         for ticket in list(self._tickets.values()):
             self._end_all(ticket)
+
+    def leave(self, request_id: str, listener: Listener) -> None:
+        if ticket := self._tickets.get(request_id):
+            for ear in [ear for ear in ticket.ears if ear.listener is listener]:
+                self.deafen(ticket, ear)
 
     def deafen(self, ticket: Ticket, ear: Ear) -> None:
         """It cannot be told any more; a request that nobody listens to is cancelled."""

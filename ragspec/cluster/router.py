@@ -108,6 +108,12 @@ class Router(EngineClient):
             self._board.cancel(request_id)
             self._changed.notify_all()
 
+    def leave(self, request_id: str, listener: Listener) -> None:
+        """Why not `cancel`: others may listen to the same request."""
+        with self._changed:
+            self._board.leave(request_id, listener)
+            self._changed.notify_all()
+
     def purge(self, salt: str) -> None:
         """Forget every cached prefix, earlier answer and finished request of one tenant, here and in every replica."""
         with self._changed:

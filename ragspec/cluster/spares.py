@@ -121,13 +121,21 @@ class Spares:
                 self._adopt(entry)
 
     def _adopt(self, entry: Entry) -> None:
-        """One of an earlier supervisor's; those that do not answer are ended."""
+        """One of an earlier supervisor's; those that do not answer, or were being started when it died, are ended."""
+        (name,) = entry.actors
+        actor = None
         with whatever_happens():
-            spare = Spare(entry.actors[0], ray.get_actor(entry.actors[0], namespace=NAMESPACE), entry.places[0])
-            if entry.live and self._answers(spare, self._timing.hang_s):
-                self._warm.append(spare)
-            else:
-                self._end(spare)
+            actor = ray.get_actor(name, namespace=NAMESPACE)
+        if actor is None:
+            self._ledger.remove(_entry_of(name))
+        elif not entry.places:
+            with whatever_happens():
+                ray.kill(actor)
+            self._ledger.remove(_entry_of(name))
+        elif entry.live and self._answers(spare := Spare(name, actor, entry.places[0]), self._timing.hang_s):
+            self._warm.append(spare)
+        else:
+            self._end(Spare(name, actor, entry.places[0]))
 
     def _answers(self, spare: Spare, timeout_s: float) -> bool:
         try:

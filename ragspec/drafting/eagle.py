@@ -190,8 +190,6 @@ class EagleDrafter:
         finite = np.atleast_1d(np.isfinite(logits).all(1))
         if finite.all():
             return
-        if not finite.any():
-            raise EngineError("the head's logits are not finite")
         first = 0
         for draft in drafts:
             own = slice(first, first := first + len(draft.open))
@@ -201,6 +199,8 @@ class EagleDrafter:
                 )
                 self._sick.add(draft.sequence.key)
                 logits[own] = 0.0
+        if not finite.any():
+            raise EngineError("the head's logits are not finite")
 
     def _children(self, drafts: list[Draft], logits: Floats, depth: int) -> Iterator[list[Open]]:
         """Proposes every draft's next level; which of its nodes would go on. Shape: [N, Vd], the open nodes of all drafts."""

@@ -222,12 +222,13 @@ class HeadTimer:
     """Times a head's forwards over a context of zeros; what it writes is never read."""
 
     def __init__(self, network: EagleNetwork, pool: KvPool) -> None:
-        self._network = network
+        self._network, self._num_slots = network, pool.num_slots
         self._cache = HeadCache.beside(pool, network.shape)
 
     def seconds(self, num_rows: int, context: int) -> float:
         """One forward of so many rows, its logits included."""
         network, slots = self._network, np.arange(context + num_rows, dtype=np.int32)
+        assert len(slots) <= self._num_slots, "the kernel would write beside the cache"
         rows = DraftRows([Part(slots, num_rows, len(slots), slots[:0])]).chains()
         features = np.zeros((num_rows, network.config.num_features), np.float32)
         begin = time.perf_counter()

@@ -11,6 +11,8 @@ from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from typing import Any, ParamSpec, TypeVar
 
+import numpy as np
+
 from ragspec.core import Request
 from ragspec.drafting.drafter import Budget, Drafted, Drafter, Features
 from ragspec.tree import Origin, Proposal
@@ -80,6 +82,9 @@ class Guarded:
             for at, proposal in enumerate(proposals):
                 if not (isinstance(proposal, Proposal) and isinstance(proposal.origin, Origin)):
                     raise TypeError(f"{self.name} proposed {type(proposal).__name__}, which is no proposal")
+                origin, whole = proposal.origin, (int, np.integer)
+                if not all(isinstance(each, whole) for each in (proposal.token_id, origin.source, origin.offset)):
+                    raise TypeError(f"{self.name} proposed a node whose token or origin is no whole number")
                 if not (-1 <= proposal.parent < at and isinstance(proposal.path_prob, float | int)):
                     raise ValueError(
                         f"{self.name} proposed a node below {proposal.parent!r}, which does not precede it"

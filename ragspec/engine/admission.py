@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from numbers import Integral
 from typing import Any, NamedTuple
 
 from ragspec.core import WHOLE, Delta, Request
@@ -50,12 +51,16 @@ class Bounds(NamedTuple):
     def _check_tokens(self, request: Request) -> None:
         if not request.prompt_ids:
             raise InputError("the prompt is empty")
+        if not isinstance(request.salt, str):
+            raise InputError("the salt must be a string")
         segment = request.segment
         for ids, what in (
             (request.prompt_ids, "prompt"),
             (segment.output_ids, "output given"),
             (segment.draft_ids, "draft"),
         ):
+            if not all(issubclass(kind, Integral) for kind in set(map(type, ids))):
+                raise InputError(f"the {what} holds a token id that is no whole number")
             if ids and not 0 <= min(ids) <= max(ids) < self.vocab_size:
                 raise InputError(f"the {what} holds a token id outside [0, {self.vocab_size})")
         wrong = [token for token in request.params.logit_bias if not 0 <= token < self.vocab_size]
@@ -66,8 +71,11 @@ class Bounds(NamedTuple):
 class Admission:
     """Checks a request against the target and builds one sequence a choice."""
 
-    def __init__(self, target: Target, fingerprint: str, make_sampler: SamplerFactory | None = None) -> None:
-        self._target = target
+    def __init__(
+        self, target: Target, fingerprint: str, make_sampler: SamplerFactory | None = None, *, proven: bool = True
+    ) -> None:
+        """`proven`: whether rows are bitwise independent of their company here; else no draft and no batch is without effect."""
+        self._target, self._proven = target, proven
         self._make_sampler = make_sampler or self._by_rule
         self.fingerprint = fingerprint
         self.max_context_tokens = min(target.max_context_tokens, target.pool.num_slots - 2 * PAGE)
@@ -85,7 +93,7 @@ class Admission:
             text = self._text(request)
             sampler = self._make_sampler(request, seed, choice)
             sequence = Sequence(request, choice, sampler, text, limits, listener, prepared)
-            sequence.stats.exactness = request.speculation.exactness
+            sequence.stats.exactness = request.speculation.exactness if self._proven else "none"
             sequence.stats.seed, sequence.stats.system_fingerprint = seed, self.fingerprint
             sequences.append(sequence)
         return sequences

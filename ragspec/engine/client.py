@@ -45,7 +45,11 @@ class EngineClient(AbstractContextManager["EngineClient"]):
     async def stream(self, request: Request) -> AsyncIterator[Delta]:
         """Deltas as they come; leaving the loop early cancels the request."""
         loop, deltas = asyncio.get_running_loop(), asyncio.Queue[Delta]()
-        self.submit(request, lambda delta: tell(loop, deltas, delta))
+
+        def hear(delta: Delta) -> None:
+            tell(loop, deltas, delta)
+
+        self.submit(request, hear)
         open_choices = len(request.choices)
         try:
             while open_choices:
@@ -54,7 +58,11 @@ class EngineClient(AbstractContextManager["EngineClient"]):
                 yield delta
         finally:
             if open_choices:
-                self.cancel(request.id)
+                self.leave(request.id, hear)
+
+    def leave(self, request_id: str, listener: Listener) -> None:
+        """This listener hears no more; what nobody listens to is cancelled."""
+        self.cancel(request_id)
 
     def __enter__(self) -> Self:
         return self

@@ -131,7 +131,7 @@ class Engine(EngineClient):
         except Exception as cause:
             log.exception("a step failed; its sequences end with an error")
             failed = self._in_step or [*self._scheduler.running, *self._scheduler.waiting]
-            for sequence in [s for s in failed if s.finish_reason is None]:
+            for sequence in [s for s in failed if s in self._sequences.get(s.request.id, ())]:  # not told its end yet
                 self._end(sequence, FinishReason.ERROR, f"{type(cause).__name__}: {cause}")
 
     def step(self) -> None:
@@ -188,10 +188,13 @@ class Engine(EngineClient):
 
     def _end(self, sequence: Sequence, reason: FinishReason, error: str = "") -> None:
         sequence.finish_reason = reason
-        self._scheduler.retire(sequence)
-        self._planner.finish(sequence)
         remaining = self._sequences[sequence.request.id]
         remaining.remove(sequence)
+        try:
+            self._scheduler.retire(sequence)
+            self._planner.finish(sequence)
+        except Exception:  # Why all: whoever listens must hear the end, and so must those after it
+            log.exception("request %r was not cleared away", sequence.request.id)
         if not remaining:
             del self._sequences[sequence.request.id]
             with self._lock:

@@ -74,7 +74,7 @@ def load_engine(
             make_drafters(target, drafting), costs, drafting.max_tree_nodes, target.vocab_size, drafting.fixed_nodes
         )
         settled = config.model_copy(update={"max_step_tokens": max_step_tokens})
-        admission = Admission(target, tested.numerics_id, make_sampler)
+        admission = Admission(target, tested.fingerprint, make_sampler, proven=tested.passed)
         threads = ThreadChoice(most_threads, num_threads, adaptive=adaptive)
         return target, planner, admission, settled, threads
 
@@ -137,7 +137,7 @@ def make_eagle(target: Target, config: EagleConfig) -> EagleDrafter:
         raise ConfigError("drafting.eagle.path is empty: only the reference target has a head of its own")
     shape = make_shape(config.tree, config.num_children, config.width, config.max_depth)
     checkpoint, most = read_head(config.path or REFERENCE_HEAD), target.num_positions + shape.max_depth
-    room = min(target.max_context_tokens, config.window)
+    room = min(target.max_context_tokens, config.window, target.pool.num_slots)
     names = ("float32", "bfloat16") if config.dtype == "auto" else (config.dtype,)
     dtypes = [dtype for name in names if packing_available(dtype := getattr(torch, name))]
     networks = [EagleNetwork(checkpoint, target, most, dtype) for dtype in dtypes]

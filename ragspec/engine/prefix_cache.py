@@ -72,7 +72,13 @@ class PrefixCache:
 
     def num_evictable_pages(self) -> int:
         """How many pages `evict` could free at most."""
-        slots = [node.slots for root in self._roots.values() for node in self._below(root)]
+        slots: list[Ints] = []
+        kept: set[int] = set()
+        for node in reversed([node for root in self._roots.values() for node in self._below(root)]):  # leaves first
+            if self._pool.all_shared(node.slots) or any(id(child) in kept for child in node.children.values()):
+                kept.add(id(node))
+            else:
+                slots.append(node.slots)
         return self._pool.num_freed_pages(np.concatenate(slots)) if slots else 0
 
     def purge(self, salt: str) -> None:

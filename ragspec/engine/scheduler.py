@@ -165,7 +165,7 @@ class Scheduler:
                 return False
 
     def _free(self, num_pages: int) -> bool:
-        """Whether so many pages are free, cached prefixes given up if that is what it takes; else nothing is given up."""
+        """Whether so many pages are free, cached prefixes given up if that is what it takes; none is if it cannot be enough."""
         if self._pool.num_free_pages >= num_pages:
             return True
         if self.prefixes is None or num_pages >= self._out_of_reach:

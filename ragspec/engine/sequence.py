@@ -172,14 +172,18 @@ class Sequence:
     def emit(self, error: str = "") -> bool:
         """Tell the listener what is new; the last message carries the statistics. False: the listener itself failed."""
         done = self.finish_reason is not None
+        try:
+            text = self._certain_text()
+        except Exception as cause:
+            log.exception("the text of request %r cannot be made", self.request.id)
+            if not done:
+                return False
+            text, error, self.finish_reason = "", f"{type(cause).__name__}: {cause}", FinishReason.ERROR
         if done:
-            if not (self.limits.pauses and self.finish_reason is FinishReason.LENGTH):
-                self._text.finish()
             self._finish_stats()
         ids = tuple(self.tokens[self.num_prompt + self._num_given + self._num_sent :])
         logprobs = tuple(self._logprobs[self._num_sent :])
         self._num_sent += len(ids)
-        text = self._text.take()
         if ids or text or done:
             stats = self.stats if done else None
             try:
@@ -188,6 +192,13 @@ class Sequence:
                 log.exception("the listener of request %r failed", self.request.id)
                 return False
         return True
+
+    def _certain_text(self) -> str:
+        """What is certain and was not told; at the end all of it, unless a part elsewhere goes on with it."""
+        pauses = self.limits.pauses and self.finish_reason is FinishReason.LENGTH
+        if self.finish_reason is not None and not pauses:
+            self._text.finish()
+        return self._text.take()
 
     def _finish_stats(self) -> None:
         now = time.perf_counter()

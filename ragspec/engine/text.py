@@ -70,11 +70,11 @@ class OutputText:
         return piece
 
     def _append(self, piece: str) -> bool:
-        start = max(self._search_from, len(self._text) - self._longest_stop)
+        new = max(self._search_from, len(self._text))  # a stop string counts that ends behind it, wherever it began
         self._text += piece
         if not self._longest_stop:
             return False
-        found = [at for at in (self._text.find(s, start) for s in self._stop) if at >= 0]
+        found = [at for s in self._stop if (at := self._text.find(s, max(0, new - len(s) + 1))) >= 0]
         if found:
             self._text = self._text[: min(found)]
             self._stopped = True

@@ -52,6 +52,11 @@ class SelfTest(NamedTuple):
     num_rows: int
     """Rows of the largest forward compared; more at once are not known to be invariant."""
 
+    @property
+    def fingerprint(self) -> str:
+        """Of what is written here: the id, or one that promises nothing where the test has failed."""
+        return self.numerics_id if self.passed else f"{self.numerics_id}-fast"
+
 
 def self_test(target: Forward, longest: int, dtype: str, num_threads: int) -> SelfTest:
     """Compare the bits; at most `longest` tokens of text. Takes a few forwards of that length."""

@@ -6,6 +6,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import aclosing
 from dataclasses import replace
 from typing import Any
 
@@ -124,6 +125,24 @@ def test_a_listener_that_raises_costs_only_its_request(directory: LocalDirectory
         assert len(router.generate([ask("a")])[0].token_ids) == SHORT.max_tokens
         until(lambda: num_sequences(directory) == [0, 0])
         assert len(broken.deltas) == 1
+
+
+def test_one_who_leaves_a_stream_ends_it_for_nobody_else(directory: LocalDirectory) -> None:
+    """The request of two readers was cancelled as soon as one of them had read enough."""
+    other = Heard()
+
+    async def first_words(router: Router, request: Request) -> None:
+        async with aclosing(router.stream(request)) as deltas:
+            async for _ in deltas:
+                return
+
+    with Router(directory, connect, SETTINGS) as router:
+        router.submit(ask("a", LONG), other)
+        asyncio.run(first_words(router, ask("a", LONG)))
+        assert join(other.wait()).token_ids == plain(directory, ask("a", LONG)).token_ids
+        asyncio.run(first_words(router, ask("b", LONG)))  # nobody else listens
+        until(lambda: num_sequences(directory) == [0, 0])
+        assert "b" not in router._board._tickets
 
 
 def test_a_listener_may_submit_and_cancel(directory: LocalDirectory) -> None:

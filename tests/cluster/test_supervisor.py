@@ -20,9 +20,10 @@ from ray.util.placement_group import placement_group_table
 from pipelines.batch_session import ray_session
 from ragspec.cluster.groups import Wanted
 from ragspec.cluster.keeper import Versions
-from ragspec.cluster.ledger import NAMESPACE, Ledger
+from ragspec.cluster.keepers import detached
+from ragspec.cluster.ledger import NAMESPACE, Entry, Ledger
 from ragspec.cluster.processes import Process
-from ragspec.cluster.shell import Role
+from ragspec.cluster.shell import Role, shell_class
 from ragspec.cluster.supervised import SupervisedDirectory
 from ragspec.cluster.supervisor import start_supervisor
 from ragspec.cluster.teardown import actors_of, sweep
@@ -231,6 +232,27 @@ def test_nothing_is_left_after_a_sweep_even_of_stopped_processes() -> None:
     assert actors_of("many"), "it ended another deployment"
     with pytest.raises(ValueError):
         ray.get_actor("swept/supervisor", namespace=NAMESPACE)
+
+
+@pytest.mark.slow
+def test_a_spare_that_was_being_started_is_ended_by_the_next_supervisor() -> None:
+    """A record without a process stopped the care for spares until the next deployment, and its process stayed."""
+    supervisor = begin(plan("halves", echoes(1), num_spares=1))
+    try:
+        (member,) = live(supervisor, 1)
+        wait_for(lambda: spares("halves"))
+        half = shell_class().options(num_cpus=0, **detached("halves/spare-half", member.node)).remote()
+        place = ray.get(half.ping.remote(), timeout=BOUND_S)
+        for name in ("spare-half", "spare-none"):
+            Ledger("halves").write(name, Entry(0, (f"halves/{name}",)))
+        before = spares("halves")
+        os.kill(ray.get(supervisor.ping.remote()).process.pid, signal.SIGKILL)
+        wait_for(lambda: is_gone(place.process.pid), "the end of the half started one")
+        wait_for(lambda: not {"spare-half", "spare-none"} & Ledger("halves").entries().keys())
+        os.kill(next(iter(before.values())), signal.SIGKILL)
+        wait_for(lambda: (now := spares("halves")) and not now.items() & before.items(), "another spare")
+    finally:
+        sweep("halves")
 
 
 @pytest.mark.slow

@@ -402,7 +402,8 @@ def test_what_is_no_proposal_and_what_costs_no_number_are_contained() -> None:
             return self.seconds  # type: ignore[return-value]
 
     origin = Origin("odd")
-    wrong = (7, [7], [[7]], [[(1, -1, 0.5, origin)]], [[Proposal(1, -1, 0.5, None)]], [[Proposal(1, 5, 0.5, origin)]])
+    wrong = (7, [7], [[7]], [[(1, -1, 0.5, origin)]], [[Proposal(1, -1, 0.5, None)]], [[Proposal(1, 5, 0.5, origin)]],
+             [[Proposal(None, -1, 0.5, origin)]], [[Proposal(1, -1, 0.5, Origin("odd", None))]])  # fmt: skip
     for given, seconds in [*((given, 0.0) for given in wrong), ([], "long"), ([], None)]:
         odd, sound = Odd([], 0.0, "odd"), Chain(range(10, 12), 0.5, "sound")
         odd.given, odd.seconds = given, seconds

@@ -6,6 +6,7 @@ import asyncio
 import threading
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,12 +15,16 @@ from oracle import decode, next_logits
 from tiny_target import CONTEXT, tiny_engine, tiny_tokenizer
 
 from ragspec.config import DraftingConfig, EngineConfig, TargetConfig
-from ragspec.core import Delta, FinishReason, Request, SamplingParams
+from ragspec.core import Delta, FinishReason, Request, SamplingParams, Segment
+from ragspec.engine.admission import Admission
 from ragspec.engine.engine import Engine
 from ragspec.engine.loading import load_engine
+from ragspec.engine.scheduler import Scheduler
 from ragspec.engine.target import Target
+from ragspec.engine.text import OutputText
 from ragspec.errors import Cancelled, ConfigError, EngineClosed, EngineError, InputError, ModelError, PromptTooLong
-from ragspec.numerics.kv_cache import SequenceSlots
+from ragspec.numerics.attention import PAGE
+from ragspec.numerics.kv_cache import KvPool, SequenceSlots
 from ragspec.numerics.rows import Part, StepRows
 
 Tiny = Callable[..., Target]
@@ -240,6 +245,98 @@ def test_a_step_that_fails_ends_its_requests_and_nothing_else(
         with pytest.raises(EngineError, match="no memory"):
             engine.generate([ask("a", params=SamplingParams(max_tokens=9)), ask("b", (4, 4))])
         assert_healthy(engine)
+
+
+@pytest.mark.parametrize("drafted", [True, False])
+@pytest.mark.parametrize("where", ["observe", "finish"])
+def test_what_fails_behind_the_last_token_ends_the_request_there(
+    tiny: Tiny, monkeypatch: pytest.MonkeyPatch, drafted: bool, where: str
+) -> None:
+    """One more token than asked for was decided; with a draft the engine turned for ever over a request without an end."""
+    target, params = tiny(), SamplingParams(max_tokens=6)
+    answer = decode(target, (5, 6, 7), params).token_ids
+    with tiny_engine(target, [Perfect({("a", 0): answer})] if drafted else []) as engine:
+        kept = getattr(engine._planner, where)
+
+        def failing(sequence: Any, *others: Any) -> None:
+            if sequence.key == ("a", 0) and sequence.finish_reason is not None:
+                raise MemoryError("no memory behind the last token")
+            kept(sequence, *others)
+
+        monkeypatch.setattr(engine._planner, where, failing)
+        listener = Listener()
+        engine.submit(ask("a", params=params), listener)
+        assert listener.done.wait(30)
+        assert listener.num_tokens == 6
+        ends = [delta.finish_reason for delta in listener.deltas if delta.finish_reason is not None]
+        assert ends == [FinishReason.ERROR if where == "observe" else FinishReason.LENGTH]
+        assert_healthy(engine)
+
+
+def test_a_text_that_cannot_be_made_is_an_error_and_not_silence(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The listener of an output that no tokenizer can read was never told its end."""
+    take, listener = OutputText.take, Listener()
+
+    def failing(text: OutputText) -> str:
+        if text._stop == ("never",):
+            raise UnicodeError("half a character")
+        return take(text)
+
+    monkeypatch.setattr(OutputText, "take", failing)
+    monkeypatch.setattr(
+        Admission, "_text", lambda self, request: OutputText(self._target.tokenizer, request.params.stop)
+    )
+    with tiny_engine(tiny()) as engine:
+        engine.submit(ask("a", params=SamplingParams(max_tokens=6, stop=("never",))), listener)
+        assert listener.done.wait(30)
+        assert (listener.deltas[-1].finish_reason, listener.deltas[-1].error) == (
+            FinishReason.ERROR,
+            "UnicodeError: half a character",
+        )
+        assert_healthy(engine)
+
+
+@pytest.mark.parametrize(
+    ("request_", "reason"),
+    [
+        (Request("a", (5.9, 6, 7), SHORT), "no whole number"),  # type: ignore[arg-type]
+        (Request("a", (5, 6, 7), SHORT, salt=["x"]), "salt"),  # type: ignore[arg-type]
+        (replace(ask("a"), segment=Segment((5, "6"))), "no whole number"),  # type: ignore[arg-type]
+    ],
+)
+def test_what_is_no_request_is_refused_and_ends_no_other(tiny: Tiny, request_: Request, reason: str) -> None:
+    """A salt that no table can hold ended every request that ran; half a token id was cut to a whole one."""
+    with tiny_engine(tiny()) as engine:
+        with pytest.raises(InputError, match=reason):
+            engine.generate([request_])
+        assert_healthy(engine)
+
+
+def test_pages_below_what_a_running_sequence_holds_are_not_promised(tiny: Tiny) -> None:
+    """Counted as free to take, they never were: everything else that was remembered was forgotten for them, step by step."""
+    target = tiny()
+    target.pool = KvPool(target.shapes, 16 * PAGE)
+    scheduler = Scheduler(target.pool, EngineConfig(max_kv_tokens=16 * PAGE, max_step_tokens=64))
+    cache = scheduler.prefixes
+    assert cache is not None
+
+    def written(num_tokens: int) -> SequenceSlots:
+        slots = SequenceSlots(target.pool)
+        slots.keep(*slots.reserve(num_tokens), list(range(num_tokens)))
+        return slots
+
+    other, ended, running = written(2 * PAGE), written(4 * PAGE), written(6 * PAGE)
+    system, asked = list(range(4 * PAGE)), list(range(500, 500 + 2 * PAGE))
+    cache.insert("", list(range(900, 900 + 2 * PAGE)), other.slots)
+    cache.insert("", system, ended.slots)  # its slots are the node that the running one's question hangs below
+    cache.insert("", [*system, *asked], running.slots)
+    other.release()
+    ended.release()
+    assert target.pool.num_free_pages == 4
+    assert cache.num_evictable_pages() == 2
+    assert not scheduler._free(8)
+    assert len(cache.match("", list(range(900, 900 + 2 * PAGE)))) == 2 * PAGE
+    assert scheduler._free(6)
 
 
 def test_a_step_that_fails_leaves_those_alone_that_were_not_in_it(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:

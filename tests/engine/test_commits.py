@@ -110,6 +110,18 @@ def test_stop_strings_inside_a_run(case: tuple[Target, SamplingParams, Plain]) -
         assert stop not in plain.text
 
 
+@pytest.mark.parametrize("min_tokens", [1, 3, 4, 5, 6, 8])
+def test_a_stop_string_may_begin_before_the_least_number_of_tokens(
+    case: tuple[Target, SamplingParams, Plain], min_tokens: int
+) -> None:
+    """One that began in a token that may not stop, and ended in one that may, was never found again."""
+    target, params, free = case
+    words = [target.tokenizer.decode([token]) for token in free.token_ids]
+    stop = words[3][-1:] + words[4] + words[5][:1]
+    completion, _ = check(target, replace(params, stop=(stop,), min_tokens=min_tokens), free.token_ids)
+    assert (completion.finish_reason is FinishReason.STOP) == (min_tokens < 6)
+
+
 def test_a_stop_string_that_spans_tokens_is_held_back(case: tuple[Target, SamplingParams, Plain]) -> None:
     """The beginning of a stop string was streamed before its end arrived."""
     target, params, free = case

@@ -337,6 +337,24 @@ class OneSick(EagleNetwork):
         return hidden
 
 
+class AllSick(EagleNetwork):
+    """No number comes out for one request, whatever comes with it."""
+
+    def first(self, token_ids: Any, features: Any, cache: Any, rows: Any) -> torch.Tensor:
+        return torch.full_like(super().first(token_ids, features, cache, rows), torch.nan)
+
+
+def test_a_sick_request_that_runs_alone_is_drafted_for_once(tiny: Tiny) -> None:
+    """It was asked for in every step, and after 25 of them the head was benched for everybody."""
+    target = tiny()
+    params = SamplingParams(temperature=1.0, seed=5, max_tokens=40, ignore_eos=True)
+    network = AllSick(head_for(target, "eagle3"), target, 300)
+    with tiny_engine(target, [EagleDrafter(network, make_shape("dynamic", 3, 2, 4), free())]) as engine:
+        (completion,) = engine.generate([Request("sick", tuple(range(40, 60)), params)])
+        assert len(completion.token_ids) == 40
+        assert engine._planner.num_failures == 1
+
+
 def test_one_sequence_without_numbers_costs_the_others_nothing(tiny: Tiny) -> None:
     """NaN for one of three sequences left all three without drafts."""
     target = tiny()

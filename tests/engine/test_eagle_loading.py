@@ -14,9 +14,11 @@ from tiny_target import save_model
 from ragspec.config import DraftingConfig, EagleConfig, EngineConfig, TargetConfig
 from ragspec.core import Request, SamplingParams
 from ragspec.drafting.eagle_checkpoint import HeadCheckpoint
+from ragspec.engine import loading
 from ragspec.engine.engine import Engine
 from ragspec.engine.loading import load_engine
 from ragspec.errors import ConfigError, ModelError
+from ragspec.numerics.self_test import self_test
 
 HIDDEN, VOCAB, TAPS = 64, 320, (0, 1, 2)
 
@@ -49,6 +51,31 @@ def test_a_published_head_drafts_and_changes_nothing(model: Path, tmp_path: Path
         for request, done in zip(requests, completions, strict=True):
             assert done.stats.num_drafted > 0
             assert done.token_ids == decode(engine.target, request.prompt_ids, params, 0).token_ids
+
+
+@pytest.mark.parametrize("num_slots", [64, 80, 160])
+def test_a_head_is_timed_inside_the_smallest_cache(model: Path, tmp_path: Path, num_slots: int) -> None:
+    """Its keys were written behind the end of the cache, into whatever lay there."""
+    save_head(tmp_path, a_head(), "official")
+    drafting = DraftingConfig(drafters=("eagle",), eagle=EagleConfig(path=str(tmp_path)), max_tree_nodes=8)
+    prompt, params = (5, 6, 7), SamplingParams(max_tokens=4)
+    with load_engine(TargetConfig(model=str(model)), EngineConfig(max_kv_tokens=num_slots), drafting) as engine:
+        (done,) = engine.generate([Request("a", prompt, params)])
+        assert done.token_ids == decode(engine.target, prompt, params).token_ids
+
+
+def test_an_engine_that_failed_its_self_test_promises_nothing(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`exactness: fast` still told clients that a draft changes no token, under the fingerprint of machines where that holds."""
+    request, told = Request("a", (5, 6, 7), SamplingParams(max_tokens=4)), []
+    for passed in (True, False):
+        monkeypatch.setattr(
+            loading, "self_test", lambda *args, passed=passed: self_test(*args)._replace(passed=passed, failures=("x",))
+        )
+        config = TargetConfig(model=str(model), exactness="fast")
+        with load_engine(config, EngineConfig(max_kv_tokens=2048), DraftingConfig(drafters=("copy",))) as engine:
+            told.append(engine.generate([request])[0].stats)
+    assert [stats.exactness for stats in told] == ["path", "none"]
+    assert told[1].system_fingerprint == f"{told[0].system_fingerprint}-fast"
 
 
 BAD: dict[str, tuple[dict[str, Any], str]] = {
