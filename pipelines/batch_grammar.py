@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from pipelines import batch_options as options
-from pipelines.batch_job import Job, fail, finish
+from pipelines.batch_job import Job, check_places, fail, finish, judge
 from pipelines.batch_machines import Machines, Serving
 from pipelines.batch_records import Written, written_correction
 from pipelines.batch_rows import TEXTS, Row
@@ -102,18 +102,20 @@ def main(
     }
     try:
         settings = load_settings(ClusterConfig, config, **overrides)
+        check_places(inputs, out)  # before anything is written into the output
         texts = is_text(inputs)
         rows = gathered(inputs, out, lambda what: say(f"left out: {what}")) if texts else inputs
     except RagspecError as error:
         fail(error)
     machines = Machines(settings.topology, cluster, address)
     job = Job(rows, out, settings, settings.generation.seed or 0, resume, machines, price_per_hour)
-    finish(job, GrammarTask(Guard(max_edit_ratio, frozenset(ignore or ()))), strict)
+    summary = finish(job, GrammarTask(Guard(max_edit_ratio, frozenset(ignore or ()))))
     if texts:
         try:
             say(f"{spread(out)} files in {out / 'files'}")
         except RagspecError as error:
             fail(error)
+    judge(summary, strict)
 
 
 def say(what: str) -> None:

@@ -8,6 +8,7 @@ wrong and which came twice.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -138,10 +139,10 @@ def check_rows(files: list[Path], checks: Checks) -> Iterator[Span | BadRow]:
 
 def read_span(span: Span, form: Form) -> list[tuple[Place, Row]]:
     """The wanted rows. Raises: InputError if the file is no longer what was checked."""
-    records = _span_of_parquet(span) if span.group >= 0 else _span_of_lines(span)
     try:
+        records = _span_of_parquet(span) if span.group >= 0 else _span_of_lines(span)
         return [(Place(span.path, number), parse_row(records(number - span.first), form)) for number in span.wanted]
-    except (InputError, IndexError) as cause:
+    except (InputError, IndexError, OSError, pa.ArrowException) as cause:
         raise InputError(f"{span.path} was changed while the job ran: {cause}") from cause
 
 
@@ -230,6 +231,9 @@ def _span_of_parquet(span: Span) -> Callable[[int], Any]:
 
 @functools.lru_cache(maxsize=2)
 def _row_group(path: str, group: int) -> pa.Table:
-    """Why kept: the spans of one row group follow each other, and each read unpacks all of it."""
+    """Up to where it is damaged, if it is. Why kept: spans of one group follow each other, and each read unpacks all of it."""
+    batches: list[pa.RecordBatch] = []
     with pq.ParquetFile(path) as file:
-        return file.read_row_group(group)
+        with contextlib.suppress(OSError, pa.ArrowException):
+            batches.extend(file.iter_batches(row_groups=[group]))
+        return pa.Table.from_batches(batches, file.schema_arrow)

@@ -58,18 +58,23 @@ class Job:
 
 def run(job: Job, task: Task) -> Summary:
     """The whole job. Raises: ConfigError, InputError, StoreError, SaveError, EngineError."""
-    _check_places(job)
+    check_places(job.inputs, job.out)
     with used(job.machines, job.config) as machines, task.pinned(machines.config) as config:
         return _run(replace(job, config=config), task, machines)
 
 
-def finish(job: Job, task: Task, strict: bool) -> None:
+def finish(job: Job, task: Task) -> Summary:
     """The job as a command: summary on stdout, everything else on stderr. Raises: typer.Exit."""
     try:
         summary = run(job, task)
     except RagspecError as error:
         fail(error)
     print(json.dumps(summary.to_dict(job.out)), flush=True)
+    return summary
+
+
+def judge(summary: Summary, strict: bool) -> None:
+    """Raises: typer.Exit where rows have failed and none may."""
     if strict and summary.num_failed:
         raise typer.Exit(1)
 
@@ -99,11 +104,12 @@ def _run(job: Job, task: Task, machines: Used) -> Summary:
     return summary
 
 
-def _check_places(job: Job) -> None:
-    if not job.out.is_absolute() and _RAY_COPY in Path.cwd().parts:
-        raise ConfigError(f"--out {job.out} must be absolute in a submitted job: Ray removes the working directory")
-    if job.inputs.is_dir() and job.out.resolve().is_relative_to(job.inputs.resolve()):
-        raise ConfigError(f"--out {job.out} lies in the input folder {job.inputs}, and would become input")
+def check_places(inputs: Path, out: Path) -> None:
+    """Raises: ConfigError for an output that would be lost, or read by the next run."""
+    if not out.is_absolute() and _RAY_COPY in Path.cwd().parts:
+        raise ConfigError(f"--out {out} must be absolute in a submitted job: Ray removes the working directory")
+    if inputs.is_dir() and out.resolve().is_relative_to(inputs.resolve()):
+        raise ConfigError(f"--out {out} lies in the input folder {inputs}, and would become input")
 
 
 def _what_decides(job: Job, task: Task) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from typing import Annotated, Any
 import typer
 
 from pipelines import batch_options as options
-from pipelines.batch_job import Job, fail, finish
+from pipelines.batch_job import Job, fail, finish, judge
 from pipelines.batch_machines import Machines, Serving
 from pipelines.batch_records import Written, written_answer
 from pipelines.batch_rows import QUESTIONS, Row
@@ -119,7 +119,7 @@ def main(
         fail(error)
     machines = Machines(settings.topology, cluster, address)
     job = Job(inputs, out, settings, settings.generation.seed or 0, resume, machines, price_per_hour)
-    finish(job, RagTask(), strict)
+    judge(finish(job, RagTask()), strict)
 
 
 if __name__ == "__main__":

@@ -29,7 +29,6 @@ from ragspec.rag.steps import params_of
 from ragspec.retrieval.disk import saving, sync
 
 STDIN = "-"
-_MARK = "\ufeff"
 _CHUNK = 64
 """Files corrected together."""
 
@@ -44,10 +43,9 @@ class Wanted:
 
 
 class _Read(NamedTuple):
-    """A file as it was. `mark`: what stands before its text."""
+    """A file as it was."""
 
     name: str
-    mark: str
     text: str
 
 
@@ -110,11 +108,10 @@ def _show(file: _Read, correction: Correction, wanted: Wanted, tally: _Tally) ->
     if wanted.diff:
         _write("".join(_diff(file, correction)))
     elif not wanted.in_place or file.name == STDIN:
-        _write(file.mark + correction.corrected)
+        _write(correction.corrected)
     elif correction.edits:
         try:
-            before, after = ((file.mark + text).encode("utf-8") for text in (file.text, correction.corrected))
-            _replace(Path(file.name), before, after)
+            _replace(Path(file.name), file.text.encode("utf-8"), correction.corrected.encode("utf-8"))
         except SaveError as error:
             print_error(one_line(error))
             tally.failed = True
@@ -141,9 +138,7 @@ def _one(name: str) -> _Read:
         text = raw.decode("utf-8")
     except UnicodeDecodeError as cause:
         raise InputError(f"{shown} is not UTF-8: byte {cause.start}; it was left as it is") from cause
-    mark = _MARK if text.startswith(_MARK) else ""
-    text = text.removeprefix(_MARK)
-    return _Read(name, mark, check_text(text, shown) if text.strip() else text)
+    return _Read(name, check_text(text, shown) if text.strip() else text)
 
 
 def _diff(file: _Read, correction: Correction) -> Iterator[str]:

@@ -1,7 +1,8 @@
 """Texts with markup: what a reader reads of them, and where that stands in the whole.
 
-A text comes in parts, as editors send it, or its markup is found here: HTML tags and comments, scripts, fenced code. What is read
-as words but must stay as it is (inline code, addresses, formulas, commands) is protected where it stands.
+A text comes in parts, as editors send it, or its markup is found here: HTML tags and comments, scripts, fenced code, front
+matter. What is read as words but must stay as it is (inline code, addresses, formulas, commands, what templates fill in) is
+protected where it stands. Code that is told by its indentation alone is not known: so may a paragraph be.
 
     >>> text = MarkedText([TextPart("A "), TextPart("<b>", is_markup=True), TextPart("mill")])
     >>> text.plain, text.placed(Edit(2, 6, "mill", "house"))
@@ -24,12 +25,19 @@ Span = tuple[int, int]
 
 _VALUE = r"""(?:"[^"<]*+"|'[^'<]*+'|[^\s"'<>=`]++)"""
 _ATTRIBUTE = (
-    rf"(?:[\w:@.-]++\s*+=\s*+{_VALUE}|(?:async|checked|controls|defer|disabled|hidden|open|required|selected)\b)"
+    rf"(?:[\w:@.-]++\s*+=\s*+{_VALUE}|(?:allowfullscreen|async|autofocus|autoplay|checked|controls|default|defer|disabled|download|"
+    r"hidden|inert|ismap|itemscope|loop|multiple|muted|nomodule|novalidate|open|playsinline|readonly|required|reversed|selected|"
+    r"(?:aria|data|hx|ng|v|x)-[\w:.-]++)(?![\w:.-]))"
 )
 _MARKUP = re.compile(
-    r"(?P<comment><!--)|^(?P<fence>[ \t]*+(?:`{3,}+|~{3,}+))(?![^\n`]*+`)|<(?P<raw>script|style|pre|code|math)\b[^<>]*+>"
-    rf"|</?[a-z][\w:-]*+(?:\s++{_ATTRIBUTE})*+\s*+/?>|<![a-z][^<>]*+>|&(?:\#\d+|\#x[\da-f]+|[a-z]+\d*);",
+    r"(?P<comment><!--)|(?P<program><\?(?=[a-z=]))|\A\ufeff?(?P<front>---)[ \t]*+\n(?=[\w-]++[ \t]*+:)|\A\ufeff"
+    r"|^[ \t>]*+(?P<fence>`{3,}+|~{3,}+)(?![^\n`]*+`)|<(?P<raw>script|style|pre|code|math)\b[^<>]*+>"
+    rf"|</?[a-z][\w:-]*+(?:\s++{_ATTRIBUTE})*+\s*+/?>|<![a-z][^<>]*+>|&(?:\#\d{{1,7}}|\#x[\da-f]{{1,6}}|[a-z]+\d*);",
     re.MULTILINE | re.IGNORECASE,
+)
+_NAMING = (
+    "(?:auto|[cC]|eq|name|page|v)?ref|(?:auto|foot|full|paren|no|short|text)?cite[a-z]*|label|input|include[a-z]*|bibliography[a-z]*|"
+    "usepackage|documentclass|begin|end|url|href|bibitem|gls|vspace|hspace"
 )
 _PROTECTED = re.compile(
     r"(?P<ticks>(?<!`)`++)[^`\n]++(?P=ticks)"  # inline code
@@ -37,6 +45,8 @@ _PROTECTED = re.compile(
     r"|(?<!\w)(?:(?:https?|ftp|file|mailto|git|ssh):/{0,2}|www\.)[^\s<>\"”’»]*[\w/]"  # address
     r"|(?<=\])\([^()\s]*+\)"  # where a link leads to
     r"|(?<![\\\w$])\$(?![\s$])[^$\n]++(?<![\s\\])\$(?!\d)"  # formula
+    r"|\{\{[^\n{}]*+\}\}|\{%[^\n%]*+%\}"  # what a template fills in
+    rf"|\\(?:{_NAMING})\*?+(?:\[[^\]\n\\]{{0,80}}+\])*+\{{[^{{}}\n]*+\}}"  # command with a name
     r"|\\[a-zA-Z]++\*?+(?:\[[^\]\n\\]{0,80}+\])?+"  # command
     r"|(?<!\w)[@#]\w++"  # user, tag
 )
@@ -173,10 +183,15 @@ def _extent(text: str, match: re.Match[str], unclosed: set[str]) -> tuple[int, s
     """Where markup ends, and what is read in its place."""
     if match["comment"]:
         return _behind(text, match.end(), "-->", unclosed) or len(text), ""
-    if match["fence"]:
-        return _behind(text, match.end(), "\n" + match["fence"], unclosed) or len(text), _BREAK
-    if match["raw"] and (end := _behind(text, match.end(), f"</{match['raw']}", unclosed)):
-        end = _behind(text, end, ">", unclosed) or end
+    if match["program"]:
+        end = _behind(text, match.end(), r"\?>", unclosed)
+        return (end, "") if end else (match.end(), match.group())
+    if match["front"]:
+        return _behind(text, match.end(), r"^---[ \t]*+$", unclosed) or match.end(), _BREAK
+    if fence := match["fence"]:
+        closing = rf"^[ \t>]*+{fence[0]}{{{len(fence)},}}+[ \t\r]*+$"
+        return _behind(text, match.end(), closing, unclosed) or len(text), _BREAK
+    if match["raw"] and (end := _behind(text, match.end(), f"</{match['raw'].lower()}[^>]*+>", unclosed)):
         return end, "" if match["raw"].lower() == "code" else _BREAK
     if match.group().startswith("&"):
         return match.end(), html.unescape(match.group())
@@ -185,8 +200,9 @@ def _extent(text: str, match: re.Match[str], unclosed: set[str]) -> tuple[int, s
 
 
 def _behind(text: str, at: int, closing: str, unclosed: set[str]) -> int | None:
-    found = -1 if closing in unclosed else text.find(closing, at)
-    if found < 0:
+    """The end of the first match of a pattern from `at` on."""
+    found = None if closing in unclosed else re.compile(closing, re.MULTILINE | re.IGNORECASE).search(text, at)
+    if found is None:
         unclosed.add(closing)
         return None
-    return found + len(closing)
+    return found.end()

@@ -269,3 +269,31 @@ def test_a_full_disk_keeps_what_was_finished(tmp_path: Path) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
         lines.close()
     assert read_lines(path) == [{"id": "a"}]
+
+
+def test_an_input_that_is_gone_is_an_error_of_one_line(tmp_path: Path) -> None:
+    """A traceback in the middle of the job."""
+    pq.write_table(pa.Table.from_pylist(plain_rows(3)), tmp_path / "a.parquet")
+    for path in (write_lines(tmp_path / "a.jsonl", plain_rows(3)), tmp_path / "a.parquet"):
+        (span,) = check_rows([path], checks())
+        path.unlink()
+        assert isinstance(span, Span)
+        with pytest.raises(InputError, match="was changed while the job ran"):
+            read_span(span, QUESTIONS)
+
+
+def test_rows_before_a_damaged_page_are_answered(tmp_path: Path) -> None:
+    """Of a row group whose end cannot be read the first rows passed the check, and then the job could never finish."""
+    path, num_rows = tmp_path / "a.parquet", 80_000  # a first batch of 65,536 can be read
+    table = pa.table({"id": [f"{n}" for n in range(num_rows)], "question": [f"{n:020d}" for n in range(num_rows)]})
+    pq.write_table(table, path, row_group_size=num_rows, compression="gzip", data_page_size=2**16, use_dictionary=False)
+    raw = bytearray(path.read_bytes())
+    column = pq.read_metadata(path).row_group(0).column(1)
+    end = column.data_page_offset + column.total_compressed_size
+    raw[end - 3000 : end - 1000] = bytes(2000)
+    path.write_bytes(raw)
+    found = list(check_rows([path], checks()))
+    assert [each.code for each in found if isinstance(each, BadRow)] == ["unreadable_file"]
+    spans = [each for each in found if isinstance(each, Span)]
+    rows = [row for span in (spans[0], spans[-1]) for _, row in read_span(span, QUESTIONS)]
+    assert rows[0].id == "0" and rows[-1].id == f"{spans[-1].wanted[-1] - 1}"

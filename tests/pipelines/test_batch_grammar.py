@@ -16,12 +16,12 @@ from pipelines.batch_grammar import GrammarTask, app
 from pipelines.batch_job import Job, run
 from pipelines.batch_machines import Machines, Serving
 from pipelines.batch_rows import TEXTS, parse_row
-from pipelines.batch_task import Asking
+from pipelines.batch_task import Asking, Written
 from pipelines.batch_texts import gathered, is_text, spread
 from ragspec.config import load_config
-from ragspec.errors import ConfigError, InputError
+from ragspec.errors import ConfigError, EngineError, InputError
 from ragspec.rag.edits import Edit, applied
-from ragspec.rag.grammar import Grammar, Manuscript
+from ragspec.rag.grammar import Correction, Grammar, Manuscript
 
 TEXT = f"{SENTENCES[0]}  {SENTENCES[1]}\n\n{SENTENCES[2]}\n"
 
@@ -149,3 +149,34 @@ def test_a_job_of_files_corrects_and_goes_on(place: Path, tmp_path: Path) -> Non
     assert json.loads(again.stdout.splitlines()[-1])["skipped"] == 3
     other = CliRunner().invoke(app, [*call, "--max-tokens", "8", "--max-edit-ratio", "0.2"])
     assert other.exit_code == 1 and "max_edit_ratio" in other.stderr
+
+
+def test_files_are_written_though_a_row_failed_and_none_may(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: Path
+) -> None:
+    """--strict threw away all that was corrected."""
+    folder, out = tmp_path / "in", tmp_path / "out"
+    folder.mkdir()
+    (folder / "a.md").write_text(TEXT)
+    kept = GrammarTask.written
+
+    def failing(task: GrammarTask, result: Correction) -> Written:
+        if result.text != TEXT:
+            raise EngineError("its replica is lost")
+        return kept(task, result)
+
+    monkeypatch.setattr(GrammarTask, "written", failing)
+    (folder / "b.md").write_text(f"{TEXT} And more.")
+    call = ["--input", str(folder), "--out", str(out), "--config", str(place / "config.yaml"), "--address", "local"]
+    ended = CliRunner().invoke(app, [*call, "--max-tokens", "8", "--strict"])
+    assert ended.exit_code == 1 and json.loads(ended.stdout.splitlines()[-1])["failed"] == 1
+    assert [path.name for path in (out / "files").iterdir()] == ["a.md"]
+
+
+def test_an_output_inside_the_input_is_refused_every_time(tmp_path: Path) -> None:
+    """The first run took it; the second took the first one's rows for its input, and could not go on."""
+    (tmp_path / "a.md").write_text(TEXT)
+    for _ in range(2):
+        ended = CliRunner().invoke(app, ["--input", str(tmp_path), "--out", str(tmp_path / "out")])
+        assert ended.exit_code == 1 and "lies in the input folder" in ended.stderr
+        assert not (tmp_path / "out").exists()

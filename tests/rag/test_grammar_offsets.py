@@ -36,6 +36,65 @@ def check(correction: Correction, whole: str, parts: Sequence[TextPart] | None) 
         at = end
 
 
+def editable(text: str) -> str:
+    """All that an edit may touch, pieces apart."""
+    marked = MarkedText.read(text)
+    places = [marked.placed(Edit(at, at + 1, marked.plain[at], "#")) for at in range(len(marked.plain))]
+    fixed = {at for start, end in marked.protected for at in range(start, end)}
+    free = {place.start for at, place in enumerate(places) if place is not None and at not in fixed}
+    return "".join(char if at in free else "|" for at, char in enumerate(text))
+
+
+@pytest.mark.parametrize(
+    ("text", "fixed"),
+    [
+        ('See <video src="a" autoplay loop>this.', '<video src="a" autoplay loop>'),
+        ('<select multiple name="colour">Choose.', '<select multiple name="colour">'),
+        ("<p data-name hidden>Go.", "<p data-name hidden>"),
+        ("<PRE>recieve</pre> Go.", "<PRE>recieve</pre>"),
+        ("Go. <?php $recieve ?> Go.", "<?php $recieve ?>"),
+        ("---\ntitle: Colour\ntags: x\n---\nGo.", "---\ntitle: Colour\ntags: x\n---"),
+        ("> ```\n> recieve\n> ```\nGo.", "> ```\n> recieve\n> ```"),
+        ("  ```py\nrecieve\n```\nGo.", "  ```py\nrecieve\n```"),
+        ("````\n```\nrecieve\n`````\nGo.", "````\n```\nrecieve\n`````"),
+        ("\ufeffGo.", "\ufeff"),
+        ("\ufeff---\ntitle: x\n---\nGo.", "\ufeff---\ntitle: x\n---"),
+        ("See \\ref{sec:recieve}. Go.", "\\ref{sec:recieve}"),
+        ("So \\citep[p. 3]{recieve} says. Go.", "\\citep[p. 3]{recieve}"),
+        ("Dear {{ user.recieve }}. Go.", "{{ user.recieve }}"),
+        ("Go. {% if recieve %}", "{% if recieve %}"),
+    ],
+)
+def test_code_and_markup_cannot_be_edited(text: str, fixed: str) -> None:
+    """Attributes, labels, fences in quotes and what templates fill in were corrected as if they were prose."""
+    free = editable(text)
+    start = text.index(fixed)
+    assert set(free[start : start + len(fixed)]) == {"|"}, free
+    assert "Go." in free or "this." in free or "Choose." in free
+
+
+@pytest.mark.parametrize(
+    ("text", "free"),
+    [
+        ("If a <b and c> d.", "If a <b and c> d."),
+        ("---\nA line\n---\n", "A line"),
+        ("He is \\textit{very} late.", "{very} late."),
+        ("What is <? this", " this"),
+        ("What is <?this", "this"),
+    ],
+)
+def test_prose_that_looks_like_markup_is_corrected(text: str, free: str) -> None:
+    """A sign that opens nothing hid everything behind it."""
+    assert free in editable(text)
+
+
+@pytest.mark.parametrize("entity", ["&#" + "1" * 5000 + ";", "&#x" + "f" * 5000 + ";", "&#1114112;", "&#xd800;"])
+def test_an_entity_of_any_length_is_read(entity: str) -> None:
+    """Thousands of digits ended the whole request, and with it the files beside this one, in an unexpected ValueError."""
+    grammar, _ = rewriting(lambda sentence: sentence)
+    assert grammar.correct(f"He go {entity} home.").corrected == f"He go {entity} home."
+
+
 def applied_in_utf16(whole: str, edits: Sequence[Edit]) -> str:
     """As Java and JavaScript do it: by code units."""
     units, at = Utf16(whole), whole.encode("utf-16-le")
