@@ -14,6 +14,7 @@ import os
 import re
 import secrets
 import socket
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -29,12 +30,15 @@ _HOW_TO_GUARD = "set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_P
 @contextlib.contextmanager
 def ray_session(address: str | None, *, deployment: str = "") -> Iterator[None]:
     """Connect to `address`, or else to RAY_ADDRESS (which `ray job submit` sets), or else to the cluster that was started here
-    for the deployment of that name, or else start Ray here.
+    for the deployment of that name, or else start Ray here. A process that is connected already, and names no other, stays so.
 
     Raises: EngineError if there is no cluster at the address, or it cannot be used.
 
     Why the import is in here: Ray reads its mode of authentication once, when it is imported.
     """
+    if address is None and is_connected():
+        yield
+        return
     address = address or os.environ.get("RAY_ADDRESS") or (deployment and started_here(deployment)) or "local"
     prepare_guard(address)
     import ray
@@ -44,6 +48,12 @@ def ray_session(address: str | None, *, deployment: str = "") -> Iterator[None]:
         yield
     finally:
         ray.shutdown()
+
+
+def is_connected() -> bool:
+    """Whether this process uses a cluster already."""
+    ray = sys.modules.get("ray")
+    return ray is not None and bool(ray.is_initialized())
 
 
 def clusters_folder() -> Path:

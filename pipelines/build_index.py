@@ -22,10 +22,11 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from pipelines.batch_session import ray_session
 from pipelines.index_ingest import Found, Ingest, Unencoded
 from ragspec.cli.terminal import one_line, safe
 from ragspec.config import IndexConfig, PipelineConfig, load_config
-from ragspec.errors import RagspecError
+from ragspec.errors import InputError, RagspecError
 from ragspec.retrieval.encoder import Encoder, TextEncoder
 from ragspec.retrieval.manifest import CURRENT, Manifest
 from ragspec.retrieval.reading import find_files, root_of
@@ -107,12 +108,18 @@ def run(job: Job, settings: PipelineConfig, config: IndexConfig | None) -> Found
     """The whole job; prints its summary. `config` None: the index's own, or the default. Raises: RagspecError."""
     files = find_files(job.inputs, allow_none=job.remove_missing)
     begin = time.monotonic()
-    encoder, at_once = _encoder(job, settings)
-    options: dict[str, Any] = {"keep_duplicates": job.keep_duplicates, "passages_per_encode": at_once}
     on_the_way = None if job.dry_run or job.rebuild else _PASSAGES_PER_COMMIT
     with (
+        _encoder(job, settings) as (encoder, at_once),
         _place(job) as index_dir,
-        IndexWriter(index_dir, encoder, config, replace=job.rebuild, **options) as writer,
+        IndexWriter(
+            index_dir,
+            encoder,
+            config,
+            replace=job.rebuild,
+            keep_duplicates=job.keep_duplicates,
+            passages_per_encode=at_once,
+        ) as writer,
         _progress(len(files)) as bar,
     ):
         ingest = Ingest(writer, job.owner, on_the_way)
@@ -124,6 +131,8 @@ def run(job: Job, settings: PipelineConfig, config: IndexConfig | None) -> Found
         writer.delete_unseen()
         ingest.reconsider_duplicates()
         writer.flush()
+        if job.rebuild and writer.is_empty():
+            raise InputError("nothing of these inputs could be indexed, so the index stays as it is")
         manifest = None if job.dry_run else writer.commit()
         bar(writer.changes.encoded)
     _warn(ingest.found)
@@ -141,20 +150,19 @@ def _place(job: Job) -> Iterator[Path]:
         yield Path(scratch)
 
 
-def _encoder(job: Job, settings: PipelineConfig) -> tuple[TextEncoder, int]:
+@contextmanager
+def _encoder(job: Job, settings: PipelineConfig) -> Iterator[tuple[TextEncoder, int]]:
     """The encoder, and how many passages it wants at once."""
     if job.dry_run:
-        return Unencoded(Encoder.load(settings.encoder)), PASSAGES_PER_ENCODE
-    if job.workers == 1:
-        return Encoder.load(settings.encoder), PASSAGES_PER_ENCODE
-    import ray  # Why here: seconds of imports, only for those who want several processes
+        yield Unencoded(Encoder.load(settings.encoder)), PASSAGES_PER_ENCODE
+    elif job.workers == 1:
+        yield Encoder.load(settings.encoder), PASSAGES_PER_ENCODE
+    else:
+        with ray_session(None):
+            from ragspec.cluster.encoding import EncoderPool  # Why here: Ray, only for those who want several processes
 
-    from ragspec.cluster.encoding import EncoderPool
-
-    if not ray.is_initialized():
-        ray.init(log_to_driver=False, include_dashboard=False)
-    pool = EncoderPool(settings.encoder, job.workers)
-    return pool, pool.texts_at_once
+            pool = EncoderPool(settings.encoder, job.workers)
+            yield pool, pool.texts_at_once
 
 
 @contextmanager

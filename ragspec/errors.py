@@ -11,6 +11,7 @@
     │   ├── StoreCorrupt       a hash, size or schema is not what the manifest says
     │   └── EncoderMismatch    the index was built by another encoder
     ├── SaveError              writing failed (disk full, no permission); what was there before still is
+    │   └── IndexBusy          another writer is at work
     └── EngineError
         ├── EngineClosed
         ├── Cancelled
@@ -78,6 +79,10 @@ class EncoderMismatch(StoreError):
 
 class SaveError(RagspecError):
     """Writing failed; what was there before is untouched."""
+
+
+class IndexBusy(SaveError):
+    """Another writer is at work; later there may be none."""
 
 
 class EngineError(RagspecError):

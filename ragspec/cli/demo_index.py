@@ -20,7 +20,7 @@ from rich.progress import Progress as Bar
 from ragspec.cli.terminal import note, one_line
 from ragspec.config import ChunkingConfig, IndexConfig
 from ragspec.core import Document
-from ragspec.errors import SaveError, StoreError
+from ragspec.errors import SaveError
 from ragspec.evaluation.index_cache import cached_retriever, cached_store
 from ragspec.retrieval.chunking import chunk
 from ragspec.retrieval.content import content_key
@@ -58,10 +58,10 @@ def demo_retriever(console: Console, encoder: Encoder, documents: list[Document]
 def own_index(console: Console, encoder: Encoder, documents: list[Document], cache: Path, home: Path) -> Path:
     """The folder of an index of the demo's documents that others may be added to, in `home`: a copy of the cached one at first.
 
-    Raises: SaveError.
+    Raises: SaveError; StoreError for one that is damaged.
     """
     folder = home / content_key(documents, encoder.identity, IndexConfig())[:24]
-    with contextlib.suppress(StoreError):
+    if folder.exists():
         return Store.open(folder, encoder.identity).index_dir
     with _progress(console, documents) as show:
         store = cached_store(documents, encoder, cache / _NAME, progress=show)

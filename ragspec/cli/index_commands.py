@@ -58,7 +58,9 @@ def verify(index: Index, debug: Debug = False) -> None:
 def compact(
     index: Index,
     dense: Annotated[str | None, typer.Option(help="How vectors are searched from now on: exact, hnsw or ivf.")] = None,
-    purge: Annotated[bool, typer.Option(help="Remove deleted text from the disk now, not after some minutes.")] = False,
+    purge: Annotated[
+        bool, typer.Option(help="Remove deleted text from the disk now, not with a later change.")
+    ] = False,
     debug: Debug = False,
 ) -> None:
     """Merge segments and drop what was deleted; with exact search, answers stay the same."""

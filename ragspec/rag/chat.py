@@ -151,7 +151,7 @@ class Chat:
         found = (
             self._index.found(asked, question, past, turn.num_passages, turn.scope)
             if turn.retrieve
-            else self._index.not_asked(past, turn.scope, asked)
+            else self._index.not_asked(past, turn.scope)
         )
         retrieve_s = time.perf_counter() - begin
         prompt = self._prompt(system, found, asked, question, turn.params.max_tokens)

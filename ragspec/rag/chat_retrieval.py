@@ -20,8 +20,9 @@ log = logging.getLogger(__name__)
 WHOLE_INDEX = "*"
 """Stands in `missing` where nothing could be searched."""
 
-_MOST_CONFIRMED = 1024
-"""Passages of earlier turns' documents that are looked through after the index has changed; one beyond is shown no more."""
+_MOST_CONFIRMED, _MOST_CHARS = 1024, 100_000
+"""Passages of earlier turns' documents that are looked through after the index has changed, by so many of their words; one
+beyond is shown no more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +45,7 @@ class ChatRetrieval:
         """The question's passages, then those carried over; and the turns before with what may still be shown of them."""
         try:
             found = self._retriever.retrieve([question], k, scope)
-            history = self._confirmed(past, scope, question, found.generation)
+            history = self._confirmed(past, scope, found.generation)
         except (RetrievalError, StoreError) as error:
             return self._without_index(past, error)
         fresh = found.passages[0]
@@ -53,10 +54,10 @@ class ChatRetrieval:
         carried = [p for p in self._carried(past, history) if p.id not in known] if leans else []
         return Found((*fresh, *carried[: self._config.max_carried]), history, found.generation, found.missing)
 
-    def not_asked(self, past: Past, scope: Scope, question: str) -> Found:
+    def not_asked(self, past: Past, scope: Scope) -> Found:
         """Nothing of the question's own; the turns before with what may still be shown of them."""
         try:
-            return Found(history=self._confirmed(past, scope, question))
+            return Found(history=self._confirmed(past, scope))
         except (RetrievalError, StoreError) as error:
             return self._without_index(past, error)
 
@@ -67,10 +68,11 @@ class ChatRetrieval:
         log.warning("a turn is answered without passages: the index does not answer")
         return Found(history=tuple(turn.bare() for turn in past.history), missing=(WHOLE_INDEX,))
 
-    def _confirmed(self, past: Past, scope: Scope, question: str, generation: str = "") -> tuple[Exchange, ...]:
+    def _confirmed(self, past: Past, scope: Scope, generation: str = "") -> tuple[Exchange, ...]:
         """The turns with those of their passages that are in the index still.
 
-        Of this generation all are; for others the index is asked, since documents may have been changed or deleted.
+        Of this generation all are; for others the index is asked, since documents may have been changed or deleted. It is asked
+        in their own words: a search by words finds no passage that has none of the question's.
         """
         stale = past.of_other_generations(generation)
         if not stale:
@@ -78,10 +80,10 @@ class ChatRetrieval:
         names = tuple(sorted({passage.document_id for passage in stale}))
         same = Comparison(type="in", key="document.id", value=names)
         both = same if scope.filter is None else Compound(type="and", filters=(scope.filter, same))
-        found = self._retriever.retrieve([question], _MOST_CONFIRMED, Scope(scope.tenant, both))
+        words = " ".join(dict.fromkeys(passage.text for passage in stale))[:_MOST_CHARS]
+        found = self._retriever.retrieve([words], _MOST_CONFIRMED, Scope(scope.tenant, both))
         there = {(passage.id, passage.text) for passage in found.passages[0]}
-        gone = {passage.id for passage in stale if (passage.id, passage.text) not in there}
-        return past.without(gone)
+        return past.without({(passage.id, passage.text) for passage in stale} - there)
 
     def _carried(self, past: Past, history: Sequence[Exchange]) -> list[Passage]:
         """What the latest answers were given from, the latest first: the passages they cite, else the best."""

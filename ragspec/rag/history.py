@@ -40,10 +40,11 @@ class Past:
     def of_other_generations(self, generation: str) -> list[Passage]:
         return [p for shown in self.shown if not generation or shown.generation != generation for p in shown.passages]
 
-    def without(self, gone: Collection[str]) -> tuple[Exchange, ...]:
-        """`history`, less the passages of these ids. What is left of a turn's is numbered anew."""
+    def without(self, gone: Collection[tuple[str, str]]) -> tuple[Exchange, ...]:
+        """`history`, less the passages of these ids and texts. What is left of a turn's is numbered anew."""
         return tuple(
-            replace(turn, passages=tuple(p for p in turn.passages if p.id not in gone)) for turn in self.history
+            replace(turn, passages=tuple(p for p in turn.passages if (p.id, p.text) not in gone))
+            for turn in self.history
         )
 
 

@@ -11,7 +11,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from ragspec.errors import SaveError
+from ragspec.errors import IndexBusy, SaveError
 
 TEMPORARY = ".building-"
 """How the name of everything begins that is not complete yet."""
@@ -35,13 +35,13 @@ def saving(place: Path) -> Iterator[None]:
 def exclusive(folder: Path) -> Iterator[None]:
     """Holds the folder's writer lock; the system drops it when the holder dies.
 
-    Raises: SaveError if another writer holds it.
+    Raises: IndexBusy if another writer holds it.
     """
     with open(folder / _LOCK, "w", encoding="ascii") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as cause:
-            raise SaveError(f"another index is being written to {folder} right now") from cause
+            raise IndexBusy(f"another index is being written to {folder} right now") from cause
         yield
 
 

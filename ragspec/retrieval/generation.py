@@ -34,7 +34,7 @@ from ragspec.retrieval.manifest import (
 from ragspec.retrieval.segment import SegmentWriter
 
 _PLACED = re.compile(r"(generation|segment)-(\d{6,})")
-_GRACE_S = 600.0
+GRACE_S = 600.0
 """How long the generation before the current one is kept: a reader may have read CURRENT and not opened its files yet."""
 
 
@@ -46,7 +46,7 @@ class GenerationFolder:
         self._lock = contextlib.ExitStack()
 
     def __enter__(self) -> GenerationFolder:
-        """Raises: SaveError if another writer is at work."""
+        """Raises: IndexBusy if another writer is at work."""
         make_folder(self._dir)
         self._lock.enter_context(exclusive(self._dir))
         try:
@@ -135,7 +135,7 @@ class GenerationFolder:
         kept = {folder.name, *folders_of(manifest)}
         kept |= {name for pointer in leased(self._dir) for name in _folders(self._dir, pointer.split()[0])}
         earlier = [n for kind, n in self._placed() if kind == "generation" and n < manifest.generation]
-        is_young = time.time() - (folder / MANIFEST).stat().st_mtime < _GRACE_S
+        is_young = time.time() - (folder / MANIFEST).stat().st_mtime < GRACE_S
         if earlier and keep_previous and is_young:
             kept |= _folders(self._dir, f"generation-{max(earlier):06d}")
         return kept

@@ -43,11 +43,13 @@ def _held(index_dir: Path, pointer: str) -> Iterator[None]:
     building, path = index_dir / f"{TEMPORARY}{name}", index_dir / f"{_PREFIX}{name}"
     with contextlib.ExitStack() as stack:
         with contextlib.suppress(OSError):
-            file = stack.enter_context(open(building, "x", encoding="ascii"))
-            fcntl.flock(file, fcntl.LOCK_SH)
-            file.write(pointer)
-            file.flush()
-            building.rename(path)  # Why last: a clean-up removes leases that are not locked
+            while not path.exists():
+                file = stack.enter_context(open(building, "x", encoding="ascii"))
+                fcntl.flock(file, fcntl.LOCK_SH)
+                file.write(pointer)
+                file.flush()
+                with contextlib.suppress(FileNotFoundError):  # a writer's clean-up took it for something left behind
+                    building.rename(path)  # Why last: a clean-up removes leases that are not locked
             stack.callback(path.unlink, missing_ok=True)
         yield
 

@@ -81,7 +81,7 @@ class IndexWriter:
         self._closed = ""
 
     def __enter__(self) -> IndexWriter:
-        """Raises: SaveError if another writer is at work, StoreMissing, StoreCorrupt, EncoderMismatch, ConfigError."""
+        """Raises: IndexBusy if another writer is at work, SaveError, StoreMissing, StoreCorrupt, EncoderMismatch, ConfigError."""
         if self._encoder is None:
             read_pointer(self._index_dir)  # Why first: a mistyped folder is not made
         with saving(self._index_dir):
@@ -196,6 +196,13 @@ class IndexWriter:
         ):
             return manifest
         self._merge(range(len(segments)))
+        return self._publish()
+
+    def scrub(self) -> Manifest:
+        """Commit, with nothing of deleted documents in any segment; those that hold none stay. Raises: SaveError."""
+        self._seal()
+        if numbers := [number for number, live in enumerate(self._live.segments) if not live.is_live.all()]:
+            self._merge(numbers)
         return self._publish()
 
     def purge(self) -> None:

@@ -1,6 +1,7 @@
 """One worker that changes the index: files in, files out. Queries see the generation before, or the one after.
 
 Deletions come first. Files that wait are read one by one and committed together; what is wrong with one is that one's failure.
+What an index of before held, and this one does not, is read again; text that was deleted leaves the disk some time later.
 States: started -> stopped. What waits then is gone on with by the next process (`Records.unfinished`).
 """
 
@@ -17,8 +18,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ragspec.core import Document
-from ragspec.errors import InputError, Overloaded, RagspecError, SaveError
+from ragspec.errors import IndexBusy, InputError, Overloaded, RagspecError, SaveError
 from ragspec.retrieval.encoder import TextEncoder
+from ragspec.retrieval.generation import GRACE_S
 from ragspec.retrieval.writer import IndexWriter
 from services.stores.parsing import ParseLimits, Unsupported, origin_of, parsed
 from services.stores.records import FileRecord, Member, Records
@@ -33,6 +35,9 @@ _TRIES, _TRY_AGAIN_S = 20, 0.5
 """Another process may write the index at the moment."""
 _OWED_S = 60.0
 """After so long a deletion is tried again that failed where nobody waits for it."""
+_TIDY_S, _FIRST_TIDY_S = 600.0, 5.0
+"""From a deletion until its text is taken out of the files, with all that is deleted meanwhile; and from the start until both are
+compared."""
 
 
 @dataclass(slots=True)
@@ -63,6 +68,8 @@ class Ingest:
         self._deletions: deque[_Deletion] = deque()
         self._owed: list[Member] = []
         self._owed_s = 0.0  # when they are due; of time.monotonic
+        self._tidy_s: float | None = None  # when the files are due; None: nothing is in them that was deleted
+        self._is_known = False  # whether the index holds what the records say
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="ragspec-ingest", daemon=True)
 
@@ -73,6 +80,7 @@ class Ingest:
                 self._owed.append(member)
             else:
                 self._members.append(member)
+        self._tidy_s = time.monotonic() + _FIRST_TIDY_S
         self._thread.start()
 
     def check_room(self) -> None:
@@ -114,7 +122,9 @@ class Ingest:
     def _run(self) -> None:
         while True:
             with self._wake:
-                wait_s = max(0.0, self._owed_s - time.monotonic()) if self._owed else None
+                due_s = [self._owed_s] if self._owed else []
+                due_s += [] if self._tidy_s is None else [self._tidy_s]
+                wait_s = max(0.0, min(due_s) - time.monotonic()) if due_s else None
                 self._wake.wait_for(lambda: self._stopping or self._deletions or self._members, wait_s)
                 if self._stopping:
                     return
@@ -127,6 +137,7 @@ class Ingest:
                     self._take_out(deletion)
                 if members:
                     self._take_in(members)
+                self._tidy()
             except Exception:
                 log.exception("a change of the index failed; others go on")
 
@@ -141,6 +152,32 @@ class Ingest:
             self._owed_s = time.monotonic() + _OWED_S
         else:
             self._owed = []
+
+    def _tidy(self) -> None:
+        """Compare the index with the records, once; take deleted text out of its files, and then the files that still hold it."""
+        if self._tidy_s is None or time.monotonic() < self._tidy_s:
+            return
+        self._tidy_s = None
+        completed = [] if self._is_known else self._records.completed()
+        try:
+            with self._writer() as writer:
+                there = {(owner, origin) for _, owner, origin in writer.origins()}
+                before = writer.commit()
+                changed = writer.scrub() != before
+        except Exception as cause:
+            log.warning("the index could not be tidied: %s", type(cause).__name__)
+            if completed or self._is_known:  # else there is perhaps nothing that may be written
+                self._tidy_s = time.monotonic() + _TIDY_S
+            return
+        if changed:  # its next writer removes what readers may be opening now
+            self._tidy_s = time.monotonic() + GRACE_S + 1.0
+        lost = [member for member in completed if (member.tenant, origin_of(member)) not in there]
+        self._is_known = True
+        if lost:
+            log.warning("%d files are not in this index and are read again", len(lost))
+            self._records.set_status(lost, "in_progress")
+            with self._wake:
+                self._members.extend(lost)
 
     def _drop(self, members: Sequence[Member]) -> None:
         self._change(members, [])
@@ -176,6 +213,9 @@ class Ingest:
                 read.append((member, documents))
         try:
             self._change([member for member, _ in read], [each for _, documents in read for each in documents])
+        except IndexBusy:  # a large index is being built, say
+            with self._wake:
+                self._members.extendleft(member for member, _ in reversed(read))
         except InputError as cause:
             self._one_by_one(read, cause)
         except Exception as cause:
@@ -234,6 +274,8 @@ class Ingest:
                 if name not in new:
                     writer.delete(name)
             writer.commit()
+        if old and self._tidy_s is None:
+            self._tidy_s = time.monotonic() + _TIDY_S
         gone: dict[str, list[str]] = {}
         owners = {origin_of(member): member.tenant for member in members}
         for name in old:
@@ -243,13 +285,13 @@ class Ingest:
 
     @contextlib.contextmanager
     def _writer(self) -> Iterator[IndexWriter]:
-        """Waits a while for another process that writes. Raises: SaveError."""
+        """Waits a while for another process that writes. Raises: IndexBusy, SaveError."""
         with contextlib.ExitStack() as stack:
             for attempt in range(_TRIES):
                 try:
                     writer = stack.enter_context(IndexWriter(self._index_dir, self._encoder))
                     break
-                except SaveError:
+                except IndexBusy:
                     if attempt == _TRIES - 1 or self._stopping:
                         raise
                     time.sleep(_TRY_AGAIN_S)

@@ -170,6 +170,10 @@ class Records:
         query = "SELECT * FROM members WHERE status IN ('in_progress', 'deleting') ORDER BY created_s"
         return [_member(row) for row in self._rows(query)]
 
+    def completed(self) -> list[Member]:
+        """Of all tenants."""
+        return [_member(row) for row in self._rows("SELECT * FROM members WHERE status='completed'")]
+
     def status(self, key: tuple[str, str, str]) -> str:
         """Empty: there is no such member."""
         rows = self._rows("SELECT status FROM members WHERE tenant=? AND store=? AND file=?", *key)

@@ -267,6 +267,17 @@ def test_a_large_file_is_read_twice_and_the_same(
     assert counts(ended.summary) == (4, 0, 0, 0, 0) and ended.summary["skipped"] == ["docs/half.jsonl"]
 
 
+def test_a_rebuild_of_nothing_readable_changes_nothing(run: Callable[..., Ended], docs: Path, tmp_path: Path) -> None:
+    """A file that could not be read for a moment emptied the whole index, with exit code 0."""
+    run()
+    before = {path.name for path in (tmp_path / "index").iterdir()}
+    for path in [path for path in docs.rglob("*") if path.is_file()]:
+        path.write_bytes(b"\xff\xfe\x00")
+    ended = run("--rebuild")
+    assert ended.code == 1 and "the index stays as it is" in ended.err
+    assert {path.name for path in (tmp_path / "index").iterdir()} == before
+
+
 def test_a_rebuild_holds_only_its_inputs(run: Callable[..., Ended], docs: Path, tmp_path: Path) -> None:
     """An index of other settings, or a damaged one, that can only be removed by hand."""
     run("--max-chars", 50)

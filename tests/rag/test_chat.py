@@ -13,7 +13,7 @@ import pytest
 from small_parts import CONTEXT, DOCUMENTS, QUESTION, QUOTE, Switch
 from test_prompt import ALL
 
-from ragspec.config import IndexConfig
+from ragspec.config import IndexConfig, RetrieverConfig
 from ragspec.core import (
     Completion,
     Document,
@@ -29,7 +29,8 @@ from ragspec.engine.target import Target
 from ragspec.errors import InputError, NotFound, PromptTooLong, RetrievalError, SaveError
 from ragspec.rag.answer import Answer
 from ragspec.rag.chat import WHOLE_INDEX, Chat, ChatConfig, ReadyTurn, Turn
-from ragspec.rag.conversations import Conversations
+from ragspec.rag.conversations import Conversations, Said, Shown
+from ragspec.rag.history import Past
 from ragspec.rag.prompt import PromptBuilder
 from ragspec.rag.steps import scope_of
 from ragspec.retrieval.retriever import Retriever, build_index
@@ -345,13 +346,15 @@ def test_a_full_disk_takes_nothing_from_the_answer(
     assert answer.text == QUOTE and not chat.remember(ready, answer)
 
 
+@pytest.mark.parametrize("mode", ["hybrid", "dense", "sparse"])
 def test_what_was_deleted_is_in_no_later_turn(
-    tmp_path: Path, retriever: Retriever, prompts: PromptBuilder, store: Conversations
+    tmp_path: Path, retriever: Retriever, prompts: PromptBuilder, store: Conversations, mode: Any
 ) -> None:
-    """A deleted document lived on in the history of conversations, and was copied from."""
-    encoder = retriever.encoder
+    """A deleted document lived on in the history of conversations, and was copied from. One that is there was shown no more where
+    it has no word of the next question."""
+    encoder, config = retriever.encoder, RetrieverConfig(mode=mode)
     build_index([*DOCUMENTS, Document("old", "The old mill is for sale.")], tmp_path / "index", encoder, IndexConfig())
-    chat = Chat(Retriever(encoder, Store.open(tmp_path / "index", encoder.identity)), prompts, store)
+    chat = Chat(Retriever(encoder, Store.open(tmp_path / "index", encoder.identity), config), prompts, store)
     ready = chat.prepare(turn(QUESTION, num_passages=3))
     assert {"old", "mill"} <= set(ids(ready.prompt.passages))
     assert chat.remember(ready, _answer(chat, ready))
@@ -363,9 +366,17 @@ def test_what_was_deleted_is_in_no_later_turn(
     assert list(later.prompt.history[0].passages) == kept
     assert "for sale" not in prompts.tokenizer.decode(list(later.request.prompt_ids))
     assert not any("for sale" in source.text for source in later.request.sources)
-    without = chat.prepare(turn(QUESTION, QUOTE, FOLLOW_UP, retrieve=False))
+    without = chat.prepare(turn(QUESTION, QUOTE, "Xyzzy?", retrieve=False))
     assert list(without.prompt.history[0].passages) == kept and not without.prompt.passages
 
 
 def _answer(chat: Chat, ready: ReadyTurn) -> Answer:
     return chat.answered(ready, Completion(ready.request.id, 0, (), QUOTE, FinishReason.STOP, (), GenerationStats()))
+
+
+def test_a_passage_that_was_changed_takes_nothing_from_its_new_text() -> None:
+    """The old text was gone, and with it went the new one of the same name, shown a turn later."""
+    old, new = (Passage("d", 0, text, 0, len(text)) for text in ("The old text.", "The new text."))
+    said = (Said("One?", "1."), Said("Two?", "2."))
+    past = Past(said, (Shown((old,), "a"), Shown((new,), "b")), ("1", "2", "3"))
+    assert [turn.passages for turn in past.without({(old.id, old.text)})] == [(), (new,)]

@@ -341,7 +341,7 @@ def test_deleted_text_leaves_the_disk(index_dir: Path, counting: Counting, monke
     assert not on_disk()
     forget()
     assert on_disk()  # for readers that have just read CURRENT
-    monkeypatch.setattr(generation, "_GRACE_S", 0.0)
+    monkeypatch.setattr(generation, "GRACE_S", 0.0)
     with pytest.raises(StoreMissing), IndexWriter(index_dir.with_name("other")):
         pass
     with IndexWriter(index_dir):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -21,6 +22,7 @@ from letter_encoder import LetterEncoder
 from ragspec.config import RetrieverConfig
 from ragspec.core import Document
 from ragspec.errors import NotFound, Overloaded, SaveError
+from ragspec.retrieval import generation
 from ragspec.retrieval.retriever import Retriever, build_index
 from ragspec.retrieval.search import Scope
 from ragspec.retrieval.store import Store
@@ -73,6 +75,13 @@ def found(index: Path, query: str = "zebra stripes corn") -> set[str]:
     encoder = LetterEncoder()
     retriever = Retriever(encoder, Store.open(index, encoder.identity), RetrieverConfig(mode="sparse"))
     return {passage.text for passage in retriever.retrieve([query], 100, Scope("ann")).passages[0]}
+
+
+def until(what: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 30.0
+    while not what():
+        assert time.monotonic() < deadline, "it never came about"
+        time.sleep(0.01)
 
 
 @contextmanager
@@ -244,6 +253,54 @@ def test_too_many_waiting_files_are_refused_at_once(index: Path, opened: Opened)
         with pytest.raises(Overloaded):
             for _ in range(64):
                 library.attach("ann", store, file, {})
+    assert ended(library, store, file) == ("completed", "")
+
+
+def on_disk(index: Path, text: str) -> bool:
+    return any(text.encode() in path.read_bytes() for path in index.rglob("*") if path.is_file())
+
+
+def test_deleted_text_leaves_the_disk(index: Path, opened: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was deleted could be read in the index's files for as long as nobody compacted it by hand."""
+    monkeypatch.setattr(ingest, "_TIDY_S", 0.1)
+    monkeypatch.setattr(ingest, "GRACE_S", 0.2)
+    monkeypatch.setattr(generation, "GRACE_S", 0.2)
+    library = opened()
+    store, file = attached(library)
+    assert ended(library, store, file) == ("completed", "")
+    kept = attached(library, "mill.txt", "A mill has sails.")
+    assert ended(library, *kept) == ("completed", "")
+    library.detach("ann", store, file)
+    until(lambda: not on_disk(index, "zebra"))
+    assert found(index, "mill sails corn") == {OLD.text, "A mill has sails."}
+
+
+def test_files_that_are_not_in_the_index_are_read_again(
+    tmp_path: Path, opened: Opened, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another index, or one that was built anew: what had been uploaded was completed, and not found by anybody."""
+    monkeypatch.setattr(ingest, "_FIRST_TIDY_S", 0.0)
+    library = opened()
+    pairs = [attached(library, f"{number}.txt", f"Zebra number {number}.") for number in range(3)]
+    assert {ended(library, *pair) for pair in pairs} == {("completed", "")}
+    library.close()
+    shutil.rmtree(tmp_path / "index")
+    build_index([OLD], tmp_path / "index", LetterEncoder())
+    again = opened()
+    until(lambda: len(found(tmp_path / "index", "zebra number")) == 3)
+    assert {ended(again, *pair) for pair in pairs} == {("completed", "")}
+
+
+def test_a_long_build_of_the_index_fails_no_upload(
+    index: Path, opened: Opened, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Uploads failed for good, ten seconds after `ragspec index add` had begun with a large folder."""
+    monkeypatch.setattr(ingest, "_TRIES", 1)
+    library = opened()
+    with IndexWriter(index, LetterEncoder()):
+        store, file = attached(library)
+        time.sleep(0.3)
+        assert library.member("ann", store, file).status == "in_progress"
     assert ended(library, store, file) == ("completed", "")
 
 
