@@ -1,7 +1,7 @@
 """Who takes part in the next step.
 
-First come, first served: running sequences each take part in every step, their prompts in chunks; waiting ones are admitted
-while pages are free. When pages run out, cached prefixes go first, then the youngest running sequence goes back to the head of
+First come, first served: running sequences take part in every step as far as its rows reach, their prompts in chunks; waiting ones
+are admitted while pages are free. When pages run out, cached prefixes go first, then the youngest running sequence goes back to the head of
 the queue, to be computed again later: same key, same tokens.
 """
 
