@@ -1,8 +1,8 @@
 """Who takes part in the next step.
 
-First come, first served: running sequences take part in every step as far as its rows reach, their prompts in chunks; waiting ones
-are admitted while pages are free. When pages run out, cached prefixes go first, then the youngest running sequence goes back to the head of
-the queue, to be computed again later: same key, same tokens.
+First come, first served: running sequences take part in every step as far as its rows reach, their prompts in chunks; waiting
+ones are admitted while pages are free. When pages run out, cached prefixes go first, then the youngest running sequence goes
+back to the head of the queue, to be computed again later: same key, same tokens.
 """
 
 from __future__ import annotations
