@@ -8,7 +8,6 @@ wrong and which came twice.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -225,15 +224,21 @@ def _span_of_lines(span: Span) -> Callable[[int], Any]:
 
 
 def _span_of_parquet(span: Span) -> Callable[[int], Any]:
-    table = _row_group(span.path, span.group).slice(span.start, span.stop - span.start)
-    return lambda i: _record(table, i)
+    table, error = _row_group(span.path, span.group)
+    if error is not None and span.stop > table.num_rows:
+        raise error
+    part = table.slice(span.start, span.stop - span.start)
+    return lambda i: _record(part, i)
 
 
 @functools.lru_cache(maxsize=2)
-def _row_group(path: str, group: int) -> pa.Table:
-    """Up to where it is damaged, if it is. Why kept: spans of one group follow each other, and each read unpacks all of it."""
+def _row_group(path: str, group: int) -> tuple[pa.Table, Exception | None]:
+    """Its rows, up to where it is damaged, and how. Why kept: spans of one group follow each other, and each read unpacks all."""
     batches: list[pa.RecordBatch] = []
+    error: Exception | None = None
     with pq.ParquetFile(path) as file:
-        with contextlib.suppress(OSError, pa.ArrowException):
+        try:
             batches.extend(file.iter_batches(row_groups=[group]))
-        return pa.Table.from_batches(batches, file.schema_arrow)
+        except (OSError, pa.ArrowException) as cause:
+            error = cause
+        return pa.Table.from_batches(batches, file.schema_arrow), error

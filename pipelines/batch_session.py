@@ -36,7 +36,7 @@ def ray_session(address: str | None, *, deployment: str = "") -> Iterator[None]:
 
     Why the import is in here: Ray reads its mode of authentication once, when it is imported.
     """
-    if address is None and is_connected():
+    if address is None and not deployment and is_connected():
         yield
         return
     address = address or os.environ.get("RAY_ADDRESS") or (deployment and started_here(deployment)) or "local"

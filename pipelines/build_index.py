@@ -132,6 +132,7 @@ def run(job: Job, settings: PipelineConfig, config: IndexConfig | None) -> Found
         ingest.reconsider_duplicates()
         writer.flush()
         if job.rebuild and writer.is_empty():
+            _warn(ingest.found)
             raise InputError("nothing of these inputs could be indexed, so the index stays as it is")
         manifest = None if job.dry_run else writer.commit()
         bar(writer.changes.encoded)

@@ -86,7 +86,7 @@ def run_of(args: argparse.Namespace) -> Run:
     total_tokens = args.tokens or DEFAULT_TOKENS[args.size]
     plan = TargetPlan(total_tokens=total_tokens, minutes=args.minutes, seed=args.seed)
     if args.continue_from:
-        plan = continued(plan)
+        plan = continued(plan, str(args.continue_from.resolve()))
     run = Run(data_dir(args), args.out.resolve(), args.size, plan, args.resume, args.threads, args.continue_from)
     run.out.mkdir(parents=True, exist_ok=True)
     return run

@@ -1,7 +1,7 @@
 """The demo's index: the standard library's documentation, encoded once and kept in the user's cache.
 
-The folder is named by its content (documents, encoder, chunking), so another Python or another encoder has its own; one that is
-damaged or half-written is built again.
+The folder is named by its content (documents, encoder, chunking), so another Python or another encoder has its own. One that is
+damaged or half-written is built again; a service's own copy, which others' documents may be in, is not.
 """
 
 from __future__ import annotations

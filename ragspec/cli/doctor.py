@@ -169,7 +169,7 @@ def _target(model: str) -> Finding:
     detail = (
         f"{target.num_parameters / 1e6:.1f}M parameters, context {target.max_context_tokens}, loaded in {loaded_s:.1f} s; "
         f"bitwise self-test {'passed' if tested.passed else 'FAILED'} in {perf_counter() - begin:.1f} s, "
-        f"numerics id {tested.numerics_id}"
+        f"numerics id {tested.fingerprint}"
     )
     failures = "" if tested.passed else f" ({'; '.join(tested.failures)}); only target.exactness: fast works here"
     return Finding("ok" if tested.passed else "broken", detail + failures)

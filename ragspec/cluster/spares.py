@@ -123,12 +123,12 @@ class Spares:
     def _adopt(self, entry: Entry) -> None:
         """One of an earlier supervisor's; those that do not answer, or were being started when it died, are ended."""
         (name,) = entry.actors
-        actor = None
-        with whatever_happens():
+        try:
             actor = ray.get_actor(name, namespace=NAMESPACE)
-        if actor is None:
+        except ValueError:  # there is none
             self._ledger.remove(_entry_of(name))
-        elif not entry.places:
+            return
+        if not entry.places:
             with whatever_happens():
                 ray.kill(actor)
             self._ledger.remove(_entry_of(name))

@@ -43,7 +43,7 @@ class EngineClient(AbstractContextManager["EngineClient"]):
         return collector.wait()
 
     async def stream(self, request: Request) -> AsyncIterator[Delta]:
-        """Deltas as they come; leaving the loop early cancels the request."""
+        """Deltas as they come; leaving the loop early cancels the request, unless others listen to it."""
         loop, deltas = asyncio.get_running_loop(), asyncio.Queue[Delta]()
 
         def hear(delta: Delta) -> None:

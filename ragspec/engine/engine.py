@@ -190,11 +190,11 @@ class Engine(EngineClient):
         sequence.finish_reason = reason
         remaining = self._sequences[sequence.request.id]
         remaining.remove(sequence)
-        try:
-            self._scheduler.retire(sequence)
-            self._planner.finish(sequence)
-        except Exception:  # Why all: whoever listens must hear the end, and so must those after it
-            log.exception("request %r was not cleared away", sequence.request.id)
+        for clear_away in (self._scheduler.retire, self._planner.finish):
+            try:
+                clear_away(sequence)
+            except Exception:  # Why all: whoever listens must hear the end, and so must those after it
+                log.exception("request %r was not cleared away whole", sequence.request.id)
         if not remaining:
             del self._sequences[sequence.request.id]
             with self._lock:

@@ -116,11 +116,13 @@ class Scheduler:
             self.waiting.remove(sequence)
         if sequence.slots is None:
             return
-        if sequence.finish_reason is not FinishReason.ERROR:
-            self._remember(sequence, min(sequence.slots.length, len(sequence.tokens)))
-        sequence.slots.release()
-        self._out_of_reach = _NEVER
-        sequence.slots = None
+        try:
+            if sequence.finish_reason is not FinishReason.ERROR:
+                self._remember(sequence, min(sequence.slots.length, len(sequence.tokens)))
+        finally:
+            sequence.slots.release()
+            self._out_of_reach = _NEVER
+            sequence.slots = None
 
     def _admit(self) -> None:
         while self.waiting and len(self.running) < self._config.max_running:

@@ -170,7 +170,7 @@ class Sequence:
                 counts[name] = counts.get(name, 0) + 1
 
     def emit(self, error: str = "") -> bool:
-        """Tell the listener what is new; the last message carries the statistics. False: the listener itself failed."""
+        """Tell the listener what is new; the last message carries the statistics. False: it cannot be told any more."""
         done = self.finish_reason is not None
         try:
             text = self._certain_text()

@@ -20,9 +20,10 @@ log = logging.getLogger(__name__)
 WHOLE_INDEX = "*"
 """Stands in `missing` where nothing could be searched."""
 
-_MOST_CONFIRMED, _MOST_CHARS = 1024, 100_000
-"""Passages of earlier turns' documents that are looked through after the index has changed, by so many of their words; one
-beyond is shown no more."""
+_MOST_CONFIRMED = 1024
+"""Passages of earlier turns' documents that are looked through after the index has changed; one beyond is shown no more."""
+_MOST_STALE, _CHARS = 100, 80
+"""They are looked for by the beginnings of the latest that were shown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +81,7 @@ class ChatRetrieval:
         names = tuple(sorted({passage.document_id for passage in stale}))
         same = Comparison(type="in", key="document.id", value=names)
         both = same if scope.filter is None else Compound(type="and", filters=(scope.filter, same))
-        words = " ".join(dict.fromkeys(passage.text for passage in stale))[:_MOST_CHARS]
+        words = " ".join(dict.fromkeys(passage.text[:_CHARS] for passage in stale[-_MOST_STALE:]))
         found = self._retriever.retrieve([words], _MOST_CONFIRMED, Scope(scope.tenant, both))
         there = {(passage.id, passage.text) for passage in found.passages[0]}
         return past.without({(passage.id, passage.text) for passage in stale} - there)

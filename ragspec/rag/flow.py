@@ -129,9 +129,9 @@ class _Written(NamedTuple):
     choices: Sequence[Completion]
 
 
-def _shared(question: Question) -> tuple[int, str, str]:
-    """What questions of one lookup have in common. Why not the scope itself: filters for 1 and for True are equal."""
-    return question.num_passages, question.scope.tenant, repr(question.scope.filter)
+def _shared(question: Question) -> tuple[int, tuple[str, str]]:
+    """What questions of one lookup have in common."""
+    return question.num_passages, question.scope.key
 
 
 def _encoded(index: TwoSteps, questions: Sequence[Question]) -> list[_Encoded]:

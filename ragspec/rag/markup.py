@@ -29,9 +29,11 @@ _ATTRIBUTE = (
     r"hidden|inert|ismap|itemscope|loop|multiple|muted|nomodule|novalidate|open|playsinline|readonly|required|reversed|selected|"
     r"(?:aria|data|hx|ng|v|x)-[\w:.-]++)(?![\w:.-]))"
 )
+_BEGIN = r"(?:\A|(?<=\A\ufeff))"  # behind a byte order mark
 _MARKUP = re.compile(
-    r"(?P<comment><!--)|(?P<program><\?(?=[a-z=]))|\A\ufeff?(?P<front>---)[ \t]*+\n(?=[\w-]++[ \t]*+:)|\A\ufeff"
-    r"|^[ \t>]*+(?P<fence>`{3,}+|~{3,}+)(?![^\n`]*+`)|<(?P<raw>script|style|pre|code|math)\b[^<>]*+>"
+    rf"\A\ufeff|(?P<comment><!--)|(?P<program><\?(?=[a-z=]))|{_BEGIN}(?P<front>---)[ \t]*+\r?\n(?=[\w-]++[ \t]*+:)"
+    rf"|(?:^|{_BEGIN})(?P<quoted>[ \t>]*+)(?:(?:[-*+]|\d{{1,9}}[.)])[ \t]++)?+(?P<fence>`{{3,}}+|~{{3,}}+)(?![^\n`]*+`)"
+    r"|<(?P<raw>script|style|pre|code|math)\b[^<>]*+>"
     rf"|</?[a-z][\w:-]*+(?:\s++{_ATTRIBUTE})*+\s*+/?>|<![a-z][^<>]*+>|&(?:\#\d{{1,7}}|\#x[\da-f]{{1,6}}|[a-z]+\d*);",
     re.MULTILINE | re.IGNORECASE,
 )
@@ -187,11 +189,13 @@ def _extent(text: str, match: re.Match[str], unclosed: set[str]) -> tuple[int, s
         end = _behind(text, match.end(), r"\?>", unclosed)
         return (end, "") if end else (match.end(), match.group())
     if match["front"]:
-        return _behind(text, match.end(), r"^---[ \t]*+$", unclosed) or match.end(), _BREAK
+        return _behind(text, match.end(), r"^---[ \t\r]*+$", unclosed) or match.end(), _BREAK
     if fence := match["fence"]:
         closing = rf"^[ \t>]*+{fence[0]}{{{len(fence)},}}+[ \t\r]*+$"
+        if ">" in match["quoted"]:
+            closing += r"|^(?![ \t]*+>)"  # a quotation's code ends with it
         return _behind(text, match.end(), closing, unclosed) or len(text), _BREAK
-    if match["raw"] and (end := _behind(text, match.end(), f"</{match['raw'].lower()}[^>]*+>", unclosed)):
+    if match["raw"] and (end := _behind(text, match.end(), rf"</{match['raw'].lower()}\b[^<>]*+>", unclosed)):
         return end, "" if match["raw"].lower() == "code" else _BREAK
     if match.group().startswith("&"):
         return match.end(), html.unescape(match.group())

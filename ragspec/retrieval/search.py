@@ -38,6 +38,11 @@ class Scope:
     tenant: str = ""
     filter: Filter | None = None
 
+    @property
+    def key(self) -> tuple[str, str]:
+        """Equal for scopes that see the same. Why not the scope itself: filters for 1 and for True are equal."""
+        return self.tenant, repr(self.filter)
+
 
 EVERYTHING = Scope()
 """What belongs to nobody in particular."""
@@ -147,7 +152,7 @@ class SegmentSearch:
 
     def _allowed(self, scope: Scope) -> Mask | None:
         """Rows that may be found; None: all. Shapes: [K]."""
-        key = scope.tenant, repr(scope.filter)  # Why not the filter itself: those for 1 and for True are equal
+        key = scope.key
         try:
             return self._masks[key]
         except KeyError:

@@ -135,7 +135,7 @@ class Asked:
             isinstance(other, Asked)
             and self.index is other.index
             and (self.k, self.prefetch_k) == (other.k, other.prefetch_k)
-            and (self.scope.tenant, repr(self.scope.filter)) == (other.scope.tenant, repr(other.scope.filter))
+            and self.scope.key == other.scope.key
         )
 
 

@@ -198,12 +198,21 @@ class IndexWriter:
         self._merge(range(len(segments)))
         return self._publish()
 
-    def scrub(self) -> Manifest:
-        """Commit, with nothing of deleted documents in any segment; those that hold none stay. Raises: SaveError."""
+    def scrub(self) -> bool:
+        """Commit, with one segment that holds deleted documents written anew; whether none holds any now.
+
+        Why one: it may be large, and others want to write. Where search is approximate nothing is done, since answers would
+        change. Raises: SaveError.
+        """
         self._seal()
-        if numbers := [number for number, live in enumerate(self._live.segments) if not live.is_live.all()]:
-            self._merge(numbers)
-        return self._publish()
+        dead = [number for number, live in enumerate(self._live.segments) if not live.is_live.all()]
+        if dead and self._config.dense.kind == "exact":
+            self._merge(dead[:1])
+            dead = dead[1:]
+        else:
+            dead = []
+        self._publish()
+        return not dead
 
     def purge(self) -> None:
         """Remove earlier generations from the disk now, but for those on lease: deleted text is gone then, after `compact`."""

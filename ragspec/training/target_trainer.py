@@ -51,11 +51,12 @@ class TargetPlan(Plan):
     embedding_lr_share: float = 0.3
     weight_decay: float = 0.05
     first_stage: int = 0
+    continued_from: str = ""
 
 
-def continued(plan: TargetPlan) -> TargetPlan:
+def continued(plan: TargetPlan, weights: str) -> TargetPlan:
     """The same run over trained weights: half the rate, and not the stage of the shortest examples."""
-    return replace(plan, peak_lr=plan.peak_lr / 2, first_stage=1)
+    return replace(plan, peak_lr=plan.peak_lr / 2, first_stage=1, continued_from=weights)
 
 
 class TargetTrainer(Trainer[TargetPlan]):

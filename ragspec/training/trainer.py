@@ -148,12 +148,12 @@ class Trainer(ABC, Generic[_PlanT]):
         """
         try:
             tensors, state = read_checkpoint(path, self.device)
-            identity = state["identity"]
         except (OSError, SafetensorError, KeyError, TypeError, ValueError) as cause:
-            raise ConfigError(f"{path} cannot be resumed: it is no checkpoint of such a run") from cause
+            raise ConfigError(f"{path} cannot be resumed: it is no checkpoint") from cause
+        identity = state.get("identity", {})
         for name, ours in self._identity().items():
-            if identity.get(name) != ours:
-                theirs = identity.get(name)
+            theirs = identity.get(name, "not known")
+            if theirs != ours:
                 raise ConfigError(f"{path} cannot be resumed: its {name} is {theirs}, and this run's is {ours}")
         for (name, parameter), average in zip(self._module.named_parameters(), self.average, strict=True):
             parameter.copy_(tensors[f"model.{name}"])
@@ -172,7 +172,7 @@ class Trainer(ABC, Generic[_PlanT]):
         return [(name, buffer) for name, buffer in self._module.named_buffers() if name in kept]
 
     def _identity(self) -> dict[str, Any]:
-        """What every step depends on beside its number."""
+        """What is trained, how and by how many; the data, and what a head is trained for, are the caller's to keep the same."""
         found = self._shape()
         for name, value in asdict(self.plan).items():
             if name not in FREE_AT_RESUME:

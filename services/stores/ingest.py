@@ -1,18 +1,18 @@
 """One worker that changes the index: files in, files out. Queries see the generation before, or the one after.
 
 Deletions come first. Files that wait are read one by one and committed together; what is wrong with one is that one's failure.
-What an index of before held, and this one does not, is read again; text that was deleted leaves the disk some time later.
+Another index than the one that files were read into has none of them: they are read again.
 States: started -> stopped. What waits then is gone on with by the next process (`Records.unfinished`).
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
+import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,24 +20,18 @@ from pathlib import Path
 from ragspec.core import Document
 from ragspec.errors import IndexBusy, InputError, Overloaded, RagspecError, SaveError
 from ragspec.retrieval.encoder import TextEncoder
-from ragspec.retrieval.generation import GRACE_S
-from ragspec.retrieval.writer import IndexWriter
-from services.stores.parsing import ParseLimits, Unsupported, origin_of, parsed
+from services.stores.members_index import Forget, MembersIndex
+from services.stores.parsing import ParseLimits, Unsupported, parsed
 from services.stores.records import FileRecord, Member, Records
+from services.stores.tidying import Tidying
 
 log = logging.getLogger(__name__)
 
-Forget = Callable[[str, Sequence[str]], None]
-"""Called with a tenant and the ids of its documents that are gone."""
-
 _BATCH = 16
-_TRIES, _TRY_AGAIN_S = 20, 0.5
-"""Another process may write the index at the moment."""
 _OWED_S = 60.0
 """After so long a deletion is tried again that failed where nobody waits for it."""
-_TIDY_S, _FIRST_TIDY_S = 600.0, 5.0
-"""From a deletion until its text is taken out of the files, with all that is deleted meanwhile; and from the start until both are
-compared."""
+_BUSY_S = 30.0
+"""After so long files are read once more that came while another process was writing the index."""
 
 
 @dataclass(slots=True)
@@ -60,27 +54,28 @@ class Ingest:
         max_waiting: int = 10_000,
         limits: ParseLimits | None = None,
     ) -> None:
-        self._records, self._index_dir, self._encoder = records, index_dir, encoder
-        self._path_of, self._forget = path_of, forget
+        self._records, self._path_of = records, path_of
+        self._index = MembersIndex(index_dir, encoder, forget)
         self._max_waiting, self._limits = max_waiting, limits or ParseLimits()
         self._wake = threading.Condition()
         self._members: deque[Member] = deque()
         self._deletions: deque[_Deletion] = deque()
         self._owed: list[Member] = []
         self._owed_s = 0.0  # when they are due; of time.monotonic
-        self._tidy_s: float | None = None  # when the files are due; None: nothing is in them that was deleted
-        self._is_known = False  # whether the index holds what the records say
+        self._members_s = 0.0  # likewise
+        self._tidying = Tidying(index_dir, self._index.opened)
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="ragspec-ingest", daemon=True)
 
     def start(self) -> None:
-        """Go on with what an earlier process left."""
+        """Go on with what an earlier process left. Raises: StoreError if the index is damaged."""
+        self._records.begin_again(self._lost())
         for member in self._records.unfinished():
             if member.status == "deleting":
                 self._owed.append(member)
             else:
                 self._members.append(member)
-        self._tidy_s = time.monotonic() + _FIRST_TIDY_S
+        self._tidying.note()
         self._thread.start()
 
     def check_room(self) -> None:
@@ -96,7 +91,7 @@ class Ingest:
     def delete(self, members: Sequence[Member]) -> None:
         """Take their documents out of the index, and wait: the next query finds nothing of them.
 
-        Raises: SaveError if that failed; then they are all still there.
+        Raises: SaveError if that failed; then they are still there, but for those that somebody else wants deleted as well.
         """
         if not members:
             return
@@ -113,6 +108,7 @@ class Ingest:
         """After the change that is being made."""
         with self._wake:
             self._stopping = True
+            self._index.hurry()
             self._wake.notify()
         if self._thread.is_alive():
             self._thread.join()
@@ -122,24 +118,36 @@ class Ingest:
     def _run(self) -> None:
         while True:
             with self._wake:
-                due_s = [self._owed_s] if self._owed else []
-                due_s += [] if self._tidy_s is None else [self._tidy_s]
-                wait_s = max(0.0, min(due_s) - time.monotonic()) if due_s else None
-                self._wake.wait_for(lambda: self._stopping or self._deletions or self._members, wait_s)
+                wait_s = max(0.0, due - time.monotonic()) if (due := self._due_s()) < math.inf else None
+                self._wake.wait_for(
+                    lambda: self._stopping or self._deletions or self._due_s() <= time.monotonic(), wait_s
+                )
                 if self._stopping:
                     return
                 deletions = [self._deletions.popleft() for _ in range(len(self._deletions))]
-                waiting = 0 if deletions else min(_BATCH, len(self._members))
-                members = [self._members.popleft() for _ in range(waiting)]
+                is_time = not deletions and self._members_s <= time.monotonic()
+                members = [self._members.popleft() for _ in range(min(_BATCH, len(self._members)) if is_time else 0)]
             try:
                 self._pay()
                 for deletion in deletions:
                     self._take_out(deletion)
                 if members:
                     self._take_in(members)
-                self._tidy()
+                self._tidying.run()
             except Exception:
                 log.exception("a change of the index failed; others go on")
+
+    def _due_s(self) -> float:
+        """When there is something to do next, of time.monotonic."""
+        times = [self._owed_s] if self._owed else []
+        times += [self._members_s] if self._members else []
+        times += [] if self._tidying.due_s is None else [self._tidying.due_s]
+        return min(times, default=math.inf)
+
+    def _lost(self) -> list[Member]:
+        """All that was completed, if the index knows none of it: it is another one, or was built anew."""
+        completed = self._records.completed()
+        return completed if completed and not self._index.knows_any(completed) else []
 
     def _pay(self) -> None:
         """What an earlier process was asked to delete. Nobody waits for it: it is tried until it is done."""
@@ -152,32 +160,6 @@ class Ingest:
             self._owed_s = time.monotonic() + _OWED_S
         else:
             self._owed = []
-
-    def _tidy(self) -> None:
-        """Compare the index with the records, once; take deleted text out of its files, and then the files that still hold it."""
-        if self._tidy_s is None or time.monotonic() < self._tidy_s:
-            return
-        self._tidy_s = None
-        completed = [] if self._is_known else self._records.completed()
-        try:
-            with self._writer() as writer:
-                there = {(owner, origin) for _, owner, origin in writer.origins()}
-                before = writer.commit()
-                changed = writer.scrub() != before
-        except Exception as cause:
-            log.warning("the index could not be tidied: %s", type(cause).__name__)
-            if completed or self._is_known:  # else there is perhaps nothing that may be written
-                self._tidy_s = time.monotonic() + _TIDY_S
-            return
-        if changed:  # its next writer removes what readers may be opening now
-            self._tidy_s = time.monotonic() + GRACE_S + 1.0
-        lost = [member for member in completed if (member.tenant, origin_of(member)) not in there]
-        self._is_known = True
-        if lost:
-            log.warning("%d files are not in this index and are read again", len(lost))
-            self._records.set_status(lost, "in_progress")
-            with self._wake:
-                self._members.extend(lost)
 
     def _drop(self, members: Sequence[Member]) -> None:
         self._change(members, [])
@@ -196,11 +178,14 @@ class Ingest:
             deletion.done.set_result(None)
 
     def _put_back(self, members: Sequence[Member]) -> None:
-        """They could not be deleted: they are what they were."""
+        """They could not be deleted: they are what they were. Those that were to be deleted before that still are."""
         for member in members:
             self._records.set_status([member], member.status)
             if member.status == "in_progress":
                 self.add(member)
+            elif member.status == "deleting":
+                self._owed.append(member)
+                self._owed_s = time.monotonic() + _OWED_S
 
     def _take_in(self, members: Sequence[Member]) -> None:
         read: list[tuple[Member, list[Document]]] = []
@@ -213,9 +198,8 @@ class Ingest:
                 read.append((member, documents))
         try:
             self._change([member for member, _ in read], [each for _, documents in read for each in documents])
-        except IndexBusy:  # a large index is being built, say
-            with self._wake:
-                self._members.extendleft(member for member, _ in reversed(read))
+        except IndexBusy:
+            self._wait_with(member for member, _ in reversed(read))
         except InputError as cause:
             self._one_by_one(read, cause)
         except Exception as cause:
@@ -236,8 +220,19 @@ class Ingest:
                 self._change([pair[0]], pair[1])
             except InputError as own:
                 self._records.end(pair[0], "failed", "invalid_file", str(own))
+            except IndexBusy:
+                self._wait_with([pair[0]])
+            except Exception as own:
+                log.warning("a file could not be indexed: %s", type(own).__name__)
+                self._records.end(pair[0], "failed", "server_error", "the index could not be written")
             else:
                 self._end(*pair)
+
+    def _wait_with(self, members: Iterable[Member]) -> None:
+        """Another process writes, a large index perhaps: they come first when it has had some time."""
+        with self._wake:
+            self._members.extendleft(members)
+            self._members_s = time.monotonic() + _BUSY_S
 
     def _read(self, member: Member) -> list[Document] | None:
         """None: it is not wanted any more, or cannot be read, which is noted."""
@@ -263,36 +258,6 @@ class Ingest:
         self._records.end(member, "completed", num_bytes=sum(len(each.text.encode()) for each in documents))
 
     def _change(self, members: Sequence[Member], documents: Sequence[Document]) -> None:
-        """What the index has of these members is replaced by these documents, in one commit. Raises: SaveError, InputError."""
-        origins = {(member.tenant, origin_of(member)) for member in members}
-        with self._writer() as writer:
-            old = [name for name, owner, origin in writer.origins() if (owner, origin) in origins]
-            new = {document.id for document in documents}
-            for document in documents:
-                writer.upsert(document)
-            for name in old:
-                if name not in new:
-                    writer.delete(name)
-            writer.commit()
-        if old and self._tidy_s is None:
-            self._tidy_s = time.monotonic() + _TIDY_S
-        gone: dict[str, list[str]] = {}
-        owners = {origin_of(member): member.tenant for member in members}
-        for name in old:
-            gone.setdefault(owners[":".join(name.split(":")[:2])], []).append(name)
-        for tenant, names in gone.items():
-            self._forget(tenant, names)
-
-    @contextlib.contextmanager
-    def _writer(self) -> Iterator[IndexWriter]:
-        """Waits a while for another process that writes. Raises: IndexBusy, SaveError."""
-        with contextlib.ExitStack() as stack:
-            for attempt in range(_TRIES):
-                try:
-                    writer = stack.enter_context(IndexWriter(self._index_dir, self._encoder))
-                    break
-                except IndexBusy:
-                    if attempt == _TRIES - 1 or self._stopping:
-                        raise
-                    time.sleep(_TRY_AGAIN_S)
-            yield writer
+        """As `MembersIndex.replace`, and what is no longer found leaves the disk later."""
+        if self._index.replace(members, documents):
+            self._tidying.note()

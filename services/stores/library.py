@@ -22,7 +22,8 @@ from ragspec.retrieval.encoder import TextEncoder
 from ragspec.retrieval.retriever import index_folder
 from services.settings import ServiceConfig
 from services.stores.blobs import Blobs
-from services.stores.ingest import Forget, Ingest
+from services.stores.ingest import Ingest
+from services.stores.members_index import Forget
 from services.stores.parsing import FILE, STORE, ParseLimits
 from services.stores.records import Attributes, FileRecord, Member, Records, StoreRecord
 

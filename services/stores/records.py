@@ -189,6 +189,13 @@ class Records:
                 values,
             )
 
+    def begin_again(self, members: Sequence[Member]) -> None:
+        """Those that are completed still are in progress."""
+        with self._database.writing() as db:
+            keys = [member.key for member in members]
+            where = "WHERE tenant=? AND store=? AND file=? AND status='completed'"
+            db.executemany(f"UPDATE members SET status='in_progress' {where}", keys)
+
     def set_status(self, members: Sequence[Member], status: str) -> None:
         with self._database.writing() as db:
             values = [(status, *member.key) for member in members]

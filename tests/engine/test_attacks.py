@@ -248,7 +248,7 @@ def test_a_step_that_fails_ends_its_requests_and_nothing_else(
 
 
 @pytest.mark.parametrize("drafted", [True, False])
-@pytest.mark.parametrize("where", ["observe", "finish"])
+@pytest.mark.parametrize("where", ["observe", "finish", "insert"])
 def test_what_fails_behind_the_last_token_ends_the_request_there(
     tiny: Tiny, monkeypatch: pytest.MonkeyPatch, drafted: bool, where: str
 ) -> None:
@@ -256,20 +256,23 @@ def test_what_fails_behind_the_last_token_ends_the_request_there(
     target, params = tiny(), SamplingParams(max_tokens=6)
     answer = decode(target, (5, 6, 7), params).token_ids
     with tiny_engine(target, [Perfect({("a", 0): answer})] if drafted else []) as engine:
-        kept = getattr(engine._planner, where)
+        owner: Any = engine._scheduler.prefixes if where == "insert" else engine._planner
+        kept = getattr(owner, where)
 
-        def failing(sequence: Any, *others: Any) -> None:
-            if sequence.key == ("a", 0) and sequence.finish_reason is not None:
+        def failing(*args: Any) -> None:
+            ended = where == "insert" and len(args[1]) > 3  # not after the prompt, but at the end
+            if ended or (where != "insert" and args[0].key == ("a", 0) and args[0].finish_reason is not None):
                 raise MemoryError("no memory behind the last token")
-            kept(sequence, *others)
+            kept(*args)
 
-        monkeypatch.setattr(engine._planner, where, failing)
+        monkeypatch.setattr(owner, where, failing)
         listener = Listener()
         engine.submit(ask("a", params=params), listener)
         assert listener.done.wait(30)
         assert listener.num_tokens == 6
         ends = [delta.finish_reason for delta in listener.deltas if delta.finish_reason is not None]
         assert ends == [FinishReason.ERROR if where == "observe" else FinishReason.LENGTH]
+        monkeypatch.undo()
         assert_healthy(engine)
 
 

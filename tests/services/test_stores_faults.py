@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from ragspec.retrieval.retriever import Retriever, build_index
 from ragspec.retrieval.search import Scope
 from ragspec.retrieval.store import Store
 from ragspec.retrieval.writer import IndexWriter
-from services.stores import ingest
+from services.stores import ingest, members_index, tidying
 from services.stores.library import Library
 from services.stores.parsing import ParseLimits
 
@@ -166,13 +167,12 @@ def test_a_deletion_that_is_owed_is_tried_until_it_is_done(
     library._records.set_status([library.member("ann", store, file)], "deleting")
     library.close()
     monkeypatch.setattr(ingest, "_OWED_S", 0.2)
-    monkeypatch.setattr(ingest, "_TRIES", 1)
+    monkeypatch.setattr(members_index, "TRIES", 1)
     with IndexWriter(index, LetterEncoder()):
         again = opened()
         time.sleep(0.5)
         assert again._records.status(("ann", store, file)) == "deleting"
-    while again._records.status(("ann", store, file)):
-        time.sleep(0.01)
+    until(lambda: not again._records.status(("ann", store, file)))
     assert found(index) == {OLD.text}
 
 
@@ -262,8 +262,8 @@ def on_disk(index: Path, text: str) -> bool:
 
 def test_deleted_text_leaves_the_disk(index: Path, opened: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
     """What was deleted could be read in the index's files for as long as nobody compacted it by hand."""
-    monkeypatch.setattr(ingest, "_TIDY_S", 0.1)
-    monkeypatch.setattr(ingest, "GRACE_S", 0.2)
+    monkeypatch.setattr(tidying, "WAIT_S", 0.1)
+    monkeypatch.setattr(tidying, "GRACE_S", 0.2)
     monkeypatch.setattr(generation, "GRACE_S", 0.2)
     library = opened()
     store, file = attached(library)
@@ -275,11 +275,8 @@ def test_deleted_text_leaves_the_disk(index: Path, opened: Opened, monkeypatch: 
     assert found(index, "mill sails corn") == {OLD.text, "A mill has sails."}
 
 
-def test_files_that_are_not_in_the_index_are_read_again(
-    tmp_path: Path, opened: Opened, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_files_that_are_not_in_the_index_are_read_again(tmp_path: Path, opened: Opened) -> None:
     """Another index, or one that was built anew: what had been uploaded was completed, and not found by anybody."""
-    monkeypatch.setattr(ingest, "_FIRST_TIDY_S", 0.0)
     library = opened()
     pairs = [attached(library, f"{number}.txt", f"Zebra number {number}.") for number in range(3)]
     assert {ended(library, *pair) for pair in pairs} == {("completed", "")}
@@ -291,11 +288,44 @@ def test_files_that_are_not_in_the_index_are_read_again(
     assert {ended(again, *pair) for pair in pairs} == {("completed", "")}
 
 
+def test_what_was_taken_out_of_the_index_by_hand_stays_out(index: Path, opened: Opened) -> None:
+    """A restart brought back what an administrator had deleted with `ragspec index delete`."""
+    library = opened()
+    gone, kept = (attached(library, f"{name}.txt", f"Zebra of {name}.") for name in ("ann", "bob"))
+    assert {ended(library, *pair) for pair in (gone, kept)} == {("completed", "")}
+    library.close()
+    with IndexWriter(index) as writer:
+        (name,) = [name for name, _, origin in writer.origins() if origin.endswith(gone[1])]
+        writer.delete(name)
+        writer.commit()
+    assert ended(opened(), *gone) == ("completed", "")
+    time.sleep(0.3)
+    assert found(index, "zebra") == {"Zebra of bob."}
+
+
+def test_a_deletion_that_two_ask_for_is_not_forgotten(
+    index: Path, opened: Opened, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both failed while another process wrote, and the file stood at "deleting" until the next start, still to be found."""
+    monkeypatch.setattr(ingest, "_OWED_S", 0.1)
+    monkeypatch.setattr(members_index, "TRIES", 1)
+    library = opened()
+    store, file = attached(library)
+    assert ended(library, store, file) == ("completed", "")
+    deleting = replace(library.member("ann", store, file), status="deleting")
+    library._records.set_status([deleting], "deleting")
+    with IndexWriter(index, LetterEncoder()), pytest.raises(SaveError):
+        library._ingest.delete([deleting])
+    until(lambda: not library._records.status(("ann", store, file)))
+    assert found(index) == {OLD.text}
+
+
 def test_a_long_build_of_the_index_fails_no_upload(
     index: Path, opened: Opened, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Uploads failed for good, ten seconds after `ragspec index add` had begun with a large folder."""
-    monkeypatch.setattr(ingest, "_TRIES", 1)
+    monkeypatch.setattr(members_index, "TRIES", 1)
+    monkeypatch.setattr(ingest, "_BUSY_S", 0.05)
     library = opened()
     with IndexWriter(index, LetterEncoder()):
         store, file = attached(library)

@@ -85,7 +85,7 @@ def test_a_checkpoint_of_another_head_is_refused(tmp_path: Path) -> None:
 def test_what_is_no_checkpoint_is_refused(content: bytes, tmp_path: Path) -> None:
     """A traceback of the file format's library, or weights of some other job."""
     (tmp_path / "checkpoint.safetensors").write_bytes(content)
-    with pytest.raises(ConfigError, match="no checkpoint of such a run"):
+    with pytest.raises(ConfigError, match="no checkpoint"):
         make_trainer(EagleFamily.EAGLE).load(tmp_path / "checkpoint.safetensors")
 
 
