@@ -7,6 +7,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,7 +21,7 @@ from ragspec.retrieval import writer as writer_module
 from ragspec.retrieval.changes import Outcome
 from ragspec.retrieval.encoder import FloatArray, Kind
 from ragspec.retrieval.files import ArrowFile
-from ragspec.retrieval.lease import lease
+from ragspec.retrieval.lease import lease, leased
 from ragspec.retrieval.retriever import Retriever, build_index
 from ragspec.retrieval.store import Store
 from ragspec.retrieval.writer import IndexWriter
@@ -368,6 +369,50 @@ def test_a_generation_on_lease_stays(index_dir: Path, counting: Counting) -> Non
     assert not (index_dir / ".lease-dead").exists()
     with pytest.raises(StoreCorrupt):
         Store.open(index_dir, pointer=pointer)
+
+
+def test_a_lease_is_held_though_a_clean_up_comes_between(index_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A writer took the file that was being made for something left behind, and the job went on without a lease, unaware."""
+    rename, lost = Path.rename, list[Path]()
+
+    def losing(path: Path, target: Path) -> Path:
+        if not lost:
+            lost.append(path)
+            path.unlink()
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", losing)
+    with lease(index_dir) as pointer:
+        assert lost and list(leased(index_dir)) == [pointer]
+    assert not list(index_dir.glob(".lease-*"))
+
+
+@pytest.mark.parametrize("kind", ["exact", "hnsw"])
+def test_scrubbing_takes_one_segment_at_a_time_and_changes_no_answer(
+    index_dir: Path, counting: Counting, kind: Any
+) -> None:
+    """One deletion held up everybody until a whole index was written anew; approximate search answered otherwise after it."""
+    with IndexWriter(index_dir, counting) as writer:
+        for number in range(3):
+            for each in range(4):
+                writer.upsert(Document(f"new{number}{each}", f"Über new fact {number} {each}."))
+            writer.commit()
+        writer.compact(DenseConfig(kind=kind)) if kind != "exact" else None
+        for number in range(0, 3, 2):
+            writer.delete(f"new{number}1")
+        writer.commit()
+    retriever = Retriever(counting, Store.open(index_dir))
+    before = retriever.retrieve(["new fact 2 1"], 30).passages
+    rounds, dead = 0, []
+    while True:
+        with IndexWriter(index_dir) as writer:
+            is_clean = writer.scrub()
+        rounds += 1
+        dead.append(sum(s.num_deleted for s in Store.open(index_dir).manifest.segments))
+        if is_clean:
+            break
+    assert (rounds, dead) == ((2, [1, 0]) if kind == "exact" else (1, [2]))
+    assert retriever.retrieve(["new fact 2 1"], 30).passages == before
 
 
 def test_a_folder_that_is_no_index_keeps_its_files(tmp_path: Path, counting: Counting) -> None:

@@ -318,3 +318,33 @@ def test_a_run_that_cannot_begin_takes_nothing() -> None:
     with pytest.raises(EngineError, match="no"):
         asyncio.run(run())
     assert "a" in engine.cancelled
+
+
+def test_what_one_stream_cannot_take_in_reaches_the_others() -> None:
+    """A mistake over one stream's message left those of all others undelivered; a loop that had ended, for ever."""
+    told: list[tuple[str, int]] = []
+
+    class Taking:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def take_in(self, delta: Delta) -> None:
+            if self.name == "bad":
+                raise RuntimeError("not this one")
+            told.append((self.name, delta.choice))
+
+    mail = Mail()
+
+    async def deliver(number: int, *, waits: bool) -> None:
+        loop = asyncio.get_running_loop()
+        loop.set_exception_handler(lambda *_: None)
+        for name in ("bad", "good"):
+            mail.post(loop, Taking(name), Delta("a", number, (1,), "x", (), None))  # type: ignore[arg-type]
+        if waits:
+            await asyncio.sleep(0.05)
+
+    asyncio.run(deliver(0, waits=True))
+    assert told == [("good", 0)]
+    asyncio.run(deliver(1, waits=False))  # ends before it is told
+    asyncio.run(deliver(2, waits=True))
+    assert ("good", 2) in told
