@@ -9,9 +9,12 @@ from __future__ import annotations
 import logging
 import queue
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from typing import TypeVar
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 class Commands:
@@ -57,3 +60,12 @@ class Commands:
             self._beat()
             self._due = time.monotonic() + self._beat_s
         return max(0.0, self._due - time.monotonic())
+
+
+def each_tried(calls: Iterable[Callable[[T], None]], what: T) -> None:
+    """One that fails is logged, and keeps no other from being made."""
+    for call in calls:
+        try:
+            call(what)
+        except Exception:
+            log.exception("%s failed; what comes after it goes on", getattr(call, "__qualname__", call))

@@ -24,7 +24,7 @@ from ragspec.engine.admission import Admission
 from ragspec.engine.batch import Batch, Work
 from ragspec.engine.client import EngineClient
 from ragspec.engine.collect import settle
-from ragspec.engine.commands import Commands
+from ragspec.engine.commands import Commands, each_tried
 from ragspec.engine.scheduler import Scheduler
 from ragspec.engine.sequence import Listener, Sequence
 from ragspec.engine.target import Target
@@ -190,11 +190,7 @@ class Engine(EngineClient):
         sequence.finish_reason = reason
         remaining = self._sequences[sequence.request.id]
         remaining.remove(sequence)
-        for clear_away in (self._scheduler.retire, self._planner.finish):
-            try:
-                clear_away(sequence)
-            except Exception:  # Why all: whoever listens must hear the end, and so must those after it
-                log.exception("request %r was not cleared away whole", sequence.request.id)
+        each_tried((self._scheduler.retire, self._planner.finish), sequence)  # the end is told, whatever they meet
         if not remaining:
             del self._sequences[sequence.request.id]
             with self._lock:

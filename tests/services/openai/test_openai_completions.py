@@ -174,7 +174,7 @@ def test_embeddings_that_nobody_waits_for_end_with_their_slice(
 @pytest.mark.parametrize(
     ("options", "param"),
     [
-        ({"input": [[1, 2, 3]]}, "input.0"),
+        ({"input": [[1, 2, 3]]}, "input"),
         ({"input": ["x"] * 2049}, "input"),
         ({"input": ["x", " "]}, None),
         ({"input": ["x", "word " * 300]}, "input.1"),
