@@ -67,8 +67,10 @@ class Incoming:
         spoken = (_FORM, _FILES) if _is_under(self._path, LANGUAGETOOL) else ("application/json", _FILES)
         if self.kind not in spoken:
             raise ApiError(415, f"Content-Type must be {' or '.join(spoken)}")
-        charset = _CHARSET.search(self._headers.get("content-type", ""))
-        if charset is not None and charset[1].lower() not in ("utf-8", "utf8"):
+        charsets = _CHARSET.findall(self._headers.get("content-type", ""))
+        if any(
+            charset.lower() not in ("utf-8", "utf8") for charset in charsets
+        ):  # parsers differ in which of several they take
             raise ApiError(415, "the charset must be UTF-8")
 
     async def read(self, timeout_s: float) -> None:

@@ -146,10 +146,10 @@ class Guard:
     def _check_origin(self, headers: Headers) -> None:
         """Where nobody is asked for a key, pages elsewhere must not ask through their visitors' browsers. Raises: ApiError 403.
 
-        Editors and extensions of browsers send no origin, or one that is no page's.
+        Editors and extensions of browsers send no origin, or one that is no page's; "null" is that of a page that hides it.
         """
         scheme, _, page = headers.get("origin", "").partition("://")
-        own = scheme not in ("http", "https") or page == headers.get("host")
+        own = scheme not in ("http", "https", "null") or page == headers.get("host")
         if not own and f"{scheme}://{page}" not in self._settings.cors_origins:
             raise ApiError(403, "pages of other sites may not ask here", code="origin_not_allowed")
 

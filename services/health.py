@@ -18,7 +18,7 @@ from fastapi.responses import JSONResponse
 from ragspec.core import Request as Generation
 from ragspec.core import SamplingParams
 from ragspec.engine.engine import Engine
-from ragspec.errors import RagspecError
+from ragspec.errors import Overloaded, RagspecError
 from ragspec.speculation import OFF
 from services.backend import Backend
 from services.errors import ApiError
@@ -38,6 +38,7 @@ class Canary:
         self._engine, self._timeout_s = backend.engine, backend.config.service.timeouts.canary_s
         self._prompt_ids = tuple(backend.prompts.tokenizer("ready?")["input_ids"])
         self._asked_at, self._sang = -_FRESH_S, False
+        self._last_progress = -1
         self._asking: asyncio.Task[bool] | None = None
 
     async def sings(self) -> bool:
@@ -47,22 +48,26 @@ class Canary:
             self._asking = asyncio.create_task(self._ask())
         return await asyncio.shield(self._asking)
 
-    def _num_steps(self) -> int:
-        return self._engine.load().num_steps if isinstance(self._engine, Engine) else 0
+    def _progress(self) -> int:
+        """What rises as long as the engine, or any of a deployment's, goes on."""
+        engine = self._engine
+        return engine.load().num_steps if isinstance(engine, Engine) else getattr(engine, "num_heard", lambda: 0)()
 
     async def _ask(self) -> bool:
         params = SamplingParams(max_tokens=1, ignore_eos=True, seed=0)
         request = Generation(secrets.token_hex(16), self._prompt_ids, params, salt=_SALT, speculation=OFF)
-        self._sang, steps = False, self._num_steps()
+        self._sang, before = False, self._progress()
         try:
             async with asyncio.timeout(self._timeout_s), aclosing(cast(Any, self._engine.stream(request))) as stream:
                 async for delta in stream:
                     self._sang = bool(delta.token_ids)
         except TimeoutError:  # Why not an error by itself: a full engine has others before it, and goes on with them
-            self._sang = self._num_steps() > steps
+            self._sang = self._progress() > before
+        except Overloaded:  # likewise, if it has gone on since the last time
+            self._sang = before > self._last_progress
         except RagspecError as error:
             log.error("the engine wrote no token", extra={"reason": type(error).__name__})
-        self._asked_at = time.monotonic()
+        self._asked_at, self._last_progress = time.monotonic(), before
         return self._sang
 
 

@@ -40,6 +40,8 @@ class Board:
         self._lost: list[Leg] = []
         self._fresh: deque[Leg] = deque()
         self._num_sent = 0
+        self.num_heard = 0
+        """Messages of replicas: it rises as long as any of them goes on with something."""
 
     @property
     def idle(self) -> bool:
@@ -129,6 +131,7 @@ class Board:
         if delta.finish_reason in (FinishReason.CANCELLED, FinishReason.LOST):  # nobody here has asked for that
             self._lose(leg, [stream])
             return
+        self.num_heard += 1
         told = stream.hear(delta, link.identity, time.monotonic())
         if stream.ended:
             self._leave(leg, stream)

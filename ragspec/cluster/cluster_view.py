@@ -102,13 +102,15 @@ class ClusterView:
         return found
 
     def _view(self, turn: int, missing: frozenset[str]) -> View:
-        if (turn, missing) not in self._views:
+        view = self._views.get((turn, missing))
+        if view is None:
             shard = self._spread.turned(self._replicas, turn).without(missing)
             scoring = _scoring(self._config.reranker, self._crew, self._patience) if self._config.reranker else None
             if len(self._views) >= _VIEWS_KEPT:
                 self._views = {}
-            self._views[turn, missing] = View(self.store, self._config, scoring=scoring, shard=lambda _: shard)
-        return self._views[turn, missing]
+            view = View(self.store, self._config, scoring=scoring, shard=lambda _: shard)
+            self._views[turn, missing] = view  # another thread may have put them all away, or made the same
+        return view
 
     def _leave_out(self, error: Unsearched) -> None:
         """Raises: the error, unless the answer may be partial and something is left to search."""

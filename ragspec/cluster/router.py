@@ -85,6 +85,11 @@ class Router(EngineClient):
         with self._changed:
             return min(link.identity.max_context_tokens for link in self._live())
 
+    def num_heard(self) -> int:
+        """It rises as long as any replica goes on with a request of this router's."""
+        with self._changed:
+            return self._board.num_heard
+
     def submit(self, request: Request, listener: Listener) -> None:
         """Queue a request; the listener hears every Delta of every choice once, in one thread of the router's.
 

@@ -35,7 +35,7 @@ class Dictionaries:
 
         Raises: InputError for too many names, SaveError, StoreCorrupt.
         """
-        names = sorted(set(names))
+        names = sorted({check_text(name, "the dictionary's name") for name in names})
         if len(names) > _MAX_NAMES:
             raise InputError(f"at most {_MAX_NAMES} dictionaries can be named, not {len(names)}")
         which = f" AND name IN ({','.join('?' * len(names))})" if names else ""
@@ -59,7 +59,10 @@ class Dictionaries:
             return bool(db.execute("INSERT OR IGNORE INTO words VALUES (?,?,?)", (tenant, name, word)).rowcount)
 
     def delete(self, tenant: str, word: str, name: str = "") -> bool:
-        """Whether it was there. Raises: SaveError, StoreCorrupt."""
+        """Whether it was there. Raises: InputError for what is no text; SaveError, StoreCorrupt."""
+        check_text(word, "the word")
+        if name:
+            check_text(name, "the dictionary's name")
         with self._database.writing() as db:
             found = db.execute("DELETE FROM words WHERE tenant=? AND name=? AND word=?", (tenant, name, word))
             return bool(found.rowcount)

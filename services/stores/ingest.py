@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ragspec.core import Document
-from ragspec.errors import IndexBusy, InputError, Overloaded, RagspecError, SaveError
+from ragspec.errors import IndexBusy, InputError, Overloaded, RagspecError, RetrievalError, SaveError
 from ragspec.retrieval.encoder import TextEncoder
 from services.stores.members_index import Forget, MembersIndex
 from services.stores.parsing import ParseLimits, Unsupported, parsed
@@ -30,6 +30,8 @@ log = logging.getLogger(__name__)
 _BATCH = 16
 _OWED_S = 60.0
 """After so long a deletion is tried again that failed where nobody waits for it."""
+_DELETED_S = 60.0
+"""So long somebody waits for a deletion; it is carried out all the same."""
 _BUSY_S = 30.0
 """After so long files are read once more that came while another process was writing the index."""
 
@@ -92,6 +94,7 @@ class Ingest:
         """Take their documents out of the index, and wait: the next query finds nothing of them.
 
         Raises: SaveError if that failed; then they are still there, but for those that somebody else wants deleted as well.
+        Overloaded if it takes long.
         """
         if not members:
             return
@@ -102,7 +105,12 @@ class Ingest:
                 raise SaveError("the service is stopping; what was to be deleted will be when it starts again")
             self._deletions.append(deletion)
             self._wake.notify()
-        deletion.done.result()
+        try:
+            deletion.done.result(_DELETED_S)
+        except TimeoutError:
+            raise Overloaded(
+                "a large change of the index is under way; what was to be deleted will be after it"
+            ) from None
 
     def stop(self) -> None:
         """After the change that is being made."""
@@ -150,8 +158,11 @@ class Ingest:
         return completed if completed and not self._index.knows_any(completed) else []
 
     def _pay(self) -> None:
-        """What an earlier process was asked to delete. Nobody waits for it: it is tried until it is done."""
+        """What an earlier process was asked to delete, or another is deleting: it is tried until it is done."""
         if not self._owed or time.monotonic() < self._owed_s:
+            return
+        self._owed = self._records.still_deleting(self._owed)
+        if not self._owed:
             return
         try:
             self._drop(self._owed)
@@ -198,38 +209,39 @@ class Ingest:
                 read.append((member, documents))
         try:
             self._change([member for member, _ in read], [each for _, documents in read for each in documents])
-        except IndexBusy:
-            self._wait_with(member for member, _ in reversed(read))
-        except InputError as cause:
-            self._one_by_one(read, cause)
+        except (IndexBusy, RetrievalError) as cause:
+            self._wait_with([member for member, _ in reversed(read)], cause)
         except Exception as cause:
-            log.warning("%d files could not be indexed: %s", len(read), type(cause).__name__)
-            for member, _ in read:
-                self._records.end(member, "failed", "server_error", "the index could not be written")
+            self._one_by_one(read, cause)
         else:
             for member, documents in read:
                 self._end(member, documents)
 
-    def _one_by_one(self, read: Sequence[tuple[Member, list[Document]]], cause: InputError) -> None:
-        """One of several cannot be indexed: the others can."""
+    def _one_by_one(self, read: Sequence[tuple[Member, list[Document]]], cause: Exception) -> None:
+        """One of several cannot be indexed: the others perhaps can."""
         if len(read) == 1:
-            self._records.end(read[0][0], "failed", "invalid_file", str(cause))
+            self._fail(read[0][0], cause)
             return
-        for pair in read:
+        for member, documents in read:
             try:
-                self._change([pair[0]], pair[1])
-            except InputError as own:
-                self._records.end(pair[0], "failed", "invalid_file", str(own))
-            except IndexBusy:
-                self._wait_with([pair[0]])
+                self._change([member], documents)
+            except (IndexBusy, RetrievalError) as own:
+                self._wait_with([member], own)
             except Exception as own:
-                log.warning("a file could not be indexed: %s", type(own).__name__)
-                self._records.end(pair[0], "failed", "server_error", "the index could not be written")
+                self._fail(member, own)
             else:
-                self._end(*pair)
+                self._end(member, documents)
 
-    def _wait_with(self, members: Iterable[Member]) -> None:
-        """Another process writes, a large index perhaps: they come first when it has had some time."""
+    def _fail(self, member: Member, cause: Exception) -> None:
+        if isinstance(cause, InputError):
+            self._records.end(member, "failed", "invalid_file", str(cause))
+        else:
+            log.warning("a file could not be indexed: %s", type(cause).__name__)
+            self._records.end(member, "failed", "server_error", "the index could not be written")
+
+    def _wait_with(self, members: Iterable[Member], cause: Exception) -> None:
+        """Another process writes, a large index perhaps, or the encoders are away: they come first when some time has passed."""
+        log.warning("files wait: %s", type(cause).__name__)
         with self._wake:
             self._members.extendleft(members)
             self._members_s = time.monotonic() + _BUSY_S

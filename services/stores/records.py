@@ -201,10 +201,17 @@ class Records:
             values = [(status, *member.key) for member in members]
             db.executemany("UPDATE members SET status=? WHERE tenant=? AND store=? AND file=?", values)
 
+    def still_deleting(self, members: Sequence[Member]) -> list[Member]:
+        """Those that nobody has deleted, or put in anew, meanwhile."""
+        found = {(each.key, each.created_s) for each in self.unfinished() if each.status == "deleting"}
+        return [member for member in members if (member.key, member.created_s) in found]
+
     def drop_members(self, members: Sequence[Member]) -> None:
+        """Those that are to be deleted still; others were put in anew."""
         with self._database.writing() as db:
-            keys = [member.key for member in members]
-            db.executemany("DELETE FROM members WHERE tenant=? AND store=? AND file=?", keys)
+            keys = [(*member.key, member.created_s) for member in members]
+            where = "WHERE tenant=? AND store=? AND file=? AND created_s=? AND status='deleting'"
+            db.executemany(f"DELETE FROM members {where}", keys)
         self._database.forget()
 
     def close(self) -> None:

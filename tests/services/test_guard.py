@@ -155,7 +155,7 @@ def test_pages_of_other_sites_may_not_ask_where_nobody_is_asked_for_a_key(servin
     """Any page that a user visits changes his dictionary and uses his processor."""
     asked = {"text": "A mill.", "language": "en-US"}
     with serving(**{"service.languagetool_open": True}) as service, service.client("") as client:
-        for origin in ("https://evil.example", "http://localhost:1", "http://evil.example"):
+        for origin in ("https://evil.example", "http://localhost:1", "http://evil.example", "null"):
             assert client.post("/v2/check", data=asked, headers={"Origin": origin}).status_code == 403
         for origin in (service.url, "chrome-extension://abc", "moz-extension://abc"):
             assert client.post("/v2/check", data=asked, headers={"Origin": origin}).status_code == 200
@@ -163,7 +163,13 @@ def test_pages_of_other_sites_may_not_ask_where_nobody_is_asked_for_a_key(servin
 
 
 @pytest.mark.parametrize(
-    "kind", ["multipart/form-data; boundary=x; charset=punycode", "application/json; charset=utf-16"]
+    "kind",
+    [
+        "multipart/form-data; boundary=x; charset=punycode",
+        "multipart/form-data; charset=utf-8; charset=punycode; boundary=x",
+        'multipart/form-data; x="charset=utf-8"; charset=utf-7; boundary=x',
+        "application/json; charset=utf-16",
+    ],
 )
 def test_no_charset_but_utf_8_is_read(hasty: Service, kind: str) -> None:
     """A parser breaks on the charset that a client names."""

@@ -2,8 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any, cast
+
 import httpx2 as httpx
+import pytest
 from service_parts import Service, Serving
+
+from ragspec.core import Delta, Request
+from ragspec.errors import Overloaded
+from services.health import Canary
 
 
 def test_a_service_that_runs_lives_and_is_ready(service: Service) -> None:
@@ -29,3 +38,37 @@ def test_metrics_are_for_trusted_keys_only(service: Service, client: httpx.Clien
     page = client.get("/metrics")
     assert page.headers["content-type"].startswith("text/plain")
     assert 'ragspec_http_requests_total{method="GET",model_name="tiny",route="/metrics",status="403"} 1.0' in page.text
+
+
+class Busy:
+    """A router whose replicas have others before whoever asks, or a full queue."""
+
+    def __init__(self, error: Exception | None, *, goes_on: bool) -> None:
+        self._error, self._goes_on, self._heard = error, goes_on, 0
+
+    def num_heard(self) -> int:
+        self._heard += self._goes_on
+        return self._heard
+
+    async def stream(self, request: Request) -> AsyncIterator[Delta]:
+        if self._error is not None:
+            raise self._error
+        await asyncio.sleep(60)
+        yield Delta(request.id, 0, (1,), "x", (), None)
+
+
+@pytest.mark.parametrize("error", [None, Overloaded("full")])
+@pytest.mark.parametrize("goes_on", [True, False])
+def test_a_busy_deployment_is_no_dead_one(service: Service, error: Exception | None, goes_on: bool) -> None:
+    """Gateways of a deployment under load were taken for dead, and killed with the answers they were streaming."""
+    canary = Canary(service.backend)
+    canary._engine, canary._timeout_s = cast(Any, Busy(error, goes_on=goes_on)), 0.05
+
+    async def asked() -> list[bool]:
+        sung = []
+        for _ in range(2):
+            canary._asked_at = -10.0
+            sung.append(await canary.sings())
+        return sung
+
+    assert asyncio.run(asked())[-1] == goes_on

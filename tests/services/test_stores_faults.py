@@ -22,7 +22,7 @@ from letter_encoder import LetterEncoder
 
 from ragspec.config import RetrieverConfig
 from ragspec.core import Document
-from ragspec.errors import NotFound, Overloaded, SaveError
+from ragspec.errors import NotFound, Overloaded, RetrievalError, SaveError
 from ragspec.retrieval import generation
 from ragspec.retrieval.retriever import Retriever, build_index
 from ragspec.retrieval.search import Scope
@@ -30,6 +30,7 @@ from ragspec.retrieval.store import Store
 from ragspec.retrieval.writer import IndexWriter
 from services.stores import ingest, members_index, tidying
 from services.stores.library import Library
+from services.stores.members_index import MembersIndex
 from services.stores.parsing import ParseLimits
 
 ROOT = Path(__file__).parents[2]
@@ -401,3 +402,57 @@ def test_a_deletion_waits_for_one_file_and_not_for_all(opened: Opened, monkeypat
     deletion.join(30.0)
     assert reads_before == [1]
     assert [ended(library, *other) for other in others] == [("completed", "")] * 4
+
+
+def test_what_was_put_in_anew_is_not_deleted_by_an_older_wish(
+    index: Path, opened: Opened, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A replica that started during a deletion carried it out a second time, on the file that its owner had attached again."""
+    monkeypatch.setattr(ingest, "_OWED_S", 0.3)
+    monkeypatch.setattr(members_index, "TRIES", 1)
+    first = opened()
+    store, file = attached(first)
+    assert ended(first, store, file) == ("completed", "")
+    first._records.set_status([first.member("ann", store, file)], "deleting")
+    with IndexWriter(index, LetterEncoder()):
+        second = opened()
+        until(lambda: second._ingest._owed_s > 0)  # it has tried
+    first._records.drop_members(second._ingest._owed)
+    first.attach("ann", store, file, {})
+    assert ended(first, store, file) == ("completed", "")
+    until(lambda: not second._ingest._owed)
+    assert ended(first, store, file) == ("completed", "") and "A zebra has stripes." in found(index)
+
+
+def test_encoders_that_are_away_are_waited_for_and_one_bad_file_fails_alone(
+    index: Path, opened: Opened, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Files of everybody that were read together failed for good with one of them, or while the encoders were away."""
+    monkeypatch.setattr(ingest, "_BUSY_S", 0.05)
+    errors: list[Exception] = [RetrievalError("no encoder"), RuntimeError("together"), RuntimeError("alone")]
+    library, replace_ = opened(), MembersIndex.replace
+
+    def failing(self: MembersIndex, members: Any, documents: Any) -> bool:
+        if documents and errors:
+            raise errors.pop(0)
+        return replace_(self, members, documents)
+
+    monkeypatch.setattr(MembersIndex, "replace", failing)
+    with library._ingest._wake:  # both are read together
+        pairs = [attached(library, f"{number}.txt", f"Zebra number {number}.") for number in range(2)]
+    ends = [ended(library, *pair) for pair in pairs]
+    assert not errors and sorted(ends) == [("completed", ""), ("failed", "server_error")]
+
+
+def test_a_deletion_that_takes_long_is_answered_and_carried_out(
+    index: Path, opened: Opened, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every client that asked again left a thread behind that waited."""
+    monkeypatch.setattr(ingest, "_DELETED_S", 0.1)
+    library = opened()
+    store, file = attached(library)
+    assert ended(library, store, file) == ("completed", "")
+    with IndexWriter(index, LetterEncoder()), pytest.raises(Overloaded, match="will be after it"):
+        library.detach("ann", store, file)
+    until(lambda: not library._records.status(("ann", store, file)))
+    assert found(index) == {OLD.text}
