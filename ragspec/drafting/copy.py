@@ -28,7 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
-from ragspec.core import Request, SourceKind
+from ragspec.core import Request, SourceKind, is_part_of
 from ragspec.drafting.acceptance import AcceptanceTable
 from ragspec.drafting.drafter import Budget, Drafted, Features
 from ragspec.drafting.haystack import SEPARATOR, Haystack
@@ -149,10 +149,11 @@ class CopyDrafter:
 
     def purge(self, salt: str) -> None:
         """Forget the earlier answers of one tenant, and remember none of those being written."""
-        self._earlier.pop(salt, None)
+        for each in [each for each in self._earlier if is_part_of(each, salt)]:
+            del self._earlier[each]
         self._reader.forget()
         for state in self._states.values():
-            state.remembered = state.remembered and state.salt != salt
+            state.remembered = state.remembered and not is_part_of(state.salt, salt)
 
     def _propose(self, sequence: Drafted, max_nodes: int) -> list[Proposal]:
         state = self._states.get(sequence.key)

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from ragspec.core import is_part_of
 from ragspec.numerics.kv_cache import KvPool
 
 Ints = NDArray[np.int32]
@@ -83,8 +84,9 @@ class PrefixCache:
 
     def purge(self, salt: str) -> None:
         """Forget everything of one tenant."""
-        for node in list(self._below(self._roots.pop(salt, None))):
-            self._pool.release(node.slots)
+        for each in [each for each in self._roots if is_part_of(each, salt)]:
+            for node in list(self._below(self._roots.pop(each))):
+                self._pool.release(node.slots)
 
     @property
     def num_tokens(self) -> int:

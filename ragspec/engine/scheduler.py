@@ -11,7 +11,7 @@ from collections import deque
 from typing import NamedTuple
 
 from ragspec.config import EngineConfig
-from ragspec.core import FinishReason
+from ragspec.core import FinishReason, is_part_of
 from ragspec.engine.prefix_cache import PrefixCache
 from ragspec.engine.sequence import Sequence
 from ragspec.numerics.attention import PAGE
@@ -97,7 +97,7 @@ class Scheduler:
     def purge(self, salt: str) -> None:
         """Forget the cached prefixes of one tenant, and let nothing of what runs now be remembered."""
         for sequence in (*self.running, *self.waiting):
-            if sequence.request.salt == salt:
+            if is_part_of(sequence.request.salt, salt):
                 sequence.remembered = False
         if self.prefixes is not None:
             self.prefixes.purge(salt)

@@ -46,7 +46,8 @@ class Salts:
         return oldest
 
     def purge(self, tenant: str) -> None:
-        """Empty all caches of a tenant; those of every tenant if it is none, whose documents everybody may read."""
+        """Empty all caches of a tenant, those too that it used elsewhere (`ragspec.core.is_part_of`); those of every tenant known
+        here if it is none, whose documents everybody may read."""
         with self._lock:
             salts = [salt for owner, own in self._of.items() if not tenant or owner == tenant for salt in own]
         for salt in dict.fromkeys([tenant, *salts]):

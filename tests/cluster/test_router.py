@@ -249,14 +249,19 @@ def test_what_is_remembered_is_bounded_and_purged(directory: LocalDirectory) -> 
             router.generate([ask(f"r{number}")])
         kept = router._board._remembered
         assert 0 < len(kept) < 10
-        for salt in ("x", "y"):
-            router.generate([ask(f"of {salt}", salt=salt)])
+        for name, salt in (("x", "x"), ("y", "y"), ("part", "x\0part")):
+            router.generate([ask(f"of {name}", salt=salt)])
         running = Heard()
         with standing(*engines(directory)):
             router.submit(ask("running", salt="x"), running)
             router.purge("x")
         running.wait()
-        assert [kept.get(i, time.monotonic()) is not None for i in ("of x", "of y", "running")] == [False, True, False]
+        assert [kept.get(i, time.monotonic()) is not None for i in ("of x", "of y", "of part", "running")] == [
+            False,
+            True,
+            False,
+            False,
+        ]
         heard = Heard()
         with standing(*engines(directory)):
             router.submit(ask("c"), heard)

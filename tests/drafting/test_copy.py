@@ -265,6 +265,10 @@ def test_earlier_answers_stay_with_their_tenant_and_can_be_purged() -> None:
     assert drafts_from_earlier(drafter, "one")
     drafter.purge("one")
     assert not drafts_from_earlier(drafter, "one")
+    finish_one(drafter, "Yes, the old mill burned in 1921.", "one\0part", "y")
+    assert drafts_from_earlier(drafter, "one\0part")
+    drafter.purge("one")
+    assert not drafts_from_earlier(drafter, "one\0part")
 
 
 def test_earlier_answers_are_bounded_and_off_by_default() -> None:

@@ -468,6 +468,11 @@ def test_one_tenants_prefix_is_never_anothers(tiny: Tiny) -> None:
         (after,) = engine.generate([ask("d", prompt, salt="one")])
         (kept,) = engine.generate([ask("e", prompt, salt="two")])
         assert (after.stats.num_cached_tokens, kept.stats.num_cached_tokens) == (0, 57)
+        for salt in ("one\0part", "onerous"):
+            engine.generate([ask("f", prompt, salt=salt)])
+        engine.purge("one")  # all parts of it, whoever used them
+        parts = [engine.generate([ask("g", prompt, salt=salt)])[0] for salt in ("one\0part", "onerous")]
+        assert [each.stats.num_cached_tokens for each in parts] == [0, 57]
         assert_healthy(engine)
 
 
