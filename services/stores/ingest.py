@@ -31,7 +31,7 @@ _BATCH = 16
 _OWED_S = 60.0
 """After so long a deletion is tried again that failed where nobody waits for it."""
 _DELETED_S = 60.0
-"""So long somebody waits for a deletion; it is carried out all the same."""
+"""So long somebody waits for a deletion; it keeps its place all the same."""
 _BUSY_S = 30.0
 """After so long files are read once more that came while another process was writing the index."""
 
@@ -109,7 +109,7 @@ class Ingest:
             deletion.done.result(_DELETED_S)
         except TimeoutError:
             raise Overloaded(
-                "a large change of the index is under way; what was to be deleted will be after it"
+                "a large change of the index is under way, and the deletion waits for it: ask again"
             ) from None
 
     def stop(self) -> None:

@@ -444,7 +444,7 @@ def test_encoders_that_are_away_are_waited_for_and_one_bad_file_fails_alone(
     assert not errors and sorted(ends) == [("completed", ""), ("failed", "server_error")]
 
 
-def test_a_deletion_that_takes_long_is_answered_and_carried_out(
+def test_a_deletion_that_takes_long_is_answered_and_keeps_its_place(
     index: Path, opened: Opened, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every client that asked again left a thread behind that waited."""
@@ -452,7 +452,7 @@ def test_a_deletion_that_takes_long_is_answered_and_carried_out(
     library = opened()
     store, file = attached(library)
     assert ended(library, store, file) == ("completed", "")
-    with IndexWriter(index, LetterEncoder()), pytest.raises(Overloaded, match="will be after it"):
+    with IndexWriter(index, LetterEncoder()), pytest.raises(Overloaded, match="ask again"):
         library.detach("ann", store, file)
     until(lambda: not library._records.status(("ann", store, file)))
     assert found(index) == {OLD.text}
