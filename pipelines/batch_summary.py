@@ -36,6 +36,7 @@ class Summary:
     num_tokens: int = 0
     num_steps: int = 0
     num_replays: int = 0
+    num_near_ties: int = 0
     started_s: float = field(default_factory=time.monotonic)
     generating_s: float = 0.0
     stages: Sequence[StageMetrics] = ()
@@ -48,6 +49,7 @@ class Summary:
         self.num_tokens += stats.num_output_tokens
         self.num_steps += stats.num_steps
         self.num_replays += stats.num_replays
+        self.num_near_ties += stats.num_near_ties
         self.know(stats.system_fingerprint)
 
     def know(self, fingerprint: str) -> None:
@@ -89,6 +91,7 @@ class Summary:
             f"{self.rows}_per_hour": round(self.rows_per_s * _HOUR_S),
             "acceptance_length": round(self.acceptance_length, 2),
             "replays": self.num_replays,
+            "near_ties": self.num_near_ties,
             "elapsed_s": round(elapsed_s, 2),
             "generating_s": round(self.generating_s, 2),
             "machines": self.num_machines,

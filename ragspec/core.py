@@ -286,6 +286,7 @@ class GenerationStats:
     `accepted_by_source` count the nodes copied from the request's sources, by kind ("passage", "prediction"); a node that several
     would have guessed counts for the surest.
     `exactness`: what of plain decoding stays with any draft: the "path" of tokens, their "distribution", or "none".
+    `num_near_ties`: tokens that other roundings could have decided otherwise; counted where rows depend on their company.
     `num_replays`: how often it was taken up again elsewhere; of a part that was lost with its replica, drafts count as far as
     they were accepted.
     """
@@ -304,6 +305,7 @@ class GenerationStats:
     positions: dict[str, tuple[tuple[int, int], ...]] = field(default_factory=dict)
     draft_s: float = 0.0
     exactness: str = "path"
+    num_near_ties: int = 0
     queue_s: float = 0.0
     prefill_s: float = 0.0
     decode_s: float = 0.0

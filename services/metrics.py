@@ -76,6 +76,9 @@ class Metrics:
         self._guesses = self._counter("ragspec_drafter_guesses", "Guesses of a next token.", "drafter", "position")
         self._right = self._counter("ragspec_drafter_right", "Those that were right.", "drafter", "position")
         self._replays = self._counter("ragspec_replays", "Answers taken up again on another replica.")
+        self._near_ties = self._counter(
+            "ragspec_near_ties", "Tokens that other roundings could have decided otherwise."
+        )
         self._rejected = self._counter("ragspec_gate_rejections", "Requests refused at the gate.", "reason")
         self._aborted = self._counter("ragspec_aborts", "Answers that nobody waited for any more.", "reason")
         self._http = self._counter("ragspec_http_requests", "Requests.", "method", "route", "status")
@@ -124,6 +127,7 @@ class Metrics:
         self._of(self._drafted).inc(stats.num_drafted)
         self._of(self._accepted).inc(stats.num_accepted)
         self._of(self._replays).inc(stats.num_replays)
+        self._of(self._near_ties).inc(stats.num_near_ties)
         for drafter, count in stats.accepted_by_drafter.items():
             self._of(self._by_drafter, drafter).inc(count)
         for drafter, counts in stats.positions.items():

@@ -171,8 +171,9 @@ def _target(model: str) -> Finding:
         f"bitwise self-test {'passed' if tested.passed else 'FAILED'} in {perf_counter() - begin:.1f} s, "
         f"numerics id {tested.fingerprint}"
     )
-    failures = "" if tested.passed else f" ({'; '.join(tested.failures)}); only target.exactness: fast works here"
-    return Finding("ok" if tested.passed else "broken", detail + failures)
+    if not tested.passed:
+        detail += f" ({'; '.join(map(str, tested.failures))}); only target.exactness: fast works here"
+    return Finding("ok" if tested.passed else "broken", detail)
 
 
 def _threads() -> Finding:

@@ -72,10 +72,10 @@ class Admission:
     """Checks a request against the target and builds one sequence a choice."""
 
     def __init__(
-        self, target: Target, fingerprint: str, make_sampler: SamplerFactory | None = None, *, proven: bool = True
+        self, target: Target, fingerprint: str, make_sampler: SamplerFactory | None = None, uncertainty: float = 0.0
     ) -> None:
-        """`proven`: whether rows are bitwise independent of their company here; else no draft and no batch is without effect."""
-        self._target, self._proven = target, proven
+        """`uncertainty`: by how much a logit depends on its row's company here; if so, so do texts."""
+        self._target, self._uncertainty = target, uncertainty
         self._make_sampler = make_sampler or self._by_rule
         self.fingerprint = fingerprint
         self.max_context_tokens = min(target.max_context_tokens, target.pool.num_slots - 2 * PAGE)
@@ -93,18 +93,17 @@ class Admission:
             text = self._text(request)
             sampler = self._make_sampler(request, seed, choice)
             sequence = Sequence(request, choice, sampler, text, limits, listener, prepared)
-            sequence.stats.exactness = request.speculation.exactness if self._proven else "none"
+            sequence.stats.exactness = "none" if self._uncertainty else request.speculation.exactness
             sequence.stats.seed, sequence.stats.system_fingerprint = seed, self.fingerprint
             sequences.append(sequence)
         return sequences
 
     def _by_rule(self, request: Request, seed: int, choice: int) -> Sampler:
-        wanted = request.speculation
+        wanted, output_ids = request.speculation, list(request.segment.output_ids)
         if wanted.rule is not AcceptanceRule.KEYED:
             acceptance = Acceptance(wanted.rule, wanted.lossy)
-            output_ids = list(request.segment.output_ids)
             return RuleSampler(request, acceptance, seed, choice, self._target.eos_ids, output_ids)
-        return KeyedSampler(request, seed, choice, self._target.eos_ids, list(request.segment.output_ids))
+        return KeyedSampler(request, seed, choice, self._target.eos_ids, output_ids, self._uncertainty)
 
     def _text(self, request: Request) -> OutputText:
         """The text so far: what of it is certain was told before, by whoever gave the output. Raises: InputError."""

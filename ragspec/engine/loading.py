@@ -74,7 +74,7 @@ def load_engine(
             make_drafters(target, drafting), costs, drafting.max_tree_nodes, target.vocab_size, drafting.fixed_nodes
         )
         settled = config.model_copy(update={"max_step_tokens": max_step_tokens})
-        admission = Admission(target, tested.fingerprint, make_sampler, proven=tested.passed)
+        admission = Admission(target, tested.fingerprint, make_sampler, tested.uncertainty)
         threads = ThreadChoice(most_threads, num_threads, adaptive=adaptive)
         return target, planner, admission, settled, threads
 
@@ -106,11 +106,11 @@ def check_numerics(target: Target, num_threads: int) -> SelfTest:
     elif target.config.exactness == "bitwise":
         raise ModelError(
             "the numerics self-test failed on this machine ("
-            + "; ".join(tested.failures)
+            + "; ".join(map(str, tested.failures))
             + '); set target.exactness to "fast" to serve without the bitwise promise'
         )
     else:
-        log.warning("numerics self-test failed: %s", "; ".join(tested.failures))
+        log.warning("numerics self-test failed: %s", "; ".join(map(str, tested.failures)))
     return tested
 
 

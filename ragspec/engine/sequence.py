@@ -19,7 +19,7 @@ from ragspec.engine.text import OutputText
 from ragspec.numerics.kv_cache import SequenceSlots
 from ragspec.tree import DraftTree
 from ragspec.verification.rejection import RuleSampler
-from ragspec.verification.sampling import Sampler, logprob
+from ragspec.verification.sampling import KeyedSampler, Sampler, logprob
 from ragspec.verification.verify import Verdict, verify
 
 log = logging.getLogger(__name__)
@@ -204,6 +204,8 @@ class Sequence:
         now = time.perf_counter()
         admitted, first = self._admitted_s or now, self._first_token_s or now
         self.stats.num_output_tokens = self.num_written
+        if isinstance(self.sampler, KeyedSampler):
+            self.stats.num_near_ties = self.sampler.num_near_ties
         self.stats.positions = {name: counts.table() for name, counts in self._positions.items()}
         self.stats.queue_s = admitted - self._submitted_s
         self.stats.prefill_s = first - admitted

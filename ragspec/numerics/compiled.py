@@ -21,6 +21,7 @@ log = logging.getLogger(__name__)
 _PACKAGE = Path(__file__).resolve().parents[1]
 _FILES = (
     "numerics/*.py",
+    "verification/near_ties.py",
     "verification/sampling.py",
     "drafting/haystack.py",
     "retrieval/sparse.py",

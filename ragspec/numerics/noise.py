@@ -31,6 +31,9 @@ _TWO_TO_MINUS_53 = 2.0**-53
 _TWO_TO_52, _TWO_TO_53 = np.uint64(2**52), np.uint64(2**53)
 LARGEST_GUMBEL = -math.log(-math.log1p(-(2.0**-54)))
 """About 37.4: no noise is greater."""
+ABOVE_ANY_GUMBEL = 38.0
+MOST_REST = np.array([int(2**53 * math.exp(-noise) * (1 + 1e-8)) + 2 for noise in range(39)], np.uint64)
+"""By whole noise: tokens whose (1 - u) * 2**53, rounded up, is greater have less. The slack exceeds every rounding."""
 
 
 @numba.njit(inline="always")

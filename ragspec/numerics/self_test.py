@@ -8,6 +8,7 @@ The hash of these bits, with the versions that made them, is the numerics id: re
 from __future__ import annotations
 
 import hashlib
+import math
 import platform
 from typing import NamedTuple, Protocol
 
@@ -29,6 +30,7 @@ SAMPLING_VERSION = 1
 """To be raised with every change of the noise, the warps or their order: the same key would give other tokens."""
 
 _ID_ROWS = 16
+_MARGIN = 2.0
 
 CHUNKS = (1, 2, 3, 7, 16, 64, 65, 257, 513)
 """Numbers of rows of one forward that are compared with the whole text at once."""
@@ -43,19 +45,36 @@ class Forward(Protocol):
     def forward(self, token_ids: Ints, rows: Rows, wanted: Ints) -> Floats: ...
 
 
-class SelfTest(NamedTuple):
-    """`failures` names what differed, with how many of how many rows."""
+class Failure(NamedTuple):
+    """One way to compute the text: how many of how many rows differed, and by how much a logit did at most."""
 
-    passed: bool
-    failures: tuple[str, ...]
+    what: str
+    difference: float
+
+    def __str__(self) -> str:
+        return f"{self.what}, by up to {self.difference:.2g}"
+
+
+class SelfTest(NamedTuple):
+    """`failures` names what differed. Of `num_rows`, the largest forward compared, more at once are not known to be invariant."""
+
+    failures: tuple[Failure, ...]
     numerics_id: str
     num_rows: int
-    """Rows of the largest forward compared; more at once are not known to be invariant."""
+
+    @property
+    def passed(self) -> bool:
+        return not self.failures
 
     @property
     def fingerprint(self) -> str:
         """Of what is written here: the id, or one that promises nothing where the test has failed."""
         return self.numerics_id if self.passed else f"{self.numerics_id}-fast"
+
+    @property
+    def uncertainty(self) -> float:
+        """By how much a logit may depend on its row's company: as much again as was seen, for other texts; 0 where none did."""
+        return _MARGIN * max((failure.difference for failure in self.failures), default=0.0)
 
 
 def self_test(target: Forward, longest: int, dtype: str, num_threads: int) -> SelfTest:
@@ -68,11 +87,12 @@ def self_test(target: Forward, longest: int, dtype: str, num_threads: int) -> Se
     failures = []
     for threads in sorted({1, num_threads}):  # last the count that stays
         set_num_threads(threads)
-        failures += [f"{threads} threads, {failure}" for failure in _compare_all(target, text, whole, rng)]
-    return SelfTest(not failures, tuple(failures), _numerics_id(whole, dtype), length)
+        found = _compare_all(target, text, whole, rng)
+        failures += [failure._replace(what=f"{threads} threads, {failure.what}") for failure in found]
+    return SelfTest(tuple(failures), _numerics_id(whole, dtype), length)
 
 
-def _compare_all(target: Forward, text: Ints, whole: Floats, rng: np.random.Generator) -> list[str]:
+def _compare_all(target: Forward, text: Ints, whole: Floats, rng: np.random.Generator) -> list[Failure]:
     """Every way to compute the text, against the whole of it; what differed."""
     length = len(text)
     failures = _compare("whole", _run(target, text, [length]), whole)
@@ -85,9 +105,13 @@ def _compare_all(target: Forward, text: Ints, whole: Floats, rng: np.random.Gene
     return failures + _compare("another sequence beside", _beside(target, text, rng), whole[-min(40, length // 2) :])
 
 
-def _compare(name: str, got: Floats, expected: Floats) -> list[str]:
+def _compare(name: str, got: Floats, expected: Floats) -> list[Failure]:
     same = (got == expected).all(-1)
-    return [] if same.all() else [f"{name}: {int((~same).sum())} of {len(same)} rows differ"]
+    if same.all():
+        return []
+    apart = float(np.abs(got - expected).max())  # no number where either is none
+    what = f"{name}: {int((~same).sum())} of {len(same)} rows differ"
+    return [Failure(what, math.inf if math.isnan(apart) else apart)]
 
 
 def _run(target: Forward, text: Ints, sizes: list[int]) -> Floats:

@@ -20,19 +20,13 @@ from numpy.typing import NDArray
 
 from ragspec.core import Request, SamplingParams, TokenLogprob
 from ragspec.numerics.compiled import compiled
-from ragspec.numerics.noise import bits, gumbel, output_key
+from ragspec.numerics.noise import ABOVE_ANY_GUMBEL, MOST_REST, bits, gumbel, output_key
+from ragspec.verification.near_ties import is_near_tie
 
 Logits = NDArray[np.float32]
 
 _LEAST_TEMPERATURE = 1e-6
 """Below it, division would overflow float32: infinities tie and the lowest id would win instead of the best."""
-
-
-_MOST_WANTED = 38.0
-"""More than any noise (`LARGEST_GUMBEL`)."""
-
-_MOST_REST = np.array([int(2**53 * math.exp(-noise) * (1 + 1e-8)) + 2 for noise in range(39)], np.uint64)
-"""By whole noise: tokens whose (1 - u) * 2**53, rounded up, is greater have less. The slack exceeds every rounding."""
 
 
 @compiled(nogil=True)
@@ -106,10 +100,10 @@ def _best_noisy(x: Any, key: Any, start: int, floor_logit: Any, floor_id: int) -
     best_sum = np.float64(x[start]) + gumbel(bits(key, np.uint64(start)))
     for v in range(x.shape[0]):
         wanted = best_sum - np.float64(x[v])  # noise that would make it as good
-        if wanted > _MOST_WANTED or not _ranks_above(x, v, floor_logit, floor_id):
+        if wanted > ABOVE_ANY_GUMBEL or not _ranks_above(x, v, floor_logit, floor_id):
             continue
         h = bits(key, np.uint64(v))
-        if wanted >= 1.0 and np.uint64(2**53) - h > _MOST_REST[int(wanted)]:
+        if wanted >= 1.0 and np.uint64(2**53) - h > MOST_REST[int(wanted)]:
             continue
         total = np.float64(x[v]) + gumbel(h)
         if total > best_sum or (total == best_sum and v < best):
@@ -198,6 +192,13 @@ def _add_bias(logits: Logits, bias: Mapping[int, float]) -> None:
         logits[token] += np.float32(value)
 
 
+def _of_warped(uncertainty: float, params: SamplingParams) -> float:
+    """By how much a warped logit may differ where a logit may by so much."""
+    penalty = params.repetition_penalty
+    stretch = max(1.0, penalty, 1.0 / penalty)
+    return uncertainty * stretch / (1.0 if params.greedy else max(params.temperature, _LEAST_TEMPERATURE))
+
+
 @compiled(nogil=True)
 def _log_sum_exp(x: Any) -> float:
     maximum = np.float64(x[_argmax(x)])
@@ -225,22 +226,35 @@ class Sampler(Protocol):
 
 
 class KeyedSampler:
-    """The definition of the output: token i is the argmax of the warped logits plus the noise of (seed, choice, i)."""
+    """The definition of the output: token i is the argmax of the warped logits plus the noise of (seed, choice, i).
+
+    `uncertainty`: by how much a logit may depend on the company of its row. Where it does, near ties are counted.
+    """
 
     def __init__(
-        self, request: Request, seed: int, choice: int, eos_ids: tuple[int, ...], output_ids: list[int]
+        self,
+        request: Request,
+        seed: int,
+        choice: int,
+        eos_ids: tuple[int, ...],
+        output_ids: list[int],
+        uncertainty: float = 0.0,
     ) -> None:
         self._params = request.params
         self._seed, self._choice = seed, choice
         self._index = len(output_ids)
         self._eos_ids = eos_ids
         self._counts = TokenCounts(request.prompt_ids, output_ids) if request.params.has_penalties else None
+        self._slack = _of_warped(uncertainty, request.params)
+        self.num_near_ties = 0
 
     def __call__(self, logits: Logits) -> int:
         forbidden = self._eos_ids if self._index < self._params.min_tokens else ()
-        token = sample(
-            warp(logits, self._params, self._counts, forbidden), self._params, self._seed, self._choice, self._index
-        )
+        warped = warp(logits, self._params, self._counts, forbidden)
+        token = sample(warped, self._params, self._seed, self._choice, self._index)
+        if self._slack:
+            key = output_key(self._seed, self._choice, self._index)
+            self.num_near_ties += is_near_tie(warped, self._params, key, token, self._slack)
         if self._counts is not None:
             self._counts.push(token)
         self._index += 1

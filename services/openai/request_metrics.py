@@ -32,6 +32,7 @@ def request_metrics(stats: GenerationStats, steps: Iterable[Delta]) -> dict[str,
         },
         "drafters": dict(stats.accepted_by_drafter),
         "exactness": stats.exactness,
+        "num_near_ties": stats.num_near_ties,
         "num_replays": stats.num_replays,
     }
 

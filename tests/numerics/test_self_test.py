@@ -28,6 +28,7 @@ def test_the_real_kernels_pass(tiny: Tiny, kind: str, dtype: str) -> None:
     target = tiny(kind, dtype)
     tested = check_numerics(target, 2)
     assert tested.passed, tested.failures
+    assert tested.uncertainty == 0.0
     assert tested.numerics_id == self_test(target, target.max_context_tokens, dtype, 2).numerics_id
     assert target.pool.num_free_pages == target.pool.num_pages
 
@@ -72,6 +73,7 @@ def test_a_variant_kernel_fails(tiny: Tiny, monkeypatch: pytest.MonkeyPatch, whi
     tested = self_test(target, 128, dtype, 2)
     assert not tested.passed
     assert tested.failures
+    assert 0.0 < tested.uncertainty < 1.0
     assert target.pool.num_free_pages == target.pool.num_pages
     with pytest.raises(ModelError, match="self-test failed"):
         check_numerics(target, 2)
@@ -91,7 +93,7 @@ def test_a_kernel_that_mixes_sequences_fails(tiny: Tiny, monkeypatch: pytest.Mon
 
     target = tiny()
     monkeypatch.setattr(layers, "attend", leaking)
-    assert any("beside" in failure for failure in self_test(target, 128, "float32", 2).failures)
+    assert any("beside" in failure.what for failure in self_test(target, 128, "float32", 2).failures)
 
 
 @pytest.mark.parametrize(("width", "outputs"), [(64, 64), (172, 512), (1, 1), (7, 33), (300, 5)])
