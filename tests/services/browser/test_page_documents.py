@@ -51,3 +51,57 @@ def test_a_file_that_cannot_be_read_is_said_in_the_dialog(chat: ChatPage, tmp_pa
     page.set_input_files("#upload", str(tmp_path / "torn.pdf"))
     page.locator("#documents-said.wrong").wait_for()
     assert "torn.pdf" in page.locator("#documents-said").text_content()
+
+
+def a_collection(chat: ChatPage, name: str) -> None:
+    chat.page.locator("#documents-open").click()
+    chat.page.fill("#collection-name", name)
+    chat.page.keyboard.press("Enter")
+    chat.page.locator("#documents-said", has_text="ready for documents").wait_for()
+
+
+def test_a_choice_outlives_a_listing_that_failed(chat: ChatPage) -> None:
+    """One refused request, and answers came from all documents without a word."""
+    page = chat.page
+    a_collection(chat, "Kept")
+    chosen = page.evaluate("sessionStorage.getItem('ragspec.collection')")
+    page.route("**/v1/vector_stores*", lambda route: route.fulfill(status=429, body="{}"))
+    page.reload()
+    page.locator("#model", has_text="scripted").wait_for()
+    page.locator("#collection-chosen", has_text="chosen before").wait_for()
+    assert page.evaluate("sessionStorage.getItem('ragspec.collection')") == chosen
+    page.unroute("**/v1/vector_stores*")
+    page.locator("#documents-open").click()
+    page.locator("#collection-chosen", has_text="Kept").wait_for()
+
+
+def test_a_failed_upload_can_be_tried_again_with_the_same_file(chat: ChatPage, tmp_path: Path) -> None:
+    """The same file chosen again was no change to the browser, and nothing happened."""
+    page = chat.page
+    a_collection(chat, "Twice")
+    (tmp_path / "cats.txt").write_text(TEXT)
+    page.route("**/v1/files", lambda route: route.fulfill(status=429, body="{}"))
+    page.set_input_files("#upload", str(tmp_path / "cats.txt"))
+    page.locator("#documents-said.wrong").wait_for()
+    page.unroute("**/v1/files")
+    assert page.evaluate("document.querySelector('#upload').files.length") == 0
+    page.set_input_files("#upload", str(tmp_path / "cats.txt"))
+    page.locator("#documents-said", has_text="1 document added").wait_for()
+
+
+def test_a_removed_file_can_be_deleted_from_the_server(chat: ChatPage, tmp_path: Path) -> None:
+    """What was called removed could still be read, and counted against the tenant's space."""
+    page = chat.page
+    a_collection(chat, "Gone")
+    (tmp_path / "secret.txt").write_text(TEXT)
+    page.set_input_files("#upload", str(tmp_path / "secret.txt"))
+    page.locator("#documents-said", has_text="1 document added").wait_for()
+    page.get_by_role("button", name="Remove secret.txt").click()
+    page.locator("#documents-said", has_text="still has the file").wait_for()
+    page.get_by_role("button", name="Delete the file, too").click()
+    page.locator("#documents-said", has_text="was deleted").wait_for()
+    names = page.evaluate(
+        "fetch('/v1/files', {headers: {Authorization: 'Bearer ' + sessionStorage.getItem('ragspec.key')}})"
+        ".then((found) => found.json()).then((found) => found.data.map((file) => file.filename))"
+    )
+    assert "secret.txt" not in names

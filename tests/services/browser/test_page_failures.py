@@ -26,6 +26,46 @@ def test_a_key_in_the_address_is_taken_from_it(chat: ChatPage, service: Service)
     assert service.keys.trusted not in chat.page.content()
 
 
+def test_a_key_in_a_link_opened_in_the_same_tab_is_taken(chat: ChatPage, service: Service) -> None:
+    """After a restart of the server its new link changed the address alone: the old key stayed, the new one in the address."""
+    chat.page.evaluate("location.hash = '#key=rs-new'")
+    chat.page.locator("#key-remark", has_text="not accepted").wait_for()
+    assert chat.page.evaluate("sessionStorage.getItem('ragspec.key')") == "rs-new"
+    assert "rs-new" not in chat.page.url
+
+
+def test_another_conversation_while_the_server_is_looked_for(chat: ChatPage) -> None:
+    """The page was stuck: nothing could be sent or stopped any more."""
+    chat.page.route("**/v1/models", lambda route: route.abort())
+    chat.page.reload()
+    chat.page.locator("#model", has_text="not connected").wait_for()
+    chat.page.unroute("**/v1/models")
+    held: list[Any] = []
+    chat.page.route("**/v1/models", lambda route: held.append(route))
+    chat.ask(MILL)
+    chat.page.locator("#stop").wait_for()
+    chat.page.locator("#new").click()
+    held[0].continue_()
+    chat.page.locator("#send").wait_for()
+    chat.page.unroute("**/v1/models")
+    assert chat.answered(MILL).locator(".answer").text_content() == MILL_ANSWER
+
+
+def test_texts_of_other_passages_are_no_fault(chat: ChatPage) -> None:
+    """After an upload the comparison called the difference a fault to be reported."""
+    turn = chat.answered(MILL)
+
+    def change(route: Any) -> None:
+        reply = route.fetch()
+        added = '"passages":[{"number":9,"id":"new","text":"x","document_id":"d"},{'
+        body = reply.text().replace('"passages":[{', added, 1)
+        route.fulfill(response=reply, body=body.replace("mill", "well"))
+
+    chat.page.route("**/v1/chat/completions", change)
+    turn.get_by_role("button", name="Run without speculation").click()
+    chat.page.locator(".comparison.failed", has_text="documents have changed").wait_for()
+
+
 def test_without_a_key_the_page_asks_for_one_and_then_goes_on(open_page: Opening, service: Service) -> None:
     """A dead end at 401; a wrong key that is kept; a question that is lost while the key is looked for."""
     chat = open_page(service, "")

@@ -4,7 +4,7 @@ import { eventData } from "./sse.js";
 
 const KEY = "ragspec.key";
 
-/** kind: unauthorized, busy, gone, too_long, stopped or refused. */
+/** kind: unauthorized, busy, gone, absent, too_long, stopped or refused. */
 export class Failure extends Error {
   constructor(kind, message, { retryAfterS = 0, requestId = "" } = {}) {
     super(message);
@@ -14,12 +14,13 @@ export class Failure extends Error {
   }
 }
 
-/** The key of this tab: from `#key=...` of the address, which is then cleared, or what was entered. */
-export function takeKeyFromAddress() {
+/** The key of this tab: from `#key=...` of the address, which is then cleared, or what was entered. `onKey`: it is another one. */
+export function takeKeyFromAddress(onKey = () => undefined) {
   const given = new URLSearchParams(location.hash.slice(1)).get("key");
   if (given === null) return;
   history.replaceState(null, "", location.pathname + location.search);
   setKey(given);
+  onKey();
 }
 
 export const setKey = (key) => (key ? sessionStorage.setItem(KEY, key) : sessionStorage.removeItem(KEY));
@@ -32,6 +33,17 @@ export async function call(method, path, body = undefined) {
     return await response.json();
   } catch {
     throw new Failure("refused", "The answer of the server is not what this page expects.");
+  }
+}
+
+/** Everything that a list of the service has, page by page. */
+export async function all(path) {
+  const found = [];
+  for (let after = ""; ;) {
+    const page = await call("GET", `${path}?limit=100${after && `&after=${encodeURIComponent(after)}`}`);
+    found.push(...page.data);
+    if (!page.has_more || !page.data.length) return found;
+    after = page.data.at(-1).id;
   }
 }
 
@@ -57,6 +69,7 @@ const cutOff = () => new Failure("gone", "The connection broke off before the an
 
 async function send(method, path, body, signal) {
   const headers = { Accept: "application/json" };
+  if (hasKey() && !/^[\x21-\x7e]+$/.test(sessionStorage.getItem(KEY))) throw new Failure("unauthorized", "This is no key.");
   if (hasKey()) headers.Authorization = `Bearer ${sessionStorage.getItem(KEY)}`;
   const plain = body instanceof FormData;
   if (body !== undefined && !plain) headers["Content-Type"] = "application/json";
@@ -85,5 +98,6 @@ function kindOf(status, error) {
   if (error.code === "context_length_exceeded") return "too_long";
   if (status === 401) return "unauthorized";
   if (status === 429) return "busy";
-  return status === 503 ? "gone" : "refused";
+  if (status === 404) return "absent";
+  return status >= 500 || error.type === "server_error" ? "gone" : "refused";
 }

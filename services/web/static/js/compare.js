@@ -11,7 +11,8 @@ export class Comparison {
   #verdict = el("p", { class: "verdict" });
   #times = el("div", { class: "times" });
 
-  /** `original`: the answer that is there already. All runs have text, finish, totalS and tokensPerS. */
+  /** `original`: the answer that is there already. All runs have text, finish, totalS, tokensPerS, and basis: what the text was made
+   *  of, or null where time ran out before all of it was there. */
   constructor(original) {
     this.original = original;
     this.element = el("section", { class: "comparison", "aria-label": "The same request without speculation" },
@@ -29,8 +30,12 @@ export class Comparison {
   }
 
   finish(without, again) {
-    const fault = this.#differs("without speculation", without) ?? this.#differs("with it, a second time", again);
     this.#showTimes(without, again);
+    if ([this.original, without, again].some((run) => run.basis === null))
+      return this.fail({ message: "There was not enough time for all of the text in every run." });
+    if (without.basis !== this.original.basis || again.basis !== this.original.basis)
+      return this.fail({ message: "The documents have changed since the answer, and other passages were found." });
+    const fault = this.#differs("without speculation", without) ?? this.#differs("with it, a second time", again);
     this.element.classList.add(fault ? "differs" : "same");
     this.#verdict.className = `verdict ${fault ? "broken" : "same"}`;
     if (fault) this.#verdict.setAttribute("role", "alert");

@@ -11,7 +11,7 @@ export async function corrected(text, seed, speculation) {
   const totalS = (performance.now() - begin) / 1000;
   const counted = reply.statistics ?? {};
   return {
-    reply, totalS, text: reply.corrected, finish: "stop", usage: null,
+    reply, totalS, text: reply.corrected, finish: "stop", usage: null, basis: reply.unfinished?.length ? null : text,
     tokensPerS: counted.num_output_tokens ? counted.num_output_tokens / totalS : 0,
     stepLength: counted.num_steps ? counted.num_output_tokens / counted.num_steps : 0,
   };

@@ -1,7 +1,7 @@
 // The dialog in which a collection of documents is chosen, filled and emptied.
 
-import { Failure, call } from "./api.js";
-import { announce, byId, el, plural } from "./dom.js";
+import { Failure, all, call } from "./api.js";
+import { byId, el, plural } from "./dom.js";
 
 const CHOSEN = "ragspec.collection";
 const POLL_MS = 700;
@@ -25,23 +25,25 @@ export class Documents {
     byId("upload").addEventListener("change", (event) => this.#doing(event, () => this.#uploadAll(event.target)));
   }
 
-  /** Which collections there are; where the server keeps none, the button to choose one is hidden. */
+  /** Which collections there are; where the server keeps none, the button to choose one is hidden. What was chosen stays so
+   *  where they cannot be listed: an answer from more than that would be another one. */
   async load() {
+    let kind = "";
     try {
-      this.#stores = (await call("GET", `${STORES}?limit=100`)).data;
+      this.#stores = await all(STORES);
     } catch (failure) {
-      byId("documents-open").hidden = true;
-      this.#choose("");
-      return;
+      [this.#stores, kind] = [[], failure.kind];
     }
-    byId("documents-open").hidden = false;
-    this.#choose(this.#stores.some((store) => store.id === this.chosen) ? this.chosen : "");
+    byId("documents-open").hidden = kind === "absent";
+    const isThere = this.#stores.some((store) => store.id === this.chosen) || !["", "absent"].includes(kind);
+    this.#choose(isThere ? this.chosen : "");
   }
 
   #choose(id) {
     this.chosen = id;
     sessionStorage.setItem(CHOSEN, id);
-    this.#onChosen(this.#stores.find((store) => store.id === id)?.name || (id ? "Unnamed" : "All documents"));
+    const store = this.#stores.find((one) => one.id === id);
+    this.#onChosen(store?.name || (store ? "Unnamed" : id ? "The collection chosen before" : "All documents"));
     this.#showStores();
   }
 
@@ -52,8 +54,8 @@ export class Documents {
   }
 
   async #refresh() {
-    this.#stores = (await call("GET", `${STORES}?limit=100`)).data;
-    this.#showStores();
+    this.#stores = await all(STORES);
+    this.#choose(this.chosen);
     await this.#showFiles();
   }
 
@@ -75,10 +77,10 @@ export class Documents {
     if (!this.chosen) return this.#files.replaceChildren();
     const store = this.chosen;
     const [held, known] = await Promise.all([
-      call("GET", `${STORES}/${encodeURIComponent(store)}/files?limit=100`), call("GET", "/v1/files?limit=1000")]);
+      all(`${STORES}/${encodeURIComponent(store)}/files`), all("/v1/files")]);
     if (store !== this.chosen) return;
-    const names = new Map(known.data.map((file) => [file.id, file.filename]));
-    const rows = held.data.map((file) => this.#rowOf(file, names.get(file.id) ?? file.id));
+    const names = new Map(known.map((file) => [file.id, file.filename]));
+    const rows = held.map((file) => this.#rowOf(file, names.get(file.id) ?? file.id));
     this.#files.replaceChildren(...(rows.length ? rows : [el("li", { class: "none" }, "No documents here yet.")]));
   }
 
@@ -88,12 +90,22 @@ export class Documents {
     remove.addEventListener("click", () => this.#doing(null, async () => {
       await call("DELETE", path);
       await this.#refresh();
-      this.#say(`${name} was removed.`);
+      this.#say(`${name} was removed from this collection. The server still has the file.`);
+      this.#said.append(" ", this.#deletingOf(file, name));
       this.#dialog.querySelector("h2").focus();
     }));
     const state = { completed: "", in_progress: "being read …", failed: "could not be read" }[file.status] ?? file.status;
     const reason = file.status === "failed" && file.last_error?.message ? `: ${file.last_error.message}` : "";
     return el("li", {}, el("span", { class: "name" }, name), el("span", { class: "detail" }, state + reason), remove);
+  }
+
+  #deletingOf(file, name) {
+    const path = `/v1/files/${encodeURIComponent(file.id)}`;
+    return el("button", { type: "button", onclick: () => this.#doing(null, async () => {
+      await call("DELETE", path);
+      await this.#refresh();
+      this.#say(`${name} was deleted.`);
+    }) }, "Delete the file, too");
   }
 
   async #create() {
@@ -109,16 +121,19 @@ export class Documents {
 
   async #uploadAll(input) {
     const [store, files] = [this.chosen, [...input.files]];
-    for (const [index, file] of files.entries()) {
-      this.#say(`Reading ${file.name} (${index + 1} of ${files.length}) …`);
-      const form = new FormData();
-      form.append("purpose", "assistants");
-      form.append("file", file);
-      const kept = await call("POST", "/v1/files", form);
-      await this.#untilRead(store, await call("POST", `${STORES}/${encodeURIComponent(store)}/files`, { file_id: kept.id }), file.name);
+    input.value = ""; // the same file can be chosen again after a failure
+    try {
+      for (const [index, file] of files.entries()) {
+        this.#say(`Reading ${file.name} (${index + 1} of ${files.length}) …`);
+        const form = new FormData();
+        form.append("purpose", "assistants");
+        form.append("file", file);
+        const kept = await call("POST", "/v1/files", form);
+        await this.#untilRead(store, await call("POST", `${STORES}/${encodeURIComponent(store)}/files`, { file_id: kept.id }), file.name);
+      }
+    } finally {
+      await this.#refresh().catch(() => undefined); // what went wrong before is what is said
     }
-    input.value = "";
-    await this.#refresh();
     this.#say(`${plural(files.length, "document")} added.`);
   }
 
@@ -147,6 +162,5 @@ export class Documents {
   #say(text, wrong = false) {
     this.#said.textContent = text;
     this.#said.classList.toggle("wrong", wrong);
-    announce(text);
   }
 }

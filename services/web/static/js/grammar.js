@@ -10,6 +10,7 @@ import { askForKey } from "./key.js";
 import { noticeOf } from "./notice.js";
 
 takeKeyFromAddress();
+addEventListener("hashchange", () => takeKeyFromAddress());
 
 const WITHHELD = {
   number: "a number", name: "a name", code: "code", markup: "markup", dictionary: "in your dictionary", ignored: "ignored",

@@ -11,6 +11,7 @@ import { Drawer } from "./drawer.js";
 import { TurnView } from "./turn.js";
 
 takeKeyFromAddress();
+addEventListener("hashchange", () => takeKeyFromAddress(connect));
 
 const session = new Session();
 const drawer = new Drawer(byId("side"), byId("side-open"));
@@ -61,19 +62,27 @@ async function run(view, work = ask) {
   running?.abort();
   const own = (running = new AbortController());
   busy(true);
-  if (work === ask) await prepare(view.turn);
-  const failure = await work(view, own.signal);
-  if (work === ask && !failure && byId("comparing").checked) await compare(view, own.signal);
-  session.save();
-  if (running !== own) return;
-  running = null;
-  busy(false);
+  let failure = null;
+  try {
+    if (work === ask) await prepare(view.turn);
+    failure = await work(view, own.signal);
+    if (work === ask && !failure && byId("comparing").checked) await compare(view, own.signal);
+    session.save();
+  } finally {
+    if (running === own) {
+      running = null;
+      busy(false);
+    } else {
+      failure = null; // another answer is being written, or another conversation is open
+    }
+  }
   if (failure?.kind === "unauthorized") enterKey(hasKey() ? "This key is not accepted." : "", () => run(view));
 }
 
+/** Why the turns are taken at once: another conversation may be open by the time the server is found. */
 async function prepare(turn) {
-  if (!model) await connect();
   const { turns: all } = session.current;
+  if (!model) await connect();
   turn.request = requestOf(all.slice(0, all.indexOf(turn) + 1), model, documents.chosen);
 }
 

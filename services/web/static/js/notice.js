@@ -7,6 +7,7 @@ const WORDS = {
   busy: ["Too much at once.", "Try again"],
   gone: ["", "Try again"],
   too_long: ["This is too long for the model.", "Ask without what was said before"],
+  absent: ["The server has no such thing.", "Try again"],
   refused: ["The server refused this question.", "Try again"],
 };
 
@@ -16,7 +17,7 @@ export function noticeOf(failure, on) {
   const message = el("div", { role: "alert" }, lead && el("strong", {}, lead),
     failure.kind === "unauthorized" ? null : el("p", {}, failure.message));
   const notice = el("div", { class: "notice" }, message); // the button counts outside of what is read aloud
-  if (failure.requestId && failure.kind === "refused") notice.append(el("p", { class: "request-id" }, `Request ${failure.requestId}`));
+  if (failure.requestId && ["refused", "gone"].includes(failure.kind)) notice.append(el("p", { class: "request-id" }, `Request ${failure.requestId}`));
   if (failure.kind === "unauthorized") {
     notice.append(el("button", { type: "button", onclick: on.again }, "Enter a key"));
   } else {

@@ -27,6 +27,11 @@ export class Reply {
     }
   }
 
+  /** What the answer was made of, to compare with another's. */
+  get basis() {
+    return JSON.stringify([this.question, this.passages.map((passage) => [passage.id, passage.text])]);
+  }
+
   get tokens() {
     return this.usage?.completion_tokens ?? this.live?.num_output_tokens ?? 0;
   }

@@ -51,7 +51,7 @@ export class Session {
 
 export const titleOf = (conversation) => conversation.turns[0]?.question ?? "New conversation";
 
-/** What the server is sent of the turns so far: finished answers only. */
+/** What the server is sent of the turns so far: answers as far as they were written, also those that were stopped. */
 export function historyOf(turns) {
   return turns.filter((turn) => turn.reply?.text && !turn.failed).flatMap((turn) => [
     { role: "user", content: turn.question },

@@ -6,6 +6,7 @@ import { noticeOf } from "./notice.js";
 import { Quotes } from "./quotes.js";
 import { Sources } from "./sources.js";
 
+const NOTHING_FOUND = "No passage was found for this question.";
 let count = 0;
 
 export class TurnView {
@@ -72,7 +73,7 @@ export class TurnView {
     const isRewritten = reply.question && reply.question.trim() !== this.turn.question.trim();
     this.side.replaceChildren(
       isRewritten ? el("p", { class: "searched" }, "Looked for: ", el("q", {}, reply.question)) : "",
-      reply.passages.length ? this.#sources.element : el("p", { class: "none" }, "No passage was found for this question."));
+      reply.passages.length ? this.#sources.element : this.turn.stopped ? "" : el("p", { class: "none" }, NOTHING_FOUND));
   }
 
   #remarks(stopped, reply) {
