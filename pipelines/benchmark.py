@@ -115,7 +115,8 @@ def main(
     plots: Annotated[Path | None, typer.Option(help="Write PNG plots into this folder.")] = None,
     seed: Annotated[int, typer.Option(help="Of the sampled runs.")] = 0,
     runs: Annotated[
-        int | None, typer.Option(min=1, help="Repetitions whose median counts; 3, or 1 with --quick.")
+        int | None,
+        typer.Option(min=1, help="Repetitions whose median counts; 3, or 1 with --quick; 5 where nothing is gained."),
     ] = None,
     num_prompts: Annotated[
         int | None, typer.Option(min=1, help="Shorter prompt lists (grammar: of each part).")
@@ -149,7 +150,7 @@ def main(
         show(result)
         print(json.dumps(result), flush=True)
         save(result, outcome, json_path, plots)
-    except RagspecError as error:
+    except (RagspecError, FileNotFoundError) as error:
         _console.print(f"error: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
         raise typer.Exit(1) from error
 

@@ -77,14 +77,15 @@ def rank_probes() -> Iterator[list[Any]]:
 def random_model(name: str, tokenizer_path: str, folder: Path) -> Path:
     """A small random model with grouped queries and the tokenizer of another; the same weights every time."""
     config_class, model_class, extra = RANDOM[name]
-    path = folder / name.replace(" ", "_").lower()
-    if not (path / "config.json").is_file():
-        tokenizer = AutoTokenizer.from_pretrained(tokenizer_path)
+    tokenizer = AutoTokenizer.from_pretrained(tokenizer_path)
+    path = folder / f"{name.replace(' ', '_').lower()}-{len(tokenizer)}"
+    if not (path / "complete").is_file():
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             model = model_class(config_class(vocab_size=len(tokenizer), **_SHAPE, **extra))
         tokenizer.save_pretrained(path)
         model.save_pretrained(path)
+        (path / "complete").touch()
     return path
 
 

@@ -70,7 +70,7 @@ def run_of(args: argparse.Namespace) -> Run:
     return Run(
         data_dir=data_dir(args),
         out=args.out.resolve(),
-        target=args.target,
+        target=str(Path(args.target).resolve()) if Path(args.target).is_dir() else args.target,
         family=EagleFamily.EAGLE3 if args.family == "eagle3" else EagleFamily.EAGLE,
         aux_layers=tuple(args.aux_layers or ()),
         draft_vocab=args.draft_vocab,

@@ -21,6 +21,7 @@ from ray import serve
 
 from pipelines.service_here import run_clients
 from pipelines.service_ttft import chat_body
+from ragspec.errors import EngineError
 from ragspec.evaluation.comparison import Tick
 from ragspec.evaluation.report import Result
 from services.keys import add_key
@@ -31,7 +32,10 @@ _ONE_WORD = json.dumps({"choices": [{"index": 0, "delta": {"content": "a"}}]})
 
 
 def serve_rows(config: ServiceConfig, questions: Sequence[str], seed: int, num_runs: int, tick: Tick) -> Result:
-    """Medians of the time to the first text, one request at a time, in turns; in milliseconds. Needs a Ray that is running."""
+    """Medians of the time to the first text, one request at a time, in turns; in milliseconds. Needs a Ray that is running.
+
+    Raises: EngineError.
+    """
     bodies = [chat_body(config.model_name, question, seed, retrieval=False) for question in questions]
     paths = {"serve_noop_ms": "/noop/", "serve_chat_ms": "/v1/chat/completions"}
     times: dict[str, list[float]] = {name: [] for name in paths}
@@ -40,6 +44,8 @@ def serve_rows(config: ServiceConfig, questions: Sequence[str], seed: int, num_r
             for name, path in paths.items():
                 orders = {"url": url, "key": key, "path": path, "bodies": bodies, "concurrency": 1}
                 answers = run_clients("pipelines.timed_clients", orders)
+                if silent := [answer for answer in answers if answer["first_s"] is None]:
+                    raise EngineError(f"{len(silent)} of {len(answers)} requests to {path} had no first token")
                 times[name] += [answer["first_s"] * 1e3 for answer in answers] if run else []
             tick("first tokens through Serve", run, num_runs)
     return {name: median(taken) for name, taken in times.items()}

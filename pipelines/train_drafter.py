@@ -56,7 +56,7 @@ def main() -> None:
         if run.plan.answers != "dataset":
             obtain_answers(run)
         train_with(train, run, args.workers)
-    except RagspecError as cause:
+    except (RagspecError, FileNotFoundError) as cause:
         sys.exit(f"error: {cause}")
 
 
@@ -90,11 +90,9 @@ def train(run: Run, workers: Workers, device: str) -> None:
     encoder = AnswerEncoder(target.tokenizer)
     draw = draw_of(run, encoder)
     checkpoint = run.out / "checkpoint.safetensors"
-    resumed = run.resume and checkpoint.exists()
-    vocabulary = None if resumed else vocabulary_of(config, draw, run.plan.seed)
-    head = fresh_head(config, target, vocabulary, run.plan.seed)
+    head = fresh_head(config, target, vocabulary_of(config, draw, run.plan.seed), run.plan.seed)
     trainer = DrafterTrainer(head, target, draw, run.plan, workers)
-    if resumed:
+    if run.resume and checkpoint.exists():
         trainer.load(checkpoint)
     probes = probe_batches(run.data_dir, encoder, PROBE_TEXTS, run.plan.max_tokens, run.plan.seed)
     run_to_end(trainer, checkpoint, report, lambda: probe(trainer, probes), NUM_PROBES)

@@ -7,11 +7,13 @@
 On cores that others use too, `OMP_WAIT_POLICY=PASSIVE` keeps two threads from spinning (several times faster, measured).
 Writes under `--out`: `tokenizer/`, `meanings.safetensors`, `checkpoint.safetensors`, `curves.png`, and `model/`, which loads
 with plain transformers. Several workers run through Ray Train; on several machines `--data` and `--out` must be shared
-folders. The same seed and the same number of workers give the same weights on the same hardware.
+folders. The same seed, length in tokens and number of workers give the same weights on the same hardware; a length in minutes is
+as many tokens as the hardware manages.
 """
 
 import argparse
 import itertools
+import json
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +23,7 @@ from torch import Tensor
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from pipelines.training_run import data_dir, options, run_to_end, spent, train_with
-from ragspec.errors import ConfigError, RagspecError
+from ragspec.errors import ConfigError, InputError, RagspecError
 from ragspec.evaluation.target_cases import PROBE_ARTICLES, Case, question_cases
 from ragspec.evaluation.target_suite import model_generate, question_scores
 from ragspec.training import training_attention
@@ -32,7 +34,7 @@ from ragspec.training.stream_layout import stream_layout
 from ragspec.training.target_batches import ExampleEncoder
 from ragspec.training.target_examples import Lengths
 from ragspec.training.target_export import draw_curves, export_target
-from ragspec.training.target_format import question_messages
+from ragspec.training.target_format import ASSISTANT, SPECIAL_TOKENS, question_messages
 from ragspec.training.target_model import SIZES, build_target
 from ragspec.training.target_packs import PackStream
 from ragspec.training.target_sources import Sources, load_sources
@@ -53,7 +55,7 @@ def main() -> None:
             sources = load_sources(run.data_dir)
             obtain_meanings(run, obtain_tokenizer(run, sources), sources)
         train_with(train, run, args.workers)
-    except RagspecError as cause:
+    except (RagspecError, FileNotFoundError) as cause:
         sys.exit(f"error: {cause}")
 
 
@@ -85,11 +87,27 @@ def run_of(args: argparse.Namespace) -> Run:
     """The run that the options ask for. Raises: InputError."""
     total_tokens = args.tokens or DEFAULT_TOKENS[args.size]
     plan = TargetPlan(total_tokens=total_tokens, minutes=args.minutes, seed=args.seed)
-    if args.continue_from:
-        plan = continued(plan, str(args.continue_from.resolve()))
-    run = Run(data_dir(args), args.out.resolve(), args.size, plan, args.resume, args.threads, args.continue_from)
+    continue_from = trained_target(args.continue_from.resolve()) if args.continue_from else None
+    if continue_from:
+        plan = continued(plan, str(continue_from))
+    run = Run(data_dir(args), args.out.resolve(), args.size, plan, args.resume, args.threads, continue_from)
     run.out.mkdir(parents=True, exist_ok=True)
     return run
+
+
+def trained_target(directory: Path) -> Path:
+    """The folder, if it holds a model of this recipe, of any width. Raises: InputError."""
+    try:
+        config = json.loads((directory / "config.json").read_text())
+        tokenizer = load_tokenizer(directory)
+    except (OSError, ValueError) as cause:
+        raise InputError(f"{directory} holds no exported model: {cause}") from cause
+    known = tokenizer.get_vocab()
+    if config.get("model_type") != "llama" or not known.keys() >= set(SPECIAL_TOKENS):
+        raise InputError(f"{directory} is no model of this recipe: a Llama whose tokenizer knows {ASSISTANT}")
+    if len(tokenizer) > config.get("vocab_size", 0):
+        raise InputError(f"{directory} has {len(tokenizer)} tokens and embeddings for {config.get('vocab_size', 0)}")
+    return directory
 
 
 def train(run: Run, workers: Workers, device: str) -> None:
@@ -125,7 +143,7 @@ def train(run: Run, workers: Workers, device: str) -> None:
 def obtain_tokenizer(run: Run, sources: Sources) -> PreTrainedTokenizerFast:
     """The run's tokenizer, trained once."""
     directory = run.continue_from or run.out / "tokenizer"
-    if not (directory / "tokenizer.json").exists():
+    if not run.continue_from and not (directory / "tokenizer.json").exists():
         texts = itertools.chain(
             (" ".join(p.sentences) for p in sources.prose),
             (q.text for q in sources.squad),
@@ -146,11 +164,11 @@ def obtain_meanings(run: Run, tokenizer: PreTrainedTokenizerFast, sources: Sourc
         texts = list(sources.texts())
         parts = (texts[at : at + 1_000] for at in range(0, len(texts), 1_000))
         ids = (each for part in parts for each in tokenizer(part, add_special_tokens=False, verbose=False)["input_ids"])
-        write_checkpoint(path, {"meanings": count_meanings(ids, len(tokenizer), columns)}, {})
-    meanings = read_checkpoint(path)[0]["meanings"]
-    if meanings.shape != (len(tokenizer), columns):
+        write_checkpoint(path, {"meanings": count_meanings(ids, len(tokenizer), columns)}, {"size": run.size})
+    tensors, state = read_checkpoint(path)
+    if state.get("size") != run.size or tensors["meanings"].shape != (len(tokenizer), columns):
         raise ConfigError(f"{path} is of a run of another size: choose an empty folder")
-    return meanings
+    return tensors["meanings"]
 
 
 def probe(trainer: TargetTrainer, cases: list[Case]) -> dict[str, float]:

@@ -11,7 +11,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from ragspec.errors import InputError
+from ragspec.errors import InputError, RagspecError
 from ragspec.training.trainer import Trainer
 from ragspec.training.workers import ALONE, Workers
 
@@ -65,17 +65,26 @@ def train_with(train: Train[RunT], run: RunT, num_workers: int) -> None:
 
 
 def _train_together(train: Train[RunT], run: RunT, num_workers: int) -> None:
+    """Raises: what a worker raised, where it is one of ours."""
     from ray.train import RunConfig, ScalingConfig
     from ray.train.torch import TorchConfig, TorchTrainer
+    from ray.train.v2.api.exceptions import WorkerGroupError
 
     with_gpu = torch.cuda.is_available()
-    TorchTrainer(
+    trainer = TorchTrainer(
         _ray_worker,
         train_loop_config={"train": train, "run": run},
         torch_config=TorchConfig(backend="cpu:gloo,cuda:nccl" if with_gpu else "gloo"),
         scaling_config=ScalingConfig(num_workers=num_workers, use_gpu=with_gpu),
         run_config=RunConfig(storage_path=str(run.out / "ray")),
-    ).fit()
+    )
+    try:
+        trainer.fit()
+    except WorkerGroupError as cause:
+        for failure in cause.worker_failures.values():
+            if isinstance(failure, RagspecError):
+                raise failure from cause
+        raise
 
 
 def _ray_worker(config: dict[str, Any]) -> None:

@@ -98,12 +98,17 @@ class GenerationSuite:
         result |= self._sampled_speeds(greedy, sampled)
         in_vain = [case.sources for case in self._cases[: self._plan.num_nothing]]
         result |= {"nothing_to_copy": self._nothing_to_copy([()]), "sources_in_vain": self._nothing_to_copy(in_vain)}
+        result |= {"num_nothing_runs": self._num_nothing_runs}
         result |= roofline(self._engine, greedy)
         # Why none for forced answers: they are the same tokens whatever the forward computes
         identical = self._equality.identical if self._forced is None else None
         result |= {"identical": identical, "identical_counts": self._equality.as_text()}
         result |= {"num_prompts": len(self._cases), "num_runs": self._plan.num_runs, "seed": self._plan.seed}
         return Measured(result | {"peak_pss_mb": self._memory.look()}, greedy, sampled)
+
+    @property
+    def _num_nothing_runs(self) -> int:
+        return max(_NOTHING_RUNS, self._plan.num_runs)
 
     def _engine_decoders(self, sampling: dict[str, Any]) -> dict[str, EngineDecoder]:
         ways = {SPECULATIVE: True, PLAIN: False}
@@ -181,8 +186,9 @@ class GenerationSuite:
         stage = "sources in vain" if any(sources) else "nothing to copy"
         decoders = self._engine_decoders({**SAMPLED, "ignore_eos": True})
         Timings.measure(decoders, cases[:_NUM_WARM_UP], 1, lambda *_: None)
-        num_runs = max(_NOTHING_RUNS, self._plan.num_runs)
-        timings = Timings.measure(decoders, cases, num_runs, lambda _, done, total: self._tick(stage, done, total))
+        timings = Timings.measure(
+            decoders, cases, self._num_nothing_runs, lambda _, done, total: self._tick(stage, done, total)
+        )
         for runs in timings.runs[SPECULATIVE]:
             self._equality.check(stage, timings.runs[PLAIN][0], runs)
         return timings.ratio(PLAIN, SPECULATIVE)

@@ -44,11 +44,15 @@ def quote_is_exact(text: str, passages: Sequence[Passage]) -> float:
 def answer_scores(
     questions: Sequence[Question], texts: Sequence[str], passages: Sequence[Sequence[Passage]]
 ) -> dict[str, float]:
-    """Means over all questions, each 0 to 1. `retrieved`: the gold document is among the passages."""
-    shorts = [(parse_answer(text) or ("", 0, ""))[2] for text in texts]
+    """Means over all questions, each 0 to 1. `retrieved`: the gold document is among the passages.
+
+    `em` and `f1` are of the short answer, or of the quote where that is what was asked for.
+    """
+    parsed = [parse_answer(text) or ("", 0, "") for text in texts]
+    answers = [found[0] if q.is_quoted else found[2] for found, q in zip(parsed, questions, strict=True)]
     return {
-        "em": _mean([exact_match(short, q.answers) for short, q in zip(shorts, questions, strict=True)]),
-        "f1": _mean([best_f1(short, q.answers) for short, q in zip(shorts, questions, strict=True)]),
+        "em": _mean([exact_match(answer, q.answers) for answer, q in zip(answers, questions, strict=True)]),
+        "f1": _mean([best_f1(answer, q.answers) for answer, q in zip(answers, questions, strict=True)]),
         "quote_exact": _mean([quote_is_exact(text, own) for text, own in zip(texts, passages, strict=True)]),
         "retrieved": _mean(
             [float(any(p.document_id == q.gold for p in own)) for q, own in zip(questions, passages, strict=True)]

@@ -35,12 +35,13 @@ NUM_QUESTIONS = 200
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """`answers`: what annotators gave; `gold`: id of the document that holds it."""
+    """`answers`: what annotators gave; `gold`: id of the document that holds it. `is_quoted`: they are the sentence to quote."""
 
     id: str
     text: str
     answers: tuple[str, ...]
     gold: str
+    is_quoted: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +85,7 @@ def stdlib_list(count: int = NUM_QUESTIONS) -> RagList:
     """Questions about held-out names of the running Python's standard library, over its documentation."""
     corpus = stdlib_documents()
     questions = [
-        Question(name, f"What does {name} do?", (first_doc_sentence(name, text),), name)
+        Question(name, f"What does {name} do?", (first_doc_sentence(name, text),), name, is_quoted=True)
         for name, text in corpus
         if is_held_out(name)
     ]

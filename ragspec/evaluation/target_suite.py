@@ -111,10 +111,11 @@ def question_scores(cases: list[Case], outputs: list[str]) -> dict[str, float]:
 def abstention_scores(cases: list[Case], outputs: list[str]) -> dict[str, float]:
     """Precision and recall of saying that the passages do not say."""
     abstained = [output.strip().startswith(ABSTENTION) for output in outputs]
+    num_unanswerable = sum(not c.answers for c in cases)
     right = sum(a and not c.answers for a, c in zip(abstained, cases, strict=True))
     return {
-        "abstain_precision": right / max(1, sum(abstained)),
-        "abstain_recall": right / max(1, sum(not c.answers for c in cases)),
+        "abstain_precision": right / sum(abstained) if any(abstained) else 0.0,
+        "abstain_recall": right / num_unanswerable if num_unanswerable else math.nan,
     }
 
 
@@ -173,4 +174,5 @@ def perplexity_scores(
 
 
 def _mean(values: list[float] | list[bool]) -> float:
-    return float(np.mean(values)) if len(values) else 0.0
+    """No number where there is nothing to score."""
+    return float(np.mean(values)) if len(values) else math.nan

@@ -136,7 +136,7 @@ def probe_examples(data_dir: Path, per_kind: int, seed: int) -> dict[str, list[E
 def probe_batches(
     data_dir: Path, encoder: ExampleEncoder, per_kind: int, max_tokens: int, seed: int
 ) -> dict[str, list[MicroBatch]]:
-    """The probes' texts by kind, in batches of eight."""
+    """The probes' texts by kind, in batches of eight; no kind of which nothing fits."""
     rng = random.Random(seed)
     batches: dict[str, list[MicroBatch]] = {}
     for kind, examples in probe_examples(data_dir, per_kind, seed).items():
@@ -144,7 +144,7 @@ def probe_batches(
         cut = [Encoded(text.ids[:max_tokens], text.weights[:max_tokens]) for text in encoded]
         kept = [text for text in cut if any(text.weights[2:])]
         batches[kind] = [collate(kept[start : start + 8]) for start in range(0, len(kept), 8)]
-    return batches
+    return {kind: found for kind, found in batches.items() if found}
 
 
 def _probe_questions(paragraphs: list[dict[str, list[dict[str, list[dict[str, str]]]]]]) -> Iterator[Example]:

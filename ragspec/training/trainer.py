@@ -137,7 +137,8 @@ class Trainer(ABC, Generic[_PlanT]):
         for (name, parameter), average in zip(self._module.named_parameters(), self.average, strict=True):
             tensors |= {f"model.{name}": parameter.detach(), f"average.{name}": average}
             tensors |= {f"optimizer.{key}.{name}": value for key, value in self.optimizer.state[parameter].items()}
-        state = {"progress": asdict(self.progress), "history": self.history, "probes": self.probes}
+        names, tensors["history"] = _table(self.history)
+        state = {"progress": asdict(self.progress), "columns": names, "probes": self.probes}
         write_checkpoint(path, tensors, {**state, "identity": self._identity()})
 
     @torch.no_grad()
@@ -148,6 +149,7 @@ class Trainer(ABC, Generic[_PlanT]):
         """
         try:
             tensors, state = read_checkpoint(path, self.device)
+            history = _records(state["columns"], tensors["history"])
         except (OSError, SafetensorError, KeyError, TypeError, ValueError) as cause:
             raise ConfigError(f"{path} cannot be resumed: it is no checkpoint") from cause
         identity = state.get("identity", {})
@@ -164,7 +166,7 @@ class Trainer(ABC, Generic[_PlanT]):
         for name, buffer in self._buffers():
             buffer.copy_(tensors[f"buffer.{name}"])
         self.progress = Progress(**state["progress"])
-        self.history, self.probes = state["history"], state["probes"]
+        self.history, self.probes = history, state["probes"]
 
     def _buffers(self) -> list[tuple[str, Tensor]]:
         """Those that are not made anew with the module."""
@@ -178,3 +180,16 @@ class Trainer(ABC, Generic[_PlanT]):
             if name not in FREE_AT_RESUME:
                 found |= value if isinstance(value, dict) else {name: value}
         return {**found, "num_workers": self.workers.size}
+
+
+def _table(records: list[dict[str, float]]) -> tuple[list[str], Tensor]:
+    """Records as columns. Why: what is no tensor goes into a file's header, which holds 100 MB; long runs have more."""
+    names = list(dict.fromkeys(name for record in records for name in record))
+    rows = [[float(record.get(name, math.nan)) for name in names] for record in records]
+    return names, torch.tensor(rows, dtype=torch.float64).view(len(records), len(names))
+
+
+def _records(names: list[str], table: Tensor) -> list[dict[str, float]]:
+    """The records again. What a record lacked it lacks; a loss that was no number is lacking, too."""
+    rows = table.tolist()
+    return [{n: value for n, value in zip(names, row, strict=True) if not math.isnan(value)} for row in rows]

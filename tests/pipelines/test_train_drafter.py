@@ -97,6 +97,9 @@ def test_the_command_writes_a_head_from_the_targets_own_answers(tmp_path: Path) 
     assert record["history"][-1]["tokens"] >= 7000
     assert {"prose_top1_1", "chat_top4_5", "rag_top1_3"} <= record["probes"][-1].keys()
     assert (tmp_path / "curves.png").stat().st_size > 1000
+    command(tmp_path, "--family", "eagle3", "--tokens", "9000", "--answers", "both", "--num-answers", "12", "--resume")
+    history = json.loads((tmp_path / "history.json").read_text())["history"]
+    assert history[: len(record["history"])] == record["history"] and history[-1]["tokens"] >= 9000
 
 
 @pytest.mark.slow

@@ -1,5 +1,6 @@
 """The training job through Ray Train: two workers, one model, the same one every time."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -7,10 +8,18 @@ from pathlib import Path
 import pytest
 import torch
 from real_data import DATA, needs_data
+from tiny_target import tiny_tokenizer
 from transformers import AutoModelForCausalLM
 
 from pipelines import train_target
 from pipelines.training_run import is_probed
+from ragspec.errors import ConfigError
+from ragspec.training.checkpoint import write_checkpoint
+from ragspec.training.stream_layout import stream_layout
+from ragspec.training.target_model import SIZES
+from ragspec.training.target_sources import Sources
+from ragspec.training.target_tokenizer import train_tokenizer
+from ragspec.training.target_trainer import TargetPlan
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -30,6 +39,42 @@ def test_a_missing_data_directory_ends_in_one_line(tmp_path: Path, monkeypatch: 
     with pytest.raises(SystemExit, match="error: there is no data directory"):
         train_target.main()
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(("what", "reason"), [
+    ("nothing", "holds no exported model"), ("no tokenizer", "holds no exported model"),
+    ("another tokenizer", "no model of this recipe"), ("too few embeddings", "tokens and embeddings for 100"),
+])  # fmt: skip
+def test_what_is_no_model_of_the_recipe_is_not_continued(
+    what: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A tokenizer was trained and written into the folder of another model, which then learnt from foreign numbers."""
+    model = tmp_path / "model"
+    if what != "nothing":
+        model.mkdir()
+        vocabulary = 100 if what == "too few embeddings" else 320
+        (model / "config.json").write_text(json.dumps({"model_type": "llama", "vocab_size": vocabulary}))
+    if what == "another tokenizer":
+        tiny_tokenizer().save_pretrained(model)
+    if what == "too few embeddings":
+        train_tokenizer(["The cat sat on the mat, and the dog on the log."] * 9, 320).save_pretrained(model)
+    there = sorted(path.name for path in tmp_path.rglob("*"))
+    options = ["--data", str(tmp_path), "--out", str(tmp_path / "out"), "--continue-from", str(model)]
+    monkeypatch.setattr(sys, "argv", ["train_target", *options])
+    with pytest.raises(SystemExit, match=reason):
+        train_target.main()
+    assert sorted(path.name for path in tmp_path.rglob("*")) == there
+
+
+def test_a_folder_of_another_size_is_refused(tmp_path: Path) -> None:
+    """`cpu` and `gpu` are as wide: a run of one went on with the tokenizer of the other."""
+    tokenizer, columns = tiny_tokenizer(), stream_layout(SIZES["gpu"].hidden_size).meaning
+    write_checkpoint(
+        tmp_path / "meanings.safetensors", {"meanings": torch.ones(len(tokenizer), columns)}, {"size": "cpu"}
+    )
+    run = train_target.Run(tmp_path, tmp_path, "gpu", TargetPlan(total_tokens=1))
+    with pytest.raises(ConfigError, match="another size"):
+        train_target.obtain_meanings(run, tokenizer, Sources())
 
 
 @pytest.mark.slow

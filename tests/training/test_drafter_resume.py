@@ -41,6 +41,18 @@ def test_a_checkpoint_of_another_plan_is_refused(name: str, value: Any, checkpoi
     assert trainer.progress.step == 0
 
 
+def test_records_come_back_as_they_were(tmp_path: Path) -> None:
+    """A record of a step that had no such loss; and a run so long that its records did not fit the header of the file."""
+    trainer, again = make_trainer(EagleFamily.EAGLE), make_trainer(EagleFamily.EAGLE)
+    trainer.history = [
+        {"step": float(n), "tokens": 1e7 + n / 3, **({"guide": 0.1 * n} if n % 2 else {})} for n in range(9)
+    ]
+    trainer.history *= 30_000
+    trainer.save(tmp_path / "checkpoint.safetensors")
+    again.load(tmp_path / "checkpoint.safetensors")
+    assert again.history == trainer.history
+
+
 def test_a_checkpoint_of_other_workers_is_refused(checkpoint: Path) -> None:
     """Every worker draws by its rank among all: with another number each draws other texts."""
     with pytest.raises(ConfigError, match="its num_workers is 1, and this run's is 2"):
