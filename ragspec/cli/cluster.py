@@ -1,10 +1,11 @@
-"""`ragspec cluster up|status|down`: a deployment on a Ray cluster, or on one that is started on this machine for it."""
+"""`ragspec cluster up|status|env|down`: a deployment on a Ray cluster, or on one that is started on this machine for it."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import os
+import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -55,6 +56,17 @@ def run_status(name: str, address: str | None, *, as_json: bool) -> int:
         status = status_of(name)
     _show(status, as_json=as_json)
     return int(not status.is_complete)
+
+
+def run_env(name: str) -> None:
+    """Lines of `export`. Raises: EngineError where no cluster was started here."""
+    from ragspec.cluster.nodes import LocalNodes
+
+    nodes = LocalNodes.found(clusters_folder() / name)
+    if nodes is None or not nodes.running:
+        raise EngineError(f"no cluster was started here for {name!r}: start one with ragspec cluster up")
+    for variable, value in {"RAY_ADDRESS": nodes.address, **nodes.environment}.items():
+        print(f"export {variable}={shlex.quote(value)}")
 
 
 def run_down(name: str, address: str | None) -> None:

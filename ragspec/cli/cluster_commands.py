@@ -60,6 +60,14 @@ def status(
 
 
 @cluster.command()
+def env(name: DeploymentName = "ragspec", debug: Debug = False) -> None:
+    """Print what other programs must have set to find the cluster that was started here, for a shell's `eval`."""
+    from ragspec.cli.cluster import run_env
+
+    run_env(name)
+
+
+@cluster.command()
 def down(address: Address = None, name: DeploymentName = "ragspec", debug: Debug = False) -> None:
     """End a deployment, and the cluster if it was started for it. May be repeated, also after a crash."""
     from ragspec.cli.cluster import run_down

@@ -45,7 +45,7 @@ def complete(result: Result) -> Result:
 
 
 def rounded(value: Any) -> Any:
-    """Floats with four significant digits, at any depth, NaN as None. A share of 20,999 in 21,000 is not all: it stays under 1."""
+    """Floats with four significant digits, at any depth, NaN as None. Under 1 stays under it: 20,999 of 21,000 are not all."""
     if isinstance(value, float):
         if math.isnan(value):
             return None

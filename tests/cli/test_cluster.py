@@ -55,6 +55,12 @@ def test_there_is_nothing_to_take_down_twice(run: Run) -> None:
         assert code == 0 and "nothing to take down" in said
 
 
+def test_where_nothing_runs_there_is_nothing_to_export(run: Run) -> None:
+    """`eval` of an address at which nobody listens; the next program would wait for it."""
+    code, said = run("env", "--name", "nothing")
+    assert code == 1 and "no cluster was started here for 'nothing'" in said
+
+
 def test_the_status_of_nothing_is_an_error(run: Run) -> None:
     """It waits for a cluster, or starts one."""
     code, said = run("status")

@@ -75,6 +75,28 @@ def test_serve_s_options_are_passed_through() -> None:
     assert deployment._deployment_config.graceful_shutdown_timeout_s >= 120
 
 
+def test_the_service_refuses_before_serve_lets_requests_queue_without_end() -> None:
+    """Serve handed a replica as many as it answers at once, so that it never refused one, and health waited behind them."""
+    for config in ({}, {"limits": {"max_in_flight": 3}}):
+        args = {"config": {"service": {"keys_file": "k", "data_dir": "d", **config}}, "cluster": "c"}
+        options, most = (
+            build_app(args)._bound_deployment._deployment_config,
+            settings_of(ServeArgs(**args)).service.limits,
+        )
+        assert options.max_ongoing_requests > most.max_in_flight == options.max_queued_requests
+
+
+def test_the_examples_refuse_before_serve_does() -> None:
+    """An example that shows how not to."""
+    for path in SERVE.glob("*.yaml"):
+        args = yaml.safe_load(path.read_text())["applications"][0]["args"]
+        most = settings_of(ServeArgs(**args)).service.limits.max_in_flight
+        assert (
+            args["deployment_config"]["max_ongoing_requests"] > most
+            and args["deployment_config"]["max_queued_requests"] > 0
+        )
+
+
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory, parts: Path) -> Iterator[tuple[str, str]]:
     """The address and a key of a service on a Ray of its own."""
