@@ -166,7 +166,7 @@ def obtain_meanings(run: Run, tokenizer: PreTrainedTokenizerFast, sources: Sourc
         ids = (each for part in parts for each in tokenizer(part, add_special_tokens=False, verbose=False)["input_ids"])
         write_checkpoint(path, {"meanings": count_meanings(ids, len(tokenizer), columns)}, {"size": run.size})
     tensors, state = read_checkpoint(path)
-    if state.get("size") != run.size or tensors["meanings"].shape != (len(tokenizer), columns):
+    if state.get("size", run.size) != run.size or tensors["meanings"].shape != (len(tokenizer), columns):
         raise ConfigError(f"{path} is of a run of another size: choose an empty folder")
     return tensors["meanings"]
 

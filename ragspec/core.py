@@ -286,7 +286,8 @@ class GenerationStats:
     `accepted_by_source` count the nodes copied from the request's sources, by kind ("passage", "prediction"); a node that several
     would have guessed counts for the surest.
     `exactness`: what of plain decoding stays with any draft: the "path" of tokens, their "distribution", or "none".
-    `num_near_ties`: tokens that other roundings could have decided otherwise; counted where rows depend on their company.
+    `num_near_ties`: tokens that other roundings could have decided otherwise; counted where rows depend on their company, by
+    the keyed rule; of a part that was lost with its replica none are known.
     `num_replays`: how often it was taken up again elsewhere; of a part that was lost with its replica, drafts count as far as
     they were accepted.
     """

@@ -24,6 +24,7 @@ _GRACE_S = 10.0
 _SPARE_REQUESTS = 16
 """That Serve may hand a replica beyond what it answers at once: it refuses them itself, with a time to come back after, and its
 health is asked behind none."""
+_BACKPRESSURE = {"status_code": 429, "retry_after_s": 2}
 _NUM_CPUS = 0.5
 """What a replica reserves in Ray's books, whatever threads it uses; on a small machine Serve's own actors need room too."""
 
@@ -58,6 +59,7 @@ def build_app(args: dict[str, Any]) -> Application:
         "name": "ragspec",
         "max_ongoing_requests": service.limits.max_in_flight + _SPARE_REQUESTS,
         "max_queued_requests": service.limits.max_in_flight,
+        "backpressure_config": _BACKPRESSURE,
         "graceful_shutdown_timeout_s": service.drain_s + _GRACE_S,
         "health_check_timeout_s": service.timeouts.canary_s + _GRACE_S,
         "ray_actor_options": {"num_cpus": _NUM_CPUS},

@@ -32,8 +32,10 @@ def run_up(
     from ragspec.cluster.topology import ClusterConfig
 
     settings = load_settings(ClusterConfig, config, **overrides)
-    topology = settings.topology
-    if not settings.retriever.index_dir and "num_shards" not in topology.model_fields_set:
+    topology, retriever = settings.topology, settings.retriever
+    if "fail_closed" in retriever.model_fields_set and retriever.fail_closed != topology.fail_closed:
+        raise ConfigError("of a deployment it is topology.fail_closed that counts, not retriever.fail_closed")
+    if not retriever.index_dir and "num_shards" not in topology.model_fields_set:
         topology = topology.model_copy(update={"num_shards": 0, "num_encoders": 0})
     stay_offline(settings.target.model)
     console = stderr_console()

@@ -61,12 +61,6 @@ class ClusterConfig(PipelineConfig):
 
     topology: Topology = Topology()
 
-    @model_validator(mode="after")
-    def _check(self) -> ClusterConfig:
-        if "fail_closed" in self.retriever.model_fields_set and self.retriever.fail_closed != self.topology.fail_closed:
-            raise ValueError("of a deployment it is topology.fail_closed that counts, not retriever.fail_closed")
-        return self
-
 
 class Note(NamedTuple):
     """What a supervisor keeps for those who find it. `job` is Ray's id of the job that the deployment ends with, or empty."""

@@ -65,8 +65,8 @@ def load_engine(
 
     def build() -> tuple[Target, Planner, Admission, EngineConfig, ThreadChoice]:
         target = load_together(target_config, config, ranks)
-        compile_samplers()
         tested = check_numerics(target, most_threads)
+        compile_samplers(tested.uncertainty)
         num_threads = choose_num_threads(target, most_threads) if adaptive else most_threads
         max_step_tokens = max(MIN_STEP_TOKENS, min(config.max_step_tokens, tested.num_rows))
         costs = measure_costs(target, max_step_tokens)

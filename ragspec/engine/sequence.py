@@ -205,7 +205,7 @@ class Sequence:
         admitted, first = self._admitted_s or now, self._first_token_s or now
         self.stats.num_output_tokens = self.num_written
         if isinstance(self.sampler, KeyedSampler):
-            self.stats.num_near_ties = self.sampler.num_near_ties
+            self.stats.num_near_ties = sum(self.sampler.near_ties[: self.num_written])
         self.stats.positions = {name: counts.table() for name, counts in self._positions.items()}
         self.stats.queue_s = admitted - self._submitted_s
         self.stats.prefill_s = first - admitted

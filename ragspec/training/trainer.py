@@ -137,7 +137,7 @@ class Trainer(ABC, Generic[_PlanT]):
         for (name, parameter), average in zip(self._module.named_parameters(), self.average, strict=True):
             tensors |= {f"model.{name}": parameter.detach(), f"average.{name}": average}
             tensors |= {f"optimizer.{key}.{name}": value for key, value in self.optimizer.state[parameter].items()}
-        names, tensors["history"] = _table(self.history)
+        names, tensors["history"], tensors["history_known"] = _table(self.history)
         state = {"progress": asdict(self.progress), "columns": names, "probes": self.probes}
         write_checkpoint(path, tensors, {**state, "identity": self._identity()})
 
@@ -149,9 +149,9 @@ class Trainer(ABC, Generic[_PlanT]):
         """
         try:
             tensors, state = read_checkpoint(path, self.device)
-            history = _records(state["columns"], tensors["history"])
+            history = _records(state["columns"], tensors["history"], tensors["history_known"])
         except (OSError, SafetensorError, KeyError, TypeError, ValueError) as cause:
-            raise ConfigError(f"{path} cannot be resumed: it is no checkpoint") from cause
+            raise ConfigError(f"{path} cannot be resumed: it is no checkpoint of this version") from cause
         identity = state.get("identity", {})
         for name, ours in self._identity().items():
             theirs = identity.get(name, "not known")
@@ -182,14 +182,19 @@ class Trainer(ABC, Generic[_PlanT]):
         return {**found, "num_workers": self.workers.size}
 
 
-def _table(records: list[dict[str, float]]) -> tuple[list[str], Tensor]:
-    """Records as columns. Why: what is no tensor goes into a file's header, which holds 100 MB; long runs have more."""
+def _table(records: list[dict[str, float]]) -> tuple[list[str], Tensor, Tensor]:
+    """Names, values and which of them there are. Shapes: [num records, num names], float64 and bool.
+
+    Why: what is no tensor goes into a file's header, which holds 100 MB; long runs have more.
+    """
     names = list(dict.fromkeys(name for record in records for name in record))
-    rows = [[float(record.get(name, math.nan)) for name in names] for record in records]
-    return names, torch.tensor(rows, dtype=torch.float64).view(len(records), len(names))
+    rows = [[float(record.get(name, 0.0)) for name in names] for record in records]
+    known = [[name in record for name in names] for record in records]
+    shape = len(records), len(names)
+    return names, torch.tensor(rows, dtype=torch.float64).view(shape), torch.tensor(known, dtype=torch.bool).view(shape)
 
 
-def _records(names: list[str], table: Tensor) -> list[dict[str, float]]:
-    """The records again. What a record lacked it lacks; a loss that was no number is lacking, too."""
-    rows = table.tolist()
-    return [{n: value for n, value in zip(names, row, strict=True) if not math.isnan(value)} for row in rows]
+def _records(names: list[str], table: Tensor, known: Tensor) -> list[dict[str, float]]:
+    """The records again; the inverse of `_table`."""
+    rows = zip(table.tolist(), known.tolist(), strict=True)
+    return [{n: value for n, value, is_there in zip(names, row, there, strict=True) if is_there} for row, there in rows]

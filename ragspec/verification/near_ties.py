@@ -43,16 +43,19 @@ def _is_near(x: Any, token_id: int, top_k: int, top_p: float, min_p: float, key:
         last, below = np.float64(ranked[size - top_k]), np.float64(ranked[: size - top_k].max())
     if not _survives(x, token_id, maximum, below, top_k, top_p, min_p, -slack):
         return True
+    failed = last - 2.0 * slack  # what has a logit below it does not survive either
     least = np.float64(x[token_id]) + gumbel(bits(key, np.uint64(token_id))) - 2.0 * slack
     for v in range(size):
         wanted = least - np.float64(x[v])
-        if v == token_id or wanted > ABOVE_ANY_GUMBEL:
+        if v == token_id or wanted > ABOVE_ANY_GUMBEL or np.float64(x[v]) < failed:
             continue
         h = bits(key, np.uint64(v))
         if wanted >= 1.0 and np.uint64(2**53) - h > MOST_REST[int(wanted)]:
             continue
-        if np.float64(x[v]) + gumbel(h) >= least and _survives(x, v, maximum, last, top_k, top_p, min_p, slack):
-            return True
+        if np.float64(x[v]) + gumbel(h) >= least:
+            if _survives(x, v, maximum, last, top_k, top_p, min_p, slack):
+                return True
+            failed = max(failed, np.float64(x[v]))
     return False
 
 
@@ -76,7 +79,9 @@ def _survives(
             continue
         if logit > limit or (slack < 0.0 and logit == limit):
             num_above += 1
-            above += math.exp(logit - maximum)
+            above += math.exp(logit - maximum) if top_p < 1.0 else 0.0
+        elif top_p >= 1.0:
+            continue
         elif logit > edge - 2.0 * slack or (slack > 0.0 and logit == edge - 2.0 * slack):
             rest += math.exp(logit - maximum)
     if 0 < top_k < x.shape[0] and num_above >= top_k:

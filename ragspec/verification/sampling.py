@@ -25,6 +25,7 @@ from ragspec.verification.near_ties import is_near_tie
 
 Logits = NDArray[np.float32]
 
+_MOST_ROUNDINGS = 4
 _LEAST_TEMPERATURE = 1e-6
 """Below it, division would overflow float32: infinities tie and the lowest id would win instead of the best."""
 
@@ -138,11 +139,13 @@ def sample(logits: Logits, params: SamplingParams, seed: int, choice: int, index
     return int(_sample(logits, params.top_k, params.top_p, params.min_p, key))
 
 
-def compile_samplers() -> None:
+def compile_samplers(uncertainty: float = 0.0) -> None:
     """Compile now what the first sampled token would otherwise wait for, a second or more."""
     row = np.zeros(4, np.float32)
     for params in (SamplingParams(temperature=0.0), SamplingParams(temperature=1.0)):
         sample(row, params, seed=0, choice=0, index=0)
+        if uncertainty:
+            is_near_tie(row, params, output_key(0, 0, 0), 0, uncertainty)
 
 
 class TokenCounts:
@@ -192,11 +195,15 @@ def _add_bias(logits: Logits, bias: Mapping[int, float]) -> None:
         logits[token] += np.float32(value)
 
 
-def _of_warped(uncertainty: float, params: SamplingParams) -> float:
-    """By how much a warped logit may differ where a logit may by so much."""
+def _of_warped(warped: Logits, uncertainty: float, params: SamplingParams, num_output: int) -> float:
+    """By how much a warped logit may differ where a logit may by so much: what warps make of it, and what each of them rounds."""
     penalty = params.repetition_penalty
     stretch = max(1.0, penalty, 1.0 / penalty)
-    return uncertainty * stretch / (1.0 if params.greedy else max(params.temperature, _LEAST_TEMPERATURE))
+    temperature = 1.0 if params.greedy else max(params.temperature, _LEAST_TEMPERATURE)
+    added = abs(params.presence_penalty) + abs(params.frequency_penalty) * num_output
+    added += max(map(abs, params.logit_bias.values()), default=0.0)
+    largest = float(np.abs(warped[np.isfinite(warped)]).max(initial=0.0)) + added / temperature
+    return uncertainty * stretch / temperature + _MOST_ROUNDINGS * float(np.finfo(np.float32).eps) * largest
 
 
 @compiled(nogil=True)
@@ -228,7 +235,8 @@ class Sampler(Protocol):
 class KeyedSampler:
     """The definition of the output: token i is the argmax of the warped logits plus the noise of (seed, choice, i).
 
-    `uncertainty`: by how much a logit may depend on the company of its row. Where it does, near ties are counted.
+    `uncertainty`: by how much a logit may depend on the company of its row. Where it does, `near_ties` says of each token
+    that was decided here whether it was one.
     """
 
     def __init__(
@@ -245,16 +253,17 @@ class KeyedSampler:
         self._index = len(output_ids)
         self._eos_ids = eos_ids
         self._counts = TokenCounts(request.prompt_ids, output_ids) if request.params.has_penalties else None
-        self._slack = _of_warped(uncertainty, request.params)
-        self.num_near_ties = 0
+        self._uncertainty = uncertainty
+        self.near_ties: list[bool] = []
 
     def __call__(self, logits: Logits) -> int:
         forbidden = self._eos_ids if self._index < self._params.min_tokens else ()
         warped = warp(logits, self._params, self._counts, forbidden)
         token = sample(warped, self._params, self._seed, self._choice, self._index)
-        if self._slack:
+        if self._uncertainty:
             key = output_key(self._seed, self._choice, self._index)
-            self.num_near_ties += is_near_tie(warped, self._params, key, token, self._slack)
+            slack = _of_warped(warped, self._uncertainty, self._params, self._index)
+            self.near_ties.append(is_near_tie(warped, self._params, key, token, slack))
         if self._counts is not None:
             self._counts.push(token)
         self._index += 1

@@ -89,11 +89,3 @@ def test_one_file_has_the_pipeline_and_its_topology(tmp_path: Path) -> None:
     assert (settings.topology.replicas, settings.topology.num_shards, settings.retriever.index_dir) == (4, 3, "here")
     with pytest.raises(ConfigError, match=r"topology\.replicas"):
         load_settings(ClusterConfig, path, **{"topology.replicas": "many"})
-
-
-def test_what_a_deployment_would_not_heed_is_refused() -> None:
-    """`retriever.fail_closed` was taken, and overwritten without a word."""
-    with pytest.raises(ValidationError, match=r"topology\.fail_closed that counts"):
-        ClusterConfig.model_validate({"retriever": {"fail_closed": False}})
-    both = {"retriever": {"fail_closed": False}, "topology": {"fail_closed": False}}
-    assert not ClusterConfig.model_validate(both).topology.fail_closed

@@ -83,6 +83,7 @@ def test_the_service_refuses_before_serve_lets_requests_queue_without_end() -> N
             build_app(args)._bound_deployment._deployment_config,
             settings_of(ServeArgs(**args)).service.limits,
         )
+        assert options.backpressure_config.status_code == 429
         assert options.max_ongoing_requests > most.max_in_flight == options.max_queued_requests
 
 

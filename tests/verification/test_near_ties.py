@@ -65,7 +65,7 @@ def test_a_sampler_counts_in_the_units_of_its_logits() -> None:
         request = Request("a", (0,), SamplingParams(temperature=temperature))
         sampler = KeyedSampler(request, 5, 0, (), [], uncertainty)
         assert sampler(row) == 0 or temperature == 1.0
-        assert sampler.num_near_ties == expected, (temperature, uncertainty)
+        assert sum(sampler.near_ties) == expected, (temperature, uncertainty)
 
 
 def test_penalties_stretch_what_is_uncertain() -> None:
@@ -73,7 +73,28 @@ def test_penalties_stretch_what_is_uncertain() -> None:
     request = Request("a", (0,), SamplingParams(temperature=0.0, repetition_penalty=0.5))
     sampler = KeyedSampler(request, 5, 0, (), [], uncertainty=0.3)
     assert sampler(np.array([1.0, 1.0, -3.0], np.float32)) == 0  # 2 after the penalty, against 1
-    assert sampler.num_near_ties == 1
+    assert sampler.near_ties == [True]
+
+
+@pytest.mark.parametrize(
+    "extra", [{"logit_bias": {0: 100.0, 1: 100.0}}, {"frequency_penalty": 2.0, "presence_penalty": 1.0}]
+)
+def test_what_the_warps_round_is_uncertain_too(extra: dict[str, Any]) -> None:
+    """A bias of 100 rounds differences away that decide without it: 235 of 235 changed tokens were not counted."""
+    rng, num_changed, uncertainty = np.random.default_rng(2), 0, 9.6e-7
+    for _ in range(4_000):
+        first = np.float32(rng.uniform(3.0, 4.0))
+        row = np.array([first, first + np.float32(rng.uniform(-6e-6, 6e-6)), -3.0], np.float32)
+        off = (row + np.array([uncertainty / 2, -uncertainty / 2, 0.0])).astype(np.float32)
+        samplers = [
+            KeyedSampler(Request("a", (0,), SamplingParams(temperature=0.0, **extra)), 5, 0, (), [0, 1], uncertainty)
+            for _ in range(2)
+        ]
+        tokens = [sampler(each) for sampler, each in zip(samplers, (row, off), strict=True)]
+        if tokens[0] != tokens[1]:
+            num_changed += 1
+            assert all(sampler.near_ties == [True] for sampler in samplers)
+    assert num_changed > 20
 
 
 @pytest.mark.parametrize("way", WAYS)

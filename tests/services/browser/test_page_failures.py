@@ -44,6 +44,8 @@ def test_another_conversation_while_the_server_is_looked_for(chat: ChatPage) -> 
     chat.page.route("**/v1/models", lambda route: held.append(route))
     chat.ask(MILL)
     chat.page.locator("#stop").wait_for()
+    while not held:
+        chat.page.wait_for_timeout(20)
     chat.page.locator("#new").click()
     held[0].continue_()
     chat.page.locator("#send").wait_for()
@@ -63,7 +65,7 @@ def test_texts_of_other_passages_are_no_fault(chat: ChatPage) -> None:
 
     chat.page.route("**/v1/chat/completions", change)
     turn.get_by_role("button", name="Run without speculation").click()
-    chat.page.locator(".comparison.failed", has_text="documents have changed").wait_for()
+    chat.page.locator(".comparison.failed", has_text="Other passages").wait_for()
 
 
 def test_without_a_key_the_page_asks_for_one_and_then_goes_on(open_page: Opening, service: Service) -> None:

@@ -37,10 +37,10 @@ export async function call(method, path, body = undefined) {
 }
 
 /** Everything that a list of the service has, page by page. */
-export async function all(path) {
+export async function all(path, limit = 100) {
   const found = [];
   for (let after = ""; ;) {
-    const page = await call("GET", `${path}?limit=100${after && `&after=${encodeURIComponent(after)}`}`);
+    const page = await call("GET", `${path}?limit=${limit}${after && `&after=${encodeURIComponent(after)}`}`);
     found.push(...page.data);
     if (!page.has_more || !page.data.length) return found;
     after = page.data.at(-1).id;

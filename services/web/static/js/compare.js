@@ -34,7 +34,7 @@ export class Comparison {
     if ([this.original, without, again].some((run) => run.basis === null))
       return this.fail({ message: "There was not enough time for all of the text in every run." });
     if (without.basis !== this.original.basis || again.basis !== this.original.basis)
-      return this.fail({ message: "The documents have changed since the answer, and other passages were found." });
+      return this.fail({ message: "Other passages were found: the documents have changed, or not all of them could be searched." });
     const fault = this.#differs("without speculation", without) ?? this.#differs("with it, a second time", again);
     this.element.classList.add(fault ? "differs" : "same");
     this.#verdict.className = `verdict ${fault ? "broken" : "same"}`;

@@ -77,7 +77,7 @@ export class Documents {
     if (!this.chosen) return this.#files.replaceChildren();
     const store = this.chosen;
     const [held, known] = await Promise.all([
-      all(`${STORES}/${encodeURIComponent(store)}/files`), all("/v1/files")]);
+      all(`${STORES}/${encodeURIComponent(store)}/files`), all("/v1/files", 10_000)]);
     if (store !== this.chosen) return;
     const names = new Map(known.map((file) => [file.id, file.filename]));
     const rows = held.map((file) => this.#rowOf(file, names.get(file.id) ?? file.id));

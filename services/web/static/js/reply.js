@@ -29,7 +29,7 @@ export class Reply {
 
   /** What the answer was made of, to compare with another's. */
   get basis() {
-    return JSON.stringify([this.question, this.passages.map((passage) => [passage.id, passage.text])]);
+    return JSON.stringify(this.passages.map((passage) => [passage.document_id, passage.text]));
   }
 
   get tokens() {
