@@ -15,6 +15,7 @@ from starlette.middleware.cors import CORSMiddleware
 
 from services import health
 from services.backend import Backend
+from services.bodies import ClientGone
 from services.errors import ApiError, validation_error
 from services.guard import Guard
 from services.keys import Ring
@@ -45,8 +46,10 @@ def build_app(backend: Backend, ring: Ring) -> FastAPI:
 
 
 async def _refused(_: Request, error: Exception) -> NoReturn:
-    """What the framework refuses: no such route, not by this method."""
+    """What the framework refuses: no such route, not by this method; or what it met while it read a form, in its own words."""
     assert isinstance(error, HTTPException)
+    if isinstance(error.__cause__, ApiError | ClientGone):
+        raise error.__cause__ from None
     raise ApiError(error.status_code, str(error.detail), headers=error.headers) from None
 
 

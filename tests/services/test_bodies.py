@@ -84,6 +84,15 @@ def test_files_are_counted_as_they_come_too(hasty: Service) -> None:
     assert reply.status_code == 413
 
 
+def test_files_in_chunks_are_counted_as_they_come(hasty: Service) -> None:
+    """Refused as a body that cannot be read, though it could: the client is not told that it is too large."""
+    kind = "Content-Type: multipart/form-data; boundary=x"
+    part = b'--x\r\nContent-Disposition: form-data; name="file"; filename="a.txt"\r\n\r\n'
+    chunks = [b"%x\r\n%s\r\n" % (len(piece), piece) for piece in (part, *[b"a" * 1024] * 10)]
+    reply = ask(hasty.url, head("POST", "/v1/files", hasty.bearer, kind, "Transfer-Encoding: chunked"), *chunks)
+    assert (reply.status, reply.json()["error"]["code"]) == (413, "request_too_large")
+
+
 @pytest.mark.parametrize("lengths", [("-1",), ("abc",), ("1e3",), ("5", "6"), ("9" * 400,)])
 def test_a_length_that_is_none_is_refused(hasty: Service, lengths: tuple[str, ...]) -> None:
     """Two readers of one connection see two different requests."""
