@@ -98,6 +98,7 @@ def test_a_removed_file_can_be_deleted_from_the_server(chat: ChatPage, tmp_path:
     page.locator("#documents-said", has_text="1 document added").wait_for()
     page.get_by_role("button", name="Remove secret.txt").click()
     page.locator("#documents-said", has_text="still has the file").wait_for()
+    chat.shot("removed")
     page.get_by_role("button", name="Delete the file, too").click()
     page.locator("#documents-said", has_text="was deleted").wait_for()
     names = page.evaluate(
