@@ -115,8 +115,7 @@ def main(
     plots: Annotated[Path | None, typer.Option(help="Write PNG plots into this folder.")] = None,
     seed: Annotated[int, typer.Option(help="Of the sampled runs.")] = 0,
     runs: Annotated[
-        int | None,
-        typer.Option(min=1, help="Repetitions whose median counts; 3, or 1 with --quick; 5 where nothing is gained."),
+        int | None, typer.Option(min=1, help="Their median counts; 3, or 1 with --quick; 5 where nothing is gained.")
     ] = None,
     num_prompts: Annotated[
         int | None, typer.Option(min=1, help="Shorter prompt lists (grammar: of each part).")

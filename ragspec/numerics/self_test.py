@@ -31,6 +31,8 @@ SAMPLING_VERSION = 1
 
 _ID_ROWS = 16
 _MARGIN = 2.0
+_LEAST = float(np.finfo(np.float32).tiny)
+"""What differs is never taken for equal, however small the difference."""
 
 CHUNKS = (1, 2, 3, 7, 16, 64, 65, 257, 513)
 """Numbers of rows of one forward that are compared with the whole text at once."""
@@ -111,7 +113,7 @@ def _compare(name: str, got: Floats, expected: Floats) -> list[Failure]:
         return []
     apart = float(np.abs(got - expected).max())  # no number where either is none
     what = f"{name}: {int((~same).sum())} of {len(same)} rows differ"
-    return [Failure(what, math.inf if math.isnan(apart) else apart)]
+    return [Failure(what, math.inf if math.isnan(apart) else max(apart, _LEAST))]
 
 
 def _run(target: Forward, text: Ints, sizes: list[int]) -> Floats:

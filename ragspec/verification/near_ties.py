@@ -1,7 +1,8 @@
 """Near ties: tokens that other roundings of the same logits could have decided otherwise.
 
 Where the bits of a row depend on its company (`exactness: fast`), a token may differ between two runs of one request only where
-it was a near tie in both; counting them says how far a text can be trusted to come again.
+it was a near tie in both, as long as logits differ by no more than is assumed; counting them says how far a text can be trusted
+to come again.
 
     >>> is_near_tie(np.array([2.0, 1.9, 0.0], np.float32), SamplingParams(temperature=0.0), np.uint64(0), 0, slack=0.1)
     True

@@ -16,7 +16,7 @@ from ragspec.errors import ModelError
 from ragspec.numerics import layers
 from ragspec.numerics.attention import attend
 from ragspec.numerics.linear import PackedLinear, pack_linears
-from ragspec.numerics.self_test import self_test
+from ragspec.numerics.self_test import SelfTest, _compare, self_test
 
 Tiny = Callable[..., Target]
 
@@ -80,6 +80,15 @@ def test_a_variant_kernel_fails(tiny: Tiny, monkeypatch: pytest.MonkeyPatch, whi
     target.config = target.config.model_copy(update={"exactness": "fast"})
     assert not check_numerics(target, 2).passed
     target.config = target.config.model_copy(update={"exactness": "bitwise"})
+
+
+def test_what_differs_by_almost_nothing_differs() -> None:
+    """A difference that a processor rounds to zero would have been served as none."""
+    tiny = np.array([[np.nextafter(np.float32(0), np.float32(1)), 1.0]], np.float32)
+    (failure,) = _compare("denormal", tiny, np.array([[0.0, 1.0]], np.float32))
+    assert SelfTest((failure,), "id", 1).uncertainty > 0.0
+    (failure,) = _compare("no number", np.array([[np.nan]], np.float32), np.ones((1, 1), np.float32))
+    assert SelfTest((failure,), "id", 1).uncertainty == np.inf
 
 
 def test_a_kernel_that_mixes_sequences_fails(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
