@@ -97,7 +97,8 @@ class Ingest:
             if document.id in ids:
                 raise InputError(f"{path} holds two documents of the id {document.id!r}")
             ids.add(document.id)
-            known = self._writer.owner_and_origin(document.id)
+            is_leaving = document.id in self._writer.unseen  # a rebuild drops it unless a file holds it
+            known = None if is_leaving else self._writer.owner_and_origin(document.id)
             other = self._origin_of.get(document.id) or (known[1] if known else "")
             if other not in ("", document.origin) and Path(other).exists():
                 raise InputError(f"{path}: the id {document.id!r} is that of a document in {other}")

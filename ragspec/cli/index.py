@@ -11,7 +11,7 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from ragspec.cli.terminal import safe, stderr_console, stdout_console
+from ragspec.cli.terminal import note, safe, stderr_console, stdout_console
 from ragspec.config import DenseConfig
 from ragspec.errors import InputError
 from ragspec.retrieval.checking import check_segment
@@ -65,9 +65,14 @@ def run_compact(index_dir: Path, dense: DenseConfig | None, *, purge: bool) -> N
     before = Store.open(index_dir).manifest
     with IndexWriter(index_dir) as writer:
         manifest = writer.compact(dense)
-        if purge:
-            writer.purge()
-    _report(manifest, {"segments_before": len(before.segments), "bytes_before": num_bytes(before)})
+        num_kept = writer.purge() if purge else 0
+    if num_kept:
+        note(
+            stderr_console(),
+            f"{num_kept} earlier generations are in use and stay, deleted text with them: purge again later",
+        )
+    summary = {"segments_before": len(before.segments), "bytes_before": num_bytes(before)}
+    _report(manifest, summary | ({"generations_in_use": num_kept} if purge else {}))
 
 
 def facts(manifest: Manifest) -> dict[str, Any]:

@@ -83,7 +83,7 @@ class ApproximateIndex:
 
     def on_gpu(self) -> GpuIndex:
         """A copy on the GPU of an index of the IVF family."""
-        return GpuIndex.ivf(self._index, self._vectors, self._width)
+        return GpuIndex.ivf(self._index, self._vectors, self._width, self)
 
     def search(self, queries: FloatArray, k: int, allowed: Mask | None = None) -> list[Scored]:
         rows = None if allowed is None else np.flatnonzero(allowed)

@@ -9,6 +9,7 @@ from ragspec.config import IndexConfig
 from ragspec.errors import ConfigError, StoreError, StoreMissing
 from ragspec.retrieval.analysis import Analyzer
 from ragspec.retrieval.encoder import EncoderIdentity, TextEncoder
+from ragspec.retrieval.manifest import read_current
 from ragspec.retrieval.store import Store, check_encoder
 
 
@@ -21,7 +22,7 @@ class Base(NamedTuple):
 
 
 def open_base(index_dir: Path, encoder: TextEncoder | None, wanted: IndexConfig | None, replace: bool) -> Base:
-    """The index there, with its own settings if none are `wanted`; to `replace`, only if it could be built upon.
+    """The index there, with its own settings if none are `wanted`; to `replace`, its settings alone if it cannot be built upon.
 
     Raises: StoreMissing without an index and an encoder, StoreCorrupt, EncoderMismatch, ConfigError.
     """
@@ -31,13 +32,21 @@ def open_base(index_dir: Path, encoder: TextEncoder | None, wanted: IndexConfig 
         return Base(store, identity if encoder is None else encoder.identity, wanted or store.manifest.config)
     if encoder is None:
         raise StoreMissing(f"there is no index at {index_dir}")
-    return Base(None, encoder.identity, wanted or IndexConfig())
+    return Base(None, encoder.identity, wanted or (_settings_there(index_dir) if replace else None) or IndexConfig())
 
 
 def _fitting(index_dir: Path, encoder: TextEncoder | None, wanted: IndexConfig | None) -> Store | None:
     try:
         return _required(index_dir, encoder, wanted)
     except (StoreError, ConfigError):
+        return None
+
+
+def _settings_there(index_dir: Path) -> IndexConfig | None:
+    """Also those of an index of another encoder or analyser; none of one that cannot be read."""
+    try:
+        return read_current(index_dir)[1].config
+    except StoreError:
         return None
 
 

@@ -46,6 +46,30 @@ class ContentSum:
         return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
 
 
+class IdsByKey:
+    """Which documents have a key; few have that of another, so one alone is kept without a list."""
+
+    def __init__(self) -> None:
+        self._ids: dict[bytes, str | tuple[str, ...]] = {}
+
+    def ids(self, key: bytes) -> tuple[str, ...]:
+        """In the order in which they came."""
+        found = self._ids.get(key, ())
+        return (found,) if isinstance(found, str) else found
+
+    def add(self, key: bytes, document_id: str) -> None:
+        self._put(key, (*self.ids(key), document_id))
+
+    def remove(self, key: bytes, document_id: str) -> None:
+        self._put(key, tuple(each for each in self.ids(key) if each != document_id))
+
+    def _put(self, key: bytes, ids: tuple[str, ...]) -> None:
+        if ids:
+            self._ids[key] = ids[0] if len(ids) == 1 else ids
+        else:
+            self._ids.pop(key, None)
+
+
 def content_key(documents: Iterable[Document], encoder: EncoderIdentity, config: IndexConfig) -> str:
     """The key that an index of these documents has or would have; reads the documents once, encodes nothing."""
     total = ContentSum()
@@ -70,8 +94,9 @@ def checked(document: Document) -> Document:
     """Raises: InputError if an index could not hold the document as it is."""
     if not isinstance(document.id, str) or not document.id:
         raise InputError("a document has no id")
-    for name in ("id", "text", "title", "source", "owner", "origin"):
-        value = getattr(document, name)
+    names = ("id", "text", "title", "source", "owner", "origin")
+    headings = [("a heading", heading.text) for heading in document.headings]
+    for name, value in [*((name, getattr(document, name)) for name in names), *headings]:
         if not isinstance(value, str):
             raise InputError(f"document {document.id!r}: {name} must be a string, not {type(value).__name__}")
         if "\0" in value:

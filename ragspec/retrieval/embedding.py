@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
 from ragspec.config import ChunkingConfig
 from ragspec.core import Document, Passage
+from ragspec.errors import ModelError
 from ragspec.retrieval.chunking import TokenLimit, chunk, embedded_text
-from ragspec.retrieval.content import text_key
+from ragspec.retrieval.content import IdsByKey, text_key
 from ragspec.retrieval.encoder import FloatArray, TextEncoder
 
 
@@ -34,7 +35,7 @@ class EmbeddingGroup:
         self._chunking = chunking
         self._limit = None if encoder is None else TokenLimit(encoder.max_tokens, encoder.count_tokens)
         self._waiting: dict[str, Embedded] = {}
-        self._texts: dict[bytes, str] = {}
+        self._texts = IdsByKey()
         self.num_missing = 0
 
     def __contains__(self, document_id: str) -> bool:
@@ -46,9 +47,9 @@ class EmbeddingGroup:
     def ids(self) -> list[str]:
         return list(self._waiting)
 
-    def text_owner(self, key: bytes) -> str | None:
-        """The id of a waiting document with that text key."""
-        return self._texts.get(key)
+    def with_text(self, key: bytes) -> Iterable[str]:
+        """The ids of waiting documents with that text key."""
+        return self._texts.ids(key)
 
     def chunked(self, document: Document, known: Mapping[str, FloatArray]) -> Embedded:
         """The document's passages; texts in `known` already have their vector."""
@@ -65,7 +66,7 @@ class EmbeddingGroup:
     def add(self, waiting: Embedded) -> None:
         """An id that is not in the group."""
         self._waiting[waiting.document.id] = waiting
-        self._texts.setdefault(text_key(waiting.document), waiting.document.id)
+        self._texts.add(text_key(waiting.document), waiting.document.id)
         self.num_missing += len(waiting.missing)
 
     def get(self, document_id: str) -> Document:
@@ -73,13 +74,14 @@ class EmbeddingGroup:
 
     def drop(self, document_id: str) -> None:
         waiting = self._waiting.pop(document_id)
-        key = text_key(waiting.document)
-        if self._texts.get(key) == document_id:
-            del self._texts[key]
+        self._texts.remove(text_key(waiting.document), document_id)
         self.num_missing -= len(waiting.missing)
 
     def encode(self) -> list[Embedded]:
-        """All waiting documents, in order, with every vector; the group is empty afterwards."""
+        """All waiting documents, in order, with every vector; the group is empty afterwards.
+
+        Raises: ModelError for a vector that is not finite, which no search could rank.
+        """
         waiting = list(self._waiting.values())
         if not waiting or self._encoder is None:
             return []
@@ -88,5 +90,7 @@ class EmbeddingGroup:
         for each in waiting:
             for number in each.missing:
                 each.vectors[number] = next(rows)
-        self._waiting, self._texts, self.num_missing = {}, {}, 0
+            if not np.isfinite(each.vectors).all():
+                raise ModelError(f"the encoder's vector of a passage of document {each.document.id!r} is not finite")
+        self._waiting, self._texts, self.num_missing = {}, IdsByKey(), 0
         return waiting

@@ -126,6 +126,10 @@ class GenerationFolder:
             elif path.name.startswith(TEMPORARY) or (_PLACED.fullmatch(path.name) and path.name not in kept):
                 shutil.rmtree(path, ignore_errors=True)
 
+    def num_earlier(self) -> int:
+        """Generations on the disk beside the current one."""
+        return sum(kind == "generation" for kind, _ in self._placed()) - 1
+
     def _needed(self, keep_previous: bool) -> set[str]:
         """Folders of the current generation, of those on lease, and of the one before if the current one is young.
 

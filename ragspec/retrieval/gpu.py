@@ -1,9 +1,9 @@
-"""Search by FAISS on a GPU, with the same hits and scores as on the CPU.
+"""Search by FAISS on a GPU, with the hits and scores of the CPU; of IVF, where only rounding tells two rows apart, not always.
 
 What FAISS cannot do there is done here: its GPU indexes ignore id selectors, so allowed rows are chosen from more hits than are
 wanted; they remove nothing, and a segment never changes; they are not safe even for two readers, so one thread owns them all;
 a whole matrix at once would be copied twice, so rows go up in blocks; and they give 2,048 hits at most, so what needs more is
-scanned on the CPU.
+scanned on the CPU. Of IVF, what needs a selector or more hits is searched there by the very index that was copied.
 
     >>> GpuIndex.flat(segment.vectors).search(queries, k=10)
 """
@@ -18,6 +18,7 @@ import numpy as np
 
 from ragspec.retrieval.dense import (
     FEW_ROWS_SHARE,
+    DenseIndex,
     Mask,
     Scored,
     best_of,
@@ -48,23 +49,27 @@ def num_gpus() -> int:
 class GpuIndex:
     """A FAISS index without selectors over a segment's rows."""
 
-    def __init__(self, index: Any, vectors: FloatArray, exact: bool) -> None:
-        """`exact`: its hits are the best by float32 score, so that what they may have missed is known."""
+    def __init__(self, index: Any, vectors: FloatArray, on_cpu: DenseIndex | None = None) -> None:
+        """`on_cpu`: of what this is a copy, if it is approximate. Otherwise its hits are the best by float32 score, so that what
+        they may have missed is known."""
         self._index = index
         self._vectors = vectors
-        self._max_error = float32_error(vectors.shape[1]) if exact else None
+        self._on_cpu = on_cpu
+        self._max_error = float32_error(vectors.shape[1]) if on_cpu is None else None
 
     @classmethod
     def flat(cls, vectors: FloatArray) -> GpuIndex:
         """Every row is looked at."""
-        return cls(_owner.submit(_flat, vectors).result(), vectors, exact=True)
+        return cls(_owner.submit(_flat, vectors).result(), vectors)
 
     @classmethod
-    def ivf(cls, index: Any, vectors: FloatArray, num_probes: int) -> GpuIndex:
-        """A copy of a CPU index of the IVF family."""
-        return cls(_owner.submit(_copied, index, num_probes).result(), vectors, exact=False)
+    def ivf(cls, index: Any, vectors: FloatArray, num_probes: int, on_cpu: DenseIndex) -> GpuIndex:
+        """A copy of a CPU index of the IVF family, which `on_cpu` searches."""
+        return cls(_owner.submit(_copied, index, num_probes).result(), vectors, on_cpu)
 
     def search(self, queries: FloatArray, k: int, allowed: Mask | None = None) -> list[Scored]:
+        if self._on_cpu is not None and (allowed is not None or candidates_for(k) > _MAX_HITS):
+            return self._on_cpu.search(queries, k, allowed)
         num_allowed = len(self._vectors) if allowed is None else int(np.count_nonzero(allowed))
         if k < 1 or num_allowed <= max(k, FEW_ROWS_SHARE * len(self._vectors)):
             return [self._scan(query, max(k, 0), allowed) for query in queries]

@@ -13,7 +13,7 @@ import numpy as np
 import pyarrow.compute as pc
 
 from ragspec.core import Document
-from ragspec.retrieval.content import ContentSum, document_key, text_key
+from ragspec.retrieval.content import ContentSum, IdsByKey, document_key, text_key
 from ragspec.retrieval.files import npy_bytes
 from ragspec.retrieval.manifest import FileRecord, SegmentRecord
 from ragspec.retrieval.segment import Segment
@@ -38,11 +38,11 @@ class LiveDocuments:
     """Owns the deletion marks of every segment. `content` sums the keys of the documents that are there."""
 
     def __init__(self, store: Store | None, with_texts: bool) -> None:
-        """`with_texts`: keep track of which text belongs to whom, for `text_owner`."""
+        """`with_texts`: keep track of which text belongs to whom, for `with_text`."""
         self.segments: list[LiveSegment] = []
         self.content = ContentSum(store.manifest.content_sum if store is not None else "")
         self._places: dict[str, Place] = {}
-        self._texts: dict[bytes, str] | None = {} if with_texts else None
+        self._texts = IdsByKey() if with_texts else None
         self._unsealed: list[_Unsealed] = []
         self._unsealed_deleted: list[int] = []
         for live in store.segments if store is not None else ():
@@ -64,10 +64,10 @@ class LiveDocuments:
     def key(self, place: Place) -> bytes:
         return self._keys(place)[0]
 
-    def text_owner(self, key: bytes) -> str | None:
-        """The id of a document with that text key. Needs `with_texts`."""
+    def with_text(self, key: bytes) -> Iterable[str]:
+        """The ids of documents with that text key. Needs `with_texts`."""
         assert self._texts is not None
-        return self._texts.get(key)
+        return self._texts.ids(key)
 
     def origins(self) -> Iterator[tuple[str, str, str]]:
         """Id, owner and origin of the sealed documents that are there."""
@@ -83,7 +83,9 @@ class LiveDocuments:
 
     def ids_of_source(self, source: str) -> list[str]:
         """Ids of the sealed documents that came from `source`."""
-        found = []
+        found: list[str] = []
+        if source != source.encode("utf-8", "replace").decode():  # a name of a file that is no text; no document has it
+            return found
         for live in self.segments:
             same = pc.equal(live.segment.documents["source"], source).to_numpy()
             found += [live.segment.ids[number] for number in np.flatnonzero(same & live.is_live).tolist()]
@@ -102,8 +104,8 @@ class LiveDocuments:
         place = self._places.pop(document_id)
         key, key_of_text = self._keys(place)
         self.content.remove(key)
-        if self._texts is not None and self._texts.get(key_of_text) == document_id:
-            del self._texts[key_of_text]
+        if self._texts is not None:
+            self._texts.remove(key_of_text, document_id)
         if place.segment == len(self.segments):
             self._unsealed_deleted.append(place.document)
         else:
@@ -120,12 +122,13 @@ class LiveDocuments:
         assert not self._unsealed
         kept = [live for number, live in enumerate(self.segments) if number not in set(merged)]
         self.segments, self._places = [], {}
+        self._texts = None if self._texts is None else IdsByKey()
         for live in [*kept, *(LiveSegment(segment) for segment in by)]:
             self._append(live)
 
-    def smaller_half(self) -> list[int]:
-        """The segments with the fewest passages, half of all."""
-        by_size = sorted(range(len(self.segments)), key=lambda number: self.segments[number].num_live_passages)
+    def smaller_half(self, numbers: Sequence[int]) -> list[int]:
+        """Of these segments the half with the fewest passages."""
+        by_size = sorted(numbers, key=lambda number: self.segments[number].num_live_passages)
         return sorted(by_size[: len(by_size) // 2])
 
     def records(self) -> tuple[tuple[SegmentRecord, ...], dict[str, bytes]]:
@@ -148,7 +151,7 @@ class LiveDocuments:
 
     def _note_text(self, key: bytes, document_id: str) -> None:
         if self._texts is not None:
-            self._texts.setdefault(key, document_id)
+            self._texts.add(key, document_id)
 
     def _keys(self, place: Place) -> tuple[bytes, bytes]:
         if place.segment == len(self.segments):

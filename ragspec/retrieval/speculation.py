@@ -1,8 +1,8 @@
 """Guessing what an index would say: the cache of one request, and lookups shared by all.
 
 A request's queries resemble each other, so the best passage of the next one is often among those that earlier lookups brought.
-The cache scores them as the index does, bit for bit (the same query record serves the guess and its check), so a guess is right
-whenever an exact index's answer is in the cache; fused and approximate rankings are guessed a little worse. Guesses are only
+The cache scores them as the index's search does, bit for bit (the same query record serves the guess and its check), so a guess
+is right whenever an exact index's answer is in the cache; fused, approximate and reranked ones are guessed worse. They are only
 ever compared with what the index says: they cost or save time and decide nothing.
 
     >>> cache = SpeculationCache(index.mode)
@@ -22,6 +22,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from ragspec.config import RetrieverConfig
 from ragspec.core import Passage
 from ragspec.retrieval.dense import canonical_scores
 from ragspec.retrieval.fusion import reciprocal_rank_fusion
@@ -31,7 +32,8 @@ from ragspec.retrieval.shared_calls import SharedCalls
 from ragspec.retrieval.sparse import SparseConfig, SparseQuery, TermStatistics, sparse_query
 
 _MAX_PASSAGES = 512
-_FUSION_DEPTH = 100
+_FUSION_DEPTH = RetrieverConfig().fusion_depth
+"""As most indexes have it; with another, a guess is worse and no text is."""
 
 
 def keys_of(passages: Sequence[Passage]) -> tuple[PassageKey, ...]:
@@ -75,7 +77,7 @@ class SpeculationCache:
         self._statistics = TermStatistics(given.num_rows, given.total_length, frequencies)
 
     def guess(self, query: Query, k: int) -> list[Passage]:
-        """The `k` passages that the index would most likely name, best first, with the scores they would have."""
+        """The `k` passages that the index would most likely name, best first, with the scores of its search."""
         if not self._candidates:
             return []
         candidates = list(self._candidates.values())

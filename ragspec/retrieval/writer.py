@@ -44,7 +44,8 @@ PASSAGES_PER_ENCODE = 1024
 
 MAX_SEGMENT_PASSAGES = 1_000_000
 MAX_SEGMENTS = 16
-"""A commit that would leave more merges the smaller half of them: a search looks into each."""
+"""A commit that would leave more that are not half full merges the smaller half of them: a search looks into each. Fuller ones
+are left alone, or every commit would write a million passages anew."""
 
 
 class IndexWriter:
@@ -120,8 +121,8 @@ class IndexWriter:
     def twin_of(self, document: Document) -> str | None:
         """The id of another document that stays and has this one's owner, metadata and text. Needs `keep_duplicates` False."""
         key = text_key(document)
-        owners = (self._live.text_owner(key), self._group.text_owner(key))
-        return next((o for o in owners if o is not None and o != document.id and o not in self.unseen), None)
+        with_it = (*self._live.with_text(key), *self._group.with_text(key))
+        return next((each for each in with_it if each != document.id and each not in self.unseen), None)
 
     def is_empty(self) -> bool:
         """Whether nothing could be found: no document that would stay holds any text."""
@@ -139,11 +140,13 @@ class IndexWriter:
         key = document_key(checked(document))
         self._check_owner(document)
         place = self._live.find(document.id)
-        if place is not None and self._live.key(place) == key:
-            outcome = Outcome.UNCHANGED
-        elif not self._keep_duplicates and self.twin_of(document) is not None:
+        is_same = place is not None and self._live.key(place) == key
+        may_leave = not is_same or document.id in self.unseen  # of two that were kept, a rebuild keeps the first
+        if may_leave and not self._keep_duplicates and self.twin_of(document) is not None:
             self._remove(document.id)
             outcome = Outcome.DUPLICATE
+        elif is_same:
+            outcome = Outcome.UNCHANGED
         else:
             waiting = self._group.chunked(document, self._vectors_at(place) if place is not None else {})
             outcome = Outcome.UPDATED if self._remove(document.id) else Outcome.ADDED
@@ -177,8 +180,10 @@ class IndexWriter:
         Raises: SaveError; then the index is as it was or, if only the very last flush to the disk failed, as it should be.
         """
         self._seal()
-        if len(self._live.segments) > MAX_SEGMENTS:
-            self._merge(self._live.smaller_half())
+        segments = self._live.segments
+        small = [n for n, live in enumerate(segments) if live.num_live_passages <= MAX_SEGMENT_PASSAGES // 2]
+        if len(small) > MAX_SEGMENTS:
+            self._merge(self._live.smaller_half(small))
         return self._publish()
 
     def compact(self, dense: DenseConfig | None = None) -> Manifest:
@@ -199,10 +204,10 @@ class IndexWriter:
         return self._publish()
 
     def scrub(self) -> bool:
-        """Commit, with one segment that holds deleted documents written anew; whether none holds any now.
+        """Commit, with one segment that holds deleted documents written anew; whether nothing is left for another call.
 
         Why one: it may be large, and others want to write. Where search is approximate nothing is done, since answers would
-        change. Raises: SaveError.
+        change: what was deleted stays in its segments. Raises: SaveError.
         """
         self._seal()
         dead = [number for number, live in enumerate(self._live.segments) if not live.is_live.all()]
@@ -214,11 +219,15 @@ class IndexWriter:
         self._publish()
         return not dead
 
-    def purge(self) -> None:
-        """Remove earlier generations from the disk now, but for those on lease: deleted text is gone then, after `compact`."""
+    def purge(self) -> int:
+        """Remove earlier generations from the disk now; how many stay, since readers have them on lease.
+
+        Where none do, deleted text is gone then, after `compact`.
+        """
         self.commit()
         with self._writing():
             self._folder.clean(keep_previous=False)
+        return self._folder.num_earlier()
 
     def _open(self) -> None:
         store, self._identity, self._config = open_base(self._index_dir, self._encoder, self._wanted, self._replace)
@@ -270,9 +279,11 @@ class IndexWriter:
         return {embedded_text(segment.passage(row)): segment.vectors[row] for row in segment.rows_of(place.document)}
 
     def flush(self) -> None:
-        """Encode the documents that wait for it, and write them. Raises: SaveError."""
+        """Encode the documents that wait for it, and write them. Raises: SaveError, ModelError, and what the encoder raises."""
+        self._check_open()
+        waiting = self._group.encode()  # Why outside: no file was touched if that fails, and the disk is not to blame
         with self._writing():
-            for embedded in self._group.encode():
+            for embedded in waiting:
                 self._write(embedded)
 
     def _write(self, embedded: Embedded) -> None:

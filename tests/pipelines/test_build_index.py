@@ -293,6 +293,21 @@ def test_a_rebuild_holds_only_its_inputs(run: Callable[..., Ended], docs: Path, 
     assert counts(run("--rebuild").summary) == (4, 0, 0, 0, 0)
 
 
+def test_a_rebuild_from_another_folder_of_that_name_takes_all_of_it(
+    run_on: Callable[..., Ended], docs: Path, tmp_path: Path
+) -> None:
+    """v2/docs in place of v1/docs, which is still there: files of the same name were left out, and then deleted."""
+    run_on(docs)
+    other = tmp_path / "v2" / "docs"
+    other.mkdir(parents=True)
+    (other / "a.txt").write_text("The Rhine flows into the North Sea.")
+    (other / "rows.jsonl").write_text('{"id": "r1", "text": "Roots take up water.", "owner": "ann"}')
+    ended = run_on(other, "--rebuild")
+    assert ended.code == 0 and ended.summary["skipped"] == []
+    found = documents(tmp_path)
+    assert sorted(found) == ["docs/a.txt", "r1"] and found["r1"].owner == "ann" and "Rhine" in found["docs/a.txt"].text
+
+
 def documents_or_none(tmp_path: Path) -> dict[str, Document]:
     try:
         return documents(tmp_path)

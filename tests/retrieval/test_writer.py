@@ -14,8 +14,16 @@ import pytest
 from letter_encoder import LetterEncoder
 
 from ragspec.config import AnalyzerConfig, ChunkingConfig, DenseConfig, IndexConfig
-from ragspec.core import Document
-from ragspec.errors import ConfigError, EncoderMismatch, InputError, SaveError, StoreCorrupt, StoreMissing
+from ragspec.core import Document, Heading
+from ragspec.errors import (
+    ConfigError,
+    EncoderMismatch,
+    InputError,
+    ModelError,
+    SaveError,
+    StoreCorrupt,
+    StoreMissing,
+)
 from ragspec.retrieval import generation
 from ragspec.retrieval import writer as writer_module
 from ragspec.retrieval.changes import Outcome
@@ -464,3 +472,93 @@ def test_a_factory_string_faiss_does_not_know_is_a_config_error(
     with pytest.raises(ConfigError, match="no index of the kind 'ivf'"):
         build_index([Document(str(n), f"Text {n}.") for n in range(50)], tmp_path / "index", counting, config)
     assert not list((tmp_path / "index").glob("[sg.]*-*"))
+
+
+class Faulty(LetterEncoder):
+    """Fails as it is told to."""
+
+    fault: Exception | None = None
+
+    def encode(self, texts: Sequence[str], kind: Kind = "document") -> FloatArray:
+        if self.fault is not None:
+            raise self.fault
+        vectors = super().encode(texts, kind)
+        vectors[[("ill" in text) for text in texts]] = np.nan
+        return vectors
+
+
+def test_a_vector_that_is_no_number_is_not_indexed(tmp_path: Path) -> None:
+    """One bad vector, committed without a word, and no query of anybody could be ranked any more."""
+    with IndexWriter(tmp_path / "index", Faulty()) as writer:
+        writer.upsert(Document("sound", "A text."))
+        writer.commit()
+        writer.upsert(Document("sick", "An ill text."))
+        with pytest.raises(ModelError, match="'sick' is not finite"):
+            writer.commit()
+    assert ids(tmp_path / "index") == ["sound"]
+
+
+def test_an_encoder_that_is_away_is_not_a_full_disk(tmp_path: Path) -> None:
+    """It said "cannot write ...: connection refused", and the session was over for good."""
+    encoder = Faulty()
+    with IndexWriter(tmp_path / "index", encoder) as writer:
+        writer.upsert(Document("a", "A text."))
+        encoder.fault = ConnectionRefusedError("the encoder's server")
+        with pytest.raises(ConnectionRefusedError):
+            writer.commit()
+        encoder.fault = None
+        writer.commit()
+    assert ids(tmp_path / "index") == ["a"]
+
+
+def test_a_rebuild_by_another_encoder_keeps_the_settings(index_dir: Path, counting: Counting) -> None:
+    """Passages of another length, and exact search again, because only the encoder was to change."""
+    other = LetterEncoder()
+    other.identity = replace(LetterEncoder.identity, fingerprint="0" * 64)
+    with IndexWriter(index_dir, other, replace=True) as writer:
+        writer.upsert(Document("new", "Text."))
+        writer.delete_unseen()
+        writer.commit()
+    assert Store.open(index_dir).manifest.config == CONFIG and ids(index_dir) == ["new"]
+
+
+def test_a_rebuild_keeps_one_of_two_copies(tmp_path: Path, counting: Counting) -> None:
+    """An index that was once built with its duplicates kept them for ever; or of three copies the third was forgotten."""
+    with IndexWriter(tmp_path / "index", counting) as writer:
+        for name in "abc":
+            writer.upsert(Document(name, "Same."))
+        writer.commit()
+    with IndexWriter(tmp_path / "index", counting, keep_duplicates=False) as writer:
+        writer.delete("a")
+        assert writer.upsert(Document("d", "Same.")) is Outcome.DUPLICATE
+        assert writer.twin_of(Document("b", "Same.")) == "c"
+        writer.commit()
+    with IndexWriter(tmp_path / "index", counting, replace=True, keep_duplicates=False) as writer:
+        assert [writer.upsert(Document(name, "Same.")) for name in "bc"] == [Outcome.UNCHANGED, Outcome.DUPLICATE]
+        writer.delete_unseen()
+        writer.commit()
+    assert ids(tmp_path / "index") == ["b"]
+
+
+def test_headings_and_sources_that_are_no_text_are_refused_or_unknown(index_dir: Path, counting: Counting) -> None:
+    """A traceback of the codec, half-way through a document."""
+    with IndexWriter(index_dir, counting) as writer:
+        for text in ("\ud800", "a\0b"):
+            with pytest.raises(InputError, match="a heading holds"):
+                writer.upsert(Document("a", "Hi.\n\nThere.", headings=(Heading(0, 1, text),)))
+        assert writer.delete_source("caf\udce9.txt") == 0
+
+
+def test_large_segments_are_not_written_anew_by_every_commit(
+    tmp_path: Path, counting: Counting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beyond sixteen nearly full segments each commit copied half of the index, one by one, and made nothing fewer."""
+    monkeypatch.setattr(writer_module, "MAX_SEGMENTS", 4)
+    monkeypatch.setattr(writer_module, "MAX_SEGMENT_PASSAGES", 8)
+    with IndexWriter(tmp_path / "index", counting, passages_per_encode=1) as writer:
+        for number in range(60):
+            writer.upsert(Document(str(number), f"Text {number}."))
+            manifest = writer.commit()
+        assert writer.commit() == manifest
+    full = [segment for segment in manifest.segments if segment.num_passages > 4]
+    assert len(manifest.segments) - len(full) <= 4 and len(full) > 4 and manifest.num_documents == 60
