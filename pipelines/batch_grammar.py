@@ -21,6 +21,7 @@ import typer
 from pipelines import batch_options as options
 from pipelines.batch_job import Job, check_places, fail, finish, judge
 from pipelines.batch_machines import Machines, Serving
+from pipelines.batch_output import OutputFolder
 from pipelines.batch_records import Written, written_correction
 from pipelines.batch_rows import TEXTS, Row
 from pipelines.batch_task import Asking, Task
@@ -74,8 +75,13 @@ def main(
     target: options.Target = None,
     seed: options.Seed = None,
     max_tokens: Annotated[
-        int, typer.Option(min=1, help="Longest correction of one sentence, for rows that do not say.")
-    ] = DEFAULTS.max_tokens,
+        int | None,
+        typer.Option(
+            min=1,
+            help="Longest correction of one sentence, for rows that do not say.",
+            show_default=str(DEFAULTS.max_tokens),
+        ),
+    ] = None,
     temperature: options.Temperature = None,
     top_p: options.TopP = None,
     max_edit_ratio: Annotated[
@@ -101,10 +107,13 @@ def main(
         "topology.tensor_parallel": tensor_parallel,
     }
     try:
-        settings = load_settings(ClusterConfig, config, **overrides)
+        settings = with_own_length(load_settings(ClusterConfig, config, **overrides))
         check_places(inputs, out)  # before anything is written into the output
         texts = is_text(inputs)
-        rows = gathered(inputs, out, lambda what: say(f"left out: {what}")) if texts else inputs
+        rows = inputs
+        if texts:
+            with OutputFolder(out):  # Why: a job that runs there reads the rows that are replaced here
+                rows = gathered(inputs, out, lambda what: say(f"left out: {what}"))
     except RagspecError as error:
         fail(error)
     machines = Machines(settings.topology, cluster, address)
@@ -116,6 +125,14 @@ def main(
         except RagspecError as error:
             fail(error)
     judge(summary, strict)
+
+
+def with_own_length(settings: ClusterConfig) -> ClusterConfig:
+    """Where nobody said how long a correction may be, it is as long as a correction of a sentence is by default."""
+    if "max_tokens" in settings.generation.model_fields_set:
+        return settings
+    generation = settings.generation.model_copy(update={"max_tokens": DEFAULTS.max_tokens})
+    return settings.model_copy(update={"generation": generation})
 
 
 def say(what: str) -> None:

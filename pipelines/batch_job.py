@@ -26,7 +26,8 @@ from pipelines.batch_task import Asking, Task
 from pipelines.batch_writing import Writing
 from ragspec.config import PipelineConfig
 from ragspec.core import SamplingParams
-from ragspec.errors import ConfigError, RagspecError
+from ragspec.engine.target_files import files_digest
+from ragspec.errors import ConfigError, ModelError, RagspecError
 
 _console = Console(stderr=True)
 
@@ -118,10 +119,20 @@ def _what_decides(job: Job, task: Task) -> dict[str, Any]:
     return {
         "seed": job.seed,
         "target": config.target.model_dump(),
+        "target_files": _files_of(config),
         "max_kv_tokens": config.engine.max_kv_tokens,
         "generation": config.generation.model_dump(exclude={"seed"}),
         **task.what_decides(config),
     }
+
+
+def _files_of(config: PipelineConfig) -> str:
+    """What is in the target's folder; empty for a hub's name. Raises: ModelError."""
+    folder = Path(config.target.model)
+    try:
+        return files_digest(folder, config.target.dtype) if folder.is_dir() else ""
+    except OSError as cause:
+        raise ModelError(f"the files of the target {folder} cannot be read: {cause}") from cause
 
 
 def _spans(files: list[Path], checks: Checks, folder: OutputFolder, summary: Summary) -> list[Span]:

@@ -130,11 +130,18 @@ class _NamedDeployment(Used):
     """One that is up, and stays so; it decides target, encoder and engines, and which index there is."""
 
     def __init__(self, config: PipelineConfig, machines: Machines) -> None:
+        """Raises: ConfigError, also for a target or an index that the deployment does not have; EngineError."""
+        from ragspec.cluster.agreement import check_agreement, check_same
         from ragspec.cluster.deployment import Deployment
 
         self._deployment = Deployment.find(machines.cluster)
-        its = self._deployment.config
-        index = its.retriever.model_copy(update={"num_passages": config.retriever.num_passages})
+        its, wanted = self._deployment.config, config.retriever
+        sections = ("target", "encoder", "engine", "drafting", "retriever")
+        own = ("retriever.num_passages", "retriever.pointer")
+        check_agreement(machines.cluster, its, config, sections, free=own)
+        check_same(machines.cluster, machines.topology, machines.topology, self._deployment.topology, "topology")
+        update = {"num_passages": wanted.num_passages, "pointer": wanted.pointer or its.retriever.pointer}
+        index = its.retriever.model_copy(update=update)
         parts = {"target": its.target, "encoder": its.encoder, "engine": its.engine, "retriever": index}
         super().__init__(config.model_copy(update=parts))
 

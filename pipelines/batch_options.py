@@ -32,7 +32,10 @@ TensorParallel = Annotated[
 ]
 Shards = Annotated[int | None, typer.Option(min=1, help="Processes that the index is spread over.", show_default="1")]
 Cluster = Annotated[
-    str, typer.Option(help="A deployment that is up (`ragspec cluster up`), instead of one of its own.")
+    str,
+    typer.Option(
+        help="A deployment that is up (`ragspec cluster up`), instead of one of its own; it decides target and index."
+    ),
 ]
 Address = Annotated[
     str | None, typer.Option(help="A Ray cluster; default RAY_ADDRESS, else one of its own if it takes one.")

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from ragspec.errors import ConfigError, SaveError, StoreCorrupt
+from ragspec.retrieval.disk import replace_text, sync
 
 FORMAT = "ragspec-batch/1"
 ROWS_PER_PART = 10_000
@@ -69,7 +70,9 @@ class OutputFolder:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as cause:
             self._lock.close()
-            raise ConfigError(f"another job writes to {folder}") from cause
+            if isinstance(cause, BlockingIOError):
+                raise ConfigError(f"another job writes to {folder}") from cause
+            raise SaveError(f"cannot lock {folder}: {cause.strerror or cause}") from cause
 
     def open_job(self, settings: Mapping[str, Any], resume: bool) -> None:
         """Continue the folder's job, or begin one; without `resume`, what the folder holds is removed.
@@ -84,7 +87,9 @@ class OutputFolder:
         elif self._finished_parts() or self._open_parts():
             raise StoreCorrupt(f"{self.folder} holds answers, but no job.json says how they were made")
         else:
-            _write_atomically(path, json.dumps({"format": FORMAT, **settings}, indent=2) + "\n")
+            with _saving(path):
+                replace_text(path, json.dumps({"format": FORMAT, **settings}, indent=2) + "\n")
+                sync(self.folder)
         for part in self._open_parts():
             _cut_torn_line(part)
             _rename(part, part.with_suffix(""))
@@ -186,24 +191,10 @@ def _cut_torn_line(path: Path) -> None:
         os.fsync(file.fileno())
 
 
-def _write_atomically(path: Path, text: str) -> None:
-    part = path.with_name(f"{path.name}.part")
-    with _saving(path):
-        with open(part, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        _rename(part, path)
-
-
 def _rename(part: Path, final: Path) -> None:
     with _saving(final):
         os.replace(part, final)
-        folder = os.open(final.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+        sync(final.parent)
 
 
 def _write_all(file: int, data: bytes) -> None:

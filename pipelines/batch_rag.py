@@ -43,10 +43,10 @@ class RagTask(Task):
 
     @contextmanager
     def pinned(self, config: PipelineConfig) -> Iterator[PipelineConfig]:
-        """The generation that is current now, on lease."""
+        """The generation that is named, or the one that is current now; on lease."""
         if not config.retriever.index_dir:
             raise ConfigError("no index: name its folder with --index, or as retriever.index_dir in the configuration")
-        with lease(Path(config.retriever.index_dir)) as pointer:
+        with lease(Path(config.retriever.index_dir), config.retriever.pointer) as pointer:
             yield config.model_copy(update={"retriever": config.retriever.model_copy(update={"pointer": pointer})})
 
     def what_decides(self, config: PipelineConfig) -> dict[str, Any]:

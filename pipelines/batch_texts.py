@@ -3,18 +3,19 @@
     >>> rows = gathered(Path("manual"), Path("out"))     # out/input/texts.jsonl, a row a file, named by its place in the folder
     >>> spread(Path("out"))                              # out/files/..., corrected
 
-A file is a row whatever its length; one that is no UTF-8 is named and left out. Results are written whole or not at all.
+A file is a row whatever its length; one that is no UTF-8 is named and left out. The files of results are all of one run.
 """
 
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from ragspec.errors import InputError
-from ragspec.retrieval.disk import make_folder, replace_text, saving
+from ragspec.retrieval.disk import TEMPORARY, make_folder, replace_text, saving
 
 SUFFIXES = (".txt", ".md", ".rst", ".html", ".tex")
 _ROWS, _FILES = Path("input") / "texts.jsonl", Path("files")
@@ -41,15 +42,33 @@ def gathered(inputs: Path, out: Path, tell: Callable[[str], None]) -> Path:
 
 
 def spread(out: Path) -> int:
-    """Every corrected text as a file; how many there are. Raises: InputError, SaveError."""
+    """Every text of the input that has a correction as a file, and no other; their number. Raises: InputError, SaveError."""
+    wanted = {row["id"] for row in _lines(out / _ROWS)} - {row.get("id") for row in _lines(out / "errors.jsonl")}
+    new, old = out / f"{TEMPORARY}{_FILES}", out / f"{TEMPORARY}old-{_FILES}"
     count = 0
-    for part in sorted([*out.glob("answers-*.jsonl"), *out.glob("answers-*.jsonl.part")]):
-        for line in part.read_bytes().splitlines(keepends=True):
-            if line.endswith(b"\n"):
-                record: dict[str, Any] = json.loads(line)
-                _write(_place(out / _FILES, record["id"]), record["corrected"])
-                count += 1
+    with saving(out / _FILES):
+        for left in (new, old):
+            shutil.rmtree(left, ignore_errors=True)
+        make_folder(new)
+        for part in sorted([*out.glob("answers-*.jsonl"), *out.glob("answers-*.jsonl.part")]):
+            for record in _lines(part):
+                if record["id"] in wanted:
+                    path = _place(new, record["id"])
+                    make_folder(path.parent)
+                    path.write_bytes(record["corrected"].encode("utf-8"))
+                    count += 1
+        if (out / _FILES).exists():
+            (out / _FILES).rename(old)
+        new.rename(out / _FILES)
+        shutil.rmtree(old, ignore_errors=True)
     return count
+
+
+def _lines(path: Path) -> Iterator[dict[str, Any]]:
+    """The whole lines of a file, if there is one."""
+    for line in path.read_bytes().splitlines(keepends=True) if path.exists() else ():
+        if line.endswith(b"\n"):
+            yield json.loads(line)
 
 
 def _rows(inputs: Path, tell: Callable[[str], None]) -> Iterator[dict[str, str]]:
@@ -76,11 +95,3 @@ def _place(folder: Path, name: str) -> Path:
     if not (folder / name).resolve().is_relative_to(folder.resolve()):
         raise InputError(f"{name!r} is no file's name")
     return folder / name
-
-
-def _write(path: Path, text: str) -> None:
-    with saving(path):
-        make_folder(path.parent)
-        beside = path.with_name(f".{path.name}.part")
-        beside.write_bytes(text.encode("utf-8"))
-        beside.replace(path)

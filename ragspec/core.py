@@ -195,7 +195,8 @@ class Segment:
     """The part of an output to be written now: behind `output_ids`, which are decided, and up to `end` output tokens in all.
 
     `end` None: to the output's end. `draft_ids` may be what comes next; like every draft they change nothing but the time.
-    Because noise and penalties know output positions only, an output written in segments is the one written in one go.
+    Because noise and penalties know output positions only, an output written in segments is the one written in one go (by the
+    keyed rule; the published ones draw anew where a segment begins).
     `choice`: write this one of a request's `n` and no other; None: all.
     """
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
 
+from ragspec.cluster.agreement import check_agreement
 from ragspec.cluster.deployment import Deployment
 from ragspec.config import PipelineConfig
 from ragspec.engine.target import load_tokenizer
@@ -15,15 +16,19 @@ from ragspec.retrieval.retriever import Retriever
 from services.backend import Backend
 from services.settings import ServiceConfig
 
+_PASSAGES = "retriever.num_passages"
+
 
 @contextmanager
 def clustered(name: str, config: ServiceConfig) -> Iterator[Backend]:
     """The deployment says which target, index and encoder; of `config` are the service and the chat. Needs Ray to be initialised.
 
     A deployment without shards is searched in this process, in the index that `config` names.
-    Raises: ConfigError, EngineError, ModelError, StoreError.
+    Raises: ConfigError, also where `config` says otherwise of what the deployment decides; EngineError, ModelError, StoreError.
     """
     deployment = Deployment.find(name)
+    searched_there = ("encoder", "retriever") if deployment.topology.num_shards else ()
+    check_agreement(name, deployment.config, config, ("target", "engine", "drafting", *searched_there), (_PASSAGES,))
     settled = settled_config(deployment.config, config)
     with ExitStack() as stack:
         if deployment.topology.num_shards:
@@ -38,6 +43,10 @@ def clustered(name: str, config: ServiceConfig) -> Iterator[Backend]:
 
 
 def settled_config(deployed: PipelineConfig, given: ServiceConfig) -> ServiceConfig:
-    """What the deployment runs with, served as `given` says."""
-    parts = {name: getattr(deployed, name) for name in PipelineConfig.model_fields}
+    """What the deployment runs with, served as `given` says; how answers are sampled, and from how many passages, too."""
+    own = {name for name in ("generation", "speculation") if name in given.model_fields_set}
+    parts = {name: getattr(deployed, name) for name in PipelineConfig.model_fields if name not in own}
+    if "num_passages" in given.retriever.model_fields_set:
+        update = {"num_passages": given.retriever.num_passages}
+        parts["retriever"] = deployed.retriever.model_copy(update=update)
     return given.model_copy(update=parts)

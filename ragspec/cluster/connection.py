@@ -84,7 +84,11 @@ class RayConnection:
         self._ask(self._call_timeout_s, "submit", list(requests))
 
     def cancel(self, request_ids: Sequence[str]) -> None:
-        self._ask(self._call_timeout_s, "cancel", list(request_ids))
+        """Also after `close`, then without waiting: the replica may be slow, not dead, and others write these answers by now."""
+        if self._closed and ray.is_initialized():
+            self._actor.cancel.remote(self._client, list(request_ids))
+        else:
+            self._ask(self._call_timeout_s, "cancel", list(request_ids))
 
     def poll(self, wait_s: float) -> Polled:
         polled: Polled = self._ask(wait_s + self._heartbeat_timeout_s, "poll", wait_s)

@@ -5,6 +5,7 @@ A link never comes back: what it was is lost then, and a new one may be made to 
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import itertools
 import logging
@@ -48,6 +49,9 @@ class _Verb(enum.Enum):
 
 
 _Command = tuple[_Verb, Any]
+
+_LAST_WORDS_S = 1.0
+"""So long the thread that sends waits for the one that polls to say what is to be cancelled."""
 
 
 class _Forgotten(Exception):
@@ -135,6 +139,15 @@ class Link:
                     self._do(connection, verb, values)
         except Exception as cause:
             self._fail(cause)
+            self._send_cancels(connection)
+
+    def _send_cancels(self, connection: Connection) -> None:
+        """Of what the lost replica was at. Another thread may still be finding that out."""
+        with contextlib.suppress(queue.Empty):
+            while (command := self._outbox.get(timeout=_LAST_WORDS_S))[0] is not _Verb.STOP:
+                if command[0] is _Verb.CANCEL:
+                    with contextlib.suppress(Exception):
+                        connection.cancel([command[1]])
 
     def _taken(self) -> list[_Command]:
         """All that waits to be sent; at least one."""

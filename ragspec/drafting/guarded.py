@@ -20,7 +20,7 @@ from ragspec.tree import Origin, Proposal
 log = logging.getLogger(__name__)
 
 _MOST_FAILURES = 25
-"""Drafts in a row that failed. Why in a row: what one request breaks must not end drafting for all others."""
+"""Drafts in a row that failed for every sequence. Why: what one request breaks must not end drafting for all others."""
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -52,17 +52,19 @@ class Guarded:
     def propose(self, sequences: SequenceOf[Drafted], budget: Budget) -> list[list[Proposal]]:
         """One list a sequence. Where asking for all fails, each is asked for alone: one must not cost the others their drafts."""
         lists = self._contain(self._proposals, sequences, budget)
-        if lists is not None:
-            self._num_in_a_row = 0
-            return lists
-        self._num_in_a_row += 1
+        if lists is None and len(sequences) > 1:
+            alone = [
+                self._contain(self._proposals, [sequence], budget._replace(trees=[tree], depths=[depth]))
+                for sequence, tree, depth in zip(sequences, budget.trees, budget.depths, strict=True)
+            ]
+            has_failed = all(lists is None for lists in alone)
+            lists = [lists[0] if lists else [] for lists in alone]
+        else:
+            has_failed = lists is None
+        self._num_in_a_row = self._num_in_a_row + 1 if has_failed else 0
         if self.benched:
             log.warning("the drafter %s has failed %d times in a row and is asked no more", self.name, _MOST_FAILURES)
-        alone = [
-            self._contain(self._proposals, [sequence], budget._replace(trees=[tree], depths=[depth]))
-            for sequence, tree, depth in zip(sequences, budget.trees, budget.depths, strict=True)
-        ]
-        return [lists[0] if lists else [] for lists in alone]
+        return lists or [[] for _ in sequences]
 
     def observe(self, sequence: Drafted, tokens: SequenceOf[int], features: Features) -> None:
         self._contain(self._drafter.observe, sequence, tokens, features)

@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections import deque
 from typing import NamedTuple
 
+import numpy as np
+
 from ragspec.config import EngineConfig
 from ragspec.core import FinishReason, is_part_of
 from ragspec.engine.prefix_cache import PrefixCache
@@ -61,8 +63,9 @@ class Scheduler:
     def load(self) -> Load:
         """From any thread: as it is in the course of some step."""
         running = list(self.running)
-        held = sum(slots.length for sequence in running if (slots := sequence.slots) is not None)
-        return Load(len(running), len(self.waiting), min(1.0, held / self._pool.num_slots), self._num_steps)
+        held = [slots.slots for sequence in running if (slots := sequence.slots) is not None]
+        num_held = len(np.unique(np.concatenate(held))) if held else 0  # several may hold the same prefix
+        return Load(len(running), len(self.waiting), num_held / self._pool.num_slots, self._num_steps)
 
     def schedule(self) -> list[tuple[Sequence, int]]:
         """Each sequence of the next step with how many of its pending tokens take part, within the step's token budget."""

@@ -5,8 +5,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +14,7 @@ from transformers.utils.hub import cached_file
 
 from ragspec.core import check_text
 from ragspec.engine.target import Target
+from ragspec.engine.target_files import files_digest
 from ragspec.errors import ConfigError, ModelError
 from ragspec.numerics.kv_cache import SequenceSlots
 from ragspec.numerics.rows import Part, StepRows
@@ -23,9 +22,6 @@ from ragspec.numerics.threads import compute_apart, num_processors
 from ragspec.retrieval.encoder import EncoderIdentity, FloatArray
 from ragspec.retrieval.knn_store import Origin, write_datastore
 from ragspec.retrieval.knnlm import Values, unit_rows
-
-_HASHED = ("config.json", "*.safetensors", "*.bin", "tokenizer*", "vocab*", "merges*", "special_tokens*")
-"""The files that decide what a target's states are, and which tokens they belong to."""
 
 
 def build_datastore(
@@ -51,14 +47,10 @@ def target_identity(target: Target) -> EncoderIdentity:
     model = target.config.model
     try:
         folder = Path(str(cached_file(model, "config.json", local_files_only=True))).parent
-        paths = sorted({path for pattern in _HASHED for path in folder.glob(pattern)}, key=lambda path: path.name)
-        digest = hashlib.sha256(json.dumps([target.config.dtype, [path.name for path in paths]]).encode())
-        for path in paths:
-            with open(path, "rb") as file:
-                digest.update(hashlib.file_digest(file, "sha256").digest())
+        digest = files_digest(folder, target.config.dtype)
     except OSError as cause:
         raise ModelError(f"the files of the target {model} cannot be read: {cause}") from cause
-    return EncoderIdentity(model, digest.hexdigest(), target.hidden_size)
+    return EncoderIdentity(model, digest, target.hidden_size)
 
 
 def _chunks(texts: Iterable[str], tokenizer: Any, context_tokens: int) -> Iterator[list[int]]:

@@ -173,10 +173,6 @@ class RuleSampler:
         """The next output token where nothing was drafted, from the target's logits at its position. Shape: float32 [V]."""
         return self.verify(DraftTree(root_token=0), {}, logits[None], 1).tokens[0]
 
-    def draft_chance(self) -> KeyedChance:
-        """What drafts behind the last decided token are to be drawn with, from its beginning."""
-        return KeyedChance(self._seed, self._choice, self._index, Stream.DRAFT)
-
     def verify(self, tree: DraftTree, draws: Mapping[int, Draw], logits: Logits, most_tokens: int) -> Verdict:
         """Walk the tree by the rule. Shapes: logits float32 [N, V], row n for node n. Raises: InputError, as `walk`."""
         chance = KeyedChance(self._seed, self._choice, self._index, Stream.VERIFY)

@@ -6,6 +6,7 @@ import asyncio
 import threading
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -537,3 +538,16 @@ def test_models_that_cannot_be_used_say_why(tiny: Tiny, tmp_path: object) -> Non
         Target.load(TargetConfig(model=str(folder)), 64)
     with pytest.raises(ConfigError, match="unknown drafter"):
         load_engine(tiny().config, EngineConfig(), DraftingConfig(drafters=("eagle-99",)))
+
+
+def test_a_prefix_that_many_share_counts_once(tiny: Tiny) -> None:
+    """Sixty-four choices over one prompt, and a cache that was said to be full."""
+    target = tiny()
+    scheduler = Scheduler(target.pool, EngineConfig(max_kv_tokens=16 * PAGE, max_step_tokens=64))
+    first, second = SequenceSlots(target.pool), SequenceSlots(target.pool)
+    first.keep(*first.reserve(2 * PAGE), list(range(2 * PAGE)))
+    second.share(first.slots)
+    scheduler.running = [SimpleNamespace(slots=each) for each in (first, second, None)]  # type: ignore[misc]
+    assert scheduler.load().kv_usage == 2 * PAGE / target.pool.num_slots
+    second.release()
+    first.release()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +14,19 @@ from tiny_target import SENTENCES
 from typer.testing import CliRunner
 
 from pipelines import batch_writing
-from pipelines.batch_grammar import GrammarTask, app
+from pipelines.batch_grammar import GrammarTask, app, with_own_length
 from pipelines.batch_job import Job, run
 from pipelines.batch_machines import Machines, Serving
+from pipelines.batch_output import OutputFolder
 from pipelines.batch_rows import TEXTS, parse_row
 from pipelines.batch_task import Asking, Written
 from pipelines.batch_texts import gathered, is_text, spread
-from ragspec.config import load_config
+from ragspec.cluster.topology import ClusterConfig
+from ragspec.config import load_config, load_settings
 from ragspec.errors import ConfigError, EngineError, InputError
 from ragspec.rag.edits import Edit, applied
 from ragspec.rag.grammar import Correction, Grammar, Manuscript
+from ragspec.rag.manuscript import DEFAULTS
 
 TEXT = f"{SENTENCES[0]}  {SENTENCES[1]}\n\n{SENTENCES[2]}\n"
 
@@ -149,6 +154,16 @@ def test_a_job_of_files_corrects_and_goes_on(place: Path, tmp_path: Path) -> Non
     assert json.loads(again.stdout.splitlines()[-1])["skipped"] == 3
     other = CliRunner().invoke(app, [*call, "--max-tokens", "8", "--max-edit-ratio", "0.2"])
     assert other.exit_code == 1 and "max_edit_ratio" in other.stderr
+    rows = (out / "input" / "texts.jsonl").read_bytes()
+    (folder / "0.md").unlink()
+    (folder / "1.md").write_text("Other.")
+    with OutputFolder(out):  # a job that runs there: what it reads stays
+        busy = CliRunner().invoke(app, [*call, "--max-tokens", "8"])
+    assert busy.exit_code == 1 and "another job writes to" in busy.stderr
+    assert (out / "input" / "texts.jsonl").read_bytes() == rows
+    changed = CliRunner().invoke(app, [*call, "--max-tokens", "8"])
+    assert json.loads(changed.stdout.splitlines()[-1])["failed"] == 1
+    assert [path.name for path in (out / "files").iterdir()] == ["2.md"]  # no text that is of no file any more
 
 
 def test_files_are_written_though_a_row_failed_and_none_may(
@@ -180,3 +195,25 @@ def test_an_output_inside_the_input_is_refused_every_time(tmp_path: Path) -> Non
         ended = CliRunner().invoke(app, ["--input", str(tmp_path), "--out", str(tmp_path / "out")])
         assert ended.exit_code == 1 and "lies in the input folder" in ended.stderr
         assert not (tmp_path / "out").exists()
+
+
+def test_the_length_of_a_correction_is_the_one_that_is_given(tmp_path: Path) -> None:
+    """The option's own default won over the file's `generation.max_tokens`."""
+    (tmp_path / "c.yaml").write_text("generation: {max_tokens: 64}")
+    given = with_own_length(load_settings(ClusterConfig, tmp_path / "c.yaml"))
+    assert given.generation.max_tokens == 64
+    assert with_own_length(load_settings(ClusterConfig)).generation.max_tokens == DEFAULTS.max_tokens
+
+
+def test_a_job_is_not_continued_with_other_weights_of_the_same_name(place: Path, tmp_path: Path) -> None:
+    """A target that was trained on and exported again: half of the texts of one model, half of another."""
+    model = tmp_path / "model"
+    shutil.copytree(load_config(place / "config.yaml").target.model, model)
+    config = load_config(place / "config.yaml", **{"target.model": str(model)})
+    inputs = write_lines(tmp_path / "t.jsonl", [{"id": "a"}])
+    for _ in range(2):
+        run(replace(job(place, inputs, tmp_path / "out"), config=config), GrammarTask())
+    (weights,) = model.glob("*.safetensors")
+    weights.write_bytes(weights.read_bytes()[:-1] + b"!")
+    with pytest.raises(ConfigError, match="a job with target_files"):
+        run(replace(job(place, inputs, tmp_path / "out"), config=config), GrammarTask())

@@ -32,6 +32,8 @@ from ragspec.core import Document
 from ragspec.errors import EngineError, ReplicaLost, RetrievalError, SaveError
 from ragspec.rag.flow import Flow
 from ragspec.rag.pipeline import Pipeline
+from ragspec.retrieval.encoder import Encoder
+from ragspec.retrieval.manifest import read_pointer
 from ragspec.retrieval.writer import IndexWriter
 
 NUM_ROWS = 30
@@ -111,8 +113,6 @@ def test_a_job_keeps_tenants_apart_and_its_generation(
     place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A filter or a tenant that retrieval never hears of; answers from an index that was changed while the job ran."""
-    from ragspec.retrieval.encoder import Encoder
-
     shutil.copytree(place / "index", tmp_path / "index")
     encoder = Encoder.load(EncoderConfig())
     secret = Document("secret", "The secret of the mill is an old stone.", owner="ann", metadata={"n": 1})
@@ -333,3 +333,17 @@ def test_a_full_disk_ends_the_job_and_what_was_finished_stays(
     assert 0 < len(kept) < NUM_ROWS and kept.items() <= straight.items()
     run(job(place, place / "q.jsonl", tmp_path / "out"), RagTask())
     assert texts_of(tmp_path / "out") == straight
+
+
+def test_a_generation_that_is_named_is_the_one_that_answers(place: Path, tmp_path: Path) -> None:
+    """The job overwrote it with the current one, so that nothing could be pinned."""
+    shutil.copytree(place / "index", tmp_path / "index")
+    first = read_pointer(tmp_path / "index")
+    with IndexWriter(tmp_path / "index", Encoder.load(EncoderConfig())) as writer:
+        writer.upsert(Document("more", "Another text."))
+        writer.commit()
+    given = {"retriever.index_dir": str(tmp_path / "index")}
+    for pointer, wanted in ((first, first), ("", read_pointer(tmp_path / "index"))):
+        config = load_config(place / "config.yaml", **given, **{"retriever.pointer": pointer})
+        with RagTask().pinned(config) as pinned:
+            assert pinned.retriever.pointer == wanted

@@ -20,13 +20,13 @@ from services.settings import ServiceConfig
 def test_the_deployment_says_what_is_served_and_the_caller_how() -> None:
     """A service in front of a cluster tokenizes for another target than the engines have."""
     deployed = PipelineConfig(retriever=RetrieverConfig(index_dir="there"), engine=EngineConfig(max_running=3))
-    given = load_settings(ServiceConfig, **{"service.port": 1, "chat.max_carried": 2, "target.model": "other"})
+    given = load_settings(ServiceConfig, **{"service.port": 1, "chat.max_carried": 2, "generation.max_tokens": 7})
     settled = settled_config(deployed, given)
     assert (settled.service.port, settled.chat.max_carried) == (1, 2)
     assert (
         settled.target == deployed.target and settled.retriever.index_dir == "there" and settled.engine.max_running == 3
     )
-    assert settled.index.chunking == ChunkingConfig()
+    assert settled.index.chunking == ChunkingConfig() and settled.generation.max_tokens == 7
 
 
 @pytest.fixture(scope="module")

@@ -90,8 +90,6 @@ def test_a_seed_and_its_drafts_give_the_output_again() -> None:
     assert any(
         decoded(request, 5, outputs[0][:start], table, chance_of(5)) == outputs[0] for start in range(8, 12)
     )  # where a step began
-    drawn = RuleSampler(request, Acceptance(AcceptanceRule.IID), 5, 0, (0,), [4, 4]).draft_chance()
-    assert drawn.uniform() == KeyedChance(5, 0, 2, Stream.DRAFT).uniform()
 
 
 def outputs_of(draft_stream: Stream) -> np.ndarray:
