@@ -11,7 +11,8 @@
     │   ├── StoreCorrupt       a hash, size or schema is not what the manifest says
     │   └── EncoderMismatch    the index was built by another encoder
     ├── SaveError              writing failed (disk full, no permission); what was there before still is
-    │   └── IndexBusy          another writer is at work
+    │   ├── IndexBusy          another writer is at work
+    │   └── NoRoom             more than may be kept for somebody
     └── EngineError
         ├── EngineClosed
         ├── Cancelled
@@ -83,6 +84,10 @@ class SaveError(RagspecError):
 
 class IndexBusy(SaveError):
     """Another writer is at work; later there may be none."""
+
+
+class NoRoom(SaveError):
+    """More than may be kept for somebody; the disk is not full."""
 
 
 class EngineError(RagspecError):

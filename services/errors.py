@@ -16,7 +16,9 @@ from ragspec.errors import (
     Cancelled,
     EngineClosed,
     EngineError,
+    IndexBusy,
     InputError,
+    NoRoom,
     NotFound,
     Overloaded,
     PromptTooLong,
@@ -109,6 +111,10 @@ def api_error(cause: Exception) -> ApiError:
         return ApiError(503, "the model is not available at the moment", retry_after_s=_COME_BACK_S)
     if isinstance(cause, RetrievalError | StoreError):
         return ApiError(503, "the index cannot be searched at the moment", retry_after_s=_COME_BACK_S)
+    if isinstance(cause, IndexBusy):
+        return ApiError(503, "the index is being written by another; nothing was changed", retry_after_s=_COME_BACK_S)
+    if isinstance(cause, NoRoom):
+        return ApiError(507, str(cause))
     if isinstance(cause, SaveError):
         return ApiError(507, "what was sent could not be saved; what was there before still is")
     if isinstance(cause, EngineError):

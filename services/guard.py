@@ -43,7 +43,8 @@ class Guard:
     def __init__(self, app: ASGIApp, backend: Backend, ring: Ring) -> None:
         self._app, self._ring = app, ring
         self._settings, self._gate, self._metrics = backend.config.service, backend.gate, backend.metrics
-        names = self._settings.allowed_hosts or (_LOCAL_NAMES if self._settings.is_local else ())
+        host = f"[{self._settings.host}]" if ":" in self._settings.host else self._settings.host
+        names = self._settings.allowed_hosts or ((*_LOCAL_NAMES, host) if self._settings.is_local else ())
         self._num_strangers = 0
         self._hosts = frozenset(name.lower() for name in names)
 

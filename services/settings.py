@@ -80,7 +80,9 @@ class ServiceSettings(Part):
     """The service itself.
 
     `model`: the name it is asked for by; empty: the target's. `keys_file`: who may ask, as `ragspec keys` writes it; empty: one
-    key, made at the start, and no other machine. `data_dir`: conversations and files; empty: in memory, for as long as it runs.
+    key, made at the start, and no other machine. `data_dir`: conversations, dictionaries and, of each index apart, files; empty:
+    files are kept beside the index, the rest in memory, for as long as it runs (`ragspec serve` has a folder of its own then).
+    `library_dir`: the files of this index elsewhere; of one index alone.
     `allowed_hosts`: names it answers to; empty: those of this machine if it listens to no other, and any otherwise.
     `cors_origins`: pages that may ask from a browser, beside its own. `languagetool_open`: /v2 asks nobody for a key; None:
     where there is no keys file. `drain_s`: how long what runs may go on after the signal to stop. `privacy`: "strict" sends
@@ -92,6 +94,7 @@ class ServiceSettings(Part):
     model: str = ""
     keys_file: str = ""
     data_dir: str = ""
+    library_dir: str = ""
     allowed_hosts: tuple[str, ...] = Field((), strict=False)
     cors_origins: tuple[str, ...] = Field((), strict=False)
     languagetool_open: bool | None = None

@@ -47,7 +47,7 @@ def add(
     limits = KeyLimits(**given) if any(given.values()) else None
     key, record = add_key(file, tenant, key_id=name, trusted=trusted, limits=limits)
     if as_json:
-        print(json.dumps({"key": key, "id": record.id, "tenant": tenant, "trusted": trusted}))
+        print(json.dumps({"key": key, "id": record.id, "tenant": record.tenant, "trusted": trusted}))
         return
     stdout_console().print(Text(key), soft_wrap=True)
     stderr_console().print(Text(f"{record.id} is in {file}; services that use it know the key within a second", "dim"))

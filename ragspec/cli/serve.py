@@ -100,7 +100,10 @@ def _with_demo_index(
 
     home = Path(settings.service.data_dir) / "stdlib"
     folder = own_index(console, encoder, demo_documents(corpus), cache_folder(), home)
-    return settings.model_copy(update={"retriever": settings.retriever.model_copy(update={"index_dir": str(folder)})})
+    retriever = settings.retriever.model_copy(update={"index_dir": str(folder)})
+    library = settings.service.library_dir or settings.service.data_dir  # another Python's index gets the same files
+    service = settings.service.model_copy(update={"library_dir": library})
+    return settings.model_copy(update={"retriever": retriever, "service": service})
 
 
 @contextlib.contextmanager

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ragspec.core import Passage
-from ragspec.errors import NotFound, SaveError, StoreCorrupt
+from ragspec.errors import NoRoom, NotFound, StoreCorrupt
 from ragspec.rag.database import Database
 
 _SCHEMA = 1
@@ -157,7 +157,7 @@ class Conversations:
         if row is None:
             raise _missing(conversation)
         if row[0] > self._max_bytes:
-            raise SaveError(f"conversation {conversation!r} would have more than {self._max_bytes} bytes")
+            raise NoRoom(f"conversation {conversation!r} would have more than {self._max_bytes} bytes")
         (number,) = db.execute(
             "SELECT COALESCE(MAX(number), -1) + 1 FROM said WHERE tenant=? AND conversation=?", (tenant, conversation)
         ).fetchone()

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import BinaryIO
 
-from ragspec.errors import SaveError
+from ragspec.errors import NoRoom
 from ragspec.retrieval.disk import TEMPORARY, make_folder, saving, sync
 from ragspec.retrieval.reading import SUFFIXES
 from services.stores.records import FileRecord
@@ -46,7 +46,7 @@ class Blobs:
         return self._path(file.tenant, file.id, file.filename)
 
     def write(self, tenant: str, file_id: str, filename: str, content: BinaryIO, max_bytes: int) -> int:
-        """How many bytes; on the disk when this returns. Raises: SaveError if it fails, or for more than `max_bytes`."""
+        """How many bytes; on the disk when this returns. Raises: SaveError, NoRoom for more than `max_bytes`."""
         path = self._path(tenant, file_id, filename)
         temporary = path.with_name(TEMPORARY + path.name)
         num_bytes = 0
@@ -57,7 +57,9 @@ class Blobs:
                     while piece := content.read(_PIECE_BYTES):
                         num_bytes += len(piece)
                         if num_bytes > max_bytes:
-                            raise SaveError(f"there is room for {max(max_bytes, 0)} bytes more")
+                            raise NoRoom(
+                                f"there is room for {max(max_bytes, 0)} bytes more: delete files that are not needed"
+                            )
                         copy.write(piece)
                     copy.flush()
                     os.fsync(copy.fileno())

@@ -1,7 +1,7 @@
 """One worker that changes the index: files in, files out. Queries see the generation before, or the one after.
 
 Deletions come first. Files that wait are read one by one and committed together; what is wrong with one is that one's failure.
-Another index than the one that files were read into has none of them: they are read again.
+An index built anew has none of those that were read: they are read again.
 States: started -> stopped. What waits then is gone on with by the next process (`Records.unfinished`).
 """
 
@@ -32,6 +32,7 @@ _OWED_S = 60.0
 """After so long a deletion is tried again that failed where nobody waits for it."""
 _DELETED_S = 60.0
 """So long somebody waits for a deletion; it keeps its place all the same."""
+_STOPPING = "the service is stopping; what was to be deleted will be when it starts again"
 _BUSY_S = 30.0
 """After so long files are read once more that came while another process was writing the index."""
 
@@ -94,7 +95,7 @@ class Ingest:
         """Take their documents out of the index, and wait: the next query finds nothing of them.
 
         Raises: SaveError if that failed; then they are still there, but for those that somebody else wants deleted as well.
-        Overloaded if it takes long.
+        Overloaded if it takes long, or the service stops: then it is done later.
         """
         if not members:
             return
@@ -102,7 +103,7 @@ class Ingest:
         deletion = _Deletion(members)
         with self._wake:
             if self._stopping:
-                raise SaveError("the service is stopping; what was to be deleted will be when it starts again")
+                raise Overloaded(_STOPPING)
             self._deletions.append(deletion)
             self._wake.notify()
         try:
@@ -121,7 +122,7 @@ class Ingest:
         if self._thread.is_alive():
             self._thread.join()
         for deletion in self._deletions:
-            deletion.done.set_exception(SaveError("the service is stopping"))
+            deletion.done.set_exception(Overloaded(_STOPPING))
 
     def _run(self) -> None:
         while True:
@@ -153,7 +154,7 @@ class Ingest:
         return min(times, default=math.inf)
 
     def _lost(self) -> list[Member]:
-        """All that was completed, if the index knows none of it: it is another one, or was built anew."""
+        """All that was completed, if the index knows none of it: it was built anew. What was taken out by hand stays out."""
         completed = self._records.completed()
         return completed if completed and not self._index.knows_any(completed) else []
 

@@ -11,6 +11,7 @@ is there after the end of the process, however it ended, and what was begun is g
 
 from __future__ import annotations
 
+import hashlib
 import secrets
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
@@ -20,7 +21,7 @@ from typing import BinaryIO
 from ragspec.errors import InputError
 from ragspec.retrieval.encoder import TextEncoder
 from ragspec.retrieval.retriever import index_folder
-from services.settings import ServiceConfig
+from services.settings import ServiceConfig, ServiceSettings
 from services.stores.blobs import Blobs
 from services.stores.ingest import Ingest
 from services.stores.members_index import Forget
@@ -33,13 +34,22 @@ _MAX_NAME_CHARS = 255
 
 
 def open_library(config: ServiceConfig, encoder: TextEncoder, forget: Forget) -> Library:
-    """Beside the conversations, or else beside the index: what is read into it stays as long as it does.
+    """Raises: ConfigError without an index folder, SaveError, StoreCorrupt."""
+    index_dir = index_folder(config.retriever)
+    return Library(library_folder(config.service, index_dir), index_dir, encoder, forget)
 
-    Raises: ConfigError without an index folder, SaveError, StoreCorrupt.
+
+def library_folder(service: ServiceSettings, index_dir: Path) -> Path:
+    """The one that is named, or else one of this index's own.
+
+    Why not one for several indexes: what is deleted is taken out of the index that is served, and would stay in the others.
     """
-    index_dir, data_dir = index_folder(config.retriever), config.service.data_dir
-    folder = Path(data_dir) if data_dir else index_dir.with_name(f"{index_dir.name}.library")
-    return Library(folder, index_dir, encoder, forget)
+    if service.library_dir:
+        return Path(service.library_dir)
+    if not service.data_dir:
+        return index_dir.with_name(f"{index_dir.name}.library")
+    place = str(index_dir.resolve()).encode("utf-8", "surrogateescape")
+    return Path(service.data_dir) / "libraries" / f"{index_dir.name}-{hashlib.sha256(place).hexdigest()[:16]}"
 
 
 class Library(AbstractContextManager["Library"]):
@@ -67,7 +77,7 @@ class Library(AbstractContextManager["Library"]):
         self._ingest.start()
 
     def upload(self, tenant: str, filename: str, purpose: str, content: BinaryIO) -> FileRecord:
-        """Raises: InputError, SaveError also where the tenant's room is used up."""
+        """Raises: InputError, SaveError, NoRoom where the tenant's is used up."""
         name = _plain_name(filename)
         room = self._max_bytes - sum(file.num_bytes for file in self._records.files(tenant))
         file_id = f"file-{secrets.token_hex(12)}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, TypeVar
 
@@ -70,8 +71,13 @@ def result_object(passage: Passage, filename: str, attributes: Mapping[str, Any]
     }
 
 
-def unit_score(score: float, mode: str) -> float:
-    """A passage's score from 0 to 1: cosine, the sum of reciprocal ranks as a part of the highest there is, or s / (1 + s)."""
+def unit_score(score: float, mode: str, is_reranked: bool = False) -> float:
+    """A passage's score from 0 to 1: cosine, the sum of reciprocal ranks as a part of the highest there is, or s / (1 + s).
+
+    A reranker's is a logit: the logistic function of it.
+    """
+    if is_reranked:
+        return 0.5 * (1.0 + math.tanh(0.5 * score))
     if mode == "sparse":
         return max(score, 0.0) / (1.0 + max(score, 0.0))
     return min(max(score / MODE_BEST.get(mode, 1.0), 0.0), 1.0)

@@ -126,7 +126,7 @@ def _add_members(router: APIRouter, backend: Backend) -> None:
 
 
 def _add_search(router: APIRouter, backend: Backend) -> None:
-    library, mode = backend.library, backend.config.retriever.mode
+    library, retriever = backend.library, backend.config.retriever
 
     @router.post("/{store_id}/search")
     def search(request: Request, store_id: Cursor, body: Search) -> Fields:
@@ -143,7 +143,8 @@ def _add_search(router: APIRouter, backend: Backend) -> None:
                 best[passage.id] = passage
         ranked = sorted(best.values(), key=lambda passage: (-passage.score, passage.document_id, passage.ordinal))
         threshold = body.ranking_options.score_threshold if body.ranking_options else 0.0
-        scored = [(passage, unit_score(passage.score, mode)) for passage in ranked[: body.max_num_results]]
+        best_ranked = ranked[: body.max_num_results]
+        scored = [(each, unit_score(each.score, retriever.mode, bool(retriever.reranker))) for each in best_ranked]
         members = {member.file: member for member in library.members(tenant, store_id)}
         names = {file.id: file.filename for file in library.files(tenant)}
         data = [

@@ -22,6 +22,9 @@ def test_a_key_is_shown_once_and_listed_without_its_hash(tmp_path: Path, capsys:
     file = str(tmp_path / "keys.json")
     assert run("keys", "add", "--file", file, "--tenant", "ann", "--id", "a", "--concurrency", "2", "--json") == 0
     made = json.loads(capsys.readouterr().out)
+    assert made["tenant"] == "ann"
+    assert run("keys", "add", "--file", file, "--id", "own", "--json") == 0
+    assert json.loads(capsys.readouterr().out)["tenant"] == "own"  # not nobody, which is everybody
     found = KeyFile(Path(file)).caller(made["key"])
     assert found is not None and found.tenant == "ann" and found.limits is not None and found.limits.concurrency == 2
     for options in ([], ["--json"]):

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 from raw_http import ask, head
 from service_parts import Service, Serving
 
-from services.guard import PUBLIC, is_public
+from services.guard import PUBLIC, Guard, is_public
+from services.settings import ServiceConfig, ServiceSettings
 
 
 def every_route(service: Service) -> list[tuple[str, str]]:
@@ -175,3 +179,11 @@ def test_no_charset_but_utf_8_is_read(hasty: Service, kind: str) -> None:
     """A parser breaks on the charset that a client names."""
     lines = (hasty.bearer, f"Content-Type: {kind}", "Content-Length: 2")
     assert ask(hasty.url, head("POST", "/v1/files", *lines), b"{}").status == 415
+
+
+def test_the_address_it_listens_at_is_a_name_it_knows() -> None:
+    """--host 127.0.1.1 refused its own printed link."""
+    for host, name in (("127.0.1.1", "127.0.1.1"), ("::1", "[::1]"), ("localhost", "localhost")):
+        backend = SimpleNamespace(config=ServiceConfig(service=ServiceSettings(host=host)), gate=None, metrics=None)
+        guard: Any = Guard(None, backend, None)  # type: ignore[arg-type]
+        guard._check_head({"path": "/", "query_string": b"", "headers": [(b"host", f"{name}:8000".encode())]})

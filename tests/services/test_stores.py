@@ -18,6 +18,7 @@ from ragspec.core import Message, SamplingParams
 from ragspec.rag.chat import Turn
 from ragspec.rag.steps import scope_of
 from ragspec.retrieval.search import Scope
+from services.stores.shapes import unit_score
 
 FAQ = b"# Zebras\n\nA zebra has stripes that no other zebra has.\n\n# Camels\n\nA camel keeps its water in the blood.\n"
 
@@ -346,3 +347,13 @@ def test_conversations_are_made_continued_read_and_deleted(ann: openai.OpenAI, b
         ann.chat.completions.create(
             model="tiny", messages=[{"role": "user", "content": "Why?"}], extra_body={"conversation": made.id}
         )
+
+
+def test_scores_are_from_nothing_to_one_and_keep_their_order() -> None:
+    """A reranker's logits were cut at both ends: half of the passages had the score 0, the others 1."""
+    logits = [-800.0, -3.0, -0.1, 0.02, 8.0, 800.0]
+    scores = [unit_score(each, "hybrid", is_reranked=True) for each in logits]
+    assert scores == sorted(scores) and len(set(scores)) == len(scores) and (scores[0], scores[-1]) == (0.0, 1.0)
+    assert (
+        unit_score(2 / 61, "hybrid") == 1.0 and unit_score(-0.5, "dense") == 0.0 and unit_score(3.0, "sparse") == 0.75
+    )

@@ -22,14 +22,15 @@ from letter_encoder import LetterEncoder
 
 from ragspec.config import RetrieverConfig
 from ragspec.core import Document
-from ragspec.errors import NotFound, Overloaded, RetrievalError, SaveError
+from ragspec.errors import NoRoom, NotFound, Overloaded, RetrievalError, SaveError
 from ragspec.retrieval import generation
 from ragspec.retrieval.retriever import Retriever, build_index
 from ragspec.retrieval.search import Scope
 from ragspec.retrieval.store import Store
 from ragspec.retrieval.writer import IndexWriter
+from services.settings import ServiceConfig
 from services.stores import ingest, members_index, tidying
-from services.stores.library import Library
+from services.stores.library import Library, library_folder, open_library
 from services.stores.members_index import MembersIndex
 from services.stores.parsing import ParseLimits
 
@@ -226,7 +227,7 @@ def test_the_room_of_a_tenant_is_bounded(opened: Opened, tmp_path: Path) -> None
     """One tenant filled the disk of all."""
     library = opened(max_bytes_per_tenant=1000)
     library.upload("ann", "a.txt", "assistants", io.BytesIO(b"a" * 600))
-    with pytest.raises(SaveError):
+    with pytest.raises(NoRoom, match="room for 400 bytes more"):
         library.upload("ann", "b.txt", "assistants", io.BytesIO(b"b" * 600))
     library.upload("bob", "b.txt", "assistants", io.BytesIO(b"b" * 600))
     assert sorted(path.stat().st_size for path in (tmp_path / "data" / "files").rglob("*.txt")) == [600, 600]
@@ -357,7 +358,7 @@ def test_what_waits_for_a_service_that_stops_is_told(opened: Opened, index: Path
     def detach() -> None:
         try:
             library.detach("ann", store, file)
-        except SaveError as error:
+        except (SaveError, Overloaded) as error:
             ends.append(error)
 
     with IndexWriter(index, LetterEncoder()):
@@ -456,3 +457,24 @@ def test_a_deletion_that_takes_long_is_answered_and_keeps_its_place(
         library.detach("ann", store, file)
     until(lambda: not library._records.status(("ann", store, file)))
     assert found(index) == {OLD.text}
+
+
+def test_each_index_has_files_of_its_own(index: Path, tmp_path: Path) -> None:
+    """A file deleted while another index was served stayed in the first, could be listed no more, and was quoted."""
+    other = tmp_path / "other" / "index"
+    build_index([OLD], other, LetterEncoder())
+    given = {"retriever": {"index_dir": str(index)}, "service": {"data_dir": str(tmp_path / "data")}}
+    first = ServiceConfig.model_validate(given)
+    given["retriever"]["index_dir"] = str(other)
+    second = ServiceConfig.model_validate(given)
+    with open_library(first, LetterEncoder(), lambda *_: None) as library:
+        assert ended(library, *attached(library)) == ("completed", "")
+    with open_library(second, LetterEncoder(), lambda *_: None) as library:
+        assert library.files("ann") == [] and found(other) == {OLD.text}
+    with open_library(first, LetterEncoder(), lambda *_: None) as library:
+        (file,) = library.files("ann")
+        library.delete_file("ann", file.id)
+    assert found(index) == {OLD.text}
+    beside = first.service.model_copy(update={"data_dir": ""})
+    assert library_folder(beside, index) == tmp_path / "index.library"
+    assert library_folder(beside.model_copy(update={"library_dir": "there"}), index) == Path("there")

@@ -11,7 +11,6 @@ const MAX_SEED = 2 ** 32;
 /** The request of the last of `turns`; its seed is drawn here, so that it can be asked again word for word. */
 export function requestOf(turns, model, collection) {
   const turn = turns.at(-1);
-  const number = (id) => Number(byId(id).value);
   return {
     model,
     messages: [...historyOf(turns.slice(0, -1)), { role: "user", content: turn.question }],
@@ -24,6 +23,14 @@ export function requestOf(turns, model, collection) {
     stream: true,
     stream_options: { include_usage: true },
   };
+}
+
+/** What a field says, brought into its range, which it then shows. */
+function number(id) {
+  const field = byId(id);
+  const given = field.value === "" ? Number(field.defaultValue) : Number(field.value);
+  field.value = Math.min(Math.max(given, Number(field.min)), Number(field.max));
+  return Number(field.value);
 }
 
 /** Streams the answer of `view.turn` into it. Throws nothing: a failure is shown where the answer would be. */

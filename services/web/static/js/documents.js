@@ -4,7 +4,7 @@ import { Failure, all, call } from "./api.js";
 import { byId, el, plural } from "./dom.js";
 
 const CHOSEN = "ragspec.collection";
-const POLL_MS = 700;
+const [POLL_MS, LONGEST_POLL_MS] = [700, 5000];
 const STORES = "/v1/vector_stores";
 
 export class Documents {
@@ -68,7 +68,9 @@ export class Documents {
     };
     const stores = this.#stores.map((store) =>
       option(store.id, store.name || "Unnamed", plural(store.file_counts?.total ?? 0, "document")));
+    const hadFocus = this.#list.contains(document.activeElement);
     this.#list.replaceChildren(option("", "All documents", "everything this key may read"), ...stores);
+    if (hadFocus) this.#list.querySelector(":checked")?.focus();
     byId("adding").hidden = this.chosen === "";
     byId("adding-hint").hidden = this.chosen !== "";
   }
@@ -105,6 +107,7 @@ export class Documents {
       await call("DELETE", path);
       await this.#refresh();
       this.#say(`${name} was deleted.`);
+      this.#dialog.querySelector("h2").focus();
     }) }, "Delete the file, too");
   }
 
@@ -128,8 +131,9 @@ export class Documents {
         const form = new FormData();
         form.append("purpose", "assistants");
         form.append("file", file);
-        const kept = await call("POST", "/v1/files", form);
-        await this.#untilRead(store, await call("POST", `${STORES}/${encodeURIComponent(store)}/files`, { file_id: kept.id }), file.name);
+        const kept = await patiently("POST", "/v1/files", form);
+        const held = await patiently("POST", `${STORES}/${encodeURIComponent(store)}/files`, { file_id: kept.id });
+        await this.#untilRead(store, held, file.name);
       }
     } finally {
       await this.#refresh().catch(() => undefined); // what went wrong before is what is said
@@ -138,9 +142,9 @@ export class Documents {
   }
 
   async #untilRead(store, file, name) {
-    while (file.status === "in_progress") {
-      await new Promise((resolve) => setTimeout(resolve, POLL_MS));
-      file = await call("GET", `${STORES}/${encodeURIComponent(store)}/files/${encodeURIComponent(file.id)}`);
+    for (let pauseMs = POLL_MS; file.status === "in_progress"; pauseMs = Math.min(1.5 * pauseMs, LONGEST_POLL_MS)) {
+      await pause(pauseMs);
+      file = await patiently("GET", `${STORES}/${encodeURIComponent(store)}/files/${encodeURIComponent(file.id)}`);
     }
     if (file.status !== "completed") throw new Failure("refused", `${name}: ${file.last_error?.message ?? "could not be read."}`);
   }
@@ -162,5 +166,19 @@ export class Documents {
   #say(text, wrong = false) {
     this.#said.textContent = text;
     this.#said.classList.toggle("wrong", wrong);
+  }
+}
+
+const pause = (ms) => new Promise((resolve) => setTimeout(resolve, ms));
+
+/** As `call`; where the key has asked too much, it waits: the files after this one are wanted, too. */
+async function patiently(method, path, body = undefined) {
+  for (;;) {
+    try {
+      return await call(method, path, body);
+    } catch (failure) {
+      if (failure.kind !== "busy") throw failure;
+      await pause(1000 * Math.max(1, failure.retryAfterS));
+    }
   }
 }

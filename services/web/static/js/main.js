@@ -24,7 +24,9 @@ let running = null; // the AbortController of what is being written
 /** What the page must know of the server. A wrong key is asked for, at once. */
 async function connect() {
   try {
-    model = (await call("GET", "/v1/models")).data[0]?.id ?? "";
+    const [served] = (await call("GET", "/v1/models")).data;
+    model = served?.id ?? "";
+    if (served?.max_model_len) limitAnswers(served.max_model_len);
     byId("model").textContent = model;
     await documents.load();
   } catch (cause) {
@@ -32,6 +34,12 @@ async function connect() {
     if (cause.kind === "unauthorized") return enterKey(hasKey() ? "This key is not accepted." : "");
     byId("model").textContent = "not connected";
   }
+}
+
+/** An answer may take half of what the model can see; the other half is for what it reads. */
+function limitAnswers(maxTokens) {
+  const field = byId("max-tokens");
+  field.max = Math.max(1, Math.min(field.max, Math.floor(maxTokens / 2)));
 }
 
 function enterKey(remark, then = () => undefined) {
@@ -113,8 +121,8 @@ function show() {
   for (const turn of session.current.turns) {
     if (turn.reply) turn.reply = Object.assign(new Reply(), turn.reply);
     const view = append(turn);
-    if (turn.reply?.text && !turn.failed) view.finish({ aloud: false });
-    else view.fail(new Failure("refused", "This question was not answered."));
+    if (turn.reply && (turn.stopped || turn.reply.text) && !turn.failed) view.finish({ aloud: false });
+    else view.fail(new Failure("gone", "This question was not answered."));
   }
   byId("empty").hidden = session.current.turns.length > 0;
   listConversations();
@@ -126,7 +134,8 @@ function leave(turn) {
 }
 
 function listConversations() {
-  byId("new").toggleAttribute("aria-current", session.current.turns.length === 0); // it is open already
+  if (session.current.turns.length) byId("new").removeAttribute("aria-current");
+  else byId("new").setAttribute("aria-current", "true"); // it is open already
   const rows = session.conversations.filter((one) => one.turns.length).map((one) => {
     const isCurrent = one === session.current;
     const open = el("button", { type: "button", class: "open", "aria-current": isCurrent && "true" }, titleOf(one));

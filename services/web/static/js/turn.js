@@ -91,7 +91,8 @@ export class TurnView {
   #actions(stopped) {
     const copied = el("button", { type: "button", onclick: () => this.#copy(copied) }, "Copy");
     const compare = el("button", { type: "button", onclick: () => this.on.compare(this) }, "Run without speculation");
-    return el("div", { class: "actions" }, copied, stopped ? null : compare);
+    const again = el("button", { type: "button", onclick: () => this.on.again(this) }, "Try again");
+    return el("div", { class: "actions" }, copied, stopped ? again : compare);
   }
 
   async #copy(button) {
