@@ -6,7 +6,7 @@
 #   make demo         questions answered from real documents, with speculation on and off
 #   make test         the fast tests, two files at a time; `make test-all` adds those marked slow, gpu and browser
 #   make check        format, lint, types
-#   make bench        the suites rag and grammar, which need data (README, "Data"); BENCH_FLAGS=--quick for a short run
+#   make bench        the suites rag and grammar, the latter of public data (README, "Data"); BENCH_FLAGS=--quick for a short run
 
 SHELL := /bin/sh
 PYTHON ?= python3

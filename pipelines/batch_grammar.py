@@ -14,6 +14,7 @@ The last line on stdout is one JSON object with what was done.
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -24,6 +25,7 @@ from pipelines.batch_machines import Machines, Serving
 from pipelines.batch_output import OutputFolder
 from pipelines.batch_records import Written, written_correction
 from pipelines.batch_rows import TEXTS, Row
+from pipelines.batch_summary import Summary
 from pipelines.batch_task import Asking, Task
 from pipelines.batch_texts import gathered, is_text, spread
 from ragspec.cluster.topology import ClusterConfig
@@ -44,6 +46,7 @@ class GrammarTask(Task):
 
     form = TEXTS
     rows = "texts"
+    sections = ("target",)
 
     def __init__(self, guard: Guard = CAREFUL) -> None:
         self._guard = guard
@@ -110,21 +113,24 @@ def main(
         settings = with_own_length(load_settings(ClusterConfig, config, **overrides))
         check_places(inputs, out)  # before anything is written into the output
         texts = is_text(inputs)
-        rows = inputs
-        if texts:
-            with OutputFolder(out):  # Why: a job that runs there reads the rows that are replaced here
-                rows = gathered(inputs, out, lambda what: say(f"left out: {what}"))
     except RagspecError as error:
         fail(error)
     machines = Machines(settings.topology, cluster, address)
-    job = Job(rows, out, settings, settings.generation.seed or 0, resume, machines, price_per_hour)
-    summary = finish(job, GrammarTask(Guard(max_edit_ratio, frozenset(ignore or ()))))
-    if texts:
-        try:
-            say(f"{spread(out)} files in {out / 'files'}")
-        except RagspecError as error:
-            fail(error)
-    judge(summary, strict)
+    job = Job(inputs, out, settings, settings.generation.seed or 0, resume, machines, price_per_hour)
+    task = GrammarTask(Guard(max_edit_ratio, frozenset(ignore or ())))
+    judge(of_files(job, task) if texts else finish(job, task), strict)
+
+
+def of_files(job: Job, task: GrammarTask) -> Summary:
+    """As `finish`, from texts as files to texts as files; nobody else changes the folder meanwhile. Raises: typer.Exit."""
+    try:
+        with OutputFolder(job.out) as folder:
+            rows = gathered(job.inputs, job.out, lambda what: say(f"left out: {what}"))
+            summary = finish(replace(job, inputs=rows), task, folder)
+            say(f"{spread(job.out)} files in {job.out / 'files'}")
+    except RagspecError as error:
+        fail(error)
+    return summary
 
 
 def with_own_length(settings: ClusterConfig) -> ClusterConfig:

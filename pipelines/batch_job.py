@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NoReturn
@@ -57,17 +58,22 @@ class Job:
         )
 
 
-def run(job: Job, task: Task) -> Summary:
-    """The whole job. Raises: ConfigError, InputError, StoreError, SaveError, EngineError."""
+def run(job: Job, task: Task, folder: OutputFolder | None = None) -> Summary:
+    """The whole job; `folder`: that of the results, if it is open already, and then it stays so.
+
+    Raises: ConfigError, InputError, StoreError, SaveError, EngineError.
+    """
     check_places(job.inputs, job.out)
-    with used(job.machines, job.config) as machines, task.pinned(machines.config) as config:
-        return _run(replace(job, config=config), task, machines)
+    with used(job.machines, job.config, task.sections) as machines, task.pinned(machines.config) as config:
+        files = find_inputs(job.inputs)
+        with nullcontext(folder) if folder else OutputFolder(job.out) as opened:
+            return _run(replace(job, config=config), task, machines, files, opened)
 
 
-def finish(job: Job, task: Task) -> Summary:
+def finish(job: Job, task: Task, folder: OutputFolder | None = None) -> Summary:
     """The job as a command: summary on stdout, everything else on stderr. Raises: typer.Exit."""
     try:
-        summary = run(job, task)
+        summary = run(job, task, folder)
     except RagspecError as error:
         fail(error)
     print(json.dumps(summary.to_dict(job.out)), flush=True)
@@ -86,21 +92,19 @@ def fail(error: RagspecError) -> NoReturn:
     raise typer.Exit(1) from error
 
 
-def _run(job: Job, task: Task, machines: Used) -> Summary:
-    files = find_inputs(job.inputs)
+def _run(job: Job, task: Task, machines: Used, files: list[Path], folder: OutputFolder) -> Summary:
     summary = Summary(task.rows, price_per_hour=job.price_per_hour)
-    with OutputFolder(job.out) as folder:
-        folder.open_job(_what_decides(job, task), job.resume)
-        done = {}
-        for record in folder.answers():
-            done[recorded_id(record)] = recorded_digest(record)
-            summary.know(recorded_fingerprint(record))
-        checks = Checks(task.form, job.defaults, job.seed, done)
-        spans = _spans(files, checks, folder, summary)
-        summary.num_skipped, summary.ignored = checks.num_skipped, checks.ignored
-        if spans:
-            _answer(job, task, spans, machines, folder, summary)
-        folder.finish()
+    folder.open_job(_what_decides(job, task), job.resume)
+    done = {}
+    for record in folder.answers():
+        done[recorded_id(record)] = recorded_digest(record)
+        summary.know(recorded_fingerprint(record))
+    checks = Checks(task.form, job.defaults, job.seed, done)
+    spans = _spans(files, checks, folder, summary)
+    summary.num_skipped, summary.ignored = checks.num_skipped, checks.ignored
+    if spans:
+        _answer(job, task, spans, machines, folder, summary)
+    folder.finish()
     summary.show(_console, job.out / "errors.jsonl")
     return summary
 
@@ -119,7 +123,7 @@ def _what_decides(job: Job, task: Task) -> dict[str, Any]:
     return {
         "seed": job.seed,
         "target": config.target.model_dump(),
-        "target_files": _files_of(config),
+        **({"target_files": files} if (files := _files_of(config)) else {}),
         "max_kv_tokens": config.engine.max_kv_tokens,
         "generation": config.generation.model_dump(exclude={"seed"}),
         **task.what_decides(config),
@@ -127,10 +131,10 @@ def _what_decides(job: Job, task: Task) -> dict[str, Any]:
 
 
 def _files_of(config: PipelineConfig) -> str:
-    """What is in the target's folder; empty for a hub's name. Raises: ModelError."""
+    """What is in the target's folder; empty for a hub's name, which stands for what it stood for. Raises: ModelError."""
     folder = Path(config.target.model)
     try:
-        return files_digest(folder, config.target.dtype) if folder.is_dir() else ""
+        return files_digest(folder, config.target.dtype, of_texts=True) if folder.is_dir() else ""
     except OSError as cause:
         raise ModelError(f"the files of the target {folder} cannot be read: {cause}") from cause
 

@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -79,8 +79,8 @@ class Used(ABC):
 
 
 @contextlib.contextmanager
-def used(machines: Machines, config: PipelineConfig) -> Iterator[Used]:
-    """Raises: ConfigError, EngineError if there is no such cluster."""
+def used(machines: Machines, config: PipelineConfig, sections: Collection[str] = ("target",)) -> Iterator[Used]:
+    """`sections` of the configuration decide what the job writes. Raises: ConfigError, EngineError if there is no cluster."""
     if not machines.topology.replicas:
         raise ConfigError("a job needs an engine: topology.replicas is 0")
     if machines.in_process:
@@ -89,7 +89,7 @@ def used(machines: Machines, config: PipelineConfig) -> Iterator[Used]:
         yield _OwnDeployment(config, machines)
     else:
         with _ray(machines):
-            yield _NamedDeployment(config, machines)
+            yield _NamedDeployment(config, machines.cluster, sections)
 
 
 class _ThisProcess(Used):
@@ -129,17 +129,14 @@ class _OwnDeployment(Used):
 class _NamedDeployment(Used):
     """One that is up, and stays so; it decides target, encoder and engines, and which index there is."""
 
-    def __init__(self, config: PipelineConfig, machines: Machines) -> None:
+    def __init__(self, config: PipelineConfig, name: str, sections: Collection[str]) -> None:
         """Raises: ConfigError, also for a target or an index that the deployment does not have; EngineError."""
-        from ragspec.cluster.agreement import check_agreement, check_same
+        from ragspec.cluster.agreement import check_agreement
         from ragspec.cluster.deployment import Deployment
 
-        self._deployment = Deployment.find(machines.cluster)
+        self._deployment = Deployment.find(name)
         its, wanted = self._deployment.config, config.retriever
-        sections = ("target", "encoder", "engine", "drafting", "retriever")
-        own = ("retriever.num_passages", "retriever.pointer")
-        check_agreement(machines.cluster, its, config, sections, free=own)
-        check_same(machines.cluster, machines.topology, machines.topology, self._deployment.topology, "topology")
+        check_agreement(name, its, config, sections, own=("retriever.num_passages", "retriever.pointer"))
         update = {"num_passages": wanted.num_passages, "pointer": wanted.pointer or its.retriever.pointer}
         index = its.retriever.model_copy(update=update)
         parts = {"target": its.target, "encoder": its.encoder, "engine": its.engine, "retriever": index}

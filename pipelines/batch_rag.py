@@ -40,6 +40,7 @@ class RagTask(Task):
 
     form = QUESTIONS
     rows = "questions"
+    sections = ("target", "encoder", "retriever")
 
     @contextmanager
     def pinned(self, config: PipelineConfig) -> Iterator[PipelineConfig]:

@@ -32,6 +32,8 @@ class Task(ABC):
     form: ClassVar[Form]
     rows: ClassVar[str]
     """What its rows are called, in the plural."""
+    sections: ClassVar[tuple[str, ...]]
+    """Of the configuration, those that decide a text."""
 
     @abstractmethod
     def pinned(self, config: PipelineConfig) -> AbstractContextManager[PipelineConfig]:

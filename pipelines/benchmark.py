@@ -113,7 +113,7 @@ def main(
     target: Annotated[str, typer.Option(help="Model directory or name.")] = REFERENCE_TARGET,
     dtype: Annotated[Dtype, typer.Option(help="Of the weights.")] = Dtype.FLOAT32,
     plots: Annotated[Path | None, typer.Option(help="Write PNG plots into this folder.")] = None,
-    seed: Annotated[int, typer.Option(help="Of the sampled runs.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Of the sampled runs.")] = 0,
     runs: Annotated[
         int | None, typer.Option(min=1, help="Their median counts; 3, or 1 with --quick; 5 where nothing is gained.")
     ] = None,

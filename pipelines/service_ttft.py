@@ -15,6 +15,7 @@ from typing import Any, cast
 
 from pipelines.service_here import Service
 from ragspec.core import Request, SamplingParams
+from ragspec.errors import EngineError
 from ragspec.evaluation.comparison import Tick
 from ragspec.evaluation.report import Result
 from ragspec.rag.sources import copy_sources
@@ -52,7 +53,10 @@ class FirstTokens:
         model = self._service.backend.model
         bodies = [chat_body(model, question, self._seed, retrieval) for question in self._questions]
         answers = self._service.timed("/v1/chat/completions", bodies, concurrency)
-        return [answer["first_s"] for answer in answers if answer["first_s"] is not None]
+        times = [answer["first_s"] for answer in answers if answer["first_s"] is not None]
+        if len(times) < len(bodies):
+            raise EngineError(f"{len(bodies) - len(times)} of {len(bodies)} answers had no text")
+        return times
 
     async def _straight(self, concurrency: int) -> list[float]:
         """The requests that the service would make, so many at a time."""

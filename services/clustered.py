@@ -16,8 +16,6 @@ from ragspec.retrieval.retriever import Retriever
 from services.backend import Backend
 from services.settings import ServiceConfig
 
-_PASSAGES = "retriever.num_passages"
-
 
 @contextmanager
 def clustered(name: str, config: ServiceConfig) -> Iterator[Backend]:
@@ -28,7 +26,7 @@ def clustered(name: str, config: ServiceConfig) -> Iterator[Backend]:
     """
     deployment = Deployment.find(name)
     searched_there = ("encoder", "retriever") if deployment.topology.num_shards else ()
-    check_agreement(name, deployment.config, config, ("target", "engine", "drafting", *searched_there), (_PASSAGES,))
+    check_agreement(name, deployment.config, config, ("target", *searched_there), own=("retriever.num_passages",))
     settled = settled_config(deployment.config, config)
     with ExitStack() as stack:
         if deployment.topology.num_shards:
@@ -44,8 +42,9 @@ def clustered(name: str, config: ServiceConfig) -> Iterator[Backend]:
 
 def settled_config(deployed: PipelineConfig, given: ServiceConfig) -> ServiceConfig:
     """What the deployment runs with, served as `given` says; how answers are sampled, and from how many passages, too."""
-    own = {name for name in ("generation", "speculation") if name in given.model_fields_set}
-    parts = {name: getattr(deployed, name) for name in PipelineConfig.model_fields if name not in own}
+    parts = {name: getattr(deployed, name) for name in PipelineConfig.model_fields}
+    said = {name: getattr(given.generation, name) for name in given.generation.model_fields_set}
+    parts["generation"] = deployed.generation.model_copy(update=said)
     if "num_passages" in given.retriever.model_fields_set:
         update = {"num_passages": given.retriever.num_passages}
         parts["retriever"] = deployed.retriever.model_copy(update=update)

@@ -1,6 +1,6 @@
 """What a deployment runs with, and what those who use it ask for: who names another index must not be answered from this one.
 
->>> check_agreement(deployment, settings, ("target", "retriever"), free=("retriever.num_passages",))
+>>> check_agreement("ragspec", deployment.config, settings, ("target", "retriever"), own=("retriever.num_passages",))
 """
 
 from __future__ import annotations
@@ -13,35 +13,35 @@ from ragspec.cluster.plans import with_full_paths
 from ragspec.config import PipelineConfig
 from ragspec.errors import ConfigError
 
+_NO_PART_OF_IT = ("encoder.batch_size", "retriever.device", "retriever.fail_closed")
+"""What decides no text, or is the topology's to say."""
+
 
 def check_agreement(
-    name: str, deployed: PipelineConfig, given: PipelineConfig, sections: Collection[str], free: Collection[str] = ()
+    name: str, deployed: PipelineConfig, given: PipelineConfig, sections: Collection[str], own: Collection[str] = ()
 ) -> None:
-    """Raises: ConfigError where what was said of these sections, but for what is `free`, is not so in deployment `name`."""
+    """`own`: what everybody decides for themselves.
+
+    Raises: ConfigError where something else that was said of these sections is not so in deployment `name`.
+    """
     full = with_full_paths(given)
     for section in sections:
-        said = getattr(given, section)
-        check_same(name, said, getattr(full, section), getattr(deployed, section), section, free)
-
-
-def check_same(
-    name: str, said: BaseModel, full: BaseModel, deployed: BaseModel, section: str, free: Collection[str] = ()
-) -> None:
-    """As `check_agreement`, of one section: `full` is what was `said`, with folders by their full names."""
-    for field, theirs, ours in _differences(said, full, deployed, section):
-        if field not in free:
-            raise ConfigError(
-                f"the deployment {name!r} runs with {field} {theirs!r}, not {ours!r}: leave that out, or use another deployment"
-            )
+        said, ours, theirs = (getattr(config, section) for config in (given, full, deployed))
+        for field, its, wanted in _differences(said, ours, theirs, section):
+            if field not in (*own, *_NO_PART_OF_IT):
+                raise ConfigError(
+                    f"the deployment {name!r} runs with {field} {its!r}, not {wanted!r}: leave that out, or use another "
+                    "deployment"
+                )
 
 
 def _differences(
-    said: BaseModel, full: BaseModel, deployed: BaseModel, path: str
+    said: BaseModel, ours: BaseModel, theirs: BaseModel, path: str
 ) -> Iterator[tuple[str, object, object]]:
+    """Of what was said: its name, the deployment's value and the caller's."""
     for field in sorted(said.model_fields_set):
-        ours, theirs = getattr(full, field), getattr(deployed, field)
-        inner = getattr(said, field)
+        inner, wanted, its = (getattr(section, field) for section in (said, ours, theirs))
         if isinstance(inner, BaseModel):
-            yield from _differences(inner, ours, theirs, f"{path}.{field}")
-        elif ours != theirs:
-            yield f"{path}.{field}", theirs, ours
+            yield from _differences(inner, wanted, its, f"{path}.{field}")
+        elif wanted != its:
+            yield f"{path}.{field}", its, wanted

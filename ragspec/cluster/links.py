@@ -130,24 +130,28 @@ class Link:
 
     def _send_all(self, connection: Connection) -> None:
         """Why in groups: what has come up while the last call ran needs one call, not one each."""
+        unsent: list[_Command] = []
         try:
             while True:
-                for verb, commands in itertools.groupby(self._taken(), key=lambda command: command[0]):
+                unsent = self._taken()
+                for verb, commands in itertools.groupby(list(unsent), key=lambda command: command[0]):
                     values = [value for _, value in commands]
                     if verb is _Verb.STOP:
                         return
                     self._do(connection, verb, values)
+                    del unsent[: len(values)]
         except Exception as cause:
             self._fail(cause)
-            self._send_cancels(connection)
+            self._send_cancels(connection, unsent)
 
-    def _send_cancels(self, connection: Connection) -> None:
+    def _send_cancels(self, connection: Connection, unsent: list[_Command]) -> None:
         """Of what the lost replica was at. Another thread may still be finding that out."""
+        connection.close()  # Why: nothing is waited for any more
         with contextlib.suppress(queue.Empty):
-            while (command := self._outbox.get(timeout=_LAST_WORDS_S))[0] is not _Verb.STOP:
-                if command[0] is _Verb.CANCEL:
-                    with contextlib.suppress(Exception):
-                        connection.cancel([command[1]])
+            while all(verb is not _Verb.STOP for verb, _ in unsent):
+                unsent.append(self._outbox.get(timeout=_LAST_WORDS_S))
+        with contextlib.suppress(Exception):
+            connection.cancel([value for verb, value in unsent if verb is _Verb.CANCEL])
 
     def _taken(self) -> list[_Command]:
         """All that waits to be sent; at least one."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import string
 from collections import Counter
 from collections.abc import Sequence
 
@@ -11,10 +12,12 @@ from ragspec.evaluation.prompt_lists import JFLEG, Question, Sentence
 from ragspec.training.grammar_metrics import edit_distance, gleu
 from ragspec.training.target_format import parse_answer
 
+_NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
+
 
 def normalise_answer(text: str) -> str:
-    """Lower case, no punctuation, no articles (SQuAD's script)."""
-    text = re.sub(r"[^\w\s]", "", text.lower())
+    """Lower case, no punctuation of ASCII, no articles (SQuAD's script)."""
+    text = text.lower().translate(_NO_PUNCTUATION)
     return " ".join(re.sub(r"\b(a|an|the)\b", " ", text).split())
 
 

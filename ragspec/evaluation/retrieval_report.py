@@ -77,7 +77,12 @@ def retrieval_tables(result: Result) -> dict[str, Table]:
 def transposed(columns: Table) -> Table:
     """Rows for columns, numbers with three digits."""
     names = dict.fromkeys(name for column in columns.values() for name in column)
-    return {name: {row: f"{column[name]:.3g}" for row, column in columns.items() if name in column} for name in names}
+    return {name: {row: _digits(column[name]) for row, column in columns.items() if name in column} for name in names}
+
+
+def _digits(value: float | None) -> str:
+    """Nothing where nothing was measured."""
+    return "" if value is None else f"{value:.3g}"
 
 
 def _shown(column: Table) -> Table:

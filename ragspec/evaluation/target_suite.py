@@ -114,7 +114,7 @@ def abstention_scores(cases: list[Case], outputs: list[str]) -> dict[str, float]
     num_unanswerable = sum(not c.answers for c in cases)
     right = sum(a and not c.answers for a, c in zip(abstained, cases, strict=True))
     return {
-        "abstain_precision": right / sum(abstained) if any(abstained) else 0.0,
+        "abstain_precision": right / sum(abstained) if any(abstained) else math.nan,
         "abstain_recall": right / num_unanswerable if num_unanswerable else math.nan,
     }
 
@@ -153,7 +153,7 @@ def stdlib_score(generate: Generate, retrieve: Retrieve, count: int, seed: int) 
 def perplexity_scores(
     target_dir: Path, text_path: Path, max_chars: int = 300_000, window: int = 512
 ) -> dict[str, float]:
-    """Perplexity of WikiText-2 by word (its own tokens) and by token of ours, in independent windows."""
+    """Perplexity of WikiText-2 by word (its own, without the ends of lines) and by token of ours, in independent windows."""
     tokenizer = AutoTokenizer.from_pretrained(target_dir)
     model = AutoModelForCausalLM.from_pretrained(target_dir, dtype=torch.float32).eval()
     text = text_path.read_text()[:max_chars]

@@ -47,26 +47,28 @@ class ContentSum:
 
 
 class IdsByKey:
-    """Which documents have a key; few have that of another, so one alone is kept without a list."""
+    """Which documents have a key; few have that of another, so one alone is kept without a table of its own."""
 
     def __init__(self) -> None:
-        self._ids: dict[bytes, str | tuple[str, ...]] = {}
+        self._ids: dict[bytes, str | dict[str, None]] = {}
 
-    def ids(self, key: bytes) -> tuple[str, ...]:
+    def ids(self, key: bytes) -> Iterable[str]:
         """In the order in which they came."""
-        found = self._ids.get(key, ())
+        found = self._ids.get(key, {})
         return (found,) if isinstance(found, str) else found
 
     def add(self, key: bytes, document_id: str) -> None:
-        self._put(key, (*self.ids(key), document_id))
+        found = self._ids.setdefault(key, document_id)
+        if isinstance(found, dict):
+            found[document_id] = None
+        elif found != document_id:
+            self._ids[key] = {found: None, document_id: None}
 
     def remove(self, key: bytes, document_id: str) -> None:
-        self._put(key, tuple(each for each in self.ids(key) if each != document_id))
-
-    def _put(self, key: bytes, ids: tuple[str, ...]) -> None:
-        if ids:
-            self._ids[key] = ids[0] if len(ids) == 1 else ids
-        else:
+        found = self._ids.get(key)
+        if isinstance(found, dict):
+            found.pop(document_id, None)
+        if not found or found == document_id:
             self._ids.pop(key, None)
 
 

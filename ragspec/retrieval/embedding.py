@@ -9,7 +9,7 @@ import numpy as np
 
 from ragspec.config import ChunkingConfig
 from ragspec.core import Document, Passage
-from ragspec.errors import ModelError
+from ragspec.errors import ModelError, RetrievalError
 from ragspec.retrieval.chunking import TokenLimit, chunk, embedded_text
 from ragspec.retrieval.content import IdsByKey, text_key
 from ragspec.retrieval.encoder import FloatArray, TextEncoder
@@ -80,12 +80,15 @@ class EmbeddingGroup:
     def encode(self) -> list[Embedded]:
         """All waiting documents, in order, with every vector; the group is empty afterwards.
 
-        Raises: ModelError for a vector that is not finite, which no search could rank.
+        Raises: ModelError for a vector that is not finite, which no search could rank; RetrievalError if the encoder is away.
         """
         waiting = list(self._waiting.values())
         if not waiting or self._encoder is None:
             return []
-        encoded = self._encoder.encode([each.texts[number] for each in waiting for number in each.missing])
+        try:
+            encoded = self._encoder.encode([each.texts[number] for each in waiting for number in each.missing])
+        except OSError as cause:
+            raise RetrievalError(f"the encoder cannot be asked: {cause}") from cause
         rows = iter(encoded)
         for each in waiting:
             for number in each.missing:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -121,7 +122,7 @@ class IndexWriter:
     def twin_of(self, document: Document) -> str | None:
         """The id of another document that stays and has this one's owner, metadata and text. Needs `keep_duplicates` False."""
         key = text_key(document)
-        with_it = (*self._live.with_text(key), *self._group.with_text(key))
+        with_it = itertools.chain(self._live.with_text(key), self._group.with_text(key))
         return next((each for each in with_it if each != document.id and each not in self.unseen), None)
 
     def is_empty(self) -> bool:
@@ -279,7 +280,10 @@ class IndexWriter:
         return {embedded_text(segment.passage(row)): segment.vectors[row] for row in segment.rows_of(place.document)}
 
     def flush(self) -> None:
-        """Encode the documents that wait for it, and write them. Raises: SaveError, ModelError, and what the encoder raises."""
+        """Encode the documents that wait for it, and write them; every change and commit may.
+
+        Raises: SaveError; ModelError for a vector that is not finite; RetrievalError if the encoder is away: try again.
+        """
         self._check_open()
         waiting = self._group.encode()  # Why outside: no file was touched if that fails, and the disk is not to blame
         with self._writing():

@@ -105,9 +105,27 @@ class ExampleStream:
 def first_doc_sentence(name: str, text: str) -> str:
     """The first sentence of a standard-library document, without the name and the signature before it."""
     doc = text[len(name) :]
-    doc = doc.split(": ", 1)[1] if doc.startswith(": ") else doc[doc.find("): ") + 3 :]
+    _, _, doc = doc[_end_of_parentheses(doc) :].partition(": ")
     sentences = split_sentences(unwrap(doc).split("\n")[0])
     return sentences[0] if sentences else ""
+
+
+def _end_of_parentheses(text: str) -> int:
+    """Where those close that the text begins with; 0 if it begins otherwise. Quoted ones do not count.
+
+    A signature that was shortened may end within quotes: then where it is followed by the documentation.
+    """
+    depth, quote = 0, ""
+    for at, char in enumerate(text):
+        if quote:
+            quote = "" if char == quote and text[at - 1] != "\\" else quote
+        elif char in "'\"" and depth:
+            quote = char
+        else:
+            depth += (char == "(") - (char == ")")
+        if depth == 0:
+            return at + 1 if char == ")" else 0
+    return text.find("): ") + 1
 
 
 def first_words(text: str, max_words: int) -> str:

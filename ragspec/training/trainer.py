@@ -22,7 +22,7 @@ from ragspec.training.checkpoint import read_checkpoint, write_checkpoint
 from ragspec.training.workers import Workers
 
 FREE_AT_RESUME = ("total_tokens", "minutes", "checkpoint_every_s")
-"""Of a plan, what no text and no loss depends on: a run may be made longer or shorter on its way."""
+"""Of a plan, what may change on its way. Another length changes the rate, and the stage of texts, from there on."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -32,7 +32,7 @@ _OWED_S = 60.0
 """After so long a deletion is tried again that failed where nobody waits for it."""
 _DELETED_S = 60.0
 """So long somebody waits for a deletion; it keeps its place all the same."""
-_STOPPING = "the service is stopping; what was to be deleted will be when it starts again"
+_STOPPING = "the service is stopping: ask again when it is back"
 _BUSY_S = 30.0
 """After so long files are read once more that came while another process was writing the index."""
 
@@ -95,7 +95,7 @@ class Ingest:
         """Take their documents out of the index, and wait: the next query finds nothing of them.
 
         Raises: SaveError if that failed; then they are still there, but for those that somebody else wants deleted as well.
-        Overloaded if it takes long, or the service stops: then it is done later.
+        Overloaded if it takes long, or the service stops: then they are taken out later.
         """
         if not members:
             return
@@ -154,7 +154,7 @@ class Ingest:
         return min(times, default=math.inf)
 
     def _lost(self) -> list[Member]:
-        """All that was completed, if the index knows none of it: it was built anew. What was taken out by hand stays out."""
+        """All that was completed, if the index knows none of it: it was built anew. Of some, those taken out by hand stay out."""
         completed = self._records.completed()
         return completed if completed and not self._index.knows_any(completed) else []
 

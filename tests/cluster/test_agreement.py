@@ -7,13 +7,12 @@ from typing import Any
 
 import pytest
 
-from ragspec.cluster.agreement import check_agreement, check_same
+from ragspec.cluster.agreement import check_agreement
 from ragspec.cluster.plans import with_full_paths
-from ragspec.cluster.topology import Topology
 from ragspec.config import PipelineConfig, load_settings
 from ragspec.errors import ConfigError
 
-SECTIONS = ("target", "encoder", "engine", "drafting", "retriever")
+SECTIONS = ("target", "encoder", "retriever")
 
 
 def config(**given: Any) -> PipelineConfig:
@@ -26,7 +25,7 @@ def config(**given: Any) -> PipelineConfig:
         ({"retriever__index_dir": "other"}, "retriever.index_dir"),
         ({"target__model": "./other"}, "target.model"),
         ({"retriever__mode": "sparse"}, "retriever.mode"),
-        ({"drafting__eagle__path": "/head"}, "drafting.eagle.path"),
+        ({"encoder__model": "./other"}, "encoder.model"),
     ],
 )
 def test_a_job_that_names_something_else_is_refused(
@@ -39,18 +38,17 @@ def test_a_job_that_names_something_else_is_refused(
         check_agreement("ragspec", deployed, config(**given), SECTIONS)
     if named != "target.model":
         check_agreement("ragspec", deployed, config(**given), ("target",))
-        check_agreement("ragspec", deployed, config(**given), SECTIONS, free=(named,))
+        check_agreement("ragspec", deployed, config(**given), SECTIONS, own=(named,))
 
 
 def test_what_is_the_same_or_not_said_is_no_contradiction(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The file that a deployment was brought up with is refused, since its folders have full names there."""
     monkeypatch.chdir(tmp_path)
-    same = {"retriever__index_dir": "index", "target__model": "./model", "engine__max_running": 3}
+    same = {"retriever__index_dir": "index", "target__model": "./model"}
     deployed = with_full_paths(config(**same, retriever__mode="sparse"))
-    for given in (config(**same), config(), config(retriever__index_dir=str(tmp_path / "index"))):
+    others = (
+        config(retriever__index_dir=str(tmp_path / "index")),
+        config(encoder__batch_size=7, engine__max_running=3),
+    )
+    for given in (config(**same), config(), *others):
         check_agreement("ragspec", deployed, given, SECTIONS)
-    wanted, there = Topology(replicas=2), Topology(replicas=2, num_shards=3)
-    check_same("ragspec", wanted, wanted, there, "topology")
-    wanted = Topology(num_shards=2)
-    with pytest.raises(ConfigError, match=r"topology\.num_shards 3, not 2"):
-        check_same("ragspec", wanted, wanted, there, "topology")

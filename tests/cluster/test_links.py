@@ -19,52 +19,82 @@ from ragspec.errors import ReplicaLost
 
 
 class Slow:
-    """A connection to a replica that takes a request, and then is late with its heartbeat."""
+    """A connection to a replica that is late: with its heartbeat once it has a request, or with its answer to the second."""
 
     def __init__(self) -> None:
-        self.taken = threading.Event()
+        self.taken, self.may_fail = threading.Event(), threading.Event()
         self.cancelled: list[str] = []
         self.num_polls = 0
+        self.is_closed = False
 
     def submit(self, requests: Sequence[Request]) -> None:
+        if self.is_closed:
+            raise ReplicaLost("the connection was closed")
         self.taken.set()
         if requests[0].id == "second":
-            threading.Event().wait(0.3)
+            assert self.may_fail.wait(10.0)
             raise ReplicaLost("it did not answer")
 
     def cancel(self, request_ids: Sequence[str]) -> None:
+        assert self.is_closed, "it would wait for an answer, one request after another"
         self.cancelled += request_ids
 
     def poll(self, wait_s: float) -> Any:
         self.num_polls += 1
         if self.num_polls > 1:
-            self.taken.wait(10.0)
-            raise ReplicaLost("no heartbeat")
+            assert self.taken.wait(10.0)
+            if self.may_fail.wait(0.2):
+                raise ReplicaLost("no heartbeat")
         return SimpleNamespace(session="s", busy_s=0.0, deltas=[])
 
     def purge(self, salt: str) -> None: ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        self.is_closed = True
 
 
-@pytest.mark.parametrize("sent", [["first"], ["second"]])
-def test_a_replica_that_is_only_slow_need_not_go_on_with_what_others_write(sent: list[str]) -> None:
-    """It decoded requests that were replayed elsewhere, for up to half a minute, just when the cluster was overloaded."""
-    slow = Slow()
+class Hears:
+    """A router that gives up what a link was at."""
 
-    class Hears:
-        def link_up(self, link: Link) -> None:
-            for name in sent:
-                link.send(Request(name, (5, 6), SamplingParams()))
+    def __init__(self, sent: list[str]) -> None:
+        self.sent = sent
 
-        def link_down(self, link: Link, why: str, *, forgotten: bool) -> None:
-            link.cancel(sent[0])
+    def link_up(self, link: Link) -> None: ...
 
+    def link_down(self, link: Link, why: str, *, forgotten: bool) -> None:
+        for name in self.sent:
+            link.cancel(name)
+
+
+def linked(slow: Slow, hears: Hears) -> Link:
     facts = SimpleNamespace(fingerprint="f", max_context_tokens=64)
     member = Member("engine", "engine-0", 0, "live", facts, None, "here")  # type: ignore[arg-type]
-    link = Link(member, lambda *_: None, lambda _: slow, SETTINGS, Hears())  # type: ignore[arg-type]
+    link = Link(member, lambda *_: None, lambda _: slow, SETTINGS, hears)  # type: ignore[arg-type]
     link.start()
-    until(lambda: slow.cancelled == sent)
+    return link
+
+
+@pytest.mark.parametrize("name", ["first", "second"])
+def test_a_replica_that_is_only_slow_need_not_go_on_with_what_others_write(name: str) -> None:
+    """It decoded requests that were replayed elsewhere, for up to half a minute, just when the cluster was overloaded."""
+    slow = Slow()
+    link = linked(slow, Hears([name]))
+    link.send(Request(name, (5, 6), SamplingParams()))
+    assert slow.taken.wait(10.0)
+    slow.may_fail.set()
+    until(lambda: slow.cancelled == [name])
+
+
+def test_a_wish_that_waits_behind_what_fails_is_not_forgotten() -> None:
+    """Given up while the call before it hung: whoever gave it up does not ask a second time."""
+    slow = Slow()
+    link = linked(slow, Hears(["second", "third"]))
+    link.send(Request("second", (5, 6), SamplingParams()))
+    assert slow.taken.wait(10.0)
+    link.send(Request("third", (5, 6), SamplingParams()))
+    link.cancel("first")
+    slow.may_fail.set()
+    until(lambda: sorted(slow.cancelled) == ["first", "second", "third"])
 
 
 def test_a_closed_connection_still_cancels_without_waiting(monkeypatch: pytest.MonkeyPatch) -> None:

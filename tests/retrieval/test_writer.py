@@ -20,6 +20,7 @@ from ragspec.errors import (
     EncoderMismatch,
     InputError,
     ModelError,
+    RetrievalError,
     SaveError,
     StoreCorrupt,
     StoreMissing,
@@ -504,7 +505,7 @@ def test_an_encoder_that_is_away_is_not_a_full_disk(tmp_path: Path) -> None:
     with IndexWriter(tmp_path / "index", encoder) as writer:
         writer.upsert(Document("a", "A text."))
         encoder.fault = ConnectionRefusedError("the encoder's server")
-        with pytest.raises(ConnectionRefusedError):
+        with pytest.raises(RetrievalError, match="the encoder cannot be asked"):
             writer.commit()
         encoder.fault = None
         writer.commit()

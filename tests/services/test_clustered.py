@@ -11,7 +11,14 @@ from service_parts import MODEL, Service, make_keys, started
 
 from ragspec.cluster.deployment import Deployment
 from ragspec.cluster.topology import Topology
-from ragspec.config import ChunkingConfig, EngineConfig, PipelineConfig, RetrieverConfig, load_settings
+from ragspec.config import (
+    ChunkingConfig,
+    EngineConfig,
+    GenerationConfig,
+    PipelineConfig,
+    RetrieverConfig,
+    load_settings,
+)
 from ragspec.errors import EngineError
 from services.clustered import clustered, settled_config
 from services.settings import ServiceConfig
@@ -19,14 +26,21 @@ from services.settings import ServiceConfig
 
 def test_the_deployment_says_what_is_served_and_the_caller_how() -> None:
     """A service in front of a cluster tokenizes for another target than the engines have."""
-    deployed = PipelineConfig(retriever=RetrieverConfig(index_dir="there"), engine=EngineConfig(max_running=3))
+    deployed = PipelineConfig(
+        retriever=RetrieverConfig(index_dir="there"),
+        engine=EngineConfig(max_running=3),
+        generation=GenerationConfig(temperature=0.5),
+    )
     given = load_settings(ServiceConfig, **{"service.port": 1, "chat.max_carried": 2, "generation.max_tokens": 7})
     settled = settled_config(deployed, given)
     assert (settled.service.port, settled.chat.max_carried) == (1, 2)
     assert (
         settled.target == deployed.target and settled.retriever.index_dir == "there" and settled.engine.max_running == 3
     )
-    assert settled.index.chunking == ChunkingConfig() and settled.generation.max_tokens == 7
+    assert settled.index.chunking == ChunkingConfig() and (
+        settled.generation.max_tokens,
+        settled.generation.temperature,
+    ) == (7, 0.5)
 
 
 @pytest.fixture(scope="module")

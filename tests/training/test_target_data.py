@@ -121,6 +121,11 @@ def test_standard_library_documents_are_stable_and_clean() -> None:
     assert 0.05 < sum(map(is_held_out, names)) / len(names) < 0.15
     assert dict(documents)["json.dumps"].startswith("json.dumps(obj, ")
     assert first_doc_sentence("json.dumps", dict(documents)["json.dumps"]).startswith("Serialize ``obj`` to a JSON")
+    for signature in ("", "()", "(a: int = 1) -> dict[str, int]", "(sep=')', end='(')", "(purpose=<Purpose: 'se...)"):
+        assert (
+            first_doc_sentence("m.f", f"m.f{signature}: Do it: now (or never): yes. Then rest.")
+            == "Do it: now (or never): yes."
+        )
 
 
 def test_misspelling_and_spacing() -> None:

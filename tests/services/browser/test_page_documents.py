@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from chat_page import ChatPage
@@ -80,13 +81,49 @@ def test_a_failed_upload_can_be_tried_again_with_the_same_file(chat: ChatPage, t
     page = chat.page
     a_collection(chat, "Twice")
     (tmp_path / "cats.txt").write_text(TEXT)
-    page.route("**/v1/files", lambda route: route.fulfill(status=429, body="{}"))
+    page.route("**/v1/files", lambda route: route.fulfill(status=500, body="{}"))
     page.set_input_files("#upload", str(tmp_path / "cats.txt"))
     page.locator("#documents-said.wrong").wait_for()
     page.unroute("**/v1/files")
     assert page.evaluate("document.querySelector('#upload').files.length") == 0
     page.set_input_files("#upload", str(tmp_path / "cats.txt"))
     page.locator("#documents-said", has_text="1 document added").wait_for()
+
+
+def test_a_limit_of_the_key_is_waited_for(chat: ChatPage, tmp_path: Path) -> None:
+    """Twenty files asked for more than a key may in a minute, and the rest of them was given up."""
+    page = chat.page
+    a_collection(chat, "Many")
+    refused = iter(range(2))
+
+    def limit(route: Any) -> None:
+        if next(refused, None) is None:
+            route.continue_()
+        else:
+            route.fulfill(
+                status=429, headers={"Retry-After": "1"}, body='{"error": {"message": "more than 60 a minute."}}'
+            )
+
+    page.route("**/v1/files", limit)
+    (tmp_path / "cats.txt").write_text(TEXT)
+    page.set_input_files("#upload", str(tmp_path / "cats.txt"))
+    page.locator("#documents-said", has_text="more than 60 a minute. It goes on in 1 s").wait_for()
+    page.locator("#documents-said", has_text="1 document added").wait_for()
+
+
+def test_the_keyboard_stays_where_it_chose(chat: ChatPage) -> None:
+    """Each choice built the list anew, and the next arrow key did nothing."""
+    page = chat.page
+    for name in ("One", "Two"):
+        page.keyboard.press("Escape")
+        a_collection(chat, name)
+    page.locator("#collections input:checked").focus()
+    for _ in range(2):
+        before = page.evaluate("document.activeElement.value")
+        page.keyboard.press("ArrowDown")
+        page.wait_for_function(
+            "(before) => document.activeElement.value !== before && document.activeElement.checked", arg=before
+        )
 
 
 def test_a_removed_file_can_be_deleted_from_the_server(chat: ChatPage, tmp_path: Path) -> None:

@@ -131,8 +131,8 @@ export class Documents {
         const form = new FormData();
         form.append("purpose", "assistants");
         form.append("file", file);
-        const kept = await patiently("POST", "/v1/files", form);
-        const held = await patiently("POST", `${STORES}/${encodeURIComponent(store)}/files`, { file_id: kept.id });
+        const kept = await this.#patiently("POST", "/v1/files", form);
+        const held = await this.#patiently("POST", `${STORES}/${encodeURIComponent(store)}/files`, { file_id: kept.id });
         await this.#untilRead(store, held, file.name);
       }
     } finally {
@@ -144,9 +144,23 @@ export class Documents {
   async #untilRead(store, file, name) {
     for (let pauseMs = POLL_MS; file.status === "in_progress"; pauseMs = Math.min(1.5 * pauseMs, LONGEST_POLL_MS)) {
       await pause(pauseMs);
-      file = await patiently("GET", `${STORES}/${encodeURIComponent(store)}/files/${encodeURIComponent(file.id)}`);
+      file = await this.#patiently("GET", `${STORES}/${encodeURIComponent(store)}/files/${encodeURIComponent(file.id)}`);
     }
     if (file.status !== "completed") throw new Failure("refused", `${name}: ${file.last_error?.message ?? "could not be read."}`);
+  }
+
+  /** As `call`; where the key has asked too much, it waits, as long as the dialog is open: the files after this one are wanted, too. */
+  async #patiently(method, path, body = undefined) {
+    for (;;) {
+      try {
+        return await call(method, path, body);
+      } catch (failure) {
+        if (failure.kind !== "busy" || !this.#dialog.open) throw failure;
+        const waitS = Math.max(1, failure.retryAfterS);
+        this.#say(`${failure.message} It goes on in ${waitS} s.`);
+        await pause(1000 * waitS);
+      }
+    }
   }
 
   /** One thing at a time, its failure said in the dialog. */
@@ -170,15 +184,3 @@ export class Documents {
 }
 
 const pause = (ms) => new Promise((resolve) => setTimeout(resolve, ms));
-
-/** As `call`; where the key has asked too much, it waits: the files after this one are wanted, too. */
-async function patiently(method, path, body = undefined) {
-  for (;;) {
-    try {
-      return await call(method, path, body);
-    } catch (failure) {
-      if (failure.kind !== "busy") throw failure;
-      await pause(1000 * Math.max(1, failure.retryAfterS));
-    }
-  }
-}
