@@ -113,11 +113,19 @@ def _messages(
     prompts: PromptBuilder, system: str, history: Sequence[Exchange], question: str, passages: Sequence[Passage]
 ) -> list[Message]:
     messages = [Message("system", system)] if system.strip() else []
-    for turn in [*history, Exchange(question, "", tuple(passages))]:
-        messages += [Message("user", turn.question)] if turn.question.strip() else []
-        messages += [prompts.context(turn.passages)] if turn.passages and turn.question.strip() else []
-        messages += [Message("assistant", turn.answer)] if turn.answer.strip() else []
-    return messages
+    unanswered = ""  # Why: many templates refuse two messages of the user in a row
+    for turn in history:
+        asked = "\n\n".join(filter(str.strip, (unanswered, turn.question)))
+        unanswered = "" if turn.answer.strip() else asked
+        if turn.answer.strip():
+            messages += [*_asked(prompts, asked, turn.passages), Message("assistant", turn.answer)]
+    return messages + _asked(prompts, "\n\n".join(filter(str.strip, (unanswered, question))), passages)
+
+
+def _asked(prompts: PromptBuilder, question: str, passages: Sequence[Passage]) -> list[Message]:
+    if not question.strip():
+        return []
+    return [Message("user", question), *([prompts.context(passages)] if passages else [])]
 
 
 def _prompt(

@@ -7,6 +7,7 @@ Every citation is two spans of the same string, compared character by character;
 
 from __future__ import annotations
 
+import functools
 import heapq
 import re
 from bisect import bisect_left, bisect_right, insort
@@ -14,14 +15,11 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
 from ragspec.core import Citation, Passage
+from ragspec.rag.marks import marks, one_sign
 
 Span = tuple[int, int]
 
-_MARKS = "\u0300-\u036f\u200d\ufe0e\ufe0f"  # belong to the character before
 _IDEOGRAPHS = "\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff"  # written without spaces: each counts as a word
-_WORD = rf"[{_IDEOGRAPHS}][{_MARKS}]*|(?:(?![{_IDEOGRAPHS}])[\w{_MARKS}])+"
-_PIECE = re.compile(rf"(?P<word>{_WORD})|\s+|.", re.DOTALL)
-_JOINED = rf"(?:(?![{_IDEOGRAPHS}])[\w{_MARKS}])"  # next to such a character a word would go on
 _QUOTED = re.compile(r"“([^“”]+)”|«([^«»]+)»|„([^„“]+)“")
 _MARKER = re.compile(r"[\"”“»’.,;:!?)\s]{0,4}\[(\d{1,3})\]")
 
@@ -54,11 +52,25 @@ def find_citations(
     return sorted(citations, key=lambda citation: citation.start)
 
 
+@functools.cache
+def _piece() -> re.Pattern[str]:
+    """A word, white space, or any other character with what belongs to it."""
+    mark = f"[{marks()}]"
+    word = rf"[{_IDEOGRAPHS}]{mark}*+|(?:(?![{_IDEOGRAPHS}])\w{mark}*+)++"
+    return re.compile(rf"(?P<word>{word})|\s++|{one_sign()}", re.DOTALL)
+
+
+@functools.cache
+def _joined() -> str:
+    """Next to such a character a word would go on."""
+    return rf"(?:(?![{_IDEOGRAPHS}])[\w{marks()}])"
+
+
 class _Words:
     """Where the answer's words begin and end."""
 
     def __init__(self, text: str) -> None:
-        spans = [match.span() for match in _PIECE.finditer(text) if match.lastgroup]
+        spans = [match.span() for match in _piece().finditer(text) if match.lastgroup]
         self._starts = [start for start, _ in spans]
         self._ends = [end for _, end in spans]
 
@@ -82,7 +94,7 @@ def _quotations(answer: str) -> Iterator[Span]:
     spans += [match.span(match.lastindex or 0) for match in _QUOTED.finditer(answer)]
     for start, end in spans:
         quotation = answer[start:end]
-        if quotation and quotation == quotation.strip() and re.search(_WORD, quotation):
+        if quotation and quotation == quotation.strip() and re.search(r"\w", quotation):
             yield start, end
 
 
@@ -91,10 +103,10 @@ def _shared_runs(answer: str, passages: Sequence[Passage]) -> Iterator[Span]:
     ids: dict[str, int] = {}
     automaton = _SuffixAutomaton()
     for number, passage in enumerate(passages, 1):
-        for match in _PIECE.finditer(passage.text):
+        for match in _piece().finditer(passage.text):
             automaton.append(ids.setdefault(match.group(), len(ids)))
         automaton.append(-number)  # no run goes from one passage into the next
-    pieces = list(_PIECE.finditer(answer))
+    pieces = list(_piece().finditer(answer))
     lengths = automaton.match_lengths([ids.get(piece.group(), -len(passages) - 1) for piece in pieces])
     for last, length in enumerate(lengths):
         if length and (last + 1 == len(lengths) or lengths[last + 1] <= length):
@@ -181,8 +193,8 @@ def _find_words(text: str, span: str) -> int | None:
     """Where `span` stands in `text` as whole words."""
     if span not in text:
         return None
-    before = f"(?<!{_JOINED})" if re.match(_JOINED, span) else ""
-    after = f"(?!{_JOINED})" if re.match(_JOINED, span[-1]) else ""
+    before = f"(?<!{_joined()})" if re.match(_joined(), span) else ""
+    after = f"(?!{_joined()})" if re.match(_joined(), span[-1]) else f"(?![{marks()}])"
     match = re.search(before + re.escape(span) + after, text)
     return match.start() if match else None
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 from ragspec.rag.markup import MarkedText, Span
 from ragspec.retrieval.chunking import sentences
@@ -17,6 +17,10 @@ _MAX_CHARS_PER_TOKEN = 16
 _WHITE = re.compile(r"\s+")
 
 
+Encode = Callable[[Sequence[str]], Sequence[Sequence[int]]]
+"""Token ids of texts, as a prompt has them."""
+
+
 class Sentence(NamedTuple):
     """A span of a text as it is read, and whether a sentence begins there: one that is too long comes in parts."""
 
@@ -26,15 +30,15 @@ class Sentence(NamedTuple):
     num_tokens: int
 
 
-def cut(marked: MarkedText, tokenizer: Any, most_tokens: int) -> list[Sentence]:
-    """Sentences that hold a letter outside what is protected, in parts of at most `most_tokens` tokens; a single character stays
-    whole."""
+def cut(marked: MarkedText, encode: Encode, most_tokens: int) -> list[Sentence]:
+    """Sentences that hold a letter outside what is protected, in parts of at most `most_tokens` tokens of `encode`; a single
+    character stays whole."""
     text, fitting = marked.plain, list[Sentence]()
     whole = [span for span in sentences(text) if _holds_letters(text, *span, marked.protected)]
     begins = {start for start, _ in whole}
     spans = [part for span in whole for part in _pieces(text, *span, most_tokens * _MAX_CHARS_PER_TOKEN)]
     while spans:
-        encoded = tokenizer([one_line(text[slice(*span)]) for span in spans], add_special_tokens=False)["input_ids"]
+        encoded = encode([one_line(text[slice(*span)]) for span in spans])
         too_long = []
         for (start, end), ids in zip(spans, encoded, strict=True):
             if len(ids) <= most_tokens or end - start == 1:

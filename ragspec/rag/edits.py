@@ -13,16 +13,15 @@ import enum
 import functools
 import itertools
 import re
-import unicodedata
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+
+from ragspec.rag.marks import marks, one_sign
 
 _UNLIKE = 2
 """What replacing a word by white space costs: as much as taking one away and putting the other in."""
 _CHANGE = 2**20
 """What changing a piece costs; below that, pieces that look alike are preferred."""
-_MARKS_BEFORE = 0x20000
-_JOINED = "\u200d\ufe0e\ufe0f\U0001f3fb-\U0001f3ff\U000e0020-\U000e007f"
 
 
 class EditKind(enum.StrEnum):
@@ -87,12 +86,8 @@ def pieces(text: str) -> list[str]:
 
 @functools.cache
 def _piece() -> re.Pattern[str]:
-    """Why built: accents, joiners and the like belong to the character before them, and `re` has no name for them."""
-    marks = "".join(chr(c) for c in range(_MARKS_BEFORE) if unicodedata.category(chr(c)) in ("Mn", "Mc", "Me"))
-    mark = f"[{_JOINED}{marks}]"
-    word = rf"(?:\w{mark}*+)++"
-    flag = "[\U0001f1e6-\U0001f1ff]"
-    return re.compile(rf"{word}(?:['’]{word})*+|\s++|{flag}{{2}}|.{mark}*+(?:(?<=\u200d)\S{mark}*+)*+", re.DOTALL)
+    word = rf"(?:\w[{marks()}]*+)++"
+    return re.compile(rf"{word}(?:['’]{word})*+|\s++|{one_sign()}", re.DOTALL)
 
 
 def _unified(all_pieces: Sequence[str]) -> list[str]:

@@ -54,7 +54,7 @@ class ErrantKinds:
             return self._of(text, own)
 
     def _of(self, text: str, own: Sequence[Edit]) -> list[Edit]:
-        before, after = self._annotator.parse(text), self._annotator.parse(applied(text, own))
+        before, after = (self._annotator.parse(each, tokenise=True) for each in (text, applied(text, own)))
         kinds, shift = [], 0
         for edit in own:
             new_start = edit.start + shift

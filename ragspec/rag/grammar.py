@@ -109,7 +109,7 @@ class Grammar:
         seed = random_seed() if params.seed is None else params.seed
         most = min(params.max_tokens, self._most_tokens)
         marked = manuscript.marked()
-        places = cut(marked, self._prompts.tokenizer, max(1, int(_LONGEST_SHARE * most)))
+        places = cut(marked, self._prompts.plain_ids, max(1, int(_LONGEST_SHARE * most)))
         seeded = replace(manuscript, params=replace(params, max_tokens=most, seed=seed))
         requests = tuple(self._request(seeded, number, marked, each) for number, each in enumerate(places))
         return Prepared(seeded, marked, tuple(places), requests, time.perf_counter() - begin)

@@ -83,7 +83,7 @@ class Guard:
             if isinstance(given, str) or not all(isinstance(word, str) and word.strip() for word in given):
                 raise InputError(f"{name} must be a list of words, none of them empty")
         object.__setattr__(self, "ignore", frozenset(word.strip() for word in self.ignore))
-        object.__setattr__(self, "dictionary", frozenset(word.strip().casefold() for word in self.dictionary))
+        object.__setattr__(self, "dictionary", frozenset(word.strip() for word in self.dictionary))
         if self.kinds is not None:
             object.__setattr__(self, "kinds", frozenset(map(EditKind, self.kinds)))
 

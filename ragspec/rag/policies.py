@@ -3,7 +3,7 @@
 A policy is a pure function of what has been written, so that going back to an earlier state is all that undoing takes. Three are
 here behind one method: In-Context RALM, FLARE and Iter-RetGen.
 
-    >>> InContextRalm().next(Progress.start("When did it rain?", tokenizer, max_tokens=96), tokenizer.decode)
+    >>> InContextRalm().next(Progress.start("When did it rain?", question_ids, max_tokens=96), tokenizer.decode)
     Round(query='When did it rain?', output_ids=(), end=4, ...)
 """
 
@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 from ragspec.core import Completion, FinishReason, TokenLogprob
 from ragspec.errors import InputError
@@ -49,8 +49,9 @@ class Progress:
     ended: bool = False
 
     @classmethod
-    def start(cls, question: str, tokenizer: Any, max_tokens: int) -> Progress:
-        return cls(question, tuple(tokenizer(question, add_special_tokens=False)["input_ids"]), max_tokens)
+    def start(cls, question: str, question_ids: Sequence[int], max_tokens: int) -> Progress:
+        """`question_ids`: of the question as plain text."""
+        return cls(question, tuple(question_ids), max_tokens)
 
     def after(self, round: Round, written: Completion) -> Progress:
         kept = len(round.output_ids)

@@ -8,6 +8,8 @@ as a control token: `<|end|>` inside a passage stays six plain characters.
 
 from __future__ import annotations
 
+import copy
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -45,10 +47,15 @@ class Prompt:
 
 
 class PromptBuilder:
-    """Lays out prompts for one tokenizer. `max_context_tokens` is prompt and output together."""
+    """Lays out prompts for one tokenizer. `max_context_tokens` is prompt and output together. Safe to call from several threads.
+
+    `tokenizer` is for decoding. Why what encodes is a copy, behind a lock: whether text may hold control tokens is a state of the
+    tokenizer, which one thread would change while another encodes.
+    """
 
     def __init__(self, tokenizer: Any, max_context_tokens: int) -> None:
         self.tokenizer = tokenizer
+        self._encoder, self._encoding = copy.deepcopy(tokenizer), threading.Lock()
         self.max_context_tokens = max_context_tokens
         self.max_chars = max_context_tokens * _MAX_CHARS_PER_TOKEN
         self.has_context_role = bool(tokenizer.init_kwargs.get("ragspec_context_role"))
@@ -99,6 +106,12 @@ class PromptBuilder:
         self._check(messages[:-1] if messages and messages[-1].role == "context" else messages)
         return self._encode(self._laid_out(messages))
 
+    def plain_ids(self, texts: Sequence[str], *, begins: bool = False) -> list[list[int]]:
+        """Token ids of each text, in which nothing is a control token. `begins`: with what the tokenizer puts around texts."""
+        with self._encoding:
+            encoded = self._encoder(list(texts), add_special_tokens=begins, split_special_tokens=True, verbose=False)
+        return [list(ids) for ids in encoded["input_ids"]]
+
     def check(self, question: str) -> None:
         """Raises: InputError for what `build` would refuse before it tokenises anything."""
         self._check([Message("user", question)])
@@ -140,13 +153,14 @@ class PromptBuilder:
         """Why `sanitize_control_tokens`: only the template may write control tokens; the same spelling in a text is text."""
         conversation = [{"role": message.role, "content": message.content} for message in messages]
         try:
-            token_ids = self.tokenizer.apply_chat_template(
-                conversation,
-                add_generation_prompt=True,
-                sanitize_control_tokens=True,
-                return_dict=False,
-                **self._layout,
-            )
+            with self._encoding:
+                token_ids = self._encoder.apply_chat_template(
+                    conversation,
+                    add_generation_prompt=True,
+                    sanitize_control_tokens=True,
+                    return_dict=False,
+                    **self._layout,
+                )
         except TemplateError as cause:
             raise InputError(f"the target's chat template refuses this conversation: {cause}") from cause
         return tuple(token_ids)

@@ -5,18 +5,17 @@ No clock and no load decides between the two, or the same conversation would loo
 
 from __future__ import annotations
 
-import asyncio
 import uuid
 from collections.abc import Sequence
 
 from ragspec.core import FinishReason, Message, Request, SamplingParams
-from ragspec.errors import PromptTooLong
+from ragspec.errors import InputError
 from ragspec.rag.chat_settings import ChatConfig
 from ragspec.rag.conversations import Said
 from ragspec.rag.prompt import PromptBuilder
 from ragspec.rag.sources import copy_sources
 from ragspec.rag.standalone import standalone
-from ragspec.rag.steps import EngineLike, completions
+from ragspec.rag.steps import EngineLike
 
 _SYSTEM = (
     "Rewrite the user's last question so that it can be understood without the conversation: put names in place of pronouns "
@@ -60,13 +59,13 @@ class Rewriter:
         return written or standalone(question, said)
 
     def _written(self, question: str, said: Sequence[Said], salt: str) -> str:
-        """What the target writes; empty if it is no question, or if the turns do not fit its context."""
+        """What the target writes; empty if it is no question, or if the turns do not fit its context, or its template."""
         assert self._engine is not None
         try:
             request = self._request(question, said, salt)
-        except PromptTooLong:
+        except InputError:
             return ""
-        (completion,) = asyncio.run(completions(self._engine, request))
+        (completion,) = self._engine.generate([request])
         text = completion.text.strip()
         ended = completion.finish_reason is FinishReason.STOP
         return text if ended and text and "\n" not in text and len(text) <= _MAX_CHARS + len(question) else ""

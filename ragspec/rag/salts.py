@@ -40,7 +40,9 @@ class Salts:
         self._num_known -= 1
         tenant = max(self._of, key=lambda each: len(self._of[each]))
         own = self._of[tenant]
-        oldest = own.popitem(last=False)[0]
+        parts = (salt for salt in own if salt != tenant)  # Why: with a tenant's own all parts of it would be emptied
+        oldest = next(parts, tenant)
+        del own[oldest]
         if not own:
             del self._of[tenant]
         return oldest

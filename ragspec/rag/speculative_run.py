@@ -80,8 +80,8 @@ class SpeculativeRun:
         return head, self._steps
 
     async def _run(self) -> Progress:
-        tokenizer = self._tools.prompts.tokenizer
-        start = Progress.start(self._order.question, tokenizer, self._order.params.max_tokens)
+        (question_ids,) = self._tools.prompts.plain_ids([self._order.question])
+        start = Progress.start(self._order.question, question_ids, self._order.params.max_tokens)
         while True:
             head = self._head(start)
             round = self._tools.policy.next(head, self._decode)

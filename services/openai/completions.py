@@ -83,7 +83,7 @@ def _token_ids(prompt: str | list[int], prompts: PromptBuilder) -> tuple[int, ..
         return tuple(prompt)
     check_text(prompt, "the prompt")
     prompts.check(prompt)
-    return tuple(prompts.tokenizer(prompt, split_special_tokens=True)["input_ids"])
+    return tuple(prompts.plain_ids([prompt], begins=True)[0])
 
 
 class CompletionReply:

@@ -61,8 +61,15 @@ def _said(body: NewConversation) -> list[Said]:
     messages = [Message(item.role, item.text) for item in body.items or ()]
     if not messages:
         return []
-    if messages[-1].role != "assistant" or any(m.role not in ("user", "assistant") for m in messages):
-        raise InputError("items must be messages of user and assistant, and the last of them the assistant's")
+    last = messages[-1]
+    if (
+        any(m.role not in ("user", "assistant") for m in messages)
+        or last.role != "assistant"
+        or not last.content.strip()
+    ):
+        raise InputError(
+            "items must be messages of user and assistant, and the last of them the assistant's and not empty"
+        )
     return exchanges([*messages, Message("user", "?")])[1]
 
 

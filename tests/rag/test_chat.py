@@ -284,6 +284,8 @@ def test_messages_of_one_role_in_a_row_are_one(chat: Chat) -> None:
     messages = [Message("user", "One?"), Message("assistant", ""), Message("user", QUESTION)]
     ready = chat.prepare(Turn("x", tuple(messages), PARAMS))
     assert ready.asked == f"One?\n\n{QUESTION}" and ready.prompt.history == ()
+    blank = [Message("system", " "), Message("user", "One?"), Message("assistant", "\n"), Message("user", QUESTION)]
+    assert chat.prepare(Turn("x", tuple(blank), PARAMS)).asked == f"One?\n\n{QUESTION}"  # a target may write just that
     greeted = chat.prepare(Turn("x", (Message("assistant", "Hello."), Message("user", QUESTION)), PARAMS))
     assert greeted.prompt.history[0].answer == "Hello."
 

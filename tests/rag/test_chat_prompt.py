@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_prompt import ALL
 
-from ragspec.core import Passage
+from ragspec.core import Message, Passage
 from ragspec.errors import PromptTooLong
 from ragspec.rag.chat_prompt import ChatPrompt, Exchange, chat_prompt
 from ragspec.rag.prompt import PromptBuilder
@@ -81,3 +81,15 @@ def test_the_oldest_goes_first_and_the_beginning_then_holds_for_a_while() -> Non
 
 def _prompt(name: str, context: int, history: list[Exchange] | tuple[Exchange, ...], last: Exchange) -> ChatPrompt:
     return chat_prompt(PromptBuilder(ALL[name], context), "", history, last.question, last.passages, 8)
+
+
+def test_a_turn_without_an_answer_leaves_no_two_messages_of_the_user_in_a_row() -> None:
+    """Templates that want roles to alternate refused every later turn of a conversation that held one."""
+    prompts = PromptBuilder(ALL["chat"], 2048)
+    passage = Passage("d", 0, "The mill is old.", 0, 16)
+    turns = [Exchange("One?", "1."), Exchange("Two?", " ", (passage,)), Exchange("Three?", "")]
+    found = chat_prompt(prompts, "", turns, "Four?", [], 64)
+    expected = prompts.tokens(
+        [Message("user", "One?"), Message("assistant", "1."), Message("user", "Two?\n\nThree?\n\nFour?")]
+    )
+    assert found.prompt_ids == expected

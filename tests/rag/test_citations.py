@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
+import unicodedata
 
 import pytest
 from hypothesis import given, settings
@@ -132,3 +133,30 @@ def test_a_long_answer_takes_no_long_time(answer: str) -> None:
     started_s = time.perf_counter()
     find_citations(answer, passages)
     assert time.perf_counter() - started_s < 10
+
+
+@pytest.mark.parametrize(
+    ("answer", "text"),
+    [
+        ("❤️ is great for all people here", "☀️ is great for all people here"),
+        ("वह अन्तर्राष्ट्रीयता था", "यह अन्तर्राष्ट्रीयकरण है"),
+        ("שָׁלוֹם עולם טוב מאוד היום", "שָׁלוֹם עולם טוב מאוד היוםָ"),
+        ('it says "I am here ❤" there', "I am here ❤️ again"),
+        ("👩‍🔬 is one of the people here", "👩 is one of the people here"),
+    ],
+)
+def test_no_citation_begins_or_ends_inside_a_word_or_a_sign(answer: str, text: str) -> None:
+    """A lone variation selector cited, half of a Hindi word called verbatim, half of an emoji."""
+    whole_passage = Passage("d", 0, text, 0, len(text))
+    for citation in find_citations(answer, [whole_passage]):
+        for whole, start, end in (
+            (answer, citation.start, citation.end),
+            (text, citation.passage_start, citation.passage_end),
+        ):
+            for at in (start, end):
+                after = whole[at : at + 1]
+                assert not after or unicodedata.category(after)[0] != "M", (whole, at)
+                assert not (whole[at - 1 : at].isalnum() and after.isalnum()), (whole, at)
+            assert whole[start:end][0] not in "\u200d\ufe0f"
+    if answer[0] in "वi":
+        assert not find_citations(answer, [whole_passage])

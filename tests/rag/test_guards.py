@@ -82,6 +82,13 @@ def test_words_that_the_writer_knows_better_stay() -> None:
     assert withheld == [("ragspek", "dictionary"), ("teh", "ignored"), ("mial", "ignored")]
 
 
+def test_a_dictionary_knows_words_whose_case_changes_their_length() -> None:
+    """A name "Weißkopf" was folded to "weisskopf", which is in no text."""
+    guard = Guard(1.0, dictionary=frozenset(["Weißkopf", "İzmir"]), names=False)
+    before = "we saw weißkopf and WEIßKOPF in İzmir."
+    assert outcome(before, "we saw weiskopf and WEISKOPF in Izmir.", guard)[0] == before
+
+
 def test_only_wanted_kinds_are_made() -> None:
     """A switched-off rule that goes on."""
     guard = Guard(1.0, kinds=frozenset([EditKind.ARTICLE]))

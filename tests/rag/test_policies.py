@@ -30,7 +30,7 @@ def written(token_ids: tuple[int, ...], prob: float = 0.9, ends: bool = False) -
 
 
 def start(max_tokens: int = 40) -> Progress:
-    return Progress.start(QUESTION, TOKENIZER, max_tokens)
+    return Progress.start(QUESTION, ids(QUESTION), max_tokens)
 
 
 def play(

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import sys
+import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from ragspec.config import REFERENCE_TARGET
 from ragspec.core import Message, Passage
 from ragspec.errors import InputError, PromptTooLong
 from ragspec.rag.prompt import PromptBuilder
@@ -193,3 +197,33 @@ def test_conversations_keep_their_turns_and_wrong_ones_are_refused() -> None:
     )
     with pytest.raises(InputError, match="roles must alternate"):
         PromptBuilder(strict, 2048).build("Hm?", [], 8)
+
+
+def test_prompts_depend_on_no_other_thread() -> None:
+    """Whether text may hold control tokens is a state of the tokenizer: one prompt in three hundred was read in another's way."""
+    prompts = PromptBuilder(AutoTokenizer.from_pretrained(REFERENCE_TARGET), 2048)
+    text, question = "The <|end|> of the mill. " * 40, "When was the bridge over the Danube built?"
+
+    def plain() -> tuple[int, ...]:
+        return tuple(prompts.plain_ids([text])[0])
+
+    def chat() -> tuple[int, ...]:
+        return prompts.build(question, (), 64).prompt_ids
+
+    expected = {each: each() for each in (plain, chat)}
+    wrong: list[str] = []
+
+    def ask(each: Callable[[], tuple[int, ...]]) -> None:
+        wrong.extend(each.__name__ for _ in range(400) if each() != expected[each])
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        threads = [threading.Thread(target=ask, args=(each,)) for each in (plain, chat, plain, chat)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert wrong == []

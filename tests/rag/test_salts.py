@@ -43,3 +43,14 @@ def test_who_asked_longest_ago_is_forgotten_among_equals(monkeypatch: pytest.Mon
     for tenant in ("a", "b", "c", "d", "a", "e"):
         salts.note(tenant, tenant)
     assert purged == ["a", "b", "c"]
+
+
+def test_a_tenants_own_cache_is_not_emptied_for_its_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It had asked once without a name, and thousands of named caches went with that one."""
+    monkeypatch.setattr("ragspec.rag.salts._MOST", 3)
+    purged: list[str] = []
+    salts = Salts(purged.append)
+    salts.note("acme", "acme")
+    for name in "xyz":
+        salts.note("acme", salt_of("acme", name))
+    assert purged == [salt_of("acme", "x")]

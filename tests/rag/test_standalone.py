@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+import copy
 import time
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -141,10 +144,8 @@ class _Short:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
 
-    def stream(self, request: Request) -> AsyncIterator[Delta]:
-        from dataclasses import replace
-
-        return self._engine.stream(replace(request, prompt_ids=request.prompt_ids[-256:]))
+    def generate(self, requests: Sequence[Request]) -> list[Completion]:
+        return self._engine.generate([replace(each, prompt_ids=each.prompt_ids[-256:]) for each in requests])
 
 
 @pytest.mark.parametrize("text", ["1", "a-", "a.", "“", "A.'", "a ", "_"])
@@ -160,6 +161,23 @@ def test_a_target_that_fails_is_an_error_and_no_other_question(target: Target) -
     asked = rewriter(target, Failing(), rewriter="model")
     with pytest.raises(EngineClosed):
         asked.standalone("Why did he leave?", ZAPPA)
+
+
+def test_a_template_without_a_system_role_leaves_follow_ups_to_the_rules(target: Target, engine: Engine) -> None:
+    """Every second question was refused, for a system message that nobody had sent; or there was a loop that ran already."""
+    tokenizer = copy.deepcopy(target.tokenizer)
+    refusing = "{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
+    tokenizer.chat_template = refusing + "{% for m in messages %}{{ m.content }}{% endfor %}"
+    asked = Rewriter(ChatConfig(rewriter="model"), PromptBuilder(tokenizer, 4 * CONTEXT), engine)
+
+    async def within_a_loop() -> str:
+        return asked.standalone("Why did he leave?", ZAPPA)
+
+    assert asyncio.run(within_a_loop()) == standalone("Why did he leave?", ZAPPA)
+    within = rewriter(target, engine, rewriter="model")
+    within._engine = _Short(engine)  # type: ignore[assignment]
+    asked = within
+    assert asyncio.run(within_a_loop())
 
 
 def test_turns_that_do_not_fit_the_target_are_left_to_the_rules(target: Target, engine: Engine) -> None:

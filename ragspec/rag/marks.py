@@ -1,0 +1,22 @@
+"""What belongs to the character before it: accents, vowel signs, joiners, variation selectors, skin tones, tags."""
+
+from __future__ import annotations
+
+import functools
+import unicodedata
+
+_BEFORE = 0x20000
+_JOINED = "\u200d\ufe0e\ufe0f\U0001f3fb-\U0001f3ff\U000e0020-\U000e007f"
+
+
+@functools.cache
+def marks() -> str:
+    """For use between the brackets of a regular expression. Why built: `re` has no name for them."""
+    return _JOINED + "".join(chr(c) for c in range(_BEFORE) if unicodedata.category(chr(c)) in ("Mn", "Mc", "Me"))
+
+
+@functools.cache
+def one_sign() -> str:
+    """A regular expression of one character with all that belongs to it: an emoji of several parts, a flag, a letter."""
+    mark, flag = f"[{marks()}]", "[\U0001f1e6-\U0001f1ff]"
+    return rf"(?:{flag}{{2}}|.{mark}*+(?:(?<=\u200d)\S{mark}*+)*+)"
