@@ -4,13 +4,15 @@ import argparse
 from dataclasses import dataclass
 from pathlib import Path
 
-from pipelines.training_run import data_dir, options
+from pipelines.training_run import data_dir, options, positive
 from ragspec.config import REFERENCE_TARGET
 from ragspec.drafting.eagle_checkpoint import EagleFamily
 from ragspec.training.drafter_losses import Objective
 from ragspec.training.drafter_trainer import DrafterPlan
 from ragspec.training.eagle_model import Inputs
 
+LEAST_TOKENS = 128
+"""Of a text: of shorter ones too few prompts leave room for an answer."""
 NUM_STEPS = {"eagle": 1, "eagle2": 3, "eagle3": 4}
 NOISE = {"eagle": 0.2, "eagle2": 0.2, "eagle3": 0.0}
 
@@ -36,19 +38,21 @@ def parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--family", choices=sorted(NUM_STEPS), required=True)
     add("--target", default=REFERENCE_TARGET, help="model directory; default: the reference target")
-    add("--tokens", type=int, default=20_000_000, help="length of the run in tokens")
-    add("--steps", "--ttt-steps", type=int, dest="steps", help="draft steps learnt; default 1, 3, 4 by family")
+    add("--tokens", type=positive(int), default=20_000_000, help="length of the run in tokens")
+    add(
+        "--steps", "--ttt-steps", type=positive(int), dest="steps", help="draft steps learnt; default 1, 3, 4 by family"
+    )
     add("--position-decay", type=float, default=0.8, help="weight of a draft step against the one before")
     add("--inputs", choices=[i.value for i in Inputs], default=Inputs.SHIFTED.value, help="what a pair is made of")
     add(
         "--noise", type=float, help="width of the uniform noise on features, of a text of 512 tokens; default by family"
     )
     add("--aux-layers", type=int, nargs=3, help="eagle3: taps, low to high")
-    add("--draft-vocab", type=int, help="eagle3: tokens the head can draft")
+    add("--draft-vocab", type=positive(int), help="eagle3: tokens the head can draft")
     add("--peak-rate", type=float, default=1e-3, help="peak learning rate")
-    add("--max-tokens", type=int, default=320, help="texts are cut to this many tokens")
+    add("--max-tokens", type=positive(int, LEAST_TOKENS), default=320, help="texts are cut to this many tokens")
     add("--answers", choices=("dataset", "target", "both"), default="dataset", help="whose answers to learn")
-    add("--num-answers", type=int, default=6_000, help="answers that the target gives; kept under --out")
+    add("--num-answers", type=positive(int), default=6_000, help="answers that the target gives; kept under --out")
     return parser
 
 

@@ -13,7 +13,6 @@ sets' answers. `--inputs` and `--position-decay` are the papers' ablations. On c
 
 import json
 import sys
-from pathlib import Path
 
 from torch import Tensor
 
@@ -39,7 +38,6 @@ from ragspec.training.drafter_target import FrozenTarget
 from ragspec.training.drafter_trainer import DrafterTrainer
 from ragspec.training.grammar_errors import GrammarErrors
 from ragspec.training.target_batches import MicroBatch
-from ragspec.training.target_tokenizer import load_tokenizer
 from ragspec.training.workers import Workers
 
 SMALL_VOCABULARY, SMALL_DRAFT_VOCABULARY, DRAFT_VOCABULARY = 16_384, 3_072, 32_000
@@ -66,7 +64,7 @@ def obtain_answers(run: Run) -> None:
     sources, errors = drafter_sources(run.data_dir), GrammarErrors(run.data_dir)
     target = TargetConfig(model=run.target)
     with load_engine(target, EngineConfig(num_threads=run.threads), DraftingConfig()) as engine:
-        encoder = AnswerEncoder(load_tokenizer(Path(run.target)))
+        encoder = AnswerEncoder(engine.target.tokenizer)
         prompts = PromptSource(sources, errors, encoder, run.plan.max_tokens, run.plan.seed)
         origin = prompts.origin(target_identity(engine.target).fingerprint)
         for done in write_answers(run.out / ANSWERS, origin, run.plan.num_answers, prompts, engine):

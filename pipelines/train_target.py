@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
-from pipelines.training_run import data_dir, options, run_to_end, spent, train_with
+from pipelines.training_run import data_dir, options, positive, run_to_end, spent, train_with
 from ragspec.errors import ConfigError, InputError, RagspecError
 from ragspec.evaluation.target_cases import PROBE_ARTICLES, Case, question_cases
 from ragspec.evaluation.target_suite import model_generate, question_scores
@@ -76,7 +76,7 @@ def parser() -> argparse.ArgumentParser:
     """The options."""
     parser = options("Train the reference target.")
     parser.add_argument("--size", choices=sorted(SIZES), default="cpu")
-    parser.add_argument("--tokens", type=int, help="length of the run in tokens")
+    parser.add_argument("--tokens", type=positive(int), help="length of the run in tokens")
     parser.add_argument(
         "--continue-from", type=Path, help="exported model whose weights and tokenizer the run starts with"
     )

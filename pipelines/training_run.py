@@ -4,6 +4,7 @@ What the commands that train a target and a drafter's head share.
 """
 
 import argparse
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -41,12 +42,25 @@ def options(description: str) -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--data", type=Path, required=True, help="data directory")
     add("--out", type=Path, required=True, help="run directory")
-    add("--minutes", type=float, help="length of the run in minutes of training")
+    add("--minutes", type=positive(float), help="length of the run in minutes of training")
     add("--seed", type=int, default=0)
-    add("--threads", type=int, help="CPU threads")
-    add("--workers", type=int, default=1, help="processes that train together")
+    add("--threads", type=positive(int), help="CPU threads")
+    add("--workers", type=positive(int), default=1, help="processes that train together")
     add("--resume", action="store_true", help="continue from the run's checkpoint; only the length may change")
     return parser
+
+
+def positive(kind: type[int] | type[float], least: int = 1) -> Callable[[str], float]:
+    """A number of an option; whole ones are `least` at least."""
+
+    def number(text: str) -> float:
+        value = kind(text)
+        if not (value >= least if kind is int else 0.0 < value < math.inf):
+            raise argparse.ArgumentTypeError(f"{text} is not {f'at least {least}' if kind is int else 'above 0'}")
+        return value
+
+    number.__name__ = "number"  # argparse names it where there is none
+    return number
 
 
 def data_dir(args: argparse.Namespace) -> Path:

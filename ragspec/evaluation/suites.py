@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
+from ragspec import core
 from ragspec.config import DraftingConfig, EncoderConfig, EngineConfig, TargetConfig
 from ragspec.core import CopySource, Request, SamplingParams, SourceKind
 from ragspec.engine.admission import SamplerFactory
@@ -276,13 +276,14 @@ def force(forced: ForcedAnswers, answers: dict[str, str], cases: Sequence[Case],
 def engine_generate(engine: Engine, tick: Tick) -> Generate:
     """Greedy decoding of whole conversations by the engine; every message may be copied from."""
     tokenizer = engine.target.tokenizer
+    prompts = PromptBuilder(tokenizer, engine.max_context_tokens)
 
     def generate(conversations: list[list[Message]]) -> list[str]:
         requests = []
         for i, messages in enumerate(conversations):
-            ids: Any = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+            ids = prompts.tokens([core.Message(m["role"], m["content"]) for m in messages])
             sources = tuple(CopySource(SourceKind.HISTORY, m["content"]) for m in messages)
-            requests.append(Request(f"target-{i}", tuple(ids), SamplingParams(max_tokens=MAX_NEW_TOKENS), sources))
+            requests.append(Request(f"target-{i}", ids, SamplingParams(max_tokens=MAX_NEW_TOKENS), sources))
         completions = engine.generate(requests)
         tick("conversations", len(requests), len(requests))
         return [str(tokenizer.decode(list(c.token_ids), skip_special_tokens=True)) for c in completions]

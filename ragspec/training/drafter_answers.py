@@ -22,9 +22,9 @@ from typing import NamedTuple
 from ragspec.core import Request, SamplingParams
 from ragspec.engine.client import EngineClient
 from ragspec.errors import InputError
-from ragspec.training.drafter_examples import DrafterStream, Draw
+from ragspec.training.drafter_examples import AnswerEncoder, DrafterStream, Draw, answers_of
 from ragspec.training.grammar_errors import GrammarErrors
-from ragspec.training.target_batches import Encoded, ExampleEncoder
+from ragspec.training.target_batches import Encoded
 from ragspec.training.target_examples import Example
 from ragspec.training.target_sources import Sources
 
@@ -63,7 +63,7 @@ class PromptSource:
 
     sources: Sources
     errors: GrammarErrors
-    encoder: ExampleEncoder
+    encoder: AnswerEncoder
     max_tokens: int
     seed: int
 
@@ -98,12 +98,12 @@ def data_fingerprint(sources: Sources, errors: GrammarErrors) -> str:
     return digest.hexdigest()
 
 
-def prompt_of(example: Example, encoder: ExampleEncoder, rng: random.Random) -> Prompt | None:
+def prompt_of(example: Example, encoder: AnswerEncoder, rng: random.Random) -> Prompt | None:
     """A conversation up to its last answer, or the first words of a text; None if too little is left to write."""
-    ids = encoder.encode(example, rng).ids
     if example.messages:
-        places = [place for place, token in enumerate(ids) if token == encoder.assistant_id]
-        return Prompt(ids[: places[-1] + 1], False) if places else None
+        places = answers_of(example)
+        return Prompt(encoder.prompt(example.messages[: places[-1]]), False) if places else None
+    ids = encoder.encode(example).ids
     count = rng.randint(*PROSE_PROMPT_TOKENS)
     return Prompt(ids[:count], True) if len(ids) > count else None
 

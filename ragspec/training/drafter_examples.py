@@ -8,19 +8,22 @@ training nor evaluation sees.
 import json
 import random
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from ragspec import core
 from ragspec.errors import InputError
+from ragspec.rag.prompt import PromptBuilder
 from ragspec.training.grammar_errors import GrammarErrors
 from ragspec.training.sentences import normalise, split_sentences
-from ragspec.training.target_batches import ANSWER_WEIGHT, Encoded, ExampleEncoder, MicroBatch, collate
+from ragspec.training.target_batches import Encoded, MicroBatch, collate
 from ragspec.training.target_examples import Example, Lengths
-from ragspec.training.target_format import message, question_messages, quoted_answer
+from ragspec.training.target_format import Message, message, question_messages, quoted_answer
 from ragspec.training.target_packs import PackStream
 from ragspec.training.target_sources import (
     NUM_PROBE_ARTICLES,
@@ -35,6 +38,7 @@ LENGTHS = Lengths(3, (25, 80), 220)
 PROBE_DIALOGUE_EVERY = 50
 """Of the file's dialogues, the second of each fifty; the target was trained on every sixth, which are none of them."""
 MIN_TOKENS = 8
+_ANY_LENGTH = 2**20
 Draw = Callable[[random.Random], Encoded]
 """One training text: its tokens, and weight 1 for those whose prediction is learnt."""
 
@@ -49,14 +53,40 @@ class DrafterStream(PackStream):
         ]  # fmt: skip
 
 
-class AnswerEncoder(ExampleEncoder):
-    """Weight 1 for the tokens of answers and of plain text, 0 for all others."""
+class AnswerEncoder:
+    """Texts as a target reads and writes them, laid out by its own chat template: weight 1 for the tokens of answers and of plain
+    text, 0 for all others."""
 
-    def encode(self, example: Example, rng: random.Random) -> Encoded:
-        encoded = super().encode(example, rng)
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+        self._prompts = PromptBuilder(tokenizer, _ANY_LENGTH)
+        self._end = [] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]
+
+    def prompt(self, messages: Sequence[Message]) -> list[int]:
+        """Up to where the next answer begins. Raises: InputError unless the user's message, or passages for it, come last."""
+        return list(self._prompts.tokens([core.Message(each["role"], each["content"]) for each in messages]))
+
+    def encode(self, example: Example) -> Encoded:
+        """Where a template lays earlier answers out in another way than it asked for them, only what follows them is kept."""
         if not example.messages:
-            return Encoded(encoded.ids, [1.0] * len(encoded.ids))
-        return Encoded(encoded.ids, [float(weight == ANSWER_WEIGHT) for weight in encoded.weights])
+            (ids,) = self._prompts.plain_ids([example.text])
+            return Encoded(ids, [1.0] * len(ids))
+        ids, weights = list[int](), list[float]()
+        for place in answers_of(example):
+            prompt = self.prompt(example.messages[:place])
+            if prompt[: len(ids)] != ids:
+                ids, weights = [], []
+            (answer,) = self._prompts.plain_ids([example.messages[place]["content"]])
+            weights += [0.0] * (len(prompt) - len(ids)) + [1.0] * len(answer)
+            weights += [float(not example.open_ended)] * len(self._end)
+            ids = [*prompt, *answer, *self._end]
+        return Encoded(ids, weights)
+
+
+def answers_of(example: Example) -> list[int]:
+    """Places of the messages that answer one of the user's."""
+    roles = [message["role"] for message in example.messages]
+    return [n for n in range(1, len(roles)) if roles[n] == "assistant" and roles[n - 1] in ("user", "context")]
 
 
 def drafter_sources(data_dir: Path) -> Sources:
@@ -76,12 +106,12 @@ def _dialogues(data_dir: Path, held_back: bool) -> list[list[tuple[str, str]]]:
     return [[(speaker, normalise(text)) for speaker, text in turns] for turns in rows]
 
 
-def dataset_draw(sources: Sources, errors: GrammarErrors, encoder: ExampleEncoder) -> Draw:
+def dataset_draw(sources: Sources, errors: GrammarErrors, encoder: AnswerEncoder) -> Draw:
     """Examples with the answers of the data sets."""
 
     def draw(rng: random.Random) -> Encoded:
         stream = DrafterStream(sources, errors, rng.getrandbits(32))
-        return encoder.encode(stream.draw(), stream.rng)
+        return encoder.encode(stream.draw())
 
     return draw
 
@@ -134,13 +164,12 @@ def probe_examples(data_dir: Path, per_kind: int, seed: int) -> dict[str, list[E
 
 
 def probe_batches(
-    data_dir: Path, encoder: ExampleEncoder, per_kind: int, max_tokens: int, seed: int
+    data_dir: Path, encoder: AnswerEncoder, per_kind: int, max_tokens: int, seed: int
 ) -> dict[str, list[MicroBatch]]:
     """The probes' texts by kind, in batches of eight; no kind of which nothing fits."""
-    rng = random.Random(seed)
     batches: dict[str, list[MicroBatch]] = {}
     for kind, examples in probe_examples(data_dir, per_kind, seed).items():
-        encoded = sorted((encoder.encode(example, rng) for example in examples), key=lambda text: len(text.ids))
+        encoded = sorted((encoder.encode(example) for example in examples), key=lambda text: len(text.ids))
         cut = [Encoded(text.ids[:max_tokens], text.weights[:max_tokens]) for text in encoded]
         kept = [text for text in cut if any(text.weights[2:])]
         batches[kind] = [collate(kept[start : start + 8]) for start in range(0, len(kept), 8)]

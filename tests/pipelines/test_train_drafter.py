@@ -112,3 +112,14 @@ def test_two_workers_write_the_same_head_twice(tmp_path: Path) -> None:
         command(out, "--family", "eagle", "--tokens", "10000", "--workers", "2")
         heads.append(read_head(out / "head").tensors)
     assert all(torch.equal(tensor, heads[1][name]) for name, tensor in heads[0].items())
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    ["--tokens -1", "--tokens 0", "--minutes 0", "--minutes nan", "--steps 0", "--max-tokens 7", "--num-answers 0"],
+)
+def test_lengths_that_cannot_be_meant_are_refused(wrong: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """A run without an end, one that looked for texts short enough for ever, a division by nothing, or the option was ignored."""
+    with pytest.raises(SystemExit):
+        parser().parse_args(["--family", "eagle", "--data", "d", "--out", "o", *wrong.split()])
+    assert wrong.split()[0] in capsys.readouterr().err

@@ -36,7 +36,7 @@ from ragspec.training.grammar_errors import GrammarErrors
 from ragspec.training.sentences import normalise
 from ragspec.training.target_batches import Encoded
 from ragspec.training.target_examples import Example
-from ragspec.training.target_format import message
+from ragspec.training.target_format import CONTEXT_ROLE_FLAG, message, question_messages
 from ragspec.training.target_sources import Sources
 from ragspec.training.target_tokenizer import train_tokenizer
 
@@ -50,12 +50,12 @@ def encoder() -> AnswerEncoder:
 def test_only_answers_and_prose_are_learnt() -> None:
     """A head that learns to draft questions spends itself on text that is never generated."""
     turns = [message("user", "The cat?"), message("assistant", "at noon"), message("user", "mat?")]
-    encoded = encoder().encode(Example([*turns, message("assistant", "on the mat")]), random.Random(0))
+    encoded = encoder().encode(Example([*turns, message("assistant", "on the mat")]))
     tokenizer = encoder().tokenizer
     learnt = [token for token, weight in zip(encoded.ids, encoded.weights, strict=True) if weight == 1.0]
     assert tokenizer.decode(learnt) == "at noon<|end|>on the mat<|end|>"
     assert set(encoded.weights) == {0.0, 1.0}
-    prose = encoder().encode(Example([], text="The cat sat"), random.Random(0))
+    prose = encoder().encode(Example([], text="The cat sat"))
     assert prose.weights == [1.0] * len(prose.ids)
 
 
@@ -172,6 +172,24 @@ def test_only_what_the_target_wrote_is_learnt(tmp_path: Path) -> None:
     text = answer_draw(read_answers(tmp_path / "answers.jsonl"))(random.Random(2))
     assert text.weights == [0.0, 0.0, 0.0, 1.0, 1.0]
     assert len(text.ids) == 5
+
+
+@pytest.mark.parametrize(
+    "template", [None, "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}<assistant>"]
+)
+def test_any_target_reads_them_in_its_own_layout(template: str | None) -> None:
+    """Only targets with the reference's control tokens could have heads trained; for others there was a KeyError."""
+    tokenizer = train_tokenizer(["The cat sat on the mat at noon."] * 9, 320)
+    tokenizer.chat_template = template
+    tokenizer.init_kwargs[CONTEXT_ROLE_FLAG] = False
+    turns = [*question_messages("Who sat?", ["The cat sat."]), message("assistant", '"The cat sat." [1]')]
+    encoded = AnswerEncoder(tokenizer).encode(Example([*turns, message("user", "mat?"), message("assistant", "on")]))
+    learnt = [token for token, weight in zip(encoded.ids, encoded.weights, strict=True) if weight]
+    text = str(tokenizer.decode(encoded.ids))
+    assert str(tokenizer.decode(learnt)).endswith("on<|end|>")
+    assert "The cat sat." in text and text.index("Who sat?") < text.index("mat?")
+    prompt = prompt_of(Example(turns), AnswerEncoder(tokenizer), random.Random(0))
+    assert prompt is not None and '" [1]' not in str(tokenizer.decode(prompt.ids)).split("Who sat?")[1]
 
 
 def test_a_prompt_ends_where_the_last_answer_begins() -> None:
