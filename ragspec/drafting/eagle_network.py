@@ -89,7 +89,7 @@ class EagleNetwork:
         check_fits(config, target.vocab_size, target.hidden_size, target.num_layers)
         self.config = config
         self.shape = AttentionShape(config.num_heads, config.num_kv_heads, config.head_dim, config.head_dim**-0.5)
-        self.taps = _taps(config, target.num_layers)
+        self.taps = taps_of(config, target.num_layers)
         self.draft_ids = _draft_ids(tensors, config.draft_vocab_size)
         self._target = target
         dtype = dtype or target.embedding.dtype
@@ -188,7 +188,8 @@ class EagleNetwork:
         return self._product(self._out, torch.from_numpy(out).view(len(x), -1))
 
 
-def _taps(config: HeadConfig, num_layers: int) -> tuple[int, ...]:
+def taps_of(config: HeadConfig, num_layers: int) -> tuple[int, ...]:
+    """Which of the target's states a head reads, low to high."""
     if config.family is EagleFamily.EAGLE:
         return (FINAL,)
     return config.aux_layers or default_aux_layers(num_layers)

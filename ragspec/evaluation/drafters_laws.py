@@ -20,8 +20,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ragspec.config import TargetConfig
-from ragspec.drafting.eagle_checkpoint import EagleFamily, HeadConfig, check_fits, default_aux_layers, read_head
-from ragspec.engine.target import FINAL, Target
+from ragspec.drafting.eagle_checkpoint import check_fits, read_head
+from ragspec.drafting.eagle_network import taps_of
+from ragspec.engine.target import Target
 from ragspec.errors import ModelError
 from ragspec.numerics.kv_cache import SequenceSlots
 from ragspec.numerics.rows import Part, StepRows
@@ -107,13 +108,6 @@ class Place:
         step.drop(0)
         mass = np.exp(logits.astype(np.float64) - logits.max(-1, keepdims=True))
         return np.asarray(mass / mass.sum(-1, keepdims=True))
-
-
-def taps_of(config: HeadConfig, num_layers: int) -> tuple[int, ...]:
-    """Which of the target's states a head reads, low to high."""
-    if config.family is EagleFamily.EAGLE:
-        return (FINAL,)
-    return config.aux_layers or default_aux_layers(num_layers)
 
 
 def scattered(draft_probs: Tensor, head: Head, vocab_size: int) -> Floats:

@@ -17,10 +17,10 @@ NOTES = ("note", "hnsw", "elsewhere", "knnlm_note")
 MEANINGS = {
     "share_of_optimum_min": "speed-up over what OS3's formula predicts of its best stride, the least of all retrievers, +PSA",
     "share_of_optimum_of_answers_min": "the same, of answers of these lengths, whose first retrieval nothing can guess",
-    "speedup_b_over_a_40": "+PSA, an index that takes 40 steps of decoding",
+    "speedup_b_over_a_40": "+PSA, an index whose time was set for 40 steps of decoding (the row says how many they were)",
     "speedup_b_over_a_1": "+PSA, an index that takes one step",
     "slowdown_worst": "the least speed-up of any row",
-    "knnlm_best": "KNN-LM, the best number of neighbours, a datastore that takes 40 steps",
+    "knnlm_best": "KNN-LM, the best number of neighbours, a datastore whose time was set for 40 steps; one run of each",
     "kept_after_mismatch": "tokens written under a wrong guess that stood in the end, all rows",
     "identical": "answers with the tokens and the text of the baseline",
     "peak_pss_mb": COMMON["peak_pss_mb"],

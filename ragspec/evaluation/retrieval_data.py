@@ -18,8 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ragspec.core import Document
-from ragspec.errors import InputError
-from ragspec.evaluation.prompt_lists import squad_list
+from ragspec.evaluation.prompt_lists import lines_of, squad_list
 from ragspec.retrieval.chunking.embedded import joined
 from ragspec.retrieval.encoder import FloatArray, WrappedEncoder
 from ragspec.training.stdlib_corpus import stdlib_documents
@@ -90,7 +89,7 @@ def cranfield_collection(data_dir: Path) -> Collection:
     documents = [Document(row["_id"], row["text"], title=row["title"]) for row in _rows(folder / "corpus.jsonl")]
     queries = {row["_id"]: row["text"] for row in _rows(folder / "queries.jsonl")}
     relevant: dict[str, dict[str, int]] = {}
-    for line in _lines(folder / "qrels.tsv")[1:]:
+    for line in lines_of(folder / "qrels.tsv")[1:]:
         query_id, document_id, grade = line.split("\t")
         relevant.setdefault(query_id, {})[document_id] = int(grade)
     return Collection("cranfield", documents, queries, relevant)
@@ -148,11 +147,4 @@ def _questions(name: str, documents: Sequence[Document], path: Path) -> Collecti
 
 
 def _rows(path: Path) -> Iterator[dict[str, Any]]:
-    yield from map(json.loads, _lines(path))
-
-
-def _lines(path: Path) -> list[str]:
-    try:
-        return path.read_text(encoding="utf-8").splitlines()
-    except OSError as cause:
-        raise InputError(f"this suite needs {path}: {cause.strerror}") from cause
+    yield from map(json.loads, lines_of(path))
