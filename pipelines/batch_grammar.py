@@ -46,7 +46,7 @@ class GrammarTask(Task):
 
     form = TEXTS
     rows = "texts"
-    sections = ("target",)
+    sections = ("target", "engine.max_kv_tokens")
 
     def __init__(self, guard: Guard = CAREFUL) -> None:
         self._guard = guard

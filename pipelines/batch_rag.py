@@ -40,7 +40,7 @@ class RagTask(Task):
 
     form = QUESTIONS
     rows = "questions"
-    sections = ("target", "encoder", "retriever")
+    sections = ("target", "engine.max_kv_tokens", "encoder", "retriever")
 
     @contextmanager
     def pinned(self, config: PipelineConfig) -> Iterator[PipelineConfig]:

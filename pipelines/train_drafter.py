@@ -21,6 +21,7 @@ from pipelines.training_run import run_to_end, spent, train_with
 from ragspec.config import DraftingConfig, EngineConfig, TargetConfig
 from ragspec.drafting.eagle_checkpoint import HeadConfig, write_head
 from ragspec.engine.loading import load_engine
+from ragspec.engine.model_facts import eos_ids
 from ragspec.errors import RagspecError
 from ragspec.rag.knn_building import target_identity
 from ragspec.training.drafter_answers import PromptSource, answer_draw, mixed_draw, read_answers, write_answers
@@ -64,9 +65,9 @@ def obtain_answers(run: Run) -> None:
     sources, errors = drafter_sources(run.data_dir), GrammarErrors(run.data_dir)
     target = TargetConfig(model=run.target)
     with load_engine(target, EngineConfig(num_threads=run.threads), DraftingConfig()) as engine:
-        encoder = AnswerEncoder(engine.target.tokenizer)
+        encoder = AnswerEncoder(engine.target.tokenizer, engine.target.eos_ids)
         prompts = PromptSource(sources, errors, encoder, run.plan.max_tokens, run.plan.seed)
-        origin = prompts.origin(target_identity(engine.target).fingerprint)
+        origin = prompts.origin(target_identity(engine.target, of_texts=True).fingerprint)
         for done in write_answers(run.out / ANSWERS, origin, run.plan.num_answers, prompts, engine):
             print(f"{done} of {run.plan.num_answers} answers of the target", flush=True)
 
@@ -85,7 +86,7 @@ def train(run: Run, workers: Workers, device: str) -> None:
     target = FrozenTarget.load(run.target, device)
     config = config_of(run, target)
     run.out.mkdir(parents=True, exist_ok=True)
-    encoder = AnswerEncoder(target.tokenizer)
+    encoder = AnswerEncoder(target.tokenizer, eos_ids(target.model, target.tokenizer))
     draw = draw_of(run, encoder)
     checkpoint = run.out / "checkpoint.safetensors"
     head = fresh_head(config, target, vocabulary_of(config, draw, run.plan.seed), run.plan.seed)

@@ -26,7 +26,13 @@ def clustered(name: str, config: ServiceConfig) -> Iterator[Backend]:
     """
     deployment = Deployment.find(name)
     searched_there = ("encoder", "retriever") if deployment.topology.num_shards else ()
-    check_agreement(name, deployment.config, config, ("target", *searched_there), own=("retriever.num_passages",))
+    check_agreement(
+        name,
+        deployment.config,
+        config,
+        ("target", "engine.max_kv_tokens", *searched_there),
+        own=("retriever.num_passages",),
+    )
     settled = settled_config(deployment.config, config)
     with ExitStack() as stack:
         if deployment.topology.num_shards:

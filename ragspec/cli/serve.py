@@ -101,9 +101,8 @@ def _with_demo_index(
     home = Path(settings.service.data_dir) / "stdlib"
     folder = own_index(console, encoder, demo_documents(corpus), cache_folder(), home)
     retriever = settings.retriever.model_copy(update={"index_dir": str(folder)})
-    library = settings.service.library_dir or str(
-        home.with_name("libraries") / "stdlib"
-    )  # another Python's index has them, too
+    # Another Python's index gets the same files.
+    library = settings.service.library_dir or settings.service.data_dir
     service = settings.service.model_copy(update={"library_dir": library})
     return settings.model_copy(update={"retriever": retriever, "service": service})
 

@@ -20,15 +20,16 @@ _NO_PART_OF_IT = ("encoder.batch_size", "retriever.device", "retriever.fail_clos
 def check_agreement(
     name: str, deployed: PipelineConfig, given: PipelineConfig, sections: Collection[str], own: Collection[str] = ()
 ) -> None:
-    """`own`: what everybody decides for themselves.
+    """`sections`: or single settings of one; `own`: what everybody decides for themselves.
 
     Raises: ConfigError where something else that was said of these sections is not so in deployment `name`.
     """
     full = with_full_paths(given)
-    for section in sections:
+    for place in sections:
+        section = place.partition(".")[0]
         said, ours, theirs = (getattr(config, section) for config in (given, full, deployed))
         for field, its, wanted in _differences(said, ours, theirs, section):
-            if field not in (*own, *_NO_PART_OF_IT):
+            if field.startswith(place) and field not in (*own, *_NO_PART_OF_IT):
                 raise ConfigError(
                     f"the deployment {name!r} runs with {field} {its!r}, not {wanted!r}: leave that out, or use another "
                     "deployment"

@@ -10,9 +10,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ragspec import core
 from ragspec.config import DraftingConfig, EncoderConfig, EngineConfig, TargetConfig
 from ragspec.core import CopySource, Request, SamplingParams, SourceKind
+from ragspec.core import Message as Said
 from ragspec.engine.admission import SamplerFactory
 from ragspec.engine.engine import Engine
 from ragspec.engine.loading import load_engine
@@ -281,7 +281,7 @@ def engine_generate(engine: Engine, tick: Tick) -> Generate:
     def generate(conversations: list[list[Message]]) -> list[str]:
         requests = []
         for i, messages in enumerate(conversations):
-            ids = prompts.tokens([core.Message(m["role"], m["content"]) for m in messages])
+            ids = prompts.tokens([Said(m["role"], m["content"]) for m in messages])
             sources = tuple(CopySource(SourceKind.HISTORY, m["content"]) for m in messages)
             requests.append(Request(f"target-{i}", ids, SamplingParams(max_tokens=MAX_NEW_TOKENS), sources))
         completions = engine.generate(requests)

@@ -1,6 +1,7 @@
 """A conversation becomes a prompt that fits: [system][earlier turns with their passages as they were][question][its passages].
 
-Every prompt of a conversation begins with the one before it, so what was computed for that one is found in the prefix cache.
+Every prompt of a conversation begins with the one before it, so what was computed for that one is found in the prefix cache;
+but for a turn without an answer, whose question becomes a part of the next one's, and whose passages go.
 Where not all fits, passages of all turns but the last go first, then the oldest turns, `_STEP` at a time so that the beginning
 holds for some turns more; then the question's own last-ranked passages; then the last turn. Nothing goes unreported.
 """
@@ -64,6 +65,8 @@ def chat_prompt(
     """
     room = prompts.max_context_tokens - max_tokens
     hopeless, history = _split(history, prompts.max_chars)
+    unshown = [passage for turn in history if not turn.answer.strip() for passage in turn.passages]
+    history = [turn if turn.answer.strip() else turn.bare() for turn in history]
 
     @functools.cache
     def tokens(cut: _Cut) -> tuple[int, ...]:
@@ -75,10 +78,10 @@ def chat_prompt(
         raise PromptTooLong(len(least), max(room, 0), max_tokens)
     for cuts in _phases(len(history), len(passages)):
         if len(tokens(cuts[0])) <= room:
-            return _prompt(tokens(cuts[0]), hopeless, history, passages, cuts[0])
+            return _prompt(tokens(cuts[0]), hopeless, history, passages, cuts[0], unshown)
         first = bisect_left(cuts, True, key=lambda cut: len(tokens(cut)) <= room)
         if first < len(cuts):
-            return _prompt(tokens(cuts[first]), hopeless, history, passages, cuts[first])
+            return _prompt(tokens(cuts[first]), hopeless, history, passages, cuts[first], unshown)
     raise AssertionError("the least prompt fits")
 
 
@@ -117,7 +120,7 @@ def _messages(
     for turn in history:
         asked = "\n\n".join(filter(str.strip, (unanswered, turn.question)))
         unanswered = "" if turn.answer.strip() else asked
-        if turn.answer.strip():
+        if not unanswered:
             messages += [*_asked(prompts, asked, turn.passages), Message("assistant", turn.answer)]
     return messages + _asked(prompts, "\n\n".join(filter(str.strip, (unanswered, question))), passages)
 
@@ -134,6 +137,7 @@ def _prompt(
     history: Sequence[Exchange],
     passages: Sequence[Passage],
     cut: _Cut,
+    unshown: Sequence[Passage],
 ) -> ChatPrompt:
     num_kept = len(passages) - cut.num_passages
     without = [*hopeless, *history[: max(cut.num_turns, cut.num_bare)]]
@@ -143,5 +147,5 @@ def _prompt(
         tuple(passages[num_kept:]),
         tuple(_kept(history, cut)),
         len(hopeless) + cut.num_turns,
-        tuple(passage for turn in without for passage in turn.passages),
+        (*unshown, *(passage for turn in without for passage in turn.passages)),
     )

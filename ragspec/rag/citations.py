@@ -89,8 +89,8 @@ def _push(queue: list[tuple[int, int, int]], span: Span | None) -> None:
 
 def _quotations(answer: str) -> Iterator[Span]:
     """What stands between quotation marks, if it begins and ends there and holds a word."""
-    marks = [match.start() for match in re.finditer('"', answer)]
-    spans = [(left + 1, right) for left, right in pairwise(marks)]
+    quotes = [match.start() for match in re.finditer('"', answer)]
+    spans = [(left + 1, right) for left, right in pairwise(quotes)]
     spans += [match.span(match.lastindex or 0) for match in _QUOTED.finditer(answer)]
     for start, end in spans:
         quotation = answer[start:end]
@@ -193,10 +193,15 @@ def _find_words(text: str, span: str) -> int | None:
     """Where `span` stands in `text` as whole words."""
     if span not in text:
         return None
-    before = f"(?<!{_joined()})" if re.match(_joined(), span) else ""
-    after = f"(?!{_joined()})" if re.match(_joined(), span[-1]) else f"(?![{marks()}])"
-    match = re.search(before + re.escape(span) + after, text)
-    return match.start() if match else None
+    is_joined, is_mark = (re.compile(each).match for each in (_joined(), f"[{marks()}]"))
+    goes_on_before, goes_on_after = is_joined(span), is_joined(span[-1])
+    at = text.find(span)
+    while at >= 0:
+        before, after = text[max(at - 1, 0) : at], text[at + len(span) : at + len(span) + 1]
+        if not (goes_on_before and is_joined(before)) and not (is_joined if goes_on_after else is_mark)(after):
+            return at
+        at = text.find(span, at + 1)
+    return None
 
 
 def _citation(passage: Passage, span: Span, at: int) -> Citation:

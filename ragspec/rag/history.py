@@ -58,9 +58,8 @@ def exchanges(messages: Sequence[Message]) -> tuple[str, list[Said], str]:
     system: list[str] = []
     turns: list[Said] = []
     for message in messages:
-        if (
-            message.role == "user" or message.content.strip()
-        ):  # an answer may be empty, and whoever sends it back goes on
+        # An answer may be empty, and whoever sends it back goes on.
+        if message.role == "user" or message.content.strip():
             check_text(message.content, f"a message of the {message.role}")
         if message.role == "system":
             system.append(message.content)

@@ -39,15 +39,15 @@ def build_datastore(
     return compute_apart(lambda: write_datastore(folder, blocks, origin), num_threads or num_processors())
 
 
-def target_identity(target: Target) -> EncoderIdentity:
-    """A target as the encoder of contexts: equal identities give equal states.
+def target_identity(target: Target, *, of_texts: bool = False) -> EncoderIdentity:
+    """A target as the encoder of contexts: equal identities give equal states, or `of_texts`.
 
     Raises: ModelError if its files are gone.
     """
     model = target.config.model
     try:
         folder = Path(str(cached_file(model, "config.json", local_files_only=True))).parent
-        digest = files_digest(folder, target.config.dtype)
+        digest = files_digest(folder, target.config.dtype, of_texts=of_texts)
     except OSError as cause:
         raise ModelError(f"the files of the target {model} cannot be read: {cause}") from cause
     return EncoderIdentity(model, digest, target.hidden_size)

@@ -12,7 +12,10 @@ _JOINED = "\u200d\ufe0e\ufe0f\U0001f3fb-\U0001f3ff\U000e0020-\U000e007f"
 @functools.cache
 def marks() -> str:
     """For use between the brackets of a regular expression. Why built: `re` has no name for them."""
-    return _JOINED + "".join(chr(c) for c in range(_BEFORE) if unicodedata.category(chr(c)) in ("Mn", "Mc", "Me"))
+    codes = [c for c in range(_BEFORE) if unicodedata.category(chr(c)) in ("Mn", "Mc", "Me")]
+    firsts = [c for c, before in zip(codes, [-1, *codes], strict=False) if c != before + 1]
+    lasts = [c for c, after in zip(codes, [*codes[1:], -1], strict=True) if c != after - 1]
+    return _JOINED + "".join(f"{chr(first)}-{chr(last)}" for first, last in zip(firsts, lasts, strict=True))
 
 
 @functools.cache

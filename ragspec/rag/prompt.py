@@ -49,13 +49,15 @@ class Prompt:
 class PromptBuilder:
     """Lays out prompts for one tokenizer. `max_context_tokens` is prompt and output together. Safe to call from several threads.
 
-    `tokenizer` is for decoding. Why what encodes is a copy, behind a lock: whether text may hold control tokens is a state of the
-    tokenizer, which one thread would change while another encodes.
+    `tokenizer` is for decoding. Why what encodes are copies: whether text may hold control tokens is a state of the tokenizer,
+    which one thread would change while another encodes. Of one copy it never changes, the other is behind a lock.
     """
 
     def __init__(self, tokenizer: Any, max_context_tokens: int) -> None:
         self.tokenizer = tokenizer
         self._encoder, self._encoding = copy.deepcopy(tokenizer), threading.Lock()
+        self._plain = copy.deepcopy(tokenizer)
+        self.plain_ids(["a"])  # from now on it reads texts in this way
         self.max_context_tokens = max_context_tokens
         self.max_chars = max_context_tokens * _MAX_CHARS_PER_TOKEN
         self.has_context_role = bool(tokenizer.init_kwargs.get("ragspec_context_role"))
@@ -108,9 +110,16 @@ class PromptBuilder:
 
     def plain_ids(self, texts: Sequence[str], *, begins: bool = False) -> list[list[int]]:
         """Token ids of each text, in which nothing is a control token. `begins`: with what the tokenizer puts around texts."""
-        with self._encoding:
-            encoded = self._encoder(list(texts), add_special_tokens=begins, split_special_tokens=True, verbose=False)
+        encoded = self._plain(list(texts), add_special_tokens=begins, split_special_tokens=True, verbose=False)
         return [list(ids) for ids in encoded["input_ids"]]
+
+    def answered(self, messages: Sequence[Message]) -> tuple[int, ...]:
+        """A conversation that ends with an answer, as the template writes it.
+
+        Raises: InputError.
+        """
+        self._check(messages[:-2] if messages[-2].role == "context" else messages[:-1])
+        return self._encode(self._laid_out(messages), add_generation_prompt=False)
 
     def check(self, question: str) -> None:
         """Raises: InputError for what `build` would refuse before it tokenises anything."""
@@ -149,14 +158,14 @@ class PromptBuilder:
                 raise InputError("a message of the role context must follow a message of the user")
         return merged
 
-    def _encode(self, messages: Sequence[Message]) -> tuple[int, ...]:
+    def _encode(self, messages: Sequence[Message], add_generation_prompt: bool = True) -> tuple[int, ...]:
         """Why `sanitize_control_tokens`: only the template may write control tokens; the same spelling in a text is text."""
         conversation = [{"role": message.role, "content": message.content} for message in messages]
         try:
             with self._encoding:
                 token_ids = self._encoder.apply_chat_template(
                     conversation,
-                    add_generation_prompt=True,
+                    add_generation_prompt=add_generation_prompt,
                     sanitize_control_tokens=True,
                     return_dict=False,
                     **self._layout,

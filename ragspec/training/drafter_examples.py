@@ -55,32 +55,52 @@ class DrafterStream(PackStream):
 
 class AnswerEncoder:
     """Texts as a target reads and writes them, laid out by its own chat template: weight 1 for the tokens of answers and of plain
-    text, 0 for all others."""
+    text, 0 for all others. `eos_ids`: what ends a text; None: the tokenizer's own."""
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: Any, eos_ids: Sequence[int] | None = None) -> None:
         self.tokenizer = tokenizer
         self._prompts = PromptBuilder(tokenizer, _ANY_LENGTH)
-        self._end = [] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]
+        own = [] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]
+        self._eos_ids, self._own_end = frozenset(own if eos_ids is None else eos_ids), own
 
     def prompt(self, messages: Sequence[Message]) -> list[int]:
         """Up to where the next answer begins. Raises: InputError unless the user's message, or passages for it, come last."""
-        return list(self._prompts.tokens([core.Message(each["role"], each["content"]) for each in messages]))
+        return list(self._prompts.tokens(_said(messages)))
 
     def encode(self, example: Example) -> Encoded:
-        """Where a template lays earlier answers out in another way than it asked for them, only what follows them is kept."""
+        """Where a template lays an earlier answer out in another way than it asked for it, only what follows is kept."""
         if not example.messages:
-            (ids,) = self._prompts.plain_ids([example.text])
+            (ids,) = self._prompts.plain_ids([example.text], begins=True)
             return Encoded(ids, [1.0] * len(ids))
-        ids, weights = list[int](), list[float]()
+        ids, weights, num_ended = list[int](), list[float](), 0
         for place in answers_of(example):
             prompt = self.prompt(example.messages[:place])
+            if prompt[: len(ids)] != ids:  # what ends a text may stand nowhere else
+                ids, weights = ids[:num_ended], weights[:num_ended]
             if prompt[: len(ids)] != ids:
                 ids, weights = [], []
-            (answer,) = self._prompts.plain_ids([example.messages[place]["content"]])
-            weights += [0.0] * (len(prompt) - len(ids)) + [1.0] * len(answer)
-            weights += [float(not example.open_ended)] * len(self._end)
-            ids = [*prompt, *answer, *self._end]
+            answer, end = self._answer(example.messages[: place + 1], prompt)
+            weights += (
+                [0.0] * (len(prompt) - len(ids)) + [1.0] * len(answer) + [float(not example.open_ended)] * len(end)
+            )
+            ids, num_ended = [*prompt, *answer, *end], len(prompt) + len(answer)
         return Encoded(ids, weights)
+
+    def _answer(self, messages: Sequence[Message], prompt: list[int]) -> tuple[list[int], list[int]]:
+        """The last message behind its prompt, and what ends it: as the template writes both, if it does."""
+        if self.tokenizer.chat_template is not None:
+            whole = list(self._prompts.answered(_said(messages)))
+            rest = whole[len(prompt) :] if whole[: len(prompt)] == prompt else []
+            for at, token in enumerate(rest):
+                if token in self._eos_ids:
+                    return rest[:at], [token]
+        lead = " " if self.tokenizer.chat_template is None else ""  # as the plain layout has it
+        (answer,) = self._prompts.plain_ids([lead + messages[-1]["content"]])
+        return answer, self._own_end
+
+
+def _said(messages: Sequence[Message]) -> list[core.Message]:
+    return [core.Message(each["role"], each["content"]) for each in messages]
 
 
 def answers_of(example: Example) -> list[int]:

@@ -18,7 +18,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import BinaryIO
 
-from ragspec.errors import ConfigError, InputError
+from ragspec.errors import InputError
 from ragspec.retrieval.encoder import TextEncoder
 from ragspec.retrieval.retriever import index_folder
 from services.settings import ServiceConfig, ServiceSettings
@@ -28,23 +28,15 @@ from services.stores.members_index import Forget
 from services.stores.parsing import FILE, STORE, ParseLimits
 from services.stores.records import Attributes, FileRecord, Member, Records, StoreRecord
 
-_RECORDS, _BLOBS = "library.sqlite", "files"
-
 MAX_ATTRIBUTES = 16
 _MAX_KEY_CHARS, _MAX_VALUE_CHARS = 64, 512
 _MAX_NAME_CHARS = 255
 
 
 def open_library(config: ServiceConfig, encoder: TextEncoder, forget: Forget) -> Library:
-    """Raises: ConfigError without an index folder, or for files that an earlier version kept; SaveError, StoreCorrupt."""
+    """Raises: ConfigError without an index folder, SaveError, StoreCorrupt."""
     index_dir = index_folder(config.retriever)
-    folder, before = library_folder(config.service, index_dir), Path(config.service.data_dir)
-    if config.service.data_dir and not folder.exists() and (before / _RECORDS).exists():
-        raise ConfigError(
-            f"{before} holds the files of one index, as an earlier version kept them: for that index give it as "
-            f"service.library_dir, or move {_RECORDS} and {_BLOBS} to {folder}"
-        )
-    return Library(folder, index_dir, encoder, forget)
+    return Library(library_folder(config.service, index_dir), index_dir, encoder, forget)
 
 
 def library_folder(service: ServiceSettings, index_dir: Path) -> Path:
@@ -75,8 +67,8 @@ class Library(AbstractContextManager["Library"]):
         parse_limits: ParseLimits | None = None,
     ) -> None:
         """`forget` hears of documents that are gone from the index. Raises: SaveError, StoreCorrupt."""
-        self._records = Records(data_dir / _RECORDS)
-        self._blobs = Blobs(data_dir / _BLOBS)
+        self._records = Records(data_dir / "library.sqlite")
+        self._blobs = Blobs(data_dir / "files")
         self._blobs.sweep(self._records.all_files())
         self._max_bytes = max_bytes_per_tenant
         self._ingest = Ingest(

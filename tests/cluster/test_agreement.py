@@ -12,7 +12,7 @@ from ragspec.cluster.plans import with_full_paths
 from ragspec.config import PipelineConfig, load_settings
 from ragspec.errors import ConfigError
 
-SECTIONS = ("target", "encoder", "retriever")
+SECTIONS = ("target", "engine.max_kv_tokens", "encoder", "retriever")
 
 
 def config(**given: Any) -> PipelineConfig:
@@ -26,6 +26,7 @@ def config(**given: Any) -> PipelineConfig:
         ({"target__model": "./other"}, "target.model"),
         ({"retriever__mode": "sparse"}, "retriever.mode"),
         ({"encoder__model": "./other"}, "encoder.model"),
+        ({"engine__max_kv_tokens": 65_536}, "engine.max_kv_tokens"),
     ],
 )
 def test_a_job_that_names_something_else_is_refused(

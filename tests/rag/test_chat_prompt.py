@@ -93,3 +93,4 @@ def test_a_turn_without_an_answer_leaves_no_two_messages_of_the_user_in_a_row() 
         [Message("user", "One?"), Message("assistant", "1."), Message("user", "Two?\n\nThree?\n\nFour?")]
     )
     assert found.prompt_ids == expected
+    assert found.dropped_history == (passage,) and [turn.passages for turn in found.history] == [(), (), ()]

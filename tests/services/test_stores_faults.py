@@ -22,7 +22,7 @@ from letter_encoder import LetterEncoder
 
 from ragspec.config import RetrieverConfig
 from ragspec.core import Document
-from ragspec.errors import ConfigError, NoRoom, NotFound, Overloaded, RetrievalError, SaveError
+from ragspec.errors import NoRoom, NotFound, Overloaded, RetrievalError, SaveError
 from ragspec.retrieval import generation
 from ragspec.retrieval.retriever import Retriever, build_index
 from ragspec.retrieval.search import Scope
@@ -475,11 +475,6 @@ def test_each_index_has_files_of_its_own(index: Path, tmp_path: Path) -> None:
         (file,) = library.files("ann")
         library.delete_file("ann", file.id)
     assert found(index) == {OLD.text}
-    (tmp_path / "data" / "library.sqlite").touch()  # as an earlier version kept them, of one index
-    open_library(first, LetterEncoder(), lambda *_: None).close()
-    shutil.rmtree(tmp_path / "data" / "libraries")
-    with pytest.raises(ConfigError, match=r"give it as service\.library_dir, or move library\.sqlite"):
-        open_library(first, LetterEncoder(), lambda *_: None)
     beside = first.service.model_copy(update={"data_dir": ""})
     assert library_folder(beside, index) == tmp_path / "index.library"
     assert library_folder(beside.model_copy(update={"library_dir": "there"}), index) == Path("there")

@@ -192,6 +192,26 @@ def test_any_target_reads_them_in_its_own_layout(template: str | None) -> None:
     assert prompt is not None and '" [1]' not in str(tokenizer.decode(prompt.ids)).split("Who sat?")[1]
 
 
+def test_an_answer_ends_as_the_template_ends_it() -> None:
+    """Where that is not the tokenizer's own end, heads learnt another, and of all answers of a conversation the last alone."""
+    tokenizer = train_tokenizer(["The cat sat on the mat at noon."] * 9, 320)
+    tokenizer.chat_template = (
+        "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|system|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    )
+    tokenizer.init_kwargs[CONTEXT_ROLE_FLAG] = False
+    turns = [message("user", "mat?"), message("assistant", "on"), message("user", "noon?"), message("assistant", "at")]
+    (end,) = tokenizer.convert_tokens_to_ids(["<|system|>"])
+    encoded = AnswerEncoder(tokenizer, (end, tokenizer.eos_token_id)).encode(Example(turns))
+    learnt = [token for token, weight in zip(encoded.ids, encoded.weights, strict=True) if weight]
+    assert tokenizer.decode(learnt) == "on<|system|>at<|system|>"
+    tokenizer.chat_template = None
+    encoded = AnswerEncoder(tokenizer).encode(Example(turns))
+    learnt = [token for token, weight in zip(encoded.ids, encoded.weights, strict=True) if weight]
+    assert tokenizer.decode(encoded.ids) == "mat?\n\nAnswer: on\n\nnoon?\n\nAnswer: at<|end|>"
+    assert str(tokenizer.decode(learnt)).endswith(" at<|end|>")
+
+
 def test_a_prompt_ends_where_the_last_answer_begins() -> None:
     """With the answer in the prompt there is nothing left to say."""
     turns = [message("user", "cat"), message("assistant", "mat"), message("user", "noon"), message("assistant", "sat")]
