@@ -34,7 +34,7 @@ from ragspec.evaluation.target_suite import Generate, Retrieve
 from ragspec.evaluation.variant_step import VariantStep
 from ragspec.numerics.kv_cache import SequenceSlots
 from ragspec.numerics.rows import Part, StepRows
-from ragspec.training.target_format import CHAT_TEMPLATE, question_messages
+from ragspec.training.target_format import CHAT_TEMPLATE, CONTEXT_ROLE_FLAG, question_messages
 from ragspec.verification.sampling import Sampler
 
 GENERATION_KEYS = (
@@ -169,6 +169,7 @@ def test_target_suite_lets_the_engine_answer(
     folder = shutil.copytree(settings.target.model, tmp_path / "with_template")
     tokenizer = AutoTokenizer.from_pretrained(folder)
     tokenizer.chat_template, tokenizer.pad_token = CHAT_TEMPLATE, tokenizer.eos_token
+    tokenizer.init_kwargs[CONTEXT_ROLE_FLAG] = True
     tokenizer.save_pretrained(folder)
     settings = dataclasses.replace(settings, target=TargetConfig(model=str(folder)))
     monkeypatch.setattr(suites, "evaluate_target", evaluate)

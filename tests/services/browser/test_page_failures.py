@@ -212,3 +212,34 @@ def test_the_policy_of_the_page_refuses_scripts_and_markup_from_text(open_page: 
     assert chat.page.evaluate(image) == "error"
     assert any("Content Security Policy" in complaint for complaint in chat.complaints)
     chat.complaints.clear()
+
+
+def test_a_question_that_was_stopped_is_not_called_refused(chat: ChatPage) -> None:
+    """Stopped before its first word, it came back as one that the server had refused, or could not be asked again."""
+    page = chat.page
+    page.route("**/v1/chat/completions", lambda route: None)  # the server is never reached
+    chat.ask(MILL)
+    page.locator("#stop").click()
+    for _ in range(2):
+        turn = page.locator(".turn").last
+        turn.locator(".remark", has_text="Stopped before the end").wait_for()
+        assert "refused" not in turn.text_content()
+        turn.get_by_role("button", name="Try again").wait_for()
+        page.reload()
+    page.unroute("**/v1/chat/completions")
+    page.locator("#model", has_text="scripted").wait_for()
+    page.locator(".turn").last.get_by_role("button", name="Try again").click()
+    page.locator(".turn .verdict").first.wait_for()
+    assert page.locator(".turn .answer").last.text_content() == MILL_ANSWER
+
+
+def test_an_answer_may_not_be_longer_than_what_the_model_can_see(chat: ChatPage) -> None:
+    """4,096 was taken for a context of less, and the way out that was offered could not help."""
+    page = chat.page
+    page.locator("#more summary").click()
+    for given, sent in (("999999", int(page.get_attribute("#max-tokens", "max"))), ("0", 1), ("", 128)):
+        page.fill("#max-tokens", given)
+        chat.answered(MILL)
+        assert chat.asked[-1]["max_completion_tokens"] == min(sent, int(page.get_attribute("#max-tokens", "max")))
+        assert page.input_value("#max-tokens") == str(chat.asked[-1]["max_completion_tokens"])
+    assert int(page.get_attribute("#max-tokens", "max")) < 4096
