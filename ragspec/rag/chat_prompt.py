@@ -120,7 +120,7 @@ def _messages(
     for turn in history:
         asked = "\n\n".join(filter(str.strip, (unanswered, turn.question)))
         unanswered = "" if turn.answer.strip() else asked
-        if not unanswered:
+        if turn.answer.strip():
             messages += [*_asked(prompts, asked, turn.passages), Message("assistant", turn.answer)]
     return messages + _asked(prompts, "\n\n".join(filter(str.strip, (unanswered, question))), passages)
 

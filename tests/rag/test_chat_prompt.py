@@ -87,10 +87,10 @@ def test_a_turn_without_an_answer_leaves_no_two_messages_of_the_user_in_a_row() 
     """Templates that want roles to alternate refused every later turn of a conversation that held one."""
     prompts = PromptBuilder(ALL["chat"], 2048)
     passage = Passage("d", 0, "The mill is old.", 0, 16)
-    turns = [Exchange("One?", "1."), Exchange("Two?", " ", (passage,)), Exchange("Three?", "")]
+    turns = [Exchange("One?", "1."), Exchange("", ""), Exchange("Two?", " ", (passage,)), Exchange("Three?", "")]
     found = chat_prompt(prompts, "", turns, "Four?", [], 64)
     expected = prompts.tokens(
         [Message("user", "One?"), Message("assistant", "1."), Message("user", "Two?\n\nThree?\n\nFour?")]
     )
     assert found.prompt_ids == expected
-    assert found.dropped_history == (passage,) and [turn.passages for turn in found.history] == [(), (), ()]
+    assert found.dropped_history == (passage,) and [turn.passages for turn in found.history] == [(), (), (), ()]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ from ragspec.retrieval.changes import Outcome
 from ragspec.retrieval.encoder import FloatArray, Kind
 from ragspec.retrieval.files import ArrowFile
 from ragspec.retrieval.lease import lease, leased
+from ragspec.retrieval.manifest import Manifest
 from ragspec.retrieval.retriever import Retriever, build_index
 from ragspec.retrieval.store import Store
 from ragspec.retrieval.writer import IndexWriter
@@ -224,6 +225,13 @@ def test_compaction_drops_what_was_deleted_and_changes_no_answer(
     assert again.retrieve(queries, 45).passages == before.passages
 
 
+def one_by_one(writer: IndexWriter, count: int) -> Iterator[Manifest]:
+    """A commit for each of so many documents."""
+    for number in range(count):
+        writer.upsert(Document(str(number), f"Text {number}."))
+        yield writer.commit()
+
+
 def test_segments_stay_few_and_none_grows_without_bound(
     tmp_path: Path, counting: Counting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -231,9 +239,7 @@ def test_segments_stay_few_and_none_grows_without_bound(
     monkeypatch.setattr(writer_module, "MAX_SEGMENTS", 4)
     monkeypatch.setattr(writer_module, "MAX_SEGMENT_PASSAGES", 12)
     with IndexWriter(tmp_path / "index", counting, passages_per_encode=1) as writer:
-        for number in range(30):
-            writer.upsert(Document(str(number), f"Text {number}."))
-            manifest = writer.commit()
+        for number, manifest in enumerate(one_by_one(writer, 30)):
             assert len(manifest.segments) <= 5 and max(s.num_passages for s in manifest.segments) <= 12
             assert manifest.num_documents == number + 1
     assert ids(tmp_path / "index") == sorted(map(str, range(30)))
@@ -557,9 +563,7 @@ def test_large_segments_are_not_written_anew_by_every_commit(
     monkeypatch.setattr(writer_module, "MAX_SEGMENTS", 4)
     monkeypatch.setattr(writer_module, "MAX_SEGMENT_PASSAGES", 8)
     with IndexWriter(tmp_path / "index", counting, passages_per_encode=1) as writer:
-        for number in range(60):
-            writer.upsert(Document(str(number), f"Text {number}."))
-            manifest = writer.commit()
+        *_, manifest = one_by_one(writer, 60)
         assert writer.commit() == manifest
     full = [segment for segment in manifest.segments if segment.num_passages > 4]
     assert len(manifest.segments) - len(full) <= 4 and len(full) > 4 and manifest.num_documents == 60
