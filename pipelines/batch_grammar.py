@@ -19,24 +19,24 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from pipelines import batch_options as options
-from pipelines.batch_job import Job, check_places, fail, finish, judge
-from pipelines.batch_machines import Machines, Serving
-from pipelines.batch_output import OutputFolder
-from pipelines.batch_records import Written, written_correction
-from pipelines.batch_rows import TEXTS, Row
-from pipelines.batch_summary import Summary
-from pipelines.batch_task import Asking, Task
-from pipelines.batch_texts import gathered, is_text, spread
+from pipelines.batch import options
+from pipelines.batch.job import Job, check_places, fail, finish, judge
+from pipelines.batch.machines import Machines, Serving
+from pipelines.batch.output import OutputFolder
+from pipelines.batch.records import Written, written_correction
+from pipelines.batch.rows import TEXTS, Row
+from pipelines.batch.summary import Summary
+from pipelines.batch.task import Asking, Task
+from pipelines.batch.texts import gathered, is_text, spread
 from ragspec.cluster.topology import ClusterConfig
 from ragspec.config import PipelineConfig, load_settings
 from ragspec.errors import RagspecError
-from ragspec.rag.guards import CAREFUL, Guard
-from ragspec.rag.manuscript import DEFAULTS, Manuscript
-from ragspec.rag.stages import Named, Stages
+from ragspec.rag.grammar.correction_request import DEFAULTS, Manuscript
+from ragspec.rag.grammar.edit_filters import CAREFUL, Guard
+from ragspec.rag.pipeline_stages import Named, Stages
 
 if TYPE_CHECKING:  # Why: seconds of imports that a job with nothing to do needs none of
-    from ragspec.rag.grammar import Correction
+    from ragspec.rag.grammar.grammar import Correction
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -59,7 +59,7 @@ class GrammarTask(Task):
         return {"task": "grammar", "max_edit_ratio": self._guard.max_edit_ratio, "ignore": sorted(self._guard.ignore)}
 
     def stages(self, served: Serving) -> Stages:
-        from ragspec.rag.grammar import Grammar
+        from ragspec.rag.grammar.grammar import Grammar
 
         return Grammar(served.engine, served.prompts, max_in_flight=served.max_in_flight).stages()
 

@@ -18,19 +18,19 @@ from typing import Annotated, Any
 
 import typer
 
-from pipelines import batch_options as options
-from pipelines.batch_job import Job, fail, finish, judge
-from pipelines.batch_machines import Machines, Serving
-from pipelines.batch_records import Written, written_answer
-from pipelines.batch_rows import QUESTIONS, Row
-from pipelines.batch_task import Asking, Task
+from pipelines.batch import options
+from pipelines.batch.job import Job, fail, finish, judge
+from pipelines.batch.machines import Machines, Serving
+from pipelines.batch.records import Written, written_answer
+from pipelines.batch.rows import QUESTIONS, Row
+from pipelines.batch.task import Asking, Task
 from ragspec.cluster.topology import ClusterConfig
 from ragspec.config import PipelineConfig, load_settings
 from ragspec.errors import ConfigError, RagspecError, RetrievalError
 from ragspec.rag.answer import Answer
-from ragspec.rag.stages import Named, Stages
-from ragspec.retrieval.lease import lease
-from ragspec.retrieval.manifest import read_generation
+from ragspec.rag.pipeline_stages import Named, Stages
+from ragspec.retrieval.index.manifest import read_generation
+from ragspec.retrieval.index.reader_lock import lease
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -60,7 +60,7 @@ class RagTask(Task):
         }
 
     def stages(self, served: Serving) -> Stages:
-        from ragspec.rag.flow import Flow, FlowLimits
+        from ragspec.rag.async_pipeline import Flow, FlowLimits
 
         assert served.retriever is not None, "a job with an index has a retriever"
         limits = FlowLimits(max_in_flight=served.max_in_flight)

@@ -31,7 +31,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from rich.table import Table
 from transformers.utils import logging as transformers_logging
 
-from pipelines.benchmark_above import ABOVE_THE_LIBRARY, run_above
+from pipelines.benchmarks.above_library import ABOVE_THE_LIBRARY, run_above
 from ragspec.config import REFERENCE_TARGET, load_config
 from ragspec.errors import ConfigError, RagspecError, SaveError
 from ragspec.evaluation.cluster_report import chaos_rows, chaos_tables, cluster_rows, cluster_tables

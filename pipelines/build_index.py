@@ -22,15 +22,15 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from pipelines.batch_session import ray_session
-from pipelines.index_ingest import Found, Ingest, Unencoded
+from pipelines.batch.index_ingest import Found, Ingest, Unencoded
+from pipelines.batch.ray_session import ray_session
 from ragspec.cli.terminal import one_line, safe
 from ragspec.config import IndexConfig, PipelineConfig, load_config
 from ragspec.errors import InputError, RagspecError
 from ragspec.retrieval.encoder import Encoder, TextEncoder
-from ragspec.retrieval.manifest import CURRENT, Manifest
+from ragspec.retrieval.index.manifest import CURRENT, Manifest
+from ragspec.retrieval.index.writer import PASSAGES_PER_ENCODE, IndexWriter
 from ragspec.retrieval.reading import find_files, root_of
-from ragspec.retrieval.writer import PASSAGES_PER_ENCODE, IndexWriter
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 _console = Console(stderr=True)

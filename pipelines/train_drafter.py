@@ -16,16 +16,17 @@ import sys
 
 from torch import Tensor
 
-from pipelines.drafter_run import Run, parser, run_of
-from pipelines.training_run import run_to_end, spent, train_with
+from pipelines.train.drafter_run import Run, parser, run_of
+from pipelines.train.run import run_to_end, spent, train_with
 from ragspec.config import DraftingConfig, EngineConfig, TargetConfig
-from ragspec.drafting.eagle_checkpoint import HeadConfig, write_head
+from ragspec.drafting.eagle.checkpoint import HeadConfig, write_head
 from ragspec.engine.loading import load_engine
-from ragspec.engine.model_facts import eos_ids
+from ragspec.engine.model_config import eos_ids
 from ragspec.errors import RagspecError
-from ragspec.rag.knn_building import target_identity
-from ragspec.training.drafter_answers import PromptSource, answer_draw, mixed_draw, read_answers, write_answers
-from ragspec.training.drafter_examples import (
+from ragspec.rag.knnlm.build import target_identity
+from ragspec.training.grammar_errors import GrammarErrors
+from ragspec.training.heads.answers import PromptSource, answer_draw, mixed_draw, read_answers, write_answers
+from ragspec.training.heads.examples import (
     AnswerEncoder,
     Draw,
     dataset_draw,
@@ -33,12 +34,11 @@ from ragspec.training.drafter_examples import (
     drafter_sources,
     probe_batches,
 )
-from ragspec.training.drafter_export import draw_drafter_curves
-from ragspec.training.drafter_init import fresh_head, head_config, spread_aux_layers
-from ragspec.training.drafter_target import FrozenTarget
-from ragspec.training.drafter_trainer import DrafterTrainer
-from ragspec.training.grammar_errors import GrammarErrors
-from ragspec.training.target_batches import MicroBatch
+from ragspec.training.heads.export import draw_drafter_curves
+from ragspec.training.heads.frozen_target import FrozenTarget
+from ragspec.training.heads.initialisation import fresh_head, head_config, spread_aux_layers
+from ragspec.training.heads.trainer import DrafterTrainer
+from ragspec.training.reference.batches import MicroBatch
 from ragspec.training.workers import Workers
 
 SMALL_VOCABULARY, SMALL_DRAFT_VOCABULARY, DRAFT_VOCABULARY = 16_384, 3_072, 32_000

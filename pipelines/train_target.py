@@ -22,24 +22,24 @@ import torch
 from torch import Tensor
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
-from pipelines.training_run import data_dir, options, positive, run_to_end, spent, train_with
+from pipelines.train.run import data_dir, options, positive, run_to_end, spent, train_with
 from ragspec.errors import ConfigError, InputError, RagspecError
 from ragspec.evaluation.target_cases import PROBE_ARTICLES, Case, question_cases
 from ragspec.evaluation.target_suite import model_generate, question_scores
-from ragspec.training import training_attention
 from ragspec.training.checkpoint import read_checkpoint, write_checkpoint
 from ragspec.training.grammar_errors import GrammarErrors
-from ragspec.training.meanings import count_meanings
-from ragspec.training.stream_layout import stream_layout
-from ragspec.training.target_batches import ExampleEncoder
-from ragspec.training.target_examples import Lengths
-from ragspec.training.target_export import draw_curves, export_target
-from ragspec.training.target_format import ASSISTANT, SPECIAL_TOKENS, question_messages
-from ragspec.training.target_model import SIZES, build_target
-from ragspec.training.target_packs import PackStream
-from ragspec.training.target_sources import Sources, load_sources
-from ragspec.training.target_tokenizer import load_tokenizer, token_pieces, train_tokenizer
-from ragspec.training.target_trainer import TargetPlan, TargetTrainer, continued
+from ragspec.training.reference import training_attention
+from ragspec.training.reference.batches import ExampleEncoder
+from ragspec.training.reference.examples import Lengths
+from ragspec.training.reference.export import draw_curves, export_target
+from ragspec.training.reference.initialisation.meanings import count_meanings
+from ragspec.training.reference.initialisation.model import SIZES, build_target
+from ragspec.training.reference.initialisation.stream_layout import stream_layout
+from ragspec.training.reference.packs import PackStream
+from ragspec.training.reference.sources import Sources, load_sources
+from ragspec.training.reference.text_format import ASSISTANT, SPECIAL_TOKENS, question_messages
+from ragspec.training.reference.tokenizer import load_tokenizer, token_pieces, train_tokenizer
+from ragspec.training.reference.trainer import TargetPlan, TargetTrainer, continued
 from ragspec.training.workers import Workers
 
 DEFAULT_TOKENS = {"tiny": 200_000, "cpu": 40_000_000, "gpu": 2_000_000_000}

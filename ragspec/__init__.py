@@ -13,12 +13,12 @@ if TYPE_CHECKING:
     from ragspec.core import Citation, Document, Passage, SamplingParams
     from ragspec.errors import RagspecError
     from ragspec.rag.answer import Answer
-    from ragspec.rag.flow import Flow
-    from ragspec.rag.grammar import Grammar
-    from ragspec.rag.iterative import IterativePipeline
+    from ragspec.rag.async_pipeline import Flow
+    from ragspec.rag.grammar.grammar import Grammar
+    from ragspec.rag.iterative.pipeline import IterativePipeline
     from ragspec.rag.pipeline import Pipeline
+    from ragspec.retrieval.index.writer import IndexWriter
     from ragspec.retrieval.retriever import Retriever, build_index
-    from ragspec.retrieval.writer import IndexWriter
 
 __version__ = "0.1.0"
 
@@ -26,10 +26,10 @@ _HOMES = {
     "Answer": "ragspec.rag.answer",
     "Citation": "ragspec.core",
     "Document": "ragspec.core",
-    "Flow": "ragspec.rag.flow",
-    "Grammar": "ragspec.rag.grammar",
-    "IndexWriter": "ragspec.retrieval.writer",
-    "IterativePipeline": "ragspec.rag.iterative",
+    "Flow": "ragspec.rag.async_pipeline",
+    "Grammar": "ragspec.rag.grammar.grammar",
+    "IndexWriter": "ragspec.retrieval.index.writer",
+    "IterativePipeline": "ragspec.rag.iterative.pipeline",
     "Passage": "ragspec.core",
     "Pipeline": "ragspec.rag.pipeline",
     "PipelineConfig": "ragspec.config",

@@ -46,8 +46,9 @@ class EncoderConfig(Part):
 class DenseConfig(Part):
     """How a segment finds its nearest vectors.
 
-    `exact` looks at every one; `hnsw` and `ivf` are FAISS indexes, for segments large enough (`ragspec.retrieval.approximate` has
-    the rule). `factory` is a FAISS factory string and `search_width` efSearch or nprobe, both in place of the rule's.
+    `exact` compares the query with every vector. `hnsw` and `ivf` are FAISS indexes for segments that are large enough
+    (`ragspec.retrieval.search.approximate` has the rule). `factory` (a FAISS factory string) and `search_width` (efSearch or
+    nprobe) replace the rule's values.
     """
 
     kind: Literal["exact", "hnsw", "ivf"] = "exact"

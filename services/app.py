@@ -14,13 +14,13 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 
 from services import health
+from services.auth_middleware import Guard
 from services.backend import Backend
-from services.bodies import ClientGone
 from services.errors import ApiError, validation_error
-from services.guard import Guard
 from services.keys import Ring
 from services.languagetool import routes as languagetool
 from services.openai import routes as openai_routes
+from services.request_limits import ClientGone
 from services.stores import routes as stores
 from services.telemetry import Spans
 from services.web import routes as web

@@ -16,13 +16,13 @@ from ragspec.core import Request
 from ragspec.engine.engine import Engine
 from ragspec.engine.loading import load_engine
 from ragspec.engine.sequence import Listener
-from ragspec.rag.chat import Chat
-from ragspec.rag.conversations import Conversations
-from ragspec.rag.dictionaries import Dictionaries
+from ragspec.rag.chat.chat import Chat
+from ragspec.rag.chat.conversations import Conversations
+from ragspec.rag.grammar.dictionaries import Dictionaries
 from ragspec.rag.prompt import PromptBuilder
 from ragspec.rag.steps import EngineLike, RetrieverLike
+from ragspec.retrieval.batching_retriever import JoinedRetriever
 from ragspec.retrieval.encoder import TextEncoder
-from ragspec.retrieval.joined import JoinedRetriever
 from ragspec.retrieval.retriever import Retriever
 from services.limits import Gate
 from services.metrics import Metrics

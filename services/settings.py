@@ -12,7 +12,7 @@ from typing import Literal
 from pydantic import Field
 
 from ragspec.config import Part, PipelineConfig
-from ragspec.rag.chat_settings import ChatConfig
+from ragspec.rag.chat.config import ChatConfig
 
 DEFAULT_PORT = 8000
 

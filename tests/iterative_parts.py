@@ -17,9 +17,9 @@ from tiny_target import SENTENCES, save_model
 from ragspec.config import TargetConfig
 from ragspec.core import Document
 from ragspec.engine.target import Target
-from ragspec.retrieval.lookup import IndexLike, Lookup, Mode, Query
-from ragspec.retrieval.stride import StrideScheduler
-from ragspec.retrieval.stride_costs import Plan
+from ragspec.retrieval.speculative.index_types import IndexLike, Lookup, Mode, Query
+from ragspec.retrieval.speculative.stride import StrideScheduler
+from ragspec.retrieval.speculative.stride_costs import Plan
 
 CONTEXT = 768
 WORDS = "river mill bridge stone sand water rain spring valley north".split()

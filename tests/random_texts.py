@@ -6,7 +6,7 @@ import random
 
 from rewriting import Rewrite
 
-from ragspec.rag.markup import TextPart
+from ragspec.rag.grammar.markup import TextPart
 
 WORDS = [
     *(

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from tiny_target import tiny_tokenizer
 
 from ragspec.core import Completion, Delta, FinishReason, GenerationStats, Request
-from ragspec.rag.grammar import Grammar
+from ragspec.rag.grammar.grammar import Grammar
 from ragspec.rag.prompt import PromptBuilder
 
 TOKENIZER = tiny_tokenizer()

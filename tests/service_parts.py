@@ -21,8 +21,8 @@ from tiny_target import SENTENCES, tiny_engine
 from ragspec.core import Document
 from ragspec.drafting.copy import CopyDrafter
 from ragspec.engine.target import Target
+from ragspec.retrieval.index.store import Store
 from ragspec.retrieval.retriever import Retriever
-from ragspec.retrieval.store import Store
 from services.app import build_app
 from services.backend import Backend
 from services.embedded import Server, address_of, listening

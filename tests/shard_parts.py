@@ -16,9 +16,9 @@ from letter_encoder import LetterEncoder
 
 from ragspec.cluster.directory import Directory, Member, Table
 from ragspec.core import Document
-from ragspec.retrieval.filters import parse_filter
-from ragspec.retrieval.search import Scope
-from ragspec.retrieval.writer import IndexWriter
+from ragspec.retrieval.index.writer import IndexWriter
+from ragspec.retrieval.search.filters import parse_filter
+from ragspec.retrieval.search.segment_search import Scope
 
 QUERIES = ["fact 3", "told here", "Text of group 2"]
 SCOPES = (Scope(), Scope("ann"), Scope("ann", parse_filter({"type": "gte", "key": "n", "value": 7})))

@@ -36,8 +36,8 @@ from ragspec.core import Citation, Document, FinishReason, GenerationStats, Pass
 from ragspec.rag.answer import Answer, AnswerStats
 from ragspec.rag.pipeline import Pipeline
 from ragspec.retrieval.encoder import Encoder, EncoderIdentity, FloatArray
+from ragspec.retrieval.index.store import Store
 from ragspec.retrieval.retriever import Retriever, build_index
-from ragspec.retrieval.store import Store
 from ragspec.training.stdlib_corpus import is_held_out
 
 ROOT = Path(__file__).resolve().parent.parent

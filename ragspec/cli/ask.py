@@ -17,10 +17,10 @@ from ragspec.config import load_config
 from ragspec.core import SamplingParams, check_text
 from ragspec.errors import InputError
 from ragspec.rag.answer import Answer
-from ragspec.rag.iterative import IterativePipeline
+from ragspec.rag.iterative.pipeline import IterativePipeline
+from ragspec.rag.iterative.policies import POLICIES, Policy
 from ragspec.rag.pipeline import Pipeline
-from ragspec.rag.policies import POLICIES, Policy
-from ragspec.retrieval.filters import parse_filter
+from ragspec.retrieval.search.filters import parse_filter
 
 
 def run_ask(

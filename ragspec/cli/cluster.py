@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from pipelines.batch_session import clusters_folder, is_guarded, prepare_guard, ray_session, started_here
+from pipelines.batch.ray_session import clusters_folder, is_guarded, prepare_guard, ray_session, started_here
 from ragspec.cli.terminal import safe, stage, stay_offline, stderr_console, stdout_console
 from ragspec.config import load_settings
 from ragspec.errors import ConfigError, EngineError

@@ -24,9 +24,9 @@ from ragspec.cli.terminal import one_line, print_error, safe, stay_offline, stde
 from ragspec.config import load_config
 from ragspec.core import SamplingParams, check_text
 from ragspec.errors import InputError, SaveError
-from ragspec.rag.grammar import DEFAULTS, Correction, Grammar, Guard
+from ragspec.rag.grammar.grammar import DEFAULTS, Correction, Grammar, Guard
 from ragspec.rag.steps import params_of
-from ragspec.retrieval.disk import saving, sync
+from ragspec.retrieval.index.disk import saving, sync
 
 STDIN = "-"
 _CHUNK = 64

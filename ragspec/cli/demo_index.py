@@ -23,11 +23,11 @@ from ragspec.core import Document
 from ragspec.errors import SaveError
 from ragspec.evaluation.index_cache import cached_retriever, cached_store
 from ragspec.retrieval.chunking import chunk
-from ragspec.retrieval.content import content_key
-from ragspec.retrieval.disk import saving
 from ragspec.retrieval.encoder import Encoder
+from ragspec.retrieval.index.content_key import content_key
+from ragspec.retrieval.index.disk import saving
+from ragspec.retrieval.index.store import Store
 from ragspec.retrieval.retriever import Progress, Retriever
-from ragspec.retrieval.store import Store
 
 _NAME = "stdlib"
 

@@ -14,10 +14,10 @@ from rich.text import Text
 from ragspec.cli.terminal import note, safe, stderr_console, stdout_console
 from ragspec.config import DenseConfig
 from ragspec.errors import InputError
-from ragspec.retrieval.checking import check_segment
-from ragspec.retrieval.manifest import Manifest
-from ragspec.retrieval.store import Store
-from ragspec.retrieval.writer import IndexWriter
+from ragspec.retrieval.index.checking import check_segment
+from ragspec.retrieval.index.manifest import Manifest
+from ragspec.retrieval.index.store import Store
+from ragspec.retrieval.index.writer import IndexWriter
 
 
 def run_list(index_dir: Path, limit: int, *, as_json: bool) -> None:

@@ -109,7 +109,7 @@ def _with_demo_index(
 
 @contextlib.contextmanager
 def _on_cluster(console: Console, name: str, address: str | None, settings: ServiceConfig) -> Iterator[Backend]:
-    from pipelines.batch_session import ray_session
+    from pipelines.batch.ray_session import ray_session
 
     with ray_session(address, deployment=name):
         with stage(console, "deployment", f"Finding {name}") as done:

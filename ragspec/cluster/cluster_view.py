@@ -21,11 +21,11 @@ from ragspec.cluster.placing import in_turn, places
 from ragspec.cluster.shards import SpreadShard, Unsearched
 from ragspec.config import RetrieverConfig
 from ragspec.errors import RetrievalError, StoreError
-from ragspec.retrieval.lookup import Lookup, PassageKey, Query
+from ragspec.retrieval.index.store import Store
 from ragspec.retrieval.rerank import Asked, Scoring
-from ragspec.retrieval.search import Scope
-from ragspec.retrieval.store import Store
-from ragspec.retrieval.view import View, terms_of
+from ragspec.retrieval.search.segment_search import Scope
+from ragspec.retrieval.search.view import View, terms_of
+from ragspec.retrieval.speculative.index_types import Lookup, PassageKey, Query
 
 _VIEWS_KEPT = 8
 _LOOK_S = 0.5
@@ -75,7 +75,7 @@ class ClusterView:
         prefetch_k: int = 0,
         known: frozenset[PassageKey] = frozenset(),
     ) -> Lookup:
-        """As `ragspec.retrieval.lookup.IndexLike`."""
+        """As `ragspec.retrieval.speculative.index_types.IndexLike`."""
         turn = next(self._turns)
         if self._config.fail_closed and self._replicas == len(self._names):
             return self._by_one(turn, queries, k, scope, prefetch_k, known)

@@ -172,4 +172,4 @@ def _late(members: Sequence[MemberStatus]) -> str:
 
 def _check_ray() -> None:
     if not ray.is_initialized():
-        raise EngineError("Ray is not initialised: ray.init(address) first, or pipelines.batch_session.ray_session")
+        raise EngineError("Ray is not initialised: ray.init(address) first, or pipelines.batch.ray_session.ray_session")

@@ -16,8 +16,8 @@ from ragspec.cluster.own_actors import Alive
 from ragspec.cluster.sole import SoleActor
 from ragspec.errors import ConfigError, StoreCorrupt
 from ragspec.retrieval.encoder import EncoderIdentity, FloatArray
-from ragspec.retrieval.knn_store import Datastore, DatastoreManifest, identity_of, read_datastore_manifest
-from ragspec.retrieval.knnlm import EntriesWanted, Found
+from ragspec.retrieval.knnlm.datastore import Datastore, DatastoreManifest, identity_of, read_datastore_manifest
+from ragspec.retrieval.knnlm.neighbours import EntriesWanted, Found
 
 _OPEN_TIMEOUT_S = 600.0
 

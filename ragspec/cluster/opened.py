@@ -11,10 +11,10 @@ from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple
 
 from ragspec.config import RetrieverConfig
+from ragspec.retrieval.index.store import Store
 from ragspec.retrieval.rerank import Scoring
-from ragspec.retrieval.search import SegmentSearch, Shard
-from ragspec.retrieval.store import Store
-from ragspec.retrieval.view import View
+from ragspec.retrieval.search.segment_search import SegmentSearch, Shard
+from ragspec.retrieval.search.view import View
 
 _GENERATIONS_KEPT = 3
 """One that is being opened, the one before it, and one that somebody still reads."""

@@ -33,7 +33,7 @@ class Status(NamedTuple):
 def find_supervisor(name: str) -> Any:
     """Raises: EngineError if there is no deployment of that name."""
     if not ray.is_initialized():
-        raise EngineError("Ray is not initialised: ray.init(address) first, or pipelines.batch_session.ray_session")
+        raise EngineError("Ray is not initialised: ray.init(address) first, or pipelines.batch.ray_session.ray_session")
     try:
         return ray.get_actor(f"{name}/{SUPERVISOR}", namespace=NAMESPACE)
     except ValueError as cause:

@@ -26,10 +26,10 @@ from ragspec.cluster.shards import ShardActor
 from ragspec.config import EncoderConfig, RetrieverConfig
 from ragspec.errors import ConfigError, RetrievalError
 from ragspec.retrieval.encoder import TextEncoder
-from ragspec.retrieval.lease import lease
-from ragspec.retrieval.manifest import read_pointer
+from ragspec.retrieval.index.manifest import read_pointer
+from ragspec.retrieval.index.reader_lock import lease
+from ragspec.retrieval.index.store import Store
 from ragspec.retrieval.retriever import GenerationView, Retriever, index_folder
-from ragspec.retrieval.store import Store
 
 _OPEN_TIMEOUT_S = 600.0
 _LOOK_S = 0.5

@@ -25,11 +25,11 @@ from ragspec.config import RetrieverConfig
 from ragspec.core import Passage
 from ragspec.errors import RagspecError, RetrievalError
 from ragspec.retrieval.encoder import FloatArray
-from ragspec.retrieval.lookup import Lookup, PassageKey, Query
 from ragspec.retrieval.rerank import Asked, Reranker, RerankerConfig, Scoring
 from ragspec.retrieval.rerank import in_turn as scored_in_turn
-from ragspec.retrieval.search import Hit, Scope, gathered, merged, total
-from ragspec.retrieval.sparse import SparseQuery, TermStatistics
+from ragspec.retrieval.search.bm25 import SparseQuery, TermStatistics
+from ragspec.retrieval.search.segment_search import Hit, Scope, gathered, merged, total
+from ragspec.retrieval.speculative.index_types import Lookup, PassageKey, Query
 
 
 class Unsearched(RetrievalError):

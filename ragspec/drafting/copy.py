@@ -31,8 +31,8 @@ from transformers import PreTrainedTokenizerBase
 from ragspec.core import Request, SourceKind, is_part_of
 from ragspec.drafting.acceptance import AcceptanceTable
 from ragspec.drafting.drafter import Budget, Drafted, Features
-from ragspec.drafting.haystack import SEPARATOR, Haystack
 from ragspec.drafting.references import Reference, ReferenceReader
+from ragspec.drafting.suffix_index import SEPARATOR, Haystack
 from ragspec.tree import Origin, Proposal
 
 Ints = NDArray[np.int32]

@@ -18,10 +18,10 @@ from typing import Any
 from ragspec.core import Request
 from ragspec.drafting.costs import CostTable
 from ragspec.drafting.drafter import Budget, Drafted, Drafter, Features
-from ragspec.drafting.drawing import needs_chain
-from ragspec.drafting.guarded import Guarded
+from ragspec.drafting.drafter_stats import CALLED_GAIN, Asked, Course, Worth, worthwhile
+from ragspec.drafting.safe_drafter import Guarded
 from ragspec.drafting.sizing import Sizing
-from ragspec.drafting.worth import CALLED_GAIN, Asked, Course, Worth, worthwhile
+from ragspec.drafting.stochastic_drafts import needs_chain
 from ragspec.errors import InputError, RagspecError
 from ragspec.tree import DraftTree
 from ragspec.verification.rejection import check_draft

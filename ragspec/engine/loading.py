@@ -23,10 +23,10 @@ from ragspec.config import (
 from ragspec.drafting.copy import CopyDrafter
 from ragspec.drafting.costs import CostTable
 from ragspec.drafting.drafter import Drafter
-from ragspec.drafting.eagle import EagleDrafter
-from ragspec.drafting.eagle_checkpoint import read_head
-from ragspec.drafting.eagle_network import EagleNetwork, HeadTimer
-from ragspec.drafting.eagle_shapes import make_shape
+from ragspec.drafting.eagle.checkpoint import read_head
+from ragspec.drafting.eagle.drafter import EagleDrafter
+from ragspec.drafting.eagle.network import EagleNetwork, HeadTimer
+from ragspec.drafting.eagle.shapes import make_shape
 from ragspec.drafting.planner import Planner
 from ragspec.engine.admission import Admission, SamplerFactory
 from ragspec.engine.engine import Engine

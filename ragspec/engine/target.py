@@ -25,8 +25,8 @@ from numpy.typing import NDArray
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from ragspec.config import TargetConfig
-from ragspec.engine.model_facts import LogitChange, attention_shapes, check_servable, eos_ids
-from ragspec.engine.own_forward import Tapped
+from ragspec.engine.hf_attention import Tapped
+from ragspec.engine.model_config import LogitChange, attention_shapes, check_servable, eos_ids
 from ragspec.engine.step_messages import Kind, Step, send, send_step
 from ragspec.engine.weights import Parts, load_part, load_whole, loading
 from ragspec.errors import ModelError, RankLost

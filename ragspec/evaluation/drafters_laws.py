@@ -1,7 +1,7 @@
 """The laws of target and head behind a beginning: what each thinks comes next at every node of a tree.
 
-The target runs as the engine runs it. The head runs as it was trained (`ragspec.training.eagle_model`), one step a level, which
-is slow and needs nothing of the drafter.
+The target runs as the engine runs it. The head runs as it was trained (`ragspec.training.heads.eagle_model`), one step a
+level, which is slow and needs nothing of the drafter.
 
     >>> laws = Laws.load(TargetConfig(), head_dir)
     >>> with laws.behind(prefix_ids) as place: place.draft_probs([()])
@@ -20,13 +20,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ragspec.config import TargetConfig
-from ragspec.drafting.eagle_checkpoint import check_fits, read_head
-from ragspec.drafting.eagle_network import taps_of
+from ragspec.drafting.eagle.checkpoint import check_fits, read_head
+from ragspec.drafting.eagle.network import taps_of
 from ragspec.engine.target import Target
 from ragspec.errors import ModelError
 from ragspec.numerics.kv_cache import SequenceSlots
 from ragspec.numerics.rows import Part, StepRows
-from ragspec.training.eagle_model import Head, build_head, unroll
+from ragspec.training.heads.eagle_model import Head, build_head, unroll
 from ragspec.tree import DraftTree
 
 Floats = NDArray[np.float64]

@@ -21,10 +21,10 @@ from rich.table import Table
 
 from ragspec.config import RetrieverConfig
 from ragspec.evaluation.follow_ups_data import FollowUp, FollowUpSet, Half, read_canard, read_sgd
-from ragspec.rag.standalone import standalone
+from ragspec.rag.chat.rewrite_rules import standalone
 from ragspec.retrieval.encoder import TextEncoder
+from ragspec.retrieval.index.store import Store
 from ragspec.retrieval.retriever import Retriever, build_index
-from ragspec.retrieval.store import Store
 
 AS_ASKED, RULES, PERSON = "as asked", "rules", "person"
 _BATCH = 128

@@ -23,7 +23,7 @@ from typing import Any, Literal
 
 from ragspec.core import Document, Heading
 from ragspec.errors import ConfigError
-from ragspec.rag.conversations import Said
+from ragspec.rag.chat.conversations import Said
 
 Half = Literal["tuned", "held_out"]
 

@@ -21,8 +21,8 @@ from ragspec.core import Passage, Request
 from ragspec.errors import InputError
 from ragspec.evaluation.prompt_lists import Question
 from ragspec.retrieval.chunking import sentences
-from ragspec.training.target_format import ABSTENTION, quoted_answer
-from ragspec.training.target_sources import best_sentence, common_answer
+from ragspec.training.reference.sources import best_sentence, common_answer
+from ragspec.training.reference.text_format import ABSTENTION, quoted_answer
 from ragspec.verification.sampling import KeyedSampler, Sampler
 
 

@@ -24,7 +24,7 @@ from ragspec.evaluation.decoders import Decoder, EngineDecoder
 from ragspec.evaluation.forced import ForcedAnswers, answer_ids
 from ragspec.evaluation.prompt_lists import CLEAN, JFLEG, Sentence, correct_sentences, grammar_list
 from ragspec.evaluation.report import Result
-from ragspec.rag.grammar import Grammar
+from ragspec.rag.grammar.grammar import Grammar
 from ragspec.rag.prompt import PromptBuilder
 from ragspec.training.grammar_errors import FILLERS, misspell
 from ragspec.training.grammar_metrics import gleu

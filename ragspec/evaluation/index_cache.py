@@ -8,10 +8,10 @@ from pathlib import Path
 from ragspec.config import IndexConfig
 from ragspec.core import Document
 from ragspec.errors import StoreError
-from ragspec.retrieval.content import content_key
 from ragspec.retrieval.encoder import TextEncoder
+from ragspec.retrieval.index.content_key import content_key
+from ragspec.retrieval.index.store import Store
 from ragspec.retrieval.retriever import Progress, Retriever, build_index
-from ragspec.retrieval.store import Store
 
 
 def cached_store(

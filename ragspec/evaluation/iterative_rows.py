@@ -15,7 +15,7 @@ from ragspec.config import StrideConfig
 from ragspec.evaluation.iterative_variants import BASELINE, PSA, TABLE, VARIANTS, Take, Timed, Workload
 from ragspec.evaluation.report import Result
 from ragspec.rag.answer import RunStats
-from ragspec.retrieval.stride_costs import Costs, Plan, Timing, published_optimum
+from ragspec.retrieval.speculative.stride_costs import Costs, Plan, Timing, published_optimum
 
 _STRIDES = StrideConfig()
 _PREDICTION = (

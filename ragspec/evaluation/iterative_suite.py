@@ -25,14 +25,14 @@ from ragspec.evaluation.knnlm_part import KnnPlan, OpenRemote, measure_knnlm
 from ragspec.evaluation.machine import PeakMemory
 from ragspec.evaluation.prompt_lists import RagList, squad_list, stdlib_list
 from ragspec.evaluation.report import Result
-from ragspec.rag.policies import Flare, IterRetGen
-from ragspec.retrieval.approximate import MIN_ROWS
+from ragspec.rag.iterative.policies import Flare, IterRetGen
 from ragspec.retrieval.encoder import TextEncoder
-from ragspec.retrieval.lookup import IndexLike, Mode
-from ragspec.retrieval.manifest import DENSE
+from ragspec.retrieval.index.manifest import DENSE
+from ragspec.retrieval.index.store import Store
 from ragspec.retrieval.reading import read_file
 from ragspec.retrieval.retriever import Retriever
-from ragspec.retrieval.store import Store
+from ragspec.retrieval.search.approximate import MIN_ROWS
+from ragspec.retrieval.speculative.index_types import IndexLike, Mode
 
 OpenIndex = Callable[[Path, TextEncoder, float], AbstractContextManager[IndexLike]]
 """(folder, encoder, seconds that every call takes more) -> exact dense search elsewhere."""

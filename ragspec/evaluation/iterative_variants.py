@@ -26,11 +26,11 @@ from ragspec.core import Completion, Delta, Request, SamplingParams
 from ragspec.engine.engine import Engine
 from ragspec.evaluation.comparison import Tick
 from ragspec.rag.answer import Answer
-from ragspec.rag.iterative import IterativePipeline
-from ragspec.rag.policies import InContextRalm, Policy
+from ragspec.rag.iterative.pipeline import IterativePipeline
+from ragspec.rag.iterative.policies import InContextRalm, Policy
 from ragspec.rag.prompt import PromptBuilder
-from ragspec.retrieval.lookup import IndexLike, Query
-from ragspec.retrieval.stride_costs import Timing
+from ragspec.retrieval.speculative.index_types import IndexLike, Query
+from ragspec.retrieval.speculative.stride_costs import Timing
 
 BASELINE, PSA = "baseline", "+PSA"
 TABLE = "In-Context RALM, T=0"

@@ -28,12 +28,12 @@ from ragspec.errors import InputError, StoreError
 from ragspec.evaluation.comparison import Tick
 from ragspec.evaluation.report import Result
 from ragspec.numerics.threads import ThreadChoice, compute_apart, num_processors
-from ragspec.rag.knn_building import build_datastore, states_of, target_identity
-from ragspec.rag.knn_generation import KnnGenerator, KnnStats
+from ragspec.rag.knnlm.build import build_datastore, states_of, target_identity
+from ragspec.rag.knnlm.generation import KnnGenerator, KnnStats
 from ragspec.retrieval.encoder import FloatArray
-from ragspec.retrieval.knn_store import Datastore
-from ragspec.retrieval.knnlm import DatastoreLike, EntriesWanted, KnnConfig
-from ragspec.retrieval.stride_costs import Costs, Timing, published_optimum
+from ragspec.retrieval.knnlm.datastore import Datastore
+from ragspec.retrieval.knnlm.neighbours import DatastoreLike, EntriesWanted, KnnConfig
+from ragspec.retrieval.speculative.stride_costs import Costs, Timing, published_optimum
 
 OpenRemote = Callable[[Path, float], AbstractContextManager[DatastoreLike]]
 """(folder, seconds that every call takes more) -> a datastore elsewhere."""

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from ragspec.core import Passage
 from ragspec.evaluation.prompt_lists import JFLEG, Question, Sentence
 from ragspec.training.grammar_metrics import edit_distance, gleu
-from ragspec.training.target_format import parse_answer
+from ragspec.training.reference.text_format import parse_answer
 
 _NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
 

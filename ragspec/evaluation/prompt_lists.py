@@ -19,10 +19,10 @@ from ragspec.errors import InputError
 from ragspec.evaluation.target_cases import clean_sentences
 from ragspec.retrieval.reading import read_file
 from ragspec.training.grammar_errors import GrammarErrors
+from ragspec.training.reference.examples import first_doc_sentence
+from ragspec.training.reference.sources import NUM_EVAL_ARTICLES
 from ragspec.training.sentences import normalise, split_sentences
 from ragspec.training.stdlib_corpus import is_held_out, stdlib_documents
-from ragspec.training.target_examples import first_doc_sentence
-from ragspec.training.target_sources import NUM_EVAL_ARTICLES
 
 T = TypeVar("T")
 

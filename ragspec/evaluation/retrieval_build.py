@@ -12,7 +12,7 @@ from ragspec.evaluation.comparison import Tick
 from ragspec.evaluation.retrieval_data import synthetic_documents
 from ragspec.retrieval.chunking import chunk
 from ragspec.retrieval.encoder import FloatArray, Kind, TextEncoder, WrappedEncoder
-from ragspec.retrieval.writer import IndexWriter
+from ragspec.retrieval.index.writer import IndexWriter
 
 SHORT = IndexConfig(chunking=ChunkingConfig(max_chars=100))
 """Passages of about twenty tokens."""

@@ -18,7 +18,10 @@ import numpy as np
 from ragspec.config import DenseConfig
 from ragspec.evaluation.retrieval_timing import Run, Search, held_mb
 from ragspec.numerics.threads import compute_apart, num_processors
-from ragspec.retrieval.approximate import (
+from ragspec.retrieval.encoder import FloatArray
+from ragspec.retrieval.index.manifest import DENSE, VECTORS
+from ragspec.retrieval.index.segment_files import mapped_array
+from ragspec.retrieval.search.approximate import (
     EF_CONSTRUCTION,
     MIN_ROWS,
     ApproximateIndex,
@@ -26,11 +29,8 @@ from ragspec.retrieval.approximate import (
     default_factory,
     default_width,
 )
-from ragspec.retrieval.dense import DenseIndex, ExactIndex, Scored
-from ragspec.retrieval.encoder import FloatArray
-from ragspec.retrieval.faiss_library import load_faiss
-from ragspec.retrieval.files import mapped_array
-from ragspec.retrieval.manifest import DENSE, VECTORS
+from ragspec.retrieval.search.dense import DenseIndex, ExactIndex, Scored
+from ragspec.retrieval.search.faiss_library import load_faiss
 
 Kind = Literal["hnsw", "ivf"]
 Column = dict[str, float]

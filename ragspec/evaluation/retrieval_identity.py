@@ -18,10 +18,10 @@ from ragspec.core import Document, Passage
 from ragspec.evaluation.comparison import Tick
 from ragspec.evaluation.retrieval_quality import MODES, Mode
 from ragspec.retrieval.encoder import TextEncoder
+from ragspec.retrieval.index.store import Store
+from ragspec.retrieval.index.writer import IndexWriter
 from ragspec.retrieval.retriever import Retriever, build_index
-from ragspec.retrieval.search import Shard, ShardLike, Shards
-from ragspec.retrieval.store import Store
-from ragspec.retrieval.writer import IndexWriter
+from ragspec.retrieval.search.segment_search import Shard, ShardLike, Shards
 
 Answer = tuple[tuple[str, int, str, str], ...]
 """Document id, ordinal, text and score, the latter exactly, of each passage found."""

@@ -16,8 +16,8 @@ from ragspec.errors import ConfigError
 from ragspec.evaluation.comparison import Tick
 from ragspec.evaluation.retrieval_data import Collection, searched_text
 from ragspec.retrieval.encoder import TextEncoder
+from ragspec.retrieval.index.store import Store
 from ragspec.retrieval.retriever import PairScorer, Retriever
-from ragspec.retrieval.store import Store
 
 Mode = Literal["dense", "sparse", "hybrid"]
 Rankings = Mapping[str, Sequence[str]]

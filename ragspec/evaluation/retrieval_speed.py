@@ -24,8 +24,8 @@ from ragspec.evaluation.retrieval_contenders import (
 from ragspec.evaluation.retrieval_data import Mixture, write_vectors
 from ragspec.evaluation.retrieval_timing import Blocks, TimingPlan, take_turns
 from ragspec.retrieval.encoder import FloatArray
-from ragspec.retrieval.files import mapped_array
-from ragspec.retrieval.manifest import VECTORS
+from ragspec.retrieval.index.manifest import VECTORS
+from ragspec.retrieval.index.segment_files import mapped_array
 
 Point = dict[str, float]
 

@@ -41,7 +41,7 @@ from ragspec.rag.prompt import PromptBuilder
 from ragspec.retrieval.encoder import Encoder
 from ragspec.retrieval.rerank import Reranker, RerankerConfig
 from ragspec.retrieval.retriever import Retriever
-from ragspec.training.target_format import Message
+from ragspec.training.reference.text_format import Message
 
 QUICK_QUESTIONS, QUICK_SENTENCES = 40, 20
 GOLD = "gold"

@@ -17,9 +17,15 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from ragspec.evaluation.metrics import best_f1, exact_match
 from ragspec.evaluation.target_cases import Case, clean_sentences, question_cases
 from ragspec.training.grammar_metrics import edit_distance, gleu
+from ragspec.training.reference.examples import first_doc_sentence
+from ragspec.training.reference.text_format import (
+    ABSTENTION,
+    Message,
+    grammar_messages,
+    parse_answer,
+    question_messages,
+)
 from ragspec.training.stdlib_corpus import is_held_out, stdlib_documents
-from ragspec.training.target_examples import first_doc_sentence
-from ragspec.training.target_format import ABSTENTION, Message, grammar_messages, parse_answer, question_messages
 
 Generate = Callable[[list[list[Message]]], list[str]]
 Retrieve = Callable[[str], list[str]]

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
 from ragspec.core import Citation, Passage
-from ragspec.rag.marks import marks, one_sign
+from ragspec.rag.combining_marks import marks, one_sign
 
 Span = tuple[int, int]
 

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ragspec.errors import SaveError, StoreCorrupt
-from ragspec.retrieval.disk import make_folder, saving
+from ragspec.retrieval.index.disk import make_folder, saving
 
 _BUSY_S = 5.0
 """Another process may be writing so long."""

@@ -4,7 +4,7 @@
     ...     print(pipeline.ask("What does json.dumps do?").text)
 
 A pipeline takes any retriever and engine that keep the protocols: local objects and actor handles alike. Its questions come
-together or one by one; `ragspec.rag.flow` answers a stream of them by the same steps.
+together or one by one; `ragspec.rag.async_pipeline` answers a stream of them by the same steps.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from ragspec.rag.steps import (
     scope_of,
 )
 from ragspec.retrieval.retriever import Retriever
-from ragspec.retrieval.search import Scope
+from ragspec.retrieval.search.segment_search import Scope
 from ragspec.speculation import Speculation, SpeculationGiven
 
 __all__ = ["EngineLike", "Pipeline", "RetrieverLike", "params_of", "scope_of"]
@@ -44,7 +44,7 @@ class Pipeline:
     """Questions in, cited answers out.
 
     `tenant` says who asks: only documents and caches of that tenant, and those of nobody in particular, are used. `filter` says
-    which documents may answer, as JSON (`ragspec.retrieval.filters`).
+    which documents may answer, as JSON (`ragspec.retrieval.search.filters`).
     """
 
     def __init__(

@@ -23,10 +23,10 @@ from ragspec.rag.answer import Answer, AnswerStats
 from ragspec.rag.citations import find_citations
 from ragspec.rag.prompt import Prompt, PromptBuilder
 from ragspec.rag.sources import copy_sources
-from ragspec.retrieval.filters import parse_filter
-from ragspec.retrieval.lookup import Lookup
 from ragspec.retrieval.retriever import EVERYTHING, Retrieval
-from ragspec.retrieval.search import Scope
+from ragspec.retrieval.search.filters import parse_filter
+from ragspec.retrieval.search.segment_search import Scope
+from ragspec.retrieval.speculative.index_types import Lookup
 from ragspec.speculation import ON, Speculation
 
 

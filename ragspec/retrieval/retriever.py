@@ -1,6 +1,6 @@
 """Queries to passages, and documents to an index.
 
-Owns which generation queries see and who encodes them; `ragspec.retrieval.view` searches it.
+Owns which generation queries see and who encodes them; `ragspec.retrieval.search.view` searches it.
 
     >>> build_index(documents, Path("index"), encoder)
     >>> retriever = Retriever.from_config(RetrieverConfig(index_dir="index"), EncoderConfig())
@@ -19,13 +19,13 @@ from ragspec.config import EncoderConfig, IndexConfig, RetrieverConfig
 from ragspec.core import Document, Passage
 from ragspec.errors import ConfigError, InputError, StoreError
 from ragspec.retrieval.encoder import Encoder, TextEncoder
-from ragspec.retrieval.lookup import Lookup, Mode, PassageKey, Query
-from ragspec.retrieval.manifest import Manifest, read_current
+from ragspec.retrieval.index.manifest import Manifest, read_current
+from ragspec.retrieval.index.store import Store, check_encoder
+from ragspec.retrieval.index.writer import IndexWriter
 from ragspec.retrieval.rerank import PairScorer, Reranker, RerankerConfig, in_turn
-from ragspec.retrieval.search import EVERYTHING, Scope, ShardLike
-from ragspec.retrieval.store import Store, check_encoder
-from ragspec.retrieval.view import Terms, View, encoded
-from ragspec.retrieval.writer import IndexWriter
+from ragspec.retrieval.search.segment_search import EVERYTHING, Scope, ShardLike
+from ragspec.retrieval.search.view import Terms, View, encoded
+from ragspec.retrieval.speculative.index_types import Lookup, Mode, PassageKey, Query
 
 __all__ = ["EVERYTHING", "PairScorer", "Progress", "Retrieval", "Retriever", "build_index", "index_folder"]
 

@@ -13,8 +13,8 @@ from urllib.parse import parse_qsl
 
 from ragspec.core import check_text
 from ragspec.errors import InputError
-from ragspec.rag.edits import EditKind
-from ragspec.rag.markup import TextPart
+from ragspec.rag.grammar.edits import EditKind
+from ragspec.rag.grammar.markup import TextPart
 from services.errors import ApiError
 from services.languagetool.languages import AUTO, DEFAULT, LANGUAGES
 from services.languagetool.rules import wanted_kinds

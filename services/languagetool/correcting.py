@@ -10,11 +10,11 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from ragspec.core import SamplingParams
-from ragspec.rag.correction import Correction
-from ragspec.rag.grammar import Grammar
-from ragspec.rag.guards import CAREFUL, Guard
-from ragspec.rag.manuscript import DEFAULTS, Manuscript
-from ragspec.rag.markup import MarkedText, TextPart
+from ragspec.rag.grammar.correction import Correction
+from ragspec.rag.grammar.correction_request import DEFAULTS, Manuscript
+from ragspec.rag.grammar.edit_filters import CAREFUL, Guard
+from ragspec.rag.grammar.grammar import Grammar
+from ragspec.rag.grammar.markup import MarkedText, TextPart
 from ragspec.rag.salts import salt_of
 from ragspec.speculation import ON, Speculation
 from services.backend import Backend

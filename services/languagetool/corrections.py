@@ -8,11 +8,11 @@ from pydantic import BaseModel, ConfigDict, Field, StrictBool
 
 from ragspec.core import SamplingParams
 from ragspec.errors import InputError
-from ragspec.rag.correction import Correction
-from ragspec.rag.edit_kinds import reason
-from ragspec.rag.edits import Edit, EditKind
-from ragspec.rag.guards import Guard
-from ragspec.rag.manuscript import DEFAULTS
+from ragspec.rag.grammar.correction import Correction
+from ragspec.rag.grammar.correction_request import DEFAULTS
+from ragspec.rag.grammar.edit_filters import Guard
+from ragspec.rag.grammar.edit_kinds import reason
+from ragspec.rag.grammar.edits import Edit, EditKind
 from ragspec.rag.offsets import Utf16
 from ragspec.speculation import Speculation
 from services.languagetool.asking import annotated

@@ -12,10 +12,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ragspec.rag.correction import Correction
-from ragspec.rag.edit_kinds import reason
-from ragspec.rag.edits import Edit, EditKind
-from ragspec.rag.markup import MarkedText, Span
+from ragspec.rag.grammar.correction import Correction
+from ragspec.rag.grammar.edit_kinds import reason
+from ragspec.rag.grammar.edits import Edit, EditKind
+from ragspec.rag.grammar.markup import MarkedText, Span
 from ragspec.rag.offsets import Utf16
 from services.languagetool.rules import RULES
 

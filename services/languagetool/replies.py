@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib.metadata import version
 from typing import Any
 
-from ragspec.rag.edits import EditKind
+from ragspec.rag.grammar.edits import EditKind
 from ragspec.rag.offsets import Utf16
 from services.languagetool.correcting import Corrected
 from services.languagetool.languages import LANGUAGES, Detected

@@ -12,7 +12,7 @@ from fastapi import Request as HttpRequest
 from starlette.datastructures import FormData
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
-from ragspec.rag.guards import Guard
+from ragspec.rag.grammar.edit_filters import Guard
 from services.backend import Backend
 from services.errors import ApiError
 from services.languagetool.asking import Check, fields_of

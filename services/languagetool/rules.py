@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Any, NamedTuple
 
-from ragspec.rag.edits import EditKind
+from ragspec.rag.grammar.edits import EditKind
 
 
 class Rule(NamedTuple):

@@ -17,15 +17,15 @@ from fastapi.responses import Response
 
 from ragspec.core import Completion
 from ragspec.rag.answer import Answer
-from ragspec.rag.chat import Chat, ReadyTurn, Turn
+from ragspec.rag.chat.chat import Chat, ReadyTurn, Turn
 from ragspec.rag.steps import scope_of
-from ragspec.retrieval.search import Scope
+from ragspec.retrieval.search.segment_search import Scope
 from ragspec.speculation import ON, Speculation
 from services.backend import Backend
-from services.openai.asking import Asked, index_of, usage_of
 from services.openai.citing import Dialect, citations_of, passages_of, said_with
+from services.openai.engine_stream import Key, Mail, Run
 from services.openai.logprobs import TokenTexts
-from services.openai.running import Key, Mail, Run
+from services.openai.request_context import Asked, index_of, usage_of
 from services.openai.sending import Sender, Writing
 from services.openai.streaming import Chunk, Piece
 from services.openai.types import ChatBody, Retrieval

@@ -17,14 +17,14 @@ from fastapi.responses import Response
 from ragspec.core import CopySource, SourceKind, TokenLogprob, check_text
 from ragspec.core import Request as Generation
 from ragspec.errors import InputError, PromptTooLong
-from ragspec.rag.chat import salt_of
+from ragspec.rag.chat.chat import salt_of
 from ragspec.rag.prompt import PromptBuilder
 from ragspec.speculation import ON, Speculation
 from services.backend import Backend
 from services.errors import ApiError
-from services.openai.asking import Asked, index_of, usage_of
+from services.openai.engine_stream import Key, Mail, Run
 from services.openai.logprobs import Offsets, TokenTexts
-from services.openai.running import Key, Mail, Run
+from services.openai.request_context import Asked, index_of, usage_of
 from services.openai.sending import Sender, Writing
 from services.openai.streaming import Chunk, Piece
 from services.openai.types import CompletionBody

@@ -17,7 +17,7 @@ from fastapi import APIRouter, Request
 from ragspec.core import check_text
 from services.backend import Backend
 from services.errors import ApiError
-from services.openai.asking import check_model
+from services.openai.request_context import check_model
 from services.openai.types import EmbeddingBody
 
 _SLICE = 32

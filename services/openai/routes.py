@@ -6,7 +6,7 @@ from fastapi import APIRouter
 
 from services.backend import Backend
 from services.openai import chat, completions, embeddings, models
-from services.openai.running import Mail
+from services.openai.engine_stream import Mail
 
 
 def routes(backend: Backend) -> APIRouter:

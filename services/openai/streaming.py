@@ -14,8 +14,8 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from ragspec.core import Delta, TokenLogprob
+from services.openai.engine_stream import Key, Run
 from services.openai.events import DONE, WAITING, Chunks
-from services.openai.running import Key, Run
 from services.openai.sending import Sender
 
 KEEP_ALIVE_S = 10.0

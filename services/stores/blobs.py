@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from ragspec.errors import NoRoom
-from ragspec.retrieval.disk import TEMPORARY, make_folder, saving, sync
+from ragspec.retrieval.index.disk import TEMPORARY, make_folder, saving, sync
 from ragspec.retrieval.reading import SUFFIXES
 from services.stores.records import FileRecord
 

@@ -6,8 +6,8 @@ from fastapi import APIRouter, Request
 
 from ragspec.core import Message
 from ragspec.errors import InputError
-from ragspec.rag.conversations import Conversation, Conversations, Said
-from ragspec.rag.history import exchanges
+from ragspec.rag.chat.conversations import Conversation, Conversations, Said
+from ragspec.rag.chat.history import exchanges
 from services.backend import Backend
 from services.errors import ApiError
 from services.stores.bodies import Cursor, Limit, NewConversation, Order

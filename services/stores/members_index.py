@@ -13,9 +13,9 @@ from pathlib import Path
 from ragspec.core import Document
 from ragspec.errors import IndexBusy, StoreMissing
 from ragspec.retrieval.encoder import TextEncoder
-from ragspec.retrieval.live import LiveDocuments
-from ragspec.retrieval.store import Store
-from ragspec.retrieval.writer import IndexWriter
+from ragspec.retrieval.index.document_map import LiveDocuments
+from ragspec.retrieval.index.store import Store
+from ragspec.retrieval.index.writer import IndexWriter
 from services.stores.parsing import origin_of
 from services.stores.records import Member
 

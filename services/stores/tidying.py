@@ -12,9 +12,9 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 
 from ragspec.errors import IndexBusy
-from ragspec.retrieval.generation import GRACE_S
-from ragspec.retrieval.manifest import CURRENT
-from ragspec.retrieval.writer import IndexWriter
+from ragspec.retrieval.index.generation_folder import GRACE_S
+from ragspec.retrieval.index.manifest import CURRENT
+from ragspec.retrieval.index.writer import IndexWriter
 
 log = logging.getLogger(__name__)
 

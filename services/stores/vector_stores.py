@@ -7,8 +7,8 @@ from typing import Any
 from fastapi import APIRouter, Request
 
 from ragspec.core import Passage
-from ragspec.retrieval.filters import Comparison, Compound, parse_filter
-from ragspec.retrieval.search import Scope
+from ragspec.retrieval.search.filters import Comparison, Compound, parse_filter
+from ragspec.retrieval.search.segment_search import Scope
 from services.backend import Backend
 from services.stores.bodies import (
     Cursor,

@@ -14,7 +14,7 @@ from rewriting import rewriting
 from tiny_target import save_model
 
 from ragspec.cli import correct, main
-from ragspec.rag.grammar import Grammar
+from ragspec.rag.grammar.grammar import Grammar
 
 
 class Ended(NamedTuple):

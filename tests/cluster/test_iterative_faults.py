@@ -17,7 +17,7 @@ from letter_encoder import LetterEncoder
 from shard_parts import live
 from tiny_target import tiny_engine
 
-from pipelines.batch_session import ray_session
+from pipelines.batch.ray_session import ray_session
 from ragspec.cluster import cluster_view
 from ragspec.cluster.retrieving import RemoteIndex
 from ragspec.config import RetrieverConfig, SpeculationConfig
@@ -26,12 +26,12 @@ from ragspec.drafting.copy import CopyDrafter
 from ragspec.engine.engine import Engine
 from ragspec.errors import RetrievalError
 from ragspec.rag.answer import Answer
-from ragspec.rag.iterative import IterativePipeline
+from ragspec.rag.iterative.pipeline import IterativePipeline
 from ragspec.rag.prompt import PromptBuilder
+from ragspec.retrieval.index.store import Store
+from ragspec.retrieval.index.writer import IndexWriter
 from ragspec.retrieval.retriever import Retriever, build_index
-from ragspec.retrieval.store import Store
-from ragspec.retrieval.stride_costs import Plan
-from ragspec.retrieval.writer import IndexWriter
+from ragspec.retrieval.speculative.stride_costs import Plan
 
 pytestmark = pytest.mark.ray
 

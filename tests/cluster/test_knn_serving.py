@@ -17,19 +17,19 @@ from ray import cloudpickle
 from shard_parts import live
 from tiny_target import SENTENCES, save_model
 
-from pipelines.batch_session import ray_session
+from pipelines.batch.ray_session import ray_session
 from ragspec.cluster.knn_serving import RemoteDatastore
 from ragspec.config import TargetConfig
 from ragspec.core import Request, SamplingParams
 from ragspec.engine.target import Target
 from ragspec.errors import ConfigError, EncoderMismatch, RetrievalError, StoreCorrupt, StoreMissing
-from ragspec.rag.knn_building import build_datastore
-from ragspec.rag.knn_generation import KnnGenerator
+from ragspec.rag.knnlm.build import build_datastore
+from ragspec.rag.knnlm.generation import KnnGenerator
 from ragspec.retrieval.encoder import EncoderIdentity
-from ragspec.retrieval.knn_store import Datastore, Origin, write_datastore
-from ragspec.retrieval.knnlm import EntriesWanted, Found, KnnConfig, unit_rows
-from ragspec.retrieval.stride import StrideScheduler
-from ragspec.retrieval.stride_costs import Plan
+from ragspec.retrieval.knnlm.datastore import Datastore, Origin, write_datastore
+from ragspec.retrieval.knnlm.neighbours import EntriesWanted, Found, KnnConfig, unit_rows
+from ragspec.retrieval.speculative.stride import StrideScheduler
+from ragspec.retrieval.speculative.stride_costs import Plan
 
 pytestmark = pytest.mark.ray
 

@@ -16,7 +16,7 @@ from letter_encoder import LetterEncoder
 from ray import cloudpickle
 from shard_parts import Shown, delete, die, live, wait_for, write_index
 
-from pipelines.batch_session import ray_session
+from pipelines.batch.ray_session import ray_session
 from ragspec.cluster import encoding
 from ragspec.cluster.calls import Patience
 from ragspec.cluster.encoding import EncoderActor, EncoderPool, RemoteEncoder
@@ -25,7 +25,7 @@ from ragspec.cluster.own_actors import OwnActors
 from ragspec.config import EncoderConfig
 from ragspec.errors import EncoderMismatch, ModelError, RetrievalError, StoreCorrupt
 from ragspec.retrieval.encoder import Encoder, EncoderIdentity
-from ragspec.retrieval.store import Store
+from ragspec.retrieval.index.store import Store
 
 pytestmark = pytest.mark.ray
 

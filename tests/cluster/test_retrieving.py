@@ -16,7 +16,7 @@ from letter_encoder import LetterEncoder
 from ray import cloudpickle
 from shard_parts import delete, die, live
 
-from pipelines.batch_session import ray_session
+from pipelines.batch.ray_session import ray_session
 from ragspec.cluster import retrieving, shards
 from ragspec.cluster.opened import Placement
 from ragspec.cluster.own_actors import OwnActors
@@ -34,13 +34,13 @@ from ragspec.errors import (
     StoreMissing,
 )
 from ragspec.retrieval.encoder import EncoderIdentity
-from ragspec.retrieval.filters import parse_filter
-from ragspec.retrieval.lookup import IndexLike, Lookup
-from ragspec.retrieval.manifest import read_pointer
+from ragspec.retrieval.index.manifest import read_pointer
+from ragspec.retrieval.index.store import Store
+from ragspec.retrieval.index.writer import IndexWriter
 from ragspec.retrieval.retriever import Retriever
-from ragspec.retrieval.search import Scope
-from ragspec.retrieval.store import Store
-from ragspec.retrieval.writer import IndexWriter
+from ragspec.retrieval.search.filters import parse_filter
+from ragspec.retrieval.search.segment_search import Scope
+from ragspec.retrieval.speculative.index_types import IndexLike, Lookup
 
 pytestmark = pytest.mark.ray
 

@@ -16,7 +16,7 @@ import ray
 from local_replicas import Heard
 from ray import cloudpickle
 
-from pipelines.batch_session import ray_session
+from pipelines.batch.ray_session import ray_session
 from ragspec.cluster.connection import Connection, LocalConnection, ray_connect
 from ragspec.cluster.directory import Member, Table
 from ragspec.cluster.facts import HostFacts

@@ -30,12 +30,12 @@ from ragspec.config import RetrieverConfig
 from ragspec.core import Document
 from ragspec.errors import ConfigError, EncoderMismatch, InputError, RetrievalError, StoreCorrupt, StoreMissing
 from ragspec.retrieval.encoder import EncoderIdentity
-from ragspec.retrieval.lease import leased
-from ragspec.retrieval.manifest import read_current, read_pointer
+from ragspec.retrieval.index.manifest import read_current, read_pointer
+from ragspec.retrieval.index.reader_lock import leased
+from ragspec.retrieval.index.store import Store
+from ragspec.retrieval.index.writer import IndexWriter
 from ragspec.retrieval.rerank import Reranker, RerankerConfig
 from ragspec.retrieval.retriever import Retrieval, Retriever
-from ragspec.retrieval.store import Store
-from ragspec.retrieval.writer import IndexWriter
 
 pytestmark = pytest.mark.ray
 

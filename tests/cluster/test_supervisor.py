@@ -17,7 +17,7 @@ from member_parts import BOUND_S, Unloadable, begin, echoes, is_gone, live, pair
 from ray import cloudpickle
 from ray.util.placement_group import placement_group_table
 
-from pipelines.batch_session import ray_session
+from pipelines.batch.ray_session import ray_session
 from ragspec.cluster.groups import Wanted
 from ragspec.cluster.keeper import Versions
 from ragspec.cluster.keepers import detached

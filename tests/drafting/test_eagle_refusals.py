@@ -15,7 +15,7 @@ from drafting.eagle_heads import change_config, change_tensors, random_head, sav
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from ragspec.drafting.eagle_checkpoint import (
+from ragspec.drafting.eagle.checkpoint import (
     EagleFamily,
     HeadCheckpoint,
     read_head,

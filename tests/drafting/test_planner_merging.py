@@ -11,8 +11,8 @@ from drafting.test_planner import FREE, Chain, Running, plan
 
 from ragspec.drafting.costs import CostTable
 from ragspec.drafting.drafter import Drafted
-from ragspec.drafting.drawing import draws_children
 from ragspec.drafting.planner import Planner
+from ragspec.drafting.stochastic_drafts import draws_children
 from ragspec.speculation import AcceptanceRule, Speculation
 from ragspec.tree import DraftTree, Draw, Proposal
 

@@ -15,14 +15,14 @@ from engine.test_oracle import PARAMS, PROMPTS, assert_equal, assert_pool_is_emp
 from tiny_target import Free, tiny_engine
 
 from ragspec.core import Request, SamplingParams
-from ragspec.drafting import eagle_memory
 from ragspec.drafting.costs import CostTable
 from ragspec.drafting.drafter import Budget, Drafted
-from ragspec.drafting.eagle import EagleDrafter
-from ragspec.drafting.eagle_checkpoint import EagleFamily, HeadCheckpoint
-from ragspec.drafting.eagle_network import EagleNetwork, HeadCache
-from ragspec.drafting.eagle_rows import DraftRows, Part
-from ragspec.drafting.eagle_shapes import make_shape
+from ragspec.drafting.eagle import memory as eagle_memory
+from ragspec.drafting.eagle.checkpoint import EagleFamily, HeadCheckpoint
+from ragspec.drafting.eagle.drafter import EagleDrafter
+from ragspec.drafting.eagle.network import EagleNetwork, HeadCache
+from ragspec.drafting.eagle.rows import DraftRows, Part
+from ragspec.drafting.eagle.shapes import make_shape
 from ragspec.engine.target import Target
 from ragspec.numerics.kv_cache import KvPool, SequenceSlots
 from ragspec.numerics.rows import Part as ChainPart

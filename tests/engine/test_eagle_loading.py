@@ -13,7 +13,7 @@ from tiny_target import save_model
 
 from ragspec.config import DraftingConfig, EagleConfig, EngineConfig, TargetConfig
 from ragspec.core import Request, SamplingParams
-from ragspec.drafting.eagle_checkpoint import HeadCheckpoint
+from ragspec.drafting.eagle.checkpoint import HeadCheckpoint
 from ragspec.engine import loading
 from ragspec.engine.engine import Engine
 from ragspec.engine.loading import load_engine

@@ -15,7 +15,7 @@ from oracle import next_logits
 from statistics_of import softmax
 
 from ragspec.config import TargetConfig
-from ragspec.drafting.eagle_checkpoint import HeadCheckpoint, read_head
+from ragspec.drafting.eagle.checkpoint import HeadCheckpoint, read_head
 from ragspec.engine.target import Target
 from ragspec.errors import ModelError
 from ragspec.evaluation import drafters_rules

@@ -13,7 +13,7 @@ from ragspec.evaluation.forced import ForcedAnswers
 from ragspec.evaluation.grammar_part import EDIT_RATES, GrammarPart, GrammarPlan, edited_sentence, passes_saved
 from ragspec.evaluation.grammar_plots import draw_grammar
 from ragspec.evaluation.suites import Settings, open_engine
-from ragspec.rag.edits import word_edits
+from ragspec.rag.grammar.edits import word_edits
 
 SENTENCE = "Every spring the water carries sand and small stones from the hills down to the sea below the mills there."
 

@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from pipelines import benchmark, benchmark_above
+from pipelines import benchmark
+from pipelines.benchmarks import above_library as benchmark_above
 from ragspec.config import TargetConfig
 from ragspec.core import Document, FinishReason, GenerationStats
 from ragspec.engine.engine import Engine
@@ -28,13 +29,13 @@ from ragspec.evaluation.knnlm_part import KnnPlan
 from ragspec.evaluation.report import Result, complete
 from ragspec.evaluation.suites import Settings, run_suite
 from ragspec.rag.answer import Answer, AnswerStats, RunStats
-from ragspec.rag.policies import Flare
-from ragspec.retrieval import approximate
+from ragspec.rag.iterative.policies import Flare
 from ragspec.retrieval.encoder import TextEncoder
-from ragspec.retrieval.lookup import IndexLike, Lookup, Query
+from ragspec.retrieval.index.store import Store
 from ragspec.retrieval.retriever import Retriever, build_index
-from ragspec.retrieval.store import Store
-from ragspec.retrieval.stride_costs import Timing
+from ragspec.retrieval.search import approximate
+from ragspec.retrieval.speculative.index_types import IndexLike, Lookup, Query
+from ragspec.retrieval.speculative.stride_costs import Timing
 
 KNNLM = {
     "knnlm": [

@@ -14,10 +14,10 @@ from ragspec.config import TargetConfig
 from ragspec.errors import InputError
 from ragspec.evaluation import knnlm_part
 from ragspec.evaluation.knnlm_part import SIZES, KnnPlan, Runs, measure_knnlm, service_time
-from ragspec.rag.knn_generation import KnnStats
+from ragspec.rag.knnlm.generation import KnnStats
 from ragspec.retrieval.encoder import EncoderIdentity
-from ragspec.retrieval.knn_store import Datastore
-from ragspec.retrieval.knnlm import EntriesWanted, Found
+from ragspec.retrieval.knnlm.datastore import Datastore
+from ragspec.retrieval.knnlm.neighbours import EntriesWanted, Found
 
 PLAN = KnnPlan(
     num_entries=3_000,

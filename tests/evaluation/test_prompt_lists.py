@@ -9,9 +9,9 @@ import pytest
 
 from ragspec.errors import InputError
 from ragspec.evaluation.prompt_lists import CLEAN, JFLEG, LONG, grammar_list, squad_list, stdlib_list
+from ragspec.training.reference.sources import NUM_EVAL_ARTICLES, NUM_TRAIN_ARTICLES
 from ragspec.training.sentences import normalise
 from ragspec.training.stdlib_corpus import is_held_out
-from ragspec.training.target_sources import NUM_EVAL_ARTICLES, NUM_TRAIN_ARTICLES
 
 
 def test_questions_come_from_held_out_articles_only(small_data: Path) -> None:

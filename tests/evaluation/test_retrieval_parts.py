@@ -27,12 +27,12 @@ from ragspec.evaluation.retrieval_quality import MODES
 from ragspec.evaluation.retrieval_speed import recall
 from ragspec.evaluation.retrieval_timing import Blocks, TimingPlan, held_mb, take_turns
 from ragspec.retrieval.chunking import chunk
-from ragspec.retrieval.dense import Scored
 from ragspec.retrieval.encoder import EncoderIdentity, FloatArray, Kind
-from ragspec.retrieval.manifest import VECTORS
+from ragspec.retrieval.index.manifest import VECTORS
+from ragspec.retrieval.index.store import Store
 from ragspec.retrieval.retriever import build_index
-from ragspec.retrieval.search import Shard
-from ragspec.retrieval.store import Store
+from ragspec.retrieval.search.dense import Scored
+from ragspec.retrieval.search.segment_search import Shard
 
 
 class Plain:

@@ -26,8 +26,8 @@ from ragspec.evaluation.retrieval_report import MEANINGS, goals, retrieval_rows,
 from ragspec.evaluation.retrieval_suite import RetrievalPlan, RetrievalSuite, retrieval_plan
 from ragspec.evaluation.retrieval_timing import TimingPlan
 from ragspec.evaluation.suites import Settings, run_suite
-from ragspec.retrieval import approximate
 from ragspec.retrieval.encoder import EncoderIdentity, FloatArray, Kind
+from ragspec.retrieval.search import approximate
 
 REQUIRED = (
     "ndcg_cranfield_bm25", "recall10_squad_dense", "recall10_squad_hybrid", "exact_p50_ms_100k",

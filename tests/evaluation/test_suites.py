@@ -34,7 +34,7 @@ from ragspec.evaluation.target_suite import Generate, Retrieve
 from ragspec.evaluation.variant_step import VariantStep
 from ragspec.numerics.kv_cache import SequenceSlots
 from ragspec.numerics.rows import Part, StepRows
-from ragspec.training.target_format import CHAT_TEMPLATE, CONTEXT_ROLE_FLAG, question_messages
+from ragspec.training.reference.text_format import CHAT_TEMPLATE, CONTEXT_ROLE_FLAG, question_messages
 from ragspec.verification.sampling import Sampler
 
 GENERATION_KEYS = (

@@ -11,8 +11,8 @@ import yaml
 from batch_files import SEED
 from tiny_target import SENTENCES, save_model
 
-from pipelines import batch_machines
-from pipelines.batch_machines import Machines, Serving, used
+from pipelines.batch import machines as batch_machines
+from pipelines.batch.machines import Machines, Serving, used
 from ragspec.config import EncoderConfig, PipelineConfig, load_config
 from ragspec.core import Document
 

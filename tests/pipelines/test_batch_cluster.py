@@ -18,8 +18,8 @@ import pytest
 from batch_files import ASKED, SEED, read_lines, texts_of, uneven_rows, write_lines
 from job_processes import alive, children, wait_for
 
-from pipelines.batch_job import Job, run
-from pipelines.batch_machines import Machines
+from pipelines.batch.job import Job, run
+from pipelines.batch.machines import Machines
 from pipelines.batch_rag import RagTask
 from ragspec.config import load_config
 
@@ -151,7 +151,7 @@ def _jobs_answer(address: str, environment: dict[str, str]) -> bool:
 
 _BRING_UP = """
 import sys
-from pipelines.batch_session import ray_session
+from pipelines.batch.ray_session import ray_session
 from ragspec.cluster.deployment import Deployment
 from ragspec.cluster.topology import Topology
 from ragspec.config import load_config
@@ -161,7 +161,7 @@ with ray_session(sys.argv[1]):
 
 _TAKE_DOWN = """
 import sys
-from pipelines.batch_session import ray_session
+from pipelines.batch.ray_session import ray_session
 from ragspec.cluster.deployment import Deployment
 with ray_session(sys.argv[1]):
     Deployment.remove("shared")

@@ -12,9 +12,9 @@ import pyarrow.parquet as pq
 import pytest
 from batch_files import CHAT, SEED, answers_of, chat_row, plain_rows, read_lines, write_lines
 
-from pipelines.batch_input import BadRow, Checks, Span, check_rows, find_inputs, read_span
-from pipelines.batch_output import JsonLines, OutputFolder
-from pipelines.batch_rows import QUESTIONS, TEXTS, parse_row
+from pipelines.batch.input import BadRow, Checks, Span, check_rows, find_inputs, read_span
+from pipelines.batch.output import JsonLines, OutputFolder
+from pipelines.batch.rows import QUESTIONS, TEXTS, parse_row
 from ragspec.core import SamplingParams
 from ragspec.errors import ConfigError, InputError, SaveError, StoreCorrupt
 from ragspec.numerics.noise import row_seed

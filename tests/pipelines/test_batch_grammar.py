@@ -13,20 +13,20 @@ from batch_files import SEED, answers_of, chat_row, read_lines, texts_of, write_
 from tiny_target import SENTENCES
 from typer.testing import CliRunner
 
-from pipelines import batch_writing
+from pipelines.batch import writing as batch_writing
+from pipelines.batch.job import Job, run
+from pipelines.batch.machines import Machines, Serving
+from pipelines.batch.output import OutputFolder
+from pipelines.batch.rows import TEXTS, parse_row
+from pipelines.batch.task import Asking, Written
+from pipelines.batch.texts import gathered, is_text, spread
 from pipelines.batch_grammar import GrammarTask, app, with_own_length
-from pipelines.batch_job import Job, run
-from pipelines.batch_machines import Machines, Serving
-from pipelines.batch_output import OutputFolder
-from pipelines.batch_rows import TEXTS, parse_row
-from pipelines.batch_task import Asking, Written
-from pipelines.batch_texts import gathered, is_text, spread
 from ragspec.cluster.topology import ClusterConfig
 from ragspec.config import load_config, load_settings
 from ragspec.errors import ConfigError, EngineError, InputError
-from ragspec.rag.edits import Edit, applied
-from ragspec.rag.grammar import Correction, Grammar, Manuscript
-from ragspec.rag.manuscript import DEFAULTS
+from ragspec.rag.grammar.correction_request import DEFAULTS
+from ragspec.rag.grammar.edits import Edit, applied
+from ragspec.rag.grammar.grammar import Correction, Grammar, Manuscript
 
 TEXT = f"{SENTENCES[0]}  {SENTENCES[1]}\n\n{SENTENCES[2]}\n"
 

@@ -22,19 +22,19 @@ from batch_files import ASKED, SEED, answers_of, chat_row, read_lines, texts_of,
 from job_processes import alive, children, wait_for
 from typer.testing import CliRunner, Result
 
-from pipelines import batch_job
-from pipelines.batch_job import Job, run
-from pipelines.batch_machines import Machines, Serving
+from pipelines.batch import job as batch_job
+from pipelines.batch.job import Job, run
+from pipelines.batch.machines import Machines, Serving
+from pipelines.batch.rows import QUESTIONS, parse_row
 from pipelines.batch_rag import RagTask, app
-from pipelines.batch_rows import QUESTIONS, parse_row
 from ragspec.config import EncoderConfig, load_config
 from ragspec.core import Document
 from ragspec.errors import EngineError, ReplicaLost, RetrievalError, SaveError
-from ragspec.rag.flow import Flow
+from ragspec.rag.async_pipeline import Flow
 from ragspec.rag.pipeline import Pipeline
 from ragspec.retrieval.encoder import Encoder
-from ragspec.retrieval.manifest import read_pointer
-from ragspec.retrieval.writer import IndexWriter
+from ragspec.retrieval.index.manifest import read_pointer
+from ragspec.retrieval.index.writer import IndexWriter
 
 NUM_ROWS = 30
 
@@ -326,7 +326,7 @@ def test_a_full_disk_ends_the_job_and_what_was_finished_stays(
         return write(file, data)
 
     with monkeypatch.context() as patch:
-        patch.setattr("pipelines.batch_output.os.write", full)
+        patch.setattr("pipelines.batch.output.os.write", full)
         with pytest.raises(SaveError, match="No space left"):
             run(job(place, place / "q.jsonl", tmp_path / "out"), RagTask())
     kept = texts_of(tmp_path / "out")

@@ -8,8 +8,8 @@ import pytest
 from batch_files import chat_row
 from pydantic import BaseModel, ConfigDict
 
-from pipelines.batch_input import Place
-from pipelines.batch_records import (
+from pipelines.batch.input import Place
+from pipelines.batch.records import (
     error_record,
     output_record,
     recorded_digest,
@@ -18,12 +18,12 @@ from pipelines.batch_records import (
     written_answer,
     written_correction,
 )
-from pipelines.batch_rows import QUESTIONS, TEXTS, parse_row
+from pipelines.batch.rows import QUESTIONS, TEXTS, parse_row
 from ragspec.core import FinishReason, GenerationStats, Passage, TokenLogprob
 from ragspec.rag.answer import Answer, AnswerStats
-from ragspec.rag.edits import Edit, EditKind
-from ragspec.rag.grammar import Correction
-from ragspec.rag.guards import Why, Withheld
+from ragspec.rag.grammar.edit_filters import Why, Withheld
+from ragspec.rag.grammar.edits import Edit, EditKind
+from ragspec.rag.grammar.grammar import Correction
 
 STATS = GenerationStats(
     num_prompt_tokens=30, num_cached_tokens=20, num_output_tokens=6, num_steps=3, seed=7, system_fingerprint="fp"

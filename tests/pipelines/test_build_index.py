@@ -14,15 +14,15 @@ from letter_encoder import LetterEncoder
 from typer.testing import CliRunner
 
 import pipelines.build_index as build_index_job
-from pipelines import index_ingest
-from pipelines.batch_session import ray_session
+from pipelines.batch import index_ingest
+from pipelines.batch.ray_session import ray_session
 from ragspec.config import EncoderConfig
 from ragspec.core import Document
 from ragspec.errors import SaveError, StoreError
 from ragspec.retrieval.encoder import Encoder
+from ragspec.retrieval.index.store import Store
+from ragspec.retrieval.index.writer import IndexWriter
 from ragspec.retrieval.retriever import Retriever
-from ragspec.retrieval.store import Store
-from ragspec.retrieval.writer import IndexWriter
 
 
 class Ended(NamedTuple):

@@ -18,10 +18,10 @@ from typing import Any
 import pytest
 from tiny_target import SENTENCES, save_model
 
-from pipelines.chaos_drivers import driver_kills
-from pipelines.chaos_faults import KINDS, Fault, Scene, Struck, all_live, answered_s, faults, recovered
-from pipelines.chaos_load import BatchJob, Probe, StreamLoad, written_rows
-from pipelines.chaos_oracle import Oracle, Work, essence, oracle
+from pipelines.benchmarks.chaos.drivers import driver_kills
+from pipelines.benchmarks.chaos.faults import KINDS, Fault, Scene, Struck, all_live, answered_s, faults, recovered
+from pipelines.benchmarks.chaos.load import BatchJob, Probe, StreamLoad, written_rows
+from pipelines.benchmarks.chaos.oracle import Oracle, Work, essence, oracle
 from ragspec.cluster.directory import Member, Table
 from ragspec.cluster.ledger import Entry
 from ragspec.cluster.processes import Process

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from tiny_target import Free, save_model
 
-from pipelines.benchmark_above import run_above
-from pipelines.cluster_scaling import FixedDirectory, SleepingTarget, sleeping_host, usual_successors
-from pipelines.cluster_shards import sharded_identical
+from pipelines.benchmarks.above_library import run_above
+from pipelines.benchmarks.cluster.scaling import FixedDirectory, SleepingTarget, sleeping_host, usual_successors
+from pipelines.benchmarks.cluster.shards import sharded_identical
 from ragspec.config import TargetConfig
 from ragspec.core import Request, SamplingParams
 from ragspec.engine.target import Floats

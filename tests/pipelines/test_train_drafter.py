@@ -10,14 +10,14 @@ import pytest
 import torch
 
 from pipelines import train_drafter
-from pipelines.drafter_run import parser, run_of
+from pipelines.train.drafter_run import parser, run_of
 from ragspec.config import REFERENCE_TARGET
-from ragspec.drafting.eagle_checkpoint import EagleFamily, read_head
+from ragspec.drafting.eagle.checkpoint import EagleFamily, read_head
 from ragspec.errors import InputError
-from ragspec.training.drafter_answers import Answer, Origin
-from ragspec.training.drafter_examples import AnswerEncoder
-from ragspec.training.eagle_model import Inputs
-from ragspec.training.target_tokenizer import train_tokenizer
+from ragspec.training.heads.answers import Answer, Origin
+from ragspec.training.heads.eagle_model import Inputs
+from ragspec.training.heads.examples import AnswerEncoder
+from ragspec.training.reference.tokenizer import train_tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
 DATA = ROOT.parent / "shared" / "data"

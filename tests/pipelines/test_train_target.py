@@ -12,14 +12,14 @@ from tiny_target import tiny_tokenizer
 from transformers import AutoModelForCausalLM
 
 from pipelines import train_target
-from pipelines.training_run import is_probed
+from pipelines.train.run import is_probed
 from ragspec.errors import ConfigError
 from ragspec.training.checkpoint import write_checkpoint
-from ragspec.training.stream_layout import stream_layout
-from ragspec.training.target_model import SIZES
-from ragspec.training.target_sources import Sources
-from ragspec.training.target_tokenizer import train_tokenizer
-from ragspec.training.target_trainer import TargetPlan
+from ragspec.training.reference.initialisation.model import SIZES
+from ragspec.training.reference.initialisation.stream_layout import stream_layout
+from ragspec.training.reference.sources import Sources
+from ragspec.training.reference.tokenizer import train_tokenizer
+from ragspec.training.reference.trainer import TargetPlan
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -20,8 +20,8 @@ from ragspec.numerics.kv_cache import KvPool
 from ragspec.rag.pipeline import Pipeline
 from ragspec.rag.prompt import PromptBuilder
 from ragspec.retrieval.encoder import Encoder
+from ragspec.retrieval.index.store import Store
 from ragspec.retrieval.retriever import Retriever, build_index
-from ragspec.retrieval.store import Store
 
 
 @pytest.fixture(scope="module")

@@ -28,15 +28,15 @@ from ragspec.engine.engine import Engine
 from ragspec.engine.target import Target
 from ragspec.errors import InputError, NotFound, PromptTooLong, RetrievalError, SaveError
 from ragspec.rag.answer import Answer
-from ragspec.rag.chat import WHOLE_INDEX, Chat, ChatConfig, ReadyTurn, Turn
-from ragspec.rag.conversations import Conversations, Said, Shown
-from ragspec.rag.history import Past
+from ragspec.rag.chat.chat import WHOLE_INDEX, Chat, ChatConfig, ReadyTurn, Turn
+from ragspec.rag.chat.conversations import Conversations, Said, Shown
+from ragspec.rag.chat.history import Past
 from ragspec.rag.prompt import PromptBuilder
 from ragspec.rag.steps import scope_of
+from ragspec.retrieval.index.store import Store
+from ragspec.retrieval.index.writer import IndexWriter
 from ragspec.retrieval.retriever import Retriever, build_index
-from ragspec.retrieval.search import Scope
-from ragspec.retrieval.store import Store
-from ragspec.retrieval.writer import IndexWriter
+from ragspec.retrieval.search.segment_search import Scope
 
 PARAMS = SamplingParams(max_tokens=48)
 FOLLOW_UP = "Who built it?"

@@ -11,7 +11,7 @@ from test_prompt import ALL
 
 from ragspec.core import Message, Passage
 from ragspec.errors import PromptTooLong
-from ragspec.rag.chat_prompt import ChatPrompt, Exchange, chat_prompt
+from ragspec.rag.chat.prompt import ChatPrompt, Exchange, chat_prompt
 from ragspec.rag.prompt import PromptBuilder
 
 TEXT = st.text("ab <|>\n[1]é", min_size=1, max_size=12).filter(str.strip)

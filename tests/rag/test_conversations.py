@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from ragspec.core import Passage
 from ragspec.errors import NotFound, SaveError, StoreCorrupt
-from ragspec.rag.conversations import Conversations, Said, Shown, turn_keys
+from ragspec.rag.chat.conversations import Conversations, Said, Shown, turn_keys
 
 PASSAGE = Passage("mill", 0, "The old mill was built in 1874.", 0, 31, "The mill", "mill.md", 0.5)
 SECRET = "swordfish"
@@ -172,7 +172,7 @@ def test_a_turn_is_known_by_every_character_before_it(texts: list[str], at: int,
 _WRITER = """
 import sys
 from pathlib import Path
-from ragspec.rag.conversations import Conversations, Said
+from ragspec.rag.chat.conversations import Conversations, Said
 store = Conversations(Path(sys.argv[1]))
 name = store.create("ann").id
 print(name, flush=True)

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from ragspec.errors import InputError
-from ragspec.rag import dictionaries
-from ragspec.rag.dictionaries import Dictionaries
+from ragspec.rag.grammar import dictionaries
+from ragspec.rag.grammar.dictionaries import Dictionaries
 
 
 def test_words_are_kept_for_their_tenant_alone(tmp_path: Path) -> None:

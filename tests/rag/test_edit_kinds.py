@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from ragspec.rag.edit_kinds import classified, reason
-from ragspec.rag.edits import Edit, EditKind, applied, word_edits
+from ragspec.rag.grammar.edit_kinds import classified, reason
+from ragspec.rag.grammar.edits import Edit, EditKind, applied, word_edits
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from ragspec.rag.edits import Edit, applied, word_edits
+from ragspec.rag.grammar.edits import Edit, applied, word_edits
 from ragspec.training.grammar_metrics import edit_distance
 
 WORDS = st.lists(

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from ragspec.errors import ConfigError
-from ragspec.rag.edit_kinds import classified
-from ragspec.rag.edits import word_edits
-from ragspec.rag.errant_kinds import classifier, errant_kinds
+from ragspec.rag.grammar.edit_kinds import classified
+from ragspec.rag.grammar.edits import word_edits
+from ragspec.rag.grammar.errant_kinds import classifier, errant_kinds
 
 
 def test_without_it_words_alone_decide(monkeypatch: pytest.MonkeyPatch) -> None:

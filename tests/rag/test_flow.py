@@ -16,15 +16,15 @@ from ragspec.engine.engine import Engine
 from ragspec.engine.target import Target
 from ragspec.errors import ConfigError, InputError, PromptTooLong, RetrievalError
 from ragspec.rag.answer import Answer
-from ragspec.rag.flow import Flow, FlowLimits, TwoSteps
+from ragspec.rag.async_pipeline import Flow, FlowLimits, TwoSteps
 from ragspec.rag.pipeline import EngineLike, Pipeline, RetrieverLike
+from ragspec.rag.pipeline_stages import Finished
 from ragspec.rag.prompt import PromptBuilder
-from ragspec.rag.stages import Finished
 from ragspec.rag.steps import Question
-from ragspec.retrieval.filters import Comparison
-from ragspec.retrieval.lookup import Lookup, Query
 from ragspec.retrieval.retriever import Retrieval, Retriever
-from ragspec.retrieval.search import Scope
+from ragspec.retrieval.search.filters import Comparison
+from ragspec.retrieval.search.segment_search import Scope
+from ragspec.retrieval.speculative.index_types import Lookup, Query
 
 TEXTS = (*(f"What does the river do in year {year}?" for year in range(1900, 1911)), QUESTION)
 

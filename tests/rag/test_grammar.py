@@ -15,9 +15,9 @@ from ragspec.core import FinishReason, Request, SamplingParams, SourceKind
 from ragspec.engine.engine import Engine
 from ragspec.engine.target import Target
 from ragspec.errors import EngineError, InputError
-from ragspec.rag.grammar import Correction, Grammar, Manuscript
+from ragspec.rag.grammar.grammar import Correction, Grammar, Manuscript
+from ragspec.rag.pipeline_stages import Finished
 from ragspec.rag.prompt import PromptBuilder
-from ragspec.rag.stages import Finished
 
 TEXT = "The mill grind corn.  It are old.\n\n - Was it build in 1874?\n\t42 + 17\n"
 SHORT = SamplingParams(max_tokens=24)

@@ -11,9 +11,9 @@ from random_texts import WORDS, random_parts, random_rewrite, random_text
 from rewriting import rewriting
 
 from ragspec.core import FinishReason
-from ragspec.rag.edits import Edit, applied
-from ragspec.rag.grammar import Correction, Guard
-from ragspec.rag.markup import MarkedText, TextPart
+from ragspec.rag.grammar.edits import Edit, applied
+from ragspec.rag.grammar.grammar import Correction, Guard
+from ragspec.rag.grammar.markup import MarkedText, TextPart
 from ragspec.rag.offsets import Utf16
 
 NO_GUARD = Guard(1.0, numbers=False, names=False)

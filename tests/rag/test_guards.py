@@ -8,8 +8,8 @@ import pytest
 from rewriting import rewriting
 
 from ragspec.errors import InputError
-from ragspec.rag.edits import EditKind
-from ragspec.rag.grammar import Grammar, Guard, TextPart
+from ragspec.rag.grammar.edits import EditKind
+from ragspec.rag.grammar.grammar import Grammar, Guard, TextPart
 
 ANYTHING = Guard(1.0)
 

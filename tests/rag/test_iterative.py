@@ -25,16 +25,16 @@ from ragspec.engine.engine import Engine
 from ragspec.engine.target import Target
 from ragspec.errors import InputError, RagspecError, RetrievalError
 from ragspec.rag.answer import Answer
-from ragspec.rag.iterative import IterativePipeline
-from ragspec.rag.policies import POLICIES as NAMED_POLICIES
-from ragspec.rag.policies import Flare, InContextRalm, IterRetGen, Policy
+from ragspec.rag.iterative.pipeline import IterativePipeline
+from ragspec.rag.iterative.policies import POLICIES as NAMED_POLICIES
+from ragspec.rag.iterative.policies import Flare, InContextRalm, IterRetGen, Policy
 from ragspec.rag.prompt import PromptBuilder
-from ragspec.retrieval.lookup import IndexLike, Mode
+from ragspec.retrieval.index.store import Store
+from ragspec.retrieval.index.writer import IndexWriter
 from ragspec.retrieval.retriever import Retriever, build_index
-from ragspec.retrieval.store import Store
-from ragspec.retrieval.stride import StrideScheduler
-from ragspec.retrieval.stride_costs import HOPELESS, Plan
-from ragspec.retrieval.writer import IndexWriter
+from ragspec.retrieval.speculative.index_types import IndexLike, Mode
+from ragspec.retrieval.speculative.stride import StrideScheduler
+from ragspec.retrieval.speculative.stride_costs import HOPELESS, Plan
 
 QUESTIONS = ["When was the bridge built?", "What does a mill need?", "river", "Where does the water go in spring?"]
 GREEDY = SamplingParams(max_tokens=18, ignore_eos=True, seed=1)

@@ -19,14 +19,14 @@ from ragspec.engine.target import Target
 from ragspec.errors import ConfigError, EncoderMismatch, InputError, PromptTooLong, RetrievalError
 from ragspec.numerics.kv_cache import SequenceSlots
 from ragspec.numerics.rows import Part, StepRows
-from ragspec.rag import knn_reading
-from ragspec.rag.knn_building import build_datastore, target_identity
-from ragspec.rag.knn_generation import KnnGenerator, _Rhythm
+from ragspec.rag.knnlm import target_reader as knn_reading
+from ragspec.rag.knnlm.build import build_datastore, target_identity
+from ragspec.rag.knnlm.generation import KnnGenerator, _Rhythm
 from ragspec.retrieval.encoder import EncoderIdentity
-from ragspec.retrieval.knn_store import Datastore, read_datastore_manifest
-from ragspec.retrieval.knnlm import EntriesWanted, Found, KnnConfig
-from ragspec.retrieval.stride import StrideScheduler
-from ragspec.retrieval.stride_costs import Plan
+from ragspec.retrieval.knnlm.datastore import Datastore, read_datastore_manifest
+from ragspec.retrieval.knnlm.neighbours import EntriesWanted, Found, KnnConfig
+from ragspec.retrieval.speculative.stride import StrideScheduler
+from ragspec.retrieval.speculative.stride_costs import Plan
 
 CONTEXT_TOKENS = 24
 NUM_TOKENS = 20

@@ -13,13 +13,13 @@ from tiny_target import tiny_engine
 from ragspec.config import RetrieverConfig, SpeculationConfig
 from ragspec.core import SamplingParams
 from ragspec.engine.engine import Engine
-from ragspec.rag.iterative import IterativePipeline
+from ragspec.rag.iterative.pipeline import IterativePipeline
 from ragspec.rag.pipeline import Pipeline
 from ragspec.rag.prompt import PromptBuilder
-from ragspec.retrieval.lookup import Lookup
+from ragspec.retrieval.index.store import Store
 from ragspec.retrieval.retriever import Retrieval, Retriever, build_index
-from ragspec.retrieval.store import Store
-from ragspec.retrieval.stride_costs import Plan
+from ragspec.retrieval.speculative.index_types import Lookup
+from ragspec.retrieval.speculative.stride_costs import Plan
 
 MISSING = ("segment-000002",)
 PARAMS = SamplingParams(max_tokens=24, ignore_eos=True, seed=1)

@@ -9,7 +9,7 @@ import pytest
 from tiny_target import tiny_tokenizer
 
 from ragspec.core import Completion, FinishReason, GenerationStats, TokenLogprob
-from ragspec.rag.policies import Flare, InContextRalm, IterRetGen, Policy, Progress, Round
+from ragspec.rag.iterative.policies import Flare, InContextRalm, IterRetGen, Policy, Progress, Round
 
 TOKENIZER = tiny_tokenizer()
 QUESTION = "When was the bridge built?"

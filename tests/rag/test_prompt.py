@@ -18,7 +18,7 @@ from ragspec.config import REFERENCE_TARGET
 from ragspec.core import Message, Passage
 from ragspec.errors import InputError, PromptTooLong
 from ragspec.rag.prompt import PromptBuilder
-from ragspec.training import target_format
+from ragspec.training.reference import text_format as target_format
 
 CHATML = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"

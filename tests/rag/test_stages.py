@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ragspec.errors import EngineError, InputError
-from ragspec.rag.stages import Finished, Items, Stage, Stages
+from ragspec.rag.pipeline_stages import Finished, Items, Stage, Stages
 
 
 class Number(NamedTuple):

@@ -18,11 +18,11 @@ from ragspec.core import Completion, Delta, Request
 from ragspec.engine.engine import Engine
 from ragspec.engine.target import Target
 from ragspec.errors import EngineClosed
-from ragspec.rag.chat_settings import ChatConfig
-from ragspec.rag.conversations import Said
+from ragspec.rag.chat.config import ChatConfig
+from ragspec.rag.chat.conversations import Said
+from ragspec.rag.chat.query_rewriter import Rewriter, num_parameters
+from ragspec.rag.chat.rewrite_rules import names, phrases, standalone
 from ragspec.rag.prompt import PromptBuilder
-from ragspec.rag.rewriting import Rewriter, num_parameters
-from ragspec.rag.standalone import names, phrases, standalone
 
 ZAPPA = [
     Said("When was Frank Zappa born?", "On December 21, 1940."),

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from ragspec.config import AnalyzerConfig, Language
-from ragspec.retrieval.analysis import Analyzer
+from ragspec.retrieval.search.analysis import Analyzer
 
 ENGLISH = Analyzer(AnalyzerConfig())
 TEXTS = ["It was raining, and the ships came in.", "雨が降る港", "Der Hafen — naïve Über‑Schiffe", "검색 엔진"]

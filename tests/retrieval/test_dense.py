@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from ragspec.retrieval import dense
-from ragspec.retrieval.dense import ExactIndex, Scored, canonical_scores
 from ragspec.retrieval.encoder import FloatArray
+from ragspec.retrieval.search import dense
+from ragspec.retrieval.search.dense import ExactIndex, Scored, canonical_scores
 
 
 def unit(rng: np.random.Generator, rows: int, dimension: int = 64) -> FloatArray:

@@ -15,8 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ragspec.errors import InputError
-from ragspec.retrieval import filters
-from ragspec.retrieval.filters import MAX_DEPTH, MAX_NODES, MAX_VALUES, DocumentColumns, parse_filter
+from ragspec.retrieval.search import filters
+from ragspec.retrieval.search.filters import MAX_DEPTH, MAX_NODES, MAX_VALUES, DocumentColumns, parse_filter
 
 Json = dict[str, Any]
 

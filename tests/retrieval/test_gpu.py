@@ -7,12 +7,12 @@ import pytest
 from numpy.typing import NDArray
 
 from ragspec.config import DenseConfig
-from ragspec.retrieval import gpu
-from ragspec.retrieval.approximate import ApproximateIndex
-from ragspec.retrieval.dense import DenseIndex, ExactIndex
 from ragspec.retrieval.encoder import FloatArray
-from ragspec.retrieval.gpu import GpuIndex
-from ragspec.retrieval.search import Shard
+from ragspec.retrieval.search import gpu
+from ragspec.retrieval.search.approximate import ApproximateIndex
+from ragspec.retrieval.search.dense import DenseIndex, ExactIndex
+from ragspec.retrieval.search.gpu import GpuIndex
+from ragspec.retrieval.search.segment_search import Shard
 
 faiss = pytest.importorskip("faiss")
 

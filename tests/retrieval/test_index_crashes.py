@@ -13,17 +13,17 @@ from pathlib import Path
 import pytest
 from letter_encoder import LetterEncoder
 
-from ragspec.retrieval.checking import check_segment
-from ragspec.retrieval.store import Store
-from ragspec.retrieval.writer import IndexWriter
+from ragspec.retrieval.index.checking import check_segment
+from ragspec.retrieval.index.store import Store
+from ragspec.retrieval.index.writer import IndexWriter
 
 WORKER = """
 import sys
 sys.path[:0] = {path!r}
 from letter_encoder import LetterEncoder
 from ragspec.core import Document
-from ragspec.retrieval.writer import IndexWriter
-import ragspec.retrieval.writer as writer_module
+from ragspec.retrieval.index.writer import IndexWriter
+import ragspec.retrieval.index.writer as writer_module
 writer_module.MAX_SEGMENTS = 4
 print("ready", flush=True)
 for number in range(int(sys.argv[1]), 10**9):

@@ -18,14 +18,14 @@ from letter_encoder import LetterEncoder
 from ragspec.config import AnalyzerConfig, ChunkingConfig, IndexConfig, RetrieverConfig
 from ragspec.core import Document, Passage
 from ragspec.errors import InputError
-from ragspec.retrieval.analysis import Analyzer
 from ragspec.retrieval.chunking import chunk, embedded_text
 from ragspec.retrieval.encoder import FloatArray
-from ragspec.retrieval.filters import parse_filter
+from ragspec.retrieval.index.store import Store
+from ragspec.retrieval.index.writer import IndexWriter
 from ragspec.retrieval.retriever import Retriever
-from ragspec.retrieval.search import Scope
-from ragspec.retrieval.store import Store
-from ragspec.retrieval.writer import IndexWriter
+from ragspec.retrieval.search.analysis import Analyzer
+from ragspec.retrieval.search.filters import parse_filter
+from ragspec.retrieval.search.segment_search import Scope
 
 CONFIG = IndexConfig(chunking=ChunkingConfig(max_chars=40))
 IDS = st.sampled_from([f"d{n}" for n in range(12)])

@@ -13,11 +13,11 @@ from letter_encoder import LetterEncoder
 from ragspec.config import RetrieverConfig
 from ragspec.core import Document
 from ragspec.errors import EngineClosed, InputError
-from ragspec.retrieval.joined import JoinedRetriever
-from ragspec.retrieval.lookup import Query
+from ragspec.retrieval.batching_retriever import JoinedRetriever
+from ragspec.retrieval.index.store import Store
 from ragspec.retrieval.retriever import Retriever, build_index
-from ragspec.retrieval.search import Scope
-from ragspec.retrieval.store import Store
+from ragspec.retrieval.search.segment_search import Scope
+from ragspec.retrieval.speculative.index_types import Query
 
 WAIT_S = 20.0
 WORDS = "river mill bridge stone sand water rain spring".split()

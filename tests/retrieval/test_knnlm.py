@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 
 from ragspec.errors import EncoderMismatch, InputError, ModelError, SaveError, StoreCorrupt, StoreMissing
-from ragspec.retrieval.disk import TEMPORARY, exclusive
 from ragspec.retrieval.encoder import EncoderIdentity
-from ragspec.retrieval.knn_store import Datastore, Origin, read_datastore_manifest, write_datastore
-from ragspec.retrieval.knnlm import (
+from ragspec.retrieval.index.disk import TEMPORARY, exclusive
+from ragspec.retrieval.index.manifest import MANIFEST, file_record
+from ragspec.retrieval.knnlm.datastore import Datastore, Origin, read_datastore_manifest, write_datastore
+from ragspec.retrieval.knnlm.neighbours import (
     Entries,
     EntriesWanted,
     KnnConfig,
@@ -23,7 +24,6 @@ from ragspec.retrieval.knnlm import (
     softmax,
     unit_rows,
 )
-from ragspec.retrieval.manifest import MANIFEST, file_record
 
 NUM_ENTRIES, WIDTH, VOCAB_SIZE = 700, 24, 50
 TARGET = EncoderIdentity("some/target", "a" * 64, WIDTH)

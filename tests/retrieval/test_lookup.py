@@ -14,16 +14,16 @@ from letter_encoder import LetterEncoder
 from ragspec.config import AnalyzerConfig, ChunkingConfig, DenseConfig, IndexConfig, RetrieverConfig
 from ragspec.core import Document
 from ragspec.errors import InputError
-from ragspec.retrieval.analysis import Analyzer
-from ragspec.retrieval.dense import canonical_scores
 from ragspec.retrieval.encoder import FloatArray, Kind
-from ragspec.retrieval.filters import parse_filter
-from ragspec.retrieval.lookup import Candidate, Lookup, Query
+from ragspec.retrieval.index.store import Store
+from ragspec.retrieval.index.writer import IndexWriter
 from ragspec.retrieval.retriever import Retriever, build_index
-from ragspec.retrieval.search import Scope, Shard, Shards
-from ragspec.retrieval.sparse import SparseConfig, SparseQuery, TermStatistics, sparse_query
-from ragspec.retrieval.store import Store
-from ragspec.retrieval.writer import IndexWriter
+from ragspec.retrieval.search.analysis import Analyzer
+from ragspec.retrieval.search.bm25 import SparseConfig, SparseQuery, TermStatistics, sparse_query
+from ragspec.retrieval.search.dense import canonical_scores
+from ragspec.retrieval.search.filters import parse_filter
+from ragspec.retrieval.search.segment_search import Scope, Shard, Shards
+from ragspec.retrieval.speculative.index_types import Candidate, Lookup, Query
 
 CONFIG = IndexConfig(chunking=ChunkingConfig(max_chars=60))
 QUERIES = ["river stone", "the old mill by the river", "corn corn corn", "unknownword", "rivers", "the"]
@@ -106,7 +106,7 @@ def test_prefetching_changes_no_answer_of_an_approximate_index(
 ) -> None:
     """HNSW and IVF look further for 300 than for 3, and then find better passages than the baseline gets."""
     pytest.importorskip("faiss")
-    monkeypatch.setattr("ragspec.retrieval.approximate.MIN_ROWS", 200)
+    monkeypatch.setattr("ragspec.retrieval.search.approximate.MIN_ROWS", 200)
     dense = DenseConfig(kind=kind, factory="HNSW4" if kind == "hnsw" else "IVF32,SQ8", search_width=1)
     texts = [f"Text {number}." for number in range(900)]
     build_index([Document(t, t) for t in texts], tmp_path, LetterEncoder(), IndexConfig(dense=dense))

@@ -14,9 +14,9 @@ from ragspec.core import Document
 from ragspec.errors import ConfigError, EncoderMismatch, InputError, StoreMissing
 from ragspec.retrieval import retriever as retriever_module
 from ragspec.retrieval.encoder import Encoder
+from ragspec.retrieval.index.store import Store
+from ragspec.retrieval.index.writer import IndexWriter
 from ragspec.retrieval.retriever import Retrieval, Retriever, build_index
-from ragspec.retrieval.store import Store
-from ragspec.retrieval.writer import IndexWriter
 
 FACTS = [
     Document("rivers", "The Danube flows into the Black Sea. The Rhine flows into the North Sea.", "Rivers"),

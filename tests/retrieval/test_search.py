@@ -16,12 +16,12 @@ from ragspec.config import ChunkingConfig, DenseConfig, IndexConfig, RetrieverCo
 from ragspec.core import Document, Passage
 from ragspec.errors import StoreCorrupt
 from ragspec.retrieval.encoder import FloatArray, Kind
-from ragspec.retrieval.filters import parse_filter
-from ragspec.retrieval.fusion import reciprocal_rank_fusion
+from ragspec.retrieval.index.store import Store
+from ragspec.retrieval.index.writer import IndexWriter
 from ragspec.retrieval.retriever import Retriever, build_index
-from ragspec.retrieval.search import Hit, Scope, Shard, Shards
-from ragspec.retrieval.store import Store
-from ragspec.retrieval.writer import IndexWriter
+from ragspec.retrieval.search.filters import parse_filter
+from ragspec.retrieval.search.fusion import reciprocal_rank_fusion
+from ragspec.retrieval.search.segment_search import Hit, Scope, Shard, Shards
 
 CONFIG = IndexConfig(chunking=ChunkingConfig(max_chars=60))
 QUERIES = ["river stone", "the old mill by the river", "a bridge", "corn corn corn", "mill", "unknownword", "the"]
@@ -289,7 +289,7 @@ def test_random_texts_agree_in_one_and_in_many_segments(
 def test_an_approximate_index_is_one_truth_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: Any) -> None:
     """Answers of HNSW and IVF that depend on the batch, on threads or on how segments are spread over machines."""
     pytest.importorskip("faiss")
-    monkeypatch.setattr("ragspec.retrieval.approximate.MIN_ROWS", 200)
+    monkeypatch.setattr("ragspec.retrieval.search.approximate.MIN_ROWS", 200)
     encoder = LetterEncoder()
     config = IndexConfig(dense=DenseConfig(kind=kind, factory="" if kind == "hnsw" else "IVF8,SQ8"))
     documents = [Document(str(n), f"Text {n}.", metadata={"n": n}) for n in range(900)]

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 import pytest
 
 from ragspec.errors import EngineClosed, InputError, RetrievalError
-from ragspec.retrieval.shared_calls import SharedCalls
+from ragspec.retrieval.request_batcher import SharedCalls
 
 WAIT_S = 10.0
 

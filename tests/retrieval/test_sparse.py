@@ -14,8 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ragspec.errors import StoreCorrupt
-from ragspec.retrieval import sparse, sparse_builder
-from ragspec.retrieval.sparse import (
+from ragspec.retrieval.search import bm25 as sparse
+from ragspec.retrieval.search import bm25_builder as sparse_builder
+from ragspec.retrieval.search.bm25 import (
     POSTING_FILES,
     Mask,
     Postings,
@@ -24,7 +25,7 @@ from ragspec.retrieval.sparse import (
     TermStatistics,
     sparse_query,
 )
-from ragspec.retrieval.sparse_builder import PostingsBuilder, merge
+from ragspec.retrieval.search.bm25_builder import PostingsBuilder, merge
 
 Rows = list[list[str]]
 TERMS = ["a", "b", "rain", "über", "雨", "雨が", "🌧", "\U00010000", "\uffff", ""]

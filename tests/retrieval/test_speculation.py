@@ -9,11 +9,11 @@ from letter_encoder import LetterEncoder
 
 from ragspec.config import RetrieverConfig
 from ragspec.core import Document
-from ragspec.retrieval.lookup import Mode
+from ragspec.retrieval.index.store import Store
 from ragspec.retrieval.retriever import Retriever, build_index
-from ragspec.retrieval.search import Scope
-from ragspec.retrieval.speculation import Asked, Check, Lookups, SpeculationCache, keys_of
-from ragspec.retrieval.store import Store
+from ragspec.retrieval.search.segment_search import Scope
+from ragspec.retrieval.speculative.index_types import Mode
+from ragspec.retrieval.speculative.speculation_cache import Asked, Check, Lookups, SpeculationCache, keys_of
 
 WORDS = "river mill bridge stone sand water rain spring valley north hill sea".split()
 DOCUMENTS = [
@@ -71,7 +71,7 @@ def test_nothing_is_guessed_before_the_index_was_asked(store: Store) -> None:
 
 def test_the_oldest_passages_are_forgotten(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """A long answer's cache grew without bound, or broke when it was cut."""
-    monkeypatch.setattr("ragspec.retrieval.speculation._MAX_PASSAGES", 6)
+    monkeypatch.setattr("ragspec.retrieval.speculative.speculation_cache._MAX_PASSAGES", 6)
     index, cache = retriever(store, "hybrid"), SpeculationCache("hybrid")
     for query in index.encode(QUERIES[:30]):
         lookup = index.look_up([query], 1, prefetch_k=3)

@@ -20,14 +20,14 @@ from letter_encoder import LetterEncoder
 from ragspec.config import ChunkingConfig, IndexConfig
 from ragspec.core import Document
 from ragspec.errors import EncoderMismatch, InputError, SaveError, StoreCorrupt, StoreError, StoreMissing
-from ragspec.retrieval import disk, store
 from ragspec.retrieval.chunking import chunk
-from ragspec.retrieval.content import content_key
-from ragspec.retrieval.manifest import VECTORS, read_current
+from ragspec.retrieval.index import disk, store
+from ragspec.retrieval.index.content_key import content_key
+from ragspec.retrieval.index.manifest import VECTORS, read_current
+from ragspec.retrieval.index.segment import FILES
+from ragspec.retrieval.index.store import Store
+from ragspec.retrieval.index.writer import IndexWriter
 from ragspec.retrieval.retriever import build_index
-from ragspec.retrieval.segment import FILES
-from ragspec.retrieval.store import Store
-from ragspec.retrieval.writer import IndexWriter
 
 CHUNKING = ChunkingConfig(max_chars=40)
 CONFIG = IndexConfig(chunking=CHUNKING)

@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 
 from ragspec.config import StrideConfig
-from ragspec.retrieval.stride import StrideScheduler
-from ragspec.retrieval.stride_costs import (
+from ragspec.retrieval.speculative.stride import StrideScheduler
+from ragspec.retrieval.speculative.stride_costs import (
     HOPELESS,
     OFF,
     Costs,

@@ -25,16 +25,16 @@ from ragspec.errors import (
     StoreCorrupt,
     StoreMissing,
 )
-from ragspec.retrieval import generation
-from ragspec.retrieval import writer as writer_module
-from ragspec.retrieval.changes import Outcome
 from ragspec.retrieval.encoder import FloatArray, Kind
-from ragspec.retrieval.files import ArrowFile
-from ragspec.retrieval.lease import lease, leased
-from ragspec.retrieval.manifest import Manifest
+from ragspec.retrieval.index import generation_folder as generation
+from ragspec.retrieval.index import writer as writer_module
+from ragspec.retrieval.index.changes import Outcome
+from ragspec.retrieval.index.manifest import Manifest
+from ragspec.retrieval.index.reader_lock import lease, leased
+from ragspec.retrieval.index.segment_files import ArrowFile
+from ragspec.retrieval.index.store import Store
+from ragspec.retrieval.index.writer import IndexWriter
 from ragspec.retrieval.retriever import Retriever, build_index
-from ragspec.retrieval.store import Store
-from ragspec.retrieval.writer import IndexWriter
 
 CONFIG = IndexConfig(chunking=ChunkingConfig(max_chars=40))
 UMASK = os.umask(0)
@@ -471,7 +471,7 @@ def test_a_factory_string_faiss_does_not_know_is_a_config_error(
 ) -> None:
     """A C++ exception, and a half-written segment."""
     pytest.importorskip("faiss")
-    monkeypatch.setattr("ragspec.retrieval.approximate.MIN_ROWS", 1)
+    monkeypatch.setattr("ragspec.retrieval.search.approximate.MIN_ROWS", 1)
     config = IndexConfig(dense=DenseConfig(kind="hnsw", factory="NoSuchIndex"))
     with pytest.raises(ConfigError, match="NoSuchIndex"):
         build_index([Document("a", "Text.")], tmp_path / "index", counting, config)

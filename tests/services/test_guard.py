@@ -9,7 +9,7 @@ import pytest
 from raw_http import ask, head
 from service_parts import Service, Serving
 
-from services.guard import PUBLIC, Guard, is_public
+from services.auth_middleware import PUBLIC, Guard, is_public
 from services.settings import ServiceConfig, ServiceSettings
 
 
@@ -151,7 +151,7 @@ def test_what_strangers_send_is_bounded(hasty: Service, monkeypatch: pytest.Monk
     assert ask(hasty.url, head("POST", "/v2/check", kind, "Content-Length: 9"), b"a&b=%ff&c").status == 400
     assert ask(hasty.url, head("POST", "/health/live", "Content-Length: 9"), b"a" * 9).status in (400, 415)
     assert ask(hasty.url, head("GET", "/health/live", "Content-Length: 9"), b"a" * 9).status == 400
-    monkeypatch.setattr("services.guard._MOST_STRANGERS", 0)
+    monkeypatch.setattr("services.auth_middleware._MOST_STRANGERS", 0)
     assert ask(hasty.url, head("POST", "/v2/check", kind, "Content-Length: 9"), b"a&b=c&c=d").status == 429
 
 

@@ -10,8 +10,8 @@ import pytest
 from random_texts import random_parts, random_rewrite, random_text
 from rewriting import rewriting
 
-from ragspec.rag.correction import correction_of
-from ragspec.rag.grammar import Guard, Manuscript
+from ragspec.rag.grammar.correction import correction_of
+from ragspec.rag.grammar.grammar import Guard, Manuscript
 from ragspec.rag.offsets import Utf16
 from services.languagetool.languages import detected
 from services.languagetool.matches import matches_of

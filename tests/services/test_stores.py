@@ -15,9 +15,9 @@ import pytest
 from service_parts import Service, Serving
 
 from ragspec.core import Message, SamplingParams
-from ragspec.rag.chat import Turn
+from ragspec.rag.chat.chat import Turn
 from ragspec.rag.steps import scope_of
-from ragspec.retrieval.search import Scope
+from ragspec.retrieval.search.segment_search import Scope
 from services.stores.shapes import unit_score
 
 FAQ = b"# Zebras\n\nA zebra has stripes that no other zebra has.\n\n# Camels\n\nA camel keeps its water in the blood.\n"

@@ -23,11 +23,11 @@ from letter_encoder import LetterEncoder
 from ragspec.config import RetrieverConfig
 from ragspec.core import Document
 from ragspec.errors import NoRoom, NotFound, Overloaded, RetrievalError, SaveError
-from ragspec.retrieval import generation
+from ragspec.retrieval.index import generation_folder as generation
+from ragspec.retrieval.index.store import Store
+from ragspec.retrieval.index.writer import IndexWriter
 from ragspec.retrieval.retriever import Retriever, build_index
-from ragspec.retrieval.search import Scope
-from ragspec.retrieval.store import Store
-from ragspec.retrieval.writer import IndexWriter
+from ragspec.retrieval.search.segment_search import Scope
 from services.settings import ServiceConfig
 from services.stores import ingest, members_index, tidying
 from services.stores.library import Library, library_folder, open_library

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from real_data import DATA
 
-from ragspec.training.target_sources import Sources, load_sources
+from ragspec.training.reference.sources import Sources, load_sources
 
 
 @pytest.fixture(scope="session")

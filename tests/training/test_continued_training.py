@@ -5,9 +5,9 @@ from dataclasses import asdict
 import pytest
 from test_target_training import fake_stream, make_trainer
 
-from ragspec.training.target_examples import Lengths
-from ragspec.training.target_packs import PackStream
-from ragspec.training.target_trainer import STAGES, TargetPlan, continued
+from ragspec.training.reference.examples import Lengths
+from ragspec.training.reference.packs import PackStream
+from ragspec.training.reference.trainer import STAGES, TargetPlan, continued
 
 
 def lengths_drawn(plan: TargetPlan) -> list[Lengths]:

@@ -12,8 +12,9 @@ from real_data import DATA, needs_data
 from ragspec.core import Request
 from ragspec.errors import InputError
 from ragspec.evaluation.prompt_lists import held_out_articles
-from ragspec.training import drafter_examples
-from ragspec.training.drafter_answers import (
+from ragspec.training.grammar_errors import GrammarErrors
+from ragspec.training.heads import examples as drafter_examples
+from ragspec.training.heads.answers import (
     ANSWER_TOKENS,
     PROSE_TOKENS,
     Origin,
@@ -23,7 +24,7 @@ from ragspec.training.drafter_answers import (
     read_answers,
     write_answers,
 )
-from ragspec.training.drafter_examples import (
+from ragspec.training.heads.examples import (
     AnswerEncoder,
     DrafterStream,
     draft_vocabulary,
@@ -32,13 +33,12 @@ from ragspec.training.drafter_examples import (
     probe_batches,
     probe_examples,
 )
-from ragspec.training.grammar_errors import GrammarErrors
+from ragspec.training.reference.batches import Encoded
+from ragspec.training.reference.examples import Example
+from ragspec.training.reference.sources import Sources
+from ragspec.training.reference.text_format import CONTEXT_ROLE_FLAG, message, question_messages
+from ragspec.training.reference.tokenizer import train_tokenizer
 from ragspec.training.sentences import normalise
-from ragspec.training.target_batches import Encoded
-from ragspec.training.target_examples import Example
-from ragspec.training.target_format import CONTEXT_ROLE_FLAG, message, question_messages
-from ragspec.training.target_sources import Sources
-from ragspec.training.target_tokenizer import train_tokenizer
 
 ORIGIN = Origin("one target", 0, 320, "these texts")
 

@@ -5,9 +5,9 @@ import torch
 from drafting.eagle_heads import random_head
 from drafting.eagle_reference import draft_outputs, eagle3_outputs, eagle_outputs, head_logits
 
-from ragspec.drafting.eagle_checkpoint import EagleFamily, HeadCheckpoint
-from ragspec.drafting.eagle_layout import expected_shapes
-from ragspec.training.eagle_model import Head, Inputs, build_head, unroll
+from ragspec.drafting.eagle.checkpoint import EagleFamily, HeadCheckpoint
+from ragspec.drafting.eagle.layout import expected_shapes
+from ragspec.training.heads.eagle_model import Head, Inputs, build_head, unroll
 
 FAMILIES = list(EagleFamily)
 NUM_TOKENS, NUM_STEPS = 9, 4

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from ragspec.training import target_examples
-from ragspec.training.drafter_answers import PromptSource
-from ragspec.training.drafter_examples import AnswerEncoder
 from ragspec.training.grammar_errors import GrammarErrors
-from ragspec.training.target_sources import Paragraph, Question, Sources
-from ragspec.training.target_tokenizer import train_tokenizer
+from ragspec.training.heads.answers import PromptSource
+from ragspec.training.heads.examples import AnswerEncoder
+from ragspec.training.reference import examples as target_examples
+from ragspec.training.reference.sources import Paragraph, Question, Sources
+from ragspec.training.reference.tokenizer import train_tokenizer
 
 SENTENCES = ["The grey cat sat on the mat at noon.", "A brown dog ran home to Berlin.", "It rained in 1977."]
 TEXTS = [field.name for field in fields(Sources) if isinstance(getattr(Sources(), field.name), list)]

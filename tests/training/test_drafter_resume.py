@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from test_drafter_training import make_trainer
 
-from ragspec.drafting.eagle_checkpoint import EagleFamily
+from ragspec.drafting.eagle.checkpoint import EagleFamily
 from ragspec.errors import ConfigError
-from ragspec.training.drafter_trainer import DrafterPlan
-from ragspec.training.eagle_model import Inputs
+from ragspec.training.heads.eagle_model import Inputs
+from ragspec.training.heads.trainer import DrafterPlan
 from ragspec.training.workers import Workers
 
 OBJECTIVE_CHANGES = {"num_steps": 2, "position_decay": 0.5, "inputs": Inputs.UNSHIFTED, "noise": 0.0}

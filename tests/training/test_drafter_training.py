@@ -9,17 +9,17 @@ import torch
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
-from ragspec.drafting.eagle_checkpoint import EagleFamily, check_fits, read_head, write_head
+from ragspec.drafting.eagle.checkpoint import EagleFamily, check_fits, read_head, write_head
 from ragspec.errors import ConfigError, ModelError
-from ragspec.training.drafter_export import draw_drafter_curves
-from ragspec.training.drafter_init import fresh_head, head_config, spread_aux_layers
-from ragspec.training.drafter_losses import Objective, batch_scores, token_ids
-from ragspec.training.drafter_target import FrozenTarget
-from ragspec.training.drafter_trainer import DrafterPlan, DrafterTrainer
-from ragspec.training.eagle_model import Head, unroll
-from ragspec.training.target_batches import Encoded, collate
-from ragspec.training.target_model import SIZES, build_target
-from ragspec.training.target_tokenizer import token_pieces, train_tokenizer
+from ragspec.training.heads.eagle_model import Head, unroll
+from ragspec.training.heads.export import draw_drafter_curves
+from ragspec.training.heads.frozen_target import FrozenTarget
+from ragspec.training.heads.initialisation import fresh_head, head_config, spread_aux_layers
+from ragspec.training.heads.losses import Objective, batch_scores, token_ids
+from ragspec.training.heads.trainer import DrafterPlan, DrafterTrainer
+from ragspec.training.reference.batches import Encoded, collate
+from ragspec.training.reference.initialisation.model import SIZES, build_target
+from ragspec.training.reference.tokenizer import token_pieces, train_tokenizer
 from ragspec.training.workers import ALONE, Workers
 
 TAPS = (0, 1, 2)

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from ragspec.training.meanings import PLACES, _counts, count_meanings
-from ragspec.training.stream_layout import MEANING, stream_layout
-from ragspec.training.target_model import SIZES, build_target
+from ragspec.training.reference.initialisation.meanings import PLACES, _counts, count_meanings
+from ragspec.training.reference.initialisation.model import SIZES, build_target
+from ragspec.training.reference.initialisation.stream_layout import MEANING, stream_layout
 
 NAMES, YEARS, VERBS, THE, IN, NEVER = range(20), range(20, 40), range(40, 60), 60, 61, 62
 

@@ -7,8 +7,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import ragspec
-from ragspec.drafting.eagle_checkpoint import check_fits, read_head
-from ragspec.training.target_format import CHAT_TEMPLATE, CONTEXT_ROLE_FLAG, parse_answer, question_messages
+from ragspec.drafting.eagle.checkpoint import check_fits, read_head
+from ragspec.training.reference.text_format import CHAT_TEMPLATE, CONTEXT_ROLE_FLAG, parse_answer, question_messages
 
 ASSETS = Path(ragspec.__file__).parent / "assets"
 TARGET = ASSETS / "reference_target"

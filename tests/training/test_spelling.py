@@ -6,13 +6,13 @@ import torch
 from real_data import DATA, needs_data
 
 from ragspec.training.grammar_errors import misspell
-from ragspec.training.guidance import Guide
+from ragspec.training.reference.guidance import Guide
+from ragspec.training.reference.initialisation.model import SIZES, build_target
+from ragspec.training.reference.initialisation.spelling import spellings
+from ragspec.training.reference.initialisation.stream_layout import HEAD_DIM, MEANING, SPELLING, stream_layout
+from ragspec.training.reference.initialisation.structured_init import MEANING_SCALE, SPELLING_SCALE
+from ragspec.training.reference.tokenizer import token_pieces, train_tokenizer
 from ragspec.training.sentences import sentences_of
-from ragspec.training.spelling import spellings
-from ragspec.training.stream_layout import HEAD_DIM, MEANING, SPELLING, stream_layout
-from ragspec.training.structured_init import MEANING_SCALE, SPELLING_SCALE
-from ragspec.training.target_model import SIZES, build_target
-from ragspec.training.target_tokenizer import token_pieces, train_tokenizer
 
 WORDS = "there these house horse because became people purple believe friend different government".split()
 PIECES = [f"Ġ{word}" for word in WORDS] + ["Ġb", "ec", "u", "ase", "Ġpe", "op", "el", ",", "Ġ7", "é"]

@@ -8,11 +8,11 @@ from pathlib import Path
 from real_data import DATA, needs_data
 
 from ragspec.training.grammar_errors import GrammarErrors, misspell, tokenised
-from ragspec.training.sentences import normalise, split_sentences, window_around
-from ragspec.training.stdlib_corpus import is_held_out, stdlib_documents
-from ragspec.training.target_batches import ExampleEncoder, collate
-from ragspec.training.target_examples import Example, Lengths, first_doc_sentence
-from ragspec.training.target_format import (
+from ragspec.training.reference.batches import ExampleEncoder, collate
+from ragspec.training.reference.examples import Example, Lengths, first_doc_sentence
+from ragspec.training.reference.packs import PackStream
+from ragspec.training.reference.sources import Sources
+from ragspec.training.reference.text_format import (
     ABSTENTION,
     CONTEXT_ROLE_FLAG,
     message,
@@ -20,9 +20,9 @@ from ragspec.training.target_format import (
     question_messages,
     quoted_answer,
 )
-from ragspec.training.target_packs import PackStream
-from ragspec.training.target_sources import Sources
-from ragspec.training.target_tokenizer import load_tokenizer, train_tokenizer
+from ragspec.training.reference.tokenizer import load_tokenizer, train_tokenizer
+from ragspec.training.sentences import normalise, split_sentences, window_around
+from ragspec.training.stdlib_corpus import is_held_out, stdlib_documents
 
 
 def numbered_passages(content: str) -> list[str]:

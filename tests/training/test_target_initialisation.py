@@ -2,11 +2,11 @@
 
 import torch
 
-from ragspec.training import training_attention
-from ragspec.training.guidance import Guidance, Guide
-from ragspec.training.stream_layout import HEAD_DIM, SPELLING, stream_layout
-from ragspec.training.structured_init import SPARE_HEAD, centre_signatures, identities
-from ragspec.training.target_model import SIZES, build_target
+from ragspec.training.reference import training_attention
+from ragspec.training.reference.guidance import Guidance, Guide
+from ragspec.training.reference.initialisation.model import SIZES, build_target
+from ragspec.training.reference.initialisation.stream_layout import HEAD_DIM, SPELLING, stream_layout
+from ragspec.training.reference.initialisation.structured_init import SPARE_HEAD, centre_signatures, identities
 
 PIECES = [f"<{number}>" for number in range(6144)]
 

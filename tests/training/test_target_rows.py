@@ -5,12 +5,17 @@ import random
 import torch
 from real_data import DATA, needs_data
 
-from ragspec.training import training_attention
 from ragspec.training.grammar_errors import GrammarErrors
-from ragspec.training.guidance import Guidance, Guide, Guided
-from ragspec.training.target_batches import ANSWER_WEIGHT, CHOICE_WEIGHT, EDIT_WEIGHT, ExampleEncoder
-from ragspec.training.target_examples import Example, Lengths
-from ragspec.training.target_format import (
+from ragspec.training.reference import training_attention
+from ragspec.training.reference.batches import ANSWER_WEIGHT, CHOICE_WEIGHT, EDIT_WEIGHT, ExampleEncoder
+from ragspec.training.reference.examples import Example, Lengths
+from ragspec.training.reference.guidance import Guidance, Guide, Guided
+from ragspec.training.reference.initialisation.model import SIZES, build_target
+from ragspec.training.reference.packs import Pack, PackStream, Turn
+from ragspec.training.reference.rows import RowEncoder
+from ragspec.training.reference.sources import Sources
+from ragspec.training.reference.steps import as_batch, draw_rows
+from ragspec.training.reference.text_format import (
     ABSTENTION,
     GRAMMAR_REQUEST,
     USER,
@@ -18,13 +23,8 @@ from ragspec.training.target_format import (
     parse_answer,
     question_messages,
 )
-from ragspec.training.target_model import SIZES, build_target
-from ragspec.training.target_packs import Pack, PackStream, Turn
-from ragspec.training.target_rows import RowEncoder
-from ragspec.training.target_sources import Sources
-from ragspec.training.target_steps import as_batch, draw_rows
-from ragspec.training.target_tokenizer import token_pieces, train_tokenizer
-from ragspec.training.token_row import Row
+from ragspec.training.reference.token_row import Row
+from ragspec.training.reference.tokenizer import token_pieces, train_tokenizer
 
 PASSAGES = ["The mill is old. Ann built it in 1874.", "The river is deep. Bob owns the old bridge near Lyon."]
 PACK = Pack(

@@ -12,19 +12,19 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ragspec.errors import ConfigError
-from ragspec.training import training_attention
-from ragspec.training.guidance import Guidance, Guide
-from ragspec.training.spelling_head import left_alone
-from ragspec.training.stream_layout import HEAD_DIM, SPELLING, stream_layout
-from ragspec.training.target_batches import ExampleEncoder
-from ragspec.training.target_examples import Example, Lengths
-from ragspec.training.target_export import draw_curves, export_target
-from ragspec.training.target_format import message
-from ragspec.training.target_model import SIZES, build_target
-from ragspec.training.target_packs import Pack, PackStream, Turn
-from ragspec.training.target_steps import draw_rows
-from ragspec.training.target_tokenizer import token_pieces, train_tokenizer
-from ragspec.training.target_trainer import STAGES, TargetPlan, TargetTrainer
+from ragspec.training.reference import training_attention
+from ragspec.training.reference.batches import ExampleEncoder
+from ragspec.training.reference.examples import Example, Lengths
+from ragspec.training.reference.export import draw_curves, export_target
+from ragspec.training.reference.guidance import Guidance, Guide
+from ragspec.training.reference.initialisation.model import SIZES, build_target
+from ragspec.training.reference.initialisation.spelling_head import left_alone
+from ragspec.training.reference.initialisation.stream_layout import HEAD_DIM, SPELLING, stream_layout
+from ragspec.training.reference.packs import Pack, PackStream, Turn
+from ragspec.training.reference.steps import draw_rows
+from ragspec.training.reference.text_format import message
+from ragspec.training.reference.tokenizer import token_pieces, train_tokenizer
+from ragspec.training.reference.trainer import STAGES, TargetPlan, TargetTrainer
 from ragspec.training.workers import ALONE, Workers
 
 TEXTS = ["The cat sat on the mat. A dog ran home at noon."] * 20

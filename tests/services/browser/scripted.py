@@ -27,8 +27,8 @@ from ragspec.engine.engine import Engine
 from ragspec.engine.target import Target
 from ragspec.evaluation.forced import ForcedSampler
 from ragspec.numerics.kv_cache import KvPool
+from ragspec.retrieval.index.store import Store
 from ragspec.retrieval.retriever import Retriever, build_index
-from ragspec.retrieval.store import Store
 from ragspec.verification.sampling import KeyedSampler, Sampler
 from services.backend import Backend
 from services.settings import ServiceConfig

@@ -13,8 +13,8 @@ from service_parts import Service, make_keys, started
 from ragspec.config import DraftingConfig, EngineConfig, TargetConfig, load_settings
 from ragspec.core import Document
 from ragspec.engine.loading import load_engine
+from ragspec.retrieval.index.store import Store
 from ragspec.retrieval.retriever import Retriever, build_index
-from ragspec.retrieval.store import Store
 from services.backend import Backend
 from services.settings import ServiceConfig
 

@@ -21,7 +21,7 @@ from ragspec.errors import Cancelled, EngineError, ReplicaLost
 from services.limits import Tokens
 from services.metrics import Metrics
 from services.openai import streaming
-from services.openai.running import Mail, Run
+from services.openai.engine_stream import Mail, Run
 from services.openai.streaming import at_once, paced
 from services.replies import ClientTooSlow
 

@@ -1,0 +1,216 @@
+"""The faults of the suite `chaos`: who is hit, by which signal, and when everything that was hit goes on again.
+
+Only processes that the deployment has recorded, and nodes that the suite has started, are ever sent a signal.
+"""
+
+from __future__ import annotations
+
+import random
+import signal
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import product
+from typing import NamedTuple, Protocol
+
+from pipelines.benchmarks.chaos.load import Probe
+from ragspec.cluster.directory import Directory, Table
+from ragspec.cluster.ledger import Entry, Ledger
+from ragspec.cluster.nodes import LocalNode, LocalNodes
+from ragspec.cluster.processes import Process
+from ragspec.errors import EngineError, RagspecError
+from ragspec.evaluation.report import Result
+from ragspec.evaluation.survival import Heard, slowest_gap_s
+
+KINDS = ("engine", "rank", "shard", "encoder", "node")
+SIGNALS = (signal.SIGKILL, signal.SIGSTOP)
+_QUICK = (
+    ("engine", signal.SIGKILL),
+    ("rank", signal.SIGSTOP),
+    ("shard", signal.SIGKILL),
+    ("encoder", signal.SIGSTOP),
+    ("node", signal.SIGKILL),
+    ("engine", signal.SIGSTOP),
+)
+_MOST_S = 120.0
+_LEAST_WORKERS = 2
+"""So many nodes hold all members; with fewer, one more is started before the next fault."""
+
+_MOST_FAILED_STARTS = 10
+_LOOK_S = 0.05
+
+
+class Fault(NamedTuple):
+    """`kind` of `KINDS`. A rank is one that is not its group's first; a node is never the head."""
+
+    kind: str
+    signal: int
+
+    @property
+    def signal_name(self) -> str:
+        return signal.Signals(self.signal).name
+
+
+def faults(count: int, seed: int, quick: bool = False) -> list[Fault]:
+    """Every kind with every signal as often as the others, in an order drawn from the seed; in haste a fixed choice of them."""
+    pairs = list(_QUICK) if quick else list(product(KINDS, SIGNALS))
+    chosen = [Fault(*pairs[i % len(pairs)]) for i in range(count)]
+    random.Random(seed).shuffle(chosen)
+    return chosen
+
+
+@dataclass(slots=True)
+class Struck:
+    """What a fault has hit: members with the epoch that they had. `node`: the one that was hit as a whole."""
+
+    fault: Fault
+    victim: str
+    moment_s: float
+    members: dict[str, int]
+    node: LocalNode | None = None
+
+
+class Watched(Protocol):
+    """The load, as far as recovery is seen in it."""
+
+    @property
+    def streams(self) -> Sequence[Heard]: ...
+
+    @property
+    def probes(self) -> Sequence[Probe]: ...
+
+
+@dataclass
+class Scene:
+    """The deployment under fire. `workers`: nodes that may die, usually `num_workers`; each has `node_cpus`."""
+
+    nodes: LocalNodes
+    ledger: Ledger
+    directory: Directory
+    rng: random.Random
+    workers: list[LocalNode]
+    node_cpus: int
+    num_workers: int = 3
+    failed_starts: list[str] = field(default_factory=list)
+    begin_s: float = field(default_factory=time.monotonic)
+
+    def strike(self, fault: Fault) -> Struck:
+        """Choose a victim and send the signal. Raises: EngineError if there is none of that kind."""
+        entries = {name: entry for name, entry in self.ledger.entries().items() if _kind_of(name) and entry.live}
+        if fault.kind == "node":
+            return self._strike_node(fault, entries)
+        name, process = self._victim(fault.kind, entries)
+        moment = time.monotonic()
+        if not process.kill(fault.signal):
+            raise EngineError(f"{name} had ended before it could be hit")
+        return Struck(fault, name, moment, {name: entries[name].epoch})
+
+    def clear(self, struck: Struck) -> None:
+        """A node that was hit is replaced by another, as whoever runs the cluster would do. Raises: EngineError if it must be
+        and cannot."""
+        if struck.node is None:
+            return
+        self.nodes.kill(struck.node)
+        self.workers.remove(struck.node)
+        while len(self.workers) < self.num_workers:
+            try:
+                self.workers.append(self.nodes.add(num_cpus=self.node_cpus))
+            except EngineError as error:  # Why: beside such a load Ray's own processes may not find each other in time
+                self.failed_starts.append(str(error))
+                if len(self.workers) >= _LEAST_WORKERS:
+                    return
+                if len(self.failed_starts) > _MOST_FAILED_STARTS:
+                    raise
+
+    def live_again(self, struck: Struck) -> bool:
+        """Whether the table shows all members live, and those that were hit in a later epoch."""
+        try:
+            return all_live(self.directory.table(), struck.members)
+        except RagspecError:
+            return False
+
+    def _victim(self, kind: str, entries: Mapping[str, Entry]) -> tuple[str, Process]:
+        """A member of that kind and the process of it that is to be hit."""
+        rank = 1 if kind == "rank" else 0
+        member = "engine" if kind == "rank" else kind
+        there = [
+            (name, entry.places[rank].process)
+            for name, entry in sorted(entries.items())
+            if _kind_of(name) == member and len(entry.places) > rank
+        ]
+        if not there:
+            raise EngineError(f"there is no {kind} to be hit")
+        return self.rng.choice(there)
+
+    def _strike_node(self, fault: Fault, entries: Mapping[str, Entry]) -> Struck:
+        """One that members run on, with every process of it."""
+        hit = {node: self._members_on(node, entries) for node in self.workers}
+        node = self.rng.choice([node for node, members in hit.items() if members])
+        moment = time.monotonic()
+        if fault.signal == signal.SIGKILL:
+            self.nodes.kill(node)
+        else:
+            for process in self.nodes.processes(node):
+                process.kill(fault.signal)
+        return Struck(fault, f"{node.name} ({', '.join(hit[node])})", moment, hit[node], node)
+
+    def _members_on(self, node: LocalNode, entries: Mapping[str, Entry]) -> dict[str, int]:
+        own = set(self.nodes.processes(node))
+        return {
+            name: entry.epoch
+            for name, entry in sorted(entries.items())
+            if own & {place.process for place in entry.places}
+        }
+
+
+def all_live(table: Table, hit: Mapping[str, int]) -> bool:
+    """`hit`: members and the epochs in which they were hit."""
+    known = {member.name: member for member in table.members}
+    if not hit.keys() <= known.keys() or any(member.state != "live" for member in table.members):
+        return False
+    return all(known[name].epoch > epoch for name, epoch in hit.items())
+
+
+def recovered(struck: Struck, load: Watched, live_again: Callable[[Struck], bool], most_s: float = _MOST_S) -> Result:
+    """Wait until everything goes on, and say when each part did, in seconds from the signal.
+
+    `streams_s`: every stream that was open had been told something again. `retrieval_s`: a lookup begun since had its answer.
+    `recovery_s`: the later of the two. `live_again_s`: the table showed everybody live. What has not come after `most_s` is
+    given that time, and the fault counts as not recovered.
+    """
+    moment, live_s = struck.moment_s, None
+    while True:
+        now_s = time.monotonic() - moment
+        streams_s, retrieval_s = slowest_gap_s(load.streams, moment), answered_s(load.probes, moment)
+        if live_s is None and live_again(struck):
+            live_s = now_s
+        done = live_s is not None and retrieval_s is not None and (streams_s is None or streams_s < float("inf"))
+        if done or now_s > most_s:
+            break
+        time.sleep(_LOOK_S)
+    parts = [most_s if part is None else min(part, most_s) for part in (streams_s or 0.0, retrieval_s)]
+    open_streams = [s for s in load.streams if s.begin_s <= moment and (s.end_s is None or s.end_s >= moment)]
+    return {
+        "kind": struck.fault.kind,
+        "signal": struck.fault.signal_name,
+        "victim": struck.victim,
+        "streams_s": parts[0],
+        "retrieval_s": parts[1],
+        "recovery_s": max(parts),
+        "live_again_s": most_s if live_s is None else live_s,
+        "recovered": done,
+        "num_streams_open": len(open_streams),
+        "members": sorted(struck.members),
+    }
+
+
+def answered_s(probes: Sequence[Probe], moment_s: float) -> float | None:
+    """From a moment to the end of the first lookup that began after it and was right; None: there was none yet."""
+    ends = [probe.end_s for probe in probes if probe.begin_s >= moment_s and probe.right]
+    return min(ends) - moment_s if ends else None
+
+
+def _kind_of(name: str) -> str:
+    """Of a member by its name; empty for keepers, spares and the supervisor."""
+    kind = name.rpartition("-")[0]
+    return kind if kind in KINDS else ""

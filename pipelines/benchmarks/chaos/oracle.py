@@ -1,0 +1,108 @@
+"""What the suite `chaos` expects: the same questions answered by one undisturbed engine in one process, without speculation."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from pipelines.batch.records import output_record
+from pipelines.batch.rows import QUESTIONS, parse_row
+from pipelines.batch.task import Asking
+from pipelines.batch_rag import RagTask
+from ragspec.config import PipelineConfig
+from ragspec.core import SamplingParams
+from ragspec.engine.loading import load_engine
+from ragspec.evaluation.prompt_lists import Question as Listed
+from ragspec.evaluation.retrieval_identity import Answer, answer
+from ragspec.evaluation.survival import Expected
+from ragspec.numerics.noise import row_seed
+from ragspec.rag.prompt import PromptBuilder
+from ragspec.rag.steps import Question, answered, prepared, retrieved
+from ragspec.retrieval.retriever import EVERYTHING, Retriever
+from ragspec.speculation import OFF
+
+_ESSENCE = (
+    "question", "answer", "finish_reason", "system_fingerprint", "citations", "passages", "dropped_passages",
+    "index_generation", "seed", "logprobs", "row_digest",
+)  # fmt: skip
+"""All of a row but times and counters, which differ from run to run. The log-probabilities name every token."""
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What is asked: streams, rows of a batch job, and lookups."""
+
+    streams: tuple[Question, ...]
+    rows: tuple[dict[str, Any], ...]
+    lookups: tuple[str, ...]
+    seed: int
+
+    @classmethod
+    def of(cls, listed: Sequence[Listed], num_streams: int, num_rows: int, max_tokens: int, seed: int) -> Work:
+        """Half greedy, half at T=1. Rows ask for log-probabilities, which name the tokens that a row's text hides."""
+        streams = tuple(
+            Question(f"s{i}", _text(listed, i), _params(f"s{i}", i, max_tokens, seed)) for i in range(num_streams)
+        )
+        rows = tuple(
+            {
+                "id": f"r{i}",
+                "question": _text(listed, num_streams + i),
+                "temperature": float(i % 2),
+                "max_tokens": max_tokens,
+                "logprobs": 0,
+            }
+            for i in range(num_rows)
+        )
+        return cls(streams, rows, tuple(question.text for question in streams[:7]), seed)
+
+
+@dataclass(frozen=True, slots=True)
+class Oracle:
+    """Expected streams, rows (their essence) and lookups."""
+
+    streams: dict[str, Expected]
+    rows: dict[str, str]
+    lookups: tuple[Answer, ...]
+
+
+def oracle(work: Work, config: PipelineConfig) -> Oracle:
+    """Raises: ConfigError, StoreError, ModelError."""
+    retriever = Retriever.from_config(config.retriever, config.encoder)
+    passages = retriever.retrieve(work.lookups, config.retriever.num_passages, EVERYTHING).passages
+    with load_engine(config.target, config.engine, config.drafting) as engine:
+        prompts = PromptBuilder(engine.target.tokenizer, engine.max_context_tokens)
+        ready = [prepared(found, prompts) for found in retrieved(retriever, [_plain(q) for q in work.streams])]
+        completions = engine.generate([each.request for each in ready])
+        streams = {
+            each.request.id: Expected(each.request.prompt_ids, completion)
+            for each, completion in zip(ready, completions, strict=True)
+        }
+        asking = Asking(config, SamplingParams(), work.seed)
+        parsed = [parse_row(row, QUESTIONS) for row in work.rows]
+        asked = [_plain(RagTask().asked(row, asking)) for row in parsed]
+        ready = [prepared(found, prompts) for found in retrieved(retriever, asked)]
+        completions = engine.generate([each.request for each in ready])
+    answers = [answered(each, completion) for each, completion in zip(ready, completions, strict=True)]
+    records = [output_record(row, RagTask().written((each,)), "", 0) for row, each in zip(parsed, answers, strict=True)]
+    return Oracle(
+        streams, {row.id: essence(r) for row, r in zip(parsed, records, strict=True)}, tuple(map(answer, passages))
+    )
+
+
+def essence(record: dict[str, Any]) -> str:
+    """What must be equal of two rows."""
+    return json.dumps({key: record.get(key) for key in _ESSENCE}, sort_keys=True)
+
+
+def _plain(question: Any) -> Question:
+    return replace(question, speculation=OFF)
+
+
+def _text(listed: Sequence[Listed], number: int) -> str:
+    return listed[number % len(listed)].text
+
+
+def _params(name: str, number: int, max_tokens: int, seed: int) -> SamplingParams:
+    return SamplingParams(temperature=float(number % 2), max_tokens=max_tokens, seed=row_seed(seed, name))

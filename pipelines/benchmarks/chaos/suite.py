@@ -1,0 +1,108 @@
+"""The suite `chaos`: a deployment on several Ray nodes of this machine loses its parts one by one, under load.
+
+An engine, a rank, a shard, an encoder or a whole node is killed or stopped; streams and a batch job go on meanwhile. Expected
+outputs come from one undisturbed engine before. Everything is taken down in the end, also after Ctrl-C.
+
+    >>> chaos_suite(settings, tick).result["lost"]
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pipelines.batch.ray_session import ray_session
+from ragspec.cluster.nodes import LocalNode, LocalNodes
+from ragspec.config import PipelineConfig
+from ragspec.evaluation.comparison import Tick
+from ragspec.evaluation.machine import PeakMemory
+from ragspec.evaluation.prompt_lists import squad_list, stdlib_list
+from ragspec.evaluation.report import Result
+from ragspec.evaluation.suites import Outcome, Settings
+
+if TYPE_CHECKING:
+    from pipelines.benchmarks.chaos.run import ChaosPlan
+
+NUM_WORKERS = 3
+NODE_CPUS = 2
+_DEPLOYMENT = "chaos"
+_START_S = 300.0
+_NUM_DOCUMENTS = {True: 150, False: 600}
+_OURS = ("RAY_ADDRESS", "RAY_AUTH_TOKEN")
+"""Settings of another cluster, which would win over this one's."""
+
+
+def chaos_suite(settings: Settings, tick: Tick) -> Outcome:
+    """Raises: EngineError, ModelError, SaveError."""
+    memory = PeakMemory()
+    with tempfile.TemporaryDirectory(prefix="ragspec-chaos-") as name:
+        folder = Path(name)
+        with LocalNodes(folder / "nodes", os.environ) as nodes:
+            tick("nodes", 0, 1 + NUM_WORKERS)
+            nodes.add(num_cpus=0)
+            workers = [nodes.add(num_cpus=NODE_CPUS) for _ in range(NUM_WORKERS)]
+            tick("nodes", 1 + NUM_WORKERS, 1 + NUM_WORKERS)
+            with connected(nodes):
+                from pipelines.benchmarks.chaos.run import ChaosPlan
+
+                plan = ChaosPlan.quickly() if settings.quick else ChaosPlan()
+                result = _measured(settings, plan, nodes, workers, folder, tick)
+    return Outcome(result | {"peak_pss_mb": memory.look()})
+
+
+@contextlib.contextmanager
+def connected(nodes: LocalNodes) -> Iterator[None]:
+    """This process as a driver on the nodes. Why the imports are later: Ray reads its environment when it is imported."""
+    before = dict(os.environ)
+    for variable in _OURS:
+        os.environ.pop(variable, None)
+    os.environ.update(nodes.environment)
+    try:
+        with ray_session(nodes.address):
+            yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def _measured(
+    settings: Settings, plan: ChaosPlan, nodes: LocalNodes, workers: list[LocalNode], folder: Path, tick: Tick
+) -> Result:
+    from pipelines.benchmarks.chaos.oracle import Work, oracle
+    from pipelines.benchmarks.chaos.run import TOPOLOGY, ChaosRun, config_of, scene_of
+    from pipelines.benchmarks.cluster.shards import segmented_index
+    from ragspec.cluster.deployment import Deployment
+    from ragspec.retrieval.encoder import Encoder
+
+    seed = settings.plan.seed
+    count = plan.num_streams + plan.num_rows
+    listed = squad_list(settings.data_dir, count) if settings.data_dir else stdlib_list(count)
+    documents = listed.documents[: _NUM_DOCUMENTS[settings.quick]]
+    tick("index and expected answers", 0, 2)
+    index_dir = segmented_index(documents, Encoder.load(settings.encoder), settings.cache_dir)
+    base = PipelineConfig(target=settings.target, encoder=settings.encoder)
+    config = config_of(index_dir, base)
+    work = Work.of(listed.questions, plan.num_streams, plan.num_rows, plan.max_tokens, seed)
+    tick("index and expected answers", 1, 2)
+    expected = oracle(work, config)
+    tick("index and expected answers", 2, 2)
+    with Deployment.up(TOPOLOGY, config, name=_DEPLOYMENT, timeout_s=_START_S) as deployment:
+        scene = scene_of(deployment, nodes, workers, NODE_CPUS, seed)
+        result = ChaosRun(deployment, scene, work, expected, plan, folder).measure(tick)
+    identical = not (result["lost"] or result["duplicated"] or result["changed"])
+    return result | {
+        "label": f"{listed.label}; {NUM_WORKERS} worker nodes on one machine",
+        "identical": identical,
+        "num_prompts": plan.num_streams + plan.num_rows,
+        "topology": TOPOLOGY.model_dump(),
+        "concurrency": plan.concurrency,
+        "notes": [
+            f"{plan.num_streams} streams asked round after round, {plan.concurrency} at a time, beside a batch job of "
+            f"{plan.num_rows} rows and one lookup after the other; half at T=0, half at T=1",
+            "expected outputs: one engine of one rank in one process, without speculation",
+        ],
+    }

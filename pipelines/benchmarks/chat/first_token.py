@@ -1,0 +1,91 @@
+"""What a service adds to the time to the first token: the same requests through HTTP and straight to its engine, in turns.
+
+>>> FirstTokens(service, questions, seed=0).measure(concurrency=16, num_runs=3, tick=tick)["gateway_ttft_ms"]
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from contextlib import aclosing
+from statistics import median
+from typing import Any, cast
+
+from pipelines.benchmarks.chat.service_here import Service
+from ragspec.core import Request, SamplingParams
+from ragspec.errors import EngineError
+from ragspec.evaluation.comparison import Tick
+from ragspec.evaluation.report import Result
+from ragspec.rag.sources import copy_sources
+
+_MAX_TOKENS = 8
+
+
+class FirstTokens:
+    """`questions` are asked without passages, so that both ways give the engine the very same prompts."""
+
+    def __init__(self, service: Service, questions: Sequence[str], seed: int) -> None:
+        self._service, self._questions, self._seed = service, list(questions), seed
+
+    def measure(self, concurrency: int, num_runs: int, tick: Tick) -> Result:
+        """Medians over all requests of all runs, in milliseconds; every way is warmed first, and takes its turn in every run."""
+        ways: dict[str, Callable[[], list[float]]] = {
+            "engine": lambda: asyncio.run(self._straight(concurrency)),
+            "http": lambda: self._over_http(concurrency, retrieval=False),
+            "http_with_retrieval": lambda: self._over_http(concurrency, retrieval=True),
+        }
+        times: dict[str, list[float]] = {name: [] for name in ways}
+        for run in range(num_runs + 1):
+            for name, ask in ways.items():
+                first_s = ask()
+                times[name] += first_s if run else []
+            tick(f"first tokens, {concurrency} at once", run, num_runs)
+        medians = {f"{name}_ttft_ms": median(first_s) * 1e3 for name, first_s in times.items()}
+        added = {
+            "gateway_ttft_ms": medians["http_ttft_ms"] - medians["engine_ttft_ms"],
+            "retrieval_ttft_ms": medians["http_with_retrieval_ttft_ms"] - medians["http_ttft_ms"],
+        }
+        return {"concurrency": concurrency, **medians, **added}
+
+    def _over_http(self, concurrency: int, retrieval: bool) -> list[float]:
+        model = self._service.backend.model
+        bodies = [chat_body(model, question, self._seed, retrieval) for question in self._questions]
+        answers = self._service.timed("/v1/chat/completions", bodies, concurrency)
+        times = [answer["first_s"] for answer in answers if answer["first_s"] is not None]
+        if len(times) < len(bodies):
+            raise EngineError(f"{len(bodies) - len(times)} of {len(bodies)} answers had no text")
+        return times
+
+    async def _straight(self, concurrency: int) -> list[float]:
+        """The requests that the service would make, so many at a time."""
+        requests = [self._request(question) for question in self._questions]
+        waiting, times = iter(requests), list[float]()
+
+        async def client() -> None:
+            for request in waiting:
+                begin = time.perf_counter()
+                # Why the cast: every asynchronous generator can be closed
+                async with aclosing(cast(Any, self._service.backend.engine.stream(request))) as stream:
+                    first = True
+                    async for delta in stream:
+                        if first and delta.text:
+                            times.append(time.perf_counter() - begin)
+                            first = False
+
+        await asyncio.gather(*(client() for _ in range(concurrency)))
+        return times
+
+    def _request(self, question: str) -> Request:
+        params = SamplingParams(max_tokens=_MAX_TOKENS, seed=self._seed)
+        prompt = self._service.backend.prompts.build(question, (), _MAX_TOKENS)
+        return Request(
+            uuid.uuid4().hex, prompt.prompt_ids, params, copy_sources(question, ()), next(iter(self._service.keys))
+        )
+
+
+def chat_body(model: str, question: str, seed: int, retrieval: bool) -> dict[str, Any]:
+    body = {"model": model, "messages": [{"role": "user", "content": question}]}
+    body |= {"max_tokens": _MAX_TOKENS, "temperature": 0.0, "seed": seed, "stream": True}
+    return body if retrieval else body | {"retrieval": False}

@@ -1,0 +1,100 @@
+"""The suite `chat`: what the service adds to the engine, and what it must not change.
+
+>>> with ray_session("local"):
+...     chat_suite(settings, tick).result["gateway_ttft_ms_c1"]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pipelines.benchmarks.chat.first_token import FirstTokens
+from pipelines.benchmarks.chat.serve_overhead import serve_rows
+from pipelines.benchmarks.chat.service_here import Service, backend_of, service_here
+from pipelines.benchmarks.chat.tenants import OWNER, STRANGER, probe
+from ragspec.evaluation.comparison import Tick
+from ragspec.evaluation.follow_ups import AS_ASKED, PERSON, RULES, measure_follow_ups
+from ragspec.evaluation.machine import PeakMemory
+from ragspec.evaluation.report import Result
+from ragspec.evaluation.suites import Outcome, Settings
+from ragspec.retrieval.encoder import Encoder
+
+CONCURRENCIES = (1, 16)
+_TEMPERATURES = (0.0, 1.0)
+_MAX_TOKENS = 48
+_RECALLS = {"follow_up_recall": RULES, "follow_up_recall_plain": AS_ASKED, "follow_up_recall_people": PERSON}
+
+
+@dataclass(frozen=True, slots=True)
+class ChatPlan:
+    """How much is measured."""
+
+    num_timed: int = 64
+    num_prompts: int = 200
+    num_pairs: int = 500
+    num_follow_ups: int = 1_000
+
+    @classmethod
+    def of(cls, settings: Settings) -> ChatPlan:
+        plan = cls(16, 12, 20, 60) if settings.quick else cls()
+        if settings.num_prompts is None:
+            return plan
+        return cls(min(plan.num_timed, settings.num_prompts), settings.num_prompts, plan.num_pairs, plan.num_follow_ups)
+
+
+def chat_suite(settings: Settings, tick: Tick) -> Outcome:
+    """Needs a Ray that is running. Raises: ConfigError, ModelError, StoreError, EngineError."""
+    plan, memory, seed = ChatPlan.of(settings), PeakMemory(), settings.plan.seed
+    with backend_of(settings, tick) as (backend, listed), service_here(backend, (OWNER, STRANGER)) as service:
+        questions = [question.text for question in listed.questions]
+        first = FirstTokens(service, questions[: plan.num_timed], seed)
+        ttft_rows = [first.measure(number, settings.plan.num_runs, tick) for number in CONCURRENCIES]
+        equal = identical(service, questions[: plan.num_prompts], seed, tick)
+        tenants = probe(service, plan.num_pairs, seed, tick)
+    served = serve_rows(backend.config, questions[: plan.num_timed], seed, settings.plan.num_runs, tick)
+    served["serve_ttft_ms"] = served["serve_chat_ms"] - ttft_rows[0]["engine_ttft_ms"]
+    follow_up_rows = follow_ups(settings, plan, tick)
+    headlines = {f"gateway_ttft_ms_c{row['concurrency']}": row["gateway_ttft_ms"] for row in ttft_rows} | served
+    rest = {"label": listed.label, "num_prompts": plan.num_prompts, "num_runs": settings.plan.num_runs}
+    found: Result = headlines | equal | tenants | {"ttft_rows": ttft_rows, "follow_up_rows": follow_up_rows} | rest
+    found |= {name: follow_up_rows.get("canard", {}).get(who) for name, who in _RECALLS.items()}
+    return Outcome(found | {"peak_pss_mb": memory.look()})
+
+
+def follow_ups(settings: Settings, plan: ChatPlan, tick: Tick) -> dict[str, dict[str, float]]:
+    """By set: the share of gold passages found, by whose words were looked up; of the halves that no rule was tuned on."""
+    if settings.data_dir is None:
+        return {}
+    encoder = Encoder.load(settings.encoder)
+    return measure_follow_ups(settings.data_dir, encoder, num_rows=plan.num_follow_ups, progress=tick).recall
+
+
+def identical(service: Service, questions: Sequence[str], seed: int, tick: Tick) -> Result:
+    """The same requests with speculation and without, in batches, streamed: whether every text is the same, and how many are."""
+    num_equal = num_compared = 0
+    for number, temperature in enumerate(_TEMPERATURES, 1):
+        with_drafts, without = (
+            service.timed(
+                "/v1/chat/completions",
+                [_body(service, question, temperature, seed, speculation) for question in questions],
+                concurrency,
+            )
+            for speculation, concurrency in ((True, 8), (False, 3))
+        )
+        pairs = list(zip(with_drafts, without, strict=True))
+        num_compared += len(pairs)
+        num_equal += sum(a["text"] == b["text"] and a["ended"] and b["ended"] for a, b in pairs)
+        tick("texts compared", number, len(_TEMPERATURES))
+    return {"identical": num_equal == num_compared, "num_equal": num_equal, "num_compared": num_compared}
+
+
+def _body(service: Service, question: str, temperature: float, seed: int, speculation: bool) -> dict[str, Any]:
+    body = {"model": service.backend.model, "messages": [{"role": "user", "content": question}], "stream": True}
+    return body | {
+        "max_tokens": _MAX_TOKENS,
+        "temperature": temperature,
+        "seed": seed,
+        "speculation": speculation,
+    }

@@ -1,0 +1,186 @@
+"""Two replicas beside one, with the forward replaced by a sleep of the time that it was measured to take.
+
+Two cores cannot compute for two; what can be shown on them is that nothing else holds the second replica up. So everything but
+the forward is real: retrieval, prompts, router, polls, actors, planner, sampling, commits. Only `SleepingTarget` is not.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from copy import deepcopy
+from itertools import pairwise
+from statistics import median
+from typing import Any, NamedTuple
+
+import numpy as np
+import ray
+
+from ragspec.cluster.connection import ray_connect
+from ragspec.cluster.directory import Member, Table
+from ragspec.cluster.host import EngineHost
+from ragspec.cluster.router import Router
+from ragspec.cluster.routing import RoutingConfig
+from ragspec.cluster.shell import Handle, Role, shell_class
+from ragspec.config import DraftingConfig, EngineConfig, TargetConfig
+from ragspec.core import SamplingParams
+from ragspec.drafting.costs import CostTable
+from ragspec.drafting.planner import Planner
+from ragspec.engine.admission import Admission
+from ragspec.engine.engine import Engine
+from ragspec.engine.loading import make_drafters
+from ragspec.engine.target import Floats, Ints, Target
+from ragspec.evaluation.cases import RAG_PASSAGES, RAG_TOKENS
+from ragspec.evaluation.comparison import Tick
+from ragspec.evaluation.report import Result
+from ragspec.numerics.attention import Rows
+from ragspec.rag.async_pipeline import Flow, FlowLimits
+from ragspec.rag.prompt import PromptBuilder
+from ragspec.rag.steps import Question, RetrieverLike
+from ragspec.retrieval.search.segment_search import Scope
+
+MAX_RUNNING = 8
+_KV_TOKENS = 16_384
+_START_S = 180.0
+_STRAY = 7
+"""One token in so many is not what usually follows."""
+
+
+class SleepingTarget(Target):
+    """Its forward sleeps, which lets other threads compute, and says what usually follows a token; at times something else.
+
+    A function of the token and its position alone, so that no draft and no batch can change it.
+    """
+
+    def prepare(self, costs: CostTable, successors: Mapping[int, int]) -> None:
+        """`costs`: how long a forward takes. `successors`: which token follows which."""
+        self._costs = costs
+        self._next = np.arange(1, self.vocab_size + 1) % self.vocab_size
+        self._next[list(successors)] = list(successors.values())
+
+    def forward_tapped(
+        self, token_ids: Ints, rows: Rows, wanted: Ints, taps: Sequence[int]
+    ) -> tuple[Floats, dict[int, Floats]]:
+        time.sleep(self._costs.cost_s(len(token_ids), int(rows.positions.max())))
+        asked, places = token_ids[wanted].astype(np.int64), rows.positions[wanted].astype(np.int64)
+        mixed = (asked * 0x9E3779B1 + places * 0x85EBCA77) % 2**31
+        chosen = np.where(mixed % _STRAY == 0, mixed // _STRAY % self.vocab_size, self._next[asked])
+        logits = np.zeros((len(wanted), self.vocab_size), np.float32)
+        logits[np.arange(len(wanted)), chosen] = 1.0
+        return logits, {}
+
+
+def usual_successors(texts: Sequence[Sequence[int]]) -> dict[int, int]:
+    """Of each token, the one that most often follows it; the lower one of two."""
+    counts: dict[int, Counter[int]] = {}
+    for tokens in texts:
+        for first, second in pairwise(tokens):
+            counts.setdefault(first, Counter())[second] += 1
+    return {first: min(found, key=lambda token: (-found[token], token)) for first, found in counts.items()}
+
+
+def sleeping_host(config: TargetConfig, costs: CostTable, successors: Mapping[int, int]) -> EngineHost:
+    """A replica whose engine sleeps. Raises: ModelError."""
+    target = SleepingTarget.load(config, _KV_TOKENS)
+    target.prepare(costs, successors)
+    drafting = DraftingConfig()
+    own = deepcopy(costs)  # Why: a planner refines its own, and the sleeps would grow with what it saw of them
+    planner = Planner(make_drafters(target, drafting), own, drafting.max_tree_nodes, target.vocab_size)
+    settings = EngineConfig(max_kv_tokens=_KV_TOKENS, max_running=MAX_RUNNING, num_threads=1, adaptive_threads=False)
+    return EngineHost(Engine(target, planner, Admission(target, "sleeping"), settings))
+
+
+class FixedDirectory:
+    """Members that are there from the beginning and are not replaced."""
+
+    def __init__(self, members: Sequence[Member]) -> None:
+        self._table = Table(0, tuple(members))
+        self.reports: list[str] = []
+
+    def table(self, after: int = -1, timeout_s: float = 0.0) -> Table:
+        if after >= self._table.version:
+            time.sleep(timeout_s)
+        return self._table
+
+    def report(self, name: str, epoch: int, why: str) -> None:
+        self.reports.append(f"{name}: {why}")
+
+
+@contextlib.contextmanager
+def sleeping_replicas(count: int, *arguments: Any) -> Iterator[list[Member]]:
+    """Actors as those of a deployment, each with a `sleeping_host` of these arguments."""
+    shells = [shell_class().options(num_cpus=0.1).remote() for _ in range(count)]
+    try:
+        role = Role("engine", sleeping_host, arguments)
+        facts = ray.get([shell.become.remote(role) for shell in shells], timeout=_START_S)
+        yield [Member("engine", f"engine-{i}", 0, "live", facts[i], Handle(shells[i]), "") for i in range(count)]
+    finally:
+        for shell in shells:
+            ray.kill(shell)
+
+
+class _Pass(NamedTuple):
+    """One pass over all questions. `answers` are tokens by question."""
+
+    wall_s: float
+    answers: dict[str, tuple[int, ...]]
+
+
+class Scaling:
+    """The same questions to the first one or two of some replicas, through a router and the whole flow."""
+
+    def __init__(
+        self, members: Sequence[Member], retriever: RetrieverLike, prompts: PromptBuilder, questions: Sequence[str]
+    ) -> None:
+        self._members, self._questions = members, questions
+        self._retriever, self._prompts = retriever, prompts
+        self._num_passes = 0
+
+    def measure(self, num_runs: int, tick: Tick) -> Result:
+        """One replica and two take turns; ratios of neighbouring passes, their median."""
+        counts = (1, 2)
+        passes: dict[int, list[_Pass]] = {count: [] for count in counts}
+        for count in counts:
+            self._pass(count)  # Why: kernels compile, connections open
+        for number in range(num_runs):
+            for count in counts:
+                passes[count].append(self._pass(count))
+            tick("one replica and two", number + 1, num_runs)
+        ratios = [one.wall_s / two.wall_s for one, two in zip(passes[1], passes[2], strict=True)]
+        answers = [each.answers for count in counts for each in passes[count]]
+        num_tokens = sum(map(len, answers[0].values()))
+        return {
+            "replica_scaling_simulated": median(ratios),
+            "scaling_identical": all(each == answers[0] for each in answers),
+            "scaling_ratios": ratios,
+            "scaling_tokens_per_s": {str(n): num_tokens / median(p.wall_s for p in passes[n]) for n in counts},
+            "scaling_questions": len(self._questions),
+        }
+
+    def _pass(self, num_replicas: int) -> _Pass:
+        """Why a tenant of its own: no prefix is cached from the pass before."""
+        self._num_passes += 1
+        tenant = f"pass-{self._num_passes}"
+        params = SamplingParams(max_tokens=RAG_TOKENS, ignore_eos=True, seed=0)
+        asked = [
+            Question(f"{tenant}-{i}", text, params, RAG_PASSAGES, Scope(tenant))
+            for i, text in enumerate(self._questions)
+        ]
+        routing = RoutingConfig(max_running=MAX_RUNNING + MAX_RUNNING // 2)
+        with Router(FixedDirectory(self._members[:num_replicas]), ray_connect(routing), routing) as router:
+            limits = FlowLimits(max_in_flight=2 * MAX_RUNNING * num_replicas)
+            begin = time.perf_counter()
+            answers = asyncio.run(_answers(Flow(self._retriever, router, self._prompts, limits), asked))
+            wall_s = time.perf_counter() - begin
+        return _Pass(wall_s, {name.removeprefix(tenant): tokens for name, tokens in answers.items()})
+
+
+async def _answers(flow: Flow, questions: Sequence[Question]) -> dict[str, tuple[int, ...]]:
+    """Raises: the first error of a question."""
+    answers: dict[str, tuple[int, ...]] = {}
+    async for finished in flow.run(questions):
+        answers[finished.id] = finished.result()[0].token_ids
+    return answers

@@ -1,0 +1,143 @@
+"""The suite `cluster`: what several devices change (no bit, no token) and what they cost and bring.
+
+Ranks of one target, the engine's own share of a step, two replicas, shards. Needs a Ray that is running.
+
+    >>> with ray_session("local"):
+    ...     cluster_suite(settings, tick).result["tp_identical"]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoTokenizer
+
+from pipelines.benchmarks.cluster.ranks import RANDOM, random_model, tensor_parallel, tp_headlines
+from pipelines.benchmarks.cluster.scaling import Scaling, sleeping_replicas, usual_successors
+from pipelines.benchmarks.cluster.shards import segmented_index, sharded, sharded_identical
+from ragspec.config import TargetConfig
+from ragspec.drafting.costs import CostTable
+from ragspec.evaluation.cases import rag_cases
+from ragspec.evaluation.comparison import Tick
+from ragspec.evaluation.forced import gold_answers
+from ragspec.evaluation.index_cache import cached_retriever
+from ragspec.evaluation.machine import PeakMemory
+from ragspec.evaluation.numerics_suite import DTYPES, Size, sizes_of
+from ragspec.evaluation.prompt_lists import RagList, squad_list, stdlib_list
+from ragspec.evaluation.report import Result
+from ragspec.evaluation.step_overhead import StepOverhead, worst
+from ragspec.evaluation.suites import Outcome, Settings
+from ragspec.rag.prompt import PromptBuilder
+from ragspec.retrieval.encoder import Encoder, TextEncoder
+from ragspec.retrieval.retriever import Retriever
+
+NOTES = (
+    "ranks: each has one thread and they share this machine's cores; with two cores a group is slower than one rank, what it "
+    "gives is room for a target that no one device holds",
+    "scaling: only the forward is a sleep; the router, actors, retrieval, prompts, planner, sampling and commits are real",
+)
+BATCHES = (1, 8)
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterPlan:
+    """How much is measured. `num_alone` of the questions are enough where one request runs at a time."""
+
+    num_questions: int = 48
+    num_ranks_cases: int = 12
+    num_alone: int = 12
+    num_documents: int = 800
+    num_queries: int = 200
+    num_runs: int = 3
+    all_targets: bool = True
+
+    @classmethod
+    def of(cls, settings: Settings) -> ClusterPlan:
+        runs = settings.plan.num_runs
+        if not settings.quick:
+            return cls(settings.num_prompts or 48, num_runs=runs)
+        return cls(settings.num_prompts or 24, 4, 6, 150, 40, runs, all_targets=False)
+
+
+class ClusterSuite:
+    """The four parts, in the order of the tables."""
+
+    def __init__(self, settings: Settings, tick: Tick, size: Size | None = None) -> None:
+        """`size`: the model whose steps are timed; None: a random Llama of 100M parameters. Raises: ModelError, SaveError."""
+        self._settings, self._tick = settings, tick
+        self._plan = ClusterPlan.of(settings)
+        self._size = size or sizes_of(settings.target)[1]
+        self._encoder: TextEncoder = Encoder.load(settings.encoder)
+        count = max(self._plan.num_questions, self._plan.num_queries)
+        self._list: RagList = squad_list(settings.data_dir, count) if settings.data_dir else stdlib_list(count)
+        self._retriever = self._opened()
+        tokenizer: Any = AutoTokenizer.from_pretrained(settings.target.model)
+        self._prompts = PromptBuilder(tokenizer, self._size.max_context_tokens)
+        questions = self._list.questions[: self._plan.num_questions]
+        self._cases = list(rag_cases(questions, self._retriever, self._prompts))
+
+    def measure(self) -> Result:
+        """Raises: what a part raises."""
+        memory = PeakMemory()
+        seed = self._settings.plan.seed
+        tp_rows = tensor_parallel(self._targets(), self._cases[: self._plan.num_ranks_cases], seed, self._tick)
+        steps, costs = self._steps()
+        scaling = self._scaling(costs)
+        shard_rows = self._sharded()
+        result = tp_headlines(tp_rows)
+        result |= {f"step_overhead_b{batch}": worst(steps, batch) for batch in BATCHES} | scaling
+        result |= {"sharded_identical": sharded_identical(shard_rows)}
+        result |= {"tp_rows": tp_rows, "step_rows": steps, "shard_rows": shard_rows, "notes": list(NOTES)}
+        identical = result["tp_identical"] == result["sharded_identical"] == 1.0 and scaling["scaling_identical"]
+        result |= {"identical": identical, "bitwise": result["tp_bitwise"], "num_prompts": len(self._cases)}
+        return result | {"num_runs": self._plan.num_runs, "label": self._list.label, "peak_pss_mb": memory.look()}
+
+    def _opened(self) -> Retriever:
+        documents = self._list.documents
+        return cached_retriever(
+            documents,
+            self._encoder,
+            self._settings.cache_dir,
+            lambda done, _: self._tick("index (once)", done, len(documents)),
+        )
+
+    def _targets(self) -> list[tuple[str, TargetConfig]]:
+        """The target itself and random ones with grouped queries, each with both types of weights; fewer of them in haste."""
+        own = self._settings.target
+        models = {"target": own.model}
+        folder = self._settings.cache_dir / "random_models"
+        models |= {name: str(random_model(name, own.model, folder)) for name in RANDOM}
+        pairs = [(name, dtype) for name in models for dtype in DTYPES]
+        if not self._plan.all_targets:
+            pairs = [("target", "float32"), ("random Qwen3", "bfloat16")]
+        return [(name, own.model_copy(update={"model": models[name], "dtype": dtype})) for name, dtype in pairs]
+
+    def _steps(self) -> tuple[list[Result], CostTable]:
+        questions = self._list.questions[: len(self._cases)]
+        gold = gold_answers(questions, [case.passages for case in self._cases])
+        # Why longer: between short answers nearly every step reads somebody's prompt, and few are left to measure
+        texts = {case.id: f"{gold[case.id]} {case.passages[0].text}" for case in self._cases}
+        bench = StepOverhead(self._size, self._cases, texts, self._settings.plan.seed)
+        rows = bench.measure(1, self._plan.num_alone, self._tick)
+        rows += bench.measure(8, len(self._cases), self._tick)
+        return [row | {"num_parameters": bench.num_parameters} for row in rows], bench.costs
+
+    def _scaling(self, costs: CostTable) -> Result:
+        successors = usual_successors([case.prompt_ids for case in self._cases])
+        with sleeping_replicas(2, self._settings.target, costs, successors) as members:
+            questions = [question.text for question in self._list.questions[: self._plan.num_questions]]
+            return Scaling(members, self._retriever, self._prompts, questions).measure(self._plan.num_runs, self._tick)
+
+    def _sharded(self) -> list[Result]:
+        documents = self._list.documents[: self._plan.num_documents]
+        index_dir: Path = segmented_index(documents, self._encoder, self._settings.cache_dir)
+        queries: Sequence[str] = [question.text for question in self._list.questions[: self._plan.num_queries]]
+        return sharded(index_dir, self._encoder, queries, self._tick)
+
+
+def cluster_suite(settings: Settings, tick: Tick) -> Outcome:
+    """Raises: ConfigError, ModelError, SaveError, EngineError."""
+    return Outcome(ClusterSuite(settings, tick).measure())

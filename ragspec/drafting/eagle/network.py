@@ -1,0 +1,237 @@
+"""An EAGLE head's network as the engine runs it: packed products, the target's attention kernel, ragged rows.
+
+One decoder layer over pairs (state, next token). For the first row of a draft the state is the target's; below, it is the head's
+own output. Owns no sequence and no tree: `ragspec.drafting.eagle.drafter` does.
+
+    >>> network = EagleNetwork(read_head(path), target)
+    >>> hidden = network.first(token_ids, features, cache, rows)         # [N, H]
+    >>> logits = network.logits(hidden)                                  # [N, Vd]
+
+Sources: EAGLE (Li et al. 2024, arXiv 2401.15077), EAGLE-2 (arXiv 2406.16858), EAGLE-3 (arXiv 2503.01840).
+"""
+
+from __future__ import annotations
+
+import time
+from types import SimpleNamespace
+from typing import NamedTuple, Protocol, cast
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from ragspec.drafting.eagle.checkpoint import (
+    EagleFamily,
+    HeadCheckpoint,
+    HeadConfig,
+    check_fits,
+    default_aux_layers,
+)
+from ragspec.drafting.eagle.layout import layer_prefix
+from ragspec.drafting.eagle.rows import DraftRows, Part
+from ragspec.numerics.attention import AttentionShape, Rows, attend, padded
+from ragspec.numerics.kv_cache import KvPool
+from ragspec.numerics.layers import GatedFeedForward, RootMeanSquareNorm
+from ragspec.numerics.linear import PackedLinear
+from ragspec.numerics.residual import ResidualNorm
+
+Ints = NDArray[np.int32]
+Floats = NDArray[np.float32]
+
+FINAL = -1
+"""The tap of the target's final norm (`ragspec.engine.target`)."""
+
+
+class HeadTarget(Protocol):
+    """What a head needs of its target."""
+
+    vocab_size: int
+    hidden_size: int
+
+    @property
+    def embedding(self) -> Tensor:
+        """Shape: [V, H]."""
+
+    @property
+    def num_layers(self) -> int: ...
+
+    def logits_of(self, states: Tensor) -> Floats: ...
+
+
+class HeadCache(NamedTuple):
+    """Keys and values of a head's one layer. Flat float32, as `KvPool` has them.
+
+    The first slots are those of the target's pool, the others the head's own, for nodes of drafts: a draft takes nothing from the
+    pool that running sequences live on.
+    """
+
+    keys: Floats
+    values: Floats
+
+    @classmethod
+    def beside(cls, pool: KvPool, shape: AttentionShape, num_own_slots: int = 0) -> HeadCache:
+        size = (pool.num_slots + num_own_slots) * shape.num_kv_heads * padded(shape.head_dim)
+        return cls(np.zeros(size, np.float32), np.zeros(size, np.float32))
+
+
+class EagleNetwork:
+    """A head's weights, products in `dtype` (None: the target's), everything between them in float32.
+
+    Raises: ModelError if the head was made for another target.
+    """
+
+    def __init__(
+        self, checkpoint: HeadCheckpoint, target: HeadTarget, max_positions: int, dtype: torch.dtype | None = None
+    ) -> None:
+        config, tensors = checkpoint
+        check_fits(config, target.vocab_size, target.hidden_size, target.num_layers)
+        self.config = config
+        self.shape = AttentionShape(config.num_heads, config.num_kv_heads, config.head_dim, config.head_dim**-0.5)
+        self.taps = taps_of(config, target.num_layers)
+        self.draft_ids = _draft_ids(tensors, config.draft_vocab_size)
+        self._target = target
+        dtype = dtype or target.embedding.dtype
+        own = {name: tensor.to(dtype) for name, tensor in tensors.items() if tensor.is_floating_point()}
+        self._dtype = dtype
+        self._embedding = own.get("embed_tokens.weight", target.embedding)
+        self._fc = PackedLinear(own["fc.weight"], own.get("fc.bias"))
+        self._build_layer(own, layer_prefix(config.family))
+        if config.family is EagleFamily.EAGLE3:
+            self._build_norms(own)
+        self._lm_head = PackedLinear(own["lm_head.weight"]) if config.family is EagleFamily.EAGLE3 else None
+        self._cos, self._sin = _rotations(config, max_positions)
+
+    def first(self, token_ids: Ints, features: Floats, cache: HeadCache, rows: Rows) -> Tensor:
+        """Pairs whose state is the target's own. Shapes: int32 [N], float32 [N, F] -> [N, H].
+
+        As many rows as there are states; one alone is computed twice, as one row takes another path through a product.
+        """
+        with torch.inference_mode():
+            return self._layer(token_ids, torch.from_numpy(features), cache, rows, is_first=True)
+
+    def further(self, token_ids: Ints, states: Tensor, cache: HeadCache, rows: Rows) -> Tensor:
+        """Pairs whose state is the head's own output. Shapes: int32 [N], [N, H] -> [N, H]."""
+        with torch.inference_mode():
+            return self._layer(token_ids, states, cache, rows, is_first=False)
+
+    def logits(self, hidden: Tensor) -> Floats:
+        """Of what comes after each pair's token, over the draft vocabulary. Shapes: [N, H] -> float32 [N, Vd]."""
+        with torch.inference_mode():
+            if self._lm_head is None:
+                return self._target.logits_of(hidden.to(self._target.embedding.dtype))
+            normalised = hidden if self.config.norm_output else _normed(self._norm, hidden)
+            return cast(Floats, self._product(self._lm_head, normalised).numpy())
+
+    def _build_layer(self, own: dict[str, Tensor], prefix: str) -> None:
+        layer = {name.removeprefix(prefix): tensor for name, tensor in own.items() if name.startswith(prefix)}
+        projections = [layer[f"self_attn.{name}_proj.weight"] for name in ("q", "k", "v")]
+        self._qkv, self._out = PackedLinear(torch.cat(projections)), PackedLinear(layer["self_attn.o_proj.weight"])
+        parts = {f"{name}_proj": _linear(layer[f"mlp.{name}_proj.weight"]) for name in ("gate", "up", "down")}
+        self._feed_forward = GatedFeedForward(SimpleNamespace(**parts, config=SimpleNamespace(hidden_act="silu")))
+        self._feed_forward_norm = self._norm_of(layer["post_attention_layernorm.weight"])
+        if self.config.family is EagleFamily.EAGLE3:
+            self._token_norm = self._norm_of(layer["input_layernorm.weight"])
+            self._state_norm = self._norm_of(layer["hidden_norm.weight"])
+
+    def _build_norms(self, own: dict[str, Tensor]) -> None:
+        self._norm = self._norm_of(own["norm.weight"])
+        fc_norm = own.get("fc_norm.weight")
+        self._fc_norm = None if fc_norm is None else fc_norm.float()
+
+    def _norm_of(self, weight: Tensor) -> ResidualNorm:
+        norm = SimpleNamespace(weight=weight.float(), variance_epsilon=self.config.rms_norm_eps)
+        return ResidualNorm(RootMeanSquareNorm(norm))
+
+    def _product(self, layer: nn.Module, x: Tensor) -> Tensor:
+        return cast(Tensor, layer(x.to(self._dtype)).float())
+
+    def _layer(self, token_ids: Ints, states: Tensor, cache: HeadCache, rows: Rows, is_first: bool) -> Tensor:
+        num_rows = len(token_ids)
+        tokens = torch.from_numpy(token_ids.astype(np.int64))
+        if num_rows == 1:
+            tokens, states = tokens.repeat(2), states.repeat(2, 1)
+        embedded = F.embedding(tokens, self._embedding).float()
+        build = self._input_3 if self.config.family is EagleFamily.EAGLE3 else self._input_1
+        residual, x = build(embedded, states, is_first)
+        stream, normalised = self._feed_forward_norm(residual, self._attention(x, cache, rows))
+        hidden = stream + self._product(self._feed_forward, normalised)
+        if self.config.norm_output:
+            hidden = _normed(self._norm, hidden)
+        return cast(Tensor, hidden[:num_rows])
+
+    def _input_1(self, embedded: Tensor, states: Tensor, is_first: bool) -> tuple[Tensor, Tensor]:
+        """EAGLE-1 and 2: one projection of both, without a norm. Shapes: [N, H] twice -> (residual, x) [N, H] each."""
+        x = self._product(self._fc, torch.cat([embedded, states], 1))
+        return x, x
+
+    def _input_3(self, embedded: Tensor, states: Tensor, is_first: bool) -> tuple[Tensor, Tensor]:
+        """EAGLE-3: several layers of the target are projected to one state; both halves normed, side by side."""
+        if is_first:
+            states = self._product(self._fc, self._normed_features(states))
+        normalised = _normed(self._state_norm, states)
+        residual = normalised if self.config.norm_before_residual else states
+        return residual, torch.cat([_normed(self._token_norm, embedded), normalised], 1)
+
+    def _normed_features(self, features: Tensor) -> Tensor:
+        if self._fc_norm is None:
+            return features
+        parts = features.view(len(features), *self._fc_norm.shape)
+        normed = F.rms_norm(parts, parts.shape[-1:], None, self.config.rms_norm_eps) * self._fc_norm
+        return normed.view_as(features)
+
+    def _attention(self, x: Tensor, cache: HeadCache, rows: Rows) -> Tensor:
+        shape = self.shape
+        qkv = self._product(self._qkv, x).view(len(x), shape.num_heads + 2 * shape.num_kv_heads, shape.head_dim)
+        out = attend(qkv.numpy(), cache.keys, cache.values, rows, shape, self._cos, self._sin)
+        return self._product(self._out, torch.from_numpy(out).view(len(x), -1))
+
+
+def taps_of(config: HeadConfig, num_layers: int) -> tuple[int, ...]:
+    """Which of the target's states a head reads, low to high."""
+    if config.family is EagleFamily.EAGLE:
+        return (FINAL,)
+    return config.aux_layers or default_aux_layers(num_layers)
+
+
+def _draft_ids(tensors: dict[str, Tensor], draft_vocab_size: int) -> NDArray[np.int64]:
+    """The target's id of each draft token. Shape: int64 [Vd]."""
+    ids = torch.arange(draft_vocab_size)
+    return cast(NDArray[np.int64], (ids + tensors["d2t"] if "d2t" in tensors else ids).numpy())
+
+
+def _normed(norm: ResidualNorm, x: Tensor) -> Tensor:
+    return cast(Tensor, norm(x, torch.zeros_like(x))[1])
+
+
+def _linear(weight: Tensor) -> nn.Linear:
+    linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False, dtype=weight.dtype)
+    linear.weight = nn.Parameter(weight, requires_grad=False)
+    return linear
+
+
+def _rotations(config: HeadConfig, max_positions: int) -> tuple[Floats, Floats]:
+    """Of every position the target can have, whatever length the head was trained on. Shapes: float32 [positions, head_dim]."""
+    exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float64) / config.head_dim
+    angles = torch.arange(max_positions, dtype=torch.float64)[:, None] * config.rope_theta**-exponents
+    both = torch.cat([angles, angles], 1)
+    return both.cos().float().numpy(), both.sin().float().numpy()
+
+
+class HeadTimer:
+    """Times a head's forwards over a context of zeros; what it writes is never read."""
+
+    def __init__(self, network: EagleNetwork, pool: KvPool) -> None:
+        self._network, self._num_slots = network, pool.num_slots
+        self._cache = HeadCache.beside(pool, network.shape)
+
+    def seconds(self, num_rows: int, context: int) -> float:
+        """One forward of so many rows, its logits included."""
+        network, slots = self._network, np.arange(context + num_rows, dtype=np.int32)
+        assert len(slots) <= self._num_slots, "the kernel would write beside the cache"
+        rows = DraftRows([Part(slots, num_rows, len(slots), slots[:0])]).chains()
+        features = np.zeros((num_rows, network.config.num_features), np.float32)
+        begin = time.perf_counter()
+        network.logits(network.first(np.zeros(num_rows, np.int32), features, self._cache, rows))
+        return time.perf_counter() - begin

@@ -1,0 +1,94 @@
+"""Who makes follow-up questions standalone: the rules, or the target, and the rules where it writes no question.
+
+No clock and no load decides between the two, or the same conversation would look up another question on a busy day.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Sequence
+
+from ragspec.core import FinishReason, Message, Request, SamplingParams
+from ragspec.errors import InputError
+from ragspec.rag.chat.config import ChatConfig
+from ragspec.rag.chat.conversations import Said
+from ragspec.rag.chat.rewrite_rules import standalone
+from ragspec.rag.prompt import PromptBuilder
+from ragspec.rag.sources import copy_sources
+from ragspec.rag.steps import EngineLike
+
+_SYSTEM = (
+    "Rewrite the user's last question so that it can be understood without the conversation: put names in place of pronouns "
+    "and add what it leaves out. Change nothing else. Write the question alone."
+)
+_EXAMPLES = (
+    (
+        "User: What was the Apollo Guidance Computer?\nAssistant: A computer built for NASA's Apollo programme.\n"
+        "Last question: Who designed it?",
+        "Who designed the Apollo Guidance Computer?",
+    ),
+    (
+        "User: How many people lived in Lyon in 1999?\nAssistant: About 445,000.\nLast question: And in Marseille?",
+        "How many people lived in Marseille in 1999?",
+    ),
+    (
+        "User: When did the Beatles break up?\nAssistant: In 1970.\nLast question: What is the capital of Peru?",
+        "What is the capital of Peru?",
+    ),
+)
+_LATEST_TURNS = 3
+_MAX_CHARS = 400
+"""Of each earlier text, and of the question made of them."""
+
+
+class Rewriter:
+    """`engine`: what would write the questions; None: only the rules can."""
+
+    def __init__(self, config: ChatConfig, prompts: PromptBuilder, engine: EngineLike | None = None) -> None:
+        self._config, self._prompts = config, prompts
+        self._engine = engine if _asks_target(config, engine) else None
+
+    def standalone(self, question: str, said: Sequence[Said], salt: str = "") -> str:
+        """What to look up for a question after these turns; the question itself if there are none.
+
+        Raises: whatever the target fails with, as it would for the answer itself.
+        """
+        if not said or self._config.rewriter == "off":
+            return question
+        written = self._written(question, said, salt) if self._engine is not None else ""
+        return written or standalone(question, said)
+
+    def _written(self, question: str, said: Sequence[Said], salt: str) -> str:
+        """What the target writes; empty if it is no question, or if the turns do not fit its context, or its template."""
+        assert self._engine is not None
+        try:
+            request = self._request(question, said, salt)
+        except InputError:
+            return ""
+        (completion,) = self._engine.generate([request])
+        text = completion.text.strip()
+        ended = completion.finish_reason is FinishReason.STOP
+        return text if ended and text and "\n" not in text and len(text) <= _MAX_CHARS + len(question) else ""
+
+    def _request(self, question: str, said: Sequence[Said], salt: str) -> Request:
+        turns = [f"User: {turn.question[:_MAX_CHARS]}\nAssistant: {turn.answer[:_MAX_CHARS]}" for turn in said]
+        task = "\n".join([*turns[-_LATEST_TURNS:], f"Last question: {question}"])
+        messages = [Message("system", _SYSTEM)]
+        for before, after in _EXAMPLES:
+            messages += [Message("user", before), Message("assistant", after)]
+        max_tokens = self._config.rewriter_tokens
+        prompt = self._prompts.build([*messages, Message("user", task)], (), max_tokens)
+        params = SamplingParams(max_tokens=max_tokens)
+        return Request(uuid.uuid4().hex, prompt.prompt_ids, params, copy_sources(question, (), turns), salt)
+
+
+def _asks_target(config: ChatConfig, engine: EngineLike | None) -> bool:
+    """Auto: a target in this process says how large it is; of one elsewhere nothing is known here."""
+    if config.rewriter == "auto":
+        return num_parameters(engine) >= config.least_rewriter_parameters
+    return config.rewriter == "model" and engine is not None
+
+
+def num_parameters(engine: object) -> int:
+    """Of the engine's target, if it runs in this process; else 0."""
+    return int(getattr(getattr(engine, "target", None), "num_parameters", 0))

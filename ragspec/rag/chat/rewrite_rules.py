@@ -1,0 +1,150 @@
+"""A follow-up question becomes one that stands alone, by rules: what it leaves out is taken from the turns before it.
+
+>>> standalone("Why did it fail?", [Said("What was the Apollo Guidance Computer?", "A computer.")])
+'Why did it fail? (Apollo Guidance Computer)'
+
+The question's own words stay as they are, so a wrong guess adds a little noise and loses nothing. What is added is what the
+conversation is about, by whoever named it: the user in questions, the opening one first; or an answer that speaks to the user, as
+one that proposes something does. Names in other answers are what a question was answered with, seldom what the next is about.
+
+Measured, not guessed: `ragspec.evaluation.follow_ups`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+
+from ragspec.rag.chat.conversations import Said
+
+_WORD = re.compile(r"[^\W_](?:[\w'’.&/+#-]*[\w+#])?")
+_NAME = re.compile(
+    r"(?:[A-Z]|(?<!\d)\d+(?=[A-Z]))[\w'’.&-]*"  # begins with a capital
+    r"(?:\s+(?:(?:of|the|and|de|la|le|von|van|der|for|in|on)\s+){0,2}[A-Z][\w'’.&-]*|\s+\d+\b)*"
+    r"|(?<![\w-])[\w-]*[a-z0-9](?:[._:/]+\w+)+(?:\(\))?"  # json.dumps, snake_case
+    r"|\b[a-z]+[A-Z]\w*"  # camelCase
+)
+_COMMON = frozenset(
+    "a about after again all alright also am an and another any anybody anyone anything apologies are aren't as ask at "
+    "awesome be because been before being best book booked but by can can't cool could couldn't currently did didn't do "
+    "does doesn't doing don't during each either else ever everything exactly few find fine first for from further get give "
+    "go goes going good got great had happen happened happens has hasn't have haven't having he hello help her here hers "
+    "hey hi him his hmm how however i i'd i'll i'm i've if in instead interesting into is isn't it its just keep kind know "
+    "last let like long look looking lot made make many may maybe me mean might more most much must my name need nice no "
+    "not nothing now number of off oh ok okay on once one ones only or other others our out over own people per perfect "
+    "place please possibly pretty really right same say see she should show so some somebody someone something soon sorry "
+    "still such sure take tell than thank thanks that that's the their them then there there's these they they're thing "
+    "things think this those time to too try two type under until up us use used very via want wanted was wasn't way we "
+    "well were weren't what what's when when's where where's which while who who's whom whose why will with without won't "
+    "wonderful would wouldn't yeah year years yep yes yet you you'd you're your".split()
+)
+_LEANS = re.compile(
+    r"\b(?:he|she|it|they|him|her|them|his|hers|its|their|theirs|himself|herself|itself|themselves|this|these|those|there|then|"
+    r"one|ones|others?|else|another|same|such|former|latter|more|"
+    r"that(?!\s+(?:is|are|was|were|has|have|had|can|could|will|would|may|might|must|should|do|does|did|\w+s|\w+ed)\b))\b",
+    re.IGNORECASE,
+)
+_PERSON = re.compile(r"\b(?:he|she|him|her|his|hers|himself|herself)\b", re.IGNORECASE)
+_GOES_ON = re.compile(r"\W*(?:and|or|but|also|so|then|(?:what|how) about|what of|such as|like)\b", re.IGNORECASE)
+_TO_THE_USER = re.compile(r"\b(?:I|you|your|we|us)\b|\?\s*$")
+_QUOTED = re.compile(r"\"[^\"]*\"|“[^“”]*”")
+_SHORT_WORDS = 2
+_MAX_ASKED, _MAX_PROPOSED, _MAX_ANSWERED = 4, 4, 4
+_MAX_CHARS, _MAX_TURNS = 2_000, 100
+"""What is looked at: the beginning of each text, and the latest turns. A question may be megabytes, and a conversation long."""
+
+
+def standalone(question: str, said: Sequence[Said]) -> str:
+    """The question with what it speaks of; as it is where nothing came before it, or where nothing seems to be left out."""
+    said = [Said(*(text[:_MAX_CHARS] for text in turn)) for turn in said[-_MAX_TURNS:]]
+    seen = question[:_MAX_CHARS]
+    if not said or _stands_alone(seen):
+        return question
+    found = _without_known(_topics(seen, said[_opening(said) :]), seen)
+    return f"{question} ({'; '.join(found)})" if found else question
+
+
+def names(text: str) -> list[str]:
+    """Capitalised runs of words and identifiers, each once, without common words at either end."""
+    found: dict[str, None] = {}
+    for match in _NAME.finditer(text):
+        words = match.group().split()
+        while words and _bare(words[0]) in _COMMON:
+            words.pop(0)
+        while words and _bare(words[-1]) in _COMMON:
+            words.pop()
+        if words and (name := _trimmed(" ".join(words))):
+            found[name] = None
+    return list(found)
+
+
+def _trimmed(name: str) -> str:
+    return name.removesuffix("'s").removesuffix("’s").rstrip(".'’&-").lstrip("-")
+
+
+def phrases(text: str) -> list[str]:
+    """Runs of words that are not common ones: what a text without names is about."""
+    runs: list[list[str]] = [[]]
+    for piece in re.split(r"[\s,;:?!()\"“”]+", text):
+        word = piece.strip(".'’-")
+        if word and word.lower() not in _COMMON:
+            runs[-1].append(word)
+        elif runs[-1]:
+            runs.append([])
+    return list(dict.fromkeys(" ".join(run) for run in runs if run))
+
+
+def _stands_alone(question: str) -> bool:
+    """It names something, leans on nothing, and is more than the end of a question."""
+    whole = len(question.split()) > _SHORT_WORDS and not _GOES_ON.match(question)
+    return whole and bool(names(question)) and not _LEANS.search(question)
+
+
+def _opening(said: Sequence[Said]) -> int:
+    """The number of the turn that began what is spoken of now: the latest whose question stood alone and had no word in common
+    with the turns before it, or else the first."""
+    known: set[str] = set()
+    opening = 0
+    for number, turn in enumerate(said):
+        words = set(_content(turn.question))
+        if _stands_alone(turn.question) and not words & known:
+            opening = number
+        known |= words | set(_content(turn.answer))
+    return opening
+
+
+def _topics(question: str, said: Sequence[Said]) -> list[str]:
+    named = [*names(said[0].question)[:2], *(name for turn in reversed(said) for name in names(turn.question))]
+    asked = list(dict.fromkeys(named))[:_MAX_ASKED] or phrases(said[0].question)
+    of_a_person = bool(_PERSON.search(question))
+    if _GOES_ON.match(question) or (len(_content(question)) <= _SHORT_WORDS and not of_a_person):
+        asked += phrases(said[-1].question)
+    if named and of_a_person:
+        return asked
+    answers = [_QUOTED.sub("", turn.answer) for turn in reversed(said)]
+    if proposals := [answer for answer in answers if _TO_THE_USER.search(answer)]:
+        return [*asked, *_first(proposals, _MAX_PROPOSED)]
+    return asked if named else [*asked, *_first((turn.answer for turn in reversed(said)), _MAX_ANSWERED)]
+
+
+def _first(texts: Iterable[str], most: int) -> list[str]:
+    return list(dict.fromkeys(name for text in texts for name in names(text)))[:most]
+
+
+def _without_known(terms: Iterable[str], question: str) -> list[str]:
+    """Each term that says something the question and the terms before it do not."""
+    known, kept = set(_content(question)), []
+    for term in terms:
+        words = set(_content(term)) or {term.lower()}
+        if not words <= known:
+            kept.append(term)
+            known |= words
+    return kept
+
+
+def _content(text: str) -> list[str]:
+    return [word for word in map(_bare, _WORD.findall(text)) if word not in _COMMON]
+
+
+def _bare(word: str) -> str:
+    return re.sub(r"['’]s$", "", word.lower()).strip(".'’-")

@@ -1,0 +1,210 @@
+"""Corrections that are not made: those that would change what a text says, what its writer knows better, or too much at once.
+
+>>> sentence = "Ann has 5 mill."
+>>> sift(sentence, word_edits(sentence, "Anne has 6 mills."), Guard(), Surroundings())[1]
+(Withheld(..., reason=<Why.NAME: 'name'>), Withheld(..., reason=<Why.NUMBER: 'number'>))
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+import re
+from bisect import bisect_left, bisect_right
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from ragspec.errors import InputError
+from ragspec.rag.grammar.edit_kinds import kind_of
+from ragspec.rag.grammar.edits import Edit, EditKind
+
+Span = tuple[int, int]
+
+_WORD = re.compile(r"[^\W\d_](?:\w|['’](?=\w))*")
+_NAME = re.compile(r"(?<=[^\W\d_A-Z] )[A-Z](?:\w|['’](?=\w))*")
+_DIGITS = re.compile(r"\d(?:[\d.,:/-]*\d)?")
+_UNIT = re.compile(r"\w+(?:['’]\w+)*")
+_NUMBER_WORDS = frozenset(
+    "zero two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen eighteen "
+    "nineteen twenty thirty forty fifty sixty seventy eighty ninety hundred thousand million billion trillion dozen half".split()
+)
+_CALENDAR = frozenset(
+    "monday tuesday wednesday thursday friday saturday sunday january february march april may june july august september "
+    "october november december english french german spanish italian chinese japanese i".split()
+)
+"""Written with a capital, and no names of anybody."""
+
+
+class Why(enum.StrEnum):
+    """Why an edit is not made. `RATIO`: the correction changes too many words of its sentence; `KIND`: its kind is not wanted."""
+
+    NUMBER = "number"
+    NAME = "name"
+    CODE = "code"
+    MARKUP = "markup"
+    DICTIONARY = "dictionary"
+    IGNORED = "ignored"
+    KIND = "kind"
+    RATIO = "ratio"
+
+
+@dataclass(frozen=True, slots=True)
+class Withheld:
+    """An edit that the target asks for and that was not made."""
+
+    edit: Edit
+    reason: Why
+
+
+@dataclass(frozen=True, slots=True)
+class Guard:
+    """What is not changed.
+
+    `max_edit_ratio`: the share of a sentence's words that its correction may change; one word always, unless it is 0; 1 is no
+    limit. `ignore`: words or phrases left as they are written here; `dictionary`: words that are right however their letters are
+    cased. `kinds`: those that are corrected; None: all. Raises: InputError.
+    """
+
+    max_edit_ratio: float = 0.5
+    ignore: frozenset[str] = frozenset()
+    dictionary: frozenset[str] = frozenset()
+    kinds: frozenset[EditKind] | None = None
+    numbers: bool = True
+    names: bool = True
+
+    def __post_init__(self) -> None:
+        ratio: Any = self.max_edit_ratio
+        if isinstance(ratio, bool) or not isinstance(ratio, int | float) or not 0.0 <= ratio <= 1.0:
+            raise InputError(f"max_edit_ratio must be a number from 0 to 1, not {ratio!r}")
+        for name in ("ignore", "dictionary"):
+            given = getattr(self, name)
+            if isinstance(given, str) or not all(isinstance(word, str) and word.strip() for word in given):
+                raise InputError(f"{name} must be a list of words, none of them empty")
+        object.__setattr__(self, "ignore", frozenset(word.strip() for word in self.ignore))
+        object.__setattr__(self, "dictionary", frozenset(word.strip() for word in self.dictionary))
+        if self.kinds is not None:
+            object.__setattr__(self, "kinds", frozenset(map(EditKind, self.kinds)))
+
+
+CAREFUL = Guard()
+
+
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """What of a text decides about a sentence in it. `protected`: spans, in order; `common`: words it has in small letters;
+    `names`: words it has with a capital inside a sentence."""
+
+    protected: Sequence[Span] = ()
+    common: frozenset[str] = frozenset()
+    names: frozenset[str] = frozenset()
+
+    @classmethod
+    def of(cls, text: str, protected: Sequence[Span]) -> Surroundings:
+        common = frozenset(word for word in _WORD.findall(text) if word.islower())
+        return cls(protected, common, frozenset(_NAME.findall(text)))
+
+
+class Sifted(NamedTuple):
+    made: tuple[Edit, ...]
+    withheld: tuple[Withheld, ...]
+
+
+def sift(
+    sentence: str, edits: Sequence[Edit], guard: Guard, around: Surroundings, start: int = 0, *, whole: bool = True
+) -> Sifted:
+    """The edits of a sentence that are made, and the others with the reason. `start`: where the sentence begins in the text that
+    edits and protected spans count. `whole`: False for what continues a sentence, and so begins with no capital of its own."""
+    names = _names(sentence, around, whole) if guard.names else frozenset()
+    kept = list(_kept(sentence, guard, around.protected, start)) if edits else []
+    made: list[Edit] = []
+    withheld: list[Withheld] = []
+    for edit in edits:
+        touched = next((why for span, why in kept if _touches(edit, span)), None)
+        reason = touched or _reason(edit, guard, names)
+        if reason is None:
+            made.append(edit)
+        else:
+            withheld.append(Withheld(edit, reason))
+    if _num_changed(made) > _most_changed(sentence, guard.max_edit_ratio):
+        withheld = sorted([*withheld, *(Withheld(edit, Why.RATIO) for edit in made)], key=lambda each: each.edit.start)
+        made = []
+    return Sifted(tuple(made), tuple(withheld))
+
+
+def _kept(sentence: str, guard: Guard, protected: Sequence[Span], start: int) -> Iterator[tuple[Span, Why]]:
+    """What of the sentence must stay as it is."""
+    first = bisect_right(protected, start, key=lambda span: span[1])
+    last = bisect_left(protected, start + len(sentence), key=lambda span: span[0])
+    yield from ((span, Why.CODE) for span in protected[first:last])
+    for phrases, flags, why in ((guard.ignore, 0, Why.IGNORED), (guard.dictionary, re.IGNORECASE, Why.DICTIONARY)):
+        if phrases:
+            for match in _pattern(phrases, flags).finditer(sentence):
+                yield (start + match.start(), start + match.end()), why
+
+
+@functools.lru_cache(maxsize=64)
+def _pattern(phrases: frozenset[str], flags: int) -> re.Pattern[str]:
+    """The phrases as whole words."""
+    choices = "|".join(map(re.escape, sorted(phrases, key=len, reverse=True)))
+    return re.compile(rf"(?<!\w)(?:{choices})(?!\w)", flags)
+
+
+def _touches(edit: Edit, span: Span) -> bool:
+    """Whether the edit changes something inside the span; what is put in beside it does not."""
+    start, end = span
+    return start < edit.start < end if edit.start == edit.end else edit.start < end and edit.end > start
+
+
+def _reason(edit: Edit, guard: Guard, names: frozenset[str]) -> Why | None:
+    if guard.kinds is not None and edit.kind not in guard.kinds:
+        return Why.KIND
+    old, new = _WORD.findall(edit.original), _WORD.findall(edit.replacement)
+    if guard.numbers and _numbers_change(edit, old, new):
+        return Why.NUMBER
+    kept = {form for word in new for form in _name_forms(word)}
+    if any(word in names and not _name_forms(word) & kept for word in old):
+        return Why.NAME
+    return None
+
+
+def _numbers_change(edit: Edit, old: Sequence[str], new: Sequence[str]) -> bool:
+    """Digits may not change at all. A number in words may come of a misspelling ("tow mills"), but not out of nothing."""
+    if sorted(_DIGITS.findall(edit.original)) != sorted(_DIGITS.findall(edit.replacement)):
+        return True
+    had, has = ({w.casefold() for w in words} & _NUMBER_WORDS for words in (old, new))
+    return bool(had - has) or (bool(has - had) and kind_of(edit.original, edit.replacement) is not EditKind.SPELLING)
+
+
+def _name_forms(name: str) -> set[str]:
+    """A name with and without what grammar puts behind it: Ann's is Ann, and Anns may have been meant as Ann's."""
+    letters = name.replace("’", "'")
+    return {letters.removesuffix("'s").replace("'", ""), letters.replace("'", "")}
+
+
+def _names(sentence: str, around: Surroundings, whole: bool) -> frozenset[str]:
+    """Words with capitals where no sentence asks for them. In headings and shouts capitals say nothing, except inside a word."""
+    words = [match.group() for match in _WORD.finditer(sentence)]
+    inner = {word for word in words if any(map(str.isupper, word[1:])) and any(map(str.islower, word))}
+    later = words[1:] if whole else words
+    capital = [word for word in later if word[:1].isupper()]
+    if len(later) > 3 and 2 * len(capital) > len(later):
+        return frozenset(inner)
+    capital += [word for word in words[:1] if word in around.names]
+    return frozenset(inner | {word for word in capital if word.casefold() not in around.common | _CALENDAR})
+
+
+def _num_changed(edits: Sequence[Edit]) -> int:
+    """Words; capitals, spaces and marks are none."""
+    return sum(max((old - new).total(), (new - old).total()) for old, new in map(_words_of, edits))
+
+
+def _words_of(edit: Edit) -> tuple[Counter[str], Counter[str]]:
+    return Counter(_UNIT.findall(edit.original.casefold())), Counter(_UNIT.findall(edit.replacement.casefold()))
+
+
+def _most_changed(sentence: str, ratio: float) -> float:
+    if ratio in (0.0, 1.0):
+        return 0.0 if ratio == 0.0 else float("inf")
+    return max(1.0, ratio * len(_UNIT.findall(sentence)))

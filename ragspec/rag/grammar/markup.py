@@ -1,0 +1,212 @@
+"""Texts with markup: what a reader reads of them, and where that stands in the whole.
+
+A text comes in parts, as editors send it, or its markup is found here: HTML tags and comments, scripts, fenced code, front
+matter. What is read as words but must stay as it is (inline code, addresses, formulas, commands, what templates fill in) is
+protected where it stands. Code that is told by its indentation alone is not known: so may a paragraph be.
+
+    >>> text = MarkedText([TextPart("A "), TextPart("<b>", is_markup=True), TextPart("mill")])
+    >>> text.plain, text.placed(Edit(2, 6, "mill", "house"))
+    ('A mill', Edit(start=5, end=9, original='mill', replacement='house', kind=<EditKind.OTHER: 'other'>))
+"""
+
+from __future__ import annotations
+
+import html
+import itertools
+import re
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from ragspec.rag.grammar.edits import Edit
+
+Span = tuple[int, int]
+
+_VALUE = r"""(?:"[^"<]*+"|'[^'<]*+'|[^\s"'<>=`]++)"""
+_ATTRIBUTE = (
+    rf"(?:[\w:@.-]++\s*+=\s*+{_VALUE}|(?:allowfullscreen|async|autofocus|autoplay|checked|controls|default|defer|disabled|download|"
+    r"hidden|inert|ismap|itemscope|loop|multiple|muted|nomodule|novalidate|open|playsinline|readonly|required|reversed|selected|"
+    r"(?:aria|data|hx|ng|v|x)-[\w:.-]++)(?![\w:.-]))"
+)
+_BEGIN = r"(?:\A|(?<=\A\ufeff))"  # behind a byte order mark
+_MARKUP = re.compile(
+    rf"\A\ufeff|(?P<comment><!--)|(?P<program><\?(?=[a-z=]))|{_BEGIN}(?P<front>---)[ \t]*+\r?\n(?=[\w-]++[ \t]*+:)"
+    rf"|(?:^|{_BEGIN})(?P<quoted>[ \t>]*+)(?:(?:[-*+]|\d{{1,9}}[.)])[ \t]++)?+(?P<fence>`{{3,}}+|~{{3,}}+)(?![^\n`]*+`)"
+    r"|<(?P<raw>script|style|pre|code|math)\b[^<>]*+>"
+    rf"|</?[a-z][\w:-]*+(?:\s++{_ATTRIBUTE})*+\s*+/?>|<![a-z][^<>]*+>|&(?:\#\d{{1,7}}|\#x[\da-f]{{1,6}}|[a-z]+\d*);",
+    re.MULTILINE | re.IGNORECASE,
+)
+_NAMING = (
+    "(?:auto|[cC]|eq|name|page|v)?ref|(?:auto|foot|full|paren|no|short|text)?cite[a-z]*|label|input|include[a-z]*|bibliography[a-z]*|"
+    "usepackage|documentclass|begin|end|url|href|bibitem|gls|vspace|hspace"
+)
+_PROTECTED = re.compile(
+    r"(?P<ticks>(?<!`)`++)[^`\n]++(?P=ticks)"  # inline code
+    r"|(?<![\w.+-])[\w.+-]++@[\w-]++(?:\.[\w-]++)++"  # e-mail
+    r"|(?<!\w)(?:(?:https?|ftp|file|mailto|git|ssh):/{0,2}|www\.)[^\s<>\"”’»]*[\w/]"  # address
+    r"|(?<=\])\([^()\s]*+\)"  # where a link leads to
+    r"|(?<![\\\w$])\$(?![\s$])[^$\n]++(?<![\s\\])\$(?!\d)"  # formula
+    r"|\{\{[^\n{}]*+\}\}|\{%[^\n%]*+%\}"  # what a template fills in
+    rf"|\\(?:{_NAMING})\*?+(?:\[[^\]\n\\]{{0,80}}+\])*+\{{[^{{}}\n]*+\}}"  # command with a name
+    r"|\\[a-zA-Z]++\*?+(?:\[[^\]\n\\]{0,80}+\])?+"  # command
+    r"|(?<!\w)[@#]\w++"  # user, tag
+)
+_BLOCKS = frozenset(
+    "p div br hr li ul ol table tr td th h1 h2 h3 h4 h5 h6 blockquote section article header footer".split()
+)
+_NAME = re.compile(r"</?([a-z][\w-]*)", re.IGNORECASE)
+_BREAK = "\n\n"
+
+
+class TextPart(NamedTuple):
+    """A piece of a text. A reader sees `read_as` in place of markup."""
+
+    text: str
+    is_markup: bool = False
+    read_as: str = ""
+
+    @property
+    def plain(self) -> str:
+        return self.read_as if self.is_markup else self.text
+
+
+class MarkedText:
+    """`whole` is all parts joined, `plain` what is read of them, `protected` the spans of `plain` that must stay as they are."""
+
+    def __init__(self, parts: Sequence[TextPart]) -> None:
+        self.parts = tuple(parts)
+        self.whole = "".join(part.text for part in self.parts)
+        self.plain = "".join(part.plain for part in self.parts)
+        self.protected: tuple[Span, ...] = tuple(match.span() for match in _PROTECTED.finditer(self.plain))
+        self._starts: list[int] = []  # in `plain`, of every part that is read
+        self._offsets: list[int | None] = []  # what leads from there to the whole; None: markup
+        self._behind: list[int] = []  # in `whole`: where the last text before the part's end ends
+        at = read = behind = 0
+        for part in self.parts:
+            if part.plain:
+                behind = behind if part.is_markup else at + len(part.text)
+                self._starts.append(read)
+                self._offsets.append(None if part.is_markup else at - read)
+                self._behind.append(behind)
+            at, read = at + len(part.text), read + len(part.plain)
+
+    @classmethod
+    def read(cls, text: str) -> MarkedText:
+        """Any text, with the markup that can be told for certain."""
+        return cls(list(_parts(text)))
+
+    def texts(self) -> list[Span]:
+        """Where in `whole` there is no markup, in order."""
+        ends = list(itertools.accumulate(len(part.text) for part in self.parts))
+        parts = zip(self.parts, ends, strict=True)
+        return [(end - len(part.text), end) for part, end in parts if part.text and not part.is_markup]
+
+    def placed(self, edit: Edit) -> Edit | None:
+        """An edit of `plain` as one of `whole`; None where it would touch markup."""
+        for each in (edit, _shortened(edit)):
+            place = self._insertion(each) if each.start == each.end else self._stretch(each.start, each.end)
+            if place is not None:
+                return replace(each, start=place[0], end=place[1])
+        return None
+
+    def span(self, start: int, end: int) -> Span:
+        """The least of `whole` that holds what is read in `plain[start:end]` and is no markup."""
+        first, last = self._part(start), self._part(max(start, end - 1))
+        own = [number for number in range(first, last + 1) if self._offsets[number] is not None] if start < end else []
+        if not own:
+            between = self._behind[first] if self._offsets[first] is None or start < end else self._insertion_at(start)
+            return between, between
+        return self._clipped(own[0], start, end)[0], self._clipped(own[-1], start, end)[1]
+
+    def _clipped(self, number: int, start: int, end: int) -> Span:
+        """What of a part's text is read in the stretch, in `whole`."""
+        offset = self._offsets[number]
+        assert offset is not None
+        stop = self._starts[number + 1] if number + 1 < len(self._starts) else len(self.plain)
+        return max(start, self._starts[number]) + offset, min(end, stop) + offset
+
+    def _insertion_at(self, index: int) -> int:
+        offset = self._offsets[self._part(index)]
+        assert offset is not None
+        return index + offset
+
+    def _part(self, index: int) -> int:
+        return bisect_right(self._starts, index) - 1
+
+    def _at(self, index: int) -> int | None:
+        """Where a character of `plain` stands in `whole`; None if it stands for markup."""
+        offset = self._offsets[self._part(index)]
+        return None if offset is None else index + offset
+
+    def _stretch(self, start: int, end: int) -> Span | None:
+        """Where `plain[start:end]` stands in one piece."""
+        offsets = set(self._offsets[self._part(start) : self._part(end - 1) + 1])
+        offset = offsets.pop()
+        return None if offsets or offset is None else (start + offset, end + offset)
+
+    def _insertion(self, edit: Edit) -> Span | None:
+        """Beside the neighbour that it belongs to: what begins with a letter to the one behind it."""
+        before = self._at(edit.start - 1) if edit.start else None
+        after = self._at(edit.start) if edit.start < len(self.plain) else None
+        places = [at for at in (None if before is None else before + 1, after) if at is not None]
+        if not places:
+            return None
+        chosen = places[-1 if edit.replacement[:1].isalnum() else 0]
+        return chosen, chosen
+
+
+def _shortened(edit: Edit) -> Edit:
+    """Without the letters that stay, at both ends."""
+    old, new = edit.original, edit.replacement
+    most = min(len(old), len(new))
+    first = next((i for i in range(most) if old[i] != new[i]), most)
+    last = next((i for i in range(most - first) if old[-1 - i] != new[-1 - i]), most - first)
+    start, end = edit.start + first, edit.end - last
+    return replace(
+        edit, start=start, end=end, original=old[first : len(old) - last], replacement=new[first : len(new) - last]
+    )
+
+
+def _parts(text: str) -> Iterator[TextPart]:
+    """Text and markup in turns. Time is linear: what is not closed is looked for once."""
+    at, unclosed = 0, set[str]()
+    while match := _MARKUP.search(text, at):
+        end, read_as = _extent(text, match, unclosed)
+        if match.start() > at:
+            yield TextPart(text[at : match.start()])
+        yield TextPart(text[match.start() : end], True, read_as)
+        at = end
+    if at < len(text):
+        yield TextPart(text[at:])
+
+
+def _extent(text: str, match: re.Match[str], unclosed: set[str]) -> tuple[int, str]:
+    """Where markup ends, and what is read in its place."""
+    if match["comment"]:
+        return _behind(text, match.end(), "-->", unclosed) or len(text), ""
+    if match["program"]:
+        end = _behind(text, match.end(), r"\?>", unclosed)
+        return (end, "") if end else (match.end(), match.group())
+    if match["front"]:
+        return _behind(text, match.end(), r"^---[ \t\r]*+$", unclosed) or match.end(), _BREAK
+    if fence := match["fence"]:
+        closing = rf"^[ \t>]*+{fence[0]}{{{len(fence)},}}+[ \t\r]*+$"
+        if ">" in match["quoted"]:
+            closing += r"|^(?![ \t]*+>)"  # a quotation's code ends with it
+        return _behind(text, match.end(), closing, unclosed) or len(text), _BREAK
+    if match["raw"] and (end := _behind(text, match.end(), rf"</{match['raw'].lower()}\b[^<>]*+>", unclosed)):
+        return end, "" if match["raw"].lower() == "code" else _BREAK
+    if match.group().startswith("&"):
+        return match.end(), html.unescape(match.group())
+    name = _NAME.match(match.group())
+    return match.end(), _BREAK if name and name[1].lower() in _BLOCKS else ""
+
+
+def _behind(text: str, at: int, closing: str, unclosed: set[str]) -> int | None:
+    """The end of the first match of a pattern from `at` on."""
+    found = None if closing in unclosed else re.compile(closing, re.MULTILINE | re.IGNORECASE).search(text, at)
+    if found is None:
+        unclosed.add(closing)
+        return None
+    return found.end()

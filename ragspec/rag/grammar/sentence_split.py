@@ -1,0 +1,84 @@
+"""A text's sentences as a target can take them: none too long, none without a letter to correct, every character in its place."""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+from ragspec.rag.grammar.markup import MarkedText, Span
+from ragspec.retrieval.chunking import sentences
+from ragspec.retrieval.chunking.boundaries import lstrip
+
+_MAX_CHARS_PER_TOKEN = 16
+"""A sentence with more characters for each token that it may have is cut before its tokens are counted."""
+
+_WHITE = re.compile(r"\s+")
+
+
+Encode = Callable[[Sequence[str]], Sequence[Sequence[int]]]
+"""Token ids of texts, as a prompt has them."""
+
+
+class Sentence(NamedTuple):
+    """A span of a text as it is read, and whether a sentence begins there: one that is too long comes in parts."""
+
+    start: int
+    end: int
+    begins: bool
+    num_tokens: int
+
+
+def cut(marked: MarkedText, encode: Encode, most_tokens: int) -> list[Sentence]:
+    """Sentences that hold a letter outside what is protected, in parts of at most `most_tokens` tokens of `encode`; a single
+    character stays whole."""
+    text, fitting = marked.plain, list[Sentence]()
+    whole = [span for span in sentences(text) if _holds_letters(text, *span, marked.protected)]
+    begins = {start for start, _ in whole}
+    spans = [part for span in whole for part in _pieces(text, *span, most_tokens * _MAX_CHARS_PER_TOKEN)]
+    while spans:
+        encoded = encode([one_line(text[slice(*span)]) for span in spans])
+        too_long = []
+        for (start, end), ids in zip(spans, encoded, strict=True):
+            if len(ids) <= most_tokens or end - start == 1:
+                fitting.append(Sentence(start, end, start in begins, len(ids)))
+            else:
+                too_long.append((start, end))
+        spans = [half for span in too_long for half in _halves(text, *span)]
+    return sorted(fitting)
+
+
+def one_line(sentence: str) -> str:
+    """As a target reads it: lines that were broken to fit a page are one sentence."""
+    return _WHITE.sub(" ", sentence)
+
+
+def _holds_letters(text: str, start: int, end: int, protected: Sequence[Span]) -> bool:
+    outside, at = list[str](), start
+    for left, right in protected[bisect_right(protected, start, key=lambda span: span[1]) :]:
+        if left >= end:
+            break
+        outside.append(text[at : max(at, left)])
+        at = max(at, right)
+    return any(map(str.isalpha, "".join([*outside, text[at:end]])))
+
+
+def _pieces(text: str, start: int, end: int, most_chars: int) -> Iterator[Span]:
+    """The span, cut at white space before `most_chars` characters wherever there is some."""
+    while end - start > most_chars:
+        breaks = [match.start() for match in _WHITE.finditer(text, start + 1, start + most_chars)]
+        stop = breaks[-1] if breaks else start + most_chars
+        yield start, stop
+        start = lstrip(text, stop, end)
+    if start < end:
+        yield start, end
+
+
+def _halves(text: str, start: int, end: int) -> Iterator[Span]:
+    """Both sides of the white space nearest to the middle, else of the middle itself."""
+    middle = (start + end) // 2
+    breaks = [match.span() for match in _WHITE.finditer(text, start, end)]
+    left, right = min(breaks, key=lambda span: abs(span[0] - middle), default=(middle, middle))
+    yield start, left
+    yield right, end

@@ -1,0 +1,78 @@
+"""A target's hidden states over a corpus, as a datastore for KNN-LM.
+
+>>> build_datastore(texts, target, "datastore")
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from transformers.utils.hub import cached_file
+
+from ragspec.core import check_text
+from ragspec.engine.target import Target
+from ragspec.engine.target_files import files_digest
+from ragspec.errors import ConfigError, ModelError
+from ragspec.numerics.kv_cache import SequenceSlots
+from ragspec.numerics.rows import Part, StepRows
+from ragspec.numerics.threads import compute_apart, num_processors
+from ragspec.retrieval.encoder import EncoderIdentity, FloatArray
+from ragspec.retrieval.knnlm.datastore import Origin, write_datastore
+from ragspec.retrieval.knnlm.neighbours import Values, unit_rows
+
+
+def build_datastore(
+    texts: Iterable[str], target: Target, folder: str | Path, context_tokens: int = 256, num_threads: int | None = None
+) -> int:
+    """An entry for every token of every text but its first; returns how many.
+
+    A text is cut into chunks of `context_tokens`, each read on its own, so a key depends on nothing but its chunk.
+    Raises: SaveError, InputError, ConfigError for a chunk that the target cannot read.
+    """
+    if not 1 <= context_tokens <= min(target.max_context_tokens, target.pool.num_slots):
+        raise ConfigError(f"context_tokens is {context_tokens}, but the target reads {target.max_context_tokens}")
+    origin = Origin(target_identity(target), target.vocab_size, context_tokens)
+    blocks = (_entries(target, chunk) for chunk in _chunks(texts, target.tokenizer, context_tokens))
+    return compute_apart(lambda: write_datastore(folder, blocks, origin), num_threads or num_processors())
+
+
+def target_identity(target: Target, *, of_texts: bool = False) -> EncoderIdentity:
+    """A target as the encoder of contexts: equal identities give equal states, or `of_texts`.
+
+    Raises: ModelError if its files are gone.
+    """
+    model = target.config.model
+    try:
+        folder = Path(str(cached_file(model, "config.json", local_files_only=True))).parent
+        digest = files_digest(folder, target.config.dtype, of_texts=of_texts)
+    except OSError as cause:
+        raise ModelError(f"the files of the target {model} cannot be read: {cause}") from cause
+    return EncoderIdentity(model, digest, target.hidden_size)
+
+
+def _chunks(texts: Iterable[str], tokenizer: Any, context_tokens: int) -> Iterator[list[int]]:
+    """Token ids of up to `context_tokens` and one more, which the next chunk starts with."""
+    for text in texts:
+        ids = tokenizer(check_text(text, "a text"), add_special_tokens=False, verbose=False)["input_ids"]
+        for start in range(0, len(ids) - 1, context_tokens):
+            yield ids[start : start + context_tokens + 1]
+
+
+def states_of(target: Target, token_ids: Sequence[int]) -> FloatArray:
+    """The target's state after each of these tokens, as a key. Shapes: -> float32 [T, H], unit rows."""
+    slots = SequenceSlots(target.pool)
+    try:
+        step = StepRows([Part(slots, len(token_ids))])
+        states = target.states(np.array(token_ids, np.int32), step.rows)
+        step.drop(0)
+    finally:
+        slots.release()
+    return unit_rows(states)
+
+
+def _entries(target: Target, chunk: list[int]) -> tuple[FloatArray, Values]:
+    """Keys and values of one chunk."""
+    return states_of(target, chunk[:-1]), np.array(chunk[1:], np.int32)

@@ -1,0 +1,258 @@
+"""Generation with KNN-LM, the retrieval of every token guessed from a cache and verified many at once.
+
+A round: the target advances some steps, each step's token guessed from the request's own cache; one search then tells the true
+neighbours of all those states. Up to the first token that the true neighbours decide otherwise the steps stand; that token
+takes the place of the guess, and keys and values behind it are given back. Every emitted token was decided by true neighbours,
+so the output is what a search for every token gives: speculation changes only the time.
+
+    >>> generator = KnnGenerator(target, Datastore.open("datastore"))
+    >>> completion, stats = generator.generate(Request("a", prompt_ids, SamplingParams(max_tokens=64)))
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import dataclass
+
+import numpy as np
+
+from ragspec.core import Completion, Delta, Request
+from ragspec.engine.admission import Admission
+from ragspec.engine.collect import join
+from ragspec.engine.sequence import Sequence
+from ragspec.engine.target import Target
+from ragspec.errors import InputError
+from ragspec.numerics.kv_cache import SequenceSlots
+from ragspec.numerics.threads import ThreadChoice, compute_apart
+from ragspec.rag.knnlm.build import target_identity
+from ragspec.rag.knnlm.target_reader import Position, TargetReader
+from ragspec.retrieval.encoder import FloatArray
+from ragspec.retrieval.knnlm.datastore import check_target
+from ragspec.retrieval.knnlm.neighbours import (
+    DatastoreLike,
+    EntriesWanted,
+    Found,
+    KnnConfig,
+    NeighbourCache,
+    mixed_logits,
+)
+from ragspec.retrieval.speculative.stride import StrideScheduler
+from ragspec.tree import DraftTree, Origin
+from ragspec.verification.sampling import KeyedSampler, compile_samplers
+
+_LONGEST_PAUSE = 64
+_ALONE_EVERY = 48
+_GUESSED = Origin("neighbours")
+
+
+@dataclass(slots=True)
+class KnnStats:
+    """Counters of one generation; times in seconds, wall clock.
+
+    `num_queries` states were searched for in `num_verifications` calls. Guesses after a wrong one are neither right nor wrong.
+    `total_s` is prompt, steps and verifications.
+    """
+
+    num_verifications: int = 0
+    num_queries: int = 0
+    num_right: int = 0
+    num_wrong: int = 0
+    prefill_s: float = 0.0
+    step_s: float = 0.0
+    verification_s: float = 0.0
+    total_s: float = 0.0
+
+    @property
+    def mean_stride(self) -> float:
+        return self.num_queries / self.num_verifications if self.num_verifications else 0.0
+
+    @property
+    def gamma(self) -> float:
+        """Share of right guesses among those that were judged."""
+        judged = self.num_right + self.num_wrong
+        return self.num_right / judged if judged else 0.0
+
+
+class KnnGenerator:
+    """One request at a time; the target is the generator's alone. What it learns of times and guesses serves later requests."""
+
+    def __init__(
+        self,
+        target: Target,
+        store: DatastoreLike,
+        config: KnnConfig | None = None,
+        *,
+        fingerprint: str = "",
+        scheduler: StrideScheduler | None = None,
+        threads: ThreadChoice | None = None,
+    ) -> None:
+        """`fingerprint`: the numerics id that completions tell. Raises: EncoderMismatch if the datastore is another target's."""
+        check_target(store.target, target_identity(target))
+        self.config = config or KnnConfig()
+        self.scheduler = scheduler or StrideScheduler(self.config.stride, asynchronous=False)
+        self._target = target
+        self._store = store
+        self._admission = Admission(target, fingerprint)
+        self._threads = threads or ThreadChoice(None)
+        self._rhythm = _Rhythm()
+        self._lock = threading.Lock()
+        compile_samplers()
+
+    def generate(self, request: Request, speculation: bool = True) -> tuple[Completion, KnnStats]:
+        """Run a request to its end. Not `speculation`: every token waits for its own search.
+
+        Raises: InputError, PromptTooLong, and what the datastore raises.
+        """
+        if request.params.n != 1:
+            raise InputError("KNN-LM generates one choice a request: n must be 1")
+        deltas: list[Delta] = []
+        (sequence,) = self._admission.sequences(request, deltas.append, lambda _: {})
+        with self._lock:
+            stats = compute_apart(lambda: self._run(sequence, speculation and bool(request.speculation)), 1)
+        return join(deltas), stats
+
+    def _run(self, sequence: Sequence, speculation: bool) -> KnnStats:
+        slots = SequenceSlots(self._target.pool)
+        sequence.admit(slots)
+        begin = time.perf_counter()
+        try:
+            reader = TargetReader(self._target, slots, self._threads)
+            scheduler = self.scheduler if speculation else StrideScheduler()  # Why: only rounds it chose teach it
+            generation = _Generation(sequence, reader, self._store, self.config, scheduler)
+            while sequence.finish_reason is None:
+                stride, learning = self._rhythm.next(self.scheduler.choose().stride) if speculation else (1, False)
+                generation.round(stride, learning)
+        finally:
+            slots.release()
+        generation.stats.total_s = time.perf_counter() - begin
+        return generation.stats
+
+
+class _Generation:
+    """One request: the rounds that write it, its cache, its counters."""
+
+    def __init__(
+        self,
+        sequence: Sequence,
+        reader: TargetReader,
+        store: DatastoreLike,
+        config: KnnConfig,
+        scheduler: StrideScheduler,
+    ) -> None:
+        self.stats = KnnStats()
+        self._sequence = sequence
+        self._reader = reader
+        self._store = store
+        self._config = config
+        self._scheduler = scheduler
+        self._cache = NeighbourCache(store.target.dimension, config.max_cached_entries)
+
+    def round(self, stride: int, learning: bool) -> None:
+        """Up to `stride` tokens for one search. Not `learning`: the cache gets nothing and no guess is judged."""
+        guessed = stride - 1 or int(learning)
+        positions, guesses = self._speculate(min(stride, self._sequence.most_tokens), guessed)
+        begin = time.perf_counter()
+        found = self._search(positions, learning)
+        tokens, logits = self._judge(positions, guesses, found)
+        num_right = sum(guess == token for guess, token in zip(guesses, tokens, strict=False))
+        num_kept = self._sequence.commit(tokens, logits, list(range(len(tokens))))
+        self._reader.roll_back(len(self._sequence.tokens) - 1)
+        num_drafted = len(guesses) if stride > 1 else 0
+        tree = DraftTree(self._sequence.tokens[-num_kept - 1])
+        for i, guess in enumerate(guesses[:num_drafted]):
+            tree.add(i, guess, 1.0, _GUESSED)
+        self._sequence.count_step(tree, list(range(1, 1 + min(num_drafted, num_right, num_kept))))
+        self._sequence.emit()
+        self._count(len(positions), num_right, len(guesses), time.perf_counter() - begin, learning)
+
+    def _speculate(self, stride: int, num_guesses: int) -> tuple[list[Position], list[int]]:
+        """The states of up to `stride` tokens, the first of them decided, and guesses of the tokens after them."""
+        guesses: list[int] = []
+        positions: list[Position] = []
+        while len(positions) < stride and not (guesses and self._ends(guesses[-1])):
+            pending = guesses[-1:] or self._sequence.tokens[self._reader.length :]
+            is_prompt = not positions and self._sequence.num_pending > 1
+            begin = time.perf_counter()
+            positions.append(self._reader.read(pending))
+            if len(guesses) < num_guesses:
+                guesses.append(self._guess(positions[-1], guesses))
+            self._count_step(time.perf_counter() - begin, is_prompt)
+        return positions, guesses
+
+    def _guess(self, position: Position, guesses: list[int]) -> int:
+        values, distances = self._cache.nearest(position.query, self._config.num_neighbours)
+        return self._decided(mixed_logits(position.target_probs, values, distances, self._config), guesses)
+
+    def _search(self, positions: list[Position], learning: bool) -> Found:
+        config, wanted = self._config, None
+        if learning:
+            wanted = EntriesWanted(config.num_following, config.num_followed, self._cache.known)
+        found = self._store.search(np.stack([p.query for p in positions]), config.num_neighbours, wanted)
+        if found.entries is not None:
+            self._cache.insert(found.entries)
+        return found
+
+    def _judge(self, positions: list[Position], guesses: list[int], found: Found) -> tuple[list[int], FloatArray]:
+        """The tokens that true neighbours decide, up to the first that was guessed otherwise. Shapes: logits [tokens, V]."""
+        tokens: list[int] = []
+        rows: list[FloatArray] = []
+        for i, position in enumerate(positions):
+            rows.append(mixed_logits(position.target_probs, found.values[i], found.distances[i], self._config))
+            tokens.append(self._decided(rows[-1], tokens))
+            if i < len(guesses) and guesses[i] != tokens[-1]:
+                break
+        return tokens, np.stack(rows)
+
+    def _decided(self, logits: FloatArray, behind: list[int]) -> int:
+        """The token after the committed output and `behind`: the same key whenever it is asked for."""
+        sequence = self._sequence
+        request, seed = sequence.request, sequence.stats.seed
+        output_ids = [*sequence.tokens[sequence.num_prompt :], *behind]
+        return KeyedSampler(request, seed, sequence.choice, sequence.limits.eos_ids, output_ids)(logits)
+
+    def _ends(self, token: int) -> bool:
+        return token in self._sequence.limits.eos_ids and not self._sequence.request.params.ignore_eos
+
+    def _count_step(self, seconds: float, is_prompt: bool) -> None:
+        if is_prompt:
+            self.stats.prefill_s += seconds
+        else:
+            self.stats.step_s += seconds
+            self._scheduler.note_step(seconds)
+
+    def _count(self, num_queries: int, num_right: int, num_guesses: int, seconds: float, learning: bool) -> None:
+        num_wrong = int(num_right < num_guesses)
+        stats = self.stats
+        stats.num_verifications += 1
+        stats.num_queries += num_queries
+        stats.num_right += num_right
+        stats.num_wrong += num_wrong
+        stats.verification_s += seconds
+        self._scheduler.note_verification(num_queries, seconds)
+        if learning:
+            self._scheduler.note_guesses(num_right, num_wrong)
+
+
+class _Rhythm:
+    """What the scheduler must go on hearing, whatever it chooses.
+
+    Without speculation two rounds in a row learn (the first fills the cache), then none for ever longer. With it, now and then a
+    round searches for one state, or what speculation is compared with would be forgotten.
+    """
+
+    def __init__(self) -> None:
+        self._pause = 1
+        self._round = 0
+
+    def next(self, stride: int) -> tuple[int, bool]:
+        """The stride of the next round, where `stride` was chosen, and whether it is to learn."""
+        self._round += 1
+        if stride > 1:
+            self._pause = 1
+            return (1 if self._round % _ALONE_EVERY == 0 else stride), True
+        if self._round <= 2:
+            return 1, True
+        if self._round >= 2 + self._pause:
+            self._pause, self._round = min(2 * self._pause, _LONGEST_PAUSE), 0
+        return 1, False

@@ -1,0 +1,130 @@
+"""What an index holds, as one key: equal keys mean the same documents, encoder and settings, hence the same answers.
+
+The keys of single documents are added up modulo 2**256, so the order in which they came, and what was deleted meanwhile, leave
+no trace.
+
+>>> content_key(documents, encoder.identity, config) == read_current(index_dir)[1].content_key
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable
+
+from ragspec.config import IndexConfig
+from ragspec.core import Document
+from ragspec.errors import InputError
+from ragspec.retrieval.encoder import EncoderIdentity
+from ragspec.retrieval.index.manifest import SCHEMA
+from ragspec.retrieval.search.analysis import Analyzer
+
+KEY_BYTES = 32
+_MODULUS = 2 ** (8 * KEY_BYTES)
+
+
+class ContentSum:
+    """The sum of the documents' keys; documents can be taken out again."""
+
+    def __init__(self, value: str = "") -> None:
+        """`value` as `str()` of another sum."""
+        self._sum = int(value, 16) if value else 0
+
+    def add(self, key: bytes) -> None:
+        self._sum = (self._sum + int.from_bytes(key, "little")) % _MODULUS
+
+    def remove(self, key: bytes) -> None:
+        self._sum = (self._sum - int.from_bytes(key, "little")) % _MODULUS
+
+    def __str__(self) -> str:
+        return f"{self._sum:0{2 * KEY_BYTES}x}"
+
+    def key(self, encoder: EncoderIdentity, config: IndexConfig) -> str:
+        """The content key of an index of these documents."""
+        analyzer = Analyzer(config.words).id
+        settings = [SCHEMA, encoder.fingerprint, encoder.dimension, config.model_dump(mode="json"), analyzer, str(self)]
+        return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
+
+
+class IdsByKey:
+    """Which documents have a key; few have that of another, so one alone is kept without a table of its own."""
+
+    def __init__(self) -> None:
+        self._ids: dict[bytes, str | dict[str, None]] = {}
+
+    def ids(self, key: bytes) -> Iterable[str]:
+        """In the order in which they came."""
+        found = self._ids.get(key, {})
+        return (found,) if isinstance(found, str) else found
+
+    def add(self, key: bytes, document_id: str) -> None:
+        found = self._ids.setdefault(key, document_id)
+        if isinstance(found, dict):
+            found[document_id] = None
+        elif found != document_id:
+            self._ids[key] = {found: None, document_id: None}
+
+    def remove(self, key: bytes, document_id: str) -> None:
+        found = self._ids.get(key)
+        if isinstance(found, dict):
+            found.pop(document_id, None)
+        if not found or found == document_id:
+            self._ids.pop(key, None)
+
+
+def content_key(documents: Iterable[Document], encoder: EncoderIdentity, config: IndexConfig) -> str:
+    """The key that an index of these documents has or would have; reads the documents once, encodes nothing."""
+    total = ContentSum()
+    for document in documents:
+        total.add(document_key(checked(document)))
+    return total.key(encoder, config)
+
+
+def document_key(document: Document) -> bytes:
+    """SHA-256 of everything a document holds."""
+    headings = json.dumps(document.headings)
+    names = (document.id, document.title, document.source, document.owner, document.origin)
+    return _digest((*names, metadata_json(document), headings, document.text))
+
+
+def text_key(document: Document) -> bytes:
+    """SHA-256 of owner, metadata and text: equal for two documents that one reader would find twice, by the same filters."""
+    return _digest((document.owner, metadata_json(document), document.text))
+
+
+def checked(document: Document) -> Document:
+    """Raises: InputError if an index could not hold the document as it is."""
+    if not isinstance(document.id, str) or not document.id:
+        raise InputError("a document has no id")
+    names = ("id", "text", "title", "source", "owner", "origin")
+    headings = [("a heading", heading.text) for heading in document.headings]
+    for name, value in [*((name, getattr(document, name)) for name in names), *headings]:
+        if not isinstance(value, str):
+            raise InputError(f"document {document.id!r}: {name} must be a string, not {type(value).__name__}")
+        if "\0" in value:
+            raise InputError(f"document {document.id!r}: {name} holds a NUL character")
+        try:
+            value.encode("utf-8")
+        except UnicodeEncodeError as cause:
+            raise InputError(
+                f"document {document.id!r}: {name} holds a lone surrogate at character {cause.start}"
+            ) from cause
+    metadata_json(document)
+    return document
+
+
+def metadata_json(document: Document) -> str:
+    """Raises: InputError if the metadata is not JSON."""
+    try:
+        return json.dumps(dict(document.metadata), sort_keys=True, allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as cause:
+        raise InputError(f"document {document.id!r}: the metadata is not JSON: {cause}") from cause
+
+
+def _digest(fields: Iterable[str]) -> bytes:
+    digest = hashlib.sha256()
+    for field in fields:
+        raw = field.encode("utf-8")
+        digest.update(len(raw).to_bytes(8, "little"))
+        digest.update(raw)
+    return digest.digest()

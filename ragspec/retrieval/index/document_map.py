@@ -1,0 +1,169 @@
+"""Which documents an index has while a writer changes it, and where each of them lies.
+
+Sealed segments come first, in order; documents written since then lie in the segment that is still being filled.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import pyarrow.compute as pc
+
+from ragspec.core import Document
+from ragspec.retrieval.index.content_key import ContentSum, IdsByKey, document_key, text_key
+from ragspec.retrieval.index.manifest import FileRecord, SegmentRecord
+from ragspec.retrieval.index.segment import Segment
+from ragspec.retrieval.index.segment_files import npy_bytes
+from ragspec.retrieval.index.store import LiveSegment, Store
+
+
+class Place(NamedTuple):
+    """A document's segment, counted in the order of `LiveDocuments.segments`, and its number inside."""
+
+    segment: int
+    document: int
+
+
+class _Unsealed(NamedTuple):
+    key: bytes
+    text_key: bytes
+    owner: str
+    origin: str
+
+
+class LiveDocuments:
+    """Owns the deletion marks of every segment. `content` sums the keys of the documents that are there."""
+
+    def __init__(self, store: Store | None, with_texts: bool) -> None:
+        """`with_texts`: keep track of which text belongs to whom, for `with_text`."""
+        self.segments: list[LiveSegment] = []
+        self.content = ContentSum(store.manifest.content_sum if store is not None else "")
+        self._places: dict[str, Place] = {}
+        self._texts = IdsByKey() if with_texts else None
+        self._unsealed: list[_Unsealed] = []
+        self._unsealed_deleted: list[int] = []
+        for live in store.segments if store is not None else ():
+            self._append(LiveSegment(live.segment, np.flatnonzero(~live.is_live)))
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def ids(self) -> Iterable[str]:
+        return self._places.keys()
+
+    def find(self, document_id: str) -> Place | None:
+        return self._places.get(document_id)
+
+    def segment(self, place: Place) -> Segment | None:
+        """The sealed segment it lies in, or None."""
+        return self.segments[place.segment].segment if place.segment < len(self.segments) else None
+
+    def key(self, place: Place) -> bytes:
+        return self._keys(place)[0]
+
+    def with_text(self, key: bytes) -> Iterable[str]:
+        """The ids of documents with that text key. Needs `with_texts`."""
+        assert self._texts is not None
+        return self._texts.ids(key)
+
+    def origins(self) -> Iterator[tuple[str, str, str]]:
+        """Id, owner and origin of the sealed documents that are there."""
+        for live in self.segments:
+            owners, origins = (live.segment.documents[name].to_pylist() for name in ("owner", "origin"))
+            yield from ((live.segment.ids[n], owners[n], origins[n]) for n in live.live_documents())
+
+    def owner_and_origin(self, place: Place) -> tuple[str, str]:
+        if place.segment == len(self.segments):
+            return self._unsealed[place.document][-2:]
+        table = self.segments[place.segment].segment.documents
+        return table["owner"][place.document].as_py(), table["origin"][place.document].as_py()
+
+    def ids_of_source(self, source: str) -> list[str]:
+        """Ids of the sealed documents that came from `source`."""
+        found: list[str] = []
+        if source != source.encode("utf-8", "replace").decode():  # a name of a file that is no text; no document has it
+            return found
+        for live in self.segments:
+            same = pc.equal(live.segment.documents["source"], source).to_numpy()
+            found += [live.segment.ids[number] for number in np.flatnonzero(same & live.is_live).tolist()]
+        return found
+
+    def add(self, document: Document) -> None:
+        """A document was written to the segment that is being filled. An older one of its id must have been deleted."""
+        assert document.id not in self._places
+        unsealed = _Unsealed(document_key(document), text_key(document), document.owner, document.origin)
+        self._places[document.id] = Place(len(self.segments), len(self._unsealed))
+        self._unsealed.append(unsealed)
+        self._note_text(unsealed.text_key, document.id)
+        self.content.add(unsealed.key)
+
+    def delete(self, document_id: str) -> None:
+        place = self._places.pop(document_id)
+        key, key_of_text = self._keys(place)
+        self.content.remove(key)
+        if self._texts is not None:
+            self._texts.remove(key_of_text, document_id)
+        if place.segment == len(self.segments):
+            self._unsealed_deleted.append(place.document)
+        else:
+            self.segments[place.segment].is_live[place.document] = False
+
+    def seal(self, segment: Segment) -> None:
+        """The segment that was being filled is complete."""
+        assert segment.record.num_documents == len(self._unsealed)
+        self.segments.append(LiveSegment(segment, np.array(self._unsealed_deleted, np.int64)))
+        self._unsealed, self._unsealed_deleted = [], []
+
+    def replace(self, merged: Sequence[int], by: Sequence[Segment]) -> None:
+        """The live documents of the segments `merged` are those of `by` now. Nothing may be unsealed."""
+        assert not self._unsealed
+        kept = [live for number, live in enumerate(self.segments) if number not in set(merged)]
+        self.segments, self._places = [], {}
+        self._texts = None if self._texts is None else IdsByKey()
+        for live in [*kept, *(LiveSegment(segment) for segment in by)]:
+            self._append(live)
+
+    def smaller_half(self, numbers: Sequence[int]) -> list[int]:
+        """Of these segments the half with the fewest passages."""
+        by_size = sorted(numbers, key=lambda number: self.segments[number].num_live_passages)
+        return sorted(by_size[: len(by_size) // 2])
+
+    def records(self) -> tuple[tuple[SegmentRecord, ...], dict[str, bytes]]:
+        """What the next generation says of each segment, and the files of their deleted documents by name.
+
+        Segments of which nothing is left are left out.
+        """
+        found = [_record(live) for live in self.segments if live.is_live.any()]
+        return tuple(record for record, _ in found), {record.deleted_name: raw for record, raw in found if raw}
+
+    def _append(self, live: LiveSegment) -> None:
+        position, ids = len(self.segments), live.segment.ids
+        numbers = live.live_documents()
+        self._places.update((ids[number], Place(position, number)) for number in numbers)
+        if self._texts is not None:
+            keys = live.segment.documents["text_key"].to_pylist()
+            for number in numbers:
+                self._note_text(keys[number], ids[number])
+        self.segments.append(live)
+
+    def _note_text(self, key: bytes, document_id: str) -> None:
+        if self._texts is not None:
+            self._texts.add(key, document_id)
+
+    def _keys(self, place: Place) -> tuple[bytes, bytes]:
+        if place.segment == len(self.segments):
+            return self._unsealed[place.document][:2]
+        table = self.segments[place.segment].segment.documents
+        return table["key"][place.document].as_py(), table["text_key"][place.document].as_py()
+
+
+def _record(live: LiveSegment) -> tuple[SegmentRecord, bytes]:
+    """The record, and the file of the deleted documents; empty if there are none."""
+    deleted = np.flatnonzero(~live.is_live).astype(np.int64)
+    raw = npy_bytes(deleted) if len(deleted) else b""
+    file = FileRecord(size_bytes=len(raw), sha256=hashlib.sha256(raw).hexdigest()) if raw else None
+    update = {"num_deleted": len(deleted), "num_live_passages": live.num_live_passages, "deleted": file}
+    return live.segment.record.model_copy(update=update), raw

@@ -1,0 +1,195 @@
+"""The manifest of an index: what it holds, how it was made, and the hash of every file.
+
+    index_dir/
+      CURRENT                  one line: folder name of the generation in use and the SHA-256 of its manifest.json
+      generation-000007/
+        manifest.json          this record
+        deleted-000002.npy     documents of segment 2 that this generation no longer has (int64, sorted)
+      segment-000002/
+        vectors.npy            [K, E] float32, L2-normalised
+        passages.arrow         spans inside documents, one row per vector
+        documents.arrow        id, title, source, owner, metadata, headings, keys, UTF-8 text
+        terms.npy, ...         postings of the passages' words (`ragspec.retrieval.search.bm25`)
+        dense.faiss            only for an approximate index
+
+Segments and generations are never changed; generations share segments. Nothing is read before every hash has been compared.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from ragspec.config import IndexConfig
+from ragspec.errors import StoreCorrupt, StoreMissing
+
+SCHEMA: Literal[2] = 2
+CURRENT = "CURRENT"
+MANIFEST = "manifest.json"
+VECTORS = "vectors.npy"
+PASSAGES = "passages.arrow"
+DOCUMENTS = "documents.arrow"
+DENSE = "dense.faiss"
+
+_POINTER = re.compile(r"(generation-\d{6,}) ([0-9a-f]{64})\n?")
+_HASHED_AT_ONCE = 4
+
+Number = Annotated[int, Field(ge=0)]
+
+
+class Record(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class FileRecord(Record):
+    size_bytes: Number
+    sha256: str
+
+
+class EncoderRecord(Record):
+    """The encoder the vectors came from; see `ragspec.retrieval.encoder.EncoderIdentity`."""
+
+    id: str
+    fingerprint: str
+    dimension: Number
+
+
+class SegmentRecord(Record):
+    """A segment as one generation sees it: `num_deleted` of its documents are gone, listed in the generation's own file."""
+
+    number: Number
+    num_documents: Number
+    num_passages: Number
+    num_deleted: Number = 0
+    num_live_passages: Number
+    files: dict[str, FileRecord]
+    deleted: FileRecord | None = None
+
+    @property
+    def name(self) -> str:
+        return f"segment-{self.number:06d}"
+
+    @property
+    def deleted_name(self) -> str:
+        return f"deleted-{self.number:06d}.npy"
+
+
+class Manifest(Record):
+    """Everything that must be known before an index may be used.
+
+    `content_key` is the SHA-256 of documents, encoder and settings: equal keys mean the same index. `content_sum` is the part of
+    it that the documents make up. `analyzer` names what turned texts into terms.
+    """
+
+    schema_version: Literal[2] = SCHEMA
+    generation: Number
+    content_key: str
+    content_sum: str
+    created_by: str
+    encoder: EncoderRecord
+    normalisation: Literal["l2"] = "l2"
+    analyzer: str
+    config: IndexConfig
+    segments: tuple[SegmentRecord, ...]
+
+    @property
+    def num_documents(self) -> int:
+        return sum(segment.num_documents - segment.num_deleted for segment in self.segments)
+
+    @property
+    def num_passages(self) -> int:
+        return sum(segment.num_live_passages for segment in self.segments)
+
+    @property
+    def generation_id(self) -> str:
+        """Names this generation and its content; part of what makes an answer repeatable."""
+        return f"{self.generation}-{self.content_key[:12]}"
+
+
+def read_current(index_dir: Path) -> tuple[Path, Manifest]:
+    """The folder and manifest of the generation in use.
+
+    Raises: StoreMissing if there is no index, StoreCorrupt if its manifest is not the one that was written.
+    """
+    return read_generation(index_dir, read_pointer(index_dir))
+
+
+def read_generation(index_dir: Path, pointer: str) -> tuple[Path, Manifest]:
+    """As `read_current`, for what CURRENT said at some time."""
+    match = _POINTER.fullmatch(pointer)
+    if not match:
+        raise StoreCorrupt(f"{index_dir / CURRENT} does not name a generation of a ragspec index")
+    folder = index_dir / match[1]
+    try:
+        raw = (folder / MANIFEST).read_bytes()
+    except OSError as cause:
+        raise StoreCorrupt(f"{folder / MANIFEST} cannot be read: {cause.strerror}") from cause
+    if hashlib.sha256(raw).hexdigest() != match[2]:
+        raise StoreCorrupt(f"{folder / MANIFEST} is not the manifest that {CURRENT} names (its sha256 differs)")
+    return folder, _parse(raw, folder / MANIFEST)
+
+
+def read_pointer(index_dir: Path) -> str:
+    """The content of CURRENT. Raises: StoreMissing, StoreCorrupt."""
+    try:
+        return (index_dir / CURRENT).read_text(encoding="ascii")
+    except FileNotFoundError as cause:
+        if not index_dir.exists():
+            raise StoreMissing(f"there is no index at {index_dir}: the folder does not exist") from cause
+        raise StoreMissing(f"there is no ragspec index in {index_dir}: it has no file {CURRENT}") from cause
+    except NotADirectoryError as cause:
+        raise StoreMissing(f"there is no index at {index_dir}: it is a file") from cause
+    except UnicodeDecodeError as cause:
+        raise StoreCorrupt(f"{index_dir / CURRENT} does not name a generation of a ragspec index") from cause
+    except OSError as cause:
+        raise StoreMissing(f"the index at {index_dir} cannot be read: {cause.strerror}") from cause
+
+
+def folders_of(manifest: Manifest) -> set[str]:
+    """Names of the segments' folders."""
+    return {segment.name for segment in manifest.segments}
+
+
+def check_files(files: Iterable[tuple[Path, FileRecord]]) -> None:
+    """Compare size and hash of every file, several at a time.
+
+    Raises: StoreCorrupt with the file and what differs.
+    """
+    with ThreadPoolExecutor(_HASHED_AT_ONCE) as pool:
+        for _ in pool.map(lambda each: _check_file(*each), files):
+            pass
+
+
+def file_record(path: Path) -> FileRecord:
+    with open(path, "rb") as file:
+        return FileRecord(size_bytes=path.stat().st_size, sha256=hashlib.file_digest(file, "sha256").hexdigest())
+
+
+def _check_file(path: Path, expected: FileRecord) -> None:
+    try:
+        size_bytes = path.stat().st_size
+        if size_bytes != expected.size_bytes:
+            raise StoreCorrupt(f"{path} has {size_bytes} bytes, but its manifest says {expected.size_bytes}")
+        found = file_record(path)
+    except OSError as cause:
+        raise StoreCorrupt(f"{path} cannot be read: {cause.strerror}") from cause
+    if found.sha256 != expected.sha256:
+        raise StoreCorrupt(f"{path} has sha256 {found.sha256}, but its manifest says {expected.sha256}")
+
+
+def _parse(raw: bytes, path: Path) -> Manifest:
+    try:
+        fields = json.loads(raw)
+        found = fields.get("schema_version") if isinstance(fields, dict) else None
+        if found != SCHEMA:
+            raise StoreCorrupt(f"{path} has schema {found!r}; this version of ragspec reads {SCHEMA}: build it again")
+        return Manifest.model_validate(fields)
+    except (ValueError, ValidationError, RecursionError) as cause:
+        raise StoreCorrupt(f"{path} is not a manifest: {str(cause).splitlines()[0]}") from cause

@@ -1,0 +1,212 @@
+"""A segment: documents, their passages, and what finds them. Written once, then only read.
+
+>>> writer = SegmentWriter(folder, dimension=384)
+>>> writer.add(document, passages, vectors, terms)
+>>> writer.finish()
+>>> Segment(folder, record, dimension=384, dense=DenseConfig()).passage(0).text
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterable, Sequence
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from numpy.typing import NDArray
+
+from ragspec.config import DenseConfig
+from ragspec.core import Document, Heading, Passage
+from ragspec.errors import StoreCorrupt
+from ragspec.retrieval.encoder import FloatArray
+from ragspec.retrieval.index.content_key import document_key, metadata_json, text_key
+from ragspec.retrieval.index.manifest import DENSE, DOCUMENTS, PASSAGES, VECTORS, SegmentRecord
+from ragspec.retrieval.index.segment_files import (
+    DOCUMENT_SCHEMA,
+    PASSAGE_SCHEMA,
+    ArrowFile,
+    byte_spans,
+    mapped_array,
+    mapped_table,
+    npy_header,
+)
+from ragspec.retrieval.search.approximate import ApproximateIndex
+from ragspec.retrieval.search.bm25 import POSTING_FILES, Postings
+from ragspec.retrieval.search.bm25_builder import PostingsBuilder
+from ragspec.retrieval.search.dense import DenseIndex, ExactIndex
+from ragspec.retrieval.search.filters import DocumentColumns
+from ragspec.retrieval.search.gpu import GpuIndex
+
+FILES = frozenset({VECTORS, PASSAGES, DOCUMENTS, *POSTING_FILES})
+_SPANS = ("document", "ordinal", "start", "end", "start_byte", "end_byte")
+
+
+class Segment:
+    """An opened segment. Rows are numbered as in `vectors` [K, E] (float32, L2-normalised, mapped)."""
+
+    def __init__(self, folder: Path, record: SegmentRecord, dimension: int, dense: DenseConfig) -> None:
+        """Map the files, whose hashes must have been compared. Raises: StoreCorrupt if they do not fit together."""
+        if set(record.files) - {DENSE} != FILES:
+            raise StoreCorrupt(f"{folder}: the manifest lists {sorted(record.files)}, not {sorted(FILES)}")
+        self.folder, self.record = folder, record
+        self._dense = dense
+        self.vectors: FloatArray = mapped_array(folder / VECTORS)
+        self.passages, self.documents = mapped_table(folder / PASSAGES), mapped_table(folder / DOCUMENTS)
+        if (self.passages.schema, self.documents.schema) != (PASSAGE_SCHEMA, DOCUMENT_SCHEMA):
+            raise StoreCorrupt(f"{folder} holds tables of another kind")
+        self.postings = Postings.open(folder)
+        found = (self.vectors.shape, len(self.passages), len(self.documents), self.postings.num_rows)
+        if found != ((record.num_passages, dimension), record.num_passages, record.num_documents, record.num_passages):
+            raise StoreCorrupt(f"{folder} does not hold what its manifest says: {found}")
+        self.spans: NDArray[np.int64] = np.column_stack([self.passages[name].to_numpy() for name in _SPANS])  # [K, 6]
+
+    @property
+    def name(self) -> str:
+        return self.record.name
+
+    @property
+    def document_of(self) -> NDArray[np.int64]:
+        """The document of each row, ascending. Shapes: [K]."""
+        return self.spans[:, 0]
+
+    @cached_property
+    def nearest(self) -> DenseIndex:
+        """What searches the vectors on the CPU. Raises: StoreCorrupt."""
+        if DENSE in self.record.files:
+            return ApproximateIndex.open(self.folder, self.vectors, self._dense)
+        return ExactIndex(self.vectors)
+
+    @cached_property
+    def nearest_on_gpu(self) -> DenseIndex:
+        """What searches the vectors on a GPU; HNSW stays on the CPU, FAISS has none elsewhere. Raises: StoreCorrupt."""
+        if DENSE not in self.record.files:
+            return GpuIndex.flat(self.vectors)
+        return (
+            self.nearest
+            if self._dense.kind == "hnsw"
+            else ApproximateIndex.open(self.folder, self.vectors, self._dense).on_gpu()
+        )
+
+    @cached_property
+    def ids(self) -> list[str]:
+        """The documents' ids."""
+        return self.documents["id"].to_pylist()  # type: ignore[no-any-return]
+
+    @cached_property
+    def order(self) -> NDArray[np.int64]:
+        """Where each row stands by document id and ordinal, as a number that grows with it. Shapes: [K]."""
+        by_id = pc.sort_indices(self.documents["id"]).to_numpy()  # by UTF-8 bytes, which is the order of the characters
+        ranks = np.empty(len(by_id), np.int64)
+        ranks[by_id] = np.arange(len(by_id))
+        return ranks[self.document_of] * self.record.num_passages + self.spans[:, 1]
+
+    @cached_property
+    def columns(self) -> DocumentColumns:
+        """What filters look at."""
+        table = self.documents
+        return DocumentColumns(table["id"], table["title"], table["source"], table["metadata"])
+
+    @cached_property
+    def owners(self) -> tuple[NDArray[np.int64], list[str]]:
+        """Each document's owner as a place in the list of all owners."""
+        encoded = self.documents["owner"].combine_chunks().dictionary_encode()
+        codes: NDArray[np.int64] = encoded.indices.to_numpy(zero_copy_only=False).astype(np.int64)
+        return codes, encoded.dictionary.to_pylist()
+
+    def rows_of(self, document: int) -> range:
+        """The rows of one document's passages."""
+        first, end = np.searchsorted(self.document_of, (document, document + 1))
+        return range(int(first), int(end))
+
+    def passage(self, row: int, score: float = 0.0) -> Passage:
+        number, ordinal, start, end, start_byte, end_byte = self.spans[row].tolist()
+        return Passage(
+            document_id=self.ids[number],
+            ordinal=ordinal,
+            text=str(memoryview(self.documents["text"][number].as_buffer())[start_byte:end_byte], "utf-8"),
+            start=start,
+            end=end,
+            title=self.documents["title"][number].as_py(),
+            source=self.documents["source"][number].as_py(),
+            score=score,
+            heading=self.passages["heading"][row].as_py(),
+        )
+
+    def passage_key(self, row: int) -> tuple[str, int]:
+        """(document id, ordinal): what orders passages of equal score."""
+        number, ordinal = self.spans[row, :2].tolist()
+        return self.ids[number], ordinal
+
+    def document(self, number: int) -> Document:
+        row = {name: column[0] for name, column in self.documents.slice(number, 1).to_pydict().items()}
+        return Document(
+            id=row["id"],
+            text=row["text"].decode("utf-8"),
+            title=row["title"],
+            source=row["source"],
+            metadata=json.loads(row["metadata"]),
+            owner=row["owner"],
+            headings=tuple(Heading(*each) for each in json.loads(row["headings"])),
+            origin=row["origin"],
+        )
+
+
+class SegmentWriter:
+    """Fills an empty folder with a segment's files. States: open -> finished; `close` in either."""
+
+    def __init__(self, folder: Path, dimension: int) -> None:
+        """Raises: OSError."""
+        self.folder = folder
+        self.num_documents = 0
+        self.num_passages = 0
+        self._dimension = dimension
+        self._postings = PostingsBuilder()
+        with contextlib.ExitStack() as opened:
+            self._vectors = opened.enter_context(open(folder / VECTORS, "wb"))
+            self._vectors.write(npy_header(0, dimension))
+            self._passages = opened.enter_context(ArrowFile(folder / PASSAGES, PASSAGE_SCHEMA))
+            self._documents = opened.enter_context(ArrowFile(folder / DOCUMENTS, DOCUMENT_SCHEMA))
+            self._files = opened.pop_all()
+
+    def close(self) -> None:
+        """Close what is open; the files of a segment that was not finished are worth nothing."""
+        with contextlib.suppress(OSError, pa.ArrowException):
+            self._files.close()
+
+    def add(
+        self, document: Document, passages: Sequence[Passage], vectors: FloatArray, terms: Iterable[Sequence[str]]
+    ) -> None:
+        """Append one document; row i of `vectors` [len(passages), E] and of `terms` belongs to passage i."""
+        assert vectors.shape == (len(passages), self._dimension) and vectors.dtype == np.float32
+        self._vectors.write(np.ascontiguousarray(vectors).data)
+        for passage, (start_byte, end_byte) in zip(passages, byte_spans(document.text, passages), strict=True):
+            span = (self.num_documents, passage.ordinal, passage.start, passage.end, start_byte, end_byte)
+            self._passages.append((*span, passage.heading), num_bytes=56 + len(passage.heading))
+        for words in terms:
+            self._postings.add(words)
+        raw = document.text.encode("utf-8")
+        names = (document.id, document.title, document.source, document.owner, metadata_json(document))
+        keys = (document_key(document), text_key(document))
+        self._documents.append((*names, json.dumps(document.headings), *keys, document.origin, raw), num_bytes=len(raw))
+        self.num_documents += 1
+        self.num_passages += len(passages)
+
+    def append(self, documents: pa.Table, passages: pa.Table, vectors: Iterable[FloatArray]) -> None:
+        """Append rows of other segments; `passages` count documents as this segment does. Postings are merged by `finish`."""
+        self._documents.append_table(documents)
+        self._passages.append_table(passages)
+        for block in vectors:
+            self._vectors.write(np.ascontiguousarray(block).data)
+        self.num_documents += len(documents)
+        self.num_passages += len(passages)
+
+    def finish(self, postings: PostingsBuilder | None = None) -> None:
+        """Complete the files; `postings` in place of the terms that were added."""
+        self._vectors.seek(0)
+        self._vectors.write(npy_header(self.num_passages, self._dimension))
+        self._files.close()
+        (postings or self._postings).write(self.folder)

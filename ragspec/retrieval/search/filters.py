@@ -1,0 +1,237 @@
+"""Which documents a request asks about, by their metadata; decided before anything is searched.
+
+The JSON form is that of OpenAI's vector stores, with `not` added:
+
+    {"type": "and", "filters": [{"type": "gte", "key": "year", "value": 2020},
+                                {"type": "not", "filter": {"type": "in", "key": "tag", "value": ["draft", "old"]}}]}
+
+A key is a key of the metadata, or document.id, document.title or document.source. Numbers compare with numbers and strings with
+strings, character by character, so ISO dates compare as dates; 1 equals 1.0 but not true. A list matches `eq` and `in` by its
+elements. `ne`, `nin` and `not` are negations: they hold where a key is missing or of another type; nothing else does.
+
+    >>> columns.matches(parse_filter({"type": "eq", "key": "lang", "value": "en"}))    # [num_documents] bool
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import operator
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from itertools import repeat
+from typing import Annotated, Any, Literal
+
+import numpy as np
+from pydantic import Discriminator, Field, Tag, TypeAdapter, ValidationError, field_validator, model_validator
+from pydantic_core import ErrorDetails
+
+from ragspec.config import Part
+from ragspec.errors import InputError
+from ragspec.retrieval.index.metadata_columns import KINDS, Columns, Mask, metadata_columns, text_column
+
+MAX_DEPTH = 32
+MAX_NODES = 1_000
+MAX_VALUES = 10_000
+
+_COMPARISONS = ("eq", "ne", "gt", "gte", "lt", "lte", "in", "nin")
+_ORDERINGS: dict[str, Callable[[Any, Any], bool]] = {
+    "gt": operator.gt,
+    "gte": operator.ge,
+    "lt": operator.lt,
+    "lte": operator.le,
+}
+_TAGS = ("comparison", "compound", "negation")
+_REMEMBERED_MASKS = 32
+
+
+class Comparison(Part):
+    """One key against one value, or against a list of them for `in` and `nin`."""
+
+    type: Literal["eq", "ne", "gt", "gte", "lt", "lte", "in", "nin"]
+    key: str = Field(min_length=1)
+    value: Any
+
+    @field_validator("value", mode="before")
+    @classmethod
+    def _freeze(cls, value: Any) -> Any:
+        return tuple(value) if isinstance(value, list) else value
+
+    @model_validator(mode="after")
+    def _check_value(self) -> Comparison:
+        wants_list = self.type in ("in", "nin")
+        if isinstance(self.value, tuple) != wants_list:
+            raise ValueError(f"{self.type} compares with {'a list of values' if wants_list else 'one value'}")
+        for value in self.values:
+            if type(value) not in KINDS:
+                raise ValueError(f"a value must be a string, a number or a boolean, not {type(value).__name__}")
+            if not isinstance(value, str) and not _is_finite(value):
+                raise ValueError("a number must be finite, and at most 1.8e308")
+            if isinstance(value, bool) and self.type in _ORDERINGS:
+                raise ValueError(f"{self.type} compares numbers or strings, not booleans")
+        return self
+
+    @property
+    def values(self) -> tuple[Any, ...]:
+        return self.value if isinstance(self.value, tuple) else (self.value,)
+
+
+class Compound(Part):
+    """All filters hold, or at least one."""
+
+    type: Literal["and", "or"]
+    filters: tuple[Filter, ...] = Field(min_length=1, strict=False)
+
+
+class Negation(Part):
+    """The filter does not hold."""
+
+    type: Literal["not"]
+    filter: Filter
+
+
+def _tag(value: Any) -> str | None:
+    """Which model a filter is for, so that an error speaks of one model instead of all three."""
+    kind = value.get("type") if isinstance(value, Mapping) else getattr(value, "type", None)
+    if kind in _COMPARISONS:
+        return "comparison"
+    return "compound" if kind in ("and", "or") else "negation" if kind == "not" else None
+
+
+Filter = Annotated[
+    Annotated[Comparison, Tag("comparison")]
+    | Annotated[Compound, Tag("compound")]
+    | Annotated[Negation, Tag("negation")],
+    Discriminator(
+        _tag,
+        custom_error_type="filter_type",
+        custom_error_message=f"a filter is an object whose type is one of {', '.join(_COMPARISONS)}, and, or, not",
+    ),
+]
+Compound.model_rebuild()
+Negation.model_rebuild()
+_ADAPTER: TypeAdapter[Filter] = TypeAdapter(Filter)
+
+
+def parse_filter(value: Mapping[str, Any]) -> Filter:
+    """The filter that a JSON object describes.
+
+    Raises: InputError with the place and the reason, also for a filter too deep or too large.
+    """
+    _check_size(value)
+    try:
+        return _ADAPTER.validate_python(value)
+    except ValidationError as cause:
+        first = cause.errors(include_input=False, include_url=False)[0]
+        raise InputError(f"{_place(first)}: {first['msg'].removeprefix('Value error, ')}") from cause
+
+
+def _check_size(value: Any) -> None:
+    """Without recursion: a deep filter would exhaust the stack, here or where it is checked next."""
+    num_nodes, num_values = 1, 0
+    left = [(value, 1)]
+    while left:
+        node, depth = left.pop()
+        if not isinstance(node, Mapping):
+            continue
+        several, one, values = node.get("filters"), node.get("filter"), node.get("value")
+        below = list(several) if isinstance(several, list | tuple) else []
+        below += [] if one is None else [one]
+        num_nodes += len(below)
+        num_values += len(values) if isinstance(values, list | tuple) else 1
+        if below and depth == MAX_DEPTH:
+            raise InputError(f"the filter is more than {MAX_DEPTH} levels deep")
+        if num_nodes > MAX_NODES or num_values > MAX_VALUES:
+            raise InputError(f"the filter has more than {MAX_NODES} parts or {MAX_VALUES} values")
+        left += [(child, depth + 1) for child in below]
+
+
+def _place(error: ErrorDetails) -> str:
+    """`filter.filters[0].value`: pydantic's location without the names of models."""
+    *above, last = error["loc"] or ("",)
+    steps = [step for step in above if step not in _TAGS]
+    if last not in ("", *_TAGS) or error["type"] == "extra_forbidden":
+        steps.append(last)
+    return "filter" + "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in steps)
+
+
+def _is_finite(value: float) -> bool:
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # an integer beyond every float
+        return False
+
+
+class DocumentColumns:
+    """The documents of one segment as columns that filters look at. Safe to call from several threads.
+
+    Columns are made when first asked for; a comparison looks at each distinct value once; recent masks are kept.
+    """
+
+    def __init__(
+        self, ids: Sequence[str], titles: Sequence[str], sources: Sequence[str], metadata_json: Sequence[str]
+    ) -> None:
+        """Sequences or arrow arrays, one entry a document."""
+        self._num_documents = len(ids)
+        self._texts = {"document.id": ids, "document.title": titles, "document.source": sources}
+        self._metadata_json = metadata_json
+        self._of_text: Columns = {}
+        self._of_metadata: Columns | None = None
+        self._masks: OrderedDict[str, Mask] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def matches(self, filter: Filter) -> Mask:
+        """Which documents the filter holds for. Shapes: returns [num_documents] bool, read-only."""
+        name = repr(filter)  # Why no hash: 1 and True are equal
+        with self._lock:
+            if name in self._masks:
+                self._masks.move_to_end(name)
+                return self._masks[name]
+        mask = self._evaluate(filter)
+        mask.flags.writeable = False
+        with self._lock:
+            self._masks[name] = mask
+            if len(self._masks) > _REMEMBERED_MASKS:
+                self._masks.popitem(last=False)
+        return mask
+
+    def _evaluate(self, filter: Filter) -> Mask:
+        if isinstance(filter, Negation):
+            return ~self._evaluate(filter.filter)
+        if isinstance(filter, Compound):
+            combine = np.logical_and if filter.type == "and" else np.logical_or
+            return functools.reduce(combine, map(self._evaluate, filter.filters))
+        mask = np.zeros(self._num_documents, np.bool_)
+        if filter.type in _ORDERINGS:
+            self._mark_ordered(filter, mask)
+            return mask
+        self._mark_equal(filter, mask)
+        return ~mask if filter.type in ("ne", "nin") else mask
+
+    def _mark_ordered(self, filter: Comparison, mask: Mask) -> None:
+        column = self._columns(filter.key).get((filter.key, KINDS[type(filter.value)], False))
+        if column:
+            holds = map(_ORDERINGS[filter.type], column.codes_by_value, repeat(filter.value))
+            column.mark(mask, np.fromiter(holds, np.bool_, len(column.codes_by_value)))
+
+    def _mark_equal(self, filter: Comparison, mask: Mask) -> None:
+        columns = self._columns(filter.key)
+        for kind in set(KINDS.values()):
+            wanted = [value for value in filter.values if KINDS[type(value)] == kind]
+            for in_list in (False, True):
+                column = columns.get((filter.key, kind, in_list))
+                if wanted and column:
+                    is_wanted = np.zeros(len(column.codes_by_value), np.bool_)
+                    is_wanted[[column.codes_by_value[v] for v in wanted if v in column.codes_by_value]] = True
+                    column.mark(mask, is_wanted)
+
+    def _columns(self, key: str) -> Columns:
+        with self._lock:
+            if key not in self._texts:
+                if self._of_metadata is None:
+                    self._of_metadata = metadata_columns(self._metadata_json)
+                return self._of_metadata
+            if (key, "string", False) not in self._of_text:
+                self._of_text[key, "string", False] = text_column(self._texts[key])
+            return self._of_text

@@ -1,0 +1,117 @@
+"""Search by FAISS on a GPU, with the hits and scores of the CPU; of IVF, where only rounding tells two rows apart, not always.
+
+What FAISS cannot do there is done here: its GPU indexes ignore id selectors, so allowed rows are chosen from more hits than are
+wanted; they remove nothing, and a segment never changes; they are not safe even for two readers, so one thread owns them all;
+a whole matrix at once would be copied twice, so rows go up in blocks; and they give 2,048 hits at most, so what needs more is
+scanned on the CPU. Of IVF, what needs a selector or more hits is searched there by the very index that was copied.
+
+    >>> GpuIndex.flat(segment.vectors).search(queries, k=10)
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from importlib.util import find_spec
+from typing import Any
+
+import numpy as np
+
+from ragspec.retrieval.encoder import FloatArray
+from ragspec.retrieval.search.dense import (
+    FEW_ROWS_SHARE,
+    DenseIndex,
+    Mask,
+    Scored,
+    best_of,
+    candidates_for,
+    canonical_scores,
+    float32_error,
+    search_rows,
+)
+from ragspec.retrieval.search.faiss_library import load_faiss
+
+_MAX_HITS = 2048
+_ROWS_AT_ONCE = 65_536
+_MARGIN = 1.5
+"""More hits than the share of allowed rows asks for, since they need not be spread evenly."""
+
+_owner = ThreadPoolExecutor(1, thread_name_prefix="ragspec-gpu")
+"""The only thread that touches a GPU index."""
+
+
+def num_gpus() -> int:
+    """GPUs that the installed FAISS can use; none without FAISS, which exact search on a CPU does not need."""
+    if find_spec("faiss") is None:
+        return 0
+    return int(getattr(load_faiss(), "get_num_gpus", lambda: 0)())
+
+
+class GpuIndex:
+    """A FAISS index without selectors over a segment's rows."""
+
+    def __init__(self, index: Any, vectors: FloatArray, on_cpu: DenseIndex | None = None) -> None:
+        """`on_cpu`: of what this is a copy, if it is approximate. Otherwise its hits are the best by float32 score, so that what
+        they may have missed is known."""
+        self._index = index
+        self._vectors = vectors
+        self._on_cpu = on_cpu
+        self._max_error = float32_error(vectors.shape[1]) if on_cpu is None else None
+
+    @classmethod
+    def flat(cls, vectors: FloatArray) -> GpuIndex:
+        """Every row is looked at."""
+        return cls(_owner.submit(_flat, vectors).result(), vectors)
+
+    @classmethod
+    def ivf(cls, index: Any, vectors: FloatArray, num_probes: int, on_cpu: DenseIndex) -> GpuIndex:
+        """A copy of a CPU index of the IVF family, which `on_cpu` searches."""
+        return cls(_owner.submit(_copied, index, num_probes).result(), vectors, on_cpu)
+
+    def search(self, queries: FloatArray, k: int, allowed: Mask | None = None) -> list[Scored]:
+        if self._on_cpu is not None and (allowed is not None or candidates_for(k) > _MAX_HITS):
+            return self._on_cpu.search(queries, k, allowed)
+        num_allowed = len(self._vectors) if allowed is None else int(np.count_nonzero(allowed))
+        if k < 1 or num_allowed <= max(k, FEW_ROWS_SHARE * len(self._vectors)):
+            return [self._scan(query, max(k, 0), allowed) for query in queries]
+        num_wanted = min(candidates_for(k), num_allowed)
+        share = num_allowed / len(self._vectors)
+        num_hits = num_wanted if allowed is None else round(_MARGIN * num_wanted / share)
+        found: list[Scored | None] = [None] * len(queries)
+        missing = np.arange(len(queries))
+        while len(missing) and num_hits <= _MAX_HITS:
+            scores, rows = _owner.submit(self._index.search, np.ascontiguousarray(queries[missing]), num_hits).result()
+            for number, own_scores, own_rows in zip(missing.tolist(), scores, rows, strict=True):
+                found[number] = self._ranked(queries[number], own_scores, own_rows, k, allowed)
+            missing = np.array([number for number in missing.tolist() if found[number] is None], np.int64)
+            num_hits *= 2
+        return [self._scan(queries[n], k, allowed) if each is None else each for n, each in enumerate(found)]
+
+    def _ranked(self, query: FloatArray, scores: FloatArray, rows: Any, k: int, allowed: Mask | None) -> Scored | None:
+        """The best allowed hits, or None if better rows may be missing."""
+        is_hit = rows >= 0
+        kept = np.sort(rows[is_hit] if allowed is None else rows[is_hit][allowed[rows[is_hit]]])
+        if len(kept) < k:
+            return None
+        best = best_of(Scored(kept, canonical_scores(query, self._vectors[kept])), k)
+        if self._max_error is None or len(rows) >= len(self._vectors):
+            return best
+        return best if float(scores[is_hit].min()) + self._max_error < float(best.scores.min()) else None
+
+    def _scan(self, query: FloatArray, k: int, allowed: Mask | None) -> Scored:
+        rows = np.arange(len(self._vectors)) if allowed is None else np.flatnonzero(allowed)
+        return search_rows(self._vectors, rows, query[None], k)[0]
+
+
+def _flat(vectors: FloatArray) -> Any:
+    faiss = load_faiss()
+    index = faiss.GpuIndexFlatIP(faiss.StandardGpuResources(), vectors.shape[1])
+    for first in range(0, len(vectors), _ROWS_AT_ONCE):
+        index.add(np.ascontiguousarray(vectors[first : first + _ROWS_AT_ONCE]))
+    return index
+
+
+def _copied(index: Any, num_probes: int) -> Any:
+    faiss = load_faiss()
+    copy = faiss.index_cpu_to_gpu(faiss.StandardGpuResources(), 0, index)
+    faiss.GpuParameterSpace().set_index_parameter(copy, "nprobe", num_probes)
+    return copy

@@ -1,0 +1,269 @@
+"""One generation searched: by meaning, by words, under a scope, in one canonical order.
+
+A shard is some of the segments. Every segment is searched the same way wherever it lies, and results are merged by
+(-score, document id, ordinal), so one shard with all segments and many shards with one each give the same hits and scores.
+
+    >>> Shard(store.segments).dense(queries, k=10, scope=Scope(tenant="alice"))
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache, reduce
+from typing import Literal, NamedTuple, Protocol, TypeVar
+
+import numpy as np
+
+from ragspec.core import Passage
+from ragspec.errors import ConfigError
+from ragspec.retrieval.encoder import FloatArray
+from ragspec.retrieval.index.store import LiveSegment
+from ragspec.retrieval.search.bm25 import SparseQuery, TermStatistics
+from ragspec.retrieval.search.dense import DenseIndex, Mask, Scored, best_of
+from ragspec.retrieval.search.filters import Filter
+from ragspec.retrieval.search.gpu import num_gpus
+
+T = TypeVar("T")
+
+_SCOPES_KEPT = 64
+_FREQUENCIES_KEPT = 65_536
+
+
+@dataclass(frozen=True, slots=True)
+class Scope:
+    """What a search may see: documents of `tenant` and those of nobody in particular, and of them what `filter` lets through."""
+
+    tenant: str = ""
+    filter: Filter | None = None
+
+    @property
+    def key(self) -> tuple[str, str]:
+        """Equal for scopes that see the same. Why not the scope itself: filters for 1 and for True are equal."""
+        return self.tenant, repr(self.filter)
+
+
+EVERYTHING = Scope()
+"""What belongs to nobody in particular."""
+
+
+class Hit(NamedTuple):
+    """A passage found. Hits compare by rank: the best is the smallest."""
+
+    negative_score: float
+    document_id: str
+    ordinal: int
+    segment: str
+    row: int
+
+    @property
+    def score(self) -> float:
+        return -self.negative_score
+
+    @property
+    def passage(self) -> tuple[str, int]:
+        """What names the passage in any generation."""
+        return self.document_id, self.ordinal
+
+
+class ShardLike(Protocol):
+    """Some segments of one generation: a `Shard`, several of them, or the handle of one elsewhere."""
+
+    @property
+    def segment_names(self) -> frozenset[str]: ...
+
+    def dense(self, queries: FloatArray, k: int, scope: Scope) -> list[list[Hit]]:
+        """The nearest passages of each query, best first. Shapes: queries [B, E] float32, L2-normalised."""
+        ...
+
+    def statistics(self, terms: Sequence[str], tenant: str) -> TermStatistics:
+        """Counts of what the tenant may read; a filter does not change them."""
+        ...
+
+    def sparse(self, queries: Sequence[SparseQuery], k: int, scope: Scope) -> list[list[Hit]]:
+        """The passages that hold a query's words, best first by BM25."""
+        ...
+
+    def passages(self, hits: Sequence[Hit]) -> list[Passage]: ...
+
+    def vectors(self, hits: Sequence[Hit]) -> list[FloatArray]:
+        """What the passages are found by, as stored. Shapes: each [E] float32."""
+        ...
+
+
+class SegmentSearch:
+    """One segment under every scope."""
+
+    def __init__(self, live: LiveSegment, on_gpu: bool) -> None:
+        self._segment = live.segment
+        self._on_gpu = on_gpu
+        self._live_rows = None if live.is_live.all() else live.live_rows()
+        self._masks: dict[tuple[str, str], Mask | None] = {}
+        self._frequency = lru_cache(_FREQUENCIES_KEPT)(self._frequency_of)
+        self._size = lru_cache(_SCOPES_KEPT)(self._size_of)
+
+    def dense(self, queries: FloatArray, k: int, scope: Scope) -> list[list[Hit]]:
+        return [self._hits(scored, k) for scored in self._nearest.search(queries, k, self._allowed(scope))]
+
+    def statistics(self, terms: Sequence[str], tenant: str) -> TermStatistics:
+        return self._size(tenant) + TermStatistics(frequencies={term: self._frequency(term, tenant) for term in terms})
+
+    def sparse(self, queries: Sequence[SparseQuery], k: int, scope: Scope) -> list[list[Hit]]:
+        allowed = self._allowed(scope)
+        return [self._hits(best_of(Scored(*self._segment.postings.scores(q, allowed)), k), k) for q in queries]
+
+    def load(self) -> None:
+        """Make ready what the first search would otherwise wait for. Raises: StoreCorrupt."""
+        _ = self._nearest, self._segment.ids, self._segment.owners
+
+    def passage(self, hit: Hit) -> Passage:
+        return self._segment.passage(hit.row, hit.score)
+
+    def vector(self, hit: Hit) -> FloatArray:
+        return np.array(self._segment.vectors[hit.row])  # Why a copy: it would hold the mapped file open
+
+    @property
+    def _nearest(self) -> DenseIndex:
+        return self._segment.nearest_on_gpu if self._on_gpu else self._segment.nearest
+
+    def _hits(self, scored: Scored, k: int) -> list[Hit]:
+        scored = self._without_surplus_ties(scored, k)
+        name, key = self._segment.name, self._segment.passage_key
+        pairs = zip(scored.scores.tolist(), scored.rows.tolist(), strict=True)
+        return heapq.nsmallest(k, (Hit(-score, *key(row), name, row) for score, row in pairs))
+
+    def _without_surplus_ties(self, scored: Scored, k: int) -> Scored:
+        """Of the rows that tie with the last of the best `k`, those that come first by document id and ordinal."""
+        if len(scored.rows) <= k:
+            return scored
+        kth = scored.scores.min()
+        tied = np.flatnonzero(scored.scores == kth)
+        better = np.flatnonzero(scored.scores > kth)
+        first = np.argpartition(self._segment.order[scored.rows[tied]], k - len(better) - 1)[: k - len(better)]
+        kept = np.concatenate([better, tied[first]])
+        return Scored(scored.rows[kept], scored.scores[kept])
+
+    def _frequency_of(self, term: str, tenant: str) -> int:
+        return int(self._segment.postings.document_frequencies([term], self._allowed(Scope(tenant)))[0])
+
+    def _size_of(self, tenant: str) -> TermStatistics:
+        return self._segment.postings.statistics([], self._allowed(Scope(tenant)))
+
+    def _allowed(self, scope: Scope) -> Mask | None:
+        """Rows that may be found; None: all. Shapes: [K]."""
+        key = scope.key
+        try:
+            return self._masks[key]
+        except KeyError:
+            mask = self._mask(scope)
+        for old in list(self._masks)[: -_SCOPES_KEPT + 1]:
+            self._masks.pop(old, None)
+        self._masks[key] = mask
+        return mask
+
+    def _mask(self, scope: Scope) -> Mask | None:
+        codes, owners = self._segment.owners
+        seen = np.array([owner in ("", scope.tenant) for owner in owners], dtype=bool)[codes]  # of each document
+        if scope.filter is not None:
+            seen &= self._segment.columns.matches(scope.filter)
+        rows: Mask = seen[self._segment.document_of]
+        if self._live_rows is not None:
+            rows &= self._live_rows
+        return None if rows.all() else rows
+
+
+class Shard:
+    """Some segments of one generation, in this process. Safe to call from several threads."""
+
+    def __init__(self, segments: Iterable[LiveSegment], device: Literal["auto", "cpu", "gpu"] = "cpu") -> None:
+        """Raises: ConfigError if there is no `gpu`; "auto" takes one if there is."""
+        on_gpu = device != "cpu" and num_gpus() > 0
+        if device == "gpu" and not on_gpu:
+            raise ConfigError("retriever.device is gpu, but FAISS finds none: it needs ragspec[gpu] and a CUDA device")
+        self._segments: Mapping[str, SegmentSearch] = {
+            live.segment.name: SegmentSearch(live, on_gpu) for live in segments
+        }
+
+    @classmethod
+    def of(cls, segments: Mapping[str, SegmentSearch]) -> Shard:
+        """Segments of other shards of the same generation."""
+        shard = cls(())
+        shard._segments = segments
+        return shard
+
+    @property
+    def segments(self) -> Mapping[str, SegmentSearch]:
+        return self._segments
+
+    @property
+    def segment_names(self) -> frozenset[str]:
+        return frozenset(self._segments)
+
+    def load(self) -> None:
+        """Make ready what the first search would otherwise wait for. Raises: StoreCorrupt."""
+        for each in self._segments.values():
+            each.load()
+
+    def dense(self, queries: FloatArray, k: int, scope: Scope) -> list[list[Hit]]:
+        return merged((each.dense(queries, k, scope) for each in self._segments.values()), len(queries), k)
+
+    def statistics(self, terms: Sequence[str], tenant: str) -> TermStatistics:
+        return total(each.statistics(terms, tenant) for each in self._segments.values())
+
+    def sparse(self, queries: Sequence[SparseQuery], k: int, scope: Scope) -> list[list[Hit]]:
+        return merged((each.sparse(queries, k, scope) for each in self._segments.values()), len(queries), k)
+
+    def passages(self, hits: Sequence[Hit]) -> list[Passage]:
+        return [self._segments[hit.segment].passage(hit) for hit in hits]
+
+    def vectors(self, hits: Sequence[Hit]) -> list[FloatArray]:
+        return [self._segments[hit.segment].vector(hit) for hit in hits]
+
+
+class Shards:
+    """Several shards as one."""
+
+    def __init__(self, shards: Sequence[ShardLike]) -> None:
+        self._shards = list(shards)
+
+    @property
+    def segment_names(self) -> frozenset[str]:
+        return frozenset(name for shard in self._shards for name in shard.segment_names)
+
+    def dense(self, queries: FloatArray, k: int, scope: Scope) -> list[list[Hit]]:
+        return merged((shard.dense(queries, k, scope) for shard in self._shards), len(queries), k)
+
+    def statistics(self, terms: Sequence[str], tenant: str) -> TermStatistics:
+        return total(shard.statistics(terms, tenant) for shard in self._shards)
+
+    def sparse(self, queries: Sequence[SparseQuery], k: int, scope: Scope) -> list[list[Hit]]:
+        return merged((shard.sparse(queries, k, scope) for shard in self._shards), len(queries), k)
+
+    def passages(self, hits: Sequence[Hit]) -> list[Passage]:
+        own = self._own(hits)
+        return gathered(hits, own, [shard.passages(some) for shard, some in zip(self._shards, own, strict=True)])
+
+    def vectors(self, hits: Sequence[Hit]) -> list[FloatArray]:
+        own = self._own(hits)
+        return gathered(hits, own, [shard.vectors(some) for shard, some in zip(self._shards, own, strict=True)])
+
+    def _own(self, hits: Sequence[Hit]) -> list[list[Hit]]:
+        return [[hit for hit in hits if hit.segment in shard.segment_names] for shard in self._shards]
+
+
+def merged(found: Iterable[list[list[Hit]]], num_queries: int, k: int) -> list[list[Hit]]:
+    """The best `k` of each query over several shards or segments."""
+    parts = list(found)
+    return [heapq.nsmallest(k, (hit for part in parts for hit in part[number])) for number in range(num_queries)]
+
+
+def gathered(hits: Sequence[Hit], own: Iterable[Sequence[Hit]], answers: Iterable[Sequence[T]]) -> list[T]:
+    """What each shard answered to its own hits, in the order of all of them."""
+    found = {hit: one for some, given in zip(own, answers, strict=True) for hit, one in zip(some, given, strict=True)}
+    return [found[hit] for hit in hits]
+
+
+def total(parts: Iterable[TermStatistics]) -> TermStatistics:
+    """The statistics of several shards or segments together."""
+    return reduce(lambda a, b: a + b, parts, TermStatistics())

@@ -1,0 +1,241 @@
+"""Trainable EAGLE heads whose weights have the published names, and how a head is unrolled over draft steps.
+
+Pair t is (feature F_t, token x_{t+1}) at rotary position t. Its output h_t takes the place of F_{t+1} in the next draft
+step, so every row of a batch drafts on from the text as it would when serving (EAGLE-3's training-time test, HASS's
+aligned steps). Owns the networks; never reads data, never runs the target.
+
+    >>> head = build_head(config)
+    >>> states = unroll(head, embedded, features, pairs, num_steps=4)       # [4, B, A, H]
+
+Source: EAGLE 2401.15077, EAGLE-3 2503.01840, HASS 2408.15766.
+"""
+
+import enum
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ragspec.drafting.eagle.checkpoint import EagleFamily, HeadConfig
+
+HIDDEN_SCORE = -30_000.0
+Projection = Callable[[Tensor], Tensor]
+
+
+class Inputs(enum.StrEnum):
+    """What a pair is made of; all but the first are ablations of the EAGLE paper."""
+
+    SHIFTED = "feature+token"
+    UNSHIFTED = "feature+unshifted-token"
+    TOKEN = "token"
+    FEATURE = "feature"
+
+    def kept(self, embedded: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        """Zeros in the place of what the head must not see."""
+        if self is Inputs.TOKEN:
+            return embedded, torch.zeros_like(state)
+        return (torch.zeros_like(embedded), state) if self is Inputs.FEATURE else (embedded, state)
+
+
+class KeyValues(NamedTuple):
+    """Rotated keys, and values. Shapes: [B, kv_heads, rows, D]."""
+
+    keys: Tensor
+    values: Tensor
+
+
+class HeadAttention(nn.Module):
+    """Grouped-query attention of rows over their text's pairs and over their own earlier draft steps."""
+
+    def __init__(self, config: HeadConfig, input_size: int) -> None:
+        super().__init__()
+        self.num_heads, self.num_kv_heads, self.head_dim = config.num_heads, config.num_kv_heads, config.head_dim
+        self.rope_theta = config.rope_theta
+        self.q_proj = nn.Linear(input_size, self.num_heads * self.head_dim, bias=False)
+        self.k_proj = nn.Linear(input_size, self.num_kv_heads * self.head_dim, bias=False)
+        self.v_proj = nn.Linear(input_size, self.num_kv_heads * self.head_dim, bias=False)
+        self.o_proj = nn.Linear(self.num_heads * self.head_dim, config.hidden_size, bias=False)
+
+    def keys_values(self, inputs: Tensor, positions: Tensor) -> KeyValues:
+        """Shapes: inputs [B, rows, input_size], positions [B or 1, rows]."""
+        keys = self._rotated(self._split(self.k_proj(inputs), self.num_kv_heads), positions)
+        return KeyValues(keys, self._split(self.v_proj(inputs), self.num_kv_heads))
+
+    def forward(self, inputs: Tensor, positions: Tensor, text: KeyValues, own: list[KeyValues], bias: Tensor) -> Tensor:
+        """Row a sees the text's pairs that `bias` leaves visible, and row a of each of its own steps.
+
+        Shapes: inputs [B, A, input_size], bias [B, 1, 1, A, T] -> [B, A, H].
+        """
+        size, num_rows = inputs.shape[:2]
+        groups = self.num_heads // self.num_kv_heads
+        query = self._rotated(self._split(self.q_proj(inputs), self.num_heads), positions) * self.head_dim**-0.5
+        query = query.view(size, self.num_kv_heads, groups, num_rows, self.head_dim)
+        scores = query.flatten(2, 3) @ text.keys.transpose(2, 3)
+        scores = scores.view(size, self.num_kv_heads, groups, num_rows, -1) + bias.to(scores.dtype)
+        own_scores = [(query * step.keys[:, :, None]).sum(-1, keepdim=True) for step in own]
+        with torch.autocast(inputs.device.type, enabled=False):
+            weights = torch.softmax(torch.cat([scores, *own_scores], -1), -1)
+        num_pairs = text.keys.shape[2]
+        out = weights[..., :num_pairs].flatten(2, 3) @ text.values
+        out = out.view(size, self.num_kv_heads, groups, num_rows, self.head_dim)
+        for index, step in enumerate(own):
+            out = out + weights[..., num_pairs + index, None] * step.values[:, :, None]
+        out = out.flatten(1, 2).transpose(1, 2)  # [B, A, heads, D]
+        merged: Tensor = self.o_proj(out.reshape(size, num_rows, -1))
+        return merged
+
+    def _split(self, projected: Tensor, num_heads: int) -> Tensor:
+        return projected.view(*projected.shape[:-1], num_heads, self.head_dim).transpose(1, 2)
+
+    def _rotated(self, heads: Tensor, positions: Tensor) -> Tensor:
+        half = self.head_dim // 2
+        steps = torch.arange(half, device=heads.device, dtype=torch.float32)
+        angles = positions[:, None, :, None] * self.rope_theta ** (-steps / half)  # [B, 1, rows, D / 2]
+        cos, sin = angles.cos().to(heads.dtype), angles.sin().to(heads.dtype)
+        first, second = heads[..., :half], heads[..., half:]
+        return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
+
+
+class GatedFeedForward(nn.Module):
+    """SwiGLU."""
+
+    def __init__(self, config: HeadConfig) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        out: Tensor = self.down_proj(nn.functional.silu(self.gate_proj(inputs)) * self.up_proj(inputs))
+        return out
+
+
+class HeadLayer(nn.Module):
+    """What the decoder layers of both families share; EAGLE-1 has no norm in front of its attention."""
+
+    def __init__(self, config: HeadConfig, input_size: int) -> None:
+        super().__init__()
+        self.self_attn = HeadAttention(config, input_size)
+        self.mlp = GatedFeedForward(config)
+        self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    def finish(self, residual: Tensor, attended: Tensor) -> Tensor:
+        """Both residual additions behind the attention."""
+        hidden = residual + attended
+        out: Tensor = hidden + self.mlp(self.post_attention_layernorm(hidden))
+        return out
+
+
+class NormedLayer(HeadLayer):
+    """EAGLE-3's: token and state are normed apart, then read side by side."""
+
+    def __init__(self, config: HeadConfig) -> None:
+        super().__init__(config, 2 * config.hidden_size)
+        self.hidden_norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.input_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+
+class EagleHead(nn.Module):
+    """EAGLE-1, EAGLE-2 and HASS: predicts the target's next final hidden state; the target's output layer reads it."""
+
+    def __init__(self, config: HeadConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.fc = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=config.fc_bias)
+        self.layers = nn.ModuleList([HeadLayer(config, config.hidden_size)])
+
+    @property
+    def layer(self) -> HeadLayer:
+        layer = self.layers[0]
+        assert isinstance(layer, HeadLayer)
+        return layer
+
+    def read(self, features: Tensor) -> Tensor:
+        """The state that a pair starts from."""
+        return features
+
+    def join(self, embedded: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        """What attention reads, and the residual stream it adds to."""
+        joined = self.fc(torch.cat([embedded, state], -1)).float()
+        return joined, joined
+
+    def logits(self, state: Tensor, project: Projection) -> Tensor:
+        """Shapes: [..., H] -> [..., V]; `project` is the target's output layer."""
+        return project(state)
+
+
+class Eagle3Head(nn.Module):
+    """EAGLE-3: reads three of the target's layers, has an output layer of its own over the draft vocabulary."""
+
+    def __init__(self, config: HeadConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.fc = nn.Linear(3 * config.target_hidden_size, config.hidden_size, bias=False)
+        self.midlayer = NormedLayer(config)
+        self.norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
+        if config.draft_vocab_size < config.vocab_size:
+            self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.int64))
+            self.register_buffer("t2d", torch.arange(config.vocab_size) < config.draft_vocab_size)
+
+    @property
+    def layer(self) -> HeadLayer:
+        return self.midlayer
+
+    def read(self, features: Tensor) -> Tensor:
+        """The state that a pair starts from."""
+        state: Tensor = self.fc(features)
+        return state.float()
+
+    def join(self, embedded: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        """What attention reads, and the residual stream it adds to."""
+        return torch.cat([self.midlayer.input_layernorm(embedded), self.midlayer.hidden_norm(state)], -1), state
+
+    def logits(self, state: Tensor, project: Projection) -> Tensor:
+        """Shapes: [..., H] -> [..., Vd]; the target's output layer `project` is not used."""
+        out: Tensor = self.lm_head(self.norm(state))
+        return out
+
+
+Head = EagleHead | Eagle3Head
+
+
+def build_head(config: HeadConfig) -> Head:
+    """A head with torch's default initialisation, in float32."""
+    return Eagle3Head(config) if config.family is EagleFamily.EAGLE3 else EagleHead(config)
+
+
+def unroll(
+    head: Head, embedded: Tensor, features: Tensor, pairs: Tensor, num_steps: int, inputs: Inputs = Inputs.SHIFTED
+) -> Tensor:
+    """The states of chosen pairs after 1..num_steps draft steps over the given text.
+
+    Keys of the text come from true features; a row's later steps see those up to its own pair, and then only its own
+    drafted states. Tokens behind the text's end are its last one; whoever reads such states leaves them out.
+
+    Shapes: embedded float32 [B, T, H] of tokens 0..T-1, features [B, T, F], pairs int64 [B, A] -> [num_steps, B, A, H].
+    """
+    num_pairs = embedded.shape[1] - 1
+    shift = int(inputs is not Inputs.UNSHIFTED)
+    state = head.read(features[:, :-1])
+    joined, residual = head.join(*inputs.kept(embedded[:, shift : shift + num_pairs], state))
+    places = torch.arange(num_pairs, device=embedded.device)
+    text = head.layer.self_attn.keys_values(joined, places[None])
+    bias = torch.where(places <= pairs[..., None], 0.0, HIDDEN_SCORE)[:, None, None]  # [B, 1, 1, A, T - 1]
+    joined, residual = rows_of(joined, pairs), rows_of(residual, pairs)
+    own: list[KeyValues] = []
+    states: list[Tensor] = []
+    for step in range(num_steps):
+        if step:
+            tokens = rows_of(embedded, (pairs + shift + step).clamp(max=num_pairs))
+            joined, residual = head.join(*inputs.kept(tokens, states[-1]))
+            own.append(head.layer.self_attn.keys_values(joined, pairs + step))
+        attended = head.layer.self_attn(joined, pairs + step, text, own, bias)
+        states.append(head.layer.finish(residual, attended))
+    return torch.stack(states)
+
+
+def rows_of(values: Tensor, rows: Tensor) -> Tensor:
+    """Shapes: values [B, T, ...], rows int64 [B, A] -> [B, A, ...]."""
+    return values[torch.arange(len(values), device=values.device)[:, None], rows]

@@ -1,0 +1,92 @@
+"""The shape of a head for a target, and how its weights start.
+
+Owns what is taken from the target: its final norm, its output rows of the draft vocabulary and, where shapes fit, its last
+layer's feed-forward. A fresh head therefore starts near the target's own last prediction.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from ragspec.drafting.eagle.checkpoint import EagleFamily, HeadConfig, default_aux_layers
+from ragspec.errors import ConfigError
+from ragspec.training.heads.eagle_model import Eagle3Head, Head, build_head
+from ragspec.training.heads.frozen_target import FrozenTarget
+
+ROPE_THETA, RMS_NORM_EPS = 10_000.0, 1e-5
+HEAD_DIM = 64
+INIT_STD = 0.02
+
+
+def head_config(
+    target: FrozenTarget, family: EagleFamily, aux_layers: tuple[int, ...] = (), draft_vocab: int | None = None
+) -> HeadConfig:
+    """As wide as the target, with about half of its attention heads. Raises: ConfigError, ModelError."""
+    is_eagle3 = family is EagleFamily.EAGLE3
+    draft_vocab_size = draft_vocab if is_eagle3 and draft_vocab else target.vocab_size
+    if draft_vocab_size > target.vocab_size:
+        raise ConfigError(
+            f"a draft vocabulary of {draft_vocab_size} exceeds the target's of {target.vocab_size} tokens"
+        )
+    if is_eagle3:
+        if len(aux_layers) != 3:
+            raise ConfigError(f"an eagle3 head reads three aux layers, not {len(aux_layers)}")
+        target.check_taps(aux_layers)
+    num_heads = max(1, target.hidden_size // HEAD_DIM // 2 * 2)
+    return HeadConfig(
+        family=family,
+        hidden_size=target.hidden_size,
+        intermediate_size=int(target.config.intermediate_size),
+        num_heads=num_heads,
+        num_kv_heads=max(1, num_heads // 2),
+        head_dim=HEAD_DIM,
+        vocab_size=target.vocab_size,
+        draft_vocab_size=draft_vocab_size,
+        rms_norm_eps=RMS_NORM_EPS,
+        rope_theta=ROPE_THETA,
+        max_positions=int(target.config.max_position_embeddings),
+        target_hidden_size=target.hidden_size,
+        aux_layers=aux_layers if is_eagle3 else (),
+    )
+
+
+def spread_aux_layers(num_layers: int) -> tuple[int, ...]:
+    """The published choice; for a target too shallow for it, three layers spread up to the very end."""
+    if num_layers >= 7:
+        return default_aux_layers(num_layers)
+    step = max(1, num_layers // 3)
+    return num_layers - 2 * step, num_layers - step, num_layers
+
+
+@torch.no_grad()
+def fresh_head(config: HeadConfig, target: FrozenTarget, vocabulary: Tensor | None, seed: int) -> Head:
+    """A head ready for training. `vocabulary`: rising target ids of a smaller draft vocabulary. Shape: int64 [Vd]."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        head = build_head(config)
+        for module in head.modules():
+            if isinstance(module, nn.Linear):
+                nn.init.normal_(module.weight, std=INIT_STD)
+    _copy_feed_forward(head, target)
+    width = config.hidden_size
+    head.fc.weight[:, -width:] += torch.eye(width)  # the last input: EAGLE's feature, EAGLE-3's highest layer
+    if isinstance(head, Eagle3Head):
+        rows = target.model.lm_head.weight if vocabulary is None else target.model.lm_head.weight[vocabulary]
+        head.lm_head.weight.copy_(rows)
+        head.norm.weight.copy_(target.model.model.norm.weight)
+        if vocabulary is not None:
+            head.get_buffer("d2t").copy_(vocabulary - torch.arange(len(vocabulary)))
+            head.get_buffer("t2d").zero_()[vocabulary] = True
+    return head.to(target.device)
+
+
+def _copy_feed_forward(head: Head, target: FrozenTarget) -> None:
+    theirs = target.model.model.layers[-1]
+    own = head.layer
+    for name in ("gate_proj", "up_proj", "down_proj"):
+        source = getattr(getattr(theirs, "mlp", None), name, None)
+        linear = getattr(own.mlp, name)
+        if source is not None and source.weight.shape == linear.weight.shape:
+            linear.weight.copy_(source.weight)
+    norm = getattr(theirs, "post_attention_layernorm", None)
+    if norm is not None and norm.weight.shape == own.post_attention_layernorm.weight.shape:
+        own.post_attention_layernorm.weight.copy_(norm.weight)
