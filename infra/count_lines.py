@@ -60,19 +60,14 @@ def main(folders: list[str]) -> None:
     for package, count in sorted(lines.items()):
         print(f"{count:7,}  {package}")
     largest, size = modules.most_common(1)[0]
-    print(
-        f"{lines.total():7,}  lines of code in {modules.total()} modules, {len(short)} of them under {SHORT_LINES} lines; largest folder {largest}: {size}"
-    )
-    print(
-        json.dumps(
-            {
-                "code_lines": lines.total(),
-                "modules": modules.total(),
-                "short_modules": len(short),
-                "largest_folder": size,
-            }
-        )
-    )
+    counts = {
+        "code_lines": lines.total(),
+        "modules": modules.total(),
+        "short_modules": len(short),
+        "largest_folder": size,
+    }
+    print(f"largest folder: {largest}; short modules (under {SHORT_LINES} lines): {' '.join(short)}")
+    print(json.dumps(counts))
 
 
 if __name__ == "__main__":

@@ -4,7 +4,9 @@ Owns the starting weights of the reference target; never trains. The residual st
 `[token identity | token 1 back | token 2 back | recent tokens | signature | votes | before | meaning | spelling | free use]`.
 
 Tokens of the same word have similar identities: with or without the space before them or a capital, and, less so, with
-the same beginning. Tokens of similar neighbours in the training texts have similar meanings (see `initialisation/meanings.py`); no circuit reads them, all that is learnt may.
+the same beginning. Tokens of similar neighbours in the training texts have similar
+meanings (see `initialisation/meanings.py`);
+no circuit reads them, all that is learnt may.
 
 Layer 0 holds positional heads. Their query and key weights are zero; their *biases* alone make the rotary score peak at
 a fixed distance (query bias = key bias rotated by that distance). Two sharp heads read the token 1 and 2 places back,
