@@ -23,8 +23,8 @@ _FILES = (
     "numerics/*.py",
     "verification/near_ties.py",
     "verification/sampling.py",
-    "drafting/haystack.py",
-    "retrieval/sparse.py",
+    "drafting/suffix_index.py",
+    "retrieval/search/bm25.py",
     "drafting/coupling.py",
 )
 
