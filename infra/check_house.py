@@ -1,0 +1,70 @@
+#!/usr/bin/env python3
+"""Fails on a banned name and on a folder with too many modules.
+
+    python infra/check_house.py
+
+The glossary (ragspec/README.md) has the names to use. A name here is a module, a class, a function or a method; its words are
+the parts between underscores or capitals.
+"""
+
+import ast
+import re
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+FOLDERS = ("ragspec", "services", "pipelines")
+MOST_MODULES = 15
+BANNED_WORDS = frozenset("manager helper helpers util utils impl info".split())
+"""Words that say nothing about the thing they name."""
+BANNED_VERBS = frozenset("handle process".split())
+"""Verbs that say nothing about the action: banned as the first word of a function."""
+RETIRED_WORDS = frozenset(
+    "minder keeper keepers crew haystack manuscript pulse ledger bury sweep condemn shunned homeless sings legs".split()
+)
+"""Private words of earlier versions. The glossary and the field have a term for each."""
+LIBRARY_CALLBACKS = frozenset("handle_starttag handle_endtag handle_data handle_exit".split())
+"""Methods whose names a base class outside the project chose."""
+_WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
+Definition = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+
+
+def words(name: str) -> list[str]:
+    return [word.lower() for word in _WORD.findall(name)]
+
+
+def fault_of(name: str, is_function: bool) -> str:
+    """The banned word in `name`; empty if there is none."""
+    parts = [] if name in LIBRARY_CALLBACKS else words(name)
+    banned = [word for word in parts if word in BANNED_WORDS | RETIRED_WORDS]
+    if is_function and parts[:1] and parts[0] in BANNED_VERBS:
+        banned.append(parts[0])
+    return banned[0] if banned else ""
+
+
+def banned_names(path: Path) -> Iterator[str]:
+    """One line for each banned name that a file defines."""
+    where = path.relative_to(ROOT)
+    if fault := fault_of(path.stem, is_function=False):
+        yield f"{where}: the module's name holds {fault!r}"
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, Definition) and (fault := fault_of(node.name, not isinstance(node, ast.ClassDef))):
+            yield f"{where}:{node.lineno}: {node.name} holds {fault!r}"
+
+
+def large_folders(paths: list[Path]) -> Iterator[str]:
+    modules = Counter(path.parent.relative_to(ROOT) for path in paths if path.name != "__init__.py")
+    yield from (f"{name}: {num} modules, at most {MOST_MODULES}" for name, num in modules.items() if num > MOST_MODULES)
+
+
+def main() -> int:
+    paths = [path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py"))]
+    faults = [*large_folders(paths), *(fault for path in paths for fault in banned_names(path))]
+    print("\n".join(faults) or f"house: {len(paths)} files, no banned name, no folder above {MOST_MODULES} modules")
+    return bool(faults)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
