@@ -30,7 +30,7 @@ from ragspec.errors import ConfigError, RagspecError, RetrievalError
 from ragspec.rag.answer import Answer
 from ragspec.rag.pipeline_stages import Named, Stages
 from ragspec.retrieval.index.manifest import read_generation
-from ragspec.retrieval.index.reader_lock import lease
+from ragspec.retrieval.index.reader_lock import reader_lock
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -44,10 +44,10 @@ class RagTask(Task):
 
     @contextmanager
     def pinned(self, config: PipelineConfig) -> Iterator[PipelineConfig]:
-        """The generation that is named, or the one that is current now; on lease."""
+        """The generation that is named, or the one that is current now; its files stay."""
         if not config.retriever.index_dir:
             raise ConfigError("no index: name its folder with --index, or as retriever.index_dir in the configuration")
-        with lease(Path(config.retriever.index_dir), config.retriever.pointer) as pointer:
+        with reader_lock(Path(config.retriever.index_dir), config.retriever.pointer) as pointer:
             yield config.model_copy(update={"retriever": config.retriever.model_copy(update={"pointer": pointer})})
 
     def what_decides(self, config: PipelineConfig) -> dict[str, Any]:

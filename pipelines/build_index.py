@@ -30,7 +30,7 @@ from ragspec.errors import InputError, RagspecError
 from ragspec.retrieval.encoder import Encoder, TextEncoder
 from ragspec.retrieval.index.manifest import CURRENT, Manifest
 from ragspec.retrieval.index.writer import PASSAGES_PER_ENCODE, IndexWriter
-from ragspec.retrieval.reading import find_files, root_of
+from ragspec.retrieval.reading import find_files, input_root
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 _console = Console(stderr=True)
@@ -127,7 +127,7 @@ def run(job: Job, settings: PipelineConfig, config: IndexConfig | None) -> Found
             ingest.add_file(path, name)
             bar(writer.changes.encoded)
         if job.remove_missing:
-            ingest.delete_missing([root_of(given) for given in job.inputs])
+            ingest.delete_missing([input_root(given) for given in job.inputs])
         writer.delete_unseen()
         ingest.reconsider_duplicates()
         writer.flush()

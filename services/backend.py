@@ -21,7 +21,7 @@ from ragspec.rag.chat.conversations import Conversations
 from ragspec.rag.grammar.dictionaries import Dictionaries
 from ragspec.rag.prompt import PromptBuilder
 from ragspec.rag.steps import EngineLike, RetrieverLike
-from ragspec.retrieval.batching_retriever import JoinedRetriever
+from ragspec.retrieval.batching_retriever import BatchingRetriever
 from ragspec.retrieval.encoder import TextEncoder
 from ragspec.retrieval.retriever import Retriever
 from services.limits import Gate
@@ -83,7 +83,7 @@ class Backend(AbstractContextManager["Backend"]):
             _watch(metrics, engine)
         prompts = PromptBuilder(tokenizer, engine.max_context_tokens)
         conversations = open_conversations(config)
-        joined = None if retriever.is_elsewhere else JoinedRetriever(retriever)
+        joined = None if retriever.is_elsewhere else BatchingRetriever(retriever)
         chat = Chat(joined or retriever, prompts, conversations, config.chat, engine)
         library = open_library(config, retriever.encoder, chat.forget)
         dictionaries = open_dictionaries(config)

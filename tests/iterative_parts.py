@@ -1,7 +1,7 @@
 """What tests of iterative answers share: documents, a target with room for passages, plans that are always followed, and indexes
 that behave badly on purpose.
 
->>> pipeline = IterativePipeline(Around(index), engine, prompts, scheduler=Always(Plan(3, 3, 2.0)))
+>>> pipeline = IterativePipeline(Around(index), engine, prompts, scheduler=Always(StridePlan(3, 3, 2.0)))
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from tiny_target import SENTENCES, save_model
 from ragspec.config import TargetConfig
 from ragspec.core import Document
 from ragspec.engine.target import Target
-from ragspec.retrieval.speculative.index_types import IndexLike, Lookup, Mode, Query
+from ragspec.retrieval.search.index_types import IndexLike, Query, RetrievalMode, SearchResult
 from ragspec.retrieval.speculative.stride import StrideScheduler
-from ragspec.retrieval.speculative.stride_costs import Plan
+from ragspec.retrieval.speculative.stride_costs import StridePlan
 
 CONTEXT = 768
 WORDS = "river mill bridge stone sand water rain spring valley north".split()
@@ -37,11 +37,11 @@ def wide_target(folder: Path) -> Target:
 class Always(StrideScheduler):
     """These plans in turn, whatever is measured."""
 
-    def __init__(self, *plans: Plan) -> None:
+    def __init__(self, *plans: StridePlan) -> None:
         super().__init__()
         self._plans = itertools.cycle(plans)
 
-    def choose(self) -> Plan:
+    def choose(self) -> StridePlan:
         return next(self._plans)
 
 
@@ -60,7 +60,7 @@ class Around:
         return self.index.generation
 
     @property
-    def mode(self) -> Mode:
+    def mode(self) -> RetrievalMode:
         return self.index.mode
 
     @property
@@ -70,13 +70,13 @@ class Around:
     def encode(self, texts: Sequence[str]) -> list[Query]:
         return self.index.encode(texts)
 
-    def look_up(self, queries: Sequence[Query], *args: Any, **options: Any) -> Lookup:
+    def search(self, queries: Sequence[Query], *args: Any, **options: Any) -> SearchResult:
         with self._lock:
             self.num_calls += 1
             self.texts += [query.text for query in queries]
             number = self.num_calls
         self._before(number)
-        return self.index.look_up(queries, *args, **options)
+        return self.index.search(queries, *args, **options)
 
     def pinned(self) -> IndexLike:
         return self

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ragspec.retrieval.encoder import EncoderIdentity, FloatArray, Kind
+from ragspec.retrieval.encoder import EncoderIdentity, FloatArray, TextKind
 
 DIMENSION = 16
 
@@ -21,7 +21,7 @@ class LetterEncoder:
     def count_tokens(self, texts: Sequence[str]) -> list[int]:
         return [len(text.split()) + 2 for text in texts]
 
-    def encode(self, texts: Sequence[str], kind: Kind = "document") -> FloatArray:
+    def encode(self, texts: Sequence[str], kind: TextKind = "document") -> FloatArray:
         rows = [self._vector(text) for text in texts]
         return np.stack(rows) if rows else np.empty((0, DIMENSION), np.float32)
 

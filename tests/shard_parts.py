@@ -18,10 +18,10 @@ from ragspec.cluster.directory import Directory, Member, Table
 from ragspec.core import Document
 from ragspec.retrieval.index.writer import IndexWriter
 from ragspec.retrieval.search.filters import parse_filter
-from ragspec.retrieval.search.segment_search import Scope
+from ragspec.retrieval.search.segment_search import SearchScope
 
 QUERIES = ["fact 3", "told here", "Text of group 2"]
-SCOPES = (Scope(), Scope("ann"), Scope("ann", parse_filter({"type": "gte", "key": "n", "value": 7})))
+SCOPES = (SearchScope(), SearchScope("ann"), SearchScope("ann", parse_filter({"type": "gte", "key": "n", "value": 7})))
 BOUND_S = 120.0
 
 

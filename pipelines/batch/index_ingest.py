@@ -15,9 +15,9 @@ import numpy as np
 
 from ragspec.core import Document
 from ragspec.errors import InputError
-from ragspec.retrieval.encoder import FloatArray, Kind, WrappedEncoder
-from ragspec.retrieval.index.changes import Outcome
-from ragspec.retrieval.index.content_key import checked
+from ragspec.retrieval.encoder import EncoderWrapper, FloatArray, TextKind
+from ragspec.retrieval.index.changes import UpsertOutcome
+from ragspec.retrieval.index.content_key import check_document
 from ragspec.retrieval.index.writer import IndexWriter
 from ragspec.retrieval.reading import read_file
 
@@ -73,7 +73,7 @@ class Ingest:
         for (path, name), ids in waiting.items():
             try:
                 for document in self._documents(path, name):
-                    if document.id in ids and self._writer.twin_of(document) is None:
+                    if document.id in ids and self._writer.duplicate_of(document) is None:
                         self._writer.upsert(document)
                         self._writer.changes.duplicate -= 1
                         del self.found.duplicates[document.id]
@@ -104,7 +104,7 @@ class Ingest:
                 raise InputError(f"{path}: the id {document.id!r} is that of a document in {other}")
             if known and known[0] != document.owner:
                 raise InputError(f"{path}: the id {document.id!r} is that of a document of another owner")
-            yield checked(document)
+            yield check_document(document)
 
     def _documents(self, path: Path, name: str) -> Iterator[Document]:
         """Why an owner's name leads the ids: two tenants may have files of one name."""
@@ -115,7 +115,7 @@ class Ingest:
 
     def _add(self, document: Document, path: Path, name: str) -> None:
         self._owners.add(document.owner)
-        if self._writer.upsert(document) is Outcome.DUPLICATE:
+        if self._writer.upsert(document) is UpsertOutcome.DUPLICATE:
             self.found.duplicates[document.id] = path, name
         encoded = self._writer.changes.encoded
         if self._passages_per_commit and encoded - self._committed_passages >= self._passages_per_commit:
@@ -123,10 +123,10 @@ class Ingest:
             self._committed_passages = encoded
 
 
-class Unencoded(WrappedEncoder):
+class Unencoded(EncoderWrapper):
     """An encoder for what is not to be kept: it counts and cuts as the real one, and its vectors are zero."""
 
-    def encode(self, texts: Sequence[str], kind: Kind = "document") -> FloatArray:
+    def encode(self, texts: Sequence[str], kind: TextKind = "document") -> FloatArray:
         return np.zeros((len(texts), self.identity.dimension), np.float32)
 
 

@@ -19,8 +19,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
+from ragspec.disk import fsync, write_atomically
 from ragspec.errors import ConfigError, SaveError, StoreCorrupt
-from ragspec.retrieval.index.disk import replace_text, sync
 
 FORMAT = "ragspec-batch/1"
 ROWS_PER_PART = 10_000
@@ -88,8 +88,8 @@ class OutputFolder:
             raise StoreCorrupt(f"{self.folder} holds answers, but no job.json says how they were made")
         else:
             with _saving(path):
-                replace_text(path, json.dumps({"format": FORMAT, **settings}, indent=2) + "\n")
-                sync(self.folder)
+                write_atomically(path, json.dumps({"format": FORMAT, **settings}, indent=2) + "\n")
+                fsync(self.folder)
         for part in self._open_parts():
             _cut_torn_line(part)
             _rename(part, part.with_suffix(""))
@@ -194,7 +194,7 @@ def _cut_torn_line(path: Path) -> None:
 def _rename(part: Path, final: Path) -> None:
     with _saving(final):
         os.replace(part, final)
-        sync(final.parent)
+        fsync(final.parent)
 
 
 def _write_all(file: int, data: bytes) -> None:

@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from ragspec.disk import TEMPORARY, make_folder, saving, write_atomically
 from ragspec.errors import InputError
-from ragspec.retrieval.index.disk import TEMPORARY, make_folder, replace_text, saving
 
 SUFFIXES = (".txt", ".md", ".rst", ".html", ".tex")
 _ROWS, _FILES = Path("input") / "texts.jsonl", Path("files")
@@ -37,7 +37,7 @@ def gathered(inputs: Path, out: Path, tell: Callable[[str], None]) -> Path:
     path = out / _ROWS
     with saving(path):
         make_folder(path.parent)
-        replace_text(path, "".join(f"{json.dumps(row)}\n" for row in rows))
+        write_atomically(path, "".join(f"{json.dumps(row)}\n" for row in rows))
     return path
 
 

@@ -23,10 +23,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from ragspec.cli.terminal import one_line, print_error, safe, stay_offline, stderr_console
 from ragspec.config import load_config
 from ragspec.core import SamplingParams, check_text
+from ragspec.disk import fsync, saving
 from ragspec.errors import InputError, SaveError
 from ragspec.rag.grammar.grammar import DEFAULTS, Correction, Grammar, Guard
 from ragspec.rag.steps import params_of
-from ragspec.retrieval.index.disk import saving, sync
 
 STDIN = "-"
 _CHUNK = 64
@@ -175,7 +175,7 @@ def _replace(path: Path, before: bytes, content: bytes) -> None:
             if path.read_bytes() != before:
                 raise SaveError(f"{path} was changed meanwhile and stays as it is")
             os.replace(name, path)
-            sync(path.parent)
+            fsync(path.parent)
         except BaseException:
             Path(name).unlink(missing_ok=True)
             raise

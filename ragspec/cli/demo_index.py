@@ -20,14 +20,14 @@ from rich.progress import Progress as Bar
 from ragspec.cli.terminal import note, one_line
 from ragspec.config import ChunkingConfig, IndexConfig
 from ragspec.core import Document
+from ragspec.disk import saving
 from ragspec.errors import SaveError
 from ragspec.evaluation.index_cache import cached_retriever, cached_store
 from ragspec.retrieval.chunking import chunk
 from ragspec.retrieval.encoder import Encoder
 from ragspec.retrieval.index.content_key import content_key
-from ragspec.retrieval.index.disk import saving
 from ragspec.retrieval.index.store import Store
-from ragspec.retrieval.retriever import Progress, Retriever
+from ragspec.retrieval.retriever import ProgressCallback, Retriever
 
 _NAME = "stdlib"
 
@@ -73,7 +73,7 @@ def own_index(console: Console, encoder: Encoder, documents: list[Document], cac
 
 
 @contextlib.contextmanager
-def _progress(console: Console, documents: list[Document]) -> Iterator[Progress]:
+def _progress(console: Console, documents: list[Document]) -> Iterator[ProgressCallback]:
     columns = (
         SpinnerColumn(),
         TextColumn("{task.description}"),

@@ -22,10 +22,10 @@ from ragspec.cluster.shards import SpreadShard, Unsearched
 from ragspec.config import RetrieverConfig
 from ragspec.errors import RetrievalError, StoreError
 from ragspec.retrieval.index.store import Store
-from ragspec.retrieval.rerank import Asked, Scoring
-from ragspec.retrieval.search.segment_search import Scope
-from ragspec.retrieval.search.view import View, terms_of
-from ragspec.retrieval.speculative.index_types import Lookup, PassageKey, Query
+from ragspec.retrieval.rerank import PairScoring, PairsToScore
+from ragspec.retrieval.search.index_searcher import IndexSearcher, term_function
+from ragspec.retrieval.search.index_types import PassageKey, Query, SearchResult
+from ragspec.retrieval.search.segment_search import SearchScope
 
 _VIEWS_KEPT = 8
 _LOOK_S = 0.5
@@ -41,7 +41,7 @@ class ClusterView:
     ) -> None:
         """`store` need hold no segment, only the manifest. Raises: ConfigError."""
         self.store = store
-        self.terms = terms_of(store.manifest, config.mode)
+        self.terms = term_function(store.manifest, config.mode)
         sizes = {record.name: record.num_passages for record in store.manifest.segments}
         self._names = crew.names()
         self._replicas = max(1, min(num_replicas, len(self._names)))
@@ -50,7 +50,7 @@ class ClusterView:
         self._config, self._crew, self._patience = config, crew, patience
         self._turns = itertools.count()
         self._missing, self._missing_key = frozenset[str](), (0, 0.0)
-        self._views: dict[tuple[int, frozenset[str]], View] = {}
+        self._views: dict[tuple[int, frozenset[str]], IndexSearcher] = {}
 
     def open(self, timeout_s: float) -> None:
         """Raises: StoreError, ConfigError, RetrievalError; of a generation with parts missing only if that is to be an error."""
@@ -66,16 +66,16 @@ class ClusterView:
             self._crew.check_open()
             opened = bool(ray.wait([opening], timeout=_LOOK_S)[0])
 
-    def look_up(
+    def search(
         self,
         queries: Sequence[Query],
         k: int,
-        scope: Scope,
+        scope: SearchScope,
         *,
         prefetch_k: int = 0,
         known: frozenset[PassageKey] = frozenset(),
-    ) -> Lookup:
-        """As `ragspec.retrieval.speculative.index_types.IndexLike`."""
+    ) -> SearchResult:
+        """As `ragspec.retrieval.search.index_types.IndexLike`."""
         turn = next(self._turns)
         if self._config.fail_closed and self._replicas == len(self._names):
             return self._by_one(turn, queries, k, scope, prefetch_k, known)
@@ -83,12 +83,12 @@ class ClusterView:
             missing = self._known_missing()
             try:
                 view = self._view(turn % self._replicas, missing)
-                found = view.look_up(queries, k, scope, prefetch_k=prefetch_k, known=known)
+                found = view.search(queries, k, scope, prefetch_k=prefetch_k, known=known)
                 return found._replace(missing=tuple(sorted(missing)))
             except Unsearched as error:
                 self._leave_out(error)
 
-    def _by_one(self, turn: int, *arguments: Any) -> Lookup:
+    def _by_one(self, turn: int, *arguments: Any) -> SearchResult:
         order = in_turn(self._names, self._replicas, turn)
         given, unanswered = ask(
             self._crew,
@@ -98,17 +98,17 @@ class ClusterView:
         )
         if unanswered:
             raise self._told(Unsearched(self._placement.segments, unanswered[self._placement]))
-        found: Lookup = given[0][1]
+        found: SearchResult = given[0][1]
         return found
 
-    def _view(self, turn: int, missing: frozenset[str]) -> View:
+    def _view(self, turn: int, missing: frozenset[str]) -> IndexSearcher:
         view = self._views.get((turn, missing))
         if view is None:
             shard = self._spread.turned(self._replicas, turn).without(missing)
             scoring = _scoring(self._config.reranker, self._crew, self._patience) if self._config.reranker else None
             if len(self._views) >= _VIEWS_KEPT:
                 self._views = {}
-            view = View(self.store, self._config, scoring=scoring, shard=lambda _: shard)
+            view = IndexSearcher(self.store, self._config, scoring=scoring, shard=lambda _: shard)
             self._views[turn, missing] = view  # another thread may have put them all away, or made the same
         return view
 
@@ -134,10 +134,10 @@ class ClusterView:
         return error if isinstance(reason, RetrievalError) else reason
 
 
-def _scoring(reranker: str, crew: Crew, patience: Patience) -> Scoring:
+def _scoring(reranker: str, crew: Crew, patience: Patience) -> PairScoring:
     """Each query's passages are scored by whichever shard is free. Why no method: a view on lease must end with its last user."""
 
-    def scores(asked: Sequence[Asked]) -> list[Any]:
+    def scores(asked: Sequence[PairsToScore]) -> list[Any]:
         given, unanswered = ask(
             crew,
             dict.fromkeys(range(len(asked)), ()),

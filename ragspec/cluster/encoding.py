@@ -19,7 +19,7 @@ from ragspec.cluster.directory import Directory
 from ragspec.cluster.own_actors import Alive, OwnActors
 from ragspec.config import EncoderConfig
 from ragspec.errors import EncoderMismatch
-from ragspec.retrieval.encoder import Encoder, EncoderIdentity, FloatArray, Kind, TextEncoder
+from ragspec.retrieval.encoder import Encoder, EncoderIdentity, FloatArray, TextEncoder, TextKind
 
 _TEXTS_PER_CALL = 256
 _CALLS_PER_WORKER = 8
@@ -52,7 +52,7 @@ class EncoderActor(Alive):
     def count_tokens(self, identity: EncoderIdentity, texts: Sequence[str]) -> list[int]:
         return self._checked(identity).count_tokens(texts)
 
-    def encode(self, identity: EncoderIdentity, texts: Sequence[str], kind: Kind) -> FloatArray:
+    def encode(self, identity: EncoderIdentity, texts: Sequence[str], kind: TextKind) -> FloatArray:
         """Raises: EncoderMismatch if this is another encoder than the one that is meant."""
         return self._checked(identity).encode(texts, kind)
 
@@ -99,7 +99,7 @@ class RemoteEncoder:
         counted = self._asked(parts, lambda actor, part: actor.count_tokens.remote(self.identity, part), self._patience)
         return [count for some in counted for count in some]
 
-    def encode(self, texts: Sequence[str], kind: Kind = "document") -> FloatArray:
+    def encode(self, texts: Sequence[str], kind: TextKind = "document") -> FloatArray:
         """As `Encoder.encode`. Raises: RetrievalError if no encoder answers in time."""
         vectors = np.empty((len(texts), self.identity.dimension), np.float32)  # [B, E]
         by_length = sorted(range(len(texts)), key=lambda number: len(texts[number]))

@@ -16,8 +16,8 @@ from ragspec.cluster.own_actors import Alive
 from ragspec.cluster.sole import SoleActor
 from ragspec.errors import ConfigError, StoreCorrupt
 from ragspec.retrieval.encoder import EncoderIdentity, FloatArray
-from ragspec.retrieval.knnlm.datastore import Datastore, DatastoreManifest, identity_of, read_datastore_manifest
-from ragspec.retrieval.knnlm.neighbours import EntriesWanted, Found
+from ragspec.retrieval.knnlm.datastore import Datastore, DatastoreManifest, read_datastore_manifest, target_of
+from ragspec.retrieval.knnlm.neighbours import Neighbours, PrefetchRequest
 
 _OPEN_TIMEOUT_S = 600.0
 
@@ -48,7 +48,7 @@ class RemoteDatastore:
             )
         folder = Path(folder).resolve()
         manifest = read_datastore_manifest(folder)
-        self._target = identity_of(manifest)
+        self._target = target_of(manifest)
         self._timeout_s = timeout_s
         self._actor = SoleActor(_DatastoreActor, (str(folder), manifest, service_s), what="the datastore")
         try:
@@ -61,13 +61,13 @@ class RemoteDatastore:
     def target(self) -> EncoderIdentity:
         return self._target
 
-    def search(self, queries: FloatArray, k: int, wanted: EntriesWanted | None = None) -> Found:
+    def search(self, queries: FloatArray, k: int, wanted: PrefetchRequest | None = None) -> Neighbours:
         """As `Datastore.search`. Never waits for longer than the time limit.
 
         Raises: RetrievalError if the datastore is lost, was closed, or does not answer in time; StoreError if an actor that
         started again cannot read it any more; ModelError if a query is not finite.
         """
-        found: Found = self._actor.ask("search", queries, k, wanted, timeout_s=self._timeout_s)
+        found: Neighbours = self._actor.ask("search", queries, k, wanted, timeout_s=self._timeout_s)
         return found
 
     def close(self) -> None:
@@ -87,7 +87,7 @@ class _DatastoreActor(Alive):
     def load(self) -> None:
         self._opened()
 
-    def search(self, queries: FloatArray, k: int, wanted: EntriesWanted | None) -> Found:
+    def search(self, queries: FloatArray, k: int, wanted: PrefetchRequest | None) -> Neighbours:
         found = self._opened().search(np.array(queries), k, wanted)  # Why a copy: what Ray hands over is read-only
         time.sleep(self._service_s)
         return found

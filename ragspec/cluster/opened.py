@@ -12,9 +12,9 @@ from typing import Literal, NamedTuple
 
 from ragspec.config import RetrieverConfig
 from ragspec.retrieval.index.store import Store
-from ragspec.retrieval.rerank import Scoring
-from ragspec.retrieval.search.segment_search import SegmentSearch, Shard
-from ragspec.retrieval.search.view import View
+from ragspec.retrieval.rerank import PairScoring
+from ragspec.retrieval.search.index_searcher import IndexSearcher
+from ragspec.retrieval.search.segment_search import SegmentSearcher, Shard
 
 _GENERATIONS_KEPT = 3
 """One that is being opened, the one before it, and one that somebody still reads."""
@@ -36,8 +36,8 @@ class OpenGeneration:
         """`others`: stores whose segments need not be opened anew. Raises: StoreError."""
         self._where, self._others = placement, others
         self._manifest = Store.open(placement.index_dir, pointer=placement.pointer, only=frozenset())
-        self._segments: dict[str, SegmentSearch] = {}
-        self._views: dict[tuple[RetrieverConfig, tuple[str, ...]], View] = {}
+        self._segments: dict[str, SegmentSearcher] = {}
+        self._views: dict[tuple[RetrieverConfig, tuple[str, ...]], IndexSearcher] = {}
         self._lock = threading.Lock()
         self.stores: list[Store] = []
 
@@ -48,12 +48,12 @@ class OpenGeneration:
                 self._open(wanted)
             return Shard.of({name: self._segments[name] for name in names})
 
-    def view(self, names: tuple[str, ...], config: RetrieverConfig, scoring: Scoring | None) -> View:
+    def view(self, names: tuple[str, ...], config: RetrieverConfig, scoring: PairScoring | None) -> IndexSearcher:
         """Raises: StoreError, ConfigError."""
         shard = self.shard(names)
         with self._lock:
             if (config, names) not in self._views:
-                view = View(self._manifest, config, scoring=scoring, shard=lambda _: shard)
+                view = IndexSearcher(self._manifest, config, scoring=scoring, shard=lambda _: shard)
                 self._views = {(config, names): view}  # Why one: those who ask hardly ever differ
             return self._views[config, names]
 

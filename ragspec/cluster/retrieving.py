@@ -27,9 +27,9 @@ from ragspec.config import EncoderConfig, RetrieverConfig
 from ragspec.errors import ConfigError, RetrievalError
 from ragspec.retrieval.encoder import TextEncoder
 from ragspec.retrieval.index.manifest import read_pointer
-from ragspec.retrieval.index.reader_lock import lease
+from ragspec.retrieval.index.reader_lock import reader_lock
 from ragspec.retrieval.index.store import Store
-from ragspec.retrieval.retriever import GenerationView, Retriever, index_folder
+from ragspec.retrieval.retriever import GenerationView, Retriever, configured_index_dir
 
 _OPEN_TIMEOUT_S = 600.0
 _LOOK_S = 0.5
@@ -68,7 +68,7 @@ class ClusterRetriever(Retriever):
             raise ConfigError(
                 "an index elsewhere needs finite time limits above 0, and at least one holder of a segment"
             )
-        self._index_dir = index_folder(config).resolve()
+        self._index_dir = configured_index_dir(config).resolve()
         read_pointer(self._index_dir)  # Why first: a missing index is told before anybody is waited for
         self._replicas, self._open_timeout_s = shard_replicas, open_timeout_s
         self._patience = Patience(timeout_s, late_s, for_lost=config.fail_closed)
@@ -143,9 +143,9 @@ class ClusterRetriever(Retriever):
         opening.set_exception(failed) if failed else opening.set_result(None)
 
     def _view_of(self, store: Store) -> GenerationView:
-        """On lease as long as somebody holds the view: a query in flight, or what was pinned."""
+        """Locked for reading as long as a query in flight or a pinned retriever holds the view."""
         with contextlib.ExitStack() as stack:
-            stack.enter_context(lease(self._index_dir, store.pointer))
+            stack.enter_context(reader_lock(self._index_dir, store.pointer))
             view = ClusterView(store, self._config, self._crew, self._replicas, self._patience)
             view.open(self._open_timeout_s)
             weakref.finalize(view, stack.pop_all().close)
@@ -173,7 +173,7 @@ class RemoteIndex(ClusterRetriever):
         """
         if not 0.0 <= service_s < math.inf:
             raise ConfigError("a service time is finite seconds from 0 on")
-        read_pointer(index_folder(config))  # Why first: a missing index is told before an actor is started
+        read_pointer(configured_index_dir(config))  # Why first: a missing index is told before an actor is started
         self._own = OwnActors("shard", ShardActor, (service_s,))
         try:
             super().__init__(

@@ -2,7 +2,7 @@
 
 The index's folder must be readable on every node. An actor maps what it is asked for and keeps it; it knows no clients.
 
->>> SpreadShard(crew, placement, places(...), Patience(30.0)).dense(queries, k=10, scope=Scope())
+>>> SpreadShard(crew, placement, places(...), Patience(30.0)).dense(queries, k=10, scope=SearchScope())
 """
 
 from __future__ import annotations
@@ -25,11 +25,10 @@ from ragspec.config import RetrieverConfig
 from ragspec.core import Passage
 from ragspec.errors import RagspecError, RetrievalError
 from ragspec.retrieval.encoder import FloatArray
-from ragspec.retrieval.rerank import Asked, Reranker, RerankerConfig, Scoring
-from ragspec.retrieval.rerank import in_turn as scored_in_turn
+from ragspec.retrieval.rerank import PairScoring, PairsToScore, Reranker, RerankerConfig, score_in_turn
 from ragspec.retrieval.search.bm25 import SparseQuery, TermStatistics
-from ragspec.retrieval.search.segment_search import Hit, Scope, gathered, merged, total
-from ragspec.retrieval.speculative.index_types import Lookup, PassageKey, Query
+from ragspec.retrieval.search.index_types import PassageKey, Query, SearchResult
+from ragspec.retrieval.search.segment_search import SearchHit, SearchScope, gather_by_shard, merge_hits, sum_statistics
 
 
 class Unsearched(RetrievalError):
@@ -89,19 +88,19 @@ class SpreadShard:
         names = tuple(segment for segment, order in self._orders.items() if member.name in order[:num_replicas])
         return member.actor.open.remote(self._placement._replace(segments=names), reranker)
 
-    def dense(self, queries: FloatArray, k: int, scope: Scope) -> list[list[Hit]]:
-        return merged(self._ask_all("dense", queries, k, scope), len(queries), k)
+    def dense(self, queries: FloatArray, k: int, scope: SearchScope) -> list[list[SearchHit]]:
+        return merge_hits(self._ask_all("dense", queries, k, scope), len(queries), k)
 
     def statistics(self, terms: Sequence[str], tenant: str) -> TermStatistics:
-        return total(self._ask_all("statistics", terms, tenant))
+        return sum_statistics(self._ask_all("statistics", terms, tenant))
 
-    def sparse(self, queries: Sequence[SparseQuery], k: int, scope: Scope) -> list[list[Hit]]:
-        return merged(self._ask_all("sparse", queries, k, scope), len(queries), k)
+    def sparse(self, queries: Sequence[SparseQuery], k: int, scope: SearchScope) -> list[list[SearchHit]]:
+        return merge_hits(self._ask_all("sparse", queries, k, scope), len(queries), k)
 
-    def passages(self, hits: Sequence[Hit]) -> list[Passage]:
+    def passages(self, hits: Sequence[SearchHit]) -> list[Passage]:
         return self._ask_owners("passages", hits)
 
-    def vectors(self, hits: Sequence[Hit]) -> list[FloatArray]:
+    def vectors(self, hits: Sequence[SearchHit]) -> list[FloatArray]:
         return self._ask_owners("vectors", hits)
 
     def _ask_all(self, method: str, *arguments: Any) -> list[Any]:
@@ -111,16 +110,16 @@ class SpreadShard:
         )
         return [answer for _, answer in given]
 
-    def _ask_owners(self, method: str, hits: Sequence[Hit]) -> list[Any]:
+    def _ask_owners(self, method: str, hits: Sequence[SearchHit]) -> list[Any]:
         orders = {segment: self._orders[segment] for segment in dict.fromkeys(hit.segment for hit in hits)}
 
-        def own(segments: Sequence[str]) -> list[Hit]:
+        def own(segments: Sequence[str]) -> list[SearchHit]:
             return [hit for hit in hits if hit.segment in segments]
 
         given = self._ask(
             orders, lambda actor, where: actor.search.remote(where, method, own(where.segments)), self._patience
         )
-        return gathered(hits, [own(segments) for segments, _ in given], [answer for _, answer in given])
+        return gather_by_shard(hits, [own(segments) for segments, _ in given], [answer for _, answer in given])
 
     def _ask(
         self, orders: Mapping[str, Sequence[str]], send: Callable[[Any, Placement], Any], patience: Patience
@@ -142,7 +141,7 @@ class ShardActor(Alive):
     def __init__(self, service_s: float = 0.0) -> None:
         self._service_s = service_s
         self._opened = OpenGenerations()
-        self._scorings: dict[str, Scoring] = {}
+        self._scorings: dict[str, PairScoring] = {}
         self._loading = threading.Lock()
 
     def load(self) -> None:
@@ -169,25 +168,25 @@ class ShardActor(Alive):
         config: RetrieverConfig,
         queries: Sequence[Query],
         k: int,
-        scope: Scope,
+        scope: SearchScope,
         prefetch_k: int,
         known: frozenset[PassageKey],
-    ) -> Lookup:
+    ) -> SearchResult:
         """What a `View` of these segments answers, in one call. Raises: StoreError, ConfigError, ModelError, InputError."""
         scoring = self._scoring(config.reranker) if config.reranker else None
         view = self._opened.get(placement).view(placement.segments, config, scoring)
-        found = view.look_up(queries, k, scope, prefetch_k=prefetch_k, known=known)
+        found = view.search(queries, k, scope, prefetch_k=prefetch_k, known=known)
         time.sleep(self._service_s)
         return found
 
-    def scores(self, reranker: str, asked: Sequence[Asked]) -> list[Any]:
+    def scores(self, reranker: str, asked: Sequence[PairsToScore]) -> list[Any]:
         """Raises: ModelError, ConfigError."""
         return self._scoring(reranker)(asked)
 
-    def _scoring(self, reranker: str) -> Scoring:
+    def _scoring(self, reranker: str) -> PairScoring:
         with self._loading:
             if reranker not in self._scorings:
-                scoring = scored_in_turn(Reranker.load(RerankerConfig(model=reranker)))
+                scoring = score_in_turn(Reranker.load(RerankerConfig(model=reranker)))
                 assert scoring is not None
                 self._scorings = {reranker: scoring}
             return self._scorings[reranker]

@@ -13,7 +13,7 @@ from ragspec.evaluation.prompt_lists import Question, Sentence
 from ragspec.rag.pipeline import RetrieverLike
 from ragspec.rag.prompt import PromptBuilder
 from ragspec.rag.sources import copy_sources
-from ragspec.retrieval.retriever import EVERYTHING
+from ragspec.retrieval.retriever import PUBLIC_SCOPE
 
 RAG_PASSAGES = 3
 RAG_TOKENS = 96
@@ -38,11 +38,11 @@ class Case:
 def rag_cases(questions: Sequence[Question], retriever: RetrieverLike, prompts: PromptBuilder) -> Iterator[Case]:
     """Each question retrieved and laid out as the pipeline does, one by one."""
     retriever.retrieve(
-        [question.text for question in questions[:1]], RAG_PASSAGES, EVERYTHING
+        [question.text for question in questions[:1]], RAG_PASSAGES, PUBLIC_SCOPE
     )  # Why: the first one warms up
     for question in questions:
         begin = time.perf_counter()
-        (found,) = retriever.retrieve([question.text], RAG_PASSAGES, EVERYTHING).passages
+        (found,) = retriever.retrieve([question.text], RAG_PASSAGES, PUBLIC_SCOPE).passages
         prompt = prompts.build(question.text, found, RAG_TOKENS)
         sources = copy_sources(question.text, prompt.passages)
         prepare_s = time.perf_counter() - begin

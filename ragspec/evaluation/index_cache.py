@@ -11,7 +11,7 @@ from ragspec.errors import StoreError
 from ragspec.retrieval.encoder import TextEncoder
 from ragspec.retrieval.index.content_key import content_key
 from ragspec.retrieval.index.store import Store
-from ragspec.retrieval.retriever import Progress, Retriever, build_index
+from ragspec.retrieval.retriever import ProgressCallback, Retriever, build_index
 
 
 def cached_store(
@@ -19,7 +19,7 @@ def cached_store(
     encoder: TextEncoder,
     cache_dir: Path,
     config: IndexConfig | None = None,
-    progress: Progress | None = None,
+    progress: ProgressCallback | None = None,
 ) -> Store:
     """The index of these documents; a damaged cache is built anew. Raises: SaveError, InputError."""
     config = config or IndexConfig()
@@ -32,7 +32,7 @@ def cached_store(
 
 
 def cached_retriever(
-    documents: Sequence[Document], encoder: TextEncoder, cache_dir: Path, progress: Progress | None = None
+    documents: Sequence[Document], encoder: TextEncoder, cache_dir: Path, progress: ProgressCallback | None = None
 ) -> Retriever:
     """The default retriever over these documents, which never change. Raises: SaveError, InputError."""
     return Retriever(encoder, cached_store(documents, encoder, cache_dir, progress=progress), follow=False)

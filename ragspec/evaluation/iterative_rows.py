@@ -15,7 +15,7 @@ from ragspec.config import StrideConfig
 from ragspec.evaluation.iterative_variants import BASELINE, PSA, TABLE, VARIANTS, Take, Timed, Workload
 from ragspec.evaluation.report import Result
 from ragspec.rag.answer import RunStats
-from ragspec.retrieval.speculative.stride_costs import Costs, Plan, Timing, published_optimum
+from ragspec.retrieval.speculative.stride_costs import StrideCosts, StridePlan, StrideTiming, paper_optimal_plan
 
 _STRIDES = StrideConfig()
 _PREDICTION = (
@@ -98,11 +98,11 @@ def total(takes: Sequence[Sequence[Take]], name: str) -> float:
     return sum(float(getattr(stats, name)) for stats in run_stats(takes))
 
 
-def optimum(timing: Timing, gamma: float, asynchronous: bool) -> Plan:
+def optimum(timing: StrideTiming, gamma: float, asynchronous: bool) -> StridePlan:
     """What OS3 predicts of its best stride at these costs; `asynchronous`: verifications may go on beside decoding."""
-    costs = Costs(timing, gamma)
+    costs = StrideCosts(timing, gamma)
     plans = [
-        published_optimum(costs, _STRIDES.max_stride, beside) for beside in (False, True) if asynchronous or not beside
+        paper_optimal_plan(costs, _STRIDES.max_stride, beside) for beside in (False, True) if asynchronous or not beside
     ]
     return max(plans, key=lambda plan: plan.gain)
 
@@ -156,7 +156,7 @@ def _guesses(comparison: Comparison) -> Result:
     }
 
 
-def _costs(timing: Timing, beside: Timing | None) -> Result:
+def _costs(timing: StrideTiming, beside: StrideTiming | None) -> Result:
     step_s, lookup_s = timing.step_s, timing.verification_s(1)
     return {
         "a_ms": 1e3 * step_s,
@@ -168,7 +168,7 @@ def _costs(timing: Timing, beside: Timing | None) -> Result:
     }
 
 
-def _prediction(workload: Workload, timing: Timing, comparison: Comparison, asynchronous: bool) -> Result:
+def _prediction(workload: Workload, timing: StrideTiming, comparison: Comparison, asynchronous: bool) -> Result:
     """With the scheduler's estimate of gamma, which is never 1. Where nothing was guessed, because even right guesses would not
     pay, what they would bring."""
     if not workload.has_optimum:

@@ -32,7 +32,7 @@ from ragspec.retrieval.index.store import Store
 from ragspec.retrieval.reading import read_file
 from ragspec.retrieval.retriever import Retriever
 from ragspec.retrieval.search.approximate import MIN_ROWS
-from ragspec.retrieval.speculative.index_types import IndexLike, Mode
+from ragspec.retrieval.search.index_types import IndexLike, RetrievalMode
 
 OpenIndex = Callable[[Path, TextEncoder, float], AbstractContextManager[IndexLike]]
 """(folder, encoder, seconds that every call takes more) -> exact dense search elsewhere."""
@@ -193,7 +193,7 @@ class IterativeSuite:
 
         return cached_store(documents, self.encoder, self.cache_dir, config, progress)
 
-    def _retriever(self, store: Store, mode: Mode) -> Retriever:
+    def _retriever(self, store: Store, mode: RetrievalMode) -> Retriever:
         return Retriever(self.encoder, store, RetrieverConfig(mode=mode), follow=False)
 
 

@@ -29,8 +29,8 @@ from ragspec.rag.answer import Answer
 from ragspec.rag.iterative.pipeline import IterativePipeline
 from ragspec.rag.iterative.policies import InContextRalm, Policy
 from ragspec.rag.prompt import PromptBuilder
-from ragspec.retrieval.speculative.index_types import IndexLike, Query
-from ragspec.retrieval.speculative.stride_costs import Timing
+from ragspec.retrieval.search.index_types import IndexLike, Query
+from ragspec.retrieval.speculative.stride_costs import StrideTiming
 
 BASELINE, PSA = "baseline", "+PSA"
 TABLE = "In-Context RALM, T=0"
@@ -109,8 +109,8 @@ class Timed:
     while a verification ran beside decoding, where one did."""
 
     takes: Takes
-    apart: Timing
-    beside: dict[str, Timing | None]
+    apart: StrideTiming
+    beside: dict[str, StrideTiming | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +153,7 @@ class Stopwatch:
             costs = {name: pipeline.scheduler.costs() for name, pipeline in pipelines.items()}
         baseline = costs[BASELINE]
         assert baseline is not None
-        apart = Timing(baseline.apart.step_s, self._by_size_s(index, baseline.apart.verification_s(1)))
+        apart = StrideTiming(baseline.apart.step_s, self._by_size_s(index, baseline.apart.verification_s(1)))
         return Timed(takes, apart, {name: known.beside if known else None for name, known in costs.items()})
 
     def lookup_s(self, index: IndexLike) -> float:
@@ -196,5 +196,5 @@ class Stopwatch:
 
 def _seconds(index: IndexLike, queries: Sequence[Query]) -> float:
     begin = time.perf_counter()
-    index.look_up(queries, 1)
+    index.search(queries, 1)
     return time.perf_counter() - begin

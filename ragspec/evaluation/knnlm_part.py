@@ -32,8 +32,8 @@ from ragspec.rag.knnlm.build import build_datastore, states_of, target_identity
 from ragspec.rag.knnlm.generation import KnnGenerator, KnnStats
 from ragspec.retrieval.encoder import FloatArray
 from ragspec.retrieval.knnlm.datastore import Datastore
-from ragspec.retrieval.knnlm.neighbours import DatastoreLike, EntriesWanted, KnnConfig
-from ragspec.retrieval.speculative.stride_costs import Costs, Timing, published_optimum
+from ragspec.retrieval.knnlm.neighbours import DatastoreLike, KnnConfig, PrefetchRequest
+from ragspec.retrieval.speculative.stride_costs import StrideCosts, StrideTiming, paper_optimal_plan
 
 OpenRemote = Callable[[Path, float], AbstractContextManager[DatastoreLike]]
 """(folder, seconds that every call takes more) -> a datastore elsewhere."""
@@ -133,17 +133,17 @@ class Runs:
         """One counter, summed over all prompts and runs."""
         return sum(float(getattr(stats, name)) for stats in self.stats[speculation])
 
-    def costs(self, verification_s: Callable[[int], float]) -> Costs:
+    def costs(self, verification_s: Callable[[int], float]) -> StrideCosts:
         """What OS3's prediction takes: a step without guesses, verifications by size, the share of right guesses."""
         num_judged = self.total("num_right", True) + self.total("num_wrong", True)
         step_s = self.total("step_s", False) / max(1.0, self.total("num_queries", False))
-        return Costs(Timing(step_s, verification_s), self.total("num_right", True) / max(1.0, num_judged))
+        return StrideCosts(StrideTiming(step_s, verification_s), self.total("num_right", True) / max(1.0, num_judged))
 
     def row(self, searches_s: Sequence[float]) -> Result:
         """Everything about one setting; `searches_s`: of the numbers of states in `SIZES`."""
         searched_s = self.total("verification_s", False) / self.total("num_verifications", False)
         costs = self.costs(lambda size: searched_s + float(np.interp(size, SIZES, searches_s)) - searches_s[0])
-        optimum = published_optimum(costs, _LONGEST_STRIDE, asynchronous=False)
+        optimum = paper_optimal_plan(costs, _LONGEST_STRIDE, asynchronous=False)
         speedup = median(a / b for a, b in zip(self.seconds[False], self.seconds[True], strict=True))
         return {
             "baseline_s": median(self.seconds[False]),
@@ -201,7 +201,7 @@ class _Bench:
 
 def _search_s(store: DatastoreLike, config: KnnConfig, queries: FloatArray) -> float:
     """Seconds of one verification of these states, with what the cache gets."""
-    wanted = EntriesWanted(config.num_following, config.num_followed, np.empty(0, np.int64))
+    wanted = PrefetchRequest(config.num_following, config.num_followed, np.empty(0, np.int64))
     seconds = []
     for _ in range(_NUM_SEARCHES):
         begin = time.perf_counter()

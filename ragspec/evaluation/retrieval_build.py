@@ -11,14 +11,14 @@ from ragspec.core import Document
 from ragspec.evaluation.comparison import Tick
 from ragspec.evaluation.retrieval_data import synthetic_documents
 from ragspec.retrieval.chunking import chunk
-from ragspec.retrieval.encoder import FloatArray, Kind, TextEncoder, WrappedEncoder
+from ragspec.retrieval.encoder import EncoderWrapper, FloatArray, TextEncoder, TextKind
 from ragspec.retrieval.index.writer import IndexWriter
 
 SHORT = IndexConfig(chunking=ChunkingConfig(max_chars=100))
 """Passages of about twenty tokens."""
 
 
-class TimedEncoder(WrappedEncoder):
+class TimedEncoder(EncoderWrapper):
     """Another encoder, and the seconds it took to encode; counting tokens is the index's doing and not among them."""
 
     def __init__(self, encoder: TextEncoder) -> None:
@@ -32,7 +32,7 @@ class TimedEncoder(WrappedEncoder):
         self.count_tokens_s += time.perf_counter() - begin
         return counts
 
-    def encode(self, texts: Sequence[str], kind: Kind = "document") -> FloatArray:
+    def encode(self, texts: Sequence[str], kind: TextKind = "document") -> FloatArray:
         begin = time.perf_counter()
         vectors = super().encode(texts, kind)
         self.encode_s += time.perf_counter() - begin

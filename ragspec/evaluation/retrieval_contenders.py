@@ -25,11 +25,11 @@ from ragspec.retrieval.search.approximate import (
     EF_CONSTRUCTION,
     MIN_ROWS,
     ApproximateIndex,
-    build_dense,
-    default_factory,
-    default_width,
+    build_faiss_index,
+    default_faiss_factory,
+    default_search_width,
 )
-from ragspec.retrieval.search.dense import DenseIndex, ExactIndex, Scored
+from ragspec.retrieval.search.dense import DenseIndex, ExactIndex, ScoredRows
 from ragspec.retrieval.search.faiss_library import load_faiss
 
 Kind = Literal["hnsw", "ivf"]
@@ -124,7 +124,7 @@ def open_plain(folder: Path, kind: Kind, width: int = 0) -> Any:
     return _widened(load_faiss().read_index(str(folder / DENSE)), kind, width)
 
 
-def best_rows(found: Sequence[Scored]) -> list[list[int]]:
+def best_rows(found: Sequence[ScoredRows]) -> list[list[int]]:
     """The `K` best rows of each query, by score, then row."""
     return [
         [row for _, row in sorted(zip((-each.scores).tolist(), each.rows.tolist(), strict=True))[:K]] for each in found
@@ -150,13 +150,13 @@ def _build(folder: Path, part: Path, kind: Kind) -> Column:
     part.mkdir()
     (part / VECTORS).symlink_to(folder.resolve() / VECTORS)
     begin = time.perf_counter()
-    build_dense(part, DenseConfig(kind=kind))
+    build_faiss_index(part, DenseConfig(kind=kind))
     return {"build s": time.perf_counter() - begin, "file MB": (part / DENSE).stat().st_size / 1e6}
 
 
 def _trained(vectors: FloatArray, kind: Kind) -> Any:
     faiss = load_faiss()
-    index = faiss.index_factory(vectors.shape[1], default_factory(kind, len(vectors)), faiss.METRIC_INNER_PRODUCT)
+    index = faiss.index_factory(vectors.shape[1], default_faiss_factory(kind, len(vectors)), faiss.METRIC_INNER_PRODUCT)
     if kind == "hnsw":
         index.hnsw.efConstruction = EF_CONSTRUCTION
     else:
@@ -168,7 +168,7 @@ def _trained(vectors: FloatArray, kind: Kind) -> Any:
 
 def _widened(index: Any, kind: Kind, width: int) -> Any:
     if kind == "hnsw":
-        index.hnsw.efSearch = width or default_width(kind, index.ntotal)
+        index.hnsw.efSearch = width or default_search_width(kind, index.ntotal)
     else:
-        index.nprobe = width or default_width(kind, index.ntotal)
+        index.nprobe = width or default_search_width(kind, index.ntotal)
     return index

@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 
 from ragspec.core import Document
 from ragspec.evaluation.prompt_lists import lines_of, squad_list
-from ragspec.retrieval.chunking.embedded import joined
-from ragspec.retrieval.encoder import FloatArray, WrappedEncoder
+from ragspec.retrieval.chunking.passage_text import join_passage_text
+from ragspec.retrieval.encoder import EncoderWrapper, FloatArray
 from ragspec.training.stdlib_corpus import stdlib_documents
 
 DIMENSION = 384
@@ -54,7 +54,7 @@ class Collection:
         return replace(self, queries={i: text for i, text in self.queries.items() if i in query_ids})
 
 
-class WholeTexts(WrappedEncoder):
+class WholeTexts(EncoderWrapper):
     """An encoder that lets no text be cut, so that a document is one passage; it reads of it what its model reads.
 
     Why: the published figures, and bm25s, count whole documents.
@@ -97,7 +97,7 @@ def cranfield_collection(data_dir: Path) -> Collection:
 
 def searched_text(document: Document) -> str:
     """What a passage that is a whole document is found by."""
-    return joined(document.title, "", document.text)
+    return join_passage_text(document.title, "", document.text)
 
 
 def synthetic_documents(count: int, seed: int) -> Iterator[Document]:

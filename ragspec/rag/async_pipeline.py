@@ -34,8 +34,8 @@ from ragspec.rag.steps import (
     prepared,
     retrieved,
 )
-from ragspec.retrieval.search.segment_search import Scope
-from ragspec.retrieval.speculative.index_types import Lookup, Query
+from ragspec.retrieval.search.index_types import Query, SearchResult
+from ragspec.retrieval.search.segment_search import SearchScope
 
 Questions = Iterable[Question] | AsyncIterable[Question]
 
@@ -46,7 +46,7 @@ class TwoSteps(Protocol):
 
     def encode(self, texts: Sequence[str]) -> list[Query]: ...
 
-    def look_up(self, queries: Sequence[Query], k: int, scope: Scope) -> Lookup: ...
+    def search(self, queries: Sequence[Query], k: int, scope: SearchScope) -> SearchResult: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +144,7 @@ def _encoded(index: TwoSteps, questions: Sequence[Question]) -> list[_Encoded]:
 def _looked_up(index: TwoSteps, encoded: Sequence[_Encoded]) -> list[Found]:
     begin, questions = time.perf_counter(), [each.question for each in encoded]
     first = questions[0]
-    lookup = index.look_up([each.query for each in encoded], first.num_passages, first.scope)
+    lookup = index.search([each.query for each in encoded], first.num_passages, first.scope)
     return found_of(questions, lookup, time.perf_counter() - begin + max(each.encode_s for each in encoded))
 
 

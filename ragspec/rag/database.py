@@ -16,8 +16,8 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
+from ragspec.disk import make_folder, saving
 from ragspec.errors import SaveError, StoreCorrupt
-from ragspec.retrieval.index.disk import make_folder, saving
 
 _BUSY_S = 5.0
 """Another process may be writing so long."""

@@ -34,7 +34,7 @@ from ragspec.rag.steps import (
     scope_of,
 )
 from ragspec.retrieval.retriever import Retriever
-from ragspec.retrieval.search.segment_search import Scope
+from ragspec.retrieval.search.segment_search import SearchScope
 from ragspec.speculation import Speculation, SpeculationGiven
 
 __all__ = ["EngineLike", "Pipeline", "RetrieverLike", "params_of", "scope_of"]
@@ -141,7 +141,7 @@ class Pipeline:
         params: SamplingParams | Sequence[SamplingParams] | None,
         num_passages: int | None,
         speculation: SpeculationGiven,
-        scope: Scope,
+        scope: SearchScope,
     ) -> list[Prepared]:
         if isinstance(params, Sequence) and len(params) != len(questions):
             raise InputError(f"{len(questions)} questions came with {len(params)} sets of sampling parameters")

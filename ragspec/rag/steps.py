@@ -23,17 +23,17 @@ from ragspec.rag.answer import Answer, AnswerStats
 from ragspec.rag.citations import find_citations
 from ragspec.rag.prompt import Prompt, PromptBuilder
 from ragspec.rag.sources import copy_sources
-from ragspec.retrieval.retriever import EVERYTHING, Retrieval
+from ragspec.retrieval.retriever import PUBLIC_SCOPE, RetrievalResult
 from ragspec.retrieval.search.filters import parse_filter
-from ragspec.retrieval.search.segment_search import Scope
-from ragspec.retrieval.speculative.index_types import Lookup
+from ragspec.retrieval.search.index_types import SearchResult
+from ragspec.retrieval.search.segment_search import SearchScope
 from ragspec.speculation import ON, Speculation
 
 
 class RetrieverLike(Protocol):
     """Finds passages."""
 
-    def retrieve(self, queries: Sequence[str], k: int, scope: Scope) -> Retrieval: ...
+    def retrieve(self, queries: Sequence[str], k: int, scope: SearchScope) -> RetrievalResult: ...
 
 
 class EngineLike(Protocol):
@@ -57,7 +57,7 @@ class Question:
     text: str
     params: SamplingParams
     num_passages: int = 3
-    scope: Scope = EVERYTHING
+    scope: SearchScope = PUBLIC_SCOPE
     speculation: Speculation = ON
 
     def __post_init__(self) -> None:
@@ -96,7 +96,7 @@ def retrieved(retriever: RetrieverLike, questions: Sequence[Question]) -> list[F
     return found_of(questions, found, time.perf_counter() - begin)
 
 
-def found_of(questions: Sequence[Question], found: Retrieval | Lookup, retrieve_s: float) -> list[Found]:
+def found_of(questions: Sequence[Question], found: RetrievalResult | SearchResult, retrieve_s: float) -> list[Found]:
     """Each question with its own part of what the index said about all of them."""
     return [
         Found(question, passages, found.generation, retrieve_s, found.missing)
@@ -153,9 +153,9 @@ def _affinity(passages: Sequence[Passage]) -> str:
     return "\n".join(sorted({passage.document_id for passage in passages}))
 
 
-def scope_of(tenant: str, filter: Mapping[str, Any] | None) -> Scope:
+def scope_of(tenant: str, filter: Mapping[str, Any] | None) -> SearchScope:
     """Raises: InputError for a filter that cannot be meant."""
-    return Scope(tenant, None if filter is None else parse_filter(filter))
+    return SearchScope(tenant, None if filter is None else parse_filter(filter))
 
 
 def params_of(config: GenerationConfig) -> SamplingParams:

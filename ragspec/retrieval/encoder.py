@@ -23,10 +23,10 @@ from torch import Tensor
 from ragspec.config import EncoderConfig
 from ragspec.errors import ModelError
 from ragspec.numerics.threads import compute_apart, num_processors
-from ragspec.retrieval.row_invariant import RowInvariant, TokenIds, loading, weights_fingerprint
+from ragspec.retrieval.row_invariant import RowInvariantModel, TokenIds, model_loading, weights_fingerprint
 
 FloatArray = NDArray[np.float32]
-Kind = Literal["query", "document"]
+TextKind = Literal["query", "document"]
 
 PACKAGED_MODEL = "all-MiniLM-L6-v2"
 PACKAGED_SHA256 = "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db"
@@ -57,12 +57,12 @@ class TextEncoder(Protocol):
         """Tokens of each text as a document, uncut; special tokens and the prefix of documents included."""
         ...
 
-    def encode(self, texts: Sequence[str], kind: Kind = "document") -> FloatArray:
+    def encode(self, texts: Sequence[str], kind: TextKind = "document") -> FloatArray:
         """One L2-normalised row per text, bitwise independent of the other texts. Shapes: returns [B, E] float32."""
         ...
 
 
-class WrappedEncoder:
+class EncoderWrapper:
     """Another encoder, unchanged. Subclasses override what they do otherwise."""
 
     def __init__(self, encoder: TextEncoder) -> None:
@@ -79,11 +79,11 @@ class WrappedEncoder:
     def count_tokens(self, texts: Sequence[str]) -> list[int]:
         return self._encoder.count_tokens(texts)
 
-    def encode(self, texts: Sequence[str], kind: Kind = "document") -> FloatArray:
+    def encode(self, texts: Sequence[str], kind: TextKind = "document") -> FloatArray:
         return self._encoder.encode(texts, kind)
 
 
-class Encoder(RowInvariant):
+class Encoder(RowInvariantModel):
     """A sentence-transformers model behind `encode`. Safe to call from several threads."""
 
     def __init__(self, model: Any, config: EncoderConfig) -> None:
@@ -101,7 +101,7 @@ class Encoder(RowInvariant):
         """Raises: ModelError if the weights are missing, are not the published ones, or are no text encoder."""
         packaged = config.model == PACKAGED_MODEL
         path = str(_packaged_folder()) if packaged else config.model
-        with loading(f"{config.model} cannot be loaded as an encoder"):
+        with model_loading(f"{config.model} cannot be loaded as an encoder"):
             from sentence_transformers import SentenceTransformer  # Why: three seconds, only when an encoder is wanted
 
             model = compute_apart(
@@ -138,7 +138,7 @@ class Encoder(RowInvariant):
             )
         return [len(ids) for ids in encoded["input_ids"]]
 
-    def encode(self, texts: Sequence[str], kind: Kind = "document") -> FloatArray:
+    def encode(self, texts: Sequence[str], kind: TextKind = "document") -> FloatArray:
         """One L2-normalised row per text, in order; longer texts are cut at `max_tokens`.
 
         `kind` picks the prefix that some models were trained with ("query: ").

@@ -1,6 +1,6 @@
 """Calls of many requests made together: what comes while one call runs shares the next.
 
->>> calls = SharedCalls(lambda index, parts: [index.encode(part) for part in parts], max_items=16)
+>>> calls = RequestBatcher(lambda index, parts: [index.encode(part) for part in parts], max_items=16)
 >>> calls.submit(index, ["When did it rain?"]).result()
 """
 
@@ -19,13 +19,13 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 
-class _Part(NamedTuple, Generic[Key, Item, Result]):
+class _Submission(NamedTuple, Generic[Key, Item, Result]):
     key: Key
     items: Sequence[Item]
     future: Future[Result]
 
 
-class SharedCalls(Generic[Key, Item, Result]):
+class RequestBatcher(Generic[Key, Item, Result]):
     """One thread that calls `call(key, parts)` with the items of one or more submissions of equal keys, one result for each.
 
     At most `max_items` items go into a call, unless one submission alone has more.
@@ -34,8 +34,8 @@ class SharedCalls(Generic[Key, Item, Result]):
     def __init__(self, call: Callable[[Key, list[Sequence[Item]]], list[Result]], max_items: int) -> None:
         self._call = call
         self._max_items = max_items
-        self._queue: queue.SimpleQueue[_Part[Key, Item, Result] | None] = queue.SimpleQueue()
-        self._waiting: list[_Part[Key, Item, Result]] = []
+        self._queue: queue.SimpleQueue[_Submission[Key, Item, Result] | None] = queue.SimpleQueue()
+        self._waiting: list[_Submission[Key, Item, Result]] = []
         self._lock = threading.Lock()
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="ragspec-shared-calls", daemon=True)
@@ -47,7 +47,7 @@ class SharedCalls(Generic[Key, Item, Result]):
         with self._lock:
             if self._closed:
                 raise EngineClosed("the pipeline is closed")
-            self._queue.put(_Part(key, items, future))
+            self._queue.put(_Submission(key, items, future))
         return future
 
     def close(self) -> None:
@@ -75,7 +75,7 @@ class SharedCalls(Generic[Key, Item, Result]):
             self._waiting.append(part)
         return True
 
-    def _next_call(self) -> list[_Part[Key, Item, Result]]:
+    def _next_call(self) -> list[_Submission[Key, Item, Result]]:
         """The oldest submission and those of its key that fit beside it, in the order they came."""
         first = self._waiting[0]
         chosen, num_items = [first], len(first.items)
@@ -87,7 +87,9 @@ class SharedCalls(Generic[Key, Item, Result]):
         return chosen
 
 
-def _settle(parts: list[_Part[Key, Item, Result]], call: Callable[[Key, list[Sequence[Item]]], list[Result]]) -> None:
+def _settle(
+    parts: list[_Submission[Key, Item, Result]], call: Callable[[Key, list[Sequence[Item]]], list[Result]]
+) -> None:
     """Where one request's input fails a call of several, each is tried alone: its fault is not the others'."""
     try:
         results = call(parts[0].key, [part.items for part in parts])

@@ -20,7 +20,7 @@ from pydantic import Field
 from ragspec.config import Part
 from ragspec.errors import ConfigError, ModelError
 from ragspec.numerics.threads import compute_apart, num_processors
-from ragspec.retrieval.row_invariant import RowInvariant, TokenIds, loading, weights_fingerprint
+from ragspec.retrieval.row_invariant import RowInvariantModel, TokenIds, model_loading, weights_fingerprint
 
 _NO_PART_OF_IT = {"_name_or_path", "transformers_version", "dtype", "torch_dtype"}
 
@@ -31,14 +31,14 @@ class PairScorer(Protocol):
     def scores(self, query: str, texts: Sequence[str]) -> NDArray[np.float64]: ...
 
 
-Asked = tuple[str, Sequence[str]]
+PairsToScore = tuple[str, Sequence[str]]
 """A query and the texts that are scored against it."""
 
-Scoring = Callable[[Sequence[Asked]], list[NDArray[np.float64]]]
+PairScoring = Callable[[Sequence[PairsToScore]], list[NDArray[np.float64]]]
 """The scores of several queries' texts."""
 
 
-def in_turn(scorer: PairScorer | None) -> Scoring | None:
+def score_in_turn(scorer: PairScorer | None) -> PairScoring | None:
     return None if scorer is None else lambda asked: [scorer.scores(*each) for each in asked]
 
 
@@ -58,7 +58,7 @@ class RerankerIdentity:
     fingerprint: str
 
 
-class Reranker(RowInvariant):
+class Reranker(RowInvariantModel):
     """A sequence classifier with one label behind `scores`. Safe to call from several threads."""
 
     def __init__(self, model: Any, tokenizer: Any, config: RerankerConfig) -> None:
@@ -79,7 +79,7 @@ class Reranker(RowInvariant):
         path = config.model
         if not path:
             raise ConfigError("no reranker is configured: its model is empty")
-        with loading(f"{path} cannot be loaded as a reranker"):
+        with model_loading(f"{path} cannot be loaded as a reranker"):
             from transformers import AutoModelForSequenceClassification, AutoTokenizer  # Why: seconds of imports
 
             is_local = Path(path).exists()

@@ -1,6 +1,6 @@
 """Queries to passages, and documents to an index.
 
-Owns which generation queries see and who encodes them; `ragspec.retrieval.search.view` searches it.
+Owns which generation queries see and who encodes them; `ragspec.retrieval.search.index_searcher` searches it.
 
     >>> build_index(documents, Path("index"), encoder)
     >>> retriever = Retriever.from_config(RetrieverConfig(index_dir="index"), EncoderConfig())
@@ -22,21 +22,29 @@ from ragspec.retrieval.encoder import Encoder, TextEncoder
 from ragspec.retrieval.index.manifest import Manifest, read_current
 from ragspec.retrieval.index.store import Store, check_encoder
 from ragspec.retrieval.index.writer import IndexWriter
-from ragspec.retrieval.rerank import PairScorer, Reranker, RerankerConfig, in_turn
-from ragspec.retrieval.search.segment_search import EVERYTHING, Scope, ShardLike
-from ragspec.retrieval.search.view import Terms, View, encoded
-from ragspec.retrieval.speculative.index_types import Lookup, Mode, PassageKey, Query
+from ragspec.retrieval.rerank import PairScorer, Reranker, RerankerConfig, score_in_turn
+from ragspec.retrieval.search.index_searcher import IndexSearcher, TermFunction, encode_queries
+from ragspec.retrieval.search.index_types import PassageKey, Query, RetrievalMode, SearchResult
+from ragspec.retrieval.search.segment_search import PUBLIC_SCOPE, SearchScope, ShardLike
 
-__all__ = ["EVERYTHING", "PairScorer", "Progress", "Retrieval", "Retriever", "build_index", "index_folder"]
+__all__ = [
+    "PUBLIC_SCOPE",
+    "PairScorer",
+    "ProgressCallback",
+    "RetrievalResult",
+    "Retriever",
+    "build_index",
+    "configured_index_dir",
+]
 
-Progress = Callable[[int, int], None]
+ProgressCallback = Callable[[int, int], None]
 """Called with (documents read, passages encoded) so far."""
 
 
-class Retrieval(NamedTuple):
+class RetrievalResult(NamedTuple):
     """The passages of each query, best first, and the generation of the index that gave them.
 
-    `missing` names segments that could not be searched, as in `Lookup`; empty unless `RetrieverConfig.fail_closed` is off.
+    `missing` names segments that could not be searched, as in `SearchResult`; empty unless `RetrieverConfig.fail_closed` is off.
     """
 
     passages: list[list[Passage]]
@@ -45,17 +53,23 @@ class Retrieval(NamedTuple):
 
 
 class GenerationView(Protocol):
-    """What searches one generation, as a `View` does."""
+    """What searches one generation, as a `IndexSearcher` does."""
 
     @property
     def store(self) -> Store: ...
 
     @property
-    def terms(self) -> Terms: ...
+    def terms(self) -> TermFunction: ...
 
-    def look_up(
-        self, queries: Sequence[Query], k: int, scope: Scope, *, prefetch_k: int = 0, known: frozenset[PassageKey] = ...
-    ) -> Lookup: ...
+    def search(
+        self,
+        queries: Sequence[Query],
+        k: int,
+        scope: SearchScope,
+        *,
+        prefetch_k: int = 0,
+        known: frozenset[PassageKey] = ...,
+    ) -> SearchResult: ...
 
 
 class Retriever:
@@ -86,7 +100,9 @@ class Retriever:
     @classmethod
     def from_config(cls, config: RetrieverConfig, encoder: EncoderConfig | TextEncoder) -> Retriever:
         """Raises: ConfigError without an index folder, StoreError or ModelError if index or models cannot be used."""
-        read_current(index_folder(config))  # Why first: a missing index is told before seconds of loading a model
+        read_current(
+            configured_index_dir(config)
+        )  # Why first: a missing index is told before seconds of loading a model
         loaded = Encoder.load(encoder) if isinstance(encoder, EncoderConfig) else encoder
         reranker = Reranker.load(RerankerConfig(model=config.reranker)) if config.reranker else None
         store = Store.open(config.index_dir, loaded.identity, pointer=config.pointer)
@@ -102,7 +118,7 @@ class Retriever:
         return self._encoder
 
     @property
-    def mode(self) -> Mode:
+    def mode(self) -> RetrievalMode:
         return self._config.mode
 
     @property
@@ -111,31 +127,31 @@ class Retriever:
 
     def encode(self, texts: Sequence[str]) -> list[Query]:
         """Raises: InputError if a text is empty or not text, or if its vector is not finite."""
-        return encoded(texts, self.mode, self._encoder, self._current().terms)
+        return encode_queries(texts, self.mode, self._encoder, self._current().terms)
 
-    def look_up(
+    def search(
         self,
         queries: Sequence[Query],
         k: int,
-        scope: Scope = EVERYTHING,
+        scope: SearchScope = PUBLIC_SCOPE,
         *,
         prefetch_k: int = 0,
         known: frozenset[PassageKey] = frozenset(),
-    ) -> Lookup:
-        """As `IndexLike.look_up`, and as `retrieve`: reranked, if there is a reranker, in which order prefetched ones come too.
+    ) -> SearchResult:
+        """As `IndexLike.search`, and as `retrieve`: reranked, if there is a reranker, in which order prefetched ones come too.
 
         Raises: StoreError if the index was changed into one that cannot be read; InputError for a query without a vector.
         """
         view = self._current()
         try:
-            return view.look_up(queries, k, scope, prefetch_k=prefetch_k, known=known)
+            return view.search(queries, k, scope, prefetch_k=prefetch_k, known=known)
         except StoreError:  # a shard elsewhere had to open its segments again, and the generation is gone
             newer = self._current()
             if newer is view:
                 raise
-            return newer.look_up(queries, k, scope, prefetch_k=prefetch_k, known=known)
+            return newer.search(queries, k, scope, prefetch_k=prefetch_k, known=known)
 
-    def retrieve(self, queries: Sequence[str], k: int, scope: Scope = EVERYTHING) -> Retrieval:
+    def retrieve(self, queries: Sequence[str], k: int, scope: SearchScope = PUBLIC_SCOPE) -> RetrievalResult:
         """The `k` best passages of each query, best first, with their scores.
 
         Fewer only if the scope has fewer or, in a search by words alone, fewer passages hold one of the query's. All queries see
@@ -143,8 +159,8 @@ class Retriever:
         or the reranker's; equal ones are ordered by (document id, ordinal).
         Raises: InputError if a query is empty or not text; StoreError if the index was changed into one that cannot be read.
         """
-        found = self.look_up(self.encode(queries), k, scope)
-        return Retrieval(found.passages, found.generation, found.missing)
+        found = self.search(self.encode(queries), k, scope)
+        return RetrievalResult(found.passages, found.generation, found.missing)
 
     def pinned(self) -> Retriever:
         """The generation that is current now, whatever is committed later; shares with this one all that is open."""
@@ -174,10 +190,10 @@ class Retriever:
                 store = newer
 
     def _view_of(self, store: Store) -> GenerationView:
-        return View(store, self._config, scoring=in_turn(self._reranker), shard=self._shard)
+        return IndexSearcher(store, self._config, scoring=score_in_turn(self._reranker), shard=self._shard)
 
 
-def index_folder(config: RetrieverConfig) -> Path:
+def configured_index_dir(config: RetrieverConfig) -> Path:
     """Raises: ConfigError if none is named."""
     if not config.index_dir:
         raise ConfigError("retriever.index_dir is not set: build an index first, then name its folder")
@@ -189,11 +205,11 @@ def build_index(
     index_dir: str | Path,
     encoder: TextEncoder,
     config: IndexConfig | None = None,
-    progress: Progress | None = None,
+    progress: ProgressCallback | None = None,
 ) -> Manifest:
     """Make an index of exactly these documents, the next generation of the one there; the one before stays usable meanwhile.
 
-    Documents that are in it already are not encoded again. Streams: only some thousand passages are in memory at a time.
+    Documents that are in it already are not encode_queries again. Streams: only some thousand passages are in memory at a time.
     Raises: InputError for a document that cannot be indexed or an id that comes twice, SaveError if writing fails; then the
     index is as it was.
     """

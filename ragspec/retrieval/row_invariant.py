@@ -3,7 +3,7 @@
 Linear layers are packed (row-invariant) and only texts of equal token length share a forward, so nothing is ever padded. Where
 a start-up self-test finds that batching changes a bit, texts go through the model one at a time.
 
-    class Encoder(RowInvariant): ...    # adds `_forward`, and what goes in and comes out
+    class Encoder(RowInvariantModel): ...    # adds `_forward`, and what goes in and comes out
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _SELF_TEST_LENGTHS = (3, 17, 129)
 _SELF_TEST_TEXTS = 8
 
 
-class RowInvariant(ABC):
+class RowInvariantModel(ABC):
     """A model over token ids. Safe to call from several threads: one computes, the others wait."""
 
     def __init__(self, model: Any, tokenizer: Any, max_tokens: int, batch_size: int) -> None:
@@ -130,7 +130,7 @@ def weights_fingerprint(model: nn.Module, settings: Mapping[str, Any]) -> str:
 
 
 @contextmanager
-def loading(what: str) -> Iterator[None]:
+def model_loading(what: str) -> Iterator[None]:
     """No progress bar of transformers while a model loads; the setting is put back afterwards.
 
     Raises: ModelError, naming `what`, for whatever the libraries raise.

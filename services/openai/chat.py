@@ -19,7 +19,7 @@ from ragspec.core import Completion
 from ragspec.rag.answer import Answer
 from ragspec.rag.chat.chat import Chat, ReadyTurn, Turn
 from ragspec.rag.steps import scope_of
-from ragspec.retrieval.search.segment_search import Scope
+from ragspec.retrieval.search.segment_search import SearchScope
 from ragspec.speculation import ON, Speculation
 from services.backend import Backend
 from services.openai.citing import Dialect, citations_of, passages_of, said_with
@@ -95,7 +95,7 @@ def turn_of(body: ChatBody, asked: Asked) -> Turn:
     )
 
 
-def _scope(tenant: str, chosen: Retrieval) -> Scope:
+def _scope(tenant: str, chosen: Retrieval) -> SearchScope:
     """Raises: InputError for a filter that cannot be meant."""
     filters = [chosen.filter] if chosen.filter is not None else []
     if chosen.vector_store_ids is not None:

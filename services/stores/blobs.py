@@ -10,8 +10,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import BinaryIO
 
+from ragspec.disk import TEMPORARY, fsync, make_folder, saving
 from ragspec.errors import NoRoom
-from ragspec.retrieval.index.disk import TEMPORARY, make_folder, saving, sync
 from ragspec.retrieval.reading import SUFFIXES
 from services.stores.records import FileRecord
 
@@ -64,7 +64,7 @@ class Blobs:
                     copy.flush()
                     os.fsync(copy.fileno())
                 os.replace(temporary, path)
-                sync(path.parent)
+                fsync(path.parent)
         except BaseException:
             with contextlib.suppress(OSError):
                 temporary.unlink(missing_ok=True)

@@ -20,7 +20,7 @@ from typing import BinaryIO
 
 from ragspec.errors import InputError
 from ragspec.retrieval.encoder import TextEncoder
-from ragspec.retrieval.retriever import index_folder
+from ragspec.retrieval.retriever import configured_index_dir
 from services.settings import ServiceConfig, ServiceSettings
 from services.stores.blobs import Blobs
 from services.stores.ingest import Ingest
@@ -35,7 +35,7 @@ _MAX_NAME_CHARS = 255
 
 def open_library(config: ServiceConfig, encoder: TextEncoder, forget: Forget) -> Library:
     """Raises: ConfigError without an index folder, SaveError, StoreCorrupt."""
-    index_dir = index_folder(config.retriever)
+    index_dir = configured_index_dir(config.retriever)
     return Library(library_folder(config.service, index_dir), index_dir, encoder, forget)
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from ragspec.core import Document
 from ragspec.errors import IndexBusy, StoreMissing
 from ragspec.retrieval.encoder import TextEncoder
-from ragspec.retrieval.index.document_map import LiveDocuments
+from ragspec.retrieval.index.document_map import DocumentMap
 from ragspec.retrieval.index.store import Store
 from ragspec.retrieval.index.writer import IndexWriter
 from services.stores.parsing import origin_of
@@ -39,7 +39,7 @@ class MembersIndex:
     def knows_any(self, members: Sequence[Member]) -> bool:
         """Whether a document of any of them is there. Raises: StoreCorrupt."""
         try:
-            live = LiveDocuments(Store.open(self._index_dir), with_texts=False)
+            live = DocumentMap(Store.open(self._index_dir), with_texts=False)
         except StoreMissing:
             return False
         there = {(owner, origin) for _, owner, origin in live.origins()}

@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 
 from ragspec.errors import IndexBusy
-from ragspec.retrieval.index.generation_folder import GRACE_S
+from ragspec.retrieval.index.index_directory import GRACE_S
 from ragspec.retrieval.index.manifest import CURRENT
 from ragspec.retrieval.index.writer import IndexWriter
 

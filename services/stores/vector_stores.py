@@ -7,8 +7,8 @@ from typing import Any
 from fastapi import APIRouter, Request
 
 from ragspec.core import Passage
-from ragspec.retrieval.search.filters import Comparison, Compound, parse_filter
-from ragspec.retrieval.search.segment_search import Scope
+from ragspec.retrieval.search.filters import ComparisonFilter, CompoundFilter, parse_filter
+from ragspec.retrieval.search.segment_search import SearchScope
 from services.backend import Backend
 from services.stores.bodies import (
     Cursor,
@@ -132,11 +132,11 @@ def _add_search(router: APIRouter, backend: Backend) -> None:
     def search(request: Request, store_id: Cursor, body: Search) -> Fields:
         tenant = request.state.caller.tenant
         library.store(tenant, store_id)
-        own: Any = Comparison(type="eq", key=STORE, value=store_id)
+        own: Any = ComparisonFilter(type="eq", key=STORE, value=store_id)
         if body.filters is not None:
-            own = Compound(type="and", filters=(own, parse_filter(body.filters)))
+            own = CompoundFilter(type="and", filters=(own, parse_filter(body.filters)))
         queries = [body.query] if isinstance(body.query, str) else body.query
-        found = backend.retriever.retrieve(queries, body.max_num_results, Scope(tenant, own))
+        found = backend.retriever.retrieve(queries, body.max_num_results, SearchScope(tenant, own))
         best: dict[str, Passage] = {}
         for passage in (passage for passages in found.passages for passage in passages):
             if passage.id not in best or passage.score > best[passage.id].score:

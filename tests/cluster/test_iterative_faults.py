@@ -31,7 +31,7 @@ from ragspec.rag.prompt import PromptBuilder
 from ragspec.retrieval.index.store import Store
 from ragspec.retrieval.index.writer import IndexWriter
 from ragspec.retrieval.retriever import Retriever, build_index
-from ragspec.retrieval.speculative.stride_costs import Plan
+from ragspec.retrieval.speculative.stride_costs import StridePlan
 
 pytestmark = pytest.mark.ray
 
@@ -67,7 +67,7 @@ def remote(index_dir: Path, **options: Any) -> contextlib.closing[RemoteIndex]:
 def pipeline(engine: Engine, index: Any, **speculation: Any) -> IterativePipeline:
     config = SpeculationConfig(**speculation)
     prompts = PromptBuilder(engine.target.tokenizer, CONTEXT)
-    return IterativePipeline(index, engine, prompts, speculation=config, scheduler=Always(Plan(2, 2, 2.0)))
+    return IterativePipeline(index, engine, prompts, speculation=config, scheduler=Always(StridePlan(2, 2, 2.0)))
 
 
 def said(answer: Answer) -> tuple[Any, ...]:
@@ -82,7 +82,7 @@ def truth(engine: Engine, index_dir: Path) -> tuple[Any, ...]:
 
 def during_the_second_lookup(monkeypatch: pytest.MonkeyPatch, act: Any) -> None:
     """Run `act` in a thread, shortly after the second lookup has begun."""
-    look_up, count = cluster_view.ClusterView.look_up, [0]
+    look_up, count = cluster_view.ClusterView.search, [0]
 
     def look_up_and_act(view: Any, *arguments: Any, **options: Any) -> Any:
         count[0] += 1
@@ -90,7 +90,7 @@ def during_the_second_lookup(monkeypatch: pytest.MonkeyPatch, act: Any) -> None:
             threading.Timer(0.2, act).start()
         return look_up(view, *arguments, **options)
 
-    monkeypatch.setattr(cluster_view.ClusterView, "look_up", look_up_and_act)
+    monkeypatch.setattr(cluster_view.ClusterView, "search", look_up_and_act)
 
 
 @pytest.mark.slow  # below, it changes, too

@@ -26,10 +26,10 @@ from ragspec.errors import ConfigError, EncoderMismatch, RetrievalError, StoreCo
 from ragspec.rag.knnlm.build import build_datastore
 from ragspec.rag.knnlm.generation import KnnGenerator
 from ragspec.retrieval.encoder import EncoderIdentity
-from ragspec.retrieval.knnlm.datastore import Datastore, Origin, write_datastore
-from ragspec.retrieval.knnlm.neighbours import EntriesWanted, Found, KnnConfig, unit_rows
+from ragspec.retrieval.knnlm.datastore import Datastore, DatastoreSource, write_datastore
+from ragspec.retrieval.knnlm.neighbours import KnnConfig, Neighbours, PrefetchRequest, unit_rows
 from ragspec.retrieval.speculative.stride import StrideScheduler
-from ragspec.retrieval.speculative.stride_costs import Plan
+from ragspec.retrieval.speculative.stride_costs import StridePlan
 
 pytestmark = pytest.mark.ray
 
@@ -43,8 +43,8 @@ NONE_KNOWN = np.empty(0, np.int64)
 class FourAtOnce(StrideScheduler):
     """Speculates whatever it costs."""
 
-    def choose(self) -> Plan:
-        return Plan(stride=4)
+    def choose(self) -> StridePlan:
+        return StridePlan(stride=4)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -56,7 +56,7 @@ def session() -> Iterator[None]:
 def write(folder: Path, seed: int = 0) -> Path:
     rng = np.random.default_rng(seed)
     keys = unit_rows(rng.standard_normal((300, WIDTH)).astype(np.float32))
-    origin = Origin(EncoderIdentity("t", "a" * 64, WIDTH), 40, 8)
+    origin = DatastoreSource(EncoderIdentity("t", "a" * 64, WIDTH), 40, 8)
     write_datastore(folder, [(keys, rng.integers(0, 40, 300).astype(np.int32))], origin)
     return folder
 
@@ -65,7 +65,7 @@ def queries(count: int) -> np.ndarray:
     return unit_rows(np.random.default_rng(7).standard_normal((count, WIDTH)).astype(np.float32))
 
 
-def same(one: Found, other: Found) -> bool:
+def same(one: Neighbours, other: Neighbours) -> bool:
     assert one.entries is not None and other.entries is not None
     pairs = zip((*one[:3], *one.entries), (*other[:3], *other.entries), strict=True)
     return all(a.dtype == b.dtype and a.tobytes() == b.tobytes() for a, b in pairs)
@@ -84,7 +84,7 @@ def test_it_answers_as_the_datastore_in_this_process_does(tmp_path: Path) -> Non
     """Bits lost on the way, entries that were said to be known, threads that get each other's answers; Ray's words at the end."""
     folder = write(tmp_path / "store")
     local = Datastore.open(folder)
-    wanted = EntriesWanted(5, 3, np.arange(0, 300, 2))
+    wanted = PrefetchRequest(5, 3, np.arange(0, 300, 2))
     with remote(folder) as store:
         assert store.target == local.target
         for count in (1, 7, 65):
@@ -111,7 +111,7 @@ def test_an_actor_killed_in_a_call_answers_after_all(tmp_path: Path) -> None:
     """A generation that hangs or dies with its datastore."""
     folder = write(tmp_path / "store")
     with remote(folder, service_s=1.0) as store, ThreadPoolExecutor(1) as pool:
-        wanted = EntriesWanted(2, 2, NONE_KNOWN)
+        wanted = PrefetchRequest(2, 2, NONE_KNOWN)
         pid = pid_of(store)
         running = pool.submit(store.search, queries(3), 4, wanted)
         time.sleep(0.3)

@@ -39,8 +39,8 @@ from ragspec.retrieval.index.store import Store
 from ragspec.retrieval.index.writer import IndexWriter
 from ragspec.retrieval.retriever import Retriever
 from ragspec.retrieval.search.filters import parse_filter
-from ragspec.retrieval.search.segment_search import Scope
-from ragspec.retrieval.speculative.index_types import IndexLike, Lookup
+from ragspec.retrieval.search.index_types import IndexLike, SearchResult
+from ragspec.retrieval.search.segment_search import SearchScope
 
 pytestmark = pytest.mark.ray
 
@@ -77,10 +77,10 @@ def local(index_dir: Path, mode: Any = "hybrid") -> Retriever:
     return Retriever(LetterEncoder(), Store.open(index_dir), RetrieverConfig(mode=mode))
 
 
-def answer(index: IndexLike, scope: Scope = Scope(), prefetch_k: int = 0) -> tuple[Any, ...]:  # noqa: B008
+def answer(index: IndexLike, scope: SearchScope = SearchScope(), prefetch_k: int = 0) -> tuple[Any, ...]:  # noqa: B008
     """Everything of a look-up, vectors as their bytes."""
     queries = index.encode(QUERIES)
-    found: Lookup = index.look_up(queries, 4, scope, prefetch_k=prefetch_k, known=frozenset({("d3", 0)}))
+    found: SearchResult = index.search(queries, 4, scope, prefetch_k=prefetch_k, known=frozenset({("d3", 0)}))
     candidates = [
         (key, each.passage, None if each.vector is None else each.vector.tobytes(), dict(each.term_counts))
         for key, each in found.candidates.items()
@@ -97,7 +97,7 @@ def test_the_actor_answers_as_this_process_does(session: None, index_dir: Path, 
     here = local(index_dir, mode)
     with remote(index_dir, mode) as index:
         assert (index.mode, index.generation) == (mode, here.generation)
-        for scope in (Scope(), Scope("ann", parse_filter({"type": "gte", "key": "n", "value": 7}))):
+        for scope in (SearchScope(), SearchScope("ann", parse_filter({"type": "gte", "key": "n", "value": 7}))):
             for prefetch_k in (0, 9):
                 expected = answer(here, scope, prefetch_k)
                 assert answer(index, scope, prefetch_k) == expected and bool(expected[1]) is (prefetch_k > 0)
@@ -115,7 +115,7 @@ def test_several_threads_may_ask_at_once(session: None, index_dir: Path) -> None
     texts = [f"fact {number}" for number in range(24)]
     expected = [here.retrieve([text], 3).passages for text in texts]
     with remote(index_dir) as index, ThreadPoolExecutor(6) as threads:
-        found = list(threads.map(lambda text: index.look_up(index.encode([text]), 3).passages, texts))
+        found = list(threads.map(lambda text: index.search(index.encode([text]), 3).passages, texts))
     assert found == expected
 
 
@@ -143,7 +143,7 @@ def test_a_call_to_an_index_that_is_closed_ends_in_an_error(session: None, index
             call.result(BOUND_S)
         for closed in (index, pinned):
             with pytest.raises(RetrievalError, match="was closed"):
-                closed.look_up(queries, 1)
+                closed.search(queries, 1)
 
 
 def test_a_call_that_takes_too_long_ends_in_an_error(session: None, index_dir: Path) -> None:
@@ -152,7 +152,7 @@ def test_a_call_that_takes_too_long_ends_in_an_error(session: None, index_dir: P
         with pytest.raises(
             RetrievalError, match=r"cannot be searched: a shard of the index did not answer within 1 s$"
         ) as error:
-            index.look_up(index.encode(QUERIES), 1)
+            index.search(index.encode(QUERIES), 1)
         assert isinstance(error.value, EngineError)
 
 
@@ -183,10 +183,10 @@ def test_an_error_of_the_actors_code_is_told_as_such(session: None, index_dir: P
     with remote(index_dir, "dense") as index:
         queries = index.encode(QUERIES)
         with pytest.raises(RetrievalError, match=r"cannot be searched: a shard of the index failed: .*NoneType"):
-            index.look_up(queries, 1, None)  # type: ignore[arg-type]
+            index.search(queries, 1, None)  # type: ignore[arg-type]
         with pytest.raises(InputError, match="no vector"):
-            index.look_up(local(index_dir, "sparse").encode(QUERIES), 1)
-        assert len(index.look_up(queries, 1).passages) == 3
+            index.search(local(index_dir, "sparse").encode(QUERIES), 1)
+        assert len(index.search(queries, 1).passages) == 3
 
 
 class Stranger(LetterEncoder):
@@ -242,7 +242,7 @@ def test_the_service_time_is_that_of_a_call(index_dir: Path, monkeypatch: pytest
     actor, config = ShardActor(0.25), RetrieverConfig()
     queries = local(index_dir).encode(QUERIES)
     for some in (queries, queries[:1]):
-        found = actor.look_up(whole(index_dir), config, some, 2, Scope(), 0, frozenset())
+        found = actor.look_up(whole(index_dir), config, some, 2, SearchScope(), 0, frozenset())
         assert len(found.passages) == len(some)
     assert slept == [0.25, 0.25]
 
@@ -259,8 +259,8 @@ def test_a_reranker_is_loaded_once(index_dir: Path, monkeypatch: pytest.MonkeyPa
     actor, config = ShardActor(), RetrieverConfig(reranker="some/model", rerank_depth=6)
     queries, plain = local(index_dir).encode(QUERIES), local(index_dir)
     for number in (20, 21):
-        found = actor.look_up(whole(index_dir), config, queries, 3, Scope(), 0, frozenset()).passages
-        expected = [[p.id for p in some[::-1][:3]] for some in plain.look_up(queries, 6).passages]
+        found = actor.look_up(whole(index_dir), config, queries, 3, SearchScope(), 0, frozenset()).passages
+        expected = [[p.id for p in some[::-1][:3]] for some in plain.search(queries, 6).passages]
         assert [[p.id for p in some] for some in found] == expected
         delete(index_dir, f"d{number}")
     assert loaded == ["some/model"]

@@ -31,11 +31,11 @@ from ragspec.core import Document
 from ragspec.errors import ConfigError, EncoderMismatch, InputError, RetrievalError, StoreCorrupt, StoreMissing
 from ragspec.retrieval.encoder import EncoderIdentity
 from ragspec.retrieval.index.manifest import read_current, read_pointer
-from ragspec.retrieval.index.reader_lock import leased
+from ragspec.retrieval.index.reader_lock import locked_generations
 from ragspec.retrieval.index.store import Store
 from ragspec.retrieval.index.writer import IndexWriter
 from ragspec.retrieval.rerank import Reranker, RerankerConfig
-from ragspec.retrieval.retriever import Retrieval, Retriever
+from ragspec.retrieval.retriever import RetrievalResult, Retriever
 
 pytestmark = pytest.mark.ray
 
@@ -76,7 +76,7 @@ def local(index_dir: Path, **settings: Any) -> Retriever:
 
 def looked_up(index: Retriever, scope: Any) -> tuple[Any, ...]:
     """Everything of a look-up, vectors as their bytes."""
-    found = index.look_up(index.encode(QUERIES), 4, scope, prefetch_k=9, known=frozenset({("d3", 0)}))
+    found = index.search(index.encode(QUERIES), 4, scope, prefetch_k=9, known=frozenset({("d3", 0)}))
     candidates = [
         (key, each.passage, None if each.vector is None else each.vector.tobytes(), dict(each.term_counts))
         for key, each in found.candidates.items()
@@ -109,9 +109,9 @@ def test_shards_answer_as_one_process_does(
 
 
 @contextlib.contextmanager
-def under_load(retriever: ClusterRetriever, num_threads: int = 3) -> Iterator[list[Retrieval]]:
+def under_load(retriever: ClusterRetriever, num_threads: int = 3) -> Iterator[list[RetrievalResult]]:
     """What queries find that run inside. Raises: the first error of one."""
-    found: list[Retrieval] = []
+    found: list[RetrievalResult] = []
     stop = threading.Event()
 
     def flood() -> None:
@@ -317,11 +317,11 @@ def test_a_pinned_generation_stays_on_disk_until_nobody_needs_it(shards: OwnActo
         assert there.retrieve(QUERIES, 9) != expected
         die(live(shards, NUM_SHARDS)[0])
         assert pinned.retrieve(QUERIES, 9) == expected and pinned.generation == expected.generation
-        assert len(set(leased(index_dir))) == 2
+        assert len(set(locked_generations(index_dir))) == 2
         del pinned
-        assert gc.collect() >= 0 and list(leased(index_dir)) == [read_pointer(index_dir)]
+        assert gc.collect() >= 0 and list(locked_generations(index_dir)) == [read_pointer(index_dir)]
     del there
-    assert gc.collect() >= 0 and not list(leased(index_dir))
+    assert gc.collect() >= 0 and not list(locked_generations(index_dir))
     live(shards, NUM_SHARDS)
 
 

@@ -15,7 +15,7 @@ from ragspec.config import TargetConfig
 from ragspec.evaluation import cases, suites
 from ragspec.evaluation.generation_suite import Plan
 from ragspec.evaluation.suites import Settings
-from ragspec.retrieval.encoder import EncoderIdentity, FloatArray, Kind
+from ragspec.retrieval.encoder import EncoderIdentity, FloatArray, TextKind
 
 NUM_ARTICLES, NUM_HELD_OUT = 14, 10
 DIMENSION = 64
@@ -30,7 +30,7 @@ class WordEncoder:
     def count_tokens(self, texts: Sequence[str]) -> list[int]:
         return [len(text.split()) + 2 for text in texts]
 
-    def encode(self, texts: Sequence[str], kind: Kind = "document") -> FloatArray:
+    def encode(self, texts: Sequence[str], kind: TextKind = "document") -> FloatArray:
         return np.stack([self._vector(text) for text in texts])
 
     def _vector(self, text: str) -> FloatArray:

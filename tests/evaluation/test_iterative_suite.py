@@ -34,8 +34,8 @@ from ragspec.retrieval.encoder import TextEncoder
 from ragspec.retrieval.index.store import Store
 from ragspec.retrieval.retriever import Retriever, build_index
 from ragspec.retrieval.search import approximate
-from ragspec.retrieval.speculative.index_types import IndexLike, Lookup, Query
-from ragspec.retrieval.speculative.stride_costs import Timing
+from ragspec.retrieval.search.index_types import IndexLike, Query, SearchResult
+from ragspec.retrieval.speculative.stride_costs import StrideTiming
 
 KNNLM = {
     "knnlm": [
@@ -63,7 +63,7 @@ def made_up_row(**changes: object) -> Result:
     """A row of the product on an index that takes 40 steps: baseline 8 s, product 2 s, half the guesses right."""
     counters = {"num_right": 3, "num_wrong": 1, "num_kept_tokens": 2, "num_lost_tokens": 8, "wait_s": 1.0}
     takes = {BASELINE: [[take(8.0, wait_s=6.0)]], PSA: [[take(2.0, **counters, strides=[2, 4])]]}
-    timed = Timed(takes, Timing(0.01, lambda _: 0.4), {PSA: None})
+    timed = Timed(takes, StrideTiming(0.01, lambda _: 0.4), {PSA: None})
     (row,) = table_rows(Place("far", 40.0, 0.3), Workload(TABLE, 1, 1, (BASELINE, PSA)), timed)
     return row | changes
 
@@ -114,7 +114,9 @@ def test_shares_of_guesses_and_waiting_are_of_all_answers() -> None:
 
 def test_where_nothing_was_guessed_right_guesses_are_the_bound() -> None:
     """Bug guarded: a division by zero, a chance of 0 reported, or a row without a share because speculation was off in it."""
-    timed = Timed({BASELINE: [[take(1.0)]], PSA: [[take(1.0)]]}, Timing(0.01, lambda size: 1e-4 * size), {PSA: None})
+    timed = Timed(
+        {BASELINE: [[take(1.0)]], PSA: [[take(1.0)]]}, StrideTiming(0.01, lambda size: 1e-4 * size), {PSA: None}
+    )
     (row,) = table_rows(Place("here"), Workload(TABLE, 1, 1, (BASELINE, PSA)), timed)
     assert row["gamma"] is row["kept_after_mismatch"] is row["mean_stride"] is None
     assert row["optimum"] == row["share_of_optimum"] == 1.0
@@ -127,7 +129,7 @@ def test_where_nothing_was_guessed_right_guesses_are_the_bound() -> None:
 ])  # fmt: skip
 def test_optimum_is_the_published_one(b_over_a: float, gamma: float, asynchronous: bool, gain: float) -> None:
     """Bug guarded: another formula, or the asynchronous one for those that wait. Numbers: the formula worked out apart."""
-    timing = Timing(0.02, lambda _: 0.02 * b_over_a)
+    timing = StrideTiming(0.02, lambda _: 0.02 * b_over_a)
     assert optimum(timing, gamma, asynchronous).gain == pytest.approx(gain, abs=0.006)
 
 
@@ -135,7 +137,7 @@ def test_only_an_index_elsewhere_is_asked_beside_decoding() -> None:
     """Bug guarded: the prediction of a search on the same processors as if it had its own."""
     timed = Timed(
         {BASELINE: [[take(2.0)]], PSA: [[take(1.0, num_right=600, num_wrong=400)]]},
-        Timing(0.01, lambda _: 0.01),
+        StrideTiming(0.01, lambda _: 0.01),
         {PSA: None},
     )
     workload = Workload(TABLE, 1, 1, (BASELINE, PSA))
@@ -234,9 +236,9 @@ class Slow:
     def encode(self, texts: Sequence[str]) -> list[Query]:
         return self._index.encode(texts)
 
-    def look_up(self, queries: Sequence[Query], k: int, *scope: object, **options: object) -> Lookup:
+    def search(self, queries: Sequence[Query], k: int, *scope: object, **options: object) -> SearchResult:
         time.sleep(self._service_s)
-        return self._index.look_up(queries, k, *scope, **options)  # type: ignore[arg-type]
+        return self._index.search(queries, k, *scope, **options)  # type: ignore[arg-type]
 
     def pinned(self) -> Slow:
         return self
@@ -335,9 +337,9 @@ def test_an_index_elsewhere_takes_its_time_and_ends_with_ray(tiny: Settings, tmp
     here = Retriever(encoder, Store.open(tmp_path / "index"), config)
     with benchmark_above.elsewhere() as there, there.index(tmp_path / "index", encoder, 0.3) as remote:
         begin = time.perf_counter()
-        found = remote.look_up(remote.encode(["When do mills turn?"]), 1)
+        found = remote.search(remote.encode(["When do mills turn?"]), 1)
         assert time.perf_counter() - begin >= 0.3
-        assert found.passages == here.look_up(remote.encode(["When do mills turn?"]), 1).passages
+        assert found.passages == here.search(remote.encode(["When do mills turn?"]), 1).passages
     assert not sys.modules["ray"].is_initialized()
 
 
@@ -354,7 +356,7 @@ def test_rows_elsewhere_are_of_an_index_in_an_actor(
         def index(folder: Path, encoder: TextEncoder, service_s: float) -> Iterator[IndexLike]:
             with there.index(folder, encoder, 0.05) as remote:
                 begin = time.perf_counter()
-                remote.look_up(remote.encode(["When was the old mill built?"]), 1)
+                remote.search(remote.encode(["When was the old mill built?"]), 1)
                 opened.append(time.perf_counter() - begin)
                 yield remote
 

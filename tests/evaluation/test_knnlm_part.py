@@ -17,7 +17,7 @@ from ragspec.evaluation.knnlm_part import SIZES, KnnPlan, Runs, measure_knnlm, s
 from ragspec.rag.knnlm.generation import KnnStats
 from ragspec.retrieval.encoder import EncoderIdentity
 from ragspec.retrieval.knnlm.datastore import Datastore
-from ragspec.retrieval.knnlm.neighbours import EntriesWanted, Found
+from ragspec.retrieval.knnlm.neighbours import Neighbours, PrefetchRequest
 
 PLAN = KnnPlan(
     num_entries=3_000,
@@ -53,7 +53,7 @@ class Slow:
     def target(self) -> EncoderIdentity:
         return self._store.target
 
-    def search(self, queries: np.ndarray, k: int, wanted: EntriesWanted | None = None) -> Found:
+    def search(self, queries: np.ndarray, k: int, wanted: PrefetchRequest | None = None) -> Neighbours:
         time.sleep(self._service_s)
         return self._store.search(queries, k, wanted)
 

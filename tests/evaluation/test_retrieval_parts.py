@@ -27,11 +27,11 @@ from ragspec.evaluation.retrieval_quality import MODES
 from ragspec.evaluation.retrieval_speed import recall
 from ragspec.evaluation.retrieval_timing import Blocks, TimingPlan, held_mb, take_turns
 from ragspec.retrieval.chunking import chunk
-from ragspec.retrieval.encoder import EncoderIdentity, FloatArray, Kind
+from ragspec.retrieval.encoder import EncoderIdentity, FloatArray, TextKind
 from ragspec.retrieval.index.manifest import VECTORS
 from ragspec.retrieval.index.store import Store
 from ragspec.retrieval.retriever import build_index
-from ragspec.retrieval.search.dense import Scored
+from ragspec.retrieval.search.dense import ScoredRows
 from ragspec.retrieval.search.segment_search import Shard
 
 
@@ -44,7 +44,7 @@ class Plain:
     def count_tokens(self, texts: Sequence[str]) -> list[int]:
         return [len(text.split()) + 2 for text in texts]
 
-    def encode(self, texts: Sequence[str], kind: Kind = "document") -> FloatArray:
+    def encode(self, texts: Sequence[str], kind: TextKind = "document") -> FloatArray:
         rows = [np.random.default_rng(list(text.encode())).standard_normal(8) for text in texts]
         vectors = np.array(rows, np.float32).reshape(-1, 8)
         return vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
@@ -53,7 +53,7 @@ class Plain:
 class BatchDependent(Plain):
     """A query's vector changes its last bits with the size of its batch, as many libraries' do."""
 
-    def encode(self, texts: Sequence[str], kind: Kind = "document") -> FloatArray:
+    def encode(self, texts: Sequence[str], kind: TextKind = "document") -> FloatArray:
         vectors = super().encode(texts, kind)
         return np.nextafter(vectors, np.float32(2.0)) if kind == "query" and len(texts) > 1 else vectors
 
@@ -61,7 +61,7 @@ class BatchDependent(Plain):
 class OrderDependent(Plain):
     """A document's vector depends on what was encoded beside it."""
 
-    def encode(self, texts: Sequence[str], kind: Kind = "document") -> FloatArray:
+    def encode(self, texts: Sequence[str], kind: TextKind = "document") -> FloatArray:
         vectors = super().encode(texts, kind)
         if kind == "document" and len(texts) > 1:
             vectors[0] = np.nextafter(vectors[0], np.float32(2.0))
@@ -174,7 +174,7 @@ def test_memory_held_is_seen() -> None:
 
 def test_recall_and_best_rows() -> None:
     """Bug guarded: rows beyond the tenth, or in another order, counted as found."""
-    scored = Scored(np.arange(12), np.array([0.5] * 11 + [0.9]))
+    scored = ScoredRows(np.arange(12), np.array([0.5] * 11 + [0.9]))
     assert best_rows([scored]) == [[11, *range(9)]]
     assert recall([[1, 2]], [[2, 3]]) == 0.5
 
@@ -220,7 +220,7 @@ def test_build_tells_the_encoder_from_the_rest(tmp_path: Path) -> None:
     """Bug guarded: an overhead that is always nothing, or time of the encoder counted as overhead."""
 
     class Slow(Plain):
-        def encode(self, texts: Sequence[str], kind: Kind = "document") -> FloatArray:
+        def encode(self, texts: Sequence[str], kind: TextKind = "document") -> FloatArray:
             time.sleep(0.3)
             return super().encode(texts, kind)
 

@@ -26,7 +26,7 @@ from ragspec.evaluation.retrieval_report import MEANINGS, goals, retrieval_rows,
 from ragspec.evaluation.retrieval_suite import RetrievalPlan, RetrievalSuite, retrieval_plan
 from ragspec.evaluation.retrieval_timing import TimingPlan
 from ragspec.evaluation.suites import Settings, run_suite
-from ragspec.retrieval.encoder import EncoderIdentity, FloatArray, Kind
+from ragspec.retrieval.encoder import EncoderIdentity, FloatArray, TextKind
 from ragspec.retrieval.search import approximate
 
 REQUIRED = (
@@ -48,7 +48,7 @@ class HashEncoder:
     def count_tokens(self, texts: Sequence[str]) -> list[int]:
         return [len(text.split()) + 2 for text in texts]
 
-    def encode(self, texts: Sequence[str], kind: Kind = "document") -> FloatArray:
+    def encode(self, texts: Sequence[str], kind: TextKind = "document") -> FloatArray:
         self.num_documents += len(texts) if kind == "document" else 0
         vectors = np.full((len(texts), 64), 1e-3, np.float32)
         for vector, text in zip(vectors, texts, strict=True):

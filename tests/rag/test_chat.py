@@ -36,7 +36,7 @@ from ragspec.rag.steps import scope_of
 from ragspec.retrieval.index.store import Store
 from ragspec.retrieval.index.writer import IndexWriter
 from ragspec.retrieval.retriever import Retriever, build_index
-from ragspec.retrieval.search.segment_search import Scope
+from ragspec.retrieval.search.segment_search import SearchScope
 
 PARAMS = SamplingParams(max_tokens=48)
 FOLLOW_UP = "Who built it?"
@@ -103,13 +103,14 @@ def test_a_follow_up_computes_nothing_of_the_turn_before_again(asking: Asking) -
 def test_a_named_conversation_is_supplied_by_the_server(asking: Asking, store: Conversations) -> None:
     """A client that sends its question alone was answered as if nothing had been said before."""
     name = store.create("acme").id
-    first, _ = asking(turn(QUESTION, conversation=name, scope=Scope("acme")), QUOTE)
-    second, _ = asking(turn(FOLLOW_UP, conversation=name, scope=Scope("acme")), "The people.")
+    first, _ = asking(turn(QUESTION, conversation=name, scope=SearchScope("acme")), QUOTE)
+    second, _ = asking(turn(FOLLOW_UP, conversation=name, scope=SearchScope("acme")), "The people.")
     assert second.prompt.prompt_ids[: len(first.prompt.prompt_ids)] == first.prompt.prompt_ids
     assert [tuple(said) for said in store.said("acme", name)] == [(QUESTION, QUOTE), (FOLLOW_UP, "The people.")]
     assert second.request.affinity == first.request.affinity == name
     again, _ = asking(
-        turn(QUESTION, QUOTE, FOLLOW_UP, "The people.", "When?", conversation=name, scope=Scope("acme")), "In 1874."
+        turn(QUESTION, QUOTE, FOLLOW_UP, "The people.", "When?", conversation=name, scope=SearchScope("acme")),
+        "In 1874.",
     )
     assert [said.answer for said in store.said("acme", name)] == [QUOTE, "The people.", "In 1874."]
     assert again.past.history[0].passages == first.prompt.passages
@@ -137,7 +138,7 @@ def test_what_was_shown_to_another_is_not_shown(asking: Asking, store: Conversat
 def test_salts_of_tenants_never_meet(chat: Chat) -> None:
     """Tenant a with salt bc and tenant ab with salt c shared a prefix cache."""
     salts = [
-        chat.prepare(turn(QUESTION, scope=Scope(tenant), cache_salt=salt)).request.salt
+        chat.prepare(turn(QUESTION, scope=SearchScope(tenant), cache_salt=salt)).request.salt
         for tenant in ("a", "ab")
         for salt in ("", "c", "bc")
     ]
@@ -294,7 +295,7 @@ def test_an_unknown_conversation_is_said_to_be_unknown(chat: Chat, retriever: Re
     """It began anew in silence, and the client thought its history was known."""
     for tenant, name in (("acme", "conv_1"), ("umbrella", store.create("acme").id)):
         with pytest.raises(NotFound):
-            chat.prepare(turn(QUESTION, conversation=name, scope=Scope(tenant)))
+            chat.prepare(turn(QUESTION, conversation=name, scope=SearchScope(tenant)))
     with pytest.raises(InputError):
         Chat(retriever, chat._prompts, None).prepare(turn(QUESTION, conversation="conv_1"))
 

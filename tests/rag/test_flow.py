@@ -21,10 +21,10 @@ from ragspec.rag.pipeline import EngineLike, Pipeline, RetrieverLike
 from ragspec.rag.pipeline_stages import Finished
 from ragspec.rag.prompt import PromptBuilder
 from ragspec.rag.steps import Question
-from ragspec.retrieval.retriever import Retrieval, Retriever
-from ragspec.retrieval.search.filters import Comparison
-from ragspec.retrieval.search.segment_search import Scope
-from ragspec.retrieval.speculative.index_types import Lookup, Query
+from ragspec.retrieval.retriever import RetrievalResult, Retriever
+from ragspec.retrieval.search.filters import ComparisonFilter
+from ragspec.retrieval.search.index_types import Query, SearchResult
+from ragspec.retrieval.search.segment_search import SearchScope
 
 TEXTS = (*(f"What does the river do in year {year}?" for year in range(1900, 1911)), QUESTION)
 
@@ -35,14 +35,14 @@ class OneStep:
     def __init__(self, retriever: Retriever) -> None:
         self._retriever = retriever
 
-    def retrieve(self, queries: Sequence[str], k: int, scope: Scope) -> Retrieval:
+    def retrieve(self, queries: Sequence[str], k: int, scope: SearchScope) -> RetrievalResult:
         return self._retriever.retrieve(queries, k, scope)
 
 
 class Lost(OneStep):
     """An index that no question of one tenant can reach."""
 
-    def retrieve(self, queries: Sequence[str], k: int, scope: Scope) -> Retrieval:
+    def retrieve(self, queries: Sequence[str], k: int, scope: SearchScope) -> RetrievalResult:
         if scope.tenant == "lost":
             raise RetrievalError("the index is lost")
         return super().retrieve(queries, k, scope)
@@ -95,15 +95,15 @@ def test_filters_that_are_equal_in_python_alone_are_not_looked_up_together(
     retriever: Retriever, engine: Engine, target: Target, kind: type, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """1 == True: rows of a batch were answered from what another row's filter found, by chance of timing."""
-    filters = [Comparison(type="eq", key="public", value=value) for value in (True, 1, False, 0)]
-    looked, look_up = list[str](), retriever.look_up
+    filters = [ComparisonFilter(type="eq", key="public", value=value) for value in (True, 1, False, 0)]
+    looked, look_up = list[str](), retriever.search
 
-    def watched(queries: Sequence[Query], k: int, scope: Scope, **options: Any) -> Lookup:
+    def watched(queries: Sequence[Query], k: int, scope: SearchScope, **options: Any) -> SearchResult:
         looked.extend(f"{query.text}: {scope.filter!r}" for query in queries)
         return look_up(queries, k, scope, **options)
 
-    monkeypatch.setattr(retriever, "look_up", watched)
-    asked = [replace(each, scope=Scope("", filters[n % 4])) for n, each in enumerate(questions(GREEDY))]
+    monkeypatch.setattr(retriever, "search", watched)
+    asked = [replace(each, scope=SearchScope("", filters[n % 4])) for n, each in enumerate(questions(GREEDY))]
     run(flow_of(retriever if kind is Retriever else OneStep(retriever), engine, target, max_batch=8), asked)
     assert sorted(looked) == sorted(f"{each.text}: {each.scope.filter!r}" for each in asked)
 
@@ -155,7 +155,7 @@ def test_an_id_that_runs_already_is_refused_for_the_second(
 def test_a_lost_index_is_the_error_of_those_who_needed_it(retriever: Retriever, engine: Engine, target: Target) -> None:
     """The whole flow ends because one tenant's shard is gone; or its questions are answered without passages."""
     asked = questions(GREEDY, TEXTS[:4])
-    asked[1::2] = [replace(each, scope=Scope("lost")) for each in asked[1::2]]
+    asked[1::2] = [replace(each, scope=SearchScope("lost")) for each in asked[1::2]]
     got = run(flow_of(Lost(retriever), engine, target), asked)
     assert [type(got[f"q{n}"].error) for n in range(4)] == [type(None), RetrievalError] * 2
 
@@ -164,7 +164,7 @@ def test_requests_carry_id_tenant_and_what_they_share(retriever: Retriever, engi
     """A job that is run again under new ids; a tenant's request in everybody's cache; documents that no replica remembers."""
     recording = Recording(engine)
     flow = flow_of(retriever, recording, target)
-    run(flow, questions(GREEDY, TEXTS[:3], scope=Scope("ann"), num_passages=3))
+    run(flow, questions(GREEDY, TEXTS[:3], scope=SearchScope("ann"), num_passages=3))
     assert sorted(request.id for request in recording.requests) == ["q0", "q1", "q2"]
     assert {request.salt for request in recording.requests} == {"ann"}
     assert {request.affinity for request in recording.requests} == {"bridge\nmill\nriver"}

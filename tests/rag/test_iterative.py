@@ -32,9 +32,9 @@ from ragspec.rag.prompt import PromptBuilder
 from ragspec.retrieval.index.store import Store
 from ragspec.retrieval.index.writer import IndexWriter
 from ragspec.retrieval.retriever import Retriever, build_index
-from ragspec.retrieval.speculative.index_types import IndexLike, Mode
+from ragspec.retrieval.search.index_types import IndexLike, RetrievalMode
 from ragspec.retrieval.speculative.stride import StrideScheduler
-from ragspec.retrieval.speculative.stride_costs import HOPELESS, Plan
+from ragspec.retrieval.speculative.stride_costs import NEVER_PAYS, StridePlan
 
 QUESTIONS = ["When was the bridge built?", "What does a mill need?", "river", "Where does the water go in spring?"]
 GREEDY = SamplingParams(max_tokens=18, ignore_eos=True, seed=1)
@@ -43,12 +43,12 @@ SAMPLED = SamplingParams(max_tokens=18, temperature=1.0, top_p=0.95, seed=7)
 
 SCHEDULERS: dict[str, Callable[[], StrideScheduler | None]] = {
     "measured": lambda: None,
-    "off": lambda: Always(Plan()),
-    "1 beside": lambda: Always(Plan(1, 1, 2.0)),
-    "3": lambda: Always(Plan(3, 0, 2.0)),
-    "3, 3 beside": lambda: Always(Plan(3, 3, 2.0)),
-    "all": lambda: Always(Plan(64, 0, 2.0)),
-    "changing": lambda: Always(Plan(2, 1, 2.0), Plan(5, 5, 2.0), Plan(1, 0), Plan(1, 1, 2.0)),
+    "off": lambda: Always(StridePlan()),
+    "1 beside": lambda: Always(StridePlan(1, 1, 2.0)),
+    "3": lambda: Always(StridePlan(3, 0, 2.0)),
+    "3, 3 beside": lambda: Always(StridePlan(3, 3, 2.0)),
+    "all": lambda: Always(StridePlan(64, 0, 2.0)),
+    "changing": lambda: Always(StridePlan(2, 1, 2.0), StridePlan(5, 5, 2.0), StridePlan(1, 0), StridePlan(1, 1, 2.0)),
 }
 POLICIES: dict[str, Policy] = {
     "in-context RALM": InContextRalm(num_passages=1),
@@ -76,7 +76,7 @@ def engine(target: Target) -> Iterator[Engine]:
         yield made
 
 
-def retriever(folder: Path, mode: Mode = "dense", follow: bool = False) -> Retriever:
+def retriever(folder: Path, mode: RetrievalMode = "dense", follow: bool = False) -> Retriever:
     return Retriever(LetterEncoder(), Store.open(folder), RetrieverConfig(mode=mode), follow=follow)
 
 
@@ -97,7 +97,9 @@ def said(answer: Answer) -> tuple[Any, ...]:
 TRUTH: dict[tuple[Any, ...], list[Answer]] = {}
 
 
-def truth_of(engine: Engine, index: IndexLike, mode: Mode, policy: str, params: SamplingParams) -> list[Answer]:
+def truth_of(
+    engine: Engine, index: IndexLike, mode: RetrievalMode, policy: str, params: SamplingParams
+) -> list[Answer]:
     key = mode, policy, params.seed
     if key not in TRUTH:
         TRUTH[key] = sequential(engine, index, POLICIES[policy], params)
@@ -120,7 +122,9 @@ QUICK = {  # each scheduler, policy and mode at least once
     ("mode", "policy", "scheduler"),
     [case if case in QUICK else pytest.param(*case, marks=pytest.mark.slow) for case in CASES],
 )
-def test_guessing_changes_nothing(engine: Engine, index_dir: Path, mode: Mode, policy: str, scheduler: str) -> None:
+def test_guessing_changes_nothing(
+    engine: Engine, index_dir: Path, mode: RetrievalMode, policy: str, scheduler: str
+) -> None:
     """A guess that was never checked, a rollback to the wrong place, a draft taken for text."""
     index = retriever(index_dir, mode)
     for params in (GREEDY, SAMPLED):
@@ -170,7 +174,7 @@ def test_wrong_guesses_do_happen_here(engine: Engine, index_dir: Path) -> None:
     """Guards the test above: with guesses that are all right it could not fail."""
     index = retriever(index_dir)
     narrow = SpeculationConfig(prefetch_k=1)
-    guessed = pipeline(engine, index, speculation=narrow, scheduler=Always(Plan(3, 3, 2.0)))
+    guessed = pipeline(engine, index, speculation=narrow, scheduler=Always(StridePlan(3, 3, 2.0)))
     stats = [answer.stats.iterative for answer in guessed.ask_many(QUESTIONS, GREEDY)]
     assert sum(each.num_wrong for each in stats if each) >= 5
     assert sum(each.num_lost_tokens for each in stats if each) >= 20
@@ -180,10 +184,10 @@ def test_wrong_guesses_do_happen_here(engine: Engine, index_dir: Path) -> None:
 def test_every_passage_of_an_answer_was_verified(engine: Engine, index_dir: Path) -> None:
     """An answer showed, or was written under, a passage that the index never named for its query."""
     index = Around(retriever(index_dir))
-    guessed = pipeline(engine, index, scheduler=Always(Plan(4, 4, 2.0)))
+    guessed = pipeline(engine, index, scheduler=Always(StridePlan(4, 4, 2.0)))
     for question in QUESTIONS:
         answer = guessed.ask(question, GREEDY)
-        named = {p.id for (p,) in index.index.look_up(index.encode(index.texts), 1).passages}
+        named = {p.id for (p,) in index.index.search(index.encode(index.texts), 1).passages}
         assert {passage.id for passage in answer.passages} <= named
         assert answer.stats.iterative is not None
         assert answer.stats.iterative.num_rounds == 5
@@ -193,7 +197,7 @@ def test_right_guesses_save_lookups(engine: Engine, index_dir: Path) -> None:
     """Guessing asked the index as often as not guessing."""
     everything = SpeculationConfig(prefetch_k=24)
     index = Around(retriever(index_dir))
-    guessed = pipeline(engine, index, speculation=everything, scheduler=Always(Plan(8, 0, 2.0)))
+    guessed = pipeline(engine, index, speculation=everything, scheduler=Always(StridePlan(8, 0, 2.0)))
     answer = guessed.ask(QUESTIONS[0], GREEDY)
     assert answer.stats.iterative is not None
     assert (answer.stats.iterative.num_right, answer.stats.iterative.num_wrong) == (4, 0)
@@ -209,7 +213,9 @@ def test_decoding_goes_on_beside_a_verification(engine: Engine, index_dir: Path)
             assert written_meanwhile.wait(30)
 
     index = Around(retriever(index_dir), before)
-    guessed = pipeline(engine, index, speculation=SpeculationConfig(prefetch_k=24), scheduler=Always(Plan(1, 1, 2.0)))
+    guessed = pipeline(
+        engine, index, speculation=SpeculationConfig(prefetch_k=24), scheduler=Always(StridePlan(1, 1, 2.0))
+    )
     stream = engine.stream
 
     def watched(request: Any) -> Any:
@@ -230,7 +236,7 @@ def test_an_empty_index_of_a_tenant_is_an_answer_without_passages(engine: Engine
     index = retriever(index_dir)
     nothing = {"type": "eq", "key": "year", "value": 1}
     truth = pipeline(engine, index, speculation=SpeculationConfig(enabled=False)).ask("mill", GREEDY, filter=nothing)
-    guessed = pipeline(engine, index, scheduler=Always(Plan(4, 4, 2.0)))
+    guessed = pipeline(engine, index, scheduler=Always(StridePlan(4, 4, 2.0)))
     assert said(guessed.ask("mill", GREEDY, filter=nothing)) == said(truth)
     assert truth.passages == ()
 
@@ -256,7 +262,7 @@ def test_a_commit_in_the_middle_is_seen_by_the_next_answer(engine: Engine, tmp_p
         def pinned(self) -> IndexLike:
             return Around(self.index.pinned(), before)
 
-    guessed = pipeline(engine, Following(retriever(folder, follow=True)), scheduler=Always(Plan(2, 1, 2.0)))
+    guessed = pipeline(engine, Following(retriever(folder, follow=True)), scheduler=Always(StridePlan(2, 1, 2.0)))
     during = guessed.ask(QUESTIONS[0], GREEDY)
     assert swapped
     assert (said(during), during.stats.index_generation) == (said(old), old.stats.index_generation)
@@ -266,8 +272,8 @@ def test_a_commit_in_the_middle_is_seen_by_the_next_answer(engine: Engine, tmp_p
     assert after.stats.index_generation != old.stats.index_generation
 
 
-@pytest.mark.parametrize("plan", [Plan(), Plan(1, 1, 2.0), Plan(3, 3, 2.0)])
-def test_a_lookup_that_fails_ends_the_answer_with_its_error(engine: Engine, index_dir: Path, plan: Plan) -> None:
+@pytest.mark.parametrize("plan", [StridePlan(), StridePlan(1, 1, 2.0), StridePlan(3, 3, 2.0)])
+def test_a_lookup_that_fails_ends_the_answer_with_its_error(engine: Engine, index_dir: Path, plan: StridePlan) -> None:
     """The answer went on unverified, or hung, or took the engine with it."""
 
     def before(number: int) -> None:
@@ -291,7 +297,7 @@ def test_a_lookup_that_never_returns_is_given_up(engine: Engine, index_dir: Path
 
     config = SpeculationConfig(timeout_s=0.3)
     guessed = pipeline(
-        engine, Around(retriever(index_dir), before), speculation=config, scheduler=Always(Plan(2, 2, 2))
+        engine, Around(retriever(index_dir), before), speculation=config, scheduler=Always(StridePlan(2, 2, 2))
     )
     begin = time.monotonic()
     try:
@@ -309,7 +315,7 @@ def test_one_answers_failure_ends_the_others_of_the_call(engine: Engine, index_d
         if number >= 4:
             raise RetrievalError("the index is lost")
 
-    guessed = pipeline(engine, Around(retriever(index_dir), before), scheduler=Always(Plan(2, 2, 2.0)))
+    guessed = pipeline(engine, Around(retriever(index_dir), before), scheduler=Always(StridePlan(2, 2, 2.0)))
     with pytest.raises(RetrievalError):
         guessed.ask_many(QUESTIONS * 3, GREEDY)
     deadline = time.monotonic() + 30
@@ -357,7 +363,7 @@ def test_answers_may_be_asked_for_inside_an_event_loop(engine: Engine, index_dir
     """`answer` blocked the loop it ran in, or mixed up two answers."""
     index = retriever(index_dir)
     truth = sequential(engine, index, InContextRalm(), GREEDY)
-    guessed = pipeline(engine, index, scheduler=Always(Plan(3, 1, 2.0)))
+    guessed = pipeline(engine, index, scheduler=Always(StridePlan(3, 1, 2.0)))
 
     async def together() -> list[Answer]:
         return await asyncio.gather(*(guessed.answer(question, GREEDY) for question in QUESTIONS))
@@ -369,7 +375,7 @@ def test_answers_may_be_asked_for_inside_an_event_loop(engine: Engine, index_dir
 def test_a_stream_is_the_answer_in_pieces(engine: Engine, index_dir: Path, policy: str) -> None:
     """A piece was told that a later verification took back, or a stop string's beginning."""
     index = retriever(index_dir)
-    guessed = pipeline(engine, index, policy=POLICIES[policy], scheduler=Always(Plan(3, 2, 2.0)))
+    guessed = pipeline(engine, index, policy=POLICIES[policy], scheduler=Always(StridePlan(3, 2, 2.0)))
     plain = truth_of(engine, index, "dense", policy, GREEDY)[0]
     stop = SamplingParams(max_tokens=18, ignore_eos=True, seed=1, stop=(plain.text[8:11],))
     for params in (GREEDY, stop):
@@ -385,7 +391,7 @@ async def collected(guessed: IterativePipeline, params: SamplingParams) -> list[
 
 def test_leaving_a_stream_gives_the_answer_up(engine: Engine, index_dir: Path) -> None:
     """The engine wrote on for nobody."""
-    guessed = pipeline(engine, retriever(index_dir), scheduler=Always(Plan(1, 0)))
+    guessed = pipeline(engine, retriever(index_dir), scheduler=Always(StridePlan(1, 0)))
 
     async def first_piece() -> Any:
         async for piece in guessed.stream(QUESTIONS[0], SamplingParams(max_tokens=100, ignore_eos=True)):
@@ -440,7 +446,7 @@ def test_without_a_seed_one_is_drawn_and_told(engine: Engine, index_dir: Path) -
 @pytest.mark.parametrize("policy", POLICIES)
 def test_counters_add_up(engine: Engine, index_dir: Path, policy: str) -> None:
     """Statistics counted what was taken back or written twice, a segment's prompt as output, planned guesses as made ones."""
-    guessed = pipeline(engine, retriever(index_dir), policy=POLICIES[policy], scheduler=Always(Plan(3, 2, 2.0)))
+    guessed = pipeline(engine, retriever(index_dir), policy=POLICIES[policy], scheduler=Always(StridePlan(3, 2, 2.0)))
     answer = guessed.ask(QUESTIONS[1], GREEDY)
     stats = answer.stats.iterative
     assert stats is not None
@@ -456,17 +462,17 @@ def test_guesses_are_learned_from_the_cache_they_will_be_made_from(
 ) -> None:
     """While off, nothing was prefetched: guesses looked poor, and speculation stayed off for good."""
     index, seen = Around(retriever(index_dir)), list[int]()
-    look_up = index.look_up
+    look_up = index.search
 
     def watched(*arguments: Any, **options: Any) -> Any:
         seen.append(options["prefetch_k"])
         return look_up(*arguments, **options)
 
-    monkeypatch.setattr(index, "look_up", watched)
-    pipeline(engine, index, scheduler=Always(Plan())).ask(QUESTIONS[0], GREEDY)
+    monkeypatch.setattr(index, "search", watched)
+    pipeline(engine, index, scheduler=Always(StridePlan())).ask(QUESTIONS[0], GREEDY)
     assert set(seen) == {8}
     seen.clear()
-    pipeline(engine, index, scheduler=Always(HOPELESS)).ask(QUESTIONS[0], GREEDY)
+    pipeline(engine, index, scheduler=Always(NEVER_PAYS)).ask(QUESTIONS[0], GREEDY)
     assert set(seen) == {0}
 
 

@@ -24,9 +24,9 @@ from ragspec.rag.knnlm.build import build_datastore, target_identity
 from ragspec.rag.knnlm.generation import KnnGenerator, _Rhythm
 from ragspec.retrieval.encoder import EncoderIdentity
 from ragspec.retrieval.knnlm.datastore import Datastore, read_datastore_manifest
-from ragspec.retrieval.knnlm.neighbours import EntriesWanted, Found, KnnConfig
+from ragspec.retrieval.knnlm.neighbours import KnnConfig, Neighbours, PrefetchRequest
 from ragspec.retrieval.speculative.stride import StrideScheduler
-from ragspec.retrieval.speculative.stride_costs import Plan
+from ragspec.retrieval.speculative.stride_costs import StridePlan
 
 CONTEXT_TOKENS = 24
 NUM_TOKENS = 20
@@ -74,8 +74,8 @@ class Fixed(StrideScheduler):
         self.stride = stride
         self.told: list[tuple[int, int]] = []
 
-    def choose(self) -> Plan:
-        return Plan(self.stride)
+    def choose(self) -> StridePlan:
+        return StridePlan(self.stride)
 
     def note_guesses(self, num_right: int, num_wrong: int) -> None:
         self.told.append((num_right, num_wrong))
@@ -92,7 +92,7 @@ class Wrapped:
     def target(self) -> EncoderIdentity:
         return self.store.target
 
-    def search(self, queries: np.ndarray, k: int, wanted: EntriesWanted | None = None) -> Found:
+    def search(self, queries: np.ndarray, k: int, wanted: PrefetchRequest | None = None) -> Neighbours:
         self.num_calls += 1
         return self.store.search(queries, k, wanted)
 
@@ -237,7 +237,7 @@ def test_logprobs_are_those_of_the_mixture(target: Target, store: Datastore) -> 
 class Lying(Wrapped):
     """Tells the true neighbours, and entries for the cache whose values are made up."""
 
-    def search(self, queries: np.ndarray, k: int, wanted: EntriesWanted | None = None) -> Found:
+    def search(self, queries: np.ndarray, k: int, wanted: PrefetchRequest | None = None) -> Neighbours:
         found = super().search(queries, k, wanted)
         if found.entries is None:
             return found
@@ -261,7 +261,7 @@ class Failing(Wrapped):
 
     lost_at = 3
 
-    def search(self, queries: np.ndarray, k: int, wanted: EntriesWanted | None = None) -> Found:
+    def search(self, queries: np.ndarray, k: int, wanted: PrefetchRequest | None = None) -> Neighbours:
         if self.num_calls == self.lost_at:
             raise RetrievalError("the datastore is lost")
         return super().search(queries, k, wanted)

@@ -17,9 +17,9 @@ from ragspec.rag.iterative.pipeline import IterativePipeline
 from ragspec.rag.pipeline import Pipeline
 from ragspec.rag.prompt import PromptBuilder
 from ragspec.retrieval.index.store import Store
-from ragspec.retrieval.retriever import Retrieval, Retriever, build_index
-from ragspec.retrieval.speculative.index_types import Lookup
-from ragspec.retrieval.speculative.stride_costs import Plan
+from ragspec.retrieval.retriever import RetrievalResult, Retriever, build_index
+from ragspec.retrieval.search.index_types import SearchResult
+from ragspec.retrieval.speculative.stride_costs import StridePlan
 
 MISSING = ("segment-000002",)
 PARAMS = SamplingParams(max_tokens=24, ignore_eos=True, seed=1)
@@ -46,15 +46,15 @@ class Partial(Around):
         super().__init__(index)
         self._count = count
 
-    def look_up(self, queries: Any, *args: Any, **options: Any) -> Lookup:
-        found = super().look_up(queries, *args, **options)
+    def search(self, queries: Any, *args: Any, **options: Any) -> SearchResult:
+        found = super().search(queries, *args, **options)
         if self.num_calls > self._count:
             return found
         return found._replace(passages=[some[-1:] for some in found.passages], missing=MISSING)
 
-    def retrieve(self, queries: Any, k: int, scope: Any) -> Retrieval:
-        found = self.look_up(self.encode(queries), k, scope)
-        return Retrieval(found.passages, found.generation, found.missing)
+    def retrieve(self, queries: Any, k: int, scope: Any) -> RetrievalResult:
+        found = self.search(self.encode(queries), k, scope)
+        return RetrievalResult(found.passages, found.generation, found.missing)
 
 
 def test_an_answer_says_what_was_missing(engine: Engine, index: Retriever) -> None:
@@ -75,7 +75,9 @@ def test_a_lookup_with_parts_missing_is_not_remembered(engine: Engine, index: Re
         around = Partial(index, count)
         config = SpeculationConfig(enabled=guessing)
         prompts = PromptBuilder(engine.target.tokenizer, CONTEXT)
-        pipeline = IterativePipeline(around, engine, prompts, speculation=config, scheduler=Always(Plan(1, 0, 1.0)))
+        pipeline = IterativePipeline(
+            around, engine, prompts, speculation=config, scheduler=Always(StridePlan(1, 0, 1.0))
+        )
         return pipeline.ask(QUESTION, PARAMS), around
 
     whole, _ = ask(0)

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from ragspec.retrieval.encoder import FloatArray
 from ragspec.retrieval.search import dense
-from ragspec.retrieval.search.dense import ExactIndex, Scored, canonical_scores
+from ragspec.retrieval.search.dense import ExactIndex, ScoredRows, canonical_scores
 
 
 def unit(rng: np.random.Generator, rows: int, dimension: int = 64) -> FloatArray:
@@ -31,7 +31,7 @@ def canonical(
     return found
 
 
-def ranked(found: list[Scored], k: int) -> list[list[tuple[int, float]]]:
+def ranked(found: list[ScoredRows], k: int) -> list[list[tuple[int, float]]]:
     return [
         sorted(zip(each.rows.tolist(), each.scores.tolist(), strict=True), key=lambda hit: (-hit[1], hit[0]))[:k]
         for each in found

@@ -13,8 +13,8 @@ from letter_encoder import LetterEncoder
 from ragspec.config import DenseConfig, IndexConfig
 from ragspec.core import Document
 from ragspec.errors import StoreCorrupt, StoreError
-from ragspec.retrieval.index.manifest import CURRENT, check_files, file_record
-from ragspec.retrieval.index.segment import Segment
+from ragspec.retrieval.index.manifest import CURRENT, file_checksum, verify_checksums
+from ragspec.retrieval.index.segment import IndexSegment
 from ragspec.retrieval.index.store import Store
 from ragspec.retrieval.index.writer import IndexWriter
 from ragspec.retrieval.retriever import build_index
@@ -110,8 +110,8 @@ def test_foreign_files_with_the_right_hashes_are_refused_too(index_dir: Path, tm
             (folder / name).write_bytes(
                 cut((folder / name).read_bytes(), random.Random(3)) if foreign is None else foreign
             )
-            files = {path.name: file_record(path) for path in folder.iterdir()}
-            check_files((folder / each, file) for each, file in files.items())
+            files = {path.name: file_checksum(path) for path in folder.iterdir()}
+            verify_checksums((folder / each, file) for each, file in files.items())
             with pytest.raises(StoreCorrupt):
-                opened = Segment(folder, record.model_copy(update={"files": files}), 16, DenseConfig(kind="hnsw"))
+                opened = IndexSegment(folder, record.model_copy(update={"files": files}), 16, DenseConfig(kind="hnsw"))
                 opened.nearest.search(LetterEncoder().encode(["x"]), 3)

@@ -25,7 +25,7 @@ from ragspec.retrieval.index.writer import IndexWriter
 from ragspec.retrieval.retriever import Retriever
 from ragspec.retrieval.search.analysis import Analyzer
 from ragspec.retrieval.search.filters import parse_filter
-from ragspec.retrieval.search.segment_search import Scope
+from ragspec.retrieval.search.segment_search import SearchScope
 
 CONFIG = IndexConfig(chunking=ChunkingConfig(max_chars=40))
 IDS = st.sampled_from([f"d{n}" for n in range(12)])
@@ -185,7 +185,7 @@ class IndexMachine(RuleBasedStateMachine):
         low=FILTERS,
     )
     def search(self, query: str, k: int, mode: str, tenant: str, low: object) -> None:
-        scope = Scope(tenant, None if low is None else parse_filter(low))  # type: ignore[arg-type]
+        scope = SearchScope(tenant, None if low is None else parse_filter(low))  # type: ignore[arg-type]
         (found,) = self.retrievers[mode].retrieve([query], k, scope).passages
         assert [(p.id, p.score) for p in found] == self.model.search(query, k, mode, tenant, low)
 

@@ -10,16 +10,16 @@ from typing import Any
 import numpy as np
 import pytest
 
+from ragspec.disk import TEMPORARY, writer_lock
 from ragspec.errors import EncoderMismatch, InputError, ModelError, SaveError, StoreCorrupt, StoreMissing
 from ragspec.retrieval.encoder import EncoderIdentity
-from ragspec.retrieval.index.disk import TEMPORARY, exclusive
-from ragspec.retrieval.index.manifest import MANIFEST, file_record
-from ragspec.retrieval.knnlm.datastore import Datastore, Origin, read_datastore_manifest, write_datastore
+from ragspec.retrieval.index.manifest import MANIFEST, file_checksum
+from ragspec.retrieval.knnlm.datastore import Datastore, DatastoreSource, read_datastore_manifest, write_datastore
 from ragspec.retrieval.knnlm.neighbours import (
-    Entries,
-    EntriesWanted,
+    DatastoreEntries,
     KnnConfig,
     NeighbourCache,
+    PrefetchRequest,
     mixed_logits,
     softmax,
     unit_rows,
@@ -27,7 +27,7 @@ from ragspec.retrieval.knnlm.neighbours import (
 
 NUM_ENTRIES, WIDTH, VOCAB_SIZE = 700, 24, 50
 TARGET = EncoderIdentity("some/target", "a" * 64, WIDTH)
-ORIGIN = Origin(TARGET, VOCAB_SIZE, context_tokens=32)
+ORIGIN = DatastoreSource(TARGET, VOCAB_SIZE, context_tokens=32)
 NONE_KNOWN = np.empty(0, np.int64)
 
 
@@ -79,7 +79,7 @@ def test_a_query_finds_the_same_alone_and_in_any_batch(folder: Path) -> None:
     alone = [store.search(query[None], 9) for query in asked]
     for size in (2, 5, 33):
         for start in range(0, 33, size):
-            wanted = EntriesWanted(3, 9, NONE_KNOWN) if size == 5 else None
+            wanted = PrefetchRequest(3, 9, NONE_KNOWN) if size == 5 else None
             found = store.search(asked[start : start + size], 9, wanted)
             for i, one in enumerate(alone[start : start + size]):
                 assert found.numbers[i].tobytes() == one.numbers[0].tobytes()
@@ -92,13 +92,13 @@ def test_an_answer_carries_the_neighbours_and_what_follows_the_nearest(folder: P
     keys, values = entries()
     store = Datastore.open(folder)
     asked = np.concatenate([queries(3), keys[-2:-1]])
-    first = store.search(asked, 6, EntriesWanted(4, 2, NONE_KNOWN))
+    first = store.search(asked, 6, PrefetchRequest(4, 2, NONE_KNOWN))
     followed = {int(n) + step for n in first.numbers[:, :2].reshape(-1) for step in range(1, 5)}
     expected = sorted({*first.numbers.reshape(-1).tolist(), *(n for n in followed if n < NUM_ENTRIES)})
     assert first.entries is not None and first.entries.numbers.tolist() == expected and NUM_ENTRIES - 1 in expected
     assert np.array_equal(first.entries.keys, keys[expected])
     assert np.array_equal(first.entries.values, values[expected])
-    again = store.search(asked, 6, EntriesWanted(4, 2, np.array(expected[3:][::-1])))
+    again = store.search(asked, 6, PrefetchRequest(4, 2, np.array(expected[3:][::-1])))
     assert again.entries is not None and again.entries.numbers.tolist() == expected[:3]
 
 
@@ -167,7 +167,7 @@ def test_a_pickle_in_place_of_the_keys_is_never_loaded(folder: Path) -> None:
     """A hash that fits proves nothing about who wrote the file."""
     manifest = read_datastore_manifest(folder)
     np.save(folder / manifest.values, np.array([{}], dtype=object), allow_pickle=True)
-    rewrite(folder, values_file=file_record(folder / manifest.values).model_dump())
+    rewrite(folder, values_file=file_checksum(folder / manifest.values).model_dump())
     with pytest.raises(StoreCorrupt):
         Datastore.open(folder)
 
@@ -225,7 +225,7 @@ def test_a_new_build_replaces_the_old_one_which_goes_on_answering(folder: Path) 
 
 def test_two_builds_at_once_are_refused(folder: Path) -> None:
     """The second would remove the files of the first."""
-    with exclusive(folder), pytest.raises(SaveError):
+    with writer_lock(folder), pytest.raises(SaveError):
         write_datastore(folder, blocks(), ORIGIN)
 
 
@@ -261,9 +261,9 @@ def test_neighbours_vote_by_distance_and_are_mixed_with_the_target() -> None:
     assert mixed_logits(impossible, np.array([0]), np.array([0.1]), config)[1] == -np.inf
 
 
-def some_entries(numbers: list[int]) -> Entries:
+def some_entries(numbers: list[int]) -> DatastoreEntries:
     keys, values = entries()
-    return Entries(np.array(numbers), keys[numbers], values[numbers])
+    return DatastoreEntries(np.array(numbers), keys[numbers], values[numbers])
 
 
 def test_a_cache_finds_what_it_holds_and_says_what_it_knows() -> None:

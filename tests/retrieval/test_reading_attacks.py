@@ -17,7 +17,7 @@ from office_files import pdf_bytes, write_docx, write_pdf
 
 from ragspec.core import Document
 from ragspec.errors import InputError
-from ragspec.retrieval.reading import SUFFIXES, read_file, text
+from ragspec.retrieval.reading import SUFFIXES, parsed_file, read_file
 
 MAX_S = 20
 TAGS = [
@@ -163,7 +163,7 @@ def test_archives_that_unpack_to_more_than_the_memory_are_refused(
             part.write(bytes(1024**2))
     found = tried(put(tmp_path, "a.docx", bomb.getvalue()))
     assert isinstance(found, str) and "unpacks to" in found
-    monkeypatch.setattr(text, "MAX_BYTES", 100)
+    monkeypatch.setattr(parsed_file, "MAX_BYTES", 100)
     for name, raw in (("a.pdf", pdf_bytes(["Text."])), ("a.html", b"<p>" + b"x" * 100), ("a.docx", bomb.getvalue())):
         assert "more than the 100" in tried(put(tmp_path, name, raw))
 

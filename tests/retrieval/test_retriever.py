@@ -16,7 +16,7 @@ from ragspec.retrieval import retriever as retriever_module
 from ragspec.retrieval.encoder import Encoder
 from ragspec.retrieval.index.store import Store
 from ragspec.retrieval.index.writer import IndexWriter
-from ragspec.retrieval.retriever import Retrieval, Retriever, build_index
+from ragspec.retrieval.retriever import RetrievalResult, Retriever, build_index
 
 FACTS = [
     Document("rivers", "The Danube flows into the Black Sea. The Rhine flows into the North Sea.", "Rivers"),
@@ -56,7 +56,7 @@ def test_generation_and_edges(facts_dir: Path, encoder: Encoder, monkeypatch: py
     monkeypatch.setattr(retriever_module.Encoder, "load", lambda _: encoder)
     retriever = Retriever.from_config(RetrieverConfig(index_dir=str(facts_dir)), EncoderConfig())
     assert retriever.generation == Store.open(facts_dir).generation
-    assert retriever.retrieve([], 3) == Retrieval([], retriever.generation)
+    assert retriever.retrieve([], 3) == RetrievalResult([], retriever.generation)
     assert retriever.retrieve(["leaves"], 0).passages == [[]]
     assert len(retriever.retrieve(["leaves"], 64).passages[0]) == 8
 

@@ -15,13 +15,13 @@ from letter_encoder import LetterEncoder
 from ragspec.config import ChunkingConfig, DenseConfig, IndexConfig, RetrieverConfig
 from ragspec.core import Document, Passage
 from ragspec.errors import StoreCorrupt
-from ragspec.retrieval.encoder import FloatArray, Kind
+from ragspec.retrieval.encoder import FloatArray, TextKind
 from ragspec.retrieval.index.store import Store
 from ragspec.retrieval.index.writer import IndexWriter
 from ragspec.retrieval.retriever import Retriever, build_index
 from ragspec.retrieval.search.filters import parse_filter
 from ragspec.retrieval.search.fusion import reciprocal_rank_fusion
-from ragspec.retrieval.search.segment_search import Hit, Scope, Shard, Shards
+from ragspec.retrieval.search.segment_search import SearchHit, SearchScope, Shard, Shards
 
 CONFIG = IndexConfig(chunking=ChunkingConfig(max_chars=60))
 QUERIES = ["river stone", "the old mill by the river", "a bridge", "corn corn corn", "mill", "unknownword", "the"]
@@ -84,9 +84,10 @@ def layouts(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 @pytest.mark.parametrize("mode", ["dense", "sparse", "hybrid"])
 @pytest.mark.parametrize(
-    "scope", [Scope(), Scope("ann"), Scope("bob", parse_filter({"type": "lt", "key": "n", "value": 40}))]
+    "scope",
+    [SearchScope(), SearchScope("ann"), SearchScope("bob", parse_filter({"type": "lt", "key": "n", "value": 40}))],
 )
-def test_every_layout_gives_the_same_passages_and_scores(layouts: list[Path], mode: Any, scope: Scope) -> None:
+def test_every_layout_gives_the_same_passages_and_scores(layouts: list[Path], mode: Any, scope: SearchScope) -> None:
     """Scores that depend on which segment a passage lies in, on deleted neighbours, or on the order of arrival."""
     config = RetrieverConfig(mode=mode, fusion_depth=30)
     expected = None
@@ -109,7 +110,9 @@ def test_a_filter_leaves_as_many_as_there_are(layouts: list[Path], mode: Any) ->
     """A filter over the best hits that comes back empty while matching passages exist."""
     retriever = Retriever(CoarseEncoder(), Store.open(layouts[1]), RetrieverConfig(mode=mode))
     for value in range(60):
-        scope = Scope("bob" if value % 4 == 3 else "ann", parse_filter({"type": "eq", "key": "n", "value": value}))
+        scope = SearchScope(
+            "bob" if value % 4 == 3 else "ann", parse_filter({"type": "eq", "key": "n", "value": value})
+        )
         (found,) = retriever.retrieve(["the river"], 12, scope).passages
         assert found and {passage.document_id for passage in found} == {f"d{value:03d}"}
 
@@ -123,7 +126,9 @@ def test_what_another_tenant_has_changes_nothing(tmp_path: Path, mode: Any) -> N
     theirs = [Document(f"a{n}", f"River mill secret {n}. The old stone.", owner="bob") for n in range(50)]
     build_index([*theirs, *mine], tmp_path / "both", encoder, CONFIG)
     answers = [
-        passages(Retriever(encoder, Store.open(tmp_path / name), config).retrieve(QUERIES, 20, Scope("ann")).passages)
+        passages(
+            Retriever(encoder, Store.open(tmp_path / name), config).retrieve(QUERIES, 20, SearchScope("ann")).passages
+        )
         for name in ("mine", "both")
     ]
     assert answers[0] == answers[1]
@@ -139,15 +144,15 @@ def test_many_scopes_do_not_fill_the_memory(layouts: list[Path]) -> None:
     shard = Shard(Store.open(layouts[0]).segments)
     (segment,) = shard._segments.values()
     for number in range(200):
-        shard.dense(CoarseEncoder().encode(["x"]), 3, Scope(f"tenant {number}"))
+        shard.dense(CoarseEncoder().encode(["x"]), 3, SearchScope(f"tenant {number}"))
     assert len(segment._masks) <= 64
 
 
 def test_fusion_follows_its_definition() -> None:
     """A rank counted from 0, or a tie that falls as a dictionary happens to be filled."""
 
-    def hit(document_id: str, score: float = 0.0) -> Hit:
-        return Hit(-score, document_id, 0, "s", 0)
+    def hit(document_id: str, score: float = 0.0) -> SearchHit:
+        return SearchHit(-score, document_id, 0, "s", 0)
 
     fused = reciprocal_rank_fusion([[hit("a"), hit("b"), hit("c")], [hit("c"), hit("b"), hit("d")]], 9)
     assert [(h.document_id, h.score) for h in fused] == [
@@ -184,7 +189,7 @@ def test_filters_for_1_and_for_true_are_two_filters(tmp_path: Path) -> None:
     build_index(documents, tmp_path, CoarseEncoder(), CONFIG)
     retriever = Retriever(CoarseEncoder(), Store.open(tmp_path))
     for value, expected in ((1, "num"), (True, "bool"), (1, "num")):
-        scope = Scope("", parse_filter({"type": "eq", "key": "x", "value": value}))
+        scope = SearchScope("", parse_filter({"type": "eq", "key": "x", "value": value}))
         assert [p.document_id for p in retriever.retrieve(["fact"], 5, scope).passages[0]] == [expected]
 
 
@@ -202,7 +207,7 @@ def test_of_many_ties_the_first_by_id_are_found(tmp_path: Path, mode: Any) -> No
     found = retriever.retrieve(["rights"], 20).passages[0]
     assert [p.document_id for p in found] == sorted(ids)[:20]
     segments = Store.open(tmp_path).segments
-    hits = Shard(segments).dense(CoarseEncoder().encode(["rights"]), 20, Scope())
+    hits = Shard(segments).dense(CoarseEncoder().encode(["rights"]), 20, SearchScope())
     assert len(hits[0]) == 20
 
 
@@ -211,7 +216,7 @@ def test_a_shard_that_lost_its_generation_is_asked_for_the_newer_one(layouts: li
     opened: list[Store] = []
 
     class Losing(Shard):
-        def dense(self, queries: FloatArray, k: int, scope: Scope) -> list[list[Hit]]:
+        def dense(self, queries: FloatArray, k: int, scope: SearchScope) -> list[list[SearchHit]]:
             if len(opened) == 1:
                 raise StoreCorrupt("generation-000001 cannot be read")
             return super().dense(queries, k, scope)
@@ -311,8 +316,8 @@ def test_an_approximate_index_is_one_truth_too(tmp_path: Path, monkeypatch: pyte
             queries = [f"Text {n}." for n in range(0, 900, 30)]
             found.append(passages(retriever.retrieve(queries, 10).passages))
             assert found[-1] == [passages(retriever.retrieve([query], 10).passages)[0] for query in queries]
-            few = Scope("", parse_filter({"type": "in", "key": "n", "value": [5, 6, 450, 899]}))
-            many = Scope("", parse_filter({"type": "gte", "key": "n", "value": 100}))
+            few = SearchScope("", parse_filter({"type": "in", "key": "n", "value": [5, 6, 450, 899]}))
+            many = SearchScope("", parse_filter({"type": "gte", "key": "n", "value": 100}))
             assert {p.document_id for p in retriever.retrieve(["x"], 10, few).passages[0]} == {"6", "450", "899"}
             everything = {p.document_id for p in retriever.retrieve(["x"], 64, many).passages[0]}
             assert len(everything) == 64 and min(map(int, everything)) >= 100
@@ -324,7 +329,7 @@ def test_an_approximate_index_is_one_truth_too(tmp_path: Path, monkeypatch: pyte
 
 
 class Slow(LetterEncoder):
-    def encode(self, texts: Sequence[str], kind: Kind = "document") -> FloatArray:
+    def encode(self, texts: Sequence[str], kind: TextKind = "document") -> FloatArray:
         if kind == "query":
             self.queries = list(texts)
         return super().encode(texts, kind)

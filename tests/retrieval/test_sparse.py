@@ -25,7 +25,7 @@ from ragspec.retrieval.search.bm25 import (
     TermStatistics,
     sparse_query,
 )
-from ragspec.retrieval.search.bm25_builder import PostingsBuilder, merge
+from ragspec.retrieval.search.bm25_builder import PostingsBuilder, merge_postings
 
 Rows = list[list[str]]
 TERMS = ["a", "b", "rain", "über", "雨", "雨が", "🌧", "\U00010000", "\uffff", ""]
@@ -109,7 +109,7 @@ def test_merging_writes_the_bytes_that_adding_the_kept_rows_writes(parts: list[R
         folder = Path(name)
         segments = [build(rows, folder / str(number)) for number, rows in enumerate(parts)]
         (folder / "merged").mkdir()
-        merge(segments, [np.array(k, np.int64) for k in kept]).write(folder / "merged")
+        merge_postings(segments, [np.array(k, np.int64) for k in kept]).write(folder / "merged")
         build([rows[i] for rows, k in zip(parts, kept, strict=True) for i in k], folder / "rebuilt")
         assert written(folder / "merged") == written(folder / "rebuilt")
 
@@ -151,7 +151,7 @@ def test_a_term_may_occur_more_often_than_a_byte_counts(tmp_path: Path) -> None:
         assert found == brute_force(rows[:last], [True] * last, ["rain"], SparseConfig())
     merged = tmp_path / "merged"
     merged.mkdir()
-    merge([Postings.open(tmp_path / "4")], [np.array([0, 3])]).write(merged)
+    merge_postings([Postings.open(tmp_path / "4")], [np.array([0, 3])]).write(merged)
     assert Postings.open(merged).counts.dtype == np.uint8
 
 

@@ -17,11 +17,12 @@ import numpy as np
 import pytest
 from letter_encoder import LetterEncoder
 
+from ragspec import disk
 from ragspec.config import ChunkingConfig, IndexConfig
 from ragspec.core import Document
 from ragspec.errors import EncoderMismatch, InputError, SaveError, StoreCorrupt, StoreError, StoreMissing
 from ragspec.retrieval.chunking import chunk
-from ragspec.retrieval.index import disk, store
+from ragspec.retrieval.index import store
 from ragspec.retrieval.index.content_key import content_key
 from ragspec.retrieval.index.manifest import VECTORS, read_current
 from ragspec.retrieval.index.segment import FILES
@@ -116,7 +117,7 @@ def test_a_damaged_file_is_named_and_nothing_is_loaded(
         path.write_bytes(raw[:-1])
     else:
         path.unlink()
-    monkeypatch.setattr(store, "Segment", lambda *_: pytest.fail("read before it was checked"))
+    monkeypatch.setattr(store, "IndexSegment", lambda *_: pytest.fail("read before it was checked"))
     monkeypatch.setattr(store, "_deleted", lambda *_: pytest.fail("read before it was checked"))
     with pytest.raises(StoreCorrupt, match=name):
         Store.open(index_dir)
@@ -176,7 +177,7 @@ def test_another_encoder_is_refused_before_anything_is_hashed(
     index_dir: Path, letters: LetterEncoder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Vectors of another model have the same shape, and their neighbours are noise."""
-    monkeypatch.setattr(store, "check_files", lambda *_: pytest.fail("hashed first"))
+    monkeypatch.setattr(store, "verify_checksums", lambda *_: pytest.fail("hashed first"))
     with pytest.raises(EncoderMismatch, match=r"letters.*other"):
         Store.open(index_dir, replace(letters.identity, id="other", fingerprint="0" * 64))
 
@@ -315,7 +316,7 @@ def test_two_writers_do_not_mix_and_a_killed_one_leaves_nothing(
     for left in (".building-dead", "segment-000077", "generation-000078"):
         (index_dir / left).mkdir()
         (index_dir / left / VECTORS).write_bytes(b"half")
-    with disk.exclusive(index_dir), pytest.raises(SaveError, match="right now"):
+    with disk.writer_lock(index_dir), pytest.raises(SaveError, match="right now"):
         build_index(documents, index_dir, letters, CONFIG)
     build_index(documents, index_dir, letters, CONFIG)
     assert not list(index_dir.glob(".building-*")) and not (index_dir / "segment-000077").exists()

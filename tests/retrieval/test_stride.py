@@ -10,13 +10,13 @@ import pytest
 from ragspec.config import StrideConfig
 from ragspec.retrieval.speculative.stride import StrideScheduler
 from ragspec.retrieval.speculative.stride_costs import (
-    HOPELESS,
-    OFF,
-    Costs,
-    Crowd,
-    Timing,
+    NEVER_PAYS,
+    NO_SPECULATION,
+    Concurrency,
+    StrideCosts,
+    StrideTiming,
     best_plan,
-    published_optimum,
+    paper_optimal_plan,
     verified_documents,
 )
 
@@ -33,15 +33,15 @@ OPTIMA = {  # (b / a, gamma): gain and stride of the synchronous objective, then
 }
 
 
-def constant(ratio: float, gamma: float) -> Costs:
-    return Costs(Timing(1.0, lambda _: ratio), gamma)
+def constant(ratio: float, gamma: float) -> StrideCosts:
+    return StrideCosts(StrideTiming(1.0, lambda _: ratio), gamma)
 
 
 @pytest.mark.parametrize("case", OPTIMA)
 def test_the_published_optima_are_found(case: tuple[float, float]) -> None:
     """A stride off by one in E[verified] or in the overlapped step moved every optimum."""
     costs, (sync_gain, sync_stride, async_gain, async_stride) = constant(*case), OPTIMA[case]
-    waiting, going_on = published_optimum(costs, 64, False), published_optimum(costs, 64, True)
+    waiting, going_on = paper_optimal_plan(costs, 64, False), paper_optimal_plan(costs, 64, True)
     assert (round(waiting.gain, 2), waiting.stride) == (sync_gain, sync_stride)
     assert (round(going_on.gain, 2), going_on.stride) == (async_gain, async_stride)
 
@@ -52,8 +52,8 @@ def test_the_search_finds_the_best_of_all_strides(overlap: int) -> None:
     for ratio in (0.05, 0.3, 0.9, 1.0, 1.1, 2.0, 7.0, 40.0, 200.0):
         for gamma in (0.05, 0.3, 0.6, 0.8, 0.95, 0.99):
             for rise in (0.0, 0.02, 0.3, 1.0):
-                timing = Timing(1.0, lambda s, b=ratio, r=rise: b * (1.0 + r * (s - 1)))  # type: ignore[misc]
-                costs = Costs(timing, gamma)
+                timing = StrideTiming(1.0, lambda s, b=ratio, r=rise: b * (1.0 + r * (s - 1)))  # type: ignore[misc]
+                costs = StrideCosts(timing, gamma)
                 most = max(costs.gain(stride, overlap) for stride in range(1, 65))
                 assert best_plan(costs, 64, lambda _: overlap).gain == pytest.approx(most)
 
@@ -70,7 +70,7 @@ def test_rounds_take_what_a_simulation_takes() -> None:
         documents += min(right + 1, stride)
         beside_s = max(overlap * step_s, verification_s)
         seconds += (stride - overlap) * step_s + beside_s if right == stride else stride * step_s + verification_s
-    expected_s = Costs(Timing(step_s, lambda _: verification_s), gamma).round_s(stride, overlap)
+    expected_s = StrideCosts(StrideTiming(step_s, lambda _: verification_s), gamma).round_s(stride, overlap)
     assert seconds / num_rounds == pytest.approx(expected_s, rel=0.02)
     assert documents / num_rounds == pytest.approx(verified_documents(gamma, stride), rel=0.02)
 
@@ -91,18 +91,18 @@ def told(
 def test_nothing_is_speculated_before_anything_is_known() -> None:
     """The first request of all paid for a guess about guesses."""
     scheduler = StrideScheduler()
-    assert scheduler.choose() == OFF
+    assert scheduler.choose() == NO_SPECULATION
     scheduler.note_step(1.0)
     scheduler.note_guesses(5, 0)
-    assert scheduler.choose() == OFF
+    assert scheduler.choose() == NO_SPECULATION
 
 
 def test_a_fast_index_is_asked_every_time() -> None:
     """Guessing what takes no time to know made fast retrievers 0.58 times as fast."""
     assert (
-        told(StrideScheduler(asynchronous=False), 1.0, 0.2, 0.7).choose() == OFF
+        told(StrideScheduler(asynchronous=False), 1.0, 0.2, 0.7).choose() == NO_SPECULATION
     )  # it might pay if guesses were better
-    assert told(StrideScheduler(), 1.0, 0.02, 0.9).choose() == HOPELESS
+    assert told(StrideScheduler(), 1.0, 0.02, 0.9).choose() == NEVER_PAYS
 
 
 def test_a_slow_index_is_guessed() -> None:
@@ -114,7 +114,7 @@ def test_a_slow_index_is_guessed() -> None:
 
 def test_wrong_guesses_end_speculation() -> None:
     """Speculation went on with guesses that are never right."""
-    assert told(StrideScheduler(), 1.0, 1.0, 0.0).choose() == OFF
+    assert told(StrideScheduler(), 1.0, 1.0, 0.0).choose() == NO_SPECULATION
 
 
 def test_decoding_beside_a_verification_must_be_worth_it() -> None:
@@ -164,7 +164,7 @@ def test_a_fixed_stride_is_kept_or_off() -> None:
 def test_old_measurements_are_forgotten() -> None:
     """An index that became slow was asked every time for ever."""
     scheduler = told(StrideScheduler(StrideConfig(window=16)), 1.0, 0.01, 0.9)
-    assert scheduler.choose() == HOPELESS
+    assert scheduler.choose() == NEVER_PAYS
     assert told(scheduler, 1.0, 30.0, 0.9).choose().speculates
 
 
@@ -190,15 +190,17 @@ def test_certainty_is_not_believed() -> None:
 
 def test_where_others_are_written_meanwhile_waiting_costs_nothing() -> None:
     """Eight answers at once on two cores: each looked slow, so all guessed, and what was written in vain slowed all of them."""
-    alone = Costs(Timing(1.0, lambda _: 1.0), 0.9)
-    full = Costs(Timing(8.0, lambda _: 1.0), 0.9, None, Crowd(8, 1.0, 8))
+    alone = StrideCosts(StrideTiming(1.0, lambda _: 1.0), 0.9)
+    full = StrideCosts(StrideTiming(8.0, lambda _: 1.0), 0.9, None, Concurrency(8, 1.0, 8))
     assert alone.gain(4, 0) > 1.3
     assert full.gain(4, 0) == pytest.approx(verified_documents(0.9, 4) / 4, rel=0.01)
-    for costs in (full, replace(full, crowd=Crowd(8, 1.0, 5), apart=Timing(5.0, lambda _: 1.0))):
+    for costs in (full, replace(full, crowd=Concurrency(8, 1.0, 5), apart=StrideTiming(5.0, lambda _: 1.0))):
         assert best_plan(costs, 32, lambda _: 0).stride == 1
-    free = replace(alone, crowd=Crowd(8, 0.0, 8))  # decoding together is free: each is as alone
+    free = replace(alone, crowd=Concurrency(8, 0.0, 8))  # decoding together is free: each is as alone
     assert free.gain(4, 0) == alone.gain(4, 0)
-    far = Costs(Timing(1.0, lambda _: 100.0), 0.9, None, Crowd(8, 1.0, 1))  # and a far index is not hidden by eight
+    far = StrideCosts(
+        StrideTiming(1.0, lambda _: 100.0), 0.9, None, Concurrency(8, 1.0, 1)
+    )  # and a far index is not hidden by eight
     assert far.gain(8, 0) > 3.0
 
 

@@ -25,12 +25,12 @@ from ragspec.errors import (
     StoreCorrupt,
     StoreMissing,
 )
-from ragspec.retrieval.encoder import FloatArray, Kind
-from ragspec.retrieval.index import generation_folder as generation
+from ragspec.retrieval.encoder import FloatArray, TextKind
+from ragspec.retrieval.index import index_directory as generation
 from ragspec.retrieval.index import writer as writer_module
-from ragspec.retrieval.index.changes import Outcome
+from ragspec.retrieval.index.changes import UpsertOutcome
 from ragspec.retrieval.index.manifest import Manifest
-from ragspec.retrieval.index.reader_lock import lease, leased
+from ragspec.retrieval.index.reader_lock import locked_generations, reader_lock
 from ragspec.retrieval.index.segment_files import ArrowFile
 from ragspec.retrieval.index.store import Store
 from ragspec.retrieval.index.writer import IndexWriter
@@ -47,7 +47,7 @@ class Counting(LetterEncoder):
     def __init__(self) -> None:
         self.texts: list[str] = []
 
-    def encode(self, texts: Sequence[str], kind: Kind = "document") -> FloatArray:
+    def encode(self, texts: Sequence[str], kind: TextKind = "document") -> FloatArray:
         self.texts += texts
         return super().encode(texts, kind)
 
@@ -74,7 +74,7 @@ def test_an_unchanged_document_is_not_encoded_again_and_makes_no_generation(
     """An hour of encoding for a folder in which nothing changed."""
     before = Store.open(index_dir).generation
     with IndexWriter(index_dir, counting) as writer:
-        assert {writer.upsert(document) for document in documents} == {Outcome.UNCHANGED}
+        assert {writer.upsert(document) for document in documents} == {UpsertOutcome.UNCHANGED}
         assert writer.commit().generation_id == before
     assert counting.texts == [] and Store.open(index_dir).generation == before
 
@@ -86,7 +86,7 @@ def test_of_a_changed_document_only_the_new_passages_are_encoded(
     changed = replace(documents[4], text="Über fact number 4. It is told in a new sentence.")
     moved = replace(documents[5], source="elsewhere.txt", metadata={"n": 50})
     with IndexWriter(index_dir, counting) as writer:
-        assert [writer.upsert(changed), writer.upsert(moved)] == [Outcome.UPDATED] * 2
+        assert [writer.upsert(changed), writer.upsert(moved)] == [UpsertOutcome.UPDATED] * 2
         writer.commit()
         assert (writer.changes.encoded, writer.changes.reused, writer.changes.updated) == (1, 3, 2)
     assert counting.texts == ["Title 4\nIt is told in a new sentence."]
@@ -102,7 +102,7 @@ def test_the_last_version_given_wins(index_dir: Path, counting: Counting) -> Non
     with IndexWriter(index_dir, counting, passages_per_encode=3) as writer:
         for number in range(7):
             outcome = writer.upsert(Document("x", f"Version {number}. One. Two. Three."[: 10 + 8 * (number % 3)]))
-            assert outcome is (Outcome.UPDATED if number else Outcome.ADDED)
+            assert outcome is (UpsertOutcome.UPDATED if number else UpsertOutcome.ADDED)
         writer.upsert(Document("d1", "Short."))
         writer.upsert(Document("d1", "Shorter."))
         assert writer.delete("d2") and not writer.delete("d2")
@@ -177,26 +177,26 @@ def test_after_a_failed_write_nothing_of_the_session_is_committed(
 def test_duplicates_are_found_within_one_owner(tmp_path: Path, counting: Counting) -> None:
     """The same page under two names takes two of three places in every answer; the copy of another tenant is no duplicate."""
     with IndexWriter(tmp_path / "index", counting, keep_duplicates=False) as writer:
-        assert writer.upsert(Document("a", "Same.")) is Outcome.ADDED
-        assert writer.upsert(Document("b", "Same.")) is Outcome.DUPLICATE
-        assert writer.upsert(Document("a", "Same.", title="New title")) is Outcome.UPDATED
+        assert writer.upsert(Document("a", "Same.")) is UpsertOutcome.ADDED
+        assert writer.upsert(Document("b", "Same.")) is UpsertOutcome.DUPLICATE
+        assert writer.upsert(Document("a", "Same.", title="New title")) is UpsertOutcome.UPDATED
         assert (
-            writer.upsert(Document("m", "Same.", metadata={"day": "sun"})) is Outcome.ADDED
+            writer.upsert(Document("m", "Same.", metadata={"day": "sun"})) is UpsertOutcome.ADDED
         )  # filters tell them apart
-        assert writer.upsert(Document("c", "Same.", owner="carol")) is Outcome.ADDED
+        assert writer.upsert(Document("c", "Same.", owner="carol")) is UpsertOutcome.ADDED
         writer.commit()
-        assert writer.upsert(Document("b", "Same.")) is Outcome.DUPLICATE
-        assert writer.twin_of(Document("b", "Same.")) == "a"
+        assert writer.upsert(Document("b", "Same.")) is UpsertOutcome.DUPLICATE
+        assert writer.duplicate_of(Document("b", "Same.")) == "a"
         writer.delete("a")
-        assert writer.upsert(Document("b", "Same.")) is Outcome.ADDED
-        assert writer.upsert(Document("d", "Other.")) is Outcome.ADDED
-        assert writer.upsert(Document("d", "Same.")) is Outcome.DUPLICATE  # and the older text of d is gone
+        assert writer.upsert(Document("b", "Same.")) is UpsertOutcome.ADDED
+        assert writer.upsert(Document("d", "Other.")) is UpsertOutcome.ADDED
+        assert writer.upsert(Document("d", "Same.")) is UpsertOutcome.DUPLICATE  # and the older text of d is gone
         writer.commit()
     assert ids(tmp_path / "index") == ["b", "c", "m"]
     with IndexWriter(tmp_path / "index", counting, keep_duplicates=False) as writer:
-        assert writer.upsert(Document("e", "Same.")) is Outcome.DUPLICATE
+        assert writer.upsert(Document("e", "Same.")) is UpsertOutcome.DUPLICATE
     with IndexWriter(tmp_path / "index", counting) as writer:
-        assert writer.upsert(Document("e", "Same.")) is Outcome.ADDED
+        assert writer.upsert(Document("e", "Same.")) is UpsertOutcome.ADDED
 
 
 def test_compaction_drops_what_was_deleted_and_changes_no_answer(
@@ -309,7 +309,7 @@ def test_an_id_belongs_to_its_owner(index_dir: Path, counting: Counting, documen
             writer.upsert(Document("mine", "Text.", owner="bob"))
         assert writer.owner_and_origin("mine") == ("ann", "") and writer.owner_and_origin("none") is None
         writer.delete("mine")
-        assert writer.upsert(Document("mine", "Text.", owner="bob")) is Outcome.ADDED
+        assert writer.upsert(Document("mine", "Text.", owner="bob")) is UpsertOutcome.ADDED
         writer.commit()
     build_index([replace(document, owner="bob") for document in documents], index_dir, counting, CONFIG)
     assert {document.owner for document in Store.open(index_dir).documents()} == {"bob"}
@@ -367,7 +367,7 @@ def test_deleted_text_leaves_the_disk(index_dir: Path, counting: Counting, monke
 
 def test_a_generation_on_lease_stays(index_dir: Path, counting: Counting) -> None:
     """A job of hours whose index is gone after the second change of others; or a dead job that keeps it for ever."""
-    with lease(index_dir) as pointer:
+    with reader_lock(index_dir) as pointer:
         for number in range(4):
             with IndexWriter(index_dir, counting) as writer:
                 writer.upsert(Document("d1", f"Version {number}."))
@@ -387,7 +387,7 @@ def test_a_generation_on_lease_stays(index_dir: Path, counting: Counting) -> Non
 
 
 def test_a_lease_is_held_though_a_clean_up_comes_between(index_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A writer took the file that was being made for something left behind, and the job went on without a lease, unaware."""
+    """A writer's clean-up removed the lock file while it was being made, and the job went on without a lock."""
     rename, lost = Path.rename, list[Path]()
 
     def losing(path: Path, target: Path) -> Path:
@@ -397,8 +397,8 @@ def test_a_lease_is_held_though_a_clean_up_comes_between(index_dir: Path, monkey
         return rename(path, target)
 
     monkeypatch.setattr(Path, "rename", losing)
-    with lease(index_dir) as pointer:
-        assert lost and list(leased(index_dir)) == [pointer]
+    with reader_lock(index_dir) as pointer:
+        assert lost and list(locked_generations(index_dir)) == [pointer]
     assert not list(index_dir.glob(".lease-*"))
 
 
@@ -486,7 +486,7 @@ class Faulty(LetterEncoder):
 
     fault: Exception | None = None
 
-    def encode(self, texts: Sequence[str], kind: Kind = "document") -> FloatArray:
+    def encode(self, texts: Sequence[str], kind: TextKind = "document") -> FloatArray:
         if self.fault is not None:
             raise self.fault
         vectors = super().encode(texts, kind)
@@ -537,11 +537,14 @@ def test_a_rebuild_keeps_one_of_two_copies(tmp_path: Path, counting: Counting) -
         writer.commit()
     with IndexWriter(tmp_path / "index", counting, keep_duplicates=False) as writer:
         writer.delete("a")
-        assert writer.upsert(Document("d", "Same.")) is Outcome.DUPLICATE
-        assert writer.twin_of(Document("b", "Same.")) == "c"
+        assert writer.upsert(Document("d", "Same.")) is UpsertOutcome.DUPLICATE
+        assert writer.duplicate_of(Document("b", "Same.")) == "c"
         writer.commit()
     with IndexWriter(tmp_path / "index", counting, replace=True, keep_duplicates=False) as writer:
-        assert [writer.upsert(Document(name, "Same.")) for name in "bc"] == [Outcome.UNCHANGED, Outcome.DUPLICATE]
+        assert [writer.upsert(Document(name, "Same.")) for name in "bc"] == [
+            UpsertOutcome.UNCHANGED,
+            UpsertOutcome.DUPLICATE,
+        ]
         writer.delete_unseen()
         writer.commit()
     assert ids(tmp_path / "index") == ["b"]

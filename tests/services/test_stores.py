@@ -17,7 +17,7 @@ from service_parts import Service, Serving
 from ragspec.core import Message, SamplingParams
 from ragspec.rag.chat.chat import Turn
 from ragspec.rag.steps import scope_of
-from ragspec.retrieval.search.segment_search import Scope
+from ragspec.retrieval.search.segment_search import SearchScope
 from services.stores.shapes import unit_score
 
 FAQ = b"# Zebras\n\nA zebra has stripes that no other zebra has.\n\n# Camels\n\nA camel keeps its water in the blood.\n"
@@ -141,7 +141,7 @@ def test_two_tenants_never_see_each_other(ann: openai.OpenAI, bob: openai.OpenAI
     assert member.id not in [each.id for each in bob.files.list()]
     retriever = library_service.backend.retriever
     for tenant, sees in (("ann", True), ("bob", False), ("", False)):
-        found = retriever.retrieve(["xylophone vault"], 50, Scope(tenant)).passages[0]
+        found = retriever.retrieve(["xylophone vault"], 50, SearchScope(tenant)).passages[0]
         assert any("xylophone" in passage.text for passage in found) == sees
     assert texts(ann, store, "xylophone")
 
@@ -183,7 +183,7 @@ def test_deletion_holds_for_the_next_query(ann: openai.OpenAI, library_service: 
         ann.files.retrieve(member.id)
 
 
-def _of(store: str) -> Scope:
+def _of(store: str) -> SearchScope:
     return scope_of("ann", {"type": "eq", "key": "vector_store_id", "value": store})
 
 

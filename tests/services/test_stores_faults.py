@@ -23,11 +23,11 @@ from letter_encoder import LetterEncoder
 from ragspec.config import RetrieverConfig
 from ragspec.core import Document
 from ragspec.errors import NoRoom, NotFound, Overloaded, RetrievalError, SaveError
-from ragspec.retrieval.index import generation_folder as generation
+from ragspec.retrieval.index import index_directory as generation
 from ragspec.retrieval.index.store import Store
 from ragspec.retrieval.index.writer import IndexWriter
 from ragspec.retrieval.retriever import Retriever, build_index
-from ragspec.retrieval.search.segment_search import Scope
+from ragspec.retrieval.search.segment_search import SearchScope
 from services.settings import ServiceConfig
 from services.stores import ingest, members_index, tidying
 from services.stores.library import Library, library_folder, open_library
@@ -77,7 +77,7 @@ def ended(library: Library, store: str, file: str) -> tuple[str, str]:
 def found(index: Path, query: str = "zebra stripes corn") -> set[str]:
     encoder = LetterEncoder()
     retriever = Retriever(encoder, Store.open(index, encoder.identity), RetrieverConfig(mode="sparse"))
-    return {passage.text for passage in retriever.retrieve([query], 100, Scope("ann")).passages[0]}
+    return {passage.text for passage in retriever.retrieve([query], 100, SearchScope("ann")).passages[0]}
 
 
 def until(what: Callable[[], bool]) -> None:

@@ -24,7 +24,7 @@ from ragspec.evaluation.retrieval_identity import Answer, answer
 from ragspec.evaluation.survival import Heard
 from ragspec.rag.prompt import PromptBuilder
 from ragspec.rag.steps import Question, RetrieverLike, prepared, retrieved
-from ragspec.retrieval.retriever import EVERYTHING
+from ragspec.retrieval.retriever import PUBLIC_SCOPE
 
 ROOT = Path(__file__).resolve().parents[3]
 _PAUSE_S = 0.2
@@ -168,7 +168,7 @@ class LookupLoad:
     def _probe(self, number: int) -> Probe:
         begin = time.monotonic()
         try:
-            (passages,) = self._retriever.retrieve([self._texts[number]], self._k, EVERYTHING).passages
+            (passages,) = self._retriever.retrieve([self._texts[number]], self._k, PUBLIC_SCOPE).passages
         except RagspecError as error:
             return Probe(begin, time.monotonic(), None, f"{type(error).__name__}: {error}")
         return Probe(begin, time.monotonic(), answer(passages) == self._expected[number])

@@ -20,7 +20,7 @@ from ragspec.evaluation.survival import Expected
 from ragspec.numerics.noise import row_seed
 from ragspec.rag.prompt import PromptBuilder
 from ragspec.rag.steps import Question, answered, prepared, retrieved
-from ragspec.retrieval.retriever import EVERYTHING, Retriever
+from ragspec.retrieval.retriever import PUBLIC_SCOPE, Retriever
 from ragspec.speculation import OFF
 
 _ESSENCE = (
@@ -70,7 +70,7 @@ class Oracle:
 def oracle(work: Work, config: PipelineConfig) -> Oracle:
     """Raises: ConfigError, StoreError, ModelError."""
     retriever = Retriever.from_config(config.retriever, config.encoder)
-    passages = retriever.retrieve(work.lookups, config.retriever.num_passages, EVERYTHING).passages
+    passages = retriever.retrieve(work.lookups, config.retriever.num_passages, PUBLIC_SCOPE).passages
     with load_engine(config.target, config.engine, config.drafting) as engine:
         prompts = PromptBuilder(engine.target.tokenizer, engine.max_context_tokens)
         ready = [prepared(found, prompts) for found in retrieved(retriever, [_plain(q) for q in work.streams])]

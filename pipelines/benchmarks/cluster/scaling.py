@@ -40,7 +40,7 @@ from ragspec.numerics.attention import Rows
 from ragspec.rag.async_pipeline import Flow, FlowLimits
 from ragspec.rag.prompt import PromptBuilder
 from ragspec.rag.steps import Question, RetrieverLike
-from ragspec.retrieval.search.segment_search import Scope
+from ragspec.retrieval.search.segment_search import SearchScope
 
 MAX_RUNNING = 8
 _KV_TOKENS = 16_384
@@ -166,7 +166,7 @@ class Scaling:
         tenant = f"pass-{self._num_passes}"
         params = SamplingParams(max_tokens=RAG_TOKENS, ignore_eos=True, seed=0)
         asked = [
-            Question(f"{tenant}-{i}", text, params, RAG_PASSAGES, Scope(tenant))
+            Question(f"{tenant}-{i}", text, params, RAG_PASSAGES, SearchScope(tenant))
             for i, text in enumerate(self._questions)
         ]
         routing = RoutingConfig(max_running=MAX_RUNNING + MAX_RUNNING // 2)

@@ -1,7 +1,7 @@
 """Multi-turn retrieval-augmented chat: a follow-up is made standalone, looked up, and asked beside what was said and shown.
 
     >>> chat = Chat(retriever, prompts, conversations, ChatConfig())
-    >>> ready = chat.prepare(Turn(uuid4().hex, (Message("user", "And in 1977?"),), params, Scope("acme"), name))
+    >>> ready = chat.prepare(Turn(uuid4().hex, (Message("user", "And in 1977?"),), params, SearchScope("acme"), name))
     >>> answer = chat.answered(ready, engine.generate([ready.request])[0])
     >>> chat.remember(ready, answer)
 
@@ -31,7 +31,7 @@ from ragspec.rag.prompt import PromptBuilder
 from ragspec.rag.salts import Salts, salt_of
 from ragspec.rag.sources import copy_sources
 from ragspec.rag.steps import EngineLike, RetrieverLike
-from ragspec.retrieval.search.segment_search import EVERYTHING, Scope
+from ragspec.retrieval.search.segment_search import PUBLIC_SCOPE, SearchScope
 from ragspec.speculation import ON, Speculation
 
 __all__ = ["WHOLE_INDEX", "Chat", "ChatConfig", "ReadyTurn", "Turn", "salt_of"]
@@ -60,7 +60,7 @@ class Turn:
     id: str
     messages: tuple[Message, ...]
     params: SamplingParams
-    scope: Scope = EVERYTHING
+    scope: SearchScope = PUBLIC_SCOPE
     conversation: str = ""
     num_passages: int = 3
     retrieve: bool = True

@@ -12,8 +12,8 @@ from ragspec.rag.chat.config import ChatConfig
 from ragspec.rag.chat.history import Past
 from ragspec.rag.chat.prompt import Exchange
 from ragspec.rag.steps import RetrieverLike
-from ragspec.retrieval.search.filters import Comparison, Compound
-from ragspec.retrieval.search.segment_search import Scope
+from ragspec.retrieval.search.filters import ComparisonFilter, CompoundFilter
+from ragspec.retrieval.search.segment_search import SearchScope
 
 log = logging.getLogger(__name__)
 
@@ -42,7 +42,7 @@ class ChatRetrieval:
     def __init__(self, retriever: RetrieverLike, config: ChatConfig) -> None:
         self._retriever, self._config = retriever, config
 
-    def found(self, asked: str, question: str, past: Past, k: int, scope: Scope) -> Found:
+    def found(self, asked: str, question: str, past: Past, k: int, scope: SearchScope) -> Found:
         """The question's passages, then those carried over; and the turns before with what may still be shown of them."""
         try:
             found = self._retriever.retrieve([question], k, scope)
@@ -55,7 +55,7 @@ class ChatRetrieval:
         carried = [p for p in self._carried(past, history) if p.id not in known] if leans else []
         return Found((*fresh, *carried[: self._config.max_carried]), history, found.generation, found.missing)
 
-    def not_asked(self, past: Past, scope: Scope) -> Found:
+    def not_asked(self, past: Past, scope: SearchScope) -> Found:
         """Nothing of the question's own; the turns before with what may still be shown of them."""
         try:
             return Found(history=self._confirmed(past, scope))
@@ -69,7 +69,7 @@ class ChatRetrieval:
         log.warning("a turn is answered without passages: the index does not answer")
         return Found(history=tuple(turn.bare() for turn in past.history), missing=(WHOLE_INDEX,))
 
-    def _confirmed(self, past: Past, scope: Scope, generation: str = "") -> tuple[Exchange, ...]:
+    def _confirmed(self, past: Past, scope: SearchScope, generation: str = "") -> tuple[Exchange, ...]:
         """The turns with those of their passages that are in the index still.
 
         Of this generation all are; for others the index is asked, since documents may have been changed or deleted. It is asked
@@ -79,10 +79,10 @@ class ChatRetrieval:
         if not stale:
             return past.history
         names = tuple(sorted({passage.document_id for passage in stale}))
-        same = Comparison(type="in", key="document.id", value=names)
-        both = same if scope.filter is None else Compound(type="and", filters=(scope.filter, same))
+        same = ComparisonFilter(type="in", key="document.id", value=names)
+        both = same if scope.filter is None else CompoundFilter(type="and", filters=(scope.filter, same))
         words = " ".join(dict.fromkeys(passage.text[:_CHARS] for passage in stale[-_MOST_STALE:]))
-        found = self._retriever.retrieve([words], _MOST_CONFIRMED, Scope(scope.tenant, both))
+        found = self._retriever.retrieve([words], _MOST_CONFIRMED, SearchScope(scope.tenant, both))
         there = {(passage.id, passage.text) for passage in found.passages[0]}
         return past.without({(passage.id, passage.text) for passage in stale} - there)
 

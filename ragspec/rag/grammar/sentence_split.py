@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from ragspec.rag.grammar.markup import MarkedText, Span
 from ragspec.retrieval.chunking import sentences
-from ragspec.retrieval.chunking.boundaries import lstrip
+from ragspec.retrieval.chunking.sentence_boundaries import lstrip
 
 _MAX_CHARS_PER_TOKEN = 16
 """A sentence with more characters for each token that it may have is cut before its tokens are counted."""

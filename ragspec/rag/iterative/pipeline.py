@@ -29,8 +29,8 @@ from ragspec.rag.iterative.types import Order, Step, Tools
 from ragspec.rag.pipeline import EngineLike, params_of, scope_of
 from ragspec.rag.prompt import PromptBuilder
 from ragspec.retrieval.retriever import Retriever
-from ragspec.retrieval.speculative.index_types import IndexLike, PassageKey
-from ragspec.retrieval.speculative.speculation_cache import Lookups, keys_of
+from ragspec.retrieval.search.index_types import IndexLike, PassageKey
+from ragspec.retrieval.speculative.speculation_cache import SearchBatcher, passage_keys
 from ragspec.retrieval.speculative.stride import StrideScheduler
 from ragspec.speculation import Speculation, SpeculationGiven
 
@@ -58,7 +58,7 @@ class IterativePipeline:
         self._guessing = config.enabled
         asynchronous = config.asynchronous and index.is_elsewhere
         self._scheduler = scheduler or StrideScheduler(config.stride, asynchronous=asynchronous)
-        self._lookups = Lookups(config.max_batch_queries)
+        self._lookups = SearchBatcher(config.max_batch_queries)
         self._tools = Tools(engine, prompts, self._lookups, self._scheduler, policy or InContextRalm(), config)
         self._defaults = params_of(generation or GenerationConfig())
         self._max_in_flight = max_in_flight
@@ -208,7 +208,7 @@ class IterativePipeline:
 
     def _answer(self, order: Order, run: SpeculativeRun, progress: Progress, steps: Sequence[Step]) -> Answer:
         text = text_of(self._tools.prompts.tokenizer, progress.output_ids, order.params)
-        fitted = {key for step in steps for key in keys_of(run.segments.prompt(step.passages).passages)}
+        fitted = {key for step in steps for key in passage_keys(run.segments.prompt(step.passages).passages)}
         met = _distinct(passage for step in steps for passage in step.passages)
         passages = tuple(passage for key, passage in met.items() if key in fitted)
         generation = _generation_stats(steps, order, len(progress.output_ids))
@@ -229,7 +229,7 @@ def _distinct(passages: Iterable[Passage]) -> dict[PassageKey, Passage]:
     """Each once, as it was met first."""
     met: dict[PassageKey, Passage] = {}
     for passage in passages:
-        met.setdefault(keys_of([passage])[0], passage)
+        met.setdefault(passage_keys([passage])[0], passage)
     return met
 
 

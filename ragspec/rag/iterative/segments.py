@@ -17,8 +17,8 @@ from ragspec.rag.answer import RunStats
 from ragspec.rag.iterative.types import Order, Step, Tools
 from ragspec.rag.prompt import Prompt
 from ragspec.rag.sources import copy_sources
-from ragspec.retrieval.speculative.index_types import PassageKey
-from ragspec.retrieval.speculative.speculation_cache import keys_of
+from ragspec.retrieval.search.index_types import PassageKey
+from ragspec.retrieval.speculative.speculation_cache import passage_keys
 
 Keys = tuple[PassageKey, ...]
 
@@ -36,7 +36,7 @@ class Segments:
 
     def prompt(self, passages: Sequence[Passage]) -> Prompt:
         """Raises: InputError, PromptTooLong."""
-        keys = keys_of(passages)
+        keys = passage_keys(passages)
         if keys not in self._prompts:
             question, max_tokens = self._order.question, self._order.params.max_tokens
             self._prompts[keys] = self._tools.prompts.build(question, passages, max_tokens, question_first=True)
@@ -51,7 +51,7 @@ class Segments:
 
     async def write(self, step: Step, beside: bool) -> None:
         """Under the step's passages: as was written before under the same, or by the engine. `beside` a verification."""
-        round, known = step.round, (keys_of(step.passages), step.round.output_ids, step.round.end)
+        round, known = step.round, (passage_keys(step.passages), step.round.output_ids, step.round.end)
         behind = self._discarded_behind(round.output_ids)
         step.written = self._written.get(known)
         if step.written is None:

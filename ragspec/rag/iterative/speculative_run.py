@@ -24,8 +24,8 @@ from ragspec.rag.answer import RunStats
 from ragspec.rag.iterative.policies import Progress, Round
 from ragspec.rag.iterative.segments import Segments
 from ragspec.rag.iterative.types import Order, Step, Tools
-from ragspec.retrieval.speculative.index_types import Lookup, Query
-from ragspec.retrieval.speculative.speculation_cache import Asked, Check, SpeculationCache, keys_of
+from ragspec.retrieval.search.index_types import Query, SearchResult
+from ragspec.retrieval.speculative.speculation_cache import PendingQuery, SearchParams, SpeculationCache, passage_keys
 
 T = TypeVar("T")
 
@@ -33,7 +33,7 @@ T = TypeVar("T")
 class _Asking(NamedTuple):
     """A lookup under way. `took_s` is filled when it ends, whenever somebody looks."""
 
-    future: asyncio.Future[Lookup]
+    future: asyncio.Future[SearchResult]
     num_queries: int
     took_s: list[float]
 
@@ -180,7 +180,9 @@ class SpeculativeRun:
         lookup = await self._looked_up(asking)
         self._sent, self._num_beside = None, 0
         self._remember([step.query for step in steps if step.query], lookup)
-        right = [keys_of(s.passages) == keys_of(truth) for s, truth in zip(steps, lookup.passages, strict=True)]
+        right = [
+            passage_keys(s.passages) == passage_keys(truth) for s, truth in zip(steps, lookup.passages, strict=True)
+        ]
         num_right = right.index(False) if False in right else len(right)
         for step, passages in zip(steps[:num_right], lookup.passages, strict=False):
             step.verified, step.passages = True, passages
@@ -204,16 +206,16 @@ class SpeculativeRun:
         """Why prefetched while nothing is guessed yet, too: from a poorer cache, guesses would look worse than they will be."""
         order, guessing = self._order, self._guesses
         prefetch_k = self._tools.config.prefetch_k if guessing else 0
-        asked = Asked(order.index, self._tools.policy.num_passages, order.scope, prefetch_k)
+        asked = SearchParams(order.index, self._tools.policy.num_passages, order.scope, prefetch_k)
         known = self._cache.known if guessing else frozenset()
         self.stats.num_lookups += 1
         self.stats.num_retrievals += len(queries)
         begin, took_s = time.perf_counter(), list[float]()
-        future = self._tools.lookups.look_up(asked, [Check(query, known) for query in queries])
+        future = self._tools.lookups.search(asked, [PendingQuery(query, known) for query in queries])
         future.add_done_callback(lambda _: took_s.append(time.perf_counter() - begin))
         return _Asking(asyncio.wrap_future(future), len(queries), took_s)
 
-    async def _looked_up(self, asking: _Asking) -> Lookup:
+    async def _looked_up(self, asking: _Asking) -> SearchResult:
         begin = time.perf_counter()
         lookup = await self._wait_for(asking.future)
         self.stats.wait_s += time.perf_counter() - begin
@@ -222,7 +224,7 @@ class SpeculativeRun:
             self._cache.insert(lookup)
         return lookup
 
-    def _remember(self, queries: Sequence[Query], lookup: Lookup) -> None:
+    def _remember(self, queries: Sequence[Query], lookup: SearchResult) -> None:
         """Why not what a part of the index is missing from: the next lookup may find all of it."""
         self._missing |= set(lookup.missing)
         if not lookup.missing:

@@ -11,9 +11,9 @@ from ragspec.config import SpeculationConfig
 from ragspec.core import Completion, Delta, Passage, Request, SamplingParams
 from ragspec.rag.iterative.policies import Policy, Progress, Round
 from ragspec.rag.prompt import PromptBuilder
-from ragspec.retrieval.search.segment_search import Scope
-from ragspec.retrieval.speculative.index_types import IndexLike, Query
-from ragspec.retrieval.speculative.speculation_cache import Lookups
+from ragspec.retrieval.search.index_types import IndexLike, Query
+from ragspec.retrieval.search.segment_search import SearchScope
+from ragspec.retrieval.speculative.speculation_cache import SearchBatcher
 from ragspec.retrieval.speculative.stride import StrideScheduler
 from ragspec.speculation import Speculation
 
@@ -50,7 +50,7 @@ class Tools:
 
     engine: Streaming
     prompts: PromptBuilder
-    lookups: Lookups
+    lookups: SearchBatcher
     scheduler: StrideScheduler
     policy: Policy
     config: SpeculationConfig
@@ -64,7 +64,7 @@ class Order:
     question: str
     params: SamplingParams
     index: IndexLike
-    scope: Scope
+    scope: SearchScope
     guessing: bool
     drafting: Speculation
 

@@ -20,7 +20,7 @@ from ragspec.numerics.kv_cache import SequenceSlots
 from ragspec.numerics.rows import Part, StepRows
 from ragspec.numerics.threads import compute_apart, num_processors
 from ragspec.retrieval.encoder import EncoderIdentity, FloatArray
-from ragspec.retrieval.knnlm.datastore import Origin, write_datastore
+from ragspec.retrieval.knnlm.datastore import DatastoreSource, write_datastore
 from ragspec.retrieval.knnlm.neighbours import Values, unit_rows
 
 
@@ -34,7 +34,7 @@ def build_datastore(
     """
     if not 1 <= context_tokens <= min(target.max_context_tokens, target.pool.num_slots):
         raise ConfigError(f"context_tokens is {context_tokens}, but the target reads {target.max_context_tokens}")
-    origin = Origin(target_identity(target), target.vocab_size, context_tokens)
+    origin = DatastoreSource(target_identity(target), target.vocab_size, context_tokens)
     blocks = (_entries(target, chunk) for chunk in _chunks(texts, target.tokenizer, context_tokens))
     return compute_apart(lambda: write_datastore(folder, blocks, origin), num_threads or num_processors())
 

@@ -31,10 +31,10 @@ from ragspec.retrieval.encoder import FloatArray
 from ragspec.retrieval.knnlm.datastore import check_target
 from ragspec.retrieval.knnlm.neighbours import (
     DatastoreLike,
-    EntriesWanted,
-    Found,
     KnnConfig,
     NeighbourCache,
+    Neighbours,
+    PrefetchRequest,
     mixed_logits,
 )
 from ragspec.retrieval.speculative.stride import StrideScheduler
@@ -184,16 +184,16 @@ class _Generation:
         values, distances = self._cache.nearest(position.query, self._config.num_neighbours)
         return self._decided(mixed_logits(position.target_probs, values, distances, self._config), guesses)
 
-    def _search(self, positions: list[Position], learning: bool) -> Found:
+    def _search(self, positions: list[Position], learning: bool) -> Neighbours:
         config, wanted = self._config, None
         if learning:
-            wanted = EntriesWanted(config.num_following, config.num_followed, self._cache.known)
+            wanted = PrefetchRequest(config.num_following, config.num_followed, self._cache.known)
         found = self._store.search(np.stack([p.query for p in positions]), config.num_neighbours, wanted)
         if found.entries is not None:
             self._cache.insert(found.entries)
         return found
 
-    def _judge(self, positions: list[Position], guesses: list[int], found: Found) -> tuple[list[int], FloatArray]:
+    def _judge(self, positions: list[Position], guesses: list[int], found: Neighbours) -> tuple[list[int], FloatArray]:
         """The tokens that true neighbours decide, up to the first that was guessed otherwise. Shapes: logits [tokens, V]."""
         tokens: list[int] = []
         rows: list[FloatArray] = []

@@ -7,8 +7,8 @@ encoder cut anything silently: `embedded_text` of every passage has at most the 
     >>> chunk(Document("a", "One sentence. Another one."), ChunkingConfig(max_chars=40))
 """
 
-from ragspec.retrieval.chunking.boundaries import Span, sentences
-from ragspec.retrieval.chunking.embedded import TokenLimit, embedded_text
-from ragspec.retrieval.chunking.passages import chunk
+from ragspec.retrieval.chunking.chunker import chunk
+from ragspec.retrieval.chunking.passage_text import TokenLimit, embedded_text
+from ragspec.retrieval.chunking.sentence_boundaries import Span, sentences
 
 __all__ = ["Span", "TokenLimit", "chunk", "embedded_text", "sentences"]

@@ -50,7 +50,7 @@ _LONGEST = 12
 _LONGEST_PAIR = 24
 
 
-def abbreviates(text: str, start: int, stop: int, following: int) -> bool:
+def is_abbreviation(text: str, start: int, stop: int, following: int) -> bool:
     """Whether the full stop at `stop` belongs to its word; `start` begins the sentence, `text[following]` the next word."""
     head = text[following]
     found = _LAST_WORD.search(text, max(start, stop - _LONGEST), stop)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from ragspec.core import Document
-from ragspec.retrieval.chunking.boundaries import Span, lstrip, sentences
+from ragspec.retrieval.chunking.sentence_boundaries import Span, lstrip, sentences
 
 _TITLE_LINES = re.compile(r"(?:([^\w\s])\1{2,}[ \t]*\n)?[^\n]*(?:\n([^\w\s])\2{2,}[ \t]*(?=\n|\Z))?")
 """A title's line, with the lines of signs above and below it."""

@@ -13,7 +13,7 @@ from ragspec.retrieval.index.store import Store, check_encoder
 from ragspec.retrieval.search.analysis import Analyzer
 
 
-class Base(NamedTuple):
+class BaseIndex(NamedTuple):
     """`store` None: there is nothing to build on."""
 
     store: Store | None
@@ -21,7 +21,9 @@ class Base(NamedTuple):
     config: IndexConfig
 
 
-def open_base(index_dir: Path, encoder: TextEncoder | None, wanted: IndexConfig | None, replace: bool) -> Base:
+def open_base_index(
+    index_dir: Path, encoder: TextEncoder | None, wanted: IndexConfig | None, replace: bool
+) -> BaseIndex:
     """The index there, with its own settings if none are `wanted`; to `replace`, its settings alone if it cannot be built upon.
 
     Raises: StoreMissing without an index and an encoder, StoreCorrupt, EncoderMismatch, ConfigError.
@@ -29,10 +31,12 @@ def open_base(index_dir: Path, encoder: TextEncoder | None, wanted: IndexConfig 
     store = _fitting(index_dir, encoder, wanted) if replace else _required(index_dir, encoder, wanted)
     if store is not None:
         identity = EncoderIdentity(**store.manifest.encoder.model_dump())
-        return Base(store, identity if encoder is None else encoder.identity, wanted or store.manifest.config)
+        return BaseIndex(store, identity if encoder is None else encoder.identity, wanted or store.manifest.config)
     if encoder is None:
         raise StoreMissing(f"there is no index at {index_dir}")
-    return Base(None, encoder.identity, wanted or (_settings_there(index_dir) if replace else None) or IndexConfig())
+    return BaseIndex(
+        None, encoder.identity, wanted or (_settings_there(index_dir) if replace else None) or IndexConfig()
+    )
 
 
 def _fitting(index_dir: Path, encoder: TextEncoder | None, wanted: IndexConfig | None) -> Store | None:

@@ -6,7 +6,7 @@ import dataclasses
 from enum import StrEnum
 
 
-class Outcome(StrEnum):
+class UpsertOutcome(StrEnum):
     """What an upsert did."""
 
     ADDED = "added"
@@ -16,7 +16,7 @@ class Outcome(StrEnum):
 
 
 @dataclasses.dataclass(slots=True)
-class Changes:
+class ChangeCounts:
     """Counts of one writer. `encoded` passages went through the encoder, `reused` ones kept the vector they had."""
 
     added: int = 0

@@ -6,13 +6,13 @@ import numpy as np
 
 from ragspec.errors import StoreCorrupt
 from ragspec.retrieval.index.content_key import document_key, text_key
-from ragspec.retrieval.index.segment import Segment
+from ragspec.retrieval.index.segment import IndexSegment
 
 _ROWS_AT_ONCE = 65_536
 _MAX_NORM_ERROR = 1e-3
 
 
-def check_segment(segment: Segment) -> None:
+def check_segment(segment: IndexSegment) -> None:
     """Vectors are unit vectors, documents have the keys that were recorded, passages are slices of their documents.
 
     Raises: StoreCorrupt with the first thing that is wrong.
@@ -36,7 +36,7 @@ def check_segment(segment: Segment) -> None:
         )
 
 
-def _check_vectors(segment: Segment) -> None:
+def _check_vectors(segment: IndexSegment) -> None:
     for first in range(0, segment.record.num_passages, _ROWS_AT_ONCE):
         norms = np.linalg.norm(segment.vectors[first : first + _ROWS_AT_ONCE], axis=1)
         if not np.all(np.abs(norms - 1.0) < _MAX_NORM_ERROR):

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from ragspec.retrieval.encoder import FloatArray
 from ragspec.retrieval.index.segment import SegmentWriter
 from ragspec.retrieval.index.store import LiveSegment
-from ragspec.retrieval.search.bm25_builder import merge
+from ragspec.retrieval.search.bm25_builder import merge_postings
 
 _VECTORS_AT_ONCE = 65_536
 
@@ -25,7 +25,7 @@ def merge_segments(sources: Sequence[LiveSegment], writer: SegmentWriter) -> Non
         passages = live.segment.passages.filter(pa.array(live.live_rows()))
         renumbered = pa.array(numbers[passages["document"].to_numpy()], pa.int64())
         writer.append(_documents(live), passages.set_column(0, "document", renumbered), _blocks(live, rows))
-    writer.finish(merge([live.segment.postings for live in sources], kept))
+    writer.finish(merge_postings([live.segment.postings for live in sources], kept))
 
 
 def bins(sources: Sequence[LiveSegment], max_passages: int) -> list[list[int]]:

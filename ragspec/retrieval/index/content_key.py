@@ -76,7 +76,7 @@ def content_key(documents: Iterable[Document], encoder: EncoderIdentity, config:
     """The key that an index of these documents has or would have; reads the documents once, encodes nothing."""
     total = ContentSum()
     for document in documents:
-        total.add(document_key(checked(document)))
+        total.add(document_key(check_document(document)))
     return total.key(encoder, config)
 
 
@@ -92,7 +92,7 @@ def text_key(document: Document) -> bytes:
     return _digest((document.owner, metadata_json(document), document.text))
 
 
-def checked(document: Document) -> Document:
+def check_document(document: Document) -> Document:
     """Raises: InputError if an index could not hold the document as it is."""
     if not isinstance(document.id, str) or not document.id:
         raise InputError("a document has no id")

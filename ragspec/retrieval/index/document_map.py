@@ -14,14 +14,14 @@ import pyarrow.compute as pc
 
 from ragspec.core import Document
 from ragspec.retrieval.index.content_key import ContentSum, IdsByKey, document_key, text_key
-from ragspec.retrieval.index.manifest import FileRecord, SegmentRecord
-from ragspec.retrieval.index.segment import Segment
+from ragspec.retrieval.index.manifest import FileChecksum, SegmentRecord
+from ragspec.retrieval.index.segment import IndexSegment
 from ragspec.retrieval.index.segment_files import npy_bytes
 from ragspec.retrieval.index.store import LiveSegment, Store
 
 
-class Place(NamedTuple):
-    """A document's segment, counted in the order of `LiveDocuments.segments`, and its number inside."""
+class DocumentLocation(NamedTuple):
+    """A document's segment, counted in the order of `DocumentMap.segments`, and its number inside."""
 
     segment: int
     document: int
@@ -34,14 +34,14 @@ class _Unsealed(NamedTuple):
     origin: str
 
 
-class LiveDocuments:
+class DocumentMap:
     """Owns the deletion marks of every segment. `content` sums the keys of the documents that are there."""
 
     def __init__(self, store: Store | None, with_texts: bool) -> None:
         """`with_texts`: keep track of which text belongs to whom, for `with_text`."""
         self.segments: list[LiveSegment] = []
         self.content = ContentSum(store.manifest.content_sum if store is not None else "")
-        self._places: dict[str, Place] = {}
+        self._places: dict[str, DocumentLocation] = {}
         self._texts = IdsByKey() if with_texts else None
         self._unsealed: list[_Unsealed] = []
         self._unsealed_deleted: list[int] = []
@@ -54,14 +54,14 @@ class LiveDocuments:
     def ids(self) -> Iterable[str]:
         return self._places.keys()
 
-    def find(self, document_id: str) -> Place | None:
+    def find(self, document_id: str) -> DocumentLocation | None:
         return self._places.get(document_id)
 
-    def segment(self, place: Place) -> Segment | None:
+    def segment(self, place: DocumentLocation) -> IndexSegment | None:
         """The sealed segment it lies in, or None."""
         return self.segments[place.segment].segment if place.segment < len(self.segments) else None
 
-    def key(self, place: Place) -> bytes:
+    def key(self, place: DocumentLocation) -> bytes:
         return self._keys(place)[0]
 
     def with_text(self, key: bytes) -> Iterable[str]:
@@ -75,7 +75,7 @@ class LiveDocuments:
             owners, origins = (live.segment.documents[name].to_pylist() for name in ("owner", "origin"))
             yield from ((live.segment.ids[n], owners[n], origins[n]) for n in live.live_documents())
 
-    def owner_and_origin(self, place: Place) -> tuple[str, str]:
+    def owner_and_origin(self, place: DocumentLocation) -> tuple[str, str]:
         if place.segment == len(self.segments):
             return self._unsealed[place.document][-2:]
         table = self.segments[place.segment].segment.documents
@@ -95,7 +95,7 @@ class LiveDocuments:
         """A document was written to the segment that is being filled. An older one of its id must have been deleted."""
         assert document.id not in self._places
         unsealed = _Unsealed(document_key(document), text_key(document), document.owner, document.origin)
-        self._places[document.id] = Place(len(self.segments), len(self._unsealed))
+        self._places[document.id] = DocumentLocation(len(self.segments), len(self._unsealed))
         self._unsealed.append(unsealed)
         self._note_text(unsealed.text_key, document.id)
         self.content.add(unsealed.key)
@@ -111,13 +111,13 @@ class LiveDocuments:
         else:
             self.segments[place.segment].is_live[place.document] = False
 
-    def seal(self, segment: Segment) -> None:
+    def seal(self, segment: IndexSegment) -> None:
         """The segment that was being filled is complete."""
         assert segment.record.num_documents == len(self._unsealed)
         self.segments.append(LiveSegment(segment, np.array(self._unsealed_deleted, np.int64)))
         self._unsealed, self._unsealed_deleted = [], []
 
-    def replace(self, merged: Sequence[int], by: Sequence[Segment]) -> None:
+    def replace(self, merged: Sequence[int], by: Sequence[IndexSegment]) -> None:
         """The live documents of the segments `merged` are those of `by` now. Nothing may be unsealed."""
         assert not self._unsealed
         kept = [live for number, live in enumerate(self.segments) if number not in set(merged)]
@@ -142,7 +142,7 @@ class LiveDocuments:
     def _append(self, live: LiveSegment) -> None:
         position, ids = len(self.segments), live.segment.ids
         numbers = live.live_documents()
-        self._places.update((ids[number], Place(position, number)) for number in numbers)
+        self._places.update((ids[number], DocumentLocation(position, number)) for number in numbers)
         if self._texts is not None:
             keys = live.segment.documents["text_key"].to_pylist()
             for number in numbers:
@@ -153,7 +153,7 @@ class LiveDocuments:
         if self._texts is not None:
             self._texts.add(key, document_id)
 
-    def _keys(self, place: Place) -> tuple[bytes, bytes]:
+    def _keys(self, place: DocumentLocation) -> tuple[bytes, bytes]:
         if place.segment == len(self.segments):
             return self._unsealed[place.document][:2]
         table = self.segments[place.segment].segment.documents
@@ -164,6 +164,6 @@ def _record(live: LiveSegment) -> tuple[SegmentRecord, bytes]:
     """The record, and the file of the deleted documents; empty if there are none."""
     deleted = np.flatnonzero(~live.is_live).astype(np.int64)
     raw = npy_bytes(deleted) if len(deleted) else b""
-    file = FileRecord(size_bytes=len(raw), sha256=hashlib.sha256(raw).hexdigest()) if raw else None
+    file = FileChecksum(size_bytes=len(raw), sha256=hashlib.sha256(raw).hexdigest()) if raw else None
     update = {"num_deleted": len(deleted), "num_live_passages": live.num_live_passages, "deleted": file}
     return live.segment.record.model_copy(update=update), raw

@@ -41,36 +41,36 @@ DENSE = "dense.faiss"
 _POINTER = re.compile(r"(generation-\d{6,}) ([0-9a-f]{64})\n?")
 _HASHED_AT_ONCE = 4
 
-Number = Annotated[int, Field(ge=0)]
+Count = Annotated[int, Field(ge=0)]
 
 
-class Record(BaseModel):
+class ManifestRecord(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
-class FileRecord(Record):
-    size_bytes: Number
+class FileChecksum(ManifestRecord):
+    size_bytes: Count
     sha256: str
 
 
-class EncoderRecord(Record):
+class EncoderRecord(ManifestRecord):
     """The encoder the vectors came from; see `ragspec.retrieval.encoder.EncoderIdentity`."""
 
     id: str
     fingerprint: str
-    dimension: Number
+    dimension: Count
 
 
-class SegmentRecord(Record):
+class SegmentRecord(ManifestRecord):
     """A segment as one generation sees it: `num_deleted` of its documents are gone, listed in the generation's own file."""
 
-    number: Number
-    num_documents: Number
-    num_passages: Number
-    num_deleted: Number = 0
-    num_live_passages: Number
-    files: dict[str, FileRecord]
-    deleted: FileRecord | None = None
+    number: Count
+    num_documents: Count
+    num_passages: Count
+    num_deleted: Count = 0
+    num_live_passages: Count
+    files: dict[str, FileChecksum]
+    deleted: FileChecksum | None = None
 
     @property
     def name(self) -> str:
@@ -81,7 +81,7 @@ class SegmentRecord(Record):
         return f"deleted-{self.number:06d}.npy"
 
 
-class Manifest(Record):
+class Manifest(ManifestRecord):
     """Everything that must be known before an index may be used.
 
     `content_key` is the SHA-256 of documents, encoder and settings: equal keys mean the same index. `content_sum` is the part of
@@ -89,7 +89,7 @@ class Manifest(Record):
     """
 
     schema_version: Literal[2] = SCHEMA
-    generation: Number
+    generation: Count
     content_key: str
     content_sum: str
     created_by: str
@@ -152,12 +152,12 @@ def read_pointer(index_dir: Path) -> str:
         raise StoreMissing(f"the index at {index_dir} cannot be read: {cause.strerror}") from cause
 
 
-def folders_of(manifest: Manifest) -> set[str]:
+def segment_folders(manifest: Manifest) -> set[str]:
     """Names of the segments' folders."""
     return {segment.name for segment in manifest.segments}
 
 
-def check_files(files: Iterable[tuple[Path, FileRecord]]) -> None:
+def verify_checksums(files: Iterable[tuple[Path, FileChecksum]]) -> None:
     """Compare size and hash of every file, several at a time.
 
     Raises: StoreCorrupt with the file and what differs.
@@ -167,17 +167,17 @@ def check_files(files: Iterable[tuple[Path, FileRecord]]) -> None:
             pass
 
 
-def file_record(path: Path) -> FileRecord:
+def file_checksum(path: Path) -> FileChecksum:
     with open(path, "rb") as file:
-        return FileRecord(size_bytes=path.stat().st_size, sha256=hashlib.file_digest(file, "sha256").hexdigest())
+        return FileChecksum(size_bytes=path.stat().st_size, sha256=hashlib.file_digest(file, "sha256").hexdigest())
 
 
-def _check_file(path: Path, expected: FileRecord) -> None:
+def _check_file(path: Path, expected: FileChecksum) -> None:
     try:
         size_bytes = path.stat().st_size
         if size_bytes != expected.size_bytes:
             raise StoreCorrupt(f"{path} has {size_bytes} bytes, but its manifest says {expected.size_bytes}")
-        found = file_record(path)
+        found = file_checksum(path)
     except OSError as cause:
         raise StoreCorrupt(f"{path} cannot be read: {cause.strerror}") from cause
     if found.sha256 != expected.sha256:

@@ -2,7 +2,7 @@
 
 For jobs that must answer from one generation for hours while others write. The lock dies with its holder.
 
-    >>> with lease(index_dir) as pointer:
+    >>> with reader_lock(index_dir) as pointer:
     ...     Store.open(index_dir, pointer=pointer)
 """
 
@@ -14,14 +14,14 @@ import secrets
 from collections.abc import Iterator
 from pathlib import Path
 
-from ragspec.retrieval.index.disk import TEMPORARY
+from ragspec.disk import TEMPORARY
 from ragspec.retrieval.index.manifest import read_generation, read_pointer
 
 _PREFIX = ".lease-"
 
 
 @contextlib.contextmanager
-def lease(index_dir: Path, pointer: str = "") -> Iterator[str]:
+def reader_lock(index_dir: Path, pointer: str = "") -> Iterator[str]:
     """The pointer of the current generation, or of the one that `pointer` names; inside, its files stay. In a folder that cannot
     be written to, it is only named.
 
@@ -30,7 +30,7 @@ def lease(index_dir: Path, pointer: str = "") -> Iterator[str]:
     while True:
         wanted = pointer or read_pointer(index_dir)
         with _held(index_dir, wanted):
-            if not pointer and read_pointer(index_dir) != wanted:  # it may have been removed before it was on lease
+            if not pointer and read_pointer(index_dir) != wanted:  # it may have been removed before the lock was there
                 continue
             read_generation(index_dir, wanted)
             yield wanted
@@ -54,8 +54,8 @@ def _held(index_dir: Path, pointer: str) -> Iterator[None]:
         yield
 
 
-def leased(index_dir: Path) -> Iterator[str]:
-    """Pointers of the generations on lease; what dead holders left is removed."""
+def locked_generations(index_dir: Path) -> Iterator[str]:
+    """Pointers of the locked generations; lock files of dead holders are removed."""
     for path in index_dir.glob(_PREFIX + "*"):
         with contextlib.suppress(OSError), open(path, encoding="ascii") as file:
             try:

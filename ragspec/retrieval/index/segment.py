@@ -3,7 +3,7 @@
 >>> writer = SegmentWriter(folder, dimension=384)
 >>> writer.add(document, passages, vectors, terms)
 >>> writer.finish()
->>> Segment(folder, record, dimension=384, dense=DenseConfig()).passage(0).text
+>>> IndexSegment(folder, record, dimension=384, dense=DenseConfig()).passage(0).text
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ FILES = frozenset({VECTORS, PASSAGES, DOCUMENTS, *POSTING_FILES})
 _SPANS = ("document", "ordinal", "start", "end", "start_byte", "end_byte")
 
 
-class Segment:
+class IndexSegment:
     """An opened segment. Rows are numbered as in `vectors` [K, E] (float32, L2-normalised, mapped)."""
 
     def __init__(self, folder: Path, record: SegmentRecord, dimension: int, dense: DenseConfig) -> None:

@@ -19,20 +19,20 @@ from ragspec.core import Document
 from ragspec.errors import EncoderMismatch, StoreCorrupt
 from ragspec.retrieval.encoder import EncoderIdentity
 from ragspec.retrieval.index.manifest import (
-    FileRecord,
+    FileChecksum,
     Manifest,
     SegmentRecord,
-    check_files,
     read_generation,
     read_pointer,
+    verify_checksums,
 )
-from ragspec.retrieval.index.segment import Segment
+from ragspec.retrieval.index.segment import IndexSegment
 
 
 class LiveSegment:
     """A segment as one generation sees it."""
 
-    def __init__(self, segment: Segment, deleted: NDArray[np.int64] | None = None) -> None:
+    def __init__(self, segment: IndexSegment, deleted: NDArray[np.int64] | None = None) -> None:
         """`deleted`: numbers of documents that are gone."""
         self.segment = segment
         self.is_live = np.ones(segment.record.num_documents, dtype=bool)  # of each document
@@ -109,7 +109,7 @@ class Store:
 
 
 def _open_current(
-    index_dir: Path, encoder: EncoderIdentity | None, known: Mapping[str, Segment], only: frozenset[str] | None
+    index_dir: Path, encoder: EncoderIdentity | None, known: Mapping[str, IndexSegment], only: frozenset[str] | None
 ) -> Store:
     """Opens again when a writer replaced the generation, and removed an older one, between two looks."""
     while True:
@@ -125,21 +125,21 @@ def _open_generation(
     index_dir: Path,
     pointer: str,
     encoder: EncoderIdentity | None,
-    known: Mapping[str, Segment],
+    known: Mapping[str, IndexSegment],
     only: frozenset[str] | None,
 ) -> Store:
     folder, manifest = read_generation(index_dir, pointer)
     if encoder is not None:
         check_encoder(manifest, encoder)
     records = [record for record in manifest.segments if only is None or record.name in only]
-    check_files(_to_check(index_dir, folder, records, known))
+    verify_checksums(_to_check(index_dir, folder, records, known))
     segments = [_live(index_dir, folder, manifest, record, known) for record in records]
     return Store(index_dir, pointer, manifest, segments, only)
 
 
 def _to_check(
-    index_dir: Path, folder: Path, records: Iterable[SegmentRecord], known: Mapping[str, Segment]
-) -> Iterator[tuple[Path, FileRecord]]:
+    index_dir: Path, folder: Path, records: Iterable[SegmentRecord], known: Mapping[str, IndexSegment]
+) -> Iterator[tuple[Path, FileChecksum]]:
     for record in records:
         if record.deleted is not None:
             yield folder / record.deleted_name, record.deleted
@@ -148,19 +148,19 @@ def _to_check(
 
 
 def _live(
-    index_dir: Path, folder: Path, manifest: Manifest, record: SegmentRecord, known: Mapping[str, Segment]
+    index_dir: Path, folder: Path, manifest: Manifest, record: SegmentRecord, known: Mapping[str, IndexSegment]
 ) -> LiveSegment:
     if _is_open(record, known):
         segment = known[record.name]
     else:
-        segment = Segment(index_dir / record.name, record, manifest.encoder.dimension, manifest.config.dense)
+        segment = IndexSegment(index_dir / record.name, record, manifest.encoder.dimension, manifest.config.dense)
     live = LiveSegment(segment, _deleted(folder / record.deleted_name, record) if record.deleted else None)
     if live.num_live_passages != record.num_live_passages:
         raise StoreCorrupt(f"{folder} deletes other documents of {record.name} than its manifest says")
     return live
 
 
-def _is_open(record: SegmentRecord, known: Mapping[str, Segment]) -> bool:
+def _is_open(record: SegmentRecord, known: Mapping[str, IndexSegment]) -> bool:
     return record.name in known and known[record.name].record.files == record.files
 
 

@@ -23,22 +23,22 @@ import numpy as np
 
 from ragspec.config import DenseConfig, IndexConfig
 from ragspec.core import Document
+from ragspec.disk import saving
 from ragspec.errors import InputError, SaveError
 from ragspec.retrieval.chunking import embedded_text
 from ragspec.retrieval.encoder import FloatArray, TextEncoder
-from ragspec.retrieval.index.base import open_base
-from ragspec.retrieval.index.changes import Changes, Outcome
+from ragspec.retrieval.index.base import open_base_index
+from ragspec.retrieval.index.changes import ChangeCounts, UpsertOutcome
 from ragspec.retrieval.index.compaction import bins, merge_segments
-from ragspec.retrieval.index.content_key import checked, document_key, text_key
-from ragspec.retrieval.index.disk import saving
-from ragspec.retrieval.index.document_map import LiveDocuments, Place
-from ragspec.retrieval.index.embedding import Embedded, EmbeddingGroup
-from ragspec.retrieval.index.generation_folder import GenerationFolder, own_version
+from ragspec.retrieval.index.content_key import check_document, document_key, text_key
+from ragspec.retrieval.index.document_map import DocumentLocation, DocumentMap
+from ragspec.retrieval.index.embedding_queue import EmbeddedDocument, EmbeddingQueue
+from ragspec.retrieval.index.index_directory import IndexDirectory, own_version
 from ragspec.retrieval.index.manifest import EncoderRecord, Manifest, SegmentRecord, read_pointer
-from ragspec.retrieval.index.segment import Segment, SegmentWriter
+from ragspec.retrieval.index.segment import IndexSegment, SegmentWriter
 from ragspec.retrieval.index.store import LiveSegment
 from ragspec.retrieval.search.analysis import Analyzer
-from ragspec.retrieval.search.approximate import build_dense
+from ragspec.retrieval.search.approximate import build_faiss_index
 
 PASSAGES_PER_ENCODE = 1024
 """Enough texts at once that many have the same token length and share a forward."""
@@ -52,7 +52,7 @@ are left alone, or every commit would write a million passages anew."""
 class IndexWriter:
     """One session of changes. States: open (entered) -> closed; what was not committed by then never was."""
 
-    _live: LiveDocuments
+    _live: DocumentMap
     _config: IndexConfig
 
     def __init__(
@@ -69,7 +69,7 @@ class IndexWriter:
         default. `replace`: an index built in another way, or damaged, is built anew, and every document is `unseen` at first.
         Without `keep_duplicates`, a document whose owner and text are another's is left out.
         """
-        self.changes = Changes()
+        self.changes = ChangeCounts()
         self.unseen: set[str] = set()
         """Ids that `delete_unseen` will delete: filled by whoever wants that; an upsert or a delete takes its id out."""
         self._index_dir = Path(index_dir)
@@ -78,7 +78,7 @@ class IndexWriter:
         self._replace = replace
         self._keep_duplicates = keep_duplicates
         self._passages_per_encode = passages_per_encode
-        self._folder = GenerationFolder(self._index_dir)
+        self._folder = IndexDirectory(self._index_dir)
         self._filling: SegmentWriter | None = None
         self._closed = ""
 
@@ -119,7 +119,7 @@ class IndexWriter:
         place = self._live.find(document_id)
         return None if place is None else self._live.owner_and_origin(place)
 
-    def twin_of(self, document: Document) -> str | None:
+    def duplicate_of(self, document: Document) -> str | None:
         """The id of another document that stays and has this one's owner, metadata and text. Needs `keep_duplicates` False."""
         key = text_key(document)
         with_it = itertools.chain(self._live.with_text(key), self._group.with_text(key))
@@ -130,7 +130,7 @@ class IndexWriter:
         self._seal()
         return not any(self._holds_text(live) for live in self._live.segments)
 
-    def upsert(self, document: Document) -> Outcome:
+    def upsert(self, document: Document) -> UpsertOutcome:
         """Put a document in, in place of the one with its id; passages whose text was there keep their vectors.
 
         Raises: InputError if an index cannot hold it, or its id is that of another owner's document; SaveError.
@@ -138,19 +138,19 @@ class IndexWriter:
         self._check_open()
         if self._encoder is None:
             raise InputError("documents can only be put in with an encoder")
-        key = document_key(checked(document))
+        key = document_key(check_document(document))
         self._check_owner(document)
         place = self._live.find(document.id)
         is_same = place is not None and self._live.key(place) == key
         may_leave = not is_same or document.id in self.unseen  # of two that were kept, a rebuild keeps the first
-        if may_leave and not self._keep_duplicates and self.twin_of(document) is not None:
+        if may_leave and not self._keep_duplicates and self.duplicate_of(document) is not None:
             self._remove(document.id)
-            outcome = Outcome.DUPLICATE
+            outcome = UpsertOutcome.DUPLICATE
         elif is_same:
-            outcome = Outcome.UNCHANGED
+            outcome = UpsertOutcome.UNCHANGED
         else:
             waiting = self._group.chunked(document, self._vectors_at(place) if place is not None else {})
-            outcome = Outcome.UPDATED if self._remove(document.id) else Outcome.ADDED
+            outcome = UpsertOutcome.UPDATED if self._remove(document.id) else UpsertOutcome.ADDED
             self._group.add(waiting)
             if max(self._group.num_missing, len(self._group)) >= self._passages_per_encode:
                 self.flush()
@@ -231,12 +231,14 @@ class IndexWriter:
         return self._folder.num_earlier()
 
     def _open(self) -> None:
-        store, self._identity, self._config = open_base(self._index_dir, self._encoder, self._wanted, self._replace)
+        store, self._identity, self._config = open_base_index(
+            self._index_dir, self._encoder, self._wanted, self._replace
+        )
         self._manifest = store.manifest if store is not None else None
-        self._live = LiveDocuments(store, with_texts=not self._keep_duplicates)
+        self._live = DocumentMap(store, with_texts=not self._keep_duplicates)
         if self._replace:
             self.unseen.update(self._live.ids())
-        self._group = EmbeddingGroup(self._encoder, self._config.chunking)
+        self._group = EmbeddingQueue(self._encoder, self._config.chunking)
         self._analyzer = Analyzer(self._config.words)
 
     @contextlib.contextmanager
@@ -272,7 +274,7 @@ class IndexWriter:
         self._live.delete(document_id)
         return True
 
-    def _vectors_at(self, place: Place) -> dict[str, FloatArray]:
+    def _vectors_at(self, place: DocumentLocation) -> dict[str, FloatArray]:
         """The vectors of a document's passages by their texts."""
         segment = self._live.segment(place)
         if segment is None:
@@ -290,7 +292,7 @@ class IndexWriter:
             for embedded in waiting:
                 self._write(embedded)
 
-    def _write(self, embedded: Embedded) -> None:
+    def _write(self, embedded: EmbeddedDocument) -> None:
         self.changes.encoded += len(embedded.missing)
         self.changes.reused += len(embedded.texts) - len(embedded.missing)
         size = self._filling.num_passages if self._filling else 0
@@ -328,11 +330,11 @@ class IndexWriter:
                     merged.append(self._place(writer))
         self._live.replace(numbers, merged)
 
-    def _place(self, writer: SegmentWriter) -> Segment:
+    def _place(self, writer: SegmentWriter) -> IndexSegment:
         """A finished segment gets the index of its vectors, its name, and its readers."""
-        build_dense(writer.folder, self._config.dense)
+        build_faiss_index(writer.folder, self._config.dense)
         record = self._folder.place_segment(writer)
-        return Segment(self._index_dir / record.name, record, self._identity.dimension, self._config.dense)
+        return IndexSegment(self._index_dir / record.name, record, self._identity.dimension, self._config.dense)
 
     def _publish(self) -> Manifest:
         records, deleted = self._live.records()

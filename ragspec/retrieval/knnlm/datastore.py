@@ -24,21 +24,28 @@ from typing import Annotated, Literal, NamedTuple
 import numpy as np
 from pydantic import Field, ValidationError
 
+from ragspec.disk import TEMPORARY, fsync, make_folder, saving, write_atomically, writer_lock
 from ragspec.errors import EncoderMismatch, InputError, ModelError, StoreCorrupt, StoreMissing
 from ragspec.retrieval.encoder import EncoderIdentity, FloatArray
-from ragspec.retrieval.index.disk import TEMPORARY, exclusive, make_folder, replace_text, saving, sync
-from ragspec.retrieval.index.generation_folder import own_version
+from ragspec.retrieval.index.index_directory import own_version
 from ragspec.retrieval.index.manifest import (
     MANIFEST,
+    Count,
     EncoderRecord,
-    FileRecord,
-    Number,
-    Record,
-    check_files,
-    file_record,
+    FileChecksum,
+    ManifestRecord,
+    file_checksum,
+    verify_checksums,
 )
 from ragspec.retrieval.index.segment_files import mapped_array, npy_bytes, npy_header
-from ragspec.retrieval.knnlm.neighbours import Entries, EntriesWanted, Found, Numbers, Values, squared_distances
+from ragspec.retrieval.knnlm.neighbours import (
+    DatastoreEntries,
+    EntryNumbers,
+    Neighbours,
+    PrefetchRequest,
+    Values,
+    squared_distances,
+)
 from ragspec.retrieval.search.dense import ExactIndex
 
 SCHEMA: Literal[1] = 1
@@ -46,22 +53,22 @@ SCHEMA: Literal[1] = 1
 _ID = "[0-9a-f]{16}"
 
 
-class DatastoreManifest(Record):
+class DatastoreManifest(ManifestRecord):
     """Everything that must be known before a datastore may be used. `context_tokens`: the most tokens before an entry's value."""
 
     schema_version: Literal[1] = SCHEMA
     created_by: str
     target: EncoderRecord
-    vocab_size: Number
-    context_tokens: Number
-    num_entries: Number
+    vocab_size: Count
+    context_tokens: Count
+    num_entries: Count
     keys: Annotated[str, Field(pattern=rf"^keys-{_ID}\.npy$")]
     values: Annotated[str, Field(pattern=rf"^values-{_ID}\.npy$")]
-    keys_file: FileRecord
-    values_file: FileRecord
+    keys_file: FileChecksum
+    values_file: FileChecksum
 
 
-class Origin(NamedTuple):
+class DatastoreSource(NamedTuple):
     """How the entries of a datastore came about."""
 
     target: EncoderIdentity
@@ -69,7 +76,7 @@ class Origin(NamedTuple):
     context_tokens: int
 
 
-def write_datastore(folder: str | Path, blocks: Iterable[tuple[FloatArray, Values]], origin: Origin) -> int:
+def write_datastore(folder: str | Path, blocks: Iterable[tuple[FloatArray, Values]], origin: DatastoreSource) -> int:
     """Write keys ([n, H], unit rows) and values ([n]), block after block, in place of what is there; the number of entries.
 
     Raises: SaveError, InputError if there are no entries, ModelError if a key is not finite; then nothing has changed.
@@ -77,13 +84,13 @@ def write_datastore(folder: str | Path, blocks: Iterable[tuple[FloatArray, Value
     folder = Path(folder)
     with saving(folder):
         make_folder(folder)
-        with exclusive(folder), _cleaned(folder):
+        with writer_lock(folder), _cleaned(folder):
             manifest = _staged(folder, blocks, origin)
             for name in (manifest.keys, manifest.values):
                 os.rename(folder / f"{TEMPORARY}{name}", folder / name)
-            sync(folder)
-            replace_text(folder / MANIFEST, json.dumps(manifest.model_dump(), indent=1))
-            sync(folder)
+            fsync(folder)
+            write_atomically(folder / MANIFEST, json.dumps(manifest.model_dump(), indent=1))
+            fsync(folder)
     return manifest.num_entries
 
 
@@ -129,9 +136,9 @@ class Datastore:
     @classmethod
     def _opened(cls, folder: Path, manifest: DatastoreManifest, target: EncoderIdentity | None) -> Datastore:
         if target is not None:
-            check_target(identity_of(manifest), target)
+            check_target(target_of(manifest), target)
         files = ((folder / manifest.keys, manifest.keys_file), (folder / manifest.values, manifest.values_file))
-        check_files(files)
+        verify_checksums(files)
         keys, values = (mapped_array(path) for path, _ in files)
         if keys.dtype != np.float32 or keys.shape != (manifest.num_entries, manifest.target.dimension):
             raise StoreCorrupt(f"{files[0][0]} is not {manifest.num_entries} keys of {manifest.target.dimension}")
@@ -145,9 +152,9 @@ class Datastore:
 
     @property
     def target(self) -> EncoderIdentity:
-        return identity_of(self.manifest)
+        return target_of(self.manifest)
 
-    def search(self, queries: FloatArray, k: int, wanted: EntriesWanted | None = None) -> Found:
+    def search(self, queries: FloatArray, k: int, wanted: PrefetchRequest | None = None) -> Neighbours:
         """As `DatastoreLike.search`. Raises: ModelError if a query is not finite."""
         if not np.isfinite(queries).all():
             raise ModelError("the target's state is not finite: it has no neighbours")
@@ -158,23 +165,23 @@ class Datastore:
             order = np.lexsort((rows, -scores))[:k]
             numbers[i], distances[i] = rows[order], squared_distances(scores[order])
         entries = None if wanted is None else self._entries(numbers, wanted)
-        return Found(numbers, self._values[numbers], distances, entries)
+        return Neighbours(numbers, self._values[numbers], distances, entries)
 
-    def _entries(self, numbers: Numbers, wanted: EntriesWanted) -> Entries:
+    def _entries(self, numbers: EntryNumbers, wanted: PrefetchRequest) -> DatastoreEntries:
         """What a cache would like to have. Shapes: numbers [B, k]."""
         steps = np.arange(1, wanted.num_following + 1)
         following = (numbers[:, : wanted.num_followed, None] + steps).reshape(-1)
         chosen = np.union1d(numbers, following[following < len(self)])
         chosen = np.setdiff1d(chosen, wanted.known, assume_unique=True)
-        return Entries(chosen, self._keys[chosen], self._values[chosen])
+        return DatastoreEntries(chosen, self._keys[chosen], self._values[chosen])
 
 
-def identity_of(manifest: DatastoreManifest) -> EncoderIdentity:
+def target_of(manifest: DatastoreManifest) -> EncoderIdentity:
     """The target whose states the keys are."""
     return EncoderIdentity(**manifest.target.model_dump())
 
 
-def _staged(folder: Path, blocks: Iterable[tuple[FloatArray, Values]], origin: Origin) -> DatastoreManifest:
+def _staged(folder: Path, blocks: Iterable[tuple[FloatArray, Values]], origin: DatastoreSource) -> DatastoreManifest:
     """Both files under temporary names, on the disk, and what the manifest is to say."""
     target, name = origin.target, secrets.token_hex(8)
     keys_path, values_path = (folder / f"{TEMPORARY}{kind}-{name}.npy" for kind in ("keys", "values"))
@@ -192,7 +199,7 @@ def _staged(folder: Path, blocks: Iterable[tuple[FloatArray, Values]], origin: O
         file.write(npy_header(num_entries, target.dimension))
     values_path.write_bytes(npy_bytes(np.concatenate(values)))
     for path in (keys_path, values_path):
-        sync(path)
+        fsync(path)
     return DatastoreManifest(
         created_by=f"ragspec {own_version()}",
         target=EncoderRecord(id=target.id, fingerprint=target.fingerprint, dimension=target.dimension),
@@ -201,12 +208,12 @@ def _staged(folder: Path, blocks: Iterable[tuple[FloatArray, Values]], origin: O
         num_entries=num_entries,
         keys=f"keys-{name}.npy",
         values=f"values-{name}.npy",
-        keys_file=file_record(keys_path),
-        values_file=file_record(values_path),
+        keys_file=file_checksum(keys_path),
+        values_file=file_checksum(values_path),
     )
 
 
-def _check_block(keys: FloatArray, values: Values, origin: Origin) -> None:
+def _check_block(keys: FloatArray, values: Values, origin: DatastoreSource) -> None:
     assert keys.dtype == np.float32 and values.dtype == np.int32
     assert keys.shape == (len(values), origin.target.dimension)
     if not np.isfinite(keys).all():

@@ -25,7 +25,7 @@ from pydantic import Field
 from ragspec.config import Part, StrideConfig
 from ragspec.retrieval.encoder import EncoderIdentity, FloatArray
 
-Numbers = NDArray[np.int64]
+EntryNumbers = NDArray[np.int64]
 Values = NDArray[np.int32]
 Doubles = NDArray[np.float64]
 
@@ -48,30 +48,30 @@ class KnnConfig(Part):
     stride: StrideConfig = StrideConfig(least_gain=0.1)
 
 
-class Entries(NamedTuple):
+class DatastoreEntries(NamedTuple):
     """Entries of a datastore. Shapes: numbers int64 [M], ascending; keys float32 [M, H]; values int32 [M]."""
 
-    numbers: Numbers
+    numbers: EntryNumbers
     keys: FloatArray
     values: Values
 
 
-class EntriesWanted(NamedTuple):
+class PrefetchRequest(NamedTuple):
     """Which entries an answer is to carry: the neighbours and the `num_following` after each of the `num_followed` nearest of
     every query, less those whose numbers are `known`."""
 
     num_following: int
     num_followed: int
-    known: Numbers
+    known: EntryNumbers
 
 
-class Found(NamedTuple):
+class Neighbours(NamedTuple):
     """The nearest entries of some queries, nearest first, ties by number. Shapes: all [B, k]; float64 squared distances."""
 
-    numbers: Numbers
+    numbers: EntryNumbers
     values: Values
     distances: Doubles
-    entries: Entries | None = None
+    entries: DatastoreEntries | None = None
 
 
 class DatastoreLike(Protocol):
@@ -82,7 +82,7 @@ class DatastoreLike(Protocol):
         """The target whose states the keys are."""
         ...
 
-    def search(self, queries: FloatArray, k: int, wanted: EntriesWanted | None = None) -> Found:
+    def search(self, queries: FloatArray, k: int, wanted: PrefetchRequest | None = None) -> Neighbours:
         """The `k` nearest entries, fewer only if there are fewer; bitwise the same alone and in a batch.
 
         Shapes: queries [B, H] float32, L2-normalised. Raises: RagspecError.
@@ -139,11 +139,11 @@ class NeighbourCache:
         return self._size
 
     @property
-    def known(self) -> Numbers:
+    def known(self) -> EntryNumbers:
         """The numbers of what it holds, as they came."""
         return self._numbers[: self._size].copy()
 
-    def insert(self, entries: Entries) -> None:
+    def insert(self, entries: DatastoreEntries) -> None:
         """Entries that are not known yet; of too many only the last."""
         numbers, keys, values = (column[-self._max_entries :] for column in entries)
         if self._size + len(numbers) > self._max_entries:

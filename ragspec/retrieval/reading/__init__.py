@@ -8,7 +8,7 @@ and reason. Headers, footers and footnotes of .docx, pictures, and text that was
     >>> list(read_documents(["manual/", "notes/**/*.md", "faq.jsonl"]))
 """
 
-from ragspec.retrieval.reading.documents import read_documents, read_file
-from ragspec.retrieval.reading.finding import SUFFIXES, find_files, root_of
+from ragspec.retrieval.reading.file_reader import read_documents, read_file
+from ragspec.retrieval.reading.file_search import SUFFIXES, find_files, input_root
 
-__all__ = ["SUFFIXES", "find_files", "read_documents", "read_file", "root_of"]
+__all__ = ["SUFFIXES", "find_files", "input_root", "read_documents", "read_file"]

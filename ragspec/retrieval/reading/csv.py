@@ -13,7 +13,7 @@ from pathlib import Path
 
 from ragspec.core import Document
 from ragspec.errors import InputError
-from ragspec.retrieval.reading.text import encoding_name, encoding_of
+from ragspec.retrieval.reading.parsed_file import encoding_name, encoding_of
 
 _KEYS = frozenset({"id", "text", "title", "source", "owner"})
 _DELIMITERS = ",;\t"

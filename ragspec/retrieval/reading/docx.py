@@ -13,7 +13,14 @@ from docx.oxml.ns import qn
 from docx.styles.style import BaseStyle, ParagraphStyle
 
 from ragspec.errors import InputError
-from ragspec.retrieval.reading.text import MAX_BYTES, Composer, Readable, check_size, first_title, quiet
+from ragspec.retrieval.reading.parsed_file import (
+    MAX_BYTES,
+    ParsedFile,
+    TextBuilder,
+    check_size,
+    first_title,
+    silence_logger,
+)
 
 _PARAGRAPH, _TABLE = qn("w:p"), qn("w:tbl")
 _WRAPPERS = frozenset(map(qn, ("w:sdt", "w:sdtContent", "w:customXml", "w:ins", "w:moveTo", "w:smartTag")))
@@ -27,13 +34,13 @@ _MAX_XML_BYTES = 128 * 1024**2
 _MAX_BASES = 16
 
 
-def read(path: Path) -> Readable:
+def read(path: Path) -> ParsedFile:
     check_size(path)
-    with open(path, "rb") as file, quiet("docx"):
+    with open(path, "rb") as file, silence_logger("docx"):
         _check_archive(file, path)
         document = docx.Document(file)
     levels = {style.style_id: _style_level(style) for style in document.styles}
-    composer = Composer()
+    composer = TextBuilder()
     for block in _blocks(document.element.body):
         if block.tag == _TABLE:
             for number, row in enumerate(_rows(block)):
@@ -84,7 +91,7 @@ def _blocks(body: Any) -> Iterator[Any]:
             open_elements.append(iter(element))
 
 
-def _add_paragraph(composer: Composer, paragraph: Any, levels: dict[str, int]) -> None:
+def _add_paragraph(composer: TextBuilder, paragraph: Any, levels: dict[str, int]) -> None:
     outline = paragraph.xpath("./w:pPr/w:outlineLvl/@w:val")
     style = paragraph.xpath("./w:pPr/w:pStyle/@w:val")
     level = levels.get(style[0], 0) if style else 0

@@ -15,7 +15,7 @@ from pathlib import Path
 from bs4.dammit import EncodingDetector, UnicodeDammit
 
 from ragspec.errors import InputError
-from ragspec.retrieval.reading.text import Composer, Readable, check_size, first_title, quiet
+from ragspec.retrieval.reading.parsed_file import ParsedFile, TextBuilder, check_size, first_title, silence_logger
 
 _HEADINGS = {f"h{level}": level for level in range(1, 7)}
 _CELLS = frozenset({"td", "th"})
@@ -46,10 +46,10 @@ _NEAREST = 100
 """Open tags that are searched for one to end."""
 
 
-def read(path: Path) -> Readable:
+def read(path: Path) -> ParsedFile:
     check_size(path)
     page = _Page()
-    with quiet("bs4"):
+    with silence_logger("bs4"):
         page.feed(_tame(_decoded(path)))
     return page.finished()
 
@@ -81,7 +81,7 @@ class _Page(HTMLParser):
 
     def __init__(self) -> None:
         super().__init__(convert_charrefs=True)
-        self._composer = Composer()
+        self._composer = TextBuilder()
         self._open: list[str] = []  # tags, outermost first
         self._num_open: Counter[str] = Counter()
         self._hidden_depth = 0  # number of tags that were open when the unseen one was; 0: everything is seen
@@ -92,7 +92,7 @@ class _Page(HTMLParser):
         self._is_layout: list[bool] = []  # for each open table
         self._items: list[int] = []  # for each open list: items so far, -1 if they are not numbered
 
-    def finished(self) -> Readable:
+    def finished(self) -> ParsedFile:
         self.close()
         self._close_to(0)
         self._border()

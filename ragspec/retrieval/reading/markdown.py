@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 
 from ragspec.core import Heading
-from ragspec.retrieval.reading.text import Readable, first_title, heading, numbered_lines
+from ragspec.retrieval.reading.parsed_file import ParsedFile, first_title, heading, numbered_lines
 
 _FENCE = re.compile(r" {0,3}(`{3,}|~{3,})")
 _ATX = re.compile(r" {0,3}(#{1,6})(?=[ \t]|\Z)")
@@ -17,10 +17,10 @@ _LINK = re.compile(r"!?\[([^\[\]]*)\](?:\([^()]*\)|\[[^\[\]]*\])")
 _MARKS = re.compile(r"\*\*|__|`+|[ \t]\{#[^{}]*\}\Z")
 
 
-def readable(text: str) -> Readable:
+def readable(text: str) -> ParsedFile:
     headings = tuple(_headings(text))
     settings = _SET_TITLE.search(text, 0, _front_matter_end(text))
-    return Readable(text, headings, first_title(headings) or (settings[1].strip("\"' \t") if settings else ""))
+    return ParsedFile(text, headings, first_title(headings) or (settings[1].strip("\"' \t") if settings else ""))
 
 
 def _headings(text: str) -> Iterator[Heading]:

@@ -12,21 +12,21 @@ from pypdf import PasswordType, PdfReader
 from ragspec.core import Heading
 from ragspec.errors import InputError
 from ragspec.retrieval.reading.lines import compounds, paragraphs
-from ragspec.retrieval.reading.text import Composer, Readable, check_size, heading, one_line, quiet
+from ragspec.retrieval.reading.parsed_file import ParsedFile, TextBuilder, check_size, heading, one_line, silence_logger
 
 _NUMBER = r"(?:[\dA-Z][\dA-Z.]{0,9}\s+)?"
 _MAX_LEVEL = 9
 
 
-def read(path: Path) -> Readable:
+def read(path: Path) -> ParsedFile:
     check_size(path)
-    with open(path, "rb") as file, quiet("pypdf"):
+    with open(path, "rb") as file, silence_logger("pypdf"):
         reader = PdfReader(file)
         if reader.is_encrypted and reader.decrypt("") == PasswordType.NOT_DECRYPTED:
             raise InputError(f"{path} cannot be read: it is locked by a password")
         pages = [_text(reader, number, path) for number in range(len(reader.pages))]
         title = str(reader.metadata.title or "") if reader.metadata else ""
-        composer, starts = Composer(), []
+        composer, starts = TextBuilder(), []
         hyphenated = compounds(pages)
         for page in pages:
             starts.append(composer.num_chars)

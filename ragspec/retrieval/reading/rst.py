@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 
 from ragspec.core import Heading
-from ragspec.retrieval.reading.text import Readable, first_title, heading, numbered_lines
+from ragspec.retrieval.reading.parsed_file import ParsedFile, first_title, heading, numbered_lines
 
 _RULE = re.compile(r"([!-/:-@\[-`{-~])\1*")
 _ROLE = re.compile(r"(?::[\w.+-]+)*:(?=`)")
@@ -15,9 +15,9 @@ _SURE_RULE = 4
 """An underline of this length makes a title even if it is too short for it."""
 
 
-def readable(text: str) -> Readable:
+def readable(text: str) -> ParsedFile:
     headings = tuple(_headings(text))
-    return Readable(text, headings, first_title(headings))
+    return ParsedFile(text, headings, first_title(headings))
 
 
 def _headings(text: str) -> Iterator[Heading]:

@@ -28,11 +28,11 @@ from ragspec.retrieval.search.dense import (
     FEW_ROWS_SHARE,
     Mask,
     Rows,
-    Scored,
-    best_of,
-    candidates_for,
+    ScoredRows,
     canonical_scores,
+    rescoring_depth,
     search_rows,
+    top_k,
 )
 from ragspec.retrieval.search.faiss_library import load_faiss
 from ragspec.retrieval.search.gpu import GpuIndex
@@ -44,7 +44,7 @@ _TRAINING_ROWS_PER_LIST = 64
 _ROWS_AT_ONCE = 65_536
 
 
-def build_dense(folder: Path, config: DenseConfig) -> None:
+def build_faiss_index(folder: Path, config: DenseConfig) -> None:
     """Write the FAISS index of a segment's vectors beside them, where the rule asks for one.
 
     Raises: ConfigError if FAISS does not know the factory string, OSError.
@@ -56,7 +56,7 @@ def build_dense(folder: Path, config: DenseConfig) -> None:
     (folder / DENSE).write_bytes(raw.data)
 
 
-def default_factory(kind: str, num_rows: int) -> str:
+def default_faiss_factory(kind: str, num_rows: int) -> str:
     """The rule's FAISS factory string."""
     return "HNSW32" if kind == "hnsw" else f"IVF{_num_lists(num_rows)},SQ8"
 
@@ -67,7 +67,7 @@ class ApproximateIndex:
     def __init__(self, index: Any, vectors: FloatArray, config: DenseConfig) -> None:
         self._index = index
         self._vectors = vectors
-        self._width = config.search_width or default_width(config.kind, len(vectors))
+        self._width = config.search_width or default_search_width(config.kind, len(vectors))
         self._is_hnsw = config.kind == "hnsw"
 
     @classmethod
@@ -85,20 +85,20 @@ class ApproximateIndex:
         """A copy on the GPU of an index of the IVF family."""
         return GpuIndex.ivf(self._index, self._vectors, self._width, self)
 
-    def search(self, queries: FloatArray, k: int, allowed: Mask | None = None) -> list[Scored]:
+    def search(self, queries: FloatArray, k: int, allowed: Mask | None = None) -> list[ScoredRows]:
         rows = None if allowed is None else np.flatnonzero(allowed)
         if rows is not None and len(rows) <= max(k, FEW_ROWS_SHARE * len(self._vectors)):
             return search_rows(self._vectors, rows, queries, k)
         load_faiss().omp_set_num_threads(1)  # of this thread, in FAISS's own OpenMP
         return [self._one(query, k, allowed, rows) for query in queries]
 
-    def _one(self, query: FloatArray, k: int, allowed: Mask | None, rows: Rows | None) -> Scored:
-        num_wanted = min(candidates_for(k), len(self._vectors) if rows is None else len(rows))
+    def _one(self, query: FloatArray, k: int, allowed: Mask | None, rows: Rows | None) -> ScoredRows:
+        num_wanted = min(rescoring_depth(k), len(self._vectors) if rows is None else len(rows))
         found = self._candidates(query, num_wanted, allowed)
         if len(found) < min(k, num_wanted):  # the part of the index that was looked into holds too few allowed rows
             every = np.arange(len(self._vectors)) if rows is None else rows
             return search_rows(self._vectors, every, query[None], k)[0]
-        return best_of(Scored(found, canonical_scores(query, self._vectors[found])), k)
+        return top_k(ScoredRows(found, canonical_scores(query, self._vectors[found])), k)
 
     def _candidates(self, query: FloatArray, num_wanted: int, allowed: Mask | None) -> Rows:
         faiss = load_faiss()
@@ -117,7 +117,7 @@ class ApproximateIndex:
 def _build(vectors: FloatArray, config: DenseConfig) -> Any:
     faiss = load_faiss()
     faiss.omp_set_num_threads(1)
-    factory = config.factory or default_factory(config.kind, len(vectors))
+    factory = config.factory or default_faiss_factory(config.kind, len(vectors))
     try:
         index = faiss.index_factory(vectors.shape[1], factory, faiss.METRIC_INNER_PRODUCT)
     except RuntimeError as cause:
@@ -141,6 +141,6 @@ def _num_lists(num_rows: int) -> int:
     return int(2 ** round(math.log2(4 * math.sqrt(num_rows))))
 
 
-def default_width(kind: str, num_rows: int) -> int:
+def default_search_width(kind: str, num_rows: int) -> int:
     """The rule's efSearch, or number of lists to look into."""
     return EF_SEARCH if kind == "hnsw" else max(8, _num_lists(num_rows) // 16)

@@ -89,7 +89,7 @@ class PostingsBuilder:
             self._block = array("i")
 
 
-def merge(postings: Sequence[Postings], kept_rows: Sequence[Ints]) -> PostingsBuilder:
+def merge_postings(postings: Sequence[Postings], kept_rows: Sequence[Ints]) -> PostingsBuilder:
     """The kept rows of several segments, one segment after the other, as if their texts had been added anew.
 
     Shapes: kept_rows[i] [<= K of segment i] int64, strictly ascending.

@@ -30,7 +30,7 @@ FEW_ROWS_SHARE = 0.05
 """Where so few rows are allowed, they are looked at alone."""
 
 
-class Scored(NamedTuple):
+class ScoredRows(NamedTuple):
     """Rows and their canonical scores, in no order: at least the best k, with everything that ties with the last of them."""
 
     rows: Rows
@@ -40,7 +40,7 @@ class Scored(NamedTuple):
 class DenseIndex(Protocol):
     """Finds rows for query vectors."""
 
-    def search(self, queries: FloatArray, k: int, allowed: Mask | None = None) -> list[Scored]:
+    def search(self, queries: FloatArray, k: int, allowed: Mask | None = None) -> list[ScoredRows]:
         """The best `k` allowed rows a query; fewer only if fewer are allowed.
 
         Shapes: queries [B, E] float32, L2-normalised; allowed [K].
@@ -58,20 +58,20 @@ class ExactIndex:
         self._blocks = compute_apart(
             lambda: [_block(vectors[i : i + _BLOCK_ROWS], packed) for i in starts], num_processors()
         )
-        self._max_error = float32_error(vectors.shape[1])
+        self._max_error = float32_error_bound(vectors.shape[1])
 
-    def search(self, queries: FloatArray, k: int, allowed: Mask | None = None) -> list[Scored]:
+    def search(self, queries: FloatArray, k: int, allowed: Mask | None = None) -> list[ScoredRows]:
         num_allowed = len(self._vectors) if allowed is None else int(np.count_nonzero(allowed))
         if k < 1 or num_allowed == 0:
             return [_NOTHING for _ in queries]
         if allowed is not None and num_allowed <= FEW_ROWS_SHARE * len(allowed):
             return search_rows(self._vectors, np.flatnonzero(allowed), queries, k)
-        num_candidates = min(candidates_for(k), num_allowed)
+        num_candidates = min(rescoring_depth(k), num_allowed)
         return compute_apart(lambda: self._search(queries, k, num_candidates, allowed), num_processors())
 
-    def _search(self, queries: FloatArray, k: int, num_candidates: int, allowed: Mask | None) -> list[Scored]:
+    def _search(self, queries: FloatArray, k: int, num_candidates: int, allowed: Mask | None) -> list[ScoredRows]:
         forbidden = None if allowed is None else torch.from_numpy(~allowed)
-        found: list[Scored] = []
+        found: list[ScoredRows] = []
         for first in range(0, len(queries), _QUERIES_PER_PRODUCT):
             some = queries[first : first + _QUERIES_PER_PRODUCT]
             scores, rows = self._candidates(torch.from_numpy(np.ascontiguousarray(some)), num_candidates, forbidden)
@@ -97,9 +97,9 @@ class ExactIndex:
             scores.masked_fill_(forbidden[start : start + scores.shape[1]], -torch.inf)
         return scores
 
-    def _rank(self, query: FloatArray, scores: FloatArray, rows: Rows, k: int, forbidden: Tensor | None) -> Scored:
+    def _rank(self, query: FloatArray, scores: FloatArray, rows: Rows, k: int, forbidden: Tensor | None) -> ScoredRows:
         """The canonical top k of one query, given its candidates."""
-        best = best_of(Scored(rows, canonical_scores(query, self._vectors[rows])), k)
+        best = top_k(ScoredRows(rows, canonical_scores(query, self._vectors[rows])), k)
         kth = float(best.scores.min())
         if len(rows) == len(self._vectors) or float(scores.min()) + self._max_error < kth:
             return best
@@ -116,10 +116,10 @@ class ExactIndex:
         return torch.cat(found).numpy()
 
 
-_NOTHING = Scored(np.empty(0, np.int64), np.empty(0, np.float64))
+_NOTHING = ScoredRows(np.empty(0, np.int64), np.empty(0, np.float64))
 
 
-def search_rows(vectors: FloatArray, rows: Rows, queries: FloatArray, k: int) -> list[Scored]:
+def search_rows(vectors: FloatArray, rows: Rows, queries: FloatArray, k: int) -> list[ScoredRows]:
     """The best of the given rows, some at a time. Shapes: vectors [K, E], rows ascending, queries [B, E]."""
     found = [_NOTHING for _ in queries]
     for first in range(0, len(rows) if k > 0 else 0, _BLOCK_ROWS):
@@ -127,19 +127,19 @@ def search_rows(vectors: FloatArray, rows: Rows, queries: FloatArray, k: int) ->
         block = np.asarray(vectors[some], np.float64)
         for number, query in enumerate(queries):
             scores = np.append(found[number].scores, canonical_scores(query, block))
-            found[number] = best_of(Scored(np.append(found[number].rows, some), scores), k)
+            found[number] = top_k(ScoredRows(np.append(found[number].rows, some), scores), k)
     return found
 
 
-def best_of(scored: Scored, k: int) -> Scored:
+def top_k(scored: ScoredRows, k: int) -> ScoredRows:
     """The best `k`, and what ties with the last of them."""
     if len(scored.rows) <= k:
         return scored
     kept = scored.scores >= np.partition(scored.scores, -k)[-k]
-    return Scored(scored.rows[kept], scored.scores[kept])
+    return ScoredRows(scored.rows[kept], scored.scores[kept])
 
 
-def candidates_for(k: int) -> int:
+def rescoring_depth(k: int) -> int:
     """How many candidates are scored canonically for a top `k`."""
     return max(4 * k, k + 32)
 
@@ -155,7 +155,7 @@ def canonical_scores(query: FloatArray, vectors: NDArray[np.floating]) -> NDArra
     return sums
 
 
-def float32_error(dimension: int) -> float:
+def float32_error_bound(dimension: int) -> float:
     """How far a float32 dot product of unit vectors can be from the exact one, in any order of summation (Higham 2002, 3.1)."""
     return 1.01 * (dimension + 2) * 2.0**-24
 

@@ -29,7 +29,7 @@ from pydantic_core import ErrorDetails
 
 from ragspec.config import Part
 from ragspec.errors import InputError
-from ragspec.retrieval.index.metadata_columns import KINDS, Columns, Mask, metadata_columns, text_column
+from ragspec.retrieval.search.metadata_columns import KINDS, Columns, Mask, metadata_columns, text_column
 
 MAX_DEPTH = 32
 MAX_NODES = 1_000
@@ -46,7 +46,7 @@ _TAGS = ("comparison", "compound", "negation")
 _REMEMBERED_MASKS = 32
 
 
-class Comparison(Part):
+class ComparisonFilter(Part):
     """One key against one value, or against a list of them for `in` and `nin`."""
 
     type: Literal["eq", "ne", "gt", "gte", "lt", "lte", "in", "nin"]
@@ -59,7 +59,7 @@ class Comparison(Part):
         return tuple(value) if isinstance(value, list) else value
 
     @model_validator(mode="after")
-    def _check_value(self) -> Comparison:
+    def _check_value(self) -> ComparisonFilter:
         wants_list = self.type in ("in", "nin")
         if isinstance(self.value, tuple) != wants_list:
             raise ValueError(f"{self.type} compares with {'a list of values' if wants_list else 'one value'}")
@@ -77,14 +77,14 @@ class Comparison(Part):
         return self.value if isinstance(self.value, tuple) else (self.value,)
 
 
-class Compound(Part):
+class CompoundFilter(Part):
     """All filters hold, or at least one."""
 
     type: Literal["and", "or"]
     filters: tuple[Filter, ...] = Field(min_length=1, strict=False)
 
 
-class Negation(Part):
+class NotFilter(Part):
     """The filter does not hold."""
 
     type: Literal["not"]
@@ -100,17 +100,17 @@ def _tag(value: Any) -> str | None:
 
 
 Filter = Annotated[
-    Annotated[Comparison, Tag("comparison")]
-    | Annotated[Compound, Tag("compound")]
-    | Annotated[Negation, Tag("negation")],
+    Annotated[ComparisonFilter, Tag("comparison")]
+    | Annotated[CompoundFilter, Tag("compound")]
+    | Annotated[NotFilter, Tag("negation")],
     Discriminator(
         _tag,
         custom_error_type="filter_type",
         custom_error_message=f"a filter is an object whose type is one of {', '.join(_COMPARISONS)}, and, or, not",
     ),
 ]
-Compound.model_rebuild()
-Negation.model_rebuild()
+CompoundFilter.model_rebuild()
+NotFilter.model_rebuild()
 _ADAPTER: TypeAdapter[Filter] = TypeAdapter(Filter)
 
 
@@ -197,9 +197,9 @@ class DocumentColumns:
         return mask
 
     def _evaluate(self, filter: Filter) -> Mask:
-        if isinstance(filter, Negation):
+        if isinstance(filter, NotFilter):
             return ~self._evaluate(filter.filter)
-        if isinstance(filter, Compound):
+        if isinstance(filter, CompoundFilter):
             combine = np.logical_and if filter.type == "and" else np.logical_or
             return functools.reduce(combine, map(self._evaluate, filter.filters))
         mask = np.zeros(self._num_documents, np.bool_)
@@ -209,13 +209,13 @@ class DocumentColumns:
         self._mark_equal(filter, mask)
         return ~mask if filter.type in ("ne", "nin") else mask
 
-    def _mark_ordered(self, filter: Comparison, mask: Mask) -> None:
+    def _mark_ordered(self, filter: ComparisonFilter, mask: Mask) -> None:
         column = self._columns(filter.key).get((filter.key, KINDS[type(filter.value)], False))
         if column:
             holds = map(_ORDERINGS[filter.type], column.codes_by_value, repeat(filter.value))
             column.mark(mask, np.fromiter(holds, np.bool_, len(column.codes_by_value)))
 
-    def _mark_equal(self, filter: Comparison, mask: Mask) -> None:
+    def _mark_equal(self, filter: ComparisonFilter, mask: Mask) -> None:
         columns = self._columns(filter.key)
         for kind in set(KINDS.values()):
             wanted = [value for value in filter.values if KINDS[type(value)] == kind]

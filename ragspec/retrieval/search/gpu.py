@@ -21,12 +21,12 @@ from ragspec.retrieval.search.dense import (
     FEW_ROWS_SHARE,
     DenseIndex,
     Mask,
-    Scored,
-    best_of,
-    candidates_for,
+    ScoredRows,
     canonical_scores,
-    float32_error,
+    float32_error_bound,
+    rescoring_depth,
     search_rows,
+    top_k,
 )
 from ragspec.retrieval.search.faiss_library import load_faiss
 
@@ -55,7 +55,7 @@ class GpuIndex:
         self._index = index
         self._vectors = vectors
         self._on_cpu = on_cpu
-        self._max_error = float32_error(vectors.shape[1]) if on_cpu is None else None
+        self._max_error = float32_error_bound(vectors.shape[1]) if on_cpu is None else None
 
     @classmethod
     def flat(cls, vectors: FloatArray) -> GpuIndex:
@@ -67,16 +67,16 @@ class GpuIndex:
         """A copy of a CPU index of the IVF family, which `on_cpu` searches."""
         return cls(_owner.submit(_copied, index, num_probes).result(), vectors, on_cpu)
 
-    def search(self, queries: FloatArray, k: int, allowed: Mask | None = None) -> list[Scored]:
-        if self._on_cpu is not None and (allowed is not None or candidates_for(k) > _MAX_HITS):
+    def search(self, queries: FloatArray, k: int, allowed: Mask | None = None) -> list[ScoredRows]:
+        if self._on_cpu is not None and (allowed is not None or rescoring_depth(k) > _MAX_HITS):
             return self._on_cpu.search(queries, k, allowed)
         num_allowed = len(self._vectors) if allowed is None else int(np.count_nonzero(allowed))
         if k < 1 or num_allowed <= max(k, FEW_ROWS_SHARE * len(self._vectors)):
             return [self._scan(query, max(k, 0), allowed) for query in queries]
-        num_wanted = min(candidates_for(k), num_allowed)
+        num_wanted = min(rescoring_depth(k), num_allowed)
         share = num_allowed / len(self._vectors)
         num_hits = num_wanted if allowed is None else round(_MARGIN * num_wanted / share)
-        found: list[Scored | None] = [None] * len(queries)
+        found: list[ScoredRows | None] = [None] * len(queries)
         missing = np.arange(len(queries))
         while len(missing) and num_hits <= _MAX_HITS:
             scores, rows = _owner.submit(self._index.search, np.ascontiguousarray(queries[missing]), num_hits).result()
@@ -86,18 +86,20 @@ class GpuIndex:
             num_hits *= 2
         return [self._scan(queries[n], k, allowed) if each is None else each for n, each in enumerate(found)]
 
-    def _ranked(self, query: FloatArray, scores: FloatArray, rows: Any, k: int, allowed: Mask | None) -> Scored | None:
+    def _ranked(
+        self, query: FloatArray, scores: FloatArray, rows: Any, k: int, allowed: Mask | None
+    ) -> ScoredRows | None:
         """The best allowed hits, or None if better rows may be missing."""
         is_hit = rows >= 0
         kept = np.sort(rows[is_hit] if allowed is None else rows[is_hit][allowed[rows[is_hit]]])
         if len(kept) < k:
             return None
-        best = best_of(Scored(kept, canonical_scores(query, self._vectors[kept])), k)
+        best = top_k(ScoredRows(kept, canonical_scores(query, self._vectors[kept])), k)
         if self._max_error is None or len(rows) >= len(self._vectors):
             return best
         return best if float(scores[is_hit].min()) + self._max_error < float(best.scores.min()) else None
 
-    def _scan(self, query: FloatArray, k: int, allowed: Mask | None) -> Scored:
+    def _scan(self, query: FloatArray, k: int, allowed: Mask | None) -> ScoredRows:
         rows = np.arange(len(self._vectors)) if allowed is None else np.flatnonzero(allowed)
         return search_rows(self._vectors, rows, query[None], k)[0]
 

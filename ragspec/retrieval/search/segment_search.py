@@ -1,9 +1,9 @@
 """One generation searched: by meaning, by words, under a scope, in one canonical order.
 
-A shard is some of the segments. Every segment is searched the same way wherever it lies, and results are merged by
+A shard is some of the segments. Every segment is searched the same way wherever it lies, and results are merge_hits by
 (-score, document id, ordinal), so one shard with all segments and many shards with one each give the same hits and scores.
 
-    >>> Shard(store.segments).dense(queries, k=10, scope=Scope(tenant="alice"))
+    >>> Shard(store.segments).dense(queries, k=10, scope=SearchScope(tenant="alice"))
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ragspec.errors import ConfigError
 from ragspec.retrieval.encoder import FloatArray
 from ragspec.retrieval.index.store import LiveSegment
 from ragspec.retrieval.search.bm25 import SparseQuery, TermStatistics
-from ragspec.retrieval.search.dense import DenseIndex, Mask, Scored, best_of
+from ragspec.retrieval.search.dense import DenseIndex, Mask, ScoredRows, top_k
 from ragspec.retrieval.search.filters import Filter
 from ragspec.retrieval.search.gpu import num_gpus
 
@@ -32,7 +32,7 @@ _FREQUENCIES_KEPT = 65_536
 
 
 @dataclass(frozen=True, slots=True)
-class Scope:
+class SearchScope:
     """What a search may see: documents of `tenant` and those of nobody in particular, and of them what `filter` lets through."""
 
     tenant: str = ""
@@ -44,11 +44,11 @@ class Scope:
         return self.tenant, repr(self.filter)
 
 
-EVERYTHING = Scope()
+PUBLIC_SCOPE = SearchScope()
 """What belongs to nobody in particular."""
 
 
-class Hit(NamedTuple):
+class SearchHit(NamedTuple):
     """A passage found. Hits compare by rank: the best is the smallest."""
 
     negative_score: float
@@ -73,7 +73,7 @@ class ShardLike(Protocol):
     @property
     def segment_names(self) -> frozenset[str]: ...
 
-    def dense(self, queries: FloatArray, k: int, scope: Scope) -> list[list[Hit]]:
+    def dense(self, queries: FloatArray, k: int, scope: SearchScope) -> list[list[SearchHit]]:
         """The nearest passages of each query, best first. Shapes: queries [B, E] float32, L2-normalised."""
         ...
 
@@ -81,18 +81,18 @@ class ShardLike(Protocol):
         """Counts of what the tenant may read; a filter does not change them."""
         ...
 
-    def sparse(self, queries: Sequence[SparseQuery], k: int, scope: Scope) -> list[list[Hit]]:
+    def sparse(self, queries: Sequence[SparseQuery], k: int, scope: SearchScope) -> list[list[SearchHit]]:
         """The passages that hold a query's words, best first by BM25."""
         ...
 
-    def passages(self, hits: Sequence[Hit]) -> list[Passage]: ...
+    def passages(self, hits: Sequence[SearchHit]) -> list[Passage]: ...
 
-    def vectors(self, hits: Sequence[Hit]) -> list[FloatArray]:
+    def vectors(self, hits: Sequence[SearchHit]) -> list[FloatArray]:
         """What the passages are found by, as stored. Shapes: each [E] float32."""
         ...
 
 
-class SegmentSearch:
+class SegmentSearcher:
     """One segment under every scope."""
 
     def __init__(self, live: LiveSegment, on_gpu: bool) -> None:
@@ -103,37 +103,37 @@ class SegmentSearch:
         self._frequency = lru_cache(_FREQUENCIES_KEPT)(self._frequency_of)
         self._size = lru_cache(_SCOPES_KEPT)(self._size_of)
 
-    def dense(self, queries: FloatArray, k: int, scope: Scope) -> list[list[Hit]]:
+    def dense(self, queries: FloatArray, k: int, scope: SearchScope) -> list[list[SearchHit]]:
         return [self._hits(scored, k) for scored in self._nearest.search(queries, k, self._allowed(scope))]
 
     def statistics(self, terms: Sequence[str], tenant: str) -> TermStatistics:
         return self._size(tenant) + TermStatistics(frequencies={term: self._frequency(term, tenant) for term in terms})
 
-    def sparse(self, queries: Sequence[SparseQuery], k: int, scope: Scope) -> list[list[Hit]]:
+    def sparse(self, queries: Sequence[SparseQuery], k: int, scope: SearchScope) -> list[list[SearchHit]]:
         allowed = self._allowed(scope)
-        return [self._hits(best_of(Scored(*self._segment.postings.scores(q, allowed)), k), k) for q in queries]
+        return [self._hits(top_k(ScoredRows(*self._segment.postings.scores(q, allowed)), k), k) for q in queries]
 
     def load(self) -> None:
         """Make ready what the first search would otherwise wait for. Raises: StoreCorrupt."""
         _ = self._nearest, self._segment.ids, self._segment.owners
 
-    def passage(self, hit: Hit) -> Passage:
+    def passage(self, hit: SearchHit) -> Passage:
         return self._segment.passage(hit.row, hit.score)
 
-    def vector(self, hit: Hit) -> FloatArray:
+    def vector(self, hit: SearchHit) -> FloatArray:
         return np.array(self._segment.vectors[hit.row])  # Why a copy: it would hold the mapped file open
 
     @property
     def _nearest(self) -> DenseIndex:
         return self._segment.nearest_on_gpu if self._on_gpu else self._segment.nearest
 
-    def _hits(self, scored: Scored, k: int) -> list[Hit]:
+    def _hits(self, scored: ScoredRows, k: int) -> list[SearchHit]:
         scored = self._without_surplus_ties(scored, k)
         name, key = self._segment.name, self._segment.passage_key
         pairs = zip(scored.scores.tolist(), scored.rows.tolist(), strict=True)
-        return heapq.nsmallest(k, (Hit(-score, *key(row), name, row) for score, row in pairs))
+        return heapq.nsmallest(k, (SearchHit(-score, *key(row), name, row) for score, row in pairs))
 
-    def _without_surplus_ties(self, scored: Scored, k: int) -> Scored:
+    def _without_surplus_ties(self, scored: ScoredRows, k: int) -> ScoredRows:
         """Of the rows that tie with the last of the best `k`, those that come first by document id and ordinal."""
         if len(scored.rows) <= k:
             return scored
@@ -142,15 +142,15 @@ class SegmentSearch:
         better = np.flatnonzero(scored.scores > kth)
         first = np.argpartition(self._segment.order[scored.rows[tied]], k - len(better) - 1)[: k - len(better)]
         kept = np.concatenate([better, tied[first]])
-        return Scored(scored.rows[kept], scored.scores[kept])
+        return ScoredRows(scored.rows[kept], scored.scores[kept])
 
     def _frequency_of(self, term: str, tenant: str) -> int:
-        return int(self._segment.postings.document_frequencies([term], self._allowed(Scope(tenant)))[0])
+        return int(self._segment.postings.document_frequencies([term], self._allowed(SearchScope(tenant)))[0])
 
     def _size_of(self, tenant: str) -> TermStatistics:
-        return self._segment.postings.statistics([], self._allowed(Scope(tenant)))
+        return self._segment.postings.statistics([], self._allowed(SearchScope(tenant)))
 
-    def _allowed(self, scope: Scope) -> Mask | None:
+    def _allowed(self, scope: SearchScope) -> Mask | None:
         """Rows that may be found; None: all. Shapes: [K]."""
         key = scope.key
         try:
@@ -162,7 +162,7 @@ class SegmentSearch:
         self._masks[key] = mask
         return mask
 
-    def _mask(self, scope: Scope) -> Mask | None:
+    def _mask(self, scope: SearchScope) -> Mask | None:
         codes, owners = self._segment.owners
         seen = np.array([owner in ("", scope.tenant) for owner in owners], dtype=bool)[codes]  # of each document
         if scope.filter is not None:
@@ -181,19 +181,19 @@ class Shard:
         on_gpu = device != "cpu" and num_gpus() > 0
         if device == "gpu" and not on_gpu:
             raise ConfigError("retriever.device is gpu, but FAISS finds none: it needs ragspec[gpu] and a CUDA device")
-        self._segments: Mapping[str, SegmentSearch] = {
-            live.segment.name: SegmentSearch(live, on_gpu) for live in segments
+        self._segments: Mapping[str, SegmentSearcher] = {
+            live.segment.name: SegmentSearcher(live, on_gpu) for live in segments
         }
 
     @classmethod
-    def of(cls, segments: Mapping[str, SegmentSearch]) -> Shard:
+    def of(cls, segments: Mapping[str, SegmentSearcher]) -> Shard:
         """Segments of other shards of the same generation."""
         shard = cls(())
         shard._segments = segments
         return shard
 
     @property
-    def segments(self) -> Mapping[str, SegmentSearch]:
+    def segments(self) -> Mapping[str, SegmentSearcher]:
         return self._segments
 
     @property
@@ -205,19 +205,19 @@ class Shard:
         for each in self._segments.values():
             each.load()
 
-    def dense(self, queries: FloatArray, k: int, scope: Scope) -> list[list[Hit]]:
-        return merged((each.dense(queries, k, scope) for each in self._segments.values()), len(queries), k)
+    def dense(self, queries: FloatArray, k: int, scope: SearchScope) -> list[list[SearchHit]]:
+        return merge_hits((each.dense(queries, k, scope) for each in self._segments.values()), len(queries), k)
 
     def statistics(self, terms: Sequence[str], tenant: str) -> TermStatistics:
-        return total(each.statistics(terms, tenant) for each in self._segments.values())
+        return sum_statistics(each.statistics(terms, tenant) for each in self._segments.values())
 
-    def sparse(self, queries: Sequence[SparseQuery], k: int, scope: Scope) -> list[list[Hit]]:
-        return merged((each.sparse(queries, k, scope) for each in self._segments.values()), len(queries), k)
+    def sparse(self, queries: Sequence[SparseQuery], k: int, scope: SearchScope) -> list[list[SearchHit]]:
+        return merge_hits((each.sparse(queries, k, scope) for each in self._segments.values()), len(queries), k)
 
-    def passages(self, hits: Sequence[Hit]) -> list[Passage]:
+    def passages(self, hits: Sequence[SearchHit]) -> list[Passage]:
         return [self._segments[hit.segment].passage(hit) for hit in hits]
 
-    def vectors(self, hits: Sequence[Hit]) -> list[FloatArray]:
+    def vectors(self, hits: Sequence[SearchHit]) -> list[FloatArray]:
         return [self._segments[hit.segment].vector(hit) for hit in hits]
 
 
@@ -231,39 +231,41 @@ class Shards:
     def segment_names(self) -> frozenset[str]:
         return frozenset(name for shard in self._shards for name in shard.segment_names)
 
-    def dense(self, queries: FloatArray, k: int, scope: Scope) -> list[list[Hit]]:
-        return merged((shard.dense(queries, k, scope) for shard in self._shards), len(queries), k)
+    def dense(self, queries: FloatArray, k: int, scope: SearchScope) -> list[list[SearchHit]]:
+        return merge_hits((shard.dense(queries, k, scope) for shard in self._shards), len(queries), k)
 
     def statistics(self, terms: Sequence[str], tenant: str) -> TermStatistics:
-        return total(shard.statistics(terms, tenant) for shard in self._shards)
+        return sum_statistics(shard.statistics(terms, tenant) for shard in self._shards)
 
-    def sparse(self, queries: Sequence[SparseQuery], k: int, scope: Scope) -> list[list[Hit]]:
-        return merged((shard.sparse(queries, k, scope) for shard in self._shards), len(queries), k)
+    def sparse(self, queries: Sequence[SparseQuery], k: int, scope: SearchScope) -> list[list[SearchHit]]:
+        return merge_hits((shard.sparse(queries, k, scope) for shard in self._shards), len(queries), k)
 
-    def passages(self, hits: Sequence[Hit]) -> list[Passage]:
+    def passages(self, hits: Sequence[SearchHit]) -> list[Passage]:
         own = self._own(hits)
-        return gathered(hits, own, [shard.passages(some) for shard, some in zip(self._shards, own, strict=True)])
+        return gather_by_shard(hits, own, [shard.passages(some) for shard, some in zip(self._shards, own, strict=True)])
 
-    def vectors(self, hits: Sequence[Hit]) -> list[FloatArray]:
+    def vectors(self, hits: Sequence[SearchHit]) -> list[FloatArray]:
         own = self._own(hits)
-        return gathered(hits, own, [shard.vectors(some) for shard, some in zip(self._shards, own, strict=True)])
+        return gather_by_shard(hits, own, [shard.vectors(some) for shard, some in zip(self._shards, own, strict=True)])
 
-    def _own(self, hits: Sequence[Hit]) -> list[list[Hit]]:
+    def _own(self, hits: Sequence[SearchHit]) -> list[list[SearchHit]]:
         return [[hit for hit in hits if hit.segment in shard.segment_names] for shard in self._shards]
 
 
-def merged(found: Iterable[list[list[Hit]]], num_queries: int, k: int) -> list[list[Hit]]:
+def merge_hits(found: Iterable[list[list[SearchHit]]], num_queries: int, k: int) -> list[list[SearchHit]]:
     """The best `k` of each query over several shards or segments."""
     parts = list(found)
     return [heapq.nsmallest(k, (hit for part in parts for hit in part[number])) for number in range(num_queries)]
 
 
-def gathered(hits: Sequence[Hit], own: Iterable[Sequence[Hit]], answers: Iterable[Sequence[T]]) -> list[T]:
+def gather_by_shard(
+    hits: Sequence[SearchHit], own: Iterable[Sequence[SearchHit]], answers: Iterable[Sequence[T]]
+) -> list[T]:
     """What each shard answered to its own hits, in the order of all of them."""
     found = {hit: one for some, given in zip(own, answers, strict=True) for hit, one in zip(some, given, strict=True)}
     return [found[hit] for hit in hits]
 
 
-def total(parts: Iterable[TermStatistics]) -> TermStatistics:
+def sum_statistics(parts: Iterable[TermStatistics]) -> TermStatistics:
     """The statistics of several shards or segments together."""
     return reduce(lambda a, b: a + b, parts, TermStatistics())

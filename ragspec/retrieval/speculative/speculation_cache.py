@@ -6,7 +6,7 @@ is right whenever an exact index's answer is in the cache; fused, approximate an
 ever compared with what the index says: they cost or save time and decide nothing.
 
     >>> cache = SpeculationCache(index.mode)
-    >>> cache.insert(index.look_up([query], 1, scope, prefetch_k=8))
+    >>> cache.insert(index.search([query], 1, scope, prefetch_k=8))
     >>> cache.guess(next_query, k=1)
 
 Source: Zhang et al. 2024 (arXiv 2401.14021), section 3.
@@ -24,19 +24,26 @@ from numpy.typing import NDArray
 
 from ragspec.config import RetrieverConfig
 from ragspec.core import Passage
-from ragspec.retrieval.request_batcher import SharedCalls
+from ragspec.retrieval.request_batcher import RequestBatcher
 from ragspec.retrieval.search.bm25 import SparseConfig, SparseQuery, TermStatistics, sparse_query
 from ragspec.retrieval.search.dense import canonical_scores
 from ragspec.retrieval.search.fusion import reciprocal_rank_fusion
-from ragspec.retrieval.search.segment_search import Hit, Scope
-from ragspec.retrieval.speculative.index_types import Candidate, IndexLike, Lookup, Mode, PassageKey, Query
+from ragspec.retrieval.search.index_types import (
+    IndexLike,
+    PassageKey,
+    Query,
+    RetrievalMode,
+    ScorablePassage,
+    SearchResult,
+)
+from ragspec.retrieval.search.segment_search import SearchHit, SearchScope
 
 _MAX_PASSAGES = 512
 _FUSION_DEPTH = RetrieverConfig().fusion_depth
 """As most indexes have it; with another, a guess is worse and no text is."""
 
 
-def keys_of(passages: Sequence[Passage]) -> tuple[PassageKey, ...]:
+def passage_keys(passages: Sequence[Passage]) -> tuple[PassageKey, ...]:
     """What names passages in any generation: two retrievals are equal if these are."""
     return tuple((passage.document_id, passage.ordinal) for passage in passages)
 
@@ -44,9 +51,9 @@ def keys_of(passages: Sequence[Passage]) -> tuple[PassageKey, ...]:
 class SpeculationCache:
     """Passages that one request has met, of one generation and under one scope; never shared between requests."""
 
-    def __init__(self, mode: Mode) -> None:
+    def __init__(self, mode: RetrievalMode) -> None:
         self._mode = mode
-        self._candidates: dict[PassageKey, Candidate] = {}  # the latest met last
+        self._candidates: dict[PassageKey, ScorablePassage] = {}  # the latest met last
         self._vectors: NDArray[np.float64] | None = None  # [C, E], in that order; made when needed
         self._statistics = TermStatistics()
         self._filled = False
@@ -60,13 +67,16 @@ class SpeculationCache:
         """Whether anything was brought, or there is nothing to bring."""
         return self._filled
 
-    def insert(self, lookup: Lookup) -> None:
+    def insert(self, lookup: SearchResult) -> None:
         """What a lookup brought. Beyond some hundred passages the oldest are forgotten."""
         self._filled = self._filled or bool(lookup.candidates) or not any(lookup.passages)
         if not lookup.candidates:
             return
         again = {
-            key: self._candidates.pop(key) for p in lookup.passages for key in keys_of(p) if key in self._candidates
+            key: self._candidates.pop(key)
+            for p in lookup.passages
+            for key in passage_keys(p)
+            if key in self._candidates
         }
         self._candidates |= again | lookup.candidates
         for key in list(self._candidates)[:-_MAX_PASSAGES]:
@@ -90,26 +100,27 @@ class SpeculationCache:
             best = reciprocal_rank_fusion(rankings, _FUSION_DEPTH)[:k]
         return [replace(candidates[hit.row].passage, score=hit.score) for hit in best]
 
-    def _by_meaning(self, query: Query) -> list[Hit]:
+    def _by_meaning(self, query: Query) -> list[SearchHit]:
         assert query.vector is not None
         if self._vectors is None:
             self._vectors = np.array([each.vector for each in self._candidates.values()], np.float64)  # [C, E]
         scores = canonical_scores(query.vector, self._vectors).tolist()
         return [
-            Hit(-score, *key, "", row) for row, (key, score) in enumerate(zip(self._candidates, scores, strict=True))
+            SearchHit(-score, *key, "", row)
+            for row, (key, score) in enumerate(zip(self._candidates, scores, strict=True))
         ]
 
-    def _by_words(self, query: Query) -> list[Hit]:
+    def _by_words(self, query: Query) -> list[SearchHit]:
         """Those that hold a word of the query. A word of unknown frequency is in none of them."""
         asked = sparse_query(query.terms, self._statistics, SparseConfig())
         hits = []
         for row, (key, candidate) in enumerate(self._candidates.items()):
             if score := bm25_score(asked, candidate):
-                hits.append(Hit(-score, *key, "", row))
+                hits.append(SearchHit(-score, *key, "", row))
         return hits
 
 
-def bm25_score(query: SparseQuery, candidate: Candidate) -> float:
+def bm25_score(query: SparseQuery, candidate: ScorablePassage) -> float:
     """As the postings give it, operation by operation; 0.0 without a common word."""
     counts = candidate.term_counts
     terms = [(counts[term], weight) for term, weight in zip(query.terms, query.weights, strict=True) if term in counts]
@@ -123,18 +134,18 @@ def bm25_score(query: SparseQuery, candidate: Candidate) -> float:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Asked:
+class SearchParams:
     """What the lookups of one call have in common."""
 
     index: IndexLike
     k: int
-    scope: Scope
+    scope: SearchScope
     prefetch_k: int
 
     def __eq__(self, other: object) -> bool:
         """The same object: an index pinned twice is asked twice. Why repr: filters for 1 and for True are equal."""
         return (
-            isinstance(other, Asked)
+            isinstance(other, SearchParams)
             and self.index is other.index
             and (self.k, self.prefetch_k) == (other.k, other.prefetch_k)
             and self.scope.key == other.scope.key
@@ -142,27 +153,27 @@ class Asked:
 
 
 @dataclass(frozen=True, slots=True)
-class Check:
+class PendingQuery:
     """A guessed query of a request whose cache holds `known`."""
 
     query: Query
     known: frozenset[PassageKey]
 
 
-class Lookups:
+class SearchBatcher:
     """Encoding and looking up for all requests in flight, each in a thread of its own, so that decoding goes on meanwhile.
 
     Queries of one generation and scope that come while a call runs are the next call, at most `max_queries` of them.
     """
 
     def __init__(self, max_queries: int) -> None:
-        self._encoding: SharedCalls[IndexLike, str, list[Query]] = SharedCalls(_encode, max_queries)
-        self._looking: SharedCalls[Asked, Check, Lookup] = SharedCalls(_look_up, max_queries)
+        self._encoding: RequestBatcher[IndexLike, str, list[Query]] = RequestBatcher(_encode, max_queries)
+        self._looking: RequestBatcher[SearchParams, PendingQuery, SearchResult] = RequestBatcher(_look_up, max_queries)
 
     def encode(self, index: IndexLike, texts: Sequence[str]) -> Future[list[Query]]:
         return self._encoding.submit(index, texts)
 
-    def look_up(self, asked: Asked, checks: Sequence[Check]) -> Future[Lookup]:
+    def search(self, asked: SearchParams, checks: Sequence[PendingQuery]) -> Future[SearchResult]:
         """The passages of these queries alone; the candidates of all that shared the call."""
         return self._looking.submit(asked, checks)
 
@@ -176,10 +187,10 @@ def _encode(index: IndexLike, parts: list[Sequence[str]]) -> list[list[Query]]:
     return [[next(queries) for _ in part] for part in parts]
 
 
-def _look_up(asked: Asked, parts: list[Sequence[Check]]) -> list[Lookup]:
+def _look_up(asked: SearchParams, parts: list[Sequence[PendingQuery]]) -> list[SearchResult]:
     checks = [check for part in parts for check in part]
     known = frozenset.intersection(*(check.known for check in checks))
     queries = [check.query for check in checks]
-    whole = asked.index.look_up(queries, asked.k, asked.scope, prefetch_k=asked.prefetch_k, known=known)
+    whole = asked.index.search(queries, asked.k, asked.scope, prefetch_k=asked.prefetch_k, known=known)
     passages = iter(whole.passages)
     return [whole._replace(passages=[next(passages) for _ in part]) for part in parts]

@@ -18,7 +18,16 @@ from dataclasses import replace
 from statistics import mean, median
 
 from ragspec.config import StrideConfig
-from ragspec.retrieval.speculative.stride_costs import ALONE, HOPELESS, OFF, Costs, Crowd, Plan, Timing, best_plan
+from ragspec.retrieval.speculative.stride_costs import (
+    NEVER_PAYS,
+    NO_SPECULATION,
+    ONE_REQUEST,
+    Concurrency,
+    StrideCosts,
+    StridePlan,
+    StrideTiming,
+    best_plan,
+)
 
 _APART_AT_MOST = 512
 _LEAST_BESIDE = 8
@@ -44,7 +53,7 @@ class StrideScheduler:
         self._verifications_beside: deque[tuple[int, float]] = deque(maxlen=window)
         self._num_apart = 0  # verifications since the last one beside decoding
         self._guesses: deque[tuple[int, int]] = deque(maxlen=window)
-        self._chosen: Plan | None = None
+        self._chosen: StridePlan | None = None
         self._num_new = 0  # verifications since it was chosen
         self._lock = threading.RLock()
 
@@ -88,7 +97,7 @@ class StrideScheduler:
             wrong = sum(some for _, some in self._guesses)
         return min(self._config.gamma_max, (right + 0.5) / (right + wrong + 1.0)) if right + wrong else 0.0
 
-    def costs(self) -> Costs | None:
+    def costs(self) -> StrideCosts | None:
         """None before the first step and the first verification."""
         with self._lock:
             apart = _timing(self._steps_s, [*self._verifications, *self._batches])
@@ -96,31 +105,31 @@ class StrideScheduler:
             if min(len(self._steps_beside_s), len(self._verifications_beside)) >= _LEAST_BESIDE:
                 beside = _timing(self._steps_beside_s, self._verifications_beside)
             crowd = _crowd(self._writing, self._in_flight)
-            return Costs(apart, self.gamma, beside, crowd) if apart is not None else None
+            return StrideCosts(apart, self.gamma, beside, crowd) if apart is not None else None
 
-    def choose(self) -> Plan:
+    def choose(self) -> StridePlan:
         """The plan of the next round; looked over after every few verifications."""
         with self._lock:
             if self._chosen is None or self._num_new >= _LOOKED_OVER_EVERY:
                 self._chosen, self._num_new = self._best(), 0
-            return self._chosen or OFF
+            return self._chosen or NO_SPECULATION
 
-    def _best(self) -> Plan | None:
+    def _best(self) -> StridePlan | None:
         costs, least = self.costs(), 1.0 + self._config.least_gain
         if costs is None:
             return None
         if self._plan(replace(costs, gamma=self._config.gamma_max)).gain < least:
-            return HOPELESS
+            return NEVER_PAYS
         if costs.gamma == 0.0:
             return None
         plan = self._plan(costs)
-        return plan if plan.gain >= least else OFF
+        return plan if plan.gain >= least else NO_SPECULATION
 
-    def _plan(self, costs: Costs) -> Plan:
+    def _plan(self, costs: StrideCosts) -> StridePlan:
         """The fixed stride, or the best, whether it pays or not."""
         if (stride := self._config.stride) is not None:
             overlap = self._overlap(costs.gamma, stride)
-            return Plan(stride, overlap, costs.gain(stride, overlap))
+            return StridePlan(stride, overlap, costs.gain(stride, overlap))
         beside = best_plan(costs, self._config.max_stride, lambda stride: self._overlap(costs.gamma, stride))
         waiting = best_plan(costs, self._config.max_stride, lambda _: 0)
         return beside if beside.gain > waiting.gain else waiting
@@ -133,17 +142,17 @@ class StrideScheduler:
         return max(1, sum(gamma ** (stride + i) >= self._config.least_survival for i in range(stride)))
 
 
-def _timing(steps_s: Sequence[float], verifications: Sequence[tuple[int, float]]) -> Timing | None:
+def _timing(steps_s: Sequence[float], verifications: Sequence[tuple[int, float]]) -> StrideTiming | None:
     """Medians: what is rare and slow (a compilation, another program) must not hide the rest."""
-    return Timing(median(steps_s), _by_size(verifications)) if steps_s and verifications else None
+    return StrideTiming(median(steps_s), _by_size(verifications)) if steps_s and verifications else None
 
 
-def _crowd(writing: Sequence[tuple[float, float]], in_flight: Sequence[int]) -> Crowd:
+def _crowd(writing: Sequence[tuple[float, float]], in_flight: Sequence[int]) -> Concurrency:
     if not in_flight or max(in_flight) == 1:
-        return ALONE
+        return ONE_REQUEST
     seconds, slope, numbers = _line(writing)
     alone_s = max(seconds / 64, seconds - slope * (numbers - 1.0))
-    return Crowd(mean(in_flight), min(1.0, slope / alone_s), numbers)
+    return Concurrency(mean(in_flight), min(1.0, slope / alone_s), numbers)
 
 
 def _by_size(timed: Sequence[tuple[int, float]]) -> Callable[[int], float]:

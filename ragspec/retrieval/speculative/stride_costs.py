@@ -8,9 +8,9 @@ guess is right. A round is s steps, the first under a verified document, and one
     gamma^s ((s - o) a + max(o a, b(s))) + (1 - gamma^s) (s a + b(s)).
 
 The paper's asynchronous objective is o = 1; here decoding goes on as long as what it writes is likely enough to stand. Where
-other answers are written meanwhile, `Crowd` says what that changes, which is not in the paper.
+other answers are written meanwhile, `Concurrency` says what that changes, which is not in the paper.
 
-    >>> best_plan(Costs(Timing(1.0, lambda _: 40.0), gamma=0.8), 32, lambda _: 0).stride
+    >>> best_plan(StrideCosts(StrideTiming(1.0, lambda _: 40.0), gamma=0.8), 32, lambda _: 0).stride
     11
 
 Source: Zhang et al. 2024, Accelerating Iterative Retrieval-augmented Language Model Serving with Speculation (arXiv 2401.14021),
@@ -26,7 +26,7 @@ from typing import NamedTuple
 _TURNS = 24
 
 
-class Plan(NamedTuple):
+class StridePlan(NamedTuple):
     """`stride` guesses a verification, `overlap` steps beside it; `gain`: predicted speed against no speculation.
 
     Not `learns`: even guesses that are always right would not pay, so there is no use in finding out how often they are.
@@ -42,8 +42,8 @@ class Plan(NamedTuple):
         return self.stride > 1 or self.overlap > 0
 
 
-OFF = Plan()
-HOPELESS = Plan(learns=False)
+NO_SPECULATION = StridePlan()
+NEVER_PAYS = StridePlan(learns=False)
 
 
 def verified_documents(gamma: float, stride: int) -> float:
@@ -51,14 +51,14 @@ def verified_documents(gamma: float, stride: int) -> float:
     return (1.0 - gamma**stride) / (1.0 - gamma)
 
 
-class Timing(NamedTuple):
+class StrideTiming(NamedTuple):
     """Seconds of one step, and of one verification by the number of its queries."""
 
     step_s: float
     verification_s: Callable[[int], float]
 
 
-class Crowd(NamedTuple):
+class Concurrency(NamedTuple):
     """`num_in_flight` answers at a time; each step written beside another takes `slowdown` times longer for it: 0 where decoding
     together costs nothing, 1 where it saves nothing. Steps were timed with `num_writing` of them at once on average."""
 
@@ -72,21 +72,21 @@ class Crowd(NamedTuple):
         return (1.0 + self.slowdown * max(0.0, num_writing - 1.0)) / seen
 
 
-ALONE = Crowd()
+ONE_REQUEST = Concurrency()
 
 
 @dataclass(frozen=True, slots=True)
-class Costs:
+class StrideCosts:
     """What was measured: `apart`, when decoding waits for verifications; `beside`, when both go on, which may want the same
     processors; None: not known. `gamma`: the chance that a guess is right.
 
     While one answer waits, others are written. So in a crowd waiting costs less, and what was written in vain costs more.
     """
 
-    apart: Timing
+    apart: StrideTiming
     gamma: float
-    beside: Timing | None = None
-    crowd: Crowd = ALONE
+    beside: StrideTiming | None = None
+    crowd: Concurrency = ONE_REQUEST
 
     def round_s(self, stride: int, overlap: int) -> float:
         """Seconds of one round on average, with `overlap` steps beside the verification; 0: none."""
@@ -114,20 +114,20 @@ class Costs:
         return verified_documents(self.gamma, stride) * self.round_s(1, 0) / self.round_s(stride, overlap)
 
 
-def best_plan(costs: Costs, max_stride: int, overlap_of: Callable[[int], int]) -> Plan:
+def best_plan(costs: StrideCosts, max_stride: int, overlap_of: Callable[[int], int]) -> StridePlan:
     """The stride of the greatest gain, which rises to one peak, so that the search ends behind it.
 
     `overlap_of`: steps beside the verification, by stride.
     """
-    best = Plan(1, overlap_of(1), costs.gain(1, overlap_of(1)))
+    best = StridePlan(1, overlap_of(1), costs.gain(1, overlap_of(1)))
     for stride in range(2, max_stride + 1):
         gain = costs.gain(stride, overlap_of(stride))
         if gain < best.gain:
             break
-        best = Plan(stride, overlap_of(stride), gain)
+        best = StridePlan(stride, overlap_of(stride), gain)
     return best
 
 
-def published_optimum(costs: Costs, max_stride: int, asynchronous: bool) -> Plan:
+def paper_optimal_plan(costs: StrideCosts, max_stride: int, asynchronous: bool) -> StridePlan:
     """What the paper's scheduler would choose from the same measurements, and its gain."""
     return best_plan(costs, max_stride, lambda _: int(asynchronous))

@@ -14,7 +14,7 @@ from letter_encoder import LetterEncoder
 from ragspec.config import AnalyzerConfig, ChunkingConfig, DenseConfig, IndexConfig, RetrieverConfig
 from ragspec.core import Document
 from ragspec.errors import InputError
-from ragspec.retrieval.encoder import FloatArray, Kind
+from ragspec.retrieval.encoder import FloatArray, TextKind
 from ragspec.retrieval.index.store import Store
 from ragspec.retrieval.index.writer import IndexWriter
 from ragspec.retrieval.retriever import Retriever, build_index
@@ -22,13 +22,13 @@ from ragspec.retrieval.search.analysis import Analyzer
 from ragspec.retrieval.search.bm25 import SparseConfig, SparseQuery, TermStatistics, sparse_query
 from ragspec.retrieval.search.dense import canonical_scores
 from ragspec.retrieval.search.filters import parse_filter
-from ragspec.retrieval.search.segment_search import Scope, Shard, Shards
-from ragspec.retrieval.speculative.index_types import Candidate, Lookup, Query
+from ragspec.retrieval.search.index_types import Query, ScorablePassage, SearchResult
+from ragspec.retrieval.search.segment_search import SearchScope, Shard, Shards
 
 CONFIG = IndexConfig(chunking=ChunkingConfig(max_chars=60))
 QUERIES = ["river stone", "the old mill by the river", "corn corn corn", "unknownword", "rivers", "the"]
 WORDS = "river stone bridge mill corn water old new tall the the the a of rivers".split()
-SCOPES = [Scope(), Scope("ann"), Scope("bob", parse_filter({"type": "lt", "key": "n", "value": 40}))]
+SCOPES = [SearchScope(), SearchScope("ann"), SearchScope("bob", parse_filter({"type": "lt", "key": "n", "value": 40}))]
 MODES = ["dense", "sparse", "hybrid"]
 
 
@@ -61,7 +61,7 @@ def retrievers(folder: Path, mode: Any, **options: Any) -> list[Retriever]:
     return [Retriever(LetterEncoder(), store, config, shard=lambda _, one=one: one, **options) for one in shards]
 
 
-def keys(found: Lookup) -> list[list[tuple[str, int]]]:
+def keys(found: SearchResult) -> list[list[tuple[str, int]]]:
     return [[(passage.document_id, passage.ordinal) for passage in some] for some in found.passages]
 
 
@@ -85,17 +85,17 @@ class Letters:
 @pytest.mark.parametrize("scope", SCOPES)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("reranker", [None, Letters()])
-def test_prefetching_changes_no_answer(index_dir: Path, mode: Any, scope: Scope, reranker: Any) -> None:
+def test_prefetching_changes_no_answer(index_dir: Path, mode: Any, scope: SearchScope, reranker: Any) -> None:
     """A verification that finds another passage than the baseline would, since it searched deeper."""
     for retriever in retrievers(index_dir, mode, reranker=reranker):
         queries = retriever.encode(QUERIES)
         for k in (0, 1, 4, 12):
             expected = retriever.retrieve(QUERIES, k, scope).passages
             for prefetch_k in (0, 1, 8, 25):
-                found = retriever.look_up(queries, k, scope, prefetch_k=prefetch_k)
+                found = retriever.search(queries, k, scope, prefetch_k=prefetch_k)
                 assert found.passages == expected and found.generation == retriever.generation
                 known = frozenset(found.candidates)
-                again = retriever.look_up(queries, k, scope, prefetch_k=prefetch_k, known=known)
+                again = retriever.search(queries, k, scope, prefetch_k=prefetch_k, known=known)
                 assert again.passages == expected and again.candidates == {}
 
 
@@ -112,13 +112,13 @@ def test_prefetching_changes_no_answer_of_an_approximate_index(
     build_index([Document(t, t) for t in texts], tmp_path, LetterEncoder(), IndexConfig(dense=dense))
     retriever = Retriever(LetterEncoder(), Store.open(tmp_path), RetrieverConfig(mode=mode, fusion_depth=9))
     queries = retriever.encode([f"question {number}" for number in range(40)])
-    few, many = retriever.look_up(queries, 3), retriever.look_up(queries, 300)
+    few, many = retriever.search(queries, 3), retriever.search(queries, 300)
     assert keys(few) != [some[:3] for some in keys(many)]  # or this test could not fail
     for prefetch_k in (5, 30, 300):
-        found = retriever.look_up(queries, 3, prefetch_k=prefetch_k)
+        found = retriever.search(queries, 3, prefetch_k=prefetch_k)
         assert found.passages == few.passages
         assert {key for some in keys(few) for key in some} <= found.candidates.keys()
-        alone = [retriever.look_up([query], 3, prefetch_k=prefetch_k).candidates for query in queries]
+        alone = [retriever.search([query], 3, prefetch_k=prefetch_k).candidates for query in queries]
         assert [len(each) for each in alone] == [prefetch_k] * len(queries)
 
 
@@ -126,26 +126,26 @@ def test_prefetching_changes_no_answer_of_an_approximate_index(
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("reranker", [None, Letters()])
 def test_candidates_are_the_best_in_order_less_the_known(
-    index_dir: Path, mode: Any, scope: Scope, reranker: Any
+    index_dir: Path, mode: Any, scope: SearchScope, reranker: Any
 ) -> None:
     """Candidates of the wrong query, twice, or sent again and again though the asker has them."""
     for retriever in retrievers(index_dir, mode, reranker=reranker):
         queries = retriever.encode(QUERIES)
-        assert retriever.look_up(queries, 3, scope).candidates == {}
+        assert retriever.search(queries, 3, scope).candidates == {}
         for k, prefetch_k in ((3, 2), (1, 6), (0, 5)):
-            best = keys(retriever.look_up(queries, max(k, prefetch_k), scope))
+            best = keys(retriever.search(queries, max(k, prefetch_k), scope))
             expected = list(dict.fromkeys(key for some in best for key in some))
-            found = retriever.look_up(queries, k, scope, prefetch_k=prefetch_k)
+            found = retriever.search(queries, k, scope, prefetch_k=prefetch_k)
             assert list(found.candidates) == expected
             known = frozenset([*expected[::2], ("elsewhere", 0)])
-            rest = retriever.look_up(queries, k, scope, prefetch_k=prefetch_k, known=known)
+            rest = retriever.search(queries, k, scope, prefetch_k=prefetch_k, known=known)
             assert list(rest.candidates) == expected[1::2]
             for key, candidate in found.candidates.items():
                 assert (candidate.passage.document_id, candidate.passage.ordinal) == key
                 assert candidate.passage.score == 0.0
 
 
-def own_scores(query: Query, candidates: Mapping[Any, Candidate], statistics: TermStatistics) -> dict[str, float]:
+def own_scores(query: Query, candidates: Mapping[Any, ScorablePassage], statistics: TermStatistics) -> dict[str, float]:
     """What the asker computes, from nothing but the records."""
     if query.vector is not None:
         return {
@@ -159,12 +159,12 @@ def own_scores(query: Query, candidates: Mapping[Any, Candidate], statistics: Te
 
 @pytest.mark.parametrize("scope", SCOPES)
 @pytest.mark.parametrize("mode", ["dense", "sparse"])
-def test_a_candidate_scores_bit_for_bit_as_in_the_index(index_dir: Path, mode: Any, scope: Scope) -> None:
+def test_a_candidate_scores_bit_for_bit_as_in_the_index(index_dir: Path, mode: Any, scope: SearchScope) -> None:
     """A guess that ranks by other numbers than its check, by a title left out or a tenant's own frequencies."""
     num_compared = 0
     for retriever in retrievers(index_dir, mode):
         queries = retriever.encode(QUERIES)
-        found = retriever.look_up(queries, 12, scope, prefetch_k=30)
+        found = retriever.search(queries, 12, scope, prefetch_k=30)
         for query, passages in zip(queries, found.passages, strict=True):
             scores = own_scores(query, found.candidates, found.statistics)
             assert [scores[passage.id] for passage in passages] == [passage.score for passage in passages]
@@ -177,9 +177,9 @@ def test_statistics_count_what_the_tenant_may_read(index_dir: Path) -> None:
     analyzer = Analyzer(CONFIG.words)
     for retriever in retrievers(index_dir, "hybrid"):
         for scope in SCOPES:
-            everything = retriever.look_up(retriever.encode(["x"]), 400, Scope(scope.tenant)).passages[0]
+            everything = retriever.search(retriever.encode(["x"]), 400, SearchScope(scope.tenant)).passages[0]
             readable = [Counter(analyzer.terms(f"{each.title}\n{each.text}")) for each in everything]
-            found = retriever.look_up(retriever.encode(QUERIES[:2]), 1, scope, prefetch_k=3)
+            found = retriever.search(retriever.encode(QUERIES[:2]), 1, scope, prefetch_k=3)
             statistics, candidates = found.statistics, found.candidates
             assert statistics.frequencies.keys() == {t for each in candidates.values() for t in each.term_counts}
             assert statistics.num_rows == len(readable)
@@ -194,10 +194,10 @@ def test_each_mode_sends_only_what_its_scores_take(index_dir: Path) -> None:
     for mode in MODES:
         (retriever, _) = retrievers(index_dir, mode)
         (query,) = retriever.encode(["the river"])
-        one = retriever.look_up([query], 1, prefetch_k=3)
+        one = retriever.search([query], 1, prefetch_k=3)
         candidate = next(iter(one.candidates.values()))
         found[mode] = [query.vector is None, query.terms, candidate.vector is None, bool(candidate.term_counts)]
-        assert retriever.mode == mode and retriever.look_up([query], 1).statistics == TermStatistics()
+        assert retriever.mode == mode and retriever.search([query], 1).statistics == TermStatistics()
         assert (one.statistics == TermStatistics()) is (mode == "dense")
     words = ("the", "river")
     assert found == {
@@ -210,7 +210,7 @@ def test_each_mode_sends_only_what_its_scores_take(index_dir: Path) -> None:
 def test_candidates_hold_no_file_open(index_dir: Path) -> None:
     """A cache of twenty vectors that keeps the maps of a generation that is long gone."""
     (retriever, _) = retrievers(index_dir, "dense")
-    for candidate in retriever.look_up(retriever.encode(["x"]), 1, prefetch_k=5).candidates.values():
+    for candidate in retriever.search(retriever.encode(["x"]), 1, prefetch_k=5).candidates.values():
         assert candidate.vector is not None and type(candidate.vector) is np.ndarray
         assert candidate.vector.base is None and candidate.vector.dtype == np.float32
 
@@ -221,7 +221,7 @@ def test_a_pinned_index_stays_with_its_generation(tmp_path: Path) -> None:
     retriever = Retriever(LetterEncoder(), Store.open(tmp_path))
     pinned = retriever.pinned()
     queries = pinned.encode(QUERIES)
-    before = pinned.look_up(queries, 9)
+    before = pinned.search(queries, 9)
     for _ in range(2):  # two: the first generation's files are removed
         with IndexWriter(tmp_path, LetterEncoder(), CONFIG) as writer:
             writer.delete(before.passages[0][0].document_id)
@@ -229,10 +229,10 @@ def test_a_pinned_index_stays_with_its_generation(tmp_path: Path) -> None:
             writer.commit()
             writer.compact()
     assert retriever.generation != before.generation
-    assert retriever.look_up(queries, 9).passages != before.passages
+    assert retriever.search(queries, 9).passages != before.passages
     assert (pinned.generation, pinned.pinned().generation) == (before.generation, before.generation)
-    assert pinned.look_up(queries, 9).passages == before.passages
-    assert pinned.look_up(queries, 9, prefetch_k=9).passages == before.passages
+    assert pinned.search(queries, 9).passages == before.passages
+    assert pinned.search(queries, 9, prefetch_k=9).passages == before.passages
 
 
 def test_words_are_cut_as_the_answering_generation_cuts_them(tmp_path: Path) -> None:
@@ -241,25 +241,25 @@ def test_words_are_cut_as_the_answering_generation_cuts_them(tmp_path: Path) -> 
     build_index(documents, tmp_path, LetterEncoder(), IndexConfig(words=AnalyzerConfig(language="none")))
     retriever = Retriever(LetterEncoder(), Store.open(tmp_path), RetrieverConfig(mode="sparse"))
     queries = retriever.encode(["rivers"])
-    assert keys(retriever.look_up(queries, 9)) == [[("many", 0)]]
+    assert keys(retriever.search(queries, 9)) == [[("many", 0)]]
     build_index(documents, tmp_path, LetterEncoder(), IndexConfig())
-    assert keys(retriever.look_up(queries, 9)) == [[("many", 0), ("one", 0)]]
+    assert keys(retriever.search(queries, 9)) == [[("many", 0), ("one", 0)]]
 
 
 def test_an_empty_index_and_no_query_have_no_candidates(tmp_path: Path) -> None:
     """A crash on the first question of an index whose documents were all deleted."""
     build_index([Document("a", "A river.")], tmp_path, LetterEncoder(), CONFIG)
     retriever = Retriever(LetterEncoder(), Store.open(tmp_path))
-    assert retriever.look_up([], 3, prefetch_k=3)[:2] == ([], {})
+    assert retriever.search([], 3, prefetch_k=3)[:2] == ([], {})
     with IndexWriter(tmp_path) as writer:
         writer.delete("a")
         writer.commit()
-    found = retriever.look_up(retriever.encode(["river"]), 3, prefetch_k=3)
+    found = retriever.search(retriever.encode(["river"]), 3, prefetch_k=3)
     assert found[:3] == ([[]], {}, TermStatistics())
 
 
 class Broken(LetterEncoder):
-    def encode(self, texts: Sequence[str], kind: Kind = "document") -> FloatArray:
+    def encode(self, texts: Sequence[str], kind: TextKind = "document") -> FloatArray:
         vectors = super().encode(texts, kind)
         for vector, text in zip(vectors, texts, strict=True):
             if text == "half broken":
@@ -282,4 +282,4 @@ def test_a_query_without_a_vector_is_refused_by_a_search_that_needs_one(index_di
     """Queries of a word index sent to another: an error about array shapes."""
     words, meaning = (retrievers(index_dir, mode)[0] for mode in ("sparse", "dense"))
     with pytest.raises(InputError, match="no vector"):
-        meaning.look_up(words.encode(["river"]), 1)
+        meaning.search(words.encode(["river"]), 1)

@@ -1,9 +1,9 @@
 """One generation as queries meet it: which lists are searched, how they become one, what is given away with the answer.
 
-Owns the order of the steps (search, fuse, rerank, prefetch) and knows no encoder: queries come encoded.
+Owns the order of the steps (search, fuse, rerank, prefetch) and knows no encoder: queries come encode_queries.
 
-    >>> view = View(Store.open("index"), RetrieverConfig(mode="sparse"))
-    >>> view.look_up(encoded(["When did it rain?"], "sparse", encoder, view.terms), k=3, scope=EVERYTHING).passages
+    >>> view = IndexSearcher(Store.open("index"), RetrieverConfig(mode="sparse"))
+    >>> view.search(encode_queries(["When did it rain?"], "sparse", encoder, view.terms), k=3, scope=EVERYTHING).passages
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from ragspec.retrieval.chunking import embedded_text
 from ragspec.retrieval.encoder import FloatArray, TextEncoder
 from ragspec.retrieval.index.manifest import DENSE, Manifest
 from ragspec.retrieval.index.store import Store
-from ragspec.retrieval.rerank import Scoring
+from ragspec.retrieval.rerank import PairScoring
 from ragspec.retrieval.search.analysis import Analyzer
 from ragspec.retrieval.search.bm25 import SparseConfig, TermStatistics, sparse_query
 from ragspec.retrieval.search.fusion import reciprocal_rank_fusion
-from ragspec.retrieval.search.segment_search import Hit, Scope, Shard, ShardLike
-from ragspec.retrieval.speculative.index_types import Candidate, Lookup, Mode, PassageKey, Query
+from ragspec.retrieval.search.index_types import PassageKey, Query, RetrievalMode, ScorablePassage, SearchResult
+from ragspec.retrieval.search.segment_search import SearchHit, SearchScope, Shard, ShardLike
 
-Terms = Callable[[str], tuple[str, ...]]
+TermFunction = Callable[[str], tuple[str, ...]]
 
 _TEXTS_KEPT = 4096
 
 
-class View:
+class IndexSearcher:
     """One generation and what searches it. Safe to call from several threads."""
 
     def __init__(
@@ -42,28 +42,28 @@ class View:
         store: Store,
         config: RetrieverConfig,
         *,
-        scoring: Scoring | None = None,
+        scoring: PairScoring | None = None,
         shard: Callable[[Store], ShardLike] | None = None,
     ) -> None:
         """`scoring` reranks; `shard` opens the segments, in this process if None. Raises: ConfigError, StoreCorrupt."""
         self.store = store
-        self.terms = terms_of(store.manifest, config.mode)
+        self.terms = term_function(store.manifest, config.mode)
         self._passage_terms = lru_cache(_TEXTS_KEPT)(self.terms)
         self._config = config
         self._scoring = scoring
         self._approximate = any(DENSE in record.files for record in store.manifest.segments)
         self._shard = shard(store) if shard else _local(store, config)
 
-    def look_up(
+    def search(
         self,
         queries: Sequence[Query],
         k: int,
-        scope: Scope,
+        scope: SearchScope,
         *,
         prefetch_k: int = 0,
         known: frozenset[PassageKey] = frozenset(),
-    ) -> Lookup:
-        """As `ragspec.retrieval.speculative.index_types.IndexLike`.
+    ) -> SearchResult:
+        """As `ragspec.retrieval.search.index_types.IndexLike`.
 
         Why a query's words are cut here once more: those of another generation may have been cut by other rules.
         """
@@ -73,9 +73,9 @@ class View:
         passages = [list(islice(texts, len(some[:k]))) for some in best]
         candidates = self._candidates((hit for some in best for hit in some[:width]), known)
         statistics = self._statistics(candidates.values(), scope) if width else TermStatistics()
-        return Lookup(passages, candidates, statistics, self.store.generation)
+        return SearchResult(passages, candidates, statistics, self.store.generation)
 
-    def _best(self, queries: Sequence[Query], k: int, width: int, scope: Scope) -> list[list[Hit]]:
+    def _best(self, queries: Sequence[Query], k: int, width: int, scope: SearchScope) -> list[list[SearchHit]]:
         """At least the best max(k, width) of each query, if there are as many; the first k are the same for every width."""
         depth = k if self._scoring is None or not (k or width) else max(k, self._config.rerank_depth)
         hits = self._ranked(queries, max(depth, width), scope)
@@ -90,7 +90,7 @@ class View:
     def _list_depth(self, depth: int) -> int:
         return max(depth, self._config.fusion_depth) if self._config.mode == "hybrid" else depth
 
-    def _ranked(self, queries: Sequence[Query], depth: int, scope: Scope) -> list[list[Hit]]:
+    def _ranked(self, queries: Sequence[Query], depth: int, scope: SearchScope) -> list[list[SearchHit]]:
         if not queries or depth < 1:
             return [[] for _ in queries]
         mode, list_depth = self._config.mode, self._list_depth(depth)
@@ -105,13 +105,15 @@ class View:
         fused = (reciprocal_rank_fusion(each, self._config.fusion_depth) for each in zip(*lists, strict=True))
         return [hits[:depth] for hits in fused]
 
-    def _by_words(self, queries: Sequence[Query], k: int, scope: Scope) -> list[list[Hit]]:
+    def _by_words(self, queries: Sequence[Query], k: int, scope: SearchScope) -> list[list[SearchHit]]:
         terms = [self.terms(query.text) for query in queries]
         distinct = sorted({term for some in terms for term in some})
         statistics = self._shard.statistics(distinct, scope.tenant)
         return self._shard.sparse([sparse_query(some, statistics, SparseConfig()) for some in terms], k, scope)
 
-    def _reranked(self, scoring: Scoring, queries: Sequence[Query], hits: Sequence[Sequence[Hit]]) -> list[list[Hit]]:
+    def _reranked(
+        self, scoring: PairScoring, queries: Sequence[Query], hits: Sequence[Sequence[SearchHit]]
+    ) -> list[list[SearchHit]]:
         texts = map(embedded_text, self._shard.passages([hit for some in hits for hit in some]))
         asked = [(query.text, list(islice(texts, len(some)))) for query, some in zip(queries, hits, strict=True)]
         return [
@@ -119,7 +121,7 @@ class View:
             for some, scores in zip(hits, scoring(asked), strict=True)
         ]
 
-    def _candidates(self, hits: Iterable[Hit], known: frozenset[PassageKey]) -> dict[PassageKey, Candidate]:
+    def _candidates(self, hits: Iterable[SearchHit], known: frozenset[PassageKey]) -> dict[PassageKey, ScorablePassage]:
         fresh = {hit.passage: hit._replace(negative_score=-0.0) for hit in hits if hit.passage not in known}
         found, mode = list(fresh.values()), self._config.mode
         passages = self._shard.passages(found)
@@ -127,15 +129,15 @@ class View:
         counts = [
             {} if mode == "dense" else Counter(self._passage_terms(embedded_text(passage))) for passage in passages
         ]
-        return dict(zip(fresh, map(Candidate, passages, vectors, counts), strict=True))
+        return dict(zip(fresh, map(ScorablePassage, passages, vectors, counts), strict=True))
 
-    def _statistics(self, candidates: Iterable[Candidate], scope: Scope) -> TermStatistics:
+    def _statistics(self, candidates: Iterable[ScorablePassage], scope: SearchScope) -> TermStatistics:
         if self._config.mode == "dense":
             return TermStatistics()
         return self._shard.statistics(sorted({t for each in candidates for t in each.term_counts}), scope.tenant)
 
 
-def encoded(texts: Sequence[str], mode: Mode, encoder: TextEncoder, terms: Terms) -> list[Query]:
+def encode_queries(texts: Sequence[str], mode: RetrievalMode, encoder: TextEncoder, terms: TermFunction) -> list[Query]:
     """The texts as a search of that mode looks for them; for words alone, nothing is computed by the encoder.
 
     Raises: InputError if a text is empty or not text, or if its vector is not finite.
@@ -152,7 +154,7 @@ def encoded(texts: Sequence[str], mode: Mode, encoder: TextEncoder, terms: Terms
     return [Query(*each) for each in zip(texts, vectors, words, strict=True)]
 
 
-def terms_of(manifest: Manifest, mode: Mode) -> Terms:
+def term_function(manifest: Manifest, mode: RetrievalMode) -> TermFunction:
     """What cuts texts into the words of an index; it remembers none of them, for they are somebody's.
 
     Raises: ConfigError if the index was built with other rules; mode dense needs none.
@@ -173,11 +175,11 @@ def _local(store: Store, config: RetrieverConfig) -> Shard:
 
 def _vector(query: Query) -> FloatArray:
     if query.vector is None:
-        raise InputError("a query for a search by meaning has no vector: it was encoded for word search")
+        raise InputError("a query for a search by meaning has no vector: it was encode_queries for word search")
     return query.vector
 
 
-def _first_then(near: Sequence[Hit], others: Iterable[Hit]) -> list[Hit]:
+def _first_then(near: Sequence[SearchHit], others: Iterable[SearchHit]) -> list[SearchHit]:
     """`near`, then what else there is of `others`."""
     passages = {hit.passage for hit in near}
     return [*near, *(hit for hit in others if hit.passage not in passages)]

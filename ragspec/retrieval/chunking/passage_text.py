@@ -50,17 +50,17 @@ def embedded_text(passage: Passage) -> str:
 
     The title is left out where the heading begins with it, whole or shortened.
     """
-    return joined(passage.title, passage.heading, passage.text)
+    return join_passage_text(passage.title, passage.heading, passage.text)
 
 
-def joined(title: str, heading: str, text: str) -> str:
+def join_passage_text(title: str, heading: str, text: str) -> str:
     shortened = heading.endswith(_CUT) and title.startswith(heading.removesuffix(_CUT))
     if shortened or heading == title or heading.startswith(title + SEPARATOR):
         title = ""
     return "\n".join(filter(None, (title, heading, text)))
 
 
-def heading_within(title: str, path: Sequence[str], limit: TokenLimit | None) -> str:
+def fit_heading(title: str, path: Sequence[str], limit: TokenLimit | None) -> str:
     """The path as a heading; one that with the title takes more than half of the limit loses levels from the top.
 
     Where the title alone does, the heading is the title's beginning with "…", which is then embedded in its place.
@@ -70,7 +70,7 @@ def heading_within(title: str, path: Sequence[str], limit: TokenLimit | None) ->
     half = limit.max_tokens // 2
     for first in range(len(path) + 1):
         heading = SEPARATOR.join(filter(None, path[first:]))
-        lead = joined(title, heading, "")
+        lead = join_passage_text(title, heading, "")
         if not lead or _fits(lead, limit, half):
             return heading
     return _cut_title(title, limit, half)

@@ -3,7 +3,7 @@
 Owns plain records and the protocol; searches nothing.
 
     >>> pinned = index.pinned()
-    >>> lookup = pinned.look_up(pinned.encode(["When did it rain?"]), k=1, prefetch_k=20)
+    >>> lookup = pinned.search(pinned.encode(["When did it rain?"]), k=1, prefetch_k=20)
     >>> lookup.passages[0], lookup.candidates
 """
 
@@ -16,9 +16,9 @@ from typing import Literal, NamedTuple, Protocol
 from ragspec.core import Passage
 from ragspec.retrieval.encoder import FloatArray
 from ragspec.retrieval.search.bm25 import TermStatistics
-from ragspec.retrieval.search.segment_search import EVERYTHING, Scope
+from ragspec.retrieval.search.segment_search import PUBLIC_SCOPE, SearchScope
 
-Mode = Literal["dense", "sparse", "hybrid"]
+RetrievalMode = Literal["dense", "sparse", "hybrid"]
 
 PassageKey = tuple[str, int]
 """(document id, ordinal): what names a passage in any generation."""
@@ -37,10 +37,10 @@ class Query:
     terms: tuple[str, ...]
 
 
-class Candidate(NamedTuple):
+class ScorablePassage(NamedTuple):
     """A passage with what scoring it takes, wherever that happens. No query's: the passage's score is 0.
 
-    `term_counts` are those of the text it is found by (`ragspec.retrieval.chunking.embedded_text`), none in mode dense.
+    `term_counts` are those of the text it is found by (`ragspec.retrieval.chunking.passage_text`), none in mode dense.
     Shapes: vector [E] float32, as stored; None in mode sparse.
     """
 
@@ -49,7 +49,7 @@ class Candidate(NamedTuple):
     term_counts: Mapping[str, int]
 
 
-class Lookup(NamedTuple):
+class SearchResult(NamedTuple):
     """What the index said about some queries.
 
     `passages` are the best k of each query, best first, with scores. `candidates` are the best max(k, prefetch_k) of every query,
@@ -60,7 +60,7 @@ class Lookup(NamedTuple):
     """
 
     passages: list[list[Passage]]
-    candidates: dict[PassageKey, Candidate]
+    candidates: dict[PassageKey, ScorablePassage]
     statistics: TermStatistics
     generation: str
     missing: tuple[str, ...] = ()
@@ -75,7 +75,7 @@ class IndexLike(Protocol):
         ...
 
     @property
-    def mode(self) -> Mode:
+    def mode(self) -> RetrievalMode:
         """How it ranks, and so how a cache of its candidates must."""
         ...
 
@@ -88,15 +88,15 @@ class IndexLike(Protocol):
         """Raises: InputError if a text is empty or not text, or if its vector is not finite."""
         ...
 
-    def look_up(
+    def search(
         self,
         queries: Sequence[Query],
         k: int,
-        scope: Scope = EVERYTHING,
+        scope: SearchScope = PUBLIC_SCOPE,
         *,
         prefetch_k: int = 0,
         known: frozenset[PassageKey] = frozenset(),
-    ) -> Lookup:
+    ) -> SearchResult:
         """`passages` are bitwise the same for every `prefetch_k`, and a query's do not depend on the other queries.
 
         Raises: StoreError if the generation cannot be read (any more), RetrievalError if the index, or a part of it, does not

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from ragspec.retrieval.chunking.abbreviations import abbreviates
+from ragspec.retrieval.chunking.abbreviations import is_abbreviation
 
 Span = tuple[int, int]
 
@@ -49,7 +49,7 @@ def _ends_sentence(text: str, start: int, end: int, match: re.Match[str]) -> boo
         return False
     if match.group() != ".":
         return True
-    return not abbreviates(text, start, match.start(), following)
+    return not is_abbreviation(text, start, match.start(), following)
 
 
 def _append(spans: list[Span], text: str, start: int, end: int) -> None:

@@ -8,8 +8,8 @@ from pathlib import Path
 from ragspec.core import Document, check_text
 from ragspec.errors import InputError
 from ragspec.retrieval.reading import csv, jsonl, markdown, rst
-from ragspec.retrieval.reading.finding import find_files
-from ragspec.retrieval.reading.text import Readable, read_text
+from ragspec.retrieval.reading.file_search import find_files
+from ragspec.retrieval.reading.parsed_file import ParsedFile, read_text
 
 
 def read_documents(inputs: Iterable[str | Path]) -> Iterator[Document]:
@@ -60,7 +60,7 @@ def _documents(path: Path, name: str) -> Iterator[Document]:
             )
 
 
-def _readable(path: Path, suffix: str) -> Readable:
+def _readable(path: Path, suffix: str) -> ParsedFile:
     """Libraries are imported here: a folder of text files needs none of them."""
     if suffix in (".html", ".htm", ".xhtml"):
         from ragspec.retrieval.reading import html
@@ -77,7 +77,7 @@ def _readable(path: Path, suffix: str) -> Readable:
     text = read_text(path)
     if suffix == ".rst":
         return rst.readable(text)
-    return markdown.readable(text) if suffix in (".md", ".markdown") else Readable(text)
+    return markdown.readable(text) if suffix in (".md", ".markdown") else ParsedFile(text)
 
 
 def _reason(cause: Exception) -> str:

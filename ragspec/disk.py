@@ -32,7 +32,7 @@ def saving(place: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def exclusive(folder: Path) -> Iterator[None]:
+def writer_lock(folder: Path) -> Iterator[None]:
     """Holds the folder's writer lock; the system drops it when the holder dies.
 
     Raises: IndexBusy if another writer holds it.
@@ -50,10 +50,10 @@ def make_folder(path: Path) -> None:
     missing = [each for each in (path, *path.parents) if not each.exists()]
     path.mkdir(parents=True, exist_ok=True)
     for each in missing:
-        sync(each.parent)
+        fsync(each.parent)
 
 
-def sync(path: Path) -> None:
+def fsync(path: Path) -> None:
     """Flush a file, or a folder's list of names, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
@@ -62,12 +62,12 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def replace_text(path: Path, text: str) -> None:
+def write_atomically(path: Path, text: str) -> None:
     """Put `text` at `path`: readers see the old content or the new, never a part. On an OSError the old is still there."""
     temporary = path.with_name(TEMPORARY + path.name)
     try:
         temporary.write_text(text, encoding="ascii")
-        sync(temporary)
+        fsync(temporary)
         os.replace(temporary, path)
     except OSError:
         temporary.unlink(missing_ok=True)

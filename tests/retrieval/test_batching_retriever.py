@@ -13,15 +13,15 @@ from letter_encoder import LetterEncoder
 from ragspec.config import RetrieverConfig
 from ragspec.core import Document
 from ragspec.errors import EngineClosed, InputError
-from ragspec.retrieval.batching_retriever import JoinedRetriever
+from ragspec.retrieval.batching_retriever import BatchingRetriever
 from ragspec.retrieval.index.store import Store
 from ragspec.retrieval.retriever import Retriever, build_index
-from ragspec.retrieval.search.segment_search import Scope
-from ragspec.retrieval.speculative.index_types import Query
+from ragspec.retrieval.search.index_types import Query
+from ragspec.retrieval.search.segment_search import SearchScope
 
 WAIT_S = 20.0
 WORDS = "river mill bridge stone sand water rain spring".split()
-ASKED = [(f"{a} {b}", k, Scope(tenant)) for a in WORDS for b in WORDS[:3] for k, tenant in ((1, ""), (3, "ann"))]
+ASKED = [(f"{a} {b}", k, SearchScope(tenant)) for a in WORDS for b in WORDS[:3] for k, tenant in ((1, ""), (3, "ann"))]
 
 
 class CountingRetriever(Retriever):
@@ -52,15 +52,15 @@ def index(store: Store) -> CountingRetriever:
 
 
 @pytest.fixture
-def joined(index: CountingRetriever) -> Iterator[JoinedRetriever]:
-    joined = JoinedRetriever(index, max_queries=16)
+def joined(index: CountingRetriever) -> Iterator[BatchingRetriever]:
+    joined = BatchingRetriever(index, max_queries=16)
     yield joined
     index.may_go.set()
     joined.close()
 
 
 def test_what_threads_ask_together_is_what_each_is_told_alone(
-    index: CountingRetriever, joined: JoinedRetriever
+    index: CountingRetriever, joined: BatchingRetriever
 ) -> None:
     """Passages, scores or a tenant's documents that came to somebody else; or a call for every caller, as before."""
     with ThreadPoolExecutor(len(ASKED)) as threads:
@@ -73,7 +73,7 @@ def test_what_threads_ask_together_is_what_each_is_told_alone(
         assert any(passage.document_id[0] == "a" for passage in found.passages[0]) == (scope.tenant == "ann")
 
 
-def test_one_callers_fault_is_not_the_others(index: CountingRetriever, joined: JoinedRetriever) -> None:
+def test_one_callers_fault_is_not_the_others(index: CountingRetriever, joined: BatchingRetriever) -> None:
     """An empty question beside others: all of them failed."""
     with ThreadPoolExecutor(3) as threads:
         found = [threads.submit(joined.retrieve, [text], 1) for text in ("river", "", "mill")]
@@ -83,7 +83,7 @@ def test_one_callers_fault_is_not_the_others(index: CountingRetriever, joined: J
         assert [found[i].result(WAIT_S).passages[0][0].document_id for i in (0, 2)] == ["d0", "d1"]
 
 
-def test_closing_ends_the_wait(index: CountingRetriever, joined: JoinedRetriever) -> None:
+def test_closing_ends_the_wait(index: CountingRetriever, joined: BatchingRetriever) -> None:
     """A service that stops waits for its waiting threads for ever."""
     with ThreadPoolExecutor(2) as threads:
         first = threads.submit(joined.retrieve, ["river"], 1)

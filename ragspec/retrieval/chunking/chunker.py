@@ -10,9 +10,9 @@ from typing import NamedTuple
 from ragspec.config import ChunkingConfig
 from ragspec.core import Document, Passage
 from ragspec.errors import ConfigError
-from ragspec.retrieval.chunking.boundaries import Span, lstrip, rstrip
-from ragspec.retrieval.chunking.embedded import TokenLimit, heading_within, joined
+from ragspec.retrieval.chunking.passage_text import TokenLimit, fit_heading, join_passage_text
 from ragspec.retrieval.chunking.sections import Section, sections
+from ragspec.retrieval.chunking.sentence_boundaries import Span, lstrip, rstrip
 
 _JOINERS = frozenset("\u200d\ufe0e\ufe0f")
 
@@ -50,7 +50,7 @@ def chunk(document: Document, config: ChunkingConfig, limit: TokenLimit | None =
 
 
 @dataclass(slots=True)
-class _Part:
+class _SectionRuns:
     """A section on its way: `runs` of its `sentences` become the passages."""
 
     heading: str
@@ -58,7 +58,7 @@ class _Part:
     runs: list[Span]
 
 
-class _Room(NamedTuple):
+class _RunBudget(NamedTuple):
     """Which runs of `spans` are short enough; `tokens_before[n]`: tokens of the first n spans."""
 
     spans: Sequence[Span]
@@ -73,32 +73,38 @@ class _Room(NamedTuple):
         return not self.tokens_before or self.tokens_before[after] - self.tokens_before[first] <= self.max_tokens
 
 
-def _part(document: Document, section: Section, config: ChunkingConfig, limit: TokenLimit | None) -> _Part:
+def _part(document: Document, section: Section, config: ChunkingConfig, limit: TokenLimit | None) -> _SectionRuns:
     text = document.text
     spans = [piece for span in section.sentences(text) for piece in _pieces(text, span, config.max_chars)]
-    heading = heading_within(document.title, section.path, limit) if spans else ""
-    return _Part(heading, spans, list(_pack(_Room(spans, config.max_chars), config.overlap_chars)))
+    heading = fit_heading(document.title, section.path, limit) if spans else ""
+    return _SectionRuns(heading, spans, list(_pack(_RunBudget(spans, config.max_chars), config.overlap_chars)))
 
 
-def _shorten(document: Document, parts: list[_Part], config: ChunkingConfig, limit: TokenLimit) -> None:
+def _shorten(document: Document, parts: list[_SectionRuns], config: ChunkingConfig, limit: TokenLimit) -> None:
     """Cut the sections anew that hold a passage with too many tokens. Nearly always there are none, and one call tells."""
-    texts = [joined(document.title, part.heading, document.text[a:b]) for part in parts for a, b in part.runs]
+    texts = [
+        join_passage_text(document.title, part.heading, document.text[a:b]) for part in parts for a, b in part.runs
+    ]
     excess = iter(limit.excess(texts, limit.max_tokens))
     for part in parts:
         if max(islice(excess, len(part.runs)), default=0):
             part.runs = _fewer_tokens(document, part, config, limit)
 
 
-def _fewer_tokens(document: Document, part: _Part, config: ChunkingConfig, limit: TokenLimit) -> list[Span]:
+def _fewer_tokens(document: Document, part: _SectionRuns, config: ChunkingConfig, limit: TokenLimit) -> list[Span]:
     """Runs packed by the sum of their sentences' tokens; where a whole has more than its parts, again with less room."""
     text, spans = document.text, part.sentences
-    lead = joined(document.title, part.heading, "")
+    lead = join_passage_text(document.title, part.heading, "")
     room = max(1, limit.max_tokens - limit.count([f"{lead}\n" if lead else ""])[0])
     while True:
         spans, sizes = _small_pieces(text, spans, room, limit)
         sums = [0, *accumulate(sizes)]
-        runs = list(_pack(_Room(spans, config.max_chars, sums, room), config.overlap_chars))
-        excess = max(limit.excess([joined(document.title, part.heading, text[a:b]) for a, b in runs], limit.max_tokens))
+        runs = list(_pack(_RunBudget(spans, config.max_chars, sums, room), config.overlap_chars))
+        excess = max(
+            limit.excess(
+                [join_passage_text(document.title, part.heading, text[a:b]) for a, b in runs], limit.max_tokens
+            )
+        )
         if not excess or room == 1:
             return runs
         room = max(1, room - excess)
@@ -123,7 +129,7 @@ def _small_pieces(text: str, spans: Sequence[Span], max_tokens: int, limit: Toke
     return pieces, sizes
 
 
-def _pack(room: _Room, overlap_chars: int) -> Iterator[Span]:
+def _pack(room: _RunBudget, overlap_chars: int) -> Iterator[Span]:
     spans, first = room.spans, 0  # spans[first:after] make the passage
     while first < len(spans):
         after = first + 1

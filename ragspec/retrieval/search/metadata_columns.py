@@ -20,7 +20,7 @@ KINDS: dict[type, str] = {str: "string", bool: "boolean", int: "number", float: 
 """Values compare with values of their kind only."""
 
 
-class Values(NamedTuple):
+class ColumnValues(NamedTuple):
     """Values of one key and kind: the rows that have one, and which. Shapes: rows and codes [entries] int32."""
 
     codes_by_value: dict[Any, int]
@@ -32,17 +32,17 @@ class Values(NamedTuple):
         mask[self.rows[is_wanted[self.codes]]] = True
 
 
-Columns = dict[tuple[str, str, bool], Values]
+Columns = dict[tuple[str, str, bool], ColumnValues]
 """By key, kind, and whether the values are elements of lists. 1 and 1.0 are one value, as in a dict."""
 
 
-def text_column(texts: Any) -> Values:
+def text_column(texts: Any) -> ColumnValues:
     """One text a document. `texts`: a sequence or an arrow array."""
     array_ = texts if isinstance(texts, pa.Array | pa.ChunkedArray) else pa.array(texts, pa.string())
     encoded = (array_.combine_chunks() if isinstance(array_, pa.ChunkedArray) else array_).dictionary_encode()
     codes = encoded.indices.to_numpy(zero_copy_only=False).astype(np.int32)
     values = {value: code for code, value in enumerate(encoded.dictionary.to_pylist())}
-    return Values(values, np.arange(len(codes), dtype=np.int32), codes)
+    return ColumnValues(values, np.arange(len(codes), dtype=np.int32), codes)
 
 
 def metadata_columns(metadata_json: Any) -> Columns:
@@ -62,6 +62,6 @@ def metadata_columns(metadata_json: Any) -> Columns:
                     rows.append(row)
                     codes_of_rows.append(codes.setdefault(value, len(codes)))
     return {
-        name: Values(codes_by_value[name], np.array(rows, np.int32), np.array(codes, np.int32))
+        name: ColumnValues(codes_by_value[name], np.array(rows, np.int32), np.array(codes, np.int32))
         for name, (rows, codes) in entries.items()
     }

@@ -35,7 +35,7 @@ def find_files(inputs: Iterable[str | Path], allow_none: bool = False) -> list[t
     return [(path, name) for name, path in found.items()]
 
 
-def root_of(given: str | Path) -> Path:
+def input_root(given: str | Path) -> Path:
     """The real folder or file below which all files of an input lie."""
     path = Path(given)
     return (path if path.exists() else _split(path)[0]).resolve()

@@ -16,7 +16,7 @@ from ragspec.retrieval.index.content_key import IdsByKey, text_key
 
 
 @dataclass(slots=True)
-class Embedded:
+class EmbeddedDocument:
     """A document with its passages, what they are found by, and their vectors [len(passages), E]."""
 
     document: Document
@@ -26,7 +26,7 @@ class Embedded:
     missing: list[int]
 
 
-class EmbeddingGroup:
+class EmbeddingQueue:
     """Collects documents until they are encoded together. Every id is in it at most once."""
 
     def __init__(self, encoder: TextEncoder | None, chunking: ChunkingConfig) -> None:
@@ -34,7 +34,7 @@ class EmbeddingGroup:
         self._encoder = encoder
         self._chunking = chunking
         self._limit = None if encoder is None else TokenLimit(encoder.max_tokens, encoder.count_tokens)
-        self._waiting: dict[str, Embedded] = {}
+        self._waiting: dict[str, EmbeddedDocument] = {}
         self._texts = IdsByKey()
         self.num_missing = 0
 
@@ -51,7 +51,7 @@ class EmbeddingGroup:
         """The ids of waiting documents with that text key."""
         return self._texts.ids(key)
 
-    def chunked(self, document: Document, known: Mapping[str, FloatArray]) -> Embedded:
+    def chunked(self, document: Document, known: Mapping[str, FloatArray]) -> EmbeddedDocument:
         """The document's passages; texts in `known` already have their vector."""
         assert self._encoder is not None, "putting documents in needs an encoder"
         passages = chunk(document, self._chunking, self._limit)
@@ -61,9 +61,9 @@ class EmbeddingGroup:
         for number, text in enumerate(texts):
             if text in known:
                 vectors[number] = known[text]
-        return Embedded(document, passages, texts, vectors, missing)
+        return EmbeddedDocument(document, passages, texts, vectors, missing)
 
-    def add(self, waiting: Embedded) -> None:
+    def add(self, waiting: EmbeddedDocument) -> None:
         """An id that is not in the group."""
         self._waiting[waiting.document.id] = waiting
         self._texts.add(text_key(waiting.document), waiting.document.id)
@@ -77,7 +77,7 @@ class EmbeddingGroup:
         self._texts.remove(text_key(waiting.document), document_id)
         self.num_missing -= len(waiting.missing)
 
-    def encode(self) -> list[Embedded]:
+    def encode(self) -> list[EmbeddedDocument]:
         """All waiting documents, in order, with every vector; the group is empty afterwards.
 
         Raises: ModelError for a vector that is not finite, which no search could rank; RetrievalError if the encoder is away.

@@ -18,19 +18,19 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import TracebackType
 
+from ragspec.disk import TEMPORARY, fsync, make_folder, write_atomically, writer_lock
 from ragspec.errors import StoreError
-from ragspec.retrieval.index.disk import TEMPORARY, exclusive, make_folder, replace_text, sync
 from ragspec.retrieval.index.manifest import (
     CURRENT,
     MANIFEST,
-    FileRecord,
+    FileChecksum,
     Manifest,
     SegmentRecord,
-    file_record,
-    folders_of,
+    file_checksum,
     read_current,
+    segment_folders,
 )
-from ragspec.retrieval.index.reader_lock import leased
+from ragspec.retrieval.index.reader_lock import locked_generations
 from ragspec.retrieval.index.segment import SegmentWriter
 
 _PLACED = re.compile(r"(generation|segment)-(\d{6,})")
@@ -38,17 +38,17 @@ GRACE_S = 600.0
 """How long the generation before the current one is kept: a reader may have read CURRENT and not opened its files yet."""
 
 
-class GenerationFolder:
+class IndexDirectory:
     """Holds the writer's lock while entered. Every method raises OSError where the disk refuses."""
 
     def __init__(self, index_dir: Path) -> None:
         self._dir = index_dir
         self._lock = contextlib.ExitStack()
 
-    def __enter__(self) -> GenerationFolder:
+    def __enter__(self) -> IndexDirectory:
         """Raises: IndexBusy if another writer is at work."""
         make_folder(self._dir)
-        self._lock.enter_context(exclusive(self._dir))
+        self._lock.enter_context(writer_lock(self._dir))
         try:
             self.clean()
         except BaseException:
@@ -69,13 +69,13 @@ class GenerationFolder:
         folder.mkdir()  # Why not tempfile: its folders are for one user alone, and an index has other readers
         return folder
 
-    def place(self, staged: Path, name: str) -> dict[str, FileRecord]:
+    def place(self, staged: Path, name: str) -> dict[str, FileChecksum]:
         """Flush a staged folder to the disk and give it its name; the records of its files."""
         records = {}
         for path in sorted(staged.iterdir()):
-            sync(path)
-            records[path.name] = file_record(path)
-        sync(staged)
+            fsync(path)
+            records[path.name] = file_checksum(path)
+        fsync(staged)
         os.rename(staged, self._dir / name)
         return records
 
@@ -103,9 +103,9 @@ class GenerationFolder:
             (staged / name).write_bytes(content)
         name = f"generation-{manifest.generation:06d}"
         self.place(staged, name)
-        sync(self._dir)
-        replace_text(self._dir / CURRENT, f"{name} {hashlib.sha256(raw).hexdigest()}\n")
-        sync(self._dir)
+        fsync(self._dir)
+        write_atomically(self._dir / CURRENT, f"{name} {hashlib.sha256(raw).hexdigest()}\n")
+        fsync(self._dir)
 
     def _placed(self) -> list[tuple[str, int]]:
         matches = (_PLACED.fullmatch(path.name) for path in self._dir.iterdir())
@@ -136,8 +136,8 @@ class GenerationFolder:
         Raises: StoreError.
         """
         folder, manifest = read_current(self._dir)
-        kept = {folder.name, *folders_of(manifest)}
-        kept |= {name for pointer in leased(self._dir) for name in _folders(self._dir, pointer.split()[0])}
+        kept = {folder.name, *segment_folders(manifest)}
+        kept |= {name for pointer in locked_generations(self._dir) for name in _folders(self._dir, pointer.split()[0])}
         earlier = [n for kind, n in self._placed() if kind == "generation" and n < manifest.generation]
         is_young = time.time() - (folder / MANIFEST).stat().st_mtime < GRACE_S
         if earlier and keep_previous and is_young:
@@ -151,7 +151,7 @@ def _folders(index_dir: Path, generation: str) -> set[str]:
         manifest = Manifest.model_validate_json((index_dir / generation / MANIFEST).read_bytes())
     except (OSError, ValueError):
         return set()
-    return {generation, *folders_of(manifest)}
+    return {generation, *segment_folders(manifest)}
 
 
 def own_version() -> str:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 import pytest
 
 from ragspec.errors import EngineClosed, InputError, RetrievalError
-from ragspec.retrieval.request_batcher import SharedCalls
+from ragspec.retrieval.request_batcher import RequestBatcher
 
 WAIT_S = 10.0
 
@@ -36,14 +36,16 @@ def doubling() -> Doubling:
 
 
 @pytest.fixture
-def calls(doubling: Doubling) -> Iterator[SharedCalls[str, int, list[int]]]:
-    made = SharedCalls(doubling, max_items=4)
+def calls(doubling: Doubling) -> Iterator[RequestBatcher[str, int, list[int]]]:
+    made = RequestBatcher(doubling, max_items=4)
     yield made
     doubling.may_go.set()
     made.close()
 
 
-def test_what_comes_during_a_call_shares_the_next(calls: SharedCalls[str, int, list[int]], doubling: Doubling) -> None:
+def test_what_comes_during_a_call_shares_the_next(
+    calls: RequestBatcher[str, int, list[int]], doubling: Doubling
+) -> None:
     """Every request made a call of its own, or got another's part of the answer."""
     first = calls.submit("a", [1])
     assert doubling.began.acquire(timeout=WAIT_S)
@@ -54,14 +56,14 @@ def test_what_comes_during_a_call_shares_the_next(calls: SharedCalls[str, int, l
 
 
 def test_a_submission_larger_than_a_call_is_one_call(
-    calls: SharedCalls[str, int, list[int]], doubling: Doubling
+    calls: RequestBatcher[str, int, list[int]], doubling: Doubling
 ) -> None:
     """It waited for room that never comes."""
     doubling.may_go.set()
     assert calls.submit("a", list(range(9))).result(WAIT_S) == [2 * number for number in range(9)]
 
 
-def test_one_fault_is_not_the_others(calls: SharedCalls[str, int, list[int]], doubling: Doubling) -> None:
+def test_one_fault_is_not_the_others(calls: RequestBatcher[str, int, list[int]], doubling: Doubling) -> None:
     """One request's bad query failed all that shared its call."""
     calls.submit("a", [0])
     assert doubling.began.acquire(timeout=WAIT_S)
@@ -84,7 +86,7 @@ def test_what_is_lost_is_lost_for_all(doubling: Doubling) -> None:
         assert doubling.may_go.wait(WAIT_S)
         raise RetrievalError("lost")
 
-    calls = SharedCalls(call, max_items=8)
+    calls = RequestBatcher(call, max_items=8)
     first = calls.submit("a", [0])
     assert doubling.began.acquire(timeout=WAIT_S)
     others = [calls.submit("a", [number]) for number in range(5)]
@@ -96,7 +98,7 @@ def test_what_is_lost_is_lost_for_all(doubling: Doubling) -> None:
     calls.close()
 
 
-def test_cancelled_submissions_are_left_out(calls: SharedCalls[str, int, list[int]], doubling: Doubling) -> None:
+def test_cancelled_submissions_are_left_out(calls: RequestBatcher[str, int, list[int]], doubling: Doubling) -> None:
     """A request that was given up still cost a lookup, or broke the thread when its answer came."""
     calls.submit("a", [0])
     assert doubling.began.acquire(timeout=WAIT_S)
@@ -107,7 +109,7 @@ def test_cancelled_submissions_are_left_out(calls: SharedCalls[str, int, list[in
     assert doubling.seen[-1] == ("a", [[2]])
 
 
-def test_closing_ends_what_waits(calls: SharedCalls[str, int, list[int]], doubling: Doubling) -> None:
+def test_closing_ends_what_waits(calls: RequestBatcher[str, int, list[int]], doubling: Doubling) -> None:
     """Requests that wait at the end waited for ever."""
     calls.submit("a", [0])
     assert doubling.began.acquire(timeout=WAIT_S)

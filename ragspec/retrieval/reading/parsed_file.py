@@ -20,7 +20,7 @@ _MARKS = ((b"\xff\xfe\0\0", "utf-32"), (b"\0\0\xfe\xff", "utf-32"), (b"\xff\xfe"
 _UNWRITABLE = {0: " ", 0xAD: "", 0xFEFF: "", **dict.fromkeys(range(0xD800, 0xE000), "\ufffd")}
 
 
-class Readable(NamedTuple):
+class ParsedFile(NamedTuple):
     """The text of one file. An empty `title` means: call it by the file's name."""
 
     text: str
@@ -29,7 +29,7 @@ class Readable(NamedTuple):
     metadata: Mapping[str, Any] = {}
 
 
-class Composer:
+class TextBuilder:
     """Puts blocks one after the other and remembers where those stand that are titles."""
 
     def __init__(self) -> None:
@@ -48,8 +48,8 @@ class Composer:
             self._headings += heading(self.num_chars, level, block)
         self._put(block)
 
-    def readable(self, title: str = "", metadata: Mapping[str, Any] | None = None) -> Readable:
-        return Readable("".join(self._parts), tuple(self._headings), one_line(title), metadata or {})
+    def readable(self, title: str = "", metadata: Mapping[str, Any] | None = None) -> ParsedFile:
+        return ParsedFile("".join(self._parts), tuple(self._headings), one_line(title), metadata or {})
 
     def _put(self, part: str) -> None:
         self._parts.append(part)
@@ -104,7 +104,7 @@ def check_size(path: Path) -> None:
 
 
 @contextmanager
-def quiet(logger_name: str) -> Iterator[None]:
+def silence_logger(logger_name: str) -> Iterator[None]:
     """Keeps a library's remarks about odd files from the terminal; what matters arrives as an exception.
 
     Logs and warnings belong to the process: those of other threads are kept back as well while it lasts.
