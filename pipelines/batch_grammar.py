@@ -1,14 +1,14 @@
-"""Correct a file of texts, on this machine or on a Ray cluster; a killed job goes on where it stopped.
+"""Correct a file of texts, on this machine or on a Ray cluster; a killed job resumes.
 
     python -m pipelines.batch_grammar --input texts.jsonl --out corrected
     ray job submit --address http://127.0.0.1:8265 --working-dir . -- \
         python -m pipelines.batch_grammar --input texts.jsonl --out /data/corrected --replicas 2
 
-    python -m pipelines.batch_grammar --input manual/ --out corrected        # files of text, as corrected/files/...
+    python -m pipelines.batch_grammar --input manual/ --out corrected        # text files, corrected in corrected/files/
 
-Rows are `{"id": ..., "text": ...}`, with sampling parameters beside them if need be, or lines of an OpenAI batch file, whose one
-message is the text. Results hold the corrected text and the edits that lead to it, by characters of the text as it was.
-The last line on stdout is one JSON object with what was done.
+Rows are `{"id": ..., "text": ...}` with optional sampling parameters, or lines of an OpenAI batch file, whose only message is the
+text. Results hold the corrected text and its edits, as character spans of the original text. The last line on stdout is a
+summary in JSON.
 """
 
 from __future__ import annotations
@@ -20,54 +20,54 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from pipelines.batch import options
-from pipelines.batch.job import Job, check_places, fail, finish, judge
-from pipelines.batch.machines import Machines, Serving
+from pipelines.batch.backend import BackendSpec, Runtime
+from pipelines.batch.job import Job, check_paths, run_command
 from pipelines.batch.output import OutputFolder
-from pipelines.batch.records import Written, written_correction
+from pipelines.batch.records import RowResult, correction_result
 from pipelines.batch.rows import TEXTS, Row
 from pipelines.batch.summary import Summary
-from pipelines.batch.task import Asking, Task
-from pipelines.batch.texts import gathered, is_text, spread
+from pipelines.batch.task import Task
+from pipelines.batch.text_files import collect_texts, holds_texts, write_corrected_files
 from ragspec.cluster.topology import ClusterConfig
 from ragspec.config import PipelineConfig, load_settings
-from ragspec.errors import RagspecError
+from ragspec.core import SamplingParams
 from ragspec.rag.grammar.correction_request import DEFAULTS, Manuscript
 from ragspec.rag.grammar.edit_filters import CAREFUL, Guard
 from ragspec.rag.pipeline_stages import Named, Stages
 
-if TYPE_CHECKING:  # Why: seconds of imports that a job with nothing to do needs none of
+if TYPE_CHECKING:  # Why: these imports take seconds, and a job whose rows are all answered needs none of them
     from ragspec.rag.grammar.grammar import Correction
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
 class GrammarTask(Task):
-    """Texts are corrected; no index takes part."""
+    """Corrects texts; needs no index."""
 
-    form = TEXTS
-    rows = "texts"
-    sections = ("target", "engine.max_kv_tokens")
+    schema = TEXTS
+    row_noun = "texts"
+    config_sections = ("target", "engine.max_kv_tokens")
 
     def __init__(self, guard: Guard = CAREFUL) -> None:
         self._guard = guard
 
-    def pinned(self, config: PipelineConfig) -> AbstractContextManager[PipelineConfig]:
+    def pinned_config(self, config: PipelineConfig) -> AbstractContextManager[PipelineConfig]:
         without_index = config.retriever.model_copy(update={"index_dir": "", "pointer": ""})
         return nullcontext(config.model_copy(update={"retriever": without_index}))
 
-    def what_decides(self, config: PipelineConfig) -> dict[str, Any]:
+    def text_settings(self, config: PipelineConfig) -> dict[str, Any]:
         return {"task": "grammar", "max_edit_ratio": self._guard.max_edit_ratio, "ignore": sorted(self._guard.ignore)}
 
-    def stages(self, served: Serving) -> Stages:
+    def stages(self, runtime: Runtime) -> Stages:
         from ragspec.rag.grammar.grammar import Grammar
 
-        return Grammar(served.engine, served.prompts, max_in_flight=served.max_in_flight).stages()
+        return Grammar(runtime.engine, runtime.prompts, max_in_flight=runtime.max_in_flight).stages()
 
-    def asked(self, row: Row, asking: Asking) -> Named:
-        return Manuscript(row.id, row.text, asking.params(row), row.tenant, guard=self._guard)
+    def request(self, row: Row, params: SamplingParams, config: PipelineConfig) -> Named:
+        return Manuscript(row.id, row.text, params, row.tenant, guard=self._guard)
 
-    def written(self, result: Correction) -> Written:
-        return written_correction(result)
+    def row_result(self, finished: Correction) -> RowResult:
+        return correction_result(finished)
 
 
 @app.command()
@@ -81,7 +81,7 @@ def main(
         int | None,
         typer.Option(
             min=1,
-            help="Longest correction of one sentence, for rows that do not say.",
+            help="Longest correction of one sentence, for rows without a value of their own.",
             show_default=str(DEFAULTS.max_tokens),
         ),
     ] = None,
@@ -99,7 +99,7 @@ def main(
     address: options.Address = None,
     price_per_hour: options.PricePerHour = None,
 ) -> None:
-    """Correct every text of a file; wrong rows go to errors.jsonl with the reason, and the job goes on."""
+    """Correct every text of a file. Rows without a result go to errors.jsonl with the reason, and the job goes on."""
     overrides = {
         "target.model": target,
         "generation.seed": seed,
@@ -109,40 +109,32 @@ def main(
         "topology.replicas": replicas,
         "topology.tensor_parallel": tensor_parallel,
     }
-    try:
-        settings = with_own_length(load_settings(ClusterConfig, config, **overrides))
-        check_places(inputs, out)  # before anything is written into the output
-        texts = is_text(inputs)
-    except RagspecError as error:
-        fail(error)
-    machines = Machines(settings.topology, cluster, address)
-    job = Job(inputs, out, settings, settings.generation.seed or 0, resume, machines, price_per_hour)
-    task = GrammarTask(Guard(max_edit_ratio, frozenset(ignore or ())))
-    judge(of_files(job, task) if texts else finish(job, task), strict)
+    with options.exit_on_error():
+        settings = with_correction_length(load_settings(ClusterConfig, config, **overrides))
+        check_paths(inputs, out)  # before anything is written into the output
+        backend = BackendSpec(settings.topology, cluster, address)
+        job = Job(inputs, out, settings, settings.generation.seed or 0, resume, backend, price_per_hour)
+        task = GrammarTask(Guard(max_edit_ratio, frozenset(ignore or ())))
+        summary = correct_files(job, task) if holds_texts(inputs) else run_command(job, task)
+    if strict and summary.num_failed:
+        raise typer.Exit(1)
 
 
-def of_files(job: Job, task: GrammarTask) -> Summary:
-    """As `finish`, from texts as files to texts as files; nobody else changes the folder meanwhile. Raises: typer.Exit."""
-    try:
-        with OutputFolder(job.out) as folder:
-            rows = gathered(job.inputs, job.out, lambda what: say(f"left out: {what}"))
-            summary = finish(replace(job, inputs=rows), task, folder)
-            say(f"{spread(job.out)} files in {job.out / 'files'}")
-    except RagspecError as error:
-        fail(error)
+def correct_files(job: Job, task: GrammarTask) -> Summary:
+    """Like `run_command`, from text files to text files. Raises: RagspecError."""
+    with OutputFolder(job.out) as output:
+        rows = collect_texts(job.inputs, job.out, lambda reason: typer.echo(f"left out: {reason}", err=True))
+        summary = run_command(replace(job, inputs=rows), task, output)
+        typer.echo(f"{write_corrected_files(job.out)} files in {job.out / 'files'}", err=True)
     return summary
 
 
-def with_own_length(settings: ClusterConfig) -> ClusterConfig:
-    """Where nobody said how long a correction may be, it is as long as a correction of a sentence is by default."""
+def with_correction_length(settings: ClusterConfig) -> ClusterConfig:
+    """Without a setting by the user, `max_tokens` is the default length of a sentence's correction."""
     if "max_tokens" in settings.generation.model_fields_set:
         return settings
     generation = settings.generation.model_copy(update={"max_tokens": DEFAULTS.max_tokens})
     return settings.model_copy(update={"generation": generation})
-
-
-def say(what: str) -> None:
-    typer.echo(what, err=True)
 
 
 if __name__ == "__main__":

@@ -1,105 +1,128 @@
-"""The input of a batch job: files of rows, checked once from end to end, then read again in small pieces while they are answered.
+"""The input of a batch job: JSONL and Parquet files of rows, read twice.
 
-The first pass keeps ids and places, never texts, so that the job knows from the start how much there is to do, which rows are
-wrong and which came twice.
+The first pass checks every row, so that the job knows from the start how many rows there are and which of them are wrong. The
+second pass yields the rows to answer, as the engines take them. Neither pass keeps texts, only ids.
 
-    >>> for found in check_rows(find_inputs(Path("questions.jsonl")), Checks(QUESTIONS, defaults, seed, {})): ...
+    >>> rows = JobInput(find_inputs(Path("questions.jsonl")), QUESTIONS, defaults, seed, answered={})
+    >>> for bad in rows.check(): ...
+    >>> for location, row, params in rows.pending(): ...
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from pipelines.batch.rows import Form, Row, id_of, parse_line, parse_row
+from pipelines.batch.rows import Row, RowSchema, id_of, parse_line, parse_row
 from ragspec.core import SamplingParams
 from ragspec.errors import InputError
 
-ROWS_PER_SPAN = 8
-_MAX_SPAN = 2**20
-"""Bytes (or rows of a group) from a span's first row to its last: what was answered before may lie between them."""
 _SUFFIXES = (".jsonl", ".parquet")
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
-class Place(NamedTuple):
-    """Where a row stands: its file and its number in it, from 1 (for JSONL the line)."""
+class RowLocation(NamedTuple):
+    """A row's file and its number in the file, from 1 (for JSONL the line); 0 means the file as a whole."""
 
     path: str
     number: int
 
 
 class BadRow(NamedTuple):
-    """`record` is what could be read of it."""
+    """A row that cannot be answered; `record` is its value, None if it has none that can be read."""
 
-    place: Place
+    location: RowLocation
     code: str
     reason: str
     record: Any = None
 
 
-class RawRow(NamedTuple):
-    """`group` is the row group of a Parquet file, -1 for JSONL; [start, stop) are bytes of the file, or rows of the group."""
+class CheckedRow(NamedTuple):
+    """A row that can be answered, with its sampling parameters."""
 
-    place: Place
-    group: int
-    start: int
-    stop: int
-    read: Callable[[], Any]
+    location: RowLocation
+    row: Row
+    params: SamplingParams
 
 
-@dataclass
-class Span:
-    """Neighbouring rows that are read together. [start, stop) as in `RawRow`; `wanted` are the numbers to answer."""
+class JobInput:
+    """The rows of a job. After `check`, `num_pending` rows are to be answered, and `num_skipped` rows were answered before."""
 
-    path: str
-    group: int
-    start: int
-    stop: int
-    first: int
-    wanted: list[int] = field(default_factory=list)
+    def __init__(
+        self,
+        files: Sequence[Path],
+        schema: RowSchema,
+        defaults: SamplingParams,
+        job_seed: int,
+        answered: Mapping[str, str],
+    ) -> None:
+        """`answered` maps the ids of answered rows to the digests of those rows."""
+        self.num_pending = self.num_skipped = 0
+        self.ignored_columns: set[str] = set()
+        self._files, self._schema, self._answered = files, schema, answered
+        self._defaults, self._job_seed = defaults, job_seed
+        self._bad: set[RowLocation] = set()
 
+    def check(self) -> Iterator[BadRow]:
+        """The first pass: yields the wrong rows and counts the others."""
+        for found in self._rows():
+            if isinstance(found, BadRow):
+                self._bad.add(found.location)
+                yield found
+                continue
+            self.ignored_columns.update(found.row.ignored)
+            if found.row.id in self._answered:
+                self.num_skipped += 1
+            else:
+                self.num_pending += 1
 
-@dataclass
-class Checks:
-    """What a row is checked against, and what was seen so far. `done` maps answered ids to the digest of what was asked."""
+    def pending(self) -> Iterator[CheckedRow]:
+        """The second pass: yields the rows to answer. Raises: InputError if a file was changed since the first pass."""
+        left = self.num_pending
+        for found in self._rows() if left else ():
+            if isinstance(found, BadRow):
+                if found.location not in self._bad:
+                    raise InputError(f"{found.location.path} was changed while the job ran: {found.reason}")
+            elif found.row.id not in self._answered:
+                yield found
+                left -= 1
+                if not left:
+                    return
+        if left:
+            raise InputError(f"the input was changed while the job ran: {left} of its rows are gone")
 
-    form: Form
-    defaults: SamplingParams
-    job_seed: int
-    done: Mapping[str, str]
-    seen: set[str] = field(default_factory=set)
-    ignored: set[str] = field(default_factory=set)
-    num_skipped: int = 0
+    def _rows(self) -> Iterator[CheckedRow | BadRow]:
+        seen: set[str] = set()
+        for path in self._files:
+            try:
+                for number, read in _parquet_rows(path) if path.suffix == ".parquet" else _lines(path):
+                    yield self._checked(RowLocation(str(path), number), read, seen)
+            except (OSError, pa.ArrowException) as cause:
+                yield BadRow(RowLocation(str(path), 0), "unreadable_file", f"cannot read {path}: {cause}")
 
-    def wanted(self, record: Any) -> bool:
-        """Whether the row is still to be answered. Raises: RowError, InputError."""
-        row = parse_row(record, self.form)
-        if row.id in self.seen:
-            raise DuplicateId(f"the id {row.id!r} came before")
-        self.seen.add(row.id)
-        self.form.check(row, row.params(self.defaults, self.job_seed))
-        self.ignored.update(row.ignored)
-        if row.id not in self.done:
-            return True
-        if self.done[row.id] != row.digest:
-            raise RowChanged(f"the row {row.id!r} was answered before it was changed; answer it into an empty folder")
-        self.num_skipped += 1
-        return False
-
-
-class DuplicateId(InputError):
-    """An earlier row has the same id."""
-
-
-class RowChanged(InputError):
-    """The id was answered already, for another question or other parameters."""
+    def _checked(self, location: RowLocation, read: Callable[[], Any], seen: set[str]) -> CheckedRow | BadRow:
+        record = None
+        try:
+            record = read()
+            row = parse_row(record, self._schema)
+            if row.id in seen:
+                return BadRow(location, "duplicate_id", f"the id {row.id!r} came before", record)
+            seen.add(row.id)
+            params = row.params(self._defaults, self._job_seed)
+            self._schema.check(row, params)
+        except InputError as error:
+            if (row_id := id_of(record)) is not None:
+                seen.add(row_id)
+            return BadRow(location, "invalid_row", str(error), record)
+        if self._answered.get(row.id, row.digest) != row.digest:
+            reason = f"the row {row.id!r} was answered before it was changed; answer it into an empty folder"
+            return BadRow(location, "changed_row", reason, record)
+        return CheckedRow(location, row, params)
 
 
 def find_inputs(path: Path) -> list[Path]:
@@ -116,129 +139,28 @@ def find_inputs(path: Path) -> list[Path]:
     return files
 
 
-def check_rows(files: list[Path], checks: Checks) -> Iterator[Span | BadRow]:
-    """Every wrong row, and spans that hold every row still to be answered."""
-    for path in files:
-        span: Span | None = None
-        for found in _rows_or_error(path):
-            if isinstance(found, BadRow):
-                yield found
-                continue
-            bad = _check(found, checks)
-            if isinstance(bad, BadRow):
-                yield bad
-            elif bad:
-                if span is not None and _full(span, found):
-                    yield span
-                    span = None
-                span = _extended(span, found)
-        if span is not None:
-            yield span
-
-
-def read_span(span: Span, form: Form) -> list[tuple[Place, Row]]:
-    """The wanted rows. Raises: InputError if the file is no longer what was checked."""
-    try:
-        records = _span_of_parquet(span) if span.group >= 0 else _span_of_lines(span)
-        return [(Place(span.path, number), parse_row(records(number - span.first), form)) for number in span.wanted]
-    except (InputError, IndexError, OSError, pa.ArrowException) as cause:
-        raise InputError(f"{span.path} was changed while the job ran: {cause}") from cause
-
-
-def _rows_or_error(path: Path) -> Iterator[RawRow | BadRow]:
-    try:
-        yield from _parquet_rows(path) if path.suffix == ".parquet" else _lines(path)
-    except (OSError, pa.ArrowException) as cause:
-        yield BadRow(Place(str(path), 0), "unreadable_file", f"cannot read {path}: {cause}")
-
-
-def _check(found: RawRow, checks: Checks) -> bool | BadRow:
-    record = None
-    try:
-        record = found.read()
-        return checks.wanted(record)
-    except DuplicateId as error:
-        return BadRow(found.place, "duplicate_id", str(error), record)
-    except RowChanged as error:
-        return BadRow(found.place, "changed_row", str(error), record)
-    except InputError as error:
-        if (row_id := id_of(record)) is not None:
-            checks.seen.add(row_id)
-        return BadRow(found.place, "invalid_row", str(error), record)
-
-
-def _full(span: Span, found: RawRow) -> bool:
-    long = found.stop - span.start > _MAX_SPAN
-    return long or span.group != found.group or len(span.wanted) == ROWS_PER_SPAN
-
-
-def _extended(span: Span | None, found: RawRow) -> Span:
-    if span is None:
-        span = Span(found.place.path, found.group, found.start, found.stop, found.place.number)
-    span.stop = found.stop
-    span.wanted.append(found.place.number)
-    return span
-
-
-def _lines(path: Path) -> Iterator[RawRow]:
-    """Blank lines count and hold nothing."""
-    start = 0
+def _lines(path: Path) -> Iterator[tuple[int, Callable[[], Any]]]:
+    """Blank lines have a number, but are no rows."""
     with open(path, "rb") as file:
-        for number, raw in enumerate(file, 1):
-            stop = start + len(raw)
-            if _stripped(raw):
-                read = functools.partial(parse_line, _stripped(raw))
-                yield RawRow(Place(str(path), number), -1, start, stop, read)
-            start = stop
+        for number, line in enumerate(file, 1):
+            if text := line.removeprefix(_BYTE_ORDER_MARK).strip():
+                yield number, partial(parse_line, text)
 
 
-def _stripped(raw: bytes) -> bytes:
-    return raw.removeprefix(_BYTE_ORDER_MARK).strip()
-
-
-def _parquet_rows(path: Path) -> Iterator[RawRow]:
+def _parquet_rows(path: Path) -> Iterator[tuple[int, Callable[[], Any]]]:
+    """Why one row group at a time: a damaged group costs no rows of the groups before it."""
     number = 0
     with pq.ParquetFile(path) as file:
         for group in range(file.num_row_groups):
-            in_group = 0
             for batch in file.iter_batches(row_groups=[group]):
                 for i in range(batch.num_rows):
-                    number, in_group = number + 1, in_group + 1
-                    read = functools.partial(_record, batch, i)
-                    yield RawRow(Place(str(path), number), group, in_group - 1, in_group, read)
+                    number += 1
+                    yield number, partial(_record, batch, i)
 
 
-def _record(table: pa.RecordBatch | pa.Table, i: int) -> Any:
-    """Raises: InputError for a cell that is not what its column says, such as text that is no UTF-8."""
+def _record(batch: pa.RecordBatch, i: int) -> Any:
+    """Raises: InputError for a cell that is not of its column's type, such as text that is no UTF-8."""
     try:
-        return table.slice(i, 1).to_pylist()[0]
+        return batch.slice(i, 1).to_pylist()[0]
     except (ValueError, pa.ArrowException) as cause:
         raise InputError(f"the row cannot be read: {cause}") from cause
-
-
-def _span_of_lines(span: Span) -> Callable[[int], Any]:
-    with open(span.path, "rb") as file:
-        file.seek(span.start)
-        lines = file.read(span.stop - span.start).split(b"\n")
-    return lambda i: parse_line(_stripped(lines[i]))
-
-
-def _span_of_parquet(span: Span) -> Callable[[int], Any]:
-    table, error = _row_group(span.path, span.group)
-    if error is not None and span.stop > table.num_rows:
-        raise error
-    part = table.slice(span.start, span.stop - span.start)
-    return lambda i: _record(part, i)
-
-
-@functools.lru_cache(maxsize=2)
-def _row_group(path: str, group: int) -> tuple[pa.Table, Exception | None]:
-    """Its rows, up to where it is damaged, and how. Why kept: spans of one group follow each other, and each read unpacks all."""
-    batches: list[pa.RecordBatch] = []
-    error: Exception | None = None
-    with pq.ParquetFile(path) as file:
-        try:
-            batches.extend(file.iter_batches(row_groups=[group]))
-        except (OSError, pa.ArrowException) as cause:
-            error = cause
-        return pa.Table.from_batches(batches, file.schema_arrow), error

@@ -1,11 +1,16 @@
-"""Options that every batch job has, as typer reads them, and the job they name."""
+"""What the commands of batch jobs share: options, and errors in one line."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
 import typer
+
+from ragspec.cli.terminal import one_line, print_error
+from ragspec.errors import RagspecError
 
 COST_HELP = (
     "What one machine costs an hour, in any currency. Cost of 1,000 rows = machines x seconds of the whole run / 3600 x price "
@@ -21,11 +26,11 @@ Inputs = Annotated[
 Out = Annotated[Path, typer.Option(help="The folder of the results; in a submitted job an absolute path.")]
 Config = Annotated[Path | None, typer.Option(help="A YAML configuration, with a `topology` if need be; options win.")]
 Target = Annotated[str | None, typer.Option(help="The model that writes: a folder or a Hugging Face name.")]
-Seed = Annotated[int | None, typer.Option(help="Rows get seeds made from this and their ids.")]
-Temperature = Annotated[float | None, typer.Option(help="For rows that do not say.")]
-TopP = Annotated[float | None, typer.Option(help="For rows that do not say.")]
+Seed = Annotated[int | None, typer.Option(help="A row's seed is a hash of this and its id.")]
+Temperature = Annotated[float | None, typer.Option(help="For rows without a value of their own.")]
+TopP = Annotated[float | None, typer.Option(help="For rows without a value of their own.")]
 Replicas = Annotated[
-    int | None, typer.Option("--replicas", "--engines", min=1, help="Engines beside each other.", show_default="1")
+    int | None, typer.Option("--replicas", "--engines", min=1, help="Number of engines.", show_default="1")
 ]
 TensorParallel = Annotated[
     int | None, typer.Option(min=1, help="Processes that share a target: 1, 2 or 4.", show_default="1")
@@ -33,13 +38,22 @@ TensorParallel = Annotated[
 Shards = Annotated[int | None, typer.Option(min=1, help="Processes that the index is spread over.", show_default="1")]
 Cluster = Annotated[
     str,
-    typer.Option(
-        help="A deployment that is up (`ragspec cluster up`), instead of one of its own; it decides target and index."
-    ),
+    typer.Option(help="A running deployment (`ragspec cluster up`) to use; the deployment decides target and index."),
 ]
 Address = Annotated[
-    str | None, typer.Option(help="A Ray cluster; default RAY_ADDRESS, else one of its own if it takes one.")
+    str | None,
+    typer.Option(help="A Ray cluster's address; default RAY_ADDRESS, else the job starts Ray if it needs Ray."),
 ]
-Resume = Annotated[bool, typer.Option(help="Keep the results in the folder, and add those that miss.")]
+Resume = Annotated[bool, typer.Option(help="Keep the results in the folder, and add the missing ones.")]
 Strict = Annotated[bool, typer.Option(help="Exit with 1 if any row has no result.")]
 PricePerHour = Annotated[float | None, typer.Option(min=0.0, help=COST_HELP)]
+
+
+@contextmanager
+def exit_on_error() -> Iterator[None]:
+    """Prints an error in one line on stderr, without a traceback. Raises: typer.Exit."""
+    try:
+        yield
+    except RagspecError as error:
+        print_error(one_line(error))
+        raise typer.Exit(1) from error

@@ -1,100 +1,95 @@
-"""The folder of a batch job: what is finished stays, whatever happens.
+"""The folder of a batch job's results; a finished row stays in it, whatever happens.
 
-    job.json                what decides the texts; a folder is never continued with something else
-    answers-00000.jsonl     finished parts, never touched again
-    answers-00001.jsonl.part  the part being written; every line that ends in a newline counts
-    errors.jsonl            the rows without an answer and why, of the last run that reached its end
-    .lock                   held while a job runs
+    job.json                  the settings that decide the texts; a folder is never continued with other settings
+    answers-00000.jsonl       finished parts; never changed again
+    answers-00001.jsonl.part  the part that is being written; every line that ends in a newline counts
+    errors.jsonl              rows without an answer, with the reasons; of the last run that reached its end
+    .lock                     held while a job runs
 
-One process writes. A line is on the disk before it is counted; parts and errors get their names by rename.
+One process writes. A line is on the disk before it is counted; parts and errors get their final names by rename.
 """
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
-from ragspec.disk import fsync, write_atomically
-from ragspec.errors import ConfigError, SaveError, StoreCorrupt
+from ragspec.disk import fsync, saving, write_atomically, writer_lock
+from ragspec.errors import ConfigError, IndexBusy, SaveError, StoreCorrupt
 
 FORMAT = "ragspec-batch/1"
 ROWS_PER_PART = 10_000
-_ERRORS = "errors.jsonl"
 
 
 class JsonLines:
-    """A growing file of JSON lines. `append` returns when the lines are on the disk; a failed one leaves no trace."""
+    """A growing file of JSON lines."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        with _saving(path):
+        with saving(path):
             self._file = open(path, "ab", buffering=0)  # noqa: SIM115 - closed by close()
 
     def append(self, lines: Sequence[str]) -> None:
-        """Raises: SaveError; what was appended before stays."""
+        """Returns when the lines are on the disk. Raises: SaveError; then none of them is in the file."""
         size = os.fstat(self._file.fileno()).st_size
+        data = "".join(f"{line}\n" for line in lines).encode()
         try:
-            with _saving(self._path):
-                _write_all(self._file.fileno(), "".join(f"{line}\n" for line in lines).encode())
+            with saving(self._path):
+                while data:
+                    data = data[os.write(self._file.fileno(), data) :]
                 os.fsync(self._file.fileno())
-        except SaveError:
+        except SaveError as error:
             os.ftruncate(self._file.fileno(), size)
-            raise
+            raise SaveError(f"{error}; what was finished is kept") from error
 
     def close(self, final: Path | None = None) -> None:
-        """Give the file its final name, if there is one. Raises: SaveError."""
+        """`final`: the name that the file gets. Raises: SaveError."""
         self._file.close()
         if final is not None:
             _rename(self._path, final)
 
 
-class OutputFolder:
+class OutputFolder(contextlib.AbstractContextManager["OutputFolder"]):
     """The answers and errors of one job; holds the folder's lock until it is closed."""
 
     def __init__(self, folder: Path, rows_per_part: int = ROWS_PER_PART) -> None:
         """Raises: SaveError, ConfigError when another job writes there."""
         self.folder = folder
-        self._rows_per_part = rows_per_part
+        self._rows_per_part, self._rows_in_part = rows_per_part, 0
         self._part: JsonLines | None = None
-        self._rows_in_part = 0
         self._errors: JsonLines | None = None
-        with _saving(folder):
-            folder.mkdir(parents=True, exist_ok=True)
-            self._lock = open(folder / ".lock", "wb")  # noqa: SIM115 - closed by close()
+        self._lock = contextlib.ExitStack()
         try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as cause:
-            self._lock.close()
-            if isinstance(cause, BlockingIOError):
-                raise ConfigError(f"another job writes to {folder}") from cause
-            raise SaveError(f"cannot lock {folder}: {cause.strerror or cause}") from cause
+            with saving(folder):
+                folder.mkdir(parents=True, exist_ok=True)
+                self._lock.enter_context(writer_lock(folder))
+        except IndexBusy as cause:
+            raise ConfigError(f"another job writes to {folder}") from cause
 
     def open_job(self, settings: Mapping[str, Any], resume: bool) -> None:
-        """Continue the folder's job, or begin one; without `resume`, what the folder holds is removed.
+        """Continue the folder's job, or begin one; without `resume`, the folder's results are removed.
 
         Raises: ConfigError when the folder's job has other settings, StoreCorrupt, SaveError.
         """
-        path = self.folder / "job.json"
+        path, errors = self.folder / "job.json", self.folder / "errors.jsonl.part"
+        settings = {"format": FORMAT, **settings}
         if not resume:
             self._remove()
         if path.exists():
-            _check_same(_load(path), {"format": FORMAT, **settings}, self.folder)
+            _check_same(_parsed(path.read_bytes(), str(path)), settings, self.folder)
         elif self._finished_parts() or self._open_parts():
             raise StoreCorrupt(f"{self.folder} holds answers, but no job.json says how they were made")
-        else:
-            with _saving(path):
-                write_atomically(path, json.dumps({"format": FORMAT, **settings}, indent=2) + "\n")
+        with saving(self.folder):
+            if not path.exists():
+                write_atomically(path, json.dumps(settings, indent=2) + "\n")
                 fsync(self.folder)
-        for part in self._open_parts():
-            _cut_torn_line(part)
-            _rename(part, part.with_suffix(""))
-        errors = self.folder / f"{_ERRORS}.part"
-        with _saving(errors):
+            for part in self._open_parts():
+                _cut_torn_line(part)
+                _rename(part, part.with_suffix(""))
             errors.unlink(missing_ok=True)  # Why: rows that failed are tried again
         self._errors = JsonLines(errors)
 
@@ -108,12 +103,13 @@ class OutputFolder:
     def append(self, lines: Sequence[str]) -> None:
         """Record finished rows. Raises: SaveError."""
         if self._part is None:
-            self._part_path = self.folder / f"answers-{self._next_part():05d}.jsonl.part"
+            number = max((int(path.stem.removeprefix("answers-")) for path in self._finished_parts()), default=-1) + 1
+            self._part_path = self.folder / f"answers-{number:05d}.jsonl.part"
             self._part, self._rows_in_part = JsonLines(self._part_path), 0
         self._part.append(lines)
         self._rows_in_part += len(lines)
         if self._rows_in_part >= self._rows_per_part:
-            self._seal()
+            self._finish_part()
 
     def append_errors(self, lines: Sequence[str]) -> None:
         """Raises: SaveError."""
@@ -124,23 +120,19 @@ class OutputFolder:
         """The run has reached its end: its errors replace those of the run before. Raises: SaveError."""
         errors, self._errors = self._errors, None
         if errors is not None:
-            errors.close(self.folder / _ERRORS)
+            errors.close(self.folder / "errors.jsonl")
 
     def close(self) -> None:
-        try:
-            self._seal()
-        finally:
+        """Finishes the open part and releases the lock. Raises: SaveError."""
+        with self._lock:
             if self._errors is not None:
                 self._errors.close()
-            self._lock.close()
-
-    def __enter__(self) -> Self:
-        return self
+            self._finish_part()
 
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _seal(self) -> None:
+    def _finish_part(self) -> None:
         if self._part is not None:
             part, self._part = self._part, None
             part.close(self._part_path.with_suffix(""))
@@ -151,14 +143,12 @@ class OutputFolder:
     def _open_parts(self) -> list[Path]:
         return sorted(self.folder.glob("answers-*.jsonl.part"))
 
-    def _next_part(self) -> int:
-        parts = self._finished_parts()
-        return int(parts[-1].stem.removeprefix("answers-")) + 1 if parts else 0
-
     def _remove(self) -> None:
-        with _saving(self.folder):
-            for path in [*self._finished_parts(), *self._open_parts(), self.folder / _ERRORS, self.folder / "job.json"]:
-                path.unlink(missing_ok=True)
+        with saving(self.folder):
+            for path in [*self._finished_parts(), *self._open_parts()]:
+                path.unlink()
+            for name in ("errors.jsonl", "job.json"):  # job.json last: it says how the answers were made
+                (self.folder / name).unlink(missing_ok=True)
 
 
 def _check_same(old: Any, new: Mapping[str, Any], folder: Path) -> None:
@@ -172,10 +162,6 @@ def _check_same(old: Any, new: Mapping[str, Any], folder: Path) -> None:
             )
 
 
-def _load(path: Path) -> Any:
-    return _parsed(path.read_bytes(), str(path))
-
-
 def _parsed(text: bytes, where: str) -> Any:
     try:
         return json.loads(text)
@@ -185,26 +171,12 @@ def _parsed(text: bytes, where: str) -> Any:
 
 def _cut_torn_line(path: Path) -> None:
     """Why: a process that is killed may leave the beginning of a line behind."""
-    with _saving(path), open(path, "rb+") as file:
-        content = file.read()
-        file.truncate(content.rfind(b"\n") + 1)
+    with open(path, "rb+") as file:
+        file.truncate(file.read().rfind(b"\n") + 1)
         os.fsync(file.fileno())
 
 
 def _rename(part: Path, final: Path) -> None:
-    with _saving(final):
+    with saving(final):
         os.replace(part, final)
         fsync(final.parent)
-
-
-def _write_all(file: int, data: bytes) -> None:
-    while data:
-        data = data[os.write(file, data) :]
-
-
-@contextlib.contextmanager
-def _saving(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as cause:
-        raise SaveError(f"cannot write {path}: {cause.strerror or cause}; what was finished is kept") from cause

@@ -1,7 +1,7 @@
-"""Lines of a batch job's output: answers and errors, each in the form its row came in.
+"""Lines of a batch job's output: answers and errors, each in the form of its row.
 
-Pure functions from what was written, or a reason, to a value that `json` writes. The OpenAI form is that of a batch's output
-file; what it has no place for stands under `ragspec` in the body.
+Pure functions from a result, or the reason of an error, to a value that `json` writes. A row of an OpenAI batch file gets a line
+of an OpenAI output file; fields that OpenAI does not have stand under `ragspec` in the body.
 """
 
 from __future__ import annotations
@@ -12,20 +12,18 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from pipelines.batch.input import Place
+from pipelines.batch.input import RowLocation
 from pipelines.batch.rows import Row, id_of
-from ragspec.core import FinishReason, GenerationStats, TokenLogprob
+from ragspec.core import FinishReason, GenerationStats
 from ragspec.rag.answer import Answer
 from ragspec.rag.openai_fields import usage
 
-if TYPE_CHECKING:  # Why: seconds of imports that a job with nothing to do needs none of
+if TYPE_CHECKING:  # Why: these imports take seconds, and a job whose rows are all answered needs none of them
     from ragspec.rag.grammar.grammar import Correction
 
-_SERVER_CODES = {"engine_error": 500}
 
-
-class Written(NamedTuple):
-    """What a job wrote for a row. `plain` stands beside the id where `text` would in the OpenAI form; `details` in both."""
+class RowResult(NamedTuple):
+    """The result of a row. The plain form has the fields of `plain`, the OpenAI form has `text`; both have `details`."""
 
     text: str
     finish_reason: FinishReason
@@ -34,7 +32,7 @@ class Written(NamedTuple):
     details: Mapping[str, Any]
 
 
-def written_answer(answer: Answer) -> Written:
+def answer_result(answer: Answer) -> RowResult:
     times = {"retrieve_s": answer.stats.retrieve_s, "prompt_s": answer.stats.prompt_s}
     details = {
         "citations": [asdict(citation) for citation in answer.citations],
@@ -42,13 +40,14 @@ def written_answer(answer: Answer) -> Written:
         "dropped_passages": [passage.id for passage in answer.dropped_passages],
         "index_generation": answer.stats.index_generation,
         "stats": _stats(answer.stats.generation) | times,
-        **_logprobs(answer.logprobs),
     }
+    if answer.logprobs:
+        details["logprobs"] = [asdict(logprob) for logprob in answer.logprobs]
     plain = {"question": answer.question, "answer": answer.text}
-    return Written(answer.text, answer.finish_reason, answer.stats.generation, plain, details)
+    return RowResult(answer.text, answer.finish_reason, answer.stats.generation, plain, details)
 
 
-def written_correction(correction: Correction) -> Written:
+def correction_result(correction: Correction) -> RowResult:
     details = {
         "edits": [asdict(edit) for edit in correction.edits],
         "withheld": [{**asdict(each.edit), "withheld": each.reason} for each in correction.withheld],
@@ -56,61 +55,62 @@ def written_correction(correction: Correction) -> Written:
         "stats": _stats(correction.stats) | {"prompt_s": correction.prompt_s},
     }
     plain = {"text": correction.text, "corrected": correction.corrected}
-    return Written(correction.corrected, correction.finish_reason, correction.stats, plain, details)
+    return RowResult(correction.corrected, correction.finish_reason, correction.stats, plain, details)
 
 
-def output_record(row: Row, written: Written, model: str, created: int) -> dict[str, Any]:
+def output_record(row: Row, result: RowResult, model: str, created: int) -> dict[str, Any]:
     """`created` is in seconds since 1970."""
-    details = {**written.details, "seed": written.stats.seed, "row_digest": row.digest}
+    details = {**result.details, "seed": result.stats.seed, "row_digest": row.digest}
     if row.openai:
-        return _envelope(row.id, 200, _completion(row, written, model, created) | {"ragspec": details})
+        return _envelope(row.id, 200, _completion(row, result, model, created) | {"ragspec": details})
     return {
         "id": row.id,
-        **written.plain,
-        "finish_reason": written.finish_reason.value,
-        "system_fingerprint": written.stats.system_fingerprint,
+        **result.plain,
+        "finish_reason": result.finish_reason.value,
+        "system_fingerprint": result.stats.system_fingerprint,
         **details,
     }
 
 
-def error_record(place: Place, code: str, reason: str, record: Any) -> dict[str, Any]:
-    """The place is given too, since a row that cannot be read has no id."""
-    where = {"source": Path(place.path).name, "row": place.number}
+def error_record(location: RowLocation, code: str, reason: str, record: Any) -> dict[str, Any]:
+    """Why with the location: a row that cannot be read has no id."""
+    where = {"source": Path(location.path).name, "row": location.number}
     row_id = id_of(record)
     if row_id is not None and "custom_id" in record:
-        status = _SERVER_CODES.get(code, 400)
-        kind = "invalid_request_error" if status == 400 else "server_error"
+        status, kind = (500, "server_error") if code == "engine_error" else (400, "invalid_request_error")
         body = {"error": {"message": reason, "type": kind, "param": None, "code": code}}
         return _envelope(row_id, status, body) | where
     return {"id": row_id, **where, "code": code, "reason": reason}
 
 
-def recorded_id(record: dict[str, Any]) -> str:
-    return str(record["custom_id"] if "custom_id" in record else record["id"])
+class RecordedRow(NamedTuple):
+    """A row of the output. `fingerprint` is empty if the row needed no target: its text holds no sentence to correct."""
+
+    id: str
+    digest: str
+    fingerprint: str
 
 
-def recorded_digest(record: dict[str, Any]) -> str:
-    extra = record["response"]["body"]["ragspec"] if "custom_id" in record else record
-    return str(extra["row_digest"])
+def recorded_row(record: dict[str, Any]) -> RecordedRow:
+    """The inverse of `output_record`, as far as a job needs it to resume."""
+    openai = "custom_id" in record
+    body = record["response"]["body"] if openai else record
+    details = body["ragspec"] if openai else body
+    return RecordedRow(
+        str(record["custom_id" if openai else "id"]), str(details["row_digest"]), str(body["system_fingerprint"])
+    )
 
 
-def recorded_fingerprint(record: dict[str, Any]) -> str:
-    """Empty if the target was not asked: there was nothing to correct."""
-    answer = record["response"]["body"] if "custom_id" in record else record
-    return str(answer["system_fingerprint"])
-
-
-def _completion(row: Row, written: Written, model: str, created: int) -> dict[str, Any]:
-    stats = written.stats
-    message = {"role": "assistant", "content": written.text, "refusal": None}
+def _completion(row: Row, result: RowResult, model: str, created: int) -> dict[str, Any]:
+    message = {"role": "assistant", "content": result.text, "refusal": None}
     return {
         "id": f"chatcmpl-{_short_hash(row.id)}",
         "object": "chat.completion",
         "created": created,
         "model": model,
-        "choices": [{"index": 0, "message": message, "logprobs": None, "finish_reason": written.finish_reason.value}],
-        "usage": usage([stats]),
-        "system_fingerprint": stats.system_fingerprint,
+        "choices": [{"index": 0, "message": message, "logprobs": None, "finish_reason": result.finish_reason.value}],
+        "usage": usage([result.stats]),
+        "system_fingerprint": result.stats.system_fingerprint,
     }
 
 
@@ -118,10 +118,6 @@ def _stats(stats: GenerationStats) -> dict[str, Any]:
     plain = asdict(stats)
     del plain["seed"], plain["system_fingerprint"]
     return plain | {"acceptance_length": stats.acceptance_length}
-
-
-def _logprobs(logprobs: tuple[TokenLogprob, ...]) -> dict[str, Any]:
-    return {"logprobs": [asdict(logprob) for logprob in logprobs]} if logprobs else {}
 
 
 def _envelope(row_id: str, status_code: int, body: dict[str, Any]) -> dict[str, Any]:

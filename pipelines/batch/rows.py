@@ -1,7 +1,7 @@
-"""One row of a batch job: what a user may write, checked.
+"""One row of a batch job: parsing and validation.
 
-Two forms, told apart row by row: `{"id": ..., "question": ...}` (or `"text"`, where texts are corrected) with sampling parameters
-beside them, and a line of an OpenAI batch file. Pure functions; nothing here reads a file.
+A row is `{"id": ..., "question": ...}` (or `"text"`, if the job corrects texts) with optional sampling parameters, or a line of
+an OpenAI batch file. Both may stand in one file. Pure functions; this module reads no file.
 
     >>> parse_row({"id": 7, "question": "When did it rain?", "temperature": 0.5}, QUESTIONS).overrides
     {'temperature': 0.5}
@@ -29,8 +29,8 @@ _BODY_IGNORED = IGNORED | {"model", "messages"}
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A question, or a text to correct, with its identity. `overrides` are the sampling parameters that the row itself gives;
-    `tenant` and `filter` say which documents may answer it.
+    """A question, or a text to correct. `overrides` are the row's own sampling parameters, `ignored` its unknown columns;
+    `tenant` and `filter` restrict the documents that may answer the row.
     """
 
     id: str
@@ -43,32 +43,34 @@ class Row:
 
     @property
     def digest(self) -> str:
-        """Names what was asked, whatever the row's place or form."""
+        """A hash of the request, independent of the row's location and form."""
         scope = [self.tenant, self.filter] if self.tenant or self.filter else []
-        asked = json.dumps([self.text, self.overrides, *scope], sort_keys=True, default=str)
-        return hashlib.sha256(asked.encode()).hexdigest()[:16]
+        request = json.dumps([self.text, self.overrides, *scope], sort_keys=True, default=str)
+        return hashlib.sha256(request.encode()).hexdigest()[:16]
 
     def params(self, defaults: SamplingParams, job_seed: int) -> SamplingParams:
-        """The job's parameters under the row's own; the seed depends on the job and the id only. Raises: InputError."""
-        seed = {"seed": row_seed(job_seed, self.id)}
-        params = replace(defaults, **(seed | dict(self.overrides)))
+        """The job's parameters, overridden by the row's own. The default seed is a hash of the job's seed and the row's id.
+
+        Raises: InputError.
+        """
+        params = replace(defaults, **{"seed": row_seed(job_seed, self.id), **self.overrides})
         if params.n != 1:
             raise InputError(f"n must be 1 in a batch job, not {params.n}: write one row for each answer")
         return params
 
 
-class Form(NamedTuple):
-    """What the rows of a job are: the column of their text, the columns that say what it may be answered from, and what else of a
-    row and its parameters is refused (`check` raises InputError).
+class RowSchema(NamedTuple):
+    """The columns of a job's rows. `text_column` holds the text; `scope_columns` restrict the documents. `check` raises
+    InputError for a row or parameters that the job cannot take.
     """
 
-    column: str
-    scope: frozenset[str]
+    text_column: str
+    scope_columns: frozenset[str]
     check: Callable[[Row, SamplingParams], object]
 
 
-QUESTIONS = Form("question", frozenset({"tenant", "filter"}), lambda row, params: None)
-TEXTS = Form("text", frozenset({"tenant"}), lambda row, params: Manuscript(row.id, row.text, params))
+QUESTIONS = RowSchema("question", frozenset({"tenant", "filter"}), lambda row, params: None)
+TEXTS = RowSchema("text", frozenset({"tenant"}), lambda row, params: Manuscript(row.id, row.text, params))
 
 
 def parse_line(raw: bytes) -> Any:
@@ -82,14 +84,14 @@ def parse_line(raw: bytes) -> Any:
 
 
 def id_of(record: Any) -> str | None:
-    """The identity of a record that may be wrong otherwise; None if it has none."""
+    """The id of a record, which may be invalid otherwise; None if there is no id."""
     value = record.get("custom_id", record.get("id")) if isinstance(record, dict) else None
     if isinstance(value, bool) or not isinstance(value, str | int):
         return None
     return str(value)
 
 
-def parse_row(record: Any, form: Form) -> Row:
+def parse_row(record: Any, schema: RowSchema) -> Row:
     """Raises: InputError with the reason."""
     if not isinstance(record, dict):
         raise InputError(f"a row must be a JSON object, not {type(record).__name__}")
@@ -98,27 +100,27 @@ def parse_row(record: Any, form: Form) -> Row:
     if row_id is None:
         raise InputError("a row needs an id, a string or an integer")
     check_text(row_id, "the id")
-    return _openai_row(row_id, given, form) if "custom_id" in given else _plain_row(row_id, given, form)
+    return _openai_row(row_id, given, schema) if "custom_id" in given else _plain_row(row_id, given, schema)
 
 
-def _plain_row(row_id: str, given: dict[str, Any], form: Form) -> Row:
-    if form.column not in given:
-        raise InputError(f"the row has no {form.column}")
-    text = check_text(given[form.column], f"the {form.column}")
+def _plain_row(row_id: str, given: dict[str, Any], schema: RowSchema) -> Row:
+    if schema.text_column not in given:
+        raise InputError(f"the row has no {schema.text_column}")
+    text = check_text(given[schema.text_column], f"the {schema.text_column}")
     overrides = {name: parameter(name, value) for name, value in given.items() if name in _PARAMETERS}
-    ignored = tuple(sorted(given.keys() - _PARAMETERS - form.scope - {"id", form.column}))
-    return Row(row_id, text, overrides, ignored=ignored, **_scope(given, form))
+    ignored = tuple(sorted(given.keys() - _PARAMETERS - schema.scope_columns - {"id", schema.text_column}))
+    return Row(row_id, text, overrides, ignored=ignored, **_scope(given, schema))
 
 
-def _scope(given: Mapping[str, Any], form: Form) -> dict[str, Any]:
+def _scope(given: Mapping[str, Any], schema: RowSchema) -> dict[str, Any]:
     tenant = given.get("tenant", "")
     if not isinstance(tenant, str):
         raise InputError(f"the tenant must be a string, not {tenant!r}")
-    return {"tenant": tenant, "filter": _filter(given.get("filter")) if "filter" in form.scope else None}
+    return {"tenant": tenant, "filter": _filter(given.get("filter")) if "filter" in schema.scope_columns else None}
 
 
 def _filter(value: Any) -> Mapping[str, Any] | None:
-    """A filter as an object or, since a table has no such column, as JSON in a string. Raises: InputError."""
+    """Why also JSON in a string: a Parquet column cannot hold filters of different shapes. Raises: InputError."""
     if value is None:
         return None
     if isinstance(value, str):
@@ -127,7 +129,7 @@ def _filter(value: Any) -> Mapping[str, Any] | None:
     return value  # type: ignore[no-any-return]
 
 
-def _openai_row(row_id: str, given: dict[str, Any], form: Form) -> Row:
+def _openai_row(row_id: str, given: dict[str, Any], schema: RowSchema) -> Row:
     if given.get("method", "POST") != "POST" or given.get("url", _CHAT_URL) != _CHAT_URL:
         raise InputError(f"only POST {_CHAT_URL} is served, not {given.get('method')} {given.get('url')}")
     body = given.get("body")
@@ -137,14 +139,14 @@ def _openai_row(row_id: str, given: dict[str, Any], form: Form) -> Row:
     unknown = sorted(body.keys() - SAMPLING.keys() - _BODY_IGNORED)
     if unknown:
         raise InputError(f"the body's parameter {unknown[0]!r} is not supported")
-    text = check_text(_only_message(body.get("messages")), f"the {form.column}")
-    return Row(row_id, text, sampling(body), openai=True, **_scope(given, form))
+    text = check_text(_only_message(body.get("messages")), f"the {schema.text_column}")
+    return Row(row_id, text, sampling(body), openai=True, **_scope(given, schema))
 
 
 def _only_message(messages: Any) -> str:
-    """Why one message only: a system message or a history left out in silence would change what was asked."""
+    """Why one message only: dropping a system message or a history silently would change the request."""
     if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages) or not messages:
         raise InputError("messages must be a list of messages")
     if len(messages) > 1 or messages[0].get("role") != "user":
-        raise InputError("messages must hold one message of the user: this job takes single ones")
+        raise InputError("messages must hold one message of the user: a batch job has no chat history")
     return content_text(messages[0].get("content"))

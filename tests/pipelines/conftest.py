@@ -11,8 +11,8 @@ import yaml
 from batch_files import SEED
 from tiny_target import SENTENCES, save_model
 
-from pipelines.batch import machines as batch_machines
-from pipelines.batch.machines import Machines, Serving, used
+from pipelines.batch import backend as batch_backend
+from pipelines.batch.backend import BackendSpec, Runtime, open_backend
 from ragspec.config import EncoderConfig, PipelineConfig, load_config
 from ragspec.core import Document
 
@@ -38,20 +38,20 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def served(place: Path) -> Iterator[Serving]:
+def served(place: Path) -> Iterator[Runtime]:
     """What a job of `place` loads, loaded once."""
     config = load_config(place / "config.yaml")
-    with used(Machines(address="local"), config) as machines, machines.serving(config) as served:
+    with open_backend(BackendSpec(address="local"), config) as backend, backend.load(config) as served:
         yield served
 
 
 @pytest.fixture
-def loaded(served: Serving, monkeypatch: pytest.MonkeyPatch) -> Serving:
+def loaded(served: Runtime, monkeypatch: pytest.MonkeyPatch) -> Runtime:
     """Jobs in this process find everything loaded already."""
 
     @contextlib.contextmanager
-    def serving(machines: object, config: PipelineConfig) -> Iterator[Serving]:
+    def load(config: PipelineConfig) -> Iterator[Runtime]:
         yield served
 
-    monkeypatch.setattr(batch_machines._ThisProcess, "serving", serving)
+    monkeypatch.setattr(batch_backend, "_load_in_process", load)
     return served

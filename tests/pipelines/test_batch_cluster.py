@@ -18,8 +18,8 @@ import pytest
 from batch_files import ASKED, SEED, read_lines, texts_of, uneven_rows, write_lines
 from job_processes import alive, children, wait_for
 
-from pipelines.batch.job import Job, run
-from pipelines.batch.machines import Machines
+from pipelines.batch.backend import BackendSpec
+from pipelines.batch.job import Job, run_job
 from pipelines.batch_rag import RagTask
 from ragspec.config import load_config
 
@@ -33,7 +33,7 @@ def straight(place: Path) -> dict[str, str]:
     """Rows answered in one process, without interruption."""
     inputs = write_lines(place / "many.jsonl", uneven_rows(NUM_ROWS))
     config = load_config(place / "config.yaml")
-    run(Job(inputs, place / "many", config, SEED, machines=Machines(address="local")), RagTask())
+    run_job(Job(inputs, place / "many", config, SEED, backend=BackendSpec(address="local")), RagTask())
     return texts_of(place / "many")
 
 

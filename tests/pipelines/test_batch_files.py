@@ -12,9 +12,9 @@ import pyarrow.parquet as pq
 import pytest
 from batch_files import CHAT, SEED, answers_of, chat_row, plain_rows, read_lines, write_lines
 
-from pipelines.batch.input import BadRow, Checks, Span, check_rows, find_inputs, read_span
+from pipelines.batch.input import BadRow, JobInput, find_inputs
 from pipelines.batch.output import JsonLines, OutputFolder
-from pipelines.batch.rows import QUESTIONS, TEXTS, parse_row
+from pipelines.batch.rows import QUESTIONS, TEXTS, Row, parse_row
 from ragspec.core import SamplingParams
 from ragspec.errors import ConfigError, InputError, SaveError, StoreCorrupt
 from ragspec.numerics.noise import row_seed
@@ -93,8 +93,12 @@ def test_texts_to_correct_have_rows_of_their_own() -> None:
     with pytest.raises(InputError, match="the row has no text"):
         parse_row({"id": "a", "question": "He go."}, TEXTS)
     with pytest.raises(InputError, match="stop"):
-        wanted = Checks(TEXTS, SamplingParams(), SEED, {}).wanted
-        wanted({"id": "a", "text": "He go.", "stop": "o"})
+        TEXTS.check(*with_params({"id": "a", "text": "He go.", "stop": "o"}))
+
+
+def with_params(record: dict[str, Any]) -> tuple[Row, SamplingParams]:
+    row = parse_row(record, TEXTS)
+    return row, row.params(SamplingParams(), SEED)
 
 
 def test_the_seed_of_a_row_depends_on_the_job_and_its_id_only() -> None:
@@ -107,22 +111,23 @@ def test_the_seed_of_a_row_depends_on_the_job_and_its_id_only() -> None:
 # -- input -------------------------------------------------------------------------------------------------------------
 
 
-def checks(done: dict[str, str] | None = None) -> Checks:
-    return Checks(QUESTIONS, SamplingParams(), SEED, done or {})
+def job_input(path: Path, answered: dict[str, str] | None = None) -> JobInput:
+    return JobInput(find_inputs(path), QUESTIONS, SamplingParams(), SEED, answered or {})
 
 
-def checked(path: Path, against: Checks) -> tuple[list[str], list[BadRow]]:
-    """The ids that the workers will read, and the wrong rows."""
-    found = list(check_rows(find_inputs(path), against))
-    rows = [row for span in found if isinstance(span, Span) for _, row in read_span(span, QUESTIONS)]
-    return [row.id for row in rows], [bad for bad in found if isinstance(bad, BadRow)]
+def checked(rows: JobInput) -> tuple[list[str], list[BadRow]]:
+    """The ids of the rows to answer, and the wrong rows."""
+    bad = list(rows.check())
+    ids = [pending.row.id for pending in rows.pending()]
+    assert len(ids) == rows.num_pending
+    return ids, bad
 
 
 def test_the_second_reading_meets_the_same_rows(tmp_path: Path) -> None:
     """A worker that seeks to the wrong byte answers another row, or half of one."""
     text = "\ufeff" + "\r\n".join(json.dumps(row, ensure_ascii=False) for row in plain_rows(21)) + "\n\n  \n"
     (tmp_path / "a.jsonl").write_text(text + json.dumps({"id": "last", "question": "x"}), encoding="utf-8", newline="")
-    ids, bad = checked(tmp_path / "a.jsonl", checks())
+    ids, bad = checked(job_input(tmp_path / "a.jsonl"))
     assert ids == [*(f"q{n}" for n in range(21)), "last"]
     assert not bad
 
@@ -131,10 +136,10 @@ def test_parquet_is_read_by_row_groups(tmp_path: Path) -> None:
     """Rows of a later row group get the content of an earlier one."""
     table = pa.Table.from_pylist([row | {"max_tokens": 4 if row["id"] == "q3" else None} for row in plain_rows(25)])
     pq.write_table(table, tmp_path / "a.parquet", row_group_size=10)
-    against = checks({"q11": parse_row({"id": "q11", "question": "Überfrage 11?"}, QUESTIONS).digest})
-    ids, bad = checked(tmp_path / "a.parquet", against)
+    answered = {"q11": parse_row({"id": "q11", "question": "Überfrage 11?"}, QUESTIONS).digest}
+    ids, bad = checked(rows := job_input(tmp_path / "a.parquet", answered))
     assert ids == [f"q{n}" for n in range(25) if n != 11]
-    assert (bad, against.num_skipped) == ([], 1)
+    assert (bad, rows.num_skipped) == ([], 1)
 
 
 def test_wrong_rows_do_not_disturb_their_neighbours(tmp_path: Path) -> None:
@@ -148,9 +153,9 @@ def test_wrong_rows_do_not_disturb_their_neighbours(tmp_path: Path) -> None:
         b'{"id": "a", "question": "y"}',
     ]
     (tmp_path / "a.jsonl").write_bytes(b"\n".join([*lines, b'{"id": "z", "question": "x"}', b""]))
-    ids, bad = checked(tmp_path / "a.jsonl", checks())
+    ids, bad = checked(job_input(tmp_path / "a.jsonl"))
     assert ids == ["a", "z"]
-    assert [(b.place.number, b.code, b.reason.split(":")[0]) for b in bad] == [
+    assert [(b.location.number, b.code, b.reason.split(":")[0]) for b in bad] == [
         (2, "invalid_row", "not JSON"),
         (4, "invalid_row", "not UTF-8"),
         (5, "invalid_row", "not JSON"),
@@ -163,9 +168,9 @@ def test_a_parquet_cell_that_is_no_text_is_one_bad_row(tmp_path: Path) -> None:
     questions = pa.Array.from_buffers(pa.string(), 3, pa.array([b"x", b"caf\xe9", b"y"]).buffers())
     table = pa.table({"id": ["a", "b", "c"], "question": questions})
     pq.write_table(table, tmp_path / "a.parquet")
-    ids, bad = checked(tmp_path / "a.parquet", checks())
+    ids, bad = checked(job_input(tmp_path / "a.parquet"))
     assert ids == ["a", "c"]
-    assert [(b.place.number, b.code) for b in bad] == [(2, "invalid_row")]
+    assert [(b.location.number, b.code) for b in bad] == [(2, "invalid_row")]
 
 
 def test_answered_rows_are_skipped_and_changed_ones_are_told(tmp_path: Path) -> None:
@@ -173,10 +178,9 @@ def test_answered_rows_are_skipped_and_changed_ones_are_told(tmp_path: Path) -> 
     rows = plain_rows(30)
     done = {row["id"]: parse_row(row, QUESTIONS).digest for row in rows[3:28]}
     rows[5]["question"] = "another"
-    against = checks(done)
-    ids, bad = checked(write_lines(tmp_path / "a.jsonl", rows), against)
+    ids, bad = checked(found := job_input(write_lines(tmp_path / "a.jsonl", rows), done))
     assert ids == ["q0", "q1", "q2", "q28", "q29"]
-    assert against.num_skipped == 24
+    assert found.num_skipped == 24
     assert [b.code for b in bad] == ["changed_row"]
 
 
@@ -184,7 +188,7 @@ def test_a_file_that_cannot_be_read_is_one_error_of_a_folder(tmp_path: Path) -> 
     """One damaged file ends a job of thousands."""
     (tmp_path / "a.parquet").write_bytes(b"PAR1 no")
     write_lines(tmp_path / "b.jsonl", plain_rows(2))
-    ids, bad = checked(tmp_path, checks())
+    ids, bad = checked(job_input(tmp_path))
     assert ids == ["q0", "q1"]
     assert [b.code for b in bad] == ["unreadable_file"]
 
@@ -275,11 +279,26 @@ def test_an_input_that_is_gone_is_an_error_of_one_line(tmp_path: Path) -> None:
     """A traceback in the middle of the job."""
     pq.write_table(pa.Table.from_pylist(plain_rows(3)), tmp_path / "a.parquet")
     for path in (write_lines(tmp_path / "a.jsonl", plain_rows(3)), tmp_path / "a.parquet"):
-        (span,) = check_rows([path], checks())
+        rows = job_input(path)
+        assert not list(rows.check())
         path.unlink()
-        assert isinstance(span, Span)
         with pytest.raises(InputError, match="was changed while the job ran"):
-            read_span(span, QUESTIONS)
+            next(rows.pending())
+
+
+def test_an_input_that_shrinks_or_breaks_ends_the_job_and_one_that_grows_does_not(tmp_path: Path) -> None:
+    """Rows that are silently left out; half a line at the end of a log that still grows."""
+    path = write_lines(tmp_path / "a.jsonl", plain_rows(4))
+    for content, reason in (("", "4 of its rows are gone"), ("{\n", "was changed while the job ran: not JSON")):
+        rows = job_input(write_lines(path, plain_rows(4)))
+        assert not list(rows.check())
+        path.write_text(content)
+        with pytest.raises(InputError, match=reason):
+            list(rows.pending())
+    rows = job_input(write_lines(path, plain_rows(4)))
+    assert not list(rows.check())
+    path.write_text(path.read_text() + "{")
+    assert len(list(rows.pending())) == 4
 
 
 def test_rows_before_a_damaged_page_are_answered(tmp_path: Path) -> None:
@@ -292,8 +311,7 @@ def test_rows_before_a_damaged_page_are_answered(tmp_path: Path) -> None:
     end = column.data_page_offset + column.total_compressed_size
     raw[end - 3000 : end - 1000] = bytes(2000)
     path.write_bytes(raw)
-    found = list(check_rows([path], checks()))
-    assert [each.code for each in found if isinstance(each, BadRow)] == ["unreadable_file"]
-    spans = [each for each in found if isinstance(each, Span)]
-    rows = [row for span in (spans[0], spans[-1]) for _, row in read_span(span, QUESTIONS)]
-    assert rows[0].id == "0" and rows[-1].id == f"{spans[-1].wanted[-1] - 1}"
+    rows = job_input(path)
+    assert [each.code for each in rows.check()] == ["unreadable_file"]
+    assert [each.row.id for each in rows.pending()] == [f"{n}" for n in range(rows.num_pending)]
+    assert rows.num_pending >= 65_536

@@ -13,14 +13,14 @@ from batch_files import SEED, answers_of, chat_row, read_lines, texts_of, write_
 from tiny_target import SENTENCES
 from typer.testing import CliRunner
 
-from pipelines.batch import writing as batch_writing
-from pipelines.batch.job import Job, run
-from pipelines.batch.machines import Machines, Serving
+from pipelines.batch import task as batch_task
+from pipelines.batch.backend import BackendSpec, Runtime
+from pipelines.batch.job import Job, run_job
 from pipelines.batch.output import OutputFolder
+from pipelines.batch.records import RowResult
 from pipelines.batch.rows import TEXTS, parse_row
-from pipelines.batch.task import Asking, Written
-from pipelines.batch.texts import gathered, is_text, spread
-from pipelines.batch_grammar import GrammarTask, app, with_own_length
+from pipelines.batch.text_files import collect_texts, holds_texts, write_corrected_files
+from pipelines.batch_grammar import GrammarTask, app, with_correction_length
 from ragspec.cluster.topology import ClusterConfig
 from ragspec.config import load_config, load_settings
 from ragspec.errors import ConfigError, EngineError, InputError
@@ -32,16 +32,16 @@ TEXT = f"{SENTENCES[0]}  {SENTENCES[1]}\n\n{SENTENCES[2]}\n"
 
 
 def job(place: Path, inputs: Path, out: Path) -> Job:
-    return Job(inputs, out, load_config(place / "config.yaml"), SEED, machines=Machines(address="local"))
+    return Job(inputs, out, load_config(place / "config.yaml"), SEED, backend=BackendSpec(address="local"))
 
 
-def test_a_job_corrects_as_the_library_does(place: Path, loaded: Serving, tmp_path: Path) -> None:
+def test_a_job_corrects_as_the_library_does(place: Path, loaded: Runtime, tmp_path: Path) -> None:
     """A job whose rows are split, seeded or put together otherwise; a bad row that ends it."""
     rows: list[dict[str, Any]] = [{"id": f"t{n}", "text": TEXT * n, "max_tokens": 8 + n} for n in range(1, 5)]
     rows += [{"id": "none", "text": "42, 43."}, {"id": "stop", "text": TEXT, "stop": "x"}, {"id": "empty", "text": ""}]
     rows += [chat_row("chat", TEXT, max_tokens=8)]
     begun = job(place, write_lines(tmp_path / "t.jsonl", rows), tmp_path / "out")
-    summary = run(begun, GrammarTask())
+    summary = run_job(begun, GrammarTask())
     assert (summary.num_answered, summary.num_failed) == (6, 2)
     assert {row["id"] for row in read_lines(tmp_path / "out" / "errors.jsonl")} == {"stop", "empty"}
     corrector = Grammar(loaded.engine, loaded.prompts)
@@ -64,13 +64,13 @@ def test_a_job_corrects_as_the_library_does(place: Path, loaded: Serving, tmp_pa
 
 
 def test_a_stopped_job_is_finished_by_running_it_again(
-    place: Path, loaded: Serving, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    place: Path, loaded: Runtime, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Texts corrected twice or not at all, because the machinery is the questions' job's own."""
     rows = [{"id": f"t{n}", "text": TEXT, "max_tokens": 4 + n} for n in range(12)]
     inputs = write_lines(tmp_path / "t.jsonl", rows)
-    run(job(place, inputs, tmp_path / "straight"), GrammarTask())
-    record, left = batch_writing.output_record, 5
+    run_job(job(place, inputs, tmp_path / "straight"), GrammarTask())
+    record, left = batch_task.output_record, 5
 
     def killed(*arguments: Any) -> Any:
         nonlocal left
@@ -80,12 +80,12 @@ def test_a_stopped_job_is_finished_by_running_it_again(
         return record(*arguments)
 
     with monkeypatch.context() as patch:
-        patch.setattr(batch_writing, "output_record", killed)
+        patch.setattr(batch_task, "output_record", killed)
         with pytest.raises(KeyboardInterrupt):
-            run(job(place, inputs, tmp_path / "out"), GrammarTask())
+            run_job(job(place, inputs, tmp_path / "out"), GrammarTask())
     kept = texts_of(tmp_path / "out", "corrected")
     assert len(kept) <= 5
-    summary = run(job(place, inputs, tmp_path / "out"), GrammarTask())
+    summary = run_job(job(place, inputs, tmp_path / "out"), GrammarTask())
     assert (summary.num_skipped, summary.num_answered) == (len(kept), 12 - len(kept))
     assert texts_of(tmp_path / "out", "corrected") == texts_of(tmp_path / "straight", "corrected")
 
@@ -93,12 +93,12 @@ def test_a_stopped_job_is_finished_by_running_it_again(
 def test_a_folder_of_answers_is_not_continued_with_corrections(place: Path, tmp_path: Path) -> None:
     """Answers and corrections in one file."""
     inputs = write_lines(tmp_path / "t.jsonl", [{"id": "a", "question": "x"}])
-    run(job(place, inputs, tmp_path / "out"), GrammarTask())
+    run_job(job(place, inputs, tmp_path / "out"), GrammarTask())
     settings = json.loads((tmp_path / "out" / "job.json").read_text())
     del settings["task"]
     (tmp_path / "out" / "job.json").write_text(json.dumps(settings))
     with pytest.raises(ConfigError, match="a job with task None, not 'grammar'"):
-        run(job(place, inputs, tmp_path / "out"), GrammarTask())
+        run_job(job(place, inputs, tmp_path / "out"), GrammarTask())
 
 
 def test_a_job_without_an_index_needs_none(tmp_path: Path) -> None:
@@ -113,9 +113,9 @@ def test_a_manuscript_is_what_a_row_says(place: Path, tmp_path: Path) -> None:
     """A tenant's text in everybody's cache."""
     row = parse_row({"id": "a", "text": "He go.", "tenant": "ann", "seed": 3}, TEXTS)
     begun = job(place, tmp_path, tmp_path)
-    asking = Asking(begun.config, begun.defaults, SEED)
-    assert GrammarTask().asked(row, asking) == Manuscript("a", "He go.", asking.params(row), "ann")
-    assert asking.params(row).seed == 3
+    params = row.params(begun.defaults, SEED)
+    assert GrammarTask().request(row, params, begun.config) == Manuscript("a", "He go.", params, "ann")
+    assert params.seed == 3
 
 
 def test_files_of_text_come_back_as_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -127,17 +127,17 @@ def test_files_of_text_come_back_as_files(tmp_path: Path, capsys: pytest.Capture
     (folder / "photo.md").write_bytes(b"\xff\xd8")
     (folder / "empty.txt").write_bytes(b" \n")
     (folder / "data.bin").write_bytes(b"\0")
-    assert is_text(folder) and is_text(folder / "a.txt") and not is_text(tmp_path / "rows.jsonl")
-    rows = read_lines(gathered(folder, out, told.append))
+    assert holds_texts(folder) and holds_texts(folder / "a.txt") and not holds_texts(tmp_path / "rows.jsonl")
+    rows = read_lines(collect_texts(folder, out, told.append))
     assert [(row["id"], row["text"]) for row in rows] == [("a.txt", "He go.\r\n"), ("sub/a.txt", "\ufeffIt rain.")]
     assert len(told) == 2 and "photo.md is not UTF-8: byte 0" in told[1]
     answers = [{"id": row["id"], "corrected": row["text"].replace("go", "goes")} for row in rows]
     (out / "answers-00000.jsonl").write_text("".join(json.dumps(answer) + "\n" for answer in answers))
-    assert spread(out) == 2
+    assert write_corrected_files(out) == 2
     assert (out / "files" / "a.txt").read_bytes() == b"He goes.\r\n"
     assert (out / "files" / "sub" / "a.txt").read_bytes() == "\ufeffIt rain.".encode()
     with pytest.raises(InputError, match="no text"):
-        gathered(folder / "data.bin", out, told.append)
+        collect_texts(folder / "data.bin", out, told.append)
 
 
 def test_a_job_of_files_corrects_and_goes_on(place: Path, tmp_path: Path) -> None:
@@ -173,14 +173,14 @@ def test_files_are_written_though_a_row_failed_and_none_may(
     folder, out = tmp_path / "in", tmp_path / "out"
     folder.mkdir()
     (folder / "a.md").write_text(TEXT)
-    kept = GrammarTask.written
+    kept = GrammarTask.row_result
 
-    def failing(task: GrammarTask, result: Correction) -> Written:
+    def failing(task: GrammarTask, result: Correction) -> RowResult:
         if result.text != TEXT:
             raise EngineError("its replica is lost")
         return kept(task, result)
 
-    monkeypatch.setattr(GrammarTask, "written", failing)
+    monkeypatch.setattr(GrammarTask, "row_result", failing)
     (folder / "b.md").write_text(f"{TEXT} And more.")
     call = ["--input", str(folder), "--out", str(out), "--config", str(place / "config.yaml"), "--address", "local"]
     ended = CliRunner().invoke(app, [*call, "--max-tokens", "8", "--strict"])
@@ -200,9 +200,9 @@ def test_an_output_inside_the_input_is_refused_every_time(tmp_path: Path) -> Non
 def test_the_length_of_a_correction_is_the_one_that_is_given(tmp_path: Path) -> None:
     """The option's own default won over the file's `generation.max_tokens`."""
     (tmp_path / "c.yaml").write_text("generation: {max_tokens: 64}")
-    given = with_own_length(load_settings(ClusterConfig, tmp_path / "c.yaml"))
+    given = with_correction_length(load_settings(ClusterConfig, tmp_path / "c.yaml"))
     assert given.generation.max_tokens == 64
-    assert with_own_length(load_settings(ClusterConfig)).generation.max_tokens == DEFAULTS.max_tokens
+    assert with_correction_length(load_settings(ClusterConfig)).generation.max_tokens == DEFAULTS.max_tokens
 
 
 def test_a_job_is_not_continued_with_other_weights_of_the_same_name(place: Path, tmp_path: Path) -> None:
@@ -212,8 +212,8 @@ def test_a_job_is_not_continued_with_other_weights_of_the_same_name(place: Path,
     config = load_config(place / "config.yaml", **{"target.model": str(model)})
     inputs = write_lines(tmp_path / "t.jsonl", [{"id": "a"}])
     for _ in range(2):
-        run(replace(job(place, inputs, tmp_path / "out"), config=config), GrammarTask())
+        run_job(replace(job(place, inputs, tmp_path / "out"), config=config), GrammarTask())
     (weights,) = model.glob("*.safetensors")
     weights.write_bytes(weights.read_bytes()[:-1] + b"!")
     with pytest.raises(ConfigError, match="a job with target_files"):
-        run(replace(job(place, inputs, tmp_path / "out"), config=config), GrammarTask())
+        run_job(replace(job(place, inputs, tmp_path / "out"), config=config), GrammarTask())

@@ -23,8 +23,8 @@ from job_processes import alive, children, wait_for
 from typer.testing import CliRunner, Result
 
 from pipelines.batch import job as batch_job
-from pipelines.batch.job import Job, run
-from pipelines.batch.machines import Machines, Serving
+from pipelines.batch.backend import BackendSpec, Runtime
+from pipelines.batch.job import Job, run_job
 from pipelines.batch.rows import QUESTIONS, parse_row
 from pipelines.batch_rag import RagTask, app
 from ragspec.config import EncoderConfig, load_config
@@ -45,7 +45,7 @@ def called(*arguments: str) -> Result:
 
 def job(place: Path, inputs: Path, out: Path, **options: Any) -> Job:
     config = load_config(place / "config.yaml")
-    return Job(inputs, out, config, SEED, **{"machines": Machines(address="local"), **options})
+    return Job(inputs, out, config, SEED, **{"backend": BackendSpec(address="local"), **options})
 
 
 def command(place: Path, inputs: Path, out: Path, *more: str) -> list[str]:
@@ -100,11 +100,11 @@ def test_a_job_that_cannot_begin_says_why_in_one_line(
 
 
 @pytest.fixture
-def straight(place: Path, loaded: Serving) -> dict[str, str]:
+def straight(place: Path, loaded: Runtime) -> dict[str, str]:
     """Rows answered without interruption."""
     if not (place / "straight").exists():
         write_lines(place / "q.jsonl", uneven_rows(NUM_ROWS))
-        summary = run(job(place, place / "q.jsonl", place / "straight"), RagTask())
+        summary = run_job(job(place, place / "q.jsonl", place / "straight"), RagTask())
         assert (summary.num_answered, summary.num_failed) == (NUM_ROWS, 0)
     return texts_of(place / "straight")
 
@@ -141,7 +141,7 @@ def test_a_job_keeps_tenants_apart_and_its_generation(
     monkeypatch.setattr(batch_job, "_answer", change_first)
     begun = job(place, inputs, tmp_path / "out")
     retriever = begun.config.retriever.model_copy(update={"index_dir": str(tmp_path / "index")})
-    run(replace(begun, config=begun.config.model_copy(update={"retriever": retriever})), RagTask())
+    run_job(replace(begun, config=begun.config.model_copy(update={"retriever": retriever})), RagTask())
     answers = {answer.get("custom_id", answer["id"]): answer for answer in answers_of(tmp_path / "out")}
     details = {**answers, "chat": answers["chat"]["response"]["body"]["ragspec"]}
     assert details["ann"]["passages"] == details["chat"]["passages"] == ["secret#0"]
@@ -150,7 +150,7 @@ def test_a_job_keeps_tenants_apart_and_its_generation(
     assert not list((tmp_path / "index").glob(".lease-*"))
 
 
-def test_a_job_answers_as_the_pipeline_does(place: Path, loaded: Serving, tmp_path: Path) -> None:
+def test_a_job_answers_as_the_pipeline_does(place: Path, loaded: Runtime, tmp_path: Path) -> None:
     """Stages, batches, forms of input or the order change a text; a wrong row disappears."""
     (tmp_path / "in").mkdir()
     plain = [{"id": f"q{n}", "question": question} for n, question in enumerate(ASKED[:10])]
@@ -162,7 +162,7 @@ def test_a_job_answers_as_the_pipeline_does(place: Path, loaded: Serving, tmp_pa
     out = tmp_path / "out"
 
     begun = job(place, tmp_path / "in", out, price_per_hour=7.2)
-    summary = run(begun, RagTask())
+    summary = run_job(begun, RagTask())
 
     assert (summary.num_answered, summary.num_failed, summary.num_skipped) == (13, 2, 0)
     _check_speed(summary.to_dict(out))
@@ -284,11 +284,11 @@ def test_a_loss_for_good_ends_the_job_and_nothing_wrong_is_written(
     with monkeypatch.context() as patch:
         Losing(10, error).install(patch)
         with pytest.raises(EngineError, match=f"the job stopped: {error}.*run it again"):
-            run(job(place, place / "q.jsonl", tmp_path / "out"), RagTask())
+            run_job(job(place, place / "q.jsonl", tmp_path / "out"), RagTask())
     kept = texts_of(tmp_path / "out")
     assert len(kept) <= 10 and kept.items() <= straight.items()
     assert not read_lines(tmp_path / "out" / "errors.jsonl.part")
-    summary = run(job(place, place / "q.jsonl", tmp_path / "out"), RagTask())
+    summary = run_job(job(place, place / "q.jsonl", tmp_path / "out"), RagTask())
     assert (summary.num_skipped, summary.num_failed) == (len(kept), 0)
     assert texts_of(tmp_path / "out") == straight
 
@@ -305,7 +305,7 @@ def test_an_error_of_one_request_is_its_rows(
         return await generate(flow, ready)
 
     monkeypatch.setattr(Flow, "_generate", failing)
-    summary = run(job(place, place / "q.jsonl", tmp_path / "out"), RagTask())
+    summary = run_job(job(place, place / "q.jsonl", tmp_path / "out"), RagTask())
     assert (summary.num_answered, summary.num_failed) == (NUM_ROWS - 1, 1)
     assert texts_of(tmp_path / "out") == {name: text for name, text in straight.items() if name != "q7"}
     (failed,) = read_lines(tmp_path / "out" / "errors.jsonl")
@@ -328,10 +328,10 @@ def test_a_full_disk_ends_the_job_and_what_was_finished_stays(
     with monkeypatch.context() as patch:
         patch.setattr("pipelines.batch.output.os.write", full)
         with pytest.raises(SaveError, match="No space left"):
-            run(job(place, place / "q.jsonl", tmp_path / "out"), RagTask())
+            run_job(job(place, place / "q.jsonl", tmp_path / "out"), RagTask())
     kept = texts_of(tmp_path / "out")
     assert 0 < len(kept) < NUM_ROWS and kept.items() <= straight.items()
-    run(job(place, place / "q.jsonl", tmp_path / "out"), RagTask())
+    run_job(job(place, place / "q.jsonl", tmp_path / "out"), RagTask())
     assert texts_of(tmp_path / "out") == straight
 
 
@@ -345,5 +345,5 @@ def test_a_generation_that_is_named_is_the_one_that_answers(place: Path, tmp_pat
     given = {"retriever.index_dir": str(tmp_path / "index")}
     for pointer, wanted in ((first, first), ("", read_pointer(tmp_path / "index"))):
         config = load_config(place / "config.yaml", **given, **{"retriever.pointer": pointer})
-        with RagTask().pinned(config) as pinned:
+        with RagTask().pinned_config(config) as pinned:
             assert pinned.retriever.pointer == wanted

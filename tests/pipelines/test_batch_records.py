@@ -8,16 +8,8 @@ import pytest
 from batch_files import chat_row
 from pydantic import BaseModel, ConfigDict
 
-from pipelines.batch.input import Place
-from pipelines.batch.records import (
-    error_record,
-    output_record,
-    recorded_digest,
-    recorded_fingerprint,
-    recorded_id,
-    written_answer,
-    written_correction,
-)
+from pipelines.batch.input import RowLocation
+from pipelines.batch.records import answer_result, correction_result, error_record, output_record, recorded_row
 from pipelines.batch.rows import QUESTIONS, TEXTS, parse_row
 from ragspec.core import FinishReason, GenerationStats, Passage, TokenLogprob
 from ragspec.rag.answer import Answer, AnswerStats
@@ -116,7 +108,7 @@ def answer(reason: FinishReason = FinishReason.STOP) -> Answer:
 def test_an_answered_chat_row_is_a_line_of_openais_output_file(reason: FinishReason) -> None:
     """A client that finds no usage, or a finish reason that it does not know."""
     row = parse_row(chat_row("c1", "Which mill?"), QUESTIONS)
-    record = output_record(row, written_answer(answer(reason)), "tiny", 1_700_000_000)
+    record = output_record(row, answer_result(answer(reason)), "tiny", 1_700_000_000)
     line = Line.model_validate(record)
     assert isinstance(line.response.body, ChatCompletion)
     body = line.response.body
@@ -129,13 +121,13 @@ def test_an_answered_chat_row_is_a_line_of_openais_output_file(reason: FinishRea
     assert usage.prompt_tokens_details.cached_tokens == 20
     assert body.ragspec["passages"] == ["mill#0"] and body.ragspec["seed"] == 7
     assert body.ragspec["logprobs"][0]["logprob"] == -0.5
-    assert (recorded_id(record), recorded_digest(record), recorded_fingerprint(record)) == ("c1", row.digest, "fp")
+    assert recorded_row(record) == ("c1", row.digest, "fp")
 
 
 def test_ids_of_lines_differ_and_stay() -> None:
     """Two lines of one id, or another id for the same row after a resume."""
     rows = [parse_row(chat_row(name), QUESTIONS) for name in ("a", "b", "a")]
-    lines = [Line.model_validate(output_record(row, written_answer(answer()), "tiny", 1)) for row in rows]
+    lines = [Line.model_validate(output_record(row, answer_result(answer()), "tiny", 1)) for row in rows]
     assert lines[0] == lines[2]
     assert len({line.id for line in lines}) == len({line.response.request_id for line in lines}) == 2
 
@@ -150,7 +142,7 @@ def test_ids_of_lines_differ_and_stay() -> None:
 )
 def test_a_failed_chat_row_is_a_line_of_openais_error_file(code: str, status: int, kind: str) -> None:
     """A server's fault that a client takes for its own and never tries again."""
-    line = Line.model_validate(error_record(Place("in/q.jsonl", 3), code, "so it is", chat_row("c1")))
+    line = Line.model_validate(error_record(RowLocation("in/q.jsonl", 3), code, "so it is", chat_row("c1")))
     assert isinstance(line.response.body, ErrorBody)
     assert (line.custom_id, line.response.status_code, line.source, line.row) == ("c1", status, "q.jsonl", 3)
     error = line.response.body.error
@@ -161,13 +153,13 @@ def test_a_correction_has_both_forms() -> None:
     """A corrected text without its edits; a sentence left as it was that nobody is told of."""
     edit, name = Edit(3, 5, "go", "goes", EditKind.AGREEMENT), Withheld(Edit(0, 2, "He", "Hed"), Why.NAME)
     correction = Correction("a", "He go. It", "He goes. It", (edit,), ((7, 9),), STATS, 0.1, (name,))
-    written = written_correction(correction)
-    plain = output_record(parse_row({"id": "a", "text": "He go. It"}, TEXTS), written, "tiny", 1)
+    result = correction_result(correction)
+    plain = output_record(parse_row({"id": "a", "text": "He go. It"}, TEXTS), result, "tiny", 1)
     assert (plain["text"], plain["corrected"], plain["finish_reason"]) == ("He go. It", "He goes. It", "length")
     assert plain["edits"] == [{"start": 3, "end": 5, "original": "go", "replacement": "goes", "kind": "agreement"}]
     assert [(each["original"], each["withheld"]) for each in plain["withheld"]] == [("He", "name")]
-    assert plain["unfinished"] == [[7, 9]] and recorded_fingerprint(plain) == "fp"
-    line = Line.model_validate(output_record(parse_row(chat_row("a", "He go. It"), TEXTS), written, "tiny", 1))
+    assert plain["unfinished"] == [[7, 9]] and recorded_row(plain).fingerprint == "fp"
+    line = Line.model_validate(output_record(parse_row(chat_row("a", "He go. It"), TEXTS), result, "tiny", 1))
     assert isinstance(line.response.body, ChatCompletion)
     assert line.response.body.choices[0].message.content == "He goes. It"
     assert line.response.body.ragspec["edits"] == plain["edits"]

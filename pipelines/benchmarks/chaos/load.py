@@ -16,7 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from pipelines.batch.records import recorded_id
+from pipelines.batch.records import recorded_row
 from ragspec.core import Delta, Request
 from ragspec.engine.sequence import Listener
 from ragspec.errors import RagspecError
@@ -255,4 +255,4 @@ def written_rows(out: Path) -> Iterator[tuple[str, dict[str, Any]]]:
             with contextlib.suppress(ValueError):  # Why: the last line may be half written
                 if line:
                     record = json.loads(line)
-                    yield recorded_id(record), record
+                    yield recorded_row(record).id, record

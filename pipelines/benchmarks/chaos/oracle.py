@@ -9,7 +9,6 @@ from typing import Any
 
 from pipelines.batch.records import output_record
 from pipelines.batch.rows import QUESTIONS, parse_row
-from pipelines.batch.task import Asking
 from pipelines.batch_rag import RagTask
 from ragspec.config import PipelineConfig
 from ragspec.core import SamplingParams
@@ -79,13 +78,14 @@ def oracle(work: Work, config: PipelineConfig) -> Oracle:
             each.request.id: Expected(each.request.prompt_ids, completion)
             for each, completion in zip(ready, completions, strict=True)
         }
-        asking = Asking(config, SamplingParams(), work.seed)
         parsed = [parse_row(row, QUESTIONS) for row in work.rows]
-        asked = [_plain(RagTask().asked(row, asking)) for row in parsed]
+        asked = [_plain(RagTask().request(row, row.params(SamplingParams(), work.seed), config)) for row in parsed]
         ready = [prepared(found, prompts) for found in retrieved(retriever, asked)]
         completions = engine.generate([each.request for each in ready])
     answers = [answered(each, completion) for each, completion in zip(ready, completions, strict=True)]
-    records = [output_record(row, RagTask().written((each,)), "", 0) for row, each in zip(parsed, answers, strict=True)]
+    records = [
+        output_record(row, RagTask().row_result((each,)), "", 0) for row, each in zip(parsed, answers, strict=True)
+    ]
     return Oracle(
         streams, {row.id: essence(r) for row, r in zip(parsed, records, strict=True)}, tuple(map(answer, passages))
     )
