@@ -35,21 +35,20 @@ from pipelines.benchmarks.above_library import ABOVE_THE_LIBRARY, run_above
 from ragspec.config import REFERENCE_TARGET, load_config
 from ragspec.errors import ConfigError, RagspecError, SaveError
 from ragspec.evaluation.cluster_report import chaos_rows, chaos_tables, cluster_rows, cluster_tables
-from ragspec.evaluation.comparison import Tick
-from ragspec.evaluation.drafters_plots import draw_drafters
-from ragspec.evaluation.drafters_report import drafters_rows, drafters_tables
-from ragspec.evaluation.generation_suite import Plan
-from ragspec.evaluation.grammar_plots import draw_grammar
-from ragspec.evaluation.iterative_plots import draw_iterative
-from ragspec.evaluation.iterative_report import iterative_rows, iterative_tables
 from ragspec.evaluation.plots import draw
 from ragspec.evaluation.report import Result, complete, rows
-from ragspec.evaluation.retrieval_data import DIMENSION
-from ragspec.evaluation.retrieval_plots import draw_retrieval
-from ragspec.evaluation.retrieval_report import retrieval_rows, retrieval_tables
 from ragspec.evaluation.service_report import chat_rows, chat_tables, load_rows, load_tables
-from ragspec.evaluation.suites import Outcome, Settings, run_suite
-from ragspec.evaluation.verify_cost import verify_cost_rows, verify_cost_tables
+from ragspec.evaluation.suite import Outcome, Settings, run_suite
+from ragspec.evaluation.suites.drafters.plots import draw_drafters
+from ragspec.evaluation.suites.drafters.report import drafters_rows, drafters_tables
+from ragspec.evaluation.suites.generation import Plan
+from ragspec.evaluation.suites.grammar import draw_grammar
+from ragspec.evaluation.suites.iterative.plots import draw_iterative
+from ragspec.evaluation.suites.iterative.report import iterative_rows, iterative_tables
+from ragspec.evaluation.suites.retrieval.collections import DIMENSION
+from ragspec.evaluation.suites.retrieval.report import draw_retrieval, retrieval_rows, retrieval_tables
+from ragspec.evaluation.suites.verify_cost import verify_cost_rows, verify_cost_tables
+from ragspec.evaluation.timing import Tick
 from ragspec.numerics.threads import num_processors
 
 ROOT = Path(__file__).resolve().parent.parent

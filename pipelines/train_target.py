@@ -24,8 +24,8 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from pipelines.train.run import data_dir, options, positive, run_to_end, spent, train_with
 from ragspec.errors import ConfigError, InputError, RagspecError
-from ragspec.evaluation.target_cases import PROBE_ARTICLES, Case, question_cases
-from ragspec.evaluation.target_suite import model_generate, question_scores
+from ragspec.evaluation.suites.target import model_generate, question_scores
+from ragspec.evaluation.suites.target_cases import PROBE_ARTICLES, Case, question_cases
 from ragspec.training.checkpoint import read_checkpoint, write_checkpoint
 from ragspec.training.grammar_errors import GrammarErrors
 from ragspec.training.reference import training_attention

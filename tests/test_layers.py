@@ -197,7 +197,7 @@ REFUSED: tuple[tuple[Rule, str, str], ...] = (
     (imports_go_down, "ragspec/misc/things.py", "x = 1"),
     (ray_at_the_edge, "ragspec/engine/engine.py", "import ray"),
     (ray_at_the_edge, "ragspec/cli.py", "from ray import serve"),
-    (ray_at_the_edge, "ragspec/evaluation/suites.py", "def f():\n    import ray.data as data"),
+    (ray_at_the_edge, "ragspec/evaluation/suite.py", "def f():\n    import ray.data as data"),
     (environment_at_the_edge, "ragspec/engine/engine.py", "import os\nos.environ['HOME']"),
     (environment_at_the_edge, "ragspec/engine/engine.py", "import os as o\no.environ.get('HOME')"),
     (environment_at_the_edge, "ragspec/core.py", "import os\nos.getenv('HOME')"),

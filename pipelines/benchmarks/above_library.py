@@ -12,9 +12,9 @@ from pathlib import Path
 
 from pipelines.batch.ray_session import ray_session
 from ragspec.config import RetrieverConfig
-from ragspec.evaluation.comparison import Tick
-from ragspec.evaluation.iterative_suite import Elsewhere
-from ragspec.evaluation.suites import Outcome, Settings, run_as, run_suite
+from ragspec.evaluation.suite import Outcome, Settings, run_as, run_suite
+from ragspec.evaluation.suites.iterative.suite import Elsewhere
+from ragspec.evaluation.timing import Tick
 from ragspec.retrieval.encoder import TextEncoder
 
 ABOVE_THE_LIBRARY = ("iterative", "cluster", "chaos", "chat", "load")
@@ -50,7 +50,7 @@ def _chat(settings: Settings, tick: Tick) -> Outcome:
 
 
 def _load(settings: Settings, tick: Tick) -> Outcome:
-    from pipelines.benchmarks.load.suite import load_suite
+    from pipelines.benchmarks.load import load_suite
 
     return load_suite(settings, tick)
 

@@ -22,7 +22,7 @@ from ragspec.config import ChunkingConfig, IndexConfig
 from ragspec.core import Document
 from ragspec.disk import saving
 from ragspec.errors import SaveError
-from ragspec.evaluation.index_cache import cached_retriever, cached_store
+from ragspec.evaluation.datasets import cached_retriever, cached_store
 from ragspec.retrieval.chunking import chunk
 from ragspec.retrieval.encoder import Encoder
 from ragspec.retrieval.index.content_key import content_key

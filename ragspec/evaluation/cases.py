@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ragspec.core import CopySource, Passage, SourceKind
-from ragspec.evaluation.prompt_lists import Question, Sentence
+from ragspec.evaluation.datasets import Question, Sentence
 from ragspec.rag.pipeline import RetrieverLike
 from ragspec.rag.prompt import PromptBuilder
 from ragspec.rag.sources import copy_sources

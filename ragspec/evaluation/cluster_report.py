@@ -6,8 +6,7 @@ from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any
 
-from ragspec.evaluation.goals import Goals, rows_of, shown
-from ragspec.evaluation.report import Result
+from ragspec.evaluation.report import Goals, Result, rows_of, shown
 
 Table = dict[str, Any]
 

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from ragspec.core import Passage
-from ragspec.evaluation.prompt_lists import JFLEG, Question, Sentence
+from ragspec.evaluation.datasets import JFLEG, Question, Sentence
 from ragspec.training.grammar_metrics import edit_distance, gleu
 from ragspec.training.reference.text_format import parse_answer
 

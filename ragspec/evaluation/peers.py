@@ -15,8 +15,8 @@ from transformers.generation.streamers import BaseStreamer
 from ragspec.config import TargetConfig
 from ragspec.engine.engine import Engine
 from ragspec.evaluation.cases import Case
-from ragspec.evaluation.decoders import Run
-from ragspec.evaluation.forced import ForcedAnswers
+from ragspec.evaluation.forced_answers import ForcedAnswers
+from ragspec.evaluation.timing import Run
 from ragspec.numerics.threads import compute_apart, num_processors, set_num_threads
 
 LOOKUP_TOKENS = 10

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from ragspec.errors import ConfigError, SaveError
-from ragspec.evaluation.comparison import GENERATE, PLAIN, PROMPT_LOOKUP, SPECULATIVE, Timings
-from ragspec.evaluation.generation_suite import Measured
+from ragspec.evaluation.suites.generation import Measured
+from ragspec.evaluation.timing import GENERATE, PLAIN, PROMPT_LOOKUP, SPECULATIVE, Timings
 
 OWN, OTHER, INK = "#1f6f8b", "#b8bfc6", "#33383d"
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ragspec.evaluation.goals import Goals, rows_of
-from ragspec.evaluation.report import Result
+from ragspec.evaluation.report import Goals, Result, rows_of
 
 Table = dict[str, Any]
 

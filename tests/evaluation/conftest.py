@@ -12,9 +12,10 @@ import pytest
 from tiny_target import save_model
 
 from ragspec.config import TargetConfig
-from ragspec.evaluation import cases, suites
-from ragspec.evaluation.generation_suite import Plan
-from ragspec.evaluation.suites import Settings
+from ragspec.evaluation import cases
+from ragspec.evaluation import suite as suites
+from ragspec.evaluation.suite import Settings
+from ragspec.evaluation.suites.generation import Plan
 from ragspec.retrieval.encoder import EncoderIdentity, FloatArray, TextKind
 
 NUM_ARTICLES, NUM_HELD_OUT = 14, 10

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from pipelines.benchmarks.cluster.tensor_parallel import Measured, compared, measure_ranks
 from ragspec.config import TargetConfig
 from ragspec.evaluation.cases import Case
 from ragspec.evaluation.cluster_report import (
@@ -16,8 +17,7 @@ from ragspec.evaluation.cluster_report import (
     cluster_tables,
     recovery,
 )
-from ragspec.evaluation.goals import met
-from ragspec.evaluation.ranks_part import Measured, compared, measure_ranks
+from ragspec.evaluation.report import met
 from ragspec.numerics.ranks import ONE_RANK
 
 ALONE = Measured("abc", 7, {"off": [(1, 2), (3,)], "on": [(1, 2), (3,)]}, {1: 2.0, 8: 4.0}, "rs_1")

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ragspec.evaluation.comparison import GENERATE, PLAIN, SPECULATIVE, Timings
-from ragspec.evaluation.decoders import Run
-from ragspec.evaluation.equality import Equality
+from ragspec.evaluation.timing import GENERATE, PLAIN, SPECULATIVE, Equality, Run, Timings
 
 ABC = (1, 2, 3)
 

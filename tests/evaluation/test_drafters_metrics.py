@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ragspec.core import GenerationStats
-from ragspec.evaluation.drafters_metrics import (
+from ragspec.evaluation.suites.drafters.runs import (
     acceptance_length,
     drafting_row,
     pooled_positions,

@@ -19,7 +19,7 @@ from ragspec.engine.admission import Admission
 from ragspec.engine.engine import Engine
 from ragspec.engine.target import Target
 from ragspec.evaluation.cases import Case
-from ragspec.evaluation.drafters_prefixes import (
+from ragspec.evaluation.suites.drafters.prefixes import (
     GivenTokens,
     Prefix,
     comparison,

@@ -12,14 +12,14 @@ from transformers import AutoTokenizer
 from ragspec.core import SourceKind
 from ragspec.errors import InputError
 from ragspec.evaluation.cases import Case
-from ragspec.evaluation.drafters_prompts import (
+from ragspec.evaluation.datasets import held_out_articles
+from ragspec.evaluation.suites.drafters.prompts import (
     PROSE_PROMPT_TOKENS,
     chat_cases,
     chat_list,
     mixed_sentences,
     prose_cases,
 )
-from ragspec.evaluation.prompt_lists import held_out_articles
 from ragspec.rag.prompt import PromptBuilder
 from ragspec.training.sentences import normalise
 

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from ragspec.errors import ModelError, SaveError
-from ragspec.evaluation.drafters_plots import batch_lines, depth_lines, draw_drafters
-from ragspec.evaluation.drafters_report import (
+from ragspec.evaluation.report import Result
+from ragspec.evaluation.suites.drafters.plots import batch_lines, depth_lines, draw_drafters
+from ragspec.evaluation.suites.drafters.report import (
     MEANINGS,
     drafters_rows,
     drafters_tables,
@@ -16,7 +17,7 @@ from ragspec.evaluation.drafters_report import (
     headlines,
     merged_over_best,
 )
-from ragspec.evaluation.drafters_variants import (
+from ragspec.evaluation.suites.drafters.variants import (
     COPY,
     DRAFTING,
     EAGLE1,
@@ -30,7 +31,6 @@ from ragspec.evaluation.drafters_variants import (
     fixed_setups,
     tree_setups,
 )
-from ragspec.evaluation.report import Result
 from ragspec.speculation import OFF, ON
 
 BEGINNINGS = {

@@ -18,10 +18,17 @@ from ragspec.config import TargetConfig
 from ragspec.drafting.eagle.checkpoint import HeadCheckpoint, read_head
 from ragspec.engine.target import Target
 from ragspec.errors import ModelError
-from ragspec.evaluation import drafters_rules
-from ragspec.evaluation.drafters_laws import Floats, Laws, Tokens
-from ragspec.evaluation.drafters_rules import METHODS, Method, rule_table, step_lengths
-from ragspec.evaluation.drafters_variants import CHAIN, TREE
+from ragspec.evaluation.suites.drafters import acceptance_rules
+from ragspec.evaluation.suites.drafters.acceptance_rules import (
+    METHODS,
+    Floats,
+    Laws,
+    Method,
+    Tokens,
+    rule_table,
+    step_lengths,
+)
+from ragspec.evaluation.suites.drafters.variants import CHAIN, TREE
 from ragspec.numerics.kv_cache import SequenceSlots
 from ragspec.numerics.rows import Part, StepRows
 from ragspec.tree import DraftTree, Origin
@@ -163,12 +170,12 @@ def test_rules_stand_in_their_known_order() -> None:
 
 def test_chain_acceptance_is_the_overlap_of_the_laws(monkeypatch: pytest.MonkeyPatch) -> None:
     """Bug guarded: verification at another temperature, or with a law that the draft was not drawn from."""
-    monkeypatch.setitem(drafters_rules._DEPTHS, CHAIN, 1)
+    monkeypatch.setitem(acceptance_rules._DEPTHS, CHAIN, 1)
     follows, drafts = laws_of(3, 1.0), laws_of(4, 1.0)
     (rule,) = [method for method in METHODS[CHAIN] if method.name == "chain"]
     overlap = float(np.minimum(follows[0], drafts[0]).sum())
     num_seeds = 400
-    error = 4 * np.sqrt(overlap * (1 - overlap) / (num_seeds * drafters_rules.NUM_WALKS / 2))
+    error = 4 * np.sqrt(overlap * (1 - overlap) / (num_seeds * acceptance_rules.NUM_WALKS / 2))
     assert mean_length(MadeUp(follows, drafts), CHAIN, rule, num_seeds) == pytest.approx(1 + overlap, abs=error)
 
 

@@ -10,10 +10,10 @@ import pytest
 
 from ragspec.core import Completion, FinishReason, GenerationStats, Request, Speculation
 from ragspec.engine.engine import Engine
-from ragspec.evaluation import decoders
+from ragspec.evaluation import timing
 from ragspec.evaluation.cases import Case
-from ragspec.evaluation.drafters_runs import Sampling, alone_rows, together_rows
-from ragspec.evaluation.drafters_variants import NONE, Setup
+from ragspec.evaluation.suites.drafters.runs import Sampling, alone_rows, together_rows
+from ragspec.evaluation.suites.drafters.variants import NONE, Setup
 
 CASES = [Case(f"c{i}", "prose", (1, 2, 3), (), 8) for i in range(4)]
 FAST, FALSE = "fast", "false"
@@ -53,7 +53,7 @@ class MadeUp:
 @pytest.fixture
 def engine(monkeypatch: pytest.MonkeyPatch) -> MadeUp:
     engine = MadeUp()
-    monkeypatch.setattr(decoders, "time", SimpleNamespace(perf_counter=lambda: engine.now_s))
+    monkeypatch.setattr(timing, "time", SimpleNamespace(perf_counter=lambda: engine.now_s))
     return engine
 
 

@@ -12,15 +12,15 @@ from typer.testing import CliRunner
 
 from pipelines import benchmark
 from ragspec.errors import ConfigError, InputError
-from ragspec.evaluation import drafters_prompts, drafters_suite
-from ragspec.evaluation.drafters_report import MEANINGS, drafters_rows
-from ragspec.evaluation.drafters_runs import Sampling
-from ragspec.evaluation.drafters_suite import drafters_plan
-from ragspec.evaluation.drafters_variants import COPY, DRAFTING, EAGLE1, EAGLE2, EAGLE3, MERGED, NONE, TREE_NODES
 from ragspec.evaluation.report import KEYS, Result
-from ragspec.evaluation.suites import Settings, run_suite
+from ragspec.evaluation.suite import Settings, run_suite
+from ragspec.evaluation.suites.drafters import prompts, suite
+from ragspec.evaluation.suites.drafters.report import MEANINGS, drafters_rows
+from ragspec.evaluation.suites.drafters.runs import Sampling
+from ragspec.evaluation.suites.drafters.suite import drafters_plan
+from ragspec.evaluation.suites.drafters.variants import COPY, DRAFTING, EAGLE1, EAGLE2, EAGLE3, MERGED, NONE, TREE_NODES
 
-TINY_PLAN = drafters_suite.DraftersPlan(2, 2, 2, 2, 2, batches=(1, 2), num_runs=1)
+TINY_PLAN = suite.DraftersPlan(2, 2, 2, 2, 2, batches=(1, 2), num_runs=1)
 
 
 def no_tick(stage: str, done: int, total: int) -> None:
@@ -31,9 +31,9 @@ def no_tick(stage: str, done: int, total: int) -> None:
 def tiny(settings: Settings, tiny_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Settings:
     """Short outputs, two prompts of everything, random heads of both families."""
     for limit in ("CHAT_TOKENS", "PROSE_TOKENS"):
-        monkeypatch.setattr(drafters_prompts, limit, 12)
-    monkeypatch.setattr(drafters_suite, "drafters_plan", lambda *_: TINY_PLAN)
-    monkeypatch.setattr("ragspec.evaluation.suites.drafters_plan", lambda *_: TINY_PLAN)
+        monkeypatch.setattr(prompts, limit, 12)
+    monkeypatch.setattr(suite, "drafters_plan", lambda *_: TINY_PLAN)
+    monkeypatch.setattr("ragspec.evaluation.suite.drafters_plan", lambda *_: TINY_PLAN)
     assert settings.data_dir is not None
     data = with_chat(settings.data_dir, tmp_path / "data")
     return dataclasses.replace(settings, data_dir=data, heads=save_heads(tmp_path / "heads", tiny_dir))
@@ -84,7 +84,7 @@ def test_one_head_is_measured_and_writes_what_plain_decoding_writes(
 
 def check_grid(result: Result) -> None:
     """The cells there must be, one each."""
-    for task in drafters_prompts.TASKS:
+    for task in prompts.TASKS:
         for temperature in (0.0, 1.0):
             at = {"task": task, "temperature": temperature, "nodes": None, "prompts_included": False}
             alone = [row for row in cells(result, **at) if row["shape"] != "chain"]
@@ -109,7 +109,7 @@ def check_grid(result: Result) -> None:
 
 def test_without_heads_copying_is_measured_and_the_rest_named(tiny: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bug guarded: a suite that cannot run before a head is trained, or that leaves rows out in silence."""
-    monkeypatch.setattr("ragspec.evaluation.drafters_variants.REFERENCE_HEADS", Path("no/such/folder"))
+    monkeypatch.setattr("ragspec.evaluation.suites.drafters.variants.REFERENCE_HEADS", Path("no/such/folder"))
     result = run_suite("drafters", dataclasses.replace(tiny, heads=None), no_tick).result
     assert {row["variant"] for row in result["rows"]} == {NONE, COPY}
     assert result["missing"] == [EAGLE1, EAGLE2, EAGLE3, MERGED]

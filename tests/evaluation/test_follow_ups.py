@@ -12,8 +12,17 @@ from rich.console import Console
 
 from ragspec.config import RetrieverConfig
 from ragspec.errors import ConfigError
-from ragspec.evaluation.follow_ups import AS_ASKED, PERSON, RULES, FollowUps, measure_follow_ups, spread
-from ragspec.evaluation.follow_ups_data import half_of, read_canard, read_sgd
+from ragspec.evaluation.suites.follow_ups import (
+    AS_ASKED,
+    PERSON,
+    RULES,
+    FollowUps,
+    half_of,
+    measure_follow_ups,
+    read_canard,
+    read_sgd,
+    spread,
+)
 
 NAMES = [
     f"Walter {last}"

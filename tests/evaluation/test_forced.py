@@ -10,9 +10,9 @@ import torch
 
 from ragspec.core import Passage, Request
 from ragspec.errors import InputError
-from ragspec.evaluation.forced import ForcedAnswers, ForcedSampler, gold_answers, read_answers
+from ragspec.evaluation.datasets import Question
+from ragspec.evaluation.forced_answers import ForcedAnswers, ForcedSampler, gold_answers, read_answers
 from ragspec.evaluation.peers import _Force
-from ragspec.evaluation.prompt_lists import Question
 from ragspec.training.reference.text_format import ABSTENTION
 from ragspec.verification.sampling import KeyedSampler
 

@@ -7,12 +7,17 @@ from pathlib import Path
 
 import pytest
 
-from ragspec.evaluation.comparison import PLAIN, SPECULATIVE, Timings
-from ragspec.evaluation.decoders import Run
-from ragspec.evaluation.forced import ForcedAnswers
-from ragspec.evaluation.grammar_part import EDIT_RATES, GrammarPart, GrammarPlan, edited_sentence, passes_saved
-from ragspec.evaluation.grammar_plots import draw_grammar
-from ragspec.evaluation.suites import Settings, open_engine
+from ragspec.evaluation.forced_answers import ForcedAnswers
+from ragspec.evaluation.suite import Settings, open_engine
+from ragspec.evaluation.suites.grammar import (
+    EDIT_RATES,
+    GrammarPart,
+    GrammarPlan,
+    draw_grammar,
+    edited_sentence,
+    passes_saved,
+)
+from ragspec.evaluation.timing import PLAIN, SPECULATIVE, Run, Timings
 from ragspec.rag.grammar.edits import word_edits
 
 SENTENCE = "Every spring the water carries sand and small stones from the hills down to the sea below the mills there."

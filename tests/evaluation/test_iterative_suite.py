@@ -19,15 +19,32 @@ from ragspec.config import TargetConfig
 from ragspec.core import Document, FinishReason, GenerationStats
 from ragspec.engine.engine import Engine
 from ragspec.errors import ConfigError
-from ragspec.evaluation import iterative_suite, suites
-from ragspec.evaluation.iterative_plots import draw_iterative
-from ragspec.evaluation.iterative_report import GOALS, MEANINGS, goals, iterative_rows, iterative_tables
-from ragspec.evaluation.iterative_rows import Comparison, Place, headlines, optimum, optimum_of_answers, table_rows
-from ragspec.evaluation.iterative_suite import Elsewhere, IterativePlan, iterative_plan, knnlm_part, textbooks
-from ragspec.evaluation.iterative_variants import BASELINE, PSA, TABLE, VARIANTS, Take, Timed, Workload, take_turns
-from ragspec.evaluation.knnlm_part import KnnPlan
+from ragspec.evaluation import suite as suites
 from ragspec.evaluation.report import Result, complete
-from ragspec.evaluation.suites import Settings, run_suite
+from ragspec.evaluation.suite import Settings, run_suite
+from ragspec.evaluation.suites.iterative import suite as iterative_suite
+from ragspec.evaluation.suites.iterative.knnlm import KnnPlan
+from ragspec.evaluation.suites.iterative.plots import draw_iterative
+from ragspec.evaluation.suites.iterative.report import GOALS, MEANINGS, goals, iterative_rows, iterative_tables
+from ragspec.evaluation.suites.iterative.rows import (
+    Comparison,
+    Place,
+    headlines,
+    optimum,
+    optimum_of_answers,
+    table_rows,
+)
+from ragspec.evaluation.suites.iterative.suite import Elsewhere, IterativePlan, iterative_plan, knnlm_part, textbooks
+from ragspec.evaluation.suites.iterative.variants import (
+    BASELINE,
+    PSA,
+    TABLE,
+    VARIANTS,
+    Take,
+    Timed,
+    Workload,
+    take_turns,
+)
 from ragspec.rag.answer import Answer, AnswerStats, RunStats
 from ragspec.rag.iterative.policies import Flare
 from ragspec.retrieval.encoder import TextEncoder

@@ -12,8 +12,8 @@ import pytest
 
 from ragspec.config import TargetConfig
 from ragspec.errors import InputError
-from ragspec.evaluation import knnlm_part
-from ragspec.evaluation.knnlm_part import SIZES, KnnPlan, Runs, measure_knnlm, service_time
+from ragspec.evaluation.suites.iterative import knnlm
+from ragspec.evaluation.suites.iterative.knnlm import SIZES, KnnPlan, Runs, measure_knnlm, service_time
 from ragspec.rag.knnlm.generation import KnnStats
 from ragspec.retrieval.encoder import EncoderIdentity
 from ragspec.retrieval.knnlm.datastore import Datastore
@@ -83,7 +83,7 @@ def test_every_setting_gets_a_row_and_is_compared(
     assert all(row["b_ms"] >= 1e3 * result["knnlm_service_s"] for row in rows if row["store"] == "remote")
     assert ticks[3] == ("knnlm local, k = 1, T = 0", 4, 4) and len(ticks) == 6 * 4 + 1  # and a trial
 
-    monkeypatch.setattr(knnlm_part, "build_datastore", None)
+    monkeypatch.setattr(knnlm, "build_datastore", None)
     only_local = measure_knnlm(config, data_dir, tmp_path / "cache", PLAN, lambda *tick: None)
     assert len(only_local["knnlm"]) == 3 and "knnlm_service_s" not in only_local
 

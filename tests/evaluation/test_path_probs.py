@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from ragspec.core import Request, SamplingParams
-from ragspec.evaluation.path_probs import expected_accepted
+from ragspec.evaluation.suites.acceptance_bound import expected_accepted
 from ragspec.tree import DraftTree, Origin
 from ragspec.verification.sampling import KeyedSampler
 from ragspec.verification.verify import verify

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 
 from ragspec.core import Passage
+from ragspec.evaluation.datasets import Question
 from ragspec.evaluation.metrics import answer_scores
-from ragspec.evaluation.prompt_lists import Question
 from ragspec.evaluation.report import rounded
 
 

@@ -13,19 +13,18 @@ import pytest
 
 from ragspec.config import ChunkingConfig
 from ragspec.core import Document
-from ragspec.evaluation import retrieval_timing
-from ragspec.evaluation.retrieval_build import TimedEncoder, build_speed
-from ragspec.evaluation.retrieval_contenders import EXACT, FLAT, best_rows, contenders, plain
-from ragspec.evaluation.retrieval_data import (
+from ragspec.evaluation.suites.retrieval import timing
+from ragspec.evaluation.suites.retrieval.build import TimedEncoder, build_speed
+from ragspec.evaluation.suites.retrieval.collections import (
     DIMENSION,
     Mixture,
     synthetic_documents,
     write_vectors,
 )
-from ragspec.evaluation.retrieval_identity import NUM_COMMITS, Identical, Identity, Way, layouts
-from ragspec.evaluation.retrieval_quality import MODES
-from ragspec.evaluation.retrieval_speed import recall
-from ragspec.evaluation.retrieval_timing import Blocks, TimingPlan, held_mb, take_turns
+from ragspec.evaluation.suites.retrieval.identity import NUM_COMMITS, Identical, Identity, Way, layouts
+from ragspec.evaluation.suites.retrieval.quality import MODES
+from ragspec.evaluation.suites.retrieval.speed import EXACT, FLAT, best_rows, contenders, plain, recall
+from ragspec.evaluation.suites.retrieval.timing import Blocks, TimingPlan, held_mb, take_turns
 from ragspec.retrieval.chunking import chunk
 from ragspec.retrieval.encoder import EncoderIdentity, FloatArray, TextKind
 from ragspec.retrieval.index.manifest import VECTORS
@@ -132,7 +131,7 @@ def test_contenders_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     """Bug guarded: all calls of one contender after all of another, so that a machine's mood decides; uncounted batches."""
     calls: list[str] = []
     clock = SimpleNamespace(now_s=0.0)
-    monkeypatch.setattr(retrieval_timing, "time", SimpleNamespace(perf_counter=lambda: clock.now_s))
+    monkeypatch.setattr(timing, "time", SimpleNamespace(perf_counter=lambda: clock.now_s))
 
     def search(queries: FloatArray) -> None:
         clock.now_s += 0.001 * len(queries)

@@ -16,16 +16,17 @@ from numpy.typing import NDArray
 from pipelines.benchmark import show
 from ragspec.core import Document
 from ragspec.errors import ConfigError, InputError
-from ragspec.evaluation import retrieval_contenders, retrieval_suite, suites
-from ragspec.evaluation.index_cache import cached_store
+from ragspec.evaluation import suite as suites
+from ragspec.evaluation.datasets import cached_store
 from ragspec.evaluation.report import Result, complete
-from ragspec.evaluation.retrieval_data import Collection, WholeTexts
-from ragspec.evaluation.retrieval_plots import draw_retrieval
-from ragspec.evaluation.retrieval_quality import WHOLE, Quality, measured
-from ragspec.evaluation.retrieval_report import MEANINGS, goals, retrieval_rows, retrieval_tables
-from ragspec.evaluation.retrieval_suite import RetrievalPlan, RetrievalSuite, retrieval_plan
-from ragspec.evaluation.retrieval_timing import TimingPlan
-from ragspec.evaluation.suites import Settings, run_suite
+from ragspec.evaluation.suite import Settings, run_suite
+from ragspec.evaluation.suites.retrieval import speed
+from ragspec.evaluation.suites.retrieval import suite as retrieval_suite
+from ragspec.evaluation.suites.retrieval.collections import Collection, WholeTexts
+from ragspec.evaluation.suites.retrieval.quality import WHOLE, Quality, measured
+from ragspec.evaluation.suites.retrieval.report import MEANINGS, draw_retrieval, goals, retrieval_rows, retrieval_tables
+from ragspec.evaluation.suites.retrieval.suite import RetrievalPlan, RetrievalSuite, retrieval_plan
+from ragspec.evaluation.suites.retrieval.timing import TimingPlan
 from ragspec.retrieval.encoder import EncoderIdentity, FloatArray, TextKind
 from ragspec.retrieval.search import approximate
 
@@ -91,7 +92,7 @@ def data(small_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def few_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Approximate indexes of very few rows; those few stand in for the 100,000 of the headline."""
     monkeypatch.setattr(approximate, "MIN_ROWS", ROWS)
-    monkeypatch.setattr(retrieval_contenders, "MIN_ROWS", ROWS)
+    monkeypatch.setattr(speed, "MIN_ROWS", ROWS)
     monkeypatch.setattr(retrieval_suite, "REFERENCE_ROWS", ROWS)
 
 

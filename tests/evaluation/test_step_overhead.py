@@ -8,8 +8,8 @@ import pytest
 
 from ragspec.core import CopySource, SourceKind
 from ragspec.evaluation.cases import Case
-from ragspec.evaluation.numerics_suite import Size
-from ragspec.evaluation.step_overhead import Step, StepOverhead, overhead_of, worst
+from ragspec.evaluation.suites.numerics import Size
+from ragspec.evaluation.suites.step_overhead import Step, StepOverhead, overhead_of, worst
 
 QUOTE = " ".join(f"Mill number {n} was built in {1800 + 7 * n} beside the old bridge." for n in range(12))
 

@@ -19,19 +19,19 @@ from ragspec.engine import loading
 from ragspec.engine.engine import Engine
 from ragspec.engine.loading import load_engine
 from ragspec.errors import ConfigError, InputError
-from ragspec.evaluation import suites, target_suite
+from ragspec.evaluation import suite as suites
 from ragspec.evaluation.cases import Case, nothing_to_copy_cases
-from ragspec.evaluation.comparison import SPECULATIVE, Timings
-from ragspec.evaluation.decoders import Decoder, Run
-from ragspec.evaluation.forced import ForcedAnswers, ForcedSampler
-from ragspec.evaluation.generation_suite import GenerationSuite, engine_config
-from ragspec.evaluation.numerics_suite import Size, numerics_suite
+from ragspec.evaluation.datasets import RagList
+from ragspec.evaluation.forced_answers import ForcedAnswers, ForcedSampler
 from ragspec.evaluation.peers import TransformersDecoder, load_peer
-from ragspec.evaluation.prompt_lists import RagList
 from ragspec.evaluation.report import KEYS, complete, rows
-from ragspec.evaluation.suites import Settings, run_suite
-from ragspec.evaluation.target_suite import Generate, Retrieve
-from ragspec.evaluation.variant_step import VariantStep
+from ragspec.evaluation.suite import Settings, run_suite
+from ragspec.evaluation.suites import target as target_suite
+from ragspec.evaluation.suites.dense_step import VariantStep
+from ragspec.evaluation.suites.generation import GenerationSuite, engine_config
+from ragspec.evaluation.suites.numerics import Size, numerics_suite
+from ragspec.evaluation.suites.target import Generate, Retrieve
+from ragspec.evaluation.timing import SPECULATIVE, Decoder, Run, Timings
 from ragspec.numerics.kv_cache import SequenceSlots
 from ragspec.numerics.rows import Part, StepRows
 from ragspec.training.reference.text_format import CHAT_TEMPLATE, CONTEXT_ROLE_FLAG, question_messages

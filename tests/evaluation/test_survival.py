@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pipelines.benchmarks.chaos.check import Expected, Heard, Verdict, judge_rows, judge_streams, slowest_gap_s
 from ragspec.core import Completion, Delta, FinishReason, GenerationStats, TokenLogprob
-from ragspec.evaluation.survival import Expected, Heard, Verdict, judge_rows, judge_streams, slowest_gap_s
 
 TOKENS = (5, 6, 7, 6, 8)
 LOGPROBS = tuple(TokenLogprob(token, -0.5) for token in TOKENS)

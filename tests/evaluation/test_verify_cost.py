@@ -9,7 +9,7 @@ import torch
 
 from ragspec.errors import ConfigError
 from ragspec.evaluation.report import complete
-from ragspec.evaluation.verify_cost import (
+from ragspec.evaluation.suites.verify_cost import (
     Shape,
     TreeVerifier,
     bandwidth,

@@ -9,11 +9,10 @@ import pytest
 from typer.testing import CliRunner
 
 from pipelines import benchmark
-from ragspec.evaluation.comparison import Timings
-from ragspec.evaluation.decoders import Run
-from ragspec.evaluation.generation_suite import Measured
 from ragspec.evaluation.report import KEYS
-from ragspec.evaluation.suites import Outcome, Settings
+from ragspec.evaluation.suite import Outcome, Settings
+from ragspec.evaluation.suites.generation import Measured
+from ragspec.evaluation.timing import Run, Timings
 
 
 def outcome(settings: Settings) -> Outcome:

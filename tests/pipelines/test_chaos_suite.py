@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 from tiny_target import SENTENCES, save_model
 
+from pipelines.benchmarks.chaos.check import Heard, Verdict, judge_rows, judge_streams
 from pipelines.benchmarks.chaos.drivers import driver_kills
 from pipelines.benchmarks.chaos.faults import KINDS, Fault, Scene, Struck, all_live, answered_s, faults, recovered
 from pipelines.benchmarks.chaos.load import BatchJob, Probe, StreamLoad, written_rows
@@ -30,8 +31,7 @@ from ragspec.config import PipelineConfig, RetrieverConfig, TargetConfig
 from ragspec.core import Delta, Document, FinishReason
 from ragspec.engine.loading import load_engine
 from ragspec.errors import EngineError, RetrievalError
-from ragspec.evaluation.prompt_lists import Question as Listed
-from ragspec.evaluation.survival import Heard, Verdict, judge_rows, judge_streams
+from ragspec.evaluation.datasets import Question as Listed
 from ragspec.rag.prompt import PromptBuilder
 from ragspec.retrieval.encoder import Encoder
 from ragspec.retrieval.retriever import Retriever, build_index

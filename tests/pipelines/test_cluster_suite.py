@@ -17,9 +17,9 @@ from ragspec.config import TargetConfig
 from ragspec.core import Request, SamplingParams
 from ragspec.engine.target import Floats
 from ragspec.errors import ConfigError
-from ragspec.evaluation.generation_suite import Plan
 from ragspec.evaluation.report import complete
-from ragspec.evaluation.suites import Settings
+from ragspec.evaluation.suite import Settings
+from ragspec.evaluation.suites.generation import Plan
 from ragspec.numerics.kv_cache import SequenceSlots
 from ragspec.numerics.rows import Part, StepRows
 

@@ -11,11 +11,11 @@ import pytest
 from service_parts import MODEL, make_backend
 
 from pipelines.benchmarks.chat.first_token import FirstTokens
-from pipelines.benchmarks.chat.service_here import Service, run_clients, service_here
 from pipelines.benchmarks.chat.suite import identical
 from pipelines.benchmarks.chat.tenants import OWNER, STRANGER, cliffs_delta, foreign_tokens, probe
-from pipelines.benchmarks.load.clients import Clients, Order, Tally
-from pipelines.benchmarks.load.suite import leaked_slots
+from pipelines.benchmarks.load import leaked_slots
+from pipelines.benchmarks.load_clients import Clients, Order, Tally
+from pipelines.benchmarks.service import Service, run_clients, service_here
 from ragspec.config import load_settings
 from ragspec.core import Request, SamplingParams
 from ragspec.engine.engine import Engine
@@ -82,7 +82,7 @@ def test_cliffs_delta_counts_pairs() -> None:
 
 def test_slots_that_somebody_holds_are_leaked_ones(here: Service, monkeypatch: pytest.MonkeyPatch) -> None:
     """A leak was not seen, or a cache counted as one."""
-    monkeypatch.setattr("pipelines.benchmarks.load.suite._SETTLE_S", 0.2)
+    monkeypatch.setattr("pipelines.benchmarks.load._SETTLE_S", 0.2)
     engine = here.backend.engine
     assert isinstance(engine, Engine)
     begun = threading.Event()
@@ -97,7 +97,7 @@ def test_slots_that_somebody_holds_are_leaked_ones(here: Service, monkeypatch: p
 def test_clients_of_every_kind_are_answered(here: Service) -> None:
     """Mixed requests met errors that nobody counted, or never ended."""
     orders = {"url": here.url, "keys": list(here.keys.values()), "questions": QUESTIONS, "model": MODEL}
-    found = run_clients("pipelines.benchmarks.load.clients", orders | {"seconds": 2.0, "num_clients": 4, "seed": 1})
+    found = run_clients("pipelines.benchmarks.load_clients", orders | {"seconds": 2.0, "num_clients": 4, "seed": 1})
     assert found["requests"] >= 8 and found["statuses"]["200"] > 0
     assert (found["errors_5xx"], found["hangs"], found["faults"]) == (0, 0, {})
 

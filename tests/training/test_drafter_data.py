@@ -11,7 +11,7 @@ from real_data import DATA, needs_data
 
 from ragspec.core import Request
 from ragspec.errors import InputError
-from ragspec.evaluation.prompt_lists import held_out_articles
+from ragspec.evaluation.datasets import held_out_articles
 from ragspec.training.grammar_errors import GrammarErrors
 from ragspec.training.heads import examples as drafter_examples
 from ragspec.training.heads.answers import (

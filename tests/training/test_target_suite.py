@@ -3,8 +3,8 @@
 import pytest
 
 from ragspec.evaluation.metrics import answer_f1
-from ragspec.evaluation.target_cases import Case, passage_with
-from ragspec.evaluation.target_suite import abstention_scores, question_scores
+from ragspec.evaluation.suites.target import abstention_scores, question_scores
+from ragspec.evaluation.suites.target_cases import Case, passage_with
 from ragspec.training.reference.text_format import ABSTENTION, quoted_answer
 
 CASE = Case("Who sat?", ["A dog ran.", "The cat sat. It rained."], 2, ["cat", "The cat"])

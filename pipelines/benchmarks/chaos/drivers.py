@@ -8,11 +8,11 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
+from pipelines.benchmarks.chaos.check import judge_rows
 from pipelines.benchmarks.chaos.load import BatchJob, written_rows
 from pipelines.benchmarks.chaos.oracle import essence
-from ragspec.evaluation.comparison import Tick
 from ragspec.evaluation.report import Result
-from ragspec.evaluation.survival import judge_rows
+from ragspec.evaluation.timing import Tick
 
 _LOOK_S = 0.05
 _MOST_S = 600.0

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from itertools import product
 from typing import NamedTuple, Protocol
 
+from pipelines.benchmarks.chaos.check import Heard, slowest_gap_s
 from pipelines.benchmarks.chaos.load import Probe
 from ragspec.cluster.directory import Directory, Table
 from ragspec.cluster.ledger import Entry, Ledger
@@ -20,7 +21,6 @@ from ragspec.cluster.nodes import LocalNode, LocalNodes
 from ragspec.cluster.processes import Process
 from ragspec.errors import EngineError, RagspecError
 from ragspec.evaluation.report import Result
-from ragspec.evaluation.survival import Heard, slowest_gap_s
 
 KINDS = ("engine", "rank", "shard", "encoder", "node")
 SIGNALS = (signal.SIGKILL, signal.SIGSTOP)

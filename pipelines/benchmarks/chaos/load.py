@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from pipelines.batch.records import recorded_row
+from pipelines.benchmarks.chaos.check import Heard
 from ragspec.core import Delta, Request
 from ragspec.engine.sequence import Listener
 from ragspec.errors import RagspecError
-from ragspec.evaluation.retrieval_identity import Answer, answer
-from ragspec.evaluation.survival import Heard
+from ragspec.evaluation.suites.retrieval.identity import Answer, answer
 from ragspec.rag.prompt import PromptBuilder
 from ragspec.rag.steps import Question, RetrieverLike, prepared, retrieved
 from ragspec.retrieval.retriever import PUBLIC_SCOPE

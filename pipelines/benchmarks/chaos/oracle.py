@@ -10,12 +10,12 @@ from typing import Any
 from pipelines.batch.records import output_record
 from pipelines.batch.rows import QUESTIONS, parse_row
 from pipelines.batch_rag import RagTask
+from pipelines.benchmarks.chaos.check import Expected
 from ragspec.config import PipelineConfig
 from ragspec.core import SamplingParams
 from ragspec.engine.loading import load_engine
-from ragspec.evaluation.prompt_lists import Question as Listed
-from ragspec.evaluation.retrieval_identity import Answer, answer
-from ragspec.evaluation.survival import Expected
+from ragspec.evaluation.datasets import Question as Listed
+from ragspec.evaluation.suites.retrieval.identity import Answer, answer
 from ragspec.numerics.noise import row_seed
 from ragspec.rag.prompt import PromptBuilder
 from ragspec.rag.steps import Question, answered, prepared, retrieved

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from transformers import AutoTokenizer
 
+from pipelines.benchmarks.chaos.check import Expected, Heard, Verdict, judge_rows, judge_streams
 from pipelines.benchmarks.chaos.drivers import driver_kills
 from pipelines.benchmarks.chaos.faults import Fault, Scene, faults, recovered
 from pipelines.benchmarks.chaos.load import BatchJob, BatchLoad, LookupLoad, Probe, StreamLoad, written_rows
@@ -26,9 +27,8 @@ from ragspec.cluster.router import Router
 from ragspec.cluster.topology import Topology
 from ragspec.config import PipelineConfig
 from ragspec.evaluation.cluster_report import recovery
-from ragspec.evaluation.comparison import Tick
 from ragspec.evaluation.report import Result
-from ragspec.evaluation.survival import Expected, Heard, Verdict, judge_rows, judge_streams
+from ragspec.evaluation.timing import Tick
 from ragspec.rag.prompt import PromptBuilder
 
 log = logging.getLogger(__name__)

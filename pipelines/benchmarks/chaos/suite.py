@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING
 from pipelines.batch.ray_session import ray_session
 from ragspec.cluster.nodes import LocalNode, LocalNodes
 from ragspec.config import PipelineConfig
-from ragspec.evaluation.comparison import Tick
+from ragspec.evaluation.datasets import squad_list, stdlib_list
 from ragspec.evaluation.machine import PeakMemory
-from ragspec.evaluation.prompt_lists import squad_list, stdlib_list
 from ragspec.evaluation.report import Result
-from ragspec.evaluation.suites import Outcome, Settings
+from ragspec.evaluation.suite import Outcome, Settings
+from ragspec.evaluation.timing import Tick
 
 if TYPE_CHECKING:
     from pipelines.benchmarks.chaos.run import ChaosPlan

@@ -10,15 +10,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pipelines.benchmarks.chat.first_token import FirstTokens
-from pipelines.benchmarks.chat.serve_overhead import serve_rows
-from pipelines.benchmarks.chat.service_here import Service, backend_of, service_here
+from pipelines.benchmarks.chat.first_token import FirstTokens, serve_rows
 from pipelines.benchmarks.chat.tenants import OWNER, STRANGER, probe
-from ragspec.evaluation.comparison import Tick
-from ragspec.evaluation.follow_ups import AS_ASKED, PERSON, RULES, measure_follow_ups
+from pipelines.benchmarks.service import Service, backend_of, service_here
 from ragspec.evaluation.machine import PeakMemory
 from ragspec.evaluation.report import Result
-from ragspec.evaluation.suites import Outcome, Settings
+from ragspec.evaluation.suite import Outcome, Settings
+from ragspec.evaluation.suites.follow_ups import AS_ASKED, PERSON, RULES, measure_follow_ups
+from ragspec.evaluation.timing import Tick
 from ragspec.retrieval.encoder import Encoder
 
 CONCURRENCIES = (1, 16)

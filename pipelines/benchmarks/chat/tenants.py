@@ -12,10 +12,10 @@ import random
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from pipelines.benchmarks.chat.service_here import Service
+from pipelines.benchmarks.service import Service
 from ragspec.errors import InputError
-from ragspec.evaluation.comparison import Tick
 from ragspec.evaluation.report import Result
+from ragspec.evaluation.timing import Tick
 
 OWNER, STRANGER = "ann", "bob"
 _BATCH = 20

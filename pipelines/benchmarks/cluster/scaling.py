@@ -34,8 +34,8 @@ from ragspec.engine.engine import Engine
 from ragspec.engine.loading import make_drafters
 from ragspec.engine.target import Floats, Ints, Target
 from ragspec.evaluation.cases import RAG_PASSAGES, RAG_TOKENS
-from ragspec.evaluation.comparison import Tick
 from ragspec.evaluation.report import Result
+from ragspec.evaluation.timing import Tick
 from ragspec.numerics.attention import Rows
 from ragspec.rag.async_pipeline import Flow, FlowLimits
 from ragspec.rag.prompt import PromptBuilder

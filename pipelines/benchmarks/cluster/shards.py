@@ -12,10 +12,10 @@ from ragspec.cluster.shards import ShardActor
 from ragspec.config import IndexConfig, RetrieverConfig
 from ragspec.core import Document
 from ragspec.errors import StoreError
-from ragspec.evaluation.comparison import Tick
 from ragspec.evaluation.report import Result
-from ragspec.evaluation.retrieval_identity import NUM_PASSAGES, Answer, answer
-from ragspec.evaluation.retrieval_quality import MODES, Mode
+from ragspec.evaluation.suites.retrieval.identity import NUM_PASSAGES, Answer, answer
+from ragspec.evaluation.suites.retrieval.quality import MODES, Mode
+from ragspec.evaluation.timing import Tick
 from ragspec.retrieval.encoder import TextEncoder
 from ragspec.retrieval.index.content_key import content_key
 from ragspec.retrieval.index.store import Store

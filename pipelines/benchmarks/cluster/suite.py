@@ -15,21 +15,20 @@ from typing import Any
 
 from transformers import AutoTokenizer
 
-from pipelines.benchmarks.cluster.ranks import RANDOM, random_model, tensor_parallel, tp_headlines
 from pipelines.benchmarks.cluster.scaling import Scaling, sleeping_replicas, usual_successors
 from pipelines.benchmarks.cluster.shards import segmented_index, sharded, sharded_identical
+from pipelines.benchmarks.cluster.tensor_parallel import RANDOM, random_model, tensor_parallel, tp_headlines
 from ragspec.config import TargetConfig
 from ragspec.drafting.costs import CostTable
 from ragspec.evaluation.cases import rag_cases
-from ragspec.evaluation.comparison import Tick
-from ragspec.evaluation.forced import gold_answers
-from ragspec.evaluation.index_cache import cached_retriever
+from ragspec.evaluation.datasets import RagList, cached_retriever, squad_list, stdlib_list
+from ragspec.evaluation.forced_answers import gold_answers
 from ragspec.evaluation.machine import PeakMemory
-from ragspec.evaluation.numerics_suite import DTYPES, Size, sizes_of
-from ragspec.evaluation.prompt_lists import RagList, squad_list, stdlib_list
 from ragspec.evaluation.report import Result
-from ragspec.evaluation.step_overhead import StepOverhead, worst
-from ragspec.evaluation.suites import Outcome, Settings
+from ragspec.evaluation.suite import Outcome, Settings
+from ragspec.evaluation.suites.numerics import DTYPES, Size, sizes_of
+from ragspec.evaluation.suites.step_overhead import StepOverhead, worst
+from ragspec.evaluation.timing import Tick
 from ragspec.rag.prompt import PromptBuilder
 from ragspec.retrieval.encoder import Encoder, TextEncoder
 from ragspec.retrieval.retriever import Retriever

@@ -7,7 +7,7 @@ The question's own words stay as they are, so a wrong guess adds a little noise 
 conversation is about, by whoever named it: the user in questions, the opening one first; or an answer that speaks to the user, as
 one that proposes something does. Names in other answers are what a question was answered with, seldom what the next is about.
 
-Measured, not guessed: `ragspec.evaluation.follow_ups`.
+Measured, not guessed: `ragspec.evaluation.suites.follow_ups`.
 """
 
 from __future__ import annotations

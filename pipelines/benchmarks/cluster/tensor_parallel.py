@@ -1,0 +1,241 @@
+"""Tensor parallel in the suite `cluster`: groups of 1, 2 and 4 ranks in Ray actors, each target and type of weights in turn."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import math
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+import numpy as np
+import ray
+import torch
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+from ragspec.cluster.shell import Handle, Role, shell_class
+from ragspec.config import DraftingConfig, EngineConfig, TargetConfig
+from ragspec.engine.engine import Engine
+from ragspec.engine.loading import load_engine
+from ragspec.engine.parallel import load_follower
+from ragspec.engine.target import Floats, Ints, Target
+from ragspec.evaluation.cases import Case
+from ragspec.evaluation.report import Result
+from ragspec.evaluation.timing import EngineDecoder, Tick
+from ragspec.numerics.attention import Rows
+from ragspec.numerics.kv_cache import SequenceSlots
+from ragspec.numerics.ranks import ONE_RANK, DistributedRanks, Meeting, Ranks
+from ragspec.numerics.rows import Part, StepRows
+from ragspec.numerics.self_test import self_test
+from ragspec.numerics.threads import num_processors, set_num_threads
+
+SIZES = (1, 2, 4)
+_KV_TOKENS = 4096
+_TIMEOUT_S = 900.0
+_RANK_TIMEOUT_S = 60.0
+"""Four ranks on two cores beside anything else may wait long for each other; nothing here is about noticing a lost one."""
+
+_SHAPE = {
+    "hidden_size": 256,
+    "intermediate_size": 704,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 2048,
+    "initializer_range": 0.08,
+    "eos_token_id": None,
+}
+RANDOM: dict[str, tuple[Any, Any, dict[str, Any]]] = {
+    "random Llama": (LlamaConfig, LlamaForCausalLM, {"tie_word_embeddings": True}),
+    "random Qwen3": (Qwen3Config, Qwen3ForCausalLM, {"tie_word_embeddings": False, "head_dim": 32}),
+}
+
+
+class RankProbe:
+    """The process of one rank; serves one group after the other."""
+
+    def meet(self) -> str:
+        """Of rank 0: where the others are to come."""
+        self._meeting = Meeting("127.0.0.1")
+        return self._meeting.address
+
+    def follow(self, config: TargetConfig, address: str, rank: int, size: int) -> None:
+        """Ends with rank 0's engine."""
+        ranks = DistributedRanks(address, rank, size, timeout_s=_RANK_TIMEOUT_S)
+        load_follower(config, EngineConfig(max_kv_tokens=_KV_TOKENS, num_threads=1), ranks).run()
+
+    def lead(self, config: TargetConfig, cases: Sequence[Case], size: int, seed: int) -> Measured:
+        if size == 1:
+            return measure_ranks(config, cases, ONE_RANK, seed)
+        ranks = DistributedRanks(self._meeting, 0, size, timeout_s=_RANK_TIMEOUT_S)
+        return measure_ranks(config, cases, ranks, seed)
+
+
+@contextlib.contextmanager
+def rank_probes() -> Iterator[list[Any]]:
+    """The processes of the largest group, ended in the end."""
+    shells = [shell_class().options(num_cpus=0.1).remote() for _ in range(max(SIZES))]
+    try:
+        ray.get([shell.become.remote(Role("engine", RankProbe)) for shell in shells], timeout=_TIMEOUT_S)
+        yield [Handle(shell) for shell in shells]
+    finally:
+        for shell in shells:
+            ray.kill(shell)
+
+
+def random_model(name: str, tokenizer_path: str, folder: Path) -> Path:
+    """A small random model with grouped queries and the tokenizer of another; the same weights every time."""
+    config_class, model_class, extra = RANDOM[name]
+    tokenizer = AutoTokenizer.from_pretrained(tokenizer_path)
+    path = folder / f"{name.replace(' ', '_').lower()}-{len(tokenizer)}"
+    if not (path / "complete").is_file():
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            model = model_class(config_class(vocab_size=len(tokenizer), **_SHAPE, **extra))
+        tokenizer.save_pretrained(path)
+        model.save_pretrained(path)
+        (path / "complete").touch()
+    return path
+
+
+def tensor_parallel(
+    targets: Sequence[tuple[str, TargetConfig]], cases: Sequence[Case], seed: int, tick: Tick
+) -> list[Result]:
+    """One row for each target and size of group, compared with one rank. Raises: what a rank raises."""
+    rows: list[Result] = []
+    with rank_probes() as probes:
+        for name, config in targets:
+            alone: Measured | None = None
+            for size in SIZES:
+                measured = _measured(probes, config, cases, size, seed)
+                alone = alone or measured
+                rows.append({"target": name, "dtype": config.dtype, "ranks": size} | compared(alone, measured))
+                tick("tensor parallel", len(rows), len(targets) * len(SIZES))
+    return rows
+
+
+def tp_headlines(rows: Sequence[Result]) -> Result:
+    """Of all groups of more than one rank."""
+    groups = [row for row in rows if row["ranks"] > 1]
+    num_identical, num_compared = (sum(row[key] for row in groups) for key in ("num_identical", "num_compared"))
+    return {
+        "tp_identical": num_identical / num_compared if num_compared else None,
+        "tp_bitwise": all(row["bitwise"] for row in groups) if groups else None,
+    }
+
+
+def _measured(probes: Sequence[Any], config: TargetConfig, cases: Sequence[Case], size: int, seed: int) -> Measured:
+    address = ray.get(probes[0].meet.remote()) if size > 1 else ""
+    follows = [probe.follow.remote(config, address, rank, size) for rank, probe in enumerate(probes[1:size], 1)]
+    lead = probes[0].lead.remote(config, cases, size, seed)
+    measured: Measured = ray.get(lead, timeout=_TIMEOUT_S)
+    ray.get(follows, timeout=_RANK_TIMEOUT_S)
+    return measured
+
+
+STEP_ROWS = (1, 8, 64)
+_CONTEXT = 512
+_NUM_STEPS = 9
+_NODES = 8
+_THREADS = 1
+"""Of a rank. One rank alone is timed with all of them, too, and its better time counts."""
+
+Answers = dict[str, list[tuple[int, ...]]]
+
+
+class Measured(NamedTuple):
+    """`bits`: a digest of every logit of `num_rows` rows in prompts, chunks, trees and batches. `answers`: tokens by setting.
+
+    `step_ms`: milliseconds of a forward by its rows; `fingerprint`: the numerics id.
+    """
+
+    bits: str
+    num_rows: int
+    answers: Answers
+    step_ms: dict[int, float]
+    fingerprint: str
+
+
+class Recorder:
+    """Stands before a target and digests the bits of all logits that it gives."""
+
+    def __init__(self, target: Target) -> None:
+        self._target = target
+        self.pool, self.vocab_size = target.pool, target.vocab_size
+        self._digest = hashlib.sha256()
+        self.num_rows = 0
+
+    @property
+    def bits(self) -> str:
+        return self._digest.hexdigest()
+
+    def forward(self, token_ids: Ints, rows: Rows, wanted: Ints) -> Floats:
+        logits = self._target.forward(token_ids, rows, wanted)
+        self._digest.update(np.ascontiguousarray(logits).tobytes())
+        self.num_rows += len(logits)
+        return logits
+
+
+def measure_ranks(config: TargetConfig, cases: Sequence[Case], ranks: Ranks, seed: int = 0) -> Measured:
+    """Rank 0's part; the others follow meanwhile, and end with it. Raises: ModelError, RankLost."""
+    settings = EngineConfig(max_kv_tokens=4096, max_running=8, num_threads=_THREADS, adaptive_threads=False)
+    with load_engine(config, settings, DraftingConfig(fixed_nodes=_NODES), ranks=ranks) as engine:
+        target, recorder = engine.target, Recorder(engine.target)
+        steps: dict[int, float] = {}
+
+        def compute() -> None:  # Why in the engine's thread: the ranks follow what that says
+            self_test(recorder, target.max_context_tokens, config.dtype, _THREADS)
+            for num_threads in (num_processors(), _THREADS) if ranks.size == 1 else (_THREADS,):
+                set_num_threads(num_threads)
+                for num_rows in STEP_ROWS:
+                    steps[num_rows] = min(_step_ms(target, num_rows), steps.get(num_rows, math.inf))
+
+        engine.between_steps(compute)
+        return Measured(recorder.bits, recorder.num_rows, _answers(engine, cases, seed), steps, engine.fingerprint)
+
+
+def compared(alone: Measured, group: Measured) -> Result:
+    """What a group has equal to one rank: all bits or not, and of the answers how many."""
+    pairs = [
+        (a, b)
+        for setting, tokens in alone.answers.items()
+        for a, b in zip(tokens, group.answers.get(setting, []), strict=True)
+    ]
+    return {
+        "bitwise": (alone.bits, alone.num_rows) == (group.bits, group.num_rows),
+        "num_rows": group.num_rows,
+        "same_numerics_id": alone.fingerprint == group.fingerprint,
+        "num_identical": sum(a == b for a, b in pairs),
+        "num_compared": len(pairs),
+        "step_ms": {str(rows): ms for rows, ms in group.step_ms.items()},
+        "step_over_one_rank": {str(rows): ms / alone.step_ms[rows] for rows, ms in group.step_ms.items()},
+    }
+
+
+def _answers(engine: Engine, cases: Sequence[Case], seed: int) -> Answers:
+    answers: Answers = {}
+    for temperature in (0.0, 1.0):
+        for speculation in (False, True):
+            decoder = EngineDecoder(engine, speculation=speculation, seed=seed, temperature=temperature)
+            runs = decoder.together(cases).runs
+            answers[f"T={temperature:g}, speculation {'on' if speculation else 'off'}"] = [r.token_ids for r in runs]
+    return answers
+
+
+def _step_ms(target: Target, num_rows: int) -> float:
+    context = min(_CONTEXT, target.max_context_tokens - num_rows)
+    slots = SequenceSlots(target.pool)
+    slots.keep(*slots.reserve(context), list(range(context)))
+    token_ids = np.arange(num_rows, dtype=np.int32) % target.vocab_size
+    times = []
+    for _ in range(_NUM_STEPS):
+        step = StepRows([Part(slots, num_rows)])
+        begin = time.perf_counter()
+        target.forward(token_ids, step.rows, np.arange(num_rows, dtype=np.int32))
+        times.append(time.perf_counter() - begin)
+        step.drop(0)
+    slots.release()
+    return 1e3 * median(times)

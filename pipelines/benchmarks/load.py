@@ -1,0 +1,77 @@
+"""The suite `load`: a service under mixed clients, some of which go away half-way. Nothing may fail, hang or leak.
+
+>>> load_suite(settings, tick).result["kv_leaked"]
+0
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from pipelines.benchmarks.service import backend_of, run_clients, service_here
+from ragspec.engine.engine import Engine
+from ragspec.evaluation.machine import PeakMemory
+from ragspec.evaluation.report import Result
+from ragspec.evaluation.suite import Outcome, Settings
+from ragspec.evaluation.timing import Tick
+from ragspec.numerics.kv_cache import PAGE
+
+NUM_CLIENTS = 32
+_SECONDS, _QUICK_S = 60.0, 10.0
+_TENANTS = ("ann", "bob", "cleo")
+_SETTLE_S = 10.0
+
+
+def load_suite(settings: Settings, tick: Tick) -> Outcome:
+    """Raises: ConfigError, ModelError, StoreError, EngineError."""
+    seconds, memory = (_QUICK_S if settings.quick else _SECONDS), PeakMemory()
+    with backend_of(settings, tick) as (backend, listed), service_here(backend, _TENANTS) as service:
+        orders = {
+            "url": service.url,
+            "keys": list(service.keys.values()),
+            "model": backend.model,
+            "questions": [question.text for question in listed.questions],
+            "seconds": seconds,
+            "num_clients": NUM_CLIENTS,
+            "seed": settings.plan.seed,
+        }
+        with _ticking(tick, seconds):
+            found: Result = run_clients("pipelines.benchmarks.load_clients", orders)
+        assert isinstance(backend.engine, Engine)
+        found |= {"kv_leaked": leaked_slots(backend.engine, _TENANTS), "left_running": backend.gate.running}
+    rest = {"label": listed.label, "num_prompts": len(listed.questions), "peak_pss_mb": memory.look()}
+    return Outcome(found | rest | {"num_clients": NUM_CLIENTS, "seconds": seconds})
+
+
+def leaked_slots(engine: Engine, tenants: tuple[str, ...]) -> int:
+    """Slots that somebody holds when nothing runs and every tenant's cache was emptied."""
+    pool, deadline = engine.target.pool, time.monotonic() + _SETTLE_S
+    free: list[int] = []
+    while True:
+        for tenant in tenants:
+            engine.purge(tenant)
+        engine.between_steps(lambda: free.append(pool.num_free_pages))
+        if free[-1] == pool.num_pages or time.monotonic() > deadline:
+            return (pool.num_pages - free[-1]) * PAGE
+        time.sleep(0.1)
+
+
+@contextmanager
+def _ticking(tick: Tick, seconds: float) -> Iterator[None]:
+    done = threading.Event()
+
+    def follow() -> None:
+        begin = time.monotonic()
+        while not done.wait(1.0):
+            tick("seconds of load", min(int(time.monotonic() - begin), int(seconds)), int(seconds))
+
+    thread = threading.Thread(target=follow, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()

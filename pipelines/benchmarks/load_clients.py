@@ -1,0 +1,177 @@
+"""Clients of a running service, in a process of their own: mixed requests, side by side, some given up half-way.
+
+    echo '{"url": ..., "keys": [...], "questions": [...], "seconds": 60, "num_clients": 32, "seed": 0}' | \
+        python -m pipelines.benchmarks.load_clients
+
+Reads its orders from stdin; the last line on stdout is one JSON object. What a client does next follows from the seed alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import sys
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import aiohttp
+
+HANG_S = 30.0
+"""A request that is not answered for so long hangs."""
+
+_GIVEN_UP = 0.2
+"""The part of requests whose client goes away."""
+
+
+@dataclass
+class Tally:
+    """What the clients met. Seconds from sending a request to the end of its answer, of those that were read to the end."""
+
+    num_requests: int = 0
+    num_given_up: int = 0
+    num_hangs: int = 0
+    statuses: Counter[int] = field(default_factory=Counter)
+    faults: Counter[str] = field(default_factory=Counter)
+    answered_s: list[float] = field(default_factory=list)
+
+    def summary(self) -> dict[str, Any]:
+        ordered = sorted(self.answered_s)
+        return {
+            "requests": self.num_requests,
+            "given_up": self.num_given_up,
+            "hangs": self.num_hangs,
+            "errors_5xx": sum(count for status, count in self.statuses.items() if status >= 500),
+            "statuses": {str(status): count for status, count in sorted(self.statuses.items())},
+            "num_faults": sum(self.faults.values()),
+            "faults": dict(self.faults),
+            "p50_ms": _quantile_ms(ordered, 0.5),
+            "p99_ms": _quantile_ms(ordered, 0.99),
+        }
+
+
+@dataclass(frozen=True)
+class Order:
+    """One request: where to, with what, and the status that it should have."""
+
+    path: str
+    body: Mapping[str, Any] | None
+    expected: tuple[int, ...] = (200,)
+    streams: bool = False
+
+
+class Clients:
+    """`num_clients` at a time, each sending one request after the other until the time is over."""
+
+    def __init__(self, orders: Mapping[str, Any]) -> None:
+        self._url, self._keys = orders["url"], list(orders["keys"])
+        self._questions, self._model = list(orders["questions"]), orders["model"]
+        self._seconds, self._num_clients = float(orders["seconds"]), int(orders["num_clients"])
+        self._seed = int(orders["seed"])
+        self.tally = Tally()
+
+    async def run(self) -> Tally:
+        until = time.monotonic() + self._seconds
+        connector = aiohttp.TCPConnector(limit=0)
+        async with aiohttp.ClientSession(
+            self._url, connector=connector, timeout=aiohttp.ClientTimeout(None)
+        ) as session:
+            await asyncio.gather(*(self._client(session, number, until) for number in range(self._num_clients)))
+        return self.tally
+
+    async def _client(self, session: aiohttp.ClientSession, number: int, until: float) -> None:
+        draw = random.Random(f"{self._seed} {number}")
+        headers = {"Authorization": f"Bearer {self._keys[number % len(self._keys)]}"}
+        while time.monotonic() < until:
+            order = self._order(draw)
+            leaves_after_s = draw.expovariate(2.0) if draw.random() < _GIVEN_UP else None
+            self.tally.num_requests += 1
+            await self._meet(lambda order=order: self._ask(session, order, headers), order, leaves_after_s)
+
+    async def _meet(self, ask: Callable[[], Awaitable[int]], order: Order, leaves_after_s: float | None) -> None:
+        """Ask, and count what came of it."""
+        begin = time.monotonic()
+        try:
+            status = await asyncio.wait_for(ask(), HANG_S if leaves_after_s is None else leaves_after_s)
+        except TimeoutError:
+            if leaves_after_s is None:
+                self.tally.num_hangs += 1
+            else:
+                self.tally.num_given_up += 1
+            return
+        except aiohttp.ClientError as error:
+            self.tally.faults[type(error).__name__] += 1
+            return
+        self.tally.statuses[status] += 1
+        if status not in (*order.expected, 429):
+            self.tally.faults[f"{order.path}: {status}"] += 1
+        if status == 200:
+            self.tally.answered_s.append(time.monotonic() - begin)
+
+    async def _ask(self, session: aiohttp.ClientSession, order: Order, headers: Mapping[str, str]) -> int:
+        """The status of an answer that was read to its end. A stream that ends without saying so counts as a fault."""
+        method = "GET" if order.body is None else "POST"
+        async with session.request(method, order.path, json=order.body, headers=headers) as answer:
+            body = await answer.read()
+            if order.streams and answer.status == 200 and not body.rstrip().endswith(b"data: [DONE]"):
+                self.tally.faults["a stream without an end"] += 1
+            if answer.status == 429:
+                await asyncio.sleep(min(1.0, float(answer.headers.get("Retry-After", 1))))
+            return answer.status
+
+    def _order(self, draw: random.Random) -> Order:
+        """Mostly chat; now and then something else, and something wrong."""
+        kind = draw.choices(("chat", "completion", "embedding", "models", "wrong"), (70, 12, 8, 4, 6))[0]
+        question = draw.choice(self._questions)
+        if kind == "chat":
+            return self._chat(question, draw)
+        if kind == "completion":
+            streams = draw.random() < 0.5
+            body = {"prompt": question, "max_tokens": draw.randint(1, 32), "stream": streams, **self._how(draw)}
+            return Order("/v1/completions", self._named(body), streams=streams)
+        if kind == "embedding":
+            return Order("/v1/embeddings", self._named({"input": [question] * draw.randint(1, 8)}))
+        if kind == "models":
+            return Order("/v1/models", None)
+        return self._wrong(draw)
+
+    def _chat(self, question: str, draw: random.Random) -> Order:
+        messages = [{"role": "user", "content": question}]
+        if draw.random() < 0.3:
+            messages += [{"role": "assistant", "content": question}, {"role": "user", "content": "And why?"}]
+        streams = draw.random() < 0.6
+        body = {"messages": messages, "max_tokens": draw.randint(1, 64), "stream": streams, **self._how(draw)}
+        body |= {"retrieval": False} if draw.random() < 0.3 else {}
+        return Order("/v1/chat/completions", self._named(body), streams=streams)
+
+    def _wrong(self, draw: random.Random) -> Order:
+        wrong = (
+            Order("/v1/chat/completions", self._named({"messages": []}), (400,)),
+            Order(
+                "/v1/chat/completions", self._named({"messages": [{"role": "user", "content": "a " * 9_000}]}), (400,)
+            ),
+            Order("/v1/chat/completions", {"model": "nobody", "messages": [{"role": "user", "content": "a"}]}, (404,)),
+            Order("/v1/nowhere", None, (404,)),
+        )
+        return draw.choice(wrong)
+
+    def _named(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        return {"model": self._model, **body}
+
+    @staticmethod
+    def _how(draw: random.Random) -> dict[str, Any]:
+        how: dict[str, Any] = {"temperature": draw.choice((0.0, 1.0)), "seed": draw.randint(0, 9)}
+        how |= {"n": 2} if draw.random() < 0.1 else {}
+        how |= {"speculation": False} if draw.random() < 0.2 else {}
+        return how
+
+
+def _quantile_ms(ordered: list[float], share: float) -> float | None:
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))] * 1e3 if ordered else None
+
+
+if __name__ == "__main__":
+    print(json.dumps(asyncio.run(Clients(json.load(sys.stdin)).run()).summary()), flush=True)

@@ -1,0 +1,112 @@
+"""A service in this process, on a port of its own, and clients of it in another process.
+
+>>> with service_here(backend, ("ann", "bob")) as service:
+...     answers = service.timed("/v1/chat/completions", bodies, concurrency=16)
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ragspec.config import EngineConfig, RetrieverConfig
+from ragspec.errors import EngineError
+from ragspec.evaluation.datasets import NUM_QUESTIONS, RagList, cached_store, squad_list, stdlib_list
+from ragspec.evaluation.suite import Settings
+from ragspec.evaluation.timing import Tick
+from ragspec.retrieval.encoder import Encoder
+from ragspec.retrieval.retriever import Retriever
+from services.app import build_app
+from services.backend import Backend
+from services.embedded import Server, address_of, listening
+from services.keys import KeyFile, add_key
+from services.settings import ServiceConfig, ServiceSettings
+
+_START_S = 30.0
+
+
+@dataclass(frozen=True)
+class Service:
+    """`keys[tenant]`: every one of them is trusted, so that it sees how answers were made."""
+
+    url: str
+    keys: Mapping[str, str]
+    backend: Backend
+
+    def timed(
+        self, path: str, bodies: Sequence[Mapping[str, Any]], concurrency: int = 1, tenant: str = ""
+    ) -> list[dict[str, Any]]:
+        """The answer to each body, as `pipelines.benchmarks.chat.timed_clients` gives it. Raises: EngineError."""
+        orders = {"path": path, "bodies": list(bodies), "concurrency": concurrency, "key": self._key(tenant)}
+        answers: list[dict[str, Any]] = run_clients(
+            "pipelines.benchmarks.chat.timed_clients", {"url": self.url, **orders}
+        )
+        return answers
+
+    def _key(self, tenant: str) -> str:
+        return self.keys[tenant or next(iter(self.keys))]
+
+
+@contextmanager
+def service_here(backend: Backend, tenants: Sequence[str] = ("ann",)) -> Iterator[Service]:
+    """Serves until the block ends; the backend is not closed. Raises: ConfigError, EngineError if it does not start."""
+    with tempfile.TemporaryDirectory(prefix="ragspec-") as folder, listening(backend.config.service) as listener:
+        file = Path(folder) / "keys.json"
+        keys = {tenant: add_key(file, tenant, trusted=True)[0] for tenant in tenants}
+        server = Server(build_app(backend, KeyFile(file)), backend, listener)
+        thread = threading.Thread(target=server.run, name="ragspec-service", daemon=True)
+        thread.start()
+        deadline = time.monotonic() + _START_S
+        while not server.started:
+            if not thread.is_alive() or time.monotonic() > deadline:
+                raise EngineError("the service did not start")
+            time.sleep(0.01)
+        try:
+            yield Service(address_of(listener), keys, backend)
+        finally:
+            server.stop()
+            thread.join()
+
+
+@contextmanager
+def backend_of(settings: Settings, tick: Tick) -> Iterator[tuple[Backend, RagList]]:
+    """An engine with room for many beside each other, over the usual corpus; and what may be asked of it.
+
+    Raises: ConfigError, ModelError, StoreError.
+    """
+    count = settings.num_prompts or NUM_QUESTIONS
+    listed = squad_list(settings.data_dir, count) if settings.data_dir else stdlib_list(count)
+    documents, encoder = listed.documents, Encoder.load(settings.encoder)
+    store = cached_store(
+        documents, encoder, settings.cache_dir, progress=lambda done, _: tick("index (once)", done, len(documents))
+    )
+    with tempfile.TemporaryDirectory(prefix="ragspec-") as folder:
+        config = ServiceConfig(
+            encoder=settings.encoder,
+            target=settings.target,
+            engine=EngineConfig(max_running=32),
+            retriever=RetrieverConfig(index_dir=str(store.index_dir)),
+            service=ServiceSettings(port=0, data_dir=folder),
+        )
+        with Backend.embedded(config, Retriever(encoder, store, config.retriever)) as backend:
+            yield backend, listed
+
+
+def run_clients(module: str, orders: Mapping[str, Any]) -> Any:
+    """What clients in a process of their own found. Raises: EngineError with the last line they said."""
+    done = subprocess.run(
+        [sys.executable, "-m", module], input=json.dumps(orders), capture_output=True, text=True, check=False
+    )
+    if done.returncode:
+        last = (done.stderr.strip() or "no word").splitlines()[-1]
+        raise EngineError(f"{module} failed: {last}")
+    return json.loads(done.stdout.splitlines()[-1])

@@ -1,0 +1,189 @@
+"""Which questions and sentences a suite runs: fixed lists, only of text that no target of ours was trained on.
+
+A shorter list is the beginning of the longer one. Nothing here depends on a model.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Mapping, Sequence
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, TypeVar
+
+from ragspec.config import IndexConfig
+from ragspec.core import Document
+from ragspec.errors import InputError, StoreError
+from ragspec.retrieval.encoder import TextEncoder
+from ragspec.retrieval.index.content_key import content_key
+from ragspec.retrieval.index.store import Store
+from ragspec.retrieval.reading import read_file
+from ragspec.retrieval.retriever import ProgressCallback, Retriever, build_index
+from ragspec.training.grammar_errors import GrammarErrors
+from ragspec.training.reference.examples import first_doc_sentence
+from ragspec.training.reference.sources import NUM_EVAL_ARTICLES
+from ragspec.training.sentences import normalise, split_sentences
+from ragspec.training.stdlib_corpus import is_held_out, stdlib_documents
+
+T = TypeVar("T")
+
+_LIST_SEED = 13
+_LONG_WORDS = range(20, 41)
+JFLEG, LONG, CLEAN = "jfleg", "long", "clean"
+GRAMMAR_SIZES = {JFLEG: 200, LONG: 100, CLEAN: 100}
+NUM_QUESTIONS = 200
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """`answers`: what annotators gave; `gold`: id of the document that holds it. `is_quoted`: they are the sentence to quote."""
+
+    id: str
+    text: str
+    answers: tuple[str, ...]
+    gold: str
+    is_quoted: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Sentence:
+    """A sentence to correct; `references` are corrections by people, where there are any."""
+
+    id: str
+    part: str
+    text: str
+    references: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class RagList:
+    """What a retrieval suite asks, and of which documents; `label` names the corpus for people."""
+
+    label: str
+    documents: list[Document]
+    questions: list[Question]
+
+
+def squad_list(data_dir: Path, count: int = NUM_QUESTIONS) -> RagList:
+    """Questions of the 10 held-out SQuAD articles over the paragraphs of all articles and distractors.
+
+    Raises: InputError if the files are not there.
+    """
+    open_dir = data_dir / "squad_open"
+    held_out = {qa["id"] for a in held_out_articles(data_dir) for p in a["paragraphs"] for qa in p["qas"]}
+    rows = [json.loads(line) for line in lines_of(open_dir / "questions_dev.jsonl")]
+    questions = [
+        Question(row["id"], normalise(row["question"]), tuple(row["answers"]), row["gold"])
+        for row in rows
+        if row["id"] in held_out
+    ]
+    names = ("corpus.jsonl", "corpus_distractors.jsonl")
+    documents = [document for name in names for document in read_file(open_dir / name, name)]
+    return RagList("SQuAD, held-out articles, with distractors", documents, fixed_sample(questions, count))
+
+
+def stdlib_list(count: int = NUM_QUESTIONS) -> RagList:
+    """Questions about held-out names of the running Python's standard library, over its documentation."""
+    corpus = stdlib_documents()
+    questions = [
+        Question(name, f"What does {name} do?", (first_doc_sentence(name, text),), name, is_quoted=True)
+        for name, text in corpus
+        if is_held_out(name)
+    ]
+    documents = [Document(name, text, title=name) for name, text in corpus]
+    return RagList("embedded standard-library corpus", documents, fixed_sample(questions, count))
+
+
+def grammar_list(
+    data_dir: Path, per_part: int | None = None, sizes: Mapping[str, int] = MappingProxyType({})
+) -> list[Sentence]:
+    """JFLEG dev, corrupted sentences of 20-40 words, and clean ones; at most `per_part` of each. `sizes`: other than the usual.
+
+    Raises: InputError if the files are not there.
+    """
+    sizes = {part: min(size, per_part or size) for part, size in {**GRAMMAR_SIZES, **sizes}.items()}
+    clean = clean_sentences(data_dir, GRAMMAR_SIZES[CLEAN])[: sizes[CLEAN]]
+    return [
+        *_jfleg(data_dir, sizes[JFLEG]),
+        *_long_sentences(data_dir, sizes[LONG]),
+        *(Sentence(f"{CLEAN}-{i}", CLEAN, text, (text,)) for i, text in enumerate(clean)),
+    ]
+
+
+def held_out_articles(data_dir: Path) -> list[dict[str, Any]]:
+    """The articles of SQuAD dev 1.1 that training never sees."""
+    articles = json.loads("".join(lines_of(data_dir / "squad" / "dev-v1.1.json")))["data"]
+    return list(articles[-NUM_EVAL_ARTICLES:])
+
+
+def clean_sentences(data_dir: Path, count: int) -> list[str]:
+    """Sentences of 8-30 words of the held-out articles."""
+    articles = json.loads((data_dir / "squad/dev-v1.1.json").read_text())["data"][-NUM_EVAL_ARTICLES:]
+    sentences = [s for a in articles for p in a["paragraphs"] for s in split_sentences(normalise(p["context"]))]
+    return random.Random(0).sample([s for s in sentences if 8 <= len(s.split()) <= 30 and s[-1] == "."], count)
+
+
+def _jfleg(data_dir: Path, count: int) -> list[Sentence]:
+    names = ("src", "ref0", "ref1", "ref2", "ref3")
+    source, *references = (lines_of(data_dir / "jfleg" / f"dev.{name}")[:count] for name in names)
+    return [
+        Sentence(f"{JFLEG}-{i}", JFLEG, text.strip(), tuple(r.strip() for r in own))
+        for i, (text, *own) in enumerate(zip(source, *references, strict=True))
+    ]
+
+
+def correct_sentences(data_dir: Path, count: int) -> list[str]:
+    """Sentences of 20 to 40 words of the held-out articles; the same ones every time."""
+    paragraphs = [p for article in held_out_articles(data_dir) for p in article["paragraphs"]]
+    sentences = dict.fromkeys(s for p in paragraphs for s in split_sentences(normalise(p["context"])))
+    return fixed_sample([s for s in sentences if len(s.split()) in _LONG_WORDS and s.endswith(".")], count)
+
+
+def _long_sentences(data_dir: Path, count: int) -> list[Sentence]:
+    """Correct sentences with errors put in."""
+    errors, rng = GrammarErrors(data_dir), random.Random(_LIST_SEED)
+    return [
+        Sentence(f"{LONG}-{i}", LONG, errors.corrupt(text, rng), (text,))
+        for i, text in enumerate(correct_sentences(data_dir, count))
+    ]
+
+
+def fixed_sample(items: SequenceOf[T], count: int) -> list[T]:
+    """The first `count` of one fixed shuffle, so a short list is the beginning of a long one."""
+    shuffled = list(items)
+    random.Random(_LIST_SEED).shuffle(shuffled)
+    return shuffled[:count]
+
+
+def lines_of(path: Path) -> list[str]:
+    try:
+        return path.read_text(encoding="utf-8").splitlines()
+    except OSError as cause:
+        raise InputError(f"this suite needs {path}: {cause.strerror}") from cause
+
+
+def cached_store(
+    documents: Sequence[Document],
+    encoder: TextEncoder,
+    cache_dir: Path,
+    config: IndexConfig | None = None,
+    progress: ProgressCallback | None = None,
+) -> Store:
+    """The index of these documents; a damaged cache is built anew. Raises: SaveError, InputError."""
+    config = config or IndexConfig()
+    folder = cache_dir / content_key(documents, encoder.identity, config)[:24]
+    try:
+        return Store.open(folder, encoder.identity)
+    except StoreError:
+        build_index(documents, folder, encoder, config, progress)
+        return Store.open(folder, encoder.identity)
+
+
+def cached_retriever(
+    documents: Sequence[Document], encoder: TextEncoder, cache_dir: Path, progress: ProgressCallback | None = None
+) -> Retriever:
+    """The default retriever over these documents, which never change. Raises: SaveError, InputError."""
+    return Retriever(encoder, cached_store(documents, encoder, cache_dir, progress=progress), follow=False)

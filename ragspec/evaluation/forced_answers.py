@@ -1,0 +1,108 @@
+"""Given answers instead of the target's own: measures the engine without depending on how well the target answers.
+
+Every forward runs as always; only the decision of each token is replaced. Results made this way are labelled "forced".
+
+    >>> answers = ForcedAnswers()
+    >>> engine = load_engine(target, config, drafting, make_sampler=answers)
+    >>> answers.force("question-1", token_ids)
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ragspec.core import Passage, Request
+from ragspec.errors import InputError
+from ragspec.evaluation.datasets import Question
+from ragspec.retrieval.chunking import sentences
+from ragspec.training.reference.sources import best_sentence, common_answer
+from ragspec.training.reference.text_format import ABSTENTION, quoted_answer
+from ragspec.verification.sampling import KeyedSampler, Sampler
+
+
+class ForcedSampler:
+    """Decides the given tokens in order, whatever the logits; after their end the last one again."""
+
+    def __init__(self, token_ids: Sequence[int]) -> None:
+        self._token_ids = token_ids
+        self._index = 0
+
+    def __call__(self, logits: NDArray[np.float32]) -> int:
+        token = self._token_ids[min(self._index, len(self._token_ids) - 1)]
+        self._index += 1
+        return token
+
+
+class ForcedAnswers:
+    """A sampler factory: requests whose id has an answer are forced, all others decided as always."""
+
+    def __init__(self) -> None:
+        self._answers: dict[str, tuple[int, ...]] = {}
+
+    def force(self, request_id: str, token_ids: Sequence[int]) -> None:
+        """Raises: InputError for an empty answer."""
+        if not token_ids:
+            raise InputError(f"the forced answer of {request_id!r} is empty")
+        self._answers[request_id] = tuple(token_ids)
+
+    def get(self, request_id: str) -> tuple[int, ...] | None:
+        return self._answers.get(request_id)
+
+    def __call__(self, request: Request, seed: int, choice: int) -> Sampler:
+        given = self.get(request.id)
+        return KeyedSampler(request, seed, choice, (), []) if given is None else ForcedSampler(given)
+
+
+def read_answers(path: Path) -> dict[str, str]:
+    """Answers by id from JSON lines `{"id": ..., "answer": ...}`. Raises: InputError with the line."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as cause:
+        raise InputError(f"cannot read the forced answers {path}: {cause}") from cause
+    answers: dict[str, str] = {}
+    for number, line in enumerate(lines, 1):
+        row = _row(line, f"{path}, line {number}")
+        if row["id"] in answers:
+            raise InputError(f"{path}, line {number}: the id {row['id']!r} comes twice")
+        answers[row["id"]] = row["answer"]
+    return answers
+
+
+def gold_answers(questions: Iterable[Question], passages: Iterable[Sequence[Passage]]) -> dict[str, str]:
+    """What a perfect reader of the retrieved passages would write: the supporting sentence, its number, the answer.
+
+    Where no retrieved passage of the gold document holds the answer, that is the abstention.
+    """
+    return {q.id: _gold_answer(q, found) for q, found in zip(questions, passages, strict=True)}
+
+
+def answer_ids(tokenizer: Any, answer: str, eos_ids: Sequence[int]) -> tuple[int, ...]:
+    """The tokens the target would write for an answer, with its end."""
+    return (*tokenizer(answer, add_special_tokens=False)["input_ids"], *eos_ids[:1])
+
+
+def _gold_answer(question: Question, passages: Sequence[Passage]) -> str:
+    answer = common_answer(list(question.answers))
+    for number, passage in enumerate(passages, 1):
+        if passage.document_id == question.gold and answer in passage.text:
+            spans = [passage.text[start:end] for start, end in sentences(passage.text)]
+            index = best_sentence(question.text, answer, spans)
+            if index is not None:
+                return quoted_answer(spans[index], number, "" if answer == spans[index] else answer)
+    return ABSTENTION
+
+
+def _row(line: str, where: str) -> dict[str, str]:
+    try:
+        row = json.loads(line)
+    except ValueError as cause:
+        raise InputError(f"{where}: not JSON ({cause})") from cause
+    if not isinstance(row, dict) or not all(isinstance(row.get(key), str) and row[key] for key in ("id", "answer")):
+        raise InputError(f'{where}: must be an object with the texts "id" and "answer"')
+    return row

@@ -1,0 +1,250 @@
+"""The laws of target and head behind a beginning: what each thinks comes next at every node of a tree.
+
+The target runs as the engine runs it. The head runs as it was trained (`ragspec.training.heads.eagle_model`), one step a
+level, which is slow and needs nothing of the drafter.
+
+    >>> laws = Laws.load(TargetConfig(), head_dir)
+    >>> with laws.behind(prefix_ids) as place: place.draft_probs([()])
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ragspec.config import TargetConfig
+from ragspec.drafting.eagle.checkpoint import check_fits, read_head
+from ragspec.drafting.eagle.network import taps_of
+from ragspec.engine.target import Target
+from ragspec.errors import ModelError
+from ragspec.evaluation.suites.drafters.variants import CHAIN, TREE
+from ragspec.evaluation.timing import Tick
+from ragspec.numerics.kv_cache import SequenceSlots
+from ragspec.numerics.noise import gumbel_row, row_seed
+from ragspec.numerics.rows import Part, StepRows
+from ragspec.speculation import AcceptanceRule
+from ragspec.training.heads.eagle_model import Head, build_head, unroll
+from ragspec.tree import DraftTree, Draw, Origin
+from ragspec.verification.probabilities import KeyedChance, Stream, draw_iid, draw_without_replacement
+from ragspec.verification.rejection import Acceptance, walk
+
+Floats = NDArray[np.float64]
+Tokens = tuple[int, ...]
+
+_NUM_SLOTS = 2048
+_OF_TARGET = "embed_tokens.weight"
+
+
+class Laws(NamedTuple):
+    """A target and one of its heads. `taps`: what the head reads of the target."""
+
+    target: Target
+    head: Head
+    taps: tuple[int, ...]
+
+    @classmethod
+    def load(cls, config: TargetConfig, head_dir: Path) -> Laws:
+        """Raises: ModelError."""
+        target = Target.load(config, _NUM_SLOTS)
+        head_config, tensors = read_head(head_dir)
+        check_fits(head_config, target.vocab_size, target.hidden_size, target.num_layers)
+        if head_config.norm_before_residual or head_config.norm_before_fc or head_config.norm_output:
+            raise ModelError(f"the head {head_dir} is of a dialect that is served, but not computed here")
+        head = build_head(head_config)
+        weights = {name: tensor.float() if tensor.is_floating_point() else tensor for name, tensor in tensors.items()}
+        weights.pop(_OF_TARGET, None)
+        try:
+            head.load_state_dict(weights)
+        except RuntimeError as cause:
+            raise ModelError(
+                f"the head {head_dir} has tensors that are served, but not computed here: {cause}"
+            ) from cause
+        return cls(target, head.eval().requires_grad_(False), taps_of(head_config, target.num_layers))
+
+    @contextmanager
+    def behind(self, prefix_ids: Sequence[int]) -> Iterator[Place]:
+        """The place behind a beginning of at least two tokens."""
+        slots = SequenceSlots(self.target.pool)
+        try:
+            known = np.array(prefix_ids[:-1], np.int32)
+            step = StepRows([Part(slots, len(known))])
+            _, tapped = self.target.forward_tapped(known, step.rows, np.array([len(known) - 1], np.int32), self.taps)
+            step.keep(0)
+            features = np.concatenate([tapped[tap] for tap in self.taps], -1)  # [T - 1, F]
+            yield Place(self, slots, list(prefix_ids), torch.from_numpy(features))
+        finally:
+            slots.release()
+
+
+class Place:
+    """A beginning of T tokens: T - 1 of them read by the target, the last one the root of trees."""
+
+    def __init__(self, laws: Laws, slots: SequenceSlots, prefix_ids: list[int], features: Tensor) -> None:
+        self._laws, self._slots = laws, slots
+        self._prefix_ids = prefix_ids
+        self._features = features
+
+    @torch.no_grad()
+    def draft_probs(self, paths: Sequence[Tokens]) -> Floats:
+        """The head's law behind paths of equal length D, at temperature 1. Shapes: B paths -> float64 [B, V]."""
+        target, head, _ = self._laws
+        size, num_steps = len(paths), len(paths[0]) + 1
+        ids = torch.tensor([[*self._prefix_ids, *path] for path in paths])
+        embedded = target.embedding[ids].float()  # [B, T + D, H]
+        # Why the last row again: what the target has not read yet is hidden from the pair that drafts
+        unread = self._features[-1:].expand(num_steps, -1)
+        features = torch.cat([self._features, unread])[None].expand(size, -1, -1)
+        last_pair = torch.full((size, 1), len(self._prefix_ids) - 2)
+        state = unroll(head, embedded, features, last_pair, num_steps)[-1, :, 0]
+        logits = head.logits(state, lambda states: torch.from_numpy(target.logits_of(states.to(_dtype(target)))))
+        return scattered(torch.softmax(logits.double(), -1), head, target.vocab_size)
+
+    def target_probs(self, tree: DraftTree) -> Floats:
+        """The target's law at every node of a tree whose root is the last token, at temperature 1. Shape: float64 [N, V]."""
+        step = StepRows([Part(self._slots, 1, tree.parents)])
+        token_ids = np.array(tree.token_ids, np.int32)
+        logits = self._laws.target.forward(token_ids, step.rows, np.arange(len(tree), dtype=np.int32))
+        step.drop(0)
+        mass = np.exp(logits.astype(np.float64) - logits.max(-1, keepdims=True))
+        return np.asarray(mass / mass.sum(-1, keepdims=True))
+
+
+def scattered(draft_probs: Tensor, head: Head, vocab_size: int) -> Floats:
+    """From the draft vocabulary to the target's; tokens outside it have no probability. Shapes: [B, Vd] -> [B, V]."""
+    offsets: Any = getattr(head, "d2t", None)
+    if offsets is None:
+        return np.asarray(draft_probs.numpy())
+    full = np.zeros((len(draft_probs), vocab_size))
+    full[:, np.arange(draft_probs.shape[1]) + offsets.numpy()] = draft_probs.numpy()
+    return full
+
+
+def _dtype(target: Target) -> torch.dtype:
+    return target.embedding.dtype
+
+
+NUM_WALKS = 8
+"""Verifications of every drawn draft."""
+
+_DEPTHS = {CHAIN: 4, TREE: 3}
+_WIDTHS = {CHAIN: 1, TREE: 2}
+_ORIGIN = Origin("rule")
+
+Choose = Callable[[Floats, int, int], Draw]
+"""(head's law [V], number of children, depth of the parent) -> the children."""
+
+
+class Method(NamedTuple):
+    """A rule, and how its drafts are chosen. `rule` KEYED: the target's own sample decides."""
+
+    name: str
+    rule: AcceptanceRule
+    replacement: bool = True
+    coupled: bool = False
+
+
+METHODS: dict[str, tuple[Method, ...]] = {
+    CHAIN: (
+        Method("keyed, coupled", AcceptanceRule.KEYED, coupled=True),
+        Method("keyed, uncoupled", AcceptanceRule.KEYED),
+        Method("chain", AcceptanceRule.CHAIN),
+        Method("block", AcceptanceRule.BLOCK),
+    ),
+    TREE: (
+        Method("keyed, coupled", AcceptanceRule.KEYED, coupled=True),
+        Method("keyed, uncoupled", AcceptanceRule.KEYED),
+        Method("iid", AcceptanceRule.IID),
+        Method("without replacement", AcceptanceRule.WITHOUT_REPLACEMENT, replacement=False),
+        Method("traversal, iid", AcceptanceRule.TRAVERSAL),
+        Method("traversal, without replacement", AcceptanceRule.TRAVERSAL, replacement=False),
+    ),
+}
+
+
+def rule_table(
+    laws: Laws, prefixes: Sequence[tuple[int, ...]], seed: int, tick: Tick
+) -> dict[str, dict[str, float | None]]:
+    """Mean tokens a step, the bonus token included, by rule and shape; None where a rule is not for that shape."""
+    lengths: dict[str, dict[str, list[int]]] = {}
+    for number, prefix in enumerate(prefixes, 1):
+        with laws.behind(prefix) as place:
+            for shape, methods in METHODS.items():
+                for method in methods:
+                    noise = row_seed(seed, f"{number}, {method.name}, {shape}")
+                    found = step_lengths(place, prefix[-1], shape, method, noise)
+                    lengths.setdefault(method.name, {}).setdefault(shape, []).extend(found)
+        tick("acceptance rules", number, len(prefixes))
+    return {
+        name: {shape: float(np.mean(own[shape])) if shape in own else None for shape in METHODS}
+        for name, own in lengths.items()
+    }
+
+
+def step_lengths(place: Place, root: int, shape: str, method: Method, seed: int) -> list[int]:
+    """Tokens of some steps of one method, each with noise of its own."""
+    if method.rule is AcceptanceRule.KEYED and method.coupled:
+        return [_keyed_lengths(place, root, shape, True, [seed + i])[0] for i in range(NUM_WALKS // 2)]
+    if method.rule is AcceptanceRule.KEYED:
+        return _keyed_lengths(place, root, shape, False, [seed + i for i in range(NUM_WALKS)])
+    chance = KeyedChance(seed, 0, 0, Stream.DRAFT)
+
+    def choose(law: Floats, count: int, _: int) -> Draw:
+        draw = draw_iid if method.replacement else draw_without_replacement
+        return Draw(draw(law, count, chance), law, method.replacement)
+
+    lengths: list[int] = []
+    for _ in range(NUM_WALKS // 2):  # a draw of the draft is as much chance as its verification
+        tree, draws = grown(place, root, shape, choose)
+        laws = place.target_probs(tree)
+        for walk_number in range(2):
+            verifying = KeyedChance(seed + walk_number, 0, len(lengths), Stream.VERIFY)
+            verdict = walk(Acceptance(method.rule), tree, draws, laws.__getitem__, verifying, len(tree) + 1)
+            lengths.append(len(verdict.tokens))
+    return lengths
+
+
+def grown(place: Place, root: int, shape: str, choose: Choose) -> tuple[DraftTree, dict[int, Draw]]:
+    """A draft, level by level; repeated draws meet in one node."""
+    tree, draws, level = DraftTree(root), dict[int, Draw](), [0]
+    for depth in range(_DEPTHS[shape]):
+        paths = [tuple(tree.token_ids[node] for node in tree.ancestors(parent)[1:]) for parent in level]
+        first = len(tree)
+        for parent, law in zip(level, place.draft_probs(paths), strict=True):
+            draws[parent] = choose(law, _WIDTHS[shape], depth)
+            for token in draws[parent].tokens:
+                tree.add(parent, token, tree.path_probs[parent], _ORIGIN)
+        level = list(range(first, len(tree)))
+    return tree, draws
+
+
+def _keyed_lengths(place: Place, root: int, shape: str, coupled: bool, seeds: list[int]) -> list[int]:
+    """The same draft walked by samples of several seeds; a coupled draft is made for the first of them."""
+
+    def choose(law: Floats, count: int, depth: int) -> Draw:
+        noise = gumbel_row(seeds[0], 0, depth, len(law)) if coupled else 0.0
+        with np.errstate(divide="ignore"):
+            ranked = np.argsort(-(np.log(law) + noise), kind="stable")
+        return Draw(tuple(ranked[:count].tolist()))
+
+    tree, _ = grown(place, root, shape, choose)
+    with np.errstate(divide="ignore"):
+        log_probs = np.log(place.target_probs(tree))  # [N, V]
+    return [_followed(tree, log_probs, seed) for seed in seeds]
+
+
+def _followed(tree: DraftTree, log_probs: Floats, seed: int) -> int:
+    """Tokens of one step along the target's samples."""
+    node: int | None = 0
+    num_tokens = 0
+    while node is not None:
+        token = int(np.argmax(log_probs[node] + gumbel_row(seed, 0, num_tokens, log_probs.shape[1])))
+        num_tokens += 1
+        node = tree.child(node, token)
+    return num_tokens

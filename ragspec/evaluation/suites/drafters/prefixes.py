@@ -1,0 +1,160 @@
+"""What sampling costs a draft: one step from the same beginnings at T = 0 and at T = 1, with children chosen by the noise or not.
+
+Beginnings are the target's own outputs of both temperatures, cut every few tokens. From each, one tree of 16 nodes is drafted
+and walked, and the tokens of that step are counted. So no condition is measured on easier text than another, as it is when every
+temperature writes a text of its own: greedy text of a small model runs in circles, which are easy to draft for.
+
+    >>> with load_engine(target, engine_config(), drafting, given := GivenTokens()) as engine:
+    ...     step_lengths(engine, given, prefixes, 1.0, tick)
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import mean, stdev
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ragspec.core import Delta, FinishReason, Request, SamplingParams, Segment
+from ragspec.engine.engine import Engine
+from ragspec.errors import EngineError
+from ragspec.evaluation.cases import Case
+from ragspec.evaluation.report import Result
+from ragspec.evaluation.timing import Tick
+from ragspec.speculation import OFF
+from ragspec.verification.sampling import KeyedSampler, Sampler
+
+LONGEST_STEP = 17
+_EVERY = 8
+_FIRST_CUT = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Prefix:
+    """The beginning of an output. The seed decides how it goes on at T = 1."""
+
+    id: str
+    prompt_ids: tuple[int, ...]
+    output_ids: tuple[int, ...]
+    seed: int
+
+
+class _GivenFirst:
+    """Decides a given token first, and then as the engine would."""
+
+    def __init__(self, token: int, keyed: Sampler) -> None:
+        self._given = [token]
+        self._keyed = keyed
+
+    def __call__(self, logits: NDArray[np.float32]) -> int:
+        own = self._keyed(logits)
+        return self._given.pop() if self._given else own
+
+
+class GivenTokens:
+    """A sampler factory: a request's first own token may be given, all others are decided as always."""
+
+    def __init__(self) -> None:
+        self._tokens: dict[str, int] = {}
+
+    def give(self, request_id: str, token: int) -> None:
+        self._tokens[request_id] = token
+
+    def __call__(self, request: Request, seed: int, choice: int) -> Sampler:
+        keyed = KeyedSampler(request, seed, choice, (), list(request.segment.output_ids))
+        token = self._tokens.pop(request.id, None)
+        return keyed if token is None else _GivenFirst(token, keyed)
+
+
+class _Steps:
+    """A listener that ends its request after the second step."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._done = threading.Event()
+        self._last: Delta | None = None
+        self.lengths: list[int] = []
+
+    def __call__(self, delta: Delta) -> None:
+        if delta.token_ids:
+            self.lengths.append(len(delta.token_ids))
+        if delta.finish_reason is not None:
+            self._last = delta
+            self._done.set()
+        elif len(self.lengths) == 2:
+            self._engine.cancel(delta.request_id)
+
+    def wait(self) -> None:
+        """Raises: EngineError."""
+        self._done.wait()
+        if self._last is not None and self._last.finish_reason is FinishReason.ERROR:
+            raise EngineError(f"request {self._last.request_id} failed: {self._last.error}")
+
+
+def own_outputs(engine: Engine, cases: Sequence[Case], temperature: float, seed: int) -> list[tuple[int, ...]]:
+    """What the target writes by itself, without a draft; as long as the case says."""
+    requests = []
+    for i, case in enumerate(cases):
+        params = SamplingParams(temperature, max_tokens=case.max_tokens, ignore_eos=True, seed=seed + i)
+        requests.append(Request(f"{temperature:g}-{case.id}", case.prompt_ids, params, speculation=OFF))
+    return [completion.token_ids for completion in engine.generate(requests)]
+
+
+def cut_prefixes(engine: Engine, cases: Sequence[Case], seed: int) -> list[Prefix]:
+    """Outputs of both temperatures, cut every eighth token."""
+    prefixes: list[Prefix] = []
+    for temperature in (0.0, 1.0):
+        for case, output in zip(cases, own_outputs(engine, cases, temperature, seed), strict=True):
+            for end in range(_FIRST_CUT, len(output), _EVERY):
+                name = f"{temperature:g}-{case.id}-{end}"
+                prefixes.append(Prefix(name, case.prompt_ids, output[:end], seed + len(prefixes)))
+    return prefixes
+
+
+def step_lengths(
+    engine: Engine, given: GivenTokens, prefixes: Sequence[Prefix], temperature: float, tick: Tick
+) -> list[int]:
+    """Tokens of one decode step behind each prefix, the bonus token included. `given` is the engine's sampler factory.
+
+    The prompt's own step has no draft, for a head has not seen the target's states yet; so the prefix without its last token is
+    the prompt, that step decides the last token, which is given, and the step after it is the one that counts.
+    """
+    lengths = []
+    for prefix in prefixes:
+        *before, last = prefix.output_ids
+        end = len(prefix.output_ids) + LONGEST_STEP
+        given.give(prefix.id, last)
+        params = SamplingParams(temperature, max_tokens=end, ignore_eos=True, seed=prefix.seed)
+        steps = _Steps(engine)
+        engine.submit(Request(prefix.id, prefix.prompt_ids, params, segment=Segment(tuple(before), end)), steps)
+        steps.wait()
+        first, counted = steps.lengths
+        assert first == 1, "the step that reads a prefix must not draft"
+        lengths.append(counted)
+        tick(f"the same beginnings, T = {temperature:g}", len(lengths), len(prefixes))
+    return lengths
+
+
+def ratio_of(lengths: Sequence[int], base: Sequence[int]) -> tuple[float, float]:
+    """(mean over mean, its standard error), for pairs measured on the same prefixes. Source: the delta method."""
+    ratio = mean(lengths) / mean(base)
+    residuals = [a - ratio * b for a, b in zip(lengths, base, strict=True)]
+    return ratio, stdev(residuals) / mean(base) / math.sqrt(len(base)) if len(base) > 1 else math.nan
+
+
+def comparison(at_zero: Sequence[int], coupled: Sequence[int], uncoupled: Sequence[int]) -> Result:
+    """The three conditions on the same prefixes."""
+    result: dict[str, Any] = {
+        "num_prefixes": len(at_zero),
+        "t0": mean(at_zero),
+        "t1_coupled": mean(coupled),
+        "t1_uncoupled": mean(uncoupled),
+    }
+    for name, lengths in (("coupled", coupled), ("uncoupled", uncoupled)):
+        result[f"{name}_t1_over_t0"], result[f"{name}_t1_over_t0_error"] = ratio_of(lengths, at_zero)
+    return result

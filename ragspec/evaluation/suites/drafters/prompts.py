@@ -1,0 +1,104 @@
+"""Prompts of the suite `drafters`, by task: answers with passages, chat, grammar, and prose that copies nothing.
+
+Every list is fixed, a short one begins the long one, and no target or head of ours was trained on any of it.
+
+    >>> drafter_cases(data_dir, retriever, PromptBuilder(tokenizer, 2048), count=6)["prose"][0].prompt_ids
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from itertools import chain, islice, zip_longest
+from pathlib import Path
+from typing import Any, TypeVar
+
+from ragspec.core import CopySource, Message, SourceKind
+from ragspec.evaluation.cases import Case, grammar_cases, rag_cases
+from ragspec.evaluation.datasets import (
+    CLEAN,
+    JFLEG,
+    LONG,
+    Sentence,
+    fixed_sample,
+    grammar_list,
+    held_out_articles,
+    lines_of,
+    squad_list,
+)
+from ragspec.rag.pipeline import RetrieverLike
+from ragspec.rag.prompt import PromptBuilder
+from ragspec.training.sentences import normalise
+
+T = TypeVar("T")
+
+RAG, CHAT, GRAMMAR, PROSE = "rag", "chat", "grammar", "prose"
+TASKS = (RAG, CHAT, GRAMMAR, PROSE)
+CHAT_TOKENS = 96
+PROSE_TOKENS = 96
+PROSE_PROMPT_TOKENS = 64
+_FEWEST_TURNS = 5
+_ROLES = {"USER": "user", "SYSTEM": "assistant"}
+
+Conversation = list[Message]
+
+
+def drafter_cases(
+    data_dir: Path, retriever: RetrieverLike, prompts: PromptBuilder, count: int
+) -> dict[str, list[Case]]:
+    """`count` prompts a task. Raises: InputError if files are missing."""
+    return {
+        RAG: list(rag_cases(squad_list(data_dir, count).questions, retriever, prompts)),
+        CHAT: list(chat_cases(chat_list(data_dir, count), prompts)),
+        GRAMMAR: list(grammar_cases(mixed_sentences(data_dir, count), prompts)),
+        PROSE: list(islice(prose_cases(data_dir, prompts.tokenizer), count)),
+    }
+
+
+def chat_list(data_dir: Path, count: int) -> list[Conversation]:
+    """First turns of MT-bench and openings of test dialogues of SGD up to a user's turn, taking turns.
+
+    Raises: InputError if the files are not there.
+    """
+    questions = [json.loads(line) for line in lines_of(data_dir / "mt_bench" / "question.jsonl")]
+    singles = [[Message("user", normalise(question["turns"][0]))] for question in questions]
+    dialogues = [json.loads(line)["turns"] for line in lines_of(data_dir / "sgd" / "test.jsonl")]
+    longer = [_opening(turns) for turns in dialogues if len(turns) >= _FEWEST_TURNS]
+    return list(islice(_taking_turns(fixed_sample(singles, count), fixed_sample(longer, count)), count))
+
+
+def chat_cases(conversations: list[Conversation], prompts: PromptBuilder) -> Iterator[Case]:
+    """Each conversation with all it holds as history to copy from."""
+    for i, messages in enumerate(conversations):
+        prompt = prompts.build(messages, (), CHAT_TOKENS)
+        sources = tuple(CopySource(SourceKind.HISTORY, message.content) for message in messages)
+        yield Case(f"{CHAT}-{i}", CHAT, prompt.prompt_ids, sources, CHAT_TOKENS)
+
+
+def mixed_sentences(data_dir: Path, count: int) -> list[Sentence]:
+    """The grammar suite's three parts, taking turns. Raises: InputError if the files are not there."""
+    sentences = grammar_list(data_dir, count)
+    parts = [[sentence for sentence in sentences if sentence.part == part] for part in (JFLEG, LONG, CLEAN)]
+    return list(islice(_taking_turns(*parts), count))
+
+
+def prose_cases(data_dir: Path, tokenizer: Any) -> Iterator[Case]:
+    """The first tokens of the held-out articles' paragraphs, to be continued; no source to copy from.
+
+    Raises: InputError if the file is not there.
+    """
+    paragraphs = [normalise(p["context"]) for article in held_out_articles(data_dir) for p in article["paragraphs"]]
+    for i, text in enumerate(fixed_sample(paragraphs, len(paragraphs))):
+        ids: list[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        if len(ids) > PROSE_PROMPT_TOKENS:
+            yield Case(f"{PROSE}-{i}", PROSE, tuple(ids[:PROSE_PROMPT_TOKENS]), (), PROSE_TOKENS)
+
+
+def _opening(turns: list[list[str]]) -> Conversation:
+    """The first turns, the last of them a user's."""
+    return [Message(_ROLES[who], normalise(text)) for who, text in turns[:_FEWEST_TURNS]]
+
+
+def _taking_turns(*lists: list[T]) -> Iterator[T]:
+    rounds = chain.from_iterable(zip_longest(*lists))
+    return (item for item in rounds if item is not None)

@@ -1,0 +1,236 @@
+"""Follow-up questions with the passage that answers each, from CANARD and from Schema-Guided Dialogue.
+
+CANARD (Elgohary et al. 2019) holds questions of dialogues about a section of Wikipedia, their answers, and each question as a
+person made it standalone. Its sections are not in the data; their sentences that were given as answers are. So the corpus is
+every answer of every dialogue, each a passage with the titles of its article and section, and a question's gold passage is its
+own answer. The dialogue opens with its first question as the person made it standalone, for whoever begins a conversation names
+what it is about; titles are told to nobody but the index.
+
+Schema-Guided Dialogue (Rastogi et al. 2020) holds dialogues with services; what a service found is not in the data, what it
+said of it is. So the corpus has one passage a dialogue, everything its service stated, and a question's gold passage is that of
+its own dialogue. Nobody made its questions standalone.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from rich.table import Table
+
+from ragspec.config import RetrieverConfig
+from ragspec.core import Document, Heading
+from ragspec.errors import ConfigError
+from ragspec.rag.chat.conversations import Said
+from ragspec.rag.chat.rewrite_rules import standalone
+from ragspec.retrieval.encoder import TextEncoder
+from ragspec.retrieval.index.store import Store
+from ragspec.retrieval.retriever import Retriever, build_index
+
+Half = Literal["tuned", "held_out"]
+
+_NO_ANSWER = re.compile(r"^\W*(i don.?t know|cannotanswer|unknown)\W*$", re.IGNORECASE)
+_SENTENCE = re.compile(r"[^.?!]+(?:[.?!](?=\S)[^.?!]*)*[.?!]*")
+_FACT = re.compile(r"\d|(?<=[a-z,] )[A-Z]")
+_LEAST_WORDS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class FollowUp:
+    """`half`: rules were made looking at one half of the dialogues, and are measured on the other. `rewrite`: a person's."""
+
+    question: str
+    said: tuple[Said, ...]
+    gold: str
+    half: Half
+    rewrite: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class FollowUpSet:
+    name: str
+    documents: tuple[Document, ...]
+    questions: tuple[FollowUp, ...]
+
+
+def read_canard(path: Path) -> FollowUpSet:
+    """Raises: ConfigError."""
+    dialogues: dict[str, dict[int, dict[str, Any]]] = {}
+    for row in _json(path.read_text(encoding="utf-8") if path.exists() else "", path):
+        dialogues.setdefault(row["QuAC_dialog_id"], {})[row["Question_no"]] = row
+    documents: list[Document] = []
+    questions: list[FollowUp] = []
+    for name, rows in dialogues.items():
+        title, section, *texts = max((row["History"] for row in rows.values()), key=len)
+        turns = [Said(*texts[n : n + 2]) for n in range(0, len(texts) - 1, 2)]
+        for number, turn in enumerate(turns, 1):
+            if _NO_ANSWER.match(turn.answer) or len(turn.answer.split()) < _LEAST_WORDS:
+                continue
+            gold = f"{name}:{number}"
+            documents.append(Document(gold, turn.answer, title, headings=(Heading(0, 1, section),)))
+            if number > 1 and 1 in rows and number in rows:
+                said = (Said(rows[1]["Rewrite"], turns[0].answer), *turns[1 : number - 1])
+                questions.append(FollowUp(turn.question, said, gold, half_of(title), rows[number]["Rewrite"]))
+    return FollowUpSet("canard", tuple(documents), tuple(questions))
+
+
+def read_sgd(path: Path) -> FollowUpSet:
+    """Raises: ConfigError."""
+    documents: list[Document] = []
+    questions: list[FollowUp] = []
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    for dialogue in _json("[" + ",".join(lines) + "]" if lines else "", path):
+        name, texts = f"sgd:{dialogue['id']}", [text for _, text in dialogue["turns"]]
+        turns = [Said(*texts[n : n + 2]) for n in range(0, len(texts) - 1, 2)]
+        stated = " ".join(sentence for turn in turns for sentence in _stated(turn.answer))
+        if not stated:
+            continue
+        documents.append(Document(name, stated))
+        for number, turn in enumerate(turns):
+            if number and "?" in turn.question and any(_stated(turn.answer)):
+                questions.append(FollowUp(turn.question, tuple(turns[:number]), name, half_of(name)))
+    return FollowUpSet("sgd", tuple(documents), tuple(questions))
+
+
+def half_of(name: str) -> Half:
+    """Fixed for ever: what was looked at stays apart from what is reported."""
+    return "tuned" if hashlib.sha256(name.encode()).digest()[0] % 2 else "held_out"
+
+
+def _stated(answer: str) -> Iterator[str]:
+    """The sentences of an answer that state something: no question, and a number or a name in it."""
+    for match in _SENTENCE.finditer(answer):
+        sentence = match.group().strip()
+        if not sentence.endswith("?") and _FACT.search(sentence):
+            yield sentence
+
+
+def _json(text: str, path: Path) -> Any:
+    if not text:
+        raise ConfigError(f"{path} does not exist")
+    try:
+        return json.loads(text)
+    except ValueError as cause:
+        raise ConfigError(f"{path} is not what it should be: {cause}") from cause
+
+
+AS_ASKED, RULES, PERSON = "as asked", "rules", "person"
+_BATCH = 128
+
+Rewrite = Callable[[FollowUp], str]
+Progress = Callable[[str, int, int], None]
+"""Called with (what is being measured, queries looked up so far, queries in all)."""
+
+
+@dataclass(frozen=True, slots=True)
+class FollowUpRecall:
+    """The part of the questions whose gold passage is among the first ones found, by who wrote the query.
+
+    `num_gained` questions found it with the rules and not as they were asked, `num_lost` the other way round.
+    """
+
+    name: str
+    half: Half
+    num_questions: int
+    recall: dict[str, float]
+    num_gained: int
+    num_lost: int
+
+
+@dataclass(frozen=True, slots=True)
+class FollowUps:
+    """`num_passages`: how many first ones count."""
+
+    parts: tuple[FollowUpRecall, ...]
+    num_passages: int
+
+    @property
+    def recall(self) -> dict[str, dict[str, float]]:
+        """Of each set's held-out half."""
+        return {part.name: part.recall for part in self.parts if part.half == "held_out"}
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def table(self) -> Table:
+        table = Table(title=f"Follow-up questions: gold passage among the first {self.num_passages}")
+        for column in ("dialogues", "half", "questions", AS_ASKED, RULES, PERSON, "gained", "lost"):
+            table.add_column(column, justify="left" if column in ("dialogues", "half") else "right")
+        for part in self.parts:
+            found = [f"{part.recall[who]:.1%}" if who in part.recall else "-" for who in (AS_ASKED, RULES, PERSON)]
+            half = part.half.replace("_", " ")
+            table.add_row(part.name, half, str(part.num_questions), *found, str(part.num_gained), str(part.num_lost))
+        return table
+
+
+def measure_follow_ups(
+    data: Path,
+    encoder: TextEncoder,
+    *,
+    num_rows: int | None = None,
+    num_passages: int = 3,
+    retriever: RetrieverConfig | None = None,
+    progress: Progress | None = None,
+) -> FollowUps:
+    """`data` holds the folders canard and sgd; `num_rows`: questions of each half at most, of corpora that stay whole.
+
+    Raises: ConfigError if the data is not there.
+    """
+    sets = (read_canard(data / "canard" / "dev.json"), read_sgd(data / "sgd" / "dev.jsonl"))
+    parts: list[FollowUpRecall] = []
+    for each in sets:
+        with tempfile.TemporaryDirectory(prefix="ragspec-follow-ups-") as folder:
+            index = Path(folder) / "index"
+            build_index(each.documents, index, encoder)
+            config = retriever or RetrieverConfig()
+            searched = Retriever(encoder, Store.open(index, encoder.identity), config)
+            for half in _HALVES:
+                parts.append(_measured(each, half, searched, num_rows, num_passages, progress))
+    return FollowUps(tuple(parts), num_passages)
+
+
+_HALVES: tuple[Half, ...] = ("tuned", "held_out")
+
+
+def _measured(
+    given: FollowUpSet, half: Half, retriever: Retriever, num_rows: int | None, k: int, progress: Progress | None
+) -> FollowUpRecall:
+    questions = spread([each for each in given.questions if each.half == half], num_rows)
+    writers: dict[str, Rewrite] = {
+        AS_ASKED: lambda each: each.question,
+        RULES: lambda each: standalone(each.question, each.said),
+    }
+    if all(each.rewrite for each in questions):
+        writers[PERSON] = lambda each: each.rewrite
+    found: dict[str, list[bool]] = {}
+    for number, (who, write) in enumerate(writers.items()):
+        hits = found.setdefault(who, [])
+        for at in range(0, len(questions), _BATCH):
+            some = questions[at : at + _BATCH]
+            passages = retriever.retrieve([write(each) for each in some], k).passages
+            pairs = zip(some, passages, strict=True)
+            hits += [any(p.document_id == each.gold for p in best) for each, best in pairs]
+            if progress is not None:
+                progress(f"{given.name}, {half}", number * len(questions) + len(hits), len(writers) * len(questions))
+    pairs_of = list(zip(found[AS_ASKED], found[RULES], strict=True))
+    return FollowUpRecall(
+        given.name,
+        half,
+        len(questions),
+        {who: sum(hits) / max(len(hits), 1) for who, hits in found.items()},
+        sum(after and not before for before, after in pairs_of),
+        sum(before and not after for before, after in pairs_of),
+    )
+
+
+def spread(questions: Sequence[FollowUp], most: int | None) -> list[FollowUp]:
+    """At most so many, from all over the list."""
+    if most is None or len(questions) <= most:
+        return list(questions)
+    return [questions[number * len(questions) // most] for number in range(most)]

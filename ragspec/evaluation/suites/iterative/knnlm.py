@@ -1,0 +1,251 @@
+"""KNN-LM measured: a search for every token against guessed ones, over a datastore here and over one that is slow.
+
+Articles of wikitext-2's validation part are the datastore, openings of its test part the prompts. Both ways generate each
+prompt in turn (A B A B), and every token is compared. A ratio is formed inside one run, and the median over runs counts.
+
+    >>> measure_knnlm(TargetConfig(), data_dir, cache_dir, KnnPlan(), tick)["knnlm"][0]["speedup"]
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from itertools import islice
+from pathlib import Path
+from statistics import median
+
+import numpy as np
+
+from ragspec.config import TargetConfig
+from ragspec.core import Request, SamplingParams
+from ragspec.engine.loading import check_numerics, choose_num_threads
+from ragspec.engine.target import Target
+from ragspec.errors import InputError, StoreError
+from ragspec.evaluation.report import Result
+from ragspec.evaluation.timing import Tick
+from ragspec.numerics.threads import ThreadChoice, compute_apart, num_processors
+from ragspec.rag.knnlm.build import build_datastore, states_of, target_identity
+from ragspec.rag.knnlm.generation import KnnGenerator, KnnStats
+from ragspec.retrieval.encoder import FloatArray
+from ragspec.retrieval.knnlm.datastore import Datastore
+from ragspec.retrieval.knnlm.neighbours import DatastoreLike, KnnConfig, PrefetchRequest
+from ragspec.retrieval.speculative.stride_costs import StrideCosts, StrideTiming, paper_optimal_plan
+
+OpenRemote = Callable[[Path, float], AbstractContextManager[DatastoreLike]]
+"""(folder, seconds that every call takes more) -> a datastore elsewhere."""
+
+_ARTICLE = re.compile(r"\n (?== [^=])")
+_CONTEXT_TOKENS = 256
+_NUM_KV_SLOTS = 4096
+_NUM_SEARCHES = 3
+_LONGEST_STRIDE = 64
+_LEAST_CHARS = 2_000
+_TYPICAL_K = 8
+SIZES = (1, 2, 4, 8, 16, 32, 64)
+"""Of the verifications that the prediction knows; between them it takes straight lines."""
+
+
+@dataclass(frozen=True, slots=True)
+class KnnPlan:
+    """How much is measured. `sampled`: numbers of neighbours also measured at temperature 1. `b_over_a` of the slow datastore."""
+
+    num_entries: int = 100_000
+    num_prompts: int = 8
+    num_prompt_tokens: int = 96
+    num_tokens: int = 64
+    num_neighbours: tuple[int, ...] = (1, 8, 64, 256, 1024)
+    sampled: tuple[int, ...] = (64,)
+    num_runs: int = 3
+    b_over_a: float = 40.0
+    seed: int = 0
+
+
+def measure_knnlm(
+    target_config: TargetConfig,
+    data_dir: Path,
+    cache_dir: Path,
+    plan: KnnPlan,
+    tick: Tick,
+    open_remote: OpenRemote | None = None,
+) -> Result:
+    """A row for each datastore, number of neighbours and temperature. Without `open_remote` only the local datastore.
+
+    Raises: InputError if the texts are missing, ModelError, SaveError.
+    """
+    target = Target.load(target_config, _NUM_KV_SLOTS)
+    folder, store = _datastore(target, data_dir, cache_dir, plan)
+    prompts = _prompts(target, data_dir, plan)
+    most = num_processors()
+    tested = compute_apart(lambda: check_numerics(target, most), most)
+    first = compute_apart(lambda: choose_num_threads(target, most), most)
+    bench = _Bench(target, prompts, plan, tick, ThreadChoice(most, first))
+    rows = list(bench.rows("local", store))
+    result: Result = {"knnlm_entries": len(store), "knnlm_bitwise": tested.passed, "knnlm": rows}
+    if open_remote is not None:
+        with open_remote(folder, service_time(rows, plan.b_over_a)) as remote:
+            step_ms = bench.step_ms(remote)
+        service_s = service_time(rows, plan.b_over_a, step_ms)
+        with open_remote(folder, service_s) as remote:
+            rows += bench.rows("remote", remote)
+        result |= {"knnlm_service_s": service_s, "knnlm_best_remote": _extreme(max, rows, "remote")}
+    result |= {"knnlm_worst_local": _extreme(min, rows, "local"), "identical": all(row["identical"] for row in rows)}
+    return result
+
+
+def service_time(rows: Sequence[Result], b_over_a: float, step_ms: float | None = None) -> float:
+    """Seconds a call must take more than here for a search of one state to take `b_over_a` steps, at a typical k; of `step_ms`
+    each, or as they take here."""
+    row = min(rows, key=lambda row: abs(row["k"] - _TYPICAL_K))
+    return max(0.0, 1e-3 * (b_over_a * float(step_ms or row["a_ms"]) - float(row["b_ms"])))
+
+
+class Runs:
+    """Both ways on every prompt, some times: `seconds[speculation][run]` of all prompts together, and what was counted."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[bool, list[float]] = {False: [], True: []}
+        self.stats: dict[bool, list[KnnStats]] = {False: [], True: []}
+        self.num_compared = 0
+        self.num_equal = 0
+
+    def add(self, generator: KnnGenerator, requests: Sequence[Request], tick: Callable[[], None]) -> None:
+        """One more run."""
+        seconds = {False: 0.0, True: 0.0}
+        for request in requests:
+            tokens = []
+            for speculation in seconds:
+                begin = time.perf_counter()
+                completion, stats = generator.generate(request, speculation)
+                seconds[speculation] += time.perf_counter() - begin
+                self.stats[speculation].append(stats)
+                tokens.append(completion.token_ids)
+            self.num_compared += 1
+            self.num_equal += tokens[0] == tokens[1]
+            tick()
+        for speculation, total_s in seconds.items():
+            self.seconds[speculation].append(total_s)
+
+    def total(self, name: str, speculation: bool) -> float:
+        """One counter, summed over all prompts and runs."""
+        return sum(float(getattr(stats, name)) for stats in self.stats[speculation])
+
+    def costs(self, verification_s: Callable[[int], float]) -> StrideCosts:
+        """What OS3's prediction takes: a step without guesses, verifications by size, the share of right guesses."""
+        num_judged = self.total("num_right", True) + self.total("num_wrong", True)
+        step_s = self.total("step_s", False) / max(1.0, self.total("num_queries", False))
+        return StrideCosts(StrideTiming(step_s, verification_s), self.total("num_right", True) / max(1.0, num_judged))
+
+    def row(self, searches_s: Sequence[float]) -> Result:
+        """Everything about one setting; `searches_s`: of the numbers of states in `SIZES`."""
+        searched_s = self.total("verification_s", False) / self.total("num_verifications", False)
+        costs = self.costs(lambda size: searched_s + float(np.interp(size, SIZES, searches_s)) - searches_s[0])
+        optimum = paper_optimal_plan(costs, _LONGEST_STRIDE, asynchronous=False)
+        speedup = median(a / b for a, b in zip(self.seconds[False], self.seconds[True], strict=True))
+        return {
+            "baseline_s": median(self.seconds[False]),
+            "speculative_s": median(self.seconds[True]),
+            "speedup": speedup,
+            "gamma": costs.gamma,
+            "mean_stride": self.total("num_queries", True) / self.total("num_verifications", True),
+            "a_ms": 1e3 * costs.apart.step_s,
+            "b_ms": 1e3 * searched_s,
+            "b_over_a": searched_s / costs.apart.step_s,
+            "b_16_over_b": costs.apart.verification_s(16) / searched_s,
+            "optimum": optimum.gain,
+            "optimum_stride": optimum.stride,
+            "share_of_optimum": speedup / optimum.gain,
+            "identical": self.num_equal == self.num_compared,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class _Bench:
+    target: Target
+    prompts: Sequence[tuple[int, ...]]
+    plan: KnnPlan
+    tick: Tick
+    threads: ThreadChoice
+
+    def step_ms(self, store: DatastoreLike) -> float:
+        """What a step takes between long searches, which is more than between short ones."""
+        few = replace(self.plan, num_neighbours=(_TYPICAL_K,), sampled=(), num_runs=1)
+        (row,) = replace(self, plan=few, prompts=self.prompts[:1]).rows("remote, tried", store)
+        return float(row["a_ms"])
+
+    def rows(self, name: str, store: DatastoreLike) -> Iterator[Result]:
+        """Greedy ones first."""
+        states = compute_apart(lambda: states_of(self.target, self.prompts[0][:_CONTEXT_TOKENS]), 1)
+        for temperature, some in ((0.0, self.plan.num_neighbours), (1.0, self.plan.sampled)):
+            for k in some:
+                config = KnnConfig(num_neighbours=k)
+                generator = KnnGenerator(self.target, store, config, threads=self.threads)
+                runs = self._runs(f"knnlm {name}, k = {k}, T = {temperature:g}", generator, temperature)
+                searches_s = [_search_s(store, config, states[:size]) for size in SIZES]
+                yield {"store": name, "k": k, "temperature": temperature} | runs.row(searches_s)
+
+    def _runs(self, stage: str, generator: KnnGenerator, temperature: float) -> Runs:
+        plan, runs = self.plan, Runs()
+        num_all = plan.num_runs * len(self.prompts)
+        for _ in range(plan.num_runs):
+            requests = [
+                Request(f"{i}", ids, SamplingParams(temperature, max_tokens=plan.num_tokens, ignore_eos=True, seed=i))
+                for i, ids in enumerate(self.prompts, plan.seed)
+            ]
+            runs.add(generator, requests, lambda: self.tick(stage, runs.num_compared, num_all))
+        return runs
+
+
+def _search_s(store: DatastoreLike, config: KnnConfig, queries: FloatArray) -> float:
+    """Seconds of one verification of these states, with what the cache gets."""
+    wanted = PrefetchRequest(config.num_following, config.num_followed, np.empty(0, np.int64))
+    seconds = []
+    for _ in range(_NUM_SEARCHES):
+        begin = time.perf_counter()
+        store.search(queries, config.num_neighbours, wanted)
+        seconds.append(time.perf_counter() - begin)
+    return median(seconds)
+
+
+def _extreme(choose: Callable[[list[float]], float], rows: Sequence[Result], store: str) -> float:
+    return choose([float(row["speedup"]) for row in rows if row["store"] == store])
+
+
+def _datastore(target: Target, data_dir: Path, cache_dir: Path, plan: KnnPlan) -> tuple[Path, Datastore]:
+    """Built once, kept in a folder named by what it holds. Raises: InputError, SaveError."""
+    identity, texts = target_identity(target), []
+    num_tokens = 0
+    for article in _articles(data_dir, "valid.txt"):
+        texts.append(article)
+        num_tokens += len(_ids(target, article))
+        if num_tokens >= plan.num_entries:
+            break
+    key = hashlib.sha256("\0".join([identity.fingerprint, f"{_CONTEXT_TOKENS}", *texts]).encode()).hexdigest()
+    folder = cache_dir / f"knnlm-{key[:24]}"
+    try:
+        return folder, Datastore.open(folder, identity)
+    except StoreError:
+        build_datastore(texts, target, folder, _CONTEXT_TOKENS)
+        return folder, Datastore.open(folder, identity)
+
+
+def _prompts(target: Target, data_dir: Path, plan: KnnPlan) -> list[tuple[int, ...]]:
+    articles = islice(_articles(data_dir, "test.txt"), plan.num_prompts)
+    return [tuple(_ids(target, article)[: plan.num_prompt_tokens]) for article in articles]
+
+
+def _articles(data_dir: Path, name: str) -> Iterator[str]:
+    """Articles of a usual length. Raises: InputError."""
+    try:
+        text = (data_dir / "wikitext2" / name).read_text(encoding="utf-8")
+    except OSError as cause:
+        raise InputError(f"KNN-LM is measured on wikitext2/{name} of the data folder: {cause.strerror}") from cause
+    return (article for article in _ARTICLE.split(text) if len(article) >= _LEAST_CHARS)
+
+
+def _ids(target: Target, text: str) -> list[int]:
+    ids: list[int] = target.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    return ids

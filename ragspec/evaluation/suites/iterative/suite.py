@@ -1,0 +1,228 @@
+"""The suite `iterative`: answers that retrieve every few tokens, their retrievals guessed in RaLMSpec's ways and the product's.
+
+Rows are indexes in this process, and one elsewhere that takes a stated constant time more for every call, so that a lookup costs
+b/a = 0.3, 1, 10 and 40 steps of decoding. Columns are the variants.
+
+    >>> with load_engine(target, engine_config(), drafting) as engine:
+    ...     IterativeSuite(engine, encoder, data_dir, cache_dir, iterative_plan(quick=True), tick).measure()["rows"]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from ragspec.config import DenseConfig, IndexConfig, RetrieverConfig, TargetConfig
+from ragspec.core import Document
+from ragspec.engine.engine import Engine
+from ragspec.evaluation.datasets import RagList, cached_store, squad_list, stdlib_list
+from ragspec.evaluation.machine import PeakMemory
+from ragspec.evaluation.report import Result
+from ragspec.evaluation.suites.iterative.knnlm import KnnPlan, OpenRemote, measure_knnlm
+from ragspec.evaluation.suites.iterative.rows import Place, table_rows
+from ragspec.evaluation.suites.iterative.variants import BASELINE, PSA, TABLE, VARIANTS, Stopwatch, Workload
+from ragspec.evaluation.timing import Tick
+from ragspec.rag.iterative.policies import Flare, IterRetGen
+from ragspec.retrieval.encoder import TextEncoder
+from ragspec.retrieval.index.manifest import DENSE
+from ragspec.retrieval.index.store import Store
+from ragspec.retrieval.reading import read_file
+from ragspec.retrieval.retriever import Retriever
+from ragspec.retrieval.search.approximate import MIN_ROWS
+from ragspec.retrieval.search.index_types import IndexLike, RetrievalMode
+
+OpenIndex = Callable[[Path, TextEncoder, float], AbstractContextManager[IndexLike]]
+"""(folder, encoder, seconds that every call takes more) -> exact dense search elsewhere."""
+
+IN_FLIGHT = 8
+_SLOW = 10.0
+_PADDING_CHARS = 7_500_000
+_NO_PADDING = (
+    f"not measured: HNSW is for {MIN_ROWS:,} passages, and there is no data folder with openstax to fill up with"
+)
+_NOT_ELSEWHERE = "not measured: nothing was given to open an index elsewhere with"
+_NOTE = (
+    "every variant speculates only where a gain of 3 % is predicted; rows elsewhere: exact dense search in a process of its own, "
+    "plus a stated constant service time a call, whatever it brings"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Elsewhere:
+    """How to open, in a process of its own, an index and a datastore of KNN-LM."""
+
+    index: OpenIndex
+    datastore: OpenRemote
+
+
+@dataclass(frozen=True, slots=True)
+class IterativePlan:
+    """How much is measured. `remote`: b/a and the number of questions; `slow_variants`, `num_slow_runs`: of b/a = 10 and more,
+    where most is waiting."""
+
+    num_local: int = 10
+    remote: tuple[tuple[float, int], ...] = ((0.3, 6), (1.0, 8), (10.0, 5), (40.0, 4))
+    num_extra: int = 4
+    num_runs: int = 3
+    num_slow_runs: int = 2
+    slow_variants: tuple[str, ...] = tuple(VARIANTS)
+    max_tokens: int = 96
+    seed: int = 0
+    knnlm: KnnPlan = field(default_factory=KnnPlan)
+    knnlm_elsewhere: KnnPlan = field(default_factory=KnnPlan)
+
+    @property
+    def num_questions(self) -> int:
+        """Those asked, and one to warm up with."""
+        return 1 + max(self.num_local, self.num_extra, IN_FLIGHT, *(count for _, count in self.remote))
+
+    def table(self, b_over_a: float | None = None) -> Workload:
+        """All variants, of an index here or that far away."""
+        count = self.num_local if b_over_a is None else dict(self.remote)[b_over_a]
+        slow = b_over_a is not None and b_over_a >= _SLOW
+        if slow:
+            runs = min(self.num_runs, self.num_slow_runs)
+            return Workload(TABLE, count, runs, self.slow_variants, max_tokens=self.max_tokens)
+        return Workload(TABLE, count, self.num_runs, max_tokens=self.max_tokens)
+
+    def workloads(self, b_over_a: float) -> Iterator[Workload]:
+        """The table's, and what else is asked at this distance, of the baseline and the product alone."""
+        yield (table := self.table(b_over_a))
+        pair = replace(table, num_questions=self.num_extra, variants=(BASELINE, PSA))
+        if b_over_a == _SLOW:
+            yield replace(pair, name="In-Context RALM, T=1", temperature=1.0)
+            yield replace(pair, name="FLARE, T=0", policy=Flare())
+            yield replace(pair, name="Iter-RetGen, T=0", policy=IterRetGen())
+        if b_over_a in (1.0, _SLOW):
+            name = f"In-Context RALM, T=0, {IN_FLIGHT} in flight"
+            yield replace(pair, name=name, num_questions=IN_FLIGHT, num_in_flight=IN_FLIGHT)
+
+
+def iterative_plan(
+    quick: bool = False, num_runs: int = 3, seed: int = 0, num_questions: int | None = None
+) -> IterativePlan:
+    """`num_questions`: of every row, whatever it takes."""
+    knnlm = KnnPlan(num_prompts=4, num_neighbours=(1, 8, 64, 1024), sampled=(), num_runs=num_runs, seed=seed)
+    fewer = replace(knnlm, num_prompts=2, num_runs=1)
+    plan = IterativePlan(num_runs=num_runs, seed=seed, knnlm=knnlm, knnlm_elsewhere=fewer)
+    if quick:
+        knnlm, fewer = (replace(each, num_neighbours=(64,), num_prompts=2) for each in (knnlm, fewer))
+        plan = replace(plan, knnlm=knnlm, knnlm_elsewhere=replace(fewer, num_tokens=32))
+        less = ((0.3, 2), (1.0, 2), (_SLOW, 3), (40.0, 2))
+        plan = replace(plan, num_local=2, remote=less, num_extra=2, slow_variants=(BASELINE, PSA))
+    if num_questions is None:
+        return plan
+    remote = tuple((b_over_a, num_questions) for b_over_a, _ in plan.remote)
+    return replace(plan, num_local=num_questions, num_extra=num_questions, remote=remote)
+
+
+@dataclass(frozen=True)
+class IterativeSuite:
+    """`cache_dir` keeps the indexes. Without `elsewhere` the rows of slow indexes are left out, and that is said."""
+
+    engine: Engine
+    encoder: TextEncoder
+    data_dir: Path | None
+    cache_dir: Path
+    plan: IterativePlan
+    tick: Tick
+    elsewhere: Elsewhere | None = None
+
+    def measure(self) -> Result:
+        """All rows. Raises: InputError if data is missing, SaveError, RetrievalError, EngineError."""
+        memory, plan = PeakMemory(), self.plan
+        count = plan.num_questions
+        listed = squad_list(self.data_dir, count) if self.data_dir else stdlib_list(count)
+        store = self._store(listed.documents)
+        approximate = self._approximate(listed)
+        stopwatch = Stopwatch(self.engine, [q.text for q in listed.questions], plan.seed, self.tick)
+        rows: list[Result] = []
+        for place, index in self._here(store, approximate):
+            rows += timed_rows(stopwatch, place, index, [plan.table()])
+        memory.look()
+        rows += self._remote_rows(stopwatch, store, step_s=1e-3 * rows[0]["a_ms"])
+        return {
+            "label": f"{listed.label}, {store.manifest.num_passages:,} passages",
+            "note": _NOTE,
+            "hnsw": None if approximate else _NO_PADDING,
+            "elsewhere": None if self.elsewhere else _NOT_ELSEWHERE,
+            "num_prompts": len(listed.questions) - 1,
+            "num_runs": plan.num_runs,
+            "peak_pss_mb": memory.look(),
+            "rows": rows,
+        }
+
+    def _here(self, store: Store, approximate: Store | None) -> Iterator[tuple[Place, IndexLike]]:
+        """Exact dense search first."""
+        yield Place("exact dense"), self._retriever(store, "dense")
+        if approximate is not None:
+            label = f"HNSW ({approximate.manifest.num_passages:,} passages)"
+            yield Place(label), self._retriever(approximate, "dense")
+        yield Place("BM25"), self._retriever(store, "sparse")
+        yield Place("hybrid"), self._retriever(store, "hybrid")
+
+    def _remote_rows(self, stopwatch: Stopwatch, store: Store, step_s: float) -> Iterator[Result]:
+        """`step_s`: of the baseline on the same search in this process. A service time is what the search itself and the way
+        there and back leave of b."""
+        if self.elsewhere is None:
+            return
+        with self.elsewhere.index(store.index_dir, self.encoder, 0.0) as index:
+            own_s = stopwatch.lookup_s(index)
+        for b_over_a, _ in self.plan.remote:
+            service_s = max(0.0, b_over_a * step_s - own_s)
+            label = f"elsewhere, b/a = {b_over_a:g} (exact dense + {1e3 * service_s:.0f} ms stated)"
+            with self.elsewhere.index(store.index_dir, self.encoder, service_s) as index:
+                yield from timed_rows(
+                    stopwatch, Place(label, b_over_a, service_s), index, self.plan.workloads(b_over_a)
+                )
+
+    def _approximate(self, listed: RagList) -> Store | None:
+        """The corpus filled up with textbooks to where HNSW is used; None if there is too little."""
+        padding = list(textbooks(self.data_dir)) if self.data_dir else []
+        if not padding:
+            return None
+        store = self._store([*listed.documents, *padding], IndexConfig(dense=DenseConfig(kind="hnsw")))
+        return store if any(DENSE in record.files for record in store.manifest.segments) else None
+
+    def _store(self, documents: Sequence[Document], config: IndexConfig | None = None) -> Store:
+        def progress(done: int, _: int) -> None:
+            self.tick(f"index of {len(documents)} (once)", done, len(documents))
+
+        return cached_store(documents, self.encoder, self.cache_dir, config, progress)
+
+    def _retriever(self, store: Store, mode: RetrievalMode) -> Retriever:
+        return Retriever(self.encoder, store, RetrieverConfig(mode=mode), follow=False)
+
+
+def timed_rows(stopwatch: Stopwatch, place: Place, index: IndexLike, workloads: Iterable[Workload]) -> Iterator[Result]:
+    """What every workload takes of one index."""
+    for workload in workloads:
+        timed = stopwatch.time(index, workload, f"{place.label.partition(' (')[0]}: {workload.name}")
+        yield from table_rows(place, workload, timed)
+
+
+def knnlm_part(
+    target: TargetConfig, data_dir: Path, cache_dir: Path, plan: IterativePlan, tick: Tick, there: Elsewhere | None
+) -> Result:
+    """KNN-LM over a datastore here, and over one elsewhere with a plan of its own: most of that is waiting.
+
+    Raises: InputError if the texts are missing, ModelError, SaveError.
+    """
+    here = measure_knnlm(target, data_dir, cache_dir, plan.knnlm, tick)
+    if there is None:
+        return here
+    far = measure_knnlm(target, data_dir, cache_dir, plan.knnlm_elsewhere, tick, there.datastore)
+    return here | far | {"knnlm": [*here["knnlm"], *(row for row in far["knnlm"] if row["store"] == "remote")]}
+
+
+def textbooks(data_dir: Path) -> Iterator[Document]:
+    """Modules of real textbooks, about ten thousand passages; none if the folder is not there."""
+    num_chars = 0
+    for path in sorted((data_dir / "openstax").glob("*.jsonl")):
+        for number, document in enumerate(read_file(path, path.name)):
+            num_chars += len(document.text)
+            if num_chars > _PADDING_CHARS:
+                return
+            yield replace(document, id=f"{path.name}:{number}")  # Why: the file's own ids come twice

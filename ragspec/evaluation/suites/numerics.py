@@ -1,0 +1,196 @@
+"""What the bitwise promise costs a step, and how plain decoding compares with transformers, for two sizes of model."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from statistics import median
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig
+
+from ragspec.config import EngineConfig, TargetConfig
+from ragspec.drafting.costs import CostTable
+from ragspec.drafting.planner import Planner
+from ragspec.engine.admission import Admission
+from ragspec.engine.engine import Engine
+from ragspec.engine.target import Target
+from ragspec.evaluation.cases import Case
+from ragspec.evaluation.peers import TransformersDecoder
+from ragspec.evaluation.report import Result
+from ragspec.evaluation.suites.dense_step import VariantStep
+from ragspec.evaluation.timing import GENERATE, PLAIN, Decoder, EngineDecoder, Tick, Timings
+from ragspec.numerics.kv_cache import KvPool, SequenceSlots
+from ragspec.numerics.rows import Part, StepRows
+from ragspec.numerics.self_test import self_test
+from ragspec.numerics.threads import compute_apart, num_processors
+
+ROWS = (1, 4, 16, 64)
+STEP_CONTEXT = 512
+GENERATE_CONTEXT = 1024
+DTYPES = ("float32", "bfloat16")
+_KV_SLOTS = 4096
+
+
+class Size(NamedTuple):
+    """A model to measure. `config`: None loads the weights of `path`, else they are random."""
+
+    name: str
+    path: str
+    config: Any = None
+
+    def model(self, dtype: str, attention: str) -> Any:
+        """The same weights every time."""
+        return compute_apart(lambda: self._model(dtype, attention), num_processors())
+
+    def _model(self, dtype: str, attention: str) -> Any:
+        options = {"dtype": getattr(torch, dtype), "attn_implementation": attention}
+        if self.config is None:
+            return AutoModelForCausalLM.from_pretrained(self.path, **options).eval()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            return AutoModelForCausalLM.from_config(self.config, **options).eval()
+
+    def target(self, dtype: str) -> Target:
+        """Raises: ModelError."""
+        config = TargetConfig.model_validate({"model": self.path, "dtype": dtype})
+        if self.config is None:
+            return compute_apart(lambda: Target.load(config, _KV_SLOTS), num_processors())
+        model, tokenizer = self.model(dtype, "ragspec"), AutoTokenizer.from_pretrained(self.path)
+        return compute_apart(lambda: Target(model, tokenizer, config, _KV_SLOTS), num_processors())
+
+    @property
+    def max_context_tokens(self) -> int:
+        config = self.config or AutoConfig.from_pretrained(self.path)
+        return int(config.get_text_config().max_position_embeddings)
+
+
+class Effort(NamedTuple):
+    """How often each thing is timed."""
+
+    steps: int
+    runs: int
+    tokens: int
+
+
+def sizes_of(config: TargetConfig) -> list[Size]:
+    """The target itself, and a random Llama of 100 million parameters."""
+    random = LlamaConfig(
+        vocab_size=32_000,
+        hidden_size=768,
+        num_hidden_layers=12,
+        num_attention_heads=12,
+        num_key_value_heads=4,
+        intermediate_size=2048,
+        max_position_embeddings=2048,
+        tie_word_embeddings=True,
+        eos_token_id=None,
+    )
+    return [Size("target", config.model), Size("random 100M", config.model, random)]
+
+
+def numerics_suite(
+    config: TargetConfig, seed: int, quick: bool, tick: Tick, sizes: Sequence[Size] | None = None
+) -> Result:
+    """Self-test, step cost and plain decoding against transformers, for every size and both types of weights.
+
+    `step_cost`: milliseconds of a step of so many rows, the same with the fastest variant parts, and the share by which the
+    first exceeds the second (negative: invariant is faster). `plain_vs_generate_1k`: transformers' seconds a token over ours.
+    """
+    effort = Effort(7, 1, 16) if quick else Effort(40, 3, 64)
+    passed: dict[str, bool] = {}
+    costs: dict[str, Result] = {}
+    against: dict[str, float] = {}
+    pairs = [(size, dtype) for size in sizes or sizes_of(config) for dtype in DTYPES]
+    for number, (size, dtype) in enumerate(pairs, 1):
+        name = f"{size.name} {dtype}"
+        target = size.target(dtype)
+
+        def measure(target: Target = target, size: Size = size, dtype: str = dtype) -> tuple[bool, Result]:
+            tested = self_test(target, target.max_context_tokens, dtype, num_processors())
+            return tested.passed, step_costs(target, size, dtype, effort.steps)
+
+        passed[name], costs[name] = compute_apart(measure, num_processors())
+        against[name] = plain_against_generate(target, size, dtype, effort, seed)
+        tick("sizes and types", number, len(pairs))
+        gc.collect()
+    return {
+        "label": f"{STEP_CONTEXT} tokens of context for a step, {GENERATE_CONTEXT} for decoding",
+        "bitwise": all(passed.values()),
+        "self_test": passed,
+        "step_cost": costs,
+        "largest_step_cost": max(value for cost in costs.values() for key, value in cost.items() if "cost" in key),
+        "plain_vs_generate": against.get(f"target {config.dtype}"),
+        "plain_vs_generate_1k": against,
+        "num_runs": effort.runs,
+    }
+
+
+def step_costs(target: Target, size: Size, dtype: str, repeats: int) -> Result:
+    """For each number of rows: our milliseconds, the variant's, and the relative cost; medians of alternating steps."""
+    context = min(STEP_CONTEXT, (size.max_context_tokens - max(ROWS)) // 2)
+    variant = VariantStep(size.model(dtype, "ragspec"), context, max(ROWS))
+    costs: Result = {}
+    for num_rows in ROWS:
+        token_ids = np.arange(num_rows, dtype=np.int32) % target.vocab_size
+        ours_s, variant_s = _alternate(
+            partial(_invariant_step_s, target, token_ids, context),
+            partial(_seconds, variant.forward, torch.from_numpy(token_ids.astype(np.int64))),
+            repeats,
+        )
+        rows = f"{num_rows} row{'s' if num_rows > 1 else ''}"
+        costs |= {
+            f"{rows}, ms": ours_s * 1e3,
+            f"{rows}, variant ms": variant_s * 1e3,
+            f"{rows}, cost": ours_s / variant_s - 1.0,
+        }
+    return costs
+
+
+def plain_against_generate(target: Target, size: Size, dtype: str, effort: Effort, seed: int) -> float:
+    """Greedy decoding after a long random prompt, never ending early: transformers' seconds a token over ours."""
+    context = min(GENERATE_CONTEXT, size.max_context_tokens - effort.tokens - 1)
+    prompt = np.random.default_rng(seed).integers(0, target.vocab_size, context).tolist()
+    case = Case("long", "long", tuple(prompt), (), effort.tokens)
+    peer = size.model(dtype, "sdpa")
+    peer.generation_config.eos_token_id = None
+    target.pool = KvPool(target.shapes, _KV_SLOTS)
+    planner = Planner([], CostTable({1: [1.0]}, rows=(1,)), 0)
+    settings = EngineConfig(max_kv_tokens=_KV_SLOTS, adaptive_threads=False)
+    with Engine(target, planner, Admission(target, "numerics"), settings) as engine:
+        decoders: dict[str, Decoder] = {
+            PLAIN: EngineDecoder(engine, speculation=False, seed=seed, ignore_eos=True),
+            GENERATE: TransformersDecoder(peer, engine, ends=False),
+        }
+        Timings.measure(decoders, [case], 1, lambda *_: None)
+        timings = Timings.measure(decoders, [case], effort.runs, lambda *_: None)
+    # Why not `ratio`: on random text near ties may fall differently, and the same number of tokens is enough here
+    pairs = [[timings.first_to_last_s(name, n) for name in (GENERATE, PLAIN)] for n in range(effort.runs)]
+    return median(theirs_s / ours_s for theirs_s, ours_s in pairs)
+
+
+def _invariant_step_s(target: Target, token_ids: np.ndarray[Any, np.dtype[np.int32]], context: int) -> float:
+    """Seconds of one forward over a chain of rows after `context` positions; what the pool holds there does not matter."""
+    slots = SequenceSlots(target.pool)
+    slots.keep(*slots.reserve(context), list(range(context)))
+    num_rows = len(token_ids)
+    step = StepRows([Part(slots, 1, range(-1, num_rows - 1))])
+    elapsed_s = _seconds(target.forward, token_ids, step.rows, np.arange(num_rows, dtype=np.int32))
+    slots.release()
+    return elapsed_s
+
+
+def _alternate(first: Callable[[], float], second: Callable[[], float], repeats: int) -> tuple[float, float]:
+    """Median seconds of each, taking turns; the first two turns are not counted."""
+    pairs = [(first(), second()) for _ in range(repeats + 2)][2:]
+    return median(a for a, _ in pairs), median(b for _, b in pairs)
+
+
+def _seconds(call: Callable[..., Any], *arguments: Any) -> float:
+    begin = time.perf_counter()
+    call(*arguments)
+    return time.perf_counter() - begin

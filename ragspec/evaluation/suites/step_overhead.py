@@ -1,0 +1,195 @@
+"""How much of an engine's step is not the forward: planning, sampling, committing, telling.
+
+Weights are random, so the answers are given; every token is sampled all the same before it is overruled. Only steps in which
+every row decides count: those that read prompts have longer forwards and would flatter the share.
+
+    >>> StepOverhead(sizes_of(config)[1], cases, texts).measure(batch=8, num_cases=24, tick=tick)[0]["overhead"]
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass
+from statistics import median
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from transformers import AutoTokenizer
+
+from ragspec.config import DraftingConfig, EngineConfig, TargetConfig
+from ragspec.core import Request
+from ragspec.drafting.planner import Planner
+from ragspec.engine.admission import Admission
+from ragspec.engine.engine import Engine
+from ragspec.engine.loading import make_drafters, measure_costs
+from ragspec.engine.target import Floats, Ints, Target
+from ragspec.evaluation.cases import Case
+from ragspec.evaluation.forced_answers import ForcedAnswers, answer_ids
+from ragspec.evaluation.report import Result
+from ragspec.evaluation.suites.numerics import Size
+from ragspec.evaluation.timing import EngineDecoder, Tick
+from ragspec.numerics.attention import Rows
+from ragspec.numerics.kv_cache import KvPool
+from ragspec.numerics.threads import compute_apart, num_processors
+from ragspec.verification.sampling import KeyedSampler, Sampler
+
+_KV_SLOTS = 16_384
+_MAX_STEP_TOKENS = 512
+_WAYS = (("plain", False), ("copy", True))
+_TEMPERATURES = (0.0, 1.0)
+_SHARES = ("overhead", "mean_overhead", "outside_ms", "step_ms", "forward_ms", "rows")
+
+
+class Step(NamedTuple):
+    """One step of the engine. Units: seconds. `decides`: every row of its forward was one whose logits are wanted."""
+
+    begin_s: float
+    forward_s: float
+    num_rows: int
+    num_sequences: int
+    decides: bool
+
+
+class Forward(NamedTuple):
+    """The latest forward of a target."""
+
+    seconds: float
+    num_rows: int
+    decides: bool
+
+
+class TimedTarget(Target):
+    """Notes how long its forwards take."""
+
+    latest = Forward(0.0, 0, False)
+
+    def forward_tapped(
+        self, token_ids: Ints, rows: Rows, wanted: Ints, taps: Sequence[int]
+    ) -> tuple[Floats, dict[int, Floats]]:
+        begin = time.perf_counter()
+        computed = super().forward_tapped(token_ids, rows, wanted, taps)
+        self.latest = Forward(time.perf_counter() - begin, len(token_ids), len(wanted) == len(token_ids))
+        return computed
+
+
+class TimedEngine(Engine):
+    """Notes its steps. What lies between two of them (commands from outside) belongs to the first."""
+
+    def __init__(self, target: TimedTarget, planner: Planner, admission: Admission, config: EngineConfig) -> None:
+        self.steps: list[Step] = []
+        self._timed = target
+        super().__init__(target, planner, admission, config)
+
+    def step(self) -> None:
+        begin = time.perf_counter()
+        super().step()
+        forward = self._timed.latest
+        self.steps.append(Step(begin, forward.seconds, forward.num_rows, len(self._in_step), forward.decides))
+
+
+class Overruled:
+    """Samples, and says what was given instead."""
+
+    def __init__(self, sampler: Sampler, given: Sampler) -> None:
+        self._sampler, self._given = sampler, given
+
+    def __call__(self, logits: NDArray[np.float32]) -> int:
+        self._sampler(logits)
+        return self._given(logits)
+
+
+@dataclass(frozen=True, slots=True)
+class OverruledAnswers:
+    """A sampler factory: every token is sampled by the request's parameters, and then overruled by its given answer."""
+
+    answers: ForcedAnswers
+
+    def __call__(self, request: Request, seed: int, choice: int) -> Sampler:
+        return Overruled(KeyedSampler(request, seed, choice, (), []), self.answers(request, seed, choice))
+
+
+class StepOverhead:
+    """`texts` by case id: the answer that is written, which quotes what the case may copy from."""
+
+    def __init__(self, size: Size, cases: Sequence[Case], texts: Mapping[str, str], seed: int = 0) -> None:
+        """Raises: ModelError, InputError for an empty answer."""
+        self._target = compute_apart(lambda: _timed_target(size), num_processors())
+        self.costs = compute_apart(lambda: measure_costs(self._target, _MAX_STEP_TOKENS), num_processors())
+        self._cases, self._seed = cases, seed
+        self._answers = ForcedAnswers()
+        for case in cases:
+            self._answers.force(case.id, answer_ids(self._target.tokenizer, texts[case.id], self._target.eos_ids))
+
+    @property
+    def num_parameters(self) -> int:
+        return self._target.num_parameters
+
+    def measure(self, batch: int, num_cases: int, tick: Tick) -> list[Result]:
+        """One row for each way of decoding and temperature: the first cases, `batch` of them side by side."""
+        rows: list[Result] = []
+        cases = self._cases[:num_cases]
+        settings = list(itertools.product(_WAYS, _TEMPERATURES))
+        for number, ((name, speculation), temperature) in enumerate(settings, 1):
+            with self._engine(batch) as engine:
+                decoder = EngineDecoder(engine, speculation=speculation, seed=self._seed, temperature=temperature)
+                decoder.together(cases[:batch])  # Why: kernels compile, prior acceptance rates settle
+                engine.steps.clear()
+                runs = decoder.together(cases).runs
+            length = sum(len(run.token_ids) for run in runs) / sum(run.num_steps for run in runs)
+            way = {"way": name, "temperature": temperature, "batch": batch, "acceptance_length": length}
+            rows.append(way | overhead_of(engine.steps, batch))
+            tick(f"step overhead, {batch} side by side", number, len(settings))
+        return rows
+
+    def _engine(self, batch: int) -> TimedEngine:
+        target = self._target
+        target.pool = KvPool(target.shapes, _KV_SLOTS)
+        drafting = DraftingConfig()
+        planner = Planner(
+            make_drafters(target, drafting), deepcopy(self.costs), drafting.max_tree_nodes, target.vocab_size
+        )
+        admission = Admission(target, "step overhead", OverruledAnswers(self._answers))
+        settings = EngineConfig(
+            max_kv_tokens=_KV_SLOTS, max_step_tokens=_MAX_STEP_TOKENS, max_running=batch, adaptive_threads=False
+        )
+        return TimedEngine(target, planner, admission, settings)
+
+
+def overhead_of(steps: Sequence[Step], batch: int) -> Result:
+    """Medians over steps of `batch` sequences in which every row decides; a step lasts until the next one begins.
+
+    `overhead`: share of a step that is not its forward. `mean_overhead`: the same of all their time together.
+    """
+    pairs = [
+        (step, after.begin_s - step.begin_s)
+        for step, after in itertools.pairwise(steps)
+        if step.decides and after.decides and step.num_sequences == after.num_sequences == batch
+    ]
+    if not pairs:
+        return {"num_steps": 0, **dict.fromkeys(_SHARES)}
+    forward_s, whole_s = sum(step.forward_s for step, _ in pairs), sum(seconds for _, seconds in pairs)
+    return {
+        "num_steps": len(pairs),
+        "overhead": median(1.0 - step.forward_s / seconds for step, seconds in pairs),
+        "mean_overhead": 1.0 - forward_s / whole_s,
+        "outside_ms": 1e3 * median(seconds - step.forward_s for step, seconds in pairs),
+        "step_ms": 1e3 * median(seconds for _, seconds in pairs),
+        "forward_ms": 1e3 * median(step.forward_s for step, _ in pairs),
+        "rows": median(step.num_rows for step, _ in pairs),
+    }
+
+
+def worst(rows: Sequence[Result], batch: int) -> float | None:
+    """The largest share of any way at this batch. None: one of them had no steps."""
+    shares = [row["overhead"] for row in rows if row["batch"] == batch]
+    return None if None in shares or not shares else max(shares)
+
+
+def _timed_target(size: Size) -> TimedTarget:
+    config = TargetConfig.model_validate({"model": size.path, "dtype": "float32"})
+    tokenizer = AutoTokenizer.from_pretrained(size.path)
+    return TimedTarget(size.model("float32", "ragspec"), tokenizer, config, _KV_SLOTS)

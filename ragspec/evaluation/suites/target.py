@@ -1,0 +1,187 @@
+"""Scores of the reference target on held-out data.
+
+Owns the scores; the text comes from a `generate` callable, so transformers, the engine or a fake can be scored alike.
+`evaluate_target(target_dir, data_dir)` returns one flat dictionary of floats.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from ragspec.evaluation.datasets import clean_sentences
+from ragspec.evaluation.metrics import best_f1, exact_match
+from ragspec.evaluation.suites.target_cases import Case, question_cases
+from ragspec.training.grammar_metrics import edit_distance, gleu
+from ragspec.training.reference.examples import first_doc_sentence
+from ragspec.training.reference.text_format import (
+    ABSTENTION,
+    Message,
+    grammar_messages,
+    parse_answer,
+    question_messages,
+)
+from ragspec.training.stdlib_corpus import is_held_out, stdlib_documents
+
+Generate = Callable[[list[list[Message]]], list[str]]
+Retrieve = Callable[[str], list[str]]
+
+MAX_NEW_TOKENS = 192
+
+
+def evaluate_target(
+    target_dir: Path,
+    data_dir: Path,
+    *,
+    generate: Generate | None = None,
+    retrieve: Retrieve,
+    num_questions: int = 500,
+    num_sentences: int = 754,
+    seed: int = 0,
+) -> dict[str, float]:
+    """Every score of the target suite; fractions lie in 0-1, GLEU in 0-100."""
+    generate = generate or transformers_generate(target_dir)
+    answerable, unanswerable = question_cases(data_dir, num_questions, seed)
+    prompts = [question_messages(case.question, case.passages) for case in answerable + unanswerable]
+    outputs = generate(prompts)
+    answered, refused = outputs[: len(answerable)], outputs[len(answerable) :]
+    scores = question_scores(answerable, answered)
+    half = len(unanswerable)  # as many answerable as unanswerable questions, so that precision means something
+    scores |= abstention_scores(answerable[:half] + unanswerable, answered[:half] + refused)
+    scores |= grammar_scores(data_dir, generate, num_sentences)
+    scores["stdlib_first_sentence"] = stdlib_score(generate, retrieve, num_questions // 2, seed)
+    scores |= perplexity_scores(target_dir, data_dir / "wikitext2/test.txt")
+    return scores
+
+
+def transformers_generate(target_dir: Path) -> Generate:
+    """Greedy decoding of a stored model with plain transformers."""
+    tokenizer = AutoTokenizer.from_pretrained(target_dir)
+    return model_generate(AutoModelForCausalLM.from_pretrained(target_dir, dtype=torch.float32).eval(), tokenizer)
+
+
+def model_generate(model: Any, tokenizer: Any, batch_tokens: int = 12_000) -> Generate:
+    """Greedy decoding with a loaded model, in batches of similar length."""
+
+    def generate(conversations: list[list[Message]]) -> list[str]:
+        prompts = [tokenizer.apply_chat_template(c, tokenize=False, add_generation_prompt=True) for c in conversations]
+        ids = [tokenizer(p, add_special_tokens=False)["input_ids"] for p in prompts]
+        outputs = [""] * len(ids)
+        for batch in _length_batches(ids, batch_tokens):
+            inputs = tokenizer.pad({"input_ids": [ids[i] for i in batch]}, padding_side="left", return_tensors="pt")
+            with torch.inference_mode():
+                generated = model.generate(**inputs, max_new_tokens=MAX_NEW_TOKENS, do_sample=False)
+            for i, row in zip(batch, generated[:, inputs["input_ids"].shape[1] :], strict=True):
+                outputs[i] = str(tokenizer.decode(row, skip_special_tokens=True))
+        return outputs
+
+    return generate
+
+
+def _length_batches(ids: list[list[int]], batch_tokens: int) -> Iterator[list[int]]:
+    batch: list[int] = []
+    for i in sorted(range(len(ids)), key=lambda i: len(ids[i])):
+        if batch and (len(batch) + 1) * len(ids[i]) > batch_tokens:
+            yield batch
+            batch = []
+        batch.append(i)
+    if batch:
+        yield batch
+
+
+def question_scores(cases: list[Case], outputs: list[str]) -> dict[str, float]:
+    """Quotes, citations and short answers of answerable questions. EM and F1 as in SQuAD's own script."""
+    exact, has_answer, em, f1, cited = [], [], [], [], []
+    for case, output in zip(cases, outputs, strict=True):
+        quote, number, short = parse_answer(output) or ("", 0, "")
+        sources = [n for n, passage in enumerate(case.passages, start=1) if quote and quote in passage]
+        exact.append(bool(sources))
+        has_answer.append(bool(sources) and any(answer in quote for answer in case.answers))
+        em.append(exact_match(short, case.answers))
+        f1.append(best_f1(short, case.answers))
+        if sources:
+            cited.append(number in sources)
+    return {
+        "quote_exact": _mean(exact),
+        "quote_has_answer": _mean(has_answer),
+        "em": _mean(em),
+        "f1": _mean(f1),
+        "citation_correct": _mean(cited),
+    }
+
+
+def abstention_scores(cases: list[Case], outputs: list[str]) -> dict[str, float]:
+    """Precision and recall of saying that the passages do not say."""
+    abstained = [output.strip().startswith(ABSTENTION) for output in outputs]
+    num_unanswerable = sum(not c.answers for c in cases)
+    right = sum(a and not c.answers for a, c in zip(abstained, cases, strict=True))
+    return {
+        "abstain_precision": right / sum(abstained) if any(abstained) else math.nan,
+        "abstain_recall": right / num_unanswerable if num_unanswerable else math.nan,
+    }
+
+
+def grammar_scores(data_dir: Path, generate: Generate, num_sentences: int) -> dict[str, float]:
+    """GLEU on JFLEG dev, of the outputs and of the untouched source, and how much of clean sentences is edited."""
+    lines = {n: (data_dir / f"jfleg/dev.{n}").read_text().splitlines()[:num_sentences] for n in ("src", *_REFERENCES)}
+    references = [[lines[name][i].split() for name in _REFERENCES] for i in range(len(lines["src"]))]
+    sources = [line.split() for line in lines["src"]]
+    outputs = [out.split() for out in generate([grammar_messages(line.strip()) for line in lines["src"]])]
+    clean = clean_sentences(data_dir, 200)
+    kept = generate([grammar_messages(sentence) for sentence in clean])
+    edits = sum(edit_distance(a.split(), b.split()) for a, b in zip(clean, kept, strict=True))
+    return {
+        "gleu_jfleg_dev": gleu(sources, outputs, references),
+        "gleu_source": gleu(sources, sources, references),
+        "edit_rate_clean": edits / sum(len(s.split()) for s in clean),
+    }
+
+
+_REFERENCES = ("ref0", "ref1", "ref2", "ref3")
+
+
+def stdlib_score(generate: Generate, retrieve: Retrieve, count: int, seed: int) -> float:
+    """Share of held-out standard-library names whose documentation's first sentence is quoted."""
+    known = {first_doc_sentence(n, t) for n, t in stdlib_documents() if not is_held_out(n)}
+    asked = [(n, first_doc_sentence(n, t)) for n, t in stdlib_documents() if is_held_out(n)]
+    asked = [(name, quote) for name, quote in asked if quote and quote not in known]
+    asked = random.Random(seed).sample(asked, min(count, len(asked)))
+    questions = [f"What does {name} do?" for name, _ in asked]
+    outputs = generate([question_messages(q, retrieve(q)) for q in questions])
+    parsed = [parse_answer(output) for output in outputs]
+    return _mean([answer is not None and answer[0] == quote for answer, (_, quote) in zip(parsed, asked, strict=True)])
+
+
+def perplexity_scores(
+    target_dir: Path, text_path: Path, max_chars: int = 300_000, window: int = 512
+) -> dict[str, float]:
+    """Perplexity of WikiText-2 by word (its own, without the ends of lines) and by token of ours, in independent windows."""
+    tokenizer = AutoTokenizer.from_pretrained(target_dir)
+    model = AutoModelForCausalLM.from_pretrained(target_dir, dtype=torch.float32).eval()
+    text = text_path.read_text()[:max_chars]
+    ids = torch.tensor(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+    ids = ids[: len(ids) // window * window].view(-1, window)
+    total = 0.0
+    for rows in torch.split(ids, 4):
+        with torch.inference_mode():
+            logits = model(input_ids=rows).logits[:, :-1]
+        total += float(torch.nn.functional.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten(), reduction="sum"))
+    num_predicted = ids.shape[0] * (window - 1)
+    words_per_token = len(text.split()) / len(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+    per_token = total / num_predicted
+    return {
+        "perplexity_wikitext2": math.exp(per_token / words_per_token),
+        "perplexity_wikitext2_per_token": math.exp(per_token),
+    }
+
+
+def _mean(values: list[float] | list[bool]) -> float:
+    """No number where there is nothing to score."""
+    return float(np.mean(values)) if len(values) else math.nan

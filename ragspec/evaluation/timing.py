@@ -1,0 +1,214 @@
+"""Timed runs side by side, and the ratios drawn from them.
+
+Decoders take turns at every prompt (A B A B), so a machine that slows down slows all of them. A ratio is formed inside one
+run from total times, and the median over runs is reported.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from statistics import median
+from typing import Any, NamedTuple
+
+from ragspec.core import Completion, Request, SamplingParams
+from ragspec.engine.engine import Engine
+from ragspec.evaluation.cases import Case
+from ragspec.speculation import Speculation, SpeculationGiven
+
+SPECULATIVE, PLAIN, GENERATE, PROMPT_LOOKUP = "speculative", "plain", "generate", "prompt_lookup"
+_WITHOUT_DRAFT = {SPECULATIVE: PLAIN, PROMPT_LOOKUP: GENERATE}
+"""The same program decoding without a draft."""
+
+Tick = Callable[[str, int, int], None]
+"""Called with (stage, done, total)."""
+
+
+class Timings:
+    """`runs[decoder][run][case]` of the same cases for every decoder."""
+
+    def __init__(self, runs: Mapping[str, Sequence[Sequence[Run]]], prepare_s: Sequence[float]) -> None:
+        self.runs = runs
+        self._prepare_s = prepare_s
+
+    @classmethod
+    def measure(cls, decoders: Mapping[str, Decoder], cases: Sequence[Case], num_runs: int, tick: Tick) -> Timings:
+        """Every decoder on every case, `num_runs` times, taking turns."""
+        runs: dict[str, list[list[Run]]] = {name: [[] for _ in range(num_runs)] for name in decoders}
+        for number in range(num_runs):
+            for i, case in enumerate(cases):
+                for name, decode in decoders.items():
+                    runs[name][number].append(decode(case))
+                tick("timed runs", number * len(cases) + i + 1, num_runs * len(cases))
+        return cls(runs, [case.prepare_s for case in cases])
+
+    def of(self, chosen: Sequence[int]) -> Timings:
+        """Only these cases."""
+        runs = {name: [[run[i] for i in chosen] for run in table] for name, table in self.runs.items()}
+        return Timings(runs, [self._prepare_s[i] for i in chosen])
+
+    def same_tokens(self, a: str, b: str) -> list[int]:
+        """Cases for which two decoders wrote the same tokens, in every run."""
+        pairs = [zip(x, y, strict=True) for x, y in zip(self.runs[a], self.runs[b], strict=True)]
+        equal = [[x.token_ids == y.token_ids for x, y in pair] for pair in pairs]
+        return [i for i, column in enumerate(zip(*equal, strict=True)) if all(column)]
+
+    def decode_s(self, name: str, number: int) -> float:
+        """Seconds of decoding in one run: first to last token, plus what the draft added to the prompt's step.
+
+        Why the second part: a draft may already be accepted in the step that ends the prompt. Those tokens come with the
+        first one, at no time after it; what their rows cost is the prompt step's excess over the same program without draft.
+        """
+        decode_s = self.first_to_last_s(name, number)
+        without = _WITHOUT_DRAFT.get(name, "")
+        if without not in self.runs:
+            return decode_s
+        return decode_s + max(0.0, self._first_s(name, number) - self._first_s(without, number))
+
+    def first_to_last_s(self, name: str, number: int) -> float:
+        """Seconds from first to last token alone; tokens that come with the first one take none."""
+        return sum(run.decode_s for run in self.runs[name][number])
+
+    def _first_s(self, name: str, number: int) -> float:
+        return sum(run.first_s for run in self.runs[name][number])
+
+    def end_to_end_s(self, name: str, number: int) -> float:
+        """Seconds with retrieval, prompt building and prefill."""
+        return sum(self._prepare_s) + self._first_s(name, number) + self.first_to_last_s(name, number)
+
+    def ratio(self, slow: str, fast: str, seconds: Callable[[Timings, str, int], float] = decode_s) -> float | None:
+        """How many times the seconds of `fast` those of `slow` are, over cases in which both wrote the same tokens.
+
+        None where there is nothing to compare.
+        """
+        if not {slow, fast} <= self.runs.keys():
+            return None
+        same = self.of(self.same_tokens(slow, fast))
+        pairs = [(seconds(same, slow, n), seconds(same, fast, n)) for n in range(len(self.runs[slow]))]
+        return _median(a / b for a, b in pairs if a > 0 and b > 0)
+
+    def agreement(self, a: str, b: str) -> float | None:
+        """Share of cases for which two decoders wrote the same tokens."""
+        if not {a, b} <= self.runs.keys():
+            return None
+        return len(self.same_tokens(a, b)) / len(self._prepare_s)
+
+    def tokens_per_s(self, name: str) -> float | None:
+        """Tokens after the first, a second of decoding."""
+        rates = ((_num_decoded(table), self.decode_s(name, n)) for n, table in enumerate(self.runs[name]))
+        return _median(tokens / seconds for tokens, seconds in rates if seconds > 0)
+
+    def step_s(self, name: str) -> float | None:
+        """Seconds of one step after the prompt's, of a decoder that decides one token a step."""
+        rate = self.tokens_per_s(name)
+        return 1.0 / rate if rate else None
+
+    def acceptance_length(self, name: str) -> float:
+        """Tokens emitted a step, the bonus token included, the prompt's step counted."""
+        runs = [run for table in self.runs[name] for run in table]
+        return sum(len(run.token_ids) for run in runs) / max(1, sum(run.num_steps for run in runs))
+
+
+def _num_decoded(runs: Sequence[Run]) -> int:
+    return sum(len(run.token_ids) - 1 for run in runs)
+
+
+def _median(values: Iterable[float]) -> float | None:
+    found = list(values)
+    return median(found) if found else None
+
+
+_SALTS = itertools.count()
+
+
+class Run(NamedTuple):
+    """One generation. `first_s`: from the request to its first token; `decode_s`: from there to the last."""
+
+    token_ids: tuple[int, ...]
+    first_s: float
+    decode_s: float
+    num_steps: int = 0
+    num_drafted: int = 0
+    text: str = ""
+
+
+Decoder = Callable[[Case], Run]
+
+
+class Together(NamedTuple):
+    """Several requests at once; `wall_s` from the first submission to the last token, prompts included."""
+
+    runs: list[Run]
+    wall_s: float
+
+    @property
+    def tokens_per_s(self) -> float:
+        return sum(len(run.token_ids) for run in self.runs) / self.wall_s
+
+
+class EngineDecoder:
+    """The engine with one set of sampling parameters. Every call starts with a prefix cache that knows nothing of it.
+
+    `seed` is the job's; each case's own is derived from it and the case's id, so order and company do not matter.
+    """
+
+    def __init__(self, engine: Engine, *, speculation: SpeculationGiven, seed: int, **sampling: Any) -> None:
+        self._engine = engine
+        self._speculation = Speculation.of(speculation)
+        self._seed = seed
+        self._sampling = sampling
+
+    def __call__(self, case: Case) -> Run:
+        request = self._request(case)
+        begin = time.perf_counter()
+        (completion,) = self._engine.generate([request])
+        wall_s = time.perf_counter() - begin
+        decode_s = completion.stats.decode_s
+        return _run(completion, wall_s - decode_s, decode_s)
+
+    def together(self, cases: Sequence[Case]) -> Together:
+        """All cases at once; the engine's `max_running` says how many of them run side by side."""
+        requests = [self._request(case) for case in cases]
+        begin = time.perf_counter()
+        completions = self._engine.generate(requests)
+        wall_s = time.perf_counter() - begin
+        runs = [_run(c, c.stats.queue_s + c.stats.prefill_s, c.stats.decode_s) for c in completions]
+        return Together(runs, wall_s)
+
+    def _request(self, case: Case) -> Request:
+        params = SamplingParams(max_tokens=case.max_tokens, seed=_case_seed(self._seed, case.id), **self._sampling)
+        salt = f"run-{next(_SALTS)}"  # Why: a tenant of its own shares no cached prefix
+        return Request(case.id, case.prompt_ids, params, case.sources, salt, self._speculation)
+
+
+def _run(completion: Completion, first_s: float, decode_s: float) -> Run:
+    stats = completion.stats
+    return Run(completion.token_ids, first_s, decode_s, stats.num_steps, stats.num_drafted, completion.text)
+
+
+def _case_seed(seed: int, case_id: str) -> int:
+    return int.from_bytes(hashlib.sha256(f"{seed}:{case_id}".encode()).digest()[:8], "little")
+
+
+class Equality:
+    """Every comparison that was made, by name, as (equal, compared)."""
+
+    def __init__(self) -> None:
+        self.counts: dict[str, tuple[int, int]] = {}
+
+    def check(self, name: str, expected: Sequence[Run], got: Sequence[Run]) -> None:
+        equal = sum(a.token_ids == b.token_ids for a, b in zip(expected, got, strict=True))
+        before = self.counts.get(name, (0, 0))
+        self.counts[name] = (before[0] + equal, before[1] + len(expected))
+
+    @property
+    def identical(self) -> bool | None:
+        """True only if something was compared and every comparison found the same tokens. None: nothing was compared."""
+        if not self.counts:
+            return None
+        return all(equal == compared for equal, compared in self.counts.values())
+
+    def as_text(self) -> dict[str, str]:
+        return {name: f"{equal}/{compared}" for name, (equal, compared) in self.counts.items()}
