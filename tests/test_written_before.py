@@ -1,0 +1,163 @@
+"""Files of commit d5d7a05 stay readable: an index, a KNN-LM datastore, conversations, dictionaries and half a batch job.
+
+`tests/written_before/` holds the files. They are never written again; a new format needs new files beside them.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from batch_files import read_lines, texts_of
+from letter_encoder import LetterEncoder
+from tiny_target import SENTENCES, save_model
+
+from pipelines.batch.backend import BackendSpec
+from pipelines.batch.job import Job, run_job
+from pipelines.batch_grammar import GrammarTask
+from ragspec.config import PipelineConfig, RetrieverConfig
+from ragspec.core import Document, Heading, Passage
+from ragspec.rag.chat.conversations import Conversations, Said, Shown
+from ragspec.rag.grammar.dictionaries import Dictionaries
+from ragspec.retrieval.index.checking import check_segment
+from ragspec.retrieval.index.content_key import content_key
+from ragspec.retrieval.index.manifest import Manifest, read_current
+from ragspec.retrieval.index.store import Store
+from ragspec.retrieval.index.writer import IndexWriter
+from ragspec.retrieval.knnlm.datastore import Datastore
+from ragspec.retrieval.retriever import Retriever
+
+WRITTEN = Path(__file__).parent / "written_before"
+CONVERSATION = "conv_f8770f60fb917f646129803b"
+GONE = Document("gone", "This sentence was deleted.")
+RAIN = Document("rain", "今日は雨天です。 It rained all day.")
+DOCUMENTS = [
+    Document(
+        "mill",
+        f"The mill\n\n{SENTENCES[0]} {SENTENCES[3]}",
+        title="The mill",
+        source="mill.md",
+        metadata={"year": 1874, "tags": ["old", "café"]},
+        headings=(Heading(0, 1, "The mill"),),
+        origin="docs/mill.md",
+    ),
+    Document("bridge", SENTENCES[2], source="bridge.txt", metadata={"year": 1921}),
+    Document("secret", SENTENCES[4], owner="ann"),
+]
+FOUND = {
+    "dense": [
+        [("mill", 0.1919250230759023), ("bridge", -0.03037674292141787), ("rain", -0.19248999926165322)],
+        [("bridge", 0.39171096108515935), ("rain", -0.018579845095187036), ("mill", -0.09887785108130054)],
+    ],
+    "sparse": [[("mill", 2.459149808415793), ("bridge", 0.7201668512636272)], [("rain", 1.4988543544683215)]],
+    "hybrid": [
+        [("mill", 0.03278688524590164), ("bridge", 0.03225806451612903), ("rain", 0.015873015873015872)],
+        [("rain", 0.03252247488101534), ("bridge", 0.01639344262295082), ("mill", 0.015873015873015872)],
+    ],
+}
+
+
+@pytest.fixture
+def written(tmp_path: Path) -> Path:
+    """A copy of the files, which the code may change."""
+    return Path(shutil.copytree(WRITTEN, tmp_path / "written"))
+
+
+@pytest.mark.parametrize("mode", FOUND)
+def test_an_index_answers_as_it_did(written: Path, mode: str) -> None:
+    """An upgrade that asks for a rebuild, or ranks the same passages otherwise."""
+    config = RetrieverConfig(index_dir=str(written / "index"), mode=mode)  # type: ignore[arg-type]
+    store = Store.open(written / "index", LetterEncoder.identity)
+    assert list(store.documents()) == [*DOCUMENTS, RAIN]
+    for live in store.segments:
+        check_segment(live.segment)
+    found = Retriever(LetterEncoder(), store, config).retrieve(["Where does the river flow past the mill?", "雨天"], 3)
+    assert found.generation == "2-a21695649b4b"
+    for passages, expected in zip(found.passages, FOUND[mode], strict=True):
+        assert [passage.document_id for passage in passages] == [document_id for document_id, _ in expected]
+        assert [passage.score for passage in passages] == pytest.approx([score for _, score in expected])
+
+
+def test_the_same_changes_write_the_same_index(written: Path, tmp_path: Path) -> None:
+    """A key, a term or a span that is stored otherwise, so that an index changed today is half old and half new."""
+    with IndexWriter(tmp_path / "index", LetterEncoder()) as writer:
+        for document in [*DOCUMENTS, GONE]:
+            writer.upsert(document)
+        writer.commit()
+        writer.delete("gone")
+        writer.upsert(RAIN)
+        writer.commit()
+    old, new = read_current(written / "index")[1], read_current(tmp_path / "index")[1]
+    assert settings_of(new) == settings_of(old)
+    assert new.content_key == content_key([RAIN, *DOCUMENTS], LetterEncoder.identity, old.config)
+    for path in (path for path in (written / "index").glob("segment-*/*") if path.name != "vectors.npy"):
+        assert path.read_bytes() == (tmp_path / path.relative_to(written)).read_bytes(), path.name
+
+
+def settings_of(manifest: Manifest) -> dict[str, object]:
+    """A manifest without the version of its writer and the hashes of files that hold floats."""
+    fields = manifest.model_dump(exclude={"created_by"})
+    return {**fields, "segments": [{**segment, "files": sorted(segment["files"])} for segment in fields["segments"]]}
+
+
+def test_an_index_is_changed(written: Path) -> None:
+    """A segment of the old code that cannot be merged with one of the new."""
+    with IndexWriter(written / "index", LetterEncoder()) as writer:
+        writer.upsert(GONE)
+        writer.delete("secret")
+        assert writer.compact().generation > 2
+    assert {document.id for document in Store.open(written / "index").documents()} == {"mill", "bridge", "rain", "gone"}
+
+
+def test_a_datastore_is_searched(written: Path) -> None:
+    """A datastore that has to be built again, which takes hours of the target."""
+    keys = np.load(next((written / "datastore").glob("keys-*.npy")))
+    assert Datastore.open(written / "datastore").search(keys, 1).values[:, 0].tolist() == list(range(12))
+
+
+def test_conversations_go_on(written: Path) -> None:
+    """A customer's conversations that an upgrade loses."""
+    store = Conversations(written / "conversations.sqlite", ttl_s=1e12, clock=lambda: 1_000_001.0)
+    assert store.find("ann", CONVERSATION).metadata == {"topic": "mills"}
+    assert store.said("ann", CONVERSATION) == [Said("When?", "In 1874."), Said("Why?", "")]
+    passage = Passage("mill", 0, "The old mill was built in 1874.", 0, 31, "The mill", "mill.md", 0.5)
+    assert store.shown("ann", ["key"]) == {"key": Shown((passage,), "generation-1", ("mill#0",))}
+    store.append("ann", CONVERSATION, [Said("Who?", "The people.")])
+    assert len(store.said("ann", CONVERSATION)) == 3
+    store.close()
+
+
+def test_dictionaries_go_on(written: Path) -> None:
+    """Words that are wrong again after an upgrade."""
+    words = Dictionaries(written / "words.sqlite")
+    assert words.words("ann") == ["Ragspec", "Zzz"] and words.words("ann", ["other"]) == ["Zzz"]
+    assert words.add("ann", "Tantivy") and not words.add("ann", "Zzz", "other")
+    words.close()
+
+
+def test_half_a_job_is_finished(written: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A job of days that starts again because the code was replaced while it was stopped."""
+    monkeypatch.chdir(written)  # job.json names the target as "target"
+    save_model("llama", written / "target", max_position_embeddings=1024)
+    settings = {
+        "target": {"model": "target"},
+        "engine": {"max_kv_tokens": 8192, "max_step_tokens": 64, "max_running": 1},
+        "generation": {"max_tokens": 24, "temperature": 0.8, "seed": 5},
+    }
+    job = Job(
+        written / "job.jsonl",
+        written / "job",
+        PipelineConfig.model_validate(settings),
+        5,
+        backend=BackendSpec(address="local"),
+    )
+    *whole_lines, torn = (written / "job" / "answers-00000.jsonl.part").read_text().split("\n")
+    kept = {row["id"]: row for row in map(json.loads, whole_lines)}
+    assert kept.keys() == {"t0", "t1", "t3"} and torn
+    summary = run_job(job, GrammarTask())
+    assert (summary.num_skipped, summary.num_answered, summary.num_failed) == (3, 2, 0)
+    assert texts_of(written / "job", "corrected").keys() == {"t0", "t1", "t2", "t3", "t4"}
+    assert read_lines(written / "job" / "answers-00000.jsonl") == list(kept.values())
