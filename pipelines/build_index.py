@@ -1,9 +1,9 @@
-"""Put files into an index: a new one, or one that is there already.
+"""Put files into an index, new or existing.
 
     python -m pipelines.build_index manual/ faq.jsonl "notes/**/*.md" --index my-index
 
-Only what is new or changed is encoded. What is done is committed every some thousand passages, so after a kill the same command
-goes on where it stopped. Files that cannot be read are named and left out. The last line on stdout is one JSON object.
+Only new and changed documents are encoded. Work is committed every few thousand passages, so after a kill the same command
+resumes. Files that cannot be read are reported and left out. The last line on stdout is one JSON object.
 """
 
 from __future__ import annotations
@@ -13,8 +13,7 @@ import json
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -22,11 +21,12 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from pipelines.batch.index_ingest import Found, Ingest, Unencoded
+from pipelines.batch.index_ingest import FileIngest, IngestReport, ZeroEncoder
+from pipelines.batch.options import exit_on_error
 from pipelines.batch.ray_session import ray_session
-from ragspec.cli.terminal import one_line, safe
-from ragspec.config import IndexConfig, PipelineConfig, load_config
-from ragspec.errors import InputError, RagspecError
+from ragspec.cli.terminal import safe
+from ragspec.config import EncoderConfig, load_config
+from ragspec.errors import InputError
 from ragspec.retrieval.encoder import Encoder, TextEncoder
 from ragspec.retrieval.index.manifest import CURRENT, Manifest
 from ragspec.retrieval.index.writer import PASSAGES_PER_ENCODE, IndexWriter
@@ -36,21 +36,7 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 _console = Console(stderr=True)
 
 _PASSAGES_PER_COMMIT = 16_384
-_NAMED_DUPLICATES = 20
-
-
-@dataclass(frozen=True)
-class Job:
-    """What the command line decides, beside the index's own settings."""
-
-    inputs: tuple[str, ...]
-    index_dir: Path
-    owner: str = ""
-    keep_duplicates: bool = False
-    remove_missing: bool = False
-    rebuild: bool = False
-    dry_run: bool = False
-    workers: int = 1
+_SHOWN_DUPLICATES = 20
 
 
 @app.command()
@@ -65,25 +51,27 @@ def main(
     encoder: Annotated[str | None, typer.Option(help="A sentence-transformers name or path.")] = None,
     max_chars: Annotated[int | None, typer.Option(help="Longest passage, in characters.")] = None,
     max_tokens: Annotated[
-        int | None, typer.Option(help="Longest passage, in the encoder's tokens; default: all it reads.")
+        int | None, typer.Option(help="Longest passage, in the encoder's tokens; default: the encoder's limit.")
     ] = None,
     overlap_chars: Annotated[
         int | None, typer.Option(help="Whole sentences shared by neighbours, in characters.")
     ] = None,
-    language: Annotated[str | None, typer.Option(help="Whose words are stemmed; none for none.")] = None,
-    dense: Annotated[str | None, typer.Option(help="How vectors are searched: exact, hnsw or ivf.")] = None,
-    owner: Annotated[str, typer.Option(help="The tenant who alone may see these documents; leads their ids.")] = "",
-    keep_duplicates: Annotated[bool, typer.Option(help="Index a text again that another document has.")] = False,
+    language: Annotated[str | None, typer.Option(help="Language of the stemmer; none: no stemming.")] = None,
+    dense: Annotated[str | None, typer.Option(help="Vector search: exact, hnsw or ivf.")] = None,
+    owner: Annotated[
+        str, typer.Option(help="The only tenant who may see these documents; a prefix of their ids.")
+    ] = "",
+    keep_duplicates: Annotated[bool, typer.Option(help="Index documents whose text another document has.")] = False,
     remove_missing: Annotated[
-        bool, typer.Option(help="Delete documents of these inputs whose file is gone, or holds them no more.")
+        bool, typer.Option(help="Delete documents of these inputs that are no longer in a file.")
     ] = False,
-    rebuild: Annotated[bool, typer.Option(help="Make the index anew, of these inputs alone.")] = False,
-    dry_run: Annotated[bool, typer.Option(help="Say what would be done; change nothing.")] = False,
+    rebuild: Annotated[bool, typer.Option(help="Replace the index by one of these inputs only.")] = False,
+    dry_run: Annotated[bool, typer.Option(help="Report the changes without making them.")] = False,
     strict: Annotated[bool, typer.Option(help="Exit with 1 if a file was skipped.")] = False,
     workers: Annotated[int, typer.Option(help="Processes that encode, through Ray.", min=1)] = 1,
     config: Annotated[Path | None, typer.Option(help="A YAML configuration; the options above win.")] = None,
 ) -> None:
-    """Read, chunk, encode and index documents; those already there are left alone or replaced."""
+    """Read, chunk, encode and index documents; unchanged documents stay, changed ones are replaced."""
     overrides = {
         "encoder.model": encoder,
         "index.chunking.max_chars": max_chars,
@@ -92,115 +80,104 @@ def main(
         "index.words.language": language,
         "index.dense.kind": dense,
     }
-    job = Job(tuple(inputs), index, owner, keep_duplicates, remove_missing, rebuild, dry_run, workers)
-    try:
+    begin = time.monotonic()
+    with exit_on_error():
         settings = load_config(config, **overrides)
-        asked = config is not None or any(value is not None for name, value in overrides.items() if "index" in name)
-        found = run(job, settings, settings.index if asked else None)
-    except RagspecError as error:
-        _console.print(f"error: {one_line(error)}", style="red", markup=False, highlight=False, soft_wrap=True)
-        raise typer.Exit(1) from error
-    if strict and found.skipped:
+        index_overrides = [value for name, value in overrides.items() if name.startswith("index") and value is not None]
+        files = find_files(inputs, allow_none=remove_missing)
+        with (
+            _encoder(settings.encoder, dry_run, workers) as (text_encoder, passages_per_encode),
+            _folder(index, dry_run) as folder,
+            IndexWriter(
+                folder,
+                text_encoder,
+                settings.index if config or index_overrides else None,
+                replace=rebuild,
+                keep_duplicates=keep_duplicates,
+                passages_per_encode=passages_per_encode,
+            ) as writer,
+        ):
+            ingest = FileIngest(writer, owner, None if dry_run or rebuild else _PASSAGES_PER_COMMIT)
+            add_files(files, ingest, writer)
+            if remove_missing:
+                ingest.delete_missing([input_root(given) for given in inputs])
+            writer.delete_unseen()
+            ingest.retry_duplicates()
+            writer.flush()
+            _warn(ingest.report)
+            if rebuild and writer.is_empty():
+                raise InputError("nothing of these inputs could be indexed, so the index stays as it is")
+            manifest = None if dry_run else writer.commit()
+    summary = summary_of(manifest, ingest.report, writer, time.monotonic() - begin)
+    print(json.dumps({"index_dir": str(index), "dry_run": dry_run, **summary}))
+    if strict and ingest.report.skipped:
         raise typer.Exit(1)
 
 
-def run(job: Job, settings: PipelineConfig, config: IndexConfig | None) -> Found:
-    """The whole job; prints its summary. `config` None: the index's own, or the default. Raises: RagspecError."""
-    files = find_files(job.inputs, allow_none=job.remove_missing)
-    begin = time.monotonic()
-    on_the_way = None if job.dry_run or job.rebuild else _PASSAGES_PER_COMMIT
-    with (
-        _encoder(job, settings) as (encoder, at_once),
-        _place(job) as index_dir,
-        IndexWriter(
-            index_dir,
-            encoder,
-            config,
-            replace=job.rebuild,
-            keep_duplicates=job.keep_duplicates,
-            passages_per_encode=at_once,
-        ) as writer,
-        _progress(len(files)) as bar,
-    ):
-        ingest = Ingest(writer, job.owner, on_the_way)
+def add_files(files: list[tuple[Path, str]], ingest: FileIngest, writer: IndexWriter) -> None:
+    """Adds files with a progress bar. Raises: SaveError, EngineError."""
+    columns = (TextColumn("files"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, TextColumn("{task.fields[passages]} passages"), console=_console) as bar:
+        task = bar.add_task("files", total=len(files), passages=0)
         for path, name in files:
             ingest.add_file(path, name)
-            bar(writer.changes.encoded)
-        if job.remove_missing:
-            ingest.delete_missing([input_root(given) for given in job.inputs])
-        writer.delete_unseen()
-        ingest.reconsider_duplicates()
-        writer.flush()
-        if job.rebuild and writer.is_empty():
-            _warn(ingest.found)
-            raise InputError("nothing of these inputs could be indexed, so the index stays as it is")
-        manifest = None if job.dry_run else writer.commit()
-        bar(writer.changes.encoded)
-    _warn(ingest.found)
-    _report(job, manifest, ingest.found, writer, time.monotonic() - begin)
-    return ingest.found
+            bar.update(task, advance=1, passages=writer.changes.encoded)
 
 
 @contextmanager
-def _place(job: Job) -> Iterator[Path]:
-    """The index's folder; for the rehearsal of a new index another one, so that none is made."""
-    if not job.dry_run or (job.index_dir / CURRENT).exists():
-        yield job.index_dir
-        return
-    with tempfile.TemporaryDirectory(prefix="ragspec-") as scratch:
-        yield Path(scratch)
+def _folder(index: Path, dry_run: bool) -> Iterator[Path]:
+    """The index's folder; a temporary one if a dry run would have to create it."""
+    is_missing = dry_run and not (index / CURRENT).exists()
+    with tempfile.TemporaryDirectory(prefix="ragspec-") if is_missing else nullcontext(index) as folder:
+        yield Path(folder)
 
 
 @contextmanager
-def _encoder(job: Job, settings: PipelineConfig) -> Iterator[tuple[TextEncoder, int]]:
-    """The encoder, and how many passages it wants at once."""
-    if job.dry_run:
-        yield Unencoded(Encoder.load(settings.encoder)), PASSAGES_PER_ENCODE
-    elif job.workers == 1:
-        yield Encoder.load(settings.encoder), PASSAGES_PER_ENCODE
+def _encoder(config: EncoderConfig, dry_run: bool, num_workers: int) -> Iterator[tuple[TextEncoder, int]]:
+    """The encoder, and the number of passages for each call."""
+    if dry_run:
+        yield ZeroEncoder(Encoder.load(config)), PASSAGES_PER_ENCODE
+    elif num_workers == 1:
+        yield Encoder.load(config), PASSAGES_PER_ENCODE
     else:
         with ray_session(None):
-            from ragspec.cluster.encoding import EncoderPool  # Why here: Ray, only for those who want several processes
+            from ragspec.cluster.encoding import EncoderPool  # Why here: only this branch needs Ray
 
-            pool = EncoderPool(settings.encoder, job.workers)
+            pool = EncoderPool(config, num_workers)
             yield pool, pool.texts_at_once
 
 
-@contextmanager
-def _progress(num_files: int) -> Iterator[Any]:
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, TextColumn("{task.fields[passages]} passages"), console=_console) as bar:
-        task = bar.add_task("files", total=num_files, passages=0)
-        done = iter(range(1, num_files + 1))
-        yield lambda passages: bar.update(task, completed=next(done, num_files), passages=passages)
+def _warn(report: IngestReport) -> None:
+    num_hidden = len(report.duplicates) - _SHOWN_DUPLICATES
+    warnings = [f"skipped: {reason}" for reason in report.skipped.values()]
+    for document_id in list(report.duplicates)[:_SHOWN_DUPLICATES]:
+        warnings.append(f"duplicate: {document_id} has the text of another document and was left out")
+    if num_hidden > 0:
+        warnings.append(f"and {num_hidden} more duplicates (--keep-duplicates indexes them)")
+    for warning in warnings:
+        _console.print(safe(warning), style="yellow", markup=False, highlight=False, soft_wrap=True)
 
 
-def _warn(found: Found) -> None:
-    for reason in found.skipped.values():
-        _say(f"skipped: {reason}")
-    for document_id in list(found.duplicates)[:_NAMED_DUPLICATES]:
-        _say(f"duplicate: {document_id} has the text of another document and was left out")
-    if len(found.duplicates) > _NAMED_DUPLICATES:
-        _say(f"and {len(found.duplicates) - _NAMED_DUPLICATES} more duplicates (--keep-duplicates indexes them)")
-
-
-def _say(message: str) -> None:
-    _console.print(safe(message), style="yellow", markup=False, highlight=False, soft_wrap=True)
-
-
-def _report(job: Job, manifest: Manifest | None, found: Found, writer: IndexWriter, elapsed_s: float) -> None:
-    summary: dict[str, Any] = {"index_dir": str(job.index_dir), "dry_run": job.dry_run}
+def summary_of(
+    manifest: Manifest | None, report: IngestReport, writer: IndexWriter, elapsed_s: float
+) -> dict[str, Any]:
+    """Plain values, for JSON; without `manifest`, nothing was committed."""
+    generation: dict[str, Any] = {}
     if manifest is not None:
-        summary |= {
+        generation = {
             "generation": manifest.generation_id,
             "documents": manifest.num_documents,
             "passages": manifest.num_passages,
             "dimension": manifest.encoder.dimension,
         }
-    summary |= dataclasses.asdict(writer.changes)
-    summary |= {"files": found.num_files, "skipped": list(found.skipped), "seconds": round(elapsed_s, 2)}
-    summary["passages_per_s"] = round(writer.changes.encoded / elapsed_s, 1)
-    print(json.dumps(summary))
+    return {
+        **generation,
+        **dataclasses.asdict(writer.changes),
+        "files": report.num_files,
+        "skipped": list(report.skipped),
+        "seconds": round(elapsed_s, 2),
+        "passages_per_s": round(writer.changes.encoded / elapsed_s, 1),
+    }
 
 
 if __name__ == "__main__":

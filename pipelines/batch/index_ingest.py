@@ -1,7 +1,12 @@
-"""Files into a writer, one by one: whole or not at all, each document under its own identity.
+"""Puts files into an index, one by one: each file as a whole or not at all.
 
-A document remembers the file it came from (`origin`, its real path), so a later run knows which documents a file still has to
-answer for. Nothing here prints; the job says what was found.
+A document records the real path of its file (`origin`), so a later run can find documents whose file is gone or has changed.
+Never prints: the job shows the report.
+
+    >>> ingest = FileIngest(writer, owner="", passages_per_commit=None)
+    >>> ingest.add_file(Path("manual/index.md"), "manual/index.md")
+    >>> ingest.report.skipped
+    {}
 """
 
 from __future__ import annotations
@@ -25,20 +30,20 @@ _READ_AT_ONCE_BYTES = 64 * 2**20
 
 
 @dataclass
-class Found:
-    """What the files turned out to hold. `duplicates` by id, with the file they are in; `skipped` with the reason."""
+class IngestReport:
+    """`skipped`: file names with the reason. `duplicates`: ids of documents left out, with their file's path and name."""
 
     num_files: int = 0
     skipped: dict[str, str] = field(default_factory=dict)
     duplicates: dict[str, tuple[Path, str]] = field(default_factory=dict)
 
 
-class Ingest:
-    """One run over some files for one owner ("": whoever the documents say)."""
+class FileIngest:
+    """One run over files. `owner`: the tenant of all documents; empty if the documents name their own."""
 
     def __init__(self, writer: IndexWriter, owner: str, passages_per_commit: int | None) -> None:
-        """`passages_per_commit` None: nothing is committed on the way."""
-        self.found = Found()
+        """`passages_per_commit` None: the caller commits, at the end."""
+        self.report = IngestReport()
         self._writer = writer
         self._owner = owner
         self._passages_per_commit = passages_per_commit
@@ -48,51 +53,50 @@ class Ingest:
         self._owners = {owner}
 
     def add_file(self, path: Path, name: str) -> None:
-        """A file that cannot be read is left out as a whole; what it held before stays."""
-        self.found.num_files += 1
+        """A file that cannot be read is left out as a whole; the documents that the index has of it stay."""
+        self.report.num_files += 1
         try:
-            for document in self._whole(path, name):
+            for document in self._valid_documents(path, name):
                 self._add(document, path, name)
             self._read.add(str(path.resolve()))
         except InputError as error:
-            self.found.skipped[name] = str(error)
+            self.report.skipped[name] = str(error)
 
     def delete_missing(self, roots: Sequence[Path]) -> None:
-        """Delete documents of files below `roots` that are gone, or were read now and hold them no more."""
+        """Delete documents below `roots` whose file is gone, or was read in this run without them."""
         for document_id, owner, origin in list(self._writer.origins()):
             if document_id in self._origin_of or owner not in self._owners or not _is_below(origin, roots):
                 continue
             if origin in self._read or not Path(origin).exists():
                 self._writer.delete(document_id)
 
-    def reconsider_duplicates(self) -> None:
-        """Put in what was left out for the sake of a document that has changed, or is gone, since then."""
-        waiting = {
-            file: [i for i, f in self.found.duplicates.items() if f == file] for file in self.found.duplicates.values()
-        }
-        for (path, name), ids in waiting.items():
+    def retry_duplicates(self) -> None:
+        """Index the duplicates of documents that this run has changed or deleted since."""
+        for path, name in dict.fromkeys(self.report.duplicates.values()):
             try:
                 for document in self._documents(path, name):
-                    if document.id in ids and self._writer.duplicate_of(document) is None:
+                    was_left_out = self.report.duplicates.get(document.id) == (path, name)
+                    if was_left_out and self._writer.duplicate_of(document) is None:
                         self._writer.upsert(document)
                         self._writer.changes.duplicate -= 1
-                        del self.found.duplicates[document.id]
+                        del self.report.duplicates[document.id]
             except InputError as error:  # the file is gone since it was read
-                self.found.skipped[name] = str(error)
+                self.report.skipped[name] = str(error)
 
-    def _whole(self, path: Path, name: str) -> Iterable[Document]:
-        """All documents of a file or, for half of a file is worse than none, an InputError before the first of them."""
-        before = _state(path)
+    def _valid_documents(self, path: Path, name: str) -> Iterable[Document]:
+        """All documents of a file. Raises: InputError before the first document, so that no file is indexed in part."""
+        before = _size_and_mtime(path)
         ids: set[str] = set()
         documents = self._new_documents(path, name, ids)
-        found: Iterable[Document] = list(documents) if before[0] <= _READ_AT_ONCE_BYTES else deque(documents, maxlen=0)
-        if _state(path) != before:
+        is_small = before[0] <= _READ_AT_ONCE_BYTES
+        valid: Iterable[Document] = list(documents) if is_small else deque(documents, maxlen=0)
+        if _size_and_mtime(path) != before:
             raise InputError(f"{path} was changed while it was read")
         self._origin_of.update(dict.fromkeys(ids, str(path.resolve())))
-        return found if before[0] <= _READ_AT_ONCE_BYTES else self._documents(path, name)
+        return valid if is_small else self._documents(path, name)
 
     def _new_documents(self, path: Path, name: str, ids: set[str]) -> Iterator[Document]:
-        """The documents, of which no id was there before, in this run or from a file that still is."""
+        """Raises: InputError for an id that this run or another existing file has already."""
         for document in self._documents(path, name):
             if document.id in ids:
                 raise InputError(f"{path} holds two documents of the id {document.id!r}")
@@ -107,36 +111,36 @@ class Ingest:
             yield check_document(document)
 
     def _documents(self, path: Path, name: str) -> Iterator[Document]:
-        """Why an owner's name leads the ids: two tenants may have files of one name."""
-        lead, origin = f"{self._owner}/" if self._owner else "", str(path.resolve())
+        """Why the owner is part of the ids: two tenants may have files of the same name."""
+        prefix, origin = f"{self._owner}/" if self._owner else "", str(path.resolve())
         for document in read_file(path, name):
             owner = self._owner or document.owner
-            yield replace(document, id=lead + document.id, owner=owner, source=document.source or name, origin=origin)
+            yield replace(document, id=prefix + document.id, owner=owner, source=document.source or name, origin=origin)
 
     def _add(self, document: Document, path: Path, name: str) -> None:
         self._owners.add(document.owner)
         if self._writer.upsert(document) is UpsertOutcome.DUPLICATE:
-            self.found.duplicates[document.id] = path, name
+            self.report.duplicates[document.id] = path, name
         encoded = self._writer.changes.encoded
         if self._passages_per_commit and encoded - self._committed_passages >= self._passages_per_commit:
             self._writer.commit()
             self._committed_passages = encoded
 
 
-class Unencoded(EncoderWrapper):
-    """An encoder for what is not to be kept: it counts and cuts as the real one, and its vectors are zero."""
+class ZeroEncoder(EncoderWrapper):
+    """An encoder for dry runs: it counts and cuts tokens like the real encoder, and its vectors are zero."""
 
     def encode(self, texts: Sequence[str], kind: TextKind = "document") -> FloatArray:
         return np.zeros((len(texts), self.identity.dimension), np.float32)
 
 
-def _state(path: Path) -> tuple[int, int]:
-    """Size and time of change. Raises: InputError."""
+def _size_and_mtime(path: Path) -> tuple[int, int]:
+    """Bytes and nanoseconds. Raises: InputError."""
     try:
-        found = path.stat()
+        stat = path.stat()
     except OSError as cause:
         raise InputError(f"{path} cannot be read: {cause.strerror}") from cause
-    return found.st_size, found.st_mtime_ns
+    return stat.st_size, stat.st_mtime_ns
 
 
 def _is_below(origin: str, roots: Sequence[Path]) -> bool:

@@ -1,6 +1,6 @@
-"""The Ray cluster that a command works on: one it is told of, one that `ragspec cluster up` started here, or one of its own.
+"""Connects a command to Ray: to a given cluster, to one that `ragspec cluster up` started here, or to one of its own.
 
-What can be wrong with it ends in one line: no cluster at the address, no token or a wrong one, other versions.
+A missing cluster, a missing or wrong token and other versions are errors of one line.
 
     >>> with ray_session("10.0.0.1:6379"): ...
     >>> with ray_session(None, deployment="ragspec"): ...
@@ -21,26 +21,27 @@ from pathlib import Path
 from ragspec.errors import EngineError
 
 _PROBE_S = 5.0
-_GUARDS = ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
-_RAYS_OWN_TOKEN = Path(".ray") / "auth_token"
+_TOKEN_VARIABLES = ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
+_TOKEN_FILE = Path(".ray") / "auth_token"
 _VERSIONS = re.compile(r"Ray: (\S+)\s+Python: (\S+)")
-_HOW_TO_GUARD = "set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH"
+_TOKEN_HINT = "set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH"
 
 
 @contextlib.contextmanager
 def ray_session(address: str | None, *, deployment: str = "") -> Iterator[None]:
-    """Connect to `address`, or else to RAY_ADDRESS (which `ray job submit` sets), or else to the cluster that was started here
-    for the deployment of that name, or else start Ray here. A process that is connected already, and names no other, stays so.
+    """Connect to `address`, else to RAY_ADDRESS (which `ray job submit` sets), else to the local cluster of `deployment`, else
+    start Ray here. A process that is connected already stays so if it names no cluster.
 
     Raises: EngineError if there is no cluster at the address, or it cannot be used.
 
-    Why the import is in here: Ray reads its mode of authentication once, when it is imported.
+    Why the import is inside: Ray reads its mode of authentication once, when it is imported.
     """
-    if address is None and not deployment and is_connected():
+    ray_module = sys.modules.get("ray")
+    if address is None and not deployment and ray_module is not None and ray_module.is_initialized():
         yield
         return
-    address = address or os.environ.get("RAY_ADDRESS") or (deployment and started_here(deployment)) or "local"
-    prepare_guard(address)
+    address = address or os.environ.get("RAY_ADDRESS") or (deployment and local_cluster_address(deployment)) or "local"
+    prepare_token(address)
     import ray
 
     connect(address)
@@ -50,21 +51,15 @@ def ray_session(address: str | None, *, deployment: str = "") -> Iterator[None]:
         ray.shutdown()
 
 
-def is_connected() -> bool:
-    """Whether this process uses a cluster already."""
-    ray = sys.modules.get("ray")
-    return ray is not None and bool(ray.is_initialized())
-
-
 def clusters_folder() -> Path:
-    """Where clusters that were started here are recorded: $XDG_STATE_HOME/ragspec/clusters, else below ~/.local/state."""
+    """The records of local clusters: $XDG_STATE_HOME/ragspec/clusters, else below ~/.local/state."""
     named = os.environ.get("XDG_STATE_HOME", "")
     base = Path(named) if Path(named).is_absolute() else Path(os.path.expanduser("~/.local/state"))
     return base / "ragspec" / "clusters"
 
 
-def started_here(deployment: str) -> str:
-    """The address of the cluster that runs here for that deployment, with the way into it set up; empty if there is none."""
+def local_cluster_address(deployment: str) -> str:
+    """The address of the deployment's local cluster, or an empty string. Sets the environment that a client of it needs."""
     from ragspec.cluster.nodes import LocalNodes
 
     nodes = LocalNodes.found(clusters_folder() / deployment)
@@ -75,10 +70,10 @@ def started_here(deployment: str) -> str:
     return nodes.address
 
 
-def prepare_guard(address: str) -> None:
-    """The token that Ray is to use, before it is imported.
+def prepare_token(address: str) -> None:
+    """Sets the token that Ray reads when it is imported.
 
-    Why: a Ray that nobody told about tokens leaves one in the home directory, which then confuses other clusters.
+    Why: without a setting, Ray writes a token into the home directory, which then breaks connections to other clusters.
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     if "RAY_AUTH_MODE" in os.environ:
@@ -86,37 +81,39 @@ def prepare_guard(address: str) -> None:
     if address == "local":
         os.environ["RAY_AUTH_MODE"] = "token"
         os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
-    elif any(name in os.environ for name in _GUARDS) or (Path.home() / _RAYS_OWN_TOKEN).is_file():
+    elif any(name in os.environ for name in _TOKEN_VARIABLES) or (Path.home() / _TOKEN_FILE).is_file():
         os.environ["RAY_AUTH_MODE"] = "token"
 
 
-def is_guarded(address: str) -> bool:
-    """Whether a token is asked of everybody who connects, or nobody can from elsewhere."""
+def has_token_auth(address: str) -> bool:
+    """Whether the cluster asks for a token, or is only reachable from this machine."""
     host = address.removeprefix("ray://").rpartition(":")[0]
     return os.environ.get("RAY_AUTH_MODE") == "token" or address == "local" or host.startswith(("127.", "localhost"))
 
 
 def connect(address: str) -> None:
-    """`ray.init`, with its errors in one line. Raises: EngineError."""
+    """`ray.init`, with errors of one line. Raises: EngineError."""
     import ray
     from ray.exceptions import AuthenticationError
 
     _probe(address)
-    dashboard = False if address == "local" else None  # None: whatever that cluster has
+    dashboard = False if address == "local" else None  # None: as the cluster has it
     try:
         ray.init(address=address, include_dashboard=dashboard, log_to_driver=False, logging_level=logging.WARNING)
     except AuthenticationError as cause:
-        raise EngineError(f"the Ray cluster at {address} wants a token, and there is none: {_HOW_TO_GUARD}") from cause
+        raise EngineError(f"the Ray cluster at {address} asks for a token, and there is none: {_TOKEN_HINT}") from cause
     except ConnectionError as cause:
         mode = os.environ.get("RAY_AUTH_MODE")
-        token = "the token is a wrong one" if mode == "token" else f"it wants a token: {_HOW_TO_GUARD}"
+        token = "the token is wrong" if mode == "token" else f"it asks for a token: {_TOKEN_HINT}"
         raise EngineError(f"something listens at {address}, but it is no Ray cluster, or {token}") from cause
-    except Exception as cause:  # Why all: Ray raises plain ones, say for a node that does not start in time
+    except (
+        Exception
+    ) as cause:  # Why all: Ray raises plain exceptions, for example for a node that does not start in time
         raise EngineError(f"cannot use the Ray cluster at {address}: {_reason(cause)}") from cause
 
 
 def _probe(address: str) -> None:
-    """Why: Ray itself waits for minutes for a cluster that is not there."""
+    """Why: Ray waits for minutes for a cluster that does not exist."""
     host, colon, port = address.rpartition(":")
     if not colon or "/" in address:
         return

@@ -14,7 +14,13 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from pipelines.batch.ray_session import clusters_folder, is_guarded, prepare_guard, ray_session, started_here
+from pipelines.batch.ray_session import (
+    clusters_folder,
+    has_token_auth,
+    local_cluster_address,
+    prepare_token,
+    ray_session,
+)
 from ragspec.cli.terminal import safe, stage, stay_offline, stderr_console, stdout_console
 from ragspec.config import load_settings
 from ragspec.errors import ConfigError, EngineError
@@ -95,9 +101,9 @@ def _cluster_for(name: str, address: str | None, insecure: bool, console: Consol
     """The address of the cluster to use; one is started if none is named."""
     from ragspec.cluster.nodes import LocalNodes
 
-    if address := address or os.environ.get("RAY_ADDRESS") or started_here(name):
-        prepare_guard(address)
-        if not insecure and not is_guarded(address):
+    if address := address or os.environ.get("RAY_ADDRESS") or local_cluster_address(name):
+        prepare_token(address)
+        if not insecure and not has_token_auth(address):
             raise ConfigError(
                 f"the cluster at {address} would take orders from anybody who reaches it: give it a token "
                 "(RAY_AUTH_MODE=token), or say --insecure"
@@ -109,11 +115,11 @@ def _cluster_for(name: str, address: str | None, insecure: bool, console: Consol
         nodes = undo.enter_context(LocalNodes(clusters_folder() / name, os.environ))
         nodes.add()
         done.detail = nodes.address
-    return started_here(name)
+    return local_cluster_address(name)
 
 
 def _known_address(name: str, address: str | None) -> str:
-    if found := address or os.environ.get("RAY_ADDRESS") or started_here(name):
+    if found := address or os.environ.get("RAY_ADDRESS") or local_cluster_address(name):
         return found
     raise EngineError(
         f"no cluster was started here for {name!r}: name one with --address, or start one with ragspec cluster up"
