@@ -31,12 +31,12 @@ from pipelines.batch.text_files import collect_texts, holds_texts, write_correct
 from ragspec.cluster.topology import ClusterConfig
 from ragspec.config import PipelineConfig, load_settings
 from ragspec.core import SamplingParams
-from ragspec.rag.grammar.correction_request import DEFAULTS, Manuscript
-from ragspec.rag.grammar.edit_filters import CAREFUL, Guard
-from ragspec.rag.pipeline_stages import Named, Stages
+from ragspec.rag.grammar.correction import DEFAULT_PARAMS, CorrectionRequest
+from ragspec.rag.grammar.edit_filters import DEFAULT_FILTER, EditFilter
+from ragspec.rag.pipeline_stages import HasId, StagedPipeline
 
 if TYPE_CHECKING:  # Why: these imports take seconds, and a job whose rows are all answered needs none of them
-    from ragspec.rag.grammar.grammar import Correction
+    from ragspec.rag.grammar.correction import Correction
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -48,23 +48,23 @@ class GrammarTask(Task):
     row_noun = "texts"
     config_sections = ("target", "engine.max_kv_tokens")
 
-    def __init__(self, guard: Guard = CAREFUL) -> None:
-        self._guard = guard
+    def __init__(self, edit_filter: EditFilter = DEFAULT_FILTER) -> None:
+        self._edit_filter = edit_filter
 
     def pinned_config(self, config: PipelineConfig) -> AbstractContextManager[PipelineConfig]:
         without_index = config.retriever.model_copy(update={"index_dir": "", "pointer": ""})
         return nullcontext(config.model_copy(update={"retriever": without_index}))
 
     def text_settings(self, config: PipelineConfig) -> dict[str, Any]:
-        return {"task": "grammar", "max_edit_ratio": self._guard.max_edit_ratio, "ignore": sorted(self._guard.ignore)}
+        return {"task": "grammar", "max_edit_ratio": self._edit_filter.max_edit_ratio, "ignore": sorted(self._edit_filter.ignore)}
 
-    def stages(self, runtime: Runtime) -> Stages:
+    def stages(self, runtime: Runtime) -> StagedPipeline:
         from ragspec.rag.grammar.grammar import Grammar
 
         return Grammar(runtime.engine, runtime.prompts, max_in_flight=runtime.max_in_flight).stages()
 
-    def request(self, row: Row, params: SamplingParams, config: PipelineConfig) -> Named:
-        return Manuscript(row.id, row.text, params, row.tenant, guard=self._guard)
+    def request(self, row: Row, params: SamplingParams, config: PipelineConfig) -> HasId:
+        return CorrectionRequest(row.id, row.text, params, row.tenant, edit_filter=self._edit_filter)
 
     def row_result(self, finished: Correction) -> RowResult:
         return correction_result(finished)
@@ -82,14 +82,14 @@ def main(
         typer.Option(
             min=1,
             help="Longest correction of one sentence, for rows without a value of their own.",
-            show_default=str(DEFAULTS.max_tokens),
+            show_default=str(DEFAULT_PARAMS.max_tokens),
         ),
     ] = None,
     temperature: options.Temperature = None,
     top_p: options.TopP = None,
     max_edit_ratio: Annotated[
         float, typer.Option(min=0.0, max=1.0, help="The share of a sentence's words that may change; 1: no limit.")
-    ] = CAREFUL.max_edit_ratio,
+    ] = DEFAULT_FILTER.max_edit_ratio,
     ignore: Annotated[list[str] | None, typer.Option(help="A word or phrase that stays; may be repeated.")] = None,
     replicas: options.Replicas = None,
     tensor_parallel: options.TensorParallel = None,
@@ -114,7 +114,7 @@ def main(
         check_paths(inputs, out)  # before anything is written into the output
         backend = BackendSpec(settings.topology, cluster, address)
         job = Job(inputs, out, settings, settings.generation.seed or 0, resume, backend, price_per_hour)
-        task = GrammarTask(Guard(max_edit_ratio, frozenset(ignore or ())))
+        task = GrammarTask(EditFilter(max_edit_ratio, frozenset(ignore or ())))
         summary = correct_files(job, task) if holds_texts(inputs) else run_command(job, task)
     if strict and summary.num_failed:
         raise typer.Exit(1)
@@ -133,7 +133,7 @@ def with_correction_length(settings: ClusterConfig) -> ClusterConfig:
     """Without a setting by the user, `max_tokens` is the default length of a sentence's correction."""
     if "max_tokens" in settings.generation.model_fields_set:
         return settings
-    generation = settings.generation.model_copy(update={"max_tokens": DEFAULTS.max_tokens})
+    generation = settings.generation.model_copy(update={"max_tokens": DEFAULT_PARAMS.max_tokens})
     return settings.model_copy(update={"generation": generation})
 
 

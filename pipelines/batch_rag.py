@@ -29,7 +29,7 @@ from ragspec.config import PipelineConfig, load_settings
 from ragspec.core import SamplingParams
 from ragspec.errors import ConfigError, RetrievalError
 from ragspec.rag.answer import Answer
-from ragspec.rag.pipeline_stages import Named, Stages
+from ragspec.rag.pipeline_stages import HasId, StagedPipeline
 from ragspec.retrieval.index.manifest import read_generation
 from ragspec.retrieval.index.reader_lock import reader_lock
 
@@ -60,17 +60,17 @@ class RagTask(Task):
             "index_generation": manifest.generation_id,
         }
 
-    def stages(self, runtime: Runtime) -> Stages:
-        from ragspec.rag.async_pipeline import Flow, FlowLimits
+    def stages(self, runtime: Runtime) -> StagedPipeline:
+        from ragspec.rag.async_pipeline import AsyncPipeline, PipelineLimits
 
         assert runtime.retriever is not None, "a job with an index has a retriever"
-        limits = FlowLimits(max_in_flight=runtime.max_in_flight)
-        return Flow(runtime.retriever, runtime.engine, runtime.prompts, limits).stages
+        limits = PipelineLimits(max_in_flight=runtime.max_in_flight)
+        return AsyncPipeline(runtime.retriever, runtime.engine, runtime.prompts, limits).stages
 
-    def request(self, row: Row, params: SamplingParams, config: PipelineConfig) -> Named:
-        from ragspec.rag.steps import Question, scope_of
+    def request(self, row: Row, params: SamplingParams, config: PipelineConfig) -> HasId:
+        from ragspec.rag.steps import Question, parse_scope
 
-        return Question(row.id, row.text, params, config.retriever.num_passages, scope_of(row.tenant, row.filter))
+        return Question(row.id, row.text, params, config.retriever.num_passages, parse_scope(row.tenant, row.filter))
 
     def row_result(self, finished: tuple[Answer, ...]) -> RowResult:
         (answer,) = finished

@@ -1,6 +1,6 @@
 """ragspec: lossless speculative retrieval-augmented generation.
 
-The public names; everything else is reached through its own module. Heavy parts load when first used.
+The public names. Modules with large dependencies load when one of their names is first used.
 """
 
 from __future__ import annotations
@@ -9,21 +9,28 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ragspec.config import PipelineConfig, load_config
-    from ragspec.core import Citation, Document, Passage, SamplingParams
-    from ragspec.errors import RagspecError
-    from ragspec.rag.answer import Answer
-    from ragspec.rag.async_pipeline import Flow
-    from ragspec.rag.grammar.grammar import Grammar
-    from ragspec.rag.iterative.pipeline import IterativePipeline
-    from ragspec.rag.pipeline import Pipeline
-    from ragspec.retrieval.index.writer import IndexWriter
-    from ragspec.retrieval.retriever import Retriever, build_index
+    from ragspec.config import PipelineConfig as PipelineConfig
+    from ragspec.config import load_config as load_config
+    from ragspec.core import Citation as Citation
+    from ragspec.core import Document as Document
+    from ragspec.core import Passage as Passage
+    from ragspec.core import SamplingParams as SamplingParams
+    from ragspec.errors import RagspecError as RagspecError
+    from ragspec.rag.answer import Answer as Answer
+    from ragspec.rag.async_pipeline import AsyncPipeline as AsyncPipeline
+    from ragspec.rag.async_pipeline import Flow as Flow
+    from ragspec.rag.grammar.grammar import Grammar as Grammar
+    from ragspec.rag.iterative.pipeline import IterativePipeline as IterativePipeline
+    from ragspec.rag.pipeline import Pipeline as Pipeline
+    from ragspec.retrieval.index.writer import IndexWriter as IndexWriter
+    from ragspec.retrieval.retriever import Retriever as Retriever
+    from ragspec.retrieval.retriever import build_index as build_index
 
 __version__ = "0.1.0"
 
 _HOMES = {
     "Answer": "ragspec.rag.answer",
+    "AsyncPipeline": "ragspec.rag.async_pipeline",
     "Citation": "ragspec.core",
     "Document": "ragspec.core",
     "Flow": "ragspec.rag.async_pipeline",
@@ -39,24 +46,7 @@ _HOMES = {
     "build_index": "ragspec.retrieval.retriever",
     "load_config": "ragspec.config",
 }
-
-__all__ = [
-    "Answer",
-    "Citation",
-    "Document",
-    "Flow",
-    "Grammar",
-    "IndexWriter",
-    "IterativePipeline",
-    "Passage",
-    "Pipeline",
-    "PipelineConfig",
-    "RagspecError",
-    "Retriever",
-    "SamplingParams",
-    "build_index",
-    "load_config",
-]
+__all__ = list(_HOMES)
 
 
 def __getattr__(name: str) -> Any:

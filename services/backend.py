@@ -17,8 +17,8 @@ from ragspec.engine.engine import Engine
 from ragspec.engine.loading import load_engine
 from ragspec.engine.sequence import Listener
 from ragspec.rag.chat.chat import Chat
-from ragspec.rag.chat.conversations import Conversations
-from ragspec.rag.grammar.dictionaries import Dictionaries
+from ragspec.rag.chat.conversations import ConversationStore
+from ragspec.rag.grammar.dictionaries import DictionaryStore
 from ragspec.rag.prompt import PromptBuilder
 from ragspec.rag.steps import EngineLike, RetrieverLike
 from ragspec.retrieval.batching_retriever import BatchingRetriever
@@ -58,7 +58,7 @@ class Backend(AbstractContextManager["Backend"]):
     encoder: TextEncoder
     chat: Chat
     library: Library
-    dictionaries: Dictionaries
+    dictionaries: DictionaryStore
     config: ServiceConfig
     metrics: Metrics
     telemetry: Telemetry | None
@@ -135,14 +135,14 @@ def _watch(metrics: Metrics, engine: Engine) -> None:
     metrics.watch("vllm:kv_cache_usage_perc", "KV slots in use by those, of 1.", lambda: engine.load().kv_usage)
 
 
-def open_conversations(config: ServiceConfig) -> Conversations:
+def open_conversations(config: ServiceConfig) -> ConversationStore:
     """Raises: SaveError, StoreCorrupt."""
     folder, kept = config.service.data_dir, config.service.conversations
     path = Path(folder) / "conversations.sqlite" if folder else Path(":memory:")
-    return Conversations(path, ttl_s=kept.ttl_s, max_bytes_per_tenant=kept.max_bytes)
+    return ConversationStore(path, ttl_s=kept.ttl_s, max_bytes_per_tenant=kept.max_bytes)
 
 
-def open_dictionaries(config: ServiceConfig) -> Dictionaries:
+def open_dictionaries(config: ServiceConfig) -> DictionaryStore:
     """Raises: SaveError, StoreCorrupt."""
     folder = config.service.data_dir
-    return Dictionaries(Path(folder) / "dictionaries.sqlite" if folder else Path(":memory:"))
+    return DictionaryStore(Path(folder) / "dictionaries.sqlite" if folder else Path(":memory:"))

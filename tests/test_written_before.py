@@ -20,8 +20,8 @@ from pipelines.batch.job import Job, run_job
 from pipelines.batch_grammar import GrammarTask
 from ragspec.config import PipelineConfig, RetrieverConfig
 from ragspec.core import Document, Heading, Passage
-from ragspec.rag.chat.conversations import Conversations, Said, Shown
-from ragspec.rag.grammar.dictionaries import Dictionaries
+from ragspec.rag.chat.conversations import ConversationStore, QaPair, ShownPassages
+from ragspec.rag.grammar.dictionaries import DictionaryStore
 from ragspec.retrieval.index.checking import check_segment
 from ragspec.retrieval.index.content_key import content_key
 from ragspec.retrieval.index.manifest import Manifest, read_current
@@ -120,19 +120,19 @@ def test_a_datastore_is_searched(written: Path) -> None:
 
 def test_conversations_go_on(written: Path) -> None:
     """A customer's conversations that an upgrade loses."""
-    store = Conversations(written / "conversations.sqlite", ttl_s=1e12, clock=lambda: 1_000_001.0)
+    store = ConversationStore(written / "conversations.sqlite", ttl_s=1e12, clock=lambda: 1_000_001.0)
     assert store.find("ann", CONVERSATION).metadata == {"topic": "mills"}
-    assert store.said("ann", CONVERSATION) == [Said("When?", "In 1874."), Said("Why?", "")]
+    assert store.turns("ann", CONVERSATION) == [QaPair("When?", "In 1874."), QaPair("Why?", "")]
     passage = Passage("mill", 0, "The old mill was built in 1874.", 0, 31, "The mill", "mill.md", 0.5)
-    assert store.shown("ann", ["key"]) == {"key": Shown((passage,), "generation-1", ("mill#0",))}
-    store.append("ann", CONVERSATION, [Said("Who?", "The people.")])
-    assert len(store.said("ann", CONVERSATION)) == 3
+    assert store.load_shown("ann", ["key"]) == {"key": ShownPassages((passage,), "generation-1", ("mill#0",))}
+    store.append("ann", CONVERSATION, [QaPair("Who?", "The people.")])
+    assert len(store.turns("ann", CONVERSATION)) == 3
     store.close()
 
 
 def test_dictionaries_go_on(written: Path) -> None:
     """Words that are wrong again after an upgrade."""
-    words = Dictionaries(written / "words.sqlite")
+    words = DictionaryStore(written / "words.sqlite")
     assert words.words("ann") == ["Ragspec", "Zzz"] and words.words("ann", ["other"]) == ["Zzz"]
     assert words.add("ann", "Tantivy") and not words.add("ann", "Zzz", "other")
     words.close()

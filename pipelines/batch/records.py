@@ -19,7 +19,7 @@ from ragspec.rag.answer import Answer
 from ragspec.rag.openai_fields import usage
 
 if TYPE_CHECKING:  # Why: these imports take seconds, and a job whose rows are all answered needs none of them
-    from ragspec.rag.grammar.grammar import Correction
+    from ragspec.rag.grammar.correction import Correction
 
 
 class RowResult(NamedTuple):

@@ -18,13 +18,19 @@ from typing import Any, NamedTuple
 from ragspec.core import SamplingParams, check_text
 from ragspec.errors import InputError
 from ragspec.numerics.noise import row_seed
-from ragspec.rag.grammar.correction_request import Manuscript
-from ragspec.rag.openai_fields import IGNORED, SAMPLING, content_text, parameter, sampling
+from ragspec.rag.grammar.correction import CorrectionRequest
+from ragspec.rag.openai_fields import (
+    IGNORED_FIELDS,
+    SAMPLING_FIELDS,
+    content_text,
+    normalize_parameter,
+    sampling_arguments,
+)
 from ragspec.retrieval.search.filters import parse_filter
 
 _PARAMETERS = frozenset(field.name for field in fields(SamplingParams))
 _CHAT_URL = "/v1/chat/completions"
-_BODY_IGNORED = IGNORED | {"model", "messages"}
+_BODY_IGNORED = IGNORED_FIELDS | {"model", "messages"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +76,7 @@ class RowSchema(NamedTuple):
 
 
 QUESTIONS = RowSchema("question", frozenset({"tenant", "filter"}), lambda row, params: None)
-TEXTS = RowSchema("text", frozenset({"tenant"}), lambda row, params: Manuscript(row.id, row.text, params))
+TEXTS = RowSchema("text", frozenset({"tenant"}), lambda row, params: CorrectionRequest(row.id, row.text, params))
 
 
 def parse_line(raw: bytes) -> Any:
@@ -107,7 +113,7 @@ def _plain_row(row_id: str, given: dict[str, Any], schema: RowSchema) -> Row:
     if schema.text_column not in given:
         raise InputError(f"the row has no {schema.text_column}")
     text = check_text(given[schema.text_column], f"the {schema.text_column}")
-    overrides = {name: parameter(name, value) for name, value in given.items() if name in _PARAMETERS}
+    overrides = {name: normalize_parameter(name, value) for name, value in given.items() if name in _PARAMETERS}
     ignored = tuple(sorted(given.keys() - _PARAMETERS - schema.scope_columns - {"id", schema.text_column}))
     return Row(row_id, text, overrides, ignored=ignored, **_scope(given, schema))
 
@@ -136,11 +142,11 @@ def _openai_row(row_id: str, given: dict[str, Any], schema: RowSchema) -> Row:
     if not isinstance(body, dict):
         raise InputError("the row has no body, or it is no JSON object")
     body = {name: value for name, value in body.items() if value is not None and value is not False}
-    unknown = sorted(body.keys() - SAMPLING.keys() - _BODY_IGNORED)
+    unknown = sorted(body.keys() - SAMPLING_FIELDS.keys() - _BODY_IGNORED)
     if unknown:
         raise InputError(f"the body's parameter {unknown[0]!r} is not supported")
     text = check_text(_only_message(body.get("messages")), f"the {schema.text_column}")
-    return Row(row_id, text, sampling(body), openai=True, **_scope(given, schema))
+    return Row(row_id, text, sampling_arguments(body), openai=True, **_scope(given, schema))
 
 
 def _only_message(messages: Any) -> str:

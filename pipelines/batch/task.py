@@ -20,7 +20,7 @@ from pipelines.batch.summary import Summary
 from ragspec.config import PipelineConfig
 from ragspec.core import SamplingParams
 from ragspec.errors import EngineError, InputError, PromptTooLong, RagspecError
-from ragspec.rag.pipeline_stages import Finished, Named, Stages
+from ragspec.rag.pipeline_stages import HasId, ItemResult, StagedPipeline
 
 
 class Task(ABC):
@@ -44,11 +44,11 @@ class Task(ABC):
         """Every setting that decides a text, except rows, seed, target and sampling parameters; plain values for job.json."""
 
     @abstractmethod
-    def stages(self, runtime: Runtime) -> Stages:
+    def stages(self, runtime: Runtime) -> StagedPipeline:
         """The stages from a request to the value that `row_result` takes."""
 
     @abstractmethod
-    def request(self, row: Row, params: SamplingParams, config: PipelineConfig) -> Named:
+    def request(self, row: Row, params: SamplingParams, config: PipelineConfig) -> HasId:
         """The row as the stages take it; its id is the row's."""
 
     @abstractmethod
@@ -72,7 +72,7 @@ class RowLoop:
         self._output, self._summary, self._on_written = output, summary, on_written
         self._in_flight: dict[str, tuple[RowLocation, Row]] = {}
 
-    async def run(self, rows: Iterable[CheckedRow], stages: Stages) -> None:
+    async def run(self, rows: Iterable[CheckedRow], stages: StagedPipeline) -> None:
         """Raises: EngineError when engines or index are lost for good, SaveError, InputError if the input was changed."""
         begin = time.monotonic()
         async with aclosing(stages.run(self._requests(rows))) as batches:
@@ -81,12 +81,12 @@ class RowLoop:
                 self._summary.generating_s = time.monotonic() - begin
                 self._on_written(len(batch))
 
-    def _requests(self, rows: Iterable[CheckedRow]) -> Iterator[Named]:
+    def _requests(self, rows: Iterable[CheckedRow]) -> Iterator[HasId]:
         for location, row, params in rows:
             self._in_flight[row.id] = location, row
             yield self._task.request(row, params, self._config)
 
-    def _write(self, batch: Sequence[Finished[Any]]) -> None:
+    def _write(self, batch: Sequence[ItemResult[Any]]) -> None:
         """Writes every row of the batch that can be written before it raises the first error that ends the job."""
         lines: list[str] = []
         failed: list[str] = []
@@ -108,7 +108,7 @@ class RowLoop:
         if fatal is not None:
             raise EngineError(f"the job stopped: {fatal}. What was finished is kept; run it again to go on") from fatal
 
-    def _output_line(self, row: Row, finished: Finished[Any]) -> str:
+    def _output_line(self, row: Row, finished: ItemResult[Any]) -> str:
         """Raises: the row's error."""
         result = self._task.row_result(finished.result())
         line = json.dumps(

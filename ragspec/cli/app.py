@@ -188,13 +188,13 @@ def correct(
     debug: Debug = False,
 ) -> None:
     """Correct texts: print them, show a diff, or write them back. Names, numbers, code and markup stay."""
-    from ragspec.cli.correct import Wanted, guard_of, run_correct
+    from ragspec.cli.correct import Wanted, edit_filter_of, run_correct
 
     if diff and in_place:
         raise typer.BadParameter("give --diff or --in-place, not both")
     overrides = {"target.model": target, "generation.temperature": temperature, "generation.seed": seed}
-    guard = guard_of(max_edit_ratio, ignore or (), ignore_file)
-    raise typer.Exit(run_correct(files, config, overrides, guard, Wanted(diff, in_place, speculation)))
+    edit_filter = edit_filter_of(max_edit_ratio, ignore or (), ignore_file)
+    raise typer.Exit(run_correct(files, config, overrides, edit_filter, Wanted(diff, in_place, speculation)))
 
 
 @app.command()

@@ -25,8 +25,10 @@ from ragspec.config import load_config
 from ragspec.core import SamplingParams, check_text
 from ragspec.disk import fsync, saving
 from ragspec.errors import InputError, SaveError
-from ragspec.rag.grammar.grammar import DEFAULTS, Correction, Grammar, Guard
-from ragspec.rag.steps import params_of
+from ragspec.rag.grammar.correction import DEFAULT_PARAMS, Correction
+from ragspec.rag.grammar.edit_filters import EditFilter
+from ragspec.rag.grammar.grammar import Grammar
+from ragspec.rag.steps import default_params
 
 STDIN = "-"
 _CHUNK = 64
@@ -65,7 +67,7 @@ class _Tally:
 
 
 def run_correct(
-    files: Sequence[str], config: Path | None, overrides: Mapping[str, Any], guard: Guard, wanted: Wanted
+    files: Sequence[str], config: Path | None, overrides: Mapping[str, Any], edit_filter: EditFilter, wanted: Wanted
 ) -> int:
     """The exit code. Every file is read before a model is loaded. Raises: RagspecError where nothing can be corrected."""
     settings, tally = load_config(config, **overrides), _Tally()
@@ -73,11 +75,11 @@ def run_correct(
     read = list(_read(files, wanted, tally))
     if read:
         stay_offline(settings.target.model)
-        params = replace(params_of(settings.generation), max_tokens=DEFAULTS.max_tokens)
+        params = replace(default_params(settings.generation), max_tokens=DEFAULT_PARAMS.max_tokens)
         with errors.status("Opening the target …"):
             grammar = Grammar.from_config(settings)
         with grammar:
-            _correct(grammar, read, params, guard, wanted, tally, errors)
+            _correct(grammar, read, params, edit_filter, wanted, tally, errors)
     errors.print(_summary(tally), style="dim")
     return 2 if tally.failed else int(wanted.diff and tally.num_changed > 0)
 
@@ -86,7 +88,7 @@ def _correct(
     grammar: Grammar,
     read: Sequence[_Read],
     params: SamplingParams,
-    guard: Guard,
+    edit_filter: EditFilter,
     wanted: Wanted,
     tally: _Tally,
     errors: Console,
@@ -97,7 +99,7 @@ def _correct(
         for begin in range(0, len(read), _CHUNK):
             chosen = read[begin : begin + _CHUNK]
             texts = [each.text for each in chosen]
-            corrections = grammar.correct_many(texts, params, guard=guard, speculation=wanted.speculation)
+            corrections = grammar.correct_many(texts, params, edit_filter=edit_filter, speculation=wanted.speculation)
             for file, correction in zip(chosen, corrections, strict=True):
                 _show(file, correction, wanted, tally)
                 progress.advance(bar)
@@ -190,7 +192,7 @@ def _summary(tally: _Tally) -> str:
     return "; ".join(parts)
 
 
-def guard_of(max_edit_ratio: float, ignore: Sequence[str], ignore_file: Path | None) -> Guard:
+def edit_filter_of(max_edit_ratio: float, ignore: Sequence[str], ignore_file: Path | None) -> EditFilter:
     """`ignore_file`: a word or phrase a line. Raises: InputError."""
     words = list(ignore)
     if ignore_file is not None:
@@ -198,4 +200,4 @@ def guard_of(max_edit_ratio: float, ignore: Sequence[str], ignore_file: Path | N
             words += [line for line in ignore_file.read_text(encoding="utf-8").splitlines() if line.strip()]
         except (OSError, UnicodeDecodeError) as cause:
             raise InputError(f"cannot read {ignore_file}: {cause}") from cause
-    return Guard(max_edit_ratio, frozenset(words))
+    return EditFilter(max_edit_ratio, frozenset(words))

@@ -10,9 +10,8 @@ import numpy as np
 
 from ragspec.core import CopySource, Passage, SourceKind
 from ragspec.evaluation.datasets import Question, Sentence
-from ragspec.rag.pipeline import RetrieverLike
 from ragspec.rag.prompt import PromptBuilder
-from ragspec.rag.sources import copy_sources
+from ragspec.rag.steps import RetrieverLike, copy_sources
 from ragspec.retrieval.retriever import PUBLIC_SCOPE
 
 RAG_PASSAGES = 3

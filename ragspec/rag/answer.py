@@ -9,7 +9,7 @@ from ragspec.core import Citation, FinishReason, GenerationStats, Passage, Token
 
 
 @dataclass(slots=True)
-class RunStats:
+class IterativeStats:
     """Counters of an answer with many retrievals; seconds, wall clock.
 
     `wait_s`: nothing was written because the index had not answered. `num_lost_tokens` were written under a wrong guess or after
@@ -42,7 +42,7 @@ class AnswerStats:
     prompt_s: float
     index_generation: str
     generation: GenerationStats
-    iterative: RunStats | None = None
+    iterative: IterativeStats | None = None
     missing_segments: tuple[str, ...] = ()
 
     @property

@@ -1,6 +1,6 @@
 """Many questions at once, as a flow: encode, retrieve, prompt, generate and cite go on side by side.
 
-    >>> flow = Flow(retriever, engine, prompts, FlowLimits(max_in_flight=64))
+    >>> flow = AsyncPipeline(retriever, engine, prompts, PipelineLimits(max_in_flight=64))
     >>> async for finished in flow.run(Question(str(n), text, params) for n, text in enumerate(texts)):
     ...     print(finished.id, finished.error or finished.value[0].text)
 
@@ -20,19 +20,19 @@ from typing import NamedTuple, Protocol, runtime_checkable
 from ragspec.core import Completion
 from ragspec.errors import ConfigError
 from ragspec.rag.answer import Answer
-from ragspec.rag.pipeline_stages import Finished, Stage, Stages
+from ragspec.rag.pipeline_stages import ItemResult, PipelineStage, StagedPipeline
 from ragspec.rag.prompt import PromptBuilder
 from ragspec.rag.steps import (
     EngineLike,
-    Found,
-    Prepared,
+    PreparedQuestion,
     Question,
+    RetrievedQuestion,
     RetrieverLike,
-    answered,
-    completions,
-    found_of,
-    prepared,
-    retrieved,
+    attach_passages,
+    build_answer,
+    build_request,
+    collect_completions,
+    retrieve_passages,
 )
 from ragspec.retrieval.search.index_types import Query, SearchResult
 from ragspec.retrieval.search.segment_search import SearchScope
@@ -41,7 +41,7 @@ Questions = Iterable[Question] | AsyncIterable[Question]
 
 
 @runtime_checkable
-class TwoSteps(Protocol):
+class EncodingRetriever(Protocol):
     """A retriever whose encoding and searching can be asked for one after the other, as `Retriever` and `IndexLike` are."""
 
     def encode(self, texts: Sequence[str]) -> list[Query]: ...
@@ -50,7 +50,7 @@ class TwoSteps(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class FlowLimits:
+class PipelineLimits:
     """How much goes on at once: questions in one call of encoder or index, such calls, requests that the engine has, questions
     that wait before each stage. `max_in_flight` keeps an engine full from its `max_running` on.
 
@@ -68,19 +68,23 @@ class FlowLimits:
                 raise ConfigError(f"{name} of a flow must be at least 1, not {getattr(self, name)}")
 
 
-class Flow:
+class AsyncPipeline:
     """Questions in, cited answers out as they finish; a question's error is its result and ends nothing else."""
 
     def __init__(
-        self, retriever: RetrieverLike, engine: EngineLike, prompts: PromptBuilder, limits: FlowLimits | None = None
+        self,
+        retriever: RetrieverLike,
+        engine: EngineLike,
+        prompts: PromptBuilder,
+        limits: PipelineLimits | None = None,
     ) -> None:
         """Any retriever and engine that a `Pipeline` takes; neither is closed."""
         self._retriever, self._engine, self._prompts = retriever, engine, prompts
-        self._limits = limits or FlowLimits()
-        self.stages = Stages(self._make_stages(), max_waiting=self._limits.max_waiting)
+        self._limits = limits or PipelineLimits()
+        self.stages = StagedPipeline(self._make_stages(), max_waiting=self._limits.max_waiting)
         """What `run` runs, with the metrics of every stage over all runs; its own `run` gives all that has finished together."""
 
-    async def run(self, questions: Questions) -> AsyncGenerator[Finished[tuple[Answer, ...]]]:
+    async def run(self, questions: Questions) -> AsyncGenerator[ItemResult[tuple[Answer, ...]]]:
         """Each question's answers, one a choice, or its error, in the order in which they finish.
 
         Leaving the loop early cancels what runs. Ids name requests: two questions under way must not share one.
@@ -91,62 +95,72 @@ class Flow:
                 for finished in batch:
                     yield finished
 
-    def _make_stages(self) -> tuple[Stage, ...]:
+    def _make_stages(self) -> tuple[PipelineStage, ...]:
         limits = self._limits
         return (
             *self._finding(),
-            Stage("prompt", self._prompt, limits.max_batch),
-            Stage("generate", self._generate, num_workers=limits.max_in_flight),
-            Stage("cite", _cite, limits.max_batch),
+            PipelineStage("prompt", self._prompt, limits.max_batch),
+            PipelineStage("generate", self._generate, num_workers=limits.max_in_flight),
+            PipelineStage("cite", _build_answers, limits.max_batch),
         )
 
-    def _finding(self) -> tuple[Stage, ...]:
+    def _finding(self) -> tuple[PipelineStage, ...]:
         """Why one stage where there are not two steps: what a retriever does within one call cannot be told apart."""
         together = self._limits.max_batch, self._limits.max_lookups
         retriever = self._retriever
-        if not isinstance(retriever, TwoSteps):
-            return (Stage("retrieve", lambda questions: retrieved(retriever, questions), *together, _shared),)
+        if not isinstance(retriever, EncodingRetriever):
+            return (
+                PipelineStage(
+                    "retrieve", lambda questions: retrieve_passages(retriever, questions), *together, _search_key
+                ),
+            )
         return (
-            Stage("encode", lambda questions: _encoded(retriever, questions), *together),
-            Stage("retrieve", lambda queries: _looked_up(retriever, queries), *together, lambda q: _shared(q.question)),
+            PipelineStage("encode", lambda questions: _encode(retriever, questions), *together),
+            PipelineStage(
+                "retrieve", lambda queries: _search(retriever, queries), *together, lambda q: _search_key(q.question)
+            ),
         )
 
-    def _prompt(self, found: Sequence[Found]) -> list[Prepared]:
-        return [prepared(each, self._prompts) for each in found]
+    def _prompt(self, found: Sequence[RetrievedQuestion]) -> list[PreparedQuestion]:
+        return [build_request(each, self._prompts) for each in found]
 
-    async def _generate(self, ready: Sequence[Prepared]) -> list[_Written]:
-        return [_Written(each, await completions(self._engine, each.request)) for each in ready]
+    async def _generate(self, ready: Sequence[PreparedQuestion]) -> list[_GeneratedChoices]:
+        return [_GeneratedChoices(each, await collect_completions(self._engine, each.request)) for each in ready]
 
 
-class _Encoded(NamedTuple):
+Flow = AsyncPipeline
+"""The name in earlier versions."""
+
+
+class _EncodedQuestion(NamedTuple):
     question: Question
     query: Query
     encode_s: float
 
 
-class _Written(NamedTuple):
-    ready: Prepared
+class _GeneratedChoices(NamedTuple):
+    ready: PreparedQuestion
     choices: Sequence[Completion]
 
 
-def _shared(question: Question) -> tuple[int, tuple[str, str]]:
+def _search_key(question: Question) -> tuple[int, tuple[str, str]]:
     """What questions of one lookup have in common."""
     return question.num_passages, question.scope.key
 
 
-def _encoded(index: TwoSteps, questions: Sequence[Question]) -> list[_Encoded]:
+def _encode(index: EncodingRetriever, questions: Sequence[Question]) -> list[_EncodedQuestion]:
     begin = time.perf_counter()
     queries = index.encode([question.text for question in questions])
     encode_s = time.perf_counter() - begin
-    return [_Encoded(question, query, encode_s) for question, query in zip(questions, queries, strict=True)]
+    return [_EncodedQuestion(question, query, encode_s) for question, query in zip(questions, queries, strict=True)]
 
 
-def _looked_up(index: TwoSteps, encoded: Sequence[_Encoded]) -> list[Found]:
+def _search(index: EncodingRetriever, encoded: Sequence[_EncodedQuestion]) -> list[RetrievedQuestion]:
     begin, questions = time.perf_counter(), [each.question for each in encoded]
     first = questions[0]
     lookup = index.search([each.query for each in encoded], first.num_passages, first.scope)
-    return found_of(questions, lookup, time.perf_counter() - begin + max(each.encode_s for each in encoded))
+    return attach_passages(questions, lookup, time.perf_counter() - begin + max(each.encode_s for each in encoded))
 
 
-def _cite(written: Sequence[_Written]) -> list[tuple[Answer, ...]]:
-    return [tuple(answered(ready, choice) for choice in choices) for ready, choices in written]
+def _build_answers(written: Sequence[_GeneratedChoices]) -> list[tuple[Answer, ...]]:
+    return [tuple(build_answer(ready, choice) for choice in choices) for ready, choices in written]

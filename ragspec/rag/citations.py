@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
 from ragspec.core import Citation, Passage
-from ragspec.rag.combining_marks import marks, one_sign
+from ragspec.rag.characters import combining_marks, grapheme_pattern
 
 Span = tuple[int, int]
 
@@ -55,15 +55,15 @@ def find_citations(
 @functools.cache
 def _piece() -> re.Pattern[str]:
     """A word, white space, or any other character with what belongs to it."""
-    mark = f"[{marks()}]"
+    mark = f"[{combining_marks()}]"
     word = rf"[{_IDEOGRAPHS}]{mark}*+|(?:(?![{_IDEOGRAPHS}])\w{mark}*+)++"
-    return re.compile(rf"(?P<word>{word})|\s++|{one_sign()}", re.DOTALL)
+    return re.compile(rf"(?P<word>{word})|\s++|{grapheme_pattern()}", re.DOTALL)
 
 
 @functools.cache
 def _joined() -> str:
     """Next to such a character a word would go on."""
-    return rf"(?:(?![{_IDEOGRAPHS}])[\w{marks()}])"
+    return rf"(?:(?![{_IDEOGRAPHS}])[\w{combining_marks()}])"
 
 
 class _Words:
@@ -193,7 +193,7 @@ def _find_words(text: str, span: str) -> int | None:
     """Where `span` stands in `text` as whole words."""
     if span not in text:
         return None
-    is_joined, is_mark = (re.compile(each).match for each in (_joined(), f"[{marks()}]"))
+    is_joined, is_mark = (re.compile(each).match for each in (_joined(), f"[{combining_marks()}]"))
     goes_on_before, goes_on_after = is_joined(span), is_joined(span[-1])
     at = text.find(span)
     while at >= 0:

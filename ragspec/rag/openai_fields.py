@@ -2,7 +2,7 @@
 
 Plain values in, plain values out; whether a body may have a field at all is its reader's business.
 
-    >>> sampling({"temperature": 0.5, "stop": "\\n", "max_completion_tokens": 64})
+    >>> sampling_arguments({"temperature": 0.5, "stop": "\\n", "max_completion_tokens": 64})
     {'temperature': 0.5, 'stop': ('\\n',), 'max_tokens': 64}
 """
 
@@ -14,7 +14,7 @@ from typing import Any
 from ragspec.core import GenerationStats, SourceKind
 from ragspec.errors import InputError
 
-SAMPLING = {
+SAMPLING_FIELDS = {
     "temperature": "temperature",
     "top_p": "top_p",
     "presence_penalty": "presence_penalty",
@@ -34,7 +34,7 @@ SAMPLING = {
 }
 """Fields of a body, and what they are called in `ragspec.core.SamplingParams`."""
 
-IGNORED = frozenset(
+IGNORED_FIELDS = frozenset(
     {
         "metadata",
         "parallel_tool_calls",
@@ -52,16 +52,16 @@ _WHOLE_NUMBERS = frozenset({"top_k", "max_tokens", "min_tokens", "n", "seed"})
 _MAX_EXACT_FLOAT = 2.0**53
 
 
-def sampling(body: Mapping[str, Any]) -> dict[str, Any]:
+def sampling_arguments(body: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments of `SamplingParams` that a body gives. Raises: InputError for two limits of the output."""
-    given = {name: body[name] for name in SAMPLING if body.get(name) is not None}
+    given = {name: body[name] for name in SAMPLING_FIELDS if body.get(name) is not None}
     limits = {given[name] for name in ("max_tokens", "max_completion_tokens") if isinstance(given.get(name), int)}
     if len(limits) > 1:
         raise InputError("max_tokens and max_completion_tokens are two names of one limit, and differ")
-    return {SAMPLING[name]: parameter(SAMPLING[name], value) for name, value in given.items()}
+    return {SAMPLING_FIELDS[name]: normalize_parameter(SAMPLING_FIELDS[name], value) for name, value in given.items()}
 
 
-def parameter(name: str, value: Any) -> Any:
+def normalize_parameter(name: str, value: Any) -> Any:
     """Forms that JSON and tables force on a value: lists for tuples, text for token ids, 64.0 for 64 (a table with gaps)."""
     if name == "stop":
         return (value,) if isinstance(value, str) else tuple(value) if isinstance(value, list) else value

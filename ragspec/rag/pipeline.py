@@ -24,20 +24,18 @@ from ragspec.rag.answer import Answer
 from ragspec.rag.prompt import PromptBuilder
 from ragspec.rag.steps import (
     EngineLike,
-    Prepared,
+    PreparedQuestion,
     Question,
     RetrieverLike,
-    answered,
-    params_of,
-    prepared,
-    retrieved,
-    scope_of,
+    build_answer,
+    build_request,
+    default_params,
+    parse_scope,
+    retrieve_passages,
 )
 from ragspec.retrieval.retriever import Retriever
 from ragspec.retrieval.search.segment_search import SearchScope
 from ragspec.speculation import Speculation, SpeculationGiven
-
-__all__ = ["EngineLike", "Pipeline", "RetrieverLike", "params_of", "scope_of"]
 
 
 class Pipeline:
@@ -60,7 +58,7 @@ class Pipeline:
         self._engine = engine
         self._prompts = prompts
         self._num_passages = num_passages
-        self._defaults = params_of(generation or GenerationConfig())
+        self._defaults = default_params(generation or GenerationConfig())
 
     @classmethod
     def from_config(cls, config: PipelineConfig | None = None) -> Self:
@@ -96,10 +94,10 @@ class Pipeline:
 
         Raises: InputError or PromptTooLong for the first question that cannot be asked; then none is generated.
         """
-        scope = scope_of(tenant, filter)
+        scope = parse_scope(tenant, filter)
         ready = self._prepare(questions, params, num_passages, speculation, scope)
-        completions = iter(self._engine.generate([each.request for each in ready]))
-        return [answered(each, next(completions)) for each in ready for _ in range(each.request.params.n)]
+        collect_completions = iter(self._engine.generate([each.request for each in ready]))
+        return [build_answer(each, next(collect_completions)) for each in ready for _ in range(each.request.params.n)]
 
     async def stream(
         self,
@@ -117,14 +115,14 @@ class Pipeline:
         """
         params = replace(params or self._defaults, n=1)
         # Why a thread: encoder and tokenizer take milliseconds in which other streams go on
-        scope = scope_of(tenant, filter)
+        scope = parse_scope(tenant, filter)
         (ready,) = await asyncio.to_thread(self._prepare, [question], params, num_passages, speculation, scope)
         deltas: list[Delta] = []
         async for delta in self._engine.stream(ready.request):
             deltas.append(delta)
             if delta.text:
                 yield delta.text
-        yield answered(ready, join(deltas))
+        yield build_answer(ready, join(deltas))
 
     def close(self) -> None:
         self._engine.close()
@@ -142,7 +140,7 @@ class Pipeline:
         num_passages: int | None,
         speculation: SpeculationGiven,
         scope: SearchScope,
-    ) -> list[Prepared]:
+    ) -> list[PreparedQuestion]:
         if isinstance(params, Sequence) and len(params) != len(questions):
             raise InputError(f"{len(questions)} questions came with {len(params)} sets of sampling parameters")
         each = params if isinstance(params, Sequence) else [params or self._defaults] * len(questions)
@@ -151,4 +149,4 @@ class Pipeline:
         asked = [
             Question(uuid.uuid4().hex, text, own, k, scope, drafting) for text, own in zip(questions, each, strict=True)
         ]
-        return [prepared(found, self._prompts) for found in retrieved(self._retriever, asked)]
+        return [build_request(found, self._prompts) for found in retrieve_passages(self._retriever, asked)]

@@ -5,8 +5,8 @@
 A stage whose next queue is full waits, and with it all before it and whatever the items come from. What waits in a queue is
 worked on together, up to the stage's `max_batch`. An error belongs to its item alone, which then skips the other stages.
 
-    >>> line = Stages((Stage("encode", encode, max_batch=16), Stage("generate", generate, num_workers=64)))
-    >>> async for finished in line.run(questions): ...
+    >>> stages = PipelineStage("encode", encode, max_batch=16), PipelineStage("generate", generate, num_workers=64)
+    >>> async for results in StagedPipeline(stages).run(questions): ...
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ _CANCEL_AGAIN_S = 0.1
 """Work may answer its cancellation with an error, and then waits for a queue that nobody reads any more."""
 
 
-class Named(Protocol):
+class HasId(Protocol):
     """What runs through stages says who it is."""
 
     @property
     def id(self) -> str: ...
 
 
-Items = Iterable[Named] | AsyncIterable[Named]
+Items = Iterable[HasId] | AsyncIterable[HasId]
 """Read one by one, in a thread unless it is asynchronous, as soon as the first queue has room."""
 
 
 @dataclass(frozen=True, slots=True)
-class Finished(Generic[T]):
+class ItemResult(Generic[T]):
     """What became of one item: its value, or the error that it met first."""
 
     id: str
@@ -116,7 +116,7 @@ class StageMetrics:
 
 
 @dataclass(frozen=True, slots=True)
-class Stage:
+class PipelineStage:
     """`work` turns a list of values into as many results, in their order.
 
     A plain function runs in threads of the stage, a coroutine function in the event loop. At most `num_workers` batches are at
@@ -132,34 +132,34 @@ class Stage:
 
 
 @dataclass(slots=True)
-class _Item:
+class _QueuedItem:
     id: str
     value: Any
     entered_s: float = 0.0  # into its queue
 
 
-class _Ended(NamedTuple):
+class _EndOfRun(NamedTuple):
     """The source is exhausted, or (`error`) something other than an item failed."""
 
     error: Exception | None = None
 
 
-class Stages:
+class StagedPipeline:
     """Owns the metrics; the queues and tasks belong to a run. Several runs may overlap."""
 
-    def __init__(self, stages: Sequence[Stage], *, max_waiting: int = 32) -> None:
+    def __init__(self, stages: Sequence[PipelineStage], *, max_waiting: int = 32) -> None:
         """`max_waiting`: items that a queue holds at most."""
         self.metrics = tuple(StageMetrics(stage.name) for stage in stages)
         self._stages = tuple(stages)
         self._max_waiting = max_waiting
 
-    async def run(self, items: Items) -> AsyncGenerator[list[Finished[Any]]]:
+    async def run(self, items: Items) -> AsyncGenerator[list[ItemResult[Any]]]:
         """All that has finished since the last time, never nothing, until every item has. Reading slowly slows the stages down.
 
         Leaving the loop early cancels what runs; close it (`contextlib.aclosing`) to have that done at once.
         Raises: what reading `items` raises; then the rest is given up.
         """
-        run = _Run(self._stages, self.metrics, self._max_waiting)
+        run = _StageRun(self._stages, self.metrics, self._max_waiting)
         try:
             run.start(items)
             while (finished := await run.next()) is not None:
@@ -169,13 +169,13 @@ class Stages:
             await run.stop()
 
 
-class _Run:
+class _StageRun:
     """One run: a queue before each stage and one behind the last, and the tasks that move items between them."""
 
-    def __init__(self, stages: tuple[Stage, ...], metrics: tuple[StageMetrics, ...], max_waiting: int) -> None:
+    def __init__(self, stages: tuple[PipelineStage, ...], metrics: tuple[StageMetrics, ...], max_waiting: int) -> None:
         self._stages, self._metrics = stages, metrics
-        self._queues = [asyncio.Queue[_Item](max_waiting) for _ in stages]
-        self._finished = asyncio.Queue[Finished[Any] | _Ended](max_waiting)
+        self._queues = [asyncio.Queue[_QueuedItem](max_waiting) for _ in stages]
+        self._finished = asyncio.Queue[ItemResult[Any] | _EndOfRun](max_waiting)
         self._executors: list[ThreadPoolExecutor] = []
         self._tasks: list[asyncio.Task[None]] = []
         self._num_open = 0
@@ -189,15 +189,15 @@ class _Run:
             for _ in range(stage.num_workers):
                 self._spawn(self._work(number, work))
 
-    async def next(self) -> list[Finished[Any]] | None:
+    async def next(self) -> list[ItemResult[Any]] | None:
         """What has finished, perhaps nothing; None at the end. Raises: what ended the run, after all that had finished."""
         if self._error is not None:
             raise self._error
         if self._exhausted and not self._num_open:
             return None
-        finished: list[Finished[Any]] = []
-        for result in await _waiting(self._finished):
-            if isinstance(result, _Ended):
+        finished: list[ItemResult[Any]] = []
+        for result in await _take_queued(self._finished):
+            if isinstance(result, _EndOfRun):
                 self._error = self._error or result.error
                 self._exhausted = True
             else:
@@ -224,15 +224,15 @@ class _Run:
         try:
             await coroutine
         except Exception as error:
-            await self._finished.put(_Ended(error))
+            await self._finished.put(_EndOfRun(error))
 
     async def _feed(self, items: Items) -> None:
         async for item in self._each(items):
             self._num_open += 1
             await self._pass_on(0, item.id, item)
-        await self._finished.put(_Ended())
+        await self._finished.put(_EndOfRun())
 
-    async def _each(self, items: Items) -> AsyncIterator[Named]:
+    async def _each(self, items: Items) -> AsyncIterator[HasId]:
         if isinstance(items, AsyncIterable):
             async for item in items:
                 yield item
@@ -240,21 +240,21 @@ class _Run:
         iterator, end = iter(items), object()
         read = self._threaded(lambda: next(iterator, end), 1, "ragspec-items")
         while (item := await read()) is not end:
-            yield cast(Named, item)
+            yield cast(HasId, item)
 
     async def _work(self, number: int, work: Callable[[list[Any]], Awaitable[Sequence[Any]]]) -> None:
         stage, metrics = self._stages[number], self._metrics[number]
         while True:
-            batch = await _waiting(self._queues[number], stage.max_batch)
+            batch = await _take_queued(self._queues[number], stage.max_batch)
             now = time.perf_counter()
             metrics.begin([now - item.entered_s for item in batch])
-            groups: dict[Hashable, list[_Item]] = {}
+            groups: dict[Hashable, list[_QueuedItem]] = {}
             results: list[Any] = []
             try:
                 for item in batch:
                     groups.setdefault(stage.group(item.value), []).append(item)
                 for group in groups.values():
-                    results += await _results(work, [item.value for item in group])
+                    results += await _call_stage(work, [item.value for item in group])
             finally:
                 metrics.end(len(results), sum(isinstance(result, Exception) for result in results))
             begin = time.perf_counter()
@@ -264,17 +264,17 @@ class _Run:
 
     async def _pass_on(self, number: int, id: str, value: Any) -> None:
         if isinstance(value, Exception):
-            await self._finished.put(Finished(id, None, value))
+            await self._finished.put(ItemResult(id, None, value))
         elif number == len(self._stages):
-            await self._finished.put(Finished(id, value))
+            await self._finished.put(ItemResult(id, value))
         else:
-            await self._queues[number].put(item := _Item(id, value))
+            await self._queues[number].put(item := _QueuedItem(id, value))
             item.entered_s = (
                 time.perf_counter()
             )  # Why after: until now there was no room; nobody else has run since then
             self._metrics[number].enter()
 
-    def _in_loop(self, stage: Stage) -> Callable[[list[Any]], Awaitable[Sequence[Any]]]:
+    def _in_loop(self, stage: PipelineStage) -> Callable[[list[Any]], Awaitable[Sequence[Any]]]:
         if inspect.iscoroutinefunction(stage.work):
             return stage.work
         return self._threaded(stage.work, stage.num_workers, f"ragspec-{stage.name}")
@@ -286,19 +286,19 @@ class _Run:
         return lambda *arguments: loop.run_in_executor(executor, call, *arguments)
 
 
-async def _results(work: Callable[[list[Any]], Awaitable[Sequence[Any]]], values: list[Any]) -> list[Any]:
+async def _call_stage(work: Callable[[list[Any]], Awaitable[Sequence[Any]]], values: list[Any]) -> list[Any]:
     """One for each value, exceptions among them."""
     try:
         results = list(await work(values))
     except Exception as error:
         if isinstance(error, EngineError) or len(values) == 1:
             return [error] * len(values)
-        return [result for value in values for result in await _results(work, [value])]
+        return [result for value in values for result in await _call_stage(work, [value])]
     assert len(results) == len(values), "a stage's work returns one result for each value"
     return results
 
 
-async def _waiting(queue: asyncio.Queue[T], most: int | None = None) -> list[T]:
+async def _take_queued(queue: asyncio.Queue[T], most: int | None = None) -> list[T]:
     """What waits in a queue, at least one and at most `most`."""
     taken = [await queue.get()]
     while not queue.empty() and (most is None or len(taken) < most):

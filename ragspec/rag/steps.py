@@ -1,28 +1,27 @@
-"""The steps from a question to its answer: find passages, prepare the request, cite.
+"""The steps from a question to its answer: retrieve passages, build the engine request, build the cited answer.
 
-Owns what every way to ask shares, one question or a flow of them; waits for nothing and starts nothing.
+`Pipeline` and `AsyncPipeline` share these functions. They never start threads or tasks.
 
-    >>> (found,) = retrieved(retriever, [Question("q1", "When did it rain?", params, num_passages=3)])
-    >>> ready = prepared(found, prompts)
-    >>> answered(ready, engine.generate([ready.request])[0])
+    >>> (retrieved,) = retrieve_passages(retriever, [Question("q1", "When did it rain?", params, num_passages=3)])
+    >>> prepared = build_request(retrieved, prompts)
+    >>> build_answer(prepared, engine.generate([prepared.request])[0])
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
 from ragspec.config import GenerationConfig
-from ragspec.core import Completion, Delta, Passage, Request, SamplingParams
+from ragspec.core import Completion, CopySource, Delta, Passage, Request, SamplingParams, SourceKind
 from ragspec.engine.collect import join
 from ragspec.errors import InputError
 from ragspec.rag.answer import Answer, AnswerStats
 from ragspec.rag.citations import find_citations
 from ragspec.rag.prompt import Prompt, PromptBuilder
-from ragspec.rag.sources import copy_sources
 from ragspec.retrieval.retriever import PUBLIC_SCOPE, RetrievalResult
 from ragspec.retrieval.search.filters import parse_filter
 from ragspec.retrieval.search.index_types import SearchResult
@@ -31,13 +30,13 @@ from ragspec.speculation import ON, Speculation
 
 
 class RetrieverLike(Protocol):
-    """Finds passages."""
+    """A local retriever or a handle to a remote one."""
 
     def retrieve(self, queries: Sequence[str], k: int, scope: SearchScope) -> RetrievalResult: ...
 
 
 class EngineLike(Protocol):
-    """Runs requests."""
+    """A local engine or a handle to remote ones."""
 
     def generate(self, requests: Sequence[Request]) -> list[Completion]: ...
 
@@ -48,7 +47,7 @@ class EngineLike(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """What is asked, of which passages, and how the answer is written. `id` names the request: the asker's own, or a random one.
+    """A question, the documents it may be answered from, and the sampling parameters. `id` becomes the engine request's id.
 
     Raises: InputError for fewer than one passage.
     """
@@ -66,8 +65,8 @@ class Question:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
-    """A question with its passages, best first; the index's generation that gave them, without the segments `missing`."""
+class RetrievedQuestion:
+    """A question with its passages, best first. `generation`: the index generation; `missing`: segments not searched."""
 
     question: Question
     passages: Sequence[Passage]
@@ -77,37 +76,39 @@ class Found:
 
 
 @dataclass(frozen=True, slots=True)
-class Prepared:
-    """A question as the engine is asked for its answer."""
+class PreparedQuestion:
+    """A question with its prompt and engine request."""
 
-    found: Found
+    retrieved: RetrievedQuestion
     prompt: Prompt
     request: Request
     prompt_s: float
 
 
-def retrieved(retriever: RetrieverLike, questions: Sequence[Question]) -> list[Found]:
-    """The passages of questions that share `num_passages` and scope, from one generation. Raises: as the retriever."""
+def retrieve_passages(retriever: RetrieverLike, questions: Sequence[Question]) -> list[RetrievedQuestion]:
+    """Retrieve, in one call, for questions with equal `num_passages` and scope. Raises: as the retriever."""
     if not questions:
         return []
     begin = time.perf_counter()
     texts = [question.text for question in questions]
-    found = retriever.retrieve(texts, questions[0].num_passages, questions[0].scope)
-    return found_of(questions, found, time.perf_counter() - begin)
+    retrieval = retriever.retrieve(texts, questions[0].num_passages, questions[0].scope)
+    return attach_passages(questions, retrieval, time.perf_counter() - begin)
 
 
-def found_of(questions: Sequence[Question], found: RetrievalResult | SearchResult, retrieve_s: float) -> list[Found]:
-    """Each question with its own part of what the index said about all of them."""
+def attach_passages(
+    questions: Sequence[Question], retrieval: RetrievalResult | SearchResult, retrieve_s: float
+) -> list[RetrievedQuestion]:
+    """Each question with its own passages of a batched retrieval."""
     return [
-        Found(question, passages, found.generation, retrieve_s, found.missing)
-        for question, passages in zip(questions, found.passages, strict=True)
+        RetrievedQuestion(question, passages, retrieval.generation, retrieve_s, retrieval.missing)
+        for question, passages in zip(questions, retrieval.passages, strict=True)
     ]
 
 
-def prepared(found: Found, prompts: PromptBuilder) -> Prepared:
-    """The request of a question: its prompt, what may be copied, and with whom it shares documents. Raises: as `build`."""
-    begin, question = time.perf_counter(), found.question
-    prompt = prompts.build(question.text, found.passages, question.params.max_tokens)
+def build_request(retrieved: RetrievedQuestion, prompts: PromptBuilder) -> PreparedQuestion:
+    """Build the prompt, the copy sources and the routing affinity. Raises: as `PromptBuilder.build`."""
+    begin, question = time.perf_counter(), retrieved.question
+    prompt = prompts.build(question.text, retrieved.passages, question.params.max_tokens)
     request = Request(
         question.id,
         prompt.prompt_ids,
@@ -115,50 +116,74 @@ def prepared(found: Found, prompts: PromptBuilder) -> Prepared:
         copy_sources(question.text, prompt.passages),
         question.scope.tenant,
         question.speculation,
-        affinity=_affinity(prompt.passages),
+        affinity="\n".join(sorted({passage.document_id for passage in prompt.passages})),
     )
-    return Prepared(found, prompt, request, time.perf_counter() - begin)
+    return PreparedQuestion(retrieved, prompt, request, time.perf_counter() - begin)
 
 
-async def completions(engine: EngineLike, request: Request) -> list[Completion]:
-    """Every choice of a request, in order; giving up the wait cancels it. Raises: EngineError, Cancelled, InputError."""
+def copy_sources(
+    question: str, passages: Sequence[Passage], history: Iterable[str] = (), prediction: str = ""
+) -> tuple[CopySource, ...]:
+    """Texts that the copy drafter may copy: passages in prompt order, question, earlier turns, the caller's prediction."""
+    texts = dict.fromkeys(text for text in (question, *history) if text.strip())
+    predicted = (CopySource(SourceKind.PREDICTION, prediction),) if prediction.strip() else ()
+    return (
+        *(CopySource(SourceKind.PASSAGE, p.text, p.id) for p in passages),
+        *(CopySource(SourceKind.HISTORY, text) for text in texts),
+        *predicted,
+    )
+
+
+async def collect_completions(engine: EngineLike, request: Request) -> list[Completion]:
+    """All choices of a request, in order; cancelling the wait cancels the request. Raises: EngineError, Cancelled, InputError."""
     deltas: dict[int, list[Delta]] = {choice: [] for choice in request.choices}
-    # Why the cast: a stream that is left early is closed at once, and every asynchronous generator can be
+    # Why the cast: every asynchronous generator has `aclose`, which ends the request when the wait is cancelled
     async with aclosing(cast(Any, engine.stream(request))) as stream:
         async for delta in stream:
             deltas[delta.choice].append(delta)
     return [join(each) for each in deltas.values()]
 
 
-def answered(ready: Prepared, completion: Completion) -> Answer:
-    """One choice with its citations."""
-    found, passages = ready.found, ready.prompt.passages
+def build_answer(prepared: PreparedQuestion, completion: Completion) -> Answer:
+    """The answer of one choice, with citations."""
+    retrieved = prepared.retrieved
+    stats = AnswerStats(
+        retrieved.retrieve_s,
+        prepared.prompt_s,
+        retrieved.generation,
+        completion.stats,
+        missing_segments=retrieved.missing,
+    )
+    return answer_of(retrieved.question.text, completion, prepared.prompt.passages, prepared.prompt.dropped, stats)
+
+
+def answer_of(
+    question: str,
+    completion: Completion,
+    passages: tuple[Passage, ...],
+    dropped: tuple[Passage, ...],
+    stats: AnswerStats,
+) -> Answer:
+    """A completion with its citations of `passages`, which are numbered in the prompt."""
     return Answer(
-        found.question.text,
+        question,
         completion.text,
         tuple(find_citations(completion.text, passages)),
         passages,
-        ready.prompt.dropped,
+        dropped,
         completion.finish_reason,
         completion.token_ids,
         completion.logprobs,
-        AnswerStats(
-            found.retrieve_s, ready.prompt_s, found.generation, completion.stats, missing_segments=found.missing
-        ),
+        stats,
     )
 
 
-def _affinity(passages: Sequence[Passage]) -> str:
-    """Equal for requests whose prompts hold the same documents."""
-    return "\n".join(sorted({passage.document_id for passage in passages}))
-
-
-def scope_of(tenant: str, filter: Mapping[str, Any] | None) -> SearchScope:
-    """Raises: InputError for a filter that cannot be meant."""
+def parse_scope(tenant: str, filter: Mapping[str, Any] | None) -> SearchScope:
+    """A tenant and a filter in JSON form as a search scope. Raises: InputError for an invalid filter."""
     return SearchScope(tenant, None if filter is None else parse_filter(filter))
 
 
-def params_of(config: GenerationConfig) -> SamplingParams:
+def default_params(config: GenerationConfig) -> SamplingParams:
     return SamplingParams(
         max_tokens=config.max_tokens, temperature=config.temperature, top_p=config.top_p, seed=config.seed
     )

@@ -10,12 +10,11 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from ragspec.core import SamplingParams
-from ragspec.rag.grammar.correction import Correction
-from ragspec.rag.grammar.correction_request import DEFAULTS, Manuscript
-from ragspec.rag.grammar.edit_filters import CAREFUL, Guard
+from ragspec.rag.cache_salts import cache_salt_of
+from ragspec.rag.grammar.correction import DEFAULT_PARAMS, Correction, CorrectionRequest
+from ragspec.rag.grammar.edit_filters import DEFAULT_FILTER, EditFilter
 from ragspec.rag.grammar.grammar import Grammar
 from ragspec.rag.grammar.markup import MarkedText, TextPart
-from ragspec.rag.salts import salt_of
 from ragspec.speculation import ON, Speculation
 from services.backend import Backend
 from services.errors import ApiError
@@ -28,8 +27,8 @@ class Task:
 
     text: str
     parts: tuple[TextPart, ...] | None = None
-    params: SamplingParams = DEFAULTS
-    guard: Guard = CAREFUL
+    params: SamplingParams = DEFAULT_PARAMS
+    edit_filter: EditFilter = DEFAULT_FILTER
     speculation: Speculation = ON
     cache_salt: str = ""
     dictionaries: Sequence[str] = ()
@@ -62,23 +61,23 @@ class Correcting:
                 param="text",
             )
         words = await asyncio.to_thread(self._backend.dictionaries.words, caller.tenant, task.dictionaries)
-        guard = replace(task.guard, dictionary=task.guard.dictionary | frozenset(words))
-        manuscript = Manuscript(
+        edit_filter = replace(task.edit_filter, dictionary=task.edit_filter.dictionary | frozenset(words))
+        request = CorrectionRequest(
             secrets.token_hex(16),
             task.text,
             task.params,
-            salt_of(caller.tenant, task.cache_salt),
+            cache_salt_of(caller.tenant, task.cache_salt),
             task.speculation,
-            guard,
+            edit_filter,
             task.parts,
         )
-        ready = await asyncio.to_thread(self._grammar.prepared, manuscript)
+        ready = await asyncio.to_thread(self._grammar.prepare, request)
         num_prompt = sum(len(request.prompt_ids) for request in ready.requests)
         async with self._backend.gate.enter(caller, num_prompt, num_prompt) as tokens:  # about as long as its prompt
             left_s = max(0.0, self._settings.timeout_s - (time.perf_counter() - begin))
             num_written = 0
             try:
-                correction = await self._grammar.completed(ready, left_s)
+                correction = await self._grammar.complete(ready, left_s)
                 num_written = correction.stats.num_output_tokens
             finally:
                 tokens.used(num_prompt + num_written)

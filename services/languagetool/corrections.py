@@ -8,12 +8,11 @@ from pydantic import BaseModel, ConfigDict, Field, StrictBool
 
 from ragspec.core import SamplingParams
 from ragspec.errors import InputError
-from ragspec.rag.grammar.correction import Correction
-from ragspec.rag.grammar.correction_request import DEFAULTS
-from ragspec.rag.grammar.edit_filters import Guard
-from ragspec.rag.grammar.edit_kinds import reason
+from ragspec.rag.characters import Utf16Offsets
+from ragspec.rag.grammar.correction import DEFAULT_PARAMS, Correction
+from ragspec.rag.grammar.edit_filters import EditFilter
+from ragspec.rag.grammar.edit_kinds import edit_message
 from ragspec.rag.grammar.edits import Edit, EditKind
-from ragspec.rag.offsets import Utf16
 from ragspec.speculation import Speculation
 from services.languagetool.asking import annotated
 from services.languagetool.correcting import Corrected, Task
@@ -35,7 +34,7 @@ class GrammarRequest(BaseModel):
     seed: int | None = Field(None, strict=True)
     temperature: float = 0.0
     top_p: float = 1.0
-    max_tokens: int = Field(DEFAULTS.max_tokens, strict=True)
+    max_tokens: int = Field(DEFAULT_PARAMS.max_tokens, strict=True)
     speculation: StrictBool | dict[str, Any] = True
     max_edit_ratio: float | None = Field(None, ge=0.0, le=1.0)
     ignore: list[str] = Field([], max_length=_MAX_WORDS)
@@ -52,7 +51,7 @@ class GrammarRequest(BaseModel):
         params = SamplingParams(
             temperature=self.temperature, top_p=self.top_p, max_tokens=self.max_tokens, seed=self.seed
         )
-        guard = Guard(
+        edit_filter = EditFilter(
             max_edit_ratio if self.max_edit_ratio is None else self.max_edit_ratio,
             frozenset(self.ignore),
             kinds=frozenset(EditKind) - set(self.disabled_kinds) if self.disabled_kinds else None,
@@ -60,13 +59,13 @@ class GrammarRequest(BaseModel):
             names=self.keep_names,
         )
         text = "".join(part.text for part in parts) if parts is not None else self.text or ""
-        return Task(text, parts, params, guard, Speculation.of(self.speculation), self.cache_salt)
+        return Task(text, parts, params, edit_filter, Speculation.of(self.speculation), self.cache_salt)
 
 
 def grammar_reply(model: str, found: Detected, corrected: Corrected, *, trusted: bool) -> dict[str, Any]:
     """Offsets count characters, and beside them UTF-16 code units. How it was drafted is for the trusted."""
     correction = corrected.correction
-    offsets = Utf16(correction.text)
+    offsets = Utf16Offsets(correction.text)
     return {
         "id": f"grammar-{correction.id}",
         "object": "grammar.correction",
@@ -83,7 +82,7 @@ def grammar_reply(model: str, found: Detected, corrected: Corrected, *, trusted:
     }
 
 
-def _edit(edit: Edit, offsets: Utf16) -> dict[str, Any]:
+def _edit(edit: Edit, offsets: Utf16Offsets) -> dict[str, Any]:
     return {
         "start": edit.start,
         "end": edit.end,
@@ -92,7 +91,7 @@ def _edit(edit: Edit, offsets: Utf16) -> dict[str, Any]:
         "original": edit.original,
         "replacement": edit.replacement,
         "kind": edit.kind,
-        "reason": reason(edit),
+        "reason": edit_message(edit),
     }
 
 

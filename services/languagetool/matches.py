@@ -12,11 +12,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
+from ragspec.rag.characters import Utf16Offsets
 from ragspec.rag.grammar.correction import Correction
-from ragspec.rag.grammar.edit_kinds import reason
+from ragspec.rag.grammar.edit_kinds import edit_message
 from ragspec.rag.grammar.edits import Edit, EditKind
 from ragspec.rag.grammar.markup import MarkedText, Span
-from ragspec.rag.offsets import Utf16
 from services.languagetool.rules import RULES
 
 _CONTEXT = 40
@@ -26,11 +26,11 @@ _WORD_BEFORE = re.compile(r"(?:\w+|\S)\Z")
 _LONGEST_WORD = 100
 
 
-def matches_of(correction: Correction, marked: MarkedText, offsets: Utf16) -> list[dict[str, Any]]:
+def matches_of(correction: Correction, marked: MarkedText, offsets: Utf16Offsets) -> list[dict[str, Any]]:
     """All edits, in their order."""
     starts = [start for start, _ in correction.sentences]
     found = []
-    for edit in visible(correction.text, correction.edits, marked.texts()):
+    for edit in visible(correction.text, correction.edits, marked.text_spans()):
         number = bisect_right(starts, edit.start) - 1
         sentence = correction.sentences[max(0, number)]
         found.append(_match(correction.text, edit, sentence, offsets))
@@ -74,10 +74,10 @@ def _widened(text: str, edit: Edit, low: int, high: int) -> Edit:
     return replace(edit, start=start, end=end, original=text[start:end], replacement=replacement)
 
 
-def _match(text: str, edit: Edit, sentence: Span, offsets: Utf16) -> dict[str, Any]:
+def _match(text: str, edit: Edit, sentence: Span, offsets: Utf16Offsets) -> dict[str, Any]:
     rule, start = RULES[edit.kind], offsets.units(edit.start)
     return {
-        "message": reason(edit),
+        "message": edit_message(edit),
         "shortMessage": rule.description,
         "replacements": [{"value": edit.replacement}],
         "offset": start,
@@ -97,6 +97,6 @@ def _context(text: str, edit: Edit) -> dict[str, Any]:
     before = "..." if begin else ""
     around = re.sub(r"[\r\n\t]", " ", text[begin:end])
     shown = before + around + ("..." if end < len(text) else "")
-    offsets, start = Utf16(shown), len(before) + edit.start - begin
+    offsets, start = Utf16Offsets(shown), len(before) + edit.start - begin
     offset = offsets.units(start)
     return {"text": shown, "offset": offset, "length": offsets.units(start + edit.end - edit.start) - offset}

@@ -5,8 +5,8 @@ from __future__ import annotations
 from importlib.metadata import version
 from typing import Any
 
+from ragspec.rag.characters import Utf16Offsets
 from ragspec.rag.grammar.edits import EditKind
-from ragspec.rag.offsets import Utf16
 from services.languagetool.correcting import Corrected
 from services.languagetool.languages import LANGUAGES, Detected
 from services.languagetool.matches import matches_of
@@ -57,7 +57,7 @@ def check_reply(language: str, found: Detected, corrected: Corrected | None) -> 
     if incomplete:
         reply["warnings"]["incompleteResultsReason"] = incomplete
     if corrected is not None:
-        offsets = Utf16(corrected.correction.text)
+        offsets = Utf16Offsets(corrected.correction.text)
         ranges = [[offsets.units(start), offsets.units(end)] for start, end in corrected.correction.sentences]
         rates = [{"language": found.code.split("-")[0], "rate": found.confidence}]
         reply["matches"] = matches_of(corrected.correction, corrected.marked, offsets)

@@ -12,7 +12,7 @@ from fastapi import Request as HttpRequest
 from starlette.datastructures import FormData
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
-from ragspec.rag.grammar.edit_filters import Guard
+from ragspec.rag.grammar.edit_filters import EditFilter
 from services.backend import Backend
 from services.errors import ApiError
 from services.languagetool.asking import Check, fields_of
@@ -43,8 +43,8 @@ def _checking(router: APIRouter, backend: Backend, correcting: Correcting) -> No
         found = await asyncio.to_thread(detected, asked.text, asked.variant if asked.language == AUTO else DEFAULT)
         if asked.language == AUTO and not found.is_corrected:
             return JSONResponse(check_reply(asked.language, found, None))
-        guard = Guard(ratio, kinds=asked.kinds)
-        task = Task(asked.text, asked.parts, guard=guard, dictionaries=asked.dictionaries)
+        edit_filter = EditFilter(ratio, kinds=asked.kinds)
+        task = Task(asked.text, asked.parts, edit_filter=edit_filter, dictionaries=asked.dictionaries)
         if asked.kinds == frozenset():  # nothing is wanted, so nothing is looked for
             task = Task("")
         corrected = await correcting.correct(request.state.caller, task)

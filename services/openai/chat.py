@@ -17,8 +17,8 @@ from fastapi.responses import Response
 
 from ragspec.core import Completion
 from ragspec.rag.answer import Answer
-from ragspec.rag.chat.chat import Chat, ReadyTurn, Turn
-from ragspec.rag.steps import scope_of
+from ragspec.rag.chat.chat import Chat, ChatTurn, PreparedTurn
+from ragspec.rag.steps import parse_scope
 from ragspec.retrieval.search.segment_search import SearchScope
 from ragspec.speculation import ON, Speculation
 from services.backend import Backend
@@ -71,17 +71,17 @@ def is_quick(body: ChatBody) -> bool:
     return body.chosen is None and not body.conversation and len(body.messages) == 1 and num_chars <= _QUICK_CHARS
 
 
-def prepared(body: ChatBody, asked: Asked) -> ReadyTurn:
+def prepared(body: ChatBody, asked: Asked) -> PreparedTurn:
     """Blocks. Raises: InputError, NotFound, PromptTooLong, RetrievalError, StoreError."""
     for store_id in (body.chosen or Retrieval()).vector_store_ids or ():
         asked.backend.library.store(asked.caller.tenant, store_id)  # it is there, and the caller's
     return asked.backend.chat.prepare(turn_of(body, asked))
 
 
-def turn_of(body: ChatBody, asked: Asked) -> Turn:
+def turn_of(body: ChatBody, asked: Asked) -> ChatTurn:
     """Raises: InputError."""
     chosen = body.chosen
-    return Turn(
+    return ChatTurn(
         id=asked.id,
         messages=tuple(message.message for message in body.messages),
         params=asked.params,
@@ -101,14 +101,14 @@ def _scope(tenant: str, chosen: Retrieval) -> SearchScope:
     if chosen.vector_store_ids is not None:
         filters.append({"type": "in", "key": "vector_store_id", "value": chosen.vector_store_ids})
     if not filters:
-        return scope_of(tenant, None)
-    return scope_of(tenant, {"type": "and", "filters": filters} if len(filters) > 1 else filters[0])
+        return parse_scope(tenant, None)
+    return parse_scope(tenant, {"type": "and", "filters": filters} if len(filters) > 1 else filters[0])
 
 
 class ChatReply:
     """One answer, in OpenAI's words. `streaming.Account` for its chunks."""
 
-    def __init__(self, body: ChatBody, asked: Asked, ready: ReadyTurn, run: Run, texts: TokenTexts) -> None:
+    def __init__(self, body: ChatBody, asked: Asked, ready: PreparedTurn, run: Run, texts: TokenTexts) -> None:
         self._body, self._asked, self._ready, self._run, self._texts = body, asked, ready, run, texts
         self._indices = index_of(run)
         self._dialect: Dialect = body.citations or "openai"

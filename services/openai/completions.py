@@ -17,7 +17,7 @@ from fastapi.responses import Response
 from ragspec.core import CopySource, SourceKind, TokenLogprob, check_text
 from ragspec.core import Request as Generation
 from ragspec.errors import InputError, PromptTooLong
-from ragspec.rag.chat.chat import salt_of
+from ragspec.rag.cache_salts import cache_salt_of
 from ragspec.rag.prompt import PromptBuilder
 from ragspec.speculation import ON, Speculation
 from services.backend import Backend
@@ -57,7 +57,7 @@ def requests_of(body: CompletionBody, asked: Asked) -> list[Generation]:
     """One for each prompt. Raises: ApiError, InputError."""
     prompts, max_tokens = asked.backend.prompts, asked.params.max_tokens
     speculation = ON if body.speculation is None else Speculation.of(body.speculation)
-    salt, requests = salt_of(asked.caller.tenant, body.cache_salt or ""), []
+    salt, requests = cache_salt_of(asked.caller.tenant, body.cache_salt or ""), []
     for prompt in body.prompt:
         prompt_ids = _token_ids(prompt, prompts)
         room = prompts.max_context_tokens - max_tokens

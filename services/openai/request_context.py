@@ -13,7 +13,7 @@ from fastapi import Request as HttpRequest
 
 from ragspec.core import GenerationStats, Request, SamplingParams
 from ragspec.rag.openai_fields import usage
-from ragspec.rag.steps import params_of
+from ragspec.rag.steps import default_params
 from services.backend import Backend
 from services.errors import ApiError
 from services.keys import Caller
@@ -42,7 +42,7 @@ class Asked:
     def of(cls, backend: Backend, mail: Mail, body: Sampled, request: HttpRequest) -> Asked:
         """Raises: ApiError for another model or what privacy forbids, InputError for parameters that cannot be meant."""
         check_model(backend, body.model)
-        params = body.params(params_of(backend.config.generation))
+        params = body.params(default_params(backend.config.generation))
         caller, begin_s = request.state.caller, request.state.begin
         asked = cls(backend, mail, body, caller, begin_s, secrets.token_hex(16), int(time.time()), params)
         if asked.is_strict and body.stream and params.logprobs is not None:

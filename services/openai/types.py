@@ -15,7 +15,7 @@ from pydantic_core import PydanticCustomError
 
 from ragspec.core import Message, SamplingParams
 from ragspec.errors import InputError
-from ragspec.rag.openai_fields import SAMPLING, content_text, sampling
+from ragspec.rag.openai_fields import SAMPLING_FIELDS, content_text, sampling_arguments
 from services.errors import ApiError
 
 MAX_MESSAGES = 2048
@@ -225,7 +225,7 @@ class Sampled(Body):
 
         Raises: InputError.
         """
-        own = sampling({name: getattr(self, name, None) for name in SAMPLING})
+        own = sampling_arguments({name: getattr(self, name, None) for name in SAMPLING_FIELDS})
         params = replace(defaults, **own, logprobs=self.num_alternatives)
         return params if params.seed is not None else replace(params, seed=secrets.randbits(_SEED_BITS))
 

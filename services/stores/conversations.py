@@ -6,8 +6,8 @@ from fastapi import APIRouter, Request
 
 from ragspec.core import Message
 from ragspec.errors import InputError
-from ragspec.rag.chat.conversations import Conversation, Conversations, Said
-from ragspec.rag.chat.history import exchanges
+from ragspec.rag.chat.conversations import Conversation, ConversationStore, QaPair
+from ragspec.rag.chat.history import split_messages
 from services.backend import Backend
 from services.errors import ApiError
 from services.stores.bodies import Cursor, Limit, NewConversation, Order
@@ -18,7 +18,7 @@ def routes(backend: Backend) -> APIRouter:
     router = APIRouter(prefix="/v1/conversations")
     kept = backend.chat.conversations
 
-    def store() -> Conversations:
+    def store() -> ConversationStore:
         if kept is None:
             raise ApiError(501, "conversations are not kept here")
         return kept
@@ -41,7 +41,7 @@ def routes(backend: Backend) -> APIRouter:
     def items(
         request: Request, conversation: Cursor, limit: Limit = 20, order: Order = "desc", after: Cursor = ""
     ) -> Fields:
-        said = store().said(request.state.caller.tenant, conversation)
+        said = store().turns(request.state.caller.tenant, conversation)
         texts = [(role, text) for turn in said for role, text in zip(("user", "assistant"), turn, strict=True)]
         numbered = list(enumerate(texts))
         return page(
@@ -56,7 +56,7 @@ def routes(backend: Backend) -> APIRouter:
     return router
 
 
-def _said(body: NewConversation) -> list[Said]:
+def _said(body: NewConversation) -> list[QaPair]:
     """Raises: InputError unless the items are whole turns."""
     messages = [Message(item.role, item.text) for item in body.items or ()]
     if not messages:
@@ -70,7 +70,7 @@ def _said(body: NewConversation) -> list[Said]:
         raise InputError(
             "items must be messages of user and assistant, and the last of them the assistant's and not empty"
         )
-    return exchanges([*messages, Message("user", "?")])[1]
+    return split_messages([*messages, Message("user", "?")])[1]
 
 
 def _object(conversation: Conversation) -> Fields:

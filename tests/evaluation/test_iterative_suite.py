@@ -45,7 +45,7 @@ from ragspec.evaluation.suites.iterative.variants import (
     Workload,
     take_turns,
 )
-from ragspec.rag.answer import Answer, AnswerStats, RunStats
+from ragspec.rag.answer import Answer, AnswerStats, IterativeStats
 from ragspec.rag.iterative.policies import Flare
 from ragspec.retrieval.encoder import TextEncoder
 from ragspec.retrieval.index.store import Store
@@ -71,7 +71,7 @@ def no_tick(stage: str, done: int, total: int) -> None:
 
 def take(seconds: float, text: str = "yes", ids: tuple[int, ...] = (1, 2), **counters: object) -> Take:
     """One question answered in that time."""
-    run = RunStats(**({"total_s": seconds, "num_rounds": 2} | counters))  # type: ignore[arg-type]
+    run = IterativeStats(**({"total_s": seconds, "num_rounds": 2} | counters))  # type: ignore[arg-type]
     stats = AnswerStats(0.0, 0.0, "", GenerationStats(), run)
     return Take(seconds, [Answer("?", text, (), (), (), FinishReason.STOP, ids, (), stats)])
 

@@ -24,9 +24,9 @@ from pipelines.batch_grammar import GrammarTask, app, with_correction_length
 from ragspec.cluster.topology import ClusterConfig
 from ragspec.config import load_config, load_settings
 from ragspec.errors import ConfigError, EngineError, InputError
-from ragspec.rag.grammar.correction_request import DEFAULTS
-from ragspec.rag.grammar.edits import Edit, applied
-from ragspec.rag.grammar.grammar import Correction, Grammar, Manuscript
+from ragspec.rag.grammar.correction import DEFAULT_PARAMS, Correction, CorrectionRequest
+from ragspec.rag.grammar.edits import Edit, apply_edits
+from ragspec.rag.grammar.grammar import Grammar
 
 TEXT = f"{SENTENCES[0]}  {SENTENCES[1]}\n\n{SENTENCES[2]}\n"
 
@@ -53,7 +53,7 @@ def test_a_job_corrects_as_the_library_does(place: Path, loaded: Runtime, tmp_pa
         details = got["response"]["body"]["ragspec"] if parsed.openai else got
         text = got["response"]["body"]["choices"][0]["message"]["content"] if parsed.openai else got["corrected"]
         assert text == expected.corrected
-        assert applied(parsed.text, [Edit(**edit) for edit in details["edits"]]) == text
+        assert apply_edits(parsed.text, [Edit(**edit) for edit in details["edits"]]) == text
         assert [tuple(span) for span in details["unfinished"]] == list(expected.unfinished)
         assert details["stats"]["num_output_tokens"] == expected.stats.num_output_tokens
     assert answers["none"]["corrected"] == "42, 43." and answers["none"]["system_fingerprint"] == ""
@@ -114,7 +114,7 @@ def test_a_manuscript_is_what_a_row_says(place: Path, tmp_path: Path) -> None:
     row = parse_row({"id": "a", "text": "He go.", "tenant": "ann", "seed": 3}, TEXTS)
     begun = job(place, tmp_path, tmp_path)
     params = row.params(begun.defaults, SEED)
-    assert GrammarTask().request(row, params, begun.config) == Manuscript("a", "He go.", params, "ann")
+    assert GrammarTask().request(row, params, begun.config) == CorrectionRequest("a", "He go.", params, "ann")
     assert params.seed == 3
 
 
@@ -202,7 +202,7 @@ def test_the_length_of_a_correction_is_the_one_that_is_given(tmp_path: Path) -> 
     (tmp_path / "c.yaml").write_text("generation: {max_tokens: 64}")
     given = with_correction_length(load_settings(ClusterConfig, tmp_path / "c.yaml"))
     assert given.generation.max_tokens == 64
-    assert with_correction_length(load_settings(ClusterConfig)).generation.max_tokens == DEFAULTS.max_tokens
+    assert with_correction_length(load_settings(ClusterConfig)).generation.max_tokens == DEFAULT_PARAMS.max_tokens
 
 
 def test_a_job_is_not_continued_with_other_weights_of_the_same_name(place: Path, tmp_path: Path) -> None:

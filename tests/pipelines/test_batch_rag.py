@@ -30,7 +30,7 @@ from pipelines.batch_rag import RagTask, app
 from ragspec.config import EncoderConfig, load_config
 from ragspec.core import Document
 from ragspec.errors import EngineError, ReplicaLost, RetrievalError, SaveError
-from ragspec.rag.async_pipeline import Flow
+from ragspec.rag.async_pipeline import AsyncPipeline
 from ragspec.rag.pipeline import Pipeline
 from ragspec.retrieval.encoder import Encoder
 from ragspec.retrieval.index.manifest import read_pointer
@@ -265,15 +265,15 @@ class Losing:
         self._left, self._error = after, error
 
     def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        generate = Flow._generate
+        generate = AsyncPipeline._generate
 
-        async def losing(flow: Flow, ready: Any) -> Any:
+        async def losing(flow: AsyncPipeline, ready: Any) -> Any:
             self._left -= 1
             if self._left < 0:
                 raise self._error
             return await generate(flow, ready)
 
-        monkeypatch.setattr(Flow, "_generate", losing)
+        monkeypatch.setattr(AsyncPipeline, "_generate", losing)
 
 
 @pytest.mark.parametrize("error", [ReplicaLost("no engine is left"), RetrievalError("the index is lost")])
@@ -297,14 +297,14 @@ def test_an_error_of_one_request_is_its_rows(
     place: Path, straight: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One row that no engine can answer ends the job, now and at every resume."""
-    generate = Flow._generate
+    generate = AsyncPipeline._generate
 
-    async def failing(flow: Flow, ready: Any) -> Any:
+    async def failing(flow: AsyncPipeline, ready: Any) -> Any:
         if ready[0].request.id == "q7":
             raise EngineError("a step failed")
         return await generate(flow, ready)
 
-    monkeypatch.setattr(Flow, "_generate", failing)
+    monkeypatch.setattr(AsyncPipeline, "_generate", failing)
     summary = run_job(job(place, place / "q.jsonl", tmp_path / "out"), RagTask())
     assert (summary.num_answered, summary.num_failed) == (NUM_ROWS - 1, 1)
     assert texts_of(tmp_path / "out") == {name: text for name, text in straight.items() if name != "q7"}

@@ -13,9 +13,9 @@ from pipelines.batch.records import answer_result, correction_result, error_reco
 from pipelines.batch.rows import QUESTIONS, TEXTS, parse_row
 from ragspec.core import FinishReason, GenerationStats, Passage, TokenLogprob
 from ragspec.rag.answer import Answer, AnswerStats
-from ragspec.rag.grammar.edit_filters import Why, Withheld
+from ragspec.rag.grammar.correction import Correction
+from ragspec.rag.grammar.edit_filters import WithheldEdit, WithholdReason
 from ragspec.rag.grammar.edits import Edit, EditKind
-from ragspec.rag.grammar.grammar import Correction
 
 STATS = GenerationStats(
     num_prompt_tokens=30, num_cached_tokens=20, num_output_tokens=6, num_steps=3, seed=7, system_fingerprint="fp"
@@ -151,7 +151,10 @@ def test_a_failed_chat_row_is_a_line_of_openais_error_file(code: str, status: in
 
 def test_a_correction_has_both_forms() -> None:
     """A corrected text without its edits; a sentence left as it was that nobody is told of."""
-    edit, name = Edit(3, 5, "go", "goes", EditKind.AGREEMENT), Withheld(Edit(0, 2, "He", "Hed"), Why.NAME)
+    edit, name = (
+        Edit(3, 5, "go", "goes", EditKind.AGREEMENT),
+        WithheldEdit(Edit(0, 2, "He", "Hed"), WithholdReason.NAME),
+    )
     correction = Correction("a", "He go. It", "He goes. It", (edit,), ((7, 9),), STATS, 0.1, (name,))
     result = correction_result(correction)
     plain = output_record(parse_row({"id": "a", "text": "He go. It"}, TEXTS), result, "tiny", 1)

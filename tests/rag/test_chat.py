@@ -28,11 +28,13 @@ from ragspec.engine.engine import Engine
 from ragspec.engine.target import Target
 from ragspec.errors import InputError, NotFound, PromptTooLong, RetrievalError, SaveError
 from ragspec.rag.answer import Answer
-from ragspec.rag.chat.chat import WHOLE_INDEX, Chat, ChatConfig, ReadyTurn, Turn
-from ragspec.rag.chat.conversations import Conversations, Said, Shown
-from ragspec.rag.chat.history import Past
+from ragspec.rag.chat.chat import Chat, ChatTurn, PreparedTurn
+from ragspec.rag.chat.config import ChatConfig
+from ragspec.rag.chat.conversations import ConversationStore, QaPair, ShownPassages
+from ragspec.rag.chat.history import ChatHistory
+from ragspec.rag.chat.retrieval import WHOLE_INDEX
 from ragspec.rag.prompt import PromptBuilder
-from ragspec.rag.steps import scope_of
+from ragspec.rag.steps import parse_scope
 from ragspec.retrieval.index.store import Store
 from ragspec.retrieval.index.writer import IndexWriter
 from ragspec.retrieval.retriever import Retriever, build_index
@@ -43,8 +45,8 @@ FOLLOW_UP = "Who built it?"
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> Iterator[Conversations]:
-    store = Conversations(tmp_path / "conversations.sqlite")
+def store(tmp_path: Path) -> Iterator[ConversationStore]:
+    store = ConversationStore(tmp_path / "conversations.sqlite")
     yield store
     store.close()
 
@@ -55,7 +57,7 @@ def prompts(target: Target) -> PromptBuilder:
 
 
 @pytest.fixture
-def chat(retriever: Retriever, prompts: PromptBuilder, store: Conversations) -> Chat:
+def chat(retriever: Retriever, prompts: PromptBuilder, store: ConversationStore) -> Chat:
     return Chat(retriever, prompts, store)
 
 
@@ -65,7 +67,7 @@ class Asking:
     def __init__(self, chat: Chat, engine: Engine, switch: Switch) -> None:
         self.chat, self.engine, self.switch = chat, engine, switch
 
-    def __call__(self, turn: Turn, says: str = "") -> tuple[ReadyTurn, Answer]:
+    def __call__(self, turn: ChatTurn, says: str = "") -> tuple[PreparedTurn, Answer]:
         self.switch.answer = says
         ready = self.chat.prepare(turn)
         answer = self.chat.answered(ready, self.engine.generate([ready.request])[0])
@@ -78,11 +80,11 @@ def asking(chat: Chat, engine: Engine, switch: Switch) -> Asking:
     return Asking(chat, engine, switch)
 
 
-def turn(*texts: str, **options: Any) -> Turn:
+def turn(*texts: str, **options: Any) -> ChatTurn:
     """The user's and the assistant's texts in turn."""
     roles = itertools.cycle(("user", "assistant"))
     messages = tuple(Message(role, text) for role, text in zip(roles, texts, strict=False))
-    return Turn(**{"id": uuid.uuid4().hex, "messages": messages, "params": PARAMS, "num_passages": 1, **options})
+    return ChatTurn(**{"id": uuid.uuid4().hex, "messages": messages, "params": PARAMS, "num_passages": 1, **options})
 
 
 def ids(passages: Sequence[Passage]) -> list[str]:
@@ -100,32 +102,32 @@ def test_a_follow_up_computes_nothing_of_the_turn_before_again(asking: Asking) -
     assert second.prompt.history[0].passages == first.prompt.passages
 
 
-def test_a_named_conversation_is_supplied_by_the_server(asking: Asking, store: Conversations) -> None:
+def test_a_named_conversation_is_supplied_by_the_server(asking: Asking, store: ConversationStore) -> None:
     """A client that sends its question alone was answered as if nothing had been said before."""
     name = store.create("acme").id
     first, _ = asking(turn(QUESTION, conversation=name, scope=SearchScope("acme")), QUOTE)
     second, _ = asking(turn(FOLLOW_UP, conversation=name, scope=SearchScope("acme")), "The people.")
     assert second.prompt.prompt_ids[: len(first.prompt.prompt_ids)] == first.prompt.prompt_ids
-    assert [tuple(said) for said in store.said("acme", name)] == [(QUESTION, QUOTE), (FOLLOW_UP, "The people.")]
+    assert [tuple(said) for said in store.turns("acme", name)] == [(QUESTION, QUOTE), (FOLLOW_UP, "The people.")]
     assert second.request.affinity == first.request.affinity == name
     again, _ = asking(
         turn(QUESTION, QUOTE, FOLLOW_UP, "The people.", "When?", conversation=name, scope=SearchScope("acme")),
         "In 1874.",
     )
-    assert [said.answer for said in store.said("acme", name)] == [QUOTE, "The people.", "In 1874."]
+    assert [said.answer for said in store.turns("acme", name)] == [QUOTE, "The people.", "In 1874."]
     assert again.past.history[0].passages == first.prompt.passages
 
 
 @pytest.mark.parametrize("other", ["tenant", "filter", "salt", "conversation"])
-def test_what_was_shown_to_another_is_not_shown(asking: Asking, store: Conversations, other: str) -> None:
+def test_what_was_shown_to_another_is_not_shown(asking: Asking, store: ConversationStore, other: str) -> None:
     """The passages of a turn were found by the words before it, whoever had said them, and whatever they may see."""
-    scope = scope_of("acme", None)
+    scope = parse_scope("acme", None)
     first, _ = asking(turn(QUESTION, scope=scope), QUOTE)
     assert first.prompt.passages
     name = store.create("acme").id
     asked = {
-        "tenant": turn(QUESTION, QUOTE, FOLLOW_UP, scope=scope_of("umbrella", None)),
-        "filter": turn(QUESTION, QUOTE, FOLLOW_UP, scope=scope_of("acme", {"type": "eq", "key": "x", "value": 1})),
+        "tenant": turn(QUESTION, QUOTE, FOLLOW_UP, scope=parse_scope("umbrella", None)),
+        "filter": turn(QUESTION, QUOTE, FOLLOW_UP, scope=parse_scope("acme", {"type": "eq", "key": "x", "value": 1})),
         "salt": turn(QUESTION, QUOTE, FOLLOW_UP, scope=scope, cache_salt="other"),
         "conversation": turn(QUESTION, QUOTE, FOLLOW_UP, scope=scope, conversation=name),
     }
@@ -164,7 +166,7 @@ def test_a_question_that_stands_alone_is_answered_from_its_own_passages(asking: 
 
 
 def test_a_target_of_single_questions_reads_the_standalone_question_alone(
-    retriever: Retriever, store: Conversations, engine: Engine
+    retriever: Retriever, store: ConversationStore, engine: Engine
 ) -> None:
     """A target that never saw a second turn wrote its first answer again, whatever was asked."""
     tokenizer = ALL["reference"]
@@ -226,7 +228,7 @@ def test_a_question_that_does_not_fit_is_refused_and_never_cut(chat: Chat) -> No
         chat.prepare(turn(QUESTION, QUOTE, "Why? " * CONTEXT))
     system = Message("system", "Be brief. " * CONTEXT)
     with pytest.raises(PromptTooLong):
-        chat.prepare(Turn("x", (system, Message("user", QUESTION)), PARAMS))
+        chat.prepare(ChatTurn("x", (system, Message("user", QUESTION)), PARAMS))
     with pytest.raises(PromptTooLong):
         chat.prepare(turn(QUESTION, params=SamplingParams(max_tokens=CONTEXT)))
 
@@ -257,7 +259,7 @@ def test_system_messages_stay_in_front(asking: Asking, prompts: PromptBuilder) -
         Message("system", "Be kind."),
         Message("user", FOLLOW_UP),
     )
-    ready = asking.chat.prepare(Turn("x", messages, PARAMS))
+    ready = asking.chat.prepare(ChatTurn("x", messages, PARAMS))
     text = prompts.tokenizer.decode(list(ready.request.prompt_ids))
     assert text.index("Be brief.\n\nBe kind.") < text.index(QUESTION) < text.index(FOLLOW_UP)
 
@@ -277,21 +279,25 @@ def test_system_messages_stay_in_front(asking: Asking, prompts: PromptBuilder) -
 def test_messages_that_are_no_conversation_are_refused(chat: Chat, messages: tuple[Message, ...]) -> None:
     """They reached the template or the index, and came back as a server's error."""
     with pytest.raises(InputError):
-        chat.prepare(Turn("x", messages, PARAMS))
+        chat.prepare(ChatTurn("x", messages, PARAMS))
 
 
 def test_messages_of_one_role_in_a_row_are_one(chat: Chat) -> None:
     """Templates that want roles to alternate refuse what clients send after an aborted answer."""
     messages = [Message("user", "One?"), Message("assistant", ""), Message("user", QUESTION)]
-    ready = chat.prepare(Turn("x", tuple(messages), PARAMS))
+    ready = chat.prepare(ChatTurn("x", tuple(messages), PARAMS))
     assert ready.asked == f"One?\n\n{QUESTION}" and ready.prompt.history == ()
     blank = [Message("system", " "), Message("user", "One?"), Message("assistant", "\n"), Message("user", QUESTION)]
-    assert chat.prepare(Turn("x", tuple(blank), PARAMS)).asked == f"One?\n\n{QUESTION}"  # a target may write just that
-    greeted = chat.prepare(Turn("x", (Message("assistant", "Hello."), Message("user", QUESTION)), PARAMS))
+    assert (
+        chat.prepare(ChatTurn("x", tuple(blank), PARAMS)).asked == f"One?\n\n{QUESTION}"
+    )  # a target may write just that
+    greeted = chat.prepare(ChatTurn("x", (Message("assistant", "Hello."), Message("user", QUESTION)), PARAMS))
     assert greeted.prompt.history[0].answer == "Hello."
 
 
-def test_an_unknown_conversation_is_said_to_be_unknown(chat: Chat, retriever: Retriever, store: Conversations) -> None:
+def test_an_unknown_conversation_is_said_to_be_unknown(
+    chat: Chat, retriever: Retriever, store: ConversationStore
+) -> None:
     """It began anew in silence, and the client thought its history was known."""
     for tenant, name in (("acme", "conv_1"), ("umbrella", store.create("acme").id)):
         with pytest.raises(NotFound):
@@ -323,7 +329,7 @@ def test_without_an_index_there_is_an_error_or_an_answer_that_says_so(prompts: P
 
 
 def test_a_follow_up_that_looks_nothing_up_needs_no_index_where_that_is_allowed(
-    retriever: Retriever, prompts: PromptBuilder, store: Conversations
+    retriever: Retriever, prompts: PromptBuilder, store: ConversationStore
 ) -> None:
     """It failed all the same: the passages of the turn before were to be confirmed."""
     first = Chat(retriever, prompts, store).prepare(turn(QUESTION))
@@ -351,7 +357,7 @@ def test_a_full_disk_takes_nothing_from_the_answer(
 
 @pytest.mark.parametrize("mode", ["hybrid", "dense", "sparse"])
 def test_what_was_deleted_is_in_no_later_turn(
-    tmp_path: Path, retriever: Retriever, prompts: PromptBuilder, store: Conversations, mode: Any
+    tmp_path: Path, retriever: Retriever, prompts: PromptBuilder, store: ConversationStore, mode: Any
 ) -> None:
     """A deleted document lived on in the history of conversations, and was copied from. One that is there was shown no more where
     it has no word of the next question."""
@@ -373,13 +379,13 @@ def test_what_was_deleted_is_in_no_later_turn(
     assert list(without.prompt.history[0].passages) == kept and not without.prompt.passages
 
 
-def _answer(chat: Chat, ready: ReadyTurn) -> Answer:
+def _answer(chat: Chat, ready: PreparedTurn) -> Answer:
     return chat.answered(ready, Completion(ready.request.id, 0, (), QUOTE, FinishReason.STOP, (), GenerationStats()))
 
 
 def test_a_passage_that_was_changed_takes_nothing_from_its_new_text() -> None:
     """The old text was gone, and with it went the new one of the same name, shown a turn later."""
     old, new = (Passage("d", 0, text, 0, len(text)) for text in ("The old text.", "The new text."))
-    said = (Said("One?", "1."), Said("Two?", "2."))
-    past = Past(said, (Shown((old,), "a"), Shown((new,), "b")), ("1", "2", "3"))
+    said = (QaPair("One?", "1."), QaPair("Two?", "2."))
+    past = ChatHistory(said, (ShownPassages((old,), "a"), ShownPassages((new,), "b")), ("1", "2", "3"))
     assert [turn.passages for turn in past.without({(old.id, old.text)})] == [(), (new,)]

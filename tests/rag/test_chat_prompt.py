@@ -11,25 +11,25 @@ from test_prompt import ALL
 
 from ragspec.core import Message, Passage
 from ragspec.errors import PromptTooLong
-from ragspec.rag.chat.prompt import ChatPrompt, Exchange, chat_prompt
+from ragspec.rag.chat.prompt import ChatPrompt, PastTurn, build_chat_prompt
 from ragspec.rag.prompt import PromptBuilder
 
 TEXT = st.text("ab <|>\n[1]é", min_size=1, max_size=12).filter(str.strip)
 PASSAGES = st.lists(
     st.builds(lambda text, number: Passage(f"d{number}", 0, text, 0, len(text)), TEXT, st.integers(0, 9)), max_size=3
 ).map(tuple)
-TURNS = st.lists(st.builds(Exchange, TEXT, TEXT, PASSAGES), min_size=1, max_size=7)
+TURNS = st.lists(st.builds(PastTurn, TEXT, TEXT, PASSAGES), min_size=1, max_size=7)
 
 
 @pytest.mark.parametrize("name", ALL)
 @settings(deadline=None, max_examples=20)
 @given(turns=TURNS, system=st.sampled_from(["", "Be brief."]))
-def test_every_prompt_begins_with_the_one_before_it(name: str, turns: list[Exchange], system: str) -> None:
+def test_every_prompt_begins_with_the_one_before_it(name: str, turns: list[PastTurn], system: str) -> None:
     """The instruction moved to the newest question, or passages were left out of history: nothing cached held any more."""
     prompts = PromptBuilder(ALL[name], 100_000)
     before: tuple[int, ...] = ()
     for number, turn in enumerate(turns):
-        prompt = chat_prompt(prompts, system, turns[:number], turn.question, turn.passages, 8)
+        prompt = build_chat_prompt(prompts, system, turns[:number], turn.question, turn.passages, 8)
         assert prompt.num_dropped_turns == 0 and not prompt.dropped and not prompt.dropped_history
         assert prompt.prompt_ids[: len(before)] == before
         before = prompt.prompt_ids
@@ -38,11 +38,11 @@ def test_every_prompt_begins_with_the_one_before_it(name: str, turns: list[Excha
 @pytest.mark.parametrize("name", ALL)
 @settings(deadline=None, max_examples=25)
 @given(turns=TURNS, share=st.floats(0.0, 1.0))
-def test_what_is_not_in_the_prompt_is_reported_and_nothing_else(name: str, turns: list[Exchange], share: float) -> None:
+def test_what_is_not_in_the_prompt_is_reported_and_nothing_else(name: str, turns: list[PastTurn], share: float) -> None:
     """A turn or a passage vanished without a word; or was reported and stood in the prompt all the same."""
     *history, last = turns
     everything = len(_prompt(name, 100_000, history, last).prompt_ids)
-    least = len(_prompt(name, 100_000, [], Exchange(last.question, "")).prompt_ids)
+    least = len(_prompt(name, 100_000, [], PastTurn(last.question, "")).prompt_ids)
     room = least + int(share * (everything - least))
     prompt = _prompt(name, room + 8, history, last)
     assert len(prompt.prompt_ids) <= room
@@ -55,7 +55,7 @@ def test_what_is_not_in_the_prompt_is_reported_and_nothing_else(name: str, turns
         assert (question, answer) in (("", ""), (turn.question, turn.answer))
         gone += () if passages else turn.passages
     assert tuple(gone) == prompt.dropped_history
-    alone = _prompt(name, 100_000, prompt.history, Exchange(last.question, "", prompt.passages))
+    alone = _prompt(name, 100_000, prompt.history, PastTurn(last.question, "", prompt.passages))
     assert alone.prompt_ids == prompt.prompt_ids
     if room == everything:
         assert not prompt.dropped_history and not prompt.dropped
@@ -66,7 +66,7 @@ def test_what_is_not_in_the_prompt_is_reported_and_nothing_else(name: str, turns
 def test_the_oldest_goes_first_and_the_beginning_then_holds_for_a_while() -> None:
     """One turn was dropped with each new one, and the whole rest computed again every time."""
     turns = [
-        Exchange(f"Question {n}?", f"Answer {n}.", (Passage(f"d{n}", 0, "It rained. " * 8, 0, 88),)) for n in range(24)
+        PastTurn(f"Question {n}?", f"Answer {n}.", (Passage(f"d{n}", 0, "It rained. " * 8, 0, 88),)) for n in range(24)
     ]
     prompts = [_prompt("reference", 360, turns[:n], turns[n]) for n in range(24)]
     assert all(prompt.passages and not prompt.dropped for prompt in prompts)
@@ -79,16 +79,16 @@ def test_the_oldest_goes_first_and_the_beginning_then_holds_for_a_while() -> Non
     assert sum(kept) >= 0.7 * len(kept)
 
 
-def _prompt(name: str, context: int, history: list[Exchange] | tuple[Exchange, ...], last: Exchange) -> ChatPrompt:
-    return chat_prompt(PromptBuilder(ALL[name], context), "", history, last.question, last.passages, 8)
+def _prompt(name: str, context: int, history: list[PastTurn] | tuple[PastTurn, ...], last: PastTurn) -> ChatPrompt:
+    return build_chat_prompt(PromptBuilder(ALL[name], context), "", history, last.question, last.passages, 8)
 
 
 def test_a_turn_without_an_answer_leaves_no_two_messages_of_the_user_in_a_row() -> None:
     """Templates that want roles to alternate refused every later turn of a conversation that held one."""
     prompts = PromptBuilder(ALL["chat"], 2048)
     passage = Passage("d", 0, "The mill is old.", 0, 16)
-    turns = [Exchange("One?", "1."), Exchange("", ""), Exchange("Two?", " ", (passage,)), Exchange("Three?", "")]
-    found = chat_prompt(prompts, "", turns, "Four?", [], 64)
+    turns = [PastTurn("One?", "1."), PastTurn("", ""), PastTurn("Two?", " ", (passage,)), PastTurn("Three?", "")]
+    found = build_chat_prompt(prompts, "", turns, "Four?", [], 64)
     expected = prompts.tokens(
         [Message("user", "One?"), Message("assistant", "1."), Message("user", "Two?\n\nThree?\n\nFour?")]
     )

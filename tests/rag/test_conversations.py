@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from ragspec.core import Passage
 from ragspec.errors import NotFound, SaveError, StoreCorrupt
-from ragspec.rag.chat.conversations import Conversations, Said, Shown, turn_keys
+from ragspec.rag.chat.conversations import ConversationStore, QaPair, ShownPassages, turn_keys
 
 PASSAGE = Passage("mill", 0, "The old mill was built in 1874.", 0, 31, "The mill", "mill.md", 0.5)
 SECRET = "swordfish"
@@ -39,53 +39,53 @@ def clock() -> Clock:
 
 
 @pytest.fixture
-def store(tmp_path: Path, clock: Clock) -> Iterator[Conversations]:
-    store = Conversations(tmp_path / "c.sqlite", ttl_s=3600.0, max_bytes_per_tenant=2**17, clock=clock)
+def store(tmp_path: Path, clock: Clock) -> Iterator[ConversationStore]:
+    store = ConversationStore(tmp_path / "c.sqlite", ttl_s=3600.0, max_bytes_per_tenant=2**17, clock=clock)
     yield store
     store.close()
 
 
-def test_what_was_said_and_shown_comes_back(store: Conversations) -> None:
+def test_what_was_said_and_shown_comes_back(store: ConversationStore) -> None:
     """A field of a passage was lost on the way, and its citation with it."""
     made = store.create("ann", {"topic": "mills"})
-    assert store.find("ann", made.id) == made and store.said("ann", made.id) == []
-    store.append("ann", made.id, [Said("When?", "In 1874."), Said("Why?", "")])
-    store.append("ann", made.id, [Said("Who?", "The people.")])
-    assert store.said("ann", made.id) == [("When?", "In 1874."), ("Why?", ""), ("Who?", "The people.")]
-    shown = Shown((PASSAGE,), "generation-1", ("mill#0",))
-    store.show("ann", "key", shown, conversation=made.id)
-    assert store.shown("ann", ["key", "other"]) == {"key": shown}
+    assert store.find("ann", made.id) == made and store.turns("ann", made.id) == []
+    store.append("ann", made.id, [QaPair("When?", "In 1874."), QaPair("Why?", "")])
+    store.append("ann", made.id, [QaPair("Who?", "The people.")])
+    assert store.turns("ann", made.id) == [("When?", "In 1874."), ("Why?", ""), ("Who?", "The people.")]
+    shown = ShownPassages((PASSAGE,), "generation-1", ("mill#0",))
+    store.save_shown("ann", "key", shown, conversation=made.id)
+    assert store.load_shown("ann", ["key", "other"]) == {"key": shown}
 
 
-def test_a_tenant_sees_and_deletes_its_own_alone(store: Conversations) -> None:
+def test_a_tenant_sees_and_deletes_its_own_alone(store: ConversationStore) -> None:
     """A name that another tenant learnt opened the conversation."""
     made = store.create("ann")
-    store.show("ann", "key", Shown((PASSAGE,)))
-    for refused in (store.find, store.said, store.delete):
+    store.save_shown("ann", "key", ShownPassages((PASSAGE,)))
+    for refused in (store.find, store.turns, store.delete):
         with pytest.raises(NotFound):
             refused("bob", made.id)
     with pytest.raises(NotFound):
-        store.append("bob", made.id, [Said("a", "b")])
-    assert store.shown("bob", ["key"]) == {}
+        store.append("bob", made.id, [QaPair("a", "b")])
+    assert store.load_shown("bob", ["key"]) == {}
     store.forget_documents("bob", ["mill"])
     store.purge("bob")
-    assert store.find("ann", made.id) and store.shown("ann", ["key"])
+    assert store.find("ann", made.id) and store.load_shown("ann", ["key"])
 
 
-def test_what_is_deleted_is_gone_from_the_disk(store: Conversations, tmp_path: Path) -> None:
+def test_what_is_deleted_is_gone_from_the_disk(store: ConversationStore, tmp_path: Path) -> None:
     """A deleted conversation could be read in the file, or in the log beside it."""
     made = store.create("ann")
-    store.append("ann", made.id, [Said(SECRET, SECRET)] * 50)
+    store.append("ann", made.id, [QaPair(SECRET, SECRET)] * 50)
     secret = Passage("note", 0, SECRET * 100, 0, 900)
-    store.show("ann", "key", Shown((secret,)), conversation=made.id)
-    store.show("ann", "other", Shown((secret, PASSAGE)))
+    store.save_shown("ann", "key", ShownPassages((secret,)), conversation=made.id)
+    store.save_shown("ann", "other", ShownPassages((secret, PASSAGE)))
     assert _on_disk(tmp_path)
     store.delete("ann", made.id)
-    assert store.shown("ann", ["key"]) == {} and store.shown("ann", ["other"])
+    assert store.load_shown("ann", ["key"]) == {} and store.load_shown("ann", ["other"])
     store.forget_documents("ann", ["note"])
-    assert store.shown("ann", ["other"]) == {}
+    assert store.load_shown("ann", ["other"]) == {}
     assert not _on_disk(tmp_path)
-    store.append("ann", store.create("ann").id, [Said(SECRET, SECRET)])
+    store.append("ann", store.create("ann").id, [QaPair(SECRET, SECRET)])
     store.purge("ann")
     assert not _on_disk(tmp_path)
 
@@ -94,60 +94,60 @@ def _on_disk(folder: Path) -> bool:
     return any(SECRET.encode() in path.read_bytes() for path in folder.iterdir())
 
 
-def test_what_nobody_uses_grows_old(store: Conversations, clock: Clock) -> None:
+def test_what_nobody_uses_grows_old(store: ConversationStore, clock: Clock) -> None:
     """Old conversations stayed for ever; or one in use was dropped."""
     old, used = store.create("ann").id, store.create("ann").id
-    store.show("ann", "old", Shown((PASSAGE,)))
-    store.show("ann", "used", Shown((PASSAGE,)))
+    store.save_shown("ann", "old", ShownPassages((PASSAGE,)))
+    store.save_shown("ann", "used", ShownPassages((PASSAGE,)))
     clock.now_s += 3000.0
-    store.append("ann", used, [Said("a", "b")])
-    store.show("ann", "next", Shown((PASSAGE,)), earlier=["used"])
+    store.append("ann", used, [QaPair("a", "b")])
+    store.save_shown("ann", "next", ShownPassages((PASSAGE,)), earlier=["used"])
     clock.now_s += 3000.0
     with pytest.raises(NotFound):
         store.find("ann", old)
-    assert store.said("ann", used) and set(store.shown("ann", ["old", "used", "next"])) == {"used", "next"}
+    assert store.turns("ann", used) and set(store.load_shown("ann", ["old", "used", "next"])) == {"used", "next"}
 
 
 def test_what_grew_old_is_not_on_the_disk_of_the_next_process(
-    tmp_path: Path, store: Conversations, clock: Clock
+    tmp_path: Path, store: ConversationStore, clock: Clock
 ) -> None:
     """A service that nobody wrote to kept what it had promised to forget."""
-    store.append("ann", store.create("ann").id, [Said(SECRET, SECRET)])
+    store.append("ann", store.create("ann").id, [QaPair(SECRET, SECRET)])
     store.close()
     assert SECRET.encode() in (tmp_path / "c.sqlite").read_bytes()
     clock.now_s += 4000.0
-    opened = Conversations(tmp_path / "c.sqlite", ttl_s=3600.0, clock=clock)
+    opened = ConversationStore(tmp_path / "c.sqlite", ttl_s=3600.0, clock=clock)
     assert not any(SECRET.encode() in path.read_bytes() for path in tmp_path.iterdir())
     opened.close()
 
 
-def test_a_conversation_begins_with_all_its_turns_or_is_none(store: Conversations) -> None:
+def test_a_conversation_begins_with_all_its_turns_or_is_none(store: ConversationStore) -> None:
     """Too much to keep, and an empty conversation stayed."""
-    made = store.create("ann", said=[Said("a", "b"), Said("c", "d")])
-    assert store.said("ann", made.id) == [Said("a", "b"), Said("c", "d")]
+    made = store.create("ann", said=[QaPair("a", "b"), QaPair("c", "d")])
+    assert store.turns("ann", made.id) == [QaPair("a", "b"), QaPair("c", "d")]
     with pytest.raises(SaveError):
-        store.create("ann", said=[Said("a", "b" * 2**18)])
+        store.create("ann", said=[QaPair("a", "b" * 2**18)])
     with store._database.reading() as db:
         assert db.execute("SELECT id FROM conversations").fetchall() == [(made.id,)]
 
 
-def test_a_tenant_takes_no_more_room_than_it_may(store: Conversations, clock: Clock) -> None:
+def test_a_tenant_takes_no_more_room_than_it_may(store: ConversationStore, clock: Clock) -> None:
     """One tenant filled the disk, or pushed out what others had."""
-    store.append("bob", bobs := store.create("bob").id, [Said("a", "b")])
+    store.append("bob", bobs := store.create("bob").id, [QaPair("a", "b")])
     names = []
     for _ in range(64):
         clock.now_s += 1.0
         names.append(store.create("ann").id)
-        store.append("ann", names[-1], [Said("x" * 4096, "y" * 4096)])
+        store.append("ann", names[-1], [QaPair("x" * 4096, "y" * 4096)])
     kept = [name for name in names if _is_there(store, "ann", name)]
     assert 0 < len(kept) < 40 and kept == names[-len(kept) :]
-    assert store.said("bob", bobs)
+    assert store.turns("bob", bobs)
     with pytest.raises(SaveError):
-        store.append("ann", names[-1], [Said("x" * 2**17, "")])
-    assert store.said("ann", names[-1]) == [("x" * 4096, "y" * 4096)]
+        store.append("ann", names[-1], [QaPair("x" * 2**17, "")])
+    assert store.turns("ann", names[-1]) == [("x" * 4096, "y" * 4096)]
 
 
-def _is_there(store: Conversations, tenant: str, name: str) -> bool:
+def _is_there(store: ConversationStore, tenant: str, name: str) -> bool:
     try:
         return bool(store.find(tenant, name))
     except NotFound:
@@ -160,24 +160,24 @@ def test_a_turn_is_known_by_every_character_before_it(texts: list[str], at: int,
     """Two histories that join to the same text had the same key."""
 
     def keys(texts: list[str]) -> list[str]:
-        said = [Said(*texts[n : n + 2]) for n in range(0, len(texts) - 1, 2)]
+        said = [QaPair(*texts[n : n + 2]) for n in range(0, len(texts) - 1, 2)]
         return turn_keys("who", said, "question")
 
     at %= len(texts) // 2 * 2
     changed = [*texts[:at], texts[at] + more, *texts[at + 1 :]]
     assert keys(texts)[-1] != keys(changed)[-1] and len(set(keys(texts))) == len(keys(texts))
-    assert turn_keys("", [Said("a", "b")], "c")[-1] != turn_keys("", [Said("ab", "")], "c")[-1]
+    assert turn_keys("", [QaPair("a", "b")], "c")[-1] != turn_keys("", [QaPair("ab", "")], "c")[-1]
 
 
 _WRITER = """
 import sys
 from pathlib import Path
-from ragspec.rag.chat.conversations import Conversations, Said
-store = Conversations(Path(sys.argv[1]))
+from ragspec.rag.chat.conversations import ConversationStore, QaPair
+store = ConversationStore(Path(sys.argv[1]))
 name = store.create("ann").id
 print(name, flush=True)
 for number in range(10**6):
-    store.append("ann", name, [Said(str(number), "x" * 500)])
+    store.append("ann", name, [QaPair(str(number), "x" * 500)])
     print(number, flush=True)
 """
 
@@ -191,31 +191,31 @@ def test_an_acknowledged_turn_survives_a_kill(tmp_path: Path) -> None:
         acknowledged = [int(writer.stdout.readline()) for _ in range(50)]
         os.kill(writer.pid, signal.SIGKILL)
         acknowledged += [int(line) for line in writer.stdout.read().splitlines(keepends=True) if line.endswith("\n")]
-    store = Conversations(path)
-    kept = [int(turn.question) for turn in store.said("ann", name)]
+    store = ConversationStore(path)
+    kept = [int(turn.question) for turn in store.turns("ann", name)]
     store.close()
     assert kept == list(range(len(kept))) and len(kept) > acknowledged[-1]
 
 
 def test_a_full_disk_is_an_error_and_what_was_kept_stays(tmp_path: Path) -> None:
     """A full disk ended the process, or cost what was kept before."""
-    store = Conversations(tmp_path / "c.sqlite")
+    store = ConversationStore(tmp_path / "c.sqlite")
     name = store.create("ann").id
-    store.append("ann", name, [Said("first", "kept")])
+    store.append("ann", name, [QaPair("first", "kept")])
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     try:
         resource.setrlimit(resource.RLIMIT_FSIZE, (2**17, limit[1]))
         with pytest.raises(SaveError) as error:
             for _ in range(10):
-                store.append("ann", name, [Said(SECRET, "x" * 2**16)])
+                store.append("ann", name, [QaPair(SECRET, "x" * 2**16)])
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limit)
         signal.signal(signal.SIGXFSZ, handler)
     assert SECRET not in str(error.value)
-    assert store.said("ann", name)[0] == ("first", "kept")
-    store.append("ann", name, [Said("again", "kept")])
-    assert store.said("ann", name)[-1] == ("again", "kept")
+    assert store.turns("ann", name)[0] == ("first", "kept")
+    store.append("ann", name, [QaPair("again", "kept")])
+    assert store.turns("ann", name)[-1] == ("again", "kept")
     store.close()
 
 
@@ -226,9 +226,9 @@ def test_a_damaged_file_is_refused_with_its_name(tmp_path: Path, damage: str) ->
     if damage == "no database":
         path.write_bytes(b"These are no pages." * 100)
     else:
-        store = Conversations(path)
+        store = ConversationStore(path)
         name = store.create("ann").id
-        store.append("ann", name, [Said("x" * 5000, "y" * 5000)] * 20)
+        store.append("ann", name, [QaPair("x" * 5000, "y" * 5000)] * 20)
         store.close()
         raw = bytearray(path.read_bytes())
         if damage == "middle":
@@ -237,25 +237,25 @@ def test_a_damaged_file_is_refused_with_its_name(tmp_path: Path, damage: str) ->
             raw[60:64] = (99).to_bytes(4, "big")
         path.write_bytes(raw)
     with pytest.raises(StoreCorrupt, match=r"c\.sqlite"):
-        Conversations(path)
+        ConversationStore(path)
 
 
-def test_many_threads_keep_every_turn(store: Conversations) -> None:
+def test_many_threads_keep_every_turn(store: ConversationStore) -> None:
     """Two turns at once took each other's place."""
     name = store.create("ann").id
 
     def speak(who: int) -> None:
         for number in range(20):
-            store.append("ann", name, [Said(f"{who}", f"{number}")])
+            store.append("ann", name, [QaPair(f"{who}", f"{number}")])
 
     threads = [threading.Thread(target=speak, args=(who,)) for who in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    said = store.said("ann", name)
+    said = store.turns("ann", name)
     for who in range(4):
         assert [int(turn.answer) for turn in said if turn.question == f"{who}"] == list(range(20))
     store.close()
     with pytest.raises(SaveError):
-        store.said("ann", name)
+        store.turns("ann", name)

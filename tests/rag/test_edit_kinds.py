@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from ragspec.rag.grammar.edit_kinds import classified, reason
-from ragspec.rag.grammar.edits import Edit, EditKind, applied, word_edits
+from ragspec.rag.grammar.edit_kinds import classify_edits, edit_message
+from ragspec.rag.grammar.edits import Edit, EditKind, apply_edits, word_edits
 
 
 @pytest.mark.parametrize(
@@ -43,15 +43,17 @@ from ragspec.rag.grammar.edits import Edit, EditKind, applied, word_edits
 )
 def test_edits_are_of_the_kind_that_people_would_say(before: str, after: str, kinds: str) -> None:
     """Everything that is called spelling; a word that moves and counts as two mistakes."""
-    edits = classified(before, word_edits(before, after))
-    assert applied(before, edits) == after
+    edits = classify_edits(before, word_edits(before, after))
+    assert apply_edits(before, edits) == after
     assert " ".join(edit.kind for edit in edits) == kinds
 
 
 def test_a_reason_names_what_changes() -> None:
     """A line under a missing comma that says no more than "error"."""
-    assert reason(Edit(0, 1, "a", "an", EditKind.ARTICLE)) == "The article does not fit here: “an” instead of “a”."
-    assert reason(Edit(0, 0, "", "the ", EditKind.ARTICLE)).endswith("put in “the”.")
-    assert reason(Edit(0, 4, "the ", "", EditKind.ARTICLE)).endswith("leave out “the”.")
-    assert reason(Edit(0, 1, " ", "", EditKind.PUNCTUATION)).endswith("no space here.")
-    assert reason(Edit(0, 0, "", " ", EditKind.PUNCTUATION)).endswith("a space here.")
+    assert (
+        edit_message(Edit(0, 1, "a", "an", EditKind.ARTICLE)) == "The article does not fit here: “an” instead of “a”."
+    )
+    assert edit_message(Edit(0, 0, "", "the ", EditKind.ARTICLE)).endswith("put in “the”.")
+    assert edit_message(Edit(0, 4, "the ", "", EditKind.ARTICLE)).endswith("leave out “the”.")
+    assert edit_message(Edit(0, 1, " ", "", EditKind.PUNCTUATION)).endswith("no space here.")
+    assert edit_message(Edit(0, 0, "", " ", EditKind.PUNCTUATION)).endswith("a space here.")

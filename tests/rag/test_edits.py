@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from ragspec.rag.grammar.edits import Edit, applied, word_edits
+from ragspec.rag.grammar.edits import Edit, apply_edits, word_edits
 from ragspec.training.grammar_metrics import edit_distance
 
 WORDS = st.lists(
@@ -23,7 +23,7 @@ def test_edits_lead_from_one_text_to_the_other(before: str, after: str, start: i
     """An offset that is one character off: a client applies the edits and gets another text."""
     whole = "x" * start + before
     edits = word_edits(before, after, start)
-    assert applied(whole, edits) == "x" * start + after
+    assert apply_edits(whole, edits) == "x" * start + after
     for edit in edits:
         assert whole[edit.start : edit.end] == edit.original != edit.replacement
     ends = [0, *(edit.end for edit in edits)]

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from ragspec.errors import ConfigError
-from ragspec.rag.grammar.edit_kinds import classified
+from ragspec.rag.grammar.edit_kinds import classify_edits
 from ragspec.rag.grammar.edits import word_edits
-from ragspec.rag.grammar.errant_kinds import classifier, errant_kinds
+from ragspec.rag.grammar.errant_kinds import default_classifier, load_errant
 
 
 def test_without_it_words_alone_decide(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -21,10 +21,10 @@ def test_without_it_words_alone_decide(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(importlib, "import_module", missing)
     with pytest.raises(ConfigError, match="errant"):
-        errant_kinds()
-    classifier.cache_clear()
-    assert classifier() is classified
-    classifier.cache_clear()
+        load_errant()
+    default_classifier.cache_clear()
+    assert default_classifier() is classify_edits
+    default_classifier.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -42,5 +42,5 @@ def test_without_it_words_alone_decide(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_its_types_become_our_kinds(before: str, after: str, kinds: str) -> None:
     """Characters counted where it counts words: every kind is its neighbour's."""
     pytest.importorskip("errant")
-    edits = errant_kinds()(before, word_edits(before, after))
+    edits = load_errant()(before, word_edits(before, after))
     assert " ".join(edit.kind for edit in edits) == kinds

@@ -16,11 +16,11 @@ from ragspec.engine.engine import Engine
 from ragspec.engine.target import Target
 from ragspec.errors import ConfigError, InputError, PromptTooLong, RetrievalError
 from ragspec.rag.answer import Answer
-from ragspec.rag.async_pipeline import Flow, FlowLimits, TwoSteps
-from ragspec.rag.pipeline import EngineLike, Pipeline, RetrieverLike
-from ragspec.rag.pipeline_stages import Finished
+from ragspec.rag.async_pipeline import AsyncPipeline, EncodingRetriever, PipelineLimits
+from ragspec.rag.pipeline import Pipeline
+from ragspec.rag.pipeline_stages import ItemResult
 from ragspec.rag.prompt import PromptBuilder
-from ragspec.rag.steps import Question
+from ragspec.rag.steps import EngineLike, Question, RetrieverLike
 from ragspec.retrieval.retriever import RetrievalResult, Retriever
 from ragspec.retrieval.search.filters import ComparisonFilter
 from ragspec.retrieval.search.index_types import Query, SearchResult
@@ -53,13 +53,13 @@ def questions(params: SamplingParams, texts: Sequence[str] = TEXTS, **options: A
     return [Question(f"q{n}", text, params, **options) for n, text in enumerate(texts)]
 
 
-def flow_of(retriever: RetrieverLike, engine: EngineLike, target: Target, **limits: int) -> Flow:
+def flow_of(retriever: RetrieverLike, engine: EngineLike, target: Target, **limits: int) -> AsyncPipeline:
     limits = {"max_batch": 4, "max_in_flight": 5, "max_waiting": 3, **limits}
-    return Flow(retriever, engine, PromptBuilder(target.tokenizer, CONTEXT), FlowLimits(**limits))
+    return AsyncPipeline(retriever, engine, PromptBuilder(target.tokenizer, CONTEXT), PipelineLimits(**limits))
 
 
-def run(flow: Flow, asked: Sequence[Question]) -> dict[str, Finished[tuple[Answer, ...]]]:
-    async def collect() -> list[Finished[tuple[Answer, ...]]]:
+def run(flow: AsyncPipeline, asked: Sequence[Question]) -> dict[str, ItemResult[tuple[Answer, ...]]]:
+    async def collect() -> list[ItemResult[tuple[Answer, ...]]]:
         return [finished async for finished in flow.run(asked)]
 
     finished = asyncio.run(asyncio.wait_for(collect(), 120))
@@ -77,7 +77,7 @@ def test_a_flow_answers_as_the_pipeline_does(
     """A second way to prepare or cite: another prompt, key or order of passages."""
     expected = iter(pipeline.ask_many(TEXTS, params))
     given = retriever if kind is Retriever else OneStep(retriever)
-    assert isinstance(given, TwoSteps) == (kind is Retriever)
+    assert isinstance(given, EncodingRetriever) == (kind is Retriever)
     got = run(flow_of(given, engine, target), questions(params))
     assert len(got) == len(TEXTS)
     for n, text in enumerate(TEXTS):
@@ -145,7 +145,7 @@ def test_an_id_that_runs_already_is_refused_for_the_second(
     """Two questions of one id whose tokens mix."""
     twice = [replace(question, id="same") for question in questions(GREEDY, TEXTS[:2])]
 
-    async def collect() -> list[Finished[tuple[Answer, ...]]]:
+    async def collect() -> list[ItemResult[tuple[Answer, ...]]]:
         return [finished async for finished in flow_of(retriever, engine, target).run(twice)]
 
     results = [each.error for each in asyncio.run(collect())]
@@ -215,4 +215,4 @@ def test_limits_that_cannot_be_meant_are_refused() -> None:
     """A flow of no requests at once, which waits for ever."""
     for name in ("max_batch", "max_lookups", "max_in_flight", "max_waiting"):
         with pytest.raises(ConfigError, match=name):
-            FlowLimits(**{name: 0})
+            PipelineLimits(**{name: 0})

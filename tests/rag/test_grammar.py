@@ -15,8 +15,9 @@ from ragspec.core import FinishReason, Request, SamplingParams, SourceKind
 from ragspec.engine.engine import Engine
 from ragspec.engine.target import Target
 from ragspec.errors import EngineError, InputError
-from ragspec.rag.grammar.grammar import Correction, Grammar, Manuscript
-from ragspec.rag.pipeline_stages import Finished
+from ragspec.rag.grammar.correction import Correction, CorrectionRequest
+from ragspec.rag.grammar.grammar import Grammar
+from ragspec.rag.pipeline_stages import ItemResult
 from ragspec.rag.prompt import PromptBuilder
 
 TEXT = "The mill grind corn.  It are old.\n\n - Was it build in 1874?\n\t42 + 17\n"
@@ -85,10 +86,10 @@ def test_every_way_to_correct_gives_the_same(
     texts = [TEXT, "One more.", TEXT + TEXT]
 
     async def one_by_one() -> list[Correction]:
-        return [await corrector.corrected(Manuscript(f"m{n}", text, params)) for n, text in enumerate(texts)]
+        return [await corrector.correct_async(CorrectionRequest(f"m{n}", text, params)) for n, text in enumerate(texts)]
 
     async def flowing() -> dict[str, Correction]:
-        asked = [Manuscript(f"f{n}", text, params) for n, text in enumerate(texts)]
+        asked = [CorrectionRequest(f"f{n}", text, params) for n, text in enumerate(texts)]
         async with aclosing(corrector.stages().run(asked)) as batches:
             return {each.id: each.result() async for batch in batches for each in batch}
 
@@ -121,7 +122,7 @@ def test_no_more_sentences_than_allowed_are_in_the_engine(engine: Engine, target
     corrector = Grammar(counting, PromptBuilder(target.tokenizer, CONTEXT), max_in_flight=3)
 
     async def run() -> int:
-        manuscripts = [Manuscript(str(n), TEXT * 3, replace(SHORT, max_tokens=4)) for n in range(4)]
+        manuscripts = [CorrectionRequest(str(n), TEXT * 3, replace(SHORT, max_tokens=4)) for n in range(4)]
         async with aclosing(corrector.stages().run(manuscripts)) as batches:
             return sum([len(batch) async for batch in batches])
 
@@ -132,9 +133,9 @@ def test_no_more_sentences_than_allowed_are_in_the_engine(engine: Engine, target
 def test_a_text_that_cannot_be_corrected_is_its_own_result(corrector: Grammar) -> None:
     """One bad text that ends the others, or comes back half corrected."""
 
-    async def run() -> dict[str, Finished[Correction]]:
+    async def run() -> dict[str, ItemResult[Correction]]:
         texts = ["wide \udfff", "nul \0", "half \ud800", "Good."]
-        asked = [Manuscript(str(n), text, SHORT) for n, text in enumerate(texts)]
+        asked = [CorrectionRequest(str(n), text, SHORT) for n, text in enumerate(texts)]
         async with aclosing(corrector.stages().run(asked)) as batches:
             return {each.id: each async for batch in batches for each in batch}
 
@@ -156,7 +157,7 @@ def test_a_failed_sentence_fails_its_text_and_stops_the_rest(engine: Engine, tar
     corrector = Grammar(Failing(engine), PromptBuilder(target.tokenizer, CONTEXT))
     endless = SamplingParams(max_tokens=400)
     with pytest.raises(EngineError, match="failed"):
-        asyncio.run(corrector.corrected(Manuscript("m", TEXT, endless)))
+        asyncio.run(corrector.correct_async(CorrectionRequest("m", TEXT, endless)))
     engine.between_steps(lambda: None)  # the engine's queue is in order: the cancels are done before
     assert not engine._scheduler.running and not engine._scheduler.waiting
 
@@ -167,4 +168,4 @@ def test_a_failed_sentence_fails_its_text_and_stops_the_rest(engine: Engine, tar
 def test_parameters_that_would_cut_a_text_are_refused(wrong: dict[str, Any]) -> None:
     """A stop string that takes the end of a sentence away."""
     with pytest.raises(InputError, match=next(iter(wrong))):
-        Manuscript("m", TEXT, replace(SHORT, **wrong))
+        CorrectionRequest("m", TEXT, replace(SHORT, **wrong))

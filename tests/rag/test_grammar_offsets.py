@@ -11,17 +11,18 @@ from random_texts import WORDS, random_parts, random_rewrite, random_text
 from rewriting import rewriting
 
 from ragspec.core import FinishReason
-from ragspec.rag.grammar.edits import Edit, applied
-from ragspec.rag.grammar.grammar import Correction, Guard
+from ragspec.rag.characters import Utf16Offsets
+from ragspec.rag.grammar.correction import Correction
+from ragspec.rag.grammar.edit_filters import EditFilter
+from ragspec.rag.grammar.edits import Edit, apply_edits
 from ragspec.rag.grammar.markup import MarkedText, TextPart
-from ragspec.rag.offsets import Utf16
 
-NO_GUARD = Guard(1.0, numbers=False, names=False)
+NO_FILTER = EditFilter(1.0, numbers=False, names=False)
 
 
 def check(correction: Correction, whole: str, parts: Sequence[TextPart] | None) -> None:
     assert correction.text == whole
-    assert applied(whole, correction.edits) == correction.corrected
+    assert apply_edits(whole, correction.edits) == correction.corrected
     for edit in correction.edits:
         assert whole[edit.start : edit.end] == edit.original != edit.replacement
     assert all(a.end <= b.start for a, b in pairwise(correction.edits)), "edits overlap or are out of order"
@@ -39,7 +40,7 @@ def check(correction: Correction, whole: str, parts: Sequence[TextPart] | None) 
 def editable(text: str) -> str:
     """All that an edit may touch, pieces apart."""
     marked = MarkedText.read(text)
-    places = [marked.placed(Edit(at, at + 1, marked.plain[at], "#")) for at in range(len(marked.plain))]
+    places = [marked.locate(Edit(at, at + 1, marked.plain[at], "#")) for at in range(len(marked.plain))]
     fixed = {at for start, end in marked.protected for at in range(start, end)}
     free = {place.start for at, place in enumerate(places) if place is not None and at not in fixed}
     return "".join(char if at in free else "|" for at, char in enumerate(text))
@@ -102,7 +103,7 @@ def test_an_entity_of_any_length_is_read(entity: str) -> None:
 
 def applied_in_utf16(whole: str, edits: Sequence[Edit]) -> str:
     """As Java and JavaScript do it: by code units."""
-    units, at = Utf16(whole), whole.encode("utf-16-le")
+    units, at = Utf16Offsets(whole), whole.encode("utf-16-le")
     for edit in reversed(edits):
         start, end = 2 * units.units(edit.start), 2 * units.units(edit.end)
         at = at[:start] + edit.replacement.encode("utf-16-le") + at[end:]
@@ -119,7 +120,7 @@ def test_edits_lead_to_the_corrected_text(seed: int) -> None:
         grammar, _ = rewriting(random_rewrite(rng), rng.choice([64, 1024]))
         parts = random_parts(rng) if number % 2 else None
         whole = "".join(part.text for part in parts) if parts else random_text(rng)
-        correction = grammar.correct(parts or whole, guard=rng.choice([Guard(), NO_GUARD]))
+        correction = grammar.correct(parts or whole, edit_filter=rng.choice([EditFilter(), NO_FILTER]))
         check(correction, whole, parts)
         num_edits += len(correction.edits)
         num_withheld += len(correction.withheld)
@@ -135,7 +136,7 @@ def test_without_markup_and_guards_the_text_becomes_what_the_target_wrote() -> N
         rewrite = random_rewrite(rng)
         written = list[str | None]()
         grammar, _ = rewriting(lambda sentence, r=rewrite, w=written: w.append(r(sentence)) or w[-1])  # type: ignore
-        correction = grammar.correct(text, guard=NO_GUARD)
+        correction = grammar.correct(text, edit_filter=NO_FILTER)
         ways = zip(correction.sentences, written, strict=True)
         wanted = [new if new and new.strip() else text[slice(*span)] for span, new in ways]
         assert "".join(correction.corrected.split()) == "".join("".join(wanted).split()) or not wanted

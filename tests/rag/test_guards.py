@@ -8,18 +8,22 @@ import pytest
 from rewriting import rewriting
 
 from ragspec.errors import InputError
+from ragspec.rag.grammar.edit_filters import EditFilter
 from ragspec.rag.grammar.edits import EditKind
-from ragspec.rag.grammar.grammar import Grammar, Guard, TextPart
+from ragspec.rag.grammar.grammar import Grammar
+from ragspec.rag.grammar.markup import TextPart
 
-ANYTHING = Guard(1.0)
+ANYTHING = EditFilter(1.0)
 
 
 def writing(text: str) -> Grammar:
     return rewriting(lambda _: text)[0]
 
 
-def outcome(before: str | list[TextPart], after: str, guard: Guard = ANYTHING) -> tuple[str, list[tuple[str, str]]]:
-    correction = writing(after).correct(before, guard=guard)
+def outcome(
+    before: str | list[TextPart], after: str, edit_filter: EditFilter = ANYTHING
+) -> tuple[str, list[tuple[str, str]]]:
+    correction = writing(after).correct(before, edit_filter=edit_filter)
     return correction.corrected, [(each.edit.original, each.reason.value) for each in correction.withheld]
 
 
@@ -65,34 +69,34 @@ def test_what_only_looks_like_a_name_or_number_is_corrected(before: str, after: 
 def test_more_than_a_share_of_the_words_is_not_changed() -> None:
     """A sentence that the target writes anew: it may be better, but it is not a correction."""
     before, after = "one a b c d e f g h i.", "one a b c d v w x y z."
-    assert outcome(before, after, Guard(0.5))[0] == after
-    corrected, withheld = outcome(before, after, Guard(0.4))
+    assert outcome(before, after, EditFilter(0.5))[0] == after
+    corrected, withheld = outcome(before, after, EditFilter(0.4))
     assert corrected == before and {why for _, why in withheld} == {"ratio"} and len(withheld) == 5
-    assert outcome("Teh.", "The.", Guard(0.1))[0] == "The.", "one word may always be changed"
-    assert outcome("Teh.", "The.", Guard(0.0))[0] == "Teh."
+    assert outcome("Teh.", "The.", EditFilter(0.1))[0] == "The.", "one word may always be changed"
+    assert outcome("Teh.", "The.", EditFilter(0.0))[0] == "Teh."
 
 
 def test_words_that_the_writer_knows_better_stay() -> None:
     """A product's name that is corrected again and again; one that is found inside another word."""
-    guard = Guard(1.0, ignore=frozenset(["teh mill", "e-mial"]), dictionary=frozenset(["Ragspek"]))
+    edit_filter = EditFilter(1.0, ignore=frozenset(["teh mill", "e-mial"]), dictionary=frozenset(["Ragspek"]))
     before = "we ragspek teh mill by e-mial, and teh ragspeks."
     after = "we respect the mill by e-mail, and the respects."
-    corrected, withheld = outcome(before, after, guard)
+    corrected, withheld = outcome(before, after, edit_filter)
     assert corrected == "we ragspek teh mill by e-mial, and the respects."
     assert withheld == [("ragspek", "dictionary"), ("teh", "ignored"), ("mial", "ignored")]
 
 
 def test_a_dictionary_knows_words_whose_case_changes_their_length() -> None:
     """A name "Weißkopf" was folded to "weisskopf", which is in no text."""
-    guard = Guard(1.0, dictionary=frozenset(["Weißkopf", "İzmir"]), names=False)
+    edit_filter = EditFilter(1.0, dictionary=frozenset(["Weißkopf", "İzmir"]), names=False)
     before = "we saw weißkopf and WEIßKOPF in İzmir."
-    assert outcome(before, "we saw weiskopf and WEISKOPF in Izmir.", guard)[0] == before
+    assert outcome(before, "we saw weiskopf and WEISKOPF in Izmir.", edit_filter)[0] == before
 
 
 def test_only_wanted_kinds_are_made() -> None:
     """A switched-off rule that goes on."""
-    guard = Guard(1.0, kinds=frozenset([EditKind.ARTICLE]))
-    corrected, withheld = outcome("He go to a old mill.", "He goes to an old mill.", guard)
+    edit_filter = EditFilter(1.0, kinds=frozenset([EditKind.ARTICLE]))
+    corrected, withheld = outcome("He go to a old mill.", "He goes to an old mill.", edit_filter)
     assert (corrected, withheld) == ("He go to an old mill.", [("go", "kind")])
 
 
@@ -131,4 +135,4 @@ def test_markup_is_neither_read_nor_touched() -> None:
 def test_guards_that_cannot_be_meant_are_refused(wrong: dict[str, Any]) -> None:
     """A word given as a list of its letters: nothing with an a in it is corrected any more."""
     with pytest.raises(InputError, match=next(iter(wrong))):
-        Guard(**wrong)
+        EditFilter(**wrong)

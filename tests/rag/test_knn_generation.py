@@ -21,7 +21,7 @@ from ragspec.numerics.kv_cache import SequenceSlots
 from ragspec.numerics.rows import Part, StepRows
 from ragspec.rag.knnlm import target_reader as knn_reading
 from ragspec.rag.knnlm.build import build_datastore, target_identity
-from ragspec.rag.knnlm.generation import KnnGenerator, _Rhythm
+from ragspec.rag.knnlm.generation import KnnGenerator, _LearningSchedule
 from ragspec.retrieval.encoder import EncoderIdentity
 from ragspec.retrieval.knnlm.datastore import Datastore, read_datastore_manifest
 from ragspec.retrieval.knnlm.neighbours import KnnConfig, Neighbours, PrefetchRequest
@@ -396,7 +396,7 @@ def test_a_text_without_a_second_token_gives_no_datastore(folder: Path, target: 
 
 def test_learning_costs_ever_less_while_speculation_does_not_pay() -> None:
     """A cache kept up for nothing; or speculation that is never tried again."""
-    rhythm = _Rhythm()
+    rhythm = _LearningSchedule()
     learned = [rhythm.next(1) for _ in range(2000)]
     assert learned[0] == learned[1] == (1, True) and {stride for stride, _ in learned} == {1}
     late = [learns for _, learns in learned[1000:]]

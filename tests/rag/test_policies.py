@@ -9,7 +9,7 @@ import pytest
 from tiny_target import tiny_tokenizer
 
 from ragspec.core import Completion, FinishReason, GenerationStats, TokenLogprob
-from ragspec.rag.iterative.policies import Flare, InContextRalm, IterRetGen, Policy, Progress, Round
+from ragspec.rag.iterative.policies import Flare, InContextRalm, IterRetGen, PartialAnswer, Policy, RetrievalRound
 
 TOKENIZER = tiny_tokenizer()
 QUESTION = "When was the bridge built?"
@@ -29,13 +29,13 @@ def written(token_ids: tuple[int, ...], prob: float = 0.9, ends: bool = False) -
     return Completion("r", 0, token_ids, decode(token_ids), reason, logprobs, GenerationStats())
 
 
-def start(max_tokens: int = 40) -> Progress:
-    return Progress.start(QUESTION, ids(QUESTION), max_tokens)
+def start(max_tokens: int = 40) -> PartialAnswer:
+    return PartialAnswer.start(QUESTION, ids(QUESTION), max_tokens)
 
 
 def play(
     policy: Policy, text: str, max_tokens: int, unsure: frozenset[int] = frozenset()
-) -> tuple[Progress, list[Round]]:
+) -> tuple[PartialAnswer, list[RetrievalRound]]:
     """The rounds of an answer that would be `text`; tokens at the places `unsure` are improbable."""
     progress, rounds = start(max_tokens), []
     whole = ids(text)[:max_tokens]
@@ -101,7 +101,7 @@ def test_iter_retgen_asks_with_the_answer_and_drafts_it() -> None:
 
 def test_blank_text_is_no_query() -> None:
     """An answer that begins with white space ended in an error about an empty question."""
-    progress = start().after(Round(None, (), 4), written(ids("    ")))
+    progress = start().after(RetrievalRound(None, (), 4), written(ids("    ")))
     assert InContextRalm(4, query_tokens=1).next(progress, decode) is not None
     assert InContextRalm(4, query_tokens=1).next(progress, decode).query == QUESTION  # type: ignore[union-attr]
 
@@ -109,7 +109,7 @@ def test_blank_text_is_no_query() -> None:
 @pytest.mark.parametrize("policy", [InContextRalm(), IterRetGen()])
 def test_no_query_holds_a_nul(policy: Policy) -> None:
     """A target that wrote one ended its answer with an error about the question."""
-    progress = start().after(Round(None, (), 6), written(ids("a\0b c\0")[:6]))
+    progress = start().after(RetrievalRound(None, (), 6), written(ids("a\0b c\0")[:6]))
     round = policy.next(progress, decode)
     assert round is not None
     assert "b c" in str(round.query) and "\0" not in str(round.query)

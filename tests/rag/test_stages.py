@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ragspec.errors import EngineError, InputError
-from ragspec.rag.pipeline_stages import Finished, Items, Stage, Stages
+from ragspec.rag.pipeline_stages import ItemResult, Items, PipelineStage, StagedPipeline
 
 
 class Number(NamedTuple):
@@ -28,7 +28,7 @@ def numbers(count: int) -> list[Number]:
     return [Number(f"n{i}", i) for i in range(count)]
 
 
-async def collected(stages: Stages, items: Items) -> list[Finished[Any]]:
+async def collected(stages: StagedPipeline, items: Items) -> list[ItemResult[Any]]:
     async with aclosing(stages.run(items)) as batches:
         return [finished async for batch in batches for finished in batch]
 
@@ -78,7 +78,7 @@ def test_every_item_comes_out_once_with_its_own_result(
         return checked(values)
 
     stages = [
-        Stage(
+        PipelineStage(
             str(i),
             checked_soon if soon else checked,
             batch,
@@ -87,7 +87,7 @@ def test_every_item_comes_out_once_with_its_own_result(
         )
         for i, (batch, workers, soon, grouped) in enumerate(shapes)
     ]
-    finished = asyncio.run(collected(Stages(stages, max_waiting=max_waiting), numbers(count)))
+    finished = asyncio.run(collected(StagedPipeline(stages, max_waiting=max_waiting), numbers(count)))
     assert sorted(each.id for each in finished) == sorted(number.id for number in numbers(count))
     for each in finished:
         number = int(each.id[1:])
@@ -113,7 +113,9 @@ def test_queues_are_bounded_and_a_slow_stage_stops_the_source() -> None:
                 num_read += 1
                 yield Number(f"n{num_read}", num_read)
 
-        stages = Stages((Stage("a", same_soon, num_workers=2), Stage("b", held(gate), num_workers=3)), max_waiting=4)
+        stages = StagedPipeline(
+            (PipelineStage("a", same_soon, num_workers=2), PipelineStage("b", held(gate), num_workers=3)), max_waiting=4
+        )
         async with aclosing(stages.run(endless())) as batches:
             first = asyncio.ensure_future(anext(batches))
             await settled()
@@ -134,7 +136,7 @@ def test_queues_are_bounded_and_a_slow_stage_stops_the_source() -> None:
 def test_stages_work_side_by_side() -> None:
     """One stage after the other: the index waits while the engine writes."""
 
-    async def run() -> list[Finished[Any]]:
+    async def run() -> list[ItemResult[Any]]:
         looked_up = asyncio.Event()
 
         async def look_up(values: list[Number]) -> list[Number]:
@@ -146,7 +148,9 @@ def test_stages_work_side_by_side() -> None:
             await looked_up.wait()  # the first is only written once the second was looked up
             return values
 
-        return await collected(Stages((Stage("look up", look_up), Stage("write", write))), numbers(2))
+        return await collected(
+            StagedPipeline((PipelineStage("look up", look_up), PipelineStage("write", write))), numbers(2)
+        )
 
     assert len(asyncio.run(asyncio.wait_for(run(), 20))) == 2
 
@@ -155,9 +159,9 @@ def test_computing_stages_leave_the_loop_free() -> None:
     """Ten seconds of computing in the loop, in which no stream moves; a source that reads a slow disk does the same."""
     in_loop = threading.Event()
 
-    async def run() -> list[Finished[Any]]:
+    async def run() -> list[ItemResult[Any]]:
         asyncio.get_running_loop().call_later(0.01, in_loop.set)
-        return await collected(Stages((Stage("compute", waits),)), reads())
+        return await collected(StagedPipeline((PipelineStage("compute", waits),)), reads())
 
     def waits(values: list[Any]) -> list[Any]:
         assert in_loop.wait(20), "the loop stood still"
@@ -174,7 +178,7 @@ def test_what_waits_is_worked_on_together() -> None:
     """An encoder that is asked for one text at a time while a hundred wait."""
     sizes: list[int] = []
 
-    async def run() -> Stages:
+    async def run() -> StagedPipeline:
         gate = asyncio.Event()
 
         async def work(values: list[Any]) -> list[Any]:
@@ -182,7 +186,7 @@ def test_what_waits_is_worked_on_together() -> None:
             await gate.wait()
             return values
 
-        stages = Stages((Stage("encode", work, max_batch=5),), max_waiting=8)
+        stages = StagedPipeline((PipelineStage("encode", work, max_batch=5),), max_waiting=8)
         task = asyncio.ensure_future(collected(stages, aiter_of(numbers(9))))
         await settled()
         assert sizes == [1], "nothing was to wait for company"
@@ -214,7 +218,7 @@ def test_only_a_group_comes_together() -> None:
         batches.append([number.value for number in values])
         return values
 
-    asyncio.run(collected(Stages((Stage("s", work, 8, group=lambda n: n.value % 2),)), numbers(30)))
+    asyncio.run(collected(StagedPipeline((PipelineStage("s", work, 8, group=lambda n: n.value % 2),)), numbers(30)))
     assert all(len({value % 2 for value in batch}) == 1 for batch in batches)
     assert sorted(value for batch in batches for value in batch) == list(range(30))
 
@@ -223,7 +227,7 @@ def test_a_lost_index_is_told_once_a_batch() -> None:
     """Sixteen time-outs one after the other, because each question of a failed call is tried alone."""
     calls: list[int] = []
 
-    async def run() -> list[Finished[Any]]:
+    async def run() -> list[ItemResult[Any]]:
         gate = asyncio.Event()
 
         async def work(values: list[Any]) -> list[Any]:
@@ -231,7 +235,9 @@ def test_a_lost_index_is_told_once_a_batch() -> None:
             calls.append(len(values))
             raise EngineError("lost")
 
-        task = asyncio.ensure_future(collected(Stages((Stage("s", work, 16), Stage("t", same))), aiter_of(numbers(9))))
+        task = asyncio.ensure_future(
+            collected(StagedPipeline((PipelineStage("s", work, 16), PipelineStage("t", same))), aiter_of(numbers(9)))
+        )
         await settled()
         gate.set()
         return await task
@@ -246,7 +252,7 @@ def test_a_lost_index_is_told_once_a_batch() -> None:
 def test_a_defect_met_by_one_is_not_its_neighbours() -> None:
     """Fifteen rows without an answer because a bug is met by the sixteenth."""
 
-    async def run() -> list[Finished[Any]]:
+    async def run() -> list[ItemResult[Any]]:
         gate = asyncio.Event()
 
         async def work(values: list[Number]) -> list[Number]:
@@ -255,7 +261,7 @@ def test_a_defect_met_by_one_is_not_its_neighbours() -> None:
                 raise ZeroDivisionError
             return values
 
-        task = asyncio.ensure_future(collected(Stages((Stage("s", work, 16),)), aiter_of(numbers(9))))
+        task = asyncio.ensure_future(collected(StagedPipeline((PipelineStage("s", work, 16),)), aiter_of(numbers(9))))
         await settled()
         gate.set()
         return await task
@@ -275,7 +281,7 @@ def test_what_had_finished_is_given_before_the_error_that_ends_the_run() -> None
             raise InputError("the file was changed")
 
         got: list[str] = []
-        async with aclosing(Stages((Stage("s", same_soon),)).run(source())) as batches:
+        async with aclosing(StagedPipeline((PipelineStage("s", same_soon),)).run(source())) as batches:
             first = asyncio.ensure_future(anext(batches))
             await asyncio.sleep(0)
             for _ in range(3):
@@ -303,7 +309,7 @@ def test_a_run_that_is_left_ends_though_its_work_fails_then() -> None:
             return values
 
         async with aclosing(
-            Stages((Stage("s", work, num_workers=4),), max_waiting=1).run(aiter_of(numbers(50)))
+            StagedPipeline((PipelineStage("s", work, num_workers=4),), max_waiting=1).run(aiter_of(numbers(50)))
         ) as batches:
             await anext(batches)
             await settled()
@@ -326,7 +332,9 @@ def test_leaving_early_cancels_what_runs() -> None:
                 raise
             return values
 
-        async with aclosing(Stages((Stage("write", work, num_workers=4),)).run(aiter_of(numbers(50)))) as batches:
+        async with aclosing(
+            StagedPipeline((PipelineStage("write", work, num_workers=4),)).run(aiter_of(numbers(50)))
+        ) as batches:
             await anext(batches)
             await settled()
         return len(asyncio.all_tasks())
@@ -343,7 +351,7 @@ def test_a_source_that_fails_ends_the_run_with_its_error() -> None:
         raise InputError("the file was changed")
 
     with pytest.raises(InputError, match="the file was changed"):
-        asyncio.run(collected(Stages((Stage("s", same),)), failing()))
+        asyncio.run(collected(StagedPipeline((PipelineStage("s", same),)), failing()))
 
 
 def test_work_that_breaks_its_promise_is_no_silence() -> None:
@@ -353,4 +361,4 @@ def test_work_that_breaks_its_promise_is_no_silence() -> None:
         return values[1:]
 
     with pytest.raises(AssertionError, match="one result for each value"):
-        asyncio.run(asyncio.wait_for(collected(Stages((Stage("s", drops),)), numbers(2)), 20))
+        asyncio.run(asyncio.wait_for(collected(StagedPipeline((PipelineStage("s", drops),)), numbers(2)), 20))

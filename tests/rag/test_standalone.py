@@ -19,14 +19,14 @@ from ragspec.engine.engine import Engine
 from ragspec.engine.target import Target
 from ragspec.errors import EngineClosed
 from ragspec.rag.chat.config import ChatConfig
-from ragspec.rag.chat.conversations import Said
-from ragspec.rag.chat.query_rewriter import Rewriter, num_parameters
-from ragspec.rag.chat.rewrite_rules import names, phrases, standalone
+from ragspec.rag.chat.conversations import QaPair
+from ragspec.rag.chat.query_rewriter import QueryRewriter, num_parameters
+from ragspec.rag.chat.rewrite_rules import extract_names, extract_phrases, rewrite_by_rules
 from ragspec.rag.prompt import PromptBuilder
 
 ZAPPA = [
-    Said("When was Frank Zappa born?", "On December 21, 1940."),
-    Said("Which group did he lead?", "The Mothers of Invention."),
+    QaPair("When was Frank Zappa born?", "On December 21, 1940."),
+    QaPair("Which group did he lead?", "The Mothers of Invention."),
 ]
 
 
@@ -34,17 +34,21 @@ ZAPPA = [
     ("question", "said", "added"),
     [
         ("Why did he leave it?", ZAPPA, "Frank Zappa"),
-        ("And in 1977?", [Said("How many people lived in Lyon in 1968?", "About 500,000.")], "Lyon"),
-        ("What about France?", [Said("How does the old mill grind corn?", "With water.")], "old mill grind corn"),
-        ("How do I read one from a file?", [Said("What does json.dumps() do?", "It writes a string.")], "json.dumps()"),
-        ("is it thread safe?", [Said("what is a memory pool?", "A list of blocks.")], "memory pool"),
-        ("What is their address?", [Said("Where can I eat?", "Do you like Sino in San Jose?")], "Sino in San Jose"),
-        ("Who wrote it?", [Said("what did you read?", '"War and Peace" was the book.')], "War and Peace"),
+        ("And in 1977?", [QaPair("How many people lived in Lyon in 1968?", "About 500,000.")], "Lyon"),
+        ("What about France?", [QaPair("How does the old mill grind corn?", "With water.")], "old mill grind corn"),
+        (
+            "How do I read one from a file?",
+            [QaPair("What does json.dumps() do?", "It writes a string.")],
+            "json.dumps()",
+        ),
+        ("is it thread safe?", [QaPair("what is a memory pool?", "A list of blocks.")], "memory pool"),
+        ("What is their address?", [QaPair("Where can I eat?", "Do you like Sino in San Jose?")], "Sino in San Jose"),
+        ("Who wrote it?", [QaPair("what did you read?", '"War and Peace" was the book.')], "War and Peace"),
     ],
 )
-def test_what_a_follow_up_leaves_out_is_added(question: str, said: list[Said], added: str) -> None:
+def test_what_a_follow_up_leaves_out_is_added(question: str, said: list[QaPair], added: str) -> None:
     """A search for "Why did he leave it?" finds anything."""
-    rewritten = standalone(question, said)
+    rewritten = rewrite_by_rules(question, said)
     assert rewritten.startswith(question) and added in rewritten[len(question) :]
 
 
@@ -53,57 +57,61 @@ def test_what_a_follow_up_leaves_out_is_added(question: str, said: list[Said], a
 )
 def test_a_question_that_stands_alone_stays_as_it_is(question: str) -> None:
     """A change of subject was searched for under the old one."""
-    assert standalone(question, ZAPPA) == question
-    assert standalone("Why did he leave?", []) == "Why did he leave?"
+    assert rewrite_by_rules(question, ZAPPA) == question
+    assert rewrite_by_rules("Why did he leave?", []) == "Why did he leave?"
 
 
 def test_after_a_change_of_subject_the_old_one_is_not_added() -> None:
     """What sort_keys does was looked up among iterators, which another question had been about."""
     said = [
-        Said("What does itertools.batched do with a short batch?", "It yields it."),
-        Said("What does json.dumps do with keys that are not strings?", "It converts them."),
+        QaPair("What does itertools.batched do with a short batch?", "It yields it."),
+        QaPair("What does json.dumps do with keys that are not strings?", "It converts them."),
     ]
-    rewritten = standalone("And what does sort_keys do?", said)
+    rewritten = rewrite_by_rules("And what does sort_keys do?", said)
     assert "json.dumps" in rewritten and "itertools" not in rewritten
-    assert standalone("What does textwrap.dedent do?", said) == "What does textwrap.dedent do?"
+    assert rewrite_by_rules("What does textwrap.dedent do?", said) == "What does textwrap.dedent do?"
 
 
 def test_nothing_is_added_that_the_question_says_already() -> None:
     """Repetition moves the question's own words into the background."""
-    assert standalone("Why did he, Frank Zappa, leave?", ZAPPA).count("Zappa") == 1
-    said = [Said("Who was Frank Zappa?", "A composer."), Said("Was Zappa a guitarist?", "Yes.")]
-    assert standalone("Where was he born?", said) == "Where was he born? (Frank Zappa)"
+    assert rewrite_by_rules("Why did he, Frank Zappa, leave?", ZAPPA).count("Zappa") == 1
+    said = [QaPair("Who was Frank Zappa?", "A composer."), QaPair("Was Zappa a guitarist?", "Yes.")]
+    assert rewrite_by_rules("Where was he born?", said) == "Where was he born? (Frank Zappa)"
 
 
 def test_names_in_a_quoted_answer_are_not_what_the_next_question_is_about() -> None:
     """Each answer's side figures were searched for instead of the subject."""
-    said = [Said("Who was Frank Zappa?", '"He worked with Captain Beefheart in Lancaster." [1]')]
-    assert "Beefheart" not in standalone("Where was he born?", said)
+    said = [QaPair("Who was Frank Zappa?", '"He worked with Captain Beefheart in Lancaster." [1]')]
+    assert "Beefheart" not in rewrite_by_rules("Where was he born?", said)
 
 
 def test_names_are_runs_of_capitals_and_identifiers() -> None:
     """The first word of a sentence was taken for a name, and a name's small words cut it in two."""
-    assert names("Who founded the Bank of England in London?") == ["Bank of England in London"]
-    assert names("What does os.path.join do with HTTPServer's myValue?") == ["os.path.join", "HTTPServer", "myValue"]
-    assert names("where was the mill?") == []
-    assert phrases("How does the old water mill grind the corn?") == ["old water mill grind", "corn"]
+    assert extract_names("Who founded the Bank of England in London?") == ["Bank of England in London"]
+    assert extract_names("What does os.path.join do with HTTPServer's myValue?") == [
+        "os.path.join",
+        "HTTPServer",
+        "myValue",
+    ]
+    assert extract_names("where was the mill?") == []
+    assert extract_phrases("How does the old water mill grind the corn?") == ["old water mill grind", "corn"]
 
 
 @settings(deadline=None, max_examples=200)
 @given(
     question=st.text(max_size=200),
-    said=st.lists(st.builds(Said, st.text(max_size=200), st.text(max_size=200)), max_size=4),
+    said=st.lists(st.builds(QaPair, st.text(max_size=200), st.text(max_size=200)), max_size=4),
 )
-def test_any_text_is_taken(question: str, said: list[Said]) -> None:
+def test_any_text_is_taken(question: str, said: list[QaPair]) -> None:
     """A question nobody had thought of broke the request."""
-    assert standalone(question, said).startswith(question)
+    assert rewrite_by_rules(question, said).startswith(question)
 
 
 @pytest.mark.parametrize("text", ["A " * 50_000, "a." * 50_000, "A of the " * 20_000, "x_" * 50_000, "'" * 100_000])
 def test_a_long_text_takes_no_longer_than_its_beginning(text: str) -> None:
     """One message kept a processor busy for minutes."""
     begin_s = time.perf_counter()
-    standalone("Why? " + text, [Said(text, text)] * 3)
+    rewrite_by_rules("Why? " + text, [QaPair(text, text)] * 3)
     assert time.perf_counter() - begin_s < 20
 
 
@@ -122,8 +130,8 @@ class Failing:
     def purge(self, salt: str) -> None: ...
 
 
-def rewriter(target: Target, engine: Any, **config: Any) -> Rewriter:
-    return Rewriter(ChatConfig(**config), PromptBuilder(target.tokenizer, 4 * CONTEXT), engine)
+def rewriter(target: Target, engine: Any, **config: Any) -> QueryRewriter:
+    return QueryRewriter(ChatConfig(**config), PromptBuilder(target.tokenizer, 4 * CONTEXT), engine)
 
 
 def test_a_large_target_writes_the_question_itself(target: Target, engine: Engine, switch: Switch) -> None:
@@ -152,8 +160,8 @@ class _Short:
 def test_a_question_of_megabytes_costs_no_more_than_its_beginning(text: str) -> None:
     """Patterns that look from every place to the end held the whole service for hours."""
     question = f"tell me about {text * 1_000_000}"
-    assert standalone(question, [Said("What is X?", "Y.")]).startswith(question)
-    names(text * 100_000)
+    assert rewrite_by_rules(question, [QaPair("What is X?", "Y.")]).startswith(question)
+    extract_names(text * 100_000)
 
 
 def test_a_target_that_fails_is_an_error_and_no_other_question(target: Target) -> None:
@@ -168,12 +176,12 @@ def test_a_template_without_a_system_role_leaves_follow_ups_to_the_rules(target:
     tokenizer = copy.deepcopy(target.tokenizer)
     refusing = "{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
     tokenizer.chat_template = refusing + "{% for m in messages %}{{ m.content }}{% endfor %}"
-    asked = Rewriter(ChatConfig(rewriter="model"), PromptBuilder(tokenizer, 4 * CONTEXT), engine)
+    asked = QueryRewriter(ChatConfig(rewriter="model"), PromptBuilder(tokenizer, 4 * CONTEXT), engine)
 
     async def within_a_loop() -> str:
         return asked.standalone("Why did he leave?", ZAPPA)
 
-    assert asyncio.run(within_a_loop()) == standalone("Why did he leave?", ZAPPA)
+    assert asyncio.run(within_a_loop()) == rewrite_by_rules("Why did he leave?", ZAPPA)
     within = rewriter(target, engine, rewriter="model")
     within._engine = _Short(engine)  # type: ignore[assignment]
     asked = within
@@ -182,8 +190,8 @@ def test_a_template_without_a_system_role_leaves_follow_ups_to_the_rules(target:
 
 def test_turns_that_do_not_fit_the_target_are_left_to_the_rules(target: Target, engine: Engine) -> None:
     """A small context made every follow-up an error."""
-    asked = Rewriter(ChatConfig(rewriter="model"), PromptBuilder(target.tokenizer, 96), engine)
-    assert asked.standalone("Why did he leave?", ZAPPA) == standalone("Why did he leave?", ZAPPA)
+    asked = QueryRewriter(ChatConfig(rewriter="model"), PromptBuilder(target.tokenizer, 96), engine)
+    assert asked.standalone("Why did he leave?", ZAPPA) == rewrite_by_rules("Why did he leave?", ZAPPA)
 
 
 @pytest.mark.parametrize("written", [" ", " One?\nTwo?", " x" * 600])
@@ -194,4 +202,4 @@ def test_what_is_no_single_question_is_not_looked_up(
     switch.answer = written
     asked = rewriter(target, engine, rewriter="model", rewriter_tokens=48)
     asked._engine = _Short(engine)  # type: ignore[assignment]
-    assert asked.standalone("Why did he leave?", ZAPPA) == standalone("Why did he leave?", ZAPPA)
+    assert asked.standalone("Why did he leave?", ZAPPA) == rewrite_by_rules("Why did he leave?", ZAPPA)

@@ -10,9 +10,9 @@ import pytest
 from random_texts import random_parts, random_rewrite, random_text
 from rewriting import rewriting
 
-from ragspec.rag.grammar.correction import correction_of
-from ragspec.rag.grammar.grammar import Guard, Manuscript
-from ragspec.rag.offsets import Utf16
+from ragspec.rag.characters import Utf16Offsets
+from ragspec.rag.grammar.correction import CorrectionRequest, build_correction
+from ragspec.rag.grammar.edit_filters import EditFilter
 from services.languagetool.languages import detected
 from services.languagetool.matches import matches_of
 
@@ -34,9 +34,11 @@ def test_matches_lead_to_the_corrected_text(seed: int) -> None:
         grammar, engine = rewriting(random_rewrite(rng))
         parts = tuple(random_parts(rng)) if number % 2 else None
         text = "".join(part.text for part in parts) if parts else random_text(rng)
-        ready = grammar.prepared(Manuscript("m", text, guard=rng.choice([Guard(), Guard(1.0)]), parts=parts))
-        correction = correction_of(ready, engine.generate(ready.requests))
-        matches = matches_of(correction, ready.marked, Utf16(text))
+        ready = grammar.prepare(
+            CorrectionRequest("m", text, edit_filter=rng.choice([EditFilter(), EditFilter(1.0)]), parts=parts)
+        )
+        correction = build_correction(ready, engine.generate(ready.requests))
+        matches = matches_of(correction, ready.marked, Utf16Offsets(text))
         assert applied(text, matches) == correction.corrected
         assert all(a["offset"] + a["length"] <= b["offset"] for a, b in pairwise(matches))
         units = text.encode("utf-16-le")
@@ -49,7 +51,7 @@ def test_matches_lead_to_the_corrected_text(seed: int) -> None:
         position = 0
         for part in parts or ():
             start, position = position, position + len(part.text)
-            low, high = Utf16(text).units(start), Utf16(text).units(position)
+            low, high = Utf16Offsets(text).units(start), Utf16Offsets(text).units(position)
             touching = [m for m in matches if m["length"] and m["offset"] < high and m["offset"] + m["length"] > low]
             assert not (part.is_markup and touching), "a match covers markup"
     assert num_matches > 50 and num_empty <= num_matches / 10

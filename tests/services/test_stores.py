@@ -15,8 +15,8 @@ import pytest
 from service_parts import Service, Serving
 
 from ragspec.core import Message, SamplingParams
-from ragspec.rag.chat.chat import Turn
-from ragspec.rag.steps import scope_of
+from ragspec.rag.chat.chat import ChatTurn
+from ragspec.rag.steps import parse_scope
 from ragspec.retrieval.search.segment_search import SearchScope
 from services.stores.shapes import unit_score
 
@@ -162,7 +162,9 @@ def test_deletion_holds_for_the_next_query(ann: openai.OpenAI, library_service: 
     engine, chat = library_service.backend.engine, library_service.backend.chat
     chat._salts._purge = lambda salt: (purged.append(salt), engine.purge(salt))  # type: ignore[func-returns-value]
     store, member = put(ann, "faq.md", FAQ)
-    turn = Turn("t1", (Message("user", "zebra stripes?"),), SamplingParams(max_tokens=8), _of(store), cache_salt="s")
+    turn = ChatTurn(
+        "t1", (Message("user", "zebra stripes?"),), SamplingParams(max_tokens=8), _of(store), cache_salt="s"
+    )
     ready = chat.prepare(turn)
     (completion,) = engine.generate([ready.request])
     assert ready.prompt.passages and chat.remember(ready, chat.answered(ready, completion))
@@ -171,12 +173,12 @@ def test_deletion_holds_for_the_next_query(ann: openai.OpenAI, library_service: 
     with pytest.raises(openai.NotFoundError):
         ann.vector_stores.files.retrieve(member.id, vector_store_id=store)
     assert {"ann", "ann\0s"} <= set(purged)
-    again = chat.prepare(Turn("t2", turn.messages, turn.params, turn.scope, cache_salt="s"))
+    again = chat.prepare(ChatTurn("t2", turn.messages, turn.params, turn.scope, cache_salt="s"))
     (completion,) = engine.generate([again.request])
     assert not again.prompt.passages
     assert completion.stats.num_cached_tokens < min(16, len(again.request.prompt_ids))
     later = (*turn.messages, Message("assistant", "Yes."), Message("user", "Why?"))
-    assert not chat.prepare(Turn("t3", later, turn.params, turn.scope, cache_salt="s")).past.history[0].passages
+    assert not chat.prepare(ChatTurn("t3", later, turn.params, turn.scope, cache_salt="s")).past.history[0].passages
     assert ann.files.retrieve(member.id).id == member.id
     assert ann.files.delete(member.id).deleted
     with pytest.raises(openai.NotFoundError):
@@ -184,7 +186,7 @@ def test_deletion_holds_for_the_next_query(ann: openai.OpenAI, library_service: 
 
 
 def _of(store: str) -> SearchScope:
-    return scope_of("ann", {"type": "eq", "key": "vector_store_id", "value": store})
+    return parse_scope("ann", {"type": "eq", "key": "vector_store_id", "value": store})
 
 
 def test_a_deleted_file_leaves_every_store_and_a_deleted_store_no_passage(ann: openai.OpenAI) -> None:

@@ -23,7 +23,7 @@ from ragspec.engine.sequence import Listener
 from ragspec.errors import RagspecError
 from ragspec.evaluation.suites.retrieval.identity import Answer, answer
 from ragspec.rag.prompt import PromptBuilder
-from ragspec.rag.steps import Question, RetrieverLike, prepared, retrieved
+from ragspec.rag.steps import Question, RetrieverLike, build_request, retrieve_passages
 from ragspec.retrieval.retriever import PUBLIC_SCOPE
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -121,8 +121,8 @@ class StreamLoad:
             news.set()
 
         try:
-            (found,) = retrieved(self._retriever, [question])
-            ready = prepared(found, self._prompts)
+            (found,) = retrieve_passages(self._retriever, [question])
+            ready = build_request(found, self._prompts)
             heard.prompt_ids = ready.request.prompt_ids
             self._engine.submit(ready.request, listen)
         except RagspecError as error:

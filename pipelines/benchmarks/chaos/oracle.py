@@ -18,7 +18,7 @@ from ragspec.evaluation.datasets import Question as Listed
 from ragspec.evaluation.suites.retrieval.identity import Answer, answer
 from ragspec.numerics.noise import row_seed
 from ragspec.rag.prompt import PromptBuilder
-from ragspec.rag.steps import Question, answered, prepared, retrieved
+from ragspec.rag.steps import Question, build_answer, build_request, retrieve_passages
 from ragspec.retrieval.retriever import PUBLIC_SCOPE, Retriever
 from ragspec.speculation import OFF
 
@@ -72,7 +72,9 @@ def oracle(work: Work, config: PipelineConfig) -> Oracle:
     passages = retriever.retrieve(work.lookups, config.retriever.num_passages, PUBLIC_SCOPE).passages
     with load_engine(config.target, config.engine, config.drafting) as engine:
         prompts = PromptBuilder(engine.target.tokenizer, engine.max_context_tokens)
-        ready = [prepared(found, prompts) for found in retrieved(retriever, [_plain(q) for q in work.streams])]
+        ready = [
+            build_request(found, prompts) for found in retrieve_passages(retriever, [_plain(q) for q in work.streams])
+        ]
         completions = engine.generate([each.request for each in ready])
         streams = {
             each.request.id: Expected(each.request.prompt_ids, completion)
@@ -80,9 +82,9 @@ def oracle(work: Work, config: PipelineConfig) -> Oracle:
         }
         parsed = [parse_row(row, QUESTIONS) for row in work.rows]
         asked = [_plain(RagTask().request(row, row.params(SamplingParams(), work.seed), config)) for row in parsed]
-        ready = [prepared(found, prompts) for found in retrieved(retriever, asked)]
+        ready = [build_request(found, prompts) for found in retrieve_passages(retriever, asked)]
         completions = engine.generate([each.request for each in ready])
-    answers = [answered(each, completion) for each, completion in zip(ready, completions, strict=True)]
+    answers = [build_answer(each, completion) for each, completion in zip(ready, completions, strict=True)]
     records = [
         output_record(row, RagTask().row_result((each,)), "", 0) for row, each in zip(parsed, answers, strict=True)
     ]

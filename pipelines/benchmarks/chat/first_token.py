@@ -26,7 +26,7 @@ from ragspec.core import Request, SamplingParams
 from ragspec.errors import EngineError
 from ragspec.evaluation.report import Result
 from ragspec.evaluation.timing import Tick
-from ragspec.rag.sources import copy_sources
+from ragspec.rag.steps import copy_sources
 from services.keys import add_key
 from services.serving import build_app
 from services.settings import ServiceConfig

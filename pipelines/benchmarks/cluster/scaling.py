@@ -37,7 +37,7 @@ from ragspec.evaluation.cases import RAG_PASSAGES, RAG_TOKENS
 from ragspec.evaluation.report import Result
 from ragspec.evaluation.timing import Tick
 from ragspec.numerics.attention import Rows
-from ragspec.rag.async_pipeline import Flow, FlowLimits
+from ragspec.rag.async_pipeline import AsyncPipeline, PipelineLimits
 from ragspec.rag.prompt import PromptBuilder
 from ragspec.rag.steps import Question, RetrieverLike
 from ragspec.retrieval.search.segment_search import SearchScope
@@ -171,14 +171,14 @@ class Scaling:
         ]
         routing = RoutingConfig(max_running=MAX_RUNNING + MAX_RUNNING // 2)
         with Router(FixedDirectory(self._members[:num_replicas]), ray_connect(routing), routing) as router:
-            limits = FlowLimits(max_in_flight=2 * MAX_RUNNING * num_replicas)
+            limits = PipelineLimits(max_in_flight=2 * MAX_RUNNING * num_replicas)
             begin = time.perf_counter()
-            answers = asyncio.run(_answers(Flow(self._retriever, router, self._prompts, limits), asked))
+            answers = asyncio.run(_answers(AsyncPipeline(self._retriever, router, self._prompts, limits), asked))
             wall_s = time.perf_counter() - begin
         return _Pass(wall_s, {name.removeprefix(tenant): tokens for name, tokens in answers.items()})
 
 
-async def _answers(flow: Flow, questions: Sequence[Question]) -> dict[str, tuple[int, ...]]:
+async def _answers(flow: AsyncPipeline, questions: Sequence[Question]) -> dict[str, tuple[int, ...]]:
     """Raises: the first error of a question."""
     answers: dict[str, tuple[int, ...]] = {}
     async for finished in flow.run(questions):

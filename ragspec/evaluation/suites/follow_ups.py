@@ -27,8 +27,8 @@ from rich.table import Table
 from ragspec.config import RetrieverConfig
 from ragspec.core import Document, Heading
 from ragspec.errors import ConfigError
-from ragspec.rag.chat.conversations import Said
-from ragspec.rag.chat.rewrite_rules import standalone
+from ragspec.rag.chat.conversations import QaPair
+from ragspec.rag.chat.rewrite_rules import rewrite_by_rules
 from ragspec.retrieval.encoder import TextEncoder
 from ragspec.retrieval.index.store import Store
 from ragspec.retrieval.retriever import Retriever, build_index
@@ -46,7 +46,7 @@ class FollowUp:
     """`half`: rules were made looking at one half of the dialogues, and are measured on the other. `rewrite`: a person's."""
 
     question: str
-    said: tuple[Said, ...]
+    said: tuple[QaPair, ...]
     gold: str
     half: Half
     rewrite: str = ""
@@ -68,14 +68,14 @@ def read_canard(path: Path) -> FollowUpSet:
     questions: list[FollowUp] = []
     for name, rows in dialogues.items():
         title, section, *texts = max((row["History"] for row in rows.values()), key=len)
-        turns = [Said(*texts[n : n + 2]) for n in range(0, len(texts) - 1, 2)]
+        turns = [QaPair(*texts[n : n + 2]) for n in range(0, len(texts) - 1, 2)]
         for number, turn in enumerate(turns, 1):
             if _NO_ANSWER.match(turn.answer) or len(turn.answer.split()) < _LEAST_WORDS:
                 continue
             gold = f"{name}:{number}"
             documents.append(Document(gold, turn.answer, title, headings=(Heading(0, 1, section),)))
             if number > 1 and 1 in rows and number in rows:
-                said = (Said(rows[1]["Rewrite"], turns[0].answer), *turns[1 : number - 1])
+                said = (QaPair(rows[1]["Rewrite"], turns[0].answer), *turns[1 : number - 1])
                 questions.append(FollowUp(turn.question, said, gold, half_of(title), rows[number]["Rewrite"]))
     return FollowUpSet("canard", tuple(documents), tuple(questions))
 
@@ -87,7 +87,7 @@ def read_sgd(path: Path) -> FollowUpSet:
     lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
     for dialogue in _json("[" + ",".join(lines) + "]" if lines else "", path):
         name, texts = f"sgd:{dialogue['id']}", [text for _, text in dialogue["turns"]]
-        turns = [Said(*texts[n : n + 2]) for n in range(0, len(texts) - 1, 2)]
+        turns = [QaPair(*texts[n : n + 2]) for n in range(0, len(texts) - 1, 2)]
         stated = " ".join(sentence for turn in turns for sentence in _stated(turn.answer))
         if not stated:
             continue
@@ -204,7 +204,7 @@ def _measured(
     questions = spread([each for each in given.questions if each.half == half], num_rows)
     writers: dict[str, Rewrite] = {
         AS_ASKED: lambda each: each.question,
-        RULES: lambda each: standalone(each.question, each.said),
+        RULES: lambda each: rewrite_by_rules(each.question, each.said),
     }
     if all(each.rewrite for each in questions):
         writers[PERSON] = lambda each: each.rewrite

@@ -1,7 +1,7 @@
 """Multi-turn retrieval-augmented chat: a follow-up is made standalone, looked up, and asked beside what was said and shown.
 
     >>> chat = Chat(retriever, prompts, conversations, ChatConfig())
-    >>> ready = chat.prepare(Turn(uuid4().hex, (Message("user", "And in 1977?"),), params, SearchScope("acme"), name))
+    >>> ready = chat.prepare(ChatTurn(uuid4().hex, (Message("user", "And in 1977?"),), params, SearchScope("acme"), name))
     >>> answer = chat.answered(ready, engine.generate([ready.request])[0])
     >>> chat.remember(ready, answer)
 
@@ -20,21 +20,18 @@ from typing import Protocol
 from ragspec.core import Completion, Message, Passage, Request, SamplingParams, check_text
 from ragspec.errors import InputError, RagspecError
 from ragspec.rag.answer import Answer, AnswerStats
+from ragspec.rag.cache_salts import TenantCaches, cache_salt_of
 from ragspec.rag.chat.config import ChatConfig
-from ragspec.rag.chat.conversations import Conversations, Said, Shown
-from ragspec.rag.chat.history import Past, exchanges, past_of
-from ragspec.rag.chat.prompt import ChatPrompt, Exchange, chat_prompt
-from ragspec.rag.chat.query_rewriter import Rewriter
-from ragspec.rag.chat.retrieval import WHOLE_INDEX, ChatRetrieval, Found
+from ragspec.rag.chat.conversations import ConversationStore, QaPair, ShownPassages
+from ragspec.rag.chat.history import ChatHistory, load_history, split_messages
+from ragspec.rag.chat.prompt import ChatPrompt, PastTurn, build_chat_prompt
+from ragspec.rag.chat.query_rewriter import QueryRewriter
+from ragspec.rag.chat.retrieval import ChatContext, ChatRetriever
 from ragspec.rag.citations import find_citations
 from ragspec.rag.prompt import PromptBuilder
-from ragspec.rag.salts import Salts, salt_of
-from ragspec.rag.sources import copy_sources
-from ragspec.rag.steps import EngineLike, RetrieverLike
+from ragspec.rag.steps import EngineLike, RetrieverLike, copy_sources
 from ragspec.retrieval.search.segment_search import PUBLIC_SCOPE, SearchScope
 from ragspec.speculation import ON, Speculation
-
-__all__ = ["WHOLE_INDEX", "Chat", "ChatConfig", "ReadyTurn", "Turn", "salt_of"]
 
 log = logging.getLogger(__name__)
 
@@ -49,7 +46,7 @@ class ChatEngine(EngineLike, Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class ChatTurn:
     """What one asks, after what was said. `id` names the request.
 
     `messages` are of the roles system, user and assistant and end with the user's. With a `conversation`, a single question goes
@@ -75,7 +72,7 @@ class Turn:
     @property
     def salt(self) -> str:
         """Of the caches: the tenant's, or a part of them."""
-        return salt_of(self.scope.tenant, self.cache_salt)
+        return cache_salt_of(self.scope.tenant, self.cache_salt)
 
     @property
     def who(self) -> str:
@@ -84,10 +81,10 @@ class Turn:
 
 
 @dataclass(frozen=True, slots=True)
-class ReadyTurn:
+class PreparedTurn:
     """A turn as the engine is asked for its answer. `asked`: the user's own words; `question`: what was looked up."""
 
-    turn: Turn
+    turn: ChatTurn
     request: Request
     prompt: ChatPrompt
     asked: str
@@ -96,7 +93,7 @@ class ReadyTurn:
     missing: tuple[str, ...]
     retrieve_s: float
     prompt_s: float
-    past: Past = field(repr=False)
+    past: ChatHistory = field(repr=False)
 
     @property
     def conversation(self) -> str:
@@ -123,27 +120,27 @@ class Chat:
         self,
         retriever: RetrieverLike,
         prompts: PromptBuilder,
-        conversations: Conversations | None,
+        conversations: ConversationStore | None,
         config: ChatConfig | None = None,
         engine: ChatEngine | None = None,
     ) -> None:
         """Without `conversations` nothing is kept. `engine`: writes the answers, and may rewrite questions."""
         self._prompts, self._conversations = prompts, conversations
         self._config = config or ChatConfig()
-        self._index = ChatRetrieval(retriever, self._config)
-        self._rewriter = Rewriter(self._config, prompts, engine)
-        self._engine, self._salts = engine, Salts(engine.purge if engine is not None else _nothing)
+        self._index = ChatRetriever(retriever, self._config)
+        self._rewriter = QueryRewriter(self._config, prompts, engine)
+        self._engine, self._salts = engine, TenantCaches(engine.purge if engine is not None else _nothing)
 
     @property
-    def conversations(self) -> Conversations | None:
+    def conversations(self) -> ConversationStore | None:
         return self._conversations
 
-    def prepare(self, turn: Turn) -> ReadyTurn:
+    def prepare(self, turn: ChatTurn) -> PreparedTurn:
         """Raises: InputError, NotFound, PromptTooLong, RetrievalError, StoreError; EngineError where the target rewrites."""
-        system, given, asked = exchanges(turn.messages)
+        system, given, asked = split_messages(turn.messages)
         check_text(asked, "the question")
         self._salts.note(turn.scope.tenant, turn.salt)
-        past = past_of(self._conversations, turn.scope.tenant, turn.who, turn.conversation, given, asked)
+        past = load_history(self._conversations, turn.scope.tenant, turn.who, turn.conversation, given, asked)
         begin = time.perf_counter()
         question = asked
         if turn.retrieve and past.said:
@@ -165,11 +162,11 @@ class Chat:
             affinity=turn.conversation or past.keys[0],
         )
         prompt_s = time.perf_counter() - begin - retrieve_s
-        return ReadyTurn(
+        return PreparedTurn(
             turn, request, prompt, asked, question, found.generation, found.missing, retrieve_s, prompt_s, past
         )
 
-    def answered(self, ready: ReadyTurn, completion: Completion) -> Answer:
+    def answered(self, ready: PreparedTurn, completion: Completion) -> Answer:
         """One choice with its citations."""
         prompt = ready.prompt
         stats = AnswerStats(
@@ -187,21 +184,21 @@ class Chat:
             stats,
         )
 
-    def remember(self, ready: ReadyTurn, answer: Answer) -> bool:
+    def remember(self, ready: PreparedTurn, answer: Answer) -> bool:
         """Keep the turn for those after it; False if what was said cannot be kept, which takes nothing from the answer."""
         if self._conversations is None:
             return False
         turn, past = ready.turn, ready.past
         cited = tuple(dict.fromkeys(citation.passage_id for citation in answer.citations))
-        shown = Shown(answer.passages, ready.generation, cited)
+        shown = ShownPassages(answer.passages, ready.generation, cited)
         kept = False
         try:
             if turn.conversation:
-                said = [*past.unkept, Said(ready.asked, answer.text)]
+                said = [*past.unkept, QaPair(ready.asked, answer.text)]
                 self._conversations.append(turn.scope.tenant, turn.conversation, said)
                 kept = True
             if answer.passages:
-                self._conversations.show(
+                self._conversations.save_shown(
                     turn.scope.tenant, past.keys[-1], shown, conversation=turn.conversation, earlier=past.keys[:-1]
                 )
         except RagspecError as cause:
@@ -218,12 +215,12 @@ class Chat:
         if self._conversations is not None:
             self._conversations.forget_documents(tenant, documents)
 
-    def _prompt(self, system: str, found: Found, asked: str, question: str, max_tokens: int) -> ChatPrompt:
+    def _prompt(self, system: str, found: ChatContext, asked: str, question: str, max_tokens: int) -> ChatPrompt:
         """With the turns before, or with what of them the question needs; then all of them are reported as dropped."""
         shown = self._config.history
         if shown == "shown" or (shown == "auto" and not self._prompts.has_context_role):
-            return chat_prompt(self._prompts, system, found.history, asked, found.passages, max_tokens)
-        alone = chat_prompt(self._prompts, system, (), question, found.passages, max_tokens)
+            return build_chat_prompt(self._prompts, system, found.history, asked, found.passages, max_tokens)
+        alone = build_chat_prompt(self._prompts, system, (), question, found.passages, max_tokens)
         passages = tuple(passage for turn in found.history for passage in turn.passages)
         return replace(alone, num_dropped_turns=len(found.history), dropped_history=passages)
 
@@ -231,7 +228,7 @@ class Chat:
 def _nothing(_: str) -> None: ...
 
 
-def _texts(history: Sequence[Exchange]) -> list[str]:
+def _texts(history: Sequence[PastTurn]) -> list[str]:
     """What earlier turns say, the latest first: answers, then passages and questions."""
     turns = history[::-1]
     answers = [turn.answer for turn in turns]

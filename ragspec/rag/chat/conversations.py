@@ -6,9 +6,9 @@ itself, as OpenAI's do, is known again without any name; of such a client no mes
 
 A tenant sees its own alone. What was not used for `ttl_s` is gone, and so is a tenant's oldest beyond `max_bytes_per_tenant`.
 
-    >>> store = Conversations(Path("conversations.sqlite"))
+    >>> store = ConversationStore(Path("conversations.sqlite"))
     >>> name = store.create("acme").id
-    >>> store.append("acme", name, [Said("When did it rain?", "At dawn.")])
+    >>> store.append("acme", name, [QaPair("When did it rain?", "At dawn.")])
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _CLEAN_EVERY = 16
 """So many writes lie between two looks for what is too old or too much."""
 
 
-class Said(NamedTuple):
+class QaPair(NamedTuple):
     """A question and its answer."""
 
     question: str
@@ -57,7 +57,7 @@ class Said(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Shown:
+class ShownPassages:
     """The passages of one prompt in their order, and the index's generation that gave them; the answer cites those of `cited`."""
 
     passages: tuple[Passage, ...]
@@ -75,7 +75,7 @@ class Conversation:
     metadata: Mapping[str, str]
 
 
-def turn_keys(scope: str, said: Iterable[Said], question: str) -> list[str]:
+def turn_keys(scope: str, said: Iterable[QaPair], question: str) -> list[str]:
     """Names each question, those of the turns and this one, by everything before it: equal only where all of that is.
 
     `scope`: which documents may be seen, and whatever else separates those who ask.
@@ -94,7 +94,7 @@ _AGES = (
 )
 
 
-class Conversations:
+class ConversationStore:
     """Owns the file. Safe to call from several threads."""
 
     def __init__(
@@ -113,7 +113,9 @@ class Conversations:
             _drop(db, self._too_old(db))
         self._database.forget()
 
-    def create(self, tenant: str, metadata: Mapping[str, str] | None = None, said: Sequence[Said] = ()) -> Conversation:
+    def create(
+        self, tenant: str, metadata: Mapping[str, str] | None = None, said: Sequence[QaPair] = ()
+    ) -> Conversation:
         """A new one with these turns, or none. Raises: SaveError."""
         now, text = self._clock(), json.dumps(dict(metadata or {}))
         made = Conversation(f"conv_{secrets.token_hex(12)}", now, now, dict(metadata or {}))
@@ -133,7 +135,7 @@ class Conversations:
             raise _missing(conversation)
         return Conversation(conversation, row[0], row[1], json.loads(row[2]))
 
-    def said(self, tenant: str, conversation: str) -> list[Said]:
+    def turns(self, tenant: str, conversation: str) -> list[QaPair]:
         """Its turns, the oldest first. Raises: NotFound, SaveError, StoreCorrupt."""
         self.find(tenant, conversation)
         with self._database.reading() as db:
@@ -141,14 +143,14 @@ class Conversations:
                 "SELECT question, answer FROM said WHERE tenant=? AND conversation=? ORDER BY number",
                 (tenant, conversation),
             ).fetchall()
-        return [Said(*row) for row in rows]
+        return [QaPair(*row) for row in rows]
 
-    def append(self, tenant: str, conversation: str, said: Sequence[Said]) -> None:
+    def append(self, tenant: str, conversation: str, said: Sequence[QaPair]) -> None:
         """Turns to its end, all of them or none. Raises: NotFound, SaveError, StoreCorrupt."""
         with self._keeping(tenant) as db:
             self._append(db, tenant, conversation, said)
 
-    def _append(self, db: sqlite3.Connection, tenant: str, conversation: str, said: Sequence[Said]) -> None:
+    def _append(self, db: sqlite3.Connection, tenant: str, conversation: str, said: Sequence[QaPair]) -> None:
         num_bytes = sum(len(text.encode()) for turn in said for text in turn)
         row = db.execute(
             "UPDATE conversations SET used_s=?, num_bytes=num_bytes+? WHERE tenant=? AND id=? RETURNING num_bytes",
@@ -164,7 +166,9 @@ class Conversations:
         rows = [(tenant, conversation, number + n, *turn) for n, turn in enumerate(said)]
         db.executemany("INSERT INTO said VALUES (?,?,?,?,?)", rows)
 
-    def show(self, tenant: str, key: str, shown: Shown, *, conversation: str = "", earlier: Sequence[str] = ()) -> None:
+    def save_shown(
+        self, tenant: str, key: str, shown: ShownPassages, *, conversation: str = "", earlier: Sequence[str] = ()
+    ) -> None:
         """Keep the passages of a turn in place of those it had; those of the turns before it stay as long.
 
         Raises: SaveError, StoreCorrupt.
@@ -179,10 +183,10 @@ class Conversations:
             db.executemany("INSERT INTO shown_documents VALUES (?,?,?)", [(tenant, each, key) for each in documents])
             db.executemany("UPDATE shown SET used_s=? WHERE tenant=? AND key=?", [(now, tenant, k) for k in earlier])
 
-    def shown(self, tenant: str, keys: Sequence[str]) -> dict[str, Shown]:
+    def load_shown(self, tenant: str, keys: Sequence[str]) -> dict[str, ShownPassages]:
         """What is known of these turns. Raises: SaveError, StoreCorrupt."""
         oldest_s = self._clock() - self._ttl_s
-        found: dict[str, Shown] = {}
+        found: dict[str, ShownPassages] = {}
         if not keys:
             return found
         with self._database.reading() as db:
@@ -221,10 +225,10 @@ class Conversations:
     def close(self) -> None:
         self._database.close()
 
-    def _read(self, passages: str, generation: str, cited: str) -> Shown:
+    def _read(self, passages: str, generation: str, cited: str) -> ShownPassages:
         try:
             read = tuple(Passage(**fields) for fields in json.loads(passages))
-            return Shown(read, generation, tuple(json.loads(cited)))
+            return ShownPassages(read, generation, tuple(json.loads(cited)))
         except (ValueError, TypeError) as cause:
             raise StoreCorrupt(f"{self._database.path} is damaged: it holds a passage that is none") from cause
 

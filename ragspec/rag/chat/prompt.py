@@ -22,14 +22,14 @@ _STEP = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Exchange:
+class PastTurn:
     """A turn that is over, with the passages that stood beside its question. Either text may be empty."""
 
     question: str
     answer: str
     passages: tuple[Passage, ...] = ()
 
-    def bare(self) -> Exchange:
+    def bare(self) -> PastTurn:
         return replace(self, passages=())
 
 
@@ -38,12 +38,12 @@ class ChatPrompt(Prompt):
     """`history`: the earlier turns that are in the prompt, as they are there; `dropped_history`: passages of such turns, and of
     those `num_dropped_turns` that are not, which did not fit."""
 
-    history: tuple[Exchange, ...] = ()
+    history: tuple[PastTurn, ...] = ()
     num_dropped_turns: int = 0
     dropped_history: tuple[Passage, ...] = ()
 
 
-class _Cut(NamedTuple):
+class _Truncation(NamedTuple):
     """How much is left out: the oldest turns, passages of the oldest turns, the question's last passages."""
 
     num_turns: int
@@ -51,10 +51,10 @@ class _Cut(NamedTuple):
     num_passages: int
 
 
-def chat_prompt(
+def build_chat_prompt(
     prompts: PromptBuilder,
     system: str,
-    history: Sequence[Exchange],
+    history: Sequence[PastTurn],
     question: str,
     passages: Sequence[Passage],
     max_tokens: int,
@@ -64,19 +64,19 @@ def chat_prompt(
     Raises: InputError for a text no tokenizer should see; PromptTooLong if system and question alone do not fit.
     """
     room = prompts.max_context_tokens - max_tokens
-    hopeless, history = _split(history, prompts.max_chars)
+    hopeless, history = _split_oversized(history, prompts.max_chars)
     unshown = [passage for turn in history if not turn.answer.strip() for passage in turn.passages]
     history = [turn if turn.answer.strip() else turn.bare() for turn in history]
 
     @functools.cache
-    def tokens(cut: _Cut) -> tuple[int, ...]:
-        kept = _kept(history, cut)
+    def tokens(cut: _Truncation) -> tuple[int, ...]:
+        kept = _remaining_turns(history, cut)
         return prompts.tokens(_messages(prompts, system, kept, question, passages[: len(passages) - cut.num_passages]))
 
-    least = tokens(_Cut(len(history), len(history), len(passages)))
+    least = tokens(_Truncation(len(history), len(history), len(passages)))
     if len(least) > room:
         raise PromptTooLong(len(least), max(room, 0), max_tokens)
-    for cuts in _phases(len(history), len(passages)):
+    for cuts in _truncations(len(history), len(passages)):
         if len(tokens(cuts[0])) <= room:
             return _prompt(tokens(cuts[0]), hopeless, history, passages, cuts[0], unshown)
         first = bisect_left(cuts, True, key=lambda cut: len(tokens(cut)) <= room)
@@ -85,7 +85,7 @@ def chat_prompt(
     raise AssertionError("the least prompt fits")
 
 
-def _split(history: Sequence[Exchange], max_chars: int) -> tuple[Sequence[Exchange], Sequence[Exchange]]:
+def _split_oversized(history: Sequence[PastTurn], max_chars: int) -> tuple[Sequence[PastTurn], Sequence[PastTurn]]:
     """The oldest turns that cannot fit, whatever they hold, and the others; so that only a context's worth is tokenised."""
     left = max_chars
     for number in reversed(range(len(history))):
@@ -95,25 +95,25 @@ def _split(history: Sequence[Exchange], max_chars: int) -> tuple[Sequence[Exchan
     return (), history
 
 
-def _phases(num_turns: int, num_passages: int) -> Iterator[list[_Cut]]:
+def _truncations(num_turns: int, num_passages: int) -> Iterator[list[_Truncation]]:
     """Cuts, each list from the least to the most."""
     last = num_turns - 1
     if num_turns:
         bare = [0, last]
         dropped = [*range(_STEP, last, _STEP), last]
-        yield [_Cut(0, number, 0) for number in bare] + [_Cut(number, last, 0) for number in dropped]
-        yield [_Cut(last, num_turns, number) for number in range(max(num_passages, 1))]
-    yield [_Cut(num_turns, num_turns, number) for number in range(num_passages + 1)]
+        yield [_Truncation(0, number, 0) for number in bare] + [_Truncation(number, last, 0) for number in dropped]
+        yield [_Truncation(last, num_turns, number) for number in range(max(num_passages, 1))]
+    yield [_Truncation(num_turns, num_turns, number) for number in range(num_passages + 1)]
 
 
-def _kept(history: Sequence[Exchange], cut: _Cut) -> list[Exchange]:
+def _remaining_turns(history: Sequence[PastTurn], cut: _Truncation) -> list[PastTurn]:
     return [
         turn.bare() if number < cut.num_bare else turn for number, turn in enumerate(history) if number >= cut.num_turns
     ]
 
 
 def _messages(
-    prompts: PromptBuilder, system: str, history: Sequence[Exchange], question: str, passages: Sequence[Passage]
+    prompts: PromptBuilder, system: str, history: Sequence[PastTurn], question: str, passages: Sequence[Passage]
 ) -> list[Message]:
     messages = [Message("system", system)] if system.strip() else []
     unanswered = ""  # Why: many templates refuse two messages of the user in a row
@@ -121,11 +121,11 @@ def _messages(
         asked = "\n\n".join(filter(str.strip, (unanswered, turn.question)))
         unanswered = "" if turn.answer.strip() else asked
         if turn.answer.strip():
-            messages += [*_asked(prompts, asked, turn.passages), Message("assistant", turn.answer)]
-    return messages + _asked(prompts, "\n\n".join(filter(str.strip, (unanswered, question))), passages)
+            messages += [*_question_messages(prompts, asked, turn.passages), Message("assistant", turn.answer)]
+    return messages + _question_messages(prompts, "\n\n".join(filter(str.strip, (unanswered, question))), passages)
 
 
-def _asked(prompts: PromptBuilder, question: str, passages: Sequence[Passage]) -> list[Message]:
+def _question_messages(prompts: PromptBuilder, question: str, passages: Sequence[Passage]) -> list[Message]:
     if not question.strip():
         return []
     return [Message("user", question), *([prompts.context(passages)] if passages else [])]
@@ -133,10 +133,10 @@ def _asked(prompts: PromptBuilder, question: str, passages: Sequence[Passage]) -
 
 def _prompt(
     prompt_ids: tuple[int, ...],
-    hopeless: Sequence[Exchange],
-    history: Sequence[Exchange],
+    hopeless: Sequence[PastTurn],
+    history: Sequence[PastTurn],
     passages: Sequence[Passage],
-    cut: _Cut,
+    cut: _Truncation,
     unshown: Sequence[Passage],
 ) -> ChatPrompt:
     num_kept = len(passages) - cut.num_passages
@@ -145,7 +145,7 @@ def _prompt(
         prompt_ids,
         tuple(passages[:num_kept]),
         tuple(passages[num_kept:]),
-        tuple(_kept(history, cut)),
+        tuple(_remaining_turns(history, cut)),
         len(hopeless) + cut.num_turns,
         (*unshown, *(passage for turn in without for passage in turn.passages)),
     )

@@ -11,11 +11,10 @@ from collections.abc import Sequence
 from ragspec.core import FinishReason, Message, Request, SamplingParams
 from ragspec.errors import InputError
 from ragspec.rag.chat.config import ChatConfig
-from ragspec.rag.chat.conversations import Said
-from ragspec.rag.chat.rewrite_rules import standalone
+from ragspec.rag.chat.conversations import QaPair
+from ragspec.rag.chat.rewrite_rules import rewrite_by_rules
 from ragspec.rag.prompt import PromptBuilder
-from ragspec.rag.sources import copy_sources
-from ragspec.rag.steps import EngineLike
+from ragspec.rag.steps import EngineLike, copy_sources
 
 _SYSTEM = (
     "Rewrite the user's last question so that it can be understood without the conversation: put names in place of pronouns "
@@ -41,14 +40,14 @@ _MAX_CHARS = 400
 """Of each earlier text, and of the question made of them."""
 
 
-class Rewriter:
+class QueryRewriter:
     """`engine`: what would write the questions; None: only the rules can."""
 
     def __init__(self, config: ChatConfig, prompts: PromptBuilder, engine: EngineLike | None = None) -> None:
         self._config, self._prompts = config, prompts
-        self._engine = engine if _asks_target(config, engine) else None
+        self._engine = engine if _uses_target(config, engine) else None
 
-    def standalone(self, question: str, said: Sequence[Said], salt: str = "") -> str:
+    def standalone(self, question: str, said: Sequence[QaPair], salt: str = "") -> str:
         """What to look up for a question after these turns; the question itself if there are none.
 
         Raises: whatever the target fails with, as it would for the answer itself.
@@ -56,9 +55,9 @@ class Rewriter:
         if not said or self._config.rewriter == "off":
             return question
         written = self._written(question, said, salt) if self._engine is not None else ""
-        return written or standalone(question, said)
+        return written or rewrite_by_rules(question, said)
 
-    def _written(self, question: str, said: Sequence[Said], salt: str) -> str:
+    def _written(self, question: str, said: Sequence[QaPair], salt: str) -> str:
         """What the target writes; empty if it is no question, or if the turns do not fit its context, or its template."""
         assert self._engine is not None
         try:
@@ -70,7 +69,7 @@ class Rewriter:
         ended = completion.finish_reason is FinishReason.STOP
         return text if ended and text and "\n" not in text and len(text) <= _MAX_CHARS + len(question) else ""
 
-    def _request(self, question: str, said: Sequence[Said], salt: str) -> Request:
+    def _request(self, question: str, said: Sequence[QaPair], salt: str) -> Request:
         turns = [f"User: {turn.question[:_MAX_CHARS]}\nAssistant: {turn.answer[:_MAX_CHARS]}" for turn in said]
         task = "\n".join([*turns[-_LATEST_TURNS:], f"Last question: {question}"])
         messages = [Message("system", _SYSTEM)]
@@ -82,7 +81,7 @@ class Rewriter:
         return Request(uuid.uuid4().hex, prompt.prompt_ids, params, copy_sources(question, (), turns), salt)
 
 
-def _asks_target(config: ChatConfig, engine: EngineLike | None) -> bool:
+def _uses_target(config: ChatConfig, engine: EngineLike | None) -> bool:
     """Auto: a target in this process says how large it is; of one elsewhere nothing is known here."""
     if config.rewriter == "auto":
         return num_parameters(engine) >= config.least_rewriter_parameters

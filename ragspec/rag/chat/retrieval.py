@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from ragspec.core import Passage
 from ragspec.errors import RetrievalError, StoreError
 from ragspec.rag.chat.config import ChatConfig
-from ragspec.rag.chat.history import Past
-from ragspec.rag.chat.prompt import Exchange
+from ragspec.rag.chat.history import ChatHistory
+from ragspec.rag.chat.prompt import PastTurn
 from ragspec.rag.steps import RetrieverLike
 from ragspec.retrieval.search.filters import ComparisonFilter, CompoundFilter
 from ragspec.retrieval.search.segment_search import SearchScope
@@ -27,22 +27,22 @@ _MOST_STALE, _CHARS = 100, 80
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class ChatContext:
     """What retrieval gave for a turn, and what of the turns before may still be shown."""
 
     passages: tuple[Passage, ...] = ()
-    history: tuple[Exchange, ...] = ()
+    history: tuple[PastTurn, ...] = ()
     generation: str = ""
     missing: tuple[str, ...] = ()
 
 
-class ChatRetrieval:
+class ChatRetriever:
     """Asks the index for a chat."""
 
     def __init__(self, retriever: RetrieverLike, config: ChatConfig) -> None:
         self._retriever, self._config = retriever, config
 
-    def found(self, asked: str, question: str, past: Past, k: int, scope: SearchScope) -> Found:
+    def found(self, asked: str, question: str, past: ChatHistory, k: int, scope: SearchScope) -> ChatContext:
         """The question's passages, then those carried over; and the turns before with what may still be shown of them."""
         try:
             found = self._retriever.retrieve([question], k, scope)
@@ -53,23 +53,23 @@ class ChatRetrieval:
         known = {passage.id for passage in fresh}
         leans = question != asked or self._config.rewriter == "off"
         carried = [p for p in self._carried(past, history) if p.id not in known] if leans else []
-        return Found((*fresh, *carried[: self._config.max_carried]), history, found.generation, found.missing)
+        return ChatContext((*fresh, *carried[: self._config.max_carried]), history, found.generation, found.missing)
 
-    def not_asked(self, past: Past, scope: SearchScope) -> Found:
+    def not_asked(self, past: ChatHistory, scope: SearchScope) -> ChatContext:
         """Nothing of the question's own; the turns before with what may still be shown of them."""
         try:
-            return Found(history=self._confirmed(past, scope))
+            return ChatContext(history=self._confirmed(past, scope))
         except (RetrievalError, StoreError) as error:
             return self._without_index(past, error)
 
-    def _without_index(self, past: Past, error: RetrievalError | StoreError) -> Found:
+    def _without_index(self, past: ChatHistory, error: RetrievalError | StoreError) -> ChatContext:
         """Nothing but what was said, where that is allowed."""
         if not self._config.answer_without_index:
             raise error
         log.warning("a turn is answered without passages: the index does not answer")
-        return Found(history=tuple(turn.bare() for turn in past.history), missing=(WHOLE_INDEX,))
+        return ChatContext(history=tuple(turn.bare() for turn in past.history), missing=(WHOLE_INDEX,))
 
-    def _confirmed(self, past: Past, scope: SearchScope, generation: str = "") -> tuple[Exchange, ...]:
+    def _confirmed(self, past: ChatHistory, scope: SearchScope, generation: str = "") -> tuple[PastTurn, ...]:
         """The turns with those of their passages that are in the index still.
 
         Of this generation all are; for others the index is asked, since documents may have been changed or deleted. It is asked
@@ -86,7 +86,7 @@ class ChatRetrieval:
         there = {(passage.id, passage.text) for passage in found.passages[0]}
         return past.without({(passage.id, passage.text) for passage in stale} - there)
 
-    def _carried(self, past: Past, history: Sequence[Exchange]) -> list[Passage]:
+    def _carried(self, past: ChatHistory, history: Sequence[PastTurn]) -> list[Passage]:
         """What the latest answers were given from, the latest first: the passages they cite, else the best."""
         carried: dict[str, Passage] = {}
         for turn, cited in list(zip(history, past.cited, strict=True))[: -self._config.carried_turns - 1 : -1]:

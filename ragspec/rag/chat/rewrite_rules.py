@@ -1,6 +1,6 @@
 """A follow-up question becomes one that stands alone, by rules: what it leaves out is taken from the turns before it.
 
->>> standalone("Why did it fail?", [Said("What was the Apollo Guidance Computer?", "A computer.")])
+>>> rewrite_by_rules("Why did it fail?", [QaPair("What was the Apollo Guidance Computer?", "A computer.")])
 'Why did it fail? (Apollo Guidance Computer)'
 
 The question's own words stay as they are, so a wrong guess adds a little noise and loses nothing. What is added is what the
@@ -15,7 +15,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 
-from ragspec.rag.chat.conversations import Said
+from ragspec.rag.chat.conversations import QaPair
 
 _WORD = re.compile(r"[^\W_](?:[\w'’.&/+#-]*[\w+#])?")
 _NAME = re.compile(
@@ -54,9 +54,9 @@ _MAX_CHARS, _MAX_TURNS = 2_000, 100
 """What is looked at: the beginning of each text, and the latest turns. A question may be megabytes, and a conversation long."""
 
 
-def standalone(question: str, said: Sequence[Said]) -> str:
+def rewrite_by_rules(question: str, said: Sequence[QaPair]) -> str:
     """The question with what it speaks of; as it is where nothing came before it, or where nothing seems to be left out."""
-    said = [Said(*(text[:_MAX_CHARS] for text in turn)) for turn in said[-_MAX_TURNS:]]
+    said = [QaPair(*(text[:_MAX_CHARS] for text in turn)) for turn in said[-_MAX_TURNS:]]
     seen = question[:_MAX_CHARS]
     if not said or _stands_alone(seen):
         return question
@@ -64,7 +64,7 @@ def standalone(question: str, said: Sequence[Said]) -> str:
     return f"{question} ({'; '.join(found)})" if found else question
 
 
-def names(text: str) -> list[str]:
+def extract_names(text: str) -> list[str]:
     """Capitalised runs of words and identifiers, each once, without common words at either end."""
     found: dict[str, None] = {}
     for match in _NAME.finditer(text):
@@ -82,7 +82,7 @@ def _trimmed(name: str) -> str:
     return name.removesuffix("'s").removesuffix("’s").rstrip(".'’&-").lstrip("-")
 
 
-def phrases(text: str) -> list[str]:
+def extract_phrases(text: str) -> list[str]:
     """Runs of words that are not common ones: what a text without names is about."""
     runs: list[list[str]] = [[]]
     for piece in re.split(r"[\s,;:?!()\"“”]+", text):
@@ -97,10 +97,10 @@ def phrases(text: str) -> list[str]:
 def _stands_alone(question: str) -> bool:
     """It names something, leans on nothing, and is more than the end of a question."""
     whole = len(question.split()) > _SHORT_WORDS and not _GOES_ON.match(question)
-    return whole and bool(names(question)) and not _LEANS.search(question)
+    return whole and bool(extract_names(question)) and not _LEANS.search(question)
 
 
-def _opening(said: Sequence[Said]) -> int:
+def _opening(said: Sequence[QaPair]) -> int:
     """The number of the turn that began what is spoken of now: the latest whose question stood alone and had no word in common
     with the turns before it, or else the first."""
     known: set[str] = set()
@@ -113,12 +113,15 @@ def _opening(said: Sequence[Said]) -> int:
     return opening
 
 
-def _topics(question: str, said: Sequence[Said]) -> list[str]:
-    named = [*names(said[0].question)[:2], *(name for turn in reversed(said) for name in names(turn.question))]
-    asked = list(dict.fromkeys(named))[:_MAX_ASKED] or phrases(said[0].question)
+def _topics(question: str, said: Sequence[QaPair]) -> list[str]:
+    named = [
+        *extract_names(said[0].question)[:2],
+        *(name for turn in reversed(said) for name in extract_names(turn.question)),
+    ]
+    asked = list(dict.fromkeys(named))[:_MAX_ASKED] or extract_phrases(said[0].question)
     of_a_person = bool(_PERSON.search(question))
     if _GOES_ON.match(question) or (len(_content(question)) <= _SHORT_WORDS and not of_a_person):
-        asked += phrases(said[-1].question)
+        asked += extract_phrases(said[-1].question)
     if named and of_a_person:
         return asked
     answers = [_QUOTED.sub("", turn.answer) for turn in reversed(said)]
@@ -128,7 +131,7 @@ def _topics(question: str, said: Sequence[Said]) -> list[str]:
 
 
 def _first(texts: Iterable[str], most: int) -> list[str]:
-    return list(dict.fromkeys(name for text in texts for name in names(text)))[:most]
+    return list(dict.fromkeys(name for text in texts for name in extract_names(text)))[:most]
 
 
 def _without_known(terms: Iterable[str], question: str) -> list[str]:

@@ -1,6 +1,9 @@
-"""What became of a text: its edits, those that were not made, and the text with them.
+"""A text to correct, its correction requests to the target, and the resulting correction.
 
-Pure: made of sentences and of what the target wrote for each.
+Owns plain data and the step from the target's outputs to edits; it never calls the engine. A batch job can check a
+`CorrectionRequest` before any model is loaded.
+
+    >>> CorrectionRequest("letter-1", "He go to school.", SamplingParams(max_tokens=256))
 """
 
 from __future__ import annotations
@@ -9,21 +12,61 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from ragspec.core import Completion, FinishReason, GenerationStats, Request
-from ragspec.rag.grammar.correction_request import Manuscript
-from ragspec.rag.grammar.edit_filters import Guard, Surroundings, Why, Withheld, sift
-from ragspec.rag.grammar.edit_kinds import Classify, classified
-from ragspec.rag.grammar.edits import Edit, applied, word_edits
-from ragspec.rag.grammar.markup import MarkedText, Span
-from ragspec.rag.grammar.sentence_split import Sentence
+from ragspec.core import Completion, FinishReason, GenerationStats, Request, SamplingParams
+from ragspec.errors import InputError
+from ragspec.rag.grammar.edit_filters import (
+    DEFAULT_FILTER,
+    EditFilter,
+    TextContext,
+    WithheldEdit,
+    WithholdReason,
+    filter_edits,
+)
+from ragspec.rag.grammar.edit_kinds import EditClassifier, classify_edits
+from ragspec.rag.grammar.edits import Edit, apply_edits, word_edits
+from ragspec.rag.grammar.markup import MarkedText, Span, TextPart
+from ragspec.rag.grammar.sentence_split import SentenceSpan
+from ragspec.speculation import ON, Speculation
+
+DEFAULT_PARAMS = SamplingParams(max_tokens=256)
+
+_FIXED_PARAMS = {"n": 1, "stop": (), "ignore_eos": False, "min_tokens": 0, "logprobs": None}
+
+
+@dataclass(frozen=True, slots=True)
+class CorrectionRequest:
+    """A text to correct. `id` prefixes the ids of its engine requests; `params.max_tokens` limits each sentence's correction.
+
+    Each sentence has its own seed, derived from `params.seed` and the sentence's number. `parts`: the text split into plain
+    text and markup; None: markup is detected in `text`. `edit_filter` says which edits are withheld.
+    Raises: InputError for sampling parameters that would truncate a sentence or generate it several times.
+    """
+
+    id: str
+    text: str
+    params: SamplingParams = DEFAULT_PARAMS
+    tenant: str = ""
+    speculation: Speculation = ON
+    edit_filter: EditFilter = DEFAULT_FILTER
+    parts: tuple[TextPart, ...] | None = None
+
+    def __post_init__(self) -> None:
+        for name, required in _FIXED_PARAMS.items():
+            if (given := getattr(self.params, name)) != required:
+                raise InputError(f"{name} {given!r} means nothing for a correction, which ends where its sentence does")
+        if self.parts is not None and "".join(part.text for part in self.parts) != self.text:
+            raise InputError("the parts of a text must be the text when joined")
+
+    def marked_text(self) -> MarkedText:
+        return MarkedText.read(self.text) if self.parts is None else MarkedText(self.parts)
 
 
 @dataclass(frozen=True, slots=True)
 class Correction:
-    """`applied(text, edits) == corrected`. `unfinished`: spans of `text` left as they are because their correction had no end, or
-    did not come in time. `withheld`: edits not made, with the reason; `sentences`: the spans that were looked at.
+    """`apply_edits(text, edits) == corrected`. Units: characters of `text`.
 
-    `stats` add up those of all sentences. Units: characters of `text`.
+    `unfinished`: spans left unchanged because the target reached no end of the sentence, or not in time. `withheld`: edits
+    that were not applied, each with its reason. `sentences`: the spans that were checked. `stats`: sums over all sentences.
     """
 
     id: str
@@ -33,7 +76,7 @@ class Correction:
     unfinished: tuple[Span, ...]
     stats: GenerationStats
     prompt_s: float
-    withheld: tuple[Withheld, ...] = ()
+    withheld: tuple[WithheldEdit, ...] = ()
     sentences: tuple[Span, ...] = ()
 
     @property
@@ -41,70 +84,72 @@ class Correction:
         return FinishReason.LENGTH if self.unfinished else FinishReason.STOP
 
 
-class Prepared(NamedTuple):
-    """A manuscript as the engine is asked about it: one request for each sentence."""
+class PreparedCorrection(NamedTuple):
+    """A correction request split into sentences, with one engine request per sentence."""
 
-    manuscript: Manuscript
+    request: CorrectionRequest
     marked: MarkedText
-    sentences: tuple[Sentence, ...]
+    sentences: tuple[SentenceSpan, ...]
     requests: tuple[Request, ...]
     prompt_s: float
 
 
-def correction_of(ready: Prepared, written: Sequence[Completion | None], classify: Classify = classified) -> Correction:
-    """`written`: what the target wrote for each sentence; None: nothing in time."""
-    text, marked, made = ready.manuscript.text, ready.marked, _Made(classify)
-    around = Surroundings.of(marked.plain, marked.protected) if written else Surroundings()
-    for sentence, completion in zip(ready.sentences, written, strict=True):
+def build_correction(
+    prepared: PreparedCorrection, completions: Sequence[Completion | None], classify: EditClassifier = classify_edits
+) -> Correction:
+    """The correction of a text from one completion per sentence; None: the sentence was not corrected in time."""
+    request, marked, builder = prepared.request, prepared.marked, _CorrectionBuilder(classify)
+    context = TextContext.of(marked.plain, marked.protected) if completions else TextContext()
+    for sentence, completion in zip(prepared.sentences, completions, strict=True):
         if completion is not None:
-            made.stats.add(completion.stats)
+            builder.stats.add(completion.stats)
         better = completion.text.strip() if completion and completion.finish_reason is FinishReason.STOP else ""
         if better:
-            made.add(marked, sentence, better, ready.manuscript.guard, around)
+            builder.add(marked, sentence, better, request.edit_filter, context)
         else:
-            made.unfinished.append(marked.span(sentence.start, sentence.end))
-    made.stats.seed = ready.manuscript.params.seed or 0
+            builder.unfinished.append(marked.span(sentence.start, sentence.end))
+    builder.stats.seed = request.params.seed or 0
     return Correction(
-        ready.manuscript.id,
-        text,
-        applied(text, made.edits),
-        tuple(made.edits),
-        tuple(made.unfinished),
-        made.stats,
-        ready.prompt_s,
-        tuple(made.withheld),
-        tuple(marked.span(sentence.start, sentence.end) for sentence in ready.sentences),
+        request.id,
+        request.text,
+        apply_edits(request.text, builder.edits),
+        tuple(builder.edits),
+        tuple(builder.unfinished),
+        builder.stats,
+        prepared.prompt_s,
+        tuple(builder.withheld),
+        tuple(marked.span(sentence.start, sentence.end) for sentence in prepared.sentences),
     )
 
 
 @dataclass(slots=True)
-class _Made:
-    """Of the sentences so far."""
-
-    classify: Classify
+class _CorrectionBuilder:
+    classify: EditClassifier
     edits: list[Edit] = field(default_factory=list)
-    withheld: list[Withheld] = field(default_factory=list)
+    withheld: list[WithheldEdit] = field(default_factory=list)
     unfinished: list[Span] = field(default_factory=list)
     stats: GenerationStats = field(default_factory=GenerationStats)
 
-    def add(self, marked: MarkedText, sentence: Sentence, better: str, guard: Guard, around: Surroundings) -> None:
-        """The edits of one sentence, as edits of the whole text."""
+    def add(
+        self, marked: MarkedText, sentence: SentenceSpan, better: str, edit_filter: EditFilter, context: TextContext
+    ) -> None:
+        """Add the edits of one sentence, with offsets into the whole text."""
         start = sentence.start
         before = marked.plain[start : sentence.end]
-        found = self.classify(before, word_edits(before, better, keep_white=True))
-        edits = [replace(edit, start=edit.start + start, end=edit.end + start) for edit in found]
-        sifted = sift(before, edits, guard, around, start, whole=sentence.begins)
-        withheld = [Withheld(_in_whole(marked, each.edit), each.reason) for each in sifted.withheld]
-        for edit in sifted.made:
-            placed = marked.placed(edit)
-            if placed is None:
-                withheld.append(Withheld(_in_whole(marked, edit), Why.MARKUP))
+        classified = self.classify(before, word_edits(before, better, keep_white=True))
+        edits = [replace(edit, start=edit.start + start, end=edit.end + start) for edit in classified]
+        kept, rejected = filter_edits(before, edits, edit_filter, context, start, whole=sentence.begins)
+        withheld = [WithheldEdit(_in_marked_text(marked, each.edit), each.reason) for each in rejected]
+        for edit in kept:
+            located = marked.locate(edit)
+            if located is None:
+                withheld.append(WithheldEdit(_in_marked_text(marked, edit), WithholdReason.MARKUP))
             else:
-                self.edits.append(placed)
+                self.edits.append(located)
         self.withheld += sorted(withheld, key=lambda each: (each.edit.start, each.edit.end))
 
 
-def _in_whole(marked: MarkedText, edit: Edit) -> Edit:
-    """Where an edit that is not made would be: what it would replace, markup included."""
+def _in_marked_text(marked: MarkedText, edit: Edit) -> Edit:
+    """A withheld edit with offsets into the whole text; its original includes the markup inside it."""
     start, end = marked.span(edit.start, edit.end)
     return replace(edit, start=start, end=end, original=marked.whole[start:end])

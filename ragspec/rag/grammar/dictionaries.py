@@ -1,6 +1,6 @@
 """Words that their writers know to be right, for each tenant, in one SQLite file.
 
->>> words = Dictionaries(Path("dictionaries.sqlite"))
+>>> words = DictionaryStore(Path("dictionaries.sqlite"))
 >>> words.add("acme", "Ragspec")
 True
 >>> words.words("acme")
@@ -23,7 +23,7 @@ _SCHEMA = 1
 _TABLES = "CREATE TABLE words (tenant TEXT, name TEXT, word TEXT, PRIMARY KEY (tenant, name, word)) WITHOUT ROWID"
 
 
-class Dictionaries:
+class DictionaryStore:
     """Owns the file. A tenant may have several by name; "" is the one that needs none. Safe to call from several threads."""
 
     def __init__(self, path: Path) -> None:

@@ -1,8 +1,8 @@
-"""Corrections that are not made: those that would change what a text says, what its writer knows better, or too much at once.
+"""Corrections that are not kept: those that would change what a text says, what its writer knows better, or too much at once.
 
 >>> sentence = "Ann has 5 mill."
->>> sift(sentence, word_edits(sentence, "Anne has 6 mills."), Guard(), Surroundings())[1]
-(Withheld(..., reason=<Why.NAME: 'name'>), Withheld(..., reason=<Why.NUMBER: 'number'>))
+>>> filter_edits(sentence, word_edits(sentence, "Anne has 6 mills."), EditFilter(), TextContext())[1]
+(WithheldEdit(..., reason=<WithholdReason.NAME: 'name'>), WithheldEdit(..., reason=<WithholdReason.NUMBER: 'number'>))
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from ragspec.errors import InputError
-from ragspec.rag.grammar.edit_kinds import kind_of
+from ragspec.rag.grammar.edit_kinds import edit_kind
 from ragspec.rag.grammar.edits import Edit, EditKind
 
 Span = tuple[int, int]
@@ -37,8 +37,8 @@ _CALENDAR = frozenset(
 """Written with a capital, and no names of anybody."""
 
 
-class Why(enum.StrEnum):
-    """Why an edit is not made. `RATIO`: the correction changes too many words of its sentence; `KIND`: its kind is not wanted."""
+class WithholdReason(enum.StrEnum):
+    """Why an edit is not kept. `RATIO`: the correction changes too many words of its sentence; `KIND`: its kind is not wanted."""
 
     NUMBER = "number"
     NAME = "name"
@@ -51,15 +51,15 @@ class Why(enum.StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Withheld:
-    """An edit that the target asks for and that was not made."""
+class WithheldEdit:
+    """An edit that the target asks for and that was not kept."""
 
     edit: Edit
-    reason: Why
+    reason: WithholdReason
 
 
 @dataclass(frozen=True, slots=True)
-class Guard:
+class EditFilter:
     """What is not changed.
 
     `max_edit_ratio`: the share of a sentence's words that its correction may change; one word always, unless it is 0; 1 is no
@@ -88,11 +88,11 @@ class Guard:
             object.__setattr__(self, "kinds", frozenset(map(EditKind, self.kinds)))
 
 
-CAREFUL = Guard()
+DEFAULT_FILTER = EditFilter()
 
 
 @dataclass(frozen=True, slots=True)
-class Surroundings:
+class TextContext:
     """What of a text decides about a sentence in it. `protected`: spans, in order; `common`: words it has in small letters;
     `names`: words it has with a capital inside a sentence."""
 
@@ -101,44 +101,57 @@ class Surroundings:
     names: frozenset[str] = frozenset()
 
     @classmethod
-    def of(cls, text: str, protected: Sequence[Span]) -> Surroundings:
+    def of(cls, text: str, protected: Sequence[Span]) -> TextContext:
         common = frozenset(word for word in _WORD.findall(text) if word.islower())
         return cls(protected, common, frozenset(_NAME.findall(text)))
 
 
-class Sifted(NamedTuple):
-    made: tuple[Edit, ...]
-    withheld: tuple[Withheld, ...]
+class FilteredEdits(NamedTuple):
+    kept: tuple[Edit, ...]
+    withheld: tuple[WithheldEdit, ...]
 
 
-def sift(
-    sentence: str, edits: Sequence[Edit], guard: Guard, around: Surroundings, start: int = 0, *, whole: bool = True
-) -> Sifted:
-    """The edits of a sentence that are made, and the others with the reason. `start`: where the sentence begins in the text that
+def filter_edits(
+    sentence: str,
+    edits: Sequence[Edit],
+    edit_filter: EditFilter,
+    context: TextContext,
+    start: int = 0,
+    *,
+    whole: bool = True,
+) -> FilteredEdits:
+    """The edits of a sentence that are kept, and the others with the reason. `start`: where the sentence begins in the text that
     edits and protected spans count. `whole`: False for what continues a sentence, and so begins with no capital of its own."""
-    names = _names(sentence, around, whole) if guard.names else frozenset()
-    kept = list(_kept(sentence, guard, around.protected, start)) if edits else []
-    made: list[Edit] = []
-    withheld: list[Withheld] = []
+    names = _names(sentence, context, whole) if edit_filter.names else frozenset()
+    protected = list(_protected_spans(sentence, edit_filter, context.protected, start)) if edits else []
+    kept: list[Edit] = []
+    withheld: list[WithheldEdit] = []
     for edit in edits:
-        touched = next((why for span, why in kept if _touches(edit, span)), None)
-        reason = touched or _reason(edit, guard, names)
+        touched = next((why for span, why in protected if _touches(edit, span)), None)
+        reason = touched or _withhold_reason(edit, edit_filter, names)
         if reason is None:
-            made.append(edit)
+            kept.append(edit)
         else:
-            withheld.append(Withheld(edit, reason))
-    if _num_changed(made) > _most_changed(sentence, guard.max_edit_ratio):
-        withheld = sorted([*withheld, *(Withheld(edit, Why.RATIO) for edit in made)], key=lambda each: each.edit.start)
-        made = []
-    return Sifted(tuple(made), tuple(withheld))
+            withheld.append(WithheldEdit(edit, reason))
+    if _num_changed(kept) > _most_changed(sentence, edit_filter.max_edit_ratio):
+        withheld = sorted(
+            [*withheld, *(WithheldEdit(edit, WithholdReason.RATIO) for edit in kept)], key=lambda each: each.edit.start
+        )
+        kept = []
+    return FilteredEdits(tuple(kept), tuple(withheld))
 
 
-def _kept(sentence: str, guard: Guard, protected: Sequence[Span], start: int) -> Iterator[tuple[Span, Why]]:
+def _protected_spans(
+    sentence: str, edit_filter: EditFilter, protected: Sequence[Span], start: int
+) -> Iterator[tuple[Span, WithholdReason]]:
     """What of the sentence must stay as it is."""
     first = bisect_right(protected, start, key=lambda span: span[1])
     last = bisect_left(protected, start + len(sentence), key=lambda span: span[0])
-    yield from ((span, Why.CODE) for span in protected[first:last])
-    for phrases, flags, why in ((guard.ignore, 0, Why.IGNORED), (guard.dictionary, re.IGNORECASE, Why.DICTIONARY)):
+    yield from ((span, WithholdReason.CODE) for span in protected[first:last])
+    for phrases, flags, why in (
+        (edit_filter.ignore, 0, WithholdReason.IGNORED),
+        (edit_filter.dictionary, re.IGNORECASE, WithholdReason.DICTIONARY),
+    ):
         if phrases:
             for match in _pattern(phrases, flags).finditer(sentence):
                 yield (start + match.start(), start + match.end()), why
@@ -157,15 +170,15 @@ def _touches(edit: Edit, span: Span) -> bool:
     return start < edit.start < end if edit.start == edit.end else edit.start < end and edit.end > start
 
 
-def _reason(edit: Edit, guard: Guard, names: frozenset[str]) -> Why | None:
-    if guard.kinds is not None and edit.kind not in guard.kinds:
-        return Why.KIND
+def _withhold_reason(edit: Edit, edit_filter: EditFilter, names: frozenset[str]) -> WithholdReason | None:
+    if edit_filter.kinds is not None and edit.kind not in edit_filter.kinds:
+        return WithholdReason.KIND
     old, new = _WORD.findall(edit.original), _WORD.findall(edit.replacement)
-    if guard.numbers and _numbers_change(edit, old, new):
-        return Why.NUMBER
+    if edit_filter.numbers and _numbers_change(edit, old, new):
+        return WithholdReason.NUMBER
     kept = {form for word in new for form in _name_forms(word)}
     if any(word in names and not _name_forms(word) & kept for word in old):
-        return Why.NAME
+        return WithholdReason.NAME
     return None
 
 
@@ -174,7 +187,7 @@ def _numbers_change(edit: Edit, old: Sequence[str], new: Sequence[str]) -> bool:
     if sorted(_DIGITS.findall(edit.original)) != sorted(_DIGITS.findall(edit.replacement)):
         return True
     had, has = ({w.casefold() for w in words} & _NUMBER_WORDS for words in (old, new))
-    return bool(had - has) or (bool(has - had) and kind_of(edit.original, edit.replacement) is not EditKind.SPELLING)
+    return bool(had - has) or (bool(has - had) and edit_kind(edit.original, edit.replacement) is not EditKind.SPELLING)
 
 
 def _name_forms(name: str) -> set[str]:
@@ -183,7 +196,7 @@ def _name_forms(name: str) -> set[str]:
     return {letters.removesuffix("'s").replace("'", ""), letters.replace("'", "")}
 
 
-def _names(sentence: str, around: Surroundings, whole: bool) -> frozenset[str]:
+def _names(sentence: str, context: TextContext, whole: bool) -> frozenset[str]:
     """Words with capitals where no sentence asks for them. In headings and shouts capitals say nothing, except inside a word."""
     words = [match.group() for match in _WORD.finditer(sentence)]
     inner = {word for word in words if any(map(str.isupper, word[1:])) and any(map(str.islower, word))}
@@ -191,8 +204,8 @@ def _names(sentence: str, around: Surroundings, whole: bool) -> frozenset[str]:
     capital = [word for word in later if word[:1].isupper()]
     if len(later) > 3 and 2 * len(capital) > len(later):
         return frozenset(inner)
-    capital += [word for word in words[:1] if word in around.names]
-    return frozenset(inner | {word for word in capital if word.casefold() not in around.common | _CALENDAR})
+    capital += [word for word in words[:1] if word in context.names]
+    return frozenset(inner | {word for word in capital if word.casefold() not in context.common | _CALENDAR})
 
 
 def _num_changed(edits: Sequence[Edit]) -> int:

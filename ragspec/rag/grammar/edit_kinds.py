@@ -3,7 +3,7 @@
 English. Where the ERRANT library is installed, `ragspec.rag.grammar.errant_kinds` asks it instead.
 
     >>> text = "He go to a old mill."
-    >>> [edit.kind.value for edit in classified(text, word_edits(text, "He goes to an old mill."))]
+    >>> [edit.kind.value for edit in classify_edits(text, word_edits(text, "He goes to an old mill."))]
     ['agreement', 'article']
 """
 
@@ -26,7 +26,7 @@ from ragspec.rag.grammar.word_forms import (
     verb_base,
 )
 
-Classify = Callable[[str, Sequence[Edit]], list[Edit]]
+EditClassifier = Callable[[str, Sequence[Edit]], list[Edit]]
 """Edits of a sentence, with their kinds."""
 
 _WORD = re.compile(r"\w+(?:['’]\w+)*")
@@ -49,12 +49,12 @@ _REASONS = {
 }
 
 
-def classified(text: str, edits: Sequence[Edit]) -> list[Edit]:
+def classify_edits(text: str, edits: Sequence[Edit]) -> list[Edit]:
     """The edits of `text` with their kinds; two that move a word become one."""
-    return [replace(edit, kind=kind_of(edit.original, edit.replacement)) for edit in _joined_moves(text, edits)]
+    return [replace(edit, kind=edit_kind(edit.original, edit.replacement)) for edit in _joined_moves(text, edits)]
 
 
-def reason(edit: Edit) -> str:
+def edit_message(edit: Edit) -> str:
     """One line for whoever is to accept it."""
     old, new = edit.original.strip(), edit.replacement.strip()
     if not old and not new:
@@ -68,7 +68,7 @@ def reason(edit: Edit) -> str:
     return f"{_REASONS[edit.kind]}: {what}."
 
 
-def kind_of(original: str, replacement: str) -> EditKind:
+def edit_kind(original: str, replacement: str) -> EditKind:
     """The kind of one change; what can be told for certain first."""
     old, new = _words(original), _words(replacement)
     if _bare(old) == _bare(new):
@@ -124,7 +124,7 @@ def _move(text: str, first: Edit, second: Edit) -> Edit | None:
     if sorted(_words(first.original.casefold())) == sorted(_words(first.replacement.casefold())):  # nothing moves
         return None
     if all(
-        kind_of(edit.original, edit.replacement) in _EXCHANGED and _words(edit.original) for edit in (first, second)
+        edit_kind(edit.original, edit.replacement) in _EXCHANGED and _words(edit.original) for edit in (first, second)
     ):
         return None
     original = text[first.start : second.end]

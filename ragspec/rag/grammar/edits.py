@@ -16,7 +16,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from ragspec.rag.combining_marks import marks, one_sign
+from ragspec.rag.characters import combining_marks, grapheme_pattern
 
 _UNLIKE = 2
 """What replacing a word by white space costs: as much as taking one away and putting the other in."""
@@ -54,13 +54,13 @@ def word_edits(before: str, after: str, start: int = 0, *, keep_white: bool = Fa
     `start`: where `before` begins in a longer text, whose characters the edits then count. `keep_white`: white space is as good
     as any other, so that line breaks stay where they are. Time grows with the product of the lengths of what differs.
     """
-    old, new = pieces(before), pieces(after)
+    old, new = split_pieces(before), split_pieces(after)
     same_old, same_new = (_unified(old), _unified(new)) if keep_white else (old, new)
     first = _num_equal(same_old, same_new)
     last = _num_equal(same_old[first:][::-1], same_new[first:][::-1])
     at = start + sum(map(len, old[:first]))
     edits: list[Edit] = []
-    pairs = _aligned(same_old[first : len(old) - last], same_new[first : len(new) - last])
+    pairs = _align(same_old[first : len(old) - last], same_new[first : len(new) - last])
     for stays, cut, put in _runs(pairs):
         original = "".join(old[first : first + cut])
         first += cut
@@ -70,7 +70,7 @@ def word_edits(before: str, after: str, start: int = 0, *, keep_white: bool = Fa
     return edits
 
 
-def applied(text: str, edits: Sequence[Edit]) -> str:
+def apply_edits(text: str, edits: Sequence[Edit]) -> str:
     """The text after its edits, which are in order and do not overlap."""
     parts, at = [], 0
     for edit in edits:
@@ -79,15 +79,15 @@ def applied(text: str, edits: Sequence[Edit]) -> str:
     return "".join([*parts, text[at:]])
 
 
-def pieces(text: str) -> list[str]:
+def split_pieces(text: str) -> list[str]:
     """What changes as a whole. Joined they are the text."""
     return _piece().findall(text)
 
 
 @functools.cache
 def _piece() -> re.Pattern[str]:
-    word = rf"(?:\w[{marks()}]*+)++"
-    return re.compile(rf"{word}(?:['’]{word})*+|\s++|{one_sign()}", re.DOTALL)
+    word = rf"(?:\w[{combining_marks()}]*+)++"
+    return re.compile(rf"{word}(?:['’]{word})*+|\s++|{grapheme_pattern()}", re.DOTALL)
 
 
 def _unified(all_pieces: Sequence[str]) -> list[str]:
@@ -101,11 +101,11 @@ def _num_equal(old: Sequence[str], new: Sequence[str]) -> int:
 def _runs(pairs: Sequence[tuple[str, str]]) -> Iterator[tuple[bool, int, str]]:
     """Runs that stay and runs that change: which it is, how many old pieces it has, and the new text."""
     for stays, run in itertools.groupby(pairs, lambda pair: pair[0] == pair[1]):
-        for part in [list(run)] if stays else _apart(list(run)):
+        for part in [list(run)] if stays else _split_run(list(run)):
             yield stays, sum(bool(a) for a, _ in part), "".join(b for _, b in part)
 
 
-def _apart(run: list[tuple[str, str]]) -> list[list[tuple[str, str]]]:
+def _split_run(run: list[tuple[str, str]]) -> list[list[tuple[str, str]]]:
     """Words that are replaced stand apart from those put in or taken away beside them; one that is joined or cut does not."""
     cut, put = ("".join(side).split() for side in zip(*run, strict=True))
     if "".join(cut) == "".join(put):
@@ -113,7 +113,7 @@ def _apart(run: list[tuple[str, str]]) -> list[list[tuple[str, str]]]:
     return [list(part) for _, part in itertools.groupby(run, lambda pair: bool(pair[0] and pair[1]))]
 
 
-def _aligned(old: Sequence[str], new: Sequence[str]) -> list[tuple[str, str]]:
+def _align(old: Sequence[str], new: Sequence[str]) -> list[tuple[str, str]]:
     """Pairs of pieces with the fewest that differ, and of those the most alike; "" stands against what is put in or taken away
     (Levenshtein)."""
     costs = [[j * _CHANGE for j in range(len(new) + 1)]]  # costs[i][j]: of making old[:i] into new[:j]
@@ -133,10 +133,10 @@ def _aligned(old: Sequence[str], new: Sequence[str]) -> list[tuple[str, str]]:
         else:
             j -= 1
             pairs.append(("", new[j]))
-    return _slid(pairs[::-1])
+    return _shift_spaces(pairs[::-1])
 
 
-def _slid(pairs: list[tuple[str, str]]) -> list[tuple[str, str]]:
+def _shift_spaces(pairs: list[tuple[str, str]]) -> list[tuple[str, str]]:
     """The same change with the word before its space: "to " before "school", not " to" behind "goes"."""
     for first, (a, b) in enumerate(pairs):
         if (a and b) or not (a or b).isspace() or (first and bool(pairs[first - 1][0]) != bool(pairs[first - 1][1])):

@@ -2,7 +2,7 @@
 
 ERRANT looks at parts of speech and lemmas, which words alone do not show; our kinds are a coarser division of its types.
 
-    >>> classify = errant_kinds()
+    >>> classify = load_errant()
     >>> classify(text, edits)
 
 Source: Bryant et al. 2017, "Automatic Annotation and Evaluation of Error Types for Grammatical Error Correction".
@@ -18,8 +18,8 @@ from dataclasses import replace
 from typing import Any
 
 from ragspec.errors import ConfigError
-from ragspec.rag.grammar.edit_kinds import Classify, classified
-from ragspec.rag.grammar.edits import Edit, EditKind, applied
+from ragspec.rag.grammar.edit_kinds import EditClassifier, classify_edits
+from ragspec.rag.grammar.edits import Edit, EditKind, apply_edits
 
 _KINDS = {
     "SPELL": EditKind.SPELLING,
@@ -39,7 +39,7 @@ _KINDS = {
 }
 
 
-class ErrantKinds:
+class ErrantClassifier:
     """Owns a loaded annotator."""
 
     def __init__(self, annotator: Any) -> None:
@@ -47,14 +47,14 @@ class ErrantKinds:
 
     def __call__(self, text: str, edits: Sequence[Edit]) -> list[Edit]:
         """The edits of a sentence with kinds. Moves stay moves, and what ERRANT has no name for keeps its kind."""
-        own = classified(text, edits)
+        own = classify_edits(text, edits)
         if not own:
             return own
         with self._lock:
             return self._of(text, own)
 
     def _of(self, text: str, own: Sequence[Edit]) -> list[Edit]:
-        before, after = (self._annotator.parse(each, tokenise=True) for each in (text, applied(text, own)))
+        before, after = (self._annotator.parse(each, tokenise=True) for each in (text, apply_edits(text, own)))
         kinds, shift = [], 0
         for edit in own:
             new_start = edit.start + shift
@@ -70,18 +70,18 @@ class ErrantKinds:
 
 
 @functools.cache
-def classifier() -> Classify:
+def default_classifier() -> EditClassifier:
     """ERRANT's if it is installed, else our own; the same object every time."""
     try:
-        return errant_kinds()
+        return load_errant()
     except ConfigError:
-        return classified
+        return classify_edits
 
 
-def errant_kinds() -> ErrantKinds:
+def load_errant() -> ErrantClassifier:
     """Raises: ConfigError where ERRANT or the model it needs is not installed."""
     try:
-        return ErrantKinds(importlib.import_module("errant").load("en"))
+        return ErrantClassifier(importlib.import_module("errant").load("en"))
     except (ImportError, OSError) as cause:
         raise ConfigError(f'kinds by ERRANT need it and its model: pip install "ragspec[errant]" ({cause})') from cause
 

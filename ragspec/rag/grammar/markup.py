@@ -5,7 +5,7 @@ matter. What is read as words but must stay as it is (inline code, addresses, fo
 protected where it stands. Code that is told by its indentation alone is not known: so may a paragraph be.
 
     >>> text = MarkedText([TextPart("A "), TextPart("<b>", is_markup=True), TextPart("mill")])
-    >>> text.plain, text.placed(Edit(2, 6, "mill", "house"))
+    >>> text.plain, text.locate(Edit(2, 6, "mill", "house"))
     ('A mill', Edit(start=5, end=9, original='mill', replacement='house', kind=<EditKind.OTHER: 'other'>))
 """
 
@@ -94,18 +94,18 @@ class MarkedText:
     @classmethod
     def read(cls, text: str) -> MarkedText:
         """Any text, with the markup that can be told for certain."""
-        return cls(list(_parts(text)))
+        return cls(list(_split_markup(text)))
 
-    def texts(self) -> list[Span]:
+    def text_spans(self) -> list[Span]:
         """Where in `whole` there is no markup, in order."""
         ends = list(itertools.accumulate(len(part.text) for part in self.parts))
         parts = zip(self.parts, ends, strict=True)
         return [(end - len(part.text), end) for part, end in parts if part.text and not part.is_markup]
 
-    def placed(self, edit: Edit) -> Edit | None:
+    def locate(self, edit: Edit) -> Edit | None:
         """An edit of `plain` as one of `whole`; None where it would touch markup."""
-        for each in (edit, _shortened(edit)):
-            place = self._insertion(each) if each.start == each.end else self._stretch(each.start, each.end)
+        for each in (edit, _trim_common_ends(edit)):
+            place = self._locate_insertion(each) if each.start == each.end else self._locate_span(each.start, each.end)
             if place is not None:
                 return replace(each, start=place[0], end=place[1])
         return None
@@ -139,13 +139,13 @@ class MarkedText:
         offset = self._offsets[self._part(index)]
         return None if offset is None else index + offset
 
-    def _stretch(self, start: int, end: int) -> Span | None:
+    def _locate_span(self, start: int, end: int) -> Span | None:
         """Where `plain[start:end]` stands in one piece."""
         offsets = set(self._offsets[self._part(start) : self._part(end - 1) + 1])
         offset = offsets.pop()
         return None if offsets or offset is None else (start + offset, end + offset)
 
-    def _insertion(self, edit: Edit) -> Span | None:
+    def _locate_insertion(self, edit: Edit) -> Span | None:
         """Beside the neighbour that it belongs to: what begins with a letter to the one behind it."""
         before = self._at(edit.start - 1) if edit.start else None
         after = self._at(edit.start) if edit.start < len(self.plain) else None
@@ -156,7 +156,7 @@ class MarkedText:
         return chosen, chosen
 
 
-def _shortened(edit: Edit) -> Edit:
+def _trim_common_ends(edit: Edit) -> Edit:
     """Without the letters that stay, at both ends."""
     old, new = edit.original, edit.replacement
     most = min(len(old), len(new))
@@ -168,11 +168,11 @@ def _shortened(edit: Edit) -> Edit:
     )
 
 
-def _parts(text: str) -> Iterator[TextPart]:
+def _split_markup(text: str) -> Iterator[TextPart]:
     """Text and markup in turns. Time is linear: what is not closed is looked for once."""
     at, unclosed = 0, set[str]()
     while match := _MARKUP.search(text, at):
-        end, read_as = _extent(text, match, unclosed)
+        end, read_as = _markup_end(text, match, unclosed)
         if match.start() > at:
             yield TextPart(text[at : match.start()])
         yield TextPart(text[match.start() : end], True, read_as)
@@ -181,21 +181,21 @@ def _parts(text: str) -> Iterator[TextPart]:
         yield TextPart(text[at:])
 
 
-def _extent(text: str, match: re.Match[str], unclosed: set[str]) -> tuple[int, str]:
+def _markup_end(text: str, match: re.Match[str], unclosed: set[str]) -> tuple[int, str]:
     """Where markup ends, and what is read in its place."""
     if match["comment"]:
-        return _behind(text, match.end(), "-->", unclosed) or len(text), ""
+        return _find_end(text, match.end(), "-->", unclosed) or len(text), ""
     if match["program"]:
-        end = _behind(text, match.end(), r"\?>", unclosed)
+        end = _find_end(text, match.end(), r"\?>", unclosed)
         return (end, "") if end else (match.end(), match.group())
     if match["front"]:
-        return _behind(text, match.end(), r"^---[ \t\r]*+$", unclosed) or match.end(), _BREAK
+        return _find_end(text, match.end(), r"^---[ \t\r]*+$", unclosed) or match.end(), _BREAK
     if fence := match["fence"]:
         closing = rf"^[ \t>]*+{fence[0]}{{{len(fence)},}}+[ \t\r]*+$"
         if ">" in match["quoted"]:
             closing += r"|^(?![ \t]*+>)"  # a quotation's code ends with it
-        return _behind(text, match.end(), closing, unclosed) or len(text), _BREAK
-    if match["raw"] and (end := _behind(text, match.end(), rf"</{match['raw'].lower()}\b[^<>]*+>", unclosed)):
+        return _find_end(text, match.end(), closing, unclosed) or len(text), _BREAK
+    if match["raw"] and (end := _find_end(text, match.end(), rf"</{match['raw'].lower()}\b[^<>]*+>", unclosed)):
         return end, "" if match["raw"].lower() == "code" else _BREAK
     if match.group().startswith("&"):
         return match.end(), html.unescape(match.group())
@@ -203,7 +203,7 @@ def _extent(text: str, match: re.Match[str], unclosed: set[str]) -> tuple[int, s
     return match.end(), _BREAK if name and name[1].lower() in _BLOCKS else ""
 
 
-def _behind(text: str, at: int, closing: str, unclosed: set[str]) -> int | None:
+def _find_end(text: str, at: int, closing: str, unclosed: set[str]) -> int | None:
     """The end of the first match of a pattern from `at` on."""
     found = None if closing in unclosed else re.compile(closing, re.MULTILINE | re.IGNORECASE).search(text, at)
     if found is None:

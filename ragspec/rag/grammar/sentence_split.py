@@ -17,11 +17,11 @@ _MAX_CHARS_PER_TOKEN = 16
 _WHITE = re.compile(r"\s+")
 
 
-Encode = Callable[[Sequence[str]], Sequence[Sequence[int]]]
+EncodeTexts = Callable[[Sequence[str]], Sequence[Sequence[int]]]
 """Token ids of texts, as a prompt has them."""
 
 
-class Sentence(NamedTuple):
+class SentenceSpan(NamedTuple):
     """A span of a text as it is read, and whether a sentence begins there: one that is too long comes in parts."""
 
     start: int
@@ -30,10 +30,10 @@ class Sentence(NamedTuple):
     num_tokens: int
 
 
-def cut(marked: MarkedText, encode: Encode, most_tokens: int) -> list[Sentence]:
+def split_sentences(marked: MarkedText, encode: EncodeTexts, most_tokens: int) -> list[SentenceSpan]:
     """Sentences that hold a letter outside what is protected, in parts of at most `most_tokens` tokens of `encode`; a single
     character stays whole."""
-    text, fitting = marked.plain, list[Sentence]()
+    text, fitting = marked.plain, list[SentenceSpan]()
     whole = [span for span in sentences(text) if _holds_letters(text, *span, marked.protected)]
     begins = {start for start, _ in whole}
     spans = [part for span in whole for part in _pieces(text, *span, most_tokens * _MAX_CHARS_PER_TOKEN)]
@@ -42,7 +42,7 @@ def cut(marked: MarkedText, encode: Encode, most_tokens: int) -> list[Sentence]:
         too_long = []
         for (start, end), ids in zip(spans, encoded, strict=True):
             if len(ids) <= most_tokens or end - start == 1:
-                fitting.append(Sentence(start, end, start in begins, len(ids)))
+                fitting.append(SentenceSpan(start, end, start in begins, len(ids)))
             else:
                 too_long.append((start, end))
         spans = [half for span in too_long for half in _halves(text, *span)]

@@ -23,11 +23,11 @@ from ragspec.errors import InputError
 from ragspec.numerics.noise import random_seed
 from ragspec.rag.answer import Answer, AnswerStats
 from ragspec.rag.citations import find_citations
-from ragspec.rag.iterative.policies import InContextRalm, Policy, Progress
-from ragspec.rag.iterative.speculative_run import SpeculativeRun
-from ragspec.rag.iterative.types import Order, Step, Tools
-from ragspec.rag.pipeline import EngineLike, params_of, scope_of
+from ragspec.rag.iterative.policies import InContextRalm, PartialAnswer, Policy
+from ragspec.rag.iterative.ralmspec import RalmSpec
+from ragspec.rag.iterative.types import IterativeRequest, PipelineComponents, SpeculationStep
 from ragspec.rag.prompt import PromptBuilder
+from ragspec.rag.steps import EngineLike, default_params, parse_scope
 from ragspec.retrieval.retriever import Retriever
 from ragspec.retrieval.search.index_types import IndexLike, PassageKey
 from ragspec.retrieval.speculative.speculation_cache import SearchBatcher, passage_keys
@@ -59,8 +59,10 @@ class IterativePipeline:
         asynchronous = config.asynchronous and index.is_elsewhere
         self._scheduler = scheduler or StrideScheduler(config.stride, asynchronous=asynchronous)
         self._lookups = SearchBatcher(config.max_batch_queries)
-        self._tools = Tools(engine, prompts, self._lookups, self._scheduler, policy or InContextRalm(), config)
-        self._defaults = params_of(generation or GenerationConfig())
+        self._tools = PipelineComponents(
+            engine, prompts, self._lookups, self._scheduler, policy or InContextRalm(), config
+        )
+        self._defaults = default_params(generation or GenerationConfig())
         self._max_in_flight = max_in_flight
 
     @classmethod
@@ -118,7 +120,7 @@ class IterativePipeline:
         orders = [await self._order(*each, **options) for each in zip(questions, params, strict=True)]
         room = asyncio.Semaphore(self._max_in_flight)
 
-        async def answer(order: Order) -> Answer:
+        async def answer(order: IterativeRequest) -> Answer:
             async with room:
                 return await self._answered(order)
 
@@ -181,15 +183,19 @@ class IterativePipeline:
         speculation: SpeculationGiven = True,
         tenant: str = "",
         filter: Mapping[str, Any] | None = None,
-    ) -> Order:
+    ) -> IterativeRequest:
         """Raises: InputError."""
         self._tools.prompts.check(question)
-        settled, scope = self._settled(params or self._defaults), scope_of(tenant, filter)
+        settled, scope = self._settled(params or self._defaults), parse_scope(tenant, filter)
         index = await asyncio.to_thread(self._current)
-        return Order(question, settled, index, scope, guessing and self._guessing, Speculation.of(speculation))
+        return IterativeRequest(
+            question, settled, index, scope, guessing and self._guessing, Speculation.of(speculation)
+        )
 
-    async def _answered(self, order: Order, told: Callable[[tuple[int, ...]], None] = lambda _: None) -> Answer:
-        run = SpeculativeRun(self._tools, order, told)
+    async def _answered(
+        self, order: IterativeRequest, told: Callable[[tuple[int, ...]], None] = lambda _: None
+    ) -> Answer:
+        run = RalmSpec(self._tools, order, told)
         progress, steps = await run.run()
         return self._answer(order, run, progress, steps)
 
@@ -206,7 +212,9 @@ class IterativePipeline:
             self._pinned = pinned
         return self._pinned
 
-    def _answer(self, order: Order, run: SpeculativeRun, progress: Progress, steps: Sequence[Step]) -> Answer:
+    def _answer(
+        self, order: IterativeRequest, run: RalmSpec, progress: PartialAnswer, steps: Sequence[SpeculationStep]
+    ) -> Answer:
         text = text_of(self._tools.prompts.tokenizer, progress.output_ids, order.params)
         fitted = {key for step in steps for key in passage_keys(run.segments.prompt(step.passages).passages)}
         met = _distinct(passage for step in steps for passage in step.passages)
@@ -233,7 +241,7 @@ def _distinct(passages: Iterable[Passage]) -> dict[PassageKey, Passage]:
     return met
 
 
-def _generation_stats(steps: Sequence[Step], order: Order, num_tokens: int) -> GenerationStats:
+def _generation_stats(steps: Sequence[SpeculationStep], order: IterativeRequest, num_tokens: int) -> GenerationStats:
     """The counters of all segments that stand, added up; of one that stands twice, once. `num_tokens` are in the answer."""
     total = GenerationStats(seed=order.params.seed or 0)
     for given in {id(step.written): step.written.stats for step in steps if step.written is not None}.values():

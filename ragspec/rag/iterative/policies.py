@@ -3,7 +3,7 @@
 A policy is a pure function of what has been written, so that going back to an earlier state is all that undoing takes. Three are
 here behind one method: In-Context RALM, FLARE and Iter-RetGen.
 
-    >>> InContextRalm().next(Progress.start("When did it rain?", question_ids, max_tokens=96), tokenizer.decode)
+    >>> InContextRalm().next(PartialAnswer.start("When did it rain?", question_ids, max_tokens=96), tokenizer.decode)
     Round(query='When did it rain?', output_ids=(), end=4, ...)
 """
 
@@ -21,7 +21,7 @@ from ragspec.retrieval.chunking import sentences
 Decode = Callable[[Sequence[int]], str]
 
 
-class Round(NamedTuple):
+class RetrievalRound(NamedTuple):
     """Retrieve with `query` (None: stay with the passages there are), keep `output_ids`, write on up to `end` output tokens.
 
     `draft_ids` may be what comes; `purpose` is the policy's own note.
@@ -35,25 +35,25 @@ class Round(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
+class PartialAnswer:
     """What has been written for a question after some rounds. `ended`: the last round reached the output's end."""
 
     question: str
     question_ids: tuple[int, ...]
     most_tokens: int
     num_rounds: int = 0
-    last: Round | None = None
+    last: RetrievalRound | None = None
     output_ids: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprob, ...] = ()
     finish_reason: FinishReason = FinishReason.LENGTH
     ended: bool = False
 
     @classmethod
-    def start(cls, question: str, question_ids: Sequence[int], max_tokens: int) -> Progress:
+    def start(cls, question: str, question_ids: Sequence[int], max_tokens: int) -> PartialAnswer:
         """`question_ids`: of the question as plain text."""
         return cls(question, tuple(question_ids), max_tokens)
 
-    def after(self, round: Round, written: Completion) -> Progress:
+    def after(self, round: RetrievalRound, written: Completion) -> PartialAnswer:
         kept = len(round.output_ids)
         output_ids = (*round.output_ids, *written.token_ids)
         ended = (
@@ -79,7 +79,7 @@ class Policy(Protocol):
     @property
     def needs_logprobs(self) -> bool: ...
 
-    def next(self, progress: Progress, decode: Decode) -> Round | None:
+    def next(self, progress: PartialAnswer, decode: Decode) -> RetrievalRound | None:
         """The next round; None: the answer is `progress.output_ids`. The same progress gives the same round."""
         ...
 
@@ -99,14 +99,14 @@ class InContextRalm:
     def __post_init__(self) -> None:
         _check_positive(self, "retrieval_stride_tokens", "query_tokens", "num_passages")
 
-    def next(self, progress: Progress, decode: Decode) -> Round | None:
+    def next(self, progress: PartialAnswer, decode: Decode) -> RetrievalRound | None:
         if progress.ended:
             return None
         ids = (*progress.question_ids, *progress.output_ids)
         short = not progress.output_ids and len(ids) <= self.query_tokens
         query = progress.question if short else decode(ids[-self.query_tokens :])
         end = min(len(progress.output_ids) + self.retrieval_stride_tokens, progress.most_tokens)
-        return Round(_askable(query, progress), progress.output_ids, end)
+        return RetrievalRound(_clean_query(query, progress), progress.output_ids, end)
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +126,7 @@ class Flare:
     def __post_init__(self) -> None:
         _check_positive(self, "lookahead_tokens", "num_passages")
 
-    def next(self, progress: Progress, decode: Decode) -> Round | None:
+    def next(self, progress: PartialAnswer, decode: Decode) -> RetrievalRound | None:
         if progress.last is None:
             return self._look_ahead(progress, progress.question, (), ())
         kept = progress.last.output_ids
@@ -143,17 +143,22 @@ class Flare:
         return self._look_ahead(progress, None, (*kept, *sentence), rest)
 
     def _look_ahead(
-        self, progress: Progress, query: str | None, output_ids: tuple[int, ...], draft_ids: tuple[int, ...]
-    ) -> Round:
+        self, progress: PartialAnswer, query: str | None, output_ids: tuple[int, ...], draft_ids: tuple[int, ...]
+    ) -> RetrievalRound:
         end = min(len(output_ids) + self.lookahead_tokens, progress.most_tokens)
-        return Round(query, output_ids, end, draft_ids, "look ahead")
+        return RetrievalRound(query, output_ids, end, draft_ids, "look ahead")
 
     def _rewrite(
-        self, progress: Progress, kept: tuple[int, ...], sentence: tuple[int, ...], probs: list[float], decode: Decode
-    ) -> Round:
+        self,
+        progress: PartialAnswer,
+        kept: tuple[int, ...],
+        sentence: tuple[int, ...],
+        probs: list[float],
+        decode: Decode,
+    ) -> RetrievalRound:
         sure = [token for token, prob in zip(sentence, probs, strict=True) if prob >= self.mask_prob]
         end = min(len(kept) + self.lookahead_tokens, progress.most_tokens)
-        return Round(_askable(decode(sure), progress), kept, end, sentence, "rewrite")
+        return RetrievalRound(_clean_query(decode(sure), progress), kept, end, sentence, "rewrite")
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,11 +176,11 @@ class IterRetGen:
     def __post_init__(self) -> None:
         _check_positive(self, "num_iterations", "num_passages")
 
-    def next(self, progress: Progress, decode: Decode) -> Round | None:
+    def next(self, progress: PartialAnswer, decode: Decode) -> RetrievalRound | None:
         if progress.num_rounds >= self.num_iterations:
             return None
         query = f"{progress.question} {decode(progress.output_ids)}".strip()
-        return Round(_askable(query, progress), (), progress.most_tokens, progress.output_ids)
+        return RetrievalRound(_clean_query(query, progress), (), progress.most_tokens, progress.output_ids)
 
 
 def _check_positive(policy: object, *names: str) -> None:
@@ -184,7 +189,7 @@ def _check_positive(policy: object, *names: str) -> None:
             raise InputError(f"{name} must be at least 1, not {getattr(policy, name)!r}")
 
 
-def _askable(text: str, progress: Progress) -> str:
+def _clean_query(text: str, progress: PartialAnswer) -> str:
     """What a target wrote as a query: without NUL, which no index is asked for; the question in place of a blank."""
     text = text.replace("\0", " ")
     return text if text.strip() else progress.question

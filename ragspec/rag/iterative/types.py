@@ -9,7 +9,7 @@ from typing import Protocol
 
 from ragspec.config import SpeculationConfig
 from ragspec.core import Completion, Delta, Passage, Request, SamplingParams
-from ragspec.rag.iterative.policies import Policy, Progress, Round
+from ragspec.rag.iterative.policies import PartialAnswer, Policy, RetrievalRound
 from ragspec.rag.prompt import PromptBuilder
 from ragspec.retrieval.search.index_types import IndexLike, Query
 from ragspec.retrieval.search.segment_search import SearchScope
@@ -24,7 +24,7 @@ class Streaming(Protocol):
     def stream(self, request: Request) -> AsyncIterator[Delta]: ...
 
 
-class Traffic:
+class LoadCounter:
     """Answers of one pipeline under way, and those of them that are being written at this moment. For any thread."""
 
     def __init__(self) -> None:
@@ -45,7 +45,7 @@ class Traffic:
 
 
 @dataclass(frozen=True, slots=True)
-class Tools:
+class PipelineComponents:
     """What all answers of a pipeline share."""
 
     engine: Streaming
@@ -54,11 +54,11 @@ class Tools:
     scheduler: StrideScheduler
     policy: Policy
     config: SpeculationConfig
-    traffic: Traffic = field(default_factory=Traffic)
+    traffic: LoadCounter = field(default_factory=LoadCounter)
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
+class IterativeRequest:
     """What one answer is asked for. `index` is pinned to one generation; `params.seed` is given."""
 
     question: str
@@ -70,11 +70,11 @@ class Order:
 
 
 @dataclass(slots=True, eq=False)
-class Step:
+class SpeculationStep:
     """A round under way. `progress`: what was there before it; `seconds`: what encoding and guessing took."""
 
-    progress: Progress
-    round: Round
+    progress: PartialAnswer
+    round: RetrievalRound
     query: Query | None
     passages: list[Passage]
     verified: bool

@@ -61,7 +61,7 @@ def _chunks(texts: Iterable[str], tokenizer: Any, context_tokens: int) -> Iterat
             yield ids[start : start + context_tokens + 1]
 
 
-def states_of(target: Target, token_ids: Sequence[int]) -> FloatArray:
+def hidden_state_keys(target: Target, token_ids: Sequence[int]) -> FloatArray:
     """The target's state after each of these tokens, as a key. Shapes: -> float32 [T, H], unit rows."""
     slots = SequenceSlots(target.pool)
     try:
@@ -75,4 +75,4 @@ def states_of(target: Target, token_ids: Sequence[int]) -> FloatArray:
 
 def _entries(target: Target, chunk: list[int]) -> tuple[FloatArray, Values]:
     """Keys and values of one chunk."""
-    return states_of(target, chunk[:-1]), np.array(chunk[1:], np.int32)
+    return hidden_state_keys(target, chunk[:-1]), np.array(chunk[1:], np.int32)

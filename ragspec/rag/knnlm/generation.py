@@ -26,7 +26,7 @@ from ragspec.errors import InputError
 from ragspec.numerics.kv_cache import SequenceSlots
 from ragspec.numerics.threads import ThreadChoice, compute_apart
 from ragspec.rag.knnlm.build import target_identity
-from ragspec.rag.knnlm.target_reader import Position, TargetReader
+from ragspec.rag.knnlm.target_reader import TargetOutput, TargetReader
 from ragspec.retrieval.encoder import FloatArray
 from ragspec.retrieval.knnlm.datastore import check_target
 from ragspec.retrieval.knnlm.neighbours import (
@@ -95,7 +95,7 @@ class KnnGenerator:
         self._store = store
         self._admission = Admission(target, fingerprint)
         self._threads = threads or ThreadChoice(None)
-        self._rhythm = _Rhythm()
+        self._rhythm = _LearningSchedule()
         self._lock = threading.Lock()
         compile_samplers()
 
@@ -119,7 +119,7 @@ class KnnGenerator:
         try:
             reader = TargetReader(self._target, slots, self._threads)
             scheduler = self.scheduler if speculation else StrideScheduler()  # Why: only rounds it chose teach it
-            generation = _Generation(sequence, reader, self._store, self.config, scheduler)
+            generation = _KnnSequence(sequence, reader, self._store, self.config, scheduler)
             while sequence.finish_reason is None:
                 stride, learning = self._rhythm.next(self.scheduler.choose().stride) if speculation else (1, False)
                 generation.round(stride, learning)
@@ -129,7 +129,7 @@ class KnnGenerator:
         return generation.stats
 
 
-class _Generation:
+class _KnnSequence:
     """One request: the rounds that write it, its cache, its counters."""
 
     def __init__(
@@ -166,10 +166,10 @@ class _Generation:
         self._sequence.emit()
         self._count(len(positions), num_right, len(guesses), time.perf_counter() - begin, learning)
 
-    def _speculate(self, stride: int, num_guesses: int) -> tuple[list[Position], list[int]]:
+    def _speculate(self, stride: int, num_guesses: int) -> tuple[list[TargetOutput], list[int]]:
         """The states of up to `stride` tokens, the first of them decided, and guesses of the tokens after them."""
         guesses: list[int] = []
-        positions: list[Position] = []
+        positions: list[TargetOutput] = []
         while len(positions) < stride and not (guesses and self._ends(guesses[-1])):
             pending = guesses[-1:] or self._sequence.tokens[self._reader.length :]
             is_prompt = not positions and self._sequence.num_pending > 1
@@ -180,11 +180,11 @@ class _Generation:
             self._count_step(time.perf_counter() - begin, is_prompt)
         return positions, guesses
 
-    def _guess(self, position: Position, guesses: list[int]) -> int:
+    def _guess(self, position: TargetOutput, guesses: list[int]) -> int:
         values, distances = self._cache.nearest(position.query, self._config.num_neighbours)
         return self._decided(mixed_logits(position.target_probs, values, distances, self._config), guesses)
 
-    def _search(self, positions: list[Position], learning: bool) -> Neighbours:
+    def _search(self, positions: list[TargetOutput], learning: bool) -> Neighbours:
         config, wanted = self._config, None
         if learning:
             wanted = PrefetchRequest(config.num_following, config.num_followed, self._cache.known)
@@ -193,7 +193,9 @@ class _Generation:
             self._cache.insert(found.entries)
         return found
 
-    def _judge(self, positions: list[Position], guesses: list[int], found: Neighbours) -> tuple[list[int], FloatArray]:
+    def _judge(
+        self, positions: list[TargetOutput], guesses: list[int], found: Neighbours
+    ) -> tuple[list[int], FloatArray]:
         """The tokens that true neighbours decide, up to the first that was guessed otherwise. Shapes: logits [tokens, V]."""
         tokens: list[int] = []
         rows: list[FloatArray] = []
@@ -234,7 +236,7 @@ class _Generation:
             self._scheduler.note_guesses(num_right, num_wrong)
 
 
-class _Rhythm:
+class _LearningSchedule:
     """What the scheduler must go on hearing, whatever it chooses.
 
     Without speculation two rounds in a row learn (the first fills the cache), then none for ever longer. With it, now and then a

@@ -21,7 +21,7 @@ from ragspec.retrieval.knnlm.neighbours import Doubles, softmax, unit_rows
 _PREFILL_ROWS = 256
 
 
-class Position(NamedTuple):
+class TargetOutput(NamedTuple):
     """What decides one token beside its neighbours: the state as a query [H], and the target's own probabilities [V]."""
 
     query: FloatArray
@@ -41,11 +41,11 @@ class TargetReader:
         """Tokens that have keys and values."""
         return self._slots.length
 
-    def read(self, tokens: Sequence[int]) -> Position:
+    def read(self, tokens: Sequence[int]) -> TargetOutput:
         """The position after these tokens, which come next."""
         for start in range(0, len(tokens), _PREFILL_ROWS):
             state, logits = self._forward(tokens[start : start + _PREFILL_ROWS])
-        return Position(unit_rows(state)[0], softmax(logits[0]))
+        return TargetOutput(unit_rows(state)[0], softmax(logits[0]))
 
     def roll_back(self, length: int) -> None:
         """Forget what follows the first `length` tokens."""

@@ -13,7 +13,7 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from service_parts import Service
 
 from ragspec.rag.openai_fields import usage
-from ragspec.rag.steps import params_of
+from ragspec.rag.steps import default_params
 
 QUESTIONS = ("Who built the bridge?", "What does a mill need?", "Où est le moulin 🏭 ?")
 
@@ -274,7 +274,7 @@ def test_the_asynchronous_client_streams_many_at_once(service: Service) -> None:
 def test_defaults_are_the_configurations(api: openai.OpenAI, service: Service) -> None:
     """What a client leaves out was OpenAI's default, and not the service's setting."""
     got = api.chat.completions.create(model="tiny", messages=[{"role": "user", "content": QUESTIONS[0]}])
-    defaults = params_of(service.backend.config.generation)
+    defaults = default_params(service.backend.config.generation)
     assert got.usage is not None and got.usage.completion_tokens <= defaults.max_tokens
     assert got.choices[0].finish_reason in ("stop", "length")
     assert usage([]).keys() == got.usage.model_dump().keys()

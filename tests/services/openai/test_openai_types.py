@@ -9,7 +9,7 @@ from pydantic import ValidationError
 
 from ragspec.core import Message, SamplingParams
 from ragspec.errors import InputError
-from ragspec.rag.openai_fields import IGNORED, SAMPLING, usage
+from ragspec.rag.openai_fields import IGNORED_FIELDS, SAMPLING_FIELDS, usage
 from services.errors import ApiError, validation_error
 from services.openai.types import ChatBody, CompletionBody, EmbeddingBody, Sampled
 
@@ -68,9 +68,9 @@ def test_what_cannot_be_done_is_said(name: str) -> None:
 
 def test_what_changes_nothing_is_taken() -> None:
     """Clients that name their user, or send what an answer gave them back, were refused."""
-    assert Sampled.model_fields.keys() >= IGNORED
-    body = chat(**dict.fromkeys(IGNORED, "x"), tools=[], tool_choice="none", modalities=["text"])
-    assert not {name for name in IGNORED if hasattr(body.params(SamplingParams()), name)}
+    assert Sampled.model_fields.keys() >= IGNORED_FIELDS
+    body = chat(**dict.fromkeys(IGNORED_FIELDS, "x"), tools=[], tool_choice="none", modalities=["text"])
+    assert not {name for name in IGNORED_FIELDS if hasattr(body.params(SamplingParams()), name)}
     answer = {"role": "assistant", "content": "Hi", "refusal": None, "annotations": [], "tool_calls": None}
     body = chat(messages=[*HELLO, answer | {"content_blocks": [{"type": "text"}]}, *HELLO])
     assert [message.message for message in body.messages][1] == Message("assistant", "Hi")
@@ -104,7 +104,7 @@ def test_parameters_mean_what_they_say() -> None:
         "min_tokens": 1,
         "ignore_eos": True,
     }
-    assert given.keys() | {"max_tokens"} == SAMPLING.keys()
+    assert given.keys() | {"max_tokens"} == SAMPLING_FIELDS.keys()
     params = chat(**given, logprobs=True, top_logprobs=2).params(SamplingParams())
     assert params == SamplingParams(
         temperature=1,

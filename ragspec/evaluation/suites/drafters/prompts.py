@@ -26,8 +26,8 @@ from ragspec.evaluation.datasets import (
     lines_of,
     squad_list,
 )
-from ragspec.rag.pipeline import RetrieverLike
 from ragspec.rag.prompt import PromptBuilder
+from ragspec.rag.steps import RetrieverLike
 from ragspec.training.sentences import normalise
 
 T = TypeVar("T")

@@ -36,8 +36,8 @@ from ragspec.evaluation.suites.drafters.variants import (
 )
 from ragspec.evaluation.timing import Tick
 from ragspec.numerics.threads import compute_apart, num_processors
-from ragspec.rag.pipeline import RetrieverLike
 from ragspec.rag.prompt import PromptBuilder
+from ragspec.rag.steps import RetrieverLike
 
 OpenEngine = Callable[[TargetConfig, SamplerFactory | None, DraftingConfig], tuple[Engine, bool]]
 """A running engine, and whether its numerics are bitwise."""

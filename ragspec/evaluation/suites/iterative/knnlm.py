@@ -28,7 +28,7 @@ from ragspec.errors import InputError, StoreError
 from ragspec.evaluation.report import Result
 from ragspec.evaluation.timing import Tick
 from ragspec.numerics.threads import ThreadChoice, compute_apart, num_processors
-from ragspec.rag.knnlm.build import build_datastore, states_of, target_identity
+from ragspec.rag.knnlm.build import build_datastore, hidden_state_keys, target_identity
 from ragspec.rag.knnlm.generation import KnnGenerator, KnnStats
 from ragspec.retrieval.encoder import FloatArray
 from ragspec.retrieval.knnlm.datastore import Datastore
@@ -178,7 +178,7 @@ class _Bench:
 
     def rows(self, name: str, store: DatastoreLike) -> Iterator[Result]:
         """Greedy ones first."""
-        states = compute_apart(lambda: states_of(self.target, self.prompts[0][:_CONTEXT_TOKENS]), 1)
+        states = compute_apart(lambda: hidden_state_keys(self.target, self.prompts[0][:_CONTEXT_TOKENS]), 1)
         for temperature, some in ((0.0, self.plan.num_neighbours), (1.0, self.plan.sampled)):
             for k in some:
                 config = KnnConfig(num_neighbours=k)

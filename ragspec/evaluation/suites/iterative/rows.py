@@ -14,7 +14,7 @@ from typing import Any
 from ragspec.config import StrideConfig
 from ragspec.evaluation.report import Result
 from ragspec.evaluation.suites.iterative.variants import BASELINE, PSA, TABLE, VARIANTS, Take, Timed, Workload
-from ragspec.rag.answer import RunStats
+from ragspec.rag.answer import IterativeStats
 from ragspec.retrieval.speculative.stride_costs import StrideCosts, StridePlan, StrideTiming, paper_optimal_plan
 
 _STRIDES = StrideConfig()
@@ -85,7 +85,7 @@ def unit_seconds(takes: Sequence[Sequence[Take]]) -> list[float]:
     return [median(take.seconds for take in runs) for runs in takes]
 
 
-def run_stats(takes: Sequence[Sequence[Take]]) -> Iterator[RunStats]:
+def run_stats(takes: Sequence[Sequence[Take]]) -> Iterator[IterativeStats]:
     for runs in takes:
         for take in runs:
             for answer in take.answers:

@@ -20,17 +20,17 @@ from typing import Any, NamedTuple, TypeVar
 
 from ragspec.core import Passage
 from ragspec.errors import RetrievalError
-from ragspec.rag.answer import RunStats
-from ragspec.rag.iterative.policies import Progress, Round
-from ragspec.rag.iterative.segments import Segments
-from ragspec.rag.iterative.types import Order, Step, Tools
+from ragspec.rag.answer import IterativeStats
+from ragspec.rag.iterative.policies import PartialAnswer, RetrievalRound
+from ragspec.rag.iterative.segment_writer import SegmentWriter
+from ragspec.rag.iterative.types import IterativeRequest, PipelineComponents, SpeculationStep
 from ragspec.retrieval.search.index_types import Query, SearchResult
 from ragspec.retrieval.speculative.speculation_cache import PendingQuery, SearchParams, SpeculationCache, passage_keys
 
 T = TypeVar("T")
 
 
-class _Asking(NamedTuple):
+class _PendingLookup(NamedTuple):
     """A lookup under way. `took_s` is filled when it ends, whenever somebody looks."""
 
     future: asyncio.Future[SearchResult]
@@ -38,17 +38,19 @@ class _Asking(NamedTuple):
     took_s: list[float]
 
 
-class _Sent(NamedTuple):
+class _PendingVerification(NamedTuple):
     """A verification under way."""
 
-    steps: list[Step]
-    asking: _Asking
+    steps: list[SpeculationStep]
+    asking: _PendingLookup
 
 
-class SpeculativeRun:
+class RalmSpec:
     """Writes one answer; used once. Owns the cache and everything that may have to be taken back."""
 
-    def __init__(self, tools: Tools, order: Order, told: Callable[[tuple[int, ...]], None]) -> None:
+    def __init__(
+        self, tools: PipelineComponents, order: IterativeRequest, told: Callable[[tuple[int, ...]], None]
+    ) -> None:
         """`told` hears output tokens that are certain: verified, and kept by the policy. Each time all of them."""
         self._tools = tools
         self._order = order
@@ -57,15 +59,15 @@ class SpeculativeRun:
         self._queries: dict[str, Query] = {}
         self._answers: dict[Query, list[Passage]] = {}  # verified
         self._cache = SpeculationCache(order.index.mode)
-        self._steps: list[Step] = []
-        self._sent: _Sent | None = None
+        self._steps: list[SpeculationStep] = []
+        self._sent: _PendingVerification | None = None
         self._num_beside = 0
         self._missing: set[str] = set()
         self._plan = tools.scheduler.choose()
-        self.stats = RunStats()
-        self.segments = Segments(tools, order, self.stats)
+        self.stats = IterativeStats()
+        self.segments = SegmentWriter(tools, order, self.stats)
 
-    async def run(self) -> tuple[Progress, list[Step]]:
+    async def run(self) -> tuple[PartialAnswer, list[SpeculationStep]]:
         """The finished output and the rounds that led to it, in order. Raises: RetrievalError, InputError, EngineError."""
         begin, traffic = time.perf_counter(), self._tools.traffic
         traffic.in_flight(1)
@@ -79,9 +81,9 @@ class SpeculativeRun:
         self.stats.total_s = time.perf_counter() - begin
         return head, self._steps
 
-    async def _run(self) -> Progress:
+    async def _run(self) -> PartialAnswer:
         (question_ids,) = self._tools.prompts.plain_ids([self._order.question])
-        start = Progress.start(self._order.question, question_ids, self._order.params.max_tokens)
+        start = PartialAnswer.start(self._order.question, question_ids, self._order.params.max_tokens)
         while True:
             head = self._head(start)
             round = self._tools.policy.next(head, self._decode)
@@ -110,17 +112,17 @@ class SpeculativeRun:
             self._num_told = len(builds_on)
             self._told(builds_on)
 
-    def _head(self, start: Progress) -> Progress:
+    def _head(self, start: PartialAnswer) -> PartialAnswer:
         if not self._steps:
             return start
         last = self._steps[-1]
         assert last.written is not None
         return last.progress.after(last.round, last.written)
 
-    async def _begin(self, head: Progress, round: Round) -> Step:
+    async def _begin(self, head: PartialAnswer, round: RetrievalRound) -> SpeculationStep:
         """The round with its passages: those of the round before, an answer known already, a guess, or what the index says."""
         if round.query is None:
-            return Step(head, round, None, self._steps[-1].passages if self._steps else [], verified=True)
+            return SpeculationStep(head, round, None, self._steps[-1].passages if self._steps else [], verified=True)
         begin = time.perf_counter()
         index, k = self._order.index, self._tools.policy.num_passages
         if round.query not in self._queries:
@@ -129,16 +131,16 @@ class SpeculativeRun:
         query = self._queries[round.query]
         self.stats.encode_s += (encode_s := time.perf_counter() - begin)
         if self._order.guessing and query in self._answers:
-            return Step(head, round, query, self._answers[query], verified=True, seconds=encode_s)
+            return SpeculationStep(head, round, query, self._answers[query], verified=True, seconds=encode_s)
         if self._guesses and self._cache.can_guess:
             passages = self._cache.guess(query, k)
             seconds = time.perf_counter() - begin
-            return Step(head, round, query, passages, verified=False, seconds=seconds)
+            return SpeculationStep(head, round, query, passages, verified=False, seconds=seconds)
         lookup = await self._looked_up(self._look_up([query]))
         self._remember([query], lookup)
         if self._sent is None:
             self._plan = self._tools.scheduler.choose()
-        return Step(head, round, query, lookup.passages[0], verified=True, seconds=encode_s)
+        return SpeculationStep(head, round, query, lookup.passages[0], verified=True, seconds=encode_s)
 
     async def _verified_as_planned(self) -> bool:
         """Send what is due, and settle what must be settled before anything more is written. False: the last round was taken
@@ -165,13 +167,13 @@ class SpeculativeRun:
                 return False
         return True
 
-    def _unsent(self) -> list[Step]:
+    def _unsent(self) -> list[SpeculationStep]:
         sent = self._sent.steps if self._sent else []
         return [step for step in self._steps if not step.verified and step not in sent]
 
-    def _send(self, steps: list[Step]) -> None:
+    def _send(self, steps: list[SpeculationStep]) -> None:
         self._num_beside = 0
-        self._sent = _Sent(steps, self._look_up([step.query for step in steps if step.query]))
+        self._sent = _PendingVerification(steps, self._look_up([step.query for step in steps if step.query]))
 
     async def _settle(self) -> bool:
         """Wait for the verification and follow it. False: it found a wrong guess."""
@@ -202,7 +204,7 @@ class SpeculativeRun:
         self._tools.scheduler.note_guesses(num_right, wrong)
         self._plan = self._tools.scheduler.choose()
 
-    def _look_up(self, queries: Sequence[Query]) -> _Asking:
+    def _look_up(self, queries: Sequence[Query]) -> _PendingLookup:
         """Why prefetched while nothing is guessed yet, too: from a poorer cache, guesses would look worse than they will be."""
         order, guessing = self._order, self._guesses
         prefetch_k = self._tools.config.prefetch_k if guessing else 0
@@ -213,9 +215,9 @@ class SpeculativeRun:
         begin, took_s = time.perf_counter(), list[float]()
         future = self._tools.lookups.search(asked, [PendingQuery(query, known) for query in queries])
         future.add_done_callback(lambda _: took_s.append(time.perf_counter() - begin))
-        return _Asking(asyncio.wrap_future(future), len(queries), took_s)
+        return _PendingLookup(asyncio.wrap_future(future), len(queries), took_s)
 
-    async def _looked_up(self, asking: _Asking) -> SearchResult:
+    async def _looked_up(self, asking: _PendingLookup) -> SearchResult:
         begin = time.perf_counter()
         lookup = await self._wait_for(asking.future)
         self.stats.wait_s += time.perf_counter() - begin
@@ -237,7 +239,7 @@ class SpeculativeRun:
         except TimeoutError as cause:
             raise RetrievalError(f"the index did not answer within {timeout_s:g} s") from cause
 
-    async def _write_beside(self, step: Step) -> None:
+    async def _write_beside(self, step: SpeculationStep) -> None:
         """Write while a verification runs, if one does; give up as soon as it finds a wrong guess."""
         writing = asyncio.ensure_future(self.segments.write(step, beside=self._sent is not None))
         writing.add_done_callback(

@@ -6,16 +6,16 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable
 
-_MOST = 4096
+_MAX_SALTS = 4096
 """Caches that are known by name at once. Of the tenant that has most, those used longest ago are emptied then."""
 
 
-def salt_of(tenant: str, cache_salt: str) -> str:
+def cache_salt_of(tenant: str, cache_salt: str) -> str:
     """What separates a request's caches from others': its tenant's own, or a part of them."""
     return f"{tenant}\0{cache_salt}" if cache_salt else tenant
 
 
-class Salts:
+class TenantCaches:
     """Remembers under which salts a tenant asked. `purge` empties the caches of one. Safe to call from several threads."""
 
     def __init__(self, purge: Callable[[str], None]) -> None:
@@ -31,7 +31,7 @@ class Salts:
             own[salt] = None
             own.move_to_end(salt)
             self._of.move_to_end(tenant)
-            oldest = self._forgotten() if self._num_known > _MOST else None
+            oldest = self._forgotten() if self._num_known > _MAX_SALTS else None
         if oldest is not None:
             self._purge(oldest)
 

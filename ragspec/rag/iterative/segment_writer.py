@@ -13,20 +13,20 @@ from dataclasses import replace
 
 from ragspec.core import Completion, Passage, Request, Segment
 from ragspec.engine.collect import join
-from ragspec.rag.answer import RunStats
-from ragspec.rag.iterative.types import Order, Step, Tools
+from ragspec.rag.answer import IterativeStats
+from ragspec.rag.iterative.types import IterativeRequest, PipelineComponents, SpeculationStep
 from ragspec.rag.prompt import Prompt
-from ragspec.rag.sources import copy_sources
+from ragspec.rag.steps import copy_sources
 from ragspec.retrieval.search.index_types import PassageKey
 from ragspec.retrieval.speculative.speculation_cache import passage_keys
 
 Keys = tuple[PassageKey, ...]
 
 
-class Segments:
+class SegmentWriter:
     """Owns everything written for one answer, standing or taken back."""
 
-    def __init__(self, tools: Tools, order: Order, stats: RunStats) -> None:
+    def __init__(self, tools: PipelineComponents, order: IterativeRequest, stats: IterativeStats) -> None:
         self._tools = tools
         self._order = order
         self._stats = stats
@@ -42,14 +42,14 @@ class Segments:
             self._prompts[keys] = self._tools.prompts.build(question, passages, max_tokens, question_first=True)
         return self._prompts[keys]
 
-    def take_back(self, steps: Sequence[Step]) -> None:
+    def take_back(self, steps: Sequence[SpeculationStep]) -> None:
         """These steps, in order, do not stand."""
         lost = [step for step in steps if step.token_ids]
         if lost:
             self._stats.num_lost_tokens += sum(len(step.token_ids) for step in lost)
             self._discarded = (*lost[-1].round.output_ids, *lost[-1].token_ids)
 
-    async def write(self, step: Step, beside: bool) -> None:
+    async def write(self, step: SpeculationStep, beside: bool) -> None:
         """Under the step's passages: as was written before under the same, or by the engine. `beside` a verification."""
         round, known = step.round, (passage_keys(step.passages), step.round.output_ids, step.round.end)
         behind = self._discarded_behind(round.output_ids)
@@ -60,14 +60,14 @@ class Segments:
             if self._order.guessing:
                 self._written[known] = step.written
         step.token_ids = list(step.written.token_ids)
-        self._stats.num_kept_tokens += _agreement(behind, step.token_ids)
+        self._stats.num_kept_tokens += _num_matching(behind, step.token_ids)
 
     def _discarded_behind(self, output_ids: tuple[int, ...]) -> tuple[int, ...]:
         """What was taken back, where it goes on from here."""
         kept = len(output_ids)
         return self._discarded[kept:] if self._discarded[:kept] == output_ids else ()
 
-    async def _timed(self, step: Step, segment: Segment, beside: bool) -> Completion:
+    async def _timed(self, step: SpeculationStep, segment: Segment, beside: bool) -> Completion:
         """Written by the engine; the scheduler learns what that took, and in which company."""
         traffic, begin = self._tools.traffic, time.perf_counter()
         num_writing = traffic.writing(1)
@@ -80,7 +80,7 @@ class Segments:
         self._tools.scheduler.note_step(seconds, beside, num_writing=num_writing / 2, num_in_flight=in_flight)
         return written
 
-    async def _generate(self, step: Step, segment: Segment) -> Completion:
+    async def _generate(self, step: SpeculationStep, segment: Segment) -> Completion:
         order = self._order
         prompt = self.prompt(step.passages)
         sources = copy_sources(order.question, prompt.passages)
@@ -97,7 +97,7 @@ class Segments:
         return join(deltas)
 
 
-def _agreement(draft_ids: Sequence[int], token_ids: Sequence[int]) -> int:
+def _num_matching(draft_ids: Sequence[int], token_ids: Sequence[int]) -> int:
     """How many tokens stand at the place they were drafted for."""
     pairs = zip(draft_ids, token_ids, strict=False)
     return next(
