@@ -56,7 +56,11 @@ class GrammarTask(Task):
         return nullcontext(config.model_copy(update={"retriever": without_index}))
 
     def text_settings(self, config: PipelineConfig) -> dict[str, Any]:
-        return {"task": "grammar", "max_edit_ratio": self._edit_filter.max_edit_ratio, "ignore": sorted(self._edit_filter.ignore)}
+        return {
+            "task": "grammar",
+            "max_edit_ratio": self._edit_filter.max_edit_ratio,
+            "ignore": sorted(self._edit_filter.ignore),
+        }
 
     def stages(self, runtime: Runtime) -> StagedPipeline:
         from ragspec.rag.grammar.grammar import Grammar
