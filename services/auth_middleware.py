@@ -1,191 +1,184 @@
-"""The one way in. Every request goes through here before any route, and none is served that is not let in.
+"""Admits or refuses every request before any route sees it.
 
-In this order: its head (host, size), who asks, how much is asked at once, its body; then the route, for a limited time and only
-as long as its client is there. Whatever goes wrong becomes the error that a client can read.
+Owns, in this order: checks of the head (host, size), the key, the rate limits, reading the body, and the time limit of the route.
+Every error becomes a response that the client can read. Routes never check keys.
 
-Plain ASGI on purpose: responses stream through, and a client that leaves cancels the route's task, whatever the route is.
+Plain ASGI middleware, because responses stream through it and a client that leaves must cancel the route's task.
+
+    >>> app.add_middleware(AuthMiddleware, backend=backend, keys=KeyFile(Path("keys.json")))
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import re
 import secrets
 import time
-from typing import Any
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from services.backend import Backend
-from services.errors import LANGUAGETOOL, ApiError, api_error, is_known
-from services.keys import Caller, Ring
-from services.logs import current_request, log_of
-from services.replies import ClientTooSlow, Reply
-from services.request_limits import ClientGone, Incoming, form_fields
+from services.errors import ApiError, ClientGone, ClientTooSlow, api_error, is_expected, is_languagetool
+from services.keys import Caller, KeyStore
+from services.logs import current_request
+from services.request_limits import IncomingRequest, OutgoingResponse, form_fields
 
-log = log_of(__name__)
+log = logging.getLogger(__name__)
 
 PUBLIC = ("/health", "/health/live", "/health/ready", "/v2/healthcheck", "/", "/grammar", "/web/*")
-"""All that is served to those without a key; `*` stands for any name below."""
-STRANGER = Caller("~stranger", "~stranger")
-"""Who asks under /v2 where nobody is asked for a key."""
+"""Paths served without a key; `*` stands for any path below."""
+ANONYMOUS = Caller("~stranger", "~stranger")
+"""The caller under /v2 where no key is needed."""
 
-_PLAIN_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
-_LOCAL_NAMES = ("localhost", "127.0.0.1", "[::1]")
 _NO_CALLER = Caller("", "")
-_MOST_STRANGERS = 32
+_REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
+_LOCAL_NAMES = ("localhost", "127.0.0.1", "[::1]")
+_MAX_ANONYMOUS_FORMS = 32
 
 
-class Guard:
+class AuthMiddleware:
     """ASGI middleware around the whole app."""
 
-    def __init__(self, app: ASGIApp, backend: Backend, ring: Ring) -> None:
-        self._app, self._ring = app, ring
-        self._settings, self._gate, self._metrics = backend.config.service, backend.gate, backend.metrics
+    def __init__(self, app: ASGIApp, backend: Backend, keys: KeyStore) -> None:
+        self._app, self._keys = app, keys
+        self._settings, self._metrics = backend.config.service, backend.metrics
+        self._rate_limiter = backend.rate_limiter
         host = f"[{self._settings.host}]" if ":" in self._settings.host else self._settings.host
         names = self._settings.allowed_hosts or ((*_LOCAL_NAMES, host) if self._settings.is_local else ())
-        self._num_strangers = 0
         self._hosts = frozenset(name.lower() for name in names)
+        self._num_anonymous_forms = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
             await self._app(scope, receive, send)
-        elif scope["type"] == "websocket":  # there are none
+        elif scope["type"] == "websocket":  # there are no websocket routes
             await send({"type": "websocket.close", "code": 1008})
         else:
-            await self._answer(scope, receive, send)
+            await self._respond(scope, receive, send)
 
-    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        begin, headers, path = time.perf_counter(), Headers(scope=scope), str(scope["path"])
+    async def _respond(self, scope: Scope, receive: Receive, send: Send) -> None:
+        begin_s, headers, path = time.perf_counter(), Headers(scope=scope), str(scope["path"])
         given = headers.get("x-request-id", "")
-        request_id = given if _PLAIN_ID.fullmatch(given) else f"req_{secrets.token_hex(16)}"
-        visit = scope.setdefault("state", {})
-        visit["request_id"], visit["caller"], visit["begin"] = request_id, _NO_CALLER, begin
+        request_id = given if _REQUEST_ID.fullmatch(given) else f"req_{secrets.token_hex(16)}"
+        scope.setdefault("state", {}).update(request_id=request_id, caller=_NO_CALLER, begin=begin_s)
         token = current_request.set(request_id)
-        timeouts = self._settings.timeouts
-        incoming = Incoming(scope["method"], path, headers, receive, self._settings.limits)
-        reply = Reply(send, path, request_id, timeouts.slow_client_s)
+        incoming = IncomingRequest(scope["method"], path, headers, receive, self._settings.limits)
+        response = OutgoingResponse(send, path, request_id, self._settings.timeouts.slow_client_s)
         try:
-            await self._admitted(scope, incoming, reply)
+            await self._admit(scope, incoming, response)
         except ClientTooSlow:
             self._metrics.aborted("client_too_slow")
         except ClientGone:
             self._metrics.aborted("client_gone")
         except Exception as cause:
-            if not is_known(cause):
+            if not is_expected(cause):
                 log.error("a request failed", exc_info=cause)
-            await self._fail(reply, api_error(cause), close=not incoming.is_complete)
+            await self._fail(response, api_error(cause), close=not incoming.is_complete)
         finally:
             incoming.close()
-            self._note(scope, reply, time.perf_counter() - begin)
+            self._record(scope, response.status, time.perf_counter() - begin_s)
             current_request.reset(token)
 
-    async def _admitted(self, scope: Scope, incoming: Incoming, reply: Reply) -> None:
-        """Raises: ApiError, and what the route raises."""
+    async def _admit(self, scope: Scope, incoming: IncomingRequest, response: OutgoingResponse) -> None:
+        """Raises: ApiError, and the route's errors."""
         self._check_head(scope)
         incoming.check_head()
         if is_public(scope["path"]):
             if incoming.has_body:
-                raise ApiError(400, "nothing is to be sent here")
-            await incoming.read(self._settings.timeouts.upload_s)
-            await self._timed(scope, incoming, reply)
+                raise ApiError(400, "this address takes no body")
+            await self._run_route(scope, incoming, response)
             return
-        caller = self._known(_presented(scope))
-        if caller is None and _speaks_languagetool(scope["path"]):
-            caller = await self._by_form(scope, incoming)
+        caller = self._caller(_key_of(scope))
+        if caller is None and is_languagetool(scope["path"]):
+            caller = await self._languagetool_caller(scope, incoming)
         if caller is None:
             self._metrics.rejected("key")
             raise ApiError(401, "a valid key is needed: Authorization: Bearer ...")
         scope["state"]["caller"] = caller
-        with self._gate.request(caller):
-            await incoming.read(self._settings.timeouts.upload_s)
-            await self._timed(scope, incoming, reply)
+        with self._rate_limiter.admit(caller):
+            await self._run_route(scope, incoming, response)
 
-    async def _timed(self, scope: Scope, incoming: Incoming, reply: Reply) -> None:
-        """The route, until it is done, its time is up, or its client has left."""
+    async def _run_route(self, scope: Scope, incoming: IncomingRequest, response: OutgoingResponse) -> None:
+        """Reads the body and runs the route until it ends, its time is up, or its client leaves."""
+        timeouts = self._settings.timeouts
+        await incoming.read(timeouts.upload_s)
         try:
-            async with asyncio.timeout(self._settings.timeouts.request_s) as limit:
+            async with asyncio.timeout(timeouts.request_s) as limit:
                 incoming.when_gone(lambda: limit.reschedule(asyncio.get_running_loop().time()))
-                await self._app(scope, incoming.receive, reply.send)
+                await self._app(scope, incoming.receive, response.send)
                 incoming.close()
         except TimeoutError:
-            incoming.close()  # it listens no longer than there is something to give up
+            incoming.close()
             if not limit.expired():
                 raise
             if incoming.is_gone:
                 self._metrics.aborted("client_gone")
                 return
             self._metrics.aborted("timeout")
-            raise ApiError(504, f"the answer took longer than {self._settings.timeouts.request_s:g} s") from None
+            raise ApiError(504, f"the answer took longer than {timeouts.request_s:g} s") from None
 
     def _check_head(self, scope: Scope) -> None:
         """Raises: ApiError 400, 403, 431."""
-        size = sum(len(name) + len(value) + 4 for name, value in scope["headers"]) + len(scope.get("raw_path") or b"")
-        if size + len(scope["query_string"]) > self._settings.limits.header_bytes:
-            raise ApiError(431, f"the request's head is larger than {self._settings.limits.header_bytes} bytes")
+        max_bytes = self._settings.limits.header_bytes
+        num_bytes = sum(len(name) + len(value) + 4 for name, value in scope["headers"])
+        if num_bytes + len(scope.get("raw_path") or b"") + len(scope["query_string"]) > max_bytes:
+            raise ApiError(431, f"the request's head is larger than {max_bytes} bytes")
         if "\0" in scope["path"] or b"%00" in scope["query_string"]:
             raise ApiError(400, "the address holds a NUL character")
         hosts = [value.decode("latin-1").lower() for name, value in scope["headers"] if name == b"host"]
         if self._hosts and (len(hosts) != 1 or re.sub(r":\d{1,5}$", "", hosts[0]) not in self._hosts):
-            # Why: a page elsewhere can give its own name this machine's address, and ask with its visitor's browser
+            # Why: DNS rebinding gives another site's name this machine's address, and its pages could ask here
             raise ApiError(403, "this service is not known by that Host name", code="host_not_allowed")
 
-    def _known(self, key: str) -> Caller | None:
-        return self._ring.caller(key) if key else None
+    def _caller(self, key: str) -> Caller | None:
+        return self._keys.caller(key) if key else None
 
-    async def _by_form(self, scope: Scope, incoming: Incoming) -> Caller | None:
-        """LanguageTool's clients send their key as a field, or cannot send one."""
+    async def _languagetool_caller(self, scope: Scope, incoming: IncomingRequest) -> Caller | None:
+        """LanguageTool's clients send the key as the field `apiKey`, or cannot send one."""
         if self._settings.is_languagetool_open:
             self._check_origin(Headers(scope=scope))
-            return STRANGER
+            return ANONYMOUS
         fields = form_fields(scope["query_string"])
         if "apiKey" not in fields:
-            fields = await self._form_of_stranger(incoming)
-        return self._known(fields.get("apiKey", [""])[0])
+            fields = await self._read_anonymous_form(incoming)
+        return self._caller(fields.get("apiKey", [""])[0])
 
     def _check_origin(self, headers: Headers) -> None:
-        """Where nobody is asked for a key, pages elsewhere must not ask through their visitors' browsers. Raises: ApiError 403.
+        """Keeps other sites' pages from asking through a visitor's browser where no key is needed. Raises: ApiError 403.
 
-        Editors and extensions of browsers send no origin, or one that is no page's; "null" is that of a page that hides it.
+        Editors send no origin and browser extensions send another scheme; "null" is a page that hides its origin.
         """
-        scheme, _, page = headers.get("origin", "").partition("://")
-        own = scheme not in ("http", "https", "null") or page == headers.get("host")
-        if not own and f"{scheme}://{page}" not in self._settings.cors_origins:
+        scheme, _, host = headers.get("origin", "").partition("://")
+        is_own = scheme not in ("http", "https", "null") or host == headers.get("host")
+        if not is_own and f"{scheme}://{host}" not in self._settings.cors_origins:
             raise ApiError(403, "pages of other sites may not ask here", code="origin_not_allowed")
 
-    async def _form_of_stranger(self, incoming: Incoming) -> dict[str, list[str]]:
-        """Why only so many at once: nobody has been let in yet, and every one may be megabytes."""
-        if self._num_strangers >= _MOST_STRANGERS:
+    async def _read_anonymous_form(self, incoming: IncomingRequest) -> dict[str, list[str]]:
+        """Bounded in number: these requests have no key yet, and each may hold megabytes."""
+        if self._num_anonymous_forms >= _MAX_ANONYMOUS_FORMS:
             self._metrics.rejected("queue")
             raise ApiError(429, "too many forms at once", code="server_overloaded", retry_after_s=1.0)
-        self._num_strangers += 1
+        self._num_anonymous_forms += 1
         try:
             await incoming.read(self._settings.timeouts.upload_s)
         finally:
-            self._num_strangers -= 1
+            self._num_anonymous_forms -= 1
         return incoming.form()
 
-    async def _fail(self, reply: Reply, error: ApiError, close: bool) -> None:
+    async def _fail(self, response: OutgoingResponse, error: ApiError, close: bool) -> None:
         try:
-            await reply.fail(error, close)
+            await response.fail(error, close=close)
         except ClientTooSlow:
             self._metrics.aborted("client_too_slow")
 
-    def _note(self, scope: Scope, reply: Reply, seconds: float) -> None:
-        route: Any = scope.get("route")
-        pattern, caller = str(getattr(route, "path", "") or "none"), scope["state"]["caller"]
-        self._metrics.answered(scope["method"], pattern, reply.status)
-        log.info(
-            "request",
-            extra={
-                "method": scope["method"],
-                "route": pattern,
-                "status": reply.status,
-                "seconds": round(seconds, 4),
-                "key": caller.key_id,
-            },
-        )
+    def _record(self, scope: Scope, status: int, seconds: float) -> None:
+        method, route = scope["method"], str(getattr(scope.get("route"), "path", "") or "none")
+        self._metrics.answered(method, route, status)
+        key_id = scope["state"]["caller"].key_id
+        extra = {"method": method, "route": route, "status": status, "seconds": round(seconds, 4), "key": key_id}
+        log.info("request", extra=extra)
 
 
 def is_public(path: str) -> bool:
@@ -195,12 +188,8 @@ def is_public(path: str) -> bool:
     )
 
 
-def _speaks_languagetool(path: str) -> bool:
-    return path == LANGUAGETOOL or path.startswith(LANGUAGETOOL + "/")
-
-
-def _presented(scope: Scope) -> str:
-    """The key that a request comes with; empty: none, or more than one."""
+def _key_of(scope: Scope) -> str:
+    """The request's key; empty if there is none, or more than one."""
     keys = []
     for name, value in scope["headers"]:
         if name == b"authorization":

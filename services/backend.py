@@ -1,7 +1,9 @@
-"""What every route stands on: an engine, an index, prompts, and what counts and limits.
+"""The parts that routes share: engine, index, prompts, stores, metrics and limits.
+
+Owns their order of construction and closing. Knows no HTTP.
 
 >>> with Backend.embedded(config, retriever) as backend:      # one process
-...     app = build_app(backend, OneKey())
+...     app = build_app(backend, SingleKey())
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from ragspec.rag.steps import EngineLike, RetrieverLike
 from ragspec.retrieval.batching_retriever import BatchingRetriever
 from ragspec.retrieval.encoder import TextEncoder
 from ragspec.retrieval.retriever import Retriever
-from services.limits import Gate
+from services.limits import RateLimiter
 from services.metrics import Metrics
 from services.settings import ServiceConfig
 from services.stores.library import Library, open_library
@@ -49,7 +51,7 @@ class ServedEngine(EngineLike, Protocol):
 
 @dataclass(frozen=True)
 class Backend(AbstractContextManager["Backend"]):
-    """`model` is the name that clients ask for. `closing`: what ends with it, in this order."""
+    """`model` is the name that clients use. `closing` holds the callbacks that `close` calls, in order."""
 
     model: str
     engine: ServedEngine
@@ -62,7 +64,7 @@ class Backend(AbstractContextManager["Backend"]):
     config: ServiceConfig
     metrics: Metrics
     telemetry: Telemetry | None
-    gate: Gate
+    rate_limiter: RateLimiter
     closing: tuple[Callable[[], object], ...] = ()
 
     @classmethod
@@ -74,11 +76,11 @@ class Backend(AbstractContextManager["Backend"]):
         config: ServiceConfig,
         *closing: Callable[[], object],
     ) -> Backend:
-        """Around parts that run already; it closes `closing`, the engine first among them if it is to be closed."""
+        """Builds a backend on a running engine and retriever. `closing` says how to close them, the engine first."""
         telemetry = Telemetry.of(config.service.telemetry, config.model_name)
         metrics = Metrics(config.model_name, telemetry)
-        gate = Gate(config.service.limits, metrics)
-        metrics.watch("ragspec_requests_in_flight", "Requests that are being answered.", lambda: gate.running)
+        rate_limiter = RateLimiter(config.service.limits, metrics)
+        metrics.watch("ragspec_requests_in_flight", "Requests that are being answered.", lambda: rate_limiter.running)
         if isinstance(engine, Engine):
             _watch(metrics, engine)
         prompts = PromptBuilder(tokenizer, engine.max_context_tokens)
@@ -100,20 +102,13 @@ class Backend(AbstractContextManager["Backend"]):
             config=config,
             metrics=metrics,
             telemetry=telemetry,
-            gate=gate,
-            closing=(
-                library.close,
-                *shared,
-                *closing,
-                conversations.close,
-                dictionaries.close,
-                *last,
-            ),
+            rate_limiter=rate_limiter,
+            closing=(library.close, *shared, *closing, conversations.close, dictionaries.close, *last),
         )
 
     @classmethod
     def embedded(cls, config: ServiceConfig, retriever: Retriever | None = None) -> Backend:
-        """Everything in this process. `retriever` None: the one that the configuration names.
+        """Loads everything into this process. `retriever` None: the configured one.
 
         Raises: ConfigError, StoreError, ModelError.
         """

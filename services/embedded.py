@@ -1,10 +1,10 @@
 """The service in one process: uvicorn in this thread, the engine in its own.
 
-    >>> with listening(settings) as listener, Backend.embedded(config) as backend:
-    ...     Server(build_app(backend, ring), backend, listener).run()
+Owns the socket, the timeouts of connections, and shutdown. States: serving -> draining (after SIGTERM or SIGINT: not ready, new
+requests are refused, running ones may end) -> ended. A second signal ends the process at once.
 
-States: serving -> draining (after SIGTERM or SIGINT: not ready, nothing more is taken, what runs may end) -> ended. A second
-signal ends the process at once.
+    >>> with listening(settings) as listener, Backend.embedded(config) as backend:
+    ...     Server(build_app(backend, keys), backend, listener).run()
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import logging
 import os
 import socket
 import threading
@@ -27,38 +28,35 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from ragspec.errors import ConfigError
 from services.backend import Backend
 from services.errors import ApiError
-from services.logs import log_of
 from services.settings import ServiceSettings
 
-log = log_of(__name__)
+log = logging.getLogger(__name__)
 
 _BACKLOG = 512
 _KEEP_ALIVE_S = 30
-_LAST_WORDS_S = 5.0
-"""For answers that were cut off to say so."""
-_STUCK_S = 60.0
-"""For everything else to end after that; a thread that is stuck must not keep the process."""
+_CUT_OFF_S = 5.0
+"""Time for streams that are cut off to send their error."""
+_EXIT_S = 60.0
+"""After this a thread that hangs no longer keeps the process alive."""
 
 
-class Protocol(H11Protocol):
-    """Why h11: its parser has a limit for the size of a request's head. Here that head also has to come in time."""
+class TimedProtocol(H11Protocol):
+    """Also limits the time for a request's head, and for a client that reads nothing. Why h11: it limits a head's size."""
 
     header_s = 10.0
-    stalled_s = (
-        60.0  # a client that takes nothing for so long; a response that was given up is then not waited for either
-    )
+    stalled_s = 60.0
 
     def connection_made(self, transport: Any) -> None:
         self._stall_timer: asyncio.TimerHandle | None = None
         super().connection_made(transport)
-        self._head_timer: asyncio.TimerHandle | None = self.loop.call_later(self.header_s, self._too_late)
+        self._head_timer: asyncio.TimerHandle | None = self.loop.call_later(self.header_s, self._close_late)
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
         if self.conn.their_state is not h11.IDLE:
             self._stop_timer()
         elif self._head_timer is None and not self.transport.is_closing():
-            self._head_timer = self.loop.call_later(self.header_s, self._too_late)
+            self._head_timer = self.loop.call_later(self.header_s, self._close_late)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
@@ -75,19 +73,20 @@ class Protocol(H11Protocol):
         self._end_stall()
 
     def send_400_response(self, msg: str) -> None:
-        """What is no HTTP, and a head that is too large."""
+        """Answers invalid HTTP and heads that are too large."""
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE) and not self._has_begun():
             error = ApiError(400, "this is no valid HTTP request, or its head is too large")
-            headers, body = error.reply("")
-            head = h11.Response(status_code=error.status, headers=[*headers, (b"connection", b"close")])
-            for event in (head, h11.Data(data=body), h11.EndOfMessage()):
+            response = error.response("")
+            headers = [*response.raw_headers, (b"connection", b"close")]
+            head = h11.Response(status_code=error.status, headers=headers)
+            for event in (head, h11.Data(data=bytes(response.body)), h11.EndOfMessage()):
                 self.transport.write(self.conn.send(event) or b"")
         self.transport.close()
 
     def _has_begun(self) -> bool:
         return self.cycle is not None and self.cycle.response_started and not self.cycle.response_complete
 
-    def _too_late(self) -> None:
+    def _close_late(self) -> None:
         self._head_timer = None
         self.transport.close()
 
@@ -102,14 +101,14 @@ class Protocol(H11Protocol):
 
 
 class Server(uvicorn.Server):
-    """`say` hears what happens at the end, for whoever watches."""
+    """`say` gets messages about the shutdown."""
 
     def __init__(
         self, app: FastAPI, backend: Backend, listener: socket.socket, say: Callable[[str], None] = log.info
     ) -> None:
         settings = backend.config.service
-        patience = {"header_s": settings.timeouts.header_s, "stalled_s": 2 * settings.timeouts.slow_client_s}
-        protocol = type("TimedProtocol", (Protocol,), patience)
+        timeouts = {"header_s": settings.timeouts.header_s, "stalled_s": 2 * settings.timeouts.slow_client_s}
+        protocol = type("ConfiguredProtocol", (TimedProtocol,), timeouts)
         super().__init__(
             uvicorn.Config(
                 app,
@@ -122,16 +121,16 @@ class Server(uvicorn.Server):
                 proxy_headers=False,
                 h11_max_incomplete_event_size=settings.limits.header_bytes,
                 timeout_keep_alive=_KEEP_ALIVE_S,
-                timeout_graceful_shutdown=int(_LAST_WORDS_S),
+                timeout_graceful_shutdown=int(_CUT_OFF_S),
             )
         )
         self._backend, self._listener, self._say = backend, listener, say
         self._loop: asyncio.AbstractEventLoop | None = None
         self._draining: asyncio.Task[None] | None = None
-        self._told = self._signalled = False
+        self._is_stopping = self._is_signalled = False
 
     def run(self, sockets: list[socket.socket] | None = None) -> None:
-        """Until a signal, or `stop`, and until what ran then has ended."""
+        """Returns after a signal or `stop`, when all requests have ended."""
         super().run(sockets or [self._listener])
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -139,14 +138,14 @@ class Server(uvicorn.Server):
         await super().startup(sockets)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        if self._told or self._loop is None:
-            os._exit(128 + sig)  # Why not sys.exit: nothing that still runs may hold it up
-        self._signalled = True
+        if self._is_stopping or self._loop is None:
+            os._exit(128 + sig)  # Why not sys.exit: it waits for threads
+        self._is_signalled = True
         self.stop()
 
     def stop(self) -> None:
-        """From any thread: as the first signal."""
-        self._told = True
+        """Stops as the first signal does. Callable from any thread."""
+        self._is_stopping = True
         assert self._loop is not None
         self._loop.call_soon_threadsafe(self._begin_draining)
 
@@ -154,16 +153,16 @@ class Server(uvicorn.Server):
         self._draining = self._draining or asyncio.create_task(self._drain())
 
     async def _drain(self) -> None:
-        gate, drain_s = self._backend.gate, self._backend.config.service.drain_s
-        if gate.running:
-            self._say(f"stopping: {gate.running} requests may go on for {drain_s:g} s; again stops at once")
-        if not await gate.drained(drain_s):
-            self._say(f"stopping: {gate.running} requests are cut off")
-            # Their streams end with an error, not in silence. Why a thread of its own: what is stuck may hold all others.
+        limiter, drain_s = self._backend.rate_limiter, self._backend.config.service.drain_s
+        if limiter.running:
+            self._say(f"stopping: {limiter.running} requests may go on for {drain_s:g} s; again stops at once")
+        if not await limiter.drained(drain_s):
+            self._say(f"stopping: {limiter.running} requests are cut off")
+            # Closing the engine ends streams with an error. Why in a new thread: an engine that hangs blocks its caller
             threading.Thread(target=self._backend.engine.close, daemon=True).start()
-            await gate.drained(_LAST_WORDS_S)
-        if self._signalled:
-            last = threading.Timer(_STUCK_S, os._exit, (1,))
+            await limiter.drained(_CUT_OFF_S)
+        if self._is_signalled:
+            last = threading.Timer(_EXIT_S, os._exit, (1,))
             last.daemon = True
             last.start()
         self.should_exit = True
@@ -171,7 +170,7 @@ class Server(uvicorn.Server):
 
 @contextlib.contextmanager
 def listening(settings: ServiceSettings) -> Iterator[socket.socket]:
-    """The socket, before anything takes time to load. Raises: ConfigError."""
+    """Opens the socket, before anything is loaded. Raises: ConfigError."""
     where = f"{settings.host}:{settings.port}"
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(

@@ -1,8 +1,9 @@
-"""Every error as a client sees it: OpenAI's body, or one line of plain text where LanguageTool is spoken.
+"""Every error as a client sees it: OpenAI's JSON body, or one line of plain text under /v2, as LanguageTool writes it.
 
     {"error": {"message": "...", "type": "invalid_request_error", "param": "messages", "code": "context_length_exceeded"}}
 
-`api_error` is the one place where errors of the library get a status.
+Owns the mapping from the library's errors to statuses (`api_error`). Never shows a message of an error that the client did not
+cause: it may hold paths, addresses or texts of others.
 """
 
 from __future__ import annotations
@@ -12,28 +13,13 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ragspec.errors import (
-    Cancelled,
-    EngineClosed,
-    EngineError,
-    IndexBusy,
-    InputError,
-    NoRoom,
-    NotFound,
-    Overloaded,
-    PromptTooLong,
-    RagspecError,
-    RankLost,
-    ReplicaLost,
-    RetrievalError,
-    SaveError,
-    StoreError,
-)
+from starlette.responses import PlainTextResponse, Response
+
+from ragspec import errors as library
 
 INVALID = "invalid_request_error"
 SERVER = "server_error"
-LANGUAGETOOL = "/v2"
-_COME_BACK_S = 5.0
+_RETRY_AFTER_S = 5.0
 _TYPES = {401: INVALID, 403: INVALID, 429: "requests", 500: SERVER, 503: SERVER}
 _CODES = {
     400: None,
@@ -54,8 +40,16 @@ _CODES = {
 }
 
 
+class ClientGone(Exception):
+    """The client left before it had sent its whole request."""
+
+
+class ClientTooSlow(Exception):
+    """The client did not read its answer in time."""
+
+
 class ApiError(Exception):
-    """An answer other than the one asked for. `type` and `code` follow from the status unless they are given."""
+    """An error response. `type` and `code` default to the status's."""
 
     def __init__(
         self,
@@ -80,59 +74,65 @@ class ApiError(Exception):
     def body(self) -> dict[str, Any]:
         return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
 
-    def reply(self, path: str) -> tuple[list[tuple[bytes, bytes]], bytes]:
-        """Headers and body, in the language spoken at `path`."""
-        if path == LANGUAGETOOL or path.startswith(LANGUAGETOOL + "/"):
-            kind, content = b"text/plain; charset=utf-8", f"Error: {self.message}".encode("utf-8", "replace")
-        else:
-            kind, content = b"application/json", json.dumps(self.body()).encode()
-        headers = [(b"content-type", kind), (b"content-length", str(len(content)).encode())]
+    def response(self, path: str) -> Response:
+        """In the format of `path`'s API."""
+        headers = dict(self.headers)
         if self.retry_after_s is not None:
-            headers.append((b"retry-after", str(max(1, math.ceil(self.retry_after_s))).encode()))
-        headers += [(name.lower().encode(), value.encode("latin-1")) for name, value in self.headers.items()]
+            headers["retry-after"] = str(max(1, math.ceil(self.retry_after_s)))
         if self.status == 401:
-            headers.append((b"www-authenticate", b"Bearer"))
-        return headers, content
+            headers["www-authenticate"] = "Bearer"
+        if is_languagetool(path):
+            return PlainTextResponse(f"Error: {self.message}".encode("utf-8", "replace"), self.status, headers)
+        return Response(json.dumps(self.body()), self.status, headers, "application/json")
+
+
+def is_languagetool(path: str) -> bool:
+    """Whether `path` belongs to LanguageTool's API."""
+    return path == "/v2" or path.startswith("/v2/")
 
 
 def api_error(cause: Exception) -> ApiError:
-    """What a client is told of an error. One that no client could have caused or understood says nothing of itself."""
-    if isinstance(cause, ApiError):
-        return cause
-    if isinstance(cause, PromptTooLong):
-        return ApiError(400, str(cause), param="messages", code="context_length_exceeded")
-    if isinstance(cause, NotFound):
-        return ApiError(404, str(cause))
-    if isinstance(cause, InputError):
-        return ApiError(400, str(cause))
-    if isinstance(cause, Overloaded):
-        return ApiError(429, str(cause), code="server_overloaded", retry_after_s=_COME_BACK_S)
-    if isinstance(cause, EngineClosed | ReplicaLost | RankLost | Cancelled):
-        return ApiError(503, "the model is not available at the moment", retry_after_s=_COME_BACK_S)
-    if isinstance(cause, RetrievalError | StoreError):
-        return ApiError(503, "the index cannot be searched at the moment", retry_after_s=_COME_BACK_S)
-    if isinstance(cause, IndexBusy):
-        return ApiError(503, "the index is being written by another; nothing was changed", retry_after_s=_COME_BACK_S)
-    if isinstance(cause, NoRoom):
-        return ApiError(507, str(cause))
-    if isinstance(cause, SaveError):
-        return ApiError(507, "what was sent could not be saved; what was there before still is")
-    if isinstance(cause, EngineError):
-        return ApiError(500, "the answer could not be written", code="generation_failed")
+    """The response to any error. Unexpected errors and errors of the server keep their message to the log."""
+    match cause:
+        case ApiError():
+            return cause
+        case library.PromptTooLong():
+            return ApiError(400, str(cause), param="messages", code="context_length_exceeded")
+        case library.NotFound():
+            return ApiError(404, str(cause))
+        case library.InputError():
+            return ApiError(400, str(cause))
+        case library.Overloaded():
+            return ApiError(429, str(cause), code="server_overloaded", retry_after_s=_RETRY_AFTER_S)
+        case library.EngineClosed() | library.ReplicaLost() | library.RankLost() | library.Cancelled():
+            return _unavailable("the model is not available at the moment")
+        case library.RetrievalError() | library.StoreError():
+            return _unavailable("the index cannot be searched at the moment")
+        case library.IndexBusy():
+            return _unavailable("another process is writing the index; nothing was changed")
+        case library.NoRoom():
+            return ApiError(507, str(cause))
+        case library.SaveError():
+            return ApiError(507, "the request's data could not be saved; earlier data is unchanged")
+        case library.EngineError():
+            return ApiError(500, "the answer could not be written", code="generation_failed")
     return ApiError(500, "an unexpected error; the request id names it in the log")
 
 
-def is_known(cause: Exception) -> bool:
-    """Whether `api_error` tells a client all that there is to say."""
-    return isinstance(cause, ApiError) or (isinstance(cause, RagspecError) and type(cause) is not EngineError)
+def _unavailable(message: str) -> ApiError:
+    return ApiError(503, message, retry_after_s=_RETRY_AFTER_S)
+
+
+def is_expected(cause: Exception) -> bool:
+    """Whether the response says all there is to know, so that the log needs no traceback."""
+    is_library_error = isinstance(cause, library.RagspecError) and type(cause) is not library.EngineError
+    return isinstance(cause, ApiError) or is_library_error
 
 
 def validation_error(errors: Sequence[Mapping[str, Any]]) -> ApiError:
-    """What pydantic says of a body, as OpenAI says it: the first fault, and the parameter that has it."""
-    first = errors[0] if errors else {"loc": (), "msg": "the request is not valid"}
-    place = [str(part) for part in first["loc"] if part not in ("body", "query", "path", "header")]
+    """The first of pydantic's errors, with the parameter that has it, as OpenAI reports it."""
+    first: Mapping[str, Any] = errors[0] if errors else {"loc": (), "msg": "the request is not valid"}
     if first.get("type") == "json_invalid":
         return ApiError(400, "the body is not JSON")
-    param = ".".join(place) or None
-    what = f"{param}: " if param else ""
-    return ApiError(400, f"{what}{first['msg']}", param=param)
+    param = ".".join(str(part) for part in first["loc"] if part not in ("body", "query", "path", "header")) or None
+    return ApiError(400, f"{param}: {first['msg']}" if param else first["msg"], param=param)

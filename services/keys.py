@@ -1,11 +1,13 @@
-"""Who may ask: keys, and the file that knows them by their hashes.
+"""API keys, and the file that holds their hashes.
+
+Owns the keys file; never stores or logs a key.
 
     >>> key, record = add_key(Path("keys.json"), "ann")       # the key is shown once
     >>> KeyFile(Path("keys.json")).caller(key).tenant
     'ann'
 
-A key is 256 random bits, so its SHA-256 is enough: a slow hash with salt protects words that people choose, and nobody can try
-out 2**256 keys, whatever one try costs. The file never holds a key, and a key never reaches a log.
+Why SHA-256 is enough: a key is 256 random bits, so nobody can try out all keys. Slow hashes with salt protect passwords that
+people choose.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import json
+import logging
 import os
 import secrets
 import threading
@@ -26,20 +29,19 @@ from typing import Protocol
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ragspec.errors import ConfigError, InputError, SaveError
-from services.logs import log_of
 from services.settings import KeyLimits
 
-log = log_of(__name__)
+log = logging.getLogger(__name__)
 
 _PREFIX = "rs-"
 _KEY_BYTES = 32
 _LONGEST_KEY = 512
-_LOOK_S = 1.0
+_REREAD_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Who asks. `trusted`: may see how an answer was made. `limits` None: the service's own for any key."""
+    """The owner of a key. `trusted`: may see per-request metrics and counters. `limits` None: the service's default."""
 
     key_id: str
     tenant: str
@@ -47,18 +49,19 @@ class Caller:
     limits: KeyLimits | None = None
 
 
-class Ring(Protocol):
+class KeyStore(Protocol):
     """Knows keys."""
 
     def caller(self, key: str) -> Caller | None:
-        """Whose key it is; None: nobody's."""
+        """The owner of `key`; None for an unknown key."""
         ...
 
 
 class KeyRecord(BaseModel):
-    """A line of the file. `id` names the key in logs and to `revoke`; it says nothing about it.
+    """A key in the file. `id` names the key in logs and for `revoke`, and reveals nothing of it.
 
-    Why there is always a tenant: what somebody without one keeps is everybody's. Names of the service's own begin with `~`.
+    Why every key has a tenant: documents and conversations without a tenant belong to everybody. Names that begin with `~` are
+    the service's.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
@@ -75,7 +78,7 @@ class KeyRecord(BaseModel):
         return Caller(self.id, self.tenant, self.trusted, self.limits)
 
 
-class _File(BaseModel):
+class _KeyFileContent(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     version: int = Field(1, ge=1, le=1)
@@ -91,23 +94,22 @@ def digest(key: str) -> str:
 
 
 def find(records: Sequence[KeyRecord], key: str) -> KeyRecord | None:
-    """Compares with every record, each in constant time: how long it takes tells neither how near a key is nor where."""
+    """Compares with every record in constant time, so that the time tells neither how similar a key is nor its place."""
     if len(key) > _LONGEST_KEY:
         return None
-    wanted, found = digest(key), None
+    key_digest, found = digest(key), None
     for record in records:
-        if hmac.compare_digest(record.sha256, wanted):
+        if hmac.compare_digest(record.sha256, key_digest):
             found = record
     return found
 
 
-class OneKey:
-    """For a service of one person on one machine: a key made at its start."""
+class SingleKey:
+    """One trusted key, made at the start of a service that only this machine reaches."""
 
-    def __init__(self, key: str = "", caller: Caller | None = None) -> None:
+    def __init__(self, key: str = "") -> None:
         self.key = key or new_key()
-        owner = caller or Caller("local", "local", trusted=True)
-        self._record = KeyRecord(id=owner.key_id, sha256=digest(self.key), tenant=owner.tenant, trusted=owner.trusted)
+        self._record = KeyRecord(id="local", sha256=digest(self.key), tenant="local", trusted=True)
 
     def caller(self, key: str) -> Caller | None:
         record = find([self._record], key)
@@ -115,16 +117,16 @@ class OneKey:
 
 
 class KeyFile:
-    """A keys file, read again when it changes; one that cannot be read then leaves the last one valid, with an error in the log.
+    """A keys file, reread when it changes. If it becomes unreadable, the last keys stay valid and the log has an error.
 
-    Safe to call from several threads. Raises: ConfigError if there is none, or it holds something else.
+    Safe to call from several threads. Raises: ConfigError if the file is missing or invalid at the start.
     """
 
     def __init__(self, path: Path) -> None:
         self._path, self._lock = path, threading.Lock()
         self._seen = _stamp(path)
         self._records: tuple[KeyRecord, ...] = read_keys(path)
-        self._looked = time.monotonic()
+        self._checked_s = time.monotonic()
 
     def caller(self, key: str) -> Caller | None:
         record = find(self._current(), key)
@@ -132,8 +134,8 @@ class KeyFile:
 
     def _current(self) -> tuple[KeyRecord, ...]:
         with self._lock:
-            if time.monotonic() - self._looked >= _LOOK_S:
-                self._looked = time.monotonic()
+            if time.monotonic() - self._checked_s >= _REREAD_S:
+                self._checked_s = time.monotonic()
                 self._refresh()
             return self._records
 
@@ -152,7 +154,7 @@ class KeyFile:
 def read_keys(path: Path) -> tuple[KeyRecord, ...]:
     """Raises: ConfigError."""
     try:
-        held = _File.model_validate_json(path.read_bytes())
+        held = _KeyFileContent.model_validate_json(path.read_bytes())
     except OSError as cause:
         raise ConfigError(f"the keys file {path} cannot be read: {cause.strerror}") from cause
     except ValidationError as cause:
@@ -167,8 +169,7 @@ def read_keys(path: Path) -> tuple[KeyRecord, ...]:
 def add_key(
     path: Path, tenant: str, *, key_id: str = "", trusted: bool = False, limits: KeyLimits | None = None
 ) -> tuple[str, KeyRecord]:
-    """A new key, which nobody can read again, and its record. Makes the file if there is none. Without a tenant it
-    has one of its own, `key_id`.
+    """Makes a key, which cannot be read again, and its record; creates the file if needed. Default tenant: `key_id`.
 
     Raises: ConfigError, InputError if the id is taken, SaveError.
     """
@@ -197,7 +198,7 @@ def revoke_key(path: Path, key_id: str) -> None:
 
 
 def _write(path: Path, records: Sequence[KeyRecord]) -> None:
-    """As a whole, and for the owner's eyes only."""
+    """Replaces the file in one step, readable by its owner only."""
     tree = {"version": 1, "keys": [record.model_dump(exclude_none=True) for record in records]}
     scratch = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:

@@ -1,11 +1,11 @@
-"""How much: requests at once of all keys, and for each key requests a minute, requests at once, and tokens a minute.
+"""Rate limits: requests at once over all keys, and for each key requests at once, requests a minute and tokens a minute.
 
-    >>> with gate.request(caller):                          # by the guard, around everything
-    ...     async with gate.enter(caller, num_prompt_tokens=812, max_tokens=96) as tokens:   # by a route, once it knows
-    ...         tokens.used(812 + 40)
+Owns the counts of the last minute. Never queues: a request over a limit is refused at once, with the time to retry after. Queues
+are the engine's. Runs in one event loop, so there is no lock.
 
-Nobody waits here: a request that is too much is refused at once, with the time after which it may be taken. What waits for its
-turn waits in the engine, where it costs a few hundred bytes. Everything runs in one event loop, so there is no lock.
+    >>> with rate_limiter.admit(caller):                                             # the middleware, around the request
+    ...     reservation = rate_limiter.reserve(caller, num_prompt_tokens=812, max_tokens=96)     # a route, before it generates
+    ...     reservation.used(812 + 40)
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import NoReturn
 
 from services.errors import ApiError
@@ -28,129 +28,122 @@ _BUSY_S = 1.0
 _MAX_KEYS = 10_000
 
 
-class Tokens:
-    """What one request took of its key's tokens: reserved at first, then what it used."""
+class TokenReservation:
+    """The tokens that one request takes from its key's minute."""
 
-    def __init__(self, reserved: int) -> None:
-        self.count = reserved
+    def __init__(self, num_tokens: int) -> None:
+        self.num_tokens = num_tokens
 
     def used(self, num_tokens: int) -> None:
-        """Never more than was reserved: what a minute holds was promised."""
-        self.count = min(self.count, max(0, num_tokens))
+        """Returns the tokens that were reserved and not used."""
+        self.num_tokens = min(self.num_tokens, max(0, num_tokens))
 
 
-class _Use:
-    """One key's last minute."""
+class _KeyUsage:
+    """One key's requests and tokens in the last minute, by the time they began."""
 
     def __init__(self) -> None:
         self.running = 0
-        self.begun: deque[float] = deque()  # when requests began
-        self.taken: deque[tuple[float, Tokens]] = deque()
+        self.requests_s: deque[float] = deque()
+        self.reservations: deque[tuple[float, TokenReservation]] = deque()
 
-    def forget(self, now: float) -> None:
-        while self.begun and self.begun[0] <= now - _MINUTE_S:
-            self.begun.popleft()
-        while self.taken and self.taken[0][0] <= now - _MINUTE_S:
-            self.taken.popleft()
+    def expire(self, now_s: float) -> None:
+        while self.requests_s and self.requests_s[0] <= now_s - _MINUTE_S:
+            self.requests_s.popleft()
+        while self.reservations and self.reservations[0][0] <= now_s - _MINUTE_S:
+            self.reservations.popleft()
 
     @property
     def is_idle(self) -> bool:
-        return not (self.running or self.begun or self.taken)
+        return not (self.running or self.requests_s or self.reservations)
 
 
-class Gate:
-    """States: open -> draining (what runs may end, nothing more is taken)."""
+class RateLimiter:
+    """States: open -> draining (running requests may end, new ones are refused)."""
 
     def __init__(self, limits: Limits, metrics: Metrics, clock: Callable[[], float] = time.monotonic) -> None:
         self._limits, self._metrics, self._clock = limits, metrics, clock
-        self._uses: dict[str, _Use] = {}
-        self._running = 0
-        self._changed = asyncio.Event()
+        self._usage: dict[str, _KeyUsage] = {}
+        self._request_ended = asyncio.Event()
+        self.running = 0
         self.draining = False
 
-    @property
-    def running(self) -> int:
-        return self._running
-
     @contextmanager
-    def request(self, caller: Caller) -> Iterator[None]:
+    def admit(self, caller: Caller) -> Iterator[None]:
         """Counts one request while it runs. Raises: ApiError 429 or, when draining, 503."""
-        use, limits, now = self._use(caller), self._of(caller), self._clock()
+        usage, limits = self._usage_of(caller), self._limits_of(caller)
         if self.draining:
             self._metrics.rejected("draining")
             raise ApiError(503, "the service is shutting down", code="shutting_down", retry_after_s=_OVERLOADED_S)
-        if self._running >= self._limits.max_in_flight:
-            self._refuse(
-                "queue", "too many requests at once, of everybody together", _OVERLOADED_S, "server_overloaded"
-            )
-        if limits.concurrency is not None and use.running >= limits.concurrency:
+        if self.running >= self._limits.max_in_flight:
+            self._refuse("queue", "too many requests at once, over all keys", _OVERLOADED_S, code="server_overloaded")
+        if limits.concurrency is not None and usage.running >= limits.concurrency:
             self._refuse("concurrency", f"more than {limits.concurrency} requests of this key at once", _BUSY_S)
         if limits.requests_per_minute is not None:
-            if len(use.begun) >= limits.requests_per_minute:
-                wait_s = use.begun[0] + _MINUTE_S - now
+            now_s = self._clock()
+            if len(usage.requests_s) >= limits.requests_per_minute:
+                wait_s = usage.requests_s[0] + _MINUTE_S - now_s
                 self._refuse("requests", f"more than {limits.requests_per_minute} requests a minute", wait_s)
-            use.begun.append(now)
-        self._running += 1
-        use.running += 1
+            usage.requests_s.append(now_s)
+        self.running += 1
+        usage.running += 1
         try:
             yield
         finally:
-            self._running -= 1
-            use.running -= 1
-            self._changed.set()
+            self.running -= 1
+            usage.running -= 1
+            self._request_ended.set()
 
-    @asynccontextmanager
-    async def enter(self, caller: Caller, num_prompt_tokens: int, max_tokens: int) -> AsyncIterator[Tokens]:
-        """Reserves what an answer may take; at its end the key has back what it did not.
+    def reserve(self, caller: Caller, num_prompt_tokens: int, max_tokens: int) -> TokenReservation:
+        """Reserves the most tokens that an answer may take.
 
-        Raises: ApiError 429, or 400 for more than a minute holds.
+        Raises: ApiError 429, or 400 if the key's minute has fewer tokens in all.
         """
-        tokens, most = Tokens(num_prompt_tokens + max_tokens), self._of(caller).tokens_per_minute
-        if most is not None:
-            self._reserve(self._use(caller), tokens, most)
-        yield tokens
+        reservation = TokenReservation(num_prompt_tokens + max_tokens)
+        max_per_minute = self._limits_of(caller).tokens_per_minute
+        if max_per_minute is None:
+            return reservation
+        needed, now_s = reservation.num_tokens, self._clock()
+        if needed > max_per_minute:
+            raise ApiError(
+                400, f"prompt and max_tokens are {needed} tokens, of {max_per_minute} a minute", code="tokens_exceeded"
+            )
+        reservations = self._usage_of(caller).reservations
+        free, wait_s = max_per_minute - sum(each.num_tokens for _, each in reservations), 0.0
+        for begin_s, earlier in reservations:
+            if free >= needed:
+                break
+            free, wait_s = free + earlier.num_tokens, begin_s + _MINUTE_S - now_s
+        if wait_s:
+            self._refuse("tokens", f"more than {max_per_minute} tokens a minute", wait_s, type="tokens")
+        reservations.append((now_s, reservation))
+        return reservation
 
     async def drained(self, timeout_s: float) -> bool:
-        """Take nothing more, and wait for what runs. Whether all of it ended."""
+        """Refuses new requests and waits for running ones. Returns whether all of them ended."""
         self.draining = True
-        deadline = self._clock() + timeout_s
-        while self._running:
-            self._changed.clear()
+        deadline_s = self._clock() + timeout_s
+        while self.running:
+            self._request_ended.clear()
             try:
-                await asyncio.wait_for(self._changed.wait(), max(0.0, deadline - self._clock()))
+                await asyncio.wait_for(self._request_ended.wait(), max(0.0, deadline_s - self._clock()))
             except TimeoutError:
-                return not self._running
+                return not self.running
         return True
 
-    def _reserve(self, use: _Use, tokens: Tokens, most: int) -> None:
-        if tokens.count > most:
-            raise ApiError(
-                400, f"prompt and max_tokens are {tokens.count} tokens, of {most} a minute", code="tokens_exceeded"
-            )
-        now = self._clock()
-        use.forget(now)
-        free, wait_s = most - sum(taken.count for _, taken in use.taken), 0.0
-        for begun, taken in use.taken:
-            if free >= tokens.count:
-                break
-            free, wait_s = free + taken.count, begun + _MINUTE_S - now
-        if wait_s:
-            self._refuse("tokens", f"more than {most} tokens a minute", wait_s, type="tokens")
-        use.taken.append((now, tokens))
-
-    def _refuse(self, why: str, message: str, wait_s: float, code: str | None = None, type: str = "") -> NoReturn:
-        self._metrics.rejected(why)
+    def _refuse(self, reason: str, message: str, wait_s: float, *, code: str | None = None, type: str = "") -> NoReturn:
+        self._metrics.rejected(reason)
         raise ApiError(429, message, type=type, code=code, retry_after_s=wait_s)
 
-    def _of(self, caller: Caller) -> KeyLimits:
+    def _limits_of(self, caller: Caller) -> KeyLimits:
         return caller.limits or self._limits.key
 
-    def _use(self, caller: Caller) -> _Use:
-        now = self._clock()
-        if len(self._uses) > _MAX_KEYS:
-            for use in self._uses.values():
-                use.forget(now)
-            self._uses = {name: use for name, use in self._uses.items() if not use.is_idle}
-        use = self._uses.setdefault(caller.key_id, _Use())
-        use.forget(now)
-        return use
+    def _usage_of(self, caller: Caller) -> _KeyUsage:
+        now_s = self._clock()
+        if len(self._usage) > _MAX_KEYS:
+            for usage in self._usage.values():
+                usage.expire(now_s)
+            self._usage = {name: usage for name, usage in self._usage.items() if not usage.is_idle}
+        usage = self._usage.setdefault(caller.key_id, _KeyUsage())
+        usage.expire(now_s)
+        return usage

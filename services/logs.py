@@ -1,10 +1,9 @@
-"""Logs: one JSON object a line, with the request it belongs to and without a word of any user.
+"""Logs: one JSON object a line, with its request's id and without any user's text.
 
-    >>> log = log_of(__name__)
+Owns the format of a line. Messages are constants; all values go into `extra`, so that a reviewer sees which values are logged.
+
     >>> log.info("keys reread", extra={"keys": 3})
     {"time": "2026-01-01T00:00:00.000Z", "level": "info", "logger": "services.keys", "message": "keys reread", "keys": 3}
-
-The rule that keeps text of users out: messages are constant, and what varies goes into `extra`, where it can be seen.
 """
 
 from __future__ import annotations
@@ -19,47 +18,42 @@ from types import TracebackType
 from typing import Any, TextIO
 
 current_request: contextvars.ContextVar[str] = contextvars.ContextVar("ragspec_request", default="")
-"""The id of the request that the running task works on."""
+"""The request id of the running task."""
 
-_STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
-_OURS = ("services", "ragspec")
-
-
-def log_of(name: str) -> logging.Logger:
-    return logging.getLogger(name)
+_STANDARD_FIELDS = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
+_OWN_LOGGERS = ("services", "ragspec")
 
 
-class JsonLines(logging.Formatter):
-    """A record as one line of JSON."""
+class JsonFormatter(logging.Formatter):
+    """Formats a record as one line of JSON."""
 
     def format(self, record: logging.LogRecord) -> str:
+        created = datetime.fromtimestamp(record.created, UTC)
         line: dict[str, Any] = {
-            "time": datetime.fromtimestamp(record.created, UTC)
-            .isoformat(timespec="milliseconds")
-            .replace("+00:00", "Z"),
+            "time": created.isoformat(timespec="milliseconds").removesuffix("+00:00") + "Z",
             "level": record.levelname.lower(),
             "logger": record.name,
             "message": record.getMessage(),
         }
         if request_id := current_request.get():
             line["request_id"] = request_id
-        line |= {name: value for name, value in vars(record).items() if name not in _STANDARD}
+        line |= {name: value for name, value in vars(record).items() if name not in _STANDARD_FIELDS}
         if record.exc_info and record.exc_info[0] is not None:
             line["error"], line["frames"] = record.exc_info[0].__name__, frames_of(record.exc_info[2])
         return json.dumps(line, default=str)
 
 
 def frames_of(trace: TracebackType | None) -> list[str]:
-    """Where an error went through. Why not the traceback: an error's message may quote what a user wrote."""
+    """The stack of an error. Why not the whole traceback: the error's message may quote a user's text."""
     return [f"{frame.filename}:{frame.lineno} {frame.name}" for frame in traceback.extract_tb(trace)]
 
 
 def start_logging(level: int = logging.INFO, stream: TextIO | None = None) -> None:
-    """From now on this process logs so: the service and the library; of other libraries, warnings and what is worse."""
+    """Makes this process log JSON: the service and the library from `level` on, other libraries from warnings on."""
     handler = logging.StreamHandler(stream or sys.stderr)
-    handler.setFormatter(JsonLines())
+    handler.setFormatter(JsonFormatter())
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(logging.WARNING)
-    for name in _OURS:
+    for name in _OWN_LOGGERS:
         logging.getLogger(name).setLevel(level)

@@ -1,11 +1,11 @@
-"""Counters for Prometheus: vLLM's names where the meaning is vLLM's, so that its dashboards work, and `ragspec_` beside them.
+"""Prometheus metrics, with vLLM's names where the meaning is vLLM's, so that its dashboards work, else with `ragspec_`.
 
     >>> metrics = Metrics("qwen3")
     >>> metrics.first_token(0.041)
     >>> metrics.ended(completion.stats, completion.finish_reason, seconds=1.3)
     >>> metrics.text().decode()
 
-Owns one registry, no global one. Nothing here knows a text, a tenant or a key. Safe to call from several threads.
+Owns one registry, none of it global. No label holds a text, a tenant or a key. Safe to call from several threads.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ _METHODS = frozenset({"GET", "POST", "PUT", "PATCH", "DELETE", "HEAD", "OPTIONS"
 
 
 class Metrics:
-    """What a service counts. Units are in the names: seconds and tokens."""
+    """A service's counters and histograms. Units are in the names: seconds and tokens."""
 
     def __init__(self, model: str, telemetry: Telemetry | None = None) -> None:
-        """`telemetry` hears of it too."""
+        """`telemetry` also gets retrievals, first tokens and finished choices."""
         self._registry, self._model, self._telemetry = CollectorRegistry(), model, telemetry
         self._prompt_tokens = self._counter("vllm:prompt_tokens", "Tokens read.")
         self._generation_tokens = self._counter("vllm:generation_tokens", "Tokens written.")
@@ -84,13 +84,13 @@ class Metrics:
         self._http = self._counter("ragspec_http_requests", "Requests.", "method", "route", "status")
 
     def first_token(self, seconds: float) -> None:
-        """Since the request came."""
+        """`seconds` from the request to its first token."""
         self._of(self._first_token).observe(seconds)
         if self._telemetry:
             self._telemetry.first_token(seconds)
 
     def gap(self, seconds: float, num_tokens: int = 1) -> None:
-        """Between two pieces of a stream, the later of `num_tokens` tokens."""
+        """`seconds` between two deltas of a stream, the later with `num_tokens` tokens."""
         self._of(self._gaps).observe(seconds / max(1, num_tokens))
 
     def retrieved(self, seconds: float) -> None:
@@ -99,7 +99,7 @@ class Metrics:
             self._telemetry.retrieved(seconds)
 
     def handed_over(self, seconds: float) -> None:
-        """What a request took before the engine had it, retrieval left out."""
+        """`seconds` from the request to its submission, without retrieval."""
         self._of(self._gateway).observe(seconds)
 
     def ended(self, stats: GenerationStats, finish_reason: FinishReason, seconds: float) -> None:
@@ -118,7 +118,7 @@ class Metrics:
             self._of(self._per_token).observe(stats.decode_s / decoded)
 
     def worked(self, stats: GenerationStats) -> None:
-        """What was computed, whether an answer came of it or not."""
+        """Counts the computed tokens, also of requests that were given up."""
         self._of(self._prompt_tokens).inc(stats.num_prompt_tokens)
         self._of(self._generation_tokens).inc(stats.num_output_tokens)
         self._of(self._cache_queries).inc(stats.num_prompt_tokens)
@@ -135,20 +135,20 @@ class Metrics:
                 self._of(self._guesses, drafter, str(position)).inc(guessed)
                 self._of(self._right, drafter, str(position)).inc(right)
 
-    def aborted(self, why: str) -> None:
-        """`why` is one of few fixed words: client_gone, client_too_slow, timeout, shutdown."""
-        self._of(self._aborted, why).inc()
+    def aborted(self, reason: str) -> None:
+        """`reason`: client_gone, client_too_slow or timeout."""
+        self._of(self._aborted, reason).inc()
 
-    def rejected(self, why: str) -> None:
-        """`why` is one of few fixed words: queue, concurrency, requests, tokens, draining, key, body."""
-        self._of(self._rejected, why).inc()
+    def rejected(self, reason: str) -> None:
+        """`reason`: queue, concurrency, requests, tokens, draining or key."""
+        self._of(self._rejected, reason).inc()
 
     def answered(self, method: str, route: str, status: int) -> None:
-        """`route` is a pattern of the app's, never the path that was asked for."""
+        """`route` is the route's pattern, never the requested path."""
         self._of(self._http, method if method in _METHODS else "other", route, str(status)).inc()
 
     def watch(self, name: str, text: str, value: Callable[[], float]) -> None:
-        """A gauge that is read when it is asked for."""
+        """Adds a gauge that calls `value` for every scrape."""
         self._of(Gauge(name, text, ["model_name"], registry=self._registry)).set_function(value)
 
     def text(self) -> bytes:

@@ -1,7 +1,12 @@
-"""What a client sends: how much, how long it may take, and what no parser should see.
+"""Reads a request and sends its response within their limits: size, time, content type, encoding, JSON depth.
 
-Owns everything that is read of a request. All of it is read before a route is asked, uploads of files apart, which stream; from
-then on it listens whether the client is still there.
+Owns all reading and sending. The whole body is read before the route runs, except uploads of files, which stream. After that the
+request watches whether the client is still there. Every response gets security headers and a request id. Never interprets a body
+beyond these checks.
+
+    >>> incoming = IncomingRequest(method, path, headers, receive, limits)
+    >>> incoming.check_head()
+    >>> await incoming.read(timeout_s=30.0)
 """
 
 from __future__ import annotations
@@ -13,37 +18,48 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 from urllib.parse import parse_qs
 
-from starlette.datastructures import Headers
-from starlette.types import Message, Receive
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import Message, Receive, Send
 
-from services.errors import LANGUAGETOOL, ApiError
+from services.errors import ApiError, ClientGone, ClientTooSlow, is_languagetool
 from services.settings import Limits
 
-_WITH_BODY = frozenset({"POST", "PUT", "PATCH"})
-_FORM, _FILES = "application/x-www-form-urlencoded", "multipart/form-data"
-_APART_BYTES = 2**17
-"""Larger bodies are parsed in a thread: the event loop streams other answers meanwhile."""
+_METHODS_WITH_BODY = frozenset({"POST", "PUT", "PATCH"})
+_JSON, _FORM, _FILES = "application/json", "application/x-www-form-urlencoded", "multipart/form-data"
+_INLINE_BYTES = 2**17
+"""Larger bodies are checked in a thread, so that the event loop goes on streaming other answers."""
 _MAX_FIELDS = 64
+_CONTENT_SECURITY_POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
+    "font-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+SECURITY_HEADERS = {
+    "Content-Security-Policy": _CONTENT_SECURITY_POLICY,
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Permissions-Policy": "camera=(), geolocation=(), microphone=()",
+    "Cache-Control": "no-store",
+}
+"""Of every response; a route's own headers win."""
 _CHARSET = re.compile(r"charset[^=;]*=\s*\"?([^\";\s]*)", re.IGNORECASE)
 
 
-class ClientGone(Exception):
-    """The client left before all of its request had come."""
-
-
-class Incoming:
-    """The body of one request. `receive` is what the route gets in place of the server's."""
+class IncomingRequest:
+    """One request. The route reads it through `receive` in place of the server's."""
 
     def __init__(self, method: str, path: str, headers: Headers, receive: Receive, limits: Limits) -> None:
-        self._method, self._path, self._headers = method, path, headers
+        self._path, self._headers = path, headers
         self._receive, self._limits = receive, limits
-        self._num_bytes, self._deadline = 0, 0.0
-        self._held: bytes | None = None
-        self.is_complete = False  # all of it has come
+        self._num_bytes, self._deadline_s = 0, 0.0
+        self._body: bytes | None = None
+        self.is_complete = False  # whether the whole body was received
         self._gone = asyncio.Event()
         self._on_gone: Callable[[], None] | None = None
         self._watcher: asyncio.Task[None] | None = None
-        self.kind = headers.get("content-type", "").partition(";")[0].strip().lower()
+        self._may_have_body = method in _METHODS_WITH_BODY
+        self._content_type = headers.get("content-type", "").partition(";")[0].strip().lower()
 
     @property
     def is_gone(self) -> bool:
@@ -52,33 +68,31 @@ class Incoming:
 
     @property
     def has_body(self) -> bool:
-        """Whether one is announced."""
+        """Whether the head announces a body."""
         return self._headers.get("content-length", "0") != "0" or "transfer-encoding" in self._headers
 
     def check_head(self) -> None:
-        """What can be refused before a byte is read. Raises: ApiError 400, 413, 415."""
-        announced = self._headers.get("content-length")
-        if announced is not None and not (announced.isascii() and announced.isdigit()):
+        """Refuses a request by its head, before any of its body is read. Raises: ApiError 400, 413, 415."""
+        length = self._headers.get("content-length", "0")
+        if not (length.isascii() and length.isdigit()):
             raise ApiError(400, "Content-Length is no number")
-        if announced is not None and int(announced[:20]) > self._limits.body_bytes:
-            self._too_large()
-        if self._method not in _WITH_BODY or not self.has_body:
+        if int(length[:20]) > self._limits.body_bytes:
+            self._refuse_size()
+        if not (self._may_have_body and self.has_body):
             return
-        spoken = (_FORM, _FILES) if _is_under(self._path, LANGUAGETOOL) else ("application/json", _FILES)
-        if self.kind not in spoken:
-            raise ApiError(415, f"Content-Type must be {' or '.join(spoken)}")
+        allowed = (_FORM if is_languagetool(self._path) else _JSON, _FILES)
+        if self._content_type not in allowed:
+            raise ApiError(415, f"Content-Type must be {' or '.join(allowed)}")
         charsets = _CHARSET.findall(self._headers.get("content-type", ""))
-        if any(
-            charset.lower() not in ("utf-8", "utf8") for charset in charsets
-        ):  # parsers differ in which of several they take
-            raise ApiError(415, "the charset must be UTF-8")
+        if any(charset.lower() not in ("utf-8", "utf8") for charset in charsets):
+            raise ApiError(415, "the charset must be UTF-8")  # checks all of them: parsers differ in which one they use
 
     async def read(self, timeout_s: float) -> None:
-        """All of it, unless files are uploaded. Raises: ApiError 400, 408, 413; ClientGone."""
-        if self._held is not None:
+        """Reads the whole body, except of uploads, which get a deadline. Raises: ApiError 400, 408, 413; ClientGone."""
+        if self._body is not None:
             return
-        if self.kind == _FILES and self._method in _WITH_BODY:
-            self._deadline = asyncio.get_running_loop().time() + timeout_s
+        if self._content_type == _FILES and self._may_have_body:
+            self._deadline_s = asyncio.get_running_loop().time() + timeout_s
             return
         parts = []
         try:
@@ -87,52 +101,53 @@ class Incoming:
                     parts.append((await self._next()).get("body", b""))
         except TimeoutError:
             raise ApiError(408, f"the body did not come within {timeout_s:g} s") from None
-        self._held = b"".join(parts)
-        if self.kind == "application/json" and self._held:
-            check = json_checker(self._held, self._limits.json_depth)
-            await (asyncio.to_thread(check) if len(self._held) > _APART_BYTES else _at_once(check))
+        self._body = b"".join(parts)
+        if self._content_type == _JSON and self._body:
+            if len(self._body) > _INLINE_BYTES:
+                await asyncio.to_thread(check_json, self._body, self._limits.json_depth)
+            else:
+                check_json(self._body, self._limits.json_depth)
 
     def form(self) -> dict[str, list[str]]:
         """The fields of a form. Raises: ApiError 400."""
-        return form_fields(self._held) if self.kind == _FORM and self._held else {}
+        return form_fields(self._body) if self._content_type == _FORM and self._body else {}
 
     async def receive(self) -> Message:
-        """For the route: the body, then, when that happens, that the client left."""
-        if self._held is not None:
-            body, self._held = self._held, None
-            self._listen()
+        """For the route: the body, then `http.disconnect` when the client leaves."""
+        if self._body is not None:
+            body, self._body = self._body, None
+            self._watch_client()
             return {"type": "http.request", "body": body, "more_body": False}
         if not self.is_complete:
             try:
-                async with asyncio.timeout_at(self._deadline):
+                async with asyncio.timeout_at(self._deadline_s):
                     message = await self._next()
             except TimeoutError:
                 raise ApiError(408, "the upload took too long") from None
-            self._listen()
+            self._watch_client()
             return message
         await self._gone.wait()
         return {"type": "http.disconnect"}
 
-    def when_gone(self, call: Callable[[], None]) -> None:
-        """Call it if the client leaves before `close`."""
-        self._on_gone = call
-        self._listen()
+    def when_gone(self, callback: Callable[[], None]) -> None:
+        """Calls `callback` if the client leaves before `close`."""
+        self._on_gone = callback
+        self._watch_client()
 
     def close(self) -> None:
         if self._watcher is not None:
             self._watcher.cancel()
 
-    def _listen(self) -> None:
-        """Once everything has come: whatever comes next is that the client left."""
+    def _watch_client(self) -> None:
+        """After the body, the only message left is `http.disconnect`."""
         if self.is_complete and self._watcher is None and self._on_gone is not None:
-            self._watcher = asyncio.create_task(self._watch())
+            self._watcher = asyncio.create_task(self._wait_for_disconnect(self._on_gone))
 
-    async def _watch(self) -> None:
+    async def _wait_for_disconnect(self, callback: Callable[[], None]) -> None:
         while (await self._receive())["type"] != "http.disconnect":
             pass
         self._gone.set()
-        if self._on_gone is not None:
-            self._on_gone()
+        callback()
 
     async def _next(self) -> Message:
         message = await self._receive()
@@ -141,79 +156,103 @@ class Incoming:
             raise ClientGone
         self._num_bytes += len(message.get("body", b""))
         if self._num_bytes > self._limits.body_bytes:
-            self._too_large()
+            self._refuse_size()
         self.is_complete = not message.get("more_body", False)
         return message
 
-    def _too_large(self) -> NoReturn:
+    def _refuse_size(self) -> NoReturn:
         raise ApiError(413, f"the body is larger than {self._limits.body_bytes} bytes")
 
 
+class OutgoingResponse:
+    """The response to one request. States: not started -> started -> complete."""
+
+    def __init__(self, send: Send, path: str, request_id: str, slow_client_s: float) -> None:
+        self._send, self._path, self._slow_client_s = send, path, slow_client_s
+        self._headers = SECURITY_HEADERS | {"X-Request-ID": request_id}
+        self._is_event_stream = False
+        self.status = 0
+        self.is_complete = False
+
+    async def send(self, message: Message) -> None:
+        """Raises: ClientTooSlow."""
+        if message["type"] == "http.response.start":
+            message = {"headers": [], **message}
+            headers = MutableHeaders(scope=message)
+            for name, value in self._headers.items():
+                headers.setdefault(name, value)
+            self._is_event_stream = headers.get("content-type", "").startswith("text/event-stream")
+            self.status = message["status"]
+        try:
+            async with asyncio.timeout(self._slow_client_s):
+                await self._send(message)
+        except TimeoutError:
+            raise ClientTooSlow from None
+        self.is_complete = message["type"] == "http.response.body" and not message.get("more_body", False)
+
+    async def fail(self, error: ApiError, *, close: bool = False) -> None:
+        """Sends an error: as the response if none has started, as the last event of a stream. Other responses break off."""
+        if self.is_complete:
+            return
+        if not self.status:
+            response = error.response(self._path)
+            if close:
+                response.headers["connection"] = "close"
+            start = {"type": "http.response.start", "status": error.status, "headers": response.raw_headers}
+            await self.send(start)
+            await self.send({"type": "http.response.body", "body": response.body})
+        elif self._is_event_stream:
+            event = f"data: {json.dumps(error.body())}\n\n".encode()
+            await self.send({"type": "http.response.body", "body": event})
+
+
 def form_fields(raw: bytes) -> dict[str, list[str]]:
-    """Of a form, or of an address behind its question mark. Raises: ApiError 400."""
+    """The fields of a form or a query string. Raises: ApiError 400."""
     try:
         return parse_qs(raw.decode(), keep_blank_values=True, max_num_fields=_MAX_FIELDS, errors="strict")
     except ValueError:
         raise ApiError(400, f"the form is not UTF-8, or has more than {_MAX_FIELDS} fields") from None
 
 
-def json_checker(body: bytes, max_depth: int) -> Callable[[], None]:
-    """What refuses JSON that a route must not see. It raises ApiError 400: not UTF-8, not JSON (NaN and Infinity are not), too
-    deep, a NUL character or half a surrogate pair in any string."""
+def check_json(body: bytes, max_depth: int) -> None:
+    """Refuses JSON that is unsafe to pass on.
 
-    def check() -> None:
-        try:
-            value = json.loads(body.decode("utf-8"), parse_constant=_refuse_constant)
-        except UnicodeDecodeError as cause:
-            raise ApiError(400, f"the body is not UTF-8: byte {cause.start}") from None
-        except RecursionError:
-            raise ApiError(400, f"the body is nested more than {max_depth} deep") from None
-        except json.JSONDecodeError as cause:
-            raise ApiError(400, f"the body is not JSON: {cause.msg} at character {cause.pos}") from None
-        except ValueError as cause:  # a number of thousands of digits
-            raise ApiError(400, f"the body is not JSON: {cause}") from None
-        _check_value(value, max_depth)
-
-    return check
-
-
-def _check_value(value: Any, max_depth: int) -> None:
+    Raises: ApiError 400 if it is not UTF-8 or not JSON (NaN and Infinity are not), is nested too deep, or has a string with a NUL
+    character or half a surrogate pair.
+    """
+    try:
+        value = json.loads(body.decode("utf-8"), parse_constant=_refuse_constant)
+    except UnicodeDecodeError as cause:
+        raise ApiError(400, f"the body is not UTF-8: byte {cause.start}") from None
+    except RecursionError:
+        raise ApiError(400, f"the body is nested more than {max_depth} deep") from None
+    except json.JSONDecodeError as cause:
+        raise ApiError(400, f"the body is not JSON: {cause.msg} at character {cause.pos}") from None
+    except ValueError as cause:  # a number of thousands of digits
+        raise ApiError(400, f"the body is not JSON: {cause}") from None
     level, depth = [value], 0
     while level:
         if depth > max_depth:
             raise ApiError(400, f"the body is nested more than {max_depth} deep")
-        below: list[Any] = []
+        children: list[Any] = []
         for each in level:
             if isinstance(each, str):
                 _check_string(each)
             elif isinstance(each, dict):
-                below += each.keys()
-                below += each.values()
+                children += [*each.keys(), *each.values()]
             elif isinstance(each, list):
-                below += each
-        level, depth = below, depth + 1
+                children += each
+        level, depth = children, depth + 1
 
 
 def _check_string(text: str) -> None:
-    if text.isascii():
-        if "\0" in text:
-            raise ApiError(400, "a string of the body holds a NUL character")
-        return
     try:
-        encoded = text.encode("utf-8")
+        has_nul = b"\0" in text.encode("utf-8")
     except UnicodeEncodeError:
         raise ApiError(400, "a string of the body holds half a surrogate pair") from None
-    if b"\0" in encoded:
+    if has_nul:
         raise ApiError(400, "a string of the body holds a NUL character")
 
 
 def _refuse_constant(name: str) -> NoReturn:
     raise ApiError(400, f"the body is not JSON: {name} is no number")
-
-
-def _is_under(path: str, top: str) -> bool:
-    return path == top or path.startswith(top + "/")
-
-
-async def _at_once(call: Callable[[], None]) -> None:
-    call()

@@ -112,7 +112,7 @@ class Replica:
 
     async def check_health(self) -> None:
         """Serve ends a replica that fails this a few times in a row, and starts another."""
-        if not await self._canary.sings():
+        if not await self._canary.check():
             raise EngineError("the engine writes no token")
 
     def __del__(self) -> None:

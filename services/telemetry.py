@@ -1,9 +1,9 @@
-"""Spans as OpenTelemetry's conventions for generative AI name them: chat, text_completion, embeddings, retrieval.
+"""Traces with OpenTelemetry's conventions for generative AI: spans chat, text_completion, embeddings and retrieval.
 
-Only where an exporter is configured. What users wrote and what was answered is in no span, unless `telemetry.content` says so.
+Owns the tracer; off unless an exporter is configured. Spans hold texts of users and answers only with `telemetry.content`.
 
     >>> telemetry = Telemetry.of(TelemetryConfig(exporter="otlp"), "qwen3")
-    >>> app.add_middleware(Spans, telemetry=telemetry)
+    >>> app.add_middleware(TracingMiddleware, telemetry=telemetry)
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ _OPERATIONS = {
     "/v1/completions": "text_completion",
     "/v1/embeddings": "embeddings",
 }
-_SEARCH = ("/v1/vector_stores/", "/search")
-_ASKED = {
+_SEARCH_PATH = ("/v1/vector_stores/", "/search")
+_REQUEST_ATTRIBUTES = {
     "max_tokens": "gen_ai.request.max_tokens",
     "max_completion_tokens": "gen_ai.request.max_tokens",
     "temperature": "gen_ai.request.temperature",
@@ -42,11 +42,11 @@ _ASKED = {
     "stream": "gen_ai.request.stream",
     "max_num_results": "gen_ai.request.top_k",
 }
-_MOST_CONTENT_BYTES = 2**20
+_MAX_CONTENT_BYTES = 2**20
 
 
 class Telemetry:
-    """Owns the tracer. Nothing global: two services in one process do not meet."""
+    """Owns a tracer that is not global, so that two services in one process do not mix their spans."""
 
     def __init__(self, exporter: SpanExporter, model: str, *, content: bool = False) -> None:
         self.content = content
@@ -58,7 +58,7 @@ class Telemetry:
 
     @classmethod
     def of(cls, config: TelemetryConfig, model: str) -> Telemetry | None:
-        """None where no exporter is configured. Raises: ConfigError if its package is not installed."""
+        """None without an exporter. Raises: ConfigError if the exporter's package is missing."""
         if config.exporter == "none":
             return None
         if config.exporter == "console":
@@ -72,7 +72,7 @@ class Telemetry:
         return cls(OTLPSpanExporter(), model, content=config.content)
 
     def begin(self, operation: str, headers: Headers, request_id: str) -> Span:
-        """A span under the client's own, if it names one."""
+        """A span under the client's span, if the headers name one."""
         context = TraceContextTextMapPropagator().extract(headers)
         attributes = {
             "gen_ai.operation.name": operation,
@@ -84,7 +84,7 @@ class Telemetry:
         return self.tracer.start_span(f"{operation} {self._model}", context, SpanKind.SERVER, attributes)
 
     def retrieved(self, seconds: float) -> None:
-        """Passages were found for the running request, just now."""
+        """Records a retrieval of the running request that ends now."""
         end = time.time_ns()
         attributes = {"gen_ai.operation.name": "retrieval", "gen_ai.provider.name": "ragspec"}
         span = self.tracer.start_span("retrieval", attributes=attributes, start_time=end - int(seconds * 1e9))
@@ -94,7 +94,7 @@ class Telemetry:
         trace.get_current_span().set_attribute("gen_ai.response.time_to_first_chunk", seconds)
 
     def ended(self, stats: GenerationStats, finish_reason: FinishReason) -> None:
-        """One choice more of the running request."""
+        """Adds a finished choice of the running request."""
         span = trace.get_current_span()
         known: Mapping[str, Any] = getattr(span, "attributes", None) or {}
         reasons = (*known.get("gen_ai.response.finish_reasons", ()), finish_reason.value)
@@ -110,12 +110,12 @@ class Telemetry:
         )
 
     def close(self) -> None:
-        """What was not sent yet is."""
+        """Exports the remaining spans."""
         self._provider.shutdown()
 
 
-class Spans:
-    """ASGI middleware inside the guard: one span around each request that a model or an index answers."""
+class TracingMiddleware:
+    """ASGI middleware inside `AuthMiddleware`: one span around each request that a model or an index answers."""
 
     def __init__(self, app: ASGIApp, telemetry: Telemetry) -> None:
         self._app, self._telemetry = app, telemetry
@@ -126,64 +126,64 @@ class Spans:
             await self._app(scope, receive, send)
             return
         span = self._telemetry.begin(operation, Headers(scope=scope), scope["state"]["request_id"])
-        tap = _Tap(span, receive, send, self._telemetry.content)
+        recorder = _SpanRecorder(span, receive, send, self._telemetry.content)
         with trace.use_span(span, end_on_exit=True, record_exception=False, set_status_on_exception=False):
             try:
-                await self._app(scope, tap.receive, tap.send)
-            except BaseException as error:  # Why without its message: that may quote what a user wrote
+                await self._app(scope, recorder.receive, recorder.send)
+            except BaseException as error:  # without its message, which may quote a user's text
                 span.set_attribute("error.type", type(error).__name__)
                 span.set_status(Status(StatusCode.ERROR))
                 raise
             finally:
-                tap.close()
+                recorder.close()
 
 
 def operation_of(scope: Scope) -> str | None:
-    """What the conventions call a request; None: nothing that they know."""
+    """The conventions' name of a request's operation; None for other requests."""
     if scope["type"] != "http" or scope["method"] != "POST":
         return None
     path: str = scope["path"]
-    if path.startswith(_SEARCH[0]) and path.endswith(_SEARCH[1]):
+    if path.startswith(_SEARCH_PATH[0]) and path.endswith(_SEARCH_PATH[1]):
         return "retrieval"
     return _OPERATIONS.get(path)
 
 
-class _Tap:
-    """What passes between the guard and a route, as far as a span may tell of it."""
+class _SpanRecorder:
+    """Records a request's parameters and its response's status, and with `content` their texts."""
 
     def __init__(self, span: Span, receive: Receive, send: Send, content: bool) -> None:
         self._span, self._receive, self._send, self._content = span, receive, send, content
-        self._told = bytearray()
+        self._answer = bytearray()
 
     async def receive(self) -> Message:
         message = await self._receive()
         if body := message.get("body"):
-            self._note_request(body)
+            self._record_request(body)
         return message
 
     async def send(self, message: Message) -> None:
         await self._send(message)
         if message["type"] == "http.response.start":
             self._span.set_attribute("http.response.status_code", message["status"])
-        elif self._content and len(self._told) < _MOST_CONTENT_BYTES:
-            self._told += message.get("body", b"")
+        elif self._content and len(self._answer) < _MAX_CONTENT_BYTES:
+            self._answer += message.get("body", b"")
 
     def close(self) -> None:
-        if self._told:
+        if self._answer:
             self._span.set_attribute(
-                "gen_ai.output.messages", self._told[:_MOST_CONTENT_BYTES].decode("utf-8", "replace")
+                "gen_ai.output.messages", self._answer[:_MAX_CONTENT_BYTES].decode("utf-8", "replace")
             )
 
-    def _note_request(self, body: bytes) -> None:
+    def _record_request(self, body: bytes) -> None:
         try:
-            asked = json.loads(body)
+            fields = json.loads(body)
         except ValueError:
             return
-        if not isinstance(asked, dict):
+        if not isinstance(fields, dict):
             return
-        for name, attribute in _ASKED.items():
-            if isinstance(value := asked.get(name), int | float):
+        for name, attribute in _REQUEST_ATTRIBUTES.items():
+            if isinstance(value := fields.get(name), int | float):
                 self._span.set_attribute(attribute, value)
         if self._content:
-            given = [asked[name] for name in ("messages", "prompt", "input", "query") if name in asked]
+            given = [fields[name] for name in ("messages", "prompt", "input", "query") if name in fields]
             self._span.set_attribute("gen_ai.input.messages", json.dumps(given[0] if given else None))

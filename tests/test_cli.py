@@ -26,9 +26,8 @@ from rich.console import Console
 from tiny_target import save_model
 
 from ragspec.cli import main
-from ragspec.cli.demo import QUESTIONS
-from ragspec.cli.demo_index import demo_retriever
-from ragspec.cli.demo_pairs import Pair, Totals
+from ragspec.cli.demo import QUESTIONS, demo_retriever
+from ragspec.cli.demo_view import AnswerPair, Totals
 from ragspec.cli.quotes import answer_text, excerpt, print_sources
 from ragspec.cli.terminal import cache_folder, safe
 from ragspec.config import IndexConfig, load_config
@@ -423,8 +422,8 @@ def test_the_demo_shows_equal_outputs_and_a_measured_ratio(
 def test_a_difference_between_the_outputs_is_a_failure() -> None:
     """An exit code of 0 for a broken promise."""
     same, other = answer("a b", (1, 2)), answer("a c", (1, 3))
-    assert Pair(same, same).identical and not Pair(same, other).identical
-    totals = Totals.of([Pair(same, same), Pair(same, other)])
+    assert AnswerPair(same, same).identical and not AnswerPair(same, other).identical
+    totals = Totals.of([AnswerPair(same, same), AnswerPair(same, other)])
     assert (totals.num_questions, totals.num_identical, totals.num_tokens) == (2, 1, 4)
     assert totals.speedup == 1.0 and totals.tokens_per_s(1.0) == 2.0
 
@@ -465,7 +464,7 @@ def test_the_corpus_depends_on_python_alone() -> None:
         import hashlib, ragspec.cli, ragspec.core
         from ragspec.training.stdlib_corpus import stdlib_documents
         corpus = stdlib_documents()
-        from ragspec.cli.demo_index import demo_documents
+        from ragspec.cli.demo import demo_documents
         texts = [document.text for document in demo_documents(corpus)]
         assert not any("SECRET" in text for text in texts)
         print(len(texts), hashlib.sha256(repr(texts).encode()).hexdigest())"""

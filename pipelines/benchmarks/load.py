@@ -41,7 +41,7 @@ def load_suite(settings: Settings, tick: Tick) -> Outcome:
         with _ticking(tick, seconds):
             found: Result = run_clients("pipelines.benchmarks.load_clients", orders)
         assert isinstance(backend.engine, Engine)
-        found |= {"kv_leaked": leaked_slots(backend.engine, _TENANTS), "left_running": backend.gate.running}
+        found |= {"kv_leaked": leaked_slots(backend.engine, _TENANTS), "left_running": backend.rate_limiter.running}
     rest = {"label": listed.label, "num_prompts": len(listed.questions), "peak_pss_mb": memory.look()}
     return Outcome(found | rest | {"num_clients": NUM_CLIENTS, "seconds": seconds})
 

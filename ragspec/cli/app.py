@@ -1,6 +1,8 @@
-"""The commands and how they end: 0, or 1 with one line on stderr, 2 for a wrong call, 130 after Ctrl-C.
+"""The commands and their exit codes: 0, 1 with one line on stderr, 2 for a wrong call, 130 after Ctrl-C.
 
-Light on purpose: a command's own module, and torch with it, is imported when the command runs, so `--help` is at once.
+Owns the commands' options. Each command imports its own module, and torch with it, when it runs, so that `--help` is fast.
+
+    $ ragspec --help
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from typing import Annotated
 import typer
 
 from ragspec.cli.cluster_commands import cluster
-from ragspec.cli.index_commands import index
+from ragspec.cli.index import index
 from ragspec.cli.keys import keys
 from ragspec.cli.options import (
     HELP,
@@ -61,7 +63,7 @@ def main(args: Sequence[str] | None = None) -> None:
     try:
         code = _run(given)
         sys.stdout.flush()
-    except BrokenPipeError:  # Why silent: whoever read our output has seen enough
+    except BrokenPipeError:  # the reader, such as `head`, closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 1
     sys.exit(code)
@@ -89,8 +91,8 @@ def _run(given: list[str]) -> int:
     return 0
 
 
-def _show_version(wanted: bool) -> None:
-    if wanted:
+def _show_version(is_given: bool) -> None:
+    if is_given:
         typer.echo(f"ragspec {version('ragspec')}")
         raise typer.Exit
 
@@ -121,7 +123,7 @@ def demo(
     from ragspec.training.stdlib_corpus import stdlib_documents
 
     params = SamplingParams(max_tokens=_DEMO_MAX_TOKENS, temperature=temperature or 0.0, seed=seed)
-    corpus = stdlib_documents()  # Why first: torch and transformers add functions of their own to the standard library
+    corpus = stdlib_documents()  # Why before torch: torch and transformers add functions to the standard library
     from ragspec.cli.demo import run_demo
 
     raise typer.Exit(run_demo(corpus, target, questions, params, interactive=interactive, as_json=as_json))
@@ -188,13 +190,13 @@ def correct(
     debug: Debug = False,
 ) -> None:
     """Correct texts: print them, show a diff, or write them back. Names, numbers, code and markup stay."""
-    from ragspec.cli.correct import Wanted, edit_filter_of, run_correct
+    from ragspec.cli.correct import CorrectOptions, edit_filter_of, run_correct
 
     if diff and in_place:
         raise typer.BadParameter("give --diff or --in-place, not both")
     overrides = {"target.model": target, "generation.temperature": temperature, "generation.seed": seed}
     edit_filter = edit_filter_of(max_edit_ratio, ignore or (), ignore_file)
-    raise typer.Exit(run_correct(files, config, overrides, edit_filter, Wanted(diff, in_place, speculation)))
+    raise typer.Exit(run_correct(files, config, overrides, edit_filter, CorrectOptions(diff, in_place, speculation)))
 
 
 @app.command()

@@ -1,4 +1,9 @@
-"""One question to an index: text as it is decided, then the sources, then what it took."""
+"""`ragspec ask`: streams the answer to one question, then prints its sources and statistics.
+
+Owns the command's output. Retrieval and generation are the pipeline's.
+
+    $ ragspec ask "When did it rain?" --index my-index
+"""
 
 from __future__ import annotations
 
@@ -32,9 +37,9 @@ def run_ask(
     iterative: str | None,
     as_json: bool,
 ) -> None:
-    """Everything that can be wrong with the call is found before a model is loaded.
+    """Checks the whole call before it loads a model.
 
-    `options` as `Pipeline.ask` has them, the filter as JSON; `iterative` names a policy. Raises: RagspecError.
+    `options` are keyword arguments of `Pipeline.ask`, with the filter as JSON. `iterative` names a policy. Raises: RagspecError.
     """
     question = check_text(_from_stdin() if question == "-" else question, "the question")
     settings = load_config(config, **overrides)
@@ -69,10 +74,10 @@ async def stream_answer(
     pipeline: Pipeline | IterativePipeline,
     question: str,
     params: SamplingParams,
-    show: Callable[[str], None],
+    show: Callable[[str], object],
     **options: Any,
 ) -> Answer:
-    """`show` hears every piece of text as it comes; the whole answer is returned. Options as in `Pipeline.stream`."""
+    """Calls `show` with each piece of text and returns the whole answer. `options` are those of `Pipeline.stream`."""
     async for piece in pipeline.stream(question, params, **options):
         if isinstance(piece, str):
             show(piece)
@@ -104,11 +109,11 @@ def summary(answer: Answer) -> str:
 
 
 def _write(piece: str) -> None:
-    """To a terminal without control characters, to a pipe as it is."""
+    """Removes control characters if stdout is a terminal."""
     sys.stdout.write(safe(piece) if sys.stdout.isatty() else piece)
     sys.stdout.flush()
 
 
 def _from_stdin() -> str:
-    """Bytes that are no UTF-8 become lone surrogates, which `check_text` refuses by their place."""
+    """Invalid UTF-8 becomes lone surrogates; `check_text` reports their position."""
     return sys.stdin.buffer.read().decode("utf-8", "surrogateescape").removesuffix("\n")

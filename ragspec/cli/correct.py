@@ -1,8 +1,10 @@
-"""Files without their mistakes: shown, compared or written back.
+"""`ragspec correct`: prints corrected files, shows a diff, or writes the corrections back.
 
-A file keeps its line endings, its byte order mark and its mode; it is replaced whole or not at all; one that is no UTF-8 is
-refused. Ends as a linter does: 0 where nothing is to be corrected or all of it was written, 1 where `--diff` shows something, 2
-if a file could not be corrected.
+Owns files and output; corrections are `Grammar`'s. A file keeps its line endings, byte order mark and mode, and is replaced whole
+or not at all. Files that are not UTF-8 are refused. Exit codes are a linter's: 0 without corrections or after writing them, 1 if
+`--diff` shows any, 2 if a file could not be corrected.
+
+    $ ragspec correct --diff letter.txt
 """
 
 from __future__ import annotations
@@ -36,23 +38,21 @@ _CHUNK = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
-    """What is done with a correction; neither: it is printed."""
+class CorrectOptions:
+    """Without `diff` and `in_place`, the corrected text is printed."""
 
     diff: bool = False
     in_place: bool = False
     speculation: bool = True
 
 
-class _Read(NamedTuple):
-    """A file as it was."""
-
+class _InputFile(NamedTuple):
     name: str
     text: str
 
 
 class _Tally:
-    """How it went."""
+    """Counts over all files, for the summary and the exit code."""
 
     def __init__(self) -> None:
         self.num_files = self.num_changed = self.num_edits = self.num_withheld = self.num_unfinished = 0
@@ -67,29 +67,33 @@ class _Tally:
 
 
 def run_correct(
-    files: Sequence[str], config: Path | None, overrides: Mapping[str, Any], edit_filter: EditFilter, wanted: Wanted
+    files: Sequence[str],
+    config: Path | None,
+    overrides: Mapping[str, Any],
+    edit_filter: EditFilter,
+    options: CorrectOptions,
 ) -> int:
-    """The exit code. Every file is read before a model is loaded. Raises: RagspecError where nothing can be corrected."""
+    """Returns the exit code. Reads every file before it loads a model. Raises: RagspecError for errors that concern all files."""
     settings, tally = load_config(config, **overrides), _Tally()
     errors = stderr_console()
-    read = list(_read(files, wanted, tally))
+    read = list(_read_files(files, options, tally))
     if read:
         stay_offline(settings.target.model)
         params = replace(default_params(settings.generation), max_tokens=DEFAULT_PARAMS.max_tokens)
         with errors.status("Opening the target …"):
             grammar = Grammar.from_config(settings)
         with grammar:
-            _correct(grammar, read, params, edit_filter, wanted, tally, errors)
+            _correct(grammar, read, params, edit_filter, options, tally, errors)
     errors.print(_summary(tally), style="dim")
-    return 2 if tally.failed else int(wanted.diff and tally.num_changed > 0)
+    return 2 if tally.failed else int(options.diff and tally.num_changed > 0)
 
 
 def _correct(
     grammar: Grammar,
-    read: Sequence[_Read],
+    read: Sequence[_InputFile],
     params: SamplingParams,
     edit_filter: EditFilter,
-    wanted: Wanted,
+    options: CorrectOptions,
     tally: _Tally,
     errors: Console,
 ) -> None:
@@ -99,17 +103,17 @@ def _correct(
         for begin in range(0, len(read), _CHUNK):
             chosen = read[begin : begin + _CHUNK]
             texts = [each.text for each in chosen]
-            corrections = grammar.correct_many(texts, params, edit_filter=edit_filter, speculation=wanted.speculation)
+            corrections = grammar.correct_many(texts, params, edit_filter=edit_filter, speculation=options.speculation)
             for file, correction in zip(chosen, corrections, strict=True):
-                _show(file, correction, wanted, tally)
+                _show(file, correction, options, tally)
                 progress.advance(bar)
 
 
-def _show(file: _Read, correction: Correction, wanted: Wanted, tally: _Tally) -> None:
+def _show(file: _InputFile, correction: Correction, options: CorrectOptions, tally: _Tally) -> None:
     tally.add(correction)
-    if wanted.diff:
+    if options.diff:
         _write("".join(_diff(file, correction)))
-    elif not wanted.in_place or file.name == STDIN:
+    elif not options.in_place or file.name == STDIN:
         _write(correction.corrected)
     elif correction.edits:
         try:
@@ -119,17 +123,17 @@ def _show(file: _Read, correction: Correction, wanted: Wanted, tally: _Tally) ->
             tally.failed = True
 
 
-def _read(files: Sequence[str], wanted: Wanted, tally: _Tally) -> Iterator[_Read]:
-    """Files that can be corrected; what is wrong with the others is said."""
+def _read_files(files: Sequence[str], options: CorrectOptions, tally: _Tally) -> Iterator[_InputFile]:
+    """Yields the readable files, and prints an error for each of the others."""
     for name in dict.fromkeys(files):
         try:
-            yield _one(name)
+            yield _read_file(name)
         except InputError as error:
             print_error(one_line(error))
             tally.failed = True
 
 
-def _one(name: str) -> _Read:
+def _read_file(name: str) -> _InputFile:
     """Raises: InputError."""
     shown = "standard input" if name == STDIN else name
     try:
@@ -140,18 +144,18 @@ def _one(name: str) -> _Read:
         text = raw.decode("utf-8")
     except UnicodeDecodeError as cause:
         raise InputError(f"{shown} is not UTF-8: byte {cause.start}; it was left as it is") from cause
-    return _Read(name, check_text(text, shown) if text.strip() else text)
+    return _InputFile(name, check_text(text, shown) if text.strip() else text)
 
 
-def _diff(file: _Read, correction: Correction) -> Iterator[str]:
-    """Unified, for `patch`: lines end at a line feed only, and what is before it belongs to the line."""
+def _diff(file: _InputFile, correction: Correction) -> Iterator[str]:
+    """A unified diff for `patch`. Lines end at line feeds only, so a carriage return belongs to its line."""
     before, after = (io.StringIO(text, newline="\n").readlines() for text in (file.text, correction.corrected))
     for line in difflib.unified_diff(before, after, file.name, f"{file.name} (corrected)"):
         yield line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n"
 
 
 def _write(text: str) -> None:
-    """To a terminal without control characters, to a pipe byte for byte."""
+    """Removes control characters if stdout is a terminal, else writes byte for byte."""
     if sys.stdout.isatty():
         sys.stdout.write(safe(text.replace("\r\n", "\n")))
     else:
@@ -161,9 +165,9 @@ def _write(text: str) -> None:
 
 
 def _replace(path: Path, before: bytes, content: bytes) -> None:
-    """The file's content, whole or not at all; where it is a link, that of the file it leads to.
+    """Replaces the content `before` in one step, keeping the mode; follows links.
 
-    Raises: SaveError, also where the file is no longer what was corrected: somebody else wrote to it meanwhile.
+    Raises: SaveError, also if the file no longer holds `before` because another process wrote to it.
     """
     path = path.resolve()
     with saving(path):
@@ -193,7 +197,7 @@ def _summary(tally: _Tally) -> str:
 
 
 def edit_filter_of(max_edit_ratio: float, ignore: Sequence[str], ignore_file: Path | None) -> EditFilter:
-    """`ignore_file`: a word or phrase a line. Raises: InputError."""
+    """`ignore_file` holds one word or phrase a line. Raises: InputError."""
     words = list(ignore)
     if ignore_file is not None:
         try:

@@ -1,45 +1,62 @@
-"""`ragspec demo`: questions about the user's own Python, each decoded with speculation and plainly, in turn.
+"""`ragspec demo`: fixed questions about Python's standard library, each decoded with speculation and without.
 
-The two outputs must be the same tokens; the speed-up is the ratio of the two decode times, measured here and now. Which of the
-two goes first alternates, so that whatever else the machine does hits both.
+Owns the demo's run and its index of the standard library's documentation, which `ragspec serve` serves by default. The two
+outputs must be the same tokens; the speed-up is the ratio of their decode times. The two decoders alternate in going first, so
+that other load on the machine slows both.
+
+The index lies in the user's cache, in a folder named by a hash of documents, encoder and chunking. A damaged index there is built
+again. The copy that a service writes to is never rebuilt: it holds other documents too.
+
+    $ ragspec demo --questions 3
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import os
 import resource
+import shutil
+import tempfile
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
+from pathlib import Path
 from time import perf_counter
 
 from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import Progress as ProgressBar
 from rich.text import Text
 
+from ragspec.cli import terminal
 from ragspec.cli.ask import stream_answer
-from ragspec.cli.demo_index import count_passages, demo_documents, demo_retriever
-from ragspec.cli.demo_pairs import Pair, Totals
-from ragspec.cli.demo_view import DemoView
-from ragspec.cli.terminal import (
-    cache_folder,
-    one_line,
-    print_error,
-    stage,
-    stay_offline,
-    stderr_console,
-    stdout_console,
+from ragspec.cli.demo_view import AnswerPair, DemoView, Totals
+from ragspec.cli.terminal import cache_folder, one_line, stage
+from ragspec.config import (
+    REFERENCE_TARGET,
+    ChunkingConfig,
+    DraftingConfig,
+    EncoderConfig,
+    EngineConfig,
+    IndexConfig,
+    TargetConfig,
 )
-from ragspec.config import REFERENCE_TARGET, DraftingConfig, EncoderConfig, EngineConfig, TargetConfig
 from ragspec.core import Document, SamplingParams
+from ragspec.disk import saving
 from ragspec.engine.engine import Engine
 from ragspec.engine.loading import load_engine
-from ragspec.errors import InputError
+from ragspec.errors import InputError, SaveError
+from ragspec.evaluation.datasets import cached_retriever, cached_store
 from ragspec.rag.answer import Answer
 from ragspec.rag.pipeline import Pipeline
 from ragspec.rag.prompt import PromptBuilder
+from ragspec.retrieval.chunking import chunk
 from ragspec.retrieval.encoder import Encoder
-from ragspec.retrieval.retriever import Retriever
+from ragspec.retrieval.index.content_key import content_key
+from ragspec.retrieval.index.store import Store
+from ragspec.retrieval.retriever import ProgressCallback, Retriever
 
 QUESTIONS = (
     "What does json.dumps do?",
@@ -51,10 +68,11 @@ QUESTIONS = (
     "What does the function re.sub do?",
     "How can I tell whether a year is a leap year?",
 )
-"""Some in the words the reference target was trained on, some not; pairwise, ChainMap and re.sub were kept out of training."""
+"""Training of the reference target left out pairwise, ChainMap and re.sub."""
 
 _WARM_UP = "What is the zen of Python?"
 _KV_TOKENS = 8192
+_CACHE_NAME = "stdlib"
 
 
 def run_demo(
@@ -66,18 +84,21 @@ def run_demo(
     interactive: bool,
     as_json: bool,
 ) -> int:
-    """Over `corpus`, names and texts. 0 when every pair of outputs was identical, else 1. Raises: RagspecError."""
+    """Answers from `corpus`, pairs of name and text. Returns 0 if all pairs of outputs were identical, else 1.
+
+    Raises: RagspecError.
+    """
     begin = perf_counter()
     target_config = TargetConfig(model=target or REFERENCE_TARGET)
-    stay_offline(target_config.model)
-    console = stderr_console() if as_json else stdout_console()
+    terminal.stay_offline(target_config.model)
+    console = terminal.stderr_console() if as_json else terminal.stdout_console()
     view = DemoView(console)
     view.title()
     retriever = _load_retriever(console, demo_documents(corpus))
     engine = _load_engine(console, target_config)
     prompts = PromptBuilder(engine.target.tokenizer, engine.target.max_context_tokens)
     with Pipeline(retriever, engine, prompts) as pipeline:
-        demo = _Demo(pipeline, view, params)
+        demo = _Comparison(pipeline, view, params)
         with stage(console, "ready", "Warming up") as ready:
             demo.warm_up()
             ready.detail = "both decoders warmed up"
@@ -103,8 +124,8 @@ def run_demo(
     return int(totals.num_identical < totals.num_questions)
 
 
-class _Demo:
-    """Asks through one pipeline, twice each time."""
+class _Comparison:
+    """Asks one pipeline every question twice, with speculation and without."""
 
     def __init__(self, pipeline: Pipeline, view: DemoView, params: SamplingParams) -> None:
         self._pipeline, self._view, self._params = pipeline, view, params
@@ -113,11 +134,11 @@ class _Demo:
         for speculation in (True, False):
             self._answer(_WARM_UP, speculation)
 
-    def ask(self, question: str, label: str, *, plain_first: bool) -> Pair:
+    def ask(self, question: str, label: str, *, plain_first: bool) -> AnswerPair:
         self._view.question(question, label)
         plain = self._answer(question, False) if plain_first else None
         fast = self._answer(question, True, live=True)
-        pair = Pair(fast, plain or self._answer(question, False))
+        pair = AnswerPair(fast, plain or self._answer(question, False))
         self._view.pair(pair)
         return pair
 
@@ -134,10 +155,10 @@ class _Demo:
             try:
                 self.ask(question, "yours", plain_first=False)
             except InputError as error:
-                print_error(one_line(error))
+                terminal.print_error(one_line(error))
 
     def _answer(self, question: str, speculation: bool, live: bool = False) -> Answer:
-        tenant = uuid.uuid4().hex  # Why: a tenant of its own finds no cached prompt, so both prefill the same
+        tenant = uuid.uuid4().hex  # Why: a new tenant finds no cached prompt, so both runs prefill all of it
         answer = partial(stream_answer, self._pipeline, question, self._params, speculation=speculation, tenant=tenant)
         if not live:
             return asyncio.run(answer(show=lambda _: None))
@@ -161,3 +182,52 @@ def _load_engine(console: Console, config: TargetConfig) -> Engine:
         millions = engine.target.num_parameters / 1e6
         loaded.detail = f"{millions:.1f}M parameters, {config.dtype}; bitwise self-test passed"
     return engine
+
+
+def demo_documents(corpus: Iterable[tuple[str, str]]) -> list[Document]:
+    """One document per documented name, titled by it."""
+    return [Document(name, text, title=name) for name, text in corpus]
+
+
+def count_passages(documents: list[Document]) -> int:
+    return sum(len(chunk(document, ChunkingConfig())) for document in documents)
+
+
+def demo_retriever(console: Console, encoder: Encoder, documents: list[Document], cache: Path) -> Retriever:
+    """Opens the cached index, or builds it behind a progress bar. Uses a temporary folder if the cache cannot be written.
+
+    Raises: SaveError if neither can be written.
+    """
+    with _progress(console, documents) as show:
+        try:
+            return cached_retriever(documents, encoder, cache / _CACHE_NAME, progress=show)
+        except SaveError as failure:
+            terminal.note(console, f"nothing is cached: {one_line(failure)}")
+        with tempfile.TemporaryDirectory(prefix="ragspec-") as scratch:  # open files outlive their names
+            return cached_retriever(documents, encoder, Path(scratch), progress=show)
+
+
+def service_index(console: Console, encoder: Encoder, documents: list[Document], cache: Path, home: Path) -> Path:
+    """The folder in `home` of an index that a service may add documents to; at first a copy of the cached index.
+
+    Raises: SaveError; StoreError if the index is damaged.
+    """
+    folder = home / content_key(documents, encoder.identity, IndexConfig())[:24]
+    if folder.exists():
+        return Store.open(folder, encoder.identity).index_dir
+    with _progress(console, documents) as show:
+        store = cached_store(documents, encoder, cache / _CACHE_NAME, progress=show)
+    with saving(folder):
+        home.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=home) as scratch:
+            os.rename(shutil.copytree(store.index_dir, Path(scratch) / "index"), folder)
+    return folder
+
+
+@contextlib.contextmanager
+def _progress(console: Console, documents: list[Document]) -> Iterator[ProgressCallback]:
+    texts = TextColumn("{task.description}")
+    columns = (SpinnerColumn(), texts, BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with ProgressBar(*columns, console=console, transient=True) as bar:
+        task = bar.add_task("Passages, encoded once", total=count_passages(documents))
+        yield lambda _, num_passages: bar.update(task, completed=num_passages)

@@ -1,10 +1,14 @@
-"""What the demo looks like. Knows rich and answers, measures nothing."""
+"""The demo's screen output, and the two answers to each question that it compares.
+
+Owns `AnswerPair`, their totals and their layout with rich. Never runs a pipeline.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 from rich.console import Console
 from rich.live import Live
@@ -13,13 +17,67 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
-from ragspec.cli.demo_pairs import Pair, Totals
 from ragspec.cli.quotes import answer_text, print_sources
 from ragspec.cli.terminal import note, safe
 from ragspec.core import SamplingParams
+from ragspec.rag.answer import Answer
 from ragspec.training.stdlib_corpus import is_held_out
 
 _INDENT = (0, 2, 0, 2)
+_NEXT_STEPS = {
+    "ragspec index add manual/ --index my-index": "index your own documents",
+    'ragspec ask "..." --index my-index': "ask them",
+    "ragspec demo --interactive": "ask this index your own questions",
+    "ragspec doctor": "what this machine can do",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerPair:
+    """One question answered with speculation (`fast`) and without (`plain`)."""
+
+    fast: Answer
+    plain: Answer
+
+    @property
+    def fast_decode_s(self) -> float:
+        return _decode_s([self])
+
+    @property
+    def identical(self) -> bool:
+        return self.fast.token_ids == self.plain.token_ids
+
+
+class Totals(NamedTuple):
+    """Sums over all questions; `acceptance_length` is tokens a step with speculation."""
+
+    num_questions: int
+    num_identical: int
+    num_tokens: int
+    fast_decode_s: float
+    plain_decode_s: float
+    acceptance_length: float
+
+    @classmethod
+    def of(cls, pairs: Sequence[AnswerPair]) -> Totals:
+        fast, plain = ([getattr(pair, name).stats.generation for pair in pairs] for name in ("fast", "plain"))
+        num_tokens, num_steps = (sum(getattr(s, name) for s in fast) for name in ("num_output_tokens", "num_steps"))
+        return cls(
+            len(pairs),
+            sum(pair.identical for pair in pairs),
+            num_tokens,
+            _decode_s(pairs),
+            sum(s.decode_s for s in plain),
+            num_tokens / num_steps if num_steps else 0.0,
+        )
+
+    @property
+    def speedup(self) -> float:
+        return self.plain_decode_s / self.fast_decode_s if self.fast_decode_s else 0.0
+
+    def tokens_per_s(self, decode_s: float) -> float:
+        """The first token of each answer is not counted: it belongs to the prefill."""
+        return (self.num_tokens - self.num_questions) / decode_s if decode_s else 0.0
 
 
 class DemoView:
@@ -35,25 +93,19 @@ class DemoView:
         self._console.print(heading, Text())
 
     def question(self, question: str, label: str) -> None:
-        self._console.print()
-        self._console.print(Rule(Text(label, "dim"), align="left", style="dim"))
-        self._console.print(Padding(Text(safe(question), "bold"), _INDENT, expand=False))
+        self._section(label, Text(safe(question), "bold"))
 
     @contextmanager
-    def live_answer(self) -> Iterator[Callable[[str], None]]:
-        """Shows pieces of text as they come; takes them away at the end, for the marked answer to stand there."""
+    def live_answer(self) -> Iterator[Callable[[str], object]]:
+        """Shows pieces of text as they come. Erases them at the end, so that `pair` can print the marked answer there."""
         text = Text()
         if not self._console.is_terminal:
             yield lambda _: None
             return
         with Live(Padding(text, _INDENT, expand=False), console=self._console, transient=True, refresh_per_second=30):
+            yield lambda piece: text.append(safe(piece))
 
-            def show(piece: str) -> None:
-                text.append(safe(piece))
-
-            yield show
-
-    def pair(self, pair: Pair) -> None:
+    def pair(self, pair: AnswerPair) -> None:
         fast, stats = pair.fast, pair.fast.stats.generation
         self._console.print(Padding(answer_text(fast), _INDENT, expand=False))
         print_sources(self._console, fast)
@@ -75,52 +127,45 @@ class DemoView:
 
     def totals(self, totals: Totals, facts: Mapping[str, Any], params: SamplingParams) -> None:
         all_same = totals.num_identical == totals.num_questions
+        outputs = f"{totals.num_identical} of {totals.num_questions} token for token identical"
+        fast, plain = totals.tokens_per_s(totals.fast_decode_s), totals.tokens_per_s(totals.plain_decode_s)
+        speculative = f"{fast:.0f} tokens/s, {totals.fast_decode_s:.2f} s, {totals.acceptance_length:.1f} tokens a step"
+        rows = {
+            "decode speed-up": Text(f"{totals.speedup:.1f}x", "bold green"),
+            "speculative": Text(speculative),
+            "plain": Text(f"{plain:.0f} tokens/s, {totals.plain_decode_s:.2f} s"),
+            "outputs": Text(outputs, "green" if all_same else "bold red"),
+            "sampling": Text(f"temperature {params.temperature:g}, seed {params.seed}"),
+            "numerics": Text(f"bitwise self-test passed, fingerprint {facts['system_fingerprint']}"),
+            "index": Text(f"generation {facts['index_generation']}"),
+            "this run": Text(f"{facts['seconds']} s, peak memory {facts['peak_memory_mb']:,} MB"),
+        }
         grid = Table.grid(padding=(0, 2))
         grid.add_column(style="dim", no_wrap=True)
         grid.add_column()
-        fast, plain = totals.tokens_per_s(totals.fast_decode_s), totals.tokens_per_s(totals.plain_decode_s)
-        rows = (
-            (
-                "decode speed-up",
-                Text(f"{totals.speedup:.1f}x", "bold green"),
-            ),
-            (
-                "speculative",
-                Text(
-                    f"{fast:.0f} tokens/s, {totals.fast_decode_s:.2f} s, {totals.acceptance_length:.1f} tokens a step"
-                ),
-            ),
-            ("plain", Text(f"{plain:.0f} tokens/s, {totals.plain_decode_s:.2f} s")),
-            (
-                "outputs",
-                Text(
-                    f"{totals.num_identical} of {totals.num_questions} token for token identical",
-                    "green" if all_same else "bold red",
-                ),
-            ),
-            ("sampling", Text(f"temperature {params.temperature:g}, seed {params.seed}")),
-            ("numerics", Text(f"bitwise self-test passed, fingerprint {facts['system_fingerprint']}")),
-            ("index", Text(f"generation {facts['index_generation']}")),
-            ("this run", Text(f"{facts['seconds']} s, peak memory {facts['peak_memory_mb']:,} MB")),
-        )
-        for name, value in rows:
+        for name, value in rows.items():
             grid.add_row(name, value)
-        self._console.print()
-        self._console.print(Rule(Text("measured here and now", "dim"), align="left", style="dim"))
-        self._console.print(Padding(grid, _INDENT, expand=False))
+        self._section("measured here and now", grid)
 
     def next_steps(self) -> None:
         grid = Table.grid(padding=(0, 2))
-        for command, purpose in (
-            ("ragspec index add manual/ --index my-index", "index your own documents"),
-            ('ragspec ask "..." --index my-index', "ask them"),
-            ("ragspec demo --interactive", "ask this index your own questions"),
-            ("ragspec doctor", "what this machine can do"),
-        ):
+        for command, purpose in _NEXT_STEPS.items():
             grid.add_row(Text(command, "cyan"), Text(purpose, "dim"))
+        self._section("next", grid)
+
+    def _section(self, heading: str, content: Text | Table) -> None:
         self._console.print()
-        self._console.print(Rule(Text("next", "dim"), align="left", style="dim"))
-        self._console.print(Padding(grid, _INDENT, expand=False))
+        self._console.print(Rule(Text(heading, "dim"), align="left", style="dim"))
+        self._console.print(Padding(content, _INDENT, expand=False))
+
+
+def _decode_s(pairs: Sequence[AnswerPair]) -> float:
+    """Seconds of decoding with speculation, and the time that drafts added to the prefill.
+
+    Why: tokens that are accepted in the prefill's step come with the first token, and cost no decode time.
+    """
+    added_s = sum(p.fast.stats.generation.prefill_s - p.plain.stats.generation.prefill_s for p in pairs)
+    return sum(p.fast.stats.generation.decode_s for p in pairs) + max(0.0, added_s)
 
 
 def _ms(seconds: float) -> str:

@@ -1,10 +1,14 @@
-"""`ragspec doctor`: what is installed, what this machine can do, and whether the bitwise promise holds here.
+"""`ragspec doctor`: checks the installation, the machine, and the bitwise self-test of the target.
 
-Every check either finds something, warns, or fails; a failure means that a command a user needs will not work.
+Owns the checks and their output; changes nothing but the cache folder, which it creates. A check is ok, a warning, or broken;
+broken means that a command will not work.
+
+    $ ragspec doctor --json
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import os
@@ -39,15 +43,15 @@ class Finding(NamedTuple):
 
 
 def run_doctor(target: str | None, *, as_json: bool) -> int:
-    """0 if nothing is broken, else 1."""
+    """Returns 0 if nothing is broken, else 1."""
     model = target or REFERENCE_TARGET
     stay_offline(model)
     console, found = stdout_console(), {}
     for name, check in _checks(model):
-        with console.status(Text(f"{name} …", "dim")) if not as_json else _silent(console):
+        with console.status(Text(f"{name} …", "dim")) if not as_json else contextlib.nullcontext():
             try:
                 found[name] = check()
-            except Exception as cause:  # Why all: a doctor reports what it meets, and goes on
+            except Exception as cause:  # a check that raises is a finding; the other checks still run
                 found[name] = Finding("broken", f"{type(cause).__name__}: {one_line(cause)}")
         if not as_json:
             _print_row(console, name, found[name])
@@ -60,10 +64,6 @@ def run_doctor(target: str | None, *, as_json: bool) -> int:
         )
         console.print(Text(), verdict)
     return int(bool(broken))
-
-
-def _silent(console: Console) -> Console:
-    return Console(quiet=True)
 
 
 def _print_row(console: Console, name: str, finding: Finding) -> None:
@@ -177,7 +177,7 @@ def _target(model: str) -> Finding:
 
 
 def _threads() -> Finding:
-    """After the self-test, because numba picks its threading layer when it first runs."""
+    """Call after the self-test: numba picks its threading layer when it first runs."""
     import numba
     import torch
 

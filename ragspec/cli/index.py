@@ -1,31 +1,78 @@
-"""`ragspec index`: what is in an index, and what happens to it. Putting files in is the job `pipelines.build_index`."""
+"""`ragspec index`: the commands that list, delete, check and compact the documents of an index.
+
+Owns what these commands print. Adding files is the job `pipelines.build_index`; `add` passes its arguments on to that job. Each
+command imports what it needs when it runs, so that `ragspec --help` loads neither numpy nor torch.
+
+    $ ragspec index list --index my-index
+"""
 
 from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Annotated, Any
 
+import typer
 from rich.table import Table
 from rich.text import Text
 
+from ragspec.cli.options import PASSED_ON, AsJson, Debug, Index, group, pass_on
 from ragspec.cli.terminal import note, safe, stderr_console, stdout_console
-from ragspec.config import DenseConfig
 from ragspec.errors import InputError
-from ragspec.retrieval.index.checking import check_segment
-from ragspec.retrieval.index.manifest import Manifest
-from ragspec.retrieval.index.store import Store
-from ragspec.retrieval.index.writer import IndexWriter
+
+if TYPE_CHECKING:
+    from ragspec.retrieval.index.manifest import Manifest
+    from ragspec.retrieval.index.store import Store
+
+index = group("index", "Documents in, out and checked.")
 
 
-def run_list(index_dir: Path, limit: int, *, as_json: bool) -> None:
-    """Every document, by id, after one line about the index. Raises: StoreError."""
-    store = Store.open(index_dir)
+@index.command(context_settings=PASSED_ON)
+def add(context: typer.Context) -> None:
+    """Put files and folders in: ragspec index add manual/ faq.jsonl --index DIR"""
+    pass_on("pipelines.build_index", context.args, "ragspec index add")
+
+
+@index.command()
+def delete(
+    index: Index,
+    ids: Annotated[list[str] | None, typer.Argument(metavar="[ID]...", help="Documents by id.")] = None,
+    source: Annotated[list[str] | None, typer.Option(help="All documents of a source; may be repeated.")] = None,
+    dry_run: Annotated[bool, typer.Option(help="Say what would be deleted; change nothing.")] = False,
+    debug: Debug = False,
+) -> None:
+    """Take documents out, by id or by source."""
+    from ragspec.retrieval.index.writer import IndexWriter
+
+    if not ids and not source:
+        raise typer.BadParameter("name documents by id, or a source with --source")
+    with IndexWriter(index) as writer:  # an unknown id or source raises before the commit
+        for document_id in ids or ():
+            if writer.owner_and_origin(document_id) is None:
+                raise InputError(f"no document has the id {document_id!r}; nothing was deleted")
+        for name in dict.fromkeys(source or ()):
+            if not writer.delete_source(name):
+                raise InputError(f"no document comes from {name!r}; nothing was deleted")
+        for document_id in ids or ():
+            writer.delete(document_id)
+        manifest = None if dry_run else writer.commit()
+        _print_summary(manifest, {"deleted": writer.changes.deleted, "dry_run": dry_run})
+
+
+@index.command("list")
+def list_documents(
+    index: Index,
+    limit: Annotated[int, typer.Option(help="Most documents to show.", min=0)] = 50,
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """What is in the index."""
+    from ragspec.retrieval.index.store import Store
+
+    store = Store.open(index)
     rows = sorted(_documents(store), key=lambda row: row["id"])
     if as_json:
-        print(json.dumps({**facts(store.manifest), "list": rows}))
+        print(json.dumps({**_statistics(store.manifest), "list": rows}))
         return
     console = stdout_console()
     console.print(Text(_headline(store.manifest), "bold"))
@@ -37,52 +84,53 @@ def run_list(index_dir: Path, limit: int, *, as_json: bool) -> None:
         console.print(Text(f"and {len(rows) - limit} more (--limit {len(rows)} shows all)", "dim"))
 
 
-def run_delete(index_dir: Path, ids: Sequence[str], sources: Sequence[str], *, dry_run: bool) -> None:
-    """Delete by id and by source. Raises: InputError, before anything is changed, if one of them is not there."""
-    with IndexWriter(index_dir) as writer:
-        for document_id in ids:
-            if writer.owner_and_origin(document_id) is None:
-                raise InputError(f"no document has the id {document_id!r}; nothing was deleted")
-        for source in dict.fromkeys(sources):
-            if not writer.delete_source(source):
-                raise InputError(f"no document comes from {source!r}; nothing was deleted")
-        for document_id in ids:
-            writer.delete(document_id)
-        manifest = None if dry_run else writer.commit()
-        _report(manifest, {"deleted": writer.changes.deleted, "dry_run": dry_run})
+@index.command()
+def verify(index: Index, debug: Debug = False) -> None:
+    """Compare every hash, then check that the files make sense together. Exits 1 with the first thing that is wrong."""
+    from ragspec.retrieval.index.checking import check_segment
+    from ragspec.retrieval.index.store import Store
 
-
-def run_verify(index_dir: Path) -> None:
-    """Hashes, then what the files say to each other. Raises: StoreError with what is wrong."""
-    store = Store.open(index_dir)
+    store = Store.open(index)
     for live in store.segments:
         check_segment(live.segment)
-    _report(store.manifest, {"verified": True})
+    _print_summary(store.manifest, {"verified": True})
 
 
-def run_compact(index_dir: Path, dense: DenseConfig | None, *, purge: bool) -> None:
-    """Raises: StoreError, SaveError, ConfigError."""
-    before = Store.open(index_dir).manifest
-    with IndexWriter(index_dir) as writer:
-        manifest = writer.compact(dense)
+@index.command()
+def compact(
+    index: Index,
+    dense: Annotated[str | None, typer.Option(help="How vectors are searched from now on: exact, hnsw or ivf.")] = None,
+    purge: Annotated[
+        bool, typer.Option(help="Remove deleted text from the disk now, not with a later change.")
+    ] = False,
+    debug: Debug = False,
+) -> None:
+    """Merge segments and drop what was deleted; with exact search, answers stay the same."""
+    from ragspec.config import load_config
+    from ragspec.retrieval.index.store import Store
+    from ragspec.retrieval.index.writer import IndexWriter
+
+    dense_config = load_config(None, **{"index.dense.kind": dense}).index.dense if dense else None
+    before = Store.open(index).manifest
+    with IndexWriter(index) as writer:
+        manifest = writer.compact(dense_config)
         num_kept = writer.purge() if purge else 0
     if num_kept:
         note(
             stderr_console(),
             f"{num_kept} earlier generations are in use and stay, deleted text with them: purge again later",
         )
-    summary = {"segments_before": len(before.segments), "bytes_before": num_bytes(before)}
-    _report(manifest, summary | ({"generations_in_use": num_kept} if purge else {}))
+    summary = {"segments_before": len(before.segments), "bytes_before": _num_bytes(before)}
+    _print_summary(manifest, summary | ({"generations_in_use": num_kept} if purge else {}))
 
 
-def facts(manifest: Manifest) -> dict[str, Any]:
-    """What an index is, in numbers and names."""
+def _statistics(manifest: Manifest) -> dict[str, Any]:
     return {
         "generation": manifest.generation_id,
         "documents": manifest.num_documents,
         "passages": manifest.num_passages,
         "segments": len(manifest.segments),
-        "bytes": num_bytes(manifest),
+        "bytes": _num_bytes(manifest),
         "encoder": manifest.encoder.id,
         "dimension": manifest.encoder.dimension,
         "dense": manifest.config.dense.kind,
@@ -90,8 +138,7 @@ def facts(manifest: Manifest) -> dict[str, Any]:
     }
 
 
-def num_bytes(manifest: Manifest) -> int:
-    """Size of all segments on disk."""
+def _num_bytes(manifest: Manifest) -> int:
     return sum(file.size_bytes for segment in manifest.segments for file in segment.files.values())
 
 
@@ -111,13 +158,13 @@ def _documents(store: Store) -> list[dict[str, Any]]:
 def _headline(manifest: Manifest) -> str:
     return (
         f"generation {manifest.generation_id}: {manifest.num_documents} documents, {manifest.num_passages} passages in "
-        f"{len(manifest.segments)} segments, {num_bytes(manifest) / 2**20:.1f} MiB; {manifest.encoder.id}, "
+        f"{len(manifest.segments)} segments, {_num_bytes(manifest) / 2**20:.1f} MiB; {manifest.encoder.id}, "
         f"{manifest.config.dense.kind} search"
     )
 
 
-def _report(manifest: Manifest | None, summary: dict[str, Any]) -> None:
+def _print_summary(manifest: Manifest | None, summary: dict[str, Any]) -> None:
     if manifest is not None:
         stderr_console().print(Text(_headline(manifest)))
-        summary = {**facts(manifest), **summary}
+        summary = {**_statistics(manifest), **summary}
     print(json.dumps(summary))

@@ -1,4 +1,7 @@
-"""`ragspec keys add|list|revoke`: who may ask a service. A key is shown once, when it is made; the file holds its hash."""
+"""`ragspec keys add|list|revoke`: the keys that a service accepts.
+
+Owns the commands' output; the file is `services.keys`'. A key is shown once, when it is made; the file holds its hash.
+"""
 
 from __future__ import annotations
 

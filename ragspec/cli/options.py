@@ -1,4 +1,4 @@
-"""Options that several commands have, and how a group of commands is made."""
+"""Options that several commands share, and a constructor for groups of commands."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import typer
 
 HELP = {"help_option_names": ["-h", "--help"]}
 PASSED_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
-"""For a command that is another module's command line."""
+"""Context settings of a command that passes its arguments on to another command line."""
 
 Target = Annotated[
     str | None, typer.Option(help="A model folder or a Hugging Face name; default: the reference target.")
@@ -29,10 +29,10 @@ Speculation = Annotated[bool, typer.Option(help="Off decodes plainly: the same t
 
 
 def group(name: str, help: str) -> typer.Typer:
-    """Commands behind one word."""
+    """A group of commands, such as `ragspec index`."""
     return typer.Typer(name=name, help=help, no_args_is_help=True, context_settings=HELP, add_completion=False)
 
 
 def pass_on(module: str, args: Sequence[str], name: str) -> None:
-    """The job's own command line, under our name. Its module sits beside this package, also in a checkout."""
+    """Runs another module's command line under the name `name`."""
     importlib.import_module(module).app(args=list(args), prog_name=name)

@@ -1,7 +1,4 @@
-"""An answer's sources on the screen: each cited passage with the quoted span marked.
-
-Where there are no colours, the marks are « and ».
-"""
+"""Prints an answer's sources: each cited passage with its quoted spans in colour, or between « and » without colours."""
 
 from __future__ import annotations
 
@@ -18,11 +15,11 @@ from ragspec.rag.answer import Answer
 
 QUOTE = "bold green"
 _AROUND_CHARS = 140
-"""How much of the passage is shown before and after a quote."""
+"""Characters of the passage shown before and after a quote."""
 
 
 def answer_text(answer: Answer) -> Text:
-    """The answer with its quotes in the colour they have in the passages."""
+    """The answer with its quotes in the colour of the quoted spans."""
     text = Text(safe(answer.text))
     for citation in answer.citations:
         text.stylize(QUOTE, citation.start, citation.end)
@@ -30,7 +27,7 @@ def answer_text(answer: Answer) -> Text:
 
 
 def print_sources(console: Console, answer: Answer) -> None:
-    """Every cited passage once, in the order of its number in the prompt."""
+    """Prints every cited passage once, in the order of the prompt."""
     numbers = {passage.id: number for number, passage in enumerate(answer.passages)}
     cited = sorted(answer.citations, key=lambda c: (numbers[c.passage_id], c.passage_start))
     for passage_id, group in groupby(cited, key=lambda c: c.passage_id):
@@ -41,7 +38,7 @@ def print_sources(console: Console, answer: Answer) -> None:
 
 
 def excerpt(passage: Passage, citations: Sequence[Citation], *, marks: bool) -> Text:
-    """The part of a passage around its quotes, on one line; `marks` writes « » around them."""
+    """The part of a passage around its quotes, on one line; `marks` puts the quotes between « and »."""
     spans = _merged((c.passage_start, c.passage_end) for c in citations)
     first, last = _window(passage.text, spans[0][0], spans[-1][1])
     text, position = Text("… " if first else "", "dim"), first
@@ -67,7 +64,7 @@ def _merged(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 def _window(text: str, start: int, end: int) -> tuple[int, int]:
-    """[start, end) and about as many characters on both sides, cut between words where there are any."""
+    """[start, end) with `_AROUND_CHARS` more on both sides, cut between words if possible."""
     first, last = max(0, start - _AROUND_CHARS), min(len(text), end + _AROUND_CHARS)
     if first:
         first = max(first, text.find(" ", first, start) + 1)
@@ -88,5 +85,5 @@ def _name(passage: Passage) -> str:
 
 
 def _flat(text: str) -> str:
-    """Every run of white space as one space; nothing is stripped, so that quotes keep their neighbours."""
+    """Makes each run of white space one space. Strips nothing, so that the parts around a quote join again."""
     return re.sub(r"\s+", " ", safe(text))

@@ -1,4 +1,9 @@
-"""`ragspec serve`: the service on this machine, in one process, or in front of a deployment on a cluster."""
+"""`ragspec serve`: runs the HTTP service in one process, or in front of a deployment on a cluster.
+
+Owns the start-up and its output. The service itself is the package `services`.
+
+    $ ragspec serve --index my-index
+"""
 
 from __future__ import annotations
 
@@ -19,13 +24,13 @@ from services.settings import ServiceConfig
 
 if TYPE_CHECKING:
     from services.backend import Backend
-    from services.keys import Ring
+    from services.keys import KeyStore
 
 
 def run_serve(
     config: Path | None, overrides: Mapping[str, Any], cluster: str | None, address: str | None, *, verbose: bool
 ) -> None:
-    """Returns after the signal to stop, when everything has ended. What can be wrong is found before anything is loaded.
+    """Checks the whole call before it loads a model. Returns after a stop signal, when all requests have ended.
 
     Raises: RagspecError.
     """
@@ -34,16 +39,14 @@ def run_serve(
     if not settings.retriever.index_dir and cluster is None:
         from ragspec.training.stdlib_corpus import stdlib_documents
 
-        corpus = (
-            stdlib_documents()
-        )  # Why first: torch and transformers add functions of their own to the standard library
+        corpus = stdlib_documents()  # Why before torch: torch and transformers add functions to the standard library
     from services.embedded import Server, address_of, listening
-    from services.keys import KeyFile, OneKey
+    from services.keys import KeyFile, SingleKey
     from services.logs import start_logging
 
     start_logging(logging.INFO if verbose or not sys.stderr.isatty() else logging.WARNING)
     console, keys_file = stderr_console(), settings.service.keys_file
-    ring: Ring = KeyFile(Path(keys_file)) if keys_file else OneKey()
+    keys: KeyStore = KeyFile(Path(keys_file)) if keys_file else SingleKey()
     with contextlib.ExitStack() as stack:
         listener = stack.enter_context(listening(settings.service))
         if cluster is not None:
@@ -52,14 +55,14 @@ def run_serve(
             backend = stack.enter_context(_in_process(console, settings, corpus))
         from services.app import build_app
 
-        app = build_app(backend, ring)
-        _show(backend.model, address_of(listener), ring.key if isinstance(ring, OneKey) else "")
+        app = build_app(backend, keys)
+        _show(backend.model, address_of(listener), keys.key if isinstance(keys, SingleKey) else "")
         Server(app, backend, listener, lambda line: console.print(Text(line, "yellow"))).run()
     console.print(Text("stopped", "dim"))
 
 
 def _checked(settings: ServiceConfig) -> ServiceConfig:
-    """With a place for what is kept. Raises: ConfigError."""
+    """Fills in `service.data_dir`. Raises: ConfigError if other machines could ask without a key."""
     service = settings.service
     if not service.is_local and not service.keys_file:
         raise ConfigError(
@@ -96,12 +99,12 @@ def _in_process(console: Console, settings: ServiceConfig, corpus: list[tuple[st
 def _with_demo_index(
     console: Console, settings: ServiceConfig, encoder: Any, corpus: list[tuple[str, str]]
 ) -> ServiceConfig:
-    from ragspec.cli.demo_index import demo_documents, own_index
+    from ragspec.cli.demo import demo_documents, service_index
 
     home = Path(settings.service.data_dir) / "stdlib"
-    folder = own_index(console, encoder, demo_documents(corpus), cache_folder(), home)
+    folder = service_index(console, encoder, demo_documents(corpus), cache_folder(), home)
     retriever = settings.retriever.model_copy(update={"index_dir": str(folder)})
-    # Another Python's index gets the same files.
+    # Why not a library of this index alone: uploaded files stay when an update of Python changes the demo's index
     library = settings.service.library_dir or settings.service.data_dir
     service = settings.service.model_copy(update={"library_dir": library})
     return settings.model_copy(update={"retriever": retriever, "service": service})
@@ -123,7 +126,7 @@ def _on_cluster(console: Console, name: str, address: str | None, settings: Serv
 
 
 def _show(model: str, url: str, key: str) -> None:
-    """Where it is, and what a client needs; on stdout."""
+    """Prints the address and the settings of a client to stdout."""
     console = stdout_console()
     console.print(Text.assemble(f"\n{model} is served at ", (f"{url}/v1", "bold")))
     if key:

@@ -1,6 +1,7 @@
-"""What every command shares: a quiet process, text that cannot steer a terminal, one line for an error.
+"""Shared by all commands: a quiet process, folders, consoles, and text that cannot control a terminal.
 
-Other libraries' progress bars and warnings are switched off before they are imported; whoever set their variables is obeyed.
+Owns the process's environment: it switches off progress bars and warnings of other libraries before they are imported. Variables
+that the user has set stay.
 """
 
 from __future__ import annotations
@@ -27,36 +28,36 @@ _UNSAFE = {code: "\N{REPLACEMENT CHARACTER}" for code in (*range(32), *range(127
 
 
 def prepare_process() -> None:
-    """Only what ragspec says reaches the terminal. Call before torch is imported."""
+    """Keeps other libraries' messages off the terminal. Call before torch is imported."""
     for name, value in _SETTINGS.items():
         os.environ.setdefault(name, value)
     if not sys.warnoptions:
         warnings.simplefilter("ignore")
     logging.getLogger("ragspec").setLevel(logging.ERROR)
-    for stream in (sys.stdout, sys.stderr):  # Why: a terminal that cannot show a character shows a substitute
+    for stream in (sys.stdout, sys.stderr):  # a terminal that cannot show a character gets an escape
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")
 
 
 def stay_offline(*models: str) -> None:
-    """Where every model is a folder, nothing asks the network, not even for news about it."""
+    """Switches the Hugging Face hub offline if every model is a local folder."""
     if all(Path(model).is_dir() for model in models):
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 
 def cache_folder() -> Path:
-    """Where rebuilt things are kept: $XDG_CACHE_HOME/ragspec, else ~/.cache/ragspec."""
+    """$XDG_CACHE_HOME/ragspec, else ~/.cache/ragspec."""
     return _folder("XDG_CACHE_HOME", "~/.cache")
 
 
 def data_folder() -> Path:
-    """Where a service keeps what it is given: $XDG_DATA_HOME/ragspec, else ~/.local/share/ragspec."""
+    """$XDG_DATA_HOME/ragspec, else ~/.local/share/ragspec."""
     return _folder("XDG_DATA_HOME", "~/.local/share")
 
 
-def _folder(variable: str, usual: str) -> Path:
+def _folder(variable: str, default: str) -> Path:
     named = os.environ.get(variable, "")
-    base = Path(named) if Path(named).is_absolute() else Path(os.path.expanduser(usual))
+    base = Path(named) if Path(named).is_absolute() else Path(os.path.expanduser(default))
     return base / "ragspec"
 
 
@@ -69,7 +70,7 @@ def stderr_console() -> Console:
 
 
 def safe(text: str) -> str:
-    """`text` without control characters: a document must not move the cursor or recolour the terminal."""
+    """`text` without control characters, so that a document cannot move the cursor or recolour the terminal."""
     return text.translate(_UNSAFE)
 
 
@@ -86,14 +87,14 @@ def note(console: Console, message: str) -> None:
 
 
 class Stage:
-    """What a stage says about itself when it is over."""
+    """Set `detail` inside the block; `stage` prints it at the end."""
 
     detail = ""
 
 
 @contextmanager
 def stage(console: Console, name: str, doing: str = "") -> Iterator[Stage]:
-    """A spinner while the block runs (none without `doing`), then one line with detail and seconds; an error leaves none."""
+    """Shows a spinner while the block runs, then a line with detail and seconds. No spinner without `doing`; no line on error."""
     begin, current = perf_counter(), Stage()
     with console.status(Text(f"{doing} …", "dim")) if doing else nullcontext():
         yield current

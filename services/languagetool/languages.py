@@ -1,7 +1,7 @@
-"""Which languages are corrected, and what language a text seems to be in.
+"""The corrected languages, and detection of a text's language.
 
-English alone is corrected. A text in another language is told from English by its commonest words and its script, so that one who
-asks for "auto" is told what was found instead of being corrected at random.
+Only English is corrected. Detection compares a text's script and its most common words, so that a request with "auto" gets an
+error for other languages instead of random corrections.
 """
 
 from __future__ import annotations
@@ -67,12 +67,12 @@ _SCRIPTS = {
 }
 _WORDS = {code: frozenset(words.split()) for code, words in _COMMON.items()}
 _WORD = re.compile(r"[^\W\d_]+")
-_MOST_CHARS = 20_000
-_FEWEST_WORDS = 4
+_MAX_CHARS = 20_000
+_MIN_WORDS = 4
 
 
-class Detected(NamedTuple):
-    """`confidence` is 0 to 1; `code` is one of `LANGUAGES`, or that of a language that is not corrected, or "unknown"."""
+class DetectedLanguage(NamedTuple):
+    """`code`: of `LANGUAGES`, of a language that is not corrected, or "unknown". `confidence` is in [0, 1]."""
 
     code: str
     name: str
@@ -83,23 +83,23 @@ class Detected(NamedTuple):
         return self.code in LANGUAGES
 
 
-def detected(text: str, variant: str = DEFAULT) -> Detected:
-    """What a text seems to be in; `variant` if it is English, and where there is too little of it to tell."""
-    text = text[:_MOST_CHARS]
+def detect_language(text: str, variant: str = DEFAULT) -> DetectedLanguage:
+    """`variant` for English, and for texts too short to tell."""
+    text = text[:_MAX_CHARS]
     script = _script(text)
     if script:
-        return Detected(script, _NAMES.get(script, "another language"), 0.9)
+        return DetectedLanguage(script, _NAMES.get(script, "another language"), 0.9)
     words = [word.casefold() for word in _WORD.findall(text)]
     counts = Counter({code: sum(word in common for word in words) for code, common in _WORDS.items()})
     (best, most), english = counts.most_common(1)[0], counts["en"]
-    if best == "en" or most < 2 * english + _FEWEST_WORDS // 2 or len(words) < _FEWEST_WORDS:
+    if best == "en" or most < 2 * english + _MIN_WORDS // 2 or len(words) < _MIN_WORDS:
         share = english / max(1, counts.total())
-        return Detected(variant, LANGUAGES[variant], round(0.5 + share / 2, 3))
-    return Detected(best, _NAMES[best], round(most / counts.total(), 3))
+        return DetectedLanguage(variant, LANGUAGES[variant], round(0.5 + share / 2, 3))
+    return DetectedLanguage(best, _NAMES[best], round(most / counts.total(), 3))
 
 
 def _script(text: str) -> str:
-    """The language of most letters, where their script says it; "unknown" for scripts of many."""
+    """The language of the main script, "" for Latin, "unknown" for other scripts of several languages."""
     letters = [char for char in text if char.isalpha()][:400]
     scripts = Counter(unicodedata.name(char, "?").split()[0] for char in letters)
     script, count = scripts.most_common(1)[0] if scripts else ("LATIN", 0)

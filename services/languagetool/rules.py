@@ -1,6 +1,6 @@
-"""Kinds of edits as LanguageTool's clients know rules: an id, a category, a type of issue.
+"""The rules that LanguageTool's clients see: one for each kind of edit, with an id, a category and a type of issue.
 
-Clients switch rules and categories on and off by these names; `wanted_kinds` says what is left.
+Owns their names, by which clients enable and disable rules and categories.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from ragspec.rag.grammar.edits import EditKind
 
 
 class Rule(NamedTuple):
-    """`issue` is a type of the Internationalization Tag Set, which editors colour by."""
+    """`issue` is a type of the Internationalization Tag Set; editors choose colours by it."""
 
     id: str
     description: str
@@ -21,7 +21,7 @@ class Rule(NamedTuple):
     category_name: str
 
     def as_json(self) -> dict[str, Any]:
-        """In a match."""
+        """The field `rule` of a match."""
         category = {"id": self.category, "name": self.category_name}
         return {"id": self.id, "description": self.description, "issueType": self.issue, "category": category}
 
@@ -41,7 +41,7 @@ RULES = {
 }
 
 
-def wanted_kinds(
+def enabled_kinds(
     enabled_rules: Collection[str],
     disabled_rules: Collection[str],
     enabled_categories: Collection[str],
@@ -49,7 +49,7 @@ def wanted_kinds(
     *,
     enabled_only: bool,
 ) -> frozenset[EditKind] | None:
-    """Those that are to be corrected; None: all. Rules and categories of other servers' are nobody's here."""
+    """The kinds of edits to correct; None: all. Ignores rules and categories of other servers."""
     kinds = {
         kind
         for kind, rule in RULES.items()

@@ -1,15 +1,15 @@
-"""OpenAI's API: what may be asked (`types`), how an answer is run, streamed, cited and counted, and the routes.
+"""OpenAI's API. A body (`types`) becomes a `request_context`, runs as an `engine_stream`, and leaves through an `answer_format`.
 
-What differs from OpenAI's own service:
+Differences from OpenAI's service:
 
-* Fields that are not known, or ask for what cannot be done, are refused with 400 and their name. Taken without any effect are
-  those of `ragspec.rag.openai_fields.IGNORED`, and a message's `name`.
-* What is left out has the value of the service's settings (`generation`), not OpenAI's default. A prompt that does not fit beside
-  `max_tokens` is refused; passages make room for it, and `ragspec.dropped_passages` says how many did.
-* Beside those fields: vLLM's `top_k`, `min_p`, `repetition_penalty`, `min_tokens`, `ignore_eos` and `cache_salt`; `speculation`,
-  `retrieval`, `conversation`, `citations`, `privacy` and `metrics`. Citations in Anthropic's words are a message's
-  `content_blocks`, in Cohere's its `citations`. `metrics` are for trusted keys, and simply not there for others.
-* Rejected tokens of a prediction were drafted and thrown away; they are no part of `completion_tokens`.
-* `privacy: "strict"`: a stream comes at a fixed pace in chunks of one size, without log-probabilities.
-* An answer that fails on the way ends its stream with an event `{"error": ...}`, and without `[DONE]`.
+* Unknown and unsupported fields are refused with status 400 and the field's name. The fields of
+  `ragspec.rag.openai_fields.IGNORED_FIELDS` and a message's `name` are accepted without effect.
+* Missing fields take the service's settings (`generation`), not OpenAI's defaults. A prompt that does not fit beside
+  `max_tokens` is refused. Passages that do not fit are dropped; `ragspec.dropped_passages` counts them.
+* Additional fields: vLLM's `top_k`, `min_p`, `repetition_penalty`, `min_tokens`, `ignore_eos` and `cache_salt`; our
+  `speculation`, `retrieval`, `conversation`, `citations`, `privacy` and `metrics`. Anthropic's citations are a message's
+  `content_blocks`, Cohere's its `citations`. Only trusted keys get `metrics`; other keys' answers lack the field.
+* `completion_tokens` does not count rejected tokens of a prediction.
+* `privacy: "strict"` streams at a fixed pace in chunks of one size, without log-probabilities.
+* A stream that fails ends with an event `{"error": ...}` instead of `[DONE]`.
 """

@@ -1,6 +1,7 @@
-"""`POST /v1/chat/completions`: an answer from the documents, with citations, at once or as a stream.
+"""`POST /v1/chat/completions`: an answer from the documents, with citations, whole or as a stream.
 
-Beside OpenAI's fields an answer has `ragspec`: the passages that were given to the model, and where the answer quotes them.
+Owns the path from a chat body to a turn, and the chat format of its answer. Retrieval, prompts and conversations are
+`ragspec.rag.chat`'s. The field `ragspec` beside OpenAI's fields has the passages of the prompt and the answer's citations.
 """
 
 from __future__ import annotations
@@ -15,160 +16,154 @@ from typing import Any
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
-from ragspec.core import Completion
+from ragspec.core import Completion, TokenLogprob
 from ragspec.rag.answer import Answer
-from ragspec.rag.chat.chat import Chat, ChatTurn, PreparedTurn
+from ragspec.rag.chat.chat import ChatTurn, PreparedTurn
 from ragspec.rag.steps import parse_scope
 from ragspec.retrieval.search.segment_search import SearchScope
 from ragspec.speculation import ON, Speculation
 from services.backend import Backend
-from services.openai.citing import Dialect, citations_of, passages_of, said_with
-from services.openai.engine_stream import Key, Mail, Run
+from services.openai.answer_format import AnswerFormat
+from services.openai.citation_formats import citation_fields, citations_of, passages_of
+from services.openai.engine_stream import ChoiceKey, DeltaMailbox, EngineStream
 from services.openai.logprobs import TokenTexts
-from services.openai.request_context import Asked, index_of, usage_of
-from services.openai.sending import Sender, Writing
-from services.openai.streaming import Chunk, Piece
-from services.openai.types import ChatBody, Retrieval
+from services.openai.request_context import RequestContext
+from services.openai.streaming import ChoiceDelta, Chunk, GenerationResponse, ResponseSender
+from services.openai.types import ChatBody, RetrievalOptions
 
-_QUICK_CHARS = 2048
-_PREPARED_AT_ONCE = 64
-"""Most of their time these threads wait for a call of the index that they share."""
+_INLINE_CHARS = 2048
+_MAX_PREPARING = 64
+"""Threads that prepare turns; most of them wait for one batched call of the index."""
 
 
-def routes(backend: Backend, mail: Mail) -> APIRouter:
-    router, texts = APIRouter(tags=["chat"]), TokenTexts(backend.prompts.tokenizer)
-    threads = ThreadPoolExecutor(_PREPARED_AT_ONCE, "ragspec-prepare")
+def routes(backend: Backend, mailbox: DeltaMailbox) -> APIRouter:
+    router, token_texts = APIRouter(tags=["chat"]), TokenTexts(backend.prompts.tokenizer)
+    threads = ThreadPoolExecutor(_MAX_PREPARING, "ragspec-prepare")
 
     @router.post("/v1/chat/completions", response_model=None)
     async def create(body: ChatBody, request: Request) -> Response:
         """An answer to the last message, after those before it."""
-        return Writing(partial(_write, body, Asked.of(backend, mail, body, request), texts, threads))
+        context = RequestContext.of(backend, mailbox, body, request)
+        return GenerationResponse(partial(_write, body, context, token_texts, threads))
 
     return router
 
 
-async def _write(body: ChatBody, asked: Asked, texts: TokenTexts, threads: Executor, sender: Sender) -> None:
-    """The whole request, until its client has all of it. Raises: ApiError, RagspecError."""
-    if is_quick(body):
-        ready = prepared(body, asked)
+async def _write(
+    body: ChatBody, context: RequestContext, token_texts: TokenTexts, threads: Executor, sender: ResponseSender
+) -> None:
+    """Raises: ApiError, RagspecError."""
+    if is_inline(body):
+        ready = prepare(body, context)
     else:
-        call = partial(copy_context().run, prepared, body, asked)
+        call = partial(copy_context().run, prepare, body, context)
         ready = await asyncio.get_running_loop().run_in_executor(threads, call)
-    if body.chosen is not None:
-        asked.backend.metrics.retrieved(ready.retrieve_s)
-    async with asked.running([ready.request], ready.retrieve_s) as run:
-        reply = ChatReply(body, asked, ready, run, texts)
-        if body.stream:
-            head = asked.head("chat.completion.chunk", "chatcmpl", asked.backend.engine.fingerprint)
-            await asked.tell(sender, run, head, reply)
-        else:
-            await sender.json(await reply.whole())
+    if body.retrieval_options is not None:
+        context.backend.metrics.retrieved(ready.retrieve_s)
+    async with context.generate([ready.request], ready.retrieve_s) as stream:
+        await ChatFormat(body, context, ready, stream, token_texts).send(sender)
 
 
-def is_quick(body: ChatBody) -> bool:
-    """Whether a thread would take longer to begin than this takes: nothing is looked up, and there is little to read."""
+def is_inline(body: ChatBody) -> bool:
+    """Whether the turn needs no retrieval and so little reading that a thread would cost more time than it saves."""
     num_chars = sum(len(message.content) for message in body.messages)
-    return body.chosen is None and not body.conversation and len(body.messages) == 1 and num_chars <= _QUICK_CHARS
+    has_lookup = body.retrieval_options is not None or body.conversation
+    return not has_lookup and len(body.messages) == 1 and num_chars <= _INLINE_CHARS
 
 
-def prepared(body: ChatBody, asked: Asked) -> PreparedTurn:
+def prepare(body: ChatBody, context: RequestContext) -> PreparedTurn:
     """Blocks. Raises: InputError, NotFound, PromptTooLong, RetrievalError, StoreError."""
-    for store_id in (body.chosen or Retrieval()).vector_store_ids or ():
-        asked.backend.library.store(asked.caller.tenant, store_id)  # it is there, and the caller's
-    return asked.backend.chat.prepare(turn_of(body, asked))
-
-
-def turn_of(body: ChatBody, asked: Asked) -> ChatTurn:
-    """Raises: InputError."""
-    chosen = body.chosen
-    return ChatTurn(
-        id=asked.id,
+    options = body.retrieval_options
+    for store_id in (options and options.vector_store_ids) or ():
+        context.backend.library.store(context.caller.tenant, store_id)  # raises NotFound for another tenant's store
+    turn = ChatTurn(
+        id=context.id,
         messages=tuple(message.message for message in body.messages),
-        params=asked.params,
-        scope=_scope(asked.caller.tenant, chosen or Retrieval()),
+        params=context.params,
+        scope=_scope(context.caller.tenant, options or RetrievalOptions()),
         conversation=body.conversation or "",
-        num_passages=(chosen and chosen.num_passages) or asked.backend.config.retriever.num_passages,
-        retrieve=chosen is not None,
+        num_passages=(options and options.num_passages) or context.backend.config.retriever.num_passages,
+        retrieve=options is not None,
         speculation=ON if body.speculation is None else Speculation.of(body.speculation),
         prediction=body.prediction.content if body.prediction else "",
         cache_salt=body.cache_salt or "",
     )
+    return context.backend.chat.prepare(turn)
 
 
-def _scope(tenant: str, chosen: Retrieval) -> SearchScope:
-    """Raises: InputError for a filter that cannot be meant."""
-    filters = [chosen.filter] if chosen.filter is not None else []
-    if chosen.vector_store_ids is not None:
-        filters.append({"type": "in", "key": "vector_store_id", "value": chosen.vector_store_ids})
+def _scope(tenant: str, options: RetrievalOptions) -> SearchScope:
+    """Raises: InputError for an invalid filter."""
+    filters = [options.filter] if options.filter is not None else []
+    if options.vector_store_ids is not None:
+        filters.append({"type": "in", "key": "vector_store_id", "value": options.vector_store_ids})
     if not filters:
         return parse_scope(tenant, None)
     return parse_scope(tenant, {"type": "and", "filters": filters} if len(filters) > 1 else filters[0])
 
 
-class ChatReply:
-    """One answer, in OpenAI's words. `streaming.Account` for its chunks."""
+class ChatFormat(AnswerFormat):
+    """A chat completion. Also stores the turn in its conversation."""
 
-    def __init__(self, body: ChatBody, asked: Asked, ready: PreparedTurn, run: Run, texts: TokenTexts) -> None:
-        self._body, self._asked, self._ready, self._run, self._texts = body, asked, ready, run, texts
-        self._indices = index_of(run)
-        self._dialect: Dialect = body.citations or "openai"
-        self._kept = False
+    object_type, chunk_type, id_prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
 
-    async def whole(self) -> dict[str, Any]:
-        """Raises: as `Run.finished`."""
-        completions = await self._run.finished()
-        self._asked.count(self._run)
-        answers = await self._done(completions)
-        cited = [each for index, answer in enumerate(answers) for each in self._cited(answer, index)]
-        head = self._asked.head("chat.completion", "chatcmpl", completions[0].stats.system_fingerprint)
-        return {
-            **head,
-            "choices": [self._choice(index, answer) for index, answer in enumerate(answers)],
-            "usage": usage_of(self._run),
-            "ragspec": self._told_before() | {"citations": cited} | self._told_after(),
-            **self._asked.metrics(self._run),
-        }
+    def __init__(
+        self,
+        body: ChatBody,
+        context: RequestContext,
+        ready: PreparedTurn,
+        stream: EngineStream,
+        token_texts: TokenTexts,
+    ) -> None:
+        super().__init__(context, stream)
+        self._body, self._ready, self._token_texts = body, ready, token_texts
+        self._is_kept = False
 
-    def opening(self) -> Sequence[Chunk]:
+    async def choices(self, completions: Sequence[Completion]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+        answers = await self._answers(completions)
+        choices = [
+            {
+                "index": index,
+                "message": {"role": "assistant", "content": answer.text, "refusal": None} | self._citations(answer),
+                "logprobs": self._logprobs(answer.logprobs),
+                "finish_reason": answer.finish_reason.value,
+            }
+            for index, answer in enumerate(answers)
+        ]
+        citations = [each for index, answer in enumerate(answers) for each in self._numbered(answer, index)]
+        return choices, self._turn_fields() | {"citations": citations} | self._kept_field()
+
+    def first_chunks(self) -> Sequence[Chunk]:
         role = {"role": "assistant", "content": "", "refusal": None}
-        chunks: list[Chunk] = [([_delta(index, role)], {}) for index in self._indices.values()]
-        chunks[0] = (chunks[0][0], {"ragspec": self._told_before()})
+        chunks: list[Chunk] = [([_chunk_choice(index, role)], {}) for index in self.indices.values()]
+        chunks[0] = (chunks[0][0], {"ragspec": self._turn_fields()})
         return chunks
 
-    def told(self, piece: Piece) -> Chunk:
-        logprobs = {"content": self._texts.chat(piece.logprobs), "refusal": None} if self._body.logprobs else None
-        choice = _delta(self._indices[piece.key], {"content": piece.text}, logprobs)
-        return [choice], self._asked.progress(self._run, piece.key)
+    def delta_choice(self, delta: ChoiceDelta) -> dict[str, Any]:
+        return _chunk_choice(self.indices[delta.key], {"content": delta.text}, self._logprobs(delta.logprobs))
 
-    async def ending(self, key: Key) -> Chunk:
-        index, completion = self._indices[key], self._run.completion(key)
-        (answer,) = await self._done([completion])
-        choice = _delta(index, said_with(answer, self._dialect)) | {"finish_reason": answer.finish_reason.value}
-        after = self._told_after() if completion.choice == 0 else {}
-        more = {"ragspec": {"citations": self._cited(answer, index)} | after}
-        return [choice], more | self._asked.progress(self._run, key)
+    async def last_choice(self, key: ChoiceKey) -> tuple[dict[str, Any], dict[str, Any]]:
+        index, completion = self.indices[key], self.stream.completion(key)
+        (answer,) = await self._answers([completion])
+        choice = _chunk_choice(index, self._citations(answer)) | {"finish_reason": answer.finish_reason.value}
+        kept = self._kept_field() if completion.choice == 0 else {}
+        return choice, {"ragspec": {"citations": self._numbered(answer, index)} | kept}
 
-    def closing(self) -> Sequence[Chunk]:
-        self._asked.count(self._run)
-        return self._asked.last_chunk(self._run)
-
-    async def _done(self, completions: Sequence[Completion]) -> list[Answer]:
-        """With citations, and kept for the turns after it."""
+    async def _answers(self, completions: Sequence[Completion]) -> list[Answer]:
+        """Adds citations and stores the turn; in a thread if there are passages to search or a conversation to write."""
         if self._ready.prompt.passages or self._ready.conversation:
-            return await asyncio.to_thread(self._answered, completions)
-        return self._answered(completions)  # there is nothing to find, and nothing to keep
+            return await asyncio.to_thread(self._answers_blocking, completions)
+        return self._answers_blocking(completions)
 
-    def _answered(self, completions: Sequence[Completion]) -> list[Answer]:
-        """May block. The first choice is what a conversation goes on with."""
-        chat: Chat = self._asked.backend.chat
+    def _answers_blocking(self, completions: Sequence[Completion]) -> list[Answer]:
+        chat = self.context.backend.chat
         answers = [chat.answered(self._ready, completion) for completion in completions]
         for answer, completion in zip(answers, completions, strict=True):
-            if completion.choice == 0:
-                self._kept = chat.remember(self._ready, answer)
+            if completion.choice == 0:  # the conversation goes on with the first choice
+                self._is_kept = chat.remember(self._ready, answer)
         return answers
 
-    def _told_before(self) -> dict[str, Any]:
-        """What is known before a token is written."""
+    def _turn_fields(self) -> dict[str, Any]:
+        """Fields of `ragspec` that are known before the first token."""
         ready = self._ready
         return {
             "conversation": ready.conversation or None,
@@ -179,22 +174,24 @@ class ChatReply:
             "dropped_turns": ready.dropped_turns,
             "missing_segments": list(ready.missing),
             "index_generation": ready.generation,
-            "seed": self._asked.params.seed,
+            "seed": self.context.params.seed,
         }
 
-    def _told_after(self) -> dict[str, Any]:
-        """Whether a conversation that was named goes on with this turn."""
-        return {"kept": self._kept} if self._ready.conversation else {}
+    def _kept_field(self) -> dict[str, Any]:
+        """Whether the named conversation stored this turn."""
+        return {"kept": self._is_kept} if self._ready.conversation else {}
 
-    def _choice(self, index: int, answer: Answer) -> dict[str, Any]:
-        message = {"role": "assistant", "content": answer.text, "refusal": None} | said_with(answer, self._dialect)
-        logprobs = {"content": self._texts.chat(answer.logprobs), "refusal": None} if self._body.logprobs else None
-        return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": answer.finish_reason.value}
+    def _citations(self, answer: Answer) -> dict[str, Any]:
+        return citation_fields(answer, self._body.citations or "openai")
 
-    def _cited(self, answer: Answer, index: int) -> list[dict[str, Any]]:
-        which = {"choice": index} if len(self._indices) > 1 else {}
-        return [citation | which for citation in citations_of(answer)]
+    def _logprobs(self, logprobs: Sequence[TokenLogprob]) -> dict[str, Any] | None:
+        return {"content": self._token_texts.chat(logprobs), "refusal": None} if self._body.logprobs else None
+
+    def _numbered(self, answer: Answer, index: int) -> list[dict[str, Any]]:
+        """The answer's citations, with its choice's number if there are several."""
+        choice = {"choice": index} if len(self.indices) > 1 else {}
+        return [citation | choice for citation in citations_of(answer)]
 
 
-def _delta(index: int, delta: dict[str, Any], logprobs: dict[str, Any] | None = None) -> dict[str, Any]:
+def _chunk_choice(index: int, delta: dict[str, Any], logprobs: dict[str, Any] | None = None) -> dict[str, Any]:
     return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": None}

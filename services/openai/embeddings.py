@@ -1,6 +1,6 @@
-"""`POST /v1/embeddings`: vectors of the encoder that the index is searched with.
+"""`POST /v1/embeddings`: vectors of the encoder that searches the index.
 
-Nothing is cut: a text longer than the encoder reads is refused.
+Owns the thread that encodes. Never truncates: a text longer than the encoder's limit is refused.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from services.openai.request_context import check_model
 from services.openai.types import EmbeddingBody
 
 _SLICE = 32
-"""Texts that are encoded without a look at whether anybody still waits, and before others have their turn."""
+"""Texts encoded in one call. Between two calls other requests take turns, and abandoned requests end."""
 
 
 def routes(backend: Backend) -> APIRouter:
@@ -30,14 +30,14 @@ def routes(backend: Backend) -> APIRouter:
     @router.post("/v1/embeddings", response_model=None)
     async def create(body: EmbeddingBody, request: Request) -> dict[str, Any]:
         """One vector of length 1 for each text."""
-        lengths = await embeddings.checked(body)
+        lengths = await embeddings.count_tokens(body)
         num_tokens = sum(lengths)
-        async with backend.gate.enter(request.state.caller, num_tokens, 0):
-            vectors = await embeddings.encoded(body)
+        backend.rate_limiter.reserve(request.state.caller, num_tokens, 0)
+        vectors = await embeddings.encode(body)
         return {
             "object": "list",
             "data": [
-                {"object": "embedding", "index": index, "embedding": _written(vector, body.encoding_format)}
+                {"object": "embedding", "index": index, "embedding": _formatted(vector, body.encoding_format)}
                 for index, vector in enumerate(vectors)
             ],
             "model": body.model,
@@ -48,15 +48,14 @@ def routes(backend: Backend) -> APIRouter:
 
 
 class Embeddings:
-    """Encodes in a thread of its own, a slice of one request after a slice of another; what nobody waits for any more ends with
-    its slice."""
+    """Encodes slices of all requests in turn, in one thread. An abandoned request ends after its slice."""
 
     def __init__(self, backend: Backend) -> None:
         self._backend, self._encoder = backend, backend.encoder
         self._thread = ThreadPoolExecutor(1, "ragspec-embeddings")
 
-    async def checked(self, body: EmbeddingBody) -> list[int]:
-        """Tokens of each text. Raises: ApiError, InputError."""
+    async def count_tokens(self, body: EmbeddingBody) -> list[int]:
+        """The number of tokens of each text. Raises: ApiError, InputError."""
         encoder = self._encoder
         if body.model != encoder.identity.id:
             check_model(self._backend, body.model)
@@ -67,34 +66,34 @@ class Embeddings:
         for texts in _slices(body.input):
             for text in texts:
                 check_text(text, "the input")
-            lengths += await self._apart(encoder.count_tokens, texts)
+            lengths += await self._in_thread(encoder.count_tokens, texts)
             self._check_lengths(lengths, len(lengths) - len(texts))
         return lengths
 
-    async def encoded(self, body: EmbeddingBody) -> list[Any]:
-        """A vector for each text. Shape: [E] each."""
+    async def encode(self, body: EmbeddingBody) -> list[Any]:
+        """One vector a text. Shape: [E] each."""
         vectors: list[Any] = []
         for texts in _slices(body.input):
-            vectors += list(await self._apart(self._encoder.encode, texts, body.input_type))
+            vectors += list(await self._in_thread(self._encoder.encode, texts, body.input_type))
         return vectors
 
-    async def _apart(self, call: Any, *arguments: Any) -> Any:
+    async def _in_thread(self, call: Any, *arguments: Any) -> Any:
         return await asyncio.get_running_loop().run_in_executor(self._thread, call, *arguments)
 
     def _check_lengths(self, lengths: list[int], first: int) -> None:
         most = self._encoder.max_tokens
         for number, length in enumerate(lengths[first:], first):
             if length > most:
-                told = f"the input has {length} tokens, but the encoder reads at most {most}"
-                raise ApiError(400, told, param=f"input.{number}", code="context_length_exceeded")
+                reason = f"the input has {length} tokens, but the encoder reads at most {most}"
+                raise ApiError(400, reason, param=f"input.{number}", code="context_length_exceeded")
 
 
 def _slices(texts: Sequence[str]) -> Iterator[Sequence[str]]:
     return (texts[start : start + _SLICE] for start in range(0, len(texts), _SLICE))
 
 
-def _written(vector: Any, encoding_format: str) -> Any:
-    """Little-endian float32 as base64, or numbers. Shape: [E]."""
+def _formatted(vector: Any, encoding_format: str) -> Any:
+    """Base64 of little-endian float32, or a list of numbers. Shape: [E]."""
     if encoding_format == "base64":
         return base64.b64encode(np.asarray(vector, "<f4").tobytes()).decode()
     return vector.tolist()

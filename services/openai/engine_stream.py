@@ -1,12 +1,13 @@
-"""Requests in the engine, as one coroutine sees them: handed over, heard, and given up when nobody waits any more.
+"""Requests in the engine, read by one coroutine and cancelled when nobody reads them any more.
 
-    >>> async with Run(engine, [request], mail, metrics) as run:
-    ...     while run.is_open:
-    ...         for key, deltas in (await run.news()).items(): ...
-    ...     completions = run.completions()
+Owns the path of deltas from the engine's thread to an event loop. Never formats them.
 
-The engine's thread never waits for a client: it leaves its messages in the `Mail`, and what has come since the last look is taken
-together. Leaving the block cancels what still runs, within one step, however it is left.
+    >>> async with EngineStream(engine, [request], mailbox, metrics) as stream:
+    ...     while stream.is_open:
+    ...         for key, deltas in (await stream.next_deltas()).items(): ...
+
+The engine's thread never waits for a client: it posts deltas to the `DeltaMailbox`, and the coroutine takes all new deltas
+together. Leaving the block cancels unfinished requests within one step.
 """
 
 from __future__ import annotations
@@ -20,187 +21,183 @@ from typing import Self
 from ragspec.core import Completion, Delta, FinishReason, Request
 from ragspec.engine.collect import join
 from services.backend import ServedEngine
+from services.errors import ClientTooSlow
 from services.metrics import Metrics
-from services.replies import ClientTooSlow
 
-Key = tuple[str, int]
-News = dict[Key, list[Delta]]
+ChoiceKey = tuple[str, int]
+"""A request's id and the number of a choice."""
 
-MOST_WAITING_TOKENS = 16_384
-"""A stream whose client is so far behind is given up. Less is held for no longer than the client may take for one piece."""
+MAX_WAITING_TOKENS = 16_384
+"""A stream with more unsent tokens is given up."""
 
-_AT_ONCE_CHARS = 4096
-"""Drafters read the sources of a request as it is submitted: more of them are read in a thread, as that takes milliseconds."""
+_INLINE_CHARS = 4096
+"""Drafters read a request's sources during `submit`. Longer sources are submitted in a thread, as that takes milliseconds."""
 
 _FAILED = (FinishReason.ERROR, FinishReason.LOST, FinishReason.CANCELLED)
 
 
-class Mail:
-    """From the engine's thread to an event loop, for all runs of a service: a step's messages wake the loop once.
+class DeltaMailbox:
+    """Carries deltas of all streams from the engine's thread to an event loop.
 
-    Why not a call into the loop for each: every wake-up is a chance for another thread to take the interpreter from the engine,
-    and a step has as many messages as there are sequences.
+    Why not one call into the loop for each delta: a step has one for every sequence, and each wake-up may take the interpreter
+    lock from the engine. The mailbox wakes the loop once a step.
     """
 
     def __init__(self) -> None:
-        self._waiting: deque[tuple[Run, Delta]] = deque()
+        self._waiting: deque[tuple[EngineStream, Delta]] = deque()
         self._called: asyncio.AbstractEventLoop | None = None
 
-    def post(self, loop: asyncio.AbstractEventLoop, run: Run, delta: Delta) -> None:
-        """From any thread."""
-        self._waiting.append((run, delta))
+    def post(self, loop: asyncio.AbstractEventLoop, stream: EngineStream, delta: Delta) -> None:
+        """Callable from any thread."""
+        self._waiting.append((stream, delta))
         if self._called is not loop and not loop.is_closed():
             self._called = loop
             loop.call_soon_threadsafe(self._deliver, loop)
 
     def _deliver(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Why each by a call of its own: what one run cannot take in must not keep the others' from them."""
-        self._called = None  # before it is looked through: what comes meanwhile calls again
+        """Why one callback for each delta: an error in one stream must not keep the others' deltas from them."""
+        self._called = None  # cleared first, so that a delta posted meanwhile calls again
         while self._waiting:
-            run, delta = self._waiting.popleft()
-            loop.call_soon(run.take_in, delta)
+            stream, delta = self._waiting.popleft()
+            loop.call_soon(stream.receive, delta)
 
 
-class Run:
+class EngineStream:
     """States: entered (the engine has all requests) -> every choice ended, or left early. Lives in one event loop."""
 
     def __init__(
         self,
         engine: ServedEngine,
         requests: Sequence[Request],
-        mail: Mail,
+        mailbox: DeltaMailbox,
         metrics: Metrics,
         *,
-        most_waiting_tokens: int | None = None,
+        max_waiting_tokens: int | None = None,
     ) -> None:
-        """`most_waiting_tokens` None: nobody reads along."""
-        self._engine, self._requests, self._mail = engine, requests, mail
-        self._metrics, self._most_waiting = metrics, most_waiting_tokens
-        self._told: dict[Key, list[Delta]] = {(r.id, choice): [] for r in requests for choice in r.choices}
-        self._open = set(self._told)
+        """`max_waiting_tokens` None: no limit, for an answer that is sent whole."""
+        self._engine, self._requests, self._mailbox = engine, requests, mailbox
+        self._metrics, self._max_waiting = metrics, max_waiting_tokens
+        self._deltas: dict[ChoiceKey, list[Delta]] = {(r.id, choice): [] for r in requests for choice in r.choices}
+        self._open = set(self._deltas)
         self._waiting: list[Delta] = []
         self._num_waiting = 0
         self._arrived: asyncio.Future[None] | None = None
         self._left = False
-        self._heard_s: dict[Key, float] = {}
-        self.first_s = 0.0  # when the first token came; of time.perf_counter
+        self._last_s: dict[ChoiceKey, float] = {}
+        self.first_token_s = 0.0  # of time.perf_counter
         self.num_tokens = 0
 
     @property
-    def keys(self) -> list[Key]:
-        """Of all choices, in their order."""
-        return list(self._told)
+    def keys(self) -> list[ChoiceKey]:
+        """All choices, in order."""
+        return list(self._deltas)
 
     @property
     def is_open(self) -> bool:
-        """Whether there is more to hear."""
+        """Whether more deltas may come."""
         return bool(self._open or self._waiting)
 
     async def __aenter__(self) -> Self:
         """Raises: InputError, PromptTooLong, Overloaded, EngineClosed."""
         self._loop = asyncio.get_running_loop()
         try:
-            if sum(len(source.text) for request in self._requests for source in request.sources) <= _AT_ONCE_CHARS:
+            if sum(len(source.text) for request in self._requests for source in request.sources) <= _INLINE_CHARS:
                 self._submit()
             else:
-                await self._submit_apart()
+                await self._submit_in_thread()
         except Exception:
-            self._give_up()
+            self._cancel()
             raise
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        self._give_up()
+        self._cancel()
 
-    async def news(self, wait_s: float | None = None) -> News:
-        """What has come since the last look, at least one delta; empty after `wait_s` without any.
+    async def next_deltas(self, timeout_s: float | None = None) -> dict[ChoiceKey, list[Delta]]:
+        """Waits for new deltas and takes them; empty after `timeout_s` without any.
 
-        Raises: EngineError, ReplicaLost or Cancelled for a choice that cannot be written, ClientTooSlow.
+        Raises: EngineError, ReplicaLost or Cancelled for a choice that failed, ClientTooSlow.
         """
         if not self._waiting:
             self._arrived = self._loop.create_future()
-            timer = self._loop.call_later(wait_s, self._wake) if wait_s is not None else None
+            timer = self._loop.call_later(timeout_s, self._wake) if timeout_s is not None else None
             try:
                 await self._arrived
             finally:
                 self._arrived = None
                 if timer is not None:
                     timer.cancel()
-        return self.take()
+        return self.take_deltas()
 
-    def take(self) -> News:
-        """As `news`, without waiting."""
-        if self._most_waiting is not None and self._num_waiting > self._most_waiting:
+    def take_deltas(self) -> dict[ChoiceKey, list[Delta]]:
+        """As `next_deltas`, without waiting."""
+        if self._max_waiting is not None and self._num_waiting > self._max_waiting:
             raise ClientTooSlow
-        news: News = {}
+        by_choice: dict[ChoiceKey, list[Delta]] = {}
         for delta in self._waiting:
             if delta.finish_reason in _FAILED:
-                join([delta])
-            news.setdefault((delta.request_id, delta.choice), []).append(delta)
+                join([delta])  # raises the choice's error
+            by_choice.setdefault((delta.request_id, delta.choice), []).append(delta)
         self._waiting, self._num_waiting = [], 0
-        return news
+        return by_choice
 
-    def completion(self, key: Key) -> Completion:
+    def completion(self, key: ChoiceKey) -> Completion:
         """The output of a choice that has ended."""
-        return join(self._told[key])
+        return join(self._deltas[key])
 
-    def steps(self, key: Key) -> Sequence[Delta]:
-        """What was heard of a choice, step by step."""
-        return self._told[key]
+    def deltas(self, key: ChoiceKey) -> Sequence[Delta]:
+        """All deltas of a choice so far."""
+        return self._deltas[key]
 
-    async def finished(self) -> list[Completion]:
-        """Every choice, in order. Raises: as `news`."""
+    async def completions(self) -> list[Completion]:
+        """Waits for every choice. Raises: as `next_deltas`."""
         while self.is_open:
-            await self.news()
-        return [self.completion(key) for key in self._told]
+            await self.next_deltas()
+        return [self.completion(key) for key in self._deltas]
 
-    async def _submit_apart(self) -> None:
+    async def _submit_in_thread(self) -> None:
         submitted = self._loop.run_in_executor(None, self._submit)
         try:
             await asyncio.shield(submitted)
         except asyncio.CancelledError:
-            submitted.add_done_callback(self._give_up)
+            submitted.add_done_callback(self._cancel)  # the thread goes on submitting until it is done
             raise
 
     def _submit(self) -> None:
         for request in self._requests:
-            self._engine.submit(request, self._hear)
+            self._engine.submit(request, lambda delta: self._mailbox.post(self._loop, self, delta))
 
-    def _hear(self, delta: Delta) -> None:
-        """In the engine's thread."""
-        self._mail.post(self._loop, self, delta)
-
-    def take_in(self, delta: Delta) -> None:
-        """In the event loop."""
-        key = (delta.request_id, delta.choice)
+    def receive(self, delta: Delta) -> None:
+        """Runs in the event loop."""
+        key, num_tokens = (delta.request_id, delta.choice), len(delta.token_ids)
         if delta.finish_reason is not None:
             self._open.discard(key)
         if self._left:
             if delta.stats is not None:
                 self._metrics.worked(delta.stats)
             return
-        self._note(key, len(delta.token_ids))
-        self._told[key].append(delta)
+        self._record(key, num_tokens)
+        self._deltas[key].append(delta)
         self._waiting.append(delta)
-        self._num_waiting += len(delta.token_ids)
+        self._num_waiting += num_tokens
         self._wake()
 
-    def _note(self, key: Key, num_tokens: int) -> None:
+    def _record(self, key: ChoiceKey, num_tokens: int) -> None:
         now = time.perf_counter()
-        self.first_s = self.first_s or now
+        self.first_token_s = self.first_token_s or now
         self.num_tokens += num_tokens
-        if num_tokens and key in self._heard_s:
-            self._metrics.gap(now - self._heard_s[key], num_tokens)
-        self._heard_s[key] = now
+        if num_tokens and key in self._last_s:
+            self._metrics.gap(now - self._last_s[key], num_tokens)
+        self._last_s[key] = now
 
     def _wake(self) -> None:
         if self._arrived is not None and not self._arrived.done():
             self._arrived.set_result(None)
 
-    def _give_up(self, submitted: asyncio.Future[None] | None = None) -> None:
-        """What still runs is cancelled: of a thread that was still submitting, once it has."""
+    def _cancel(self, submitted: asyncio.Future[None] | None = None) -> None:
+        """Cancels unfinished requests. `submitted`: a submission that was left and has now ended."""
         self._left = True
         if submitted is not None and not submitted.cancelled():
-            submitted.exception()  # nobody waits for it any more
+            submitted.exception()  # retrieved, so that asyncio does not log it
         for request_id in {request_id for request_id, _ in self._open}:
             self._engine.cancel(request_id)

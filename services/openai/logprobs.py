@@ -1,7 +1,7 @@
-"""Log-probabilities as OpenAI writes them: each token as text and as bytes.
+"""Log-probabilities in OpenAI's format: each token as text and as bytes.
 
-A token may be half a character: its `bytes` are exact where the vocabulary tells them, and its text then spells them, as
-"bytes:\\xe2\\x80". Control tokens are no text, and are left out as they are left out of the content.
+Owns the text and bytes of single tokens. A token may be part of a character: its text then spells its bytes, as in
+"bytes:\\xe2\\x80". Control tokens are left out, as from the content.
 """
 
 from __future__ import annotations
@@ -20,13 +20,11 @@ from ragspec.core import TokenLogprob
 _BYTE_OF = {letter: byte for byte, letter in bytes_to_unicode().items()}
 _SPACE = bytes_to_unicode()[ord(" ")]
 _ONE_BYTE = re.compile(r"<0x([0-9A-F]{2})>")
-
-
 _UTF8 = codecs.getincrementaldecoder("utf-8")
 
 
-class Offsets:
-    """Where in a text each of its tokens begins, in characters: one that goes on with a character, where that begins."""
+class TextOffsets:
+    """Where each token begins in a text, in characters. A token inside a character begins where the character does."""
 
     def __init__(self) -> None:
         self._decoder = _UTF8("replace")
@@ -34,14 +32,14 @@ class Offsets:
 
     def of_next(self, data: bytes) -> int:
         begun = self._decoder.getstate()[0]
-        broken = bool(begun) and not _goes_on(begun + data[:1])  # then what was begun has become one U+FFFD
+        broken = bool(begun) and not _is_prefix(begun + data[:1])  # the begun character has become one U+FFFD
         offset = self._count + broken
         self._count += len(self._decoder.decode(data))
         return offset
 
 
 class TokenTexts:
-    """What single tokens of one vocabulary stand for. Safe to call from several threads."""
+    """The texts of single tokens of one vocabulary. Safe to call from several threads."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
@@ -56,8 +54,8 @@ class TokenTexts:
             for each in self._shown(logprobs)
         ]
 
-    def completion(self, logprobs: Iterable[TokenLogprob], offsets: Offsets) -> dict[str, Any]:
-        """`choices[].logprobs` of a completion, of the tokens behind those that `offsets` has seen."""
+    def completion(self, logprobs: Iterable[TokenLogprob], offsets: TextOffsets) -> dict[str, Any]:
+        """`choices[].logprobs` of a completion; `offsets` has seen the tokens before these."""
         shown = self._shown(logprobs)
         return {
             "tokens": [self.text_of(each.token_id) for each in shown],
@@ -91,8 +89,8 @@ class TokenTexts:
         return str(self._tokenizer.decode([token_id])).encode()
 
 
-def _goes_on(data: bytes) -> bool:
-    """Whether these bytes begin, or are, characters."""
+def _is_prefix(data: bytes) -> bool:
+    """Whether these bytes are valid UTF-8 or the beginning of it."""
     try:
         _UTF8("strict").decode(data)
     except UnicodeDecodeError:

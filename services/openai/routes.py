@@ -1,18 +1,50 @@
-"""OpenAI's routes under /v1: chat, completions, embeddings, models."""
+"""OpenAI's routes under /v1. Owns `GET /v1/models`: the model that answers, and the encoder that embeds."""
 
 from __future__ import annotations
+
+import time
+from typing import Any
 
 from fastapi import APIRouter
 
 from services.backend import Backend
-from services.openai import chat, completions, embeddings, models
-from services.openai.engine_stream import Mail
+from services.errors import ApiError
+from services.openai import chat, completions, embeddings
+from services.openai.engine_stream import DeltaMailbox
 
 
 def routes(backend: Backend) -> APIRouter:
-    router, mail = APIRouter(), Mail()
-    for part in (chat.routes(backend, mail), completions.routes(backend, mail)):
+    router, mailbox = APIRouter(), DeltaMailbox()
+    for part in (
+        chat.routes(backend, mailbox),
+        completions.routes(backend, mailbox),
+        embeddings.routes(backend),
+        _model_routes(backend),
+    ):
         router.include_router(part)
-    for other in (embeddings, models):
-        router.include_router(other.routes(backend))
+    return router
+
+
+def _model_routes(backend: Backend) -> APIRouter:
+    router, encoder = APIRouter(tags=["models"]), backend.encoder
+    common = {"object": "model", "created": int(time.time()), "owned_by": "ragspec"}
+    models = {
+        name: {"id": name, **common, "max_model_len": max_tokens}
+        for name, max_tokens in {
+            backend.model: backend.engine.max_context_tokens,
+            encoder.identity.id: encoder.max_tokens,
+        }.items()
+    }
+
+    @router.get("/v1/models", response_model=None)
+    async def index() -> dict[str, Any]:
+        """The model that answers comes first."""
+        return {"object": "list", "data": list(models.values())}
+
+    @router.get("/v1/models/{name:path}", response_model=None)
+    async def retrieve(name: str) -> dict[str, Any]:
+        if name not in models:
+            raise ApiError(404, f"there is no model {name!r}", param="model", code="model_not_found")
+        return models[name]
+
     return router

@@ -1,119 +1,206 @@
-"""An answer told while it is written: which pieces, and when.
+"""Server-sent events: how a streamed answer is cut, padded, paced and sent.
 
-Normally a piece is what came since the last one, at once. Under `privacy: strict` a piece goes out at every tick, whether there
-is something to say or not, each of one size: who sees the packets alone learns how long an answer took, not how its text came.
+Normally new text is sent at once. With `privacy: strict`, every tick sends one chunk of a fixed size, with or without new
+text, so that packet sizes and times tell an eavesdropper how long the answer took and nothing else.
 
-    >>> await tell(sender, chunks, paced(run), account)
+Why chunks are padded: a step's length depends on the draft, and so on the documents. Sizes of encrypted packets would show it.
+Like OpenAI, each chunk is filled up with random letters to a multiple of some bytes.
+
+    >>> await send_stream(sender, ChunkEncoder(head), immediate(stream), answer_format)
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Mapping, Sequence
+import random
+import secrets
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
-from ragspec.core import Delta, TokenLogprob
-from services.openai.engine_stream import Key, Run
-from services.openai.events import DONE, WAITING, Chunks
-from services.openai.sending import Sender
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 
+from ragspec.core import Delta, TokenLogprob
+from services.openai.engine_stream import ChoiceKey, EngineStream
+
+DONE = b"data: [DONE]\n\n"
+KEEP_ALIVE = b": waiting\n\n"
+"""A comment, which clients skip; it keeps proxies from closing the connection."""
 KEEP_ALIVE_S = 10.0
 TICK_S = 0.05
+PAD_BYTES = 128
 STRICT_PAD_BYTES = 1024
 STRICT_TEXT_BYTES = 256
-"""Of a piece's text, as it is escaped in JSON: with what is around it, it fits into one size."""
+"""Most text of a strict chunk, in bytes of escaped JSON; with its envelope it fits `STRICT_PAD_BYTES`."""
+
+_LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789"
+_PADDING = "".join(random.Random(secrets.randbits(64)).choices(_LETTERS, k=8192))
+_PADDING_FIELD = b', "obfuscation": "'
+_END = b"}\n\n"
+_JSON = (b"content-type", b"application/json")
+_EVENTS = (
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-store"),
+    (b"x-accel-buffering", b"no"),  # keeps nginx from collecting the events
+)
 
 Chunk = tuple[Sequence[Mapping[str, Any]], Mapping[str, Any]]
-"""The choices of a chunk, and what else it says."""
+"""The choices of a chunk, and its other fields."""
 
 
-class Piece(NamedTuple):
-    """What is new of one choice; `deltas` are the steps that it came in."""
+class ResponseSender:
+    """One HTTP response, either JSON or events."""
 
-    key: Key
+    def __init__(self, send: Send) -> None:
+        self._send = send
+
+    async def json(self, value: Mapping[str, Any]) -> None:
+        content = json.dumps(value).encode()
+        headers = [_JSON, (b"content-length", str(len(content)).encode())]
+        await self._send({"type": "http.response.start", "status": 200, "headers": headers})
+        await self.event(content, is_last=True)
+
+    async def begin_events(self) -> None:
+        await self._send({"type": "http.response.start", "status": 200, "headers": list(_EVENTS)})
+
+    async def event(self, frame: bytes, *, is_last: bool = False) -> None:
+        await self._send({"type": "http.response.body", "body": frame, "more_body": not is_last})
+
+
+class GenerationResponse(Response):
+    """A response whose answer is generated while it is sent.
+
+    `write` takes and returns all it holds (the engine's slots, the key's tokens) in one coroutine, which the middleware cancels
+    when the client leaves. An error before the first byte still gets its own status.
+    """
+
+    def __init__(self, write: Callable[[ResponseSender], Awaitable[None]]) -> None:
+        super().__init__()
+        self._write = write
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._write(ResponseSender(send))
+
+
+class ChunkEncoder:
+    """Encodes the chunks of one stream as events; encodes their common head once."""
+
+    def __init__(self, head: Mapping[str, Any], pad_bytes: int = PAD_BYTES, *, with_usage: bool = False) -> None:
+        """`pad_bytes` 0: no padding. `with_usage`: chunks without usage hold `"usage": null`, as OpenAI's do."""
+        self._head = b"data: " + json.dumps(head)[:-1].encode() + b', "choices": '
+        self._pad_bytes = pad_bytes
+        self._usage = b', "usage": null' if with_usage else b""
+
+    def event(self, choices: Sequence[Mapping[str, Any]], **fields: Any) -> bytes:
+        """Pure ASCII, because some clients end a line at any line break of Unicode."""
+        parts = [self._head, json.dumps(choices).encode()]
+        if "usage" not in fields:
+            parts.append(self._usage)
+        parts += [f', "{name}": {json.dumps(value)}'.encode() for name, value in fields.items()]
+        frame = b"".join(parts)
+        return frame + self._padding(len(frame)) + _END
+
+    def _padding(self, num_bytes: int) -> bytes:
+        if not self._pad_bytes:
+            return b""
+        length = -(num_bytes + len(_PADDING_FIELD) + 1 + len(_END)) % self._pad_bytes
+        start = random.randrange(len(_PADDING))
+        text = (_PADDING[start:] + _PADDING * (length // len(_PADDING) + 1))[:length]
+        return _PADDING_FIELD + text.encode() + b'"'
+
+
+class ChoiceDelta(NamedTuple):
+    """New text of one choice; `steps` are the engine's messages since the last one."""
+
+    key: ChoiceKey
     text: str
-    deltas: tuple[Delta, ...]
+    steps: tuple[Delta, ...]
     is_last: bool
 
     @property
     def logprobs(self) -> list[TokenLogprob]:
-        return [logprob for delta in self.deltas for logprob in delta.logprobs]
+        return [logprob for step in self.steps for logprob in step.logprobs]
 
 
-class Account(Protocol):
-    """What the pieces of one kind of answer look like."""
+class ChunkFormat(Protocol):
+    """Makes the chunks of one answer."""
 
-    def opening(self) -> Sequence[Chunk]: ...
+    def first_chunks(self) -> Sequence[Chunk]: ...
 
-    def told(self, piece: Piece) -> Chunk: ...
+    def chunk(self, delta: ChoiceDelta) -> Chunk: ...
 
-    async def ending(self, key: Key) -> Chunk:
-        """A choice is complete."""
+    async def last_chunk(self, key: ChoiceKey) -> Chunk:
+        """The chunk that ends a choice."""
         ...
 
-    def closing(self) -> Sequence[Chunk]:
-        """All are."""
+    def final_chunks(self) -> Sequence[Chunk]:
+        """Chunks after the end of all choices."""
         ...
 
 
-async def at_once(run: Run) -> AsyncIterator[Piece | None]:
-    """Pieces as they come; None: for a long time nothing has. Raises: as `Run.news`."""
-    while run.is_open:
-        news = await run.news(KEEP_ALIVE_S)
-        if not news:
+async def immediate(stream: EngineStream) -> AsyncIterator[ChoiceDelta | None]:
+    """New text as it comes; None after `KEEP_ALIVE_S` without any. Raises: as `EngineStream.next_deltas`."""
+    while stream.is_open:
+        by_choice = await stream.next_deltas(KEEP_ALIVE_S)
+        if not by_choice:
             yield None
-        for key, deltas in news.items():
-            text = "".join(delta.text for delta in deltas)
-            yield Piece(key, text, tuple(deltas), deltas[-1].finish_reason is not None)
+        for key, steps in by_choice.items():
+            text = "".join(step.text for step in steps)
+            yield ChoiceDelta(key, text, tuple(steps), steps[-1].finish_reason is not None)
 
 
-async def paced(run: Run, tick_s: float = TICK_S) -> AsyncIterator[Piece | None]:
-    """One piece of every unfinished choice a tick. Raises: as `Run.news`."""
+async def paced(stream: EngineStream, tick_s: float = TICK_S) -> AsyncIterator[ChoiceDelta | None]:
+    """One delta of every unfinished choice a tick. Raises: as `EngineStream.next_deltas`."""
     loop = asyncio.get_running_loop()
-    due, backlog, ended = loop.time(), dict.fromkeys(run.keys, ""), set[Key]()
+    due_s, backlog, ended = loop.time(), dict.fromkeys(stream.keys, ""), set[ChoiceKey]()
     while backlog:
-        due = max(due + tick_s, loop.time())
-        await asyncio.sleep(due - loop.time())
-        news = run.take()
-        for key, deltas in news.items():
-            backlog[key] += "".join(delta.text for delta in deltas)
-            if deltas[-1].finish_reason is not None:
+        due_s = max(due_s + tick_s, loop.time())
+        await asyncio.sleep(due_s - loop.time())
+        by_choice = stream.take_deltas()
+        for key, steps in by_choice.items():
+            backlog[key] += "".join(step.text for step in steps)
+            if steps[-1].finish_reason is not None:
                 ended.add(key)
         for key, text in list(backlog.items()):
-            cut = _fitting(text)
+            cut = _num_fitting_chars(text)
             backlog[key] = text[cut:]
             is_last = key in ended and cut == len(text)
             if is_last:
                 del backlog[key]
-            yield Piece(key, text[:cut], tuple(news.get(key, ())), is_last)
+            yield ChoiceDelta(key, text[:cut], tuple(by_choice.get(key, ())), is_last)
 
 
-async def tell(
-    sender: Sender, chunks: Chunks, pieces: AsyncIterator[Piece | None], account: Account, *, silent: bool = True
+async def send_stream(
+    sender: ResponseSender,
+    encoder: ChunkEncoder,
+    deltas: AsyncIterator[ChoiceDelta | None],
+    chunk_format: ChunkFormat,
+    *,
+    skip_empty: bool = True,
 ) -> None:
-    """The whole stream. `silent`: pieces without anything new are left out. Raises: what `pieces` raises."""
+    """Sends the whole stream. `skip_empty` leaves out deltas without text or logprobs. Raises: the errors of `deltas`."""
+
+    async def send(chunks: Sequence[Chunk]) -> None:
+        if chunks:
+            await sender.event(b"".join(encoder.event(choices, **fields) for choices, fields in chunks))
+
     await sender.begin_events()
-    await _send(sender, chunks, account.opening())
-    async for piece in pieces:
-        if piece is None:
-            await sender.event(WAITING)
+    await send(chunk_format.first_chunks())
+    async for delta in deltas:
+        if delta is None:
+            await sender.event(KEEP_ALIVE)
             continue
-        if piece.text or not silent or (piece.deltas and piece.logprobs):
-            await _send(sender, chunks, [account.told(piece)])
-        if piece.is_last:
-            await _send(sender, chunks, [await account.ending(piece.key)])
-    await _send(sender, chunks, account.closing())
-    await sender.end(DONE)
+        if delta.text or not skip_empty or delta.logprobs:
+            await send([chunk_format.chunk(delta)])
+        if delta.is_last:
+            await send([await chunk_format.last_chunk(delta.key)])
+    await send(chunk_format.final_chunks())
+    await sender.event(DONE, is_last=True)
 
 
-async def _send(sender: Sender, chunks: Chunks, said: Sequence[Chunk]) -> None:
-    if said:
-        await sender.event(b"".join(chunks.event(choices, **more) for choices, more in said))
-
-
-def _fitting(text: str) -> int:
-    """How many characters of a text go into one piece."""
+def _num_fitting_chars(text: str) -> int:
+    """Characters of `text` that fit into one strict chunk."""
     num_bytes = 0
     for count, letter in enumerate(text[:STRICT_TEXT_BYTES]):
         num_bytes += len(json.dumps(letter)) - 2

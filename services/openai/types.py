@@ -1,7 +1,7 @@
-"""What may be asked under /v1, field by field, checked before anything is done.
+"""Request bodies under /v1, as pydantic models.
 
-Unknown fields are refused: one that is misspelt must not be left out in silence. Those in `IGNORED` are taken and change nothing.
-What a field means is `ragspec.rag.openai_fields`' business.
+Owns which fields a body may have. Unknown fields are refused, so that a misspelt field is not ignored. The fields of
+`ragspec.rag.openai_fields.IGNORED_FIELDS` are accepted without effect; that module also translates the sampling parameters.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def _text(value: Any) -> str:
 
 
 def _prompts(value: Any) -> Any:
-    """One prompt, as a text or as token ids, is a list of one."""
+    """Wraps a single prompt, a text or token ids, in a list."""
     is_one = isinstance(value, str) or (isinstance(value, list) and value and isinstance(value[0], int))
     return [value] if is_one else value
 
@@ -55,7 +55,7 @@ def _listed(value: Any) -> Any:
 
 
 def _texts(value: Any) -> Any:
-    """Why token ids are refused by name: LangChain's client sends those of another tokenizer unless it is told not to."""
+    """Refuses token ids by name: LangChain's client sends those of another tokenizer by default."""
     texts = _listed(value)
     if isinstance(texts, list) and texts and isinstance(texts[0], int | list):
         reason = "token ids are of a client's own tokenizer; send texts (LangChain: check_embedding_ctx_length=False)"
@@ -110,7 +110,7 @@ class Body(BaseModel):
 
 
 class ChatMessage(Body):
-    """A message as it is sent, or as an answer had it: what an answer says beside its content is taken and not read."""
+    """A message. Clients send earlier answers back whole, so an answer's other fields are accepted and ignored."""
 
     role: Literal["system", "developer", "user", "assistant"]
     content: Content
@@ -134,7 +134,7 @@ class StreamOptions(Body):
 
 
 class Prediction(Body):
-    """Text that the answer will hold most of: it is drafted from, and changes nothing but the time."""
+    """Text that the answer probably contains. Drafters copy from it; the answer stays the same."""
 
     type: Literal["content"]
     content: Content
@@ -144,8 +144,8 @@ class ResponseFormat(Body):
     type: Literal["text"]
 
 
-class Retrieval(Body):
-    """Which documents may answer, and how many passages of them are given to the model; unset: all that the caller may see."""
+class RetrievalOptions(Body):
+    """Which documents are searched, and for how many passages. Default: all documents that the caller may see."""
 
     vector_store_ids: Annotated[list[ShortText], Field(min_length=1, max_length=64)] | None = None
     num_passages: int | None = Field(None, ge=1, le=64)
@@ -156,13 +156,13 @@ def _switch_or_options(value: Any) -> str:
     return "switch" if isinstance(value, bool) else "options"
 
 
-Retrieving = Annotated[
-    Annotated[bool, Tag("switch")] | Annotated[Retrieval, Tag("options")], Discriminator(_switch_or_options)
+RetrievalField = Annotated[
+    Annotated[bool, Tag("switch")] | Annotated[RetrievalOptions, Tag("options")], Discriminator(_switch_or_options)
 ]
 
 
-class Sampled(Body):
-    """What both ways to ask for text share."""
+class SamplingBody(Body):
+    """Fields that chat and text completions share."""
 
     model: str = Field(max_length=512)
     temperature: float | None = None
@@ -197,7 +197,7 @@ class Sampled(Body):
     @model_validator(mode="before")
     @classmethod
     def _refuse(cls, given: Any) -> Any:
-        """What cannot be done is said, unless it asks for nothing. Raises: ApiError."""
+        """Refuses unsupported fields, unless their value asks for nothing. Raises: ApiError."""
         if not isinstance(given, dict):
             return given
         for name in _UNSUPPORTED.keys() & given.keys():
@@ -213,7 +213,7 @@ class Sampled(Body):
 
     @property
     def num_alternatives(self) -> int | None:
-        """Of each token, whose log-probabilities are asked for; None: not even the token's own."""
+        """Alternatives of each token to return log-probabilities for; None: no log-probabilities at all."""
         raise NotImplementedError
 
     @property
@@ -221,16 +221,16 @@ class Sampled(Body):
         return self.stream_options or StreamOptions()
 
     def params(self, defaults: SamplingParams) -> SamplingParams:
-        """The body's over the defaults. A seed that nobody gave is drawn here, small enough for every reader of JSON.
+        """The body's parameters over the defaults. Draws a seed if there is none, small enough for JavaScript's numbers.
 
         Raises: InputError.
         """
-        own = sampling_arguments({name: getattr(self, name, None) for name in SAMPLING_FIELDS})
-        params = replace(defaults, **own, logprobs=self.num_alternatives)
+        given = sampling_arguments({name: getattr(self, name, None) for name in SAMPLING_FIELDS})
+        params = replace(defaults, **given, logprobs=self.num_alternatives)
         return params if params.seed is not None else replace(params, seed=secrets.randbits(_SEED_BITS))
 
 
-class ChatBody(Sampled):
+class ChatBody(SamplingBody):
     """`POST /v1/chat/completions`."""
 
     messages: list[ChatMessage] = Field(min_length=1, max_length=MAX_MESSAGES)
@@ -241,7 +241,7 @@ class ChatBody(Sampled):
     response_format: ResponseFormat | None = None
     modalities: list[Literal["text"]] | None = None
     conversation: ShortText | None = None
-    retrieval: Retrieving | None = None
+    retrieval: RetrievalField | None = None
     citations: Literal["openai", "anthropic", "cohere"] | None = None
 
     @model_validator(mode="after")
@@ -255,15 +255,15 @@ class ChatBody(Sampled):
         return (self.top_logprobs or 0) if self.logprobs else None
 
     @property
-    def chosen(self) -> Retrieval | None:
-        """How to look for passages; None: not at all."""
+    def retrieval_options(self) -> RetrievalOptions | None:
+        """None: without retrieval."""
         if self.retrieval is False:
             return None
-        return self.retrieval if isinstance(self.retrieval, Retrieval) else Retrieval()
+        return self.retrieval if isinstance(self.retrieval, RetrievalOptions) else RetrievalOptions()
 
 
-class CompletionBody(Sampled):
-    """`POST /v1/completions`: the prompt as it is, without passages. Texts hold no control tokens; token ids may."""
+class CompletionBody(SamplingBody):
+    """`POST /v1/completions`. Text prompts hold no control tokens; token ids may."""
 
     prompt: Prompts
     logprobs: int | None = Field(None, ge=0, le=20)
@@ -282,7 +282,7 @@ class CompletionBody(Sampled):
 
 
 class EmbeddingBody(Body):
-    """`POST /v1/embeddings`. `input_type`: what a search looks for, or what it finds; some encoders tell the two apart."""
+    """`POST /v1/embeddings`. `input_type`: some encoders encode queries and documents differently."""
 
     model: str = Field(max_length=512)
     input: Annotated[

@@ -1,4 +1,7 @@
-"""The bytes of uploaded files, one folder a tenant. No name of a path is ever what a user wrote."""
+"""The bytes of uploaded files, one folder a tenant.
+
+Owns the folder. Paths never hold names that users chose.
+"""
 
 from __future__ import annotations
 
@@ -15,13 +18,11 @@ from ragspec.errors import NoRoom
 from ragspec.retrieval.reading import SUFFIXES
 from services.stores.records import FileRecord
 
-_PIECE_BYTES = 2**20
-_YOUNG_S = 3600.0
+_CHUNK_BYTES = 2**20
+_SWEEP_AGE_S = 3600.0
 
 
 class Blobs:
-    """Owns the folder."""
-
     def __init__(self, folder: Path) -> None:
         """Raises: SaveError."""
         self._folder = folder
@@ -31,22 +32,23 @@ class Blobs:
                 left.unlink(missing_ok=True)
 
     def sweep(self, known: Iterable[FileRecord]) -> None:
-        """Remove what no record names: an upload was cut off. What is young may be one that another process takes.
+        """Removes files without a record: their upload was cut off.
 
-        Nothing where there is no record at all: then it is the records that are gone.
+        Keeps files younger than an hour, which another process may be receiving. Removes nothing if there are no records at all:
+        then the records were lost, not the files.
         """
-        kept, oldest_s = {_name(self.path(file)) for file in known}, time.time() - _YOUNG_S
+        kept, oldest_s = {_owner_and_id(self.path(file)) for file in known}, time.time() - _SWEEP_AGE_S
         with saving(self._folder):
             for path in self._folder.glob("*/file-*") if kept else ():
-                with contextlib.suppress(FileNotFoundError):  # another process that starts now removes it as well
-                    if _name(path) not in kept and path.is_file() and path.stat().st_mtime < oldest_s:
+                with contextlib.suppress(FileNotFoundError):  # another process may remove it at the same time
+                    if _owner_and_id(path) not in kept and path.is_file() and path.stat().st_mtime < oldest_s:
                         path.unlink()
 
     def path(self, file: FileRecord) -> Path:
         return self._path(file.tenant, file.id, file.filename)
 
     def write(self, tenant: str, file_id: str, filename: str, content: BinaryIO, max_bytes: int) -> int:
-        """How many bytes; on the disk when this returns. Raises: SaveError, NoRoom for more than `max_bytes`."""
+        """Writes `content` durably and returns its size in bytes. Raises: SaveError, NoRoom for more than `max_bytes`."""
         path = self._path(tenant, file_id, filename)
         temporary = path.with_name(TEMPORARY + path.name)
         num_bytes = 0
@@ -54,7 +56,7 @@ class Blobs:
             with saving(self._folder):
                 make_folder(path.parent)
                 with open(temporary, "wb") as copy:
-                    while piece := content.read(_PIECE_BYTES):
+                    while piece := content.read(_CHUNK_BYTES):
                         num_bytes += len(piece)
                         if num_bytes > max_bytes:
                             raise NoRoom(
@@ -81,6 +83,6 @@ class Blobs:
         return self._folder / owner / (file_id + (suffix if suffix in SUFFIXES else ""))
 
 
-def _name(path: Path) -> tuple[str, str]:
-    """Whose, and the file's id; never what it is read as."""
+def _owner_and_id(path: Path) -> tuple[str, str]:
+    """The hashed tenant and the file's id, without the suffix."""
     return path.parent.name, path.name.partition(".")[0]

@@ -1,8 +1,10 @@
-"""/v1/conversations: what the service keeps of what was said, for clients that do not send it each time."""
+"""/v1/conversations: conversations that the service stores. Owns the routes and the items' format."""
 
 from __future__ import annotations
 
-from fastapi import APIRouter, Request
+from typing import Annotated
+
+from fastapi import APIRouter, Query
 
 from ragspec.core import Message
 from ragspec.errors import InputError
@@ -10,63 +12,52 @@ from ragspec.rag.chat.conversations import Conversation, ConversationStore, QaPa
 from ragspec.rag.chat.history import split_messages
 from services.backend import Backend
 from services.errors import ApiError
-from services.stores.bodies import Cursor, Limit, NewConversation, Order
-from services.stores.shapes import Fields, deleted, page
+from services.stores.schemas import Fields, Name, NewConversation, PageQuery, Tenant, deleted
 
 
 def routes(backend: Backend) -> APIRouter:
     router = APIRouter(prefix="/v1/conversations")
-    kept = backend.chat.conversations
+    conversations = backend.chat.conversations
 
     def store() -> ConversationStore:
-        if kept is None:
+        if conversations is None:
             raise ApiError(501, "conversations are not kept here")
-        return kept
+        return conversations
 
     @router.post("")
-    def create(request: Request, body: NewConversation | None = None) -> Fields:
-        tenant, body = request.state.caller.tenant, body or NewConversation()
-        return _object(store().create(tenant, body.metadata, _said(body)))
+    def create(tenant: Tenant, body: NewConversation | None = None) -> Fields:
+        body = body or NewConversation()
+        return _object(store().create(tenant, body.metadata, _turns(body)))
 
     @router.get("/{conversation}")
-    def find(request: Request, conversation: Cursor) -> Fields:
-        return _object(store().find(request.state.caller.tenant, conversation))
+    def find(tenant: Tenant, conversation: Name) -> Fields:
+        return _object(store().find(tenant, conversation))
 
     @router.delete("/{conversation}")
-    def delete(request: Request, conversation: Cursor) -> Fields:
-        store().delete(request.state.caller.tenant, conversation)
+    def delete(tenant: Tenant, conversation: Name) -> Fields:
+        store().delete(tenant, conversation)
         return deleted("conversation.deleted", conversation)
 
     @router.get("/{conversation}/items")
-    def items(
-        request: Request, conversation: Cursor, limit: Limit = 20, order: Order = "desc", after: Cursor = ""
-    ) -> Fields:
-        said = store().turns(request.state.caller.tenant, conversation)
-        texts = [(role, text) for turn in said for role, text in zip(("user", "assistant"), turn, strict=True)]
-        numbered = list(enumerate(texts))
-        return page(
-            numbered,
+    def items(tenant: Tenant, conversation: Name, query: Annotated[PageQuery, Query()]) -> Fields:
+        turns = store().turns(tenant, conversation)
+        texts = [(role, text) for turn in turns for role, text in zip(("user", "assistant"), turn, strict=True)]
+        return query.page(
+            list(enumerate(texts)),
             lambda item: _item(conversation, item[0], *item[1]),
             lambda item: (item[0], _item_id(conversation, item[0])),
-            limit=limit,
-            order=order,
-            after=after,
         )
 
     return router
 
 
-def _said(body: NewConversation) -> list[QaPair]:
+def _turns(body: NewConversation) -> list[QaPair]:
     """Raises: InputError unless the items are whole turns."""
     messages = [Message(item.role, item.text) for item in body.items or ()]
     if not messages:
         return []
-    last = messages[-1]
-    if (
-        any(m.role not in ("user", "assistant") for m in messages)
-        or last.role != "assistant"
-        or not last.content.strip()
-    ):
+    last, is_dialogue = messages[-1], all(message.role in ("user", "assistant") for message in messages)
+    if not is_dialogue or last.role != "assistant" or not last.content.strip():
         raise InputError(
             "items must be messages of user and assistant, and the last of them the assistant's and not empty"
         )

@@ -1,12 +1,14 @@
-"""Files and vector stores of every tenant, over one index: what is uploaded, what is read into the index, what is taken out.
+"""Files and vector stores of all tenants over one index.
+
+Owns records, files and the worker that changes the index. Knows no HTTP.
 
     >>> with Library(data_dir, index_dir, encoder, forget) as library:
     ...     file = library.upload("acme", "faq.md", "assistants", content)
     ...     store = library.create_store("acme", "help")
     ...     library.attach("acme", store.id, file.id, {})
 
-A vector store is a key of the metadata of documents that belong to the tenant. A tenant sees its own alone. What was acknowledged
-is there after the end of the process, however it ended, and what was begun is gone on with.
+A vector store is a metadata key of its tenant's documents. A tenant sees only its own files and stores. Acknowledged changes
+survive a crash; the next process goes on with unfinished ones.
 """
 
 from __future__ import annotations
@@ -23,8 +25,8 @@ from ragspec.retrieval.encoder import TextEncoder
 from ragspec.retrieval.retriever import configured_index_dir
 from services.settings import ServiceConfig, ServiceSettings
 from services.stores.blobs import Blobs
-from services.stores.ingest import Ingest
-from services.stores.members_index import Forget
+from services.stores.index_updater import Forget
+from services.stores.ingest import IngestWorker
 from services.stores.parsing import FILE, STORE, ParseLimits
 from services.stores.records import Attributes, FileRecord, Member, Records, StoreRecord
 
@@ -40,9 +42,9 @@ def open_library(config: ServiceConfig, encoder: TextEncoder, forget: Forget) ->
 
 
 def library_folder(service: ServiceSettings, index_dir: Path) -> Path:
-    """The one that is named, or else one of this index's own.
+    """`service.library_dir`, or a folder for this index alone.
 
-    Why not one for several indexes: what is deleted is taken out of the index that is served, and would stay in the others.
+    Why not one folder for several indexes: a deletion changes the served index, and would leave the text in the others.
     """
     if service.library_dir:
         return Path(service.library_dir)
@@ -53,7 +55,7 @@ def library_folder(service: ServiceSettings, index_dir: Path) -> Path:
 
 
 class Library(AbstractContextManager["Library"]):
-    """Owns records, bytes and the worker that changes the index. Safe to call from several threads; what takes time blocks."""
+    """Safe to call from several threads. All methods may block."""
 
     def __init__(
         self,
@@ -66,18 +68,18 @@ class Library(AbstractContextManager["Library"]):
         max_waiting: int = 10_000,
         parse_limits: ParseLimits | None = None,
     ) -> None:
-        """`forget` hears of documents that are gone from the index. Raises: SaveError, StoreCorrupt."""
+        """`forget` is called for documents that leave the index. Raises: SaveError, StoreCorrupt."""
         self._records = Records(data_dir / "library.sqlite")
         self._blobs = Blobs(data_dir / "files")
         self._blobs.sweep(self._records.all_files())
         self._max_bytes = max_bytes_per_tenant
-        self._ingest = Ingest(
+        self._ingest = IngestWorker(
             self._records, index_dir, encoder, self._blobs.path, forget, max_waiting=max_waiting, limits=parse_limits
         )
         self._ingest.start()
 
     def upload(self, tenant: str, filename: str, purpose: str, content: BinaryIO) -> FileRecord:
-        """Raises: InputError, SaveError, NoRoom where the tenant's is used up."""
+        """Raises: InputError, SaveError, NoRoom if the tenant has no space left."""
         name = _plain_name(filename)
         room = self._max_bytes - sum(file.num_bytes for file in self._records.files(tenant))
         file_id = f"file-{secrets.token_hex(12)}"
@@ -96,16 +98,16 @@ class Library(AbstractContextManager["Library"]):
         return self._records.file(tenant, file_id)
 
     def path(self, file: FileRecord) -> Path:
-        """Where its bytes are."""
+        """The path of the file's content."""
         return self._blobs.path(file)
 
     def delete_file(self, tenant: str, file_id: str) -> None:
-        """It is in no store and in no answer any more. Raises: NotFound, SaveError."""
+        """Deletes a file and removes it from all stores; no later answer quotes it. Raises: NotFound, SaveError."""
         file = self._records.file(tenant, file_id)
         self._ingest.delete(self._records.members_of_file(tenant, file_id))
         self._blobs.remove(file)
         self._records.drop_file(tenant, file_id)
-        self._ingest.delete(self._records.members_of_file(tenant, file_id))  # what was attached meanwhile
+        self._ingest.delete(self._records.members_of_file(tenant, file_id))  # members attached meanwhile
 
     def create_store(self, tenant: str, name: str = "", metadata: Mapping[str, str] | None = None) -> StoreRecord:
         """Raises: InputError, SaveError."""
@@ -121,20 +123,20 @@ class Library(AbstractContextManager["Library"]):
     def change_store(
         self, tenant: str, store_id: str, name: str | None = None, metadata: Mapping[str, str] | None = None
     ) -> StoreRecord:
-        """None: as it is. Raises: NotFound, InputError, SaveError."""
+        """None keeps the value. Raises: NotFound, InputError, SaveError."""
         old = self._records.store(tenant, store_id)
         kept = old.metadata if metadata is None else checked_metadata(metadata)
         self._records.change_store(tenant, store_id, old.name if name is None else name, kept)
         return self._records.store(tenant, store_id)
 
     def delete_store(self, tenant: str, store_id: str) -> None:
-        """Its files stay; nothing of them is found through it any more. Raises: NotFound, SaveError."""
+        """Deletes a store; its files stay. Raises: NotFound, SaveError."""
         self._records.store(tenant, store_id)
         self._ingest.delete(self._records.members(tenant, store_id))
         self._records.drop_store(tenant, store_id)
 
     def attach(self, tenant: str, store_id: str, file_id: str, attributes: Attributes) -> Member:
-        """Begin to read a file into a store. Raises: NotFound, InputError, Overloaded, SaveError."""
+        """Starts to index a file in a store. Raises: NotFound, InputError, Overloaded, SaveError."""
         self._records.store(tenant, store_id)
         self._records.file(tenant, file_id)
         self._ingest.check_room()
@@ -153,18 +155,18 @@ class Library(AbstractContextManager["Library"]):
         return self._records.members(tenant, store_id)
 
     def detach(self, tenant: str, store_id: str, file_id: str) -> None:
-        """The next query finds nothing of it in this store. Raises: NotFound, SaveError."""
+        """Removes a file from a store; the next query does not find it there. Raises: NotFound, SaveError."""
         self._ingest.delete([self.member(tenant, store_id, file_id)])
 
     def purge(self, tenant: str) -> None:
-        """Nothing of a tenant is left. Raises: SaveError."""
+        """Deletes everything of a tenant. Raises: SaveError."""
         for store in self._records.stores(tenant):
             self.delete_store(tenant, store.id)
         for file in self._records.files(tenant):
             self.delete_file(tenant, file.id)
 
     def close(self) -> None:
-        """After the change of the index that is being made."""
+        """Returns after the current change of the index."""
         self._ingest.stop()
         self._records.close()
 
@@ -173,7 +175,7 @@ class Library(AbstractContextManager["Library"]):
 
 
 def checked_attributes(attributes: Attributes, what: str) -> Attributes:
-    """Raises: InputError as OpenAI would."""
+    """Within OpenAI's limits. Raises: InputError."""
     if len(attributes) > MAX_ATTRIBUTES:
         raise InputError(f"{what} may have at most {MAX_ATTRIBUTES} keys, not {len(attributes)}")
     for key, value in attributes.items():
@@ -192,7 +194,7 @@ def checked_metadata(metadata: Mapping[str, str]) -> dict[str, str]:
 
 
 def _plain_name(filename: str) -> str:
-    """The last part, as printable text. Raises: InputError if nothing of a name is left."""
+    """The printable characters of the path's last part. Raises: InputError if none are left or there are too many."""
     last = filename.replace("\\", "/").rsplit("/", 1)[-1]
     name = "".join(char for char in last if char.isprintable()).strip()
     if name in ("", ".", "..") or len(name) > _MAX_NAME_CHARS:

@@ -1,82 +1,103 @@
-"""An uploaded file becomes documents of its tenant and vector store."""
+"""Parses an uploaded file into documents of its tenant and vector store.
+
+Owns the limits of parsing. Files other than plain text are parsed in a process with limits of memory and time, so that a damaged
+or hostile file cannot take the service down. Whose documents they are is never read from the file.
+
+    python -m services.stores.parsing FILE NAME OUTPUT MAX_BYTES MAX_S        # the process: one JSON object a line
+"""
 
 from __future__ import annotations
 
 import json
+import resource
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ragspec.core import Document, Heading
 from ragspec.errors import InputError
-from ragspec.retrieval.reading import SUFFIXES
-from services.stores.parse_file import REFUSED, write_documents
-from services.stores.records import FileRecord, Member
+from ragspec.retrieval.reading import SUFFIXES, read_file
+
+if TYPE_CHECKING:
+    from services.stores.records import FileRecord, Member
 
 STORE, FILE = "vector_store_id", "file_id"
-"""Keys of the metadata that say where a document comes from; nobody else sets them."""
+"""Keys of a document's metadata that the service sets; users cannot."""
 
-ROWS = frozenset({".jsonl", ".csv", ".tsv"})
-PLAIN = frozenset({".txt", ".md", ".markdown"})
-"""Read as they are: there is nothing to take apart, and no need for a process."""
+_ROW_SUFFIXES = frozenset({".jsonl", ".csv", ".tsv"})
+_PLAIN_SUFFIXES = frozenset({".txt", ".md", ".markdown"})
+"""Read without a process: there is nothing to parse."""
+_MAX_REASON_CHARS = 300
+_MEMORY_BYTES = 2 * 2**30
+_REFUSED = 3
+"""Exit status of the process; its standard output is the reason."""
 
-_MAX_REASON = 300
 
-
-class Unsupported(InputError):
-    """A kind of file that is not read."""
+class UnsupportedFile(InputError):
+    """A type of file that cannot be parsed."""
 
 
 class ParseLimits(NamedTuple):
-    """`timeout_s`: of the clock; half as much of a processor."""
+    """`timeout_s`: wall-clock time. Processor time is limited to half of it."""
 
     max_text_bytes: int = 64 * 2**20
     timeout_s: float = 120.0
 
 
 def parsed(path: Path, file: FileRecord, member: Member, limits: ParseLimits) -> Iterator[Document]:
-    """The documents of a file as a member of a store. Whose they are is never what the file says.
+    """The documents of a file in a vector store.
 
-    Raises: InputError with a reason that names the file as its owner does; Unsupported.
+    Raises: InputError with a reason that names the file as its owner does; UnsupportedFile.
     """
     suffix = Path(file.filename).suffix.lower()
     if suffix not in SUFFIXES:
-        raise Unsupported(f"files of this kind are not read; those that are: {', '.join(sorted(SUFFIXES))}")
+        raise UnsupportedFile(f"files of this type cannot be read; these can: {', '.join(sorted(SUFFIXES))}")
     with tempfile.TemporaryDirectory(prefix="ragspec-parse-") as folder:
         output = Path(folder) / "documents.jsonl"
-        if suffix in PLAIN:
-            _write(path, file.filename, output, limits)
-        else:
-            _run(path, file.filename, output, limits)
+        parse = _parse_here if suffix in _PLAIN_SUFFIXES else _parse_in_process
+        try:
+            parse(path, file.filename, output, limits)
+        except InputError as cause:
+            raise InputError(str(cause).replace(str(path), file.filename)[:_MAX_REASON_CHARS]) from cause
         with open(output, encoding="utf-8") as lines:
             for number, line in enumerate(lines, 1):
-                yield _document(json.loads(line), file, member, f":{number}" if suffix in ROWS else "")
+                yield _document(json.loads(line), file, member, f":{number}" if suffix in _ROW_SUFFIXES else "")
 
 
-def _write(path: Path, filename: str, output: Path, limits: ParseLimits) -> None:
-    try:
-        write_documents(path, filename, output, limits.max_text_bytes)
-    except InputError as cause:
-        raise InputError(str(cause).replace(str(path), filename)[:_MAX_REASON]) from cause
+def _parse_here(path: Path, filename: str, output: Path, limits: ParseLimits) -> None:
+    write_documents(path, filename, output, limits.max_text_bytes)
 
 
-def _run(path: Path, filename: str, output: Path, limits: ParseLimits) -> None:
+def _parse_in_process(path: Path, filename: str, output: Path, limits: ParseLimits) -> None:
     numbers = [str(limits.max_text_bytes), str(max(1, int(limits.timeout_s / 2)))]
-    command = [sys.executable, "-m", "services.stores.parse_file", str(path), filename, str(output), *numbers]
+    command = [sys.executable, "-m", "services.stores.parsing", str(path), filename, str(output), *numbers]
+    root = Path(__file__).parents[2]
     try:
         ended = subprocess.run(
-            command, stdin=subprocess.DEVNULL, capture_output=True, timeout=limits.timeout_s, cwd=_ROOT, check=False
+            command, stdin=subprocess.DEVNULL, capture_output=True, timeout=limits.timeout_s, cwd=root, check=False
         )
     except subprocess.TimeoutExpired as cause:
         raise InputError(f"reading it took longer than {limits.timeout_s:g} s") from cause
-    if ended.returncode == REFUSED:
-        reason = ended.stdout.decode("utf-8", "replace").replace(str(path), filename)
-        raise InputError(reason[:_MAX_REASON])
+    if ended.returncode == _REFUSED:
+        raise InputError(ended.stdout.decode("utf-8", "replace"))
     if ended.returncode:
-        raise InputError("reading it took too much memory or time, or broke what reads it")
+        raise InputError("reading it took too much memory or time, or crashed the parser")
+
+
+def write_documents(path: Path, name: str, output: Path, max_bytes: int) -> None:
+    """Writes the file's documents to `output`. Raises: InputError, also for more than `max_bytes` of text."""
+    num_bytes = 0
+    with open(output, "w", encoding="utf-8") as lines:
+        for document in read_file(path, name):
+            num_bytes += len(document.text.encode())
+            if num_bytes > max_bytes:
+                raise InputError(f"it holds more than {max_bytes} bytes of text")
+            fields: dict[str, Any] = {"text": document.text, "title": document.title, "source": document.source}
+            fields |= {"metadata": dict(document.metadata), "headings": document.headings}
+            lines.write(json.dumps(fields) + "\n")
 
 
 def _document(fields: dict[str, Any], file: FileRecord, member: Member, row: str) -> Document:
@@ -96,8 +117,21 @@ def _document(fields: dict[str, Any], file: FileRecord, member: Member, row: str
 
 
 def origin_of(member: Member) -> str:
-    """Names in the index what belongs to a member."""
+    """The `origin` in the index of a member's documents."""
     return f"{member.store}:{member.file}"
 
 
-_ROOT = Path(__file__).parents[2]
+def main(path: str, name: str, output: str, max_bytes: str, max_s: str) -> int:
+    resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, _MEMORY_BYTES))
+    resource.setrlimit(resource.RLIMIT_CPU, (int(max_s), int(max_s)))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    try:
+        write_documents(Path(path), name, Path(output), int(max_bytes))
+    except InputError as cause:
+        sys.stdout.write(str(cause))
+        return _REFUSED
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

@@ -1,7 +1,7 @@
-"""What the library knows of files and vector stores, in one SQLite file. Knows nothing of their content.
+"""Records of files, vector stores and their members in one SQLite file; never their content.
 
-A *member* is a file in a vector store. Its states: in_progress -> completed or failed; any -> deleting -> gone. Whatever stands
-at in_progress or deleting when a process ends is gone on with by the next.
+A member is a file in a vector store. Its states: in_progress -> completed or failed; any -> deleting -> gone. When a process
+ends, the next one goes on with members that are in_progress or deleting.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class StoreRecord:
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """`code` and `message` say why it failed; `num_bytes` of text are indexed."""
+    """A file in a vector store. `code` and `message`: the error of a failed member. `num_bytes`: its indexed text."""
 
     tenant: str
     store: str
@@ -96,7 +96,7 @@ class Records:
         return FileRecord(*rows[0])
 
     def all_files(self) -> list[FileRecord]:
-        """Of every tenant."""
+        """Files of all tenants."""
         return [FileRecord(*row) for row in self._rows("SELECT * FROM files")]
 
     def files(self, tenant: str) -> list[FileRecord]:
@@ -136,7 +136,7 @@ class Records:
         self._database.forget()
 
     def add_member(self, tenant: str, store_id: str, file_id: str, attributes: Attributes) -> Member:
-        """One that is there already is read in again, with these attributes. Raises: InputError while it is being deleted."""
+        """Adds or restarts a member with these attributes. Raises: InputError while it is being deleted."""
         now = time.time()
         with self._database.writing() as db:
             found = db.execute(
@@ -166,21 +166,21 @@ class Records:
         return [_member(row) for row in self._rows(query, tenant, file_id)]
 
     def unfinished(self) -> list[Member]:
-        """Of all tenants: what an earlier process left."""
+        """Members of all tenants that are in_progress or deleting, oldest first."""
         query = "SELECT * FROM members WHERE status IN ('in_progress', 'deleting') ORDER BY created_s"
         return [_member(row) for row in self._rows(query)]
 
     def completed(self) -> list[Member]:
-        """Of all tenants."""
+        """Members of all tenants."""
         return [_member(row) for row in self._rows("SELECT * FROM members WHERE status='completed'")]
 
     def status(self, key: tuple[str, str, str]) -> str:
-        """Empty: there is no such member."""
+        """Empty for an unknown member."""
         rows = self._rows("SELECT status FROM members WHERE tenant=? AND store=? AND file=?", *key)
         return str(rows[0][0]) if rows else ""
 
     def end(self, member: Member, status: str, code: str = "", message: str = "", num_bytes: int = 0) -> None:
-        """What was in progress is over; nothing changes if it was begun anew or is being deleted meanwhile."""
+        """Ends a member that is in progress. Does nothing if it was restarted or deleted meanwhile."""
         values = (status, code, message, num_bytes, *member.key, member.created_s)
         with self._database.writing() as db:
             db.execute(
@@ -189,8 +189,8 @@ class Records:
                 values,
             )
 
-    def begin_again(self, members: Sequence[Member]) -> None:
-        """Those that are completed still are in progress."""
+    def restart(self, members: Sequence[Member]) -> None:
+        """Sets completed members to in_progress."""
         with self._database.writing() as db:
             keys = [member.key for member in members]
             where = "WHERE tenant=? AND store=? AND file=? AND status='completed'"
@@ -202,12 +202,12 @@ class Records:
             db.executemany("UPDATE members SET status=? WHERE tenant=? AND store=? AND file=?", values)
 
     def still_deleting(self, members: Sequence[Member]) -> list[Member]:
-        """Those that nobody has deleted, or put in anew, meanwhile."""
+        """The members that were neither deleted nor restarted meanwhile."""
         found = {(each.key, each.created_s) for each in self.unfinished() if each.status == "deleting"}
         return [member for member in members if (member.key, member.created_s) in found]
 
     def drop_members(self, members: Sequence[Member]) -> None:
-        """Those that are to be deleted still; others were put in anew."""
+        """Removes the members that are still deleting; the others were restarted."""
         with self._database.writing() as db:
             keys = [(*member.key, member.created_s) for member in members]
             where = "WHERE tenant=? AND store=? AND file=? AND created_s=? AND status='deleting'"

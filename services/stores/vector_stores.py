@@ -1,28 +1,34 @@
-"""/v1/vector_stores: files that are searched together."""
+"""/v1/vector_stores: sets of files that are searched together. Owns the routes; `Library` does the work."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter, Query
 
 from ragspec.core import Passage
 from ragspec.retrieval.search.filters import ComparisonFilter, CompoundFilter, parse_filter
 from ragspec.retrieval.search.segment_search import SearchScope
 from services.backend import Backend
-from services.stores.bodies import (
-    Cursor,
-    Limit,
-    MemberChange,
-    NewMember,
-    NewStore,
-    Order,
-    Search,
-    StoreChange,
-)
 from services.stores.parsing import STORE
 from services.stores.records import StoreRecord
-from services.stores.shapes import Fields, deleted, member_object, page, result_object, store_object, unit_score
+from services.stores.schemas import (
+    Fields,
+    MemberChange,
+    MemberQuery,
+    Name,
+    NewMember,
+    NewStore,
+    SearchBody,
+    StoreChange,
+    StoreQuery,
+    Tenant,
+    deleted,
+    member_object,
+    result_object,
+    store_object,
+    unit_score,
+)
 
 
 def routes(backend: Backend) -> APIRouter:
@@ -36,45 +42,33 @@ def routes(backend: Backend) -> APIRouter:
 def _add_stores(router: APIRouter, backend: Backend) -> None:
     library = backend.library
 
-    def shown(store: StoreRecord) -> Fields:
+    def shape(store: StoreRecord) -> Fields:
         return store_object(store, library.members(store.tenant, store.id))
 
     @router.post("")
-    def create(request: Request, body: NewStore) -> Fields:
-        tenant = request.state.caller.tenant
+    def create(tenant: Tenant, body: NewStore) -> Fields:
         for file_id in body.file_ids:
-            library.file(tenant, file_id)
+            library.file(tenant, file_id)  # raises NotFound before anything is created
         store = library.create_store(tenant, body.name or "", body.metadata)
         for file_id in body.file_ids:
             library.attach(tenant, store.id, file_id, {})
-        return shown(store)
+        return shape(store)
 
     @router.get("")
-    def stores(
-        request: Request, limit: Limit = 20, order: Order = "desc", after: Cursor = "", before: Cursor = ""
-    ) -> Fields:
-        found = library.stores(request.state.caller.tenant)
-        return page(
-            found,
-            shown,
-            lambda store: (store.created_s, store.id),
-            limit=limit,
-            order=order,
-            after=after,
-            before=before,
-        )
+    def stores(tenant: Tenant, query: Annotated[StoreQuery, Query()]) -> Fields:
+        return query.page(library.stores(tenant), shape, lambda store: (store.created_s, store.id))
 
     @router.get("/{store_id}")
-    def store(request: Request, store_id: Cursor) -> Fields:
-        return shown(library.store(request.state.caller.tenant, store_id))
+    def store(tenant: Tenant, store_id: Name) -> Fields:
+        return shape(library.store(tenant, store_id))
 
     @router.post("/{store_id}")
-    def change(request: Request, store_id: Cursor, body: StoreChange) -> Fields:
-        return shown(library.change_store(request.state.caller.tenant, store_id, body.name, body.metadata))
+    def change(tenant: Tenant, store_id: Name, body: StoreChange) -> Fields:
+        return shape(library.change_store(tenant, store_id, body.name, body.metadata))
 
     @router.delete("/{store_id}")
-    def delete(request: Request, store_id: Cursor) -> Fields:
-        library.delete_store(request.state.caller.tenant, store_id)
+    def delete(tenant: Tenant, store_id: Name) -> Fields:
+        library.delete_store(tenant, store_id)
         return deleted("vector_store.deleted", store_id)
 
 
@@ -82,46 +76,27 @@ def _add_members(router: APIRouter, backend: Backend) -> None:
     library = backend.library
 
     @router.post("/{store_id}/files")
-    def attach(request: Request, store_id: Cursor, body: NewMember) -> Fields:
-        tenant = request.state.caller.tenant
+    def attach(tenant: Tenant, store_id: Name, body: NewMember) -> Fields:
         return member_object(library.attach(tenant, store_id, body.file_id, body.attributes or {}))
 
     @router.get("/{store_id}/files")
-    def members(
-        request: Request,
-        store_id: Cursor,
-        limit: Limit = 20,
-        order: Order = "desc",
-        after: Cursor = "",
-        before: Cursor = "",
-        filter: str = "",
-    ) -> Fields:
-        found = library.members(request.state.caller.tenant, store_id)
-        wanted = [member for member in found if filter in ("", member.status)]
-        return page(
-            wanted,
-            member_object,
-            lambda member: (member.created_s, member.file),
-            limit=limit,
-            order=order,
-            after=after,
-            before=before,
-        )
+    def members(tenant: Tenant, store_id: Name, query: Annotated[MemberQuery, Query()]) -> Fields:
+        found = [each for each in library.members(tenant, store_id) if query.filter in ("", each.status)]
+        return query.page(found, member_object, lambda member: (member.created_s, member.file))
 
     @router.get("/{store_id}/files/{file_id}")
-    def member(request: Request, store_id: Cursor, file_id: Cursor) -> Fields:
-        return member_object(library.member(request.state.caller.tenant, store_id, file_id))
+    def member(tenant: Tenant, store_id: Name, file_id: Name) -> Fields:
+        return member_object(library.member(tenant, store_id, file_id))
 
     @router.post("/{store_id}/files/{file_id}")
-    def change(request: Request, store_id: Cursor, file_id: Cursor, body: MemberChange) -> Fields:
-        """Other attributes: the file is read in again, and passages keep their vectors."""
-        tenant = request.state.caller.tenant
+    def change(tenant: Tenant, store_id: Name, file_id: Name, body: MemberChange) -> Fields:
+        """Indexes the file again with the new attributes. Unchanged passages keep their vectors."""
         library.member(tenant, store_id, file_id)
         return member_object(library.attach(tenant, store_id, file_id, body.attributes or {}))
 
     @router.delete("/{store_id}/files/{file_id}")
-    def detach(request: Request, store_id: Cursor, file_id: Cursor) -> Fields:
-        library.detach(request.state.caller.tenant, store_id, file_id)
+    def detach(tenant: Tenant, store_id: Name, file_id: Name) -> Fields:
+        library.detach(tenant, store_id, file_id)
         return deleted("vector_store.file.deleted", file_id)
 
 
@@ -129,14 +104,13 @@ def _add_search(router: APIRouter, backend: Backend) -> None:
     library, retriever = backend.library, backend.config.retriever
 
     @router.post("/{store_id}/search")
-    def search(request: Request, store_id: Cursor, body: Search) -> Fields:
-        tenant = request.state.caller.tenant
+    def search(tenant: Tenant, store_id: Name, body: SearchBody) -> Fields:
         library.store(tenant, store_id)
-        own: Any = ComparisonFilter(type="eq", key=STORE, value=store_id)
+        in_store: Any = ComparisonFilter(type="eq", key=STORE, value=store_id)
         if body.filters is not None:
-            own = CompoundFilter(type="and", filters=(own, parse_filter(body.filters)))
+            in_store = CompoundFilter(type="and", filters=(in_store, parse_filter(body.filters)))
         queries = [body.query] if isinstance(body.query, str) else body.query
-        found = backend.retriever.retrieve(queries, body.max_num_results, SearchScope(tenant, own))
+        found = backend.retriever.retrieve(queries, body.max_num_results, SearchScope(tenant, in_store))
         best: dict[str, Passage] = {}
         for passage in (passage for passages in found.passages for passage in passages):
             if passage.id not in best or passage.score > best[passage.id].score:

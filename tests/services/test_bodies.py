@@ -150,7 +150,7 @@ def test_a_body_that_does_not_come_is_given_up(hasty: Service) -> None:
     lines = (hasty.bearer, "Content-Type: application/json", "Content-Length: 100")
     reply = ask(hasty.url, head("POST", "/v1/chat/completions", *lines), b"{")
     assert (reply.status, reply.json()["error"]["code"]) == (408, "timeout")
-    assert hasty.backend.gate.running == 0
+    assert hasty.backend.rate_limiter.running == 0
 
 
 def test_a_client_that_leaves_while_it_sends_leaves_nothing_behind(hasty: Service) -> None:
@@ -158,4 +158,4 @@ def test_a_client_that_leaves_while_it_sends_leaves_nothing_behind(hasty: Servic
     with opened(hasty.url) as connection:
         lines = (hasty.bearer, "Content-Type: application/json", "Content-Length: 100")
         connection.sendall(head("POST", "/v1/chat/completions", *lines) + b"{")
-    assert soon(lambda: not hasty.backend.gate.running and hasty.aborts("client_gone") == 1)
+    assert soon(lambda: not hasty.backend.rate_limiter.running and hasty.aborts("client_gone") == 1)

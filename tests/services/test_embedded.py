@@ -54,7 +54,7 @@ def test_what_runs_ends_and_nothing_new_is_taken(serving: Serving) -> None:
     """A rolling update cuts answers off, or clients see connections refused instead of a time to come back."""
     with serving() as service, service.client() as other, begun(service, asked(300)) as (_, pieces):
         service.server.stop()
-        assert soon(lambda: service.backend.gate.draining)
+        assert soon(lambda: service.backend.rate_limiter.draining)
         assert other.get("/health/ready").status_code == 503 and other.get("/health/live").status_code == 200
         refused = other.post("/v1/chat/completions", json=asked(3))
         assert refused.status_code == 503 and int(refused.headers["retry-after"]) >= 1

@@ -78,20 +78,23 @@ def test_no_error_of_the_library_is_unknown(kind: type[RagspecError]) -> None:
 def test_bodies_are_openai_s_and_under_v2_languagetool_s() -> None:
     """A client of one protocol reads the other's error, and shows nothing."""
     error = ApiError(429, "later", retry_after_s=0.2, param="x")
-    headers, body = error.reply("/v1/models")
-    assert body == b'{"error": {"message": "later", "type": "requests", "param": "x", "code": "rate_limit_exceeded"}}'
-    assert dict(headers)[b"retry-after"] == b"1" and dict(headers)[b"content-type"] == b"application/json"
+    response = error.response("/v1/models")
+    assert (
+        response.body
+        == b'{"error": {"message": "later", "type": "requests", "param": "x", "code": "rate_limit_exceeded"}}'
+    )
+    assert response.headers["retry-after"] == "1" and response.headers["content-type"] == "application/json"
     for path in ("/v2", "/v2/check"):
-        headers, body = error.reply(path)
-        assert body == b"Error: later" and dict(headers)[b"content-type"] == b"text/plain; charset=utf-8"
-    assert error.reply("/v2x")[1].startswith(b"{")
+        response = error.response(path)
+        assert response.body == b"Error: later" and response.headers["content-type"] == "text/plain; charset=utf-8"
+    assert bytes(error.response("/v2x").body).startswith(b"{")
 
 
 def test_a_message_with_any_character_can_be_sent() -> None:
     """An error about half a surrogate pair breaks on the half that it quotes."""
     for path in ("/v1/x", "/v2/x"):
-        headers, body = ApiError(400, "not \ud800 \0 é").reply(path)
-        assert int(dict(headers)[b"content-length"]) == len(body)
+        response = ApiError(400, "not \ud800 \0 é").response(path)
+        assert int(response.headers["content-length"]) == len(response.body)
 
 
 def test_a_fault_in_a_field_names_the_field() -> None:

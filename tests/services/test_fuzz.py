@@ -67,7 +67,7 @@ def fuzzed(service: Service) -> Iterator[Counter[int]]:
         body = {"model": MODEL, "prompt": "Who built the bridge?", "max_tokens": 4}
         assert client.post("/v1/completions", json=body).status_code == 200
         assert client.get("/health/ready").status_code == 200
-    assert service.backend.gate.running == 0
+    assert service.backend.rate_limiter.running == 0
 
 
 def fuzz(service: Service, statuses: Counter[int], num_each: int) -> None:

@@ -9,7 +9,7 @@ import pytest
 from raw_http import ask, head
 from service_parts import Service, Serving
 
-from services.auth_middleware import PUBLIC, Guard, is_public
+from services.auth_middleware import PUBLIC, AuthMiddleware, is_public
 from services.settings import ServiceConfig, ServiceSettings
 
 
@@ -151,7 +151,7 @@ def test_what_strangers_send_is_bounded(hasty: Service, monkeypatch: pytest.Monk
     assert ask(hasty.url, head("POST", "/v2/check", kind, "Content-Length: 9"), b"a&b=%ff&c").status == 400
     assert ask(hasty.url, head("POST", "/health/live", "Content-Length: 9"), b"a" * 9).status in (400, 415)
     assert ask(hasty.url, head("GET", "/health/live", "Content-Length: 9"), b"a" * 9).status == 400
-    monkeypatch.setattr("services.auth_middleware._MOST_STRANGERS", 0)
+    monkeypatch.setattr("services.auth_middleware._MAX_ANONYMOUS_FORMS", 0)
     assert ask(hasty.url, head("POST", "/v2/check", kind, "Content-Length: 9"), b"a&b=c&c=d").status == 429
 
 
@@ -184,6 +184,8 @@ def test_no_charset_but_utf_8_is_read(hasty: Service, kind: str) -> None:
 def test_the_address_it_listens_at_is_a_name_it_knows() -> None:
     """--host 127.0.1.1 refused its own printed link."""
     for host, name in (("127.0.1.1", "127.0.1.1"), ("::1", "[::1]"), ("localhost", "localhost")):
-        backend = SimpleNamespace(config=ServiceConfig(service=ServiceSettings(host=host)), gate=None, metrics=None)
-        guard: Any = Guard(None, backend, None)  # type: ignore[arg-type]
-        guard._check_head({"path": "/", "query_string": b"", "headers": [(b"host", f"{name}:8000".encode())]})
+        backend = SimpleNamespace(
+            config=ServiceConfig(service=ServiceSettings(host=host)), rate_limiter=None, metrics=None
+        )
+        middleware: Any = AuthMiddleware(None, backend, None)  # type: ignore[arg-type]
+        middleware._check_head({"path": "/", "query_string": b"", "headers": [(b"host", f"{name}:8000".encode())]})

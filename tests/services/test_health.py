@@ -67,8 +67,8 @@ def test_a_busy_deployment_is_no_dead_one(service: Service, error: Exception | N
     async def asked() -> list[bool]:
         sung = []
         for _ in range(2):
-            canary._asked_at = -10.0
-            sung.append(await canary.sings())
+            canary._checked_s = -10.0
+            sung.append(await canary.check())
         return sung
 
     assert asyncio.run(asked())[-1] == goes_on

@@ -11,7 +11,7 @@ import pytest
 from service_parts import Service
 
 from ragspec.errors import ConfigError, InputError
-from services.keys import KeyFile, OneKey, add_key, digest, new_key, read_keys, revoke_key
+from services.keys import KeyFile, SingleKey, add_key, digest, new_key, read_keys, revoke_key
 from services.settings import KeyLimits
 
 
@@ -49,14 +49,14 @@ def test_anything_else_is_nobody_s_key(tmp_path: Path, wrong: str) -> None:
     key, _ = add_key(tmp_path / "keys.json", "ann")
     ring = KeyFile(tmp_path / "keys.json")
     assert ring.caller(wrong) is None and ring.caller(key[:-1]) is None and ring.caller(key + "a") is None
-    assert OneKey().caller(wrong) is None
+    assert SingleKey().caller(wrong) is None
 
 
 def test_a_changed_file_is_known_within_seconds_and_a_broken_one_changes_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A revoked key works until a restart; an editor's half-written file locks everybody out."""
-    monkeypatch.setattr("services.keys._LOOK_S", 0.0)
+    monkeypatch.setattr("services.keys._REREAD_S", 0.0)
     path = tmp_path / "keys.json"
     first, _ = add_key(path, "ann", key_id="first")
     ring = KeyFile(path)
@@ -103,7 +103,7 @@ def test_an_id_is_taken_once_and_revoked_once(tmp_path: Path) -> None:
 
 def test_a_running_service_forgets_a_revoked_key(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same through HTTP, where the file is looked at by requests."""
-    monkeypatch.setattr("services.keys._LOOK_S", 0.0)
+    monkeypatch.setattr("services.keys._REREAD_S", 0.0)
     key, record = add_key(service.keys.path, "carl")
     with service.client(key) as client:
         assert client.get("/v1/models").status_code == 200

@@ -13,8 +13,8 @@ from rewriting import rewriting
 from ragspec.rag.characters import Utf16Offsets
 from ragspec.rag.grammar.correction import CorrectionRequest, build_correction
 from ragspec.rag.grammar.edit_filters import EditFilter
-from services.languagetool.languages import detected
-from services.languagetool.matches import matches_of
+from services.languagetool.check_response import matches_of
+from services.languagetool.languages import detect_language
 
 
 def applied(text: str, matches: list[dict[str, Any]]) -> str:
@@ -75,6 +75,6 @@ def test_matches_lead_to_the_corrected_text(seed: int) -> None:
 )
 def test_other_languages_are_told_from_english(text: str, code: str) -> None:
     """German that is corrected as if it were bad English; a learner's English that is taken for no English."""
-    found = detected(text)
+    found = detect_language(text)
     assert found.code == code and 0.0 <= found.confidence <= 1.0
     assert found.is_corrected == code.startswith("en")

@@ -19,7 +19,7 @@ from starlette.types import Send
 
 from services.app import build_app
 from services.errors import ApiError
-from services.keys import OneKey
+from services.keys import SingleKey
 
 
 class Closing(StreamingResponse):
@@ -80,7 +80,7 @@ def probing(serving: Serving, **settings: float) -> Iterator[tuple[Service, Prob
     """A service with those routes behind the same guard."""
     probe = Probe()
     with serving(**HASTY, **settings) as service:
-        app = build_app(service.backend, OneKey(service.keys.trusted))
+        app = build_app(service.backend, SingleKey(service.keys.trusted))
         app.include_router(probe.routes())
         service.server.config.loaded_app = app
         yield service, probe
@@ -125,9 +125,9 @@ def test_a_client_that_leaves_ends_the_work(probed: tuple[Service, Probe], path:
         if "stream" in path:
             read_until(connection, b"data: ")
         else:
-            assert soon(lambda: service.backend.gate.running == 1)
+            assert soon(lambda: service.backend.rate_limiter.running == 1)
     assert probe.ended.wait(10.0) and probe.how in ("cancelled", "closed")
-    assert soon(lambda: service.aborts("client_gone") > 0 and not service.backend.gate.running)
+    assert soon(lambda: service.aborts("client_gone") > 0 and not service.backend.rate_limiter.running)
 
 
 def test_an_unexpected_error_says_nothing_of_itself(
@@ -162,7 +162,7 @@ def test_an_answer_that_takes_too_long_is_given_up(impatient: tuple[Service, Pro
     with service.client() as client:
         reply = client.post("/probe/wait")
     assert (reply.status_code, reply.json()["error"]["code"]) == (504, "timeout")
-    assert probe.ended.is_set() and service.backend.gate.running == 0
+    assert probe.ended.is_set() and service.backend.rate_limiter.running == 0
 
 
 def test_a_client_that_does_not_read_is_given_up(slow_reader: tuple[Service, Probe]) -> None:
@@ -178,7 +178,7 @@ def test_a_client_that_does_not_read_is_given_up(slow_reader: tuple[Service, Pro
 def test_more_than_fits_is_refused_with_a_time_to_come_back(probed: tuple[Service, Probe]) -> None:
     """Requests pile up until the machine gives way."""
     service, _ = probed
-    gate = service.backend.gate
+    gate = service.backend.rate_limiter
     limits, gate._limits = gate._limits, gate._limits.model_copy(update={"max_in_flight": 1})
     try:
         with opened(service.url) as connection, service.client() as client:

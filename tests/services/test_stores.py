@@ -18,7 +18,7 @@ from ragspec.core import Message, SamplingParams
 from ragspec.rag.chat.chat import ChatTurn
 from ragspec.rag.steps import parse_scope
 from ragspec.retrieval.search.segment_search import SearchScope
-from services.stores.shapes import unit_score
+from services.stores.schemas import unit_score
 
 FAQ = b"# Zebras\n\nA zebra has stripes that no other zebra has.\n\n# Camels\n\nA camel keeps its water in the blood.\n"
 

@@ -29,9 +29,9 @@ from ragspec.retrieval.index.writer import IndexWriter
 from ragspec.retrieval.retriever import Retriever, build_index
 from ragspec.retrieval.search.segment_search import SearchScope
 from services.settings import ServiceConfig
-from services.stores import ingest, members_index, tidying
+from services.stores import index_updater, ingest
+from services.stores.index_updater import IndexUpdater
 from services.stores.library import Library, library_folder, open_library
-from services.stores.members_index import MembersIndex
 from services.stores.parsing import ParseLimits
 
 ROOT = Path(__file__).parents[2]
@@ -168,8 +168,8 @@ def test_a_deletion_that_is_owed_is_tried_until_it_is_done(
     assert ended(library, store, file) == ("completed", "")
     library._records.set_status([library.member("ann", store, file)], "deleting")
     library.close()
-    monkeypatch.setattr(ingest, "_OWED_S", 0.2)
-    monkeypatch.setattr(members_index, "TRIES", 1)
+    monkeypatch.setattr(ingest, "_RETRY_DELETIONS_S", 0.2)
+    monkeypatch.setattr(index_updater, "TRIES", 1)
     with IndexWriter(index, LetterEncoder()):
         again = opened()
         time.sleep(0.5)
@@ -264,8 +264,8 @@ def on_disk(index: Path, text: str) -> bool:
 
 def test_deleted_text_leaves_the_disk(index: Path, opened: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
     """What was deleted could be read in the index's files for as long as nobody compacted it by hand."""
-    monkeypatch.setattr(tidying, "WAIT_S", 0.1)
-    monkeypatch.setattr(tidying, "GRACE_S", 0.2)
+    monkeypatch.setattr(index_updater, "SCRUB_WAIT_S", 0.1)
+    monkeypatch.setattr(index_updater, "GRACE_S", 0.2)
     monkeypatch.setattr(generation, "GRACE_S", 0.2)
     library = opened()
     store, file = attached(library)
@@ -309,8 +309,8 @@ def test_a_deletion_that_two_ask_for_is_not_forgotten(
     index: Path, opened: Opened, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Both failed while another process wrote, and the file stood at "deleting" until the next start, still to be found."""
-    monkeypatch.setattr(ingest, "_OWED_S", 0.1)
-    monkeypatch.setattr(members_index, "TRIES", 1)
+    monkeypatch.setattr(ingest, "_RETRY_DELETIONS_S", 0.1)
+    monkeypatch.setattr(index_updater, "TRIES", 1)
     library = opened()
     store, file = attached(library)
     assert ended(library, store, file) == ("completed", "")
@@ -326,8 +326,8 @@ def test_a_long_build_of_the_index_fails_no_upload(
     index: Path, opened: Opened, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Uploads failed for good, ten seconds after `ragspec index add` had begun with a large folder."""
-    monkeypatch.setattr(members_index, "TRIES", 1)
-    monkeypatch.setattr(ingest, "_BUSY_S", 0.05)
+    monkeypatch.setattr(index_updater, "TRIES", 1)
+    monkeypatch.setattr(ingest, "_RETRY_FILES_S", 0.05)
     library = opened()
     with IndexWriter(index, LetterEncoder()):
         store, file = attached(library)
@@ -378,7 +378,7 @@ def test_a_deletion_waits_for_one_file_and_not_for_all(opened: Opened, monkeypat
     assert ended(library, *gone) == ("completed", "")
     reads, reads_before = list[str](), list[int]()
     reading, go_on = threading.Event(), threading.Event()
-    worker, read, take_out = library._ingest, library._ingest._read, library._ingest._take_out
+    worker, read, take_out = library._ingest, library._ingest._read, library._ingest._delete
 
     def slowly(member: Any) -> Any:
         reads.append(member.file)
@@ -391,7 +391,7 @@ def test_a_deletion_waits_for_one_file_and_not_for_all(opened: Opened, monkeypat
         take_out(deletion)
 
     monkeypatch.setattr(worker, "_read", slowly)
-    monkeypatch.setattr(worker, "_take_out", noting)
+    monkeypatch.setattr(worker, "_delete", noting)
     with worker._wake:  # so that they are taken together
         others = [attached(library, f"{number}.txt") for number in range(4)]
     assert reading.wait(30.0)
@@ -409,19 +409,19 @@ def test_what_was_put_in_anew_is_not_deleted_by_an_older_wish(
     index: Path, opened: Opened, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A replica that started during a deletion carried it out a second time, on the file that its owner had attached again."""
-    monkeypatch.setattr(ingest, "_OWED_S", 0.3)
-    monkeypatch.setattr(members_index, "TRIES", 1)
+    monkeypatch.setattr(ingest, "_RETRY_DELETIONS_S", 0.3)
+    monkeypatch.setattr(index_updater, "TRIES", 1)
     first = opened()
     store, file = attached(first)
     assert ended(first, store, file) == ("completed", "")
     first._records.set_status([first.member("ann", store, file)], "deleting")
     with IndexWriter(index, LetterEncoder()):
         second = opened()
-        until(lambda: second._ingest._owed_s > 0)  # it has tried
-    first._records.drop_members(second._ingest._owed)
+        until(lambda: second._ingest._deletions_due_s > 0)  # it has tried
+    first._records.drop_members(second._ingest._unfinished_deletions)
     first.attach("ann", store, file, {})
     assert ended(first, store, file) == ("completed", "")
-    until(lambda: not second._ingest._owed)
+    until(lambda: not second._ingest._unfinished_deletions)
     assert ended(first, store, file) == ("completed", "") and "A zebra has stripes." in found(index)
 
 
@@ -429,16 +429,16 @@ def test_encoders_that_are_away_are_waited_for_and_one_bad_file_fails_alone(
     index: Path, opened: Opened, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Files of everybody that were read together failed for good with one of them, or while the encoders were away."""
-    monkeypatch.setattr(ingest, "_BUSY_S", 0.05)
+    monkeypatch.setattr(ingest, "_RETRY_FILES_S", 0.05)
     errors: list[Exception] = [RetrievalError("no encoder"), RuntimeError("together"), RuntimeError("alone")]
-    library, replace_ = opened(), MembersIndex.replace
+    library, replace_ = opened(), IndexUpdater.replace
 
-    def failing(self: MembersIndex, members: Any, documents: Any) -> bool:
+    def failing(self: IndexUpdater, members: Any, documents: Any) -> None:
         if documents and errors:
             raise errors.pop(0)
-        return replace_(self, members, documents)
+        replace_(self, members, documents)
 
-    monkeypatch.setattr(MembersIndex, "replace", failing)
+    monkeypatch.setattr(IndexUpdater, "replace", failing)
     with library._ingest._wake:  # both are read together
         pairs = [attached(library, f"{number}.txt", f"Zebra number {number}.") for number in range(2)]
     ends = [ended(library, *pair) for pair in pairs]
@@ -449,7 +449,7 @@ def test_a_deletion_that_takes_long_is_answered_and_keeps_its_place(
     index: Path, opened: Opened, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every client that asked again left a thread behind that waited."""
-    monkeypatch.setattr(ingest, "_DELETED_S", 0.1)
+    monkeypatch.setattr(ingest, "_DELETE_TIMEOUT_S", 0.1)
     library = opened()
     store, file = attached(library)
     assert ended(library, store, file) == ("completed", "")

@@ -152,10 +152,10 @@ def test_stop_ends_the_answer_here_and_on_the_server(chat: ChatPage, service: Se
     assert said.startswith("Rain 0 falls") and "Rain 39" not in said
     assert chat.page.locator("#send").is_visible() and not chat.page.locator("#stop").is_visible()
     for _ in range(200):
-        if service.backend.gate.running == 0:
+        if service.backend.rate_limiter.running == 0:
             break
         chat.page.wait_for_timeout(50)
-    assert service.backend.gate.running == 0
+    assert service.backend.rate_limiter.running == 0
 
 
 def test_a_follow_up_sends_what_was_said_before_and_a_new_conversation_nothing(chat: ChatPage) -> None:

@@ -8,7 +8,7 @@ from openai.types.chat.chat_completion_message import Annotation
 from ragspec.core import FinishReason, GenerationStats, Passage
 from ragspec.rag.answer import Answer, AnswerStats
 from ragspec.rag.citations import find_citations
-from services.openai.citing import citations_of, passages_of, said_with
+from services.openai.citation_formats import citation_fields, citations_of, passages_of
 
 DOCUMENTS = {
     "mill": "Ça commence. Die Mühle 🏭 am Fluß steht seit 1874. E\u0301te\u0301 dernier.",
@@ -40,7 +40,7 @@ def answer(text: str) -> Answer:
 def test_openai_annotations_span_what_is_cited(text: str) -> None:
     """Offsets counted bytes or UTF-16 units, so that a citation was shifted behind an emoji."""
     told = answer(text)
-    annotations = said_with(told, "openai")["annotations"]
+    annotations = citation_fields(told, "openai")["annotations"]
     assert len(annotations) == len(told.citations)
     for annotation, citation in zip(annotations, told.citations, strict=True):
         url = Annotation.model_validate(annotation).url_citation
@@ -57,7 +57,7 @@ def test_the_texts_of_these_tests_are_cited() -> None:
 @pytest.mark.parametrize("text", TEXTS)
 def test_anthropic_blocks_are_the_text_and_its_sources(text: str) -> None:
     """A piece of the text was lost between two blocks, or a location named other characters than it cites."""
-    blocks = said_with(answer(text), "anthropic")["content_blocks"]
+    blocks = citation_fields(answer(text), "anthropic")["content_blocks"]
     assert "".join(block["text"] for block in blocks) == text
     assert all(block["text"] for block in blocks) or not text
     locations = [(block["text"], location) for block in blocks for location in block["citations"] or ()]
@@ -73,7 +73,7 @@ def test_anthropic_blocks_are_the_text_and_its_sources(text: str) -> None:
 @pytest.mark.parametrize("text", TEXTS)
 def test_cohere_citations_hold_text_and_source(text: str) -> None:
     """A citation's text was not what stands at its place, or is not in its source."""
-    citations = said_with(answer(text), "cohere")["citations"]
+    citations = citation_fields(answer(text), "cohere")["citations"]
     assert len(citations) == len(answer(text).citations)
     for citation in citations:
         assert text[citation["start"] : citation["end"]] == citation["text"]

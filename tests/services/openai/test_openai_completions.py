@@ -162,7 +162,7 @@ def test_embeddings_that_nobody_waits_for_end_with_their_slice(
     body = EmbeddingBody.model_validate({"model": "tiny", "input": ["a mill"] * 2_000})
 
     async def leave() -> None:
-        waiting = asyncio.create_task(embeddings.encoded(body))
+        waiting = asyncio.create_task(embeddings.encode(body))
         await asyncio.to_thread(first.wait)
         waiting.cancel()
         await asyncio.sleep(0.2)

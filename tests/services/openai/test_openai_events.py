@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from services.openai.events import PAD_BYTES, Chunks
-from services.openai.streaming import STRICT_PAD_BYTES, STRICT_TEXT_BYTES, _fitting
+from services.openai.streaming import PAD_BYTES, STRICT_PAD_BYTES, STRICT_TEXT_BYTES, ChunkEncoder, _num_fitting_chars
 
 HEAD = {"id": "chatcmpl-" + "a" * 32, "object": "chat.completion.chunk", "created": 1, "model": "m"}
 TEXTS = ("", "a", 'quote " and \\ and \n', "\u2028\u2029\x85", "Mühle 🏭", "x" * 500)
@@ -28,7 +27,7 @@ def read(frame: bytes) -> dict[str, Any]:
 @pytest.mark.parametrize("pad_bytes", [0, PAD_BYTES, STRICT_PAD_BYTES])
 def test_a_chunk_is_one_event_that_holds_all(text: str, pad_bytes: int) -> None:
     """A line break in a text ended the event; padding broke the JSON."""
-    frame = Chunks(HEAD, pad_bytes, with_usage=True).event(choice(text), ragspec={"x": text})
+    frame = ChunkEncoder(HEAD, pad_bytes, with_usage=True).event(choice(text), ragspec={"x": text})
     told = read(frame)
     assert frame.isascii()
     assert told.pop("obfuscation", None) is not None or not pad_bytes
@@ -37,7 +36,7 @@ def test_a_chunk_is_one_event_that_holds_all(text: str, pad_bytes: int) -> None:
 
 def test_sizes_are_multiples_whatever_is_said() -> None:
     """The size of an encrypted packet told how many characters a step accepted."""
-    chunks = Chunks(HEAD)
+    chunks = ChunkEncoder(HEAD)
     sizes = {len(chunks.event(choice("x" * length))) for length in range(100)}
     assert all(size % PAD_BYTES == 0 for size in sizes)
     assert len(sizes) <= 2
@@ -45,24 +44,24 @@ def test_sizes_are_multiples_whatever_is_said() -> None:
 
 def test_padding_differs_from_chunk_to_chunk() -> None:
     """Padding that never changes is taken out by any compression on the way."""
-    chunks = Chunks(HEAD)
+    chunks = ChunkEncoder(HEAD)
     assert len({read(chunks.event(choice("a")))["obfuscation"] for _ in range(20)}) > 15
 
 
 def test_the_last_chunk_alone_has_usage() -> None:
     """A client that adds up usage found it twice, or null where it is."""
-    chunks = Chunks(HEAD, with_usage=True)
+    chunks = ChunkEncoder(HEAD, with_usage=True)
     assert read(chunks.event(choice("a")))["usage"] is None
     assert read(chunks.event([], usage={"total_tokens": 3}))["usage"] == {"total_tokens": 3}
-    assert "usage" not in read(Chunks(HEAD).event(choice("a")))
+    assert "usage" not in read(ChunkEncoder(HEAD).event(choice("a")))
 
 
 @pytest.mark.parametrize("text", [*TEXTS, "🏭" * 300, "a🏭" * 100, "\x01" * 300])
 def test_strict_pieces_are_of_one_size_and_lose_nothing(text: str) -> None:
     """A text of characters that JSON escapes did not fit the one size; a piece without progress came for ever."""
-    chunks, rest, pieces = Chunks(HEAD, STRICT_PAD_BYTES), text, []
+    chunks, rest, pieces = ChunkEncoder(HEAD, STRICT_PAD_BYTES), text, []
     while rest or not pieces:
-        cut = _fitting(rest)
+        cut = _num_fitting_chars(rest)
         assert cut > 0 or not rest
         pieces.append(rest[:cut])
         rest = rest[cut:]

@@ -7,8 +7,7 @@ import json
 import socket
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import openai
@@ -18,12 +17,12 @@ from service_parts import Service, Serving
 from ragspec.core import Delta, FinishReason, GenerationStats, Request, SamplingParams
 from ragspec.engine.engine import Engine
 from ragspec.errors import Cancelled, EngineError, ReplicaLost
-from services.limits import Tokens
+from services.errors import ClientTooSlow
+from services.limits import TokenReservation
 from services.metrics import Metrics
 from services.openai import streaming
-from services.openai.engine_stream import Mail, Run
-from services.openai.streaming import at_once, paced
-from services.replies import ClientTooSlow
+from services.openai.engine_stream import DeltaMailbox, EngineStream
+from services.openai.streaming import immediate, paced
 
 LONG = 500
 PATIENCE_S = 30.0
@@ -90,15 +89,13 @@ def test_a_client_that_leaves_is_worked_for_no_longer(
     service: Service, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
 ) -> None:
     """The engine wrote on for a client that was gone, streaming or not; its slots, or its key's tokens, stayed taken."""
-    reserved, enter = list[Tokens](), service.backend.gate.enter
+    reserved, reserve = list[TokenReservation](), service.backend.rate_limiter.reserve
 
-    @asynccontextmanager
-    async def watched(*asked: Any) -> AsyncIterator[Tokens]:
-        async with enter(*asked) as tokens:
-            reserved.append(tokens)
-            yield tokens
+    def watched(*asked: Any) -> TokenReservation:
+        reserved.append(reserve(*asked))
+        return reserved[-1]
 
-    monkeypatch.setattr(service.backend.gate, "enter", watched)
+    monkeypatch.setattr(service.backend.rate_limiter, "reserve", watched)
     gone, vain = counted(service, "ragspec_aborts_total"), counted(service, "vllm:generation_tokens_total")
     with post(service, body(**options)) as link:
         until(lambda: any(sequence.num_output > 3 for sequence in list(engine_of(service)._scheduler.running)))
@@ -108,8 +105,8 @@ def test_a_client_that_leaves_is_worked_for_no_longer(
     until(lambda: held(service) == (0, 0))
     until(lambda: counted(service, "vllm:generation_tokens_total") > vain)
     assert counted(service, "vllm:generation_tokens_total") - vain < LONG * options.get("n", 1)
-    assert 0 < reserved[0].count < LONG * options.get("n", 1)
-    assert service.backend.gate.running == 0
+    assert 0 < reserved[0].num_tokens < LONG * options.get("n", 1)
+    assert service.backend.rate_limiter.running == 0
 
 
 @pytest.mark.parametrize("where", ["prepare", "submit"])
@@ -138,7 +135,7 @@ def test_a_client_that_leaves_while_a_thread_works_leaves_nothing(
     release.set()
     assert done.wait(PATIENCE_S)
     until(lambda: held(service) == (0, 0))
-    assert service.backend.gate.running == 0
+    assert service.backend.rate_limiter.running == 0
 
 
 def test_an_engine_that_fails_ends_the_stream_with_an_error(
@@ -235,8 +232,8 @@ def test_a_choice_that_cannot_be_written_raises(reason: FinishReason, error: typ
     engine: Any = Told([delta("half"), delta("", reason)])
 
     async def run() -> None:
-        async with Run(engine, [request("a")], Mail(), Metrics("told")) as run:
-            await run.finished()
+        async with EngineStream(engine, [request("a")], DeltaMailbox(), Metrics("told")) as run:
+            await run.completions()
 
     with pytest.raises(error):
         asyncio.run(run())
@@ -248,9 +245,9 @@ def test_a_client_that_falls_too_far_behind_is_given_up() -> None:
     engine: Any = Told([delta("x", tokens=50) for _ in range(10)])
 
     async def run() -> None:
-        async with Run(engine, [request("a")], Mail(), Metrics("told"), most_waiting_tokens=400) as run:
+        async with EngineStream(engine, [request("a")], DeltaMailbox(), Metrics("told"), max_waiting_tokens=400) as run:
             await asyncio.to_thread(engine.thread.join)
-            await run.news()
+            await run.next_deltas()
 
     with pytest.raises(ClientTooSlow):
         asyncio.run(run())
@@ -263,8 +260,8 @@ def test_what_was_computed_for_nobody_is_counted() -> None:
     metrics = Metrics("told")
 
     async def run() -> None:
-        async with Run(engine, [request("a")], Mail(), metrics) as run:
-            await run.news()
+        async with EngineStream(engine, [request("a")], DeltaMailbox(), metrics) as run:
+            await run.next_deltas()
         await asyncio.to_thread(engine.thread.join)
         await asyncio.sleep(0)
 
@@ -279,8 +276,8 @@ def test_a_client_that_waits_hears_that_it_is_not_forgotten(monkeypatch: pytest.
     engine: Any = Told([delta("x"), delta("y", FinishReason.STOP)], wait_s=0.2)
 
     async def run() -> list[str | None]:
-        async with Run(engine, [request("a")], Mail(), Metrics("told")) as run:
-            return [piece and piece.text async for piece in at_once(run)]
+        async with EngineStream(engine, [request("a")], DeltaMailbox(), Metrics("told")) as run:
+            return [piece and piece.text async for piece in immediate(run)]
 
     pieces = asyncio.run(run())
     assert pieces[0] is None and [piece for piece in pieces if piece] == ["x", "y"]
@@ -293,7 +290,7 @@ def test_paced_pieces_come_at_ticks_and_hold_all() -> None:
     engine: Any = Told([delta(text), delta("", FinishReason.STOP)], wait_s=0.05)
 
     async def run() -> list[Any]:
-        async with Run(engine, [request("a")], Mail(), Metrics("told")) as run:
+        async with EngineStream(engine, [request("a")], DeltaMailbox(), Metrics("told")) as run:
             return [piece async for piece in paced(run, tick_s=0.005)]
 
     pieces = asyncio.run(run())
@@ -312,7 +309,7 @@ def test_a_run_that_cannot_begin_takes_nothing() -> None:
     engine: Any = Choosy([])
 
     async def run() -> None:
-        async with Run(engine, [request("a"), request("b")], Mail(), Metrics("told")):
+        async with EngineStream(engine, [request("a"), request("b")], DeltaMailbox(), Metrics("told")):
             pass
 
     with pytest.raises(EngineError, match="no"):
@@ -328,12 +325,12 @@ def test_what_one_stream_cannot_take_in_reaches_the_others() -> None:
         def __init__(self, name: str) -> None:
             self.name = name
 
-        def take_in(self, delta: Delta) -> None:
+        def receive(self, delta: Delta) -> None:
             if self.name == "bad":
                 raise RuntimeError("not this one")
             told.append((self.name, delta.choice))
 
-    mail = Mail()
+    mail = DeltaMailbox()
 
     async def deliver(number: int, *, waits: bool) -> None:
         loop = asyncio.get_running_loop()

@@ -11,7 +11,7 @@ from ragspec.core import Message, SamplingParams
 from ragspec.errors import InputError
 from ragspec.rag.openai_fields import IGNORED_FIELDS, SAMPLING_FIELDS, usage
 from services.errors import ApiError, validation_error
-from services.openai.types import ChatBody, CompletionBody, EmbeddingBody, Sampled
+from services.openai.types import ChatBody, CompletionBody, EmbeddingBody, SamplingBody
 
 HELLO = [{"role": "user", "content": "Hello"}]
 
@@ -68,7 +68,7 @@ def test_what_cannot_be_done_is_said(name: str) -> None:
 
 def test_what_changes_nothing_is_taken() -> None:
     """Clients that name their user, or send what an answer gave them back, were refused."""
-    assert Sampled.model_fields.keys() >= IGNORED_FIELDS
+    assert SamplingBody.model_fields.keys() >= IGNORED_FIELDS
     body = chat(**dict.fromkeys(IGNORED_FIELDS, "x"), tools=[], tool_choice="none", modalities=["text"])
     assert not {name for name in IGNORED_FIELDS if hasattr(body.params(SamplingParams()), name)}
     answer = {"role": "assistant", "content": "Hi", "refusal": None, "annotations": [], "tool_calls": None}

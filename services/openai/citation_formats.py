@@ -1,7 +1,9 @@
-"""Citations in the words of three APIs. Whatever the words, both spans are the same string, character by character.
+"""Citations in the formats of OpenAI, Anthropic and Cohere.
 
-OpenAI's annotations name a document's address; Anthropic's blocks say which characters of which passage a piece of the text is;
-Cohere's citations hold the passage. Spans end before their second number. All count characters, as Python does.
+Owns the fields of citations and passages in an answer; finding citations is `ragspec.rag.citations`'. In every format the cited
+span of the answer and the span of the passage are the same string. Spans are [start, end) in characters.
+
+    >>> citation_fields(answer, "anthropic")["content_blocks"]
 """
 
 from __future__ import annotations
@@ -12,16 +14,16 @@ from typing import Any, Literal
 from ragspec.core import Citation, Passage
 from ragspec.rag.answer import Answer
 
-Dialect = Literal["openai", "anthropic", "cohere"]
+CitationFormat = Literal["openai", "anthropic", "cohere"]
 
 
-def said_with(answer: Answer, dialect: Dialect) -> dict[str, Any]:
-    """The fields that stand beside a message's content."""
-    return _DIALECTS[dialect](answer)
+def citation_fields(answer: Answer, citation_format: CitationFormat) -> dict[str, Any]:
+    """The fields of a message beside its content."""
+    return _FORMATS[citation_format](answer)
 
 
 def passages_of(passages: Sequence[Passage]) -> list[dict[str, Any]]:
-    """The passages that were given to the model, numbered as it reads them."""
+    """The passages of the prompt, with their numbers there."""
     return [
         {
             "number": number,
@@ -40,7 +42,7 @@ def passages_of(passages: Sequence[Passage]) -> list[dict[str, Any]]:
 
 
 def citations_of(answer: Answer) -> list[dict[str, Any]]:
-    """Every citation, with its place in the answer, in the passage and in the document."""
+    """Every citation, with its spans in the answer, in the passage and in the document."""
     numbers = _numbers(answer)
     return [
         {
@@ -77,7 +79,7 @@ def _openai(answer: Answer) -> dict[str, Any]:
 
 
 def _anthropic(answer: Answer) -> dict[str, Any]:
-    """The text in blocks, cut where citations begin and end. A document is a passage, by its place in `ragspec.passages`."""
+    """Text blocks, cut where citations begin and end. `document_index` is the passage's index in `ragspec.passages`."""
     numbers, at = _numbers(answer), 0
     blocks: list[dict[str, Any]] = []
     for citation in answer.citations:
@@ -124,11 +126,11 @@ def _cohere(answer: Answer) -> dict[str, Any]:
 
 
 def _numbers(answer: Answer) -> Mapping[str, int]:
-    """By a passage's id, its place among those of the answer."""
+    """Passage id -> index in the answer's passages."""
     return {passage.id: number for number, passage in enumerate(answer.passages)}
 
 
-_DIALECTS: Mapping[Dialect, Callable[[Answer], dict[str, Any]]] = {
+_FORMATS: Mapping[CitationFormat, Callable[[Answer], dict[str, Any]]] = {
     "openai": _openai,
     "anthropic": _anthropic,
     "cohere": _cohere,

@@ -1,4 +1,4 @@
-"""/v1/grammar: the whole corrected text, its edits with their kinds and reasons, and what it took."""
+"""Body and response of /v1/grammar: the corrected text, its edits with kinds and reasons, and statistics."""
 
 from __future__ import annotations
 
@@ -14,16 +14,15 @@ from ragspec.rag.grammar.edit_filters import EditFilter
 from ragspec.rag.grammar.edit_kinds import edit_message
 from ragspec.rag.grammar.edits import Edit, EditKind
 from ragspec.speculation import Speculation
-from services.languagetool.asking import annotated
-from services.languagetool.correcting import Corrected, Task
-from services.languagetool.languages import Detected
+from services.languagetool.check_request import annotated
+from services.languagetool.corrector import Corrected, CorrectionTask
+from services.languagetool.languages import DetectedLanguage
 
 _MAX_WORDS = 10_000
 
 
 class GrammarRequest(BaseModel):
-    """`text` or `annotation`. `max_tokens`: of one sentence's correction; `ignore`: words and phrases left as they are;
-    `dictionary`: whether the caller's own is used. Unknown fields are refused."""
+    """Either `text` or `annotation`. `max_tokens` limits one sentence's correction. `ignore`: words and phrases that stay."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -43,8 +42,8 @@ class GrammarRequest(BaseModel):
     keep_names: StrictBool = True
     cache_salt: str = Field("", max_length=256)
 
-    def task(self, max_edit_ratio: float) -> Task:
-        """`max_edit_ratio`: where the request does not say. Raises: InputError, ApiError 400."""
+    def task(self, max_edit_ratio: float) -> CorrectionTask:
+        """`max_edit_ratio`: the default. Raises: InputError, ApiError 400."""
         if (self.text is None) == (self.annotation is None):
             raise InputError("give either text or annotation")
         parts = None if self.annotation is None else annotated(self.annotation)
@@ -59,11 +58,11 @@ class GrammarRequest(BaseModel):
             names=self.keep_names,
         )
         text = "".join(part.text for part in parts) if parts is not None else self.text or ""
-        return Task(text, parts, params, edit_filter, Speculation.of(self.speculation), self.cache_salt)
+        return CorrectionTask(text, parts, params, edit_filter, Speculation.of(self.speculation), self.cache_salt)
 
 
-def grammar_reply(model: str, found: Detected, corrected: Corrected, *, trusted: bool) -> dict[str, Any]:
-    """Offsets count characters, and beside them UTF-16 code units. How it was drafted is for the trusted."""
+def grammar_reply(model: str, found: DetectedLanguage, corrected: Corrected, *, trusted: bool) -> dict[str, Any]:
+    """Offsets are given in characters and in UTF-16 code units. Only trusted callers get statistics of drafting."""
     correction = corrected.correction
     offsets = Utf16Offsets(correction.text)
     return {

@@ -1,4 +1,7 @@
-"""One text corrected for one caller: within the caller's limits, with the caller's dictionary, in the time there is."""
+"""Corrects one text for one caller, within the caller's limits and time, with the caller's dictionaries.
+
+Owns the path from a `CorrectionTask` to a `Corrected`. Knows no HTTP format.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +25,8 @@ from services.keys import Caller
 
 
 @dataclass(frozen=True, slots=True)
-class Task:
-    """What is to be corrected, and how. `parts` None: the markup is found in the text."""
+class CorrectionTask:
+    """A text and its settings. `parts` None: the markup is found in the text."""
 
     text: str
     parts: tuple[TextPart, ...] | None = None
@@ -35,28 +38,28 @@ class Task:
 
 
 class Corrected(NamedTuple):
-    """`marked`: the text with its markup told apart."""
+    """`marked`: the text with the spans of its markup."""
 
     correction: Correction
     marked: MarkedText
     seconds: float
 
 
-class Correcting:
-    """One for all callers."""
+class Corrector:
+    """Serves all callers."""
 
     def __init__(self, backend: Backend) -> None:
         self._backend, self._settings = backend, backend.config.service.grammar
         self._grammar = Grammar(backend.engine, backend.prompts, max_in_flight=backend.config.engine.max_running)
 
-    async def correct(self, caller: Caller, task: Task) -> Corrected:
-        """Raises: ApiError 413 for a text that is too long, 429, 500 where nothing was done in time; InputError, EngineError."""
-        begin = time.perf_counter()
-        most, length = self._settings.max_text_chars, max(len(task.text), _num_read(task))
-        if length > most:
+    async def correct(self, caller: Caller, task: CorrectionTask) -> Corrected:
+        """Raises: ApiError 413 if the text is too long, 429, 500 if nothing was corrected in time; InputError, EngineError."""
+        begin_s, max_chars = time.perf_counter(), self._settings.max_text_chars
+        length = max(len(task.text), sum(len(part.plain) for part in task.parts or ()))
+        if length > max_chars:
             raise ApiError(
                 413,
-                f"Your text exceeds the limit of {most} characters (it's {length} characters). "
+                f"Your text exceeds the limit of {max_chars} characters (it's {length} characters). "
                 "Please submit a shorter text.",
                 param="text",
             )
@@ -73,14 +76,16 @@ class Correcting:
         )
         ready = await asyncio.to_thread(self._grammar.prepare, request)
         num_prompt = sum(len(request.prompt_ids) for request in ready.requests)
-        async with self._backend.gate.enter(caller, num_prompt, num_prompt) as tokens:  # about as long as its prompt
-            left_s = max(0.0, self._settings.timeout_s - (time.perf_counter() - begin))
-            num_written = 0
-            try:
-                correction = await self._grammar.complete(ready, left_s)
-                num_written = correction.stats.num_output_tokens
-            finally:
-                tokens.used(num_prompt + num_written)
+        reservation = self._backend.rate_limiter.reserve(
+            caller, num_prompt, num_prompt
+        )  # output about as long as input
+        left_s = max(0.0, self._settings.timeout_s - (time.perf_counter() - begin_s))
+        num_written = 0
+        try:
+            correction = await self._grammar.complete(ready, left_s)
+            num_written = correction.stats.num_output_tokens
+        finally:
+            reservation.used(num_prompt + num_written)
         self._backend.metrics.worked(correction.stats)
         if ready.requests and not correction.stats.num_output_tokens:
             raise ApiError(
@@ -89,9 +94,4 @@ class Correcting:
                 "Please make sure you have set the proper language or consider submitting a shorter text.",
                 code="timeout",
             )
-        return Corrected(correction, ready.marked, time.perf_counter() - begin)
-
-
-def _num_read(task: Task) -> int:
-    """Characters that are read, what stands for markup among them."""
-    return sum(len(part.plain) for part in task.parts or ())
+        return Corrected(correction, ready.marked, time.perf_counter() - begin_s)

@@ -1,6 +1,8 @@
-"""What a client of LanguageTool asks for, as the fields of a form or of an address; checked, with LanguageTool's words.
+"""A LanguageTool check request: the fields of a form or query string, validated with LanguageTool's error messages.
 
->>> Check.of(fields_of("text=He+go.&language=en-US"))
+Owns the fields of /v2/check. Never reads HTTP and never corrects.
+
+    >>> CheckRequest.of({"text": "He go.", "language": "en-US"})
 """
 
 from __future__ import annotations
@@ -9,7 +11,6 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
-from urllib.parse import parse_qsl
 
 from ragspec.core import check_text
 from ragspec.errors import InputError
@@ -17,9 +18,8 @@ from ragspec.rag.grammar.edits import EditKind
 from ragspec.rag.grammar.markup import TextPart
 from services.errors import ApiError
 from services.languagetool.languages import AUTO, DEFAULT, LANGUAGES
-from services.languagetool.rules import wanted_kinds
+from services.languagetool.rules import enabled_kinds
 
-_MAX_FIELDS = 64
 _RENAMED = {
     "enabled": "You specified 'enabled' but the parameter is now called 'enabledRules' in v2 of the API",
     "disabled": "You specified 'disabled' but the parameter is now called 'disabledRules' in v2 of the API",
@@ -29,13 +29,13 @@ _RENAMED = {
     "in v2 of the API",
 }
 _LEVELS = ("default", "picky")
-_WHOLE_TEXT_ONLY = "textLevelOnly"
-"""A mode in which editors ask a second time, for rules that look beyond a sentence; there are none here."""
+_TEXT_LEVEL_ONLY = "textLevelOnly"
+"""A mode in which editors send the text again for rules that span sentences; there are no such rules here."""
 
 
 @dataclass(frozen=True, slots=True)
-class Check:
-    """A text to check. `parts` None: no annotation came with it. `kinds` None: all."""
+class CheckRequest:
+    """A text to check. `parts` None: a text without annotation. `kinds` None: all kinds of edits."""
 
     text: str
     parts: tuple[TextPart, ...] | None
@@ -45,7 +45,7 @@ class Check:
     dictionaries: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, fields: Mapping[str, str]) -> Check:
+    def of(cls, fields: Mapping[str, str]) -> CheckRequest:
         """Raises: ApiError 400."""
         for name, hint in _RENAMED.items():
             if name in fields:
@@ -56,17 +56,6 @@ class Check:
         if level.lower() not in _LEVELS:
             raise ApiError(400, f"If 'level' is set, it must be set to '{_LEVELS[0]}' or '{_LEVELS[1]}', not '{level}'")
         return cls(text, parts, language, variant, _kinds_of(fields), _list_of(fields, "dicts"))
-
-
-def fields_of(raw: bytes) -> dict[str, str]:
-    """A form, or what stands behind an address; of a field that comes twice the last counts. Raises: ApiError 400."""
-    try:
-        pairs = parse_qsl(raw.decode("utf-8"), keep_blank_values=True, errors="strict", max_num_fields=_MAX_FIELDS)
-    except UnicodeDecodeError:
-        raise ApiError(400, "the request is not UTF-8") from None
-    except ValueError:
-        raise ApiError(400, f"the request has more than {_MAX_FIELDS} fields") from None
-    return dict(pairs)
 
 
 def _text_of(fields: Mapping[str, str]) -> tuple[str, tuple[TextPart, ...] | None]:
@@ -92,7 +81,7 @@ def _text_of(fields: Mapping[str, str]) -> tuple[str, tuple[TextPart, ...] | Non
 
 
 def annotated(nodes: list[Any]) -> tuple[TextPart, ...]:
-    """The parts of a text as clients annotate it. Raises: ApiError 400."""
+    """The parts of an annotated text. Raises: ApiError 400."""
     return tuple(map(_part, nodes))
 
 
@@ -117,7 +106,7 @@ def _refuse(node: Any, what: str) -> NoReturn:
 
 
 def _checked(text: str) -> str:
-    """Blank texts have nothing to correct, and are no mistake. Raises: ApiError 400 for half characters and NUL."""
+    """Accepts blank texts. Raises: ApiError 400 for lone surrogates and NUL."""
     try:
         return check_text(text, "the text") if text.strip() else text
     except InputError as cause:
@@ -151,9 +140,9 @@ def _kinds_of(fields: Mapping[str, str]) -> frozenset[EditKind] | None:
         raise ApiError(400, "You must specify enabled rules or categories when using 'enabledOnly=true'")
     if only and (disabled or disabled_categories):
         raise ApiError(400, "You cannot specify disabled rules or categories using 'enabledOnly=true'")
-    if fields.get("mode") == _WHOLE_TEXT_ONLY:
+    if fields.get("mode") == _TEXT_LEVEL_ONLY:
         return frozenset()
-    return wanted_kinds(enabled, disabled, enabled_categories, disabled_categories, enabled_only=only)
+    return enabled_kinds(enabled, disabled, enabled_categories, disabled_categories, enabled_only=only)
 
 
 def _list_of(fields: Mapping[str, str], name: str) -> tuple[str, ...]:

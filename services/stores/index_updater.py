@@ -1,0 +1,115 @@
+"""Changes the index for uploaded files: replaces the documents of members, and later removes deleted text from the disk.
+
+Owns the commits of one service to the index. Each change is one commit; another process that writes is waited for. A member is a
+file in a vector store; its documents share an origin.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from ragspec.core import Document
+from ragspec.errors import IndexBusy, StoreMissing
+from ragspec.retrieval.encoder import TextEncoder
+from ragspec.retrieval.index.document_map import DocumentMap
+from ragspec.retrieval.index.index_directory import GRACE_S
+from ragspec.retrieval.index.manifest import CURRENT
+from ragspec.retrieval.index.store import Store
+from ragspec.retrieval.index.writer import IndexWriter
+from services.stores.parsing import origin_of
+from services.stores.records import Member
+
+log = logging.getLogger(__name__)
+
+Forget = Callable[[str, Sequence[str]], None]
+"""Called with a tenant and the ids of its documents that left the index."""
+
+TRIES, _RETRY_S = 20, 0.5
+SCRUB_WAIT_S = 600.0
+"""From a deletion to the removal of its text from the disk. A scrub rewrites a whole segment, so deletions are collected."""
+
+
+class IndexUpdater:
+    """For one thread, `stop_waiting` apart. `forget` clears caches of deleted and replaced documents."""
+
+    def __init__(self, index_dir: Path, encoder: TextEncoder, forget: Forget) -> None:
+        self._index_dir, self._encoder, self._forget = index_dir, encoder, forget
+        self._is_stopping = False
+        self.scrub_due_s: float | None = None
+        """Time of the next scrub, of time.monotonic; None: nothing to remove."""
+
+    def stop_waiting(self) -> None:
+        """No longer waits for other processes. Callable from any thread."""
+        self._is_stopping = True
+
+    def has_any(self, members: Sequence[Member]) -> bool:
+        """Whether the index has a document of any of the members. Raises: StoreCorrupt."""
+        try:
+            live = DocumentMap(Store.open(self._index_dir), with_texts=False)
+        except StoreMissing:
+            return False
+        origins = {(owner, origin) for _, owner, origin in live.origins()}
+        return any((member.tenant, origin_of(member)) in origins for member in members)
+
+    def replace(self, members: Sequence[Member], documents: Sequence[Document]) -> None:
+        """Replaces all documents of `members` by `documents`, in one commit. Raises: IndexBusy, SaveError, InputError."""
+        owners = {origin_of(member): member.tenant for member in members}
+        with self._writer() as writer:
+            old = [(name, owner) for name, owner, origin in writer.origins() if owners.get(origin) == owner]
+            new = {document.id for document in documents}
+            for document in documents:
+                writer.upsert(document)
+            for name, _ in old:
+                if name not in new:
+                    writer.delete(name)
+            writer.commit()
+        for tenant in {owner for _, owner in old}:
+            self._forget(tenant, [name for name, owner in old if owner == tenant])
+        if old:
+            self.schedule_scrub()
+
+    def schedule_scrub(self) -> None:
+        if self.scrub_due_s is None:
+            self.scrub_due_s = time.monotonic() + SCRUB_WAIT_S
+
+    def scrub_if_due(self) -> None:
+        """Removes deleted text of at most one segment from the disk, so that other changes get their turn.
+
+        Only indexes with exact search are scrubbed: a rewritten HNSW or IVF index may find other neighbours.
+        """
+        if self.scrub_due_s is None or time.monotonic() < self.scrub_due_s:
+            return
+        self.scrub_due_s = None
+        if not (self._index_dir / CURRENT).exists():
+            return
+        try:
+            with self._writer() as writer:
+                is_clean = writer.scrub()
+        except IndexBusy:
+            self.scrub_due_s = time.monotonic() + SCRUB_WAIT_S
+            return
+        except Exception as cause:
+            log.warning("deleted text is still in the index's files: %s", type(cause).__name__)
+            return
+        if not is_clean:
+            self.scrub_due_s = time.monotonic()
+        elif len(list(self._index_dir.glob("generation-*"))) > 1:  # readers may still open the old generation
+            self.scrub_due_s = time.monotonic() + GRACE_S + 1.0
+
+    @contextlib.contextmanager
+    def _writer(self) -> Iterator[IndexWriter]:
+        """Raises: IndexBusy, SaveError."""
+        with contextlib.ExitStack() as stack:
+            for attempt in range(TRIES):
+                try:
+                    writer = stack.enter_context(IndexWriter(self._index_dir, self._encoder))
+                    break
+                except IndexBusy:
+                    if attempt == TRIES - 1 or self._is_stopping:
+                        raise
+                    time.sleep(_RETRY_S)
+            yield writer

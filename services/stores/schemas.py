@@ -1,0 +1,216 @@
+"""Request bodies, query parameters and response objects of /v1/files, /v1/vector_stores and /v1/conversations.
+
+Owns the fields of OpenAI's API for them. Unknown fields of bodies are refused. Never touches a store.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Annotated, Any, Literal, TypeVar
+
+from fastapi import Depends, Request
+from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictFloat, StrictInt, StrictStr
+
+from ragspec.core import Passage
+from ragspec.errors import InputError
+from services.stores.records import FileRecord, Member, StoreRecord
+
+T = TypeVar("T")
+Fields = dict[str, Any]
+Attributes = dict[str, StrictStr | StrictBool | StrictInt | StrictFloat]
+Metadata = dict[str, StrictStr]
+Name = Annotated[str, Field(max_length=256)]
+
+MODE_BEST = {"hybrid": 2 / 61}
+"""Search mode -> its best score. Hybrid: first in both rankings of reciprocal rank fusion."""
+
+
+async def _tenant(request: Request) -> str:
+    return str(request.state.caller.tenant)
+
+
+Tenant = Annotated[str, Depends(_tenant)]
+"""The caller's tenant, as a parameter of a route."""
+
+
+class StrictBody(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+
+class Chunking(StrictBody):
+    """Only "auto": the index's settings cut all documents, so that their passages are comparable."""
+
+    type: Literal["auto"]
+
+
+class NewStore(StrictBody):
+    """`expires_after` can only be null: stores stay until they are deleted."""
+
+    name: Name | None = None
+    description: Name | None = None
+    metadata: Metadata | None = None
+    file_ids: list[Name] = Field(default=[], max_length=500)
+    chunking_strategy: Chunking | None = None
+    expires_after: None = None
+
+
+class StoreChange(StrictBody):
+    name: Name | None = None
+    metadata: Metadata | None = None
+    expires_after: None = None
+
+
+class NewMember(StrictBody):
+    file_id: Name
+    attributes: Attributes | None = None
+    chunking_strategy: Chunking | None = None
+
+
+class MemberChange(StrictBody):
+    attributes: Attributes | None
+
+
+class RankingOptions(StrictBody):
+    """`ranker` is accepted and ignored: the index has one."""
+
+    ranker: str | None = None
+    score_threshold: float = Field(0.0, ge=0.0, le=1.0)
+
+
+class SearchBody(StrictBody):
+    """`rewrite_query` is accepted and ignored: single questions are not rewritten."""
+
+    query: Annotated[str, Field(max_length=4096)] | Annotated[list[str], Field(min_length=1, max_length=16)]
+    filters: dict[str, Any] | None = None
+    max_num_results: int = Field(10, ge=1, le=50)
+    ranking_options: RankingOptions | None = None
+    rewrite_query: bool = False
+
+
+class ContentPart(StrictBody):
+    type: Literal["input_text", "output_text", "text"]
+    text: str
+    annotations: list[Any] = []
+
+
+class ConversationItem(StrictBody):
+    type: Literal["message"] = "message"
+    role: Literal["user", "assistant", "system", "developer"]
+    content: str | list[ContentPart]
+
+    @property
+    def text(self) -> str:
+        return self.content if isinstance(self.content, str) else "\n\n".join(part.text for part in self.content)
+
+
+class NewConversation(StrictBody):
+    items: list[ConversationItem] | None = Field(None, max_length=100)
+    metadata: Metadata | None = None
+
+
+class PageQuery(BaseModel):
+    """Query parameters of a list. `after` and `before` are ids; `before` is for vector stores and their files."""
+
+    limit: int = Field(20, ge=1, le=100)
+    order: Literal["asc", "desc"] = "desc"
+    after: Name = ""
+
+    def page(self, records: Sequence[T], shape: Callable[[T], Fields], key: Callable[[T], tuple[float, str]]) -> Fields:
+        """One page of the records, ordered by `key` (time of creation, id). Raises: InputError for an unknown id."""
+        ordered = sorted(records, key=key, reverse=self.order == "desc")
+        ids, before = [key(record)[1] for record in ordered], getattr(self, "before", "")
+        for cursor in filter(None, (self.after, before)):
+            if cursor not in ids:
+                raise InputError(f"there is no {cursor!r} in this list")
+        first = ids.index(self.after) + 1 if self.after else 0
+        end = ids.index(before) if before else len(ids)
+        first = max(first, end - self.limit) if before and not self.after else first
+        data = [shape(record) for record in ordered[first : min(end, first + self.limit)]]
+        has_more = first > 0 if before and not self.after else first + self.limit < end
+        names = {"first_id": data[0]["id"] if data else None, "last_id": data[-1]["id"] if data else None}
+        return {"object": "list", "data": data, **names, "has_more": has_more}
+
+
+class FileQuery(PageQuery):
+    limit: int = Field(10_000, ge=1, le=10_000)
+    purpose: str = Field("", max_length=64)
+
+
+class StoreQuery(PageQuery):
+    before: Name = ""
+
+
+class MemberQuery(StoreQuery):
+    """`filter`: a status."""
+
+    filter: str = ""
+
+
+def file_object(file: FileRecord) -> Fields:
+    return {
+        "id": file.id,
+        "object": "file",
+        "bytes": file.num_bytes,
+        "created_at": int(file.created_s),
+        "filename": file.filename,
+        "purpose": file.purpose,
+        "status": "processed",
+    }
+
+
+def store_object(store: StoreRecord, members: Sequence[Member]) -> Fields:
+    names = ("in_progress", "completed", "failed", "cancelled")
+    counts = {name: sum(member.status == name for member in members) for name in names}
+    return {
+        "id": store.id,
+        "object": "vector_store",
+        "created_at": int(store.created_s),
+        "last_active_at": int(store.used_s),
+        "name": store.name,
+        "metadata": dict(store.metadata),
+        "status": "in_progress" if counts["in_progress"] else "completed",
+        "usage_bytes": sum(member.num_bytes for member in members),
+        "file_counts": {**counts, "total": len(members)},
+    }
+
+
+def member_object(member: Member) -> Fields:
+    return {
+        "id": member.file,
+        "object": "vector_store.file",
+        "created_at": int(member.created_s),
+        "vector_store_id": member.store,
+        "status": member.status,
+        "last_error": {"code": member.code, "message": member.message} if member.code else None,
+        "usage_bytes": member.num_bytes,
+        "attributes": dict(member.attributes),
+        "chunking_strategy": {"type": "other"},
+    }
+
+
+def result_object(passage: Passage, filename: str, attributes: Mapping[str, Any], score: float) -> Fields:
+    return {
+        "file_id": passage.document_id.split(":")[1],
+        "filename": filename,
+        "score": score,
+        "attributes": dict(attributes),
+        "content": [{"type": "text", "text": passage.text}],
+    }
+
+
+def unit_score(score: float, mode: str, is_reranked: bool = False) -> float:
+    """A passage's score scaled to [0, 1].
+
+    Rerankers give logits: their logistic function. Sparse: s / (1 + s). Hybrid: the share of the best sum of reciprocal ranks.
+    Dense: the cosine.
+    """
+    if is_reranked:
+        return 0.5 * (1.0 + math.tanh(0.5 * score))
+    if mode == "sparse":
+        return max(score, 0.0) / (1.0 + max(score, 0.0))
+    return min(max(score / MODE_BEST.get(mode, 1.0), 0.0), 1.0)
+
+
+def deleted(kind: str, name: str) -> Fields:
+    return {"id": name, "object": kind, "deleted": True}
