@@ -22,9 +22,9 @@ from ragspec.config import PipelineConfig, RetrieverConfig
 from ragspec.core import Document, Heading, Passage
 from ragspec.rag.chat.conversations import ConversationStore, QaPair, ShownPassages
 from ragspec.rag.grammar.dictionaries import DictionaryStore
-from ragspec.retrieval.index.checking import check_segment
 from ragspec.retrieval.index.content_key import content_key
 from ragspec.retrieval.index.manifest import Manifest, read_current
+from ragspec.retrieval.index.segment import check_segment
 from ragspec.retrieval.index.store import Store
 from ragspec.retrieval.index.writer import IndexWriter
 from ragspec.retrieval.knnlm.datastore import Datastore

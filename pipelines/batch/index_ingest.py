@@ -21,9 +21,8 @@ import numpy as np
 from ragspec.core import Document
 from ragspec.errors import InputError
 from ragspec.retrieval.encoder import EncoderWrapper, FloatArray, TextKind
-from ragspec.retrieval.index.changes import UpsertOutcome
 from ragspec.retrieval.index.content_key import check_document
-from ragspec.retrieval.index.writer import IndexWriter
+from ragspec.retrieval.index.writer import IndexWriter, UpsertOutcome
 from ragspec.retrieval.reading import read_file
 
 _READ_AT_ONCE_BYTES = 64 * 2**20

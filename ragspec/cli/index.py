@@ -87,7 +87,7 @@ def list_documents(
 @index.command()
 def verify(index: Index, debug: Debug = False) -> None:
     """Compare every hash, then check that the files make sense together. Exits 1 with the first thing that is wrong."""
-    from ragspec.retrieval.index.checking import check_segment
+    from ragspec.retrieval.index.segment import check_segment
     from ragspec.retrieval.index.store import Store
 
     store = Store.open(index)

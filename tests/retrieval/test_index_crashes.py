@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from letter_encoder import LetterEncoder
 
-from ragspec.retrieval.index.checking import check_segment
+from ragspec.retrieval.index.segment import check_segment
 from ragspec.retrieval.index.store import Store
 from ragspec.retrieval.index.writer import IndexWriter
 
@@ -23,8 +23,8 @@ sys.path[:0] = {path!r}
 from letter_encoder import LetterEncoder
 from ragspec.core import Document
 from ragspec.retrieval.index.writer import IndexWriter
-import ragspec.retrieval.index.writer as writer_module
-writer_module.MAX_SEGMENTS = 4
+import ragspec.retrieval.index.generation_builder as builder_module
+builder_module.MAX_SEGMENTS = 4
 print("ready", flush=True)
 for number in range(int(sys.argv[1]), 10**9):
     with IndexWriter({out!r}, LetterEncoder(), passages_per_encode=3) as writer:

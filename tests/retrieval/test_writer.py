@@ -26,14 +26,13 @@ from ragspec.errors import (
     StoreMissing,
 )
 from ragspec.retrieval.encoder import FloatArray, TextKind
+from ragspec.retrieval.index import generation_builder
 from ragspec.retrieval.index import index_directory as generation
-from ragspec.retrieval.index import writer as writer_module
-from ragspec.retrieval.index.changes import UpsertOutcome
 from ragspec.retrieval.index.manifest import Manifest
 from ragspec.retrieval.index.reader_lock import locked_generations, reader_lock
-from ragspec.retrieval.index.segment_files import ArrowFile
+from ragspec.retrieval.index.segment_writer import ArrowFile
 from ragspec.retrieval.index.store import Store
-from ragspec.retrieval.index.writer import IndexWriter
+from ragspec.retrieval.index.writer import IndexWriter, UpsertOutcome
 from ragspec.retrieval.retriever import Retriever, build_index
 
 CONFIG = IndexConfig(chunking=ChunkingConfig(max_chars=40))
@@ -236,8 +235,8 @@ def test_segments_stay_few_and_none_grows_without_bound(
     tmp_path: Path, counting: Counting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A search that looks into a thousand segments, one for each document that was ever added."""
-    monkeypatch.setattr(writer_module, "MAX_SEGMENTS", 4)
-    monkeypatch.setattr(writer_module, "MAX_SEGMENT_PASSAGES", 12)
+    monkeypatch.setattr(generation_builder, "MAX_SEGMENTS", 4)
+    monkeypatch.setattr(generation_builder, "MAX_SEGMENT_PASSAGES", 12)
     with IndexWriter(tmp_path / "index", counting, passages_per_encode=1) as writer:
         for number, manifest in enumerate(one_by_one(writer, 30)):
             assert len(manifest.segments) <= 5 and max(s.num_passages for s in manifest.segments) <= 12
@@ -563,8 +562,8 @@ def test_large_segments_are_not_written_anew_by_every_commit(
     tmp_path: Path, counting: Counting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Beyond sixteen nearly full segments each commit copied half of the index, one by one, and made nothing fewer."""
-    monkeypatch.setattr(writer_module, "MAX_SEGMENTS", 4)
-    monkeypatch.setattr(writer_module, "MAX_SEGMENT_PASSAGES", 8)
+    monkeypatch.setattr(generation_builder, "MAX_SEGMENTS", 4)
+    monkeypatch.setattr(generation_builder, "MAX_SEGMENT_PASSAGES", 8)
     with IndexWriter(tmp_path / "index", counting, passages_per_encode=1) as writer:
         *_, manifest = one_by_one(writer, 60)
         assert writer.commit() == manifest

@@ -126,11 +126,6 @@ class DocumentMap:
         for live in [*kept, *(LiveSegment(segment) for segment in by)]:
             self._append(live)
 
-    def smaller_half(self, numbers: Sequence[int]) -> list[int]:
-        """Of these segments the half with the fewest passages."""
-        by_size = sorted(numbers, key=lambda number: self.segments[number].num_live_passages)
-        return sorted(by_size[: len(by_size) // 2])
-
     def records(self) -> tuple[tuple[SegmentRecord, ...], dict[str, bytes]]:
         """What the next generation says of each segment, and the files of their deleted documents by name.
 

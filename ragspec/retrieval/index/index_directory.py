@@ -1,7 +1,10 @@
-"""The folder of an index in a writer's hands: what is staged, what is placed, what becomes current, what is removed.
+"""The folder of an index as a writer changes it: stages, places, publishes and removes folders.
 
-Everything is written to a temporary folder, flushed to the disk and renamed; only then does CURRENT name it. On entering and
-leaving, all that no generation in use needs is removed.
+A writer stages files in a temporary folder, flushes them to the disk and renames the folder; only then CURRENT names it. Removes
+every folder that no generation in use needs. Never reads a segment.
+
+    >>> with locked_directory(index_dir) as directory:
+    ...     directory.publish(manifest, files)
 """
 
 from __future__ import annotations
@@ -13,10 +16,8 @@ import re
 import secrets
 import shutil
 import time
-from collections.abc import Mapping
-from importlib.metadata import PackageNotFoundError, version
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from types import TracebackType
 
 from ragspec.disk import TEMPORARY, fsync, make_folder, write_atomically, writer_lock
 from ragspec.errors import StoreError
@@ -25,137 +26,114 @@ from ragspec.retrieval.index.manifest import (
     MANIFEST,
     FileChecksum,
     Manifest,
-    SegmentRecord,
     file_checksum,
     read_current,
     segment_folders,
 )
 from ragspec.retrieval.index.reader_lock import locked_generations
-from ragspec.retrieval.index.segment import SegmentWriter
 
 _PLACED = re.compile(r"(generation|segment)-(\d{6,})")
 GRACE_S = 600.0
 """How long the generation before the current one is kept: a reader may have read CURRENT and not opened its files yet."""
 
 
+@contextlib.contextmanager
+def locked_directory(index_dir: Path) -> Iterator[IndexDirectory]:
+    """Holds the writer's lock of the folder, which is made if it is missing. Cleans up on entering and on leaving.
+
+    Raises: IndexBusy if another writer is at work, OSError.
+    """
+    make_folder(index_dir)
+    with writer_lock(index_dir):
+        directory = IndexDirectory(index_dir)
+        directory.clean()
+        try:
+            yield directory
+        finally:
+            with contextlib.suppress(OSError):
+                directory.clean()
+
+
 class IndexDirectory:
-    """Holds the writer's lock while entered. Every method raises OSError where the disk refuses."""
+    """Every method raises OSError where the disk refuses."""
 
     def __init__(self, index_dir: Path) -> None:
-        self._dir = index_dir
-        self._lock = contextlib.ExitStack()
-
-    def __enter__(self) -> IndexDirectory:
-        """Raises: IndexBusy if another writer is at work."""
-        make_folder(self._dir)
-        self._lock.enter_context(writer_lock(self._dir))
-        try:
-            self.clean()
-        except BaseException:
-            self._lock.close()
-            raise
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        with contextlib.suppress(OSError):
-            self.clean()
-        self._lock.close()
+        self.path = index_dir
 
     def stage(self) -> Path:
-        """A new empty folder, removed on leaving unless it is placed."""
-        folder = self._dir / f"{TEMPORARY}{secrets.token_hex(8)}"
+        """A new empty folder. The clean-up removes it unless it is placed."""
+        folder = self.path / f"{TEMPORARY}{secrets.token_hex(8)}"
         folder.mkdir()  # Why not tempfile: its folders are for one user alone, and an index has other readers
         return folder
 
     def place(self, staged: Path, name: str) -> dict[str, FileChecksum]:
-        """Flush a staged folder to the disk and give it its name; the records of its files."""
+        """Flush a staged folder to the disk and rename it. Returns the checksums of its files by name."""
         records = {}
         for path in sorted(staged.iterdir()):
             fsync(path)
             records[path.name] = file_checksum(path)
         fsync(staged)
-        os.rename(staged, self._dir / name)
+        os.rename(staged, self.path / name)
         return records
-
-    def place_segment(self, writer: SegmentWriter) -> SegmentRecord:
-        """A finished segment gets its name."""
-        number = self.free_number("segment")
-        files = self.place(writer.folder, f"segment-{number:06d}")
-        return SegmentRecord(
-            number=number,
-            num_documents=writer.num_documents,
-            num_passages=writer.num_passages,
-            num_live_passages=writer.num_passages,
-            files=files,
-        )
 
     def free_number(self, kind: str) -> int:
         """One more than the highest number of a placed `generation` or `segment`."""
         return max((number for found, number in self._placed() if found == kind), default=0) + 1
 
     def publish(self, manifest: Manifest, files: Mapping[str, bytes]) -> None:
-        """Write a generation and make it the current one; the segments it names are placed."""
+        """Write a generation and make it the current one. Its segments must have been placed."""
         staged = self.stage()
         raw = manifest.model_dump_json(indent=1).encode()
         for name, content in {**files, MANIFEST: raw}.items():
             (staged / name).write_bytes(content)
         name = f"generation-{manifest.generation:06d}"
         self.place(staged, name)
-        fsync(self._dir)
-        write_atomically(self._dir / CURRENT, f"{name} {hashlib.sha256(raw).hexdigest()}\n")
-        fsync(self._dir)
+        fsync(self.path)
+        write_atomically(self.path / CURRENT, f"{name} {hashlib.sha256(raw).hexdigest()}\n")
+        fsync(self.path)
 
     def _placed(self) -> list[tuple[str, int]]:
-        matches = (_PLACED.fullmatch(path.name) for path in self._dir.iterdir())
+        matches = (_PLACED.fullmatch(path.name) for path in self.path.iterdir())
         return [(match[1], int(match[2])) for match in matches if match]
 
     def clean(self, keep_previous: bool = True) -> None:
-        """Remove what a crash or an abandoned change left, and generations that nobody needs any more.
+        """Remove unfinished files and folders, and generations that no reader needs.
 
-        Of a folder without an index, or of a damaged one, nothing is removed but what was being built.
+        If the folder holds no index or a damaged one, only unfinished files and folders are removed.
         """
         try:
             kept = self._needed(keep_previous)
         except StoreError:
-            kept = {path.name for path in self._dir.iterdir()}
-        for path in self._dir.iterdir():
+            kept = {path.name for path in self.path.iterdir()}
+        for path in self.path.iterdir():
             if path.name.startswith(TEMPORARY) and path.is_file():
                 path.unlink(missing_ok=True)
             elif path.name.startswith(TEMPORARY) or (_PLACED.fullmatch(path.name) and path.name not in kept):
                 shutil.rmtree(path, ignore_errors=True)
 
     def num_earlier(self) -> int:
-        """Generations on the disk beside the current one."""
+        """How many generations are on the disk beside the current one."""
         return sum(kind == "generation" for kind, _ in self._placed()) - 1
 
     def _needed(self, keep_previous: bool) -> set[str]:
-        """Folders of the current generation, of those on lease, and of the one before if the current one is young.
+        """Folders of the current generation, of locked generations, and of the previous one if the current one is young.
 
         Raises: StoreError.
         """
-        folder, manifest = read_current(self._dir)
+        folder, manifest = read_current(self.path)
         kept = {folder.name, *segment_folders(manifest)}
-        kept |= {name for pointer in locked_generations(self._dir) for name in _folders(self._dir, pointer.split()[0])}
+        kept |= {name for pointer in locked_generations(self.path) for name in _folders(self.path, pointer.split()[0])}
         earlier = [n for kind, n in self._placed() if kind == "generation" and n < manifest.generation]
         is_young = time.time() - (folder / MANIFEST).stat().st_mtime < GRACE_S
         if earlier and keep_previous and is_young:
-            kept |= _folders(self._dir, f"generation-{max(earlier):06d}")
+            kept |= _folders(self.path, f"generation-{max(earlier):06d}")
         return kept
 
 
 def _folders(index_dir: Path, generation: str) -> set[str]:
-    """The folders of a generation that is not checked; none if it cannot be read."""
+    """The folders of a generation, whose hashes are not compared. Empty if its manifest cannot be read."""
     try:
         manifest = Manifest.model_validate_json((index_dir / generation / MANIFEST).read_bytes())
     except (OSError, ValueError):
         return set()
     return {generation, *segment_folders(manifest)}
-
-
-def own_version() -> str:
-    try:
-        return version("ragspec")
-    except PackageNotFoundError:
-        return "(not installed)"

@@ -22,6 +22,7 @@ import json
 import re
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -111,6 +112,14 @@ class Manifest(ManifestRecord):
     def generation_id(self) -> str:
         """Names this generation and its content; part of what makes an answer repeatable."""
         return f"{self.generation}-{self.content_key[:12]}"
+
+
+def created_by() -> str:
+    """The version of ragspec that writes a manifest."""
+    try:
+        return f"ragspec {version('ragspec')}"
+    except PackageNotFoundError:
+        return "ragspec (not installed)"
 
 
 def read_current(index_dir: Path) -> tuple[Path, Manifest]:

@@ -8,14 +8,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-from collections.abc import Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
 
 import numpy as np
-import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
@@ -23,25 +20,18 @@ from ragspec.config import DenseConfig
 from ragspec.core import Document, Heading, Passage
 from ragspec.errors import StoreCorrupt
 from ragspec.retrieval.encoder import FloatArray
-from ragspec.retrieval.index.content_key import document_key, metadata_json, text_key
+from ragspec.retrieval.index.content_key import document_key, text_key
 from ragspec.retrieval.index.manifest import DENSE, DOCUMENTS, PASSAGES, VECTORS, SegmentRecord
-from ragspec.retrieval.index.segment_files import (
-    DOCUMENT_SCHEMA,
-    PASSAGE_SCHEMA,
-    ArrowFile,
-    byte_spans,
-    mapped_array,
-    mapped_table,
-    npy_header,
-)
+from ragspec.retrieval.index.segment_files import DOCUMENT_SCHEMA, PASSAGE_SCHEMA, mapped_array, mapped_table
 from ragspec.retrieval.search.approximate import ApproximateIndex
 from ragspec.retrieval.search.bm25 import POSTING_FILES, Postings
-from ragspec.retrieval.search.bm25_builder import PostingsBuilder
 from ragspec.retrieval.search.dense import DenseIndex, ExactIndex
 from ragspec.retrieval.search.filters import DocumentColumns
 from ragspec.retrieval.search.gpu import GpuIndex
 
 FILES = frozenset({VECTORS, PASSAGES, DOCUMENTS, *POSTING_FILES})
+_ROWS_PER_CHECK = 65_536
+_MAX_NORM_ERROR = 1e-3
 _SPANS = ("document", "ordinal", "start", "end", "start_byte", "end_byte")
 
 
@@ -155,58 +145,33 @@ class IndexSegment:
         )
 
 
-class SegmentWriter:
-    """Fills an empty folder with a segment's files. States: open -> finished; `close` in either."""
+def check_segment(segment: IndexSegment) -> None:
+    """Vectors are unit vectors, documents have the keys that were recorded, passages are slices of their documents.
 
-    def __init__(self, folder: Path, dimension: int) -> None:
-        """Raises: OSError."""
-        self.folder = folder
-        self.num_documents = 0
-        self.num_passages = 0
-        self._dimension = dimension
-        self._postings = PostingsBuilder()
-        with contextlib.ExitStack() as opened:
-            self._vectors = opened.enter_context(open(folder / VECTORS, "wb"))
-            self._vectors.write(npy_header(0, dimension))
-            self._passages = opened.enter_context(ArrowFile(folder / PASSAGES, PASSAGE_SCHEMA))
-            self._documents = opened.enter_context(ArrowFile(folder / DOCUMENTS, DOCUMENT_SCHEMA))
-            self._files = opened.pop_all()
+    Raises: StoreCorrupt with the first thing that is wrong.
+    """
+    _check_vectors(segment)
+    rows_seen = 0
+    for number in range(segment.record.num_documents):
+        document = segment.document(number)
+        recorded = (segment.documents["key"][number].as_py(), segment.documents["text_key"][number].as_py())
+        if recorded != (document_key(document), text_key(document)):
+            raise StoreCorrupt(f"{segment.folder}: document {document.id!r} is not the one that was indexed")
+        rows = segment.rows_of(number)
+        rows_seen += len(rows)
+        for row in rows:
+            passage = segment.passage(row)
+            if passage.text != document.text[passage.start : passage.end]:
+                raise StoreCorrupt(f"{segment.folder}: passage {passage.id} is no part of its document")
+    if rows_seen != segment.record.num_passages:
+        raise StoreCorrupt(
+            f"{segment.folder}: {segment.record.num_passages - rows_seen} passages belong to no document"
+        )
 
-    def close(self) -> None:
-        """Close what is open; the files of a segment that was not finished are worth nothing."""
-        with contextlib.suppress(OSError, pa.ArrowException):
-            self._files.close()
 
-    def add(
-        self, document: Document, passages: Sequence[Passage], vectors: FloatArray, terms: Iterable[Sequence[str]]
-    ) -> None:
-        """Append one document; row i of `vectors` [len(passages), E] and of `terms` belongs to passage i."""
-        assert vectors.shape == (len(passages), self._dimension) and vectors.dtype == np.float32
-        self._vectors.write(np.ascontiguousarray(vectors).data)
-        for passage, (start_byte, end_byte) in zip(passages, byte_spans(document.text, passages), strict=True):
-            span = (self.num_documents, passage.ordinal, passage.start, passage.end, start_byte, end_byte)
-            self._passages.append((*span, passage.heading), num_bytes=56 + len(passage.heading))
-        for words in terms:
-            self._postings.add(words)
-        raw = document.text.encode("utf-8")
-        names = (document.id, document.title, document.source, document.owner, metadata_json(document))
-        keys = (document_key(document), text_key(document))
-        self._documents.append((*names, json.dumps(document.headings), *keys, document.origin, raw), num_bytes=len(raw))
-        self.num_documents += 1
-        self.num_passages += len(passages)
-
-    def append(self, documents: pa.Table, passages: pa.Table, vectors: Iterable[FloatArray]) -> None:
-        """Append rows of other segments; `passages` count documents as this segment does. Postings are merged by `finish`."""
-        self._documents.append_table(documents)
-        self._passages.append_table(passages)
-        for block in vectors:
-            self._vectors.write(np.ascontiguousarray(block).data)
-        self.num_documents += len(documents)
-        self.num_passages += len(passages)
-
-    def finish(self, postings: PostingsBuilder | None = None) -> None:
-        """Complete the files; `postings` in place of the terms that were added."""
-        self._vectors.seek(0)
-        self._vectors.write(npy_header(self.num_passages, self._dimension))
-        self._files.close()
-        (postings or self._postings).write(self.folder)
+def _check_vectors(segment: IndexSegment) -> None:
+    for first in range(0, segment.record.num_passages, _ROWS_PER_CHECK):
+        norms = np.linalg.norm(segment.vectors[first : first + _ROWS_PER_CHECK], axis=1)
+        if not np.all(np.abs(norms - 1.0) < _MAX_NORM_ERROR):
+            row = first + int(np.argmax(~(np.abs(norms - 1.0) < _MAX_NORM_ERROR)))
+            raise StoreCorrupt(f"{segment.folder}: the vector of passage {segment.passage(row).id} has not length 1")

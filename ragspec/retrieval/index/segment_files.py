@@ -1,12 +1,13 @@
-"""The files of a segment: what their rows are, and how rows are appended to them.
+"""The file formats of a segment: the schemas of its Arrow tables, and .npy files, mapped or written.
 
 See `ragspec.retrieval.index.manifest` for the whole layout.
+
+    >>> mapped_array(folder / VECTORS).shape
 """
 
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,6 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from ragspec.core import Passage
 from ragspec.errors import StoreCorrupt
 
 DOCUMENT_SCHEMA = pa.schema(
@@ -42,57 +42,6 @@ PASSAGE_SCHEMA = pa.schema(
         ("heading", pa.large_string()),
     ]
 )
-_ROWS_PER_BATCH = 65_536
-_BYTES_PER_BATCH = 64 * 2**20
-
-
-class ArrowFile:
-    """Rows appended one by one, written as record batches of bounded size."""
-
-    def __init__(self, path: Path, schema: pa.Schema) -> None:
-        self._schema = schema
-        self._rows: list[tuple[Any, ...]] = []
-        self._num_bytes = 0
-        self._file = open(path, "wb")  # noqa: SIM115 - closed by close()
-        self._writer = pa.ipc.new_file(self._file, schema)
-
-    def append(self, row: tuple[Any, ...], num_bytes: int) -> None:
-        """`num_bytes` is about what the row takes."""
-        self._rows.append(row)
-        self._num_bytes += num_bytes
-        if len(self._rows) >= _ROWS_PER_BATCH or self._num_bytes >= _BYTES_PER_BATCH:
-            self._flush()
-
-    def append_table(self, rows: pa.Table) -> None:
-        """Rows of another file of the same schema."""
-        self._flush()
-        for batch in rows.to_batches(max_chunksize=_ROWS_PER_BATCH):
-            self._writer.write_batch(batch)
-
-    def __enter__(self) -> ArrowFile:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        if self._file.closed:
-            return
-        try:
-            self._flush()
-            self._writer.close()
-        finally:
-            self._file.close()
-
-    def _flush(self) -> None:
-        if not self._rows:
-            return
-        columns = [
-            pa.array(values, kind)
-            for values, kind in zip(zip(*self._rows, strict=True), self._schema.types, strict=True)
-        ]
-        self._rows, self._num_bytes = [], 0
-        self._writer.write_batch(pa.record_batch(columns, schema=self._schema))
 
 
 def npy_header(num_rows: int, dimension: int) -> bytes:
@@ -124,13 +73,3 @@ def npy_bytes(array: NDArray[Any]) -> bytes:
     buffer = io.BytesIO()
     np.save(buffer, array, allow_pickle=False)
     return buffer.getvalue()
-
-
-def byte_spans(text: str, passages: Sequence[Passage]) -> Iterator[tuple[int, int]]:
-    """The passages' spans in the UTF-8 form of `text`, in one walk over it."""
-    offsets = {0: 0}
-    previous = 0
-    for position in sorted({p.start for p in passages} | {p.end for p in passages}):
-        offsets[position] = offsets[previous] + len(text[previous:position].encode("utf-8"))
-        previous = position
-    return ((offsets[passage.start], offsets[passage.end]) for passage in passages)

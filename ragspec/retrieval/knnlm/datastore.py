@@ -27,13 +27,13 @@ from pydantic import Field, ValidationError
 from ragspec.disk import TEMPORARY, fsync, make_folder, saving, write_atomically, writer_lock
 from ragspec.errors import EncoderMismatch, InputError, ModelError, StoreCorrupt, StoreMissing
 from ragspec.retrieval.encoder import EncoderIdentity, FloatArray
-from ragspec.retrieval.index.index_directory import own_version
 from ragspec.retrieval.index.manifest import (
     MANIFEST,
     Count,
     EncoderRecord,
     FileChecksum,
     ManifestRecord,
+    created_by,
     file_checksum,
     verify_checksums,
 )
@@ -201,7 +201,7 @@ def _staged(folder: Path, blocks: Iterable[tuple[FloatArray, Values]], origin: D
     for path in (keys_path, values_path):
         fsync(path)
     return DatastoreManifest(
-        created_by=f"ragspec {own_version()}",
+        created_by=created_by(),
         target=EncoderRecord(id=target.id, fingerprint=target.fingerprint, dimension=target.dimension),
         vocab_size=origin.vocab_size,
         context_tokens=origin.context_tokens,

@@ -1,0 +1,144 @@
+"""Builds the next generation of an index: fills, merges and publishes segments.
+
+Owns which documents the next generation holds. Every method that writes files raises OSError where the disk refuses.
+
+    >>> builder.write(embedded_document)
+    >>> builder.seal()
+    >>> builder.publish().generation
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Sequence
+
+from ragspec.config import IndexConfig
+from ragspec.retrieval.encoder import EncoderIdentity
+from ragspec.retrieval.index.document_map import DocumentMap
+from ragspec.retrieval.index.embedding_queue import EmbeddedDocument
+from ragspec.retrieval.index.index_directory import IndexDirectory
+from ragspec.retrieval.index.manifest import EncoderRecord, Manifest, SegmentRecord, created_by
+from ragspec.retrieval.index.segment import IndexSegment
+from ragspec.retrieval.index.segment_writer import SegmentWriter, merge_segments
+from ragspec.retrieval.index.store import LiveSegment, Store
+from ragspec.retrieval.search.analysis import Analyzer
+from ragspec.retrieval.search.approximate import build_faiss_index
+
+MAX_SEGMENT_PASSAGES = 1_000_000
+MAX_SEGMENTS = 16
+"""A search looks into every segment, so a commit merges the smaller half of the segments that are at most half full if there are
+more than this. Fuller segments are left alone, or every commit would write a million passages anew."""
+
+
+class GenerationBuilder:
+    """States: open -> closed. At most one segment is being filled."""
+
+    def __init__(
+        self,
+        directory: IndexDirectory,
+        store: Store | None,
+        encoder: EncoderIdentity,
+        config: IndexConfig,
+        *,
+        with_texts: bool,
+    ) -> None:
+        """`store`: the current generation, if there is one. `with_texts`: as for `DocumentMap`."""
+        self.documents = DocumentMap(store, with_texts)
+        self.config = config
+        self._manifest = store.manifest if store is not None else None
+        self._directory = directory
+        self._encoder = encoder
+        self._analyzer = Analyzer(config.words)
+        self._filling: SegmentWriter | None = None
+
+    def close(self) -> None:
+        if self._filling is not None:
+            self._filling.close()
+
+    def write(self, embedded: EmbeddedDocument) -> None:
+        """Add a document to the segment that is being filled."""
+        size = self._filling.num_passages if self._filling else 0
+        if size and size + len(embedded.passages) > MAX_SEGMENT_PASSAGES:
+            self.seal()
+        if self._filling is None:
+            self._filling = SegmentWriter(self._directory.stage(), self._encoder.dimension)
+        terms = (self._analyzer.terms(text) for text in embedded.texts)
+        self._filling.add(embedded.document, embedded.passages, embedded.vectors, terms)
+        self.documents.add(embedded.document)
+
+    def seal(self) -> None:
+        """Complete the segment that is being filled, if there is one."""
+        if self._filling is not None:
+            self._filling.finish()
+            self.documents.seal(self._place(self._filling))
+            self._filling = None
+
+    def is_compact(self) -> bool:
+        """Whether no segment holds deleted documents and none can be merged with its neighbour."""
+        segments = self.documents.segments
+        return all(live.is_live.all() for live in segments) and len(_merge_groups(segments)) == len(segments)
+
+    def merge_small(self) -> None:
+        """Merge the smaller half of the small segments if there are too many of them. See `MAX_SEGMENTS`."""
+        sizes = {number: live.num_live_passages for number, live in enumerate(self.documents.segments)}
+        small = sorted((n for n, size in sizes.items() if size <= MAX_SEGMENT_PASSAGES // 2), key=sizes.__getitem__)
+        if len(small) > MAX_SEGMENTS:
+            self.merge(sorted(small[: len(small) // 2]))
+
+    def merge(self, numbers: Sequence[int]) -> None:
+        """Write the live documents of these segments as new segments."""
+        sources = [self.documents.segments[number] for number in numbers]
+        merged = []
+        for group in _merge_groups(sources):
+            writer = SegmentWriter(self._directory.stage(), self._encoder.dimension)
+            with contextlib.closing(writer):
+                merge_segments(group, writer)
+            if writer.num_documents:
+                merged.append(self._place(writer))
+        self.documents.replace(numbers, merged)
+
+    def publish(self) -> Manifest:
+        """Make the sealed segments the current generation. Without changes, returns the current manifest."""
+        records, deleted = self.documents.records()
+        if self._manifest is None or (self._manifest.segments, self._manifest.config) != (records, self.config):
+            manifest = Manifest(
+                generation=self._directory.free_number("generation"),
+                content_key=self.documents.content.key(self._encoder, self.config),
+                content_sum=str(self.documents.content),
+                created_by=created_by(),
+                encoder=EncoderRecord(**dataclasses.asdict(self._encoder)),
+                analyzer=self._analyzer.id,
+                config=self.config,
+                segments=records,
+            )
+            self._directory.publish(manifest, deleted)
+            self._manifest = manifest
+        return self._manifest
+
+    def _place(self, writer: SegmentWriter) -> IndexSegment:
+        """Build the FAISS index of a finished segment, move it to its final name, and open it."""
+        build_faiss_index(writer.folder, self.config.dense)
+        number = self._directory.free_number("segment")
+        name = f"segment-{number:06d}"
+        record = SegmentRecord(
+            number=number,
+            num_documents=writer.num_documents,
+            num_passages=writer.num_passages,
+            num_live_passages=writer.num_passages,
+            files=self._directory.place(writer.folder, name),
+        )
+        return IndexSegment(self._directory.path / name, record, self._encoder.dimension, self.config.dense)
+
+
+def _merge_groups(sources: Sequence[LiveSegment]) -> list[list[LiveSegment]]:
+    """Neighbouring segments that fit into one segment, in order."""
+    groups: list[list[LiveSegment]] = []
+    room = 0
+    for live in sources:
+        if live.num_live_passages > room or not groups:
+            groups.append([])
+            room = MAX_SEGMENT_PASSAGES
+        groups[-1].append(live)
+        room -= live.num_live_passages
+    return groups
