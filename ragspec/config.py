@@ -20,11 +20,11 @@ REFERENCE_TARGET = str(ASSETS / "reference_target")
 REFERENCE_HEAD = str(ASSETS / "reference_heads" / "eagle3")
 
 
-class Part(BaseModel):
+class ConfigSection(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
 
-class ChunkingConfig(Part):
+class ChunkingConfig(ConfigSection):
     """Passages of whole sentences, overlapping by whole sentences.
 
     At most `max_chars` characters and, with title and heading, `max_tokens` tokens of the encoder; None: as many as it reads.
@@ -35,7 +35,7 @@ class ChunkingConfig(Part):
     max_tokens: int | None = Field(None, ge=32)
 
 
-class EncoderConfig(Part):
+class EncoderConfig(ConfigSection):
     """`model`: "all-MiniLM-L6-v2" is the hash-checked package; anything else is a sentence-transformers path or name."""
 
     model: str = "all-MiniLM-L6-v2"
@@ -43,7 +43,7 @@ class EncoderConfig(Part):
     max_tokens: int = Field(256, ge=8)
 
 
-class DenseConfig(Part):
+class DenseConfig(ConfigSection):
     """How a segment finds its nearest vectors.
 
     `exact` compares the query with every vector. `hnsw` and `ivf` are FAISS indexes for segments that are large enough
@@ -81,7 +81,7 @@ Language = Literal[
 _NO_STOP_WORDS = {"none", "arabic", "greek", "romanian", "tamil", "turkish"}
 
 
-class AnalyzerConfig(Part):
+class AnalyzerConfig(ConfigSection):
     """`language`: whose stems are taken and accents folded; "none": neither. `stop_words`: leave out its commonest words."""
 
     language: Language = "english"
@@ -94,7 +94,7 @@ class AnalyzerConfig(Part):
         return self
 
 
-class IndexConfig(Part):
+class IndexConfig(ConfigSection):
     """How documents become an index; an index keeps what it was built with. `words` is what word search compares."""
 
     chunking: ChunkingConfig = ChunkingConfig()
@@ -102,7 +102,7 @@ class IndexConfig(Part):
     words: AnalyzerConfig = AnalyzerConfig()
 
 
-class RetrieverConfig(Part):
+class RetrieverConfig(ConfigSection):
     """`mode`: nearest in meaning, best by words (BM25), or both fused by rank; `reranker`: a cross-encoder's name or path.
 
     Fusion looks at the `fusion_depth` best of each list, a reranker at the `rerank_depth` best, or at as many as are asked for if
@@ -122,7 +122,7 @@ class RetrieverConfig(Part):
     fail_closed: bool = True
 
 
-class TargetConfig(Part):
+class TargetConfig(ConfigSection):
     """The model served. `dtype` of the weights; the KV cache is float32."""
 
     model: str = REFERENCE_TARGET
@@ -131,7 +131,7 @@ class TargetConfig(Part):
     exactness: Literal["bitwise", "fast"] = "bitwise"
 
 
-class EagleConfig(Part):
+class EagleConfig(ConfigSection):
     """An EAGLE head. `path`: its directory; empty: the one shipped for the reference target.
 
     `tree`: "dynamic" drafts the `width` most probable paths of a level further, each with `num_children` children, down to
@@ -149,22 +149,20 @@ class EagleConfig(Part):
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
 
 
-class DraftingConfig(Part):
-    """Which drafters propose, and the most nodes a tree may have; `fixed_nodes`: exactly so many, to measure.
-
-    No `drafters` named: copying, and the head that `eagle.path` names.
+class DraftingConfig(ConfigSection):
+    """`drafters`: which drafters propose; None: copying, and the head that `eagle.path` names. `max_tree_nodes`: the most
+    nodes of a tree.
     """
 
     speculation: bool = True
     drafters: tuple[str, ...] | None = Field(None, strict=False)
     eagle: EagleConfig = EagleConfig()
     max_tree_nodes: int = Field(48, ge=1, le=512)
-    fixed_nodes: int | None = Field(None, ge=1, le=512)
     reuse_earlier_answers: bool = False
     max_earlier_tokens: int = Field(50_000, ge=0)
 
 
-class EngineConfig(Part):
+class EngineConfig(ConfigSection):
     """`max_kv_tokens` bounds the slot pool; `max_step_tokens` the rows of one forward; `num_threads` are used at most: with
     `adaptive_threads`, all or one, whichever is faster at the moment."""
 
@@ -176,7 +174,7 @@ class EngineConfig(Part):
     adaptive_threads: bool = True
 
 
-class GenerationConfig(Part):
+class GenerationConfig(ConfigSection):
     """Defaults of a question; see `ragspec.core.SamplingParams`."""
 
     max_tokens: int = Field(96, ge=1)
@@ -185,7 +183,7 @@ class GenerationConfig(Part):
     seed: int | None = Field(None, ge=0, lt=2**64)
 
 
-class StrideConfig(Part):
+class StrideConfig(ConfigSection):
     """`stride`: a fixed one, wherever speculation pays; None: the best. `window`: how many of the latest rounds and steps count.
 
     Speculation is off where its predicted gain over none is under `least_gain`. After the first step beside a verification, more
@@ -201,7 +199,7 @@ class StrideConfig(Part):
     least_survival: float = Field(0.25, gt=0.0, le=1.0)
 
 
-class SpeculationConfig(Part):
+class SpeculationConfig(ConfigSection):
     """Guessing what an index would say from what it said before, where an answer is written with many retrievals.
 
     `asynchronous`: decoding may go on while guesses are verified, if the index is in another process. Each verification also
@@ -217,7 +215,7 @@ class SpeculationConfig(Part):
     timeout_s: float = Field(60.0, gt=0.0)
 
 
-class PipelineConfig(Part):
+class PipelineConfig(ConfigSection):
     """Everything a pipeline is built from."""
 
     encoder: EncoderConfig = EncoderConfig()

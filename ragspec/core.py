@@ -358,7 +358,7 @@ class Message:
     content: str
 
 
-def is_part_of(salt: str, whole: str) -> bool:
+def salt_belongs_to(salt: str, whole: str) -> bool:
     """Whether the caches of a salt are those of `whole`, a tenant's say, or one of their parts: `whole`, NUL, a name."""
     return salt == whole or salt.startswith(f"{whole}\0")
 

@@ -185,3 +185,24 @@ class DraftTree:
         while path[-1] != 0:
             path.append(self.parents[path[-1]])
         return path[::-1]
+
+
+class StepResult(NamedTuple):
+    """What one step decided for one sequence.
+
+    `accepted`: the accepted nodes below the root, top down. `token_ids`: the tokens added to the output, one for each accepted
+    node and the bonus token; fewer where the output ends inside an accepted run.
+    """
+
+    tree: DraftTree | None
+    accepted: list[int]
+    token_ids: list[int]
+
+    @property
+    def path(self) -> list[int]:
+        """The accepted nodes whose tokens are in the output."""
+        return self.accepted[: len(self.token_ids)]
+
+
+UNDECIDED = StepResult(None, [], [])
+"""A chunk of a prompt was computed and no token decided."""

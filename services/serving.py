@@ -16,7 +16,7 @@ from pydantic import Field, ValidationError
 from ray import serve
 from ray.serve import Application, Deployment
 
-from ragspec.config import Part, load_settings
+from ragspec.config import ConfigSection, load_settings
 from ragspec.errors import ConfigError, EngineError
 from services.settings import ServiceConfig
 
@@ -29,7 +29,7 @@ _NUM_CPUS = 0.5
 """What a replica reserves in Ray's books, whatever threads it uses; on a small machine Serve's own actors need room too."""
 
 
-class ServeArgs(Part):
+class ServeArgs(ConfigSection):
     """`args` of an application. `config`: the service's configuration, or the path of its YAML file on every node. `cluster`: the
     name of a deployment of `ragspec cluster up` that it stands on; empty: every replica has an engine and an index of its own.
     `deployment_config`: options of Serve's deployment (`autoscaling_config`, `num_replicas`, `max_ongoing_requests`,

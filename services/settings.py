@@ -11,13 +11,13 @@ from typing import Literal
 
 from pydantic import Field
 
-from ragspec.config import Part, PipelineConfig
+from ragspec.config import ConfigSection, PipelineConfig
 from ragspec.rag.chat.config import ChatConfig
 
 DEFAULT_PORT = 8000
 
 
-class KeyLimits(Part):
+class KeyLimits(ConfigSection):
     """What one key may use; None: as much as there is. `concurrency`: requests at once. `tokens_per_minute` are the prompt's and
     those written."""
 
@@ -26,7 +26,7 @@ class KeyLimits(Part):
     tokens_per_minute: int | None = Field(None, ge=1)
 
 
-class Limits(Part):
+class Limits(ConfigSection):
     """What any request may be. `max_in_flight`: of all keys together; more are refused with a time to come back after.
 
     `key`: of keys that have no limits of their own.
@@ -39,7 +39,7 @@ class Limits(Part):
     key: KeyLimits = KeyLimits()
 
 
-class Timeouts(Part):
+class Timeouts(ConfigSection):
     """How long a client may take to send a request's head, and its body; until an answer is complete; for a client to take
     what it was sent; for the one token that the health check asks for."""
 
@@ -50,7 +50,7 @@ class Timeouts(Part):
     canary_s: float = Field(10.0, gt=0.0)
 
 
-class TelemetryConfig(Part):
+class TelemetryConfig(ConfigSection):
     """OpenTelemetry. `exporter`: none, lines on the console, or OTLP (the standard variables OTEL_EXPORTER_OTLP_* say where).
 
     `content`: whether spans hold what users wrote and what was answered.
@@ -60,14 +60,14 @@ class TelemetryConfig(Part):
     content: bool = False
 
 
-class ConversationSettings(Part):
+class ConversationSettings(ConfigSection):
     """What is kept of a conversation: until it was not used for `ttl_s` seconds, and of one tenant at most `max_bytes`."""
 
     ttl_s: float = Field(7 * 86_400.0, gt=0.0)
     max_bytes: int = Field(64 * 2**20, ge=2**16)
 
 
-class GrammarSettings(Part):
+class GrammarSettings(ConfigSection):
     """`timeout_s`: what is not corrected by then stays as it is, and the reply says so. `max_edit_ratio`: of a sentence's
     words, those that a correction may change."""
 
@@ -76,7 +76,7 @@ class GrammarSettings(Part):
     max_edit_ratio: float = Field(0.5, ge=0.0, le=1.0)
 
 
-class ServiceSettings(Part):
+class ServiceSettings(ConfigSection):
     """The service itself.
 
     `model`: the name it is asked for by; empty: the target's. `keys_file`: who may ask, as `ragspec keys` writes it; empty: one

@@ -10,7 +10,7 @@ import numpy as np
 Outcome = TypeVar("Outcome")
 
 
-class ScriptedChance:
+class ScriptedRandom:
     """Takes the options that the script names, then the first possible one; notes the scripts of those it did not take."""
 
     def __init__(self, script: list[int]) -> None:
@@ -18,11 +18,11 @@ class ScriptedChance:
         self.others: list[list[int]] = []
         self._script, self._taken = script, 0
 
-    def below(self, threshold: float) -> bool:
+    def bernoulli(self, threshold: float) -> bool:
         assert 0.0 <= threshold <= 1.0
         return self._take(np.array([1.0 - threshold, threshold])) == 1
 
-    def choose(self, weights: np.ndarray) -> int:
+    def categorical(self, weights: np.ndarray) -> int:
         assert weights.min() >= 0.0
         return self._take(weights / weights.sum())
 
@@ -37,11 +37,11 @@ class ScriptedChance:
         return option
 
 
-def branches(run: Callable[[ScriptedChance], Outcome]) -> Iterator[tuple[float, Outcome]]:
+def branches(run: Callable[[ScriptedRandom], Outcome]) -> Iterator[tuple[float, Outcome]]:
     """(probability, outcome) of every way `run` can go."""
     scripts: list[list[int]] = [[]]
     while scripts:
-        chance = ScriptedChance(scripts.pop())
+        chance = ScriptedRandom(scripts.pop())
         outcome = run(chance)
         scripts += chance.others
         yield chance.prob, outcome

@@ -5,48 +5,37 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping, Sequence
 
-from ragspec.core import Request
-from ragspec.drafting.drafter import Budget, Drafted, Features
+from ragspec.drafting.drafter import Budget, Drafter, Features, SequenceView
 from ragspec.tree import Origin, Proposal
 
 
-class Quiet:
+class Quiet(Drafter):
     """Proposes nothing; the base of the others. `events` counts what it was told."""
 
     name = "quiet"
-    taps: tuple[int, ...] = ()
 
     def __init__(self) -> None:
         self.events: dict[str, int] = {"start": 0, "observe": 0, "learn": 0, "finish": 0}
         self.observed: dict[tuple[str, int], list[int]] = {}
 
-    def prepare(self, request: Request) -> None:
-        pass
-
-    def start(self, sequence: Drafted) -> None:
+    def start(self, sequence: SequenceView) -> None:
         self.events["start"] += 1
 
-    def cost_s(self, sequences: Sequence[Drafted]) -> float:
-        return 0.0
-
-    def propose(self, sequences: Sequence[Drafted], budget: Budget) -> list[list[Proposal]]:
+    def propose(self, sequences: Sequence[SequenceView], budget: Budget) -> list[list[Proposal]]:
         return [self.draft(sequence, budget.max_nodes) for sequence in sequences]
 
-    def draft(self, sequence: Drafted, max_nodes: int) -> list[Proposal]:
+    def draft(self, sequence: SequenceView, max_nodes: int) -> list[Proposal]:
         return []
 
-    def observe(self, sequence: Drafted, tokens: Sequence[int], features: Features) -> None:
+    def observe(self, sequence: SequenceView, tokens: Sequence[int], features: Features) -> None:
         self.events["observe"] += 1
         self.observed.setdefault(sequence.key, []).extend(tokens)
 
     def learn(self, feedback: object, accepted: bool) -> None:
         self.events["learn"] += 1
 
-    def finish(self, sequence: Drafted) -> None:
+    def finish(self, sequence: SequenceView) -> None:
         self.events["finish"] += 1
-
-    def purge(self, salt: str) -> None:
-        pass
 
 
 class Knowing(Quiet):
@@ -57,7 +46,7 @@ class Knowing(Quiet):
         self.answers = answers
         self.vocab_size = vocab_size
 
-    def ahead(self, sequence: Drafted) -> list[int]:
+    def ahead(self, sequence: SequenceView) -> list[int]:
         return list(self.answers.get(sequence.key, ()))[sequence.num_output :]
 
 
@@ -66,7 +55,7 @@ class Perfect(Knowing):
 
     name = "perfect"
 
-    def draft(self, sequence: Drafted, max_nodes: int) -> list[Proposal]:
+    def draft(self, sequence: SequenceView, max_nodes: int) -> list[Proposal]:
         tokens = self.ahead(sequence)[:max_nodes]
         return [Proposal(token, i - 1, 0.9, Origin(self.name, feedback=i)) for i, token in enumerate(tokens)]
 
@@ -76,7 +65,7 @@ class Wrong(Knowing):
 
     name = "wrong"
 
-    def draft(self, sequence: Drafted, max_nodes: int) -> list[Proposal]:
+    def draft(self, sequence: SequenceView, max_nodes: int) -> list[Proposal]:
         ahead = self.ahead(sequence)
         origin = Origin(self.name, feedback="x")
         proposals: list[Proposal] = []
@@ -93,7 +82,7 @@ class Half(Knowing):
 
     name = "half"
 
-    def draft(self, sequence: Drafted, max_nodes: int) -> list[Proposal]:
+    def draft(self, sequence: SequenceView, max_nodes: int) -> list[Proposal]:
         ahead = self.ahead(sequence)
         origin = Origin(self.name)
         proposals: list[Proposal] = []
@@ -120,7 +109,7 @@ class Random(Quiet):
         self.vocab_size = vocab_size
         self._random = random.Random(seed)
 
-    def draft(self, sequence: Drafted, max_nodes: int) -> list[Proposal]:
+    def draft(self, sequence: SequenceView, max_nodes: int) -> list[Proposal]:
         draw = self._random
         return [
             Proposal(
@@ -146,10 +135,10 @@ class Raising(Knowing):
         if where == self.where:
             raise ZeroDivisionError(f"a drafter's own bug in {where}")
 
-    def start(self, sequence: Drafted) -> None:
+    def start(self, sequence: SequenceView) -> None:
         self._fail("start")
 
-    def draft(self, sequence: Drafted, max_nodes: int) -> list[Proposal]:
+    def draft(self, sequence: SequenceView, max_nodes: int) -> list[Proposal]:
         self._fail("propose")
         if self.where == "malformed":
             return [Proposal(5, 99, 0.9, Origin(self.name))]
@@ -161,15 +150,15 @@ class Raising(Knowing):
             return [Proposal(7, -1, 0.9, Origin(self.name))]
         return Perfect.draft(self, sequence, max_nodes)  # type: ignore[arg-type]
 
-    def propose(self, sequences: Sequence[Drafted], budget: Budget) -> list[list[Proposal]]:
+    def propose(self, sequences: Sequence[SequenceView], budget: Budget) -> list[list[Proposal]]:
         lists = super().propose(sequences, budget)
         return lists[:-1] if self.where == "too few" else lists
 
-    def observe(self, sequence: Drafted, tokens: Sequence[int], features: Features) -> None:
+    def observe(self, sequence: SequenceView, tokens: Sequence[int], features: Features) -> None:
         self._fail("observe")
 
     def learn(self, feedback: object, accepted: bool) -> None:
         self._fail("learn")
 
-    def finish(self, sequence: Drafted) -> None:
+    def finish(self, sequence: SequenceView) -> None:
         self._fail("finish")

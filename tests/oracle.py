@@ -14,8 +14,8 @@ import numpy as np
 
 from ragspec.core import SamplingParams
 from ragspec.engine.target import Target
+from ragspec.numerics.batch import Batch, ScheduledSequence
 from ragspec.numerics.kv_cache import SequenceSlots
-from ragspec.numerics.rows import Part, StepRows
 
 MASK, STEP = 2**64 - 1, 0x9E3779B97F4A7C15
 
@@ -83,8 +83,8 @@ def choose(x: np.ndarray, params: SamplingParams, seed: int, choice: int, index:
 def next_logits(target: Target, tokens: Sequence[int]) -> np.ndarray:
     """Logits after the last of `tokens`: one forward of all of them over fresh slots. float32 [V]."""
     slots = SequenceSlots(target.pool)
-    rows = StepRows([Part(slots, len(tokens))]).rows
-    logits = target.forward(np.array(tokens, np.int32), rows, np.array([len(tokens) - 1], np.int32))
+    batch = Batch([ScheduledSequence(slots, tokens)])
+    logits = target.forward(batch.token_ids, batch.metadata, batch.logit_rows)
     slots.release()
     return logits[0]
 

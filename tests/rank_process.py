@@ -1,7 +1,7 @@
 """A process that follows one group of ranks after another: one JSON order a line in, one outcome a line out.
 
 >>> with Followers(1) as followers, followers.group(2, target_config, engine_config) as ranks:
-...     target = load_together(target_config, engine_config, ranks)
+...     target = load_rank(target_config, engine_config, ranks)
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any, Self
 
 from ragspec.config import EngineConfig, TargetConfig
-from ragspec.engine.parallel import load_follower, load_together
+from ragspec.engine.parallel import load_follower, load_rank
 from ragspec.engine.target import Target
 from ragspec.errors import RagspecError
-from ragspec.numerics.ranks import DistributedRanks, Meeting
+from ragspec.numerics.ranks import DistributedRanks, Rendezvous
 
 PATIENCE_S = 60.0
 """Of groups that nothing is to happen to: test machines are busy."""
@@ -36,7 +36,7 @@ class Followers:
         self, size: int, target: TargetConfig, engine: EngineConfig, timeout_s: float = PATIENCE_S, **others: Any
     ) -> Iterator[DistributedRanks]:
         """Rank 0 of a new group, whose other ranks load the target and run. `others`: how their target's settings differ."""
-        meeting = Meeting("127.0.0.1")
+        meeting = Rendezvous("127.0.0.1")
         for rank in range(1, size):
             order = {"rank": rank, "size": size, "address": meeting.address, "timeout_s": timeout_s}
             order |= {"target": target.model_dump() | others, "engine": engine.model_dump()}
@@ -51,7 +51,7 @@ class Followers:
     def target(self, size: int, config: TargetConfig, engine: EngineConfig) -> Iterator[Target]:
         """Rank 0's target; its engines may be closed, and the group goes on."""
         with self.group(size, config, engine) as ranks:
-            target = load_together(config, engine, ranks)
+            target = load_rank(config, engine, ranks)
             close, target.close = target.close, lambda: None  # type: ignore[method-assign]
             yield target
             close()

@@ -9,14 +9,14 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
-from branches import ScriptedChance, branches
+from branches import ScriptedRandom, branches
 
 from ragspec.core import SamplingParams
 from ragspec.speculation import AcceptanceRule
 from ragspec.tree import DraftTree, Draw, Origin
 from ragspec.verification.probabilities import draw_iid, draw_without_replacement, token_probs
-from ragspec.verification.rejection import Acceptance, walk
-from ragspec.verification.verify import Verdict
+from ragspec.verification.rejection import AcceptancePolicy, rejection_sample
+from ragspec.verification.verify import VerifyResult
 
 V, LENGTH = 3, 3
 EXACT = 1e-12
@@ -84,7 +84,7 @@ LOSSLESS = {
 }
 
 
-def sampled(case: Case, counts: Sequence[int], with_replacement: bool, chance: ScriptedChance) -> Drafted:
+def sampled(case: Case, counts: Sequence[int], with_replacement: bool, chance: ScriptedRandom) -> Drafted:
     """A tree with `counts[d]` draws at each node of depth d; the nodes of one token are one node."""
     drafted = Drafted(DraftTree(0), {}, [()])
     draw = draw_iid if with_replacement else draw_without_replacement
@@ -116,10 +116,10 @@ def chosen(case: Case, count: int, depth: int = 2) -> Drafted:
 
 
 def verdict_of(
-    case: Case, rule: AcceptanceRule, drafted: Drafted, chance: ScriptedChance, most: int = LENGTH
-) -> Verdict:
-    verdict = walk(
-        Acceptance(rule), drafted.tree, drafted.draws, lambda n: case.target[drafted.prefixes[n]], chance, most
+    case: Case, rule: AcceptanceRule, drafted: Drafted, chance: ScriptedRandom, most: int = LENGTH
+) -> VerifyResult:
+    verdict = rejection_sample(
+        AcceptancePolicy(rule), drafted.tree, drafted.draws, lambda n: case.target[drafted.prefixes[n]], chance, most
     )
     assert [drafted.tree.token_ids[node] for node in verdict.path] == verdict.tokens[: len(verdict.path)]
     assert [drafted.tree.parents[node] for node in verdict.path] == [0, *verdict.path][: len(verdict.path)]
@@ -134,7 +134,7 @@ class Measured(NamedTuple):
     num_accepted: float
 
 
-def measure(case: Case, run: Callable[[ScriptedChance], Verdict]) -> Measured:
+def measure(case: Case, run: Callable[[ScriptedRandom], VerifyResult]) -> Measured:
     """Whatever a step emitted, plain decoding goes on behind it, so joint laws of LENGTH tokens are compared."""
     law = dict.fromkeys(itertools.product(range(V), repeat=LENGTH), 0.0)
     num_accepted = 0.0
@@ -156,7 +156,7 @@ def probability(laws: Laws, tokens: Prefix, start: int = 0) -> float:
 def measured(case: str, name: str) -> Measured:
     rule, counts, with_replacement = LOSSLESS[name]
 
-    def run(chance: ScriptedChance) -> Verdict:
+    def run(chance: ScriptedRandom) -> VerifyResult:
         return verdict_of(CASES[case], rule, sampled(CASES[case], counts, with_replacement, chance), chance)
 
     return measure(CASES[case], run)

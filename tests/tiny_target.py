@@ -32,12 +32,13 @@ from transformers import (
 )
 
 from ragspec.config import EngineConfig, TargetConfig
-from ragspec.drafting.costs import CostTable
+from ragspec.drafting.cost_model import CostTable
 from ragspec.drafting.drafter import Drafter
 from ragspec.drafting.planner import Planner
 from ragspec.engine.admission import Admission
 from ragspec.engine.engine import Engine
 from ragspec.engine.target import Target
+from ragspec.evaluation.fixed_trees import FixedTreePlanner
 from ragspec.numerics.kv_cache import KvPool
 
 CONTEXT = 256
@@ -147,5 +148,6 @@ def tiny_engine(
     """
     target.pool = KvPool(target.shapes, num_kv_slots)
     settings = EngineConfig(**{"max_step_tokens": 64, "max_kv_tokens": num_kv_slots, **config})
-    planner = Planner(drafters, Free(), max_nodes, target.vocab_size, fixed_nodes)
+    planner_class = FixedTreePlanner if fixed_nodes else Planner
+    planner = planner_class(drafters, Free(), fixed_nodes or max_nodes, target.vocab_size)
     return Engine(target, planner, Admission(target, "tiny"), settings)

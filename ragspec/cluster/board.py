@@ -20,7 +20,7 @@ from ragspec.cluster.links import Link
 from ragspec.cluster.remembered import Remembered
 from ragspec.cluster.routing import RoutingConfig
 from ragspec.cluster.streams import Ear, Listener, Stream, Ticket
-from ragspec.core import Delta, FinishReason, is_part_of
+from ragspec.core import Delta, FinishReason, salt_belongs_to
 from ragspec.errors import InputError, Overloaded
 
 log = logging.getLogger(__name__)
@@ -97,7 +97,7 @@ class Board:
         """Remember nothing that one tenant has asked, nor what it is asking."""
         self._remembered.purge(salt)
         for ticket in self._tickets.values():
-            ticket.may_be_remembered = ticket.may_be_remembered and not is_part_of(ticket.request.salt, salt)
+            ticket.may_be_remembered = ticket.may_be_remembered and not salt_belongs_to(ticket.request.salt, salt)
 
     # -- links -------------------------------------------------------------------------------------------------------
 

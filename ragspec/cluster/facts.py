@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    from ragspec.engine.admission import Bounds
+    from ragspec.engine.admission import ModelLimits
 
 
 class HostFacts(NamedTuple):
@@ -20,8 +20,8 @@ class HostFacts(NamedTuple):
     num_running: int
 
     @property
-    def bounds(self) -> Bounds:
+    def bounds(self) -> ModelLimits:
         """Why the import is in here: a supervisor passes facts on, and needs no engine for it, nor the seconds to import one."""
-        from ragspec.engine.admission import Bounds
+        from ragspec.engine.admission import ModelLimits
 
-        return Bounds(self.vocab_size, self.max_context_tokens, self.eos_ids)
+        return ModelLimits(self.vocab_size, self.max_context_tokens, self.eos_ids)

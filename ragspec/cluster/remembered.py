@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 
 from ragspec.cluster.streams import Ticket, put_together
-from ragspec.core import is_part_of
+from ragspec.core import salt_belongs_to
 
 _ENTRY_TOKENS = 16
 """What an entry costs beside its tokens."""
@@ -39,7 +39,7 @@ class Remembered:
 
     def purge(self, salt: str) -> None:
         """Forget one tenant's."""
-        for request_id in [i for i, (_, ticket) in self._tickets.items() if is_part_of(ticket.request.salt, salt)]:
+        for request_id in [i for i, (_, ticket) in self._tickets.items() if salt_belongs_to(ticket.request.salt, salt)]:
             self.drop(request_id)
 
     def expire(self, now: float) -> None:

@@ -29,7 +29,7 @@ from ragspec.cluster.routing import RoutingConfig
 from ragspec.cluster.streams import Ear, Listener, Ticket
 from ragspec.cluster.watching import Watch
 from ragspec.core import Delta, Request
-from ragspec.engine.admission import Bounds
+from ragspec.engine.admission import ModelLimits
 from ragspec.engine.client import EngineClient
 from ragspec.errors import EngineClosed, ReplicaLost
 
@@ -234,6 +234,6 @@ class Router(EngineClient):
         assert self._latest is not None
         return self._board.links or (self._latest,)
 
-    def _bounds(self) -> Bounds:
+    def _bounds(self) -> ModelLimits:
         bounds = [link.facts.bounds for link in self._live()]
         return min(bounds, key=lambda each: each.max_context_tokens)

@@ -6,10 +6,10 @@ from typing import Literal
 
 from pydantic import Field
 
-from ragspec.config import Part
+from ragspec.config import ConfigSection
 
 
-class RoutingConfig(Part):
+class RoutingConfig(ConfigSection):
     """How requests find a replica, and what happens when one is lost. Units: seconds, tokens, requests.
 
     Where requests go. One with an affinity goes where that hashes to, unless that replica has more than `load_factor` times the

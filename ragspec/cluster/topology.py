@@ -11,13 +11,13 @@ from typing import Literal, NamedTuple
 
 from pydantic import Field, model_validator
 
-from ragspec.config import Part, PipelineConfig
+from ragspec.config import ConfigSection, PipelineConfig
 from ragspec.errors import ConfigError
 
 _SLACK = 1e-6
 
 
-class Topology(Part):
+class Topology(ConfigSection):
     """The parts of a deployment and what each reserves.
 
     Engines are `replicas` groups of `tensor_parallel` ranks, each group on one node. The index is spread over `num_shards`

@@ -1,35 +1,86 @@
-"""Learned acceptance: how often a guess of some kind is right, as an estimate that follows the load.
+"""Learned acceptance: how probable it is that the target accepts a proposed node, by the kind of node.
 
-Only counts are kept, never text, so what one request teaches may serve every tenant.
+Older outcomes fade. Only counts are kept, never text, so the experience of one request serves every tenant.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from collections.abc import Iterable
+
 import numpy as np
 
-_MEMORY = 400.0
-"""Guesses after which old ones weigh 1/e."""
+_MARGINS = (0.1, 0.25, 0.5, 0.8, 1.2, 1.7, 2.4, 3.3, 4.5, 6.5)
+_NUM_MODES, _NUM_RANKS, _NUM_DEPTHS = 4, 8, 4
 
 
-class AcceptanceTable:
-    """Acceptance of a node given its parent's, per (kind, match length); Beta prior of weight 4, exponential forgetting."""
+class Cell(int):
+    """The number of an estimate; a type of its own, so that no other drafter's feedback is taken for a cell."""
+
+
+class AcceptanceCells:
+    """One estimate a cell: a Beta prior of a given weight, and outcomes that weigh 1/e after `memory` further ones.
+
+    Plain lists: reading one number of a NumPy array takes longer than computing the estimate.
+    """
+
+    def __init__(self, prior: Iterable[float], prior_weight: float, memory: float) -> None:
+        self._accepted = [prior_weight * probability for probability in prior]
+        self._seen = [prior_weight] * len(self._accepted)
+        self._keep = 1.0 - 1.0 / memory
+
+    def probability(self, cell: Cell) -> float:
+        return self._accepted[cell] / self._seen[cell]
+
+    def learn(self, cell: Cell, accepted: bool) -> None:
+        self._seen[cell] = self._seen[cell] * self._keep + 1.0
+        self._accepted[cell] = self._accepted[cell] * self._keep + accepted
+
+
+class CopyAcceptance(AcceptanceCells):
+    """Acceptance of a copied node given its parent's, by (kind, match length).
+
+    `priors[kind]` has the prior of length 0 and the limit for long matches.
+    """
 
     def __init__(self, priors: dict[str, tuple[float, float]], max_length: int = 16) -> None:
         self._max_length = max_length
-        self._rows = {kind: i for i, kind in enumerate(priors)}
-        first = np.array([short for short, _ in priors.values()])[:, None]
-        last = np.array([long for _, long in priors.values()])[:, None]
-        share = 1.0 - 0.6 ** np.arange(max_length + 1)[None]
-        self._prior = first + (last - first) * share  # [kinds, lengths]
-        self._accepted = 4.0 * self._prior
-        self._seen = np.full_like(self._prior, 4.0)
+        self._rows = {kind: i * (max_length + 1) for i, kind in enumerate(priors)}
+        share = 1.0 - 0.6 ** np.arange(max_length + 1)
+        rows = [short + (long - short) * share for short, long in priors.values()]
+        super().__init__(np.concatenate(rows).tolist(), prior_weight=4.0, memory=400.0)
 
-    def probability(self, kind: str, length: int) -> float:
-        row, column = self._rows[kind], min(length, self._max_length)
-        return float(self._accepted[row, column] / self._seen[row, column])
+    def cell(self, kind: str, length: int) -> Cell:
+        return Cell(self._rows[kind] + min(length, self._max_length))
 
-    def learn(self, kind: str, length: int, accepted: bool) -> None:
-        row, column = self._rows[kind], min(length, self._max_length)
-        keep = 1.0 - 1.0 / _MEMORY
-        self._seen[row, column] = self._seen[row, column] * keep + 1.0
-        self._accepted[row, column] = self._accepted[row, column] * keep + float(accepted)
+
+class ChildAcceptance(AcceptanceCells):
+    """Acceptance of a drafted child given that its parent was accepted and no better sibling was.
+
+    With the sampling noise known, a child's chance is no longer its probability under the drafter. Its rank among its siblings
+    predicts the chance, and how far its score lies behind the best score (for the best child: how far it leads).
+    """
+
+    def __init__(self) -> None:
+        margin = np.array([0.0, *_MARGINS])
+        prior = np.empty((_NUM_MODES, _NUM_DEPTHS, _NUM_RANKS, len(margin)))
+        prior[:, :, 0] = 0.85 - 0.5 * np.exp(-0.7 * margin)
+        for rank in range(1, _NUM_RANKS):
+            prior[:, :, rank] = 0.4 / rank**0.5 * np.exp(-0.6 * margin)
+        self._strides = [int(np.prod(prior.shape[i + 1 :])) for i in range(3)]
+        super().__init__(prior.ravel().tolist(), prior_weight=2.0, memory=600.0)
+        self.typical = 0.7
+        """Recent mean chance that one of an accepted node's children is accepted."""
+
+    def cell(self, mode: int, depth: int, rank: int, margin: float) -> Cell:
+        """`mode`: greedy, with noise, without noise, or drawn by chance (`ragspec.drafting.eagle.draft_tree`).
+
+        `margin`: for rank 0 its score less that of rank 1, else the best score less its own.
+        """
+        by_mode, by_depth, by_rank = self._strides
+        deep, low = min(depth, _NUM_DEPTHS) - 1, min(rank, _NUM_RANKS - 1)
+        return Cell(mode * by_mode + deep * by_depth + low * by_rank + bisect_right(_MARGINS, margin))
+
+    def note_children(self, chance: float, weight: float) -> None:
+        """One of a node's children is accepted with probability `chance`; the node itself with probability `weight`."""
+        self.typical += 0.02 * weight * (chance - self.typical)

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ragspec.core import SamplingParams
-from ragspec.drafting.drafter import Drafted
+from ragspec.drafting.drafter import SequenceView
 from ragspec.numerics.compiled import compiled
 from ragspec.numerics.noise import bits, gumbel, output_key
 from ragspec.speculation import AcceptanceRule
@@ -77,7 +77,7 @@ class Coupling:
         self._vocab_size = vocab_size
         self._coupled = coupled
 
-    def pick(self, logits: Floats, owners: Sequence[Drafted], depth: int, num_children: int) -> Picks:
+    def pick(self, logits: Floats, owners: Sequence[SequenceView], depth: int, num_children: int) -> Picks:
         """Children of N nodes at `depth` - 1, each of the sequence in `owners`. Shape: float32 [N, Vd], not kept."""
         num_children = min(num_children, logits.shape[1])
         keys = np.zeros(len(owners), np.uint64)
@@ -106,11 +106,11 @@ class Coupling:
         _pick(scaled, self._ids, keys, noisy, floors, *picks)
         return picks
 
-    def uses_noise(self, sequence: Drafted) -> bool:
+    def uses_noise(self, sequence: SequenceView) -> bool:
         """Whether a draft for this request knows what its tokens will be sampled with."""
         return self._coupled and sequence.request.speculation.rule is AcceptanceRule.KEYED
 
-    def _warped(self, logits: Floats, sequence: Drafted) -> Floats:
+    def _warped(self, logits: Floats, sequence: SequenceView) -> Floats:
         """Penalties and biases as the target's logits get them, of the tokens decided so far. Shape: float32 [Vd]."""
         full = np.full(self._vocab_size, _ALL)
         full[self._ids] = logits

@@ -1,4 +1,4 @@
-"""What a drafter is. A drafter guesses; it can make the engine faster or slower, never change its output."""
+"""What a drafter is. A drafter proposes tokens; it can make the engine faster or slower, never change the output."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from ragspec.numerics.kv_cache import SequenceSlots
 from ragspec.tree import DraftTree, Proposal
 
 Features = Mapping[int, NDArray[np.float32]]
-"""The target's states of some positions by tap (`ragspec.engine.target`). Shape of each: float32 [T, H]."""
+"""Hidden states of the target at some positions, by tap (`ragspec.engine.target`). Shape of each: float32 [T, H]."""
 
 
-class Drafted(Protocol):
-    """The part of a running sequence that drafters see. `tokens` is prompt + output so far, the last one the tree's root.
+class SequenceView(Protocol):
+    """The part of a running sequence that drafters see. `tokens` is prompt + output; the last token is the tree's root.
 
-    `prepared[name]` is what the drafter of that name made of the request; None where that failed. `slots` are the places of its
-    kept positions, which a drafter may store something of its own under.
+    `prepared[name]` is what the drafter of that name prepared for the request, None if that failed. `slots` are the KV slots of
+    kept positions; a drafter may store data of its own under the same slot numbers.
     """
 
     request: Request
@@ -43,8 +43,8 @@ class Drafted(Protocol):
 class Budget(NamedTuple):
     """What a draft may cost: at most `max_nodes` nodes a tree, and no more time than it is likely to save.
 
-    `token_s`: seconds that one more accepted token saves; 0.0 where time is no matter. `trees`: what other drafters proposed for
-    the same sequences, in their order. `depths`: how many levels each may have at most.
+    `token_s`: seconds that one more accepted token saves; 0.0 if time does not count. `trees`: the proposals of earlier drafters
+    for the same sequences. `depths`: the most levels of each sequence's draft.
     """
 
     max_nodes: int
@@ -53,36 +53,41 @@ class Budget(NamedTuple):
     depths: SequenceOf[int]
 
 
-class Drafter(Protocol):
-    """Called from the engine's thread only, but for `prepare`. An exception costs the row its draft and nothing else."""
+class Drafter:
+    """Base class of all drafters; only `propose` must be written. An exception costs the sequence its draft, nothing else.
+
+    The engine's thread makes all calls except `prepare`.
+    """
 
     name: str
-    taps: tuple[int, ...]
-    """Which of the target's states `observe` wants to see; usually none."""
+    taps: tuple[int, ...] = ()
+    """The target's hidden states that `observe` needs."""
 
     def prepare(self, request: Request) -> Any:
-        """What `start` needs of a request and takes long to make. Called by who submits: in any thread, in several at once."""
+        """Slow work for a request, before `start`. Runs in the submitting thread, several threads at once."""
 
-    def start(self, sequence: Drafted) -> None:
+    def start(self, sequence: SequenceView) -> None:
         """A sequence begins."""
 
-    def cost_s(self, sequences: SequenceOf[Drafted]) -> float:
-        """Seconds that `propose` is expected to take; 0.0 for no time worth counting, infinity where nothing can be proposed."""
+    def cost_s(self, sequences: SequenceOf[SequenceView]) -> float:
+        """Expected seconds of `propose`: 0.0 if negligible, infinity if nothing can be proposed."""
+        return 0.0
 
-    def propose(self, sequences: SequenceOf[Drafted], budget: Budget) -> list[list[Proposal]]:
-        """Guesses for each sequence, parents before children, with the probability that the path is accepted."""
+    def propose(self, sequences: SequenceOf[SequenceView], budget: Budget) -> list[list[Proposal]]:
+        """Nodes for each sequence, parents before children, with the probability that each node's path is accepted."""
+        raise NotImplementedError
 
-    def observe(self, sequence: Drafted, tokens: SequenceOf[int], features: Features) -> None:
-        """Tokens just decided, in order, and the states of the positions just kept, the last ones of `sequence.slots`.
+    def observe(self, sequence: SequenceView, tokens: SequenceOf[int], features: Features) -> None:
+        """The tokens just decided, and the features of the positions just kept, which are the last of `sequence.slots`.
 
-        There are no tokens while a prompt is read in pieces.
+        `tokens` is empty after a chunk of a prompt that goes on.
         """
 
     def learn(self, feedback: object, accepted: bool) -> None:
-        """What became of one of its nodes whose parent was accepted; `feedback` is what it wrote into the node's origin."""
+        """The fate of one proposed node whose parent was accepted. `feedback` comes from the node's origin."""
 
-    def finish(self, sequence: Drafted) -> None:
-        """The sequence has ended, however it ended; forget its text."""
+    def finish(self, sequence: SequenceView) -> None:
+        """The sequence has ended, for any reason; forget its text."""
 
     def purge(self, salt: str) -> None:
-        """Forget what is kept of one tenant's earlier requests."""
+        """Forget everything kept of one tenant's earlier requests."""

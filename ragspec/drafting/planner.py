@@ -1,154 +1,107 @@
-"""How much to draft: one tree a sequence, sized so that the step's expected tokens per second are greatest.
+"""How much to draft: one tree a sequence, sized so that the step's expected tokens a second are greatest.
 
-A forward over n rows costs what it was measured to cost at start; a node is worth the probability that its path is accepted.
-Drafters learn that probability over all requests; the planner scales it by how their guesses have fared in this one.
-Nodes of all sequences are taken in order of that probability while (expected tokens) / (cost of the step) still rises, so
-nothing is drafted where nothing pays. A drafter whose guesses take time themselves is asked where they are worth that time.
+`ragspec.drafting.cost_model` writes the objective as a formula. Drafters estimate over all requests how probable each of their
+nodes is; the planner scales these probabilities by the drafter's record in the sequence at hand, merges all proposals into one
+tree and cuts the trees to the best size. A drafter that takes time itself is asked only where its drafts save more time.
+
+    >>> planner = Planner([CopyDrafter(tokenizer)], costs, max_tree_nodes=48)
+    >>> trees = planner.plan(sequences, num_prompt_rows=0, spare_rows=100)
+    >>> planner.observe(sequence, result, features)             # after verification, for each sequence
 """
 
 from __future__ import annotations
 
 import logging
 import math
-import time
 from collections import defaultdict
 from collections.abc import Sequence as SequenceOf
 from typing import Any
 
 from ragspec.core import Request
-from ragspec.drafting.costs import CostTable
-from ragspec.drafting.drafter import Budget, Drafted, Drafter, Features
-from ragspec.drafting.drafter_stats import CALLED_GAIN, Asked, Course, Worth, worthwhile
-from ragspec.drafting.safe_drafter import Guarded
-from ragspec.drafting.sizing import Sizing
+from ragspec.drafting.cost_model import CostTable, StepCost
+from ragspec.drafting.drafter import Budget, Drafter, Features, SequenceView
+from ragspec.drafting.drafter_stats import TRIAL_HIT_GAIN, DrafterStats, PendingDraft, SequenceStats, select_paying
+from ragspec.drafting.safe_drafter import SafeDrafter
 from ragspec.drafting.stochastic_drafts import needs_chain
 from ragspec.errors import InputError, RagspecError
-from ragspec.tree import DraftTree
+from ragspec.tree import DraftTree, StepResult
 from ragspec.verification.rejection import check_draft
 
 log = logging.getLogger(__name__)
-
-Key = tuple[str, int]
 
 _ANY_DEPTH = 2**31
 
 
 class Planner:
-    """Merges the proposals of all drafters and cuts them to what pays. Contains their exceptions.
+    """Merges the proposals of all drafters and cuts them to the size that pays. A drafter's errors cost only its draft."""
 
-    `fixed_nodes`: take so many of the best nodes in every step, whatever they cost; for measurements.
-    """
+    step_cost: type[StepCost] = StepCost
 
     def __init__(
-        self,
-        drafters: SequenceOf[Drafter],
-        costs: CostTable,
-        max_tree_nodes: int,
-        vocab_size: int = 2**31,
-        fixed_nodes: int | None = None,
+        self, drafters: SequenceOf[Drafter], costs: CostTable, max_tree_nodes: int, vocab_size: int = 2**31
     ) -> None:
-        self._drafters = [Guarded(drafter) for drafter in drafters]
-        self._sizing = Sizing(costs, is_fixed=fixed_nodes is not None)
-        self._max_nodes = fixed_nodes or max_tree_nodes
-        self._vocab_size = vocab_size
-        self._fixed = fixed_nodes is not None
-        self._courses: dict[Key, dict[str, Course]] = {}
-        self._worth: defaultdict[str, Worth] = defaultdict(Worth)
-        self._asked: dict[tuple[Key, str], Asked] = {}  # in this step, of drafters that take time
+        self._drafters = [SafeDrafter(drafter) for drafter in drafters]
+        self._max_nodes, self._vocab_size = max_tree_nodes, vocab_size
+        self._sequence_stats: dict[tuple[str, int], dict[str, SequenceStats]] = {}
+        self._stats: defaultdict[str, DrafterStats] = defaultdict(DrafterStats)
+        self._pending: dict[tuple[tuple[str, int], str], PendingDraft] = {}  # of this step
+        self.costs = costs
         self.taps = tuple(sorted({tap for drafter in drafters for tap in drafter.taps}))
-        self.draft_s = 0.0
-        """Seconds that the last step's drafts took, a sequence."""
 
     @property
     def num_failures(self) -> int:
-        """How often a drafter has failed."""
+        """Calls of drafters that raised."""
         return sum(drafter.num_failures for drafter in self._drafters)
 
-    def check(self, request: Request) -> None:
-        """Raises: InputError for a drafter that there is none of."""
+    def prepare(self, request: Request) -> dict[str, Any]:
+        """By drafter, what it prepares for a request. Callable from any thread. Raises: InputError for an unknown drafter."""
         known = [drafter.name for drafter in self._drafters]
         unknown = [name for name in request.speculation.drafters or () if name not in known]
         if unknown:
             raise InputError(f"there is no drafter {unknown[0]!r}; there are: {', '.join(known) or 'none'}")
+        return {drafter.name: drafter.prepare(request) for drafter in self._drafters_of(request)}
 
-    def prepare(self, request: Request) -> dict[str, Any]:
-        """By drafter, what it needs of a request before it starts. For any thread. Raises: InputError."""
-        self.check(request)
-        return {drafter.name: drafter.prepare(request) for drafter in self._of(request)}
-
-    def start(self, sequence: Drafted) -> None:
-        for drafter in self._of(sequence.request):
+    def start(self, sequence: SequenceView) -> None:
+        for drafter in self._drafters_of(sequence.request):
             drafter.start(sequence)
 
-    def plan(self, sequences: SequenceOf[Drafted], num_other_rows: int, spare_rows: int) -> list[DraftTree]:
-        """One tree a sequence. `num_other_rows`: prompt rows in the same step; `spare_rows`: the most nodes in all."""
-        begin = time.perf_counter()
-        trees = self._planned(sequences, num_other_rows, spare_rows)
-        self.draft_s = (time.perf_counter() - begin) / max(1, len(sequences))
-        return trees
-
-    def _planned(self, sequences: SequenceOf[Drafted], num_other_rows: int, spare_rows: int) -> list[DraftTree]:
+    def plan(self, sequences: SequenceOf[SequenceView], num_prompt_rows: int, spare_rows: int) -> list[DraftTree]:
+        """One tree a sequence, at most `spare_rows` nodes together. `num_prompt_rows`: rows of prompts in the same step."""
         trees = [DraftTree(s.tokens[-1]) for s in sequences]
-        self._asked.clear()
-        if spare_rows <= 0:
+        self._pending.clear()
+        if not sequences or spare_rows <= 0:
             return trees
-        asked: dict[int, list[Guarded]] = {}
+        cost = self.step_cost(self.costs, sequences, num_prompt_rows)
+        asked: defaultdict[int, list[SafeDrafter]] = defaultdict(list)
         for drafter in self._drafters:
-            awake = [i for i, s in enumerate(sequences) if self._awake(drafter, s)]
-            awake = [i for i in awake if not (needs_chain(sequences[i]) and trees[i].num_drafted)]
-            depths = self._worth_asking(drafter, awake, sequences, trees)
+            depths = self._depths(drafter, sequences, trees, cost)
             for i in depths:
-                asked.setdefault(i, []).append(drafter)
-            self._merge(drafter, depths, sequences, trees)
-        for i in asked:
+                asked[i].append(drafter)
+            self._merge(drafter, depths, sequences, trees, cost)
+        for i, drafters in asked.items():
             tree = trees[i].first_path() if needs_chain(sequences[i]) else trees[i]
             trees[i] = tree.best(self._most_nodes(sequences[i]))
-            trees[i].scale(
-                {drafter.name: self._course(sequences[i], drafter.name).trust.factor for drafter in asked[i]}
-            )
-        trees = self._sizing.fit(sequences, trees, num_other_rows, spare_rows)
+            trees[i].scale({d.name: self._stats_in(sequences[i], d.name).ratio.factor for d in drafters})
+        trees = cost.fit(trees, spare_rows)
         for i, drafters in asked.items():
             for drafter in drafters:
-                if not _guessed(trees[i], drafter.name) and (sequences[i].key, drafter.name) not in self._asked:
-                    self._course(sequences[i], drafter.name).rest.note(False)
+                if not _has_nodes_of(trees[i], drafter.name) and (sequences[i].key, drafter.name) not in self._pending:
+                    self._stats_in(sequences[i], drafter.name).backoff.note(False)
         return trees
 
-    def note_cost(self, num_rows: int, context: int, seconds: float) -> None:
-        """What a step's forward took."""
-        self._sizing.note_cost(num_rows, context, seconds)
+    def observe(self, sequence: SequenceView, result: StepResult, features: Features) -> None:
+        """Teach each drafter by the fate of its nodes, then hand all drafters the decided tokens and the new features."""
+        drafters = self._drafters_of(sequence.request)
+        if result.tree is not None:
+            for drafter in drafters:
+                self._learn(sequence, result.tree, result, drafter.name)
+            _teach({drafter.name: drafter for drafter in drafters}, result.tree, {0, *result.accepted})
+        for drafter in drafters:
+            drafter.observe(sequence, result.token_ids, features)
 
-    def observe(
-        self, sequence: Drafted, tree: DraftTree, path: list[int], tokens: SequenceOf[int], features: Features
-    ) -> None:
-        """What the target decided: each drafter learns from its nodes, then hears the tokens.
-
-        Siblings count in order up to the accepted one: a later sibling's probability was given that no earlier one is right.
-        """
-        drafters = self._of(sequence.request)
-        by_name = {drafter.name: drafter for drafter in drafters}
-        for name in by_name:
-            self._settle(sequence, tree, path, tokens[0], name)
-        on_path = {0, *path}
-        settled: set[int] = set()
-        for node in range(1, len(tree)):
-            parent = tree.parents[node]
-            if parent not in on_path or parent in settled:
-                continue
-            drafter = by_name.get(tree.origins[node].drafter)
-            if drafter is not None:
-                drafter.learn(tree.origins[node].feedback, node in on_path)
-            if node in on_path:
-                settled.add(parent)
-        self.follow(sequence, tokens, features)
-
-    def follow(self, sequence: Drafted, tokens: SequenceOf[int], features: Features) -> None:
-        """Tokens were decided, or a piece of the prompt was read, without a draft."""
-        for drafter in self._of(sequence.request):
-            drafter.observe(sequence, tokens, features)
-
-    def finish(self, sequence: Drafted) -> None:
-        self._courses.pop(sequence.key, None)
-        for drafter in self._of(sequence.request):
+    def finish(self, sequence: SequenceView) -> None:
+        self._sequence_stats.pop(sequence.key, None)
+        for drafter in self._drafters_of(sequence.request):
             drafter.finish(sequence)
 
     def purge(self, salt: str) -> None:
@@ -156,109 +109,138 @@ class Planner:
         for drafter in self._drafters:
             drafter.purge(salt)
 
-    def _of(self, request: Request) -> list[Guarded]:
-        """The drafters that a request wants."""
-        wanted = request.speculation
-        return [d for d in self._drafters if wanted and (wanted.drafters is None or d.name in wanted.drafters)]
+    def is_due(self, drafter: SafeDrafter, sequence: SequenceView) -> bool:
+        """Whether recent misses allow a drafter to be asked in this step."""
+        return self._stats_in(sequence, drafter.name).backoff.due()
 
-    def _most_nodes(self, sequence: Drafted) -> int:
+    def _drafters_of(self, request: Request) -> list[SafeDrafter]:
+        speculation = request.speculation
+        names = speculation.drafters
+        return [d for d in self._drafters if speculation and (names is None or d.name in names)]
+
+    def _most_nodes(self, sequence: SequenceView) -> int:
         own = sequence.request.speculation.max_nodes
         return self._max_nodes if own is None else min(own, self._max_nodes)
 
-    def _course(self, sequence: Drafted, name: str) -> Course:
-        courses = self._courses.setdefault(sequence.key, {})
-        if name not in courses:
-            courses[name] = Course(self._worth[name].first_wait)
-        return courses[name]
+    def _stats_in(self, sequence: SequenceView, name: str) -> SequenceStats:
+        stats = self._sequence_stats.setdefault(sequence.key, {})
+        if name not in stats:
+            stats[name] = SequenceStats(self._stats[name].first_trial_steps)
+        return stats[name]
 
-    def _awake(self, drafter: Guarded, sequence: Drafted) -> bool:
-        return (
-            not drafter.benched
-            and drafter in self._of(sequence.request)
-            and (self._course(sequence, drafter.name).rest.due() or self._fixed)
-        )
-
-    def _worth_asking(
-        self, drafter: Guarded, awake: list[int], sequences: SequenceOf[Drafted], trees: list[DraftTree]
+    def _depths(
+        self, drafter: SafeDrafter, sequences: SequenceOf[SequenceView], trees: list[DraftTree], cost: StepCost
     ) -> dict[int, int]:
-        """The sequences to ask a drafter for, and how many levels each may have.
+        """The sequences to ask a drafter for, by number, and how many levels each draft may have."""
+        if drafter.disabled:
+            return {}
+        ready = [
+            i
+            for i, sequence in enumerate(sequences)
+            if drafter in self._drafters_of(sequence.request)
+            and self.is_due(drafter, sequence)
+            and not (needs_chain(sequence) and trees[i].num_drafted)
+            and drafter.cost_s([sequence]) < math.inf
+        ]
+        if not ready or drafter.cost_s([sequences[i] for i in ready]) == 0.0:
+            return dict.fromkeys(ready, _ANY_DEPTH)
+        return self._paying(drafter, ready, sequences, trees, cost)
 
-        A drafter that takes time: those for which a draft is likely to save more than it takes, and now and then a trial.
-        """
+    def _paying(
+        self,
+        drafter: SafeDrafter,
+        ready: list[int],
+        sequences: SequenceOf[SequenceView],
+        trees: list[DraftTree],
+        cost: StepCost,
+    ) -> dict[int, int]:
+        """As `_depths`, of a drafter that takes time: the sequences whose drafts pay, and now and then a trial of one level."""
+        overall, stats = self._stats[drafter.name], {i: self._stats_in(sequences[i], drafter.name) for i in ready}
+        others = {i: sum(trees[i].path_probs[1:]) for i in ready}
+        gains = [overall.gain(others[i]) * stats[i].factor for i in ready]
+        gains = [max(gain, TRIAL_HIT_GAIN * stats[i].trial_hit) for gain, i in zip(gains, ready, strict=True)]
 
         def cost_s(chosen: SequenceOf[int]) -> float:
-            rows_s = self._sizing.rows_s(sequences, round(len(chosen) * self._worth[drafter.name].num_nodes))
-            return drafter.cost_s([sequences[awake[n]] for n in chosen]) + rows_s
-
-        awake = [i for i in awake if drafter.cost_s([sequences[i]]) < math.inf]
-        if not awake or drafter.cost_s([sequences[i] for i in awake]) == 0.0:
-            return dict.fromkeys(awake, _ANY_DEPTH)
-        others = {i: sum(trees[i].path_probs[1:]) for i in awake}
-        worth, courses = self._worth[drafter.name], {i: self._course(sequences[i], drafter.name) for i in awake}
-        gains = [worth.gain(others[i]) * courses[i].factor for i in awake]
-        hoped = [max(gain, CALLED_GAIN * courses[i].called) for gain, i in zip(gains, awake, strict=True)]
+            nodes_s = cost.nodes_s(round(len(chosen) * overall.num_nodes))
+            return drafter.cost_s([sequences[ready[n]] for n in chosen]) + nodes_s
 
         def saved_s(chosen: SequenceOf[int]) -> float:
-            return self._sizing.saved_s(sequences, trees, [hoped[n] for n in chosen])
+            return cost.saved_s(trees, [gains[n] for n in chosen])
 
-        paying = {awake[n] for n in worthwhile(hoped, saved_s, cost_s)}
-        whole = set(awake) if self._fixed else paying
-        hit_s = self._sizing.saved_s(sequences, trees, [CALLED_GAIN])
-        hopeful = [i for n, i in enumerate(awake) if i not in whole and hit_s > cost_s([n])]
-        trials = {i for i in hopeful if courses[i].trial_due()}
-        if not whole and not hopeful and worth.joint_trial_due():
-            all_hit_s = self._sizing.saved_s(sequences, trees, [CALLED_GAIN] * len(awake))
-            trials = set(awake) if all_hit_s > cost_s(range(len(awake))) else set()
-        for i in whole | trials:
-            self._asked[sequences[i].key, drafter.name] = Asked(others[i], i in trials, courses[i].called)
-        return {i: 1 if i in trials else _ANY_DEPTH for i in awake if i in whole | trials}
+        full = {ready[n] for n in select_paying(gains, saved_s, cost_s)}
+        hit_s = cost.saved_s(trees, [TRIAL_HIT_GAIN])
+        hopeful = [i for n, i in enumerate(ready) if i not in full and hit_s > cost_s([n])]
+        trials = {i for i in hopeful if stats[i].trial_due()}
+        if not full and not hopeful and overall.joint_trial_due():
+            all_hit_s = cost.saved_s(trees, [TRIAL_HIT_GAIN] * len(ready))
+            trials = set(ready) if all_hit_s > cost_s(range(len(ready))) else set()
+        for i in full | trials:
+            self._pending[sequences[i].key, drafter.name] = PendingDraft(others[i], i in trials, stats[i].trial_hit)
+        return {i: 1 if i in trials else _ANY_DEPTH for i in ready if i in full | trials}
 
     def _merge(
-        self, drafter: Guarded, depths: dict[int, int], sequences: SequenceOf[Drafted], trees: list[DraftTree]
+        self,
+        drafter: SafeDrafter,
+        depths: dict[int, int],
+        sequences: SequenceOf[SequenceView],
+        trees: list[DraftTree],
+        cost: StepCost,
     ) -> None:
-        """Ask for these sequences, and put what is proposed into their trees."""
+        """Ask a drafter for these sequences, and merge its proposals into their trees."""
         if not depths:
             return
-        token_s = 0.0 if self._fixed else self._sizing.token_s(sequences, trees)
-        budget = Budget(self._max_nodes, token_s, [trees[i] for i in depths], list(depths.values()))
+        budget = Budget(self._max_nodes, cost.token_s(trees), [trees[i] for i in depths], list(depths.values()))
         lists = drafter.propose([sequences[i] for i in depths], budget)
         for i, proposals in zip(depths, lists, strict=False):
-            if (asked := self._asked.get((sequences[i].key, drafter.name))) is not None:
-                guesses = frozenset(p.token_id for p in proposals if p.parent < 0)
-                self._asked[sequences[i].key, drafter.name] = asked._replace(guesses=guesses)
-            most = sequences[i].most_tokens - 1  # the last token of a step is the target's own
-            trees[i].merge(proposals, most, self._vocab_size)
+            if (pending := self._pending.get((sequences[i].key, drafter.name))) is not None:
+                first_tokens = frozenset(p.token_id for p in proposals if p.parent < 0)
+                self._pending[sequences[i].key, drafter.name] = pending._replace(first_tokens=first_tokens)
+            max_depth = sequences[i].most_tokens - 1  # the last token of a step is the target's own
+            trees[i].merge(proposals, max_depth, self._vocab_size)
             if trees[i].draws:
-                trees[i] = _sound(sequences[i], trees[i], self._vocab_size)
+                trees[i] = _without_unsound_draws(sequences[i], trees[i], self._vocab_size)
 
-    def _settle(self, sequence: Drafted, tree: DraftTree, path: list[int], next_token: int, name: str) -> None:
-        """How a drafter's guesses of this step have fared in this sequence."""
-        course = self._course(sequence, name)
+    def _learn(self, sequence: SequenceView, tree: DraftTree, result: StepResult, name: str) -> None:
+        """Count a drafter's nodes of this step for and against the drafter."""
+        stats, overall, path = self._stats_in(sequence, name), self._stats[name], result.accepted
         own = [n for n in range(1, len(tree)) if tree.origins[n].drafter == name]
-        course.trust.learn(sum(tree.path_probs[n] for n in own), sum(tree.origins[n].drafter == name for n in path))
-        asked = self._asked.pop((sequence.key, name), None)
-        if asked is None and _guessed(tree, name):
-            course.rest.note(any(tree.origins[n].drafter == name or tree.shared[n] for n in path))
-        elif asked is not None and asked.is_trial:
+        stats.ratio.learn(sum(tree.path_probs[n] for n in own), sum(tree.origins[n].drafter == name for n in path))
+        pending = self._pending.pop((sequence.key, name), None)
+        if pending is None:
+            if _has_nodes_of(tree, name):
+                stats.backoff.note(any(tree.origins[n].drafter == name or tree.shared[n] for n in path))
+        elif pending.is_trial:
             known = bool(path) and (tree.origins[path[0]].drafter != name or tree.shared[path[0]])
-            hit = next_token in asked.guesses and not known
-            course.note_trial(hit)
-            if not hit:
-                self._worth[name].note_trial(False)
-        elif asked is not None:
-            added = sum(tree.origins[n].drafter == name and not tree.shared[n] for n in path)
-            course.learn(self._worth[name].gain(asked.expected_of_others), added)
-            self._worth[name].learn(asked, added)
-            self._worth[name].note_nodes(len(own))
+            stats.trial_hit = result.token_ids[0] in pending.first_tokens and not known
+            if not stats.trial_hit:
+                overall.note_trial(False)
+        else:
+            num_added = sum(tree.origins[n].drafter == name and not tree.shared[n] for n in path)
+            stats.learn(overall.gain(pending.expected_of_others), num_added)
+            overall.learn(pending, num_added, len(own))
 
 
-def _guessed(tree: DraftTree, name: str) -> bool:
-    """Whether a node of the tree is this drafter's, alone or with others."""
+def _teach(drafters: dict[str, SafeDrafter], tree: DraftTree, accepted: set[int]) -> None:
+    """Siblings count in order up to the accepted one: a later sibling's probability is given that no earlier one is right."""
+    settled: set[int] = set()
+    for node in range(1, len(tree)):
+        parent = tree.parents[node]
+        if parent not in accepted or parent in settled:
+            continue
+        drafter = drafters.get(tree.origins[node].drafter)
+        if drafter is not None:
+            drafter.learn(tree.origins[node].feedback, node in accepted)
+        if node in accepted:
+            settled.add(parent)
+
+
+def _has_nodes_of(tree: DraftTree, name: str) -> bool:
+    """Whether a drafter proposed a node of the tree, alone or with other drafters."""
     return any(tree.origins[n].drafter == name or tree.shared[n] for n in range(1, len(tree)))
 
 
-def _sound(sequence: Drafted, tree: DraftTree, vocab_size: int) -> DraftTree:
-    """The tree, or its root alone where children cannot have been drawn as they are said to: no rule could accept them."""
+def _without_unsound_draws(sequence: SequenceView, tree: DraftTree, vocab_size: int) -> DraftTree:
+    """The tree, or its root alone if its children cannot have been drawn as declared: no rule could accept them."""
     try:
         check_draft(sequence.request.speculation.rule, tree, tree.draws, vocab_size)
     except RagspecError as error:

@@ -1,60 +1,59 @@
-"""A drafter whose mistakes cost its draft and nothing else.
+"""A drafter whose errors cost its draft and nothing else.
 
-Whatever it raises is logged and counted, whatever it returns is checked for being proposals at all, and one that goes on failing
-is asked no more.
+Errors are logged and counted, proposals are checked, and a drafter that keeps failing is disabled.
 """
 
 from __future__ import annotations
 
+import functools
 import logging
+import math
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
-from typing import Any, ParamSpec, TypeVar
+from typing import ParamSpec, TypeVar
 
 import numpy as np
 
-from ragspec.core import Request
-from ragspec.drafting.drafter import Budget, Drafted, Drafter, Features
+from ragspec.drafting.drafter import Budget, Drafter, SequenceView
 from ragspec.tree import Origin, Proposal
 
 log = logging.getLogger(__name__)
 
-_MOST_FAILURES = 25
-"""Drafts in a row that failed for every sequence. Why: what one request breaks must not end drafting for all others."""
+_MAX_FAILURES = 25
+"""Failed `propose` calls in a row. Why so many: one bad request must not end drafting for all other requests."""
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 
-class Guarded:
-    """Stands before one drafter and has its methods. `benched`: it goes on failing and is asked no more."""
+class SafeDrafter:
+    """Has the methods of the drafter that it wraps. None of them raises; a method that fails returns None."""
 
     def __init__(self, drafter: Drafter) -> None:
         self._drafter = drafter
         self.name, self.taps = drafter.name, drafter.taps
         self.num_failures = self._num_in_a_row = 0
+        self.prepare, self.start = self._safe(drafter.prepare), self._safe(drafter.start)
+        self.observe, self.learn = self._safe(drafter.observe), self._safe(drafter.learn)
+        self.finish, self.purge = self._safe(drafter.finish), self._safe(drafter.purge)
+        self._safe_cost_s, self._safe_propose = self._safe(self._checked_cost_s), self._safe(self._checked_propose)
 
     @property
-    def benched(self) -> bool:
-        return self._num_in_a_row >= _MOST_FAILURES
+    def disabled(self) -> bool:
+        """Whether `propose` has failed too often."""
+        return self._num_in_a_row >= _MAX_FAILURES
 
-    def prepare(self, request: Request) -> Any:
-        return self._contain(self._drafter.prepare, request)
+    def cost_s(self, sequences: SequenceOf[SequenceView]) -> float:
+        """Infinity where the drafter fails or returns no number."""
+        cost_s = self._safe_cost_s(sequences)
+        return math.inf if cost_s is None or math.isnan(cost_s) else cost_s
 
-    def start(self, sequence: Drafted) -> None:
-        self._contain(self._drafter.start, sequence)
-
-    def cost_s(self, sequences: SequenceOf[Drafted]) -> float:
-        """Infinity where the drafter cannot say."""
-        cost_s = self._contain(lambda: max(0.0, float(self._drafter.cost_s(sequences))))
-        return float("inf") if cost_s is None or cost_s != cost_s else cost_s
-
-    def propose(self, sequences: SequenceOf[Drafted], budget: Budget) -> list[list[Proposal]]:
-        """One list a sequence. Where asking for all fails, each is asked for alone: one must not cost the others their drafts."""
-        lists = self._contain(self._proposals, sequences, budget)
+    def propose(self, sequences: SequenceOf[SequenceView], budget: Budget) -> list[list[Proposal]]:
+        """One list a sequence. If the call for all sequences fails, each sequence gets a call of its own."""
+        lists = self._safe_propose(sequences, budget)
         if lists is None and len(sequences) > 1:
             alone = [
-                self._contain(self._proposals, [sequence], budget._replace(trees=[tree], depths=[depth]))
+                self._safe_propose([sequence], budget._replace(trees=[tree], depths=[depth]))
                 for sequence, tree, depth in zip(sequences, budget.trees, budget.depths, strict=True)
             ]
             has_failed = all(lists is None for lists in alone)
@@ -62,23 +61,15 @@ class Guarded:
         else:
             has_failed = lists is None
         self._num_in_a_row = self._num_in_a_row + 1 if has_failed else 0
-        if self.benched:
-            log.warning("the drafter %s has failed %d times in a row and is asked no more", self.name, _MOST_FAILURES)
+        if self.disabled:
+            log.warning("the drafter %s is disabled: it has failed %d times in a row", self.name, _MAX_FAILURES)
         return lists or [[] for _ in sequences]
 
-    def observe(self, sequence: Drafted, tokens: SequenceOf[int], features: Features) -> None:
-        self._contain(self._drafter.observe, sequence, tokens, features)
+    def _checked_cost_s(self, sequences: SequenceOf[SequenceView]) -> float:
+        return max(0.0, float(self._drafter.cost_s(sequences)))
 
-    def learn(self, feedback: object, accepted: bool) -> None:
-        self._contain(self._drafter.learn, feedback, accepted)
-
-    def finish(self, sequence: Drafted) -> None:
-        self._contain(self._drafter.finish, sequence)
-
-    def purge(self, salt: str) -> None:
-        self._contain(self._drafter.purge, salt)
-
-    def _proposals(self, sequences: SequenceOf[Drafted], budget: Budget) -> list[list[Proposal]]:
+    def _checked_propose(self, sequences: SequenceOf[SequenceView], budget: Budget) -> list[list[Proposal]]:
+        """Raises: TypeError, ValueError for anything but proposals whose parents precede them."""
         lists = [list(proposals) for proposals in self._drafter.propose(sequences, budget)]
         for proposals in lists:
             for at, proposal in enumerate(proposals):
@@ -93,10 +84,14 @@ class Guarded:
                     )
         return [*lists, *([] for _ in range(len(sequences) - len(lists)))]
 
-    def _contain(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T | None:
-        try:
-            return call(*args, **kwargs)
-        except Exception:
-            self.num_failures += 1
-            log.exception("the drafter %s failed; the step goes on without its draft", self.name)
-            return None
+    def _safe(self, call: Callable[P, T]) -> Callable[P, T | None]:
+        @functools.wraps(call)
+        def safe(*args: P.args, **kwargs: P.kwargs) -> T | None:
+            try:
+                return call(*args, **kwargs)
+            except Exception:
+                self.num_failures += 1
+                log.exception("the drafter %s failed; the step goes on without its draft", self.name)
+                return None
+
+        return safe

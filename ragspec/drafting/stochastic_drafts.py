@@ -12,16 +12,22 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ragspec.core import SamplingParams
-from ragspec.drafting.drafter import Drafted
+from ragspec.drafting.drafter import SequenceView
 from ragspec.speculation import CHAIN_RULES, LOSSY_RULES, AcceptanceRule
 from ragspec.tree import Draw
-from ragspec.verification.probabilities import KeyedChance, Stream, draw_iid, draw_without_replacement, token_probs
+from ragspec.verification.probabilities import (
+    KeyedRandom,
+    RandomStream,
+    draw_iid,
+    draw_without_replacement,
+    token_probs,
+)
 from ragspec.verification.sampling import TokenCounts
 
 Floats = NDArray[np.float32]
 
 
-class Drawn(NamedTuple):
+class DrawnChildren(NamedTuple):
     """The draw, and its distinct tokens in order with their log-probabilities, falling or not."""
 
     draw: Draw
@@ -29,30 +35,30 @@ class Drawn(NamedTuple):
     log_probs: list[float]
 
 
-def draws_children(sequence: Drafted) -> bool:
+def draws_children(sequence: SequenceView) -> bool:
     """Whether this request's rule gains by children that were drawn: not the default, nor those that are lossy."""
     return sequence.request.speculation.rule not in (AcceptanceRule.KEYED, *LOSSY_RULES)
 
 
-def needs_chain(sequence: Drafted) -> bool:
+def needs_chain(sequence: SequenceView) -> bool:
     """Whether this request's rule is for drafts without branches."""
     return sequence.request.speculation.rule in CHAIN_RULES
 
 
-class Drawing:
+class ChildSampler:
     """Draws for one step of one sequence: every node's children come from the same stream of chance."""
 
-    def __init__(self, sequence: Drafted, draft_ids: NDArray[np.int64], vocab_size: int) -> None:
+    def __init__(self, sequence: SequenceView, draft_ids: NDArray[np.int64], vocab_size: int) -> None:
         params = sequence.request.params
         self._params: SamplingParams = params
         self._ids, self._vocab_size = draft_ids, vocab_size
         self._iid = sequence.request.speculation.rule is AcceptanceRule.IID
-        self._chance = KeyedChance(params.seed or 0, sequence.key[1], sequence.num_output, Stream.DRAFT)
+        self._chance = KeyedRandom(params.seed or 0, sequence.key[1], sequence.num_output, RandomStream.DRAFT)
         self._counts = None
         if params.has_penalties:
             self._counts = TokenCounts(sequence.request.prompt_ids, sequence.tokens[sequence.num_prompt :])
 
-    def children(self, logits: Floats, count: int) -> Drawn:
+    def children(self, logits: Floats, count: int) -> DrawnChildren:
         """Shape: float32 [Vd] of one node."""
         full = np.full(self._vocab_size, np.float32(-np.inf))
         full[self._ids] = logits
@@ -60,4 +66,6 @@ class Drawing:
         draw = draw_iid if self._iid else draw_without_replacement
         tokens = draw(probs, count, self._chance)
         distinct = list(dict.fromkeys(tokens))
-        return Drawn(Draw(tokens, probs, self._iid), distinct, [float(np.log(probs[token])) for token in distinct])
+        return DrawnChildren(
+            Draw(tokens, probs, self._iid), distinct, [float(np.log(probs[token])) for token in distinct]
+        )

@@ -1,4 +1,4 @@
-"""Everything a sequence may copy from, as one array of tokens in which suffixes are looked up."""
+"""All texts that a sequence may copy from, as one array of tokens, searched for the suffix of the output."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ragspec.core import SourceKind
-from ragspec.drafting.drafter import Drafted
+from ragspec.drafting.drafter import SequenceView
 from ragspec.drafting.references import Reference
 from ragspec.numerics.compiled import compiled
 
@@ -20,27 +20,31 @@ _MOST_MATCHES = 24
 
 
 @compiled(nogil=True)
-def _match_lengths(haystack: Any, end: int, suffix: Any, ends: Any, lengths: Any) -> int:
+def _match_lengths(tokens: Any, end: int, suffix: Any, ends: Any, lengths: Any) -> int:
     """Positions before `end` whose preceding tokens repeat the end of `suffix`; returns how many were written.
 
-    Shapes: haystack int32 [T], suffix int32 [M]; out: ends [<= T] (position after the match) and lengths.
+    Shapes: tokens int32 [T], suffix int32 [M]; out: ends [<= T] (position after the match) and lengths.
     """
     count, last = 0, suffix.shape[0] - 1
     for at in range(end - 1):
-        if haystack[at] != suffix[last]:
+        if tokens[at] != suffix[last]:
             continue
         length = 1
-        while length <= last and length <= at and haystack[at - length] == suffix[last - length]:
+        while length <= last and length <= at and tokens[at - length] == suffix[last - length]:
             length += 1
         ends[count], lengths[count] = at + 1, length
         count += 1
     return count
 
 
-class Haystack:
-    """References of one sequence as one array of tokens, separators between them; the output grows at its end."""
+class SuffixIndex:
+    """The references of one sequence with separators between them, then the output, which grows.
 
-    def __init__(self, references: list[Reference], sequence: Drafted) -> None:
+    Also follows an input beside the output: `expected` is the input's next position, -1 for none; `num_off` counts output tokens
+    since the output left the input.
+    """
+
+    def __init__(self, references: list[Reference], sequence: SequenceView) -> None:
         self.references = references
         self.salt = sequence.request.salt
         self.remembered = True
@@ -50,8 +54,8 @@ class Haystack:
         for reference, start in zip(references, self.begin, strict=False):
             self._tokens[start : start + len(reference.token_ids)] = reference.token_ids
         self.end = int(self.begin[-1])
-        self.expected = -1  # where an interrupted copy of an input would have gone on
-        self.num_off = 0  # output tokens since it was interrupted
+        self.expected = -1
+        self.num_off = 0
         self.follows_input = any(r.kind in (SourceKind.INPUT, SourceKind.PREDICTION) for r in references)
         self.quotes = _ranked_quotes(references, self.begin)
         for token in sequence.tokens[sequence.num_prompt :]:
@@ -68,7 +72,7 @@ class Haystack:
         self.end += 1
 
     def matches(self, max_length: int) -> list[tuple[int, int]]:
-        """(position after a match, its length) wherever the output's end occurs before; longest first, then latest."""
+        """(position after the match, its length) of every earlier occurrence of the output's end; longest first, then latest."""
         suffix = self.tokens[max(int(self.begin[-1]), self.end - max_length) :]
         if not len(suffix):
             return []
@@ -78,11 +82,11 @@ class Haystack:
         return [(int(ends[i]), int(lengths[i])) for i in order]
 
     def reference_at(self, at: int) -> int:
-        """Number of the reference that holds position `at`; len(references) for the output."""
+        """Number of the reference that contains position `at`; len(references) for the output."""
         return int(np.searchsorted(self.begin, at, "right")) - 1
 
     def follow(self, token: int) -> None:
-        """Keep the place in the input that runs beside the output."""
+        """Advance the position in the input by one output token."""
         if self.expected < 0:
             return
         if self.num_off == 0 and self.tokens[self.expected] == token:
@@ -92,11 +96,11 @@ class Haystack:
 
 
 def _ranked_quotes(references: list[Reference], begin: NDArray[np.int64]) -> list[int]:
-    """Where the passages' sentences begin, those first that share the rarest tokens with the question."""
+    """Starts of the passages' sentences; sentences that share the rarest tokens with the question come first."""
     counts = Counter(token for r in references if r.is_sentence for token in set(r.token_ids))
-    asked = {t for r in references if r.kind in (SourceKind.HISTORY, SourceKind.INPUT) for t in r.token_ids}
+    question = {t for r in references if r.kind in (SourceKind.HISTORY, SourceKind.INPUT) for t in r.token_ids}
     scores = [
-        (-sum(1.0 / counts[t] for t in asked.intersection(r.token_ids)), int(at))
+        (-sum(1.0 / counts[t] for t in question.intersection(r.token_ids)), int(at))
         for at, r in zip(begin, references, strict=False)
         if r.is_sentence
     ]

@@ -8,28 +8,28 @@ from numbers import Integral
 from typing import Any, NamedTuple
 
 from ragspec.core import WHOLE, Delta, Request
-from ragspec.engine.sequence import Limits, Sequence
+from ragspec.engine.sequence import OutputLimits, Sequence
 from ragspec.engine.target import Target
-from ragspec.engine.text import OutputText
+from ragspec.engine.text import IncrementalDetokenizer
 from ragspec.errors import InputError, PromptTooLong
 from ragspec.numerics.attention import PAGE
 from ragspec.numerics.noise import random_seed
 from ragspec.speculation import AcceptanceRule
-from ragspec.verification.rejection import Acceptance, RuleSampler
+from ragspec.verification.rejection import AcceptancePolicy, RejectionSampler
 from ragspec.verification.sampling import KeyedSampler, Sampler
 
 SamplerFactory = Callable[[Request, int, int], Sampler]
 """(request, seed, choice) -> who decides its tokens."""
 
 
-class Bounds(NamedTuple):
+class ModelLimits(NamedTuple):
     """What a target can be asked at all; the part of admission that needs no tokenizer and so can be done elsewhere."""
 
     vocab_size: int
     max_context_tokens: int
     eos_ids: tuple[int, ...]
 
-    def limits(self, request: Request) -> Limits:
+    def limits(self, request: Request) -> OutputLimits:
         """Where its output must end. Raises: InputError, PromptTooLong."""
         self._check_tokens(request)
         num_prompt, longest = len(request.prompt_ids), self.max_context_tokens
@@ -46,7 +46,7 @@ class Bounds(NamedTuple):
             raise InputError("a given output is one choice's: n must be 1, or the segment name its choice")
         if not 0 <= request.choices[0] < request.params.n:
             raise InputError(f"there is no choice {segment.choice} of {request.params.n}")
-        return Limits(self.eos_ids, end, pauses=end < most)
+        return OutputLimits(self.eos_ids, end, pauses=end < most)
 
     def _check_tokens(self, request: Request) -> None:
         if not request.prompt_ids:
@@ -79,7 +79,7 @@ class Admission:
         self._make_sampler = make_sampler or self._by_rule
         self.fingerprint = fingerprint
         self.max_context_tokens = min(target.max_context_tokens, target.pool.num_slots - 2 * PAGE)
-        self.bounds = Bounds(target.vocab_size, self.max_context_tokens, target.eos_ids)
+        self.bounds = ModelLimits(target.vocab_size, self.max_context_tokens, target.eos_ids)
 
     def sequences(
         self, request: Request, listener: Callable[[Delta], None], prepare: Callable[[Request], Mapping[str, Any]]
@@ -101,14 +101,14 @@ class Admission:
     def _by_rule(self, request: Request, seed: int, choice: int) -> Sampler:
         wanted, output_ids = request.speculation, list(request.segment.output_ids)
         if wanted.rule is not AcceptanceRule.KEYED:
-            acceptance = Acceptance(wanted.rule, wanted.lossy)
-            return RuleSampler(request, acceptance, seed, choice, self._target.eos_ids, output_ids)
+            acceptance = AcceptancePolicy(wanted.rule, wanted.lossy)
+            return RejectionSampler(request, acceptance, seed, choice, self._target.eos_ids, output_ids)
         return KeyedSampler(request, seed, choice, self._target.eos_ids, output_ids, self._uncertainty)
 
-    def _text(self, request: Request) -> OutputText:
+    def _text(self, request: Request) -> IncrementalDetokenizer:
         """The text so far: what of it is certain was told before, by whoever gave the output. Raises: InputError."""
         params, output_ids = request.params, request.segment.output_ids
-        text = OutputText(self._target.tokenizer, params.stop)
+        text = IncrementalDetokenizer(self._target.tokenizer, params.stop)
         for count, token in enumerate(output_ids, 1):
             ended = token in self._target.eos_ids and not params.ignore_eos
             if text.push(token, may_stop=count > params.min_tokens) or ended:

@@ -1,67 +1,80 @@
-"""How an engine looks from the outside: everything that waits for one, in terms of `submit`, `cancel` and `close`."""
+"""Both sides of an engine's door: the interface that callers use, and the queue of calls that the engine's thread runs.
+
+`EngineClient` is what a local engine and a router to engines elsewhere have in common. Computes nothing.
+
+    >>> completions = client.generate([request])
+    >>> async for delta in client.stream(request): ...
+"""
 
 from __future__ import annotations
 
 import asyncio
+import logging
+import queue
+import threading
+import time
 from abc import abstractmethod
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from collections.abc import Sequence as SequenceOf
 from contextlib import AbstractContextManager
 from typing import Self
 
-from ragspec.core import Completion, Delta, Request
-from ragspec.engine.collect import Collector, tell
+from ragspec.core import Completion, Delta, FinishReason, GenerationStats, Request
 from ragspec.engine.sequence import Listener
+from ragspec.errors import Cancelled, EngineError, ReplicaLost
+
+log = logging.getLogger(__name__)
 
 
 class EngineClient(AbstractContextManager["EngineClient"]):
-    """Use from any thread, and as a context manager that closes."""
+    """Thread-safe; as a context manager it closes itself."""
 
     @abstractmethod
     def submit(self, request: Request, listener: Listener) -> None:
-        """Queue a request; the listener hears every Delta of every choice, in the engine's thread.
+        """Queue a request. The engine's thread calls the listener with every Delta of every choice.
 
         Raises: InputError, PromptTooLong, EngineClosed.
         """
 
     @abstractmethod
     def submit_all(self, requests: SequenceOf[Request], listener: Listener) -> None:
-        """All of them or, when one is refused, none."""
+        """Queue all requests; if one is refused, none is queued. Raises: as `submit`."""
 
     @abstractmethod
     def cancel(self, request_id: str) -> None:
-        """End a request within one step; unknown and finished ones are ignored."""
+        """End a request within one step. Unknown and finished requests are ignored."""
 
     @abstractmethod
     def close(self) -> None:
         """Stop; running requests end as cancelled."""
 
     def generate(self, requests: SequenceOf[Request]) -> list[Completion]:
-        """Run requests to their end, all at once; completions in the order of requests, then choices."""
+        """Run all requests together to their end. Completions come in the order of requests, then of choices."""
         collector = Collector(requests)
         self.submit_all(requests, collector)
         return collector.wait()
 
     async def stream(self, request: Request) -> AsyncIterator[Delta]:
-        """Deltas as they come; leaving the loop early cancels the request, unless others listen to it."""
+        """Deltas as they come. Leaving the loop early cancels the request, unless it has other listeners."""
         loop, deltas = asyncio.get_running_loop(), asyncio.Queue[Delta]()
 
-        def hear(delta: Delta) -> None:
-            tell(loop, deltas, delta)
+        def listener(delta: Delta) -> None:
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(deltas.put_nowait, delta)
 
-        self.submit(request, hear)
-        open_choices = len(request.choices)
+        self.submit(request, listener)
+        num_open = len(request.choices)
         try:
-            while open_choices:
+            while num_open:
                 delta = await deltas.get()
-                open_choices -= delta.finish_reason is not None
+                num_open -= delta.finish_reason is not None
                 yield delta
         finally:
-            if open_choices:
-                self.leave(request.id, hear)
+            if num_open:
+                self.leave(request.id, listener)
 
     def leave(self, request_id: str, listener: Listener) -> None:
-        """This listener hears no more; what nobody listens to is cancelled."""
+        """Remove one listener. A request without listeners is cancelled."""
         self.cancel(request_id)
 
     def __enter__(self) -> Self:
@@ -69,3 +82,99 @@ class EngineClient(AbstractContextManager["EngineClient"]):
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+class Collector:
+    """A listener that collects the deltas of every choice of some requests."""
+
+    def __init__(self, requests: SequenceOf[Request]) -> None:
+        self._order = [(r.id, choice) for r in requests for choice in r.choices]
+        self._deltas: dict[tuple[str, int], list[Delta]] = {key: [] for key in self._order}
+        self._num_open = len(self._order)
+        self._done = threading.Event()
+        if not self._num_open:
+            self._done.set()
+
+    def __call__(self, delta: Delta) -> None:
+        self._deltas[delta.request_id, delta.choice].append(delta)
+        if delta.finish_reason is not None:
+            self._num_open -= 1
+            if not self._num_open:
+                self._done.set()
+
+    def wait(self) -> list[Completion]:
+        """Completions in order. Raises: as `completion_of`, for the first request that failed."""
+        self._done.wait()
+        return [completion_of(self._deltas[key]) for key in self._order]
+
+
+def completion_of(deltas: SequenceOf[Delta]) -> Completion:
+    """The completion that all deltas of one choice add up to.
+
+    Raises: EngineError if the request failed, ReplicaLost if its replica is lost, Cancelled.
+    """
+    last = deltas[-1]
+    if last.finish_reason is FinishReason.LOST:
+        raise ReplicaLost(f"request {last.request_id} is lost: {last.error}")
+    if last.finish_reason is FinishReason.ERROR:
+        raise EngineError(f"request {last.request_id} failed: {last.error}")
+    if last.finish_reason is FinishReason.CANCELLED:
+        raise Cancelled(f"request {last.request_id} was cancelled")
+    assert last.finish_reason is not None
+    return Completion(
+        last.request_id,
+        last.choice,
+        tuple(token for delta in deltas for token in delta.token_ids),
+        "".join(delta.text for delta in deltas),
+        last.finish_reason,
+        tuple(logprob for delta in deltas for logprob in delta.logprobs),
+        last.stats or GenerationStats(),
+    )
+
+
+class CommandQueue:
+    """Calls from other threads, run by the engine's thread in order of arrival.
+
+    While the engine is idle, `heartbeat` runs every `interval_s` seconds; with None the thread sleeps until the next call.
+    """
+
+    def __init__(self, heartbeat: Callable[[], None], interval_s: float | None) -> None:
+        self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._heartbeat, self._interval_s = heartbeat, interval_s
+        self._due = 0.0
+
+    def put(self, call: Callable[[], None]) -> None:
+        self._queue.put(call)
+
+    def end(self) -> None:
+        """Calls that are put after this one are not run."""
+        self._queue.put(None)
+
+    def run(self, idle: Callable[[], bool]) -> bool:
+        """Run all queued calls; while the engine is idle, wait for the next call. False: the queue has ended.
+
+        A call that raises is logged. Raises: errors of the heartbeat.
+        """
+        while True:
+            waits = idle()
+            try:
+                call = self._queue.get(waits, self._until_heartbeat() if waits else None)
+            except queue.Empty:
+                if not waits:
+                    return True
+                continue
+            if call is None:
+                return False
+            try:
+                call()
+            except Exception:
+                log.exception("a command to the engine failed")
+
+    def _until_heartbeat(self) -> float | None:
+        """Seconds until the next heartbeat; runs a heartbeat that is due."""
+        if self._interval_s is None:
+            return None
+        if time.monotonic() >= self._due:
+            self._heartbeat()
+            self._due = time.monotonic() + self._interval_s
+        return max(0.0, self._due - time.monotonic())

@@ -1,7 +1,7 @@
-"""The engine: plan, one forward, verify, commit. Everything else in ragspec exists so that this stays short.
+"""The engine: draft, one forward, verify, commit. Everything else in ragspec exists so that this file stays short.
 
-One thread owns the target, the pool and every sequence; the outside talks to it through a queue and hears one `Delta` a step
-and choice. Speculation off is the same step with root-only trees.
+One thread owns the target, the KV pool and every sequence. Other threads talk to it through a queue of calls; listeners get
+one `Delta` a step and choice. Speculation off is the same step with trees of the root alone.
 
     >>> engine = load_engine(TargetConfig(), EngineConfig(), DraftingConfig())
     >>> engine.generate([Request("a", prompt_ids, SamplingParams(max_tokens=20))])[0].text
@@ -21,16 +21,15 @@ from ragspec.config import EngineConfig
 from ragspec.core import FinishReason, Request
 from ragspec.drafting.planner import Planner
 from ragspec.engine.admission import Admission
-from ragspec.engine.batch import Batch, Work
-from ragspec.engine.client import EngineClient
-from ragspec.engine.collect import settle
-from ragspec.engine.commands import Commands, each_tried
+from ragspec.engine.client import CommandQueue, EngineClient
 from ragspec.engine.scheduler import Scheduler
 from ragspec.engine.sequence import Listener, Sequence
-from ragspec.engine.target import Target
+from ragspec.engine.target import Floats, Target
 from ragspec.errors import EngineClosed, InputError, RankLost
-from ragspec.numerics.ranks import BEAT_S
-from ragspec.numerics.threads import ThreadChoice
+from ragspec.numerics.batch import Batch
+from ragspec.numerics.ranks import HEARTBEAT_S
+from ragspec.numerics.threads import AdaptiveThreads
+from ragspec.tree import UNDECIDED, DraftTree
 
 log = logging.getLogger(__name__)
 
@@ -44,19 +43,20 @@ class Engine(EngineClient):
         planner: Planner,
         admission: Admission,
         config: EngineConfig,
-        threads: ThreadChoice | None = None,
+        threads: AdaptiveThreads | None = None,
     ) -> None:
-        self._threads = threads or ThreadChoice(config.num_threads, adaptive=config.adaptive_threads)
+        self._threads = threads or AdaptiveThreads(config.num_threads, adaptive=config.adaptive_threads)
         self.fingerprint, self.max_context_tokens = admission.fingerprint, admission.max_context_tokens
-        self.lost = ""  # why all of it is dead, set before any sequence hears of it; empty: it is not
+        self.lost = ""  # why the engine is dead; set before any sequence ends with it
         self.target, self._planner, self._admission = target, planner, admission
+        self._taps, self._costs = planner.taps, planner.costs
         self._scheduler = Scheduler(target.pool, config, num_recomputed=1 if planner.taps else 0)
         self.load = self._scheduler.load
-        self._commands = Commands(target.beat, BEAT_S if target.ranks.size > 1 else None)
+        self._commands = CommandQueue(target.heartbeat, HEARTBEAT_S if target.ranks.size > 1 else None)
         self._sequences: dict[str, list[Sequence]] = {}
         self._lock, self._ids = threading.Lock(), set[str]()
         self._in_step: list[Sequence] = []
-        self._closed = ""  # why nothing more is taken
+        self._closed = ""  # why requests are refused
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
         atexit.register(self.close)
@@ -83,19 +83,27 @@ class Engine(EngineClient):
         self._commands.put(lambda: self._cancel(request_id))
 
     def between_steps(self, call: Callable[[], None]) -> None:
-        """Run `call` in the engine's thread when no step is running, and wait for it; the engine does nothing meanwhile.
+        """Run `call` in the engine's thread between two steps, and wait for its end.
 
-        Never from a listener, which runs in that thread itself. Raises: EngineClosed, and what `call` raises.
+        Never call this from a listener: listeners run in the engine's thread. Raises: EngineClosed, and any error of `call`.
         """
         done: Future[None] = Future()
+
+        def run() -> None:
+            try:
+                call()
+                done.set_result(None)
+            except BaseException as error:
+                done.set_exception(error)
+
         with self._lock:
             if self._closed:
                 raise EngineClosed(self._closed)
-            self._commands.put(lambda: settle(done, call))
+            self._commands.put(run)
         done.result()
 
     def purge(self, salt: str) -> None:
-        """Forget every cached prefix and earlier answer of one tenant."""
+        """Forget all cached prefixes and earlier answers of one tenant."""
         self._commands.put(lambda: self._scheduler.purge(salt))
         self._commands.put(lambda: self._planner.purge(salt))
 
@@ -131,44 +139,52 @@ class Engine(EngineClient):
         except Exception as cause:
             log.exception("a step failed; its sequences end with an error")
             failed = self._in_step or [*self._scheduler.running, *self._scheduler.waiting]
-            for sequence in [s for s in failed if s in self._sequences.get(s.request.id, ())]:  # not told its end yet
+            for sequence in [s for s in failed if s in self._sequences.get(s.request.id, ())]:  # not ended yet
                 self._end(sequence, FinishReason.ERROR, f"{type(cause).__name__}: {cause}")
 
     def step(self) -> None:
         """One decode step for every scheduled sequence."""
         self._in_step = []
-        chosen = self._scheduler.schedule()
-        self._in_step = [sequence for sequence, _ in chosen]
-        if not chosen:
+        scheduled = self._scheduler.schedule()
+        self._in_step = [sequence for sequence, _ in scheduled]
+        if not scheduled:
             return
-        deciding = [sequence for sequence, num_tokens in chosen if num_tokens == sequence.num_pending]
-        num_other_rows = sum(num_tokens for _, num_tokens in chosen) - len(deciding)
-        trees = self._planner.plan(deciding, num_other_rows, self._scheduler.spare_rows(chosen))
-        tree_of = dict(zip(map(id, deciding), trees, strict=True))
-        works = [Work(sequence, num_tokens, tree_of.get(id(sequence))) for sequence, num_tokens in chosen]
-        batch = Batch(works)
+        trees, draft_s = self._draft(scheduled)
+        batch = Batch([s.schedule(num_tokens, tree) for (s, num_tokens), tree in zip(scheduled, trees, strict=True)])
+        logits, features = self._forward(batch)
+        for sequence, tree, part in zip(self._in_step, trees, batch.sequences, strict=True):
+            result = UNDECIDED
+            if tree is not None:
+                tree_logits = part.logits(logits)
+                result = sequence.commit(tree, sequence.verify(tree, tree_logits), tree_logits, draft_s)
+            part.keep(result.path)
+            self._planner.observe(sequence, result, part.features(features, result.path))
+            if tree is not None:
+                self._report(sequence, part.num_known > 1)
+
+    def _draft(self, scheduled: list[tuple[Sequence, int]]) -> tuple[list[DraftTree | None], float]:
+        """A tree for each sequence, None for a chunk of a prompt that goes on; seconds that a tree took."""
+        deciding = [sequence for sequence, num_tokens in scheduled if num_tokens == sequence.num_pending]
+        num_other_rows = sum(num_tokens for _, num_tokens in scheduled) - len(deciding)
+        spare_rows = self._scheduler.spare_rows(scheduled)
+        begin = time.perf_counter()
+        trees = iter(self._planner.plan(deciding, num_other_rows, spare_rows))
+        draft_s = (time.perf_counter() - begin) / max(1, len(deciding))
+        return [next(trees) if num_tokens == s.num_pending else None for s, num_tokens in scheduled], draft_s
+
+    def _forward(self, batch: Batch) -> tuple[Floats, dict[int, Floats]]:
+        """Logits and tapped hidden states. The time of the forward teaches the thread count and the cost table."""
         self._threads.begin()
         begin = time.perf_counter()
-        logits, features = self.target.forward_tapped(batch.token_ids, batch.rows, batch.wanted, self._planner.taps)
-        self._threads.end(len(batch.token_ids), forward_s := time.perf_counter() - begin)
-        self._planner.note_cost(len(batch.token_ids), batch.longest_context, forward_s)
-        for i, (sequence, num_tokens, tree) in enumerate(works):
-            if tree is None:
-                batch.keep(i, [])
-                self._planner.follow(sequence, (), batch.features_of(i, features, []))
-                continue
-            own_logits = batch.logits_of(i, logits)
-            path, tokens = sequence.verify(tree, own_logits)
-            num_kept = sequence.commit(tokens, own_logits, [0, *path])
-            batch.keep(i, path[:num_kept])
-            sequence.count_step(tree, path[:num_kept], self._planner.draft_s)
-            kept = batch.features_of(i, features, path[:num_kept])
-            self._planner.observe(sequence, tree, path, sequence.tokens[-num_kept:], kept)
-            self._report(sequence, num_tokens > 1)
+        outputs = self.target.forward_tapped(batch.token_ids, batch.metadata, batch.logit_rows, self._taps)
+        seconds, num_rows = time.perf_counter() - begin, len(batch.token_ids)
+        self._threads.end(num_rows, seconds)
+        self._costs.refine(num_rows, batch.longest_context, seconds)
+        return outputs
 
-    def _report(self, sequence: Sequence, filled: bool) -> None:
-        """What a step means to the outside: a prompt to remember, the message, the end."""
-        if filled:
+    def _report(self, sequence: Sequence, is_prefilled: bool) -> None:
+        """Cache a prompt that is complete, send the step's delta, end a finished sequence."""
+        if is_prefilled:
             self._scheduler.remember_prompt(sequence)
         if sequence.finish_reason is not None:
             self._end(sequence, sequence.finish_reason)
@@ -190,7 +206,11 @@ class Engine(EngineClient):
         sequence.finish_reason = reason
         remaining = self._sequences[sequence.request.id]
         remaining.remove(sequence)
-        each_tried((self._scheduler.retire, self._planner.finish), sequence)  # the end is told, whatever they meet
+        for retire in (self._scheduler.retire, self._planner.finish):
+            try:
+                retire(sequence)
+            except Exception:  # the listener gets the end of the sequence in any case
+                log.exception("a finished sequence of request %r could not be cleaned up", sequence.request.id)
         if not remaining:
             del self._sequences[sequence.request.id]
             with self._lock:

@@ -1,6 +1,6 @@
-"""What models need whose own forward runs around replaced parts: transformers' attention function, and taps in between.
+"""The attention function and hidden-state taps for models whose own transformers forward runs.
 
-Registered with transformers as "ragspec" when this module is imported.
+Importing this module registers the attention function with transformers as "ragspec".
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from transformers import AttentionInterface
 
 from ragspec.errors import ModelError
 from ragspec.numerics.attention import AttentionShape, attend
-from ragspec.numerics.layers import StepContext
+from ragspec.numerics.layers import ForwardContext
 
 _EXPECTED_ABSENT = {
     "is_causal",
@@ -34,20 +34,20 @@ def paged_attention(
     attention_mask: torch.Tensor | None,
     scaling: float | None = None,
     dropout: float = 0.0,
-    step: StepContext | None = None,
+    forward_context: ForwardContext | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
-    """transformers' attention function for models whose attention module is not replaced; keys arrive rotated.
+    """Paged attention as transformers calls it; keys arrive rotated.
 
     Shapes: query [1, heads, N, head_dim], key and value [1, KV heads, N, head_dim] -> [1, N, heads, head_dim].
-    Raises: ModelError for a keyword that would change the result and is not understood.
+    Raises: ModelError for an unknown keyword that may change the result.
     """
     unknown = [name for name, given in others.items() if given is not None and name not in _EXPECTED_ABSENT]
-    if unknown or step is None:
+    if unknown or forward_context is None:
         raise ModelError(
-            f"{type(module).__name__} passes {unknown or 'no step'} to attention, which the engine does not know"
+            f"{type(module).__name__} passes {unknown or 'no forward_context'} to attention, which the engine does not know"
         )
     head_dim = query.shape[-1]
     scale = head_dim**-0.5 if scaling is None else scaling
@@ -56,29 +56,30 @@ def paged_attention(
         torch.cat([query, key, value], 1)[0].transpose(0, 1).float().contiguous().numpy()
     )  # [N, heads + 2 KV heads, D]
     layer = module.layer_idx
-    if not step.pool.fits(layer, shape):
+    pool, metadata = forward_context
+    if not pool.fits(layer, shape):
         raise ModelError(
             f"layer {layer} has {shape.num_kv_heads} heads of {head_dim}, which its cache was not made for"
         )
-    out = attend(qkv, step.pool.keys[layer], step.pool.values[layer], step.rows, shape)
+    out = attend(qkv, pool.keys[layer], pool.values[layer], metadata, shape)
     return torch.from_numpy(out).to(query.dtype)[None], None
 
 
 AttentionInterface.register("ragspec", paged_attention)
 
 
-class Tapped:
-    """The stream at some layers of a model whose own forward runs. Shape of each: [1, N, H]."""
+class HiddenStateTaps:
+    """Records the stream entering some layers of a transformers decoder, by tap. Shape of each: [1, N, H]."""
 
     def __init__(self, decoder: Any, taps: Sequence[int]) -> None:
-        self._places = [(tap, decoder.layers[tap] if tap < len(decoder.layers) else decoder.norm) for tap in taps]
+        self._modules = [(tap, decoder.layers[tap] if tap < len(decoder.layers) else decoder.norm) for tap in taps]
         self._hooks: list[Any] = []
 
     def __enter__(self) -> dict[int, torch.Tensor]:
         tapped: dict[int, torch.Tensor] = {}
-        for tap, module in self._places:
-            note = functools.partial(_note_input, tapped, tap)
-            self._hooks.append(module.register_forward_pre_hook(note, with_kwargs=True))
+        for tap, module in self._modules:
+            record = functools.partial(_record_input, tapped, tap)
+            self._hooks.append(module.register_forward_pre_hook(record, with_kwargs=True))
         return tapped
 
     def __exit__(self, *_: object) -> None:
@@ -86,5 +87,5 @@ class Tapped:
             hook.remove()
 
 
-def _note_input(tapped: dict[int, torch.Tensor], tap: int, module: Any, args: Any, kwargs: Any) -> None:
+def _record_input(tapped: dict[int, torch.Tensor], tap: int, module: Any, args: Any, kwargs: Any) -> None:
     tapped[tap] = args[0] if args else kwargs["hidden_states"]

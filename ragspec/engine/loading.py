@@ -21,7 +21,7 @@ from ragspec.config import (
     TargetConfig,
 )
 from ragspec.drafting.copy import CopyDrafter
-from ragspec.drafting.costs import CostTable
+from ragspec.drafting.cost_model import CostTable
 from ragspec.drafting.drafter import Drafter
 from ragspec.drafting.eagle.checkpoint import read_head
 from ragspec.drafting.eagle.drafter import EagleDrafter
@@ -30,16 +30,16 @@ from ragspec.drafting.eagle.shapes import make_shape
 from ragspec.drafting.planner import Planner
 from ragspec.engine.admission import Admission, SamplerFactory
 from ragspec.engine.engine import Engine
-from ragspec.engine.parallel import load_together, threads_a_rank
+from ragspec.engine.parallel import load_rank, threads_a_rank
 from ragspec.engine.target import Target
 from ragspec.errors import ConfigError, ModelError
 from ragspec.numerics.attention import PAGE
+from ragspec.numerics.batch import Batch, ScheduledSequence
 from ragspec.numerics.kv_cache import SequenceSlots
 from ragspec.numerics.linear import packing_available
 from ragspec.numerics.ranks import ONE_RANK, Ranks
-from ragspec.numerics.rows import Part, StepRows
 from ragspec.numerics.self_test import SelfTest, self_test
-from ragspec.numerics.threads import ThreadChoice, compute_apart, set_num_threads
+from ragspec.numerics.threads import AdaptiveThreads, run_in_thread, set_num_threads
 from ragspec.verification.sampling import compile_samplers
 
 log = logging.getLogger(__name__)
@@ -53,6 +53,7 @@ def load_engine(
     drafting: DraftingConfig,
     make_sampler: SamplerFactory | None = None,
     ranks: Ranks = ONE_RANK,
+    planner_class: type[Planner] = Planner,
 ) -> Engine:
     """A running engine; of several ranks rank 0's, while the others `load_follower` and run it.
 
@@ -63,23 +64,21 @@ def load_engine(
 
     most_threads, adaptive = threads_a_rank(config, ranks), config.adaptive_threads and ranks.size == 1
 
-    def build() -> tuple[Target, Planner, Admission, EngineConfig, ThreadChoice]:
-        target = load_together(target_config, config, ranks)
+    def build() -> tuple[Target, Planner, Admission, EngineConfig, AdaptiveThreads]:
+        target = load_rank(target_config, config, ranks)
         tested = check_numerics(target, most_threads)
         compile_samplers(tested.uncertainty)
         num_threads = choose_num_threads(target, most_threads) if adaptive else most_threads
         max_step_tokens = max(MIN_STEP_TOKENS, min(config.max_step_tokens, tested.num_rows))
         costs = measure_costs(target, max_step_tokens)
-        planner = Planner(
-            make_drafters(target, drafting), costs, drafting.max_tree_nodes, target.vocab_size, drafting.fixed_nodes
-        )
+        planner = planner_class(make_drafters(target, drafting), costs, drafting.max_tree_nodes, target.vocab_size)
         settled = config.model_copy(update={"max_step_tokens": max_step_tokens})
         admission = Admission(target, tested.fingerprint, make_sampler, tested.uncertainty)
-        threads = ThreadChoice(most_threads, num_threads, adaptive=adaptive)
+        threads = AdaptiveThreads(most_threads, num_threads, adaptive=adaptive)
         return target, planner, admission, settled, threads
 
     try:
-        return Engine(*compute_apart(build, most_threads))
+        return Engine(*run_in_thread(build, most_threads))
     except BaseException:
         ranks.close()
         raise
@@ -167,10 +166,10 @@ class _ForwardTimer:
     def seconds(self, num_rows: int, context: int) -> float:
         slots = SequenceSlots(self._target.pool)
         slots.keep(*slots.reserve(context), list(range(context)))
-        step = StepRows([Part(slots, num_rows)])
         tokens = np.arange(num_rows, dtype=np.int32) % self._target.vocab_size
+        batch = Batch([ScheduledSequence(slots, tokens)])
         begin = time.perf_counter()
-        self._target.forward(tokens, step.rows, np.arange(num_rows, dtype=np.int32))
+        self._target.forward(tokens, batch.metadata, np.arange(num_rows, dtype=np.int32))
         elapsed = time.perf_counter() - begin
         slots.release()
         return elapsed

@@ -1,4 +1,4 @@
-"""What the engine reads in a model's configuration: whether it can be served, its heads, its ends, what becomes of its logits."""
+"""Reads a transformers model's configuration: whether it can be served, its heads, its end tokens, its logit transform."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Floats = NDArray[np.float32]
 
 
 def check_servable(model: Any, config: Any) -> None:
-    """Raises: ModelError for what the engine would compute wrongly or not at all."""
+    """Raises: ModelError for a model that the engine cannot compute correctly."""
     unknown = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
     if unknown:
         raise ModelError(
@@ -26,15 +26,15 @@ def check_servable(model: Any, config: Any) -> None:
         raise ModelError(f"{type(model).__name__} is not laid out as the engine expects; it serves Llama-like models")
 
 
-class LogitChange(NamedTuple):
-    """What some models do to their logits, in float32: a factor (Cohere), a divisor (Granite), a soft cap (Gemma 2)."""
+class LogitTransform(NamedTuple):
+    """A model's own change of its logits, in float32: a factor (Cohere), a divisor (Granite), a soft cap (Gemma 2)."""
 
     factor: float
     divisor: float
     softcap: float
 
     @classmethod
-    def of(cls, config: Any) -> LogitChange:
+    def of(cls, config: Any) -> LogitTransform:
         names = ("logit_scale", "logits_scaling", "final_logit_softcapping")
         return cls(*(float(getattr(config, name, None) or none) for name, none in zip(names, (1, 1, 0), strict=True)))
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from ragspec.core import is_part_of
+from ragspec.core import salt_belongs_to
 from ragspec.numerics.kv_cache import KvPool
 
 Ints = NDArray[np.int32]
@@ -84,7 +84,7 @@ class PrefixCache:
 
     def purge(self, salt: str) -> None:
         """Forget everything of one tenant."""
-        for each in [each for each in self._roots if is_part_of(each, salt)]:
+        for each in [each for each in self._roots if salt_belongs_to(each, salt)]:
             for node in list(self._below(self._roots.pop(each))):
                 self._pool.release(node.slots)
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ragspec.config import EngineConfig
-from ragspec.core import FinishReason, is_part_of
+from ragspec.core import FinishReason, salt_belongs_to
 from ragspec.engine.prefix_cache import PrefixCache
 from ragspec.engine.sequence import Sequence
 from ragspec.numerics.attention import PAGE
@@ -100,7 +100,7 @@ class Scheduler:
     def purge(self, salt: str) -> None:
         """Forget the cached prefixes of one tenant, and let nothing of what runs now be remembered."""
         for sequence in (*self.running, *self.waiting):
-            if is_part_of(sequence.request.salt, salt):
+            if salt_belongs_to(sequence.request.salt, salt):
                 sequence.remembered = False
         if self.prefixes is not None:
             self.prefixes.purge(salt)

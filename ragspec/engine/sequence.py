@@ -15,19 +15,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ragspec.core import Delta, FinishReason, GenerationStats, Request, TokenLogprob
-from ragspec.engine.text import OutputText
+from ragspec.engine.text import IncrementalDetokenizer
+from ragspec.numerics.batch import ScheduledSequence
 from ragspec.numerics.kv_cache import SequenceSlots
-from ragspec.tree import DraftTree
-from ragspec.verification.rejection import RuleSampler
+from ragspec.tree import DraftTree, StepResult
+from ragspec.verification.rejection import RejectionSampler
 from ragspec.verification.sampling import KeyedSampler, Sampler, logprob
-from ragspec.verification.verify import Verdict, verify
+from ragspec.verification.verify import VerifyResult, verify
 
 log = logging.getLogger(__name__)
 
 Listener = Callable[[Delta], None]
 
 
-class Limits(NamedTuple):
+class OutputLimits(NamedTuple):
     """Where an output must end: any of `eos_ids`, or `max_tokens` tokens (the request's, or what the context holds).
 
     `pauses`: at `max_tokens` only the segment ends, and its text goes on.
@@ -62,8 +63,8 @@ class Sequence:
         request: Request,
         choice: int,
         sampler: Sampler,
-        text: OutputText,
-        limits: Limits,
+        text: IncrementalDetokenizer,
+        limits: OutputLimits,
         listener: Listener,
         prepared: Mapping[str, Any],
     ) -> None:
@@ -116,23 +117,36 @@ class Sequence:
         self.slots = slots
         self._admitted_s = self._admitted_s or time.perf_counter()
 
-    def verify(self, tree: DraftTree, logits: NDArray[np.float32]) -> Verdict:
+    def verify(self, tree: DraftTree, logits: NDArray[np.float32]) -> VerifyResult:
         """What the target makes of a draft, by the request's own rule. Shapes: logits float32 [N, V], row n for node n."""
-        if isinstance(self.sampler, RuleSampler):
+        if isinstance(self.sampler, RejectionSampler):
             return self.sampler.verify(tree, tree.draws, logits, self.most_tokens)
         return verify(tree, logits, self.sampler, self.most_tokens)
 
-    def commit(self, tokens: list[int], logits: NDArray[np.float32], rows: list[int]) -> int:
-        """Append decided tokens until one ends the output; returns how many were kept.
+    def schedule(self, num_tokens: int, tree: DraftTree | None) -> ScheduledSequence:
+        """Its next `num_tokens` pending tokens and a draft tree as rows of a batch. Raises: OutOfSlots."""
+        assert self.slots is not None
+        start = self.slots.length
+        token_ids = self.tokens[start : start + num_tokens]
+        if tree is None:
+            return ScheduledSequence(self.slots, token_ids, wants_logits=False)
+        return ScheduledSequence(self.slots, token_ids + tree.token_ids[1:], tree.parents)
 
-        Shapes: logits float32 [N, V]; `rows[i]` is the row that token i was decided from.
+    def commit(
+        self, tree: DraftTree, verdict: VerifyResult, logits: NDArray[np.float32], draft_s: float = 0.0
+    ) -> StepResult:
+        """Append decided tokens until one of them ends the output, and count the step.
+
+        Shapes: logits float32 [N, V], row n for node n. `draft_s`: seconds that drafting took.
         """
         params = self.request.params
         self._first_token_s = self._first_token_s or time.perf_counter()
-        for i, token in enumerate(tokens):
+        num_kept = 0
+        for node, token in zip([0, *verdict.path], verdict.tokens, strict=False):
             self.tokens.append(token)
+            num_kept += 1
             if params.logprobs is not None:
-                self._logprobs.append(logprob(logits[rows[i]], token, params.logprobs))
+                self._logprobs.append(logprob(logits[node], token, params.logprobs))
             if token in self.limits.eos_ids and not params.ignore_eos:
                 self.finish_reason = FinishReason.STOP
             elif self._text.push(token, may_stop=self.num_output > params.min_tokens):
@@ -140,11 +154,12 @@ class Sequence:
             elif self.num_output >= self.limits.max_tokens:
                 self.finish_reason = FinishReason.LENGTH
             if self.finish_reason:
-                return i + 1
-        return len(tokens)
+                break
+        result = StepResult(tree, verdict.path, verdict.tokens[:num_kept])
+        self._count(tree, result.path, draft_s)
+        return result
 
-    def count_step(self, tree: DraftTree, path: list[int], draft_s: float = 0.0) -> None:
-        """Statistics of one step: what was drafted, which nodes were accepted, and how long drafting took."""
+    def _count(self, tree: DraftTree, path: list[int], draft_s: float) -> None:
         stats = self.stats
         if not stats.num_steps:
             stats.num_first_tokens = self.num_written

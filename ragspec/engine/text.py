@@ -15,7 +15,7 @@ from ragspec.core import SamplingParams
 _UNFINISHED = "\ufffd"
 
 
-class OutputText:
+class IncrementalDetokenizer:
     """The text of one choice as its tokens arrive.
 
     `push` says whether a stop string is complete; the text is cut before it, the tokens up to its end stay.
@@ -91,9 +91,9 @@ class OutputText:
         return str(self._tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
 
-def text_of(tokenizer: PreTrainedTokenizerBase, output_ids: Sequence[int], params: SamplingParams) -> str:
+def detokenize(tokenizer: PreTrainedTokenizerBase, output_ids: Sequence[int], params: SamplingParams) -> str:
     """The text of a whole output, as it would have been told piece by piece."""
-    text = OutputText(tokenizer, params.stop)
+    text = IncrementalDetokenizer(tokenizer, params.stop)
     for count, token in enumerate(output_ids, 1):
         if text.push(token, may_stop=count > params.min_tokens):
             break

@@ -1,9 +1,10 @@
-"""A target's weights from its directory: whole, or one rank's part of them, so that no rank ever holds the whole model.
+"""Loads a target's weights from its directory: the whole model, or one rank's shards of it.
 
-    >>> model = load_whole(TargetConfig(model=path))                    # transformers' own way
-    >>> model, parts = load_part(TargetConfig(model=path), ranks)       # only this rank's columns
+    >>> model = load_whole(TargetConfig(model=path))                      # as transformers loads it
+    >>> model, shards = load_shards(TargetConfig(model=path), ranks)      # only this rank's columns
 
-A part is read in blocks of rows, and the file is closed after each: what the system maps of it counts as this process's memory.
+No rank ever holds the whole model: shards are read in blocks of rows, and the file is closed after each block, because mapped
+pages count as the process's memory.
 """
 
 from __future__ import annotations
@@ -22,17 +23,17 @@ from transformers.utils.hub import cached_file
 
 from ragspec.config import TargetConfig
 from ragspec.errors import ModelError
-from ragspec.numerics.layers import cannot_be_split, is_known
+from ragspec.numerics.layers import is_supported, unsplittable
 from ragspec.numerics.ranks import Ranks, first_line
-from ragspec.numerics.sharding import Cut, check_divisible, cut_of
+from ragspec.numerics.sharding import WeightSlice, check_head_counts, weight_slice
 
 _FILES = ("model.safetensors", "pytorch_model.bin")
 _BLOCK_BYTES = 2**24
 
 
 @contextmanager
-def loading(path: str) -> Iterator[None]:
-    """Whatever transformers, safetensors and torch raise about a model that cannot be read, as a ModelError."""
+def model_errors(path: str) -> Iterator[None]:
+    """Turn any error of transformers, safetensors or torch into a ModelError."""
     try:
         yield
     except ModelError:
@@ -45,39 +46,39 @@ def loading(path: str) -> Iterator[None]:
 
 def load_whole(config: TargetConfig) -> Any:
     """The model as transformers loads it. Raises: ModelError."""
-    with loading(config.model):
+    with model_errors(config.model):
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             config.model, dtype=getattr(torch, config.dtype), attn_implementation="ragspec", output_loading_info=True
         )
     model, report = loaded
-    _refuse_absent(config.model, sorted(report["missing_keys"]))
+    _check_complete(config.model, sorted(report["missing_keys"]))
     return model
 
 
-class Parts(NamedTuple):
-    """What is known beside one rank's part: the group, where all of it is, and how many parameters that has."""
+class WeightShards(NamedTuple):
+    """Where one rank's shards come from: its group, the checkpoint, and the number of parameters of the whole model."""
 
     ranks: Ranks
     checkpoint: Checkpoint
     num_parameters: int
 
 
-def load_part(config: TargetConfig, ranks: Ranks) -> tuple[Any, Parts]:
-    """The model with one rank's part of every weight. Raises: ModelError."""
-    with loading(config.model):
+def load_shards(config: TargetConfig, ranks: Ranks) -> tuple[Any, WeightShards]:
+    """The model with this rank's shard of every weight. Raises: ModelError."""
+    with model_errors(config.model):
         shape: Any = AutoConfig.from_pretrained(config.model)
-        check_divisible(shape.get_text_config(), ranks.size)
+        check_head_counts(shape.get_text_config(), ranks.size)
         dtype = getattr(torch, config.dtype)
         with torch.device("meta"):
             model: Any = AutoModelForCausalLM.from_config(shape, dtype=dtype, attn_implementation="ragspec")
-        if not is_known(model):
-            raise cannot_be_split(model)
+        if not is_supported(model):
+            raise unsplittable(model)
         model.generation_config = _generation_config(config.model, model.generation_config)
         checkpoint = Checkpoint(config.model, model, dtype)
         num_parameters = int(sum(p.numel() for p in model.parameters()))
         checkpoint.fill(model, ranks)
         _fill_rotary(model)
-    return model, Parts(ranks, checkpoint, num_parameters)
+    return model, WeightShards(ranks, checkpoint, num_parameters)
 
 
 class Checkpoint:
@@ -92,13 +93,13 @@ class Checkpoint:
         self._shapes = {name: tuple(p.shape) for name, p in model.named_parameters(remove_duplicate=False)}
         tied = bool(model.config.get_text_config().tie_word_embeddings)
         self._stored = {name: self._stored_name(name, tied) for name in self._shapes}
-        _refuse_absent(path, sorted(name for name, stored in self._stored.items() if stored not in self._files))
+        _check_complete(path, sorted(name for name, stored in self._stored.items() if stored not in self._files))
 
     def whole(self, name: str) -> Tensor:
         return self.part(name, None)
 
-    def part(self, name: str, cut: Cut | None) -> Tensor:
-        """A tensor or a rank's part of it, with zeros after it as the cut says; a copy that shares nothing with the file."""
+    def part(self, name: str, cut: WeightSlice | None) -> Tensor:
+        """A copy of a tensor or of a rank's slice of it, padded with zeros to the slice's width."""
         shape = self._shapes[name]
         start, stop, wide = ([0] * len(shape), list(shape), list(shape))
         if cut is not None:
@@ -113,10 +114,10 @@ class Checkpoint:
         return part
 
     def fill(self, model: Any, ranks: Ranks) -> None:
-        """Give every parameter of `model` this rank's part of it."""
+        """Set every parameter of `model` to this rank's part of the tensor."""
         for name, shape in self._shapes.items():
             owner, _, leaf = name.rpartition(".")
-            part = self.part(name, cut_of(name, shape, ranks))
+            part = self.part(name, weight_slice(name, shape, ranks))
             setattr(model.get_submodule(owner), leaf, nn.Parameter(part, requires_grad=False))
 
     def _read(self, name: str, index: tuple[slice, ...]) -> Tensor:
@@ -136,7 +137,7 @@ class Checkpoint:
             raise ModelError(f"{self._path}: {name} has the shape {found}, the model needs {self._shapes[name]}")
 
     def _stored_name(self, name: str, tied: bool) -> str:
-        """Its name in the files: tied heads have none, and a model saved without its head has no prefix."""
+        """The tensor's name in the files. A tied LM head is not stored; a model saved without its head has no prefix."""
         if tied and name == "lm_head.weight":
             return self._stored_name("model.embed_tokens.weight", tied)
         return name if name in self._files else name.removeprefix("model.")
@@ -145,11 +146,11 @@ class Checkpoint:
 def _tensor_files(path: str) -> dict[str, Path]:
     """Which file holds each tensor. Raises: ModelError."""
     for name in _FILES:
-        if single := _find(path, name):
+        if single := _find_file(path, name):
             return dict.fromkeys(_names_in(single), single)
-        if index := _find(path, f"{name}.index.json"):
+        if index := _find_file(path, f"{name}.index.json"):
             places: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-            return {tensor: _found(path, file) for tensor, file in places.items()}
+            return {tensor: _require_file(path, file) for tensor, file in places.items()}
     raise ModelError(f"{path} has no weights: neither {' nor '.join(_FILES)}")
 
 
@@ -160,30 +161,30 @@ def _names_in(path: Path) -> list[str]:
     return list(torch.load(path, map_location="cpu", mmap=True, weights_only=True))
 
 
-def _find(path: str, name: str) -> Path | None:
+def _find_file(path: str, name: str) -> Path | None:
     found = cached_file(path, name, _raise_exceptions_for_missing_entries=False)
     return None if found is None else Path(found)
 
 
-def _found(path: str, name: str) -> Path:
-    found = _find(path, name)
+def _require_file(path: str, name: str) -> Path:
+    found = _find_file(path, name)
     if found is None:
         raise ModelError(f"{path} lacks {name}, which its index names")
     return found
 
 
 def _generation_config(path: str, otherwise: Any) -> Any:
-    return GenerationConfig.from_pretrained(path) if _find(path, "generation_config.json") else otherwise
+    return GenerationConfig.from_pretrained(path) if _find_file(path, "generation_config.json") else otherwise
 
 
 def _fill_rotary(model: Any) -> None:
-    """Rotary angles are computed, not stored: made again where the model made them without values."""
+    """Rotary angles are computed, not stored: build the modules again that were made without values."""
     for name, module in list(model.named_modules()):
         if any(buffer.is_meta for buffer in module.buffers(recurse=False)):
             owner, _, leaf = name.rpartition(".")
             setattr(model.get_submodule(owner), leaf, type(module)(module.config))
 
 
-def _refuse_absent(path: str, absent: list[str]) -> None:
+def _check_complete(path: str, absent: list[str]) -> None:
     if absent:
         raise ModelError(f"{path} lacks {len(absent)} of the model's tensors, the first is {absent[0]}")

@@ -17,7 +17,7 @@ from ragspec.engine.engine import Engine
 from ragspec.evaluation.cases import Case
 from ragspec.evaluation.forced_answers import ForcedAnswers
 from ragspec.evaluation.timing import Run
-from ragspec.numerics.threads import compute_apart, num_processors, set_num_threads
+from ragspec.numerics.threads import num_processors, run_in_thread, set_num_threads
 
 LOOKUP_TOKENS = 10
 
@@ -26,7 +26,7 @@ def load_peer(config: TargetConfig) -> Any:
     """The target's weights as transformers runs them."""
     dtype = getattr(torch, config.dtype)
     options = {"dtype": dtype, "attn_implementation": "sdpa"}
-    return compute_apart(lambda: AutoModelForCausalLM.from_pretrained(config.model, **options).eval(), num_processors())
+    return run_in_thread(lambda: AutoModelForCausalLM.from_pretrained(config.model, **options).eval(), num_processors())
 
 
 class TransformersDecoder:

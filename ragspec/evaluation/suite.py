@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from ragspec.config import DraftingConfig, EncoderConfig, EngineConfig, TargetConfig
 from ragspec.core import CopySource, Request, SamplingParams, SourceKind
 from ragspec.core import Message as Said
+from ragspec.drafting.planner import Planner
 from ragspec.engine.admission import SamplerFactory
 from ragspec.engine.engine import Engine
 from ragspec.engine.loading import load_engine
@@ -107,15 +109,19 @@ def run_as(name: str, run: Callable[[Settings, Tick], Outcome], settings: Settin
 
 
 def open_engine(
-    config: TargetConfig, make_sampler: SamplerFactory | None = None, drafting: DraftingConfig | None = None
+    config: TargetConfig,
+    make_sampler: SamplerFactory | None = None,
+    drafting: DraftingConfig | None = None,
+    planner_class: type[Planner] = Planner,
 ) -> tuple[Engine, bool]:
     """The engine a suite measures, and whether its numerics are bitwise. Raises: ModelError."""
     drafting = drafting or DraftingConfig()
+    load = partial(load_engine, make_sampler=make_sampler, planner_class=planner_class)
     try:
-        return load_engine(config, engine_config(), drafting, make_sampler), config.exactness == "bitwise"
+        return load(config, engine_config(), drafting), config.exactness == "bitwise"
     except ModelError:
         fast = config.model_copy(update={"exactness": "fast"})
-        return load_engine(fast, engine_config(), drafting, make_sampler), False
+        return load(fast, engine_config(), drafting), False
 
 
 def _rag(settings: Settings, tick: Tick) -> Outcome:

@@ -27,13 +27,13 @@ from ragspec.numerics.vector_code import LANES
 
 PAGE = LANES
 ROWS_A_TILE = 32
-"""Rows that share one pass over the keys; a tile's scores stay in the cache of a core."""
+"""AttentionMetadata that share one pass over the keys; a tile's scores stay in the cache of a core."""
 
 Ints = NDArray[np.int32]
 Floats = NDArray[np.float32]
 
 
-class Rows(NamedTuple):
+class AttentionMetadata(NamedTuple):
     """The rows of one forward and what each may see. All arrays int32; [a, b) ranges are half-open.
 
     slots [N]                 where each row's key and value go
@@ -97,7 +97,7 @@ def attend(
     qkv: Floats,
     keys: Floats,
     values: Floats,
-    rows: Rows,
+    metadata: AttentionMetadata,
     shape: AttentionShape,
     cos: Floats = _NO_ROTARY,
     sin: Floats = _NO_ROTARY,
@@ -108,12 +108,12 @@ def attend(
     [positions, head_dim] are given); keys and values: one layer of the pool, flat. Returns float32 [N, heads, head_dim]; rows of
     `qkv` beyond those of `rows` are ignored and come back as zeros.
     """
-    num_rows = len(rows.slots)
+    num_rows = len(metadata.slots)
     out = np.zeros((qkv.shape[0], shape.num_heads, shape.head_dim), np.float32)
     kernel = attention_kernel(padded(shape.head_dim))
     with _ONE_AT_A_TIME:
         kernel(
-            qkv[:num_rows], keys, values, rows, (shape.num_heads, shape.num_kv_heads), cos, sin,
+            qkv[:num_rows], keys, values, metadata, (shape.num_heads, shape.num_kv_heads), cos, sin,
             (np.float32(shape.scale), np.float32(shape.softcap)), shape.window, out,
         )  # fmt: skip
     return out

@@ -1,10 +1,10 @@
-"""The layers of a transformers model in a row-invariant and faster form, put in place after loading.
+"""Row-invariant, faster replacements for the layers of a transformers model, put in place after loading.
 
-The module tree and the model's own forward stay as transformers wrote them; only leaves are replaced, and only where the
-class is known to compute exactly this. Whatever is not known stays, and the start-up self-test judges the result.
+Only modules of known classes are replaced; all others stay as transformers wrote them, and the start-up self-test judges the
+result. In a tensor-parallel group each rank has some heads and a part of the feed-forward's width
+(`ragspec.numerics.sharding`); activations are gathered before the next product. One rank gathers nothing.
 
-The weights may be one rank's part of them (`ragspec.numerics.sharding`): then attention has this rank's heads, the feed-forward
-its share of the width, and what goes on to the next product is gathered. One rank gathers nothing.
+    >>> make_row_invariant(model, max_positions=2048)      # in place
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ragspec.errors import ModelError
-from ragspec.numerics.attention import AttentionShape, Rows, attend
+from ragspec.numerics.attention import AttentionMetadata, AttentionShape, attend
 from ragspec.numerics.kv_cache import KvPool
 from ragspec.numerics.linear import PackedLinear, pack_linears
 from ragspec.numerics.ranks import ONE_RANK, Ranks
 from ragspec.numerics.residual import ResidualNorm
-from ragspec.numerics.sharding import FFN_MULTIPLE, GatheredEmbedding, GatheredLinear, cut_to
+from ragspec.numerics.sharding import FFN_MULTIPLE, GatheredEmbedding, GatheredLinear, without_padding
 
 _ATTENTION = {"LlamaAttention", "MistralAttention", "Qwen2Attention", "Qwen3Attention"}
 _LAYERS = {"LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer"}
@@ -34,11 +34,14 @@ _NORMS = {"LlamaRMSNorm", "MistralRMSNorm", "Qwen2RMSNorm", "Qwen3RMSNorm", "Gra
 _ROTARY = {f"{family}RotaryEmbedding" for family in ("Llama", "Mistral", "Qwen2", "Qwen3", *_ALIKE)}
 
 
-class StepContext(NamedTuple):
-    """What attention needs beside the hidden states of one forward; reaches it as the keyword `step`."""
+class ForwardContext(NamedTuple):
+    """What every attention layer of one forward reads and writes beside hidden states: the pool, and which rows see what.
+
+    Models whose own forward runs hand it to attention as the keyword `forward_context`.
+    """
 
     pool: KvPool
-    rows: Rows
+    metadata: AttentionMetadata
 
 
 class PagedAttention(nn.Module):
@@ -63,14 +66,14 @@ class PagedAttention(nn.Module):
         self.q_norm, self.k_norm = getattr(attention, "q_norm", None), getattr(attention, "k_norm", None)
         self._cos, self._sin = rotary.cos.float().numpy(), rotary.sin.float().numpy()
 
-    def forward(self, x: Tensor, step: StepContext) -> Tensor:
-        shape, (pool, rows) = self.shape, step
+    def forward(self, x: Tensor, context: ForwardContext) -> Tensor:
+        shape, (pool, metadata) = self.shape, context
         qkv = self.qkv(x).view(-1, shape.num_heads + 2 * shape.num_kv_heads, shape.head_dim)
         if self.q_norm is not None and self.k_norm is not None:
             q, k, v = qkv.split([shape.num_heads, shape.num_kv_heads, shape.num_kv_heads], 1)
             qkv = torch.cat([self.q_norm(q), self.k_norm(k), v], 1)
         keys, values = pool.keys[self.layer], pool.values[self.layer]
-        out = attend(qkv.float().numpy(), keys, values, rows, shape, self._cos, self._sin)
+        out = attend(qkv.float().numpy(), keys, values, metadata, shape, self._cos, self._sin)
         heads = torch.from_numpy(out).view(len(out), -1).to(x.dtype)
         return cast(Tensor, self.out(self._ranks.all_gather(heads)))
 
@@ -82,27 +85,26 @@ class GatedFeedForward(nn.Module):
         super().__init__()
         self._ranks = ranks
         own_width, inner_width = len(mlp.gate_proj.weight), mlp.down_proj.weight.shape[1]
-        self.width, self._inner_width = own_width + _lacking(own_width), inner_width + _lacking(inner_width)
-        gate, up = (F.pad(p.weight.detach(), (0, 0, 0, _lacking(own_width))) for p in (mlp.gate_proj, mlp.up_proj))
+        self.width, self._inner_width = own_width + _padding(own_width), inner_width + _padding(inner_width)
+        gate, up = (F.pad(p.weight.detach(), (0, 0, 0, _padding(own_width))) for p in (mlp.gate_proj, mlp.up_proj))
         biases = [p.bias for p in (mlp.gate_proj, mlp.up_proj)]
-        bias = None if biases[0] is None else torch.cat([F.pad(b.detach(), (0, _lacking(own_width))) for b in biases])
+        bias = None if biases[0] is None else torch.cat([F.pad(b.detach(), (0, _padding(own_width))) for b in biases])
         self.gate_up = PackedLinear(torch.cat([gate, up]), bias)
-        self.down = _output(mlp.down_proj, ranks, _lacking(inner_width))
+        self.down = _output(mlp.down_proj, ranks, _padding(inner_width))
         self.activation = F.silu if getattr(mlp.config, "hidden_act", "") == "silu" else mlp.act_fn
 
     def forward(self, x: Tensor) -> Tensor:
         both = self.gate_up(x)
         inner = self.activation(both[..., : self.width]) * both[..., self.width :]
-        return cast(Tensor, self.down(cut_to(self._ranks.all_gather(inner), self._inner_width)))
+        return cast(Tensor, self.down(without_padding(self._ranks.all_gather(inner), self._inner_width)))
 
 
-def _lacking(width: int) -> int:
-    """To the next multiple of FFN_MULTIPLE."""
+def _padding(width: int) -> int:
     return -width % FFN_MULTIPLE
 
 
 def _output(linear: Any, ranks: Ranks, num_more_inputs: int = 0) -> Any:
-    """The product back into the stream; `num_more_inputs` zeros follow its inputs."""
+    """The product back into the stream, with `num_more_inputs` zero inputs appended."""
     own = PackedLinear(F.pad(linear.weight.detach(), (0, num_more_inputs)), linear.bias)
     return own if ranks.size == 1 else GatheredLinear(own, linear.out_features, ranks)
 
@@ -120,7 +122,7 @@ class RootMeanSquareNorm(nn.Module):
 
 
 class RotaryTable(nn.Module):
-    """Cosines and sines of every position, computed once: looked up, a value cannot depend on its neighbours.
+    """Cosines and sines of every position, computed once, so that no value depends on its neighbours.
 
     Shapes: position_ids int64 [1, N] -> (cos, sin) each [1, N, head_dim].
     Raises: ModelError when the angles depend on the length of the sequence.
@@ -146,7 +148,7 @@ class RotaryTable(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """Attention and feed-forward, each on the normalised stream; the output of the latter is added by who comes next.
+    """Attention and feed-forward, each on the normalised stream. The next layer adds the feed-forward's output to the stream.
 
     Shapes: x, block [N, H] -> (x, block), both [N, H].
     """
@@ -157,17 +159,17 @@ class DecoderLayer(nn.Module):
         self.attention_norm = ResidualNorm(layer.input_layernorm)
         self.feed_forward_norm = ResidualNorm(layer.post_attention_layernorm)
 
-    def forward(self, x: Tensor, block: Tensor, step: StepContext) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor, block: Tensor, context: ForwardContext) -> tuple[Tensor, Tensor]:
         x, normalised = self.attention_norm(x, block)
-        x, normalised = self.feed_forward_norm(x, self.attention(normalised, step))
+        x, normalised = self.feed_forward_norm(x, self.attention(normalised, context))
         return x, self.feed_forward(normalised)
 
 
 class Decoder(nn.Module):
-    """Embedding, layers, final norm, without what transformers does around them (a tenth of a small model's step).
+    """Embedding, layers and final norm. Leaves out transformers' bookkeeping, a tenth of a small model's step.
 
-    Shapes: token_ids int64 [N] -> normalised hidden states [N, H], and the stream at each of `taps`: entering that layer, or
-    leaving the last one.
+    Shapes: token_ids int64 [N] -> normalised hidden states [N, H], and by tap the stream entering that layer or leaving the
+    last one, [N, H].
     """
 
     def __init__(self, model: Any) -> None:
@@ -175,23 +177,23 @@ class Decoder(nn.Module):
         self.embedding, self.layers, self.norm = model.embed_tokens, model.layers, ResidualNorm(model.norm)
 
     def forward(
-        self, token_ids: Tensor, step: StepContext, taps: Sequence[int] = ()
+        self, token_ids: Tensor, context: ForwardContext, taps: Sequence[int] = ()
     ) -> tuple[Tensor, dict[int, Tensor]]:
         num_rows = len(token_ids)
-        # One row alone would be doubled by every product; doubled here, once, its copy is computed and never looked at.
+        # Why: every product would double a single row. Doubled once here, the copy is computed and never read.
         x = self.embedding(token_ids if num_rows > 1 else token_ids.repeat(2))
         tapped: dict[int, Tensor] = dict.fromkeys(taps, x)
-        hidden = self.through_layers(x, step, tapped)
+        hidden = self.through_layers(x, context, tapped)
         return hidden[:num_rows], {tap: stream[:num_rows] for tap, stream in tapped.items()}
 
-    def through_layers(self, x: Tensor, step: StepContext, tapped: dict[int, Tensor] | None = None) -> Tensor:
-        """From embedded tokens to normalised hidden states; fills in what is `tapped`. Shapes: [N, H] -> [N, H]."""
+    def through_layers(self, x: Tensor, context: ForwardContext, tapped: dict[int, Tensor] | None = None) -> Tensor:
+        """From embedded tokens to normalised hidden states; fills in `tapped`. Shapes: [N, H] -> [N, H]."""
         tapped = {} if tapped is None else tapped
         block = torch.zeros_like(x)
         for i, layer in enumerate(self.layers):
             if i in tapped:
                 tapped[i] = x + block
-            x, block = layer(x, block, step)
+            x, block = layer(x, block, context)
         stream, hidden = self.norm(x, block)
         if len(self.layers) in tapped:
             tapped[len(self.layers)] = stream
@@ -199,15 +201,17 @@ class Decoder(nn.Module):
 
 
 def make_row_invariant(model: Any, max_positions: int, ranks: Ranks = ONE_RANK) -> None:
-    """Replace known layers and every linear of a transformers causal LM, in place; its weights are this rank's part.
+    """Replace the known layers and every linear of a transformers causal LM, in place; its weights are this rank's part.
 
-    If every part of the decoder is known, `model.model` becomes a `Decoder`; otherwise transformers' forward stays around them.
-    Raises: ModelError where that is so and there are several ranks.
+    If every part of the decoder is known, `model.model` becomes a `Decoder`; otherwise transformers' forward stays.
+    Raises: ModelError if transformers' forward stays and there are several ranks.
     """
     rotary = _find_rotary(model, max_positions)
-    whole = rotary is not None and is_known(model) and rotary.cos.shape[-1] == model.model.layers[0].self_attn.head_dim
+    whole = (
+        rotary is not None and is_supported(model) and rotary.cos.shape[-1] == model.model.layers[0].self_attn.head_dim
+    )
     if ranks.size > 1 and not whole:
-        raise cannot_be_split(model)
+        raise unsplittable(model)
     _replace(model, rotary, whole, ranks)
     if whole:
         model.model = Decoder(model.model)
@@ -221,8 +225,8 @@ def _find_rotary(model: nn.Module, max_positions: int) -> RotaryTable | None:
     return RotaryTable(known[0], max_positions, next(model.parameters()).dtype) if len(known) == 1 else None
 
 
-def is_known(model: Any) -> bool:
-    """Whether every part of its decoder is known by its class."""
+def is_supported(model: Any) -> bool:
+    """Whether the class of every part of the decoder is known."""
     return type(getattr(model, "model", None)).__name__ in _DECODERS and all(
         type(layer).__name__ in _LAYERS
         and type(layer.self_attn).__name__ in _ATTENTION
@@ -231,7 +235,7 @@ def is_known(model: Any) -> bool:
     )
 
 
-def cannot_be_split(model: Any) -> ModelError:
+def unsplittable(model: Any) -> ModelError:
     return ModelError(
         f"{type(model).__name__} cannot be split over several ranks: only Llama, Mistral, Qwen2 and Qwen3 models can, "
         "and those laid out as they are"
@@ -239,7 +243,7 @@ def cannot_be_split(model: Any) -> ModelError:
 
 
 def _replace(module: nn.Module, rotary: RotaryTable | None, whole: bool, ranks: Ranks) -> None:
-    """Known leaves always; attention and layers only for a whole `Decoder`."""
+    """Attention and layers are replaced only for a whole `Decoder`, other known modules always."""
     for name, child in module.named_children():
         kind = type(child).__name__
         _replace(child, rotary, whole, ranks)

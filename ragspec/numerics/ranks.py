@@ -1,23 +1,23 @@
-"""The ranks of one tensor-parallel group and the few things that they say to each other.
+"""Collective communication between the ranks of one tensor-parallel group.
 
-Every product of a target is split by its output columns; what a rank computed is gathered, never added, so a group of any size
-gives the bits of one rank (`ragspec.numerics.sharding`). Owns the connections of one group; knows no model and no step.
+Products are split by output columns, and the parts are gathered, never added, so a group of any size gives the bits of one rank
+(`ragspec.numerics.sharding`). Owns the connections of one group; knows no model and no step.
 
-    >>> meeting = Meeting("127.0.0.1")                                  # rank 0's process; the system chooses the port
-    >>> ranks = DistributedRanks(meeting, rank=0, size=2)               # there
-    >>> ranks = DistributedRanks(meeting.address, rank=1, size=2)       # elsewhere
+    >>> rendezvous = Rendezvous("127.0.0.1")                                  # rank 0's process; the system chooses the port
+    >>> ranks = DistributedRanks(rendezvous, rank=0, size=2)               # there
+    >>> ranks = DistributedRanks(rendezvous.address, rank=1, size=2)       # elsewhere
 
-Gathers and beats are to be answered within `timeout_s`, or the group is lost; for a broadcast ranks wait quietly as long as
-rank 0 has nothing to say. When a process ends its connections break, which the others notice at once, whatever they wait for.
+Gathers and barriers must complete within `timeout_s`, or the group is lost; a broadcast waits without limit for rank 0. When a
+process ends, its connections break and every waiting rank fails at once.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, distributed
@@ -34,73 +34,55 @@ from ragspec.errors import ConfigError, RankLost
 
 Backend = Literal["gloo", "nccl"]
 
-BEAT_S = 1.0
-"""Seconds between two signs of life of an idle group."""
+HEARTBEAT_S = 1.0
+"""Seconds between two heartbeats of an idle group."""
 
 TIMEOUT_S = 4.0
-"""A rank that is stopped is noticed after a beat and this: within five seconds."""
+"""A stopped rank is noticed after one heartbeat interval and this timeout: within five seconds."""
 
 _QUIET = timedelta(days=1)
 _CONNECT_S = 120.0
 
 
-class Ranks(Protocol):
-    """One rank's view of its group. Parts have the same shape on every rank. All methods raise RankLost."""
+class Ranks:
+    """One rank's view of its group; this base class is a group of one rank.
 
-    rank: int
-    size: int
-
-    def all_gather(self, part: Tensor) -> Tensor:
-        """The parts of all ranks side by side, on every rank. Shapes: [N, C] -> [N, size * C]."""
-
-    def gather_to_first(self, part: Tensor) -> Tensor:
-        """As `all_gather`, on rank 0; the others get their part back. Shapes: [N, C] -> [N, size * C]."""
-
-    def broadcast(self, words: Tensor) -> None:
-        """Rank 0's `words` on every rank, in place. Waits until rank 0 speaks. Shape: int32 [words]."""
-
-    def beat(self) -> None:
-        """Return when every rank has come here."""
-
-    def patiently(self) -> AbstractContextManager[None]:
-        """Within: wait for each other as long as it takes, to load weights or to compile. All ranks enter and leave together."""
-
-    def close(self) -> None:
-        """Leave the group; whoever still waits for this rank loses it."""
-
-
-class OneRank:
-    """A group of one: everything is whole."""
+    Parts have the same shape on every rank. All methods raise RankLost when the group is broken.
+    """
 
     rank = 0
     size = 1
 
     def all_gather(self, part: Tensor) -> Tensor:
+        """The parts of all ranks side by side, on every rank. Shapes: [N, C] -> [N, size * C]."""
         return part
 
     def gather_to_first(self, part: Tensor) -> Tensor:
+        """As `all_gather`, on rank 0; the other ranks get their own part back. Shapes: [N, C] -> [N, size * C]."""
         return part
 
     def broadcast(self, words: Tensor) -> None:
-        pass
+        """Copy rank 0's `words` to every rank, in place. Waits without limit for rank 0. Shape: int32 [words]."""
 
-    def beat(self) -> None:
-        pass
+    def barrier(self) -> None:
+        """Return when every rank has called this."""
 
-    def patiently(self) -> AbstractContextManager[None]:
-        return nullcontext()
+    @contextmanager
+    def without_timeout(self) -> Iterator[None]:
+        """Inside, ranks wait for each other without limit, to load weights or to compile. All ranks enter and leave together."""
+        yield
 
     def close(self) -> None:
-        pass
+        """Leave the group. A rank that waits for this one then loses its group."""
 
 
-ONE_RANK = OneRank()
+ONE_RANK = Ranks()
 
 
-class Meeting:
-    """Where the ranks of one group find each other; in the process of rank 0, and open as long as the group is.
+class Rendezvous:
+    """The store where the ranks of one group find each other. Lives in rank 0's process as long as the group.
 
-    `address`: host:port, to be told to the others. Port 0: any that is free.
+    `address` is host:port for the other ranks. Port 0 takes any free port.
     """
 
     def __init__(self, host: str, port: int = 0) -> None:
@@ -113,15 +95,15 @@ class Meeting:
         self.host, self.address = host, f"{host}:{self.store.port}"
 
 
-class DistributedRanks:
-    """A rank of a group of processes on one machine, joined when the constructor returns.
+class DistributedRanks(Ranks):
+    """A rank of a group of processes on one machine; the group is complete when the constructor returns.
 
-    Raises: ConfigError for an impossible rank or address, RankLost if the others do not come within `connect_s`.
+    Raises: ConfigError for an impossible rank or address, RankLost if a rank does not join within `connect_s` seconds.
     """
 
     def __init__(
         self,
-        meeting: Meeting | str,
+        rendezvous: Rendezvous | str,
         rank: int,
         size: int,
         backend: Backend = "gloo",
@@ -130,12 +112,14 @@ class DistributedRanks:
     ) -> None:
         if not 0 <= rank < size:
             raise ConfigError(f"there is no rank {rank} among {size}: ranks count from 0 to {size - 1}")
-        host, port = _host_and_port(meeting if isinstance(meeting, str) else meeting.address)
+        host, port = _host_and_port(rendezvous if isinstance(rendezvous, str) else rendezvous.address)
         if backend == "nccl" and torch.cuda.device_count() < size:
             raise ConfigError(f"nccl needs a GPU for each of {size} ranks; torch finds {torch.cuda.device_count()}")
         self.rank, self.size = rank, size
-        self._prompt, self._timeout = timedelta(seconds=timeout_s), timedelta(seconds=timeout_s)
-        self._meeting: Meeting | str | None = Meeting(host, port) if rank == 0 and isinstance(meeting, str) else meeting
+        self._usual_timeout, self._timeout = timedelta(seconds=timeout_s), timedelta(seconds=timeout_s)
+        self._meeting: Rendezvous | str | None = (
+            Rendezvous(host, port) if rank == 0 and isinstance(rendezvous, str) else rendezvous
+        )
         self._device = torch.device("cuda", rank) if backend == "nccl" else torch.device("cpu")
         self._group: Any = None
         with self._guarded():
@@ -170,21 +154,21 @@ class DistributedRanks:
             options.timeout = self._timeout if self.rank == 0 else _QUIET
             self._group.broadcast([words], options).wait()
 
-    def beat(self) -> None:
+    def barrier(self) -> None:
         self.all_gather(torch.zeros(1, 1, dtype=torch.int32))
 
     @contextmanager
-    def patiently(self) -> Iterator[None]:
+    def without_timeout(self) -> Iterator[None]:
         self._timeout = _QUIET
         yield
-        self._timeout = self._prompt
+        self._timeout = self._usual_timeout
 
     def close(self) -> None:
         self._group = self._data = self._meeting = None
 
     def _store(self, host: str, port: int, wait: timedelta) -> Any:
-        """What all ranks share, when all of them have come."""
-        own = self._meeting.store if isinstance(self._meeting, Meeting) else None
+        """The shared store, once all ranks have joined."""
+        own = self._meeting.store if isinstance(self._meeting, Rendezvous) else None
         store: Any = own or TCPStore(host, port, None, is_master=False, timeout=wait)
         store.set(f"rank {self.rank}", "")
         store.wait([f"rank {rank}" for rank in range(self.size)], wait)
@@ -192,7 +176,7 @@ class DistributedRanks:
 
     @contextmanager
     def _guarded(self) -> Iterator[None]:
-        """torch's failures as ours. Whatever went wrong, the group has lost its step and cannot be used again."""
+        """Turn torch's errors into RankLost. After any error the ranks are out of step, so the group is closed."""
         if self._meeting is None:
             raise RankLost("this group of ranks is closed")
         try:
@@ -211,14 +195,14 @@ def _gloo(store: Any, rank: int, size: int, host: str, timeout: timedelta) -> An
 
 
 def _nccl(store: Any, rank: int, size: int) -> Any:
-    """Through the GPUs of this machine, one a rank."""
+    """One GPU of this machine a rank."""
     torch.cuda.set_device(rank)
     nccl: Any = distributed.ProcessGroupNCCL
     return nccl(store, rank, size, nccl.Options())
 
 
 def _reason(cause: BaseException) -> str:
-    """Without the place in gloo's source before it and the advice behind."""
+    """The error without gloo's source location and advice."""
     return re.sub(r"^\[\S*\] | This is typically .*", "", first_line(cause))
 
 

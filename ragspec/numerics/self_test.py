@@ -18,9 +18,9 @@ import torch
 import transformers
 from numpy.typing import NDArray
 
-from ragspec.numerics.attention import Rows
+from ragspec.numerics.attention import AttentionMetadata
+from ragspec.numerics.batch import Batch, ScheduledSequence
 from ragspec.numerics.kv_cache import KvPool, SequenceSlots
-from ragspec.numerics.rows import Part, StepRows
 from ragspec.numerics.threads import set_num_threads
 
 Ints = NDArray[np.int32]
@@ -44,7 +44,7 @@ class Forward(Protocol):
     pool: KvPool
     vocab_size: int
 
-    def forward(self, token_ids: Ints, rows: Rows, wanted: Ints) -> Floats: ...
+    def forward(self, token_ids: Ints, metadata: AttentionMetadata, logit_rows: Ints) -> Floats: ...
 
 
 class Failure(NamedTuple):
@@ -125,9 +125,9 @@ def _run(target: Forward, text: Ints, sizes: list[int]) -> Floats:
 
 
 def _extend(target: Forward, slots: SequenceSlots, tokens: Ints) -> Floats:
-    step = StepRows([Part(slots, len(tokens))])
-    logits = target.forward(tokens, step.rows, np.arange(len(tokens), dtype=np.int32))
-    step.keep(0)
+    batch = Batch([ScheduledSequence(slots, tokens)])
+    logits = target.forward(tokens, batch.metadata, np.arange(len(tokens), dtype=np.int32))
+    batch.sequences[0].keep()
     return logits
 
 
@@ -149,10 +149,10 @@ def _trees(target: Forward, text: Ints, whole: Floats, rng: np.random.Generator)
             parent = parent if depths[parent] < hidden else 0  # no decoy beyond the last position
             parents.append(parent)
             depths.append(depths[parent] + 1)
-        step = StepRows([Part(slots, 1, parents)])
-        logits = target.forward(tokens, step.rows, np.arange(size + 1, dtype=np.int32))
+        batch = Batch([ScheduledSequence(slots, tokens, parents)])
+        logits = target.forward(tokens, batch.metadata, batch.logit_rows)
         got.append(logits[true_path])
-        step.drop(0)
+        batch.sequences[0].drop()
     slots.release()
     return np.concatenate(got), np.concatenate([whole[root - 1 : -1]] * 3)
 
@@ -163,11 +163,11 @@ def _beside(target: Forward, text: Ints, rng: np.random.Generator) -> Floats:
     num_own = min(40, len(text) // 2)
     num_other = min(29, len(text))
     _extend(target, own, text[:-num_own])
-    step = StepRows([Part(other, num_other), Part(own, num_own)])
-    tokens = np.concatenate([rng.integers(0, target.vocab_size, num_other).astype(np.int32), text[-num_own:]])
-    logits = target.forward(tokens, step.rows, np.arange(len(tokens), dtype=np.int32))
-    step.keep(0)
-    step.keep(1)
+    others = rng.integers(0, target.vocab_size, num_other).astype(np.int32)
+    batch = Batch([ScheduledSequence(other, others), ScheduledSequence(own, text[-num_own:])])
+    logits = target.forward(batch.token_ids, batch.metadata, np.arange(num_other + num_own, dtype=np.int32))
+    for scheduled in batch.sequences:
+        scheduled.keep()
     own.release()
     other.release()
     return logits[num_other:]

@@ -1,13 +1,12 @@
-"""Which part of every weight a rank holds, and the modules that make whole activations of its parts.
+"""Tensor parallelism by output columns: which slice of every weight a rank holds, and modules that gather activations.
 
-Everything is cut by output columns: queries, keys and values by heads, the feed-forward by its width, the output products, the
-embedding and the head by what they give. A column of a packed product is the same chain of additions in any company of columns
-(measured over shapes, types and threads; a single column alone takes another path, so shares are multiples of 16), and what ranks
-computed is only put side by side. So a group of any size gives the bits of one rank, where the usual split by rows would add in
-another order.
+Queries, keys and values are split by heads, the feed-forward by its width, output products, embedding and LM head by their
+outputs. A column of a packed product is the same chain of additions beside any other columns (measured over shapes, types and
+threads; a single column takes another path, so slices are multiples of 16), and gathering only concatenates. So a group of any
+size gives the bits of one rank; the usual split by rows would add in another order.
 
-    >>> cut = cut_of("model.layers.0.mlp.gate_proj.weight", shape, ranks)
-    >>> local = whole[cut.start : cut.stop]                 # then zeros, up to cut.width rows
+    >>> part = weight_slice("model.layers.0.mlp.gate_proj.weight", shape, ranks)
+    >>> local = whole[part.start : part.stop]                 # then zeros, up to part.width rows
 """
 
 from __future__ import annotations
@@ -22,18 +21,18 @@ from ragspec.numerics.linear import PackedLinear
 from ragspec.numerics.ranks import Ranks
 
 FFN_MULTIPLE = 64
-"""SwiGLU widths are padded to this: at odd widths the vectorised activation treats a row's end by its place in the batch."""
+"""SwiGLU widths are padded to this: at odd widths the result of a row's last columns depends on the row's place in the batch."""
 
 _OUTPUT_MULTIPLE = 16
 
 _MULTIPLES = {
-    **dict.fromkeys(("q_proj", "k_proj", "v_proj"), 1),  # heads, which are divisible
+    **dict.fromkeys(("q_proj", "k_proj", "v_proj"), 1),  # whole heads: `check_head_counts`
     **dict.fromkeys(("gate_proj", "up_proj"), FFN_MULTIPLE),
     **dict.fromkeys(("o_proj", "down_proj", "lm_head", "embed_tokens"), _OUTPUT_MULTIPLE),
 }
 
 
-class Cut(NamedTuple):
+class WeightSlice(NamedTuple):
     """[start, stop) of dimension `dim`, followed by zeros up to `width`, which is the same on every rank."""
 
     dim: int
@@ -42,8 +41,8 @@ class Cut(NamedTuple):
     width: int
 
 
-def cut_of(name: str, shape: tuple[int, ...], ranks: Ranks) -> Cut | None:
-    """What of a parameter is this rank's; None: all of it."""
+def weight_slice(name: str, shape: tuple[int, ...], ranks: Ranks) -> WeightSlice | None:
+    """This rank's slice of a parameter; None: all of it."""
     parts = name.split(".")
     multiple = _MULTIPLES.get(parts[-2]) if len(parts) > 1 else None
     if multiple is None:
@@ -51,11 +50,11 @@ def cut_of(name: str, shape: tuple[int, ...], ranks: Ranks) -> Cut | None:
     dim = 1 if parts[-2] == "embed_tokens" else 0
     width = -(-shape[dim] // (ranks.size * multiple)) * multiple
     start = min(ranks.rank * width, shape[dim])
-    return Cut(dim, start, min(start + width, shape[dim]), width)
+    return WeightSlice(dim, start, min(start + width, shape[dim]), width)
 
 
-def check_divisible(config: Any, num_ranks: int) -> None:
-    """Raises: ModelError, with the sum that shows why, when a head would lie on two ranks."""
+def check_head_counts(config: Any, num_ranks: int) -> None:
+    """Raises: ModelError if the ranks cannot share the heads evenly."""
     for what, name in (("heads", "num_attention_heads"), ("key and value heads", "num_key_value_heads")):
         count = int(getattr(config, name, None) or config.num_attention_heads)
         if count % num_ranks:
@@ -66,18 +65,18 @@ def check_divisible(config: Any, num_ranks: int) -> None:
 
 
 class GatheredLinear(nn.Module):
-    """A packed product of which every rank computes its columns. Shapes: x [N, in_features] -> [N, out_features]."""
+    """A packed product; every rank computes some columns. Shapes: x [N, in_features] -> [N, out_features]."""
 
     def __init__(self, own: PackedLinear, out_features: int, ranks: Ranks) -> None:
         super().__init__()
         self.own, self.out_features, self._ranks = own, out_features, ranks
 
     def forward(self, x: Tensor) -> Tensor:
-        return cut_to(self._ranks.all_gather(self.own(x)), self.out_features)
+        return without_padding(self._ranks.all_gather(self.own(x)), self.out_features)
 
 
 class GatheredEmbedding(nn.Module):
-    """An embedding of which every rank holds its columns. Shapes: token_ids int64 [N] -> [N, H]."""
+    """An embedding; every rank holds some columns. Shapes: token_ids int64 [N] -> [N, H]."""
 
     def __init__(self, embedding: nn.Embedding, ranks: Ranks) -> None:
         super().__init__()
@@ -86,9 +85,9 @@ class GatheredEmbedding(nn.Module):
         self._ranks = ranks
 
     def forward(self, token_ids: Tensor) -> Tensor:
-        return cut_to(self._ranks.all_gather(F.embedding(token_ids, self.weight)), self.hidden_size)
+        return without_padding(self._ranks.all_gather(F.embedding(token_ids, self.weight)), self.hidden_size)
 
 
-def cut_to(x: Tensor, width: int) -> Tensor:
-    """Without the zeros of the last ranks. Shapes: [N, at least width] -> [N, width], contiguous."""
+def without_padding(x: Tensor, width: int) -> Tensor:
+    """Drop the padding of the last ranks. Shapes: [N, at least width] -> [N, width], contiguous."""
     return x if x.shape[-1] == width else x[..., :width].contiguous()

@@ -5,7 +5,7 @@ them sleep between two products instead of waiting for the next one: twice the t
 thread is the only one that keeps workers; everything else computes in a thread that ends, and its workers with it.
 
 Where another program wants the processors, workers that wait for each other lose a hundredfold (measured: a step of 250 ms
-instead of 2.5 beside a training run on two cores). Nothing announces that, so `ThreadChoice` keeps trying.
+instead of 2.5 beside a training run on two cores). Nothing announces that, so `AdaptiveThreads` keeps trying.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def set_num_threads(num_threads: int) -> None:
     numba.set_num_threads(min(num_threads, numba.config.NUMBA_NUM_THREADS))
 
 
-class ThreadChoice:
+class AdaptiveThreads:
     """All threads or one, whichever has lately been faster for forwards of the same size; of one thread, for one engine.
 
     Now and then a forward runs with the other count. A trial that loses is paid for before the next: together they take about
@@ -102,7 +102,7 @@ class ThreadChoice:
             self._steps_left = _LEAST_BETWEEN_TRIALS
 
 
-def compute_apart(call: Callable[[], T], num_threads: int) -> T:
+def run_in_thread(call: Callable[[], T], num_threads: int) -> T:
     """Run `call` in a thread of its own that ends with it; its result or its exception is the caller's."""
     results: list[T] = []
     errors: list[BaseException] = []

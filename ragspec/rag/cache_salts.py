@@ -48,8 +48,8 @@ class TenantCaches:
         return oldest
 
     def purge(self, tenant: str) -> None:
-        """Empty all caches of a tenant, those too that it used elsewhere (`ragspec.core.is_part_of`); those of every tenant known
-        here if it is none, whose documents everybody may read."""
+        """Empty all caches of a tenant, those too that it used elsewhere (`ragspec.core.salt_belongs_to`); those of every tenant
+        known here if it is none, whose documents everybody may read."""
         with self._lock:
             salts = [salt for owner, own in self._of.items() if not tenant or owner == tenant for salt in own]
         for salt in dict.fromkeys([tenant, *salts]):

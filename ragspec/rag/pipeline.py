@@ -17,7 +17,7 @@ from typing import Any, Self
 
 from ragspec.config import GenerationConfig, PipelineConfig
 from ragspec.core import Delta, SamplingParams
-from ragspec.engine.collect import join
+from ragspec.engine.client import completion_of
 from ragspec.engine.loading import load_engine
 from ragspec.errors import InputError
 from ragspec.rag.answer import Answer
@@ -122,7 +122,7 @@ class Pipeline:
             deltas.append(delta)
             if delta.text:
                 yield delta.text
-        yield build_answer(ready, join(deltas))
+        yield build_answer(ready, completion_of(deltas))
 
     def close(self) -> None:
         self._engine.close()

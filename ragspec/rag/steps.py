@@ -17,7 +17,7 @@ from typing import Any, Protocol, cast
 
 from ragspec.config import GenerationConfig
 from ragspec.core import Completion, CopySource, Delta, Passage, Request, SamplingParams, SourceKind
-from ragspec.engine.collect import join
+from ragspec.engine.client import completion_of
 from ragspec.errors import InputError
 from ragspec.rag.answer import Answer, AnswerStats
 from ragspec.rag.citations import find_citations
@@ -141,7 +141,7 @@ async def collect_completions(engine: EngineLike, request: Request) -> list[Comp
     async with aclosing(cast(Any, engine.stream(request))) as stream:
         async for delta in stream:
             deltas[delta.choice].append(delta)
-    return [join(each) for each in deltas.values()]
+    return [completion_of(each) for each in deltas.values()]
 
 
 def build_answer(prepared: PreparedQuestion, completion: Completion) -> Answer:

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ragspec.config import EncoderConfig
 from ragspec.errors import ModelError
-from ragspec.numerics.threads import compute_apart, num_processors
+from ragspec.numerics.threads import num_processors, run_in_thread
 from ragspec.retrieval.row_invariant import RowInvariantModel, TokenIds, model_loading, weights_fingerprint
 
 FloatArray = NDArray[np.float32]
@@ -104,7 +104,7 @@ class Encoder(RowInvariantModel):
         with model_loading(f"{config.model} cannot be loaded as an encoder"):
             from sentence_transformers import SentenceTransformer  # Why: three seconds, only when an encoder is wanted
 
-            model = compute_apart(
+            model = run_in_thread(
                 lambda: SentenceTransformer(path, device="cpu", local_files_only=Path(path).exists()).float(),
                 num_processors(),
             )

@@ -17,9 +17,9 @@ import torch
 from numpy.typing import NDArray
 from pydantic import Field
 
-from ragspec.config import Part
+from ragspec.config import ConfigSection
 from ragspec.errors import ConfigError, ModelError
-from ragspec.numerics.threads import compute_apart, num_processors
+from ragspec.numerics.threads import num_processors, run_in_thread
 from ragspec.retrieval.row_invariant import RowInvariantModel, TokenIds, model_loading, weights_fingerprint
 
 _NO_PART_OF_IT = {"_name_or_path", "transformers_version", "dtype", "torch_dtype"}
@@ -42,7 +42,7 @@ def score_in_turn(scorer: PairScorer | None) -> PairScoring | None:
     return None if scorer is None else lambda asked: [scorer.scores(*each) for each in asked]
 
 
-class RerankerConfig(Part):
+class RerankerConfig(ConfigSection):
     """`model`: path or name of a sentence-transformers cross-encoder with one label; empty: nothing is reranked."""
 
     model: str = ""
@@ -84,7 +84,7 @@ class Reranker(RowInvariantModel):
 
             is_local = Path(path).exists()
             tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=is_local)
-            model, report = compute_apart(
+            model, report = run_in_thread(
                 lambda: AutoModelForSequenceClassification.from_pretrained(
                     path, local_files_only=is_local, dtype=torch.float32, output_loading_info=True
                 ),

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from ragspec.errors import ModelError, RagspecError
 from ragspec.numerics.linear import pack_linears, packing_available
-from ragspec.numerics.threads import ThreadChoice, compute_apart, num_processors
+from ragspec.numerics.threads import AdaptiveThreads, num_processors, run_in_thread
 
 TokenIds = Sequence[Sequence[int]]
 
@@ -49,12 +49,12 @@ class RowInvariantModel(ABC):
         self.max_batch_size = batch_size
         most_threads = num_processors()
         if packing_available():
-            compute_apart(lambda: pack_linears(model), most_threads)
-        if not all(compute_apart(self.self_test, n) for n in {1, most_threads}):
+            run_in_thread(lambda: pack_linears(model), most_threads)
+        if not all(run_in_thread(self.self_test, n) for n in {1, most_threads}):
             self.max_batch_size = 1
         probe = [[number % len(tokenizer) for number in range(2, 34)]]
-        alone, beside = (compute_apart(lambda: self._forward(probe), n) for n in (1, most_threads))
-        self._threads = ThreadChoice(most_threads if np.array_equal(alone, beside) else 1)
+        alone, beside = (run_in_thread(lambda: self._forward(probe), n) for n in (1, most_threads))
+        self._threads = AdaptiveThreads(most_threads if np.array_equal(alone, beside) else 1)
 
     @property
     def max_tokens(self) -> int:
@@ -97,7 +97,9 @@ class RowInvariantModel(ABC):
 
     def _each_batch(self, token_ids: TokenIds, compute: Callable[[list[int]], None]) -> None:
         """Call `compute` with the numbers of texts that may share a forward, until every text had its turn."""
-        threads = self._threads if len(token_ids) > 1 else ThreadChoice(1)  # Why: starting workers for one costs more
+        threads = (
+            self._threads if len(token_ids) > 1 else AdaptiveThreads(1)
+        )  # Why: starting workers for one costs more
 
         def run() -> None:
             for rows in self._batches(token_ids):
@@ -107,7 +109,7 @@ class RowInvariantModel(ABC):
                 threads.end(len(rows) * len(token_ids[rows[0]]), time.perf_counter() - begin)
 
         with self._lock:
-            compute_apart(run, 1)
+            run_in_thread(run, 1)
 
     def _batches(self, token_ids: TokenIds) -> Iterator[list[int]]:
         """Row numbers that share a forward: equal token length, at most `_MAX_FORWARD_TOKENS` tokens together."""

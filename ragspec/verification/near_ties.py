@@ -1,8 +1,7 @@
-"""Near ties: tokens that other roundings of the same logits could have decided otherwise.
+"""Near ties: tokens that another rounding of the same logits could change.
 
-Where the bits of a row depend on its company (`exactness: fast`), a token may differ between two runs of one request only where
-it was a near tie in both, as long as logits differ by no more than is assumed; counting them says how far a text can be trusted
-to come again.
+With `exactness: fast` the bits of a row depend on the other rows of its batch. Two runs of one request can then differ only at a
+near tie, as long as logits differ by at most `slack`; the count of near ties says how reproducible a text is.
 
     >>> is_near_tie(np.array([2.0, 1.9, 0.0], np.float32), SamplingParams(temperature=0.0), np.uint64(0), 0, slack=0.1)
     True
@@ -25,9 +24,9 @@ from ragspec.numerics.noise import ABOVE_ANY_GUMBEL, MOST_REST, bits, gumbel
 def is_near_tie(
     warped: NDArray[np.float32], params: SamplingParams, key: np.uint64, token_id: int, slack: float
 ) -> bool:
-    """Whether another token might be decided if every warped logit were changed by at most `slack`. Shape: float32 [V].
+    """Whether changing every warped logit by at most `slack` might decide another token. Shape: float32 [V].
 
-    Never False where one would be; True in some more cases, as bounds of several conditions are taken together.
+    Never wrong when False; sometimes True without need, because the bounds of several conditions are combined.
     """
     if params.greedy:
         return int(np.count_nonzero(warped >= np.float64(warped[token_id]) - 2.0 * slack)) > 1
@@ -44,7 +43,7 @@ def _is_near(x: Any, token_id: int, top_k: int, top_p: float, min_p: float, key:
         last, below = np.float64(ranked[size - top_k]), np.float64(ranked[: size - top_k].max())
     if not _survives(x, token_id, maximum, below, top_k, top_p, min_p, -slack):
         return True
-    failed = last - 2.0 * slack  # what has a logit below it does not survive either
+    failed = last - 2.0 * slack  # no lower logit survives either
     least = np.float64(x[token_id]) + gumbel(bits(key, np.uint64(token_id))) - 2.0 * slack
     for v in range(size):
         wanted = least - np.float64(x[v])
@@ -64,9 +63,9 @@ def _is_near(x: Any, token_id: int, top_k: int, top_p: float, min_p: float, key:
 def _survives(
     x: Any, v: int, maximum: float, edge: float, top_k: int, top_p: float, min_p: float, slack: float
 ) -> bool:
-    """Whether a token may survive the warps with logits so far off; with a negative slack, whether it surely does.
+    """Whether a token may survive the warps if logits are off by `slack`; with a negative slack, whether it surely survives.
 
-    `edge`: the logit ranked `top_k`-th, which may be left; with a negative slack the next one, which may come in.
+    `edge`: the logit ranked `top_k`-th, which may drop out; with a negative slack the next logit, which may come in.
     """
     if min_p > 0.0 and np.float64(x[v]) + 2.0 * slack < maximum + math.log(min_p):
         return False

@@ -1,6 +1,6 @@
-"""What the published acceptance rules compute with: whole rows of probabilities, and keyed chance to decide by.
+"""Whole rows of probabilities and keyed random numbers, for the published acceptance rules.
 
-The default way (`sampling`) needs neither. Everything here is float64; no function changes its input.
+The default sampler (`sampling`) needs neither. Everything here is float64; no function changes its input.
 
     >>> token_probs(np.array([0.0, 0.0, -9.0], np.float32), SamplingParams(temperature=1.0, top_k=2))
     array([0.5, 0.5, 0. ])
@@ -27,10 +27,10 @@ _TWO_TO_MINUS_53 = 2.0**-53
 def token_probs(
     logits: Logits, params: SamplingParams, counts: TokenCounts | None = None, forbidden: tuple[int, ...] = ()
 ) -> Floats:
-    """The law of the next token after every warp, of a target or of a drafter. Shapes: float32 [V] -> float64 [V], sum 1.
+    """Warped probabilities of the next token, of a target or of a drafter. Shapes: float32 [V] -> float64 [V], sum 1.
 
-    Survivors are those that `sampling` defines; where a sum of mass meets top_p to its last bits, the order of additions decides.
-    Temperature 0, and a row without a finite maximum, give all to the greatest logit, the lower id on ties.
+    Survivors are as in `sampling`; where a sum meets top_p to its last bits, the order of additions decides. At temperature 0,
+    and without a finite maximum, the greatest logit gets probability 1 (ties to the lower id).
     """
     x = warp(logits, params, counts, forbidden).astype(np.float64)
     best = int(x.argmax())
@@ -56,30 +56,30 @@ def _ranked_out(x: Floats, params: SamplingParams) -> NDArray[np.int64]:
     return order[num_kept:]
 
 
-class Chance(Protocol):
-    """The only way randomness enters a rule, so that a test can follow every branch instead."""
+class RandomSource(Protocol):
+    """The only source of randomness of a rule; a test can replace it and follow every branch."""
 
-    def below(self, threshold: float) -> bool:
+    def bernoulli(self, threshold: float) -> bool:
         """True with probability `threshold`: never at 0, always at 1."""
 
-    def choose(self, weights: Floats) -> int:
+    def categorical(self, weights: Floats) -> int:
         """A token with a probability in proportion to its weight; never one of weight 0. Shape: [V], sum above 0."""
 
 
-class Stream(enum.IntEnum):
-    """What chance is for; streams of one output token are independent of each other and of its Gumbel noise."""
+class RandomStream(enum.IntEnum):
+    """The purpose of a random number. Streams of one output token are independent of each other and of its Gumbel noise."""
 
     VERIFY = 1
     DRAFT = 2
 
 
-class KeyedChance:
-    """Number n is a pure function of (seed, choice, output index, stream, n): a step repeated meets the same numbers.
+class KeyedRandom:
+    """Number n is a pure function of (seed, choice, output index, stream, n), so a repeated step draws the same numbers.
 
-    Every step decides at least one token, so steps that begin at different indices share no number.
+    Every step decides at least one token, so no two steps share a number.
     """
 
-    def __init__(self, seed: int, choice: int, index: int, stream: Stream) -> None:
+    def __init__(self, seed: int, choice: int, index: int, stream: RandomStream) -> None:
         self._key = int(output_key(seed, choice, index))
         self._stream = int(stream)
         self._number = 0
@@ -90,27 +90,27 @@ class KeyedChance:
         self._number += 1
         return bits * _TWO_TO_MINUS_53
 
-    def below(self, threshold: float) -> bool:
+    def bernoulli(self, threshold: float) -> bool:
         return self.uniform() < threshold
 
-    def choose(self, weights: Floats) -> int:
+    def categorical(self, weights: Floats) -> int:
         mass = np.cumsum(weights)
         return int(np.searchsorted(mass, self.uniform() * mass[-1], side="right"))
 
 
-def draw_iid(draft_probs: Floats, count: int, chance: Chance) -> tuple[int, ...]:
+def draw_iid(draft_probs: Floats, count: int, random: RandomSource) -> tuple[int, ...]:
     """`count` independent draws; a token may come more than once. Shape: [V] -> [count]."""
-    return tuple(chance.choose(draft_probs) for _ in range(count))
+    return tuple(random.categorical(draft_probs) for _ in range(count))
 
 
-def draw_without_replacement(draft_probs: Floats, count: int, chance: Chance) -> tuple[int, ...]:
-    """Different tokens in the order drawn; fewer than `count` where fewer have a probability. Shape: [V] -> [up to count].
+def draw_without_replacement(draft_probs: Floats, count: int, random: RandomSource) -> tuple[int, ...]:
+    """Distinct tokens in the order drawn; fewer than `count` if fewer have a probability. Shape: [V] -> [up to count].
 
-    The same law as ranking by log probability plus Gumbel noise, at one random number a token instead of one an id.
+    The same distribution as ranking by log probability plus Gumbel noise, with one random number a token instead of one an id.
     """
     left = np.array(draft_probs)
     tokens: list[int] = []
     for _ in range(min(count, int(np.count_nonzero(left)))):
-        tokens.append(chance.choose(left))
+        tokens.append(random.categorical(left))
         left[tokens[-1]] = 0.0
     return tuple(tokens)

@@ -1,10 +1,11 @@
-"""The published acceptance rules: each emits tokens in the target's law, or, where it is lossy, says so.
+"""The published acceptance rules: lossless rules emit tokens in the target's distribution, lossy rules must be allowed.
 
-The default, KEYED, is not here: it follows the target's keyed sample (`verify`) and gives the same text for any draft. A rule
-gives another text for another draft, equal in distribution; it accepts more where drafts are drawn by chance and nothing
-couples them to the target's noise. On drafts chosen without chance all lossless rules accept equally often.
+The default rule, KEYED, is in `verify`: it follows the target's keyed sample and gives the same text for any draft. With the
+rules here another draft gives another text of the same distribution. They accept more tokens of drafts that are drawn at random
+without knowledge of the target's noise; of deterministic drafts all lossless rules accept equally many.
 
-    >>> walk(Acceptance(AcceptanceRule.TRAVERSAL), tree, {0: Draw((3, 5), draft_probs)}, probs_at, chance, most_tokens=8)
+    >>> policy = AcceptancePolicy(AcceptanceRule.TRAVERSAL)
+    >>> rejection_sample(policy, tree, {0: Draw((3, 5), draft_probs)}, probs_at, random, most_tokens=8)
 """
 
 from __future__ import annotations
@@ -19,19 +20,19 @@ from ragspec.core import Request
 from ragspec.errors import InputError
 from ragspec.speculation import CHAIN_RULES, LOSSY_RULES, AcceptanceRule
 from ragspec.tree import DraftTree, Draw
-from ragspec.verification.probabilities import Chance, Floats, KeyedChance, Stream, token_probs
-from ragspec.verification.rejection_trees import TreeWalk, children_of
+from ragspec.verification.probabilities import Floats, KeyedRandom, RandomSource, RandomStream, token_probs
+from ragspec.verification.rejection_trees import TreeWalk
 from ragspec.verification.sampling import Logits, TokenCounts
-from ragspec.verification.verify import Verdict
+from ragspec.verification.verify import VerifyResult
 
 
 @dataclass(frozen=True, slots=True)
-class Acceptance:
+class AcceptancePolicy:
     """A rule and, for the lossy ones, its thresholds. Lossy rules need `lossy=True`; wrong values raise InputError.
 
     TYPICAL accepts a token whose probability exceeds min(epsilon, delta * e^-entropy), entropy in nats (Cai et al. 2401.10774,
     section 3.3.1). TOP_BETA accepts one among the `beta` most probable whose log-probability is at most `gap_nats` under the
-    greatest (Xia et al. 2203.16487, section 3.2). Both see the warped law, so at temperature 0 they accept what is exact.
+    greatest (Xia et al. 2203.16487, section 3.2). Both see warped probabilities, so at temperature 0 they are exact.
     """
 
     rule: AcceptanceRule = AcceptanceRule.KEYED
@@ -52,7 +53,7 @@ class Acceptance:
                 raise InputError(f"{name} must be a number from 0 on, not {value!r}")
 
     def allows(self, target_probs: Floats, token_id: int) -> bool:
-        """Whether a lossy rule accepts this token. Shape: [V]."""
+        """Whether a lossy rule accepts a token. Shape: [V]."""
         prob = float(target_probs[token_id])
         if self.rule is AcceptanceRule.TYPICAL:
             present = target_probs[target_probs > 0.0]
@@ -62,36 +63,36 @@ class Acceptance:
         return num_above < self.beta and prob > 0.0 and prob >= float(target_probs.max() * np.exp(-self.gap_nats))
 
 
-def walk(
-    acceptance: Acceptance,
+def rejection_sample(
+    acceptance: AcceptancePolicy,
     tree: DraftTree,
     draws: Mapping[int, Draw],
     probs_at: Callable[[int], Floats],
-    chance: Chance,
+    random: RandomSource,
     most_tokens: int,
-) -> Verdict:
+) -> VerifyResult:
     """Accept a path of a draft and add the token after it; at most `most_tokens` tokens are decided.
 
-    `draws` says of a node's number how its children were chosen; those it does not list were chosen without chance. `probs_at`
-    gives the target's law at a node after every warp, float64 [V]: the same for accepting and for the token after the path.
+    `draws[node]` declares how the node's children were drawn; all other children were chosen deterministically. `probs_at` gives
+    the target's warped probabilities at a node, float64 [V].
 
-    Raises: InputError for a draft that the rule is not made for, or a draw that cannot have been.
+    Raises: InputError for a draft that the rule does not support, or a draw that is impossible.
     """
     check_draft(acceptance.rule, tree, draws, len(probs_at(0)))
-    steps = TreeWalk(tree, draws, probs_at, chance)
+    walk = TreeWalk(tree, draws, probs_at, random)
     if acceptance.rule in LOSSY_RULES:
-        path, tokens = steps.leniently(acceptance.allows)
+        path, tokens = walk.lenient(acceptance.allows)
     elif acceptance.rule in (AcceptanceRule.BLOCK, AcceptanceRule.TRAVERSAL):
-        path, tokens = steps.backwards()
+        path, tokens = walk.bottom_up()
     else:
-        path, tokens = steps.downwards()
-    return Verdict(path[: most_tokens - 1], tokens[:most_tokens])
+        path, tokens = walk.top_down()
+    return VerifyResult(path[: most_tokens - 1], tokens[:most_tokens])
 
 
 def check_draft(rule: AcceptanceRule, tree: DraftTree, draws: Mapping[int, Draw], vocab_size: int) -> None:
-    """Raises: InputError for a draft that the rule is not made for, or a draw that cannot have been."""
+    """Raises: InputError for a draft that the rule does not support, or a draw that is impossible."""
     if rule is AcceptanceRule.KEYED:
-        raise InputError("the keyed rule follows the target's own sample; it is no walk by chance")
+        raise InputError("the keyed rule follows the target's own sample; it does no rejection sampling")
     _check_tokens(tree.token_ids[1:], vocab_size)
     for node, draw in draws.items():
         if not 0 <= node < len(tree):
@@ -124,7 +125,7 @@ def _check_draw(draw: Draw, vocab_size: int) -> None:
 
 
 def _check_replacement(rule: AcceptanceRule, draw: Draw) -> None:
-    """Why: the rule for independent draws is biased on draws without replacement, and the other way round."""
+    """Why: each of the two rules is biased on the other's draws."""
     wrong = AcceptanceRule.WITHOUT_REPLACEMENT if draw.with_replacement else AcceptanceRule.IID
     if rule is wrong:
         how = "with" if draw.with_replacement else "without"
@@ -132,15 +133,15 @@ def _check_replacement(rule: AcceptanceRule, draw: Draw) -> None:
 
 
 def _check_chain(rule: AcceptanceRule, tree: DraftTree, draws: Mapping[int, Draw]) -> None:
-    for node, children in enumerate(children_of(tree)):
+    for node in range(len(tree)):
         drawn = draws[node].tokens if node in draws else ()
-        others = [child for child in children if tree.token_ids[child] not in drawn]
+        others = [child for child in tree.children(node) if tree.token_ids[child] not in drawn]
         if len(drawn) + len(others) > 1:
             raise InputError(f"the rule {rule} is for chains, and node {node} has more than one child")
 
 
 class _PathCounts(TokenCounts):
-    """Counts that can also tell what they would be some tokens on."""
+    """Token counts that can be extended along a path without changing the original."""
 
     def after(self, tokens: list[int]) -> _PathCounts:
         later = copy.copy(self)
@@ -150,13 +151,13 @@ class _PathCounts(TokenCounts):
         return later
 
 
-class RuleSampler:
-    """Decides the output tokens of one choice by a rule. Given the same drafts, the same seed gives the same tokens."""
+class RejectionSampler:
+    """Decides the output tokens of one choice by a published rule. The same seed and drafts give the same tokens."""
 
     def __init__(
         self,
         request: Request,
-        acceptance: Acceptance,
+        acceptance: AcceptancePolicy,
         seed: int,
         choice: int,
         eos_ids: tuple[int, ...],
@@ -170,24 +171,24 @@ class RuleSampler:
         self._counts = _PathCounts(request.prompt_ids, output_ids) if request.params.has_penalties else None
 
     def __call__(self, logits: Logits) -> int:
-        """The next output token where nothing was drafted, from the target's logits at its position. Shape: float32 [V]."""
+        """The next output token without a draft, from the target's logits at its position. Shape: float32 [V]."""
         return self.verify(DraftTree(root_token=0), {}, logits[None], 1).tokens[0]
 
-    def verify(self, tree: DraftTree, draws: Mapping[int, Draw], logits: Logits, most_tokens: int) -> Verdict:
-        """Walk the tree by the rule. Shapes: logits float32 [N, V], row n for node n. Raises: InputError, as `walk`."""
-        chance = KeyedChance(self._seed, self._choice, self._index, Stream.VERIFY)
+    def verify(self, tree: DraftTree, draws: Mapping[int, Draw], logits: Logits, most_tokens: int) -> VerifyResult:
+        """Accept a path of the tree. Shapes: logits float32 [N, V], row n for node n. Raises: as `rejection_sample`."""
+        random = KeyedRandom(self._seed, self._choice, self._index, RandomStream.VERIFY)
 
         def probs_at(node: int) -> Floats:
             return self._probs_after([tree.token_ids[n] for n in tree.ancestors(node)[1:]], logits[node])
 
-        verdict = walk(self.acceptance, tree, draws, probs_at, chance, most_tokens)
+        verdict = rejection_sample(self.acceptance, tree, draws, probs_at, random, most_tokens)
         if self._counts is not None:
             self._counts = self._counts.after(verdict.tokens)
         self._index += len(verdict.tokens)
         return verdict
 
     def _probs_after(self, tokens: list[int], logits: Logits) -> Floats:
-        """Penalties and the minimum length see the path as if it were decided."""
+        """The target's probabilities after a path; penalties and minimum length count the path's tokens."""
         counts = self._counts.after(tokens) if self._counts is not None else None
         forbidden = self._eos_ids if self._index + len(tokens) < self._params.min_tokens else ()
         return token_probs(logits, self._params, counts, forbidden)

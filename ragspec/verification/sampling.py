@@ -3,9 +3,9 @@
 Order: penalties, logit bias, minimum length, temperature; then a token survives if it is among the `top_k` best, if the mass
 ranked above it (within those) is under `top_p`, and if its probability is at least `min_p` times the greatest. Rank is
 (greater logit, then lower id), so a survivor is decided without sorting: all three conditions fail for every token ranked
-below one that fails.
+below a token that fails.
 
-At temperature 0 the token is the greatest logit, the lower id on ties.
+At temperature 0 the token is the greatest logit (ties to the lower id).
 """
 
 from __future__ import annotations
@@ -95,12 +95,12 @@ def _mass_above(x: Any, maximum: Any, logit: Any, token_id: int) -> float:
 def _best_noisy(x: Any, key: Any, start: int, floor_logit: Any, floor_id: int) -> int:
     """argmax of x + G over tokens ranked above the floor; ties to the lower id. `start` is a token of high rank.
 
-    The noise of a token is at most `-log(1 - u)`, so for most a comparison of 1 - u with a table is enough, without a logarithm.
+    A token's noise is at most `-log(1 - u)`, so for most tokens comparing 1 - u with a table replaces the logarithm.
     """
     best = start
     best_sum = np.float64(x[start]) + gumbel(bits(key, np.uint64(start)))
     for v in range(x.shape[0]):
-        wanted = best_sum - np.float64(x[v])  # noise that would make it as good
+        wanted = best_sum - np.float64(x[v])  # the noise that would tie with the best token
         if wanted > ABOVE_ANY_GUMBEL or not _ranks_above(x, v, floor_logit, floor_id):
             continue
         h = bits(key, np.uint64(v))
@@ -140,7 +140,7 @@ def sample(logits: Logits, params: SamplingParams, seed: int, choice: int, index
 
 
 def compile_samplers(uncertainty: float = 0.0) -> None:
-    """Compile now what the first sampled token would otherwise wait for, a second or more."""
+    """Compile the samplers now, which takes a second or more, instead of at the first sampled token."""
     row = np.zeros(4, np.float32)
     for params in (SamplingParams(temperature=0.0), SamplingParams(temperature=1.0)):
         sample(row, params, seed=0, choice=0, index=0)
@@ -195,8 +195,8 @@ def _add_bias(logits: Logits, bias: Mapping[int, float]) -> None:
         logits[token] += np.float32(value)
 
 
-def _of_warped(warped: Logits, uncertainty: float, params: SamplingParams, num_output: int) -> float:
-    """By how much a warped logit may differ where a logit may by so much: what warps make of it, and what each of them rounds."""
+def _warped_uncertainty(warped: Logits, uncertainty: float, params: SamplingParams, num_output: int) -> float:
+    """The uncertainty of a warped logit: the logit's own uncertainty, stretched by the warps, and the warps' rounding errors."""
     penalty = params.repetition_penalty
     stretch = max(1.0, penalty, 1.0 / penalty)
     temperature = 1.0 if params.greedy else max(params.temperature, _LEAST_TEMPERATURE)
@@ -235,8 +235,8 @@ class Sampler(Protocol):
 class KeyedSampler:
     """The definition of the output: token i is the argmax of the warped logits plus the noise of (seed, choice, i).
 
-    `uncertainty`: by how much a logit may depend on the company of its row. Where it does, `near_ties` says of each token
-    that was decided here whether it was one.
+    `uncertainty`: how much a logit may depend on the other rows of its batch. If it is not 0, `near_ties` records for each
+    decided token whether it was a near tie.
     """
 
     def __init__(
@@ -262,7 +262,7 @@ class KeyedSampler:
         token = sample(warped, self._params, self._seed, self._choice, self._index)
         if self._uncertainty:
             key = output_key(self._seed, self._choice, self._index)
-            slack = _of_warped(warped, self._uncertainty, self._params, self._index)
+            slack = _warped_uncertainty(warped, self._uncertainty, self._params, self._index)
             self.near_ties.append(is_near_tie(warped, self._params, key, token, slack))
         if self._counts is not None:
             self._counts.push(token)

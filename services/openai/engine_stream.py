@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from typing import Self
 
 from ragspec.core import Completion, Delta, FinishReason, Request
-from ragspec.engine.collect import join
+from ragspec.engine.client import completion_of
 from services.backend import ServedEngine
 from services.errors import ClientTooSlow
 from services.metrics import Metrics
@@ -136,14 +136,14 @@ class EngineStream:
         by_choice: dict[ChoiceKey, list[Delta]] = {}
         for delta in self._waiting:
             if delta.finish_reason in _FAILED:
-                join([delta])  # raises the choice's error
+                completion_of([delta])  # raises the choice's error
             by_choice.setdefault((delta.request_id, delta.choice), []).append(delta)
         self._waiting, self._num_waiting = [], 0
         return by_choice
 
     def completion(self, key: ChoiceKey) -> Completion:
         """The output of a choice that has ended."""
-        return join(self._deltas[key])
+        return completion_of(self._deltas[key])
 
     def deltas(self, key: ChoiceKey) -> Sequence[Delta]:
         """All deltas of a choice so far."""

@@ -17,7 +17,7 @@ from ragspec.cluster.connection import LocalConnection
 from ragspec.cluster.router import Router
 from ragspec.cluster.routing import RoutingConfig
 from ragspec.core import Completion, CopySource, Delta, FinishReason, Request, SamplingParams, SourceKind
-from ragspec.engine.collect import join
+from ragspec.engine.client import completion_of
 from ragspec.engine.engine import Engine
 from ragspec.engine.target import Target
 from ragspec.errors import Cancelled, EngineClosed, EngineError, InputError, Overloaded, PromptTooLong, ReplicaLost
@@ -139,7 +139,7 @@ def test_one_who_leaves_a_stream_ends_it_for_nobody_else(directory: LocalDirecto
     with Router(directory, connect, SETTINGS) as router:
         router.submit(ask("a", LONG), other)
         asyncio.run(first_words(router, ask("a", LONG)))
-        assert join(other.wait()).token_ids == plain(directory, ask("a", LONG)).token_ids
+        assert completion_of(other.wait()).token_ids == plain(directory, ask("a", LONG)).token_ids
         asyncio.run(first_words(router, ask("b", LONG)))  # nobody else listens
         until(lambda: num_sequences(directory) == [0, 0])
         assert "b" not in router._board._tickets
@@ -167,7 +167,7 @@ def test_a_slow_listener_does_not_look_like_a_dead_replica(directory: LocalDirec
     with Router(directory, connect, settings(heartbeat_timeout_s=0.3)) as router:
         heard = Heard(act=lambda delta: time.sleep(0.3))
         router.submit(ask("a"), heard)
-        assert join(heard.wait()).token_ids == plain(directory, ask("a")).token_ids
+        assert completion_of(heard.wait()).token_ids == plain(directory, ask("a")).token_ids
     assert not directory.reports
 
 
@@ -220,7 +220,7 @@ def test_an_id_asked_for_again_is_told_the_same(directory: LocalDirectory) -> No
             directory.lose(name)  # nobody can generate it again
         for late in heard[2:]:
             router.submit(request, late)
-        assert all(join(each.wait()) == join(heard[0].deltas) for each in heard)
+        assert all(completion_of(each.wait()) == completion_of(heard[0].deltas) for each in heard)
 
 
 def test_an_id_of_another_request_is_refused(directory: LocalDirectory) -> None:
@@ -267,7 +267,7 @@ def test_what_is_remembered_is_bounded_and_purged(directory: LocalDirectory) -> 
             router.submit(ask("c"), heard)
             router.cancel("c")
             with pytest.raises(Cancelled):
-                join(heard.wait())
+                completion_of(heard.wait())
         assert len(router.generate([ask("c")])[0].token_ids) == SHORT.max_tokens
 
 
@@ -318,7 +318,7 @@ def test_a_waiting_request_can_be_cancelled(directory: LocalDirectory) -> None:
             assert heard["c"].wait() == [replace(heard["c"].deltas[0], token_ids=(), text="")]
             router.cancel("a")
             assert heard["a"].wait()[-1].finish_reason is FinishReason.CANCELLED
-        assert len(join(heard["d"].wait()).token_ids) == SHORT.max_tokens
+        assert len(completion_of(heard["d"].wait()).token_ids) == SHORT.max_tokens
 
 
 def test_like_requests_go_to_one_replica_until_it_is_loaded(directory: LocalDirectory) -> None:
@@ -351,7 +351,7 @@ def test_a_drain_lets_the_running_end(directory: LocalDirectory) -> None:
         router.submit(ask("b"), late)
     closing.join(10.0)
     assert not closing.is_alive()
-    assert len(join(heard.wait(0.1)).token_ids) == LONG.max_tokens
+    assert len(completion_of(heard.wait(0.1)).token_ids) == LONG.max_tokens
 
 
 def test_what_has_not_ended_is_cancelled_when_the_drain_is_over(directory: LocalDirectory) -> None:
@@ -363,7 +363,7 @@ def test_what_has_not_ended_is_cancelled_when_the_drain_is_over(directory: Local
         router.close(drain_s=0.05)
         for each in heard:
             with pytest.raises(Cancelled):
-                join(each.wait(1.0))
+                completion_of(each.wait(1.0))
         router.close()
     until(lambda: num_sequences(directory) == [0, 0])
     assert not directory.reports, "a router that leaves takes no replica with it"
@@ -381,7 +381,7 @@ def test_no_replica_at_all_is_said_in_time(directory: LocalDirectory) -> None:
         router.submit(ask("b"), waiting)
         time.sleep(0.2)
         directory.revive("engine-1")
-        assert join(waiting.wait()).token_ids == plain(directory, ask("b")).token_ids
+        assert completion_of(waiting.wait()).token_ids == plain(directory, ask("b")).token_ids
     for name in directory.hosts:
         directory.lose(name)
     with pytest.raises(ReplicaLost, match="no engine is live"):
@@ -404,7 +404,7 @@ def test_a_replica_that_the_directory_drops_is_left_at_once(directory: LocalDire
             until(lambda: len(router._board.links) == 1)
         deltas = heard.wait()
     for plain_one in truth:
-        one = join([delta for delta in deltas if delta.choice == plain_one.choice])
+        one = completion_of([delta for delta in deltas if delta.choice == plain_one.choice])
         assert (one.token_ids, one.text) == (plain_one.token_ids, plain_one.text)
         assert one.stats.num_replays == 1
 
@@ -418,7 +418,7 @@ def test_a_step_that_never_ends_is_a_lost_replica(directory: LocalDirectory) -> 
         router.submit(ask("a", LONG), heard)
         heard.began.wait(10.0)
         directory.revive("engine-1")
-        assert join(heard.wait()).token_ids == truth.token_ids
+        assert completion_of(heard.wait()).token_ids == truth.token_ids
     assert any(name == "engine-0" and "has been running for" in why for name, _, why in directory.reports)
 
 
@@ -434,7 +434,7 @@ def test_a_router_that_was_asleep_begins_again_and_kills_nobody(targets: Targets
                 heard.began.wait(10.0)
                 with host._lock:
                     host._clients.clear()  # as after `client_timeout_s`, at whatever moment that comes
-            one = join(heard.wait())
+            one = completion_of(heard.wait())
         assert (one.token_ids, one.text) == (truth.token_ids, truth.text)
         assert not directory.reports
 
@@ -468,7 +468,7 @@ def test_other_numerics_go_on_only_when_told_so(directory: LocalDirectory, polic
     else:
         assert last.stats is not None
         assert (last.stats.exactness, last.stats.system_fingerprint) == ("none", "tiny+other")
-        assert len(join(heard.deltas).token_ids) == SHORT.max_tokens
+        assert len(completion_of(heard.deltas).token_ids) == SHORT.max_tokens
 
 
 def test_equal_numerics_are_waited_for(directory: LocalDirectory) -> None:
@@ -492,7 +492,7 @@ def test_equal_numerics_are_waited_for(directory: LocalDirectory) -> None:
         assert unheard.wait()[-1].finish_reason is FinishReason.CANCELLED
         assert not heard.ended.wait(0.5)
         directory.revive(name)
-        one = join(heard.wait())
+        one = completion_of(heard.wait())
     assert one.token_ids == plain(directory, ask("a", LONG)).token_ids
     assert (one.stats.exactness, one.stats.system_fingerprint) == ("path", directory.hosts[name]._engine.fingerprint)
     assert not directory.reports, "the choice that was cancelled was sent all the same"

@@ -26,7 +26,7 @@ from ragspec.cluster.routing import RoutingConfig
 from ragspec.cluster.shell import Handle, Role, shell_class
 from ragspec.config import DraftingConfig, EngineConfig, TargetConfig
 from ragspec.core import FinishReason, Request, SamplingParams
-from ragspec.engine.collect import join
+from ragspec.engine.client import completion_of
 from ragspec.engine.engine import Engine
 from ragspec.engine.loading import load_engine
 from ragspec.errors import InputError, ReplicaLost
@@ -141,7 +141,7 @@ def test_streams_go_on_when_actors_are_killed_and_stopped(actors: Actors) -> Non
             facts: HostFacts = actors.members[name].facts
             os.kill(facts.pid, fault)
             faults[name] = time.monotonic()
-        completions = {request.id: join(heard.wait(60.0)) for request, heard in asked}
+        completions = {request.id: completion_of(heard.wait(60.0)) for request, heard in asked}
         assert router.generate([Request("after", (9, 8, 7), PARAMS)])
     for name in faults:
         with pytest.raises(ReplicaLost):

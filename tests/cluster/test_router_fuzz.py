@@ -16,7 +16,7 @@ from ragspec.cluster.directory import Member
 from ragspec.cluster.host import EngineHost, Polled
 from ragspec.cluster.router import Router
 from ragspec.core import Completion, CopySource, FinishReason, Request, SamplingParams, Segment, SourceKind
-from ragspec.engine.collect import join
+from ragspec.engine.client import completion_of
 from ragspec.engine.target import Target
 from ragspec.errors import ReplicaLost
 
@@ -98,7 +98,7 @@ def assert_told_once(heard: Heard, truth: Sequence[Completion], cancelled: bool)
             assert tokens == plain.token_ids[: len(tokens)]
             assert plain.text.startswith("".join(delta.text for delta in deltas))
             continue
-        one = join(deltas)
+        one = completion_of(deltas)
         assert (one.token_ids, one.text, one.logprobs) == (plain.token_ids, plain.text, plain.logprobs)
         assert one.finish_reason == plain.finish_reason
         assert one.stats.num_output_tokens == len(one.token_ids)

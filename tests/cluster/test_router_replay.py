@@ -11,7 +11,7 @@ from oracle import decode
 
 from ragspec.cluster.router import Router
 from ragspec.core import Completion, CopySource, FinishReason, Request, SamplingParams, Segment, SourceKind
-from ragspec.engine.collect import join
+from ragspec.engine.client import completion_of
 from ragspec.engine.target import Target
 from ragspec.errors import InputError
 
@@ -62,7 +62,7 @@ def with_losses(
     with Router(directory, losing, SETTINGS) as router:
         router.submit(request, heard)
         deltas = heard.wait()
-    return [join([d for d in deltas if d.choice == choice]) for choice in request.choices], losing.num_lost
+    return [completion_of([d for d in deltas if d.choice == choice]) for choice in request.choices], losing.num_lost
 
 
 def assert_same(heard: Sequence[Completion], truth: Sequence[Completion]) -> None:

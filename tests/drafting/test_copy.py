@@ -290,7 +290,7 @@ def test_finished_sequences_are_forgotten() -> None:
     drafter, sequence = drafting(source(PASSAGE))
     drafter.finish(sequence)
     drafter.finish(sequence)
-    assert not drafter._states
+    assert not drafter._indexes
 
 
 @pytest.mark.parametrize("text", ["", " ", "\n", '"', "\u200d", "é" * 50, "a" * 5000])
@@ -308,7 +308,7 @@ def test_long_outputs_stay_cheap_and_right() -> None:
     for _ in range(40):
         sequence.write(drafter, "sand and stones and rain and rivers, ")
     assert sequence.num_output > 300
-    state = drafter._states[sequence.key]
+    state = drafter._indexes[sequence.key]
     assert state.tokens[-sequence.num_output :].tolist() == sequence.tokens[1:]
     sequence.write(drafter, "The bridge was")
     assert drafts(drafter, sequence, " built in 1874")

@@ -10,12 +10,12 @@ import pytest
 from drafters import Quiet
 
 from ragspec.core import Request
-from ragspec.drafting.acceptance import AcceptanceTable
-from ragspec.drafting.costs import CostTable
-from ragspec.drafting.drafter import Drafted
+from ragspec.drafting.acceptance import CopyAcceptance
+from ragspec.drafting.cost_model import CostTable
+from ragspec.drafting.drafter import SequenceView
 from ragspec.drafting.planner import Planner
 from ragspec.speculation import AcceptanceRule, Speculation
-from ragspec.tree import DraftTree, Draw, Origin, Proposal
+from ragspec.tree import DraftTree, Draw, Origin, Proposal, StepResult
 
 FREE = CostTable({64: [1.0, 1.0]}, rows=(1, 2))
 DEAR = CostTable({64: [1.0, 2.0]}, rows=(1, 2))  # every row costs a whole step more
@@ -53,7 +53,7 @@ class Chain(Quiet):
         self.asked = 0
         self.learned: list[tuple[object, bool]] = []
 
-    def draft(self, sequence: Drafted, max_nodes: int) -> list[Proposal]:
+    def draft(self, sequence: SequenceView, max_nodes: int) -> list[Proposal]:
         self.asked += 1
         return [
             Proposal(token, i - 1, self.prob ** (i + 1), Origin(self.name, feedback=token))
@@ -101,7 +101,7 @@ def test_the_budget_goes_to_the_most_probable_nodes_of_all() -> None:
     """The first sequence of a batch took all the rows."""
 
     class Two(Chain):
-        def draft(self, sequence: Drafted, max_nodes: int) -> list[Proposal]:
+        def draft(self, sequence: SequenceView, max_nodes: int) -> list[Proposal]:
             self.prob = 0.2 if sequence.key[0] == "a" else 0.9
             return super().draft(sequence, max_nodes)
 
@@ -136,7 +136,7 @@ def test_drafters_are_merged_and_learn_their_own_nodes() -> None:
     assert sorted(tree.token_ids[1:]) == [10, 11, 12]
     first, second = tree.child(0, 10), tree.child(tree.child(0, 10) or 0, 12)
     assert first and second
-    planner.observe(sequence, tree, [first, second], [10, 12, 50], {})
+    planner.observe(sequence, StepResult(tree, [first, second], [10, 12, 50]), {})
     assert one.learned == [(10, True), (11, False)]
     assert two.learned == [(12, True)]
     assert one.observed == two.observed == {("a", 0): [10, 12, 50]}
@@ -147,7 +147,7 @@ def test_nodes_behind_a_miss_teach_nothing() -> None:
     drafter = Chain([10, 11, 12], 0.9)
     planner = Planner([drafter], FREE, 12)
     (tree,) = plan(planner, Running())
-    planner.observe(Running(), tree, [1], [10, 77], {})
+    planner.observe(Running(), StepResult(tree, [1], [10, 77]), {})
     assert drafter.learned == [(10, True), (11, False)]
 
 
@@ -170,7 +170,7 @@ def test_a_sequence_for_which_nothing_is_found_is_asked_less_and_less() -> None:
     assert tree.num_drafted == 2
     assert plan(planner, Running())[0].num_drafted == 2  # awake again at every step
     planner.finish(Running())
-    assert not planner._courses
+    assert not planner._sequence_stats
 
 
 def steps(asked: list[int]) -> list[int]:
@@ -195,7 +195,7 @@ def test_exceptions_are_contained(method: str, caplog: pytest.LogCaptureFixture)
     planner.start(sequence)
     (tree,) = plan(planner, sequence)
     assert {10, 11} <= set(tree.token_ids)
-    planner.observe(sequence, tree, [], [50], {})
+    planner.observe(sequence, StepResult(tree, [], [50]), {})
     planner.finish(sequence)
     planner.purge("salt")
     assert planner.num_failures == 1
@@ -242,17 +242,23 @@ def test_a_bad_spell_of_large_trees_is_forgotten() -> None:
 
 def test_acceptance_follows_what_happens() -> None:
     """A table that does not learn, or never forgets."""
-    table = AcceptanceTable({"x": (0.2, 0.9), "y": (0.2, 0.9)}, max_length=4)
-    assert table.probability("x", 0) == pytest.approx(0.2)
-    assert 0.2 < table.probability("x", 2) < table.probability("x", 4) == table.probability("x", 99) < 0.9
+    table = CopyAcceptance({"x": (0.2, 0.9), "y": (0.2, 0.9)}, max_length=4)
+    assert table.probability(table.cell("x", 0)) == pytest.approx(0.2)
+    assert (
+        0.2
+        < table.probability(table.cell("x", 2))
+        < table.probability(table.cell("x", 4))
+        == table.probability(table.cell("x", 99))
+        < 0.9
+    )
     for _ in range(300):
-        table.learn("x", 1, True)
-    assert table.probability("x", 1) > 0.95
-    assert table.probability("y", 1) < 0.9
+        table.learn(table.cell("x", 1), True)
+    assert table.probability(table.cell("x", 1)) > 0.95
+    assert table.probability(table.cell("y", 1)) < 0.9
     for _ in range(1500):
-        table.learn("x", 1, False)
-    assert table.probability("x", 1) < 0.05
-    assert table.probability("x", 1) > 0.0
+        table.learn(table.cell("x", 1), False)
+    assert table.probability(table.cell("x", 1)) < 0.05
+    assert table.probability(table.cell("x", 1)) > 0.0
 
 
 def test_a_sequence_whose_drafts_fail_is_drafted_for_less_and_less() -> None:
@@ -263,7 +269,7 @@ def test_a_sequence_whose_drafts_fail_is_drafted_for_less_and_less() -> None:
     for _ in range(60):
         (tree,) = plan(planner, sequence)
         drafted.append(tree.num_drafted)
-        planner.observe(sequence, tree, [], [50], {})
+        planner.observe(sequence, StepResult(tree, [], [50]), {})
     assert drafted[0] == 3
     assert sum(drafted[20:]) <= 15
 
@@ -274,12 +280,12 @@ def test_a_sequence_that_begins_to_copy_late_is_drafted_for_again() -> None:
     sequence = Running()
     for _ in range(20):
         (tree,) = plan(planner, sequence)
-        planner.observe(sequence, tree, [], [50], {})
+        planner.observe(sequence, StepResult(tree, [], [50]), {})
     accepted = []
     for _ in range(60):
         (tree,) = plan(planner, sequence)
         path = list(range(1, len(tree)))
-        planner.observe(sequence, tree, path, [*tree.token_ids[1:], 50], {})
+        planner.observe(sequence, StepResult(tree, path, [*tree.token_ids[1:], 50]), {})
         accepted.append(len(path))
     assert accepted[-20:] == [3] * 20
 
@@ -292,12 +298,12 @@ def test_trust_comes_back_while_nothing_is_drafted() -> None:
     for _ in range(400):
         (tree,) = plan(planner, sequence)
         drafted.append(tree.num_drafted)
-        planner.observe(sequence, tree, [], [50], {})
+        planner.observe(sequence, StepResult(tree, [], [50]), {})
     assert 0 in drafted[20:200]
     assert any(drafted[200:]), "tried again"
     for _ in range(200):
         (tree,) = plan(planner, sequence)
-        planner.observe(sequence, tree, list(range(1, len(tree))), [*tree.token_ids[1:], 50], {})
+        planner.observe(sequence, StepResult(tree, list(range(1, len(tree))), [*tree.token_ids[1:], 50]), {})
     assert tree.num_drafted == 3
 
 
@@ -313,12 +319,12 @@ def test_a_drawn_tree_is_never_cut_for_what_it_costs() -> None:
     """A node left out for what was drawn below it: the law of the output shifts (total variation 0.03 where costs jump)."""
     law = np.full(300, 1 / 300)
 
-    class Drawing(Chain):
-        def draft(self, sequence: Drafted, max_nodes: int) -> list[Proposal]:
+    class ChildSampler(Chain):
+        def draft(self, sequence: SequenceView, max_nodes: int) -> list[Proposal]:
             chain = super().draft(sequence, max_nodes)
             return [p._replace(draw=Draw((p.token_id,), law)) for p in chain]
 
-    planner = Planner([Drawing(range(10, 14), 0.3)], DEAR, 12, vocab_size=300)
+    planner = Planner([ChildSampler(range(10, 14), 0.3)], DEAR, 12, vocab_size=300)
     by_rule = Speculation(rule=AcceptanceRule.TRAVERSAL)
     drawn, plain = Running("a", speculation=by_rule), Running("b")
     (tree,) = plan(planner, drawn)
@@ -337,7 +343,7 @@ def test_a_costly_drafter_is_asked_where_it_saves_time() -> None:
             super().__init__(range(10, 14), prob, "costly")
             self.seconds = seconds
 
-        def cost_s(self, sequences: Sequence[Drafted]) -> float:
+        def cost_s(self, sequences: Sequence[SequenceView]) -> float:
             return self.seconds
 
     for seconds, accepted, asked in ((0.2, 4, (190, 200)), (0.2, 0, (1, 60)), (9.0, 4, (0, 0))):
@@ -346,7 +352,7 @@ def test_a_costly_drafter_is_asked_where_it_saves_time() -> None:
         for _ in range(200):
             (tree,) = plan(planner, sequence)
             path = list(range(1, 1 + min(accepted, tree.num_drafted)))
-            planner.observe(sequence, tree, path, [10 if accepted else 99], {})
+            planner.observe(sequence, StepResult(tree, path, [10 if accepted else 99]), {})
         assert asked[0] <= drafter.asked <= asked[1], (seconds, accepted, drafter.asked)
 
 
@@ -354,7 +360,7 @@ def test_beside_a_sure_copy_a_costly_drafter_is_not_asked() -> None:
     """A head drafted beside long matches that are nearly always right."""
 
     class Costly(Chain):
-        def cost_s(self, sequences: Sequence[Drafted]) -> float:
+        def cost_s(self, sequences: Sequence[SequenceView]) -> float:
             return 0.3
 
     sure, costly = Chain(range(10, 20), 0.97, "sure"), Costly(range(50, 54), 0.5, "costly")
@@ -362,7 +368,7 @@ def test_beside_a_sure_copy_a_costly_drafter_is_not_asked() -> None:
     for _ in range(200):
         (tree,) = plan(planner, sequence)
         own = [n for n in range(1, len(tree)) if tree.origins[n].drafter == "sure"]
-        planner.observe(sequence, tree, own, [10], {})
+        planner.observe(sequence, StepResult(tree, own, [10]), {})
     assert sure.asked == 200 and costly.asked < 60
 
 
@@ -379,11 +385,11 @@ def test_a_draw_that_cannot_have_been_is_no_draft(fault: str) -> None:
     else:
         token = 300
 
-    class Drawing(Chain):
-        def draft(self, sequence: Drafted, max_nodes: int) -> list[Proposal]:
+    class ChildSampler(Chain):
+        def draft(self, sequence: SequenceView, max_nodes: int) -> list[Proposal]:
             return [Proposal(token, -1, 0.5, Origin(self.name), Draw((token,), law))]
 
-    planner = Planner([Drawing([], 0.0)], FREE, 12, vocab_size=300)
+    planner = Planner([ChildSampler([], 0.0)], FREE, 12, vocab_size=300)
     (tree,) = plan(planner, Running("a", speculation=Speculation(rule=AcceptanceRule.TRAVERSAL)))
     assert tree.token_ids == [3] and not tree.draws
 
@@ -395,10 +401,10 @@ def test_what_is_no_proposal_and_what_costs_no_number_are_contained() -> None:
         given: object = 7
         seconds: object = 0.0
 
-        def propose(self, sequences: Sequence[Drafted], budget: object) -> list[list[Proposal]]:
+        def propose(self, sequences: Sequence[SequenceView], budget: object) -> list[list[Proposal]]:
             return self.given  # type: ignore[return-value]
 
-        def cost_s(self, sequences: Sequence[Drafted]) -> float:
+        def cost_s(self, sequences: Sequence[SequenceView]) -> float:
             return self.seconds  # type: ignore[return-value]
 
     origin = Origin("odd")
@@ -416,7 +422,7 @@ def test_a_drafter_that_goes_on_failing_is_asked_no_more() -> None:
     """A traceback a step and sequence, for ever."""
 
     class Broken(Chain):
-        def draft(self, sequence: Drafted, max_nodes: int) -> list[Proposal]:
+        def draft(self, sequence: SequenceView, max_nodes: int) -> list[Proposal]:
             self.asked += 1
             raise ZeroDivisionError("a bug")
 
@@ -438,7 +444,7 @@ def test_side_by_side_the_slowest_decides_what_a_draft_saves() -> None:
             for i, (sequence, tree) in enumerate(zip(running, plan(planner, *running), strict=True)):
                 right = i >= num_hopeless
                 path = list(range(1, len(tree))) if right else []
-                planner.observe(sequence, tree, path, [10 if right else 99], {})
+                planner.observe(sequence, StepResult(tree, path, [10 if right else 99]), {})
         assert (drafter.asked > 8 * 75) == is_asked, drafter.asked
 
 
@@ -449,7 +455,7 @@ def test_requests_that_break_a_drafter_do_not_end_drafting_for_others() -> None:
         def prepare(self, request: Request) -> None:
             raise ValueError("a bug")
 
-        def draft(self, sequence: Drafted, max_nodes: int) -> list[Proposal]:
+        def draft(self, sequence: SequenceView, max_nodes: int) -> list[Proposal]:
             if sequence.key[0] == "odd":
                 raise ValueError("a bug")
             return super().draft(sequence, max_nodes)

@@ -9,21 +9,21 @@ import numpy as np
 import pytest
 from drafting.test_planner import FREE, Chain, Running, plan
 
-from ragspec.drafting.costs import CostTable
-from ragspec.drafting.drafter import Drafted
+from ragspec.drafting.cost_model import CostTable
+from ragspec.drafting.drafter import SequenceView
 from ragspec.drafting.planner import Planner
 from ragspec.drafting.stochastic_drafts import draws_children
 from ragspec.speculation import AcceptanceRule, Speculation
-from ragspec.tree import DraftTree, Draw, Proposal
+from ragspec.tree import DraftTree, Draw, Proposal, StepResult
 
 LAW = np.full(300, 1 / 300)
 NUM_STEPS = 200
 
 
-class Drawing(Chain):
+class ChildSampler(Chain):
     """Draws its chain by chance where the request's rule is for such drafts."""
 
-    def draft(self, sequence: Drafted, max_nodes: int) -> list[Proposal]:
+    def draft(self, sequence: SequenceView, max_nodes: int) -> list[Proposal]:
         chain = super().draft(sequence, max_nodes)
         return [p._replace(draw=Draw((p.token_id,), LAW)) for p in chain] if draws_children(sequence) else chain
 
@@ -31,7 +31,7 @@ class Drawing(Chain):
 class Halving(Chain):
     """Half as sure of each token as of the one before."""
 
-    def draft(self, sequence: Drafted, max_nodes: int) -> list[Proposal]:
+    def draft(self, sequence: SequenceView, max_nodes: int) -> list[Proposal]:
         return [p._replace(path_prob=self.prob / 2**i) for i, p in enumerate(super().draft(sequence, max_nodes))]
 
 
@@ -43,17 +43,17 @@ class Costly(Chain):
         self.seconds = seconds
         self.asked_for: Counter[str] = Counter()
 
-    def cost_s(self, sequences: Sequence[Drafted]) -> float:
+    def cost_s(self, sequences: Sequence[SequenceView]) -> float:
         return self.seconds * len(sequences)
 
-    def draft(self, sequence: Drafted, max_nodes: int) -> list[Proposal]:
+    def draft(self, sequence: SequenceView, max_nodes: int) -> list[Proposal]:
         self.asked_for[sequence.key[0]] += 1
         return super().draft(sequence, max_nodes)
 
 
 def drawn_and_chosen(costs: CostTable, spare: int = 100) -> tuple[int, int]:
     """How many nodes a drawn tree of four has after the cut, and a chosen one in the same step."""
-    planner = Planner([Drawing(range(10, 14), 0.3)], costs, 12, vocab_size=300)
+    planner = Planner([ChildSampler(range(10, 14), 0.3)], costs, 12, vocab_size=300)
     by_rule = Running("drawn", speculation=Speculation(rule=AcceptanceRule.TRAVERSAL))
     drawn, chosen = plan(planner, by_rule, Running("chosen"), spare=spare)
     assert drawn.draws and not chosen.draws
@@ -63,7 +63,7 @@ def drawn_and_chosen(costs: CostTable, spare: int = 100) -> tuple[int, int]:
 def accept(planner: Planner, sequence: Running, tree: DraftTree, right_tokens: Collection[int]) -> None:
     """The target agrees with the nodes of the tree, a chain, that hold these tokens."""
     path = [n for n in range(1, len(tree)) if tree.token_ids[n] in right_tokens]
-    planner.observe(sequence, tree, path, [*(tree.token_ids[n] for n in path), 50], {})
+    planner.observe(sequence, StepResult(tree, path, [*(tree.token_ids[n] for n in path), 50]), {})
 
 
 @pytest.mark.parametrize(("num_free_rows", "num_chosen"), [(6, 0), (7, 1), (9, 3), (10, 4)])

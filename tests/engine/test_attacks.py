@@ -22,11 +22,11 @@ from ragspec.engine.engine import Engine
 from ragspec.engine.loading import load_engine
 from ragspec.engine.scheduler import Scheduler
 from ragspec.engine.target import Target
-from ragspec.engine.text import OutputText
+from ragspec.engine.text import IncrementalDetokenizer
 from ragspec.errors import Cancelled, ConfigError, EngineClosed, EngineError, InputError, ModelError, PromptTooLong
 from ragspec.numerics.attention import PAGE
+from ragspec.numerics.batch import Batch, ScheduledSequence
 from ragspec.numerics.kv_cache import KvPool, SequenceSlots
-from ragspec.numerics.rows import Part, StepRows
 
 Tiny = Callable[..., Target]
 SHORT = SamplingParams(max_tokens=4)
@@ -125,8 +125,8 @@ def test_forwards_of_odd_shapes(tiny: Tiny, num_rows: int) -> None:
     tokens = np.random.default_rng(num_rows).integers(0, target.vocab_size, num_rows).astype(np.int32)
     for wanted in ([], [0], [num_rows - 1], list(range(num_rows))):
         slots = SequenceSlots(target.pool)
-        rows = StepRows([Part(slots, num_rows)]).rows
-        logits = target.forward(tokens, rows, np.array(wanted, np.int32))
+        metadata = Batch([ScheduledSequence(slots, tokens)]).metadata
+        logits = target.forward(tokens, metadata, np.array(wanted, np.int32))
         slots.release()
         assert logits.shape == (len(wanted), target.vocab_size)
         for got, row in zip(logits, wanted, strict=True):
@@ -279,16 +279,16 @@ def test_what_fails_behind_the_last_token_ends_the_request_there(
 
 def test_a_text_that_cannot_be_made_is_an_error_and_not_silence(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     """The listener of an output that no tokenizer can read was never told its end."""
-    take, listener = OutputText.take, Listener()
+    take, listener = IncrementalDetokenizer.take, Listener()
 
-    def failing(text: OutputText) -> str:
+    def failing(text: IncrementalDetokenizer) -> str:
         if text._stop == ("never",):
             raise UnicodeError("half a character")
         return take(text)
 
-    monkeypatch.setattr(OutputText, "take", failing)
+    monkeypatch.setattr(IncrementalDetokenizer, "take", failing)
     monkeypatch.setattr(
-        Admission, "_text", lambda self, request: OutputText(self._target.tokenizer, request.params.stop)
+        Admission, "_text", lambda self, request: IncrementalDetokenizer(self._target.tokenizer, request.params.stop)
     )
     with tiny_engine(tiny()) as engine:
         engine.submit(ask("a", params=SamplingParams(max_tokens=6, stop=("never",))), listener)

@@ -15,7 +15,7 @@ from statistics_of import softmax
 from tiny_target import tiny_engine
 
 from ragspec.core import Completion, Delta, FinishReason, Request, SamplingParams
-from ragspec.engine.collect import Collector
+from ragspec.engine.client import Collector
 from ragspec.engine.target import Target
 
 Tiny = Callable[..., Target]

@@ -11,6 +11,7 @@ from tiny_target import save_model
 from ragspec.config import DraftingConfig, EngineConfig, TargetConfig
 from ragspec.core import Completion, CopySource, Request, SamplingParams, SourceKind
 from ragspec.engine.loading import load_engine
+from ragspec.evaluation.fixed_trees import FixedTreePlanner
 from ragspec.numerics.linear import PackedLinear
 
 REAL = PackedLinear.forward
@@ -31,8 +32,8 @@ def test_every_divergence_is_a_counted_near_tie(
     monkeypatch.setattr(PackedLinear, "forward", depends_on_company)
     config = TargetConfig(model=str(save_model("llama", tmp_path)), exactness="fast")
     num_diverged = num_near = 0
-    drafting = DraftingConfig(drafters=("copy",), fixed_nodes=4)
-    with load_engine(config, EngineConfig(max_kv_tokens=2048), drafting) as engine:
+    drafting = DraftingConfig(drafters=("copy",), max_tree_nodes=4)
+    with load_engine(config, EngineConfig(max_kv_tokens=2048), drafting, planner_class=FixedTreePlanner) as engine:
 
         def write(number: int, speculation: bool, max_tokens: int = NUM_TOKENS) -> Completion:
             params = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=number, ignore_eos=True)

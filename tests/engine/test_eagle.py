@@ -15,18 +15,17 @@ from engine.test_oracle import PARAMS, PROMPTS, assert_equal, assert_pool_is_emp
 from tiny_target import Free, tiny_engine
 
 from ragspec.core import Request, SamplingParams
-from ragspec.drafting.costs import CostTable
-from ragspec.drafting.drafter import Budget, Drafted
+from ragspec.drafting.cost_model import CostTable
+from ragspec.drafting.drafter import Budget, SequenceView
 from ragspec.drafting.eagle import memory as eagle_memory
+from ragspec.drafting.eagle.batch import DraftBatch, ScheduledDraft
 from ragspec.drafting.eagle.checkpoint import EagleFamily, HeadCheckpoint
 from ragspec.drafting.eagle.drafter import EagleDrafter
 from ragspec.drafting.eagle.network import EagleNetwork, HeadCache
-from ragspec.drafting.eagle.rows import DraftRows, Part
 from ragspec.drafting.eagle.shapes import make_shape
 from ragspec.engine.target import Target
+from ragspec.numerics.batch import Batch, ScheduledSequence
 from ragspec.numerics.kv_cache import KvPool, SequenceSlots
-from ragspec.numerics.rows import Part as ChainPart
-from ragspec.numerics.rows import StepRows
 from ragspec.tree import Proposal
 
 Tiny = Callable[..., Target]
@@ -55,7 +54,9 @@ def features_of(target: Target, tokens: Sequence[int], taps: Sequence[int]) -> n
     slots = SequenceSlots(KvPool(target.shapes, 512))
     pool, target.pool = target.pool, slots.pool
     ids = np.array(tokens, np.int32)
-    _, tapped = target.forward_tapped(ids, StepRows([ChainPart(slots, len(ids))]).rows, np.array([0], np.int32), taps)
+    _, tapped = target.forward_tapped(
+        ids, Batch([ScheduledSequence(slots, ids)]).metadata, np.array([0], np.int32), taps
+    )
     target.pool = pool
     return np.concatenate([tapped[tap] for tap in taps], 1)
 
@@ -73,7 +74,7 @@ class Watched(EagleDrafter):
         super().__init__(*args, **options)
         self.seen: list[tuple[list[int], torch.Tensor, int]] = []
 
-    def _read(self, drafts: list[Any], rows: DraftRows) -> torch.Tensor:
+    def _read(self, drafts: list[Any], rows: DraftBatch) -> torch.Tensor:
         states = super()._read(drafts, rows)
         for draft, state in zip(drafts, states, strict=True):
             unread = int((~draft.memory._read[: draft.memory.end]).sum())
@@ -94,7 +95,7 @@ def test_a_tree_of_nodes_is_what_each_path_alone_would_give(tiny: Tiny, family: 
     pool = KvPool(target.shapes, 512)
     cache = HeadCache.beside(pool, network.shape)
     slots = np.array([3, 40, 41, 5, 200, 201, 77, *range(300, 320)], np.int32)
-    rows = DraftRows([Part(slots[:num_pairs], num_pairs, num_pairs, slots[num_pairs:])])
+    rows = DraftBatch([ScheduledDraft(slots[:num_pairs], num_pairs, num_pairs, slots[num_pairs:])])
     states = network.first(np.array(tokens[1:], np.int32), features[:-1], cache, rows.chains())
     assert torch.allclose(states.double(), naive_outputs(target, head, tokens, network.taps), atol=2e-4)
     parents, drafted = [-1, -1, 0, 0, 1, 3], [11, 12, 13, 14, 15, 16]
@@ -185,7 +186,7 @@ def logits_after(target: Target, tokens: Sequence[int]) -> np.ndarray:
     slots = SequenceSlots(KvPool(target.shapes, 512))
     pool, target.pool = target.pool, slots.pool
     ids = np.array(tokens, np.int32)
-    logits = target.forward(ids, StepRows([ChainPart(slots, len(ids))]).rows, np.array([len(ids) - 1], np.int32))
+    logits = target.forward(ids, Batch([ScheduledSequence(slots, ids)]).metadata, np.array([len(ids) - 1], np.int32))
     target.pool = pool
     return logits[0]
 
@@ -290,7 +291,7 @@ def test_proposals_name_parents_before_children_and_never_more_than_certain(tiny
     kept: list[list[Proposal]] = []
     propose = drafter.propose
 
-    def noted(sequences: Sequence[Drafted], budget: Budget) -> list[list[Proposal]]:
+    def noted(sequences: Sequence[SequenceView], budget: Budget) -> list[list[Proposal]]:
         kept.extend(lists := propose(sequences, budget))
         return lists
 

@@ -18,6 +18,7 @@ from ragspec.engine import loading
 from ragspec.engine.engine import Engine
 from ragspec.engine.loading import load_engine
 from ragspec.errors import ConfigError, ModelError
+from ragspec.evaluation.fixed_trees import FixedTreePlanner
 from ragspec.numerics.self_test import Failure, self_test
 
 HIDDEN, VOCAB, TAPS = 64, 320, (0, 1, 2)
@@ -34,8 +35,9 @@ def a_head() -> HeadCheckpoint:
 
 def open_engine(model: Path, head: Path | str, drafters: tuple[str, ...] = ("copy", "eagle"), **options: Any) -> Engine:
     eagle = EagleConfig(path=str(head), **options)
-    drafting = DraftingConfig(drafters=drafters, eagle=eagle, fixed_nodes=6)
-    return load_engine(TargetConfig(model=str(model)), EngineConfig(max_kv_tokens=2048), drafting)
+    drafting = DraftingConfig(drafters=drafters, eagle=eagle, max_tree_nodes=6)
+    config = TargetConfig(model=str(model))
+    return load_engine(config, EngineConfig(max_kv_tokens=2048), drafting, planner_class=FixedTreePlanner)
 
 
 @pytest.mark.parametrize("dialect", ["official", "speculators"])

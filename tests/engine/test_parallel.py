@@ -17,8 +17,8 @@ from ragspec.config import DraftingConfig, EngineConfig, TargetConfig
 from ragspec.core import Request, SamplingParams
 from ragspec.engine.loading import load_engine
 from ragspec.engine.target import FINAL, Target
+from ragspec.numerics.batch import Batch, ScheduledSequence
 from ragspec.numerics.kv_cache import KvPool, SequenceSlots
-from ragspec.numerics.rows import Part, StepRows
 from ragspec.numerics.self_test import self_test
 
 ENGINE = EngineConfig(max_kv_tokens=2048, num_threads=1)
@@ -71,18 +71,23 @@ def outputs(target: Target) -> dict[str, np.ndarray]:
     first, second = SequenceSlots(target.pool), SequenceSlots(target.pool)
     found = {}
     for start, end in ((0, 70), (70, 71), (71, 90)):
-        step = StepRows([Part(first, end - start)])
-        found[f"{start}:{end}"] = target.forward(text[start:end], step.rows, np.arange(end - start, dtype=np.int32))
-        step.keep(0)
-    step = StepRows([Part(second, 17), Part(first, 1, (-1, 0, 0, 1, 3, 2, 0))])
+        batch = Batch([ScheduledSequence(first, text[start:end])])
+        found[f"{start}:{end}"] = target.forward(
+            text[start:end], batch.metadata, np.arange(end - start, dtype=np.int32)
+        )
+        batch.sequences[0].keep()
+    parents = (-1, 0, 0, 1, 3, 2, 0)
+    batch = Batch([ScheduledSequence(second, text[100:117]), ScheduledSequence(first, text[117:124], parents)])
     wanted = np.array([0, 16, *range(17, 24)], np.int32)
-    found["tree"], taps = target.forward_tapped(text[100:124], step.rows, wanted, (0, 1, 2, FINAL))
-    step.keep(0)
-    step.keep(1, [1, 3])
+    found["tree"], taps = target.forward_tapped(text[100:124], batch.metadata, wanted, (0, 1, 2, FINAL))
+    batch.sequences[0].keep()
+    batch.sequences[1].keep([1, 3])
     found |= {f"tap {tap}": stream for tap, stream in taps.items()}
-    step = StepRows([Part(first, 2), Part(second, 1)])  # the path kept through the tree is now context
-    found["states"], found["logits"] = target.forward_states(text[130:133], step.rows, np.array([0, 2], np.int32))
-    found["unread"] = target.states(text[130:133], step.rows)
+    # the path kept through the tree is now context
+    batch = Batch([ScheduledSequence(first, text[130:132]), ScheduledSequence(second, text[132:133])])
+    found["logits"], taps = target.forward_tapped(batch.token_ids, batch.metadata, np.array([0, 2], np.int32), (FINAL,))
+    found["states"] = taps[FINAL]
+    found["unread"] = target.forward_tapped(batch.token_ids, batch.metadata, batch.logit_rows[:0], (FINAL,))[1][FINAL]
     return found
 
 

@@ -16,15 +16,15 @@ from tiny_target import save_model
 
 from ragspec.config import TargetConfig
 from ragspec.engine.target import Target
-from ragspec.engine.weights import load_part, load_whole
+from ragspec.engine.weights import load_shards, load_whole
 from ragspec.errors import ModelError
-from ragspec.numerics.ranks import OneRank
-from ragspec.numerics.sharding import cut_of
+from ragspec.numerics.ranks import Ranks
+from ragspec.numerics.sharding import weight_slice
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-class Rank(OneRank):
+class Rank(Ranks):
     """One of several, for what needs no others."""
 
     def __init__(self, rank: int, size: int) -> None:
@@ -44,11 +44,11 @@ def assert_parts_of(path: Path, expected: Path, size: int = 2, **config: Any) ->
     """The parts that ranks read from `path`, against cuts of the model that transformers loads from `expected`."""
     whole = load_whole(TargetConfig(model=str(expected), **config))
     for rank in range(size):
-        part, parts = load_part(TargetConfig(model=str(path), **config), Rank(rank, size))
+        part, parts = load_shards(TargetConfig(model=str(path), **config), Rank(rank, size))
         assert parts.num_parameters == sum(p.numel() for p in whole.parameters())
         found = dict(part.named_parameters(remove_duplicate=False))
         for name, tensor in whole.named_parameters(remove_duplicate=False):
-            cut = cut_of(name, tuple(tensor.shape), Rank(rank, size))
+            cut = weight_slice(name, tuple(tensor.shape), Rank(rank, size))
             if cut is None:
                 assert torch.equal(found[name], tensor), name
                 continue
@@ -99,26 +99,26 @@ def test_missing_and_misshapen_tensors_are_refused_by_name(model: Path, tmp_path
     name = "model.layers.1.mlp.up_proj.weight"
     config = TargetConfig(model=str(path))
     with pytest.raises(ModelError, match="has no weights"):
-        load_part(config, Rank(0, 2))
+        load_shards(config, Rank(0, 2))
     save_file({**tensors, name: tensors[name][:-1].contiguous()}, path / "model.safetensors")
     with pytest.raises(
         ModelError, match=r"layers\.1\.mlp\.up_proj\.weight has the shape \(87, 64\), the model needs \(88, 64\)"
     ):
-        load_part(config, Rank(0, 2))
+        load_shards(config, Rank(0, 2))
     save_file({key: tensor for key, tensor in tensors.items() if key != name}, path / "model.safetensors")
     with pytest.raises(
         ModelError, match=r"lacks 1 of the model's tensors, the first is model\.layers\.1\.mlp\.up_proj"
     ):
-        load_part(config, Rank(0, 2))
+        load_shards(config, Rank(0, 2))
     (path / "model.safetensors").write_bytes(b"\x00" * 100)
     with pytest.raises(ModelError, match="cannot load the target"):
-        load_part(config, Rank(0, 2))
+        load_shards(config, Rank(0, 2))
     (path / "model.safetensors").unlink()
     (path / "model.safetensors.index.json").write_text(
         json.dumps({"weight_map": dict.fromkeys(tensors, "away.safetensors")})
     )
     with pytest.raises(ModelError, match=r"lacks away\.safetensors"):
-        load_part(config, Rank(0, 2))
+        load_shards(config, Rank(0, 2))
 
 
 def test_a_pickle_with_code_is_not_run(model: Path, tmp_path: Path) -> None:
@@ -131,7 +131,7 @@ def test_a_pickle_with_code_is_not_run(model: Path, tmp_path: Path) -> None:
 
     torch.save({"model.norm.weight": Evil()}, path / "pytorch_model.bin")
     with pytest.raises(ModelError, match="cannot load the target"):
-        load_part(TargetConfig(model=str(path)), Rank(0, 2))
+        load_shards(TargetConfig(model=str(path)), Rank(0, 2))
     assert not mark.exists()
 
 
@@ -154,12 +154,12 @@ import sys, resource
 from pathlib import Path
 from ragspec.config import TargetConfig
 from ragspec.engine.target import Target
-from ragspec.numerics.ranks import OneRank
+from ragspec.numerics.ranks import Ranks
 
 def peak():
     return int(next(l for l in Path("/proc/self/status").read_text().splitlines() if l.startswith("VmHWM")).split()[1]) * 1024
 
-class Rank(OneRank):
+class Rank(Ranks):
     rank, size = int(sys.argv[2]), int(sys.argv[3])
 
 Target.load(TargetConfig(model=sys.argv[4]), 64, Rank())  # imports, pools and whatever else is not weights

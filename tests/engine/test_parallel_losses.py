@@ -18,11 +18,11 @@ from ragspec.config import DraftingConfig, EngineConfig, TargetConfig
 from ragspec.core import Delta, FinishReason, Request, SamplingParams
 from ragspec.engine.engine import Engine
 from ragspec.engine.loading import load_engine
-from ragspec.engine.parallel import load_together
+from ragspec.engine.parallel import load_rank
 from ragspec.errors import EngineClosed, ModelError, RankLost
+from ragspec.numerics.batch import Batch, ScheduledSequence
 from ragspec.numerics.kv_cache import SequenceSlots
-from ragspec.numerics.ranks import BEAT_S
-from ragspec.numerics.rows import Part, StepRows
+from ragspec.numerics.ranks import HEARTBEAT_S
 
 ENGINE = EngineConfig(max_kv_tokens=512, num_threads=1)
 TIMEOUT_S = 2.0
@@ -46,7 +46,7 @@ def engine(followers: Followers, config: TargetConfig) -> Iterator[Engine]:
     """On two ranks; the other one is `followers.processes[0]`."""
     with (
         followers.group(2, config, ENGINE, TIMEOUT_S) as ranks,
-        tiny_engine(load_together(config, ENGINE, ranks), num_kv_slots=512) as engine,
+        tiny_engine(load_rank(config, ENGINE, ranks), num_kv_slots=512) as engine,
     ):
         yield engine
 
@@ -109,7 +109,7 @@ def test_an_idle_engine_outlives_every_timeout(followers: Followers, engine: Eng
     """Followers that waited for the next step gave up after the seconds that a collective may take."""
     request = Request("again", (5, 6, 7), SamplingParams(max_tokens=8))
     first = engine.generate([request])[0].token_ids
-    time.sleep(TIMEOUT_S + 2 * BEAT_S)
+    time.sleep(TIMEOUT_S + 2 * HEARTBEAT_S)
     assert engine.generate([request])[0].token_ids == first
     engine.between_steps(lambda: time.sleep(TIMEOUT_S + 1))  # nor does it beat while it does something else
     assert engine.generate([request])[0].token_ids == first
@@ -120,7 +120,7 @@ def test_an_idle_engine_outlives_every_timeout(followers: Followers, engine: Eng
 def test_a_follower_ends_when_rank_0_does(followers: Followers, config: TargetConfig) -> None:
     """Ranks of a dead engine stayed, with their memory, until somebody found them."""
     with followers.group(2, config, ENGINE, TIMEOUT_S) as ranks:
-        load_together(config, ENGINE, ranks)
+        load_rank(config, ENGINE, ranks)
     begin = time.monotonic()  # the group was closed without a word, as by a process that ends
     assert followers.outcomes(2)[0].startswith("RankLost: rank 1 of 2 lost its group")
     assert time.monotonic() < begin + NOTICED_S
@@ -129,14 +129,14 @@ def test_a_follower_ends_when_rank_0_does(followers: Followers, config: TargetCo
 def test_a_step_that_fails_on_rank_0_ends_the_group(followers: Followers, config: TargetConfig) -> None:
     """Rank 0 went on with the next step while the followers waited for the rest of the last one, and read it as this one's."""
     with followers.group(2, config, ENGINE, TIMEOUT_S) as ranks:
-        target = load_together(config, ENGINE, ranks)
+        target = load_rank(config, ENGINE, ranks)
         slots = SequenceSlots(target.pool)
-        step = StepRows([Part(slots, 4)])
+        batch = Batch([ScheduledSequence(slots, range(4))])
         target._model.model.layers[1].feed_forward.down = None
         with pytest.raises(RankLost, match="failed inside a step"):
-            target.forward(np.arange(4, dtype=np.int32), step.rows, np.arange(4, dtype=np.int32))
+            target.forward(np.arange(4, dtype=np.int32), batch.metadata, np.arange(4, dtype=np.int32))
         with pytest.raises(RankLost, match="closed"):
-            target.forward(np.arange(4, dtype=np.int32), step.rows, np.arange(4, dtype=np.int32))
+            target.forward(np.arange(4, dtype=np.int32), batch.metadata, np.arange(4, dtype=np.int32))
     assert followers.outcomes(2)[0].startswith("RankLost")
 
 
@@ -146,7 +146,7 @@ def test_ranks_of_different_settings_are_refused_on_every_rank(followers: Follow
         followers.group(2, config, ENGINE, dtype="bfloat16") as ranks,
         pytest.raises(ModelError, match="differ in dtype"),
     ):
-        load_together(config, ENGINE, ranks)
+        load_rank(config, ENGINE, ranks)
     assert "ModelError" in followers.outcomes(2)[0]
 
 

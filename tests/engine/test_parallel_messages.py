@@ -8,15 +8,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ragspec.engine import step_messages
-from ragspec.engine.step_messages import Kind, Step, receive, send, send_step
+from ragspec.engine import rank_messages
+from ragspec.engine.rank_messages import ForwardInput, MessageKind, receive, send, send_forward
 from ragspec.numerics.attention import AttentionShape
+from ragspec.numerics.batch import Batch, ScheduledSequence
 from ragspec.numerics.kv_cache import KvPool, SequenceSlots
-from ragspec.numerics.ranks import OneRank
-from ragspec.numerics.rows import Part, StepRows
+from ragspec.numerics.ranks import Ranks
 
 
-class Line(OneRank):
+class Line(Ranks):
     """Keeps what is said until it is heard; a listener must ask for just as many words as were said."""
 
     def __init__(self) -> None:
@@ -30,24 +30,24 @@ class Line(OneRank):
             self.said.append(words.clone())
 
 
-def heard(line: Line) -> step_messages.Message:
+def heard(line: Line) -> rank_messages.Message:
     line.hears = True
     message = receive(line)
     assert not line.said
     return message
 
 
-def assert_arrives(step: Step) -> int:
+def assert_arrives(step: ForwardInput) -> int:
     """Number of broadcasts that it took."""
     line = Line()
-    send_step(line, step, num_threads=3)
+    send_forward(line, step, num_threads=3)
     num_broadcasts = len(line.said)
     kind, num_threads, found = heard(line)
-    assert (kind, num_threads) == (Kind.STEP, 3)
+    assert (kind, num_threads) == (MessageKind.FORWARD, 3)
     assert np.array_equal(found.token_ids, step.token_ids)
-    assert np.array_equal(found.wanted, step.wanted)
-    for name, values in step.rows._asdict().items():
-        got = getattr(found.rows, name)
+    assert np.array_equal(found.logit_rows, step.logit_rows)
+    for name, values in step.metadata._asdict().items():
+        got = getattr(found.metadata, name)
         assert got.dtype == values.dtype == np.int32, name
         assert got.shape == values.shape and np.array_equal(got, values), name
         assert got.flags.c_contiguous
@@ -71,14 +71,14 @@ def test_any_step_arrives_whole(seed: int, num_sequences: int, longest: int) -> 
         slots, index = sequence.reserve(longest)
         chosen = sorted(draw.choice(longest, int(draw.integers(1, longest + 1)), replace=False).tolist())
         sequence.keep(slots, index, chosen)
-    parts = [
-        Part(sequence, int(draw.integers(1, longest + 1)), random_parents(draw, int(draw.integers(1, 12))))
-        for sequence in sequences
-    ]
-    rows = StepRows(parts).rows
+    scheduled = []
+    for sequence in sequences:
+        num_known, parents = int(draw.integers(1, longest + 1)), random_parents(draw, int(draw.integers(1, 12)))
+        scheduled.append(ScheduledSequence(sequence, [0] * (num_known + len(parents) - 1), parents))
+    rows = Batch(scheduled).metadata
     num_rows = len(rows.slots)
     wanted = np.flatnonzero(draw.random(num_rows) < 0.3).astype(np.int32)
-    assert_arrives(Step(draw.integers(0, 9999, num_rows).astype(np.int32), rows, wanted))
+    assert_arrives(ForwardInput(draw.integers(0, 9999, num_rows).astype(np.int32), rows, wanted))
 
 
 @pytest.mark.parametrize(("num_tokens", "num_broadcasts"), [(1, 1), (64, 1), (2000, 2)])
@@ -86,27 +86,27 @@ def test_a_decode_step_is_one_broadcast(num_tokens: int, num_broadcasts: int) ->
     """Two broadcasts a token, or a long prompt cut off at the end of the first."""
     slots = SequenceSlots(KvPool([AttentionShape(1, 1, 16, 1.0)], 4096))
     slots.keep(*slots.reserve(1500), list(range(1500)))
-    step = StepRows([Part(slots, num_tokens)])
     tokens = np.arange(num_tokens, dtype=np.int32)
-    assert assert_arrives(Step(tokens, step.rows, tokens[-1:])) == num_broadcasts
+    batch = Batch([ScheduledSequence(slots, tokens)])
+    assert assert_arrives(ForwardInput(tokens, batch.metadata, tokens[-1:])) == num_broadcasts
 
 
-@pytest.mark.parametrize("kind", [Kind.BEAT, Kind.STOP])
-def test_a_message_without_a_step(kind: Kind) -> None:
+@pytest.mark.parametrize("kind", [MessageKind.HEARTBEAT, MessageKind.STOP])
+def test_a_message_without_a_step(kind: MessageKind) -> None:
     """A beat read as a step without rows."""
     line = Line()
     send(line, kind)
     assert heard(line) == (kind, 0, None)
 
 
-@pytest.mark.parametrize("size", [2000, step_messages._CAPACITY, step_messages._CAPACITY + 1])
+@pytest.mark.parametrize("size", [2000, rank_messages._CAPACITY, rank_messages._CAPACITY + 1])
 def test_the_edge_of_the_first_broadcast(size: int) -> None:
     """The word that just fits, or just does not, was lost."""
     slots = SequenceSlots(KvPool([AttentionShape(1, 1, 16, 1.0)], 8192))
-    step = StepRows([Part(slots, 2)])
+    batch = Batch([ScheduledSequence(slots, [0, 0])])
     line = Line()
-    send_step(line, Step(np.zeros(2, np.int32), step.rows, np.empty(0, np.int32)), 1)
-    spare = step_messages._CAPACITY - int(np.sum(line.said[0].numpy()[2:13])) - 13
-    wanted = np.arange(spare + size - step_messages._CAPACITY, dtype=np.int32)
-    num_broadcasts = assert_arrives(Step(np.zeros(2, np.int32), step.rows, wanted))
-    assert num_broadcasts == (2 if size > step_messages._CAPACITY else 1)
+    send_forward(line, ForwardInput(np.zeros(2, np.int32), batch.metadata, np.empty(0, np.int32)), 1)
+    spare = rank_messages._CAPACITY - int(np.sum(line.said[0].numpy()[2:13])) - 13
+    wanted = np.arange(spare + size - rank_messages._CAPACITY, dtype=np.int32)
+    num_broadcasts = assert_arrives(ForwardInput(np.zeros(2, np.int32), batch.metadata, wanted))
+    assert num_broadcasts == (2 if size > rank_messages._CAPACITY else 1)

@@ -13,9 +13,9 @@ from rank_process import Followers
 from tiny_target import save_model
 
 from ragspec.config import EngineConfig, TargetConfig
+from ragspec.numerics.batch import Batch, ScheduledSequence
 from ragspec.numerics.kv_cache import SequenceSlots
-from ragspec.numerics.ranks import Meeting
-from ragspec.numerics.rows import Part, StepRows
+from ragspec.numerics.ranks import Rendezvous
 
 ENGINE = EngineConfig(max_kv_tokens=512, num_threads=1)
 
@@ -52,14 +52,14 @@ def test_transformers_own_ranks_agree(followers: Followers, kind: str, tmp_path:
     model = save_model(kind, tmp_path / "model", num_attention_heads=8, num_key_value_heads=4, head_dim=8)
     tokens = np.random.default_rng(5).integers(0, 300, 120)
     np.save(tmp_path / "out.tokens.npy", tokens)
-    address = Meeting("127.0.0.1").address  # closed again: a port that is free
+    address = Rendezvous("127.0.0.1").address  # closed again: a port that is free
     arguments = [sys.executable, "-c", _THEIRS, str(model), address]
     theirs = [subprocess.Popen([*arguments, str(rank), str(tmp_path / "out")]) for rank in range(2)]
     assert [process.wait(300) for process in theirs] == [0, 0]
     with followers.target(2, TargetConfig(model=str(model)), ENGINE) as target:
         slots = SequenceSlots(target.pool)
         every = np.arange(len(tokens), dtype=np.int32)
-        ours = target.forward(tokens.astype(np.int32), StepRows([Part(slots, len(tokens))]).rows, every)
+        ours = target.forward(tokens.astype(np.int32), Batch([ScheduledSequence(slots, tokens)]).metadata, every)
     for rank in range(2):
         logits = np.load(tmp_path / f"out.{rank}.npy")
         assert np.allclose(ours, logits, atol=2e-4)

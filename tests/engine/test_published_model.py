@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from ragspec.config import DraftingConfig, EngineConfig, TargetConfig
 from ragspec.core import CopySource, Request, SamplingParams, SourceKind
 from ragspec.engine.loading import load_engine
+from ragspec.evaluation.fixed_trees import FixedTreePlanner
 
 TEXT = (
     "Once upon a time, there was a little girl named Lily. She loved to play outside in the park. One day, she saw a big, "
@@ -63,11 +64,12 @@ def test_greedy_equals_generate(
     folder: Path, prompts: list[tuple[int, ...]], theirs: list[tuple[int, ...]], speculation: bool
 ) -> None:
     """Packed layers, odd widths, tied embeddings or the copy drafter give other text than the model's own code."""
-    drafting = DraftingConfig(speculation=speculation, fixed_nodes=8)
+    drafting = DraftingConfig(speculation=speculation, max_tree_nodes=8)
     sources = (CopySource(SourceKind.PASSAGE, TEXT, "story"),)
     params = SamplingParams(max_tokens=NUM_TOKENS)
     requests = [Request(str(i), prompt, params, sources) for i, prompt in enumerate(prompts)]
-    with load_engine(TargetConfig(model=str(folder)), EngineConfig(max_kv_tokens=8192), drafting) as engine:
+    config, settings = TargetConfig(model=str(folder)), EngineConfig(max_kv_tokens=8192)
+    with load_engine(config, settings, drafting, planner_class=FixedTreePlanner) as engine:
         completions = engine.generate(requests)
     assert [completion.token_ids for completion in completions] == theirs
     assert any(completion.stats.num_accepted for completion in completions) == speculation

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tiny_target import tiny_tokenizer
 from transformers import PreTrainedTokenizerFast
 
-from ragspec.engine.text import OutputText
+from ragspec.engine.text import IncrementalDetokenizer
 
 
 @functools.cache
@@ -49,7 +49,7 @@ def tokens_of(text: str, seed: int) -> list[int]:
 
 def write(ids: list[int], stop: tuple[str, ...] = ()) -> tuple[list[str], int]:
     """(pieces as a stream would send them, number of tokens until a stop string)."""
-    text = OutputText(tokenizer(), stop)
+    text = IncrementalDetokenizer(tokenizer(), stop)
     pieces = []
     for i, token in enumerate(ids, 1):
         if text.push(token):

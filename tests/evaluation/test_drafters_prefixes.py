@@ -13,7 +13,7 @@ from tiny_target import Free, tiny_target
 
 from ragspec.config import EngineConfig
 from ragspec.core import SamplingParams
-from ragspec.drafting.drafter import Drafted
+from ragspec.drafting.drafter import SequenceView
 from ragspec.drafting.planner import Planner
 from ragspec.engine.admission import Admission
 from ragspec.engine.engine import Engine
@@ -48,7 +48,7 @@ class AfterPrompt(Knowing):
         super().__init__(answers)
         self.stood: list[list[int]] = []
 
-    def draft(self, sequence: Drafted, max_nodes: int) -> list[Proposal]:
+    def draft(self, sequence: SequenceView, max_nodes: int) -> list[Proposal]:
         if sequence.num_output < len(GIVEN):
             return []
         self.stood.append(list(sequence.tokens))

@@ -29,8 +29,8 @@ from ragspec.evaluation.suites.drafters.acceptance_rules import (
     step_lengths,
 )
 from ragspec.evaluation.suites.drafters.variants import CHAIN, TREE
+from ragspec.numerics.batch import Batch, ScheduledSequence
 from ragspec.numerics.kv_cache import SequenceSlots
-from ragspec.numerics.rows import Part, StepRows
 from ragspec.tree import DraftTree, Origin
 
 PREFIX = tuple(range(40, 60))
@@ -45,8 +45,8 @@ def heads_dir(tmp_path_factory: pytest.TempPathFactory, tiny_dir: Path) -> Path:
 def features_of(target: Target, taps: tuple[int, ...]) -> torch.Tensor:
     """Shape: [T, F]."""
     slots = SequenceSlots(target.pool)
-    step = StepRows([Part(slots, len(PREFIX))])
-    _, tapped = target.forward_tapped(np.array(PREFIX, np.int32), step.rows, np.array([0], np.int32), taps)
+    batch = Batch([ScheduledSequence(slots, PREFIX)])
+    _, tapped = target.forward_tapped(batch.token_ids, batch.metadata, np.array([0], np.int32), taps)
     slots.release()
     return torch.from_numpy(np.concatenate([tapped[tap] for tap in taps], -1))
 

@@ -32,8 +32,8 @@ from ragspec.evaluation.suites.generation import GenerationSuite, engine_config
 from ragspec.evaluation.suites.numerics import Size, numerics_suite
 from ragspec.evaluation.suites.target import Generate, Retrieve
 from ragspec.evaluation.timing import SPECULATIVE, Decoder, Run, Timings
+from ragspec.numerics.batch import Batch, ScheduledSequence
 from ragspec.numerics.kv_cache import SequenceSlots
-from ragspec.numerics.rows import Part, StepRows
 from ragspec.training.reference.text_format import CHAT_TEMPLATE, CONTEXT_ROLE_FLAG, question_messages
 from ragspec.verification.sampling import Sampler
 
@@ -146,8 +146,8 @@ def test_variant_step_computes_the_same_function(engine: Engine, settings: Setti
         keys[:] = 0.0
         values[:] = 0.0
     tokens = np.arange(50, 50 + num_rows, dtype=np.int32)
-    step = StepRows([Part(slots, 1, range(-1, num_rows - 1))])
-    ours = target.forward(tokens, step.rows, np.arange(num_rows, dtype=np.int32))
+    batch = Batch([ScheduledSequence(slots, tokens, range(-1, num_rows - 1))])
+    ours = target.forward(tokens, batch.metadata, np.arange(num_rows, dtype=np.int32))
     theirs = variant.forward(torch.from_numpy(tokens.astype(np.int64))).numpy()
     assert np.allclose(ours, theirs, atol=1e-4)
 

@@ -16,8 +16,8 @@ from ragspec.config import TargetConfig
 from ragspec.engine.target import Target
 from ragspec.errors import ModelError
 from ragspec.numerics.attention import AttentionShape, attend, make_tiles
+from ragspec.numerics.batch import Batch, ScheduledSequence
 from ragspec.numerics.kv_cache import KvPool, SequenceSlots
-from ragspec.numerics.rows import Part, StepRows
 
 
 def textbook(q: np.ndarray, k: np.ndarray, v: np.ndarray, shape: AttentionShape) -> np.ndarray:
@@ -54,10 +54,12 @@ def test_ragged_trees_over_a_scattered_cache(shape: AttentionShape) -> None:
     for _ in range(8):
         sizes = [(int(rng.integers(1, 40)), int(rng.integers(0, 12))) for _ in sequences]
         trees = [[-1, *(int(rng.integers(0, n)) for n in range(1, m + 1))] for _, m in sizes]
-        step = StepRows([Part(s, n, t) for s, (n, _), t in zip(sequences, sizes, trees, strict=True)])
-        num = len(step.rows.slots)
+        batch = Batch(
+            [ScheduledSequence(s, [0] * (n + m), t) for s, (n, m), t in zip(sequences, sizes, trees, strict=True)]
+        )
+        num = len(batch.metadata.slots)
         qkv = rng.normal(size=(num, shape.num_heads + 2 * shape.num_kv_heads, shape.head_dim)).astype(np.float32)
-        out = attend(qkv, pool.keys[0], pool.values[0], step.rows, shape)
+        out = attend(qkv, pool.keys[0], pool.values[0], batch.metadata, shape)
         row = 0
         for b, ((num_chain, num_nodes), parents) in enumerate(zip(sizes, trees, strict=True)):
             first = row
@@ -75,7 +77,7 @@ def test_ragged_trees_over_a_scattered_cache(shape: AttentionShape) -> None:
                 np.testing.assert_allclose(out[first + i], expected, atol=2e-5)
                 row += 1
             keep = [n for n in range(1, num_nodes + 1) if parents[n] == 0][:1]
-            step.keep(b, keep)
+            batch.sequences[b].keep(keep)
             history[b] += [tuple(new[i]) for i in range(num_chain)] + [tuple(new[num_chain - 1 + n]) for n in keep]
 
 
@@ -96,8 +98,8 @@ def test_logits_are_those_of_transformers(kind: str, tmp_path_factory: pytest.Te
     tokens = np.random.default_rng(1).integers(0, target.vocab_size, 120).astype(np.int32)
     with torch.inference_mode():
         theirs = model(torch.from_numpy(tokens.astype(np.int64))[None]).logits[0].numpy()
-    step = StepRows([Part(SequenceSlots(target.pool), len(tokens))])
-    ours = target.forward(tokens, step.rows, np.arange(len(tokens), dtype=np.int32))
+    batch = Batch([ScheduledSequence(SequenceSlots(target.pool), tokens)])
+    ours = target.forward(tokens, batch.metadata, np.arange(len(tokens), dtype=np.int32))
     np.testing.assert_allclose(ours, theirs, atol=1e-3 * np.abs(theirs).max())
     assert (ours.argmax(-1) == theirs.argmax(-1)).mean() > 0.99
 

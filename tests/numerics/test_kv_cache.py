@@ -13,8 +13,8 @@ from oracle import next_logits
 from ragspec.engine.prefix_cache import PrefixCache
 from ragspec.engine.target import Target
 from ragspec.numerics.attention import PAGE, AttentionShape
+from ragspec.numerics.batch import Batch, ScheduledSequence
 from ragspec.numerics.kv_cache import KvPool, OutOfSlots, SequenceSlots
-from ragspec.numerics.rows import Part, StepRows
 
 Tiny = Callable[..., Target]
 SHAPE = AttentionShape(1, 1, 16, 1.0)
@@ -207,15 +207,14 @@ def test_kept_paths_equal_a_fresh_prefill(tiny: Tiny, kind: str, dtype: str) -> 
         num_nodes = int(rng.integers(0, 14))
         nodes = rng.integers(2, 300, num_nodes).tolist()
         parents = [-1, *(int(rng.integers(0, n)) for n in range(1, num_nodes + 1))]
-        rows = StepRows([Part(slots, len(chain), parents)])
-        wanted = np.arange(len(chain) - 1, len(chain) + num_nodes, dtype=np.int32)
-        logits = target.forward(np.array([*chain, *nodes], np.int32), rows.rows, wanted)
+        batch = Batch([ScheduledSequence(slots, [*chain, *nodes], parents)])
+        logits = target.forward(batch.token_ids, batch.metadata, batch.logit_rows)
         node = int(rng.integers(0, num_nodes + 1))
         path: list[int] = []
         while node > 0:
             path.insert(0, node)
             node = parents[node]
-        rows.keep(0, path)
+        batch.sequences[0].keep(path)
         text += [*chain, *(nodes[n - 1] for n in path)]
         assert slots.length == len(text)
         np.testing.assert_array_equal(logits[path[-1] if path else 0], next_logits(target, text))

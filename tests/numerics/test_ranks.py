@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from ragspec.errors import ConfigError, RankLost
-from ragspec.numerics.ranks import ONE_RANK, DistributedRanks, Meeting, Ranks
+from ragspec.numerics.ranks import ONE_RANK, DistributedRanks, Ranks, Rendezvous
 
 
 def together(size: int, call: Callable[[Ranks], Any], timeout_s: float = 60.0) -> list[Any]:
     """What `call` gives on every rank of a group; an exception is a value too."""
-    meeting = Meeting("127.0.0.1")
+    meeting = Rendezvous("127.0.0.1")
 
     def run(rank: int) -> Any:
         ranks = DistributedRanks(meeting if rank == 0 else meeting.address, rank, size, timeout_s=timeout_s)
@@ -73,7 +73,7 @@ def test_followers_hear_what_rank_0_says_however_late() -> None:
             time.sleep(1.5)
             words = torch.arange(4, dtype=torch.int32)
         ranks.broadcast(words)
-        ranks.beat()
+        ranks.barrier()
         return words
 
     assert all(torch.equal(words, torch.arange(4, dtype=torch.int32)) for words in together(3, speak, timeout_s=0.5))
@@ -88,10 +88,10 @@ def test_who_does_not_answer_in_time_is_lost_and_so_is_the_group() -> None:
             return "late"
         begin = time.monotonic()
         with pytest.raises(RankLost, match="Timed out"):
-            ranks.beat()
+            ranks.barrier()
         assert time.monotonic() < begin + 2
         with pytest.raises(RankLost, match="closed"):
-            ranks.beat()
+            ranks.barrier()
         with pytest.raises(RankLost, match="closed"):
             ranks.broadcast(torch.zeros(4, dtype=torch.int32))
         return "noticed"
@@ -131,11 +131,11 @@ def test_patience_outlasts_the_timeout_and_ends() -> None:
     """A rank that compiles for a minute at the start was lost; or the group stayed patient for ever."""
 
     def load(ranks: Ranks) -> str:
-        with ranks.patiently():
+        with ranks.without_timeout():
             time.sleep(1.5 * ranks.rank)
-            ranks.beat()
+            ranks.barrier()
         time.sleep(1.5 * ranks.rank)
-        ranks.beat()
+        ranks.barrier()
         return "answered"
 
     first, _ = together(2, load, timeout_s=0.5)
@@ -145,8 +145,8 @@ def test_patience_outlasts_the_timeout_and_ends() -> None:
 def test_who_never_comes_is_lost() -> None:
     """Rank 0 waited for ever for ranks that could not be started, or one for a rank 0 that is not there."""
     with pytest.raises(RankLost):
-        DistributedRanks(Meeting("127.0.0.1"), 0, 2, connect_s=1.0)
-    address = Meeting("127.0.0.1").address  # closed again at once
+        DistributedRanks(Rendezvous("127.0.0.1"), 0, 2, connect_s=1.0)
+    address = Rendezvous("127.0.0.1").address  # closed again at once
     with pytest.raises(RankLost):
         DistributedRanks(address, 1, 2, connect_s=1.0)
 
@@ -177,7 +177,7 @@ def test_one_rank_is_a_group_of_its_own() -> None:
     """The whole of something copied, or waited for, where there is nobody else."""
     part = torch.zeros(2, 3)
     assert ONE_RANK.all_gather(part) is part is ONE_RANK.gather_to_first(part)
-    ONE_RANK.beat()
+    ONE_RANK.barrier()
     ONE_RANK.broadcast(part)
-    with ONE_RANK.patiently():
+    with ONE_RANK.without_timeout():
         assert (ONE_RANK.rank, ONE_RANK.size) == (0, 1)

@@ -11,15 +11,15 @@ from hypothesis import strategies as st
 
 from ragspec.errors import ModelError
 from ragspec.numerics.linear import PackedLinear
-from ragspec.numerics.ranks import OneRank, Ranks
-from ragspec.numerics.sharding import FFN_MULTIPLE, check_divisible, cut_of, cut_to
+from ragspec.numerics.ranks import Ranks
+from ragspec.numerics.sharding import FFN_MULTIPLE, check_head_counts, weight_slice, without_padding
 
 ROWS = (1, 2, 3, 7, 16, 31, 64, 65, 257)
 WIDTHS = [(320, 320), (1024, 320), (64, 88), (88, 64), (1001, 384), (30, 50), (2, 16), (17, 1000)]
 REALISTIC = [(768, 768), (2048, 768), (768, 2048), (6144, 320), (32000, 768), (896, 4864), (1536, 8960), (4096, 2048)]
 
 
-class Rank(OneRank):
+class Rank(Ranks):
     """One of several, for what needs no others."""
 
     def __init__(self, rank: int, size: int) -> None:
@@ -37,7 +37,7 @@ def assert_columns_equal(out_features: int, in_features: int, size: int, dtype: 
     whole = PackedLinear(weight, bias)
     own = []
     for ranks in group(size):
-        cut = cut_of("x.o_proj.weight", (out_features, in_features), ranks)
+        cut = weight_slice("x.o_proj.weight", (out_features, in_features), ranks)
         part, own_bias = torch.zeros(cut.width, in_features, dtype=dtype), torch.zeros(cut.width, dtype=dtype)
         part[: cut.stop - cut.start] = weight[cut.start : cut.stop]
         own_bias[: cut.stop - cut.start] = bias[cut.start : cut.stop]
@@ -46,7 +46,7 @@ def assert_columns_equal(out_features: int, in_features: int, size: int, dtype: 
         torch.set_num_threads(num_threads)
         for num_rows in ROWS:
             x = torch.randn(num_rows, in_features, generator=generator).to(dtype)
-            gathered = cut_to(torch.cat([linear(x) for linear in own], 1), out_features)
+            gathered = without_padding(torch.cat([linear(x) for linear in own], 1), out_features)
             assert torch.equal(gathered, whole(x)), (num_threads, num_rows)
 
 
@@ -103,7 +103,7 @@ def test_a_column_alone_would_differ() -> None:
 def test_every_column_is_on_one_rank(name: str, dim: int, multiple: int, width: int, size: int) -> None:
     """A column on two ranks or on none, at widths that do not divide."""
     shape = (width,) if name.endswith("bias") else (width, 5) if dim == 0 else (5, width)
-    cuts = [cut_of(name, shape, ranks) for ranks in group(size)]
+    cuts = [weight_slice(name, shape, ranks) for ranks in group(size)]
     columns = [column for cut in cuts for column in range(cut.start, cut.stop)]
     assert columns == list(range(width))
     assert {(cut.dim, cut.width) for cut in cuts} == {(dim, cuts[0].width)}
@@ -113,8 +113,8 @@ def test_every_column_is_on_one_rank(name: str, dim: int, multiple: int, width: 
 
 def test_heads_are_cut_where_heads_end() -> None:
     """Queries of one head on two ranks, or not with the keys of their group."""
-    queries = cut_of("model.layers.1.self_attn.q_proj.weight", (8 * 24, 64), Rank(1, 4))
-    keys = cut_of("model.layers.1.self_attn.k_proj.bias", (4 * 24,), Rank(1, 4))
+    queries = weight_slice("model.layers.1.self_attn.q_proj.weight", (8 * 24, 64), Rank(1, 4))
+    keys = weight_slice("model.layers.1.self_attn.k_proj.bias", (4 * 24,), Rank(1, 4))
     assert (queries.start, queries.stop, queries.width) == (48, 96, 48)
     assert (keys.start, keys.stop, keys.width) == (24, 48, 24)
 
@@ -122,16 +122,16 @@ def test_heads_are_cut_where_heads_end() -> None:
 @pytest.mark.parametrize("name", ["model.norm.weight", "model.layers.0.self_attn.q_norm.weight"])
 def test_norms_are_whole_on_every_rank(name: str) -> None:
     """A norm over a part of the hidden states, which are whole."""
-    assert cut_of(name, (64,), Rank(1, 2)) is None
+    assert weight_slice(name, (64,), Rank(1, 2)) is None
 
 
 def test_heads_that_do_not_divide_are_refused_with_the_sum() -> None:
     """Four ranks shared two key and value heads by holding none of them."""
     config = SimpleNamespace(num_attention_heads=8, num_key_value_heads=2)
-    check_divisible(config, 2)
+    check_head_counts(config, 2)
     with pytest.raises(ModelError, match=r"4 ranks cannot share 2 key and value heads .*: 2 = 4 x 0 \+ 2"):
-        check_divisible(config, 4)
+        check_head_counts(config, 4)
     with pytest.raises(ModelError, match=r"3 ranks cannot share 8 heads .*: 8 = 3 x 2 \+ 2"):
-        check_divisible(config, 3)
+        check_head_counts(config, 3)
     with pytest.raises(ModelError, match="6 heads"):
-        check_divisible(SimpleNamespace(num_attention_heads=6), 4)
+        check_head_counts(SimpleNamespace(num_attention_heads=6), 4)

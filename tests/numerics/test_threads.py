@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from ragspec.numerics.threads import ThreadChoice
+from ragspec.numerics.threads import AdaptiveThreads
 
 
 class Machine:
@@ -13,7 +13,7 @@ class Machine:
     def __init__(self, seconds: Callable[[int], float], first: int | None = None) -> None:
         self.seconds = seconds
         self.used: list[int] = []
-        self.choice = ThreadChoice(4, first, self.used.append)
+        self.choice = AdaptiveThreads(4, first, self.used.append)
 
     def run(self, num_steps: int, num_rows: int = 1) -> list[int]:
         """The counts that these forwards ran with."""
@@ -75,7 +75,7 @@ def test_a_slower_machine_is_not_the_threads_fault() -> None:
 
 def test_a_fixed_count_stays() -> None:
     used: list[int] = []
-    choice = ThreadChoice(4, None, used.append, adaptive=False)
+    choice = AdaptiveThreads(4, None, used.append, adaptive=False)
     for step in range(100):
         choice.begin()
         choice.end(1, 1.0 + 200.0 * (step % 2))

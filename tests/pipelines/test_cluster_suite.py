@@ -20,8 +20,8 @@ from ragspec.errors import ConfigError
 from ragspec.evaluation.report import complete
 from ragspec.evaluation.suite import Settings
 from ragspec.evaluation.suites.generation import Plan
+from ragspec.numerics.batch import Batch, ScheduledSequence
 from ragspec.numerics.kv_cache import SequenceSlots
-from ragspec.numerics.rows import Part, StepRows
 
 
 @pytest.fixture(scope="module")
@@ -33,9 +33,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> TargetConfig:
 def logits_of(target: SleepingTarget, tokens: list[int], start: int) -> Floats:
     slots = SequenceSlots(target.pool)
     slots.keep(*slots.reserve(start), list(range(start)))
-    step = StepRows([Part(slots, len(tokens))])
+    batch = Batch([ScheduledSequence(slots, tokens)])
     wanted = np.arange(len(tokens), dtype=np.int32)
-    logits, _ = target.forward_tapped(np.array(tokens, np.int32), step.rows, wanted, ())
+    logits, _ = target.forward_tapped(batch.token_ids, batch.metadata, wanted, ())
     slots.release()
     return logits
 

@@ -15,10 +15,10 @@ from tiny_target import SENTENCES, save_model
 
 from ragspec.config import TargetConfig
 from ragspec.core import Request, SamplingParams
-from ragspec.engine.target import Target
+from ragspec.engine.target import FINAL, Target
 from ragspec.errors import ConfigError, EncoderMismatch, InputError, PromptTooLong, RetrievalError
+from ragspec.numerics.batch import Batch, ScheduledSequence
 from ragspec.numerics.kv_cache import SequenceSlots
-from ragspec.numerics.rows import Part, StepRows
 from ragspec.rag.knnlm import target_reader as knn_reading
 from ragspec.rag.knnlm.build import build_datastore, target_identity
 from ragspec.rag.knnlm.generation import KnnGenerator, _LearningSchedule
@@ -118,10 +118,10 @@ class Plain(NamedTuple):
 
 def state_and_logits(target: Target, tokens: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
     slots = SequenceSlots(target.pool)
-    rows = StepRows([Part(slots, len(tokens))]).rows
-    states, logits = target.forward_states(np.array(tokens, np.int32), rows, np.array([len(tokens) - 1], np.int32))
+    batch = Batch([ScheduledSequence(slots, tokens)])
+    logits, tapped = target.forward_tapped(batch.token_ids, batch.metadata, batch.logit_rows, (FINAL,))
     slots.release()
-    return states[0], logits[0]
+    return tapped[FINAL][-1], logits[0]
 
 
 def brute_force(

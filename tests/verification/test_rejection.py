@@ -10,18 +10,18 @@ from hypothesis import strategies as st
 from ragspec.errors import InputError
 from ragspec.speculation import AcceptanceRule, Speculation
 from ragspec.tree import DraftTree, Draw, Origin
-from ragspec.verification.probabilities import KeyedChance, Stream
-from ragspec.verification.rejection import Acceptance, walk
+from ragspec.verification.probabilities import KeyedRandom, RandomStream
+from ragspec.verification.rejection import AcceptancePolicy, rejection_sample
 
 RULES = [rule for rule in AcceptanceRule if rule is not AcceptanceRule.KEYED]
 GREATEST = 1.0 - 2.0**-53
 
 
-class FixedChance(KeyedChance):
+class FixedRandom(KeyedRandom):
     """The same number each time."""
 
     def __init__(self, number: float) -> None:
-        super().__init__(0, 0, 0, Stream.VERIFY)
+        super().__init__(0, 0, 0, RandomStream.VERIFY)
         self._fixed = number
 
     def uniform(self) -> float:
@@ -44,23 +44,23 @@ def test_no_rounding_gives_an_impossible_token(
     """A residual without mass divided by 0, or a random number at the edge of its range that meets a token of probability 0."""
     target_probs = law(target)
     draft_probs = target_probs * (1.0 + 2.0**-52) if agree else law(draft)
-    token = FixedChance(number).choose(draft_probs)
+    token = FixedRandom(number).categorical(draft_probs)
     tree = DraftTree(0)
     child = tree.add(tree.add(0, token, 0.5, Origin("test")), token, 0.5, Origin("test"))
     draws = {node: Draw((token,), draft_probs) for node in range(child)}
-    acceptance = Acceptance(rule, lossy=True)
-    verdict = walk(acceptance, tree, draws, lambda node: target_probs, FixedChance(number), 9)
+    acceptance = AcceptancePolicy(rule, lossy=True)
+    verdict = rejection_sample(acceptance, tree, draws, lambda node: target_probs, FixedRandom(number), 9)
     assert all(target_probs[token] > 0.0 for token in verdict.tokens)
 
 
 @pytest.mark.parametrize("number", [0.0, 0.25, GREATEST])
 def test_chance_at_its_edges(number: float) -> None:
     """What is impossible happens once in 2**53 times, or what is certain does not."""
-    chance = FixedChance(number)
-    assert not chance.below(0.0)
-    assert chance.below(1.0)
+    chance = FixedRandom(number)
+    assert not chance.bernoulli(0.0)
+    assert chance.bernoulli(1.0)
     for weights in ([0.0, 1.0, 0.0], [0.0, 1e-300, 0.0], [0.0, 7.0, 0.0]):
-        assert chance.choose(np.array(weights)) == 1
+        assert chance.categorical(np.array(weights)) == 1
 
 
 def two_children(tree: DraftTree) -> DraftTree:
@@ -92,7 +92,9 @@ def test_wrong_drafts_are_refused(name: str) -> None:
     """A rule silently biased on draws it was not made for; padding (-1) that meets the last token's probability."""
     rule, draws = WRONG[name]
     with pytest.raises(InputError):
-        walk(Acceptance(rule), two_children(DraftTree(0)), draws, lambda node: HALVES, FixedChance(0.5), 4)
+        rejection_sample(
+            AcceptancePolicy(rule), two_children(DraftTree(0)), draws, lambda node: HALVES, FixedRandom(0.5), 4
+        )
 
 
 def test_a_tree_with_padding_is_refused() -> None:
@@ -100,7 +102,7 @@ def test_a_tree_with_padding_is_refused() -> None:
     tree = DraftTree(0)
     tree.add(0, -1, 0.5, Origin("test"))
     with pytest.raises(InputError, match="-1"):
-        walk(Acceptance(AcceptanceRule.IID), tree, {}, lambda node: HALVES, FixedChance(0.5), 4)
+        rejection_sample(AcceptancePolicy(AcceptanceRule.IID), tree, {}, lambda node: HALVES, FixedRandom(0.5), 4)
 
 
 @pytest.mark.parametrize(
@@ -119,7 +121,7 @@ def test_a_tree_with_padding_is_refused() -> None:
 def test_wrong_acceptances_are_refused(wrong: dict[str, object]) -> None:
     """A lossy rule without consent, or thresholds that mean nothing."""
     with pytest.raises(InputError):
-        Acceptance(**wrong)  # type: ignore[arg-type]
+        AcceptancePolicy(**wrong)  # type: ignore[arg-type]
 
 
 def test_each_rule_says_what_it_keeps() -> None:
@@ -132,7 +134,7 @@ def test_each_rule_says_what_it_keeps() -> None:
 
 def test_typical_thresholds() -> None:
     """Entropy in bits, or the greater of the two thresholds."""
-    typical = Acceptance(AcceptanceRule.TYPICAL, lossy=True)
+    typical = AcceptancePolicy(AcceptanceRule.TYPICAL, lossy=True)
     flat = np.full(20, 0.05)  # e^-entropy = 1/20, so the threshold is 0.3 / 20
     assert typical.allows(flat, 3)
     sharp = np.array([0.905, 0.085, 0.01])  # e^-entropy about 0.7, so the threshold is 0.09
@@ -143,12 +145,12 @@ def test_typical_thresholds() -> None:
 
 def test_top_beta_thresholds() -> None:
     """Ranks by probability alone where tokens tie, or a gap that reaches tokens of probability 0."""
-    lenient = Acceptance(AcceptanceRule.TOP_BETA, lossy=True)
+    lenient = AcceptancePolicy(AcceptanceRule.TOP_BETA, lossy=True)
     ties = np.array([0.2, 0.2, 0.2, 0.2, 0.2])
     assert [lenient.allows(ties, v) for v in range(5)] == [True, True, True, False, False]
     steep = np.array([0.6, 0.23, 0.17])  # 0.6 / e = 0.221
     assert [lenient.allows(steep, v) for v in range(3)] == [True, True, False]
-    wide = Acceptance(AcceptanceRule.TOP_BETA, lossy=True, gap_nats=float("inf"))
+    wide = AcceptancePolicy(AcceptanceRule.TOP_BETA, lossy=True, gap_nats=float("inf"))
     assert [wide.allows(np.array([1.0, 0.0]), v) for v in range(2)] == [True, False]
 
 
@@ -156,7 +158,10 @@ def test_lenient_walks_take_the_deepest_allowed_path() -> None:
     """The first child that is allowed hid a longer path beside it."""
     tree = two_children(DraftTree(0))
     tree.add(2, 1, 0.5, Origin("test"))
-    acceptance = Acceptance(AcceptanceRule.TOP_BETA, lossy=True)
-    assert walk(acceptance, tree, {}, lambda node: HALVES, FixedChance(0.9), 9) == ([2, 3], [2, 1, 2])
-    assert walk(acceptance, tree, {}, lambda node: HALVES, FixedChance(0.9), 2) == ([2], [2, 1])
-    assert walk(acceptance, two_children(DraftTree(0)), {}, lambda node: HALVES, FixedChance(0.0), 9) == ([1], [1, 1])
+    acceptance = AcceptancePolicy(AcceptanceRule.TOP_BETA, lossy=True)
+    assert rejection_sample(acceptance, tree, {}, lambda node: HALVES, FixedRandom(0.9), 9) == ([2, 3], [2, 1, 2])
+    assert rejection_sample(acceptance, tree, {}, lambda node: HALVES, FixedRandom(0.9), 2) == ([2], [2, 1])
+    assert rejection_sample(acceptance, two_children(DraftTree(0)), {}, lambda node: HALVES, FixedRandom(0.0), 9) == (
+        [1],
+        [1, 1],
+    )

@@ -6,12 +6,12 @@ import itertools
 
 import numpy as np
 import pytest
-from branches import ScriptedChance
+from branches import ScriptedRandom
 from rejection_cases import CASES, EXACT, LOSSLESS, V, chosen, measure, measured, probability, sampled, verdict_of
 
 from ragspec.speculation import AcceptanceRule
 from ragspec.tree import Origin
-from ragspec.verification.verify import Verdict
+from ragspec.verification.verify import VerifyResult
 
 
 @pytest.mark.parametrize("name", LOSSLESS)
@@ -45,7 +45,7 @@ def test_chains_chosen_without_chance_are_exact(rule: AcceptanceRule) -> None:
 def test_drawn_and_chosen_children_mix(rule: AcceptanceRule) -> None:
     """Copied tokens merged into a drawn tree were tried as draws, or the residual of the draws was not what they met."""
 
-    def run(chance: ScriptedChance) -> Verdict:
+    def run(chance: ScriptedRandom) -> VerifyResult:
         drafted = sampled(CASES["random 2"], (2, 1), True, chance)
         for path in ((0,), (0, 2), (0, 1)):
             node = drafted.tree.child(drafted.prefixes.index(path[:-1]), path[-1])
@@ -64,7 +64,7 @@ def test_a_step_cut_short_has_the_targets_law(name: str, most: int) -> None:
     rule, counts, with_replacement = LOSSLESS[name]
     laws = CASES["random 1"]
 
-    def run(chance: ScriptedChance) -> Verdict:
+    def run(chance: ScriptedRandom) -> VerifyResult:
         verdict = verdict_of(laws, rule, sampled(laws, counts, with_replacement, chance), chance, most)
         assert len(verdict.tokens) <= most
         return verdict

@@ -15,8 +15,8 @@ from statistics_of import softmax, surprise
 from ragspec.core import SamplingParams
 from ragspec.numerics.noise import output_key
 from ragspec.verification.probabilities import (
-    KeyedChance,
-    Stream,
+    KeyedRandom,
+    RandomStream,
     draw_iid,
     draw_without_replacement,
     token_probs,
@@ -99,22 +99,22 @@ def test_draws_have_their_law() -> None:
 
 def test_draws_end_with_the_support() -> None:
     """A fourth draw where three tokens have a probability."""
-    drawn = draw_without_replacement(DRAFT_PROBS, 9, KeyedChance(1, 0, 0, Stream.DRAFT))
+    drawn = draw_without_replacement(DRAFT_PROBS, 9, KeyedRandom(1, 0, 0, RandomStream.DRAFT))
     assert sorted(drawn) == [0, 2, 3]
     np.testing.assert_array_equal(DRAFT_PROBS, [0.5, 0.0, 0.3, 0.2])
 
 
 def test_every_key_has_numbers_of_its_own() -> None:
     """Two tokens, two choices, or drafts and decisions that meet the same numbers, or those of the Gumbel noise."""
-    keys = itertools.product((0, 2**64 - 1), (0, 1), (0, 1, 5), Stream)
-    numbers = [chance.uniform() for chance in (KeyedChance(*key) for key in keys) for _ in range(5)]
+    keys = itertools.product((0, 2**64 - 1), (0, 1), (0, 1, 5), RandomStream)
+    numbers = [chance.uniform() for chance in (KeyedRandom(*key) for key in keys) for _ in range(5)]
     noise = [
         bits / 2**53
         for parts in itertools.product((0, 2**64 - 1), (0, 1), (0, 1, 5))
         for bits in oracle.bits(*parts, 20)
     ]
     assert len({*numbers, *noise}) == len(numbers) + len(noise)
-    again = KeyedChance(0, 0, 0, Stream.VERIFY)
+    again = KeyedRandom(0, 0, 0, RandomStream.VERIFY)
     assert [again.uniform() for _ in range(5)] == numbers[:5]
     nested = int(output_key(int(output_key(0, 0, 0)), 1, 2))
     assert numbers[2] == (nested >> 11) / 2**53
@@ -123,9 +123,9 @@ def test_every_key_has_numbers_of_its_own() -> None:
 @pytest.mark.parametrize("stride", [1, 2])
 def test_numbers_are_uniform_and_independent(stride: int) -> None:
     """Numbers of one key, or the first numbers of neighbouring keys, that share structure: pairs in an 8 x 8 grid."""
-    chance = KeyedChance(7, 0, 3, Stream.VERIFY)
+    chance = KeyedRandom(7, 0, 3, RandomStream.VERIFY)
     in_a_row = [chance.uniform() for _ in range(12_800)]
-    of_neighbours = [KeyedChance(7, 0, index, Stream.VERIFY).uniform() for index in range(12_800)]
+    of_neighbours = [KeyedRandom(7, 0, index, RandomStream.VERIFY).uniform() for index in range(12_800)]
     for numbers in (in_a_row, of_neighbours):
         cells = (np.array(numbers) * 8).astype(int)
         pairs = cells[:-stride:2] * 8 + cells[stride::2][: len(cells[:-stride:2])]

@@ -27,7 +27,7 @@ from ragspec.cluster.routing import RoutingConfig
 from ragspec.cluster.shell import Handle, Role, shell_class
 from ragspec.config import DraftingConfig, EngineConfig, TargetConfig
 from ragspec.core import SamplingParams
-from ragspec.drafting.costs import CostTable
+from ragspec.drafting.cost_model import CostTable
 from ragspec.drafting.planner import Planner
 from ragspec.engine.admission import Admission
 from ragspec.engine.engine import Engine
@@ -36,7 +36,7 @@ from ragspec.engine.target import Floats, Ints, Target
 from ragspec.evaluation.cases import RAG_PASSAGES, RAG_TOKENS
 from ragspec.evaluation.report import Result
 from ragspec.evaluation.timing import Tick
-from ragspec.numerics.attention import Rows
+from ragspec.numerics.attention import AttentionMetadata
 from ragspec.rag.async_pipeline import AsyncPipeline, PipelineLimits
 from ragspec.rag.prompt import PromptBuilder
 from ragspec.rag.steps import Question, RetrieverLike
@@ -62,14 +62,14 @@ class SleepingTarget(Target):
         self._next[list(successors)] = list(successors.values())
 
     def forward_tapped(
-        self, token_ids: Ints, rows: Rows, wanted: Ints, taps: Sequence[int]
+        self, token_ids: Ints, metadata: AttentionMetadata, logit_rows: Ints, taps: Sequence[int]
     ) -> tuple[Floats, dict[int, Floats]]:
-        time.sleep(self._costs.cost_s(len(token_ids), int(rows.positions.max())))
-        asked, places = token_ids[wanted].astype(np.int64), rows.positions[wanted].astype(np.int64)
+        time.sleep(self._costs.cost_s(len(token_ids), int(metadata.positions.max())))
+        asked, places = token_ids[logit_rows].astype(np.int64), metadata.positions[logit_rows].astype(np.int64)
         mixed = (asked * 0x9E3779B1 + places * 0x85EBCA77) % 2**31
         chosen = np.where(mixed % _STRAY == 0, mixed // _STRAY % self.vocab_size, self._next[asked])
-        logits = np.zeros((len(wanted), self.vocab_size), np.float32)
-        logits[np.arange(len(wanted)), chosen] = 1.0
+        logits = np.zeros((len(logit_rows), self.vocab_size), np.float32)
+        logits[np.arange(len(logit_rows)), chosen] = 1.0
         return logits, {}
 
 

@@ -19,7 +19,7 @@ from pipelines.benchmarks.cluster.scaling import Scaling, sleeping_replicas, usu
 from pipelines.benchmarks.cluster.shards import segmented_index, sharded, sharded_identical
 from pipelines.benchmarks.cluster.tensor_parallel import RANDOM, random_model, tensor_parallel, tp_headlines
 from ragspec.config import TargetConfig
-from ragspec.drafting.costs import CostTable
+from ragspec.drafting.cost_model import CostTable
 from ragspec.evaluation.cases import rag_cases
 from ragspec.evaluation.datasets import RagList, cached_retriever, squad_list, stdlib_list
 from ragspec.evaluation.forced_answers import gold_answers

@@ -23,12 +23,13 @@ from ragspec.engine.loading import load_engine
 from ragspec.engine.parallel import load_follower
 from ragspec.engine.target import Floats, Ints, Target
 from ragspec.evaluation.cases import Case
+from ragspec.evaluation.fixed_trees import FixedTreePlanner
 from ragspec.evaluation.report import Result
 from ragspec.evaluation.timing import EngineDecoder, Tick
-from ragspec.numerics.attention import Rows
+from ragspec.numerics.attention import AttentionMetadata
+from ragspec.numerics.batch import Batch, ScheduledSequence
 from ragspec.numerics.kv_cache import SequenceSlots
-from ragspec.numerics.ranks import ONE_RANK, DistributedRanks, Meeting, Ranks
-from ragspec.numerics.rows import Part, StepRows
+from ragspec.numerics.ranks import ONE_RANK, DistributedRanks, Ranks, Rendezvous
 from ragspec.numerics.self_test import self_test
 from ragspec.numerics.threads import num_processors, set_num_threads
 
@@ -59,7 +60,7 @@ class RankProbe:
 
     def meet(self) -> str:
         """Of rank 0: where the others are to come."""
-        self._meeting = Meeting("127.0.0.1")
+        self._meeting = Rendezvous("127.0.0.1")
         return self._meeting.address
 
     def follow(self, config: TargetConfig, address: str, rank: int, size: int) -> None:
@@ -172,8 +173,8 @@ class Recorder:
     def bits(self) -> str:
         return self._digest.hexdigest()
 
-    def forward(self, token_ids: Ints, rows: Rows, wanted: Ints) -> Floats:
-        logits = self._target.forward(token_ids, rows, wanted)
+    def forward(self, token_ids: Ints, metadata: AttentionMetadata, logit_rows: Ints) -> Floats:
+        logits = self._target.forward(token_ids, metadata, logit_rows)
         self._digest.update(np.ascontiguousarray(logits).tobytes())
         self.num_rows += len(logits)
         return logits
@@ -182,7 +183,8 @@ class Recorder:
 def measure_ranks(config: TargetConfig, cases: Sequence[Case], ranks: Ranks, seed: int = 0) -> Measured:
     """Rank 0's part; the others follow meanwhile, and end with it. Raises: ModelError, RankLost."""
     settings = EngineConfig(max_kv_tokens=4096, max_running=8, num_threads=_THREADS, adaptive_threads=False)
-    with load_engine(config, settings, DraftingConfig(fixed_nodes=_NODES), ranks=ranks) as engine:
+    drafting = DraftingConfig(max_tree_nodes=_NODES)
+    with load_engine(config, settings, drafting, ranks=ranks, planner_class=FixedTreePlanner) as engine:
         target, recorder = engine.target, Recorder(engine.target)
         steps: dict[int, float] = {}
 
@@ -232,10 +234,10 @@ def _step_ms(target: Target, num_rows: int) -> float:
     token_ids = np.arange(num_rows, dtype=np.int32) % target.vocab_size
     times = []
     for _ in range(_NUM_STEPS):
-        step = StepRows([Part(slots, num_rows)])
+        batch = Batch([ScheduledSequence(slots, token_ids)])
         begin = time.perf_counter()
-        target.forward(token_ids, step.rows, np.arange(num_rows, dtype=np.int32))
+        target.forward(token_ids, batch.metadata, np.arange(num_rows, dtype=np.int32))
         times.append(time.perf_counter() - begin)
-        step.drop(0)
+        batch.sequences[0].drop()
     slots.release()
     return 1e3 * median(times)

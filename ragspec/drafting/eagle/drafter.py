@@ -21,17 +21,24 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ragspec.core import Request
-from ragspec.drafting.calibration import Calibration, Cell
-from ragspec.drafting.costs import CostTable
+from ragspec.drafting.acceptance import Cell, ChildAcceptance
+from ragspec.drafting.cost_model import CostTable
 from ragspec.drafting.coupling import Coupling, Floats, Picks
-from ragspec.drafting.drafter import Budget, Drafted, Features
-from ragspec.drafting.eagle.draft_tree import DRAWN, GREEDY, WITH_NOISE, WITHOUT_NOISE, Draft, Look, Open
+from ragspec.drafting.drafter import Budget, Drafter, Features, SequenceView
+from ragspec.drafting.eagle.batch import DraftBatch, ScheduledDraft
+from ragspec.drafting.eagle.draft_tree import (
+    DRAWN,
+    GREEDY,
+    WITH_NOISE,
+    WITHOUT_NOISE,
+    DraftSettings,
+    GrowingDraft,
+    OpenNode,
+)
 from ragspec.drafting.eagle.memory import HeadMemory, SlotMemory
 from ragspec.drafting.eagle.network import EagleNetwork, HeadCache
-from ragspec.drafting.eagle.rows import DraftRows, Part
 from ragspec.drafting.eagle.shapes import TreeShape, make_shape
-from ragspec.drafting.stochastic_drafts import Drawing, draws_children, needs_chain
+from ragspec.drafting.stochastic_drafts import ChildSampler, draws_children, needs_chain
 from ragspec.errors import EngineError
 from ragspec.numerics.kv_cache import KvPool
 from ragspec.tree import Proposal
@@ -43,7 +50,7 @@ _CATCH_UP_STEPS = 24
 _LEVELS_MEMORY = 0.95
 
 
-class EagleDrafter:
+class EagleDrafter(Drafter):
     """See the module. `window`: how many positions the head looks back; `coupled`: whether drafts know the noise."""
 
     name = "eagle"
@@ -53,24 +60,18 @@ class EagleDrafter:
     ) -> None:
         self.network = network
         self.taps = network.taps
-        self.calibration = Calibration()
-        self._look = Look(self.name, shape, self.calibration, least_prob=0.004)
-        self._chain = self._look._replace(shape=make_shape("chain", 1, 1, shape.max_depth))
+        self.acceptance = ChildAcceptance()
+        self._settings = DraftSettings(self.name, shape, self.acceptance, least_prob=0.004)
+        self._chain = self._settings._replace(shape=make_shape("chain", 1, 1, shape.max_depth))
         self._costs = costs
         self._window = window
         self._coupling = Coupling(network.draft_ids, network.config.vocab_size, coupled)
         self._slots: SlotMemory | None = None
         self._memories: dict[tuple[str, int], HeadMemory] = {}
-        self._sick: set[tuple[str, int]] = set()
+        self._failed: set[tuple[str, int]] = set()
         self._num_levels = 2.0
 
-    def prepare(self, request: Request) -> None:
-        """Nothing."""
-
-    def start(self, sequence: Drafted) -> None:
-        """Its memory begins with its first states."""
-
-    def observe(self, sequence: Drafted, tokens: SequenceOf[int], features: Features) -> None:
+    def observe(self, sequence: SequenceView, tokens: SequenceOf[int], features: Features) -> None:
         slots, states = sequence.slots, np.concatenate([features[tap] for tap in self.taps], 1)
         if slots is None or not len(states):
             return
@@ -84,16 +85,13 @@ class EagleDrafter:
 
     def learn(self, feedback: object, accepted: bool) -> None:
         if isinstance(feedback, Cell):
-            self.calibration.learn(feedback, accepted)
+            self.acceptance.learn(feedback, accepted)
 
-    def finish(self, sequence: Drafted) -> None:
+    def finish(self, sequence: SequenceView) -> None:
         self._memories.pop(sequence.key, None)
-        self._sick.discard(sequence.key)
+        self._failed.discard(sequence.key)
 
-    def purge(self, salt: str) -> None:
-        """Nothing of a sequence outlives it but keys in slots that the prefix cache owns, and forgets."""
-
-    def cost_s(self, sequences: SequenceOf[Drafted]) -> float:
+    def cost_s(self, sequences: SequenceOf[SequenceView]) -> float:
         """One forward a level, and a share of what has to be read first."""
         ready = [memory for s in sequences if (memory := self._ready(s)) is not None]
         if not ready:
@@ -102,52 +100,54 @@ class EagleDrafter:
         behind = sum(max(0, memory.num_waiting - 4) for memory in ready)
         num_steps = min(_CATCH_UP_STEPS, 1 + max(s.most_tokens for s in sequences) // 2)
         reading_s = self._costs.cost_s(behind, longest) / num_steps if behind else 0.0
-        rows = len(ready) * self._look.shape.max_width
+        rows = len(ready) * self._settings.shape.max_width
         first_s = self._costs.cost_s(4 * len(ready), longest)
         return reading_s + first_s + (self._num_levels - 1.0) * self._costs.cost_s(rows, longest)
 
-    def propose(self, sequences: SequenceOf[Drafted], budget: Budget) -> list[list[Proposal]]:
-        drafts: list[Draft | None] = []
+    def propose(self, sequences: SequenceOf[SequenceView], budget: Budget) -> list[list[Proposal]]:
+        drafts: list[GrowingDraft | None] = []
         for sequence, depth in zip(sequences, budget.depths, strict=True):
             memory = self._ready(sequence)
-            look = self._chain if needs_chain(sequence) else self._look
+            settings = self._chain if needs_chain(sequence) else self._settings
             if budget.token_s == 0.0:  # time is no matter, so nothing is too improbable
-                look = look._replace(least_prob=0.0)
-            drafts.append(None if memory is None else Draft(sequence, memory, self._mode(sequence), look, depth))
+                settings = settings._replace(least_prob=0.0)
+            drafts.append(
+                None if memory is None else GrowingDraft(sequence, memory, self._mode(sequence), settings, depth)
+            )
         self._grow([draft for draft in drafts if draft is not None], budget)
-        return [[] if draft is None or draft.sequence.key in self._sick else draft.proposals for draft in drafts]
+        return [[] if draft is None or draft.sequence.key in self._failed else draft.proposals for draft in drafts]
 
-    def _mode(self, sequence: Drafted) -> int:
+    def _mode(self, sequence: SequenceView) -> int:
         if sequence.request.params.greedy:
             return GREEDY
         if draws_children(sequence):
             return DRAWN
         return WITH_NOISE if self._coupling.uses_noise(sequence) else WITHOUT_NOISE
 
-    def _ready(self, sequence: Drafted) -> HeadMemory | None:
+    def _ready(self, sequence: SequenceView) -> HeadMemory | None:
         """A sequence's memory, if every state is there and a draft can be of use."""
         memory = self._memories.get(sequence.key)
         decided = len(sequence.tokens) - 1
         fits = (
             memory is not None and memory.slots is sequence.slots and memory.end == decided and memory.num_waiting > 0
         )
-        return memory if fits and sequence.most_tokens > 1 and sequence.key not in self._sick else None
+        return memory if fits and sequence.most_tokens > 1 and sequence.key not in self._failed else None
 
     def _slot_memory(self, pool: KvPool) -> SlotMemory:
         if self._slots is None or self._slots.pool is not pool:
-            shape = self._look.shape
+            shape = self._settings.shape
             num_nodes = (shape.max_depth - 1) * shape.max_width
             self._slots = SlotMemory(pool, self.network.shape, max(1, num_nodes))
         return self._slots
 
-    def _grow(self, drafts: list[Draft], budget: Budget) -> None:
+    def _grow(self, drafts: list[GrowingDraft], budget: Budget) -> None:
         """All drafts level by level, until one level more is not worth its time."""
         if not drafts:
             return
         assert self._slots is not None
         for number, draft in enumerate(drafts):
             draft.scratch = self._slots.scratch(number, draft.num_nodes)
-        rows = DraftRows([_part(draft) for draft in drafts])
+        rows = DraftBatch([_scheduled(draft) for draft in drafts])
         depth, begin, num_rows = 1, time.perf_counter(), sum(len(draft.pairs.next_tokens) for draft in drafts)
         states = self._read(drafts, rows)
         while True:
@@ -160,7 +160,7 @@ class EagleDrafter:
         if max(draft.max_depth for draft in drafts) > 1:
             self._num_levels += (1.0 - _LEVELS_MEMORY) * (depth - self._num_levels)
 
-    def _read(self, drafts: list[Draft], rows: DraftRows) -> torch.Tensor:
+    def _read(self, drafts: list[GrowingDraft], rows: DraftBatch) -> torch.Tensor:
         """The head's first forward: every pair that waits; the states of the last ones. Shape: [B, H]."""
         token_ids = np.array([token for draft in drafts for token in draft.pairs.next_tokens], np.int32)
         features = np.concatenate([draft.pairs.features for draft in drafts])
@@ -170,10 +170,10 @@ class EagleDrafter:
         ends = np.cumsum([len(draft.pairs.next_tokens) for draft in drafts]) - 1
         return hidden[torch.from_numpy(ends)]
 
-    def _extend(self, drafts: list[Draft], states: torch.Tensor, depth: int, budget: Budget) -> bool:
+    def _extend(self, drafts: list[GrowingDraft], states: torch.Tensor, depth: int, budget: Budget) -> bool:
         """Children of all open nodes. False: nothing goes on, or it would not pay."""
         logits = self.network.logits(states)  # [N, Vd]
-        self._drop_sick(drafts, logits)
+        self._drop_failed(drafts, logits)
         first, chosen = 0, []
         for draft, going_on in zip(drafts, self._children(drafts, logits, depth), strict=True):
             room = len(draft.scratch) > 0 and depth < draft.max_depth
@@ -185,7 +185,7 @@ class EagleDrafter:
             draft.descend(those)
         return num_rows > 0 and self._pays(gain, num_rows, _longest(drafts), budget.token_s)
 
-    def _drop_sick(self, drafts: list[Draft], logits: Floats) -> None:
+    def _drop_failed(self, drafts: list[GrowingDraft], logits: Floats) -> None:
         """A sequence with logits that are no numbers is drafted for no more. Raises: EngineError if that is true of all."""
         finite = np.atleast_1d(np.isfinite(logits).all(1))
         if finite.all():
@@ -197,40 +197,40 @@ class EagleDrafter:
                 log.warning(
                     "request %r: the head's logits are not finite; no more drafts for it", draft.sequence.request.id
                 )
-                self._sick.add(draft.sequence.key)
+                self._failed.add(draft.sequence.key)
                 logits[own] = 0.0
         if not finite.any():
             raise EngineError("the head's logits are not finite")
 
-    def _children(self, drafts: list[Draft], logits: Floats, depth: int) -> Iterator[list[Open]]:
+    def _children(self, drafts: list[GrowingDraft], logits: Floats, depth: int) -> Iterator[list[OpenNode]]:
         """Proposes every draft's next level; which of its nodes would go on. Shape: [N, Vd], the open nodes of all drafts."""
         owners = [draft.sequence for draft in drafts for _ in draft.open]
-        num_children = self._look.shape.num_children
+        num_children = self._settings.shape.num_children
         picks = self._coupling.pick(logits, owners, depth, num_children)
         token_ids = self.network.draft_ids[np.maximum(picks.columns, 0)]
         first = 0
         for draft in drafts:
             own = slice(first, first := first + len(draft.open))
             if draft.mode == DRAWN:
-                count, drawing = draft.look.shape.num_children, self._drawing(draft)
+                count, drawing = draft.settings.shape.num_children, self._drawing(draft)
                 yield draft.extend_drawn([drawing.children(row, count) for row in logits[own]])
             elif needs_chain(draft.sequence):
                 yield draft.extend(Picks(picks.columns[own, :1], picks.scores[own, :1]), token_ids[own])
             else:
                 yield draft.extend(Picks(picks.columns[own], picks.scores[own]), token_ids[own])
 
-    def _drawing(self, draft: Draft) -> Drawing:
+    def _drawing(self, draft: GrowingDraft) -> ChildSampler:
         if draft.drawing is None:
-            draft.drawing = Drawing(draft.sequence, self.network.draft_ids, self.network.config.vocab_size)
+            draft.drawing = ChildSampler(draft.sequence, self.network.draft_ids, self.network.config.vocab_size)
         return draft.drawing
 
     def _pays(self, gain: float, num_rows: int, context: int, token_s: float) -> bool:
         """Whether the tokens that a level more is expected to bring save more time than it takes."""
         if token_s == 0.0:
             return True
-        return gain * self.calibration.typical * token_s > self._costs.cost_s(num_rows, context)
+        return gain * self.acceptance.typical * token_s > self._costs.cost_s(num_rows, context)
 
-    def _descend(self, drafts: list[Draft], states: torch.Tensor, rows: DraftRows) -> torch.Tensor:
+    def _descend(self, drafts: list[GrowingDraft], states: torch.Tensor, rows: DraftBatch) -> torch.Tensor:
         """The head's forward over the open nodes. Shapes: [N of the level above, H] -> [N, H]."""
         level = [node for draft in drafts for node in draft.open]
         token_ids = np.array([node.token_id for node in level], np.int32)
@@ -243,11 +243,11 @@ class EagleDrafter:
         return self._slots.cache
 
 
-def _part(draft: Draft) -> Part:
+def _scheduled(draft: GrowingDraft) -> ScheduledDraft:
     memory, pairs = draft.memory, draft.pairs
     new: NDArray[np.int32] = memory.slots.slots[pairs.start : memory.end]
-    return Part(np.concatenate([memory.context(pairs.start), new]), len(new), memory.end, draft.scratch)
+    return ScheduledDraft(np.concatenate([memory.context(pairs.start), new]), len(new), memory.end, draft.scratch)
 
 
-def _longest(drafts: list[Draft]) -> int:
+def _longest(drafts: list[GrowingDraft]) -> int:
     return max(draft.memory.end for draft in drafts)

@@ -4,7 +4,7 @@ One decoder layer over pairs (state, next token). For the first row of a draft t
 own output. Owns no sequence and no tree: `ragspec.drafting.eagle.drafter` does.
 
     >>> network = EagleNetwork(read_head(path), target)
-    >>> hidden = network.first(token_ids, features, cache, rows)         # [N, H]
+    >>> hidden = network.first(token_ids, features, cache, metadata)         # [N, H]
     >>> logits = network.logits(hidden)                                  # [N, Vd]
 
 Sources: EAGLE (Li et al. 2024, arXiv 2401.15077), EAGLE-2 (arXiv 2406.16858), EAGLE-3 (arXiv 2503.01840).
@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from ragspec.drafting.eagle.batch import DraftBatch, ScheduledDraft
 from ragspec.drafting.eagle.checkpoint import (
     EagleFamily,
     HeadCheckpoint,
@@ -30,8 +31,7 @@ from ragspec.drafting.eagle.checkpoint import (
     default_aux_layers,
 )
 from ragspec.drafting.eagle.layout import layer_prefix
-from ragspec.drafting.eagle.rows import DraftRows, Part
-from ragspec.numerics.attention import AttentionShape, Rows, attend, padded
+from ragspec.numerics.attention import AttentionMetadata, AttentionShape, attend, padded
 from ragspec.numerics.kv_cache import KvPool
 from ragspec.numerics.layers import GatedFeedForward, RootMeanSquareNorm
 from ragspec.numerics.linear import PackedLinear
@@ -103,18 +103,18 @@ class EagleNetwork:
         self._lm_head = PackedLinear(own["lm_head.weight"]) if config.family is EagleFamily.EAGLE3 else None
         self._cos, self._sin = _rotations(config, max_positions)
 
-    def first(self, token_ids: Ints, features: Floats, cache: HeadCache, rows: Rows) -> Tensor:
+    def first(self, token_ids: Ints, features: Floats, cache: HeadCache, metadata: AttentionMetadata) -> Tensor:
         """Pairs whose state is the target's own. Shapes: int32 [N], float32 [N, F] -> [N, H].
 
         As many rows as there are states; one alone is computed twice, as one row takes another path through a product.
         """
         with torch.inference_mode():
-            return self._layer(token_ids, torch.from_numpy(features), cache, rows, is_first=True)
+            return self._layer(token_ids, torch.from_numpy(features), cache, metadata, is_first=True)
 
-    def further(self, token_ids: Ints, states: Tensor, cache: HeadCache, rows: Rows) -> Tensor:
+    def further(self, token_ids: Ints, states: Tensor, cache: HeadCache, metadata: AttentionMetadata) -> Tensor:
         """Pairs whose state is the head's own output. Shapes: int32 [N], [N, H] -> [N, H]."""
         with torch.inference_mode():
-            return self._layer(token_ids, states, cache, rows, is_first=False)
+            return self._layer(token_ids, states, cache, metadata, is_first=False)
 
     def logits(self, hidden: Tensor) -> Floats:
         """Of what comes after each pair's token, over the draft vocabulary. Shapes: [N, H] -> float32 [N, Vd]."""
@@ -147,7 +147,9 @@ class EagleNetwork:
     def _product(self, layer: nn.Module, x: Tensor) -> Tensor:
         return cast(Tensor, layer(x.to(self._dtype)).float())
 
-    def _layer(self, token_ids: Ints, states: Tensor, cache: HeadCache, rows: Rows, is_first: bool) -> Tensor:
+    def _layer(
+        self, token_ids: Ints, states: Tensor, cache: HeadCache, metadata: AttentionMetadata, is_first: bool
+    ) -> Tensor:
         num_rows = len(token_ids)
         tokens = torch.from_numpy(token_ids.astype(np.int64))
         if num_rows == 1:
@@ -155,7 +157,7 @@ class EagleNetwork:
         embedded = F.embedding(tokens, self._embedding).float()
         build = self._input_3 if self.config.family is EagleFamily.EAGLE3 else self._input_1
         residual, x = build(embedded, states, is_first)
-        stream, normalised = self._feed_forward_norm(residual, self._attention(x, cache, rows))
+        stream, normalised = self._feed_forward_norm(residual, self._attention(x, cache, metadata))
         hidden = stream + self._product(self._feed_forward, normalised)
         if self.config.norm_output:
             hidden = _normed(self._norm, hidden)
@@ -181,10 +183,10 @@ class EagleNetwork:
         normed = F.rms_norm(parts, parts.shape[-1:], None, self.config.rms_norm_eps) * self._fc_norm
         return normed.view_as(features)
 
-    def _attention(self, x: Tensor, cache: HeadCache, rows: Rows) -> Tensor:
+    def _attention(self, x: Tensor, cache: HeadCache, metadata: AttentionMetadata) -> Tensor:
         shape = self.shape
         qkv = self._product(self._qkv, x).view(len(x), shape.num_heads + 2 * shape.num_kv_heads, shape.head_dim)
-        out = attend(qkv.numpy(), cache.keys, cache.values, rows, shape, self._cos, self._sin)
+        out = attend(qkv.numpy(), cache.keys, cache.values, metadata, shape, self._cos, self._sin)
         return self._product(self._out, torch.from_numpy(out).view(len(x), -1))
 
 
@@ -230,7 +232,7 @@ class HeadTimer:
         """One forward of so many rows, its logits included."""
         network, slots = self._network, np.arange(context + num_rows, dtype=np.int32)
         assert len(slots) <= self._num_slots, "the kernel would write beside the cache"
-        rows = DraftRows([Part(slots, num_rows, len(slots), slots[:0])]).chains()
+        rows = DraftBatch([ScheduledDraft(slots, num_rows, len(slots), slots[:0])]).chains()
         features = np.zeros((num_rows, network.config.num_features), np.float32)
         begin = time.perf_counter()
         network.logits(network.first(np.zeros(num_rows, np.int32), features, self._cache, rows))

@@ -14,7 +14,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
 from ragspec.config import EngineConfig, TargetConfig
-from ragspec.drafting.costs import CostTable
+from ragspec.drafting.cost_model import CostTable
 from ragspec.drafting.planner import Planner
 from ragspec.engine.admission import Admission
 from ragspec.engine.engine import Engine
@@ -24,10 +24,10 @@ from ragspec.evaluation.peers import TransformersDecoder
 from ragspec.evaluation.report import Result
 from ragspec.evaluation.suites.dense_step import VariantStep
 from ragspec.evaluation.timing import GENERATE, PLAIN, Decoder, EngineDecoder, Tick, Timings
+from ragspec.numerics.batch import Batch, ScheduledSequence
 from ragspec.numerics.kv_cache import KvPool, SequenceSlots
-from ragspec.numerics.rows import Part, StepRows
 from ragspec.numerics.self_test import self_test
-from ragspec.numerics.threads import compute_apart, num_processors
+from ragspec.numerics.threads import num_processors, run_in_thread
 
 ROWS = (1, 4, 16, 64)
 STEP_CONTEXT = 512
@@ -45,7 +45,7 @@ class Size(NamedTuple):
 
     def model(self, dtype: str, attention: str) -> Any:
         """The same weights every time."""
-        return compute_apart(lambda: self._model(dtype, attention), num_processors())
+        return run_in_thread(lambda: self._model(dtype, attention), num_processors())
 
     def _model(self, dtype: str, attention: str) -> Any:
         options = {"dtype": getattr(torch, dtype), "attn_implementation": attention}
@@ -59,9 +59,9 @@ class Size(NamedTuple):
         """Raises: ModelError."""
         config = TargetConfig.model_validate({"model": self.path, "dtype": dtype})
         if self.config is None:
-            return compute_apart(lambda: Target.load(config, _KV_SLOTS), num_processors())
+            return run_in_thread(lambda: Target.load(config, _KV_SLOTS), num_processors())
         model, tokenizer = self.model(dtype, "ragspec"), AutoTokenizer.from_pretrained(self.path)
-        return compute_apart(lambda: Target(model, tokenizer, config, _KV_SLOTS), num_processors())
+        return run_in_thread(lambda: Target(model, tokenizer, config, _KV_SLOTS), num_processors())
 
     @property
     def max_context_tokens(self) -> int:
@@ -114,7 +114,7 @@ def numerics_suite(
             tested = self_test(target, target.max_context_tokens, dtype, num_processors())
             return tested.passed, step_costs(target, size, dtype, effort.steps)
 
-        passed[name], costs[name] = compute_apart(measure, num_processors())
+        passed[name], costs[name] = run_in_thread(measure, num_processors())
         against[name] = plain_against_generate(target, size, dtype, effort, seed)
         tick("sizes and types", number, len(pairs))
         gc.collect()
@@ -178,8 +178,8 @@ def _invariant_step_s(target: Target, token_ids: np.ndarray[Any, np.dtype[np.int
     slots = SequenceSlots(target.pool)
     slots.keep(*slots.reserve(context), list(range(context)))
     num_rows = len(token_ids)
-    step = StepRows([Part(slots, 1, range(-1, num_rows - 1))])
-    elapsed_s = _seconds(target.forward, token_ids, step.rows, np.arange(num_rows, dtype=np.int32))
+    batch = Batch([ScheduledSequence(slots, token_ids, range(-1, num_rows - 1))])
+    elapsed_s = _seconds(target.forward, token_ids, batch.metadata, np.arange(num_rows, dtype=np.int32))
     slots.release()
     return elapsed_s
 

@@ -32,9 +32,9 @@ from ragspec.evaluation.forced_answers import ForcedAnswers, answer_ids
 from ragspec.evaluation.report import Result
 from ragspec.evaluation.suites.numerics import Size
 from ragspec.evaluation.timing import EngineDecoder, Tick
-from ragspec.numerics.attention import Rows
+from ragspec.numerics.attention import AttentionMetadata
 from ragspec.numerics.kv_cache import KvPool
-from ragspec.numerics.threads import compute_apart, num_processors
+from ragspec.numerics.threads import num_processors, run_in_thread
 from ragspec.verification.sampling import KeyedSampler, Sampler
 
 _KV_SLOTS = 16_384
@@ -68,11 +68,11 @@ class TimedTarget(Target):
     latest = Forward(0.0, 0, False)
 
     def forward_tapped(
-        self, token_ids: Ints, rows: Rows, wanted: Ints, taps: Sequence[int]
+        self, token_ids: Ints, metadata: AttentionMetadata, logit_rows: Ints, taps: Sequence[int]
     ) -> tuple[Floats, dict[int, Floats]]:
         begin = time.perf_counter()
-        computed = super().forward_tapped(token_ids, rows, wanted, taps)
-        self.latest = Forward(time.perf_counter() - begin, len(token_ids), len(wanted) == len(token_ids))
+        computed = super().forward_tapped(token_ids, metadata, logit_rows, taps)
+        self.latest = Forward(time.perf_counter() - begin, len(token_ids), len(logit_rows) == len(token_ids))
         return computed
 
 
@@ -117,8 +117,8 @@ class StepOverhead:
 
     def __init__(self, size: Size, cases: Sequence[Case], texts: Mapping[str, str], seed: int = 0) -> None:
         """Raises: ModelError, InputError for an empty answer."""
-        self._target = compute_apart(lambda: _timed_target(size), num_processors())
-        self.costs = compute_apart(lambda: measure_costs(self._target, _MAX_STEP_TOKENS), num_processors())
+        self._target = run_in_thread(lambda: _timed_target(size), num_processors())
+        self.costs = run_in_thread(lambda: measure_costs(self._target, _MAX_STEP_TOKENS), num_processors())
         self._cases, self._seed = cases, seed
         self._answers = ForcedAnswers()
         for case in cases:

@@ -6,10 +6,10 @@ from typing import Literal
 
 from pydantic import Field
 
-from ragspec.config import Part
+from ragspec.config import ConfigSection
 
 
-class ChatConfig(Part):
+class ChatConfig(ConfigSection):
     """`rewriter` makes a follow-up question standalone before it is looked up: by rules, or by the target itself; auto: by the
     target if it has `least_rewriter_parameters`; off: it is looked up as it is. The target may write `rewriter_tokens`
     tokens; where they are no question, the rules decide.

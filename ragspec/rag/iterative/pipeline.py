@@ -18,7 +18,7 @@ from typing import Any, Self
 from ragspec.config import GenerationConfig, PipelineConfig, SpeculationConfig
 from ragspec.core import GenerationStats, Passage, SamplingParams
 from ragspec.engine.loading import load_engine
-from ragspec.engine.text import OutputText, text_of
+from ragspec.engine.text import IncrementalDetokenizer, detokenize
 from ragspec.errors import InputError
 from ragspec.numerics.noise import random_seed
 from ragspec.rag.answer import Answer, AnswerStats
@@ -148,7 +148,7 @@ class IterativePipeline:
         told: asyncio.Queue[tuple[int, ...] | None] = asyncio.Queue()
         answering = asyncio.ensure_future(self._answered(order, told.put_nowait))
         answering.add_done_callback(lambda _: told.put_nowait(None))
-        text, count, sent = OutputText(self._tools.prompts.tokenizer, order.params.stop), 0, 0
+        text, count, sent = IncrementalDetokenizer(self._tools.prompts.tokenizer, order.params.stop), 0, 0
         try:
             while (output_ids := await told.get()) is not None:
                 for count, token in enumerate(output_ids[count:], count + 1):  # noqa: B020
@@ -215,7 +215,7 @@ class IterativePipeline:
     def _answer(
         self, order: IterativeRequest, run: RalmSpec, progress: PartialAnswer, steps: Sequence[SpeculationStep]
     ) -> Answer:
-        text = text_of(self._tools.prompts.tokenizer, progress.output_ids, order.params)
+        text = detokenize(self._tools.prompts.tokenizer, progress.output_ids, order.params)
         fitted = {key for step in steps for key in passage_keys(run.segments.prompt(step.passages).passages)}
         met = _distinct(passage for step in steps for passage in step.passages)
         passages = tuple(passage for key, passage in met.items() if key in fitted)

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from ragspec.core import Completion, Passage, Request, Segment
-from ragspec.engine.collect import join
+from ragspec.engine.client import completion_of
 from ragspec.rag.answer import IterativeStats
 from ragspec.rag.iterative.types import IterativeRequest, PipelineComponents, SpeculationStep
 from ragspec.rag.prompt import Prompt
@@ -94,7 +94,7 @@ class SegmentWriter:
         async for delta in self._tools.engine.stream(request):
             step.token_ids += delta.token_ids
             deltas.append(delta)
-        return join(deltas)
+        return completion_of(deltas)
 
 
 def _num_matching(draft_ids: Sequence[int], token_ids: Sequence[int]) -> int:

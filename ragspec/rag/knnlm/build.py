@@ -13,12 +13,12 @@ import numpy as np
 from transformers.utils.hub import cached_file
 
 from ragspec.core import check_text
-from ragspec.engine.target import Target
+from ragspec.engine.target import FINAL, Target
 from ragspec.engine.target_files import files_digest
 from ragspec.errors import ConfigError, ModelError
+from ragspec.numerics.batch import Batch, ScheduledSequence
 from ragspec.numerics.kv_cache import SequenceSlots
-from ragspec.numerics.rows import Part, StepRows
-from ragspec.numerics.threads import compute_apart, num_processors
+from ragspec.numerics.threads import num_processors, run_in_thread
 from ragspec.retrieval.encoder import EncoderIdentity, FloatArray
 from ragspec.retrieval.knnlm.datastore import DatastoreSource, write_datastore
 from ragspec.retrieval.knnlm.neighbours import Values, unit_rows
@@ -36,7 +36,7 @@ def build_datastore(
         raise ConfigError(f"context_tokens is {context_tokens}, but the target reads {target.max_context_tokens}")
     origin = DatastoreSource(target_identity(target), target.vocab_size, context_tokens)
     blocks = (_entries(target, chunk) for chunk in _chunks(texts, target.tokenizer, context_tokens))
-    return compute_apart(lambda: write_datastore(folder, blocks, origin), num_threads or num_processors())
+    return run_in_thread(lambda: write_datastore(folder, blocks, origin), num_threads or num_processors())
 
 
 def target_identity(target: Target, *, of_texts: bool = False) -> EncoderIdentity:
@@ -65,12 +65,12 @@ def hidden_state_keys(target: Target, token_ids: Sequence[int]) -> FloatArray:
     """The target's state after each of these tokens, as a key. Shapes: -> float32 [T, H], unit rows."""
     slots = SequenceSlots(target.pool)
     try:
-        step = StepRows([Part(slots, len(token_ids))])
-        states = target.states(np.array(token_ids, np.int32), step.rows)
-        step.drop(0)
+        batch = Batch([ScheduledSequence(slots, token_ids)])
+        _, tapped = target.forward_tapped(batch.token_ids, batch.metadata, batch.logit_rows[:0], (FINAL,))
+        batch.sequences[0].drop()
     finally:
         slots.release()
-    return unit_rows(states)
+    return unit_rows(tapped[FINAL])
 
 
 def _entries(target: Target, chunk: list[int]) -> tuple[FloatArray, Values]:

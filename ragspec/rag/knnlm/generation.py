@@ -19,12 +19,12 @@ import numpy as np
 
 from ragspec.core import Completion, Delta, Request
 from ragspec.engine.admission import Admission
-from ragspec.engine.collect import join
+from ragspec.engine.client import completion_of
 from ragspec.engine.sequence import Sequence
 from ragspec.engine.target import Target
 from ragspec.errors import InputError
 from ragspec.numerics.kv_cache import SequenceSlots
-from ragspec.numerics.threads import ThreadChoice, compute_apart
+from ragspec.numerics.threads import AdaptiveThreads, run_in_thread
 from ragspec.rag.knnlm.build import target_identity
 from ragspec.rag.knnlm.target_reader import TargetOutput, TargetReader
 from ragspec.retrieval.encoder import FloatArray
@@ -40,6 +40,7 @@ from ragspec.retrieval.knnlm.neighbours import (
 from ragspec.retrieval.speculative.stride import StrideScheduler
 from ragspec.tree import DraftTree, Origin
 from ragspec.verification.sampling import KeyedSampler, compile_samplers
+from ragspec.verification.verify import VerifyResult
 
 _LONGEST_PAUSE = 64
 _ALONE_EVERY = 48
@@ -85,7 +86,7 @@ class KnnGenerator:
         *,
         fingerprint: str = "",
         scheduler: StrideScheduler | None = None,
-        threads: ThreadChoice | None = None,
+        threads: AdaptiveThreads | None = None,
     ) -> None:
         """`fingerprint`: the numerics id that completions tell. Raises: EncoderMismatch if the datastore is another target's."""
         check_target(store.target, target_identity(target))
@@ -94,7 +95,7 @@ class KnnGenerator:
         self._target = target
         self._store = store
         self._admission = Admission(target, fingerprint)
-        self._threads = threads or ThreadChoice(None)
+        self._threads = threads or AdaptiveThreads(None)
         self._rhythm = _LearningSchedule()
         self._lock = threading.Lock()
         compile_samplers()
@@ -109,8 +110,8 @@ class KnnGenerator:
         deltas: list[Delta] = []
         (sequence,) = self._admission.sequences(request, deltas.append, lambda _: {})
         with self._lock:
-            stats = compute_apart(lambda: self._run(sequence, speculation and bool(request.speculation)), 1)
-        return join(deltas), stats
+            stats = run_in_thread(lambda: self._run(sequence, speculation and bool(request.speculation)), 1)
+        return completion_of(deltas), stats
 
     def _run(self, sequence: Sequence, speculation: bool) -> KnnStats:
         slots = SequenceSlots(self._target.pool)
@@ -156,13 +157,12 @@ class _KnnSequence:
         found = self._search(positions, learning)
         tokens, logits = self._judge(positions, guesses, found)
         num_right = sum(guess == token for guess, token in zip(guesses, tokens, strict=False))
-        num_kept = self._sequence.commit(tokens, logits, list(range(len(tokens))))
-        self._reader.roll_back(len(self._sequence.tokens) - 1)
-        num_drafted = len(guesses) if stride > 1 else 0
-        tree = DraftTree(self._sequence.tokens[-num_kept - 1])
-        for i, guess in enumerate(guesses[:num_drafted]):
+        tree = DraftTree(self._sequence.tokens[-1])
+        for i, guess in enumerate(guesses if stride > 1 else ()):
             tree.add(i, guess, 1.0, _GUESSED)
-        self._sequence.count_step(tree, list(range(1, 1 + min(num_drafted, num_right, num_kept))))
+        accepted = list(range(1, 1 + min(tree.num_drafted, num_right)))
+        self._sequence.commit(tree, VerifyResult(accepted, tokens), logits)
+        self._reader.roll_back(len(self._sequence.tokens) - 1)
         self._sequence.emit()
         self._count(len(positions), num_right, len(guesses), time.perf_counter() - begin, learning)
 

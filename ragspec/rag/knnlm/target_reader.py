@@ -1,6 +1,6 @@
 """A target read token by token: what KNN-LM takes from it at each position. Owns one sequence's keys and values.
 
->>> TargetReader(target, SequenceSlots(target.pool), ThreadChoice(None)).read(prompt_ids).query
+>>> TargetReader(target, SequenceSlots(target.pool), AdaptiveThreads(None)).read(prompt_ids).query
 """
 
 from __future__ import annotations
@@ -9,12 +9,10 @@ import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import numpy as np
-
-from ragspec.engine.target import Target
+from ragspec.engine.target import FINAL, Target
+from ragspec.numerics.batch import Batch, ScheduledSequence
 from ragspec.numerics.kv_cache import SequenceSlots
-from ragspec.numerics.rows import Part, StepRows
-from ragspec.numerics.threads import ThreadChoice
+from ragspec.numerics.threads import AdaptiveThreads
 from ragspec.retrieval.encoder import FloatArray
 from ragspec.retrieval.knnlm.neighbours import Doubles, softmax, unit_rows
 
@@ -31,7 +29,7 @@ class TargetOutput(NamedTuple):
 class TargetReader:
     """The target and one sequence's keys and values."""
 
-    def __init__(self, target: Target, slots: SequenceSlots, threads: ThreadChoice) -> None:
+    def __init__(self, target: Target, slots: SequenceSlots, threads: AdaptiveThreads) -> None:
         self._target = target
         self._slots = slots
         self._threads = threads
@@ -52,12 +50,10 @@ class TargetReader:
         self._slots.truncate(min(length, self._slots.length))
 
     def _forward(self, tokens: Sequence[int]) -> tuple[FloatArray, FloatArray]:
-        step = StepRows([Part(self._slots, len(tokens))])
+        batch = Batch([ScheduledSequence(self._slots, tokens)])
         self._threads.begin()
         begin = time.perf_counter()
-        result = self._target.forward_states(
-            np.array(tokens, np.int32), step.rows, np.array([len(tokens) - 1], np.int32)
-        )
+        logits, tapped = self._target.forward_tapped(batch.token_ids, batch.metadata, batch.logit_rows, (FINAL,))
         self._threads.end(len(tokens), time.perf_counter() - begin)
-        step.keep(0)
-        return result
+        batch.sequences[0].keep()
+        return tapped[FINAL][batch.logit_rows], logits

@@ -22,7 +22,7 @@ import torch
 from numpy.typing import NDArray
 from pydantic import Field
 
-from ragspec.config import Part, StrideConfig
+from ragspec.config import ConfigSection, StrideConfig
 from ragspec.retrieval.encoder import EncoderIdentity, FloatArray
 
 EntryNumbers = NDArray[np.int64]
@@ -32,7 +32,7 @@ Doubles = NDArray[np.float64]
 _LEAST_NORM = 1e-30
 
 
-class KnnConfig(Part):
+class KnnConfig(ConfigSection):
     """`weight` of the neighbours' vote; `temperature` in units of squared distance between unit vectors (0 to 4).
 
     The cache gets every neighbour of a verification and the `num_following` entries after each of the `num_followed` nearest; it

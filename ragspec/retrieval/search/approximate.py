@@ -20,7 +20,7 @@ import numpy as np
 
 from ragspec.config import DenseConfig
 from ragspec.errors import ConfigError, StoreCorrupt
-from ragspec.numerics.threads import compute_apart
+from ragspec.numerics.threads import run_in_thread
 from ragspec.retrieval.encoder import FloatArray
 from ragspec.retrieval.index.manifest import DENSE, VECTORS
 from ragspec.retrieval.index.segment_files import mapped_array
@@ -52,7 +52,7 @@ def build_faiss_index(folder: Path, config: DenseConfig) -> None:
     vectors: FloatArray = mapped_array(folder / VECTORS)
     if config.kind == "exact" or len(vectors) < MIN_ROWS:
         return
-    raw = compute_apart(lambda: load_faiss().serialize_index(_build(vectors, config)), 1)
+    raw = run_in_thread(lambda: load_faiss().serialize_index(_build(vectors, config)), 1)
     (folder / DENSE).write_bytes(raw.data)
 
 

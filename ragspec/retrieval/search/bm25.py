@@ -35,7 +35,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
-from ragspec.config import Part
+from ragspec.config import ConfigSection
 from ragspec.errors import StoreCorrupt
 from ragspec.numerics.compiled import compiled
 from ragspec.retrieval.index.segment_files import mapped_array
@@ -58,7 +58,7 @@ _BLOCK_ROWS = 8192
 """Rows whose sums are kept at once: 64 KB. Measured at a million rows: a third less time than one array of sums."""
 
 
-class SparseConfig(Part):
+class SparseConfig(ConfigSection):
     """BM25's saturation of repeated terms and its discount for long passages."""
 
     k1: float = Field(1.2, ge=0.0, le=100.0)

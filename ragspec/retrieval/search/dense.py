@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ragspec.numerics.linear import PackedLinear, packing_available
-from ragspec.numerics.threads import compute_apart, num_processors
+from ragspec.numerics.threads import num_processors, run_in_thread
 from ragspec.retrieval.encoder import FloatArray
 
 Rows = NDArray[np.int64]
@@ -55,7 +55,7 @@ class ExactIndex:
         self._vectors = vectors  # [K, E]
         packed = packing_available()
         starts = range(0, len(vectors), _BLOCK_ROWS)
-        self._blocks = compute_apart(
+        self._blocks = run_in_thread(
             lambda: [_block(vectors[i : i + _BLOCK_ROWS], packed) for i in starts], num_processors()
         )
         self._max_error = float32_error_bound(vectors.shape[1])
@@ -67,7 +67,7 @@ class ExactIndex:
         if allowed is not None and num_allowed <= FEW_ROWS_SHARE * len(allowed):
             return search_rows(self._vectors, np.flatnonzero(allowed), queries, k)
         num_candidates = min(rescoring_depth(k), num_allowed)
-        return compute_apart(lambda: self._search(queries, k, num_candidates, allowed), num_processors())
+        return run_in_thread(lambda: self._search(queries, k, num_candidates, allowed), num_processors())
 
     def _search(self, queries: FloatArray, k: int, num_candidates: int, allowed: Mask | None) -> list[ScoredRows]:
         forbidden = None if allowed is None else torch.from_numpy(~allowed)

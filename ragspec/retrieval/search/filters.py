@@ -27,7 +27,7 @@ import numpy as np
 from pydantic import Discriminator, Field, Tag, TypeAdapter, ValidationError, field_validator, model_validator
 from pydantic_core import ErrorDetails
 
-from ragspec.config import Part
+from ragspec.config import ConfigSection
 from ragspec.errors import InputError
 from ragspec.retrieval.search.metadata_columns import KINDS, Columns, Mask, metadata_columns, text_column
 
@@ -46,7 +46,7 @@ _TAGS = ("comparison", "compound", "negation")
 _REMEMBERED_MASKS = 32
 
 
-class ComparisonFilter(Part):
+class ComparisonFilter(ConfigSection):
     """One key against one value, or against a list of them for `in` and `nin`."""
 
     type: Literal["eq", "ne", "gt", "gte", "lt", "lte", "in", "nin"]
@@ -77,14 +77,14 @@ class ComparisonFilter(Part):
         return self.value if isinstance(self.value, tuple) else (self.value,)
 
 
-class CompoundFilter(Part):
+class CompoundFilter(ConfigSection):
     """All filters hold, or at least one."""
 
     type: Literal["and", "or"]
     filters: tuple[Filter, ...] = Field(min_length=1, strict=False)
 
 
-class NotFilter(Part):
+class NotFilter(ConfigSection):
     """The filter does not hold."""
 
     type: Literal["not"]

@@ -26,14 +26,14 @@ from ragspec.engine.target import Target
 from ragspec.errors import ModelError
 from ragspec.evaluation.suites.drafters.variants import CHAIN, TREE
 from ragspec.evaluation.timing import Tick
+from ragspec.numerics.batch import Batch, ScheduledSequence
 from ragspec.numerics.kv_cache import SequenceSlots
 from ragspec.numerics.noise import gumbel_row, row_seed
-from ragspec.numerics.rows import Part, StepRows
 from ragspec.speculation import AcceptanceRule
 from ragspec.training.heads.eagle_model import Head, build_head, unroll
 from ragspec.tree import DraftTree, Draw, Origin
-from ragspec.verification.probabilities import KeyedChance, Stream, draw_iid, draw_without_replacement
-from ragspec.verification.rejection import Acceptance, walk
+from ragspec.verification.probabilities import KeyedRandom, RandomStream, draw_iid, draw_without_replacement
+from ragspec.verification.rejection import AcceptancePolicy, rejection_sample
 
 Floats = NDArray[np.float64]
 Tokens = tuple[int, ...]
@@ -74,9 +74,9 @@ class Laws(NamedTuple):
         slots = SequenceSlots(self.target.pool)
         try:
             known = np.array(prefix_ids[:-1], np.int32)
-            step = StepRows([Part(slots, len(known))])
-            _, tapped = self.target.forward_tapped(known, step.rows, np.array([len(known) - 1], np.int32), self.taps)
-            step.keep(0)
+            batch = Batch([ScheduledSequence(slots, known)])
+            _, tapped = self.target.forward_tapped(known, batch.metadata, batch.logit_rows, self.taps)
+            batch.sequences[0].keep()
             features = np.concatenate([tapped[tap] for tap in self.taps], -1)  # [T - 1, F]
             yield Place(self, slots, list(prefix_ids), torch.from_numpy(features))
         finally:
@@ -108,10 +108,9 @@ class Place:
 
     def target_probs(self, tree: DraftTree) -> Floats:
         """The target's law at every node of a tree whose root is the last token, at temperature 1. Shape: float64 [N, V]."""
-        step = StepRows([Part(self._slots, 1, tree.parents)])
-        token_ids = np.array(tree.token_ids, np.int32)
-        logits = self._laws.target.forward(token_ids, step.rows, np.arange(len(tree), dtype=np.int32))
-        step.drop(0)
+        batch = Batch([ScheduledSequence(self._slots, tree.token_ids, tree.parents)])
+        logits = self._laws.target.forward(batch.token_ids, batch.metadata, batch.logit_rows)
+        batch.sequences[0].drop()
         mass = np.exp(logits.astype(np.float64) - logits.max(-1, keepdims=True))
         return np.asarray(mass / mass.sum(-1, keepdims=True))
 
@@ -193,7 +192,7 @@ def step_lengths(place: Place, root: int, shape: str, method: Method, seed: int)
         return [_keyed_lengths(place, root, shape, True, [seed + i])[0] for i in range(NUM_WALKS // 2)]
     if method.rule is AcceptanceRule.KEYED:
         return _keyed_lengths(place, root, shape, False, [seed + i for i in range(NUM_WALKS)])
-    chance = KeyedChance(seed, 0, 0, Stream.DRAFT)
+    chance = KeyedRandom(seed, 0, 0, RandomStream.DRAFT)
 
     def choose(law: Floats, count: int, _: int) -> Draw:
         draw = draw_iid if method.replacement else draw_without_replacement
@@ -204,8 +203,10 @@ def step_lengths(place: Place, root: int, shape: str, method: Method, seed: int)
         tree, draws = grown(place, root, shape, choose)
         laws = place.target_probs(tree)
         for walk_number in range(2):
-            verifying = KeyedChance(seed + walk_number, 0, len(lengths), Stream.VERIFY)
-            verdict = walk(Acceptance(method.rule), tree, draws, laws.__getitem__, verifying, len(tree) + 1)
+            verifying = KeyedRandom(seed + walk_number, 0, len(lengths), RandomStream.VERIFY)
+            verdict = rejection_sample(
+                AcceptancePolicy(method.rule), tree, draws, laws.__getitem__, verifying, len(tree) + 1
+            )
             lengths.append(len(verdict.tokens))
     return lengths
 

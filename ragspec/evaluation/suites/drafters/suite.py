@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ragspec.config import DraftingConfig, TargetConfig
+from ragspec.drafting.planner import Planner
 from ragspec.engine.admission import SamplerFactory
 from ragspec.engine.engine import Engine
 from ragspec.errors import ModelError
@@ -35,11 +36,11 @@ from ragspec.evaluation.suites.drafters.variants import (
     tree_setups,
 )
 from ragspec.evaluation.timing import Tick
-from ragspec.numerics.threads import compute_apart, num_processors
+from ragspec.numerics.threads import num_processors, run_in_thread
 from ragspec.rag.prompt import PromptBuilder
 from ragspec.rag.steps import RetrieverLike
 
-OpenEngine = Callable[[TargetConfig, SamplerFactory | None, DraftingConfig], tuple[Engine, bool]]
+OpenEngine = Callable[[TargetConfig, SamplerFactory | None, DraftingConfig, type[Planner]], tuple[Engine, bool]]
 """A running engine, and whether its numerics are bitwise."""
 
 TEMPERATURES = (0.0, 1.0)
@@ -108,7 +109,7 @@ class DraftersSuite:
     def measure(self) -> Result:
         """Everything. Raises: InputError if data is missing, ModelError, EngineError."""
         memory, plan = PeakMemory(), self.plan
-        engine, bitwise = self.open_engine(self.target, None, DraftingConfig())
+        engine, bitwise = self.open_engine(self.target, None, DraftingConfig(), Planner)
         with engine:
             prompts = PromptBuilder(engine.target.tokenizer, engine.target.max_context_tokens)
             cases = drafter_cases(self.data_dir, self.retriever, prompts, plan.num_cases)
@@ -132,7 +133,7 @@ class DraftersSuite:
         return result | headlines(rows, from_prefixes) | {"peak_pss_mb": memory.look()}
 
     def _open(self, setup: Setup, make_sampler: SamplerFactory | None = None) -> Engine:
-        return self.open_engine(self.target, make_sampler, setup.drafting)[0]
+        return self.open_engine(self.target, make_sampler, setup.drafting, setup.planner_class)[0]
 
     def _tree_rows(self, cases: dict[str, list[Case]]) -> Iterator[Result]:
         """Plain decoding's rows come from the first engine."""
@@ -191,7 +192,7 @@ class DraftersSuite:
             return dict(rule_table(Laws.load(self.target, head), texts, self.plan.seed, self.tick))
 
         try:
-            return compute_apart(table, num_processors()), []
+            return run_in_thread(table, num_processors()), []
         except ModelError as error:
             return None, [f"acceptance rules: {error}"]
 

@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import Literal
 
 from ragspec.config import ASSETS, DraftingConfig, EagleConfig
+from ragspec.drafting.planner import Planner
 from ragspec.errors import ModelError
+from ragspec.evaluation.fixed_trees import FixedTreePlanner
 from ragspec.speculation import ON, Speculation
 
 NONE, COPY, EAGLE1, EAGLE2, EAGLE3, MERGED = "none", "copy", "EAGLE-1", "EAGLE-2", "EAGLE-3", "copy + EAGLE-3"
@@ -75,7 +77,12 @@ class Setup:
     @property
     def drafting(self) -> DraftingConfig:
         eagle = EagleConfig(path="" if self.head is None else str(self.head), tree=self.head_tree, coupled=self.coupled)
-        return DraftingConfig(drafters=self.drafters, eagle=eagle, fixed_nodes=self.fixed_nodes)
+        most = self.fixed_nodes or DraftingConfig().max_tree_nodes
+        return DraftingConfig(drafters=self.drafters, eagle=eagle, max_tree_nodes=most)
+
+    @property
+    def planner_class(self) -> type[Planner]:
+        return Planner if self.fixed_nodes is None else FixedTreePlanner
 
 
 def tree_setups(heads: Heads) -> list[Setup]:

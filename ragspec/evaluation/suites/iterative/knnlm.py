@@ -27,7 +27,7 @@ from ragspec.engine.target import Target
 from ragspec.errors import InputError, StoreError
 from ragspec.evaluation.report import Result
 from ragspec.evaluation.timing import Tick
-from ragspec.numerics.threads import ThreadChoice, compute_apart, num_processors
+from ragspec.numerics.threads import AdaptiveThreads, num_processors, run_in_thread
 from ragspec.rag.knnlm.build import build_datastore, hidden_state_keys, target_identity
 from ragspec.rag.knnlm.generation import KnnGenerator, KnnStats
 from ragspec.retrieval.encoder import FloatArray
@@ -80,9 +80,9 @@ def measure_knnlm(
     folder, store = _datastore(target, data_dir, cache_dir, plan)
     prompts = _prompts(target, data_dir, plan)
     most = num_processors()
-    tested = compute_apart(lambda: check_numerics(target, most), most)
-    first = compute_apart(lambda: choose_num_threads(target, most), most)
-    bench = _Bench(target, prompts, plan, tick, ThreadChoice(most, first))
+    tested = run_in_thread(lambda: check_numerics(target, most), most)
+    first = run_in_thread(lambda: choose_num_threads(target, most), most)
+    bench = _Bench(target, prompts, plan, tick, AdaptiveThreads(most, first))
     rows = list(bench.rows("local", store))
     result: Result = {"knnlm_entries": len(store), "knnlm_bitwise": tested.passed, "knnlm": rows}
     if open_remote is not None:
@@ -168,7 +168,7 @@ class _Bench:
     prompts: Sequence[tuple[int, ...]]
     plan: KnnPlan
     tick: Tick
-    threads: ThreadChoice
+    threads: AdaptiveThreads
 
     def step_ms(self, store: DatastoreLike) -> float:
         """What a step takes between long searches, which is more than between short ones."""
@@ -178,7 +178,7 @@ class _Bench:
 
     def rows(self, name: str, store: DatastoreLike) -> Iterator[Result]:
         """Greedy ones first."""
-        states = compute_apart(lambda: hidden_state_keys(self.target, self.prompts[0][:_CONTEXT_TOKENS]), 1)
+        states = run_in_thread(lambda: hidden_state_keys(self.target, self.prompts[0][:_CONTEXT_TOKENS]), 1)
         for temperature, some in ((0.0, self.plan.num_neighbours), (1.0, self.plan.sampled)):
             for k in some:
                 config = KnnConfig(num_neighbours=k)

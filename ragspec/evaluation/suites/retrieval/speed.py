@@ -19,7 +19,7 @@ from ragspec.config import DenseConfig
 from ragspec.evaluation.suites.retrieval.collections import Mixture, write_vectors
 from ragspec.evaluation.suites.retrieval.timing import Blocks, Run, Search, TimingPlan, held_mb, take_turns
 from ragspec.evaluation.timing import Tick
-from ragspec.numerics.threads import compute_apart, num_processors
+from ragspec.numerics.threads import num_processors, run_in_thread
 from ragspec.retrieval.encoder import FloatArray
 from ragspec.retrieval.index.manifest import DENSE, VECTORS
 from ragspec.retrieval.index.segment_files import mapped_array
@@ -111,7 +111,7 @@ def plain(name: str, index: Any, num_threads: int, column: Column | None = None)
             load_faiss().omp_set_num_threads(num_threads)
             block()
 
-        compute_apart(call, num_threads)
+        run_in_thread(call, num_threads)
 
     return Contender(name, lambda queries: index.search(queries, K), lambda found: found[1].tolist(), run, column or {})
 

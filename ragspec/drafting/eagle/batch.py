@@ -1,4 +1,4 @@
-"""The rows of a head's forwards while one draft grows: what each sequence may look back on, and the nodes drafted so far.
+"""The rows of a head's forwards while one draft grows: what each sequence may settings back on, and the nodes drafted so far.
 
 Each sequence looks back on a list of slots (the last positions of its text that the head has seen) and has slots of its own for
 nodes. Pages are found once; a level only adds its nodes.
@@ -13,12 +13,12 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ragspec.numerics.attention import PAGE, Rows, make_tiles
+from ragspec.numerics.attention import PAGE, AttentionMetadata, make_tiles
 
 Ints = NDArray[np.int32]
 
 
-class Part(NamedTuple):
+class ScheduledDraft(NamedTuple):
     """One sequence: `context` slots in the order of their positions, the last `num_new` of them to be computed first.
 
     `end`: the position after the last one. `scratch`: slots for nodes.
@@ -30,10 +30,10 @@ class Part(NamedTuple):
     scratch: Ints
 
 
-class DraftRows:
+class DraftBatch:
     """Of several sequences. A node is (its place in `scratch`, the places of its path, itself last)."""
 
-    def __init__(self, parts: Sequence[Part]) -> None:
+    def __init__(self, parts: Sequence[ScheduledDraft]) -> None:
         self._parts = parts
         pages = [np.unique(np.concatenate([part.context, part.scratch]) // PAGE) for part in parts]
         context_index = [_index(own, part.context) for own, part in zip(pages, parts, strict=True)]
@@ -46,7 +46,7 @@ class DraftRows:
             "context_start": _starts([len(part.context) for part in parts]),
         }
 
-    def chains(self) -> Rows:
+    def chains(self) -> AttentionMetadata:
         """The new positions of every sequence, each seeing what stands before it."""
         parts = self._parts
         num_rows = sum(part.num_new for part in parts)
@@ -60,7 +60,7 @@ class DraftRows:
             (nothing, nothing, np.zeros(num_rows + 1, np.int32)),
         )
 
-    def level(self, paths: Sequence[Sequence[Sequence[int]]]) -> Rows:
+    def level(self, paths: Sequence[Sequence[Sequence[int]]]) -> AttentionMetadata:
         """One level of every sequence's tree; `paths[b]` are those of its new nodes, places in the sequence's scratch."""
         own = [(b, path) for b, those in enumerate(paths) for path in those]
         slots = np.array([self._parts[b].scratch[path[-1]] for b, path in own], np.int32)
@@ -78,9 +78,9 @@ class DraftRows:
         positions: NDArray[np.int64],
         ends: NDArray[np.int64],
         paths: tuple[Ints, Ints, Ints],
-    ) -> Rows:
+    ) -> AttentionMetadata:
         row_start = _starts(counts)
-        return Rows(
+        return AttentionMetadata(
             slots=slots,
             positions=positions.astype(np.int32),
             row_start=row_start,

@@ -1,10 +1,10 @@
-"""What rank 0 tells the others: one small broadcast a step, from which they run the same forward over pools of their own.
+"""Messages from rank 0 to the other ranks of its group: one broadcast a step, from which they run the same forward.
 
-A message is int32 words, the first `_CAPACITY` of them in one broadcast and the rest, where a prompt is long, in a second.
-Contexts go as runs of consecutive indices, since nearly all of them are; what follows from the rest is computed again.
+A message is int32 words, the first `_CAPACITY` of them in one broadcast and the rest (a long prompt) in a second. Context
+indices are sent as runs of consecutive numbers; fields that follow from others are computed again.
 
-    >>> send_step(ranks, Step(token_ids, rows, wanted), num_threads)        # rank 0
-    >>> message = receive(ranks)                                            # the others
+    >>> send_forward(ranks, ForwardInput(token_ids, metadata, logit_rows), num_threads)        # rank 0
+    >>> message = receive(ranks)                                                               # the other ranks
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ragspec.numerics.attention import PAGE, Rows, make_tiles
+from ragspec.numerics.attention import PAGE, AttentionMetadata, make_tiles
 from ragspec.numerics.ranks import Ranks
 
 Ints = NDArray[np.int32]
@@ -27,42 +27,40 @@ _CAPACITY = 2048
 _NUM_SECTIONS = 11
 
 
-class Kind(IntEnum):
-    """STEP: a forward. BEAT: nothing to do, are you there? STOP: the group ends."""
-
-    STEP = 1
-    BEAT = 2
+class MessageKind(IntEnum):
+    FORWARD = 1
+    HEARTBEAT = 2
     STOP = 3
 
 
-class Step(NamedTuple):
-    """One forward: int32 [N] tokens, their rows, int32 [W] numbers of the rows whose logits are wanted."""
+class ForwardInput(NamedTuple):
+    """The arguments of `Target.forward`. Shapes: token_ids int32 [N], logit_rows int32 [W]."""
 
     token_ids: Ints
-    rows: Rows
-    wanted: Ints
+    metadata: AttentionMetadata
+    logit_rows: Ints
 
 
 class Message(NamedTuple):
-    """`num_threads`: with how many rank 0 computes. `step`: None unless `kind` says so."""
+    """`num_threads`: how many threads rank 0 computes with. `forward`: None unless `kind` is FORWARD."""
 
-    kind: Kind
+    kind: MessageKind
     num_threads: int
-    step: Step | None
+    forward: ForwardInput | None
 
 
-def send_step(ranks: Ranks, step: Step, num_threads: int) -> None:
+def send_forward(ranks: Ranks, forward: ForwardInput, num_threads: int) -> None:
     """Raises: RankLost."""
-    _send(ranks, Kind.STEP, num_threads, _sections(step))
+    _send(ranks, MessageKind.FORWARD, num_threads, _to_sections(forward))
 
 
-def send(ranks: Ranks, kind: Kind) -> None:
-    """A message without a step. Raises: RankLost."""
+def send(ranks: Ranks, kind: MessageKind) -> None:
+    """Send a message without a forward. Raises: RankLost."""
     _send(ranks, kind, 0, [np.empty(0, np.int32)] * _NUM_SECTIONS)
 
 
 def receive(ranks: Ranks) -> Message:
-    """The next message; waits for it. Raises: RankLost."""
+    """Wait for the next message. Raises: RankLost."""
     first = np.empty(_CAPACITY, np.int32)
     ranks.broadcast(torch.from_numpy(first))
     kind, num_threads, *lengths = first[: 2 + _NUM_SECTIONS].tolist()
@@ -70,13 +68,13 @@ def receive(ranks: Ranks) -> Message:
     rest = np.empty(max(0, num_words - _CAPACITY), np.int32)
     if len(rest):
         ranks.broadcast(torch.from_numpy(rest))
-    if kind != Kind.STEP:
-        return Message(Kind(kind), num_threads, None)
+    if kind != MessageKind.FORWARD:
+        return Message(MessageKind(kind), num_threads, None)
     words = np.concatenate([first, rest])[2 + _NUM_SECTIONS : num_words]
-    return Message(Kind.STEP, num_threads, _step(np.split(words, np.cumsum(lengths)[:-1])))
+    return Message(MessageKind.FORWARD, num_threads, _from_sections(np.split(words, np.cumsum(lengths)[:-1])))
 
 
-def _send(ranks: Ranks, kind: Kind, num_threads: int, sections: list[Ints]) -> None:
+def _send(ranks: Ranks, kind: MessageKind, num_threads: int, sections: list[Ints]) -> None:
     head = np.array([kind, num_threads, *map(len, sections)], np.int32)
     words = np.concatenate([head, *sections])
     first = np.zeros(_CAPACITY, np.int32)
@@ -86,24 +84,24 @@ def _send(ranks: Ranks, kind: Kind, num_threads: int, sections: list[Ints]) -> N
         ranks.broadcast(torch.from_numpy(words[_CAPACITY:]))
 
 
-def _sections(step: Step) -> list[Ints]:
-    token_ids, rows, wanted = step
-    starts, ends = _runs(rows.context_index)
+def _to_sections(forward: ForwardInput) -> list[Ints]:
+    token_ids, m, logit_rows = forward
+    starts, ends = _runs(m.context_index)
     return [
-        token_ids, wanted, rows.slots, rows.positions, rows.row_start, rows.pages, rows.page_start, starts, ends,
-        np.concatenate([rows.context_start, rows.context_end, rows.path_start]), rows.path_index,
+        token_ids, logit_rows, m.slots, m.positions, m.row_start, m.pages, m.page_start, starts, ends,
+        np.concatenate([m.context_start, m.context_end, m.path_start]), m.path_index,
     ]  # fmt: skip
 
 
-def _step(sections: list[Ints]) -> Step:
-    token_ids, wanted, slots, positions, row_start, pages, page_start, starts, ends, bounds, path_index = sections
+def _from_sections(sections: list[Ints]) -> ForwardInput:
+    token_ids, logit_rows, slots, positions, row_start, pages, page_start, starts, ends, bounds, path_index = sections
     num_rows, num_sequences = len(slots), len(row_start) - 1
     context_start, context_end, path_start = np.split(bounds, [num_sequences + 1, num_sequences + 1 + num_rows])
-    context_index = _joined(starts, ends)
+    context_index = _join_runs(starts, ends)
     context_of = np.repeat(np.arange(num_sequences), np.diff(context_start))
     row_of_path = np.repeat(np.arange(num_rows), np.diff(path_start))
     path_of = np.searchsorted(row_start, row_of_path, side="right") - 1
-    rows = Rows(
+    metadata = AttentionMetadata(
         slots=slots,
         positions=positions,
         row_start=row_start,
@@ -118,11 +116,11 @@ def _step(sections: list[Ints]) -> Step:
         path_start=path_start,
         tiles=make_tiles(row_start),
     )
-    return Step(token_ids, rows, wanted)
+    return ForwardInput(token_ids, metadata, logit_rows)
 
 
 def _slots(index: Ints, sequence_of: NDArray[np.int64], pages: Ints, page_start: Ints) -> Ints:
-    """Where positions lie in the pool, from their index in their sequence's own pages."""
+    """Slots of positions given as indices into their sequence's own pages."""
     slots: Ints = (pages[page_start[sequence_of] + index // PAGE] * PAGE + index % PAGE).astype(np.int32)
     return slots
 
@@ -137,8 +135,8 @@ def _runs(index: Ints) -> tuple[Ints, Ints]:
     return starts, (lasts + 1).astype(np.int32)
 
 
-def _joined(starts: Ints, ends: Ints) -> Ints:
-    """The numbers that `_runs` came from."""
+def _join_runs(starts: Ints, ends: Ints) -> Ints:
+    """The inverse of `_runs`."""
     lengths = ends - starts
     before = np.cumsum(lengths) - lengths
     index: Ints = (np.arange(lengths.sum()) + np.repeat(starts - before, lengths)).astype(np.int32)

@@ -1,0 +1,156 @@
+"""What a step costs and what its drafts bring: the objective that the planner maximises.
+
+A forward over n rows beside c tokens of context takes T(n, c) seconds; T is measured at start and refined by every step. A
+drafted node is worth p, the probability that its whole path is accepted. With B sequences and M prompt rows that are in the
+step anyway, the planner chooses the set S of nodes with the most expected tokens a second:
+
+    maximise over S   (B + sum of p over S) / (T(B + M + |S|, c) - paid),     paid = T(B + M, c) - T(B, c)
+
+Of all sets of one size the most probable nodes are best, so only the size is searched. Where no node raises the rate, nothing is
+drafted: a step without drafts is the case |S| = 0.
+
+A drafter whose proposals take D seconds is asked for a set A of sequences where it saves more time than it takes:
+
+    saved(gains of A) - D(A) - (T(B + nodes of A, c) - T(B, c)) > 0
+
+Owns seconds and probabilities; knows no drafter.
+"""
+
+from __future__ import annotations
+
+import itertools
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Callable
+from collections.abc import Sequence as SequenceOf
+
+from ragspec.drafting.drafter import SequenceView
+from ragspec.tree import DraftTree
+
+_BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 256)
+_NUM_ROUNDS = 4
+_STEP_WEIGHT = 0.05
+"""Weight of one step against earlier measurements."""
+_STALE_STEPS, _STALE_WEIGHT = 20, 0.02
+"""A size unused for so many steps drifts with the size in use, so that one slow spell cannot rule a tree size out for good."""
+
+
+class CostTable:
+    """T(rows, context) in seconds: measured at start, linear in between, refined while running. More rows never cost less."""
+
+    def __init__(self, seconds: dict[int, list[float]], rows: SequenceOf[int] = _BUCKETS) -> None:
+        """`seconds[context]` has one entry for each number of rows."""
+        self._rows = list(rows)
+        self._measured = seconds
+        self._drift = {context: [1.0] * len(self._rows) for context in seconds}
+        self._unused_steps = {context: [0] * len(self._rows) for context in seconds}
+        self._seconds = {context: _rising(column) for context, column in seconds.items()}
+
+    @classmethod
+    def measure(cls, forward_s: Callable[[int, int], float], contexts: SequenceOf[int], max_rows: int) -> CostTable:
+        """`forward_s(rows, context)` runs one forward and returns its seconds; the fastest of a few rounds counts.
+
+        All sizes take turns, so that a moment of other load does not fall on one size.
+        """
+        rows = [n for n in _BUCKETS if n <= max_rows]
+        rounds = [{c: [forward_s(n, c) for n in rows] for c in contexts} for _ in range(_NUM_ROUNDS)]
+        return cls({c: [min(times) for times in zip(*(r[c] for r in rounds), strict=True)] for c in contexts}, rows)
+
+    def cost_s(self, num_rows: int, context: int) -> float:
+        """Expected seconds of one forward."""
+        column = self._seconds[self._nearest(context)]
+        at = bisect_left(self._rows, num_rows)
+        if at == 0 or len(column) == 1:
+            return column[0]
+        at = min(at, len(column) - 1)  # beyond the last bucket the last slope goes on
+        low, high = self._rows[at - 1], self._rows[at]
+        share = (num_rows - low) / (high - low)
+        return column[at - 1] + (column[at] - column[at - 1]) * share
+
+    def refine(self, num_rows: int, context: int, seconds: float) -> None:
+        """Move the nearest measurements a little towards the seconds of a forward."""
+        nearest = self._nearest(context)
+        drift = self._drift[nearest]
+        ratio = min(2.0, max(0.5, seconds / self.cost_s(num_rows, context)))
+        at = min(bisect_left(self._rows, num_rows), len(self._rows) - 1)
+        used = {at, at - 1} if at > 0 and self._rows[at] != num_rows else {at}
+        unused_steps = self._unused_steps[nearest]
+        for i in range(len(drift)):
+            unused_steps[i] = 0 if i in used else unused_steps[i] + 1
+            if i in used:
+                drift[i] *= ratio**_STEP_WEIGHT
+            elif unused_steps[i] > _STALE_STEPS:
+                drift[i] += _STALE_WEIGHT * (drift[at] - drift[i])
+        self._seconds[nearest] = _rising([s * d for s, d in zip(self._measured[nearest], drift, strict=True)])
+
+    def _nearest(self, context: int) -> int:
+        return min(self._measured, key=lambda c: abs(c - context))
+
+
+class StepCost:
+    """The objective for the B sequences of one step. `num_prompt_rows`: rows of prompts in the same step."""
+
+    def __init__(self, costs: CostTable, sequences: SequenceOf[SequenceView], num_prompt_rows: int) -> None:
+        self._costs, self._sequences, self._num_prompt_rows = costs, sequences, num_prompt_rows
+        self._context = max(len(s.tokens) for s in sequences)
+        self._plain_s = costs.cost_s(len(sequences), self._context)  # a step without drafts and prompts
+
+    def nodes_s(self, num_nodes: int) -> float:
+        """Seconds that so many nodes add to the step."""
+        return self._costs.cost_s(len(self._sequences) + num_nodes, self._context) - self._plain_s
+
+    def token_s(self, trees: SequenceOf[DraftTree]) -> float:
+        """Seconds a token takes with these trees."""
+        return self._plain_s / (len(trees) + sum(sum(tree.path_probs[1:]) for tree in trees))
+
+    def saved_s(self, trees: SequenceOf[DraftTree], gains: SequenceOf[float]) -> float:
+        """Seconds that further accepted tokens save; `gains` has one number for each sequence that gains.
+
+        All sequences wait for the slowest: whole steps are saved only where every unfinished sequence gains, and then by the
+        least gain. Otherwise a sequence saves its own row alone.
+        """
+        count = len(trees)
+        row_s = (self._plain_s - self._costs.cost_s(1, self._context)) / (count - 1) if count > 1 else 0.0
+        together = min(gains) if gains and len(gains) == sum(s.most_tokens > 1 for s in self._sequences) else 0.0
+        expected = 1.0 + sum(sum(tree.path_probs[1:]) for tree in trees) / count
+        return (sum(gains) * row_s + together * (self._plain_s - count * row_s)) / expected
+
+    def fit(self, trees: list[DraftTree], spare_rows: int) -> list[DraftTree]:
+        """Cut the trees to the best set of at most `spare_rows` nodes.
+
+        Trees drawn by chance keep all their nodes: to leave a node out because of the tokens drawn below it would change the
+        distribution of the output.
+        """
+        drawn = [i for i, tree in enumerate(trees) if tree.draws]
+        if not drawn:
+            return self._cut(trees, spare_rows)
+        for i in drawn:
+            trees[i] = trees[i].best(spare_rows // len(drawn))
+        num_drawn = sum(trees[i].num_drafted for i in drawn)
+        others = [i for i in range(len(trees)) if i not in drawn]
+        if others:
+            paid_rows = self._num_prompt_rows + num_drawn + len(drawn)
+            rest = StepCost(self._costs, [self._sequences[i] for i in others], paid_rows)
+            for i, tree in zip(others, rest._cut([trees[i] for i in others], spare_rows - num_drawn), strict=True):
+                trees[i] = tree
+        return trees
+
+    def _cut(self, trees: list[DraftTree], spare_rows: int) -> list[DraftTree]:
+        """The objective of the module docstring; equal nodes go to the first trees."""
+        nodes = sorted((-p, i) for i, tree in enumerate(trees) for p in tree.path_probs[1:])[:spare_rows]
+        num_rows = len(self._sequences) + self._num_prompt_rows
+        expected = float(len(self._sequences))
+        paid_s = self._costs.cost_s(num_rows, self._context) - self._plain_s
+        best_rate, best = expected / self._plain_s, 0
+        for n, (negative_prob, _) in enumerate(nodes, 1):
+            expected -= negative_prob
+            rate = expected / (self._costs.cost_s(num_rows + n, self._context) - paid_s)
+            if rate > best_rate:
+                best_rate, best = rate, n
+        sizes = Counter(i for _, i in nodes[:best])
+        return [tree.best(sizes[i]) for i, tree in enumerate(trees)]
+
+
+def _rising(seconds: SequenceOf[float]) -> list[float]:
+    """The largest rising sequence under the measurements: noise only adds."""
+    return list(itertools.accumulate(reversed(seconds), min))[::-1]

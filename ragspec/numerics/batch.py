@@ -1,0 +1,143 @@
+"""One step as one forward: of each scheduled sequence its next known tokens and a draft tree on top, flattened to rows.
+
+Slots are reserved when a batch is built; `keep` or `drop` settles each sequence's slots when the step is decided. Owns no
+text and no logits.
+
+    >>> batch = Batch([ScheduledSequence(slots, token_ids)])
+    >>> logits = target.forward(batch.token_ids, batch.metadata, batch.logit_rows)
+    >>> batch.sequences[0].keep()
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ragspec.numerics.attention import AttentionMetadata, make_tiles
+from ragspec.numerics.kv_cache import SequenceSlots
+
+Ints = NDArray[np.int32]
+Floats = NDArray[np.float32]
+
+
+class ScheduledSequence:
+    """One sequence's part of a step: known tokens after its kept positions, then nodes 1, 2, ... of a draft tree.
+
+    Node 0, the tree's root, is the last known token: `parents[0]` is -1, every other parent is a lower number. `token_ids`
+    has one token a row. `wants_logits` is False for a chunk of a prompt that goes on in the next step.
+    """
+
+    def __init__(
+        self,
+        slots: SequenceSlots,
+        token_ids: Sequence[int] | Ints,
+        parents: Sequence[int] = (-1,),
+        wants_logits: bool = True,
+    ) -> None:
+        self.slots, self.token_ids, self.parents, self.wants_logits = slots, token_ids, parents, wants_logits
+        self.num_known = len(token_ids) - len(parents) + 1
+        self.first_row = self.first_logit = 0  # set by the batch
+        self.reserved_slots, self.reserved_index = slots.reserve(len(token_ids))
+
+    def logits(self, logits: Floats) -> Floats:
+        """Logits of the tree, row n for node n. Shapes: [W, V] of the batch -> [N, V]."""
+        return logits[self.first_logit : self.first_logit + len(self.parents)]
+
+    def features(self, features: Mapping[int, Floats], path: Sequence[int]) -> dict[int, Floats]:
+        """Hidden states of the known tokens and of the nodes on `path`, by tap. Shapes: [N, H] of the batch -> [T, H]."""
+        if not features:
+            return {}
+        root = self.first_row + self.num_known - 1
+        rows = [*range(self.first_row, root + 1), *(root + node for node in path)]
+        return {tap: stream[rows] for tap, stream in features.items()}
+
+    def keep(self, path: Sequence[int] = ()) -> None:
+        """Keep the known tokens and the tree's nodes on `path`, in order; all other slots are spare again."""
+        root = self.num_known - 1
+        kept = [*range(self.num_known), *(root + node for node in path)]
+        self.slots.keep(self.reserved_slots, self.reserved_index, kept)
+
+    def drop(self) -> None:
+        """Keep nothing."""
+        self.slots.keep(self.reserved_slots, self.reserved_index, [])
+
+
+class Batch:
+    """The rows of all sequences, in order. Raises: OutOfSlots.
+
+    Shapes: token_ids int32 [N]; logit_rows int32 [W], the rows of all nodes whose logits are wanted, roots included.
+    """
+
+    def __init__(self, sequences: Sequence[ScheduledSequence]) -> None:
+        self.sequences = sequences
+        token_ids: list[int] = []
+        logit_rows: list[int] = []
+        for scheduled in sequences:
+            scheduled.first_row, scheduled.first_logit = len(token_ids), len(logit_rows)
+            token_ids.extend(scheduled.token_ids)
+            if scheduled.wants_logits:
+                logit_rows += range(len(token_ids) - len(scheduled.parents), len(token_ids))
+        self.token_ids = np.array(token_ids, np.int32)
+        self.logit_rows = np.array(logit_rows, np.int32)
+        self.longest_context = max(s.slots.length + s.num_known for s in sequences)
+        self.metadata = _metadata(sequences)
+
+
+def _metadata(sequences: Sequence[ScheduledSequence]) -> AttentionMetadata:
+    paths = [_paths(s.parents) for s in sequences]
+    flat = [_flat(s.num_known, own) for s, own in zip(sequences, paths, strict=True)]
+    path_lengths = [
+        length
+        for s, own in zip(sequences, paths, strict=True)
+        for length in [0] * s.num_known + [len(path) for path in own]
+    ]
+    context_slots: list[Ints] = []
+    context_index: list[Ints] = []
+    for s in sequences:  # kept positions and known tokens, sequence after sequence
+        context_slots += [s.slots.slots, s.reserved_slots[: s.num_known]]
+        context_index += [s.slots.index, s.reserved_index[: s.num_known]]
+    row_start = _starts([len(s.token_ids) for s in sequences])
+    return AttentionMetadata(
+        slots=np.concatenate([s.reserved_slots for s in sequences]),
+        positions=np.concatenate([_positions(s, own) for s, own in zip(sequences, paths, strict=True)]),
+        row_start=row_start,
+        pages=np.concatenate([np.array(s.slots.pages, np.int32) for s in sequences]),
+        page_start=_starts([len(s.slots.pages) for s in sequences]),
+        context_slots=np.concatenate(context_slots),
+        context_index=np.concatenate(context_index),
+        context_start=_starts([s.slots.length + s.num_known for s in sequences]),
+        context_end=np.concatenate([_context_end(s) for s in sequences]),
+        path_slots=np.concatenate([s.reserved_slots[own] for s, own in zip(sequences, flat, strict=True)]),
+        path_index=np.concatenate([s.reserved_index[own] for s, own in zip(sequences, flat, strict=True)]),
+        path_start=_starts(path_lengths),
+        tiles=make_tiles(row_start),
+    )
+
+
+def _paths(parents: Sequence[int]) -> list[list[int]]:
+    """For nodes 1, 2, ...: the nodes from the root's child down to the node."""
+    paths: list[list[int]] = [[]]
+    for node in range(1, len(parents)):
+        paths.append([*paths[parents[node]], node])
+    return paths[1:]
+
+
+def _flat(num_known: int, paths: list[list[int]]) -> Ints:
+    return np.fromiter((num_known - 1 + node for path in paths for node in path), np.int32)
+
+
+def _positions(scheduled: ScheduledSequence, paths: list[list[int]]) -> Ints:
+    start, end = scheduled.slots.length, scheduled.slots.length + scheduled.num_known
+    return np.concatenate([np.arange(start, end), [end - 1 + len(path) for path in paths]]).astype(np.int32)
+
+
+def _context_end(scheduled: ScheduledSequence) -> Ints:
+    start, end = scheduled.slots.length, scheduled.slots.length + scheduled.num_known
+    num_nodes = len(scheduled.parents) - 1
+    return np.concatenate([np.arange(start + 1, end + 1), np.full(num_nodes, end)]).astype(np.int32)
+
+
+def _starts(lengths: Sequence[int]) -> Ints:
+    return np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
