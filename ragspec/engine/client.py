@@ -14,9 +14,10 @@ import queue
 import threading
 import time
 from abc import abstractmethod
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from collections.abc import Sequence as SequenceOf
-from contextlib import AbstractContextManager
+from concurrent.futures import Future
+from contextlib import AbstractContextManager, contextmanager
 from typing import Self
 
 from ragspec.core import Completion, Delta, FinishReason, GenerationStats, Request
@@ -30,15 +31,11 @@ class EngineClient(AbstractContextManager["EngineClient"]):
     """Thread-safe; as a context manager it closes itself."""
 
     @abstractmethod
-    def submit(self, request: Request, listener: Listener) -> None:
-        """Queue a request. The engine's thread calls the listener with every Delta of every choice.
-
-        Raises: InputError, PromptTooLong, EngineClosed.
-        """
-
-    @abstractmethod
     def submit_all(self, requests: SequenceOf[Request], listener: Listener) -> None:
-        """Queue all requests; if one is refused, none is queued. Raises: as `submit`."""
+        """Queue all requests; if one is refused, none is queued.
+
+        The engine's thread calls the listener with every Delta of every choice. Raises: InputError, PromptTooLong, EngineClosed.
+        """
 
     @abstractmethod
     def cancel(self, request_id: str) -> None:
@@ -47,6 +44,10 @@ class EngineClient(AbstractContextManager["EngineClient"]):
     @abstractmethod
     def close(self) -> None:
         """Stop; running requests end as cancelled."""
+
+    def submit(self, request: Request, listener: Listener) -> None:
+        """As `submit_all`, for one request."""
+        self.submit_all([request], listener)
 
     def generate(self, requests: SequenceOf[Request]) -> list[Completion]:
         """Run all requests together to their end. Completions come in the order of requests, then of choices."""
@@ -132,6 +133,15 @@ def completion_of(deltas: SequenceOf[Delta]) -> Completion:
     )
 
 
+@contextmanager
+def logged_errors(message: str) -> Iterator[None]:
+    """Log an exception instead of raising it."""
+    try:
+        yield
+    except Exception:
+        log.exception(message)
+
+
 class CommandQueue:
     """Calls from other threads, run by the engine's thread in order of arrival.
 
@@ -145,6 +155,20 @@ class CommandQueue:
 
     def put(self, call: Callable[[], None]) -> None:
         self._queue.put(call)
+
+    def submit(self, call: Callable[[], None]) -> Future[None]:
+        """Queue a call that somebody waits for: an error of the call is set in the future."""
+        done: Future[None] = Future()
+
+        def run() -> None:
+            try:
+                call()
+                done.set_result(None)
+            except BaseException as error:
+                done.set_exception(error)
+
+        self.put(run)
+        return done
 
     def end(self) -> None:
         """Calls that are put after this one are not run."""
@@ -165,10 +189,8 @@ class CommandQueue:
                 continue
             if call is None:
                 return False
-            try:
+            with logged_errors("a command to the engine failed"):
                 call()
-            except Exception:
-                log.exception("a command to the engine failed")
 
     def _until_heartbeat(self) -> float | None:
         """Seconds until the next heartbeat; runs a heartbeat that is due."""

@@ -15,13 +15,12 @@ import threading
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
-from concurrent.futures import Future
 
 from ragspec.config import EngineConfig
 from ragspec.core import FinishReason, Request
 from ragspec.drafting.planner import Planner
 from ragspec.engine.admission import Admission
-from ragspec.engine.client import CommandQueue, EngineClient
+from ragspec.engine.client import CommandQueue, EngineClient, logged_errors
 from ragspec.engine.scheduler import Scheduler
 from ragspec.engine.sequence import Listener, Sequence
 from ragspec.engine.target import Floats, Target
@@ -35,7 +34,7 @@ log = logging.getLogger(__name__)
 
 
 class Engine(EngineClient):
-    """Continuous batching of draft trees over one target. Thread-safe from the outside."""
+    """Continuous batching of draft trees over one target. Any thread may call; the engine's thread runs steps and listeners."""
 
     def __init__(
         self,
@@ -61,11 +60,6 @@ class Engine(EngineClient):
         self._thread.start()
         atexit.register(self.close)
 
-    # -- from any thread ---------------------------------------------------------------------------------------------
-
-    def submit(self, request: Request, listener: Listener) -> None:
-        self.submit_all([request], listener)
-
     def submit_all(self, requests: SequenceOf[Request], listener: Listener) -> None:
         prepare = self._planner.prepare
         admitted = {request.id: self._admission.sequences(request, listener, prepare) for request in requests}
@@ -87,19 +81,10 @@ class Engine(EngineClient):
 
         Never call this from a listener: listeners run in the engine's thread. Raises: EngineClosed, and any error of `call`.
         """
-        done: Future[None] = Future()
-
-        def run() -> None:
-            try:
-                call()
-                done.set_result(None)
-            except BaseException as error:
-                done.set_exception(error)
-
         with self._lock:
             if self._closed:
                 raise EngineClosed(self._closed)
-            self._commands.put(run)
+            done = self._commands.submit(call)
         done.result()
 
     def purge(self, salt: str) -> None:
@@ -113,8 +98,6 @@ class Engine(EngineClient):
             self._commands.end()
         self._thread.join()
         atexit.unregister(self.close)
-
-    # -- the engine's thread -----------------------------------------------------------------------------------------
 
     def _run(self) -> None:
         try:
@@ -207,10 +190,8 @@ class Engine(EngineClient):
         remaining = self._sequences[sequence.request.id]
         remaining.remove(sequence)
         for retire in (self._scheduler.retire, self._planner.finish):
-            try:
+            with logged_errors("cleaning up after a sequence failed"):
                 retire(sequence)
-            except Exception:  # the listener gets the end of the sequence in any case
-                log.exception("a finished sequence of request %r could not be cleaned up", sequence.request.id)
         if not remaining:
             del self._sequences[sequence.request.id]
             with self._lock:
