@@ -4,47 +4,80 @@
     python -m pipelines.train_drafter --family eagle2 --data ../shared/data --out runs/eagle2 --steps 3
     python -m pipelines.train_drafter --family eagle3 --target PATH --data ../shared/data --out runs/own --workers 4
 
-`eagle` learns one draft step, `eagle2` the same head over several, `eagle3` reads three of the target's layers and has an
-output layer of its own. `--answers target` lets the target answer first and trains on that; `both` mixes it with the data
-sets' answers. `--inputs` and `--position-decay` are the papers' ablations. On cores that others use too,
-`OMP_WAIT_POLICY=PASSIVE` keeps two threads from spinning. Writes under `--out`: `answers.jsonl`, `checkpoint.safetensors`,
-`curves.png`, `history.json` and `head/`. Several workers run through Ray Train; on several machines the paths must be shared.
+`eagle` learns one draft step, `eagle2` the same head over several, `eagle3` reads three of the target's layers and has its own
+output layer. `--answers target` generates the target's answers first and trains on them; `both` mixes them with the data sets'
+answers. `--inputs` and `--position-decay` are the papers' ablations. On a busy machine, set `OMP_WAIT_POLICY=PASSIVE`: waiting
+threads then do not spin. Several workers run through Ray Train; on several machines the paths must be shared.
+
+Writes under `--out`: `answers.jsonl`, `checkpoint.safetensors`, `curves.png`, `history.json` and `head/`.
 """
 
+import argparse
 import json
 import sys
+from dataclasses import dataclass
+from pathlib import Path
 
 from torch import Tensor
 
-from pipelines.train.drafter_run import Run, parser, run_of
-from pipelines.train.run import run_to_end, spent, train_with
-from ragspec.config import DraftingConfig, EngineConfig, TargetConfig
-from ragspec.drafting.eagle.checkpoint import HeadConfig, write_head
+from pipelines.train.training_run import (
+    TrainingRun,
+    common_options,
+    positive,
+    run_to_end,
+    tokens_and_speed,
+    train_with,
+    training_parser,
+)
+from ragspec.config import REFERENCE_TARGET, DraftingConfig, EngineConfig, TargetConfig
+from ragspec.drafting.eagle.checkpoint import EagleFamily, HeadConfig, write_head
 from ragspec.engine.loading import load_engine
 from ragspec.engine.model_config import eos_ids
 from ragspec.errors import RagspecError
 from ragspec.rag.knnlm.build import target_identity
 from ragspec.training.grammar_errors import GrammarErrors
-from ragspec.training.heads.answers import PromptSource, answer_draw, mixed_draw, read_answers, write_answers
-from ragspec.training.heads.examples import (
+from ragspec.training.heads.eagle_model import Inputs
+from ragspec.training.heads.frozen_target import FrozenTarget
+from ragspec.training.heads.initialisation import fresh_head, head_config, spread_aux_layers
+from ragspec.training.heads.losses import Objective
+from ragspec.training.heads.target_answers import (
+    PromptSource,
+    answer_sampler,
+    mixed_sampler,
+    read_answers,
+    write_answers,
+)
+from ragspec.training.heads.trainer import DrafterPlan, DrafterTrainer
+from ragspec.training.heads.training_texts import (
     AnswerEncoder,
-    Draw,
-    dataset_draw,
+    TextSampler,
+    dataset_sampler,
     draft_vocabulary,
     drafter_sources,
     probe_batches,
 )
-from ragspec.training.heads.export import draw_drafter_curves
-from ragspec.training.heads.frozen_target import FrozenTarget
-from ragspec.training.heads.initialisation import fresh_head, head_config, spread_aux_layers
-from ragspec.training.heads.trainer import DrafterTrainer
 from ragspec.training.reference.batches import MicroBatch
-from ragspec.training.workers import Workers
+from ragspec.training.trainer import WorkerGroup
 
 SMALL_VOCABULARY, SMALL_DRAFT_VOCABULARY, DRAFT_VOCABULARY = 16_384, 3_072, 32_000
 VOCABULARY_TEXTS = 4_000
 ANSWERS = "answers.jsonl"
 NUM_PROBES, PROBE_TEXTS, PROBE_STEPS = 10, 16, 5
+LEAST_TOKENS = 128
+"""Of a text: shorter limits leave too few prompts with room for an answer."""
+NUM_STEPS = {"eagle": 1, "eagle2": 3, "eagle3": 4}
+NOISE = {"eagle": 0.2, "eagle2": 0.2, "eagle3": 0.0}
+
+
+@dataclass(frozen=True, kw_only=True)
+class DrafterRun(TrainingRun):
+    """The command's options. `draft_vocab` None: the default of the target's vocabulary size."""
+
+    target: str
+    family: EagleFamily
+    aux_layers: tuple[int, ...]
+    draft_vocab: int | None
+    plan: DrafterPlan
 
 
 def main() -> None:
@@ -59,8 +92,57 @@ def main() -> None:
         sys.exit(f"error: {cause}")
 
 
-def obtain_answers(run: Run) -> None:
-    """The target's own answers, as many as are still lacking. Raises: ModelError, InputError."""
+def parser() -> argparse.ArgumentParser:
+    """The command's options."""
+    parser = training_parser("Train an EAGLE head.")
+    add = parser.add_argument
+    add("--family", choices=sorted(NUM_STEPS), required=True)
+    add("--target", default=REFERENCE_TARGET, help="model directory; default: the reference target")
+    add("--tokens", type=positive(int), default=20_000_000, help="length of the run in tokens")
+    add(
+        "--steps", "--ttt-steps", type=positive(int), dest="steps", help="draft steps learnt; default 1, 3, 4 by family"
+    )
+    add("--position-decay", type=float, default=0.8, help="weight of a draft step against the one before")
+    add("--inputs", choices=[i.value for i in Inputs], default=Inputs.SHIFTED.value, help="the parts of a pair")
+    add(
+        "--noise", type=float, help="width of the uniform noise on features, of a text of 512 tokens; default by family"
+    )
+    add("--aux-layers", type=int, nargs=3, help="eagle3: taps, low to high")
+    add("--draft-vocab", type=positive(int), help="eagle3: tokens the head can draft")
+    add("--peak-rate", type=float, default=1e-3, help="peak learning rate")
+    add("--max-tokens", type=positive(int, LEAST_TOKENS), default=320, help="texts are cut to this many tokens")
+    add("--answers", choices=("dataset", "target", "both"), default="dataset", help="source of the answers")
+    add("--num-answers", type=positive(int), default=6_000, help="number of answers of the target; kept under --out")
+    return parser
+
+
+def run_of(args: argparse.Namespace) -> DrafterRun:
+    """The run of the given options. Raises: InputError."""
+    steps = args.steps or NUM_STEPS[args.family]
+    noise = NOISE[args.family] if args.noise is None else args.noise
+    objective = Objective(steps, args.position_decay, Inputs(args.inputs), noise)
+    plan = DrafterPlan(
+        total_tokens=args.tokens,
+        objective=objective,
+        minutes=args.minutes,
+        seed=args.seed,
+        max_tokens=args.max_tokens,
+        peak_lr=args.peak_rate,
+        answers=args.answers,
+        num_answers=0 if args.answers == "dataset" else args.num_answers,
+    )
+    return DrafterRun(
+        **common_options(args),
+        target=str(Path(args.target).resolve()) if Path(args.target).is_dir() else args.target,
+        family=EagleFamily.EAGLE3 if args.family == "eagle3" else EagleFamily.EAGLE,
+        aux_layers=tuple(args.aux_layers or ()),
+        draft_vocab=args.draft_vocab,
+        plan=plan,
+    )
+
+
+def obtain_answers(run: DrafterRun) -> None:
+    """Generates the target's missing answers. Raises: ModelError, InputError."""
     run.out.mkdir(parents=True, exist_ok=True)
     sources, errors = drafter_sources(run.data_dir), GrammarErrors(run.data_dir)
     target = TargetConfig(model=run.target)
@@ -72,53 +154,53 @@ def obtain_answers(run: Run) -> None:
             print(f"{done} of {run.plan.num_answers} answers of the target", flush=True)
 
 
-def draw_of(run: Run, encoder: AnswerEncoder) -> Draw:
-    """Where training texts come from."""
-    dataset = dataset_draw(drafter_sources(run.data_dir), GrammarErrors(run.data_dir), encoder)
+def text_sampler(run: DrafterRun, encoder: AnswerEncoder) -> TextSampler:
+    """The source of training texts."""
+    dataset = dataset_sampler(drafter_sources(run.data_dir), GrammarErrors(run.data_dir), encoder)
     if run.plan.answers == "dataset":
         return dataset
-    own = answer_draw(read_answers(run.out / ANSWERS, run.plan.num_answers))
-    return own if run.plan.answers == "target" else mixed_draw(own, dataset)
+    own = answer_sampler(read_answers(run.out / ANSWERS, run.plan.num_answers))
+    return own if run.plan.answers == "target" else mixed_sampler(own, dataset)
 
 
-def train(run: Run, workers: Workers, device: str) -> None:
+def train(run: DrafterRun, workers: WorkerGroup, device: str) -> None:
     """One run from data to written head; the first worker writes. Raises: ModelError, ConfigError, InputError."""
     target = FrozenTarget.load(run.target, device)
     config = config_of(run, target)
     run.out.mkdir(parents=True, exist_ok=True)
     encoder = AnswerEncoder(target.tokenizer, eos_ids(target.model, target.tokenizer))
-    draw = draw_of(run, encoder)
+    sample_text = text_sampler(run, encoder)
     checkpoint = run.out / "checkpoint.safetensors"
-    head = fresh_head(config, target, vocabulary_of(config, draw, run.plan.seed), run.plan.seed)
-    trainer = DrafterTrainer(head, target, draw, run.plan, workers)
+    head = fresh_head(config, target, vocabulary_of(config, sample_text, run.plan.seed), run.plan.seed)
+    trainer = DrafterTrainer(head, target, sample_text, run.plan, workers)
     if run.resume and checkpoint.exists():
         trainer.load(checkpoint)
     probes = probe_batches(run.data_dir, encoder, PROBE_TEXTS, run.plan.max_tokens, run.plan.seed)
     run_to_end(trainer, checkpoint, report, lambda: probe(trainer, probes), NUM_PROBES)
     if workers.is_first:
-        draw_drafter_curves(trainer.history, trainer.probes, run.out / "curves.png")
+        trainer.draw_curves(run.out / "curves.png")
         record = {"history": trainer.history, "probes": trainer.probes}
         (run.out / "history.json").write_text(json.dumps(record))
         write_head(run.out / "head", trainer.exported())
 
 
-def config_of(run: Run, target: FrozenTarget) -> HeadConfig:
-    """The head's shape: what the options say, and what fits the target for the rest."""
+def config_of(run: DrafterRun, target: FrozenTarget) -> HeadConfig:
+    """The head's shape, by the options and by the target."""
     default = SMALL_DRAFT_VOCABULARY if target.vocab_size <= SMALL_VOCABULARY else DRAFT_VOCABULARY
     draft_vocab = run.draft_vocab or min(target.vocab_size, default)
     aux_layers = run.aux_layers or spread_aux_layers(target.num_layers)
     return head_config(target, run.family, aux_layers, draft_vocab)
 
 
-def vocabulary_of(config: HeadConfig, draw: Draw, seed: int) -> Tensor | None:
-    """The draft vocabulary, where it is smaller than the target's."""
+def vocabulary_of(config: HeadConfig, sample_text: TextSampler, seed: int) -> Tensor | None:
+    """The draft vocabulary, or None if the head drafts all of the target's tokens."""
     if config.draft_vocab_size == config.vocab_size:
         return None
-    return draft_vocabulary(draw, seed, config.draft_vocab_size, config.vocab_size, VOCABULARY_TEXTS)
+    return draft_vocabulary(sample_text, seed, config.draft_vocab_size, config.vocab_size, VOCABULARY_TEXTS)
 
 
 def probe(trainer: DrafterTrainer, probes: dict[str, list[MicroBatch]]) -> dict[str, float]:
-    """Share of the target's tokens that the averaged head drafts, per kind of held-out text and draft step."""
+    """The share of the target's tokens that the averaged head drafts, by kind of held-out text and by draft step."""
     rates = {
         f"{kind}_{name}": value
         for kind, batches in probes.items()
@@ -131,12 +213,12 @@ def probe(trainer: DrafterTrainer, probes: dict[str, list[MicroBatch]]) -> dict[
 
 
 def report(records: list[dict[str, float]]) -> str:
-    """One line about the latest steps."""
+    """The latest steps in one line."""
     last = records[-1]
     num_steps = sum(name.startswith("loss_") for name in last)
     mean = {n: sum(r[n] for r in records) / len(records) for n in ("loss_1", "top1_1", f"top1_{num_steps}")}
     return (
-        f"{spent(records)} loss {mean['loss_1']:.3f} "
+        f"{tokens_and_speed(records)} loss {mean['loss_1']:.3f} "
         f"top-1 {mean['top1_1']:.3f} (step {num_steps}: {mean[f'top1_{num_steps}']:.3f}) lr {last['lr']:.2e} "
         f"norm {last['grad_norm']:.2f} done {last['share']:.3f}"
     )

@@ -4,7 +4,7 @@
     python -m pipelines.train_target --data ../shared/data --out runs/target --size gpu --workers 4
     python -m pipelines.train_target --data ../shared/data --out runs/more --continue-from ragspec/assets/reference_target
 
-On cores that others use too, `OMP_WAIT_POLICY=PASSIVE` keeps two threads from spinning (several times faster, measured).
+On a busy machine, set `OMP_WAIT_POLICY=PASSIVE`: waiting threads then do not spin (several times faster, measured).
 Writes under `--out`: `tokenizer/`, `meanings.safetensors`, `checkpoint.safetensors`, `curves.png`, and `model/`, which loads
 with plain transformers. Several workers run through Ray Train; on several machines `--data` and `--out` must be shared
 folders. The same seed, length in tokens and number of workers give the same weights on the same hardware; a length in minutes is
@@ -22,11 +22,18 @@ import torch
 from torch import Tensor
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
-from pipelines.train.run import data_dir, options, positive, run_to_end, spent, train_with
+from pipelines.train.training_run import (
+    TrainingRun,
+    common_options,
+    positive,
+    run_to_end,
+    tokens_and_speed,
+    train_with,
+    training_parser,
+)
 from ragspec.errors import ConfigError, InputError, RagspecError
 from ragspec.evaluation.suites.target import model_generate, question_scores
 from ragspec.evaluation.suites.target_cases import PROBE_ARTICLES, Case, question_cases
-from ragspec.training.checkpoint import read_checkpoint, write_checkpoint
 from ragspec.training.grammar_errors import GrammarErrors
 from ragspec.training.reference import training_attention
 from ragspec.training.reference.batches import ExampleEncoder
@@ -40,7 +47,7 @@ from ragspec.training.reference.sources import Sources, load_sources
 from ragspec.training.reference.text_format import ASSISTANT, SPECIAL_TOKENS, question_messages
 from ragspec.training.reference.tokenizer import load_tokenizer, token_pieces, train_tokenizer
 from ragspec.training.reference.trainer import TargetPlan, TargetTrainer, continued
-from ragspec.training.workers import Workers
+from ragspec.training.trainer import WorkerGroup, read_checkpoint, write_checkpoint
 
 DEFAULT_TOKENS = {"tiny": 200_000, "cpu": 40_000_000, "gpu": 2_000_000_000}
 NUM_PROBES, PROBE_QUESTIONS = 8, 64
@@ -59,22 +66,18 @@ def main() -> None:
         sys.exit(f"error: {cause}")
 
 
-@dataclass(frozen=True)
-class Run:
-    """What the command line decides."""
+@dataclass(frozen=True, kw_only=True)
+class TargetRun(TrainingRun):
+    """The command's options."""
 
-    data_dir: Path
-    out: Path
     size: str
     plan: TargetPlan
-    resume: bool = False
-    threads: int | None = None
     continue_from: Path | None = None
 
 
 def parser() -> argparse.ArgumentParser:
-    """The options."""
-    parser = options("Train the reference target.")
+    """The command's options."""
+    parser = training_parser("Train the reference target.")
     parser.add_argument("--size", choices=sorted(SIZES), default="cpu")
     parser.add_argument("--tokens", type=positive(int), help="length of the run in tokens")
     parser.add_argument(
@@ -83,14 +86,14 @@ def parser() -> argparse.ArgumentParser:
     return parser
 
 
-def run_of(args: argparse.Namespace) -> Run:
-    """The run that the options ask for. Raises: InputError."""
+def run_of(args: argparse.Namespace) -> TargetRun:
+    """The run of the given options. Raises: InputError."""
     total_tokens = args.tokens or DEFAULT_TOKENS[args.size]
     plan = TargetPlan(total_tokens=total_tokens, minutes=args.minutes, seed=args.seed)
     continue_from = trained_target(args.continue_from.resolve()) if args.continue_from else None
     if continue_from:
         plan = continued(plan, str(continue_from))
-    run = Run(data_dir(args), args.out.resolve(), args.size, plan, args.resume, args.threads, continue_from)
+    run = TargetRun(**common_options(args), size=args.size, plan=plan, continue_from=continue_from)
     run.out.mkdir(parents=True, exist_ok=True)
     return run
 
@@ -110,7 +113,7 @@ def trained_target(directory: Path) -> Path:
     return directory
 
 
-def train(run: Run, workers: Workers, device: str) -> None:
+def train(run: TargetRun, workers: WorkerGroup, device: str) -> None:
     """One run from data to exported model; the first worker writes."""
     size, plan = SIZES[run.size], run.plan
     sources = load_sources(run.data_dir)
@@ -140,7 +143,7 @@ def train(run: Run, workers: Workers, device: str) -> None:
         export_target(trainer.averaged_model(), tokenizer, run.out / "model")
 
 
-def obtain_tokenizer(run: Run, sources: Sources) -> PreTrainedTokenizerFast:
+def obtain_tokenizer(run: TargetRun, sources: Sources) -> PreTrainedTokenizerFast:
     """The run's tokenizer, trained once."""
     directory = run.continue_from or run.out / "tokenizer"
     if not run.continue_from and not (directory / "tokenizer.json").exists():
@@ -155,7 +158,7 @@ def obtain_tokenizer(run: Run, sources: Sources) -> PreTrainedTokenizerFast:
     return load_tokenizer(directory)
 
 
-def obtain_meanings(run: Run, tokenizer: PreTrainedTokenizerFast, sources: Sources) -> Tensor | None:
+def obtain_meanings(run: TargetRun, tokenizer: PreTrainedTokenizerFast, sources: Sources) -> Tensor | None:
     """What the run's tokens mean, counted once; nothing where trained weights know. Raises: ConfigError for another run's."""
     if run.continue_from:
         return None
@@ -181,11 +184,11 @@ def probe(trainer: TargetTrainer, cases: list[Case]) -> dict[str, float]:
 
 
 def report(records: list[dict[str, float]]) -> str:
-    """One line about the latest steps."""
+    """The latest steps in one line."""
     last, loss = records[-1], sum(record["answer_loss"] for record in records) / len(records)
     guided = "".join(f" {name[6:]} {value:.2f}" for name, value in last.items() if name.startswith("guide_"))
     return (
-        f"{spent(records)} answer loss {loss:.3f} lr {last['lr']:.2e} norm {last['grad_norm']:.2f} "
+        f"{tokens_and_speed(records)} answer loss {loss:.3f} lr {last['lr']:.2e} norm {last['grad_norm']:.2f} "
         f"done {last['share']:.3f}{guided}"
     )
 

@@ -1,33 +1,37 @@
-"""What training a target and training a drafter's head have in common: the loop, its schedule, and where it goes on.
+"""The training loop of targets and drafter heads: schedule, optimizer, averaged weights, data parallelism and checkpoints.
 
-Owns the optimizer, the moving average of the weights and the checkpoints; what a step learns from belongs to those who train.
-Every step's data and noise are a function of (seed, step, worker), so a run that was killed continues exactly where its last
-checkpoint stood.
+Every step's data and noise are a function of (seed, step, rank), so a killed run continues exactly from its last checkpoint. Data
+and losses belong to the subclasses; starting workers belongs to the pipelines.
+
+    >>> for record in trainer.run(): ...
+    >>> trainer.save(Path("checkpoint.safetensors"))
 """
 
+import json
 import math
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
 
+import safetensors
+import safetensors.torch
 import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
+from ragspec.disk import fsync
 from ragspec.errors import ConfigError
-from ragspec.training.checkpoint import read_checkpoint, write_checkpoint
-from ragspec.training.workers import Workers
 
 FREE_AT_RESUME = ("total_tokens", "minutes", "checkpoint_every_s")
-"""Of a plan, what may change on its way. Another length changes the rate, and the stage of texts, from there on."""
+"""Fields of a plan that may differ at resume. Another length changes the learning rate and the mixture of texts from there on."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
-    """How long and how fast. Progress is the larger of the token share and the time share."""
+class TrainingPlan:
+    """Length and speed of a run. The run ends when its tokens or its minutes are used up."""
 
     total_tokens: int
     minutes: float | None = None
@@ -42,44 +46,76 @@ class Plan:
 
 
 @dataclass
-class Progress:
-    """What a checkpoint continues from."""
+class TrainingProgress:
+    """How far a run has come."""
 
     step: int = 0
     tokens: int = 0
     elapsed_s: float = 0.0
 
 
-_PlanT = TypeVar("_PlanT", bound=Plan)
+@dataclass(frozen=True)
+class WorkerGroup:
+    """This process (`rank`) among the `size` processes that train one model; each draws its own examples."""
+
+    rank: int = 0
+    size: int = 1
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this worker reports and writes."""
+        return self.rank == 0
+
+    def sums(self, *values: float) -> list[float]:
+        """The sum of each value over all workers."""
+        return self._all_reduce(torch.tensor(values, dtype=torch.float64)).tolist() if self.size > 1 else list(values)
+
+    def from_first(self, value: float) -> float:
+        """The first worker's value."""
+        return self.sums(value if self.is_first else 0.0)[0]
+
+    def sum_gradients(self, parameters: Iterable[torch.nn.Parameter]) -> None:
+        """Replace each gradient by its sum over all workers."""
+        if self.size == 1:
+            return
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        flat = self._all_reduce(torch.cat([gradient.flatten() for gradient in gradients]))
+        for gradient, part in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
+            gradient.copy_(part.view_as(gradient))
+
+    def _all_reduce(self, values: Tensor) -> Tensor:
+        torch.distributed.all_reduce(values)
+        return values
 
 
-class Trainer(ABC, Generic[_PlanT]):
-    """Trains one module in place; `run` yields a record of every step.
+SINGLE_WORKER = WorkerGroup()
+PlanT = TypeVar("PlanT", bound=TrainingPlan)
 
-    A group of parameters may have an `lr_share`: its part of the rate.
-    """
+
+class Trainer(ABC, Generic[PlanT]):
+    """Trains one module in place. A group of parameters may have an `lr_share`, a factor of the learning rate."""
 
     gradient_clip: ClassVar[float]
     """The largest norm of a step's gradients."""
 
     def __init__(
-        self, module: torch.nn.Module, groups: list[dict[str, Any]], plan: _PlanT, device: str, workers: Workers
+        self, module: torch.nn.Module, groups: list[dict[str, Any]], plan: PlanT, device: str, workers: WorkerGroup
     ) -> None:
         self._module, self.plan, self.device, self.workers = module, plan, device, workers
-        self.progress = Progress()
+        self.progress = TrainingProgress()
         self.history: list[dict[str, float]] = []
         self.probes: list[dict[str, float]] = []
         self.optimizer = torch.optim.AdamW(groups, lr=plan.peak_lr, betas=(0.9, 0.95), fused=True)
         self.average = [p.detach().clone() for p in module.parameters()]
 
     def share_done(self) -> float:
-        """How much of the run is behind, 0-1."""
+        """The part of the run that is done, 0-1: the larger of the token share and the time share."""
         by_tokens = self.progress.tokens / self.plan.total_tokens
         by_time = self.progress.elapsed_s / (60 * self.plan.minutes) if self.plan.minutes else 0.0
         return max(by_tokens, by_time)
 
     def run(self) -> Iterator[dict[str, float]]:
-        """Train to the end of the plan, one yielded record per step."""
+        """Train to the end of the plan; yields a record of every step."""
         while self.share_done() < 1.0:
             started = time.monotonic()
             record = self.train_step()
@@ -89,30 +125,30 @@ class Trainer(ABC, Generic[_PlanT]):
             yield record
 
     def train_step(self) -> dict[str, float]:
-        """One optimizer step over the data of (seed, step, worker)."""
+        """One optimizer step over the data of (seed, step, rank)."""
         share = self.share_done()
         lr = self.learning_rate(share)
         for group in self.optimizer.param_groups:
             group["lr"] = lr * group.get("lr_share", 1.0)
         seed = self.plan.seed * 1_000_003 + self.progress.step * self.workers.size + self.workers.rank
-        num_tokens, found = self._learn(seed, share)
-        self.workers.add_gradients(self._module.parameters())
+        num_tokens, losses = self._accumulate_gradients(seed, share)
+        self.workers.sum_gradients(self._module.parameters())
         norm = torch.nn.utils.clip_grad_norm_(self._module.parameters(), self.gradient_clip)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self._update_average()
         self.progress.step += 1
-        self.progress.tokens += int(self.workers.total(num_tokens)[0])
+        self.progress.tokens += int(self.workers.sums(num_tokens)[0])
         spent = {"step": self.progress.step, "tokens": self.progress.tokens, "share": share}
-        return {**spent, "lr": lr, "grad_norm": float(norm), **found}
+        return {**spent, "lr": lr, "grad_norm": float(norm), **losses}
 
     @abstractmethod
-    def _learn(self, seed: int, share: float) -> tuple[int, dict[str, float]]:
-        """Add this worker's gradients to the module; the tokens they are of, and what the record says of all workers' losses."""
+    def _accumulate_gradients(self, seed: int, share: float) -> tuple[int, dict[str, float]]:
+        """Add this worker's gradients to the module; returns its number of tokens, and the losses over all workers."""
 
     @abstractmethod
-    def _shape(self) -> dict[str, Any]:
-        """What is trained, as JSON gives it back: a checkpoint of anything else is refused."""
+    def _model_config(self) -> dict[str, Any]:
+        """The module's shape, as JSON values: a checkpoint of another shape is refused."""
 
     def learning_rate(self, share: float) -> float:
         """Linear warm-up over steps, then half a cosine over the run."""
@@ -126,8 +162,7 @@ class Trainer(ABC, Generic[_PlanT]):
         torch._foreach_lerp_(self.average, [p.detach() for p in self._module.parameters()], 1 - decay)
 
     @torch.no_grad()
-    def _put_average(self, module: torch.nn.Module) -> None:
-        """Give a module of the same shape the averaged weights."""
+    def _copy_average_to(self, module: torch.nn.Module) -> None:
         for parameter, average in zip(module.parameters(), self.average, strict=True):
             parameter.copy_(average)
 
@@ -143,9 +178,9 @@ class Trainer(ABC, Generic[_PlanT]):
 
     @torch.no_grad()
     def load(self, path: Path) -> None:
-        """Continue from a checkpoint; the length of the run may be another one.
+        """Continue from a checkpoint; the length of the run may differ.
 
-        Raises: ConfigError naming the first difference if it is of another module, another plan or other workers.
+        Raises: ConfigError naming the first difference if module, plan or number of workers differ.
         """
         try:
             tensors, state = read_checkpoint(path, self.device)
@@ -165,27 +200,42 @@ class Trainer(ABC, Generic[_PlanT]):
                 self.optimizer.state[parameter] = {key: tensors[f"optimizer.{key}.{name}"] for key in keys}
         for name, buffer in self._buffers():
             buffer.copy_(tensors[f"buffer.{name}"])
-        self.progress = Progress(**state["progress"])
+        self.progress = TrainingProgress(**state["progress"])
         self.history, self.probes = history, state["probes"]
 
     def _buffers(self) -> list[tuple[str, Tensor]]:
-        """Those that are not made anew with the module."""
+        """Persistent buffers; the others are made anew with the module."""
         kept = self._module.state_dict()
         return [(name, buffer) for name, buffer in self._module.named_buffers() if name in kept]
 
     def _identity(self) -> dict[str, Any]:
-        """What is trained, how and by how many; the data, and what a head is trained for, are the caller's to keep the same."""
-        found = self._shape()
+        """Module, plan and number of workers. Data and target are not part of it: the caller keeps them the same."""
+        identity = self._model_config()
         for name, value in asdict(self.plan).items():
             if name not in FREE_AT_RESUME:
-                found |= value if isinstance(value, dict) else {name: value}
-        return {**found, "num_workers": self.workers.size}
+                identity |= value if isinstance(value, dict) else {name: value}
+        return {**identity, "num_workers": self.workers.size}
+
+
+def write_checkpoint(path: Path, tensors: dict[str, Tensor], state: dict[str, Any]) -> None:
+    """One safetensors file with `state` as JSON in its header; a crash leaves the old file or the new one."""
+    temporary = path.with_suffix(".tmp")
+    safetensors.torch.save_file(tensors, temporary, metadata={"state": json.dumps(state)})
+    fsync(temporary)
+    temporary.replace(path)
+
+
+def read_checkpoint(path: Path, device: str = "cpu") -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Tensors and state."""
+    with safetensors.safe_open(path, framework="pt", device=device) as file:
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        return tensors, json.loads(file.metadata()["state"])
 
 
 def _table(records: list[dict[str, float]]) -> tuple[list[str], Tensor, Tensor]:
-    """Names, values and which of them there are. Shapes: [num records, num names], float64 and bool.
+    """Names, values, and which values exist. Shapes: [num records, num names], float64 and bool.
 
-    Why: what is no tensor goes into a file's header, which holds 100 MB; long runs have more.
+    Why tensors: a safetensors header holds 100 MB at most, and the history of a long run is larger.
     """
     names = list(dict.fromkeys(name for record in records for name in record))
     rows = [[float(record.get(name, 0.0)) for name in names] for record in records]
@@ -195,6 +245,6 @@ def _table(records: list[dict[str, float]]) -> tuple[list[str], Tensor, Tensor]:
 
 
 def _records(names: list[str], table: Tensor, known: Tensor) -> list[dict[str, float]]:
-    """The records again; the inverse of `_table`."""
+    """The inverse of `_table`."""
     rows = zip(table.tolist(), known.tolist(), strict=True)
     return [{n: value for n, value, is_there in zip(names, row, there, strict=True) if is_there} for row, there in rows]

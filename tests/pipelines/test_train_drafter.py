@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from pipelines import train_drafter
-from pipelines.train.drafter_run import parser, run_of
+from pipelines.train_drafter import parser, run_of
 from ragspec.config import REFERENCE_TARGET
 from ragspec.drafting.eagle.checkpoint import EagleFamily, read_head
 from ragspec.errors import InputError
-from ragspec.training.heads.answers import Answer, Origin
 from ragspec.training.heads.eagle_model import Inputs
-from ragspec.training.heads.examples import AnswerEncoder
+from ragspec.training.heads.target_answers import AnswerOrigin, TargetAnswer
+from ragspec.training.heads.training_texts import AnswerEncoder
 from ragspec.training.reference.tokenizer import train_tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -44,11 +44,14 @@ def test_only_as_many_answers_are_drawn_as_were_asked_for(tmp_path: Path, monkey
     """A longer cache under the same directory would change every text of a resumed run."""
     where = ["--family", "eagle", "--data", str(tmp_path), "--out", str(tmp_path)]
     run = run_of(parser().parse_args([*where, "--answers", "target", "--num-answers", "3"]))
-    rows = [Origin("target", 0, 320, "texts")._asdict(), *(Answer([n, n, n], 1)._asdict() for n in range(9))]
+    rows = [
+        AnswerOrigin("target", 0, 320, "texts")._asdict(),
+        *(TargetAnswer([n, n, n], 1)._asdict() for n in range(9)),
+    ]
     (tmp_path / "answers.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    for name in ("drafter_sources", "GrammarErrors", "dataset_draw"):
+    for name in ("drafter_sources", "GrammarErrors", "dataset_sampler"):
         monkeypatch.setattr(train_drafter, name, lambda *_: None)
-    draw = train_drafter.draw_of(run, AnswerEncoder(train_tokenizer(["The cat sat."] * 9, 320)))
+    draw = train_drafter.text_sampler(run, AnswerEncoder(train_tokenizer(["The cat sat."] * 9, 320)))
     assert {draw(random.Random(seed)).ids[0] for seed in range(60)} == {0, 1, 2}
 
 

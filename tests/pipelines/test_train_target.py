@@ -12,14 +12,14 @@ from tiny_target import tiny_tokenizer
 from transformers import AutoModelForCausalLM
 
 from pipelines import train_target
-from pipelines.train.run import is_probed
+from pipelines.train.training_run import is_probed
 from ragspec.errors import ConfigError
-from ragspec.training.checkpoint import write_checkpoint
 from ragspec.training.reference.initialisation.model import SIZES
 from ragspec.training.reference.initialisation.stream_layout import stream_layout
 from ragspec.training.reference.sources import Sources
 from ragspec.training.reference.tokenizer import train_tokenizer
 from ragspec.training.reference.trainer import TargetPlan
+from ragspec.training.trainer import write_checkpoint
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -72,7 +72,7 @@ def test_a_folder_of_another_size_is_refused(tmp_path: Path) -> None:
     write_checkpoint(
         tmp_path / "meanings.safetensors", {"meanings": torch.ones(len(tokenizer), columns)}, {"size": "cpu"}
     )
-    run = train_target.Run(tmp_path, tmp_path, "gpu", TargetPlan(total_tokens=1))
+    run = train_target.TargetRun(data_dir=tmp_path, out=tmp_path, size="gpu", plan=TargetPlan(total_tokens=1))
     with pytest.raises(ConfigError, match="another size"):
         train_target.obtain_meanings(run, tokenizer, Sources())
 

@@ -13,18 +13,18 @@ from ragspec.core import Request
 from ragspec.errors import InputError
 from ragspec.evaluation.datasets import held_out_articles
 from ragspec.training.grammar_errors import GrammarErrors
-from ragspec.training.heads import examples as drafter_examples
-from ragspec.training.heads.answers import (
+from ragspec.training.heads import training_texts
+from ragspec.training.heads.target_answers import (
     ANSWER_TOKENS,
     PROSE_TOKENS,
-    Origin,
-    Prompt,
-    answer_draw,
+    AnswerOrigin,
+    AnswerPrompt,
+    answer_sampler,
     prompt_of,
     read_answers,
     write_answers,
 )
-from ragspec.training.heads.examples import (
+from ragspec.training.heads.training_texts import (
     AnswerEncoder,
     DrafterStream,
     draft_vocabulary,
@@ -40,7 +40,7 @@ from ragspec.training.reference.text_format import CONTEXT_ROLE_FLAG, message, q
 from ragspec.training.reference.tokenizer import train_tokenizer
 from ragspec.training.sentences import normalise
 
-ORIGIN = Origin("one target", 0, 320, "these texts")
+ORIGIN = AnswerOrigin("one target", 0, 320, "these texts")
 
 
 def encoder() -> AnswerEncoder:
@@ -103,11 +103,11 @@ class EchoEngine:
         return [SimpleNamespace(token_ids=(int(r.id.split("-")[1]), 5)) for r in requests]
 
 
-def prompt_for(number: int) -> Prompt:
-    return Prompt([number % 7, 2, 3], number % 3 == 0)
+def prompt_for(number: int) -> AnswerPrompt:
+    return AnswerPrompt([number % 7, 2, 3], number % 3 == 0)
 
 
-def answers_after(path: Path, engine: EchoEngine, count: int = 150, origin: Origin = ORIGIN) -> list[int]:
+def answers_after(path: Path, engine: EchoEngine, count: int = 150, origin: AnswerOrigin = ORIGIN) -> list[int]:
     return list(write_answers(path, origin, count, prompt_for, engine))  # type: ignore[arg-type]
 
 
@@ -148,11 +148,11 @@ def test_more_answers_do_not_change_the_first(tmp_path: Path) -> None:
     """A run that is resumed beside a longer cache would draw other texts than the unbroken one."""
     path, whole = tmp_path / "answers.jsonl", tmp_path / "whole.jsonl"
     answers_after(path, EchoEngine(), count=70)
-    before = [answer_draw(read_answers(path, 70))(random.Random(seed)) for seed in range(20)]
+    before = [answer_sampler(read_answers(path, 70))(random.Random(seed)) for seed in range(20)]
     answers_after(path, EchoEngine(), count=150)
     answers_after(whole, EchoEngine(), count=150)
     assert path.read_bytes() == whole.read_bytes()
-    assert before == [answer_draw(read_answers(path, 70))(random.Random(seed)) for seed in range(20)]
+    assert before == [answer_sampler(read_answers(path, 70))(random.Random(seed)) for seed in range(20)]
 
 
 def test_half_of_the_answers_are_greedy_and_prose_does_not_stop(tmp_path: Path) -> None:
@@ -169,7 +169,7 @@ def test_half_of_the_answers_are_greedy_and_prose_does_not_stop(tmp_path: Path) 
 def test_only_what_the_target_wrote_is_learnt(tmp_path: Path) -> None:
     """The prompt of an answer is not the target's own text."""
     answers_after(tmp_path / "answers.jsonl", EchoEngine())
-    text = answer_draw(read_answers(tmp_path / "answers.jsonl"))(random.Random(2))
+    text = answer_sampler(read_answers(tmp_path / "answers.jsonl"))(random.Random(2))
     assert text.weights == [0.0, 0.0, 0.0, 1.0, 1.0]
     assert len(text.ids) == 5
 
@@ -232,7 +232,7 @@ def test_training_and_probes_are_apart_and_evaluation_is_in_neither(
     sources: Sources, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A head measured on what it was trained on."""
-    monkeypatch.setattr(drafter_examples, "load_sources", lambda folder: sources)  # read once
+    monkeypatch.setattr(training_texts, "load_sources", lambda folder: sources)  # read once
     sources = drafter_sources(DATA)
     stream = DrafterStream(sources, GrammarErrors(DATA), seed=0)
     drawn = [stream.draw() for _ in range(1500)]

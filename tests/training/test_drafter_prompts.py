@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from ragspec.training.grammar_errors import GrammarErrors
-from ragspec.training.heads.answers import PromptSource
-from ragspec.training.heads.examples import AnswerEncoder
+from ragspec.training.heads.target_answers import PromptSource
+from ragspec.training.heads.training_texts import AnswerEncoder
 from ragspec.training.reference import examples as target_examples
 from ragspec.training.reference.sources import Paragraph, Question, Sources
 from ragspec.training.reference.tokenizer import train_tokenizer

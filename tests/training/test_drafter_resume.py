@@ -12,7 +12,7 @@ from ragspec.drafting.eagle.checkpoint import EagleFamily
 from ragspec.errors import ConfigError
 from ragspec.training.heads.eagle_model import Inputs
 from ragspec.training.heads.trainer import DrafterPlan
-from ragspec.training.workers import Workers
+from ragspec.training.trainer import WorkerGroup
 
 OBJECTIVE_CHANGES = {"num_steps": 2, "position_decay": 0.5, "inputs": Inputs.UNSHIFTED, "noise": 0.0}
 PLAN_CHANGES = {
@@ -56,12 +56,12 @@ def test_records_come_back_as_they_were(tmp_path: Path) -> None:
 def test_a_checkpoint_of_other_workers_is_refused(checkpoint: Path) -> None:
     """Every worker draws by its rank among all: with another number each draws other texts."""
     with pytest.raises(ConfigError, match="its num_workers is 1, and this run's is 2"):
-        make_trainer(EagleFamily.EAGLE, Workers(0, 2)).load(checkpoint)
+        make_trainer(EagleFamily.EAGLE, WorkerGroup(0, 2)).load(checkpoint)
 
 
 def test_the_first_difference_is_named(checkpoint: Path) -> None:
     """The head's shape comes before the plan: a list of everything hides what to mend."""
-    trainer = make_trainer(EagleFamily.EAGLE3, Workers(0, 2))
+    trainer = make_trainer(EagleFamily.EAGLE3, WorkerGroup(0, 2))
     trainer.plan = replace(trainer.plan, seed=1)
     with pytest.raises(ConfigError, match=r"its family is eagle, and this run's is eagle3$"):
         trainer.load(checkpoint)

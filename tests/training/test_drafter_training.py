@@ -12,15 +12,14 @@ from transformers import LlamaForCausalLM
 from ragspec.drafting.eagle.checkpoint import EagleFamily, check_fits, read_head, write_head
 from ragspec.errors import ConfigError, ModelError
 from ragspec.training.heads.eagle_model import Head, unroll
-from ragspec.training.heads.export import draw_drafter_curves
 from ragspec.training.heads.frozen_target import FrozenTarget
 from ragspec.training.heads.initialisation import fresh_head, head_config, spread_aux_layers
-from ragspec.training.heads.losses import Objective, batch_scores, token_ids
+from ragspec.training.heads.losses import Objective, batch_scores, draft_token_ids
 from ragspec.training.heads.trainer import DrafterPlan, DrafterTrainer
 from ragspec.training.reference.batches import Encoded, collate
 from ragspec.training.reference.initialisation.model import SIZES, build_target
 from ragspec.training.reference.tokenizer import token_pieces, train_tokenizer
-from ragspec.training.workers import ALONE, Workers
+from ragspec.training.trainer import SINGLE_WORKER, WorkerGroup
 
 TAPS = (0, 1, 2)
 OBJECTIVE = Objective(num_steps=3, noise=0.2)
@@ -46,7 +45,9 @@ def make_head(target: FrozenTarget, family: EagleFamily, draft_vocab: int = 60) 
     return fresh_head(config, target, vocabulary, seed=0)
 
 
-def make_trainer(family: EagleFamily, workers: Workers = ALONE, total_tokens: int = 3_000) -> DrafterTrainer:
+def make_trainer(
+    family: EagleFamily, workers: WorkerGroup = SINGLE_WORKER, total_tokens: int = 3_000
+) -> DrafterTrainer:
     target = tiny_target()
     plan = DrafterPlan(total_tokens=total_tokens, objective=OBJECTIVE, step_tokens=120, micro_tokens=80, warmup_steps=2)
     return DrafterTrainer(make_head(target, family), target, draw, plan, workers)
@@ -99,7 +100,8 @@ def test_run_ends_with_its_plan_and_the_loss_falls(family: EagleFamily, tmp_path
     assert records[-1]["lr"] < max(record["lr"] for record in records)
     probe = trainer.probe([collate([draw(random.Random(1))])], num_steps=5)
     assert {f"top{k}_{step}" for k in (1, 4) for step in range(1, 6)} <= probe.keys()
-    draw_drafter_curves(trainer.history, [{"tokens": 10, **probe}], tmp_path / "curves.png")
+    trainer.probes.append({"tokens": 10, **probe})
+    trainer.draw_curves(tmp_path / "curves.png")
     assert (tmp_path / "curves.png").stat().st_size > 1000
 
 
@@ -122,7 +124,7 @@ def naive_scores(head: Head, target: FrozenTarget, text: Encoded, step: int) -> 
     """Loss, rows and first hits of one draft step, one row at a time."""
     ids = torch.tensor([text.ids])
     features, last = target.states(ids, head.config.aux_layers)
-    logits, vocabulary = target.logits(last)[0].float(), token_ids(head)
+    logits, vocabulary = target.logits(last)[0].float(), draft_token_ids(head)
     loss, num_rows, top1 = torch.zeros(()), 0, 0
     for pair in range(len(text.ids) - 2 - step):
         if not (text.weights[pair + 2] and text.weights[pair + 2 + step]):
@@ -216,7 +218,7 @@ def test_a_directory_without_a_model_is_refused(tmp_path: Path) -> None:
 def _train_as(rank: int, folder: str) -> None:
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
-    trainer = make_trainer(EagleFamily.EAGLE3, Workers(rank, 2))
+    trainer = make_trainer(EagleFamily.EAGLE3, WorkerGroup(rank, 2))
     trainer.train_step()
     trainer.save(Path(folder) / f"{rank}.safetensors")
     torch.distributed.destroy_process_group()
@@ -226,7 +228,9 @@ def _train_as(rank: int, folder: str) -> None:
 def test_two_workers_train_one_head(tmp_path: Path) -> None:
     """Gradients that are not summed let workers drift apart; equal data would make the second worker useless."""
     torch.multiprocessing.spawn(_train_as, args=(str(tmp_path),), nprocs=2)
-    first, second, alone = (make_trainer(EagleFamily.EAGLE3, w) for w in (Workers(0, 2), Workers(1, 2), ALONE))
+    first, second, alone = (
+        make_trainer(EagleFamily.EAGLE3, w) for w in (WorkerGroup(0, 2), WorkerGroup(1, 2), SINGLE_WORKER)
+    )
     first.load(tmp_path / "0.safetensors")
     second.load(tmp_path / "1.safetensors")
     alone.train_step()

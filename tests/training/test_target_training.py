@@ -25,7 +25,7 @@ from ragspec.training.reference.steps import draw_rows
 from ragspec.training.reference.text_format import message
 from ragspec.training.reference.tokenizer import token_pieces, train_tokenizer
 from ragspec.training.reference.trainer import STAGES, TargetPlan, TargetTrainer
-from ragspec.training.workers import ALONE, Workers
+from ragspec.training.trainer import SINGLE_WORKER, WorkerGroup
 
 TEXTS = ["The cat sat on the mat. A dog ran home at noon."] * 20
 
@@ -51,7 +51,7 @@ def fake_stream(_: Lengths, seed: int) -> PackStream:
     return FakeStream(seed)  # type: ignore[return-value]
 
 
-def make_trainer(total_tokens: int = 30_000, workers: Workers = ALONE, size: str = "tiny") -> TargetTrainer:
+def make_trainer(total_tokens: int = 30_000, workers: WorkerGroup = SINGLE_WORKER, size: str = "tiny") -> TargetTrainer:
     tokenizer = train_tokenizer(TEXTS, SIZES["tiny"].vocab_size)
     model = build_target(SIZES[size], token_pieces(tokenizer))
     model.set_attn_implementation(training_attention.register())
@@ -153,7 +153,7 @@ def test_nothing_is_written_over_how_a_word_is_spelt() -> None:
 def _train_as(rank: int, folder: str) -> None:
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
-    trainer = make_trainer(workers=Workers(rank, 2))
+    trainer = make_trainer(workers=WorkerGroup(rank, 2))
     trainer.history.append(trainer.train_step())
     trainer.save(Path(folder) / f"{rank}.safetensors")
     torch.distributed.destroy_process_group()

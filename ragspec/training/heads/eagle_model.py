@@ -1,8 +1,7 @@
-"""Trainable EAGLE heads whose weights have the published names, and how a head is unrolled over draft steps.
+"""Trainable EAGLE heads, whose weights have the published names, and their unrolling over draft steps.
 
-Pair t is (feature F_t, token x_{t+1}) at rotary position t. Its output h_t takes the place of F_{t+1} in the next draft
-step, so every row of a batch drafts on from the text as it would when serving (EAGLE-3's training-time test, HASS's
-aligned steps). Owns the networks; never reads data, never runs the target.
+Pair t is (feature F_t, token x_{t+1}) at rotary position t. Its output h_t replaces F_{t+1} in the next draft step, so every row
+drafts as it does when serving (EAGLE-3's training-time test, HASS's aligned steps). Never reads data, never runs the target.
 
     >>> head = build_head(config)
     >>> states = unroll(head, embedded, features, pairs, num_steps=4)       # [4, B, A, H]
@@ -24,7 +23,7 @@ Projection = Callable[[Tensor], Tensor]
 
 
 class Inputs(enum.StrEnum):
-    """What a pair is made of; all but the first are ablations of the EAGLE paper."""
+    """The parts of a pair; all but the first are ablations of the EAGLE paper."""
 
     SHIFTED = "feature+token"
     UNSHIFTED = "feature+unshifted-token"
@@ -32,7 +31,7 @@ class Inputs(enum.StrEnum):
     FEATURE = "feature"
 
     def kept(self, embedded: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        """Zeros in the place of what the head must not see."""
+        """Embedding and state, with zeros for the part that the head must not see."""
         if self is Inputs.TOKEN:
             return embedded, torch.zeros_like(state)
         return (torch.zeros_like(embedded), state) if self is Inputs.FEATURE else (embedded, state)
@@ -63,7 +62,7 @@ class HeadAttention(nn.Module):
         return KeyValues(keys, self._split(self.v_proj(inputs), self.num_kv_heads))
 
     def forward(self, inputs: Tensor, positions: Tensor, text: KeyValues, own: list[KeyValues], bias: Tensor) -> Tensor:
-        """Row a sees the text's pairs that `bias` leaves visible, and row a of each of its own steps.
+        """Row a attends to the text's pairs that `bias` does not hide, and to row a of each earlier draft step.
 
         Shapes: inputs [B, A, input_size], bias [B, 1, 1, A, T] -> [B, A, H].
         """
@@ -112,7 +111,7 @@ class GatedFeedForward(nn.Module):
 
 
 class HeadLayer(nn.Module):
-    """What the decoder layers of both families share; EAGLE-1 has no norm in front of its attention."""
+    """The decoder layer of both families. EAGLE-1 has no norm in front of its attention."""
 
     def __init__(self, config: HeadConfig, input_size: int) -> None:
         super().__init__()
@@ -121,14 +120,14 @@ class HeadLayer(nn.Module):
         self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
 
     def finish(self, residual: Tensor, attended: Tensor) -> Tensor:
-        """Both residual additions behind the attention."""
+        """Adds attention and feed-forward network to the residual stream."""
         hidden = residual + attended
         out: Tensor = hidden + self.mlp(self.post_attention_layernorm(hidden))
         return out
 
 
 class NormedLayer(HeadLayer):
-    """EAGLE-3's: token and state are normed apart, then read side by side."""
+    """EAGLE-3's decoder layer: token and state have a norm each, and are concatenated."""
 
     def __init__(self, config: HeadConfig) -> None:
         super().__init__(config, 2 * config.hidden_size)
@@ -152,11 +151,11 @@ class EagleHead(nn.Module):
         return layer
 
     def read(self, features: Tensor) -> Tensor:
-        """The state that a pair starts from."""
+        """The state of the first draft step."""
         return features
 
     def join(self, embedded: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        """What attention reads, and the residual stream it adds to."""
+        """The input of the attention, and the residual stream."""
         joined = self.fc(torch.cat([embedded, state], -1)).float()
         return joined, joined
 
@@ -166,7 +165,7 @@ class EagleHead(nn.Module):
 
 
 class Eagle3Head(nn.Module):
-    """EAGLE-3: reads three of the target's layers, has an output layer of its own over the draft vocabulary."""
+    """EAGLE-3: reads three of the target's layers; its own output layer covers the draft vocabulary."""
 
     def __init__(self, config: HeadConfig) -> None:
         super().__init__()
@@ -184,12 +183,12 @@ class Eagle3Head(nn.Module):
         return self.midlayer
 
     def read(self, features: Tensor) -> Tensor:
-        """The state that a pair starts from."""
+        """The state of the first draft step."""
         state: Tensor = self.fc(features)
         return state.float()
 
     def join(self, embedded: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        """What attention reads, and the residual stream it adds to."""
+        """The input of the attention, and the residual stream."""
         return torch.cat([self.midlayer.input_layernorm(embedded), self.midlayer.hidden_norm(state)], -1), state
 
     def logits(self, state: Tensor, project: Projection) -> Tensor:
@@ -211,8 +210,8 @@ def unroll(
 ) -> Tensor:
     """The states of chosen pairs after 1..num_steps draft steps over the given text.
 
-    Keys of the text come from true features; a row's later steps see those up to its own pair, and then only its own
-    drafted states. Tokens behind the text's end are its last one; whoever reads such states leaves them out.
+    Keys of the text come from true features; later steps of a row attend to the keys up to its pair, and to its own drafted
+    states. Behind the text's end, the last token is repeated; callers ignore those states.
 
     Shapes: embedded float32 [B, T, H] of tokens 0..T-1, features [B, T, F], pairs int64 [B, A] -> [num_steps, B, A, H].
     """
@@ -220,9 +219,9 @@ def unroll(
     shift = int(inputs is not Inputs.UNSHIFTED)
     state = head.read(features[:, :-1])
     joined, residual = head.join(*inputs.kept(embedded[:, shift : shift + num_pairs], state))
-    places = torch.arange(num_pairs, device=embedded.device)
-    text = head.layer.self_attn.keys_values(joined, places[None])
-    bias = torch.where(places <= pairs[..., None], 0.0, HIDDEN_SCORE)[:, None, None]  # [B, 1, 1, A, T - 1]
+    positions = torch.arange(num_pairs, device=embedded.device)
+    text = head.layer.self_attn.keys_values(joined, positions[None])
+    bias = torch.where(positions <= pairs[..., None], 0.0, HIDDEN_SCORE)[:, None, None]  # [B, 1, 1, A, T - 1]
     joined, residual = rows_of(joined, pairs), rows_of(residual, pairs)
     own: list[KeyValues] = []
     states: list[Tensor] = []

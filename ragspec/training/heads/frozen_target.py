@@ -1,7 +1,7 @@
-"""The frozen target that a head learns from: its features, its embeddings and its output layer.
+"""The frozen target that a head learns from: features, embeddings and the output layer.
 
-Owns where features are tapped: tap i is the un-normed residual stream entering layer i, tap L the un-normed stream that
-leaves the last layer; no taps at all means the hidden state behind the final norm. Never trains.
+Owns the taps. Tap i is the residual stream in front of layer i, before its norm; tap L (the number of layers) is the stream
+behind the last layer, before the final norm. Without taps, the feature is the hidden state behind the final norm. Never trains.
 
     >>> target = FrozenTarget.load("ragspec/assets/reference_target", device="cpu")
     >>> features, last = target.states(ids, taps=(2, 4, 6))
@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from ragspec.errors import ModelError
@@ -27,7 +28,7 @@ class TargetStates(NamedTuple):
 
 
 class FrozenTarget:
-    """A target without gradients."""
+    """A target whose weights get no gradients."""
 
     def __init__(self, model: Any, tokenizer: PreTrainedTokenizerFast, device: str = "cpu") -> None:
         config = model.config.get_text_config()
@@ -53,7 +54,7 @@ class FrozenTarget:
         return cls(model, tokenizer, device)
 
     def check_taps(self, taps: tuple[int, ...]) -> None:
-        """Raises: ModelError for a layer that the target does not have, or taps that do not rise."""
+        """Raises: ModelError for a layer that the target does not have, or taps that do not ascend."""
         if any(not 0 <= tap <= self.num_layers for tap in taps):
             raise ModelError(f"aux layers {taps} do not exist: the target has {self.num_layers} layers")
         if list(taps) != sorted(set(taps)):
@@ -63,9 +64,7 @@ class FrozenTarget:
     def states(self, ids: Tensor, taps: tuple[int, ...] = ()) -> TargetStates:
         """One pass over right-padded texts. Shapes: ids int64 [B, T]."""
         seen: dict[int, Tensor] = {}
-        hooks = [
-            self._tapped_module(tap).register_forward_pre_hook(_recorder(seen, tap), with_kwargs=True) for tap in taps
-        ]
+        hooks = [self._register_tap(tap, seen) for tap in taps]
         try:
             last = self.model.model(input_ids=ids.to(self.device), use_cache=False).last_hidden_state
         finally:
@@ -73,10 +72,13 @@ class FrozenTarget:
                 hook.remove()
         return TargetStates(torch.cat([seen[tap] for tap in taps], -1) if taps else last, last)
 
-    def _tapped_module(self, tap: int) -> torch.nn.Module:
+    def _register_tap(self, tap: int, seen: dict[int, Tensor]) -> RemovableHandle:
+        def record(_: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            seen[tap] = args[0] if args else kwargs["hidden_states"]
+
         decoder = self.model.model
         module: torch.nn.Module = decoder.norm if tap == self.num_layers else decoder.layers[tap]
-        return module
+        return module.register_forward_pre_hook(record, with_kwargs=True)
 
     def embed(self, ids: Tensor) -> Tensor:
         """Shapes: [B, T] -> float32 [B, T, H]."""
@@ -87,10 +89,3 @@ class FrozenTarget:
         """The output layer, in the target's dtype; gradients reach `last`, never the weights. Shapes: [..., H] -> [..., V]."""
         out: Tensor = self.model.lm_head(last.to(self.model.dtype))
         return out
-
-
-def _recorder(seen: dict[int, Tensor], tap: int) -> Any:
-    def record(_: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        seen[tap] = args[0] if args else kwargs["hidden_states"]
-
-    return record

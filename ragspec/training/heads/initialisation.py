@@ -1,7 +1,10 @@
-"""The shape of a head for a target, and how its weights start.
+"""The shape of a head for a target, and the head's initial weights.
 
-Owns what is taken from the target: its final norm, its output rows of the draft vocabulary and, where shapes fit, its last
-layer's feed-forward. A fresh head therefore starts near the target's own last prediction.
+A head starts with copies of the target's final norm, of its output rows of the draft vocabulary and, where shapes fit, of its
+last layer's feed-forward network, so its first predictions are near the target's.
+
+    >>> config = head_config(target, EagleFamily.EAGLE3, spread_aux_layers(target.num_layers))
+    >>> head = fresh_head(config, target, vocabulary=None, seed=0)
 """
 
 import torch
@@ -20,7 +23,7 @@ INIT_STD = 0.02
 def head_config(
     target: FrozenTarget, family: EagleFamily, aux_layers: tuple[int, ...] = (), draft_vocab: int | None = None
 ) -> HeadConfig:
-    """As wide as the target, with about half of its attention heads. Raises: ConfigError, ModelError."""
+    """A head of the target's width, with about half as many attention heads. Raises: ConfigError, ModelError."""
     is_eagle3 = family is EagleFamily.EAGLE3
     draft_vocab_size = draft_vocab if is_eagle3 and draft_vocab else target.vocab_size
     if draft_vocab_size > target.vocab_size:
@@ -50,7 +53,7 @@ def head_config(
 
 
 def spread_aux_layers(num_layers: int) -> tuple[int, ...]:
-    """The published choice; for a target too shallow for it, three layers spread up to the very end."""
+    """EAGLE-3's published taps; for a target of fewer than seven layers, three taps up to the last layer's output."""
     if num_layers >= 7:
         return default_aux_layers(num_layers)
     step = max(1, num_layers // 3)
@@ -59,7 +62,7 @@ def spread_aux_layers(num_layers: int) -> tuple[int, ...]:
 
 @torch.no_grad()
 def fresh_head(config: HeadConfig, target: FrozenTarget, vocabulary: Tensor | None, seed: int) -> Head:
-    """A head ready for training. `vocabulary`: rising target ids of a smaller draft vocabulary. Shape: int64 [Vd]."""
+    """A head ready for training. `vocabulary`: ascending target ids of a smaller draft vocabulary. Shape: int64 [Vd]."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         head = build_head(config)

@@ -1,25 +1,30 @@
-"""What a drafter's head learns from: the target's hidden states, several draft steps deep. The loop is `Trainer`'s."""
+"""Training of a drafter's head on the target's hidden states, over several draft steps. The loop is `Trainer`'s.
+
+>>> trainer = DrafterTrainer(head, target, sample_text, DrafterPlan(total_tokens=20_000_000, objective=Objective(4)))
+"""
 
 import copy
 import random
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from ragspec.drafting.eagle.checkpoint import HeadCheckpoint
 from ragspec.training.heads.eagle_model import Head
-from ragspec.training.heads.examples import Draw, draw_batches
 from ragspec.training.heads.frozen_target import FrozenTarget
 from ragspec.training.heads.losses import Objective, StepScores, batch_scores
+from ragspec.training.heads.training_texts import TextSampler, draw_batches
 from ragspec.training.reference.batches import MicroBatch
-from ragspec.training.trainer import Plan, Trainer
-from ragspec.training.workers import ALONE, Workers
+from ragspec.training.trainer import SINGLE_WORKER, Trainer, TrainingPlan, WorkerGroup
+
+_SMOOTHING_STEPS = 50
 
 
 @dataclass(frozen=True, kw_only=True)
-class DrafterPlan(Plan):
-    """How long, how fast and on whose answers. Tokens are the target's rows."""
+class DrafterPlan(TrainingPlan):
+    """Length and speed of a run, and the source of its answers. Tokens are the target's rows."""
 
     objective: Objective
     max_tokens: int = 320
@@ -38,7 +43,12 @@ class DrafterTrainer(Trainer[DrafterPlan]):
     gradient_clip = 0.5
 
     def __init__(
-        self, head: Head, target: FrozenTarget, draw: Draw, plan: DrafterPlan, workers: Workers = ALONE
+        self,
+        head: Head,
+        target: FrozenTarget,
+        sample_text: TextSampler,
+        plan: DrafterPlan,
+        workers: WorkerGroup = SINGLE_WORKER,
     ) -> None:
         parameters = list(head.parameters())
         groups = [
@@ -46,19 +56,19 @@ class DrafterTrainer(Trainer[DrafterPlan]):
             {"params": [p for p in parameters if p.dim() == 1], "weight_decay": 0.0},
         ]
         super().__init__(head, groups, plan, target.device, workers)
-        self.head, self.target, self.draw = head, target, draw
+        self.head, self.target, self.sample_text = head, target, sample_text
 
-    def _learn(self, seed: int, share: float) -> tuple[int, dict[str, float]]:
+    def _accumulate_gradients(self, seed: int, share: float) -> tuple[int, dict[str, float]]:
         plan = self.plan
-        batches = draw_batches(self.draw, random.Random(seed), plan.max_tokens, plan.step_tokens, plan.micro_tokens)
-        num_rows = self.workers.total(sum(len(batch.positions) for batch in batches))[0]
-        noise = torch.Generator().manual_seed(seed)
+        rng, noise = random.Random(seed), torch.Generator().manual_seed(seed)
+        batches = draw_batches(self.sample_text, rng, plan.max_tokens, plan.step_tokens, plan.micro_tokens)
+        num_rows = self.workers.sums(sum(len(batch.positions) for batch in batches))[0]
         sums = [self._backward(batch, num_rows, noise) for batch in batches]
         num_tokens = sum(batch.ids.numel() for batch in batches)
-        return num_tokens, self._rates([sum(column) for column in zip(*sums, strict=True)])
+        return num_tokens, step_rates(self.workers.sums(*map(sum, zip(*sums, strict=True))))
 
     def _backward(self, batch: MicroBatch, num_rows: float, noise: torch.Generator) -> list[float]:
-        """Add a micro-batch's gradients; returns its sums for `_rates`."""
+        """Add a micro-batch's gradients; returns its sums for `step_rates`."""
         with torch.autocast(self.device, dtype=torch.bfloat16):
             scores = batch_scores(self.head, self.target, batch, self.plan.objective, noise)
             decay = self.plan.objective.position_decay
@@ -66,32 +76,56 @@ class DrafterTrainer(Trainer[DrafterPlan]):
         torch.autograd.backward(loss)
         return _flat(scores)
 
-    def _rates(self, sums: list[float]) -> dict[str, float]:
-        """Mean loss and hits per draft step from the sums over all rows and workers."""
-        return step_rates(self.workers.total(*sums))
-
     @torch.no_grad()
     def probe(self, batches: list[MicroBatch], num_steps: int) -> dict[str, float]:
-        """Hits of the averaged weights on given texts, each draft step conditioned on the true tokens before it."""
+        """Hits of the averaged weights on given texts; each draft step reads the true tokens before it."""
         head = self.averaged_head()
         steps = Objective(num_steps, inputs=self.plan.objective.inputs)
         with torch.autocast(self.device, dtype=torch.bfloat16):
             sums = [_flat(batch_scores(head, self.target, batch, steps)) for batch in batches]
-        return step_rates([sum(column) for column in zip(*sums, strict=True)])
+        return step_rates(list(map(sum, zip(*sums, strict=True))))
 
     def averaged_head(self) -> Head:
         """A copy of the head with the averaged weights."""
         averaged = copy.deepcopy(self.head)
-        self._put_average(averaged)
+        self._copy_average_to(averaged)
         return averaged
 
     def exported(self) -> HeadCheckpoint:
-        """The averaged weights in bf16 by their published names."""
+        """The averaged weights in bf16, by their published names."""
         tensors = self.averaged_head().state_dict()
         kept = {n: (t.bfloat16() if t.is_floating_point() else t).cpu() for n, t in tensors.items()}
         return HeadCheckpoint(self.head.config, kept)
 
-    def _shape(self) -> dict[str, Any]:
+    def draw_curves(self, path: Path) -> None:
+        """Writes loss and probe hits per draft step, and the learning rate, over tokens, as PNG."""
+        import matplotlib
+
+        matplotlib.use("Agg")
+        from matplotlib import pyplot
+
+        tokens = [record["tokens"] / 1e6 for record in self.history]
+        width = min(_SMOOTHING_STEPS, len(self.history))
+        figure, (upper, middle, lower) = pyplot.subplots(3, 1, figsize=(8, 9), sharex=True)
+        for name in sorted(key for key in (self.history[0] if self.history else {}) if key.startswith("loss_")):
+            values = torch.tensor([record[name] for record in self.history])
+            upper.plot(tokens[width - 1 :], values.unfold(0, width, 1).mean(1), label="draft step " + name[5:])
+        upper.set(ylabel=f"loss (nats, mean of {width} steps)")
+        for name in sorted(key for key in (self.probes[0] if self.probes else {}) if "top1" in key):
+            middle.plot(
+                [p["tokens"] / 1e6 for p in self.probes], [p[name] for p in self.probes], marker=".", label=name
+            )
+        middle.set(ylabel="share of the target's tokens drafted first", ylim=(0, 1))
+        for axes in (upper, middle):
+            if axes.get_lines():
+                axes.legend(fontsize=7, ncols=3)
+        lower.plot(tokens, [record["lr"] for record in self.history])
+        lower.set(ylabel="learning rate", xlabel="tokens (millions)")
+        figure.tight_layout()
+        figure.savefig(path, dpi=110)
+        pyplot.close(figure)
+
+    def _model_config(self) -> dict[str, Any]:
         return {**asdict(self.head.config), "aux_layers": list(self.head.config.aux_layers)}
 
 
@@ -100,7 +134,7 @@ def _flat(scores: list[StepScores]) -> list[float]:
 
 
 def step_rates(sums: list[float]) -> dict[str, float]:
-    """`loss_i`, `top1_i` and `top4_i` of draft step i, from 1, out of four sums a step."""
+    """`loss_i`, `top1_i` and `top4_i` of draft step i, from 1. `sums`: the four fields of `StepScores` for each step."""
     rates: dict[str, float] = {}
     for index in range(len(sums) // 4):
         loss, num_rows, top1, top4 = sums[4 * index : 4 * index + 4]

@@ -18,8 +18,7 @@ from ragspec.training.reference.initialisation.structured_init import centre_sig
 from ragspec.training.reference.packs import PackStream
 from ragspec.training.reference.rows import RowEncoder
 from ragspec.training.reference.steps import RowBatch, draw_rows
-from ragspec.training.trainer import Plan, Trainer
-from ragspec.training.workers import ALONE, Workers
+from ragspec.training.trainer import SINGLE_WORKER, Trainer, TrainingPlan, WorkerGroup
 
 
 @dataclass(frozen=True)
@@ -41,7 +40,7 @@ STAGES = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class TargetPlan(Plan):
+class TargetPlan(TrainingPlan):
     """How long and how fast."""
 
     micro_tokens: int = 4_608
@@ -71,7 +70,7 @@ class TargetTrainer(Trainer[TargetPlan]):
         stream_for: Callable[[Lengths, int], PackStream],
         plan: TargetPlan,
         device: str = "cpu",
-        workers: Workers = ALONE,
+        workers: WorkerGroup = SINGLE_WORKER,
     ) -> None:
         torch.nn.Module.to(model, device)
         super().__init__(model, parameter_groups(model, plan), plan, device, workers)
@@ -105,13 +104,13 @@ class TargetTrainer(Trainer[TargetPlan]):
         self.model.train()
         yield from super().run()
 
-    def _learn(self, seed: int, share: float) -> tuple[int, dict[str, float]]:
+    def _accumulate_gradients(self, seed: int, share: float) -> tuple[int, dict[str, float]]:
         stage = next(s for s in STAGES[self.plan.first_stage :] if share < s.until)
         stream = self.stream_for(stage.lengths, seed)
         batches = draw_rows(stream, self.rows, stage.max_tokens, stage.step_tokens, self.plan.micro_tokens)
-        total_weight = self.workers.total(sum(float(batch.weights.sum()) for batch in batches))[0]
+        total_weight = self.workers.sums(sum(float(batch.weights.sum()) for batch in batches))[0]
         own = sum((batch.num_guided for batch in batches), Counter[Guide]())
-        num_guided = dict(zip(Guide, self.workers.total(*(own[guide] for guide in Guide)), strict=True))
+        num_guided = dict(zip(Guide, self.workers.sums(*(own[guide] for guide in Guide)), strict=True))
         guided_losses = dict.fromkeys(num_guided, 0.0)
         answer_loss, answer_tokens = 0.0, 0
         for batch in batches:
@@ -125,8 +124,8 @@ class TargetTrainer(Trainer[TargetPlan]):
             is_answer = weights >= ANSWER_WEIGHT
             answer_loss += float(losses.detach()[is_answer].sum())
             answer_tokens += int(is_answer.sum())
-        loss_sum, loss_tokens = self.workers.total(answer_loss, answer_tokens)
-        guided_sums = self.workers.total(*guided_losses.values())
+        loss_sum, loss_tokens = self.workers.sums(answer_loss, answer_tokens)
+        guided_sums = self.workers.sums(*guided_losses.values())
         found = {f"guide_{guide.name.lower()}": value for guide, value in zip(guided_losses, guided_sums, strict=True)}
         num_tokens = sum(batch.ids.numel() for batch in batches)
         return num_tokens, {"answer_loss": loss_sum / max(1, loss_tokens), **found}
@@ -150,11 +149,11 @@ class TargetTrainer(Trainer[TargetPlan]):
         config = copy.deepcopy(self.model.config)
         config._attn_implementation = "sdpa"  # the training kernel knows neither caches nor left padding
         averaged = LlamaForCausalLM(config)
-        self._put_average(averaged)
+        self._copy_average_to(averaged)
         averaged.eval()
         return averaged
 
-    def _shape(self) -> dict[str, Any]:
+    def _model_config(self) -> dict[str, Any]:
         config = self.model.config
         return {name: getattr(config, name) for name in ("vocab_size", "hidden_size", "num_hidden_layers")}
 

@@ -1,43 +1,37 @@
-"""A training run: one process or several, progress on the terminal, checkpoints on the way.
-
-What the commands that train a target and a drafter's head share.
-"""
+"""A training run as a command: common options, one process or several through Ray Train, progress, checkpoints and probes."""
 
 import argparse
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 import torch
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from ragspec.errors import InputError, RagspecError
-from ragspec.training.trainer import Trainer
-from ragspec.training.workers import ALONE, Workers
+from ragspec.training.trainer import SINGLE_WORKER, Trainer, WorkerGroup
 
 REPORT_EVERY_STEPS = 25
 
 
-class Run(Protocol):
-    """What the commands' runs have in common."""
+@dataclass(frozen=True, kw_only=True)
+class TrainingRun:
+    """Options of every training command. `threads` None: as many as PyTorch uses."""
 
-    @property
-    def out(self) -> Path:
-        """The run's folder."""
-
-    @property
-    def threads(self) -> int | None:
-        """Of the processor; nothing: as many as PyTorch takes."""
+    data_dir: Path
+    out: Path
+    resume: bool = False
+    threads: int | None = None
 
 
-RunT = TypeVar("RunT", bound=Run)
-Train = Callable[[RunT, Workers, str], None]
+Train = Callable[[Any, WorkerGroup, str], None]
 """One worker's part of a run, on a device."""
 
 
-def options(description: str) -> argparse.ArgumentParser:
-    """What every run is asked."""
+def training_parser(description: str) -> argparse.ArgumentParser:
+    """A parser with the options of every training command."""
     parser = argparse.ArgumentParser(description=description)
     add = parser.add_argument
     add("--data", type=Path, required=True, help="data directory")
@@ -51,7 +45,7 @@ def options(description: str) -> argparse.ArgumentParser:
 
 
 def positive(kind: type[int] | type[float], least: int = 1) -> Callable[[str], float]:
-    """A number of an option; whole ones are `least` at least."""
+    """A type for argparse: integers from `least` on, or finite numbers above 0."""
 
     def number(text: str) -> float:
         value = kind(text)
@@ -59,37 +53,33 @@ def positive(kind: type[int] | type[float], least: int = 1) -> Callable[[str], f
             raise argparse.ArgumentTypeError(f"{text} is not {f'at least {least}' if kind is int else 'above 0'}")
         return value
 
-    number.__name__ = "number"  # argparse names it where there is none
+    number.__name__ = "number"  # argparse shows it in its errors
     return number
 
 
-def data_dir(args: argparse.Namespace) -> Path:
-    """Where the data are. Raises: InputError."""
+def common_options(args: argparse.Namespace) -> dict[str, Any]:
+    """The fields of `TrainingRun`. Raises: InputError if there are no data."""
     if not args.data.is_dir():
         raise InputError(f"there is no data directory {args.data}")
-    return Path(args.data).resolve()
+    out = args.out.resolve()
+    return {"data_dir": args.data.resolve(), "out": out, "resume": args.resume, "threads": args.threads}
 
 
-def train_with(train: Train[RunT], run: RunT, num_workers: int) -> None:
-    """The run in this process, or by several workers, one GPU each where there are any."""
+def train_with(train: Train, run: TrainingRun, num_workers: int) -> None:
+    """Trains in this process, or in several workers with a GPU each if there is one. Raises: a worker's RagspecError."""
+    has_gpu = torch.cuda.is_available()
     if num_workers == 1:
-        _as_worker(train, run, ALONE, "cuda" if torch.cuda.is_available() else "cpu")
-    else:
-        _train_together(train, run, num_workers)
-
-
-def _train_together(train: Train[RunT], run: RunT, num_workers: int) -> None:
-    """Raises: what a worker raised, where it is one of ours."""
+        _set_threads_and_train(train, run, SINGLE_WORKER, "cuda" if has_gpu else "cpu")
+        return
     from ray.train import RunConfig, ScalingConfig
     from ray.train.torch import TorchConfig, TorchTrainer
     from ray.train.v2.api.exceptions import WorkerGroupError
 
-    with_gpu = torch.cuda.is_available()
     trainer = TorchTrainer(
         _ray_worker,
         train_loop_config={"train": train, "run": run},
-        torch_config=TorchConfig(backend="cpu:gloo,cuda:nccl" if with_gpu else "gloo"),
-        scaling_config=ScalingConfig(num_workers=num_workers, use_gpu=with_gpu),
+        torch_config=TorchConfig(backend="cpu:gloo,cuda:nccl" if has_gpu else "gloo"),
+        scaling_config=ScalingConfig(num_workers=num_workers, use_gpu=has_gpu),
         run_config=RunConfig(storage_path=str(run.out / "ray")),
     )
     try:
@@ -106,11 +96,11 @@ def _ray_worker(config: dict[str, Any]) -> None:
     from ray.train.torch import get_device
 
     context = ray.train.get_context()
-    workers = Workers(context.get_world_rank(), context.get_world_size())
-    _as_worker(config["train"], config["run"], workers, str(get_device()))
+    workers = WorkerGroup(context.get_world_rank(), context.get_world_size())
+    _set_threads_and_train(config["train"], config["run"], workers, str(get_device()))
 
 
-def _as_worker(train: Train[RunT], run: RunT, workers: Workers, device: str) -> None:
+def _set_threads_and_train(train: Train, run: TrainingRun, workers: WorkerGroup, device: str) -> None:
     if run.threads:
         torch.set_num_threads(run.threads)
     train(run, workers, device)
@@ -123,7 +113,7 @@ def run_to_end(
     probe: Callable[[], dict[str, float]],
     num_probes: int,
 ) -> None:
-    """Train to the end of the plan; the first worker shows progress, writes checkpoints and probes in between."""
+    """Trains to the end of the plan; the first worker shows progress, writes checkpoints and probes the model."""
     if not trainer.workers.is_first:
         for _ in trainer.run():
             pass
@@ -148,12 +138,12 @@ def run_to_end(
 
 
 def is_probed(num_probes: int, step: float, before: float, after: float) -> bool:
-    """After the first step, and at even shares of the run."""
+    """Whether a probe is due: after the first step, and at even shares of the run."""
     return step == 1 or int(num_probes * after) > int(num_probes * before)
 
 
-def spent(records: list[dict[str, float]]) -> str:
-    """How far the latest steps came, and how fast."""
+def tokens_and_speed(records: list[dict[str, float]]) -> str:
+    """Step, tokens so far, and tokens per second over the given records."""
     first, last = records[0], records[-1]
     rate = (last["tokens"] - first["tokens"]) / max(1e-9, last["elapsed_s"] - first["elapsed_s"])
     return f"step {last['step']:.0f} {last['tokens'] / 1e6:.2f} M tokens {rate:.0f}/s"
