@@ -141,7 +141,7 @@ def _encoder(config: EncoderConfig, dry_run: bool, num_workers: int) -> Iterator
         yield Encoder.load(config), PASSAGES_PER_ENCODE
     else:
         with ray_session(None):
-            from ragspec.cluster.encoding import EncoderPool  # Why here: only this branch needs Ray
+            from ragspec.cluster.remote_retrieval.encoders import EncoderPool  # Why here: only this branch needs Ray
 
             pool = EncoderPool(config, num_workers)
             yield pool, pool.texts_at_once

@@ -1,4 +1,4 @@
-"""A backend on a deployment that runs already, as `ragspec cluster up` starts one: what dies there costs no answer here.
+"""A backend on a deployment that is up, as `ragspec cluster up` starts one: a dead engine or shard costs no answer.
 
 >>> with clustered("ragspec", config) as backend: ...
 """
@@ -8,8 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
 
-from ragspec.cluster.agreement import check_agreement
-from ragspec.cluster.deployment import Deployment
+from ragspec.cluster.deployment import Deployment, check_agreement
 from ragspec.config import PipelineConfig
 from ragspec.engine.target import load_tokenizer
 from ragspec.retrieval.retriever import Retriever
@@ -19,10 +18,10 @@ from services.settings import ServiceConfig
 
 @contextmanager
 def clustered(name: str, config: ServiceConfig) -> Iterator[Backend]:
-    """The deployment says which target, index and encoder; of `config` are the service and the chat. Needs Ray to be initialised.
+    """Target, index and encoder are the deployment's; service and chat are `config`'s. Needs Ray to be initialised.
 
-    A deployment without shards is searched in this process, in the index that `config` names.
-    Raises: ConfigError, also where `config` says otherwise of what the deployment decides; EngineError, ModelError, StoreError.
+    Without shards in the deployment, this process searches the index that `config` names.
+    Raises: ConfigError, also where `config` contradicts the deployment; EngineError, ModelError, StoreError.
     """
     deployment = Deployment.find(name)
     searched_there = ("encoder", "retriever") if deployment.topology.num_shards else ()
@@ -47,7 +46,7 @@ def clustered(name: str, config: ServiceConfig) -> Iterator[Backend]:
 
 
 def settled_config(deployed: PipelineConfig, given: ServiceConfig) -> ServiceConfig:
-    """What the deployment runs with, served as `given` says; how answers are sampled, and from how many passages, too."""
+    """The deployment's configuration, with the service, the chat, the sampling and the number of passages of `given`."""
     parts = {name: getattr(deployed, name) for name in PipelineConfig.model_fields}
     said = {name: getattr(given.generation, name) for name in given.generation.model_fields_set}
     parts["generation"] = deployed.generation.model_copy(update=said)

@@ -2,14 +2,17 @@
 
     serve run infra/serve/chat.yaml
 
-Serve starts, scales, checks and drains replicas; what a replica is made of is the configuration's. A replica that is to end takes
-nothing more and has `service.drain_s` seconds for what runs.
+Serve starts, scales, checks and drains replicas. Engines run beside them, in a deployment of `ragspec.cluster`: the one that
+`cluster` names, or one engine for each replica. So the death of an engine ends no stream. A replica that is to end takes nothing
+more and has `service.drain_s` seconds for running requests.
 """
 
 from __future__ import annotations
 
 import contextlib
-from typing import Any, cast
+import secrets
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, cast
 
 from fastapi import FastAPI
 from pydantic import Field, ValidationError
@@ -19,6 +22,9 @@ from ray.serve import Application, Deployment
 from ragspec.config import ConfigSection, load_settings
 from ragspec.errors import ConfigError, EngineError
 from services.settings import ServiceConfig
+
+if TYPE_CHECKING:
+    from services.backend import Backend
 
 _GRACE_S = 10.0
 _SPARE_REQUESTS = 16
@@ -31,7 +37,7 @@ _NUM_CPUS = 0.5
 
 class ServeArgs(ConfigSection):
     """`args` of an application. `config`: the service's configuration, or the path of its YAML file on every node. `cluster`: the
-    name of a deployment of `ragspec cluster up` that it stands on; empty: every replica has an engine and an index of its own.
+    name of a deployment of `ragspec cluster up`; empty: every replica starts one engine and opens the index itself.
     `deployment_config`: options of Serve's deployment (`autoscaling_config`, `num_replicas`, `max_ongoing_requests`,
     `ray_actor_options`, ...).
     """
@@ -120,14 +126,18 @@ class Replica:
             stack.close()
 
 
-def _backend(cluster: str, settings: ServiceConfig) -> contextlib.AbstractContextManager[Any]:
-    from services.backend import Backend
-
-    if not cluster:
-        return Backend.embedded(settings)
+@contextlib.contextmanager
+def _backend(cluster: str, settings: ServiceConfig) -> Iterator[Backend]:
+    from ragspec.cluster.deployment import Deployment as EngineDeployment
+    from ragspec.cluster.topology import Topology
     from services.clustered import clustered
 
-    return clustered(cluster, settings)
+    with contextlib.ExitStack() as stack:
+        if not cluster:
+            cluster = f"serve-{secrets.token_hex(4)}"
+            engine_only = Topology(num_shards=0, num_encoders=0)
+            stack.enter_context(EngineDeployment.up(engine_only, settings, name=cluster))
+        yield stack.enter_context(clustered(cluster, settings))
 
 
 def _deployment() -> Deployment:

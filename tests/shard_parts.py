@@ -1,20 +1,22 @@
-"""What tests of shards in actors share: an index of many segments, directories that show a part of the truth, and faults.
+"""What tests of shards in actors share: an index of many segments, and faults.
 
->>> directory = Shown(actors, 2)
->>> die(directory.table().members[0])
+>>> die(pool.replicas[0])
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
 
+import ray
 from letter_encoder import LetterEncoder
+from ray.exceptions import RayError
 
-from ragspec.cluster.directory import Directory, Member, Table
+from ragspec.cluster.actors import Replica
 from ragspec.core import Document
 from ragspec.retrieval.index.writer import IndexWriter
 from ragspec.retrieval.search.filters import parse_filter
@@ -44,35 +46,26 @@ def delete(index_dir: Path, document_id: str) -> None:
         writer.commit()
 
 
-class Shown:
-    """The first `count` members of another directory. `replaces` False: nobody comes after those who are reported."""
+def pid_of(replica: Replica) -> int:
+    """Waits for a replica that Ray restarts."""
+    found: list[int] = []
 
-    def __init__(self, directory: Directory, count: int, *, replaces: bool = True) -> None:
-        self._directory, self._count, self._replaces = directory, count, replaces
-        self.reported: dict[str, str] = {}
-        self._names = [member.name for member in directory.table().members[:count]]
+    def ask() -> bool:
+        with contextlib.suppress(RayError):
+            found.extend(ray.get(replica.actor.status.remote(), timeout=BOUND_S).pids)
+        return bool(found)
 
-    def table(self, after: int = -1, timeout_s: float = 0.0) -> Table:
-        table = self._directory.table(after, timeout_s)
-        return Table(table.version, tuple(member for member in table.members if member.name in self._names))
-
-    def report(self, name: str, epoch: int, why: str) -> None:
-        self.reported[name] = why
-        if self._replaces:
-            self._directory.report(name, epoch, why)
+    wait_for(ask)
+    return found[0]
 
 
-def live(directory: Directory, count: int) -> list[Member]:
-    """Waits for so many."""
-    wait_for(lambda: len([m for m in directory.table().members if m.state == "live"]) >= count)
-    return [member for member in directory.table().members if member.state == "live"]
-
-
-def die(member: Member, number: int = signal.SIGKILL) -> None:
-    """Returns when the process is gone, or stopped."""
-    os.kill(member.facts.pid, number)
-    status = Path(f"/proc/{member.facts.pid}/stat")
+def die(replica: Replica, number: int = signal.SIGKILL) -> int:
+    """Returns when the process is gone, or stopped. Gives its id."""
+    pid = pid_of(replica)
+    os.kill(pid, number)
+    status = Path(f"/proc/{pid}/stat")
     wait_for(lambda: not status.exists() or (number == signal.SIGSTOP and status.read_text().split()[2] == "T"))
+    return pid
 
 
 def wait_for(condition: Callable[[], bool]) -> None:

@@ -124,7 +124,7 @@ def _deployed_config(
 
     Raises: ConfigError, also for a target or an index that the deployment does not have.
     """
-    from ragspec.cluster.agreement import check_agreement
+    from ragspec.cluster.deployment import check_agreement
 
     deployed = deployment.config
     check_agreement(name, deployed, config, sections, own=("retriever.num_passages", "retriever.pointer"))

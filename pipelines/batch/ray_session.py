@@ -60,9 +60,9 @@ def clusters_folder() -> Path:
 
 def local_cluster_address(deployment: str) -> str:
     """The address of the deployment's local cluster, or an empty string. Sets the environment that a client of it needs."""
-    from ragspec.cluster.nodes import LocalNodes
+    from ragspec.cluster.local_cluster import LocalCluster
 
-    nodes = LocalNodes.found(clusters_folder() / deployment)
+    nodes = LocalCluster.recorded(clusters_folder() / deployment)
     if nodes is None or not nodes.running:
         return ""
     os.environ.pop("RAY_AUTH_TOKEN", None)  # Why: Ray prefers it to a path

@@ -6,7 +6,7 @@ Why imports within: Ray wants its session set up first.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,6 +16,7 @@ from ragspec.evaluation.suite import Outcome, Settings, run_as, run_suite
 from ragspec.evaluation.suites.iterative.suite import Elsewhere
 from ragspec.evaluation.timing import Tick
 from ragspec.retrieval.encoder import TextEncoder
+from ragspec.retrieval.search.index_types import IndexLike
 
 ABOVE_THE_LIBRARY = ("iterative", "cluster", "chaos", "chat", "load")
 
@@ -59,11 +60,9 @@ def _load(settings: Settings, tick: Tick) -> Outcome:
 def elsewhere() -> Iterator[Elsewhere]:
     """What the suite iterative opens in other processes."""
     with ray_session("local"):
-        from ragspec.cluster.knn_serving import RemoteDatastore
-        from ragspec.cluster.retrieving import RemoteIndex
+        from pipelines.benchmarks.remote_actors import RemoteDatastore, remote_index
 
-        def index(folder: Path, encoder: TextEncoder, service_s: float) -> closing[RemoteIndex]:
-            config = RetrieverConfig(index_dir=str(folder), mode="dense")
-            return closing(RemoteIndex(config, encoder, service_s=service_s))
+        def index(folder: Path, encoder: TextEncoder, service_s: float) -> AbstractContextManager[IndexLike]:
+            return remote_index(RetrieverConfig(index_dir=str(folder), mode="dense"), encoder, service_s)
 
         yield Elsewhere(index, lambda folder, service_s: closing(RemoteDatastore(folder, service_s)))

@@ -1,4 +1,4 @@
-"""`ragspec cluster up|status|env|down`: a deployment on a Ray cluster, or on one that is started on this machine for it."""
+"""`ragspec cluster up|status|env|down`: a deployment on a Ray cluster; without one, Ray is started on this machine."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import shlex
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,7 +27,7 @@ from ragspec.config import load_settings
 from ragspec.errors import ConfigError, EngineError
 
 if TYPE_CHECKING:
-    from ragspec.cluster.overview import Status
+    from ragspec.cluster.registry import Status
 
 _STATES = {"live": "green", "starting": "yellow", "lost": "bold red"}
 
@@ -34,7 +35,7 @@ _STATES = {"live": "green", "starting": "yellow", "lost": "bold red"}
 def run_up(
     config: Path | None, overrides: Mapping[str, Any], name: str, address: str | None, *, insecure: bool, as_json: bool
 ) -> None:
-    """Returns when everything is live. What it started is ended if anything fails. Raises: RagspecError."""
+    """Returns when everything is live. If anything fails, everything that it started is ended. Raises: RagspecError."""
     from ragspec.cluster.topology import ClusterConfig
 
     settings = load_settings(ClusterConfig, config, **overrides)
@@ -57,9 +58,9 @@ def run_up(
 
 
 def run_status(name: str, address: str | None, *, as_json: bool) -> int:
-    """0 if everything is live, else 1. Raises: RagspecError."""
+    """The exit code: 0 if everything is live, else 1. Raises: RagspecError."""
     with ray_session(_known_address(name, address)):
-        from ragspec.cluster.overview import status_of
+        from ragspec.cluster.registry import status_of
 
         status = status_of(name)
     _show(status, as_json=as_json)
@@ -67,10 +68,10 @@ def run_status(name: str, address: str | None, *, as_json: bool) -> int:
 
 
 def run_env(name: str) -> None:
-    """Lines of `export`. Raises: EngineError where no cluster was started here."""
-    from ragspec.cluster.nodes import LocalNodes
+    """Print `export` lines for a shell. Raises: EngineError if no cluster was started here."""
+    from ragspec.cluster.local_cluster import LocalCluster
 
-    nodes = LocalNodes.found(clusters_folder() / name)
+    nodes = LocalCluster.recorded(clusters_folder() / name)
     if nodes is None or not nodes.running:
         raise EngineError(f"no cluster was started here for {name!r}: start one with ragspec cluster up")
     for variable, value in {"RAY_ADDRESS": nodes.address, **nodes.environment}.items():
@@ -78,28 +79,28 @@ def run_env(name: str) -> None:
 
 
 def run_down(name: str, address: str | None) -> None:
-    """The deployment, and the cluster if it was started for it. Nothing there: nothing happens. Raises: RagspecError."""
-    from ragspec.cluster.nodes import LocalNodes
+    """End the deployment, and the cluster if `up` started it. Nothing there: nothing happens. Raises: RagspecError."""
+    from ragspec.cluster.local_cluster import LocalCluster
 
     console = stderr_console()
-    own = None if address or os.environ.get("RAY_ADDRESS") else LocalNodes.found(clusters_folder() / name)
+    own = None if address or os.environ.get("RAY_ADDRESS") else LocalCluster.recorded(clusters_folder() / name)
     if own is not None:
         with stage(console, "down", "Ending the cluster") as done:
-            own.close()  # Why not the deployment first: with its cluster, everything of it ends
+            own.close()  # the deployment ends with its cluster
             done.detail = f"{name} and the cluster at {own.address}"
     elif address := address or os.environ.get("RAY_ADDRESS"):
         with ray_session(address), stage(console, "down", "Ending the deployment") as done:
-            from ragspec.cluster.teardown import sweep
+            from ragspec.cluster.registry import teardown
 
-            sweep(name)
+            teardown(name)
             done.detail = f"{name}; the cluster at {address} goes on"
     else:
         console.print(Text(f"nothing to take down: no cluster was started here for {name}", "dim"))
 
 
 def _cluster_for(name: str, address: str | None, insecure: bool, console: Console, undo: contextlib.ExitStack) -> str:
-    """The address of the cluster to use; one is started if none is named."""
-    from ragspec.cluster.nodes import LocalNodes
+    """The address of the cluster to use; if none is named, starts one."""
+    from ragspec.cluster.local_cluster import LocalCluster
 
     if address := address or os.environ.get("RAY_ADDRESS") or local_cluster_address(name):
         prepare_token(address)
@@ -109,10 +110,10 @@ def _cluster_for(name: str, address: str | None, insecure: bool, console: Consol
                 "(RAY_AUTH_MODE=token), or say --insecure"
             )
         return address
-    if stale := LocalNodes.found(clusters_folder() / name):
+    if stale := LocalCluster.recorded(clusters_folder() / name):
         stale.close()
     with stage(console, "ray", "Starting Ray on this machine") as done:
-        nodes = undo.enter_context(LocalNodes(clusters_folder() / name, os.environ))
+        nodes = undo.enter_context(LocalCluster(clusters_folder() / name, os.environ))
         nodes.add()
         done.detail = nodes.address
     return local_cluster_address(name)
@@ -134,8 +135,8 @@ def _show(status: Status, *, as_json: bool) -> None:
         )
         return
     table = Table(box=None, pad_edge=False, header_style="dim")
-    for heading in ("member", "kind", "state", "node", "pid", "epoch", "numerics", "load", "last error"):
-        table.add_column(heading, overflow="fold", justify="right" if heading in ("epoch", "load") else "left")
+    for heading in ("member", "kind", "state", "node", "pid", "started", "numerics", "load", "last error"):
+        table.add_column(heading, overflow="fold", justify="right" if heading in ("started", "load") else "left")
     for member in status.members:
         table.add_row(
             member.name,
@@ -143,9 +144,14 @@ def _show(status: Status, *, as_json: bool) -> None:
             Text(member.state, _STATES[member.state]),
             member.node[:8],
             " ".join(map(str, member.pids)),
-            str(member.epoch),
+            _started(member.epoch),
             member.fingerprint,
             "" if member.load is None else str(member.load),
             Text(safe(member.error)),
         )
     stdout_console().print(table)
+
+
+def _started(epoch: float) -> str:
+    """The local time of day; empty if unknown."""
+    return time.strftime("%H:%M:%S", time.localtime(epoch)) if epoch else ""

@@ -1,4 +1,4 @@
-"""`ragspec cluster`: its commands' options. What they do is in `cluster.py`, imported when one runs."""
+"""The options of the `ragspec cluster` commands; `cluster.py` implements them and is imported when one runs."""
 
 from __future__ import annotations
 

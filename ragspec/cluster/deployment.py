@@ -1,38 +1,44 @@
-"""A deployment: engines, shards and encoders on a Ray cluster, started and ended as one.
+"""A deployment: engines, shards and encoders on a Ray cluster, started and ended as one. Ray restarts its parts.
 
     >>> with Deployment.up(Topology(replicas=2), load_config("config.yaml")) as deployment, deployment.pipeline() as pipeline:
     ...     print(pipeline.ask("When is the mill open?").text)
     >>> Deployment.find("ragspec").status()
 
-States: up -> down. Everything that a user can do wrong with a cluster ends in one error that says so.
+States: up -> down. Owns no actor's life beyond that, and no request.
 """
 
 from __future__ import annotations
 
 import re
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import ray
+from pydantic import BaseModel
 
-from ragspec.cluster.answers import answers
-from ragspec.cluster.connection import ray_connect
-from ragspec.cluster.keeper import Versions
-from ragspec.cluster.keepers import rooms
-from ragspec.cluster.minder import MemberStatus
-from ragspec.cluster.overview import ANSWER_S, Status, find_supervisor, status_of
-from ragspec.cluster.plans import make_plan, with_full_paths
-from ragspec.cluster.retrieving import ClusterRetriever
-from ragspec.cluster.router import Router
-from ragspec.cluster.routing import RoutingConfig
-from ragspec.cluster.supervised import SupervisedDirectory
-from ragspec.cluster.supervisor import start_supervisor
-from ragspec.cluster.teardown import sweep
-from ragspec.cluster.topology import Note, Topology, check_fits
+from ragspec.cluster.actors import Replica
+from ragspec.cluster.launch import check_nodes, start_replicas, wait_until_loaded, with_full_paths
+from ragspec.cluster.ray_calls import wait_for_all
+from ragspec.cluster.registry import (
+    ANSWER_S,
+    Status,
+    alive_nodes,
+    check_ray,
+    find_replicas,
+    find_spec,
+    kind_of,
+    start_record,
+    status_of,
+    teardown,
+)
+from ragspec.cluster.remote_retrieval.cluster_retriever import ClusterRetriever
+from ragspec.cluster.routing.policy import RoutingConfig
+from ragspec.cluster.routing.replica_client import ray_connect
+from ragspec.cluster.routing.router import Router
+from ragspec.cluster.topology import DeploymentSpec, Topology, check_fits
 from ragspec.config import PipelineConfig, RetrieverConfig
-from ragspec.errors import ConfigError, EngineError
+from ragspec.errors import ConfigError
 from ragspec.retrieval.encoder import Encoder
 
 if TYPE_CHECKING:
@@ -40,17 +46,17 @@ if TYPE_CHECKING:
 
 DEFAULT_NAME = "ragspec"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,62}")
-_BEGIN_S = 120.0
-_SLICE_S = 2.0
+_WITHOUT_EFFECT_ON_TEXT = ("encoder.batch_size", "retriever.device", "retriever.fail_closed")
+"""Settings that `check_agreement` ignores: they change no text, or the topology decides them."""
 
 
 class Deployment(AbstractContextManager["Deployment"]):
     """Needs Ray to be initialised. Safe to use from several threads."""
 
-    def __init__(self, supervisor: Any, name: str, note: Note) -> None:
-        self.name, self.topology, self.config = name, note.topology, note.config
-        self._ends_here = bool(note.job) and note.job == ray.get_runtime_context().get_job_id()
-        self.directory = SupervisedDirectory(supervisor)
+    def __init__(self, name: str, spec: DeploymentSpec, replicas: Sequence[Replica], record: Any = None) -> None:
+        """`record`: of a deployment that ends with this object; Ray ends an actor that is not detached with its last handle."""
+        self.name, (self.topology, self.config) = name, spec
+        self._replicas, self._record = tuple(replicas), record
 
     @classmethod
     def up(
@@ -62,72 +68,83 @@ class Deployment(AbstractContextManager["Deployment"]):
         detached: bool = False,
         timeout_s: float = 900.0,
     ) -> Deployment:
-        """Returns when every member is live; whatever fails before is taken down again.
+        """Returns when every replica is live; if anything fails, all of it is taken down again.
 
-        A detached one stays until `down`; others end with this process, however that ends.
-        Raises: ConfigError for what cannot be, or is missing on a node; ModelError, StoreError; EngineError if there is one of
-        this name, or for what else keeps it from coming up.
+        A detached deployment stays until `down`; others end with this process, however that ends.
+        Raises: ConfigError for an impossible topology or a folder that a node lacks; ModelError, StoreError; EngineError if the
+        name is taken, or for any other failure of a start.
         """
         if not _NAME.fullmatch(name):
             raise ConfigError(
                 f"{name!r} cannot name a deployment: up to 63 letters, digits, dots, dashes and underscores"
             )
-        _check_ray()
-        nodes = rooms()
-        check_fits(topology, nodes)
-        job = "" if detached else ray.get_runtime_context().get_job_id()
-        note = Note(topology, with_full_paths(config), job)
-        plan = make_plan(name, note, len(nodes))
+        check_ray()
+        check_fits(topology, alive_nodes())
+        if topology.num_shards and not config.retriever.index_dir:
+            raise ConfigError("no index: name its folder as retriever.index_dir, or ask for 0 shards")
+        spec = DeploymentSpec(topology, with_full_paths(config))
+        lifetime = "detached" if detached else None
+        record = start_record(name, spec, lifetime)
         try:
-            supervisor = start_supervisor(plan)
-        except ValueError as cause:  # Ray: the name is taken
-            raise EngineError(f"there is a deployment {name!r} on this cluster already; take it down first") from cause
-        try:
-            _bring_up(supervisor, time.monotonic() + timeout_s, timeout_s)
+            teardown(name, keep_record=True)  # what an interrupted `down` left
+            check_nodes(spec)
+            replicas = start_replicas(name, spec, lifetime)
+            wait_until_loaded(replicas, timeout_s)
+            wait_for_all([record.set_up.remote()], ANSWER_S, "the deployment's record")
         except BaseException:
-            sweep(name)
+            teardown(name)
             raise
-        return cls(supervisor, name, note)
+        return cls(name, spec, replicas, None if detached else record)
 
     @classmethod
     def find(cls, name: str = DEFAULT_NAME) -> Deployment:
-        """One that is up. Raises: EngineError."""
-        supervisor = find_supervisor(name)
-        (note,) = answers([supervisor.note.remote()], ANSWER_S, f"the supervisor of {name}")
-        return cls(supervisor, name, note)
+        """A deployment that is up. Raises: EngineError."""
+        spec = find_spec(name)
+        return cls(name, spec, find_replicas(name, spec.topology))
 
     @staticmethod
     def remove(name: str = DEFAULT_NAME) -> None:
-        """Take down whatever there is of that name, also what is left after a crash; nothing there: nothing happens."""
-        _check_ray()
-        sweep(name)
+        """Take down everything of that name, also what is left after a crash; nothing there: nothing happens."""
+        check_ray()
+        teardown(name)
+
+    def replicas_of(self, kind: str) -> list[Replica]:
+        """`kind`: "engine", "shard" or "encoder"."""
+        return [replica for replica in self._replicas if kind_of(replica.name) == kind]
 
     def engine(self, routing: RoutingConfig | None = None) -> Router:
-        """Many engines as one; the caller closes it. Raises: ReplicaLost if none is live."""
-        routing = routing or RoutingConfig(max_running=self.config.engine.max_running)
-        return Router(self.directory, ray_connect(routing), routing)
+        """All engines as one; the caller closes it. Raises: ReplicaLost if none is live."""
+        routing = routing or RoutingConfig(max_running=self.config.engine.max_running, hang_s=self._hang_s)
+        return Router(self.replicas_of("engine"), ray_connect(routing), routing)
 
     def retriever(self, config: RetrieverConfig | None = None) -> ClusterRetriever:
-        """The index on the shards; the caller closes it. `config`: another than the deployment's, say for one generation.
+        """The index on the shards; the caller closes it. `config`: in place of the deployment's, say for one generation.
 
         Raises: ConfigError, ModelError, StoreError, RetrievalError.
         """
-        if not self.topology.num_shards:
+        topology = self.topology
+        if not topology.num_shards:
             raise ConfigError(f"the deployment {self.name!r} has no shards, so it finds nothing")
-        config = config or self.config.retriever
-        config = config.model_copy(update={"fail_closed": self.topology.fail_closed})
-        encoder = self.config.encoder if self.topology.num_encoders else Encoder.load(self.config.encoder)
-        return ClusterRetriever(config, encoder, self.directory, shard_replicas=self.topology.shard_replicas)
+        config = (config or self.config.retriever).model_copy(update={"fail_closed": topology.fail_closed})
+        encoder = self.config.encoder if topology.num_encoders else Encoder.load(self.config.encoder)
+        return ClusterRetriever(
+            config,
+            encoder,
+            self.replicas_of("shard"),
+            self.replicas_of("encoder"),
+            shard_replicas=topology.shard_replicas,
+            hang_s=self._hang_s,
+        )
 
     def nodes(self) -> tuple[str, ...]:
         """The ids of the cluster's nodes, as Ray knows them."""
-        return tuple(room.name for room in rooms())
+        return tuple(node.name for node in alive_nodes())
 
     @contextmanager
     def pipeline(self) -> Iterator[Pipeline]:
         """Questions in, cited answers out, as from one process. Raises: as `engine` and `retriever`.
 
-        Why the imports are in here: they take seconds, which nothing else of a deployment's owner needs.
+        The imports are in here because they take seconds that nothing else of a deployment needs.
         """
         from ragspec.engine.target import load_tokenizer
         from ragspec.rag.pipeline import Pipeline
@@ -140,36 +157,51 @@ class Deployment(AbstractContextManager["Deployment"]):
             yield Pipeline(retriever, engine, prompts, num_passages=num_passages, generation=config.generation)
 
     def status(self) -> Status:
-        """Raises: EngineError if the supervisor does not answer, which lasts some seconds when it died."""
+        """Raises: EngineError if its record does not answer, which lasts some seconds when that died."""
         return status_of(self.name)
 
     def down(self) -> None:
-        """End every actor, placement group and process of it. Safe to repeat. Raises: EngineError if something does not end."""
+        """End every actor and placement group of it. Safe to repeat. Raises: EngineError if something does not end."""
         if ray.is_initialized():
-            sweep(self.name)
+            teardown(self.name)
 
     def __exit__(self, *_: object) -> None:
-        if self._ends_here:
+        if self._record is not None:
             self.down()
 
-
-def _bring_up(supervisor: Any, deadline: float, timeout_s: float) -> None:
-    answers([supervisor.begin.remote(Versions.here())], _BEGIN_S, "the deployment's supervisor")
-    while True:
-        wait_s = min(_SLICE_S, max(0.0, deadline - time.monotonic()))
-        (is_ready,) = answers([supervisor.ready.remote(wait_s)], wait_s + ANSWER_S, "the deployment's supervisor")
-        if is_ready:
-            return
-        if time.monotonic() >= deadline:
-            (members,) = answers([supervisor.status.remote()], ANSWER_S, "the deployment's supervisor")
-            raise EngineError(f"not everything was up after {timeout_s:g} s: {_late(members)}")
+    @property
+    def _hang_s(self) -> float:
+        """Twice the topology's, because a caller that is slow itself must not kill a healthy replica."""
+        return 2 * self.topology.hang_s
 
 
-def _late(members: Sequence[MemberStatus]) -> str:
-    late = [f"{m.name} is {m.state}{f' ({m.error})' if m.error else ''}" for m in members if m.state != "live"]
-    return "; ".join(late) or "one died just now"
+def check_agreement(
+    name: str, deployed: PipelineConfig, given: PipelineConfig, sections: Collection[str], own: Collection[str] = ()
+) -> None:
+    """Compare a client's configuration with the deployment's: a client that names another index must not be answered from this.
+
+    `sections`: names of sections, or of single settings ("engine.max_kv_tokens"). `own`: settings the client decides for itself.
+    Raises: ConfigError where the client set something that differs in deployment `name`.
+    """
+    full = with_full_paths(given)
+    for setting in sections:
+        section = setting.partition(".")[0]
+        given_section, full_section, deployed_section = (getattr(config, section) for config in (given, full, deployed))
+        for path, deployed_value, value in _differences(given_section, full_section, deployed_section, section):
+            if path.startswith(setting) and path not in (*own, *_WITHOUT_EFFECT_ON_TEXT):
+                raise ConfigError(
+                    f"the deployment {name!r} runs with {path} {deployed_value!r}, not {value!r}: leave that out, or use "
+                    "another deployment"
+                )
 
 
-def _check_ray() -> None:
-    if not ray.is_initialized():
-        raise EngineError("Ray is not initialised: ray.init(address) first, or pipelines.batch.ray_session.ray_session")
+def _differences(
+    given: BaseModel, full: BaseModel, deployed: BaseModel, path: str
+) -> Iterator[tuple[str, object, object]]:
+    """Each setting that `given` sets and that differs: its path, the deployment's value and the client's (of `full`)."""
+    for field in sorted(given.model_fields_set):
+        inner, value, deployed_value = (getattr(section, field) for section in (given, full, deployed))
+        if isinstance(inner, BaseModel):
+            yield from _differences(inner, value, deployed_value, f"{path}.{field}")
+        elif value != deployed_value:
+            yield f"{path}.{field}", deployed_value, value

@@ -1,4 +1,4 @@
-"""Processes of this machine by number and time of birth, so that a number that was given out again is never mistaken for the old.
+"""Processes of this machine by id and start time, so that a reused id is never mistaken for the old process.
 
 >>> me = Process.of(os.getpid())
 >>> me.state()
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 _STATE, _PARENT, _SESSION, _STARTED = 0, 1, 3, 19
-"""Fields of /proc/PID/stat, counted from behind the command's name."""
+"""Fields of /proc/PID/stat, counted from the one after the command's name."""
 
 _GONE = frozenset("ZXx")
 STOPPED = frozenset("Tt")
@@ -44,7 +44,7 @@ class Process(NamedTuple):
         return fields[_STATE]
 
     def kill(self, number: int = signal.SIGKILL) -> bool:
-        """Whether there was something to send the signal to."""
+        """Send a signal; False if the process has ended."""
         if not self.state():
             return False
         try:
@@ -55,7 +55,7 @@ class Process(NamedTuple):
 
 
 def kill_all(processes: Iterable[Process], timeout_s: float = 5.0) -> list[Process]:
-    """SIGKILL, then wait until they have ended; those that have not by then (they wait for a disk, say) are returned."""
+    """SIGKILL, then wait for the end. Gives the processes that still run after `timeout_s`, as when they wait for a disk."""
     left = [process for process in processes if process.kill()]
     deadline = time.monotonic() + timeout_s
     while (left := [process for process in left if process.state()]) and time.monotonic() < deadline:
@@ -64,7 +64,7 @@ def kill_all(processes: Iterable[Process], timeout_s: float = 5.0) -> list[Proce
 
 
 def family(pid: int) -> list[Process]:
-    """A process, its descendants, and whatever belongs to a session that it leads, as far as they run; in no order."""
+    """The running processes among `pid`, its descendants and the session it leads, in no order."""
     parents: dict[int, int] = {}
     started: dict[int, int] = {}
     session: list[int] = []
@@ -87,7 +87,7 @@ def _all() -> Iterator[tuple[int, list[str]]]:
 
 
 def _stat(pid: int) -> list[str] | None:
-    """Why the split at the last bracket: a command's name may hold spaces and brackets."""
+    """Splits at the last bracket, because a command's name may contain spaces and brackets."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except (FileNotFoundError, ProcessLookupError):

@@ -1,7 +1,7 @@
 """How many of each part a deployment has, what each reserves, and whether that fits a cluster.
 
 >>> settings = load_settings(ClusterConfig, "cluster.yaml")        # `topology:` beside the pipeline's sections
->>> check_fits(settings.topology, [NodeRoom("a", cpus=8.0, gpus=0.0)])
+>>> check_fits(settings.topology, [NodeResources("a", cpus=8.0, gpus=0.0)])
 """
 
 from __future__ import annotations
@@ -21,12 +21,13 @@ class Topology(ConfigSection):
     """The parts of a deployment and what each reserves.
 
     Engines are `replicas` groups of `tensor_parallel` ranks, each group on one node. The index is spread over `num_shards`
-    actors, each there `shard_replicas` times; 0 shards: no retrieval. Every node keeps `spares_per_node` processes with all
-    imports done, which take the place of one that dies (not of one with GPUs: those are started anew).
+    actors, each segment held by `shard_replicas` of them; 0 shards: no retrieval. `spares_per_node` has no effect since Ray
+    restarts the parts: ask for one replica more instead.
 
-    A member that does not answer for `hang_s`, asked every `heartbeat_s`, is killed and replaced (on an overloaded node it has
-    longer, unless it is stopped); one that does not get ready within `start_timeout_s` too. `rank_timeout_s`: how long a rank
-    waits for another. `fail_closed`: without a shard, retrieval is an error; else a partial answer that says so.
+    Ray restarts a part that dies. A part that hangs is killed by its caller: a stopped rank after two heartbeats (`heartbeat_s`),
+    an actor that answers no health check for twice `hang_s`, an engine that is not loaded within `start_timeout_s`.
+    `rank_timeout_s`: how long a rank waits for another. `fail_closed`: without a shard, retrieval is an error; else a partial
+    answer that says so.
     """
 
     replicas: int = Field(1, ge=0, le=256)
@@ -57,28 +58,29 @@ class Topology(ConfigSection):
 
 
 class ClusterConfig(PipelineConfig):
-    """A pipeline's sections and how it is deployed."""
+    """A pipeline's sections and its topology."""
 
     topology: Topology = Topology()
 
 
-class Note(NamedTuple):
-    """What a supervisor keeps for those who find it. `job` is Ray's id of the job that the deployment ends with, or empty."""
+class DeploymentSpec(NamedTuple):
+    """A deployment's topology and configuration, with absolute paths."""
 
     topology: Topology
     config: PipelineConfig
-    job: str = ""
 
 
-class NodeRoom(NamedTuple):
-    """What a node has, whoever uses it."""
+class NodeResources(NamedTuple):
+    """The total CPUs and GPUs of a node, used or not. `name`: Ray's id of the node."""
 
     name: str
     cpus: float
     gpus: float
 
 
-class _Resource(NamedTuple):
+class _Demand(NamedTuple):
+    """The demand for CPUs or GPUs, and how many each node has. `others`: the parts beside the engines, as text."""
+
     unit: str
     per_rank: float
     others: str
@@ -86,8 +88,8 @@ class _Resource(NamedTuple):
     on_nodes: list[float]
 
 
-def check_fits(topology: Topology, nodes: Sequence[NodeRoom]) -> None:
-    """Raises: ConfigError with the sums that do not come out."""
+def check_fits(topology: Topology, nodes: Sequence[NodeResources]) -> None:
+    """Raises: ConfigError with the sums that exceed the cluster."""
     shards = topology.num_shards * topology.shard_replicas
     parts = [
         (shards, "shards", topology.cpus_per_shard),
@@ -95,8 +97,8 @@ def check_fits(topology: Topology, nodes: Sequence[NodeRoom]) -> None:
     ]
     others = "".join(f" + {number} {what} x {each:g}" for number, what, each in parts if number)
     for_others = sum(number * each for number, _, each in parts)
-    gpus = _Resource("GPUs", topology.gpus_per_rank, "", 0.0, [node.gpus for node in nodes])
-    cpus = _Resource("CPUs", topology.cpus_per_rank, others, for_others, [node.cpus for node in nodes])
+    gpus = _Demand("GPUs", topology.gpus_per_rank, "", 0.0, [node.gpus for node in nodes])
+    cpus = _Demand("CPUs", topology.cpus_per_rank, others, for_others, [node.cpus for node in nodes])
     wrong = [reason for resource in (gpus, cpus) if (reason := _shortage(topology, resource))]
     if not wrong:
         fitting = sum(min(pair) for pair in zip(_groups(topology, gpus), _groups(topology, cpus), strict=True))
@@ -109,8 +111,8 @@ def check_fits(topology: Topology, nodes: Sequence[NodeRoom]) -> None:
         raise ConfigError("the topology does not fit: " + "; ".join(wrong))
 
 
-def _shortage(topology: Topology, resource: _Resource) -> str:
-    """Empty if the sum and the largest node are enough."""
+def _shortage(topology: Topology, resource: _Demand) -> str:
+    """Why the demand exceeds all nodes or the largest one; empty if it does not."""
     unit, per_rank, others, for_others, on_nodes = resource
     replicas, ranks = topology.replicas, topology.tensor_parallel
     group, largest, has = ranks * per_rank, max(on_nodes, default=0.0), sum(on_nodes)
@@ -124,8 +126,8 @@ def _shortage(topology: Topology, resource: _Resource) -> str:
     return f"{total}, {'; '.join(wrong)}" if wrong else ""
 
 
-def _groups(topology: Topology, resource: _Resource) -> list[int]:
-    """How many groups find room on each node, as far as this resource goes."""
+def _groups(topology: Topology, resource: _Demand) -> list[int]:
+    """How many engines fit on each node by this resource alone."""
     group = topology.tensor_parallel * resource.per_rank
     return [int((room + _SLACK) / group) if group else topology.replicas for room in resource.on_nodes]
 

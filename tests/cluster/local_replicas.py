@@ -1,7 +1,7 @@
-"""Replicas in this process: real engines and hosts, a directory over them, and connections that are lost when a test says so.
+"""Replicas in this process: real engines and hosts, and connections that are lost when a test says so.
 
->>> with replicas(targets) as directory:
-...     router = Router(directory, Losing(directory, losses), SETTINGS)
+>>> with replicas(targets) as local:
+...     router = Router(local.all, Losing(losses), SETTINGS)
 """
 
 from __future__ import annotations
@@ -9,16 +9,17 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
+import uuid
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from tiny_target import tiny_engine
 
-from ragspec.cluster.connection import LocalConnection
-from ragspec.cluster.directory import Member, Table
-from ragspec.cluster.host import EngineHost, Polled
-from ragspec.cluster.routing import RoutingConfig
-from ragspec.core import Delta
+from ragspec.cluster.actors import Replica
+from ragspec.cluster.engine_host import EngineHost, EngineStatus, Polled
+from ragspec.cluster.routing.policy import RoutingConfig
+from ragspec.cluster.routing.replica_client import ReplicaGone
+from ragspec.core import Delta, Request
 from ragspec.drafting.copy import CopyDrafter
 from ragspec.engine.engine import Engine
 from ragspec.engine.target import Target
@@ -27,50 +28,97 @@ from ragspec.errors import ReplicaLost
 SETTINGS = RoutingConfig(poll_s=0.2, retry_s=0.05, replay_timeout_s=20.0, start_timeout_s=20.0, remembered_tokens=0)
 
 
-class LocalDirectory:
-    """A `Directory` of hosts in this process. One that is reported is live again at once, in its next epoch; unless it does not
-    `revive` it, or does not `obey` and goes on calling it live."""
+class LocalReplica:
+    """A replica in this process. While `is_lost`, no call is answered; `epoch` counts its restarts."""
+
+    def __init__(self, host: EngineHost, replicas: LocalReplicas, name: str) -> None:
+        self.host, self.name, self._replicas = host, name, replicas
+        self.is_lost, self.epoch = False, 0
+
+    def wait_until_serving(self, is_closed: threading.Event) -> EngineStatus:
+        """As a `ReplicaClient`; a host that hangs is noted as killed and stays lost."""
+        while not is_closed.wait(0.01):
+            if not self.is_lost:
+                status = self.host.status()
+                if status.busy_s <= self._replicas.step_timeout_s:
+                    return status
+                self._replicas.killed.append(self.name)
+                self.is_lost = True
+        raise ReplicaGone("the connection was closed")
+
+
+class LocalReplicas:
+    """Replicas by name. A router that connects to one again finds it serving, unless it does not `revive`."""
 
     def __init__(self, hosts: dict[str, EngineHost]) -> None:
         self.hosts = hosts
-        self.reports: list[tuple[str, int, str]] = []
-        self.revives = self.obeys = True
-        self._changed = threading.Condition()
-        self._version = 0
-        self._members = {name: self._member(name, 0) for name in hosts}
+        self.step_timeout_s = SETTINGS.step_timeout_s
+        self.connected: list[str] = []
+        self.killed: list[str] = []
+        self.revives = True
+        self._slots = {name: LocalReplica(host, self, name) for name, host in hosts.items()}
 
-    def table(self, after: int = -1, timeout_s: float = 0.0) -> Table:
-        with self._changed:
-            self._changed.wait_for(lambda: self._version > after, timeout_s)
-            return Table(self._version, tuple(self._members.values()))
+    @property
+    def all(self) -> list[Replica]:
+        return [Replica(name, slot) for name, slot in self._slots.items()]
 
-    def report(self, name: str, epoch: int, why: str) -> None:
-        with self._changed:
-            self.reports.append((name, epoch, why))
-            if self.obeys and self._members[name].epoch == epoch:
-                self._set(self._member(name, epoch + 1) if self.revives else self._members[name]._replace(state="lost"))
+    @property
+    def num_reconnects(self) -> int:
+        return len(self.connected) - len(set(self.connected))
+
+    def connecting(self, name: str) -> None:
+        if name in self.connected and not self.revives:
+            self._slots[name].is_lost = True
+        self.connected.append(name)
 
     def lose(self, name: str) -> None:
-        with self._changed:
-            self._set(self._members[name]._replace(state="lost"))
+        self._slots[name].is_lost = True
 
-    def revive(self, name: str, host: EngineHost | None = None) -> None:
-        with self._changed:
-            self.hosts[name] = host or self.hosts[name]
-            self._set(self._member(name, self._members[name].epoch + 1))
+    def revive(self, name: str) -> None:
+        self._slots[name].epoch += 1
+        self._slots[name].is_lost = False
 
-    def _member(self, name: str, epoch: int) -> Member:
-        host = self.hosts[name]
-        return Member("engine", name, epoch, "live", host.facts(), host, "here")
 
-    def _set(self, member: Member) -> None:
-        self._members[member.name] = member
-        self._version += 1
-        self._changed.notify_all()
+class LocalReplicaClient:
+    """A `ReplicaClient` of a host in this process."""
+
+    def __init__(self, replica: Replica) -> None:
+        self._slot: LocalReplica = replica.actor
+        self._slot._replicas.connecting(replica.name)
+        self._epoch = self._slot.epoch
+        self._client = uuid.uuid4().hex
+        self._closed = threading.Event()
+
+    def wait_until_serving(self) -> EngineStatus:
+        status = self._slot.wait_until_serving(self._closed)
+        self._epoch = self._slot.epoch
+        return status
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        self._host().submit(self._client, requests)
+
+    def cancel(self, request_ids: Sequence[str]) -> None:
+        self._slot.host.cancel(self._client, request_ids)
+
+    def poll(self, wait_s: float) -> Polled:
+        polled = self._host().poll(self._client, wait_s)
+        self._host()
+        return polled
+
+    def purge(self, salt: str) -> None:
+        self._host().purge(salt)
+
+    def close(self) -> None:
+        self._closed.set()
+
+    def _host(self) -> EngineHost:
+        if self._slot.is_lost or self._slot.epoch != self._epoch:
+            raise ReplicaLost("lost by the test")
+        return self._slot.host
 
 
 @contextlib.contextmanager
-def replicas(targets: Sequence[Target], **options: Any) -> Iterator[LocalDirectory]:
+def replicas(targets: Sequence[Target], **options: Any) -> Iterator[LocalReplicas]:
     """One engine a target, each with the copy drafter unless `drafters` says otherwise."""
     make = options.pop("drafters", lambda target: [CopyDrafter(target.tokenizer, target.eos_ids)])
     client_timeout_s = options.pop("client_timeout_s", 30.0)
@@ -80,11 +128,10 @@ def replicas(targets: Sequence[Target], **options: Any) -> Iterator[LocalDirecto
             host = EngineHost(tiny_engine(target, make(target), **options), client_timeout_s=client_timeout_s)
             hosts[f"engine-{number}"] = host
             stack.callback(host.close)
-        yield LocalDirectory(hosts)
+        yield LocalReplicas(hosts)
 
 
-def connect(member: Member) -> LocalConnection:
-    return LocalConnection(member.actor)
+connect = LocalReplicaClient
 
 
 class Losing:
@@ -99,8 +146,8 @@ class Losing:
         self._lock = threading.Lock()
         self.num_lost = 0
 
-    def __call__(self, member: Member) -> _Losing:
-        return _Losing(member.actor, self)
+    def __call__(self, replica: Replica) -> _Losing:
+        return _Losing(replica, self)
 
     def take(self, delta: Delta) -> bool:
         """Whether it still comes through; False: the connection is lost."""
@@ -117,9 +164,9 @@ class Losing:
             return False
 
 
-class _Losing(LocalConnection):
-    def __init__(self, host: EngineHost, losing: Losing) -> None:
-        super().__init__(host)
+class _Losing(LocalReplicaClient):
+    def __init__(self, replica: Replica, losing: Losing) -> None:
+        super().__init__(replica)
         self._losing = losing
         self._lost = False
 

@@ -14,12 +14,14 @@ from typing import Any
 import pytest
 from iterative_parts import CONTEXT, DOCUMENTS, Always, wide_target
 from letter_encoder import LetterEncoder
-from shard_parts import live
+from shard_parts import pid_of
 from tiny_target import tiny_engine
 
 from pipelines.batch.ray_session import ray_session
-from ragspec.cluster import cluster_view
-from ragspec.cluster.retrieving import RemoteIndex
+from pipelines.benchmarks.remote_actors import remote_index
+from ragspec.cluster.actors import Replica
+from ragspec.cluster.remote_retrieval import cluster_view
+from ragspec.cluster.remote_retrieval.cluster_retriever import ClusterRetriever
 from ragspec.config import RetrieverConfig, SpeculationConfig
 from ragspec.core import SamplingParams
 from ragspec.drafting.copy import CopyDrafter
@@ -59,9 +61,13 @@ def index_dir(tmp_path: Path) -> Path:
     return tmp_path / "index"
 
 
-def remote(index_dir: Path, **options: Any) -> contextlib.closing[RemoteIndex]:
-    config = RetrieverConfig(index_dir=str(index_dir), mode="dense")
-    return contextlib.closing(RemoteIndex(config, LetterEncoder(), **options))
+def remote(index_dir: Path, **options: Any) -> contextlib.AbstractContextManager[ClusterRetriever]:
+    return remote_index(RetrieverConfig(index_dir=str(index_dir), mode="dense"), LetterEncoder(), **options)
+
+
+def shard_pid(index: ClusterRetriever) -> int:
+    (worker,) = index._pool.alive()
+    return pid_of(Replica(worker.name, worker.actor))
 
 
 def pipeline(engine: Engine, index: Any, **speculation: Any) -> IterativePipeline:
@@ -100,7 +106,7 @@ def test_an_index_that_dies_during_a_verification_costs_seconds(
     """The answer was lost with the actor, or went on with what had only been guessed."""
     expected = truth(engine, index_dir)
     with remote(index_dir, service_s=0.5, timeout_s=BOUND_S) as index:
-        pid = live(index._own, 1)[0].facts.pid
+        pid = shard_pid(index)
         during_the_second_lookup(monkeypatch, lambda: os.kill(pid, signal.SIGKILL))
         answer = pipeline(engine, index).ask(QUESTION, PARAMS)
         assert not Path(f"/proc/{pid}").exists()
@@ -112,7 +118,7 @@ def test_a_reply_that_does_not_come_is_one_clear_error(session: None, engine: En
     """A lost reply stopped the answer for ever, without a word."""
     with remote(index_dir, timeout_s=4.0) as index:
         guessed = pipeline(engine, index)
-        pid = live(index._own, 1)[0].facts.pid
+        pid = shard_pid(index)
         guessed.ask(QUESTION, PARAMS)
         os.kill(pid, signal.SIGSTOP)  # alive, and silent
         begin = time.monotonic()
@@ -142,7 +148,7 @@ def test_an_answer_keeps_its_generation_though_the_index_dies_and_changes(
         os.kill(pid, signal.SIGKILL)
 
     with remote(index_dir, service_s=0.5, timeout_s=BOUND_S) as index:
-        pid = live(index._own, 1)[0].facts.pid
+        pid = shard_pid(index)
         during_the_second_lookup(monkeypatch, change_and_kill)
         guessed = pipeline(engine, index)
         assert said(guessed.ask(QUESTION, PARAMS)) == expected

@@ -9,12 +9,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import pytest
-from local_replicas import SETTINGS, Heard, LocalDirectory, replicas
+from local_replicas import SETTINGS, Heard, LocalReplicaClient, LocalReplicas, replicas
 
-from ragspec.cluster.connection import LocalConnection
-from ragspec.cluster.directory import Member
-from ragspec.cluster.host import EngineHost, Polled
-from ragspec.cluster.router import Router
+from ragspec.cluster.actors import Replica
+from ragspec.cluster.engine_host import Polled
+from ragspec.cluster.routing.router import Router
 from ragspec.core import Completion, CopySource, FinishReason, Request, SamplingParams, Segment, SourceKind
 from ragspec.engine.client import completion_of
 from ragspec.engine.target import Target
@@ -39,13 +38,13 @@ class Weather:
             self.num_faults += 1
             return True
 
-    def __call__(self, member: Member) -> Stormy:
-        return Stormy(member.actor, self)
+    def __call__(self, replica: Replica) -> Stormy:
+        return Stormy(replica, self)
 
 
-class Stormy(LocalConnection):
-    def __init__(self, host: EngineHost, weather: Weather) -> None:
-        super().__init__(host)
+class Stormy(LocalReplicaClient):
+    def __init__(self, replica: Replica, weather: Weather) -> None:
+        super().__init__(replica)
         self._weather = weather
 
     def submit(self, requests: Sequence[Request]) -> None:
@@ -104,36 +103,36 @@ def assert_told_once(heard: Heard, truth: Sequence[Completion], cancelled: bool)
         assert one.stats.num_output_tokens == len(one.token_ids)
 
 
-def disturb(directory: LocalDirectory, weather: Weather, over: threading.Event) -> None:
-    """Members come and go in the directory as well."""
+def disturb(local: LocalReplicas, weather: Weather, over: threading.Event) -> None:
+    """Replicas come and go as well."""
     while not over.wait(0.05):
-        name = weather.random.choice(sorted(directory.hosts))
+        name = weather.random.choice(sorted(local.hosts))
         if weather.strikes(0.3):
-            directory.lose(name)
+            local.lose(name)
             over.wait(0.1)
-            directory.revive(name)
+            local.revive(name)
 
 
 @pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 20))])
 def test_random_faults_change_nothing(targets: Targets, seed: int) -> None:
     """A combination of faults that nobody thought of."""
     weather = Weather(seed)
-    with replicas(targets(3)) as directory:
-        target = directory.hosts["engine-0"]._engine.target
+    with replicas(targets(3)) as local:
+        target = local.hosts["engine-0"]._engine.target
         requests = requests_of(target, random.Random(seed))
-        truth = {r.id: directory.hosts["engine-0"]._engine.generate([r]) for r in requests}
+        truth = {r.id: local.hosts["engine-0"]._engine.generate([r]) for r in requests}
         for number in range(0, NUM_REQUESTS, 7):  # some as the rest of what they wrote
             known = truth[f"r{number}"][-1]
             given = known.token_ids[: len(known.token_ids) // 2]
             segment = Segment(given, None, known.token_ids[len(given) :], known.choice)
             requests[number] = replace(requests[number], segment=segment)
-            truth[f"r{number}"] = directory.hosts["engine-0"]._engine.generate([requests[number]])
+            truth[f"r{number}"] = local.hosts["engine-0"]._engine.generate([requests[number]])
         heard = {request.id: [Heard(len(request.choices))] for request in requests}
         cancelled = set(weather.random.sample(sorted(heard), 4))
         settings = SETTINGS.model_copy(update={"max_running": 12, "max_vain_replays": 100, "remembered_tokens": 10_000})
         over = threading.Event()
-        with Router(directory, weather, settings) as router:
-            disturbing = threading.Thread(target=disturb, args=(directory, weather, over))
+        with Router(local.all, weather, settings) as router:
+            disturbing = threading.Thread(target=disturb, args=(local, weather, over))
             disturbing.start()
             try:
                 for request in requests:
@@ -152,5 +151,5 @@ def test_random_faults_change_nothing(targets: Targets, seed: int) -> None:
             finally:
                 over.set()
                 disturbing.join()
-            assert router._board.idle and not router._board._legs and not any(router._board._loads.values())
+            assert router._tracker.idle and not router._tracker._attempts and not any(router._tracker._loads.values())
         assert weather.num_faults > 5

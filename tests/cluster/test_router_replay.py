@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 import pytest
-from local_replicas import SETTINGS, Heard, LocalDirectory, Losing, replicas
+from local_replicas import SETTINGS, Heard, LocalReplicas, Losing, replicas
 from oracle import decode
 
-from ragspec.cluster.router import Router
+from ragspec.cluster.routing.router import Router
 from ragspec.core import Completion, CopySource, FinishReason, Request, SamplingParams, Segment, SourceKind
 from ragspec.engine.client import completion_of
 from ragspec.engine.target import Target
@@ -39,9 +39,9 @@ SENTENCE = 'The report says: "The bridge was built in 1874 and rebuilt in 1921."
 
 
 @pytest.fixture(scope="module")
-def directory(targets: Targets) -> Iterator[LocalDirectory]:
-    with replicas(targets(2)) as directory:
-        yield directory
+def local(targets: Targets) -> Iterator[LocalReplicas]:
+    with replicas(targets(2)) as local:
+        yield local
 
 
 def ask(target: Target, params: SamplingParams, name: str = "a", prompt: str = PROMPT) -> Request:
@@ -49,17 +49,17 @@ def ask(target: Target, params: SamplingParams, name: str = "a", prompt: str = P
     return Request(name, tuple(target.tokenizer(prompt).input_ids), params, sources)
 
 
-def undisturbed(directory: LocalDirectory, request: Request) -> list[Completion]:
-    return directory.hosts["engine-0"]._engine.generate([request])
+def undisturbed(local: LocalReplicas, request: Request) -> list[Completion]:
+    return local.hosts["engine-0"]._engine.generate([request])
 
 
 def with_losses(
-    directory: LocalDirectory, request: Request, losses: Sequence[int], silently: bool = False
+    local: LocalReplicas, request: Request, losses: Sequence[int], silently: bool = False
 ) -> tuple[list[Completion], int]:
     """What a listener heard, and how many connections were lost on the way."""
     losing = Losing(losses, silently)
     heard = Heard(len(request.choices))
-    with Router(directory, losing, SETTINGS) as router:
+    with Router(local.all, losing, SETTINGS) as router:
         router.submit(request, heard)
         deltas = heard.wait()
     return [completion_of([d for d in deltas if d.choice == choice]) for choice in request.choices], losing.num_lost
@@ -77,19 +77,19 @@ def assert_same(heard: Sequence[Completion], truth: Sequence[Completion]) -> Non
 
 
 @pytest.mark.parametrize("name", PARAMS)
-def test_a_loss_at_every_token_changes_nothing(directory: LocalDirectory, targets: Targets, name: str) -> None:
+def test_a_loss_at_every_token_changes_nothing(local: LocalReplicas, targets: Targets, name: str) -> None:
     """A token told twice or never, noise or penalties that begin anew, log-probabilities of other tokens, counters lost."""
     request = ask(targets(1)[0], PARAMS[name])
-    truth = undisturbed(directory, request)
+    truth = undisturbed(local, request)
     total = sum(len(one.token_ids) for one in truth)
     for after, silently in [*((after, False) for after in range(total + 1)), (total // 2, True), (total, True)]:
-        heard, num_lost = with_losses(directory, request, [after], silently)
+        heard, num_lost = with_losses(local, request, [after], silently)
         assert_same(heard, truth)
         assert (num_lost == 1) == (after < total or silently)
         assert sum(one.stats.num_replays for one in heard) >= num_lost
 
 
-def test_drafts_are_accepted_on_both_sides_of_a_loss(directory: LocalDirectory, targets: Targets) -> None:
+def test_drafts_are_accepted_on_both_sides_of_a_loss(local: LocalReplicas, targets: Targets) -> None:
     """The sources were left behind: after a loss everything was decoded plainly; or accepted drafts were counted twice."""
     target = targets(1)[0]
     quoted = tuple(target.tokenizer(SENTENCE).input_ids)
@@ -97,44 +97,44 @@ def test_drafts_are_accepted_on_both_sides_of_a_loss(directory: LocalDirectory, 
     request = ask(
         target, SamplingParams(max_tokens=24, seed=1, logit_bias=bias, repetition_penalty=1.2, ignore_eos=True)
     )
-    truth = undisturbed(directory, request)
+    truth = undisturbed(local, request)
     assert truth[0].stats.num_accepted > 0
     for after in range(0, 24, 3):
-        heard, num_lost = with_losses(directory, request, [after])
+        heard, num_lost = with_losses(local, request, [after])
         assert_same(heard, truth)
         assert num_lost == heard[0].stats.num_replays == 1
         assert heard[0].stats.num_accepted > 0
 
 
-def test_many_losses_in_one_output(directory: LocalDirectory, targets: Targets) -> None:
+def test_many_losses_in_one_output(local: LocalReplicas, targets: Targets) -> None:
     """The second replay began behind the first one's tokens instead of behind all."""
     request = ask(targets(1)[0], SamplingParams(temperature=1.0, seed=5, max_tokens=24, ignore_eos=True, logprobs=1))
-    truth = undisturbed(directory, request)
-    heard, num_lost = with_losses(directory, request, [3, 1, 0, 2, 0, 5, 1, 1])
+    truth = undisturbed(local, request)
+    heard, num_lost = with_losses(local, request, [3, 1, 0, 2, 0, 5, 1, 1])
     assert_same(heard, truth)
     assert heard[0].stats.num_replays == num_lost == 8
 
 
 @pytest.mark.parametrize("length", [1, 2, 4])
-def test_a_stop_string_across_a_loss_is_seen(directory: LocalDirectory, targets: Targets, length: int) -> None:
+def test_a_stop_string_across_a_loss_is_seen(local: LocalReplicas, targets: Targets, length: int) -> None:
     """The beginning of a stop string stood before the loss: it was told, or its end was not recognised."""
     target = targets(1)[0]
-    free = undisturbed(directory, ask(target, SamplingParams(temperature=1.0, seed=8, max_tokens=16, ignore_eos=True)))
+    free = undisturbed(local, ask(target, SamplingParams(temperature=1.0, seed=8, max_tokens=16, ignore_eos=True)))
     for start in (3, 9):
         stop = target.tokenizer.decode(free[0].token_ids[start : start + length]).strip("\ufffd")
         assert stop
         params = SamplingParams(temperature=1.0, seed=8, max_tokens=16, ignore_eos=True, stop=(stop,))
         request = ask(target, params)
-        truth = undisturbed(directory, request)
+        truth = undisturbed(local, request)
         assert truth[0].finish_reason is FinishReason.STOP
         total = len(truth[0].token_ids)
         for after, silently in [*((after, False) for after in range(total)), (total, True)]:
-            heard, num_lost = with_losses(directory, request, [after], silently)
+            heard, num_lost = with_losses(local, request, [after], silently)
             assert_same(heard, truth)
             assert num_lost == 1
 
 
-def test_a_character_across_a_loss_is_told_once(directory: LocalDirectory, targets: Targets) -> None:
+def test_a_character_across_a_loss_is_told_once(local: LocalReplicas, targets: Targets) -> None:
     """Half a character was told as a question mark, dropped or told twice."""
     target = targets(1)[0]
     wanted = target.tokenizer("水🌊é水").input_ids
@@ -143,14 +143,14 @@ def test_a_character_across_a_loss_is_told_once(directory: LocalDirectory, targe
     request = ask(
         target, SamplingParams(temperature=1.0, seed=3, max_tokens=24, logit_bias=bias, ignore_eos=True, logprobs=0)
     )
-    truth = undisturbed(directory, request)
+    truth = undisturbed(local, request)
     assert any(ord(character) > 255 for character in truth[0].text)
     for after in range(24):
-        heard, _ = with_losses(directory, request, [after])
+        heard, _ = with_losses(local, request, [after])
         assert_same(heard, truth)
 
 
-def test_segments_are_taken_up_again(directory: LocalDirectory, targets: Targets) -> None:
+def test_segments_are_taken_up_again(local: LocalReplicas, targets: Targets) -> None:
     """A replay of a segment wrote the whole output, forgot what was given, or told held-back text of the part before."""
     target = targets(1)[0]
     params = SamplingParams(temperature=1.0, seed=6, max_tokens=14, ignore_eos=True, logprobs=1)
@@ -162,39 +162,39 @@ def test_segments_are_taken_up_again(directory: LocalDirectory, targets: Targets
         Segment((), 4),
     ):
         request = replace(ask(target, params), segment=segment)
-        truth = undisturbed(directory, request)
+        truth = undisturbed(local, request)
         for after in range(len(truth[0].token_ids)):
-            heard, _ = with_losses(directory, request, [after])
+            heard, _ = with_losses(local, request, [after])
             assert_same(heard, truth)
 
 
-def test_one_choice_of_three_is_taken_up_again(directory: LocalDirectory, targets: Targets) -> None:
+def test_one_choice_of_three_is_taken_up_again(local: LocalReplicas, targets: Targets) -> None:
     """A request for choice 2 alone came back as choice 0, or waited for the others."""
     request = ask(targets(1)[0], PARAMS["three choices"])
-    whole = undisturbed(directory, request)
+    whole = undisturbed(local, request)
     alone = replace(request, segment=Segment(whole[2].token_ids[:2], choice=2))
     for after in range(3):
-        (heard,), _ = with_losses(directory, alone, [after])
+        (heard,), _ = with_losses(local, alone, [after])
         assert (heard.choice, heard.token_ids) == (2, whole[2].token_ids[2:])
 
 
-def test_a_seed_that_was_not_given_is_the_same_in_all_parts(directory: LocalDirectory, targets: Targets) -> None:
+def test_a_seed_that_was_not_given_is_the_same_in_all_parts(local: LocalReplicas, targets: Targets) -> None:
     """Each replica drew a seed of its own: the second half of an answer was another answer's."""
     request = ask(targets(1)[0], SamplingParams(temperature=1.0, max_tokens=12, ignore_eos=True))
     seeds = set()
     for after in (0, 5):
-        (heard,), _ = with_losses(directory, request, [after])
+        (heard,), _ = with_losses(local, request, [after])
         seeded = replace(request, params=replace(request.params, seed=heard.stats.seed))
-        assert heard.token_ids == undisturbed(directory, seeded)[0].token_ids
+        assert heard.token_ids == undisturbed(local, seeded)[0].token_ids
         seeds.add(heard.stats.seed)
     assert len(seeds) == 2, "two requests without a seed had the same"
 
 
-def test_a_refused_request_is_refused_at_once(directory: LocalDirectory, targets: Targets) -> None:
+def test_a_refused_request_is_refused_at_once(local: LocalReplicas, targets: Targets) -> None:
     """It was found to be wrong only when a replica had it, or it was tried on every replica in turn."""
     good = ask(targets(1)[0], SamplingParams(max_tokens=4))
     heard = Heard(num_choices=3)
-    with Router(directory, Losing([]), SETTINGS) as router:
+    with Router(local.all, Losing([]), SETTINGS) as router:
         for wrong in (replace(good, prompt_ids=()), replace(good, id="b", segment=Segment((5,), 1))):
             with pytest.raises(InputError):
                 router.submit_all([good, wrong], heard)

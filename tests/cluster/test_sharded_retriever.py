@@ -8,7 +8,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -18,14 +18,13 @@ import ray
 import shard_parts
 from letter_encoder import LetterEncoder
 from ray import cloudpickle
-from shard_parts import QUERIES, SCOPES, Shown, delete, die, live, wait_for, write_index
+from shard_parts import QUERIES, SCOPES, delete, die, pid_of, wait_for, write_index
 from tiny_reranker import save_model
 
-from ragspec.cluster import cluster_view, retrieving
-from ragspec.cluster.directory import Directory
-from ragspec.cluster.own_actors import OPENING, OwnActors
-from ragspec.cluster.retrieving import ClusterRetriever
-from ragspec.cluster.shards import ShardActor
+from ragspec.cluster.actors import OPENING, ActorPool, Replica
+from ragspec.cluster.remote_retrieval import cluster_retriever, cluster_view
+from ragspec.cluster.remote_retrieval.cluster_retriever import ClusterRetriever
+from ragspec.cluster.remote_retrieval.shards import ShardActor
 from ragspec.config import RetrieverConfig
 from ragspec.core import Document
 from ragspec.errors import ConfigError, EncoderMismatch, InputError, RetrievalError, StoreCorrupt, StoreMissing
@@ -48,11 +47,10 @@ MORE_LAYOUTS = [pytest.param(4, 2, marks=pytest.mark.slow), pytest.param(5, 1, m
 
 
 @pytest.fixture(scope="module")
-def shards() -> Iterator[OwnActors]:
+def shards() -> Iterator[ActorPool]:
     ray.init(address="local", include_dashboard=False, num_cpus=8, log_to_driver=False)
-    own = OwnActors("shard", ShardActor, count=NUM_SHARDS)
-    yield own
-    own.close()
+    with ActorPool(ShardActor, count=NUM_SHARDS, prefix="shard") as pool:
+        yield pool
 
 
 @pytest.fixture
@@ -61,13 +59,11 @@ def index_dir(tmp_path: Path) -> Path:
 
 
 def spread(
-    index_dir: Path, directory: Directory, num_replicas: int = 1, **settings: Any
+    index_dir: Path, replicas: Sequence[Replica], num_replicas: int = 1, **settings: Any
 ) -> contextlib.closing[ClusterRetriever]:
-    times = {name: settings.pop(name) for name in ("timeout_s", "late_s") if name in settings}
+    times = {name: settings.pop(name) for name in ("timeout_s", "late_s", "hang_s") if name in settings}
     config = RetrieverConfig(index_dir=str(index_dir), **settings)
-    return contextlib.closing(
-        ClusterRetriever(config, LetterEncoder(), directory, shard_replicas=num_replicas, **times)
-    )
+    return contextlib.closing(ClusterRetriever(config, LetterEncoder(), replicas, shard_replicas=num_replicas, **times))
 
 
 def local(index_dir: Path, **settings: Any) -> Retriever:
@@ -86,15 +82,14 @@ def looked_up(index: Retriever, scope: Any) -> tuple[Any, ...]:
 
 @pytest.mark.parametrize(("num_shards", "num_replicas"), [*LAYOUTS, *MORE_LAYOUTS])
 def test_shards_answer_as_one_process_does(
-    shards: OwnActors, index_dir: Path, num_shards: int, num_replicas: int
+    shards: ActorPool, index_dir: Path, num_shards: int, num_replicas: int
 ) -> None:
     """Scores that depend on where a segment lies; a filter, a tenant or a known passage that is left behind."""
     assert len(Store.open(index_dir).segments) == 6
-    more = OwnActors("shard", ShardActor, count=num_shards) if num_shards > NUM_SHARDS else None
-    live(more or shards, num_shards)
+    more = ActorPool(ShardActor, count=num_shards, prefix="shard") if num_shards > NUM_SHARDS else None
     for mode in ("dense", "sparse", "hybrid"):
         here = local(index_dir, mode=mode)
-        with spread(index_dir, more or Shown(shards, num_shards), num_replicas, mode=mode) as there:
+        with spread(index_dir, (more or shards).replicas[:num_shards], num_replicas, mode=mode) as there:
             for scope in SCOPES:
                 expected = here.retrieve(QUERIES, 9, scope)
                 for _ in range(num_replicas):  # each turn asks others
@@ -129,38 +124,34 @@ def under_load(retriever: ClusterRetriever, num_threads: int = 3) -> Iterator[li
 
 
 @pytest.mark.parametrize("num_replicas", [2, pytest.param(1, marks=pytest.mark.slow)])
-def test_a_shard_that_is_killed_costs_no_query(shards: OwnActors, index_dir: Path, num_replicas: int) -> None:
+def test_a_shard_that_is_killed_costs_no_query(shards: ActorPool, index_dir: Path, num_replicas: int) -> None:
     """An error, or a hole in the answers, for every process that dies."""
     expected = local(index_dir).retrieve(QUERIES, 9)
-    with spread(index_dir, shards, num_replicas) as there:
+    with spread(index_dir, shards.replicas, num_replicas) as there:
         with under_load(there) as found:
             wait_for(lambda: len(found) > 3)
-            victim = live(shards, NUM_SHARDS)[0]
-            die(victim)
-            wait_for(lambda: victim not in shards.table().members)  # reported, and replaced
-            live(shards, NUM_SHARDS)
+            old = die(shards.replicas[0])
+            assert pid_of(shards.replicas[0]) != old
             num_before = len(found)
             wait_for(lambda: len(found) > num_before + 3)
         assert all(each == expected for each in found)
 
 
 @pytest.mark.slow
-def test_a_shard_that_hangs_costs_seconds_and_is_replaced(shards: OwnActors, index_dir: Path) -> None:
+def test_a_shard_that_hangs_costs_seconds_and_is_replaced(shards: ActorPool, index_dir: Path) -> None:
     """A stopped process that takes all who ask with it; a slow one that is killed for being slow."""
     expected = local(index_dir).retrieve(QUERIES, 9)
-    with spread(index_dir, shards, 2, late_s=0.7) as there:
-        before = shards.table().version
-        assert there.retrieve(QUERIES, 9) == expected and shards.table().version == before
-        victim = live(shards, NUM_SHARDS)[1]
-        die(victim, signal.SIGSTOP)
+    with spread(index_dir, shards.replicas, 2, late_s=0.7, hang_s=2.0) as there:
+        assert there.retrieve(QUERIES, 9) == expected
+        victim = shards.replicas[1]
+        old = die(victim, signal.SIGSTOP)
         begin = time.monotonic()
         for _ in range(4):
             assert there.retrieve(QUERIES, 9) == expected
         assert time.monotonic() - begin < shard_parts.BOUND_S
-        wait_for(lambda: victim not in shards.table().members)
-        assert [member.epoch - victim.epoch for member in shards.table().members if member.name == victim.name] == [1]
+        wait_for(lambda: not Path(f"/proc/{old}").exists())
+        assert pid_of(victim) != old
         assert there.retrieve(QUERIES, 9) == expected
-    live(shards, NUM_SHARDS)
 
 
 class Slow(ShardActor):
@@ -172,13 +163,13 @@ class Slow(ShardActor):
 
 
 @pytest.mark.slow
-def test_a_shard_that_is_slow_is_waited_for_and_not_killed(shards: OwnActors, index_dir: Path) -> None:
+def test_a_shard_that_is_slow_is_waited_for_and_not_killed(shards: ActorPool, index_dir: Path) -> None:
     """A loaded machine on which the processes are killed that are needed most."""
-    slow = OwnActors("shard", Slow, count=2)
-    with spread(index_dir, slow, 1, late_s=0.2) as there:
-        assert there.retrieve(QUERIES, 9) == local(index_dir).retrieve(QUERIES, 9)
-        assert [member.epoch for member in slow.table().members] == [0, 0]
-    slow.close()
+    with ActorPool(Slow, count=2, prefix="shard") as slow:
+        pids = [pid_of(replica) for replica in slow.replicas]
+        with spread(index_dir, slow.replicas, 1, late_s=0.2, hang_s=1.0) as there:
+            assert there.retrieve(QUERIES, 9) == local(index_dir).retrieve(QUERIES, 9)
+            assert [pid_of(replica) for replica in slow.replicas] == pids
 
 
 class Told(ShardActor):
@@ -202,39 +193,39 @@ class Told(ShardActor):
 
 @pytest.mark.slow
 def test_a_shard_that_comes_back_opens_its_segments_before_it_is_asked(
-    shards: OwnActors, index_dir: Path, tmp_path: Path
+    shards: ActorPool, index_dir: Path, tmp_path: Path
 ) -> None:
     """Queries that wait while gigabytes are hashed, one after the other, for as long as that takes."""
-    told = OwnActors("shard", Told, (str(tmp_path / "diary"),), 3)
     expected = local(index_dir).retrieve(QUERIES, 9)
-    live(told, 3)
-    with spread(index_dir, told, 2) as there, under_load(there) as found:
-        victim = live(told, 3)[0]
-        die(victim)
-        wait_for(lambda: victim not in told.table().members)
-        live(told, 3)
-        num_before = len(found)
-        wait_for(lambda: len(found) > num_before + 30)
-    assert all(each == expected for each in found) and not (tmp_path / "diary").exists()
-    told.close()
+    with (
+        ActorPool(Told, (str(tmp_path / "diary"),), 3, prefix="shard") as told,
+        spread(index_dir, told.replicas, 2) as there,
+    ):
+        with under_load(there) as found:
+            old = die(told.replicas[0])
+            wait_for(lambda: there._pool._workers["shard-0"].generation > 0)
+            assert pid_of(told.replicas[0]) != old
+            num_before = len(found)
+            wait_for(lambda: len(found) > num_before + 30)
+        assert all(each == expected for each in found) and not (tmp_path / "diary").exists()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fail_closed", [True, False])
-def test_without_any_shard_there_is_one_clear_error(shards: OwnActors, index_dir: Path, fail_closed: bool) -> None:
+def test_without_any_shard_there_is_one_clear_error(shards: ActorPool, index_dir: Path, fail_closed: bool) -> None:
     """A query that waits for ever, or an empty answer, when the last process is gone."""
-    directory = Shown(shards, 1, replaces=False)
-    with spread(index_dir, directory, timeout_s=2.0, late_s=0.5, fail_closed=fail_closed) as there:
-        die(live(shards, NUM_SHARDS)[0])
-        with pytest.raises(RetrievalError, match=r"segment-000001.* cannot be searched: a shard of the index is lost"):
-            there.retrieve(QUERIES, 3)
-        assert "shard-0" in directory.reported
-    shards.report("shard-0", shards.table().members[0].epoch, "for the next test")
-    live(shards, NUM_SHARDS)
+    with ActorPool(ShardActor, prefix="shard") as pool:
+        settings = {"timeout_s": 2.0, "late_s": 0.5, "fail_closed": fail_closed}
+        with spread(index_dir, pool.replicas, **settings) as there:
+            ray.kill(pool.replicas[0].actor)
+            with pytest.raises(
+                RetrievalError, match=r"segment-000001.* cannot be searched: a shard of the index is lost"
+            ):
+                there.retrieve(QUERIES, 3)
 
 
 def test_a_part_that_cannot_be_searched_is_an_error_or_marked(
-    shards: OwnActors, index_dir: Path, monkeypatch: pytest.MonkeyPatch
+    shards: ActorPool, index_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Half an index that answers as if it were the whole; a mark that stays when all is there again."""
     monkeypatch.setattr(cluster_view, "_MISSING_KEPT_S", 0.3)
@@ -246,8 +237,8 @@ def test_a_part_that_cannot_be_searched_is_an_error_or_marked(
     hidden.rename(hidden.with_name("away"))
     for num_replicas in (1, 3):
         with pytest.raises(StoreCorrupt, match=r"^generation .* cannot be read: .*segment-000003/vectors\.npy"):
-            spread(index_dir, shards, num_replicas)
-    with spread(index_dir, shards, 2, fail_closed=False) as there:
+            spread(index_dir, shards.replicas, num_replicas)
+    with spread(index_dir, shards.replicas, 2, fail_closed=False) as there:
         for _ in range(3):
             found = there.retrieve(QUERIES, 9)
             assert found.missing == ("segment-000003",) and found._replace(missing=()) == expected != whole
@@ -256,23 +247,23 @@ def test_a_part_that_cannot_be_searched_is_an_error_or_marked(
         assert there.retrieve(QUERIES, 9) == whole
 
 
-def test_what_cannot_be_used_is_told_before_anybody_is_waited_for(shards: OwnActors, index_dir: Path) -> None:
+def test_what_cannot_be_used_is_told_before_anybody_is_waited_for(shards: ActorPool, index_dir: Path) -> None:
     """Ten minutes of waiting for shards to open a folder that is not there."""
 
     class Stranger(LetterEncoder):
         identity = EncoderIdentity("another", "e" * 64, 16)
 
     with pytest.raises(StoreMissing):
-        spread(index_dir / "none", shards)
+        spread(index_dir / "none", shards.replicas)
     with pytest.raises(ConfigError, match="index_dir"):
-        ClusterRetriever(RetrieverConfig(), LetterEncoder(), shards)
+        ClusterRetriever(RetrieverConfig(), LetterEncoder(), shards.replicas)
     with pytest.raises(EncoderMismatch):
-        ClusterRetriever(RetrieverConfig(index_dir=str(index_dir)), Stranger(), shards)
+        ClusterRetriever(RetrieverConfig(index_dir=str(index_dir)), Stranger(), shards.replicas)
     for options in ({"timeout_s": 0.0}, {"late_s": float("nan")}):
         with pytest.raises(ConfigError, match="finite time limits"):
-            spread(index_dir, shards, **options)
+            spread(index_dir, shards.replicas, **options)
     with pytest.raises(ConfigError, match="at least one holder"):
-        spread(index_dir, shards, 0)
+        spread(index_dir, shards.replicas, 0)
 
 
 def change(index_dir: Path, number: int, note: Callable[[], None] = lambda: None) -> None:
@@ -287,7 +278,7 @@ def change(index_dir: Path, number: int, note: Callable[[], None] = lambda: None
         writer.purge()
 
 
-def test_the_index_changes_under_load_without_a_failed_or_a_mixed_answer(shards: OwnActors, index_dir: Path) -> None:
+def test_the_index_changes_under_load_without_a_failed_or_a_mixed_answer(shards: ActorPool, index_dir: Path) -> None:
     """A query that meets a generation half opened, or one whose files a writer has just removed."""
     expected = {}
 
@@ -296,7 +287,7 @@ def test_the_index_changes_under_load_without_a_failed_or_a_mixed_answer(shards:
         expected[store.generation] = Retriever(LetterEncoder(), store, follow=False).retrieve(QUERIES, 9).passages
 
     note()
-    with spread(index_dir, shards, 2) as there:
+    with spread(index_dir, shards.replicas, 2) as there:
         with under_load(there) as found:
             for number in range(1000):
                 change(index_dir, number, note)
@@ -307,26 +298,25 @@ def test_the_index_changes_under_load_without_a_failed_or_a_mixed_answer(shards:
         wait_for(lambda: there.retrieve(QUERIES, 9).generation == list(expected)[-1])
 
 
-def test_a_pinned_generation_stays_on_disk_until_nobody_needs_it(shards: OwnActors, index_dir: Path) -> None:
+def test_a_pinned_generation_stays_on_disk_until_nobody_needs_it(shards: ActorPool, index_dir: Path) -> None:
     """An answer of minutes that loses its generation to two commits and a restart; files that are kept for ever."""
-    with spread(index_dir, shards, 2) as there:
+    with spread(index_dir, shards.replicas, 2) as there:
         pinned, expected = there.pinned(), there.retrieve(QUERIES, 9)
         for number in range(5):
             change(index_dir, number)
             there.retrieve(QUERIES, 1)
         assert there.retrieve(QUERIES, 9) != expected
-        die(live(shards, NUM_SHARDS)[0])
+        die(shards.replicas[0])
         assert pinned.retrieve(QUERIES, 9) == expected and pinned.generation == expected.generation
         assert len(set(locked_generations(index_dir))) == 2
         del pinned
         assert gc.collect() >= 0 and list(locked_generations(index_dir)) == [read_pointer(index_dir)]
     del there
     assert gc.collect() >= 0 and not list(locked_generations(index_dir))
-    live(shards, NUM_SHARDS)
 
 
 def test_a_new_generation_that_takes_long_to_open_keeps_no_query_waiting(
-    shards: OwnActors, index_dir: Path, monkeypatch: pytest.MonkeyPatch
+    shards: ActorPool, index_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A service that stands still for minutes after every large commit."""
     opened, gate = cluster_view.ClusterView.open, threading.Event()
@@ -335,8 +325,8 @@ def test_a_new_generation_that_takes_long_to_open_keeps_no_query_waiting(
         gate.wait(shard_parts.BOUND_S)
         opened(view, timeout_s)
 
-    monkeypatch.setattr(retrieving, "_SWAP_WAIT_S", 0.2)
-    with spread(index_dir, shards, 2) as there:
+    monkeypatch.setattr(cluster_retriever, "_SWAP_WAIT_S", 0.2)
+    with spread(index_dir, shards.replicas, 2) as there:
         before = there.retrieve(QUERIES, 9)
         monkeypatch.setattr(cluster_view.ClusterView, "open", open_late)
         delete(index_dir, "d3")
@@ -347,14 +337,14 @@ def test_a_new_generation_that_takes_long_to_open_keeps_no_query_waiting(
 
 
 @pytest.mark.slow
-def test_reranked_answers_are_those_of_one_process(shards: OwnActors, index_dir: Path, tmp_path: Path) -> None:
+def test_reranked_answers_are_those_of_one_process(shards: ActorPool, index_dir: Path, tmp_path: Path) -> None:
     """Passages that are not reranked, or in another order, where the index lies on shards."""
     settings: dict[str, Any] = {"reranker": save_model(tmp_path / "reranker"), "rerank_depth": 12}
     reranker = Reranker.load(RerankerConfig(model=settings["reranker"]))
     config = RetrieverConfig(index_dir=str(index_dir), **settings)
     here = Retriever(LetterEncoder(), Store.open(index_dir), config, reranker=reranker)
     for num_replicas in (1, 3):  # scored by many, and by one
-        with spread(index_dir, shards, num_replicas, **settings) as there:
+        with spread(index_dir, shards.replicas, num_replicas, **settings) as there:
             for scope in SCOPES:
                 assert there.retrieve(QUERIES, 5, scope) == here.retrieve(QUERIES, 5, scope)
             assert looked_up(there, SCOPES[1]) == looked_up(here, SCOPES[1])

@@ -10,13 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from ragspec.cluster.topology import ClusterConfig, NodeRoom, Topology, check_fits
+from ragspec.cluster.topology import ClusterConfig, NodeResources, Topology, check_fits
 from ragspec.config import load_settings
 from ragspec.errors import ConfigError
 
 
-def nodes(*rooms: tuple[float, float]) -> list[NodeRoom]:
-    return [NodeRoom(f"node-{number}", cpus, gpus) for number, (cpus, gpus) in enumerate(rooms)]
+def nodes(*rooms: tuple[float, float]) -> list[NodeResources]:
+    return [NodeResources(f"node-{number}", cpus, gpus) for number, (cpus, gpus) in enumerate(rooms)]
 
 
 def refusal(topology: Topology, *rooms: tuple[float, float]) -> str:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from ragspec.cluster import pool
+from ragspec.cluster import actors
 
 
 @pytest.mark.parametrize("num_workers", [1, 2, 7, 100])
@@ -15,6 +15,6 @@ def test_workers_leave_room_for_each_other(
     monkeypatch: pytest.MonkeyPatch, num_workers: int, resources: dict[str, Any]
 ) -> None:
     """More workers than processors wait for each other for ever."""
-    monkeypatch.setattr(pool.ray, "cluster_resources", lambda: resources)
-    assert 0 < pool.cpus_per_worker(num_workers) <= 0.5
-    assert num_workers * pool.cpus_per_worker(num_workers) <= resources.get("CPU", 1.0)
+    monkeypatch.setattr(actors.ray, "cluster_resources", lambda: resources)
+    assert 0 < actors.cpus_per_worker(num_workers) <= 0.5
+    assert num_workers * actors.cpus_per_worker(num_workers) <= resources.get("CPU", 1.0)

@@ -47,17 +47,16 @@ def num_lines(out: Path) -> int:
 
 
 def is_member(pid: int) -> bool:
-    """Whether a process is an engine, shard or encoder of the job, and no spare that waits."""
+    """Whether a process is an engine, shard or encoder of the job."""
     try:
-        pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
-        return Path(f"/proc/{pid}/cmdline").read_bytes().startswith(b"ray::Shell") and pages * 4096 > 300e6
+        return Path(f"/proc/{pid}/cmdline").read_bytes().startswith((b"ray::Engine", b"ray::Shard", b"ray::Encoder"))
     except OSError:
         return False
 
 
 def is_part(pid: int) -> bool:
     """Whether a process is the deployment's; Ray's own agents stay for a minute without it."""
-    names = (b"ray::Shell", b"ray::Supervisor", b"ray::NodeKeeper")
+    names = (b"ray::Engine", b"ray::Shard", b"ray::Encoder", b"ray::Deployment")
     try:
         return Path(f"/proc/{pid}/cmdline").read_bytes().startswith(names)
     except OSError:

@@ -327,7 +327,7 @@ def test_workers_are_those_that_were_asked_for(
         def __init__(self, config: EncoderConfig, num_workers: int) -> None:
             asked.append(num_workers)
 
-    monkeypatch.setattr("ragspec.cluster.encoding.EncoderPool", Pool)
+    monkeypatch.setattr("ragspec.cluster.remote_retrieval.encoders.EncoderPool", Pool)
     monkeypatch.setattr("ray.is_initialized", lambda: True)
     done = run("--workers", 3)
     monkeypatch.undo()

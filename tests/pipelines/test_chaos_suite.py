@@ -23,10 +23,8 @@ from pipelines.benchmarks.chaos.drivers import driver_kills
 from pipelines.benchmarks.chaos.faults import KINDS, Fault, Scene, Struck, all_live, answered_s, faults, recovered
 from pipelines.benchmarks.chaos.load import BatchJob, Probe, StreamLoad, written_rows
 from pipelines.benchmarks.chaos.oracle import Oracle, Work, essence, oracle
-from ragspec.cluster.directory import Member, Table
-from ragspec.cluster.ledger import Entry
 from ragspec.cluster.processes import Process
-from ragspec.cluster.shell import Place
+from ragspec.cluster.registry import ReplicaStatus, Status
 from ragspec.config import PipelineConfig, RetrieverConfig, TargetConfig
 from ragspec.core import Delta, Document, FinishReason
 from ragspec.engine.loading import load_engine
@@ -60,28 +58,19 @@ def sleepers() -> Iterator[list[subprocess.Popen[bytes]]]:
         process.wait()
 
 
-@dataclass
-class Written:
-    """A ledger's entries, without a Ray to keep them."""
-
-    found: dict[str, Entry]
-
-    def entries(self) -> dict[str, Entry]:
-        return self.found
+def replica(name: str, epoch: float, state: Any = "live", pids: tuple[int, ...] = ()) -> ReplicaStatus:
+    return ReplicaStatus(name, name.rpartition("-")[0], state, epoch, "n", pids, "", None, "")
 
 
 def scene(sleepers: list[subprocess.Popen[bytes]]) -> Scene:
-    first, second, other = (Place(Process.of(process.pid), "n") for process in sleepers)
-    engine, spare = Entry(3, places=(first, second), live=True), Entry(0, places=(other,), live=True)
-    ledger: Any = Written(
-        {"engine-0": engine, "spare-n-1": spare, "supervisor": spare, "shard-0": replace(spare, live=False)}
-    )
+    first, second, other = (process.pid for process in sleepers)
+    members = replica("engine-0", 3.0, pids=(first, second)), replica("shard-0", 1.0, "lost", (other,))
     nothing: Any = None
-    return Scene(nothing, ledger, nothing, random.Random(0), [], 2)
+    return Scene(nothing, lambda: Status("d", ("n",), members), random.Random(0), [], 2)
 
 
 def test_a_rank_is_hit_and_no_other_process(sleepers: list[subprocess.Popen[bytes]]) -> None:
-    """The group's first process hit in place of another, a spare or the supervisor hit, a stop that kills."""
+    """The group's first process hit in place of another, a shard hit, a stop that kills."""
     struck = scene(sleepers).strike(Fault("rank", signal.SIGSTOP))
     assert (struck.victim, struck.members) == ("engine-0", {"engine-0": 3})
     deadline = time.monotonic() + 5.0
@@ -101,23 +90,19 @@ def test_what_is_not_there_is_not_hit(kind: str, sleepers: list[subprocess.Popen
         scene(sleepers).strike(Fault(kind, signal.SIGKILL))
 
 
-def member(name: str, epoch: int, state: Any = "live") -> Member:
-    return Member("engine", name, epoch, state, None, None, "n")
-
-
 @pytest.mark.parametrize(
     ("members", "live"),
     [
-        ([member("a", 2), member("b", 1)], True),
-        ([member("a", 1), member("b", 1)], False),
-        ([member("a", 2, "starting"), member("b", 1)], False),
-        ([member("a", 2), member("b", 1, "lost")], False),
-        ([member("b", 1)], False),
+        ([replica("a-0", 2), replica("b-0", 1)], True),
+        ([replica("a-0", 1), replica("b-0", 1)], False),
+        ([replica("a-0", 2, "starting"), replica("b-0", 1)], False),
+        ([replica("a-0", 2), replica("b-0", 1, "lost")], False),
+        ([replica("b-0", 1)], False),
     ],
 )
-def test_live_again_is_everybody_and_the_victim_anew(members: list[Member], live: bool) -> None:
+def test_live_again_is_everybody_and_the_victim_anew(members: list[ReplicaStatus], live: bool) -> None:
     """A fault that nobody has noticed yet taken for one that was recovered from."""
-    assert all_live(Table(0, tuple(members)), {"a": 1}) is live
+    assert all_live(Status("d", ("n",), tuple(members)), {"a-0": 1.0}) is live
 
 
 @dataclass

@@ -11,7 +11,7 @@ import pytest
 from tiny_target import Free, save_model
 
 from pipelines.benchmarks.above_library import run_above
-from pipelines.benchmarks.cluster.scaling import FixedDirectory, SleepingTarget, sleeping_host, usual_successors
+from pipelines.benchmarks.cluster.scaling import SleepingEngine, SleepingTarget, usual_successors
 from pipelines.benchmarks.cluster.shards import sharded_identical
 from ragspec.config import TargetConfig
 from ragspec.core import Request, SamplingParams
@@ -56,7 +56,7 @@ def test_a_sleeping_forward_takes_its_time_and_depends_on_nothing_beside_a_row(m
 def test_a_sleeping_replica_answers_with_drafts_accepted(model: TargetConfig) -> None:
     """Answers that no draft ever meets would leave planner and commits out of what is measured."""
     prompt = tuple(range(40, 60)) * 2
-    host = sleeping_host(model, Free(1e-4), usual_successors([prompt]))
+    host = SleepingEngine(model, Free(1e-4), usual_successors([prompt]))
     try:
         deltas = []
         host.submit("me", [Request("a", prompt, SamplingParams(max_tokens=60, ignore_eos=True))])
@@ -71,14 +71,6 @@ def test_a_sleeping_replica_answers_with_drafts_accepted(model: TargetConfig) ->
 def test_usual_successors() -> None:
     """The last seen in place of the most frequent."""
     assert usual_successors([(1, 2, 1, 2, 1, 3), (4, 9), (4, 8)]) == {1: 2, 2: 1, 4: 8}
-
-
-def test_a_directory_that_never_changes_does_not_answer_at_once() -> None:
-    """A watcher that asks it in a loop without a pause takes the core that is measured."""
-    directory = FixedDirectory([])
-    begin = time.perf_counter()
-    assert directory.table(directory.table().version, 0.1).members == ()
-    assert time.perf_counter() - begin >= 0.1
 
 
 def test_one_query_that_differs_is_no_whole_share() -> None:

@@ -1,6 +1,6 @@
-"""The faults of the suite `chaos`: who is hit, by which signal, and when everything that was hit goes on again.
+"""The faults of the suite `chaos`: which process is hit, by which signal, and when everything works again.
 
-Only processes that the deployment has recorded, and nodes that the suite has started, are ever sent a signal.
+Sends signals only to processes of the deployment's replicas and to nodes that the suite has started.
 """
 
 from __future__ import annotations
@@ -15,10 +15,9 @@ from typing import NamedTuple, Protocol
 
 from pipelines.benchmarks.chaos.check import Heard, slowest_gap_s
 from pipelines.benchmarks.chaos.load import Probe
-from ragspec.cluster.directory import Directory, Table
-from ragspec.cluster.ledger import Entry, Ledger
-from ragspec.cluster.nodes import LocalNode, LocalNodes
+from ragspec.cluster.local_cluster import LocalCluster, LocalNode
 from ragspec.cluster.processes import Process
+from ragspec.cluster.registry import ReplicaStatus, Status
 from ragspec.errors import EngineError, RagspecError
 from ragspec.evaluation.report import Result
 
@@ -37,7 +36,7 @@ _LEAST_WORKERS = 2
 """So many nodes hold all members; with fewer, one more is started before the next fault."""
 
 _MOST_FAILED_STARTS = 10
-_LOOK_S = 0.05
+_LOOK_S = 0.2
 
 
 class Fault(NamedTuple):
@@ -61,12 +60,12 @@ def faults(count: int, seed: int, quick: bool = False) -> list[Fault]:
 
 @dataclass(slots=True)
 class Struck:
-    """What a fault has hit: members with the epoch that they had. `node`: the one that was hit as a whole."""
+    """The replicas that a fault has hit, each with its epoch then. `node`: the node that was hit as a whole."""
 
     fault: Fault
     victim: str
     moment_s: float
-    members: dict[str, int]
+    members: dict[str, float]
     node: LocalNode | None = None
 
 
@@ -84,9 +83,8 @@ class Watched(Protocol):
 class Scene:
     """The deployment under fire. `workers`: nodes that may die, usually `num_workers`; each has `node_cpus`."""
 
-    nodes: LocalNodes
-    ledger: Ledger
-    directory: Directory
+    nodes: LocalCluster
+    status: Callable[[], Status]
     rng: random.Random
     workers: list[LocalNode]
     node_cpus: int
@@ -96,14 +94,14 @@ class Scene:
 
     def strike(self, fault: Fault) -> Struck:
         """Choose a victim and send the signal. Raises: EngineError if there is none of that kind."""
-        entries = {name: entry for name, entry in self.ledger.entries().items() if _kind_of(name) and entry.live}
+        live = [member for member in self.status().members if member.state == "live"]
         if fault.kind == "node":
-            return self._strike_node(fault, entries)
-        name, process = self._victim(fault.kind, entries)
+            return self._strike_node(fault, live)
+        victim, process = self._victim(fault.kind, live)
         moment = time.monotonic()
         if not process.kill(fault.signal):
-            raise EngineError(f"{name} had ended before it could be hit")
-        return Struck(fault, name, moment, {name: entries[name].epoch})
+            raise EngineError(f"{victim.name} had ended before it could be hit")
+        return Struck(fault, victim.name, moment, {victim.name: victim.epoch})
 
     def clear(self, struck: Struck) -> None:
         """A node that was hit is replaced by another, as whoever runs the cluster would do. Raises: EngineError if it must be
@@ -123,28 +121,25 @@ class Scene:
                     raise
 
     def live_again(self, struck: Struck) -> bool:
-        """Whether the table shows all members live, and those that were hit in a later epoch."""
+        """Whether all replicas are live, and those that were hit in another process."""
         try:
-            return all_live(self.directory.table(), struck.members)
+            return all_live(self.status(), struck.members)
         except RagspecError:
             return False
 
-    def _victim(self, kind: str, entries: Mapping[str, Entry]) -> tuple[str, Process]:
-        """A member of that kind and the process of it that is to be hit."""
+    def _victim(self, kind: str, live: Sequence[ReplicaStatus]) -> tuple[ReplicaStatus, Process]:
+        """A replica of that kind and its process to hit."""
         rank = 1 if kind == "rank" else 0
-        member = "engine" if kind == "rank" else kind
-        there = [
-            (name, entry.places[rank].process)
-            for name, entry in sorted(entries.items())
-            if _kind_of(name) == member and len(entry.places) > rank
-        ]
-        if not there:
+        replica_kind = "engine" if kind == "rank" else kind
+        fitting = [member for member in live if member.kind == replica_kind and len(member.pids) > rank]
+        if not fitting:
             raise EngineError(f"there is no {kind} to be hit")
-        return self.rng.choice(there)
+        victim = self.rng.choice(fitting)
+        return victim, Process.of(victim.pids[rank])
 
-    def _strike_node(self, fault: Fault, entries: Mapping[str, Entry]) -> Struck:
-        """One that members run on, with every process of it."""
-        hit = {node: self._members_on(node, entries) for node in self.workers}
+    def _strike_node(self, fault: Fault, live: Sequence[ReplicaStatus]) -> Struck:
+        """Hit every process of a node that replicas run on."""
+        hit = {node: self._epochs_on(node, live) for node in self.workers}
         node = self.rng.choice([node for node, members in hit.items() if members])
         moment = time.monotonic()
         if fault.signal == signal.SIGKILL:
@@ -154,28 +149,22 @@ class Scene:
                 process.kill(fault.signal)
         return Struck(fault, f"{node.name} ({', '.join(hit[node])})", moment, hit[node], node)
 
-    def _members_on(self, node: LocalNode, entries: Mapping[str, Entry]) -> dict[str, int]:
-        own = set(self.nodes.processes(node))
-        return {
-            name: entry.epoch
-            for name, entry in sorted(entries.items())
-            if own & {place.process for place in entry.places}
-        }
+    def _epochs_on(self, node: LocalNode, live: Sequence[ReplicaStatus]) -> dict[str, float]:
+        pids = {process.pid for process in self.nodes.processes(node)}
+        return {member.name: member.epoch for member in live if pids & set(member.pids)}
 
 
-def all_live(table: Table, hit: Mapping[str, int]) -> bool:
-    """`hit`: members and the epochs in which they were hit."""
-    known = {member.name: member for member in table.members}
-    if not hit.keys() <= known.keys() or any(member.state != "live" for member in table.members):
-        return False
-    return all(known[name].epoch > epoch for name, epoch in hit.items())
+def all_live(status: Status, hit: Mapping[str, float]) -> bool:
+    """`hit`: replicas and the epochs in which they were hit."""
+    epochs = {member.name: member.epoch for member in status.members}
+    return status.is_complete and all(epochs.get(name, 0.0) > epoch for name, epoch in hit.items())
 
 
 def recovered(struck: Struck, load: Watched, live_again: Callable[[Struck], bool], most_s: float = _MOST_S) -> Result:
     """Wait until everything goes on, and say when each part did, in seconds from the signal.
 
     `streams_s`: every stream that was open had been told something again. `retrieval_s`: a lookup begun since had its answer.
-    `recovery_s`: the later of the two. `live_again_s`: the table showed everybody live. What has not come after `most_s` is
+    `recovery_s`: the later of the two. `live_again_s`: all replicas were live. A part that has not come after `most_s` is
     given that time, and the fault counts as not recovered.
     """
     moment, live_s = struck.moment_s, None
@@ -208,9 +197,3 @@ def answered_s(probes: Sequence[Probe], moment_s: float) -> float | None:
     """From a moment to the end of the first lookup that began after it and was right; None: there was none yet."""
     ends = [probe.end_s for probe in probes if probe.begin_s >= moment_s and probe.right]
     return min(ends) - moment_s if ends else None
-
-
-def _kind_of(name: str) -> str:
-    """Of a member by its name; empty for keepers, spares and the supervisor."""
-    kind = name.rpartition("-")[0]
-    return kind if kind in KINDS else ""

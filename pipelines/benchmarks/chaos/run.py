@@ -20,10 +20,9 @@ from pipelines.benchmarks.chaos.faults import Fault, Scene, faults, recovered
 from pipelines.benchmarks.chaos.load import BatchJob, BatchLoad, LookupLoad, Probe, StreamLoad, written_rows
 from pipelines.benchmarks.chaos.oracle import Oracle, Work, essence
 from ragspec.cluster.deployment import Deployment
-from ragspec.cluster.ledger import Ledger
-from ragspec.cluster.nodes import LocalNode, LocalNodes
-from ragspec.cluster.retrieving import ClusterRetriever
-from ragspec.cluster.router import Router
+from ragspec.cluster.local_cluster import LocalCluster, LocalNode
+from ragspec.cluster.remote_retrieval.cluster_retriever import ClusterRetriever
+from ragspec.cluster.routing.router import Router
 from ragspec.cluster.topology import Topology
 from ragspec.config import PipelineConfig
 from ragspec.evaluation.cluster_report import recovery
@@ -39,7 +38,6 @@ TOPOLOGY = Topology(
     num_shards=2,
     shard_replicas=2,
     num_encoders=2,
-    spares_per_node=1,
     cpus_per_rank=0.5,
 )
 _PATIENCE_S = 180.0
@@ -197,11 +195,11 @@ def batch_job(deployment: Deployment, address: str, work: Work, folder: Path) ->
 
 
 def scene_of(
-    deployment: Deployment, nodes: LocalNodes, workers: Sequence[LocalNode], node_cpus: int, seed: int
+    deployment: Deployment, nodes: LocalCluster, workers: Sequence[LocalNode], node_cpus: int, seed: int
 ) -> Scene:
     """The deployment and its nodes, with moments and victims drawn from the seed."""
     rng = random.Random(seed)
-    return Scene(nodes, Ledger(deployment.name), deployment.directory, rng, list(workers), node_cpus, len(workers))
+    return Scene(nodes, deployment.status, rng, list(workers), node_cpus, len(workers))
 
 
 def config_of(index_dir: Path, base: PipelineConfig) -> PipelineConfig:

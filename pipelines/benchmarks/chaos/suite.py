@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipelines.batch.ray_session import ray_session
-from ragspec.cluster.nodes import LocalNode, LocalNodes
+from ragspec.cluster.local_cluster import LocalCluster, LocalNode
 from ragspec.config import PipelineConfig
 from ragspec.evaluation.datasets import squad_list, stdlib_list
 from ragspec.evaluation.machine import PeakMemory
@@ -41,7 +41,7 @@ def chaos_suite(settings: Settings, tick: Tick) -> Outcome:
     memory = PeakMemory()
     with tempfile.TemporaryDirectory(prefix="ragspec-chaos-") as name:
         folder = Path(name)
-        with LocalNodes(folder / "nodes", os.environ) as nodes:
+        with LocalCluster(folder / "nodes", os.environ) as nodes:
             tick("nodes", 0, 1 + NUM_WORKERS)
             nodes.add(num_cpus=0)
             workers = [nodes.add(num_cpus=NODE_CPUS) for _ in range(NUM_WORKERS)]
@@ -55,7 +55,7 @@ def chaos_suite(settings: Settings, tick: Tick) -> Outcome:
 
 
 @contextlib.contextmanager
-def connected(nodes: LocalNodes) -> Iterator[None]:
+def connected(nodes: LocalCluster) -> Iterator[None]:
     """This process as a driver on the nodes. Why the imports are later: Ray reads its environment when it is imported."""
     before = dict(os.environ)
     for variable in _OURS:
@@ -70,7 +70,7 @@ def connected(nodes: LocalNodes) -> Iterator[None]:
 
 
 def _measured(
-    settings: Settings, plan: ChaosPlan, nodes: LocalNodes, workers: list[LocalNode], folder: Path, tick: Tick
+    settings: Settings, plan: ChaosPlan, nodes: LocalCluster, workers: list[LocalNode], folder: Path, tick: Tick
 ) -> Result:
     from pipelines.benchmarks.chaos.oracle import Work, oracle
     from pipelines.benchmarks.chaos.run import TOPOLOGY, ChaosRun, config_of, scene_of

@@ -19,12 +19,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import ray
 
-from ragspec.cluster.connection import ray_connect
-from ragspec.cluster.directory import Member, Table
-from ragspec.cluster.host import EngineHost
-from ragspec.cluster.router import Router
-from ragspec.cluster.routing import RoutingConfig
-from ragspec.cluster.shell import Handle, Role, shell_class
+from ragspec.cluster.actors import Replica, WorkerActor, remote_class
+from ragspec.cluster.engine_host import EngineHost
+from ragspec.cluster.engine_server import CONCURRENT_CALLS
+from ragspec.cluster.routing.policy import RoutingConfig
+from ragspec.cluster.routing.replica_client import ray_connect
+from ragspec.cluster.routing.router import Router
 from ragspec.config import DraftingConfig, EngineConfig, TargetConfig
 from ragspec.core import SamplingParams
 from ragspec.drafting.cost_model import CostTable
@@ -82,44 +82,33 @@ def usual_successors(texts: Sequence[Sequence[int]]) -> dict[int, int]:
     return {first: min(found, key=lambda token: (-found[token], token)) for first, found in counts.items()}
 
 
-def sleeping_host(config: TargetConfig, costs: CostTable, successors: Mapping[int, int]) -> EngineHost:
-    """A replica whose engine sleeps. Raises: ModelError."""
-    target = SleepingTarget.load(config, _KV_TOKENS)
-    target.prepare(costs, successors)
-    drafting = DraftingConfig()
-    own = deepcopy(costs)  # Why: a planner refines its own, and the sleeps would grow with what it saw of them
-    planner = Planner(make_drafters(target, drafting), own, drafting.max_tree_nodes, target.vocab_size)
-    settings = EngineConfig(max_kv_tokens=_KV_TOKENS, max_running=MAX_RUNNING, num_threads=1, adaptive_threads=False)
-    return EngineHost(Engine(target, planner, Admission(target, "sleeping"), settings))
+class SleepingEngine(EngineHost, WorkerActor):
+    """An `EngineHost` in an actor, with a `SleepingTarget`."""
 
-
-class FixedDirectory:
-    """Members that are there from the beginning and are not replaced."""
-
-    def __init__(self, members: Sequence[Member]) -> None:
-        self._table = Table(0, tuple(members))
-        self.reports: list[str] = []
-
-    def table(self, after: int = -1, timeout_s: float = 0.0) -> Table:
-        if after >= self._table.version:
-            time.sleep(timeout_s)
-        return self._table
-
-    def report(self, name: str, epoch: int, why: str) -> None:
-        self.reports.append(f"{name}: {why}")
+    def __init__(self, config: TargetConfig, costs: CostTable, successors: Mapping[int, int]) -> None:
+        """Raises: ModelError."""
+        target = SleepingTarget.load(config, _KV_TOKENS)
+        target.prepare(costs, successors)
+        drafting = DraftingConfig()
+        own = deepcopy(costs)  # Why: a planner refines its own, and the sleeps would grow with what it saw of them
+        planner = Planner(make_drafters(target, drafting), own, drafting.max_tree_nodes, target.vocab_size)
+        settings = EngineConfig(
+            max_kv_tokens=_KV_TOKENS, max_running=MAX_RUNNING, num_threads=1, adaptive_threads=False
+        )
+        super().__init__(Engine(target, planner, Admission(target, "sleeping"), settings))
 
 
 @contextlib.contextmanager
-def sleeping_replicas(count: int, *arguments: Any) -> Iterator[list[Member]]:
-    """Actors as those of a deployment, each with a `sleeping_host` of these arguments."""
-    shells = [shell_class().options(num_cpus=0.1).remote() for _ in range(count)]
+def sleeping_replicas(count: int, *arguments: Any) -> Iterator[list[Replica]]:
+    """Actors like those of a deployment, each a `SleepingEngine` of these arguments."""
+    start = remote_class(SleepingEngine, CONCURRENT_CALLS).options(num_cpus=0.1).remote
+    replicas = [Replica(f"engine-{number}", start(*arguments)) for number in range(count)]
     try:
-        role = Role("engine", sleeping_host, arguments)
-        facts = ray.get([shell.become.remote(role) for shell in shells], timeout=_START_S)
-        yield [Member("engine", f"engine-{i}", 0, "live", facts[i], Handle(shells[i]), "") for i in range(count)]
+        ray.get([replica.actor.load.remote() for replica in replicas], timeout=_START_S)
+        yield replicas
     finally:
-        for shell in shells:
-            ray.kill(shell)
+        for replica in replicas:
+            ray.kill(replica.actor)
 
 
 class _Pass(NamedTuple):
@@ -133,9 +122,9 @@ class Scaling:
     """The same questions to the first one or two of some replicas, through a router and the whole flow."""
 
     def __init__(
-        self, members: Sequence[Member], retriever: RetrieverLike, prompts: PromptBuilder, questions: Sequence[str]
+        self, replicas: Sequence[Replica], retriever: RetrieverLike, prompts: PromptBuilder, questions: Sequence[str]
     ) -> None:
-        self._members, self._questions = members, questions
+        self._replicas, self._questions = replicas, questions
         self._retriever, self._prompts = retriever, prompts
         self._num_passes = 0
 
@@ -170,7 +159,7 @@ class Scaling:
             for i, text in enumerate(self._questions)
         ]
         routing = RoutingConfig(max_running=MAX_RUNNING + MAX_RUNNING // 2)
-        with Router(FixedDirectory(self._members[:num_replicas]), ray_connect(routing), routing) as router:
+        with Router(self._replicas[:num_replicas], ray_connect(routing), routing) as router:
             limits = PipelineLimits(max_in_flight=2 * MAX_RUNNING * num_replicas)
             begin = time.perf_counter()
             answers = asyncio.run(_answers(AsyncPipeline(self._retriever, router, self._prompts, limits), asked))

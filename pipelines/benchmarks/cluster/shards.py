@@ -6,9 +6,9 @@ import contextlib
 from collections.abc import Sequence
 from pathlib import Path
 
-from ragspec.cluster.own_actors import OwnActors
-from ragspec.cluster.retrieving import ClusterRetriever
-from ragspec.cluster.shards import ShardActor
+from ragspec.cluster.actors import ActorPool
+from ragspec.cluster.remote_retrieval.cluster_retriever import ClusterRetriever
+from ragspec.cluster.remote_retrieval.shards import ShardActor
 from ragspec.config import IndexConfig, RetrieverConfig
 from ragspec.core import Document
 from ragspec.errors import StoreError
@@ -50,9 +50,9 @@ def sharded(index_dir: Path, encoder: TextEncoder, queries: Sequence[str], tick:
     truth = {m: _answers(Retriever(encoder, store, configs[m], follow=False), queries, 1) for m in MODES}
     rows: list[Result] = []
     for num_shards, copies in LAYOUTS:
-        with contextlib.closing(OwnActors("shard", ShardActor, count=num_shards * copies)) as actors:
+        with ActorPool(ShardActor, count=num_shards * copies, prefix="shard") as actors:
             for mode in MODES:
-                retriever = ClusterRetriever(configs[mode], encoder, actors, shard_replicas=copies)
+                retriever = ClusterRetriever(configs[mode], encoder, actors.replicas, shard_replicas=copies)
                 with contextlib.closing(retriever):
                     found = _answers(retriever, queries, _BATCH)
                 same = sum(a == b for a, b in zip(found, truth[mode], strict=True))

@@ -16,7 +16,7 @@ import ray
 import torch
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from ragspec.cluster.shell import Handle, Role, shell_class
+from ragspec.cluster.actors import ActorPool, WorkerActor
 from ragspec.config import DraftingConfig, EngineConfig, TargetConfig
 from ragspec.engine.engine import Engine
 from ragspec.engine.loading import load_engine
@@ -55,7 +55,7 @@ RANDOM: dict[str, tuple[Any, Any, dict[str, Any]]] = {
 }
 
 
-class RankProbe:
+class RankProbe(WorkerActor):
     """The process of one rank; serves one group after the other."""
 
     def meet(self) -> str:
@@ -78,13 +78,8 @@ class RankProbe:
 @contextlib.contextmanager
 def rank_probes() -> Iterator[list[Any]]:
     """The processes of the largest group, ended in the end."""
-    shells = [shell_class().options(num_cpus=0.1).remote() for _ in range(max(SIZES))]
-    try:
-        ray.get([shell.become.remote(Role("engine", RankProbe)) for shell in shells], timeout=_TIMEOUT_S)
-        yield [Handle(shell) for shell in shells]
-    finally:
-        for shell in shells:
-            ray.kill(shell)
+    with ActorPool(RankProbe, count=max(SIZES), prefix="rank") as pool:
+        yield [replica.actor for replica in pool.replicas]
 
 
 def random_model(name: str, tokenizer_path: str, folder: Path) -> Path:

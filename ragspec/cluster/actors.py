@@ -1,0 +1,102 @@
+"""What all Ray actors of ragspec share: a health check of their own, restarts by Ray, and how their clients name them.
+
+>>> with ActorPool(ShardActor, count=3, prefix="shard") as pool:
+...     ClusterRetriever(config, encoder, pool.replicas)
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
+
+import ray
+
+from ragspec.cluster.ray_calls import wait_for_all
+
+HEALTH, OPENING = "health", "opening"
+"""Concurrency groups: their methods answer while another method of the actor computes."""
+
+_GROUPS = {HEALTH: 2, OPENING: 1}
+_ENVIRONMENT = {"OMP_WAIT_POLICY": "PASSIVE"}
+"""Why: threads of several processes share the cores, and would spin while others compute (measured: 2 ms became 9)."""
+
+_MAX_CPUS_PER_WORKER = 0.5
+_WORKER_SHARE = 0.9
+"""The share of all CPUs that the workers together may reserve: a pool that wants more would wait for ever."""
+
+_START_TIMEOUT_S = 300.0
+
+
+class Replica(NamedTuple):
+    """An actor by its name in the deployment, as "engine-0" or "shard-2". The handle stays valid when Ray restarts the actor."""
+
+    name: str
+    actor: Any
+
+
+class ActorStatus(NamedTuple):
+    """Where an actor runs. `started_s`: Unix time of its process's start, which grows with each restart."""
+
+    pids: tuple[int, ...]
+    node_id: str
+    started_s: float
+
+
+class WorkerActor:
+    """Base of all actors. `load` is idempotent; calls load on demand what they need."""
+
+    _started_s = time.time()
+
+    @ray.method(concurrency_group=HEALTH)
+    def ping(self) -> None:
+        """Answers while the process lives and is not stopped."""
+
+    @ray.method(concurrency_group=HEALTH)
+    def status(self) -> ActorStatus:
+        return ActorStatus((os.getpid(),), ray.get_runtime_context().get_node_id(), self._started_s)
+
+    def load(self) -> None:
+        """Load models before the first call. Raises: ModelError."""
+
+
+def remote_class(actor_class: type, max_concurrency: int = 1) -> Any:
+    """The Ray class of an actor that Ray restarts without end. Calls that run when it dies are not repeated: their callers
+    decide where to repeat them."""
+    remote: Any = ray.remote  # Why: its types know no concurrency groups
+    return remote(
+        concurrency_groups=_GROUPS,
+        max_concurrency=max_concurrency,
+        max_restarts=-1,
+        max_task_retries=0,
+        runtime_env={"env_vars": _ENVIRONMENT},
+    )(actor_class)
+
+
+class ActorPool(AbstractContextManager["ActorPool"]):
+    """Actors that one process starts for itself, without a deployment. They end with `close` or with the process."""
+
+    def __init__(self, actor_class: type, arguments: tuple[Any, ...] = (), count: int = 1, *, prefix: str) -> None:
+        """Waits until all answer. Needs Ray to be initialised. Raises: EngineError."""
+        start = remote_class(actor_class).options(num_cpus=cpus_per_worker(count)).remote
+        self.replicas = [Replica(f"{prefix}-{number}", start(*arguments)) for number in range(count)]
+        try:
+            wait_for_all([replica.actor.ping.remote() for replica in self.replicas], _START_TIMEOUT_S, prefix)
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        for _, actor in self.replicas if ray.is_initialized() else ():
+            ray.kill(actor)
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def cpus_per_worker(num_workers: int) -> float:
+    """The CPUs one worker reserves: half a CPU, or less where the cluster has few."""
+    resources = ray.cluster_resources()  # type: ignore[no-untyped-call]
+    share = _WORKER_SHARE * float(resources.get("CPU", 1.0)) / num_workers
+    return min(_MAX_CPUS_PER_WORKER, round(share, 4))

@@ -1,0 +1,153 @@
+"""Start the replicas of a deployment: check every node first, create the actors, wait until all are loaded.
+
+>>> check_nodes(spec)
+>>> replicas = start_replicas("ragspec", spec, lifetime="detached")
+>>> wait_until_loaded(replicas, timeout_s=900.0)
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import ray
+from ray.exceptions import ActorUnavailableError, RayError
+from ray.util.placement_group import placement_group
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
+
+from ragspec.cluster.actors import Replica, remote_class
+from ragspec.cluster.engine_server import CONCURRENT_CALLS, EngineServer
+from ragspec.cluster.ray_calls import ragspec_error, wait_for_all
+from ragspec.cluster.registry import NAMESPACE, actor_name, alive_nodes, kind_of, replica_names
+from ragspec.cluster.remote_retrieval.encoders import EncoderActor
+from ragspec.cluster.remote_retrieval.shards import ShardActor
+from ragspec.cluster.topology import DeploymentSpec
+from ragspec.config import PipelineConfig
+from ragspec.errors import ConfigError, EngineError
+
+_CHECK_S = 120.0
+_LOOK_S = 0.25
+
+
+class NodeCheck(NamedTuple):
+    """A node's version of ragspec, a hash of its source files, and the paths that do not exist there."""
+
+    version: str
+    code: str
+    missing: tuple[str, ...]
+
+
+def check_here(paths: Sequence[str]) -> NodeCheck:
+    """The check of this process's node."""
+    root = Path(__file__).parents[1]
+    digest = hashlib.sha256()
+    for path in sorted(root.rglob("*.py")):
+        digest.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
+    missing = tuple(path for path in paths if not Path(path).exists())
+    return NodeCheck(version("ragspec"), digest.hexdigest()[:12], missing)
+
+
+def check_nodes(spec: DeploymentSpec) -> None:
+    """Every node has this version of ragspec and all folders. Ray itself compares its own version and Python's.
+
+    Raises: EngineError for other versions, ConfigError for a path that a node lacks.
+    """
+    roles = paths_of(spec)
+    check: Any = ray.remote(num_cpus=0)(check_here)
+    addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}  # type: ignore[no-untyped-call]
+    nodes = [node.name for node in alive_nodes()]
+    calls = [
+        check.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)).remote(list(roles))
+        for node in nodes
+    ]
+    here = check_here(())
+    for node, there in zip(nodes, wait_for_all(calls, _CHECK_S, "a node"), strict=True):
+        place = f"node {addresses[node]} ({node[:8]})"
+        if (there.version, there.code) != (here.version, here.code):
+            versions = f"ragspec {here.version} ({here.code}) and {there.version} ({there.code})"
+            raise EngineError(f"versions differ here and on {place}: {versions}")
+        if there.missing:
+            raise ConfigError(f"{place} has no {roles[there.missing[0]]} {there.missing[0]}")
+
+
+def paths_of(spec: DeploymentSpec) -> dict[str, str]:
+    """The absolute paths that the replicas read, each with its role in the configuration."""
+    topology, config = spec
+    roles: dict[str, str] = {}
+    if topology.replicas:
+        roles |= {config.target.model: "target", config.drafting.eagle.path: "drafting head"}
+    if topology.num_shards:
+        roles |= {config.retriever.index_dir: "index", config.retriever.reranker: "reranker"}
+    if topology.num_encoders:
+        roles |= {config.encoder.model: "encoder"}
+    return {path: role for path, role in roles.items() if path.startswith("/")}
+
+
+def with_full_paths(config: PipelineConfig) -> PipelineConfig:
+    """Folders become absolute, because processes on other nodes have other working directories."""
+    retriever, drafting = config.retriever, config.drafting
+    index_dir = str(Path(retriever.index_dir).resolve()) if retriever.index_dir else ""
+    eagle = drafting.eagle.model_copy(update={"path": _full_path(drafting.eagle.path)})
+    sections = {
+        "target": config.target.model_copy(update={"model": _full_path(config.target.model)}),
+        "encoder": config.encoder.model_copy(update={"model": _full_path(config.encoder.model)}),
+        "retriever": retriever.model_copy(update={"index_dir": index_dir, "reranker": _full_path(retriever.reranker)}),
+        "drafting": drafting.model_copy(update={"eagle": eagle}),
+    }
+    return config.model_copy(update=sections)
+
+
+def _full_path(model: str) -> str:
+    """A folder's absolute path; a hub's name of a model stays."""
+    return str(Path(model).resolve()) if model and (model.startswith((".", "/")) or Path(model).exists()) else model
+
+
+def start_replicas(deployment: str, spec: DeploymentSpec, lifetime: str | None) -> list[Replica]:
+    """Does not wait for them. `lifetime`: "detached", or None to end with this process."""
+    return [
+        Replica(name, _start(deployment, name, spec, {"namespace": NAMESPACE, "lifetime": lifetime}))
+        for name in replica_names(spec.topology)
+    ]
+
+
+def _start(deployment: str, name: str, spec: DeploymentSpec, options: dict[str, Any]) -> Any:
+    topology, config = spec
+    options = options | {"name": actor_name(deployment, name), "scheduling_strategy": "SPREAD"}
+    if kind_of(name) == "shard":
+        return remote_class(ShardActor).options(num_cpus=topology.cpus_per_shard, **options).remote()
+    if kind_of(name) == "encoder":
+        actor = remote_class(EncoderActor).options(num_cpus=topology.cpus_per_encoder, **options)
+        return actor.remote(config.encoder)
+    if topology.tensor_parallel > 1:
+        bundle = {"CPU": topology.cpus_per_rank, "GPU": topology.gpus_per_rank}
+        bundles = [{unit: amount for unit, amount in bundle.items() if amount}] * topology.tensor_parallel
+        group_name = f"{NAMESPACE}/{options['name']}"
+        group = placement_group(bundles, "STRICT_PACK", name=group_name, lifetime=options["lifetime"])
+        options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(group, 0)
+    num_beside = -(-topology.replicas // max(1, len(alive_nodes())))
+    engine = remote_class(EngineServer, CONCURRENT_CALLS)
+    engine = engine.options(num_cpus=topology.cpus_per_rank, num_gpus=topology.gpus_per_rank, **options)
+    return engine.remote(config, topology, num_beside)
+
+
+def wait_until_loaded(replicas: Sequence[Replica], timeout_s: float) -> None:
+    """Raises: the first error of loading; EngineError after `timeout_s`."""
+    deadline = time.monotonic() + timeout_s
+    calls = {replica.actor.load.remote(): replica for replica in replicas}
+    while calls:
+        for call in ray.wait(list(calls), timeout=_LOOK_S)[0]:
+            replica = calls.pop(call)
+            try:
+                ray.get(call)
+            except ActorUnavailableError:  # its process died; Ray restarts it
+                time.sleep(_LOOK_S)
+                calls[replica.actor.load.remote()] = replica
+            except RayError as error:
+                raise ragspec_error(error, replica.name) from error
+        if calls and time.monotonic() > deadline:
+            late = ", ".join(sorted(replica.name for replica in calls.values()))
+            raise EngineError(f"not everything was up after {timeout_s:g} s: {late} still starting")

@@ -1,0 +1,217 @@
+"""The actors of a deployment by name: find them, ask for their status, end them.
+
+A deployment is a set of named actors in one Ray namespace: its record, which holds the specification, and its replicas. Ray
+restarts each of them. Imports neither engines nor indexes.
+
+    >>> status_of("ragspec").is_complete
+    >>> teardown("ragspec")        # nothing there: nothing happens
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any, Literal, NamedTuple
+
+import ray
+from ray.exceptions import ActorUnavailableError, RayError
+from ray.util import list_named_actors
+from ray.util.placement_group import PlacementGroup, placement_group_table, remove_placement_group
+
+from ragspec.cluster.actors import Replica
+from ragspec.cluster.ray_calls import ignore_dead_actors, ragspec_error, wait_for_all
+from ragspec.cluster.topology import DeploymentSpec, NodeResources, Topology
+from ragspec.errors import EngineError
+
+NAMESPACE = "ragspec"
+KINDS = ("engine", "shard", "encoder")
+ANSWER_S = 15.0
+_STATUS_S = 2.0
+_END_S = 30.0
+_PAUSE_S = 0.1
+
+State = Literal["starting", "live", "lost"]
+
+
+class ReplicaStatus(NamedTuple):
+    """`epoch`: Unix time at which its process started, 0 if unknown. `load`: requests of an engine, None for others. `error`: why
+    it did not answer."""
+
+    name: str
+    kind: str
+    state: State
+    epoch: float
+    node: str
+    pids: tuple[int, ...]
+    fingerprint: str
+    load: int | None
+    error: str
+
+
+class Status(NamedTuple):
+    """`nodes`: the ids of the nodes that Ray considers alive."""
+
+    name: str
+    nodes: tuple[str, ...]
+    members: tuple[ReplicaStatus, ...]
+
+    @property
+    def is_complete(self) -> bool:
+        return all(member.state == "live" for member in self.members)
+
+
+class DeploymentRecord:
+    """The actor that holds a deployment's specification. Its name reserves the deployment's name."""
+
+    def __init__(self, spec: DeploymentSpec) -> None:
+        """A restarted record is of a deployment that was up."""
+        self._spec = spec
+        self._is_up = bool(ray.get_runtime_context().was_current_actor_reconstructed)
+
+    def spec(self) -> DeploymentSpec:
+        return self._spec
+
+    def is_up(self) -> bool:
+        """Whether every replica has been live once."""
+        return self._is_up
+
+    def set_up(self) -> None:
+        self._is_up = True
+
+
+def start_record(deployment: str, spec: DeploymentSpec, lifetime: str | None) -> Any:
+    """Raises: EngineError if the name is taken."""
+    remote: Any = ray.remote
+    options = {"name": actor_name(deployment, "record"), "namespace": NAMESPACE, "lifetime": lifetime}
+    try:
+        return remote(max_restarts=-1, num_cpus=0)(DeploymentRecord).options(**options).remote(spec)
+    except ValueError as cause:  # Ray: the name is taken
+        raise EngineError(
+            f"there is a deployment {deployment!r} on this cluster already; take it down first"
+        ) from cause
+
+
+def find_record(deployment: str) -> Any:
+    """Raises: EngineError if there is no deployment of that name."""
+    check_ray()
+    try:
+        return ray.get_actor(actor_name(deployment, "record"), namespace=NAMESPACE)
+    except ValueError as cause:
+        raise EngineError(f"there is no deployment {deployment!r} on this cluster") from cause
+
+
+def find_spec(deployment: str) -> DeploymentSpec:
+    """Raises: EngineError, also while the deployment is being started."""
+    record = find_record(deployment)
+    calls = [record.spec.remote(), record.is_up.remote()]
+    spec, is_up = wait_for_all(calls, ANSWER_S, f"the record of {deployment}")
+    if not is_up:
+        raise EngineError(f"the deployment {deployment!r} is still being started")
+    return spec  # type: ignore[no-any-return]
+
+
+def replica_names(topology: Topology) -> list[str]:
+    counts = (topology.replicas, topology.num_shards * topology.shard_replicas, topology.num_encoders)
+    return [f"{kind}-{number}" for kind, count in zip(KINDS, counts, strict=True) for number in range(count)]
+
+
+def kind_of(replica_name: str) -> str:
+    return replica_name.rpartition("-")[0]
+
+
+def actor_name(deployment: str, name: str) -> str:
+    return f"{deployment}/{name}"
+
+
+def find_replicas(deployment: str, topology: Topology) -> list[Replica]:
+    """Raises: EngineError if one of them has ended."""
+    found = []
+    for name in replica_names(topology):
+        try:
+            found.append(Replica(name, ray.get_actor(actor_name(deployment, name), namespace=NAMESPACE)))
+        except ValueError as cause:
+            raise EngineError(
+                f"{name} of the deployment {deployment!r} has ended: take it down and up again"
+            ) from cause
+    return found
+
+
+def status_of(deployment: str) -> Status:
+    """Asks every replica. Raises: EngineError if there is no deployment of that name."""
+    record = find_record(deployment)
+    calls = [record.spec.remote(), record.is_up.remote()]
+    spec, is_up = wait_for_all(calls, ANSWER_S, f"the record of {deployment}")
+    actors: dict[str, Any] = {}
+    for name in replica_names(spec.topology):
+        with ignore_dead_actors():
+            actors[name] = ray.get_actor(actor_name(deployment, name), namespace=NAMESPACE)
+    answers = {name: actor.status.remote() for name, actor in actors.items()}
+    if answers:
+        ray.wait(list(answers.values()), num_returns=len(answers), timeout=_STATUS_S)
+    members = (_replica_status(name, answers.get(name), is_up) for name in replica_names(spec.topology))
+    return Status(deployment, tuple(node.name for node in alive_nodes()), tuple(members))
+
+
+def _replica_status(name: str, call: Any, is_up: bool) -> ReplicaStatus:
+    state: State = "lost"
+    if call is None:
+        error = "its actor has ended" if is_up else "its actor is not there yet"
+    elif not ray.wait([call], timeout=0)[0]:
+        state, error = ("lost", f"it did not answer within {_STATUS_S:g} s") if is_up else ("starting", "")
+    else:
+        try:
+            status = ray.get(call)
+            fingerprint, load = getattr(status, "fingerprint", ""), getattr(status, "num_running", None)
+            started = status.started_s, status.node_id, status.pids
+            return ReplicaStatus(name, kind_of(name), "live", *started, fingerprint, load, "")
+        except ActorUnavailableError:
+            state, error = "starting", "Ray is restarting it"
+        except RayError as cause:
+            error = str(ragspec_error(cause, name))
+    return ReplicaStatus(name, kind_of(name), state, 0.0, "", (), "", None, error)
+
+
+def alive_nodes() -> list[NodeResources]:
+    """The nodes that Ray considers alive; Ray notices the death of a node after about 15 s."""
+    nodes = [node for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]
+    return [
+        NodeResources(
+            node["NodeID"], float(node["Resources"].get("CPU", 0.0)), float(node["Resources"].get("GPU", 0.0))
+        )
+        for node in nodes
+    ]
+
+
+def teardown(deployment: str, *, keep_record: bool = False) -> None:
+    """End every actor and placement group of it; safe to repeat, also after a crash.
+
+    Raises: EngineError if something of it remains.
+    """
+    kept = actor_name(deployment, "record") if keep_record else ""
+    deadline = time.monotonic() + _END_S
+    while names := [name for name in actors_of(deployment) if name != kept]:
+        if time.monotonic() > deadline:
+            raise EngineError(f"{len(names)} actors of {deployment} cannot be ended, the first is {names[0]}")
+        for name in names:
+            with ignore_dead_actors():
+                ray.kill(ray.get_actor(name, namespace=NAMESPACE))
+        time.sleep(_PAUSE_S)
+    groups: dict[str, dict[str, Any]] = placement_group_table()
+    for identity, group in groups.items():
+        if group["name"].startswith(f"{NAMESPACE}/{deployment}/") and group["state"] != "REMOVED":
+            remove_placement_group(PlacementGroup(ray.PlacementGroupID(bytes.fromhex(identity))))
+
+
+def actors_of(deployment: str) -> list[str]:
+    """The names of its actors that Ray knows."""
+    actors: list[dict[str, str]] = list_named_actors(all_namespaces=True)
+    return [
+        actor["name"]
+        for actor in actors
+        if actor["namespace"] == NAMESPACE and actor["name"].startswith(f"{deployment}/")
+    ]
+
+
+def check_ray() -> None:
+    """Raises: EngineError."""
+    if not ray.is_initialized():
+        raise EngineError("Ray is not initialised: ray.init(address) first, or pipelines.batch.ray_session.ray_session")

@@ -1,0 +1,269 @@
+"""A deployment whose engines, ranks and shards are killed and stopped: Ray restarts them, and every stream and query goes on."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import ray
+from local_replicas import Heard
+from ray.util.placement_group import placement_group_table
+from tiny_target import SENTENCES, save_model
+
+from pipelines.batch.ray_session import ray_session
+from ragspec.cluster import launch
+from ragspec.cluster.deployment import Deployment
+from ragspec.cluster.launch import check_here, check_nodes
+from ragspec.cluster.registry import NAMESPACE, ReplicaStatus, actors_of
+from ragspec.cluster.routing.router import Router
+from ragspec.cluster.topology import DeploymentSpec, Topology
+from ragspec.config import EngineConfig, PipelineConfig, RetrieverConfig, TargetConfig
+from ragspec.core import Document, FinishReason, Request, SamplingParams
+from ragspec.engine.client import completion_of
+from ragspec.engine.engine import Engine
+from ragspec.engine.loading import load_engine
+from ragspec.errors import ConfigError, EngineError, InputError, ModelError
+from ragspec.retrieval.encoder import Encoder
+from ragspec.retrieval.retriever import Retriever, build_index
+
+pytestmark = pytest.mark.ray
+
+BOUND_S = 120.0
+PARAMS = SamplingParams(temperature=1.0, top_p=0.95, max_tokens=120, ignore_eos=True, logprobs=1)
+TOPOLOGY = Topology(
+    replicas=2,
+    tensor_parallel=2,
+    num_shards=1,
+    shard_replicas=2,
+    cpus_per_rank=0.1,
+    cpus_per_shard=0.05,
+    cpus_per_encoder=0.05,
+)
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> PipelineConfig:
+    folder = tmp_path_factory.mktemp("deployment")
+    documents = [Document(f"d{i}", f"{text} It was in {1800 + i}.") for i, text in enumerate(SENTENCES)]
+    target = TargetConfig(model=str(save_model("llama", folder / "model")))
+    config = PipelineConfig(target=target, retriever=RetrieverConfig(index_dir=str(folder / "index")))
+    build_index(documents, folder / "index", Encoder.load(config.encoder))
+    engine = EngineConfig(num_threads=1, adaptive_threads=False, max_kv_tokens=4096)
+    return config.model_copy(update={"engine": engine})
+
+
+@pytest.fixture(scope="module")
+def plain(config: PipelineConfig) -> Iterator[Engine]:
+    """One engine of one rank in this process."""
+    with load_engine(config.target, config.engine, config.drafting) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def session() -> Iterator[None]:
+    with ray_session("local"):
+        yield
+
+
+@pytest.fixture(scope="module")
+def deployment(session: None, config: PipelineConfig) -> Iterator[Deployment]:
+    with Deployment.up(TOPOLOGY, config, name="many") as deployment:
+        yield deployment
+
+
+@pytest.fixture(scope="module")
+def router(deployment: Deployment) -> Iterator[Router]:
+    with deployment.engine() as router:
+        yield router
+
+
+def wait_for(condition: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + BOUND_S
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {BOUND_S:g} s: {what}"
+        time.sleep(0.1)
+
+
+def is_gone(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except OSError:
+        return True
+
+
+def live(deployment: Deployment) -> dict[str, ReplicaStatus]:
+    """Waits until all replicas are."""
+    wait_for(lambda: deployment.status().is_complete, "a complete deployment")
+    return {member.name: member for member in deployment.status().members}
+
+
+def streams(name: str, count: int = 6) -> list[tuple[Request, Heard]]:
+    return [(Request(f"{name}{i}", (5 + i, 6, 7), PARAMS), Heard()) for i in range(count)]
+
+
+def busiest(router: Router) -> str:
+    """The replica with the most requests that have a token."""
+    found: list[str] = []
+
+    def look() -> bool:
+        with router._changed:
+            attempts = list(router._tracker._attempts.values())
+            names = [a.connection.name for a in attempts if a.connection and a.choices and a.choices[0].output_ids]
+        found.extend(sorted(names, key=names.count)[-1:] if len(names) >= 3 else [])
+        return bool(found)
+
+    wait_for(look, "running requests")
+    return found[0]
+
+
+def assert_undisturbed(plain: Engine, asked: Sequence[tuple[Request, Heard]]) -> None:
+    for request, heard in asked:
+        one = completion_of(heard.wait(BOUND_S))
+        (truth,) = plain.generate([replace(request, params=replace(PARAMS, seed=one.stats.seed))])
+        assert (one.token_ids, one.text, one.logprobs) == (truth.token_ids, truth.text, truth.logprobs)
+        assert one.finish_reason is FinishReason.LENGTH
+
+
+@pytest.mark.parametrize(
+    ("rank", "number"),
+    [
+        (0, signal.SIGKILL),
+        (1, signal.SIGSTOP),
+        pytest.param(0, signal.SIGSTOP, marks=pytest.mark.slow),
+        pytest.param(1, signal.SIGKILL, marks=pytest.mark.slow),
+    ],
+)
+def test_streams_go_on_and_the_group_is_rebuilt(
+    deployment: Deployment, router: Router, plain: Engine, rank: int, number: int
+) -> None:
+    """A stream is lost, begins again or changes; a new rank beside old ones; a stopped process that stays."""
+    before = live(deployment)
+    wait_for(lambda: len(router._tracker.connections) == 2, "two connections")
+    asked = streams(f"{rank}-{number}-")
+    for request, heard in asked:
+        router.submit(request, heard)
+    victim = before[busiest(router)]
+    assert len(victim.pids) == 2
+    os.kill(victim.pids[rank], number)
+    assert_undisturbed(plain, asked)
+    assert any(delta.stats and delta.stats.num_replays for _, heard in asked for delta in heard.deltas)
+    wait_for(lambda: all(map(is_gone, victim.pids)), "the end of all old ranks")
+    wait_for(lambda: deployment.status().is_complete, "the restart")
+    after = live(deployment)
+    assert after[victim.name].epoch > victim.epoch and not set(victim.pids) & set(after[victim.name].pids)
+    others = [name for name in before if name != victim.name]
+    assert [before[name].pids for name in others] == [after[name].pids for name in others]
+    wait_for(lambda: len(router._tracker.connections) == 2, "the router's connection to the new group")
+
+
+@pytest.mark.parametrize(
+    ("kind", "number"),
+    [
+        ("shard", signal.SIGKILL),
+        pytest.param("shard", signal.SIGSTOP, marks=pytest.mark.slow),
+        pytest.param("encoder", signal.SIGKILL, marks=pytest.mark.slow),
+    ],
+)
+def test_lookups_go_on_and_the_actor_is_restarted(
+    deployment: Deployment, config: PipelineConfig, kind: str, number: int
+) -> None:
+    """A lookup fails, finds less, or waits for ever."""
+    queries = ["The river", "What was in 1803?"]
+    truth = Retriever.from_config(config.retriever, config.encoder).retrieve(queries, 3).passages
+    before = live(deployment)
+    with contextlib.closing(deployment.retriever()) as retriever:
+        assert retriever.retrieve(queries, 3).passages == truth
+        victim = before[f"{kind}-0"]
+        os.kill(victim.pids[0], number)
+        for _ in range(4):
+            assert retriever.retrieve(queries, 3).passages == truth
+        wait_for(lambda: is_gone(victim.pids[0]), "the end of the old process")
+        assert live(deployment)[victim.name].epoch > victim.epoch
+
+
+def test_an_error_of_a_request_restarts_nothing(deployment: Deployment, router: Router) -> None:
+    """A wrong request is taken for a dead replica."""
+    before = live(deployment)
+    with pytest.raises(InputError, match="the prompt is empty"):
+        router.generate([Request("empty", (), PARAMS)])
+    assert router.generate([Request("after", (9, 8, 7), replace(PARAMS, max_tokens=4))])
+    assert {name: member.pids for name, member in live(deployment).items()} == {n: m.pids for n, m in before.items()}
+
+
+def test_a_name_is_given_once(deployment: Deployment, config: PipelineConfig) -> None:
+    """A second deployment takes over the first one's engines, or ends them when it fails."""
+    with pytest.raises(EngineError, match="there is a deployment 'many'"):
+        Deployment.up(TOPOLOGY, config, name="many")
+    assert Deployment.find("many").config == deployment.config
+    live(deployment)
+
+
+@pytest.mark.slow
+def test_a_dead_record_is_restarted_with_its_specification(deployment: Deployment) -> None:
+    """Nobody finds a deployment whose engines all live."""
+    record = ray.get_actor("many/record", namespace=NAMESPACE)
+    ray.kill(record, no_restart=False)
+
+    def is_found() -> bool:
+        with contextlib.suppress(EngineError):
+            return Deployment.find("many").topology == deployment.topology
+        return False
+
+    wait_for(is_found, "the record")
+
+
+def test_nodes_are_checked_before_anything_starts(session: None, tmp_path: Path, config: PipelineConfig) -> None:
+    """Every engine fails by itself, after minutes, with an error of the loader's that names no node."""
+    missing = config.model_copy(update={"target": TargetConfig(model=str(tmp_path / "missing"))})
+    with pytest.raises(ConfigError, match=rf"node \S+ \(\w+\) has no target {tmp_path}/missing"):
+        Deployment.up(Topology(num_shards=0, num_encoders=0), missing, name="lacking")
+    assert not actors_of("lacking")
+
+
+def test_other_versions_are_refused(session: None, config: PipelineConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Objects of one version are read as those of another, and fail somewhere inside."""
+    other = check_here(())._replace(code="0" * 12)
+    actual = launch.check_here
+    monkeypatch.setattr(launch, "check_here", lambda paths: actual(paths) if paths else other)
+    spec = DeploymentSpec(Topology(num_shards=0, num_encoders=0), config)
+    with pytest.raises(EngineError, match=r"versions differ here and on node .*: ragspec \S+ \(0{12}\)"):
+        check_nodes(spec)
+
+
+@pytest.mark.slow
+def test_a_target_that_cannot_be_loaded_is_told_and_leaves_nothing(
+    session: None, config: PipelineConfig, tmp_path: Path
+) -> None:
+    """`up` waits for ever for an engine that dies again and again, or leaves processes behind."""
+    (tmp_path / "broken").mkdir()
+    broken = config.model_copy(update={"target": TargetConfig(model=str(tmp_path / "broken"))})
+    for ranks in (1, 2):
+        topology = TOPOLOGY.model_copy(update={"tensor_parallel": ranks, "replicas": 1})
+        with pytest.raises(ModelError, match="broken"):
+            Deployment.up(topology, broken, name="broken")
+        assert not actors_of("broken")
+
+
+@pytest.mark.slow
+def test_nothing_is_left_after_down_even_of_stopped_processes(session: None, config: PipelineConfig) -> None:
+    """Actors, placement groups or processes of a deployment that is gone."""
+    topology = TOPOLOGY.model_copy(update={"replicas": 1, "shard_replicas": 1, "num_encoders": 0})
+    deployment = Deployment.up(topology, config, name="ended", detached=True)
+    pids = [pid for member in live(deployment).values() for pid in member.pids]
+    assert len(pids) == 3
+    os.kill(pids[0], signal.SIGSTOP)
+    os.kill(pids[-1], signal.SIGSTOP)
+    Deployment.remove("ended")
+    assert not actors_of("ended")
+    wait_for(lambda: all(map(is_gone, pids)), "the end of all processes")
+    groups = [group for group in placement_group_table().values() if "/ended/" in group["name"]]
+    assert all(group["state"] == "REMOVED" for group in groups)
+    Deployment.remove("ended")
+    with pytest.raises(EngineError, match="there is no deployment 'ended'"):
+        Deployment.find("ended")

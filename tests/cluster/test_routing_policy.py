@@ -1,0 +1,91 @@
+"""Like requests go to one replica, tenants apart; replicas that come and go move only their share."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from ragspec.cluster.routing.policy import affinity_key, choose_replica, rendezvous_order
+from ragspec.core import Request
+
+NAMES = [f"engine-{i}" for i in range(5)]
+KEYS = [affinity_key(Request("r", (1,), affinity=f"document {i}")) or b"" for i in range(2000)]
+
+
+def ask(affinity: str = "", salt: str = "", prompt: tuple[int, ...] = (1, 2, 3)) -> Request:
+    return Request("r", prompt, salt=salt, affinity=affinity)
+
+
+def test_tenants_never_share_a_key() -> None:
+    """Two tenants met on one replica by what they ask about, which one could measure; or one key was made of two parts."""
+    requests = [
+        ask(affinity, salt)
+        for affinity, salt in [("doc", "a"), ("doc", "b"), ("doc", ""), ("adoc", ""), ("oc", "ad"), ("do", "ca")]
+    ]
+    requests += [ask(salt=salt, prompt=prompt) for salt in "ab" for prompt in ((1, 2, 3), (1, 23, 3), (12, 3, 3))]
+    assert len({affinity_key(request, 3) for request in requests}) == len(requests)
+
+
+def test_a_prefix_counts_where_nothing_was_named() -> None:
+    """Requests with one system prompt were scattered, or short prompts all went to one replica."""
+    first, second = ask(prompt=(1, 2, 3, 4)), ask(prompt=(1, 2, 3, 9))
+    assert affinity_key(first, 3) == affinity_key(second, 3) != affinity_key(first, 4)
+    assert affinity_key(first, 5) is None
+    assert affinity_key(first) is None
+    assert affinity_key(ask("doc", prompt=(1, 2, 3, 4)), 3) == affinity_key(ask("doc", prompt=(7, 7, 7, 7)), 3)
+
+
+def test_keys_are_spread_evenly_and_always_alike() -> None:
+    """A hash that depends on the process, or that favours a replica."""
+    firsts = Counter(rendezvous_order(key, NAMES)[0] for key in KEYS)
+    assert min(firsts.values()) > 0.8 * len(KEYS) / len(NAMES)
+    assert rendezvous_order(KEYS[0], NAMES) == rendezvous_order(KEYS[0], reversed(NAMES))
+    assert [rendezvous_order(key, NAMES)[0] for key in KEYS[:5]] == [
+        "engine-4",
+        "engine-4",
+        "engine-3",
+        "engine-0",
+        "engine-2",
+    ]
+
+
+def test_a_replica_more_or_less_moves_only_its_share() -> None:
+    """Every key moved when one replica died: all caches were cold at once."""
+    before = {key: rendezvous_order(key, NAMES)[0] for key in KEYS}
+    after = {key: rendezvous_order(key, NAMES[:-1])[0] for key in KEYS}
+    moved = [key for key in KEYS if before[key] != after[key]]
+    assert {before[key] for key in moved} == {NAMES[-1]}
+    assert len(moved) == sum(first == NAMES[-1] for first in before.values())
+    assert len({after[key] for key in moved}) == len(NAMES) - 1, "the lost replica's keys all went to one other"
+
+
+@pytest.mark.parametrize("load_factor", [1.0, 1.25, 2.0])
+def test_no_replica_gets_more_than_its_share_of_one_hot_key(load_factor: float) -> None:
+    """All requests about one document waited at one replica while the others were idle."""
+    loads = dict.fromkeys(NAMES, 0)
+    for number in range(1, 201):
+        name = choose_replica(KEYS[0], loads, load_factor=load_factor)
+        assert name is not None
+        loads[name] += 1
+        assert max(loads.values()) <= load_factor * number / len(NAMES) + 1
+    favourite = rendezvous_order(KEYS[0], NAMES)
+    assert [loads[name] for name in favourite] == sorted(loads.values(), reverse=True)
+
+
+def test_without_a_key_the_least_loaded_is_taken() -> None:
+    """Requests that belong nowhere all went to the first replica."""
+    assert choose_replica(None, {"a": 2, "b": 1, "c": 3}, load_factor=1.25) == "b"
+    assert choose_replica(None, {"b": 1, "a": 1}, load_factor=1.25) == "a"
+
+
+def test_a_full_replica_takes_nothing_more() -> None:
+    """The bound of running requests was passed for a favourite key, or a request of many choices found no place at all."""
+    favourite, second = rendezvous_order(KEYS[0], ["a", "b"])
+    loads = {favourite: 4, second: 9}
+    assert choose_replica(KEYS[0], loads, load_factor=9.0, max_load=5) == favourite
+    assert choose_replica(KEYS[0], loads, load_factor=9.0, max_load=4) is None
+    assert choose_replica(KEYS[0], {favourite: 4, second: 1}, load_factor=9.0, max_load=4) == second
+    assert choose_replica(None, {"a": 3, "b": 2}, size=3, load_factor=1.0, max_load=4) is None
+    assert choose_replica(None, {"a": 3, "b": 0}, size=9, load_factor=1.0, max_load=4) == "b"
+    assert choose_replica(None, {}, load_factor=1.0) is None
