@@ -199,7 +199,10 @@ class ShardActor(WorkerActor):
         prefetch_k: int,
         known: frozenset[PassageKey],
     ) -> SearchResult:
-        """The answer of a `IndexSearcher` of these segments, in one call. Raises: StoreError, ConfigError, ModelError, InputError."""
+        """The answer of an `IndexSearcher` of these segments, in one call.
+
+        Raises: StoreError, ConfigError, ModelError, InputError.
+        """
         scoring = self._scoring(config.reranker) if config.reranker else None
         view = self._cache.get(segments).view(segments.names, config, scoring)
         return view.search(queries, k, scope, prefetch_k=prefetch_k, known=known)
