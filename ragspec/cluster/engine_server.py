@@ -48,20 +48,22 @@ class EngineServer(EngineHost, WorkerActor):
     def __init__(self, config: PipelineConfig, topology: Topology, num_beside: int) -> None:
         """`num_beside`: engines on this node, itself included, which share its processors.
 
-        An error in the first start is kept for `load`; in a restart the process ends, because Ray restarts a process that dies
-        but not an actor whose constructor raises.
+        A ragspec error in the first start is kept for `load`. In a restart any error ends the process, because Ray restarts a
+        process that dies but not an actor whose constructor raises.
         """
         self._load_error: RagspecError | None = None
-        self._followers = _Followers(config, topology, num_beside)
         late = threading.Timer(topology.start_timeout_s, _exit, ("the engine did not load in time",))
         late.daemon = True
         late.start()
         try:
+            self._followers = _Followers(config, topology, num_beside)
             super().__init__(self._loaded(config, num_beside))
-        except RagspecError as error:
+        except Exception as error:
             if ray.get_runtime_context().was_current_actor_reconstructed:
                 time.sleep(_RETRY_LOADING_S)
                 _exit(f"the engine cannot be loaded: {error}")
+            if not isinstance(error, RagspecError):
+                raise
             self._load_error = error
         late.cancel()
         self._node_id = ray.get_runtime_context().get_node_id()
