@@ -16,58 +16,45 @@ The last line on stdout is one JSON object. Tables and progress go to stderr.
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import json
 import os
 import subprocess
 from collections.abc import Iterator
-from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
+import click
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
-from rich.table import Table
 from transformers.utils import logging as transformers_logging
 
-from pipelines.benchmarks.above_library import ABOVE_THE_LIBRARY, run_above
+from pipelines.batch.ray_session import ray_session
 from ragspec.config import REFERENCE_TARGET, load_config
 from ragspec.errors import ConfigError, RagspecError, SaveError
-from ragspec.evaluation.cluster_report import chaos_rows, chaos_tables, cluster_rows, cluster_tables
-from ragspec.evaluation.plots import draw
-from ragspec.evaluation.report import Result, complete, rows
-from ragspec.evaluation.service_report import chat_rows, chat_tables, load_rows, load_tables
-from ragspec.evaluation.suite import Outcome, Settings, run_suite
-from ragspec.evaluation.suites.drafters.plots import draw_drafters
-from ragspec.evaluation.suites.drafters.report import drafters_rows, drafters_tables
-from ragspec.evaluation.suites.generation import Plan
-from ragspec.evaluation.suites.grammar import draw_grammar
-from ragspec.evaluation.suites.iterative.plots import draw_iterative
-from ragspec.evaluation.suites.iterative.report import iterative_rows, iterative_tables
-from ragspec.evaluation.suites.retrieval.collections import DIMENSION
-from ragspec.evaluation.suites.retrieval.report import draw_retrieval, retrieval_rows, retrieval_tables
-from ragspec.evaluation.suites.verify_cost import verify_cost_rows, verify_cost_tables
+from ragspec.evaluation import suite as library
+from ragspec.evaluation.plots import write_figures
+from ragspec.evaluation.report import complete, render
+from ragspec.evaluation.suite import Outcome, Repetitions, Settings, Suite, find_suite
 from ragspec.evaluation.timing import Tick
 from ragspec.numerics.threads import num_processors
 
 ROOT = Path(__file__).resolve().parent.parent
 DEFAULT_DATA = ROOT.parent / "shared" / "data"
-
-
-class Suite(enum.StrEnum):
-    RAG = "rag"
-    GRAMMAR = "grammar"
-    NUMERICS = "numerics"
-    TARGET = "target"
-    RETRIEVAL = "retrieval"
-    ITERATIVE = "iterative"
-    DRAFTERS = "drafters"
-    VERIFY_COST = "verify_cost"
-    CLUSTER = "cluster"
-    CHAOS = "chaos"
-    CHAT = "chat"
-    LOAD = "load"
+_OWN = "pipelines.benchmarks"
+SUITES = library.SUITES | {
+    "iterative": f"{_OWN}.iterative",
+    "cluster": f"{_OWN}.cluster.suite",
+    "chaos": f"{_OWN}.chaos.suite",
+    "chat": f"{_OWN}.chat.suite",
+    "load": f"{_OWN}.load",
+}
+"""The module of each suite."""
+IN_RAY = ("iterative", "cluster", "chat")
+"""Suites that run in a Ray of their own on this machine. Ray's session must be set up before Ray is imported."""
 
 
 class Dtype(enum.StrEnum):
@@ -75,34 +62,13 @@ class Dtype(enum.StrEnum):
     BFLOAT16 = "bfloat16"
 
 
-_REPORTS = {
-    Suite.ITERATIVE: (iterative_rows, iterative_tables),
-    Suite.DRAFTERS: (drafters_rows, drafters_tables),
-    Suite.VERIFY_COST: (verify_cost_rows, verify_cost_tables),
-    Suite.CLUSTER: (cluster_rows, cluster_tables),
-    Suite.CHAOS: (chaos_rows, chaos_tables),
-    Suite.CHAT: (chat_rows, chat_tables),
-    Suite.LOAD: (load_rows, load_tables),
-}
-"""What stands first in a result, and its tables."""
-_PLOTS = {
-    Suite.RETRIEVAL: draw_retrieval,
-    Suite.ITERATIVE: draw_iterative,
-    Suite.DRAFTERS: draw_drafters,
-    Suite.GRAMMAR: draw_grammar,
-}
-_NESTED = (
-    *("parts", "edit_rates", "document", "quality", "roofline", "identical_counts", "t1_bounds", "step_cost"),
-    "plain_vs_generate_1k",
-)
-
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 _console = Console(stderr=True)
 
 
 @app.command()
 def main(
-    suite: Annotated[Suite, typer.Option(help="What to measure.")],
+    suite: Annotated[str, typer.Option(help="What to measure.", click_type=click.Choice([*SUITES]))],
     quick: Annotated[bool, typer.Option(help="Short prompt lists, one run.")] = False,
     forced: Annotated[
         str, typer.Option(help='JSON lines {id, answer} to decode instead of own answers, or "gold".')
@@ -133,7 +99,7 @@ def main(
             target=config.target,
             data_dir=data_folder(data),
             cache_dir=cache_folder(),
-            plan=Plan(runs or (1 if quick else 3), 3 if quick else 12, seed),
+            plan=Repetitions(runs or (1 if quick else 3), 3 if quick else 12, seed),
             quick=quick,
             forced=forced,
             peers=peers,
@@ -143,14 +109,22 @@ def main(
             heads=heads,
         )
         with progress_ticks() as tick:
-            outcome = (run_above if suite in ABOVE_THE_LIBRARY else run_suite)(suite.value, settings, tick)
+            measured_suite, outcome = measure_suite(suite, settings, tick)
         result = complete(outcome.result | {"commit": measured_commit, "threads": num_processors()})
-        show(result)
+        for table in render(result, measured_suite.metrics, measured_suite.notes, measured_suite.tables(result)):
+            _console.print(table)
         print(json.dumps(result), flush=True)
-        save(result, outcome, json_path, plots)
+        save(measured_suite, replace(outcome, result=result), json_path, plots)
     except (RagspecError, FileNotFoundError) as error:
         _console.print(f"error: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
         raise typer.Exit(1) from error
+
+
+def measure_suite(name: str, settings: Settings, tick: Tick) -> tuple[Suite, Outcome]:
+    """Raises: the errors of the suite."""
+    with ray_session("local") if name in IN_RAY else contextlib.nullcontext():
+        suite = find_suite(name, SUITES)
+        return suite, suite.measure(settings, tick)
 
 
 def data_folder(given: Path | None) -> Path | None:
@@ -180,7 +154,7 @@ def _git(*arguments: str) -> str:
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
 
 
-@contextmanager
+@contextlib.contextmanager
 def progress_ticks() -> Iterator[Tick]:
     """A bar for each stage, made when the stage is first heard of."""
     columns = (TextColumn("{task.description:<28}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
@@ -195,55 +169,19 @@ def progress_ticks() -> Iterator[Tick]:
         yield tick
 
 
-def save(result: Result, outcome: Outcome, json_path: Path | None, plots: Path | None) -> None:
-    """Files that were asked for. Raises: SaveError."""
+def save(suite: Suite, outcome: Outcome, json_path: Path | None, plots: Path | None) -> None:
+    """Write the requested files. Raises: SaveError, ConfigError without matplotlib."""
+    result = outcome.result
     if json_path is not None:
         try:
             json_path.parent.mkdir(parents=True, exist_ok=True)
             json_path.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
         except OSError as cause:
             raise SaveError(f"cannot write {json_path}: {cause.strerror}") from cause
-    if plots is not None and result["suite"] in _PLOTS:
-        subject = f"{DIMENSION} dimensions" if result["suite"] == Suite.RETRIEVAL else result["label"]
-        for path in _PLOTS[result["suite"]](
-            result, f"{result['suite']}: {subject}, {result['threads']} threads", plots
-        ):
+    if plots is not None:
+        title = f"{result['suite']}: {result['label']}, {result['threads']} threads"
+        for path in write_figures(lambda: suite.draw(outcome, title), plots):
             _console.print(f"plot: {path}", highlight=False)
-    if plots is not None and outcome.measured is not None:
-        title = f"{result['suite']}: {result['num_prompts']} prompts, {result['dtype']}, {result['threads']} threads"
-        title += " (forced answers)" if "forced" in result["label"] else ""
-        for path in draw(outcome.measured, title, plots, f"{result['suite']}_{result['dtype']}"):
-            _console.print(f"plot: {path}", highlight=False)
-
-
-def show(result: Result) -> None:
-    """Tables for people."""
-    parts = [result[key] for key in ("label", "target", "dtype") if result[key]]
-    title = f"{result['suite']}: {', '.join(parts)}, {result['threads']} threads"
-    table = Table("", "", "", title=title, show_header=False, title_justify="left")
-    rows_of, tables_of = _REPORTS.get(result["suite"], (_general_rows, retrieval_tables))
-    for name, value, meaning in rows_of(result):
-        table.add_row(name, value, meaning)
-    _console.print(table)
-    for name in _NESTED:
-        if result.get(name):
-            _console.print(nested_table(name, result[name]))
-    for name, values in tables_of(result).items():
-        _console.print(nested_table(name, values))
-
-
-def _general_rows(result: Result) -> list[tuple[str, str, str]]:
-    return [*rows(result), *retrieval_rows(result)]
-
-
-def nested_table(name: str, values: dict[str, Any]) -> Table:
-    """A dictionary as two columns; a dictionary of dictionaries as one column a key."""
-    columns = {key: value for key, value in values.items() if isinstance(value, dict)} or {"": values}
-    table = Table("", *columns, title=name, title_justify="left")
-    for key in dict.fromkeys(key for column in columns.values() for key in column):
-        cells = [column.get(key) for column in columns.values()]
-        table.add_row(key, *("" if cell is None else f"{cell}" for cell in cells))
-    return table
 
 
 if __name__ == "__main__":

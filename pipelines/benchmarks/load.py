@@ -1,6 +1,6 @@
 """The suite `load`: a service under mixed clients, some of which go away half-way. Nothing may fail, hang or leak.
 
->>> load_suite(settings, tick).result["kv_leaked"]
+>>> run_load(settings, tick).result["kv_leaked"]
 0
 """
 
@@ -14,8 +14,8 @@ from contextlib import contextmanager
 from pipelines.benchmarks.service import backend_of, run_clients, service_here
 from ragspec.engine.engine import Engine
 from ragspec.evaluation.machine import PeakMemory
-from ragspec.evaluation.report import Result
-from ragspec.evaluation.suite import Outcome, Settings
+from ragspec.evaluation.report import Metric, Result, equal_to
+from ragspec.evaluation.suite import Outcome, Settings, Suite
 from ragspec.evaluation.timing import Tick
 from ragspec.numerics.kv_cache import PAGE
 
@@ -25,7 +25,7 @@ _TENANTS = ("ann", "bob", "cleo")
 _SETTLE_S = 10.0
 
 
-def load_suite(settings: Settings, tick: Tick) -> Outcome:
+def run_load(settings: Settings, tick: Tick) -> Outcome:
     """Raises: ConfigError, ModelError, StoreError, EngineError."""
     seconds, memory = (_QUICK_S if settings.quick else _SECONDS), PeakMemory()
     with backend_of(settings, tick) as (backend, listed), service_here(backend, _TENANTS) as service:
@@ -75,3 +75,22 @@ def _ticking(tick: Tick, seconds: float) -> Iterator[None]:
     finally:
         done.set()
         thread.join()
+
+
+METRICS = (
+    Metric("requests", "requests of mixed clients"),
+    Metric("given_up", "requests whose client went away half-way"),
+    Metric("errors_5xx", "answers that blame the service", equal_to(0)),
+    Metric("num_faults", "connections dropped, streams without an end, wrong statuses", equal_to(0)),
+    Metric("hangs", "requests not answered within 30 s", equal_to(0)),
+    Metric("kv_leaked", "KV slots still held when nothing ran and every tenant's cache was purged", equal_to(0)),
+    Metric("left_running", "requests counted as running when none was", equal_to(0)),
+    Metric("p50_ms", "from sending a request to the end of its answer, median"),
+    Metric("p99_ms", "the same, 99 of 100"),
+)
+SUITE = Suite(
+    "load",
+    run_load,
+    METRICS,
+    tables=lambda result: {"answers by status": result["statuses"], "faults": result["faults"]},
+)

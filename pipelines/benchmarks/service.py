@@ -20,7 +20,7 @@ from typing import Any
 
 from ragspec.config import EngineConfig, RetrieverConfig
 from ragspec.errors import EngineError
-from ragspec.evaluation.datasets import NUM_QUESTIONS, RagList, cached_store, squad_list, stdlib_list
+from ragspec.evaluation.datasets import NUM_QUESTIONS, RagList, cached_store
 from ragspec.evaluation.suite import Settings
 from ragspec.evaluation.timing import Tick
 from ragspec.retrieval.encoder import Encoder
@@ -84,7 +84,7 @@ def backend_of(settings: Settings, tick: Tick) -> Iterator[tuple[Backend, RagLis
     Raises: ConfigError, ModelError, StoreError.
     """
     count = settings.num_prompts or NUM_QUESTIONS
-    listed = squad_list(settings.data_dir, count) if settings.data_dir else stdlib_list(count)
+    listed = settings.questions(count)
     documents, encoder = listed.documents, Encoder.load(settings.encoder)
     store = cached_store(
         documents, encoder, settings.cache_dir, progress=lambda done, _: tick("index (once)", done, len(documents))

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -39,8 +40,24 @@ class ForcedSampler:
         return token
 
 
+@dataclass(slots=True)
+class OverruledSampler:
+    """Samples every token, and decides the given ones first; `repeats`: the last given one for ever."""
+
+    sampler: Sampler
+    token_ids: Sequence[int]
+    repeats: bool
+    index: int = 0
+
+    def __call__(self, logits: NDArray[np.float32]) -> int:
+        sampled = self.sampler(logits)
+        at = min(self.index, len(self.token_ids) - 1) if self.repeats else self.index
+        self.index += 1
+        return self.token_ids[at] if at < len(self.token_ids) else sampled
+
+
 class ForcedAnswers:
-    """A sampler factory: requests whose id has an answer are forced, all others decided as always."""
+    """A sampler factory: requests with an answer are forced, all others decided as always."""
 
     def __init__(self) -> None:
         self._answers: dict[str, tuple[int, ...]] = {}
@@ -56,7 +73,28 @@ class ForcedAnswers:
 
     def __call__(self, request: Request, seed: int, choice: int) -> Sampler:
         given = self.get(request.id)
-        return KeyedSampler(request, seed, choice, (), []) if given is None else ForcedSampler(given)
+        return keyed_sampler(request, seed, choice) if given is None else ForcedSampler(given)
+
+
+class OverruledAnswers(ForcedAnswers):
+    """Every token is sampled by the request's parameters as well, and then overruled by its answer.
+
+    Without `repeats`, an answer serves one request, and the engine decides what follows the answer.
+    """
+
+    def __init__(self, repeats: bool = True) -> None:
+        super().__init__()
+        self._repeats = repeats
+
+    def __call__(self, request: Request, seed: int, choice: int) -> Sampler:
+        keyed = keyed_sampler(request, seed, choice)
+        given = self.get(request.id) if self._repeats else self._answers.pop(request.id, None)
+        return keyed if given is None else OverruledSampler(keyed, given, self._repeats)
+
+
+def keyed_sampler(request: Request, seed: int, choice: int) -> KeyedSampler:
+    """The engine's own sampler of a request that continues an output."""
+    return KeyedSampler(request, seed, choice, (), list(request.segment.output_ids))
 
 
 def read_answers(path: Path) -> dict[str, str]:

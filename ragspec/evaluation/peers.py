@@ -16,7 +16,7 @@ from ragspec.config import TargetConfig
 from ragspec.engine.engine import Engine
 from ragspec.evaluation.cases import Case
 from ragspec.evaluation.forced_answers import ForcedAnswers
-from ragspec.evaluation.timing import Run
+from ragspec.evaluation.timing import TimedGeneration
 from ragspec.numerics.threads import num_processors, run_in_thread, set_num_threads
 
 LOOKUP_TOKENS = 10
@@ -45,12 +45,12 @@ class TransformersDecoder:
         self._forced = forced or ForcedAnswers()
         self._options = options
 
-    def __call__(self, case: Case) -> Run:
-        runs: list[Run] = []
+    def __call__(self, case: Case) -> TimedGeneration:
+        runs: list[TimedGeneration] = []
         self._engine.between_steps(lambda: runs.append(self._decode(case)))
         return runs[0]
 
-    def _decode(self, case: Case) -> Run:
+    def _decode(self, case: Case) -> TimedGeneration:
         clock, given = _Clock(), self._forced.get(case.id)
         processors = [] if given is None else [_Force(given, len(case.prompt_ids))]
         prompt = torch.tensor([case.prompt_ids])
@@ -70,7 +70,7 @@ class TransformersDecoder:
             )
         first_s = clock.times_s[1]  # [0] is the prompt
         token_ids = tuple(output[0, prompt.shape[1] :].tolist())
-        return Run(token_ids, first_s - begin, clock.times_s[-1] - first_s, len(clock.times_s) - 1)
+        return TimedGeneration(token_ids, first_s - begin, clock.times_s[-1] - first_s, len(clock.times_s) - 1)
 
 
 class _Clock(BaseStreamer):

@@ -1,52 +1,78 @@
-"""The one JSON object of a benchmark: the same keys for every suite, null where a suite does not measure something."""
+"""Results of benchmark suites: the keys of the JSON line, metrics as data, and one renderer to tables.
+
+A suite states its numbers as `Metric`s and its nested results as `Table`s. This module knows no suite.
+
+    >>> summary({"lost": 0}, [Metric("lost", "answers without an end", equal_to(0))])
+    [('lost', '0', 'answers without an end (goal: 0; met)')]
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+from rich.table import Table as RichTable
 
 from ragspec.evaluation.machine import versions
 
 KEYS = (
-    "suite",
-    "label",
-    "commit",
-    "identical",
-    "tokens_per_s",
-    "speedup_vs_plain",
-    "speedup_vs_generate",
-    "speedup_vs_prompt_lookup",
-    "plain_vs_generate",
-    "speedup_end_to_end",
-    "acceptance_length",
-    "t1_over_t0",
-    "bitwise",
-    "peak_pss_mb",
-    "nothing_to_copy",
-    "agrees_with_generate",
-    "seed",
-    "num_prompts",
-    "num_runs",
-    "target",
-    "dtype",
-    "threads",
-    "quick",
-    "versions",
+    *("suite", "label", "commit", "identical", "tokens_per_s", "speedup_vs_plain", "speedup_vs_generate"),
+    *("speedup_vs_prompt_lookup", "plain_vs_generate", "speedup_end_to_end", "acceptance_length", "t1_over_t0"),
+    *("bitwise", "peak_pss_mb", "nothing_to_copy", "agrees_with_generate", "seed", "num_prompts", "num_runs"),
+    *("target", "dtype", "threads", "quick", "versions"),
 )
+"""The keys that every result has, in this order; null where a suite does not measure the number."""
 
 Result = dict[str, Any]
+Table = dict[str, Any]
+"""Columns by name, each with its cells by row; or a single column without a name."""
+
+
+class Goal(NamedTuple):
+    """`reached` gets the metric's value and the whole result."""
+
+    text: str
+    reached: Callable[[Any, Result], bool]
+
+
+class Metric(NamedTuple):
+    """One number or flag of a result, by its key."""
+
+    name: str
+    meaning: str
+    goal: Goal | None = None
+
+
+def at_most(limit: float) -> Goal:
+    return Goal(f"{limit:g} at most", lambda value, _: value <= limit)
+
+
+def at_least(limit: float) -> Goal:
+    return Goal(f"{limit:g} at least", lambda value, _: value >= limit)
+
+
+def under(limit: float) -> Goal:
+    """The absolute value is under the limit."""
+    return Goal(f"under {limit:g}", lambda value, _: abs(value) < limit)
+
+
+def equal_to(expected: float | bool) -> Goal:
+    return Goal(cell(expected), lambda value, _: bool(value == expected))
+
+
+PEAK_MEMORY = Metric("peak_pss_mb", "memory of this process with all peers, 10^6 bytes")
 
 
 def complete(result: Result) -> Result:
-    """Every key in its place, rounded for reading. Raises: KeyError for a suite without a name."""
+    """Every key in its place, floats rounded. Raises: KeyError for a result without a suite."""
     full: Result = dict.fromkeys(KEYS) | {"versions": versions()} | result
     assert full["suite"]
     return {key: rounded(value) for key, value in full.items()}
 
 
 def rounded(value: Any) -> Any:
-    """Floats with four significant digits, at any depth, NaN as None. Under 1 stays under it: 20,999 of 21,000 are not all."""
+    """Floats with four significant digits, NaN as None. Values under 1 stay under 1: 20,999 of 21,000 are not all."""
     if isinstance(value, float):
         if math.isnan(value):
             return None
@@ -59,77 +85,76 @@ def rounded(value: Any) -> Any:
     return value
 
 
-MEANINGS = {
-    "identical": "every output token equal: speculation on and off, T=0, T=1, top-p, alone and in batches of 8",
-    "tokens_per_s": "tokens a second of decoding, T=0, one request",
-    "plain_tokens_per_s": "the same without speculation",
-    "speedup_vs_plain": "decode time, own plain decoding over speculative, T=0, one request",
-    "speedup_vs_plain_first_to_last": "the same, tokens that come with the first one counted as free",
-    "speedup_vs_generate": "decode time, transformers generate over ours, same tokens",
-    "speedup_vs_prompt_lookup": "decode time, transformers prompt lookup (10 tokens) over ours, same tokens",
-    "plain_vs_generate": "decode time, transformers generate over our plain decoding, same tokens",
-    "prompt_lookup_vs_generate": "decode time, transformers generate over transformers prompt lookup",
-    "speedup_end_to_end": "with retrieval, prompt building and prefill, against own plain decoding",
-    "speedup_end_to_end_vs_generate": "with retrieval, prompt building and prefill, against transformers generate",
-    "speedup_end_to_end_vs_prompt_lookup": "with retrieval, prompt building and prefill, against prompt lookup",
-    "acceptance_length": "tokens emitted a step at T=0",
-    "agrees_with_generate": "share of prompts whose tokens transformers generate gives, too (information only)",
-    "batch8_tokens_per_s": "tokens a second of eight requests side by side, prompts included",
-    "batch8_plain_tokens_per_s": "the same without speculation",
-    "batch8_speedup_vs_plain": "ratio of the two",
-    "speedup_vs_plain_t1": "decode time, plain over speculative, T=1",
-    "acceptance_length_t1": "tokens emitted a step at T=1",
-    "t1_over_t0": "speed-up at T=1 over speed-up at T=0",
-    "t1_bound": "its bound: expected tokens a step at T=1 by the target's own path probabilities, over those at T=0",
-    "passes_saved": "forwards of plain decoding over those of speculative decoding, T=0, one request",
-    "gleu": "GLEU of JFLEG dev, corrected with all guards, 0 to 100",
-    "gleu_source": "the same of the untouched sentences",
-    "clean_edit_rate": "words changed of 1 in sentences that are correct",
-    "identical_corrections": "corrections and edits the same with speculation and without",
-    "nothing_to_copy": "decode time, plain over speculative, random prompts without sources, T=1",
-    "sources_in_vain": "the same with sources that have nothing to do with the prompt",
-    "bitwise": "the numerics self-test passed",
-    "peak_pss_mb": "memory of this process with all peers, 10^6 bytes",
-}
+def goals_met(result: Result, metrics: Iterable[Metric]) -> dict[str, bool]:
+    """Whether each goal is reached, for the metrics that were measured."""
+    return {
+        name: goal.reached(result[name], result)
+        for name, _, goal in metrics
+        if goal is not None and result.get(name) is not None
+    }
 
 
-def rows(result: Result) -> list[tuple[str, str, str]]:
-    """(name, value, meaning) of everything that is one number or yes and no, for a table."""
-    return [(key, _shown(result[key]), meaning) for key, meaning in MEANINGS.items() if result.get(key) is not None]
+def summary(result: Result, metrics: Iterable[Metric], notes: Iterable[str] = ()) -> list[tuple[str, str, str]]:
+    """(name, value, meaning with goal) of every measured metric, then the texts under the keys `notes`."""
+    metrics = list(metrics)
+    met = goals_met(result, metrics)
+    rows = []
+    for name, meaning, goal in metrics:
+        if result.get(name) is not None:
+            judged = f" (goal: {goal.text}; {'met' if met[name] else 'MISSED'})" if goal else ""
+            rows.append((name, cell(result[name]), meaning + judged))
+    for key in notes:
+        texts = result.get(key) or ()
+        rows += [(key, "", text) for text in ([texts] if isinstance(texts, str) else texts)]
+    return rows
 
 
-def _shown(value: Any) -> str:
-    if isinstance(value, bool):
-        return "yes" if value else "NO"
-    return f"{value:,.2f}" if abs(value) < 1000 else f"{value:,.0f}"
+def render(
+    result: Result, metrics: Iterable[Metric], notes: Iterable[str], tables: Mapping[str, Table]
+) -> Iterator[RichTable]:
+    """The summary of a complete result, then its tables."""
+    parts = [result[key] for key in ("label", "target", "dtype") if result[key]]
+    title = f"{result['suite']}: {', '.join(parts)}, {result['threads']} threads"
+    first = RichTable("", "", "", title=title, show_header=False, title_justify="left")
+    for row in summary(result, metrics, notes):
+        first.add_row(*row)
+    yield first
+    for name, table in tables.items():
+        columns = {key: value for key, value in table.items() if isinstance(value, dict)} or {"": table}
+        shown = RichTable("", *columns, title=name, title_justify="left")
+        for row in dict.fromkeys(row for column in columns.values() for row in column):
+            shown.add_row(row, *(cell(column.get(row)) for column in columns.values()))
+        yield shown
 
 
-Goals = Mapping[str, tuple[str, Callable[[Any], bool]]]
-"""By the number's name: the goal in words, and whether a value reaches it."""
-
-
-def met(result: Mapping[str, Any], goals: Goals) -> dict[str, bool]:
-    """Of every goal that the result has a number for: whether it is reached."""
-    return {name: bool(reached(result[name])) for name, (_, reached) in goals.items() if result.get(name) is not None}
-
-
-def rows_of(result: Result, meanings: Mapping[str, str], goals: Goals) -> list[tuple[str, str, str]]:
-    """(name, value, meaning) of what stands first, and the result's notes."""
-    reached = met(result, goals)
-
-    def meaning(name: str, text: str) -> str:
-        return (
-            text if name not in reached else f"{text} (goal: {goals[name][0]}; {'met' if reached[name] else 'MISSED'})"
-        )
-
-    known = [(name, shown(result[name]), meaning(name, text)) for name, text in meanings.items() if name in result]
-    return known + [("note", "", text) for text in result.get("notes", ())]
-
-
-def shown(value: Any) -> str:
-    """A number for people, with three digits."""
+def cell(value: Any) -> str:
+    """A value as people read it: floats with four digits, nothing for None."""
     if value is None:
         return ""
     if isinstance(value, bool):
         return "yes" if value else "NO"
-    return f"{value:.3g}" if isinstance(value, float) else str(value)
+    if isinstance(value, float):
+        return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+    return str(value)
+
+
+def select(rows: Mapping[str, Result], keys: Mapping[str, str] | Iterable[str]) -> dict[str, dict[str, Any]]:
+    """A table of some keys of named rows; `keys` maps the titles of columns to keys, or names both."""
+    named = keys if isinstance(keys, Mapping) else {key: key for key in keys}
+    return {title: {row: values.get(key) for row, values in rows.items()} for title, key in named.items()}
+
+
+def transposed(columns: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Rows become columns."""
+    names = dict.fromkeys(name for column in columns.values() for name in column)
+    return {name: {row: column[name] for row, column in columns.items() if name in column} for name in names}
+
+
+def share(rows: Mapping[str, Result]) -> dict[str, str]:
+    """How many answers are identical, of all that were compared, by row."""
+    return {name: f"{row['num_identical']}/{row['num_compared']}" for name, row in rows.items()}
+
+
+def nested(result: Result, *keys: str) -> dict[str, Table]:
+    """The results under these keys, as tables, where they were measured."""
+    return {key: result[key] for key in keys if result.get(key)}

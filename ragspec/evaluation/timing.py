@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from statistics import median
 from typing import Any, NamedTuple
 
-from ragspec.core import Completion, Request, SamplingParams
+from ragspec.core import Completion, GenerationStats, Request, SamplingParams
 from ragspec.engine.engine import Engine
 from ragspec.evaluation.cases import Case
 from ragspec.speculation import Speculation, SpeculationGiven
@@ -26,22 +26,37 @@ Tick = Callable[[str, int, int], None]
 """Called with (stage, done, total)."""
 
 
+def no_tick(stage: str, done: int, total: int) -> None:
+    """Progress that nobody follows."""
+
+
 class Timings:
     """`runs[decoder][run][case]` of the same cases for every decoder."""
 
-    def __init__(self, runs: Mapping[str, Sequence[Sequence[Run]]], prepare_s: Sequence[float]) -> None:
+    def __init__(self, runs: Mapping[str, Sequence[Sequence[TimedGeneration]]], prepare_s: Sequence[float]) -> None:
         self.runs = runs
         self._prepare_s = prepare_s
 
     @classmethod
-    def measure(cls, decoders: Mapping[str, Decoder], cases: Sequence[Case], num_runs: int, tick: Tick) -> Timings:
-        """Every decoder on every case, `num_runs` times, taking turns."""
-        runs: dict[str, list[list[Run]]] = {name: [[] for _ in range(num_runs)] for name in decoders}
+    def measure(
+        cls,
+        decoders: Mapping[str, Decoder],
+        cases: Sequence[Case],
+        num_runs: int,
+        tick: Tick = no_tick,
+        stage: str = "timed runs",
+        num_warm_up: int = 0,
+    ) -> Timings:
+        """Every decoder on every case, `num_runs` times, taking turns; the first cases once before, not counted."""
+        for case in cases[:num_warm_up]:
+            for decode in decoders.values():
+                decode(case)
+        runs: dict[str, list[list[TimedGeneration]]] = {name: [[] for _ in range(num_runs)] for name in decoders}
         for number in range(num_runs):
             for i, case in enumerate(cases):
                 for name, decode in decoders.items():
                     runs[name][number].append(decode(case))
-                tick("timed runs", number * len(cases) + i + 1, num_runs * len(cases))
+                tick(stage, number * len(cases) + i + 1, num_runs * len(cases))
         return cls(runs, [case.prepare_s for case in cases])
 
     def of(self, chosen: Sequence[int]) -> Timings:
@@ -111,7 +126,7 @@ class Timings:
         return sum(len(run.token_ids) for run in runs) / max(1, sum(run.num_steps for run in runs))
 
 
-def _num_decoded(runs: Sequence[Run]) -> int:
+def _num_decoded(runs: Sequence[TimedGeneration]) -> int:
     return sum(len(run.token_ids) - 1 for run in runs)
 
 
@@ -123,24 +138,24 @@ def _median(values: Iterable[float]) -> float | None:
 _SALTS = itertools.count()
 
 
-class Run(NamedTuple):
+class TimedGeneration(NamedTuple):
     """One generation. `first_s`: from the request to its first token; `decode_s`: from there to the last."""
 
     token_ids: tuple[int, ...]
     first_s: float
     decode_s: float
     num_steps: int = 0
-    num_drafted: int = 0
     text: str = ""
+    stats: GenerationStats = GenerationStats()
 
 
-Decoder = Callable[[Case], Run]
+Decoder = Callable[[Case], TimedGeneration]
 
 
-class Together(NamedTuple):
+class TimedBatch(NamedTuple):
     """Several requests at once; `wall_s` from the first submission to the last token, prompts included."""
 
-    runs: list[Run]
+    runs: list[TimedGeneration]
     wall_s: float
 
     @property
@@ -160,7 +175,7 @@ class EngineDecoder:
         self._seed = seed
         self._sampling = sampling
 
-    def __call__(self, case: Case) -> Run:
+    def __call__(self, case: Case) -> TimedGeneration:
         request = self._request(case)
         begin = time.perf_counter()
         (completion,) = self._engine.generate([request])
@@ -168,14 +183,14 @@ class EngineDecoder:
         decode_s = completion.stats.decode_s
         return _run(completion, wall_s - decode_s, decode_s)
 
-    def together(self, cases: Sequence[Case]) -> Together:
+    def together(self, cases: Sequence[Case]) -> TimedBatch:
         """All cases at once; the engine's `max_running` says how many of them run side by side."""
         requests = [self._request(case) for case in cases]
         begin = time.perf_counter()
         completions = self._engine.generate(requests)
         wall_s = time.perf_counter() - begin
         runs = [_run(c, c.stats.queue_s + c.stats.prefill_s, c.stats.decode_s) for c in completions]
-        return Together(runs, wall_s)
+        return TimedBatch(runs, wall_s)
 
     def _request(self, case: Case) -> Request:
         params = SamplingParams(max_tokens=case.max_tokens, seed=_case_seed(self._seed, case.id), **self._sampling)
@@ -183,9 +198,9 @@ class EngineDecoder:
         return Request(case.id, case.prompt_ids, params, case.sources, salt, self._speculation)
 
 
-def _run(completion: Completion, first_s: float, decode_s: float) -> Run:
+def _run(completion: Completion, first_s: float, decode_s: float) -> TimedGeneration:
     stats = completion.stats
-    return Run(completion.token_ids, first_s, decode_s, stats.num_steps, stats.num_drafted, completion.text)
+    return TimedGeneration(completion.token_ids, first_s, decode_s, stats.num_steps, completion.text, stats)
 
 
 def _case_seed(seed: int, case_id: str) -> int:
@@ -198,7 +213,7 @@ class Equality:
     def __init__(self) -> None:
         self.counts: dict[str, tuple[int, int]] = {}
 
-    def check(self, name: str, expected: Sequence[Run], got: Sequence[Run]) -> None:
+    def check(self, name: str, expected: Sequence[TimedGeneration], got: Sequence[TimedGeneration]) -> None:
         equal = sum(a.token_ids == b.token_ids for a, b in zip(expected, got, strict=True))
         before = self.counts.get(name, (0, 0))
         self.counts[name] = (before[0] + equal, before[1] + len(expected))

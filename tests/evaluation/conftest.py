@@ -13,10 +13,8 @@ from tiny_target import save_model
 
 from ragspec.config import TargetConfig
 from ragspec.evaluation import cases
-from ragspec.evaluation import suite as suites
-from ragspec.evaluation.suite import Settings
-from ragspec.evaluation.suites.generation import Plan
-from ragspec.retrieval.encoder import EncoderIdentity, FloatArray, TextKind
+from ragspec.evaluation.suite import Repetitions, Settings
+from ragspec.retrieval.encoder import Encoder, EncoderIdentity, FloatArray, TextKind
 
 NUM_ARTICLES, NUM_HELD_OUT = 14, 10
 DIMENSION = 64
@@ -91,12 +89,12 @@ def settings(small_data: Path, tiny_dir: Path, tmp_path: Path, monkeypatch: pyte
     """Two prompts of each part, short outputs, one run, all peers."""
     for limit in ("RAG_TOKENS", "GRAMMAR_TOKENS", "NOTHING_TOKENS"):
         monkeypatch.setattr(cases, limit, 24)
-    monkeypatch.setattr(suites.Encoder, "load", lambda config: WordEncoder())
+    monkeypatch.setattr(Encoder, "load", lambda config: WordEncoder())
     return Settings(
         target=TargetConfig(model=str(tiny_dir)),
         data_dir=small_data,
         cache_dir=tmp_path / "cache",
-        plan=Plan(num_runs=1, num_nothing=1),
+        plan=Repetitions(num_runs=1, num_nothing=1),
         quick=True,
         num_prompts=2,
     )

@@ -6,20 +6,17 @@ from pathlib import Path
 
 import pytest
 
+from pipelines.benchmarks.chaos.run import recovery
+from pipelines.benchmarks.chaos.suite import METRICS as CHAOS_METRICS
+from pipelines.benchmarks.chaos.suite import chaos_tables
+from pipelines.benchmarks.cluster.suite import METRICS, cluster_tables
 from pipelines.benchmarks.cluster.tensor_parallel import Measured, compared, measure_ranks
 from ragspec.config import TargetConfig
 from ragspec.evaluation.cases import Case
-from ragspec.evaluation.cluster_report import (
-    GOALS,
-    chaos_rows,
-    chaos_tables,
-    cluster_rows,
-    cluster_tables,
-    recovery,
-)
-from ragspec.evaluation.report import met
+from ragspec.evaluation.report import goals_met, summary
 from ragspec.numerics.ranks import ONE_RANK
 
+ALL = (*METRICS, *CHAOS_METRICS)
 ALONE = Measured("abc", 7, {"off": [(1, 2), (3,)], "on": [(1, 2), (3,)]}, {1: 2.0, 8: 4.0}, "rs_1")
 
 
@@ -57,9 +54,9 @@ def test_goals_are_missed_where_they_are_missed() -> None:
     """A goal that is met whatever the number says."""
     good = {"tp_identical": 1.0, "tp_bitwise": True, "step_overhead_b1": 0.05, "lost": 0, "recovery_max_s": 14.0}
     bad = {"tp_identical": 0.99, "tp_bitwise": False, "step_overhead_b1": 0.1, "lost": 1, "recovery_max_s": 16.0}
-    assert all(met(good, GOALS).values()) and set(met(good, GOALS)) == set(good)
-    assert not any(met(bad, GOALS).values()) and set(met(bad, GOALS)) == set(bad)
-    assert met({"lost": None}, GOALS) == {}
+    assert all(goals_met(good, ALL).values()) and set(goals_met(good, ALL)) == set(good)
+    assert not any(goals_met(bad, ALL).values()) and set(goals_met(bad, ALL)) == set(bad)
+    assert goals_met({"lost": None}, ALL) == {}
 
 
 def test_the_slowest_fault_counts() -> None:
@@ -81,8 +78,9 @@ def test_tables_hold_every_row() -> None:
     tables = cluster_tables(result)
     assert len(tables["ranks"]["bits equal"]) == 4
     assert tables["sharded retrieval"]["answers equal"] == {"1 shards x 1, dense": "3/4", "2 shards x 1, dense": "3/4"}
-    assert [name for name, _, _ in cluster_rows(result)] == ["tp_identical", "note"]
-    assert "MISSED" in cluster_rows(result)[0][2]
+    said = summary(result, METRICS, ("notes",))
+    assert [name for name, _, _ in said] == ["tp_identical", "notes"]
+    assert "MISSED" in said[0][2]
     fault = {"signal": "SIGKILL", "kind": "engine", "victim": "engine-0", "recovery_s": 1.0}
     assert len(chaos_tables({"fault_rows": [fault, fault]})["faults"]["victim"]) == 2
-    assert chaos_rows({"lost": 1})[0][2].endswith("(goal: 0; MISSED)")
+    assert summary({"lost": 1}, CHAOS_METRICS)[0][2].endswith("(goal: 0; MISSED)")

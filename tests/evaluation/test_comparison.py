@@ -4,25 +4,25 @@ from __future__ import annotations
 
 import pytest
 
-from ragspec.evaluation.timing import GENERATE, PLAIN, SPECULATIVE, Equality, Run, Timings
+from ragspec.evaluation.timing import GENERATE, PLAIN, SPECULATIVE, Equality, TimedGeneration, Timings
 
 ABC = (1, 2, 3)
 
 
-def timings(**runs: list[list[Run]]) -> Timings:
+def timings(**runs: list[list[TimedGeneration]]) -> Timings:
     return Timings(runs, [0.5] * len(next(iter(runs.values()))[0]))
 
 
 def test_ratio_is_the_median_over_runs_of_total_times() -> None:
     """Bug guarded: a mean of ratios, which one outlier decides."""
-    plain = [[Run(ABC, 1.0, 4.0)], [Run(ABC, 1.0, 6.0)], [Run(ABC, 1.0, 90.0)]]
-    fast = [[Run(ABC, 1.0, 2.0)], [Run(ABC, 1.0, 2.0)], [Run(ABC, 1.0, 2.0)]]
+    plain = [[TimedGeneration(ABC, 1.0, 4.0)], [TimedGeneration(ABC, 1.0, 6.0)], [TimedGeneration(ABC, 1.0, 90.0)]]
+    fast = [[TimedGeneration(ABC, 1.0, 2.0)], [TimedGeneration(ABC, 1.0, 2.0)], [TimedGeneration(ABC, 1.0, 2.0)]]
     assert timings(plain=plain, speculative=fast).ratio(PLAIN, SPECULATIVE) == 3.0
 
 
 def test_what_the_draft_adds_to_the_prompt_step_counts() -> None:
     """Bug guarded: an answer accepted whole in the prompt's step counted as taking no time at all."""
-    pair = timings(plain=[[Run(ABC, 1.0, 4.0)]], speculative=[[Run(ABC, 1.5, 0.0)]])
+    pair = timings(plain=[[TimedGeneration(ABC, 1.0, 4.0)]], speculative=[[TimedGeneration(ABC, 1.5, 0.0)]])
     assert pair.ratio(PLAIN, SPECULATIVE) == 8.0
     assert pair.ratio(PLAIN, SPECULATIVE, Timings.first_to_last_s) is None
     assert pair.ratio(PLAIN, SPECULATIVE, Timings.end_to_end_s) == pytest.approx(5.5 / 2.0)
@@ -30,14 +30,14 @@ def test_what_the_draft_adds_to_the_prompt_step_counts() -> None:
 
 def test_a_faster_prompt_step_gives_no_credit() -> None:
     """Bug guarded: noise in the prompt's step that makes decoding look faster."""
-    pair = timings(plain=[[Run(ABC, 2.0, 4.0)]], speculative=[[Run(ABC, 1.0, 2.0)]])
+    pair = timings(plain=[[TimedGeneration(ABC, 2.0, 4.0)]], speculative=[[TimedGeneration(ABC, 1.0, 2.0)]])
     assert pair.ratio(PLAIN, SPECULATIVE) == 2.0
 
 
 def test_only_prompts_with_the_same_tokens_are_compared() -> None:
     """Bug guarded: a ratio of times for different amounts of work."""
-    generate = [[Run(ABC, 1.0, 4.0), Run((1,), 1.0, 100.0)]]
-    ours = [[Run(ABC, 1.0, 1.0), Run(ABC, 1.0, 1.0)]]
+    generate = [[TimedGeneration(ABC, 1.0, 4.0), TimedGeneration((1,), 1.0, 100.0)]]
+    ours = [[TimedGeneration(ABC, 1.0, 1.0), TimedGeneration(ABC, 1.0, 1.0)]]
     both = timings(generate=generate, speculative=ours)
     assert both.ratio(GENERATE, SPECULATIVE) == 4.0
     assert both.agreement(GENERATE, SPECULATIVE) == 0.5
@@ -45,14 +45,14 @@ def test_only_prompts_with_the_same_tokens_are_compared() -> None:
 
 def test_what_did_not_run_has_no_ratio() -> None:
     """Bug guarded: a number for a peer that was left out."""
-    alone = timings(plain=[[Run(ABC, 1.0, 1.0)]])
+    alone = timings(plain=[[TimedGeneration(ABC, 1.0, 1.0)]])
     assert alone.ratio(GENERATE, PLAIN) is None
     assert alone.agreement(GENERATE, PLAIN) is None
 
 
 def test_acceptance_length_counts_every_token_and_step() -> None:
     """Bug guarded: a mean over prompts, in which short answers weigh as much as long ones."""
-    runs = [[Run((1,) * 9, 1.0, 1.0, num_steps=3), Run((1,), 1.0, 1.0, num_steps=1)]]
+    runs = [[TimedGeneration((1,) * 9, 1.0, 1.0, num_steps=3), TimedGeneration((1,), 1.0, 1.0, num_steps=1)]]
     assert timings(speculative=runs).acceptance_length(SPECULATIVE) == 2.5
 
 
@@ -60,8 +60,8 @@ def test_one_different_token_is_not_identical() -> None:
     """The check can fail."""
     equality = Equality()
     assert equality.identical is None
-    equality.check("a", [Run(ABC, 0, 0)], [Run(ABC, 9, 9)])
+    equality.check("a", [TimedGeneration(ABC, 0, 0)], [TimedGeneration(ABC, 9, 9)])
     assert equality.identical is True
-    equality.check("b", [Run(ABC, 0, 0)], [Run((1, 2, 4), 0, 0)])
+    equality.check("b", [TimedGeneration(ABC, 0, 0)], [TimedGeneration((1, 2, 4), 0, 0)])
     assert equality.identical is False
     assert equality.as_text() == {"a": "1/1", "b": "0/1"}

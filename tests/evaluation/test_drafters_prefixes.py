@@ -19,8 +19,8 @@ from ragspec.engine.admission import Admission
 from ragspec.engine.engine import Engine
 from ragspec.engine.target import Target
 from ragspec.evaluation.cases import Case
+from ragspec.evaluation.forced_answers import OverruledAnswers
 from ragspec.evaluation.suites.drafters.prefixes import (
-    GivenTokens,
     Prefix,
     comparison,
     cut_prefixes,
@@ -72,11 +72,11 @@ def continuation(target: Target, temperature: float, seed: int) -> tuple[int, ..
 
 
 @pytest.fixture
-def given() -> GivenTokens:
-    return GivenTokens()
+def given() -> OverruledAnswers:
+    return OverruledAnswers(repeats=False)
 
 
-def engine_with(target: Target, drafters: Sequence[Knowing], given: GivenTokens) -> Engine:
+def engine_with(target: Target, drafters: Sequence[Knowing], given: OverruledAnswers) -> Engine:
     target.pool = KvPool(target.shapes, 2048)
     planner = Planner(drafters, Free(), 12, target.vocab_size)
     config = EngineConfig(max_step_tokens=64, max_kv_tokens=2048)
@@ -84,14 +84,14 @@ def engine_with(target: Target, drafters: Sequence[Knowing], given: GivenTokens)
 
 
 @pytest.fixture
-def plain(target: Target, given: GivenTokens) -> Iterator[Engine]:
+def plain(target: Target, given: OverruledAnswers) -> Iterator[Engine]:
     with engine_with(target, [], given) as engine:
         yield engine
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_the_step_behind_the_beginning_is_the_one_that_counts(
-    temperature: float, target: Target, given: GivenTokens
+    temperature: float, target: Target, given: OverruledAnswers
 ) -> None:
     """Bug guarded: the prompt's step counted, a beginning whose last token the target replaced, noise of another place."""
     prefixes = [Prefix(f"p{seed}", PROMPT, GIVEN, seed) for seed in range(3)]
@@ -104,13 +104,13 @@ def test_the_step_behind_the_beginning_is_the_one_that_counts(
         assert step_lengths(engine, given, prefixes, 1.0 - temperature, no_tick) != [2, 2, 2]
 
 
-def test_without_a_draft_every_step_is_one_token(plain: Engine, given: GivenTokens) -> None:
+def test_without_a_draft_every_step_is_one_token(plain: Engine, given: OverruledAnswers) -> None:
     """Bug guarded: lengths that have nothing to do with drafts."""
     prefixes = [Prefix("a", PROMPT, GIVEN, 1), Prefix("b", PROMPT, GIVEN[:1], 2)]
     assert step_lengths(plain, given, prefixes, 1.0, no_tick) == [1, 1]
 
 
-def test_a_given_token_is_used_once(plain: Engine, target: Target, given: GivenTokens) -> None:
+def test_a_given_token_is_used_once(plain: Engine, target: Target, given: OverruledAnswers) -> None:
     """Bug guarded: a request that is forced because an earlier one of that name was."""
     assert step_lengths(plain, given, [Prefix("a", PROMPT, GIVEN, 1)], 0.0, no_tick) == [1]
     case = Case("a", "prose", PROMPT, (), 8)

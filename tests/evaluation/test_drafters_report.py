@@ -7,12 +7,16 @@ from pathlib import Path
 import pytest
 
 from ragspec.errors import ModelError, SaveError
-from ragspec.evaluation.report import Result
-from ragspec.evaluation.suites.drafters.plots import batch_lines, depth_lines, draw_drafters
+from ragspec.evaluation.plots import write_figures
+from ragspec.evaluation.report import Result, summary
+from ragspec.evaluation.suite import Outcome
 from ragspec.evaluation.suites.drafters.report import (
-    MEANINGS,
-    drafters_rows,
+    METRICS,
+    NOTES,
+    batch_lines,
+    depth_lines,
     drafters_tables,
+    draw_drafters,
     free_running,
     headlines,
     merged_over_best,
@@ -113,7 +117,7 @@ def test_one_row_that_differs_is_enough() -> None:
 def test_what_was_not_measured_is_null() -> None:
     """Bug guarded: a traceback, or a zero, on a machine without heads."""
     found = headlines([row(NONE), row(COPY)], {})
-    for key in MEANINGS.keys() - {"identical", "peak_pss_mb"}:
+    for key in {metric.name for metric in METRICS} - {"identical", "peak_pss_mb"}:
         assert found[key] is None, key
     assert found["merged_over_best_by_task"] == {} and found["free_running"] == {}
 
@@ -122,11 +126,11 @@ def test_tables_hold_every_variant_and_only_what_was_measured() -> None:
     """Bug guarded: a variant left out of a table; an empty table shown; chains among trees."""
     tables = drafters_tables(whole_result(grid()))
     assert list(tables["tokens a decode step"]) == [NONE, *DRAFTING]
-    assert tables["speed-up of decoding"][EAGLE3]["prose, T = 0"] == "1.6", "not the chain's"
-    assert tables["side by side, T = 0, prompts included: speed-up"][MERGED] == {"prose, 1": "20", "prose, 4": "5"}
-    assert tables["pos_acc, prose, T = 0, trees that pay"][EAGLE2] == {"depth 1": "0.6", "depth 2": "0.4"}
-    assert tables[f"tokens a decode step, {TREE_NODES} nodes"][EAGLE2]["prose, T = 1, uncoupled"] == "1.2"
-    assert tables["tokens a step by acceptance rule"]["tree"] == {"chain": "", "iid": "1.75"}
+    assert tables["speed-up of decoding"][EAGLE3]["prose, T = 0"] == 1.6, "not the chain's"
+    assert tables["side by side, T = 0, prompts included: speed-up"][MERGED] == {"prose, 1": 20.0, "prose, 4": 5.0}
+    assert tables["pos_acc, prose, T = 0, trees that pay"][EAGLE2] == {"depth 1": 0.6, "depth 2": 0.4}
+    assert tables[f"tokens a decode step, {TREE_NODES} nodes"][EAGLE2]["prose, T = 1, uncoupled"] == 1.2
+    assert tables["tokens a step by acceptance rule"]["tree"] == {"chain": None, "iid": 1.75}
     assert "output repeats itself, share" in tables
     few = drafters_tables(whole_result([row(NONE), row(COPY)]) | {"same_beginnings": {}, "acceptance_rules": None})
     assert all(any(table.values()) for table in few.values()) and "tokens a decode step, chains" not in few
@@ -134,9 +138,9 @@ def test_tables_hold_every_variant_and_only_what_was_measured() -> None:
 
 def test_what_is_missing_and_left_out_is_said() -> None:
     """Bug guarded: a table without EAGLE-1 and no word about it."""
-    texts = [text for _, _, text in drafters_rows(whole_result(grid()))]
-    assert f"{EAGLE1}: its head was not found" in texts and "something" in texts
-    assert set(MEANINGS.values()) <= {*texts, MEANINGS["peak_pss_mb"]}
+    said = summary(whole_result(grid()), METRICS, NOTES)
+    assert ("missing", "", EAGLE1) in said and ("left_out", "", "something") in said
+    assert {metric.name for metric in METRICS} <= {name for name, _, _ in said} | {"peak_pss_mb"}
 
 
 def test_lines_are_of_fixed_trees_and_leave_out_what_few_steps_reached() -> None:
@@ -158,12 +162,13 @@ def test_lines_are_of_fixed_trees_and_leave_out_what_few_steps_reached() -> None
 def test_pictures_are_written(tmp_path: Path) -> None:
     """Bug guarded: a picture that fails on a grid with holes, or that is empty."""
     for name, rows in (("whole", grid()), ("copying alone", [row(NONE), row(COPY)])):
-        paths = draw_drafters({"rows": rows}, "made up", tmp_path / name)
+        outcome = Outcome({"rows": rows})
+        paths = write_figures(lambda outcome=outcome: draw_drafters(outcome, "made up"), tmp_path / name)  # type: ignore[misc]
         assert [path.name for path in paths] == ["drafters_pos_acc.png", "drafters_batch.png"]
         assert all(path.stat().st_size > 5_000 for path in paths)
     (tmp_path / "file").write_text("")
     with pytest.raises(SaveError):
-        draw_drafters({"rows": grid()}, "made up", tmp_path / "file")
+        write_figures(lambda: draw_drafters(Outcome({"rows": grid()}), "made up"), tmp_path / "file")
 
 
 def heads_in(folder: Path, *names: str) -> Path:

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from ragspec.evaluation.forced_answers import ForcedAnswers
-from ragspec.evaluation.suite import Settings, open_engine
+from ragspec.evaluation.plots import write_figures
+from ragspec.evaluation.suite import Outcome, Settings, open_engine
 from ragspec.evaluation.suites.grammar import (
     EDIT_RATES,
     GrammarPart,
@@ -17,7 +18,7 @@ from ragspec.evaluation.suites.grammar import (
     edited_sentence,
     passes_saved,
 )
-from ragspec.evaluation.timing import PLAIN, SPECULATIVE, Run, Timings
+from ragspec.evaluation.timing import PLAIN, SPECULATIVE, TimedGeneration, Timings
 from ragspec.rag.grammar.edits import word_edits
 
 SENTENCE = "Every spring the water carries sand and small stones from the hills down to the sea below the mills there."
@@ -37,8 +38,8 @@ def test_a_share_of_the_words_is_edited() -> None:
 def test_passes_are_those_of_both_ways() -> None:
     """A ratio of tokens that is called a ratio of passes."""
     runs = {
-        PLAIN: [[Run((1,) * 10, 0.1, 1.0, 10), Run((1,) * 6, 0.1, 1.0, 6)]],
-        SPECULATIVE: [[Run((1,) * 10, 0.1, 0.2, 3), Run((1,) * 6, 0.1, 0.2, 1)]],
+        PLAIN: [[TimedGeneration((1,) * 10, 0.1, 1.0, 10), TimedGeneration((1,) * 6, 0.1, 1.0, 6)]],
+        SPECULATIVE: [[TimedGeneration((1,) * 10, 0.1, 0.2, 3), TimedGeneration((1,) * 6, 0.1, 0.2, 1)]],
     }
     assert passes_saved(Timings(runs, [0.0, 0.0])) == 4.0
 
@@ -62,7 +63,7 @@ def test_the_part_measures_all_that_it_promises(settings: Settings, tmp_path: Pa
     assert result["identical_corrections"] is True and result["identical_corrections_counts"] == "2/2"
     assert result["document"]["num_sentences"] == 1 or result["document"]["num_sentences"] == 2
     assert {"gleu", "gleu_source", "clean_edit_rate"} <= result.keys()
-    (path,) = draw_grammar(result, "grammar", tmp_path)
+    (path,) = write_figures(lambda: draw_grammar(Outcome(result), "grammar"), tmp_path)
     assert path.stat().st_size > 10_000
 
 

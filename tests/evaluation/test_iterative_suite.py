@@ -12,20 +12,19 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
-from pipelines import benchmark
-from pipelines.benchmarks import above_library as benchmark_above
+from pipelines.batch.ray_session import ray_session
 from ragspec.config import TargetConfig
 from ragspec.core import Document, FinishReason, GenerationStats
 from ragspec.engine.engine import Engine
 from ragspec.errors import ConfigError
-from ragspec.evaluation import suite as suites
-from ragspec.evaluation.report import Result, complete
-from ragspec.evaluation.suite import Settings, run_suite
+from ragspec.evaluation.plots import write_figures
+from ragspec.evaluation.report import Result, complete, goals_met, render, summary
+from ragspec.evaluation.suite import Outcome, Settings, run_suite
 from ragspec.evaluation.suites.iterative import suite as iterative_suite
 from ragspec.evaluation.suites.iterative.knnlm import KnnPlan
-from ragspec.evaluation.suites.iterative.plots import draw_iterative
-from ragspec.evaluation.suites.iterative.report import GOALS, MEANINGS, goals, iterative_rows, iterative_tables
+from ragspec.evaluation.suites.iterative.report import METRICS, NOTES, draw_iterative, iterative_tables
 from ragspec.evaluation.suites.iterative.rows import (
     Comparison,
     Place,
@@ -47,7 +46,7 @@ from ragspec.evaluation.suites.iterative.variants import (
 )
 from ragspec.rag.answer import Answer, AnswerStats, IterativeStats
 from ragspec.rag.iterative.policies import Flare
-from ragspec.retrieval.encoder import TextEncoder
+from ragspec.retrieval.encoder import Encoder, TextEncoder
 from ragspec.retrieval.index.store import Store
 from ragspec.retrieval.retriever import Retriever, build_index
 from ragspec.retrieval.search import approximate
@@ -192,9 +191,10 @@ def test_goals_can_be_missed() -> None:
     """Bug guarded: a goal that is always met, or one of a number that was not measured."""
     worse = {"share_of_optimum_min": 0.89, "speedup_b_over_a_40": 2.39, "speedup_b_over_a_1": 1.39,
              "slowdown_worst": 0.969, "knnlm_best": 4.9, "kept_after_mismatch": 0.29, "identical": 0.999}  # fmt: skip
-    assert worse.keys() == GOALS.keys() and not any(goals(worse).values()) and len(goals(worse)) == 7
-    assert sum("MISSED" in meaning for _, _, meaning in iterative_rows(worse | {"goals": goals(worse)})) == 7
-    assert goals({"knnlm_best": None, "identical": 1.0}) == {"identical": True}
+    met = goals_met(worse, METRICS)
+    assert worse.keys() == met.keys() == {m.name for m in METRICS if m.goal} and not any(met.values())
+    assert sum("MISSED" in meaning for _, _, meaning in summary(worse, METRICS)) == 7
+    assert goals_met({"knnlm_best": None, "identical": 1.0}, METRICS) == {"identical": True}
 
 
 def test_plans_differ_in_size() -> None:
@@ -269,14 +269,14 @@ def tiny_plan() -> IterativePlan:
 @pytest.fixture
 def tiny(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> Settings:
     """One question a row and twelve tokens; indexes elsewhere take 5 ms; KNN-LM is measured elsewhere."""
-    encoder = suites.Encoder.load(settings.encoder)
+    encoder = Encoder.load(settings.encoder)
 
     def index(folder: Path, given: TextEncoder, service_s: float) -> nullcontext[Slow]:
         config = iterative_suite.RetrieverConfig(mode="dense")
         return nullcontext(Slow(Retriever(encoder, Store.open(folder), config), 0.005))
 
-    monkeypatch.setattr(suites, "iterative_plan", lambda *given: tiny_plan())
-    monkeypatch.setattr(suites, "knnlm_part", lambda *given: KNNLM)
+    monkeypatch.setattr(iterative_suite, "iterative_plan", lambda *given: tiny_plan())
+    monkeypatch.setattr(iterative_suite, "knnlm_part", lambda *given: KNNLM)
     monkeypatch.setattr(iterative_suite, "IN_FLIGHT", 2)
     return dataclasses.replace(settings, elsewhere=Elsewhere(index, lambda folder, service_s: nullcontext()))  # type: ignore[arg-type]
 
@@ -292,20 +292,23 @@ def test_everything_is_measured_shown_and_drawn(
     table = [row for row in result["rows"] if row["workload"] == TABLE]
     assert len(table) == 6 * 5 and len(result["rows"]) == 6 * 5 + 1 + 4
     assert result["identical"] == 1.0 and result["goals"]["identical"] is True
-    unknown = {key for key in (*MEANINGS, "bitwise", "label") if result.get(key) is None}
+    unknown = {key for key in (*(metric.name for metric in METRICS), "bitwise", "label") if result.get(key) is None}
     assert unknown <= {"kept_after_mismatch"}, (
         "whether a guess was wrong hangs on what the machine's speed made of them"
     )
     assert "stated" in next(row["retriever"] for row in table if row["stated_b_over_a"] == 40.0)
     assert len(purges) == 6 * 6 * 2 + 5 * 2 * 2, "once before every question, those that warm up included"
     assert json.loads(json.dumps(result)) == result
-    benchmark.show(result)
-    printed = capsys.readouterr().err
-    assert {"KNN-LM: speed", f"{PSA}: speed"} <= iterative_tables(result).keys()
+    tables = iterative_tables(result)
+    assert {"KNN-LM: speed", f"{PSA}: speed"} <= tables.keys()
+    console = Console(width=400)
+    for table in render(result, METRICS, NOTES, tables):
+        console.print(table)
+    printed = capsys.readouterr().out
     assert all(
         word in printed for word in ("hybrid", "FLARE", "stride 3", "remote, k = 8", "3 % is predicted", "openstax")
     )
-    paths = draw_iterative(result, "made up", tmp_path / "plots")
+    paths = write_figures(lambda: draw_iterative(Outcome(result), "made up"), tmp_path / "plots")
     assert all(path.stat().st_size > 5_000 for path in paths) and len(paths) == 2
 
 
@@ -313,7 +316,9 @@ def test_what_could_not_be_measured_is_said(tiny: Settings, monkeypatch: pytest.
     """Bug guarded: rows left out in silence; without data, a suite that asks for some."""
     monkeypatch.setattr(iterative_suite, "stdlib_list", lambda count: iterative_suite.squad_list(tiny.data_dir, count))  # type: ignore[arg-type]
     result = run_suite("iterative", dataclasses.replace(tiny, elsewhere=None, data_dir=None), no_tick).result
-    notes = {name: text for name, _, text in iterative_rows(result) if name in ("hnsw", "elsewhere", "knnlm_note")}
+    notes = {
+        name: text for name, _, text in summary(result, METRICS, NOTES) if name in ("hnsw", "elsewhere", "knnlm_note")
+    }
     assert len(notes) == 3 and all("not measured" in text for text in notes.values())
     assert result["speedup_b_over_a_40"] is None and "speedup_b_over_a_40" not in result["goals"]
     assert {row["retriever"] for row in result["rows"]} == {"exact dense", "BM25", "hybrid"}
@@ -348,15 +353,18 @@ def test_what_the_suite_cannot_do_is_said(change: dict[str, object], tiny: Setti
 @pytest.mark.ray
 def test_an_index_elsewhere_takes_its_time_and_ends_with_ray(tiny: Settings, tmp_path: Path) -> None:
     """Bug guarded: a service time that is stated and not taken, other passages from there, a Ray that goes on."""
-    encoder = suites.Encoder.load(tiny.encoder)
+    encoder = Encoder.load(tiny.encoder)
     build_index([Document("a", "Rain falls."), Document("b", "Mills turn.")], tmp_path / "index", encoder)
     config = iterative_suite.RetrieverConfig(mode="dense")
     here = Retriever(encoder, Store.open(tmp_path / "index"), config)
-    with benchmark_above.elsewhere() as there, there.index(tmp_path / "index", encoder, 0.3) as remote:
-        begin = time.perf_counter()
-        found = remote.search(remote.encode(["When do mills turn?"]), 1)
-        assert time.perf_counter() - begin >= 0.3
-        assert found.passages == here.search(remote.encode(["When do mills turn?"]), 1).passages
+    with ray_session("local"):
+        from pipelines.benchmarks.iterative import open_index
+
+        with open_index(tmp_path / "index", encoder, 0.3) as remote:
+            begin = time.perf_counter()
+            found = remote.search(remote.encode(["When do mills turn?"]), 1)
+            assert time.perf_counter() - begin >= 0.3
+            assert found.passages == here.search(remote.encode(["When do mills turn?"]), 1).passages
     assert not sys.modules["ray"].is_initialized()
 
 
@@ -367,20 +375,21 @@ def test_rows_elsewhere_are_of_an_index_in_an_actor(
 ) -> None:
     """Bug guarded: a service time that is stated and not taken, other passages from there, a Ray that goes on."""
     opened: list[float] = []
-    with benchmark_above.elsewhere() as there:
+    with ray_session("local"):
+        from pipelines.benchmarks.iterative import open_datastore, open_index
 
         @contextmanager
         def index(folder: Path, encoder: TextEncoder, service_s: float) -> Iterator[IndexLike]:
-            with there.index(folder, encoder, 0.05) as remote:
+            with open_index(folder, encoder, 0.05) as remote:
                 begin = time.perf_counter()
                 remote.search(remote.encode(["When was the old mill built?"]), 1)
                 opened.append(time.perf_counter() - begin)
                 yield remote
 
         plan = dataclasses.replace(tiny_plan(), remote=((40.0, 1),), num_runs=1)
-        monkeypatch.setattr(suites, "iterative_plan", lambda *given: plan)
+        monkeypatch.setattr(iterative_suite, "iterative_plan", lambda *given: plan)
         result = run_suite(
-            "iterative", dataclasses.replace(tiny, elsewhere=Elsewhere(index, there.datastore)), no_tick
+            "iterative", dataclasses.replace(tiny, elsewhere=Elsewhere(index, open_datastore)), no_tick
         ).result
     assert result["identical"] == 1.0 and len(opened) == 2 and opened[1] >= 0.05, "opened once to learn its own time"
     far = [row for row in result["rows"] if row["stated_b_over_a"] == 40.0]

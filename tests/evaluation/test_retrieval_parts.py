@@ -13,6 +13,7 @@ import pytest
 
 from ragspec.config import ChunkingConfig
 from ragspec.core import Document
+from ragspec.evaluation.machine import held_mb
 from ragspec.evaluation.suites.retrieval import timing
 from ragspec.evaluation.suites.retrieval.build import TimedEncoder, build_speed
 from ragspec.evaluation.suites.retrieval.collections import (
@@ -24,7 +25,7 @@ from ragspec.evaluation.suites.retrieval.collections import (
 from ragspec.evaluation.suites.retrieval.identity import NUM_COMMITS, Identical, Identity, Way, layouts
 from ragspec.evaluation.suites.retrieval.quality import MODES
 from ragspec.evaluation.suites.retrieval.speed import EXACT, FLAT, best_rows, contenders, plain, recall
-from ragspec.evaluation.suites.retrieval.timing import Blocks, TimingPlan, held_mb, take_turns
+from ragspec.evaluation.suites.retrieval.timing import Blocks, TimingPlan, take_turns
 from ragspec.retrieval.chunking import chunk
 from ragspec.retrieval.encoder import EncoderIdentity, FloatArray, TextKind
 from ragspec.retrieval.index.manifest import VECTORS

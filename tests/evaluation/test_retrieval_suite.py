@@ -12,19 +12,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 from numpy.typing import NDArray
+from rich.console import Console
 
-from pipelines.benchmark import show
 from ragspec.core import Document
 from ragspec.errors import ConfigError, InputError
-from ragspec.evaluation import suite as suites
 from ragspec.evaluation.datasets import cached_store
-from ragspec.evaluation.report import Result, complete
-from ragspec.evaluation.suite import Settings, run_suite
+from ragspec.evaluation.plots import write_figures
+from ragspec.evaluation.report import Result, complete, goals_met, render, summary
+from ragspec.evaluation.suite import Outcome, Settings, run_suite
 from ragspec.evaluation.suites.retrieval import speed
 from ragspec.evaluation.suites.retrieval import suite as retrieval_suite
 from ragspec.evaluation.suites.retrieval.collections import Collection, WholeTexts
 from ragspec.evaluation.suites.retrieval.quality import WHOLE, Quality, measured
-from ragspec.evaluation.suites.retrieval.report import MEANINGS, draw_retrieval, goals, retrieval_rows, retrieval_tables
+from ragspec.evaluation.suites.retrieval.report import METRICS, NOTES, draw_retrieval, retrieval_tables
 from ragspec.evaluation.suites.retrieval.suite import RetrievalPlan, RetrievalSuite, retrieval_plan
 from ragspec.evaluation.suites.retrieval.timing import TimingPlan
 from ragspec.retrieval.encoder import EncoderIdentity, FloatArray, TextKind
@@ -115,17 +115,19 @@ def test_everything_is_measured_shown_and_drawn(
 ) -> None:
     """Bug guarded: a key that is missing or null, a table that cannot be printed, a plot without lines."""
     result = whole_result(data, tmp_path)
-    assert [key for key in (*REQUIRED, *MEANINGS) if result.get(key) is None] == []
+    assert [key for key in (*REQUIRED, *(metric.name for metric in METRICS)) if result.get(key) is None] == []
     assert result["identical_across_batches"] == 1.0 and len(result["identity"]["hybrid"]) == 7
     assert result["num_questions"] == {"squad": 14, "squad_held_out": 10, "nq": 1, "cranfield": 2}
     assert result["hnsw_recall10_rows"] == ROWS and 0.8 < result["hnsw_recall10"] <= 1.0
     assert "hybrid, reranked, first 2" in result["quality_squad"]
     assert json.loads(json.dumps(result)) == result
-    show(result)
-    printed = capsys.readouterr().err
+    console = Console(width=400)
+    for table in render(result, METRICS, NOTES, retrieval_tables(result)):
+        console.print(table)
+    printed = capsys.readouterr().out
     assert {"quality_nq", "identity", "build"} <= retrieval_tables(result).keys()
     assert all(word in printed for word in ("DPR *", "FAISS", "three shards", "overhead_share"))
-    paths = draw_retrieval(result, "made up", tmp_path / "plots")
+    paths = write_figures(lambda: draw_retrieval(Outcome(result), ""), tmp_path / "plots")
     assert all(path.stat().st_size > 5_000 for path in paths) and len(paths) == 2
 
 
@@ -134,7 +136,7 @@ def test_missing_reranker_is_said(data: Path, tmp_path: Path, few_rows: None) ->
     plan = dataclasses.replace(tiny_plan(), sizes=())
     found = RetrievalSuite(data, tmp_path, HashEncoder(), plan, no_tick).measure()
     assert "--reranker" in found["rerank"]
-    assert ("rerank", "", found["rerank"]) in retrieval_rows(found)
+    assert ("rerank", "", found["rerank"]) in summary(found, METRICS, NOTES)
     assert found["exact_p50_ms_100k"] is None and "exact_p50_ms_100k" not in found["goals"]
 
 
@@ -185,8 +187,9 @@ def test_goals_can_be_missed() -> None:
         "ndcg_cranfield_bm25": 0.3, "ndcg_cranfield_bm25s": 0.311, "exact_p50_ms_100k": 11.0,
         "exact_batch16_over_batch1": 2.1, "identical_across_batches": 0.999,
     }  # fmt: skip
-    assert not any(goals(worse).values()) and len(goals(worse)) == 6
-    assert sum("MISSED" in meaning for _, _, meaning in retrieval_rows(worse | {"goals": goals(worse)})) == 6
+    met = goals_met(worse, METRICS)
+    assert not any(met.values()) and len(met) == 6
+    assert sum("MISSED" in meaning for _, _, meaning in summary(worse, METRICS)) == 6
 
 
 def test_plans_differ_in_size() -> None:
@@ -211,8 +214,8 @@ def test_command_runs_the_suite(
     settings: Settings, data: Path, monkeypatch: pytest.MonkeyPatch, few_rows: None
 ) -> None:
     """Bug guarded: a suite that cannot be reached by its name, or forgets the folder it was given."""
-    monkeypatch.setattr(suites, "retrieval_plan", lambda *given: dataclasses.replace(tiny_plan(), sizes=()))
-    monkeypatch.setattr(suites.Encoder, "load", lambda config: HashEncoder())
+    monkeypatch.setattr(retrieval_suite, "retrieval_plan", lambda *given: dataclasses.replace(tiny_plan(), sizes=()))
+    monkeypatch.setattr(retrieval_suite.Encoder, "load", lambda config: HashEncoder())
     outcome = run_suite("retrieval", dataclasses.replace(settings, data_dir=data), no_tick)
     assert outcome.result["suite"] == "retrieval" and outcome.measured is None
     assert outcome.result["encoder"] == "hashed" and list(settings.cache_dir.iterdir())

@@ -10,13 +10,16 @@ from typer.testing import CliRunner
 
 from pipelines import benchmark
 from ragspec.evaluation.report import KEYS
-from ragspec.evaluation.suite import Outcome, Settings
+from ragspec.evaluation.suite import Outcome, Settings, Suite, find_suite
 from ragspec.evaluation.suites.generation import Measured
-from ragspec.evaluation.timing import Run, Timings
+from ragspec.evaluation.timing import TimedGeneration, Timings
 
 
 def outcome(settings: Settings) -> Outcome:
-    runs = {"plain": [[Run((1, 2, 3), 0.1, 0.4, 3)]], "speculative": [[Run((1, 2, 3), 0.1, 0.1, 1)]]}
+    runs = {
+        "plain": [[TimedGeneration((1, 2, 3), 0.1, 0.4, 3)]],
+        "speculative": [[TimedGeneration((1, 2, 3), 0.1, 0.1, 1)]],
+    }
     result = {"suite": "rag", "label": "made up", "target": "tiny", "dtype": "float32", "num_prompts": 1}
     result |= {"identical": True, "speedup_vs_plain": 4.0, "parts": {"a": {"x": 1.0}}, "seed": settings.plan.seed}
     return Outcome(result, Measured(result, Timings(runs, [0.1]), None))
@@ -27,11 +30,11 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> list[Settings]:
     """The suite is replaced: this is about the command."""
     seen: list[Settings] = []
 
-    def run_suite(name: str, settings: Settings, tick: object) -> Outcome:
+    def measure_suite(name: str, settings: Settings, tick: object) -> tuple[Suite, Outcome]:
         seen.append(settings)
-        return outcome(settings)
+        return find_suite(name), outcome(settings)
 
-    monkeypatch.setattr(benchmark, "run_suite", run_suite)
+    monkeypatch.setattr(benchmark, "measure_suite", measure_suite)
     return seen
 
 

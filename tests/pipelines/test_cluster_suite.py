@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from tiny_target import Free, save_model
 
-from pipelines.benchmarks.above_library import run_above
+from pipelines.benchmark import measure_suite
 from pipelines.benchmarks.cluster.scaling import SleepingEngine, SleepingTarget, usual_successors
 from pipelines.benchmarks.cluster.shards import sharded_identical
 from ragspec.config import TargetConfig
@@ -18,8 +18,7 @@ from ragspec.core import Request, SamplingParams
 from ragspec.engine.target import Floats
 from ragspec.errors import ConfigError
 from ragspec.evaluation.report import complete
-from ragspec.evaluation.suite import Settings
-from ragspec.evaluation.suites.generation import Plan
+from ragspec.evaluation.suite import Repetitions, Settings
 from ragspec.numerics.batch import Batch, ScheduledSequence
 from ragspec.numerics.kv_cache import SequenceSlots
 
@@ -83,17 +82,18 @@ def test_one_query_that_differs_is_no_whole_share() -> None:
 
 def test_settings_of_other_suites_are_refused(model: TargetConfig, tmp_path: Path) -> None:
     """An option that is read and ignored; refused before Ray is started."""
-    with pytest.raises(ConfigError, match="--full and --reranker"):
-        run_above("chaos", Settings(model, None, tmp_path, full=True), lambda *_: None)
+    with pytest.raises(ConfigError, match="--full"):
+        measure_suite("chaos", Settings(model, None, tmp_path, full=True), lambda *_: None)
 
 
 @pytest.mark.slow
 @pytest.mark.ray
 def test_the_whole_suite_runs(model: TargetConfig, tmp_path: Path, shared_data: Path) -> None:
     """A part that no run ever reaches; a key that the result lacks."""
-    plan = Plan(num_runs=1, seed=3)
+    plan = Repetitions(num_runs=1, seed=3)
     settings = Settings(model, shared_data, tmp_path / "cache", plan, quick=True, num_prompts=4)
-    result = complete(run_above("cluster", settings, lambda *_: None).result | {"commit": "abc", "threads": 2})
+    _, outcome = measure_suite("cluster", settings, lambda *_: None)
+    result = complete(outcome.result | {"commit": "abc", "threads": 2})
     json.dumps(result, allow_nan=False)
     assert result["tp_identical"] == 1.0 and result["tp_bitwise"] is True
     assert result["sharded_identical"] == 1.0 and result["scaling_identical"] is True

@@ -11,6 +11,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
+from typing import Any
 
 from transformers import AutoTokenizer
 
@@ -25,7 +27,6 @@ from ragspec.cluster.remote_retrieval.cluster_retriever import ClusterRetriever
 from ragspec.cluster.routing.router import Router
 from ragspec.cluster.topology import Topology
 from ragspec.config import PipelineConfig
-from ragspec.evaluation.cluster_report import recovery
 from ragspec.evaluation.report import Result
 from ragspec.evaluation.timing import Tick
 from ragspec.rag.prompt import PromptBuilder
@@ -178,6 +179,13 @@ class ChaosRun:
             "streams_marked": {mark: list(getattr(streams, mark))[:_MOST_NAMES] for mark in Verdict._fields},
             "rows_marked": [{m: list(getattr(p, m))[:_MOST_NAMES] for m in Verdict._fields} for p in passes],
         }
+
+
+def recovery(rows: Sequence[Mapping[str, Any]], name: str) -> Result:
+    """Median and slowest of one kind of recovery, in seconds; None without faults."""
+    seconds = [row[name] for row in rows]
+    prefix = name.removesuffix("_s")
+    return {f"{prefix}_p50_s": median(seconds) if seconds else None, f"{prefix}_max_s": max(seconds, default=None)}
 
 
 def by_round(expected: Mapping[str, Expected], heard: Mapping[str, Heard]) -> dict[str, Expected]:

@@ -3,7 +3,7 @@
 An engine, a rank, a shard, an encoder or a whole node is killed or stopped; streams and a batch job go on meanwhile. Expected
 outputs come from one undisturbed engine before. Everything is taken down in the end, also after Ctrl-C.
 
-    >>> chaos_suite(settings, tick).result["lost"]
+    >>> run_chaos(settings, tick).result["lost"]
 """
 
 from __future__ import annotations
@@ -18,10 +18,9 @@ from typing import TYPE_CHECKING
 from pipelines.batch.ray_session import ray_session
 from ragspec.cluster.local_cluster import LocalCluster, LocalNode
 from ragspec.config import PipelineConfig
-from ragspec.evaluation.datasets import squad_list, stdlib_list
 from ragspec.evaluation.machine import PeakMemory
-from ragspec.evaluation.report import Result
-from ragspec.evaluation.suite import Outcome, Settings
+from ragspec.evaluation.report import Metric, Result, Table, at_most, equal_to, select
+from ragspec.evaluation.suite import Outcome, Settings, Suite
 from ragspec.evaluation.timing import Tick
 
 if TYPE_CHECKING:
@@ -36,7 +35,7 @@ _OURS = ("RAY_ADDRESS", "RAY_AUTH_TOKEN")
 """Settings of another cluster, which would win over this one's."""
 
 
-def chaos_suite(settings: Settings, tick: Tick) -> Outcome:
+def run_chaos(settings: Settings, tick: Tick) -> Outcome:
     """Raises: EngineError, ModelError, SaveError."""
     memory = PeakMemory()
     with tempfile.TemporaryDirectory(prefix="ragspec-chaos-") as name:
@@ -80,7 +79,7 @@ def _measured(
 
     seed = settings.plan.seed
     count = plan.num_streams + plan.num_rows
-    listed = squad_list(settings.data_dir, count) if settings.data_dir else stdlib_list(count)
+    listed = settings.questions(count)
     documents = listed.documents[: _NUM_DOCUMENTS[settings.quick]]
     tick("index and expected answers", 0, 2)
     index_dir = segmented_index(documents, Encoder.load(settings.encoder), settings.cache_dir)
@@ -106,3 +105,29 @@ def _measured(
             "expected outputs: one engine of one rank in one process, without speculation",
         ],
     }
+
+
+METRICS = (
+    Metric("faults", "signals that hit while streams and a batch job ran"),
+    Metric("lost", "streams and rows without an end, or with tokens missing", equal_to(0)),
+    Metric("duplicated", "streams and rows delivered twice, in whole or in part", equal_to(0)),
+    Metric("changed", "streams and rows with another token, text, probability or citation", equal_to(0)),
+    Metric("recovery_p50_s", "seconds from a fault until everything it had hit went on, median", at_most(5)),
+    Metric("recovery_max_s", "the same, the slowest", at_most(15)),
+    Metric("live_again_p50_s", "seconds from a fault until the table showed every member live, median"),
+    Metric("live_again_max_s", "the same, the slowest"),
+    Metric("driver_kills", "kill -9 of a batch job's driver, which was then started again"),
+    Metric("driver_duplicated", "rows that its output holds twice", equal_to(0)),
+    Metric("driver_lost", "rows that its output lacks", equal_to(0)),
+    Metric("driver_changed", "rows with another answer", equal_to(0)),
+)
+
+
+def chaos_tables(result: Result) -> dict[str, Table]:
+    """One row a fault."""
+    faults = {f"{n}. {r['signal']} {r['kind']}": r for n, r in enumerate(result["fault_rows"], 1)}
+    keys = ("victim", "moment_s", "recovery_s", "streams_s", "retrieval_s", "live_again_s", "num_streams_open")
+    return {"faults": select(faults, keys)} if faults else {}
+
+
+SUITE = Suite("chaos", run_chaos, METRICS, ("notes",), chaos_tables)

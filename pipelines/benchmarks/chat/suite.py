@@ -1,7 +1,7 @@
 """The suite `chat`: what the service adds to the engine, and what it must not change.
 
 >>> with ray_session("local"):
-...     chat_suite(settings, tick).result["gateway_ttft_ms_c1"]
+...     run_chat(settings, tick).result["gateway_ttft_ms_c1"]
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from pipelines.benchmarks.chat.first_token import FirstTokens, serve_rows
 from pipelines.benchmarks.chat.tenants import OWNER, STRANGER, probe
 from pipelines.benchmarks.service import Service, backend_of, service_here
 from ragspec.evaluation.machine import PeakMemory
-from ragspec.evaluation.report import Result
-from ragspec.evaluation.suite import Outcome, Settings
+from ragspec.evaluation.report import Metric, Result, Table, at_most, equal_to, under
+from ragspec.evaluation.suite import Outcome, Settings, Suite
 from ragspec.evaluation.suites.follow_ups import AS_ASKED, PERSON, RULES, measure_follow_ups
 from ragspec.evaluation.timing import Tick
 from ragspec.retrieval.encoder import Encoder
@@ -43,7 +43,7 @@ class ChatPlan:
         return cls(min(plan.num_timed, settings.num_prompts), settings.num_prompts, plan.num_pairs, plan.num_follow_ups)
 
 
-def chat_suite(settings: Settings, tick: Tick) -> Outcome:
+def run_chat(settings: Settings, tick: Tick) -> Outcome:
     """Needs a Ray that is running. Raises: ConfigError, ModelError, StoreError, EngineError."""
     plan, memory, seed = ChatPlan.of(settings), PeakMemory(), settings.plan.seed
     with backend_of(settings, tick) as (backend, listed), service_here(backend, (OWNER, STRANGER)) as service:
@@ -67,7 +67,7 @@ def follow_ups(settings: Settings, plan: ChatPlan, tick: Tick) -> dict[str, dict
     if settings.data_dir is None:
         return {}
     encoder = Encoder.load(settings.encoder)
-    return measure_follow_ups(settings.data_dir, encoder, num_rows=plan.num_follow_ups, progress=tick).recall
+    return measure_follow_ups(settings.data_dir, encoder, num_rows=plan.num_follow_ups, tick=tick)
 
 
 def identical(service: Service, questions: Sequence[str], seed: int, tick: Tick) -> Result:
@@ -97,3 +97,43 @@ def _body(service: Service, question: str, temperature: float, seed: int, specul
         "seed": seed,
         "speculation": speculation,
     }
+
+
+METRICS = (
+    Metric(
+        "gateway_ttft_ms_c1",
+        "time to first token over HTTP minus the bare engine's, one request at a time, medians",
+        at_most(5),
+    ),
+    Metric("gateway_ttft_ms_c16", "the same, 16 requests at once", at_most(20)),
+    Metric("serve_noop_ms", "a Ray Serve deployment that only answers: median time of one request"),
+    Metric(
+        "serve_ttft_ms", "time to first token of the Serve deployment minus the bare engine's, one request at a time"
+    ),
+    Metric("identical", "every text equal over HTTP with speculation and without, T=0 and T=1", equal_to(True)),
+    Metric("num_compared", "pairs of texts compared"),
+    Metric(
+        "follow_up_recall", "follow-up questions (CANARD, held-out half) with gold passage among the first 3, rewritten"
+    ),
+    Metric("follow_up_recall_plain", "the same without rewriting"),
+    Metric("follow_up_recall_people", "the same with questions rewritten by people"),
+    Metric("tenant_drafted", "tokens drafted from another tenant's texts", equal_to(0)),
+    Metric("tenant_cache_hits", "tokens cached from another tenant's texts", equal_to(0)),
+    Metric(
+        "tenant_drafts_delta",
+        "Cliff's delta, -1 to 1: tokens drafted for another tenant's texts against texts that nobody has",
+        under(0.1),
+    ),
+    Metric("tenant_cliffs_delta", "the same of first-token times", under(0.1)),
+)
+
+
+def chat_tables(result: Result) -> dict[str, Table]:
+    first = {
+        f"{row['concurrency']} at once": {key: value for key, value in row.items() if key.endswith("_ms")}
+        for row in result["ttft_rows"]
+    }
+    return {"milliseconds to the first token, medians": first, "follow-ups found": result["follow_up_rows"]}
+
+
+SUITE = Suite("chat", run_chat, METRICS, tables=chat_tables)

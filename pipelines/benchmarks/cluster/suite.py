@@ -21,17 +21,16 @@ from pipelines.benchmarks.cluster.tensor_parallel import RANDOM, random_model, t
 from ragspec.config import TargetConfig
 from ragspec.drafting.cost_model import CostTable
 from ragspec.evaluation.cases import rag_cases
-from ragspec.evaluation.datasets import RagList, cached_retriever, squad_list, stdlib_list
+from ragspec.evaluation.datasets import RagList
 from ragspec.evaluation.forced_answers import gold_answers
 from ragspec.evaluation.machine import PeakMemory
-from ragspec.evaluation.report import Result
-from ragspec.evaluation.suite import Outcome, Settings
+from ragspec.evaluation.report import Metric, Result, Table, at_least, equal_to, select, share, transposed, under
+from ragspec.evaluation.suite import Outcome, Settings, Suite
 from ragspec.evaluation.suites.numerics import DTYPES, Size, sizes_of
 from ragspec.evaluation.suites.step_overhead import StepOverhead, worst
 from ragspec.evaluation.timing import Tick
 from ragspec.rag.prompt import PromptBuilder
 from ragspec.retrieval.encoder import Encoder, TextEncoder
-from ragspec.retrieval.retriever import Retriever
 
 NOTES = (
     "ranks: each has one thread and they share this machine's cores; with two cores a group is slower than one rank, what it "
@@ -71,8 +70,8 @@ class ClusterSuite:
         self._size = size or sizes_of(settings.target)[1]
         self._encoder: TextEncoder = Encoder.load(settings.encoder)
         count = max(self._plan.num_questions, self._plan.num_queries)
-        self._list: RagList = squad_list(settings.data_dir, count) if settings.data_dir else stdlib_list(count)
-        self._retriever = self._opened()
+        self._list: RagList = settings.questions(count)
+        self._retriever = settings.retriever(self._list, tick)
         tokenizer: Any = AutoTokenizer.from_pretrained(settings.target.model)
         self._prompts = PromptBuilder(tokenizer, self._size.max_context_tokens)
         questions = self._list.questions[: self._plan.num_questions]
@@ -93,15 +92,6 @@ class ClusterSuite:
         identical = result["tp_identical"] == result["sharded_identical"] == 1.0 and scaling["scaling_identical"]
         result |= {"identical": identical, "bitwise": result["tp_bitwise"], "num_prompts": len(self._cases)}
         return result | {"num_runs": self._plan.num_runs, "label": self._list.label, "peak_pss_mb": memory.look()}
-
-    def _opened(self) -> Retriever:
-        documents = self._list.documents
-        return cached_retriever(
-            documents,
-            self._encoder,
-            self._settings.cache_dir,
-            lambda done, _: self._tick("index (once)", done, len(documents)),
-        )
 
     def _targets(self) -> list[tuple[str, TargetConfig]]:
         """The target itself and random ones with grouped queries, each with both types of weights; fewer of them in haste."""
@@ -137,6 +127,53 @@ class ClusterSuite:
         return sharded(index_dir, self._encoder, queries, self._tick)
 
 
-def cluster_suite(settings: Settings, tick: Tick) -> Outcome:
+def run_cluster(settings: Settings, tick: Tick) -> Outcome:
     """Raises: ConfigError, ModelError, SaveError, EngineError."""
     return Outcome(ClusterSuite(settings, tick).measure())
+
+
+METRICS = (
+    Metric(
+        "tp_identical",
+        "answers with the tokens of one rank: 2 and 4 ranks, speculation on and off, T=0 and T=1",
+        equal_to(1.0),
+    ),
+    Metric(
+        "tp_bitwise", "every logit of prompts, chunks, trees and batches has the bits of one rank's", equal_to(True)
+    ),
+    Metric(
+        "step_overhead_b1",
+        "share of a step outside its forward, 100M parameters, one request; the worst way of decoding",
+        under(0.1),
+    ),
+    Metric("step_overhead_b8", "the same, eight requests side by side", under(0.15)),
+    Metric(
+        "replica_scaling_simulated",
+        "two replicas over one, forwards replaced by sleeps of their measured time",
+        at_least(1.9),
+    ),
+    Metric(
+        "sharded_identical",
+        "queries whose passages and scores have the bits of one process's: 1, 2, 4 shards, once and twice",
+        equal_to(1.0),
+    ),
+)
+
+
+def cluster_tables(result: Result) -> dict[str, Table]:
+    """Ranks, steps and shards; only measured rows."""
+    ranks = {f"{r['target']} {r['dtype']}, {r['ranks']} ranks": r for r in result["tp_rows"]}
+    steps = {f"{r['way']}, T={r['temperature']:g}, {r['batch']} side by side": r for r in result["step_rows"]}
+    shards = {f"{r['shards']} shards x {r['copies']}, {r['mode']}": r for r in result["shard_rows"]}
+    step_ms = transposed({name: row["step_ms"] for name, row in ranks.items()})
+    tables: dict[str, Table] = {
+        "ranks": select(ranks, {"bits equal": "bitwise"})
+        | {"answers equal": share(ranks)}
+        | {f"{rows} rows, ms": column for rows, column in step_ms.items()},
+        "step outside the forward": select(steps, ("overhead", "mean_overhead", "step_ms", "outside_ms", "num_steps")),
+        "sharded retrieval": {"answers equal": share(shards)},
+    }
+    return {title: table for title, table in tables.items() if any(table.values())}
+
+
+SUITE = Suite("cluster", run_cluster, METRICS, ("notes",), cluster_tables)

@@ -17,16 +17,15 @@ import hashlib
 import json
 import re
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
-
-from rich.table import Table
 
 from ragspec.config import RetrieverConfig
 from ragspec.core import Document, Heading
 from ragspec.errors import ConfigError
+from ragspec.evaluation.timing import Tick, no_tick
 from ragspec.rag.chat.conversations import QaPair
 from ragspec.rag.chat.rewrite_rules import rewrite_by_rules
 from ragspec.retrieval.encoder import TextEncoder
@@ -123,50 +122,8 @@ def _json(text: str, path: Path) -> Any:
 AS_ASKED, RULES, PERSON = "as asked", "rules", "person"
 _BATCH = 128
 
-Rewrite = Callable[[FollowUp], str]
-Progress = Callable[[str, int, int], None]
-"""Called with (what is being measured, queries looked up so far, queries in all)."""
-
-
-@dataclass(frozen=True, slots=True)
-class FollowUpRecall:
-    """The part of the questions whose gold passage is among the first ones found, by who wrote the query.
-
-    `num_gained` questions found it with the rules and not as they were asked, `num_lost` the other way round.
-    """
-
-    name: str
-    half: Half
-    num_questions: int
-    recall: dict[str, float]
-    num_gained: int
-    num_lost: int
-
-
-@dataclass(frozen=True, slots=True)
-class FollowUps:
-    """`num_passages`: how many first ones count."""
-
-    parts: tuple[FollowUpRecall, ...]
-    num_passages: int
-
-    @property
-    def recall(self) -> dict[str, dict[str, float]]:
-        """Of each set's held-out half."""
-        return {part.name: part.recall for part in self.parts if part.half == "held_out"}
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
-    def table(self) -> Table:
-        table = Table(title=f"Follow-up questions: gold passage among the first {self.num_passages}")
-        for column in ("dialogues", "half", "questions", AS_ASKED, RULES, PERSON, "gained", "lost"):
-            table.add_column(column, justify="left" if column in ("dialogues", "half") else "right")
-        for part in self.parts:
-            found = [f"{part.recall[who]:.1%}" if who in part.recall else "-" for who in (AS_ASKED, RULES, PERSON)]
-            half = part.half.replace("_", " ")
-            table.add_row(part.name, half, str(part.num_questions), *found, str(part.num_gained), str(part.num_lost))
-        return table
+Recalls = dict[str, dict[str, float]]
+"""By set, then by the writer of the query: the share of questions whose gold passage is among the first ones found."""
 
 
 def measure_follow_ups(
@@ -176,61 +133,46 @@ def measure_follow_ups(
     num_rows: int | None = None,
     num_passages: int = 3,
     retriever: RetrieverConfig | None = None,
-    progress: Progress | None = None,
-) -> FollowUps:
-    """`data` holds the folders canard and sgd; `num_rows`: questions of each half at most, of corpora that stay whole.
+    half: Half = "held_out",
+    tick: Tick = no_tick,
+) -> Recalls:
+    """Recall over one half of each set, at most `num_rows` questions of it; the corpora stay whole.
 
-    Raises: ConfigError if the data is not there.
+    `data` holds the folders canard and sgd. Raises: ConfigError if the data is not there.
     """
-    sets = (read_canard(data / "canard" / "dev.json"), read_sgd(data / "sgd" / "dev.jsonl"))
-    parts: list[FollowUpRecall] = []
-    for each in sets:
+    recalls: Recalls = {}
+    for each in (read_canard(data / "canard" / "dev.json"), read_sgd(data / "sgd" / "dev.jsonl")):
+        questions = spread([question for question in each.questions if question.half == half], num_rows)
         with tempfile.TemporaryDirectory(prefix="ragspec-follow-ups-") as folder:
             index = Path(folder) / "index"
             build_index(each.documents, index, encoder)
-            config = retriever or RetrieverConfig()
-            searched = Retriever(encoder, Store.open(index, encoder.identity), config)
-            for half in _HALVES:
-                parts.append(_measured(each, half, searched, num_rows, num_passages, progress))
-    return FollowUps(tuple(parts), num_passages)
+            opened = Retriever(encoder, Store.open(index, encoder.identity), retriever or RetrieverConfig())
+            recalls[each.name] = _recall(each.name, questions, opened, num_passages, tick)
+    return recalls
 
 
-_HALVES: tuple[Half, ...] = ("tuned", "held_out")
-
-
-def _measured(
-    given: FollowUpSet, half: Half, retriever: Retriever, num_rows: int | None, k: int, progress: Progress | None
-) -> FollowUpRecall:
-    questions = spread([each for each in given.questions if each.half == half], num_rows)
-    writers: dict[str, Rewrite] = {
-        AS_ASKED: lambda each: each.question,
-        RULES: lambda each: rewrite_by_rules(each.question, each.said),
+def _recall(name: str, questions: Sequence[FollowUp], retriever: Retriever, k: int, tick: Tick) -> dict[str, float]:
+    queries = {
+        AS_ASKED: [each.question for each in questions],
+        RULES: [rewrite_by_rules(each.question, each.said) for each in questions],
     }
     if all(each.rewrite for each in questions):
-        writers[PERSON] = lambda each: each.rewrite
-    found: dict[str, list[bool]] = {}
-    for number, (who, write) in enumerate(writers.items()):
-        hits = found.setdefault(who, [])
-        for at in range(0, len(questions), _BATCH):
-            some = questions[at : at + _BATCH]
-            passages = retriever.retrieve([write(each) for each in some], k).passages
-            pairs = zip(some, passages, strict=True)
-            hits += [any(p.document_id == each.gold for p in best) for each, best in pairs]
-            if progress is not None:
-                progress(f"{given.name}, {half}", number * len(questions) + len(hits), len(writers) * len(questions))
-    pairs_of = list(zip(found[AS_ASKED], found[RULES], strict=True))
-    return FollowUpRecall(
-        given.name,
-        half,
-        len(questions),
-        {who: sum(hits) / max(len(hits), 1) for who, hits in found.items()},
-        sum(after and not before for before, after in pairs_of),
-        sum(before and not after for before, after in pairs_of),
-    )
+        queries[PERSON] = [each.rewrite for each in questions]
+    recall = {}
+    for number, (writer, texts) in enumerate(queries.items()):
+        num_found = 0
+        for first in range(0, len(texts), _BATCH):
+            passages = retriever.retrieve(texts[first : first + _BATCH], k).passages
+            pairs = zip(questions[first : first + _BATCH], passages, strict=True)
+            num_found += sum(any(p.document_id == each.gold for p in best) for each, best in pairs)
+            done = number * len(texts) + min(first + _BATCH, len(texts))
+            tick(f"follow-ups, {name}", done, len(queries) * len(texts))
+        recall[writer] = num_found / max(len(texts), 1)
+    return recall
 
 
 def spread(questions: Sequence[FollowUp], most: int | None) -> list[FollowUp]:
-    """At most so many, from all over the list."""
+    """At most so many questions, evenly spaced over the list."""
     if most is None or len(questions) <= most:
         return list(questions)
     return [questions[number * len(questions) // most] for number in range(most)]

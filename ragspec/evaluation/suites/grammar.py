@@ -1,31 +1,42 @@
-"""What correcting is worth whatever the target's skill, and what its corrections are worth: the grammar suite beyond speed.
+"""The suite `grammar`: how fast corrections are, whatever the target's skill, and how good they are.
 
-* edit rates: correct sentences of 20 to 40 words with a given share of words changed; the correct ones are forced as answers
-* document:   hundreds of such sentences at once, as one long text comes
-* identity:   corrections of thousands of sentences with speculation and without, by `Grammar`, the target's own
+* edit rates: correct sentences of 20 to 40 words with a share of words changed; the correct sentences are forced as answers
+* document:   hundreds of such sentences at once, as a long text has them
+* identity:   corrections of thousands of sentences with speculation and without, by `Grammar`
 * quality:    GLEU of JFLEG through `Grammar` with its guards, and the share of words changed in clean text
 
-    >>> part = GrammarPart(engine, forced, data_dir, GrammarPlan(quick=True), tick)
-    >>> part.measure()["edit_rates"]
+The generation suite runs on the suite's prompt list after that.
+
+    >>> run_suite("grammar", settings, tick).result["edit_rates"]
 """
 
 from __future__ import annotations
 
 import random
 import textwrap
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
 from ragspec.engine.engine import Engine
-from ragspec.errors import ConfigError, SaveError
 from ragspec.evaluation.cases import Case, grammar_cases
 from ragspec.evaluation.datasets import CLEAN, JFLEG, Sentence, correct_sentences, grammar_list
-from ragspec.evaluation.forced_answers import ForcedAnswers, answer_ids
-from ragspec.evaluation.plots import INK, OWN, new_figure, save_figure
-from ragspec.evaluation.report import Result
-from ragspec.evaluation.timing import PLAIN, SPECULATIVE, Decoder, EngineDecoder, Tick, Timings
+from ragspec.evaluation.forced_answers import ForcedAnswers, answer_ids, read_answers
+from ragspec.evaluation.metrics import grammar_scores
+from ragspec.evaluation.plots import INK, OWN, Figures, label_axes, mark_level, new_figure
+from ragspec.evaluation.report import Metric, Result, Table, nested
+from ragspec.evaluation.suite import Outcome, Settings, Suite, open_engine
+from ragspec.evaluation.suites import generation_report
+from ragspec.evaluation.suites.generation import (
+    GOLD,
+    GREEDY,
+    NUM_WARM_UP,
+    engine_decoders,
+    force_answers,
+    label_of,
+    measure_engine,
+)
+from ragspec.evaluation.timing import PLAIN, SPECULATIVE, Tick, Timings
 from ragspec.rag.grammar.grammar import Grammar
 from ragspec.rag.prompt import PromptBuilder
 from ragspec.training.grammar_errors import FILLERS, misspell
@@ -33,28 +44,28 @@ from ragspec.training.grammar_metrics import gleu
 
 EDIT_RATES = (0.0, 0.05, 0.1, 0.15, 0.2, 0.25, 0.3)
 DOCUMENT_RATE = 0.1
+QUICK_SENTENCES = 20
 _SEED = 17
-_NUM_WARM_UP = 6
 _TEXTS_AT_ONCE = 250
+_LABEL = "JFLEG dev, corrupted sentences of 20-40 words, clean sentences"
 
 
 @dataclass(frozen=True, slots=True)
 class GrammarPlan:
     """How much is measured. `num_sentences`: of each edit rate."""
 
-    num_sentences: int = 60
-    num_document: int = 500
-    num_identity: int = 2000
-    num_jfleg: int = 754
+    num_sentences: int
+    num_document: int
+    num_identity: int
+    num_jfleg: int
     num_runs: int = 3
     seed: int = 0
 
     @classmethod
     def of(cls, quick: bool, num_runs: int, seed: int, num_prompts: int | None) -> GrammarPlan:
         """`num_prompts` bounds every list."""
-        most = num_prompts or 10**6
         sizes = (16, 64, 200, 120) if quick else (60, 500, 2000, 754)
-        rate, document, identity, jfleg = (min(size, most) for size in sizes)
+        rate, document, identity, jfleg = (min(size, num_prompts or size) for size in sizes)
         return cls(rate, document, identity, jfleg, num_runs, seed)
 
 
@@ -77,14 +88,9 @@ class GrammarPart:
     def _at_rate(self, rate: float) -> Result:
         """One at a time: decode time, plain over speculative, and how many passes of the target are saved."""
         cases = self._edited_cases(rate, self._plan.num_sentences)
-        decoders: dict[str, Decoder] = {name: self._decoder(name) for name in (SPECULATIVE, PLAIN)}
-        Timings.measure(decoders, cases[:_NUM_WARM_UP], 1, lambda *_: None)
-        timings = Timings.measure(
-            decoders,
-            cases,
-            self._plan.num_runs,
-            lambda _, done, total: self._tick(f"edit rate {rate:.0%}", done, total),
-        )
+        decoders = engine_decoders(self._engine, self._plan.seed, GREEDY)
+        stage = f"edit rate {rate:.0%}"
+        timings = Timings.measure(decoders, cases, self._plan.num_runs, self._tick, stage, NUM_WARM_UP)
         return {
             "speedup_vs_plain": timings.ratio(PLAIN, SPECULATIVE),
             "passes_saved": passes_saved(timings),
@@ -95,9 +101,10 @@ class GrammarPart:
     def _document(self) -> Result:
         """Side by side, as many as the engine runs; tokens a second with prompts, median of the runs."""
         cases = self._edited_cases(DOCUMENT_RATE, self._plan.num_document)
+        decoders = engine_decoders(self._engine, self._plan.seed, GREEDY)
         rates: list[dict[str, float]] = []
         for number in range(self._plan.num_runs):
-            rates.append({name: self._decoder(name).together(cases).tokens_per_s for name in (SPECULATIVE, PLAIN)})
+            rates.append({name: decoder.together(cases).tokens_per_s for name, decoder in decoders.items()})
             self._tick("document", number + 1, self._plan.num_runs)
         return {
             "num_sentences": len(cases),
@@ -131,9 +138,6 @@ class GrammarPart:
             "clean_edit_rate": num_changed / max(1, sum(len(s.text.split()) for s in clean)),
             "withheld_on_clean": sum(len(c.withheld) for c in untouched),
         }
-
-    def _decoder(self, name: str) -> EngineDecoder:
-        return EngineDecoder(self._engine, speculation=name == SPECULATIVE, seed=self._plan.seed, temperature=0.0)
 
     def _edited_cases(self, rate: float, count: int) -> list[Case]:
         """Prompts of edited sentences; the correct ones are forced as their answers."""
@@ -177,33 +181,61 @@ def edited_sentence(text: str, rate: float, rng: random.Random) -> str:
     return " ".join(words)
 
 
-def rates_of(result: Result) -> Sequence[tuple[float, float]]:
-    """(edit rate, speed-up) of a result, for a plot."""
-    points = [(float(rate.rstrip("%")) / 100, each["speedup_vs_plain"]) for rate, each in result["edit_rates"].items()]
-    return [(rate, speedup) for rate, speedup in points if speedup is not None]
+METRICS = (
+    *generation_report.METRICS,
+    Metric("passes_saved", "forwards of plain decoding over those of speculative decoding, T=0, one request"),
+    Metric("gleu", "GLEU of JFLEG dev, corrected with all guards, 0 to 100"),
+    Metric("gleu_source", "the same of the untouched sentences"),
+    Metric("clean_edit_rate", "words changed of 1 in sentences that are correct"),
+    Metric("identical_corrections", "corrections and edits the same with speculation and without"),
+)
 
 
-def draw_grammar(result: Result, title: str, folder: Path) -> list[Path]:
-    """Write `grammar_edit_rates.png`. Raises: ConfigError without matplotlib, SaveError."""
-    path = folder / "grammar_edit_rates.png"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        figure, axes = new_figure(7.0, 4.2)
-        rates, speedups = zip(*rates_of(result), strict=True)
-        axes.plot([100 * rate for rate in rates], speedups, color=OWN, marker="o", markersize=5)
-        for rate, speedup in zip(rates, speedups, strict=True):
-            axes.annotate(
-                f"{speedup:.1f}", (100 * rate, speedup), (0, 7), textcoords="offset points", ha="center", color=INK
-            )
-        axes.axhline(1.0, color=INK, linewidth=1.2)
-        axes.annotate("plain decoding", (0.0, 1.0), (4, 3), textcoords="offset points", color=INK)
-        axes.set_ylim(0, 1.25 * max(*speedups, 1.0))
-        axes.set_xlabel("words changed by the correction (%), sentences of 20 to 40 words, forced answers")
-        axes.set_ylabel("speed-up of decoding (times)")
-        axes.set_title(textwrap.fill(title, 68), loc="left")
-        save_figure(figure, path)
-    except ImportError as cause:
-        raise ConfigError('plots need matplotlib: pip install "ragspec[bench]"') from cause
-    except OSError as cause:
-        raise SaveError(f"cannot write plots to {folder}: {cause}") from cause
-    return [path]
+def run_grammar(settings: Settings, tick: Tick) -> Outcome:
+    """Raises: ConfigError without data, InputError, ModelError."""
+    data_dir = settings.require_data("jfleg, squad and pie_errorify")
+    sentences = grammar_list(data_dir, settings.num_prompts or (QUICK_SENTENCES if settings.quick else None))
+    forced = ForcedAnswers()
+    given = forced if settings.forced else None
+    engine, bitwise = open_engine(settings.target, forced)
+    plan = GrammarPlan.of(settings.quick, settings.plan.num_runs, settings.plan.seed, settings.num_prompts)
+    with engine:
+        part = GrammarPart(engine, forced, data_dir, plan, tick).measure()
+        prompts = PromptBuilder(engine.target.tokenizer, engine.target.max_context_tokens)
+        cases = list(grammar_cases(sentences, prompts))
+        if given is not None:
+            gold = {s.id: s.references[0] for s in sentences} if settings.forced == GOLD else None
+            force_answers(given, gold or read_answers(Path(settings.forced)), cases, engine)
+        measured = measure_engine(settings, engine, cases, given, tick)
+    result = {"label": label_of(_LABEL, given), "bitwise": bitwise} | measured.result | part
+    result["passes_saved"] = passes_saved(measured.greedy)
+    result["identical"] = part["identical_corrections"] and measured.result["identical"] is not False
+    if given is None:
+        texts = [run.text for run in measured.greedy.runs[SPECULATIVE][0]]
+        result["quality"] = grammar_scores(sentences, texts)
+    return Outcome(result, measured)
+
+
+def grammar_tables(result: Result) -> dict[str, Table]:
+    return nested(result, "edit_rates", "document") | generation_report.generation_tables(result)
+
+
+def draw_grammar(outcome: Outcome, title: str) -> Figures:
+    """`grammar_edit_rates`, and the figures of the generation suite."""
+    rates = {rate: each["speedup_vs_plain"] for rate, each in outcome.result["edit_rates"].items()}
+    points = {float(rate.rstrip("%")): speedup for rate, speedup in rates.items() if speedup is not None}
+    figure, axes = new_figure(7.0, 4.2, textwrap.fill(title, 68))
+    axes.plot([*points], [*points.values()], color=OWN, marker="o", markersize=5)
+    for point in points.items():
+        axes.annotate(f"{point[1]:.1f}", point, (0, 7), textcoords="offset points", ha="center", color=INK)
+    mark_level(axes, 1.0, "plain decoding")
+    axes.set_ylim(0, 1.25 * max(*points.values(), 1.0))
+    label_axes(
+        axes,
+        "words changed by the correction (%), sentences of 20 to 40 words, forced answers",
+        "speed-up of decoding (times)",
+    )
+    return {"grammar_edit_rates": figure} | generation_report.draw_generation(outcome, title)
+
+
+SUITE = Suite("grammar", run_grammar, METRICS, tables=grammar_tables, draw=draw_grammar, options=("forced",))

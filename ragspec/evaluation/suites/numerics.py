@@ -20,8 +20,10 @@ from ragspec.engine.admission import Admission
 from ragspec.engine.engine import Engine
 from ragspec.engine.target import Target
 from ragspec.evaluation.cases import Case
+from ragspec.evaluation.machine import PeakMemory
 from ragspec.evaluation.peers import TransformersDecoder
-from ragspec.evaluation.report import Result
+from ragspec.evaluation.report import PEAK_MEMORY, Metric, Result, nested
+from ragspec.evaluation.suite import Outcome, Settings, Suite
 from ragspec.evaluation.suites.dense_step import VariantStep
 from ragspec.evaluation.timing import GENERATE, PLAIN, Decoder, EngineDecoder, Tick, Timings
 from ragspec.numerics.batch import Batch, ScheduledSequence
@@ -166,8 +168,7 @@ def plain_against_generate(target: Target, size: Size, dtype: str, effort: Effor
             PLAIN: EngineDecoder(engine, speculation=False, seed=seed, ignore_eos=True),
             GENERATE: TransformersDecoder(peer, engine, ends=False),
         }
-        Timings.measure(decoders, [case], 1, lambda *_: None)
-        timings = Timings.measure(decoders, [case], effort.runs, lambda *_: None)
+        timings = Timings.measure(decoders, [case], effort.runs, num_warm_up=1)
     # Why not `ratio`: on random text near ties may fall differently, and the same number of tokens is enough here
     pairs = [[timings.first_to_last_s(name, n) for name in (GENERATE, PLAIN)] for n in range(effort.runs)]
     return median(theirs_s / ours_s for theirs_s, ours_s in pairs)
@@ -194,3 +195,24 @@ def _seconds(call: Callable[..., Any], *arguments: Any) -> float:
     begin = time.perf_counter()
     call(*arguments)
     return time.perf_counter() - begin
+
+
+def run_numerics(settings: Settings, tick: Tick) -> Outcome:
+    """Raises: ModelError."""
+    memory = PeakMemory()
+    result = numerics_suite(settings.target, settings.plan.seed, settings.quick, tick)
+    return Outcome(result | {"peak_pss_mb": memory.look()})
+
+
+METRICS = (
+    Metric("bitwise", "the numerics self-test passed"),
+    Metric("plain_vs_generate", "decode time, transformers generate over our plain decoding, same number of tokens"),
+    Metric("largest_step_cost", "what the bitwise promise costs a step at most, as a share of the fastest variant's"),
+    PEAK_MEMORY,
+)
+SUITE = Suite(
+    "numerics",
+    run_numerics,
+    METRICS,
+    tables=lambda result: nested(result, "self_test", "step_cost", "plain_vs_generate_1k"),
+)

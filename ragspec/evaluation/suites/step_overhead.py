@@ -12,30 +12,25 @@ import itertools
 import time
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass
 from statistics import median
 from typing import NamedTuple
 
-import numpy as np
-from numpy.typing import NDArray
 from transformers import AutoTokenizer
 
 from ragspec.config import DraftingConfig, EngineConfig, TargetConfig
-from ragspec.core import Request
 from ragspec.drafting.planner import Planner
 from ragspec.engine.admission import Admission
 from ragspec.engine.engine import Engine
 from ragspec.engine.loading import make_drafters, measure_costs
 from ragspec.engine.target import Floats, Ints, Target
 from ragspec.evaluation.cases import Case
-from ragspec.evaluation.forced_answers import ForcedAnswers, answer_ids
+from ragspec.evaluation.forced_answers import OverruledAnswers, answer_ids
 from ragspec.evaluation.report import Result
 from ragspec.evaluation.suites.numerics import Size
 from ragspec.evaluation.timing import EngineDecoder, Tick
 from ragspec.numerics.attention import AttentionMetadata
 from ragspec.numerics.kv_cache import KvPool
 from ragspec.numerics.threads import num_processors, run_in_thread
-from ragspec.verification.sampling import KeyedSampler, Sampler
 
 _KV_SLOTS = 16_384
 _MAX_STEP_TOKENS = 512
@@ -91,27 +86,6 @@ class TimedEngine(Engine):
         self.steps.append(Step(begin, forward.seconds, forward.num_rows, len(self._in_step), forward.decides))
 
 
-class Overruled:
-    """Samples, and says what was given instead."""
-
-    def __init__(self, sampler: Sampler, given: Sampler) -> None:
-        self._sampler, self._given = sampler, given
-
-    def __call__(self, logits: NDArray[np.float32]) -> int:
-        self._sampler(logits)
-        return self._given(logits)
-
-
-@dataclass(frozen=True, slots=True)
-class OverruledAnswers:
-    """A sampler factory: every token is sampled by the request's parameters, and then overruled by its given answer."""
-
-    answers: ForcedAnswers
-
-    def __call__(self, request: Request, seed: int, choice: int) -> Sampler:
-        return Overruled(KeyedSampler(request, seed, choice, (), []), self.answers(request, seed, choice))
-
-
 class StepOverhead:
     """`texts` by case id: the answer that is written, which quotes what the case may copy from."""
 
@@ -120,7 +94,7 @@ class StepOverhead:
         self._target = run_in_thread(lambda: _timed_target(size), num_processors())
         self.costs = run_in_thread(lambda: measure_costs(self._target, _MAX_STEP_TOKENS), num_processors())
         self._cases, self._seed = cases, seed
-        self._answers = ForcedAnswers()
+        self._answers = OverruledAnswers()
         for case in cases:
             self._answers.force(case.id, answer_ids(self._target.tokenizer, texts[case.id], self._target.eos_ids))
 
@@ -152,7 +126,7 @@ class StepOverhead:
         planner = Planner(
             make_drafters(target, drafting), deepcopy(self.costs), drafting.max_tree_nodes, target.vocab_size
         )
-        admission = Admission(target, "step overhead", OverruledAnswers(self._answers))
+        admission = Admission(target, "step overhead", self._answers)
         settings = EngineConfig(
             max_kv_tokens=_KV_SLOTS, max_step_tokens=_MAX_STEP_TOKENS, max_running=batch, adaptive_threads=False
         )

@@ -16,9 +16,20 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from ragspec.evaluation.datasets import clean_sentences
+from ragspec.config import DraftingConfig, EngineConfig
+from ragspec.core import CopySource, Request, SamplingParams, SourceKind
+from ragspec.core import Message as ChatMessage
+from ragspec.engine.engine import Engine
+from ragspec.engine.loading import load_engine
+from ragspec.evaluation.cases import RAG_PASSAGES
+from ragspec.evaluation.datasets import clean_sentences, stdlib_list
+from ragspec.evaluation.machine import PeakMemory
 from ragspec.evaluation.metrics import best_f1, exact_match
+from ragspec.evaluation.report import PEAK_MEMORY, Metric, nested
+from ragspec.evaluation.suite import QUICK_QUESTIONS, Outcome, Settings, Suite
 from ragspec.evaluation.suites.target_cases import Case, question_cases
+from ragspec.evaluation.timing import Tick
+from ragspec.rag.prompt import PromptBuilder
 from ragspec.training.grammar_metrics import edit_distance, gleu
 from ragspec.training.reference.examples import first_doc_sentence
 from ragspec.training.reference.text_format import (
@@ -40,14 +51,13 @@ def evaluate_target(
     target_dir: Path,
     data_dir: Path,
     *,
-    generate: Generate | None = None,
+    generate: Generate,
     retrieve: Retrieve,
     num_questions: int = 500,
     num_sentences: int = 754,
     seed: int = 0,
 ) -> dict[str, float]:
     """Every score of the target suite; fractions lie in 0-1, GLEU in 0-100."""
-    generate = generate or transformers_generate(target_dir)
     answerable, unanswerable = question_cases(data_dir, num_questions, seed)
     prompts = [question_messages(case.question, case.passages) for case in answerable + unanswerable]
     outputs = generate(prompts)
@@ -59,12 +69,6 @@ def evaluate_target(
     scores["stdlib_first_sentence"] = stdlib_score(generate, retrieve, num_questions // 2, seed)
     scores |= perplexity_scores(target_dir, data_dir / "wikitext2/test.txt")
     return scores
-
-
-def transformers_generate(target_dir: Path) -> Generate:
-    """Greedy decoding of a stored model with plain transformers."""
-    tokenizer = AutoTokenizer.from_pretrained(target_dir)
-    return model_generate(AutoModelForCausalLM.from_pretrained(target_dir, dtype=torch.float32).eval(), tokenizer)
 
 
 def model_generate(model: Any, tokenizer: Any, batch_tokens: int = 12_000) -> Generate:
@@ -185,3 +189,52 @@ def perplexity_scores(
 def _mean(values: list[float] | list[bool]) -> float:
     """No number where there is nothing to score."""
     return float(np.mean(values)) if len(values) else math.nan
+
+
+def engine_generate(engine: Engine, tick: Tick) -> Generate:
+    """Greedy decoding of whole conversations by the engine; every message may be copied from."""
+    tokenizer = engine.target.tokenizer
+    prompts = PromptBuilder(tokenizer, engine.max_context_tokens)
+
+    def generate(conversations: list[list[Message]]) -> list[str]:
+        requests = []
+        for i, messages in enumerate(conversations):
+            ids = prompts.tokens([ChatMessage(m["role"], m["content"]) for m in messages])
+            sources = tuple(CopySource(SourceKind.HISTORY, m["content"]) for m in messages)
+            requests.append(Request(f"target-{i}", ids, SamplingParams(max_tokens=MAX_NEW_TOKENS), sources))
+        completions = engine.generate(requests)
+        tick("conversations", len(requests), len(requests))
+        return [str(tokenizer.decode(list(c.token_ids), skip_special_tokens=True)) for c in completions]
+
+    return generate
+
+
+def run_target(settings: Settings, tick: Tick) -> Outcome:
+    """Raises: ConfigError without data, ModelError."""
+    data_dir, memory = settings.require_data("squad, squad_open, jfleg and wikitext2"), PeakMemory()
+    retriever = settings.retriever(stdlib_list(), tick)
+
+    def retrieve(question: str) -> list[str]:
+        return [passage.text for passage in retriever.retrieve([question], RAG_PASSAGES).passages[0]]
+
+    num_questions, num_sentences = (QUICK_QUESTIONS, QUICK_QUESTIONS) if settings.quick else (500, 754)
+    with load_engine(settings.target, EngineConfig(), DraftingConfig()) as engine:
+        scores = evaluate_target(
+            Path(settings.target.model),
+            data_dir,
+            generate=engine_generate(engine, tick),
+            retrieve=retrieve,
+            num_questions=settings.num_prompts or num_questions,
+            num_sentences=settings.num_prompts or num_sentences,
+            seed=settings.plan.seed,
+        )
+    bitwise = settings.target.exactness == "bitwise"  # Why: loading would have failed otherwise
+    return Outcome({"label": "held-out data", "quality": scores, "bitwise": bitwise, "peak_pss_mb": memory.look()})
+
+
+SUITE = Suite(
+    "target",
+    run_target,
+    (Metric("bitwise", "the numerics self-test passed"), PEAK_MEMORY),
+    tables=lambda result: nested(result, "quality"),
+)

@@ -18,7 +18,8 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, StaticCache
 
 from ragspec.errors import ConfigError
-from ragspec.evaluation.report import Result
+from ragspec.evaluation.report import Metric, Result, Table, select
+from ragspec.evaluation.suite import Outcome, Suite
 from ragspec.evaluation.timing import Tick
 
 PEAK_BYTES_PER_S = {"H200": 4.8e12, "H100": 3.35e12, "A100": 2.039e12, "L40S": 0.864e12, "RTX 3090": 0.936e12}
@@ -177,22 +178,14 @@ def bandwidth(num_weight_bytes: int, step_ms: float, peak_bytes_per_s: float | N
     return {"gb_per_s": rate / 1e9, "share_of_peak": rate / peak_bytes_per_s if peak_bytes_per_s else None}
 
 
-def verify_cost_rows(result: Result) -> list[tuple[str, str, str]]:
-    """(name, value, meaning) of what stands first."""
-    peak = result["peak_bytes_per_s"]
-    rows = [("device", result["device"], ""), ("weights", f"{result['weights_gb']:.2f} GB", "read in every step")]
-    return [*rows, ("peak bandwidth", f"{peak / 1e12:.2f} TB/s", "by the maker's data sheet")] if peak else rows
-
-
-def verify_cost_tables(result: Result) -> dict[str, dict[str, Any]]:
-    """By title: columns of one way of launching, rows by nodes."""
-    tables: dict[str, dict[str, Any]] = {}
-    for row in result["rows"]:
-        title = "verifying a tree, as one CUDA graph" if row["captured"] else "verifying a tree, kernel by kernel"
-        for key in ("step_ms", "over_one_token", "gb_per_s", "share_of_peak"):
-            value = "" if row[key] is None else f"{row[key]:.3g}"
-            tables.setdefault(title, {}).setdefault(key, {})[f"{row['nodes']} nodes"] = value
-    return tables
+def verify_cost_tables(result: Result) -> dict[str, Table]:
+    """One table for each way of launching kernels, a row for each size of tree."""
+    titles = {True: "verifying a tree, as one CUDA graph", False: "verifying a tree, kernel by kernel"}
+    keys = ("step_ms", "over_one_token", "gb_per_s", "share_of_peak")
+    return {
+        title: select({f"{row['nodes']} nodes": row for row in result["rows"] if row["captured"] is captured}, keys)
+        for captured, title in titles.items()
+    }
 
 
 def _captured(forward: Callable[[], Tensor]) -> Callable[[], object]:
@@ -221,3 +214,16 @@ def _median_s(forward: Callable[[], object]) -> float:
         end.synchronize()
         times.append(1e-3 * begin.elapsed_time(end))
     return median(times)
+
+
+METRICS = (
+    Metric("device", "the GPU"),
+    Metric("weights_gb", "gigabytes of weights, read in every step"),
+    Metric("peak_bytes_per_s", "peak memory bandwidth, by the maker's data sheet"),
+)
+SUITE = Suite(
+    "verify_cost",
+    lambda settings, tick: Outcome({"target": None, "dtype": "bfloat16"} | verify_cost(Shape(), tick)),
+    METRICS,
+    tables=verify_cost_tables,
+)

@@ -4,7 +4,7 @@ Beginnings are the target's own outputs of both temperatures, cut every few toke
 and walked, and the tokens of that step are counted. So no condition is measured on easier text than another, as it is when every
 temperature writes a text of its own: greedy text of a small model runs in circles, which are easy to draft for.
 
-    >>> with load_engine(target, engine_config(), drafting, given := GivenTokens()) as engine:
+    >>> with load_engine(target, engine_config(), drafting, given := OverruledAnswers(repeats=False)) as engine:
     ...     step_lengths(engine, given, prefixes, 1.0, tick)
 """
 
@@ -17,17 +17,14 @@ from dataclasses import dataclass
 from statistics import mean, stdev
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
 from ragspec.core import Delta, FinishReason, Request, SamplingParams, Segment
 from ragspec.engine.engine import Engine
 from ragspec.errors import EngineError
 from ragspec.evaluation.cases import Case
+from ragspec.evaluation.forced_answers import OverruledAnswers
 from ragspec.evaluation.report import Result
 from ragspec.evaluation.timing import Tick
 from ragspec.speculation import OFF
-from ragspec.verification.sampling import KeyedSampler, Sampler
 
 LONGEST_STEP = 17
 _EVERY = 8
@@ -42,33 +39,6 @@ class Prefix:
     prompt_ids: tuple[int, ...]
     output_ids: tuple[int, ...]
     seed: int
-
-
-class _GivenFirst:
-    """Decides a given token first, and then as the engine would."""
-
-    def __init__(self, token: int, keyed: Sampler) -> None:
-        self._given = [token]
-        self._keyed = keyed
-
-    def __call__(self, logits: NDArray[np.float32]) -> int:
-        own = self._keyed(logits)
-        return self._given.pop() if self._given else own
-
-
-class GivenTokens:
-    """A sampler factory: a request's first own token may be given, all others are decided as always."""
-
-    def __init__(self) -> None:
-        self._tokens: dict[str, int] = {}
-
-    def give(self, request_id: str, token: int) -> None:
-        self._tokens[request_id] = token
-
-    def __call__(self, request: Request, seed: int, choice: int) -> Sampler:
-        keyed = KeyedSampler(request, seed, choice, (), list(request.segment.output_ids))
-        token = self._tokens.pop(request.id, None)
-        return keyed if token is None else _GivenFirst(token, keyed)
 
 
 class _Steps:
@@ -117,7 +87,7 @@ def cut_prefixes(engine: Engine, cases: Sequence[Case], seed: int) -> list[Prefi
 
 
 def step_lengths(
-    engine: Engine, given: GivenTokens, prefixes: Sequence[Prefix], temperature: float, tick: Tick
+    engine: Engine, given: OverruledAnswers, prefixes: Sequence[Prefix], temperature: float, tick: Tick
 ) -> list[int]:
     """Tokens of one decode step behind each prefix, the bonus token included. `given` is the engine's sampler factory.
 
@@ -128,7 +98,7 @@ def step_lengths(
     for prefix in prefixes:
         *before, last = prefix.output_ids
         end = len(prefix.output_ids) + LONGEST_STEP
-        given.give(prefix.id, last)
+        given.force(prefix.id, [last])
         params = SamplingParams(temperature, max_tokens=end, ignore_eos=True, seed=prefix.seed)
         steps = _Steps(engine)
         engine.submit(Request(prefix.id, prefix.prompt_ids, params, segment=Segment(tuple(before), end)), steps)

@@ -1,12 +1,13 @@
-"""What the numbers of the suite `drafters` mean, which of them stand first, and its rows as tables for people."""
+"""The metrics, tables and figures of the suite `drafters`: acceptance by depth, and speed-up by requests side by side."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from ragspec.evaluation.report import MEANINGS as COMMON
-from ragspec.evaluation.report import Result
+from ragspec.evaluation.plots import INK, OTHER, OWN, Figures, label_axes, mark_level, new_figure
+from ragspec.evaluation.report import PEAK_MEMORY, Metric, Result, Table, transposed
+from ragspec.evaluation.suite import Outcome
 from ragspec.evaluation.suites.drafters.prompts import CHAT, PROSE, RAG
 from ragspec.evaluation.suites.drafters.variants import (
     CHAIN,
@@ -19,22 +20,40 @@ from ragspec.evaluation.suites.drafters.variants import (
     NONE,
     TREE,
     TREE_NODES,
-)
-
-Table = dict[str, Any]
+)  # fmt: skip
 
 _HEADS = (EAGLE1, EAGLE2, EAGLE3)
 _COUPLED, _UNCOUPLED = "coupled_t1_over_t0", "uncoupled_t1_over_t0"
+NOTES = ("missing", "left_out")
+METRICS = (
+    Metric(
+        "eagle_prose_acceptance_length", f"tokens a decode step, trees of {TREE_NODES} nodes, prose, T=0, best head"
+    ),
+    Metric("eagle_prose_speedup", "decode time, plain over drafted, prose, T=0, one request, best head and tree"),
+    Metric(
+        _COUPLED,
+        f"tokens of a step of {TREE_NODES} nodes, T=1 over T=0, from the same beginnings, children chosen with the noise",
+    ),
+    Metric(_UNCOUPLED, "the same, children chosen without the noise"),
+    Metric(
+        "merged_over_best",
+        f"speed of {MERGED} over the better of {COPY} and {EAGLE3}, the least of questions and chat, T=0 and T=1",
+    ),
+    Metric("identical", "every output token equal to plain decoding's"),
+    PEAK_MEMORY,
+)
 
-MEANINGS = {
-    "eagle_prose_acceptance_length": f"tokens a decode step, trees of {TREE_NODES} nodes, prose, T=0, the best head",
-    "eagle_prose_speedup": "decode time, plain over drafted, prose, T=0, one request, the best head and tree",
-    _COUPLED: f"tokens of one step of {TREE_NODES} nodes, T=1 over T=0, from the same beginnings, children chosen with the noise",
-    _UNCOUPLED: "the same, children chosen without the noise",
-    "merged_over_best": f"speed of {MERGED} over the better of {COPY} and {EAGLE3}, the least of questions and chat, T=0 and T=1",
-    "identical": "every output token equal to plain decoding's",
-    "peak_pss_mb": COMMON["peak_pss_mb"],
+_FEWEST_STEPS = 20
+"""A share of fewer steps is noise and is not drawn."""
+
+_STYLES: dict[str, dict[str, Any]] = {
+    COPY: {"color": OTHER, "marker": "s"},
+    EAGLE1: {"color": "#c58b2b", "marker": "^"},
+    EAGLE2: {"color": "#8a4f7d", "marker": "v"},
+    EAGLE3: {"color": OWN, "marker": "o"},
+    MERGED: {"color": INK, "marker": "D"},
 }
+Line = list[tuple[int, float]]
 
 
 def headlines(rows: Sequence[Result], same_beginnings: Mapping[str, Result]) -> Result:
@@ -83,38 +102,32 @@ def free_running(rows: Sequence[Result]) -> dict[str, Result]:
     return found
 
 
-def drafters_rows(result: Result) -> list[tuple[str, str, str]]:
-    """(name, value, meaning) of every number that stands first, and what must be said of the tables."""
-    shown = [(key, _shown(result[key]), text) for key, text in MEANINGS.items() if result.get(key) is not None]
-    missing = [("not measured", "", f"{name}: its head was not found") for name in result["missing"]]
-    return shown + missing + [("left out", "", text) for text in result["left_out"]]
-
-
 def drafters_tables(result: Result) -> dict[str, Table]:
-    """By title, one column a variant; only what was measured."""
-    rows: list[Result] = result["rows"]
+    """One column a variant; only measured rows."""
+    rows: list[Result] = sorted(result["rows"], key=lambda row: (NONE, *DRAFTING).index(row["variant"]))
     alone = [row for row in rows if row["shape"] != CHAIN and row["nodes"] is None and not row["prompts_included"]]
+    drafted = [row for row in alone if row["variant"] != NONE]
+    plain = [row for row in alone if row["variant"] == NONE]
     batched = [row for row in rows if row["prompts_included"]]
     chains = [row for row in rows if row["shape"] == CHAIN]
     fixed = [row for row in rows if row["nodes"] is not None and row["shape"] == TREE]
-    tables = {
-        "tokens a decode step": _by_variant(alone, "acceptance_length", _cell),
-        "speed-up of decoding": _by_variant(alone, "speedup", _cell),
-        "drafting, ms a step": _by_variant(_drafted(alone), "draft_ms", _cell),
-        "output repeats itself, share": _by_variant(
-            [r for r in alone if r["variant"] == NONE], "repeated_share", _cell
+    tables: dict[str, Table] = {
+        "tokens a decode step": _by_variant(alone, "acceptance_length"),
+        "speed-up of decoding": _by_variant(alone, "speedup"),
+        "drafting, ms a step": _by_variant(drafted, "draft_ms"),
+        "output repeats itself, share": _by_variant(plain, "repeated_share"),
+        "side by side, T = 0, prompts included: speed-up": _by_variant(
+            batched, "speedup", lambda row: f"{row['task']}, {row['batch']}"
         ),
-        "side by side, T = 0, prompts included: speed-up": _by_variant(batched, "speedup", _batch_cell),
-        f"pos_acc, {PROSE}, T = 0, trees that pay": _by_depth([row for row in _drafted(alone) if _is_prose(row, 0.0)]),
-        f"pos_acc, {PROSE}, T = 0, {TREE_NODES} nodes": _by_depth([row for row in fixed if _is_prose(row, 0.0)]),
-        f"n-alpha of chains, {PROSE}, T = 0": _by_depth([row for row in chains if _is_prose(row, 0.0)]),
-        "tokens a decode step, chains": _by_variant(chains, "acceptance_length", _cell),
-        f"tokens a decode step, {TREE_NODES} nodes": _by_variant(fixed, "acceptance_length", _fixed_cell),
-        "one step from the same beginnings": {
-            name: {key: _shown(value) for key, value in values.items()}
-            for name, values in result["same_beginnings"].items()
-        },
-        "tokens a step by acceptance rule": _by_rule(result["acceptance_rules"] or {}),
+        f"pos_acc, {PROSE}, T = 0, trees that pay": _by_depth(drafted),
+        f"pos_acc, {PROSE}, T = 0, {TREE_NODES} nodes": _by_depth(fixed),
+        f"n-alpha of chains, {PROSE}, T = 0": _by_depth(chains),
+        "tokens a decode step, chains": _by_variant(chains, "acceptance_length"),
+        f"tokens a decode step, {TREE_NODES} nodes": _by_variant(
+            fixed, "acceptance_length", lambda row: _setting(row) + ("" if row["coupled"] else ", uncoupled")
+        ),
+        "one step from the same beginnings": result["same_beginnings"],
+        "tokens a step by acceptance rule": transposed(result["acceptance_rules"] or {}),
     }
     return {title: table for title, table in tables.items() if any(table.values())}
 
@@ -125,54 +138,82 @@ def _trees(rows: Iterable[Result], task: str, temperature: float, nodes: int | N
     return [row for row in rows if all(row[key] == value for key, value in wanted.items())]
 
 
-def _drafted(rows: Iterable[Result]) -> list[Result]:
-    return [row for row in rows if row["variant"] != NONE]
-
-
-def _is_prose(row: Result, temperature: float) -> bool:
-    return bool(row["task"] == PROSE and row["temperature"] == temperature)
-
-
-def _by_variant(rows: Sequence[Result], key: str, cell: Any) -> Table:
-    table: Table = {}
-    for row in sorted(rows, key=lambda row: _place(row["variant"])):
-        table.setdefault(row["variant"], {})[cell(row)] = _shown(row[key])
-    return table
-
-
-def _by_depth(rows: Sequence[Result]) -> Table:
-    """A merged draft has a column for each of its drafters."""
-    table: Table = {}
-    for row in sorted(rows, key=lambda row: _place(row["variant"])):
-        for drafter, shares in row["pos_acc"].items():
-            name = row["variant"] if len(row["pos_acc"]) == 1 else f"{row['variant']}: {drafter}"
-            table[name] = {f"depth {depth}": _shown(share) for depth, share in enumerate(shares, 1)}
-    return table
-
-
-def _by_rule(rules: Mapping[str, Result]) -> Table:
-    return {shape: {rule: _shown(own[shape]) for rule, own in rules.items()} for shape in (CHAIN, TREE) if rules}
-
-
-def _place(variant: str) -> int:
-    return (NONE, *DRAFTING).index(variant)
-
-
-def _cell(row: Result) -> str:
+def _setting(row: Result) -> str:
     return f"{row['task']}, T = {row['temperature']:g}"
 
 
-def _batch_cell(row: Result) -> str:
-    return f"{row['task']}, {row['batch']}"
+def _by_variant(rows: Iterable[Result], key: str, cell: Callable[[Result], str] = _setting) -> dict[str, Any]:
+    table: dict[str, Any] = {}
+    for row in rows:
+        table.setdefault(row["variant"], {})[cell(row)] = row[key]
+    return table
 
 
-def _fixed_cell(row: Result) -> str:
-    return _cell(row) + ("" if row["coupled"] else ", uncoupled")
+def _by_depth(rows: Iterable[Result]) -> dict[str, Any]:
+    """Greedy prose. A merged draft has a column for each of its drafters."""
+    table: dict[str, Any] = {}
+    for row in (row for row in rows if row["task"] == PROSE and row["temperature"] == 0.0):
+        for drafter, shares in row["pos_acc"].items():
+            name = row["variant"] if len(row["pos_acc"]) == 1 else f"{row['variant']}: {drafter}"
+            table[name] = {f"depth {depth}": share for depth, share in enumerate(shares, 1)}
+    return table
 
 
-def _shown(value: Any) -> str:
-    if value is None:
-        return ""
-    if isinstance(value, bool):
-        return "yes" if value else "NO"
-    return f"{value:,.4g}" if isinstance(value, float) else f"{value:,}"
+def draw_drafters(outcome: Outcome, title: str) -> Figures:
+    """`drafters_pos_acc` and `drafters_batch`."""
+    rows = outcome.result["rows"]
+    return {"drafters_pos_acc": _draw_by_depth(rows, title), "drafters_batch": _draw_by_batch(rows, title)}
+
+
+def depth_lines(rows: list[Result], temperature: float) -> dict[str, Line]:
+    """By variant, (depth, share accepted) of fixed trees on prose, whose children know the noise."""
+    lines: dict[str, Line] = {}
+    for row in _trees(rows, PROSE, temperature, nodes=TREE_NODES):
+        if row["coupled"] and row["pos_acc"]:
+            (shares,), (reached,) = row["pos_acc"].values(), row["pos_reached"].values()
+            counted = enumerate(zip(shares, reached, strict=True), 1)
+            points = [(depth, share) for depth, (share, steps) in counted if steps >= _FEWEST_STEPS]
+            lines |= {row["variant"]: points} if points else {}
+    return lines
+
+
+def batch_lines(rows: list[Result], task: str) -> dict[str, Line]:
+    """By variant, (requests side by side, speed-up) of one task, prompts included."""
+    lines: dict[str, Line] = {}
+    for row in rows:
+        if row["prompts_included"] and row["task"] == task and row["variant"] != NONE:
+            lines.setdefault(row["variant"], []).append((row["batch"], row["speedup"]))
+    return {name: sorted(points) for name, points in lines.items()}
+
+
+def _draw_by_depth(rows: list[Result], title: str) -> object:
+    figure, panels = new_figure(10.0, 4.2, title, columns=2)
+    for axes, temperature in zip(panels, (0.0, 1.0), strict=True):
+        depths = _draw_lines(axes, depth_lines(rows, temperature))
+        axes.set_title(f"prose, T = {temperature:g}, trees of {TREE_NODES} nodes", loc="left")
+        axes.set_ylim(0, 1.03)
+        axes.set_xticks(range(1, max([1, *depths]) + 1))
+        label_axes(axes, "depth of the drafted position (tokens)", "share accepted, of steps that got there")
+    return figure
+
+
+def _draw_by_batch(rows: list[Result], title: str) -> object:
+    figure, panels = new_figure(10.0, 4.2, title, columns=2)
+    for axes, task in zip(panels, (RAG, PROSE), strict=True):
+        sizes = _draw_lines(axes, batch_lines(rows, task))
+        mark_level(axes, 1.0)
+        axes.set_title(f"{task}, T = 0", loc="left")
+        axes.set_ylim(bottom=0)
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(sizes, [f"{size}" for size in sizes])
+        label_axes(axes, "requests side by side", "speed-up, prompts included (times)")
+    return figure
+
+
+def _draw_lines(axes: Any, lines: dict[str, Line]) -> list[int]:
+    """Draw every variant; returns all values on the horizontal axis."""
+    for name in (name for name in DRAFTING if name in lines):
+        axes.plot(*zip(*lines[name], strict=True), label=name, markersize=5, **_STYLES[name])
+    if lines:
+        axes.legend(frameon=False)
+    return sorted({x for points in lines.values() for x, _ in points})

@@ -9,15 +9,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import Any, cast
+from typing import Any
 
-from ragspec.core import Completion, GenerationStats, Request
+from ragspec.core import GenerationStats
 from ragspec.engine.engine import Engine
 from ragspec.evaluation.cases import Case
 from ragspec.evaluation.report import Result
 from ragspec.evaluation.suites.drafters.prompts import PROSE
 from ragspec.evaluation.suites.drafters.variants import CHAIN, NONE, Setup
-from ragspec.evaluation.timing import PLAIN, SPECULATIVE, EngineDecoder, Equality, Run, Tick, Timings
+from ragspec.evaluation.timing import PLAIN, SPECULATIVE, EngineDecoder, Equality, Tick, TimedGeneration, Timings
 from ragspec.speculation import OFF, Speculation
 
 _NUM_WARM_UP = 2
@@ -36,53 +36,24 @@ class Sampling:
         return {"temperature": self.temperature, "ignore_eos": task == PROSE}
 
 
-class Recorder:
-    """Stands before an engine and keeps the statistics of all it generates. Nothing the engine does is changed."""
-
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-        self.stats: list[GenerationStats] = []
-
-    def generate(self, requests: Sequence[Request]) -> list[Completion]:
-        completions = self._engine.generate(requests)
-        self.stats += [completion.stats for completion in completions]
-        return completions
-
-
-class Bench:
-    """The decoders of one setup, plain decoding first, and what their generations counted."""
-
-    def __init__(self, engine: Engine, setup: Setup, task: str, sampling: Sampling) -> None:
-        ways: Mapping[str, Speculation] = {PLAIN: OFF, **setup.variants}
-        self.recorders = {name: Recorder(engine) for name in ways}
-        self.decoders = {
-            name: EngineDecoder(
-                cast(Engine, self.recorders[name]), speculation=ways[name], seed=sampling.seed, **sampling.params(task)
-            )
-            for name in ways
-        }
-
-    def warm_up(self, cases: Sequence[Case]) -> None:
-        """A few generations that do not count: they compile kernels and fill the acceptance tables."""
-        Timings.measure(self.decoders, cases[:_NUM_WARM_UP], 1, lambda *_: None)
-        for recorder in self.recorders.values():
-            recorder.stats.clear()
+def _decoders(engine: Engine, setup: Setup, task: str, sampling: Sampling) -> dict[str, EngineDecoder]:
+    """Plain decoding first, then the variants."""
+    ways: dict[str, Speculation] = {PLAIN: OFF, **setup.variants}
+    params = sampling.params(task)
+    return {name: EngineDecoder(engine, speculation=way, seed=sampling.seed, **params) for name, way in ways.items()}
 
 
 def alone_rows(
     engine: Engine, setup: Setup, task: str, cases: Sequence[Case], sampling: Sampling, tick: Tick
 ) -> list[Result]:
-    """One row a variant, plain decoding among them: one request at a time."""
-    bench = Bench(engine, setup, task, sampling)
-    bench.warm_up(cases)
-    stage = f"{', '.join(setup.variants)} ({setup.shape})"
-    timings = Timings.measure(
-        bench.decoders, cases, sampling.num_runs, lambda _, done, total: tick(f"{stage}, {task}", done, total)
-    )
+    """One row a variant, plain decoding among them: one request at a time, after a few that are not counted."""
+    stage = f"{', '.join(setup.variants)} ({setup.shape}), {task}"
+    decoders = _decoders(engine, setup, task, sampling)
+    timings = Timings.measure(decoders, cases, sampling.num_runs, tick, stage, _NUM_WARM_UP)
     rows = []
-    for name, recorder in bench.recorders.items():
+    for name, runs in timings.runs.items():
         row = _named(setup, name, task, sampling.temperature, batch=1)
-        row |= drafting_row(recorder.stats, setup.shape == CHAIN) | _speeds(timings.runs, name, cases)
+        row |= drafting_row(_stats(runs), setup.shape == CHAIN) | _speeds(timings.runs, name, cases)
         rows.append(row | _equal(name, timings.runs) | {"num_prompts": len(cases)})
     return rows
 
@@ -94,26 +65,28 @@ def together_rows(
 
     Speeds are tokens a second of a whole group, its prompts included.
     """
-    bench = Bench(engine, setup, task, sampling)
+    decoders = _decoders(engine, setup, task, sampling)
     groups = [cases[i : i + batch] for i in range(0, len(cases) - batch + 1, batch)]
-    seconds: dict[str, list[float]] = {name: [0.0] * sampling.num_runs for name in bench.decoders}
-    runs: dict[str, list[list[Run]]] = {name: [[] for _ in range(sampling.num_runs)] for name in bench.decoders}
+    seconds: dict[str, list[float]] = {name: [0.0] * sampling.num_runs for name in decoders}
+    runs: dict[str, list[list[TimedGeneration]]] = {name: [[] for _ in range(sampling.num_runs)] for name in decoders}
     for number in range(sampling.num_runs):
         for group in groups:
-            for name, decoder in bench.decoders.items():
-                together = decoder.together(group)
-                seconds[name][number] += together.wall_s
-                runs[name][number] += together.runs
+            for name, decoder in decoders.items():
+                timed = decoder.together(group)
+                seconds[name][number] += timed.wall_s
+                runs[name][number] += timed.runs
     rows = []
-    for name, recorder in bench.recorders.items():
-        row = _named(setup, name, task, sampling.temperature, batch) | drafting_row(recorder.stats, False)
-        rates = [
-            sum(len(run.token_ids) for run in table) / s for table, s in zip(runs[name], seconds[name], strict=True)
-        ]
+    for name, tables in runs.items():
+        row = _named(setup, name, task, sampling.temperature, batch) | drafting_row(_stats(tables), False)
+        rates = [sum(len(run.token_ids) for run in runs) / s for runs, s in zip(tables, seconds[name], strict=True)]
         gains = [plain / own for plain, own in zip(seconds[PLAIN], seconds[name], strict=True)]
         row |= {"tokens_per_s": median(rates), "speedup": median(gains), "prompts_included": True}
         rows.append(row | _equal(name, runs) | {"num_prompts": batch * len(groups)})
     return rows
+
+
+def _stats(tables: Sequence[Sequence[TimedGeneration]]) -> list[GenerationStats]:
+    return [run.stats for runs in tables for run in runs]
 
 
 def _named(setup: Setup, name: str, task: str, temperature: float, batch: int) -> Result:
@@ -129,7 +102,7 @@ def _named(setup: Setup, name: str, task: str, temperature: float, batch: int) -
     }
 
 
-def _speeds(runs: Mapping[str, Sequence[Sequence[Run]]], name: str, cases: Sequence[Case]) -> Result:
+def _speeds(runs: Mapping[str, Sequence[Sequence[TimedGeneration]]], name: str, cases: Sequence[Case]) -> Result:
     """Beside plain decoding, with what a draft added to the prompt's step counted as decoding."""
     pair = Timings({PLAIN: runs[PLAIN], SPECULATIVE: runs[name]}, [case.prepare_s for case in cases])
     return {
@@ -141,7 +114,7 @@ def _speeds(runs: Mapping[str, Sequence[Sequence[Run]]], name: str, cases: Seque
     }
 
 
-def _equal(name: str, runs: Mapping[str, Sequence[Sequence[Run]]]) -> Result:
+def _equal(name: str, runs: Mapping[str, Sequence[Sequence[TimedGeneration]]]) -> Result:
     """Against the first plain run; None where nothing else was."""
     equality = Equality()
     first = runs[PLAIN][0]

@@ -3,27 +3,29 @@
 Not every cell of the grid is measured: chains only of the heads, on chat and prose; batches only of trees, at T = 0, on questions
 and prose; fixed trees only on prose. `LEFT_OUT` says so in the result.
 
-    >>> DraftersSuite(open_engine, TargetConfig(), data_dir, retriever, Heads.find(), drafters_plan(quick=True), tick).measure()
+    >>> DraftersSuite(TargetConfig(), data_dir, retriever, Heads.find(), drafters_plan(quick=True), tick).measure()
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ragspec.config import DraftingConfig, TargetConfig
-from ragspec.drafting.planner import Planner
 from ragspec.engine.admission import SamplerFactory
 from ragspec.engine.engine import Engine
 from ragspec.errors import ModelError
 from ragspec.evaluation.cases import Case
+from ragspec.evaluation.datasets import squad_list
+from ragspec.evaluation.forced_answers import OverruledAnswers
 from ragspec.evaluation.machine import PeakMemory
 from ragspec.evaluation.report import Result
+from ragspec.evaluation.suite import Outcome, Settings, Suite, open_engine
 from ragspec.evaluation.suites.drafters.acceptance_rules import Laws, rule_table
-from ragspec.evaluation.suites.drafters.prefixes import GivenTokens, Prefix, comparison, cut_prefixes, step_lengths
+from ragspec.evaluation.suites.drafters.prefixes import Prefix, comparison, cut_prefixes, step_lengths
 from ragspec.evaluation.suites.drafters.prompts import CHAT, PROSE, RAG, TASKS, drafter_cases
-from ragspec.evaluation.suites.drafters.report import headlines
+from ragspec.evaluation.suites.drafters.report import METRICS, NOTES, drafters_tables, draw_drafters, headlines
 from ragspec.evaluation.suites.drafters.runs import Sampling, alone_rows, together_rows
 from ragspec.evaluation.suites.drafters.variants import (
     EAGLE2,
@@ -39,9 +41,6 @@ from ragspec.evaluation.timing import Tick
 from ragspec.numerics.threads import num_processors, run_in_thread
 from ragspec.rag.prompt import PromptBuilder
 from ragspec.rag.steps import RetrieverLike
-
-OpenEngine = Callable[[TargetConfig, SamplerFactory | None, DraftingConfig, type[Planner]], tuple[Engine, bool]]
-"""A running engine, and whether its numerics are bitwise."""
 
 TEMPERATURES = (0.0, 1.0)
 COMPARED = (EAGLE2, EAGLE3)
@@ -98,7 +97,6 @@ def drafters_plan(
 class DraftersSuite:
     """One engine at a time is open."""
 
-    open_engine: OpenEngine
     target: TargetConfig
     data_dir: Path
     retriever: RetrieverLike
@@ -109,7 +107,7 @@ class DraftersSuite:
     def measure(self) -> Result:
         """Everything. Raises: InputError if data is missing, ModelError, EngineError."""
         memory, plan = PeakMemory(), self.plan
-        engine, bitwise = self.open_engine(self.target, None, DraftingConfig(), Planner)
+        engine, bitwise = open_engine(self.target, None, DraftingConfig())
         with engine:
             prompts = PromptBuilder(engine.target.tokenizer, engine.target.max_context_tokens)
             cases = drafter_cases(self.data_dir, self.retriever, prompts, plan.num_cases)
@@ -133,7 +131,7 @@ class DraftersSuite:
         return result | headlines(rows, from_prefixes) | {"peak_pss_mb": memory.look()}
 
     def _open(self, setup: Setup, make_sampler: SamplerFactory | None = None) -> Engine:
-        return self.open_engine(self.target, make_sampler, setup.drafting, setup.planner_class)[0]
+        return open_engine(self.target, make_sampler, setup.drafting, setup.planner_class)[0]
 
     def _tree_rows(self, cases: dict[str, list[Case]]) -> Iterator[Result]:
         """Plain decoding's rows come from the first engine."""
@@ -170,7 +168,7 @@ class DraftersSuite:
         for coupled, temperatures in ((True, TEMPERATURES), (False, TEMPERATURES[1:])):
             for setup in fixed_setups(self.heads, coupled):
                 (name,) = setup.variants
-                given = GivenTokens()
+                given = OverruledAnswers(repeats=False)
                 with self._open(setup, given) as engine:
                     for temperature in temperatures:
                         rows += self._drafting_rows(engine, setup, PROSE, cases, temperature)
@@ -208,3 +206,15 @@ class DraftersSuite:
         sampling = self.plan.sampling(temperature, once=True)
         rows = alone_rows(engine, setup, task, cases, sampling, self.tick)
         return (row for row in rows if row["variant"] != NONE)
+
+
+def run_drafters(settings: Settings, tick: Tick) -> Outcome:
+    """Raises: ConfigError without data, InputError, ModelError, EngineError."""
+    data_dir = settings.require_data("squad, sgd, mt_bench and jfleg")
+    plan = drafters_plan(settings.quick, settings.plan.num_runs, settings.plan.seed, settings.num_prompts)
+    heads = Heads.find(settings.heads)
+    retriever = settings.retriever(squad_list(data_dir, plan.num_cases), tick)
+    return Outcome(DraftersSuite(settings.target, data_dir, retriever, heads, plan, tick).measure())
+
+
+SUITE = Suite("drafters", run_drafters, METRICS, NOTES, drafters_tables, draw_drafters, options=("heads",))

@@ -1,42 +1,55 @@
-"""What the numbers of the suite `iterative` mean, which of them must reach what, and its rows as tables for people."""
+"""The metrics, tables and figures of the suite `iterative`: speed-up by the cost of a lookup, by retriever and by variant."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
-from ragspec.evaluation.report import MEANINGS as COMMON
-from ragspec.evaluation.report import Result
+from ragspec.evaluation.plots import INK, OTHER, OWN, Figures, label_axes, mark_level, new_figure
+from ragspec.evaluation.report import (
+    PEAK_MEMORY,
+    Metric,
+    Result,
+    Table,
+    at_least,
+    equal_to,
+    goals_met,
+    select,
+    share,
+)  # fmt: skip
+from ragspec.evaluation.suite import Outcome
 from ragspec.evaluation.suites.iterative.rows import headlines
-from ragspec.evaluation.suites.iterative.variants import PSA, TABLE
-
-Table = dict[str, Any]
+from ragspec.evaluation.suites.iterative.variants import BASELINE, PSA, TABLE, VARIANTS
 
 NOTES = ("note", "hnsw", "elsewhere", "knnlm_note")
+METRICS = (
+    Metric(
+        "share_of_optimum_min",
+        "speed-up over OS3's prediction for its best stride, the least of all retrievers, +PSA",
+        at_least(0.9),
+    ),
+    Metric(
+        "share_of_optimum_of_answers_min",
+        "the same, predicted for answers of these lengths, whose first retrieval nothing can guess",
+    ),
+    Metric("speedup_b_over_a_40", "+PSA, an index set to take 40 steps (its row says how many it took)", at_least(2.4)),
+    Metric("speedup_b_over_a_1", "+PSA, an index that takes one step", at_least(1.4)),
+    Metric("slowdown_worst", "the least speed-up of any row", at_least(0.97)),
+    Metric(
+        "knnlm_best",
+        "KNN-LM, the best number of neighbours, a datastore set to take 40 steps; one run of each",
+        at_least(5),
+    ),
+    Metric("kept_after_mismatch", "tokens kept of those written under a wrong guess, all rows", at_least(0.3)),
+    Metric("identical", "answers with the tokens and the text of the baseline", equal_to(1)),
+    PEAK_MEMORY,
+)
 
-MEANINGS = {
-    "share_of_optimum_min": "speed-up over what OS3's formula predicts of its best stride, the least of all retrievers, +PSA",
-    "share_of_optimum_of_answers_min": "the same, of answers of these lengths, whose first retrieval nothing can guess",
-    "speedup_b_over_a_40": "+PSA, an index whose time was set for 40 steps of decoding (the row says how many they were)",
-    "speedup_b_over_a_1": "+PSA, an index that takes one step",
-    "slowdown_worst": "the least speed-up of any row",
-    "knnlm_best": "KNN-LM, the best number of neighbours, a datastore whose time was set for 40 steps; one run of each",
-    "kept_after_mismatch": "tokens written under a wrong guess that stood in the end, all rows",
-    "identical": "answers with the tokens and the text of the baseline",
-    "peak_pss_mb": COMMON["peak_pss_mb"],
-}
+PUBLISHED = ((40.0, 2.39, "GPT-2, dense"), (20.0, 1.75, "LLaMA-2-7B, dense"), (0.7, 1.31, "LLaMA-2-7B, BM25"))
+"""(b/a about, speed-up of +PSA, model and retriever); b/a follows from the latencies in the released scripts.
 
-GOALS: dict[str, tuple[str, Callable[[float], bool]]] = {
-    "share_of_optimum_min": ("0.9 at least", lambda value: value >= 0.9),
-    "speedup_b_over_a_40": ("2.4 at least", lambda value: value >= 2.4),
-    "speedup_b_over_a_1": ("1.4 at least", lambda value: value >= 1.4),
-    "slowdown_worst": ("0.97 at least", lambda value: value >= 0.97),
-    "knnlm_best": ("5 at least", lambda value: value >= 5.0),
-    "kept_after_mismatch": ("0.3 at least", lambda value: value >= 0.3),
-    "identical": ("1", lambda value: value == 1.0),
-}
+Source: Zhang et al. 2024 (arXiv 2401.14021), table 1.
+"""
 
-_KNN_KEYS = ("knnlm_entries", "knnlm_bitwise", "knnlm_service_s")
 _SPEED = {
     "baseline s": "baseline_s",
     "s": "seconds",
@@ -47,76 +60,112 @@ _SPEED = {
     "in answers so long": "optimum_of_answers",
     "share of that": "share_of_optimum_of_answers",
 }
+_KNN_SPEED = {
+    **{title: _SPEED[title] for title in ("baseline s", "speed-up", "predicted", "share")},
+    "s": "speculative_s",
+}
 _COSTS = {"a ms": "a_ms", "b ms": "b_ms", "b/a": "b_over_a", "right": "gamma", "stride": "mean_stride"}
 _GUESSES = _COSTS | {"kept": "kept_after_mismatch", "waiting": "wait_share"}
-_KNN_SPEED = {
-    "baseline s": "baseline_s",
-    "s": "speculative_s",
-    "speed-up": "speedup",
-    "predicted": "optimum",
-    "share": "share_of_optimum",
-}
+_KNN_KEYS = ("knnlm_entries", "knnlm_bitwise", "knnlm_service_s")
+_TICKS = (0.1, 0.3, 1.0, 3.0, 10.0, 40.0)
+_SHADES = ("#dfe3e6", "#c3cbd1", "#9fb4bf", "#6c9aae", OWN)
 
 
 def with_headlines(result: Result, knnlm: Result) -> Result:
-    """The suite's result with what KNN-LM's part gave, if it was measured."""
+    """The suite's result with KNN-LM's part, if KNN-LM was measured."""
     knnlm_rows = knnlm.get("knnlm", [])
-    parts = {key: value for key, value in knnlm.items() if key in _KNN_KEYS}
     note = None if knnlm_rows else "KNN-LM was not measured: it needs a data folder with wikitext2"
-    result = result | parts | headlines(result["rows"], knnlm_rows) | {"knnlm_rows": knnlm_rows, "knnlm_note": note}
-    return result | {"goals": goals(result)}
-
-
-def goals(result: Result) -> dict[str, bool]:
-    """Which goals are reached, of those whose number was measured."""
-    return {key: reached(result[key]) for key, (_, reached) in GOALS.items() if result.get(key) is not None}
-
-
-def iterative_rows(result: Result) -> list[tuple[str, str, str]]:
-    """(name, value, meaning with its goal) of every number of this suite, and what must be said of the tables."""
-    numbers = [(key, f"{result[key]:,.4g}", _meaning(key, result)) for key in MEANINGS if result.get(key) is not None]
-    return numbers + [(key, "", str(result[key])) for key in NOTES if result.get(key)]
+    result = result | {key: value for key, value in knnlm.items() if key in _KNN_KEYS}
+    result |= headlines(result["rows"], knnlm_rows) | {"knnlm_rows": knnlm_rows, "knnlm_note": note}
+    return result | {"goals": goals_met(result, METRICS)}
 
 
 def iterative_tables(result: Result) -> dict[str, Table]:
-    """By title: speed-ups by retriever and variant, and all there is to say of the product's own variant and of KNN-LM."""
-    table = [row for row in result["rows"] if row["workload"] == TABLE]
-    speedups: Table = {row["variant"]: {} for row in table}
-    for row in table:
-        speedups[row["variant"]][row["retriever"]] = f"{row['speedup']:.2f}"
+    """Speed-ups by retriever and variant, then details of the product's own variant and of KNN-LM."""
+    speedups: dict[str, dict[str, float]] = {}
+    for row in _of_table(result):
+        speedups.setdefault(row["variant"], {})[row["retriever"]] = row["speedup"]
     own = {_name(row): row for row in result["rows"] if row["variant"] == PSA}
     knnlm = {f"{row['store']}, k = {row['k']}, T = {row['temperature']:g}": row for row in result.get("knnlm_rows", ())}
     return {
         f"speed-up against retrieving each time, {TABLE}": speedups,
-        f"{PSA}: speed": _columns(own, _SPEED),
-        f"{PSA}: guesses and costs": _columns(own, _GUESSES) | _identical(own),
-        "KNN-LM: speed": _columns(knnlm, _KNN_SPEED),
-        "KNN-LM: guesses and costs": _columns(knnlm, _COSTS) | _identical(knnlm),
+        f"{PSA}: speed": select(own, _SPEED),
+        f"{PSA}: guesses and costs": select(own, _GUESSES) | {"identical": share(own)},
+        "KNN-LM: speed": select(knnlm, _KNN_SPEED),
+        "KNN-LM: guesses and costs": select(knnlm, _COSTS | {"identical": "identical"}),
     }
 
 
-def _columns(rows: dict[str, Result], names: dict[str, str]) -> Table:
-    return {title: {row: _shown(values[key]) for row, values in rows.items()} for title, key in names.items()}
-
-
-def _identical(rows: dict[str, Result]) -> Table:
-    return {"identical": {row: _equal(values) for row, values in rows.items()}}
-
-
-def _shown(value: float | None) -> str:
-    return "" if value is None else f"{value:.3g}"
-
-
-def _equal(row: Result) -> str:
-    if "num_compared" in row:
-        return f"{row['num_identical']}/{row['num_compared']}"
-    return "yes" if row["identical"] else "NO"
+def _of_table(result: Result) -> list[Result]:
+    return [row for row in result["rows"] if row["workload"] == TABLE]
 
 
 def _name(row: Result) -> str:
     return row["retriever"] if row["workload"] == TABLE else f"{row['retriever'].partition(' (')[0]}; {row['workload']}"
 
 
-def _meaning(key: str, result: Result) -> str:
-    met = result.get("goals", {}).get(key)
-    return MEANINGS[key] if met is None else f"{MEANINGS[key]} (goal: {GOALS[key][0]}; {'met' if met else 'MISSED'})"
+def draw_iterative(outcome: Outcome, title: str) -> Figures:
+    """`iterative_b_over_a` and `iterative_variants`."""
+    table = _of_table(outcome.result)
+    return {"iterative_b_over_a": _draw_by_cost(table, title), "iterative_variants": _draw_by_variant(table, title)}
+
+
+def _draw_by_cost(table: list[Result], title: str) -> object:
+    """Exact dense search alone, whose rows differ in the cost of a lookup only."""
+    rows = [row for row in table if row["variant"] == PSA and _is_exact_dense(row)]
+    rows.sort(key=lambda row: row["b_over_a"])
+    lines: dict[str, tuple[str, dict[str, Any]]] = {
+        "OS3's prediction, endless answers": ("optimum", {"color": OTHER, "linestyle": "--"}),
+        "OS3's prediction, answers as long as these": ("optimum_of_answers", {"color": INK, "linestyle": "--"}),
+        f"measured, {PSA}": ("speedup", {"color": OWN, "marker": "o", "markersize": 5}),
+    }
+    figure, axes = new_figure(8.0, 4.8, title)
+    for label, (key, style) in lines.items():
+        axes.plot([row["b_over_a"] for row in rows], [row[key] for row in rows], label=label, **style)
+    axes.plot(
+        [x for x, _, _ in PUBLISHED], [y for _, y, _ in PUBLISHED], "D", color=OTHER, label="published (RaLMSpec)"
+    )
+    for x, y, name in PUBLISHED:
+        offset, side = ((-8, -3), "right") if x > 10.0 else ((8, -9), "left")
+        axes.annotate(name, (x, y), offset, textcoords="offset points", ha=side, color=INK, fontsize=8)
+    mark_level(axes, 1.0)
+    axes.set_xscale("log")
+    axes.set_xticks(_TICKS, [f"{tick:g}" for tick in _TICKS])
+    axes.minorticks_off()
+    highest = [row[key] for row in rows for key in ("speedup", "optimum_of_answers") if row[key] is not None]
+    axes.set_ylim(0, 1.3 * max(2.39, *highest))
+    label_axes(
+        axes, "time of a lookup over time of a step of four tokens (b/a), exact dense search", "speed-up (times)"
+    )
+    axes.legend(frameon=False, loc="upper left")
+    return figure
+
+
+def _draw_by_variant(table: list[Result], title: str) -> object:
+    variants = [name for name in VARIANTS if name != BASELINE]
+    labels = list(dict.fromkeys(row["retriever"] for row in table))
+    speedups = {(row["retriever"], row["variant"]): row["speedup"] for row in table}
+    figure, axes = new_figure(11.0, 4.6, title)
+    width = 0.8 / len(variants)
+    for number, (variant, shade) in enumerate(zip(variants, _SHADES, strict=True)):
+        shown = [i for i, label in enumerate(labels) if (label, variant) in speedups]
+        middles = [i + (number - (len(variants) - 1) / 2) * width for i in shown]
+        values = [speedups[labels[i], variant] for i in shown]
+        bars = axes.bar(middles, values, width * 0.92, color=shade, label=variant)
+        if variant == PSA:
+            axes.bar_label(bars, [f"{value:.2f}" for value in values], padding=2, color=INK, fontsize=8)
+    mark_level(axes, 1.0)
+    axes.set_xticks(range(len(labels)), [_short(label) for label in labels], fontsize=9)
+    label_axes(axes, "", "speed-up (times)")
+    axes.legend(frameon=False, loc="upper left", ncols=len(variants))
+    axes.tick_params(axis="x", length=0)
+    axes.set_ylim(top=1.15 * max([1.0, *speedups.values()]))
+    return figure
+
+
+def _is_exact_dense(row: Result) -> bool:
+    return row["stated_b_over_a"] is not None or row["retriever"] == "exact dense"
+
+
+def _short(label: str) -> str:
+    return label.replace(" (", "\n(", 1).replace(", b/a", ",\nb/a").replace("(exact dense + ", "(dense +\n")

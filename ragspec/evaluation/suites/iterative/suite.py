@@ -20,12 +20,14 @@ from ragspec.engine.engine import Engine
 from ragspec.evaluation.datasets import RagList, cached_store, squad_list, stdlib_list
 from ragspec.evaluation.machine import PeakMemory
 from ragspec.evaluation.report import Result
+from ragspec.evaluation.suite import Outcome, Settings, Suite, open_engine
 from ragspec.evaluation.suites.iterative.knnlm import KnnPlan, OpenRemote, measure_knnlm
+from ragspec.evaluation.suites.iterative.report import METRICS, NOTES, draw_iterative, iterative_tables, with_headlines
 from ragspec.evaluation.suites.iterative.rows import Place, table_rows
 from ragspec.evaluation.suites.iterative.variants import BASELINE, PSA, TABLE, VARIANTS, Stopwatch, Workload
 from ragspec.evaluation.timing import Tick
 from ragspec.rag.iterative.policies import Flare, IterRetGen
-from ragspec.retrieval.encoder import TextEncoder
+from ragspec.retrieval.encoder import Encoder, TextEncoder
 from ragspec.retrieval.index.manifest import DENSE
 from ragspec.retrieval.index.store import Store
 from ragspec.retrieval.reading import read_file
@@ -226,3 +228,19 @@ def textbooks(data_dir: Path) -> Iterator[Document]:
             if num_chars > _PADDING_CHARS:
                 return
             yield replace(document, id=f"{path.name}:{number}")  # Why: the file's own ids come twice
+
+
+def run_iterative(settings: Settings, tick: Tick) -> Outcome:
+    """Raises: InputError, ModelError, SaveError, RetrievalError."""
+    plan = iterative_plan(settings.quick, settings.plan.num_runs, settings.plan.seed, settings.num_prompts)
+    there, knnlm = settings.elsewhere, {}
+    if settings.data_dir is not None:
+        knnlm = knnlm_part(settings.target, settings.data_dir, settings.cache_dir, plan, tick, there)
+    encoder = Encoder.load(settings.encoder)
+    engine, bitwise = open_engine(settings.target)
+    with engine:
+        result = IterativeSuite(engine, encoder, settings.data_dir, settings.cache_dir, plan, tick, there).measure()
+    return Outcome({"bitwise": bitwise} | with_headlines(result, knnlm))
+
+
+SUITE = Suite("iterative", run_iterative, METRICS, NOTES, iterative_tables, draw_iterative)

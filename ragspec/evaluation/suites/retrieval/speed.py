@@ -16,8 +16,9 @@ from typing import Any, Literal, TypeVar
 import numpy as np
 
 from ragspec.config import DenseConfig
+from ragspec.evaluation.machine import held_mb
 from ragspec.evaluation.suites.retrieval.collections import Mixture, write_vectors
-from ragspec.evaluation.suites.retrieval.timing import Blocks, Run, Search, TimingPlan, held_mb, take_turns
+from ragspec.evaluation.suites.retrieval.timing import Blocks, RunBlock, Search, TimingPlan, take_turns
 from ragspec.evaluation.timing import Tick
 from ragspec.numerics.threads import num_processors, run_in_thread
 from ragspec.retrieval.encoder import FloatArray
@@ -52,7 +53,7 @@ class Contender:
     name: str
     search: Search
     rows: Callable[[Any], list[list[int]]]
-    run: Run
+    run: RunBlock
     column: Column
 
     def found(self, queries: FloatArray) -> list[list[int]]:

@@ -13,7 +13,8 @@ from typing import Any
 from ragspec.errors import ConfigError, SaveError
 from ragspec.evaluation.datasets import cached_store
 from ragspec.evaluation.machine import PeakMemory
-from ragspec.evaluation.report import Result
+from ragspec.evaluation.report import Result, goals_met
+from ragspec.evaluation.suite import Outcome, Settings, Suite
 from ragspec.evaluation.suites.retrieval.build import build_speed
 from ragspec.evaluation.suites.retrieval.collections import (
     Collection,
@@ -24,11 +25,12 @@ from ragspec.evaluation.suites.retrieval.collections import (
 )
 from ragspec.evaluation.suites.retrieval.identity import Identity
 from ragspec.evaluation.suites.retrieval.quality import PUBLISHED_NOTE, WHOLE, Quality, Table
-from ragspec.evaluation.suites.retrieval.report import goals
+from ragspec.evaluation.suites.retrieval.report import METRICS, NOTES, draw_retrieval, retrieval_tables
 from ragspec.evaluation.suites.retrieval.speed import EXACT, FLAT, OWN, Kind, SpeedTable, speed_table
 from ragspec.evaluation.suites.retrieval.timing import TimingPlan
 from ragspec.evaluation.timing import Tick
-from ragspec.retrieval.encoder import TextEncoder
+from ragspec.retrieval.encoder import Encoder, TextEncoder
+from ragspec.retrieval.rerank import Reranker, RerankerConfig
 from ragspec.retrieval.retriever import PairScorer
 
 Sizes = tuple[tuple[int, tuple[Kind, ...]], ...]
@@ -102,7 +104,7 @@ class RetrievalSuite:
         result |= self._identity(squad)
         memory.look()
         result |= self._build() | self._speed()
-        return result | {"peak_pss_mb": memory.look(), "goals": goals(result)}
+        return result | {"peak_pss_mb": memory.look(), "goals": goals_met(result, METRICS)}
 
     def _quality(self, squad: Collection, held_out: frozenset[str]) -> Result:
         passages, abstracts = self._index(squad), self._index(cranfield := cranfield_collection(self.data_dir))
@@ -195,3 +197,19 @@ def _headlines(tables: dict[str, Table]) -> Result:
 
 
 _SHORT = {"dense": "dense", "bm25": "BM25", "hybrid": "hybrid"}
+
+
+def run_retrieval(settings: Settings, tick: Tick) -> Outcome:
+    """Raises: ConfigError without data, InputError, SaveError."""
+    data_dir = settings.require_data("squad, squad_open and cranfield")
+    runs, seed = settings.plan.num_runs, settings.plan.seed
+    plan = retrieval_plan(settings.quick, settings.full, runs, seed, settings.num_prompts)
+    reranker = Reranker.load(RerankerConfig(model=settings.reranker)) if settings.reranker else None
+    encoder = Encoder.load(settings.encoder)
+    result = RetrievalSuite(data_dir, settings.cache_dir, encoder, plan, tick, reranker).measure()
+    return Outcome({"target": None, "dtype": "float32"} | result)
+
+
+SUITE = Suite(
+    "retrieval", run_retrieval, METRICS, NOTES, retrieval_tables, draw_retrieval, options=("full", "reranker")
+)

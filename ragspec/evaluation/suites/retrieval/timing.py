@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import ctypes
-import gc
-import resource
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from itertools import chain
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -18,9 +14,8 @@ import numpy as np
 from ragspec.retrieval.encoder import FloatArray
 
 Search = Callable[[FloatArray], Any]
-Run = Callable[[Callable[[], None]], None]
+RunBlock = Callable[[Callable[[], None]], None]
 
-_SMAPS = Path("/proc/self/smaps_rollup")
 _LEAST_CALLS = 5
 
 
@@ -65,7 +60,7 @@ class Blocks:
         return list(chain.from_iterable(self.calls_ms[name][batch]))
 
 
-def take_turns(contenders: Mapping[str, tuple[Search, Run]], queries: FloatArray, plan: TimingPlan) -> Blocks:
+def take_turns(contenders: Mapping[str, tuple[Search, RunBlock]], queries: FloatArray, plan: TimingPlan) -> Blocks:
     """Every contender with every batch size, `num_rounds` times."""
     blocks = Blocks()
     for _ in range(plan.num_rounds):
@@ -75,7 +70,7 @@ def take_turns(contenders: Mapping[str, tuple[Search, Run]], queries: FloatArray
     return blocks
 
 
-def _block(search: Search, run: Run, queries: FloatArray, batch: int, block_s: float) -> list[float]:
+def _block(search: Search, run: RunBlock, queries: FloatArray, batch: int, block_s: float) -> list[float]:
     """Milliseconds of single calls, each with other queries; the first call is not counted."""
     calls_ms: list[float] = []
     starts = range(0, max(1, len(queries) - batch + 1), batch)
@@ -91,14 +86,3 @@ def _block(search: Search, run: Run, queries: FloatArray, batch: int, block_s: f
 
     run(block)
     return calls_ms
-
-
-def held_mb() -> float:
-    """Memory this process holds beside mapped files, in MB (10^6 bytes)."""
-    gc.collect()
-    try:
-        ctypes.CDLL(None).malloc_trim(0)  # Why: what was freed and kept would hide what is taken next
-        lines = _SMAPS.read_text().splitlines()
-    except (OSError, AttributeError):  # no Linux: the peak resident size stands in
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e6
-    return sum(int(line.split()[1]) for line in lines if line.startswith("Pss_Anon:")) * 1024 / 1e6
