@@ -26,7 +26,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
-import click
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
@@ -68,7 +67,7 @@ _console = Console(stderr=True)
 
 @app.command()
 def main(
-    suite: Annotated[str, typer.Option(help="What to measure.", click_type=click.Choice([*SUITES]))],
+    suite: Annotated[str, typer.Option(help=f"What to measure: {', '.join(SUITES)}.")],
     quick: Annotated[bool, typer.Option(help="Short prompt lists, one run.")] = False,
     forced: Annotated[
         str, typer.Option(help='JSON lines {id, answer} to decode instead of own answers, or "gold".')

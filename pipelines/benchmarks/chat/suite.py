@@ -100,31 +100,21 @@ def _body(service: Service, question: str, temperature: float, seed: int, specul
 
 
 METRICS = (
-    Metric(
-        "gateway_ttft_ms_c1",
-        "time to first token over HTTP minus the bare engine's, one request at a time, medians",
-        at_most(5),
-    ),
+    Metric("gateway_ttft_ms_c1", "time to first token over HTTP minus the engine's, one request, medians", at_most(5)),
     Metric("gateway_ttft_ms_c16", "the same, 16 requests at once", at_most(20)),
     Metric("serve_noop_ms", "a Ray Serve deployment that only answers: median time of one request"),
-    Metric(
-        "serve_ttft_ms", "time to first token of the Serve deployment minus the bare engine's, one request at a time"
-    ),
+    Metric("serve_ttft_ms", "time to first token of the Serve deployment minus the engine's, one request at a time"),
     Metric("identical", "every text equal over HTTP with speculation and without, T=0 and T=1", equal_to(True)),
     Metric("num_compared", "pairs of texts compared"),
     Metric(
-        "follow_up_recall", "follow-up questions (CANARD, held-out half) with gold passage among the first 3, rewritten"
+        "follow_up_recall", "follow-up questions (CANARD, held-out half) with gold passage in the first 3, rewritten"
     ),
     Metric("follow_up_recall_plain", "the same without rewriting"),
     Metric("follow_up_recall_people", "the same with questions rewritten by people"),
     Metric("tenant_drafted", "tokens drafted from another tenant's texts", equal_to(0)),
     Metric("tenant_cache_hits", "tokens cached from another tenant's texts", equal_to(0)),
-    Metric(
-        "tenant_drafts_delta",
-        "Cliff's delta, -1 to 1: tokens drafted for another tenant's texts against texts that nobody has",
-        under(0.1),
-    ),
-    Metric("tenant_cliffs_delta", "the same of first-token times", under(0.1)),
+    Metric("tenant_drafts_delta", "tokens drafted for another tenant's texts against new texts, -1 to 1", under(0.1)),
+    Metric("tenant_cliffs_delta", "first-token times of another tenant's texts against new texts, -1 to 1", under(0.1)),
 )
 
 

@@ -134,29 +134,17 @@ def run_cluster(settings: Settings, tick: Tick) -> Outcome:
 
 METRICS = (
     Metric(
-        "tp_identical",
-        "answers with the tokens of one rank: 2 and 4 ranks, speculation on and off, T=0 and T=1",
-        equal_to(1.0),
+        "tp_identical", "answers of 2 and 4 ranks with the tokens of one rank: drafts on and off, T=0, T=1", equal_to(1)
     ),
     Metric(
         "tp_bitwise", "every logit of prompts, chunks, trees and batches has the bits of one rank's", equal_to(True)
     ),
     Metric(
-        "step_overhead_b1",
-        "share of a step outside its forward, 100M parameters, one request; the worst way of decoding",
-        under(0.1),
+        "step_overhead_b1", "share of a step outside its forward, 100M parameters, one request, worst way", under(0.1)
     ),
     Metric("step_overhead_b8", "the same, eight requests side by side", under(0.15)),
-    Metric(
-        "replica_scaling_simulated",
-        "two replicas over one, forwards replaced by sleeps of their measured time",
-        at_least(1.9),
-    ),
-    Metric(
-        "sharded_identical",
-        "queries whose passages and scores have the bits of one process's: 1, 2, 4 shards, once and twice",
-        equal_to(1.0),
-    ),
+    Metric("replica_scaling_simulated", "speed of two replicas over one, forwards replaced by sleeps", at_least(1.9)),
+    Metric("sharded_identical", "queries with the bits of one process: 1, 2, 4 shards, once and twice", equal_to(1)),
 )
 
 

@@ -30,15 +30,9 @@ METRICS = (
         "eagle_prose_acceptance_length", f"tokens a decode step, trees of {TREE_NODES} nodes, prose, T=0, best head"
     ),
     Metric("eagle_prose_speedup", "decode time, plain over drafted, prose, T=0, one request, best head and tree"),
-    Metric(
-        _COUPLED,
-        f"tokens of a step of {TREE_NODES} nodes, T=1 over T=0, from the same beginnings, children chosen with the noise",
-    ),
+    Metric(_COUPLED, f"tokens of a step of {TREE_NODES} nodes, T=1 over T=0, same beginnings, children coupled"),
     Metric(_UNCOUPLED, "the same, children chosen without the noise"),
-    Metric(
-        "merged_over_best",
-        f"speed of {MERGED} over the better of {COPY} and {EAGLE3}, the least of questions and chat, T=0 and T=1",
-    ),
+    Metric("merged_over_best", f"speed of {MERGED} over the better part alone, the least of rag and chat, T=0 and T=1"),
     Metric("identical", "every output token equal to plain decoding's"),
     PEAK_MEMORY,
 )

@@ -23,22 +23,13 @@ from ragspec.evaluation.suites.iterative.variants import BASELINE, PSA, TABLE, V
 NOTES = ("note", "hnsw", "elsewhere", "knnlm_note")
 METRICS = (
     Metric(
-        "share_of_optimum_min",
-        "speed-up over OS3's prediction for its best stride, the least of all retrievers, +PSA",
-        at_least(0.9),
+        "share_of_optimum_min", "speed-up of +PSA over OS3's prediction, the least of all retrievers", at_least(0.9)
     ),
-    Metric(
-        "share_of_optimum_of_answers_min",
-        "the same, predicted for answers of these lengths, whose first retrieval nothing can guess",
-    ),
+    Metric("share_of_optimum_of_answers_min", "the same, predicted for answers of these lengths"),
     Metric("speedup_b_over_a_40", "+PSA, an index set to take 40 steps (its row says how many it took)", at_least(2.4)),
     Metric("speedup_b_over_a_1", "+PSA, an index that takes one step", at_least(1.4)),
     Metric("slowdown_worst", "the least speed-up of any row", at_least(0.97)),
-    Metric(
-        "knnlm_best",
-        "KNN-LM, the best number of neighbours, a datastore set to take 40 steps; one run of each",
-        at_least(5),
-    ),
+    Metric("knnlm_best", "KNN-LM, a datastore set to take 40 steps, best number of neighbours, one run", at_least(5)),
     Metric("kept_after_mismatch", "tokens kept of those written under a wrong guess, all rows", at_least(0.3)),
     Metric("identical", "answers with the tokens and the text of the baseline", equal_to(1)),
     PEAK_MEMORY,
