@@ -33,7 +33,7 @@ from pipelines.train.training_run import (
 )
 from ragspec.errors import ConfigError, InputError, RagspecError
 from ragspec.evaluation.suites.target import model_generate, question_scores
-from ragspec.evaluation.suites.target_cases import PROBE_ARTICLES, Case, question_cases
+from ragspec.evaluation.suites.target_cases import PROBE_ARTICLES, QuestionCase, question_cases
 from ragspec.training.grammar_errors import GrammarErrors
 from ragspec.training.reference import training_attention
 from ragspec.training.reference.batches import ExampleEncoder
@@ -174,7 +174,7 @@ def obtain_meanings(run: TargetRun, tokenizer: PreTrainedTokenizerFast, sources:
     return tensors["meanings"]
 
 
-def probe(trainer: TargetTrainer, cases: list[Case]) -> dict[str, float]:
+def probe(trainer: TargetTrainer, cases: list[QuestionCase]) -> dict[str, float]:
     """Quotes of the averaged weights on questions about articles that are neither trained nor evaluated on."""
     generate = model_generate(trainer.averaged_model(), trainer.encoder.tokenizer)
     scores = question_scores(cases, generate([question_messages(case.question, case.passages) for case in cases]))

@@ -10,7 +10,7 @@ from pipelines.benchmarks.remote_actors import RemoteDatastore, remote_index
 from ragspec.config import RetrieverConfig
 from ragspec.evaluation.suite import Outcome, Settings
 from ragspec.evaluation.suites.iterative.suite import SUITE as LIBRARY_SUITE
-from ragspec.evaluation.suites.iterative.suite import Elsewhere
+from ragspec.evaluation.suites.iterative.suite import RemoteOpeners
 from ragspec.evaluation.timing import Tick
 from ragspec.retrieval.encoder import TextEncoder
 from ragspec.retrieval.search.index_types import IndexLike
@@ -28,7 +28,7 @@ def open_datastore(folder: Path, service_s: float) -> closing[RemoteDatastore]:
 
 def run_iterative(settings: Settings, tick: Tick) -> Outcome:
     """Raises: the errors of the library's suite, EngineError."""
-    return LIBRARY_SUITE.run(replace(settings, elsewhere=Elsewhere(open_index, open_datastore)), tick)
+    return LIBRARY_SUITE.run(replace(settings, elsewhere=RemoteOpeners(open_index, open_datastore)), tick)
 
 
 SUITE = replace(LIBRARY_SUITE, run=run_iterative)

@@ -28,7 +28,7 @@ _GIVEN_UP = 0.2
 
 
 @dataclass
-class Tally:
+class LoadStats:
     """What the clients met. Seconds from sending a request to the end of its answer, of those that were read to the end."""
 
     num_requests: int = 0
@@ -54,7 +54,7 @@ class Tally:
 
 
 @dataclass(frozen=True)
-class Order:
+class LoadRequest:
     """One request: where to, with what, and the status that it should have."""
 
     path: str
@@ -71,9 +71,9 @@ class Clients:
         self._questions, self._model = list(orders["questions"]), orders["model"]
         self._seconds, self._num_clients = float(orders["seconds"]), int(orders["num_clients"])
         self._seed = int(orders["seed"])
-        self.tally = Tally()
+        self.tally = LoadStats()
 
-    async def run(self) -> Tally:
+    async def run(self) -> LoadStats:
         until = time.monotonic() + self._seconds
         connector = aiohttp.TCPConnector(limit=0)
         async with aiohttp.ClientSession(
@@ -91,7 +91,7 @@ class Clients:
             self.tally.num_requests += 1
             await self._meet(lambda order=order: self._ask(session, order, headers), order, leaves_after_s)
 
-    async def _meet(self, ask: Callable[[], Awaitable[int]], order: Order, leaves_after_s: float | None) -> None:
+    async def _meet(self, ask: Callable[[], Awaitable[int]], order: LoadRequest, leaves_after_s: float | None) -> None:
         """Ask, and count what came of it."""
         begin = time.monotonic()
         try:
@@ -111,7 +111,7 @@ class Clients:
         if status == 200:
             self.tally.answered_s.append(time.monotonic() - begin)
 
-    async def _ask(self, session: aiohttp.ClientSession, order: Order, headers: Mapping[str, str]) -> int:
+    async def _ask(self, session: aiohttp.ClientSession, order: LoadRequest, headers: Mapping[str, str]) -> int:
         """The status of an answer that was read to its end. A stream that ends without saying so counts as a fault."""
         method = "GET" if order.body is None else "POST"
         async with session.request(method, order.path, json=order.body, headers=headers) as answer:
@@ -122,7 +122,7 @@ class Clients:
                 await asyncio.sleep(min(1.0, float(answer.headers.get("Retry-After", 1))))
             return answer.status
 
-    def _order(self, draw: random.Random) -> Order:
+    def _order(self, draw: random.Random) -> LoadRequest:
         """Mostly chat; now and then something else, and something wrong."""
         kind = draw.choices(("chat", "completion", "embedding", "models", "wrong"), (70, 12, 8, 4, 6))[0]
         question = draw.choice(self._questions)
@@ -131,30 +131,32 @@ class Clients:
         if kind == "completion":
             streams = draw.random() < 0.5
             body = {"prompt": question, "max_tokens": draw.randint(1, 32), "stream": streams, **self._how(draw)}
-            return Order("/v1/completions", self._named(body), streams=streams)
+            return LoadRequest("/v1/completions", self._named(body), streams=streams)
         if kind == "embedding":
-            return Order("/v1/embeddings", self._named({"input": [question] * draw.randint(1, 8)}))
+            return LoadRequest("/v1/embeddings", self._named({"input": [question] * draw.randint(1, 8)}))
         if kind == "models":
-            return Order("/v1/models", None)
+            return LoadRequest("/v1/models", None)
         return self._wrong(draw)
 
-    def _chat(self, question: str, draw: random.Random) -> Order:
+    def _chat(self, question: str, draw: random.Random) -> LoadRequest:
         messages = [{"role": "user", "content": question}]
         if draw.random() < 0.3:
             messages += [{"role": "assistant", "content": question}, {"role": "user", "content": "And why?"}]
         streams = draw.random() < 0.6
         body = {"messages": messages, "max_tokens": draw.randint(1, 64), "stream": streams, **self._how(draw)}
         body |= {"retrieval": False} if draw.random() < 0.3 else {}
-        return Order("/v1/chat/completions", self._named(body), streams=streams)
+        return LoadRequest("/v1/chat/completions", self._named(body), streams=streams)
 
-    def _wrong(self, draw: random.Random) -> Order:
+    def _wrong(self, draw: random.Random) -> LoadRequest:
         wrong = (
-            Order("/v1/chat/completions", self._named({"messages": []}), (400,)),
-            Order(
+            LoadRequest("/v1/chat/completions", self._named({"messages": []}), (400,)),
+            LoadRequest(
                 "/v1/chat/completions", self._named({"messages": [{"role": "user", "content": "a " * 9_000}]}), (400,)
             ),
-            Order("/v1/chat/completions", {"model": "nobody", "messages": [{"role": "user", "content": "a"}]}, (404,)),
-            Order("/v1/nowhere", None, (404,)),
+            LoadRequest(
+                "/v1/chat/completions", {"model": "nobody", "messages": [{"role": "user", "content": "a"}]}, (404,)
+            ),
+            LoadRequest("/v1/nowhere", None, (404,)),
         )
         return draw.choice(wrong)
 

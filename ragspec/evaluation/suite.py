@@ -29,8 +29,8 @@ from ragspec.retrieval.encoder import Encoder
 from ragspec.retrieval.retriever import Retriever
 
 if TYPE_CHECKING:
-    from ragspec.evaluation.suites.generation import Measured
-    from ragspec.evaluation.suites.iterative.suite import Elsewhere
+    from ragspec.evaluation.suites.generation import MeasuredGeneration
+    from ragspec.evaluation.suites.iterative.suite import RemoteOpeners
 
 QUICK_QUESTIONS = 40
 CONCURRENCY = 8
@@ -70,7 +70,7 @@ class Settings:
     num_prompts: int | None = None
     full: bool = False
     reranker: str = ""
-    elsewhere: Elsewhere | None = None
+    elsewhere: RemoteOpeners | None = None
     heads: Path | None = None
 
     def require_data(self, folders: str) -> Path:
@@ -97,7 +97,7 @@ class Outcome:
     """The result for the JSON line, and the timings behind it where the suite generates text."""
 
     result: Result
-    measured: Measured | None = None
+    measured: MeasuredGeneration | None = None
 
 
 def _no_figures(outcome: Outcome, title: str) -> Figures:

@@ -10,14 +10,14 @@ from pipelines.benchmarks.chaos.run import recovery
 from pipelines.benchmarks.chaos.suite import METRICS as CHAOS_METRICS
 from pipelines.benchmarks.chaos.suite import chaos_tables
 from pipelines.benchmarks.cluster.suite import METRICS, cluster_tables
-from pipelines.benchmarks.cluster.tensor_parallel import Measured, compared, measure_ranks
+from pipelines.benchmarks.cluster.tensor_parallel import RankMeasurement, compare_ranks, measure_ranks
 from ragspec.config import TargetConfig
 from ragspec.evaluation.cases import Case
 from ragspec.evaluation.report import goals_met, summary
 from ragspec.numerics.ranks import ONE_RANK
 
 ALL = (*METRICS, *CHAOS_METRICS)
-ALONE = Measured("abc", 7, {"off": [(1, 2), (3,)], "on": [(1, 2), (3,)]}, {1: 2.0, 8: 4.0}, "rs_1")
+ALONE = RankMeasurement("abc", 7, {"off": [(1, 2), (3,)], "on": [(1, 2), (3,)]}, {1: 2.0, 8: 4.0}, "rs_1")
 
 
 @pytest.mark.parametrize(
@@ -29,9 +29,9 @@ ALONE = Measured("abc", 7, {"off": [(1, 2), (3,)], "on": [(1, 2), (3,)]}, {1: 2.
         (ALONE._replace(answers={"off": [(1, 2), (3,)], "on": [(1, 2), (4,)]}), True, 3),
     ],
 )
-def test_one_other_bit_or_token_is_found(group: Measured, bitwise: bool, num_identical: int) -> None:
+def test_one_other_bit_or_token_is_found(group: RankMeasurement, bitwise: bool, num_identical: int) -> None:
     """A group that computed less, or another token in one setting, taken for equal."""
-    row = compared(ALONE, group)
+    row = compare_ranks(ALONE, group)
     assert (row["bitwise"], row["num_identical"], row["num_compared"]) == (bitwise, num_identical, 4)
 
 
@@ -47,7 +47,7 @@ def test_one_rank_is_measured_by_its_own_logits(tiny_dir: Path) -> None:
     assert found[0].answers == found[1].answers
     greedy_off, greedy_on, sampled_off, sampled_on = found[0].answers.values()
     assert greedy_off == greedy_on != sampled_off == sampled_on
-    assert compared(found[0], found[1])["bitwise"] and not compared(found[0], found[2])["bitwise"]
+    assert compare_ranks(found[0], found[1])["bitwise"] and not compare_ranks(found[0], found[2])["bitwise"]
 
 
 def test_goals_are_missed_where_they_are_missed() -> None:
@@ -69,7 +69,7 @@ def test_the_slowest_fault_counts() -> None:
 def test_tables_hold_every_row() -> None:
     """A row hidden behind another of the same name."""
     tp = [
-        {"target": "target", "dtype": dtype, "ranks": ranks} | compared(ALONE, ALONE)
+        {"target": "target", "dtype": dtype, "ranks": ranks} | compare_ranks(ALONE, ALONE)
         for dtype in ("float32", "bfloat16")
         for ranks in (1, 2)
     ]

@@ -22,9 +22,9 @@ from ragspec.evaluation.cases import Case
 from ragspec.evaluation.forced_answers import OverruledAnswers
 from ragspec.evaluation.suites.drafters.prefixes import (
     Prefix,
-    comparison,
     cut_prefixes,
-    ratio_of,
+    prefix_row,
+    ratio_with_error,
     step_lengths,
 )
 from ragspec.numerics.kv_cache import KvPool
@@ -131,17 +131,17 @@ def test_beginnings_are_the_targets_own_texts_of_both_temperatures(plain: Engine
 
 def test_ratios_are_of_means_with_their_errors() -> None:
     """Bug guarded: the mean of ratios; an error that ignores that both conditions saw the same beginnings."""
-    ratio, error = ratio_of([1, 2, 3, 2], [2, 4, 6, 4])
+    ratio, error = ratio_with_error([1, 2, 3, 2], [2, 4, 6, 4])
     assert ratio == 0.5 and error == pytest.approx(0.0)
-    assert ratio_of([3, 1], [1, 1]) == (2.0, pytest.approx(1.0))
-    assert math.isnan(ratio_of([1], [1])[1])
+    assert ratio_with_error([3, 1], [1, 1]) == (2.0, pytest.approx(1.0))
+    assert math.isnan(ratio_with_error([1], [1])[1])
     rng = np.random.default_rng(1)
-    means, errors = zip(*(ratio_of(*rng.poisson(3.0, (2, 200)).tolist()) for _ in range(300)), strict=True)
+    means, errors = zip(*(ratio_with_error(*rng.poisson(3.0, (2, 200)).tolist()) for _ in range(300)), strict=True)
     assert np.std(means) == pytest.approx(np.mean(errors), rel=0.2)
 
 
 def test_a_comparison_names_all_three_conditions() -> None:
     """Bug guarded: coupled and uncoupled exchanged."""
-    result = comparison([4, 4], [3, 3], [2, 2])
+    result = prefix_row([4, 4], [3, 3], [2, 2])
     assert (result["coupled_t1_over_t0"], result["uncoupled_t1_over_t0"]) == (0.75, 0.5)
     assert (result["t0"], result["t1_coupled"], result["t1_uncoupled"], result["num_prefixes"]) == (4, 3, 2, 2)

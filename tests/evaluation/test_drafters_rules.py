@@ -22,8 +22,8 @@ from ragspec.evaluation.suites.drafters import acceptance_rules
 from ragspec.evaluation.suites.drafters.acceptance_rules import (
     METHODS,
     Floats,
-    Laws,
     Method,
+    TargetAndHead,
     Tokens,
     rule_table,
     step_lengths,
@@ -68,7 +68,7 @@ def referred(target: Target, checkpoint: HeadCheckpoint, taps: tuple[int, ...], 
 @pytest.mark.parametrize("family", ["eagle", "eagle3"])
 def test_the_heads_law_is_the_references(family: str, heads_dir: Path, tiny_dir: Path) -> None:
     """Bug guarded: a feature shifted by one, a state that is not fed back, a draft vocabulary read as the target's."""
-    laws = Laws.load(TargetConfig(model=str(tiny_dir)), heads_dir / family)
+    laws = TargetAndHead.load(TargetConfig(model=str(tiny_dir)), heads_dir / family)
     checkpoint = read_head(heads_dir / family)
     with laws.behind(PREFIX) as place:
         (alone,) = place.draft_probs([()])
@@ -82,7 +82,7 @@ def test_the_heads_law_is_the_references(family: str, heads_dir: Path, tiny_dir:
 
 def test_the_targets_law_is_that_of_each_path(heads_dir: Path, tiny_dir: Path) -> None:
     """Bug guarded: laws of the wrong nodes; a second tree that sees what the first one left."""
-    laws = Laws.load(TargetConfig(model=str(tiny_dir)), heads_dir / "eagle3")
+    laws = TargetAndHead.load(TargetConfig(model=str(tiny_dir)), heads_dir / "eagle3")
     with laws.behind(PREFIX) as place:
         for token in (5, 6):
             tree = DraftTree(PREFIX[-1])
@@ -94,13 +94,13 @@ def test_the_targets_law_is_that_of_each_path(heads_dir: Path, tiny_dir: Path) -
 
 def test_a_dialect_that_is_not_computed_is_refused(tmp_path: Path, tiny_dir: Path) -> None:
     """Bug guarded: a table of a head that was computed wrongly."""
-    laws = Laws.load(TargetConfig(model=str(tiny_dir)), save_heads(tmp_path / "a", tiny_dir) / "eagle3")
+    laws = TargetAndHead.load(TargetConfig(model=str(tiny_dir)), save_heads(tmp_path / "a", tiny_dir) / "eagle3")
     vocab = laws.target.vocab_size
     taps = (0, 1, 2)
     random_head("eagle3", tmp_path / "b", hidden=64, vocab=vocab, aux_layers=taps, norm_before_residual=True,
                 dialect="speculators")  # fmt: skip
     with pytest.raises(ModelError, match="not computed here"):
-        Laws.load(TargetConfig(model=str(tiny_dir)), tmp_path / "b")
+        TargetAndHead.load(TargetConfig(model=str(tiny_dir)), tmp_path / "b")
 
 
 class MadeUp:
@@ -181,7 +181,7 @@ def test_chain_acceptance_is_the_overlap_of_the_laws(monkeypatch: pytest.MonkeyP
 
 def test_the_table_has_every_rule_in_its_shapes(heads_dir: Path, tiny_dir: Path) -> None:
     """Bug guarded: a rule left out, or a chain's number under trees."""
-    laws = Laws.load(TargetConfig(model=str(tiny_dir)), heads_dir / "eagle3")
+    laws = TargetAndHead.load(TargetConfig(model=str(tiny_dir)), heads_dir / "eagle3")
     seen: list[tuple[int, int]] = []
     table = rule_table(laws, [PREFIX, PREFIX[:9]], 0, lambda _, done, total: seen.append((done, total)))
     assert seen == [(1, 2), (2, 2)]

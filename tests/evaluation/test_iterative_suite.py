@@ -26,22 +26,28 @@ from ragspec.evaluation.suites.iterative import suite as iterative_suite
 from ragspec.evaluation.suites.iterative.knnlm import KnnPlan
 from ragspec.evaluation.suites.iterative.report import METRICS, NOTES, draw_iterative, iterative_tables
 from ragspec.evaluation.suites.iterative.rows import (
-    Comparison,
-    Place,
+    IndexUnderTest,
+    VariantComparison,
     headlines,
     optimum,
     optimum_of_answers,
     table_rows,
 )
-from ragspec.evaluation.suites.iterative.suite import Elsewhere, IterativePlan, iterative_plan, knnlm_part, textbooks
+from ragspec.evaluation.suites.iterative.suite import (
+    IterativePlan,
+    RemoteOpeners,
+    iterative_plan,
+    knnlm_part,
+    textbooks,
+)
 from ragspec.evaluation.suites.iterative.variants import (
     BASELINE,
     PSA,
     TABLE,
     VARIANTS,
-    Take,
-    Timed,
+    TimedUnit,
     Workload,
+    WorkloadTimes,
     take_turns,
 )
 from ragspec.rag.answer import Answer, AnswerStats, IterativeStats
@@ -68,19 +74,19 @@ def no_tick(stage: str, done: int, total: int) -> None:
     assert 0 <= done <= total
 
 
-def take(seconds: float, text: str = "yes", ids: tuple[int, ...] = (1, 2), **counters: object) -> Take:
+def take(seconds: float, text: str = "yes", ids: tuple[int, ...] = (1, 2), **counters: object) -> TimedUnit:
     """One question answered in that time."""
     run = IterativeStats(**({"total_s": seconds, "num_rounds": 2} | counters))  # type: ignore[arg-type]
     stats = AnswerStats(0.0, 0.0, "", GenerationStats(), run)
-    return Take(seconds, [Answer("?", text, (), (), (), FinishReason.STOP, ids, (), stats)])
+    return TimedUnit(seconds, [Answer("?", text, (), (), (), FinishReason.STOP, ids, (), stats)])
 
 
 def made_up_row(**changes: object) -> Result:
     """A row of the product on an index that takes 40 steps: baseline 8 s, product 2 s, half the guesses right."""
     counters = {"num_right": 3, "num_wrong": 1, "num_kept_tokens": 2, "num_lost_tokens": 8, "wait_s": 1.0}
     takes = {BASELINE: [[take(8.0, wait_s=6.0)]], PSA: [[take(2.0, **counters, strides=[2, 4])]]}
-    timed = Timed(takes, StrideTiming(0.01, lambda _: 0.4), {PSA: None})
-    (row,) = table_rows(Place("far", 40.0, 0.3), Workload(TABLE, 1, 1, (BASELINE, PSA)), timed)
+    timed = WorkloadTimes(takes, StrideTiming(0.01, lambda _: 0.4), {PSA: None})
+    (row,) = table_rows(IndexUnderTest("far", 40.0, 0.3), Workload(TABLE, 1, 1, (BASELINE, PSA)), timed)
     return row | changes
 
 
@@ -89,7 +95,7 @@ def test_variants_take_turns() -> None:
     calls: list[str] = []
 
     def asker(name: str) -> object:
-        def ask(unit: Sequence[str]) -> Take:
+        def ask(unit: Sequence[str]) -> TimedUnit:
             calls.append(name + unit[0])
             return take(float(len(calls)))
 
@@ -105,15 +111,15 @@ def test_speed_is_the_ratio_of_summed_medians() -> None:
     """Bug guarded: the mean, which one slow run moves; a mean of ratios in place of the ratio of sums."""
     baseline = [[take(10.0), take(12.0), take(99.0)], [take(2.0)]]
     variant = [[take(4.0), take(3.0), take(4.0)], [take(2.0)]]
-    comparison = Comparison(baseline, variant)
+    comparison = VariantComparison(baseline, variant)
     assert comparison.speedup == pytest.approx(14.0 / 6.0)
     assert comparison.median_speedup == pytest.approx((3.0 + 1.0) / 2)
 
 
 @pytest.mark.parametrize("other", [take(1.0, "no"), take(1.0, ids=(1, 3)), take(1.0, ids=(1, 2, 3))])
-def test_one_different_answer_in_any_run_is_counted(other: Take) -> None:
+def test_one_different_answer_in_any_run_is_counted(other: TimedUnit) -> None:
     """Bug guarded: only texts, only tokens or only the first run compared."""
-    comparison = Comparison([[take(1.0), take(1.0, "late")]], [[take(1.0), other]])
+    comparison = VariantComparison([[take(1.0), take(1.0, "late")]], [[take(1.0), other]])
     assert comparison.identical() == (1, 2)
 
 
@@ -130,13 +136,13 @@ def test_shares_of_guesses_and_waiting_are_of_all_answers() -> None:
 
 def test_where_nothing_was_guessed_right_guesses_are_the_bound() -> None:
     """Bug guarded: a division by zero, a chance of 0 reported, or a row without a share because speculation was off in it."""
-    timed = Timed(
+    timed = WorkloadTimes(
         {BASELINE: [[take(1.0)]], PSA: [[take(1.0)]]}, StrideTiming(0.01, lambda size: 1e-4 * size), {PSA: None}
     )
-    (row,) = table_rows(Place("here"), Workload(TABLE, 1, 1, (BASELINE, PSA)), timed)
+    (row,) = table_rows(IndexUnderTest("here"), Workload(TABLE, 1, 1, (BASELINE, PSA)), timed)
     assert row["gamma"] is row["kept_after_mismatch"] is row["mean_stride"] is None
     assert row["optimum"] == row["share_of_optimum"] == 1.0
-    (other,) = table_rows(Place("here"), Workload("FLARE", 1, 1, (BASELINE, PSA), Flare()), timed)
+    (other,) = table_rows(IndexUnderTest("here"), Workload("FLARE", 1, 1, (BASELINE, PSA), Flare()), timed)
     assert other["optimum"] is other["share_of_optimum"] is None, "the formula is for a retrieval before every step"
 
 
@@ -151,13 +157,15 @@ def test_optimum_is_the_published_one(b_over_a: float, gamma: float, asynchronou
 
 def test_only_an_index_elsewhere_is_asked_beside_decoding() -> None:
     """Bug guarded: the prediction of a search on the same processors as if it had its own."""
-    timed = Timed(
+    timed = WorkloadTimes(
         {BASELINE: [[take(2.0)]], PSA: [[take(1.0, num_right=600, num_wrong=400)]]},
         StrideTiming(0.01, lambda _: 0.01),
         {PSA: None},
     )
     workload = Workload(TABLE, 1, 1, (BASELINE, PSA))
-    (here,), (there,) = (list(table_rows(place, workload, timed)) for place in (Place("here"), Place("far", 1.0, 0.0)))
+    (here,), (there,) = (
+        list(table_rows(place, workload, timed)) for place in (IndexUnderTest("here"), IndexUnderTest("far", 1.0, 0.0))
+    )
     assert here["optimum"] == pytest.approx(1.07, abs=0.006) and there["optimum"] == pytest.approx(1.43, abs=0.006)
 
 
@@ -234,7 +242,7 @@ def test_knnlm_elsewhere_is_measured_by_a_shorter_plan(monkeypatch: pytest.Monke
         return {"knnlm": rows, "knnlm_entries": 7}
 
     monkeypatch.setattr(iterative_suite, "measure_knnlm", measured)
-    elsewhere = Elsewhere(lambda *_: nullcontext(), lambda *_: nullcontext())  # type: ignore[arg-type, return-value]
+    elsewhere = RemoteOpeners(lambda *_: nullcontext(), lambda *_: nullcontext())  # type: ignore[arg-type, return-value]
     given = TargetConfig(), Path("data"), Path("cache"), iterative_plan(), no_tick
     both = knnlm_part(*given, elsewhere)
     assert (
@@ -278,7 +286,7 @@ def tiny(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> Settings:
     monkeypatch.setattr(iterative_suite, "iterative_plan", lambda *given: tiny_plan())
     monkeypatch.setattr(iterative_suite, "knnlm_part", lambda *given: KNNLM)
     monkeypatch.setattr(iterative_suite, "IN_FLIGHT", 2)
-    return dataclasses.replace(settings, elsewhere=Elsewhere(index, lambda folder, service_s: nullcontext()))  # type: ignore[arg-type]
+    return dataclasses.replace(settings, elsewhere=RemoteOpeners(index, lambda folder, service_s: nullcontext()))  # type: ignore[arg-type]
 
 
 def test_everything_is_measured_shown_and_drawn(
@@ -389,7 +397,7 @@ def test_rows_elsewhere_are_of_an_index_in_an_actor(
         plan = dataclasses.replace(tiny_plan(), remote=((40.0, 1),), num_runs=1)
         monkeypatch.setattr(iterative_suite, "iterative_plan", lambda *given: plan)
         result = run_suite(
-            "iterative", dataclasses.replace(tiny, elsewhere=Elsewhere(index, open_datastore)), no_tick
+            "iterative", dataclasses.replace(tiny, elsewhere=RemoteOpeners(index, open_datastore)), no_tick
         ).result
     assert result["identical"] == 1.0 and len(opened) == 2 and opened[1] >= 0.05, "opened once to learn its own time"
     far = [row for row in result["rows"] if row["stated_b_over_a"] == 40.0]

@@ -13,7 +13,7 @@ import pytest
 from ragspec.config import TargetConfig
 from ragspec.errors import InputError
 from ragspec.evaluation.suites.iterative import knnlm
-from ragspec.evaluation.suites.iterative.knnlm import SIZES, KnnPlan, Runs, measure_knnlm, service_time
+from ragspec.evaluation.suites.iterative.knnlm import SIZES, KnnPlan, PairedRuns, measure_knnlm, service_time
 from ragspec.rag.knnlm.generation import KnnStats
 from ragspec.retrieval.encoder import EncoderIdentity
 from ragspec.retrieval.knnlm.datastore import Datastore
@@ -103,7 +103,7 @@ def test_the_service_time_makes_a_search_so_many_steps() -> None:
 
 def test_a_row_is_the_median_of_ratios_beside_what_was_predicted() -> None:
     """A ratio of medians, guesses behind a wrong one in gamma, a prediction for free verifications."""
-    runs = Runs()
+    runs = PairedRuns()
     runs.seconds = {False: [10.0, 12.0, 30.0], True: [5.0, 3.0, 10.0]}
     runs.stats[False] = [KnnStats(num_verifications=100, num_queries=100, step_s=0.5, verification_s=2.0)] * 3
     runs.stats[True] = [KnnStats(num_verifications=25, num_queries=125, num_right=75, num_wrong=25)] * 3

@@ -22,9 +22,15 @@ from ragspec.evaluation.suites.retrieval.collections import (
     synthetic_documents,
     write_vectors,
 )
-from ragspec.evaluation.suites.retrieval.identity import NUM_COMMITS, Identical, Identity, Way, layouts
+from ragspec.evaluation.suites.retrieval.identity import (
+    NUM_COMMITS,
+    IdentityCheck,
+    IdentityCounts,
+    IndexLayout,
+    layouts,
+)
 from ragspec.evaluation.suites.retrieval.quality import MODES
-from ragspec.evaluation.suites.retrieval.speed import EXACT, FLAT, best_rows, contenders, plain, recall
+from ragspec.evaluation.suites.retrieval.speed import EXACT, FLAT, best_rows, contenders, faiss_contender, recall
 from ragspec.evaluation.suites.retrieval.timing import Blocks, TimingPlan, take_turns
 from ragspec.retrieval.chunking import chunk
 from ragspec.retrieval.encoder import EncoderIdentity, FloatArray, TextKind
@@ -91,7 +97,7 @@ QUERIES = [
 
 def test_identity_holds_for_an_honest_encoder(tmp_path: Path) -> None:
     """Bug guarded: an index whose answers depend on batch, layout, compaction or the order of its documents."""
-    identical = Identity(Plain(), documents(), QUERIES).measure(tmp_path, no_tick)
+    identical = IdentityCheck(Plain(), documents(), QUERIES).measure(tmp_path, no_tick)
     assert identical.share == 1.0
     assert set(identical.counts()) == set(MODES)
     assert set(identical.counts()["dense"].values()) == {"8/8"} and len(identical.counts()["dense"]) == 7
@@ -102,7 +108,7 @@ def test_identity_holds_for_an_honest_encoder(tmp_path: Path) -> None:
 )
 def test_identity_fails_for_a_bit_that_differs(encoder: Plain, way: str, tmp_path: Path) -> None:
     """The check can fail: one last bit of one vector is found out, in the mode that uses vectors alone."""
-    identical = Identity(encoder, documents(), QUERIES).measure(tmp_path, no_tick)
+    identical = IdentityCheck(encoder, documents(), QUERIES).measure(tmp_path, no_tick)
     assert identical.share < 1.0
     assert identical.same["dense"][way] < len(QUERIES)
     assert identical.same["sparse"][way] == len(QUERIES)
@@ -110,12 +116,12 @@ def test_identity_fails_for_a_bit_that_differs(encoder: Plain, way: str, tmp_pat
 
 def test_identity_fails_for_a_lost_segment(tmp_path: Path) -> None:
     """The check can fail: a layout that forgets a segment."""
-    identity = Identity(Plain(), documents(), QUERIES)
+    identity = IdentityCheck(Plain(), documents(), QUERIES)
     identity.measure(tmp_path, no_tick)
     store = Store.open(tmp_path / "grown")
-    identical = Identical(len(QUERIES), {mode: Counter() for mode in MODES})
-    truth = {mode: identity.answers(Way("alone", store, 1), mode, no_tick) for mode in MODES}
-    forgetful = Way("forgetful", store, 64, lambda opened: Shard([]))
+    identical = IdentityCounts(len(QUERIES), {mode: Counter() for mode in MODES})
+    truth = {mode: identity.answers(IndexLayout("alone", store, 1), mode, no_tick) for mode in MODES}
+    forgetful = IndexLayout("forgetful", store, 64, lambda opened: Shard([]))
     identity.compare([forgetful], truth, identical, no_tick)
     assert identical.share == 0.0
 
@@ -244,5 +250,5 @@ def test_plain_faiss_runs_with_the_threads_it_says() -> None:
     index = faiss.IndexFlatIP(4)
     seen: list[int] = []
     for threads in (1, 2):
-        plain("x", index, threads).run(lambda: seen.append(faiss.omp_get_max_threads()))
+        faiss_contender("x", index, threads).run(lambda: seen.append(faiss.omp_get_max_threads()))
     assert seen == [1, 2]

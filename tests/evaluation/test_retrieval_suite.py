@@ -23,7 +23,7 @@ from ragspec.evaluation.suite import Outcome, Settings, run_suite
 from ragspec.evaluation.suites.retrieval import speed
 from ragspec.evaluation.suites.retrieval import suite as retrieval_suite
 from ragspec.evaluation.suites.retrieval.collections import Collection, WholeTexts
-from ragspec.evaluation.suites.retrieval.quality import WHOLE, Quality, measured
+from ragspec.evaluation.suites.retrieval.quality import WHOLE, Quality, ranking_scores
 from ragspec.evaluation.suites.retrieval.report import METRICS, NOTES, draw_retrieval, retrieval_tables
 from ragspec.evaluation.suites.retrieval.suite import RetrievalPlan, RetrievalSuite, retrieval_plan
 from ragspec.evaluation.suites.retrieval.timing import TimingPlan
@@ -159,10 +159,10 @@ def test_whole_documents_are_one_passage(tmp_path: Path) -> None:
 def test_measures_are_those_of_the_ranking() -> None:
     """Bug guarded: ranks turned round, ties put in another order, queries that found nothing left out of the mean."""
     collection = Collection("c", [], {"q": "a", "r": "b"}, {"q": {"x": 1}, "r": {"y": 1}})
-    scores = measured({"q": ["z", "x"], "r": []}, collection)
+    scores = ranking_scores({"q": ["z", "x"], "r": []}, collection)
     assert scores["recall@1"] == 0.0 and scores["recall@5"] == 0.5
     assert scores["nDCG@10"] == pytest.approx(0.5 / np.log2(3))
-    assert measured({"q": ["x"], "r": []}, collection.only({"q"}))["recall@1"] == 1.0
+    assert ranking_scores({"q": ["x"], "r": []}, collection.only({"q"}))["recall@1"] == 1.0
 
 
 def test_modes_parts_and_reranker_are_told_apart(tmp_path: Path) -> None:

@@ -8,8 +8,8 @@ import pytest
 
 from ragspec.core import CopySource, SourceKind
 from ragspec.evaluation.cases import Case
-from ragspec.evaluation.suites.numerics import Size
-from ragspec.evaluation.suites.step_overhead import Step, StepOverhead, overhead_of, worst
+from ragspec.evaluation.suites.numerics import ModelSize
+from ragspec.evaluation.suites.step_overhead import Step, StepOverhead, largest_overhead, overhead_of
 
 QUOTE = " ".join(f"Mill number {n} was built in {1800 + 7 * n} beside the old bridge." for n in range(12))
 
@@ -35,14 +35,14 @@ def test_no_step_of_a_batch_is_no_share() -> None:
     """A goal that counts as met because nothing was measured."""
     rows = [overhead_of([], 8) | {"batch": 8}, {"batch": 8, "overhead": 0.1}, {"batch": 1, "overhead": 0.2}]
     assert rows[0]["overhead"] is None
-    assert worst(rows, 8) is None and worst(rows, 1) == 0.2 and worst(rows, 2) is None
+    assert largest_overhead(rows, 8) is None and largest_overhead(rows, 1) == 0.2 and largest_overhead(rows, 2) is None
 
 
 def test_a_real_engine_is_timed_and_copies_are_accepted(tiny_dir: Path) -> None:
     """Steps that draft nothing timed as those of copy drafts; a forward that is longer than its step."""
     source = (CopySource(SourceKind.PASSAGE, QUOTE, "p#0"),)
     cases = [Case(f"c{n}", "rag", tuple(range(30 + n, 60 + n)), source, 600) for n in range(4)]
-    bench = StepOverhead(Size("tiny", str(tiny_dir)), cases, dict.fromkeys((c.id for c in cases), QUOTE))
+    bench = StepOverhead(ModelSize("tiny", str(tiny_dir)), cases, dict.fromkeys((c.id for c in cases), QUOTE))
     rows = bench.measure(batch=2, num_cases=4, tick=lambda *_: None)
     assert [(row["way"], row["temperature"]) for row in rows] == [
         ("plain", 0.0), ("plain", 1.0), ("copy", 0.0), ("copy", 1.0)

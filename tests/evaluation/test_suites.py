@@ -26,9 +26,9 @@ from ragspec.evaluation.peers import TransformersDecoder, load_peer
 from ragspec.evaluation.report import KEYS, complete, summary
 from ragspec.evaluation.suite import Settings, engine_config, find_suite, run_suite
 from ragspec.evaluation.suites import target as target_suite
-from ragspec.evaluation.suites.dense_step import VariantStep
+from ragspec.evaluation.suites.dense_step import FastestStep
 from ragspec.evaluation.suites.generation import GenerationSuite
-from ragspec.evaluation.suites.numerics import Size, numerics_suite
+from ragspec.evaluation.suites.numerics import ModelSize, numerics_suite
 from ragspec.evaluation.suites.target import Generate, Retrieve
 from ragspec.evaluation.timing import SPECULATIVE, Decoder, TimedGeneration, Timings
 from ragspec.numerics.batch import Batch, ScheduledSequence
@@ -125,7 +125,7 @@ def test_peer_decodes_forced_answers_too(engine: Engine, settings: Settings) -> 
 
 def test_numerics_suite_reports_both_types(settings: Settings) -> None:
     """Bug guarded: a cost without its two times, or a type that was left out."""
-    sizes = [Size("target", settings.target.model)]
+    sizes = [ModelSize("target", settings.target.model)]
     result = complete({"suite": "numerics"} | numerics_suite(settings.target, 0, True, no_tick, sizes))
     assert result["bitwise"] is True
     assert result["self_test"] == {"target float32": True, "target bfloat16": True}
@@ -138,7 +138,7 @@ def test_variant_step_computes_the_same_function(engine: Engine, settings: Setti
     """Bug guarded: a "fastest variant" that is fast because it computes something else."""
     context, num_rows = 40, 7
     target = engine.target
-    variant = VariantStep(Size("target", settings.target.model).model("float32", "ragspec"), context, num_rows)
+    variant = FastestStep(ModelSize("target", settings.target.model).model("float32", "ragspec"), context, num_rows)
     slots = SequenceSlots(target.pool)
     slots.keep(*slots.reserve(context), list(range(context)))
     for keys, values in zip(target.pool.keys, target.pool.values, strict=True):

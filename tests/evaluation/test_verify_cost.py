@@ -11,7 +11,7 @@ from ragspec.errors import ConfigError
 from ragspec.evaluation.report import complete, summary
 from ragspec.evaluation.suites.verify_cost import (
     METRICS,
-    Shape,
+    LlamaShape,
     TreeVerifier,
     bandwidth,
     branching_parents,
@@ -22,7 +22,7 @@ from ragspec.evaluation.suites.verify_cost import (
     verify_cost_tables,
 )
 
-TINY = Shape(64, 96, 2, 4, 2, 256, 24, (1, 8), torch.float32)
+TINY = LlamaShape(64, 96, 2, 4, 2, 256, 24, (1, 8), torch.float32)
 
 
 def no_tick(stage: str, done: int, total: int) -> None:
@@ -73,10 +73,10 @@ def test_weights_read_leave_out_the_embedding_table() -> None:
     verifier = TreeVerifier(TINY, torch.device("cpu"))
     num_weights = sum(p.numel() for p in verifier._model.parameters())
     assert verifier.num_weight_bytes == 4 * (num_weights - 256 * 64)
-    assert 14e9 < 2 * parameters_of(Shape()) < 16e9, "8B parameters in bfloat16, without the embedding table"
+    assert 14e9 < 2 * parameters_of(LlamaShape()) < 16e9, "8B parameters in bfloat16, without the embedding table"
 
 
-def parameters_of(shape: Shape) -> int:
+def parameters_of(shape: LlamaShape) -> int:
     with torch.device("meta"):
         model = torch.nn.Linear(shape.hidden_size, shape.vocab_size, bias=False)
     kv = shape.hidden_size // shape.num_heads * shape.num_kv_heads

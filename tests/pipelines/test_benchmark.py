@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from pipelines import benchmark
 from ragspec.evaluation.report import KEYS
 from ragspec.evaluation.suite import Outcome, Settings, Suite, find_suite
-from ragspec.evaluation.suites.generation import Measured
+from ragspec.evaluation.suites.generation import MeasuredGeneration
 from ragspec.evaluation.timing import TimedGeneration, Timings
 
 
@@ -22,7 +22,7 @@ def outcome(settings: Settings) -> Outcome:
     }
     result = {"suite": "rag", "label": "made up", "target": "tiny", "dtype": "float32", "num_prompts": 1}
     result |= {"identical": True, "speedup_vs_plain": 4.0, "parts": {"a": {"x": 1.0}}, "seed": settings.plan.seed}
-    return Outcome(result, Measured(result, Timings(runs, [0.1]), None))
+    return Outcome(result, MeasuredGeneration(result, Timings(runs, [0.1]), None))
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from pipelines.benchmarks.chat.first_token import FirstTokens
 from pipelines.benchmarks.chat.suite import identical
 from pipelines.benchmarks.chat.tenants import OWNER, STRANGER, cliffs_delta, foreign_tokens, probe
 from pipelines.benchmarks.load import leaked_slots
-from pipelines.benchmarks.load_clients import Clients, Order, Tally
+from pipelines.benchmarks.load_clients import Clients, LoadRequest, LoadStats
 from pipelines.benchmarks.service import Service, run_clients, service_here
 from ragspec.config import load_settings
 from ragspec.core import Request, SamplingParams
@@ -104,7 +104,7 @@ def test_clients_of_every_kind_are_answered(here: Service) -> None:
 
 def test_what_clients_met_is_counted() -> None:
     """A hang, a client that went away and a server's error were one and the same."""
-    tally, order = Tally(), Order("/v1/models", None)
+    tally, order = LoadStats(), LoadRequest("/v1/models", None)
     orders = {"url": "", "keys": [""], "questions": [""], "model": "", "seconds": 0, "num_clients": 1, "seed": 0}
     clients = Clients(orders)
     clients.tally = tally

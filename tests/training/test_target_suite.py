@@ -4,10 +4,10 @@ import pytest
 
 from ragspec.evaluation.metrics import answer_f1
 from ragspec.evaluation.suites.target import abstention_scores, question_scores
-from ragspec.evaluation.suites.target_cases import Case, passage_with
+from ragspec.evaluation.suites.target_cases import QuestionCase, passage_with
 from ragspec.training.reference.text_format import ABSTENTION, quoted_answer
 
-CASE = Case("Who sat?", ["A dog ran.", "The cat sat. It rained."], 2, ["cat", "The cat"])
+CASE = QuestionCase("Who sat?", ["A dog ran.", "The cat sat. It rained."], 2, ["cat", "The cat"])
 
 
 def test_scores_tell_exact_quotes_from_invented_ones() -> None:
@@ -27,7 +27,7 @@ def test_scores_tell_exact_quotes_from_invented_ones() -> None:
 
 def test_abstention_counts_both_ways() -> None:
     """Precision over all abstentions, recall over all unanswerable questions."""
-    none = Case("Who flew?", CASE.passages, 1, [])
+    none = QuestionCase("Who flew?", CASE.passages, 1, [])
     scores = abstention_scores([CASE, CASE, none, none], [ABSTENTION, "x", ABSTENTION, "x"])
     assert scores == {"abstain_precision": 0.5, "abstain_recall": 0.5}
 

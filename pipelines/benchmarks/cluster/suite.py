@@ -26,8 +26,8 @@ from ragspec.evaluation.forced_answers import gold_answers
 from ragspec.evaluation.machine import PeakMemory
 from ragspec.evaluation.report import Metric, Result, Table, at_least, equal_to, select, share, transposed, under
 from ragspec.evaluation.suite import Outcome, Settings, Suite
-from ragspec.evaluation.suites.numerics import DTYPES, Size, sizes_of
-from ragspec.evaluation.suites.step_overhead import StepOverhead, worst
+from ragspec.evaluation.suites.numerics import DTYPES, ModelSize, model_sizes
+from ragspec.evaluation.suites.step_overhead import StepOverhead, largest_overhead
 from ragspec.evaluation.timing import Tick
 from ragspec.rag.prompt import PromptBuilder
 from ragspec.retrieval.encoder import Encoder, TextEncoder
@@ -63,11 +63,11 @@ class ClusterPlan:
 class ClusterSuite:
     """The four parts, in the order of the tables."""
 
-    def __init__(self, settings: Settings, tick: Tick, size: Size | None = None) -> None:
+    def __init__(self, settings: Settings, tick: Tick, size: ModelSize | None = None) -> None:
         """`size`: the model whose steps are timed; None: a random Llama of 100M parameters. Raises: ModelError, SaveError."""
         self._settings, self._tick = settings, tick
         self._plan = ClusterPlan.of(settings)
-        self._size = size or sizes_of(settings.target)[1]
+        self._size = size or model_sizes(settings.target)[1]
         self._encoder: TextEncoder = Encoder.load(settings.encoder)
         count = max(self._plan.num_questions, self._plan.num_queries)
         self._list: RagList = settings.questions(count)
@@ -86,7 +86,7 @@ class ClusterSuite:
         scaling = self._scaling(costs)
         shard_rows = self._sharded()
         result = tp_headlines(tp_rows)
-        result |= {f"step_overhead_b{batch}": worst(steps, batch) for batch in BATCHES} | scaling
+        result |= {f"step_overhead_b{batch}": largest_overhead(steps, batch) for batch in BATCHES} | scaling
         result |= {"sharded_identical": sharded_identical(shard_rows)}
         result |= {"tp_rows": tp_rows, "step_rows": steps, "shard_rows": shard_rows, "notes": list(NOTES)}
         identical = result["tp_identical"] == result["sharded_identical"] == 1.0 and scaling["scaling_identical"]
@@ -140,7 +140,9 @@ METRICS = (
         "tp_bitwise", "every logit of prompts, chunks, trees and batches has the bits of one rank's", equal_to(True)
     ),
     Metric(
-        "step_overhead_b1", "share of a step outside its forward, 100M parameters, one request, worst way", under(0.1)
+        "step_overhead_b1",
+        "share of a step outside its forward, 100M parameters, one request, worst way",
+        under(0.1),
     ),
     Metric("step_overhead_b8", "the same, eight requests side by side", under(0.15)),
     Metric("replica_scaling_simulated", "speed of two replicas over one, forwards replaced by sleeps", at_least(1.9)),

@@ -68,7 +68,7 @@ class RankProbe(WorkerActor):
         ranks = DistributedRanks(address, rank, size, timeout_s=_RANK_TIMEOUT_S)
         load_follower(config, EngineConfig(max_kv_tokens=_KV_TOKENS, num_threads=1), ranks).run()
 
-    def lead(self, config: TargetConfig, cases: Sequence[Case], size: int, seed: int) -> Measured:
+    def lead(self, config: TargetConfig, cases: Sequence[Case], size: int, seed: int) -> RankMeasurement:
         if size == 1:
             return measure_ranks(config, cases, ONE_RANK, seed)
         ranks = DistributedRanks(self._meeting, 0, size, timeout_s=_RANK_TIMEOUT_S)
@@ -104,11 +104,11 @@ def tensor_parallel(
     rows: list[Result] = []
     with rank_probes() as probes:
         for name, config in targets:
-            alone: Measured | None = None
+            alone: RankMeasurement | None = None
             for size in SIZES:
                 measured = _measured(probes, config, cases, size, seed)
                 alone = alone or measured
-                rows.append({"target": name, "dtype": config.dtype, "ranks": size} | compared(alone, measured))
+                rows.append({"target": name, "dtype": config.dtype, "ranks": size} | compare_ranks(alone, measured))
                 tick("tensor parallel", len(rows), len(targets) * len(SIZES))
     return rows
 
@@ -123,11 +123,13 @@ def tp_headlines(rows: Sequence[Result]) -> Result:
     }
 
 
-def _measured(probes: Sequence[Any], config: TargetConfig, cases: Sequence[Case], size: int, seed: int) -> Measured:
+def _measured(
+    probes: Sequence[Any], config: TargetConfig, cases: Sequence[Case], size: int, seed: int
+) -> RankMeasurement:
     address = ray.get(probes[0].meet.remote()) if size > 1 else ""
     follows = [probe.follow.remote(config, address, rank, size) for rank, probe in enumerate(probes[1:size], 1)]
     lead = probes[0].lead.remote(config, cases, size, seed)
-    measured: Measured = ray.get(lead, timeout=_TIMEOUT_S)
+    measured: RankMeasurement = ray.get(lead, timeout=_TIMEOUT_S)
     ray.get(follows, timeout=_RANK_TIMEOUT_S)
     return measured
 
@@ -142,7 +144,7 @@ _THREADS = 1
 Answers = dict[str, list[tuple[int, ...]]]
 
 
-class Measured(NamedTuple):
+class RankMeasurement(NamedTuple):
     """`bits`: a digest of every logit of `num_rows` rows in prompts, chunks, trees and batches. `answers`: tokens by setting.
 
     `step_ms`: milliseconds of a forward by its rows; `fingerprint`: the numerics id.
@@ -155,7 +157,7 @@ class Measured(NamedTuple):
     fingerprint: str
 
 
-class Recorder:
+class LogitsDigest:
     """Stands before a target and digests the bits of all logits that it gives."""
 
     def __init__(self, target: Target) -> None:
@@ -175,12 +177,12 @@ class Recorder:
         return logits
 
 
-def measure_ranks(config: TargetConfig, cases: Sequence[Case], ranks: Ranks, seed: int = 0) -> Measured:
+def measure_ranks(config: TargetConfig, cases: Sequence[Case], ranks: Ranks, seed: int = 0) -> RankMeasurement:
     """Rank 0's part; the others follow meanwhile, and end with it. Raises: ModelError, RankLost."""
     settings = EngineConfig(max_kv_tokens=4096, max_running=8, num_threads=_THREADS, adaptive_threads=False)
     drafting = DraftingConfig(max_tree_nodes=_NODES)
     with load_engine(config, settings, drafting, ranks=ranks, planner_class=FixedTreePlanner) as engine:
-        target, recorder = engine.target, Recorder(engine.target)
+        target, recorder = engine.target, LogitsDigest(engine.target)
         steps: dict[int, float] = {}
 
         def compute() -> None:  # Why in the engine's thread: the ranks follow what that says
@@ -191,10 +193,12 @@ def measure_ranks(config: TargetConfig, cases: Sequence[Case], ranks: Ranks, see
                     steps[num_rows] = min(_step_ms(target, num_rows), steps.get(num_rows, math.inf))
 
         engine.between_steps(compute)
-        return Measured(recorder.bits, recorder.num_rows, _answers(engine, cases, seed), steps, engine.fingerprint)
+        return RankMeasurement(
+            recorder.bits, recorder.num_rows, _answers(engine, cases, seed), steps, engine.fingerprint
+        )
 
 
-def compared(alone: Measured, group: Measured) -> Result:
+def compare_ranks(alone: RankMeasurement, group: RankMeasurement) -> Result:
     """What a group has equal to one rank: all bits or not, and of the answers how many."""
     pairs = [
         (a, b)

@@ -19,7 +19,7 @@ from ragspec.numerics.layers import Decoder, PagedAttention, make_row_invariant
 from ragspec.numerics.linear import PackedLinear
 
 
-class DenseStep(NamedTuple):
+class DenseBatch(NamedTuple):
     """Rows [start, start + N) of one sequence as a chain. Shapes: keys, values per layer [1, KV heads, T, head_dim];
     cos, sin [N, 1, head_dim]; mask bool [N, start + N], None for a single row."""
 
@@ -53,7 +53,7 @@ class DenseAttention(nn.Module):
         self.shape, self.layer = paged.shape, paged.layer
         self.qkv, self.out = UnpaddedLinear(paged.qkv), UnpaddedLinear(paged.out)
 
-    def forward(self, x: Tensor, step: DenseStep) -> Tensor:
+    def forward(self, x: Tensor, step: DenseBatch) -> Tensor:
         heads, kv_heads, dim = self.shape.num_heads, self.shape.num_kv_heads, self.shape.head_dim
         group = heads // kv_heads
         qkv = self.qkv(x).view(-1, heads + 2 * kv_heads, dim)  # [N, heads, D]
@@ -73,7 +73,7 @@ class DenseAttention(nn.Module):
         return cast(Tensor, self.out(out))
 
 
-class VariantStep:
+class FastestStep:
     """Takes over an untouched transformers model of a kind the engine knows whole.
 
     Raises: ModelError for any other.
@@ -101,7 +101,7 @@ class VariantStep:
         with torch.inference_mode():
             cos, sin = self._cos[0, start:end, None], self._sin[0, start:end, None]
             visible = torch.ones(num_rows, end, dtype=torch.bool).tril(start) if num_rows > 1 else None
-            step = DenseStep(self._keys, self._values, start, cos, sin, visible)
+            step = DenseBatch(self._keys, self._values, start, cos, sin, visible)
             hidden = self._decoder.through_layers(self._decoder.embedding(token_ids), cast(Any, step))  # [N, H]
             return cast(Tensor, self._head(hidden))
 

@@ -48,7 +48,7 @@ _NOTHING_RUNS = 5
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class MeasuredGeneration:
     """The result for the JSON line, and the timings behind it: `sampled` is None for forced answers."""
 
     result: Result
@@ -74,7 +74,7 @@ class GenerationSuite:
         self._equality, self._memory = Equality(), PeakMemory()
         self._nothing_runs = max(_NOTHING_RUNS, plan.num_runs)
 
-    def measure(self) -> Measured:
+    def measure(self) -> MeasuredGeneration:
         """All measurements that need the engine, in the order of the module's docstring."""
         plan, sampled = self._plan, None
         greedy = self._alone("T=0", GREEDY, plan.num_runs, self._peers())
@@ -99,7 +99,7 @@ class GenerationSuite:
             "seed": plan.seed,
             "peak_pss_mb": self._memory.look(),
         }
-        return Measured(result, greedy, sampled)
+        return MeasuredGeneration(result, greedy, sampled)
 
     def _engine_decoders(self, sampling: dict[str, Any]) -> dict[str, EngineDecoder]:
         return engine_decoders(self._engine, self._plan.seed, sampling)
@@ -164,7 +164,7 @@ class GenerationSuite:
 
 def measure_engine(
     settings: Settings, engine: Engine, cases: Sequence[Case], forced: ForcedAnswers | None, tick: Tick
-) -> Measured:
+) -> MeasuredGeneration:
     """The generation suite, then the bound at T=1. Closes the engine."""
     peer = load_peer(settings.target) if settings.peers else None
     measured = GenerationSuite(engine, cases, settings.plan, peer=peer, forced=forced, tick=tick).measure()

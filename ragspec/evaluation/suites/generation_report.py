@@ -5,7 +5,7 @@ from __future__ import annotations
 from ragspec.evaluation.plots import INK, OTHER, OWN, Figures, label_axes, mark_level, new_figure
 from ragspec.evaluation.report import PEAK_MEMORY, Metric, Result, Table, nested
 from ragspec.evaluation.suite import Outcome
-from ragspec.evaluation.suites.generation import Measured
+from ragspec.evaluation.suites.generation import MeasuredGeneration
 from ragspec.evaluation.timing import GENERATE, PLAIN, PROMPT_LOOKUP, SPECULATIVE
 
 _END_TO_END = "with retrieval, prompt building and prefill, against"
@@ -55,7 +55,7 @@ def draw_generation(outcome: Outcome, title: str) -> Figures:
     return {f"{name}_speed": _draw_speed(measured, title), f"{name}_acceptance": _draw_acceptance(measured, title)}
 
 
-def _draw_speed(measured: Measured, title: str) -> object:
+def _draw_speed(measured: MeasuredGeneration, title: str) -> object:
     greedy, result = measured.greedy, measured.result
     bars = {
         "transformers generate": greedy.ratio(PLAIN, GENERATE),
@@ -82,7 +82,7 @@ def _draw_speed(measured: Measured, title: str) -> object:
     return figure
 
 
-def _draw_acceptance(measured: Measured, title: str) -> object:
+def _draw_acceptance(measured: MeasuredGeneration, title: str) -> object:
     greedy = measured.greedy
     single = [greedy.of([i]) for i in range(len(greedy.runs[PLAIN][0]))]
     points = [(one.acceptance_length(SPECULATIVE), one.ratio(PLAIN, SPECULATIVE)) for one in single]

@@ -24,7 +24,7 @@ from ragspec.evaluation.machine import PeakMemory
 from ragspec.evaluation.peers import TransformersDecoder
 from ragspec.evaluation.report import PEAK_MEMORY, Metric, Result, nested
 from ragspec.evaluation.suite import Outcome, Settings, Suite
-from ragspec.evaluation.suites.dense_step import VariantStep
+from ragspec.evaluation.suites.dense_step import FastestStep
 from ragspec.evaluation.timing import GENERATE, PLAIN, Decoder, EngineDecoder, Tick, Timings
 from ragspec.numerics.batch import Batch, ScheduledSequence
 from ragspec.numerics.kv_cache import KvPool, SequenceSlots
@@ -38,7 +38,7 @@ DTYPES = ("float32", "bfloat16")
 _KV_SLOTS = 4096
 
 
-class Size(NamedTuple):
+class ModelSize(NamedTuple):
     """A model to measure. `config`: None loads the weights of `path`, else they are random."""
 
     name: str
@@ -71,7 +71,7 @@ class Size(NamedTuple):
         return int(config.get_text_config().max_position_embeddings)
 
 
-class Effort(NamedTuple):
+class Repeats(NamedTuple):
     """How often each thing is timed."""
 
     steps: int
@@ -79,7 +79,7 @@ class Effort(NamedTuple):
     tokens: int
 
 
-def sizes_of(config: TargetConfig) -> list[Size]:
+def model_sizes(config: TargetConfig) -> list[ModelSize]:
     """The target itself, and a random Llama of 100 million parameters."""
     random = LlamaConfig(
         vocab_size=32_000,
@@ -92,27 +92,27 @@ def sizes_of(config: TargetConfig) -> list[Size]:
         tie_word_embeddings=True,
         eos_token_id=None,
     )
-    return [Size("target", config.model), Size("random 100M", config.model, random)]
+    return [ModelSize("target", config.model), ModelSize("random 100M", config.model, random)]
 
 
 def numerics_suite(
-    config: TargetConfig, seed: int, quick: bool, tick: Tick, sizes: Sequence[Size] | None = None
+    config: TargetConfig, seed: int, quick: bool, tick: Tick, sizes: Sequence[ModelSize] | None = None
 ) -> Result:
     """Self-test, step cost and plain decoding against transformers, for every size and both types of weights.
 
     `step_cost`: milliseconds of a step of so many rows, the same with the fastest variant parts, and the share by which the
     first exceeds the second (negative: invariant is faster). `plain_vs_generate_1k`: transformers' seconds a token over ours.
     """
-    effort = Effort(7, 1, 16) if quick else Effort(40, 3, 64)
+    effort = Repeats(7, 1, 16) if quick else Repeats(40, 3, 64)
     passed: dict[str, bool] = {}
     costs: dict[str, Result] = {}
     against: dict[str, float] = {}
-    pairs = [(size, dtype) for size in sizes or sizes_of(config) for dtype in DTYPES]
+    pairs = [(size, dtype) for size in sizes or model_sizes(config) for dtype in DTYPES]
     for number, (size, dtype) in enumerate(pairs, 1):
         name = f"{size.name} {dtype}"
         target = size.target(dtype)
 
-        def measure(target: Target = target, size: Size = size, dtype: str = dtype) -> tuple[bool, Result]:
+        def measure(target: Target = target, size: ModelSize = size, dtype: str = dtype) -> tuple[bool, Result]:
             tested = self_test(target, target.max_context_tokens, dtype, num_processors())
             return tested.passed, step_costs(target, size, dtype, effort.steps)
 
@@ -132,10 +132,10 @@ def numerics_suite(
     }
 
 
-def step_costs(target: Target, size: Size, dtype: str, repeats: int) -> Result:
+def step_costs(target: Target, size: ModelSize, dtype: str, repeats: int) -> Result:
     """For each number of rows: our milliseconds, the variant's, and the relative cost; medians of alternating steps."""
     context = min(STEP_CONTEXT, (size.max_context_tokens - max(ROWS)) // 2)
-    variant = VariantStep(size.model(dtype, "ragspec"), context, max(ROWS))
+    variant = FastestStep(size.model(dtype, "ragspec"), context, max(ROWS))
     costs: Result = {}
     for num_rows in ROWS:
         token_ids = np.arange(num_rows, dtype=np.int32) % target.vocab_size
@@ -153,7 +153,7 @@ def step_costs(target: Target, size: Size, dtype: str, repeats: int) -> Result:
     return costs
 
 
-def plain_against_generate(target: Target, size: Size, dtype: str, effort: Effort, seed: int) -> float:
+def plain_against_generate(target: Target, size: ModelSize, dtype: str, effort: Repeats, seed: int) -> float:
     """Greedy decoding after a long random prompt, never ending early: transformers' seconds a token over ours."""
     context = min(GENERATE_CONTEXT, size.max_context_tokens - effort.tokens - 1)
     prompt = np.random.default_rng(seed).integers(0, target.vocab_size, context).tolist()

@@ -3,7 +3,7 @@
 Weights are random, so the answers are given; every token is sampled all the same before it is overruled. Only steps in which
 every row decides count: those that read prompts have longer forwards and would flatter the share.
 
-    >>> StepOverhead(sizes_of(config)[1], cases, texts).measure(batch=8, num_cases=24, tick=tick)[0]["overhead"]
+    >>> StepOverhead(model_sizes(config)[1], cases, texts).measure(batch=8, num_cases=24, tick=tick)[0]["overhead"]
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ragspec.engine.target import Floats, Ints, Target
 from ragspec.evaluation.cases import Case
 from ragspec.evaluation.forced_answers import OverruledAnswers, answer_ids
 from ragspec.evaluation.report import Result
-from ragspec.evaluation.suites.numerics import Size
+from ragspec.evaluation.suites.numerics import ModelSize
 from ragspec.evaluation.timing import EngineDecoder, Tick
 from ragspec.numerics.attention import AttentionMetadata
 from ragspec.numerics.kv_cache import KvPool
@@ -89,7 +89,7 @@ class TimedEngine(Engine):
 class StepOverhead:
     """`texts` by case id: the answer that is written, which quotes what the case may copy from."""
 
-    def __init__(self, size: Size, cases: Sequence[Case], texts: Mapping[str, str], seed: int = 0) -> None:
+    def __init__(self, size: ModelSize, cases: Sequence[Case], texts: Mapping[str, str], seed: int = 0) -> None:
         """Raises: ModelError, InputError for an empty answer."""
         self._target = run_in_thread(lambda: _timed_target(size), num_processors())
         self.costs = run_in_thread(lambda: measure_costs(self._target, _MAX_STEP_TOKENS), num_processors())
@@ -157,13 +157,13 @@ def overhead_of(steps: Sequence[Step], batch: int) -> Result:
     }
 
 
-def worst(rows: Sequence[Result], batch: int) -> float | None:
+def largest_overhead(rows: Sequence[Result], batch: int) -> float | None:
     """The largest share of any way at this batch. None: one of them had no steps."""
     shares = [row["overhead"] for row in rows if row["batch"] == batch]
     return None if None in shares or not shares else max(shares)
 
 
-def _timed_target(size: Size) -> TimedTarget:
+def _timed_target(size: ModelSize) -> TimedTarget:
     config = TargetConfig.model_validate({"model": size.path, "dtype": "float32"})
     tokenizer = AutoTokenizer.from_pretrained(size.path)
     return TimedTarget(size.model("float32", "ragspec"), tokenizer, config, _KV_SLOTS)

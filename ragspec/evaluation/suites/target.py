@@ -27,7 +27,7 @@ from ragspec.evaluation.machine import PeakMemory
 from ragspec.evaluation.metrics import best_f1, exact_match
 from ragspec.evaluation.report import PEAK_MEMORY, Metric, nested
 from ragspec.evaluation.suite import QUICK_QUESTIONS, Outcome, Settings, Suite
-from ragspec.evaluation.suites.target_cases import Case, question_cases
+from ragspec.evaluation.suites.target_cases import QuestionCase, question_cases
 from ragspec.evaluation.timing import Tick
 from ragspec.rag.prompt import PromptBuilder
 from ragspec.training.grammar_metrics import edit_distance, gleu
@@ -100,7 +100,7 @@ def _length_batches(ids: list[list[int]], batch_tokens: int) -> Iterator[list[in
         yield batch
 
 
-def question_scores(cases: list[Case], outputs: list[str]) -> dict[str, float]:
+def question_scores(cases: list[QuestionCase], outputs: list[str]) -> dict[str, float]:
     """Quotes, citations and short answers of answerable questions. EM and F1 as in SQuAD's own script."""
     exact, has_answer, em, f1, cited = [], [], [], [], []
     for case, output in zip(cases, outputs, strict=True):
@@ -121,7 +121,7 @@ def question_scores(cases: list[Case], outputs: list[str]) -> dict[str, float]:
     }
 
 
-def abstention_scores(cases: list[Case], outputs: list[str]) -> dict[str, float]:
+def abstention_scores(cases: list[QuestionCase], outputs: list[str]) -> dict[str, float]:
     """Precision and recall of saying that the passages do not say."""
     abstained = [output.strip().startswith(ABSTENTION) for output in outputs]
     num_unanswerable = sum(not c.answers for c in cases)

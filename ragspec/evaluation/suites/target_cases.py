@@ -27,7 +27,7 @@ PROBE_ARTICLES = slice(NUM_TRAIN_ARTICLES, NUM_TRAIN_ARTICLES + NUM_PROBE_ARTICL
 
 
 @dataclass(frozen=True)
-class Case:
+class QuestionCase:
     """One question with its passages; `answers` is empty where the passages do not say."""
 
     question: str
@@ -38,7 +38,7 @@ class Case:
 
 def question_cases(
     data_dir: Path, num_questions: int, seed: int, chosen_articles: slice = EVAL_ARTICLES
-) -> tuple[list[Case], list[Case]]:
+) -> tuple[list[QuestionCase], list[QuestionCase]]:
     """Answerable and half as many unanswerable questions of some SQuAD articles, gold passage + 2 others."""
     rng = random.Random(seed)
     articles = json.loads((data_dir / "squad/dev-v1.1.json").read_text())["data"][chosen_articles]
@@ -48,14 +48,14 @@ def question_cases(
         by_title.setdefault(title, []).append(text)
     everything = [text for _, text, _ in paragraphs]
 
-    def case(title: str, text: str, question: str, answers: list[str]) -> Case:
+    def case(title: str, text: str, question: str, answers: list[str]) -> QuestionCase:
         near, far = (
             rng.choice([t for t in by_title[title] if t != text]),
             rng.choice([t for t in everything if t != text]),
         )
         passages = [passage_with(text, question, answers), _first_passage(near), _first_passage(far)]
         order = rng.sample(range(3), 3)
-        return Case(question, [passages[i] for i in order], order.index(0) + 1, answers)
+        return QuestionCase(question, [passages[i] for i in order], order.index(0) + 1, answers)
 
     asked = [(t, text, q["question"], [a["text"] for a in q["answers"]]) for t, text, qas in paragraphs for q in qas]
     titles = {text: title for title, text, _ in paragraphs}

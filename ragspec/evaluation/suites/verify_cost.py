@@ -3,7 +3,7 @@ bandwidth it reaches. Weights are random: time does not depend on them.
 
 The whole method rests on this ratio. A decode step reads all weights once, whether one row uses them or sixty-four.
 
-    >>> verify_cost(Shape(), tick)["rows"][0]["over_one_token"]
+    >>> verify_cost(LlamaShape(), tick)["rows"][0]["over_one_token"]
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _BRANCHES = 2
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class LlamaShape:
     """A Llama's, by default that of 8B parameters; `context`: tokens in the cache before the tree."""
 
     hidden_size: int = 4096
@@ -62,14 +62,14 @@ class Shape:
         )
 
 
-def verify_cost(shape: Shape, tick: Tick) -> Result:
+def verify_cost(shape: LlamaShape, tick: Tick) -> Result:
     """The suite `verify_cost`. Raises: ConfigError without a GPU."""
     if not torch.cuda.is_available():
         raise ConfigError("the suite verify_cost needs a GPU that torch can use, and finds none")
     name = torch.cuda.get_device_name()
     peak = next((rate for key, rate in PEAK_BYTES_PER_S.items() if key in name), None)
     verifier = TreeVerifier(shape, torch.device("cuda"))
-    stock, graphs = (list(timed(verifier, captured, tick)) for captured in (False, True))
+    stock, graphs = (list(timed_forwards(verifier, captured, tick)) for captured in (False, True))
     rows = [
         row | {"captured": captured}
         for captured, seconds in ((False, stock), (True, graphs))
@@ -106,7 +106,7 @@ def branching_parents(num_nodes: int) -> list[int]:
 class TreeVerifier:
     """A random model and a cache with a context of random states; one forward verifies one tree."""
 
-    def __init__(self, shape: Shape, device: torch.device) -> None:
+    def __init__(self, shape: LlamaShape, device: torch.device) -> None:
         self.shape = shape
         self.device = device
         torch.manual_seed(0)
@@ -157,7 +157,7 @@ def depths_of(parents: list[int]) -> list[int]:
     return depths
 
 
-def timed(verifier: TreeVerifier, captured: bool, tick: Tick) -> Iterator[tuple[int, float]]:
+def timed_forwards(verifier: TreeVerifier, captured: bool, tick: Tick) -> Iterator[tuple[int, float]]:
     """(nodes, median seconds of one forward) for every size of tree, on a GPU."""
     sizes = verifier.shape.num_nodes
     for number, num_nodes in enumerate(sizes, 1):
@@ -223,7 +223,7 @@ METRICS = (
 )
 SUITE = Suite(
     "verify_cost",
-    lambda settings, tick: Outcome({"target": None, "dtype": "bfloat16"} | verify_cost(Shape(), tick)),
+    lambda settings, tick: Outcome({"target": None, "dtype": "bfloat16"} | verify_cost(LlamaShape(), tick)),
     METRICS,
     tables=verify_cost_tables,
 )

@@ -3,7 +3,7 @@
 The target runs as the engine runs it. The head runs as it was trained (`ragspec.training.heads.eagle_model`), one step a
 level, which is slow and needs nothing of the drafter.
 
-    >>> laws = Laws.load(TargetConfig(), head_dir)
+    >>> laws = TargetAndHead.load(TargetConfig(), head_dir)
     >>> with laws.behind(prefix_ids) as place: place.draft_probs([()])
 """
 
@@ -42,7 +42,7 @@ _NUM_SLOTS = 2048
 _OF_TARGET = "embed_tokens.weight"
 
 
-class Laws(NamedTuple):
+class TargetAndHead(NamedTuple):
     """A target and one of its heads. `taps`: what the head reads of the target."""
 
     target: Target
@@ -50,7 +50,7 @@ class Laws(NamedTuple):
     taps: tuple[int, ...]
 
     @classmethod
-    def load(cls, config: TargetConfig, head_dir: Path) -> Laws:
+    def load(cls, config: TargetConfig, head_dir: Path) -> TargetAndHead:
         """Raises: ModelError."""
         target = Target.load(config, _NUM_SLOTS)
         head_config, tensors = read_head(head_dir)
@@ -69,7 +69,7 @@ class Laws(NamedTuple):
         return cls(target, head.eval().requires_grad_(False), taps_of(head_config, target.num_layers))
 
     @contextmanager
-    def behind(self, prefix_ids: Sequence[int]) -> Iterator[Place]:
+    def behind(self, prefix_ids: Sequence[int]) -> Iterator[PrefixPredictions]:
         """The place behind a beginning of at least two tokens."""
         slots = SequenceSlots(self.target.pool)
         try:
@@ -78,15 +78,15 @@ class Laws(NamedTuple):
             _, tapped = self.target.forward_tapped(known, batch.metadata, batch.logit_rows, self.taps)
             batch.sequences[0].keep()
             features = np.concatenate([tapped[tap] for tap in self.taps], -1)  # [T - 1, F]
-            yield Place(self, slots, list(prefix_ids), torch.from_numpy(features))
+            yield PrefixPredictions(self, slots, list(prefix_ids), torch.from_numpy(features))
         finally:
             slots.release()
 
 
-class Place:
+class PrefixPredictions:
     """A beginning of T tokens: T - 1 of them read by the target, the last one the root of trees."""
 
-    def __init__(self, laws: Laws, slots: SequenceSlots, prefix_ids: list[int], features: Tensor) -> None:
+    def __init__(self, laws: TargetAndHead, slots: SequenceSlots, prefix_ids: list[int], features: Tensor) -> None:
         self._laws, self._slots = laws, slots
         self._prefix_ids = prefix_ids
         self._features = features
@@ -168,7 +168,7 @@ METHODS: dict[str, tuple[Method, ...]] = {
 
 
 def rule_table(
-    laws: Laws, prefixes: Sequence[tuple[int, ...]], seed: int, tick: Tick
+    laws: TargetAndHead, prefixes: Sequence[tuple[int, ...]], seed: int, tick: Tick
 ) -> dict[str, dict[str, float | None]]:
     """Mean tokens a step, the bonus token included, by rule and shape; None where a rule is not for that shape."""
     lengths: dict[str, dict[str, list[int]]] = {}
@@ -186,7 +186,7 @@ def rule_table(
     }
 
 
-def step_lengths(place: Place, root: int, shape: str, method: Method, seed: int) -> list[int]:
+def step_lengths(place: PrefixPredictions, root: int, shape: str, method: Method, seed: int) -> list[int]:
     """Tokens of some steps of one method, each with noise of its own."""
     if method.rule is AcceptanceRule.KEYED and method.coupled:
         return [_keyed_lengths(place, root, shape, True, [seed + i])[0] for i in range(NUM_WALKS // 2)]
@@ -200,7 +200,7 @@ def step_lengths(place: Place, root: int, shape: str, method: Method, seed: int)
 
     lengths: list[int] = []
     for _ in range(NUM_WALKS // 2):  # a draw of the draft is as much chance as its verification
-        tree, draws = grown(place, root, shape, choose)
+        tree, draws = sample_draft(place, root, shape, choose)
         laws = place.target_probs(tree)
         for walk_number in range(2):
             verifying = KeyedRandom(seed + walk_number, 0, len(lengths), RandomStream.VERIFY)
@@ -211,7 +211,7 @@ def step_lengths(place: Place, root: int, shape: str, method: Method, seed: int)
     return lengths
 
 
-def grown(place: Place, root: int, shape: str, choose: Choose) -> tuple[DraftTree, dict[int, Draw]]:
+def sample_draft(place: PrefixPredictions, root: int, shape: str, choose: Choose) -> tuple[DraftTree, dict[int, Draw]]:
     """A draft, level by level; repeated draws meet in one node."""
     tree, draws, level = DraftTree(root), dict[int, Draw](), [0]
     for depth in range(_DEPTHS[shape]):
@@ -225,7 +225,7 @@ def grown(place: Place, root: int, shape: str, choose: Choose) -> tuple[DraftTre
     return tree, draws
 
 
-def _keyed_lengths(place: Place, root: int, shape: str, coupled: bool, seeds: list[int]) -> list[int]:
+def _keyed_lengths(place: PrefixPredictions, root: int, shape: str, coupled: bool, seeds: list[int]) -> list[int]:
     """The same draft walked by samples of several seeds; a coupled draft is made for the first of them."""
 
     def choose(law: Floats, count: int, depth: int) -> Draw:
@@ -234,7 +234,7 @@ def _keyed_lengths(place: Place, root: int, shape: str, coupled: bool, seeds: li
             ranked = np.argsort(-(np.log(law) + noise), kind="stable")
         return Draw(tuple(ranked[:count].tolist()))
 
-    tree, _ = grown(place, root, shape, choose)
+    tree, _ = sample_draft(place, root, shape, choose)
     with np.errstate(divide="ignore"):
         log_probs = np.log(place.target_probs(tree))  # [N, V]
     return [_followed(tree, log_probs, seed) for seed in seeds]

@@ -110,14 +110,14 @@ def step_lengths(
     return lengths
 
 
-def ratio_of(lengths: Sequence[int], base: Sequence[int]) -> tuple[float, float]:
+def ratio_with_error(lengths: Sequence[int], base: Sequence[int]) -> tuple[float, float]:
     """(mean over mean, its standard error), for pairs measured on the same prefixes. Source: the delta method."""
     ratio = mean(lengths) / mean(base)
     residuals = [a - ratio * b for a, b in zip(lengths, base, strict=True)]
     return ratio, stdev(residuals) / mean(base) / math.sqrt(len(base)) if len(base) > 1 else math.nan
 
 
-def comparison(at_zero: Sequence[int], coupled: Sequence[int], uncoupled: Sequence[int]) -> Result:
+def prefix_row(at_zero: Sequence[int], coupled: Sequence[int], uncoupled: Sequence[int]) -> Result:
     """The three conditions on the same prefixes."""
     result: dict[str, Any] = {
         "num_prefixes": len(at_zero),
@@ -126,5 +126,5 @@ def comparison(at_zero: Sequence[int], coupled: Sequence[int], uncoupled: Sequen
         "t1_uncoupled": mean(uncoupled),
     }
     for name, lengths in (("coupled", coupled), ("uncoupled", uncoupled)):
-        result[f"{name}_t1_over_t0"], result[f"{name}_t1_over_t0_error"] = ratio_of(lengths, at_zero)
+        result[f"{name}_t1_over_t0"], result[f"{name}_t1_over_t0_error"] = ratio_with_error(lengths, at_zero)
     return result

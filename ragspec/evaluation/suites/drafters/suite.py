@@ -22,8 +22,8 @@ from ragspec.evaluation.forced_answers import OverruledAnswers
 from ragspec.evaluation.machine import PeakMemory
 from ragspec.evaluation.report import Result
 from ragspec.evaluation.suite import Outcome, Settings, Suite, open_engine
-from ragspec.evaluation.suites.drafters.acceptance_rules import Laws, rule_table
-from ragspec.evaluation.suites.drafters.prefixes import Prefix, comparison, cut_prefixes, step_lengths
+from ragspec.evaluation.suites.drafters.acceptance_rules import TargetAndHead, rule_table
+from ragspec.evaluation.suites.drafters.prefixes import Prefix, cut_prefixes, prefix_row, step_lengths
 from ragspec.evaluation.suites.drafters.prompts import CHAT, PROSE, RAG, TASKS, drafter_cases
 from ragspec.evaluation.suites.drafters.report import METRICS, NOTES, drafters_tables, draw_drafters, headlines
 from ragspec.evaluation.suites.drafters.runs import Sampling, alone_rows, together_rows
@@ -175,7 +175,7 @@ class DraftersSuite:
                         if name in COMPARED:
                             found = step_lengths(engine, given, prefixes, temperature, self.tick)
                             lengths.setdefault(name, []).append(found)
-        return rows, {name: comparison(*three) for name, three in lengths.items()}
+        return rows, {name: prefix_row(*three) for name, three in lengths.items()}
 
     def _rules(self, prefixes: Sequence[Prefix]) -> tuple[Result | None, list[str]]:
         """On beginnings that were sampled, spread evenly; None without a head that can be computed, and why not."""
@@ -187,7 +187,7 @@ class DraftersSuite:
         texts = [(*prefix.prompt_ids, *prefix.output_ids) for prefix in chosen]
 
         def table() -> Result:
-            return dict(rule_table(Laws.load(self.target, head), texts, self.plan.seed, self.tick))
+            return dict(rule_table(TargetAndHead.load(self.target, head), texts, self.plan.seed, self.tick))
 
         try:
             return run_in_thread(table, num_processors()), []

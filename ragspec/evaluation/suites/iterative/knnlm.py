@@ -82,7 +82,7 @@ def measure_knnlm(
     most = num_processors()
     tested = run_in_thread(lambda: check_numerics(target, most), most)
     first = run_in_thread(lambda: choose_num_threads(target, most), most)
-    bench = _Bench(target, prompts, plan, tick, AdaptiveThreads(most, first))
+    bench = _KnnBenchmark(target, prompts, plan, tick, AdaptiveThreads(most, first))
     rows = list(bench.rows("local", store))
     result: Result = {"knnlm_entries": len(store), "knnlm_bitwise": tested.passed, "knnlm": rows}
     if open_remote is not None:
@@ -103,7 +103,7 @@ def service_time(rows: Sequence[Result], b_over_a: float, step_ms: float | None 
     return max(0.0, 1e-3 * (b_over_a * float(step_ms or row["a_ms"]) - float(row["b_ms"])))
 
 
-class Runs:
+class PairedRuns:
     """Both ways on every prompt, some times: `seconds[speculation][run]` of all prompts together, and what was counted."""
 
     def __init__(self) -> None:
@@ -163,7 +163,7 @@ class Runs:
 
 
 @dataclass(frozen=True, slots=True)
-class _Bench:
+class _KnnBenchmark:
     target: Target
     prompts: Sequence[tuple[int, ...]]
     plan: KnnPlan
@@ -187,8 +187,8 @@ class _Bench:
                 searches_s = [_search_s(store, config, states[:size]) for size in SIZES]
                 yield {"store": name, "k": k, "temperature": temperature} | runs.row(searches_s)
 
-    def _runs(self, stage: str, generator: KnnGenerator, temperature: float) -> Runs:
-        plan, runs = self.plan, Runs()
+    def _runs(self, stage: str, generator: KnnGenerator, temperature: float) -> PairedRuns:
+        plan, runs = self.plan, PairedRuns()
         num_all = plan.num_runs * len(self.prompts)
         for _ in range(plan.num_runs):
             requests = [

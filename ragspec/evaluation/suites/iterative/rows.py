@@ -1,6 +1,6 @@
 """From timed answers to the rows of the suite `iterative` and its headlines. Arithmetic alone: asks and times nothing.
 
->>> rows = list(table_rows(Place("exact dense"), workload, timed))
+>>> rows = list(table_rows(IndexUnderTest("exact dense"), workload, timed))
 >>> headlines(rows, knnlm_rows=[])["slowdown_worst"]
 """
 
@@ -13,7 +13,15 @@ from typing import Any
 
 from ragspec.config import StrideConfig
 from ragspec.evaluation.report import Result
-from ragspec.evaluation.suites.iterative.variants import BASELINE, PSA, TABLE, VARIANTS, Take, Timed, Workload
+from ragspec.evaluation.suites.iterative.variants import (
+    BASELINE,
+    PSA,
+    TABLE,
+    VARIANTS,
+    TimedUnit,
+    Workload,
+    WorkloadTimes,
+)
 from ragspec.rag.answer import IterativeStats
 from ragspec.retrieval.speculative.stride_costs import StrideCosts, StridePlan, StrideTiming, paper_optimal_plan
 
@@ -28,7 +36,7 @@ _PREDICTION = (
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class IndexUnderTest:
     """An index as a row names it. `b_over_a` and `service_s` are what was stated, of an index elsewhere; None: it is here."""
 
     label: str
@@ -41,11 +49,11 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True)
-class Comparison:
+class VariantComparison:
     """A variant beside the baseline: `takes[unit][run]` of the same units."""
 
-    baseline: Sequence[Sequence[Take]]
-    variant: Sequence[Sequence[Take]]
+    baseline: Sequence[Sequence[TimedUnit]]
+    variant: Sequence[Sequence[TimedUnit]]
 
     @property
     def speedup(self) -> float:
@@ -80,12 +88,12 @@ class Comparison:
         return sum(same), len(same)
 
 
-def unit_seconds(takes: Sequence[Sequence[Take]]) -> list[float]:
+def unit_seconds(takes: Sequence[Sequence[TimedUnit]]) -> list[float]:
     """The median of each unit's runs."""
     return [median(take.seconds for take in runs) for runs in takes]
 
 
-def run_stats(takes: Sequence[Sequence[Take]]) -> Iterator[IterativeStats]:
+def run_stats(takes: Sequence[Sequence[TimedUnit]]) -> Iterator[IterativeStats]:
     for runs in takes:
         for take in runs:
             for answer in take.answers:
@@ -93,7 +101,7 @@ def run_stats(takes: Sequence[Sequence[Take]]) -> Iterator[IterativeStats]:
                 yield answer.stats.iterative
 
 
-def total(takes: Sequence[Sequence[Take]], name: str) -> float:
+def total(takes: Sequence[Sequence[TimedUnit]], name: str) -> float:
     """One counter, summed over all answers."""
     return sum(float(getattr(stats, name)) for stats in run_stats(takes))
 
@@ -107,12 +115,12 @@ def optimum(timing: StrideTiming, gamma: float, asynchronous: bool) -> StridePla
     return max(plans, key=lambda plan: plan.gain)
 
 
-def table_rows(place: Place, workload: Workload, timed: Timed) -> Iterator[Result]:
+def table_rows(place: IndexUnderTest, workload: Workload, timed: WorkloadTimes) -> Iterator[Result]:
     """A row for each variant but the baseline."""
     for name in workload.variants:
         if name == BASELINE:
             continue
-        comparison = Comparison(timed.takes[BASELINE], timed.takes[name])
+        comparison = VariantComparison(timed.takes[BASELINE], timed.takes[name])
         row: Result = {
             "retriever": place.label,
             "workload": workload.name,
@@ -127,7 +135,7 @@ def table_rows(place: Place, workload: Workload, timed: Timed) -> Iterator[Resul
         yield row | _prediction(workload, timed.apart, comparison, beside)
 
 
-def _speed(comparison: Comparison) -> Result:
+def _speed(comparison: VariantComparison) -> Result:
     num_identical, num_compared = comparison.identical()
     return {
         "baseline_s": sum(unit_seconds(comparison.baseline)),
@@ -142,7 +150,7 @@ def _speed(comparison: Comparison) -> Result:
     }
 
 
-def _guesses(comparison: Comparison) -> Result:
+def _guesses(comparison: VariantComparison) -> Result:
     strides = [stride for stats in run_stats(comparison.variant) for stride in stats.strides]
     kept, lost = total(comparison.variant, "num_kept_tokens"), total(comparison.variant, "num_lost_tokens")
     return {
@@ -168,7 +176,7 @@ def _costs(timing: StrideTiming, beside: StrideTiming | None) -> Result:
     }
 
 
-def _prediction(workload: Workload, timing: StrideTiming, comparison: Comparison, asynchronous: bool) -> Result:
+def _prediction(workload: Workload, timing: StrideTiming, comparison: VariantComparison, asynchronous: bool) -> Result:
     """With the scheduler's estimate of gamma, which is never 1. Where nothing was guessed, because even right guesses would not
     pay, what they would bring."""
     if not workload.has_optimum:

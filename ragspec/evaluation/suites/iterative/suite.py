@@ -23,7 +23,7 @@ from ragspec.evaluation.report import Result
 from ragspec.evaluation.suite import Outcome, Settings, Suite, open_engine
 from ragspec.evaluation.suites.iterative.knnlm import KnnPlan, OpenRemote, measure_knnlm
 from ragspec.evaluation.suites.iterative.report import METRICS, NOTES, draw_iterative, iterative_tables, with_headlines
-from ragspec.evaluation.suites.iterative.rows import Place, table_rows
+from ragspec.evaluation.suites.iterative.rows import IndexUnderTest, table_rows
 from ragspec.evaluation.suites.iterative.variants import BASELINE, PSA, TABLE, VARIANTS, Stopwatch, Workload
 from ragspec.evaluation.timing import Tick
 from ragspec.rag.iterative.policies import Flare, IterRetGen
@@ -52,7 +52,7 @@ _NOTE = (
 
 
 @dataclass(frozen=True, slots=True)
-class Elsewhere:
+class RemoteOpeners:
     """How to open, in a process of its own, an index and a datastore of KNN-LM."""
 
     index: OpenIndex
@@ -130,7 +130,7 @@ class IterativeSuite:
     cache_dir: Path
     plan: IterativePlan
     tick: Tick
-    elsewhere: Elsewhere | None = None
+    elsewhere: RemoteOpeners | None = None
 
     def measure(self) -> Result:
         """All rows. Raises: InputError if data is missing, SaveError, RetrievalError, EngineError."""
@@ -156,14 +156,14 @@ class IterativeSuite:
             "rows": rows,
         }
 
-    def _here(self, store: Store, approximate: Store | None) -> Iterator[tuple[Place, IndexLike]]:
+    def _here(self, store: Store, approximate: Store | None) -> Iterator[tuple[IndexUnderTest, IndexLike]]:
         """Exact dense search first."""
-        yield Place("exact dense"), self._retriever(store, "dense")
+        yield IndexUnderTest("exact dense"), self._retriever(store, "dense")
         if approximate is not None:
             label = f"HNSW ({approximate.manifest.num_passages:,} passages)"
-            yield Place(label), self._retriever(approximate, "dense")
-        yield Place("BM25"), self._retriever(store, "sparse")
-        yield Place("hybrid"), self._retriever(store, "hybrid")
+            yield IndexUnderTest(label), self._retriever(approximate, "dense")
+        yield IndexUnderTest("BM25"), self._retriever(store, "sparse")
+        yield IndexUnderTest("hybrid"), self._retriever(store, "hybrid")
 
     def _remote_rows(self, stopwatch: Stopwatch, store: Store, step_s: float) -> Iterator[Result]:
         """`step_s`: of the baseline on the same search in this process. A service time is what the search itself and the way
@@ -177,7 +177,7 @@ class IterativeSuite:
             label = f"elsewhere, b/a = {b_over_a:g} (exact dense + {1e3 * service_s:.0f} ms stated)"
             with self.elsewhere.index(store.index_dir, self.encoder, service_s) as index:
                 yield from timed_rows(
-                    stopwatch, Place(label, b_over_a, service_s), index, self.plan.workloads(b_over_a)
+                    stopwatch, IndexUnderTest(label, b_over_a, service_s), index, self.plan.workloads(b_over_a)
                 )
 
     def _approximate(self, listed: RagList) -> Store | None:
@@ -198,7 +198,9 @@ class IterativeSuite:
         return Retriever(self.encoder, store, RetrieverConfig(mode=mode), follow=False)
 
 
-def timed_rows(stopwatch: Stopwatch, place: Place, index: IndexLike, workloads: Iterable[Workload]) -> Iterator[Result]:
+def timed_rows(
+    stopwatch: Stopwatch, place: IndexUnderTest, index: IndexLike, workloads: Iterable[Workload]
+) -> Iterator[Result]:
     """What every workload takes of one index."""
     for workload in workloads:
         timed = stopwatch.time(index, workload, f"{place.label.partition(' (')[0]}: {workload.name}")
@@ -206,7 +208,7 @@ def timed_rows(stopwatch: Stopwatch, place: Place, index: IndexLike, workloads: 
 
 
 def knnlm_part(
-    target: TargetConfig, data_dir: Path, cache_dir: Path, plan: IterativePlan, tick: Tick, there: Elsewhere | None
+    target: TargetConfig, data_dir: Path, cache_dir: Path, plan: IterativePlan, tick: Tick, there: RemoteOpeners | None
 ) -> Result:
     """KNN-LM over a datastore here, and over one elsewhere with a plan of its own: most of that is waiting.
 

@@ -78,23 +78,23 @@ class Workload:
         return [tuple(questions[i * self.num_in_flight : (i + 1) * self.num_in_flight]) for i in whole]
 
 
-class Take(NamedTuple):
+class TimedUnit(NamedTuple):
     """One unit asked once; `seconds` until the last answer, wall clock."""
 
     seconds: float
     answers: list[Answer]
 
 
-Ask = Callable[[Sequence[str]], Take]
-Takes = dict[str, list[list[Take]]]
+Ask = Callable[[Sequence[str]], TimedUnit]
+UnitTimes = dict[str, list[list[TimedUnit]]]
 """`takes[variant][unit][run]`."""
 
 
 def take_turns(
     asks: Mapping[str, Ask], units: Sequence[Sequence[str]], num_runs: int, tick: Callable[[], None]
-) -> Takes:
+) -> UnitTimes:
     """Every unit by every variant, `num_runs` times; a machine that slows down slows all of them."""
-    takes: Takes = {name: [[] for _ in units] for name in asks}
+    takes: UnitTimes = {name: [[] for _ in units] for name in asks}
     for _ in range(num_runs):
         for number, unit in enumerate(units):
             for name, ask in asks.items():
@@ -104,17 +104,17 @@ def take_turns(
 
 
 @dataclass(frozen=True, slots=True)
-class Timed:
+class WorkloadTimes:
     """What a workload took. `apart`: a step and a lookup of the baseline, medians of its last ones; `beside`: of each variant
     while a verification ran beside decoding, where one did."""
 
-    takes: Takes
+    takes: UnitTimes
     apart: StrideTiming
     beside: dict[str, StrideTiming | None]
 
 
 @dataclass(frozen=True, slots=True)
-class Borrowed:
+class SharedEngine:
     """An engine as a pipeline needs it, which outlives the pipeline."""
 
     engine: Engine
@@ -138,7 +138,7 @@ class Stopwatch:
     seed: int
     tick: Tick
 
-    def time(self, index: IndexLike, workload: Workload, stage: str) -> Timed:
+    def time(self, index: IndexLike, workload: Workload, stage: str) -> WorkloadTimes:
         """All variants in turns, after a question that is not timed, the last of the list."""
         units = workload.units(self.questions)
         with ExitStack() as opened:
@@ -154,7 +154,7 @@ class Stopwatch:
         baseline = costs[BASELINE]
         assert baseline is not None
         apart = StrideTiming(baseline.apart.step_s, self._by_size_s(index, baseline.apart.verification_s(1)))
-        return Timed(takes, apart, {name: known.beside if known else None for name, known in costs.items()})
+        return WorkloadTimes(takes, apart, {name: known.beside if known else None for name, known in costs.items()})
 
     def lookup_s(self, index: IndexLike) -> float:
         """Seconds of a lookup of one query, median, apart from decoding."""
@@ -174,17 +174,17 @@ class Stopwatch:
         tokenizer, context_tokens = self.engine.target.tokenizer, self.engine.max_context_tokens
         prompts = PromptBuilder(tokenizer, context_tokens)
         return IterativePipeline(
-            index, Borrowed(self.engine), prompts, policy=workload.policy, speculation=VARIANTS[name]
+            index, SharedEngine(self.engine), prompts, policy=workload.policy, speculation=VARIANTS[name]
         )
 
     def _ask(self, pipeline: IterativePipeline, workload: Workload) -> Ask:
         params = SamplingParams(workload.temperature, max_tokens=workload.max_tokens, seed=self.seed)
 
-        def ask(questions: Sequence[str]) -> Take:
+        def ask(questions: Sequence[str]) -> TimedUnit:
             self.engine.purge("")  # Why: or the first variant would compute prompts for the others
             begin = time.perf_counter()
             answers = pipeline.ask_many(questions, params)
-            return Take(time.perf_counter() - begin, answers)
+            return TimedUnit(time.perf_counter() - begin, answers)
 
         return ask
 

@@ -3,7 +3,7 @@ after a rebuild.
 
 The first index is built in one go and asked one query at a time; every other way is compared with that.
 
-    >>> Identity(encoder, documents, queries).measure(folder, tick).share
+    >>> IdentityCheck(encoder, documents, queries).measure(folder, tick).share
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ragspec.retrieval.search.segment_search import Shard, ShardLike, Shards
 Answer = tuple[tuple[str, int, str, str], ...]
 """Document id, ordinal, text and score, the latter exactly, of each passage found."""
 
-Truth = dict[Mode, list[Answer]]
+Expected = dict[Mode, list[Answer]]
 OpenShard = Callable[[Store], ShardLike]
 
 NUM_PASSAGES = 10
@@ -35,7 +35,7 @@ _BATCHES = (7, 64)
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
+class IndexLayout:
     """One way to come by the same answers. `shard` None: one shard with all segments."""
 
     name: str
@@ -45,7 +45,7 @@ class Way:
 
 
 @dataclass(slots=True)
-class Identical:
+class IdentityCounts:
     """Queries that found the same as alone in the first index, of all that were asked, by mode and way."""
 
     num_queries: int
@@ -64,7 +64,7 @@ class Identical:
         }
 
 
-class Identity:
+class IdentityCheck:
     """Builds the same index in several ways, and asks all of them the same."""
 
     def __init__(self, encoder: TextEncoder, documents: Sequence[Document], queries: Sequence[str]) -> None:
@@ -74,16 +74,16 @@ class Identity:
         self._deleted = documents[::11]
         self._queries = queries
 
-    def measure(self, folder: Path, tick: Tick) -> Identical:
+    def measure(self, folder: Path, tick: Tick) -> IdentityCounts:
         """Build in `folder`, ask, compare. Raises: SaveError."""
         once, grown, again = folder / "once", folder / "grown", folder / "again"
         tick("identity: indexes", 0, 3)
         build_index(self._kept, once, self._encoder)
         tick("identity: indexes", 1, 3)
         first = Store.open(once)
-        identical = Identical(len(self._queries), {mode: Counter() for mode in MODES})
-        truth = {mode: self.answers(Way("alone", first, 1), mode, tick) for mode in MODES}
-        self.compare((Way(f"batches of {size}", first, size) for size in _BATCHES), truth, identical, tick)
+        identical = IdentityCounts(len(self._queries), {mode: Counter() for mode in MODES})
+        truth = {mode: self.answers(IndexLayout("alone", first, 1), mode, tick) for mode in MODES}
+        self.compare((IndexLayout(f"batches of {size}", first, size) for size in _BATCHES), truth, identical, tick)
         self._grow(grown)
         tick("identity: indexes", 2, 3)
         self.compare(layouts(Store.open(grown)), truth, identical, tick)
@@ -92,20 +92,20 @@ class Identity:
         build_index(reversed(self._kept), again, self._encoder)
         tick("identity: indexes", 3, 3)
         rebuilt = (
-            Way("after compaction", Store.open(grown), 64),
-            Way("rebuilt in another order", Store.open(again), 64),
+            IndexLayout("after compaction", Store.open(grown), 64),
+            IndexLayout("rebuilt in another order", Store.open(again), 64),
         )
         self.compare(rebuilt, truth, identical, tick)
         return identical
 
-    def compare(self, ways: Iterable[Way], truth: Truth, identical: Identical, tick: Tick) -> None:
+    def compare(self, ways: Iterable[IndexLayout], truth: Expected, identical: IdentityCounts, tick: Tick) -> None:
         """Count the queries whose answer is the one in `truth`."""
         for way in ways:
             for mode, expected in truth.items():
                 found = self.answers(way, mode, tick)
                 identical.same[mode][way.name] = sum(a == b for a, b in zip(found, expected, strict=True))
 
-    def answers(self, way: Way, mode: Mode, tick: Tick) -> list[Answer]:
+    def answers(self, way: IndexLayout, mode: Mode, tick: Tick) -> list[Answer]:
         retriever = Retriever(self._encoder, way.store, RetrieverConfig(mode=mode), shard=way.shard, follow=False)
         answers: list[Answer] = []
         for start in range(0, len(self._queries), way.batch_size):
@@ -132,16 +132,16 @@ class Identity:
             writer.commit()
 
 
-def layouts(store: Store) -> Iterator[Way]:
+def layouts(store: Store) -> Iterator[IndexLayout]:
     """The segments in one shard, in one each, and in three."""
     num_segments = len(store.segments)
     assert num_segments >= NUM_COMMITS, "fewer segments would make every layout the same"
-    yield Way("grown, one shard", store, 64)
-    yield Way("a shard for each segment", store, 64, lambda opened: dealt(opened, num_segments))
-    yield Way("three shards", store, 64, lambda opened: dealt(opened, 3))
+    yield IndexLayout("grown, one shard", store, 64)
+    yield IndexLayout("a shard for each segment", store, 64, lambda opened: split_store(opened, num_segments))
+    yield IndexLayout("three shards", store, 64, lambda opened: split_store(opened, 3))
 
 
-def dealt(store: Store, num_shards: int) -> ShardLike:
+def split_store(store: Store, num_shards: int) -> ShardLike:
     """Segments in shards that know nothing of each other, as on several machines."""
     return Shards([Shard(store.segments[number::num_shards]) for number in range(num_shards)])
 

@@ -72,17 +72,17 @@ class Quality:
         for mode in MODES:
             rankings, ms_a_query = self._rankings(collection, mode, tick)
             for name, part in ({collection.name: collection} | dict(parts)).items():
-                tables[name][MODE_NAMES[mode]] = measured(rankings, part)
+                tables[name][MODE_NAMES[mode]] = ranking_scores(rankings, part)
             tables[collection.name][MODE_NAMES[mode]]["ms a query"] = ms_a_query
         for label, stop_words in BM25S.items():
             rankings = bm25s_rankings(collection, stop_words)
             for name, part in ({collection.name: collection} | dict(parts)).items():
-                tables[name][label] = measured(rankings, part)
+                tables[name][label] = ranking_scores(rankings, part)
         if self._reranker is not None:
             some = collection.first(num_reranked)
             for label, reranker in (("hybrid", None), ("hybrid, reranked", self._reranker)):
                 rankings, ms_a_query = self._rankings(some, "hybrid", tick, reranker)
-                scores = measured(rankings, some) | {"ms a query": ms_a_query}
+                scores = ranking_scores(rankings, some) | {"ms a query": ms_a_query}
                 tables[collection.name][f"{label}, first {len(some.queries)}"] = scores
         tables[collection.name] |= PUBLISHED.get(collection.name, {})
         return tables
@@ -109,7 +109,7 @@ def best_documents(document_ids: Iterable[str]) -> list[str]:
     return list(dict.fromkeys(document_ids))
 
 
-def measured(rankings: Rankings, collection: Collection) -> Scores:
+def ranking_scores(rankings: Rankings, collection: Collection) -> Scores:
     """Means over the collection's queries. Raises: ConfigError without ir-measures.
 
     Why ranks in place of scores: equal scores would be ordered anew, by document id.

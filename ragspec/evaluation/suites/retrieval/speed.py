@@ -1,4 +1,4 @@
-"""What the speed of search is compared between: the index's own searches, and plain FAISS calls on the same vectors.
+"""What the speed of search is compared between: the index's own searches, and FAISS calls on the same vectors.
 
 Exact search has all processors on both sides, approximate search one thread on both, as the index does it; FAISS with all
 processors stands beside it. Where the index builds an approximate part, FAISS reads the very same one.
@@ -36,7 +36,7 @@ from ragspec.retrieval.search.dense import DenseIndex, ExactIndex, ScoredRows
 from ragspec.retrieval.search.faiss_library import load_faiss
 
 Kind = Literal["hnsw", "ivf"]
-Column = dict[str, float]
+Figures = dict[str, float]
 T = TypeVar("T")
 
 K = 10
@@ -54,7 +54,7 @@ class Contender:
     search: Search
     rows: Callable[[Any], list[list[int]]]
     run: RunBlock
-    column: Column
+    column: Figures
 
     def found(self, queries: FloatArray) -> list[list[int]]:
         """The `K` best rows of each query."""
@@ -76,34 +76,36 @@ def contenders(folder: Path, kinds: Sequence[Kind]) -> Iterator[Contender]:
     vectors: FloatArray = mapped_array(folder / VECTORS)
     vectors_mb = (folder / VECTORS).stat().st_size / 1e6
     exact, column = _opened(partial(ExactIndex, vectors), vectors)
-    yield own(EXACT, exact, column | {"file MB": vectors_mb})
+    yield own_contender(EXACT, exact, column | {"file MB": vectors_mb})
     flat, column = _opened(partial(_flat, vectors), vectors)
-    yield plain(FLAT, flat, num_processors(), column | {"file MB": vectors_mb})
+    yield faiss_contender(FLAT, flat, num_processors(), column | {"file MB": vectors_mb})
     for kind in kinds:
         name, part = OWN[kind], folder / kind
         if len(vectors) >= MIN_ROWS:
             built = _build(folder, part, kind)
             index, column = _opened(lambda k=kind, p=part: open_own(p, vectors, k), vectors)  # type: ignore[misc]
-            yield own(name, index, column | built | {"file MB": built["file MB"] + vectors_mb})
+            yield own_contender(name, index, column | built | {"file MB": built["file MB"] + vectors_mb})
             faiss_index, column = _opened(partial(open_plain, part, kind), vectors)
         else:  # the rule builds no approximate index of so few rows; FAISS can
             begin = time.perf_counter()
             faiss_index, column = _opened(partial(_trained, vectors, kind), vectors)
             built = {"build s": time.perf_counter() - begin}
-        yield plain(f"FAISS {name}", faiss_index, 1, column | built)
+        yield faiss_contender(f"FAISS {name}", faiss_index, 1, column | built)
         if num_processors() > 1:
-            yield plain(f"FAISS {name}, {num_processors()} threads", faiss_index, num_processors(), column | built)
+            yield faiss_contender(
+                f"FAISS {name}, {num_processors()} threads", faiss_index, num_processors(), column | built
+            )
 
 
-def own(name: str, index: DenseIndex, column: Column | None = None) -> Contender:
+def own_contender(name: str, index: DenseIndex, column: Figures | None = None) -> Contender:
     """The index's own search, which chooses its threads itself."""
     return Contender(name, lambda queries: index.search(queries, K), best_rows, lambda block: block(), column or {})
 
 
-def plain(name: str, index: Any, num_threads: int, column: Column | None = None) -> Contender:
+def faiss_contender(name: str, index: Any, num_threads: int, column: Figures | None = None) -> Contender:
     """FAISS's search of one of its indexes.
 
-    A block has a thread of its own, so FAISS's workers are warm within it and gone after it: more workers than processors make
+    A block has its own thread, so FAISS's workers are warm within it and gone after it: more workers than processors make
     everything else in the process slow.
     """
 
@@ -134,7 +136,7 @@ def best_rows(found: Sequence[ScoredRows]) -> list[list[int]]:
     ]
 
 
-def _opened(make: Callable[[], T], vectors: FloatArray) -> tuple[T, Column]:
+def _opened(make: Callable[[], T], vectors: FloatArray) -> tuple[T, Figures]:
     """What `make` gives once it has searched, and the memory it holds beside mapped files."""
     before = held_mb()
     index: Any = make()
@@ -148,7 +150,7 @@ def _flat(vectors: FloatArray) -> Any:
     return index
 
 
-def _build(folder: Path, part: Path, kind: Kind) -> Column:
+def _build(folder: Path, part: Path, kind: Kind) -> Figures:
     """The index's own building, in a folder where only this kind is."""
     part.mkdir()
     (part / VECTORS).symlink_to(folder.resolve() / VECTORS)
@@ -187,7 +189,7 @@ class SpeedTable:
     """One number of vectors: a column of figures a contender, points of recall and time by search width, and all times."""
 
     num_rows: int
-    columns: dict[str, Column]
+    columns: dict[str, Figures]
     blocks: Blocks
     curves: dict[str, list[Point]] = field(default_factory=dict)
 
@@ -230,7 +232,7 @@ def curves(
     found: dict[str, list[Point]] = {OWN[kind]: [], f"FAISS {OWN[kind]}": []}
     for width in WIDTHS[kind]:
         ours, theirs = open_own(folder / kind, vectors, kind, width), open_plain(folder / kind, kind, width)
-        pair = (own(OWN[kind], ours), plain(f"FAISS {OWN[kind]}", theirs, 1))
+        pair = (own_contender(OWN[kind], ours), faiss_contender(f"FAISS {OWN[kind]}", theirs, 1))
         blocks = _timed(pair, queries, TimingPlan(plan.num_queries, (1,), plan.num_rounds, plan.block_s / 2, plan.seed))
         for each in pair:
             point = {"width": width, "recall@10": recall(each.found(queries), truth), "ms": blocks.p50_ms(each.name, 1)}

@@ -23,7 +23,7 @@ from ragspec.evaluation.suites.retrieval.collections import (
     nq_collection,
     squad_collection,
 )
-from ragspec.evaluation.suites.retrieval.identity import Identity
+from ragspec.evaluation.suites.retrieval.identity import IdentityCheck
 from ragspec.evaluation.suites.retrieval.quality import PUBLISHED_NOTE, WHOLE, Quality, Table
 from ragspec.evaluation.suites.retrieval.report import METRICS, NOTES, draw_retrieval, retrieval_tables
 from ragspec.evaluation.suites.retrieval.speed import EXACT, FLAT, OWN, Kind, SpeedTable, speed_table
@@ -38,7 +38,7 @@ Sizes = tuple[tuple[int, tuple[Kind, ...]], ...]
 BOTH: tuple[Kind, ...] = ("hnsw", "ivf")
 REFERENCE_ROWS = 100_000
 _LABEL = "SQuAD with distractors, NQ, Cranfield; synthetic vectors and texts"
-_NOT_RERANKED = "not measured: no reranker was given (--reranker PATH)"
+_NOT_RERANKED = "not ranking_scores: no reranker was given (--reranker PATH)"
 _THREADS = "exact and FAISS Flat: all processors; HNSW and IVF, ours and FAISS's: one, where no other number is named"
 _NO_MILLION_HNSW = "1,000,000 vectors: not built, one thread takes most of an hour"
 
@@ -134,7 +134,7 @@ class RetrievalSuite:
         documents = squad.documents[: self.plan.num_identity_documents]
         queries = list(squad.first(self.plan.num_identity_queries).queries.values())
         with self._folder() as folder:
-            identical = Identity(self.encoder, documents, queries).measure(Path(folder), self.tick)
+            identical = IdentityCheck(self.encoder, documents, queries).measure(Path(folder), self.tick)
         return {
             "identical_across_batches": identical.share,
             "identity": identical.counts(),
