@@ -1,4 +1,4 @@
-"""What a pipeline returns: the text, where it comes from, and what it took."""
+"""The answer of a pipeline: text, citations, passages and statistics."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from ragspec.core import Citation, FinishReason, GenerationStats, Passage, Token
 
 @dataclass(slots=True)
 class IterativeStats:
-    """Counters of an answer with many retrievals; seconds, wall clock.
+    """Counters of an iterative answer. Seconds, wall clock.
 
-    `wait_s`: nothing was written because the index had not answered. `num_lost_tokens` were written under a wrong guess or after
-    one; `num_kept_tokens` of them stood, at their place, in what was written instead. `strides`: guesses of each verification.
+    `num_right`, `num_wrong`: guessed retrievals. `wait_s`: time spent waiting for the index. `num_lost_tokens`: tokens that were
+    rolled back; `num_kept_tokens`: tokens of them that the regenerated text repeats at the same position. `strides`: guesses per
+    verification.
     """
 
     num_rounds: int = 0
@@ -32,10 +33,10 @@ class IterativeStats:
 
 @dataclass(frozen=True, slots=True)
 class AnswerStats:
-    """Seconds of each stage, wall clock, and the engine's counters. `retrieve_s` is the batch's where questions came together.
+    """Seconds of each stage, wall clock, and the engine's counters. `retrieve_s` is the time of the question's whole batch.
 
-    `iterative`: the counters of an answer with many retrievals; its `retrieve_s` is what it waited for them. `missing_segments`
-    of the index could not be searched when passages were looked for; empty unless `RetrieverConfig.fail_closed` is off.
+    `iterative`: counters of an iterative answer, whose `retrieve_s` is the time spent waiting. `missing_segments`: index segments
+    that could not be searched; always empty if `RetrieverConfig.fail_closed` is on.
     """
 
     retrieve_s: float
@@ -59,18 +60,18 @@ class AnswerStats:
 
     @property
     def tokens_per_s(self) -> float:
-        """Output tokens after those that came with the prompt's step, a second of decoding; 0 if there were none."""
+        """Output tokens after the prompt's step per second of decoding; 0 if there are none."""
         decoded = self.generation.num_output_tokens - self.generation.num_first_tokens
         return decoded / self.generation.decode_s if decoded > 0 and self.generation.decode_s else 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """One choice. `passages` are those in the prompt, in its order: a `[n]` in the text is `passages[n - 1]`. Of an answer with
-    many retrievals they are all that were in a prompt, as they were met, and numbers mean nothing.
+    """One choice. `passages`: the passages of the prompt, in its order; `[n]` in the text means `passages[n - 1]`. An iterative
+    answer has the passages of all its prompts, in the order of first use, and numbers in its text have no meaning.
 
-    `dropped_passages` were retrieved and did not fit the context. For every citation `c`,
-    `text[c.start:c.end]` is the same string as the passage's `[c.passage_start:c.passage_end]`.
+    `dropped_passages` were retrieved but did not fit the context. For every citation `c`, `text[c.start:c.end]` equals the
+    passage's `text[c.passage_start:c.passage_end]`.
     """
 
     question: str
@@ -85,7 +86,7 @@ class Answer:
 
     @property
     def is_partial(self) -> bool:
-        """Whether a part of the index could not be searched for it."""
+        """Whether part of the index could not be searched."""
         return bool(self.stats.missing_segments)
 
     @property

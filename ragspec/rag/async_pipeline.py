@@ -1,12 +1,11 @@
-"""Many questions at once, as a flow: encode, retrieve, prompt, generate and cite go on side by side.
+"""One-shot RAG for a stream of questions: encode, retrieve, prompt, generate and cite run concurrently.
 
-    >>> flow = AsyncPipeline(retriever, engine, prompts, PipelineLimits(max_in_flight=64))
-    >>> async for finished in flow.run(Question(str(n), text, params) for n, text in enumerate(texts)):
-    ...     print(finished.id, finished.error or finished.value[0].text)
+    >>> pipeline = AsyncPipeline(retriever, engine, prompts, PipelineLimits(max_in_flight=64))
+    >>> async for result in pipeline.run(Question(str(n), text, params) for n, text in enumerate(texts)):
+    ...     print(result.id, result.error or result.value[0].text)
 
-The steps are the pipeline's, and so is every answer. While the engine writes, the next questions are already being looked up;
-questions that wait for encoder or index share a call. Nothing piles up: a flow holds a bounded number of questions, and takes
-another from its source when one has left.
+The steps are those of `Pipeline`, and so are the answers. Retrieval runs while the engine generates; questions that wait for the
+encoder or the index share a call. The number of questions in the pipeline is bounded: it reads another question when one leaves.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncGenerator, AsyncIterable, Iterable, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import NamedTuple, Protocol, runtime_checkable
 
 from ragspec.core import Completion
@@ -42,7 +41,7 @@ Questions = Iterable[Question] | AsyncIterable[Question]
 
 @runtime_checkable
 class EncodingRetriever(Protocol):
-    """A retriever whose encoding and searching can be asked for one after the other, as `Retriever` and `IndexLike` are."""
+    """A retriever that encodes and searches in separate calls, as `Retriever` and `IndexLike` do."""
 
     def encode(self, texts: Sequence[str]) -> list[Query]: ...
 
@@ -51,8 +50,8 @@ class EncodingRetriever(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class PipelineLimits:
-    """How much goes on at once: questions in one call of encoder or index, such calls, requests that the engine has, questions
-    that wait before each stage. `max_in_flight` keeps an engine full from its `max_running` on.
+    """`max_batch`: questions per call of encoder or index; `max_lookups`: such calls at a time; `max_in_flight`: engine requests
+    at a time, at least the engine's `max_running` to keep it full; `max_waiting`: questions queued before each stage.
 
     Raises: ConfigError.
     """
@@ -63,73 +62,64 @@ class PipelineLimits:
     max_waiting: int = 32
 
     def __post_init__(self) -> None:
-        for name in ("max_batch", "max_lookups", "max_in_flight", "max_waiting"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} of a flow must be at least 1, not {getattr(self, name)}")
+        for each in fields(self):
+            if (limit := getattr(self, each.name)) < 1:
+                raise ConfigError(f"{each.name} of a flow must be at least 1, not {limit}")
 
 
 class AsyncPipeline:
-    """Questions in, cited answers out as they finish; a question's error is its result and ends nothing else."""
+    """Questions in, cited answers out as they finish. An error is the result of its question and affects no other."""
 
     def __init__(
-        self,
-        retriever: RetrieverLike,
-        engine: EngineLike,
-        prompts: PromptBuilder,
-        limits: PipelineLimits | None = None,
+        self, retriever: RetrieverLike, engine: EngineLike, prompts: PromptBuilder, limits: PipelineLimits | None = None
     ) -> None:
-        """Any retriever and engine that a `Pipeline` takes; neither is closed."""
+        """Accepts any retriever and engine that a `Pipeline` accepts; closes neither."""
         self._retriever, self._engine, self._prompts = retriever, engine, prompts
-        self._limits = limits or PipelineLimits()
-        self.stages = StagedPipeline(self._make_stages(), max_waiting=self._limits.max_waiting)
-        """What `run` runs, with the metrics of every stage over all runs; its own `run` gives all that has finished together."""
+        limits = limits or PipelineLimits()
+        stages = (
+            *self._retrieval_stages(limits),
+            PipelineStage("prompt", self._prompt, limits.max_batch),
+            PipelineStage("generate", self._generate, num_workers=limits.max_in_flight),
+            PipelineStage("cite", _cite, limits.max_batch),
+        )
+        self.stages = StagedPipeline(stages, max_waiting=limits.max_waiting)
+        """The stages, with metrics over all runs. `stages.run` gives results in lists."""
 
     async def run(self, questions: Questions) -> AsyncGenerator[ItemResult[tuple[Answer, ...]]]:
-        """Each question's answers, one a choice, or its error, in the order in which they finish.
+        """Each question's answers, one per choice, or its error, in the order in which they finish.
 
-        Leaving the loop early cancels what runs. Ids name requests: two questions under way must not share one.
+        Leaving the loop early cancels the run. Two questions in flight must not have the same id.
         Raises: only what reading `questions` raises.
         """
         async with aclosing(self.stages.run(questions)) as batches:
             async for batch in batches:
-                for finished in batch:
-                    yield finished
+                for result in batch:
+                    yield result
 
-    def _make_stages(self) -> tuple[PipelineStage, ...]:
-        limits = self._limits
-        return (
-            *self._finding(),
-            PipelineStage("prompt", self._prompt, limits.max_batch),
-            PipelineStage("generate", self._generate, num_workers=limits.max_in_flight),
-            PipelineStage("cite", _build_answers, limits.max_batch),
-        )
-
-    def _finding(self) -> tuple[PipelineStage, ...]:
-        """Why one stage where there are not two steps: what a retriever does within one call cannot be told apart."""
-        together = self._limits.max_batch, self._limits.max_lookups
-        retriever = self._retriever
+    def _retrieval_stages(self, limits: PipelineLimits) -> tuple[PipelineStage, ...]:
+        retriever, batching = self._retriever, (limits.max_batch, limits.max_lookups)
         if not isinstance(retriever, EncodingRetriever):
             return (
-                PipelineStage(
-                    "retrieve", lambda questions: retrieve_passages(retriever, questions), *together, _search_key
-                ),
+                PipelineStage("retrieve", lambda asked: retrieve_passages(retriever, asked), *batching, _search_key),
             )
         return (
-            PipelineStage("encode", lambda questions: _encode(retriever, questions), *together),
+            PipelineStage("encode", lambda questions: _encode(retriever, questions), *batching),
             PipelineStage(
-                "retrieve", lambda queries: _search(retriever, queries), *together, lambda q: _search_key(q.question)
+                "retrieve", lambda queries: _search(retriever, queries), *batching, lambda q: _search_key(q.question)
             ),
         )
 
-    def _prompt(self, found: Sequence[RetrievedQuestion]) -> list[PreparedQuestion]:
-        return [build_request(each, self._prompts) for each in found]
+    def _prompt(self, batch: Sequence[RetrievedQuestion]) -> list[PreparedQuestion]:
+        return [build_request(retrieved, self._prompts) for retrieved in batch]
 
-    async def _generate(self, ready: Sequence[PreparedQuestion]) -> list[_GeneratedChoices]:
-        return [_GeneratedChoices(each, await collect_completions(self._engine, each.request)) for each in ready]
+    async def _generate(self, batch: Sequence[PreparedQuestion]) -> list[_GeneratedChoices]:
+        return [(each, await collect_completions(self._engine, each.request)) for each in batch]
 
 
 Flow = AsyncPipeline
 """The name in earlier versions."""
+
+_GeneratedChoices = tuple[PreparedQuestion, list[Completion]]
 
 
 class _EncodedQuestion(NamedTuple):
@@ -138,29 +128,23 @@ class _EncodedQuestion(NamedTuple):
     encode_s: float
 
 
-class _GeneratedChoices(NamedTuple):
-    ready: PreparedQuestion
-    choices: Sequence[Completion]
-
-
 def _search_key(question: Question) -> tuple[int, tuple[str, str]]:
-    """What questions of one lookup have in common."""
+    """Questions with equal keys can share a search."""
     return question.num_passages, question.scope.key
 
 
-def _encode(index: EncodingRetriever, questions: Sequence[Question]) -> list[_EncodedQuestion]:
+def _encode(retriever: EncodingRetriever, questions: Sequence[Question]) -> list[_EncodedQuestion]:
     begin = time.perf_counter()
-    queries = index.encode([question.text for question in questions])
+    queries = retriever.encode([question.text for question in questions])
     encode_s = time.perf_counter() - begin
     return [_EncodedQuestion(question, query, encode_s) for question, query in zip(questions, queries, strict=True)]
 
 
-def _search(index: EncodingRetriever, encoded: Sequence[_EncodedQuestion]) -> list[RetrievedQuestion]:
+def _search(retriever: EncodingRetriever, encoded: Sequence[_EncodedQuestion]) -> list[RetrievedQuestion]:
     begin, questions = time.perf_counter(), [each.question for each in encoded]
-    first = questions[0]
-    lookup = index.search([each.query for each in encoded], first.num_passages, first.scope)
-    return attach_passages(questions, lookup, time.perf_counter() - begin + max(each.encode_s for each in encoded))
+    result = retriever.search([each.query for each in encoded], questions[0].num_passages, questions[0].scope)
+    return attach_passages(questions, result, time.perf_counter() - begin + max(each.encode_s for each in encoded))
 
 
-def _build_answers(written: Sequence[_GeneratedChoices]) -> list[tuple[Answer, ...]]:
-    return [tuple(build_answer(ready, choice) for choice in choices) for ready, choices in written]
+def _cite(generated: Sequence[_GeneratedChoices]) -> list[tuple[Answer, ...]]:
+    return [tuple(build_answer(prepared, choice) for choice in choices) for prepared, choices in generated]

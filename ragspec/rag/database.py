@@ -1,7 +1,7 @@
-"""One SQLite file, safe to use from several threads and processes, with our errors.
+"""One SQLite file, safe to use from several threads and processes.
 
-What was committed survives the end of the process, however it ends; what was deleted is overwritten. No value of a statement is
-ever part of an error.
+A committed transaction survives a crash of the process. Deleted content is overwritten on disk. Error messages never contain
+values of statements.
 
     >>> database = Database(Path("notes.sqlite"), "CREATE TABLE notes (id TEXT PRIMARY KEY, text TEXT);", schema=1)
     >>> with database.writing() as db:
@@ -20,16 +20,16 @@ from ragspec.disk import make_folder, saving
 from ragspec.errors import SaveError, StoreCorrupt
 
 _BUSY_S = 5.0
-"""Another process may be writing so long."""
+"""How long to wait for another process's write."""
 
 
 class Database:
     """Owns the connection. States: open -> closed."""
 
     def __init__(self, path: Path, tables: str, schema: int) -> None:
-        """`tables`: the statements that make an empty file one of `schema`.
+        """`tables`: the statements that create the tables of version `schema`.
 
-        Raises: SaveError if the file cannot be made, StoreCorrupt if it is none of ours or damaged.
+        Raises: SaveError if the file cannot be created, StoreCorrupt if it is damaged or has another schema.
         """
         self.path = path
         self._lock = threading.Lock()
@@ -50,7 +50,7 @@ class Database:
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[sqlite3.Connection]:
-        """A transaction: all of it is kept, or nothing. Raises: SaveError, StoreCorrupt."""
+        """A transaction: committed as a whole or not at all. Raises: SaveError, StoreCorrupt."""
         with self._lock, self._errors():
             self._db.execute("BEGIN IMMEDIATE")
             try:
@@ -61,8 +61,8 @@ class Database:
                     self._db.execute("ROLLBACK")
                 raise
 
-    def forget(self) -> None:
-        """What was deleted is no longer in the log beside the file either, unless another process reads it at the moment."""
+    def truncate_log(self) -> None:
+        """Remove deleted content from the write-ahead log, too, unless another process is reading it."""
         with self.reading() as db:
             db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
 
@@ -72,7 +72,7 @@ class Database:
 
     def _prepare(self, tables: str, schema: int) -> None:
         self._db.execute("PRAGMA journal_mode=WAL")
-        self._db.execute("PRAGMA synchronous=NORMAL")  # Why enough: only a power loss can take the latest changes
+        self._db.execute("PRAGMA synchronous=NORMAL")  # Why enough: only a power loss can lose the latest changes
         self._db.execute("PRAGMA secure_delete=ON")
         self._db.execute("BEGIN IMMEDIATE")
         (found,) = self._db.execute("PRAGMA user_version").fetchone()
@@ -89,7 +89,7 @@ class Database:
 
     @contextlib.contextmanager
     def _errors(self) -> Iterator[None]:
-        """The library's own words say what is wrong with the file; they never quote values."""
+        """Why the library's messages are safe to show: they never quote values."""
         try:
             yield
         except sqlite3.OperationalError as cause:  # full, locked, read-only, cannot be opened

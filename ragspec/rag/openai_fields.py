@@ -1,6 +1,6 @@
-"""What the fields of an OpenAI body mean here, and what its answers say of an output: shared by services and batch jobs.
+"""OpenAI request fields as sampling parameters, and token usage as OpenAI reports it; for services and batch jobs.
 
-Plain values in, plain values out; whether a body may have a field at all is its reader's business.
+Maps plain values to plain values. The caller decides which fields a body may have.
 
     >>> sampling_arguments({"temperature": 0.5, "stop": "\\n", "max_completion_tokens": 64})
     {'temperature': 0.5, 'stop': ('\\n',), 'max_tokens': 64}
@@ -14,46 +14,24 @@ from typing import Any
 from ragspec.core import GenerationStats, SourceKind
 from ragspec.errors import InputError
 
-SAMPLING_FIELDS = {
-    "temperature": "temperature",
-    "top_p": "top_p",
-    "presence_penalty": "presence_penalty",
-    "frequency_penalty": "frequency_penalty",
-    "logit_bias": "logit_bias",
-    "stop": "stop",
-    "max_tokens": "max_tokens",
-    "max_completion_tokens": "max_tokens",
-    "n": "n",
-    "seed": "seed",
-    # as in vLLM
-    "top_k": "top_k",
-    "min_p": "min_p",
-    "repetition_penalty": "repetition_penalty",
-    "min_tokens": "min_tokens",
-    "ignore_eos": "ignore_eos",
-}
-"""Fields of a body, and what they are called in `ragspec.core.SamplingParams`."""
+_SAME_NAME = (
+    "temperature top_p presence_penalty frequency_penalty logit_bias stop max_tokens n seed "
+    "top_k min_p repetition_penalty min_tokens ignore_eos"  # as in vLLM
+).split()
+SAMPLING_FIELDS = {name: name for name in _SAME_NAME} | {"max_completion_tokens": "max_tokens"}
+"""Fields of a request body, with their names in `ragspec.core.SamplingParams`."""
 
 IGNORED_FIELDS = frozenset(
-    {
-        "metadata",
-        "parallel_tool_calls",
-        "prompt_cache_key",
-        "prompt_cache_retention",
-        "safety_identifier",
-        "service_tier",
-        "store",
-        "user",
-    }
+    "metadata parallel_tool_calls prompt_cache_key prompt_cache_retention safety_identifier service_tier store user".split()
 )
-"""Fields that many clients send and that change nothing here: no answer would be another for them."""
+"""Fields that many clients send and that change no answer of ours."""
 
 _WHOLE_NUMBERS = frozenset({"top_k", "max_tokens", "min_tokens", "n", "seed"})
 _MAX_EXACT_FLOAT = 2.0**53
 
 
 def sampling_arguments(body: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of `SamplingParams` that a body gives. Raises: InputError for two limits of the output."""
+    """The arguments for `SamplingParams` in a body. Raises: InputError for two different output limits."""
     given = {name: body[name] for name in SAMPLING_FIELDS if body.get(name) is not None}
     limits = {given[name] for name in ("max_tokens", "max_completion_tokens") if isinstance(given.get(name), int)}
     if len(limits) > 1:
@@ -62,7 +40,7 @@ def sampling_arguments(body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def normalize_parameter(name: str, value: Any) -> Any:
-    """Forms that JSON and tables force on a value: lists for tuples, text for token ids, 64.0 for 64 (a table with gaps)."""
+    """A value as `SamplingParams` takes it, from JSON or a table: list to tuple, text to token id, 64.0 to 64."""
     if name == "stop":
         return (value,) if isinstance(value, str) else tuple(value) if isinstance(value, list) else value
     if name == "logit_bias" and isinstance(value, dict):
@@ -73,7 +51,7 @@ def normalize_parameter(name: str, value: Any) -> Any:
 
 
 def content_text(content: Any) -> str:
-    """A message's content: a string, or parts that are text. Raises: InputError."""
+    """The text of a message's content, which is a string or a list of text parts. Raises: InputError."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
@@ -82,9 +60,9 @@ def content_text(content: Any) -> str:
 
 
 def usage(choices: Sequence[GenerationStats]) -> dict[str, Any]:
-    """What all choices of one request took together. Their prompt counts once.
+    """Token usage of all choices of one request; their prompt counts once.
 
-    Of predicted text those tokens are counted that were drafted: rejected ones are no part of the output, and not counted in it.
+    `rejected_prediction_tokens` counts drafted tokens of the prediction that were rejected; they are not in the completion.
     """
     num_prompt = max((stats.num_prompt_tokens for stats in choices), default=0)
     num_output = sum(stats.num_output_tokens for stats in choices)

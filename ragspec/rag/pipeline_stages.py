@@ -1,9 +1,9 @@
-"""Stages that work at the same time, with a bounded queue before each.
+"""Pipeline stages that run concurrently, with a bounded queue before each.
 
-    items -> queue -> stage -> queue -> stage -> queue -> finished items, as they finish
+    items -> queue -> stage -> queue -> stage -> queue -> results, in the order in which they finish
 
-A stage whose next queue is full waits, and with it all before it and whatever the items come from. What waits in a queue is
-worked on together, up to the stage's `max_batch`. An error belongs to its item alone, which then skips the other stages.
+A stage whose next queue is full waits, and so do all stages before it and the source of the items. A stage takes up to
+`max_batch` queued items at once. An item that raises an error skips the remaining stages.
 
     >>> stages = PipelineStage("encode", encode, max_batch=16), PipelineStage("generate", generate, num_workers=64)
     >>> async for results in StagedPipeline(stages).run(questions): ...
@@ -25,7 +25,7 @@ from collections.abc import (
     Sequence,
 )
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar, cast
 
 from ragspec.errors import EngineError
@@ -33,23 +33,23 @@ from ragspec.errors import EngineError
 T = TypeVar("T")
 
 _CANCEL_AGAIN_S = 0.1
-"""Work may answer its cancellation with an error, and then waits for a queue that nobody reads any more."""
+"""Work may answer its cancellation with an error, and then waits for room in a queue that nobody reads any more."""
 
 
 class HasId(Protocol):
-    """What runs through stages says who it is."""
+    """An item; results carry its id."""
 
     @property
     def id(self) -> str: ...
 
 
 Items = Iterable[HasId] | AsyncIterable[HasId]
-"""Read one by one, in a thread unless it is asynchronous, as soon as the first queue has room."""
+"""Read one at a time when the first queue has room; in a thread unless asynchronous."""
 
 
 @dataclass(frozen=True, slots=True)
 class ItemResult(Generic[T]):
-    """What became of one item: its value, or the error that it met first."""
+    """The value of one item, or its first error."""
 
     id: str
     value: T | None
@@ -64,10 +64,10 @@ class ItemResult(Generic[T]):
 
 @dataclass(slots=True)
 class StageMetrics:
-    """What a stage has done so far. Seconds, wall clock.
+    """Counters of a stage. Seconds, wall clock.
 
-    `busy_s`: something was at work in it; `waiting_s`: items stood in its queue, added up; `blocked_s`: finished ones had no room
-    in the next queue, added up. `depth`: items in its queue now; `max_depth`: at most so far.
+    `busy_s`: time with at least one batch at work. `waiting_s`: time in the queue, summed over items. `blocked_s`: time without
+    room in the next queue, summed over batches. `depth`: items in the queue now; `max_depth`: the most so far.
     """
 
     name: str
@@ -82,20 +82,12 @@ class StageMetrics:
     _num_at_work: int = field(default=0, repr=False)
     _since_s: float = field(default=0.0, repr=False)
 
-    @property
-    def items_per_s(self) -> float:
-        """While it was busy; 0 before that."""
-        return self.num_items / self.busy_s if self.busy_s else 0.0
-
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON; seconds to the millisecond."""
-        names = ("name", "num_items", "num_failed", "num_batches")
-        times = {name: round(getattr(self, name), 3) for name in ("busy_s", "waiting_s", "blocked_s")}
-        return (
-            {name: getattr(self, name) for name in names} | times | {"depth": self.depth, "max_depth": self.max_depth}
-        )
+        fields = {name: value for name, value in asdict(self).items() if not name.startswith("_")}
+        return {name: round(value, 3) if isinstance(value, float) else value for name, value in fields.items()}
 
-    def enter(self) -> None:
+    def enqueue(self) -> None:
         self.depth += 1
         self.max_depth = max(self.max_depth, self.depth)
 
@@ -117,11 +109,11 @@ class StageMetrics:
 
 @dataclass(frozen=True, slots=True)
 class PipelineStage:
-    """`work` turns a list of values into as many results, in their order.
+    """`work` maps a list of values to as many results, in order.
 
-    A plain function runs in threads of the stage, a coroutine function in the event loop. At most `num_workers` batches are at
-    work at once. Only values of equal `group` come together. Where `work` raises for several, each is tried alone: one's fault is
-    not the others'. Not so an EngineError, which is of what all of them need.
+    A plain function runs in the stage's threads, a coroutine function in the event loop; at most `num_workers` batches run at
+    once. Only values with equal `group` share a call. If `work` raises for several values, each is tried alone, so that one bad
+    item does not fail its neighbours; except an EngineError, which concerns them all.
     """
 
     name: str
@@ -131,108 +123,95 @@ class PipelineStage:
     group: Callable[[Any], Hashable] = lambda _: None
 
 
+class StagedPipeline:
+    """Owns the metrics; queues and tasks belong to a run. Runs may overlap."""
+
+    def __init__(self, stages: Sequence[PipelineStage], *, max_waiting: int = 32) -> None:
+        """`max_waiting`: the most items in one queue."""
+        self.metrics = tuple(StageMetrics(stage.name) for stage in stages)
+        self._stages, self._max_waiting = tuple(stages), max_waiting
+
+    def run(self, items: Items) -> AsyncGenerator[list[ItemResult[Any]]]:
+        """Non-empty lists of results until every item has one. Reading slowly slows the stages down.
+
+        Leaving the loop early cancels the run; `contextlib.aclosing` cancels it at once.
+        Raises: what reading `items` raises; then unfinished items are abandoned.
+        """
+        return _StageRun(self._stages, self.metrics, self._max_waiting).results(items)
+
+
 @dataclass(slots=True)
 class _QueuedItem:
     id: str
     value: Any
-    entered_s: float = 0.0  # into its queue
+    entered_s: float = 0.0
 
 
 class _EndOfRun(NamedTuple):
-    """The source is exhausted, or (`error`) something other than an item failed."""
+    """Every item has its result, or (`error`) something other than an item failed."""
 
-    error: Exception | None = None
-
-
-class StagedPipeline:
-    """Owns the metrics; the queues and tasks belong to a run. Several runs may overlap."""
-
-    def __init__(self, stages: Sequence[PipelineStage], *, max_waiting: int = 32) -> None:
-        """`max_waiting`: items that a queue holds at most."""
-        self.metrics = tuple(StageMetrics(stage.name) for stage in stages)
-        self._stages = tuple(stages)
-        self._max_waiting = max_waiting
-
-    async def run(self, items: Items) -> AsyncGenerator[list[ItemResult[Any]]]:
-        """All that has finished since the last time, never nothing, until every item has. Reading slowly slows the stages down.
-
-        Leaving the loop early cancels what runs; close it (`contextlib.aclosing`) to have that done at once.
-        Raises: what reading `items` raises; then the rest is given up.
-        """
-        run = _StageRun(self._stages, self.metrics, self._max_waiting)
-        try:
-            run.start(items)
-            while (finished := await run.next()) is not None:
-                if finished:
-                    yield finished
-        finally:
-            await run.stop()
+    error: Exception | None
 
 
 class _StageRun:
-    """One run: a queue before each stage and one behind the last, and the tasks that move items between them."""
+    """The queues of one run and the tasks that move items between them."""
 
     def __init__(self, stages: tuple[PipelineStage, ...], metrics: tuple[StageMetrics, ...], max_waiting: int) -> None:
         self._stages, self._metrics = stages, metrics
         self._queues = [asyncio.Queue[_QueuedItem](max_waiting) for _ in stages]
-        self._finished = asyncio.Queue[ItemResult[Any] | _EndOfRun](max_waiting)
+        self._results = asyncio.Queue[ItemResult[Any] | _EndOfRun](max_waiting)
         self._executors: list[ThreadPoolExecutor] = []
         self._tasks: list[asyncio.Task[None]] = []
-        self._num_open = 0
-        self._exhausted = False
-        self._error: Exception | None = None
 
-    def start(self, items: Items) -> None:
-        self._spawn(self._feed(items))
-        for number, stage in enumerate(self._stages):
-            work = self._in_loop(stage)
-            for _ in range(stage.num_workers):
-                self._spawn(self._work(number, work))
+    async def results(self, items: Items) -> AsyncGenerator[list[ItemResult[Any]]]:
+        try:
+            self._start(self._feed(items))
+            for number, stage in enumerate(self._stages):
+                work = self._asynchronous(stage)
+                for _ in range(stage.num_workers):
+                    self._start(self._work(number, work))
+            end = None
+            while end is None:
+                taken = await _take_queued(self._results)
+                end = next((each for each in taken if isinstance(each, _EndOfRun)), None)
+                if results := [each for each in taken if isinstance(each, ItemResult)]:
+                    yield results
+            if end.error is not None:
+                raise end.error
+        finally:
+            await self._stop()
 
-    async def next(self) -> list[ItemResult[Any]] | None:
-        """What has finished, perhaps nothing; None at the end. Raises: what ended the run, after all that had finished."""
-        if self._error is not None:
-            raise self._error
-        if self._exhausted and not self._num_open:
-            return None
-        finished: list[ItemResult[Any]] = []
-        for result in await _take_queued(self._finished):
-            if isinstance(result, _EndOfRun):
-                self._error = self._error or result.error
-                self._exhausted = True
-            else:
-                finished.append(result)
-        self._num_open -= len(finished)
-        return finished
+    def _start(self, coroutine: Awaitable[None]) -> None:
+        self._tasks.append(asyncio.ensure_future(self._until_end(coroutine)))
 
-    async def stop(self) -> None:
-        while left := [task for task in self._tasks if not task.done()]:
-            for task in left:
+    async def _until_end(self, coroutine: Awaitable[None]) -> None:
+        """End the run when the task returns or fails: only `_feed` returns."""
+        error = None
+        try:
+            await coroutine
+        except Exception as cause:
+            error = cause
+        await self._results.put(_EndOfRun(error))
+
+    async def _stop(self) -> None:
+        while running := [task for task in self._tasks if not task.done()]:
+            for task in running:
                 task.cancel()
-            await asyncio.wait(left, timeout=_CANCEL_AGAIN_S)
+            await asyncio.wait(running, timeout=_CANCEL_AGAIN_S)
         await asyncio.gather(*self._tasks, return_exceptions=True)
         for executor in self._executors:
             executor.shutdown(wait=False, cancel_futures=True)
         for metrics, queue in zip(self._metrics, self._queues, strict=True):
             metrics.depth -= queue.qsize()
 
-    def _spawn(self, coroutine: Any) -> None:
-        self._tasks.append(asyncio.ensure_future(self._guarded(coroutine)))
-
-    async def _guarded(self, coroutine: Awaitable[None]) -> None:
-        """Why: a task that fails in silence leaves whoever waits for results waiting for ever."""
-        try:
-            await coroutine
-        except Exception as error:
-            await self._finished.put(_EndOfRun(error))
-
     async def _feed(self, items: Items) -> None:
-        async for item in self._each(items):
-            self._num_open += 1
+        """Read all items, then wait until they have left every stage."""
+        async for item in self._read(items):
             await self._pass_on(0, item.id, item)
-        await self._finished.put(_EndOfRun())
+        for queue in self._queues:
+            await queue.join()
 
-    async def _each(self, items: Items) -> AsyncIterator[HasId]:
+    async def _read(self, items: Items) -> AsyncIterator[HasId]:
         if isinstance(items, AsyncIterable):
             async for item in items:
                 yield item
@@ -243,9 +222,9 @@ class _StageRun:
             yield cast(HasId, item)
 
     async def _work(self, number: int, work: Callable[[list[Any]], Awaitable[Sequence[Any]]]) -> None:
-        stage, metrics = self._stages[number], self._metrics[number]
+        stage, metrics, queue = self._stages[number], self._metrics[number], self._queues[number]
         while True:
-            batch = await _take_queued(self._queues[number], stage.max_batch)
+            batch = await _take_queued(queue, stage.max_batch)
             now = time.perf_counter()
             metrics.begin([now - item.entered_s for item in batch])
             groups: dict[Hashable, list[_QueuedItem]] = {}
@@ -260,21 +239,20 @@ class _StageRun:
             begin = time.perf_counter()
             for item, result in zip([i for group in groups.values() for i in group], results, strict=True):
                 await self._pass_on(number + 1, item.id, result)
+                queue.task_done()
             metrics.blocked_s += time.perf_counter() - begin
 
     async def _pass_on(self, number: int, id: str, value: Any) -> None:
         if isinstance(value, Exception):
-            await self._finished.put(ItemResult(id, None, value))
+            await self._results.put(ItemResult(id, None, value))
         elif number == len(self._stages):
-            await self._finished.put(ItemResult(id, value))
+            await self._results.put(ItemResult(id, value))
         else:
             await self._queues[number].put(item := _QueuedItem(id, value))
-            item.entered_s = (
-                time.perf_counter()
-            )  # Why after: until now there was no room; nobody else has run since then
-            self._metrics[number].enter()
+            item.entered_s = time.perf_counter()  # Why here: now the queue has room, and no other task has run since
+            self._metrics[number].enqueue()
 
-    def _in_loop(self, stage: PipelineStage) -> Callable[[list[Any]], Awaitable[Sequence[Any]]]:
+    def _asynchronous(self, stage: PipelineStage) -> Callable[[list[Any]], Awaitable[Sequence[Any]]]:
         if inspect.iscoroutinefunction(stage.work):
             return stage.work
         return self._threaded(stage.work, stage.num_workers, f"ragspec-{stage.name}")
@@ -287,7 +265,7 @@ class _StageRun:
 
 
 async def _call_stage(work: Callable[[list[Any]], Awaitable[Sequence[Any]]], values: list[Any]) -> list[Any]:
-    """One for each value, exceptions among them."""
+    """One result or exception for each value."""
     try:
         results = list(await work(values))
     except Exception as error:
@@ -298,9 +276,9 @@ async def _call_stage(work: Callable[[list[Any]], Awaitable[Sequence[Any]]], val
     return results
 
 
-async def _take_queued(queue: asyncio.Queue[T], most: int | None = None) -> list[T]:
-    """What waits in a queue, at least one and at most `most`."""
+async def _take_queued(queue: asyncio.Queue[T], max_items: int | None = None) -> list[T]:
+    """Everything in the queue, at least one item and at most `max_items`."""
     taken = [await queue.get()]
-    while not queue.empty() and (most is None or len(taken) < most):
+    while not queue.empty() and (max_items is None or len(taken) < max_items):
         taken.append(queue.get_nowait())
     return taken

@@ -13,7 +13,7 @@ import time
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from typing import Any, Protocol, TypeVar, cast
 
 from ragspec.config import GenerationConfig
 from ragspec.core import Completion, CopySource, Delta, Passage, Request, SamplingParams, SourceKind
@@ -27,6 +27,8 @@ from ragspec.retrieval.search.filters import parse_filter
 from ragspec.retrieval.search.index_types import SearchResult
 from ragspec.retrieval.search.segment_search import SearchScope
 from ragspec.speculation import ON, Speculation
+
+T = TypeVar("T")
 
 
 class RetrieverLike(Protocol):
@@ -181,6 +183,17 @@ def answer_of(
 def parse_scope(tenant: str, filter: Mapping[str, Any] | None) -> SearchScope:
     """A tenant and a filter in JSON form as a search scope. Raises: InputError for an invalid filter."""
     return SearchScope(tenant, None if filter is None else parse_filter(filter))
+
+
+def params_of_each(
+    questions: Sequence[str], params: SamplingParams | Sequence[SamplingParams] | None, default: T
+) -> Sequence[SamplingParams | T]:
+    """The sampling parameters of each question. Raises: InputError for a list of another length."""
+    if not isinstance(params, Sequence):
+        return [params or default] * len(questions)
+    if len(params) != len(questions):
+        raise InputError(f"{len(questions)} questions came with {len(params)} sets of sampling parameters")
+    return params
 
 
 def default_params(config: GenerationConfig) -> SamplingParams:

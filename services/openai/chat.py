@@ -156,7 +156,7 @@ class ChatFormat(AnswerFormat):
 
     def _answers_blocking(self, completions: Sequence[Completion]) -> list[Answer]:
         chat = self.context.backend.chat
-        answers = [chat.answered(self._ready, completion) for completion in completions]
+        answers = [chat.build_answer(self._ready, completion) for completion in completions]
         for answer, completion in zip(answers, completions, strict=True):
             if completion.choice == 0:  # the conversation goes on with the first choice
                 self._is_kept = chat.remember(self._ready, answer)

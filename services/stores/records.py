@@ -105,7 +105,7 @@ class Records:
     def drop_file(self, tenant: str, file_id: str) -> None:
         with self._database.writing() as db:
             db.execute("DELETE FROM files WHERE tenant=? AND id=?", (tenant, file_id))
-        self._database.forget()
+        self._database.truncate_log()
 
     def add_store(self, tenant: str, name: str, metadata: Mapping[str, str]) -> StoreRecord:
         now = time.time()
@@ -133,7 +133,7 @@ class Records:
     def drop_store(self, tenant: str, store_id: str) -> None:
         with self._database.writing() as db:
             db.execute("DELETE FROM stores WHERE tenant=? AND id=?", (tenant, store_id))
-        self._database.forget()
+        self._database.truncate_log()
 
     def add_member(self, tenant: str, store_id: str, file_id: str, attributes: Attributes) -> Member:
         """Adds or restarts a member with these attributes. Raises: InputError while it is being deleted."""
@@ -212,7 +212,7 @@ class Records:
             keys = [(*member.key, member.created_s) for member in members]
             where = "WHERE tenant=? AND store=? AND file=? AND created_s=? AND status='deleting'"
             db.executemany(f"DELETE FROM members {where}", keys)
-        self._database.forget()
+        self._database.truncate_log()
 
     def close(self) -> None:
         self._database.close()

@@ -70,7 +70,7 @@ class Asking:
     def __call__(self, turn: ChatTurn, says: str = "") -> tuple[PreparedTurn, Answer]:
         self.switch.answer = says
         ready = self.chat.prepare(turn)
-        answer = self.chat.answered(ready, self.engine.generate([ready.request])[0])
+        answer = self.chat.build_answer(ready, self.engine.generate([ready.request])[0])
         assert self.chat.remember(ready, answer)
         return ready, answer
 
@@ -115,7 +115,7 @@ def test_a_named_conversation_is_supplied_by_the_server(asking: Asking, store: C
         "In 1874.",
     )
     assert [said.answer for said in store.turns("acme", name)] == [QUOTE, "The people.", "In 1874."]
-    assert again.past.history[0].passages == first.prompt.passages
+    assert again.history.turns[0].passages == first.prompt.passages
 
 
 @pytest.mark.parametrize("other", ["tenant", "filter", "salt", "conversation"])
@@ -351,7 +351,7 @@ def test_a_full_disk_takes_nothing_from_the_answer(
     chat = Chat(retriever, prompts, broken)
     switch.answer = QUOTE
     ready = chat.prepare(turn(QUESTION, QUOTE, FOLLOW_UP))
-    answer = chat.answered(ready, engine.generate([ready.request])[0])
+    answer = chat.build_answer(ready, engine.generate([ready.request])[0])
     assert answer.text == QUOTE and not chat.remember(ready, answer)
 
 
@@ -380,7 +380,9 @@ def test_what_was_deleted_is_in_no_later_turn(
 
 
 def _answer(chat: Chat, ready: PreparedTurn) -> Answer:
-    return chat.answered(ready, Completion(ready.request.id, 0, (), QUOTE, FinishReason.STOP, (), GenerationStats()))
+    return chat.build_answer(
+        ready, Completion(ready.request.id, 0, (), QUOTE, FinishReason.STOP, (), GenerationStats())
+    )
 
 
 def test_a_passage_that_was_changed_takes_nothing_from_its_new_text() -> None:
@@ -388,4 +390,4 @@ def test_a_passage_that_was_changed_takes_nothing_from_its_new_text() -> None:
     old, new = (Passage("d", 0, text, 0, len(text)) for text in ("The old text.", "The new text."))
     said = (QaPair("One?", "1."), QaPair("Two?", "2."))
     past = ChatHistory(said, (ShownPassages((old,), "a"), ShownPassages((new,), "b")), ("1", "2", "3"))
-    assert [turn.passages for turn in past.without({(old.id, old.text)})] == [(), (new,)]
+    assert [turn.passages for turn in past.turns_without({(old.id, old.text)})] == [(), (new,)]

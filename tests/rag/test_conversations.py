@@ -123,10 +123,10 @@ def test_what_grew_old_is_not_on_the_disk_of_the_next_process(
 
 def test_a_conversation_begins_with_all_its_turns_or_is_none(store: ConversationStore) -> None:
     """Too much to keep, and an empty conversation stayed."""
-    made = store.create("ann", said=[QaPair("a", "b"), QaPair("c", "d")])
+    made = store.create("ann", turns=[QaPair("a", "b"), QaPair("c", "d")])
     assert store.turns("ann", made.id) == [QaPair("a", "b"), QaPair("c", "d")]
     with pytest.raises(SaveError):
-        store.create("ann", said=[QaPair("a", "b" * 2**18)])
+        store.create("ann", turns=[QaPair("a", "b" * 2**18)])
     with store._database.reading() as db:
         assert db.execute("SELECT id FROM conversations").fetchall() == [(made.id,)]
 

@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 
 from ragspec.errors import ConfigError
-from ragspec.rag.grammar.edit_kinds import classify_edits
+from ragspec.rag.grammar.edit_kinds import classify_edits, default_classifier, load_errant
 from ragspec.rag.grammar.edits import word_edits
-from ragspec.rag.grammar.errant_kinds import default_classifier, load_errant
 
 
 def test_without_it_words_alone_decide(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -223,11 +223,11 @@ def test_decoding_goes_on_beside_a_verification(engine: Engine, index_dir: Path)
             written_meanwhile.set()
         return stream(request)
 
-    guessed._tools.engine.stream = watched  # type: ignore[method-assign]
+    guessed._components.engine.stream = watched  # type: ignore[method-assign]
     try:
         guessed.ask(QUESTIONS[0], GREEDY)
     finally:
-        del guessed._tools.engine.stream
+        del guessed._components.engine.stream
     assert written_meanwhile.is_set()
 
 

@@ -167,7 +167,7 @@ def test_deletion_holds_for_the_next_query(ann: openai.OpenAI, library_service: 
     )
     ready = chat.prepare(turn)
     (completion,) = engine.generate([ready.request])
-    assert ready.prompt.passages and chat.remember(ready, chat.answered(ready, completion))
+    assert ready.prompt.passages and chat.remember(ready, chat.build_answer(ready, completion))
     ann.vector_stores.files.delete(member.id, vector_store_id=store)
     assert not texts(ann, store)
     with pytest.raises(openai.NotFoundError):

@@ -1,12 +1,13 @@
-"""Multi-turn retrieval-augmented chat: a follow-up is made standalone, looked up, and asked beside what was said and shown.
+"""Multi-turn RAG: rewrite a follow-up question, retrieve, and build a prompt with the earlier turns and their passages.
 
     >>> chat = Chat(retriever, prompts, conversations, ChatConfig())
-    >>> ready = chat.prepare(ChatTurn(uuid4().hex, (Message("user", "And in 1977?"),), params, SearchScope("acme"), name))
-    >>> answer = chat.answered(ready, engine.generate([ready.request])[0])
-    >>> chat.remember(ready, answer)
+    >>> turn = ChatTurn(uuid4().hex, (Message("user", "And in 1977?"),), params, SearchScope("acme"), conversation_id)
+    >>> prepared = chat.prepare(turn)
+    >>> answer = chat.build_answer(prepared, engine.generate([prepared.request])[0])
+    >>> chat.remember(prepared, answer)
 
-A client may name a conversation that the store keeps, or send all messages each time; then the passages that earlier answers were
-given from are found by what was said before them.
+A client either names a conversation that the store keeps, or sends all messages every time. In both cases the store finds the
+passages of earlier turns, by a digest of the turns.
 """
 
 from __future__ import annotations
@@ -27,31 +28,30 @@ from ragspec.rag.chat.history import ChatHistory, load_history, split_messages
 from ragspec.rag.chat.prompt import ChatPrompt, PastTurn, build_chat_prompt
 from ragspec.rag.chat.query_rewriter import QueryRewriter
 from ragspec.rag.chat.retrieval import ChatContext, ChatRetriever
-from ragspec.rag.citations import find_citations
 from ragspec.rag.prompt import PromptBuilder
-from ragspec.rag.steps import EngineLike, RetrieverLike, copy_sources
+from ragspec.rag.steps import EngineLike, RetrieverLike, answer_of, copy_sources
 from ragspec.retrieval.search.segment_search import PUBLIC_SCOPE, SearchScope
 from ragspec.speculation import ON, Speculation
 
 log = logging.getLogger(__name__)
 
-_LATEST = 4
-"""Turns that are copied from where none is read."""
+_MAX_COPIED_TURNS = 4
+"""Earlier turns that may be copied from when the prompt has none."""
 
 
 class ChatEngine(EngineLike, Protocol):
-    """Runs requests, and forgets what it cached under a salt."""
+    """An engine that can empty the caches of a salt."""
 
     def purge(self, salt: str) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
 class ChatTurn:
-    """What one asks, after what was said. `id` names the request.
+    """One request of a chat. `id` becomes the engine request's id.
 
-    `messages` are of the roles system, user and assistant and end with the user's. With a `conversation`, a single question goes
-    on with what is kept of it; earlier turns that are given stand in place of those. `prediction`: what the asker expects to
-    read. `cache_salt` separates caches within the tenant.
+    `messages` have the roles system, user and assistant; the last is the user's. `conversation`: the id of a stored conversation
+    that precedes the messages; earlier turns in `messages` replace its turns. `prediction`: text that the answer may repeat.
+    `cache_salt` separates caches within the tenant.
     """
 
     id: str
@@ -71,18 +71,17 @@ class ChatTurn:
 
     @property
     def salt(self) -> str:
-        """Of the caches: the tenant's, or a part of them."""
         return cache_salt_of(self.scope.tenant, self.cache_salt)
 
     @property
-    def who(self) -> str:
-        """Equal for those who may be told what was shown to each other."""
+    def visibility(self) -> str:
+        """Turns with equal visibility may see each other's passages."""
         return f"{self.cache_salt}\0{self.conversation}\0{self.scope.filter!r}"
 
 
 @dataclass(frozen=True, slots=True)
 class PreparedTurn:
-    """A turn as the engine is asked for its answer. `asked`: the user's own words; `question`: what was looked up."""
+    """A turn with its prompt and engine request. `asked`: the user's words; `question`: the question as it was retrieved."""
 
     turn: ChatTurn
     request: Request
@@ -93,7 +92,7 @@ class PreparedTurn:
     missing: tuple[str, ...]
     retrieve_s: float
     prompt_s: float
-    past: ChatHistory = field(repr=False)
+    history: ChatHistory = field(repr=False)
 
     @property
     def conversation(self) -> str:
@@ -109,12 +108,12 @@ class PreparedTurn:
 
     @property
     def dropped_passages(self) -> tuple[Passage, ...]:
-        """All that did not fit: of earlier turns, then the question's own."""
+        """Passages that did not fit: those of earlier turns, then the question's own."""
         return (*self.prompt.dropped_history, *self.prompt.dropped)
 
 
 class Chat:
-    """Owns the order of the steps. Safe to call from several threads; what takes time blocks."""
+    """Prepares turns and stores them. Safe to call from several threads; every method may block."""
 
     def __init__(
         self,
@@ -124,112 +123,99 @@ class Chat:
         config: ChatConfig | None = None,
         engine: ChatEngine | None = None,
     ) -> None:
-        """Without `conversations` nothing is kept. `engine`: writes the answers, and may rewrite questions."""
-        self._prompts, self._conversations = prompts, conversations
-        self._config = config or ChatConfig()
-        self._index = ChatRetriever(retriever, self._config)
+        """Without `conversations` nothing is stored. `engine`: generates the answers, and may rewrite questions."""
+        self.conversations = conversations
+        self._prompts, self._config = prompts, config or ChatConfig()
+        self._retriever = ChatRetriever(retriever, self._config)
         self._rewriter = QueryRewriter(self._config, prompts, engine)
-        self._engine, self._salts = engine, TenantCaches(engine.purge if engine is not None else _nothing)
-
-    @property
-    def conversations(self) -> ConversationStore | None:
-        return self._conversations
+        self._caches = TenantCaches(engine.purge if engine is not None else lambda _: None)
 
     def prepare(self, turn: ChatTurn) -> PreparedTurn:
-        """Raises: InputError, NotFound, PromptTooLong, RetrievalError, StoreError; EngineError where the target rewrites."""
+        """Raises: InputError, NotFound, PromptTooLong, RetrievalError, StoreError; EngineError if the target rewrites."""
         system, given, asked = split_messages(turn.messages)
         check_text(asked, "the question")
-        self._salts.note(turn.scope.tenant, turn.salt)
-        past = load_history(self._conversations, turn.scope.tenant, turn.who, turn.conversation, given, asked)
+        self._caches.note(turn.scope.tenant, turn.salt)
+        history = load_history(self.conversations, turn.scope.tenant, turn.visibility, turn.conversation, given, asked)
         begin = time.perf_counter()
         question = asked
-        if turn.retrieve and past.said:
-            question = self._rewriter.standalone(asked, past.said, turn.salt)
-        found = (
-            self._index.found(asked, question, past, turn.num_passages, turn.scope)
-            if turn.retrieve
-            else self._index.not_asked(past, turn.scope)
-        )
+        if turn.retrieve and history.pairs:
+            question = self._rewriter.standalone(asked, history.pairs, turn.salt)
+        num_passages = turn.num_passages if turn.retrieve else None
+        context = self._retriever.retrieve(asked, question, history, num_passages, turn.scope)
         retrieve_s = time.perf_counter() - begin
-        prompt = self._prompt(system, found, asked, question, turn.params.max_tokens)
+        prompt = self._prompt(system, context, asked, question, turn.params.max_tokens)
+        earlier = _history_texts(prompt.history or context.history[-_MAX_COPIED_TURNS:])
         request = Request(
             turn.id,
             prompt.prompt_ids,
             turn.params,
-            copy_sources(asked, prompt.passages, _texts(prompt.history or found.history[-_LATEST:]), turn.prediction),
+            copy_sources(asked, prompt.passages, earlier, turn.prediction),
             turn.salt,
             turn.speculation,
-            affinity=turn.conversation or past.keys[0],
+            affinity=turn.conversation or history.keys[0],
         )
         prompt_s = time.perf_counter() - begin - retrieve_s
-        return PreparedTurn(
-            turn, request, prompt, asked, question, found.generation, found.missing, retrieve_s, prompt_s, past
-        )
+        index = context.generation, context.missing
+        return PreparedTurn(turn, request, prompt, asked, question, *index, retrieve_s, prompt_s, history)
 
-    def answered(self, ready: PreparedTurn, completion: Completion) -> Answer:
-        """One choice with its citations."""
-        prompt = ready.prompt
+    def build_answer(self, prepared: PreparedTurn, completion: Completion) -> Answer:
+        """The answer of one choice, with citations."""
         stats = AnswerStats(
-            ready.retrieve_s, ready.prompt_s, ready.generation, completion.stats, missing_segments=ready.missing
+            prepared.retrieve_s,
+            prepared.prompt_s,
+            prepared.generation,
+            completion.stats,
+            missing_segments=prepared.missing,
         )
-        return Answer(
-            ready.asked,
-            completion.text,
-            tuple(find_citations(completion.text, prompt.passages)),
-            prompt.passages,
-            ready.dropped_passages,
-            completion.finish_reason,
-            completion.token_ids,
-            completion.logprobs,
-            stats,
-        )
+        return answer_of(prepared.asked, completion, prepared.prompt.passages, prepared.dropped_passages, stats)
 
-    def remember(self, ready: PreparedTurn, answer: Answer) -> bool:
-        """Keep the turn for those after it; False if what was said cannot be kept, which takes nothing from the answer."""
-        if self._conversations is None:
+    def remember(self, prepared: PreparedTurn, answer: Answer) -> bool:
+        """Store the turn for later turns; whether its messages were stored. A failing store is logged, not raised."""
+        if self.conversations is None:
             return False
-        turn, past = ready.turn, ready.past
+        turn, history = prepared.turn, prepared.history
         cited = tuple(dict.fromkeys(citation.passage_id for citation in answer.citations))
-        shown = ShownPassages(answer.passages, ready.generation, cited)
-        kept = False
+        shown = ShownPassages(answer.passages, prepared.generation, cited)
+        is_stored = False
         try:
             if turn.conversation:
-                said = [*past.unkept, QaPair(ready.asked, answer.text)]
-                self._conversations.append(turn.scope.tenant, turn.conversation, said)
-                kept = True
+                pairs = [*history.unsaved, QaPair(prepared.asked, answer.text)]
+                self.conversations.append(turn.scope.tenant, turn.conversation, pairs)
+                is_stored = True
             if answer.passages:
-                self._conversations.save_shown(
-                    turn.scope.tenant, past.keys[-1], shown, conversation=turn.conversation, earlier=past.keys[:-1]
+                self.conversations.save_shown(
+                    turn.scope.tenant,
+                    history.keys[-1],
+                    shown,
+                    conversation=turn.conversation,
+                    earlier=history.keys[:-1],
                 )
         except RagspecError as cause:
-            log.warning("a turn could not be kept%s: %s", " whole" if kept else "", type(cause).__name__)
-            return kept
+            log.warning("a turn could not be kept%s: %s", " whole" if is_stored else "", type(cause).__name__)
+            return is_stored
         return True
 
     def forget(self, tenant: str, documents: Sequence[str]) -> None:
-        """Documents are gone: what was shown of them is known no more, and no cache holds their text.
+        """Remove deleted documents from stored turns, and empty the tenant's caches.
 
-        Raises: SaveError, StoreError; the caches are emptied all the same.
+        Raises: SaveError, StoreError; the caches are emptied in any case.
         """
-        self._salts.purge(tenant)
-        if self._conversations is not None:
-            self._conversations.forget_documents(tenant, documents)
+        self._caches.purge(tenant)
+        if self.conversations is not None:
+            self.conversations.forget_documents(tenant, documents)
 
-    def _prompt(self, system: str, found: ChatContext, asked: str, question: str, max_tokens: int) -> ChatPrompt:
-        """With the turns before, or with what of them the question needs; then all of them are reported as dropped."""
+    def _prompt(self, system: str, context: ChatContext, asked: str, question: str, max_tokens: int) -> ChatPrompt:
+        """With earlier turns or, if the target reads single questions, without; then all turns are reported as dropped."""
         shown = self._config.history
         if shown == "shown" or (shown == "auto" and not self._prompts.has_context_role):
-            return build_chat_prompt(self._prompts, system, found.history, asked, found.passages, max_tokens)
-        alone = build_chat_prompt(self._prompts, system, (), question, found.passages, max_tokens)
-        passages = tuple(passage for turn in found.history for passage in turn.passages)
-        return replace(alone, num_dropped_turns=len(found.history), dropped_history=passages)
+            return build_chat_prompt(self._prompts, system, context.history, asked, context.passages, max_tokens)
+        alone = build_chat_prompt(self._prompts, system, (), question, context.passages, max_tokens)
+        passages = tuple(passage for turn in context.history for passage in turn.passages)
+        return replace(alone, num_dropped_turns=len(context.history), dropped_history=passages)
 
 
-def _nothing(_: str) -> None: ...
-
-
-def _texts(history: Sequence[PastTurn]) -> list[str]:
-    """What earlier turns say, the latest first: answers, then passages and questions."""
+def _history_texts(history: Sequence[PastTurn]) -> list[str]:
+    """The texts of earlier turns, the latest first: answers, then passages, then questions."""
     turns = history[::-1]
     answers = [turn.answer for turn in turns]
     passages = [passage.text for turn in turns for passage in turn.passages]

@@ -1,10 +1,10 @@
-"""What was said in earlier turns, and which passages stood beside it, in one SQLite file.
+"""Conversations and the passages shown in their turns, in one SQLite file.
 
-Two things are kept. A *conversation* that a tenant began by name keeps its messages. And of every question that was answered, the
-passages its prompt showed are kept under a key of all that came before it (`turn_keys`), so that a client that keeps its messages
-itself, as OpenAI's do, is known again without any name; of such a client no message is written down.
+A conversation has an id and stores its messages. The passages in a turn's prompt are stored under a digest of all turns up to it
+(`turn_keys`). So they are also found for a client that sends all messages itself, and no message of such a client is stored.
 
-A tenant sees its own alone. What was not used for `ttl_s` is gone, and so is a tenant's oldest beyond `max_bytes_per_tenant`.
+Tenants see only their own entries. Entries not used for `ttl_s` are deleted, as are a tenant's oldest beyond
+`max_bytes_per_tenant`.
 
     >>> store = ConversationStore(Path("conversations.sqlite"))
     >>> name = store.create("acme").id
@@ -46,11 +46,11 @@ CREATE TABLE shown_documents (tenant TEXT, document TEXT, key TEXT, PRIMARY KEY 
 CREATE INDEX shown_documents_by_key ON shown_documents (tenant, key)
 """
 _CLEAN_EVERY = 16
-"""So many writes lie between two looks for what is too old or too much."""
+"""Writes between two searches for entries to delete."""
 
 
 class QaPair(NamedTuple):
-    """A question and its answer."""
+    """A question and its answer; either may be empty."""
 
     question: str
     answer: str
@@ -58,7 +58,7 @@ class QaPair(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ShownPassages:
-    """The passages of one prompt in their order, and the index's generation that gave them; the answer cites those of `cited`."""
+    """The passages of one prompt, in order, and their index generation. `cited`: ids of the passages that the answer cites."""
 
     passages: tuple[Passage, ...]
     generation: str = ""
@@ -75,27 +75,24 @@ class Conversation:
     metadata: Mapping[str, str]
 
 
-def turn_keys(scope: str, said: Iterable[QaPair], question: str) -> list[str]:
-    """Names each question, those of the turns and this one, by everything before it: equal only where all of that is.
-
-    `scope`: which documents may be seen, and whatever else separates those who ask.
-    """
+def turn_keys(visibility: str, pairs: Iterable[QaPair], question: str) -> list[str]:
+    """A digest for each turn and for the new question: of its question, everything before it, and `visibility`."""
     digest, keys = hashlib.sha256(), []
-    for text in (scope, *(text for turn in said for text in turn), question):
+    for text in (visibility, *(text for pair in pairs for text in pair), question):
         raw = text.encode("utf-8")
         digest.update(len(raw).to_bytes(8, "little") + raw)
         keys.append(digest.copy().hexdigest())
     return keys[1::2]
 
 
-_AGES = (
+_ENTRIES_BY_AGE = (
     "SELECT used_s, tenant, num_bytes, 0, id FROM conversations {0} "
     "UNION ALL SELECT used_s, tenant, num_bytes, 1, key FROM shown {0} ORDER BY 1"
 )
 
 
 class ConversationStore:
-    """Owns the file. Safe to call from several threads."""
+    """Owns the file. Safe to call from several threads and processes."""
 
     def __init__(
         self,
@@ -110,18 +107,18 @@ class ConversationStore:
         self._database = Database(Path(path), _TABLES, _SCHEMA)
         self._num_writes = 0
         with self._database.writing() as db:
-            _drop(db, self._too_old(db))
-        self._database.forget()
+            _delete_rows(db, self._expired(db))
+        self._database.truncate_log()
 
     def create(
-        self, tenant: str, metadata: Mapping[str, str] | None = None, said: Sequence[QaPair] = ()
+        self, tenant: str, metadata: Mapping[str, str] | None = None, turns: Sequence[QaPair] = ()
     ) -> Conversation:
-        """A new one with these turns, or none. Raises: SaveError."""
+        """A new conversation with these turns. Raises: SaveError."""
         now, text = self._clock(), json.dumps(dict(metadata or {}))
         made = Conversation(f"conv_{secrets.token_hex(12)}", now, now, dict(metadata or {}))
-        with self._keeping(tenant) as db:
+        with self._writing(tenant) as db:
             db.execute("INSERT INTO conversations VALUES (?,?,?,?,?,?)", (tenant, made.id, now, now, len(text), text))
-            self._append(db, tenant, made.id, said)
+            self._append(db, tenant, made.id, turns)
         return made
 
     def find(self, tenant: str, conversation: str) -> Conversation:
@@ -136,7 +133,7 @@ class ConversationStore:
         return Conversation(conversation, row[0], row[1], json.loads(row[2]))
 
     def turns(self, tenant: str, conversation: str) -> list[QaPair]:
-        """Its turns, the oldest first. Raises: NotFound, SaveError, StoreCorrupt."""
+        """The turns of a conversation, the oldest first. Raises: NotFound, SaveError, StoreCorrupt."""
         self.find(tenant, conversation)
         with self._database.reading() as db:
             rows = db.execute(
@@ -145,13 +142,13 @@ class ConversationStore:
             ).fetchall()
         return [QaPair(*row) for row in rows]
 
-    def append(self, tenant: str, conversation: str, said: Sequence[QaPair]) -> None:
-        """Turns to its end, all of them or none. Raises: NotFound, SaveError, StoreCorrupt."""
-        with self._keeping(tenant) as db:
-            self._append(db, tenant, conversation, said)
+    def append(self, tenant: str, conversation: str, turns: Sequence[QaPair]) -> None:
+        """Append all turns or none. Raises: NotFound, NoRoom, SaveError, StoreCorrupt."""
+        with self._writing(tenant) as db:
+            self._append(db, tenant, conversation, turns)
 
-    def _append(self, db: sqlite3.Connection, tenant: str, conversation: str, said: Sequence[QaPair]) -> None:
-        num_bytes = sum(len(text.encode()) for turn in said for text in turn)
+    def _append(self, db: sqlite3.Connection, tenant: str, conversation: str, turns: Sequence[QaPair]) -> None:
+        num_bytes = sum(len(text.encode()) for turn in turns for text in turn)
         row = db.execute(
             "UPDATE conversations SET used_s=?, num_bytes=num_bytes+? WHERE tenant=? AND id=? RETURNING num_bytes",
             (self._clock(), num_bytes, tenant, conversation),
@@ -163,20 +160,17 @@ class ConversationStore:
         (number,) = db.execute(
             "SELECT COALESCE(MAX(number), -1) + 1 FROM said WHERE tenant=? AND conversation=?", (tenant, conversation)
         ).fetchone()
-        rows = [(tenant, conversation, number + n, *turn) for n, turn in enumerate(said)]
+        rows = [(tenant, conversation, number + n, *turn) for n, turn in enumerate(turns)]
         db.executemany("INSERT INTO said VALUES (?,?,?,?,?)", rows)
 
     def save_shown(
         self, tenant: str, key: str, shown: ShownPassages, *, conversation: str = "", earlier: Sequence[str] = ()
     ) -> None:
-        """Keep the passages of a turn in place of those it had; those of the turns before it stay as long.
-
-        Raises: SaveError, StoreCorrupt.
-        """
+        """Replace the passages of a turn, and mark the `earlier` turns as used. Raises: SaveError, StoreCorrupt."""
         now, text = self._clock(), json.dumps([asdict(passage) for passage in shown.passages])
         cited = json.dumps(shown.cited)
-        with self._keeping(tenant) as db:
-            _forget_shown(db, tenant, key)
+        with self._writing(tenant) as db:
+            _delete_shown(db, tenant, key)
             row = (tenant, key, conversation, now, len(text), shown.generation, cited, text)
             db.execute("INSERT INTO shown VALUES (?,?,?,?,?,?,?,?)", row)
             documents = {passage.document_id for passage in shown.passages}
@@ -184,7 +178,7 @@ class ConversationStore:
             db.executemany("UPDATE shown SET used_s=? WHERE tenant=? AND key=?", [(now, tenant, k) for k in earlier])
 
     def load_shown(self, tenant: str, keys: Sequence[str]) -> dict[str, ShownPassages]:
-        """What is known of these turns. Raises: SaveError, StoreCorrupt."""
+        """The passages of those of these turns that are stored. Raises: SaveError, StoreCorrupt."""
         oldest_s = self._clock() - self._ttl_s
         found: dict[str, ShownPassages] = {}
         if not keys:
@@ -200,27 +194,27 @@ class ConversationStore:
         return found
 
     def delete(self, tenant: str, conversation: str) -> None:
-        """Nothing of it is left. Raises: NotFound, SaveError, StoreCorrupt."""
+        """Delete a conversation and its passages. Raises: NotFound, SaveError, StoreCorrupt."""
         with self._database.writing() as db:
-            if not _delete(db, tenant, conversation):
+            if not _delete_conversation(db, tenant, conversation):
                 raise _missing(conversation)
-        self._database.forget()
+        self._database.truncate_log()
 
     def forget_documents(self, tenant: str, documents: Iterable[str]) -> None:
-        """What was shown of these documents is known no more. Raises: SaveError, StoreCorrupt."""
+        """Delete the passages of every turn that was shown one of these documents. Raises: SaveError, StoreCorrupt."""
         with self._database.writing() as db:
             for document in documents:
                 query = "SELECT key FROM shown_documents WHERE tenant=? AND document=?"
                 for (key,) in db.execute(query, (tenant, document)).fetchall():
-                    _forget_shown(db, tenant, key)
-        self._database.forget()
+                    _delete_shown(db, tenant, key)
+        self._database.truncate_log()
 
     def purge(self, tenant: str) -> None:
-        """Nothing of a tenant is left. Raises: SaveError, StoreCorrupt."""
+        """Delete every entry of a tenant. Raises: SaveError, StoreCorrupt."""
         with self._database.writing() as db:
             for table in ("conversations", "said", "shown", "shown_documents"):
                 db.execute(f"DELETE FROM {table} WHERE tenant=?", (tenant,))
-        self._database.forget()
+        self._database.truncate_log()
 
     def close(self) -> None:
         self._database.close()
@@ -233,52 +227,52 @@ class ConversationStore:
             raise StoreCorrupt(f"{self._database.path} is damaged: it holds a passage that is none") from cause
 
     @contextmanager
-    def _keeping(self, tenant: str) -> Iterator[sqlite3.Connection]:
-        """What is written makes room for itself; what had to go is not on the disk any more."""
+    def _writing(self, tenant: str) -> Iterator[sqlite3.Connection]:
+        """A write transaction that also deletes expired and surplus entries from the disk."""
         with self._database.writing() as db:
             yield db
             dropped = self._clean(db, tenant)
         if dropped:
-            self._database.forget()
+            self._database.truncate_log()
 
     def _clean(self, db: sqlite3.Connection, tenant: str) -> bool:
-        """Drop what is too old, of every tenant, and what is too much, of this one; whether anything was."""
+        """Delete expired entries of all tenants and surplus entries of this one; whether there were any."""
         self._num_writes += 1
         if self._num_writes % _CLEAN_EVERY:
             return False
-        rows, own = self._too_old(db), db.execute(_AGES.format("WHERE tenant=?"), (tenant, tenant)).fetchall()
+        rows, own = self._expired(db), db.execute(_ENTRIES_BY_AGE.format("WHERE tenant=?"), (tenant, tenant)).fetchall()
         surplus = sum(num_bytes for _, _, num_bytes, _, _ in own) - self._max_bytes
         for row in own[:-1]:
             if surplus > 0:
                 rows.append(row)
                 surplus -= row[2]
-        _drop(db, rows)
+        _delete_rows(db, rows)
         return bool(rows)
 
-    def _too_old(self, db: sqlite3.Connection) -> list[Any]:
+    def _expired(self, db: sqlite3.Connection) -> list[Any]:
         oldest_s = self._clock() - self._ttl_s
-        return db.execute(_AGES.format("WHERE used_s<?"), (oldest_s, oldest_s)).fetchall()
+        return db.execute(_ENTRIES_BY_AGE.format("WHERE used_s<?"), (oldest_s, oldest_s)).fetchall()
 
 
-def _drop(db: sqlite3.Connection, rows: Sequence[Any]) -> None:
-    """Rows of `_AGES`."""
+def _delete_rows(db: sqlite3.Connection, rows: Sequence[Any]) -> None:
+    """Delete rows of `_ENTRIES_BY_AGE`."""
     for _, owner, _, is_shown, name in rows:
-        (_forget_shown if is_shown else _delete)(db, owner, name)
+        (_delete_shown if is_shown else _delete_conversation)(db, owner, name)
 
 
 def _missing(conversation: str) -> NotFound:
     return NotFound(f"there is no conversation {conversation!r}")
 
 
-def _delete(db: sqlite3.Connection, tenant: str, conversation: str) -> bool:
-    """False if there is none."""
+def _delete_conversation(db: sqlite3.Connection, tenant: str, conversation: str) -> bool:
+    """Whether the conversation existed."""
     keys = db.execute("SELECT key FROM shown WHERE tenant=? AND conversation=?", (tenant, conversation)).fetchall()
     for (key,) in keys:
-        _forget_shown(db, tenant, key)
+        _delete_shown(db, tenant, key)
     db.execute("DELETE FROM said WHERE tenant=? AND conversation=?", (tenant, conversation))
     return bool(db.execute("DELETE FROM conversations WHERE tenant=? AND id=?", (tenant, conversation)).rowcount)
 
 
-def _forget_shown(db: sqlite3.Connection, tenant: str, key: str) -> None:
+def _delete_shown(db: sqlite3.Connection, tenant: str, key: str) -> None:
     db.execute("DELETE FROM shown_documents WHERE tenant=? AND key=?", (tenant, key))
     db.execute("DELETE FROM shown WHERE tenant=? AND key=?", (tenant, key))

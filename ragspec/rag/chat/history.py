@@ -1,4 +1,8 @@
-"""From the messages of a request to the turns before its question, with the passages each had."""
+"""The earlier turns of a chat: from the messages of a request or from the store, with the passages of each turn.
+
+>>> split_messages((Message("user", "When?"), Message("assistant", "In 1874."), Message("user", "Why?")))
+('', [QaPair(question='When?', answer='In 1874.')], 'Why?')
+"""
 
 from __future__ import annotations
 
@@ -13,90 +17,88 @@ from ragspec.rag.chat.prompt import PastTurn
 
 log = logging.getLogger(__name__)
 
-_NOTHING = ShownPassages(())
-
 
 @dataclass(frozen=True, slots=True)
 class ChatHistory:
-    """The turns before a question, the oldest first, and what was shown with each.
+    """The turns before a question, the oldest first, and the passages shown with each.
 
-    `keys` name the turns' questions, and the last of them this one; `unkept`: turns that a named conversation does not hold yet.
+    `keys`: the digests of the turns, and of the new question. `unsaved`: turns missing from the named conversation.
     """
 
-    said: tuple[QaPair, ...]
+    pairs: tuple[QaPair, ...]
     shown: tuple[ShownPassages, ...]
     keys: tuple[str, ...]
-    unkept: tuple[QaPair, ...] = ()
+    unsaved: tuple[QaPair, ...] = ()
 
     @property
-    def history(self) -> tuple[PastTurn, ...]:
-        return tuple(PastTurn(*turn, shown.passages) for turn, shown in zip(self.said, self.shown, strict=True))
+    def turns(self) -> tuple[PastTurn, ...]:
+        return tuple(PastTurn(*pair, shown.passages) for pair, shown in zip(self.pairs, self.shown, strict=True))
 
-    @property
-    def cited(self) -> list[Collection[str]]:
-        """Ids of the passages that each answer cites."""
-        return [shown.cited for shown in self.shown]
-
-    def of_other_generations(self, generation: str) -> list[Passage]:
+    def passages_of_other_generations(self, generation: str) -> list[Passage]:
+        """Passages retrieved in another generation than this one; all of them if it is empty."""
         return [p for shown in self.shown if not generation or shown.generation != generation for p in shown.passages]
 
-    def without(self, gone: Collection[tuple[str, str]]) -> tuple[PastTurn, ...]:
-        """`history`, less the passages of these ids and texts. What is left of a turn's is numbered anew."""
+    def turns_without(self, gone: Collection[tuple[str, str]]) -> tuple[PastTurn, ...]:
+        """`turns` without the passages of these ids and texts; the others are numbered anew."""
         return tuple(
-            replace(turn, passages=tuple(p for p in turn.passages if (p.id, p.text) not in gone))
-            for turn in self.history
+            replace(turn, passages=tuple(p for p in turn.passages if (p.id, p.text) not in gone)) for turn in self.turns
         )
 
 
 def split_messages(messages: Sequence[Message]) -> tuple[str, list[QaPair], str]:
-    """(all system messages, the turns that are over, the question). Neighbouring messages of one role are one.
+    """(system text, finished turns, question). Consecutive messages of one role are joined.
 
-    Raises: InputError unless the messages end with the user's and are of the roles system, user and assistant.
+    Raises: InputError unless the last message is the user's and all roles are system, user or assistant.
     """
     if not messages or messages[-1].role != "user":
         raise InputError("a conversation must end with a message of the user")
     system: list[str] = []
-    turns: list[QaPair] = []
+    pairs: list[QaPair] = []
     for message in messages:
-        # An answer may be empty, and whoever sends it back goes on.
-        if message.role == "user" or message.content.strip():
+        if message.role == "user" or message.content.strip():  # an answer may be empty, and clients send it back
             check_text(message.content, f"a message of the {message.role}")
         if message.role == "system":
             system.append(message.content)
         elif message.role == "user":
-            open_turn = bool(turns) and not turns[-1].answer.strip()
-            question = f"{turns.pop().question}\n\n{message.content}" if open_turn else message.content
-            turns.append(QaPair(question, ""))
+            is_open = bool(pairs) and not pairs[-1].answer.strip()
+            question = f"{pairs.pop().question}\n\n{message.content}" if is_open else message.content
+            pairs.append(QaPair(question, ""))
         elif message.role == "assistant":
-            last = turns.pop() if turns else QaPair("", "")
-            turns.append(QaPair(last.question, "\n\n".join(filter(None, (last.answer, message.content)))))
+            last = pairs.pop() if pairs else QaPair("", "")
+            pairs.append(QaPair(last.question, "\n\n".join(filter(None, (last.answer, message.content)))))
         else:
             raise InputError(f"unknown role {message.role!r}; known are system, user, assistant")
-    *over, (question, _) = turns
-    return "\n\n".join(filter(str.strip, system)), over, question
+    *finished, (question, _) = pairs
+    return "\n\n".join(filter(str.strip, system)), finished, question
 
 
 def load_history(
-    store: ConversationStore | None, tenant: str, who: str, conversation: str, given: Sequence[QaPair], question: str
+    store: ConversationStore | None,
+    tenant: str,
+    visibility: str,
+    conversation: str,
+    given: Sequence[QaPair],
+    question: str,
 ) -> ChatHistory:
-    """What came before the question: the turns given, or else those the conversation holds.
+    """The turns before the question: the given ones, or else those of the conversation.
 
-    `who`: equal for those who may be told what was shown to each other. Where no conversation is named, a store that fails costs
-    the passages of earlier turns and no more. Raises: NotFound, StoreError, SaveError for a conversation that is named.
+    `visibility` is equal for requests that may see each other's passages. If no conversation is named and the store fails, the
+    turns have no passages. Raises: NotFound, StoreError, SaveError for a named conversation.
     """
-    said, unkept = tuple(given), tuple[QaPair, ...]()
+    pairs, unsaved = tuple(given), tuple[QaPair, ...]()
     if conversation:
         if store is None:
             raise InputError("conversations are not kept here; send all messages instead")
-        kept = tuple(store.turns(tenant, conversation))
-        said = said or kept
-        unkept = said[len(kept) :] if said[: len(kept)] == kept else ()
-    keys = turn_keys(who, said, question)
+        saved = tuple(store.turns(tenant, conversation))
+        pairs = pairs or saved
+        unsaved = pairs[len(saved) :] if pairs[: len(saved)] == saved else ()
+    keys = turn_keys(visibility, pairs, question)
+    shown: dict[str, ShownPassages] = {}
     try:
-        known = store.load_shown(tenant, keys[:-1]) if store is not None else {}
+        if store is not None:
+            shown = store.load_shown(tenant, keys[:-1])
     except (SaveError, StoreError) as cause:
         if conversation:
             raise
         log.warning("the passages of earlier turns cannot be read: %s", cause)
-        known = {}
-    return ChatHistory(said, tuple(known.get(key, _NOTHING) for key in keys[:-1]), tuple(keys), unkept)
+    return ChatHistory(pairs, tuple(shown.get(key, ShownPassages(())) for key in keys[:-1]), tuple(keys), unsaved)

@@ -29,7 +29,7 @@ class PastTurn:
     answer: str
     passages: tuple[Passage, ...] = ()
 
-    def bare(self) -> PastTurn:
+    def without_passages(self) -> PastTurn:
         return replace(self, passages=())
 
 
@@ -66,7 +66,7 @@ def build_chat_prompt(
     room = prompts.max_context_tokens - max_tokens
     hopeless, history = _split_oversized(history, prompts.max_chars)
     unshown = [passage for turn in history if not turn.answer.strip() for passage in turn.passages]
-    history = [turn if turn.answer.strip() else turn.bare() for turn in history]
+    history = [turn if turn.answer.strip() else turn.without_passages() for turn in history]
 
     @functools.cache
     def tokens(cut: _Truncation) -> tuple[int, ...]:
@@ -108,7 +108,9 @@ def _truncations(num_turns: int, num_passages: int) -> Iterator[list[_Truncation
 
 def _remaining_turns(history: Sequence[PastTurn], cut: _Truncation) -> list[PastTurn]:
     return [
-        turn.bare() if number < cut.num_bare else turn for number, turn in enumerate(history) if number >= cut.num_turns
+        turn.without_passages() if number < cut.num_bare else turn
+        for number, turn in enumerate(history)
+        if number >= cut.num_turns
     ]
 
 

@@ -1,4 +1,7 @@
-"""What a turn of a chat is answered from: its own passages, those carried over, and what earlier turns may still show."""
+"""Retrieval for a chat turn: the question's passages, passages carried over, and earlier passages that still exist.
+
+>>> ChatRetriever(retriever, ChatConfig()).retrieve(asked, question, history, 3, scope).passages
+"""
 
 from __future__ import annotations
 
@@ -18,17 +21,17 @@ from ragspec.retrieval.search.segment_search import SearchScope
 log = logging.getLogger(__name__)
 
 WHOLE_INDEX = "*"
-"""Stands in `missing` where nothing could be searched."""
+"""Stands in `missing` if no part of the index could be searched."""
 
-_MOST_CONFIRMED = 1024
-"""Passages of earlier turns' documents that are looked through after the index has changed; one beyond is shown no more."""
-_MOST_STALE, _CHARS = 100, 80
-"""They are looked for by the beginnings of the latest that were shown."""
+_MAX_CONFIRMED = 1024
+"""Passages searched to confirm earlier passages after the index changed; a passage that is not among them is dropped."""
+_MAX_QUERY_PASSAGES, _MAX_QUERY_CHARS = 100, 80
+"""The query for it: the beginnings of the latest passages."""
 
 
 @dataclass(frozen=True, slots=True)
 class ChatContext:
-    """What retrieval gave for a turn, and what of the turns before may still be shown."""
+    """The passages of a turn, and the earlier turns with those of their passages that still exist."""
 
     passages: tuple[Passage, ...] = ()
     history: tuple[PastTurn, ...] = ()
@@ -37,59 +40,54 @@ class ChatContext:
 
 
 class ChatRetriever:
-    """Asks the index for a chat."""
-
     def __init__(self, retriever: RetrieverLike, config: ChatConfig) -> None:
         self._retriever, self._config = retriever, config
 
-    def found(self, asked: str, question: str, past: ChatHistory, k: int, scope: SearchScope) -> ChatContext:
-        """The question's passages, then those carried over; and the turns before with what may still be shown of them."""
-        try:
-            found = self._retriever.retrieve([question], k, scope)
-            history = self._confirmed(past, scope, found.generation)
-        except (RetrievalError, StoreError) as error:
-            return self._without_index(past, error)
-        fresh = found.passages[0]
-        known = {passage.id for passage in fresh}
-        leans = question != asked or self._config.rewriter == "off"
-        carried = [p for p in self._carried(past, history) if p.id not in known] if leans else []
-        return ChatContext((*fresh, *carried[: self._config.max_carried]), history, found.generation, found.missing)
+    def retrieve(
+        self, asked: str, question: str, history: ChatHistory, num_passages: int | None, scope: SearchScope
+    ) -> ChatContext:
+        """Passages for `question`, the rewritten form of `asked`. `num_passages` None: retrieve none.
 
-    def not_asked(self, past: ChatHistory, scope: SearchScope) -> ChatContext:
-        """Nothing of the question's own; the turns before with what may still be shown of them."""
-        try:
-            return ChatContext(history=self._confirmed(past, scope))
-        except (RetrievalError, StoreError) as error:
-            return self._without_index(past, error)
-
-    def _without_index(self, past: ChatHistory, error: RetrievalError | StoreError) -> ChatContext:
-        """Nothing but what was said, where that is allowed."""
-        if not self._config.answer_without_index:
-            raise error
-        log.warning("a turn is answered without passages: the index does not answer")
-        return ChatContext(history=tuple(turn.bare() for turn in past.history), missing=(WHOLE_INDEX,))
-
-    def _confirmed(self, past: ChatHistory, scope: SearchScope, generation: str = "") -> tuple[PastTurn, ...]:
-        """The turns with those of their passages that are in the index still.
-
-        Of this generation all are; for others the index is asked, since documents may have been changed or deleted. It is asked
-        in their own words: a search by words finds no passage that has none of the question's.
+        Raises: RetrievalError, StoreError, unless the configuration allows answers without an index.
         """
-        stale = past.of_other_generations(generation)
-        if not stale:
-            return past.history
-        names = tuple(sorted({passage.document_id for passage in stale}))
-        same = ComparisonFilter(type="in", key="document.id", value=names)
-        both = same if scope.filter is None else CompoundFilter(type="and", filters=(scope.filter, same))
-        words = " ".join(dict.fromkeys(passage.text[:_CHARS] for passage in stale[-_MOST_STALE:]))
-        found = self._retriever.retrieve([words], _MOST_CONFIRMED, SearchScope(scope.tenant, both))
-        there = {(passage.id, passage.text) for passage in found.passages[0]}
-        return past.without({(passage.id, passage.text) for passage in stale} - there)
+        try:
+            if num_passages is None:
+                return ChatContext(history=self._confirmed(history, scope))
+            result = self._retriever.retrieve([question], num_passages, scope)
+            turns = self._confirmed(history, scope, result.generation)
+        except (RetrievalError, StoreError):
+            if not self._config.answer_without_index:
+                raise
+            log.warning("a turn is answered without passages: the index does not answer")
+            return ChatContext(history=tuple(turn.without_passages() for turn in history.turns), missing=(WHOLE_INDEX,))
+        own = result.passages[0]
+        own_ids = {passage.id for passage in own}
+        is_follow_up = question != asked or self._config.rewriter == "off"
+        carried = [p for p in self._carried(history, turns) if p.id not in own_ids] if is_follow_up else []
+        return ChatContext((*own, *carried[: self._config.max_carried]), turns, result.generation, result.missing)
 
-    def _carried(self, past: ChatHistory, history: Sequence[PastTurn]) -> list[Passage]:
-        """What the latest answers were given from, the latest first: the passages they cite, else the best."""
+    def _confirmed(self, history: ChatHistory, scope: SearchScope, generation: str = "") -> tuple[PastTurn, ...]:
+        """The earlier turns with those of their passages that are still in the index.
+
+        Passages of the current generation are. For others the index is searched among their documents, with their own words:
+        BM25 finds no passage without a word of the query.
+        """
+        stale = history.passages_of_other_generations(generation)
+        if not stale:
+            return history.turns
+        documents = tuple(sorted({passage.document_id for passage in stale}))
+        same = ComparisonFilter(type="in", key="document.id", value=documents)
+        both = same if scope.filter is None else CompoundFilter(type="and", filters=(scope.filter, same))
+        query = " ".join(dict.fromkeys(passage.text[:_MAX_QUERY_CHARS] for passage in stale[-_MAX_QUERY_PASSAGES:]))
+        result = self._retriever.retrieve([query], _MAX_CONFIRMED, SearchScope(scope.tenant, both))
+        existing = {(passage.id, passage.text) for passage in result.passages[0]}
+        return history.turns_without({(passage.id, passage.text) for passage in stale} - existing)
+
+    def _carried(self, history: ChatHistory, turns: Sequence[PastTurn]) -> list[Passage]:
+        """The passages that the latest answers cite, or else their best passage; the latest first."""
         carried: dict[str, Passage] = {}
-        for turn, cited in list(zip(history, past.cited, strict=True))[: -self._config.carried_turns - 1 : -1]:
-            used = [passage for passage in turn.passages if passage.id in cited] or turn.passages[:1]
+        latest = list(zip(turns, history.shown, strict=True))[: -self._config.carried_turns - 1 : -1]
+        for turn, shown in latest:
+            used = [passage for passage in turn.passages if passage.id in shown.cited] or turn.passages[:1]
             carried |= {passage.id: passage for passage in used if passage.id not in carried}
         return list(carried.values())

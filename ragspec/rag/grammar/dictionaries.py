@@ -1,4 +1,4 @@
-"""Words that their writers know to be right, for each tenant, in one SQLite file.
+"""Personal dictionaries: words that the grammar check leaves alone, per tenant, in one SQLite file.
 
 >>> words = DictionaryStore(Path("dictionaries.sqlite"))
 >>> words.add("acme", "Ragspec")
@@ -24,14 +24,14 @@ _TABLES = "CREATE TABLE words (tenant TEXT, name TEXT, word TEXT, PRIMARY KEY (t
 
 
 class DictionaryStore:
-    """Owns the file. A tenant may have several by name; "" is the one that needs none. Safe to call from several threads."""
+    """Owns the file. A tenant may have several named dictionaries; the default has the name "". Thread-safe."""
 
     def __init__(self, path: Path) -> None:
         """Raises: SaveError, StoreCorrupt."""
         self._database = Database(path, _TABLES, _SCHEMA)
 
     def words(self, tenant: str, names: Sequence[str] = ()) -> list[str]:
-        """All of a tenant's, or of those of its dictionaries, in the order of their letters.
+        """A tenant's words, sorted: of the named dictionaries, or of all.
 
         Raises: InputError for too many names, SaveError, StoreCorrupt.
         """
@@ -44,7 +44,7 @@ class DictionaryStore:
             return [word for (word,) in db.execute(query, (tenant, *names))]
 
     def add(self, tenant: str, word: str, name: str = "") -> bool:
-        """Whether it was not there before. Raises: InputError for what is no word, or too many; SaveError, StoreCorrupt."""
+        """Add a word; False if it was there. Raises: InputError for an invalid word or too many; SaveError, StoreCorrupt."""
         check_text(word, "the word")
         if word != word.strip() or len(word.split()) > 1:
             raise InputError("the word holds white space; a dictionary has single words")
@@ -59,7 +59,7 @@ class DictionaryStore:
             return bool(db.execute("INSERT OR IGNORE INTO words VALUES (?,?,?)", (tenant, name, word)).rowcount)
 
     def delete(self, tenant: str, word: str, name: str = "") -> bool:
-        """Whether it was there. Raises: InputError for what is no text; SaveError, StoreCorrupt."""
+        """Delete a word; False if it was not there. Raises: InputError for invalid text; SaveError, StoreCorrupt."""
         check_text(word, "the word")
         if name:
             check_text(name, "the dictionary's name")

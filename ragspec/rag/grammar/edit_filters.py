@@ -1,8 +1,8 @@
-"""Corrections that are not kept: those that would change what a text says, what its writer knows better, or too much at once.
+"""Edits that are withheld: of numbers, names, code, dictionary words, unwanted kinds, or too many words at once.
 
 >>> sentence = "Ann has 5 mill."
 >>> filter_edits(sentence, word_edits(sentence, "Anne has 6 mills."), EditFilter(), TextContext())[1]
-(WithheldEdit(..., reason=<WithholdReason.NAME: 'name'>), WithheldEdit(..., reason=<WithholdReason.NUMBER: 'number'>))
+[WithheldEdit(..., reason=<WithholdReason.NAME: 'name'>), WithheldEdit(..., reason=<WithholdReason.NUMBER: 'number'>)]
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from ragspec.errors import InputError
 from ragspec.rag.grammar.edit_kinds import edit_kind
@@ -34,11 +34,11 @@ _CALENDAR = frozenset(
     "monday tuesday wednesday thursday friday saturday sunday january february march april may june july august september "
     "october november december english french german spanish italian chinese japanese i".split()
 )
-"""Written with a capital, and no names of anybody."""
+"""Capitalised words that are no names."""
 
 
 class WithholdReason(enum.StrEnum):
-    """Why an edit is not kept. `RATIO`: the correction changes too many words of its sentence; `KIND`: its kind is not wanted."""
+    """`RATIO`: the correction changes too many words of its sentence. `KIND`: edits of this kind are not wanted."""
 
     NUMBER = "number"
     NAME = "name"
@@ -52,7 +52,7 @@ class WithholdReason(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class WithheldEdit:
-    """An edit that the target asks for and that was not kept."""
+    """An edit of the target that was not applied."""
 
     edit: Edit
     reason: WithholdReason
@@ -60,11 +60,11 @@ class WithheldEdit:
 
 @dataclass(frozen=True, slots=True)
 class EditFilter:
-    """What is not changed.
+    """Which edits are withheld.
 
-    `max_edit_ratio`: the share of a sentence's words that its correction may change; one word always, unless it is 0; 1 is no
-    limit. `ignore`: words or phrases left as they are written here; `dictionary`: words that are right however their letters are
-    cased. `kinds`: those that are corrected; None: all. Raises: InputError.
+    `max_edit_ratio`: the share of a sentence's words that its correction may change; at least one word, unless it is 0; 1 means
+    no limit. `ignore`: words or phrases that are never changed, case-sensitive; `dictionary`: the same, in any case. `kinds`: the
+    kinds that are corrected; None: all. Raises: InputError.
     """
 
     max_edit_ratio: float = 0.5
@@ -93,8 +93,8 @@ DEFAULT_FILTER = EditFilter()
 
 @dataclass(frozen=True, slots=True)
 class TextContext:
-    """What of a text decides about a sentence in it. `protected`: spans, in order; `common`: words it has in small letters;
-    `names`: words it has with a capital inside a sentence."""
+    """The text around a sentence. `protected`: spans, in order; `common`: words that occur in lower case; `names`: words that
+    occur capitalised inside a sentence."""
 
     protected: Sequence[Span] = ()
     common: frozenset[str] = frozenset()
@@ -106,11 +106,6 @@ class TextContext:
         return cls(protected, common, frozenset(_NAME.findall(text)))
 
 
-class FilteredEdits(NamedTuple):
-    kept: tuple[Edit, ...]
-    withheld: tuple[WithheldEdit, ...]
-
-
 def filter_edits(
     sentence: str,
     edits: Sequence[Edit],
@@ -119,9 +114,9 @@ def filter_edits(
     start: int = 0,
     *,
     whole: bool = True,
-) -> FilteredEdits:
-    """The edits of a sentence that are kept, and the others with the reason. `start`: where the sentence begins in the text that
-    edits and protected spans count. `whole`: False for what continues a sentence, and so begins with no capital of its own."""
+) -> tuple[list[Edit], list[WithheldEdit]]:
+    """The edits to apply, and the withheld edits. `start`: the sentence's offset in the text that edits and protected spans refer
+    to. `whole`: False for the continuation of a split sentence, whose first word need not be capitalised."""
     names = _names(sentence, context, whole) if edit_filter.names else frozenset()
     protected = list(_protected_spans(sentence, edit_filter, context.protected, start)) if edits else []
     kept: list[Edit] = []
@@ -133,18 +128,18 @@ def filter_edits(
             kept.append(edit)
         else:
             withheld.append(WithheldEdit(edit, reason))
-    if _num_changed(kept) > _most_changed(sentence, edit_filter.max_edit_ratio):
+    if _num_changed(kept) > _max_changed(sentence, edit_filter.max_edit_ratio):
         withheld = sorted(
             [*withheld, *(WithheldEdit(edit, WithholdReason.RATIO) for edit in kept)], key=lambda each: each.edit.start
         )
         kept = []
-    return FilteredEdits(tuple(kept), tuple(withheld))
+    return kept, withheld
 
 
 def _protected_spans(
     sentence: str, edit_filter: EditFilter, protected: Sequence[Span], start: int
 ) -> Iterator[tuple[Span, WithholdReason]]:
-    """What of the sentence must stay as it is."""
+    """The spans of the sentence that must not change."""
     first = bisect_right(protected, start, key=lambda span: span[1])
     last = bisect_left(protected, start + len(sentence), key=lambda span: span[0])
     yield from ((span, WithholdReason.CODE) for span in protected[first:last])
@@ -159,13 +154,13 @@ def _protected_spans(
 
 @functools.lru_cache(maxsize=64)
 def _pattern(phrases: frozenset[str], flags: int) -> re.Pattern[str]:
-    """The phrases as whole words."""
+    """Matches any of the phrases as whole words."""
     choices = "|".join(map(re.escape, sorted(phrases, key=len, reverse=True)))
     return re.compile(rf"(?<!\w)(?:{choices})(?!\w)", flags)
 
 
 def _touches(edit: Edit, span: Span) -> bool:
-    """Whether the edit changes something inside the span; what is put in beside it does not."""
+    """Whether the edit changes the inside of the span; an insertion at its border does not."""
     start, end = span
     return start < edit.start < end if edit.start == edit.end else edit.start < end and edit.end > start
 
@@ -183,7 +178,7 @@ def _withhold_reason(edit: Edit, edit_filter: EditFilter, names: frozenset[str])
 
 
 def _numbers_change(edit: Edit, old: Sequence[str], new: Sequence[str]) -> bool:
-    """Digits may not change at all. A number in words may come of a misspelling ("tow mills"), but not out of nothing."""
+    """Digits may not change. A number word may replace its misspelling ("tow mills"), but must not appear from nowhere."""
     if sorted(_DIGITS.findall(edit.original)) != sorted(_DIGITS.findall(edit.replacement)):
         return True
     had, has = ({w.casefold() for w in words} & _NUMBER_WORDS for words in (old, new))
@@ -191,13 +186,13 @@ def _numbers_change(edit: Edit, old: Sequence[str], new: Sequence[str]) -> bool:
 
 
 def _name_forms(name: str) -> set[str]:
-    """A name with and without what grammar puts behind it: Ann's is Ann, and Anns may have been meant as Ann's."""
+    """A name without its possessive ending: Ann's is Ann, and Anns may be a misspelt Ann's."""
     letters = name.replace("’", "'")
     return {letters.removesuffix("'s").replace("'", ""), letters.replace("'", "")}
 
 
 def _names(sentence: str, context: TextContext, whole: bool) -> frozenset[str]:
-    """Words with capitals where no sentence asks for them. In headings and shouts capitals say nothing, except inside a word."""
+    """Capitalised words that do not begin the sentence. In headings only words with capitals inside are names."""
     words = [match.group() for match in _WORD.finditer(sentence)]
     inner = {word for word in words if any(map(str.isupper, word[1:])) and any(map(str.islower, word))}
     later = words[1:] if whole else words
@@ -209,7 +204,7 @@ def _names(sentence: str, context: TextContext, whole: bool) -> frozenset[str]:
 
 
 def _num_changed(edits: Sequence[Edit]) -> int:
-    """Words; capitals, spaces and marks are none."""
+    """The number of changed words; changes of case, spaces and punctuation count as none."""
     return sum(max((old - new).total(), (new - old).total()) for old, new in map(_words_of, edits))
 
 
@@ -217,7 +212,7 @@ def _words_of(edit: Edit) -> tuple[Counter[str], Counter[str]]:
     return Counter(_UNIT.findall(edit.original.casefold())), Counter(_UNIT.findall(edit.replacement.casefold()))
 
 
-def _most_changed(sentence: str, ratio: float) -> float:
+def _max_changed(sentence: str, ratio: float) -> float:
     if ratio in (0.0, 1.0):
         return 0.0 if ratio == 0.0 else float("inf")
     return max(1.0, ratio * len(_UNIT.findall(sentence)))

@@ -1,21 +1,29 @@
-"""What is wrong with what an edit changes, told from the words alone; and the sentence that says so to people.
+"""The kind of each edit, and a message that explains it. English only.
 
-English. Where the ERRANT library is installed, `ragspec.rag.grammar.errant_kinds` asks it instead.
+Kinds come from the words alone or, if ERRANT and spaCy's English model are installed, from ERRANT, which sees parts of speech and
+lemmas. Our kinds are coarser than ERRANT's types.
 
     >>> text = "He go to a old mill."
     >>> [edit.kind.value for edit in classify_edits(text, word_edits(text, "He goes to an old mill."))]
     ['agreement', 'article']
+
+Source of ERRANT: Bryant et al. 2017, "Automatic Annotation and Evaluation of Error Types for Grammatical Error Correction".
 """
 
 from __future__ import annotations
 
+import functools
+import importlib
 import re
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from difflib import SequenceMatcher
+from typing import Any
 
-from ragspec.rag.grammar.edits import Edit, EditKind
+from ragspec.errors import ConfigError
+from ragspec.rag.grammar.edits import Edit, EditKind, apply_edits
 from ragspec.rag.grammar.word_forms import (
     AGREEING,
     ARTICLES,
@@ -27,15 +35,26 @@ from ragspec.rag.grammar.word_forms import (
 )
 
 EditClassifier = Callable[[str, Sequence[Edit]], list[Edit]]
-"""Edits of a sentence, with their kinds."""
+"""Takes a sentence and its edits; returns the edits with kinds."""
 
 _WORD = re.compile(r"\w+(?:['’]\w+)*")
 _MAX_MOVED = 4
-"""Words between a word's old and new place at most, for it to count as moved."""
+"""A word moved over more words than this counts as two edits."""
 _EXCHANGED = frozenset({EditKind.ARTICLE, EditKind.PREPOSITION, EditKind.AGREEMENT, EditKind.VERB_FORM})
-"""Two words put right, each in its place: "a apple and an pear" moves nothing."""
+"""Two edits of these kinds are not a move: in "a apple and an pear" both articles are corrected."""
 _ALIKE = 0.6
-"""Letters in common at least (twice over both lengths), for one word to be the other misspelt."""
+"""The least similarity of a word and its misspelling (`SequenceMatcher.ratio`)."""
+
+_ERRANT_TYPES = {
+    EditKind.SPELLING: "SPELL ORTH NOUN:INFL VERB:INFL",
+    EditKind.AGREEMENT: "VERB:SVA NOUN:NUM",
+    EditKind.ARTICLE: "DET",
+    EditKind.PREPOSITION: "PREP",
+    EditKind.VERB_FORM: "VERB:FORM VERB:TENSE",
+    EditKind.WORD_ORDER: "WO",
+    EditKind.PUNCTUATION: "PUNCT NOUN:POSS CONTR",
+}
+_KIND_OF_ERRANT_TYPE = {name: kind for kind, names in _ERRANT_TYPES.items() for name in names.split()}
 
 _REASONS = {
     EditKind.SPELLING: "Possible spelling mistake",
@@ -50,12 +69,12 @@ _REASONS = {
 
 
 def classify_edits(text: str, edits: Sequence[Edit]) -> list[Edit]:
-    """The edits of `text` with their kinds; two that move a word become one."""
+    """The edits of `text` with kinds; two edits that move a word become one."""
     return [replace(edit, kind=edit_kind(edit.original, edit.replacement)) for edit in _joined_moves(text, edits)]
 
 
 def edit_message(edit: Edit) -> str:
-    """One line for whoever is to accept it."""
+    """One line that explains the edit to the writer."""
     old, new = edit.original.strip(), edit.replacement.strip()
     if not old and not new:
         what = "a space here" if edit.replacement else "no space here"
@@ -69,7 +88,7 @@ def edit_message(edit: Edit) -> str:
 
 
 def edit_kind(original: str, replacement: str) -> EditKind:
-    """The kind of one change; what can be told for certain first."""
+    """The kind of one change. Unambiguous kinds are tried first."""
     old, new = _words(original), _words(replacement)
     if _bare(old) == _bare(new):
         return EditKind.PUNCTUATION
@@ -105,7 +124,7 @@ def _kind_of_word(old: str, new: str) -> EditKind:
 
 
 def _joined_moves(text: str, edits: Sequence[Edit]) -> list[Edit]:
-    """Why: a word that is taken away here and put in there is one change to whoever reads it."""
+    """Why: to a reader, a word deleted here and inserted there is one change."""
     joined: list[Edit] = []
     for edit in edits:
         if joined and (whole := _move(text, joined[-1], edit)):
@@ -141,3 +160,57 @@ def _bare(words: Iterable[str]) -> list[str]:
 
 def _difference(one: Sequence[str], other: Sequence[str]) -> list[str]:
     return list((Counter(one) - Counter(other)).elements())
+
+
+class ErrantClassifier:
+    """Owns a loaded ERRANT annotator."""
+
+    def __init__(self, annotator: Any) -> None:
+        self._annotator, self._lock = annotator, threading.Lock()  # Why a lock: the annotator keeps state between calls
+
+    def __call__(self, text: str, edits: Sequence[Edit]) -> list[Edit]:
+        """The edits with kinds. Moves stay moves, and an edit whose ERRANT type we do not map keeps our kind."""
+        edits = classify_edits(text, edits)
+        if not edits:
+            return edits
+        with self._lock:
+            before, after = (self._annotator.parse(each, tokenise=True) for each in (text, apply_edits(text, edits)))
+            classified, shift = [], 0
+            for edit in edits:
+                old = _touched_tokens(before, edit.start, edit.end)
+                new_start = edit.start + shift
+                shift += len(edit.replacement) - len(edit.original)
+                new = _touched_tokens(after, new_start, edit.end + shift)
+                if edit.kind is not EditKind.WORD_ORDER:
+                    errant_type = self._annotator.import_edit(before, after, [*old, *new], min=True).type.partition(
+                        ":"
+                    )[2]
+                    edit = replace(edit, kind=_KIND_OF_ERRANT_TYPE.get(errant_type, edit.kind))
+                classified.append(edit)
+        return classified
+
+
+@functools.cache
+def default_classifier() -> EditClassifier:
+    """ERRANT if it is installed, else `classify_edits`; always the same object."""
+    try:
+        return load_errant()
+    except ConfigError:
+        return classify_edits
+
+
+def load_errant() -> ErrantClassifier:
+    """Raises: ConfigError if ERRANT or its spaCy model is not installed."""
+    try:
+        return ErrantClassifier(importlib.import_module("errant").load("en"))
+    except (ImportError, OSError) as cause:
+        raise ConfigError(f'kinds by ERRANT need it and its model: pip install "ragspec[errant]" ({cause})') from cause
+
+
+def _touched_tokens(doc: Any, start: int, end: int) -> tuple[int, int]:
+    """The half-open range of tokens that the characters touch; an empty range between two tokens if they touch none."""
+    touched = [token.i for token in doc if token.idx < end and token.idx + len(token) > start]
+    if touched:
+        return touched[0], touched[-1] + 1
+    place = sum(token.idx < start for token in doc)
+    return place, place

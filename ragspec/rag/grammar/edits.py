@@ -1,7 +1,6 @@
-"""The fewest changes of words that make one text of another, with their places.
+"""Minimal word-level edits between two texts, with offsets.
 
-Pure functions over strings; a word with its accents, a run of white space and any other character with what belongs to it are the
-pieces that change.
+Pure functions over strings. A text is split into pieces: words, runs of white space, and other grapheme clusters.
 
     >>> word_edits("He go to school.", "He goes to the school.")[0]
     Edit(start=3, end=5, original='go', replacement='goes', kind=<EditKind.OTHER: 'other'>)
@@ -19,13 +18,13 @@ from dataclasses import dataclass
 from ragspec.rag.characters import combining_marks, grapheme_pattern
 
 _UNLIKE = 2
-"""What replacing a word by white space costs: as much as taking one away and putting the other in."""
+"""The cost of replacing a word by white space: that of a deletion and an insertion."""
 _CHANGE = 2**20
-"""What changing a piece costs; below that, pieces that look alike are preferred."""
+"""The cost of changing a piece. Smaller costs prefer pairs of similar pieces."""
 
 
 class EditKind(enum.StrEnum):
-    """What is wrong with what an edit changes."""
+    """The kind of mistake that an edit corrects."""
 
     SPELLING = "spelling"
     AGREEMENT = "agreement"
@@ -49,10 +48,10 @@ class Edit:
 
 
 def word_edits(before: str, after: str, start: int = 0, *, keep_white: bool = False) -> list[Edit]:
-    """Edits that make `before` into `after`: in order, apart from each other, as few pieces changed as can be.
+    """Edits from `before` to `after`: in order, not adjacent, with the fewest pieces changed.
 
-    `start`: where `before` begins in a longer text, whose characters the edits then count. `keep_white`: white space is as good
-    as any other, so that line breaks stay where they are. Time grows with the product of the lengths of what differs.
+    `start`: the offset of `before` in a longer text. `keep_white`: all white space counts as equal, so line breaks stay.
+    Time is proportional to the product of the lengths of the differing parts.
     """
     old, new = split_pieces(before), split_pieces(after)
     same_old, same_new = (_unified(old), _unified(new)) if keep_white else (old, new)
@@ -71,7 +70,7 @@ def word_edits(before: str, after: str, start: int = 0, *, keep_white: bool = Fa
 
 
 def apply_edits(text: str, edits: Sequence[Edit]) -> str:
-    """The text after its edits, which are in order and do not overlap."""
+    """The text with its edits, which are in order and do not overlap."""
     parts, at = [], 0
     for edit in edits:
         parts += [text[at : edit.start], edit.replacement]
@@ -80,7 +79,7 @@ def apply_edits(text: str, edits: Sequence[Edit]) -> str:
 
 
 def split_pieces(text: str) -> list[str]:
-    """What changes as a whole. Joined they are the text."""
+    """The pieces of a text; joined they are the text."""
     return _piece().findall(text)
 
 
@@ -99,14 +98,14 @@ def _num_equal(old: Sequence[str], new: Sequence[str]) -> int:
 
 
 def _runs(pairs: Sequence[tuple[str, str]]) -> Iterator[tuple[bool, int, str]]:
-    """Runs that stay and runs that change: which it is, how many old pieces it has, and the new text."""
+    """Equal and changed runs: (is equal, number of old pieces, new text)."""
     for stays, run in itertools.groupby(pairs, lambda pair: pair[0] == pair[1]):
         for part in [list(run)] if stays else _split_run(list(run)):
             yield stays, sum(bool(a) for a, _ in part), "".join(b for _, b in part)
 
 
 def _split_run(run: list[tuple[str, str]]) -> list[list[tuple[str, str]]]:
-    """Words that are replaced stand apart from those put in or taken away beside them; one that is joined or cut does not."""
+    """Separate replacements from adjacent insertions and deletions, unless the run only joins or splits words."""
     cut, put = ("".join(side).split() for side in zip(*run, strict=True))
     if "".join(cut) == "".join(put):
         return [run]
@@ -114,9 +113,8 @@ def _split_run(run: list[tuple[str, str]]) -> list[list[tuple[str, str]]]:
 
 
 def _align(old: Sequence[str], new: Sequence[str]) -> list[tuple[str, str]]:
-    """Pairs of pieces with the fewest that differ, and of those the most alike; "" stands against what is put in or taken away
-    (Levenshtein)."""
-    costs = [[j * _CHANGE for j in range(len(new) + 1)]]  # costs[i][j]: of making old[:i] into new[:j]
+    """Levenshtein alignment: pairs with the fewest differences, then the most similar; "" faces insertions and deletions."""
+    costs = [[j * _CHANGE for j in range(len(new) + 1)]]  # costs[i][j]: from old[:i] to new[:j]
     for i, a in enumerate(old, 1):
         row, above = [i * _CHANGE], costs[-1]
         for j, b in enumerate(new, 1):
@@ -137,7 +135,7 @@ def _align(old: Sequence[str], new: Sequence[str]) -> list[tuple[str, str]]:
 
 
 def _shift_spaces(pairs: list[tuple[str, str]]) -> list[tuple[str, str]]:
-    """The same change with the word before its space: "to " before "school", not " to" behind "goes"."""
+    """The same change with the space after the word: insert "to " before "school", not " to" after "goes"."""
     for first, (a, b) in enumerate(pairs):
         if (a and b) or not (a or b).isspace() or (first and bool(pairs[first - 1][0]) != bool(pairs[first - 1][1])):
             continue
@@ -159,7 +157,7 @@ def _cost(a: str, b: str) -> int:
 
 
 def _unlikeness(a: str, b: str) -> int:
-    """0 to 100: how little of two words is their common beginning and end."""
+    """0 to 100: the share of two words outside their common prefix and suffix."""
     first = _num_equal(a, b)
     last = _num_equal(a[first:][::-1], b[first:][::-1])
     return 100 - 200 * (first + last) // (len(a) + len(b))

@@ -31,8 +31,7 @@ from ragspec.rag.grammar.correction import (
     build_correction,
 )
 from ragspec.rag.grammar.edit_filters import DEFAULT_FILTER, EditFilter
-from ragspec.rag.grammar.edit_kinds import EditClassifier
-from ragspec.rag.grammar.errant_kinds import default_classifier
+from ragspec.rag.grammar.edit_kinds import EditClassifier, default_classifier
 from ragspec.rag.grammar.markup import MarkedText, TextPart
 from ragspec.rag.grammar.sentence_split import SentenceSpan, one_line, split_sentences
 from ragspec.rag.pipeline_stages import PipelineStage, StagedPipeline

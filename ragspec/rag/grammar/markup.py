@@ -1,8 +1,8 @@
-"""Texts with markup: what a reader reads of them, and where that stands in the whole.
+"""Texts with markup: the plain text that a reader sees, and its offsets in the whole text.
 
-A text comes in parts, as editors send it, or its markup is found here: HTML tags and comments, scripts, fenced code, front
-matter. What is read as words but must stay as it is (inline code, addresses, formulas, commands, what templates fill in) is
-protected where it stands. Code that is told by its indentation alone is not known: so may a paragraph be.
+Markup is given as parts, as editors send it, or detected here: HTML tags and comments, scripts, fenced code, front matter.
+Inline code, addresses, formulas, commands and template fields are plain text but protected from edits. Code that is only
+indented is not detected, since paragraphs may be indented, too.
 
     >>> text = MarkedText([TextPart("A "), TextPart("<b>", is_markup=True), TextPart("mill")])
     >>> text.plain, text.locate(Edit(2, 6, "mill", "house"))
@@ -29,7 +29,7 @@ _ATTRIBUTE = (
     r"hidden|inert|ismap|itemscope|loop|multiple|muted|nomodule|novalidate|open|playsinline|readonly|required|reversed|selected|"
     r"(?:aria|data|hx|ng|v|x)-[\w:.-]++)(?![\w:.-]))"
 )
-_BEGIN = r"(?:\A|(?<=\A\ufeff))"  # behind a byte order mark
+_BEGIN = r"(?:\A|(?<=\A\ufeff))"  # or after a byte order mark
 _MARKUP = re.compile(
     rf"\A\ufeff|(?P<comment><!--)|(?P<program><\?(?=[a-z=]))|{_BEGIN}(?P<front>---)[ \t]*+\r?\n(?=[\w-]++[ \t]*+:)"
     rf"|(?:^|{_BEGIN})(?P<quoted>[ \t>]*+)(?:(?:[-*+]|\d{{1,9}}[.)])[ \t]++)?+(?P<fence>`{{3,}}+|~{{3,}}+)(?![^\n`]*+`)"
@@ -45,9 +45,9 @@ _PROTECTED = re.compile(
     r"(?P<ticks>(?<!`)`++)[^`\n]++(?P=ticks)"  # inline code
     r"|(?<![\w.+-])[\w.+-]++@[\w-]++(?:\.[\w-]++)++"  # e-mail
     r"|(?<!\w)(?:(?:https?|ftp|file|mailto|git|ssh):/{0,2}|www\.)[^\s<>\"”’»]*[\w/]"  # address
-    r"|(?<=\])\([^()\s]*+\)"  # where a link leads to
+    r"|(?<=\])\([^()\s]*+\)"  # link target
     r"|(?<![\\\w$])\$(?![\s$])[^$\n]++(?<![\s\\])\$(?!\d)"  # formula
-    r"|\{\{[^\n{}]*+\}\}|\{%[^\n%]*+%\}"  # what a template fills in
+    r"|\{\{[^\n{}]*+\}\}|\{%[^\n%]*+%\}"  # template field
     rf"|\\(?:{_NAMING})\*?+(?:\[[^\]\n\\]{{0,80}}+\])*+\{{[^{{}}\n]*+\}}"  # command with a name
     r"|\\[a-zA-Z]++\*?+(?:\[[^\]\n\\]{0,80}+\])?+"  # command
     r"|(?<!\w)[@#]\w++"  # user, tag
@@ -60,7 +60,7 @@ _BREAK = "\n\n"
 
 
 class TextPart(NamedTuple):
-    """A piece of a text. A reader sees `read_as` in place of markup."""
+    """Plain text or markup. A reader sees `read_as` in place of markup."""
 
     text: str
     is_markup: bool = False
@@ -72,16 +72,16 @@ class TextPart(NamedTuple):
 
 
 class MarkedText:
-    """`whole` is all parts joined, `plain` what is read of them, `protected` the spans of `plain` that must stay as they are."""
+    """`whole`: all parts joined. `plain`: the text that a reader sees. `protected`: spans of `plain` that must not change."""
 
     def __init__(self, parts: Sequence[TextPart]) -> None:
         self.parts = tuple(parts)
         self.whole = "".join(part.text for part in self.parts)
         self.plain = "".join(part.plain for part in self.parts)
         self.protected: tuple[Span, ...] = tuple(match.span() for match in _PROTECTED.finditer(self.plain))
-        self._starts: list[int] = []  # in `plain`, of every part that is read
-        self._offsets: list[int | None] = []  # what leads from there to the whole; None: markup
-        self._behind: list[int] = []  # in `whole`: where the last text before the part's end ends
+        self._starts: list[int] = []  # in `plain`, of every non-empty part
+        self._offsets: list[int | None] = []  # from `plain` to `whole`; None: markup
+        self._behind: list[int] = []  # in `whole`: the end of the last text up to the part
         at = read = behind = 0
         for part in self.parts:
             if part.plain:
@@ -93,17 +93,17 @@ class MarkedText:
 
     @classmethod
     def read(cls, text: str) -> MarkedText:
-        """Any text, with the markup that can be told for certain."""
+        """A text whose markup is detected where it is unambiguous."""
         return cls(list(_split_markup(text)))
 
     def text_spans(self) -> list[Span]:
-        """Where in `whole` there is no markup, in order."""
+        """The spans of `whole` that are not markup, in order."""
         ends = list(itertools.accumulate(len(part.text) for part in self.parts))
         parts = zip(self.parts, ends, strict=True)
         return [(end - len(part.text), end) for part, end in parts if part.text and not part.is_markup]
 
     def locate(self, edit: Edit) -> Edit | None:
-        """An edit of `plain` as one of `whole`; None where it would touch markup."""
+        """An edit of `plain` as an edit of `whole`; None if it would touch markup."""
         for each in (edit, _trim_common_ends(edit)):
             place = self._locate_insertion(each) if each.start == each.end else self._locate_span(each.start, each.end)
             if place is not None:
@@ -111,7 +111,7 @@ class MarkedText:
         return None
 
     def span(self, start: int, end: int) -> Span:
-        """The least of `whole` that holds what is read in `plain[start:end]` and is no markup."""
+        """The smallest span of `whole` with all text of `plain[start:end]`, without markup at its ends."""
         first, last = self._part(start), self._part(max(start, end - 1))
         own = [number for number in range(first, last + 1) if self._offsets[number] is not None] if start < end else []
         if not own:
@@ -120,7 +120,7 @@ class MarkedText:
         return self._clipped(own[0], start, end)[0], self._clipped(own[-1], start, end)[1]
 
     def _clipped(self, number: int, start: int, end: int) -> Span:
-        """What of a part's text is read in the stretch, in `whole`."""
+        """The intersection of a part's text with `plain[start:end]`, as a span of `whole`."""
         offset = self._offsets[number]
         assert offset is not None
         stop = self._starts[number + 1] if number + 1 < len(self._starts) else len(self.plain)
@@ -135,18 +135,18 @@ class MarkedText:
         return bisect_right(self._starts, index) - 1
 
     def _at(self, index: int) -> int | None:
-        """Where a character of `plain` stands in `whole`; None if it stands for markup."""
+        """The offset in `whole` of a character of `plain`; None if it represents markup."""
         offset = self._offsets[self._part(index)]
         return None if offset is None else index + offset
 
     def _locate_span(self, start: int, end: int) -> Span | None:
-        """Where `plain[start:end]` stands in one piece."""
+        """The span in `whole` of `plain[start:end]` if it lies in one part."""
         offsets = set(self._offsets[self._part(start) : self._part(end - 1) + 1])
         offset = offsets.pop()
         return None if offsets or offset is None else (start + offset, end + offset)
 
     def _locate_insertion(self, edit: Edit) -> Span | None:
-        """Beside the neighbour that it belongs to: what begins with a letter to the one behind it."""
+        """The place of an insertion: before the next character if it begins with a letter, else after the previous one."""
         before = self._at(edit.start - 1) if edit.start else None
         after = self._at(edit.start) if edit.start < len(self.plain) else None
         places = [at for at in (None if before is None else before + 1, after) if at is not None]
@@ -157,7 +157,7 @@ class MarkedText:
 
 
 def _trim_common_ends(edit: Edit) -> Edit:
-    """Without the letters that stay, at both ends."""
+    """The edit without the characters that stay at both ends."""
     old, new = edit.original, edit.replacement
     most = min(len(old), len(new))
     first = next((i for i in range(most) if old[i] != new[i]), most)
@@ -169,7 +169,7 @@ def _trim_common_ends(edit: Edit) -> Edit:
 
 
 def _split_markup(text: str) -> Iterator[TextPart]:
-    """Text and markup in turns. Time is linear: what is not closed is looked for once."""
+    """Alternating text and markup. Time is linear: a missing closing tag is searched for once."""
     at, unclosed = 0, set[str]()
     while match := _MARKUP.search(text, at):
         end, read_as = _markup_end(text, match, unclosed)
@@ -182,7 +182,7 @@ def _split_markup(text: str) -> Iterator[TextPart]:
 
 
 def _markup_end(text: str, match: re.Match[str], unclosed: set[str]) -> tuple[int, str]:
-    """Where markup ends, and what is read in its place."""
+    """The end of the markup, and the text that a reader sees in its place."""
     if match["comment"]:
         return _find_end(text, match.end(), "-->", unclosed) or len(text), ""
     if match["program"]:
@@ -193,7 +193,7 @@ def _markup_end(text: str, match: re.Match[str], unclosed: set[str]) -> tuple[in
     if fence := match["fence"]:
         closing = rf"^[ \t>]*+{fence[0]}{{{len(fence)},}}+[ \t\r]*+$"
         if ">" in match["quoted"]:
-            closing += r"|^(?![ \t]*+>)"  # a quotation's code ends with it
+            closing += r"|^(?![ \t]*+>)"  # code in a quotation ends with the quotation
         return _find_end(text, match.end(), closing, unclosed) or len(text), _BREAK
     if match["raw"] and (end := _find_end(text, match.end(), rf"</{match['raw'].lower()}\b[^<>]*+>", unclosed)):
         return end, "" if match["raw"].lower() == "code" else _BREAK
@@ -204,7 +204,7 @@ def _markup_end(text: str, match: re.Match[str], unclosed: set[str]) -> tuple[in
 
 
 def _find_end(text: str, at: int, closing: str, unclosed: set[str]) -> int | None:
-    """The end of the first match of a pattern from `at` on."""
+    """The end of the first match of a pattern from `at` on; None, remembered in `unclosed`, if there is none."""
     found = None if closing in unclosed else re.compile(closing, re.MULTILINE | re.IGNORECASE).search(text, at)
     if found is None:
         unclosed.add(closing)

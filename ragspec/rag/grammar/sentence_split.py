@@ -1,4 +1,4 @@
-"""A text's sentences as a target can take them: none too long, none without a letter to correct, every character in its place."""
+"""Splits a text into sentences that the target can correct: none too long, none without letters; with their offsets."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from ragspec.retrieval.chunking import sentences
 from ragspec.retrieval.chunking.sentence_boundaries import lstrip
 
 _MAX_CHARS_PER_TOKEN = 16
-"""A sentence with more characters for each token that it may have is cut before its tokens are counted."""
+"""A sentence with more characters per allowed token is split before its tokens are counted."""
 
 _WHITE = re.compile(r"\s+")
 
 
 EncodeTexts = Callable[[Sequence[str]], Sequence[Sequence[int]]]
-"""Token ids of texts, as a prompt has them."""
+"""Maps texts to token ids, as in a prompt."""
 
 
 class SentenceSpan(NamedTuple):
-    """A span of a text as it is read, and whether a sentence begins there: one that is too long comes in parts."""
+    """A span of plain text. `begins`: False for the second and later parts of a sentence that was too long."""
 
     start: int
     end: int
@@ -30,18 +30,17 @@ class SentenceSpan(NamedTuple):
     num_tokens: int
 
 
-def split_sentences(marked: MarkedText, encode: EncodeTexts, most_tokens: int) -> list[SentenceSpan]:
-    """Sentences that hold a letter outside what is protected, in parts of at most `most_tokens` tokens of `encode`; a single
-    character stays whole."""
+def split_sentences(marked: MarkedText, encode: EncodeTexts, max_tokens: int) -> list[SentenceSpan]:
+    """Sentences with a letter outside protected spans, in parts of at most `max_tokens` tokens, but at least one character."""
     text, fitting = marked.plain, list[SentenceSpan]()
     whole = [span for span in sentences(text) if _holds_letters(text, *span, marked.protected)]
     begins = {start for start, _ in whole}
-    spans = [part for span in whole for part in _pieces(text, *span, most_tokens * _MAX_CHARS_PER_TOKEN)]
+    spans = [part for span in whole for part in _pieces(text, *span, max_tokens * _MAX_CHARS_PER_TOKEN)]
     while spans:
         encoded = encode([one_line(text[slice(*span)]) for span in spans])
         too_long = []
         for (start, end), ids in zip(spans, encoded, strict=True):
-            if len(ids) <= most_tokens or end - start == 1:
+            if len(ids) <= max_tokens or end - start == 1:
                 fitting.append(SentenceSpan(start, end, start in begins, len(ids)))
             else:
                 too_long.append((start, end))
@@ -50,7 +49,7 @@ def split_sentences(marked: MarkedText, encode: EncodeTexts, most_tokens: int) -
 
 
 def one_line(sentence: str) -> str:
-    """As a target reads it: lines that were broken to fit a page are one sentence."""
+    """The sentence in one line: line breaks inside it only fit a page."""
     return _WHITE.sub(" ", sentence)
 
 
@@ -64,11 +63,11 @@ def _holds_letters(text: str, start: int, end: int, protected: Sequence[Span]) -
     return any(map(str.isalpha, "".join([*outside, text[at:end]])))
 
 
-def _pieces(text: str, start: int, end: int, most_chars: int) -> Iterator[Span]:
-    """The span, cut at white space before `most_chars` characters wherever there is some."""
-    while end - start > most_chars:
-        breaks = [match.start() for match in _WHITE.finditer(text, start + 1, start + most_chars)]
-        stop = breaks[-1] if breaks else start + most_chars
+def _pieces(text: str, start: int, end: int, max_chars: int) -> Iterator[Span]:
+    """The span in parts of at most `max_chars` characters, split at white space if there is any."""
+    while end - start > max_chars:
+        breaks = [match.start() for match in _WHITE.finditer(text, start + 1, start + max_chars)]
+        stop = breaks[-1] if breaks else start + max_chars
         yield start, stop
         start = lstrip(text, stop, end)
     if start < end:
@@ -76,7 +75,7 @@ def _pieces(text: str, start: int, end: int, most_chars: int) -> Iterator[Span]:
 
 
 def _halves(text: str, start: int, end: int) -> Iterator[Span]:
-    """Both sides of the white space nearest to the middle, else of the middle itself."""
+    """The parts before and after the white space nearest to the middle, or after the middle itself."""
     middle = (start + end) // 2
     breaks = [match.span() for match in _WHITE.finditer(text, start, end)]
     left, right = min(breaks, key=lambda span: abs(span[0] - middle), default=(middle, middle))

@@ -1,6 +1,7 @@
-"""Closed classes of English words, and which words are forms of one.
+"""Closed classes of English words, and inflections of one word. It classifies edits and never makes one.
 
-Small on purpose: it names the kind of a change that somebody else made, and never makes one.
+>>> are_verb_forms("go", "went")
+True
 """
 
 from __future__ import annotations
@@ -20,45 +21,13 @@ AUXILIARIES = frozenset(
 AGREEING = tuple(
     frozenset(group.split())
     for group in (
-        "am is are 's 're",
-        "was were",
-        "have has",
-        "do does",
-        "don't doesn't",
-        "isn't aren't",
-        "wasn't weren't",
-        "haven't hasn't",
-        "this these",
-        "that those",
-        "i me",
-        "he him",
-        "she her",
-        "we us",
-        "they them",
-        "his their",
-        "her their",
-        "its their",
-        "it they",
-        "much many",
-        "less fewer",
-        "who whom",
-        "man men",
-        "woman women",
-        "child children",
-        "person people",
-        "foot feet",
-        "tooth teeth",
-        "mouse mice",
-        "life lives",
-        "wife wives",
-        "knife knives",
-        "leaf leaves",
-        "half halves",
-        "shelf shelves",
-        "self selves",
-    )
+        "am is are 's 're| was were| have has| do does| don't doesn't| isn't aren't| wasn't weren't| haven't hasn't| this these|"
+        "that those| i me| he him| she her| we us| they them| his their| her their| its their| it they| much many| less fewer|"
+        "who whom| man men| woman women| child children| person people| foot feet| tooth teeth| mouse mice| life lives|"
+        "wife wives| knife knives| leaf leaves| half halves| shelf shelves| self selves"
+    ).split("|")
 )
-"""Words of which one stands where another number or person wants the other."""
+"""Groups of words that are chosen by number or person."""
 
 _IRREGULAR = """
 be am is are was were been being 's 're| have has had having| do did done doing| go went gone| say said
@@ -82,17 +51,17 @@ _SIBILANTS = ("s", "x", "z", "ch", "sh", "o")
 
 
 def are_numbers_of_one_word(a: str, b: str) -> bool:
-    """Whether one is the other with the ending -s: mill and mills, city and cities, go and goes."""
+    """Whether one word is the other with the ending -s: mill and mills, city and cities, go and goes."""
     return a != b and any(_with_s(one) == other or one + "es" == other for one, other in ((a, b), (b, a)))
 
 
 def are_verb_forms(a: str, b: str) -> bool:
-    """Whether both come from one verb: go and went, try and tried, stop and stopping. Two in -s are one form, misspelt."""
+    """Whether both are forms of one verb: go and went, try and tried. Two words in -s are a form and its misspelling."""
     return not (a.endswith("s") and b.endswith("s")) and bool(_bases(a) & _bases(b))
 
 
 def verb_base(word: str) -> str:
-    """The shortest of the words that a form may come from; the word itself where it has no ending."""
+    """The shortest word that this may be a form of; the word itself if it has no ending."""
     return min(_bases(word), key=lambda base: (len(base), base))
 
 

@@ -1,7 +1,6 @@
-"""When an answer is interrupted to retrieve again, and with which words.
+"""Retrieval policies: In-Context RALM, FLARE and Iter-RetGen decide when to retrieve again and with which query.
 
-A policy is a pure function of what has been written, so that going back to an earlier state is all that undoing takes. Three are
-here behind one method: In-Context RALM, FLARE and Iter-RetGen.
+A policy is a pure function of the partial answer, so a rollback only has to restore an earlier partial answer.
 
     >>> InContextRalm().next(PartialAnswer.start("When did it rain?", question_ids, max_tokens=96), tokenizer.decode)
     Round(query='When did it rain?', output_ids=(), end=4, ...)
@@ -22,9 +21,9 @@ Decode = Callable[[Sequence[int]], str]
 
 
 class RetrievalRound(NamedTuple):
-    """Retrieve with `query` (None: stay with the passages there are), keep `output_ids`, write on up to `end` output tokens.
+    """Retrieve with `query` (None: keep the passages), keep the tokens `output_ids`, generate until there are `end` tokens.
 
-    `draft_ids` may be what comes; `purpose` is the policy's own note.
+    `draft_ids`: a guess of the next tokens. `purpose`: a note of the policy to itself.
     """
 
     query: str | None
@@ -36,11 +35,11 @@ class RetrievalRound(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PartialAnswer:
-    """What has been written for a question after some rounds. `ended`: the last round reached the output's end."""
+    """A question and the output after some rounds. `ended`: the last round reached the end of the output."""
 
     question: str
     question_ids: tuple[int, ...]
-    most_tokens: int
+    max_tokens: int
     num_rounds: int = 0
     last: RetrievalRound | None = None
     output_ids: tuple[int, ...] = ()
@@ -50,28 +49,28 @@ class PartialAnswer:
 
     @classmethod
     def start(cls, question: str, question_ids: Sequence[int], max_tokens: int) -> PartialAnswer:
-        """`question_ids`: of the question as plain text."""
+        """`question_ids`: the token ids of the question as plain text."""
         return cls(question, tuple(question_ids), max_tokens)
 
-    def after(self, round: RetrievalRound, written: Completion) -> PartialAnswer:
+    def after(self, round: RetrievalRound, completion: Completion) -> PartialAnswer:
         kept = len(round.output_ids)
-        output_ids = (*round.output_ids, *written.token_ids)
+        output_ids = (*round.output_ids, *completion.token_ids)
         ended = (
-            written.finish_reason is FinishReason.STOP or len(output_ids) < round.end or round.end >= self.most_tokens
+            completion.finish_reason is FinishReason.STOP or len(output_ids) < round.end or round.end >= self.max_tokens
         )
         return replace(
             self,
             num_rounds=self.num_rounds + 1,
             last=round,
             output_ids=output_ids,
-            logprobs=(*self.logprobs[:kept], *written.logprobs),
-            finish_reason=written.finish_reason,
+            logprobs=(*self.logprobs[:kept], *completion.logprobs),
+            finish_reason=completion.finish_reason,
             ended=ended,
         )
 
 
 class Policy(Protocol):
-    """Decides the rounds of an answer. `num_passages` are in the prompt at a time."""
+    """Decides the rounds of an answer. `num_passages`: passages in the prompt."""
 
     @property
     def num_passages(self) -> int: ...
@@ -79,14 +78,14 @@ class Policy(Protocol):
     @property
     def needs_logprobs(self) -> bool: ...
 
-    def next(self, progress: PartialAnswer, decode: Decode) -> RetrievalRound | None:
-        """The next round; None: the answer is `progress.output_ids`. The same progress gives the same round."""
+    def next(self, answer: PartialAnswer, decode: Decode) -> RetrievalRound | None:
+        """The next round; None: the answer is finished. Equal partial answers give equal rounds."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class InContextRalm:
-    """A retrieval every few tokens, by the last tokens of question and answer; the best passage replaces the one before.
+    """Retrieves every few tokens with the last tokens of question and answer; the new passages replace the old ones.
 
     Source: Ram et al. 2023, In-Context Retrieval-Augmented Language Models (arXiv 2302.00083).
     """
@@ -99,21 +98,21 @@ class InContextRalm:
     def __post_init__(self) -> None:
         _check_positive(self, "retrieval_stride_tokens", "query_tokens", "num_passages")
 
-    def next(self, progress: PartialAnswer, decode: Decode) -> RetrievalRound | None:
-        if progress.ended:
+    def next(self, answer: PartialAnswer, decode: Decode) -> RetrievalRound | None:
+        if answer.ended:
             return None
-        ids = (*progress.question_ids, *progress.output_ids)
-        short = not progress.output_ids and len(ids) <= self.query_tokens
-        query = progress.question if short else decode(ids[-self.query_tokens :])
-        end = min(len(progress.output_ids) + self.retrieval_stride_tokens, progress.most_tokens)
-        return RetrievalRound(_clean_query(query, progress), progress.output_ids, end)
+        ids = (*answer.question_ids, *answer.output_ids)
+        short = not answer.output_ids and len(ids) <= self.query_tokens
+        query = answer.question if short else decode(ids[-self.query_tokens :])
+        end = min(len(answer.output_ids) + self.retrieval_stride_tokens, answer.max_tokens)
+        return RetrievalRound(_clean_query(query, answer), answer.output_ids, end)
 
 
 @dataclass(frozen=True, slots=True)
 class Flare:
-    """Look a sentence ahead; where a token of it is less probable than `least_prob`, retrieve with it and write it again.
+    """Generates a sentence ahead; if one of its tokens has a probability below `least_prob`, retrieves and rewrites it.
 
-    Tokens less probable than `mask_prob` are left out of the query.
+    The query is the sentence without tokens whose probability is below `mask_prob`.
     Source: Jiang et al. 2023, Active Retrieval Augmented Generation (arXiv 2305.06983), section 3.2.
     """
 
@@ -126,44 +125,44 @@ class Flare:
     def __post_init__(self) -> None:
         _check_positive(self, "lookahead_tokens", "num_passages")
 
-    def next(self, progress: PartialAnswer, decode: Decode) -> RetrievalRound | None:
-        if progress.last is None:
-            return self._look_ahead(progress, progress.question, (), ())
-        kept = progress.last.output_ids
-        written = progress.output_ids[len(kept) :]
+    def next(self, answer: PartialAnswer, decode: Decode) -> RetrievalRound | None:
+        if answer.last is None:
+            return self._look_ahead(answer, answer.question, (), ())
+        kept = answer.last.output_ids
+        written = answer.output_ids[len(kept) :]
         length = _sentence_length(written, decode)
         sentence, rest = written[:length], written[length:]
-        done = progress.ended and not rest
-        if progress.last.purpose == "look ahead":
-            probs = [math.exp(each.logprob) for each in progress.logprobs[len(kept) : len(kept) + length]]
+        done = answer.ended and not rest
+        if answer.last.purpose == "look ahead":
+            probs = [math.exp(each.logprob) for each in answer.logprobs[len(kept) : len(kept) + length]]
             if min(probs, default=1.0) < self.least_prob:
-                return self._rewrite(progress, kept, sentence, probs, decode)
-        if done or len(kept) + length >= progress.most_tokens:
+                return self._rewrite(answer, kept, sentence, probs, decode)
+        if done or len(kept) + length >= answer.max_tokens:
             return None
-        return self._look_ahead(progress, None, (*kept, *sentence), rest)
+        return self._look_ahead(answer, None, (*kept, *sentence), rest)
 
     def _look_ahead(
-        self, progress: PartialAnswer, query: str | None, output_ids: tuple[int, ...], draft_ids: tuple[int, ...]
+        self, answer: PartialAnswer, query: str | None, output_ids: tuple[int, ...], draft_ids: tuple[int, ...]
     ) -> RetrievalRound:
-        end = min(len(output_ids) + self.lookahead_tokens, progress.most_tokens)
+        end = min(len(output_ids) + self.lookahead_tokens, answer.max_tokens)
         return RetrievalRound(query, output_ids, end, draft_ids, "look ahead")
 
     def _rewrite(
         self,
-        progress: PartialAnswer,
+        answer: PartialAnswer,
         kept: tuple[int, ...],
         sentence: tuple[int, ...],
         probs: list[float],
         decode: Decode,
     ) -> RetrievalRound:
         sure = [token for token, prob in zip(sentence, probs, strict=True) if prob >= self.mask_prob]
-        end = min(len(kept) + self.lookahead_tokens, progress.most_tokens)
-        return RetrievalRound(_clean_query(decode(sure), progress), kept, end, sentence, "rewrite")
+        end = min(len(kept) + self.lookahead_tokens, answer.max_tokens)
+        return RetrievalRound(_clean_query(decode(sure), answer), kept, end, sentence, "rewrite")
 
 
 @dataclass(frozen=True, slots=True)
 class IterRetGen:
-    """The whole answer, then again with passages found by question and answer together; each a draft of the next.
+    """Generates the whole answer, then again with passages retrieved by question and answer; each answer drafts the next.
 
     Source: Shao et al. 2023, Enhancing Retrieval-Augmented Large Language Models with Iterative Retrieval-Generation Synergy
     (arXiv 2305.15294).
@@ -176,11 +175,11 @@ class IterRetGen:
     def __post_init__(self) -> None:
         _check_positive(self, "num_iterations", "num_passages")
 
-    def next(self, progress: PartialAnswer, decode: Decode) -> RetrievalRound | None:
-        if progress.num_rounds >= self.num_iterations:
+    def next(self, answer: PartialAnswer, decode: Decode) -> RetrievalRound | None:
+        if answer.num_rounds >= self.num_iterations:
             return None
-        query = f"{progress.question} {decode(progress.output_ids)}".strip()
-        return RetrievalRound(_clean_query(query, progress), (), progress.most_tokens, progress.output_ids)
+        query = f"{answer.question} {decode(answer.output_ids)}".strip()
+        return RetrievalRound(_clean_query(query, answer), (), answer.max_tokens, answer.output_ids)
 
 
 def _check_positive(policy: object, *names: str) -> None:
@@ -189,10 +188,10 @@ def _check_positive(policy: object, *names: str) -> None:
             raise InputError(f"{name} must be at least 1, not {getattr(policy, name)!r}")
 
 
-def _clean_query(text: str, progress: PartialAnswer) -> str:
-    """What a target wrote as a query: without NUL, which no index is asked for; the question in place of a blank."""
+def _clean_query(text: str, answer: PartialAnswer) -> str:
+    """Generated text as a query: without NUL, which no index accepts; the question if the text is blank."""
     text = text.replace("\0", " ")
-    return text if text.strip() else progress.question
+    return text if text.strip() else answer.question
 
 
 def _sentence_length(token_ids: Sequence[int], decode: Decode) -> int:

@@ -1,14 +1,17 @@
-"""One answer written with many retrievals, each guessed first and verified in batches.
+"""RaLMSpec: one answer with many retrievals, speculated from a cache and verified in batches.
 
-    round   the policy says with which words to retrieve and how far to write
-    guess   what the request's cache would answer; without one, ask and wait
-    send    `stride` guesses together, when the last of them is made and before it is written under
-    write   under the guess; while a verification runs, as many rounds as the plan allows, else none
-    settle  all right: go on. One wrong: go back to it, with the right passages; nothing written since is lost, it is the
-            draft of what is written now, and rounds that come out as they were are not written again
+The steps of the paper's algorithm, in order:
 
-With stride 1 and nothing beside, that is: ask, wait, write. So no speculation is a plan like any other. An answer holds only what
-was written under passages that the index named for its query, in the generation the answer began with.
+    speculate   the request's speculation cache guesses the passages of a query; an empty cache asks the index and waits
+    generate    the target writes one segment under the guessed passages
+    verify      after `stride` guesses, one batched search gives the true passages; the cache keeps what the search returns
+    roll back   at the first wrong guess, discard its step and all later ones; their text is the draft of the new text
+
+With asynchronous verification, up to `overlap` segments are generated while the search runs. Stride 1 without overlap is
+plain retrieval: search, wait, generate. So the scheduler can turn speculation off by its plan alone. The answer contains only
+text generated under passages that the index returned for its query, in the generation that was current at the start.
+
+Source: Zhang et al. 2024, Accelerating Retrieval-Augmented Language Model Serving with Speculation (arXiv 2401.14021).
 """
 
 from __future__ import annotations
@@ -30,230 +33,206 @@ from ragspec.retrieval.speculative.speculation_cache import PendingQuery, Search
 T = TypeVar("T")
 
 
-class _PendingLookup(NamedTuple):
-    """A lookup under way. `took_s` is filled when it ends, whenever somebody looks."""
+class _PendingSearch(NamedTuple):
+    """A search in flight. `steps`: the speculated steps that it verifies; `took_s`: its duration, once it has ended."""
 
+    steps: list[SpeculationStep]
+    queries: list[Query]
     future: asyncio.Future[SearchResult]
-    num_queries: int
     took_s: list[float]
 
 
-class _PendingVerification(NamedTuple):
-    """A verification under way."""
-
-    steps: list[SpeculationStep]
-    asking: _PendingLookup
-
-
 class RalmSpec:
-    """Writes one answer; used once. Owns the cache and everything that may have to be taken back."""
+    """Generates one answer; used once. Owns the speculation cache and the steps that may be rolled back."""
 
     def __init__(
-        self, tools: PipelineComponents, order: IterativeRequest, told: Callable[[tuple[int, ...]], None]
+        self,
+        components: PipelineComponents,
+        request: IterativeRequest,
+        on_final: Callable[[tuple[int, ...]], None],
     ) -> None:
-        """`told` hears output tokens that are certain: verified, and kept by the policy. Each time all of them."""
-        self._tools = tools
-        self._order = order
-        self._told = told
-        self._num_told = 0
+        """`on_final` gets all output tokens that can no longer change, each time there are more of them."""
+        self._components, self._request, self._on_final = components, request, on_final
+        self._num_final = 0
         self._queries: dict[str, Query] = {}
-        self._answers: dict[Query, list[Passage]] = {}  # verified
-        self._cache = SpeculationCache(order.index.mode)
+        self._verified: dict[Query, list[Passage]] = {}
+        self._cache = SpeculationCache(request.index.mode)
         self._steps: list[SpeculationStep] = []
-        self._sent: _PendingVerification | None = None
-        self._num_beside = 0
+        self._verification: _PendingSearch | None = None
+        self._num_overlapped = 0  # segments generated since the verification started
         self._missing: set[str] = set()
-        self._plan = tools.scheduler.choose()
+        self._plan = components.scheduler.choose()
         self.stats = IterativeStats()
-        self.segments = SegmentWriter(tools, order, self.stats)
-
-    async def run(self) -> tuple[PartialAnswer, list[SpeculationStep]]:
-        """The finished output and the rounds that led to it, in order. Raises: RetrievalError, InputError, EngineError."""
-        begin, traffic = time.perf_counter(), self._tools.traffic
-        traffic.in_flight(1)
-        try:
-            head = await self._run()
-        finally:
-            traffic.in_flight(-1)
-            if self._sent is not None:
-                self._sent.asking.future.cancel()
-        self.stats.num_rounds = head.num_rounds
-        self.stats.total_s = time.perf_counter() - begin
-        return head, self._steps
-
-    async def _run(self) -> PartialAnswer:
-        (question_ids,) = self._tools.prompts.plain_ids([self._order.question])
-        start = PartialAnswer.start(self._order.question, question_ids, self._order.params.max_tokens)
-        while True:
-            head = self._head(start)
-            round = self._tools.policy.next(head, self._decode)
-            if round is None:
-                if await self._settled():
-                    return head
-                continue
-            self._steps.append(await self._begin(head, round))
-            self._tell()
-            if await self._verified_as_planned():
-                await self._write_beside(self._steps[-1])
+        self.writer = SegmentWriter(components, request, self.stats)
 
     @property
     def missing(self) -> tuple[str, ...]:
-        """Segments of the index that could not be searched for some lookup."""
+        """Segments of the index that some search could not read."""
         return tuple(sorted(self._missing))
 
-    @property
-    def _guesses(self) -> bool:
-        return self._order.guessing and (self._plan.learns or self._sent is not None)
+    async def run(self) -> tuple[PartialAnswer, list[SpeculationStep]]:
+        """The finished answer and its verified steps, in order. Raises: RetrievalError, InputError, EngineError."""
+        begin, load = time.perf_counter(), self._components.load
+        load.add("in_flight", 1)
+        try:
+            answer = await self._run()
+        finally:
+            load.add("in_flight", -1)
+            if self._verification is not None:
+                self._verification.future.cancel()
+        self.stats.num_rounds = answer.num_rounds
+        self.stats.total_s = time.perf_counter() - begin
+        return answer, self._steps
 
-    def _tell(self) -> None:
-        """What the first round that is not verified, or else the last, builds on."""
-        builds_on = next((step for step in self._steps if not step.verified), self._steps[-1]).round.output_ids
-        if len(builds_on) > self._num_told:
-            self._num_told = len(builds_on)
-            self._told(builds_on)
+    async def _run(self) -> PartialAnswer:
+        question, max_tokens = self._request.question, self._request.params.max_tokens
+        (question_ids,) = self._components.prompts.plain_ids([question])
+        start = PartialAnswer.start(question, question_ids, max_tokens)
+        while True:
+            answer = self._latest_answer(start)
+            round = self._components.policy.next(answer, self._decode)
+            if round is None:
+                if await self._verify(all_steps=True):
+                    return answer
+                continue
+            self._steps.append(await self._speculate(answer, round))
+            self._report_final()
+            if await self._verify():
+                await self._generate(self._steps[-1])
 
-    def _head(self, start: PartialAnswer) -> PartialAnswer:
+    def _latest_answer(self, start: PartialAnswer) -> PartialAnswer:
         if not self._steps:
             return start
         last = self._steps[-1]
-        assert last.written is not None
-        return last.progress.after(last.round, last.written)
+        assert last.completion is not None
+        return last.answer.after(last.round, last.completion)
 
-    async def _begin(self, head: PartialAnswer, round: RetrievalRound) -> SpeculationStep:
-        """The round with its passages: those of the round before, an answer known already, a guess, or what the index says."""
+    def _report_final(self) -> None:
+        """Output before the first unverified round is final, as is output that the policy of the last round keeps."""
+        first = next((step for step in self._steps if not step.verified), self._steps[-1])
+        if len(first.round.output_ids) > self._num_final:
+            self._num_final = len(first.round.output_ids)
+            self._on_final(first.round.output_ids)
+
+    async def _speculate(self, answer: PartialAnswer, round: RetrievalRound) -> SpeculationStep:
+        """A step with passages: the previous ones, verified ones of an equal query, guessed ones, or the index's."""
         if round.query is None:
-            return SpeculationStep(head, round, None, self._steps[-1].passages if self._steps else [], verified=True)
+            return SpeculationStep(answer, round, None, self._steps[-1].passages if self._steps else [], verified=True)
         begin = time.perf_counter()
-        index, k = self._order.index, self._tools.policy.num_passages
-        if round.query not in self._queries:
-            encoding = asyncio.wrap_future(self._tools.lookups.encode(index, [round.query]))
-            (self._queries[round.query],) = await self._wait_for(encoding)
-        query = self._queries[round.query]
+        query = await self._encode(round.query)
         self.stats.encode_s += (encode_s := time.perf_counter() - begin)
-        if self._order.guessing and query in self._answers:
-            return SpeculationStep(head, round, query, self._answers[query], verified=True, seconds=encode_s)
-        if self._guesses and self._cache.can_guess:
-            passages = self._cache.guess(query, k)
-            seconds = time.perf_counter() - begin
-            return SpeculationStep(head, round, query, passages, verified=False, seconds=seconds)
-        lookup = await self._looked_up(self._look_up([query]))
-        self._remember([query], lookup)
-        if self._sent is None:
-            self._plan = self._tools.scheduler.choose()
-        return SpeculationStep(head, round, query, lookup.passages[0], verified=True, seconds=encode_s)
+        step = SpeculationStep(answer, round, query, [], verified=True, seconds=encode_s)
+        if self._request.guessing and query in self._verified:
+            step.passages = self._verified[query]
+        elif self._is_speculating and self._cache.can_guess:
+            step.passages = self._cache.guess(query, self._components.policy.num_passages)
+            step.verified, step.seconds = False, time.perf_counter() - begin
+        else:
+            step.passages = (await self._finish_search(self._start_search([], [query]))).passages[0]
+            if self._verification is None:
+                self._plan = self._components.scheduler.choose()
+        return step
 
-    async def _verified_as_planned(self) -> bool:
-        """Send what is due, and settle what must be settled before anything more is written. False: the last round was taken
-        back."""
-        while True:
-            unsent = self._unsent()
-            if self._sent is None:
-                if not unsent or len(unsent) < self._plan.stride:
-                    return True
-                self._send(unsent)
-            assert self._sent is not None
-            if not self._sent.asking.future.done() and self._num_beside < self._plan.overlap:
-                self._num_beside += 1
-                return True
-            if not await self._settle():
-                return False
+    async def _encode(self, text: str) -> Query:
+        if text not in self._queries:
+            encoding = asyncio.wrap_future(self._components.search_batcher.encode(self._request.index, [text]))
+            (self._queries[text],) = await self._wait_for(encoding)
+        return self._queries[text]
 
-    async def _settled(self) -> bool:
-        """Everything is verified. False: something was taken back."""
-        while self._sent is not None or self._unsent():
-            if self._sent is None:
-                self._send(self._unsent())
-            if not await self._settle():
-                return False
-        return True
-
-    def _unsent(self) -> list[SpeculationStep]:
-        sent = self._sent.steps if self._sent else []
-        return [step for step in self._steps if not step.verified and step not in sent]
-
-    def _send(self, steps: list[SpeculationStep]) -> None:
-        self._num_beside = 0
-        self._sent = _PendingVerification(steps, self._look_up([step.query for step in steps if step.query]))
-
-    async def _settle(self) -> bool:
-        """Wait for the verification and follow it. False: it found a wrong guess."""
-        assert self._sent is not None
-        steps, asking = self._sent
-        lookup = await self._looked_up(asking)
-        self._sent, self._num_beside = None, 0
-        self._remember([step.query for step in steps if step.query], lookup)
-        right = [
-            passage_keys(s.passages) == passage_keys(truth) for s, truth in zip(steps, lookup.passages, strict=True)
-        ]
-        num_right = right.index(False) if False in right else len(right)
-        for step, passages in zip(steps[:num_right], lookup.passages, strict=False):
-            step.verified, step.passages = True, passages
-        self._note(len(steps), num_right)
-        if num_right == len(steps):
-            return True
-        first_wrong = self._steps.index(steps[num_right])  # later rounds hang on it, whatever was guessed for them
-        self.segments.take_back(self._steps[first_wrong:])
-        del self._steps[first_wrong:]
-        return False
-
-    def _note(self, num_guesses: int, num_right: int) -> None:
-        wrong = int(num_right < num_guesses)
-        self.stats.num_right += num_right
-        self.stats.num_wrong += wrong
-        self.stats.strides.append(num_guesses)
-        self._tools.scheduler.note_guesses(num_right, wrong)
-        self._plan = self._tools.scheduler.choose()
-
-    def _look_up(self, queries: Sequence[Query]) -> _PendingLookup:
-        """Why prefetched while nothing is guessed yet, too: from a poorer cache, guesses would look worse than they will be."""
-        order, guessing = self._order, self._guesses
-        prefetch_k = self._tools.config.prefetch_k if guessing else 0
-        asked = SearchParams(order.index, self._tools.policy.num_passages, order.scope, prefetch_k)
-        known = self._cache.known if guessing else frozenset()
-        self.stats.num_lookups += 1
-        self.stats.num_retrievals += len(queries)
-        begin, took_s = time.perf_counter(), list[float]()
-        future = self._tools.lookups.search(asked, [PendingQuery(query, known) for query in queries])
-        future.add_done_callback(lambda _: took_s.append(time.perf_counter() - begin))
-        return _PendingLookup(asyncio.wrap_future(future), len(queries), took_s)
-
-    async def _looked_up(self, asking: _PendingLookup) -> SearchResult:
-        begin = time.perf_counter()
-        lookup = await self._wait_for(asking.future)
-        self.stats.wait_s += time.perf_counter() - begin
-        self._tools.scheduler.note_verification(asking.num_queries, asking.took_s[0], self._num_beside > 0)
-        if self._order.guessing and not lookup.missing:
-            self._cache.insert(lookup)
-        return lookup
-
-    def _remember(self, queries: Sequence[Query], lookup: SearchResult) -> None:
-        """Why not what a part of the index is missing from: the next lookup may find all of it."""
-        self._missing |= set(lookup.missing)
-        if not lookup.missing:
-            self._answers |= dict(zip(queries, lookup.passages, strict=True))
-
-    async def _wait_for(self, future: asyncio.Future[T]) -> T:
-        timeout_s = self._tools.config.timeout_s
+    async def _generate(self, step: SpeculationStep) -> None:
+        """Generate the step's segment; stop as soon as the verification in flight finds a wrong guess."""
+        writing = asyncio.ensure_future(self.writer.write(step, overlapped=self._verification is not None))
+        # Why: asyncio logs exceptions that nobody retrieves
+        writing.add_done_callback(lambda done: done.cancelled() or done.exception())
         try:
-            return await asyncio.wait_for(future, timeout_s)
-        except TimeoutError as cause:
-            raise RetrievalError(f"the index did not answer within {timeout_s:g} s") from cause
-
-    async def _write_beside(self, step: SpeculationStep) -> None:
-        """Write while a verification runs, if one does; give up as soon as it finds a wrong guess."""
-        writing = asyncio.ensure_future(self.segments.write(step, beside=self._sent is not None))
-        writing.add_done_callback(
-            lambda done: done.cancelled() or done.exception()
-        )  # else asyncio logs what nobody awaits
-        try:
-            while not writing.done() and self._sent is not None:
-                both: list[asyncio.Future[Any]] = [writing, self._sent.asking.future]
+            while not writing.done() and self._verification is not None:
+                both: list[asyncio.Future[Any]] = [writing, self._verification.future]
                 await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
-                if not writing.done() and not await self._settle():
+                if not writing.done() and not await self._finish_verification():
                     return
             await writing
         finally:
             writing.cancel()
 
+    async def _verify(self, all_steps: bool = False) -> bool:
+        """Verify `stride` steps when there are as many, or all steps. False: the last step was rolled back.
+
+        Returns while a search is in flight as long as the plan allows more segments beside it.
+        """
+        while self._verification is not None or len(self._unverified()) >= (1 if all_steps else self._plan.stride):
+            if self._verification is None:
+                steps = self._unverified()
+                self._num_overlapped = 0
+                self._verification = self._start_search(steps, [step.query for step in steps if step.query])
+            if not (all_steps or self._verification.future.done()) and self._num_overlapped < self._plan.overlap:
+                self._num_overlapped += 1
+                return True
+            if not await self._finish_verification():
+                return False
+        return True
+
+    def _unverified(self) -> list[SpeculationStep]:
+        return [step for step in self._steps if not step.verified]
+
+    async def _finish_verification(self) -> bool:
+        """Compare guessed with true passages. False: a guess was wrong and its step was rolled back."""
+        assert self._verification is not None
+        steps = self._verification.steps
+        result = await self._finish_search(self._verification)
+        self._verification, self._num_overlapped = None, 0
+        num_right = 0
+        for step, passages in zip(steps, result.passages, strict=True):
+            if passage_keys(step.passages) != passage_keys(passages):
+                break
+            step.verified, step.passages, num_right = True, passages, num_right + 1
+        is_wrong = num_right < len(steps)
+        self.stats.num_right += num_right
+        self.stats.num_wrong += is_wrong
+        self.stats.strides.append(len(steps))
+        self._components.scheduler.note_guesses(num_right, int(is_wrong))
+        self._plan = self._components.scheduler.choose()
+        if is_wrong:
+            first = self._steps.index(steps[num_right])  # later steps depend on it, even if their own guess is right
+            self.writer.roll_back(self._steps[first:])
+            del self._steps[first:]
+        return not is_wrong
+
+    @property
+    def _is_speculating(self) -> bool:
+        return self._request.guessing and (self._plan.learns or self._verification is not None)
+
+    def _start_search(self, steps: list[SpeculationStep], queries: list[Query]) -> _PendingSearch:
+        """Why prefetch before the first guess, too: with a poorer cache the measured hit rate would be too low."""
+        request, is_speculating = self._request, self._is_speculating
+        prefetch_k = self._components.config.prefetch_k if is_speculating else 0
+        params = SearchParams(request.index, self._components.policy.num_passages, request.scope, prefetch_k)
+        known = self._cache.known if is_speculating else frozenset()
+        self.stats.num_lookups += 1
+        self.stats.num_retrievals += len(queries)
+        begin, took_s = time.perf_counter(), list[float]()
+        future = self._components.search_batcher.search(params, [PendingQuery(query, known) for query in queries])
+        future.add_done_callback(lambda _: took_s.append(time.perf_counter() - begin))
+        return _PendingSearch(steps, queries, asyncio.wrap_future(future), took_s)
+
+    async def _finish_search(self, search: _PendingSearch) -> SearchResult:
+        """Wait for a search. Why an incomplete result is not kept: the next search may find the missing segments."""
+        begin = time.perf_counter()
+        result = await self._wait_for(search.future)
+        self.stats.wait_s += time.perf_counter() - begin
+        self._components.scheduler.note_verification(len(search.queries), search.took_s[0], self._num_overlapped > 0)
+        self._missing |= set(result.missing)
+        if not result.missing:
+            self._verified |= dict(zip(search.queries, result.passages, strict=True))
+            if self._request.guessing:
+                self._cache.insert(result)
+        return result
+
+    async def _wait_for(self, future: asyncio.Future[T]) -> T:
+        timeout_s = self._components.config.timeout_s
+        try:
+            return await asyncio.wait_for(future, timeout_s)
+        except TimeoutError as cause:
+            raise RetrievalError(f"the index did not answer within {timeout_s:g} s") from cause
+
     def _decode(self, token_ids: Sequence[int]) -> str:
-        return str(self._tools.prompts.tokenizer.decode(list(token_ids), skip_special_tokens=True))
+        return str(self._components.prompts.tokenizer.decode(list(token_ids), skip_special_tokens=True))
