@@ -1,6 +1,6 @@
-"""Which spans of an answer are verbatim in which passage.
+"""Finds the spans of an answer that stand verbatim in a passage.
 
-Every citation is two spans of the same string, compared character by character; a match that would need normalising is none.
+A citation is a span of the answer and an equal span of a passage, compared character by character without normalisation.
 
     >>> find_citations('It rained: "The storm came in at dawn." [1]', passages)
 """
@@ -19,7 +19,7 @@ from ragspec.rag.characters import combining_marks, grapheme_pattern
 
 Span = tuple[int, int]
 
-_IDEOGRAPHS = "\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff"  # written without spaces: each counts as a word
+_IDEOGRAPHS = "\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff"  # scripts without spaces: each character counts as a word
 _QUOTED = re.compile(r"“([^“”]+)”|«([^«»]+)»|„([^„“]+)“")
 _MARKER = re.compile(r"[\"”“»’.,;:!?)\s]{0,4}\[(\d{1,3})\]")
 
@@ -27,11 +27,11 @@ _MARKER = re.compile(r"[\"”“»’.,;:!?)\s]{0,4}\[(\d{1,3})\]")
 def find_citations(
     answer: str, passages: Sequence[Passage], *, min_words: int = 4, min_chars: int = 12, numbered: bool = True
 ) -> list[Citation]:
-    """The longest verbatim spans, longest first taken, without overlaps, in the order of the answer.
+    """Verbatim spans without overlaps, chosen longest first and returned in the order of the answer.
 
-    A whole quotation counts from one word on; any other span from `min_words` whole words and `min_chars` characters on. Where
-    several passages hold the span, the number behind it decides (`[2]` is `passages[1]`) if they are `numbered`, else the first.
-    Time grows with the lengths of answer and passages, not with their product. Units: characters.
+    A whole quotation needs one word; any other span needs `min_words` whole words and `min_chars` characters. If several passages
+    contain the span, the number after it decides (`[2]` means `passages[1]`) if passages are `numbered`, else the first one.
+    Time is proportional to the lengths of answer and passages. Units: characters.
     """
     words = _Words(answer)
     queue = [(start - end, start, end) for start, end in _quotations(answer)]
@@ -54,7 +54,7 @@ def find_citations(
 
 @functools.cache
 def _piece() -> re.Pattern[str]:
-    """A word, white space, or any other character with what belongs to it."""
+    """Matches a word, white space, or any other grapheme cluster."""
     mark = f"[{combining_marks()}]"
     word = rf"[{_IDEOGRAPHS}]{mark}*+|(?:(?![{_IDEOGRAPHS}])\w{mark}*+)++"
     return re.compile(rf"(?P<word>{word})|\s++|{grapheme_pattern()}", re.DOTALL)
@@ -62,12 +62,12 @@ def _piece() -> re.Pattern[str]:
 
 @functools.cache
 def _joined() -> str:
-    """Next to such a character a word would go on."""
+    """A regular expression for characters that continue a word."""
     return rf"(?:(?![{_IDEOGRAPHS}])[\w{combining_marks()}])"
 
 
 class _Words:
-    """Where the answer's words begin and end."""
+    """The start and end offsets of the answer's words."""
 
     def __init__(self, text: str) -> None:
         spans = [match.span() for match in _piece().finditer(text) if match.lastgroup]
@@ -75,7 +75,7 @@ class _Words:
         self._ends = [end for _, end in spans]
 
     def trimmed(self, start: int, end: int, min_words: int, min_chars: int) -> Span | None:
-        """The part of [start, end) from its first whole word to its last, if that is long enough."""
+        """[start, end) trimmed to whole words; None if it is then too short."""
         first, after = bisect_left(self._starts, start), bisect_right(self._ends, end)
         if after - first < max(min_words, 1) or self._ends[after - 1] - self._starts[first] < min_chars:
             return None
@@ -88,7 +88,7 @@ def _push(queue: list[tuple[int, int, int]], span: Span | None) -> None:
 
 
 def _quotations(answer: str) -> Iterator[Span]:
-    """What stands between quotation marks, if it begins and ends there and holds a word."""
+    """The spans between quotation marks that hold a word and have no space at their ends."""
     quotes = [match.start() for match in re.finditer('"', answer)]
     spans = [(left + 1, right) for left, right in pairwise(quotes)]
     spans += [match.span(match.lastindex or 0) for match in _QUOTED.finditer(answer)]
@@ -99,13 +99,13 @@ def _quotations(answer: str) -> Iterator[Span]:
 
 
 def _shared_runs(answer: str, passages: Sequence[Passage]) -> Iterator[Span]:
-    """The spans of the answer that stand in some passage, word for word, and cannot be made longer."""
+    """The maximal spans of the answer, in whole pieces, that some passage contains."""
     ids: dict[str, int] = {}
     automaton = _SuffixAutomaton()
     for number, passage in enumerate(passages, 1):
         for match in _piece().finditer(passage.text):
             automaton.append(ids.setdefault(match.group(), len(ids)))
-        automaton.append(-number)  # no run goes from one passage into the next
+        automaton.append(-number)  # unique, so that no run crosses passages
     pieces = list(_piece().finditer(answer))
     lengths = automaton.match_lengths([ids.get(piece.group(), -len(passages) - 1) for piece in pieces])
     for last, length in enumerate(lengths):
@@ -114,7 +114,7 @@ def _shared_runs(answer: str, passages: Sequence[Passage]) -> Iterator[Span]:
 
 
 class _SuffixAutomaton:
-    """All substrings of the appended sequence, in linear space (Blumer et al. 1985)."""
+    """An automaton of all substrings of the appended sequence, in linear space (Blumer et al. 1985)."""
 
     def __init__(self) -> None:
         self._edges: list[dict[int, int]] = [{}]
@@ -137,7 +137,7 @@ class _SuffixAutomaton:
         self._links[state] = following
 
     def match_lengths(self, tokens: Sequence[int]) -> list[int]:
-        """For each position the length of the longest substring of the sequence that ends there."""
+        """For each position, the length of the longest suffix that is a substring of the appended sequence."""
         found, state, length = [], 0, 0
         for token in tokens:
             while state and token not in self._edges[state]:
@@ -165,7 +165,7 @@ class _SuffixAutomaton:
 
 
 def _free_parts(taken: list[Span], start: int, end: int) -> list[Span]:
-    """What the taken spans (sorted, disjoint) leave of [start, end)."""
+    """The parts of [start, end) outside the taken spans, which are sorted and disjoint."""
     parts: list[Span] = []
     number = max(bisect_left(taken, (start, start)) - 1, 0)
     while number < len(taken) and taken[number][0] < end:
@@ -190,7 +190,7 @@ def _cite(answer: str, start: int, end: int, passages: Sequence[Passage], number
 
 
 def _find_words(text: str, span: str) -> int | None:
-    """Where `span` stands in `text` as whole words."""
+    """The offset in `text` where `span` stands as whole words."""
     if span not in text:
         return None
     is_joined, is_mark = (re.compile(each).match for each in (_joined(), f"[{combining_marks()}]"))

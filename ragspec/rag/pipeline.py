@@ -22,6 +22,7 @@ from ragspec.engine.loading import load_engine
 from ragspec.rag.answer import Answer
 from ragspec.rag.prompt import PromptBuilder
 from ragspec.rag.steps import (
+    Closeable,
     EngineLike,
     PreparedQuestion,
     Question,
@@ -47,7 +48,7 @@ class QuestionOptions(TypedDict, total=False):
     filter: Mapping[str, Any] | None
 
 
-class Pipeline:
+class Pipeline(Closeable):
     """Questions in, cited answers out."""
 
     def __init__(
@@ -112,12 +113,6 @@ class Pipeline:
 
     def close(self) -> None:
         self.engine.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def _prepare(
         self,

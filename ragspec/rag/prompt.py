@@ -1,7 +1,7 @@
-"""A question and its passages become the target's prompt, in token ids.
+"""Builds the target's prompt, in token ids, from a question and its passages.
 
-Owns the wording and the order; the target's own chat template owns the control tokens. Text of users and documents is never read
-as a control token: `<|end|>` inside a passage stays six plain characters.
+Owns wording and order; the target's chat template owns the control tokens. Text of users and documents never becomes a control
+token: `<|end|>` in a passage is tokenised as plain characters.
 
     >>> PromptBuilder(tokenizer, max_context_tokens=2048).build("When did it rain?", passages, max_tokens=96).prompt_ids
 """
@@ -21,7 +21,7 @@ from ragspec.errors import InputError, PromptTooLong
 
 _ROLES = frozenset({"system", "user", "assistant", "context"})
 _MAX_CHARS_PER_TOKEN = 64
-"""A text longer than this times the context cannot fit, and is refused before it is tokenised."""
+"""A text with more characters per token of the context is refused before it is tokenised."""
 
 _INSTRUCTION = (
     "Answer the question from the passages {where}. Quote the sentence that answers it word for word, "
@@ -39,7 +39,7 @@ _PLAIN_TEMPLATE = (
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """What the target reads. `passages[i]` is numbered i + 1 in the prompt; `dropped` did not fit."""
+    """`passages[i]` has the number i + 1 in the prompt; `dropped` passages did not fit."""
 
     prompt_ids: tuple[int, ...]
     passages: tuple[Passage, ...] = ()
@@ -47,17 +47,17 @@ class Prompt:
 
 
 class PromptBuilder:
-    """Lays out prompts for one tokenizer. `max_context_tokens` is prompt and output together. Safe to call from several threads.
+    """Builds prompts for one tokenizer. `max_context_tokens`: prompt and output together. Safe to call from several threads.
 
-    `tokenizer` is for decoding. Why what encodes are copies: whether text may hold control tokens is a state of the tokenizer,
-    which one thread would change while another encodes. Of one copy it never changes, the other is behind a lock.
+    `tokenizer` is for decoding only. Why two copies encode: whether text may contain control tokens is a state of the tokenizer
+    that a call changes. One copy never changes it; the other is protected by a lock.
     """
 
     def __init__(self, tokenizer: Any, max_context_tokens: int) -> None:
         self.tokenizer = tokenizer
         self._encoder, self._encoding = copy.deepcopy(tokenizer), threading.Lock()
         self._plain = copy.deepcopy(tokenizer)
-        self.plain_ids(["a"])  # from now on it reads texts in this way
+        self.plain_ids(["a"])  # sets the state of this copy for good
         self.max_context_tokens = max_context_tokens
         self.max_chars = max_context_tokens * _MAX_CHARS_PER_TOKEN
         self.has_context_role = bool(tokenizer.init_kwargs.get("ragspec_context_role"))
@@ -73,20 +73,20 @@ class PromptBuilder:
     ) -> Prompt:
         """The prompt with as many of the best passages as leave room for `max_tokens` of output.
 
-        `question` is a text or a conversation that ends with the user's message; `passages` are ranked, the last are dropped
-        first. `question_first`: before the passages, unless the template knows a role `context`; for answers in whose course
-        passages are replaced.
-        Raises: InputError for a text no tokenizer should see, PromptTooLong if it does not fit even without passages.
+        `question`: a text, or a conversation that ends with the user's message. `passages`: ranked, the last are dropped first.
+        `question_first`: put the question before the passages, unless the template has a role `context`; for iterative answers,
+        which replace passages.
+        Raises: InputError for invalid text, PromptTooLong if the question alone does not fit.
         """
         messages = [Message("user", question)] if isinstance(question, str) else list(question)
         self._check(messages)
         room = self.max_context_tokens - max_tokens
-        prompt_ids = self._encode(self._laid_out(messages, question_first))
+        prompt_ids = self._encode(self._merge_context(messages, question_first))
         if len(prompt_ids) > room:
             raise PromptTooLong(len(prompt_ids), max(room, 0), max_tokens)
         fitting, high, tried = 0, len(passages), len(passages)  # all of them fit, most of the time
         while fitting < high:
-            longer_ids = self._encode(self._laid_out([*messages, self.context(passages[:tried])], question_first))
+            longer_ids = self._encode(self._merge_context([*messages, self.context(passages[:tried])], question_first))
             if len(longer_ids) <= room:
                 fitting, prompt_ids = tried, longer_ids
             else:
@@ -95,38 +95,37 @@ class PromptBuilder:
         return Prompt(prompt_ids, tuple(passages[:fitting]), tuple(passages[fitting:]))
 
     def context(self, passages: Sequence[Passage]) -> Message:
-        """The message of numbered passages that follows the question they were found for."""
+        """The message of numbered passages that follows their question."""
         gap = "\n" if self.has_context_role else "\n\n"
         return Message("context", gap.join(f"[{number}] {p.text}" for number, p in enumerate(passages, 1)))
 
     def tokens(self, messages: Sequence[Message]) -> tuple[int, ...]:
-        """The prompt of a conversation whose last message is the user's, or the passages found for it; of any length.
+        """The prompt of a conversation that ends with the user's message or its passages; of any length.
 
-        Each earlier turn is laid out as it was when it was the last, so what was computed for it then holds still.
-        Raises: InputError.
+        Each earlier turn is laid out as when it was the last, so the prefix cache stays valid. Raises: InputError.
         """
         self._check(messages[:-1] if messages and messages[-1].role == "context" else messages)
-        return self._encode(self._laid_out(messages))
+        return self._encode(self._merge_context(messages))
 
     def plain_ids(self, texts: Sequence[str], *, begins: bool = False) -> list[list[int]]:
-        """Token ids of each text, in which nothing is a control token. `begins`: with what the tokenizer puts around texts."""
+        """Token ids of each text, without control tokens. `begins`: add the tokenizer's special tokens around it."""
         encoded = self._plain(list(texts), add_special_tokens=begins, split_special_tokens=True, verbose=False)
         return [list(ids) for ids in encoded["input_ids"]]
 
     def answered(self, messages: Sequence[Message]) -> tuple[int, ...]:
-        """A conversation that ends with an answer, as the template writes it.
+        """The token ids of a conversation that ends with an answer.
 
         Raises: InputError.
         """
         self._check(messages[:-2] if messages[-2].role == "context" else messages[:-1])
-        return self._encode(self._laid_out(messages), add_generation_prompt=False)
+        return self._encode(self._merge_context(messages), add_generation_prompt=False)
 
     def check(self, question: str) -> None:
-        """Raises: InputError for what `build` would refuse before it tokenises anything."""
+        """Raises: InputError for a question that `build` would refuse before tokenising."""
         self._check([Message("user", question)])
 
     def grammar_prompt(self, sentence: str, max_tokens: int = 0) -> Prompt:
-        """The prompt that asks for the corrected sentence and nothing else. Raises: as `build`."""
+        """The prompt that asks for a corrected sentence. Raises: as `build`."""
         check_text(sentence, "the sentence")
         return self.build([Message("user", f"Correct the grammar: {sentence}")], (), max_tokens)
 
@@ -144,8 +143,8 @@ class PromptBuilder:
                     f"{self.max_context_tokens} tokens"
                 )
 
-    def _laid_out(self, messages: Sequence[Message], question_first: bool = False) -> list[Message]:
-        """For templates that know no role `context`, passages move into the user's message they follow."""
+    def _merge_context(self, messages: Sequence[Message], question_first: bool = False) -> list[Message]:
+        """For a template without the role `context`, passages move into the user's message before them."""
         if self.has_context_role:
             return list(messages)
         merged: list[Message] = []
@@ -153,13 +152,13 @@ class PromptBuilder:
             if message.role != "context":
                 merged.append(message)
             elif merged and merged[-1].role == "user":
-                merged[-1] = Message("user", _asked_of(message.content, merged[-1].content, question_first))
+                merged[-1] = Message("user", _user_text(message.content, merged[-1].content, question_first))
             else:
                 raise InputError("a message of the role context must follow a message of the user")
         return merged
 
     def _encode(self, messages: Sequence[Message], add_generation_prompt: bool = True) -> tuple[int, ...]:
-        """Why `sanitize_control_tokens`: only the template may write control tokens; the same spelling in a text is text."""
+        """Why `sanitize_control_tokens`: only the template may write control tokens; their spelling in a text is plain text."""
         conversation = [{"role": message.role, "content": message.content} for message in messages]
         try:
             with self._encoding:
@@ -175,13 +174,13 @@ class PromptBuilder:
         return tuple(token_ids)
 
 
-def _asked_of(numbered: str, question: str, question_first: bool) -> str:
+def _user_text(numbered: str, question: str, question_first: bool) -> str:
     instruction = _INSTRUCTION.format(where="below" if question_first else "above")
     parts = [f"Passages:\n<<<\n{numbered}\n>>>", f"{instruction}\n\nQuestion: {question}"]
     return "\n\n".join(reversed(parts) if question_first else parts)
 
 
 def _plain_layout(tokenizer: Any) -> dict[str, str]:
-    """The plain template, with the tokenizer's own beginning-of-text token where it writes one itself."""
+    """The template for models without one; it writes the beginning-of-text token only if the tokenizer does."""
     begins = tokenizer.bos_token_id is not None and tokenizer("a")["input_ids"][:1] == [tokenizer.bos_token_id]
     return {"chat_template": _PLAIN_TEMPLATE} | ({} if begins else {"bos_token": ""})

@@ -13,7 +13,7 @@ import time
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, Protocol, Self, TypeVar, cast
 
 from ragspec.config import GenerationConfig
 from ragspec.core import Completion, CopySource, Delta, Passage, Request, SamplingParams, SourceKind
@@ -45,6 +45,19 @@ class EngineLike(Protocol):
     def stream(self, request: Request) -> AsyncIterator[Delta]: ...
 
     def close(self) -> None: ...
+
+
+class Closeable:
+    """A `with` statement closes it."""
+
+    def close(self) -> None:
+        raise NotImplementedError
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
 
 @dataclass(frozen=True, slots=True)

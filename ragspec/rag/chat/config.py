@@ -10,14 +10,14 @@ from ragspec.config import ConfigSection
 
 
 class ChatConfig(ConfigSection):
-    """`rewriter` makes a follow-up question standalone before it is looked up: by rules, or by the target itself; auto: by the
-    target if it has `least_rewriter_parameters`; off: it is looked up as it is. The target may write `rewriter_tokens`
-    tokens; where they are no question, the rules decide.
+    """`rewriter` rewrites a follow-up question before retrieval. `rules`: with rules; `model`: with the target, in at most
+    `rewriter_tokens` tokens, or with rules if its output is unusable; `auto`: `model` if the target has at least
+    `least_rewriter_parameters`, else `rules`; `off`: not at all.
 
-    `history`: whether the target reads earlier turns, or only the question made standalone; auto: unless it was trained on
-    single questions, as those with a role for passages are, which would write an earlier answer again. Of what the latest
-    `carried_turns` answers were given from, up to `max_carried` passages stand behind those of a question that leans on them.
-    `answer_without_index`: where no passage can be looked up, answer without any and say so, instead of an error.
+    `history`: whether the prompt shows earlier turns. `auto`: unless the target's template has a role for passages, since such a
+    target was trained on single questions and would repeat an earlier answer. `max_carried`: passages of the latest
+    `carried_turns` answers that are added to those of a follow-up question. `answer_without_index`: answer without passages, and
+    say so, if the index does not answer; otherwise that is an error.
     """
 
     rewriter: Literal["auto", "rules", "model", "off"] = "auto"

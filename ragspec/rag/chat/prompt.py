@@ -1,9 +1,9 @@
-"""A conversation becomes a prompt that fits: [system][earlier turns with their passages as they were][question][its passages].
+"""Builds the prompt of a chat: [system][earlier turns with their passages as shown][question][its passages].
 
-Every prompt of a conversation begins with the one before it, so what was computed for that one is found in the prefix cache;
-but for a turn without an answer, whose question becomes a part of the next one's, and whose passages go.
-Where not all fits, passages of all turns but the last go first, then the oldest turns, `_STEP` at a time so that the beginning
-holds for some turns more; then the question's own last-ranked passages; then the last turn. Nothing goes unreported.
+Every prompt of a conversation begins with the previous prompt, so the prefix cache holds its keys and values. The exception is a
+turn without an answer: its question becomes part of the next question, and its passages are dropped.
+If not everything fits, the prompt drops, in this order: passages of all turns but the last; the oldest turns, `_STEP` at a time
+so that the prefix stays the same for some turns; the question's lowest-ranked passages; the last turn. All of it is reported.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _STEP = 4
 
 @dataclass(frozen=True, slots=True)
 class PastTurn:
-    """A turn that is over, with the passages that stood beside its question. Either text may be empty."""
+    """A finished turn with the passages in its prompt. Either text may be empty."""
 
     question: str
     answer: str
@@ -35,8 +35,8 @@ class PastTurn:
 
 @dataclass(frozen=True, slots=True)
 class ChatPrompt(Prompt):
-    """`history`: the earlier turns that are in the prompt, as they are there; `dropped_history`: passages of such turns, and of
-    those `num_dropped_turns` that are not, which did not fit."""
+    """`history`: the earlier turns as they are in the prompt. `dropped_history`: dropped passages of these turns and of the
+    `num_dropped_turns` dropped turns."""
 
     history: tuple[PastTurn, ...] = ()
     num_dropped_turns: int = 0
@@ -44,10 +44,10 @@ class ChatPrompt(Prompt):
 
 
 class _Truncation(NamedTuple):
-    """How much is left out: the oldest turns, passages of the oldest turns, the question's last passages."""
+    """How much is dropped: oldest turns, turns whose passages are dropped, and the question's last passages."""
 
     num_turns: int
-    num_bare: int
+    num_without_passages: int
     num_passages: int
 
 
@@ -59,13 +59,13 @@ def build_chat_prompt(
     passages: Sequence[Passage],
     max_tokens: int,
 ) -> ChatPrompt:
-    """The fullest prompt that leaves room for `max_tokens` of output.
+    """The longest prompt that leaves room for `max_tokens` of output.
 
     Raises: InputError for a text no tokenizer should see; PromptTooLong if system and question alone do not fit.
     """
     room = prompts.max_context_tokens - max_tokens
-    hopeless, history = _split_oversized(history, prompts.max_chars)
-    unshown = [passage for turn in history if not turn.answer.strip() for passage in turn.passages]
+    oversized, history = _split_oversized(history, prompts.max_chars)
+    unanswered_passages = [passage for turn in history if not turn.answer.strip() for passage in turn.passages]
     history = [turn if turn.answer.strip() else turn.without_passages() for turn in history]
 
     @functools.cache
@@ -78,15 +78,15 @@ def build_chat_prompt(
         raise PromptTooLong(len(least), max(room, 0), max_tokens)
     for cuts in _truncations(len(history), len(passages)):
         if len(tokens(cuts[0])) <= room:
-            return _prompt(tokens(cuts[0]), hopeless, history, passages, cuts[0], unshown)
+            return _prompt(tokens(cuts[0]), oversized, history, passages, cuts[0], unanswered_passages)
         first = bisect_left(cuts, True, key=lambda cut: len(tokens(cut)) <= room)
         if first < len(cuts):
-            return _prompt(tokens(cuts[first]), hopeless, history, passages, cuts[first], unshown)
+            return _prompt(tokens(cuts[first]), oversized, history, passages, cuts[first], unanswered_passages)
     raise AssertionError("the least prompt fits")
 
 
 def _split_oversized(history: Sequence[PastTurn], max_chars: int) -> tuple[Sequence[PastTurn], Sequence[PastTurn]]:
-    """The oldest turns that cannot fit, whatever they hold, and the others; so that only a context's worth is tokenised."""
+    """(the oldest turns, which have too many characters to fit, the others): so no more than a context is tokenised."""
     left = max_chars
     for number in reversed(range(len(history))):
         left -= len(history[number].question) + len(history[number].answer)
@@ -96,7 +96,7 @@ def _split_oversized(history: Sequence[PastTurn], max_chars: int) -> tuple[Seque
 
 
 def _truncations(num_turns: int, num_passages: int) -> Iterator[list[_Truncation]]:
-    """Cuts, each list from the least to the most."""
+    """Lists of truncations, each from the smallest to the largest."""
     last = num_turns - 1
     if num_turns:
         bare = [0, last]
@@ -108,7 +108,7 @@ def _truncations(num_turns: int, num_passages: int) -> Iterator[list[_Truncation
 
 def _remaining_turns(history: Sequence[PastTurn], cut: _Truncation) -> list[PastTurn]:
     return [
-        turn.without_passages() if number < cut.num_bare else turn
+        turn.without_passages() if number < cut.num_without_passages else turn
         for number, turn in enumerate(history)
         if number >= cut.num_turns
     ]
@@ -135,19 +135,19 @@ def _question_messages(prompts: PromptBuilder, question: str, passages: Sequence
 
 def _prompt(
     prompt_ids: tuple[int, ...],
-    hopeless: Sequence[PastTurn],
+    oversized: Sequence[PastTurn],
     history: Sequence[PastTurn],
     passages: Sequence[Passage],
     cut: _Truncation,
-    unshown: Sequence[Passage],
+    unanswered_passages: Sequence[Passage],
 ) -> ChatPrompt:
     num_kept = len(passages) - cut.num_passages
-    without = [*hopeless, *history[: max(cut.num_turns, cut.num_bare)]]
+    without = [*oversized, *history[: max(cut.num_turns, cut.num_without_passages)]]
     return ChatPrompt(
         prompt_ids,
         tuple(passages[:num_kept]),
         tuple(passages[num_kept:]),
         tuple(_remaining_turns(history, cut)),
-        len(hopeless) + cut.num_turns,
-        (*unshown, *(passage for turn in without for passage in turn.passages)),
+        len(oversized) + cut.num_turns,
+        (*unanswered_passages, *(passage for turn in without for passage in turn.passages)),
     )

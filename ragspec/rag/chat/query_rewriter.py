@@ -1,6 +1,9 @@
-"""Who makes follow-up questions standalone: the rules, or the target, and the rules where it writes no question.
+"""Rewrites follow-up questions into standalone questions, with the target or with rules.
 
-No clock and no load decides between the two, or the same conversation would look up another question on a busy day.
+The rules also replace an unusable output of the target. Time and load play no role in the choice, so the same conversation
+always retrieves with the same question.
+
+    >>> QueryRewriter(ChatConfig(), prompts, engine).standalone("Who designed it?", pairs)
 """
 
 from __future__ import annotations
@@ -37,31 +40,28 @@ _EXAMPLES = (
 )
 _LATEST_TURNS = 3
 _MAX_CHARS = 400
-"""Of each earlier text, and of the question made of them."""
+"""Characters of each earlier text, and of the rewritten question beyond the original."""
 
 
 class QueryRewriter:
-    """`engine`: what would write the questions; None: only the rules can."""
+    """Without an `engine` only the rules rewrite."""
 
     def __init__(self, config: ChatConfig, prompts: PromptBuilder, engine: EngineLike | None = None) -> None:
         self._config, self._prompts = config, prompts
         self._engine = engine if _uses_target(config, engine) else None
 
-    def standalone(self, question: str, said: Sequence[QaPair], salt: str = "") -> str:
-        """What to look up for a question after these turns; the question itself if there are none.
-
-        Raises: whatever the target fails with, as it would for the answer itself.
-        """
-        if not said or self._config.rewriter == "off":
+    def standalone(self, question: str, pairs: Sequence[QaPair], salt: str = "") -> str:
+        """The question to retrieve with, given the earlier turns. Raises: EngineError if the target fails."""
+        if not pairs or self._config.rewriter == "off":
             return question
-        written = self._written(question, said, salt) if self._engine is not None else ""
-        return written or rewrite_by_rules(question, said)
+        written = self._rewrite(question, pairs, salt) if self._engine is not None else ""
+        return written or rewrite_by_rules(question, pairs)
 
-    def _written(self, question: str, said: Sequence[QaPair], salt: str) -> str:
-        """What the target writes; empty if it is no question, or if the turns do not fit its context, or its template."""
+    def _rewrite(self, question: str, pairs: Sequence[QaPair], salt: str) -> str:
+        """The target's question; empty if the output is unusable, or if its context or template does not take the turns."""
         assert self._engine is not None
         try:
-            request = self._request(question, said, salt)
+            request = self._request(question, pairs, salt)
         except InputError:
             return ""
         (completion,) = self._engine.generate([request])
@@ -69,8 +69,8 @@ class QueryRewriter:
         ended = completion.finish_reason is FinishReason.STOP
         return text if ended and text and "\n" not in text and len(text) <= _MAX_CHARS + len(question) else ""
 
-    def _request(self, question: str, said: Sequence[QaPair], salt: str) -> Request:
-        turns = [f"User: {turn.question[:_MAX_CHARS]}\nAssistant: {turn.answer[:_MAX_CHARS]}" for turn in said]
+    def _request(self, question: str, pairs: Sequence[QaPair], salt: str) -> Request:
+        turns = [f"User: {turn.question[:_MAX_CHARS]}\nAssistant: {turn.answer[:_MAX_CHARS]}" for turn in pairs]
         task = "\n".join([*turns[-_LATEST_TURNS:], f"Last question: {question}"])
         messages = [Message("system", _SYSTEM)]
         for before, after in _EXAMPLES:
@@ -82,12 +82,12 @@ class QueryRewriter:
 
 
 def _uses_target(config: ChatConfig, engine: EngineLike | None) -> bool:
-    """Auto: a target in this process says how large it is; of one elsewhere nothing is known here."""
+    """`auto` uses a target in this process if it is large enough; the size of a remote target is unknown."""
     if config.rewriter == "auto":
         return num_parameters(engine) >= config.least_rewriter_parameters
     return config.rewriter == "model" and engine is not None
 
 
 def num_parameters(engine: object) -> int:
-    """Of the engine's target, if it runs in this process; else 0."""
+    """The number of parameters of the engine's target if it runs in this process, else 0."""
     return int(getattr(getattr(engine, "target", None), "num_parameters", 0))

@@ -1,11 +1,11 @@
-"""A follow-up question becomes one that stands alone, by rules: what it leaves out is taken from the turns before it.
+"""Rewrites a follow-up question by rules: appends the names from earlier turns that it refers to.
 
 >>> rewrite_by_rules("Why did it fail?", [QaPair("What was the Apollo Guidance Computer?", "A computer.")])
 'Why did it fail? (Apollo Guidance Computer)'
 
-The question's own words stay as they are, so a wrong guess adds a little noise and loses nothing. What is added is what the
-conversation is about, by whoever named it: the user in questions, the opening one first; or an answer that speaks to the user, as
-one that proposes something does. Names in other answers are what a question was answered with, seldom what the next is about.
+The question's own words stay, so a wrong guess adds a little noise and loses nothing. The added names are the topic: names in
+the user's questions, the opening question first, or names in an answer that addresses the user, such as a proposal. Names in
+other answers are seldom the topic of the next question.
 
 Measured, not guessed: `ragspec.evaluation.suites.follow_ups`.
 """
@@ -51,11 +51,11 @@ _QUOTED = re.compile(r"\"[^\"]*\"|“[^“”]*”")
 _SHORT_WORDS = 2
 _MAX_ASKED, _MAX_PROPOSED, _MAX_ANSWERED = 4, 4, 4
 _MAX_CHARS, _MAX_TURNS = 2_000, 100
-"""What is looked at: the beginning of each text, and the latest turns. A question may be megabytes, and a conversation long."""
+"""Characters of each text and number of turns that are read: texts may be megabytes, and conversations long."""
 
 
 def rewrite_by_rules(question: str, said: Sequence[QaPair]) -> str:
-    """The question with what it speaks of; as it is where nothing came before it, or where nothing seems to be left out."""
+    """The question with the names it refers to; unchanged if it is the first or stands alone."""
     said = [QaPair(*(text[:_MAX_CHARS] for text in turn)) for turn in said[-_MAX_TURNS:]]
     seen = question[:_MAX_CHARS]
     if not said or _stands_alone(seen):
@@ -65,7 +65,7 @@ def rewrite_by_rules(question: str, said: Sequence[QaPair]) -> str:
 
 
 def extract_names(text: str) -> list[str]:
-    """Capitalised runs of words and identifiers, each once, without common words at either end."""
+    """Capitalised runs of words, and identifiers; each once, without common words at either end."""
     found: dict[str, None] = {}
     for match in _NAME.finditer(text):
         words = match.group().split()
@@ -83,7 +83,7 @@ def _trimmed(name: str) -> str:
 
 
 def extract_phrases(text: str) -> list[str]:
-    """Runs of words that are not common ones: what a text without names is about."""
+    """Runs of uncommon words: the topic of a text without names."""
     runs: list[list[str]] = [[]]
     for piece in re.split(r"[\s,;:?!()\"“”]+", text):
         word = piece.strip(".'’-")
@@ -95,14 +95,14 @@ def extract_phrases(text: str) -> list[str]:
 
 
 def _stands_alone(question: str) -> bool:
-    """It names something, leans on nothing, and is more than the end of a question."""
+    """Whether the question has a name, no pronoun, and more than a few words."""
     whole = len(question.split()) > _SHORT_WORDS and not _GOES_ON.match(question)
     return whole and bool(extract_names(question)) and not _LEANS.search(question)
 
 
 def _opening(said: Sequence[QaPair]) -> int:
-    """The number of the turn that began what is spoken of now: the latest whose question stood alone and had no word in common
-    with the turns before it, or else the first."""
+    """The index of the turn that began the current topic: the latest turn whose question stands alone and shares no word with
+    earlier turns, or else the first."""
     known: set[str] = set()
     opening = 0
     for number, turn in enumerate(said):
@@ -135,7 +135,7 @@ def _first(texts: Iterable[str], most: int) -> list[str]:
 
 
 def _without_known(terms: Iterable[str], question: str) -> list[str]:
-    """Each term that says something the question and the terms before it do not."""
+    """The terms with a word that neither the question nor earlier terms have."""
     known, kept = set(_content(question)), []
     for term in terms:
         words = set(_content(term)) or {term.lower()}

@@ -36,7 +36,7 @@ from ragspec.rag.grammar.markup import MarkedText, TextPart
 from ragspec.rag.grammar.sentence_split import SentenceSpan, one_line, split_sentences
 from ragspec.rag.pipeline_stages import PipelineStage, StagedPipeline
 from ragspec.rag.prompt import PromptBuilder
-from ragspec.rag.steps import EngineLike, collect_completions
+from ragspec.rag.steps import Closeable, EngineLike, collect_completions
 from ragspec.speculation import Speculation, SpeculationGiven
 
 _MAX_SENTENCE_SHARE = 0.75
@@ -44,7 +44,7 @@ _MAX_SENTENCE_SHARE = 0.75
 _SPARE_TOKENS = 16
 
 
-class Grammar:
+class Grammar(Closeable):
     """Accepts any engine that a `Pipeline` accepts. Safe to call from several threads and event loops."""
 
     def __init__(
@@ -154,12 +154,6 @@ class Grammar:
     def close(self) -> None:
         """Close the engine. Only for a caller that has no other use for it."""
         self._engine.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def _request(self, request: CorrectionRequest, number: int, marked: MarkedText, span: SentenceSpan) -> Request:
         """Why the token limit: a correction of more than twice the sentence's length has gone wrong."""

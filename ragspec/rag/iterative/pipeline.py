@@ -25,9 +25,9 @@ from ragspec.rag.answer import Answer, AnswerStats
 from ragspec.rag.citations import find_citations
 from ragspec.rag.iterative.policies import InContextRalm, Policy
 from ragspec.rag.iterative.ralmspec import RalmSpec
-from ragspec.rag.iterative.types import IterativeRequest, PipelineComponents, SpeculationStep
+from ragspec.rag.iterative.segments import IterativeRequest, PipelineComponents, SpeculationStep
 from ragspec.rag.prompt import PromptBuilder
-from ragspec.rag.steps import EngineLike, default_params, params_of_each, parse_scope
+from ragspec.rag.steps import Closeable, EngineLike, default_params, params_of_each, parse_scope
 from ragspec.retrieval.retriever import Retriever
 from ragspec.retrieval.search.index_types import IndexLike, PassageKey
 from ragspec.retrieval.speculative.speculation_cache import SearchBatcher, passage_keys
@@ -44,7 +44,7 @@ class IterativeOptions(TypedDict, total=False):
     filter: Mapping[str, Any] | None
 
 
-class IterativePipeline:
+class IterativePipeline(Closeable):
     """Questions in, cited answers out. Each answer uses the one index generation that was current when it began."""
 
     def __init__(
@@ -168,12 +168,6 @@ class IterativePipeline:
         """Close the engine, too."""
         self._components.search_batcher.close()
         self._components.engine.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     async def _request(
         self,

@@ -25,8 +25,7 @@ from ragspec.core import Passage
 from ragspec.errors import RetrievalError
 from ragspec.rag.answer import IterativeStats
 from ragspec.rag.iterative.policies import PartialAnswer, RetrievalRound
-from ragspec.rag.iterative.segment_writer import SegmentWriter
-from ragspec.rag.iterative.types import IterativeRequest, PipelineComponents, SpeculationStep
+from ragspec.rag.iterative.segments import IterativeRequest, PipelineComponents, SegmentWriter, SpeculationStep
 from ragspec.retrieval.search.index_types import Query, SearchResult
 from ragspec.retrieval.speculative.speculation_cache import PendingQuery, SearchParams, SpeculationCache, passage_keys
 

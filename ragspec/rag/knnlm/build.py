@@ -1,4 +1,4 @@
-"""A target's hidden states over a corpus, as a datastore for KNN-LM.
+"""Builds a KNN-LM datastore: the target's hidden states over a corpus, each with the token that follows.
 
 >>> build_datastore(texts, target, "datastore")
 """
@@ -27,10 +27,10 @@ from ragspec.retrieval.knnlm.neighbours import Values, unit_rows
 def build_datastore(
     texts: Iterable[str], target: Target, folder: str | Path, context_tokens: int = 256, num_threads: int | None = None
 ) -> int:
-    """An entry for every token of every text but its first; returns how many.
+    """Write one entry per token of each text, except the first token; the number of entries.
 
-    A text is cut into chunks of `context_tokens`, each read on its own, so a key depends on nothing but its chunk.
-    Raises: SaveError, InputError, ConfigError for a chunk that the target cannot read.
+    The target reads each text in separate chunks of `context_tokens`, so a key depends only on its chunk.
+    Raises: SaveError, InputError, ConfigError for chunks longer than the target's context.
     """
     if not 1 <= context_tokens <= min(target.max_context_tokens, target.pool.num_slots):
         raise ConfigError(f"context_tokens is {context_tokens}, but the target reads {target.max_context_tokens}")
@@ -40,7 +40,7 @@ def build_datastore(
 
 
 def target_identity(target: Target, *, of_texts: bool = False) -> EncoderIdentity:
-    """A target as the encoder of contexts: equal identities give equal states, or `of_texts`.
+    """The identity of a target as an encoder: targets with equal identities have equal states, or with `of_texts` equal tokens.
 
     Raises: ModelError if its files are gone.
     """
@@ -54,7 +54,7 @@ def target_identity(target: Target, *, of_texts: bool = False) -> EncoderIdentit
 
 
 def _chunks(texts: Iterable[str], tokenizer: Any, context_tokens: int) -> Iterator[list[int]]:
-    """Token ids of up to `context_tokens` and one more, which the next chunk starts with."""
+    """Chunks of up to `context_tokens` + 1 token ids; the last token is the first of the next chunk."""
     for text in texts:
         ids = tokenizer(check_text(text, "a text"), add_special_tokens=False, verbose=False)["input_ids"]
         for start in range(0, len(ids) - 1, context_tokens):
@@ -62,7 +62,7 @@ def _chunks(texts: Iterable[str], tokenizer: Any, context_tokens: int) -> Iterat
 
 
 def hidden_state_keys(target: Target, token_ids: Sequence[int]) -> FloatArray:
-    """The target's state after each of these tokens, as a key. Shapes: -> float32 [T, H], unit rows."""
+    """The target's hidden state after each token, normalised. Shapes: -> float32 [T, H], unit rows."""
     slots = SequenceSlots(target.pool)
     try:
         batch = Batch([ScheduledSequence(slots, token_ids)])
@@ -74,5 +74,5 @@ def hidden_state_keys(target: Target, token_ids: Sequence[int]) -> FloatArray:
 
 
 def _entries(target: Target, chunk: list[int]) -> tuple[FloatArray, Values]:
-    """Keys and values of one chunk."""
+    """The keys and values of one chunk."""
     return hidden_state_keys(target, chunk[:-1]), np.array(chunk[1:], np.int32)

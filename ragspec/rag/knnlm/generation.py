@@ -1,9 +1,9 @@
-"""Generation with KNN-LM, the retrieval of every token guessed from a cache and verified many at once.
+"""KNN-LM generation with speculated retrieval: a cache guesses the neighbours of each token, one search verifies many tokens.
 
-A round: the target advances some steps, each step's token guessed from the request's own cache; one search then tells the true
-neighbours of all those states. Up to the first token that the true neighbours decide otherwise the steps stand; that token
-takes the place of the guess, and keys and values behind it are given back. Every emitted token was decided by true neighbours,
-so the output is what a search for every token gives: speculation changes only the time.
+A round: the target advances `stride` steps, each token guessed with neighbours from the request's cache. One search finds the
+true neighbours of all these states. Tokens are kept up to the first that the true neighbours decide differently; it replaces the
+guess, and the KV cache is rolled back to it. Every emitted token was decided by true neighbours, so the output equals that of
+one search per token.
 
     >>> generator = KnnGenerator(target, Datastore.open("datastore"))
     >>> completion, stats = generator.generate(Request("a", prompt_ids, SamplingParams(max_tokens=64)))
@@ -49,10 +49,10 @@ _GUESSED = Origin("neighbours")
 
 @dataclass(slots=True)
 class KnnStats:
-    """Counters of one generation; times in seconds, wall clock.
+    """Counters of one generation. Seconds, wall clock.
 
-    `num_queries` states were searched for in `num_verifications` calls. Guesses after a wrong one are neither right nor wrong.
-    `total_s` is prompt, steps and verifications.
+    `num_queries`: states searched in `num_verifications` calls. Guesses after a wrong one count as neither right nor wrong.
+    `total_s`: prompt, steps and verifications.
     """
 
     num_verifications: int = 0
@@ -70,13 +70,13 @@ class KnnStats:
 
     @property
     def gamma(self) -> float:
-        """Share of right guesses among those that were judged."""
+        """The share of right guesses among the verified ones."""
         judged = self.num_right + self.num_wrong
         return self.num_right / judged if judged else 0.0
 
 
 class KnnGenerator:
-    """One request at a time; the target is the generator's alone. What it learns of times and guesses serves later requests."""
+    """Runs one request at a time and needs the target for itself. Measured times and hit rates carry over to later requests."""
 
     def __init__(
         self,
@@ -88,7 +88,7 @@ class KnnGenerator:
         scheduler: StrideScheduler | None = None,
         threads: AdaptiveThreads | None = None,
     ) -> None:
-        """`fingerprint`: the numerics id that completions tell. Raises: EncoderMismatch if the datastore is another target's."""
+        """`fingerprint`: the numerics id in completions. Raises: EncoderMismatch if the datastore belongs to another target."""
         check_target(store.target, target_identity(target))
         self.config = config or KnnConfig()
         self.scheduler = scheduler or StrideScheduler(self.config.stride, asynchronous=False)
@@ -101,7 +101,7 @@ class KnnGenerator:
         compile_samplers()
 
     def generate(self, request: Request, speculation: bool = True) -> tuple[Completion, KnnStats]:
-        """Run a request to its end. Not `speculation`: every token waits for its own search.
+        """Run a request to its end. Without `speculation` every token waits for its own search.
 
         Raises: InputError, PromptTooLong, and what the datastore raises.
         """
@@ -119,7 +119,9 @@ class KnnGenerator:
         begin = time.perf_counter()
         try:
             reader = TargetReader(self._target, slots, self._threads)
-            scheduler = self.scheduler if speculation else StrideScheduler()  # Why: only rounds it chose teach it
+            scheduler = (
+                self.scheduler if speculation else StrideScheduler()
+            )  # Why: the shared one learns only from rounds it planned
             generation = _KnnSequence(sequence, reader, self._store, self.config, scheduler)
             while sequence.finish_reason is None:
                 stride, learning = self._rhythm.next(self.scheduler.choose().stride) if speculation else (1, False)
@@ -131,7 +133,7 @@ class KnnGenerator:
 
 
 class _KnnSequence:
-    """One request: the rounds that write it, its cache, its counters."""
+    """Generates one request round by round. Owns its neighbour cache and counters."""
 
     def __init__(
         self,
@@ -150,12 +152,12 @@ class _KnnSequence:
         self._cache = NeighbourCache(store.target.dimension, config.max_cached_entries)
 
     def round(self, stride: int, learning: bool) -> None:
-        """Up to `stride` tokens for one search. Not `learning`: the cache gets nothing and no guess is judged."""
+        """Up to `stride` tokens with one search. Without `learning` the cache is not filled and no guess is counted."""
         guessed = stride - 1 or int(learning)
         positions, guesses = self._speculate(min(stride, self._sequence.most_tokens), guessed)
         begin = time.perf_counter()
         found = self._search(positions, learning)
-        tokens, logits = self._judge(positions, guesses, found)
+        tokens, logits = self._verify(positions, guesses, found)
         num_right = sum(guess == token for guess, token in zip(guesses, tokens, strict=False))
         tree = DraftTree(self._sequence.tokens[-1])
         for i, guess in enumerate(guesses if stride > 1 else ()):
@@ -167,7 +169,7 @@ class _KnnSequence:
         self._count(len(positions), num_right, len(guesses), time.perf_counter() - begin, learning)
 
     def _speculate(self, stride: int, num_guesses: int) -> tuple[list[TargetOutput], list[int]]:
-        """The states of up to `stride` tokens, the first of them decided, and guesses of the tokens after them."""
+        """The target's outputs for up to `stride` tokens, and the guessed tokens after them."""
         guesses: list[int] = []
         positions: list[TargetOutput] = []
         while len(positions) < stride and not (guesses and self._ends(guesses[-1])):
@@ -182,7 +184,7 @@ class _KnnSequence:
 
     def _guess(self, position: TargetOutput, guesses: list[int]) -> int:
         values, distances = self._cache.nearest(position.query, self._config.num_neighbours)
-        return self._decided(mixed_logits(position.target_probs, values, distances, self._config), guesses)
+        return self._sample(mixed_logits(position.target_probs, values, distances, self._config), guesses)
 
     def _search(self, positions: list[TargetOutput], learning: bool) -> Neighbours:
         config, wanted = self._config, None
@@ -193,24 +195,24 @@ class _KnnSequence:
             self._cache.insert(found.entries)
         return found
 
-    def _judge(
+    def _verify(
         self, positions: list[TargetOutput], guesses: list[int], found: Neighbours
     ) -> tuple[list[int], FloatArray]:
-        """The tokens that true neighbours decide, up to the first that was guessed otherwise. Shapes: logits [tokens, V]."""
+        """The tokens by the true neighbours, up to the first wrong guess. Shapes: logits [tokens, V]."""
         tokens: list[int] = []
         rows: list[FloatArray] = []
         for i, position in enumerate(positions):
             rows.append(mixed_logits(position.target_probs, found.values[i], found.distances[i], self._config))
-            tokens.append(self._decided(rows[-1], tokens))
+            tokens.append(self._sample(rows[-1], tokens))
             if i < len(guesses) and guesses[i] != tokens[-1]:
                 break
         return tokens, np.stack(rows)
 
-    def _decided(self, logits: FloatArray, behind: list[int]) -> int:
-        """The token after the committed output and `behind`: the same key whenever it is asked for."""
+    def _sample(self, logits: FloatArray, guesses: list[int]) -> int:
+        """Sample the token after the committed output and `guesses`; the noise depends only on the position."""
         sequence = self._sequence
         request, seed = sequence.request, sequence.stats.seed
-        output_ids = [*sequence.tokens[sequence.num_prompt :], *behind]
+        output_ids = [*sequence.tokens[sequence.num_prompt :], *guesses]
         return KeyedSampler(request, seed, sequence.choice, sequence.limits.eos_ids, output_ids)(logits)
 
     def _ends(self, token: int) -> bool:
@@ -237,10 +239,10 @@ class _KnnSequence:
 
 
 class _LearningSchedule:
-    """What the scheduler must go on hearing, whatever it chooses.
+    """Which rounds measure costs and hit rates, so that the scheduler can revise its plan.
 
-    Without speculation two rounds in a row learn (the first fills the cache), then none for ever longer. With it, now and then a
-    round searches for one state, or what speculation is compared with would be forgotten.
+    Without speculation two rounds in a row learn (the first fills the cache), then none during ever longer pauses. With
+    speculation every `_ALONE_EVERY`th round searches for one state, to keep the cost without speculation up to date.
     """
 
     def __init__(self) -> None:
@@ -248,7 +250,7 @@ class _LearningSchedule:
         self._round = 0
 
     def next(self, stride: int) -> tuple[int, bool]:
-        """The stride of the next round, where `stride` was chosen, and whether it is to learn."""
+        """The next round's stride, given the planned one, and whether the round learns."""
         self._round += 1
         if stride > 1:
             self._pause = 1

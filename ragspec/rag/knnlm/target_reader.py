@@ -1,4 +1,4 @@
-"""A target read token by token: what KNN-LM takes from it at each position. Owns one sequence's keys and values.
+"""The target's hidden state and probabilities after each token, for KNN-LM. Owns the KV cache of one sequence.
 
 >>> TargetReader(target, SequenceSlots(target.pool), AdaptiveThreads(None)).read(prompt_ids).query
 """
@@ -20,14 +20,14 @@ _PREFILL_ROWS = 256
 
 
 class TargetOutput(NamedTuple):
-    """What decides one token beside its neighbours: the state as a query [H], and the target's own probabilities [V]."""
+    """After one token: the hidden state as a search query [H], and the target's probabilities [V]."""
 
     query: FloatArray
     target_probs: Doubles
 
 
 class TargetReader:
-    """The target and one sequence's keys and values."""
+    """The target with the KV cache of one sequence."""
 
     def __init__(self, target: Target, slots: SequenceSlots, threads: AdaptiveThreads) -> None:
         self._target = target
@@ -36,17 +36,17 @@ class TargetReader:
 
     @property
     def length(self) -> int:
-        """Tokens that have keys and values."""
+        """Tokens in the KV cache."""
         return self._slots.length
 
     def read(self, tokens: Sequence[int]) -> TargetOutput:
-        """The position after these tokens, which come next."""
+        """Append these tokens; the output after the last."""
         for start in range(0, len(tokens), _PREFILL_ROWS):
             state, logits = self._forward(tokens[start : start + _PREFILL_ROWS])
         return TargetOutput(unit_rows(state)[0], softmax(logits[0]))
 
     def roll_back(self, length: int) -> None:
-        """Forget what follows the first `length` tokens."""
+        """Keep the first `length` tokens."""
         self._slots.truncate(min(length, self._slots.length))
 
     def _forward(self, tokens: Sequence[int]) -> tuple[FloatArray, FloatArray]:

@@ -1,24 +1,88 @@
-"""Generation of one iterative answer, segment by segment: prompts, drafts, and completions that can be reused.
+"""The request, components and speculation steps of an iterative answer, and the generation of its segments.
 
 A segment depends only on its passages, the output before it, and its end. So a segment that is the same after a rollback is
 not generated again, and text that was rolled back is the draft of the text that replaces it.
+
+    >>> await SegmentWriter(components, request, IterativeStats()).write(step, overlapped=False)
 """
 
 from __future__ import annotations
 
+import threading
 import time
 import uuid
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
-from ragspec.core import Completion, Passage, Request, Segment
+from ragspec.config import SpeculationConfig
+from ragspec.core import Completion, Passage, Request, SamplingParams, Segment
 from ragspec.engine.client import completion_of
 from ragspec.rag.answer import IterativeStats
-from ragspec.rag.iterative.types import IterativeRequest, PipelineComponents, SpeculationStep
-from ragspec.rag.prompt import Prompt
-from ragspec.rag.steps import copy_sources
-from ragspec.retrieval.search.index_types import PassageKey
-from ragspec.retrieval.speculative.speculation_cache import passage_keys
+from ragspec.rag.iterative.policies import PartialAnswer, Policy, RetrievalRound
+from ragspec.rag.prompt import Prompt, PromptBuilder
+from ragspec.rag.steps import EngineLike, copy_sources
+from ragspec.retrieval.search.index_types import IndexLike, PassageKey, Query
+from ragspec.retrieval.search.segment_search import SearchScope
+from ragspec.retrieval.speculative.speculation_cache import SearchBatcher, passage_keys
+from ragspec.retrieval.speculative.stride import StrideScheduler
+from ragspec.speculation import Speculation
+
+
+class LoadCounter:
+    """Counts of a pipeline: answers in flight, and answers that decode at the moment. Safe to call from several threads."""
+
+    def __init__(self) -> None:
+        self._counts, self._lock = Counter[str](), threading.Lock()
+
+    def add(self, name: str, change: int) -> int:
+        """The count after the change."""
+        with self._lock:
+            self._counts[name] += change
+            return self._counts[name]
+
+
+@dataclass(frozen=True, slots=True)
+class PipelineComponents:
+    """What all answers of a pipeline share."""
+
+    engine: EngineLike
+    prompts: PromptBuilder
+    search_batcher: SearchBatcher
+    scheduler: StrideScheduler
+    policy: Policy
+    config: SpeculationConfig
+    load: LoadCounter = field(default_factory=LoadCounter)
+
+
+@dataclass(frozen=True, slots=True)
+class IterativeRequest:
+    """`index` is pinned to one generation; `params.seed` is set. `guessing`: whether retrievals are speculated."""
+
+    question: str
+    params: SamplingParams
+    index: IndexLike
+    scope: SearchScope
+    guessing: bool
+    drafting: Speculation
+
+
+@dataclass(slots=True, eq=False)
+class SpeculationStep:
+    """One retrieval round: its query, its passages (speculated or verified), and the segment generated with them.
+
+    `answer`: the partial answer before the round. `seconds`: the time for encoding and guessing.
+    """
+
+    answer: PartialAnswer
+    round: RetrievalRound
+    query: Query | None
+    passages: list[Passage]
+    verified: bool
+    completion: Completion | None = None
+    token_ids: list[int] = field(default_factory=list)  # generated so far
+    seconds: float = 0.0
+
 
 PassageKeys = tuple[PassageKey, ...]
 
