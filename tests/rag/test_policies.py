@@ -30,7 +30,7 @@ def written(token_ids: tuple[int, ...], prob: float = 0.9, ends: bool = False) -
 
 
 def start(max_tokens: int = 40) -> PartialAnswer:
-    return PartialAnswer.start(QUESTION, ids(QUESTION), max_tokens)
+    return PartialAnswer(QUESTION, ids(QUESTION), max_tokens)
 
 
 def play(

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -65,23 +65,37 @@ def build_chat_prompt(
     """
     room = prompts.max_context_tokens - max_tokens
     oversized, history = _split_oversized(history, prompts.max_chars)
-    unanswered_passages = [passage for turn in history if not turn.answer.strip() for passage in turn.passages]
+    unanswered = [passage for turn in history if not turn.answer.strip() for passage in turn.passages]
     history = [turn if turn.answer.strip() else turn.without_passages() for turn in history]
 
     @functools.cache
     def tokens(cut: _Truncation) -> tuple[int, ...]:
-        kept = _remaining_turns(history, cut)
-        return prompts.tokens(_messages(prompts, system, kept, question, passages[: len(passages) - cut.num_passages]))
+        turns = _remaining_turns(history, cut)
+        return prompts.tokens(_messages(prompts, system, turns, question, passages[: len(passages) - cut.num_passages]))
 
     least = tokens(_Truncation(len(history), len(history), len(passages)))
     if len(least) > room:
         raise PromptTooLong(len(least), max(room, 0), max_tokens)
-    for cuts in _truncations(len(history), len(passages)):
-        if len(tokens(cuts[0])) <= room:
-            return _prompt(tokens(cuts[0]), oversized, history, passages, cuts[0], unanswered_passages)
-        first = bisect_left(cuts, True, key=lambda cut: len(tokens(cut)) <= room)
+    cut = _smallest_fitting(lambda cut: len(tokens(cut)) <= room, len(history), len(passages))
+    num_kept = len(passages) - cut.num_passages
+    dropped = [*oversized, *history[: max(cut.num_turns, cut.num_without_passages)]]
+    return ChatPrompt(
+        tokens(cut),
+        tuple(passages[:num_kept]),
+        tuple(passages[num_kept:]),
+        tuple(_remaining_turns(history, cut)),
+        len(oversized) + cut.num_turns,
+        (*unanswered, *(passage for turn in dropped for passage in turn.passages)),
+    )
+
+
+def _smallest_fitting(fits: Callable[[_Truncation], bool], num_turns: int, num_passages: int) -> _Truncation:
+    for cuts in _truncations(num_turns, num_passages):
+        if fits(cuts[0]):  # Why before bisecting: most prompts fit whole
+            return cuts[0]
+        first = bisect_left(cuts, True, key=fits)
         if first < len(cuts):
-            return _prompt(tokens(cuts[first]), oversized, history, passages, cuts[first], unanswered_passages)
+            return cuts[first]
     raise AssertionError("the least prompt fits")
 
 
@@ -131,23 +145,3 @@ def _question_messages(prompts: PromptBuilder, question: str, passages: Sequence
     if not question.strip():
         return []
     return [Message("user", question), *([prompts.context(passages)] if passages else [])]
-
-
-def _prompt(
-    prompt_ids: tuple[int, ...],
-    oversized: Sequence[PastTurn],
-    history: Sequence[PastTurn],
-    passages: Sequence[Passage],
-    cut: _Truncation,
-    unanswered_passages: Sequence[Passage],
-) -> ChatPrompt:
-    num_kept = len(passages) - cut.num_passages
-    without = [*oversized, *history[: max(cut.num_turns, cut.num_without_passages)]]
-    return ChatPrompt(
-        prompt_ids,
-        tuple(passages[:num_kept]),
-        tuple(passages[num_kept:]),
-        tuple(_remaining_turns(history, cut)),
-        len(oversized) + cut.num_turns,
-        (*unanswered_passages, *(passage for turn in without for passage in turn.passages)),
-    )

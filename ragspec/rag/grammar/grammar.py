@@ -39,6 +39,7 @@ from ragspec.rag.prompt import PromptBuilder
 from ragspec.rag.steps import Closeable, EngineLike, collect_completions
 from ragspec.speculation import Speculation, SpeculationGiven
 
+_Generated = tuple[PreparedCorrection, list[Completion | None]]
 _MAX_SENTENCE_SHARE = 0.75
 """Tokens of a sentence at most, as a share of the tokens its correction may have."""
 _SPARE_TOKENS = 16
@@ -134,12 +135,10 @@ class Grammar(Closeable):
         def split(requests: Sequence[CorrectionRequest]) -> list[PreparedCorrection]:
             return [self.prepare(request) for request in requests]
 
-        async def generate(
-            batch: Sequence[PreparedCorrection],
-        ) -> list[tuple[PreparedCorrection, list[Completion | None]]]:
+        async def generate(batch: Sequence[PreparedCorrection]) -> list[_Generated]:
             return [(prepared, await self._generate(prepared)) for prepared in batch]
 
-        def edit(generated: Sequence[tuple[PreparedCorrection, list[Completion | None]]]) -> list[Correction]:
+        def edit(generated: Sequence[_Generated]) -> list[Correction]:
             return [build_correction(*each, self._classify) for each in generated]
 
         return StagedPipeline(

@@ -2,7 +2,7 @@
 
 A policy is a pure function of the partial answer, so a rollback only has to restore an earlier partial answer.
 
-    >>> InContextRalm().next(PartialAnswer.start("When did it rain?", question_ids, max_tokens=96), tokenizer.decode)
+    >>> InContextRalm().next(PartialAnswer("When did it rain?", question_ids, max_tokens=96), tokenizer.decode)
     Round(query='When did it rain?', output_ids=(), end=4, ...)
 """
 
@@ -35,7 +35,8 @@ class RetrievalRound(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PartialAnswer:
-    """A question and the output after some rounds. `ended`: the last round reached the end of the output."""
+    """A question and the output after some rounds. `question_ids`: the question's tokens as plain text. `ended`: the last round
+    reached the end of the output."""
 
     question: str
     question_ids: tuple[int, ...]
@@ -46,11 +47,6 @@ class PartialAnswer:
     logprobs: tuple[TokenLogprob, ...] = ()
     finish_reason: FinishReason = FinishReason.LENGTH
     ended: bool = False
-
-    @classmethod
-    def start(cls, question: str, question_ids: Sequence[int], max_tokens: int) -> PartialAnswer:
-        """`question_ids`: the token ids of the question as plain text."""
-        return cls(question, tuple(question_ids), max_tokens)
 
     def after(self, round: RetrievalRound, completion: Completion) -> PartialAnswer:
         kept = len(round.output_ids)

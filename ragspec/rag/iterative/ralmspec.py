@@ -84,9 +84,9 @@ class RalmSpec:
         return answer, self._steps
 
     async def _run(self) -> PartialAnswer:
-        question, max_tokens = self._request.question, self._request.params.max_tokens
+        question = self._request.question
         (question_ids,) = self._components.prompts.plain_ids([question])
-        start = PartialAnswer.start(question, question_ids, max_tokens)
+        start = PartialAnswer(question, tuple(question_ids), self._request.params.max_tokens)
         while True:
             answer = self._latest_answer(start)
             round = self._components.policy.next(answer, self._decode)

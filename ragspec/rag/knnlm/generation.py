@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import threading
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -119,10 +119,10 @@ class KnnGenerator:
         begin = time.perf_counter()
         try:
             reader = TargetReader(self._target, slots, self._threads)
-            scheduler = (
-                self.scheduler if speculation else StrideScheduler()
-            )  # Why: the shared one learns only from rounds it planned
-            generation = _KnnSequence(sequence, reader, self._store, self.config, scheduler)
+            # Why a new one: the shared scheduler learns only from rounds that it planned
+            scheduler = self.scheduler if speculation else StrideScheduler()
+            cache = NeighbourCache(self._store.target.dimension, self.config.max_cached_entries)
+            generation = _KnnSequence(sequence, reader, self._store, self.config, scheduler, cache)
             while sequence.finish_reason is None:
                 stride, learning = self._rhythm.next(self.scheduler.choose().stride) if speculation else (1, False)
                 generation.round(stride, learning)
@@ -132,40 +132,33 @@ class KnnGenerator:
         return generation.stats
 
 
+@dataclass(slots=True, eq=False)
 class _KnnSequence:
     """Generates one request round by round. Owns its neighbour cache and counters."""
 
-    def __init__(
-        self,
-        sequence: Sequence,
-        reader: TargetReader,
-        store: DatastoreLike,
-        config: KnnConfig,
-        scheduler: StrideScheduler,
-    ) -> None:
-        self.stats = KnnStats()
-        self._sequence = sequence
-        self._reader = reader
-        self._store = store
-        self._config = config
-        self._scheduler = scheduler
-        self._cache = NeighbourCache(store.target.dimension, config.max_cached_entries)
+    sequence: Sequence
+    reader: TargetReader
+    store: DatastoreLike
+    config: KnnConfig
+    scheduler: StrideScheduler
+    cache: NeighbourCache
+    stats: KnnStats = field(default_factory=KnnStats)
 
     def round(self, stride: int, learning: bool) -> None:
         """Up to `stride` tokens with one search. Without `learning` the cache is not filled and no guess is counted."""
         guessed = stride - 1 or int(learning)
-        positions, guesses = self._speculate(min(stride, self._sequence.most_tokens), guessed)
+        positions, guesses = self._speculate(min(stride, self.sequence.most_tokens), guessed)
         begin = time.perf_counter()
         found = self._search(positions, learning)
         tokens, logits = self._verify(positions, guesses, found)
         num_right = sum(guess == token for guess, token in zip(guesses, tokens, strict=False))
-        tree = DraftTree(self._sequence.tokens[-1])
+        tree = DraftTree(self.sequence.tokens[-1])
         for i, guess in enumerate(guesses if stride > 1 else ()):
             tree.add(i, guess, 1.0, _GUESSED)
         accepted = list(range(1, 1 + min(tree.num_drafted, num_right)))
-        self._sequence.commit(tree, VerifyResult(accepted, tokens), logits)
-        self._reader.roll_back(len(self._sequence.tokens) - 1)
-        self._sequence.emit()
+        self.sequence.commit(tree, VerifyResult(accepted, tokens), logits)
+        self.reader.roll_back(len(self.sequence.tokens) - 1)
+        self.sequence.emit()
         self._count(len(positions), num_right, len(guesses), time.perf_counter() - begin, learning)
 
     def _speculate(self, stride: int, num_guesses: int) -> tuple[list[TargetOutput], list[int]]:
@@ -173,26 +166,26 @@ class _KnnSequence:
         guesses: list[int] = []
         positions: list[TargetOutput] = []
         while len(positions) < stride and not (guesses and self._ends(guesses[-1])):
-            pending = guesses[-1:] or self._sequence.tokens[self._reader.length :]
-            is_prompt = not positions and self._sequence.num_pending > 1
+            pending = guesses[-1:] or self.sequence.tokens[self.reader.length :]
+            is_prompt = not positions and self.sequence.num_pending > 1
             begin = time.perf_counter()
-            positions.append(self._reader.read(pending))
+            positions.append(self.reader.read(pending))
             if len(guesses) < num_guesses:
                 guesses.append(self._guess(positions[-1], guesses))
             self._count_step(time.perf_counter() - begin, is_prompt)
         return positions, guesses
 
     def _guess(self, position: TargetOutput, guesses: list[int]) -> int:
-        values, distances = self._cache.nearest(position.query, self._config.num_neighbours)
-        return self._sample(mixed_logits(position.target_probs, values, distances, self._config), guesses)
+        values, distances = self.cache.nearest(position.query, self.config.num_neighbours)
+        return self._sample(mixed_logits(position.target_probs, values, distances, self.config), guesses)
 
     def _search(self, positions: list[TargetOutput], learning: bool) -> Neighbours:
-        config, wanted = self._config, None
+        config, wanted = self.config, None
         if learning:
-            wanted = PrefetchRequest(config.num_following, config.num_followed, self._cache.known)
-        found = self._store.search(np.stack([p.query for p in positions]), config.num_neighbours, wanted)
+            wanted = PrefetchRequest(config.num_following, config.num_followed, self.cache.known)
+        found = self.store.search(np.stack([p.query for p in positions]), config.num_neighbours, wanted)
         if found.entries is not None:
-            self._cache.insert(found.entries)
+            self.cache.insert(found.entries)
         return found
 
     def _verify(
@@ -202,40 +195,39 @@ class _KnnSequence:
         tokens: list[int] = []
         rows: list[FloatArray] = []
         for i, position in enumerate(positions):
-            rows.append(mixed_logits(position.target_probs, found.values[i], found.distances[i], self._config))
+            rows.append(mixed_logits(position.target_probs, found.values[i], found.distances[i], self.config))
             tokens.append(self._sample(rows[-1], tokens))
             if i < len(guesses) and guesses[i] != tokens[-1]:
                 break
         return tokens, np.stack(rows)
 
-    def _sample(self, logits: FloatArray, guesses: list[int]) -> int:
-        """Sample the token after the committed output and `guesses`; the noise depends only on the position."""
-        sequence = self._sequence
+    def _sample(self, logits: FloatArray, tokens: list[int]) -> int:
+        """Sample the token after the committed output and `tokens`; the noise depends only on the position."""
+        sequence = self.sequence
         request, seed = sequence.request, sequence.stats.seed
-        output_ids = [*sequence.tokens[sequence.num_prompt :], *guesses]
+        output_ids = [*sequence.tokens[sequence.num_prompt :], *tokens]
         return KeyedSampler(request, seed, sequence.choice, sequence.limits.eos_ids, output_ids)(logits)
 
     def _ends(self, token: int) -> bool:
-        return token in self._sequence.limits.eos_ids and not self._sequence.request.params.ignore_eos
+        return token in self.sequence.limits.eos_ids and not self.sequence.request.params.ignore_eos
 
     def _count_step(self, seconds: float, is_prompt: bool) -> None:
         if is_prompt:
             self.stats.prefill_s += seconds
         else:
             self.stats.step_s += seconds
-            self._scheduler.note_step(seconds)
+            self.scheduler.note_step(seconds)
 
     def _count(self, num_queries: int, num_right: int, num_guesses: int, seconds: float, learning: bool) -> None:
-        num_wrong = int(num_right < num_guesses)
-        stats = self.stats
+        num_wrong, stats = int(num_right < num_guesses), self.stats
         stats.num_verifications += 1
         stats.num_queries += num_queries
         stats.num_right += num_right
         stats.num_wrong += num_wrong
         stats.verification_s += seconds
-        self._scheduler.note_verification(num_queries, seconds)
+        self.scheduler.note_verification(num_queries, seconds)
         if learning:
-            self._scheduler.note_guesses(num_right, num_wrong)
+            self.scheduler.note_guesses(num_right, num_wrong)
 
 
 class _LearningSchedule:
