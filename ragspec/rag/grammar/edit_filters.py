@@ -1,8 +1,9 @@
 """Edits that are withheld: of numbers, names, code, dictionary words, unwanted kinds, or too many words at once.
 
->>> sentence = "Ann has 5 mill."
->>> filter_edits(sentence, word_edits(sentence, "Anne has 6 mills."), EditFilter(), TextContext())[1]
-[WithheldEdit(..., reason=<WithholdReason.NAME: 'name'>), WithheldEdit(..., reason=<WithholdReason.NUMBER: 'number'>)]
+>>> sentence = "Then Ann saw 5 mill."
+>>> edits = word_edits(sentence, "Then Bob saw 6 mills.")
+>>> [each.reason.value for each in filter_edits(sentence, edits, EditFilter(1.0), TextContext())[1]]
+['name', 'number']
 """
 
 from __future__ import annotations
