@@ -33,7 +33,7 @@ from ragspec.errors import EngineError
 T = TypeVar("T")
 
 _CANCEL_AGAIN_S = 0.1
-"""Work may answer its cancellation with an error, and then waits for room in a queue that nobody reads any more."""
+"""A cancelled worker whose work raises another error waits for room in a queue without a reader, so it is cancelled again."""
 
 
 class HasId(Protocol):

@@ -201,9 +201,9 @@ def test_the_first_question_is_looked_up_as_it_is_and_the_first_follow_up_is_not
 ) -> None:
     """Rewriting that begins with the second follow-up is the classic mistake."""
     first, _ = asking(turn("Tell me about the Old Mill of Brook Valley."), QUOTE)
-    assert not first.rewritten and first.question == first.asked
+    assert not first.rewritten and first.question == first.user_question
     second = asking.chat.prepare(turn("Tell me about the Old Mill of Brook Valley.", QUOTE, FOLLOW_UP))
-    assert second.rewritten and second.asked == FOLLOW_UP and "Old Mill" in second.question
+    assert second.rewritten and second.user_question == FOLLOW_UP and "Old Mill" in second.question
     off = Chat(retriever, prompts, None, ChatConfig(rewriter="off"))
     assert not off.prepare(turn("Tell me about the Old Mill of Brook Valley.", QUOTE, FOLLOW_UP)).rewritten
 
@@ -286,10 +286,10 @@ def test_messages_of_one_role_in_a_row_are_one(chat: Chat) -> None:
     """Templates that want roles to alternate refuse what clients send after an aborted answer."""
     messages = [Message("user", "One?"), Message("assistant", ""), Message("user", QUESTION)]
     ready = chat.prepare(ChatTurn("x", tuple(messages), PARAMS))
-    assert ready.asked == f"One?\n\n{QUESTION}" and ready.prompt.history == ()
+    assert ready.user_question == f"One?\n\n{QUESTION}" and ready.prompt.history == ()
     blank = [Message("system", " "), Message("user", "One?"), Message("assistant", "\n"), Message("user", QUESTION)]
     assert (
-        chat.prepare(ChatTurn("x", tuple(blank), PARAMS)).asked == f"One?\n\n{QUESTION}"
+        chat.prepare(ChatTurn("x", tuple(blank), PARAMS)).user_question == f"One?\n\n{QUESTION}"
     )  # a target may write just that
     greeted = chat.prepare(ChatTurn("x", (Message("assistant", "Hello."), Message("user", QUESTION)), PARAMS))
     assert greeted.prompt.history[0].answer == "Hello."

@@ -81,12 +81,12 @@ class ChatTurn:
 
 @dataclass(frozen=True, slots=True)
 class PreparedTurn:
-    """A turn with its prompt and engine request. `asked`: the user's words; `question`: the question as it was retrieved."""
+    """A turn with its prompt and engine request. `user_question`: as asked; `question`: as rewritten for retrieval."""
 
     turn: ChatTurn
     request: Request
     prompt: ChatPrompt
-    asked: str
+    user_question: str
     question: str
     generation: str
     missing: tuple[str, ...]
@@ -100,7 +100,7 @@ class PreparedTurn:
 
     @property
     def rewritten(self) -> bool:
-        return self.question != self.asked
+        return self.question != self.user_question
 
     @property
     def dropped_turns(self) -> int:
@@ -108,7 +108,7 @@ class PreparedTurn:
 
     @property
     def dropped_passages(self) -> tuple[Passage, ...]:
-        """Passages that did not fit: those of earlier turns, then the question's own."""
+        """Passages that did not fit: of earlier turns, then the question's own."""
         return (*self.prompt.dropped_history, *self.prompt.dropped)
 
 
@@ -132,31 +132,33 @@ class Chat:
 
     def prepare(self, turn: ChatTurn) -> PreparedTurn:
         """Raises: InputError, NotFound, PromptTooLong, RetrievalError, StoreError; EngineError if the target rewrites."""
-        system, given, asked = split_messages(turn.messages)
-        check_text(asked, "the question")
+        system, given, user_question = split_messages(turn.messages)
+        check_text(user_question, "the question")
         self._caches.note(turn.scope.tenant, turn.salt)
-        history = load_history(self.conversations, turn.scope.tenant, turn.visibility, turn.conversation, given, asked)
+        history = load_history(
+            self.conversations, turn.scope.tenant, turn.visibility, turn.conversation, given, user_question
+        )
         begin = time.perf_counter()
-        question = asked
+        question = user_question
         if turn.retrieve and history.pairs:
-            question = self._rewriter.standalone(asked, history.pairs, turn.salt)
+            question = self._rewriter.standalone(user_question, history.pairs, turn.salt)
         num_passages = turn.num_passages if turn.retrieve else None
-        context = self._retriever.retrieve(asked, question, history, num_passages, turn.scope)
+        context = self._retriever.retrieve(user_question, question, history, num_passages, turn.scope)
         retrieve_s = time.perf_counter() - begin
-        prompt = self._prompt(system, context, asked, question, turn.params.max_tokens)
+        prompt = self._prompt(system, context, user_question, question, turn.params.max_tokens)
         earlier = _history_texts(prompt.history or context.history[-_MAX_COPIED_TURNS:])
         request = Request(
             turn.id,
             prompt.prompt_ids,
             turn.params,
-            copy_sources(asked, prompt.passages, earlier, turn.prediction),
+            copy_sources(user_question, prompt.passages, earlier, turn.prediction),
             turn.salt,
             turn.speculation,
             affinity=turn.conversation or history.keys[0],
         )
         prompt_s = time.perf_counter() - begin - retrieve_s
         index = context.generation, context.missing
-        return PreparedTurn(turn, request, prompt, asked, question, *index, retrieve_s, prompt_s, history)
+        return PreparedTurn(turn, request, prompt, user_question, question, *index, retrieve_s, prompt_s, history)
 
     def build_answer(self, prepared: PreparedTurn, completion: Completion) -> Answer:
         """The answer of one choice, with citations."""
@@ -167,7 +169,7 @@ class Chat:
             completion.stats,
             missing_segments=prepared.missing,
         )
-        return answer_of(prepared.asked, completion, prepared.prompt.passages, prepared.dropped_passages, stats)
+        return answer_of(prepared.user_question, completion, prepared.prompt.passages, prepared.dropped_passages, stats)
 
     def remember(self, prepared: PreparedTurn, answer: Answer) -> bool:
         """Store the turn for later turns; whether its messages were stored. A failing store is logged, not raised."""
@@ -179,7 +181,7 @@ class Chat:
         is_stored = False
         try:
             if turn.conversation:
-                pairs = [*history.unsaved, QaPair(prepared.asked, answer.text)]
+                pairs = [*history.unsaved, QaPair(prepared.user_question, answer.text)]
                 self.conversations.append(turn.scope.tenant, turn.conversation, pairs)
                 is_stored = True
             if answer.passages:
@@ -204,11 +206,15 @@ class Chat:
         if self.conversations is not None:
             self.conversations.forget_documents(tenant, documents)
 
-    def _prompt(self, system: str, context: ChatContext, asked: str, question: str, max_tokens: int) -> ChatPrompt:
+    def _prompt(
+        self, system: str, context: ChatContext, user_question: str, question: str, max_tokens: int
+    ) -> ChatPrompt:
         """With earlier turns or, if the target reads single questions, without; then all turns are reported as dropped."""
         shown = self._config.history
         if shown == "shown" or (shown == "auto" and not self._prompts.has_context_role):
-            return build_chat_prompt(self._prompts, system, context.history, asked, context.passages, max_tokens)
+            return build_chat_prompt(
+                self._prompts, system, context.history, user_question, context.passages, max_tokens
+            )
         alone = build_chat_prompt(self._prompts, system, (), question, context.passages, max_tokens)
         passages = tuple(passage for turn in context.history for passage in turn.passages)
         return replace(alone, num_dropped_turns=len(context.history), dropped_history=passages)

@@ -115,11 +115,13 @@ class ConversationStore:
     ) -> Conversation:
         """A new conversation with these turns. Raises: SaveError."""
         now, text = self._clock(), json.dumps(dict(metadata or {}))
-        made = Conversation(f"conv_{secrets.token_hex(12)}", now, now, dict(metadata or {}))
+        conversation = Conversation(f"conv_{secrets.token_hex(12)}", now, now, dict(metadata or {}))
         with self._writing(tenant) as db:
-            db.execute("INSERT INTO conversations VALUES (?,?,?,?,?,?)", (tenant, made.id, now, now, len(text), text))
-            self._append(db, tenant, made.id, turns)
-        return made
+            db.execute(
+                "INSERT INTO conversations VALUES (?,?,?,?,?,?)", (tenant, conversation.id, now, now, len(text), text)
+            )
+            self._append(db, tenant, conversation.id, turns)
+        return conversation
 
     def find(self, tenant: str, conversation: str) -> Conversation:
         """Raises: NotFound, SaveError, StoreCorrupt."""
@@ -178,11 +180,11 @@ class ConversationStore:
             db.executemany("UPDATE shown SET used_s=? WHERE tenant=? AND key=?", [(now, tenant, k) for k in earlier])
 
     def load_shown(self, tenant: str, keys: Sequence[str]) -> dict[str, ShownPassages]:
-        """The passages of those of these turns that are stored. Raises: SaveError, StoreCorrupt."""
+        """The stored passages of these turns, by key; unknown keys are left out. Raises: SaveError, StoreCorrupt."""
         oldest_s = self._clock() - self._ttl_s
-        found: dict[str, ShownPassages] = {}
+        shown: dict[str, ShownPassages] = {}
         if not keys:
-            return found
+            return shown
         with self._database.reading() as db:
             for key in keys:
                 row = db.execute(
@@ -190,8 +192,8 @@ class ConversationStore:
                     (tenant, key, oldest_s),
                 ).fetchone()
                 if row is not None:
-                    found[key] = self._read(*row)
-        return found
+                    shown[key] = self._read(*row)
+        return shown
 
     def delete(self, tenant: str, conversation: str) -> None:
         """Delete a conversation and its passages. Raises: NotFound, SaveError, StoreCorrupt."""

@@ -80,7 +80,7 @@ def load_history(
     given: Sequence[QaPair],
     question: str,
 ) -> ChatHistory:
-    """The turns before the question: the given ones, or else those of the conversation.
+    """The turns before the question: the given turns, or else the stored turns of the conversation.
 
     `visibility` is equal for requests that may see each other's passages. If no conversation is named and the store fails, the
     turns have no passages. Raises: NotFound, StoreError, SaveError for a named conversation.

@@ -1,6 +1,6 @@
 """Retrieval for a chat turn: the question's passages, passages carried over, and earlier passages that still exist.
 
->>> ChatRetriever(retriever, ChatConfig()).retrieve(asked, question, history, 3, scope).passages
+>>> ChatRetriever(retriever, ChatConfig()).retrieve(user_question, question, history, 3, scope).passages
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _MAX_QUERY_PASSAGES, _MAX_QUERY_CHARS = 100, 80
 
 @dataclass(frozen=True, slots=True)
 class ChatContext:
-    """The passages of a turn, and the earlier turns with those of their passages that still exist."""
+    """The passages of a turn, and the earlier turns without passages that no longer exist."""
 
     passages: tuple[Passage, ...] = ()
     history: tuple[PastTurn, ...] = ()
@@ -44,9 +44,9 @@ class ChatRetriever:
         self._retriever, self._config = retriever, config
 
     def retrieve(
-        self, asked: str, question: str, history: ChatHistory, num_passages: int | None, scope: SearchScope
+        self, user_question: str, question: str, history: ChatHistory, num_passages: int | None, scope: SearchScope
     ) -> ChatContext:
-        """Passages for `question`, the rewritten form of `asked`. `num_passages` None: retrieve none.
+        """Passages for `question`, the rewritten form of `user_question`. `num_passages` None: retrieve none.
 
         Raises: RetrievalError, StoreError, unless the configuration allows answers without an index.
         """
@@ -62,15 +62,15 @@ class ChatRetriever:
             return ChatContext(history=tuple(turn.without_passages() for turn in history.turns), missing=(WHOLE_INDEX,))
         own = result.passages[0]
         own_ids = {passage.id for passage in own}
-        is_follow_up = question != asked or self._config.rewriter == "off"
+        is_follow_up = question != user_question or self._config.rewriter == "off"
         carried = [p for p in self._carried(history, turns) if p.id not in own_ids] if is_follow_up else []
         return ChatContext((*own, *carried[: self._config.max_carried]), turns, result.generation, result.missing)
 
     def _confirmed(self, history: ChatHistory, scope: SearchScope, generation: str = "") -> tuple[PastTurn, ...]:
-        """The earlier turns with those of their passages that are still in the index.
+        """The earlier turns without passages that are no longer in the index.
 
-        Passages of the current generation are. For others the index is searched among their documents, with their own words:
-        BM25 finds no passage without a word of the query.
+        Passages of the current generation are in it. The others are searched for in their documents, with their own words,
+        because BM25 finds no passage without a word of the query.
         """
         stale = history.passages_of_other_generations(generation)
         if not stale:

@@ -54,19 +54,19 @@ _MAX_CHARS, _MAX_TURNS = 2_000, 100
 """Characters of each text and number of turns that are read: texts may be megabytes, and conversations long."""
 
 
-def rewrite_by_rules(question: str, said: Sequence[QaPair]) -> str:
+def rewrite_by_rules(question: str, pairs: Sequence[QaPair]) -> str:
     """The question with the names it refers to; unchanged if it is the first or stands alone."""
-    said = [QaPair(*(text[:_MAX_CHARS] for text in turn)) for turn in said[-_MAX_TURNS:]]
+    pairs = [QaPair(*(text[:_MAX_CHARS] for text in turn)) for turn in pairs[-_MAX_TURNS:]]
     seen = question[:_MAX_CHARS]
-    if not said or _stands_alone(seen):
+    if not pairs or _stands_alone(seen):
         return question
-    found = _without_known(_topics(seen, said[_opening(said) :]), seen)
-    return f"{question} ({'; '.join(found)})" if found else question
+    terms = _without_known(_topics(seen, pairs[_opening(pairs) :]), seen)
+    return f"{question} ({'; '.join(terms)})" if terms else question
 
 
 def extract_names(text: str) -> list[str]:
     """Capitalised runs of words, and identifiers; each once, without common words at either end."""
-    found: dict[str, None] = {}
+    terms: dict[str, None] = {}
     for match in _NAME.finditer(text):
         words = match.group().split()
         while words and _bare(words[0]) in _COMMON:
@@ -74,8 +74,8 @@ def extract_names(text: str) -> list[str]:
         while words and _bare(words[-1]) in _COMMON:
             words.pop()
         if words and (name := _trimmed(" ".join(words))):
-            found[name] = None
-    return list(found)
+            terms[name] = None
+    return list(terms)
 
 
 def _trimmed(name: str) -> str:
@@ -100,12 +100,12 @@ def _stands_alone(question: str) -> bool:
     return whole and bool(extract_names(question)) and not _LEANS.search(question)
 
 
-def _opening(said: Sequence[QaPair]) -> int:
+def _opening(pairs: Sequence[QaPair]) -> int:
     """The index of the turn that began the current topic: the latest turn whose question stands alone and shares no word with
     earlier turns, or else the first."""
     known: set[str] = set()
     opening = 0
-    for number, turn in enumerate(said):
+    for number, turn in enumerate(pairs):
         words = set(_content(turn.question))
         if _stands_alone(turn.question) and not words & known:
             opening = number
@@ -113,21 +113,21 @@ def _opening(said: Sequence[QaPair]) -> int:
     return opening
 
 
-def _topics(question: str, said: Sequence[QaPair]) -> list[str]:
+def _topics(question: str, pairs: Sequence[QaPair]) -> list[str]:
     named = [
-        *extract_names(said[0].question)[:2],
-        *(name for turn in reversed(said) for name in extract_names(turn.question)),
+        *extract_names(pairs[0].question)[:2],
+        *(name for turn in reversed(pairs) for name in extract_names(turn.question)),
     ]
-    asked = list(dict.fromkeys(named))[:_MAX_ASKED] or extract_phrases(said[0].question)
+    asked = list(dict.fromkeys(named))[:_MAX_ASKED] or extract_phrases(pairs[0].question)
     of_a_person = bool(_PERSON.search(question))
     if _GOES_ON.match(question) or (len(_content(question)) <= _SHORT_WORDS and not of_a_person):
-        asked += extract_phrases(said[-1].question)
+        asked += extract_phrases(pairs[-1].question)
     if named and of_a_person:
         return asked
-    answers = [_QUOTED.sub("", turn.answer) for turn in reversed(said)]
+    answers = [_QUOTED.sub("", turn.answer) for turn in reversed(pairs)]
     if proposals := [answer for answer in answers if _TO_THE_USER.search(answer)]:
         return [*asked, *_first(proposals, _MAX_PROPOSED)]
-    return asked if named else [*asked, *_first((turn.answer for turn in reversed(said)), _MAX_ANSWERED)]
+    return asked if named else [*asked, *_first((turn.answer for turn in reversed(pairs)), _MAX_ANSWERED)]
 
 
 def _first(texts: Iterable[str], most: int) -> list[str]:

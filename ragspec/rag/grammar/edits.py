@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from ragspec.rag.characters import combining_marks, grapheme_pattern
 
 _UNLIKE = 2
-"""The cost of replacing a word by white space: that of a deletion and an insertion."""
+"""The cost of replacing a word by white space equals a deletion and an insertion."""
 _CHANGE = 2**20
 """The cost of changing a piece. Smaller costs prefer pairs of similar pieces."""
 

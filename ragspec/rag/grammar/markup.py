@@ -115,7 +115,8 @@ class MarkedText:
         first, last = self._part(start), self._part(max(start, end - 1))
         own = [number for number in range(first, last + 1) if self._offsets[number] is not None] if start < end else []
         if not own:
-            between = self._behind[first] if self._offsets[first] is None or start < end else self._insertion_at(start)
+            offset = self._offsets[first]
+            between = self._behind[first] if offset is None or start < end else start + offset
             return between, between
         return self._clipped(own[0], start, end)[0], self._clipped(own[-1], start, end)[1]
 
@@ -125,11 +126,6 @@ class MarkedText:
         assert offset is not None
         stop = self._starts[number + 1] if number + 1 < len(self._starts) else len(self.plain)
         return max(start, self._starts[number]) + offset, min(end, stop) + offset
-
-    def _insertion_at(self, index: int) -> int:
-        offset = self._offsets[self._part(index)]
-        assert offset is not None
-        return index + offset
 
     def _part(self, index: int) -> int:
         return bisect_right(self._starts, index) - 1

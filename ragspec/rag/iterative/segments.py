@@ -88,7 +88,7 @@ PassageKeys = tuple[PassageKey, ...]
 
 
 class SegmentWriter:
-    """Owns the prompts and every completion of one answer, including those that were rolled back."""
+    """Owns the prompts and every completion of one answer, including completions that were rolled back."""
 
     def __init__(self, components: PipelineComponents, request: IterativeRequest, stats: IterativeStats) -> None:
         self._components, self._request, self._stats = components, request, stats
