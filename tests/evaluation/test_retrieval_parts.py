@@ -121,7 +121,7 @@ def test_identity_fails_for_a_lost_segment(tmp_path: Path) -> None:
     store = Store.open(tmp_path / "grown")
     identical = IdentityCounts(len(QUERIES), {mode: Counter() for mode in MODES})
     truth = {mode: identity.answers(IndexLayout("alone", store, 1), mode, no_tick) for mode in MODES}
-    forgetful = IndexLayout("forgetful", store, 64, lambda opened: Shard([]))
+    forgetful = IndexLayout("forgetful", store, 64, lambda opened: Shard.open([]))
     identity.compare([forgetful], truth, identical, no_tick)
     assert identical.share == 0.0
 

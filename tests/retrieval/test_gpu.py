@@ -58,7 +58,7 @@ def test_without_faiss_there_is_no_gpu_and_no_error(monkeypatch: pytest.MonkeyPa
     """Exact search needs no FAISS, and looking for a GPU must not ask for it."""
     monkeypatch.setattr(gpu, "find_spec", lambda name: None)
     monkeypatch.setattr(gpu, "load_faiss", lambda: pytest.fail("imported"))
-    assert gpu.num_gpus() == 0 and Shard([], "auto").segment_names == frozenset()
+    assert gpu.num_gpus() == 0 and Shard.open([], "auto").segment_names == frozenset()
 
 
 @pytest.mark.gpu

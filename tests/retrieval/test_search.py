@@ -21,7 +21,7 @@ from ragspec.retrieval.index.writer import IndexWriter
 from ragspec.retrieval.retriever import Retriever, build_index
 from ragspec.retrieval.search.filters import parse_filter
 from ragspec.retrieval.search.fusion import reciprocal_rank_fusion
-from ragspec.retrieval.search.segment_search import SearchHit, SearchScope, Shard, Shards
+from ragspec.retrieval.search.segment_search import SearchHit, SearchScope, Shard, ShardGroup
 
 CONFIG = IndexConfig(chunking=ChunkingConfig(max_chars=60))
 QUERIES = ["river stone", "the old mill by the river", "a bridge", "corn corn corn", "mill", "unknownword", "the"]
@@ -93,8 +93,12 @@ def test_every_layout_gives_the_same_passages_and_scores(layouts: list[Path], mo
     expected = None
     for folder in layouts:
         store = Store.open(folder)
-        one_each = [Shard([live]) for live in store.segments]
-        for shard in (Shard(store.segments), Shards(one_each), Shards([Shards(one_each[:1]), Shards(one_each[1:])])):
+        one_each = [Shard.open([live]) for live in store.segments]
+        for shard in (
+            Shard.open(store.segments),
+            ShardGroup(one_each),
+            ShardGroup([ShardGroup(one_each[:1]), ShardGroup(one_each[1:])]),
+        ):
             retriever = Retriever(CoarseEncoder(), store, config, shard=lambda _, shard=shard: shard)
             together = passages(retriever.retrieve(QUERIES, 12, scope).passages)
             alone = [passages(retriever.retrieve([query], 12, scope).passages)[0] for query in QUERIES]
@@ -141,7 +145,7 @@ def test_what_another_tenant_has_changes_nothing(tmp_path: Path, mode: Any) -> N
 
 def test_many_scopes_do_not_fill_the_memory(layouts: list[Path]) -> None:
     """A mask of every row for every tenant that ever asked."""
-    shard = Shard(Store.open(layouts[0]).segments)
+    shard = Shard.open(Store.open(layouts[0]).segments)
     (segment,) = shard._segments.values()
     for number in range(200):
         shard.dense(CoarseEncoder().encode(["x"]), 3, SearchScope(f"tenant {number}"))
@@ -207,7 +211,7 @@ def test_of_many_ties_the_first_by_id_are_found(tmp_path: Path, mode: Any) -> No
     found = retriever.retrieve(["rights"], 20).passages[0]
     assert [p.document_id for p in found] == sorted(ids)[:20]
     segments = Store.open(tmp_path).segments
-    hits = Shard(segments).dense(CoarseEncoder().encode(["rights"]), 20, SearchScope())
+    hits = Shard.open(segments).dense(CoarseEncoder().encode(["rights"]), 20, SearchScope())
     assert len(hits[0]) == 20
 
 
@@ -248,7 +252,7 @@ def test_a_new_generation_that_is_gone_already_is_passed_over(layouts: list[Path
     def shard(opened: Store) -> Shard:
         if opened is late:
             raise StoreCorrupt("generation-000002 cannot be read")
-        return Shard(opened.segments)
+        return Shard.open(opened.segments)
 
     retriever = Retriever(CoarseEncoder(), store, shard=shard)
     assert len(retriever.retrieve(["river"], 3).passages[0]) == 3
@@ -311,7 +315,7 @@ def test_an_approximate_index_is_one_truth_too(tmp_path: Path, monkeypatch: pyte
             writer.commit()
         store = Store.open(tmp_path / name)
         assert ["dense.faiss" in s.segment.record.files for s in store.segments] == [True, True, False]
-        for shard in (Shard(store.segments), Shards([Shard([live]) for live in store.segments])):
+        for shard in (Shard.open(store.segments), ShardGroup([Shard.open([live]) for live in store.segments])):
             retriever = Retriever(encoder, store, RetrieverConfig(mode="dense"), shard=lambda _, shard=shard: shard)
             queries = [f"Text {n}." for n in range(0, 900, 30)]
             found.append(passages(retriever.retrieve(queries, 10).passages))

@@ -9,17 +9,12 @@ from letter_encoder import LetterEncoder
 
 from ragspec.config import RetrieverConfig
 from ragspec.core import Document
+from ragspec.retrieval.batching_retriever import PendingQuery, SearchBatcher, SearchParams
 from ragspec.retrieval.index.store import Store
 from ragspec.retrieval.retriever import Retriever, build_index
 from ragspec.retrieval.search.index_types import RetrievalMode
 from ragspec.retrieval.search.segment_search import SearchScope
-from ragspec.retrieval.speculative.speculation_cache import (
-    PendingQuery,
-    SearchBatcher,
-    SearchParams,
-    SpeculationCache,
-    passage_keys,
-)
+from ragspec.retrieval.speculative.speculation_cache import SpeculationCache, passage_keys
 
 WORDS = "river mill bridge stone sand water rain spring valley north hill sea".split()
 DOCUMENTS = [

@@ -46,7 +46,7 @@ class OpenGeneration:
         with self._lock:
             if missing := frozenset(names) - self._segments.keys():
                 self._open(missing)
-            return Shard.of({name: self._segments[name] for name in names})
+            return Shard({name: self._segments[name] for name in names})
 
     def view(self, names: tuple[str, ...], config: RetrieverConfig, scoring: PairScoring | None) -> IndexSearcher:
         """Raises: StoreError, ConfigError."""
@@ -60,7 +60,7 @@ class OpenGeneration:
     def _open(self, names: frozenset[str]) -> None:
         index_dir, pointer, _, device = self._segment_set
         store = Store.open(index_dir, pointer=pointer, only=names, sharing=self._others())
-        shard = Shard(store.segments, device)
+        shard = Shard.open(store.segments, device)
         shard.load()
         self._segments |= shard.segments
         self.stores.append(store)

@@ -27,7 +27,8 @@ from ragspec.rag.answer import IterativeStats
 from ragspec.rag.iterative.policies import PartialAnswer, RetrievalRound
 from ragspec.rag.iterative.segments import IterativeRequest, PipelineComponents, SegmentWriter, SpeculationStep
 from ragspec.retrieval.search.index_types import Query, SearchResult
-from ragspec.retrieval.speculative.speculation_cache import PendingQuery, SearchParams, SpeculationCache, passage_keys
+from ragspec.retrieval.batching_retriever import PendingQuery, SearchParams
+from ragspec.retrieval.speculative.speculation_cache import SpeculationCache, passage_keys
 
 T = TypeVar("T")
 

@@ -18,13 +18,14 @@ import functools
 import math
 import operator
 import threading
-from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import repeat
 from typing import Annotated, Any, Literal
 
 import numpy as np
-from pydantic import Discriminator, Field, Tag, TypeAdapter, ValidationError, field_validator, model_validator
+from pydantic import Field, TypeAdapter, ValidationError, field_validator, model_validator
 from pydantic_core import ErrorDetails
 
 from ragspec.config import ConfigSection
@@ -35,15 +36,16 @@ MAX_DEPTH = 32
 MAX_NODES = 1_000
 MAX_VALUES = 10_000
 
-_COMPARISONS = ("eq", "ne", "gt", "gte", "lt", "lte", "in", "nin")
+_TYPES = ("eq", "ne", "gt", "gte", "lt", "lte", "in", "nin", "and", "or", "not")
 _ORDERINGS: dict[str, Callable[[Any, Any], bool]] = {
     "gt": operator.gt,
     "gte": operator.ge,
     "lt": operator.lt,
     "lte": operator.le,
 }
-_TAGS = ("comparison", "compound", "negation")
-_REMEMBERED_MASKS = 32
+_NO_FILTER = ("union_tag_invalid", "union_tag_not_found", "model_attributes_type")
+"""Types of pydantic's errors for a value that is not an object with a known `type`."""
+_MASKS_KEPT = 32
 
 
 class ComparisonFilter(ConfigSection):
@@ -91,24 +93,7 @@ class NotFilter(ConfigSection):
     filter: Filter
 
 
-def _tag(value: Any) -> str | None:
-    """Which model a filter is for, so that an error speaks of one model instead of all three."""
-    kind = value.get("type") if isinstance(value, Mapping) else getattr(value, "type", None)
-    if kind in _COMPARISONS:
-        return "comparison"
-    return "compound" if kind in ("and", "or") else "negation" if kind == "not" else None
-
-
-Filter = Annotated[
-    Annotated[ComparisonFilter, Tag("comparison")]
-    | Annotated[CompoundFilter, Tag("compound")]
-    | Annotated[NotFilter, Tag("negation")],
-    Discriminator(
-        _tag,
-        custom_error_type="filter_type",
-        custom_error_message=f"a filter is an object whose type is one of {', '.join(_COMPARISONS)}, and, or, not",
-    ),
-]
+Filter = Annotated[ComparisonFilter | CompoundFilter | NotFilter, Field(discriminator="type")]
 CompoundFilter.model_rebuild()
 NotFilter.model_rebuild()
 _ADAPTER: TypeAdapter[Filter] = TypeAdapter(Filter)
@@ -124,7 +109,10 @@ def parse_filter(value: Mapping[str, Any]) -> Filter:
         return _ADAPTER.validate_python(value)
     except ValidationError as cause:
         first = cause.errors(include_input=False, include_url=False)[0]
-        raise InputError(f"{_place(first)}: {first['msg'].removeprefix('Value error, ')}") from cause
+        reason = first["msg"].removeprefix("Value error, ")
+        if first["type"] in _NO_FILTER:
+            reason = f"a filter is an object whose type is one of {', '.join(_TYPES)}"
+        raise InputError(f"{_place(first)}: {reason}") from cause
 
 
 def _check_size(value: Any) -> None:
@@ -148,10 +136,10 @@ def _check_size(value: Any) -> None:
 
 
 def _place(error: ErrorDetails) -> str:
-    """`filter.filters[0].value`: pydantic's location without the names of models."""
+    """`filter.filters[0].value`: pydantic's location without the tags of the union."""
     *above, last = error["loc"] or ("",)
-    steps = [step for step in above if step not in _TAGS]
-    if last not in ("", *_TAGS) or error["type"] == "extra_forbidden":
+    steps = [step for step in above if step not in _TYPES]
+    if last not in ("", *_TYPES) or error["type"] == "extra_forbidden":
         steps.append(last)
     return "filter" + "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in steps)
 
@@ -161,6 +149,14 @@ def _is_finite(value: float) -> bool:
         return math.isfinite(value)
     except OverflowError:  # an integer beyond every float
         return False
+
+
+@dataclass(frozen=True, slots=True)
+class _FilterKey:
+    """A filter as the key of a cache. Why not the filter itself: filters for 1 and for True are equal."""
+
+    filter: Filter = field(compare=False)
+    text: str
 
 
 class DocumentColumns:
@@ -178,22 +174,16 @@ class DocumentColumns:
         self._metadata_json = metadata_json
         self._of_text: Columns = {}
         self._of_metadata: Columns | None = None
-        self._masks: OrderedDict[str, Mask] = OrderedDict()
+        self._mask = lru_cache(_MASKS_KEPT)(self._mask_of)
         self._lock = threading.Lock()
 
     def matches(self, filter: Filter) -> Mask:
         """Which documents the filter holds for. Shapes: returns [num_documents] bool, read-only."""
-        name = repr(filter)  # Why no hash: 1 and True are equal
-        with self._lock:
-            if name in self._masks:
-                self._masks.move_to_end(name)
-                return self._masks[name]
-        mask = self._evaluate(filter)
+        return self._mask(_FilterKey(filter, repr(filter)))
+
+    def _mask_of(self, key: _FilterKey) -> Mask:
+        mask = self._evaluate(key.filter)
         mask.flags.writeable = False
-        with self._lock:
-            self._masks[name] = mask
-            if len(self._masks) > _REMEMBERED_MASKS:
-                self._masks.popitem(last=False)
         return mask
 
     def _evaluate(self, filter: Filter) -> Mask:

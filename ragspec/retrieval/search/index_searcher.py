@@ -168,7 +168,7 @@ def term_function(manifest: Manifest, mode: RetrievalMode) -> TermFunction:
 
 
 def _local(store: Store, config: RetrieverConfig) -> Shard:
-    shard = Shard(store.segments, config.device)
+    shard = Shard.open(store.segments, config.device)
     shard.load()
     return shard
 

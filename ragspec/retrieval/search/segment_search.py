@@ -3,7 +3,7 @@
 A shard is some of the segments. Every segment is searched the same way wherever it lies, and results are merge_hits by
 (-score, document id, ordinal), so one shard with all segments and many shards with one each give the same hits and scores.
 
-    >>> Shard(store.segments).dense(queries, k=10, scope=SearchScope(tenant="alice"))
+    >>> Shard.open(store.segments).dense(queries, k=10, scope=SearchScope(tenant="alice"))
 """
 
 from __future__ import annotations
@@ -31,21 +31,29 @@ _SCOPES_KEPT = 64
 _FREQUENCIES_KEPT = 65_536
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class SearchScope:
-    """What a search may see: documents of `tenant` and those of nobody in particular, and of them what `filter` lets through."""
+    """The documents a search may see: documents of `tenant` and documents without an owner, where `filter` holds for them.
+
+    Scopes are equal if their texts are. Why: filters for 1 and for True are equal in Python.
+    """
 
     tenant: str = ""
     filter: Filter | None = None
 
     @property
     def key(self) -> tuple[str, str]:
-        """Equal for scopes that see the same. Why not the scope itself: filters for 1 and for True are equal."""
         return self.tenant, repr(self.filter)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, SearchScope) and self.key == other.key
+
+    def __hash__(self) -> int:
+        return hash(self.key)
 
 
 PUBLIC_SCOPE = SearchScope()
-"""What belongs to nobody in particular."""
+"""Documents without an owner."""
 
 
 class SearchHit(NamedTuple):
@@ -99,7 +107,7 @@ class SegmentSearcher:
         self._segment = live.segment
         self._on_gpu = on_gpu
         self._live_rows = None if live.is_live.all() else live.live_rows()
-        self._masks: dict[tuple[str, str], Mask | None] = {}
+        self._allowed = lru_cache(_SCOPES_KEPT)(self._allowed_rows)
         self._frequency = lru_cache(_FREQUENCIES_KEPT)(self._frequency_of)
         self._size = lru_cache(_SCOPES_KEPT)(self._size_of)
 
@@ -150,19 +158,8 @@ class SegmentSearcher:
     def _size_of(self, tenant: str) -> TermStatistics:
         return self._segment.postings.statistics([], self._allowed(SearchScope(tenant)))
 
-    def _allowed(self, scope: SearchScope) -> Mask | None:
-        """Rows that may be found; None: all. Shapes: [K]."""
-        key = scope.key
-        try:
-            return self._masks[key]
-        except KeyError:
-            mask = self._mask(scope)
-        for old in list(self._masks)[: -_SCOPES_KEPT + 1]:
-            self._masks.pop(old, None)
-        self._masks[key] = mask
-        return mask
-
-    def _mask(self, scope: SearchScope) -> Mask | None:
+    def _allowed_rows(self, scope: SearchScope) -> Mask | None:
+        """Rows that a search may return; None: all. Shapes: [K]."""
         codes, owners = self._segment.owners
         seen = np.array([owner in ("", scope.tenant) for owner in owners], dtype=bool)[codes]  # of each document
         if scope.filter is not None:
@@ -173,83 +170,69 @@ class SegmentSearcher:
         return None if rows.all() else rows
 
 
-class Shard:
+class _MergedSearch:
+    """Searches every part and merges the hits."""
+
+    def __init__(self, parts: Iterable[SegmentSearcher | ShardLike]) -> None:
+        self._parts = list(parts)
+
+    def dense(self, queries: FloatArray, k: int, scope: SearchScope) -> list[list[SearchHit]]:
+        return merge_hits((part.dense(queries, k, scope) for part in self._parts), len(queries), k)
+
+    def statistics(self, terms: Sequence[str], tenant: str) -> TermStatistics:
+        return sum_statistics(part.statistics(terms, tenant) for part in self._parts)
+
+    def sparse(self, queries: Sequence[SparseQuery], k: int, scope: SearchScope) -> list[list[SearchHit]]:
+        return merge_hits((part.sparse(queries, k, scope) for part in self._parts), len(queries), k)
+
+
+class Shard(_MergedSearch):
     """Some segments of one generation, in this process. Safe to call from several threads."""
 
-    def __init__(self, segments: Iterable[LiveSegment], device: Literal["auto", "cpu", "gpu"] = "cpu") -> None:
+    def __init__(self, segments: Mapping[str, SegmentSearcher]) -> None:
+        super().__init__(segments.values())
+        self.segments = segments
+
+    @classmethod
+    def open(cls, segments: Iterable[LiveSegment], device: Literal["auto", "cpu", "gpu"] = "cpu") -> Shard:
         """Raises: ConfigError if there is no `gpu`; "auto" takes one if there is."""
         on_gpu = device != "cpu" and num_gpus() > 0
         if device == "gpu" and not on_gpu:
             raise ConfigError("retriever.device is gpu, but FAISS finds none: it needs ragspec[gpu] and a CUDA device")
-        self._segments: Mapping[str, SegmentSearcher] = {
-            live.segment.name: SegmentSearcher(live, on_gpu) for live in segments
-        }
-
-    @classmethod
-    def of(cls, segments: Mapping[str, SegmentSearcher]) -> Shard:
-        """Segments of other shards of the same generation."""
-        shard = cls(())
-        shard._segments = segments
-        return shard
-
-    @property
-    def segments(self) -> Mapping[str, SegmentSearcher]:
-        return self._segments
+        return cls({live.segment.name: SegmentSearcher(live, on_gpu) for live in segments})
 
     @property
     def segment_names(self) -> frozenset[str]:
-        return frozenset(self._segments)
+        return frozenset(self.segments)
 
     def load(self) -> None:
-        """Make ready what the first search would otherwise wait for. Raises: StoreCorrupt."""
-        for each in self._segments.values():
-            each.load()
-
-    def dense(self, queries: FloatArray, k: int, scope: SearchScope) -> list[list[SearchHit]]:
-        return merge_hits((each.dense(queries, k, scope) for each in self._segments.values()), len(queries), k)
-
-    def statistics(self, terms: Sequence[str], tenant: str) -> TermStatistics:
-        return sum_statistics(each.statistics(terms, tenant) for each in self._segments.values())
-
-    def sparse(self, queries: Sequence[SparseQuery], k: int, scope: SearchScope) -> list[list[SearchHit]]:
-        return merge_hits((each.sparse(queries, k, scope) for each in self._segments.values()), len(queries), k)
+        """Load what the first search would otherwise wait for. Raises: StoreCorrupt."""
+        for segment in self.segments.values():
+            segment.load()
 
     def passages(self, hits: Sequence[SearchHit]) -> list[Passage]:
-        return [self._segments[hit.segment].passage(hit) for hit in hits]
+        return [self.segments[hit.segment].passage(hit) for hit in hits]
 
     def vectors(self, hits: Sequence[SearchHit]) -> list[FloatArray]:
-        return [self._segments[hit.segment].vector(hit) for hit in hits]
+        return [self.segments[hit.segment].vector(hit) for hit in hits]
 
 
-class Shards:
-    """Several shards as one."""
+class ShardGroup(_MergedSearch):
+    """Several shards as one shard."""
 
     def __init__(self, shards: Sequence[ShardLike]) -> None:
-        self._shards = list(shards)
+        super().__init__(shards)
+        self._shard_of = {name: shard for shard in shards for name in shard.segment_names}
 
     @property
     def segment_names(self) -> frozenset[str]:
-        return frozenset(name for shard in self._shards for name in shard.segment_names)
-
-    def dense(self, queries: FloatArray, k: int, scope: SearchScope) -> list[list[SearchHit]]:
-        return merge_hits((shard.dense(queries, k, scope) for shard in self._shards), len(queries), k)
-
-    def statistics(self, terms: Sequence[str], tenant: str) -> TermStatistics:
-        return sum_statistics(shard.statistics(terms, tenant) for shard in self._shards)
-
-    def sparse(self, queries: Sequence[SparseQuery], k: int, scope: SearchScope) -> list[list[SearchHit]]:
-        return merge_hits((shard.sparse(queries, k, scope) for shard in self._shards), len(queries), k)
+        return frozenset(self._shard_of)
 
     def passages(self, hits: Sequence[SearchHit]) -> list[Passage]:
-        own = self._own(hits)
-        return gather_by_shard(hits, own, [shard.passages(some) for shard, some in zip(self._shards, own, strict=True)])
+        return [passage for hit in hits for passage in self._shard_of[hit.segment].passages([hit])]
 
     def vectors(self, hits: Sequence[SearchHit]) -> list[FloatArray]:
-        own = self._own(hits)
-        return gather_by_shard(hits, own, [shard.vectors(some) for shard, some in zip(self._shards, own, strict=True)])
-
-    def _own(self, hits: Sequence[SearchHit]) -> list[list[SearchHit]]:
-        return [[hit for hit in hits if hit.segment in shard.segment_names] for shard in self._shards]
+        return [vector for hit in hits for vector in self._shard_of[hit.segment].vectors([hit])]
 
 
 def merge_hits(found: Iterable[list[list[SearchHit]]], num_queries: int, k: int) -> list[list[SearchHit]]:

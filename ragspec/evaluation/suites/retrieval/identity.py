@@ -21,7 +21,7 @@ from ragspec.retrieval.encoder import TextEncoder
 from ragspec.retrieval.index.store import Store
 from ragspec.retrieval.index.writer import IndexWriter
 from ragspec.retrieval.retriever import Retriever, build_index
-from ragspec.retrieval.search.segment_search import Shard, ShardLike, Shards
+from ragspec.retrieval.search.segment_search import Shard, ShardGroup, ShardLike
 
 Answer = tuple[tuple[str, int, str, str], ...]
 """Document id, ordinal, text and score, the latter exactly, of each passage found."""
@@ -143,7 +143,7 @@ def layouts(store: Store) -> Iterator[IndexLayout]:
 
 def split_store(store: Store, num_shards: int) -> ShardLike:
     """Segments in shards that know nothing of each other, as on several machines."""
-    return Shards([Shard(store.segments[number::num_shards]) for number in range(num_shards)])
+    return ShardGroup([Shard.open(store.segments[number::num_shards]) for number in range(num_shards)])
 
 
 def answer(passages: Sequence[Passage]) -> Answer:
