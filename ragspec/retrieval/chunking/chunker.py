@@ -1,7 +1,13 @@
-"""Runs of sentences become passages that are short enough in characters and in the encoder's tokens."""
+"""Chunking: runs of whole sentences of one section become passages.
+
+A section reaches from one title to the next. Passages respect a limit in characters and in the encoder's tokens.
+
+    >>> [passage.text for passage in chunk(document, ChunkingConfig(), limit)]
+"""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, islice
@@ -11,9 +17,10 @@ from ragspec.config import ChunkingConfig
 from ragspec.core import Document, Passage
 from ragspec.errors import ConfigError
 from ragspec.retrieval.chunking.passage_text import TokenLimit, fit_heading, join_passage_text
-from ragspec.retrieval.chunking.sections import Section, sections
-from ragspec.retrieval.chunking.sentence_boundaries import Span, lstrip, rstrip
+from ragspec.retrieval.chunking.sentence_boundaries import Span, lstrip, rstrip, sentences
 
+_TITLE_LINES = re.compile(r"(?:([^\w\s])\1{2,}[ \t]*\n)?[^\n]*(?:\n([^\w\s])\2{2,}[ \t]*(?=\n|\Z))?")
+"""A title's line, with the rules above and below it."""
 _JOINERS = frozenset("\u200d\ufe0e\ufe0f")
 
 
@@ -23,14 +30,14 @@ def chunk(document: Document, config: ChunkingConfig, limit: TokenLimit | None =
     With a limit, `embedded_text` of each has at most `limit.max_tokens` tokens, and at most `config.max_tokens`. A sentence too
     long for one passage is cut between words, and a word between characters. Neighbours in a section share the whole sentences
     that fit `overlap_chars`.
-    Raises: ConfigError if tokens are limited and nothing is there to count them.
+    Raises: ConfigError if `config.max_tokens` is set without a limit that counts tokens.
     """
     if config.max_tokens is not None:
         if limit is None:
             raise ConfigError("chunking.max_tokens is set, and no encoder is there to count tokens")
         if config.max_tokens < limit.max_tokens:
             limit = replace(limit, max_tokens=config.max_tokens)
-    parts = [_part(document, section, config, limit) for section in sections(document)]
+    parts = [_part(document, section, config, limit) for section in _sections(document)]
     if limit is not None:
         _shorten(document, parts, config, limit)
     runs = [(part.heading, start, end) for part in parts for start, end in part.runs]
@@ -49,9 +56,21 @@ def chunk(document: Document, config: ChunkingConfig, limit: TokenLimit | None =
     ]
 
 
+class _Section(NamedTuple):
+    """`path`: titles from the highest level down. `borders`: offsets that no sentence crosses; the first and last are the
+    section's start and end."""
+
+    path: tuple[str, ...]
+    borders: list[int]
+
+    def sentences(self, text: str) -> list[Span]:
+        regions = zip(self.borders, self.borders[1:], strict=False)
+        return [span for start, end in regions for span in sentences(text, start, end)]
+
+
 @dataclass(slots=True)
 class _SectionRuns:
-    """A section on its way: `runs` of its `sentences` become the passages."""
+    """A section's `sentences`, and the `runs` of them that become passages."""
 
     heading: str
     sentences: list[Span]
@@ -59,7 +78,7 @@ class _SectionRuns:
 
 
 class _RunBudget(NamedTuple):
-    """Which runs of `spans` are short enough; `tokens_before[n]`: tokens of the first n spans."""
+    """Limits of a run of `spans`. `tokens_before[n]`: tokens of the first n spans."""
 
     spans: Sequence[Span]
     max_chars: int
@@ -67,13 +86,13 @@ class _RunBudget(NamedTuple):
     max_tokens: int = 0
 
     def fits(self, first: int, after: int) -> bool:
-        """Whether spans[first:after] do."""
+        """Whether spans[first:after] is short enough."""
         if self.spans[after - 1][1] - self.spans[first][0] > self.max_chars:
             return False
         return not self.tokens_before or self.tokens_before[after] - self.tokens_before[first] <= self.max_tokens
 
 
-def _part(document: Document, section: Section, config: ChunkingConfig, limit: TokenLimit | None) -> _SectionRuns:
+def _part(document: Document, section: _Section, config: ChunkingConfig, limit: TokenLimit | None) -> _SectionRuns:
     text = document.text
     spans = [piece for span in section.sentences(text) for piece in _pieces(text, span, config.max_chars)]
     heading = fit_heading(document.title, section.path, limit) if spans else ""
@@ -81,7 +100,7 @@ def _part(document: Document, section: Section, config: ChunkingConfig, limit: T
 
 
 def _shorten(document: Document, parts: list[_SectionRuns], config: ChunkingConfig, limit: TokenLimit) -> None:
-    """Cut the sections anew that hold a passage with too many tokens. Nearly always there are none, and one call tells."""
+    """Cut sections again that hold a passage with too many tokens. There are rarely any; one call counts all passages."""
     texts = [
         join_passage_text(document.title, part.heading, document.text[a:b]) for part in parts for a, b in part.runs
     ]
@@ -92,7 +111,7 @@ def _shorten(document: Document, parts: list[_SectionRuns], config: ChunkingConf
 
 
 def _fewer_tokens(document: Document, part: _SectionRuns, config: ChunkingConfig, limit: TokenLimit) -> list[Span]:
-    """Runs packed by the sum of their sentences' tokens; where a whole has more than its parts, again with less room."""
+    """Runs packed by the sum of their sentences' tokens. Repeats with less room while a run has more tokens than the sum."""
     text, spans = document.text, part.sentences
     lead = join_passage_text(document.title, part.heading, "")
     room = max(1, limit.max_tokens - limit.count([f"{lead}\n" if lead else ""])[0])
@@ -111,7 +130,7 @@ def _fewer_tokens(document: Document, part: _SectionRuns, config: ChunkingConfig
 
 
 def _small_pieces(text: str, spans: Sequence[Span], max_tokens: int, limit: TokenLimit) -> tuple[list[Span], list[int]]:
-    """Spans of at most `max_tokens`, and how many each has; single characters stay whole."""
+    """Spans of at most `max_tokens` tokens, and their numbers of tokens. Single characters stay whole."""
     pieces: list[Span] = []
     sizes: list[int] = []
     for (start, end), counted in zip(spans, limit.count([text[a:b] for a, b in spans]), strict=True):
@@ -139,7 +158,7 @@ def _pack(room: _RunBudget, overlap_chars: int) -> Iterator[Span]:
         yield spans[first][0], end
         if after == len(spans):
             return
-        start = after  # the earliest span to repeat, such that the next passage still gains at least one new span
+        start = after  # the earliest span to repeat; the next passage still gains at least one new span
         while start - 1 > first and end - spans[start - 1][0] <= overlap_chars and room.fits(start - 1, after + 1):
             start -= 1
         first = start
@@ -155,7 +174,7 @@ def _pieces(text: str, span: Span, max_chars: int) -> Iterator[Span]:
 
 
 def _cut(text: str, start: int, limit: int) -> int:
-    """Where to cut `text[start:limit + ...]`: after the last white space, else between two whole characters."""
+    """Where to cut before `limit`: after the last white space, else between two whole characters."""
     if text[limit].isspace():
         return limit
     for position in range(limit - 1, start, -1):
@@ -170,3 +189,28 @@ def _cut(text: str, start: int, limit: int) -> int:
 def _continues(character: str) -> bool:
     """Whether the character belongs to the one before it (combining marks, joiners, low surrogates)."""
     return character in _JOINERS or "\u0300" <= character <= "\u036f" or "\udc00" <= character <= "\udfff"
+
+
+def _sections(document: Document) -> Iterator[_Section]:
+    """The sections in order, covering the whole text. A title directly above a title of a lower level shares its section."""
+    text, path, borders = document.text, list[tuple[int, str]](), [0]
+    headings = sorted(heading for heading in document.headings if heading.start < len(text))
+    starts = [max(0, heading.start) for heading in headings] + [len(text)]
+    is_bare = _is_blank(text, 0, starts[0])
+    for (_, level, title), start, end in zip(headings, starts, starts[1:], strict=False):
+        if is_bare and (not path or level > path[-1][0]):
+            borders.append(start)
+        else:
+            yield _Section(tuple(above for _, above in path), [*borders, start])
+            borders = [start]
+        while path and path[-1][0] >= level:
+            path.pop()
+        path.append((level, title))
+        found = _TITLE_LINES.match(text, start, end)
+        borders.append(found.end() if found else start)
+        is_bare = _is_blank(text, borders[-1], end)
+    yield _Section(tuple(above for _, above in path), [*borders, len(text)])
+
+
+def _is_blank(text: str, start: int, end: int) -> bool:
+    return lstrip(text, start, end) == end

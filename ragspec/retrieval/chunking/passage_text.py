@@ -1,4 +1,7 @@
-"""What of a passage an encoder reads: its title, where it stands, and its text; and how many tokens that may be."""
+"""The text that an encoder reads of a passage: title, heading and text; and the limit of its tokens.
+
+>>> embedded_text(passage)
+"""
 
 from __future__ import annotations
 
@@ -11,14 +14,14 @@ from ragspec.core import Passage
 SEPARATOR = " > "
 _CUT = "…"
 _MAX_CHARS_PER_TOKEN = 64
-"""A title is cut there before anything is counted: a megabyte takes seconds to tokenise."""
+"""Titles are cut at this length before tokens are counted: tokenising a megabyte takes seconds."""
 
 
 @dataclass(frozen=True)
 class TokenLimit:
-    """How much an encoder reads of a text, in its own tokens, special ones included.
+    """How many tokens an encoder reads of a text, special tokens included.
 
-    `count` gives the tokens of every text as the encoder would read it, but not cut. Build it once: it remembers what it learns.
+    `count` returns the tokens of every text, uncut. Build a limit once: it caches the number of special tokens.
     """
 
     max_tokens: int
@@ -30,7 +33,7 @@ class TokenLimit:
         return self.count([""])[0]
 
     def excess(self, texts: Sequence[str], max_tokens: int) -> list[int]:
-        """For every text by how many tokens it is too long, or 0; all are counted in one call."""
+        """By how many tokens each text is too long, or 0. Counts all texts in one call."""
         doubtful = [number for number, text in enumerate(texts) if not self._surely_fits(text, max_tokens)]
         excess = [0] * len(texts)
         if doubtful:
@@ -39,14 +42,14 @@ class TokenLimit:
         return excess
 
     def _surely_fits(self, text: str, max_tokens: int) -> bool:
-        """A token is at least one byte long, but for a mark that some tokenizers put first. False may mean either."""
+        """True if the text fits for certain: a token has at least one byte, except a mark that some tokenizers put first."""
         if len(text) >= max_tokens:
             return False
         return len(text.encode("utf-8", "surrogatepass")) + 1 + self.num_special <= max_tokens
 
 
 def embedded_text(passage: Passage) -> str:
-    """Title, heading and text, a line each: in the middle of a document a passage does not name its subject.
+    """Title, heading and text, one line each. Why: in the middle of a document a passage does not name its subject.
 
     The title is left out where the heading begins with it, whole or shortened.
     """
@@ -61,9 +64,9 @@ def join_passage_text(title: str, heading: str, text: str) -> str:
 
 
 def fit_heading(title: str, path: Sequence[str], limit: TokenLimit | None) -> str:
-    """The path as a heading; one that with the title takes more than half of the limit loses levels from the top.
+    """The titles of the path as a heading. Upper levels are dropped until title and heading take at most half of the limit.
 
-    Where the title alone does, the heading is the title's beginning with "…", which is then embedded in its place.
+    If the title alone takes more, the heading is the beginning of the title with "…", and replaces the title.
     """
     if limit is None:
         return SEPARATOR.join(filter(None, path))
@@ -81,7 +84,7 @@ def _fits(lead: str, limit: TokenLimit, max_tokens: int) -> bool:
 
 
 def _cut_title(title: str, limit: TokenLimit, max_tokens: int) -> str:
-    """Whole words of the title if any fit, else characters, with "…"."""
+    """The longest beginning of the title that fits with "…": whole words if possible, else characters."""
     num_chars = min(len(title), max_tokens * _MAX_CHARS_PER_TOKEN)
     while num_chars > 0:
         num_chars -= 1

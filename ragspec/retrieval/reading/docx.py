@@ -34,7 +34,7 @@ _MAX_XML_BYTES = 128 * 1024**2
 _MAX_BASES = 16
 
 
-def read(path: Path) -> ParsedFile:
+def read_docx(path: Path) -> ParsedFile:
     check_size(path)
     with open(path, "rb") as file, silence_logger("docx"):
         _check_archive(file, path)

@@ -1,4 +1,7 @@
-"""From a file to its documents, and the one place where errors of other libraries become ours."""
+"""Reads the documents of a file, by its suffix. The only place where errors of parsing libraries become InputError.
+
+>>> list(read_documents(["manual/", "faq.jsonl"]))
+"""
 
 from __future__ import annotations
 
@@ -7,9 +10,10 @@ from pathlib import Path
 
 from ragspec.core import Document, check_text
 from ragspec.errors import InputError
-from ragspec.retrieval.reading import csv, jsonl, markdown, rst
 from ragspec.retrieval.reading.file_search import find_files
+from ragspec.retrieval.reading.markup import read_markdown, read_rst
 from ragspec.retrieval.reading.parsed_file import ParsedFile, read_text
+from ragspec.retrieval.reading.rows import read_csv, read_jsonl
 
 
 def read_documents(inputs: Iterable[str | Path]) -> Iterator[Document]:
@@ -19,9 +23,9 @@ def read_documents(inputs: Iterable[str | Path]) -> Iterator[Document]:
 
 
 def read_file(path: Path, name: str) -> Iterator[Document]:
-    """The documents of one file; a text file without any text gives none.
+    """The documents of one file. A text file without text gives none.
 
-    Raises: InputError naming the file, and where there are any the line and the page, with the reason.
+    Raises: InputError naming the file, the line or page if known, and the reason.
     """
     try:
         for document in _documents(path, name):
@@ -44,11 +48,11 @@ def read_file(path: Path, name: str) -> Iterator[Document]:
 def _documents(path: Path, name: str) -> Iterator[Document]:
     suffix = path.suffix.lower()
     if suffix == ".jsonl":
-        yield from jsonl.read(path, name)
+        yield from read_jsonl(path, name)
     elif suffix in (".csv", ".tsv"):
-        yield from csv.read(path, name)
+        yield from read_csv(path, name)
     else:
-        found = _readable(path, suffix)
+        found = _parsed_file(path, suffix)
         if found.text.strip():
             yield Document(
                 id=name,
@@ -60,24 +64,24 @@ def _documents(path: Path, name: str) -> Iterator[Document]:
             )
 
 
-def _readable(path: Path, suffix: str) -> ParsedFile:
-    """Libraries are imported here: a folder of text files needs none of them."""
+def _parsed_file(path: Path, suffix: str) -> ParsedFile:
+    """Imports the parsers of other libraries late: a folder of text files needs none of them."""
     if suffix in (".html", ".htm", ".xhtml"):
-        from ragspec.retrieval.reading import html
+        from ragspec.retrieval.reading.html import read_html
 
-        return html.read(path)
+        return read_html(path)
     if suffix == ".pdf":
-        from ragspec.retrieval.reading import pdf
+        from ragspec.retrieval.reading.pdf import read_pdf
 
-        return pdf.read(path)
+        return read_pdf(path)
     if suffix == ".docx":
-        from ragspec.retrieval.reading import docx
+        from ragspec.retrieval.reading.docx import read_docx
 
-        return docx.read(path)
+        return read_docx(path)
     text = read_text(path)
     if suffix == ".rst":
-        return rst.readable(text)
-    return markdown.readable(text) if suffix in (".md", ".markdown") else ParsedFile(text)
+        return read_rst(text)
+    return read_markdown(text) if suffix in (".md", ".markdown") else ParsedFile(text)
 
 
 def _reason(cause: Exception) -> str:

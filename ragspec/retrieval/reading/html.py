@@ -46,7 +46,7 @@ _NEAREST = 100
 """Open tags that are searched for one to end."""
 
 
-def read(path: Path) -> ParsedFile:
+def read_html(path: Path) -> ParsedFile:
     check_size(path)
     page = _Page()
     with silence_logger("bs4"):

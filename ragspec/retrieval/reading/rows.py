@@ -1,0 +1,115 @@
+"""Tables of documents: each row of a .jsonl, .csv or .tsv file is one document.
+
+JSON Lines: objects with `text` and optionally `id`, `title`, `source`, `owner` and `metadata`; other keys are metadata.
+CSV and TSV, with a header: the columns `id`, `title`, `source` and `owner` are used as such, other columns are metadata. The text
+is the column `text`; without that column, every non-empty cell becomes a line "name: value". Rows without text are left out.
+
+    >>> list(read_csv(Path("faq.csv"), "faq.csv"))
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from ragspec.core import Document
+from ragspec.errors import InputError
+from ragspec.retrieval.reading.parsed_file import encoding_name, encoding_of
+
+_FIELDS = ("title", "source", "owner")
+_COLUMNS = frozenset({"id", "text", *_FIELDS})
+_KEYS = _COLUMNS | {"metadata"}
+_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+_DELIMITERS = ",;\t"
+
+
+def read_jsonl(path: Path, name: str) -> Iterator[Document]:
+    with open(path, "rb") as lines:
+        for number, line in enumerate(lines, 1):
+            if line.removeprefix(_BYTE_ORDER_MARK).strip():
+                place = f"{path}, line {number}"
+                yield _json_document(_parsed(line.removeprefix(_BYTE_ORDER_MARK), place), place, f"{name}:{number}")
+
+
+def _json_document(row: dict[str, Any], place: str, default_id: str) -> Document:
+    given_id = row.get("id", default_id)
+    is_number = isinstance(given_id, int) and not isinstance(given_id, bool)
+    fields: dict[str, Any] = {"id": str(given_id) if is_number else given_id}
+    fields |= {key: row.get(key) or "" for key in _FIELDS}
+    for key, value in fields.items():
+        if not isinstance(value, str) or (key == "id" and not value):
+            raise InputError(f"{place}: `{key}` must be a {'non-empty ' if key == 'id' else ''}string")
+    metadata = row.get("metadata") or {}
+    if not isinstance(metadata, dict):
+        raise InputError(f"{place}: `metadata` must be an object")
+    others = {key: value for key, value in row.items() if key not in _KEYS}
+    return Document(text=row["text"], metadata={**others, **metadata}, **fields)
+
+
+def _parsed(line: bytes, place: str) -> dict[str, Any]:
+    try:
+        row: Any = json.loads(line.decode("utf-8"))
+    except UnicodeDecodeError as cause:
+        raise InputError(f"{place}: not UTF-8 text (byte {cause.start} of the line)") from cause
+    except ValueError as cause:
+        raise InputError(f"{place}: not JSON: {cause}") from cause
+    except RecursionError as cause:
+        raise InputError(f"{place}: nested too deeply") from cause
+    if not isinstance(row, dict) or not isinstance(row.get("text"), str):
+        raise InputError(f"{place}: not an object with a string `text`")
+    return row
+
+
+def read_csv(path: Path, name: str) -> Iterator[Document]:
+    csv.field_size_limit(sys.maxsize)  # the limit belongs to the process and is only ever raised
+    line = 1  # where the row begins
+    with open(path, encoding=encoding_of(path), newline="") as lines:
+        try:
+            rows = csv.reader(lines, delimiter=_delimiter(lines.readline()), strict=True)
+            lines.seek(0)
+            header: list[str] = []
+            for cells in rows:
+                if not header:
+                    header = _header(cells, f"{path}, line {line}")
+                elif row := _named_cells(header, cells, f"{path}, line {line}"):
+                    yield from _csv_document(row, f"{name}:{line}", "text" in header)
+                line = rows.line_num + 1
+        except csv.Error as cause:
+            raise InputError(f"{path}, line {line}: {cause}") from cause
+        except UnicodeDecodeError as cause:
+            raise InputError(f"{path}, line {line} or after it: not {encoding_name(cause)} text") from cause
+
+
+def _delimiter(header: str) -> str:
+    """The most frequent delimiter outside quotation marks."""
+    outside = "".join(header.split('"')[::2])
+    return max(_DELIMITERS, key=outside.count)
+
+
+def _header(cells: list[str], place: str) -> list[str]:
+    """Names of the columns; known names in lower case. Empty for an empty line before the header."""
+    names = [name.strip() for name in cells]
+    names = [name.lower() if name.lower() in _COLUMNS else name for name in names]
+    named = [name for name in names if name]
+    if len(set(named)) < len(named):
+        raise InputError(f"{place}: two columns have the same name")
+    return names
+
+
+def _named_cells(header: list[str], cells: list[str], place: str) -> dict[str, str]:
+    if any(cell.strip() for cell in cells[len(header) :]):
+        raise InputError(f"{place}: {len(cells)} cells below {len(header)} columns")
+    pairs = enumerate(zip(header, cells, strict=False), 1)
+    return {name or f"column {number}": cell.strip() for number, (name, cell) in pairs if cell.strip()}
+
+
+def _csv_document(row: dict[str, str], default_id: str, has_text: bool) -> Iterator[Document]:
+    text = row.get("text", "") if has_text else "\n".join(f"{name}: {value}" for name, value in row.items())
+    if text:
+        metadata = {name: value for name, value in row.items() if name not in _COLUMNS}
+        fields: dict[str, Any] = {key: row.get(key, "") for key in _FIELDS}
+        yield Document(id=row.get("id", default_id), text=text, metadata=metadata, **fields)
