@@ -20,7 +20,7 @@ from ragspec.retrieval.index.embedding_queue import EmbeddedDocument
 from ragspec.retrieval.index.index_directory import IndexDirectory
 from ragspec.retrieval.index.manifest import EncoderRecord, Manifest, SegmentRecord, created_by
 from ragspec.retrieval.index.segment import IndexSegment
-from ragspec.retrieval.index.segment_writer import SegmentWriter, merge_segments
+from ragspec.retrieval.index.segment_writer import IndexSegmentWriter, merge_segments
 from ragspec.retrieval.index.store import LiveSegment, Store
 from ragspec.retrieval.search.analysis import Analyzer
 from ragspec.retrieval.search.approximate import build_faiss_index
@@ -50,7 +50,7 @@ class GenerationBuilder:
         self._directory = directory
         self._encoder = encoder
         self._analyzer = Analyzer(config.words)
-        self._filling: SegmentWriter | None = None
+        self._filling: IndexSegmentWriter | None = None
 
     def close(self) -> None:
         if self._filling is not None:
@@ -62,7 +62,7 @@ class GenerationBuilder:
         if size and size + len(embedded.passages) > MAX_SEGMENT_PASSAGES:
             self.seal()
         if self._filling is None:
-            self._filling = SegmentWriter(self._directory.stage(), self._encoder.dimension)
+            self._filling = IndexSegmentWriter(self._directory.stage(), self._encoder.dimension)
         terms = (self._analyzer.terms(text) for text in embedded.texts)
         self._filling.add(embedded.document, embedded.passages, embedded.vectors, terms)
         self.documents.add(embedded.document)
@@ -91,7 +91,7 @@ class GenerationBuilder:
         sources = [self.documents.segments[number] for number in numbers]
         merged = []
         for group in _merge_groups(sources):
-            writer = SegmentWriter(self._directory.stage(), self._encoder.dimension)
+            writer = IndexSegmentWriter(self._directory.stage(), self._encoder.dimension)
             with contextlib.closing(writer):
                 merge_segments(group, writer)
             if writer.num_documents:
@@ -116,7 +116,7 @@ class GenerationBuilder:
             self._manifest = manifest
         return self._manifest
 
-    def _place(self, writer: SegmentWriter) -> IndexSegment:
+    def _place(self, writer: IndexSegmentWriter) -> IndexSegment:
         """Build the FAISS index of a finished segment, move it to its final name, and open it."""
         build_faiss_index(writer.folder, self.config.dense)
         number = self._directory.free_number("segment")

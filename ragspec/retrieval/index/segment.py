@@ -1,6 +1,6 @@
 """A segment: documents, their passages, and what finds them. Written once, then only read.
 
->>> writer = SegmentWriter(folder, dimension=384)
+>>> writer = IndexSegmentWriter(folder, dimension=384)
 >>> writer.add(document, passages, vectors, terms)
 >>> writer.finish()
 >>> IndexSegment(folder, record, dimension=384, dense=DenseConfig()).passage(0).text

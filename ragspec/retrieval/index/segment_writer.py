@@ -2,7 +2,7 @@
 
 A merge encodes and analyses nothing again: vectors and postings are copied, so scores stay the same, bit for bit.
 
-    >>> writer = SegmentWriter(folder, dimension=384)
+    >>> writer = IndexSegmentWriter(folder, dimension=384)
     >>> writer.add(document, passages, vectors, terms)
     >>> writer.finish()
 """
@@ -80,7 +80,7 @@ class ArrowFile:
         self._writer.write_batch(pa.record_batch(columns, schema=self._schema))
 
 
-class SegmentWriter:
+class IndexSegmentWriter:
     """Fills an empty folder with a segment's files. States: open -> finished; `close` is allowed in both."""
 
     def __init__(self, folder: Path, dimension: int) -> None:
@@ -137,7 +137,7 @@ class SegmentWriter:
         (postings or self._postings).write(self.folder)
 
 
-def merge_segments(sources: Sequence[LiveSegment], writer: SegmentWriter) -> None:
+def merge_segments(sources: Sequence[LiveSegment], writer: IndexSegmentWriter) -> None:
     """Fill `writer` with the live documents of `sources`, in order, and finish it. Raises: OSError."""
     kept = [np.flatnonzero(live.live_rows()) for live in sources]
     for live, rows in zip(sources, kept, strict=True):

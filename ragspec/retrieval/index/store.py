@@ -1,6 +1,6 @@
-"""An index opened for reading: mapped files, checked against their manifest before a byte of them is used.
+"""An index opened for reading: mapped files, whose hashes are compared with the manifest before any byte is used.
 
-A store is one generation and never changes; `refreshed` gives the current one and shares the segments that both have.
+A store is one generation and never changes. `refreshed` opens the current generation and shares the segments of both.
 
     >>> store = Store.open(Path("index"), encoder.identity)
     >>> [document.id for document in store.documents()]
@@ -9,7 +9,7 @@ A store is one generation and never changes; `refreshed` gives the current one a
 from __future__ import annotations
 
 import io
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -30,17 +30,17 @@ from ragspec.retrieval.index.segment import IndexSegment
 
 
 class LiveSegment:
-    """A segment as one generation sees it."""
+    """A segment without the documents that one generation has deleted."""
 
     def __init__(self, segment: IndexSegment, deleted: NDArray[np.int64] | None = None) -> None:
-        """`deleted`: numbers of documents that are gone."""
+        """`deleted`: numbers of the deleted documents."""
         self.segment = segment
         self.is_live = np.ones(segment.record.num_documents, dtype=bool)  # of each document
         if deleted is not None:
             self.is_live[deleted] = False
 
     def live_rows(self) -> NDArray[np.bool_]:
-        """Which rows are there. Shapes: [K]."""
+        """Which rows belong to live documents. Shapes: [K]."""
         return self.is_live[self.segment.document_of]
 
     @property
@@ -48,7 +48,7 @@ class LiveSegment:
         return int(self.live_rows().sum())
 
     def live_documents(self) -> Sequence[int]:
-        """Numbers of the documents that are there."""
+        """Numbers of the live documents."""
         return np.flatnonzero(self.is_live).tolist()
 
 
@@ -79,20 +79,51 @@ class Store:
         only: frozenset[str] | None = None,
         sharing: Iterable[Store] = (),
     ) -> Store:
-        """Open the current generation, or the one that `pointer` (of another store) names.
+        """Open the current generation, or the generation that `pointer` (of another store) names.
 
-        With `encoder`, only if it is the one the vectors came from; with `only`, no other segments than these (none: the manifest
-        alone is read). Segments that a store of `sharing` has are not opened anew.
+        `encoder` must be the encoder of the vectors. `only`: the names of the segments to open; an empty set opens the manifest
+        alone. Segments that are open in a store of `sharing` are shared.
 
-        Raises: StoreMissing, StoreCorrupt or EncoderMismatch, each with the exact reason; then nothing was loaded.
+        Raises: StoreMissing, StoreCorrupt or EncoderMismatch, each with the exact reason; then nothing is loaded.
         """
+        index_dir = Path(index_dir)
         known = {live.segment.name: live.segment for store in sharing for live in store.segments}
-        if pointer:
-            return _open_generation(Path(index_dir), pointer, encoder, known, only)
-        return _open_current(Path(index_dir), encoder, known, only)
+        while True:
+            current = pointer or read_pointer(index_dir)
+            try:
+                return cls._opened(index_dir, current, encoder, known, only)
+            except StoreCorrupt:
+                if pointer or read_pointer(index_dir) == current:
+                    raise  # otherwise a writer replaced the generation, and removed an older one, meanwhile
+
+    @classmethod
+    def _opened(
+        cls,
+        index_dir: Path,
+        pointer: str,
+        encoder: EncoderIdentity | None,
+        known: Mapping[str, IndexSegment],
+        only: frozenset[str] | None,
+    ) -> Store:
+        folder, manifest = read_generation(index_dir, pointer)
+        if encoder is not None:
+            check_encoder(manifest, encoder)
+        records = [record for record in manifest.segments if only is None or record.name in only]
+        shared = {r.name: known[r.name] for r in records if r.name in known and known[r.name].record.files == r.files}
+        verify_checksums(_files_to_check(index_dir, folder, records, shared))
+        dimension, dense = manifest.encoder.dimension, manifest.config.dense
+        segments = [
+            _live_segment(
+                shared.get(record.name) or IndexSegment(index_dir / record.name, record, dimension, dense),
+                record,
+                folder,
+            )
+            for record in records
+        ]
+        return cls(index_dir, pointer, manifest, segments, only)
 
     def refreshed(self) -> Store:
-        """The current generation; this very store if it still is that. Segments that are open stay so. Raises: as `open`."""
+        """The current generation, which shares open segments; this store if its generation is current. Raises: as `open`."""
         if read_pointer(self.index_dir) == self.pointer:
             return self
         return Store.open(self.index_dir, only=self._only, sharing=[self])
@@ -108,66 +139,25 @@ class Store:
                 yield live.segment.document(number)
 
 
-def _open_current(
-    index_dir: Path, encoder: EncoderIdentity | None, known: Mapping[str, IndexSegment], only: frozenset[str] | None
-) -> Store:
-    """Opens again when a writer replaced the generation, and removed an older one, between two looks."""
-    while True:
-        pointer = read_pointer(index_dir)
-        try:
-            return _open_generation(index_dir, pointer, encoder, known, only)
-        except StoreCorrupt:
-            if read_pointer(index_dir) == pointer:
-                raise
-
-
-def _open_generation(
-    index_dir: Path,
-    pointer: str,
-    encoder: EncoderIdentity | None,
-    known: Mapping[str, IndexSegment],
-    only: frozenset[str] | None,
-) -> Store:
-    folder, manifest = read_generation(index_dir, pointer)
-    if encoder is not None:
-        check_encoder(manifest, encoder)
-    records = [record for record in manifest.segments if only is None or record.name in only]
-    verify_checksums(_to_check(index_dir, folder, records, known))
-    segments = [_live(index_dir, folder, manifest, record, known) for record in records]
-    return Store(index_dir, pointer, manifest, segments, only)
-
-
-def _to_check(
-    index_dir: Path, folder: Path, records: Iterable[SegmentRecord], known: Mapping[str, IndexSegment]
+def _files_to_check(
+    index_dir: Path, folder: Path, records: Iterable[SegmentRecord], shared: Container[str]
 ) -> Iterator[tuple[Path, FileChecksum]]:
     for record in records:
         if record.deleted is not None:
             yield folder / record.deleted_name, record.deleted
-        if not _is_open(record, known):
-            yield from ((index_dir / record.name / _plain(name), each) for name, each in record.files.items())
+        if record.name not in shared:
+            for name, checksum in record.files.items():
+                if Path(name).name != name:
+                    raise StoreCorrupt(f"the manifest names a file outside its segment: {name!r}")
+                yield index_dir / record.name / name, checksum
 
 
-def _live(
-    index_dir: Path, folder: Path, manifest: Manifest, record: SegmentRecord, known: Mapping[str, IndexSegment]
-) -> LiveSegment:
-    if _is_open(record, known):
-        segment = known[record.name]
-    else:
-        segment = IndexSegment(index_dir / record.name, record, manifest.encoder.dimension, manifest.config.dense)
+def _live_segment(segment: IndexSegment, record: SegmentRecord, folder: Path) -> LiveSegment:
+    """The segment without the documents that the generation in `folder` lists as deleted. Raises: StoreCorrupt."""
     live = LiveSegment(segment, _deleted(folder / record.deleted_name, record) if record.deleted else None)
     if live.num_live_passages != record.num_live_passages:
         raise StoreCorrupt(f"{folder} deletes other documents of {record.name} than its manifest says")
     return live
-
-
-def _is_open(record: SegmentRecord, known: Mapping[str, IndexSegment]) -> bool:
-    return record.name in known and known[record.name].record.files == record.files
-
-
-def _plain(name: str) -> str:
-    if Path(name).name != name:
-        raise StoreCorrupt(f"the manifest names a file outside its segment: {name!r}")
-    return name
 
 
 def _deleted(path: Path, record: SegmentRecord) -> NDArray[np.int64]:
@@ -182,7 +172,7 @@ def _deleted(path: Path, record: SegmentRecord) -> NDArray[np.int64]:
 
 
 def check_encoder(manifest: Manifest, encoder: EncoderIdentity) -> None:
-    """Raises: EncoderMismatch if `encoder` would place its vectors in another space than the index's."""
+    """Raises: EncoderMismatch if the vectors of `encoder` do not belong to the vector space of the index."""
     built = manifest.encoder
     if (built.fingerprint, built.dimension) != (encoder.fingerprint, encoder.dimension):
         raise EncoderMismatch(
