@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +24,7 @@ from torch import Tensor
 from ragspec.config import EncoderConfig
 from ragspec.errors import ModelError
 from ragspec.numerics.threads import num_processors, run_in_thread
-from ragspec.retrieval.row_invariant import RowInvariantModel, TokenIds, model_loading, weights_fingerprint
+from ragspec.retrieval.row_invariant import RowInvariantModel, TokenIds, model_loading
 
 FloatArray = NDArray[np.float32]
 TextKind = Literal["query", "document"]
@@ -191,4 +192,8 @@ def fingerprint(model: Any, max_tokens: int) -> str:
         "pooling": [str(getattr(module, "pooling_mode", "")) for module in model],
         "vocabulary": sorted(model.tokenizer.get_vocab().items()),
     }
-    return weights_fingerprint(model, settings)
+    digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode())
+    for name, tensor in sorted(model.state_dict().items()):
+        digest.update(f"{name} {tuple(tensor.shape)}".encode())
+        digest.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()

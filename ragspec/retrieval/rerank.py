@@ -8,7 +8,6 @@ A pair's score is bitwise the same whatever other pairs are scored beside it; se
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -20,9 +19,7 @@ from pydantic import Field
 from ragspec.config import ConfigSection
 from ragspec.errors import ConfigError, ModelError
 from ragspec.numerics.threads import num_processors, run_in_thread
-from ragspec.retrieval.row_invariant import RowInvariantModel, TokenIds, model_loading, weights_fingerprint
-
-_NO_PART_OF_IT = {"_name_or_path", "transformers_version", "dtype", "torch_dtype"}
+from ragspec.retrieval.row_invariant import RowInvariantModel, TokenIds, model_loading
 
 
 class PairScorer(Protocol):
@@ -50,27 +47,13 @@ class RerankerConfig(ConfigSection):
     batch_size: int = Field(32, ge=1)
 
 
-@dataclass(frozen=True, slots=True)
-class RerankerIdentity:
-    """Equal identities give equal scores."""
-
-    id: str
-    fingerprint: str
-
-
 class Reranker(RowInvariantModel):
     """A sequence classifier with one label behind `scores`. Safe to call from several threads."""
 
     def __init__(self, model: Any, tokenizer: Any, config: RerankerConfig) -> None:
         """Take over `model` (of transformers): its linear layers are packed in place."""
         max_tokens = min(config.max_tokens, _positions(model, tokenizer))
-        settings = {
-            "max_tokens": max_tokens,
-            "config": {k: v for k, v in model.config.to_diff_dict().items() if k not in _NO_PART_OF_IT},
-            "architecture": type(model).__name__,
-            "vocabulary": sorted(tokenizer.get_vocab().items()),
-        }
-        self._identity = RerankerIdentity(config.model, weights_fingerprint(model, settings))
+        self._name = config.model
         super().__init__(model, tokenizer, max_tokens, config.batch_size)
 
     @classmethod
@@ -98,10 +81,6 @@ class Reranker(RowInvariantModel):
                 raise ModelError(f"{path} gives a pair {model.config.num_labels} scores; a reranker gives one")
             return cls(model, tokenizer, config)
 
-    @property
-    def identity(self) -> RerankerIdentity:
-        return self._identity
-
     def scores(self, query: str, texts: Sequence[str]) -> NDArray[np.float64]:
         """How well each text answers the query, in order: the model's logit, any real number, higher is better.
 
@@ -121,7 +100,7 @@ class Reranker(RowInvariantModel):
 
         self._each_batch(token_ids, compute)
         if not np.isfinite(scores).all():
-            raise ModelError(f"{self.identity.id} gave a score that is not a finite number")
+            raise ModelError(f"{self._name} gave a score that is not a finite number")
         return scores
 
     def _forward(self, token_ids: TokenIds, type_ids: TokenIds | None = None) -> NDArray[np.float32]:

@@ -8,8 +8,6 @@ a start-up self-test finds that batching changes a bit, texts go through the mod
 
 from __future__ import annotations
 
-import hashlib
-import json
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -20,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import Tensor
 
 from ragspec.errors import ModelError, RagspecError
 from ragspec.numerics.linear import pack_linears, packing_available
@@ -120,15 +118,6 @@ class RowInvariantModel(ABC):
             size = max(1, min(self.max_batch_size, _MAX_FORWARD_TOKENS // length))
             for first in range(0, len(rows), size):
                 yield rows[first : first + size]
-
-
-def weights_fingerprint(model: nn.Module, settings: Mapping[str, Any]) -> str:
-    """SHA-256 of settings and weights; of the model before its layers are packed."""
-    digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode())
-    for name, tensor in sorted(model.state_dict().items()):
-        digest.update(f"{name} {tuple(tensor.shape)}".encode())
-        digest.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
-    return digest.hexdigest()
 
 
 @contextmanager

@@ -100,16 +100,6 @@ def test_self_test_fails_on_a_variant_model(reranker: Reranker, monkeypatch: pyt
     assert not reranker.self_test()
 
 
-def test_identity_changes_with_weights_and_settings(folder: str, reranker: Reranker, tmp_path: Path) -> None:
-    """Answers are replayed only under the reranker that ordered their passages."""
-    assert Reranker.load(RerankerConfig(model=folder)).identity == reranker.identity
-    shorter = Reranker.load(RerankerConfig(model=folder, max_tokens=64))
-    moved = Reranker.load(RerankerConfig(model=str(shutil.copytree(folder, tmp_path / "moved"))))
-    other = Reranker.load(RerankerConfig(model=save_model(tmp_path / "other", hidden_act="relu")))
-    assert moved.identity.fingerprint == reranker.identity.fingerprint
-    assert len({r.identity.fingerprint for r in (reranker, shorter, other)}) == 3
-
-
 @pytest.mark.parametrize(
     ("kind", "changes", "reason"),
     [

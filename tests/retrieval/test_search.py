@@ -20,7 +20,7 @@ from ragspec.retrieval.index.store import Store
 from ragspec.retrieval.index.writer import IndexWriter
 from ragspec.retrieval.retriever import Retriever, build_index
 from ragspec.retrieval.search.filters import parse_filter
-from ragspec.retrieval.search.fusion import reciprocal_rank_fusion
+from ragspec.retrieval.search.index_searcher import reciprocal_rank_fusion
 from ragspec.retrieval.search.segment_search import SearchHit, SearchScope, Shard, ShardGroup
 
 CONFIG = IndexConfig(chunking=ChunkingConfig(max_chars=60))

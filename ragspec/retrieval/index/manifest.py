@@ -24,7 +24,7 @@ from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -47,6 +47,9 @@ Count = Annotated[int, Field(ge=0)]
 
 class ManifestRecord(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+ManifestModel = TypeVar("ManifestModel", bound=ManifestRecord)
 
 
 class FileChecksum(ManifestRecord):
@@ -142,7 +145,7 @@ def read_generation(index_dir: Path, pointer: str) -> tuple[Path, Manifest]:
         raise StoreCorrupt(f"{folder / MANIFEST} cannot be read: {cause.strerror}") from cause
     if hashlib.sha256(raw).hexdigest() != match[2]:
         raise StoreCorrupt(f"{folder / MANIFEST} is not the manifest that {CURRENT} names (its sha256 differs)")
-    return folder, _parse(raw, folder / MANIFEST)
+    return folder, parse_manifest(raw, folder / MANIFEST, Manifest, SCHEMA)
 
 
 def read_pointer(index_dir: Path) -> str:
@@ -193,12 +196,15 @@ def _check_file(path: Path, expected: FileChecksum) -> None:
         raise StoreCorrupt(f"{path} has sha256 {found.sha256}, but its manifest says {expected.sha256}")
 
 
-def _parse(raw: bytes, path: Path) -> Manifest:
+def parse_manifest(
+    raw: bytes, path: Path, model: type[ManifestModel], schema: int, name: str = "a manifest"
+) -> ManifestModel:
+    """The manifest in a file of this package. Raises: StoreCorrupt naming the file and the reason."""
     try:
         fields = json.loads(raw)
         found = fields.get("schema_version") if isinstance(fields, dict) else None
-        if found != SCHEMA:
-            raise StoreCorrupt(f"{path} has schema {found!r}; this version of ragspec reads {SCHEMA}: build it again")
-        return Manifest.model_validate(fields)
+        if found != schema:
+            raise StoreCorrupt(f"{path} has schema {found!r}; this version of ragspec reads {schema}: build it again")
+        return model.model_validate(fields)
     except (ValueError, ValidationError, RecursionError) as cause:
-        raise StoreCorrupt(f"{path} is not a manifest: {str(cause).splitlines()[0]}") from cause
+        raise StoreCorrupt(f"{path} is not {name}: {str(cause).splitlines()[0]}") from cause

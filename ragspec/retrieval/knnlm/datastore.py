@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Annotated, Literal, NamedTuple
 
 import numpy as np
-from pydantic import Field, ValidationError
+from pydantic import Field
 
 from ragspec.disk import TEMPORARY, fsync, make_folder, saving, write_atomically, writer_lock
 from ragspec.errors import EncoderMismatch, InputError, ModelError, StoreCorrupt, StoreMissing
@@ -35,6 +35,7 @@ from ragspec.retrieval.index.manifest import (
     ManifestRecord,
     created_by,
     file_checksum,
+    parse_manifest,
     verify_checksums,
 )
 from ragspec.retrieval.index.segment_files import mapped_array, npy_bytes, npy_header
@@ -253,11 +254,4 @@ def _manifest_text(folder: Path) -> bytes:
 
 
 def _parsed(raw: bytes, path: Path) -> DatastoreManifest:
-    try:
-        fields = json.loads(raw)
-        found = fields.get("schema_version") if isinstance(fields, dict) else None
-        if found != SCHEMA:
-            raise StoreCorrupt(f"{path} has schema {found!r}; this version of ragspec reads {SCHEMA}: build it again")
-        return DatastoreManifest.model_validate(fields)
-    except (ValueError, ValidationError, RecursionError) as cause:
-        raise StoreCorrupt(f"{path} is not a datastore's manifest: {str(cause).splitlines()[0]}") from cause
+    return parse_manifest(raw, path, DatastoreManifest, SCHEMA, "a datastore's manifest")

@@ -30,11 +30,11 @@ from ragspec.retrieval.search.dense import (
     Rows,
     ScoredRows,
     canonical_scores,
+    load_faiss,
     rescoring_depth,
     search_rows,
     top_k,
 )
-from ragspec.retrieval.search.faiss_library import load_faiss
 from ragspec.retrieval.search.gpu import GpuIndex
 
 MIN_ROWS = 20_000

@@ -10,13 +10,14 @@ row are found out and the search is widened: the result is the exact top k whate
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ragspec.errors import ConfigError
 from ragspec.numerics.linear import PackedLinear, packing_available
 from ragspec.numerics.threads import num_processors, run_in_thread
 from ragspec.retrieval.encoder import FloatArray
@@ -28,6 +29,15 @@ _BLOCK_ROWS = 16_384
 _QUERIES_PER_PRODUCT = 64
 FEW_ROWS_SHARE = 0.05
 """Where so few rows are allowed, they are looked at alone."""
+
+
+def load_faiss() -> Any:
+    """The module, imported when an index needs it. Raises: ConfigError if it is not installed."""
+    try:
+        import faiss
+    except ImportError as cause:
+        raise ConfigError("this index needs FAISS: install ragspec[cpu] or ragspec[gpu]") from cause
+    return faiss
 
 
 class ScoredRows(NamedTuple):

@@ -24,11 +24,11 @@ from ragspec.retrieval.search.dense import (
     ScoredRows,
     canonical_scores,
     float32_error_bound,
+    load_faiss,
     rescoring_depth,
     search_rows,
     top_k,
 )
-from ragspec.retrieval.search.faiss_library import load_faiss
 
 _MAX_HITS = 2048
 _ROWS_AT_ONCE = 65_536

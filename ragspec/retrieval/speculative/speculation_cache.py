@@ -25,7 +25,7 @@ from ragspec.config import RetrieverConfig
 from ragspec.core import Passage
 from ragspec.retrieval.search.bm25 import SparseConfig, SparseQuery, TermStatistics, sparse_query
 from ragspec.retrieval.search.dense import canonical_scores
-from ragspec.retrieval.search.fusion import reciprocal_rank_fusion
+from ragspec.retrieval.search.index_searcher import reciprocal_rank_fusion
 from ragspec.retrieval.search.index_types import PassageKey, Query, RetrievalMode, ScorablePassage, SearchResult
 from ragspec.retrieval.search.segment_search import SearchHit
 

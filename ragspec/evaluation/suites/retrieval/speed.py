@@ -32,8 +32,7 @@ from ragspec.retrieval.search.approximate import (
     default_faiss_factory,
     default_search_width,
 )
-from ragspec.retrieval.search.dense import DenseIndex, ExactIndex, ScoredRows
-from ragspec.retrieval.search.faiss_library import load_faiss
+from ragspec.retrieval.search.dense import DenseIndex, ExactIndex, ScoredRows, load_faiss
 
 Kind = Literal["hnsw", "ivf"]
 Figures = dict[str, float]
