@@ -1,6 +1,9 @@
 """Writes that survive a crash: flushed to the disk, renamed into place, one writer at a time.
 
-Foreign errors become SaveError here and nowhere else.
+Knows no format of a file.
+
+    >>> with saving(path), atomic_writer(path) as file:
+    ...     file.write(content)
 """
 
 from __future__ import annotations
@@ -8,23 +11,22 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import secrets
 from collections.abc import Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 from ragspec.errors import IndexBusy, SaveError
 
 TEMPORARY = ".building-"
-"""How the name of everything begins that is not complete yet."""
+"""The prefix of the names of unfinished files and folders."""
 
 _LOCK = ".lock"
 
 
 @contextlib.contextmanager
 def saving(place: Path) -> Iterator[None]:
-    """Inside, an OSError means that writing to `place` failed.
-
-    Raises: SaveError with the system's reason.
-    """
+    """Turns an OSError of the block into a SaveError that names `place` and the system's reason."""
     try:
         yield
     except OSError as cause:
@@ -46,7 +48,7 @@ def writer_lock(folder: Path) -> Iterator[None]:
 
 
 def make_folder(path: Path) -> None:
-    """The folder and those above it, as durable as what will be written into it."""
+    """Make a folder and its missing parents, and flush their names to the disk."""
     missing = [each for each in (path, *path.parents) if not each.exists()]
     path.mkdir(parents=True, exist_ok=True)
     for each in missing:
@@ -62,13 +64,28 @@ def fsync(path: Path) -> None:
         os.close(descriptor)
 
 
-def write_atomically(path: Path, text: str) -> None:
-    """Put `text` at `path`: readers see the old content or the new, never a part. On an OSError the old is still there."""
-    temporary = path.with_name(TEMPORARY + path.name)
+@contextlib.contextmanager
+def atomic_writer(path: Path, mode: int = 0o666) -> Iterator[BinaryIO]:
+    """A file that takes the place of `path` when the block ends: readers see the old content or the new, never a part.
+
+    The content and the name are on the disk then. After an exception the old file is still there. `mode`: permissions of the new
+    file, before the process's umask.
+    """
+    temporary = path.with_name(f"{TEMPORARY}{secrets.token_hex(8)}")
     try:
-        temporary.write_text(text, encoding="ascii")
-        fsync(temporary)
+        with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
         os.replace(temporary, path)
-    except OSError:
-        temporary.unlink(missing_ok=True)
+        fsync(path.parent)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
         raise
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Replace the content of `path` by ASCII text; see `atomic_writer`. Raises: OSError."""
+    with atomic_writer(path) as file:
+        file.write(text.encode("ascii"))

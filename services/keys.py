@@ -16,7 +16,6 @@ import hashlib
 import hmac
 import json
 import logging
-import os
 import secrets
 import threading
 import time
@@ -28,6 +27,7 @@ from typing import Protocol
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from ragspec.disk import atomic_writer
 from ragspec.errors import ConfigError, InputError, SaveError
 from services.settings import KeyLimits
 
@@ -200,17 +200,11 @@ def revoke_key(path: Path, key_id: str) -> None:
 def _write(path: Path, records: Sequence[KeyRecord]) -> None:
     """Replaces the file in one step, readable by its owner only."""
     tree = {"version": 1, "keys": [record.model_dump(exclude_none=True) for record in records]}
-    scratch = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with open(os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
-            json.dump(tree, file, indent=1)
-            file.write("\n")
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(scratch, path)
+        with atomic_writer(path, mode=0o600) as file:
+            file.write(f"{json.dumps(tree, indent=1)}\n".encode())
     except OSError as cause:
-        scratch.unlink(missing_ok=True)
         raise SaveError(f"the keys file {path} cannot be written: {cause.strerror}") from cause
 
 

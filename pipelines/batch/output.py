@@ -86,7 +86,6 @@ class OutputFolder(contextlib.AbstractContextManager["OutputFolder"]):
         with saving(self.folder):
             if not path.exists():
                 write_atomically(path, json.dumps(settings, indent=2) + "\n")
-                fsync(self.folder)
             for part in self._open_parts():
                 _cut_torn_line(part)
                 _rename(part, part.with_suffix(""))

@@ -13,7 +13,6 @@ import difflib
 import io
 import os
 import sys
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,7 +24,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from ragspec.cli.terminal import one_line, print_error, safe, stay_offline, stderr_console
 from ragspec.config import load_config
 from ragspec.core import SamplingParams, check_text
-from ragspec.disk import fsync, saving
+from ragspec.disk import atomic_writer, saving
 from ragspec.errors import InputError, SaveError
 from ragspec.rag.grammar.correction import DEFAULT_PARAMS, Correction
 from ragspec.rag.grammar.edit_filters import EditFilter
@@ -170,21 +169,11 @@ def _replace(path: Path, before: bytes, content: bytes) -> None:
     Raises: SaveError, also if the file no longer holds `before` because another process wrote to it.
     """
     path = path.resolve()
-    with saving(path):
-        handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-        try:
-            with os.fdopen(handle, "wb") as file:
-                os.fchmod(file.fileno(), path.stat().st_mode & 0o7777)
-                file.write(content)
-                file.flush()
-                os.fsync(file.fileno())
-            if path.read_bytes() != before:
-                raise SaveError(f"{path} was changed meanwhile and stays as it is")
-            os.replace(name, path)
-            fsync(path.parent)
-        except BaseException:
-            Path(name).unlink(missing_ok=True)
-            raise
+    with saving(path), atomic_writer(path, mode=0o600) as file:
+        os.fchmod(file.fileno(), path.stat().st_mode & 0o7777)
+        file.write(content)
+        if path.read_bytes() != before:
+            raise SaveError(f"{path} was changed meanwhile and stays as it is")
 
 
 def _summary(tally: _Tally) -> str:

@@ -22,7 +22,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from ragspec.disk import fsync
+from ragspec.disk import atomic_writer
 from ragspec.errors import ConfigError
 
 FREE_AT_RESUME = ("total_tokens", "minutes", "checkpoint_every_s")
@@ -219,10 +219,8 @@ class Trainer(ABC, Generic[PlanT]):
 
 def write_checkpoint(path: Path, tensors: dict[str, Tensor], state: dict[str, Any]) -> None:
     """One safetensors file with `state` as JSON in its header; a crash leaves the old file or the new one."""
-    temporary = path.with_suffix(".tmp")
-    safetensors.torch.save_file(tensors, temporary, metadata={"state": json.dumps(state)})
-    fsync(temporary)
-    temporary.replace(path)
+    with atomic_writer(path) as file:
+        file.write(safetensors.torch.save(tensors, metadata={"state": json.dumps(state)}))
 
 
 def read_checkpoint(path: Path, device: str = "cpu") -> tuple[dict[str, Tensor], dict[str, Any]]:

@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import os
 import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import BinaryIO
 
-from ragspec.disk import TEMPORARY, fsync, make_folder, saving
+from ragspec.disk import TEMPORARY, atomic_writer, make_folder, saving
 from ragspec.errors import NoRoom
 from ragspec.retrieval.reading import SUFFIXES
 from services.stores.records import FileRecord
@@ -50,27 +49,17 @@ class Blobs:
     def write(self, tenant: str, file_id: str, filename: str, content: BinaryIO, max_bytes: int) -> int:
         """Writes `content` durably and returns its size in bytes. Raises: SaveError, NoRoom for more than `max_bytes`."""
         path = self._path(tenant, file_id, filename)
-        temporary = path.with_name(TEMPORARY + path.name)
         num_bytes = 0
-        try:
-            with saving(self._folder):
-                make_folder(path.parent)
-                with open(temporary, "wb") as copy:
-                    while piece := content.read(_CHUNK_BYTES):
-                        num_bytes += len(piece)
-                        if num_bytes > max_bytes:
-                            raise NoRoom(
-                                f"there is room for {max(max_bytes, 0)} bytes more: delete files that are not needed"
-                            )
-                        copy.write(piece)
-                    copy.flush()
-                    os.fsync(copy.fileno())
-                os.replace(temporary, path)
-                fsync(path.parent)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                temporary.unlink(missing_ok=True)
-            raise
+        with saving(self._folder):
+            make_folder(path.parent)
+            with atomic_writer(path) as copy:
+                while piece := content.read(_CHUNK_BYTES):
+                    num_bytes += len(piece)
+                    if num_bytes > max_bytes:
+                        raise NoRoom(
+                            f"there is room for {max(max_bytes, 0)} bytes more: delete files that are not needed"
+                        )
+                    copy.write(piece)
         return num_bytes
 
     def remove(self, file: FileRecord) -> None:

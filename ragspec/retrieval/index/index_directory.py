@@ -90,7 +90,6 @@ class IndexDirectory:
         self.place(staged, name)
         fsync(self.path)
         write_atomically(self.path / CURRENT, f"{name} {hashlib.sha256(raw).hexdigest()}\n")
-        fsync(self.path)
 
     def _placed(self) -> list[tuple[str, int]]:
         matches = (_PLACED.fullmatch(path.name) for path in self.path.iterdir())

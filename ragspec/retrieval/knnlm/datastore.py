@@ -91,7 +91,6 @@ def write_datastore(folder: str | Path, blocks: Iterable[tuple[FloatArray, Value
                 os.rename(folder / f"{TEMPORARY}{name}", folder / name)
             fsync(folder)
             write_atomically(folder / MANIFEST, json.dumps(manifest.model_dump(), indent=1))
-            fsync(folder)
     return manifest.num_entries
 
 
