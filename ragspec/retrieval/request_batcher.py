@@ -1,4 +1,4 @@
-"""Calls of many requests made together: what comes while one call runs shares the next.
+"""Batches calls of many requests: submissions that arrive while a call runs share the next call.
 
 >>> calls = RequestBatcher(lambda index, parts: [index.encode(part) for part in parts], max_items=16)
 >>> calls.submit(index, ["When did it rain?"]).result()
@@ -26,9 +26,9 @@ class _Submission(NamedTuple, Generic[Key, Item, Result]):
 
 
 class RequestBatcher(Generic[Key, Item, Result]):
-    """One thread that calls `call(key, parts)` with the items of one or more submissions of equal keys, one result for each.
+    """One thread that calls `call(key, parts)` with the items of submissions of equal keys. A call returns one result per part.
 
-    At most `max_items` items go into a call, unless one submission alone has more.
+    A call holds at most `max_items` items, unless a single submission has more.
     """
 
     def __init__(self, call: Callable[[Key, list[Sequence[Item]]], list[Result]], max_items: int) -> None:
@@ -38,11 +38,11 @@ class RequestBatcher(Generic[Key, Item, Result]):
         self._waiting: list[_Submission[Key, Item, Result]] = []
         self._lock = threading.Lock()
         self._closed = False
-        self._thread = threading.Thread(target=self._run, name="ragspec-shared-calls", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="ragspec-request-batcher", daemon=True)
         self._thread.start()
 
     def submit(self, key: Key, items: Sequence[Item]) -> Future[Result]:
-        """Raises: EngineClosed. The future raises what the call raised; a cancelled one is left out."""
+        """Raises: EngineClosed. The future raises the error of the call. Cancelled submissions are dropped."""
         future: Future[Result] = Future()
         with self._lock:
             if self._closed:
@@ -51,7 +51,7 @@ class RequestBatcher(Generic[Key, Item, Result]):
         return future
 
     def close(self) -> None:
-        """Nothing new is taken; what waits fails as closed. Does not wait for a call that hangs."""
+        """Accept no further submissions; waiting submissions fail with EngineClosed. Does not wait for a running call."""
         with self._lock:
             self._closed = True
             self._queue.put(None)
@@ -67,7 +67,7 @@ class RequestBatcher(Generic[Key, Item, Result]):
                 part.future.set_exception(EngineClosed("the pipeline was closed"))
 
     def _take(self) -> bool:
-        """Everything that has come; waits if nothing has. False: close."""
+        """Move all submissions from the queue to the waiting list; wait for one if there is none. False: closed."""
         while not self._waiting or not self._queue.empty():
             part = self._queue.get()
             if part is None:
@@ -76,7 +76,7 @@ class RequestBatcher(Generic[Key, Item, Result]):
         return True
 
     def _next_call(self) -> list[_Submission[Key, Item, Result]]:
-        """The oldest submission and those of its key that fit beside it, in the order they came."""
+        """The oldest submission and the submissions of its key that fit into one call, in the order of arrival."""
         first = self._waiting[0]
         chosen, num_items = [first], len(first.items)
         for part in self._waiting[1:]:
@@ -90,7 +90,7 @@ class RequestBatcher(Generic[Key, Item, Result]):
 def _settle(
     parts: list[_Submission[Key, Item, Result]], call: Callable[[Key, list[Sequence[Item]]], list[Result]]
 ) -> None:
-    """Where one request's input fails a call of several, each is tried alone: its fault is not the others'."""
+    """Set the results of a call. If the input of one submission fails a call of several, each is called alone."""
     try:
         results = call(parts[0].key, [part.items for part in parts])
     except InputError as error:

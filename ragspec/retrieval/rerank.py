@@ -1,6 +1,6 @@
-"""A cross-encoder reads query and passage together; its scores order what search has found.
+"""The reranker: a cross-encoder scores a query and a passage together, and its scores order the hits of a search.
 
-A pair's score is bitwise the same whatever other pairs are scored beside it; see `ragspec.retrieval.row_invariant`.
+The score of a pair is bitwise the same in any batch; see `ragspec.retrieval.row_invariant`.
 
     >>> Reranker.load(RerankerConfig(model="cross-encoder/ms-marco-MiniLM-L6-v2")).scores("When did it rain?", texts)
 """
@@ -29,10 +29,10 @@ class PairScorer(Protocol):
 
 
 PairsToScore = tuple[str, Sequence[str]]
-"""A query and the texts that are scored against it."""
+"""A query and the texts to score against it."""
 
 PairScoring = Callable[[Sequence[PairsToScore]], list[NDArray[np.float64]]]
-"""The scores of several queries' texts."""
+"""Returns the scores of the texts of several queries."""
 
 
 def score_in_turn(scorer: PairScorer | None) -> PairScoring | None:
@@ -111,7 +111,7 @@ class Reranker(RowInvariantModel):
 
 
 def _positions(model: Any, tokenizer: Any) -> int:
-    """Tokens that the model has positions for; RoBERTa and its kind begin to count after their padding token's number."""
+    """Tokens that the model has positions for. RoBERTa models number positions from after the padding token's id."""
     reserved = [
         module.padding_idx + 1
         for name, module in model.named_modules()

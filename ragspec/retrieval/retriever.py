@@ -1,6 +1,6 @@
-"""Queries to passages, and documents to an index.
+"""The retriever: encodes queries and searches the current generation of an index. Also builds an index.
 
-Owns which generation queries see and who encodes them; `ragspec.retrieval.search.index_searcher` searches it.
+Owns the generation that queries see; `ragspec.retrieval.search.index_searcher` searches it.
 
     >>> build_index(documents, Path("index"), encoder)
     >>> retriever = Retriever.from_config(RetrieverConfig(index_dir="index"), EncoderConfig())
@@ -53,7 +53,7 @@ class RetrievalResult(NamedTuple):
 
 
 class GenerationView(Protocol):
-    """What searches one generation, as a `IndexSearcher` does."""
+    """Searches one generation: an `IndexSearcher`, or the shards of a cluster."""
 
     @property
     def store(self) -> Store: ...
@@ -73,7 +73,7 @@ class GenerationView(Protocol):
 
 
 class Retriever:
-    """Finds passages in the generation of an index that is current when a query comes. Safe to call from several threads."""
+    """Searches the generation that is current when a query arrives. Safe to call from several threads."""
 
     def __init__(
         self,
@@ -85,7 +85,7 @@ class Retriever:
         shard: Callable[[Store], ShardLike] | None = None,
         follow: bool = True,
     ) -> None:
-        """`shard` opens a generation's segments, in this process if None. `follow` False: stay with the generation of `store`.
+        """`shard` opens the segments of a generation; None: in this process. `follow` False: keep the generation of `store`.
 
         Raises: EncoderMismatch, ConfigError, StoreCorrupt.
         """
@@ -100,9 +100,7 @@ class Retriever:
     @classmethod
     def from_config(cls, config: RetrieverConfig, encoder: EncoderConfig | TextEncoder) -> Retriever:
         """Raises: ConfigError without an index folder, StoreError or ModelError if index or models cannot be used."""
-        read_current(
-            configured_index_dir(config)
-        )  # Why first: a missing index is told before seconds of loading a model
+        read_current(configured_index_dir(config))  # Why first: a missing index fails before a model loads for seconds
         loaded = Encoder.load(encoder) if isinstance(encoder, EncoderConfig) else encoder
         reranker = Reranker.load(RerankerConfig(model=config.reranker)) if config.reranker else None
         store = Store.open(config.index_dir, loaded.identity, pointer=config.pointer)
@@ -138,14 +136,14 @@ class Retriever:
         prefetch_k: int = 0,
         known: frozenset[PassageKey] = frozenset(),
     ) -> SearchResult:
-        """As `IndexLike.search`, and as `retrieve`: reranked, if there is a reranker, in which order prefetched ones come too.
+        """As `IndexLike.search`. With a reranker, passages and candidates come in its order.
 
         Raises: StoreError if the index was changed into one that cannot be read; InputError for a query without a vector.
         """
         view = self._current()
         try:
             return view.search(queries, k, scope, prefetch_k=prefetch_k, known=known)
-        except StoreError:  # a shard elsewhere had to open its segments again, and the generation is gone
+        except StoreError:  # a remote shard opened its segments again, and the generation is gone
             newer = self._current()
             if newer is view:
                 raise
@@ -163,7 +161,7 @@ class Retriever:
         return RetrievalResult(found.passages, found.generation, found.missing)
 
     def pinned(self) -> Retriever:
-        """The generation that is current now, whatever is committed later; shares with this one all that is open."""
+        """A retriever that stays with the current generation. Shares all open files with this retriever."""
         view = self._current()
         pinned = copy.copy(self)
         pinned._view, pinned._follow = view, False
@@ -178,7 +176,7 @@ class Retriever:
             return self._view
 
     def _opened(self, store: Store) -> GenerationView:
-        """The generation of `store`, or a newer one if it is gone before shards elsewhere have opened it."""
+        """Opens the generation of `store`, or a newer generation if remote shards find it removed."""
         while True:
             check_encoder(store.manifest, self._encoder.identity)
             try:
@@ -194,7 +192,7 @@ class Retriever:
 
 
 def configured_index_dir(config: RetrieverConfig) -> Path:
-    """Raises: ConfigError if none is named."""
+    """Raises: ConfigError if no folder is configured."""
     if not config.index_dir:
         raise ConfigError("retriever.index_dir is not set: build an index first, then name its folder")
     return Path(config.index_dir)
@@ -207,9 +205,9 @@ def build_index(
     config: IndexConfig | None = None,
     progress: ProgressCallback | None = None,
 ) -> Manifest:
-    """Make an index of exactly these documents, the next generation of the one there; the one before stays usable meanwhile.
+    """Make an index of exactly these documents, as the next generation of the index in the folder.
 
-    Documents that are in it already are not encode_queries again. Streams: only some thousand passages are in memory at a time.
+    Unchanged documents are not encoded again. Streams: a few thousand passages are in memory at a time.
     Raises: InputError for a document that cannot be indexed or an id that comes twice, SaveError if writing fails; then the
     index is as it was.
     """

@@ -1,9 +1,9 @@
-"""What encoder and reranker share: a text's result is bitwise the same whatever else is in the batch.
+"""The base of encoder and reranker: the result of a text is bitwise the same in any batch.
 
-Linear layers are packed (row-invariant) and only texts of equal token length share a forward, so nothing is ever padded. Where
-a start-up self-test finds that batching changes a bit, texts go through the model one at a time.
+Linear layers are packed (row-invariant) and only texts of equal token length share a forward, so nothing is padded. If a
+self-test at start finds that batching changes a bit, texts go through the model one at a time.
 
-    class Encoder(RowInvariantModel): ...    # adds `_forward`, and what goes in and comes out
+    class Encoder(RowInvariantModel): ...    # adds `_forward` and the public methods
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from ragspec.numerics.threads import AdaptiveThreads, num_processors, run_in_thr
 TokenIds = Sequence[Sequence[int]]
 
 _MAX_FORWARD_TOKENS = 1024
-"""Rows of one forward; measured: larger batches leave the cache and get slower, smaller ones waste calls on short texts."""
+"""Tokens of one forward. Measured: larger batches leave the cache, smaller batches waste calls on short texts."""
 
 _MAX_CHARS_PER_TOKEN = 64
 _SELF_TEST_LENGTHS = (3, 17, 129)
@@ -38,12 +38,12 @@ class RowInvariantModel(ABC):
     """A model over token ids. Safe to call from several threads: one computes, the others wait."""
 
     def __init__(self, model: Any, tokenizer: Any, max_tokens: int, batch_size: int) -> None:
-        """Take over `model`: its linear layers are packed in place, so whoever wants its weights reads them before."""
+        """Take over `model`: its linear layers are packed in place. Read its weights before."""
         self._model = model.eval()
         self._tokenizer = tokenizer
         self._max_tokens = max_tokens
         self._lock = threading.Lock()
-        self._tokenizing = threading.Lock()  # Why: whether to cut is a state of the tokenizer
+        self._tokenizing = threading.Lock()  # Why: truncation is a state of the tokenizer
         self.max_batch_size = batch_size
         most_threads = num_processors()
         if packing_available():
@@ -56,7 +56,7 @@ class RowInvariantModel(ABC):
 
     @property
     def max_tokens(self) -> int:
-        """What the model reads of a text; special tokens included."""
+        """The longest text the model reads, special tokens included."""
         return self._max_tokens
 
     @abstractmethod
@@ -86,7 +86,7 @@ class RowInvariantModel(ABC):
         return encoded
 
     def _features(self, token_ids: TokenIds, type_ids: TokenIds | None = None) -> dict[str, Tensor]:
-        """What the model takes. Shapes: two [B, T]; no `type_ids` means zeros."""
+        """The model's inputs. Shapes: two [B, T]; `type_ids` None means zeros."""
         ids = torch.tensor(token_ids)  # [B, T]
         features = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
         if "token_type_ids" in self._tokenizer.model_input_names:
@@ -94,10 +94,10 @@ class RowInvariantModel(ABC):
         return features
 
     def _each_batch(self, token_ids: TokenIds, compute: Callable[[list[int]], None]) -> None:
-        """Call `compute` with the numbers of texts that may share a forward, until every text had its turn."""
+        """Call `compute` for each batch of row numbers that share a forward."""
         threads = (
             self._threads if len(token_ids) > 1 else AdaptiveThreads(1)
-        )  # Why: starting workers for one costs more
+        )  # Why: starting threads for one text costs more
 
         def run() -> None:
             for rows in self._batches(token_ids):
@@ -122,9 +122,9 @@ class RowInvariantModel(ABC):
 
 @contextmanager
 def model_loading(what: str) -> Iterator[None]:
-    """No progress bar of transformers while a model loads; the setting is put back afterwards.
+    """Loads a model inside the block: hides progress bars of transformers, and restores the setting afterwards.
 
-    Raises: ModelError, naming `what`, for whatever the libraries raise.
+    Raises: ModelError, naming `what`, for any error of the libraries.
     """
     from transformers.utils import logging  # Why: seconds of imports, only when a model is wanted
 

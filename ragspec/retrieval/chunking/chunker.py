@@ -27,9 +27,9 @@ _JOINERS = frozenset("\u200d\ufe0e\ufe0f")
 def chunk(document: Document, config: ChunkingConfig, limit: TokenLimit | None = None) -> list[Passage]:
     """Passages of at most `max_chars` characters, in order, each a run of whole sentences of one section.
 
-    With a limit, `embedded_text` of each has at most `limit.max_tokens` tokens, and at most `config.max_tokens`. A sentence too
-    long for one passage is cut between words, and a word between characters. Neighbours in a section share the whole sentences
-    that fit `overlap_chars`.
+    With a limit, the `embedded_text` of each passage has at most `limit.max_tokens` tokens, and at most `config.max_tokens`. A
+    sentence too long for one passage is cut between words, and a word between characters. Adjacent passages of a section share
+    the whole sentences that fit `overlap_chars`.
     Raises: ConfigError if `config.max_tokens` is set without a limit that counts tokens.
     """
     if config.max_tokens is not None:

@@ -1,7 +1,6 @@
-"""What an index holds, as one key: equal keys mean the same documents, encoder and settings, hence the same answers.
+"""The content key of an index: equal keys mean equal documents, encoder and settings, hence equal answers.
 
-The keys of single documents are added up modulo 2**256, so the order in which they came, and what was deleted meanwhile, leave
-no trace.
+The keys of the documents are added modulo 2**256, so the order of insertions, and deleted documents, leave no trace.
 
 >>> content_key(documents, encoder.identity, config) == read_current(index_dir)[1].content_key
 """
@@ -24,10 +23,10 @@ _MODULUS = 2 ** (8 * KEY_BYTES)
 
 
 class ContentSum:
-    """The sum of the documents' keys; documents can be taken out again."""
+    """The sum of the documents' keys."""
 
     def __init__(self, value: str = "") -> None:
-        """`value` as `str()` of another sum."""
+        """`value`: `str()` of another sum."""
         self._sum = int(value, 16) if value else 0
 
     def add(self, key: bytes) -> None:
@@ -47,13 +46,13 @@ class ContentSum:
 
 
 class IdsByKey:
-    """Which documents have a key; few have that of another, so one alone is kept without a table of its own."""
+    """Maps keys to document ids. Few documents share a key, so a single id is stored without a table."""
 
     def __init__(self) -> None:
         self._ids: dict[bytes, str | dict[str, None]] = {}
 
     def ids(self, key: bytes) -> Iterable[str]:
-        """In the order in which they came."""
+        """The ids in the order of insertion."""
         found = self._ids.get(key, {})
         return (found,) if isinstance(found, str) else found
 
@@ -73,7 +72,7 @@ class IdsByKey:
 
 
 def content_key(documents: Iterable[Document], encoder: EncoderIdentity, config: IndexConfig) -> str:
-    """The key that an index of these documents has or would have; reads the documents once, encodes nothing."""
+    """The content key of an index of these documents. Reads the documents once and encodes nothing."""
     total = ContentSum()
     for document in documents:
         total.add(document_key(check_document(document)))
@@ -81,19 +80,19 @@ def content_key(documents: Iterable[Document], encoder: EncoderIdentity, config:
 
 
 def document_key(document: Document) -> bytes:
-    """SHA-256 of everything a document holds."""
+    """SHA-256 of all fields of a document."""
     headings = json.dumps(document.headings)
     names = (document.id, document.title, document.source, document.owner, document.origin)
     return _digest((*names, metadata_json(document), headings, document.text))
 
 
 def text_key(document: Document) -> bytes:
-    """SHA-256 of owner, metadata and text: equal for two documents that one reader would find twice, by the same filters."""
+    """SHA-256 of owner, metadata and text. Equal keys mean duplicates: the same readers find both by the same filters."""
     return _digest((document.owner, metadata_json(document), document.text))
 
 
 def check_document(document: Document) -> Document:
-    """Raises: InputError if an index could not hold the document as it is."""
+    """Returns the document. Raises: InputError if an index cannot hold it unchanged."""
     if not isinstance(document.id, str) or not document.id:
         raise InputError("a document has no id")
     names = ("id", "text", "title", "source", "owner", "origin")

@@ -1,6 +1,8 @@
-"""Which documents an index has while a writer changes it, and where each of them lies.
+"""Maps document ids to segments while a writer changes an index.
 
-Sealed segments come first, in order; documents written since then lie in the segment that is still being filled.
+Sealed segments come first, in order. Unsealed documents lie in the segment that is still being filled.
+
+    >>> DocumentMap(store, with_texts=False).find("faq.jsonl:3")
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from ragspec.retrieval.index.store import LiveSegment, Store
 
 
 class DocumentLocation(NamedTuple):
-    """A document's segment, counted in the order of `DocumentMap.segments`, and its number inside."""
+    """The index of a document's segment in `DocumentMap.segments`, and the document's number in the segment."""
 
     segment: int
     document: int
@@ -35,10 +37,10 @@ class _Unsealed(NamedTuple):
 
 
 class DocumentMap:
-    """Owns the deletion marks of every segment. `content` sums the keys of the documents that are there."""
+    """Owns the deletion marks of every segment. `content` is the sum of the keys of the live documents."""
 
     def __init__(self, store: Store | None, with_texts: bool) -> None:
-        """`with_texts`: keep track of which text belongs to whom, for `with_text`."""
+        """`with_texts`: also map text keys to documents, for `with_text`."""
         self.segments: list[LiveSegment] = []
         self.content = ContentSum(store.manifest.content_sum if store is not None else "")
         self._places: dict[str, DocumentLocation] = {}
@@ -58,7 +60,7 @@ class DocumentMap:
         return self._places.get(document_id)
 
     def segment(self, place: DocumentLocation) -> IndexSegment | None:
-        """The sealed segment it lies in, or None."""
+        """The sealed segment of a document; None for an unsealed document."""
         return self.segments[place.segment].segment if place.segment < len(self.segments) else None
 
     def key(self, place: DocumentLocation) -> bytes:
@@ -70,7 +72,7 @@ class DocumentMap:
         return self._texts.ids(key)
 
     def origins(self) -> Iterator[tuple[str, str, str]]:
-        """Id, owner and origin of the sealed documents that are there."""
+        """Id, owner and origin of the live sealed documents."""
         for live in self.segments:
             owners, origins = (live.segment.documents[name].to_pylist() for name in ("owner", "origin"))
             yield from ((live.segment.ids[n], owners[n], origins[n]) for n in live.live_documents())
@@ -84,7 +86,9 @@ class DocumentMap:
     def ids_of_source(self, source: str) -> list[str]:
         """Ids of the sealed documents that came from `source`."""
         found: list[str] = []
-        if source != source.encode("utf-8", "replace").decode():  # a name of a file that is no text; no document has it
+        if (
+            source != source.encode("utf-8", "replace").decode()
+        ):  # a file name that is not valid Unicode: no document has it
             return found
         for live in self.segments:
             same = pc.equal(live.segment.documents["source"], source).to_numpy()
@@ -92,7 +96,7 @@ class DocumentMap:
         return found
 
     def add(self, document: Document) -> None:
-        """A document was written to the segment that is being filled. An older one of its id must have been deleted."""
+        """Add an unsealed document. An older document of its id must have been deleted."""
         assert document.id not in self._places
         unsealed = _Unsealed(document_key(document), text_key(document), document.owner, document.origin)
         self._places[document.id] = DocumentLocation(len(self.segments), len(self._unsealed))
@@ -112,13 +116,13 @@ class DocumentMap:
             self.segments[place.segment].is_live[place.document] = False
 
     def seal(self, segment: IndexSegment) -> None:
-        """The segment that was being filled is complete."""
+        """Turn the unsealed documents into those of the complete `segment`."""
         assert segment.record.num_documents == len(self._unsealed)
         self.segments.append(LiveSegment(segment, np.array(self._unsealed_deleted, np.int64)))
         self._unsealed, self._unsealed_deleted = [], []
 
     def replace(self, merged: Sequence[int], by: Sequence[IndexSegment]) -> None:
-        """The live documents of the segments `merged` are those of `by` now. Nothing may be unsealed."""
+        """Replace the segments `merged` by the segments `by`, which hold their live documents. No document may be unsealed."""
         assert not self._unsealed
         kept = [live for number, live in enumerate(self.segments) if number not in set(merged)]
         self.segments, self._places = [], {}
@@ -127,9 +131,9 @@ class DocumentMap:
             self._append(live)
 
     def records(self) -> tuple[tuple[SegmentRecord, ...], dict[str, bytes]]:
-        """What the next generation says of each segment, and the files of their deleted documents by name.
+        """The records of the next generation, and by name the files that list deleted documents.
 
-        Segments of which nothing is left are left out.
+        Segments without live documents are left out.
         """
         found = [_record(live) for live in self.segments if live.is_live.any()]
         return tuple(record for record, _ in found), {record.deleted_name: raw for record, raw in found if raw}
@@ -156,7 +160,7 @@ class DocumentMap:
 
 
 def _record(live: LiveSegment) -> tuple[SegmentRecord, bytes]:
-    """The record, and the file of the deleted documents; empty if there are none."""
+    """The record of a segment, and the file that lists its deleted documents; empty without deleted documents."""
     deleted = np.flatnonzero(~live.is_live).astype(np.int64)
     raw = npy_bytes(deleted) if len(deleted) else b""
     file = FileChecksum(size_bytes=len(raw), sha256=hashlib.sha256(raw).hexdigest()) if raw else None

@@ -1,4 +1,8 @@
-"""Documents on their way into an index: chunked, and encoded many at a time, so that texts of equal length share a forward."""
+"""Chunks documents and encodes them many at a time, so that texts of equal length share a forward.
+
+>>> queue.add(queue.chunked(document, known={}))
+>>> queue.encode()[0].vectors
+"""
 
 from __future__ import annotations
 
@@ -17,7 +21,10 @@ from ragspec.retrieval.index.content_key import IdsByKey, text_key
 
 @dataclass(slots=True)
 class EmbeddedDocument:
-    """A document with its passages, what they are found by, and their vectors [len(passages), E]."""
+    """A document with its passages, their embedded texts, and their vectors [len(passages), E].
+
+    `missing`: numbers of the passages whose vectors must be computed.
+    """
 
     document: Document
     passages: list[Passage]
@@ -27,10 +34,10 @@ class EmbeddedDocument:
 
 
 class EmbeddingQueue:
-    """Collects documents until they are encoded together. Every id is in it at most once."""
+    """Documents that wait to be encoded. An id is in the queue at most once."""
 
     def __init__(self, encoder: TextEncoder | None, chunking: ChunkingConfig) -> None:
-        """Without an encoder it stays empty."""
+        """Without an encoder the queue stays empty."""
         self._encoder = encoder
         self._chunking = chunking
         self._limit = None if encoder is None else TokenLimit(encoder.max_tokens, encoder.count_tokens)
@@ -44,15 +51,12 @@ class EmbeddingQueue:
     def __len__(self) -> int:
         return len(self._waiting)
 
-    def ids(self) -> list[str]:
-        return list(self._waiting)
-
     def with_text(self, key: bytes) -> Iterable[str]:
         """The ids of waiting documents with that text key."""
         return self._texts.ids(key)
 
     def chunked(self, document: Document, known: Mapping[str, FloatArray]) -> EmbeddedDocument:
-        """The document's passages; texts in `known` already have their vector."""
+        """Chunk a document. `known`: vectors by embedded text."""
         assert self._encoder is not None, "putting documents in needs an encoder"
         passages = chunk(document, self._chunking, self._limit)
         texts = [embedded_text(passage) for passage in passages]
@@ -64,7 +68,7 @@ class EmbeddingQueue:
         return EmbeddedDocument(document, passages, texts, vectors, missing)
 
     def add(self, waiting: EmbeddedDocument) -> None:
-        """An id that is not in the group."""
+        """Add a document whose id is not in the queue."""
         self._waiting[waiting.document.id] = waiting
         self._texts.add(text_key(waiting.document), waiting.document.id)
         self.num_missing += len(waiting.missing)
@@ -78,9 +82,9 @@ class EmbeddingQueue:
         self.num_missing -= len(waiting.missing)
 
     def encode(self) -> list[EmbeddedDocument]:
-        """All waiting documents, in order, with every vector; the group is empty afterwards.
+        """All waiting documents, in order, with every vector. The queue is empty afterwards.
 
-        Raises: ModelError for a vector that is not finite, which no search could rank; RetrievalError if the encoder is away.
+        Raises: ModelError for a vector that is not finite, which no search could rank; RetrievalError if the encoder fails.
         """
         waiting = list(self._waiting.values())
         if not waiting or self._encoder is None:

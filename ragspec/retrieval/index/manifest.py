@@ -1,10 +1,10 @@
-"""The manifest of an index: what it holds, how it was made, and the hash of every file.
+"""The manifest of an index: its segments, encoder and settings, and the hash of every file.
 
     index_dir/
       CURRENT                  one line: folder name of the generation in use and the SHA-256 of its manifest.json
       generation-000007/
         manifest.json          this record
-        deleted-000002.npy     documents of segment 2 that this generation no longer has (int64, sorted)
+        deleted-000002.npy     deleted documents of segment 2 (int64, sorted)
       segment-000002/
         vectors.npy            [K, E] float32, L2-normalised
         passages.arrow         spans inside documents, one row per vector
@@ -12,7 +12,7 @@
         terms.npy, ...         postings of the passages' words (`ragspec.retrieval.search.bm25`)
         dense.faiss            only for an approximate index
 
-Segments and generations are never changed; generations share segments. Nothing is read before every hash has been compared.
+Segments and generations never change; generations share segments. Every hash is compared before a file is read.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class FileChecksum(ManifestRecord):
 
 
 class EncoderRecord(ManifestRecord):
-    """The encoder the vectors came from; see `ragspec.retrieval.encoder.EncoderIdentity`."""
+    """The encoder of the vectors; see `ragspec.retrieval.encoder.EncoderIdentity`."""
 
     id: str
     fingerprint: str
@@ -66,7 +66,7 @@ class EncoderRecord(ManifestRecord):
 
 
 class SegmentRecord(ManifestRecord):
-    """A segment as one generation sees it: `num_deleted` of its documents are gone, listed in the generation's own file."""
+    """A segment in one generation. A file of the generation lists the `num_deleted` deleted documents."""
 
     number: Count
     num_documents: Count
@@ -86,10 +86,10 @@ class SegmentRecord(ManifestRecord):
 
 
 class Manifest(ManifestRecord):
-    """Everything that must be known before an index may be used.
+    """Describes one generation of an index.
 
-    `content_key` is the SHA-256 of documents, encoder and settings: equal keys mean the same index. `content_sum` is the part of
-    it that the documents make up. `analyzer` names what turned texts into terms.
+    `content_key`: SHA-256 of documents, encoder and settings. `content_sum`: the documents' part of that key. `analyzer`: the id
+    of the `Analyzer` that turned texts into terms.
     """
 
     schema_version: Literal[2] = SCHEMA
@@ -113,7 +113,7 @@ class Manifest(ManifestRecord):
 
     @property
     def generation_id(self) -> str:
-        """Names this generation and its content; part of what makes an answer repeatable."""
+        """Names this generation and its content. An answer repeats only within the same generation."""
         return f"{self.generation}-{self.content_key[:12]}"
 
 
@@ -126,15 +126,15 @@ def created_by() -> str:
 
 
 def read_current(index_dir: Path) -> tuple[Path, Manifest]:
-    """The folder and manifest of the generation in use.
+    """The folder and manifest of the current generation.
 
-    Raises: StoreMissing if there is no index, StoreCorrupt if its manifest is not the one that was written.
+    Raises: StoreMissing if there is no index, StoreCorrupt if the manifest's hash differs.
     """
     return read_generation(index_dir, read_pointer(index_dir))
 
 
 def read_generation(index_dir: Path, pointer: str) -> tuple[Path, Manifest]:
-    """As `read_current`, for what CURRENT said at some time."""
+    """As `read_current`, for a generation named by an earlier content of CURRENT."""
     match = _POINTER.fullmatch(pointer)
     if not match:
         raise StoreCorrupt(f"{index_dir / CURRENT} does not name a generation of a ragspec index")
@@ -170,9 +170,9 @@ def segment_folders(manifest: Manifest) -> set[str]:
 
 
 def verify_checksums(files: Iterable[tuple[Path, FileChecksum]]) -> None:
-    """Compare size and hash of every file, several at a time.
+    """Compare size and hash of every file, several files at a time.
 
-    Raises: StoreCorrupt with the file and what differs.
+    Raises: StoreCorrupt naming the file and the difference.
     """
     with ThreadPoolExecutor(_HASHED_AT_ONCE) as pool:
         for _ in pool.map(lambda each: _check_file(*each), files):

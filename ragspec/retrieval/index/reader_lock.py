@@ -1,6 +1,6 @@
-"""A reader's word that it still needs a generation: a locked file in the index's folder, which no clean-up overlooks.
+"""Reader locks: a locked file in the index's folder keeps a generation from being removed.
 
-For jobs that must answer from one generation for hours while others write. The lock dies with its holder.
+For jobs that answer from one generation for hours while others write. The lock ends with the process of its holder.
 
     >>> with reader_lock(index_dir) as pointer:
     ...     Store.open(index_dir, pointer=pointer)
@@ -22,18 +22,21 @@ _PREFIX = ".lease-"
 
 @contextlib.contextmanager
 def reader_lock(index_dir: Path, pointer: str = "") -> Iterator[str]:
-    """The pointer of the current generation, or of the one that `pointer` names; inside, its files stay. In a folder that cannot
-    be written to, it is only named.
+    """Yields the pointer of the current generation, or `pointer`; no writer removes the generation's files inside the block.
+
+    A folder that is not writable gets no lock.
 
     Raises: StoreMissing, StoreCorrupt.
     """
     while True:
-        wanted = pointer or read_pointer(index_dir)
-        with _held(index_dir, wanted):
-            if not pointer and read_pointer(index_dir) != wanted:  # it may have been removed before the lock was there
+        locked = pointer or read_pointer(index_dir)
+        with _held(index_dir, locked):
+            if (
+                not pointer and read_pointer(index_dir) != locked
+            ):  # a writer may have removed it before the lock was there
                 continue
-            read_generation(index_dir, wanted)
-            yield wanted
+            read_generation(index_dir, locked)
+            yield locked
             return
 
 
@@ -48,8 +51,8 @@ def _held(index_dir: Path, pointer: str) -> Iterator[None]:
                 fcntl.flock(file, fcntl.LOCK_SH)
                 file.write(pointer)
                 file.flush()
-                with contextlib.suppress(FileNotFoundError):  # a writer's clean-up took it for something left behind
-                    building.rename(path)  # Why last: a clean-up removes leases that are not locked
+                with contextlib.suppress(FileNotFoundError):  # a writer's clean-up took it for an unfinished file
+                    building.rename(path)  # Why last: a clean-up removes lock files that are not locked
             stack.callback(path.unlink, missing_ok=True)
         yield
 

@@ -1,8 +1,5 @@
-"""A segment: documents, their passages, and what finds them. Written once, then only read.
+"""A segment opened for reading: documents, their passages, vectors and postings. Never changes a file.
 
->>> writer = IndexSegmentWriter(folder, dimension=384)
->>> writer.add(document, passages, vectors, terms)
->>> writer.finish()
 >>> IndexSegment(folder, record, dimension=384, dense=DenseConfig()).passage(0).text
 """
 
@@ -39,7 +36,7 @@ class IndexSegment:
     """An opened segment. Rows are numbered as in `vectors` [K, E] (float32, L2-normalised, mapped)."""
 
     def __init__(self, folder: Path, record: SegmentRecord, dimension: int, dense: DenseConfig) -> None:
-        """Map the files, whose hashes must have been compared. Raises: StoreCorrupt if they do not fit together."""
+        """Map the files. Their hashes must have been compared. Raises: StoreCorrupt if they do not fit together."""
         if set(record.files) - {DENSE} != FILES:
             raise StoreCorrupt(f"{folder}: the manifest lists {sorted(record.files)}, not {sorted(FILES)}")
         self.folder, self.record = folder, record
@@ -65,14 +62,14 @@ class IndexSegment:
 
     @cached_property
     def nearest(self) -> DenseIndex:
-        """What searches the vectors on the CPU. Raises: StoreCorrupt."""
+        """The index that searches the vectors on the CPU. Raises: StoreCorrupt."""
         if DENSE in self.record.files:
             return ApproximateIndex.open(self.folder, self.vectors, self._dense)
         return ExactIndex(self.vectors)
 
     @cached_property
     def nearest_on_gpu(self) -> DenseIndex:
-        """What searches the vectors on a GPU; HNSW stays on the CPU, FAISS has none elsewhere. Raises: StoreCorrupt."""
+        """The index that searches the vectors on a GPU. HNSW stays on the CPU, since FAISS has it only there."""
         if DENSE not in self.record.files:
             return GpuIndex.flat(self.vectors)
         return (
@@ -83,12 +80,12 @@ class IndexSegment:
 
     @cached_property
     def ids(self) -> list[str]:
-        """The documents' ids."""
+        """Document ids by number."""
         return self.documents["id"].to_pylist()  # type: ignore[no-any-return]
 
     @cached_property
     def order(self) -> NDArray[np.int64]:
-        """Where each row stands by document id and ordinal, as a number that grows with it. Shapes: [K]."""
+        """A number for each row that sorts rows by document id and ordinal. Shapes: [K]."""
         by_id = pc.sort_indices(self.documents["id"]).to_numpy()  # by UTF-8 bytes, which is the order of the characters
         ranks = np.empty(len(by_id), np.int64)
         ranks[by_id] = np.arange(len(by_id))
@@ -96,13 +93,13 @@ class IndexSegment:
 
     @cached_property
     def columns(self) -> DocumentColumns:
-        """What filters look at."""
+        """The columns that filters read."""
         table = self.documents
         return DocumentColumns(table["id"], table["title"], table["source"], table["metadata"])
 
     @cached_property
     def owners(self) -> tuple[NDArray[np.int64], list[str]]:
-        """Each document's owner as a place in the list of all owners."""
+        """Each document's owner as an index into the list of all owners."""
         encoded = self.documents["owner"].combine_chunks().dictionary_encode()
         codes: NDArray[np.int64] = encoded.indices.to_numpy(zero_copy_only=False).astype(np.int64)
         return codes, encoded.dictionary.to_pylist()
@@ -127,7 +124,7 @@ class IndexSegment:
         )
 
     def passage_key(self, row: int) -> tuple[str, int]:
-        """(document id, ordinal): what orders passages of equal score."""
+        """(document id, ordinal), which orders passages of equal score."""
         number, ordinal = self.spans[row, :2].tolist()
         return self.ids[number], ordinal
 
@@ -146,9 +143,9 @@ class IndexSegment:
 
 
 def check_segment(segment: IndexSegment) -> None:
-    """Vectors are unit vectors, documents have the keys that were recorded, passages are slices of their documents.
+    """Check that vectors are unit vectors, documents match their keys, and passages are slices of their documents.
 
-    Raises: StoreCorrupt with the first thing that is wrong.
+    Hashes cannot tell this. Raises: StoreCorrupt with the first fault.
     """
     _check_vectors(segment)
     rows_seen = 0

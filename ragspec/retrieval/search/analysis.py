@@ -1,4 +1,4 @@
-"""Texts become terms: what word search compares. The same text and settings always give the same terms.
+"""Text analysis: turns texts into the terms of BM25. The same text and settings always give the same terms.
 
 Words are runs of letters, digits and marks, in lower case, reduced to their stem by the rules of the language. Scripts that are
 written without spaces have no such runs: there, each pair of neighbouring characters is a term, and each Chinese character by
@@ -20,10 +20,10 @@ import tantivy
 from ragspec.config import AnalyzerConfig
 
 _RULES = 1
-"""Part of every analyzer's id; to be raised with any change of this file that changes terms."""
+"""Part of every analyzer's id. Raise it with any change of this file that changes terms."""
 
 _FOLDED = {"dutch", "english", "french", "italian", "portuguese", "romanian", "spanish"}
-"""Languages in which a letter without its accent is the same letter, often typed so; elsewhere å is not a."""
+"""Languages in which writers often omit accents, so accents are removed; elsewhere å is a letter of its own."""
 
 _MAX_TERM_BYTES = 100
 
@@ -52,9 +52,9 @@ class Analyzer:
 
     @cached_property
     def id(self) -> str:
-        """Names settings and rules, and tells libraries apart that cut a fixed text into other terms.
+        """Names the settings, the rules and the terms of a fixed text, which reveal a library that behaves differently.
 
-        Why not by their versions: an index would have to be built again after every update.
+        Why not the library's version: an index would have to be rebuilt after every update.
         """
         stop_words = "+stop" if self.config.stop_words else ""
         digest = hashlib.sha256("\n".join(self.terms(_PROBE)).encode()).hexdigest()[:12]
@@ -78,7 +78,7 @@ def _analyzer(tokenizer: tantivy.Tokenizer, config: AnalyzerConfig) -> tantivy.T
     filters = [tantivy.Filter.remove_long(_MAX_TERM_BYTES), tantivy.Filter.lowercase()]
     if config.stop_words:
         filters.append(tantivy.Filter.stopword(config.language))
-    if config.language == "english":  # its stemmer knows no accents; the others tell endings by them
+    if config.language == "english":  # the English stemmer knows no accents; other stemmers need them
         filters.append(tantivy.Filter.ascii_fold())
     if config.language != "none":
         filters.append(tantivy.Filter.stemmer(config.language))

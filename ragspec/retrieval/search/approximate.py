@@ -1,11 +1,11 @@
-"""Approximate search through FAISS: candidates from HNSW or IVF, scored and ordered as exact search does.
+"""Approximate search through FAISS: candidates from HNSW or IVF, scored and ordered as in exact search.
 
-Sizing rule, by the rows of a segment: below `MIN_ROWS` none, an exact scan is as fast; `hnsw` is HNSW32 (efConstruction 200,
-efSearch 128); `ivf` has 4 sqrt(rows) lists, rounded to a power of two, of 8-bit vectors, and looks into one list of 16, eight at
-least. Memory a row: 4 E + 272 bytes for HNSW32, E + 8 for IVF with SQ8.
+Defaults by the rows of a segment: below `MIN_ROWS` no FAISS index, since an exact scan is as fast; `hnsw` is HNSW32
+(efConstruction 200, efSearch 128); `ivf` has 4 sqrt(rows) lists, rounded to a power of two, of 8-bit vectors, and searches one
+list in 16, at least eight. Memory per row: 4 E + 272 bytes for HNSW32, E + 8 for IVF with SQ8.
 
-A query is searched alone and by one thread, so its candidates do not depend on the others; an index is built by one thread, so
-the same rows give the same index.
+One thread searches each query alone, so its candidates do not depend on other queries. One thread builds an index, so the same
+rows give the same index.
 
     >>> ApproximateIndex.open(folder, segment.vectors, DenseConfig(kind="hnsw")).search(queries, k=10)
 """
@@ -45,7 +45,7 @@ _ROWS_AT_ONCE = 65_536
 
 
 def build_faiss_index(folder: Path, config: DenseConfig) -> None:
-    """Write the FAISS index of a segment's vectors beside them, where the rule asks for one.
+    """Write the FAISS index of a segment's vectors beside them, unless search is exact or the segment is small.
 
     Raises: ConfigError if FAISS does not know the factory string, OSError.
     """
@@ -57,12 +57,12 @@ def build_faiss_index(folder: Path, config: DenseConfig) -> None:
 
 
 def default_faiss_factory(kind: str, num_rows: int) -> str:
-    """The rule's FAISS factory string."""
+    """The default FAISS factory string."""
     return "HNSW32" if kind == "hnsw" else f"IVF{_num_lists(num_rows)},SQ8"
 
 
 class ApproximateIndex:
-    """A FAISS index over a segment's rows; the candidate set is its own, their scores and order are canonical."""
+    """A FAISS index over a segment's rows. FAISS chooses the candidates; their scores and order are canonical."""
 
     def __init__(self, index: Any, vectors: FloatArray, config: DenseConfig) -> None:
         self._index = index
@@ -72,7 +72,7 @@ class ApproximateIndex:
 
     @classmethod
     def open(cls, folder: Path, vectors: FloatArray, config: DenseConfig) -> ApproximateIndex:
-        """Raises: StoreCorrupt if the file, whose hash must have been compared, is no index of these vectors."""
+        """Raises: StoreCorrupt if the file is no index of these vectors. Its hash must have been compared."""
         try:
             index = load_faiss().read_index(str(folder / DENSE))
         except RuntimeError as cause:
@@ -82,7 +82,7 @@ class ApproximateIndex:
         return cls(index, vectors, config)
 
     def on_gpu(self) -> GpuIndex:
-        """A copy on the GPU of an index of the IVF family."""
+        """A copy of an IVF index on the GPU."""
         return GpuIndex.ivf(self._index, self._vectors, self._width, self)
 
     def search(self, queries: FloatArray, k: int, allowed: Mask | None = None) -> list[ScoredRows]:
@@ -95,7 +95,7 @@ class ApproximateIndex:
     def _one(self, query: FloatArray, k: int, allowed: Mask | None, rows: Rows | None) -> ScoredRows:
         num_wanted = min(rescoring_depth(k), len(self._vectors) if rows is None else len(rows))
         found = self._candidates(query, num_wanted, allowed)
-        if len(found) < min(k, num_wanted):  # the part of the index that was looked into holds too few allowed rows
+        if len(found) < min(k, num_wanted):  # the searched lists hold too few allowed rows
             every = np.arange(len(self._vectors)) if rows is None else rows
             return search_rows(self._vectors, every, query[None], k)[0]
         return top_k(ScoredRows(found, canonical_scores(query, self._vectors[found])), k)
@@ -142,5 +142,5 @@ def _num_lists(num_rows: int) -> int:
 
 
 def default_search_width(kind: str, num_rows: int) -> int:
-    """The rule's efSearch, or number of lists to look into."""
+    """The default efSearch, or number of lists to search."""
     return EF_SEARCH if kind == "hnsw" else max(8, _num_lists(num_rows) // 16)

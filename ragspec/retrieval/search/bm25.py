@@ -1,10 +1,10 @@
-"""BM25 over immutable segments: a row's score is bitwise the same whatever segment, shard or batch it lies in.
+"""BM25 over immutable segments: a row's score is bitwise the same in any segment, shard or batch.
 
     score(row) = sum over the query's terms, in sorted order, of weight * tf / (tf + k1 * (1 - b + b * length / average_length))
     weight     = times the term is in the query * ln(1 + (N - df + 0.5) / (df + 0.5))
 
-N, df and the average length count the readable rows of all segments, as integers that add up exactly; every operation is one
-float64 operation in a fixed order. Tantivy's own index keeps lengths in one byte and counts deleted rows, hence this one.
+N, df and the average length count the readable rows of all segments, as integers that add up exactly. Every operation is one
+float64 operation in a fixed order. Why not tantivy's index: it stores lengths in one byte and counts deleted rows.
 Source: Robertson and Zaragoza, The Probabilistic Relevance Framework (2009); the idf is Lucene's, never negative.
 
 A segment is six arrays, mapped from disk (`ragspec.retrieval.search.bm25_builder` writes them):
@@ -55,7 +55,7 @@ POSTING_FILES = (
 _KINDS = ("u1", "i8", "i8", "i4", "u1 u2 u4", "i4")
 
 _BLOCK_ROWS = 8192
-"""Rows whose sums are kept at once: 64 KB. Measured at a million rows: a third less time than one array of sums."""
+"""Rows scored at a time; their sums take 64 KB. Measured at a million rows: a third faster than one array of sums."""
 
 
 class SparseConfig(ConfigSection):
@@ -67,7 +67,7 @@ class SparseConfig(ConfigSection):
 
 @dataclass(frozen=True, slots=True)
 class TermStatistics:
-    """What BM25 must know of all readable rows together. Integers: parts add up to the same whatever the layout."""
+    """Counts over readable rows. They are integers, so parts add up to the same sum in any layout of segments."""
 
     num_rows: int = 0
     total_length: int = 0
@@ -84,7 +84,7 @@ class TermStatistics:
 
 @dataclass(frozen=True, slots=True)
 class SparseQuery:
-    """A query with everything a segment needs to score it; equal for all segments. `terms` are distinct and sorted."""
+    """A query with its weights, the same for all segments. `terms` are distinct and sorted."""
 
     terms: tuple[str, ...]
     weights: tuple[float, ...]
@@ -94,9 +94,9 @@ class SparseQuery:
 
 
 def sparse_query(terms: Sequence[str], statistics: TermStatistics, config: SparseConfig) -> SparseQuery:
-    """The query of these terms, repeated ones counted, under the statistics of all segments and shards.
+    """The query of these terms with their repetitions, under the statistics of all segments and shards.
 
-    `math.log` and Python's floats: no SIMD path may round another way.
+    Uses `math.log` and Python's floats, since a SIMD path may round differently.
     """
     counts = sorted(Counter(terms).items())
     weights = [count * _idf(statistics.num_rows, statistics.frequencies.get(term, 0)) for term, count in counts]
@@ -119,7 +119,7 @@ class Postings:
 
     @classmethod
     def open(cls, folder: Path) -> Postings:
-        """Map the files of `folder`, whose hashes were compared before.
+        """Map the files of `folder`. Their hashes must have been compared.
 
         Raises: StoreCorrupt if a file is missing, is no array of the right type, or does not fit the others.
         """
@@ -133,7 +133,7 @@ class Postings:
         return len(self.lengths)
 
     def postings(self, term: str) -> slice:
-        """Where `rows` and `counts` hold the postings of `term`; empty for a term that no row holds."""
+        """The slice of `rows` and `counts` that holds the postings of `term`; empty for an unknown term."""
         at = self.terms.find(term)
         return slice(0, 0) if at is None else slice(int(self.offsets[at]), int(self.offsets[at + 1]))
 
@@ -228,7 +228,7 @@ def _fit_together(arrays: Sequence[NDArray[Any]]) -> bool:
 
 
 class _Terms(Sequence[str]):
-    """Sorted terms as they lie on disk; finding one takes a few microseconds and no table."""
+    """Sorted terms as stored on disk. A binary search takes a few microseconds and needs no table."""
 
     def __init__(self, raw: NDArray[np.uint8], offsets: Ints) -> None:
         self._raw = raw.data

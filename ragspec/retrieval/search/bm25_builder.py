@@ -1,6 +1,6 @@
-"""Writes the postings of a segment, from terms or from the postings of other segments, without holding more than it must.
+"""Writes the postings of a segment, from terms or from the postings of other segments.
 
-The same rows always give the same bytes, whether they were added one by one or merged.
+The same rows always give the same bytes, added one by one or merged.
 
     >>> builder.add(analyzer.terms("It rained.")); builder.write(folder); Postings.open(folder).num_rows
 """
@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from ragspec.retrieval.search.bm25 import POSTING_FILES, Ints, Postings
 
 _BLOCK_TERMS = 4_000_000
-"""Terms that are collected before they are sorted; 32 MB of keys."""
+"""Terms collected before a sort; their keys take 32 MB."""
 
 
 class PostingsBuilder:
@@ -27,7 +27,7 @@ class PostingsBuilder:
 
     def __init__(self) -> None:
         self._ids: defaultdict[str, int] = defaultdict()
-        self._ids.default_factory = self._ids.__len__  # a term's number is how many came before it
+        self._ids.default_factory = self._ids.__len__  # a term's number: how many terms came before it
         self._block = array("i")  # term numbers of the rows since the last block
         self._lengths = array("i")
         self._sorted_rows = 0
@@ -60,7 +60,7 @@ class PostingsBuilder:
         self._sorted_rows = self.num_rows
 
     def write(self, folder: Path) -> None:
-        """Write `POSTING_FILES` into `folder`; flushing them to the disk is the caller's business.
+        """Write `POSTING_FILES` into `folder`. The caller flushes them to the disk.
 
         Raises: OSError.
         """
@@ -95,8 +95,8 @@ def merge_postings(postings: Sequence[Postings], kept_rows: Sequence[Ints]) -> P
     Shapes: kept_rows[i] [<= K of segment i] int64, strictly ascending.
     """
     builder = PostingsBuilder()
-    for one, kept in zip(postings, kept_rows, strict=True):
-        builder.add_postings(one, kept)
+    for source, kept in zip(postings, kept_rows, strict=True):
+        builder.add_postings(source, kept)
     return builder
 
 

@@ -1,8 +1,8 @@
 """Exact search: the best rows by cosine, bit for bit the same alone or in a batch.
 
-A packed matrix product (float32, block by block) proposes candidates; their score is *defined* as the sequential float64 sum of
-the products of the stored float32 values. A float32 score is off by at most a known bound, so candidates that could hide a better
-row are found out and the search is widened: the result is the exact top k whatever the product's last bits are.
+A packed matrix product (float32, block by block) proposes candidates. Their score is *defined* as the sequential float64 sum of
+the products of the stored float32 values. The error of a float32 score has a known bound, so the search widens whenever a better
+row may be missing: the result is the exact top k for any last bits of the product.
 
     >>> ExactIndex(segment.vectors).search(encoder.encode(["rain"], "query"), k=3)
 """
@@ -28,7 +28,7 @@ Mask = NDArray[np.bool_]
 _BLOCK_ROWS = 16_384
 _QUERIES_PER_PRODUCT = 64
 FEW_ROWS_SHARE = 0.05
-"""Where so few rows are allowed, they are looked at alone."""
+"""At most this share of allowed rows is scanned without the index."""
 
 
 def load_faiss() -> Any:
@@ -41,7 +41,7 @@ def load_faiss() -> Any:
 
 
 class ScoredRows(NamedTuple):
-    """Rows and their canonical scores, in no order: at least the best k, with everything that ties with the last of them."""
+    """Rows and their canonical scores, unordered: at least the best k, and every row that ties with the k-th."""
 
     rows: Rows
     scores: NDArray[np.float64]
@@ -51,7 +51,7 @@ class DenseIndex(Protocol):
     """Finds rows for query vectors."""
 
     def search(self, queries: FloatArray, k: int, allowed: Mask | None = None) -> list[ScoredRows]:
-        """The best `k` allowed rows a query; fewer only if fewer are allowed.
+        """The best `k` allowed rows of each query; fewer only if fewer are allowed.
 
         Shapes: queries [B, E] float32, L2-normalised; allowed [K].
         """
@@ -59,7 +59,7 @@ class DenseIndex(Protocol):
 
 
 class ExactIndex:
-    """Every row is looked at. Holds a packed copy of the vectors beside the mapped ones."""
+    """Scores every row. Holds a packed copy of the mapped vectors."""
 
     def __init__(self, vectors: FloatArray) -> None:
         self._vectors = vectors  # [K, E]
@@ -117,7 +117,7 @@ class ExactIndex:
         return search_rows(self._vectors, more, query[None], k)[0]
 
     def _rows_above(self, query: FloatArray, threshold: float, forbidden: Tensor | None) -> Rows:
-        """Every row whose float32 score reaches `threshold`: duplicates and near ties at the border of the candidates."""
+        """Every row whose float32 score reaches `threshold`: the candidates, and rows that nearly tie with the last of them."""
         one = torch.from_numpy(query)[None]
         found = [
             (self._block_scores(number, one, forbidden)[0] >= threshold).nonzero()[:, 0] + number * _BLOCK_ROWS
@@ -130,7 +130,7 @@ _NOTHING = ScoredRows(np.empty(0, np.int64), np.empty(0, np.float64))
 
 
 def search_rows(vectors: FloatArray, rows: Rows, queries: FloatArray, k: int) -> list[ScoredRows]:
-    """The best of the given rows, some at a time. Shapes: vectors [K, E], rows ascending, queries [B, E]."""
+    """The best of the given rows, block by block. Shapes: vectors [K, E], rows ascending, queries [B, E]."""
     found = [_NOTHING for _ in queries]
     for first in range(0, len(rows) if k > 0 else 0, _BLOCK_ROWS):
         some = rows[first : first + _BLOCK_ROWS]
@@ -142,7 +142,7 @@ def search_rows(vectors: FloatArray, rows: Rows, queries: FloatArray, k: int) ->
 
 
 def top_k(scored: ScoredRows, k: int) -> ScoredRows:
-    """The best `k`, and what ties with the last of them."""
+    """The best `k` rows, and the rows that tie with the k-th."""
     if len(scored.rows) <= k:
         return scored
     kept = scored.scores >= np.partition(scored.scores, -k)[-k]
@@ -155,7 +155,7 @@ def rescoring_depth(k: int) -> int:
 
 
 def canonical_scores(query: FloatArray, vectors: NDArray[np.floating]) -> NDArray[np.float64]:
-    """Dot products that no machine, batch or library changes.
+    """Dot products with the same bits on every machine and in every batch.
 
     A product of two float32 is exact in float64, and `accumulate` adds strictly from left to right.
     Shapes: query [E], vectors [K, E] -> [K].

@@ -1,6 +1,6 @@
-"""Which documents a request asks about, by their metadata; decided before anything is searched.
+"""Metadata filters, evaluated before a search.
 
-The JSON form is that of OpenAI's vector stores, with `not` added:
+The JSON form is the form of OpenAI's vector stores, with `not` added:
 
     {"type": "and", "filters": [{"type": "gte", "key": "year", "value": 2020},
                                 {"type": "not", "filter": {"type": "in", "key": "tag", "value": ["draft", "old"]}}]}
@@ -80,14 +80,14 @@ class ComparisonFilter(ConfigSection):
 
 
 class CompoundFilter(ConfigSection):
-    """All filters hold, or at least one."""
+    """Holds if all filters hold (`and`), or at least one of them (`or`)."""
 
     type: Literal["and", "or"]
     filters: tuple[Filter, ...] = Field(min_length=1, strict=False)
 
 
 class NotFilter(ConfigSection):
-    """The filter does not hold."""
+    """Holds where the filter does not hold."""
 
     type: Literal["not"]
     filter: Filter
@@ -116,7 +116,7 @@ def parse_filter(value: Mapping[str, Any]) -> Filter:
 
 
 def _check_size(value: Any) -> None:
-    """Without recursion: a deep filter would exhaust the stack, here or where it is checked next."""
+    """Without recursion: a deep filter would exhaust the stack, here or in the validation after it."""
     num_nodes, num_values = 1, 0
     left = [(value, 1)]
     while left:
@@ -160,15 +160,15 @@ class _FilterKey:
 
 
 class DocumentColumns:
-    """The documents of one segment as columns that filters look at. Safe to call from several threads.
+    """The documents of one segment as columns. Safe to call from several threads.
 
-    Columns are made when first asked for; a comparison looks at each distinct value once; recent masks are kept.
+    Columns are built on first use; a comparison tests each distinct value once; recent masks are cached.
     """
 
     def __init__(
         self, ids: Sequence[str], titles: Sequence[str], sources: Sequence[str], metadata_json: Sequence[str]
     ) -> None:
-        """Sequences or arrow arrays, one entry a document."""
+        """Sequences or Arrow arrays with one entry per document."""
         self._num_documents = len(ids)
         self._texts = {"document.id": ids, "document.title": titles, "document.source": sources}
         self._metadata_json = metadata_json

@@ -1,9 +1,9 @@
-"""Search by FAISS on a GPU, with the hits and scores of the CPU; of IVF, where only rounding tells two rows apart, not always.
+"""Search by FAISS on a GPU, with the hits and scores of the CPU. IVF may differ where only rounding tells rows apart.
 
-What FAISS cannot do there is done here: its GPU indexes ignore id selectors, so allowed rows are chosen from more hits than are
-wanted; they remove nothing, and a segment never changes; they are not safe even for two readers, so one thread owns them all;
-a whole matrix at once would be copied twice, so rows go up in blocks; and they give 2,048 hits at most, so what needs more is
-scanned on the CPU. Of IVF, what needs a selector or more hits is searched there by the very index that was copied.
+Works around the limits of FAISS on GPUs. Its indexes ignore id selectors, so allowed rows are chosen from extra hits. They are
+not safe even for two readers, so one thread owns them all. They copy a whole matrix twice, so rows go up in blocks. They return
+2,048 hits at most, so a search for more scans on the CPU. An IVF search with a filter, or for more hits, uses the index on the
+CPU.
 
     >>> GpuIndex.flat(segment.vectors).search(queries, k=10)
 """
@@ -33,14 +33,14 @@ from ragspec.retrieval.search.dense import (
 _MAX_HITS = 2048
 _ROWS_AT_ONCE = 65_536
 _MARGIN = 1.5
-"""More hits than the share of allowed rows asks for, since they need not be spread evenly."""
+"""Extra hits beyond the share of allowed rows, which need not be spread evenly."""
 
 _owner = ThreadPoolExecutor(1, thread_name_prefix="ragspec-gpu")
 """The only thread that touches a GPU index."""
 
 
 def num_gpus() -> int:
-    """GPUs that the installed FAISS can use; none without FAISS, which exact search on a CPU does not need."""
+    """GPUs that the installed FAISS can use; 0 without FAISS, which exact search on a CPU does not need."""
     if find_spec("faiss") is None:
         return 0
     return int(getattr(load_faiss(), "get_num_gpus", lambda: 0)())
@@ -50,8 +50,8 @@ class GpuIndex:
     """A FAISS index without selectors over a segment's rows."""
 
     def __init__(self, index: Any, vectors: FloatArray, on_cpu: DenseIndex | None = None) -> None:
-        """`on_cpu`: of what this is a copy, if it is approximate. Otherwise its hits are the best by float32 score, so that what
-        they may have missed is known."""
+        """`on_cpu`: the CPU index that an approximate `index` copies. None: `index` is exact, so its hits are the best rows by
+        float32 score, within a known error."""
         self._index = index
         self._vectors = vectors
         self._on_cpu = on_cpu
@@ -59,12 +59,12 @@ class GpuIndex:
 
     @classmethod
     def flat(cls, vectors: FloatArray) -> GpuIndex:
-        """Every row is looked at."""
+        """An exact index over all rows."""
         return cls(_owner.submit(_flat, vectors).result(), vectors)
 
     @classmethod
     def ivf(cls, index: Any, vectors: FloatArray, num_probes: int, on_cpu: DenseIndex) -> GpuIndex:
-        """A copy of a CPU index of the IVF family, which `on_cpu` searches."""
+        """A copy of `index`, an IVF index that `on_cpu` searches."""
         return cls(_owner.submit(_copied, index, num_probes).result(), vectors, on_cpu)
 
     def search(self, queries: FloatArray, k: int, allowed: Mask | None = None) -> list[ScoredRows]:

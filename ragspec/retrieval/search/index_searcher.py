@@ -1,9 +1,10 @@
-"""One generation as queries meet it: which lists are searched, how they become one, what is given away with the answer.
+"""Searches one generation of an index: dense, sparse or hybrid, fused, reranked, with prefetched candidates.
 
-Owns the order of the steps (search, fuse, rerank, prefetch) and knows no encoder: queries come encode_queries.
+Owns the order of these steps. Knows no encoder: queries come encoded.
 
-    >>> view = IndexSearcher(Store.open("index"), RetrieverConfig(mode="sparse"))
-    >>> view.search(encode_queries(["When did it rain?"], "sparse", encoder, view.terms), k=3, scope=EVERYTHING).passages
+    >>> searcher = IndexSearcher(Store.open("index"), RetrieverConfig(mode="sparse"))
+    >>> queries = encode_queries(["When did it rain?"], "sparse", encoder, searcher.terms)
+    >>> searcher.search(queries, k=3, scope=PUBLIC_SCOPE).passages
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ _RANK_OFFSET = 60
 
 
 class IndexSearcher:
-    """One generation and what searches it. Safe to call from several threads."""
+    """Searches one generation. Safe to call from several threads."""
 
     def __init__(
         self,
@@ -65,7 +66,7 @@ class IndexSearcher:
     ) -> SearchResult:
         """As `ragspec.retrieval.search.index_types.IndexLike`.
 
-        Why a query's words are cut here once more: those of another generation may have been cut by other rules.
+        Why queries are analysed again: another generation may have analysed them by other rules.
         """
         k, width = max(k, 0), max(k, prefetch_k) if prefetch_k > 0 else 0
         best = self._best(queries, k, width, scope)
@@ -79,7 +80,9 @@ class IndexSearcher:
         """At least the best max(k, width) of each query, if there are as many; the first k are the same for every width."""
         depth = k if self._scoring is None or not (k or width) else max(k, self._config.rerank_depth)
         hits = self._ranked(queries, max(depth, width), scope)
-        if self._approximate and self._list_depth(depth) < self._list_depth(width):  # a wider search finds others
+        if self._approximate and self._list_depth(depth) < self._list_depth(
+            width
+        ):  # a wider search finds other passages
             near = self._ranked(queries, depth, scope)
             hits = [_first_then(*each) for each in zip(near, hits, strict=True)]
         if self._scoring is None:
@@ -160,7 +163,7 @@ def reciprocal_rank_fusion(rankings: Sequence[Sequence[SearchHit]], depth: int) 
 
 
 def encode_queries(texts: Sequence[str], mode: RetrievalMode, encoder: TextEncoder, terms: TermFunction) -> list[Query]:
-    """The texts as a search of that mode looks for them; for words alone, nothing is computed by the encoder.
+    """The texts as queries of that mode. Mode sparse computes no vectors.
 
     Raises: InputError if a text is empty or not text, or if its vector is not finite.
     """
@@ -177,7 +180,7 @@ def encode_queries(texts: Sequence[str], mode: RetrievalMode, encoder: TextEncod
 
 
 def term_function(manifest: Manifest, mode: RetrievalMode) -> TermFunction:
-    """What cuts texts into the words of an index; it remembers none of them, for they are somebody's.
+    """The function that turns texts into the terms of an index. Caches no text, since texts belong to tenants.
 
     Raises: ConfigError if the index was built with other rules; mode dense needs none.
     """
@@ -202,6 +205,6 @@ def _vector(query: Query) -> FloatArray:
 
 
 def _first_then(near: Sequence[SearchHit], others: Iterable[SearchHit]) -> list[SearchHit]:
-    """`near`, then what else there is of `others`."""
+    """`near`, then the hits of `others` for other passages."""
     passages = {hit.passage for hit in near}
     return [*near, *(hit for hit in others if hit.passage not in passages)]

@@ -1,10 +1,10 @@
-"""What is asked of an index and what it says, for those who guess its next answers from the ones before.
+"""The records and the protocol of searches, for callers that speculate on the next results.
 
-Owns plain records and the protocol; searches nothing.
+Searches nothing.
 
     >>> pinned = index.pinned()
-    >>> lookup = pinned.search(pinned.encode(["When did it rain?"]), k=1, prefetch_k=20)
-    >>> lookup.passages[0], lookup.candidates
+    >>> result = pinned.search(pinned.encode(["When did it rain?"]), k=1, prefetch_k=20)
+    >>> result.passages[0], result.candidates
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from ragspec.retrieval.search.segment_search import PUBLIC_SCOPE, SearchScope
 RetrievalMode = Literal["dense", "sparse", "hybrid"]
 
 PassageKey = tuple[str, int]
-"""(document id, ordinal): what names a passage in any generation."""
+"""(document id, ordinal), which names a passage in any generation."""
 
 
 @dataclass(frozen=True, slots=True)
 class Query:
-    """A question as an index looks for it; the same record serves a guess and its check.
+    """An encoded query. The same record serves a guess and its verification.
 
-    `terms` are with repetitions, and none in mode dense. Queries of one index are equal if their texts are.
+    `terms` hold repetitions, and are empty in mode dense. Queries of one index are equal if their texts are.
     Shapes: vector [E] float32, L2-normalised; None in mode sparse.
     """
 
@@ -38,9 +38,9 @@ class Query:
 
 
 class ScorablePassage(NamedTuple):
-    """A passage with what scoring it takes, wherever that happens. No query's: the passage's score is 0.
+    """A passage with all that scoring it needs. It belongs to no query: the passage's score is 0.
 
-    `term_counts` are those of the text it is found by (`ragspec.retrieval.chunking.passage_text`), none in mode dense.
+    `term_counts` count the terms of `ragspec.retrieval.chunking.embedded_text`; empty in mode dense.
     Shapes: vector [E] float32, as stored; None in mode sparse.
     """
 
@@ -50,13 +50,13 @@ class ScorablePassage(NamedTuple):
 
 
 class SearchResult(NamedTuple):
-    """What the index said about some queries.
+    """The result of a search for some queries.
 
-    `passages` are the best k of each query, best first, with scores. `candidates` are the best max(k, prefetch_k) of every query,
-    in that order and by query, less those that were known already; none for a prefetch_k of 0. `statistics` count what the
-    scope's tenant may read: all its passages and their lengths, and the frequency of every term of `candidates`; empty in mode
-    dense and for a prefetch_k of 0. `missing` names segments that could not be searched: all else is what an index without them
-    says, and nothing to remember. Empty unless `RetrieverConfig.fail_closed` is off.
+    `passages`: the best k of each query, best first, with scores. `candidates`: the best max(k, prefetch_k) of each query, query
+    by query, without known passages; empty for a prefetch_k of 0. `statistics` count the passages that the scope's tenant may
+    read, their lengths, and the frequency of every term of `candidates`; empty in mode dense and for a prefetch_k of 0. `missing`
+    names segments that could not be searched; the other fields are then the answer without them, which no cache may keep. Empty
+    unless `RetrieverConfig.fail_closed` is off.
     """
 
     passages: list[list[Passage]]
@@ -76,12 +76,12 @@ class IndexLike(Protocol):
 
     @property
     def mode(self) -> RetrievalMode:
-        """How it ranks, and so how a cache of its candidates must."""
+        """How the index ranks. A cache of its candidates must rank the same way."""
         ...
 
     @property
     def is_elsewhere(self) -> bool:
-        """Whether its searches leave this process's processors to others."""
+        """Whether searches run outside this process."""
         ...
 
     def encode(self, texts: Sequence[str]) -> list[Query]:
@@ -99,11 +99,10 @@ class IndexLike(Protocol):
     ) -> SearchResult:
         """`passages` are bitwise the same for every `prefetch_k`, and a query's do not depend on the other queries.
 
-        Raises: StoreError if the generation cannot be read (any more), RetrievalError if the index, or a part of it, does not
-        answer.
+        Raises: StoreError if the generation cannot be read, RetrievalError if the index or a part of it does not answer.
         """
         ...
 
     def pinned(self) -> IndexLike:
-        """The generation that is current now, whatever is committed later."""
+        """An index that stays with the current generation."""
         ...

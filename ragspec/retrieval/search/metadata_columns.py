@@ -1,4 +1,4 @@
-"""Metadata of many documents as columns: per key, the distinct values and which documents have them.
+"""Metadata of many documents as columns: for each key, the distinct values and the documents that hold them.
 
 >>> metadata_columns(['{"year": 2024}', '{"year": 2023, "tags": ["a"]}'])["year", "number", False].codes
 """
@@ -17,11 +17,11 @@ from numpy.typing import NDArray
 Mask = NDArray[np.bool_]
 
 KINDS: dict[type, str] = {str: "string", bool: "boolean", int: "number", float: "number"}
-"""Values compare with values of their kind only."""
+"""A value compares only with values of its kind."""
 
 
 class ColumnValues(NamedTuple):
-    """Values of one key and kind: the rows that have one, and which. Shapes: rows and codes [entries] int32."""
+    """Values of one key and kind: for each entry its row and the code of its value. Shapes: rows and codes [entries] int32."""
 
     codes_by_value: dict[Any, int]
     rows: NDArray[np.int32]
@@ -33,11 +33,11 @@ class ColumnValues(NamedTuple):
 
 
 Columns = dict[tuple[str, str, bool], ColumnValues]
-"""By key, kind, and whether the values are elements of lists. 1 and 1.0 are one value, as in a dict."""
+"""Columns by key, kind, and whether the values are elements of lists. 1 and 1.0 are one value, as in a dict."""
 
 
 def text_column(texts: Any) -> ColumnValues:
-    """One text a document. `texts`: a sequence or an arrow array."""
+    """One text per document. `texts`: a sequence or an Arrow array."""
     array_ = texts if isinstance(texts, pa.Array | pa.ChunkedArray) else pa.array(texts, pa.string())
     encoded = (array_.combine_chunks() if isinstance(array_, pa.ChunkedArray) else array_).dictionary_encode()
     codes = encoded.indices.to_numpy(zero_copy_only=False).astype(np.int32)
@@ -46,7 +46,7 @@ def text_column(texts: Any) -> ColumnValues:
 
 
 def metadata_columns(metadata_json: Any) -> Columns:
-    """Every key's columns in one reading; a key that few documents have takes little room."""
+    """The columns of every key. A key that few documents hold takes little memory."""
     codes_by_value: defaultdict[tuple[str, str, bool], dict[Any, int]] = defaultdict(dict)
     entries: defaultdict[tuple[str, str, bool], tuple[array[int], array[int]]]
     entries = defaultdict(lambda: (array("i"), array("i")))

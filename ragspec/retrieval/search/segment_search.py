@@ -1,7 +1,7 @@
-"""One generation searched: by meaning, by words, under a scope, in one canonical order.
+"""Searches the segments of one generation: dense or sparse, under a scope, in one canonical order.
 
-A shard is some of the segments. Every segment is searched the same way wherever it lies, and results are merge_hits by
-(-score, document id, ordinal), so one shard with all segments and many shards with one each give the same hits and scores.
+A shard holds some of the segments. Every shard searches a segment the same way, and hits are merged by (-score, document id,
+ordinal), so one shard with all segments and many shards with one segment each give the same hits and scores.
 
     >>> Shard.open(store.segments).dense(queries, k=10, scope=SearchScope(tenant="alice"))
 """
@@ -57,7 +57,7 @@ PUBLIC_SCOPE = SearchScope()
 
 
 class SearchHit(NamedTuple):
-    """A passage found. Hits compare by rank: the best is the smallest."""
+    """The passage and score of a result. Hits compare by rank: the best is the smallest."""
 
     negative_score: float
     document_id: str
@@ -71,12 +71,12 @@ class SearchHit(NamedTuple):
 
     @property
     def passage(self) -> tuple[str, int]:
-        """What names the passage in any generation."""
+        """The passage's name in any generation."""
         return self.document_id, self.ordinal
 
 
 class ShardLike(Protocol):
-    """Some segments of one generation: a `Shard`, several of them, or the handle of one elsewhere."""
+    """Some segments of one generation: a `Shard`, a `ShardGroup`, or a handle of a remote shard."""
 
     @property
     def segment_names(self) -> frozenset[str]: ...
@@ -86,22 +86,22 @@ class ShardLike(Protocol):
         ...
 
     def statistics(self, terms: Sequence[str], tenant: str) -> TermStatistics:
-        """Counts of what the tenant may read; a filter does not change them."""
+        """Counts over the documents that the tenant may read. A filter does not change them."""
         ...
 
     def sparse(self, queries: Sequence[SparseQuery], k: int, scope: SearchScope) -> list[list[SearchHit]]:
-        """The passages that hold a query's words, best first by BM25."""
+        """The passages that hold a term of the query, best first by BM25."""
         ...
 
     def passages(self, hits: Sequence[SearchHit]) -> list[Passage]: ...
 
     def vectors(self, hits: Sequence[SearchHit]) -> list[FloatArray]:
-        """What the passages are found by, as stored. Shapes: each [E] float32."""
+        """The stored vectors of the passages. Shapes: each [E] float32."""
         ...
 
 
 class SegmentSearcher:
-    """One segment under every scope."""
+    """Searches one segment. Caches the allowed rows of recent scopes."""
 
     def __init__(self, live: LiveSegment, on_gpu: bool) -> None:
         self._segment = live.segment
@@ -122,14 +122,14 @@ class SegmentSearcher:
         return [self._hits(top_k(ScoredRows(*self._segment.postings.scores(q, allowed)), k), k) for q in queries]
 
     def load(self) -> None:
-        """Make ready what the first search would otherwise wait for. Raises: StoreCorrupt."""
+        """Load what the first search would otherwise wait for. Raises: StoreCorrupt."""
         _ = self._nearest, self._segment.ids, self._segment.owners
 
     def passage(self, hit: SearchHit) -> Passage:
         return self._segment.passage(hit.row, hit.score)
 
     def vector(self, hit: SearchHit) -> FloatArray:
-        return np.array(self._segment.vectors[hit.row])  # Why a copy: it would hold the mapped file open
+        return np.array(self._segment.vectors[hit.row])  # Why a copy: a view would keep the mapped file open
 
     @property
     def _nearest(self) -> DenseIndex:
@@ -142,7 +142,7 @@ class SegmentSearcher:
         return heapq.nsmallest(k, (SearchHit(-score, *key(row), name, row) for score, row in pairs))
 
     def _without_surplus_ties(self, scored: ScoredRows, k: int) -> ScoredRows:
-        """Of the rows that tie with the last of the best `k`, those that come first by document id and ordinal."""
+        """Drops surplus rows that tie with the k-th score: the first by document id and ordinal stay."""
         if len(scored.rows) <= k:
             return scored
         kth = scored.scores.min()
@@ -244,7 +244,7 @@ def merge_hits(found: Iterable[list[list[SearchHit]]], num_queries: int, k: int)
 def gather_by_shard(
     hits: Sequence[SearchHit], own: Iterable[Sequence[SearchHit]], answers: Iterable[Sequence[T]]
 ) -> list[T]:
-    """What each shard answered to its own hits, in the order of all of them."""
+    """The answers of the shards to their own hits, in the order of `hits`."""
     found = {hit: one for some, given in zip(own, answers, strict=True) for hit, one in zip(some, given, strict=True)}
     return [found[hit] for hit in hits]
 
