@@ -1,7 +1,7 @@
 """Full stops that do not end a sentence: abbreviations, initials and ordinals of seven languages.
 
-A word that also ends English sentences ("min.", "art.", "set.") is left out or counts only before a number. Where a text may
-be read both ways, it stays one sentence: a quote that is too long harms less than one that is cut.
+Words that also end English sentences ("min.", "art.", "set.") are left out, or count only before a number. An ambiguous text
+stays one sentence: a quote that is too long harms less than a quote that is cut.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _WORDS = frozenset(
     "dhr mevr drs jhr bijv blz zgn mln mld nl".split()
 )
 _CASED = frozenset("Hr Hrn Fr MM Mw Ir EE Abs Bd Tel Sig Ud Uds Vd Vds".split())
-"""Not abbreviations when written otherwise: 5 mm, 300 MW."""
+"""Abbreviations only in this case: 5 mm, 300 MW."""
 
 _BEFORE_NUMBERS = frozenset(
     "no nos art para p nr str tel abb kap cap tab ziff rn núm pág págs pag pagg blz tav".split()

@@ -5,8 +5,7 @@
       keys-<id>.npy            [N, H] float32, L2-normalised
       values-<id>.npy          [N] int32
 
-Nothing is read before every hash has been compared. A new build replaces the manifest last;
-who has the old files open keeps them.
+Every hash is compared before a file is read. A new build replaces the manifest last; readers keep the old files open.
 
     >>> Datastore.open("datastore", identity).search(queries, k=8).values
 """
@@ -55,7 +54,7 @@ _ID = "[0-9a-f]{16}"
 
 
 class DatastoreManifest(ManifestRecord):
-    """Everything that must be known before a datastore may be used. `context_tokens`: the most tokens before an entry's value."""
+    """Describes a datastore. `context_tokens`: the most tokens before an entry's value."""
 
     schema_version: Literal[1] = SCHEMA
     created_by: str
@@ -70,7 +69,7 @@ class DatastoreManifest(ManifestRecord):
 
 
 class DatastoreSource(NamedTuple):
-    """How the entries of a datastore came about."""
+    """The target and settings that a datastore is built with."""
 
     target: EncoderIdentity
     vocab_size: int
@@ -78,9 +77,9 @@ class DatastoreSource(NamedTuple):
 
 
 def write_datastore(folder: str | Path, blocks: Iterable[tuple[FloatArray, Values]], origin: DatastoreSource) -> int:
-    """Write keys ([n, H], unit rows) and values ([n]), block after block, in place of what is there; the number of entries.
+    """Write keys ([n, H], unit rows) and values ([n]) in place of the old datastore. Returns the number of entries.
 
-    Raises: SaveError, InputError if there are no entries, ModelError if a key is not finite; then nothing has changed.
+    Raises: SaveError, InputError if there are no entries, ModelError if a key is not finite. The old datastore then stays.
     """
     folder = Path(folder)
     with saving(folder):
@@ -100,7 +99,7 @@ def read_datastore_manifest(folder: str | Path) -> DatastoreManifest:
 
 
 def check_target(built: EncoderIdentity, target: EncoderIdentity) -> None:
-    """Raises: EncoderMismatch if the keys are states of another target than the one in use."""
+    """Raises: EncoderMismatch if the keys are states of another target."""
     if (built.fingerprint, built.dimension) != (target.fingerprint, target.dimension):
         raise EncoderMismatch(
             f"the datastore was built with the target {built.id} (fingerprint {built.fingerprint[:12]}, states of "
@@ -120,9 +119,9 @@ class Datastore:
 
     @classmethod
     def open(cls, folder: str | Path, target: EncoderIdentity | None = None) -> Datastore:
-        """With `target`, only if it is the one whose states the keys are.
+        """`target`: the keys must be states of this target.
 
-        Raises: StoreMissing, StoreCorrupt or EncoderMismatch, each with the reason; then nothing was loaded.
+        Raises: StoreMissing, StoreCorrupt or EncoderMismatch, each with the reason; then nothing is loaded.
         """
         folder = Path(folder)
         while True:
@@ -130,7 +129,7 @@ class Datastore:
             try:
                 return cls._opened(folder, _parsed(text, folder / MANIFEST), target)
             except StoreCorrupt:
-                if _manifest_text(folder) == text:  # else a writer replaced it between two looks
+                if _manifest_text(folder) == text:  # otherwise a writer replaced the manifest meanwhile
                     raise
 
     @classmethod
@@ -168,7 +167,7 @@ class Datastore:
         return Neighbours(numbers, self._values[numbers], distances, entries)
 
     def _entries(self, numbers: EntryNumbers, wanted: PrefetchRequest) -> DatastoreEntries:
-        """What a cache would like to have. Shapes: numbers [B, k]."""
+        """The requested entries for a cache. Shapes: numbers [B, k]."""
         steps = np.arange(1, wanted.num_following + 1)
         following = (numbers[:, : wanted.num_followed, None] + steps).reshape(-1)
         chosen = np.union1d(numbers, following[following < len(self)])
@@ -182,7 +181,7 @@ def target_of(manifest: DatastoreManifest) -> EncoderIdentity:
 
 
 def _staged(folder: Path, blocks: Iterable[tuple[FloatArray, Values]], origin: DatastoreSource) -> DatastoreManifest:
-    """Both files under temporary names, on the disk, and what the manifest is to say."""
+    """Write both files under temporary names and flush them. Returns the manifest."""
     target, name = origin.target, secrets.token_hex(8)
     keys_path, values_path = (folder / f"{TEMPORARY}{kind}-{name}.npy" for kind in ("keys", "values"))
     values: list[Values] = []
@@ -222,7 +221,7 @@ def _check_block(keys: FloatArray, values: Values, origin: DatastoreSource) -> N
 
 @contextlib.contextmanager
 def _cleaned(folder: Path) -> Iterator[None]:
-    """Before and after, all files but those of the manifest's are removed; of a damaged datastore only unfinished ones."""
+    """Removes files that the manifest does not name, before and after the block; in a damaged datastore only unfinished files."""
     _remove_others(folder)
     try:
         yield

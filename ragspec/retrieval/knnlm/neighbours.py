@@ -1,13 +1,13 @@
 """KNN-LM: the next token of similar contexts, mixed into a language model's own prediction.
 
-A datastore holds, for every token of a corpus, the hidden state of the target before it (the key) and the token (the value). The
-`num_neighbours` nearest entries vote with weight softmax(-distance / temperature), and
+For every token of a corpus, a datastore holds the target's hidden state before the token (the key) and the token (the value). The
+`num_neighbours` nearest entries vote with weight softmax(-distance / temperature). The next token is sampled from
 
     p = weight * p_neighbours + (1 - weight) * p_target
 
-is what the next token is sampled from. Everything is float64 in a fixed order: equal neighbours give equal bits.
+in float64 and a fixed order: equal neighbours give equal bits.
 
-A `NeighbourCache` guesses the vote from entries that one request has already seen and those that follow them in the corpus.
+A `NeighbourCache` guesses the vote from entries that one request has seen and from the entries after them in the corpus.
 
 Source: Khandelwal et al. 2020, Generalization through Memorization (arXiv 1911.00172); the cache and its verification by
 tokens: Zhang et al. 2024 (arXiv 2401.14021), section 5.3.
@@ -35,8 +35,8 @@ _LEAST_NORM = 1e-30
 class KnnConfig(ConfigSection):
     """`weight` of the neighbours' vote; `temperature` in units of squared distance between unit vectors (0 to 4).
 
-    The cache gets every neighbour of a verification and the `num_following` entries after each of the `num_followed` nearest; it
-    holds at most `max_cached_entries`.
+    The cache receives every neighbour of a verification and the `num_following` entries after each of the `num_followed` nearest.
+    It holds at most `max_cached_entries`.
     """
 
     num_neighbours: int = Field(8, ge=1, le=65_536)
@@ -57,8 +57,8 @@ class DatastoreEntries(NamedTuple):
 
 
 class PrefetchRequest(NamedTuple):
-    """Which entries an answer is to carry: the neighbours and the `num_following` after each of the `num_followed` nearest of
-    every query, less those whose numbers are `known`."""
+    """Entries to return with a search: the neighbours, and the `num_following` entries after each of the `num_followed` nearest
+    of every query, without the entries whose numbers are in `known`."""
 
     num_following: int
     num_followed: int
@@ -75,7 +75,7 @@ class Neighbours(NamedTuple):
 
 
 class DatastoreLike(Protocol):
-    """A datastore, here or elsewhere. Safe to call from several threads."""
+    """A datastore, local or remote. Safe to call from several threads."""
 
     @property
     def target(self) -> EncoderIdentity:
@@ -112,7 +112,7 @@ def softmax(logits: NDArray[np.floating]) -> Doubles:
 
 
 def mixed_logits(target_probs: Doubles, values: Values, distances: Doubles, config: KnnConfig) -> FloatArray:
-    """Logarithm of the mixture, which takes the place of the target's logits; without neighbours the target's share of it.
+    """Logarithm of the mixture, which replaces the target's logits. Without neighbours only the target's part.
 
     Shapes: target_probs [V], values and distances [k], nearest first -> float32 [V].
     """
@@ -120,13 +120,13 @@ def mixed_logits(target_probs: Doubles, values: Values, distances: Doubles, conf
     if len(values):
         votes = softmax(-distances / config.temperature)
         probs += config.weight * np.bincount(values, votes, minlength=len(probs))
-    with np.errstate(divide="ignore"):  # a token that nobody thinks possible
+    with np.errstate(divide="ignore"):  # tokens of probability 0
         logits: FloatArray = np.log(probs).astype(np.float32)
     return logits
 
 
 class NeighbourCache:
-    """Entries one request has met; when full, the older half goes. A guess from it costs one product in float32."""
+    """Entries that one request has seen. A full cache drops its older half. A guess costs one float32 product."""
 
     def __init__(self, dimension: int, max_entries: int) -> None:
         self._max_entries = max_entries
@@ -140,11 +140,11 @@ class NeighbourCache:
 
     @property
     def known(self) -> EntryNumbers:
-        """The numbers of what it holds, as they came."""
+        """The numbers of the cached entries, in the order of insertion."""
         return self._numbers[: self._size].copy()
 
     def insert(self, entries: DatastoreEntries) -> None:
-        """Entries that are not known yet; of too many only the last."""
+        """Add unknown entries. If there are more than the cache holds, only the last."""
         numbers, keys, values = (column[-self._max_entries :] for column in entries)
         if self._size + len(numbers) > self._max_entries:
             self._keep_newest(min(self._max_entries // 2, self._max_entries - len(numbers)))
@@ -156,7 +156,7 @@ class NeighbourCache:
         self._size = end
 
     def nearest(self, query: FloatArray, k: int) -> tuple[Values, Doubles]:
-        """Values and squared distances of the nearest, nearest first; not canonical, a guess only. Shapes: [H] -> two [k]."""
+        """Values and squared distances, nearest first. A guess: scores are not canonical. Shapes: [H] -> two [k]."""
         if not self._size:
             return self._values[:0], np.empty(0)
         scores = torch.mv(torch.from_numpy(self._keys[: self._size]), torch.from_numpy(query))

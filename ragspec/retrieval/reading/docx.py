@@ -1,4 +1,7 @@
-"""Word files: paragraphs, items of lists and rows of tables in their order; deleted text of tracked changes is left out."""
+"""Word files: paragraphs, list items and table rows in document order. Skips text that tracked changes delete.
+
+>>> read_docx(Path("manual.docx")).headings
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,7 @@ _RUN_PARTS = " | ".join(f".//w:r/{part}" for part in ("w:t", "w:tab", "w:br", "w
 _FALLBACK = "{http://schemas.openxmlformats.org/markup-compatibility/2006}Fallback"
 _HEADING = re.compile(r"heading ([1-9])")
 _MAX_XML_BYTES = 128 * 1024**2
-"""Of one part: its tree takes about ten times that in memory."""
+"""Limit of one XML part; its tree takes about ten times as much memory."""
 
 _MAX_BASES = 16
 
@@ -47,12 +50,12 @@ def read_docx(path: Path) -> ParsedFile:
                 composer.add(row, gap="\n" if number else "\n\n")
         else:
             _add_paragraph(composer, block, levels)
-    found = composer.readable()
+    found = composer.build()
     return found._replace(title=(document.core_properties.title or "").strip() or first_title(found.headings))
 
 
 def _check_archive(file: Any, path: Path) -> None:
-    """Raises: InputError for what is no archive, or one that would not fit into the memory."""
+    """Raises: InputError if the file is no archive, or too large to unpack in memory."""
     try:
         with zipfile.ZipFile(file) as archive:
             parts = archive.infolist()
@@ -65,7 +68,7 @@ def _check_archive(file: Any, path: Path) -> None:
 
 
 def _style_level(style: BaseStyle) -> int:
-    """1 to 9 for a title's style or one made from it, else 0."""
+    """1 to 9 for a heading style or a style based on it, else 0."""
     for _ in range(_MAX_BASES):
         name = (style.name or "").lower()
         found = _HEADING.fullmatch(name)
@@ -79,7 +82,7 @@ def _style_level(style: BaseStyle) -> int:
 
 
 def _blocks(body: Any) -> Iterator[Any]:
-    """Paragraphs and tables, also those inside content controls and tracked insertions."""
+    """Paragraphs and tables, also inside content controls and tracked insertions."""
     open_elements = [iter(body)]
     while open_elements:
         element = next(open_elements[-1], None)
@@ -96,7 +99,7 @@ def _add_paragraph(composer: TextBuilder, paragraph: Any, levels: dict[str, int]
     style = paragraph.xpath("./w:pPr/w:pStyle/@w:val")
     level = levels.get(style[0], 0) if style else 0
     if outline and outline[0].isdigit():
-        level = (int(outline[0]) + 1) % 10  # Why: 9 stands for text
+        level = (int(outline[0]) + 1) % 10  # Why: level 9 means body text
     text = _text(paragraph)
     is_item = not level and (paragraph.xpath("./w:pPr/w:numPr") or (style and style[0].startswith("List")))
     composer.add(f"- {text}" if is_item and text else text, level, "\n" if is_item else "\n\n")

@@ -1,4 +1,7 @@
-"""Which files an input means, and the names they go by. Opens none of them."""
+"""Finds the files of an input and their names. Opens no file.
+
+>>> find_files(["manual/", "notes/**/*.md"])
+"""
 
 from __future__ import annotations
 
@@ -14,15 +17,15 @@ _MAGIC = frozenset("*?[")
 
 
 def find_files(inputs: Iterable[str | Path], allow_none: bool = False) -> list[tuple[Path, str]]:
-    """Every file to read with the name it goes by, each once, under the name of the first input that means it.
+    """Every file to read, once, with its name. A file that several inputs match is named by the first.
 
     An input is a file, a folder, or a pattern ("docs/**/*.md"). Folders are searched in a fixed order; hidden files, links to
     folders and files of other kinds are left out. Below a folder or the fixed part of a pattern, the name is that folder's name
     with the path inside it.
-    Raises: InputError for an input that does not exist, is of another kind, cannot be searched or, unless that is allowed, holds
-    no such file, and for two files of one name.
+    Raises: InputError for an input that does not exist, has another suffix, cannot be searched or, unless `allow_none`, holds no
+    file to read; and for two files of one name.
     """
-    names: dict[Path, str] = {}  # by real path, in the order found
+    names: dict[Path, str] = {}  # by resolved path, in the order found
     found: dict[str, Path] = {}
     for path, name in (pair for given in inputs for pair in _files_of(Path(given), allow_none)):
         real = path.resolve()
@@ -36,7 +39,7 @@ def find_files(inputs: Iterable[str | Path], allow_none: bool = False) -> list[t
 
 
 def input_root(given: str | Path) -> Path:
-    """The real folder or file below which all files of an input lie."""
+    """The resolved folder or file that contains all files of an input."""
     path = Path(given)
     return (path if path.exists() else _split(path)[0]).resolve()
 

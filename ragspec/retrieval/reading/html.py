@@ -1,7 +1,9 @@
-"""Web pages: what a reader sees of them, as blocks of text, items of lists and rows of tables.
+"""Web pages: their visible text, as blocks, list items and table rows.
 
-Why no tree: where paragraphs are not closed, as in old pages, each stands in the one before, and building a tree of them takes
-time that grows with the square of their number. Encodings are found by Beautiful Soup.
+Why no tree: in old pages with unclosed paragraphs every paragraph nests in the previous one, and building such a tree takes time
+quadratic in their number. Beautiful Soup detects the encoding.
+
+    >>> read_html(Path("page.html")).title
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ _BLOCKS = frozenset(
     "html legend li main menu ol p pre section summary table tbody tfoot thead tr ul".split()
 ).union(_HEADINGS, _CELLS)
 _EMPTY = frozenset("area base br col embed hr img input link meta param source track wbr".split())
-_UNSEEN = frozenset(
+_HIDDEN = frozenset(
     "audio button canvas datalist iframe nav noscript object script select style svg template textarea title video".split()
 )
 _INVISIBLE = re.compile(r"display\s*:\s*none|visibility\s*:\s*hidden", re.IGNORECASE)
@@ -37,13 +39,13 @@ _ENDED_BY = {
     "tr": frozenset({"tr"}),
     **dict.fromkeys(("thead", "tbody", "tfoot"), frozenset({"thead", "tbody", "tfoot"})),
 }
-"""What need not be closed before a tag; every block ends an open paragraph."""
+"""The open tags that a tag closes implicitly. Every block also closes an open paragraph."""
 
 _KEEPS_OPEN = frozenset({"ul", "ol", "menu", "dl", "table"})
-"""A list or table inside an item or cell does not end it."""
+"""A list or table inside an item or cell does not close the item or cell."""
 
 _NEAREST = 100
-"""Open tags that are searched for one to end."""
+"""How many open tags are searched for tags to close."""
 
 
 def read_html(path: Path) -> ParsedFile:
@@ -55,7 +57,7 @@ def read_html(path: Path) -> ParsedFile:
 
 
 def _decoded(path: Path) -> str:
-    """By the byte order mark, what the page says itself, UTF-8, or a guess, whichever fits first."""
+    """Decodes by the byte order mark, the declared encoding, UTF-8 or a guess: the first that fits."""
     raw = path.read_bytes()
     declared = EncodingDetector.find_declared_encoding(raw, is_html=True)
     markup = UnicodeDammit(raw, user_encodings=[*filter(None, [declared]), "utf-8"], is_html=True).unicode_markup
@@ -65,7 +67,7 @@ def _decoded(path: Path) -> str:
 
 
 def _tame(markup: str) -> str:
-    """The page without comments and without tags that never end: for each of those the parser searches all that follows."""
+    """Removes comments and escapes unterminated tags. Why: for each of them the parser scans the rest of the page."""
     parts: list[str] = []
     at = 0
     while (start := markup.find("<!--", at)) >= 0 and (end := markup.find("-->", start + 2)) >= 0:
@@ -77,17 +79,17 @@ def _tame(markup: str) -> str:
 
 
 class _Page(HTMLParser):
-    """Collects text between the borders of blocks."""
+    """Collects the text between the boundaries of blocks."""
 
     def __init__(self) -> None:
         super().__init__(convert_charrefs=True)
         self._composer = TextBuilder()
         self._open: list[str] = []  # tags, outermost first
         self._num_open: Counter[str] = Counter()
-        self._hidden_depth = 0  # number of tags that were open when the unseen one was; 0: everything is seen
+        self._hidden_depth = 0  # number of open tags when the hidden tag opened; 0: text is visible
         self._title: list[str] = []
-        self._line: list[str] = []  # text since the last border
-        self._lead, self._gap = "", "\n\n"  # what marks the next block, and what stands before it
+        self._line: list[str] = []  # text since the last block boundary
+        self._lead, self._gap = "", "\n\n"  # the marker of the next block, and the separator before it
         self._row: list[str] | None = None  # the finished cells of an open row, in a table of data
         self._is_layout: list[bool] = []  # for each open table
         self._items: list[int] = []  # for each open list: items so far, -1 if they are not numbered
@@ -95,8 +97,8 @@ class _Page(HTMLParser):
     def finished(self) -> ParsedFile:
         self.close()
         self._close_to(0)
-        self._border()
-        found = self._composer.readable("".join(self._title))
+        self._end_block()
+        found = self._composer.build("".join(self._title))
         return found if found.title else found._replace(title=first_title(found.headings))
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
@@ -106,7 +108,7 @@ class _Page(HTMLParser):
             self._num_open[tag] += 1
         if self._hidden_depth:
             return
-        if _is_unseen(tag, dict(attrs)):
+        if _is_hidden(tag, dict(attrs)):
             self._hidden_depth = 0 if tag in _EMPTY else len(self._open)
         elif tag == "br":
             self._line.append("\n")
@@ -127,7 +129,7 @@ class _Page(HTMLParser):
             self._title.append(data)
 
     def _end_before(self, tag: str) -> None:
-        """Close what the opening `tag` ends."""
+        """Close the tags that the opening `tag` closes implicitly."""
         ended = _ENDED_BY.get(tag, frozenset())
         if tag in _BLOCKS and self._num_open["p"]:
             ended |= {"p"}
@@ -151,9 +153,9 @@ class _Page(HTMLParser):
 
     def _enter(self, tag: str) -> None:
         if tag in _HEADINGS or tag == "table":
-            self._give_up_row()
+            self._unwrap_row()
         if tag in _BLOCKS:
-            self._border()
+            self._end_block()
         if tag == "table":
             self._is_layout.append(False)
         elif tag == "tr" and self._is_layout and not self._is_layout[-1]:
@@ -170,7 +172,7 @@ class _Page(HTMLParser):
         elif tag == "tr" and self._row is not None:
             self._end_row(self._row)
         elif tag in _BLOCKS:
-            self._border(_HEADINGS.get(tag, 0), verbatim=tag == "pre")
+            self._end_block(_HEADINGS.get(tag, 0), verbatim=tag == "pre")
         if tag == "table":
             self._is_layout.pop()
             self._gap = "\n\n"
@@ -190,16 +192,16 @@ class _Page(HTMLParser):
             self._composer.add(f"| {' | '.join(cells)} |", gap=self._gap)
             self._gap = "\n"
 
-    def _give_up_row(self) -> None:
-        """A table around titles or tables puts things beside each other; it holds no data."""
+    def _unwrap_row(self) -> None:
+        """A table that holds headings or tables is layout, not data: its cells become blocks."""
         if self._row is not None:
             cells, self._row = self._row, None
             self._is_layout[-1] = True
             for cell in cells:
                 self._composer.add(cell)
 
-    def _border(self, level: int = 0, verbatim: bool = False) -> None:
-        """The line so far becomes a block; inside a row of data, a space."""
+    def _end_block(self, level: int = 0, verbatim: bool = False) -> None:
+        """Turn the line into a block; inside a row of data add a space."""
         if self._row is not None:
             self._line.append(" ")
             return
@@ -212,9 +214,9 @@ class _Page(HTMLParser):
             self._lead, self._gap = "", "\n\n"
 
 
-def _is_unseen(tag: str, attributes: Mapping[str, str | None]) -> bool:
+def _is_hidden(tag: str, attributes: Mapping[str, str | None]) -> bool:
     return (
-        tag in _UNSEEN
+        tag in _HIDDEN
         or "hidden" in attributes
         or attributes.get("aria-hidden") == "true"
         or attributes.get("role") == "navigation"

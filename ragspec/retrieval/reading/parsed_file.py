@@ -1,4 +1,9 @@
-"""What every reader of one document gives, and what most of them share."""
+"""The result of parsing one file, and the functions that parsers share.
+
+>>> builder = TextBuilder()
+>>> builder.add("The mill", level=1)
+>>> builder.build().headings
+"""
 
 from __future__ import annotations
 
@@ -13,15 +18,15 @@ from ragspec.core import Heading
 from ragspec.errors import InputError
 
 MAX_BYTES = 512 * 1024**2
-"""Of a file that is taken apart in memory (PDF, Word, web page), on disk or unpacked."""
+"""Limit for files that are parsed in memory (PDF, Word, web page), on disk or unpacked."""
 
-_MAX_HEADING_CHARS = 200  # Why: every passage of its section carries it; what is longer is a paragraph
+_MAX_HEADING_CHARS = 200  # Why: every passage of a section carries its heading; longer titles are paragraphs
 _MARKS = ((b"\xff\xfe\0\0", "utf-32"), (b"\0\0\xfe\xff", "utf-32"), (b"\xff\xfe", "utf-16"), (b"\xfe\xff", "utf-16"))
 _UNWRITABLE = {0: " ", 0xAD: "", 0xFEFF: "", **dict.fromkeys(range(0xD800, 0xE000), "\ufffd")}
 
 
 class ParsedFile(NamedTuple):
-    """The text of one file. An empty `title` means: call it by the file's name."""
+    """The text of one file. An empty `title` stands for the file's name."""
 
     text: str
     headings: tuple[Heading, ...] = ()
@@ -30,7 +35,7 @@ class ParsedFile(NamedTuple):
 
 
 class TextBuilder:
-    """Puts blocks one after the other and remembers where those stand that are titles."""
+    """Joins blocks of text and records the offsets of headings."""
 
     def __init__(self) -> None:
         self._parts: list[str] = []
@@ -38,7 +43,7 @@ class TextBuilder:
         self.num_chars = 0
 
     def add(self, block: str, level: int = 0, gap: str = "\n\n") -> None:
-        """`level` 0 is no title. `gap` stands between this block and the one before."""
+        """Append a block. `level` 0: no heading. `gap` separates the block from the previous block."""
         block = block.translate(_UNWRITABLE)
         if not block.strip():
             return
@@ -48,7 +53,7 @@ class TextBuilder:
             self._headings += heading(self.num_chars, level, block)
         self._put(block)
 
-    def readable(self, title: str = "", metadata: Mapping[str, Any] | None = None) -> ParsedFile:
+    def build(self, title: str = "", metadata: Mapping[str, Any] | None = None) -> ParsedFile:
         return ParsedFile("".join(self._parts), tuple(self._headings), one_line(title), metadata or {})
 
     def _put(self, part: str) -> None:
@@ -57,7 +62,7 @@ class TextBuilder:
 
 
 def heading(start: int, level: int, text: str) -> list[Heading]:
-    """One heading, or none where the text is empty or too long for one."""
+    """A list of one heading, or an empty list if the text is empty or too long for a heading."""
     text = one_line(text)
     return [Heading(start, level, text)] if 0 < len(text) <= _MAX_HEADING_CHARS else []
 
@@ -72,14 +77,14 @@ def one_line(text: str) -> str:
 
 
 def numbered_lines(text: str, start: int = 0) -> Iterator[tuple[int, str]]:
-    """Every line from `start` on, after the character it begins with."""
+    """The offset and text of every line from `start` on."""
     for line in text[start:].split("\n"):
         yield start, line
         start += len(line) + 1
 
 
 def encoding_of(path: Path) -> str:
-    """By the byte order mark; UTF-8 without one."""
+    """The encoding by the byte order mark; UTF-8 without a mark."""
     with open(path, "rb") as file:
         head = file.read(4)
     return next((encoding for mark, encoding in _MARKS if head.startswith(mark)), "utf-8-sig")
@@ -105,9 +110,9 @@ def check_size(path: Path) -> None:
 
 @contextmanager
 def silence_logger(logger_name: str) -> Iterator[None]:
-    """Keeps a library's remarks about odd files from the terminal; what matters arrives as an exception.
+    """Hides log messages and warnings of a library about malformed files; errors are exceptions.
 
-    Logs and warnings belong to the process: those of other threads are kept back as well while it lasts.
+    Logs and warnings belong to the process, so the block also hides those of other threads.
     """
     logger = logging.getLogger(logger_name)
     level = logger.level

@@ -44,7 +44,7 @@ def read_pdf(path: Path) -> ParsedFile:
             starts.append(composer.num_chars)
             for block in paragraphs_of(page, hyphenated):
                 composer.add(block)
-        found = composer.readable(title, {"pages": len(pages)})
+        found = composer.build(title, {"pages": len(pages)})
         if not found.text:
             raise InputError(f"{path} cannot be read: its {len(pages)} pages hold no text (were they scanned?)")
         return found._replace(headings=_headings(reader, found.text, [*starts, len(found.text)]))

@@ -1,10 +1,10 @@
-"""How many retrievals to guess before they are verified, from what is measured while answers are written.
+"""The stride scheduler: how many retrievals to guess per verification, from times measured while answers are written.
 
-Stride 1 without overlap is no speculation at all: that is what is chosen where the best of the others would gain too little.
+Stride 1 without overlap means no speculation. The scheduler chooses it if every other plan would gain too little.
 `ragspec.retrieval.speculative.stride_costs` has the formulas.
 
     >>> scheduler = StrideScheduler(StrideConfig(), asynchronous=True)
-    >>> plan = scheduler.choose()       # then tell it what happened: note_step, note_verification, note_guesses
+    >>> plan = scheduler.choose()       # then report: note_step, note_verification, note_guesses
 
 Source: Zhang et al. 2024 (arXiv 2401.14021), section 4.
 """
@@ -31,12 +31,12 @@ from ragspec.retrieval.speculative.stride_costs import (
 
 _APART_AT_MOST = 512
 _LEAST_BESIDE = 8
-"""Steps beside verifications that must have been timed before they are believed to be slower than others."""
+"""Overlapped steps, and overlapped verifications, to time before their times are used."""
 _LOOKED_OVER_EVERY = 4
 
 
 class StrideScheduler:
-    """Chooses from what it is told; shared by all requests of one index. Safe to call from several threads."""
+    """Chooses plans from measured times and hit rates. Shared by all requests of one index. Safe to call from several threads."""
 
     def __init__(self, config: StrideConfig | None = None, *, asynchronous: bool = True) -> None:
         self._config = config or StrideConfig()
@@ -46,12 +46,12 @@ class StrideScheduler:
         self._verifications: deque[tuple[int, float]] = deque(maxlen=window)  # of one query
         self._batches: deque[tuple[int, float]] = deque(
             maxlen=window
-        )  # of more: apart, or singles would drive them out
-        self._writing: deque[tuple[float, float]] = deque(maxlen=window)  # how many at once, seconds
+        )  # of several queries; kept apart, or single queries would push them out
+        self._writing: deque[tuple[float, float]] = deque(maxlen=window)  # (steps at once, seconds)
         self._in_flight: deque[int] = deque(maxlen=window)
         self._steps_beside_s: deque[float] = deque(maxlen=window)
         self._verifications_beside: deque[tuple[int, float]] = deque(maxlen=window)
-        self._num_apart = 0  # verifications since the last one beside decoding
+        self._num_apart = 0  # verifications since the last overlapped verification
         self._guesses: deque[tuple[int, int]] = deque(maxlen=window)
         self._chosen: StridePlan | None = None
         self._num_new = 0  # verifications since it was chosen
@@ -60,16 +60,16 @@ class StrideScheduler:
     def note_step(
         self, seconds: float, beside: bool = False, *, num_writing: float = 1.0, num_in_flight: int = 1
     ) -> None:
-        """A step took so long; `beside` a verification, and together with so many others, itself counted."""
+        """Record the time of a step. `beside`: during a verification. `num_writing`: steps at once, this step included."""
         with self._lock:
             (self._steps_beside_s if beside else self._steps_s).append(seconds)
             self._writing.append((num_writing, seconds))
             self._in_flight.append(num_in_flight)
 
     def note_verification(self, num_queries: int, seconds: float, beside: bool = False) -> None:
-        """One lookup of some queries took so long; `beside` decoding.
+        """Record the time of one verification. `beside`: during decoding.
 
-        What decoding beside it costs is tried again after some hundred without: the machine may be another's no more.
+        After some hundred verifications without overlap, the times of overlapped ones are dropped: other load may have ended.
         """
         with self._lock:
             waiting = self._verifications if num_queries == 1 else self._batches
@@ -82,15 +82,15 @@ class StrideScheduler:
                 self._num_apart = 0
 
     def note_guesses(self, num_right: int, num_wrong: int) -> None:
-        """Of one round: the guesses up to the first wrong one, and 1 if there was one."""
+        """Record one round: right guesses before the first wrong guess, and 1 if there was a wrong guess."""
         with self._lock:
             self._guesses.append((num_right, num_wrong))
 
     @property
     def gamma(self) -> float:
-        """The likeliest chance of a right guess, at most `gamma_max`; 0 before the first guess.
+        """The estimated probability of a right guess, at most `gamma_max`; 0 before the first guess.
 
-        Half a success and half a failure in advance (Jeffreys' prior) keep a few lucky guesses from being taken for certainty.
+        Jeffreys' prior, half a success and half a failure, keeps a few lucky guesses from counting as certainty.
         """
         with self._lock:
             right = sum(some for some, _ in self._guesses)
@@ -108,7 +108,7 @@ class StrideScheduler:
             return StrideCosts(apart, self.gamma, beside, crowd) if apart is not None else None
 
     def choose(self) -> StridePlan:
-        """The plan of the next round; looked over after every few verifications."""
+        """The plan of the next round. Recomputed after every few verifications."""
         with self._lock:
             if self._chosen is None or self._num_new >= _LOOKED_OVER_EVERY:
                 self._chosen, self._num_new = self._best(), 0
@@ -126,7 +126,7 @@ class StrideScheduler:
         return plan if plan.gain >= least else NO_SPECULATION
 
     def _plan(self, costs: StrideCosts) -> StridePlan:
-        """The fixed stride, or the best, whether it pays or not."""
+        """The configured stride, or the best stride, even if it does not pay."""
         if (stride := self._config.stride) is not None:
             overlap = self._overlap(costs.gamma, stride)
             return StridePlan(stride, overlap, costs.gain(stride, overlap))
@@ -135,15 +135,15 @@ class StrideScheduler:
         return beside if beside.gain > waiting.gain else waiting
 
     def _overlap(self, gamma: float, stride: int) -> int:
-        """Steps worth taking beside the verification of `stride` guesses, one at least: the i-th stands if those and i - 1 more
-        are right."""
+        """Steps worth taking during the verification of `stride` guesses, at least one: the i-th step stands if those guesses and
+        i - 1 more are right."""
         if not self._asynchronous:
             return 0
         return max(1, sum(gamma ** (stride + i) >= self._config.least_survival for i in range(stride)))
 
 
 def _timing(steps_s: Sequence[float], verifications: Sequence[tuple[int, float]]) -> StrideTiming | None:
-    """Medians: what is rare and slow (a compilation, another program) must not hide the rest."""
+    """Medians: rare slow steps (a compilation, another program) must not hide the others."""
     return StrideTiming(median(steps_s), _by_size(verifications)) if steps_s and verifications else None
 
 
@@ -156,14 +156,14 @@ def _crowd(writing: Sequence[tuple[float, float]], in_flight: Sequence[int]) -> 
 
 
 def _by_size(timed: Sequence[tuple[int, float]]) -> Callable[[int], float]:
-    """Seconds by size, on a line; never less than half of what was ever seen."""
+    """Seconds by size, on a line; at least half of the shortest measured time."""
     seconds, slope, sizes = _line(timed)
     least = min(seconds for _, seconds in timed) / 2
     return lambda size: max(least, seconds + slope * (size - sizes))
 
 
 def _line(timed: Iterable[tuple[float, float]]) -> tuple[float, float, float]:
-    """The line through the usual seconds of each size, which never falls: seconds of the mean size, its slope, that size."""
+    """A rising line through the median seconds of each size: seconds at the mean size, slope, and the mean size."""
     by_size: dict[float, list[float]] = {}
     for size, seconds in timed:
         by_size.setdefault(size, []).append(seconds)
