@@ -116,11 +116,6 @@ class Encoder(RowInvariantModel):
         return self._identity
 
     @property
-    def fingerprint(self) -> str:
-        """SHA-256 of weights, vocabulary and settings."""
-        return self.identity.fingerprint
-
-    @property
     def dimension(self) -> int:
         return self.identity.dimension
 

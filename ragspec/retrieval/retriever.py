@@ -42,9 +42,9 @@ ProgressCallback = Callable[[int, int], None]
 
 
 class RetrievalResult(NamedTuple):
-    """The passages of each query, best first, and the generation of the index that gave them.
+    """The passages of each query, best first, and the generation of the index that they come from.
 
-    `missing` names segments that could not be searched, as in `SearchResult`; empty unless `RetrieverConfig.fail_closed` is off.
+    `missing` names segments that could not be searched, as in `SearchResult`. Empty unless `RetrieverConfig.fail_closed` is off.
     """
 
     passages: list[list[Passage]]
@@ -138,7 +138,7 @@ class Retriever:
     ) -> SearchResult:
         """As `IndexLike.search`. With a reranker, passages and candidates come in its order.
 
-        Raises: StoreError if the index was changed into one that cannot be read; InputError for a query without a vector.
+        Raises: StoreError if the current generation cannot be read; InputError for a query without a vector.
         """
         view = self._current()
         try:
@@ -152,10 +152,10 @@ class Retriever:
     def retrieve(self, queries: Sequence[str], k: int, scope: SearchScope = PUBLIC_SCOPE) -> RetrievalResult:
         """The `k` best passages of each query, best first, with their scores.
 
-        Fewer only if the scope has fewer or, in a search by words alone, fewer passages hold one of the query's. All queries see
-        one generation, and a query's result does not depend on the others. Scores are cosine, BM25, the sum of reciprocal ranks
-        or the reranker's; equal ones are ordered by (document id, ordinal).
-        Raises: InputError if a query is empty or not text; StoreError if the index was changed into one that cannot be read.
+        Fewer only if the scope has fewer passages or, in mode sparse, fewer passages hold a term of the query. All queries see
+        one generation, and a query's result does not depend on the other queries. Scores are cosines, BM25, sums of reciprocal
+        ranks or the scores of the reranker. Equal scores are ordered by (document id, ordinal).
+        Raises: InputError if a query is empty or not text; StoreError if the current generation cannot be read.
         """
         found = self.search(self.encode(queries), k, scope)
         return RetrievalResult(found.passages, found.generation, found.missing)

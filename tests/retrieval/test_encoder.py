@@ -123,10 +123,10 @@ def test_fingerprint_changes_with_weights_and_settings(encoder: Encoder) -> None
     from sentence_transformers import SentenceTransformer
 
     model: Any = SentenceTransformer(str(packaged_folder()), device="cpu", local_files_only=True)
-    assert fingerprint(model, max_tokens=256) == encoder.fingerprint
-    assert fingerprint(model, max_tokens=128) != encoder.fingerprint
+    assert fingerprint(model, max_tokens=256) == encoder.identity.fingerprint
+    assert fingerprint(model, max_tokens=128) != encoder.identity.fingerprint
     next(model.parameters()).data[0, 0] += 1e-3
-    assert fingerprint(model, max_tokens=256) != encoder.fingerprint
+    assert fingerprint(model, max_tokens=256) != encoder.identity.fingerprint
 
 
 def test_other_weights_under_the_packaged_name_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

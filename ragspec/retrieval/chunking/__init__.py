@@ -1,8 +1,8 @@
-"""Documents become passages: whole sentences of one section, cut so that every passage is a slice of its document.
+"""Chunking: cuts documents into passages of whole sentences of one section. Every passage is a slice of its document.
 
-Owns sentence boundaries, sections and passage spans, and what of a passage is embedded. Never changes, strips or normalises a
-character: for every passage `document.text[p.start:p.end] == p.text`, which is what makes a citation checkable. Never lets an
-encoder cut anything silently: `embedded_text` of every passage has at most the limit's tokens.
+Owns sentence boundaries, sections, passage spans and the text that is embedded. Never changes, strips or normalises a character:
+for every passage `document.text[p.start:p.end] == p.text`, so citations can be checked. Never lets an encoder truncate a text
+silently: `embedded_text` of every passage has at most the limit's tokens.
 
     >>> chunk(Document("a", "One sentence. Another one."), ChunkingConfig(max_chars=40))
 """

@@ -1,4 +1,8 @@
-"""Where sentences end, in the scripts of the world. Knows no document and no passage."""
+"""Sentence boundaries in many scripts. Knows no document and no passage.
+
+>>> sentences("It rained. Then it stopped.")
+[(0, 10), (11, 27)]
+"""
 
 from __future__ import annotations
 
@@ -10,7 +14,7 @@ Span = tuple[int, int]
 
 _GREEK = "Ͱ-Ͽἀ-῿"
 _BREAK = re.compile(
-    r"(?P<stop>(?<![.!?…])[.!?…]++[\"')\]}”’»“«‹›]*+(?:[ \u00a0\u202f]»)?+)(?=\s)"  # judged further by what stands around it
+    r"(?P<stop>(?<![.!?…])[.!?…]++[\"')\]}”’»“«‹›]*+(?:[ \u00a0\u202f]»)?+)(?=\s)"  # `_ends_sentence` decides by the context
     r"|(?P<wide>[。！？｡]++[」』”’）]*+)"  # an ideographic full stop needs no space after it
     r"|(?P<script>(?:[।॥؟።፧፨։៕။]|។(?!ល។)|۔(?=\s))[।॥؟!?…]*+[\"')\]}”’»]*+)"  # nor do those of South Asia, Ethiopia, Armenia
     rf"|(?P<greek>(?<=[{_GREEK}])[;\u037e]++[\"')\]}}”’»]*+)(?=\s+[\"'(“‘«]*+[{_GREEK}])"

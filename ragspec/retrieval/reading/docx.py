@@ -43,14 +43,14 @@ def read_docx(path: Path) -> ParsedFile:
         _check_archive(file, path)
         document = docx.Document(file)
     levels = {style.style_id: _style_level(style) for style in document.styles}
-    composer = TextBuilder()
+    builder = TextBuilder()
     for block in _blocks(document.element.body):
         if block.tag == _TABLE:
             for number, row in enumerate(_rows(block)):
-                composer.add(row, gap="\n" if number else "\n\n")
+                builder.add(row, gap="\n" if number else "\n\n")
         else:
-            _add_paragraph(composer, block, levels)
-    found = composer.build()
+            _add_paragraph(builder, block, levels)
+    found = builder.build()
     return found._replace(title=(document.core_properties.title or "").strip() or first_title(found.headings))
 
 
@@ -94,7 +94,7 @@ def _blocks(body: Any) -> Iterator[Any]:
             open_elements.append(iter(element))
 
 
-def _add_paragraph(composer: TextBuilder, paragraph: Any, levels: dict[str, int]) -> None:
+def _add_paragraph(builder: TextBuilder, paragraph: Any, levels: dict[str, int]) -> None:
     outline = paragraph.xpath("./w:pPr/w:outlineLvl/@w:val")
     style = paragraph.xpath("./w:pPr/w:pStyle/@w:val")
     level = levels.get(style[0], 0) if style else 0
@@ -102,7 +102,7 @@ def _add_paragraph(composer: TextBuilder, paragraph: Any, levels: dict[str, int]
         level = (int(outline[0]) + 1) % 10  # Why: level 9 means body text
     text = _text(paragraph)
     is_item = not level and (paragraph.xpath("./w:pPr/w:numPr") or (style and style[0].startswith("List")))
-    composer.add(f"- {text}" if is_item and text else text, level, "\n" if is_item else "\n\n")
+    builder.add(f"- {text}" if is_item and text else text, level, "\n" if is_item else "\n\n")
 
 
 def _rows(table: Any) -> Iterator[str]:

@@ -83,7 +83,7 @@ class _Page(HTMLParser):
 
     def __init__(self) -> None:
         super().__init__(convert_charrefs=True)
-        self._composer = TextBuilder()
+        self._builder = TextBuilder()
         self._open: list[str] = []  # tags, outermost first
         self._num_open: Counter[str] = Counter()
         self._hidden_depth = 0  # number of open tags when the hidden tag opened; 0: text is visible
@@ -98,7 +98,7 @@ class _Page(HTMLParser):
         self.close()
         self._close_to(0)
         self._end_block()
-        found = self._composer.build("".join(self._title))
+        found = self._builder.build("".join(self._title))
         return found if found.title else found._replace(title=first_title(found.headings))
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
@@ -189,7 +189,7 @@ class _Page(HTMLParser):
         self._row = None
         self._line.clear()
         if any(cells):
-            self._composer.add(f"| {' | '.join(cells)} |", gap=self._gap)
+            self._builder.add(f"| {' | '.join(cells)} |", gap=self._gap)
             self._gap = "\n"
 
     def _unwrap_row(self) -> None:
@@ -198,7 +198,7 @@ class _Page(HTMLParser):
             cells, self._row = self._row, None
             self._is_layout[-1] = True
             for cell in cells:
-                self._composer.add(cell)
+                self._builder.add(cell)
 
     def _end_block(self, level: int = 0, verbatim: bool = False) -> None:
         """Turn the line into a block; inside a row of data add a space."""
@@ -210,7 +210,7 @@ class _Page(HTMLParser):
         lines = [text.strip("\n")] if verbatim else [" ".join(line.split()) for line in text.split("\n")]
         block = "\n".join(filter(None, lines))
         if block.strip():
-            self._composer.add(self._lead + block, level, self._gap)
+            self._builder.add(self._lead + block, level, self._gap)
             self._lead, self._gap = "", "\n\n"
 
 

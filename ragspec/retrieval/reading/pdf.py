@@ -38,13 +38,13 @@ def read_pdf(path: Path) -> ParsedFile:
             raise InputError(f"{path} cannot be read: it is locked by a password")
         pages = [_text(reader, number, path) for number in range(len(reader.pages))]
         title = str(reader.metadata.title or "") if reader.metadata else ""
-        composer, starts = TextBuilder(), []
+        builder, starts = TextBuilder(), []
         hyphenated = hyphenated_words(pages)
         for page in pages:
-            starts.append(composer.num_chars)
+            starts.append(builder.num_chars)
             for block in paragraphs_of(page, hyphenated):
-                composer.add(block)
-        found = composer.build(title, {"pages": len(pages)})
+                builder.add(block)
+        found = builder.build(title, {"pages": len(pages)})
         if not found.text:
             raise InputError(f"{path} cannot be read: its {len(pages)} pages hold no text (were they scanned?)")
         return found._replace(headings=_headings(reader, found.text, [*starts, len(found.text)]))
