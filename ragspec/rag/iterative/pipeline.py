@@ -28,9 +28,9 @@ from ragspec.rag.iterative.ralmspec import RalmSpec
 from ragspec.rag.iterative.segments import IterativeRequest, PipelineComponents, SpeculationStep
 from ragspec.rag.prompt import PromptBuilder
 from ragspec.rag.steps import Closeable, EngineLike, default_params, params_of_each, parse_scope
+from ragspec.retrieval.batching_retriever import SearchBatcher
 from ragspec.retrieval.retriever import Retriever
 from ragspec.retrieval.search.index_types import IndexLike, PassageKey
-from ragspec.retrieval.batching_retriever import SearchBatcher
 from ragspec.retrieval.speculative.speculation_cache import passage_keys
 from ragspec.retrieval.speculative.stride import StrideScheduler
 from ragspec.speculation import Speculation, SpeculationGiven

@@ -26,8 +26,8 @@ from ragspec.errors import RetrievalError
 from ragspec.rag.answer import IterativeStats
 from ragspec.rag.iterative.policies import PartialAnswer, RetrievalRound
 from ragspec.rag.iterative.segments import IterativeRequest, PipelineComponents, SegmentWriter, SpeculationStep
-from ragspec.retrieval.search.index_types import Query, SearchResult
 from ragspec.retrieval.batching_retriever import PendingQuery, SearchParams
+from ragspec.retrieval.search.index_types import Query, SearchResult
 from ragspec.retrieval.speculative.speculation_cache import SpeculationCache, passage_keys
 
 T = TypeVar("T")

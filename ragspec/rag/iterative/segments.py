@@ -22,9 +22,9 @@ from ragspec.rag.answer import IterativeStats
 from ragspec.rag.iterative.policies import PartialAnswer, Policy, RetrievalRound
 from ragspec.rag.prompt import Prompt, PromptBuilder
 from ragspec.rag.steps import EngineLike, copy_sources
+from ragspec.retrieval.batching_retriever import SearchBatcher
 from ragspec.retrieval.search.index_types import IndexLike, PassageKey, Query
 from ragspec.retrieval.search.segment_search import SearchScope
-from ragspec.retrieval.batching_retriever import SearchBatcher
 from ragspec.retrieval.speculative.speculation_cache import passage_keys
 from ragspec.retrieval.speculative.stride import StrideScheduler
 from ragspec.speculation import Speculation
