@@ -47,7 +47,7 @@ def run_load(settings: Settings, tick: Tick) -> Outcome:
 
 
 def leaked_slots(engine: Engine, tenants: tuple[str, ...]) -> int:
-    """Slots that somebody holds when nothing runs and every tenant's cache was emptied."""
+    """KV slots still held when nothing runs and every tenant's cache is purged."""
     pool, deadline = engine.target.pool, time.monotonic() + _SETTLE_S
     free: list[int] = []
     while True:

@@ -1,4 +1,4 @@
-"""Clients of a running service, in a process of their own: mixed requests, side by side, some given up half-way.
+"""Clients of a running service, in their own process: mixed requests side by side, some abandoned half-way.
 
     echo '{"url": ..., "keys": [...], "questions": [...], "seconds": 60, "num_clients": 32, "seed": 0}' | \
         python -m pipelines.benchmarks.load_clients
@@ -21,15 +21,16 @@ from typing import Any
 import aiohttp
 
 HANG_S = 30.0
-"""A request that is not answered for so long hangs."""
+"""A request without an answer for so long hangs."""
 
 _GIVEN_UP = 0.2
-"""The part of requests whose client goes away."""
+"""The share of requests whose client goes away."""
 
 
 @dataclass
 class LoadStats:
-    """What the clients met. Seconds from sending a request to the end of its answer, of those that were read to the end."""
+    """Counts and times of the clients' requests. Seconds: from sending a request to the end of its answer, for
+    complete answers."""
 
     num_requests: int = 0
     num_given_up: int = 0
@@ -55,7 +56,7 @@ class LoadStats:
 
 @dataclass(frozen=True)
 class LoadRequest:
-    """One request: where to, with what, and the status that it should have."""
+    """One request: path, body, and the expected status."""
 
     path: str
     body: Mapping[str, Any] | None
@@ -64,7 +65,7 @@ class LoadRequest:
 
 
 class Clients:
-    """`num_clients` at a time, each sending one request after the other until the time is over."""
+    """`num_clients` clients, each sending one request after the other until the time is over."""
 
     def __init__(self, orders: Mapping[str, Any]) -> None:
         self._url, self._keys = orders["url"], list(orders["keys"])
@@ -92,7 +93,7 @@ class Clients:
             await self._meet(lambda order=order: self._ask(session, order, headers), order, leaves_after_s)
 
     async def _meet(self, ask: Callable[[], Awaitable[int]], order: LoadRequest, leaves_after_s: float | None) -> None:
-        """Ask, and count what came of it."""
+        """Send a request and count its outcome."""
         begin = time.monotonic()
         try:
             status = await asyncio.wait_for(ask(), HANG_S if leaves_after_s is None else leaves_after_s)
@@ -112,7 +113,7 @@ class Clients:
             self.tally.answered_s.append(time.monotonic() - begin)
 
     async def _ask(self, session: aiohttp.ClientSession, order: LoadRequest, headers: Mapping[str, str]) -> int:
-        """The status of an answer that was read to its end. A stream that ends without saying so counts as a fault."""
+        """The status of a complete answer. A stream without an end counts as a fault."""
         method = "GET" if order.body is None else "POST"
         async with session.request(method, order.path, json=order.body, headers=headers) as answer:
             body = await answer.read()
@@ -123,7 +124,7 @@ class Clients:
             return answer.status
 
     def _order(self, draw: random.Random) -> LoadRequest:
-        """Mostly chat; now and then something else, and something wrong."""
+        """A random request: mostly chat, sometimes other routes or errors."""
         kind = draw.choices(("chat", "completion", "embedding", "models", "wrong"), (70, 12, 8, 4, 6))[0]
         question = draw.choice(self._questions)
         if kind == "chat":

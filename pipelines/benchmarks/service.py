@@ -1,4 +1,4 @@
-"""A service in this process, on a port of its own, and clients of it in another process.
+"""A service in this process, on a free port, and its clients in another process.
 
 >>> with service_here(backend, ("ann", "bob")) as service:
 ...     answers = service.timed("/v1/chat/completions", bodies, concurrency=16)
@@ -36,7 +36,7 @@ _START_S = 30.0
 
 @dataclass(frozen=True)
 class Service:
-    """`keys[tenant]`: every one of them is trusted, so that it sees how answers were made."""
+    """`keys`: by tenant; all keys are trusted, so that clients see how answers were made."""
 
     url: str
     keys: Mapping[str, str]
@@ -79,7 +79,7 @@ def service_here(backend: Backend, tenants: Sequence[str] = ("ann",)) -> Iterato
 
 @contextmanager
 def backend_of(settings: Settings, tick: Tick) -> Iterator[tuple[Backend, RagList]]:
-    """An engine with room for many beside each other, over the usual corpus; and what may be asked of it.
+    """A backend over the usual corpus with an engine for many requests at once, and the questions to ask.
 
     Raises: ConfigError, ModelError, StoreError.
     """
@@ -102,7 +102,7 @@ def backend_of(settings: Settings, tick: Tick) -> Iterator[tuple[Backend, RagLis
 
 
 def run_clients(module: str, orders: Mapping[str, Any]) -> Any:
-    """What clients in a process of their own found. Raises: EngineError with the last line they said."""
+    """The result of clients in their own process. Raises: EngineError with their last line."""
     done = subprocess.run(
         [sys.executable, "-m", module], input=json.dumps(orders), capture_output=True, text=True, check=False
     )

@@ -1,4 +1,4 @@
-"""One prompt of a suite, ready to run by any decoder: token ids, what may be copied, how long the output may be."""
+"""A case is one prompt of a suite, ready for any decoder: token ids, copy sources, and the longest output."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Case:
 
 
 def rag_cases(questions: Sequence[Question], retriever: RetrieverLike, prompts: PromptBuilder) -> Iterator[Case]:
-    """Each question retrieved and laid out as the pipeline does, one by one."""
+    """Retrieve passages for each question and build its prompt as the pipeline does, one question at a time."""
     retriever.retrieve(
         [question.text for question in questions[:1]], RAG_PASSAGES, PUBLIC_SCOPE
     )  # Why: the first one warms up
@@ -49,7 +49,7 @@ def rag_cases(questions: Sequence[Question], retriever: RetrieverLike, prompts: 
 
 
 def grammar_cases(sentences: Sequence[Sentence], prompts: PromptBuilder) -> Iterator[Case]:
-    """Each sentence as the grammar prompt, with itself as the draft."""
+    """Build the grammar prompt of each sentence, with the sentence as its draft."""
     for sentence in sentences:
         begin = time.perf_counter()
         prompt = prompts.grammar_prompt(sentence.text, GRAMMAR_TOKENS)
@@ -61,7 +61,7 @@ def grammar_cases(sentences: Sequence[Sentence], prompts: PromptBuilder) -> Iter
 def nothing_to_copy_cases(
     vocab_size: int, max_context_tokens: int, count: int, seed: int, sources: Sequence[tuple[CopySource, ...]] = ((),)
 ) -> list[Case]:
-    """Prompts of random tokens, with sources that have nothing to do with them: whatever a drafter finds is chance."""
+    """Prompts of random tokens with unrelated copy sources: drafters find matches by chance only."""
     rng = np.random.default_rng(seed)
     num_tokens = min(_NOTHING_PROMPT_TOKENS, max_context_tokens // 2)
     max_tokens = min(NOTHING_TOKENS, max_context_tokens - num_tokens - 1)

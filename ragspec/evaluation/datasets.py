@@ -1,4 +1,5 @@
-"""Which questions and sentences a suite runs: fixed lists, only of text that no target of ours was trained on.
+"""The data sets of the suites: fixed lists of questions and sentences, and cached indexes of their documents. No
+target of ours was trained on any of the texts. A shorter list is the beginning of a longer list.
 
 A shorter list is the beginning of the longer one. Nothing here depends on a model.
 """
@@ -39,7 +40,8 @@ NUM_QUESTIONS = 200
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """`answers`: what annotators gave; `gold`: id of the document that holds it. `is_quoted`: they are the sentence to quote."""
+    """`answers`: the annotators' answers; `gold`: id of the document that holds them. `is_quoted`: the answers are
+    sentences to quote."""
 
     id: str
     text: str
@@ -50,7 +52,7 @@ class Question:
 
 @dataclass(frozen=True, slots=True)
 class Sentence:
-    """A sentence to correct; `references` are corrections by people, where there are any."""
+    """A sentence to correct; `references` are corrections by people, if there are any."""
 
     id: str
     part: str
@@ -60,7 +62,7 @@ class Sentence:
 
 @dataclass(frozen=True, slots=True)
 class RagList:
-    """What a retrieval suite asks, and of which documents; `label` names the corpus for people."""
+    """Questions and the documents that answer them; `label` names the corpus for people."""
 
     label: str
     documents: list[Document]
@@ -100,7 +102,8 @@ def stdlib_list(count: int = NUM_QUESTIONS) -> RagList:
 def grammar_list(
     data_dir: Path, per_part: int | None = None, sizes: Mapping[str, int] = MappingProxyType({})
 ) -> list[Sentence]:
-    """JFLEG dev, corrupted sentences of 20-40 words, and clean ones; at most `per_part` of each. `sizes`: other than the usual.
+    """JFLEG dev, corrupted sentences of 20-40 words, and clean sentences; at most `per_part` of each. `sizes`
+    overrides the usual sizes.
 
     Raises: InputError if the files are not there.
     """
@@ -136,14 +139,14 @@ def _jfleg(data_dir: Path, count: int) -> list[Sentence]:
 
 
 def correct_sentences(data_dir: Path, count: int) -> list[str]:
-    """Sentences of 20 to 40 words of the held-out articles; the same ones every time."""
+    """Sentences of 20 to 40 words of the held-out articles; the same sentences every time."""
     paragraphs = [p for article in held_out_articles(data_dir) for p in article["paragraphs"]]
     sentences = dict.fromkeys(s for p in paragraphs for s in split_sentences(normalise(p["context"])))
     return fixed_sample([s for s in sentences if len(s.split()) in _LONG_WORDS and s.endswith(".")], count)
 
 
 def _long_sentences(data_dir: Path, count: int) -> list[Sentence]:
-    """Correct sentences with errors put in."""
+    """Correct sentences with inserted errors."""
     errors, rng = GrammarErrors(data_dir), random.Random(_LIST_SEED)
     return [
         Sentence(f"{LONG}-{i}", LONG, errors.corrupt(text, rng), (text,))
@@ -172,7 +175,8 @@ def cached_store(
     config: IndexConfig | None = None,
     progress: ProgressCallback | None = None,
 ) -> Store:
-    """The index of these documents; a damaged cache is built anew. Raises: SaveError, InputError."""
+    """Open the index of these documents, or build it; a damaged cache is built anew. Raises: SaveError,
+    InputError."""
     config = config or IndexConfig()
     folder = cache_dir / content_key(documents, encoder.identity, config)[:24]
     try:

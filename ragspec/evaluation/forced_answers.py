@@ -1,6 +1,6 @@
-"""Given answers instead of the target's own: measures the engine without depending on how well the target answers.
+"""Forced answers: the engine decodes given texts, so its speed can be measured whatever the target's skill.
 
-Every forward runs as always; only the decision of each token is replaced. Results made this way are labelled "forced".
+Every forward runs as usual; only the decision of each token is replaced. Such results are labelled "forced".
 
     >>> answers = ForcedAnswers()
     >>> engine = load_engine(target, config, drafting, make_sampler=answers)
@@ -28,7 +28,7 @@ from ragspec.verification.sampling import KeyedSampler, Sampler
 
 
 class ForcedSampler:
-    """Decides the given tokens in order, whatever the logits; after their end the last one again."""
+    """Decides the given tokens in order, whatever the logits; repeats the last token after their end."""
 
     def __init__(self, token_ids: Sequence[int]) -> None:
         self._token_ids = token_ids
@@ -42,7 +42,7 @@ class ForcedSampler:
 
 @dataclass(slots=True)
 class OverruledSampler:
-    """Samples every token, and decides the given ones first; `repeats`: the last given one for ever."""
+    """Samples every token, then overrules the sample by the given tokens; `repeats` the last given token for ever."""
 
     sampler: Sampler
     token_ids: Sequence[int]
@@ -57,7 +57,7 @@ class OverruledSampler:
 
 
 class ForcedAnswers:
-    """A sampler factory: requests with an answer are forced, all others decided as always."""
+    """A sampler factory: requests with an answer are forced, all others are decided as usual."""
 
     def __init__(self) -> None:
         self._answers: dict[str, tuple[int, ...]] = {}
@@ -113,15 +113,16 @@ def read_answers(path: Path) -> dict[str, str]:
 
 
 def gold_answers(questions: Iterable[Question], passages: Iterable[Sequence[Passage]]) -> dict[str, str]:
-    """What a perfect reader of the retrieved passages would write: the supporting sentence, its number, the answer.
+    """The answer of a perfect reader of the retrieved passages: the supporting sentence, its number, the short
+    answer.
 
-    Where no retrieved passage of the gold document holds the answer, that is the abstention.
+    If no retrieved passage of the gold document holds the answer, the abstention.
     """
     return {q.id: _gold_answer(q, found) for q, found in zip(questions, passages, strict=True)}
 
 
 def answer_ids(tokenizer: Any, answer: str, eos_ids: Sequence[int]) -> tuple[int, ...]:
-    """The tokens the target would write for an answer, with its end."""
+    """The answer's tokens as the target would write them, with the end of text."""
     return (*tokenizer(answer, add_special_tokens=False)["input_ids"], *eos_ids[:1])
 
 

@@ -1,4 +1,4 @@
-"""What the machine gives and what the process takes: memory bandwidth, weights read a step, peak memory, versions."""
+"""Measures of machine and process: memory bandwidth, weights read a step, memory, versions."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _SMAPS = Path("/proc/self/smaps_rollup")
 
 
 class PeakMemory:
-    """The greatest proportional set size seen. `look` takes milliseconds: call it between timed parts, not within."""
+    """The peak proportional set size. `look` takes milliseconds: call it between timed parts."""
 
     def __init__(self) -> None:
         self.peak_mb = 0.0
@@ -34,7 +34,7 @@ class PeakMemory:
 
 
 def held_mb() -> float:
-    """Memory this process holds beside mapped files, in MB (10^6 bytes), after what was freed is given back."""
+    """Memory of this process without mapped files, in MB (10^6 bytes), after freed memory is returned."""
     gc.collect()
     with contextlib.suppress(OSError, AttributeError):  # no glibc
         ctypes.CDLL(None).malloc_trim(0)
@@ -50,7 +50,7 @@ def _smaps_mb(field: str) -> float:
 
 
 def weight_bytes(target: Target) -> int:
-    """Bytes of weights that one step reads: all but the embedding table where the output layer has one of its own."""
+    """Bytes of weights that one step reads: all but an embedding table that the output layer does not share."""
     config = AutoConfig.from_pretrained(target.config.model).get_text_config()
     unread = 0 if config.tie_word_embeddings else config.vocab_size * config.hidden_size
     itemsize: int = getattr(torch, target.config.dtype).itemsize
@@ -60,7 +60,7 @@ def weight_bytes(target: Target) -> int:
 def read_bandwidth(num_bytes: int, repeats: int = 7) -> float:
     """Bytes a second of reading a buffer of this size again and again, with all threads; the best of `repeats`.
 
-    Why the weights' own size: what fits the processor's cache is read from there in decoding, too.
+    Why the weights' own size: decoding, too, reads from the processor's cache what fits in.
     """
     buffer = torch.ones(max(1, num_bytes // 4))
     best_s = float("inf")

@@ -1,4 +1,4 @@
-"""How good answers and corrections are: SQuAD's normalisation, EM and F1, quotes, GLEU and word error rates of a suite."""
+"""Quality of answers and corrections: SQuAD's normalisation, EM, F1, exact quotes, GLEU and word error rates."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
 def normalise_answer(text: str) -> str:
-    """Lower case, no punctuation of ASCII, no articles (SQuAD's script)."""
+    """Lower case without ASCII punctuation and articles (SQuAD's script)."""
     text = text.lower().translate(_NO_PUNCTUATION)
     return " ".join(re.sub(r"\b(a|an|the)\b", " ", text).split())
 
@@ -34,12 +34,12 @@ def exact_match(predicted: str, answers: Sequence[str]) -> float:
 
 
 def best_f1(predicted: str, answers: Sequence[str]) -> float:
-    """Word F1 against the nearest answer, as SQuAD."""
+    """Word F1 against the nearest answer, as in SQuAD."""
     return max((answer_f1(predicted, answer) for answer in answers), default=0.0)
 
 
 def quote_is_exact(text: str, passages: Sequence[Passage]) -> float:
-    """1 if the answer quotes something that stands in one of the passages, character for character."""
+    """1 if the answer quotes one of the passages, character for character."""
     parsed = parse_answer(text)
     return float(parsed is not None and bool(parsed[0]) and any(parsed[0] in passage.text for passage in passages))
 
@@ -49,7 +49,7 @@ def answer_scores(
 ) -> dict[str, float]:
     """Means over all questions, each 0 to 1. `retrieved`: the gold document is among the passages.
 
-    `em` and `f1` are of the short answer, or of the quote where that is what was asked for.
+    `em` and `f1` score the short answer, or the quote for questions that ask for a quote.
     """
     parsed = [parse_answer(text) or ("", 0, "") for text in texts]
     answers = [found[0] if q.is_quoted else found[2] for found, q in zip(parsed, questions, strict=True)]
@@ -64,7 +64,8 @@ def answer_scores(
 
 
 def grammar_scores(sentences: Sequence[Sentence], texts: Sequence[str]) -> dict[str, float]:
-    """GLEU of the JFLEG part and of its untouched source (0 to 100), and the share of words changed in the other parts."""
+    """GLEU of the JFLEG part and of its untouched source (0 to 100), and the share of changed words in the other
+    parts."""
     jfleg = [(s, text) for s, text in zip(sentences, texts, strict=True) if s.part == JFLEG]
     scores: dict[str, float] = {}
     if jfleg:

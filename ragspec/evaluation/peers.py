@@ -30,10 +30,10 @@ def load_peer(config: TargetConfig) -> Any:
 
 
 class TransformersDecoder:
-    """Greedy `generate`; `options` such as `prompt_lookup_num_tokens=10` are passed on. Forced cases decode as forced.
-    Not `ends`: the end of text does not end it.
+    """Greedy `generate` with `options` such as `prompt_lookup_num_tokens=10`; forced cases decode their answers.
+    Without `ends`, the end of text does not stop decoding.
 
-    It runs in the engine's own thread, so that it has the same OpenMP workers, waiting as eagerly, as the engine has.
+    Decoding runs in the engine's thread, with the same OpenMP workers as the engine.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class TransformersDecoder:
 
 
 class _Clock(BaseStreamer):
-    """Notes when tokens come: one entry for the prompt, then one for each put."""
+    """Notes the time of each put: the prompt first, then each token."""
 
     def __init__(self) -> None:
         self.times_s: list[float] = []
@@ -87,10 +87,10 @@ class _Clock(BaseStreamer):
 
 
 class _Force(LogitsProcessor):
-    """Only the given token is possible at each place.
+    """Allows only the given token at each position.
 
-    Prompt lookup asks processors about made-up logits of ones, to leave out what they forbid; answered truthfully, it would
-    learn the future from that, so those pass unchanged.
+    Prompt lookup calls processors with made-up logits of ones to learn forbidden tokens. These logits pass
+    unchanged: otherwise prompt lookup would learn the future.
     """
 
     def __init__(self, token_ids: tuple[int, ...], num_prompt: int) -> None:

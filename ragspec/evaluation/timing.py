@@ -1,4 +1,4 @@
-"""Timed runs side by side, and the ratios drawn from them.
+"""Timed runs of several decoders, and the ratios between them.
 
 Decoders take turns at every prompt (A B A B), so a machine that slows down slows all of them. A ratio is formed inside one
 run from total times, and the median over runs is reported.
@@ -71,10 +71,10 @@ class Timings:
         return [i for i, column in enumerate(zip(*equal, strict=True)) if all(column)]
 
     def decode_s(self, name: str, number: int) -> float:
-        """Seconds of decoding in one run: first to last token, plus what the draft added to the prompt's step.
+        """Seconds of decoding in one run: first to last token, plus the draft's share of the prompt's step.
 
-        Why the second part: a draft may already be accepted in the step that ends the prompt. Those tokens come with the
-        first one, at no time after it; what their rows cost is the prompt step's excess over the same program without draft.
+        Why the second part: the step that ends the prompt may already accept drafted tokens, which arrive with the
+        first token. Their rows cost the excess of this step over the same program's step without a draft.
         """
         decode_s = self.first_to_last_s(name, number)
         without = _WITHOUT_DRAFT.get(name, "")
@@ -83,7 +83,7 @@ class Timings:
         return decode_s + max(0.0, self._first_s(name, number) - self._first_s(without, number))
 
     def first_to_last_s(self, name: str, number: int) -> float:
-        """Seconds from first to last token alone; tokens that come with the first one take none."""
+        """Seconds from first to last token; tokens that arrive with the first token cost nothing."""
         return sum(run.decode_s for run in self.runs[name][number])
 
     def _first_s(self, name: str, number: int) -> float:
@@ -94,9 +94,9 @@ class Timings:
         return sum(self._prepare_s) + self._first_s(name, number) + self.first_to_last_s(name, number)
 
     def ratio(self, slow: str, fast: str, seconds: Callable[[Timings, str, int], float] = decode_s) -> float | None:
-        """How many times the seconds of `fast` those of `slow` are, over cases in which both wrote the same tokens.
+        """Seconds of `slow` over seconds of `fast`, for cases in which both wrote the same tokens.
 
-        None where there is nothing to compare.
+        None without such cases.
         """
         if not {slow, fast} <= self.runs.keys():
             return None
@@ -116,7 +116,7 @@ class Timings:
         return _median(tokens / seconds for tokens, seconds in rates if seconds > 0)
 
     def step_s(self, name: str) -> float | None:
-        """Seconds of one step after the prompt's, of a decoder that decides one token a step."""
+        """Seconds of one decode step of a decoder that writes one token a step."""
         rate = self.tokens_per_s(name)
         return 1.0 / rate if rate else None
 
@@ -153,7 +153,7 @@ Decoder = Callable[[Case], TimedGeneration]
 
 
 class TimedBatch(NamedTuple):
-    """Several requests at once; `wall_s` from the first submission to the last token, prompts included."""
+    """Several requests at once; `wall_s`: from the first submission to the last token, prompts included."""
 
     runs: list[TimedGeneration]
     wall_s: float
@@ -164,9 +164,10 @@ class TimedBatch(NamedTuple):
 
 
 class EngineDecoder:
-    """The engine with one set of sampling parameters. Every call starts with a prefix cache that knows nothing of it.
+    """The engine with one set of sampling parameters. Every call starts with an empty prefix cache.
 
-    `seed` is the job's; each case's own is derived from it and the case's id, so order and company do not matter.
+    `seed` is the job's seed; a case's own seed is derived from it and the case's id, so order and batches do not
+    matter.
     """
 
     def __init__(self, engine: Engine, *, speculation: SpeculationGiven, seed: int, **sampling: Any) -> None:
@@ -184,7 +185,7 @@ class EngineDecoder:
         return _run(completion, wall_s - decode_s, decode_s)
 
     def together(self, cases: Sequence[Case]) -> TimedBatch:
-        """All cases at once; the engine's `max_running` says how many of them run side by side."""
+        """All cases at once; the engine's `max_running` limits how many run side by side."""
         requests = [self._request(case) for case in cases]
         begin = time.perf_counter()
         completions = self._engine.generate(requests)
@@ -208,7 +209,7 @@ def _case_seed(seed: int, case_id: str) -> int:
 
 
 class Equality:
-    """Every comparison that was made, by name, as (equal, compared)."""
+    """Counts of all comparisons, by name, as (equal, compared)."""
 
     def __init__(self) -> None:
         self.counts: dict[str, tuple[int, int]] = {}
@@ -220,7 +221,7 @@ class Equality:
 
     @property
     def identical(self) -> bool | None:
-        """True only if something was compared and every comparison found the same tokens. None: nothing was compared."""
+        """True if all comparisons found the same tokens; None without comparisons."""
         if not self.counts:
             return None
         return all(equal == compared for equal, compared in self.counts.values())

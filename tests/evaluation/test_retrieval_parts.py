@@ -15,7 +15,6 @@ from ragspec.config import ChunkingConfig
 from ragspec.core import Document
 from ragspec.evaluation.machine import held_mb
 from ragspec.evaluation.suites.retrieval import timing
-from ragspec.evaluation.suites.retrieval.build import TimedEncoder, build_speed
 from ragspec.evaluation.suites.retrieval.collections import (
     DIMENSION,
     Mixture,
@@ -31,7 +30,7 @@ from ragspec.evaluation.suites.retrieval.identity import (
 )
 from ragspec.evaluation.suites.retrieval.quality import MODES
 from ragspec.evaluation.suites.retrieval.speed import EXACT, FLAT, best_rows, contenders, faiss_contender, recall
-from ragspec.evaluation.suites.retrieval.timing import Blocks, TimingPlan, take_turns
+from ragspec.evaluation.suites.retrieval.timing import Blocks, TimedEncoder, TimingPlan, build_speed, take_turns
 from ragspec.retrieval.chunking import chunk
 from ragspec.retrieval.encoder import EncoderIdentity, FloatArray, TextKind
 from ragspec.retrieval.index.manifest import VECTORS

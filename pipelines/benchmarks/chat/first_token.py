@@ -1,4 +1,4 @@
-"""What a service adds to the time to the first token: the same requests through HTTP and straight to its engine, in turns.
+"""Time to the first token: the same requests through HTTP, straight to the engine, and through Ray Serve, in turns.
 
 >>> FirstTokens(service, questions, seed=0).measure(concurrency=16, num_runs=3, tick=tick)["gateway_ttft_ms"]
 """
@@ -35,13 +35,13 @@ _MAX_TOKENS = 8
 
 
 class FirstTokens:
-    """`questions` are asked without passages, so that both ways give the engine the very same prompts."""
+    """`questions` are sent without passages, so that all ways give the engine the same prompts."""
 
     def __init__(self, service: Service, questions: Sequence[str], seed: int) -> None:
         self._service, self._questions, self._seed = service, list(questions), seed
 
     def measure(self, concurrency: int, num_runs: int, tick: Tick) -> Result:
-        """Medians over all requests of all runs, in milliseconds; every way is warmed first, and takes its turn in every run."""
+        """Medians over all requests of all runs, in milliseconds; ways take turns, after one uncounted run."""
         ways: dict[str, Callable[[], list[float]]] = {
             "engine": lambda: asyncio.run(self._straight(concurrency)),
             "http": lambda: self._over_http(concurrency, retrieval=False),
@@ -70,7 +70,7 @@ class FirstTokens:
         return times
 
     async def _straight(self, concurrency: int) -> list[float]:
-        """The requests that the service would make, so many at a time."""
+        """Send the service's requests straight to the engine, so many at a time."""
         requests = [self._request(question) for question in self._questions]
         waiting, times = iter(requests), list[float]()
 
@@ -106,7 +106,8 @@ _ONE_WORD = json.dumps({"choices": [{"index": 0, "delta": {"content": "a"}}]})
 
 
 def serve_rows(config: ServiceConfig, questions: Sequence[str], seed: int, num_runs: int, tick: Tick) -> Result:
-    """Medians of the time to the first text, one request at a time, in turns; in milliseconds. Needs a Ray that is running.
+    """Medians of the time to the first text through Serve, one request at a time, in milliseconds. Needs a running
+    Ray.
 
     Raises: EngineError.
     """
@@ -127,7 +128,7 @@ def serve_rows(config: ServiceConfig, questions: Sequence[str], seed: int, num_r
 
 @contextmanager
 def _serving(config: ServiceConfig, folder: Path) -> Iterator[tuple[str, str]]:
-    """Address and key of both applications."""
+    """Serve both applications; yields their address and key."""
     key, _ = add_key(folder / "keys.json", "ann", trusted=True)
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
@@ -143,7 +144,7 @@ def _serving(config: ServiceConfig, folder: Path) -> Iterator[tuple[str, str]]:
 
 
 class Noop:
-    """Answers, and that is all."""
+    """Answers with one word."""
 
 
 def _noop() -> FastAPI:

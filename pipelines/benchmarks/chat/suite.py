@@ -1,4 +1,4 @@
-"""The suite `chat`: what the service adds to the engine, and what it must not change.
+"""The suite `chat`: the service's overhead over the engine, equality of its texts, and isolation of tenants.
 
 >>> with ray_session("local"):
 ...     run_chat(settings, tick).result["gateway_ttft_ms_c1"]
@@ -28,7 +28,7 @@ _RECALLS = {"follow_up_recall": RULES, "follow_up_recall_plain": AS_ASKED, "foll
 
 @dataclass(frozen=True, slots=True)
 class ChatPlan:
-    """How much is measured."""
+    """Numbers of requests, prompts, pairs and questions."""
 
     num_timed: int = 64
     num_prompts: int = 200
@@ -63,7 +63,7 @@ def run_chat(settings: Settings, tick: Tick) -> Outcome:
 
 
 def follow_ups(settings: Settings, plan: ChatPlan, tick: Tick) -> dict[str, dict[str, float]]:
-    """By set: the share of gold passages found, by whose words were looked up; of the halves that no rule was tuned on."""
+    """Recall of follow-up questions by set and writer; empty without data."""
     if settings.data_dir is None:
         return {}
     encoder = Encoder.load(settings.encoder)
@@ -71,7 +71,7 @@ def follow_ups(settings: Settings, plan: ChatPlan, tick: Tick) -> dict[str, dict
 
 
 def identical(service: Service, questions: Sequence[str], seed: int, tick: Tick) -> Result:
-    """The same requests with speculation and without, in batches, streamed: whether every text is the same, and how many are."""
+    """Stream the same requests with speculation and without, in batches: counts of equal texts."""
     num_equal = num_compared = 0
     for number, temperature in enumerate(_TEMPERATURES, 1):
         with_drafts, without = (

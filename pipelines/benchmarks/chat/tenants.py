@@ -1,7 +1,7 @@
-"""What one tenant can find out about another's texts: drafts, caches, and how long its first token takes.
+"""Leaks between tenants: drafts, caches, and the time to the first token.
 
-For each pair, a sentence that nobody else has is written into one tenant's conversation and answer; another tenant then asks with
-the beginning of that sentence, and with that of a sentence which nobody has. Nothing may differ.
+For each pair, a unique sentence is written into one tenant's conversation and answer. Another tenant then sends the
+beginning of this sentence, and the beginning of a new sentence. Nothing may differ.
 
     >>> probe(service, num_pairs=500, seed=0, tick=tick)["tenant_cliffs_delta"]
 """
@@ -23,12 +23,12 @@ _REMEMBER = "Remember:"
 _MAX_TOKENS = 8
 _SYLLABLES = ("ba", "ko", "ri", "du", "sel", "ma", "tor", "vi", "lun", "pe", "gan", "sho")
 _FOREIGN = ("passage", "earlier", "draft")
-"""Kinds of sources that could only be somebody else's: the stranger gave a question, and is given no passages."""
+"""Kinds of sources that only another tenant can have: the stranger sends a question and no passages."""
 
 
 def probe(service: Service, num_pairs: int, seed: int, tick: Tick) -> Result:
-    """Foreign tokens drafted, cached tokens beyond those of a text that nobody has, Cliff's deltas of first-token times and of
-    all tokens drafted: a conversation is drafted from as the stranger's own question is, and only their number would tell."""
+    """Drafted foreign tokens, cached tokens beyond those of a new sentence, and Cliff's deltas of first-token
+    times and of all drafted tokens. The last delta tells whether another tenant's conversation is drafted from."""
     draw = random.Random(f"tenants {seed}")
     openers = iter(_openers(service.backend.prompts.tokenizer, 2 * num_pairs))
     drafted = cached = 0
@@ -60,12 +60,13 @@ def probe(service: Service, num_pairs: int, seed: int, tick: Tick) -> Result:
 
 
 def cliffs_delta(a: Sequence[float], b: Sequence[float]) -> float:
-    """How much more often one of `a` exceeds one of `b` than the reverse; from -1 to 1 (Cliff 1993)."""
+    """Cliff's delta: P(a > b) - P(a < b), from -1 to 1 (Cliff 1993)."""
     return sum((x > y) - (x < y) for x in a for y in b) / (len(a) * len(b))
 
 
 def _openers(tokenizer: Any, count: int) -> list[str]:
-    """Words of one token each: no two sentences that begin with them share a beginning, so the stranger's own cache has none.
+    """Distinct words of one token: sentences that begin with them share no beginning, so the stranger's own cache
+    never matches.
 
     Raises: InputError if the tokenizer has too few.
     """
@@ -86,7 +87,7 @@ def _sentence(draw: random.Random, opener: str) -> str:
 
 
 def _told(service: Service, secret: str) -> dict[str, Any]:
-    """The owner's turn: the sentence stands in an answer, and what is written now is likely to repeat it."""
+    """The owner's turn: an answer holds the sentence, and the next answer is likely to repeat it."""
     messages = [
         {"role": "user", "content": f"{_REMEMBER} {secret}"},
         {"role": "assistant", "content": secret},
@@ -107,7 +108,7 @@ def _cached(answer: dict[str, Any]) -> int:
 
 
 def foreign_tokens(drafted_by_source: Mapping[str, int]) -> int:
-    """Tokens drafted from what the stranger did not give."""
+    """Tokens drafted from sources that the stranger did not send."""
     return sum(drafted_by_source.get(kind, 0) for kind in _FOREIGN)
 
 

@@ -1,4 +1,4 @@
-"""Clients of a running service, in a process of their own: given requests, so many at a time, each answer with its times.
+"""Clients of a running service, in their own process: send requests, a fixed number at a time, and time each answer.
 
     echo '{"url": ..., "key": ..., "path": "/v1/chat/completions", "bodies": [...], "concurrency": 16}' | \
         python -m pipelines.benchmarks.chat.timed_clients
@@ -63,7 +63,7 @@ async def _ask(session: aiohttp.ClientSession, path: str, body: Mapping[str, Any
 
 
 def _text_of(event: Mapping[str, Any]) -> str:
-    """What an event adds to the first choice."""
+    """Text that an event adds to the first choice."""
     choices = [choice for choice in event.get("choices") or () if choice["index"] == 0]
     return "".join(choice.get("text") or (choice.get("delta") or {}).get("content") or "" for choice in choices)
 

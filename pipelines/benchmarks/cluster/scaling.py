@@ -46,7 +46,7 @@ MAX_RUNNING = 8
 _KV_TOKENS = 16_384
 _START_S = 180.0
 _STRAY = 7
-"""One token in so many is not what usually follows."""
+"""One token in so many is unusual."""
 
 
 class SleepingTarget(Target):
@@ -74,7 +74,7 @@ class SleepingTarget(Target):
 
 
 def usual_successors(texts: Sequence[Sequence[int]]) -> dict[int, int]:
-    """Of each token, the one that most often follows it; the lower one of two."""
+    """The most frequent successor of each token; the lower id of equals."""
     counts: dict[int, Counter[int]] = {}
     for tokens in texts:
         for first, second in pairwise(tokens):

@@ -44,7 +44,7 @@ def segmented_index(documents: Sequence[Document], encoder: TextEncoder, cache_d
 
 
 def sharded(index_dir: Path, encoder: TextEncoder, queries: Sequence[str], tick: Tick) -> list[Result]:
-    """One row for each layout and mode: of how many queries the passages and their scores are the same, to the bit."""
+    """One row for each layout and mode: the number of queries whose passages and scores are bitwise equal."""
     configs: dict[Mode, RetrieverConfig] = {m: RetrieverConfig(index_dir=str(index_dir), mode=m) for m in MODES}
     store = Store.open(index_dir, encoder.identity)
     truth = {m: _answers(Retriever(encoder, store, configs[m], follow=False), queries, 1) for m in MODES}
@@ -63,7 +63,7 @@ def sharded(index_dir: Path, encoder: TextEncoder, queries: Sequence[str], tick:
 
 
 def sharded_identical(rows: Sequence[Result]) -> float | None:
-    """The share of all queries."""
+    """The share of equal results over all rows."""
     compared = sum(row["num_compared"] for row in rows)
     return sum(row["num_identical"] for row in rows) / compared if compared else None
 

@@ -1,9 +1,9 @@
-"""The suite `cluster`: what several devices change (no bit, no token) and what they cost and bring.
+"""The suite `cluster`: tensor parallel, step overhead, two replicas and shards, on one machine.
 
-Ranks of one target, the engine's own share of a step, two replicas, shards. Needs a Ray that is running.
+Several devices must change no bit and no token. Needs a running Ray.
 
     >>> with ray_session("local"):
-    ...     cluster_suite(settings, tick).result["tp_identical"]
+    ...     run_cluster(settings, tick).result["tp_identical"]
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ BATCHES = (1, 8)
 
 @dataclass(frozen=True, slots=True)
 class ClusterPlan:
-    """How much is measured. `num_alone` of the questions are enough where one request runs at a time."""
+    """Sizes of the parts. `num_alone`: questions where one request runs at a time."""
 
     num_questions: int = 48
     num_ranks_cases: int = 12
@@ -94,7 +94,7 @@ class ClusterSuite:
         return result | {"num_runs": self._plan.num_runs, "label": self._list.label, "peak_pss_mb": memory.look()}
 
     def _targets(self) -> list[tuple[str, TargetConfig]]:
-        """The target itself and random ones with grouped queries, each with both types of weights; fewer of them in haste."""
+        """The target and random models with grouped queries, each with both types of weights; fewer with `quick`."""
         own = self._settings.target
         models = {"target": own.model}
         folder = self._settings.cache_dir / "random_models"

@@ -37,7 +37,7 @@ SIZES = (1, 2, 4)
 _KV_TOKENS = 4096
 _TIMEOUT_S = 900.0
 _RANK_TIMEOUT_S = 60.0
-"""Four ranks on two cores beside anything else may wait long for each other; nothing here is about noticing a lost one."""
+"""Four ranks on two cores may wait long for each other; this suite does not test lost ranks."""
 
 _SHAPE = {
     "hidden_size": 256,
@@ -56,15 +56,15 @@ RANDOM: dict[str, tuple[Any, Any, dict[str, Any]]] = {
 
 
 class RankProbe(WorkerActor):
-    """The process of one rank; serves one group after the other."""
+    """The process of one rank, for one group after the other."""
 
     def meet(self) -> str:
-        """Of rank 0: where the others are to come."""
+        """Rank 0's address for the other ranks."""
         self._meeting = Rendezvous("127.0.0.1")
         return self._meeting.address
 
     def follow(self, config: TargetConfig, address: str, rank: int, size: int) -> None:
-        """Ends with rank 0's engine."""
+        """Follow rank 0 until its engine ends."""
         ranks = DistributedRanks(address, rank, size, timeout_s=_RANK_TIMEOUT_S)
         load_follower(config, EngineConfig(max_kv_tokens=_KV_TOKENS, num_threads=1), ranks).run()
 
@@ -77,13 +77,13 @@ class RankProbe(WorkerActor):
 
 @contextlib.contextmanager
 def rank_probes() -> Iterator[list[Any]]:
-    """The processes of the largest group, ended in the end."""
+    """The processes of the largest group, until the block ends."""
     with ActorPool(RankProbe, count=max(SIZES), prefix="rank") as pool:
         yield [replica.actor for replica in pool.replicas]
 
 
 def random_model(name: str, tokenizer_path: str, folder: Path) -> Path:
-    """A small random model with grouped queries and the tokenizer of another; the same weights every time."""
+    """A small random model with grouped queries and a given tokenizer; the same weights every time."""
     config_class, model_class, extra = RANDOM[name]
     tokenizer = AutoTokenizer.from_pretrained(tokenizer_path)
     path = folder / f"{name.replace(' ', '_').lower()}-{len(tokenizer)}"
@@ -114,7 +114,7 @@ def tensor_parallel(
 
 
 def tp_headlines(rows: Sequence[Result]) -> Result:
-    """Of all groups of more than one rank."""
+    """Headlines over all groups of more than one rank."""
     groups = [row for row in rows if row["ranks"] > 1]
     num_identical, num_compared = (sum(row[key] for row in groups) for key in ("num_identical", "num_compared"))
     return {
@@ -139,7 +139,7 @@ _CONTEXT = 512
 _NUM_STEPS = 9
 _NODES = 8
 _THREADS = 1
-"""Of a rank. One rank alone is timed with all of them, too, and its better time counts."""
+"""Threads of a rank. One rank alone is timed with all threads, too, and its better time counts."""
 
 Answers = dict[str, list[tuple[int, ...]]]
 
@@ -158,7 +158,7 @@ class RankMeasurement(NamedTuple):
 
 
 class LogitsDigest:
-    """Stands before a target and digests the bits of all logits that it gives."""
+    """Wraps a target and digests the bits of all its logits."""
 
     def __init__(self, target: Target) -> None:
         self._target = target
@@ -178,7 +178,7 @@ class LogitsDigest:
 
 
 def measure_ranks(config: TargetConfig, cases: Sequence[Case], ranks: Ranks, seed: int = 0) -> RankMeasurement:
-    """Rank 0's part; the others follow meanwhile, and end with it. Raises: ModelError, RankLost."""
+    """Rank 0's part; the other ranks follow, and end with rank 0. Raises: ModelError, RankLost."""
     settings = EngineConfig(max_kv_tokens=4096, max_running=8, num_threads=_THREADS, adaptive_threads=False)
     drafting = DraftingConfig(max_tree_nodes=_NODES)
     with load_engine(config, settings, drafting, ranks=ranks, planner_class=FixedTreePlanner) as engine:
@@ -199,7 +199,7 @@ def measure_ranks(config: TargetConfig, cases: Sequence[Case], ranks: Ranks, see
 
 
 def compare_ranks(alone: RankMeasurement, group: RankMeasurement) -> Result:
-    """What a group has equal to one rank: all bits or not, and of the answers how many."""
+    """Equality of a group with one rank: all bits or not, and the number of equal answers."""
     pairs = [
         (a, b)
         for setting, tokens in alone.answers.items()

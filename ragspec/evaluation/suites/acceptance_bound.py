@@ -1,4 +1,4 @@
-"""The most that T=1 can keep of the speed-up at T=0, from the target's own probabilities."""
+"""An upper bound on the speed-up at T=1 over that at T=0, from the target's own probabilities."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ def t1_bound(
 ) -> Result:
     """Expected tokens a step at T=1 over the measured `acceptance_length` at T=0, for two sets of trees.
 
-    `own_trees`: those drafted along the texts sampled at T=1: what these very trees give any drafter and any verification that
-    does not know the noise. It cannot tell a drafter that proposes poor trees at T=1, hence `greedy_trees`: those drafted
-    along the greedy texts, walked by samples at T=1, as if sampling never led to places where there is less to copy.
-    `t1_bound` is the greater of the two, the harder one to reach.
+    `own_trees` were drafted along texts sampled at T=1: no drafter with these trees, and no verification that
+    ignores the noise, accepts more. `own_trees` cannot tell that a drafter proposes poor trees at T=1. Hence
+    `greedy_trees`: trees drafted along the greedy texts, walked by samples at T=1. `t1_bound` is the greater of
+    the two, the harder to reach.
     """
     greedy, own = expected_acceptance_lengths(target, config, drafting, cases, (0.0, 1.0), 1.0, seed)
     bounds = {"own_trees": own / acceptance_length, "greedy_trees": greedy / acceptance_length}
@@ -62,10 +62,10 @@ def expected_accepted(tree: DraftTree, logits: NDArray[np.float32], temperature:
 
 
 class PathProbe:
-    """Stands between an engine and its planner and target, and notes every step's expected acceptance.
+    """Wraps an engine's planner and target, and records every step's expected acceptance.
 
-    One sequence at a time. Nothing the engine does is changed. The sums are formed when the next step is planned, not inside
-    the forward: the engine times that, to learn what rows cost.
+    One sequence at a time. The wrapper changes nothing. It computes the sums when the next step is planned, not
+    inside the forward, because the engine times its forwards.
     """
 
     def __init__(self, target: Target, planner: Planner, temperature: float) -> None:
@@ -116,10 +116,10 @@ def expected_acceptance_lengths(
     sampled_at: float,
     seed: int,
 ) -> list[float]:
-    """For each temperature in `decoded_at`: expected tokens a step (bonus included) if the trees that decoding at this
-    temperature drafts were walked by samples at `sampled_at`.
+    """For each temperature in `decoded_at`: expected tokens a step (bonus included) of the trees drafted at this
+    temperature, walked by samples at `sampled_at`.
 
-    The engine that used the target must be closed: a fresh pool takes the place of its own.
+    Close the target's engine before: a fresh pool replaces its pool.
     """
     target.pool = KvPool(target.shapes, config.max_kv_tokens)
     planner = Planner(

@@ -1,9 +1,8 @@
-"""The fastest step that keeps no promise: our row-invariant parts swapped for the fastest kernels that are not.
+"""The fastest step without the bitwise promise: fast kernels in place of the row-invariant kernels.
 
-torch's scaled-dot-product attention over one dense cache takes the place of the paged kernel, and a single row is not padded.
-Everything else (packed linears, fused projections, norms, the loop over layers) stays; rotation and cache writes, which the
-paged kernel does on the way, are torch's. A negative cost says that our step as a whole is the faster one. Only for timing;
-nothing is ever decoded with this.
+torch's scaled-dot-product attention over one dense cache replaces the paged kernel, and a single row is not
+padded. Packed linears, fused projections, norms and the loop over layers stay; torch rotates and writes the cache.
+A negative cost says that our whole step is faster. For timing only: nothing is decoded with this step.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ class DenseBatch(NamedTuple):
 
 
 class UnpaddedLinear(nn.Module):
-    """The packed product, with one row left alone."""
+    """The packed product without padding of a single row."""
 
     def __init__(self, packed: PackedLinear) -> None:
         super().__init__()
@@ -74,7 +73,7 @@ class DenseAttention(nn.Module):
 
 
 class FastestStep:
-    """Takes over an untouched transformers model of a kind the engine knows whole.
+    """Replaces the parts of an untouched transformers model whose decoder the engine replaces as a whole.
 
     Raises: ModelError for any other.
     """

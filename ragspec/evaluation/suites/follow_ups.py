@@ -42,7 +42,8 @@ _LEAST_WORDS = 3
 
 @dataclass(frozen=True, slots=True)
 class FollowUp:
-    """`half`: rules were made looking at one half of the dialogues, and are measured on the other. `rewrite`: a person's."""
+    """`half`: the rewriting rules were tuned on one half of the dialogues and are measured on the other.
+    `rewrite`: by a person."""
 
     question: str
     said: tuple[QaPair, ...]
@@ -98,12 +99,12 @@ def read_sgd(path: Path) -> FollowUpSet:
 
 
 def half_of(name: str) -> Half:
-    """Fixed for ever: what was looked at stays apart from what is reported."""
+    """The half of a dialogue, fixed by a hash: tuned and reported dialogues stay apart."""
     return "tuned" if hashlib.sha256(name.encode()).digest()[0] % 2 else "held_out"
 
 
 def _stated(answer: str) -> Iterator[str]:
-    """The sentences of an answer that state something: no question, and a number or a name in it."""
+    """Sentences of an answer that state something: no questions, with a number or a name."""
     for match in _SENTENCE.finditer(answer):
         sentence = match.group().strip()
         if not sentence.endswith("?") and _FACT.search(sentence):

@@ -52,7 +52,7 @@ _LABEL = "JFLEG dev, corrupted sentences of 20-40 words, clean sentences"
 
 @dataclass(frozen=True, slots=True)
 class GrammarPlan:
-    """How much is measured. `num_sentences`: of each edit rate."""
+    """Sizes of the parts. `num_sentences`: of each edit rate."""
 
     num_sentences: int
     num_document: int
@@ -70,7 +70,7 @@ class GrammarPlan:
 
 
 class GrammarPart:
-    """`engine` decides by `forced` for those cases that have an answer there."""
+    """`engine` must sample by `forced`; cases without a forced answer are decoded as usual."""
 
     def __init__(self, engine: Engine, forced: ForcedAnswers, data_dir: Path, plan: GrammarPlan, tick: Tick) -> None:
         self._engine, self._forced, self._plan, self._tick = engine, forced, plan, tick
@@ -86,7 +86,7 @@ class GrammarPart:
         return result | {"num_edit_rate_sentences": self._plan.num_sentences}
 
     def _at_rate(self, rate: float) -> Result:
-        """One at a time: decode time, plain over speculative, and how many passes of the target are saved."""
+        """One sentence at a time: decode time, plain over speculative, and saved forwards."""
         cases = self._edited_cases(rate, self._plan.num_sentences)
         decoders = engine_decoders(self._engine, self._plan.seed, GREEDY)
         stage = f"edit rate {rate:.0%}"
@@ -99,7 +99,7 @@ class GrammarPart:
         }
 
     def _document(self) -> Result:
-        """Side by side, as many as the engine runs; tokens a second with prompts, median of the runs."""
+        """All sentences at once: tokens a second with prompts, medians of the runs."""
         cases = self._edited_cases(DOCUMENT_RATE, self._plan.num_document)
         decoders = engine_decoders(self._engine, self._plan.seed, GREEDY)
         rates: list[dict[str, float]] = []
@@ -114,7 +114,7 @@ class GrammarPart:
         }
 
     def _identity(self) -> Result:
-        """Whole corrections, edits and all, in batches with speculation and without."""
+        """Corrections with all edits, in batches, with speculation and without."""
         texts = self._texts(self._plan.num_identity)
         equal = 0
         for begin in range(0, len(texts), _TEXTS_AT_ONCE):
@@ -152,7 +152,7 @@ class GrammarPart:
         return list(grammar_cases(edited, self._prompts))
 
     def _texts(self, count: int) -> list[str]:
-        """Learners' sentences first, then edited ones."""
+        """Learners' sentences first, then edited sentences."""
         rng = random.Random(_SEED)
         learners = [s.text for s in grammar_list(self._data_dir, None, {JFLEG: 754})]
         rest = correct_sentences(self._data_dir, max(0, count - len(learners)))
@@ -160,13 +160,13 @@ class GrammarPart:
 
 
 def passes_saved(timings: Timings) -> float:
-    """Forwards of plain decoding over those of speculative decoding, of the same cases; the prompt's counts in both."""
+    """Forwards of plain decoding over those of speculative decoding, the prompt's forward included."""
     plain, fast = (sum(run.num_steps for run in timings.runs[name][0]) for name in (PLAIN, SPECULATIVE))
     return plain / max(1, fast)
 
 
 def edited_sentence(text: str, rate: float, rng: random.Random) -> str:
-    """The sentence with this share of its words misspelt, left out, replaced, or with another put in beside them."""
+    """The sentence with a share of its words misspelt, deleted, inserted or inflected."""
     words = text.split(" ")
     for at in sorted(rng.sample(range(len(words)), round(rate * len(words))), reverse=True):
         way, word = rng.randrange(4), words[at]

@@ -1,4 +1,4 @@
-"""What the bitwise promise costs a step, and how plain decoding compares with transformers, for two sizes of model."""
+"""The suite `numerics`: the cost of the bitwise promise, and plain decoding against transformers, for two models."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class ModelSize(NamedTuple):
 
 
 class Repeats(NamedTuple):
-    """How often each thing is timed."""
+    """Repetitions of each measurement."""
 
     steps: int
     runs: int
@@ -100,8 +100,8 @@ def numerics_suite(
 ) -> Result:
     """Self-test, step cost and plain decoding against transformers, for every size and both types of weights.
 
-    `step_cost`: milliseconds of a step of so many rows, the same with the fastest variant parts, and the share by which the
-    first exceeds the second (negative: invariant is faster). `plain_vs_generate_1k`: transformers' seconds a token over ours.
+    `step_cost`: milliseconds of our step and of the fastest variant by rows, and our relative cost (negative: ours
+    is faster). `plain_vs_generate_1k`: transformers' seconds a token over ours.
     """
     effort = Repeats(7, 1, 16) if quick else Repeats(40, 3, 64)
     passed: dict[str, bool] = {}
@@ -154,7 +154,7 @@ def step_costs(target: Target, size: ModelSize, dtype: str, repeats: int) -> Res
 
 
 def plain_against_generate(target: Target, size: ModelSize, dtype: str, effort: Repeats, seed: int) -> float:
-    """Greedy decoding after a long random prompt, never ending early: transformers' seconds a token over ours."""
+    """Greedy decoding without an end after a long random prompt: transformers' seconds a token over ours."""
     context = min(GENERATE_CONTEXT, size.max_context_tokens - effort.tokens - 1)
     prompt = np.random.default_rng(seed).integers(0, target.vocab_size, context).tolist()
     case = Case("long", "long", tuple(prompt), (), effort.tokens)
@@ -175,7 +175,7 @@ def plain_against_generate(target: Target, size: ModelSize, dtype: str, effort: 
 
 
 def _invariant_step_s(target: Target, token_ids: np.ndarray[Any, np.dtype[np.int32]], context: int) -> float:
-    """Seconds of one forward over a chain of rows after `context` positions; what the pool holds there does not matter."""
+    """Seconds of one forward over a chain of rows after `context` positions of arbitrary cache content."""
     slots = SequenceSlots(target.pool)
     slots.keep(*slots.reserve(context), list(range(context)))
     num_rows = len(token_ids)
@@ -186,7 +186,7 @@ def _invariant_step_s(target: Target, token_ids: np.ndarray[Any, np.dtype[np.int
 
 
 def _alternate(first: Callable[[], float], second: Callable[[], float], repeats: int) -> tuple[float, float]:
-    """Median seconds of each, taking turns; the first two turns are not counted."""
+    """Median seconds of both calls in turns; the first two turns do not count."""
     pairs = [(first(), second()) for _ in range(repeats + 2)][2:]
     return median(a for a, _ in pairs), median(b for _, b in pairs)
 

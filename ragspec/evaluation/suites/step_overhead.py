@@ -1,7 +1,7 @@
-"""How much of an engine's step is not the forward: planning, sampling, committing, telling.
+"""Step overhead: the share of an engine's step outside the forward (planning, sampling, committing, reporting).
 
-Weights are random, so the answers are given; every token is sampled all the same before it is overruled. Only steps in which
-every row decides count: those that read prompts have longer forwards and would flatter the share.
+Weights are random, so answers are given; every token is sampled and then overruled. Only steps count in which every
+row decides: steps that read prompts have longer forwards and would lower the share.
 
     >>> StepOverhead(model_sizes(config)[1], cases, texts).measure(batch=8, num_cases=24, tick=tick)[0]["overhead"]
 """
@@ -40,7 +40,7 @@ _SHARES = ("overhead", "mean_overhead", "outside_ms", "step_ms", "forward_ms", "
 
 
 class Step(NamedTuple):
-    """One step of the engine. Units: seconds. `decides`: every row of its forward was one whose logits are wanted."""
+    """One step of the engine. Units: seconds. `decides`: the forward returned logits for every row."""
 
     begin_s: float
     forward_s: float
@@ -58,7 +58,7 @@ class Forward(NamedTuple):
 
 
 class TimedTarget(Target):
-    """Notes how long its forwards take."""
+    """Records the time of its forwards."""
 
     latest = Forward(0.0, 0, False)
 
@@ -72,7 +72,7 @@ class TimedTarget(Target):
 
 
 class TimedEngine(Engine):
-    """Notes its steps. What lies between two of them (commands from outside) belongs to the first."""
+    """Records its steps. Time between two steps (commands from outside) belongs to the first step."""
 
     def __init__(self, target: TimedTarget, planner: Planner, admission: Admission, config: EngineConfig) -> None:
         self.steps: list[Step] = []
@@ -87,7 +87,7 @@ class TimedEngine(Engine):
 
 
 class StepOverhead:
-    """`texts` by case id: the answer that is written, which quotes what the case may copy from."""
+    """`texts`: by case id, the given answer, which quotes the case's copy sources."""
 
     def __init__(self, size: ModelSize, cases: Sequence[Case], texts: Mapping[str, str], seed: int = 0) -> None:
         """Raises: ModelError, InputError for an empty answer."""
@@ -134,9 +134,9 @@ class StepOverhead:
 
 
 def overhead_of(steps: Sequence[Step], batch: int) -> Result:
-    """Medians over steps of `batch` sequences in which every row decides; a step lasts until the next one begins.
+    """Medians over steps of `batch` sequences in which every row decides; a step lasts until the next step begins.
 
-    `overhead`: share of a step that is not its forward. `mean_overhead`: the same of all their time together.
+    `overhead`: share of a step outside its forward. `mean_overhead`: the same over the sum of all steps.
     """
     pairs = [
         (step, after.begin_s - step.begin_s)
@@ -158,7 +158,7 @@ def overhead_of(steps: Sequence[Step], batch: int) -> Result:
 
 
 def largest_overhead(rows: Sequence[Result], batch: int) -> float | None:
-    """The largest share of any way at this batch. None: one of them had no steps."""
+    """The largest overhead of any way at this batch size; None if a way had no steps."""
     shares = [row["overhead"] for row in rows if row["batch"] == batch]
     return None if None in shares or not shares else max(shares)
 

@@ -1,4 +1,4 @@
-"""Scores of the reference target on held-out data.
+"""The suite `target`: scores of the reference target on held-out data.
 
 Owns the scores; the text comes from a `generate` callable, so transformers, the engine or a fake can be scored alike.
 `evaluate_target(target_dir, data_dir)` returns one flat dictionary of floats.
@@ -122,7 +122,7 @@ def question_scores(cases: list[QuestionCase], outputs: list[str]) -> dict[str, 
 
 
 def abstention_scores(cases: list[QuestionCase], outputs: list[str]) -> dict[str, float]:
-    """Precision and recall of saying that the passages do not say."""
+    """Precision and recall of abstentions."""
     abstained = [output.strip().startswith(ABSTENTION) for output in outputs]
     num_unanswerable = sum(not c.answers for c in cases)
     right = sum(a and not c.answers for a, c in zip(abstained, cases, strict=True))
@@ -133,7 +133,7 @@ def abstention_scores(cases: list[QuestionCase], outputs: list[str]) -> dict[str
 
 
 def grammar_scores(data_dir: Path, generate: Generate, num_sentences: int) -> dict[str, float]:
-    """GLEU on JFLEG dev, of the outputs and of the untouched source, and how much of clean sentences is edited."""
+    """GLEU on JFLEG dev of the outputs and of the untouched source, and the edit rate on clean sentences."""
     lines = {n: (data_dir / f"jfleg/dev.{n}").read_text().splitlines()[:num_sentences] for n in ("src", *_REFERENCES)}
     references = [[lines[name][i].split() for name in _REFERENCES] for i in range(len(lines["src"]))]
     sources = [line.split() for line in lines["src"]]
@@ -187,7 +187,7 @@ def perplexity_scores(
 
 
 def _mean(values: list[float] | list[bool]) -> float:
-    """No number where there is nothing to score."""
+    """The mean; NaN without values."""
     return float(np.mean(values)) if len(values) else math.nan
 
 

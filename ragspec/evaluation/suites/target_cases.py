@@ -1,6 +1,6 @@
-"""Which questions and sentences the reference target is scored on.
+"""Questions and sentences of the suite `target`.
 
-Owns the choice and the cutting of passages; never a model or a metric. Nothing here was trained on.
+Owns the selection and the cutting of passages; never a model or a metric. No target was trained on them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ PROBE_ARTICLES = slice(NUM_TRAIN_ARTICLES, NUM_TRAIN_ARTICLES + NUM_PROBE_ARTICL
 
 @dataclass(frozen=True)
 class QuestionCase:
-    """One question with its passages; `answers` is empty where the passages do not say."""
+    """One question with its passages; `answers` is empty if the passages hold no answer."""
 
     question: str
     passages: list[str]

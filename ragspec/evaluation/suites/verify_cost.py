@@ -1,7 +1,7 @@
-"""What verifying a tree costs a large target on a GPU: a forward over its nodes, in one-token forwards, and the memory
-bandwidth it reaches. Weights are random: time does not depend on them.
+"""The suite `verify_cost`: the cost of verifying a tree on a GPU, in one-token forwards, and the memory bandwidth
+reached. Weights are random: time does not depend on them.
 
-The whole method rests on this ratio. A decode step reads all weights once, whether one row uses them or sixty-four.
+Speculation rests on this ratio: a decode step reads all weights once, for one row or for sixty-four.
 
     >>> verify_cost(LlamaShape(), tick)["rows"][0]["over_one_token"]
 """
@@ -23,7 +23,7 @@ from ragspec.evaluation.suite import Outcome, Suite
 from ragspec.evaluation.timing import Tick
 
 PEAK_BYTES_PER_S = {"H200": 4.8e12, "H100": 3.35e12, "A100": 2.039e12, "L40S": 0.864e12, "RTX 3090": 0.936e12}
-"""Memory bandwidth by the makers' data sheets, for names of devices that hold the key."""
+"""Memory bandwidth by data sheet, for device names that contain the key."""
 
 NUM_NODES = (1, 8, 16, 32, 64)
 _NUM_WARM_UP, _NUM_TIMES = 5, 30
@@ -32,7 +32,7 @@ _BRANCHES = 2
 
 @dataclass(frozen=True, slots=True)
 class LlamaShape:
-    """A Llama's, by default that of 8B parameters; `context`: tokens in the cache before the tree."""
+    """The shape of a Llama, by default of 8B parameters; `context`: tokens in the cache before the tree."""
 
     hidden_size: int = 4096
     intermediate_size: int = 14336
@@ -46,7 +46,7 @@ class LlamaShape:
 
     @property
     def room(self) -> int:
-        """Places of the cache. The same for all trees, and a multiple of eight, which the fast attention kernels want."""
+        """Slots of the cache: the same for all trees, and a multiple of eight, as fast attention kernels need."""
         return -(-(self.context + max(self.num_nodes)) // 8) * 8
 
     @property
@@ -88,7 +88,7 @@ def verify_cost(shape: LlamaShape, tick: Tick) -> Result:
 
 
 def tree_mask(parents: list[int], context: int, room: int, dtype: torch.dtype) -> Tensor:
-    """Additive: every node sees the context, its ancestors and itself. Shapes: N nodes -> [1, 1, N, room]."""
+    """Additive mask: every node sees the context, its ancestors and itself. Shapes: N nodes -> [1, 1, N, room]."""
     visible = torch.zeros(len(parents), room, dtype=torch.bool)
     visible[:, :context] = True
     for node, parent in enumerate(parents):
@@ -119,7 +119,7 @@ class TreeVerifier:
 
     @torch.no_grad()
     def forward_of(self, parents: list[int]) -> Callable[[], Tensor]:
-        """A forward over one tree, ready to be called again and again; each call writes the same places of the cache.
+        """A reusable forward over one tree; every call writes the same cache slots.
 
         Shapes: -> logits [N, V], row n for node n.
         """
@@ -150,7 +150,7 @@ class TreeVerifier:
 
 
 def depths_of(parents: list[int]) -> list[int]:
-    """Of each node, the root's being 0; parents come before their children."""
+    """Depth of each node, 0 for the root; parents come before their children."""
     depths: list[int] = []
     for parent in parents:
         depths.append(0 if parent < 0 else depths[parent] + 1)
@@ -167,13 +167,13 @@ def timed_forwards(verifier: TreeVerifier, captured: bool, tick: Tick) -> Iterat
 
 
 def cost_rows(seconds: list[tuple[int, float]]) -> list[Result]:
-    """Times over that of one row. The first entry is one token's."""
+    """Step times over the time of one row, which is the first entry."""
     one_s = seconds[0][1]
     return [{"nodes": nodes, "step_ms": 1e3 * s, "over_one_token": s / one_s} for nodes, s in seconds]
 
 
 def bandwidth(num_weight_bytes: int, step_ms: float, peak_bytes_per_s: float | None) -> Result:
-    """Weights read a second, and their share of what the memory can do where that is known."""
+    """Weights read a second, and their share of the peak bandwidth if the peak is known."""
     rate = num_weight_bytes / (1e-3 * step_ms)
     return {"gb_per_s": rate / 1e9, "share_of_peak": rate / peak_bytes_per_s if peak_bytes_per_s else None}
 
@@ -189,7 +189,7 @@ def verify_cost_tables(result: Result) -> dict[str, Table]:
 
 
 def _captured(forward: Callable[[], Tensor]) -> Callable[[], object]:
-    """The same work as one CUDA graph, so that launching kernels takes no time between them."""
+    """Capture the forward as one CUDA graph, without launch time between kernels."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):

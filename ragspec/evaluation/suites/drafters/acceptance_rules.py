@@ -1,7 +1,9 @@
-"""The laws of target and head behind a beginning: what each thinks comes next at every node of a tree.
+"""Expected tokens a step by acceptance rule, from the probabilities of a real target and head behind the same
+prefixes.
 
-The target runs as the engine runs it. The head runs as it was trained (`ragspec.training.heads.eagle_model`), one step a
-level, which is slow and needs nothing of the drafter.
+The target runs as in the engine. The head runs as in training (`ragspec.training.heads.eagle_model`), one step a
+level; that is slow, but independent of the drafter. Drafts are chains of 4, or trees of 14 nodes with two children
+each, three levels deep. Published rules run as served (`ragspec.verification.rejection`).
 
     >>> laws = TargetAndHead.load(TargetConfig(), head_dir)
     >>> with laws.behind(prefix_ids) as place: place.draft_probs([()])
@@ -43,7 +45,7 @@ _OF_TARGET = "embed_tokens.weight"
 
 
 class TargetAndHead(NamedTuple):
-    """A target and one of its heads. `taps`: what the head reads of the target."""
+    """A target and one of its heads. `taps`: the target's layers that the head reads."""
 
     target: Target
     head: Head
@@ -70,7 +72,7 @@ class TargetAndHead(NamedTuple):
 
     @contextmanager
     def behind(self, prefix_ids: Sequence[int]) -> Iterator[PrefixPredictions]:
-        """The place behind a beginning of at least two tokens."""
+        """Read a prefix of at least two tokens."""
         slots = SequenceSlots(self.target.pool)
         try:
             known = np.array(prefix_ids[:-1], np.int32)
@@ -84,7 +86,8 @@ class TargetAndHead(NamedTuple):
 
 
 class PrefixPredictions:
-    """A beginning of T tokens: T - 1 of them read by the target, the last one the root of trees."""
+    """Probabilities behind a prefix of T tokens: the target has read T - 1 of them, the last token is the root of
+    trees."""
 
     def __init__(self, laws: TargetAndHead, slots: SequenceSlots, prefix_ids: list[int], features: Tensor) -> None:
         self._laws, self._slots = laws, slots
@@ -93,7 +96,8 @@ class PrefixPredictions:
 
     @torch.no_grad()
     def draft_probs(self, paths: Sequence[Tokens]) -> Floats:
-        """The head's law behind paths of equal length D, at temperature 1. Shapes: B paths -> float64 [B, V]."""
+        """The head's probabilities behind paths of equal length D, at temperature 1. Shapes: B paths -> float64
+        [B, V]."""
         target, head, _ = self._laws
         size, num_steps = len(paths), len(paths[0]) + 1
         ids = torch.tensor([[*self._prefix_ids, *path] for path in paths])
@@ -107,7 +111,8 @@ class PrefixPredictions:
         return scattered(torch.softmax(logits.double(), -1), head, target.vocab_size)
 
     def target_probs(self, tree: DraftTree) -> Floats:
-        """The target's law at every node of a tree whose root is the last token, at temperature 1. Shape: float64 [N, V]."""
+        """The target's probabilities at every node of a tree whose root is the last token, at temperature 1.
+        Shape: float64 [N, V]."""
         batch = Batch([ScheduledSequence(self._slots, tree.token_ids, tree.parents)])
         logits = self._laws.target.forward(batch.token_ids, batch.metadata, batch.logit_rows)
         batch.sequences[0].drop()
@@ -130,7 +135,7 @@ def _dtype(target: Target) -> torch.dtype:
 
 
 NUM_WALKS = 8
-"""Verifications of every drawn draft."""
+"""Verifications of every sampled draft."""
 
 _DEPTHS = {CHAIN: 4, TREE: 3}
 _WIDTHS = {CHAIN: 1, TREE: 2}
@@ -141,7 +146,7 @@ Choose = Callable[[Floats, int, int], Draw]
 
 
 class Method(NamedTuple):
-    """A rule, and how its drafts are chosen. `rule` KEYED: the target's own sample decides."""
+    """A rule, and how its drafts are sampled. KEYED follows the target's own sample."""
 
     name: str
     rule: AcceptanceRule
@@ -170,7 +175,7 @@ METHODS: dict[str, tuple[Method, ...]] = {
 def rule_table(
     laws: TargetAndHead, prefixes: Sequence[tuple[int, ...]], seed: int, tick: Tick
 ) -> dict[str, dict[str, float | None]]:
-    """Mean tokens a step, the bonus token included, by rule and shape; None where a rule is not for that shape."""
+    """Mean tokens a step, the bonus token included, by rule and shape; None where a rule does not fit the shape."""
     lengths: dict[str, dict[str, list[int]]] = {}
     for number, prefix in enumerate(prefixes, 1):
         with laws.behind(prefix) as place:
@@ -187,7 +192,7 @@ def rule_table(
 
 
 def step_lengths(place: PrefixPredictions, root: int, shape: str, method: Method, seed: int) -> list[int]:
-    """Tokens of some steps of one method, each with noise of its own."""
+    """Tokens of some steps of one method, each step with its own noise."""
     if method.rule is AcceptanceRule.KEYED and method.coupled:
         return [_keyed_lengths(place, root, shape, True, [seed + i])[0] for i in range(NUM_WALKS // 2)]
     if method.rule is AcceptanceRule.KEYED:
@@ -212,7 +217,7 @@ def step_lengths(place: PrefixPredictions, root: int, shape: str, method: Method
 
 
 def sample_draft(place: PrefixPredictions, root: int, shape: str, choose: Choose) -> tuple[DraftTree, dict[int, Draw]]:
-    """A draft, level by level; repeated draws meet in one node."""
+    """Sample a draft level by level; repeated tokens share a node."""
     tree, draws, level = DraftTree(root), dict[int, Draw](), [0]
     for depth in range(_DEPTHS[shape]):
         paths = [tuple(tree.token_ids[node] for node in tree.ancestors(parent)[1:]) for parent in level]
@@ -226,7 +231,7 @@ def sample_draft(place: PrefixPredictions, root: int, shape: str, choose: Choose
 
 
 def _keyed_lengths(place: PrefixPredictions, root: int, shape: str, coupled: bool, seeds: list[int]) -> list[int]:
-    """The same draft walked by samples of several seeds; a coupled draft is made for the first of them."""
+    """Walk one draft by samples of several seeds; a coupled draft knows the first seed's noise."""
 
     def choose(law: Floats, count: int, depth: int) -> Draw:
         noise = gumbel_row(seeds[0], 0, depth, len(law)) if coupled else 0.0

@@ -1,8 +1,9 @@
-"""What sampling costs a draft: one step from the same beginnings at T = 0 and at T = 1, with children chosen by the noise or not.
+"""The cost of sampling for drafts: one step from the same prefixes at T = 0 and at T = 1, with coupled and uncoupled
+children.
 
-Beginnings are the target's own outputs of both temperatures, cut every few tokens. From each, one tree of 16 nodes is drafted
-and walked, and the tokens of that step are counted. So no condition is measured on easier text than another, as it is when every
-temperature writes a text of its own: greedy text of a small model runs in circles, which are easy to draft for.
+Prefixes are the target's own outputs of both temperatures, cut every few tokens. From each prefix, one tree of 16
+nodes is drafted and walked, and the step's tokens are counted. So all conditions see equally easy text. Greedy text
+of a small model repeats itself and is easy to draft for, so free-running texts would not compare.
 
     >>> with load_engine(target, engine_config(), drafting, given := OverruledAnswers(repeats=False)) as engine:
     ...     step_lengths(engine, given, prefixes, 1.0, tick)
@@ -33,7 +34,7 @@ _FIRST_CUT = 4
 
 @dataclass(frozen=True, slots=True)
 class Prefix:
-    """The beginning of an output. The seed decides how it goes on at T = 1."""
+    """The beginning of an output. The seed decides its continuation at T = 1."""
 
     id: str
     prompt_ids: tuple[int, ...]
@@ -67,7 +68,7 @@ class _Steps:
 
 
 def own_outputs(engine: Engine, cases: Sequence[Case], temperature: float, seed: int) -> list[tuple[int, ...]]:
-    """What the target writes by itself, without a draft; as long as the case says."""
+    """Outputs of the target without a draft, as long as the cases say."""
     requests = []
     for i, case in enumerate(cases):
         params = SamplingParams(temperature, max_tokens=case.max_tokens, ignore_eos=True, seed=seed + i)
@@ -91,8 +92,8 @@ def step_lengths(
 ) -> list[int]:
     """Tokens of one decode step behind each prefix, the bonus token included. `given` is the engine's sampler factory.
 
-    The prompt's own step has no draft, for a head has not seen the target's states yet; so the prefix without its last token is
-    the prompt, that step decides the last token, which is given, and the step after it is the one that counts.
+    The prompt's step has no draft, because a head has not seen the target's states yet. So the prompt ends before
+    the prefix's last token, the prompt's step decides the given last token, and the next step counts.
     """
     lengths = []
     for prefix in prefixes:

@@ -1,6 +1,7 @@
-"""Prompts of the suite `drafters`, by task: answers with passages, chat, grammar, and prose that copies nothing.
+"""Prompts of the suite `drafters` by task: answers with passages, chat, grammar, and prose without copy sources.
 
-Every list is fixed, a short one begins the long one, and no target or head of ours was trained on any of it.
+Every list is fixed; a shorter list is the beginning of a longer list. No target or head of ours was trained on the
+texts.
 
     >>> drafter_cases(data_dir, retriever, PromptBuilder(tokenizer, 2048), count=6)["prose"][0].prompt_ids
 """
@@ -56,7 +57,7 @@ def drafter_cases(
 
 
 def chat_list(data_dir: Path, count: int) -> list[Conversation]:
-    """First turns of MT-bench and openings of test dialogues of SGD up to a user's turn, taking turns.
+    """Alternately first turns of MT-bench and openings of SGD test dialogues up to a user's turn.
 
     Raises: InputError if the files are not there.
     """
@@ -68,7 +69,7 @@ def chat_list(data_dir: Path, count: int) -> list[Conversation]:
 
 
 def chat_cases(conversations: list[Conversation], prompts: PromptBuilder) -> Iterator[Case]:
-    """Each conversation with all it holds as history to copy from."""
+    """Each conversation as a prompt, its messages as copy sources."""
     for i, messages in enumerate(conversations):
         prompt = prompts.build(messages, (), CHAT_TOKENS)
         sources = tuple(CopySource(SourceKind.HISTORY, message.content) for message in messages)
@@ -76,7 +77,7 @@ def chat_cases(conversations: list[Conversation], prompts: PromptBuilder) -> Ite
 
 
 def mixed_sentences(data_dir: Path, count: int) -> list[Sentence]:
-    """The grammar suite's three parts, taking turns. Raises: InputError if the files are not there."""
+    """The grammar suite's three parts in turns. Raises: InputError if the files are missing."""
     sentences = grammar_list(data_dir, count)
     parts = [[sentence for sentence in sentences if sentence.part == part] for part in (JFLEG, LONG, CLEAN)]
     return list(islice(_taking_turns(*parts), count))
@@ -95,7 +96,7 @@ def prose_cases(data_dir: Path, tokenizer: Any) -> Iterator[Case]:
 
 
 def _opening(turns: list[list[str]]) -> Conversation:
-    """The first turns, the last of them a user's."""
+    """The first turns; the last is a user's turn."""
     return [Message(_ROLES[who], normalise(text)) for who, text in turns[:_FEWEST_TURNS]]
 
 

@@ -1,4 +1,4 @@
-"""One cell of the suite `drafters`: the variants of one engine and plain decoding, on the same prompts, taking turns.
+"""One cell of the suite `drafters`: an engine's variants and plain decoding take turns on the same prompts.
 
 >>> with load_engine(target, engine_config(), setup.drafting) as engine:
 ...     alone_rows(engine, setup, "prose", cases, SamplingPlan(temperature=1.0), tick)[0]["speedup"]
@@ -25,14 +25,14 @@ _NUM_WARM_UP = 2
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How outputs are decided and how often everything is repeated."""
+    """Sampling parameters and repetitions of a cell."""
 
     temperature: float
     seed: int = 0
     num_runs: int = 1
 
     def params(self, task: str) -> dict[str, Any]:
-        """Why prose does not end: its length would decide how much is measured."""
+        """Prose ignores the end of text: its length would decide how much is measured."""
         return {"temperature": self.temperature, "ignore_eos": task == PROSE}
 
 
@@ -46,7 +46,7 @@ def _decoders(engine: Engine, setup: Setup, task: str, sampling: Sampling) -> di
 def alone_rows(
     engine: Engine, setup: Setup, task: str, cases: Sequence[Case], sampling: Sampling, tick: Tick
 ) -> list[Result]:
-    """One row a variant, plain decoding among them: one request at a time, after a few that are not counted."""
+    """One row a variant, plain decoding included: one request at a time, after uncounted warm-up requests."""
     stage = f"{', '.join(setup.variants)} ({setup.shape}), {task}"
     decoders = _decoders(engine, setup, task, sampling)
     timings = Timings.measure(decoders, cases, sampling.num_runs, tick, stage, _NUM_WARM_UP)
@@ -61,7 +61,8 @@ def alone_rows(
 def together_rows(
     engine: Engine, setup: Setup, task: str, cases: Sequence[Case], batch: int, sampling: Sampling
 ) -> list[Result]:
-    """One row a variant: groups of `batch` requests that start together, the next when the slowest has ended.
+    """One row a variant: groups of `batch` requests that start together; the next group starts when the slowest
+    request ends.
 
     Speeds are tokens a second of a whole group, its prompts included.
     """
@@ -103,7 +104,7 @@ def _named(setup: Setup, name: str, task: str, temperature: float, batch: int) -
 
 
 def _speeds(runs: Mapping[str, Sequence[Sequence[TimedGeneration]]], name: str, cases: Sequence[Case]) -> Result:
-    """Beside plain decoding, with what a draft added to the prompt's step counted as decoding."""
+    """Speeds against plain decoding; the draft's share of the prompt's step counts as decoding."""
     pair = Timings({PLAIN: runs[PLAIN], SPECULATIVE: runs[name]}, [case.prepare_s for case in cases])
     return {
         "tokens_per_s": pair.tokens_per_s(SPECULATIVE),
@@ -115,7 +116,7 @@ def _speeds(runs: Mapping[str, Sequence[Sequence[TimedGeneration]]], name: str, 
 
 
 def _equal(name: str, runs: Mapping[str, Sequence[Sequence[TimedGeneration]]]) -> Result:
-    """Against the first plain run; None where nothing else was."""
+    """Compare with the first plain run; None without a comparison."""
     equality = Equality()
     first = runs[PLAIN][0]
     for table in runs[name][1:] if name == PLAIN else runs[name]:
@@ -130,7 +131,7 @@ _LOOP_TOKENS = 8
 
 
 def acceptance_length(stats: Iterable[GenerationStats]) -> float | None:
-    """Tokens a decode step, the bonus token included; the step that ends the prompt is not one. None: no such step.
+    """Tokens a decode step, the bonus token included, the prompt's step excluded. None without decode steps.
 
     Source: tau of the EAGLE papers, MAT of Spec-Bench.
     """
@@ -141,7 +142,7 @@ def acceptance_length(stats: Iterable[GenerationStats]) -> float | None:
 
 
 def pooled_positions(stats: Iterable[GenerationStats]) -> dict[str, Positions]:
-    """By drafter, the counts of all generations together."""
+    """Counts of all generations together, by drafter."""
     pooled: dict[str, Positions] = {}
     for one in stats:
         for drafter, counts in one.positions.items():
@@ -164,7 +165,7 @@ def position_acceptance(positions: Sequence[tuple[int, int]]) -> list[float | No
 def repeated_share(outputs: Iterable[Sequence[int]]) -> float:
     """Share of output tokens that end a run of 8 tokens which the same output had before.
 
-    Why: a target that writes in circles is easy to draft for, and a reader of acceptance lengths has to know.
+    Why: text that repeats itself is easy to draft for, and readers of acceptance lengths must know.
     """
     num_tokens = num_repeated = 0
     for output in outputs:
@@ -178,7 +179,7 @@ def repeated_share(outputs: Iterable[Sequence[int]]) -> float:
 
 
 def drafting_row(stats: Sequence[GenerationStats], chain: bool) -> Result:
-    """Everything about drafting that some generations of one setting show. `chain`: their drafts had no branches.
+    """The drafting statistics of one setting's generations. `chain`: their drafts had no branches.
 
     Units: draft_ms per step, in the engine's thread.
     """

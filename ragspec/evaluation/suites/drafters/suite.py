@@ -1,4 +1,5 @@
-"""The suite `drafters`: who drafts best for which task, at which temperature, beside how many others, and what sampling costs.
+"""The suite `drafters`: speed and acceptance of each drafter by task, temperature and batch size, and the cost of
+sampling.
 
 Not every cell of the grid is measured: chains only of the heads, on chat and prose; batches only of trees, at T = 0, on questions
 and prose; fixed trees only on prose. `LEFT_OUT` says so in the result.
@@ -44,7 +45,7 @@ from ragspec.rag.steps import RetrieverLike
 
 TEMPERATURES = (0.0, 1.0)
 COMPARED = (EAGLE2, EAGLE3)
-"""Variants whose steps are counted from the same beginnings."""
+"""Variants whose steps are counted from the same prefixes."""
 LEFT_OUT = (
     "chains of copying, chains on questions and grammar, and chains as long as pay: all go on while the head gives them a chance",
     "batches of chains, at T = 1, and on chat and grammar",
@@ -54,8 +55,8 @@ LEFT_OUT = (
 
 @dataclass(frozen=True, slots=True)
 class DraftersPlan:
-    """How much is measured. Prompts: of a cell, side by side in all, of fixed trees, cut into beginnings; `num_ruled` beginnings
-    are taken for acceptance rules."""
+    """Numbers of prompts: of a cell, side by side in all, of fixed trees, cut into prefixes; `num_ruled` prefixes
+    serve the acceptance rules."""
 
     num_prompts: int = 5
     num_together: int = 8
@@ -72,7 +73,7 @@ class DraftersPlan:
         return max(self.num_prompts, self.num_together, self.num_fixed, self.num_cut)
 
     def sampling(self, temperature: float, once: bool = False) -> Sampling:
-        """Half the repetitions at T = 1, where there is less to gain."""
+        """Half the repetitions at T = 1, where the gain is smaller."""
         several = (self.num_runs + 1) // 2 if temperature else self.num_runs
         return Sampling(temperature, self.seed, 1 if once else several)
 
@@ -80,7 +81,7 @@ class DraftersPlan:
 def drafters_plan(
     quick: bool = False, num_runs: int = 3, seed: int = 0, num_prompts: int | None = None
 ) -> DraftersPlan:
-    """`num_prompts`: of everything, whatever it takes."""
+    """`num_prompts` replaces every number of prompts."""
     plan = DraftersPlan(num_runs=num_runs, seed=seed)
     if quick:
         plan = replace(plan, num_prompts=2, num_together=4, num_fixed=4, num_cut=2, num_ruled=4, batches=(1, 4))
@@ -95,7 +96,7 @@ def drafters_plan(
 
 @dataclass(frozen=True)
 class DraftersSuite:
-    """One engine at a time is open."""
+    """Measures the grid; one engine is open at a time."""
 
     target: TargetConfig
     data_dir: Path
@@ -105,7 +106,7 @@ class DraftersSuite:
     tick: Tick
 
     def measure(self) -> Result:
-        """Everything. Raises: InputError if data is missing, ModelError, EngineError."""
+        """All rows and headlines. Raises: InputError if data is missing, ModelError, EngineError."""
         memory, plan = PeakMemory(), self.plan
         engine, bitwise = open_engine(self.target, None, DraftingConfig())
         with engine:
@@ -162,7 +163,7 @@ class DraftersSuite:
                         yield from self._drafting_rows(engine, setup, task, cases[task], temperature)
 
     def _fixed(self, cases: Sequence[Case], prefixes: Sequence[Prefix]) -> tuple[list[Result], dict[str, Result]]:
-        """Fixed trees on texts of their own, and from the same beginnings: by variant."""
+        """Rows of fixed trees on texts of their own, and step lengths from the same prefixes by variant."""
         rows: list[Result] = []
         lengths: dict[str, list[list[int]]] = {}
         for coupled, temperatures in ((True, TEMPERATURES), (False, TEMPERATURES[1:])):
@@ -178,7 +179,7 @@ class DraftersSuite:
         return rows, {name: prefix_row(*three) for name, three in lengths.items()}
 
     def _rules(self, prefixes: Sequence[Prefix]) -> tuple[Result | None, list[str]]:
-        """On beginnings that were sampled, spread evenly; None without a head that can be computed, and why not."""
+        """Acceptance rules on evenly spaced sampled prefixes; None with a reason if no head can be computed."""
         head = self.heads.eagle3 or self.heads.eagle
         if head is None:
             return None, ["acceptance rules: there is no head"]
@@ -202,7 +203,7 @@ class DraftersSuite:
     def _drafting_rows(
         self, engine: Engine, setup: Setup, task: str, cases: Sequence[Case], temperature: float
     ) -> Iterator[Result]:
-        """Without the row of plain decoding, which is known."""
+        """Rows without plain decoding, which other engines measured."""
         sampling = self.plan.sampling(temperature, once=True)
         rows = alone_rows(engine, setup, task, cases, sampling, self.tick)
         return (row for row in rows if row["variant"] != NONE)

@@ -1,4 +1,4 @@
-"""What the suite `drafters` compares: who drafts, in what shape, with how many nodes, and which of them share an engine.
+"""The variants of the suite `drafters`: drafters, tree shapes, numbers of nodes, and the engines that variants share.
 
 >>> tree_setups(Heads.find(folder))[0].variants[EAGLE3]
 Speculation(drafters=('eagle',), max_nodes=None)
@@ -19,11 +19,11 @@ from ragspec.speculation import ON, Speculation
 
 NONE, COPY, EAGLE1, EAGLE2, EAGLE3, MERGED = "none", "copy", "EAGLE-1", "EAGLE-2", "EAGLE-3", "copy + EAGLE-3"
 DRAFTING = (COPY, EAGLE1, EAGLE2, EAGLE3, MERGED)
-"""All that draft, in the order of tables and plots."""
+"""All drafting variants, in the order of tables and plots."""
 
 REFERENCE_HEADS = ASSETS / "reference_heads"
 TREE_NODES = 16
-"""Of the fixed trees whose acceptance lengths are compared."""
+"""Nodes of the fixed trees."""
 
 _COPY, _HEAD = "copy", "eagle"
 TREE, CHAIN = "tree", "chain"
@@ -38,7 +38,7 @@ class Heads:
 
     @classmethod
     def find(cls, folder: Path | None = None) -> Heads:
-        """Those of `folder/eagle` and `folder/eagle3` that hold a head; by default the shipped ones.
+        """Heads below `folder/eagle` and `folder/eagle3`; by default the shipped heads.
 
         Raises: ModelError if a folder is named and holds neither.
         """
@@ -57,7 +57,7 @@ class Heads:
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """One engine, and who drafts for a request in it; those of one engine take turns.
+    """One engine and the drafters of its variants, which take turns in the engine.
 
     `fixed_nodes`: the best so many whatever they cost; None: as many as pay. `coupled`: children are chosen with the noise that
     will decide.
@@ -86,7 +86,8 @@ class Setup:
 
 
 def tree_setups(heads: Heads) -> list[Setup]:
-    """Trees as large as pay: all variants whose head is there. Copying and EAGLE-3, alone and merged, share an engine."""
+    """Trees as large as the cost model allows, for all variants with a head. Copying and EAGLE-3, alone and
+    merged, share an engine."""
     setups = [Setup({COPY: ON}, drafters=(_COPY,))]
     if heads.eagle3 is not None:
         variants = {COPY: Speculation((_COPY,)), EAGLE3: Speculation((_HEAD,)), MERGED: ON}
@@ -100,7 +101,7 @@ def tree_setups(heads: Heads) -> list[Setup]:
 
 
 def chain_setups(heads: Heads) -> list[Setup]:
-    """Chains in every step, as long as a head gives them a chance; they make EAGLE-1 and EAGLE-2 the same."""
+    """Chains in every step; for chains EAGLE-1 and EAGLE-2 are the same."""
     named = ((EAGLE1, heads.eagle), (EAGLE3, heads.eagle3))
     return [
         Setup({name: ON}, head, head_tree="chain", fixed_nodes=TREE_NODES) for name, head in named if head is not None
@@ -108,7 +109,7 @@ def chain_setups(heads: Heads) -> list[Setup]:
 
 
 def fixed_setups(heads: Heads, coupled: bool) -> list[Setup]:
-    """Trees of the 16 best nodes: what a head's guesses are worth, apart from what a row costs here."""
+    """Trees of the 16 best nodes: the quality of a head's guesses, whatever a row costs here."""
     dynamic = [(name, head) for name, head in ((EAGLE2, heads.eagle), (EAGLE3, heads.eagle3)) if head is not None]
     setups = [Setup({name: ON}, head, fixed_nodes=TREE_NODES, coupled=coupled) for name, head in dynamic]
     if heads.eagle is not None and coupled:

@@ -1,7 +1,8 @@
-"""KNN-LM measured: a search for every token against guessed ones, over a datastore here and over one that is slow.
+"""KNN-LM: one search a token against speculated searches, over a local datastore and over a slow datastore.
 
-Articles of wikitext-2's validation part are the datastore, openings of its test part the prompts. Both ways generate each
-prompt in turn (A B A B), and every token is compared. A ratio is formed inside one run, and the median over runs counts.
+Articles of wikitext-2's validation part are the datastore, beginnings of its test articles are the prompts. Both ways
+generate each prompt in turn (A B A B), and every token is compared. A ratio is formed inside one run; the median over
+runs counts.
 
     >>> measure_knnlm(TargetConfig(), data_dir, cache_dir, KnnPlan(), tick)["knnlm"][0]["speedup"]
 """
@@ -36,7 +37,7 @@ from ragspec.retrieval.knnlm.neighbours import DatastoreLike, KnnConfig, Prefetc
 from ragspec.retrieval.speculative.stride_costs import StrideCosts, StrideTiming, paper_optimal_plan
 
 OpenRemote = Callable[[Path, float], AbstractContextManager[DatastoreLike]]
-"""(folder, seconds that every call takes more) -> a datastore elsewhere."""
+"""(folder, extra seconds a call) -> a slow datastore."""
 
 _ARTICLE = re.compile(r"\n (?== [^=])")
 _CONTEXT_TOKENS = 256
@@ -46,12 +47,13 @@ _LONGEST_STRIDE = 64
 _LEAST_CHARS = 2_000
 _TYPICAL_K = 8
 SIZES = (1, 2, 4, 8, 16, 32, 64)
-"""Of the verifications that the prediction knows; between them it takes straight lines."""
+"""Numbers of states in timed searches; the prediction interpolates between them."""
 
 
 @dataclass(frozen=True, slots=True)
 class KnnPlan:
-    """How much is measured. `sampled`: numbers of neighbours also measured at temperature 1. `b_over_a` of the slow datastore."""
+    """Sizes of the measurement. `sampled`: numbers of neighbours at temperature 1, too. `b_over_a`: of the slow
+    datastore."""
 
     num_entries: int = 100_000
     num_prompts: int = 8
@@ -97,14 +99,14 @@ def measure_knnlm(
 
 
 def service_time(rows: Sequence[Result], b_over_a: float, step_ms: float | None = None) -> float:
-    """Seconds a call must take more than here for a search of one state to take `b_over_a` steps, at a typical k; of `step_ms`
-    each, or as they take here."""
+    """Extra seconds a call until a search of one state takes `b_over_a` steps of `step_ms` (by default the local
+    steps), at a typical k."""
     row = min(rows, key=lambda row: abs(row["k"] - _TYPICAL_K))
     return max(0.0, 1e-3 * (b_over_a * float(step_ms or row["a_ms"]) - float(row["b_ms"])))
 
 
 class PairedRuns:
-    """Both ways on every prompt, some times: `seconds[speculation][run]` of all prompts together, and what was counted."""
+    """Runs of both ways on every prompt: `seconds[speculation][run]` of all prompts together, and counters."""
 
     def __init__(self) -> None:
         self.seconds: dict[bool, list[float]] = {False: [], True: []}
@@ -113,7 +115,7 @@ class PairedRuns:
         self.num_equal = 0
 
     def add(self, generator: KnnGenerator, requests: Sequence[Request], tick: Callable[[], None]) -> None:
-        """One more run."""
+        """Run both ways on every prompt once."""
         seconds = {False: 0.0, True: 0.0}
         for request in requests:
             tokens = []
@@ -134,13 +136,14 @@ class PairedRuns:
         return sum(float(getattr(stats, name)) for stats in self.stats[speculation])
 
     def costs(self, verification_s: Callable[[int], float]) -> StrideCosts:
-        """What OS3's prediction takes: a step without guesses, verifications by size, the share of right guesses."""
+        """The inputs of OS3's prediction: a step without guesses, verifications by size, the share of right
+        guesses."""
         num_judged = self.total("num_right", True) + self.total("num_wrong", True)
         step_s = self.total("step_s", False) / max(1.0, self.total("num_queries", False))
         return StrideCosts(StrideTiming(step_s, verification_s), self.total("num_right", True) / max(1.0, num_judged))
 
     def row(self, searches_s: Sequence[float]) -> Result:
-        """Everything about one setting; `searches_s`: of the numbers of states in `SIZES`."""
+        """The row of one setting; `searches_s`: seconds by the numbers of states in `SIZES`."""
         searched_s = self.total("verification_s", False) / self.total("num_verifications", False)
         costs = self.costs(lambda size: searched_s + float(np.interp(size, SIZES, searches_s)) - searches_s[0])
         optimum = paper_optimal_plan(costs, _LONGEST_STRIDE, asynchronous=False)
@@ -171,13 +174,13 @@ class _KnnBenchmark:
     threads: AdaptiveThreads
 
     def step_ms(self, store: DatastoreLike) -> float:
-        """What a step takes between long searches, which is more than between short ones."""
+        """Milliseconds of a step between long searches; such steps are slower than those between short searches."""
         few = replace(self.plan, num_neighbours=(_TYPICAL_K,), sampled=(), num_runs=1)
         (row,) = replace(self, plan=few, prompts=self.prompts[:1]).rows("remote, tried", store)
         return float(row["a_ms"])
 
     def rows(self, name: str, store: DatastoreLike) -> Iterator[Result]:
-        """Greedy ones first."""
+        """Rows of all numbers of neighbours, greedy rows first."""
         states = run_in_thread(lambda: hidden_state_keys(self.target, self.prompts[0][:_CONTEXT_TOKENS]), 1)
         for temperature, some in ((0.0, self.plan.num_neighbours), (1.0, self.plan.sampled)):
             for k in some:
@@ -200,7 +203,7 @@ class _KnnBenchmark:
 
 
 def _search_s(store: DatastoreLike, config: KnnConfig, queries: FloatArray) -> float:
-    """Seconds of one verification of these states, with what the cache gets."""
+    """Median seconds of one verification of these states, prefetch included."""
     wanted = PrefetchRequest(config.num_following, config.num_followed, np.empty(0, np.int64))
     seconds = []
     for _ in range(_NUM_SEARCHES):
@@ -215,7 +218,7 @@ def _extreme(choose: Callable[[list[float]], float], rows: Sequence[Result], sto
 
 
 def _datastore(target: Target, data_dir: Path, cache_dir: Path, plan: KnnPlan) -> tuple[Path, Datastore]:
-    """Built once, kept in a folder named by what it holds. Raises: InputError, SaveError."""
+    """Open the datastore of the articles, or build it. Raises: InputError, SaveError."""
     identity, texts = target_identity(target), []
     num_tokens = 0
     for article in _articles(data_dir, "valid.txt"):
@@ -238,7 +241,7 @@ def _prompts(target: Target, data_dir: Path, plan: KnnPlan) -> list[tuple[int, .
 
 
 def _articles(data_dir: Path, name: str) -> Iterator[str]:
-    """Articles of a usual length. Raises: InputError."""
+    """Articles of at least a usual length. Raises: InputError."""
     try:
         text = (data_dir / "wikitext2" / name).read_text(encoding="utf-8")
     except OSError as cause:

@@ -1,4 +1,4 @@
-"""From timed answers to the rows of the suite `iterative` and its headlines. Arithmetic alone: asks and times nothing.
+"""Arithmetic from timed answers to the rows and headlines of the suite `iterative`. Nothing is timed here.
 
 >>> rows = list(table_rows(IndexUnderTest("exact dense"), workload, timed))
 >>> headlines(rows, knnlm_rows=[])["slowdown_worst"]
@@ -37,7 +37,7 @@ _PREDICTION = (
 
 @dataclass(frozen=True, slots=True)
 class IndexUnderTest:
-    """An index as a row names it. `b_over_a` and `service_s` are what was stated, of an index elsewhere; None: it is here."""
+    """An index as a row names it. `b_over_a` and `service_s` were set for a slow index; None for a local index."""
 
     label: str
     b_over_a: float | None = None
@@ -50,25 +50,25 @@ class IndexUnderTest:
 
 @dataclass(frozen=True, slots=True)
 class VariantComparison:
-    """A variant beside the baseline: `takes[unit][run]` of the same units."""
+    """A variant and the baseline on the same units: `takes[unit][run]`."""
 
     baseline: Sequence[Sequence[TimedUnit]]
     variant: Sequence[Sequence[TimedUnit]]
 
     @property
     def speedup(self) -> float:
-        """Of all units together, each the median of its runs."""
+        """Speed-up over all units together, each the median of its runs."""
         return sum(unit_seconds(self.baseline)) / sum(unit_seconds(self.variant))
 
     @property
     def median_speedup(self) -> float:
-        """Of a unit."""
+        """Median speed-up of a unit."""
         pairs = zip(unit_seconds(self.baseline), unit_seconds(self.variant), strict=True)
         return median(slow / fast for slow, fast in pairs)
 
     @property
     def gamma(self) -> float | None:
-        """Right guesses among those that were judged; None if there were none."""
+        """Right guesses among judged guesses; None without judged guesses."""
         right, wrong = self.judged
         return right / (right + wrong) if right + wrong else None
 
@@ -78,7 +78,7 @@ class VariantComparison:
         return total(self.variant, "num_right"), total(self.variant, "num_wrong")
 
     def identical(self) -> tuple[int, int]:
-        """Answers of any run with the tokens and the text of the baseline's first run, and how many there are."""
+        """(answers that equal the baseline's first run in tokens and text, all answers)."""
         same = [
             (one.token_ids, one.text) == (other.token_ids, other.text)
             for truth, runs in zip(self.baseline, self.variant, strict=True)
@@ -89,7 +89,7 @@ class VariantComparison:
 
 
 def unit_seconds(takes: Sequence[Sequence[TimedUnit]]) -> list[float]:
-    """The median of each unit's runs."""
+    """The median seconds of each unit's runs."""
     return [median(take.seconds for take in runs) for runs in takes]
 
 
@@ -107,7 +107,7 @@ def total(takes: Sequence[Sequence[TimedUnit]], name: str) -> float:
 
 
 def optimum(timing: StrideTiming, gamma: float, asynchronous: bool) -> StridePlan:
-    """What OS3 predicts of its best stride at these costs; `asynchronous`: verifications may go on beside decoding."""
+    """OS3's prediction for its best stride at these costs; `asynchronous`: verifications may run beside decoding."""
     costs = StrideCosts(timing, gamma)
     plans = [
         paper_optimal_plan(costs, _STRIDES.max_stride, beside) for beside in (False, True) if asynchronous or not beside
@@ -177,8 +177,8 @@ def _costs(timing: StrideTiming, beside: StrideTiming | None) -> Result:
 
 
 def _prediction(workload: Workload, timing: StrideTiming, comparison: VariantComparison, asynchronous: bool) -> Result:
-    """With the scheduler's estimate of gamma, which is never 1. Where nothing was guessed, because even right guesses would not
-    pay, what they would bring."""
+    """Predictions with the scheduler's estimate of gamma, which is never 1. Without any guess (even right guesses
+    would not pay), the prediction for right guesses."""
     if not workload.has_optimum:
         return dict.fromkeys(_PREDICTION)
     right, wrong = comparison.judged
@@ -192,12 +192,12 @@ def _prediction(workload: Workload, timing: StrideTiming, comparison: VariantCom
 
 
 def optimum_of_answers(num_rounds: Sequence[int], gain: float) -> float:
-    """What `gain` leaves of itself in answers of these numbers of rounds, the first of which nothing can guess."""
+    """The gain in answers of these numbers of rounds, whose first round nothing can guess."""
     return sum(num_rounds) / sum(1.0 + (count - 1) / gain for count in num_rounds)
 
 
 def headlines(rows: Sequence[Result], knnlm_rows: Sequence[Result]) -> Result:
-    """The numbers of the JSON line; null where nothing they are of was measured."""
+    """The numbers of the JSON line; null where no row measures them."""
     table = [row for row in rows if row["variant"] == PSA and row["workload"] == TABLE]
     kept, lost = (sum(row[name] for row in rows) for name in ("num_kept_tokens", "num_lost_tokens"))
     same = [(row["num_identical"], row["num_compared"]) for row in rows]

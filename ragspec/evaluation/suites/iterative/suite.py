@@ -1,7 +1,8 @@
-"""The suite `iterative`: answers that retrieve every few tokens, their retrievals guessed in RaLMSpec's ways and the product's.
+"""The suite `iterative`: answers that retrieve every few tokens, with retrievals speculated in RaLMSpec's variants
+and the product's.
 
-Rows are indexes in this process, and one elsewhere that takes a stated constant time more for every call, so that a lookup costs
-b/a = 0.3, 1, 10 and 40 steps of decoding. Columns are the variants.
+Rows are local indexes, and slow indexes in another process. A slow index adds a constant time to every call, so that
+a lookup costs b/a = 0.3, 1, 10 or 40 steps of decoding. Columns are the variants.
 
     >>> with load_engine(target, engine_config(), drafting) as engine:
     ...     IterativeSuite(engine, encoder, data_dir, cache_dir, iterative_plan(quick=True), tick).measure()["rows"]
@@ -36,7 +37,7 @@ from ragspec.retrieval.search.approximate import MIN_ROWS
 from ragspec.retrieval.search.index_types import IndexLike, RetrievalMode
 
 OpenIndex = Callable[[Path, TextEncoder, float], AbstractContextManager[IndexLike]]
-"""(folder, encoder, seconds that every call takes more) -> exact dense search elsewhere."""
+"""(folder, encoder, extra seconds a call) -> exact dense search in another process."""
 
 IN_FLIGHT = 8
 _SLOW = 10.0
@@ -53,7 +54,7 @@ _NOTE = (
 
 @dataclass(frozen=True, slots=True)
 class RemoteOpeners:
-    """How to open, in a process of its own, an index and a datastore of KNN-LM."""
+    """Open an index and a datastore of KNN-LM in another process."""
 
     index: OpenIndex
     datastore: OpenRemote
@@ -61,8 +62,8 @@ class RemoteOpeners:
 
 @dataclass(frozen=True, slots=True)
 class IterativePlan:
-    """How much is measured. `remote`: b/a and the number of questions; `slow_variants`, `num_slow_runs`: of b/a = 10 and more,
-    where most is waiting."""
+    """Sizes of the rows. `remote`: b/a and the number of questions; `slow_variants`, `num_slow_runs`: of b/a = 10
+    and more, where most time is waiting."""
 
     num_local: int = 10
     remote: tuple[tuple[float, int], ...] = ((0.3, 6), (1.0, 8), (10.0, 5), (40.0, 4))
@@ -77,11 +78,11 @@ class IterativePlan:
 
     @property
     def num_questions(self) -> int:
-        """Those asked, and one to warm up with."""
+        """Questions of the longest row and one warm-up question."""
         return 1 + max(self.num_local, self.num_extra, IN_FLIGHT, *(count for _, count in self.remote))
 
     def table(self, b_over_a: float | None = None) -> Workload:
-        """All variants, of an index here or that far away."""
+        """The workload of all variants on a local index, or on a slow index."""
         count = self.num_local if b_over_a is None else dict(self.remote)[b_over_a]
         slow = b_over_a is not None and b_over_a >= _SLOW
         if slow:
@@ -90,7 +91,7 @@ class IterativePlan:
         return Workload(TABLE, count, self.num_runs, max_tokens=self.max_tokens)
 
     def workloads(self, b_over_a: float) -> Iterator[Workload]:
-        """The table's, and what else is asked at this distance, of the baseline and the product alone."""
+        """All workloads at this b/a; those beyond the table compare the baseline and the product only."""
         yield (table := self.table(b_over_a))
         pair = replace(table, num_questions=self.num_extra, variants=(BASELINE, PSA))
         if b_over_a == _SLOW:
@@ -105,7 +106,7 @@ class IterativePlan:
 def iterative_plan(
     quick: bool = False, num_runs: int = 3, seed: int = 0, num_questions: int | None = None
 ) -> IterativePlan:
-    """`num_questions`: of every row, whatever it takes."""
+    """`num_questions` replaces the number of every row."""
     knnlm = KnnPlan(num_prompts=4, num_neighbours=(1, 8, 64, 1024), sampled=(), num_runs=num_runs, seed=seed)
     fewer = replace(knnlm, num_prompts=2, num_runs=1)
     plan = IterativePlan(num_runs=num_runs, seed=seed, knnlm=knnlm, knnlm_elsewhere=fewer)
@@ -122,7 +123,7 @@ def iterative_plan(
 
 @dataclass(frozen=True)
 class IterativeSuite:
-    """`cache_dir` keeps the indexes. Without `elsewhere` the rows of slow indexes are left out, and that is said."""
+    """`cache_dir` keeps the indexes. Without `elsewhere` the result names the missing rows of slow indexes."""
 
     engine: Engine
     encoder: TextEncoder
@@ -166,8 +167,8 @@ class IterativeSuite:
         yield IndexUnderTest("hybrid"), self._retriever(store, "hybrid")
 
     def _remote_rows(self, stopwatch: Stopwatch, store: Store, step_s: float) -> Iterator[Result]:
-        """`step_s`: of the baseline on the same search in this process. A service time is what the search itself and the way
-        there and back leave of b."""
+        """Rows of slow indexes. `step_s`: a local step of the baseline. The service time is b minus the search
+        itself and the transport."""
         if self.elsewhere is None:
             return
         with self.elsewhere.index(store.index_dir, self.encoder, 0.0) as index:
@@ -181,7 +182,7 @@ class IterativeSuite:
                 )
 
     def _approximate(self, listed: RagList) -> Store | None:
-        """The corpus filled up with textbooks to where HNSW is used; None if there is too little."""
+        """The corpus filled up with textbooks to the size of HNSW; None with too few texts."""
         padding = list(textbooks(self.data_dir)) if self.data_dir else []
         if not padding:
             return None
@@ -201,7 +202,7 @@ class IterativeSuite:
 def timed_rows(
     stopwatch: Stopwatch, place: IndexUnderTest, index: IndexLike, workloads: Iterable[Workload]
 ) -> Iterator[Result]:
-    """What every workload takes of one index."""
+    """Rows of every workload on one index."""
     for workload in workloads:
         timed = stopwatch.time(index, workload, f"{place.label.partition(' (')[0]}: {workload.name}")
         yield from table_rows(place, workload, timed)
@@ -210,7 +211,7 @@ def timed_rows(
 def knnlm_part(
     target: TargetConfig, data_dir: Path, cache_dir: Path, plan: IterativePlan, tick: Tick, there: RemoteOpeners | None
 ) -> Result:
-    """KNN-LM over a datastore here, and over one elsewhere with a plan of its own: most of that is waiting.
+    """KNN-LM over a local datastore, and over a slow datastore with a plan of its own, which mostly waits.
 
     Raises: InputError if the texts are missing, ModelError, SaveError.
     """
@@ -222,7 +223,7 @@ def knnlm_part(
 
 
 def textbooks(data_dir: Path) -> Iterator[Document]:
-    """Modules of real textbooks, about ten thousand passages; none if the folder is not there."""
+    """Modules of textbooks, about ten thousand passages; none without the folder."""
     num_chars = 0
     for path in sorted((data_dir / "openstax").glob("*.jsonl")):
         for number, document in enumerate(read_file(path, path.name)):

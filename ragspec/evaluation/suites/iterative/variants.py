@@ -1,7 +1,7 @@
-"""Ways to retrieve while an answer is written, and the stopwatch beside them.
+"""Variants of retrieval within an answer, and the stopwatch that times them.
 
-The variants are RaLMSpec's: P prefetches, S chooses the stride, A verifies beside decoding. Like the product, all of them
-speculate only where a gain of 3 % is predicted; elsewhere they retrieve as the baseline does.
+The variants are RaLMSpec's: P prefetches, S chooses the stride, A verifies beside decoding. Like the product, all
+variants speculate only if they predict a gain of 3 %; otherwise they retrieve like the baseline.
 
     >>> takes = take_turns({"baseline": ask, "+PSA": other}, [("When did it rain?",)], num_runs=3, tick=tick)
     >>> takes["+PSA"][0][2].seconds     # first question, third run
@@ -54,9 +54,9 @@ _LONG_LOOKUP_S = 0.1
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """What is asked of an index, and in which ways; `num_in_flight` questions come together.
+    """Questions to an index and the variants that answer them; `num_in_flight` questions start together.
 
-    `has_optimum`: a retrieval before every step, one question at a time, which is what OS3's formula is about.
+    `has_optimum`: OS3's formula applies, because every step retrieves and one question runs at a time.
     """
 
     name: str
@@ -73,7 +73,7 @@ class Workload:
         return isinstance(self.policy, InContextRalm) and self.num_in_flight == 1
 
     def units(self, questions: Sequence[str]) -> list[tuple[str, ...]]:
-        """Questions that are asked together. Why all of them full: those of a smaller one would wait less."""
+        """Groups of questions that start together. Every group is full, because smaller groups wait less."""
         whole = range(self.num_questions // self.num_in_flight)
         return [tuple(questions[i * self.num_in_flight : (i + 1) * self.num_in_flight]) for i in whole]
 
@@ -93,7 +93,7 @@ UnitTimes = dict[str, list[list[TimedUnit]]]
 def take_turns(
     asks: Mapping[str, Ask], units: Sequence[Sequence[str]], num_runs: int, tick: Callable[[], None]
 ) -> UnitTimes:
-    """Every unit by every variant, `num_runs` times; a machine that slows down slows all of them."""
+    """Every unit by every variant, `num_runs` times in turns; a machine that slows down slows all of them."""
     takes: UnitTimes = {name: [[] for _ in units] for name in asks}
     for _ in range(num_runs):
         for number, unit in enumerate(units):
@@ -105,8 +105,8 @@ def take_turns(
 
 @dataclass(frozen=True, slots=True)
 class WorkloadTimes:
-    """What a workload took. `apart`: a step and a lookup of the baseline, medians of its last ones; `beside`: of each variant
-    while a verification ran beside decoding, where one did."""
+    """The times of a workload. `apart`: a step and a lookup of the baseline, medians; `beside`: the same of
+    variants that verify beside decoding."""
 
     takes: UnitTimes
     apart: StrideTiming
@@ -115,7 +115,7 @@ class WorkloadTimes:
 
 @dataclass(frozen=True, slots=True)
 class SharedEngine:
-    """An engine as a pipeline needs it, which outlives the pipeline."""
+    """An engine for one pipeline; closing the pipeline leaves the engine open."""
 
     engine: Engine
 
@@ -126,12 +126,13 @@ class SharedEngine:
         return self.engine.stream(request)
 
     def close(self) -> None:
-        """Nothing: others go on with it."""
+        """Does nothing: the engine stays open."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stopwatch:
-    """Asks one engine. Every question meets an engine that has never seen it; the schedulers have seen the ones before."""
+    """Times questions to one engine. The engine's prefix cache is empty before every question; the schedulers keep
+    their estimates."""
 
     engine: Engine
     questions: Sequence[str]
@@ -139,7 +140,7 @@ class Stopwatch:
     tick: Tick
 
     def time(self, index: IndexLike, workload: Workload, stage: str) -> WorkloadTimes:
-        """All variants in turns, after a question that is not timed, the last of the list."""
+        """All variants in turns, after one untimed question, the last of the list."""
         units = workload.units(self.questions)
         with ExitStack() as opened:
             pipelines = {
@@ -162,8 +163,8 @@ class Stopwatch:
         return median(_seconds(index, [query]) for _ in range(_LOOKUP_REPEATS) for query in queries)
 
     def _by_size_s(self, index: IndexLike, one_s: float) -> Callable[[int], float]:
-        """Seconds of a lookup by its number of queries. One takes `one_s`; what more of them add is measured apart from decoding,
-        with straight lines between."""
+        """Seconds of a lookup by its number of queries: `one_s` for one query, plus measured differences,
+        interpolated."""
         pinned = index.pinned()
         queries = pinned.encode(list(islice(cycle(self.questions), max(_LOOKUP_SIZES))))
         repeats = _LOOKUP_REPEATS if one_s < _LONG_LOOKUP_S else 1

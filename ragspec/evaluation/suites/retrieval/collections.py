@@ -1,6 +1,7 @@
-"""What the retrieval suite searches: collections of text with known answers, and synthetic texts and vectors of any number.
+"""Collections of the suite `retrieval`: texts with known answers, and synthetic texts and vectors of any number.
 
-Owns the choice; never an index or a measure. Every list is fixed: a shorter one is the beginning of the longer one.
+Owns the selection; never an index or a measure. Every list is fixed: a shorter list is the beginning of a longer
+list.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ _BLOCK_ROWS = 50_000
 
 @dataclass(frozen=True, slots=True)
 class Collection:
-    """`queries` by id; `relevant` says for each which documents answer it, and how well (1: it does)."""
+    """`queries`: by id; `relevant`: by query, the grade of each document that answers (1: it does)."""
 
     name: str
     documents: Sequence[Document]
@@ -50,12 +51,12 @@ class Collection:
         return replace(self, queries=dict(islice(self.queries.items(), count)))
 
     def only(self, query_ids: Set[str]) -> Collection:
-        """Those of its queries."""
+        """The collection with these queries only."""
         return replace(self, queries={i: text for i, text in self.queries.items() if i in query_ids})
 
 
 class WholeTexts(EncoderWrapper):
-    """An encoder that lets no text be cut, so that a document is one passage; it reads of it what its model reads.
+    """An encoder without a length limit, so that a document is one passage; its model reads the beginning.
 
     Why: the published figures, and bm25s, count whole documents.
     """
@@ -69,7 +70,8 @@ class WholeTexts(EncoderWrapper):
 
 
 def squad_collection(data_dir: Path) -> tuple[Collection, frozenset[str]]:
-    """All questions of SQuAD dev over its paragraphs and distractors, and the ids of those from the held-out articles.
+    """All questions of SQuAD dev over its paragraphs and distractors, and the ids of questions from held-out
+    articles.
 
     Raises: InputError if the files are not there.
     """
@@ -96,7 +98,7 @@ def cranfield_collection(data_dir: Path) -> Collection:
 
 
 def searched_text(document: Document) -> str:
-    """What a passage that is a whole document is found by."""
+    """The text by which a whole document is indexed."""
     return join_passage_text(document.title, "", document.text)
 
 
@@ -112,7 +114,7 @@ def synthetic_documents(count: int, seed: int) -> Iterator[Document]:
 
 
 class Mixture:
-    """Unit vectors around centres that are themselves random: a mixture of Gaussians on the sphere, a function of the seed."""
+    """Unit vectors around random centres: a mixture of Gaussians on the sphere, a function of the seed."""
 
     def __init__(self, num_vectors: int, seed: int, dimension: int = DIMENSION) -> None:
         self._rng = np.random.default_rng([seed, num_vectors])

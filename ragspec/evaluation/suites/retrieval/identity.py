@@ -1,7 +1,6 @@
-"""Whether a query finds the same passages with the same scores, to the bit: in any batch, shard layout, after compaction and
-after a rebuild.
+"""Bitwise identity of search results: in any batch and shard layout, after compaction and after a rebuild.
 
-The first index is built in one go and asked one query at a time; every other way is compared with that.
+The reference is an index built in one go and queried one query at a time.
 
     >>> IdentityCheck(encoder, documents, queries).measure(folder, tick).share
 """
@@ -24,7 +23,7 @@ from ragspec.retrieval.retriever import Retriever, build_index
 from ragspec.retrieval.search.segment_search import Shard, ShardGroup, ShardLike
 
 Answer = tuple[tuple[str, int, str, str], ...]
-"""Document id, ordinal, text and score, the latter exactly, of each passage found."""
+"""Document id, ordinal, text and exact score of each passage found."""
 
 Expected = dict[Mode, list[Answer]]
 OpenShard = Callable[[Store], ShardLike]
@@ -36,7 +35,7 @@ _BATCHES = (7, 64)
 
 @dataclass(frozen=True, slots=True)
 class IndexLayout:
-    """One way to come by the same answers. `shard` None: one shard with all segments."""
+    """One index, batch size and shard layout. `shard` None: one shard with all segments."""
 
     name: str
     store: Store
@@ -46,14 +45,14 @@ class IndexLayout:
 
 @dataclass(slots=True)
 class IdentityCounts:
-    """Queries that found the same as alone in the first index, of all that were asked, by mode and way."""
+    """Counts of queries with the reference's results, by mode and layout."""
 
     num_queries: int
     same: dict[str, Counter[str]] = field(default_factory=dict)
 
     @property
     def share(self) -> float:
-        """1.0: all of them."""
+        """The share of equal results; 1.0 if all are equal."""
         found = [count for ways in self.same.values() for count in ways.values()]
         return sum(found) / (self.num_queries * len(found))
 
@@ -65,10 +64,10 @@ class IdentityCounts:
 
 
 class IdentityCheck:
-    """Builds the same index in several ways, and asks all of them the same."""
+    """Builds the same index in several ways, and sends all of them the same queries."""
 
     def __init__(self, encoder: TextEncoder, documents: Sequence[Document], queries: Sequence[str]) -> None:
-        """Of the documents, one in eleven is put in and deleted again on the way."""
+        """One document in eleven is added and deleted again."""
         self._encoder = encoder
         self._kept = [document for number, document in enumerate(documents) if number % 11]
         self._deleted = documents[::11]
@@ -99,7 +98,7 @@ class IdentityCheck:
         return identical
 
     def compare(self, ways: Iterable[IndexLayout], truth: Expected, identical: IdentityCounts, tick: Tick) -> None:
-        """Count the queries whose answer is the one in `truth`."""
+        """Count the queries with the expected results."""
         for way in ways:
             for mode, expected in truth.items():
                 found = self.answers(way, mode, tick)
@@ -115,7 +114,7 @@ class IdentityCheck:
         return answers
 
     def _grow(self, index_dir: Path) -> None:
-        """The same documents after several commits: some of them replaced, others deleted on the way."""
+        """The same documents after several commits, some replaced and others deleted on the way."""
         for number in range(NUM_COMMITS):
             with IndexWriter(index_dir, self._encoder) as writer:
                 for document in self._kept[number::NUM_COMMITS]:
@@ -133,7 +132,7 @@ class IdentityCheck:
 
 
 def layouts(store: Store) -> Iterator[IndexLayout]:
-    """The segments in one shard, in one each, and in three."""
+    """The segments in one shard, in a shard each, and in three shards."""
     num_segments = len(store.segments)
     assert num_segments >= NUM_COMMITS, "fewer segments would make every layout the same"
     yield IndexLayout("grown, one shard", store, 64)
@@ -142,10 +141,10 @@ def layouts(store: Store) -> Iterator[IndexLayout]:
 
 
 def split_store(store: Store, num_shards: int) -> ShardLike:
-    """Segments in shards that know nothing of each other, as on several machines."""
+    """Segments in independent shards, as on several machines."""
     return ShardGroup([Shard.open(store.segments[number::num_shards]) for number in range(num_shards)])
 
 
 def answer(passages: Sequence[Passage]) -> Answer:
-    """What must be equal."""
+    """The exact fields of passages that must be equal."""
     return tuple((p.document_id, p.ordinal, p.text, float(p.score).hex()) for p in passages)

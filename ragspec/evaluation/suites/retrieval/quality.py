@@ -1,6 +1,6 @@
-"""How good the ranking is: recall and nDCG of each mode, of bm25s in the same run, and what was published elsewhere.
+"""Ranking quality: recall and nDCG of each mode, of bm25s in the same run, and published figures.
 
-Passages are whole documents here (`WholeTexts`), because the answers known are documents.
+Passages are whole documents (`WholeTexts`), because the known answers are documents.
 
     >>> Quality(store, encoder).tables(collection, {}, 0, tick)["cranfield"]["BM25"]["nDCG@10"]
 """
@@ -30,7 +30,7 @@ MODES: tuple[Mode, ...] = ("dense", "sparse", "hybrid")
 MODE_NAMES: dict[Mode, str] = {"dense": "dense", "sparse": "BM25", "hybrid": "hybrid"}
 MEASURES = {f"recall@{k}": f"R@{k}" for k in (1, 5, 10, 20)} | {"nDCG@10": "nDCG@10"}
 BM25S = {"bm25s": "en", "bm25s, all words": None}
-"""With its own stop words, as it comes, and without, as our index is built."""
+"""With its default stop words, and without, like our index."""
 
 DEPTH = 20
 WHOLE = IndexConfig(chunking=ChunkingConfig(max_chars=10_000_000))
@@ -54,7 +54,7 @@ PUBLISHED_NOTE = (
 
 
 class Quality:
-    """One index of whole documents, asked in every mode."""
+    """One index of whole documents, queried in every mode."""
 
     def __init__(self, store: Store, encoder: TextEncoder, reranker: PairScorer | None = None) -> None:
         self._store = store
@@ -66,7 +66,7 @@ class Quality:
     ) -> dict[str, Table]:
         """A table for the collection and for each of its `parts`, with a column for each mode and for bm25s.
 
-        Reranking is slow, so only the first `num_reranked` questions are reranked, beside what was reranked.
+        Reranking is slow: only the first `num_reranked` questions are reranked, beside their hybrid results.
         """
         tables: dict[str, Table] = {name: {} for name in (collection.name, *parts)}
         for mode in MODES:
@@ -105,14 +105,14 @@ class Quality:
 
 
 def best_documents(document_ids: Iterable[str]) -> list[str]:
-    """The documents of ranked passages, each where its best passage stands."""
+    """The documents of ranked passages, each at its best passage."""
     return list(dict.fromkeys(document_ids))
 
 
 def ranking_scores(rankings: Rankings, collection: Collection) -> Scores:
     """Means over the collection's queries. Raises: ConfigError without ir-measures.
 
-    Why ranks in place of scores: equal scores would be ordered anew, by document id.
+    Why ranks in place of scores: ir-measures would order equal scores by document id.
     """
     try:
         import ir_measures

@@ -1,7 +1,7 @@
-"""What the speed of search is compared between: the index's own searches, and FAISS calls on the same vectors.
+"""Speed of search: the index's own searches and FAISS on the same synthetic vectors.
 
-Exact search has all processors on both sides, approximate search one thread on both, as the index does it; FAISS with all
-processors stands beside it. Where the index builds an approximate part, FAISS reads the very same one.
+Exact search uses all processors on both sides, approximate search one thread on both; FAISS with all processors
+stands beside. Where the index builds an approximate part, FAISS reads the same file.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ QUERIES_AT_ONCE = 64
 
 @dataclass(frozen=True, slots=True)
 class Contender:
-    """`search` finds something for query vectors [B, E], whose `K` best rows a query `rows` tells. `run` gives a block of calls
-    its thread. `column`: what opening it took."""
+    """`search` searches for query vectors [B, E], `rows` extracts the `K` best rows of each query, `run` calls a
+    block in the contender's thread. `column`: figures from opening it."""
 
     name: str
     search: Search
@@ -68,7 +68,7 @@ class Contender:
 
 
 def contenders(folder: Path, kinds: Sequence[Kind]) -> Iterator[Contender]:
-    """Over the vectors in `folder`: exact search, FAISS Flat, then of each kind the index's and FAISS's. Each is opened alone.
+    """Open each contender alone over the vectors in `folder`: exact search, FAISS Flat, then both sides of each kind.
 
     Raises: ConfigError without FAISS, OSError.
     """
@@ -104,8 +104,8 @@ def own_contender(name: str, index: DenseIndex, column: Figures | None = None) -
 def faiss_contender(name: str, index: Any, num_threads: int, column: Figures | None = None) -> Contender:
     """FAISS's search of one of its indexes.
 
-    A block has its own thread, so FAISS's workers are warm within it and gone after it: more workers than processors make
-    everything else in the process slow.
+    Why a thread for each block: FAISS's workers end with the thread. More workers than processors would slow the
+    process.
     """
 
     def run(block: Callable[[], None]) -> None:
@@ -119,12 +119,12 @@ def faiss_contender(name: str, index: Any, num_threads: int, column: Figures | N
 
 
 def open_own(folder: Path, vectors: FloatArray, kind: Kind, width: int = 0) -> DenseIndex:
-    """The index's own search of `kind`; `width` in place of the rule's."""
+    """The index's own search of `kind`; `width` replaces the default width."""
     return ApproximateIndex.open(folder, vectors, DenseConfig(kind=kind, search_width=width))
 
 
 def open_plain(folder: Path, kind: Kind, width: int = 0) -> Any:
-    """The same FAISS index, searched as widely as ours by its rule, or by `width`."""
+    """The same FAISS index with our default width, or with `width`."""
     return _widened(load_faiss().read_index(str(folder / DENSE)), kind, width)
 
 
@@ -136,7 +136,7 @@ def best_rows(found: Sequence[ScoredRows]) -> list[list[int]]:
 
 
 def _opened(make: Callable[[], T], vectors: FloatArray) -> tuple[T, Figures]:
-    """What `make` gives once it has searched, and the memory it holds beside mapped files."""
+    """Open with `make` and search once; returns the memory held beside mapped files."""
     before = held_mb()
     index: Any = make()
     index.search(np.array(vectors[:QUERIES_AT_ONCE]), K)
@@ -150,7 +150,7 @@ def _flat(vectors: FloatArray) -> Any:
 
 
 def _build(folder: Path, part: Path, kind: Kind) -> Figures:
-    """The index's own building, in a folder where only this kind is."""
+    """Build with the index's own code, in a folder of this kind alone."""
     part.mkdir()
     (part / VECTORS).symlink_to(folder.resolve() / VECTORS)
     begin = time.perf_counter()
@@ -185,7 +185,7 @@ WIDTHS: dict[Kind, tuple[int, ...]] = {"hnsw": (16, 32, 64, 128, 256), "ivf": (4
 
 @dataclass(slots=True)
 class SpeedTable:
-    """One number of vectors: a column of figures a contender, points of recall and time by search width, and all times."""
+    """Results for one number of vectors: figures by contender, recall and time by search width, and all times."""
 
     num_rows: int
     columns: dict[str, Figures]
@@ -194,7 +194,7 @@ class SpeedTable:
 
 
 def speed_table(folder: Path, num_rows: int, kinds: Sequence[Kind], plan: TimingPlan, tick: Tick) -> SpeedTable:
-    """Build everything in `folder`, let all of it search, compare. Raises: ConfigError without FAISS, OSError."""
+    """Build all contenders in `folder`, time their searches, compare. Raises: ConfigError without FAISS, OSError."""
     stage = f"{num_rows:,} vectors"
     tick(stage, 0, 4)
     mixture = Mixture(num_rows, plan.seed)
@@ -218,7 +218,7 @@ def speed_table(folder: Path, num_rows: int, kinds: Sequence[Kind], plan: Timing
 
 
 def recall(found: Sequence[Sequence[int]], truth: Sequence[Sequence[int]]) -> float:
-    """Share of the true rows that were found."""
+    """Share of the true rows found."""
     hits = sum(len(set(a) & set(b)) for a, b in zip(found, truth, strict=True))
     return hits / sum(len(rows) for rows in truth)
 

@@ -1,4 +1,4 @@
-"""The suite `retrieval`: what search finds, how fast, how large, how fast an index is built, and whether answers ever change.
+"""The suite `retrieval`: quality, speed and size of search, speed of building, and identity of results.
 
 >>> RetrievalSuite(data_dir, cache_dir, encoder, retrieval_plan(quick=True), tick).measure()["recall10_squad_hybrid"]
 """
@@ -15,7 +15,6 @@ from ragspec.evaluation.datasets import cached_store
 from ragspec.evaluation.machine import PeakMemory
 from ragspec.evaluation.report import Result, goals_met
 from ragspec.evaluation.suite import Outcome, Settings, Suite
-from ragspec.evaluation.suites.retrieval.build import build_speed
 from ragspec.evaluation.suites.retrieval.collections import (
     Collection,
     WholeTexts,
@@ -27,7 +26,7 @@ from ragspec.evaluation.suites.retrieval.identity import IdentityCheck
 from ragspec.evaluation.suites.retrieval.quality import PUBLISHED_NOTE, WHOLE, Quality, Table
 from ragspec.evaluation.suites.retrieval.report import METRICS, NOTES, draw_retrieval, retrieval_tables
 from ragspec.evaluation.suites.retrieval.speed import EXACT, FLAT, OWN, Kind, SpeedTable, speed_table
-from ragspec.evaluation.suites.retrieval.timing import TimingPlan
+from ragspec.evaluation.suites.retrieval.timing import TimingPlan, build_speed
 from ragspec.evaluation.timing import Tick
 from ragspec.retrieval.encoder import Encoder, TextEncoder
 from ragspec.retrieval.rerank import Reranker, RerankerConfig
@@ -45,8 +44,8 @@ _NO_MILLION_HNSW = "1,000,000 vectors: not built, one thread takes most of an ho
 
 @dataclass(frozen=True, slots=True)
 class RetrievalPlan:
-    """How much is measured. `num_questions` None: all there are; `sizes`: numbers of vectors, with the approximate indexes of
-    each."""
+    """Sizes of the measurement. `num_questions` None: all; `sizes`: numbers of vectors with their approximate
+    indexes."""
 
     num_questions: int | None = None
     num_nq_questions: int | None = None
@@ -61,7 +60,8 @@ class RetrievalPlan:
 def retrieval_plan(
     quick: bool = False, full: bool = False, num_rounds: int = 3, seed: int = 0, num_questions: int | None = None
 ) -> RetrievalPlan:
-    """`full`: a million vectors, 100,000 passages, 10,000 queries; most of an hour. Raises: ConfigError for both at once."""
+    """`full`: a million vectors, 100,000 passages, 10,000 queries; most of an hour. Raises: ConfigError with
+    `quick`."""
     if quick and full:
         raise ConfigError("--quick and --full exclude each other")
     timing = TimingPlan(num_rounds=num_rounds, seed=seed)
@@ -95,7 +95,8 @@ class RetrievalSuite:
     reranker: PairScorer | None = None
 
     def measure(self) -> Result:
-        """Everything, as one result. Raises: InputError if data is missing, ConfigError if a package is, SaveError."""
+        """All parts as one result. Raises: InputError for missing data, ConfigError for a missing package,
+        SaveError."""
         memory = PeakMemory()
         squad, held_out = squad_collection(self.data_dir)
         result: Result = {"label": _LABEL, "encoder": self.encoder.identity.id, "num_runs": self.plan.timing.num_rounds}
@@ -168,7 +169,7 @@ class RetrievalSuite:
 
 
 def speed_headlines(tables: list[SpeedTable]) -> Result:
-    """The numbers of the JSON line, null where the size they are of was not measured. Recall: of the most vectors."""
+    """The numbers of the JSON line, null for sizes not measured. Recall: of the most vectors."""
     result: Result = {}
     for name, key in ((EXACT, "exact"), (FLAT, "faiss_flat")):
         for table in tables:
