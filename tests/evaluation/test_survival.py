@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipelines.benchmarks.chaos.check import Expected, Heard, Verdict, judge_rows, judge_streams, slowest_gap_s
+from pipelines.benchmarks.chaos.check import Expected, StreamLog, Verdict, judge_rows, judge_streams, slowest_gap_s
 from ragspec.core import Completion, Delta, FinishReason, GenerationStats, TokenLogprob
 
 TOKENS = (5, 6, 7, 6, 8)
@@ -34,7 +34,7 @@ def told(tokens: tuple[int, ...] = TOKENS, size: int = 2) -> list[Delta]:
 
 
 def verdict(deltas: list[Delta], prompt: tuple[int, ...] = PROMPT) -> Verdict:
-    return judge_streams({"a": expected()}, {"a": Heard(prompt, deltas)})
+    return judge_streams({"a": expected()}, {"a": StreamLog(prompt, deltas)})
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
@@ -96,16 +96,16 @@ def test_another_prompt_is_a_change() -> None:
 
 def test_streams_that_are_missing_or_uncalled_for_are_found() -> None:
     """Only those looked at that are in both."""
-    whole = Heard(PROMPT, told())
+    whole = StreamLog(PROMPT, told())
     assert judge_streams({"a": expected(), "b": expected()}, {"a": whole}).lost == ("b",)
     assert judge_streams({"a": expected()}, {"a": whole, "c": whole}).duplicated == ("c",)
-    assert judge_streams({"a": expected()}, {"a": Heard(error="no index")}).lost == ("a",)
+    assert judge_streams({"a": expected()}, {"a": StreamLog(error="no index")}).lost == ("a",)
 
 
 @given(st.lists(st.integers(0, 3), max_size=8), st.lists(st.integers(0, 3), max_size=8))
 def test_only_what_is_equal_has_no_mark(wanted: list[int], given_tokens: list[int]) -> None:
     """A difference that falls between the three kinds."""
-    found = judge_streams({"a": expected(tuple(wanted))}, {"a": Heard(PROMPT, told(tuple(given_tokens)))})
+    found = judge_streams({"a": expected(tuple(wanted))}, {"a": StreamLog(PROMPT, told(tuple(given_tokens)))})
     assert found.clean == (wanted == given_tokens)
 
 
@@ -121,11 +121,11 @@ def test_rows_are_counted_and_compared() -> None:
 def test_the_gap_is_that_of_the_slowest_stream_that_was_open() -> None:
     """Streams that had ended or not begun counted, or one that is never told anything again left out."""
 
-    def stream(begin_s: float, *times_s: float, ended: bool = True) -> Heard:
+    def stream(begin_s: float, *times_s: float, ended: bool = True) -> StreamLog:
         deltas = [Delta("a", 0, (1,), "x") for _ in times_s]
         if ended:
             deltas[-1] = replace(deltas[-1], finish_reason=FinishReason.STOP)
-        return Heard(PROMPT, deltas, list(times_s), begin_s)
+        return StreamLog(PROMPT, deltas, list(times_s), begin_s)
 
     early, late = stream(0.0, 1.0, 2.0), stream(9.0, 30.0)
     assert slowest_gap_s([early, late], 5.0) is None

@@ -18,18 +18,27 @@ from typing import Any
 import pytest
 from tiny_target import SENTENCES, save_model
 
-from pipelines.benchmarks.chaos.check import Heard, Verdict, judge_rows, judge_streams
+from pipelines.benchmarks.chaos.check import StreamLog, Verdict, judge_rows, judge_streams
 from pipelines.benchmarks.chaos.drivers import driver_kills
-from pipelines.benchmarks.chaos.faults import KINDS, Fault, Scene, Struck, all_live, answered_s, faults, recovered
+from pipelines.benchmarks.chaos.faults import (
+    KINDS,
+    Fault,
+    FaultInjector,
+    InjectedFault,
+    all_live,
+    answered_s,
+    faults,
+    recovered,
+)
 from pipelines.benchmarks.chaos.load import BatchJob, Probe, StreamLoad, written_rows
-from pipelines.benchmarks.chaos.oracle import Oracle, Work, essence, oracle
+from pipelines.benchmarks.chaos.oracle import ChaosWorkload, ExpectedResults, comparable_row, expected_results
 from ragspec.cluster.processes import Process
 from ragspec.cluster.registry import ReplicaStatus, Status
 from ragspec.config import PipelineConfig, RetrieverConfig, TargetConfig
 from ragspec.core import Delta, Document, FinishReason
 from ragspec.engine.loading import load_engine
 from ragspec.errors import EngineError, RetrievalError
-from ragspec.evaluation.datasets import Question as Listed
+from ragspec.evaluation.datasets import Question as BenchmarkQuestion
 from ragspec.rag.prompt import PromptBuilder
 from ragspec.retrieval.encoder import Encoder
 from ragspec.retrieval.retriever import Retriever, build_index
@@ -62,23 +71,23 @@ def replica(name: str, epoch: float, state: Any = "live", pids: tuple[int, ...] 
     return ReplicaStatus(name, name.rpartition("-")[0], state, epoch, "n", pids, "", None, "")
 
 
-def scene(sleepers: list[subprocess.Popen[bytes]]) -> Scene:
+def scene(sleepers: list[subprocess.Popen[bytes]]) -> FaultInjector:
     first, second, other = (process.pid for process in sleepers)
     members = replica("engine-0", 3.0, pids=(first, second)), replica("shard-0", 1.0, "lost", (other,))
     nothing: Any = None
-    return Scene(nothing, lambda: Status("d", ("n",), members), random.Random(0), [], 2)
+    return FaultInjector(nothing, lambda: Status("d", ("n",), members), random.Random(0), [], 2)
 
 
 def test_a_rank_is_hit_and_no_other_process(sleepers: list[subprocess.Popen[bytes]]) -> None:
     """The group's first process hit in place of another, a shard hit, a stop that kills."""
-    struck = scene(sleepers).strike(Fault("rank", signal.SIGSTOP))
+    struck = scene(sleepers).inject(Fault("rank", signal.SIGSTOP))
     assert (struck.victim, struck.members) == ("engine-0", {"engine-0": 3})
     deadline = time.monotonic() + 5.0
     while Process.of(sleepers[1].pid).state() != "T" and time.monotonic() < deadline:
         time.sleep(0.01)
     assert [Process.of(process.pid).state() in "TS" for process in sleepers] == [True] * 3
     assert [Process.of(process.pid).state() == "T" for process in sleepers] == [False, True, False]
-    scene(sleepers).strike(Fault("engine", signal.SIGKILL))
+    scene(sleepers).inject(Fault("engine", signal.SIGKILL))
     assert sleepers[0].wait(5.0) == -signal.SIGKILL
     assert [process.poll() for process in sleepers[1:]] == [None, None]
 
@@ -87,7 +96,7 @@ def test_a_rank_is_hit_and_no_other_process(sleepers: list[subprocess.Popen[byte
 def test_what_is_not_there_is_not_hit(kind: str, sleepers: list[subprocess.Popen[bytes]]) -> None:
     """A fault counted that hit nobody; a member hit while it starts, so that nothing could be lost with it."""
     with pytest.raises(EngineError, match=f"there is no {kind}"):
-        scene(sleepers).strike(Fault(kind, signal.SIGKILL))
+        scene(sleepers).inject(Fault(kind, signal.SIGKILL))
 
 
 @pytest.mark.parametrize(
@@ -109,19 +118,19 @@ def test_live_again_is_everybody_and_the_victim_anew(members: list[ReplicaStatus
 class Seen:
     """What a load was told."""
 
-    streams: list[Heard]
+    streams: list[StreamLog]
     probes: list[Probe]
 
 
-def stream(begin_s: float, *times_s: float, ended: bool = True) -> Heard:
+def stream(begin_s: float, *times_s: float, ended: bool = True) -> StreamLog:
     deltas = [Delta("a", 0, (1,), "x") for _ in times_s]
     if ended:
         deltas[-1] = replace(deltas[-1], finish_reason=FinishReason.STOP)
-    return Heard((), deltas, list(times_s), begin_s)
+    return StreamLog((), deltas, list(times_s), begin_s)
 
 
-def struck_at(moment_s: float) -> Struck:
-    return Struck(Fault("engine", signal.SIGKILL), "engine-0", moment_s, {"engine-0": 1})
+def struck_at(moment_s: float) -> InjectedFault:
+    return InjectedFault(Fault("engine", signal.SIGKILL), "engine-0", moment_s, {"engine-0": 1})
 
 
 def test_recovery_is_the_slowest_stream_or_the_first_right_lookup() -> None:
@@ -140,7 +149,7 @@ def test_recovery_is_the_slowest_stream_or_the_first_right_lookup() -> None:
     ("streams", "right", "live"),
     [([stream(0.0, 0.5, ended=False)], True, True), ([], False, True), ([], None, True), ([], True, False)],
 )
-def test_what_never_goes_on_is_not_recovered(streams: list[Heard], right: bool | None, live: bool) -> None:
+def test_what_never_goes_on_is_not_recovered(streams: list[StreamLog], right: bool | None, live: bool) -> None:
     """A run that waits for ever, or a fault without recovery that counts as the fastest of all."""
     moment = time.monotonic()
     moved = [replace(s, begin_s=moment - 1, times_s=[moment - 0.5]) for s in streams]
@@ -157,7 +166,7 @@ def test_a_wrong_lookup_is_no_answer() -> None:
     assert answered_s(probes, 5.5) is None
 
 
-# -- load and oracle ---------------------------------------------------------------------------------------------------
+# -- load and oracle ----------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -175,14 +184,14 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> PipelineConfig:
 
 
 @pytest.fixture(scope="module")
-def work() -> Work:
-    listed = [Listed(f"q{i}", f"What does the text say about {1800 + i}?", ("",), "") for i in range(20)]
-    return Work.of(listed, NUM_STREAMS, NUM_ROWS, max_tokens=12, seed=3)
+def work() -> ChaosWorkload:
+    listed = [BenchmarkQuestion(f"q{i}", f"What does the text say about {1800 + i}?", ("",), "") for i in range(20)]
+    return ChaosWorkload.of(listed, NUM_STREAMS, NUM_ROWS, max_tokens=12, seed=3)
 
 
 @pytest.fixture(scope="module")
-def expected(work: Work, config: PipelineConfig) -> Oracle:
-    return oracle(work, config)
+def expected(work: ChaosWorkload, config: PipelineConfig) -> ExpectedResults:
+    return expected_results(work, config)
 
 
 class Failing:
@@ -197,7 +206,9 @@ class Failing:
         return self._retriever.retrieve(queries, *rest)
 
 
-def test_streams_of_an_undisturbed_engine_are_as_expected(config: PipelineConfig, work: Work, expected: Oracle) -> None:
+def test_streams_of_an_undisturbed_engine_are_as_expected(
+    config: PipelineConfig, work: ChaosWorkload, expected: ExpectedResults
+) -> None:
     """An oracle that no real run can meet; rounds that are not all asked; an error that nobody counts."""
     with load_engine(config.target, config.engine, config.drafting) as engine:
         retriever: Any = Retriever.from_config(config.retriever, config.encoder)
@@ -219,13 +230,13 @@ def test_streams_of_an_undisturbed_engine_are_as_expected(config: PipelineConfig
 def test_the_essence_of_a_row_is_what_it_says_and_not_how_long_it_took() -> None:
     """Rows that are always equal, or never."""
     row = {"id": "a", "answer": "x", "logprobs": [{"token_id": 5, "logprob": -0.5}], "stats": {"decode_s": 1.0}}
-    assert essence(row) == essence(row | {"stats": {"decode_s": 2.0}})
-    assert essence(row) != essence(row | {"logprobs": [{"token_id": 6, "logprob": -0.5}]})
-    assert essence(row) != essence(row | {"answer": "y"})
+    assert comparable_row(row) == comparable_row(row | {"stats": {"decode_s": 2.0}})
+    assert comparable_row(row) != comparable_row(row | {"logprobs": [{"token_id": 6, "logprob": -0.5}]})
+    assert comparable_row(row) != comparable_row(row | {"answer": "y"})
 
 
 @pytest.fixture
-def job(work: Work, config: PipelineConfig, tmp_path: Path) -> BatchJob:
+def job(work: ChaosWorkload, config: PipelineConfig, tmp_path: Path) -> BatchJob:
     """The real job, in a process of its own, without a cluster."""
     rows, settings = tmp_path / "rows.jsonl", tmp_path / "config.yaml"
     rows.write_text("".join(f"{json.dumps(row)}\n" for row in work.rows))
@@ -234,12 +245,12 @@ def job(work: Work, config: PipelineConfig, tmp_path: Path) -> BatchJob:
 
 
 @pytest.mark.slow
-def test_a_killed_driver_leaves_every_row_once(job: BatchJob, expected: Oracle, tmp_path: Path) -> None:
+def test_a_killed_driver_leaves_every_row_once(job: BatchJob, expected: ExpectedResults, tmp_path: Path) -> None:
     """An oracle of rows that the real job never meets; kills that come too late to be any."""
     result = driver_kills(job, tmp_path / "out", expected.rows, 2, random.Random(0), lambda *_: None)
     assert (result["driver_lost"], result["driver_duplicated"], result["driver_changed"]) == (0, 0, 0)
     assert result["driver_kills"] >= 1 and result["driver_exit_codes"][-1] == 0
-    found = [(name, essence(record)) for name, record in written_rows(tmp_path / "out")]
+    found = [(name, comparable_row(record)) for name, record in written_rows(tmp_path / "out")]
     assert judge_rows(expected.rows, found[1:]).lost and judge_rows(expected.rows, [*found, found[0]]).duplicated
 
 

@@ -1,9 +1,9 @@
-"""Did a run with faults give what one without gives? Every stream and every row is put beside what was expected of it.
+"""Compares a run with faults with an undisturbed run: every stream and every row with its expected counterpart.
 
-Pure: what was heard goes in, names of what was lost, duplicated or changed come out. Anything that is not exactly what was
-expected has at least one of the three marks.
+Pure functions: stream logs go in, names of lost, duplicated or changed streams and rows come out. Any other
+difference has at least one of the three marks.
 
-    >>> judge_streams({"a": completion}, {"a": Heard(deltas=[...])}).lost
+    >>> judge_streams({"a": completion}, {"a": StreamLog(deltas=[...])}).lost
     ()
 """
 
@@ -20,8 +20,9 @@ _WHOLE = (FinishReason.STOP, FinishReason.LENGTH)
 
 
 @dataclass(slots=True)
-class Heard:
-    """All that the listener of one stream was told, in order, and when (seconds of one clock). `error`: it could not be asked."""
+class StreamLog:
+    """The log of one stream: all deltas in order with their times (seconds of one clock). `error`: the request was
+    refused."""
 
     prompt_ids: tuple[int, ...] = ()
     deltas: list[Delta] = field(default_factory=list)
@@ -35,21 +36,21 @@ class Heard:
 
     @property
     def end_s(self) -> float | None:
-        """When it was first told to have ended."""
+        """The time of the first delta that ends the stream."""
         ends = (t for t, delta in zip(self.times_s, self.deltas, strict=True) if delta.finish_reason is not None)
         return next(ends, None)
 
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """What an undisturbed engine makes of one request."""
+    """The undisturbed engine's completion of one request."""
 
     prompt_ids: tuple[int, ...]
     completion: Completion
 
 
 class Verdict(NamedTuple):
-    """Names, sorted. What stands in several of them counts in each."""
+    """Sorted names; a name may have several marks."""
 
     lost: tuple[str, ...] = ()
     duplicated: tuple[str, ...] = ()
@@ -60,15 +61,16 @@ class Verdict(NamedTuple):
         return not any(self)
 
 
-def judge_streams(expected: Mapping[str, Expected], heard: Mapping[str, Heard]) -> Verdict:
-    """Streams that nobody asked for are duplicates of something."""
-    marks = {name: _marks(own, heard.get(name, Heard())) for name, own in expected.items()}
+def judge_streams(expected: Mapping[str, Expected], heard: Mapping[str, StreamLog]) -> Verdict:
+    """Judge all streams; streams without a request count as duplicates."""
+    marks = {name: _marks(own, heard.get(name, StreamLog())) for name, own in expected.items()}
     marks |= {name: {"duplicated"} for name in heard.keys() - expected.keys()}
     return _verdict(marks)
 
 
 def judge_rows(expected: Mapping[str, Hashable], found: Iterable[tuple[str, Hashable]]) -> Verdict:
-    """Rows of a file by id. One that comes twice is duplicated even where both are right; so is one never asked for."""
+    """Judge the rows of a file by id. Repeated rows are duplicates even if both are right; so are rows without a
+    request."""
     rows = list(found)
     counts = Counter(name for name, _ in rows)
     marks: dict[str, set[str]] = {name: set() for name in [*expected, *counts]}
@@ -84,14 +86,14 @@ def judge_rows(expected: Mapping[str, Hashable], found: Iterable[tuple[str, Hash
 
 
 def first_after(times_s: Sequence[float], moment_s: float) -> float | None:
-    """The earliest of some times that is not before a moment."""
+    """The earliest time that is not before the moment."""
     return min((t for t in times_s if t >= moment_s), default=None)
 
 
-def slowest_gap_s(streams: Iterable[Heard], moment_s: float) -> float | None:
-    """Of the streams that were open at a moment: seconds until each was told something again, the longest. None: none was.
+def slowest_gap_s(streams: Iterable[StreamLog], moment_s: float) -> float | None:
+    """The longest gap until the next delta over all streams open at the moment; None without open streams.
 
-    One that was never told anything again took until it ended, or for ever: infinity.
+    A stream without a further delta has an infinite gap.
     """
     gaps = []
     for stream in streams:
@@ -102,7 +104,7 @@ def slowest_gap_s(streams: Iterable[Heard], moment_s: float) -> float | None:
     return max(gaps, default=None)
 
 
-def _marks(expected: Expected, heard: Heard) -> set[str]:
+def _marks(expected: Expected, heard: StreamLog) -> set[str]:
     ends = [i for i, delta in enumerate(heard.deltas) if delta.finish_reason is not None]
     marks = set()
     if heard.error or not ends or heard.deltas[ends[0]].finish_reason not in _WHOLE:
@@ -115,7 +117,7 @@ def _marks(expected: Expected, heard: Heard) -> set[str]:
 
 
 def _token_marks(expected: Completion, deltas: Sequence[Delta], whole: bool) -> set[str]:
-    """`whole`: it ended as it should, so nothing excuses a difference."""
+    """`whole`: the stream ended properly, so nothing excuses a difference."""
     tokens = tuple(token for delta in deltas for token in delta.token_ids)
     text = "".join(delta.text for delta in deltas)
     if tokens != expected.token_ids:
@@ -129,7 +131,7 @@ def _token_marks(expected: Completion, deltas: Sequence[Delta], whole: bool) -> 
 
 
 def _is_within(short: Sequence[int], long: Sequence[int]) -> bool:
-    """Whether leaving tokens out of the long one gives the short one."""
+    """Whether the short one is a subsequence of the long one."""
     remaining = iter(long)
     return all(token in remaining for token in short)
 

@@ -1,4 +1,5 @@
-"""kill -9 of a batch job's driver at random moments, each time submitted again: every row once, with the same answer."""
+"""kill -9 of a batch job's driver at random moments, followed by a new submission: every row once, with the same
+answer."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from pathlib import Path
 
 from pipelines.benchmarks.chaos.check import judge_rows
 from pipelines.benchmarks.chaos.load import BatchJob, written_rows
-from pipelines.benchmarks.chaos.oracle import essence
+from pipelines.benchmarks.chaos.oracle import comparable_row
 from ragspec.evaluation.report import Result
 from ragspec.evaluation.timing import Tick
 
@@ -23,7 +24,7 @@ _MOST_RUNS = 3
 def driver_kills(
     job: BatchJob, out: Path, expected: Mapping[str, str], num_kills: int, rng: random.Random, tick: Tick
 ) -> Result:
-    """The first kill comes while the job still starts, the others once a part of the rows drawn at random is written."""
+    """The first kill comes during start-up, the others after a random share of the rows is written."""
     moments = [0.0, *sorted(rng.uniform(0.05, 0.9) for _ in range(num_kills - 1))]
     killed_at = []
     for number, share in enumerate(moments, 1):
@@ -38,7 +39,7 @@ def driver_kills(
             process.wait()
         tick("driver kills", number, num_kills)
     exit_codes = _to_the_end(job, out)
-    verdict = judge_rows(expected, [(name, essence(record)) for name, record in written_rows(out)])
+    verdict = judge_rows(expected, [(name, comparable_row(record)) for name, record in written_rows(out)])
     return {
         "driver_kills": len(killed_at),
         "driver_lost": len(verdict.lost),
@@ -50,7 +51,7 @@ def driver_kills(
 
 
 def _reached(process: subprocess.Popen[bytes], out: Path, num_rows: int, extra_s: float) -> bool:
-    """Wait until so many rows are written, and a moment more. False: the job had ended by then."""
+    """Wait until so many rows are written, and a moment more. False: the job has ended."""
     deadline = time.monotonic() + _MOST_S
     while process.poll() is None and time.monotonic() < deadline:
         if _num_rows(out) >= num_rows:
@@ -61,7 +62,7 @@ def _reached(process: subprocess.Popen[bytes], out: Path, num_rows: int, extra_s
 
 
 def _to_the_end(job: BatchJob, out: Path) -> list[int]:
-    """Exit codes of runs until one ends well."""
+    """Exit codes of runs until a run succeeds."""
     codes: list[int] = []
     while not (codes and codes[-1] == 0) and len(codes) < _MOST_RUNS:
         process = job.start(out)

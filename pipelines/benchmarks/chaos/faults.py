@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from itertools import product
 from typing import NamedTuple, Protocol
 
-from pipelines.benchmarks.chaos.check import Heard, slowest_gap_s
+from pipelines.benchmarks.chaos.check import StreamLog, slowest_gap_s
 from pipelines.benchmarks.chaos.load import Probe
 from ragspec.cluster.local_cluster import LocalCluster, LocalNode
 from ragspec.cluster.processes import Process
@@ -40,7 +40,7 @@ _LOOK_S = 0.2
 
 
 class Fault(NamedTuple):
-    """`kind` of `KINDS`. A rank is one that is not its group's first; a node is never the head."""
+    """`kind` of `KINDS`. A rank is never its group's first rank; a node is never the head."""
 
     kind: str
     signal: int
@@ -51,7 +51,7 @@ class Fault(NamedTuple):
 
 
 def faults(count: int, seed: int, quick: bool = False) -> list[Fault]:
-    """Every kind with every signal as often as the others, in an order drawn from the seed; in haste a fixed choice of them."""
+    """Every kind with every signal equally often, in a seeded order; `quick` takes a fixed choice."""
     pairs = list(_QUICK) if quick else list(product(KINDS, SIGNALS))
     chosen = [Fault(*pairs[i % len(pairs)]) for i in range(count)]
     random.Random(seed).shuffle(chosen)
@@ -59,7 +59,7 @@ def faults(count: int, seed: int, quick: bool = False) -> list[Fault]:
 
 
 @dataclass(slots=True)
-class Struck:
+class InjectedFault:
     """The replicas that a fault has hit, each with its epoch then. `node`: the node that was hit as a whole."""
 
     fault: Fault
@@ -69,19 +69,19 @@ class Struck:
     node: LocalNode | None = None
 
 
-class Watched(Protocol):
-    """The load, as far as recovery is seen in it."""
+class ObservedLoad(Protocol):
+    """The load's streams and lookups, from which recovery is judged."""
 
     @property
-    def streams(self) -> Sequence[Heard]: ...
+    def streams(self) -> Sequence[StreamLog]: ...
 
     @property
     def probes(self) -> Sequence[Probe]: ...
 
 
 @dataclass
-class Scene:
-    """The deployment under fire. `workers`: nodes that may die, usually `num_workers`; each has `node_cpus`."""
+class FaultInjector:
+    """The deployment and its nodes. `workers`: nodes that may die, usually `num_workers`; each has `node_cpus`."""
 
     nodes: LocalCluster
     status: Callable[[], Status]
@@ -92,7 +92,7 @@ class Scene:
     failed_starts: list[str] = field(default_factory=list)
     begin_s: float = field(default_factory=time.monotonic)
 
-    def strike(self, fault: Fault) -> Struck:
+    def inject(self, fault: Fault) -> InjectedFault:
         """Choose a victim and send the signal. Raises: EngineError if there is none of that kind."""
         live = [member for member in self.status().members if member.state == "live"]
         if fault.kind == "node":
@@ -101,11 +101,10 @@ class Scene:
         moment = time.monotonic()
         if not process.kill(fault.signal):
             raise EngineError(f"{victim.name} had ended before it could be hit")
-        return Struck(fault, victim.name, moment, {victim.name: victim.epoch})
+        return InjectedFault(fault, victim.name, moment, {victim.name: victim.epoch})
 
-    def clear(self, struck: Struck) -> None:
-        """A node that was hit is replaced by another, as whoever runs the cluster would do. Raises: EngineError if it must be
-        and cannot."""
+    def clear(self, struck: InjectedFault) -> None:
+        """Replace a killed node, as an operator would. Raises: EngineError if too few nodes start."""
         if struck.node is None:
             return
         self.nodes.kill(struck.node)
@@ -120,7 +119,7 @@ class Scene:
                 if len(self.failed_starts) > _MOST_FAILED_STARTS:
                     raise
 
-    def live_again(self, struck: Struck) -> bool:
+    def live_again(self, struck: InjectedFault) -> bool:
         """Whether all replicas are live, and those that were hit in another process."""
         try:
             return all_live(self.status(), struck.members)
@@ -137,7 +136,7 @@ class Scene:
         victim = self.rng.choice(fitting)
         return victim, Process.of(victim.pids[rank])
 
-    def _strike_node(self, fault: Fault, live: Sequence[ReplicaStatus]) -> Struck:
+    def _strike_node(self, fault: Fault, live: Sequence[ReplicaStatus]) -> InjectedFault:
         """Hit every process of a node that replicas run on."""
         hit = {node: self._epochs_on(node, live) for node in self.workers}
         node = self.rng.choice([node for node, members in hit.items() if members])
@@ -147,7 +146,7 @@ class Scene:
         else:
             for process in self.nodes.processes(node):
                 process.kill(fault.signal)
-        return Struck(fault, f"{node.name} ({', '.join(hit[node])})", moment, hit[node], node)
+        return InjectedFault(fault, f"{node.name} ({', '.join(hit[node])})", moment, hit[node], node)
 
     def _epochs_on(self, node: LocalNode, live: Sequence[ReplicaStatus]) -> dict[str, float]:
         pids = {process.pid for process in self.nodes.processes(node)}
@@ -160,12 +159,14 @@ def all_live(status: Status, hit: Mapping[str, float]) -> bool:
     return status.is_complete and all(epochs.get(name, 0.0) > epoch for name, epoch in hit.items())
 
 
-def recovered(struck: Struck, load: Watched, live_again: Callable[[Struck], bool], most_s: float = _MOST_S) -> Result:
-    """Wait until everything goes on, and say when each part did, in seconds from the signal.
+def recovered(
+    struck: InjectedFault, load: ObservedLoad, live_again: Callable[[InjectedFault], bool], most_s: float = _MOST_S
+) -> Result:
+    """Wait until the deployment has recovered; returns the time of each part, in seconds from the signal.
 
-    `streams_s`: every stream that was open had been told something again. `retrieval_s`: a lookup begun since had its answer.
-    `recovery_s`: the later of the two. `live_again_s`: all replicas were live. A part that has not come after `most_s` is
-    given that time, and the fault counts as not recovered.
+    `streams_s`: every open stream had a further delta. `retrieval_s`: a lookup started after the signal was
+    answered. `recovery_s`: the later of the two. `live_again_s`: all replicas were live. A part later than
+    `most_s` counts as `most_s`, and the fault as not recovered.
     """
     moment, live_s = struck.moment_s, None
     while True:
@@ -194,6 +195,7 @@ def recovered(struck: Struck, load: Watched, live_again: Callable[[Struck], bool
 
 
 def answered_s(probes: Sequence[Probe], moment_s: float) -> float | None:
-    """From a moment to the end of the first lookup that began after it and was right; None: there was none yet."""
+    """Seconds from the moment to the end of the first right lookup that started after the moment; None without
+    one."""
     ends = [probe.end_s for probe in probes if probe.begin_s >= moment_s and probe.right]
     return min(ends) - moment_s if ends else None

@@ -1,6 +1,6 @@
-"""The load of the suite `chaos`: streams, lookups and a batch job, all kept up until they are told to stop.
+"""The load of the suite `chaos`: streams, lookups and a batch job, which run until they are stopped.
 
-Everything that anybody was told is kept, with its time. Nothing is asked again here: what a client would see as an error is one.
+All deltas are recorded with their times. Nothing is retried here: a client's error counts as an error.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from pipelines.batch.records import recorded_row
-from pipelines.benchmarks.chaos.check import Heard
+from pipelines.benchmarks.chaos.check import StreamLog
 from ragspec.core import Delta, Request
 from ragspec.engine.sequence import Listener
 from ragspec.errors import RagspecError
@@ -32,27 +32,27 @@ _END_S = 10.0
 
 
 class Submits(Protocol):
-    """The part of an engine that streams need."""
+    """An engine that accepts requests."""
 
     def submit(self, request: Request, listener: Listener) -> None: ...
 
 
 class Load(Protocol):
-    """Something that runs beside the faults."""
+    """A load beside the faults."""
 
     def start(self) -> None: ...
 
     def stop(self) -> None:
-        """Begin nothing more, and wait until what was begun has ended."""
+        """Start nothing more, and wait until everything started has ended."""
 
     def abandon(self) -> None:
-        """End at once, whatever becomes of it."""
+        """End at once, whatever is unfinished."""
 
 
 class StreamLoad:
     """Questions asked round after round, `concurrency` at a time, each through retrieval, prompt and engine.
 
-    Names are `round/id`; at least one whole round is asked. A stream that is told nothing for `patience_s` is given up.
+    Names are `round/id`; at least one whole round runs. A stream without a delta for `patience_s` fails.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class StreamLoad:
     ) -> None:
         self._retriever, self._engine, self._prompts = retriever, engine, prompts
         self._questions, self._patience_s = questions, patience_s
-        self.heard: dict[str, Heard] = {}
+        self.heard: dict[str, StreamLog] = {}
         self._next = 0
         self._lock = threading.Lock()
         self._stopping, self._abandoned = threading.Event(), threading.Event()
@@ -88,7 +88,7 @@ class StreamLoad:
         self._stopping.set()
 
     @property
-    def streams(self) -> list[Heard]:
+    def streams(self) -> list[StreamLog]:
         """All so far."""
         with self._lock:
             return list(self.heard.values())
@@ -101,7 +101,7 @@ class StreamLoad:
         while (asked := self._take()) is not None:
             self._ask(*asked)
 
-    def _take(self) -> tuple[Question, Heard] | None:
+    def _take(self) -> tuple[Question, StreamLog] | None:
         with self._lock:
             number, index = divmod(self._next, len(self._questions))
             if self._abandoned.is_set() or (self._stopping.is_set() and number > 0):
@@ -109,10 +109,10 @@ class StreamLoad:
             self._next += 1
             question = self._questions[index]
             name = f"{number}/{question.id}"
-            heard = self.heard[name] = Heard(begin_s=time.monotonic())
+            heard = self.heard[name] = StreamLog(begin_s=time.monotonic())
         return replace(question, id=name), heard
 
-    def _ask(self, question: Question, heard: Heard) -> None:
+    def _ask(self, question: Question, heard: StreamLog) -> None:
         news = threading.Event()
 
         def listen(delta: Delta) -> None:
@@ -134,7 +134,7 @@ class StreamLoad:
 
 
 class Probe(NamedTuple):
-    """One lookup. `right`: it found what the undisturbed index finds; None: it failed."""
+    """One lookup. `right`: its result equals the undisturbed index's; None: the lookup failed."""
 
     begin_s: float
     end_s: float
@@ -143,7 +143,7 @@ class Probe(NamedTuple):
 
 
 class LookupLoad:
-    """One lookup after the other, so that it is known when the index answers."""
+    """One lookup after the other, so that the end of an outage is known."""
 
     def __init__(self, retriever: RetrieverLike, texts: Sequence[str], expected: Sequence[Answer], k: int) -> None:
         self._retriever, self._texts, self._expected, self._k = retriever, texts, expected, k
@@ -177,7 +177,7 @@ class LookupLoad:
 class BatchLoad:
     """`pipelines.batch_rag` as its own process on a deployment, one pass over all rows after the other, at least one.
 
-    A job that ends with an error is submitted again, as its operator would, and counted.
+    A job that fails is counted and submitted again, as an operator would.
     """
 
     def __init__(self, job: BatchJob, folder: Path, most_failures: int = 5) -> None:
@@ -217,14 +217,14 @@ class BatchLoad:
 
 
 class BatchJob(NamedTuple):
-    """How the job is started, and what its output holds."""
+    """The command of the batch job and its output."""
 
     rows: Path
     options: tuple[str, ...]
     environment: Mapping[str, str]
 
     def start(self, out: Path) -> subprocess.Popen[bytes]:
-        """The driver, as a process of its own. What it says goes beside `out`."""
+        """Start the driver process; its log stands beside `out`."""
         command = [
             sys.executable,
             "-m",
@@ -249,7 +249,7 @@ class BatchJob(NamedTuple):
 
 
 def written_rows(out: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Every whole line of a job's answers by id, those of a part being written as well."""
+    """Every complete line of a job's answers by id, unfinished parts included."""
     for path in sorted([*out.glob("answers-*.jsonl"), *out.glob("answers-*.jsonl.part")]):
         for line in path.read_bytes().split(b"\n"):
             with contextlib.suppress(ValueError):  # Why: the last line may be half written

@@ -1,4 +1,4 @@
-"""What the suite `chaos` expects: the same questions answered by one undisturbed engine in one process, without speculation."""
+"""Expected answers of the suite `chaos`: one undisturbed engine in one process, without speculation."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pipelines.benchmarks.chaos.check import Expected
 from ragspec.config import PipelineConfig
 from ragspec.core import SamplingParams
 from ragspec.engine.loading import load_engine
-from ragspec.evaluation.datasets import Question as Listed
+from ragspec.evaluation.datasets import Question as BenchmarkQuestion
 from ragspec.evaluation.suites.retrieval.identity import Answer, answer
 from ragspec.numerics.noise import row_seed
 from ragspec.rag.prompt import PromptBuilder
@@ -22,16 +22,17 @@ from ragspec.rag.steps import Question, build_answer, build_request, retrieve_pa
 from ragspec.retrieval.retriever import PUBLIC_SCOPE, Retriever
 from ragspec.speculation import OFF
 
-_ESSENCE = (
+_COMPARED_KEYS = (
     "question", "answer", "finish_reason", "system_fingerprint", "citations", "passages", "dropped_passages",
     "index_generation", "seed", "logprobs", "row_digest",
 )  # fmt: skip
-"""All of a row but times and counters, which differ from run to run. The log-probabilities name every token."""
+"""The fields of a row without times and counters, which differ from run to run. The log-probabilities name every
+token."""
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
-    """What is asked: streams, rows of a batch job, and lookups."""
+class ChaosWorkload:
+    """The requests: streams, rows of a batch job, and lookups."""
 
     streams: tuple[Question, ...]
     rows: tuple[dict[str, Any], ...]
@@ -39,8 +40,10 @@ class Work:
     seed: int
 
     @classmethod
-    def of(cls, listed: Sequence[Listed], num_streams: int, num_rows: int, max_tokens: int, seed: int) -> Work:
-        """Half greedy, half at T=1. Rows ask for log-probabilities, which name the tokens that a row's text hides."""
+    def of(
+        cls, listed: Sequence[BenchmarkQuestion], num_streams: int, num_rows: int, max_tokens: int, seed: int
+    ) -> ChaosWorkload:
+        """Half greedy, half at T=1. Rows request log-probabilities, which name the tokens behind a row's text."""
         streams = tuple(
             Question(f"s{i}", _text(listed, i), _params(f"s{i}", i, max_tokens, seed)) for i in range(num_streams)
         )
@@ -58,15 +61,15 @@ class Work:
 
 
 @dataclass(frozen=True, slots=True)
-class Oracle:
-    """Expected streams, rows (their essence) and lookups."""
+class ExpectedResults:
+    """Expected streams, rows (their compared fields) and lookups."""
 
     streams: dict[str, Expected]
     rows: dict[str, str]
     lookups: tuple[Answer, ...]
 
 
-def oracle(work: Work, config: PipelineConfig) -> Oracle:
+def expected_results(work: ChaosWorkload, config: PipelineConfig) -> ExpectedResults:
     """Raises: ConfigError, StoreError, ModelError."""
     retriever = Retriever.from_config(config.retriever, config.encoder)
     passages = retriever.retrieve(work.lookups, config.retriever.num_passages, PUBLIC_SCOPE).passages
@@ -88,21 +91,23 @@ def oracle(work: Work, config: PipelineConfig) -> Oracle:
     records = [
         output_record(row, RagTask().row_result((each,)), "", 0) for row, each in zip(parsed, answers, strict=True)
     ]
-    return Oracle(
-        streams, {row.id: essence(r) for row, r in zip(parsed, records, strict=True)}, tuple(map(answer, passages))
+    return ExpectedResults(
+        streams,
+        {row.id: comparable_row(r) for row, r in zip(parsed, records, strict=True)},
+        tuple(map(answer, passages)),
     )
 
 
-def essence(record: dict[str, Any]) -> str:
-    """What must be equal of two rows."""
-    return json.dumps({key: record.get(key) for key in _ESSENCE}, sort_keys=True)
+def comparable_row(record: dict[str, Any]) -> str:
+    """The compared fields of a row, as text."""
+    return json.dumps({key: record.get(key) for key in _COMPARED_KEYS}, sort_keys=True)
 
 
 def _plain(question: Any) -> Question:
     return replace(question, speculation=OFF)
 
 
-def _text(listed: Sequence[Listed], number: int) -> str:
+def _text(listed: Sequence[BenchmarkQuestion], number: int) -> str:
     return listed[number % len(listed)].text
 
 

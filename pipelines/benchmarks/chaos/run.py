@@ -1,4 +1,4 @@
-"""One run of the suite `chaos`: a deployment under load, hit again and again, and everything that was told compared."""
+"""One run of the suite `chaos`: a deployment under load, repeated faults, and the comparison of all outputs."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from typing import Any
 
 from transformers import AutoTokenizer
 
-from pipelines.benchmarks.chaos.check import Expected, Heard, Verdict, judge_rows, judge_streams
+from pipelines.benchmarks.chaos.check import Expected, StreamLog, Verdict, judge_rows, judge_streams
 from pipelines.benchmarks.chaos.drivers import driver_kills
-from pipelines.benchmarks.chaos.faults import Fault, Scene, faults, recovered
+from pipelines.benchmarks.chaos.faults import Fault, FaultInjector, faults, recovered
 from pipelines.benchmarks.chaos.load import BatchJob, BatchLoad, LookupLoad, Probe, StreamLoad, written_rows
-from pipelines.benchmarks.chaos.oracle import Oracle, Work, essence
+from pipelines.benchmarks.chaos.oracle import ChaosWorkload, ExpectedResults, comparable_row
 from ragspec.cluster.deployment import Deployment
 from ragspec.cluster.local_cluster import LocalCluster, LocalNode
 from ragspec.cluster.remote_retrieval.cluster_retriever import ClusterRetriever
@@ -48,7 +48,7 @@ _MOST_NAMES = 20
 
 @dataclass(frozen=True, slots=True)
 class ChaosPlan:
-    """How much is asked and how often it is hit. `concurrency`: streams at a time."""
+    """Sizes of the load and number of faults. `concurrency`: streams at a time."""
 
     num_faults: int = 20
     num_streams: int = 100
@@ -64,15 +64,15 @@ class ChaosPlan:
 
 
 @dataclass
-class Loads:
-    """All that runs beside the faults."""
+class ChaosLoads:
+    """The loads beside the faults."""
 
     asked: StreamLoad
     lookups: LookupLoad
     batch: BatchLoad
 
     @property
-    def streams(self) -> Sequence[Heard]:
+    def streams(self) -> Sequence[StreamLog]:
         return self.asked.streams
 
     @property
@@ -81,7 +81,7 @@ class Loads:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Ended in good order, or at once where something went wrong."""
+        """Run all loads; stop them at the end, or abandon them after an error."""
         parts = (self.asked, self.lookups, self.batch)
         try:
             for part in parts:
@@ -96,18 +96,24 @@ class Loads:
 
 
 class ChaosRun:
-    """Faults one after the other, each when the one before is recovered from."""
+    """Injects faults one after the other, each after recovery from the previous fault."""
 
     def __init__(
-        self, deployment: Deployment, scene: Scene, work: Work, expected: Oracle, plan: ChaosPlan, folder: Path
+        self,
+        deployment: Deployment,
+        scene: FaultInjector,
+        work: ChaosWorkload,
+        expected: ExpectedResults,
+        plan: ChaosPlan,
+        folder: Path,
     ) -> None:
-        """`folder` takes the batch job's files."""
+        """`folder`: for the batch job's files."""
         self._deployment, self._scene, self._plan, self._folder = deployment, scene, plan, folder
         self._work, self._expected = work, expected
         self._job = batch_job(deployment, scene.nodes.address, work, folder)
 
     def measure(self, tick: Tick) -> Result:
-        """Raises: EngineError when the deployment cannot even be asked."""
+        """Raises: EngineError if the deployment does not answer at all."""
         rows: list[Result] = []
         plan = self._plan
         chosen = faults(plan.num_faults, self._work.seed, plan.quick)
@@ -125,16 +131,16 @@ class ChaosRun:
         kills = driver_kills(self._job, own, self._expected.rows, plan.num_driver_kills, self._scene.rng, tick)
         return result | kills
 
-    def _loads(self, engine: Router, retriever: ClusterRetriever) -> Loads:
+    def _loads(self, engine: Router, retriever: ClusterRetriever) -> ChaosLoads:
         plan, config = self._plan, self._deployment.config
         prompts = PromptBuilder(AutoTokenizer.from_pretrained(config.target.model), engine.max_context_tokens)
         streams = StreamLoad(retriever, engine, prompts, self._work.streams, plan.concurrency, _PATIENCE_S)
         k = config.retriever.num_passages
         lookups = LookupLoad(retriever, self._work.lookups, self._expected.lookups, k)
-        return Loads(streams, lookups, BatchLoad(self._job, self._folder))
+        return ChaosLoads(streams, lookups, BatchLoad(self._job, self._folder))
 
-    def _warm_up(self, loads: Loads) -> None:
-        """Until streams are under way, lookups are answered and the batch job has written its first row."""
+    def _warm_up(self, loads: ChaosLoads) -> None:
+        """Wait until streams end, lookups are answered and the batch job has written its first row."""
         deadline = time.monotonic() + _PATIENCE_S
         first = self._folder / "pass-0"
         while time.monotonic() < deadline and not (
@@ -142,22 +148,22 @@ class ChaosRun:
         ):
             time.sleep(0.1)
 
-    def _one(self, fault: Fault, loads: Loads) -> Result:
-        """Strike at a random moment, wait until it is recovered from, and put things back in order."""
+    def _one(self, fault: Fault, loads: ChaosLoads) -> Result:
+        """Inject a fault at a random moment, wait for recovery, and replace a lost node."""
         scene = self._scene
         time.sleep(scene.rng.uniform(*_SETTLE_S))
-        struck = scene.strike(fault)
+        struck = scene.inject(fault)
         row = recovered(struck, loads, scene.live_again) | {"moment_s": struck.moment_s - scene.begin_s}
         log.info("%s", row)
         scene.clear(struck)
         return row
 
-    def _judged(self, loads: Loads) -> Result:
-        """Everything that streams, rows and lookups were told, beside what was expected."""
+    def _judged(self, loads: ChaosLoads) -> Result:
+        """Counts of differences between all outputs and the expected outputs."""
         heard = loads.asked.heard
         streams = judge_streams(by_round(self._expected.streams, heard), heard)
         passes = [
-            judge_rows(self._expected.rows, [(name, essence(record)) for name, record in written_rows(out)])
+            judge_rows(self._expected.rows, [(name, comparable_row(record)) for name, record in written_rows(out)])
             for out in loads.batch.passes
         ]
         wrong = sum(probe.right is False for probe in loads.probes)
@@ -188,30 +194,30 @@ def recovery(rows: Sequence[Mapping[str, Any]], name: str) -> Result:
     return {f"{prefix}_p50_s": median(seconds) if seconds else None, f"{prefix}_max_s": max(seconds, default=None)}
 
 
-def by_round(expected: Mapping[str, Expected], heard: Mapping[str, Heard]) -> dict[str, Expected]:
-    """What is expected of every stream that was asked, and of all of the first round."""
+def by_round(expected: Mapping[str, Expected], heard: Mapping[str, StreamLog]) -> dict[str, Expected]:
+    """Expected completions of every stream that ran, and of the whole first round."""
     names = [*(f"0/{name}" for name in expected), *heard]
     return {name: expected[name.partition("/")[2]] for name in names if name.partition("/")[2] in expected}
 
 
-def batch_job(deployment: Deployment, address: str, work: Work, folder: Path) -> BatchJob:
-    """The rows as a file, and the job that answers them on the deployment."""
+def batch_job(deployment: Deployment, address: str, work: ChaosWorkload, folder: Path) -> BatchJob:
+    """Write the rows to a file; returns the job that answers them on the deployment."""
     rows = folder / "rows.jsonl"
     rows.write_text("".join(f"{json.dumps(row)}\n" for row in work.rows), encoding="utf-8")
     options = ("--cluster", deployment.name, "--address", address, "--seed", str(work.seed), "--strict")
     return BatchJob(rows, options, dict(os.environ))
 
 
-def scene_of(
+def fault_injector(
     deployment: Deployment, nodes: LocalCluster, workers: Sequence[LocalNode], node_cpus: int, seed: int
-) -> Scene:
-    """The deployment and its nodes, with moments and victims drawn from the seed."""
+) -> FaultInjector:
+    """The fault injector of the deployment, seeded."""
     rng = random.Random(seed)
-    return Scene(nodes, deployment.status, rng, list(workers), node_cpus, len(workers))
+    return FaultInjector(nodes, deployment.status, rng, list(workers), node_cpus, len(workers))
 
 
 def config_of(index_dir: Path, base: PipelineConfig) -> PipelineConfig:
-    """One thread an engine: ranks share the cores with everything else."""
+    """One thread an engine, because ranks share the cores with everything else."""
     engine = base.engine.model_copy(update={"num_threads": 1, "max_running": 8, "max_kv_tokens": 16_384})
     retriever = base.retriever.model_copy(update={"index_dir": str(index_dir)})
     return base.model_copy(update={"engine": engine, "retriever": retriever})

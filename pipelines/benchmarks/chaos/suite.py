@@ -71,8 +71,8 @@ def connected(nodes: LocalCluster) -> Iterator[None]:
 def _measured(
     settings: Settings, plan: ChaosPlan, nodes: LocalCluster, workers: list[LocalNode], folder: Path, tick: Tick
 ) -> Result:
-    from pipelines.benchmarks.chaos.oracle import Work, oracle
-    from pipelines.benchmarks.chaos.run import TOPOLOGY, ChaosRun, config_of, scene_of
+    from pipelines.benchmarks.chaos.oracle import ChaosWorkload, expected_results
+    from pipelines.benchmarks.chaos.run import TOPOLOGY, ChaosRun, config_of, fault_injector
     from pipelines.benchmarks.cluster.shards import segmented_index
     from ragspec.cluster.deployment import Deployment
     from ragspec.retrieval.encoder import Encoder
@@ -85,12 +85,12 @@ def _measured(
     index_dir = segmented_index(documents, Encoder.load(settings.encoder), settings.cache_dir)
     base = PipelineConfig(target=settings.target, encoder=settings.encoder)
     config = config_of(index_dir, base)
-    work = Work.of(listed.questions, plan.num_streams, plan.num_rows, plan.max_tokens, seed)
+    work = ChaosWorkload.of(listed.questions, plan.num_streams, plan.num_rows, plan.max_tokens, seed)
     tick("index and expected answers", 1, 2)
-    expected = oracle(work, config)
+    expected = expected_results(work, config)
     tick("index and expected answers", 2, 2)
     with Deployment.up(TOPOLOGY, config, name=_DEPLOYMENT, timeout_s=_START_S) as deployment:
-        scene = scene_of(deployment, nodes, workers, NODE_CPUS, seed)
+        scene = fault_injector(deployment, nodes, workers, NODE_CPUS, seed)
         result = ChaosRun(deployment, scene, work, expected, plan, folder).measure(tick)
     identical = not (result["lost"] or result["duplicated"] or result["changed"])
     return result | {
