@@ -23,6 +23,7 @@ from torch import Tensor
 from pipelines.train.training_run import (
     TrainingRun,
     common_options,
+    draw_curves,
     positive,
     run_to_end,
     tokens_and_speed,
@@ -178,7 +179,7 @@ def train(run: DrafterRun, workers: WorkerGroup, device: str) -> None:
     probes = probe_batches(run.data_dir, encoder, PROBE_TEXTS, run.plan.max_tokens, run.plan.seed)
     run_to_end(trainer, checkpoint, report, lambda: probe(trainer, probes), NUM_PROBES)
     if workers.is_first:
-        trainer.draw_curves(run.out / "curves.png")
+        draw_curves(trainer, "loss_", "top1", run.out / "curves.png")
         record = {"history": trainer.history, "probes": trainer.probes}
         (run.out / "history.json").write_text(json.dumps(record))
         write_head(run.out / "head", trainer.exported())

@@ -25,6 +25,7 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 from pipelines.train.training_run import (
     TrainingRun,
     common_options,
+    draw_curves,
     positive,
     run_to_end,
     tokens_and_speed,
@@ -38,7 +39,7 @@ from ragspec.training.grammar_errors import GrammarErrors
 from ragspec.training.reference import training_attention
 from ragspec.training.reference.batches import ExampleEncoder
 from ragspec.training.reference.examples import Lengths
-from ragspec.training.reference.export import draw_curves, export_target
+from ragspec.training.reference.export import export_target
 from ragspec.training.reference.initialisation.meanings import count_meanings
 from ragspec.training.reference.initialisation.model import SIZES, build_target
 from ragspec.training.reference.initialisation.stream_layout import stream_layout
@@ -139,7 +140,7 @@ def train(run: TargetRun, workers: WorkerGroup, device: str) -> None:
     cases, _ = question_cases(run.data_dir, PROBE_QUESTIONS, plan.seed, PROBE_ARTICLES)
     run_to_end(trainer, checkpoint, report, lambda: probe(trainer, cases), NUM_PROBES)
     if workers.is_first:
-        draw_curves(trainer.history, trainer.probes, run.out / "curves.png")
+        draw_curves(trainer, "answer_loss", "", run.out / "curves.png")
         export_target(trainer.averaged_model(), tokenizer, run.out / "model")
 
 

@@ -17,6 +17,7 @@ Why not Ray Data: it would replace the two readers in `input`, about 20 lines, a
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -132,17 +133,13 @@ def _text_settings(seed: int, task: Task, config: PipelineConfig) -> dict[str, A
 
 
 def _check(rows: JobInput, output: OutputFolder) -> int:
-    """The number of wrong rows, which are in errors.jsonl now."""
+    """Writes the wrong rows to errors.jsonl; returns their number."""
     num_bad = 0
-    bad: list[str] = []
     with _console.status("checking the input"):
-        for found in rows.check():
-            bad.append(json.dumps(error_record(*found)))
-            num_bad += 1
-            if len(bad) == _ERRORS_PER_WRITE:
-                output.append_errors(bad)
-                bad = []
-    output.append_errors(bad)
+        bad = (json.dumps(error_record(*found)) for found in rows.check())
+        while lines := list(itertools.islice(bad, _ERRORS_PER_WRITE)):
+            output.append_errors(lines)
+            num_bad += len(lines)
     return num_bad
 
 

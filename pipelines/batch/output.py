@@ -26,12 +26,12 @@ ROWS_PER_PART = 10_000
 
 
 class JsonLines:
-    """A growing file of JSON lines."""
+    """A growing file of JSON lines; its name ends in `.part` until it is published."""
 
     def __init__(self, path: Path) -> None:
-        self._path = path
+        self._path, self._part = path, path.with_name(f"{path.name}.part")
         with saving(path):
-            self._file = open(path, "ab", buffering=0)  # noqa: SIM115 - closed by close()
+            self._file = open(self._part, "ab", buffering=0)  # noqa: SIM115 - closed by close()
 
     def append(self, lines: Sequence[str]) -> None:
         """Returns when the lines are on the disk. Raises: SaveError; then none of them is in the file."""
@@ -46,11 +46,13 @@ class JsonLines:
             os.ftruncate(self._file.fileno(), size)
             raise SaveError(f"{error}; what was finished is kept") from error
 
-    def close(self, final: Path | None = None) -> None:
-        """`final`: the name that the file gets. Raises: SaveError."""
+    def close(self) -> None:
         self._file.close()
-        if final is not None:
-            _rename(self._path, final)
+
+    def publish(self) -> None:
+        """Closes the file and gives it its final name. Raises: SaveError."""
+        self._file.close()
+        _rename(self._part, self._path)
 
 
 class OutputFolder(contextlib.AbstractContextManager["OutputFolder"]):
@@ -75,7 +77,7 @@ class OutputFolder(contextlib.AbstractContextManager["OutputFolder"]):
 
         Raises: ConfigError when the folder's job has other settings, StoreCorrupt, SaveError.
         """
-        path, errors = self.folder / "job.json", self.folder / "errors.jsonl.part"
+        path = self.folder / "job.json"
         settings = {"format": FORMAT, **settings}
         if not resume:
             self._remove()
@@ -89,8 +91,8 @@ class OutputFolder(contextlib.AbstractContextManager["OutputFolder"]):
             for part in self._open_parts():
                 _cut_torn_line(part)
                 _rename(part, part.with_suffix(""))
-            errors.unlink(missing_ok=True)  # Why: rows that failed are tried again
-        self._errors = JsonLines(errors)
+            (self.folder / "errors.jsonl.part").unlink(missing_ok=True)  # Why: rows that failed are tried again
+        self._errors = JsonLines(self.folder / "errors.jsonl")
 
     def answers(self) -> Iterator[dict[str, Any]]:
         """Every recorded answer. Raises: StoreCorrupt naming file and line."""
@@ -103,8 +105,7 @@ class OutputFolder(contextlib.AbstractContextManager["OutputFolder"]):
         """Record finished rows. Raises: SaveError."""
         if self._part is None:
             number = max((int(path.stem.removeprefix("answers-")) for path in self._finished_parts()), default=-1) + 1
-            self._part_path = self.folder / f"answers-{number:05d}.jsonl.part"
-            self._part, self._rows_in_part = JsonLines(self._part_path), 0
+            self._part, self._rows_in_part = JsonLines(self.folder / f"answers-{number:05d}.jsonl"), 0
         self._part.append(lines)
         self._rows_in_part += len(lines)
         if self._rows_in_part >= self._rows_per_part:
@@ -119,7 +120,7 @@ class OutputFolder(contextlib.AbstractContextManager["OutputFolder"]):
         """The run has reached its end: its errors replace those of the run before. Raises: SaveError."""
         errors, self._errors = self._errors, None
         if errors is not None:
-            errors.close(self.folder / "errors.jsonl")
+            errors.publish()
 
     def close(self) -> None:
         """Finishes the open part and releases the lock. Raises: SaveError."""
@@ -134,7 +135,7 @@ class OutputFolder(contextlib.AbstractContextManager["OutputFolder"]):
     def _finish_part(self) -> None:
         if self._part is not None:
             part, self._part = self._part, None
-            part.close(self._part_path.with_suffix(""))
+            part.publish()
 
     def _finished_parts(self) -> list[Path]:
         return sorted(self.folder.glob("answers-*.jsonl"))

@@ -13,7 +13,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from ragspec.errors import InputError, RagspecError
 from ragspec.training.trainer import SINGLE_WORKER, Trainer, WorkerGroup
 
-REPORT_EVERY_STEPS = 25
+REPORT_EVERY_STEPS, SMOOTHING_STEPS = 25, 50
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,3 +147,31 @@ def tokens_and_speed(records: list[dict[str, float]]) -> str:
     first, last = records[0], records[-1]
     rate = (last["tokens"] - first["tokens"]) / max(1e-9, last["elapsed_s"] - first["elapsed_s"])
     return f"step {last['step']:.0f} {last['tokens'] / 1e6:.2f} M tokens {rate:.0f}/s"
+
+
+def draw_curves(trainer: Trainer[Any], loss_prefix: str, probe_part: str, path: Path) -> None:
+    """Losses, probe scores and learning rate over tokens, as PNG. The names of the curves hold the given texts."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    history, probes = trainer.history, trainer.probes
+    tokens = [record["tokens"] / 1e6 for record in history]
+    width = min(SMOOTHING_STEPS, len(history))
+    figure, (upper, middle, lower) = pyplot.subplots(3, 1, figsize=(8, 9), sharex=True)
+    for name in sorted(key for key in (history[0] if history else {}) if key.startswith(loss_prefix)):
+        values = torch.tensor([record[name] for record in history])
+        upper.plot(tokens[width - 1 :], values.unfold(0, width, 1).mean(1), label=name)
+    upper.set(ylabel=f"loss (nats, mean of {width} steps)", yscale="log")
+    for name in sorted(key for key in (probes[0] if probes else {}) if key != "tokens" and probe_part in key):
+        middle.plot([p["tokens"] / 1e6 for p in probes], [p[name] for p in probes], marker=".", label=name)
+    middle.set(ylabel="share of the probes", ylim=(0, 1))
+    for axes in (upper, middle):
+        if axes.get_lines():
+            axes.legend(fontsize=7, ncols=3)
+    lower.plot(tokens, [record["lr"] for record in history])
+    lower.set(ylabel="learning rate", xlabel="tokens (millions)")
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)

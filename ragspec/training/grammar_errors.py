@@ -1,8 +1,9 @@
 """Synthetic grammar and spelling errors for correct sentences.
 
-Owns the noise, never the sentences. Word confusions and their counts come from learners' texts (Awasthi et al. 2019,
-PIE, arXiv 1910.02893: `common_replaces`, `verbs`); the rest is articles, prepositions, number, spelling, capitals and
-punctuation.
+Word confusions and their counts come from learners' texts (Awasthi et al. 2019, PIE, arXiv 1910.02893: `common_replaces`,
+`verbs`); other errors concern articles, prepositions, number, spelling, capitals and punctuation.
+
+    >>> GrammarErrors(data_dir).corrupt("The cats sit on the mat.", random.Random(0))
 """
 
 import difflib
@@ -17,13 +18,13 @@ FILLERS = ("the", "a", "to", "of", "is", "in", "that", "and")
 MIN_COUNT = 3
 MEAN_ERRORS_PER_10_WORDS = 1.2
 MISSPELT, MISSPELT_TWICE = 0.45, 0.15
-"""Where an error falls on a word of more than three letters, how often that is misspelt; and of those, misspelt again."""
+"""Share of errors on words of more than three letters that are misspellings; and share of these with a second misspelling."""
 TOKENISED_SHARE = 0.3
 """Share of sentences in Penn-Treebank-like spacing ("word , word ."), as many corpora have them."""
 
 
 class GrammarErrors:
-    """Corrupts sentences with a given random generator."""
+    """Adds errors to sentences."""
 
     def __init__(self, data_dir: Path) -> None:
         self.verbs: dict[str, list[str]] = json.loads((data_dir / "pie_errorify/verbs.json").read_text())
@@ -31,7 +32,7 @@ class GrammarErrors:
         self.confusions = {word: _plausible(word, wrong) for word, wrong in replaces.items()}
 
     def corrupt(self, sentence: str, rng: random.Random) -> str:
-        """The sentence with about one error in eight words, at least one."""
+        """The sentence with about one error in eight words, and at least one error."""
         words = sentence.split(" ")
         num_errors = max(1, round(rng.gauss(1, 0.6) * len(words) * MEAN_ERRORS_PER_10_WORDS / 10))
         for _ in range(num_errors):
@@ -88,7 +89,7 @@ def misspell(word: str, rng: random.Random) -> str:
 
 
 def tokenised(text: str) -> str:
-    """Penn-Treebank-like spacing, as in corpora of learners' sentences."""
+    """Penn-Treebank-like spacing, as in corpora of learners' sentences: "word , word ."."""
     text = re.sub(r"([,;:!?()\"])", r" \1 ", text)
     text = re.sub(r"(\.)(\s*)$", r" \1", text)
     text = re.sub(r"(?i)n't\b", " n't", text)
@@ -97,7 +98,7 @@ def tokenised(text: str) -> str:
 
 
 def _plausible(word: str, wrong: dict[str, int]) -> tuple[list[str], list[int]] | None:
-    """The confusions that were seen often or look like the word: others come from misaligned edits."""
+    """The confusions that are frequent and look like the word; others come from misaligned edits."""
     kept = {
         other: count
         for other, count in wrong.items()

@@ -1,7 +1,7 @@
-"""Sentences and passages cut from running text.
+"""Sentences and passages of training texts. Every sentence is a substring of its paragraph.
 
-Owns the sentence splitter and the windows that become training passages. Every sentence is a substring of its
-paragraph.
+>>> split_sentences("Dr. Fox ran. It rained.")
+['Dr. Fox ran.', 'It rained.']
 """
 
 import random
@@ -28,7 +28,7 @@ def split_sentences(text: str) -> list[str]:
 
 
 def sentences_of(passage: str) -> list[str]:
-    """The sentences of a passage that may begin with a title on a line of its own."""
+    """The sentences of a passage, whose title may stand on a line of its own."""
     return [sentence for line in passage.split("\n") for sentence in split_sentences(line)]
 
 
@@ -38,7 +38,7 @@ def normalise(text: str) -> str:
 
 
 def window_around(sentences: list[str], index: int, max_words: int, rng: random.Random) -> str:
-    """A run of whole sentences that holds sentence `index`, grown at random ends up to `max_words` words."""
+    """Consecutive whole sentences around sentence `index`, extended at random ends up to `max_words` words."""
     first = last = index
     num_words = len(sentences[index].split())
     while True:

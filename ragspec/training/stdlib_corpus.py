@@ -1,7 +1,7 @@
 """The documentation of the running Python's standard library, as a corpus.
 
-Owns the walk over modules and the shape of one document, `json.dumps(obj, *, ...): Serialize obj to ...`. It never
-imports a module that opens a window, prints, or starts a browser.
+A document reads `json.dumps(obj, *, ...): Serialize obj to ...`. Never imports a module that opens a window, prints, or starts a
+browser.
 
     >>> dict(stdlib_documents())["math.floor"]
     'math.floor(x, /): Return the floor of x as an Integral.\nThis is the largest integer <= x.'
@@ -47,7 +47,7 @@ def stdlib_documents() -> list[tuple[str, str]]:
 
 
 def is_held_out(name: str) -> bool:
-    """Whether the documentation of this name is kept out of training; depends on the name alone."""
+    """Whether the documentation of this name is kept out of training. Depends on the name alone."""
     return hashlib.sha256(name.encode()).digest()[0] % HELD_OUT_SHARE == 0
 
 
@@ -61,7 +61,7 @@ def unwrap(text: str) -> str:
 
 
 def signature_text(documented: object) -> str:
-    """The call signature, shortened; empty where Python knows none or where it shows an address or the environment."""
+    """The call signature, shortened; empty if Python knows none, or if it shows an address or the environment."""
     if not callable(documented):
         return ""
     try:

@@ -272,7 +272,7 @@ def test_a_full_disk_keeps_what_was_finished(tmp_path: Path) -> None:
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
         lines.close()
-    assert read_lines(path) == [{"id": "a"}]
+    assert read_lines(tmp_path / "a.jsonl.part") == [{"id": "a"}]
 
 
 def test_an_input_that_is_gone_is_an_error_of_one_line(tmp_path: Path) -> None:

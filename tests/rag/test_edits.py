@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from ragspec.evaluation.metrics import edit_distance
 from ragspec.rag.grammar.edits import Edit, apply_edits, word_edits
-from ragspec.training.grammar_metrics import edit_distance
 
 WORDS = st.lists(
     st.sampled_from(["the", "mill", "it's", "a", " ", "  ", "\n", ".", ",", "é", "水", "e\u0301", "\U0001f600"])

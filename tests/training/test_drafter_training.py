@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
+from pipelines.train.training_run import draw_curves
 from ragspec.drafting.eagle.checkpoint import EagleFamily, check_fits, read_head, write_head
 from ragspec.errors import ConfigError, ModelError
 from ragspec.training.heads.eagle_model import Head, unroll
@@ -101,7 +102,7 @@ def test_run_ends_with_its_plan_and_the_loss_falls(family: EagleFamily, tmp_path
     probe = trainer.probe([collate([draw(random.Random(1))])], num_steps=5)
     assert {f"top{k}_{step}" for k in (1, 4) for step in range(1, 6)} <= probe.keys()
     trainer.probes.append({"tokens": 10, **probe})
-    trainer.draw_curves(tmp_path / "curves.png")
+    draw_curves(trainer, "loss_", "top1", tmp_path / "curves.png")
     assert (tmp_path / "curves.png").stat().st_size > 1000
 
 

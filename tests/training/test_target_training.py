@@ -11,11 +11,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from pipelines.train.training_run import draw_curves
 from ragspec.errors import ConfigError
 from ragspec.training.reference import training_attention
 from ragspec.training.reference.batches import ExampleEncoder
 from ragspec.training.reference.examples import Example, Lengths
-from ragspec.training.reference.export import draw_curves, export_target
+from ragspec.training.reference.export import export_target
 from ragspec.training.reference.guidance import Guidance, Guide
 from ragspec.training.reference.initialisation.model import SIZES, build_target
 from ragspec.training.reference.initialisation.spelling_head import left_alone
@@ -210,5 +211,6 @@ def test_export_loads_with_plain_transformers(tmp_path: Path) -> None:
     assert model.dtype == torch.bfloat16
     assert model.config.eos_token_id == tokenizer.eos_token_id
     assert all(f.stat().st_size <= 15_000_000 for f in tmp_path.glob("*.safetensors"))
-    draw_curves(trainer.history, [{"tokens": 10, "quote_exact": 0.5}], tmp_path / "curves.png")
+    trainer.probes.append({"tokens": 10, "quote_exact": 0.5})
+    draw_curves(trainer, "answer_loss", "", tmp_path / "curves.png")
     assert (tmp_path / "curves.png").stat().st_size > 1000

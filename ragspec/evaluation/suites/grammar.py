@@ -22,7 +22,7 @@ from ragspec.engine.engine import Engine
 from ragspec.evaluation.cases import Case, grammar_cases
 from ragspec.evaluation.datasets import CLEAN, JFLEG, Sentence, correct_sentences, grammar_list
 from ragspec.evaluation.forced_answers import ForcedAnswers, answer_ids, read_answers
-from ragspec.evaluation.metrics import grammar_scores
+from ragspec.evaluation.metrics import gleu, grammar_scores
 from ragspec.evaluation.plots import INK, OWN, Figures, label_axes, mark_level, new_figure
 from ragspec.evaluation.report import Metric, Result, Table, nested
 from ragspec.evaluation.suite import Outcome, Settings, Suite, open_engine
@@ -40,7 +40,6 @@ from ragspec.evaluation.timing import PLAIN, SPECULATIVE, Tick, Timings
 from ragspec.rag.grammar.grammar import Grammar
 from ragspec.rag.prompt import PromptBuilder
 from ragspec.training.grammar_errors import FILLERS, misspell
-from ragspec.training.grammar_metrics import gleu
 
 EDIT_RATES = (0.0, 0.05, 0.1, 0.15, 0.2, 0.25, 0.3)
 DOCUMENT_RATE = 0.1

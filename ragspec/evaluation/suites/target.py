@@ -24,13 +24,12 @@ from ragspec.engine.loading import load_engine
 from ragspec.evaluation.cases import RAG_PASSAGES
 from ragspec.evaluation.datasets import clean_sentences, stdlib_list
 from ragspec.evaluation.machine import PeakMemory
-from ragspec.evaluation.metrics import best_f1, exact_match
+from ragspec.evaluation.metrics import best_f1, edit_distance, exact_match, gleu
 from ragspec.evaluation.report import PEAK_MEMORY, Metric, nested
 from ragspec.evaluation.suite import QUICK_QUESTIONS, Outcome, Settings, Suite
 from ragspec.evaluation.suites.target_cases import QuestionCase, question_cases
 from ragspec.evaluation.timing import Tick
 from ragspec.rag.prompt import PromptBuilder
-from ragspec.training.grammar_metrics import edit_distance, gleu
 from ragspec.training.reference.examples import first_doc_sentence
 from ragspec.training.reference.text_format import (
     ABSTENTION,

@@ -6,7 +6,6 @@
 import copy
 import random
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,8 +17,6 @@ from ragspec.training.heads.losses import Objective, StepScores, batch_scores
 from ragspec.training.heads.training_texts import TextSampler, draw_batches
 from ragspec.training.reference.batches import MicroBatch
 from ragspec.training.trainer import SINGLE_WORKER, Trainer, TrainingPlan, WorkerGroup
-
-_SMOOTHING_STEPS = 50
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,34 +93,6 @@ class DrafterTrainer(Trainer[DrafterPlan]):
         tensors = self.averaged_head().state_dict()
         kept = {n: (t.bfloat16() if t.is_floating_point() else t).cpu() for n, t in tensors.items()}
         return HeadCheckpoint(self.head.config, kept)
-
-    def draw_curves(self, path: Path) -> None:
-        """Writes loss and probe hits per draft step, and the learning rate, over tokens, as PNG."""
-        import matplotlib
-
-        matplotlib.use("Agg")
-        from matplotlib import pyplot
-
-        tokens = [record["tokens"] / 1e6 for record in self.history]
-        width = min(_SMOOTHING_STEPS, len(self.history))
-        figure, (upper, middle, lower) = pyplot.subplots(3, 1, figsize=(8, 9), sharex=True)
-        for name in sorted(key for key in (self.history[0] if self.history else {}) if key.startswith("loss_")):
-            values = torch.tensor([record[name] for record in self.history])
-            upper.plot(tokens[width - 1 :], values.unfold(0, width, 1).mean(1), label="draft step " + name[5:])
-        upper.set(ylabel=f"loss (nats, mean of {width} steps)")
-        for name in sorted(key for key in (self.probes[0] if self.probes else {}) if "top1" in key):
-            middle.plot(
-                [p["tokens"] / 1e6 for p in self.probes], [p[name] for p in self.probes], marker=".", label=name
-            )
-        middle.set(ylabel="share of the target's tokens drafted first", ylim=(0, 1))
-        for axes in (upper, middle):
-            if axes.get_lines():
-                axes.legend(fontsize=7, ncols=3)
-        lower.plot(tokens, [record["lr"] for record in self.history])
-        lower.set(ylabel="learning rate", xlabel="tokens (millions)")
-        figure.tight_layout()
-        figure.savefig(path, dpi=110)
-        pyplot.close(figure)
 
     def _model_config(self) -> dict[str, Any]:
         return {**asdict(self.head.config), "aux_layers": list(self.head.config.aux_layers)}

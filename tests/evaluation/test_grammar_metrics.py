@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from ragspec.training.grammar_metrics import edit_distance, gleu
+from ragspec.evaluation.metrics import edit_distance, gleu
 
 SOURCE = "a b c d e f".split()
 REFERENCE = "a b c d e g".split()
