@@ -12,16 +12,18 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Sequence
+from pathlib import Path
 
 from ragspec.config import IndexConfig
-from ragspec.retrieval.encoder import EncoderIdentity
+from ragspec.errors import ConfigError, StoreError, StoreMissing
+from ragspec.retrieval.encoder import EncoderIdentity, TextEncoder
 from ragspec.retrieval.index.document_map import DocumentMap
 from ragspec.retrieval.index.embedding_queue import EmbeddedDocument
 from ragspec.retrieval.index.index_directory import IndexDirectory
-from ragspec.retrieval.index.manifest import EncoderRecord, Manifest, SegmentRecord, created_by
+from ragspec.retrieval.index.manifest import EncoderRecord, Manifest, SegmentRecord, created_by, read_current
 from ragspec.retrieval.index.segment import IndexSegment
 from ragspec.retrieval.index.segment_writer import IndexSegmentWriter, merge_segments
-from ragspec.retrieval.index.store import LiveSegment, Store
+from ragspec.retrieval.index.store import LiveSegment, Store, check_encoder
 from ragspec.retrieval.search.analysis import Analyzer
 from ragspec.retrieval.search.approximate import build_faiss_index
 
@@ -37,19 +39,21 @@ class GenerationBuilder:
     def __init__(
         self,
         directory: IndexDirectory,
-        store: Store | None,
-        encoder: EncoderIdentity,
-        config: IndexConfig,
+        encoder: TextEncoder | None,
+        config: IndexConfig | None,
         *,
+        replace: bool,
         with_texts: bool,
     ) -> None:
-        """`store`: the current generation, if there is one. `with_texts`: as for `DocumentMap`."""
+        """Build on the index in the directory. `with_texts`: as for `DocumentMap`; the other arguments: as for `IndexWriter`.
+
+        Raises: StoreMissing without index and encoder; unless `replace`, also StoreCorrupt, EncoderMismatch and ConfigError.
+        """
+        store, self._encoder, self.config = _base_index(directory.path, encoder, config, replace)
         self.documents = DocumentMap(store, with_texts)
-        self.config = config
         self._manifest = store.manifest if store is not None else None
         self._directory = directory
-        self._encoder = encoder
-        self._analyzer = Analyzer(config.words)
+        self._analyzer = Analyzer(self.config.words)
         self._filling: IndexSegmentWriter | None = None
 
     def close(self) -> None:
@@ -142,3 +146,36 @@ def _merge_groups(sources: Sequence[LiveSegment]) -> list[list[LiveSegment]]:
         groups[-1].append(live)
         room -= live.num_live_passages
     return groups
+
+
+def _base_index(
+    index_dir: Path, encoder: TextEncoder | None, config: IndexConfig | None, replace: bool
+) -> tuple[Store | None, EncoderIdentity, IndexConfig]:
+    """The index to build on, if there is a fitting one, with the encoder and settings of the next generation."""
+    store, built = None, None
+    try:
+        built = read_current(index_dir)[1].config
+        store = _fitting_store(index_dir, encoder, config or built)
+    except StoreMissing:
+        pass
+    except (StoreError, ConfigError):
+        if not replace:
+            raise
+    if encoder is not None:
+        return store, encoder.identity, config or built or IndexConfig()
+    if store is None:
+        raise StoreMissing(f"there is no index at {index_dir}")
+    return store, EncoderIdentity(**store.manifest.encoder.model_dump()), config or store.manifest.config
+
+
+def _fitting_store(index_dir: Path, encoder: TextEncoder | None, config: IndexConfig) -> Store:
+    store = Store.open(index_dir)
+    if encoder is not None:
+        check_encoder(store.manifest, encoder.identity)
+    built = store.manifest.config
+    if built != config or store.manifest.analyzer != Analyzer(built.words).id:
+        raise ConfigError(
+            f"the index at {index_dir} was built in another way ({built!r}): "
+            "add to it with its own settings, or build another one"
+        )
+    return store

@@ -24,17 +24,15 @@ import numpy as np
 from ragspec.config import DenseConfig, IndexConfig
 from ragspec.core import Document
 from ragspec.disk import saving
-from ragspec.errors import ConfigError, InputError, SaveError, StoreError, StoreMissing
+from ragspec.errors import InputError, SaveError
 from ragspec.retrieval.chunking import embedded_text
-from ragspec.retrieval.encoder import EncoderIdentity, FloatArray, TextEncoder
+from ragspec.retrieval.encoder import FloatArray, TextEncoder
 from ragspec.retrieval.index.content_key import check_document, document_key, text_key
 from ragspec.retrieval.index.document_map import DocumentLocation
 from ragspec.retrieval.index.embedding_queue import EmbeddingQueue
 from ragspec.retrieval.index.generation_builder import GenerationBuilder
 from ragspec.retrieval.index.index_directory import locked_directory
-from ragspec.retrieval.index.manifest import Manifest, read_current, read_pointer
-from ragspec.retrieval.index.store import Store, check_encoder
-from ragspec.retrieval.search.analysis import Analyzer
+from ragspec.retrieval.index.manifest import Manifest, read_pointer
 
 PASSAGES_PER_ENCODE = 1024
 """Enough texts at once that many have the same token length and share a forward."""
@@ -99,13 +97,16 @@ class IndexWriter:
         with contextlib.ExitStack() as stack:
             with saving(self._index_dir):
                 self._directory = stack.enter_context(locked_directory(self._index_dir))
-            store, identity, config = _base_index(self._index_dir, self._encoder, self._config, self._replace)
             self._builder = GenerationBuilder(
-                self._directory, store, identity, config, with_texts=not self._keep_duplicates
+                self._directory,
+                self._encoder,
+                self._config,
+                replace=self._replace,
+                with_texts=not self._keep_duplicates,
             )
             stack.callback(self._builder.close)
             self._documents = self._builder.documents
-            self._queue = EmbeddingQueue(self._encoder, config.chunking)
+            self._queue = EmbeddingQueue(self._encoder, self._builder.config.chunking)
             if self._replace:
                 self.unseen.update(self._documents.ids())
             self._session = stack.pop_all()
@@ -296,39 +297,3 @@ class IndexWriter:
         self.flush()
         with self._writing():
             self._builder.seal()
-
-
-def _base_index(
-    index_dir: Path, encoder: TextEncoder | None, config: IndexConfig | None, replace: bool
-) -> tuple[Store | None, EncoderIdentity, IndexConfig]:
-    """The index that a writer changes, if there is a fitting one, with the encoder and settings of the next generation.
-
-    Raises: StoreMissing without an index and an encoder; unless `replace`, also StoreCorrupt, EncoderMismatch and ConfigError.
-    """
-    store, built = None, None
-    try:
-        built = read_current(index_dir)[1].config
-        store = _fitting_store(index_dir, encoder, config or built)
-    except StoreMissing:
-        pass
-    except (StoreError, ConfigError):
-        if not replace:
-            raise
-    if encoder is not None:
-        return store, encoder.identity, config or built or IndexConfig()
-    if store is None:
-        raise StoreMissing(f"there is no index at {index_dir}")
-    return store, EncoderIdentity(**store.manifest.encoder.model_dump()), config or store.manifest.config
-
-
-def _fitting_store(index_dir: Path, encoder: TextEncoder | None, config: IndexConfig) -> Store:
-    store = Store.open(index_dir)
-    if encoder is not None:
-        check_encoder(store.manifest, encoder.identity)
-    built = store.manifest.config
-    if built != config or store.manifest.analyzer != Analyzer(built.words).id:
-        raise ConfigError(
-            f"the index at {index_dir} was built in another way ({built!r}): "
-            "add to it with its own settings, or build another one"
-        )
-    return store
