@@ -7,7 +7,7 @@ from typing import Any
 from ragspec.core import Document, Request, SamplingParams
 from ragspec.engine.engine import Engine
 from ragspec.engine.target import Target
-from ragspec.evaluation.forced_answers import ForcedSampler
+from ragspec.evaluation.overrides import ForcedSampler
 from ragspec.verification.sampling import KeyedSampler, Sampler
 
 CONTEXT = 1024

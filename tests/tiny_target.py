@@ -38,7 +38,7 @@ from ragspec.drafting.planner import Planner
 from ragspec.engine.admission import Admission
 from ragspec.engine.engine import Engine
 from ragspec.engine.target import Target
-from ragspec.evaluation.fixed_trees import FixedTreePlanner
+from ragspec.evaluation.overrides import FixedTreePlanner
 from ragspec.numerics.kv_cache import KvPool
 
 CONTEXT = 256

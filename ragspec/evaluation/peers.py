@@ -15,7 +15,7 @@ from transformers.generation.streamers import BaseStreamer
 from ragspec.config import TargetConfig
 from ragspec.engine.engine import Engine
 from ragspec.evaluation.cases import Case
-from ragspec.evaluation.forced_answers import ForcedAnswers
+from ragspec.evaluation.overrides import ForcedAnswers
 from ragspec.evaluation.timing import TimedGeneration
 from ragspec.numerics.threads import num_processors, run_in_thread, set_num_threads
 

@@ -18,7 +18,7 @@ from shard_parts import pid_of
 from tiny_target import tiny_engine
 
 from pipelines.batch.ray_session import ray_session
-from pipelines.benchmarks.remote_actors import remote_index
+from pipelines.benchmarks.iterative import remote_index
 from ragspec.cluster.actors import Replica
 from ragspec.cluster.remote_retrieval import cluster_view
 from ragspec.cluster.remote_retrieval.cluster_retriever import ClusterRetriever

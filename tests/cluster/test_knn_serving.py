@@ -18,7 +18,7 @@ from ray import cloudpickle
 from tiny_target import SENTENCES, save_model
 
 from pipelines.batch.ray_session import ray_session
-from pipelines.benchmarks.remote_actors import RemoteDatastore
+from pipelines.benchmarks.iterative import RemoteDatastore
 from ragspec.config import TargetConfig
 from ragspec.core import Request, SamplingParams
 from ragspec.engine.target import Target

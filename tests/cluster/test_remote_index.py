@@ -17,8 +17,8 @@ from ray import cloudpickle
 from shard_parts import delete, die
 
 from pipelines.batch.ray_session import ray_session
-from pipelines.benchmarks import remote_actors
-from pipelines.benchmarks.remote_actors import SlowShardActor, remote_index
+from pipelines.benchmarks import iterative
+from pipelines.benchmarks.iterative import SlowShardActor, remote_index
 from ragspec.cluster.actors import ActorPool, Replica
 from ragspec.cluster.remote_retrieval import shards
 from ragspec.cluster.remote_retrieval.cluster_retriever import ClusterRetriever
@@ -217,7 +217,7 @@ def test_an_index_that_cannot_be_used_leaves_no_actor(
             super().close()
             running.discard(self)
 
-    monkeypatch.setattr(remote_actors, "ActorPool", Counted)
+    monkeypatch.setattr(iterative, "ActorPool", Counted)
     config = RetrieverConfig(index_dir=str(index_dir))
 
     def open_index(config: RetrieverConfig, encoder: LetterEncoder, **options: float) -> None:
@@ -251,7 +251,7 @@ def whole(index_dir: Path) -> SegmentSet:
 def test_the_service_time_is_that_of_a_call(index_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A service time for every query of a batch, under which batching a verification could not pay."""
     slept: list[float] = []
-    monkeypatch.setattr(remote_actors.time, "sleep", slept.append)
+    monkeypatch.setattr(iterative.time, "sleep", slept.append)
     actor, config = SlowShardActor(0.25), RetrieverConfig()
     queries = local(index_dir).encode(QUERIES)
     for some in (queries, queries[:1]):

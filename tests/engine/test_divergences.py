@@ -11,7 +11,7 @@ from tiny_target import save_model
 from ragspec.config import DraftingConfig, EngineConfig, TargetConfig
 from ragspec.core import Completion, CopySource, Request, SamplingParams, SourceKind
 from ragspec.engine.loading import load_engine
-from ragspec.evaluation.fixed_trees import FixedTreePlanner
+from ragspec.evaluation.overrides import FixedTreePlanner
 from ragspec.numerics.linear import PackedLinear
 
 REAL = PackedLinear.forward

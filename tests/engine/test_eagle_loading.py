@@ -18,7 +18,7 @@ from ragspec.engine import loading
 from ragspec.engine.engine import Engine
 from ragspec.engine.loading import load_engine
 from ragspec.errors import ConfigError, ModelError
-from ragspec.evaluation.fixed_trees import FixedTreePlanner
+from ragspec.evaluation.overrides import FixedTreePlanner
 from ragspec.numerics.self_test import Failure, self_test
 
 HIDDEN, VOCAB, TAPS = 64, 320, (0, 1, 2)

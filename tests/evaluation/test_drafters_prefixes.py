@@ -19,7 +19,7 @@ from ragspec.engine.admission import Admission
 from ragspec.engine.engine import Engine
 from ragspec.engine.target import Target
 from ragspec.evaluation.cases import Case
-from ragspec.evaluation.forced_answers import OverruledAnswers
+from ragspec.evaluation.overrides import OverruledAnswers
 from ragspec.evaluation.suites.drafters.prefixes import (
     Prefix,
     cut_prefixes,

@@ -21,7 +21,7 @@ from ragspec.engine.loading import load_engine
 from ragspec.errors import ConfigError, InputError
 from ragspec.evaluation.cases import Case, nothing_to_copy_cases
 from ragspec.evaluation.datasets import RagList
-from ragspec.evaluation.forced_answers import ForcedAnswers, ForcedSampler
+from ragspec.evaluation.overrides import ForcedAnswers, ForcedSampler
 from ragspec.evaluation.peers import TransformersDecoder, load_peer
 from ragspec.evaluation.report import KEYS, complete, summary
 from ragspec.evaluation.suite import Settings, engine_config, find_suite, run_suite

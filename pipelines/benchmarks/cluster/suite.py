@@ -22,8 +22,8 @@ from ragspec.config import TargetConfig
 from ragspec.drafting.cost_model import CostTable
 from ragspec.evaluation.cases import rag_cases
 from ragspec.evaluation.datasets import RagList
-from ragspec.evaluation.forced_answers import gold_answers
 from ragspec.evaluation.machine import PeakMemory
+from ragspec.evaluation.overrides import gold_answers
 from ragspec.evaluation.report import Metric, Result, Table, at_least, equal_to, select, share, transposed, under
 from ragspec.evaluation.suite import Outcome, Settings, Suite
 from ragspec.evaluation.suites.numerics import DTYPES, ModelSize, model_sizes

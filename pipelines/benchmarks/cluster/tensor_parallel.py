@@ -23,7 +23,7 @@ from ragspec.engine.loading import load_engine
 from ragspec.engine.parallel import load_follower
 from ragspec.engine.target import Floats, Ints, Target
 from ragspec.evaluation.cases import Case
-from ragspec.evaluation.fixed_trees import FixedTreePlanner
+from ragspec.evaluation.overrides import FixedTreePlanner
 from ragspec.evaluation.report import Result
 from ragspec.evaluation.timing import EngineDecoder, Tick
 from ragspec.numerics.attention import AttentionMetadata

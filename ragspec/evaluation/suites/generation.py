@@ -19,8 +19,8 @@ from ragspec.core import CopySource
 from ragspec.engine.engine import Engine
 from ragspec.errors import InputError
 from ragspec.evaluation.cases import Case, nothing_to_copy_cases
-from ragspec.evaluation.forced_answers import ForcedAnswers, answer_ids
 from ragspec.evaluation.machine import PeakMemory, read_bandwidth, weight_bytes
+from ragspec.evaluation.overrides import ForcedAnswers, answer_ids
 from ragspec.evaluation.peers import LOOKUP_TOKENS, TransformersDecoder, load_peer
 from ragspec.evaluation.report import Result
 from ragspec.evaluation.suite import CONCURRENCY, Repetitions, Settings, engine_config

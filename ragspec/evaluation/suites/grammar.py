@@ -21,8 +21,8 @@ from statistics import median
 from ragspec.engine.engine import Engine
 from ragspec.evaluation.cases import Case, grammar_cases
 from ragspec.evaluation.datasets import CLEAN, JFLEG, Sentence, correct_sentences, grammar_list
-from ragspec.evaluation.forced_answers import ForcedAnswers, answer_ids, read_answers
 from ragspec.evaluation.metrics import gleu, grammar_scores
+from ragspec.evaluation.overrides import ForcedAnswers, answer_ids, read_answers
 from ragspec.evaluation.plots import INK, OWN, Figures, label_axes, mark_level, new_figure
 from ragspec.evaluation.report import Metric, Result, Table, nested
 from ragspec.evaluation.suite import Outcome, Settings, Suite, open_engine

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from ragspec.evaluation.cases import rag_cases
 from ragspec.evaluation.datasets import NUM_QUESTIONS
-from ragspec.evaluation.forced_answers import ForcedAnswers, gold_answers, read_answers
 from ragspec.evaluation.metrics import answer_scores
+from ragspec.evaluation.overrides import ForcedAnswers, gold_answers, read_answers
 from ragspec.evaluation.suite import QUICK_QUESTIONS, Outcome, Settings, Suite, open_engine
 from ragspec.evaluation.suites.generation import GOLD, force_answers, label_of, measure_engine
 from ragspec.evaluation.suites.generation_report import METRICS, draw_generation, generation_tables

@@ -24,7 +24,7 @@ from ragspec.engine.engine import Engine
 from ragspec.engine.loading import make_drafters, measure_costs
 from ragspec.engine.target import Floats, Ints, Target
 from ragspec.evaluation.cases import Case
-from ragspec.evaluation.forced_answers import OverruledAnswers, answer_ids
+from ragspec.evaluation.overrides import OverruledAnswers, answer_ids
 from ragspec.evaluation.report import Result
 from ragspec.evaluation.suites.numerics import ModelSize
 from ragspec.evaluation.timing import EngineDecoder, Tick

@@ -25,7 +25,7 @@ from ragspec.drafting.planner import Planner
 from ragspec.engine.admission import Admission
 from ragspec.engine.engine import Engine
 from ragspec.engine.target import Target
-from ragspec.evaluation.forced_answers import ForcedSampler
+from ragspec.evaluation.overrides import ForcedSampler
 from ragspec.numerics.kv_cache import KvPool
 from ragspec.retrieval.index.store import Store
 from ragspec.retrieval.retriever import Retriever, build_index

@@ -22,7 +22,7 @@ from ragspec.core import Delta, FinishReason, Request, SamplingParams, Segment
 from ragspec.engine.engine import Engine
 from ragspec.errors import EngineError
 from ragspec.evaluation.cases import Case
-from ragspec.evaluation.forced_answers import OverruledAnswers
+from ragspec.evaluation.overrides import OverruledAnswers
 from ragspec.evaluation.report import Result
 from ragspec.evaluation.timing import Tick
 from ragspec.speculation import OFF

@@ -19,8 +19,8 @@ from ragspec.engine.engine import Engine
 from ragspec.errors import ModelError
 from ragspec.evaluation.cases import Case
 from ragspec.evaluation.datasets import squad_list
-from ragspec.evaluation.forced_answers import OverruledAnswers
 from ragspec.evaluation.machine import PeakMemory
+from ragspec.evaluation.overrides import OverruledAnswers
 from ragspec.evaluation.report import Result
 from ragspec.evaluation.suite import Outcome, Settings, Suite, open_engine
 from ragspec.evaluation.suites.drafters.acceptance_rules import TargetAndHead, rule_table

@@ -14,7 +14,7 @@ from typing import Literal
 from ragspec.config import ASSETS, DraftingConfig, EagleConfig
 from ragspec.drafting.planner import Planner
 from ragspec.errors import ModelError
-from ragspec.evaluation.fixed_trees import FixedTreePlanner
+from ragspec.evaluation.overrides import FixedTreePlanner
 from ragspec.speculation import ON, Speculation
 
 NONE, COPY, EAGLE1, EAGLE2, EAGLE3, MERGED = "none", "copy", "EAGLE-1", "EAGLE-2", "EAGLE-3", "copy + EAGLE-3"

@@ -1,6 +1,8 @@
-"""Forced answers: the engine decodes given texts, so its speed can be measured whatever the target's skill.
+"""Overrides of an engine's decisions: forced answers, which measure the engine whatever the target's skill, and trees
+of a fixed size, which measure drafters apart from the cost model.
 
-Every forward runs as usual; only the decision of each token is replaced. Such results are labelled "forced".
+Every forward runs as usual; only the decision of each token is replaced. Results with forced answers are labelled
+"forced".
 
     >>> answers = ForcedAnswers()
     >>> engine = load_engine(target, config, drafting, make_sampler=answers)
@@ -11,6 +13,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,11 +22,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ragspec.core import Passage, Request
+from ragspec.drafting.cost_model import StepCost
+from ragspec.drafting.drafter import SequenceView
+from ragspec.drafting.planner import Planner
+from ragspec.drafting.safe_drafter import SafeDrafter
 from ragspec.errors import InputError
 from ragspec.evaluation.datasets import Question
 from ragspec.retrieval.chunking import sentences
 from ragspec.training.reference.sources import best_sentence, common_answer
 from ragspec.training.reference.text_format import ABSTENTION, quoted_answer
+from ragspec.tree import DraftTree
 from ragspec.verification.sampling import KeyedSampler, Sampler
 
 
@@ -145,3 +153,25 @@ def _row(line: str, where: str) -> dict[str, str]:
     if not isinstance(row, dict) or not all(isinstance(row.get(key), str) and row[key] for key in ("id", "answer")):
         raise InputError(f'{where}: must be an object with the texts "id" and "answer"')
     return row
+
+
+class _FreeStep(StepCost):
+    """Time does not count: every draft saves time, and no tree is cut for its cost."""
+
+    def token_s(self, trees: SequenceOf[DraftTree]) -> float:
+        return 0.0
+
+    def saved_s(self, trees: SequenceOf[DraftTree], gains: SequenceOf[float]) -> float:
+        return 1e9 * len(gains)
+
+    def fit(self, trees: list[DraftTree], spare_rows: int) -> list[DraftTree]:
+        return [tree.best(min(tree.num_drafted, spare_rows // len(trees))) for tree in trees]
+
+
+class FixedTreePlanner(Planner):
+    """Asks every drafter in every step and keeps the best `max_tree_nodes` nodes of each tree, whatever they cost."""
+
+    step_cost = _FreeStep
+
+    def is_due(self, drafter: SafeDrafter, sequence: SequenceView) -> bool:
+        return True

@@ -11,7 +11,7 @@ import torch
 from ragspec.core import Passage, Request
 from ragspec.errors import InputError
 from ragspec.evaluation.datasets import Question
-from ragspec.evaluation.forced_answers import ForcedAnswers, ForcedSampler, gold_answers, read_answers
+from ragspec.evaluation.overrides import ForcedAnswers, ForcedSampler, gold_answers, read_answers
 from ragspec.evaluation.peers import _Force
 from ragspec.training.reference.text_format import ABSTENTION
 from ragspec.verification.sampling import KeyedSampler
