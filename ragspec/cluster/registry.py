@@ -16,6 +16,7 @@ import ray
 from ray.exceptions import ActorUnavailableError, RayError
 from ray.util import list_named_actors
 from ray.util.placement_group import PlacementGroup, placement_group_table, remove_placement_group
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from ragspec.cluster.actors import Replica
 from ragspec.cluster.ray_calls import ignore_dead_actors, ragspec_error, wait_for_all
@@ -79,11 +80,13 @@ class DeploymentRecord:
 
 
 def start_record(deployment: str, spec: DeploymentSpec, lifetime: str | None) -> Any:
-    """Raises: EngineError if the name is taken."""
+    """On this node if possible, which usually is the head. Raises: EngineError if the name is taken."""
     remote: Any = ray.remote
+    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
     options = {"name": actor_name(deployment, "record"), "namespace": NAMESPACE, "lifetime": lifetime}
+    record = remote(max_restarts=-1, max_task_retries=-1, num_cpus=0)(DeploymentRecord)
     try:
-        return remote(max_restarts=-1, num_cpus=0)(DeploymentRecord).options(**options).remote(spec)
+        return record.options(scheduling_strategy=here, **options).remote(spec)
     except ValueError as cause:  # Ray: the name is taken
         raise EngineError(
             f"there is a deployment {deployment!r} on this cluster already; take it down first"

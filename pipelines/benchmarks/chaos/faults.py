@@ -37,6 +37,7 @@ _LEAST_WORKERS = 2
 
 _MOST_FAILED_STARTS = 10
 _LOOK_S = 0.2
+_STATUS_S = 60.0
 
 
 class Fault(NamedTuple):
@@ -94,7 +95,7 @@ class FaultInjector:
 
     def inject(self, fault: Fault) -> InjectedFault:
         """Choose a victim and send the signal. Raises: EngineError if there is none of that kind."""
-        live = [member for member in self.status().members if member.state == "live"]
+        live = self._live()
         if fault.kind == "node":
             return self._strike_node(fault, live)
         victim, process = self._victim(fault.kind, live)
@@ -125,6 +126,17 @@ class FaultInjector:
             return all_live(self.status(), struck.members)
         except RagspecError:
             return False
+
+    def _live(self) -> list[ReplicaStatus]:
+        """The live replicas; waits for a status, which fails while Ray restarts the deployment's record. Raises: EngineError."""
+        deadline = time.monotonic() + _STATUS_S
+        while True:
+            try:
+                return [member for member in self.status().members if member.state == "live"]
+            except EngineError:
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(_LOOK_S)
 
     def _victim(self, kind: str, live: Sequence[ReplicaStatus]) -> tuple[ReplicaStatus, Process]:
         """A replica of that kind and its process to hit."""
