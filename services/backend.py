@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -29,7 +28,7 @@ from ragspec.retrieval.retriever import Retriever
 from services.limits import RateLimiter
 from services.metrics import Metrics
 from services.settings import ServiceConfig
-from services.stores.library import Library, open_library
+from services.stores.library import open_library
 from services.telemetry import Telemetry
 
 
@@ -49,62 +48,42 @@ class ServedEngine(EngineLike, Protocol):
     def purge(self, salt: str) -> None: ...
 
 
-@dataclass(frozen=True)
 class Backend(AbstractContextManager["Backend"]):
-    """`model` is the name that clients use. `closing` holds the callbacks that `close` calls, in order."""
+    """The running parts of one service. `model` is the name that clients use."""
 
-    model: str
-    engine: ServedEngine
-    prompts: PromptBuilder
-    retriever: RetrieverLike
-    encoder: TextEncoder
-    chat: Chat
-    library: Library
-    dictionaries: DictionaryStore
-    config: ServiceConfig
-    metrics: Metrics
-    telemetry: Telemetry | None
-    rate_limiter: RateLimiter
-    closing: tuple[Callable[[], object], ...] = ()
-
-    @classmethod
-    def of(
-        cls,
+    def __init__(
+        self,
         engine: ServedEngine,
         tokenizer: Any,
         retriever: Retriever,
         config: ServiceConfig,
         *closing: Callable[[], object],
-    ) -> Backend:
-        """Builds a backend on a running engine and retriever. `closing` says how to close them, the engine first."""
-        telemetry = Telemetry.of(config.service.telemetry, config.model_name)
-        metrics = Metrics(config.model_name, telemetry)
-        rate_limiter = RateLimiter(config.service.limits, metrics)
-        metrics.watch("ragspec_requests_in_flight", "Requests that are being answered.", lambda: rate_limiter.running)
-        if isinstance(engine, Engine):
-            _watch(metrics, engine)
-        prompts = PromptBuilder(tokenizer, engine.max_context_tokens)
+    ) -> None:
+        """On a running engine and retriever. `closing` says how to close them, the engine first.
+
+        Raises: ConfigError, SaveError, StoreError.
+        """
+        self.config, self.model, self.engine = config, config.model_name, engine
+        self.telemetry = Telemetry.of(config.service.telemetry, self.model)
+        self.metrics = Metrics(self.model, self.telemetry)
+        self.rate_limiter = RateLimiter(config.service.limits, self.metrics)
+        self._watch_load()
         conversations = open_conversations(config)
-        joined = None if retriever.is_elsewhere else BatchingRetriever(retriever)
-        chat = Chat(joined or retriever, prompts, conversations, config.chat, engine)
-        library = open_library(config, retriever.encoder, chat.forget)
-        dictionaries = open_dictionaries(config)
-        shared, last = [joined.close] if joined else [], [telemetry.close] if telemetry else []
-        return cls(
-            model=config.model_name,
-            engine=engine,
-            prompts=prompts,
-            retriever=joined or retriever,
-            encoder=retriever.encoder,
-            chat=chat,
-            library=library,
-            dictionaries=dictionaries,
-            config=config,
-            metrics=metrics,
-            telemetry=telemetry,
-            rate_limiter=rate_limiter,
-            closing=(library.close, *shared, *closing, conversations.close, dictionaries.close, *last),
-        )
+        batching = None if retriever.is_elsewhere else BatchingRetriever(retriever)
+        self.retriever: RetrieverLike = batching or retriever
+        self.encoder: TextEncoder = retriever.encoder
+        self.prompts = PromptBuilder(tokenizer, engine.max_context_tokens)
+        self.chat = Chat(self.retriever, self.prompts, conversations, config.chat, engine)
+        self.library = open_library(config, self.encoder, self.chat.forget)
+        self.dictionaries = open_dictionaries(config)
+        self._closing = [
+            self.library.close,
+            *([batching.close] if batching else []),
+            *closing,
+            conversations.close,
+            self.dictionaries.close,
+            *([self.telemetry.close] if self.telemetry else []),
+        ]
 
     @classmethod
     def embedded(cls, config: ServiceConfig, retriever: Retriever | None = None) -> Backend:
@@ -114,20 +93,22 @@ class Backend(AbstractContextManager["Backend"]):
         """
         retriever = retriever or Retriever.from_config(config.retriever, config.encoder)
         engine = load_engine(config.target, config.engine, config.drafting)
-        return cls.of(engine, engine.target.tokenizer, retriever, config, engine.close)
+        return cls(engine, engine.target.tokenizer, retriever, config, engine.close)
 
     def close(self) -> None:
-        for close in self.closing:
+        for close in self._closing:
             close()
 
     def __exit__(self, *_: object) -> None:
         self.close()
 
-
-def _watch(metrics: Metrics, engine: Engine) -> None:
-    metrics.watch("vllm:num_requests_running", "Choices that are being written.", lambda: engine.load().num_running)
-    metrics.watch("vllm:num_requests_waiting", "Choices that wait in the engine.", lambda: engine.load().num_waiting)
-    metrics.watch("vllm:kv_cache_usage_perc", "KV slots in use by those, of 1.", lambda: engine.load().kv_usage)
+    def _watch_load(self) -> None:
+        watch, limiter, engine = self.metrics.watch, self.rate_limiter, self.engine
+        watch("ragspec_requests_in_flight", "Requests that are being answered.", lambda: limiter.running)
+        if isinstance(engine, Engine):
+            watch("vllm:num_requests_running", "Choices that are being written.", lambda: engine.load().num_running)
+            watch("vllm:num_requests_waiting", "Choices that wait in the engine.", lambda: engine.load().num_waiting)
+            watch("vllm:kv_cache_usage_perc", "KV slots in use by those, of 1.", lambda: engine.load().kv_usage)
 
 
 def open_conversations(config: ServiceConfig) -> ConversationStore:

@@ -42,7 +42,7 @@ def clustered(name: str, config: ServiceConfig) -> Iterator[Backend]:
         engine = deployment.engine()
         stack.callback(engine.close)
         tokenizer = load_tokenizer(settled.target.model)
-        yield stack.enter_context(Backend.of(engine, tokenizer, retriever, settled))
+        yield stack.enter_context(Backend(engine, tokenizer, retriever, settled))
 
 
 def settled_config(deployed: PipelineConfig, given: ServiceConfig) -> ServiceConfig:

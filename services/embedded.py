@@ -173,22 +173,17 @@ def listening(settings: ServiceSettings) -> Iterator[socket.socket]:
     """Opens the socket, before anything is loaded. Raises: ConfigError."""
     where = f"{settings.host}:{settings.port}"
     try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            settings.host, settings.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        listener = socket.socket(family, kind, protocol)
+        (family, *_, address), *_ = socket.getaddrinfo(settings.host, settings.port, type=socket.SOCK_STREAM)
     except OSError as cause:
         raise ConfigError(f"{settings.host!r} is no address of this machine: {cause.strerror}") from cause
+    try:
+        is_ipv6 = family == socket.AF_INET6
+        listener = socket.create_server(address, family=family, backlog=_BACKLOG, dualstack_ipv6=is_ipv6)
+    except OSError as cause:
+        if cause.errno == errno.EADDRINUSE:
+            raise ConfigError(f"{where} is in use by another process: choose another --port") from cause
+        raise ConfigError(f"cannot listen on {where}: {os.strerror(cause.errno or 0)}") from cause
     with contextlib.closing(listener):
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            listener.bind(address)
-        except OSError as cause:
-            if cause.errno == errno.EADDRINUSE:
-                raise ConfigError(f"{where} is in use by another process: choose another --port") from cause
-            raise ConfigError(f"cannot listen on {where}: {cause.strerror}") from cause
-        listener.listen(_BACKLOG)
-        listener.set_inheritable(False)
         yield listener
 
 

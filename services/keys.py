@@ -93,17 +93,6 @@ def digest(key: str) -> str:
     return hashlib.sha256(key.encode("utf-8", "surrogatepass")).hexdigest()
 
 
-def find(records: Sequence[KeyRecord], key: str) -> KeyRecord | None:
-    """Compares with every record in constant time, so that the time tells neither how similar a key is nor its place."""
-    if len(key) > _LONGEST_KEY:
-        return None
-    key_digest, found = digest(key), None
-    for record in records:
-        if hmac.compare_digest(record.sha256, key_digest):
-            found = record
-    return found
-
-
 class SingleKey:
     """One trusted key, made at the start of a service that only this machine reaches."""
 
@@ -112,8 +101,7 @@ class SingleKey:
         self._record = KeyRecord(id="local", sha256=digest(self.key), tenant="local", trusted=True)
 
     def caller(self, key: str) -> Caller | None:
-        record = find([self._record], key)
-        return record.caller if record else None
+        return _caller([self._record], key)
 
 
 class KeyFile:
@@ -124,46 +112,61 @@ class KeyFile:
 
     def __init__(self, path: Path) -> None:
         self._path, self._lock = path, threading.Lock()
-        self._seen = _stamp(path)
-        self._records: tuple[KeyRecord, ...] = read_keys(path)
+        self._content = _read(path)
+        self._records = _parse(path, self._content)
         self._checked_s = time.monotonic()
 
     def caller(self, key: str) -> Caller | None:
-        record = find(self._current(), key)
-        return record.caller if record else None
-
-    def _current(self) -> tuple[KeyRecord, ...]:
         with self._lock:
             if time.monotonic() - self._checked_s >= _REREAD_S:
                 self._checked_s = time.monotonic()
                 self._refresh()
-            return self._records
+        return _caller(self._records, key)
 
     def _refresh(self) -> None:
         try:
-            stamp = _stamp(self._path)
-            if stamp == self._seen:
-                return
-            self._records = read_keys(self._path)
-            self._seen = stamp
-            log.info("keys reread", extra={"keys": len(self._records)})
+            content = _read(self._path)
+            if content != self._content:
+                self._records = _parse(self._path, content)
+                self._content = content
+                log.info("keys reread", extra={"keys": len(self._records)})
         except ConfigError as error:
             log.error("the keys file cannot be read; the keys read before stay valid", extra={"reason": str(error)})
 
 
+def _caller(records: Sequence[KeyRecord], key: str) -> Caller | None:
+    """Compares with every record in constant time, so that the time tells neither how similar a key is nor its place."""
+    if len(key) > _LONGEST_KEY:
+        return None
+    key_digest, found = digest(key), None
+    for record in records:
+        if hmac.compare_digest(record.sha256, key_digest):
+            found = record
+    return found.caller if found else None
+
+
 def read_keys(path: Path) -> tuple[KeyRecord, ...]:
     """Raises: ConfigError."""
+    return _parse(path, _read(path))
+
+
+def _read(path: Path) -> bytes:
     try:
-        held = _KeyFileContent.model_validate_json(path.read_bytes())
+        return path.read_bytes()
     except OSError as cause:
         raise ConfigError(f"the keys file {path} cannot be read: {cause.strerror}") from cause
+
+
+def _parse(path: Path, content: bytes) -> tuple[KeyRecord, ...]:
+    try:
+        keys = _KeyFileContent.model_validate_json(content).keys
     except ValidationError as cause:
         fault = cause.errors(include_input=False, include_url=False)[0]
         place = ".".join(map(str, fault["loc"])) or "the file"
         raise ConfigError(f"{path} is no keys file: {place}: {fault['msg']}") from cause
-    if len({record.id for record in held.keys}) < len(held.keys):
+    if len({record.id for record in keys}) < len(keys):
         raise ConfigError(f"{path} holds two keys of one id")
-    return tuple(held.keys)
+    return tuple(keys)
 
 
 def add_key(
@@ -206,12 +209,3 @@ def _write(path: Path, records: Sequence[KeyRecord]) -> None:
             file.write(f"{json.dumps(tree, indent=1)}\n".encode())
     except OSError as cause:
         raise SaveError(f"the keys file {path} cannot be written: {cause.strerror}") from cause
-
-
-def _stamp(path: Path) -> tuple[int, int, int]:
-    """Raises: ConfigError."""
-    try:
-        stat = path.stat()
-    except OSError as cause:
-        raise ConfigError(f"the keys file {path} cannot be read: {cause.strerror}") from cause
-    return stat.st_ino, stat.st_mtime_ns, stat.st_size

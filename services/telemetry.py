@@ -126,16 +126,32 @@ class TracingMiddleware:
             await self._app(scope, receive, send)
             return
         span = self._telemetry.begin(operation, Headers(scope=scope), scope["state"]["request_id"])
-        recorder = _SpanRecorder(span, receive, send, self._telemetry.content)
+        answer, has_content = bytearray(), self._telemetry.content
+
+        async def traced_receive() -> Message:
+            message = await receive()
+            _record_request(span, message.get("body", b""), has_content)
+            return message
+
+        async def traced_send(message: Message) -> None:
+            nonlocal answer
+            await send(message)
+            if message["type"] == "http.response.start":
+                span.set_attribute("http.response.status_code", message["status"])
+            elif has_content and len(answer) < _MAX_CONTENT_BYTES:
+                answer += message.get("body", b"")
+
         with trace.use_span(span, end_on_exit=True, record_exception=False, set_status_on_exception=False):
             try:
-                await self._app(scope, recorder.receive, recorder.send)
+                await self._app(scope, traced_receive, traced_send)
             except BaseException as error:  # without its message, which may quote a user's text
                 span.set_attribute("error.type", type(error).__name__)
                 span.set_status(Status(StatusCode.ERROR))
                 raise
             finally:
-                recorder.close()
+                if answer:
+                    text = answer[:_MAX_CONTENT_BYTES].decode("utf-8", "replace")
+                    span.set_attribute("gen_ai.output.messages", text)
 
 
 def operation_of(scope: Scope) -> str | None:
@@ -148,42 +164,16 @@ def operation_of(scope: Scope) -> str | None:
     return _OPERATIONS.get(path)
 
 
-class _SpanRecorder:
-    """Records a request's parameters and its response's status, and with `content` their texts."""
-
-    def __init__(self, span: Span, receive: Receive, send: Send, content: bool) -> None:
-        self._span, self._receive, self._send, self._content = span, receive, send, content
-        self._answer = bytearray()
-
-    async def receive(self) -> Message:
-        message = await self._receive()
-        if body := message.get("body"):
-            self._record_request(body)
-        return message
-
-    async def send(self, message: Message) -> None:
-        await self._send(message)
-        if message["type"] == "http.response.start":
-            self._span.set_attribute("http.response.status_code", message["status"])
-        elif self._content and len(self._answer) < _MAX_CONTENT_BYTES:
-            self._answer += message.get("body", b"")
-
-    def close(self) -> None:
-        if self._answer:
-            self._span.set_attribute(
-                "gen_ai.output.messages", self._answer[:_MAX_CONTENT_BYTES].decode("utf-8", "replace")
-            )
-
-    def _record_request(self, body: bytes) -> None:
-        try:
-            fields = json.loads(body)
-        except ValueError:
-            return
-        if not isinstance(fields, dict):
-            return
-        for name, attribute in _REQUEST_ATTRIBUTES.items():
-            if isinstance(value := fields.get(name), int | float):
-                self._span.set_attribute(attribute, value)
-        if self._content:
-            given = [fields[name] for name in ("messages", "prompt", "input", "query") if name in fields]
-            self._span.set_attribute("gen_ai.input.messages", json.dumps(given[0] if given else None))
+def _record_request(span: Span, body: bytes, has_content: bool) -> None:
+    try:
+        fields = json.loads(body)
+    except ValueError:
+        return
+    if not isinstance(fields, dict):
+        return
+    for name, attribute in _REQUEST_ATTRIBUTES.items():
+        if isinstance(value := fields.get(name), int | float):
+            span.set_attribute(attribute, value)
+    if has_content:
+        given = [fields[name] for name in ("messages", "prompt", "input", "query") if name in fields]
+        span.set_attribute("gen_ai.input.messages", json.dumps(given[0] if given else None))

@@ -124,7 +124,7 @@ def make_backend(config: ServiceConfig, target: Target, engine: dict[str, Any]) 
     running = tiny_engine(target, [drafter], **{"num_kv_slots": KV_SLOTS, **engine})
     encoder = LetterEncoder()
     store = Store.open(Path(config.retriever.index_dir), encoder.identity)
-    return Backend.of(running, target.tokenizer, Retriever(encoder, store, config.retriever), config, running.close)
+    return Backend(running, target.tokenizer, Retriever(encoder, store, config.retriever), config, running.close)
 
 
 def soon(is_so: Callable[[], bool], timeout_s: float = 20.0) -> bool:

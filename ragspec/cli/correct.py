@@ -13,6 +13,7 @@ import difflib
 import io
 import os
 import sys
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -50,21 +51,6 @@ class _InputFile(NamedTuple):
     text: str
 
 
-class _Tally:
-    """Counts over all files, for the summary and the exit code."""
-
-    def __init__(self) -> None:
-        self.num_files = self.num_changed = self.num_edits = self.num_withheld = self.num_unfinished = 0
-        self.failed = False
-
-    def add(self, correction: Correction) -> None:
-        self.num_files += 1
-        self.num_changed += bool(correction.edits)
-        self.num_edits += len(correction.edits)
-        self.num_withheld += len(correction.withheld)
-        self.num_unfinished += len(correction.unfinished)
-
-
 def run_correct(
     files: Sequence[str],
     config: Path | None,
@@ -73,7 +59,7 @@ def run_correct(
     options: CorrectOptions,
 ) -> int:
     """Returns the exit code. Reads every file before it loads a model. Raises: RagspecError for errors that concern all files."""
-    settings, tally = load_config(config, **overrides), _Tally()
+    settings, tally = load_config(config, **overrides), Counter[str]()
     errors = stderr_console()
     read = list(_read_files(files, options, tally))
     if read:
@@ -84,7 +70,7 @@ def run_correct(
         with grammar:
             _correct(grammar, read, params, edit_filter, options, tally, errors)
     errors.print(_summary(tally), style="dim")
-    return 2 if tally.failed else int(options.diff and tally.num_changed > 0)
+    return 2 if tally["failed"] else int(options.diff and tally["changed"] > 0)
 
 
 def _correct(
@@ -93,7 +79,7 @@ def _correct(
     params: SamplingParams,
     edit_filter: EditFilter,
     options: CorrectOptions,
-    tally: _Tally,
+    tally: Counter[str],
     errors: Console,
 ) -> None:
     columns = (TextColumn("Correcting"), BarColumn(), MofNCompleteColumn(), TextColumn("files"))
@@ -108,8 +94,14 @@ def _correct(
                 progress.advance(bar)
 
 
-def _show(file: _InputFile, correction: Correction, options: CorrectOptions, tally: _Tally) -> None:
-    tally.add(correction)
+def _show(file: _InputFile, correction: Correction, options: CorrectOptions, tally: Counter[str]) -> None:
+    tally.update(
+        files=1,
+        changed=bool(correction.edits),
+        edits=len(correction.edits),
+        withheld=len(correction.withheld),
+        unfinished=len(correction.unfinished),
+    )
     if options.diff:
         _write("".join(_diff(file, correction)))
     elif not options.in_place or file.name == STDIN:
@@ -119,17 +111,17 @@ def _show(file: _InputFile, correction: Correction, options: CorrectOptions, tal
             _replace(Path(file.name), file.text.encode("utf-8"), correction.corrected.encode("utf-8"))
         except SaveError as error:
             print_error(one_line(error))
-            tally.failed = True
+            tally["failed"] += 1
 
 
-def _read_files(files: Sequence[str], options: CorrectOptions, tally: _Tally) -> Iterator[_InputFile]:
+def _read_files(files: Sequence[str], options: CorrectOptions, tally: Counter[str]) -> Iterator[_InputFile]:
     """Yields the readable files, and prints an error for each of the others."""
     for name in dict.fromkeys(files):
         try:
             yield _read_file(name)
         except InputError as error:
             print_error(one_line(error))
-            tally.failed = True
+            tally["failed"] += 1
 
 
 def _read_file(name: str) -> _InputFile:
@@ -176,12 +168,12 @@ def _replace(path: Path, before: bytes, content: bytes) -> None:
             raise SaveError(f"{path} was changed meanwhile and stays as it is")
 
 
-def _summary(tally: _Tally) -> str:
-    parts = [f"{tally.num_files} files, {tally.num_changed} with corrections, {tally.num_edits} in all"]
-    if tally.num_withheld:
-        parts.append(f"{tally.num_withheld} withheld (names, numbers, code, too much of a sentence)")
-    if tally.num_unfinished:
-        parts.append(f"{tally.num_unfinished} sentences left as they are, for their correction had no end")
+def _summary(tally: Counter[str]) -> str:
+    parts = [f"{tally['files']} files, {tally['changed']} with corrections, {tally['edits']} in all"]
+    if tally["withheld"]:
+        parts.append(f"{tally['withheld']} withheld (names, numbers, code, too much of a sentence)")
+    if tally["unfinished"]:
+        parts.append(f"{tally['unfinished']} sentences left as they are, for their correction had no end")
     return "; ".join(parts)
 
 

@@ -1,6 +1,7 @@
 """A LanguageTool check request: the fields of a form or query string, validated with LanguageTool's error messages.
 
-Owns the fields of /v2/check. Never reads HTTP and never corrects.
+Owns the fields of /v2/check, and the rules by whose names clients enable and disable kinds of edits. Never reads HTTP and never
+corrects.
 
     >>> CheckRequest.of({"text": "He go.", "language": "en-US"})
 """
@@ -8,9 +9,9 @@ Owns the fields of /v2/check. Never reads HTTP and never corrects.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from ragspec.core import check_text
 from ragspec.errors import InputError
@@ -18,7 +19,6 @@ from ragspec.rag.grammar.edits import EditKind
 from ragspec.rag.grammar.markup import TextPart
 from services.errors import ApiError
 from services.languagetool.languages import AUTO, DEFAULT, LANGUAGES
-from services.languagetool.rules import enabled_kinds
 
 _RENAMED = {
     "enabled": "You specified 'enabled' but the parameter is now called 'enabledRules' in v2 of the API",
@@ -31,6 +31,36 @@ _RENAMED = {
 _LEVELS = ("default", "picky")
 _TEXT_LEVEL_ONLY = "textLevelOnly"
 """A mode in which editors send the text again for rules that span sentences; there are no such rules here."""
+
+
+class Rule(NamedTuple):
+    """`issue` is a type of the Internationalization Tag Set; editors choose colours by it."""
+
+    id: str
+    description: str
+    issue: str
+    category: str
+    category_name: str
+
+    def as_json(self) -> dict[str, Any]:
+        """The field `rule` of a match."""
+        category = {"id": self.category, "name": self.category_name}
+        return {"id": self.id, "description": self.description, "issueType": self.issue, "category": category}
+
+
+_GRAMMAR = ("grammar", "GRAMMAR", "Grammar")
+RULES = {
+    EditKind.SPELLING: Rule("RAGSPEC_SPELLING", "Possible spelling mistake", "misspelling", "TYPOS", "Possible Typo"),
+    EditKind.AGREEMENT: Rule("RAGSPEC_AGREEMENT", "Agreement in number or person", *_GRAMMAR),
+    EditKind.ARTICLE: Rule("RAGSPEC_ARTICLE", "Use of articles", *_GRAMMAR),
+    EditKind.PREPOSITION: Rule("RAGSPEC_PREPOSITION", "Use of prepositions", *_GRAMMAR),
+    EditKind.VERB_FORM: Rule("RAGSPEC_VERB_FORM", "Form of a verb", *_GRAMMAR),
+    EditKind.WORD_ORDER: Rule("RAGSPEC_WORD_ORDER", "Order of words", *_GRAMMAR),
+    EditKind.PUNCTUATION: Rule(
+        "RAGSPEC_PUNCTUATION", "Punctuation and spacing", "typographical", "PUNCTUATION", "Punctuation"
+    ),
+    EditKind.OTHER: Rule("RAGSPEC_OTHER", "A better way to say it", "uncategorized", "MISC", "Miscellaneous"),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,3 +177,21 @@ def _kinds_of(fields: Mapping[str, str]) -> frozenset[EditKind] | None:
 
 def _list_of(fields: Mapping[str, str], name: str) -> tuple[str, ...]:
     return tuple(item.strip() for item in fields.get(name, "").split(",") if item.strip())
+
+
+def enabled_kinds(
+    enabled_rules: Collection[str],
+    disabled_rules: Collection[str],
+    enabled_categories: Collection[str],
+    disabled_categories: Collection[str],
+    *,
+    enabled_only: bool,
+) -> frozenset[EditKind] | None:
+    """The kinds of edits to correct; None: all. Ignores rules and categories of other servers."""
+    kinds = {
+        kind
+        for kind, rule in RULES.items()
+        if (rule.id in enabled_rules or rule.category in enabled_categories)
+        or not (enabled_only or rule.id in disabled_rules or rule.category in disabled_categories)
+    }
+    return None if len(kinds) == len(RULES) else frozenset(kinds)

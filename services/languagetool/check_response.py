@@ -19,9 +19,9 @@ from ragspec.rag.grammar.correction import Correction
 from ragspec.rag.grammar.edit_kinds import edit_message
 from ragspec.rag.grammar.edits import Edit, EditKind
 from ragspec.rag.grammar.markup import MarkedText, Span
+from services.languagetool.check_request import RULES
 from services.languagetool.corrector import Corrected
 from services.languagetool.languages import LANGUAGES, DetectedLanguage
-from services.languagetool.rules import RULES
 
 API_VERSION = 1
 _CONTEXT_CHARS = 40

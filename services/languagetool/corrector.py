@@ -1,40 +1,22 @@
 """Corrects one text for one caller, within the caller's limits and time, with the caller's dictionaries.
 
-Owns the path from a `CorrectionTask` to a `Corrected`. Knows no HTTP format.
+Owns the limits of one correction. Knows no HTTP format.
 """
 
 from __future__ import annotations
 
 import asyncio
-import secrets
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import NamedTuple
 
-from ragspec.core import SamplingParams
-from ragspec.rag.cache_salts import cache_salt_of
-from ragspec.rag.grammar.correction import DEFAULT_PARAMS, Correction, CorrectionRequest
-from ragspec.rag.grammar.edit_filters import DEFAULT_FILTER, EditFilter
+from ragspec.rag.grammar.correction import Correction, CorrectionRequest
 from ragspec.rag.grammar.grammar import Grammar
-from ragspec.rag.grammar.markup import MarkedText, TextPart
-from ragspec.speculation import ON, Speculation
+from ragspec.rag.grammar.markup import MarkedText
 from services.backend import Backend
 from services.errors import ApiError
 from services.keys import Caller
-
-
-@dataclass(frozen=True, slots=True)
-class CorrectionTask:
-    """A text and its settings. `parts` None: the markup is found in the text."""
-
-    text: str
-    parts: tuple[TextPart, ...] | None = None
-    params: SamplingParams = DEFAULT_PARAMS
-    edit_filter: EditFilter = DEFAULT_FILTER
-    speculation: Speculation = ON
-    cache_salt: str = ""
-    dictionaries: Sequence[str] = ()
 
 
 class Corrected(NamedTuple):
@@ -52,10 +34,13 @@ class Corrector:
         self._backend, self._settings = backend, backend.config.service.grammar
         self._grammar = Grammar(backend.engine, backend.prompts, max_in_flight=backend.config.engine.max_running)
 
-    async def correct(self, caller: Caller, task: CorrectionTask) -> Corrected:
-        """Raises: ApiError 413 if the text is too long, 429, 500 if nothing was corrected in time; InputError, EngineError."""
+    async def correct(self, caller: Caller, request: CorrectionRequest, dictionaries: Sequence[str] = ()) -> Corrected:
+        """With the caller's `dictionaries`, by name; none named: all of them.
+
+        Raises: ApiError 413 if the text is too long, 429, 500 if nothing was corrected in time; InputError, EngineError.
+        """
         begin_s, max_chars = time.perf_counter(), self._settings.max_text_chars
-        length = max(len(task.text), sum(len(part.plain) for part in task.parts or ()))
+        length = max(len(request.text), sum(len(part.plain) for part in request.parts or ()))
         if length > max_chars:
             raise ApiError(
                 413,
@@ -63,22 +48,13 @@ class Corrector:
                 "Please submit a shorter text.",
                 param="text",
             )
-        words = await asyncio.to_thread(self._backend.dictionaries.words, caller.tenant, task.dictionaries)
-        edit_filter = replace(task.edit_filter, dictionary=task.edit_filter.dictionary | frozenset(words))
-        request = CorrectionRequest(
-            secrets.token_hex(16),
-            task.text,
-            task.params,
-            cache_salt_of(caller.tenant, task.cache_salt),
-            task.speculation,
-            edit_filter,
-            task.parts,
-        )
-        ready = await asyncio.to_thread(self._grammar.prepare, request)
-        num_prompt = sum(len(request.prompt_ids) for request in ready.requests)
-        reservation = self._backend.rate_limiter.reserve(
-            caller, num_prompt, num_prompt
-        )  # output about as long as input
+        words = await asyncio.to_thread(self._backend.dictionaries.words, caller.tenant, dictionaries)
+        edit_filter = request.edit_filter
+        edit_filter = replace(edit_filter, dictionary=edit_filter.dictionary | frozenset(words))
+        ready = await asyncio.to_thread(self._grammar.prepare, replace(request, edit_filter=edit_filter))
+        num_prompt = sum(len(each.prompt_ids) for each in ready.requests)
+        # an output is about as long as its prompt
+        reservation = self._backend.rate_limiter.reserve(caller, num_prompt, num_prompt)
         left_s = max(0.0, self._settings.timeout_s - (time.perf_counter() - begin_s))
         num_written = 0
         try:

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import secrets
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StrictBool
 
 from ragspec.core import SamplingParams
 from ragspec.errors import InputError
+from ragspec.rag.cache_salts import cache_salt_of
 from ragspec.rag.characters import Utf16Offsets
-from ragspec.rag.grammar.correction import DEFAULT_PARAMS, Correction
+from ragspec.rag.grammar.correction import DEFAULT_PARAMS, Correction, CorrectionRequest
 from ragspec.rag.grammar.edit_filters import EditFilter
 from ragspec.rag.grammar.edit_kinds import edit_message
 from ragspec.rag.grammar.edits import Edit, EditKind
 from ragspec.speculation import Speculation
 from services.languagetool.check_request import annotated
-from services.languagetool.corrector import Corrected, CorrectionTask
+from services.languagetool.corrector import Corrected
 from services.languagetool.languages import DetectedLanguage
 
 _MAX_WORDS = 10_000
@@ -42,7 +44,7 @@ class GrammarRequest(BaseModel):
     keep_names: StrictBool = True
     cache_salt: str = Field("", max_length=256)
 
-    def task(self, max_edit_ratio: float) -> CorrectionTask:
+    def correction_request(self, tenant: str, max_edit_ratio: float) -> CorrectionRequest:
         """`max_edit_ratio`: the default. Raises: InputError, ApiError 400."""
         if (self.text is None) == (self.annotation is None):
             raise InputError("give either text or annotation")
@@ -58,7 +60,8 @@ class GrammarRequest(BaseModel):
             names=self.keep_names,
         )
         text = "".join(part.text for part in parts) if parts is not None else self.text or ""
-        return CorrectionTask(text, parts, params, edit_filter, Speculation.of(self.speculation), self.cache_salt)
+        salt, speculation = cache_salt_of(tenant, self.cache_salt), Speculation.of(self.speculation)
+        return CorrectionRequest(secrets.token_hex(16), text, params, salt, speculation, edit_filter, parts)
 
 
 def grammar_reply(model: str, found: DetectedLanguage, corrected: Corrected, *, trusted: bool) -> dict[str, Any]:

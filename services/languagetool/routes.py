@@ -6,17 +6,19 @@ Owns the reading of forms and query strings. Errors under /v2 are plain text: th
 from __future__ import annotations
 
 import asyncio
+import secrets
 
 from fastapi import APIRouter
 from fastapi import Request as HttpRequest
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
+from ragspec.rag.grammar.correction import CorrectionRequest
 from ragspec.rag.grammar.edit_filters import EditFilter
 from services.backend import Backend
 from services.errors import ApiError
 from services.languagetool.check_request import CheckRequest
 from services.languagetool.check_response import check_reply, config_reply, info_reply, languages_reply
-from services.languagetool.corrector import CorrectionTask, Corrector
+from services.languagetool.corrector import Corrector
 from services.languagetool.grammar_api import GrammarRequest, grammar_reply
 from services.languagetool.languages import AUTO, DEFAULT, detect_language
 from services.request_limits import form_fields
@@ -39,19 +41,19 @@ def _add_check(router: APIRouter, backend: Backend, corrector: Corrector) -> Non
     @router.get("/v2/check")
     @router.post("/v2/check")
     async def check(request: HttpRequest) -> Response:
-        check_request = await asyncio.to_thread(CheckRequest.of, await _fields(request))
-        variant = check_request.variant if check_request.language == AUTO else DEFAULT
-        found = await asyncio.to_thread(detect_language, check_request.text, variant)
-        if check_request.language == AUTO and not found.is_corrected:
-            return JSONResponse(check_reply(check_request.language, found, None))
-        edit_filter = EditFilter(ratio, kinds=check_request.kinds)
-        task = CorrectionTask(
-            check_request.text, check_request.parts, edit_filter=edit_filter, dictionaries=check_request.dictionaries
+        checked = await asyncio.to_thread(CheckRequest.of, await _fields(request))
+        variant = checked.variant if checked.language == AUTO else DEFAULT
+        found = await asyncio.to_thread(detect_language, checked.text, variant)
+        if checked.language == AUTO and not found.is_corrected:
+            return JSONResponse(check_reply(checked.language, found, None))
+        caller, edit_filter = request.state.caller, EditFilter(ratio, kinds=checked.kinds)
+        correction = CorrectionRequest(
+            secrets.token_hex(16), checked.text, tenant=caller.tenant, edit_filter=edit_filter, parts=checked.parts
         )
-        if check_request.kinds == frozenset():  # all rules are disabled
-            task = CorrectionTask("")
-        corrected = await corrector.correct(request.state.caller, task)
-        return JSONResponse(await asyncio.to_thread(check_reply, check_request.language, found, corrected))
+        if checked.kinds == frozenset():  # all rules are disabled
+            correction = CorrectionRequest(correction.id, "")
+        corrected = await corrector.correct(caller, correction, checked.dictionaries)
+        return JSONResponse(await asyncio.to_thread(check_reply, checked.language, found, corrected))
 
 
 def _add_server_facts(router: APIRouter, backend: Backend) -> None:
@@ -113,11 +115,12 @@ def _add_grammar(router: APIRouter, backend: Backend, corrector: Corrector) -> N
     async def grammar(body: GrammarRequest, request: HttpRequest) -> Response:
         if body.model not in (None, backend.model):
             raise ApiError(404, f"the model {body.model!r} is not served here", param="model", code="model_not_found")
-        task, caller = body.task(ratio), request.state.caller
-        found = await asyncio.to_thread(detect_language, task.text)
+        caller = request.state.caller
+        correction = body.correction_request(caller.tenant, ratio)
+        found = await asyncio.to_thread(detect_language, correction.text)
         if body.language == AUTO and not found.is_corrected:
             raise ApiError(400, f"the text seems to be {found.name}, and only English is corrected", param="language")
-        corrected = await corrector.correct(caller, task)
+        corrected = await corrector.correct(caller, correction)
         reply = await asyncio.to_thread(grammar_reply, backend.model, found, corrected, trusted=caller.trusted)
         return JSONResponse(reply)
 

@@ -19,6 +19,8 @@ from ragspec.rag.openai_fields import usage
 from services.openai.engine_stream import ChoiceKey, EngineStream
 from services.openai.request_context import RequestContext
 from services.openai.streaming import (
+    DONE,
+    KEEP_ALIVE,
     PAD_BYTES,
     STRICT_PAD_BYTES,
     ChoiceDelta,
@@ -27,7 +29,6 @@ from services.openai.streaming import (
     ResponseSender,
     immediate,
     paced,
-    send_stream,
 )
 
 
@@ -67,20 +68,6 @@ class AnswerFormat(ABC):
     async def last_choice(self, key: ChoiceKey) -> tuple[dict[str, Any], dict[str, Any]]:
         """A choice of the chunk that ends this choice, and more fields of that chunk."""
 
-    def chunk(self, delta: ChoiceDelta) -> Chunk:
-        return [self.delta_choice(delta)], self._progress(delta.key)
-
-    async def last_chunk(self, key: ChoiceKey) -> Chunk:
-        choice, fields = await self.last_choice(key)
-        return [choice], fields | self._progress(key)
-
-    def final_chunks(self) -> Sequence[Chunk]:
-        """Usage and metrics, if the request asks for them. Counts the answer."""
-        self._count()
-        fields = {"usage": self._usage()} if self.context.body.options.include_usage else {}
-        fields |= self._metrics()
-        return [([], fields)] if fields else []
-
     async def _send_whole(self, sender: ResponseSender) -> None:
         completions = await self.stream.completions()
         self._count()
@@ -93,8 +80,26 @@ class AnswerFormat(ABC):
         head = self._head(self.chunk_type, self.context.backend.engine.fingerprint)
         pad_bytes = STRICT_PAD_BYTES if is_strict else PAD_BYTES * options.include_obfuscation
         encoder = ChunkEncoder(head, pad_bytes, with_usage=options.include_usage)
-        deltas = paced(self.stream) if is_strict else immediate(self.stream)
-        await send_stream(sender, encoder, deltas, self, skip_empty=not is_strict)
+
+        async def send(chunks: Sequence[Chunk]) -> None:
+            if chunks:
+                await sender.event(b"".join(encoder.event(choices, **fields) for choices, fields in chunks))
+
+        await sender.begin_events()
+        await send(self.first_chunks())
+        async for delta in paced(self.stream) if is_strict else immediate(self.stream):
+            if delta is None:
+                await sender.event(KEEP_ALIVE)
+                continue
+            if delta.text or delta.logprobs or is_strict:
+                await send([([self.delta_choice(delta)], self._progress(delta.key))])
+            if delta.is_last:
+                choice, fields = await self.last_choice(delta.key)
+                await send([([choice], fields | self._progress(delta.key))])
+        self._count()
+        final = ({"usage": self._usage()} if options.include_usage else {}) | self._metrics()
+        await send([([], final)] if final else [])
+        await sender.event(DONE, is_last=True)
 
     def _head(self, object_type: str, fingerprint: str) -> dict[str, Any]:
         return {

@@ -16,6 +16,8 @@ from ragspec.rag.answer import Answer
 
 CitationFormat = Literal["openai", "anthropic", "cohere"]
 
+_PASSAGE_FIELDS = ("id", "document_id", "title", "heading", "source", "text", "start", "end", "score")
+
 
 def citation_fields(answer: Answer, citation_format: CitationFormat) -> dict[str, Any]:
     """The fields of a message beside its content."""
@@ -25,30 +27,18 @@ def citation_fields(answer: Answer, citation_format: CitationFormat) -> dict[str
 def passages_of(passages: Sequence[Passage]) -> list[dict[str, Any]]:
     """The passages of the prompt, with their numbers there."""
     return [
-        {
-            "number": number,
-            "id": passage.id,
-            "document_id": passage.document_id,
-            "title": passage.title,
-            "heading": passage.heading,
-            "source": passage.source,
-            "text": passage.text,
-            "start": passage.start,
-            "end": passage.end,
-            "score": passage.score,
-        }
+        {"number": number} | {name: getattr(passage, name) for name in _PASSAGE_FIELDS}
         for number, passage in enumerate(passages, 1)
     ]
 
 
 def citations_of(answer: Answer) -> list[dict[str, Any]]:
     """Every citation, with its spans in the answer, in the passage and in the document."""
-    numbers = _numbers(answer)
     return [
         {
             "start": each.start,
             "end": each.end,
-            "passage": numbers[each.passage_id] + 1,
+            "passage": index + 1,
             "passage_start": each.passage_start,
             "passage_end": each.passage_end,
             "document_id": each.document_id,
@@ -56,16 +46,19 @@ def citations_of(answer: Answer) -> list[dict[str, Any]]:
             "document_end": each.document_end,
             "source": each.source,
         }
-        for each in answer.citations
+        for each, index, _ in _with_passages(answer)
     ]
 
 
-def _openai(answer: Answer) -> dict[str, Any]:
-    numbers = _numbers(answer)
+def _with_passages(answer: Answer) -> list[tuple[Citation, int, Passage]]:
+    """Every citation with its passage and the passage's index."""
+    indices = {passage.id: index for index, passage in enumerate(answer.passages)}
+    return [(each, index := indices[each.passage_id], answer.passages[index]) for each in answer.citations]
 
-    def annotation(citation: Citation) -> dict[str, Any]:
-        passage = answer.passages[numbers[citation.passage_id]]
-        return {
+
+def _openai(answer: Answer) -> dict[str, Any]:
+    annotations = [
+        {
             "type": "url_citation",
             "url_citation": {
                 "start_index": citation.start,
@@ -74,60 +67,49 @@ def _openai(answer: Answer) -> dict[str, Any]:
                 "url": passage.source or passage.document_id,
             },
         }
-
-    return {"annotations": [annotation(citation) for citation in answer.citations]}
+        for citation, _, passage in _with_passages(answer)
+    ]
+    return {"annotations": annotations}
 
 
 def _anthropic(answer: Answer) -> dict[str, Any]:
     """Text blocks, cut where citations begin and end. `document_index` is the passage's index in `ragspec.passages`."""
-    numbers, at = _numbers(answer), 0
     blocks: list[dict[str, Any]] = []
-    for citation in answer.citations:
-        if at < citation.start:
-            blocks.append({"type": "text", "text": answer.text[at : citation.start], "citations": None})
-        number, at = numbers[citation.passage_id], citation.end
-        passage, cited = answer.passages[number], answer.text[citation.start : citation.end]
+    position = 0
+    for citation, index, passage in _with_passages(answer):
+        if position < citation.start:
+            blocks.append({"type": "text", "text": answer.text[position : citation.start], "citations": None})
+        position, cited = citation.end, answer.text[citation.start : citation.end]
         location = {
             "type": "char_location",
             "cited_text": cited,
-            "document_index": number,
+            "document_index": index,
             "document_title": passage.title or None,
             "start_char_index": citation.passage_start,
             "end_char_index": citation.passage_end,
             "file_id": passage.document_id,
         }
         blocks.append({"type": "text", "text": cited, "citations": [location]})
-    if at < len(answer.text) or not blocks:
-        blocks.append({"type": "text", "text": answer.text[at:], "citations": None})
+    if position < len(answer.text) or not blocks:
+        blocks.append({"type": "text", "text": answer.text[position:], "citations": None})
     return {"content_blocks": blocks}
 
 
 def _cohere(answer: Answer) -> dict[str, Any]:
-    numbers = _numbers(answer)
-
-    def source(citation: Citation) -> dict[str, Any]:
-        passage = answer.passages[numbers[citation.passage_id]]
+    citations = []
+    for citation, _, passage in _with_passages(answer):
         document = {"id": passage.id, "title": passage.title, "text": passage.text, "url": passage.source}
-        return {"type": "document", "id": passage.id, "document": document}
-
-    return {
-        "citations": [
+        citations.append(
             {
-                "start": each.start,
-                "end": each.end,
-                "text": answer.text[each.start : each.end],
-                "sources": [source(each)],
+                "start": citation.start,
+                "end": citation.end,
+                "text": answer.text[citation.start : citation.end],
+                "sources": [{"type": "document", "id": passage.id, "document": document}],
                 "content_index": 0,
                 "type": "TEXT_CONTENT",
             }
-            for each in answer.citations
-        ]
-    }
-
-
-def _numbers(answer: Answer) -> Mapping[str, int]:
-    """Passage id -> index in the answer's passages."""
-    return {passage.id: number for number, passage in enumerate(answer.passages)}
+        )
+    return {"citations": citations}
 
 
 _FORMATS: Mapping[CitationFormat, Callable[[Answer], dict[str, Any]]] = {

@@ -1,4 +1,4 @@
-"""Server-sent events: how a streamed answer is cut, padded, paced and sent.
+"""Server-sent events: cuts a streamed answer into deltas, paces them, and encodes and pads their chunks.
 
 Normally new text is sent at once. With `privacy: strict`, every tick sends one chunk of a fixed size, with or without new
 text, so that packet sizes and times tell an eavesdropper how long the answer took and nothing else.
@@ -6,7 +6,8 @@ text, so that packet sizes and times tell an eavesdropper how long the answer to
 Why chunks are padded: a step's length depends on the draft, and so on the documents. Sizes of encrypted packets would show it.
 Like OpenAI, each chunk is filled up with random letters to a multiple of some bytes.
 
-    >>> await send_stream(sender, ChunkEncoder(head), immediate(stream), answer_format)
+    >>> async for delta in immediate(stream):
+    ...     await sender.event(encoder.event([{"index": 0, "delta": {"content": delta.text}}]))
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import json
 import random
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -123,22 +124,6 @@ class ChoiceDelta(NamedTuple):
         return [logprob for step in self.steps for logprob in step.logprobs]
 
 
-class ChunkFormat(Protocol):
-    """Makes the chunks of one answer."""
-
-    def first_chunks(self) -> Sequence[Chunk]: ...
-
-    def chunk(self, delta: ChoiceDelta) -> Chunk: ...
-
-    async def last_chunk(self, key: ChoiceKey) -> Chunk:
-        """The chunk that ends a choice."""
-        ...
-
-    def final_chunks(self) -> Sequence[Chunk]:
-        """Chunks after the end of all choices."""
-        ...
-
-
 async def immediate(stream: EngineStream) -> AsyncIterator[ChoiceDelta | None]:
     """New text as it comes; None after `KEEP_ALIVE_S` without any. Raises: as `EngineStream.next_deltas`."""
     while stream.is_open:
@@ -169,34 +154,6 @@ async def paced(stream: EngineStream, tick_s: float = TICK_S) -> AsyncIterator[C
             if is_last:
                 del backlog[key]
             yield ChoiceDelta(key, text[:cut], tuple(by_choice.get(key, ())), is_last)
-
-
-async def send_stream(
-    sender: ResponseSender,
-    encoder: ChunkEncoder,
-    deltas: AsyncIterator[ChoiceDelta | None],
-    chunk_format: ChunkFormat,
-    *,
-    skip_empty: bool = True,
-) -> None:
-    """Sends the whole stream. `skip_empty` leaves out deltas without text or logprobs. Raises: the errors of `deltas`."""
-
-    async def send(chunks: Sequence[Chunk]) -> None:
-        if chunks:
-            await sender.event(b"".join(encoder.event(choices, **fields) for choices, fields in chunks))
-
-    await sender.begin_events()
-    await send(chunk_format.first_chunks())
-    async for delta in deltas:
-        if delta is None:
-            await sender.event(KEEP_ALIVE)
-            continue
-        if delta.text or not skip_empty or delta.logprobs:
-            await send([chunk_format.chunk(delta)])
-        if delta.is_last:
-            await send([await chunk_format.last_chunk(delta.key)])
-    await send(chunk_format.final_chunks())
-    await sender.event(DONE, is_last=True)
 
 
 def _num_fitting_chars(text: str) -> int:

@@ -63,24 +63,17 @@ def _texts(value: Any) -> Any:
     return texts
 
 
+_STRING = {"type": "string"}
+_TOKEN_IDS = {"type": "array", "items": {"type": "integer"}}
+_TEXT_PART = {
+    "type": "object",
+    "properties": {"type": {"const": "text"}, "text": _STRING},
+    "required": ["type", "text"],
+}
 Content = Annotated[
     str,
     BeforeValidator(_text),
-    WithJsonSchema(
-        {
-            "anyOf": [
-                {"type": "string"},
-                {
-                    "type": "array",
-                    "items": {
-                        "type": "object",
-                        "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
-                        "required": ["type", "text"],
-                    },
-                },
-            ]
-        }
-    ),
+    WithJsonSchema({"anyOf": [_STRING, {"type": "array", "items": _TEXT_PART}]}),
 ]
 Stop = Annotated[
     list[Annotated[str, Field(min_length=1, max_length=512)]], BeforeValidator(_listed), Field(max_length=MAX_STOPS)
@@ -89,18 +82,7 @@ Prompts = Annotated[
     list[str | list[int]],
     BeforeValidator(_prompts),
     Field(min_length=1, max_length=MAX_PROMPTS),
-    WithJsonSchema(
-        {
-            "anyOf": [
-                {"type": "string"},
-                {"type": "array", "items": {"type": "integer"}},
-                {
-                    "type": "array",
-                    "items": {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "integer"}}]},
-                },
-            ]
-        }
-    ),
+    WithJsonSchema({"anyOf": [_STRING, _TOKEN_IDS, {"type": "array", "items": {"anyOf": [_STRING, _TOKEN_IDS]}}]}),
 ]
 ShortText = Annotated[str, Field(max_length=512)]
 

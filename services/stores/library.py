@@ -158,13 +158,6 @@ class Library(AbstractContextManager["Library"]):
         """Removes a file from a store; the next query does not find it there. Raises: NotFound, SaveError."""
         self._ingest.delete([self.member(tenant, store_id, file_id)])
 
-    def purge(self, tenant: str) -> None:
-        """Deletes everything of a tenant. Raises: SaveError."""
-        for store in self._records.stores(tenant):
-            self.delete_store(tenant, store.id)
-        for file in self._records.files(tenant):
-            self.delete_file(tenant, file.id)
-
     def close(self) -> None:
         """Returns after the current change of the index."""
         self._ingest.stop()

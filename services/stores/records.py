@@ -10,7 +10,7 @@ import json
 import secrets
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,8 @@ CREATE TABLE members (
 ) WITHOUT ROWID;
 CREATE INDEX members_by_status ON members (status)
 """
+
+_KEY = "tenant=? AND store=? AND file=?"
 
 Attributes = Mapping[str, str | float | bool]
 
@@ -83,9 +85,7 @@ class Records:
 
     def add_file(self, tenant: str, file_id: str, filename: str, purpose: str, num_bytes: int) -> FileRecord:
         record = FileRecord(tenant, file_id, filename, purpose, num_bytes, time.time())
-        with self._database.writing() as db:
-            row = (tenant, file_id, filename, purpose, num_bytes, record.created_s)
-            db.execute("INSERT INTO files VALUES (?,?,?,?,?,?)", row)
+        self._write("INSERT INTO files VALUES (?,?,?,?,?,?)", astuple(record))
         return record
 
     def file(self, tenant: str, file_id: str) -> FileRecord:
@@ -103,16 +103,13 @@ class Records:
         return [FileRecord(*row) for row in self._rows("SELECT * FROM files WHERE tenant=?", tenant)]
 
     def drop_file(self, tenant: str, file_id: str) -> None:
-        with self._database.writing() as db:
-            db.execute("DELETE FROM files WHERE tenant=? AND id=?", (tenant, file_id))
+        self._write("DELETE FROM files WHERE tenant=? AND id=?", (tenant, file_id))
         self._database.truncate_log()
 
     def add_store(self, tenant: str, name: str, metadata: Mapping[str, str]) -> StoreRecord:
         now = time.time()
         record = StoreRecord(tenant, f"vs_{secrets.token_hex(12)}", name, now, now, dict(metadata))
-        with self._database.writing() as db:
-            row = (tenant, record.id, name, now, now, json.dumps(record.metadata))
-            db.execute("INSERT INTO stores VALUES (?,?,?,?,?,?)", row)
+        self._write("INSERT INTO stores VALUES (?,?,?,?,?,?)", (*astuple(record)[:-1], json.dumps(record.metadata)))
         return record
 
     def store(self, tenant: str, store_id: str) -> StoreRecord:
@@ -126,22 +123,18 @@ class Records:
         return [_store(row) for row in self._rows("SELECT * FROM stores WHERE tenant=?", tenant)]
 
     def change_store(self, tenant: str, store_id: str, name: str, metadata: Mapping[str, str]) -> None:
-        with self._database.writing() as db:
-            values = (name, json.dumps(dict(metadata)), time.time(), tenant, store_id)
-            db.execute("UPDATE stores SET name=?, metadata=?, used_s=? WHERE tenant=? AND id=?", values)
+        values = (name, json.dumps(dict(metadata)), time.time(), tenant, store_id)
+        self._write("UPDATE stores SET name=?, metadata=?, used_s=? WHERE tenant=? AND id=?", values)
 
     def drop_store(self, tenant: str, store_id: str) -> None:
-        with self._database.writing() as db:
-            db.execute("DELETE FROM stores WHERE tenant=? AND id=?", (tenant, store_id))
+        self._write("DELETE FROM stores WHERE tenant=? AND id=?", (tenant, store_id))
         self._database.truncate_log()
 
     def add_member(self, tenant: str, store_id: str, file_id: str, attributes: Attributes) -> Member:
         """Adds or restarts a member with these attributes. Raises: InputError while it is being deleted."""
         now = time.time()
         with self._database.writing() as db:
-            found = db.execute(
-                "SELECT status FROM members WHERE tenant=? AND store=? AND file=?", (tenant, store_id, file_id)
-            ).fetchone()
+            found = db.execute(f"SELECT status FROM members WHERE {_KEY}", (tenant, store_id, file_id)).fetchone()
             if found and found[0] == "deleting":
                 raise InputError(f"file {file_id!r} is being deleted from {store_id!r}")
             row = (tenant, store_id, file_id, now, "in_progress", "", "", json.dumps(dict(attributes)), 0)
@@ -151,55 +144,45 @@ class Records:
 
     def member(self, tenant: str, store_id: str, file_id: str) -> Member:
         """Raises: NotFound, also while it is being deleted."""
-        query = "SELECT * FROM members WHERE tenant=? AND store=? AND file=? AND status<>'deleting'"
-        rows = self._rows(query, tenant, store_id, file_id)
-        if not rows:
+        members = self._members(f"{_KEY} AND status<>'deleting'", tenant, store_id, file_id)
+        if not members:
             raise NotFound(f"there is no file {file_id!r} in vector store {store_id!r}")
-        return _member(rows[0])
+        return members[0]
 
     def members(self, tenant: str, store_id: str) -> list[Member]:
-        query = "SELECT * FROM members WHERE tenant=? AND store=? AND status<>'deleting'"
-        return [_member(row) for row in self._rows(query, tenant, store_id)]
+        return self._members("tenant=? AND store=? AND status<>'deleting'", tenant, store_id)
 
     def members_of_file(self, tenant: str, file_id: str) -> list[Member]:
-        query = "SELECT * FROM members WHERE tenant=? AND file=?"
-        return [_member(row) for row in self._rows(query, tenant, file_id)]
+        return self._members("tenant=? AND file=?", tenant, file_id)
 
     def unfinished(self) -> list[Member]:
         """Members of all tenants that are in_progress or deleting, oldest first."""
-        query = "SELECT * FROM members WHERE status IN ('in_progress', 'deleting') ORDER BY created_s"
-        return [_member(row) for row in self._rows(query)]
+        return self._members("status IN ('in_progress', 'deleting') ORDER BY created_s")
 
     def completed(self) -> list[Member]:
         """Members of all tenants."""
-        return [_member(row) for row in self._rows("SELECT * FROM members WHERE status='completed'")]
+        return self._members("status='completed'")
 
     def status(self, key: tuple[str, str, str]) -> str:
         """Empty for an unknown member."""
-        rows = self._rows("SELECT status FROM members WHERE tenant=? AND store=? AND file=?", *key)
+        rows = self._rows(f"SELECT status FROM members WHERE {_KEY}", *key)
         return str(rows[0][0]) if rows else ""
 
     def end(self, member: Member, status: str, code: str = "", message: str = "", num_bytes: int = 0) -> None:
         """Ends a member that is in progress. Does nothing if it was restarted or deleted meanwhile."""
-        values = (status, code, message, num_bytes, *member.key, member.created_s)
-        with self._database.writing() as db:
-            db.execute(
-                "UPDATE members SET status=?, code=?, message=?, num_bytes=? "
-                "WHERE tenant=? AND store=? AND file=? AND created_s=? AND status='in_progress'",
-                values,
-            )
+        self._write(
+            "UPDATE members SET status=?, code=?, message=?, num_bytes=? "
+            f"WHERE {_KEY} AND created_s=? AND status='in_progress'",
+            (status, code, message, num_bytes, *member.key, member.created_s),
+        )
 
     def restart(self, members: Sequence[Member]) -> None:
         """Sets completed members to in_progress."""
-        with self._database.writing() as db:
-            keys = [member.key for member in members]
-            where = "WHERE tenant=? AND store=? AND file=? AND status='completed'"
-            db.executemany(f"UPDATE members SET status='in_progress' {where}", keys)
+        keys = [member.key for member in members]
+        self._write(f"UPDATE members SET status='in_progress' WHERE {_KEY} AND status='completed'", *keys)
 
     def set_status(self, members: Sequence[Member], status: str) -> None:
-        with self._database.writing() as db:
-            values = [(status, *member.key) for member in members]
-            db.executemany("UPDATE members SET status=? WHERE tenant=? AND store=? AND file=?", values)
+        self._write(f"UPDATE members SET status=? WHERE {_KEY}", *((status, *member.key) for member in members))
 
     def still_deleting(self, members: Sequence[Member]) -> list[Member]:
         """The members that were neither deleted nor restarted meanwhile."""
@@ -208,26 +191,26 @@ class Records:
 
     def drop_members(self, members: Sequence[Member]) -> None:
         """Removes the members that are still deleting; the others were restarted."""
-        with self._database.writing() as db:
-            keys = [(*member.key, member.created_s) for member in members]
-            where = "WHERE tenant=? AND store=? AND file=? AND created_s=? AND status='deleting'"
-            db.executemany(f"DELETE FROM members {where}", keys)
+        keys = [(*member.key, member.created_s) for member in members]
+        self._write(f"DELETE FROM members WHERE {_KEY} AND created_s=? AND status='deleting'", *keys)
         self._database.truncate_log()
 
     def close(self) -> None:
         self._database.close()
 
+    def _write(self, statement: str, *rows: Sequence[Any]) -> None:
+        """Runs the statement for every row, in one transaction."""
+        with self._database.writing() as db:
+            db.executemany(statement, rows)
+
     def _rows(self, query: str, *values: object) -> list[Any]:
         with self._database.reading() as db:
             return db.execute(query, values).fetchall()
 
+    def _members(self, where: str, *values: object) -> list[Member]:
+        rows = self._rows(f"SELECT * FROM members WHERE {where}", *values)
+        return [Member(*[*row[:-2], json.loads(row[-2]), row[-1]]) for row in rows]
+
 
 def _store(row: Sequence[Any]) -> StoreRecord:
-    return StoreRecord(**dict(zip(_FIELDS[StoreRecord], row, strict=True)) | {"metadata": json.loads(row[-1])})
-
-
-def _member(row: Sequence[Any]) -> Member:
-    return Member(**dict(zip(_FIELDS[Member], row, strict=True)) | {"attributes": json.loads(row[-2])})
-
-
-_FIELDS = {kind: [field.name for field in fields(kind)] for kind in (StoreRecord, Member)}
+    return StoreRecord(*[*row[:-1], json.loads(row[-1])])

@@ -64,7 +64,7 @@ def correcting(
     encoder = LetterEncoder()
     retriever = Retriever(encoder, Store.open(index, encoder.identity), config.retriever)
     with (
-        Backend.of(engine, target.tokenizer, retriever, config, engine.close) as backend,
+        Backend(engine, target.tokenizer, retriever, config, engine.close) as backend,
         started(config, backend, keys) as running,
     ):
         yield running

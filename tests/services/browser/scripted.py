@@ -131,6 +131,6 @@ def scripted(folder: Path, target: Target, **settings: Any) -> Iterator[tuple[Se
     limits = EngineConfig(max_step_tokens=256, max_kv_tokens=KV_SLOTS)
     engine = Engine(target, planner, Admission(target, "tiny", script), limits)
     retriever = Retriever(encoder, Store.open(index, encoder.identity), config.retriever)
-    backend = Backend.of(engine, target.tokenizer, retriever, config, engine.close)
+    backend = Backend(engine, target.tokenizer, retriever, config, engine.close)
     with backend, started(config, backend, keys) as service:
         yield service, script

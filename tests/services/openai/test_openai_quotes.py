@@ -42,7 +42,7 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     engine = load_engine(TargetConfig(), EngineConfig(), DraftingConfig())
     retriever = Retriever(encoder, Store.open(Path(config.retriever.index_dir), encoder.identity), config.retriever)
     with (
-        Backend.of(engine, engine.target.tokenizer, retriever, config, engine.close) as backend,
+        Backend(engine, engine.target.tokenizer, retriever, config, engine.close) as backend,
         started(config, backend, keys) as running,
     ):
         yield running
