@@ -1,11 +1,12 @@
-"""Services: processes without an end. They sit on `ragspec` and may use Ray; nothing in the library imports them.
+"""HTTP services, which run until a signal stops them. They use `ragspec` and may use Ray; the library never imports them.
 
-settings.py  what a service is configured with          backend.py   what every route stands on
-app.py       the FastAPI app, in one process or in Ray Serve
-guard.py     the one way in: who asks, how much, how long
-keys.py      who may ask       limits.py    how much      bodies.py  what a body may be
-errors.py    every error as OpenAI writes it, and as LanguageTool does
-health.py, metrics.py, telemetry.py, logs.py              what operators look at
-embedded.py  one process: uvicorn, the engine's thread, signals           serving.py   Ray Serve
-openai/, stores/, web/, languagetool/                     the routes
+A request's way: auth_middleware -> a route -> the backend -> request_limits.OutgoingResponse.
+
+settings.py         the configuration                       backend.py          the parts that routes share
+app.py              the FastAPI app                         errors.py           all error responses
+auth_middleware.py  keys, hosts and time limits             keys.py, limits.py  API keys and their rate limits
+request_limits.py   reading requests, sending responses     health.py           health checks
+metrics.py, telemetry.py, logs.py                           counters, traces and logs
+embedded.py         the service in one process              serving.py, clustered.py    Ray Serve, and a cluster's deployment
+openai/, stores/, languagetool/, web/                       the routes
 """

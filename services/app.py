@@ -17,7 +17,7 @@ from starlette.middleware.cors import CORSMiddleware
 
 from services import health
 from services.auth_middleware import AuthMiddleware
-from services.backend import Backend
+from services.backend import ServiceBackend
 from services.errors import ApiError, ClientGone, validation_error
 from services.keys import KeyStore
 from services.languagetool import routes as languagetool
@@ -29,7 +29,7 @@ from services.web import routes as web
 _EXPOSED = ["x-request-id", "retry-after"]
 
 
-def build_app(backend: Backend, keys: KeyStore) -> FastAPI:
+def build_app(backend: ServiceBackend, keys: KeyStore) -> FastAPI:
     """The caller closes the backend."""
     app = FastAPI(title="ragspec", version=version("ragspec"), docs_url=None, redoc_url=None, redirect_slashes=False)
     for part in (health, openai_routes, stores, languagetool, web):

@@ -19,7 +19,7 @@ import time
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from services.backend import Backend
+from services.backend import ServiceBackend
 from services.errors import ApiError, ClientGone, ClientTooSlow, api_error, is_expected, is_languagetool
 from services.keys import Caller, KeyStore
 from services.logs import current_request
@@ -41,7 +41,7 @@ _MAX_ANONYMOUS_FORMS = 32
 class AuthMiddleware:
     """ASGI middleware around the whole app."""
 
-    def __init__(self, app: ASGIApp, backend: Backend, keys: KeyStore) -> None:
+    def __init__(self, app: ASGIApp, backend: ServiceBackend, keys: KeyStore) -> None:
         self._app, self._keys = app, keys
         self._settings, self._metrics = backend.config.service, backend.metrics
         self._rate_limiter = backend.rate_limiter

@@ -2,7 +2,7 @@
 
 Owns their order of construction and closing. Knows no HTTP.
 
->>> with Backend.embedded(config, retriever) as backend:      # one process
+>>> with ServiceBackend.embedded(config, retriever) as backend:      # one process
 ...     app = build_app(backend, SingleKey())
 """
 
@@ -48,7 +48,7 @@ class ServedEngine(EngineLike, Protocol):
     def purge(self, salt: str) -> None: ...
 
 
-class Backend(AbstractContextManager["Backend"]):
+class ServiceBackend(AbstractContextManager["ServiceBackend"]):
     """The running parts of one service. `model` is the name that clients use."""
 
     def __init__(
@@ -86,7 +86,7 @@ class Backend(AbstractContextManager["Backend"]):
         ]
 
     @classmethod
-    def embedded(cls, config: ServiceConfig, retriever: Retriever | None = None) -> Backend:
+    def embedded(cls, config: ServiceConfig, retriever: Retriever | None = None) -> ServiceBackend:
         """Loads everything into this process. `retriever` None: the configured one.
 
         Raises: ConfigError, StoreError, ModelError.

@@ -12,12 +12,12 @@ from ragspec.cluster.deployment import Deployment, check_agreement
 from ragspec.config import PipelineConfig
 from ragspec.engine.target import load_tokenizer
 from ragspec.retrieval.retriever import Retriever
-from services.backend import Backend
+from services.backend import ServiceBackend
 from services.settings import ServiceConfig
 
 
 @contextmanager
-def clustered(name: str, config: ServiceConfig) -> Iterator[Backend]:
+def clustered(name: str, config: ServiceConfig) -> Iterator[ServiceBackend]:
     """Target, index and encoder are the deployment's; service and chat are `config`'s. Needs Ray to be initialised.
 
     Without shards in the deployment, this process searches the index that `config` names.
@@ -42,7 +42,7 @@ def clustered(name: str, config: ServiceConfig) -> Iterator[Backend]:
         engine = deployment.engine()
         stack.callback(engine.close)
         tokenizer = load_tokenizer(settled.target.model)
-        yield stack.enter_context(Backend(engine, tokenizer, retriever, settled))
+        yield stack.enter_context(ServiceBackend(engine, tokenizer, retriever, settled))
 
 
 def settled_config(deployed: PipelineConfig, given: ServiceConfig) -> ServiceConfig:

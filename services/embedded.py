@@ -3,7 +3,7 @@
 Owns the socket, the timeouts of connections, and shutdown. States: serving -> draining (after SIGTERM or SIGINT: not ready, new
 requests are refused, running ones may end) -> ended. A second signal ends the process at once.
 
-    >>> with listening(settings) as listener, Backend.embedded(config) as backend:
+    >>> with listening(settings) as listener, ServiceBackend.embedded(config) as backend:
     ...     Server(build_app(backend, keys), backend, listener).run()
 """
 
@@ -26,7 +26,7 @@ from fastapi import FastAPI
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from ragspec.errors import ConfigError
-from services.backend import Backend
+from services.backend import ServiceBackend
 from services.errors import ApiError
 from services.settings import ServiceSettings
 
@@ -104,7 +104,7 @@ class Server(uvicorn.Server):
     """`say` gets messages about the shutdown."""
 
     def __init__(
-        self, app: FastAPI, backend: Backend, listener: socket.socket, say: Callable[[str], None] = log.info
+        self, app: FastAPI, backend: ServiceBackend, listener: socket.socket, say: Callable[[str], None] = log.info
     ) -> None:
         settings = backend.config.service
         timeouts = {"header_s": settings.timeouts.header_s, "stalled_s": 2 * settings.timeouts.slow_client_s}

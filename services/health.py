@@ -21,7 +21,7 @@ from ragspec.core import SamplingParams
 from ragspec.engine.engine import Engine
 from ragspec.errors import Overloaded, RagspecError
 from ragspec.speculation import OFF
-from services.backend import Backend
+from services.backend import ServiceBackend
 from services.errors import ApiError
 from services.metrics import CONTENT_TYPE
 
@@ -34,7 +34,7 @@ _SALT = "~canary"
 class Canary:
     """Generates one token as a health check. Concurrent checks, and checks within a second, share one result."""
 
-    def __init__(self, backend: Backend) -> None:
+    def __init__(self, backend: ServiceBackend) -> None:
         self._engine, self._timeout_s = backend.engine, backend.config.service.timeouts.canary_s
         self._prompt_ids = tuple(backend.prompts.tokenizer("ready?")["input_ids"])
         self._checked_s, self._is_healthy = -_FRESH_S, False
@@ -71,7 +71,7 @@ class Canary:
         return self._is_healthy
 
 
-def routes(backend: Backend) -> APIRouter:
+def routes(backend: ServiceBackend) -> APIRouter:
     router, canary = APIRouter(tags=["health"]), Canary(backend)
 
     @router.get("/health/live")

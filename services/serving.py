@@ -24,7 +24,7 @@ from ragspec.errors import ConfigError, EngineError
 from services.settings import ServiceConfig
 
 if TYPE_CHECKING:
-    from services.backend import Backend
+    from services.backend import ServiceBackend
 
 _GRACE_S = 10.0
 _SPARE_REQUESTS = 16
@@ -127,7 +127,7 @@ class Replica:
 
 
 @contextlib.contextmanager
-def _backend(cluster: str, settings: ServiceConfig) -> Iterator[Backend]:
+def _backend(cluster: str, settings: ServiceConfig) -> Iterator[ServiceBackend]:
     from ragspec.cluster.deployment import Deployment as EngineDeployment
     from ragspec.cluster.topology import Topology
     from services.clustered import clustered

@@ -1,4 +1,4 @@
-"""What a service is configured with: everything a pipeline is, and the section `service`.
+"""The configuration of a service: a pipeline's, and the section `service`.
 
 >>> settings = load_settings(ServiceConfig, "ragspec.yaml", **{"service.port": 8010})
 """
@@ -18,8 +18,7 @@ DEFAULT_PORT = 8000
 
 
 class KeyLimits(ConfigSection):
-    """What one key may use; None: as much as there is. `concurrency`: requests at once. `tokens_per_minute` are the prompt's and
-    those written."""
+    """Limits of one key; None: no limit. `concurrency`: requests at once. `tokens_per_minute` count prompts and answers."""
 
     requests_per_minute: int | None = Field(None, ge=1)
     concurrency: int | None = Field(None, ge=1)
@@ -27,9 +26,9 @@ class KeyLimits(ConfigSection):
 
 
 class Limits(ConfigSection):
-    """What any request may be. `max_in_flight`: of all keys together; more are refused with a time to come back after.
+    """Limits of any request. `max_in_flight`: requests at once, over all keys; more are refused with a time to retry after.
 
-    `key`: of keys that have no limits of their own.
+    `key`: the limits of keys without limits of their own.
     """
 
     body_bytes: int = Field(10 * 2**20, ge=1024)
@@ -40,8 +39,8 @@ class Limits(ConfigSection):
 
 
 class Timeouts(ConfigSection):
-    """How long a client may take to send a request's head, and its body; until an answer is complete; for a client to take
-    what it was sent; for the one token that the health check asks for."""
+    """Time limits: `header_s` and `upload_s` for a client to send a request's head and body, `request_s` for the whole answer,
+    `slow_client_s` for a client to read what it was sent, `canary_s` for the health check's token."""
 
     header_s: float = Field(10.0, gt=0.0)
     upload_s: float = Field(30.0, gt=0.0)
@@ -51,9 +50,9 @@ class Timeouts(ConfigSection):
 
 
 class TelemetryConfig(ConfigSection):
-    """OpenTelemetry. `exporter`: none, lines on the console, or OTLP (the standard variables OTEL_EXPORTER_OTLP_* say where).
+    """OpenTelemetry. `exporter`: none, the console, or OTLP, which the standard variables OTEL_EXPORTER_OTLP_* configure.
 
-    `content`: whether spans hold what users wrote and what was answered.
+    `content`: whether spans hold the texts of users and answers.
     """
 
     exporter: Literal["none", "console", "otlp"] = "none"
@@ -61,15 +60,15 @@ class TelemetryConfig(ConfigSection):
 
 
 class ConversationSettings(ConfigSection):
-    """What is kept of a conversation: until it was not used for `ttl_s` seconds, and of one tenant at most `max_bytes`."""
+    """Conversations are deleted after `ttl_s` seconds without use. Each tenant may store `max_bytes`."""
 
     ttl_s: float = Field(7 * 86_400.0, gt=0.0)
     max_bytes: int = Field(64 * 2**20, ge=2**16)
 
 
 class GrammarSettings(ConfigSection):
-    """`timeout_s`: what is not corrected by then stays as it is, and the reply says so. `max_edit_ratio`: of a sentence's
-    words, those that a correction may change."""
+    """`timeout_s`: sentences not corrected by then stay, and the reply says so. `max_edit_ratio`: the share of a sentence's
+    words that a correction may change."""
 
     max_text_chars: int = Field(100_000, ge=1)
     timeout_s: float = Field(60.0, gt=0.0)
@@ -79,14 +78,14 @@ class GrammarSettings(ConfigSection):
 class ServiceSettings(ConfigSection):
     """The service itself.
 
-    `model`: the name it is asked for by; empty: the target's. `keys_file`: who may ask, as `ragspec keys` writes it; empty: one
-    key, made at the start, and no other machine. `data_dir`: conversations, dictionaries and, of each index apart, files; empty:
-    files are kept beside the index, the rest in memory, for as long as it runs (`ragspec serve` has a folder of its own then).
-    `library_dir`: the files of this index elsewhere; of one index alone.
-    `allowed_hosts`: names it answers to; empty: those of this machine if it listens to no other, and any otherwise.
-    `cors_origins`: pages that may ask from a browser, beside its own. `languagetool_open`: /v2 asks nobody for a key; None:
-    where there is no keys file. `drain_s`: how long what runs may go on after the signal to stop. `privacy`: "strict" sends
-    answers at a fixed pace, in pieces of one size.
+    `model`: the name that clients use; empty: the target's. `keys_file`: the accepted keys, written by `ragspec keys`; empty: one
+    key, made at the start, and only this machine is served. `data_dir`: the folder of conversations, dictionaries and, separately
+    for each index, files; empty: files lie beside the index, the rest in memory (`ragspec serve` then uses the user's data
+    folder). `library_dir`: another folder for the files of this index; never share it between indexes. `allowed_hosts`: accepted
+    Host headers; empty: names of this machine if only this machine is served, else any. `cors_origins`: sites whose pages may
+    call the service from a browser, beside its own pages. `languagetool_open`: /v2 needs no key; None: only without a keys file.
+    `drain_s`: time for running requests after the signal to stop. `privacy`: "strict" sends answers at a fixed pace, in chunks of
+    one size.
     """
 
     host: str = "127.0.0.1"
@@ -108,7 +107,7 @@ class ServiceSettings(ConfigSection):
 
     @property
     def is_local(self) -> bool:
-        """Whether only this machine can reach it."""
+        """Whether only this machine can reach the service."""
         if self.host == "localhost":
             return True
         try:
@@ -122,12 +121,12 @@ class ServiceSettings(ConfigSection):
 
 
 class ServiceConfig(PipelineConfig):
-    """Everything a service is built from."""
+    """The whole configuration of a service."""
 
     chat: ChatConfig = ChatConfig()
     service: ServiceSettings = ServiceSettings()
 
     @property
     def model_name(self) -> str:
-        """What clients ask for: the name given, or the last part of the target's."""
+        """The model name that clients use."""
         return self.service.model or Path(self.target.model).name

@@ -24,7 +24,7 @@ from ragspec.engine.target import Target
 from ragspec.retrieval.index.store import Store
 from ragspec.retrieval.retriever import Retriever
 from services.app import build_app
-from services.backend import Backend
+from services.backend import ServiceBackend
 from services.embedded import Server, address_of, listening
 from services.keys import KeyFile, add_key
 from services.settings import ServiceConfig
@@ -53,7 +53,7 @@ class Service:
     """One that runs: `url`, its backend, and clients."""
 
     url: str
-    backend: Backend
+    backend: ServiceBackend
     keys: Keys
     server: Server
 
@@ -98,7 +98,7 @@ Serving = Callable[..., AbstractContextManager[Service]]
 
 
 @contextmanager
-def started(config: ServiceConfig, backend: Backend, keys: Keys) -> Iterator[Service]:
+def started(config: ServiceConfig, backend: ServiceBackend, keys: Keys) -> Iterator[Service]:
     """Served from a thread until the block ends."""
     with listening(config.service) as listener:
         server = Server(build_app(backend, KeyFile(keys.path)), backend, listener)
@@ -119,12 +119,12 @@ def make_keys(path: Path) -> Keys:
     return Keys(trusted, ann, bob, path)
 
 
-def make_backend(config: ServiceConfig, target: Target, engine: dict[str, Any]) -> Backend:
+def make_backend(config: ServiceConfig, target: Target, engine: dict[str, Any]) -> ServiceBackend:
     drafter = CopyDrafter(target.tokenizer, target.eos_ids)
     running = tiny_engine(target, [drafter], **{"num_kv_slots": KV_SLOTS, **engine})
     encoder = LetterEncoder()
     store = Store.open(Path(config.retriever.index_dir), encoder.identity)
-    return Backend(running, target.tokenizer, Retriever(encoder, store, config.retriever), config, running.close)
+    return ServiceBackend(running, target.tokenizer, Retriever(encoder, store, config.retriever), config, running.close)
 
 
 def soon(is_so: Callable[[], bool], timeout_s: float = 20.0) -> bool:

@@ -26,7 +26,7 @@ from ragspec.evaluation.timing import Tick
 from ragspec.retrieval.encoder import Encoder
 from ragspec.retrieval.retriever import Retriever
 from services.app import build_app
-from services.backend import Backend
+from services.backend import ServiceBackend
 from services.embedded import Server, address_of, listening
 from services.keys import KeyFile, add_key
 from services.settings import ServiceConfig, ServiceSettings
@@ -40,7 +40,7 @@ class Service:
 
     url: str
     keys: Mapping[str, str]
-    backend: Backend
+    backend: ServiceBackend
 
     def timed(
         self, path: str, bodies: Sequence[Mapping[str, Any]], concurrency: int = 1, tenant: str = ""
@@ -57,7 +57,7 @@ class Service:
 
 
 @contextmanager
-def service_here(backend: Backend, tenants: Sequence[str] = ("ann",)) -> Iterator[Service]:
+def service_here(backend: ServiceBackend, tenants: Sequence[str] = ("ann",)) -> Iterator[Service]:
     """Serves until the block ends; the backend is not closed. Raises: ConfigError, EngineError if it does not start."""
     with tempfile.TemporaryDirectory(prefix="ragspec-") as folder, listening(backend.config.service) as listener:
         file = Path(folder) / "keys.json"
@@ -78,7 +78,7 @@ def service_here(backend: Backend, tenants: Sequence[str] = ("ann",)) -> Iterato
 
 
 @contextmanager
-def backend_of(settings: Settings, tick: Tick) -> Iterator[tuple[Backend, RagList]]:
+def backend_of(settings: Settings, tick: Tick) -> Iterator[tuple[ServiceBackend, RagList]]:
     """A backend over the usual corpus with an engine for many requests at once, and the questions to ask.
 
     Raises: ConfigError, ModelError, StoreError.
@@ -97,7 +97,7 @@ def backend_of(settings: Settings, tick: Tick) -> Iterator[tuple[Backend, RagLis
             retriever=RetrieverConfig(index_dir=str(store.index_dir)),
             service=ServiceSettings(port=0, data_dir=folder),
         )
-        with Backend.embedded(config, Retriever(encoder, store, config.retriever)) as backend:
+        with ServiceBackend.embedded(config, Retriever(encoder, store, config.retriever)) as backend:
             yield backend, listed
 
 

@@ -23,7 +23,7 @@ from ragspec.core import SamplingParams, check_text
 from ragspec.errors import InputError
 from ragspec.rag.answer import Answer
 from ragspec.rag.iterative.pipeline import IterativePipeline
-from ragspec.rag.iterative.policies import POLICIES, Policy
+from ragspec.rag.iterative.policies import POLICIES
 from ragspec.rag.pipeline import Pipeline
 from ragspec.retrieval.search.filters import parse_filter
 
@@ -45,7 +45,9 @@ def run_ask(
     settings = load_config(config, **overrides)
     params = SamplingParams(**settings.generation.model_dump())
     options = {**options, "filter": _filter(options["filter"])}
-    policy = iterative and _policy(iterative, overrides["retriever.num_passages"])
+    num_passages = overrides["retriever.num_passages"]
+    arguments = {} if num_passages is None else {"num_passages": num_passages}
+    policy = POLICIES[iterative](**arguments) if iterative else None
     stay_offline(settings.target.model)
     errors = stderr_console()
     with errors.status(Text("Opening the index and the target …", "dim")):
@@ -64,10 +66,6 @@ def run_ask(
         names = ", ".join(passage.id for passage in answer.dropped_passages)
         note(errors, f"{len(answer.dropped_passages)} retrieved passages did not fit the context: {names}")
     errors.print(Text(summary(answer), "dim"))
-
-
-def _policy(name: str, num_passages: int | None) -> Policy:
-    return POLICIES[name]() if num_passages is None else POLICIES[name](num_passages=num_passages)
 
 
 async def stream_answer(

@@ -16,15 +16,15 @@ import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from ragspec.cli.terminal import one_line, print_error, safe, stay_offline, stderr_console
 from ragspec.config import load_config
-from ragspec.core import SamplingParams, check_text
+from ragspec.core import check_text
 from ragspec.disk import atomic_writer, saving
 from ragspec.errors import InputError, SaveError
 from ragspec.rag.grammar.correction import DEFAULT_PARAMS, Correction
@@ -67,31 +67,17 @@ def run_correct(
         params = replace(default_params(settings.generation), max_tokens=DEFAULT_PARAMS.max_tokens)
         with errors.status("Opening the target …"):
             grammar = Grammar.from_config(settings)
-        with grammar:
-            _correct(grammar, read, params, edit_filter, options, tally, errors)
+        columns = (TextColumn("Correcting"), BarColumn(), MofNCompleteColumn(), TextColumn("files"))
+        with grammar, Progress(*columns, console=errors, transient=True) as progress:
+            bar = progress.add_task("", total=len(read))
+            correct = partial(grammar.correct_many, edit_filter=edit_filter, speculation=options.speculation)
+            for begin in range(0, len(read), _CHUNK):
+                chunk = read[begin : begin + _CHUNK]
+                for file, correction in zip(chunk, correct([each.text for each in chunk], params), strict=True):
+                    _show(file, correction, options, tally)
+                    progress.advance(bar)
     errors.print(_summary(tally), style="dim")
     return 2 if tally["failed"] else int(options.diff and tally["changed"] > 0)
-
-
-def _correct(
-    grammar: Grammar,
-    read: Sequence[_InputFile],
-    params: SamplingParams,
-    edit_filter: EditFilter,
-    options: CorrectOptions,
-    tally: Counter[str],
-    errors: Console,
-) -> None:
-    columns = (TextColumn("Correcting"), BarColumn(), MofNCompleteColumn(), TextColumn("files"))
-    with Progress(*columns, console=errors, transient=True) as progress:
-        bar = progress.add_task("", total=len(read))
-        for begin in range(0, len(read), _CHUNK):
-            chosen = read[begin : begin + _CHUNK]
-            texts = [each.text for each in chosen]
-            corrections = grammar.correct_many(texts, params, edit_filter=edit_filter, speculation=options.speculation)
-            for file, correction in zip(chosen, corrections, strict=True):
-                _show(file, correction, options, tally)
-                progress.advance(bar)
 
 
 def _show(file: _InputFile, correction: Correction, options: CorrectOptions, tally: Counter[str]) -> None:

@@ -23,7 +23,7 @@ from ragspec.errors import ConfigError
 from services.settings import ServiceConfig
 
 if TYPE_CHECKING:
-    from services.backend import Backend
+    from services.backend import ServiceBackend
     from services.keys import KeyStore
 
 
@@ -75,12 +75,14 @@ def _checked(settings: ServiceConfig) -> ServiceConfig:
 
 
 @contextlib.contextmanager
-def _in_process(console: Console, settings: ServiceConfig, corpus: list[tuple[str, str]] | None) -> Iterator[Backend]:
+def _in_process(
+    console: Console, settings: ServiceConfig, corpus: list[tuple[str, str]] | None
+) -> Iterator[ServiceBackend]:
     stay_offline(settings.target.model)
     with stage(console, "encoder", "Loading the encoder") as done:
         from ragspec.retrieval.encoder import Encoder
         from ragspec.retrieval.retriever import Retriever
-        from services.backend import Backend
+        from services.backend import ServiceBackend
 
         encoder = Encoder.load(settings.encoder)
         done.detail = settings.encoder.model
@@ -90,7 +92,7 @@ def _in_process(console: Console, settings: ServiceConfig, corpus: list[tuple[st
         retriever = Retriever.from_config(settings.retriever, encoder)
         done.detail = "Python's standard library" if corpus else settings.retriever.index_dir
     with stage(console, "target", "Loading the target, testing its numerics, measuring what steps cost") as done:
-        backend = Backend.embedded(settings, retriever)
+        backend = ServiceBackend.embedded(settings, retriever)
         done.detail = f"{backend.model}, numerics {backend.engine.fingerprint}"
     with backend:
         yield backend
@@ -111,7 +113,7 @@ def _with_demo_index(
 
 
 @contextlib.contextmanager
-def _on_cluster(console: Console, name: str, address: str | None, settings: ServiceConfig) -> Iterator[Backend]:
+def _on_cluster(console: Console, name: str, address: str | None, settings: ServiceConfig) -> Iterator[ServiceBackend]:
     from pipelines.batch.ray_session import ray_session
 
     with ray_session(address, deployment=name):

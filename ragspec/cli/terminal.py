@@ -86,16 +86,16 @@ def note(console: Console, message: str) -> None:
     console.print(Text(f"note: {safe(message)}", "yellow"))
 
 
-class Stage:
+class StageDetail:
     """Set `detail` inside the block; `stage` prints it at the end."""
 
     detail = ""
 
 
 @contextmanager
-def stage(console: Console, name: str, doing: str = "") -> Iterator[Stage]:
+def stage(console: Console, name: str, doing: str = "") -> Iterator[StageDetail]:
     """Shows a spinner while the block runs, then a line with detail and seconds. No spinner without `doing`; no line on error."""
-    begin, current = perf_counter(), Stage()
+    begin, current = perf_counter(), StageDetail()
     with console.status(Text(f"{doing} …", "dim")) if doing else nullcontext():
         yield current
     line = Text.assemble(("✓ ", "green"), f"{name:<11}", (current.detail, "dim"))

@@ -1,1 +1,1 @@
-"""Grammar: LanguageTool's HTTP interface under /v2, and /v1/grammar, over one corrector."""
+"""LanguageTool's API under /v2, and /v1/grammar, over one `Corrector`."""

@@ -32,56 +32,42 @@ _MAX_WORD_CHARS = 100
 _UNFINISHED = "There was not enough time for all of the text, or the correction of a sentence had no end"
 
 
-def software() -> dict[str, Any]:
-    own = version("ragspec")
-    return {
-        "name": "ragspec",
-        "version": own,
-        "buildDate": own,
-        "apiVersion": API_VERSION,
-        "premium": False,
-        "premiumHint": "",
-        "status": "",
-    }
+_VERSION = version("ragspec")
+_SOFTWARE = {
+    "name": "ragspec",
+    "version": _VERSION,
+    "buildDate": _VERSION,
+    "apiVersion": API_VERSION,
+    "premium": False,
+    "premiumHint": "",
+    "status": "",
+}
 
 
 def check_reply(language: str, found: DetectedLanguage, corrected: Corrected | None) -> dict[str, Any]:
     """`language`: the requested code. `corrected` None: the text is not English."""
-    incomplete = ""
+    warnings: dict[str, Any] = {"incompleteResults": False}
+    matches, ranges = list[dict[str, Any]](), list[list[int]]()
     if corrected is None:
-        incomplete = f"The text seems to be {found.name}, and only English is corrected"
-    elif corrected.correction.unfinished:
-        incomplete = _UNFINISHED
-    code = language if language in LANGUAGES else found.code
-    reply: dict[str, Any] = {
-        "software": software(),
-        "warnings": {"incompleteResults": bool(incomplete)},
-        "language": {
-            "name": LANGUAGES.get(code, found.name),
-            "code": code,
-            "detectedLanguage": {
-                "name": found.name,
-                "code": found.code,
-                "confidence": found.confidence,
-                "source": "words",
-            },
-        },
-        "matches": [],
-        "sentenceRanges": [],
-        "extendedSentenceRanges": [],
-    }
-    if incomplete:
-        reply["warnings"]["incompleteResultsReason"] = incomplete
-    if corrected is not None:
+        reason = f"The text seems to be {found.name}, and only English is corrected"
+        warnings = {"incompleteResults": True, "incompleteResultsReason": reason}
+    else:
         offsets = Utf16Offsets(corrected.correction.text)
+        matches = matches_of(corrected.correction, corrected.marked, offsets)
         ranges = [[offsets.units(start), offsets.units(end)] for start, end in corrected.correction.sentences]
-        rates = [{"language": found.code.split("-")[0], "rate": found.confidence}]
-        reply["matches"] = matches_of(corrected.correction, corrected.marked, offsets)
-        reply["sentenceRanges"] = ranges
-        reply["extendedSentenceRanges"] = [
-            {"from": start, "to": end, "detectedLanguages": rates} for start, end in ranges
-        ]
-    return reply
+        if corrected.correction.unfinished:
+            warnings = {"incompleteResults": True, "incompleteResultsReason": _UNFINISHED}
+    code, confidence = language if language in LANGUAGES else found.code, found.confidence
+    detected = {"name": found.name, "code": found.code, "confidence": confidence, "source": "words"}
+    rates = [{"language": found.code.split("-")[0], "rate": confidence}]
+    return {
+        "software": _SOFTWARE,
+        "warnings": warnings,
+        "language": {"name": LANGUAGES.get(code, found.name), "code": code, "detectedLanguage": detected},
+        "matches": matches,
+        "sentenceRanges": ranges,
+        "extendedSentenceRanges": [{"from": start, "to": end, "detectedLanguages": rates} for start, end in ranges],
+    }
 
 
 def languages_reply() -> list[dict[str, str]]:
@@ -89,31 +75,25 @@ def languages_reply() -> list[dict[str, str]]:
 
 
 def info_reply() -> dict[str, Any]:
-    own = software()
-    kept = {name: own[name] for name in ("name", "version", "buildDate", "premium")}
-    return {"software": kept | {"commit": own["version"]}}
+    kept = {name: _SOFTWARE[name] for name in ("name", "version", "buildDate", "premium")}
+    return {"software": kept | {"commit": _VERSION}}
 
 
 def config_reply(max_text_chars: int) -> dict[str, Any]:
-    return {
-        "software": software(),
-        "parameter": {"maxTextLength": max_text_chars},
-        "rules": [_rule(kind) for kind in RULES],
-    }
-
-
-def _rule(kind: EditKind) -> dict[str, Any]:
-    rule = RULES[kind]
-    return {
-        "ruleId": rule.id,
-        "description": rule.description,
-        "categoryId": rule.category,
-        "categoryName": rule.category_name,
-        "locQualityIssueType": rule.issue,
-        "isDictionaryBasedSpellingRule": False,
-        "isOfficeDefaultOn": True,
-        "isOfficeDefaultOff": False,
-    }
+    rules = [
+        {
+            "ruleId": rule.id,
+            "description": rule.description,
+            "categoryId": rule.category,
+            "categoryName": rule.category_name,
+            "locQualityIssueType": rule.issue,
+            "isDictionaryBasedSpellingRule": False,
+            "isOfficeDefaultOn": True,
+            "isOfficeDefaultOff": False,
+        }
+        for rule in RULES.values()
+    ]
+    return {"software": _SOFTWARE, "parameter": {"maxTextLength": max_text_chars}, "rules": rules}
 
 
 def matches_of(correction: Correction, marked: MarkedText, offsets: Utf16Offsets) -> list[dict[str, Any]]:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from ragspec.rag.grammar.correction import Correction, CorrectionRequest
 from ragspec.rag.grammar.grammar import Grammar
 from ragspec.rag.grammar.markup import MarkedText
-from services.backend import Backend
+from services.backend import ServiceBackend
 from services.errors import ApiError
 from services.keys import Caller
 
@@ -30,7 +30,7 @@ class Corrected(NamedTuple):
 class Corrector:
     """Serves all callers."""
 
-    def __init__(self, backend: Backend) -> None:
+    def __init__(self, backend: ServiceBackend) -> None:
         self._backend, self._settings = backend, backend.config.service.grammar
         self._grammar = Grammar(backend.engine, backend.prompts, max_in_flight=backend.config.engine.max_running)
 

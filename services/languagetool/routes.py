@@ -14,7 +14,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from ragspec.rag.grammar.correction import CorrectionRequest
 from ragspec.rag.grammar.edit_filters import EditFilter
-from services.backend import Backend
+from services.backend import ServiceBackend
 from services.errors import ApiError
 from services.languagetool.check_request import CheckRequest
 from services.languagetool.check_response import check_reply, config_reply, info_reply, languages_reply
@@ -26,7 +26,7 @@ from services.request_limits import form_fields
 _MAX_WORDS = 500
 
 
-def routes(backend: Backend) -> APIRouter:
+def routes(backend: ServiceBackend) -> APIRouter:
     router, corrector = APIRouter(), Corrector(backend)
     _add_check(router, backend, corrector)
     _add_server_facts(router, backend)
@@ -35,7 +35,7 @@ def routes(backend: Backend) -> APIRouter:
     return router
 
 
-def _add_check(router: APIRouter, backend: Backend, corrector: Corrector) -> None:
+def _add_check(router: APIRouter, backend: ServiceBackend, corrector: Corrector) -> None:
     ratio = backend.config.service.grammar.max_edit_ratio
 
     @router.get("/v2/check")
@@ -56,7 +56,7 @@ def _add_check(router: APIRouter, backend: Backend, corrector: Corrector) -> Non
         return JSONResponse(await asyncio.to_thread(check_reply, checked.language, found, corrected))
 
 
-def _add_server_facts(router: APIRouter, backend: Backend) -> None:
+def _add_server_facts(router: APIRouter, backend: ServiceBackend) -> None:
     max_chars = backend.config.service.grammar.max_text_chars
 
     @router.get("/v2/languages")
@@ -86,7 +86,7 @@ def _add_server_facts(router: APIRouter, backend: Backend) -> None:
         return PlainTextResponse("OK")
 
 
-def _add_dictionaries(router: APIRouter, backend: Backend) -> None:
+def _add_dictionaries(router: APIRouter, backend: ServiceBackend) -> None:
     dictionaries = backend.dictionaries
 
     @router.get("/v2/words")
@@ -108,7 +108,7 @@ def _add_dictionaries(router: APIRouter, backend: Backend) -> None:
         return JSONResponse({"deleted": await asyncio.to_thread(dictionaries.delete, tenant, word, name)})
 
 
-def _add_grammar(router: APIRouter, backend: Backend, corrector: Corrector) -> None:
+def _add_grammar(router: APIRouter, backend: ServiceBackend, corrector: Corrector) -> None:
     ratio = backend.config.service.grammar.max_edit_ratio
 
     @router.post("/v1/grammar")

@@ -22,7 +22,7 @@ from ragspec.rag.chat.chat import ChatTurn, PreparedTurn
 from ragspec.rag.steps import parse_scope
 from ragspec.retrieval.search.segment_search import SearchScope
 from ragspec.speculation import ON, Speculation
-from services.backend import Backend
+from services.backend import ServiceBackend
 from services.openai.answer_format import AnswerFormat
 from services.openai.citation_formats import citation_fields, citations_of, passages_of
 from services.openai.engine_stream import ChoiceKey, DeltaMailbox, EngineStream
@@ -36,7 +36,7 @@ _MAX_PREPARING = 64
 """Threads that prepare turns; most of them wait for one batched call of the index."""
 
 
-def routes(backend: Backend, mailbox: DeltaMailbox) -> APIRouter:
+def routes(backend: ServiceBackend, mailbox: DeltaMailbox) -> APIRouter:
     router, token_texts = APIRouter(tags=["chat"]), TokenTexts(backend.prompts.tokenizer)
     threads = ThreadPoolExecutor(_MAX_PREPARING, "ragspec-prepare")
 

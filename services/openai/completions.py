@@ -21,7 +21,7 @@ from ragspec.errors import InputError, PromptTooLong
 from ragspec.rag.cache_salts import cache_salt_of
 from ragspec.rag.prompt import PromptBuilder
 from ragspec.speculation import ON, Speculation
-from services.backend import Backend
+from services.backend import ServiceBackend
 from services.errors import ApiError
 from services.openai.answer_format import AnswerFormat
 from services.openai.engine_stream import ChoiceKey, DeltaMailbox, EngineStream
@@ -31,7 +31,7 @@ from services.openai.streaming import ChoiceDelta, GenerationResponse, ResponseS
 from services.openai.types import CompletionBody
 
 
-def routes(backend: Backend, mailbox: DeltaMailbox) -> APIRouter:
+def routes(backend: ServiceBackend, mailbox: DeltaMailbox) -> APIRouter:
     router, token_texts = APIRouter(tags=["completions"]), TokenTexts(backend.prompts.tokenizer)
 
     @router.post("/v1/completions", response_model=None)

@@ -15,7 +15,7 @@ import numpy as np
 from fastapi import APIRouter, Request
 
 from ragspec.core import check_text
-from services.backend import Backend
+from services.backend import ServiceBackend
 from services.errors import ApiError
 from services.openai.request_context import check_model
 from services.openai.types import EmbeddingBody
@@ -24,7 +24,7 @@ _SLICE = 32
 """Texts encoded in one call. Between two calls other requests take turns, and abandoned requests end."""
 
 
-def routes(backend: Backend) -> APIRouter:
+def routes(backend: ServiceBackend) -> APIRouter:
     router, embeddings = APIRouter(tags=["embeddings"]), Embeddings(backend)
 
     @router.post("/v1/embeddings", response_model=None)
@@ -50,7 +50,7 @@ def routes(backend: Backend) -> APIRouter:
 class Embeddings:
     """Encodes slices of all requests in turn, in one thread. An abandoned request ends after its slice."""
 
-    def __init__(self, backend: Backend) -> None:
+    def __init__(self, backend: ServiceBackend) -> None:
         self._backend, self._encoder = backend, backend.encoder
         self._thread = ThreadPoolExecutor(1, "ragspec-embeddings")
 

@@ -18,7 +18,7 @@ from fastapi import Request as HttpRequest
 
 from ragspec.core import Request, SamplingParams
 from ragspec.rag.steps import default_params
-from services.backend import Backend
+from services.backend import ServiceBackend
 from services.errors import ApiError
 from services.keys import Caller
 from services.openai.engine_stream import MAX_WAITING_TOKENS, DeltaMailbox, EngineStream
@@ -29,7 +29,7 @@ from services.openai.types import SamplingBody
 class RequestContext:
     """`begin_s`: when the request came, of time.perf_counter. `created`: the same as Unix time."""
 
-    backend: Backend
+    backend: ServiceBackend
     mailbox: DeltaMailbox
     body: SamplingBody
     caller: Caller
@@ -39,7 +39,9 @@ class RequestContext:
     params: SamplingParams
 
     @classmethod
-    def of(cls, backend: Backend, mailbox: DeltaMailbox, body: SamplingBody, request: HttpRequest) -> RequestContext:
+    def of(
+        cls, backend: ServiceBackend, mailbox: DeltaMailbox, body: SamplingBody, request: HttpRequest
+    ) -> RequestContext:
         """Raises: ApiError for an unknown model or a stream that strict privacy forbids, InputError for bad parameters."""
         check_model(backend, body.model)
         params = body.params(default_params(backend.config.generation))
@@ -75,7 +77,7 @@ class RequestContext:
             reservation.used(num_prompt + stream.num_tokens)
 
 
-def check_model(backend: Backend, name: str) -> None:
+def check_model(backend: ServiceBackend, name: str) -> None:
     """Raises: ApiError 404."""
     if name != backend.model:
         raise ApiError(

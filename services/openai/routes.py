@@ -7,13 +7,13 @@ from typing import Any
 
 from fastapi import APIRouter
 
-from services.backend import Backend
+from services.backend import ServiceBackend
 from services.errors import ApiError
 from services.openai import chat, completions, embeddings
 from services.openai.engine_stream import DeltaMailbox
 
 
-def routes(backend: Backend) -> APIRouter:
+def routes(backend: ServiceBackend) -> APIRouter:
     router, mailbox = APIRouter(), DeltaMailbox()
     for part in (
         chat.routes(backend, mailbox),
@@ -25,7 +25,7 @@ def routes(backend: Backend) -> APIRouter:
     return router
 
 
-def _model_routes(backend: Backend) -> APIRouter:
+def _model_routes(backend: ServiceBackend) -> APIRouter:
     router, encoder = APIRouter(tags=["models"]), backend.encoder
     common = {"object": "model", "created": int(time.time()), "owned_by": "ragspec"}
     models = {

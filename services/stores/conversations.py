@@ -10,12 +10,12 @@ from ragspec.core import Message
 from ragspec.errors import InputError
 from ragspec.rag.chat.conversations import Conversation, ConversationStore, QaPair
 from ragspec.rag.chat.history import split_messages
-from services.backend import Backend
+from services.backend import ServiceBackend
 from services.errors import ApiError
 from services.stores.schemas import Fields, Name, NewConversation, PageQuery, Tenant, deleted
 
 
-def routes(backend: Backend) -> APIRouter:
+def routes(backend: ServiceBackend) -> APIRouter:
     router = APIRouter(prefix="/v1/conversations")
     conversations = backend.chat.conversations
 

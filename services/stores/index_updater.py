@@ -21,7 +21,7 @@ from ragspec.retrieval.index.manifest import CURRENT
 from ragspec.retrieval.index.store import Store
 from ragspec.retrieval.index.writer import IndexWriter
 from services.stores.parsing import origin_of
-from services.stores.records import Member
+from services.stores.records import StoreMember
 
 log = logging.getLogger(__name__)
 
@@ -46,7 +46,7 @@ class IndexUpdater:
         """No longer waits for other processes. Callable from any thread."""
         self._is_stopping = True
 
-    def has_any(self, members: Sequence[Member]) -> bool:
+    def has_any(self, members: Sequence[StoreMember]) -> bool:
         """Whether the index has a document of any of the members. Raises: StoreCorrupt."""
         try:
             live = DocumentMap(Store.open(self._index_dir), with_texts=False)
@@ -55,7 +55,7 @@ class IndexUpdater:
         origins = {(owner, origin) for _, owner, origin in live.origins()}
         return any((member.tenant, origin_of(member)) in origins for member in members)
 
-    def replace(self, members: Sequence[Member], documents: Sequence[Document]) -> None:
+    def replace(self, members: Sequence[StoreMember], documents: Sequence[Document]) -> None:
         """Replaces all documents of `members` by `documents`, in one commit. Raises: IndexBusy, SaveError, InputError."""
         owners = {origin_of(member): member.tenant for member in members}
         with self._writer() as writer:

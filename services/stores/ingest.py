@@ -23,7 +23,7 @@ from ragspec.errors import IndexBusy, InputError, Overloaded, RagspecError, Retr
 from ragspec.retrieval.encoder import TextEncoder
 from services.stores.index_updater import Forget, IndexUpdater
 from services.stores.parsing import ParseLimits, UnsupportedFile, parsed
-from services.stores.records import FileRecord, Member, Records
+from services.stores.records import FileRecord, Records, StoreMember
 
 log = logging.getLogger(__name__)
 
@@ -38,7 +38,7 @@ _STOPPING = "the service is stopping: ask again when it is back"
 
 @dataclass(slots=True)
 class _Deletion:
-    members: Sequence[Member]
+    members: Sequence[StoreMember]
     done: Future[None] = field(default_factory=Future)
 
 
@@ -60,10 +60,10 @@ class IngestWorker:
         self._index = IndexUpdater(index_dir, encoder, forget)
         self._max_waiting, self._limits = max_waiting, limits or ParseLimits()
         self._wake = threading.Condition()
-        self._members: deque[Member] = deque()
+        self._members: deque[StoreMember] = deque()
         self._members_due_s = 0.0  # of time.monotonic
         self._deletions: deque[_Deletion] = deque()
-        self._unfinished_deletions: list[Member] = []
+        self._unfinished_deletions: list[StoreMember] = []
         self._deletions_due_s = 0.0  # of time.monotonic
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="ragspec-ingest", daemon=True)
@@ -83,12 +83,12 @@ class IngestWorker:
         if len(self._members) >= self._max_waiting:
             raise Overloaded(f"{len(self._members)} files wait to be read already")
 
-    def add(self, member: Member) -> None:
+    def add(self, member: StoreMember) -> None:
         with self._wake:
             self._members.append(member)
             self._wake.notify()
 
-    def delete(self, members: Sequence[Member]) -> None:
+    def delete(self, members: Sequence[StoreMember]) -> None:
         """Deletes the members' documents and waits: the next query finds none of them.
 
         Raises: SaveError if the deletion failed; members that no other caller deletes are restored. Overloaded after a timeout
@@ -164,7 +164,7 @@ class IngestWorker:
         else:
             self._unfinished_deletions = []
 
-    def _drop(self, members: Sequence[Member]) -> None:
+    def _drop(self, members: Sequence[StoreMember]) -> None:
         if members:
             self._index.replace(members, [])
             self._records.drop_members(members)
@@ -180,7 +180,7 @@ class IngestWorker:
         else:
             deletion.done.set_result(None)
 
-    def _restore(self, members: Sequence[Member]) -> None:
+    def _restore(self, members: Sequence[StoreMember]) -> None:
         """Gives members their status from before a failed deletion."""
         for member in members:
             self._records.set_status([member], member.status)
@@ -190,8 +190,8 @@ class IngestWorker:
                 self._unfinished_deletions.append(member)
                 self._deletions_due_s = time.monotonic() + _RETRY_DELETIONS_S
 
-    def _add(self, members: Sequence[Member]) -> None:
-        read: list[tuple[Member, list[Document]]] = []
+    def _add(self, members: Sequence[StoreMember]) -> None:
+        read: list[tuple[StoreMember, list[Document]]] = []
         for number, member in enumerate(members):
             if number and (self._stopping or self._deletions):  # parsing one file may take minutes
                 with self._wake:
@@ -201,7 +201,7 @@ class IngestWorker:
                 read.append((member, documents))
         self._index_files(read)
 
-    def _index_files(self, read: Sequence[tuple[Member, list[Document]]]) -> None:
+    def _index_files(self, read: Sequence[tuple[StoreMember, list[Document]]]) -> None:
         """Commits files together; after an error, one by one, so that one file cannot fail the others."""
         try:
             if read:
@@ -221,7 +221,7 @@ class IngestWorker:
             for member, documents in read:
                 self._records.end(member, "completed", num_bytes=sum(len(each.text.encode()) for each in documents))
 
-    def _read(self, member: Member) -> list[Document] | None:
+    def _read(self, member: StoreMember) -> list[Document] | None:
         """None if the member was deleted meanwhile or cannot be parsed."""
         if self._records.status(member.key) != "in_progress":
             return None
@@ -235,7 +235,7 @@ class IngestWorker:
             return None
         return documents
 
-    def _fail(self, member: Member, cause: Exception, message: str) -> None:
+    def _fail(self, member: StoreMember, cause: Exception, message: str) -> None:
         """`message` is shown for errors that the file did not cause."""
         if isinstance(cause, InputError):
             code = "unsupported_file" if isinstance(cause, UnsupportedFile) else "invalid_file"

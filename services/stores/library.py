@@ -28,7 +28,7 @@ from services.stores.blobs import Blobs
 from services.stores.index_updater import Forget
 from services.stores.ingest import IngestWorker
 from services.stores.parsing import FILE, STORE, ParseLimits
-from services.stores.records import Attributes, FileRecord, Member, Records, StoreRecord
+from services.stores.records import Attributes, FileRecord, Records, StoreMember, StoreRecord
 
 MAX_ATTRIBUTES = 16
 _MAX_KEY_CHARS, _MAX_VALUE_CHARS = 64, 512
@@ -135,7 +135,7 @@ class Library(AbstractContextManager["Library"]):
         self._ingest.delete(self._records.members(tenant, store_id))
         self._records.drop_store(tenant, store_id)
 
-    def attach(self, tenant: str, store_id: str, file_id: str, attributes: Attributes) -> Member:
+    def attach(self, tenant: str, store_id: str, file_id: str, attributes: Attributes) -> StoreMember:
         """Starts to index a file in a store. Raises: NotFound, InputError, Overloaded, SaveError."""
         self._records.store(tenant, store_id)
         self._records.file(tenant, file_id)
@@ -144,12 +144,12 @@ class Library(AbstractContextManager["Library"]):
         self._ingest.add(member)
         return member
 
-    def member(self, tenant: str, store_id: str, file_id: str) -> Member:
+    def member(self, tenant: str, store_id: str, file_id: str) -> StoreMember:
         """Raises: NotFound."""
         self._records.store(tenant, store_id)
         return self._records.member(tenant, store_id, file_id)
 
-    def members(self, tenant: str, store_id: str) -> list[Member]:
+    def members(self, tenant: str, store_id: str) -> list[StoreMember]:
         """Raises: NotFound."""
         self._records.store(tenant, store_id)
         return self._records.members(tenant, store_id)

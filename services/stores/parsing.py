@@ -22,7 +22,7 @@ from ragspec.errors import InputError
 from ragspec.retrieval.reading import SUFFIXES, read_file
 
 if TYPE_CHECKING:
-    from services.stores.records import FileRecord, Member
+    from services.stores.records import FileRecord, StoreMember
 
 STORE, FILE = "vector_store_id", "file_id"
 """Keys of a document's metadata that the service sets; users cannot."""
@@ -47,7 +47,7 @@ class ParseLimits(NamedTuple):
     timeout_s: float = 120.0
 
 
-def parsed(path: Path, file: FileRecord, member: Member, limits: ParseLimits) -> Iterator[Document]:
+def parsed(path: Path, file: FileRecord, member: StoreMember, limits: ParseLimits) -> Iterator[Document]:
     """The documents of a file in a vector store.
 
     Raises: InputError with a reason that names the file as its owner does; UnsupportedFile.
@@ -57,18 +57,16 @@ def parsed(path: Path, file: FileRecord, member: Member, limits: ParseLimits) ->
         raise UnsupportedFile(f"files of this type cannot be read; these can: {', '.join(sorted(SUFFIXES))}")
     with tempfile.TemporaryDirectory(prefix="ragspec-parse-") as folder:
         output = Path(folder) / "documents.jsonl"
-        parse = _parse_here if suffix in _PLAIN_SUFFIXES else _parse_in_process
         try:
-            parse(path, file.filename, output, limits)
+            if suffix in _PLAIN_SUFFIXES:
+                write_documents(path, file.filename, output, limits.max_text_bytes)
+            else:
+                _parse_in_process(path, file.filename, output, limits)
         except InputError as cause:
             raise InputError(str(cause).replace(str(path), file.filename)[:_MAX_REASON_CHARS]) from cause
         with open(output, encoding="utf-8") as lines:
             for number, line in enumerate(lines, 1):
                 yield _document(json.loads(line), file, member, f":{number}" if suffix in _ROW_SUFFIXES else "")
-
-
-def _parse_here(path: Path, filename: str, output: Path, limits: ParseLimits) -> None:
-    write_documents(path, filename, output, limits.max_text_bytes)
 
 
 def _parse_in_process(path: Path, filename: str, output: Path, limits: ParseLimits) -> None:
@@ -100,7 +98,7 @@ def write_documents(path: Path, name: str, output: Path, max_bytes: int) -> None
             lines.write(json.dumps(fields) + "\n")
 
 
-def _document(fields: dict[str, Any], file: FileRecord, member: Member, row: str) -> Document:
+def _document(fields: dict[str, Any], file: FileRecord, member: StoreMember, row: str) -> Document:
     title = fields["title"]
     if not row and title in ("", Path(file.id).stem):
         title = Path(file.filename).stem
@@ -116,7 +114,7 @@ def _document(fields: dict[str, Any], file: FileRecord, member: Member, row: str
     )
 
 
-def origin_of(member: Member) -> str:
+def origin_of(member: StoreMember) -> str:
     """The `origin` in the index of a member's documents."""
     return f"{member.store}:{member.file}"
 

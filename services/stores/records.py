@@ -58,7 +58,7 @@ class StoreRecord:
 
 
 @dataclass(frozen=True, slots=True)
-class Member:
+class StoreMember:
     """A file in a vector store. `code` and `message`: the error of a failed member. `num_bytes`: its indexed text."""
 
     tenant: str
@@ -130,7 +130,7 @@ class Records:
         self._write("DELETE FROM stores WHERE tenant=? AND id=?", (tenant, store_id))
         self._database.truncate_log()
 
-    def add_member(self, tenant: str, store_id: str, file_id: str, attributes: Attributes) -> Member:
+    def add_member(self, tenant: str, store_id: str, file_id: str, attributes: Attributes) -> StoreMember:
         """Adds or restarts a member with these attributes. Raises: InputError while it is being deleted."""
         now = time.time()
         with self._database.writing() as db:
@@ -142,24 +142,24 @@ class Records:
             db.execute("UPDATE stores SET used_s=? WHERE tenant=? AND id=?", (now, tenant, store_id))
         return self.member(tenant, store_id, file_id)
 
-    def member(self, tenant: str, store_id: str, file_id: str) -> Member:
+    def member(self, tenant: str, store_id: str, file_id: str) -> StoreMember:
         """Raises: NotFound, also while it is being deleted."""
         members = self._members(f"{_KEY} AND status<>'deleting'", tenant, store_id, file_id)
         if not members:
             raise NotFound(f"there is no file {file_id!r} in vector store {store_id!r}")
         return members[0]
 
-    def members(self, tenant: str, store_id: str) -> list[Member]:
+    def members(self, tenant: str, store_id: str) -> list[StoreMember]:
         return self._members("tenant=? AND store=? AND status<>'deleting'", tenant, store_id)
 
-    def members_of_file(self, tenant: str, file_id: str) -> list[Member]:
+    def members_of_file(self, tenant: str, file_id: str) -> list[StoreMember]:
         return self._members("tenant=? AND file=?", tenant, file_id)
 
-    def unfinished(self) -> list[Member]:
+    def unfinished(self) -> list[StoreMember]:
         """Members of all tenants that are in_progress or deleting, oldest first."""
         return self._members("status IN ('in_progress', 'deleting') ORDER BY created_s")
 
-    def completed(self) -> list[Member]:
+    def completed(self) -> list[StoreMember]:
         """Members of all tenants."""
         return self._members("status='completed'")
 
@@ -168,7 +168,7 @@ class Records:
         rows = self._rows(f"SELECT status FROM members WHERE {_KEY}", *key)
         return str(rows[0][0]) if rows else ""
 
-    def end(self, member: Member, status: str, code: str = "", message: str = "", num_bytes: int = 0) -> None:
+    def end(self, member: StoreMember, status: str, code: str = "", message: str = "", num_bytes: int = 0) -> None:
         """Ends a member that is in progress. Does nothing if it was restarted or deleted meanwhile."""
         self._write(
             "UPDATE members SET status=?, code=?, message=?, num_bytes=? "
@@ -176,20 +176,20 @@ class Records:
             (status, code, message, num_bytes, *member.key, member.created_s),
         )
 
-    def restart(self, members: Sequence[Member]) -> None:
+    def restart(self, members: Sequence[StoreMember]) -> None:
         """Sets completed members to in_progress."""
         keys = [member.key for member in members]
         self._write(f"UPDATE members SET status='in_progress' WHERE {_KEY} AND status='completed'", *keys)
 
-    def set_status(self, members: Sequence[Member], status: str) -> None:
+    def set_status(self, members: Sequence[StoreMember], status: str) -> None:
         self._write(f"UPDATE members SET status=? WHERE {_KEY}", *((status, *member.key) for member in members))
 
-    def still_deleting(self, members: Sequence[Member]) -> list[Member]:
+    def still_deleting(self, members: Sequence[StoreMember]) -> list[StoreMember]:
         """The members that were neither deleted nor restarted meanwhile."""
         found = {(each.key, each.created_s) for each in self.unfinished() if each.status == "deleting"}
         return [member for member in members if (member.key, member.created_s) in found]
 
-    def drop_members(self, members: Sequence[Member]) -> None:
+    def drop_members(self, members: Sequence[StoreMember]) -> None:
         """Removes the members that are still deleting; the others were restarted."""
         keys = [(*member.key, member.created_s) for member in members]
         self._write(f"DELETE FROM members WHERE {_KEY} AND created_s=? AND status='deleting'", *keys)
@@ -207,9 +207,9 @@ class Records:
         with self._database.reading() as db:
             return db.execute(query, values).fetchall()
 
-    def _members(self, where: str, *values: object) -> list[Member]:
+    def _members(self, where: str, *values: object) -> list[StoreMember]:
         rows = self._rows(f"SELECT * FROM members WHERE {where}", *values)
-        return [Member(*[*row[:-2], json.loads(row[-2]), row[-1]]) for row in rows]
+        return [StoreMember(*[*row[:-2], json.loads(row[-2]), row[-1]]) for row in rows]
 
 
 def _store(row: Sequence[Any]) -> StoreRecord:

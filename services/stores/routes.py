@@ -10,20 +10,20 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, Form, Query, UploadFile
 from starlette.responses import FileResponse
 
-from services.backend import Backend
+from services.backend import ServiceBackend
 from services.errors import ApiError
 from services.stores import conversations, vector_stores
 from services.stores.schemas import Fields, FileQuery, Name, Tenant, deleted, file_object
 
 
-def routes(backend: Backend) -> APIRouter:
+def routes(backend: ServiceBackend) -> APIRouter:
     router = APIRouter()
     for part in (_file_routes, vector_stores.routes, conversations.routes):
         router.include_router(part(backend))
     return router
 
 
-def _file_routes(backend: Backend) -> APIRouter:
+def _file_routes(backend: ServiceBackend) -> APIRouter:
     router, library = APIRouter(prefix="/v1/files"), backend.library
 
     @router.post("")

@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictFloat, Stri
 
 from ragspec.core import Passage
 from ragspec.errors import InputError
-from services.stores.records import FileRecord, Member, StoreRecord
+from services.stores.records import FileRecord, StoreMember, StoreRecord
 
 T = TypeVar("T")
 Fields = dict[str, Any]
@@ -44,21 +44,18 @@ class Chunking(StrictBody):
     type: Literal["auto"]
 
 
-class NewStore(StrictBody):
+class StoreChange(StrictBody):
     """`expires_after` can only be null: stores stay until they are deleted."""
 
     name: Name | None = None
-    description: Name | None = None
     metadata: Metadata | None = None
+    expires_after: None = None
+
+
+class NewStore(StoreChange):
+    description: Name | None = None
     file_ids: list[Name] = Field(default=[], max_length=500)
     chunking_strategy: Chunking | None = None
-    expires_after: None = None
-
-
-class StoreChange(StrictBody):
-    name: Name | None = None
-    metadata: Metadata | None = None
-    expires_after: None = None
 
 
 class NewMember(StrictBody):
@@ -159,7 +156,7 @@ def file_object(file: FileRecord) -> Fields:
     }
 
 
-def store_object(store: StoreRecord, members: Sequence[Member]) -> Fields:
+def store_object(store: StoreRecord, members: Sequence[StoreMember]) -> Fields:
     names = ("in_progress", "completed", "failed", "cancelled")
     counts = {name: sum(member.status == name for member in members) for name in names}
     return {
@@ -175,7 +172,7 @@ def store_object(store: StoreRecord, members: Sequence[Member]) -> Fields:
     }
 
 
-def member_object(member: Member) -> Fields:
+def member_object(member: StoreMember) -> Fields:
     return {
         "id": member.file,
         "object": "vector_store.file",

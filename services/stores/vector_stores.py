@@ -9,7 +9,7 @@ from fastapi import APIRouter, Query
 from ragspec.core import Passage
 from ragspec.retrieval.search.filters import ComparisonFilter, CompoundFilter, parse_filter
 from ragspec.retrieval.search.segment_search import SearchScope
-from services.backend import Backend
+from services.backend import ServiceBackend
 from services.stores.parsing import STORE
 from services.stores.records import StoreRecord
 from services.stores.schemas import (
@@ -31,7 +31,7 @@ from services.stores.schemas import (
 )
 
 
-def routes(backend: Backend) -> APIRouter:
+def routes(backend: ServiceBackend) -> APIRouter:
     router = APIRouter(prefix="/v1/vector_stores")
     _add_stores(router, backend)
     _add_members(router, backend)
@@ -39,7 +39,7 @@ def routes(backend: Backend) -> APIRouter:
     return router
 
 
-def _add_stores(router: APIRouter, backend: Backend) -> None:
+def _add_stores(router: APIRouter, backend: ServiceBackend) -> None:
     library = backend.library
 
     def shape(store: StoreRecord) -> Fields:
@@ -72,7 +72,7 @@ def _add_stores(router: APIRouter, backend: Backend) -> None:
         return deleted("vector_store.deleted", store_id)
 
 
-def _add_members(router: APIRouter, backend: Backend) -> None:
+def _add_members(router: APIRouter, backend: ServiceBackend) -> None:
     library = backend.library
 
     @router.post("/{store_id}/files")
@@ -100,7 +100,7 @@ def _add_members(router: APIRouter, backend: Backend) -> None:
         return deleted("vector_store.file.deleted", file_id)
 
 
-def _add_search(router: APIRouter, backend: Backend) -> None:
+def _add_search(router: APIRouter, backend: ServiceBackend) -> None:
     library, retriever = backend.library, backend.config.retriever
 
     @router.post("/{store_id}/search")

@@ -1,1 +1,1 @@
-"""The pages that the service brings along: plain files, no build step, nothing from elsewhere."""
+"""The web pages: plain files without a build step or foreign resources."""

@@ -16,7 +16,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from services.backend import Backend
+from services.backend import ServiceBackend
 from services.request_limits import SECURITY_HEADERS
 
 STATIC = Path(__file__).parent / "static"
@@ -32,7 +32,7 @@ HEADERS = SECURITY_HEADERS | {
 }
 
 
-def routes(_: Backend) -> APIRouter:
+def routes(_: ServiceBackend) -> APIRouter:
     router = APIRouter(include_in_schema=False)
     files = {
         path.relative_to(STATIC).as_posix(): path.read_bytes()

@@ -26,7 +26,7 @@ from ragspec.numerics.kv_cache import KvPool
 from ragspec.retrieval.index.store import Store
 from ragspec.retrieval.retriever import Retriever
 from ragspec.verification.sampling import Sampler
-from services.backend import Backend
+from services.backend import ServiceBackend
 from services.settings import ServiceConfig
 
 
@@ -64,7 +64,7 @@ def correcting(
     encoder = LetterEncoder()
     retriever = Retriever(encoder, Store.open(index, encoder.identity), config.retriever)
     with (
-        Backend(engine, target.tokenizer, retriever, config, engine.close) as backend,
+        ServiceBackend(engine, target.tokenizer, retriever, config, engine.close) as backend,
         started(config, backend, keys) as running,
     ):
         yield running

@@ -30,7 +30,7 @@ from ragspec.numerics.kv_cache import KvPool
 from ragspec.retrieval.index.store import Store
 from ragspec.retrieval.retriever import Retriever, build_index
 from ragspec.verification.sampling import KeyedSampler, Sampler
-from services.backend import Backend
+from services.backend import ServiceBackend
 from services.settings import ServiceConfig
 
 CONTEXT, KV_SLOTS = 4096, 16_384
@@ -131,6 +131,6 @@ def scripted(folder: Path, target: Target, **settings: Any) -> Iterator[tuple[Se
     limits = EngineConfig(max_step_tokens=256, max_kv_tokens=KV_SLOTS)
     engine = Engine(target, planner, Admission(target, "tiny", script), limits)
     retriever = Retriever(encoder, Store.open(index, encoder.identity), config.retriever)
-    backend = Backend(engine, target.tokenizer, retriever, config, engine.close)
+    backend = ServiceBackend(engine, target.tokenizer, retriever, config, engine.close)
     with backend, started(config, backend, keys) as service:
         yield service, script

@@ -15,7 +15,7 @@ from ragspec.core import Document
 from ragspec.engine.loading import load_engine
 from ragspec.retrieval.index.store import Store
 from ragspec.retrieval.retriever import Retriever, build_index
-from services.backend import Backend
+from services.backend import ServiceBackend
 from services.settings import ServiceConfig
 
 pytestmark = pytest.mark.slow
@@ -42,7 +42,7 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     engine = load_engine(TargetConfig(), EngineConfig(), DraftingConfig())
     retriever = Retriever(encoder, Store.open(Path(config.retriever.index_dir), encoder.identity), config.retriever)
     with (
-        Backend(engine, engine.target.tokenizer, retriever, config, engine.close) as backend,
+        ServiceBackend(engine, engine.target.tokenizer, retriever, config, engine.close) as backend,
         started(config, backend, keys) as running,
     ):
         yield running
