@@ -83,7 +83,7 @@ def run_correct(
 def _show(file: _InputFile, correction: Correction, options: CorrectOptions, tally: Counter[str]) -> None:
     tally.update(
         files=1,
-        changed=bool(correction.edits),
+        changed=int(bool(correction.edits)),
         edits=len(correction.edits),
         withheld=len(correction.withheld),
         unfinished=len(correction.unfinished),
