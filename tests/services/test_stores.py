@@ -160,7 +160,7 @@ def test_deletion_holds_for_the_next_query(ann: openai.OpenAI, library_service: 
     """What was deleted was found until the next restart, or lived on in caches and conversations."""
     purged: list[str] = []
     engine, chat = library_service.backend.engine, library_service.backend.chat
-    chat._salts._purge = lambda salt: (purged.append(salt), engine.purge(salt))  # type: ignore[func-returns-value]
+    chat._caches._purge = lambda salt: (purged.append(salt), engine.purge(salt))  # type: ignore[func-returns-value]
     store, member = put(ann, "faq.md", FAQ)
     turn = ChatTurn(
         "t1", (Message("user", "zebra stripes?"),), SamplingParams(max_tokens=8), _of(store), cache_salt="s"
