@@ -82,7 +82,7 @@ _NO_STOP_WORDS = {"none", "arabic", "greek", "romanian", "tamil", "turkish"}
 
 
 class AnalyzerConfig(ConfigSection):
-    """`language`: whose stems are taken and accents folded; "none": neither. `stop_words`: leave out its commonest words."""
+    """`language`: of stemming and accent folding; "none": neither. `stop_words`: leave out the language's commonest words."""
 
     language: Language = "english"
     stop_words: bool = False
@@ -95,7 +95,7 @@ class AnalyzerConfig(ConfigSection):
 
 
 class IndexConfig(ConfigSection):
-    """How documents become an index; an index keeps what it was built with. `words` is what word search compares."""
+    """How documents become an index; an index keeps the settings it was built with. `words`: the analyzer of word search."""
 
     chunking: ChunkingConfig = ChunkingConfig()
     dense: DenseConfig = DenseConfig()
@@ -105,10 +105,10 @@ class IndexConfig(ConfigSection):
 class RetrieverConfig(ConfigSection):
     """`mode`: nearest in meaning, best by words (BM25), or both fused by rank; `reranker`: a cross-encoder's name or path.
 
-    Fusion looks at the `fusion_depth` best of each list, a reranker at the `rerank_depth` best, or at as many as are asked for if
-    that is more. `device` is where vectors are searched; auto: on a GPU if FAISS finds one. `pointer`: what the index's file
-    CURRENT said of the generation to stay with; empty: always the current one. `fail_closed`: an index on several machines of
-    which a part cannot be searched gives an error; otherwise what the rest of it holds, marked with what is missing.
+    Fusion takes the `fusion_depth` best of each list, a reranker the `rerank_depth` best, or as many as are requested if that is
+    more. `device`: where vectors are searched; auto: on a GPU if FAISS finds one. `pointer`: content of the index's file CURRENT
+    for a generation to stay with; empty: always the current generation. `fail_closed`: if a shard of a distributed index cannot
+    be searched, raise an error; otherwise answer from the other shards and name the missing ones.
     """
 
     index_dir: str = ""
@@ -123,7 +123,7 @@ class RetrieverConfig(ConfigSection):
 
 
 class TargetConfig(ConfigSection):
-    """The model served. `dtype` of the weights; the KV cache is float32."""
+    """The model that generates. `dtype`: of the weights; the KV cache is float32."""
 
     model: str = REFERENCE_TARGET
     dtype: Literal["float32", "bfloat16"] = "float32"
@@ -132,11 +132,11 @@ class TargetConfig(ConfigSection):
 
 
 class EagleConfig(ConfigSection):
-    """An EAGLE head. `path`: its directory; empty: the one shipped for the reference target.
+    """An EAGLE head. `path`: its directory; empty: the head shipped for the reference target.
 
-    `tree`: "dynamic" drafts the `width` most probable paths of a level further, each with `num_children` children, down to
-    `max_depth` tokens; "static" is EAGLE-1's fixed tree, "chain" has no branches. The head looks back `window` positions.
-    `coupled`: sampled drafts know the noise that the target samples with. `dtype` of its products; auto: what is fastest here.
+    `tree`: "dynamic" extends the `width` most probable paths of each level by `num_children` children, down to `max_depth`
+    tokens; "static" is EAGLE-1's fixed tree, "chain" has no branches. The head attends to the last `window` positions.
+    `coupled`: drafts use the noise that the target samples with. `dtype`: of the products; auto: the fastest on this machine.
     """
 
     path: str = ""
@@ -150,9 +150,8 @@ class EagleConfig(ConfigSection):
 
 
 class DraftingConfig(ConfigSection):
-    """`drafters`: which drafters propose; None: copying, and the head that `eagle.path` names. `max_tree_nodes`: the most
-    nodes of a tree.
-    """
+    """`drafters`: names of the drafters; null: copy, and eagle if `eagle.path` names a head. `max_tree_nodes`: the most nodes of
+    a tree. `reuse_earlier_answers`: copy also from a tenant's earlier answers, at most `max_earlier_tokens` tokens of them."""
 
     speculation: bool = True
     drafters: tuple[str, ...] | None = Field(None, strict=False)
@@ -163,8 +162,8 @@ class DraftingConfig(ConfigSection):
 
 
 class EngineConfig(ConfigSection):
-    """`max_kv_tokens` bounds the slot pool; `max_step_tokens` the rows of one forward; `num_threads` are used at most: with
-    `adaptive_threads`, all or one, whichever is faster at the moment."""
+    """`max_kv_tokens`: size of the KV pool. `max_step_tokens`: the most rows of one forward. `num_threads`: the most threads;
+    with `adaptive_threads` all of them or one, whichever is faster at the moment."""
 
     max_kv_tokens: int = Field(32_768, ge=64)
     max_step_tokens: int = Field(512, ge=MIN_STEP_TOKENS)
@@ -184,11 +183,10 @@ class GenerationConfig(ConfigSection):
 
 
 class StrideConfig(ConfigSection):
-    """`stride`: a fixed one, wherever speculation pays; None: the best. `window`: how many of the latest rounds and steps count.
+    """`stride`: a fixed speculation stride; null: the best one. `window`: how many recent rounds and steps the estimates use.
 
-    Speculation is off where its predicted gain over none is under `least_gain`. After the first step beside a verification, more
-    are taken while what they write stands with at least probability `least_survival`. A chance of a right guess above
-    `gamma_max` is not believed.
+    Speculation is off while its predicted gain is below `least_gain`. While a verification runs, decoding continues as long as
+    its text stands with at least probability `least_survival`. `gamma_max`: the greatest hit rate that is assumed.
     """
 
     stride: int | None = Field(None, ge=1, le=64)
@@ -200,11 +198,11 @@ class StrideConfig(ConfigSection):
 
 
 class SpeculationConfig(ConfigSection):
-    """Guessing what an index would say from what it said before, where an answer is written with many retrievals.
+    """Speculative retrieval: answers with many retrievals guess their passages from a cache and verify the guesses in batches.
 
-    `asynchronous`: decoding may go on while guesses are verified, if the index is in another process. Each verification also
-    brings the `prefetch_k` best passages into the request's cache. At most `max_batch_queries` of all requests are looked up at
-    once. A lookup that takes longer than `timeout_s` is given up.
+    `asynchronous`: decoding continues during verification if the index is in another process. Each verification also adds the
+    `prefetch_k` best passages to the request's cache. `max_batch_queries`: the most queries of one lookup, over all requests.
+    `timeout_s`: the time limit of a lookup.
     """
 
     enabled: bool = True
@@ -216,7 +214,7 @@ class SpeculationConfig(ConfigSection):
 
 
 class PipelineConfig(ConfigSection):
-    """Everything a pipeline is built from."""
+    """All settings of a pipeline."""
 
     encoder: EncoderConfig = EncoderConfig()
     index: IndexConfig = IndexConfig()
@@ -232,7 +230,7 @@ Settings = TypeVar("Settings", bound=PipelineConfig)
 
 
 def load_config(path: str | Path | None = None, **overrides: Any) -> PipelineConfig:
-    """Read a YAML file (or nothing) and put dotted overrides such as `{"target.model": "..."}` on top; None changes nothing.
+    """Read a YAML file, if given, and apply dotted overrides such as `{"target.model": "..."}` ; None changes nothing.
 
     Raises: ConfigError with the file, the key and the reason.
     """
@@ -240,7 +238,7 @@ def load_config(path: str | Path | None = None, **overrides: Any) -> PipelineCon
 
 
 def load_settings(kind: type[Settings], path: str | Path | None = None, **overrides: Any) -> Settings:
-    """As `load_config`, for settings that have more sections."""
+    """As `load_config`, for settings with more sections."""
     tree = _read_mapping(path) if path is not None else {}
     for dotted, value in overrides.items():
         if value is not None:

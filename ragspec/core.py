@@ -5,7 +5,7 @@ Dimension letters, used in every docstring and shape comment of the project:
     B sequences   T tokens      N tree nodes or rows of one forward   D depth of a tree
     V vocabulary  H hidden      K documents (passages)                E embedding
 
-Nothing here computes; nothing here imports another part of ragspec except the errors and what a request says of speculation.
+Nothing here computes. Imports only `ragspec.errors` and `ragspec.speculation`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MAX_SEED = 2**64 - 1
 
 
 class Heading(NamedTuple):
-    """A title inside a document's text, from character `start` on; level 1 is the highest."""
+    """A heading in a document's text, at character `start`; level 1 is the highest."""
 
     start: int
     level: int
@@ -34,8 +34,8 @@ class Heading(NamedTuple):
 class Document:
     """A text with an identity, as the user gave it.
 
-    `owner` names the tenant whose requests may see it; a document without one is for everybody. `headings` are sorted by place.
-    `origin` is the file it was read from, if it was.
+    `owner`: the tenant whose requests may see the document; empty: all tenants. `headings` are sorted by `start`. `origin`: the
+    file that the document was read from, or empty.
     """
 
     id: str
@@ -52,7 +52,7 @@ class Document:
 class Passage:
     """A chunk of a document: `text == document.text[start:end]`, in characters.
 
-    `heading` is where it stands, from the highest level down: "Install > On Linux".
+    `heading`: the headings above the passage, from the highest level down: "Install > On Linux".
     """
 
     document_id: str
@@ -72,7 +72,7 @@ class Passage:
 
 @dataclass(frozen=True, slots=True)
 class Citation:
-    """Two spans that are the same string: `answer[start:end] == passage.text[passage_start:passage_end]`.
+    """Two spans of equal text: `answer[start:end] == passage.text[passage_start:passage_end]`.
 
     Units: characters. `document_start/end` are the same span inside the whole document.
     """
@@ -92,10 +92,10 @@ class Citation:
 class SamplingParams:
     """How a target's logits become tokens. Validated when built; wrong values raise InputError.
 
-    `seed` None means: 64 random bits, drawn by the engine and returned. Penalties follow vLLM: repetition over prompt and
-    output, presence and frequency over the output. `logprobs` is the number of alternatives returned beside each token's own
-    log-probability (None: none at all), of the logits before any warp. Neither end of text nor a stop string ends an output of
-    `min_tokens` tokens or fewer.
+    `seed` None: the engine draws 64 random bits and returns them. Penalties follow vLLM: repetition counts prompt and output,
+    presence and frequency count the output. `logprobs`: the number of alternatives returned beside each token's own
+    log-probability, of the logits before any warp; None: no log-probabilities. Neither an end token nor a stop string ends an
+    output of `min_tokens` tokens or fewer.
     """
 
     temperature: float = 0.0
@@ -115,18 +115,13 @@ class SamplingParams:
     seed: int | None = None
 
     def __post_init__(self) -> None:
-        for name, low, high in _RANGES:
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
-                raise InputError(f"{name} must be a number from {low} to {high}, not {value!r}")
-        for name in ("top_k", "max_tokens", "min_tokens", "n", "seed", "logprobs"):
-            value = getattr(self, name)
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
-                raise InputError(f"{name} must be an integer, not {value!r}")
-        if self.seed is not None and not 0 <= self.seed <= MAX_SEED:
-            raise InputError(f"seed must be an integer from 0 to 2**64 - 1, not {self.seed!r}")
-        if self.logprobs is not None and not 0 <= self.logprobs <= 20:
-            raise InputError(f"logprobs must be from 0 to 20, not {self.logprobs!r}")
+        for name, kind, low, high in _RANGES:
+            value: Any = getattr(self, name)
+            if value is None and name in ("seed", "logprobs"):
+                continue
+            if isinstance(value, bool) or not isinstance(value, (kind, int)) or not low <= value <= high:
+                what = "an integer" if kind is int else "a number"
+                raise InputError(f"{name} must be {what} from {low} to {high}, not {value!r}")
         if self.repetition_penalty == 0.0:
             raise InputError("repetition_penalty must be greater than 0")
         if not isinstance(self.stop, tuple | list) or not all(isinstance(s, str) and s for s in self.stop):
@@ -155,22 +150,24 @@ class SamplingParams:
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
 
-_RANGES = (
-    ("temperature", 0.0, 100.0),
-    ("top_k", 0, 2**31),
-    ("top_p", 1e-9, 1.0),
-    ("min_p", 0.0, 1.0),
-    ("repetition_penalty", 0.0, 100.0),
-    ("presence_penalty", -100.0, 100.0),
-    ("frequency_penalty", -100.0, 100.0),
-    ("max_tokens", 1, 2**31),
-    ("min_tokens", 0, 2**31),
-    ("n", 1, 64),
+_RANGES: tuple[tuple[str, Any, float, float], ...] = (
+    ("temperature", float, 0.0, 100.0),
+    ("top_k", int, 0, 2**31),
+    ("top_p", float, 1e-9, 1.0),
+    ("min_p", float, 0.0, 1.0),
+    ("repetition_penalty", float, 0.0, 100.0),
+    ("presence_penalty", float, -100.0, 100.0),
+    ("frequency_penalty", float, -100.0, 100.0),
+    ("max_tokens", int, 1, 2**31),
+    ("min_tokens", int, 0, 2**31),
+    ("n", int, 1, 64),
+    ("logprobs", int, 0, 20),
+    ("seed", int, 0, MAX_SEED),
 )
 
 
 class SourceKind(enum.IntEnum):
-    """Where a copied span may come from; acceptance is learned per kind."""
+    """The kind of text that a span is copied from; acceptance is learned for each kind."""
 
     PASSAGE = 0
     INPUT = 1
@@ -183,7 +180,7 @@ class SourceKind(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class CopySource:
-    """A text the output is likely to repeat. `passage_id` gives copied tokens their provenance."""
+    """A text that the output is likely to repeat. `passage_id`: the provenance of tokens copied from it."""
 
     kind: SourceKind
     text: str
@@ -192,12 +189,12 @@ class CopySource:
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """The part of an output to be written now: behind `output_ids`, which are decided, and up to `end` output tokens in all.
+    """The part of an output to generate now: after `output_ids`, which are decided, up to `end` output tokens in all.
 
-    `end` None: to the output's end. `draft_ids` may be what comes next; like every draft they change nothing but the time.
-    Because noise and penalties know output positions only, an output written in segments is the one written in one go (by the
-    keyed rule; the published ones draw anew where a segment begins).
-    `choice`: write this one of a request's `n` and no other; None: all.
+    `end` None: to the end of the output. `draft_ids`: a likely continuation; like every draft it changes nothing but the time.
+    Noise and penalties depend on output positions only, so an output generated in segments equals the output generated at once
+    (under the keyed rule; the published rules draw anew at the start of a segment).
+    `choice`: generate only this choice of the request's `n`; None: all.
     """
 
     output_ids: tuple[int, ...] = ()
@@ -211,11 +208,11 @@ WHOLE = Segment()
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One generation. `salt` separates tenants in every cache; `speculation` may be given as `Speculation.of` reads it.
+    """One generation. `salt` separates tenants in every cache. `speculation` takes any value that `Speculation.of` takes.
 
-    Deltas and the completion of a `segment` hold what is new in it; where it pauses, the reason is LENGTH, and text that is not
-    certain yet (half a character, the beginning of a stop string) comes with the next segment. `affinity` names what requests
-    have in common that is worth keeping near (documents, a conversation); it decides where one runs, never what it says.
+    Deltas and the completion of a `segment` hold only its new tokens and text. A segment that pauses finishes with LENGTH; text
+    that is not certain yet (half a character, the beginning of a stop string) comes with the next segment. Requests with the
+    same `affinity` (documents, a conversation) should run on the same replica; it never changes the output.
     """
 
     id: str
@@ -232,13 +229,13 @@ class Request:
 
     @property
     def choices(self) -> tuple[int, ...]:
-        """Those that are to be written."""
-        wanted = self.segment.choice
-        return tuple(range(self.params.n)) if wanted is None else (wanted,)
+        """The choices to generate."""
+        choice = self.segment.choice
+        return tuple(range(self.params.n)) if choice is None else (choice,)
 
 
 class FinishReason(enum.StrEnum):
-    """ERROR: this request failed. LOST: what it ran on is gone, and nothing else can go on with it now."""
+    """ERROR: the request failed. LOST: its replica is lost and no other replica can take over now."""
 
     STOP = "stop"
     LENGTH = "length"
@@ -258,9 +255,9 @@ class TokenLogprob:
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """What one step added to one choice: the engine's only message to the outside.
+    """The new tokens and text of one choice after one step: the engine's only message to listeners.
 
-    `text` never ends inside a character and never holds the beginning of a stop string that may still complete.
+    `text` never ends inside a character and never holds the beginning of a stop string.
     """
 
     request_id: str
@@ -280,17 +277,16 @@ _EXACTNESS = ("path", "distribution", "none")
 class GenerationStats:
     """Counters of one choice; times in seconds, wall clock.
 
-    `num_first_tokens` came with the step that ended the prompt: one, or more where a draft was accepted there. `decode_s` begins
-    after it; `draft_s` is this choice's share of the time that drafters took. `positions[drafter][i]` counts, of the steps whose
-    path went i nodes deep and that drafter had guessed what comes next there, (all, those in which one of its guesses was right).
-    `expected_accepted`: what `num_accepted` would be if every node were as probable as was thought. `drafted_by_source` and
-    `accepted_by_source` count the nodes copied from the request's sources, by kind ("passage", "prediction"); a node that several
-    would have guessed counts for the surest.
-    `exactness`: what of plain decoding stays with any draft: the "path" of tokens, their "distribution", or "none".
-    `num_near_ties`: tokens that other roundings could have decided otherwise; counted where rows depend on their company, by
-    the keyed rule; of a part that was lost with its replica none are known.
-    `num_replays`: how often it was taken up again elsewhere; of a part that was lost with its replica, drafts count as far as
-    they were accepted.
+    `num_first_tokens`: tokens of the step that ended the prompt, more than one if a draft was accepted there. `decode_s` begins
+    after that step. `draft_s`: this choice's share of the drafters' time. `positions[drafter][i]`: (steps in which the drafter
+    proposed nodes at depth i of the accepted path, those of them in which one of its nodes was accepted). `expected_accepted`:
+    the expected value of `num_accepted` by the estimated probabilities. `drafted_by_source` and `accepted_by_source` count nodes
+    copied from the request's sources, by kind ("passage", "prediction"); a node proposed by several drafters counts for the most
+    probable proposal.
+    `exactness`: what drafts leave unchanged: the "path" of tokens, their "distribution", or "none".
+    `num_near_ties`: tokens that another rounding could change; counted under the keyed rule where rows are not invariant,
+    without tokens of a lost replica.
+    `num_replays`: how often another replica took over. Of steps on a lost replica only accepted nodes count.
     """
 
     num_prompt_tokens: int = 0
@@ -317,11 +313,11 @@ class GenerationStats:
 
     @property
     def acceptance_length(self) -> float:
-        """Tokens emitted a step, bonus included, over the decode steps."""
+        """Mean tokens emitted a step, bonus token included."""
         return self.num_output_tokens / self.num_steps if self.num_steps else 0.0
 
     def add(self, part: GenerationStats) -> None:
-        """Count another part of the same output in. Exactness is the weaker of both; seed and fingerprint are the part's."""
+        """Add another part of the same output. Keeps the weaker exactness, and the part's seed and fingerprint."""
         for counter in fields(self):
             value = getattr(part, counter.name)
             if isinstance(value, int | float) and counter.name != "seed":
@@ -352,19 +348,19 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """A turn of a conversation: role is system, user, assistant, or context (numbered passages)."""
+    """A message of a conversation. Roles: system, user, assistant, context (numbered passages)."""
 
     role: str
     content: str
 
 
 def salt_belongs_to(salt: str, whole: str) -> bool:
-    """Whether the caches of a salt are those of `whole`, a tenant's say, or one of their parts: `whole`, NUL, a name."""
+    """Whether a salt is `whole` (a tenant, say) or a part of it, written as `whole`, NUL and a name."""
     return salt == whole or salt.startswith(f"{whole}\0")
 
 
 def check_text(text: str, what: str) -> str:
-    """Refuse what no tokenizer should see.
+    """Refuse text that no tokenizer should see.
 
     Raises: InputError for a non-string, an empty string, lone surrogates or NUL.
     """

@@ -4,31 +4,31 @@
     ├── ConfigError            a setting is unknown, missing or contradicts another
     ├── InputError             the request itself is wrong; nothing was generated
     │   ├── PromptTooLong      carries both numbers
-    │   └── NotFound           what the request names is not there
+    │   └── NotFound           a named conversation, file or store does not exist
     ├── ModelError             weights or tokenizer cannot be used as a target or encoder
     ├── StoreError             an index on disk cannot be used
     │   ├── StoreMissing
     │   ├── StoreCorrupt       a hash, size or schema is not what the manifest says
     │   └── EncoderMismatch    the index was built by another encoder
-    ├── SaveError              writing failed (disk full, no permission); what was there before still is
+    ├── SaveError              writing failed (disk full, no permission); earlier content is intact
     │   ├── IndexBusy          another writer is at work
-    │   └── NoRoom             more than may be kept for somebody
+    │   └── NoRoom             a tenant's quota is full
     └── EngineError
         ├── EngineClosed
         ├── Cancelled
-        ├── RankLost           a part of a tensor-parallel target is gone; the engine with it
-        ├── Overloaded         too many requests wait already; later it may be taken
-        ├── ReplicaLost        an engine elsewhere died, hangs or was closed; its requests can go on on another
-        └── RetrievalError     an index elsewhere is lost or does not answer in time
+        ├── RankLost           a rank of a tensor-parallel target is lost, and the engine with it
+        ├── Overloaded         too many requests wait; the request may be sent again later
+        ├── ReplicaLost        a replica died, hangs or was closed; another can continue its requests
+        └── RetrievalError     a remote index is lost or does not answer in time
 
-Errors of other libraries are mapped once, where they enter, with `raise X from cause`.
+Errors of other libraries are mapped once, where they occur, with `raise X from cause`.
 """
 
 from __future__ import annotations
 
 
 class RagspecError(Exception):
-    """Root of the tree; the command line prints its message and no traceback."""
+    """Root of the tree. The command line prints the message without a traceback."""
 
 
 class ConfigError(RagspecError):
@@ -55,7 +55,7 @@ class PromptTooLong(InputError):
 
 
 class NotFound(InputError):
-    """What the request names (a conversation, a file, a vector store) is not there, or is another tenant's."""
+    """The named conversation, file or vector store does not exist or belongs to another tenant."""
 
 
 class ModelError(RagspecError):
@@ -63,11 +63,11 @@ class ModelError(RagspecError):
 
 
 class StoreError(RagspecError):
-    """An index on disk cannot be used; nothing of it was loaded."""
+    """An index on disk cannot be used; nothing was loaded."""
 
 
 class StoreMissing(StoreError):
-    """There is no index at the given place."""
+    """There is no index at the given path."""
 
 
 class StoreCorrupt(StoreError):
@@ -79,19 +79,19 @@ class EncoderMismatch(StoreError):
 
 
 class SaveError(RagspecError):
-    """Writing failed; what was there before is untouched."""
+    """Writing failed; earlier content is intact."""
 
 
 class IndexBusy(SaveError):
-    """Another writer is at work; later there may be none."""
+    """Another writer holds the index; try again later."""
 
 
 class NoRoom(SaveError):
-    """More than may be kept for somebody; the disk is not full."""
+    """A tenant's quota is full; the disk is not."""
 
 
 class EngineError(RagspecError):
-    """The engine cannot go on with a request."""
+    """The engine cannot continue a request."""
 
 
 class EngineClosed(EngineError):
@@ -103,16 +103,16 @@ class Cancelled(EngineError):
 
 
 class Overloaded(EngineError):
-    """Too many requests wait already; nothing was begun, and the same request may be taken later."""
+    """Too many requests wait; nothing was begun, and the request may be sent again later."""
 
 
 class ReplicaLost(EngineError):
-    """An engine elsewhere died, hangs or was closed; another can go on with its requests."""
+    """A replica died, hangs or was closed; another replica can continue its requests."""
 
 
 class RankLost(EngineError):
-    """A process that holds a part of the target is dead, hung or out of step; its group cannot go on."""
+    """A rank of a tensor-parallel group is dead, hung or out of step; the group is closed."""
 
 
 class RetrievalError(EngineError):
-    """An index that is searched elsewhere is lost or does not answer in time."""
+    """A remote index is lost or does not answer in time."""

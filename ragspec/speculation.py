@@ -1,4 +1,4 @@
-"""What a request says of its own speculation: which drafters, how much, and how drafts are accepted.
+"""Speculation options of a request: its drafters, the size of trees, the acceptance rule.
 
 >>> Speculation.of({"drafters": ["copy"], "max_nodes": 8})
 Speculation(drafters=('copy',), max_nodes=8, rule=<AcceptanceRule.KEYED: 'keyed'>, lossy=False)
@@ -37,10 +37,10 @@ _OPTIONS = ("drafters", "max_nodes", "rule", "lossy")
 
 @dataclass(frozen=True, slots=True)
 class Speculation:
-    """How one request is drafted: by these drafters (None: all there are), in trees of at most `max_nodes` nodes.
+    """`drafters`: names, None for all; empty: plain decoding. `max_nodes`: the most nodes of a tree.
 
-    No drafters: root-only trees, which is plain decoding. False in a boolean context then. `rule`: how drafted tokens are
-    accepted; with another than "keyed" another draft gives another text. Rules that change the distribution need `lossy=True`.
+    `rule`: how drafted tokens are accepted; under any rule but "keyed" another draft gives another text. Rules that change the
+    distribution of the text need `lossy=True`. False in a boolean context if nothing is drafted.
     """
 
     drafters: tuple[str, ...] | None = None
@@ -65,7 +65,7 @@ class Speculation:
 
     @classmethod
     def of(cls, given: object) -> Speculation:
-        """From what a caller wrote: true, false, or a mapping like {"drafters": ["copy"], "max_nodes": 8}.
+        """From user input: true, false, or a mapping like {"drafters": ["copy"], "max_nodes": 8}.
 
         Raises: InputError.
         """
@@ -84,7 +84,7 @@ class Speculation:
 
     @property
     def exactness(self) -> Literal["path", "distribution", "none"]:
-        """What of plain decoding stays with any draft: the very tokens, their law, or neither."""
+        """What drafts leave unchanged: the tokens ("path"), their distribution, or neither."""
         if self.rule in LOSSY_RULES:
             return "none"
         return "path" if self.rule is AcceptanceRule.KEYED else "distribution"
@@ -95,4 +95,4 @@ class Speculation:
 
 ON, OFF = Speculation(), Speculation(drafters=())
 SpeculationGiven = Speculation | Mapping[str, Any] | bool
-"""What `Speculation.of` reads."""
+"""The argument of `Speculation.of`."""

@@ -1,8 +1,8 @@
-"""A draft: guesses of what comes next, as a tree.
+"""Draft trees: proposed tokens after the last decided token.
 
-Node 0, the root, is the last token already decided; it is not a guess. Every other node names its parent, which has a lower
-number, so a loop over nodes in order meets parents first. Siblings hold different tokens: adding a token twice under one
-parent gives the same node, so drafts of several drafters merge into one tree.
+Node 0, the root, is the last decided token and not proposed. Every other node names its parent, which has a lower number, so a
+loop over nodes meets parents first. Siblings hold different tokens: adding a token twice under one parent gives the same node, so
+the drafts of several drafters merge into one tree.
 
     >>> tree = DraftTree(root_token=7)
     >>> tree.add(parent=0, token_id=3, path_prob=0.5, origin=Origin("copy"))
@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 
 class Origin(NamedTuple):
-    """Who guessed: the drafter, and for copies where the text came from. `feedback` is the drafter's own note to itself."""
+    """The drafter of a node; of a copied node also source and character offset. The drafter's `learn` gets `feedback` back."""
 
     drafter: str
     source: int = -1
@@ -28,12 +28,12 @@ class Origin(NamedTuple):
 
 
 class Draw(NamedTuple):
-    """How the children of one node were chosen, in draw order; repeated draws are repeated.
+    """How the children of one node were drawn, in draw order; a token drawn twice is listed twice.
 
-    `draft_probs`: what the tokens were really drawn from; None: chosen without chance. Shape: float64 [V].
+    `draft_probs`: the distribution that the tokens were drawn from; None: chosen deterministically. Shape: float64 [V].
 
-    A drawn token stays listed when its node is not in the tree (pruned, too deep): accepted, it is the step's last token. To drop
-    it would shift the law of the draws, and with it that of the output. So would a node left out for what was drawn below it.
+    A drawn token stays listed when its node is not in the tree (pruned, too deep); if accepted, it is the step's last token.
+    Leaving it out would change the distribution of the draws and so of the output.
     """
 
     tokens: tuple[int, ...]
@@ -42,9 +42,8 @@ class Draw(NamedTuple):
 
 
 class Proposal(NamedTuple):
-    """One guessed node. `parent` counts within the drafter's own list, -1 is the root; `path_prob` is the estimated
-    probability that the whole path down to this node is accepted, at most its parent's. `draw`: how it and its siblings were
-    drawn, if by chance."""
+    """One proposed node. `parent`: index in the drafter's own list, -1 for the root. `path_prob`: the estimated probability that
+    the whole path down to this node is accepted, at most the parent's. `draw`: how the node and its siblings were drawn."""
 
     token_id: int
     parent: int
@@ -64,9 +63,9 @@ class DraftTree:
         self.depths = [0]
         self.path_probs = [1.0]
         self.origins = [Origin("root")]
-        self.shared = [False]  # whether more than one drafter guessed the node
+        self.shared = [False]  # whether several drafters proposed the node
         self.draws: dict[int, Draw] = {}
-        """How the children of a node were drawn; those of other nodes were chosen without chance."""
+        """By node, how its children were drawn; all other children were chosen deterministically."""
         self._children: list[dict[int, int]] = [{}]
 
     def __len__(self) -> int:
@@ -81,7 +80,7 @@ class DraftTree:
         return self._children[node].get(token_id)
 
     def add(self, parent: int, token_id: int, path_prob: float, origin: Origin) -> int:
-        """Add a node, or meet the one that is there; returns its number. The more probable guess keeps the origin."""
+        """Add a node, or find the same node; returns its number. The origin of the more probable proposal is kept."""
         path_prob = min(path_prob, self.path_probs[parent])
         present = self._children[parent].get(token_id)
         if present is not None:
@@ -100,15 +99,15 @@ class DraftTree:
         return node
 
     def merge(self, proposals: Iterable[Proposal], max_depth: int = 2**31, vocab_size: int = 2**31) -> None:
-        """Add one drafter's list; its parents precede their children.
+        """Add one drafter's proposals; parents precede their children.
 
-        Below a node that others guessed too, what the list says is taken relative to its own parent. Beside children that others
-        guessed, a new one gets what they leave: one of them may be right. What is too deep, no token of the target or without a
-        probability is left out, and all below it.
+        Below a node that other drafters proposed too, probabilities are rescaled to that node's. A new sibling of other drafters'
+        nodes gets the probability that they leave. A node that is too deep, no token of the target or without a probability is
+        left out with all nodes below it.
         """
         first_new = len(self)
         numbers: list[int | None] = []
-        factors: list[float] = []  # by which a proposal's probability was changed, and with it those below
+        factors: list[float] = []  # of each proposal's probability, and of those below it
         proposals = list(proposals)
         for proposal in proposals:
             token_id, above, given, origin, draw = proposal
@@ -132,7 +131,7 @@ class DraftTree:
             numbers.append(self.add(parent, token_id, given * factor, origin))
 
     def _below(self, parent: int, path_prob: float, given: float) -> float:
-        """A path probability below this tree's `parent`, whose own was `given` in the list."""
+        """A path probability rescaled to this tree's `parent`, whose probability in the list is `given`."""
         return min(1.0, path_prob / given) * self.path_probs[parent] if given > 0.0 else path_prob
 
     def _left_by_others(self, parent: int, first_new: int) -> float:
@@ -145,10 +144,23 @@ class DraftTree:
         """The root and the `num_nodes` most probable nodes; ties to the lower number. Parents stay with their children."""
         if num_nodes >= self.num_drafted:
             return self
-        order = sorted(range(1, len(self)), key=lambda node: (-self.path_probs[node], node))[:num_nodes]
+        ranked = sorted(range(1, len(self)), key=lambda node: (-self.path_probs[node], node))
+        return self._subtree(sorted(ranked[:num_nodes]))
+
+    def first_path(self) -> DraftTree:
+        """The root, its first child, the first child of that child, and so on."""
+        path = [0]
+        while self._children[path[-1]]:
+            path.append(next(iter(self._children[path[-1]].values())))
+        chain = self._subtree(path[1:])
+        chain.draws.pop(len(chain) - 1, None)  # no child of the last node is in the chain
+        return chain
+
+    def _subtree(self, nodes: Iterable[int]) -> DraftTree:
+        """The root and these nodes, in rising order; a node without its parent is left out."""
         kept = DraftTree(self.token_ids[0])
         numbers = {0: 0}
-        for node in sorted(order):
+        for node in nodes:
             parent = numbers.get(self.parents[node])
             if parent is not None:
                 numbers[node] = kept.add(parent, self.token_ids[node], self.path_probs[node], self.origins[node])
@@ -156,20 +168,8 @@ class DraftTree:
         kept.draws = {numbers[node]: draw for node, draw in self.draws.items() if node in numbers}
         return kept
 
-    def first_path(self) -> DraftTree:
-        """The root, its first child, that one's first child, and so on."""
-        chain, node = DraftTree(self.token_ids[0]), 0
-        while self._children[node]:
-            child = next(iter(self._children[node].values()))
-            number = chain.add(len(chain) - 1, self.token_ids[child], self.path_probs[child], self.origins[child])
-            chain.shared[number] = self.shared[child]
-            if node in self.draws:
-                chain.draws[number - 1] = self.draws[node]
-            node = child
-        return chain
-
     def scale(self, factors: Mapping[str, float]) -> None:
-        """Multiply every guess's probability by its drafter's factor, or by the least one on the way to it."""
+        """Multiply every node's probability by the least factor of the drafters on its path."""
         least = [1.0]
         for node in range(1, len(self)):
             least.append(min(least[self.parents[node]], factors.get(self.origins[node].drafter, 1.0)))

@@ -87,59 +87,63 @@ class CostTable:
         return min(self._measured, key=lambda c: abs(c - context))
 
 
-class StepCost:
-    """The objective for the B sequences of one step. `num_prompt_rows`: rows of prompts in the same step."""
+class StepPlan:
+    """The trees of one step's B sequences, and the objective for them. `num_prompt_rows`: rows of prompts in the same step."""
 
     def __init__(self, costs: CostTable, sequences: SequenceOf[SequenceView], num_prompt_rows: int) -> None:
-        self._costs, self._sequences, self._num_prompt_rows = costs, sequences, num_prompt_rows
+        self.sequences = sequences
+        self.trees = [DraftTree(s.tokens[-1]) for s in sequences]
+        self._costs, self._num_prompt_rows = costs, num_prompt_rows
         self._context = max(len(s.tokens) for s in sequences)
         self._plain_s = costs.cost_s(len(sequences), self._context)  # a step without drafts and prompts
 
     def nodes_s(self, num_nodes: int) -> float:
         """Seconds that so many nodes add to the step."""
-        return self._costs.cost_s(len(self._sequences) + num_nodes, self._context) - self._plain_s
+        return self._costs.cost_s(len(self.sequences) + num_nodes, self._context) - self._plain_s
 
-    def token_s(self, trees: SequenceOf[DraftTree]) -> float:
-        """Seconds a token takes with these trees."""
-        return self._plain_s / (len(trees) + sum(sum(tree.path_probs[1:]) for tree in trees))
+    def token_s(self) -> float:
+        """Seconds a token takes with the trees so far."""
+        return self._plain_s / (len(self.trees) + sum(sum(tree.path_probs[1:]) for tree in self.trees))
 
-    def saved_s(self, trees: SequenceOf[DraftTree], gains: SequenceOf[float]) -> float:
+    def saved_s(self, gains: SequenceOf[float]) -> float:
         """Seconds that further accepted tokens save; `gains` has one number for each sequence that gains.
 
         All sequences wait for the slowest: whole steps are saved only where every unfinished sequence gains, and then by the
         least gain. Otherwise a sequence saves its own row alone.
         """
-        count = len(trees)
+        count = len(self.trees)
         row_s = (self._plain_s - self._costs.cost_s(1, self._context)) / (count - 1) if count > 1 else 0.0
-        together = min(gains) if gains and len(gains) == sum(s.most_tokens > 1 for s in self._sequences) else 0.0
-        expected = 1.0 + sum(sum(tree.path_probs[1:]) for tree in trees) / count
+        together = min(gains) if gains and len(gains) == sum(s.most_tokens > 1 for s in self.sequences) else 0.0
+        expected = 1.0 + sum(sum(tree.path_probs[1:]) for tree in self.trees) / count
         return (sum(gains) * row_s + together * (self._plain_s - count * row_s)) / expected
 
-    def fit(self, trees: list[DraftTree], spare_rows: int) -> list[DraftTree]:
-        """Cut the trees to the best set of at most `spare_rows` nodes.
+    def fit(self, spare_rows: int) -> list[DraftTree]:
+        """The trees, cut to the best set of at most `spare_rows` nodes.
 
         Trees drawn by chance keep all their nodes: to leave a node out because of the tokens drawn below it would change the
         distribution of the output.
         """
+        trees = self.trees
         drawn = [i for i, tree in enumerate(trees) if tree.draws]
         if not drawn:
-            return self._cut(trees, spare_rows)
+            return self._cut(spare_rows)
         for i in drawn:
             trees[i] = trees[i].best(spare_rows // len(drawn))
         num_drawn = sum(trees[i].num_drafted for i in drawn)
         others = [i for i in range(len(trees)) if i not in drawn]
         if others:
             paid_rows = self._num_prompt_rows + num_drawn + len(drawn)
-            rest = StepCost(self._costs, [self._sequences[i] for i in others], paid_rows)
-            for i, tree in zip(others, rest._cut([trees[i] for i in others], spare_rows - num_drawn), strict=True):
+            rest = StepPlan(self._costs, [self.sequences[i] for i in others], paid_rows)
+            rest.trees = [trees[i] for i in others]
+            for i, tree in zip(others, rest._cut(spare_rows - num_drawn), strict=True):
                 trees[i] = tree
         return trees
 
-    def _cut(self, trees: list[DraftTree], spare_rows: int) -> list[DraftTree]:
-        """The objective of the module docstring; equal nodes go to the first trees."""
-        nodes = sorted((-p, i) for i, tree in enumerate(trees) for p in tree.path_probs[1:])[:spare_rows]
-        num_rows = len(self._sequences) + self._num_prompt_rows
-        expected = float(len(self._sequences))
+    def _cut(self, spare_rows: int) -> list[DraftTree]:
+        """Maximises the module's objective; of equal nodes those of the first trees are kept."""
+        nodes = sorted((-p, i) for i, tree in enumerate(self.trees) for p in tree.path_probs[1:])[:spare_rows]
+        num_rows = len(self.sequences) + self._num_prompt_rows
+        expected = float(len(self.sequences))
         paid_s = self._costs.cost_s(num_rows, self._context) - self._plain_s
         best_rate, best = expected / self._plain_s, 0
         for n, (negative_prob, _) in enumerate(nodes, 1):
@@ -148,7 +152,7 @@ class StepCost:
             if rate > best_rate:
                 best_rate, best = rate, n
         sizes = Counter(i for _, i in nodes[:best])
-        return [tree.best(sizes[i]) for i, tree in enumerate(trees)]
+        return [tree.best(sizes[i]) for i, tree in enumerate(self.trees)]
 
 
 def _rising(seconds: SequenceOf[float]) -> list[float]:

@@ -1,9 +1,9 @@
-"""Coupled drafting: a drafter that knows the noise the target will sample with.
+"""Coupled drafting: the drafter uses the noise that the target will sample with.
 
-The target's token is the argmax of its logits plus the keyed noise of (seed, choice, output position). Children of a node are
-therefore the greatest of (the drafter's own logits + the same noise), under the request's temperature and warps, and the token
-the target will draw is among a few of them far more often than among the likeliest few. The output does not depend on any draft,
-so it stays the same. Without `coupled` noise plays no part: the likeliest tokens are the children.
+The target's token is the argmax of its logits plus the keyed noise of (seed, choice, output position). So the children of a node
+are the tokens with the greatest (drafter's logit + the same noise), under the request's temperature and warps. The target's token
+is among a few such children far more often than among the most probable few. The output depends on no draft, so it stays the
+same. Without `coupled` the most probable tokens are the children.
 
 Sources: Daliri, Musco, Suresh 2024 (arXiv 2408.07978); design section 4.
 """
@@ -41,8 +41,8 @@ class Picks(NamedTuple):
 def _pick(logits: Any, ids: Any, keys: Any, noisy: Any, floors: Any, columns: Any, scores: Any) -> None:
     """Each row's k greatest of logit + noise, falling; ties to the lower column.
 
-    A token far behind is left out: noise above `_RARE_NOISE` comes once in 160,000 tokens, and a draft may miss one. The others'
-    noise is at most `-log(1 - u)`, so leading zero bits bound it without a logarithm.
+    A token far behind is left out: noise above `_RARE_NOISE` occurs once in 160,000 tokens, and a draft may miss it. Noise is at
+    most `-log(1 - u)`, so the leading zero bits of 1 - u bound it.
     """
     k = columns.shape[1]
     for row in range(logits.shape[0]):
@@ -78,22 +78,22 @@ class Coupling:
         self._coupled = coupled
 
     def pick(self, logits: Floats, owners: Sequence[SequenceView], depth: int, num_children: int) -> Picks:
-        """Children of N nodes at `depth` - 1, each of the sequence in `owners`. Shape: float32 [N, Vd], not kept."""
+        """Children of N nodes at `depth` - 1; node n belongs to the sequence `owners[n]`. Shape: float32 [N, Vd]."""
         num_children = min(num_children, logits.shape[1])
         keys = np.zeros(len(owners), np.uint64)
         noisy = np.zeros(len(owners), np.bool_)
         floors = np.full(len(owners), _ALL)
         scaled = np.array(logits, np.float32)
-        known: dict[tuple[str, int], np.uint64] = {}  # one noise for all nodes of a sequence at one depth
+        known: dict[tuple[str, int], np.uint64] = {}  # all nodes of a sequence at one depth share one noise
         for row, sequence in enumerate(owners):
             params = sequence.request.params
-            if is_warped(params):
+            if params.has_penalties or params.logit_bias:
                 scaled[row] = self._warped(logits[row], sequence)
             elif not params.greedy and params.temperature != 1.0:
                 scaled[row] /= np.float32(max(params.temperature, 1e-6))
             if params.greedy:
                 continue
-            if is_truncated(params):
+            if params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0:
                 floors[row] = survivor_floor(scaled[row], params)
             if self.uses_noise(sequence):
                 if sequence.key not in known:
@@ -107,11 +107,11 @@ class Coupling:
         return picks
 
     def uses_noise(self, sequence: SequenceView) -> bool:
-        """Whether a draft for this request knows what its tokens will be sampled with."""
+        """Whether drafts for this request use its sampling noise."""
         return self._coupled and sequence.request.speculation.rule is AcceptanceRule.KEYED
 
     def _warped(self, logits: Floats, sequence: SequenceView) -> Floats:
-        """Penalties and biases as the target's logits get them, of the tokens decided so far. Shape: float32 [Vd]."""
+        """Logits with the penalties and biases of the tokens decided so far. Shape: float32 [Vd]."""
         full = np.full(self._vocab_size, _ALL)
         full[self._ids] = logits
         params, counts = sequence.request.params, None
@@ -120,18 +120,8 @@ class Coupling:
         return np.asarray(warp(full, params, counts)[self._ids], np.float32)
 
 
-def is_warped(params: SamplingParams) -> bool:
-    """Whether logits change by more than the temperature."""
-    return params.has_penalties or bool(params.logit_bias)
-
-
-def is_truncated(params: SamplingParams) -> bool:
-    """Whether some tokens do not survive."""
-    return params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0
-
-
 def survivor_floor(logits: Floats, params: SamplingParams) -> np.float32:
-    """The least logit that top-k, top-p and min-p leave, over the draft vocabulary. Shape: float32 [Vd]."""
+    """The least logit that survives top-k, top-p and min-p, over the draft vocabulary. Shape: float32 [Vd]."""
     floor = _ALL
     if 0 < params.top_k < len(logits):
         floor = np.float32(np.partition(logits, len(logits) - params.top_k)[len(logits) - params.top_k])

@@ -163,17 +163,19 @@ def _class_of(expected: float) -> int:
 
 
 def select_paying(
-    gains: SequenceOf[float], saved_s: Callable[[SequenceOf[int]], float], cost_s: Callable[[SequenceOf[int]], float]
+    gains: SequenceOf[float],
+    saved_s: Callable[[SequenceOf[float]], float],
+    cost_s: Callable[[SequenceOf[int]], float],
 ) -> list[int]:
     """The sequences whose drafts together save the most time: of the greatest gains the first 1, 2, 4 and so on, or all.
 
-    `gains` in tokens. `saved_s` and `cost_s`: seconds that drafts for some sequences together save and take.
+    `saved_s`: seconds that some gains, in tokens, save together. `cost_s`: seconds that drafts for some sequences take.
     """
     order = sorted(range(len(gains)), key=lambda i: -gains[i])
     counts = {len(order), *(2**n for n in range(len(order).bit_length()))} - {0}
     best, best_s = 0, 0.0
     for count in sorted(counts):
-        left_s = saved_s(order[:count]) - cost_s(order[:count])
+        left_s = saved_s([gains[i] for i in order[:count]]) - cost_s(order[:count])
         if left_s > best_s:
             best, best_s = count, left_s
     return sorted(order[:best])

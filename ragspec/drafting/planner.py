@@ -18,7 +18,7 @@ from collections.abc import Sequence as SequenceOf
 from typing import Any
 
 from ragspec.core import Request
-from ragspec.drafting.cost_model import CostTable, StepCost
+from ragspec.drafting.cost_model import CostTable, StepPlan
 from ragspec.drafting.drafter import Budget, Drafter, Features, SequenceView
 from ragspec.drafting.drafter_stats import TRIAL_HIT_GAIN, DrafterStats, PendingDraft, SequenceStats, select_paying
 from ragspec.drafting.safe_drafter import SafeDrafter
@@ -35,7 +35,7 @@ _ANY_DEPTH = 2**31
 class Planner:
     """Merges the proposals of all drafters and cuts them to the size that pays. A drafter's errors cost only its draft."""
 
-    step_cost: type[StepCost] = StepCost
+    step_plan: type[StepPlan] = StepPlan
 
     def __init__(
         self, drafters: SequenceOf[Drafter], costs: CostTable, max_tree_nodes: int, vocab_size: int = 2**31
@@ -67,23 +67,22 @@ class Planner:
 
     def plan(self, sequences: SequenceOf[SequenceView], num_prompt_rows: int, spare_rows: int) -> list[DraftTree]:
         """One tree a sequence, at most `spare_rows` nodes together. `num_prompt_rows`: rows of prompts in the same step."""
-        trees = [DraftTree(s.tokens[-1]) for s in sequences]
         self._pending.clear()
         if not sequences or spare_rows <= 0:
-            return trees
-        cost = self.step_cost(self.costs, sequences, num_prompt_rows)
-        asked: defaultdict[int, list[SafeDrafter]] = defaultdict(list)
+            return [DraftTree(s.tokens[-1]) for s in sequences]
+        step = self.step_plan(self.costs, sequences, num_prompt_rows)
+        proposing: defaultdict[int, list[SafeDrafter]] = defaultdict(list)
         for drafter in self._drafters:
-            depths = self._depths(drafter, sequences, trees, cost)
+            depths = self._depths(drafter, step)
             for i in depths:
-                asked[i].append(drafter)
-            self._merge(drafter, depths, sequences, trees, cost)
-        for i, drafters in asked.items():
-            tree = trees[i].first_path() if needs_chain(sequences[i]) else trees[i]
-            trees[i] = tree.best(self._most_nodes(sequences[i]))
-            trees[i].scale({d.name: self._stats_in(sequences[i], d.name).ratio.factor for d in drafters})
-        trees = cost.fit(trees, spare_rows)
-        for i, drafters in asked.items():
+                proposing[i].append(drafter)
+            self._merge(drafter, depths, step)
+        for i, drafters in proposing.items():
+            tree = step.trees[i].first_path() if needs_chain(sequences[i]) else step.trees[i]
+            step.trees[i] = tree.best(self._most_nodes(sequences[i]))
+            step.trees[i].scale({d.name: self._stats_in(sequences[i], d.name).ratio.factor for d in drafters})
+        trees = step.fit(spare_rows)
+        for i, drafters in proposing.items():
             for drafter in drafters:
                 if not _has_nodes_of(trees[i], drafter.name) and (sequences[i].key, drafter.name) not in self._pending:
                     self._stats_in(sequences[i], drafter.name).backoff.note(False)
@@ -128,68 +127,52 @@ class Planner:
             stats[name] = SequenceStats(self._stats[name].first_trial_steps)
         return stats[name]
 
-    def _depths(
-        self, drafter: SafeDrafter, sequences: SequenceOf[SequenceView], trees: list[DraftTree], cost: StepCost
-    ) -> dict[int, int]:
+    def _depths(self, drafter: SafeDrafter, step: StepPlan) -> dict[int, int]:
         """The sequences to ask a drafter for, by number, and how many levels each draft may have."""
         if drafter.disabled:
             return {}
         ready = [
             i
-            for i, sequence in enumerate(sequences)
+            for i, sequence in enumerate(step.sequences)
             if drafter in self._drafters_of(sequence.request)
             and self.is_due(drafter, sequence)
-            and not (needs_chain(sequence) and trees[i].num_drafted)
+            and not (needs_chain(sequence) and step.trees[i].num_drafted)
             and drafter.cost_s([sequence]) < math.inf
         ]
-        if not ready or drafter.cost_s([sequences[i] for i in ready]) == 0.0:
+        if not ready or drafter.cost_s([step.sequences[i] for i in ready]) == 0.0:
             return dict.fromkeys(ready, _ANY_DEPTH)
-        return self._paying(drafter, ready, sequences, trees, cost)
+        return self._paying(drafter, ready, step)
 
-    def _paying(
-        self,
-        drafter: SafeDrafter,
-        ready: list[int],
-        sequences: SequenceOf[SequenceView],
-        trees: list[DraftTree],
-        cost: StepCost,
-    ) -> dict[int, int]:
+    def _paying(self, drafter: SafeDrafter, ready: list[int], step: StepPlan) -> dict[int, int]:
         """As `_depths`, of a drafter that takes time: the sequences whose drafts pay, and now and then a trial of one level."""
-        overall, stats = self._stats[drafter.name], {i: self._stats_in(sequences[i], drafter.name) for i in ready}
-        others = {i: sum(trees[i].path_probs[1:]) for i in ready}
+        overall, stats = self._stats[drafter.name], {i: self._stats_in(step.sequences[i], drafter.name) for i in ready}
+        others = {i: sum(step.trees[i].path_probs[1:]) for i in ready}
         gains = [overall.gain(others[i]) * stats[i].factor for i in ready]
         gains = [max(gain, TRIAL_HIT_GAIN * stats[i].trial_hit) for gain, i in zip(gains, ready, strict=True)]
 
         def cost_s(chosen: SequenceOf[int]) -> float:
-            nodes_s = cost.nodes_s(round(len(chosen) * overall.num_nodes))
-            return drafter.cost_s([sequences[ready[n]] for n in chosen]) + nodes_s
+            nodes_s = step.nodes_s(round(len(chosen) * overall.num_nodes))
+            return drafter.cost_s([step.sequences[ready[n]] for n in chosen]) + nodes_s
 
-        def saved_s(chosen: SequenceOf[int]) -> float:
-            return cost.saved_s(trees, [gains[n] for n in chosen])
-
-        full = {ready[n] for n in select_paying(gains, saved_s, cost_s)}
-        hit_s = cost.saved_s(trees, [TRIAL_HIT_GAIN])
+        full = {ready[n] for n in select_paying(gains, step.saved_s, cost_s)}
+        hit_s = step.saved_s([TRIAL_HIT_GAIN])
         hopeful = [i for n, i in enumerate(ready) if i not in full and hit_s > cost_s([n])]
         trials = {i for i in hopeful if stats[i].trial_due()}
         if not full and not hopeful and overall.joint_trial_due():
-            all_hit_s = cost.saved_s(trees, [TRIAL_HIT_GAIN] * len(ready))
+            all_hit_s = step.saved_s([TRIAL_HIT_GAIN] * len(ready))
             trials = set(ready) if all_hit_s > cost_s(range(len(ready))) else set()
         for i in full | trials:
-            self._pending[sequences[i].key, drafter.name] = PendingDraft(others[i], i in trials, stats[i].trial_hit)
+            self._pending[step.sequences[i].key, drafter.name] = PendingDraft(
+                others[i], i in trials, stats[i].trial_hit
+            )
         return {i: 1 if i in trials else _ANY_DEPTH for i in ready if i in full | trials}
 
-    def _merge(
-        self,
-        drafter: SafeDrafter,
-        depths: dict[int, int],
-        sequences: SequenceOf[SequenceView],
-        trees: list[DraftTree],
-        cost: StepCost,
-    ) -> None:
+    def _merge(self, drafter: SafeDrafter, depths: dict[int, int], step: StepPlan) -> None:
         """Ask a drafter for these sequences, and merge its proposals into their trees."""
         if not depths:
             return
-        budget = Budget(self._max_nodes, cost.token_s(trees), [trees[i] for i in depths], list(depths.values()))
+        sequences, trees = step.sequences, step.trees
+        budget = Budget(self._max_nodes, step.token_s(), [trees[i] for i in depths], list(depths.values()))
         lists = drafter.propose([sequences[i] for i in depths], budget)
         for i, proposals in zip(depths, lists, strict=False):
             if (pending := self._pending.get((sequences[i].key, drafter.name))) is not None:

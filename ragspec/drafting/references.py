@@ -1,7 +1,7 @@
-"""Texts to copy from, as the tokens the target would write for them.
+"""References of the copy drafter: texts of the request as the tokens that the target would write.
 
-A passage inside a prompt and the same passage inside an answer differ at their first token (a leading space, a quotation
-mark before it), so every sentence of a passage is also entered on its own, and an input with and without a leading space.
+A passage in a prompt and the same passage in an answer differ at their first token (a leading space, a quotation mark before it).
+So every sentence of a passage is a reference of its own, and an input is entered with and without a leading space.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from ragspec.core import CopySource, SourceKind
 from ragspec.retrieval.chunking import sentences
 
 _SOURCES_KEPT = 256
-"""An output written in segments has the same sources in each; they are tokenised once."""
+"""Why a cache: all segments of an output have the same sources, which are tokenised once."""
 
 _QUOTES = ('"', "\u201c", "\u00ab", "\u2018")
 
 
 class Reference(NamedTuple):
-    """One run of tokens to copy from. `source` is the number of its CopySource in the request, -1 for none.
+    """A run of tokens to copy from. `source`: number of its CopySource in the request, -1 for none.
 
-    `offsets[i]`: character of the source's text where token i begins. `tail`: tokens from here on are not in the source but
-    usually follow it (a quote's end with its number, the end of the output).
+    `offsets[i]`: the character of the source's text where token i begins. `tail`: index of the first token that is not in the
+    source but usually follows it (a closing mark with the passage's number, the end token).
     """
 
     kind: SourceKind
@@ -36,7 +36,7 @@ class Reference(NamedTuple):
     is_sentence: bool = False
 
     def provenance(self, token: int) -> tuple[int, int]:
-        """(number of the source, character) of one of its tokens; (-1, -1) in the tail."""
+        """(number of the source, character) of a token; (-1, -1) in the tail."""
         return (self.source, self.offsets[token]) if token < self.tail and self.offsets else (-1, -1)
 
 
@@ -47,12 +47,12 @@ class ReferenceReader:
         self._tokenizer = tokenizer
         self._eos_ids = list(eos_ids)[:1]
         self.quote_ids = self._encode(_QUOTES[0])[0]
-        """The tokens of an opening quotation mark."""
+        """Token ids of an opening quotation mark."""
         self._of_source = functools.lru_cache(maxsize=_SOURCES_KEPT)(self._read)
         self.opens_quote = functools.lru_cache(maxsize=65536)(self._opens_quote)
 
     def read(self, sources: Sequence[CopySource], salt: str = "") -> list[Reference]:
-        """What was read of late is kept, for its tenant alone."""
+        """All references of a request. Recent sources are cached, for their tenant alone."""
         references: list[Reference] = []
         num_passages = 0
         for number, source in enumerate(sources):
@@ -61,11 +61,11 @@ class ReferenceReader:
         return references
 
     def forget(self) -> None:
-        """Everything that was kept."""
+        """Empty the cache."""
         self._of_source.cache_clear()
 
     def _read(self, salt: str, number: int, source: CopySource, rank: int) -> list[Reference]:
-        """`rank`: how manieth passage it is, if it is one."""
+        """`rank`: the number of the passage among the passages, from 1."""
         if source.kind is SourceKind.PASSAGE:
             return self._passage(number, source, rank)
         if source.kind in (SourceKind.INPUT, SourceKind.PREDICTION):
@@ -78,7 +78,7 @@ class ReferenceReader:
         return Reference(source.kind, [*ids, *tail], number, offsets, len(ids))
 
     def _passage(self, number: int, source: CopySource, rank: int) -> list[Reference]:
-        """The passage as in the prompt, and each sentence as a quote: closed and numbered as the passage is."""
+        """The passage as in the prompt, and each sentence as a quote, closed and numbered."""
         references = [self._whole(number, source, " ")]
         closing = [*self._encode(f"{_QUOTES[0]} [{rank}]")[0], *self._eos_ids]
         for start, end in sentences(source.text):

@@ -1,7 +1,7 @@
-"""Children drawn by chance from a drafter's own law, for requests whose tokens are accepted by a published rule.
+"""Children drawn at random from the drafter's own distribution, for requests with a published acceptance rule.
 
-Those rules need to know what a child was really drawn from, and that no drawn child is left out for what it turned out to be. The
-law has the request's own warps; chance is keyed as everything else, so a request repeated draws the same.
+These rules need the distribution that a child was drawn from, and no drawn child may be left out because of its token. The
+distribution has the request's own warps. Random numbers are keyed, so a repeated request draws the same children.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Floats = NDArray[np.float32]
 
 
 class DrawnChildren(NamedTuple):
-    """The draw, and its distinct tokens in order with their log-probabilities, falling or not."""
+    """A draw, its distinct tokens in order, and their log-probabilities."""
 
     draw: Draw
     token_ids: list[int]
@@ -36,24 +36,24 @@ class DrawnChildren(NamedTuple):
 
 
 def draws_children(sequence: SequenceView) -> bool:
-    """Whether this request's rule gains by children that were drawn: not the default, nor those that are lossy."""
+    """Whether the request's rule gains from drawn children: all rules but the keyed and the lossy ones."""
     return sequence.request.speculation.rule not in (AcceptanceRule.KEYED, *LOSSY_RULES)
 
 
 def needs_chain(sequence: SequenceView) -> bool:
-    """Whether this request's rule is for drafts without branches."""
+    """Whether the request's rule needs drafts without branches."""
     return sequence.request.speculation.rule in CHAIN_RULES
 
 
 class ChildSampler:
-    """Draws for one step of one sequence: every node's children come from the same stream of chance."""
+    """Draws children in one step of one sequence, all from one random stream."""
 
     def __init__(self, sequence: SequenceView, draft_ids: NDArray[np.int64], vocab_size: int) -> None:
         params = sequence.request.params
         self._params: SamplingParams = params
         self._ids, self._vocab_size = draft_ids, vocab_size
         self._iid = sequence.request.speculation.rule is AcceptanceRule.IID
-        self._chance = KeyedRandom(params.seed or 0, sequence.key[1], sequence.num_output, RandomStream.DRAFT)
+        self._random = KeyedRandom(params.seed or 0, sequence.key[1], sequence.num_output, RandomStream.DRAFT)
         self._counts = None
         if params.has_penalties:
             self._counts = TokenCounts(sequence.request.prompt_ids, sequence.tokens[sequence.num_prompt :])
@@ -64,7 +64,7 @@ class ChildSampler:
         full[self._ids] = logits
         probs = token_probs(full, self._params, self._counts)
         draw = draw_iid if self._iid else draw_without_replacement
-        tokens = draw(probs, count, self._chance)
+        tokens = draw(probs, count, self._random)
         distinct = list(dict.fromkeys(tokens))
         return DrawnChildren(
             Draw(tokens, probs, self._iid), distinct, [float(np.log(probs[token])) for token in distinct]

@@ -1,4 +1,7 @@
-"""From a request to its sequences: what is checked before anything is computed."""
+"""Admission: checks a request against the target before anything is computed, and builds its sequences.
+
+>>> sequences = admission.sequences(request, listener, planner.prepare)
+"""
 
 from __future__ import annotations
 
@@ -19,18 +22,18 @@ from ragspec.verification.rejection import AcceptancePolicy, RejectionSampler
 from ragspec.verification.sampling import KeyedSampler, Sampler
 
 SamplerFactory = Callable[[Request, int, int], Sampler]
-"""(request, seed, choice) -> who decides its tokens."""
+"""(request, seed, choice) -> the sampler of that choice."""
 
 
 class ModelLimits(NamedTuple):
-    """What a target can be asked at all; the part of admission that needs no tokenizer and so can be done elsewhere."""
+    """The limits of a target. Checks requests without a tokenizer, so a router can check them too."""
 
     vocab_size: int
     max_context_tokens: int
     eos_ids: tuple[int, ...]
 
     def limits(self, request: Request) -> OutputLimits:
-        """Where its output must end. Raises: InputError, PromptTooLong."""
+        """Check a request; returns where its output must end. Raises: InputError, PromptTooLong."""
         self._check_tokens(request)
         num_prompt, longest = len(request.prompt_ids), self.max_context_tokens
         if num_prompt >= longest:
@@ -43,7 +46,7 @@ class ModelLimits(NamedTuple):
                 f"{len(segment.output_ids)} output tokens are given, of {end} at most: nothing is left to write"
             )
         if segment.output_ids and len(request.choices) > 1:
-            raise InputError("a given output is one choice's: n must be 1, or the segment name its choice")
+            raise InputError("a given output belongs to one choice: set n to 1 or name the choice in the segment")
         if not 0 <= request.choices[0] < request.params.n:
             raise InputError(f"there is no choice {segment.choice} of {request.params.n}")
         return OutputLimits(self.eos_ids, end, pauses=end < most)
@@ -69,12 +72,12 @@ class ModelLimits(NamedTuple):
 
 
 class Admission:
-    """Checks a request against the target and builds one sequence a choice."""
+    """Checks requests and builds one sequence for each choice."""
 
     def __init__(
         self, target: Target, fingerprint: str, make_sampler: SamplerFactory | None = None, uncertainty: float = 0.0
     ) -> None:
-        """`uncertainty`: by how much a logit depends on its row's company here; if so, so do texts."""
+        """`uncertainty`: how much a logit may depend on the rest of its batch; above 0 texts are not reproducible."""
         self._target, self._uncertainty = target, uncertainty
         self._make_sampler = make_sampler or self._by_rule
         self.fingerprint = fingerprint
@@ -84,7 +87,7 @@ class Admission:
     def sequences(
         self, request: Request, listener: Callable[[Delta], None], prepare: Callable[[Request], Mapping[str, Any]]
     ) -> list[Sequence]:
-        """`prepare`: what drafters make of a request, once for all its choices. Raises: InputError, PromptTooLong."""
+        """One sequence a choice. `prepare` runs the drafters' preparation once a request. Raises: InputError, PromptTooLong."""
         limits = self.bounds.limits(request)
         seed = random_seed() if request.params.seed is None else request.params.seed
         request = replace(request, params=replace(request.params, seed=seed))
@@ -99,14 +102,14 @@ class Admission:
         return sequences
 
     def _by_rule(self, request: Request, seed: int, choice: int) -> Sampler:
-        wanted, output_ids = request.speculation, list(request.segment.output_ids)
-        if wanted.rule is not AcceptanceRule.KEYED:
-            acceptance = AcceptancePolicy(wanted.rule, wanted.lossy)
+        speculation, output_ids = request.speculation, list(request.segment.output_ids)
+        if speculation.rule is not AcceptanceRule.KEYED:
+            acceptance = AcceptancePolicy(speculation.rule, speculation.lossy)
             return RejectionSampler(request, acceptance, seed, choice, self._target.eos_ids, output_ids)
         return KeyedSampler(request, seed, choice, self._target.eos_ids, output_ids, self._uncertainty)
 
     def _text(self, request: Request) -> IncrementalDetokenizer:
-        """The text so far: what of it is certain was told before, by whoever gave the output. Raises: InputError."""
+        """The text of the given output; its certain part counts as sent. Raises: InputError."""
         params, output_ids = request.params, request.segment.output_ids
         text = IncrementalDetokenizer(self._target.tokenizer, params.stop)
         for count, token in enumerate(output_ids, 1):

@@ -16,14 +16,8 @@ from ragspec.errors import ModelError
 from ragspec.numerics.attention import AttentionShape, attend
 from ragspec.numerics.layers import ForwardContext
 
-_EXPECTED_ABSENT = {
-    "is_causal",
-    "position_ids",
-    "use_cache",
-    "output_attentions",
-    "output_hidden_states",
-    "cache_position",
-}
+_IGNORED = frozenset("is_causal position_ids use_cache output_attentions output_hidden_states cache_position".split())
+"""Keywords of transformers that do not change the result."""
 
 
 def paged_attention(
@@ -44,7 +38,7 @@ def paged_attention(
     Shapes: query [1, heads, N, head_dim], key and value [1, KV heads, N, head_dim] -> [1, N, heads, head_dim].
     Raises: ModelError for an unknown keyword that may change the result.
     """
-    unknown = [name for name, given in others.items() if given is not None and name not in _EXPECTED_ABSENT]
+    unknown = [name for name, given in others.items() if given is not None and name not in _IGNORED]
     if unknown or forward_context is None:
         raise ModelError(
             f"{type(module).__name__} passes {unknown or 'no forward_context'} to attention, which the engine does not know"

@@ -1,12 +1,18 @@
-"""From configuration to a running engine: load, test the numerics, measure the costs, build the drafters."""
+"""From configuration to a running engine: loads the target, tests the numerics, measures costs, builds the drafters.
+
+>>> engine = load_engine(TargetConfig(), EngineConfig(), DraftingConfig())
+"""
 
 from __future__ import annotations
 
 import logging
 import time
 from collections.abc import Callable
+from collections.abc import Sequence as SequenceOf
+from functools import partial
 from pathlib import Path
 from statistics import median
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -46,6 +52,8 @@ log = logging.getLogger(__name__)
 
 _TYPICAL_ROWS = 8
 
+T = TypeVar("T")
+
 
 def load_engine(
     target_config: TargetConfig,
@@ -55,7 +63,7 @@ def load_engine(
     ranks: Ranks = ONE_RANK,
     planner_class: type[Planner] = Planner,
 ) -> Engine:
-    """A running engine; of several ranks rank 0's, while the others `load_follower` and run it.
+    """A running engine. In a tensor-parallel group this is rank 0; the other ranks run `load_follower(...).run()`.
 
     Raises: ModelError, ConfigError, RankLost.
     """
@@ -85,23 +93,24 @@ def load_engine(
 
 
 def choose_num_threads(target: Target, most: int) -> int:
-    """All of them, or one where threads that wait for each other are slower than that: beside other load they often are."""
-    timer = _ForwardTimer(target)
-    seconds: dict[int, list[float]] = {most: [], 1: []}
-    for _ in range(7):
-        for num_threads, times in seconds.items():
-            set_num_threads(num_threads)
-            times.append(timer.seconds(_TYPICAL_ROWS, _TYPICAL_ROWS))
-    fastest = min(seconds, key=lambda num_threads: median(seconds[num_threads]))
+    """`most` or one, whichever is faster: beside other load, threads that wait for each other lose. Leaves it set."""
+
+    def seconds(num_threads: int) -> float:
+        set_num_threads(num_threads)
+        return _forward_s(target, _TYPICAL_ROWS, _TYPICAL_ROWS)
+
+    fastest = _fastest(list(dict.fromkeys((most, 1))), seconds)
     set_num_threads(fastest)
     return fastest
 
 
 def check_numerics(target: Target, num_threads: int) -> SelfTest:
-    """The self-test of a target. Raises: ModelError when it fails and `exactness` is bitwise."""
+    """Run the self-test of a target. Raises: ModelError if it fails and `exactness` is bitwise."""
     tested = self_test(target, target.max_context_tokens, target.config.dtype, num_threads)
     if tested.passed:
-        log.info("numerics self-test passed: rows are bitwise independent of their company (%s)", tested.numerics_id)
+        log.info(
+            "numerics self-test passed: a row's bits do not depend on the rest of its batch (%s)", tested.numerics_id
+        )
     elif target.config.exactness == "bitwise":
         raise ModelError(
             "the numerics self-test failed on this machine ("
@@ -114,7 +123,7 @@ def check_numerics(target: Target, num_threads: int) -> SelfTest:
 
 
 def make_drafters(target: Target, drafting: DraftingConfig) -> list[Drafter]:
-    """Raises: ConfigError for an unknown drafter, ModelError for a head that cannot be read or is another target's."""
+    """The configured drafters. Raises: ConfigError for an unknown drafter, ModelError for an unusable or foreign head."""
     known: dict[str, Callable[[], Drafter]] = {
         "copy": lambda: CopyDrafter(
             target.tokenizer, target.eos_ids, drafting.max_earlier_tokens if drafting.reuse_earlier_answers else 0
@@ -131,7 +140,7 @@ def make_drafters(target: Target, drafting: DraftingConfig) -> list[Drafter]:
 
 
 def make_eagle(target: Target, config: EagleConfig) -> EagleDrafter:
-    """A head from its directory, beside its target, with its costs measured. Raises: ModelError."""
+    """Load a head from its directory in the faster dtype, and measure its costs. Raises: ModelError."""
     if not config.path and Path(target.config.model) != Path(REFERENCE_TARGET):
         raise ConfigError("drafting.eagle.path is empty: only the reference target has a head of its own")
     shape = make_shape(config.tree, config.num_children, config.width, config.max_depth)
@@ -141,35 +150,32 @@ def make_eagle(target: Target, config: EagleConfig) -> EagleDrafter:
     dtypes = [dtype for name in names if packing_available(dtype := getattr(torch, name))]
     networks = [EagleNetwork(checkpoint, target, most, dtype) for dtype in dtypes]
     timers = [HeadTimer(network, target.pool) for network in networks]
-    rounds = [[timer.seconds(_TYPICAL_ROWS, room // 2) for timer in timers] for _ in range(7)]
-    network, timer = min(
-        zip(networks, timers, strict=True), key=lambda pair: median(r[timers.index(pair[1])] for r in rounds)
-    )
+    timer = _fastest(timers, lambda timer: timer.seconds(_TYPICAL_ROWS, room // 2))
     costs = CostTable.measure(timer.seconds, [room // 2], min(64, room // 2))
-    return EagleDrafter(network, shape, costs, window=config.window, coupled=config.coupled)
+    return EagleDrafter(timer.network, shape, costs, window=config.window, coupled=config.coupled)
 
 
 def measure_costs(target: Target, max_rows: int) -> CostTable:
-    """Seconds of a forward by rows, beside short and long contexts."""
+    """Seconds of a forward by number of rows, for a short and a long context."""
     room = min(target.max_context_tokens, target.pool.num_slots - PAGE)
     max_rows = min(max_rows, 128, room // 2)
     contexts = [c for c in (128, 1024) if c + max_rows <= room] or [room // 2]
-    return CostTable.measure(_ForwardTimer(target).seconds, contexts, max_rows)
+    return CostTable.measure(partial(_forward_s, target), contexts, max_rows)
 
 
-class _ForwardTimer:
-    """Times forwards of random tokens over a context of zeros; what it writes into the pool is never read."""
+def _forward_s(target: Target, num_rows: int, context: int) -> float:
+    """Seconds of one forward of arbitrary tokens over a context of arbitrary content."""
+    slots = SequenceSlots(target.pool)
+    slots.keep(*slots.reserve(context), list(range(context)))
+    batch = Batch([ScheduledSequence(slots, np.arange(num_rows, dtype=np.int32) % target.vocab_size)])
+    begin = time.perf_counter()
+    target.forward(batch.token_ids, batch.metadata, np.arange(num_rows, dtype=np.int32))
+    elapsed = time.perf_counter() - begin
+    slots.release()
+    return elapsed
 
-    def __init__(self, target: Target) -> None:
-        self._target = target
 
-    def seconds(self, num_rows: int, context: int) -> float:
-        slots = SequenceSlots(self._target.pool)
-        slots.keep(*slots.reserve(context), list(range(context)))
-        tokens = np.arange(num_rows, dtype=np.int32) % self._target.vocab_size
-        batch = Batch([ScheduledSequence(slots, tokens)])
-        begin = time.perf_counter()
-        self._target.forward(tokens, batch.metadata, np.arange(num_rows, dtype=np.int32))
-        elapsed = time.perf_counter() - begin
-        slots.release()
-        return elapsed
+def _fastest(options: SequenceOf[T], seconds: Callable[[T], float]) -> T:
+    """The option of the least median time; the options take turns."""
+    rounds = [[seconds(option) for option in options] for _ in range(7)]
+    return options[min(range(len(options)), key=lambda i: median(times[i] for times in rounds))]

@@ -1,7 +1,7 @@
-"""Keys and values of finished text, kept for the next request that starts the same way.
+"""The prefix cache: keys and values of finished text, for later requests with the same prefix.
 
-A radix tree over slots, one root a tenant salt, so one tenant's text never answers for another's. A node holds a run of
-tokens and the slots of their positions; the tree is one more holder of those slots. The least recently used leaves go first.
+A radix tree over slots with one root for each tenant salt, so tenants never share text. A node holds a run of tokens and the
+slots of their positions; the tree counts as one more holder of these slots. Least recently used leaves are evicted first.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class PrefixCache:
         return np.concatenate(found)
 
     def insert(self, salt: str, tokens: Sequence[int], slots: Ints) -> None:
-        """Remember `tokens`; where they are known already, what is there stays. Shapes: T tokens, int32 [T]."""
+        """Cache `tokens`; slots that are cached already stay. Shapes: T tokens, int32 [T]."""
         node = self._roots.setdefault(salt, _Node((), np.empty(0, np.int32), None, 0))
         at = 0
         for child, length in self._walk(salt, tokens):
@@ -59,12 +59,12 @@ class PrefixCache:
             node.children[tokens[at]] = _Node(tokens[at:], rest, node, next(self._clock))
 
     def evict(self, num_pages: int) -> None:
-        """Forget leaves, least recently used first, until `num_pages` pages are free or none is left that nobody else holds."""
+        """Evict leaves, least recently used first, until `num_pages` pages are free or all other leaves are in use."""
         leaves = sorted(self._leaves(), key=lambda leaf: -leaf.last_used)
         while self._pool.num_free_pages < num_pages and leaves:
             leaf = leaves.pop()
             if self._pool.all_shared(leaf.slots):
-                continue  # a running sequence keeps them: nothing would be freed
+                continue  # in use by a running sequence: evicting would free nothing
             parent = self._drop(leaf)
             if parent.parent is not None and not parent.children:
                 leaves.append(parent)
@@ -72,7 +72,7 @@ class PrefixCache:
         self._roots = {salt: root for salt, root in self._roots.items() if root.children}
 
     def num_evictable_pages(self) -> int:
-        """How many pages `evict` could free at most."""
+        """The most pages that `evict` could free."""
         slots: list[Ints] = []
         kept: set[int] = set()
         for node in reversed([node for root in self._roots.values() for node in self._below(root)]):  # leaves first
@@ -83,7 +83,7 @@ class PrefixCache:
         return self._pool.num_freed_pages(np.concatenate(slots)) if slots else 0
 
     def purge(self, salt: str) -> None:
-        """Forget everything of one tenant."""
+        """Evict everything of one tenant."""
         for each in [each for each in self._roots if salt_belongs_to(each, salt)]:
             for node in list(self._below(self._roots.pop(each))):
                 self._pool.release(node.slots)
@@ -93,14 +93,14 @@ class PrefixCache:
         return sum(len(node.tokens) for root in self._roots.values() for node in self._below(root))
 
     def _walk(self, salt: str, tokens: Sequence[int]) -> Iterator[tuple[_Node, int]]:
-        """Nodes along `tokens` with how much of each agrees."""
+        """The nodes along `tokens`, each with the length of its common prefix."""
         node = self._roots.get(salt)
         at = 0
         while node is not None and at < len(tokens):
             child = node.children.get(tokens[at])
             if child is None:
                 return
-            length = _agreement(child.tokens, tokens, at)
+            length = _common_prefix(child.tokens, tokens, at)
             at += length
             node = child if length == len(child.tokens) else None
             yield child, length
@@ -131,8 +131,8 @@ class PrefixCache:
         return [node for root in self._roots.values() for node in self._below(root) if not node.children]
 
 
-def _agreement(run: Sequence[int], tokens: Sequence[int], at: int) -> int:
-    """How many tokens of `run` agree with `tokens[at:]`."""
+def _common_prefix(run: Sequence[int], tokens: Sequence[int], at: int) -> int:
+    """Length of the common prefix of `run` and `tokens[at:]`."""
     most = min(len(run), len(tokens) - at)
     for i in range(most):
         if run[i] != tokens[at + i]:

@@ -1,8 +1,10 @@
-"""Who takes part in the next step.
+"""The scheduler: which sequences take part in the next step, and which KV pages they may use.
 
-First come, first served: running sequences take part in every step as far as its rows reach, their prompts in chunks; waiting
-ones are admitted while pages are free. When pages run out, cached prefixes go first, then the youngest running sequence goes
-back to the head of the queue, to be computed again later: same key, same tokens.
+First come, first served. Running sequences take part in every step within its token budget, prompts in chunks; waiting sequences
+are admitted while pages are free. When pages run out, cached prefixes are evicted first; then the youngest running sequence is
+preempted, goes back to the head of the queue and is computed again later: same key, same tokens. Computes no forward.
+
+    >>> scheduled = scheduler.schedule()        # [(sequence, number of its tokens in this step)]
 """
 
 from __future__ import annotations
@@ -20,17 +22,14 @@ from ragspec.numerics.attention import PAGE
 from ragspec.numerics.kv_cache import KvPool, SequenceSlots
 
 _DRAFT_ROWS = 64
-"""Rows for drafts that pages are kept free for, a sequence."""
+"""Draft rows of a sequence that pages are kept free for."""
 _NEVER = 2**62
 _PAGES_AHEAD = 16
-"""Pages freed beyond what is needed now, so that not every step looks for some."""
+"""Pages evicted beyond the present need, so that not every step evicts."""
 
 
 class Load(NamedTuple):
-    """How much an engine has to do: choices that run and that wait, and the share of KV slots that those that run fill.
-
-    `num_steps`: how many it has begun.
-    """
+    """The load of an engine: running and waiting choices, the share of KV slots in use by running choices, steps begun."""
 
     num_running: int
     num_waiting: int
@@ -41,8 +40,8 @@ class Load(NamedTuple):
 class Scheduler:
     """Owns the queue, the running list and the prefix cache.
 
-    `num_recomputed`: how many of the last positions of a known prefix are computed again; a drafter that pairs a state with the
-    next token needs the last one, since the next token may differ.
+    `num_recomputed`: how many positions at the end of a cached prefix are computed again. A drafter that pairs each state with
+    the next token needs 1, because the next token may differ.
     """
 
     def __init__(self, pool: KvPool, config: EngineConfig, num_recomputed: int = 0) -> None:
@@ -61,14 +60,14 @@ class Scheduler:
         return not self.waiting and not self.running
 
     def load(self) -> Load:
-        """From any thread: as it is in the course of some step."""
+        """A snapshot, possibly from the middle of a step. Callable from any thread."""
         running = list(self.running)
         held = [slots.slots for sequence in running if (slots := sequence.slots) is not None]
         num_held = len(np.unique(np.concatenate(held))) if held else 0  # several may hold the same prefix
         return Load(len(running), len(self.waiting), num_held / self._pool.num_slots, self._num_steps)
 
     def schedule(self) -> list[tuple[Sequence, int]]:
-        """Each sequence of the next step with how many of its pending tokens take part, within the step's token budget."""
+        """The sequences of the next step, each with its number of pending tokens within the step's token budget."""
         self._num_steps += 1
         self._admit()
         budget = self._config.max_step_tokens
@@ -86,9 +85,9 @@ class Scheduler:
         return [(s, n) for s, n in chosen if s.slots is not None]
 
     def spare_rows(self, chosen: list[tuple[Sequence, int]]) -> int:
-        """Rows that drafts may add to the step: within the token budget and the free pages, whichever sequences take them.
+        """Rows that drafts may add to the step, within the token budget and the free pages.
 
-        Cached prefixes make way: a full cache must not end speculation.
+        Evicts cached prefixes if needed: a full cache must not end speculation.
         """
         left = self._config.max_step_tokens - sum(n for _, n in chosen)
         reserved = sum(s.slots.num_new_pages(n) for s, n in chosen if s.slots) + len(chosen)
@@ -98,7 +97,7 @@ class Scheduler:
         return max(0, min(left, (self._pool.num_free_pages - reserved) * PAGE))
 
     def purge(self, salt: str) -> None:
-        """Forget the cached prefixes of one tenant, and let nothing of what runs now be remembered."""
+        """Forget the cached prefixes of one tenant, and cache nothing of its running sequences."""
         for sequence in (*self.running, *self.waiting):
             if salt_belongs_to(sequence.request.salt, salt):
                 sequence.remembered = False
@@ -107,12 +106,12 @@ class Scheduler:
         self._out_of_reach = _NEVER
 
     def remember_prompt(self, sequence: Sequence) -> None:
-        """After its prefill: the next request with this prompt finds it."""
+        """Cache a prompt after its prefill, for later requests with the same prefix."""
         if sequence.slots is not None:
             self._remember(sequence, min(sequence.num_prompt, sequence.slots.length))
 
     def retire(self, sequence: Sequence) -> None:
-        """A sequence has ended: its text stays in the prefix cache, everything else is free."""
+        """Free an ended sequence. Its text stays in the prefix cache."""
         if sequence in self.running:
             self.running.remove(sequence)
         if sequence in self.waiting:
@@ -131,7 +130,7 @@ class Scheduler:
         while self.waiting and len(self.running) < self._config.max_running:
             sequence = self.waiting[0]
             if any(s.request is sequence.request and s.num_output == 0 for s in self.running):
-                return  # another choice computes the same prompt
+                return  # another choice is computing the same prompt
             slots = self._known_prefix(sequence)
             promised = sum(s.slots.num_new_pages(s.num_pending) for s in self.running if s.slots)
             needed = promised + slots.num_new_pages(len(sequence.tokens) - slots.length) + 1
@@ -139,7 +138,7 @@ class Scheduler:
                 slots.release()
                 if self.running:
                     return
-                slots = SequenceSlots(self._pool)  # alone and still no room: a shared prefix may leave pages half used
+                slots = SequenceSlots(self._pool)  # alone and without room: a shared prefix may leave pages half used
                 self._out_of_reach = _NEVER
             self.waiting.popleft()
             sequence.stats.num_cached_tokens = max(sequence.stats.num_cached_tokens, slots.length)
@@ -147,7 +146,7 @@ class Scheduler:
             self.running.append(sequence)
 
     def _known_prefix(self, sequence: Sequence) -> SequenceSlots:
-        """Slots that start with what the prefix cache knows of a sequence; the last token is always computed."""
+        """Slots that share the cached prefix of a sequence. The last token is always computed."""
         slots = SequenceSlots(self._pool)
         if self.prefixes is not None:
             known = self.prefixes.match(sequence.request.salt, sequence.tokens[:-1])
@@ -157,7 +156,7 @@ class Scheduler:
         return slots
 
     def _make_room(self, sequence: Sequence, num_tokens: int, chosen: list[Sequence]) -> bool:
-        """Free pages for this sequence's rows beside those promised to `chosen`; may preempt younger ones, or itself."""
+        """Free pages for this sequence's rows beside the pages of `chosen`. May preempt younger sequences, or this one."""
         assert sequence.slots is not None
         while True:
             promised = sum(s.slots.num_new_pages(s.num_pending) for s in chosen if s.slots)
@@ -170,13 +169,13 @@ class Scheduler:
                 return False
 
     def _free(self, num_pages: int) -> bool:
-        """Whether so many pages are free, cached prefixes given up if that is what it takes; none is if it cannot be enough."""
+        """Whether so many pages are free. Evicts cached prefixes if that suffices, and none otherwise."""
         if self._pool.num_free_pages >= num_pages:
             return True
         if self.prefixes is None or num_pages >= self._out_of_reach:
             return False
         if self._pool.num_free_pages + self.prefixes.num_evictable_pages() < num_pages:
-            self._out_of_reach = num_pages  # until something is released; looking takes time
+            self._out_of_reach = num_pages  # until pages are released; counting takes time
             return False
         self.prefixes.evict(num_pages)
         return self._pool.num_free_pages >= num_pages

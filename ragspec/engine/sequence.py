@@ -1,4 +1,4 @@
-"""One choice of one request while the engine works on it: its tokens, its place in the pool, its text.
+"""One choice of one request while the engine works on it: its tokens, its KV slots, its text.
 
 waiting -> running -> finished
    ^----------'  preempted: slots given back, tokens kept; the same key gives the same tokens again
@@ -29,9 +29,9 @@ Listener = Callable[[Delta], None]
 
 
 class OutputLimits(NamedTuple):
-    """Where an output must end: any of `eos_ids`, or `max_tokens` tokens (the request's, or what the context holds).
+    """Where an output must end: at any of `eos_ids`, or after `max_tokens` tokens (the request's limit or the context's).
 
-    `pauses`: at `max_tokens` only the segment ends, and its text goes on.
+    `pauses`: only a segment ends at `max_tokens`; its text goes on in the next segment.
     """
 
     eos_ids: tuple[int, ...]
@@ -39,24 +39,8 @@ class OutputLimits(NamedTuple):
     pauses: bool = False
 
 
-class PositionCounts:
-    """Of one drafter: by depth, the steps in which it had guessed there, and those in which a guess was right."""
-
-    def __init__(self) -> None:
-        self._counts: list[list[int]] = []
-
-    def count(self, depth: int, accepted: bool) -> None:
-        while len(self._counts) <= depth:
-            self._counts.append([0, 0])
-        self._counts[depth][0] += 1
-        self._counts[depth][1] += accepted
-
-    def table(self) -> tuple[tuple[int, int], ...]:
-        return tuple((reached, accepted) for reached, accepted in self._counts)
-
-
 class Sequence:
-    """State of one choice. `tokens` is prompt + output; positions [0, slots.length) have keys and values."""
+    """The state of one choice. `tokens` is prompt + output; positions [0, slots.length) have keys and values."""
 
     def __init__(
         self,
@@ -78,13 +62,13 @@ class Sequence:
         self.slots: SequenceSlots | None = None
         self.stats = GenerationStats(num_prompt_tokens=self.num_prompt)
         self.finish_reason: FinishReason | None = None
-        self.remembered = True  # its text may stay in caches after it, unless its tenant is purged
+        self.remembered = True  # whether caches may keep the text; False once the tenant is purged
         self._text = text
         self._listener = listener
         self._logprobs: list[TokenLogprob] = []
         self._num_given = len(request.segment.output_ids)
         self._num_sent = 0
-        self._positions: dict[str, PositionCounts] = {}
+        self._positions: dict[str, list[list[int]]] = {}  # by drafter and depth: [proposed, accepted]
         self._kinds = [source.kind.name.lower() for source in request.sources]
         self._submitted_s = time.perf_counter()
         self._admitted_s = 0.0
@@ -105,12 +89,12 @@ class Sequence:
 
     @property
     def num_pending(self) -> int:
-        """Tokens decided or given that have no keys and values yet; 1 while decoding."""
+        """Tokens without keys and values; 1 while decoding."""
         return len(self.tokens) - (self.slots.length if self.slots else 0)
 
     @property
     def most_tokens(self) -> int:
-        """How many more output tokens may be decided."""
+        """Output tokens that may still be decided."""
         return self.limits.max_tokens - self.num_output
 
     def admit(self, slots: SequenceSlots) -> None:
@@ -118,7 +102,7 @@ class Sequence:
         self._admitted_s = self._admitted_s or time.perf_counter()
 
     def verify(self, tree: DraftTree, logits: NDArray[np.float32]) -> VerifyResult:
-        """What the target makes of a draft, by the request's own rule. Shapes: logits float32 [N, V], row n for node n."""
+        """Decide tokens by the request's acceptance rule. Shapes: logits float32 [N, V], row n for node n."""
         if isinstance(self.sampler, RejectionSampler):
             return self.sampler.verify(tree, tree.draws, logits, self.most_tokens)
         return verify(tree, logits, self.sampler, self.most_tokens)
@@ -176,7 +160,10 @@ class Sequence:
         for depth, parent in enumerate([0, *path] if tree.num_drafted else ()):
             accepted = tree.origins[path[depth]].drafter if depth < len(path) else ""
             for name in {tree.origins[node].drafter for node in tree.children(parent)}:
-                self._positions.setdefault(name, PositionCounts()).count(depth, name == accepted)
+                counts = self._positions.setdefault(name, [])
+                counts += [[0, 0] for _ in range(depth + 1 - len(counts))]
+                counts[depth][0] += 1
+                counts[depth][1] += name == accepted
 
     def _count_sources(self, tree: DraftTree, nodes: Iterable[int], counts: dict[str, int]) -> None:
         for node in nodes:
@@ -185,12 +172,12 @@ class Sequence:
                 counts[name] = counts.get(name, 0) + 1
 
     def emit(self, error: str = "") -> bool:
-        """Tell the listener what is new; the last message carries the statistics. False: it cannot be told any more."""
+        """Send the new tokens and text to the listener; the last delta carries the statistics. False: the listener failed."""
         done = self.finish_reason is not None
         try:
             text = self._certain_text()
         except Exception as cause:
-            log.exception("the text of request %r cannot be made", self.request.id)
+            log.exception("the text of request %r cannot be decoded", self.request.id)
             if not done:
                 return False
             text, error, self.finish_reason = "", f"{type(cause).__name__}: {cause}", FinishReason.ERROR
@@ -209,7 +196,7 @@ class Sequence:
         return True
 
     def _certain_text(self) -> str:
-        """What is certain and was not told; at the end all of it, unless a part elsewhere goes on with it."""
+        """Text that is certain and not sent yet; at the end of the output all the rest."""
         pauses = self.limits.pauses and self.finish_reason is FinishReason.LENGTH
         if self.finish_reason is not None and not pauses:
             self._text.finish()
@@ -221,7 +208,10 @@ class Sequence:
         self.stats.num_output_tokens = self.num_written
         if isinstance(self.sampler, KeyedSampler):
             self.stats.num_near_ties = sum(self.sampler.near_ties[: self.num_written])
-        self.stats.positions = {name: counts.table() for name, counts in self._positions.items()}
+        self.stats.positions = {
+            name: tuple((proposed, accepted) for proposed, accepted in counts)
+            for name, counts in self._positions.items()
+        }
         self.stats.queue_s = admitted - self._submitted_s
         self.stats.prefill_s = first - admitted
         self.stats.decode_s = now - first

@@ -1,4 +1,7 @@
-"""A target's files as one hash. Imports nothing heavy."""
+"""The digest of a target's files. Imports nothing heavy: batch jobs use it without torch.
+
+>>> files_digest(Path("SmolLM2-135M"), "float32")
+"""
 
 from __future__ import annotations
 
@@ -7,13 +10,13 @@ import json
 from pathlib import Path
 
 _STATES = ("config.json", "*.safetensors", "*.bin", "tokenizer*", "vocab*", "merges*", "special_tokens*")
-"""The files that decide what a target's states are, and which tokens they belong to."""
+"""Files that decide a target's hidden states and tokens."""
 _TEXTS = ("chat_template*", "generation_config.json")
-"""Those that, beside them, decide what it is asked and where its texts end."""
+"""Files that also decide prompts and where texts end."""
 
 
 def files_digest(folder: Path, dtype: str, *, of_texts: bool = False) -> str:
-    """SHA-256, hexadecimal, of the files and of the precision they are used in: where it is equal, states are, or also texts.
+    """SHA-256, hexadecimal, of the files and the dtype. Equal digests give equal hidden states; with `of_texts` equal texts.
 
     Raises: OSError.
     """

@@ -1,7 +1,10 @@
-"""From tokens to text, piece by piece, and where text ends.
+"""Incremental detokenization: text as tokens arrive, and where a stop string ends it.
 
-A token may end inside a character and a stop string may span tokens, so text is held back until it is certain: the pieces
-sent so far are always a prefix of the final text.
+A token may end inside a character and a stop string may span tokens, so text is held back until it is certain: the text sent so
+far is always a prefix of the final text.
+
+    >>> text = IncrementalDetokenizer(tokenizer, stop=("\\n",))
+    >>> stopped = text.push(token_id); piece = text.take()
 """
 
 from __future__ import annotations
@@ -16,10 +19,7 @@ _UNFINISHED = "\ufffd"
 
 
 class IncrementalDetokenizer:
-    """The text of one choice as its tokens arrive.
-
-    `push` says whether a stop string is complete; the text is cut before it, the tokens up to its end stay.
-    """
+    """The text of one choice. A complete stop string cuts the text before it; its tokens stay in the output."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, stop: Sequence[str]) -> None:
         self._tokenizer = tokenizer
@@ -39,13 +39,13 @@ class IncrementalDetokenizer:
         return self._text
 
     def push(self, token_id: int, may_stop: bool = True) -> bool:
-        """Add a token; True when a stop string has just been completed. Not `may_stop`: one completed so far never counts."""
+        """Add a token. True: the token completes a stop string. Without `may_stop`, stop strings completed so far never count."""
         self._ids.append(token_id)
         window = self._decode(self._ids[self._prefix :])
         unfinished = window.endswith(_UNFINISHED)
         if unfinished and len(self._ids) - self._read < 8:
             return False
-        piece = window[self._known : len(window) - unfinished]  # the last one may still become a character
+        piece = window[self._known : len(window) - unfinished]  # the last token may still complete a character
         self._prefix, self._read = self._read, len(self._ids)
         self._known = len(self._decode(self._ids[self._prefix :])) - unfinished
         if not may_stop:
@@ -53,7 +53,7 @@ class IncrementalDetokenizer:
         return self._append(piece)
 
     def finish(self) -> None:
-        """No more tokens: what was held back is as certain as it will ever be; half a character is dropped."""
+        """No more tokens come: release all text that was held back. Half a character is dropped."""
         if not self._stopped and self._read < len(self._ids):
             rest = self._decode(self._ids[self._prefix :])[self._known :]
             self._read = len(self._ids)
@@ -61,7 +61,7 @@ class IncrementalDetokenizer:
         self._longest_stop = 0
 
     def take(self) -> str:
-        """Text not taken yet, less what may be the beginning of a stop string."""
+        """New certain text, without a possible beginning of a stop string."""
         end = len(self._text)
         if not self._stopped:
             end -= self._held_back()
@@ -70,7 +70,7 @@ class IncrementalDetokenizer:
         return piece
 
     def _append(self, piece: str) -> bool:
-        new = max(self._search_from, len(self._text))  # a stop string counts that ends behind it, wherever it began
+        new = max(self._search_from, len(self._text))  # a stop string must end after this point
         self._text += piece
         if not self._longest_stop:
             return False
@@ -92,7 +92,7 @@ class IncrementalDetokenizer:
 
 
 def detokenize(tokenizer: PreTrainedTokenizerBase, output_ids: Sequence[int], params: SamplingParams) -> str:
-    """The text of a whole output, as it would have been told piece by piece."""
+    """The text of a whole output, equal to all streamed pieces together."""
     text = IncrementalDetokenizer(tokenizer, params.stop)
     for count, token in enumerate(output_ids, 1):
         if text.push(token, may_stop=count > params.min_tokens):

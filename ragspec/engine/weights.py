@@ -150,7 +150,10 @@ def _tensor_files(path: str) -> dict[str, Path]:
             return dict.fromkeys(_names_in(single), single)
         if index := _find_file(path, f"{name}.index.json"):
             places: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-            return {tensor: _require_file(path, file) for tensor, file in places.items()}
+            files = {file: _find_file(path, file) for file in places.values()}
+            if missing := [file for file, found in files.items() if found is None]:
+                raise ModelError(f"{path} lacks {missing[0]}, which its index names")
+            return {tensor: cast(Path, files[file]) for tensor, file in places.items()}
     raise ModelError(f"{path} has no weights: neither {' nor '.join(_FILES)}")
 
 
@@ -164,13 +167,6 @@ def _names_in(path: Path) -> list[str]:
 def _find_file(path: str, name: str) -> Path | None:
     found = cached_file(path, name, _raise_exceptions_for_missing_entries=False)
     return None if found is None else Path(found)
-
-
-def _require_file(path: str, name: str) -> Path:
-    found = _find_file(path, name)
-    if found is None:
-        raise ModelError(f"{path} lacks {name}, which its index names")
-    return found
 
 
 def _generation_config(path: str, otherwise: Any) -> Any:

@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ragspec.core import Passage, Request
-from ragspec.drafting.cost_model import StepCost
+from ragspec.drafting.cost_model import StepPlan
 from ragspec.drafting.drafter import SequenceView
 from ragspec.drafting.planner import Planner
 from ragspec.drafting.safe_drafter import SafeDrafter
@@ -155,23 +155,23 @@ def _row(line: str, where: str) -> dict[str, str]:
     return row
 
 
-class _FreeStep(StepCost):
+class _FreeStep(StepPlan):
     """Time does not count: every draft saves time, and no tree is cut for its cost."""
 
-    def token_s(self, trees: SequenceOf[DraftTree]) -> float:
+    def token_s(self) -> float:
         return 0.0
 
-    def saved_s(self, trees: SequenceOf[DraftTree], gains: SequenceOf[float]) -> float:
+    def saved_s(self, gains: SequenceOf[float]) -> float:
         return 1e9 * len(gains)
 
-    def fit(self, trees: list[DraftTree], spare_rows: int) -> list[DraftTree]:
-        return [tree.best(min(tree.num_drafted, spare_rows // len(trees))) for tree in trees]
+    def fit(self, spare_rows: int) -> list[DraftTree]:
+        return [tree.best(min(tree.num_drafted, spare_rows // len(self.trees))) for tree in self.trees]
 
 
 class FixedTreePlanner(Planner):
     """Asks every drafter in every step and keeps the best `max_tree_nodes` nodes of each tree, whatever they cost."""
 
-    step_cost = _FreeStep
+    step_plan = _FreeStep
 
     def is_due(self, drafter: SafeDrafter, sequence: SequenceView) -> bool:
         return True

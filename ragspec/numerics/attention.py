@@ -34,9 +34,9 @@ Floats = NDArray[np.float32]
 
 
 class AttentionMetadata(NamedTuple):
-    """The rows of one forward and what each may see. All arrays int32; [a, b) ranges are half-open.
+    """The rows of one forward and the positions that each row may see. All arrays int32; [a, b) ranges are half-open.
 
-    slots [N]                 where each row's key and value go
+    slots [N]                 slot of each row's key and value
     positions [N]             rotary position of each row
     row_start [B + 1]         rows of sequence b: [row_start[b], row_start[b + 1])
     page_start [B + 1]        pages of sequence b in `pages`
@@ -90,7 +90,7 @@ def make_tiles(row_start: Ints) -> Ints:
 
 _NO_ROTARY = np.empty((0, 0), np.float32)
 _ONE_AT_A_TIME = threading.Lock()
-"""Numba's simplest thread pool serves one caller at a time; engines in several threads take turns."""
+"""Numba's default thread pool serves one caller at a time; engines in several threads take turns."""
 
 
 def attend(
@@ -106,7 +106,7 @@ def attend(
 
     Shapes: qkv float32 [N, heads + 2 KV heads, head_dim] (queries, keys, values; rotated here if `cos` and `sin`
     [positions, head_dim] are given); keys and values: one layer of the pool, flat. Returns float32 [N, heads, head_dim]; rows of
-    `qkv` beyond those of `rows` are ignored and come back as zeros.
+    `qkv` beyond the metadata's are ignored and come back as zeros.
     """
     num_rows = len(metadata.slots)
     out = np.zeros((qkv.shape[0], shape.num_heads, shape.head_dim), np.float32)

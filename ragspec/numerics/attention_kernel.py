@@ -1,6 +1,6 @@
 """The compiled attention kernel; `ragspec.numerics.attention` says what it computes and how the pool is laid out.
 
-`shape` is (heads, KV heads); `vectors` a tuple with one element for each 16 columns of a head, as `vector_code` wants it.
+`rows` is the `AttentionMetadata`, `shape` (heads, KV heads), `vectors` a tuple with one element for each 16 columns of a head.
 """
 
 from __future__ import annotations
@@ -65,14 +65,14 @@ def gather(
 
 
 @numba.njit
-def used_pages(metadata: Any, first: int, last: int, context: int) -> int:
+def used_pages(rows: Any, first: int, last: int, context: int) -> int:
     longest, highest = 0, 0
     for row in range(first, last):
-        longest = max(longest, metadata.context_end[row])
-        for j in range(metadata.path_start[row], metadata.path_start[row + 1]):
-            highest = max(highest, metadata.path_index[j])
+        longest = max(longest, rows.context_end[row])
+        for j in range(rows.path_start[row], rows.path_start[row + 1]):
+            highest = max(highest, rows.path_index[j])
     for j in range(context, context + longest):
-        highest = max(highest, metadata.context_index[j])
+        highest = max(highest, rows.context_index[j])
     return highest // 16 + 1
 
 
@@ -89,17 +89,15 @@ def collect_queries(qkv: Any, first: int, last: int, head: int, group: int, head
 
 
 @numba.njit
-def softmax(scores: Any, i: int, metadata: Any, view: Any, limits: Any, weights: Any, at: int) -> Any:
+def softmax(scores: Any, i: int, rows: Any, view: Any, limits: Any, weights: Any, at: int) -> Any:
     """Unnormalised weights of query i over `view` = what its row sees, from `at` on; returns their sum."""
     scale, softcap = limits
     first, length, path_first, path_length = view
     base = i * (scores.shape[1])
     flat = scores.reshape(-1)
     best = max(
-        gather(flat, base, metadata.context_index, first, first + length, weights, at, scale, softcap),
-        gather(
-            flat, base, metadata.path_index, path_first, path_first + path_length, weights, at + length, scale, softcap
-        ),
+        gather(flat, base, rows.context_index, first, first + length, weights, at, scale, softcap),
+        gather(flat, base, rows.path_index, path_first, path_first + path_length, weights, at + length, scale, softcap),
     )
     visible = length + path_length
     num_blocks = (visible + 15) // 16
@@ -108,10 +106,10 @@ def softmax(scores: Any, i: int, metadata: Any, view: Any, limits: Any, weights:
 
 
 @numba.njit
-def visible_to(row: int, metadata: Any, context: int, window: int) -> Any:
+def visible_to(row: int, rows: Any, context: int, window: int) -> Any:
     """[first, length) of the context and of the path that a row sees; a window hides the oldest positions."""
-    begin, depth = metadata.path_start[row], metadata.path_start[row + 1] - metadata.path_start[row]
-    end = metadata.context_end[row]
+    begin, depth = rows.path_start[row], rows.path_start[row + 1] - rows.path_start[row]
+    end = rows.context_end[row]
     hidden = max(0, end + depth - window) if window > 0 else 0
     length = max(0, end - hidden)
     hidden_path = max(0, hidden - end)
@@ -119,14 +117,14 @@ def visible_to(row: int, metadata: Any, context: int, window: int) -> Any:
 
 
 @numba.njit
-def score_tile(qkv: Any, keys: Any, metadata: Any, tile: Any, head: int, shape: Any, vectors: Any) -> Any:
+def score_tile(qkv: Any, keys: Any, rows: Any, tile: Any, head: int, shape: Any, vectors: Any) -> Any:
     """Raw scores of a tile's queries against every page they may see. Shape: [queries, pages * 16]."""
     first, last, b = tile
     group, head_dim = shape[0] // shape[1], 16 * len(vectors)
-    num_pages = used_pages(metadata, first, last, metadata.context_start[b])
+    num_pages = used_pages(rows, first, last, rows.context_start[b])
     offsets = np.empty(num_pages, np.int64)
     for p in range(num_pages):
-        page = np.int64(metadata.pages[metadata.page_start[b] + p])
+        page = np.int64(rows.pages[rows.page_start[b] + p])
         offsets[p] = (page * shape[1] + head) * 16 * head_dim
     num_queries = (last - first) * group
     scores = np.empty((num_queries, num_pages * 16), np.float32)
@@ -161,7 +159,7 @@ def weigh_values(
     i: int,
     views: Any,
     values: Any,
-    metadata: Any,
+    rows: Any,
     where: Any,
     limits: Any,
     weights: Any,
@@ -174,20 +172,20 @@ def weigh_values(
     totals[:] = 0.0
     start, shared = views[0, 0], views[0, 1]
     for r in range(num_beside):
-        norms[r] = softmax(scores, i + r, metadata, views[r], limits, weights, r * stride)
+        norms[r] = softmax(scores, i + r, rows, views[r], limits, weights, r * stride)
         shared = min(shared, views[r, 1]) if views[r, 0] == start else 0
     if num_beside == 1:
         shared = 0
-    add_shared(num_beside, weights, stride, values, metadata.context_slots, start, shared, where, totals, vectors)
+    add_shared(num_beside, weights, stride, values, rows.context_slots, start, shared, where, totals, vectors)
     for r in range(num_beside):
         seen, length, path, depth = views[r]
         at, to = r * stride, r * head_dim
         add_weighted(
-            weights, at + shared, 0, values, metadata.context_slots, seen + shared, length - shared,
+            weights, at + shared, 0, values, rows.context_slots, seen + shared, length - shared,
             where[0], where[1], totals, to, vectors,
         )  # fmt: skip
         add_weighted(
-            weights, at + length, 0, values, metadata.path_slots, path, depth, where[0], where[1], totals, to, vectors
+            weights, at + length, 0, values, rows.path_slots, path, depth, where[0], where[1], totals, to, vectors
         )
     return norms
 
@@ -197,7 +195,7 @@ def one_tile(
     qkv: Any,
     keys: Any,
     values: Any,
-    metadata: Any,
+    rows: Any,
     tile: Any,
     head: int,
     shape: Any,
@@ -207,9 +205,9 @@ def one_tile(
     vectors: Any,
 ) -> None:
     first, b = tile[0], tile[2]
-    group, context, head_dim = shape[0] // shape[1], metadata.context_start[b], 16 * len(vectors)
+    group, context, head_dim = shape[0] // shape[1], rows.context_start[b], 16 * len(vectors)
     where = (shape[1] * 16 * head_dim, head * 16 * head_dim)
-    scores = score_tile(qkv, keys, metadata, tile, head, shape, vectors)
+    scores = score_tile(qkv, keys, rows, tile, head, shape, vectors)
     weights = np.empty(4 * (scores.shape[1] + 16), np.float32)
     totals = np.empty(4 * head_dim, np.float32)
     views = np.empty((4, 4), np.int64)
@@ -219,8 +217,8 @@ def one_tile(
         num_beside = 4 if left >= 4 else 2 if left >= 2 else 1
         for r in range(num_beside):
             row = first + (i + r) // group
-            views[r, 0], views[r, 1], views[r, 2], views[r, 3] = visible_to(row, metadata, context, window)
-        norms = weigh_values(scores, i, views[:num_beside], values, metadata, where, limits, weights, totals, vectors)
+            views[r, 0], views[r, 1], views[r, 2], views[r, 3] = visible_to(row, rows, context, window)
+        norms = weigh_values(scores, i, views[:num_beside], values, rows, where, limits, weights, totals, vectors)
         for r in range(num_beside):
             row, h = first + (i + r) // group, head * group + (i + r) % group
             for d in range(out.shape[2]):
@@ -262,7 +260,7 @@ def attention_kernel(head_dim: int) -> Any:
         qkv: Any,
         keys: Any,
         values: Any,
-        metadata: Any,
+        rows: Any,
         shape: Any,
         cos: Any,
         sin: Any,
@@ -271,11 +269,11 @@ def attention_kernel(head_dim: int) -> Any:
         out: Any,
     ) -> None:
         if cos.shape[0] > 0:
-            rotate(qkv, metadata.positions, shape[0] + shape[1], cos, sin)
-        write(qkv, keys, values, metadata.slots, shape, vectors)
-        for item in numba.prange(metadata.tiles.shape[0] * shape[1]):
-            tile = metadata.tiles[item // shape[1]]
+            rotate(qkv, rows.positions, shape[0] + shape[1], cos, sin)
+        write(qkv, keys, values, rows.slots, shape, vectors)
+        for item in numba.prange(rows.tiles.shape[0] * shape[1]):
+            tile = rows.tiles[item // shape[1]]
             bounds = (tile[0], tile[1], tile[2])
-            one_tile(qkv, keys, values, metadata, bounds, item % shape[1], shape, limits, window, out, vectors)
+            one_tile(qkv, keys, values, rows, bounds, item % shape[1], shape, limits, window, out, vectors)
 
     return kernel

@@ -38,6 +38,7 @@ class ScheduledSequence:
     ) -> None:
         self.slots, self.token_ids, self.parents, self.wants_logits = slots, token_ids, parents, wants_logits
         self.num_known = len(token_ids) - len(parents) + 1
+        self.paths = _paths(parents)
         self.first_row = self.first_logit = 0  # set by the batch
         self.reserved_slots, self.reserved_index = slots.reserve(len(token_ids))
 
@@ -86,13 +87,8 @@ class Batch:
 
 
 def _metadata(sequences: Sequence[ScheduledSequence]) -> AttentionMetadata:
-    paths = [_paths(s.parents) for s in sequences]
-    flat = [_flat(s.num_known, own) for s, own in zip(sequences, paths, strict=True)]
-    path_lengths = [
-        length
-        for s, own in zip(sequences, paths, strict=True)
-        for length in [0] * s.num_known + [len(path) for path in own]
-    ]
+    flat = [_flat(s.num_known, s.paths) for s in sequences]
+    path_lengths = [length for s in sequences for length in [0] * s.num_known + [len(path) for path in s.paths]]
     context_slots: list[Ints] = []
     context_index: list[Ints] = []
     for s in sequences:  # kept positions and known tokens, sequence after sequence
@@ -101,7 +97,7 @@ def _metadata(sequences: Sequence[ScheduledSequence]) -> AttentionMetadata:
     row_start = _starts([len(s.token_ids) for s in sequences])
     return AttentionMetadata(
         slots=np.concatenate([s.reserved_slots for s in sequences]),
-        positions=np.concatenate([_positions(s, own) for s, own in zip(sequences, paths, strict=True)]),
+        positions=np.concatenate([_positions(s) for s in sequences]),
         row_start=row_start,
         pages=np.concatenate([np.array(s.slots.pages, np.int32) for s in sequences]),
         page_start=_starts([len(s.slots.pages) for s in sequences]),
@@ -128,9 +124,9 @@ def _flat(num_known: int, paths: list[list[int]]) -> Ints:
     return np.fromiter((num_known - 1 + node for path in paths for node in path), np.int32)
 
 
-def _positions(scheduled: ScheduledSequence, paths: list[list[int]]) -> Ints:
+def _positions(scheduled: ScheduledSequence) -> Ints:
     start, end = scheduled.slots.length, scheduled.slots.length + scheduled.num_known
-    return np.concatenate([np.arange(start, end), [end - 1 + len(path) for path in paths]]).astype(np.int32)
+    return np.concatenate([np.arange(start, end), [end - 1 + len(path) for path in scheduled.paths]]).astype(np.int32)
 
 
 def _context_end(scheduled: ScheduledSequence) -> Ints:

@@ -1,8 +1,7 @@
-"""`numba.njit` whose machine code is kept on disk: the kernels take ten seconds to compile, half a second to read.
+"""`numba.njit` with a disk cache that is never stale: kernels take ten seconds to compile, half a second to read.
 
-Numba keys what it keeps by the file that holds a function, not by those it calls. Here the key also holds a hash over every
-file of the library with compiled code, so nothing stale is ever read. Where nothing can be written or what is there cannot be
-read, functions are compiled as if nothing were kept.
+Numba's own cache key covers the file of a function, not the files of the functions it calls. Here the key also covers every file
+of the library with compiled code. If the cache cannot be written or read, functions are compiled as if there were none.
 """
 
 from __future__ import annotations
@@ -59,7 +58,7 @@ class _Cache(FunctionCache):
 
 
 def compiled(**options: Any) -> Callable[[Callable[..., Any]], Any]:
-    """As `numba.njit(**options)`. For functions that Python calls; what they call is kept with them."""
+    """As `numba.njit(**options)`, for functions that Python calls; the functions they call are cached with them."""
 
     def compile_and_keep(function: Callable[..., Any]) -> Any:
         dispatcher = numba.njit(**options)(function)

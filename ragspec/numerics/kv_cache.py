@@ -1,10 +1,9 @@
-"""Keys and values of every running sequence: one pool of slots, handed out in pages of 16.
+"""The KV cache: one pool of slots for all sequences, allocated in pages of 16.
 
-A slot holds one position of one sequence, in every layer. Pages are only how free slots are found and how the attention
-kernel reads keys; a sequence's positions may lie in any order of slots, so keeping a path through a tree is a change of its
-slot list and nothing is copied.
+A slot holds one position of one sequence, in every layer. Pages serve to find free slots and to read keys; a sequence's positions
+may lie in any order of slots, so keeping a path through a tree only changes its slot list and copies nothing.
 
-A slot is held by sequences and by the prefix cache; it is free when nobody holds it, its page when all 16 are.
+Sequences and the prefix cache hold slots. A slot without holders is free; a page is free when all its 16 slots are.
 """
 
 from __future__ import annotations
@@ -31,23 +30,18 @@ class KvPool:
         self.keys = [np.zeros(self.num_slots * width, np.float32) for width in widths]
         self.values = [np.zeros(self.num_slots * width, np.float32) for width in widths]
         self.stamps = np.zeros(self.num_slots, np.int64)
-        """Rise when a slot is given to a new position: what somebody stored beside it is then of another text."""
+        """A slot's stamp rises when the slot gets a new position: data stored beside the slot is then outdated."""
         self._holders = np.zeros(self.num_slots, np.int32)
         self._held_in_page = np.zeros(self.num_pages, np.int32)
         self._free_pages = list(range(self.num_pages - 1, -1, -1))
 
     def fits(self, layer: int, shape: AttentionShape) -> bool:
-        """Whether a layer's keys have the width that its part of the pool was made for."""
+        """Whether a layer's shape is the one that the pool was made for."""
         return len(self.keys[layer]) == self.num_slots * shape.num_kv_heads * padded(shape.head_dim)
 
     @property
     def num_free_pages(self) -> int:
         return len(self._free_pages)
-
-    @property
-    def usage(self) -> float:
-        """Share of pages in use, 0 to 1."""
-        return 1.0 - len(self._free_pages) / self.num_pages
 
     def take_page(self) -> int:
         """A free page; the taker holds all its slots. Raises: OutOfSlots."""
@@ -60,12 +54,12 @@ class KvPool:
         return page
 
     def hold(self, slots: Ints) -> None:
-        """One more holder for each of these slots, which somebody holds already."""
+        """Add a holder to each of these slots, which must have a holder already."""
         assert (self._holders[slots] > 0).all()
         self._holders[slots] += 1
 
     def num_freed_pages(self, slots: Ints) -> int:
-        """How many pages would be free if these slots, distinct, had one holder less."""
+        """Pages that would be freed if each of these distinct slots lost a holder."""
         pages, counts = np.unique(slots[self._holders[slots] == 1] // PAGE, return_counts=True)
         return int((self._held_in_page[pages] == counts).sum())
 
@@ -74,7 +68,7 @@ class KvPool:
         return bool((self._holders[slots] > 1).all())
 
     def release(self, slots: Ints) -> None:
-        """One holder less for each; slots are distinct."""
+        """Remove one holder from each of these distinct slots."""
         self._holders[slots] -= 1
         freed = slots[self._holders[slots] == 0]
         if not len(freed):
@@ -113,7 +107,7 @@ class SequenceSlots:
         return self._pages
 
     def share(self, slots: Ints) -> None:
-        """Start from a prefix that somebody else computed."""
+        """Start from the slots of a prefix that is already computed."""
         assert self.length == 0 and not self._pages
         self.pool.hold(slots)
         pages, rank = np.unique(slots // PAGE, return_inverse=True)
@@ -122,7 +116,7 @@ class SequenceSlots:
         self._num_shared = len(slots)
 
     def num_new_pages(self, num_slots: int) -> int:
-        """How many pages `reserve(num_slots)` would take."""
+        """Pages that `reserve(num_slots)` would take."""
         return -(-max(0, num_slots - len(self._spare)) // PAGE)
 
     def reserve(self, num_slots: int) -> tuple[Ints, Ints]:
@@ -140,13 +134,13 @@ class SequenceSlots:
         return pages[index // PAGE] * PAGE + index % PAGE, index
 
     def keep(self, slots: Ints, index: Ints, chosen: list[int]) -> None:
-        """Of one step's reserved slots keep `chosen`, in this order, as the next positions; the rest is spare again."""
+        """Keep `chosen` of one step's reserved slots, in this order, as the next positions; all others are spare again."""
         self._append(slots[chosen], index[chosen])
         rest = np.delete(index, chosen)
         self._spare = sorted([*self._spare, *rest.tolist()], reverse=True)
 
     def truncate(self, length: int) -> None:
-        """Roll back to the first `length` positions; shared positions are never given back one by one."""
+        """Roll back to the first `length` positions, which include all shared positions."""
         assert self._num_shared <= length <= self.length
         self._spare = sorted([*self._spare, *self._index[length : self.length].tolist()], reverse=True)
         self.pool.stamps[self._slots[length : self.length]] += 1

@@ -20,8 +20,8 @@ from ragspec.errors import ModelError
 from ragspec.numerics.attention import AttentionMetadata, AttentionShape, attend
 from ragspec.numerics.kv_cache import KvPool
 from ragspec.numerics.linear import PackedLinear, pack_linears
+from ragspec.numerics.norms import ResidualNorm, RootMeanSquareNorm
 from ragspec.numerics.ranks import ONE_RANK, Ranks
-from ragspec.numerics.residual import ResidualNorm
 from ragspec.numerics.sharding import FFN_MULTIPLE, GatheredEmbedding, GatheredLinear, without_padding
 
 _ATTENTION = {"LlamaAttention", "MistralAttention", "Qwen2Attention", "Qwen3Attention"}
@@ -107,18 +107,6 @@ def _output(linear: Any, ranks: Ranks, num_more_inputs: int = 0) -> Any:
     """The product back into the stream, with `num_more_inputs` zero inputs appended."""
     own = PackedLinear(F.pad(linear.weight.detach(), (0, num_more_inputs)), linear.bias)
     return own if ranks.size == 1 else GatheredLinear(own, linear.out_features, ranks)
-
-
-class RootMeanSquareNorm(nn.Module):
-    """`x / rms(x) * weight` in one operator; statistics in float32."""
-
-    def __init__(self, norm: Any) -> None:
-        super().__init__()
-        self.weight = norm.weight
-        self.epsilon = norm.variance_epsilon
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, (x.shape[-1],), self.weight, self.epsilon)
 
 
 class RotaryTable(nn.Module):

@@ -1,8 +1,10 @@
 """Row-invariant linear layers: a row's result does not depend on how many rows stand beside it.
 
-oneDNN's packed matrix product keeps one order of summation for any number of rows, except that one row alone takes another
-path for wide inputs; so one row is padded to two. It is also two to three times faster than the stock product on CPU
-(private operators of torch, hence the fallback and the start-up self-test).
+oneDNN's packed matrix product adds in the same order for any number of rows, except that a single row of wide inputs takes
+another path; so one row is padded to two. It is also two to three times faster than the stock product on CPU. The operators are
+private to torch, hence `packing_available` and the start-up self-test.
+
+Owns the products of one process; tensor parallelism is in `ragspec.numerics.sharding`.
 
     >>> pack_linears(model)      # in place, once, after loading
 """
@@ -33,19 +35,12 @@ class PackedLinear(nn.Module):
         )
         self.register_buffer("bias", None if bias is None else bias.detach().clone())
 
-    @classmethod
-    def from_linear(cls, linear: nn.Linear) -> PackedLinear:
-        return cls(linear.weight, linear.bias)
-
     def forward(self, x: Tensor) -> Tensor:
         if x.dim() != 2:
             return self.forward(x.reshape(-1, self.in_features)).view(*x.shape[:-1], self.out_features)
         if x.shape[0] == 1:
             return self.forward(x.expand(2, -1).contiguous())[:1]
         return cast(Tensor, _packed_product(x, self.packed, self.bias, "none", [], ""))
-
-    def extra_repr(self) -> str:
-        return f"in_features={self.in_features}, out_features={self.out_features}, dtype={self.dtype}"
 
 
 def packing_available(dtype: torch.dtype = torch.float32) -> bool:
@@ -58,9 +53,9 @@ def packing_available(dtype: torch.dtype = torch.float32) -> bool:
 
 
 def pack_linears(module: nn.Module) -> None:
-    """Replace every `nn.Linear` below `module` by its packed form, in place. Weights shared elsewhere stay as they are."""
+    """Replace every `nn.Linear` below `module` by its packed form, in place. The original weights are not changed."""
     for name, child in module.named_children():
         if type(child) is nn.Linear:
-            setattr(module, name, PackedLinear.from_linear(child))
+            setattr(module, name, PackedLinear(child.weight, child.bias))
         else:
             pack_linears(child)

@@ -1,6 +1,6 @@
 """Keyed Gumbel noise: the randomness of output token i is a pure function of (seed, choice, i, token id).
 
-Nothing is drawn, nothing advances: rolling back, resuming after a crash or verifying twice meets the same noise. Each of the
+No state advances: rolling back, resuming after a crash or verifying twice gives the same noise. Each of the
 four parts goes through a full 64-bit mixing step, so neighbouring keys share no structure; 53 bits become
 `u = (h + 0.5) * 2**-53` in float64 and `G = -log(-log(u))`. (24 bits in float32 would round some u to 1, where G is infinite.)
 
@@ -30,10 +30,10 @@ _30, _27, _31, _11 = np.uint64(30), np.uint64(27), np.uint64(31), np.uint64(11)
 _TWO_TO_MINUS_53 = 2.0**-53
 _TWO_TO_52, _TWO_TO_53 = np.uint64(2**52), np.uint64(2**53)
 LARGEST_GUMBEL = -math.log(-math.log1p(-(2.0**-54)))
-"""About 37.4: no noise is greater."""
+"""The greatest noise, about 37.4."""
 ABOVE_ANY_GUMBEL = 38.0
 MOST_REST = np.array([int(2**53 * math.exp(-noise) * (1 + 1e-8)) + 2 for noise in range(39)], np.uint64)
-"""By whole noise: tokens whose (1 - u) * 2**53, rounded up, is greater have less. The slack exceeds every rounding."""
+"""By whole noise n: a token whose (1 - u) * 2**53, rounded up, is greater has noise below n. The slack exceeds every rounding."""
 
 
 @numba.njit(inline="always")
@@ -51,7 +51,7 @@ def _key(seed: np.uint64, choice: np.uint64, index: np.uint64) -> np.uint64:
 
 
 def output_key(seed: int, choice: int, index: int) -> np.uint64:
-    """The key of one output token: each part is mixed before the next is added."""
+    """The key of one output token. Each part is mixed before the next part is added."""
     return np.uint64(_key(np.uint64(seed), np.uint64(choice), np.uint64(index)))
 
 
@@ -63,7 +63,7 @@ def bits(key: np.uint64, token_id: np.uint64) -> np.uint64:
 
 @numba.njit(inline="always")
 def gumbel(h: np.uint64) -> float:
-    """Above u = 1/2 the half in `h + 0.5` is lost in float64 and the largest h would give u = 1; 1 - u is exact there."""
+    """Above u = 1/2 float64 loses the half of `h + 0.5` and the largest h would give u = 1; 1 - u is exact there."""
     if h < _TWO_TO_52:
         return -math.log(-math.log((np.float64(h) + 0.5) * _TWO_TO_MINUS_53))
     return -math.log(-math.log1p((0.5 - np.float64(_TWO_TO_53 - h)) * _TWO_TO_MINUS_53))
@@ -83,7 +83,7 @@ def gumbel_row(seed: int, choice: int, index: int, vocab_size: int) -> NDArray[n
 
 
 def random_seed() -> int:
-    """64 fresh bits, for a request that gave none."""
+    """64 random bits, for a request without a seed."""
     return secrets.randbits(64)
 
 

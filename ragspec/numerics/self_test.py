@@ -1,8 +1,10 @@
-"""Start-up self-test: do this machine's kernels give a row the same bits in any company?
+"""The start-up self-test: do this machine's kernels give a row the same bits in every batch?
 
-One text is computed whole, in chunks of awkward sizes, one token at a time, in a batch of two sequences, and as trees with
-decoys; every logit must agree bit for bit. Passing is what lets a target promise the same text with and without speculation.
-The hash of these bits, with the versions that made them, is the numerics id: replay means something only between equal ids.
+One text is computed whole, in chunks of awkward sizes, token by token, in a batch of two sequences, and as trees with decoys; all
+logits must agree bit for bit. A target that passes promises the same text with and without speculation. The hash of these bits
+and of the library versions is the numerics id; replay is possible only between equal ids.
+
+    >>> self_test(target, longest=513, dtype="float32", num_threads=2).passed
 """
 
 from __future__ import annotations
@@ -27,19 +29,19 @@ Ints = NDArray[np.int32]
 Floats = NDArray[np.float32]
 
 SAMPLING_VERSION = 1
-"""To be raised with every change of the noise, the warps or their order: the same key would give other tokens."""
+"""Raise this with every change of the noise, the warps or their order: the same key then gives other tokens."""
 
 _ID_ROWS = 16
 _MARGIN = 2.0
 _LEAST = float(np.finfo(np.float32).tiny)
-"""What differs is never taken for equal, however small the difference."""
+"""The least difference reported for rows that differ."""
 
 CHUNKS = (1, 2, 3, 7, 16, 64, 65, 257, 513)
-"""Numbers of rows of one forward that are compared with the whole text at once."""
+"""Numbers of rows of the forwards that are compared with the forward of the whole text."""
 
 
 class Forward(Protocol):
-    """What is tested: the target, or anything that computes rows over a slot pool."""
+    """What the test needs of a target."""
 
     pool: KvPool
     vocab_size: int
@@ -48,7 +50,7 @@ class Forward(Protocol):
 
 
 class Failure(NamedTuple):
-    """One way to compute the text: how many of how many rows differed, and by how much a logit did at most."""
+    """A way of computing the text whose rows differ. `difference`: the greatest difference of a logit."""
 
     what: str
     difference: float
@@ -58,7 +60,7 @@ class Failure(NamedTuple):
 
 
 class SelfTest(NamedTuple):
-    """`failures` names what differed. Of `num_rows`, the largest forward compared, more at once are not known to be invariant."""
+    """`num_rows`: rows of the largest forward that was compared; larger forwards are not known to be invariant."""
 
     failures: tuple[Failure, ...]
     numerics_id: str
@@ -70,24 +72,24 @@ class SelfTest(NamedTuple):
 
     @property
     def fingerprint(self) -> str:
-        """Of what is written here: the id, or one that promises nothing where the test has failed."""
+        """The numerics id, marked as not reproducible if the test has failed."""
         return self.numerics_id if self.passed else f"{self.numerics_id}-fast"
 
     @property
     def uncertainty(self) -> float:
-        """By how much a logit may depend on its row's company: as much again as was seen, for other texts; 0 where none did."""
+        """How much a logit may depend on the rest of its batch: twice the greatest difference seen, 0 if the test passed."""
         return _MARGIN * max((failure.difference for failure in self.failures), default=0.0)
 
 
 def self_test(target: Forward, longest: int, dtype: str, num_threads: int) -> SelfTest:
-    """Compare the bits; at most `longest` tokens of text. Takes a few forwards of that length."""
+    """Compare the bits of a text of at most `longest` tokens. Takes a few forwards of that length."""
     length = min(longest, max(CHUNKS), target.pool.num_slots // 3)
     rng = np.random.default_rng(20)
     text = rng.integers(0, target.vocab_size, length).astype(np.int32)
     set_num_threads(num_threads)
     whole = _run(target, text, [length])
     failures = []
-    for threads in sorted({1, num_threads}):  # last the count that stays
+    for threads in sorted({1, num_threads}):  # the count that stays comes last
         set_num_threads(threads)
         found = _compare_all(target, text, whole, rng)
         failures += [failure._replace(what=f"{threads} threads, {failure.what}") for failure in found]
@@ -95,7 +97,7 @@ def self_test(target: Forward, longest: int, dtype: str, num_threads: int) -> Se
 
 
 def _compare_all(target: Forward, text: Ints, whole: Floats, rng: np.random.Generator) -> list[Failure]:
-    """Every way to compute the text, against the whole of it; what differed."""
+    """Compare every way of computing the text with one forward of the whole text."""
     length = len(text)
     failures = _compare("whole", _run(target, text, [length]), whole)
     for size in (c for c in CHUNKS if c < length):
@@ -111,7 +113,7 @@ def _compare(name: str, got: Floats, expected: Floats) -> list[Failure]:
     same = (got == expected).all(-1)
     if same.all():
         return []
-    apart = float(np.abs(got - expected).max())  # no number where either is none
+    apart = float(np.abs(got - expected).max())  # nan if either row has a nan
     what = f"{name}: {int((~same).sum())} of {len(same)} rows differ"
     return [Failure(what, math.inf if math.isnan(apart) else max(apart, _LEAST))]
 
@@ -132,7 +134,7 @@ def _extend(target: Forward, slots: SequenceSlots, tokens: Ints) -> Floats:
 
 
 def _trees(target: Forward, text: Ints, whole: Floats, rng: np.random.Generator) -> tuple[Floats, Floats]:
-    """The last tokens hidden as a path in trees of random shape, against the same rows of the whole text."""
+    """The last tokens as a path hidden in random trees; returns their rows and the same rows of the whole text."""
     slots = SequenceSlots(target.pool)
     hidden = min(24, len(text) // 2)
     root = len(text) - hidden
@@ -174,17 +176,9 @@ def _beside(target: Forward, text: Ints, rng: np.random.Generator) -> Floats:
 
 
 def _numerics_id(logits: Floats, dtype: str) -> str:
-    """Of the first rows alone: the id must not depend on how long the pool or the context lets the text be."""
+    """Hashes the first rows alone, so that the id does not depend on the length of pool or context."""
     logits = logits[:_ID_ROWS]
-    versions = (
-        SAMPLING_VERSION,
-        torch.__version__,
-        transformers.__version__,
-        numba.__version__,
-        np.__version__,
-        platform.machine(),
-        dtype,
-    )
-    digest = hashlib.sha256(repr(versions).encode())
+    versions = [library.__version__ for library in (torch, transformers, numba, np)]
+    digest = hashlib.sha256(repr((SAMPLING_VERSION, *versions, platform.machine(), dtype)).encode())
     digest.update(np.ascontiguousarray(logits).tobytes())
     return "rs_" + digest.hexdigest()[:16]

@@ -1,19 +1,19 @@
 """How many threads the kernels use. The count changes speed, never a bit of a result (the self-test compares).
 
-Every thread that computes has workers of its own under OpenMP, and once a process has more of them than processors, all of
-them sleep between two products instead of waiting for the next one: twice the time of a small model's step. So the engine's
-thread is the only one that keeps workers; everything else computes in a thread that ends, and its workers with it.
+Under OpenMP every computing thread has workers of its own. Once a process has more workers than processors, all workers sleep
+between two products instead of spinning, which doubles the time of a small model's step. So only the engine's thread keeps
+workers; all other computations run in a thread that ends together with its workers (`run_in_thread`).
 
-Where another program wants the processors, workers that wait for each other lose a hundredfold (measured: a step of 250 ms
-instead of 2.5 beside a training run on two cores). Nothing announces that, so `AdaptiveThreads` keeps trying.
+Beside another busy program, workers that wait for each other can lose a hundredfold (measured: a step of 250 ms instead of 2.5
+beside a training run on two cores). No signal announces such load, so `AdaptiveThreads` keeps measuring.
 """
 
 from __future__ import annotations
 
 import math
 import os
-import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 import numba
@@ -26,7 +26,7 @@ _LEAST_BETWEEN_TRIALS = 32
 _TRIAL_SHARE = 0.01
 _CLEARLY, _BY_FAR = 0.8, 0.25
 _WINS = 2
-"""A trial wins when it takes less than this part of the usual time; two wins in a row change the count, or one by far."""
+"""A trial wins below this share of the usual time; two wins in a row change the count, or a single win by far."""
 _STEP_WEIGHT = 0.2
 
 
@@ -36,17 +36,17 @@ def num_processors() -> int:
 
 
 def set_num_threads(num_threads: int) -> None:
-    """For the calling thread: the OpenMP libraries under torch and numba keep the count for each thread apart."""
+    """Set the count of the calling thread: OpenMP keeps one count for each thread."""
     torch.set_num_threads(num_threads)
     numba.set_num_threads(min(num_threads, numba.config.NUMBA_NUM_THREADS))
 
 
 class AdaptiveThreads:
-    """All threads or one, whichever has lately been faster for forwards of the same size; of one thread, for one engine.
+    """Chooses all threads or one, whichever has lately been faster for forwards of the same size. Used by one engine thread.
 
-    Now and then a forward runs with the other count. A trial that loses is paid for before the next: together they take about
-    one part in a hundred of the time. A forward that suddenly takes twice as long brings the next trial forward.
-    `most` None: all processors. Not `adaptive`: always the first count.
+    Now and then a forward tries the other count. The more a trial loses, the later the next trial, so that trials cost about one
+    hundredth of the time. A forward that suddenly takes twice as long triggers a trial. `most` None: all processors. Without
+    `adaptive` the first count stays.
     """
 
     def __init__(
@@ -68,12 +68,12 @@ class AdaptiveThreads:
         self._seconds: dict[int, float] = {}  # by size: a running mean, with the current count
 
     def begin(self) -> None:
-        """Before a forward."""
+        """Call before a forward: sets the thread count."""
         self._trying = self._steps_left <= 0 and self._other != self._current
         self._apply(self._other if self._trying else self._current)
 
     def end(self, num_rows: int, seconds: float) -> None:
-        """After it, with what it took."""
+        """Call after a forward, with its seconds."""
         size = round(4 * math.log2(num_rows))
         usual = self._seconds.get(size)
         self._steps_left -= 1
@@ -86,7 +86,7 @@ class AdaptiveThreads:
         self._seconds[size] = seconds if usual is None else usual + _STEP_WEIGHT * (seconds - usual)
 
     def _judge(self, usual: float | None, seconds: float) -> None:
-        if usual is None:  # nothing to compare with: take turns until there is
+        if usual is None:  # nothing to compare with yet: alternate
             self._steps_left = 1
             return
         if seconds > _CLEARLY * usual:
@@ -103,20 +103,11 @@ class AdaptiveThreads:
 
 
 def run_in_thread(call: Callable[[], T], num_threads: int) -> T:
-    """Run `call` in a thread of its own that ends with it; its result or its exception is the caller's."""
-    results: list[T] = []
-    errors: list[BaseException] = []
+    """Run `call` in a thread of its own that ends with it. Returns its result, raises its exception."""
 
-    def run() -> None:
-        try:
-            set_num_threads(num_threads)
-            results.append(call())
-        except BaseException as error:
-            errors.append(error)
+    def run() -> T:
+        set_num_threads(num_threads)
+        return call()
 
-    thread = threading.Thread(target=run, name="ragspec-compute")
-    thread.start()
-    thread.join()
-    if errors:
-        raise errors[0]
-    return results[0]
+    with ThreadPoolExecutor(1, "ragspec-compute") as thread:
+        return thread.submit(run).result()

@@ -10,7 +10,6 @@ without knowledge of the target's noise; of deterministic drafts all lossless ru
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
@@ -22,7 +21,7 @@ from ragspec.speculation import CHAIN_RULES, LOSSY_RULES, AcceptanceRule
 from ragspec.tree import DraftTree, Draw
 from ragspec.verification.probabilities import Floats, KeyedRandom, RandomSource, RandomStream, token_probs
 from ragspec.verification.rejection_trees import TreeWalk
-from ragspec.verification.sampling import Logits, TokenCounts
+from ragspec.verification.sampling import ChoiceSampler, Logits
 from ragspec.verification.verify import VerifyResult
 
 
@@ -140,18 +139,7 @@ def _check_chain(rule: AcceptanceRule, tree: DraftTree, draws: Mapping[int, Draw
             raise InputError(f"the rule {rule} is for chains, and node {node} has more than one child")
 
 
-class _PathCounts(TokenCounts):
-    """Token counts that can be extended along a path without changing the original."""
-
-    def after(self, tokens: list[int]) -> _PathCounts:
-        later = copy.copy(self)
-        later._seen, later._output = dict(self._seen), dict(self._output)
-        for token in tokens:
-            later.push(token)
-        return later
-
-
-class RejectionSampler:
+class RejectionSampler(ChoiceSampler):
     """Decides the output tokens of one choice by a published rule. The same seed and drafts give the same tokens."""
 
     def __init__(
@@ -163,12 +151,8 @@ class RejectionSampler:
         eos_ids: tuple[int, ...],
         output_ids: list[int],
     ) -> None:
+        super().__init__(request, seed, choice, eos_ids, output_ids)
         self.acceptance = acceptance
-        self._params = request.params
-        self._seed, self._choice = seed, choice
-        self._index = len(output_ids)
-        self._eos_ids = eos_ids
-        self._counts = _PathCounts(request.prompt_ids, output_ids) if request.params.has_penalties else None
 
     def __call__(self, logits: Logits) -> int:
         """The next output token without a draft, from the target's logits at its position. Shape: float32 [V]."""

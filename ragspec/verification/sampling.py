@@ -10,8 +10,8 @@ At temperature 0 the token is the greatest logit (ties to the lower id).
 
 from __future__ import annotations
 
+import copy
 import math
-from collections.abc import Mapping
 from typing import Any, Protocol
 
 import numba
@@ -159,6 +159,14 @@ class TokenCounts:
         for token in output_ids:
             self.push(token)
 
+    def after(self, tokens: list[int]) -> TokenCounts:
+        """A copy with further output tokens."""
+        later = copy.copy(self)
+        later._seen, later._output = dict(self._seen), dict(self._output)
+        for token in tokens:
+            later.push(token)
+        return later
+
     def push(self, token: int) -> None:
         self._seen[token] = self._seen.get(token, 0) + 1
         self._output[token] = self._output.get(token, 0) + 1
@@ -182,17 +190,13 @@ def warp(logits: Logits, params: SamplingParams, counts: TokenCounts | None, for
     x = logits.copy() if needs_copy else logits
     if counts is not None:
         counts.penalise(x, params)
-    _add_bias(x, params.logit_bias)
+    for token, bias in params.logit_bias.items():
+        x[token] += np.float32(bias)
     if forbidden:
         x[list(forbidden)] = -np.inf
     if params.greedy or params.temperature == 1.0:
         return x
     return x / np.float32(max(params.temperature, _LEAST_TEMPERATURE))
-
-
-def _add_bias(logits: Logits, bias: Mapping[int, float]) -> None:
-    for token, value in bias.items():
-        logits[token] += np.float32(value)
 
 
 def _warped_uncertainty(warped: Logits, uncertainty: float, params: SamplingParams, num_output: int) -> float:
@@ -232,7 +236,19 @@ class Sampler(Protocol):
         """The next output token, from the target's logits at its position. Shape: float32 [V]."""
 
 
-class KeyedSampler:
+class ChoiceSampler:
+    """The state that all samplers of one choice share: parameters, seed, output position, token counts."""
+
+    def __init__(
+        self, request: Request, seed: int, choice: int, eos_ids: tuple[int, ...], output_ids: list[int]
+    ) -> None:
+        self._params = request.params
+        self._seed, self._choice, self._eos_ids = seed, choice, eos_ids
+        self._index = len(output_ids)
+        self._counts = TokenCounts(request.prompt_ids, output_ids) if request.params.has_penalties else None
+
+
+class KeyedSampler(ChoiceSampler):
     """The definition of the output: token i is the argmax of the warped logits plus the noise of (seed, choice, i).
 
     `uncertainty`: how much a logit may depend on the other rows of its batch. If it is not 0, `near_ties` records for each
@@ -248,11 +264,7 @@ class KeyedSampler:
         output_ids: list[int],
         uncertainty: float = 0.0,
     ) -> None:
-        self._params = request.params
-        self._seed, self._choice = seed, choice
-        self._index = len(output_ids)
-        self._eos_ids = eos_ids
-        self._counts = TokenCounts(request.prompt_ids, output_ids) if request.params.has_penalties else None
+        super().__init__(request, seed, choice, eos_ids, output_ids)
         self._uncertainty = uncertainty
         self.near_ties: list[bool] = []
 

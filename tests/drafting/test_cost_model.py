@@ -5,13 +5,12 @@ from __future__ import annotations
 import pytest
 from test_planner import FREE, Running
 
-from ragspec.drafting.cost_model import StepCost
-from ragspec.tree import DraftTree
+from ragspec.drafting.cost_model import StepPlan
 
 
 def saved(gains: list[float], *most_tokens: int) -> float:
     sequences = [Running(str(i), most_tokens=most) for i, most in enumerate(most_tokens)]
-    return StepCost(FREE, sequences, 0).saved_s([DraftTree(3) for _ in sequences], gains)
+    return StepPlan(FREE, sequences, 0).saved_s(gains)
 
 
 def test_the_slowest_decides_what_is_saved() -> None:

@@ -93,7 +93,7 @@ def test_a_tree_of_nodes_is_what_each_path_alone_would_give(tiny: Tiny, family: 
     features = features_of(target, tokens, network.taps)
     num_pairs = len(tokens) - 1
     pool = KvPool(target.shapes, 512)
-    cache = HeadCache.beside(pool, network.shape)
+    cache = HeadCache.for_pool(pool, network.shape)
     slots = np.array([3, 40, 41, 5, 200, 201, 77, *range(300, 320)], np.int32)
     rows = DraftBatch([ScheduledDraft(slots[:num_pairs], num_pairs, num_pairs, slots[num_pairs:])])
     states = network.first(np.array(tokens[1:], np.int32), features[:-1], cache, rows.chains())

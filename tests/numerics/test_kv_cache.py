@@ -238,7 +238,7 @@ def test_a_step_that_does_not_fit_takes_nothing() -> None:
     assert pool.num_free_pages == 0
     slots.release()
     assert pool.num_free_pages == 2
-    assert pool.usage == 0.0
+    assert pool.num_free_pages == pool.num_pages
 
 
 @pytest.mark.parametrize("seed", range(2))

@@ -37,7 +37,7 @@ from ragspec.numerics.noise import row_seed
         ({"id": "a", "question": "\ud800"}, "the question holds a lone surrogate"),
         ({"id": "a", "question": "x", "temperature": "hot"}, "temperature must be a number"),
         ({"id": "a", "question": "x", "temperature": float("nan")}, "temperature must be a number"),
-        ({"id": "a", "question": "x", "max_tokens": -1}, "max_tokens must be a number"),
+        ({"id": "a", "question": "x", "max_tokens": -1}, "max_tokens must be an integer"),
         ({"id": "a", "question": "x", "max_tokens": 1.5}, "max_tokens must be an integer"),
         ({"id": "a", "question": "x", "seed": "7"}, "seed must be an integer"),
         ({"id": "a", "question": "x", "stop": [""]}, "stop must be a tuple"),

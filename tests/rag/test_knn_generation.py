@@ -166,7 +166,7 @@ def check_all_strides(target: Target, store: Datastore, folder: Path, params: Sa
         for speculation in (True, False):
             completion, _ = made.generate(asked, speculation)
             assert Plain(completion.token_ids, completion.text, completion.finish_reason) == expected, stride
-    assert target.pool.usage == 0.0
+    assert target.pool.num_free_pages == target.pool.num_pages
     return expected
 
 
@@ -274,7 +274,7 @@ def test_a_lost_datastore_ends_the_request_and_nothing_else(target: Target, stor
     asked = request(target, SAMPLING["greedy"])
     with pytest.raises(RetrievalError, match="lost"):
         made.generate(asked)
-    assert target.pool.usage == 0.0
+    assert target.pool.num_free_pages == target.pool.num_pages
     failing.lost_at = 10_000
     completion, _ = made.generate(asked)
     assert completion.token_ids == generator(target, store).generate(asked)[0].token_ids
@@ -376,7 +376,7 @@ def test_keys_do_not_depend_on_what_else_is_built(folder: Path, target: Target, 
     build_datastore(TEXTS[3:], target, folder / "part", CONTEXT_TOKENS, num_threads=1)
     part = read_datastore_manifest(folder / "part")
     assert np.load(folder / "part" / part.keys).tobytes() == keys[len(keys) - part.num_entries :].tobytes()
-    assert target.pool.usage == 0.0
+    assert target.pool.num_free_pages == target.pool.num_pages
 
 
 @pytest.mark.parametrize("context_tokens", [0, 257])

@@ -1,14 +1,17 @@
-"""The rows of a head's forwards while one draft grows: what each sequence may settings back on, and the nodes drafted so far.
+"""The attention metadata of a head's forwards while one draft grows.
 
-Each sequence looks back on a list of slots (the last positions of its text that the head has seen) and has slots of its own for
-nodes. Pages are found once; a level only adds its nodes.
+Each sequence attends to a list of slots (the last positions that the head has read) and has slots of its own for nodes. Pages are
+collected once for a draft; a level only adds its nodes.
+
+    >>> batch = DraftBatch(scheduled)
+    >>> batch.chains()              # the metadata of the first forward; then batch.level(paths) for each level
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,9 +22,9 @@ Ints = NDArray[np.int32]
 
 
 class ScheduledDraft(NamedTuple):
-    """One sequence: `context` slots in the order of their positions, the last `num_new` of them to be computed first.
+    """One sequence's part: `context` slots in the order of positions; the last `num_new` are computed by the first forward.
 
-    `end`: the position after the last one. `scratch`: slots for nodes.
+    `end`: the position after the context. `scratch`: slots for nodes.
     """
 
     context: Ints
@@ -31,7 +34,7 @@ class ScheduledDraft(NamedTuple):
 
 
 class DraftBatch:
-    """Of several sequences. A node is (its place in `scratch`, the places of its path, itself last)."""
+    """Several sequences. A node is given by the path to it, as indices in its sequence's `scratch`, its own index last."""
 
     def __init__(self, parts: Sequence[ScheduledDraft]) -> None:
         self._parts = parts
@@ -47,54 +50,42 @@ class DraftBatch:
         }
 
     def chains(self) -> AttentionMetadata:
-        """The new positions of every sequence, each seeing what stands before it."""
-        parts = self._parts
-        num_rows = sum(part.num_new for part in parts)
-        nothing = np.empty(0, np.int32)
+        """Metadata of the new positions of every sequence; each position sees the positions before it."""
+        parts, nothing = self._parts, np.empty(0, np.int32)
         ends = [np.arange(len(p.context) - p.num_new + 1, len(p.context) + 1) for p in parts]
-        return self._rows(
+        return self._metadata(
             [part.num_new for part in parts],
-            np.concatenate([part.context[len(part.context) - part.num_new :] for part in parts]),
-            np.concatenate([np.arange(part.end - part.num_new, part.end) for part in parts]),
-            np.concatenate(ends),
-            (nothing, nothing, np.zeros(num_rows + 1, np.int32)),
+            slots=np.concatenate([part.context[len(part.context) - part.num_new :] for part in parts]),
+            positions=np.concatenate([np.arange(part.end - part.num_new, part.end) for part in parts]),
+            context_end=np.concatenate(ends),
+            path_slots=nothing,
+            path_index=nothing,
+            path_start=np.zeros(sum(part.num_new for part in parts) + 1),
         )
 
     def level(self, paths: Sequence[Sequence[Sequence[int]]]) -> AttentionMetadata:
-        """One level of every sequence's tree; `paths[b]` are those of its new nodes, places in the sequence's scratch."""
-        own = [(b, path) for b, those in enumerate(paths) for path in those]
-        slots = np.array([self._parts[b].scratch[path[-1]] for b, path in own], np.int32)
-        positions = np.array([self._parts[b].end + len(path) - 1 for b, path in own])
-        ends = np.array([len(self._parts[b].context) for b, _ in own])
-        path_slots = np.array([self._parts[b].scratch[node] for b, path in own for node in path], np.int32)
-        path_index = np.array([self._scratch_index[b][node] for b, path in own for node in path], np.int32)
-        path_rows = (path_slots, path_index, _starts([len(path) for _, path in own]))
-        return self._rows([len(those) for those in paths], slots, positions, ends, path_rows)
-
-    def _rows(
-        self,
-        counts: Sequence[int],
-        slots: Ints,
-        positions: NDArray[np.int64],
-        ends: NDArray[np.int64],
-        paths: tuple[Ints, Ints, Ints],
-    ) -> AttentionMetadata:
-        row_start = _starts(counts)
-        return AttentionMetadata(
-            slots=slots,
-            positions=positions.astype(np.int32),
-            row_start=row_start,
-            context_end=ends.astype(np.int32),
-            path_slots=paths[0],
-            path_index=paths[1],
-            path_start=paths[2],
-            tiles=make_tiles(row_start),
-            **self._fixed,
+        """Metadata of one level of every sequence's tree. `paths[b]`: the paths of sequence b's new nodes."""
+        parts = self._parts
+        nodes = [(b, path) for b, own in enumerate(paths) for path in own]
+        return self._metadata(
+            [len(own) for own in paths],
+            slots=np.array([parts[b].scratch[path[-1]] for b, path in nodes]),
+            positions=np.array([parts[b].end + len(path) - 1 for b, path in nodes]),
+            context_end=np.array([len(parts[b].context) for b, _ in nodes]),
+            path_slots=np.array([parts[b].scratch[node] for b, path in nodes for node in path]),
+            path_index=np.array([self._scratch_index[b][node] for b, path in nodes for node in path]),
+            path_start=_starts([len(path) for _, path in nodes]),
         )
+
+    def _metadata(self, num_rows: Sequence[int], **arrays: NDArray[Any]) -> AttentionMetadata:
+        """`num_rows`: of each sequence."""
+        row_start = _starts(num_rows)
+        own = {name: array.astype(np.int32, copy=False) for name, array in arrays.items()}
+        return AttentionMetadata(row_start=row_start, tiles=make_tiles(row_start), **own, **self._fixed)
 
 
 def _index(pages: Ints, slots: Ints) -> Ints:
-    """Slots as rank of their page * 16 + lane."""
+    """Slots as indices into the pages: rank of the page * 16 + lane."""
     return (np.searchsorted(pages, slots // PAGE) * PAGE + slots % PAGE).astype(np.int32)
 
 

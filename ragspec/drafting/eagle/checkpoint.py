@@ -1,6 +1,6 @@
-"""EAGLE heads on disk: reads the published checkpoints, refuses what is no such head, writes the published layout.
+"""EAGLE heads on disk: reads published checkpoints, refuses anything else, writes the published layout.
 
-It runs no code of a checkpoint: safetensors, or `.bin` and `.pt` files without pickled code.
+Runs no code of a checkpoint: reads safetensors, or `.bin` and `.pt` files without pickled code.
 
     >>> config, tensors = read_head("EAGLE3-LLaMA3.1-Instruct-8B")
     >>> check_fits(config, vocab_size=128256, hidden_size=4096, num_layers=32)
@@ -47,9 +47,9 @@ _NO_WEIGHTS = ("training_args", "optimizer", "scheduler", "rng_state")
 
 
 def read_head(directory: str | Path) -> HeadCheckpoint:
-    """The head in a directory, checked: every tensor is there, of the size that its config says, and finite.
+    """Read and check the head in a directory: every tensor is there, has the configured size and is finite.
 
-    A head without `embed_tokens.weight` embeds with the target's. A head without a rope base has 10000, never the
+    A head without `embed_tokens.weight` uses the target's embedding. A head without a rope base has 10000, never the
     target's. Raises: ModelError with the reason, naming the tensor or the key.
     """
     directory = Path(directory)
@@ -159,7 +159,7 @@ def _read_tensors(directory: Path) -> dict[str, Tensor]:
 
 
 def _weights_path(directory: Path) -> Path:
-    """The published names first; else the one file of tensors there is."""
+    """The first published name that exists, or else the only file of tensors."""
     for name in _PUBLISHED_WEIGHTS:
         if (directory / name).is_file():
             return directory / name

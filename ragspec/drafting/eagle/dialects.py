@@ -1,6 +1,6 @@
-"""The dialects that EAGLE heads are published in, and their one official form.
+"""Translates the dialects of published EAGLE heads to one official form.
 
-Owns what the keys of a config.json and the names of tensors mean; reads no files.
+Owns the meaning of config.json keys and tensor names; reads no files.
 
     >>> config, tensors = official_form(config_json, stored_tensors)
 """
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -33,9 +33,9 @@ _NOT_EAGLE = {
 
 
 def official_form(raw: Raw, stored: Mapping[str, Tensor]) -> HeadCheckpoint:
-    """Shape and tensors of a head under the official names; the tensors are not checked against the shape.
+    """Configuration and tensors of a head under the official names; the tensors are not checked.
 
-    Raises: ModelError for another family, or a config that is incomplete or asks for what is not served.
+    Raises: ModelError for another family, or a config that is incomplete or not supported.
     """
     family = _family_of(raw, stored)
     merged = _merged(raw)
@@ -49,7 +49,7 @@ def official_form(raw: Raw, stored: Mapping[str, Tensor]) -> HeadCheckpoint:
 
 
 def _family_of(raw: Raw, stored: Iterable[str]) -> EagleFamily:
-    """By the tensors alone, and by the speculators keys where only they tell. Raises: ModelError."""
+    """The family, from the tensors or, where they are ambiguous, from the speculators keys. Raises: ModelError."""
     names = set(stored)
     for family, pattern in _NOT_EAGLE.items():
         if foreign := sorted(name for name in names if pattern.match(name)):
@@ -68,9 +68,9 @@ def _family_of(raw: Raw, stored: Iterable[str]) -> EagleFamily:
 
 
 def _merged(raw: Raw) -> dict[str, Any]:
-    """One flat config: speculators and ModelOpt keep parts of theirs in sections.
+    """The config as one flat mapping; speculators and ModelOpt configs have sections.
 
-    Layer ids in `eagle_config` count outputs (SpecForge, ModelOpt), elsewhere inputs of layers, as the taps do.
+    Layer ids in `eagle_config` count outputs of layers (SpecForge, ModelOpt), elsewhere inputs, as taps do.
     """
     kind = raw.get("speculators_model_type") or "eagle3"
     if kind != "eagle3":
@@ -110,7 +110,7 @@ def _config_of(family: EagleFamily, merged: Raw) -> HeadConfig:
 
 
 def _refuse_unserved(merged: Raw) -> None:
-    """Raises: ModelError for keys that would change the result and are not computed."""
+    """Raises: ModelError for keys that would change the result and are not supported."""
     if (layers := _integer(merged, "num_hidden_layers", 1)) != 1:
         raise ModelError(f"config.json has num_hidden_layers {layers}; heads of one layer are served")
     if (activation := merged.get("hidden_act") or "silu") != "silu":
@@ -128,7 +128,7 @@ def _refuse_unserved(merged: Raw) -> None:
 
 
 def _norm_names(merged: Raw, config: HeadConfig) -> list[str]:
-    """Names of the features' norms: one of all taps, or one of each."""
+    """Names of the feature norms: one norm for all taps, or one for each tap."""
     if not _truth(merged, "fc_norm"):
         return ["input_norm.weight"]
     return [f"fc_norm.{i}.weight" for i in range(len(config.aux_layers) or NUM_AUX_LAYERS)]
@@ -183,27 +183,25 @@ def _section(raw: Raw, key: str) -> Raw:
     return section
 
 
-def _integer(section: Raw, key: str, absent: int | None = None) -> int:
-    value = section.get(key)
-    if value is None and absent is None:
-        raise ModelError(f"config.json has no {key}")
-    value = absent if value is None else value
-    if type(value) is not int:
-        raise ModelError(f"config.json has {key} {value!r}, not a whole number")
+def _value(section: Raw, key: str, absent: Any, kinds: tuple[type, ...], what: str) -> Any:
+    value = absent if section.get(key) is None else section[key]
+    if type(value) not in kinds:
+        raise ModelError(f"config.json has {key} {value!r}, not {what}")
     return value
 
 
+def _integer(section: Raw, key: str, absent: int | None = None) -> int:
+    if absent is None and section.get(key) is None:
+        raise ModelError(f"config.json has no {key}")
+    return cast(int, _value(section, key, absent, (int,), "a whole number"))
+
+
 def _number(section: Raw, key: str, absent: float) -> float:
-    value = section.get(key)
-    value = absent if value is None else value
-    if type(value) not in (int, float) or abs(value) > 1e30:
+    value = _value(section, key, absent, (int, float), "a number")
+    if abs(value) > 1e30:
         raise ModelError(f"config.json has {key} {value!r}, not a number")
     return float(value)
 
 
 def _truth(section: Raw, key: str, absent: bool = False) -> bool:
-    value = section.get(key)
-    value = absent if value is None else value
-    if type(value) is not bool:
-        raise ModelError(f"config.json has {key} {value!r}, not true or false")
-    return value
+    return cast(bool, _value(section, key, absent, (bool,), "true or false"))

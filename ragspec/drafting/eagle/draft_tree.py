@@ -1,4 +1,4 @@
-"""One sequence's draft while it grows, level by level: its proposals, and which of them are drafted further."""
+"""One sequence's draft while it grows level by level: its proposals and its open nodes."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ GREEDY, WITH_NOISE, WITHOUT_NOISE, DRAWN = range(4)
 
 
 class OpenNode(NamedTuple):
-    """A node to be drafted further. `number` in the proposals (-1: the root), `row` of the level's states that it came from.
+    """A node whose children come next. `number`: index in the proposals, -1 for the root; `row`: row of the level's states.
 
-    `path`: the places of its keys and of its ancestors' in the draft's own slots, its own last.
+    `path`: indices in the draft's own slots of the ancestors' keys and of its own key, which is last.
     """
 
     number: int
@@ -34,7 +34,7 @@ class OpenNode(NamedTuple):
 
 
 class GrowingDraft:
-    """Starts as the root alone, at most `max_depth` levels deep. `scratch`: slots for the keys of its nodes."""
+    """Starts as the root alone and grows to at most `max_depth` levels. `scratch`: slots for the keys of its nodes."""
 
     def __init__(
         self, sequence: SequenceView, memory: HeadMemory, mode: int, settings: DraftSettings, most_levels: int
@@ -44,18 +44,18 @@ class GrowingDraft:
         self.pairs: Pairs = memory.pairs(sequence.tokens)
         self.proposals: list[Proposal] = []
         self.open: list[OpenNode] = [OpenNode(-1, sequence.tokens[-1], Branch((), 1.0), 0, ())]
-        self.drawing: ChildSampler | None = None
-        """Where children are drawn by chance: one stream for the whole draft."""
+        self.sampler: ChildSampler | None = None
+        """Draws children by chance, from one random stream for the whole draft."""
         self._num_keys = 0
         self.scratch: Ints = np.empty(0, np.int32)
 
     @property
     def num_nodes(self) -> int:
-        """How many nodes may be drafted further."""
+        """The most nodes that get children."""
         return max(0, self.max_depth - 1) * self.settings.shape.max_width
 
     def extend(self, picks: Picks, tokens: NDArray[np.int64]) -> list[OpenNode]:
-        """Propose the children of the open nodes; returns those that the shape would draft further.
+        """Propose the children of the open nodes; returns the children that the tree shape lets go on.
 
         Shapes: one row an open node: columns [N, k] with -1 for none, scores [N, k], tokens [N, k].
         """
@@ -70,7 +70,7 @@ class GrowingDraft:
         return self._further(children)
 
     def extend_drawn(self, drawn: list[DrawnChildren]) -> list[OpenNode]:
-        """As `extend`, with children that were drawn by chance: none is left out."""
+        """As `extend`, with children drawn by chance: none is left out."""
         children: list[OpenNode] = []
         for row, (node, (draw, token_ids, log_probs)) in enumerate(zip(self.open, drawn, strict=True)):
             behind = [max(0.0, log_probs[0] - log_prob) for log_prob in log_probs]
@@ -80,7 +80,7 @@ class GrowingDraft:
     def _propose(
         self, node: OpenNode, row: int, token_ids: list[int], behind: list[float], draw: Draw | None
     ) -> list[OpenNode]:
-        """Children of one node, the best first; `behind`: how far each lies behind the best, the best's lead for itself."""
+        """Propose children of one node, the best first. `behind`: score differences to the best child, for the best its lead."""
         settings, left = self.settings, 1.0
         children: list[OpenNode] = []
         for rank, token in enumerate(token_ids):
@@ -102,14 +102,14 @@ class GrowingDraft:
         return [children[i] for i in self.settings.shape.frontier([child.branch for child in children])]
 
     def descend(self, chosen: list[OpenNode]) -> None:
-        """These are the next level; each gets a place for its keys."""
-        places = range(self._num_keys, self._num_keys + len(chosen))
-        self.open = [node._replace(path=(*node.path, at)) for node, at in zip(chosen, places, strict=True)]
+        """Make these nodes the next level; each gets a slot for its keys."""
+        indices = range(self._num_keys, self._num_keys + len(chosen))
+        self.open = [node._replace(path=(*node.path, at)) for node, at in zip(chosen, indices, strict=True)]
         self._num_keys += len(chosen)
 
 
 class DraftSettings(NamedTuple):
-    """What every draft of one drafter goes by."""
+    """Settings that all drafts of one drafter share."""
 
     name: str
     shape: TreeShape

@@ -1,12 +1,12 @@
 """The EAGLE drafter: a small head that reads the target's hidden states and drafts a tree of likely continuations.
 
-    draft = read the pairs that were decided since the last draft, then level by level:
+    draft = read the pairs decided since the last draft, then level by level:
             logits -> children (with the request's own noise) -> the most probable paths -> one forward of the head
 
-All sequences share each forward of the head. It reads lazily: a sequence that is not drafted for costs nothing but the memory of
-the states in its window. Drafting stops where another level would take more time than it is likely to save.
+All sequences share each forward of the head. The head reads lazily: a sequence without drafts costs only the memory of the
+states in its window. Drafting stops where another level would take more time than it is likely to save.
 
-Sources: see `ragspec.drafting.eagle.network`; the shapes of trees in `eagle_shapes`, the noise in `coupling`.
+Sources: see `ragspec.drafting.eagle.network`; tree shapes are in `shapes`, the noise in `ragspec.drafting.coupling`.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _LEVELS_MEMORY = 0.95
 
 
 class EagleDrafter(Drafter):
-    """See the module. `window`: how many positions the head looks back; `coupled`: whether drafts know the noise."""
+    """See the module. `window`: positions that the head attends to; `coupled`: whether drafts use the sampling noise."""
 
     name = "eagle"
 
@@ -92,7 +92,7 @@ class EagleDrafter(Drafter):
         self._failed.discard(sequence.key)
 
     def cost_s(self, sequences: SequenceOf[SequenceView]) -> float:
-        """One forward a level, and a share of what has to be read first."""
+        """One forward a level, and a share of the reading that must come first."""
         ready = [memory for s in sequences if (memory := self._ready(s)) is not None]
         if not ready:
             return math.inf
@@ -109,7 +109,7 @@ class EagleDrafter(Drafter):
         for sequence, depth in zip(sequences, budget.depths, strict=True):
             memory = self._ready(sequence)
             settings = self._chain if needs_chain(sequence) else self._settings
-            if budget.token_s == 0.0:  # time is no matter, so nothing is too improbable
+            if budget.token_s == 0.0:  # time does not count, so no node is too improbable
                 settings = settings._replace(least_prob=0.0)
             drafts.append(
                 None if memory is None else GrowingDraft(sequence, memory, self._mode(sequence), settings, depth)
@@ -125,7 +125,7 @@ class EagleDrafter(Drafter):
         return WITH_NOISE if self._coupling.uses_noise(sequence) else WITHOUT_NOISE
 
     def _ready(self, sequence: SequenceView) -> HeadMemory | None:
-        """A sequence's memory, if every state is there and a draft can be of use."""
+        """A sequence's memory, if it is complete and a draft can be of use."""
         memory = self._memories.get(sequence.key)
         decided = len(sequence.tokens) - 1
         fits = (
@@ -141,7 +141,7 @@ class EagleDrafter(Drafter):
         return self._slots
 
     def _grow(self, drafts: list[GrowingDraft], budget: Budget) -> None:
-        """All drafts level by level, until one level more is not worth its time."""
+        """Grow all drafts level by level, until another level would not pay."""
         if not drafts:
             return
         assert self._slots is not None
@@ -149,29 +149,29 @@ class EagleDrafter(Drafter):
             draft.scratch = self._slots.scratch(number, draft.num_nodes)
         rows = DraftBatch([_scheduled(draft) for draft in drafts])
         depth, begin, num_rows = 1, time.perf_counter(), sum(len(draft.pairs.next_tokens) for draft in drafts)
-        states = self._read(drafts, rows)
+        states = self._read(drafts, rows, self._slots.cache)
         while True:
             goes_on = self._extend(drafts, states, depth, budget)
             self._costs.refine(num_rows, _longest(drafts), time.perf_counter() - begin)
             if not goes_on:
                 break
             depth, begin, num_rows = depth + 1, time.perf_counter(), sum(len(draft.open) for draft in drafts)
-            states = self._descend(drafts, states, rows)
+            states = self._descend(drafts, states, rows, self._slots.cache)
         if max(draft.max_depth for draft in drafts) > 1:
             self._num_levels += (1.0 - _LEVELS_MEMORY) * (depth - self._num_levels)
 
-    def _read(self, drafts: list[GrowingDraft], rows: DraftBatch) -> torch.Tensor:
-        """The head's first forward: every pair that waits; the states of the last ones. Shape: [B, H]."""
+    def _read(self, drafts: list[GrowingDraft], rows: DraftBatch, cache: HeadCache) -> torch.Tensor:
+        """The head's first forward, over all unread pairs. Returns the state of each sequence's last pair. Shape: [B, H]."""
         token_ids = np.array([token for draft in drafts for token in draft.pairs.next_tokens], np.int32)
         features = np.concatenate([draft.pairs.features for draft in drafts])
-        hidden = self.network.first(token_ids, features, self._cache(), rows.chains())
+        hidden = self.network.first(token_ids, features, cache, rows.chains())
         for draft in drafts:
             draft.memory.read(draft.pairs)
         ends = np.cumsum([len(draft.pairs.next_tokens) for draft in drafts]) - 1
         return hidden[torch.from_numpy(ends)]
 
     def _extend(self, drafts: list[GrowingDraft], states: torch.Tensor, depth: int, budget: Budget) -> bool:
-        """Children of all open nodes. False: nothing goes on, or it would not pay."""
+        """Propose the children of all open nodes. False: no node goes on, or another level would not pay."""
         logits = self.network.logits(states)  # [N, Vd]
         self._drop_failed(drafts, logits)
         first, chosen = 0, []
@@ -183,10 +183,11 @@ class EagleDrafter(Drafter):
         num_rows = sum(map(len, chosen))
         for draft, those in zip(drafts, chosen, strict=True):
             draft.descend(those)
-        return num_rows > 0 and self._pays(gain, num_rows, _longest(drafts), budget.token_s)
+        saved_s = gain * self.acceptance.typical * budget.token_s
+        return num_rows > 0 and (budget.token_s == 0.0 or saved_s > self._costs.cost_s(num_rows, _longest(drafts)))
 
     def _drop_failed(self, drafts: list[GrowingDraft], logits: Floats) -> None:
-        """A sequence with logits that are no numbers is drafted for no more. Raises: EngineError if that is true of all."""
+        """End drafting for sequences with logits that are not finite. Raises: EngineError if no logits are finite."""
         finite = np.atleast_1d(np.isfinite(logits).all(1))
         if finite.all():
             return
@@ -203,7 +204,7 @@ class EagleDrafter(Drafter):
             raise EngineError("the head's logits are not finite")
 
     def _children(self, drafts: list[GrowingDraft], logits: Floats, depth: int) -> Iterator[list[OpenNode]]:
-        """Proposes every draft's next level; which of its nodes would go on. Shape: [N, Vd], the open nodes of all drafts."""
+        """Propose every draft's next level; yields the nodes that would go on. Shape: logits [N, Vd], all open nodes."""
         owners = [draft.sequence for draft in drafts for _ in draft.open]
         num_children = self._settings.shape.num_children
         picks = self._coupling.pick(logits, owners, depth, num_children)
@@ -212,35 +213,25 @@ class EagleDrafter(Drafter):
         for draft in drafts:
             own = slice(first, first := first + len(draft.open))
             if draft.mode == DRAWN:
-                count, drawing = draft.settings.shape.num_children, self._drawing(draft)
-                yield draft.extend_drawn([drawing.children(row, count) for row in logits[own]])
+                if draft.sampler is None:
+                    vocab_size = self.network.config.vocab_size
+                    draft.sampler = ChildSampler(draft.sequence, self.network.draft_ids, vocab_size)
+                count = draft.settings.shape.num_children
+                yield draft.extend_drawn([draft.sampler.children(row, count) for row in logits[own]])
             elif needs_chain(draft.sequence):
                 yield draft.extend(Picks(picks.columns[own, :1], picks.scores[own, :1]), token_ids[own])
             else:
                 yield draft.extend(Picks(picks.columns[own], picks.scores[own]), token_ids[own])
 
-    def _drawing(self, draft: GrowingDraft) -> ChildSampler:
-        if draft.drawing is None:
-            draft.drawing = ChildSampler(draft.sequence, self.network.draft_ids, self.network.config.vocab_size)
-        return draft.drawing
-
-    def _pays(self, gain: float, num_rows: int, context: int, token_s: float) -> bool:
-        """Whether the tokens that a level more is expected to bring save more time than it takes."""
-        if token_s == 0.0:
-            return True
-        return gain * self.acceptance.typical * token_s > self._costs.cost_s(num_rows, context)
-
-    def _descend(self, drafts: list[GrowingDraft], states: torch.Tensor, rows: DraftBatch) -> torch.Tensor:
+    def _descend(
+        self, drafts: list[GrowingDraft], states: torch.Tensor, rows: DraftBatch, cache: HeadCache
+    ) -> torch.Tensor:
         """The head's forward over the open nodes. Shapes: [N of the level above, H] -> [N, H]."""
         level = [node for draft in drafts for node in draft.open]
         token_ids = np.array([node.token_id for node in level], np.int32)
         above = states[torch.from_numpy(np.array([node.row for node in level]))]
         paths = [[node.path for node in draft.open] for draft in drafts]
-        return self.network.further(token_ids, above, self._cache(), rows.level(paths))
-
-    def _cache(self) -> HeadCache:
-        assert self._slots is not None
-        return self._slots.cache
+        return self.network.further(token_ids, above, cache, rows.level(paths))
 
 
 def _scheduled(draft: GrowingDraft) -> ScheduledDraft:

@@ -1,6 +1,6 @@
-"""What an EAGLE head is made of: its shape, and the name, size and kind of every tensor of the published layout.
+"""The layout of an EAGLE head: its configuration, and the name, size and dtype of every published tensor.
 
-It reads no files (`ragspec.drafting.eagle.checkpoint` does) and knows one set of names, the official one.
+Reads no files (`ragspec.drafting.eagle.checkpoint` does) and knows only the official tensor names.
 
     >>> config = HeadConfig(EagleFamily.EAGLE3, hidden_size=320, intermediate_size=768, ...)
     >>> check_tensors(config, tensors)
@@ -30,7 +30,7 @@ _SIZES = (
 
 
 class EagleFamily(enum.StrEnum):
-    """What a head reads: the target's last hidden state (EAGLE-1, EAGLE-2, HASS) or some of its layers (EAGLE-3)."""
+    """A head reads the target's last hidden state (EAGLE-1, EAGLE-2, HASS) or several of its layers (EAGLE-3)."""
 
     EAGLE = "eagle"
     EAGLE3 = "eagle3"
@@ -70,14 +70,14 @@ class HeadConfig:
 
     @property
     def num_features(self) -> int:
-        """Width of what the target hands over for one token, F."""
+        """Width of the target's features of one token, F."""
         if self.family is EagleFamily.EAGLE:
             return self.target_hidden_size
         return (len(self.aux_layers) or NUM_AUX_LAYERS) * self.target_hidden_size
 
 
 class HeadCheckpoint(NamedTuple):
-    """A head's shape, and its tensors by their official names in the dtype they are stored in."""
+    """A head's configuration, and its tensors by official name in the stored dtype."""
 
     config: HeadConfig
     tensors: dict[str, Tensor]
@@ -86,7 +86,8 @@ class HeadCheckpoint(NamedTuple):
 def default_aux_layers(num_layers: int) -> tuple[int, int, int]:
     """The taps an EAGLE-3 head reads where its config names none.
 
-    Source: the published EAGLE code. Targets of fewer than seven layers get no three different ones: `check_fits`.
+    Source: the published EAGLE code. Of targets with fewer than seven layers these are not three different layers, which
+    `check_fits` refuses.
     """
     return 2, num_layers // 2, num_layers - 3
 
@@ -108,7 +109,7 @@ def check_fits(config: HeadConfig, vocab_size: int, hidden_size: int, num_layers
 
 
 def expected_shapes(config: HeadConfig) -> tuple[dict[str, Shape], dict[str, Shape]]:
-    """Tensors that must be there, and those that may be. `fc_norm.weight` has two forms: `check_tensors`."""
+    """Shapes of the required tensors and of the optional ones. `fc_norm.weight` has two forms: `check_tensors`."""
     layer = _layer_shapes(config)
     embedding: dict[str, Shape] = {"embed_tokens.weight": (config.vocab_size, config.hidden_size)}
     is_eagle = config.family is EagleFamily.EAGLE
@@ -130,7 +131,7 @@ def expected_shapes(config: HeadConfig) -> tuple[dict[str, Shape], dict[str, Sha
 
 
 def layer_prefix(family: EagleFamily) -> str:
-    """What the names of the one decoder layer's tensors start with."""
+    """The name prefix of the decoder layer's tensors."""
     return "layers.0." if family is EagleFamily.EAGLE else "midlayer."
 
 
@@ -194,7 +195,7 @@ def _check_tensor(name: str, tensor: Tensor, shape: Shape) -> None:
 
 
 def _check_vocabulary(d2t: Tensor, t2d: Tensor) -> None:
-    """d2t [Vd] holds offsets: draft token i is token i + d2t[i] of the target; t2d [V] marks the tokens so reached."""
+    """d2t [Vd] holds offsets: draft token i is the target's token i + d2t[i]. t2d [V] marks these tokens."""
     if _reaches(torch.arange(len(d2t)) + d2t, t2d):
         return
     if _reaches(d2t, t2d):

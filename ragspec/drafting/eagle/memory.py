@@ -1,8 +1,8 @@
-"""What a head knows of each running sequence: the target's states that it has yet to read, and where its own keys lie.
+"""A head's memory of each running sequence: the target's states that the head has yet to read, and the slots of its own keys.
 
-Keys and values of position t stand under the target's slot of t and belong to the pair (state of t, token t + 1). They are good
-as long as the slot still holds that position and the next token is that one: a prefix shared from the cache may branch off there,
-and its states are never seen again, so what the head has not read of it stays out of its sight.
+The head's keys and values of position t lie under the target's slot of t and belong to the pair (state of t, token t + 1). They
+are valid while the slot holds that position and that token follows: a shared prefix may branch off there. The states of a shared
+prefix are never computed again, so the head cannot attend to pairs of it that it has not read.
 """
 
 from __future__ import annotations
@@ -23,29 +23,29 @@ Floats = NDArray[np.float32]
 _NONE = -1
 _MOST_DRAFTS = 256
 _MOST_READ = 48
-"""Pairs that one draft reads at most. Of a longer prompt that is enough to begin with, and all of it takes a step's time."""
+"""The most pairs that one draft reads. The end of a long prompt is enough to begin with; reading all takes a step's time."""
 
 
 class SlotMemory:
-    """A head's keys beside one pool, and which pair each slot's belong to.
+    """A head's keys beside one pool, and the pair that each slot's keys belong to.
 
-    There is room for the nodes of `_MOST_DRAFTS` drafts at once, of `num_nodes` each.
+    Has room for the nodes of `_MOST_DRAFTS` drafts at once, `num_nodes` each.
     """
 
     def __init__(self, pool: KvPool, shape: AttentionShape, num_nodes: int) -> None:
         self.pool = pool
         self._pages_a_draft = -(-num_nodes // PAGE)
-        self.cache = HeadCache.beside(pool, shape, _MOST_DRAFTS * self._pages_a_draft * PAGE)
+        self.cache = HeadCache.for_pool(pool, shape, _MOST_DRAFTS * self._pages_a_draft * PAGE)
         self._next_tokens = np.full(pool.num_slots, _NONE, np.int64)
         self._stamps = np.full(pool.num_slots, _NONE, np.int64)
 
     def scratch(self, number: int, num_nodes: int) -> Ints:
-        """Slots for the nodes of the draft of this number; none for one too many, which then ends with its first level."""
+        """Slots for the nodes of one draft. A draft beyond the last gets none and ends with its first level."""
         first = self.pool.num_slots + number * self._pages_a_draft * PAGE
         return np.arange(first, first + (num_nodes if number < _MOST_DRAFTS else 0), dtype=np.int32)
 
     def mark(self, slots: Ints, next_tokens: Sequence[int]) -> None:
-        """These slots hold the head's keys of pairs with these tokens."""
+        """Record that these slots hold the head's keys of pairs with these tokens."""
         self._next_tokens[slots], self._stamps[slots] = next_tokens, self.pool.stamps[slots]
 
     def known(self, slots: Ints, next_tokens: Sequence[int]) -> NDArray[np.bool_]:
@@ -55,7 +55,7 @@ class SlotMemory:
 
 
 class Pairs(NamedTuple):
-    """Pairs that a head has yet to read. `start`: position of the first; features float32 [T, F]; T tokens, each the next one."""
+    """Pairs that a head has yet to read. `start`: position of the first pair. Shapes: features float32 [T, F], T next tokens."""
 
     start: int
     features: Floats
@@ -63,7 +63,7 @@ class Pairs(NamedTuple):
 
 
 class HeadMemory:
-    """One sequence. Positions [0, length) are read or given up; states of [length, end) wait. `window`: how far back it looks."""
+    """One sequence. Positions [0, length) are read or given up; states of [length, end) wait. `window`: positions attended to."""
 
     def __init__(self, slots: SequenceSlots, memory: SlotMemory, window: int) -> None:
         self.slots = slots
@@ -74,14 +74,14 @@ class HeadMemory:
         self.length = self.end = 0
 
     def share(self, tokens: Sequence[int], length: int) -> None:
-        """The first positions come from somebody else: what the head has read of them is there."""
+        """Start from a shared prefix, with the pairs of it that the head has read."""
         self._grow(length)
         if length:
             self._read[:length] = self._memory.known(self.slots.slots[:length], tokens[1 : length + 1])
         self.length = self.end = length
 
     def append(self, features: Floats) -> None:
-        """States of the next positions; those beyond the window are dropped. Shape: float32 [T, F]."""
+        """Add states of the next positions. States beyond the window are dropped. Shape: float32 [T, F]."""
         self._pieces.append(features)
         self.end += len(features)
         self._grow(self.end)
@@ -93,18 +93,18 @@ class HeadMemory:
         return min(self.end - self.length, self._window, _MOST_READ)
 
     def pairs(self, tokens: Sequence[int]) -> Pairs:
-        """What waits, the last of it; the last one is the pair of the last token."""
+        """The last waiting pairs; the last pair is that of the last token."""
         features = self._pieces[0] if len(self._pieces) == 1 else np.concatenate(self._pieces)
         start = self.end - self.num_waiting
         return Pairs(start, features[start - self.length :], list(tokens[start + 1 : self.end + 1]))
 
     def context(self, start: int) -> Ints:
-        """Slots in sight before position `start`, in order."""
+        """Slots before position `start` that the head may attend to, in order."""
         first = max(0, self.end - self._window)
         return np.asarray(self.slots.slots[first:start][self._read[first:start]])
 
     def read(self, pairs: Pairs) -> None:
-        """The head has computed these pairs."""
+        """Record that the head has computed these pairs."""
         self._memory.mark(self.slots.slots[pairs.start : self.end], pairs.next_tokens)
         self._read[pairs.start : self.end] = True
         self._pieces, self.length = [], self.end

@@ -1,7 +1,7 @@
-"""An EAGLE head's network as the engine runs it: packed products, the target's attention kernel, ragged rows.
+"""An EAGLE head's network as the engine runs it: packed products, the target's attention kernel, ragged batches.
 
-One decoder layer over pairs (state, next token). For the first row of a draft the state is the target's; below, it is the head's
-own output. Owns no sequence and no tree: `ragspec.drafting.eagle.drafter` does.
+One decoder layer over pairs (state, next token). The state of a draft's first row is the target's, the states of later rows are
+the head's own outputs. Owns no sequence and no tree: `ragspec.drafting.eagle.drafter` does.
 
     >>> network = EagleNetwork(read_head(path), target)
     >>> hidden = network.first(token_ids, features, cache, metadata)         # [N, H]
@@ -33,9 +33,9 @@ from ragspec.drafting.eagle.checkpoint import (
 from ragspec.drafting.eagle.layout import layer_prefix
 from ragspec.numerics.attention import AttentionMetadata, AttentionShape, attend, padded
 from ragspec.numerics.kv_cache import KvPool
-from ragspec.numerics.layers import GatedFeedForward, RootMeanSquareNorm
+from ragspec.numerics.layers import GatedFeedForward
 from ragspec.numerics.linear import PackedLinear
-from ragspec.numerics.residual import ResidualNorm
+from ragspec.numerics.norms import ResidualNorm, RootMeanSquareNorm
 
 Ints = NDArray[np.int32]
 Floats = NDArray[np.float32]
@@ -45,7 +45,7 @@ FINAL = -1
 
 
 class HeadTarget(Protocol):
-    """What a head needs of its target."""
+    """The part of a target that a head needs."""
 
     vocab_size: int
     hidden_size: int
@@ -63,15 +63,14 @@ class HeadTarget(Protocol):
 class HeadCache(NamedTuple):
     """Keys and values of a head's one layer. Flat float32, as `KvPool` has them.
 
-    The first slots are those of the target's pool, the others the head's own, for nodes of drafts: a draft takes nothing from the
-    pool that running sequences live on.
+    The first slots belong to the target's pool, the others to draft nodes, so drafts take no slots from running sequences.
     """
 
     keys: Floats
     values: Floats
 
     @classmethod
-    def beside(cls, pool: KvPool, shape: AttentionShape, num_own_slots: int = 0) -> HeadCache:
+    def for_pool(cls, pool: KvPool, shape: AttentionShape, num_own_slots: int = 0) -> HeadCache:
         size = (pool.num_slots + num_own_slots) * shape.num_kv_heads * padded(shape.head_dim)
         return cls(np.zeros(size, np.float32), np.zeros(size, np.float32))
 
@@ -93,39 +92,39 @@ class EagleNetwork:
         self.draft_ids = _draft_ids(tensors, config.draft_vocab_size)
         self._target = target
         dtype = dtype or target.embedding.dtype
-        own = {name: tensor.to(dtype) for name, tensor in tensors.items() if tensor.is_floating_point()}
+        weights = {name: tensor.to(dtype) for name, tensor in tensors.items() if tensor.is_floating_point()}
         self._dtype = dtype
-        self._embedding = own.get("embed_tokens.weight", target.embedding)
-        self._fc = PackedLinear(own["fc.weight"], own.get("fc.bias"))
-        self._build_layer(own, layer_prefix(config.family))
+        self._embedding = weights.get("embed_tokens.weight", target.embedding)
+        self._fc = PackedLinear(weights["fc.weight"], weights.get("fc.bias"))
+        self._build_layer(weights, layer_prefix(config.family))
         if config.family is EagleFamily.EAGLE3:
-            self._build_norms(own)
-        self._lm_head = PackedLinear(own["lm_head.weight"]) if config.family is EagleFamily.EAGLE3 else None
+            self._build_norms(weights)
+        self._lm_head = PackedLinear(weights["lm_head.weight"]) if config.family is EagleFamily.EAGLE3 else None
         self._cos, self._sin = _rotations(config, max_positions)
 
     def first(self, token_ids: Ints, features: Floats, cache: HeadCache, metadata: AttentionMetadata) -> Tensor:
-        """Pairs whose state is the target's own. Shapes: int32 [N], float32 [N, F] -> [N, H].
+        """Pairs with states of the target. Shapes: int32 [N], float32 [N, F] -> [N, H].
 
-        As many rows as there are states; one alone is computed twice, as one row takes another path through a product.
+        A single row is computed twice, because one row takes another path through a product.
         """
         with torch.inference_mode():
             return self._layer(token_ids, torch.from_numpy(features), cache, metadata, is_first=True)
 
     def further(self, token_ids: Ints, states: Tensor, cache: HeadCache, metadata: AttentionMetadata) -> Tensor:
-        """Pairs whose state is the head's own output. Shapes: int32 [N], [N, H] -> [N, H]."""
+        """Pairs with states that the head itself computed. Shapes: int32 [N], [N, H] -> [N, H]."""
         with torch.inference_mode():
             return self._layer(token_ids, states, cache, metadata, is_first=False)
 
     def logits(self, hidden: Tensor) -> Floats:
-        """Of what comes after each pair's token, over the draft vocabulary. Shapes: [N, H] -> float32 [N, Vd]."""
+        """Logits of the token after each pair, over the draft vocabulary. Shapes: [N, H] -> float32 [N, Vd]."""
         with torch.inference_mode():
             if self._lm_head is None:
                 return self._target.logits_of(hidden.to(self._target.embedding.dtype))
             normalised = hidden if self.config.norm_output else _normed(self._norm, hidden)
             return cast(Floats, self._product(self._lm_head, normalised).numpy())
 
-    def _build_layer(self, own: dict[str, Tensor], prefix: str) -> None:
-        layer = {name.removeprefix(prefix): tensor for name, tensor in own.items() if name.startswith(prefix)}
+    def _build_layer(self, weights: dict[str, Tensor], prefix: str) -> None:
+        layer = {name.removeprefix(prefix): tensor for name, tensor in weights.items() if name.startswith(prefix)}
         projections = [layer[f"self_attn.{name}_proj.weight"] for name in ("q", "k", "v")]
         self._qkv, self._out = PackedLinear(torch.cat(projections)), PackedLinear(layer["self_attn.o_proj.weight"])
         parts = {f"{name}_proj": _linear(layer[f"mlp.{name}_proj.weight"]) for name in ("gate", "up", "down")}
@@ -135,9 +134,9 @@ class EagleNetwork:
             self._token_norm = self._norm_of(layer["input_layernorm.weight"])
             self._state_norm = self._norm_of(layer["hidden_norm.weight"])
 
-    def _build_norms(self, own: dict[str, Tensor]) -> None:
-        self._norm = self._norm_of(own["norm.weight"])
-        fc_norm = own.get("fc_norm.weight")
+    def _build_norms(self, weights: dict[str, Tensor]) -> None:
+        self._norm = self._norm_of(weights["norm.weight"])
+        fc_norm = weights.get("fc_norm.weight")
         self._fc_norm = None if fc_norm is None else fc_norm.float()
 
     def _norm_of(self, weight: Tensor) -> ResidualNorm:
@@ -191,7 +190,7 @@ class EagleNetwork:
 
 
 def taps_of(config: HeadConfig, num_layers: int) -> tuple[int, ...]:
-    """Which of the target's states a head reads, low to high."""
+    """The taps of the target that a head reads, low to high."""
     if config.family is EagleFamily.EAGLE:
         return (FINAL,)
     return config.aux_layers or default_aux_layers(num_layers)
@@ -214,7 +213,7 @@ def _linear(weight: Tensor) -> nn.Linear:
 
 
 def _rotations(config: HeadConfig, max_positions: int) -> tuple[Floats, Floats]:
-    """Of every position the target can have, whatever length the head was trained on. Shapes: float32 [positions, head_dim]."""
+    """Cosines and sines of all positions of the target, not only the head's. Shapes: float32 [positions, head_dim]."""
     exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float64) / config.head_dim
     angles = torch.arange(max_positions, dtype=torch.float64)[:, None] * config.rope_theta**-exponents
     both = torch.cat([angles, angles], 1)
@@ -222,15 +221,15 @@ def _rotations(config: HeadConfig, max_positions: int) -> tuple[Floats, Floats]:
 
 
 class HeadTimer:
-    """Times a head's forwards over a context of zeros; what it writes is never read."""
+    """Times a head's forwards over a context of zeros. Keys that it writes are never read."""
 
     def __init__(self, network: EagleNetwork, pool: KvPool) -> None:
-        self._network, self._num_slots = network, pool.num_slots
-        self._cache = HeadCache.beside(pool, network.shape)
+        self.network, self._num_slots = network, pool.num_slots
+        self._cache = HeadCache.for_pool(pool, network.shape)
 
     def seconds(self, num_rows: int, context: int) -> float:
-        """One forward of so many rows, its logits included."""
-        network, slots = self._network, np.arange(context + num_rows, dtype=np.int32)
+        """Seconds of one forward of so many rows, logits included."""
+        network, slots = self.network, np.arange(context + num_rows, dtype=np.int32)
         assert len(slots) <= self._num_slots, "the kernel would write beside the cache"
         rows = DraftBatch([ScheduledDraft(slots, num_rows, len(slots), slots[:0])]).chains()
         features = np.zeros((num_rows, network.config.num_features), np.float32)

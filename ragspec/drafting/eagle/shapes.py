@@ -1,4 +1,4 @@
-"""Which nodes of a head's tree are drafted further: three shapes of one protocol.
+"""Which nodes of a head's tree are drafted further: three shapes.
 
 chain     the best child, and its best child: a draft without branches
 static    EAGLE-1's fixed tree of 25 nodes, by rank
@@ -8,7 +8,7 @@ dynamic   EAGLE-2's: of a level's children the most probable paths go on
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from ragspec.errors import ConfigError
 
@@ -22,49 +22,40 @@ STATIC_TREE: tuple[tuple[int, ...], ...] = (
 
 
 class Branch(NamedTuple):
-    """A drafted node as a shape sees it: the ranks of its path and how probable the path is."""
+    """What a shape knows of a node: the ranks of its path among their siblings, and the path's probability."""
 
     ranks: tuple[int, ...]
     path_prob: float
 
 
-class TreeShape(Protocol):
-    max_depth: int
-    max_width: int
-    """The most nodes of one level that are drafted further."""
-    num_children: int
-    """The most children of one node."""
+class TreeShape:
+    """The dynamic shape: the `width` most probable nodes of each level go on, each with `num_children` children.
 
-    def takes(self, ranks: tuple[int, ...]) -> bool:
-        """Whether a node with this path belongs to the tree."""
-
-    def frontier(self, level: Sequence[Branch]) -> list[int]:
-        """Which nodes of a level are drafted further, by their place in it."""
-
-
-class Dynamic:
-    """The `width` most probable nodes of each level go on, each with `num_children` children."""
+    `max_width`: the most nodes of one level that are drafted further. `num_children`: the most children of one node.
+    """
 
     def __init__(self, num_children: int, width: int, max_depth: int) -> None:
         self.num_children, self.max_width, self.max_depth = num_children, width, max_depth
 
     def takes(self, ranks: tuple[int, ...]) -> bool:
+        """Whether a node with this path belongs to the tree."""
         return True
 
     def frontier(self, level: Sequence[Branch]) -> list[int]:
+        """Indices of a level's nodes that are drafted further."""
         order = sorted(range(len(level)), key=lambda i: (-level[i].path_prob, i))
         return sorted(order[: self.max_width])
 
 
-class Static:
+class StaticShape(TreeShape):
     """A fixed tree, given by the ranks of every node's path."""
 
     def __init__(self, tree: Sequence[tuple[int, ...]] = STATIC_TREE) -> None:
         self._nodes = frozenset(tree)
         self._inner = frozenset(path[:-1] for path in tree)
-        self.num_children = 1 + max(path[-1] for path in tree)
-        self.max_depth = max(map(len, tree))
-        self.max_width = max(sum(len(path) == depth for path in self._inner) for depth in range(1, self.max_depth + 1))
+        max_depth = max(map(len, tree))
+        width = max(sum(len(path) == depth for path in self._inner) for depth in range(1, max_depth + 1))
+        super().__init__(1 + max(path[-1] for path in tree), width, max_depth)
 
     def takes(self, ranks: tuple[int, ...]) -> bool:
         return ranks in self._nodes
@@ -75,10 +66,8 @@ class Static:
 
 def make_shape(name: str, num_children: int, width: int, max_depth: int) -> TreeShape:
     """Raises: ConfigError for an unknown name."""
-    if name == "chain":
-        return Dynamic(1, 1, max_depth)
     if name == "static":
-        return Static()
-    if name == "dynamic":
-        return Dynamic(num_children, width, max_depth)
+        return StaticShape()
+    if name in ("chain", "dynamic"):
+        return TreeShape(1, 1, max_depth) if name == "chain" else TreeShape(num_children, width, max_depth)
     raise ConfigError(f"unknown tree shape {name!r}; there are: chain, static, dynamic")

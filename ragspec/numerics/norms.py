@@ -1,7 +1,7 @@
-"""The step between two blocks of a decoder: add the last block's output to the stream and normalise the sum.
+"""Norms: RMS norm, and residual addition with RMS norm in one pass.
 
-In float32 one compiled pass over each row instead of eleven operators, which is a tenth of a small model's step. Every sum runs
-in the order of the columns, so a row's result is its own.
+In float32 this is one compiled pass over each row instead of eleven operators, which saves a tenth of a small model's step. Every
+sum runs in the order of the columns, so a row's result does not depend on other rows.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ragspec.numerics.compiled import compiled
@@ -36,8 +37,20 @@ def _add_and_normalise(stream: Any, block: Any, weight: Any, epsilon: Any, total
             normalised[row, column] = total[row, column] * scale * weight[column]
 
 
+class RootMeanSquareNorm(nn.Module):
+    """`x / rms(x) * weight` in one operator; statistics in float32."""
+
+    def __init__(self, norm: Any) -> None:
+        super().__init__()
+        self.weight = norm.weight
+        self.epsilon = norm.variance_epsilon
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, (x.shape[-1],), self.weight, self.epsilon)
+
+
 class ResidualNorm(nn.Module):
-    """`(x + block, rms_norm(x + block))`; `norm` is a module with `weight` and `epsilon`, used as it is for other types.
+    """`(x + block, rms_norm(x + block))`; `norm` has `weight` and `epsilon`; it runs itself for dtypes other than float32.
 
     Shapes: x, block [N, H] -> [N, H] twice.
     """

@@ -9,8 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ragspec.numerics.layers import RootMeanSquareNorm
-from ragspec.numerics.residual import ResidualNorm
+from ragspec.numerics.norms import ResidualNorm, RootMeanSquareNorm
 
 
 def make_norm(width: int, dtype: torch.dtype) -> ResidualNorm:
