@@ -74,8 +74,8 @@ class Watched(EagleDrafter):
         super().__init__(*args, **options)
         self.seen: list[tuple[list[int], torch.Tensor, int]] = []
 
-    def _read(self, drafts: list[Any], rows: DraftBatch) -> torch.Tensor:
-        states = super()._read(drafts, rows)
+    def _read(self, drafts: list[Any], rows: DraftBatch, cache: HeadCache) -> torch.Tensor:
+        states = super()._read(drafts, rows, cache)
         for draft, state in zip(drafts, states, strict=True):
             unread = int((~draft.memory._read[: draft.memory.end]).sum())
             self.seen.append((list(draft.sequence.tokens), state.clone(), unread))
