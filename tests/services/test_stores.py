@@ -178,7 +178,7 @@ def test_deletion_holds_for_the_next_query(ann: openai.OpenAI, library_service: 
     assert not again.prompt.passages
     assert completion.stats.num_cached_tokens < min(16, len(again.request.prompt_ids))
     later = (*turn.messages, Message("assistant", "Yes."), Message("user", "Why?"))
-    assert not chat.prepare(ChatTurn("t3", later, turn.params, turn.scope, cache_salt="s")).past.history[0].passages
+    assert not chat.prepare(ChatTurn("t3", later, turn.params, turn.scope, cache_salt="s")).history.turns[0].passages
     assert ann.files.retrieve(member.id).id == member.id
     assert ann.files.delete(member.id).deleted
     with pytest.raises(openai.NotFoundError):
