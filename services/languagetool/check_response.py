@@ -74,7 +74,7 @@ def languages_reply() -> list[dict[str, str]]:
     return [{"name": name, "code": code.split("-")[0], "longCode": code} for code, name in LANGUAGES.items()]
 
 
-def info_reply() -> dict[str, Any]:
+def software_reply() -> dict[str, Any]:
     kept = {name: _SOFTWARE[name] for name in ("name", "version", "buildDate", "premium")}
     return {"software": kept | {"commit": _VERSION}}
 

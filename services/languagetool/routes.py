@@ -17,7 +17,7 @@ from ragspec.rag.grammar.edit_filters import EditFilter
 from services.backend import ServiceBackend
 from services.errors import ApiError
 from services.languagetool.check_request import CheckRequest
-from services.languagetool.check_response import check_reply, config_reply, info_reply, languages_reply
+from services.languagetool.check_response import check_reply, config_reply, languages_reply, software_reply
 from services.languagetool.corrector import Corrector
 from services.languagetool.grammar_api import GrammarRequest, grammar_reply
 from services.languagetool.languages import AUTO, DEFAULT, detect_language
@@ -68,14 +68,14 @@ def _add_server_facts(router: APIRouter, backend: ServiceBackend) -> None:
         return PlainTextResponse(str(max_chars))
 
     @router.get("/v2/configinfo")
-    async def config_info(request: HttpRequest) -> Response:
+    async def configuration(request: HttpRequest) -> Response:
         if "language" not in request.query_params:
             raise ApiError(400, "'language' parameter missing")
         return JSONResponse(config_reply(max_chars))
 
     @router.get("/v2/info")
-    async def info() -> Response:
-        return JSONResponse(info_reply())
+    async def software() -> Response:
+        return JSONResponse(software_reply())
 
     @router.get("/v2/healthcheck")
     async def health() -> Response:

@@ -30,7 +30,7 @@ class Blobs:
             for left in folder.glob(f"*/{TEMPORARY}*"):
                 left.unlink(missing_ok=True)
 
-    def sweep(self, known: Iterable[FileRecord]) -> None:
+    def remove_unrecorded(self, known: Iterable[FileRecord]) -> None:
         """Removes files without a record: their upload was cut off.
 
         Keeps files younger than an hour, which another process may be receiving. Removes nothing if there are no records at all:

@@ -71,7 +71,7 @@ class Library(AbstractContextManager["Library"]):
         """`forget` is called for documents that leave the index. Raises: SaveError, StoreCorrupt."""
         self._records = Records(data_dir / "library.sqlite")
         self._blobs = Blobs(data_dir / "files")
-        self._blobs.sweep(self._records.all_files())
+        self._blobs.remove_unrecorded(self._records.all_files())
         self._max_bytes = max_bytes_per_tenant
         self._ingest = IngestWorker(
             self._records, index_dir, encoder, self._blobs.path, forget, max_waiting=max_waiting, limits=parse_limits
