@@ -110,7 +110,7 @@ def test_a_kernel_that_mixes_sequences_fails(tiny: Tiny, monkeypatch: pytest.Mon
 def test_packed_rows_are_alike_in_any_number(width: int, outputs: int, dtype: torch.dtype) -> None:
     """One row alone, or a prime number of them, takes another path through the product."""
     linear = torch.nn.Linear(width, outputs, bias=width % 2 == 0).to(dtype)
-    packed = PackedLinear.from_linear(linear)
+    packed = PackedLinear(linear.weight, linear.bias)
     x = torch.randn(513, width, dtype=dtype)
     with torch.inference_mode():
         whole = packed(x)
