@@ -29,6 +29,18 @@ FREE_AT_RESUME = ("total_tokens", "minutes", "checkpoint_every_s")
 """Fields of a plan that may differ at resume. Another length changes the learning rate and the mixture of texts from there on."""
 
 
+def fast_dtype(device: str) -> torch.dtype:
+    """bfloat16, or float32 on a processor without bfloat16 products, which would compute them several times slower."""
+    has_bfloat16 = device != "cpu" or torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return torch.bfloat16 if has_bfloat16 else torch.float32
+
+
+def mixed_precision(device: str) -> torch.autocast:
+    """Products in `fast_dtype`, weights and sums in float32."""
+    dtype = fast_dtype(device)
+    return torch.autocast(device, dtype=torch.bfloat16, enabled=dtype == torch.bfloat16)
+
+
 @dataclass(frozen=True, kw_only=True)
 class TrainingPlan:
     """Length and speed of a run. The run ends when its tokens or its minutes are used up."""

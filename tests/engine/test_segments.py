@@ -122,7 +122,7 @@ def test_log_probabilities_belong_to_the_new_tokens(target: Target) -> None:
     [
         (Segment((5, 6), 2), SamplingParams(), "nothing is left"),
         (Segment((), 0), SamplingParams(), "nothing is left"),
-        (Segment((5,), 4), SamplingParams(n=2), "n must be 1"),
+        (Segment((5,), 4), SamplingParams(n=2), "set n to 1"),
         (Segment(choice=2), SamplingParams(n=2), "no choice 2 of 2"),
         (Segment(choice=-1), SamplingParams(n=2), "no choice -1 of 2"),
         (Segment((5, 9999), 4), SamplingParams(), "output given holds"),

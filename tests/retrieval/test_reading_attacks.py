@@ -29,14 +29,14 @@ TAGS = [
 
 def tried(path: Path, name: str = "name") -> list[Document] | str:
     """The documents or the reason why there are none; anything else fails the test."""
-    started_s = time.perf_counter()
+    started_s = time.process_time()
     try:
         return list(read_file(path, name))
     except InputError as error:
         assert str(path) in str(error) and "\n" not in str(error)
         return str(error)
     finally:
-        assert time.perf_counter() - started_s < MAX_S
+        assert time.process_time() - started_s < MAX_S, "seconds of the processor: other load does not count"
 
 
 def put(folder: Path, name: str, raw: bytes | str) -> Path:

@@ -54,6 +54,7 @@ def correcting(
         "service.keys_file": str(keys.path),
         "service.data_dir": str(folder / "data"),
         "service.languagetool_open": True,
+        "service.grammar.timeout_s": 600.0,  # the first request compiles kernels, beside whatever else the machine does
         "retriever.index_dir": str(index),
         **overrides,
     }

@@ -16,6 +16,7 @@ from torch.utils.hooks import RemovableHandle
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from ragspec.errors import ModelError
+from ragspec.training.trainer import fast_dtype
 
 _LOGIT_CHANGES = ("logit_scale", "logits_scaling", "final_logit_softcapping")
 
@@ -42,12 +43,12 @@ class FrozenTarget:
         self.num_layers = int(config.num_hidden_layers)
 
     @classmethod
-    def load(cls, path: str | Path, device: str = "cpu", dtype: torch.dtype = torch.bfloat16) -> Self:
-        """Read model and tokenizer. Raises: ModelError."""
+    def load(cls, path: str | Path, device: str = "cpu", dtype: torch.dtype | None = None) -> Self:
+        """Read model and tokenizer. `dtype` None: `fast_dtype`. Raises: ModelError."""
         if not (Path(path) / "config.json").is_file():
             raise ModelError(f"{path} is not a model directory: it has no config.json")
         try:
-            model = AutoModelForCausalLM.from_pretrained(str(path), dtype=dtype)
+            model = AutoModelForCausalLM.from_pretrained(str(path), dtype=dtype or fast_dtype(device))
             tokenizer: Any = AutoTokenizer.from_pretrained(str(path))
         except (OSError, ValueError, KeyError, RuntimeError) as cause:
             raise ModelError(f"cannot load the target {path}: {str(cause).strip().splitlines()[0]}") from cause

@@ -16,7 +16,7 @@ from ragspec.training.heads.frozen_target import FrozenTarget
 from ragspec.training.heads.losses import Objective, StepScores, batch_scores
 from ragspec.training.heads.training_texts import TextSampler, draw_batches
 from ragspec.training.reference.batches import MicroBatch
-from ragspec.training.trainer import SINGLE_WORKER, Trainer, TrainingPlan, WorkerGroup
+from ragspec.training.trainer import SINGLE_WORKER, Trainer, TrainingPlan, WorkerGroup, mixed_precision
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +66,7 @@ class DrafterTrainer(Trainer[DrafterPlan]):
 
     def _backward(self, batch: MicroBatch, num_rows: float, noise: torch.Generator) -> list[float]:
         """Add a micro-batch's gradients; returns its sums for `step_rates`."""
-        with torch.autocast(self.device, dtype=torch.bfloat16):
+        with mixed_precision(self.device):
             scores = batch_scores(self.head, self.target, batch, self.plan.objective, noise)
             decay = self.plan.objective.position_decay
             loss = torch.stack([decay**i * step.loss for i, step in enumerate(scores)]).sum() / num_rows
@@ -78,7 +78,7 @@ class DrafterTrainer(Trainer[DrafterPlan]):
         """Hits of the averaged weights on given texts; each draft step reads the true tokens before it."""
         head = self.averaged_head()
         steps = Objective(num_steps, inputs=self.plan.objective.inputs)
-        with torch.autocast(self.device, dtype=torch.bfloat16):
+        with mixed_precision(self.device):
             sums = [_flat(batch_scores(head, self.target, batch, steps)) for batch in batches]
         return step_rates(list(map(sum, zip(*sums, strict=True))))
 

@@ -18,7 +18,7 @@ from ragspec.training.reference.initialisation.structured_init import centre_sig
 from ragspec.training.reference.packs import PackStream
 from ragspec.training.reference.rows import RowEncoder
 from ragspec.training.reference.steps import RowBatch, draw_rows
-from ragspec.training.trainer import SINGLE_WORKER, Trainer, TrainingPlan, WorkerGroup
+from ragspec.training.trainer import SINGLE_WORKER, Trainer, TrainingPlan, WorkerGroup, mixed_precision
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,7 @@ class TargetTrainer(Trainer[TargetPlan]):
     def token_losses(self, batch: RowBatch) -> tuple[Tensor, dict[Guide, Tensor]]:
         """Cross entropy at the positions that carry loss, shape [M], float32; the sum of each guided head's losses."""
         guidance = Guidance(batch.bias, batch.guided).to(self.device)
-        with torch.autocast(self.device, dtype=torch.bfloat16):
+        with mixed_precision(self.device):
             hidden = self.model.model(
                 input_ids=batch.ids.to(self.device),
                 position_ids=batch.places.to(self.device),
