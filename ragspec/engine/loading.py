@@ -67,9 +67,6 @@ def load_engine(
 
     Raises: ModelError, ConfigError, RankLost.
     """
-    if not packing_available(getattr(torch, target_config.dtype)):
-        raise ModelError(f"this build of torch has no packed {target_config.dtype} product on this processor")
-
     most_threads, adaptive = threads_a_rank(config, ranks), config.adaptive_threads and ranks.size == 1
 
     def build() -> tuple[Target, Planner, Admission, EngineConfig, AdaptiveThreads]:

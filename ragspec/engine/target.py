@@ -33,7 +33,7 @@ from ragspec.errors import ModelError, RankLost
 from ragspec.numerics.attention import AttentionMetadata
 from ragspec.numerics.kv_cache import KvPool
 from ragspec.numerics.layers import Decoder, ForwardContext, make_row_invariant
-from ragspec.numerics.linear import PackedLinear
+from ragspec.numerics.linear import PackedLinear, packing_available
 from ragspec.numerics.ranks import ONE_RANK, Ranks
 from ragspec.numerics.sharding import without_padding
 
@@ -86,6 +86,8 @@ class Target:
 
         Each rank of a group reads its own part. Raises: ModelError.
         """
+        if not packing_available(getattr(torch, config.dtype)):
+            raise ModelError(f"this build of torch has no packed {config.dtype} product on this processor")
         path = config.model
         is_path = Path(path).exists() or path.startswith(("/", "./", "../"))
         if is_path and not (Path(path) / "config.json").is_file():
