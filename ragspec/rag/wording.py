@@ -1,0 +1,84 @@
+"""Every string that prompts and the adapter's training must agree on, and the format of answers.
+
+Owns wording and order; the target's chat template owns the control tokens. The instruction stands in the system message, so a
+conversation reads it once. Passages stand before their question, so many questions share one reading of them:
+
+    system     Answer from the numbered passages. ...
+    user       [1] first passage
+
+               [2] second passage
+
+               Question: Who wrote it?
+    assistant  "The sentence." [1] – short answer.
+
+The caller's own system message stands before the instruction. A conversation without passages has no instruction.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import NamedTuple
+
+INSTRUCTION = (
+    "Answer from the numbered passages. Quote the sentence that answers, word for word, then give the number of its passage "
+    "and the short answer. If no passage answers the question, say: The passages do not say."
+)
+ABSTENTION = "The passages do not say."
+GRAMMAR_REQUEST = "Correct the grammar: "
+QUESTION = "Question: "
+_DASH = "–"
+"""Before a short answer: the answer then begins with a space and has the same tokens as in the middle of its sentence."""
+
+_ANSWER = re.compile(rf'^"(?P<quote>.*)" \[(?P<passage>\d+)\](?:\s*{_DASH})?\s*(?P<short>.*)$', re.DOTALL)
+
+
+class QuotedAnswer(NamedTuple):
+    """`passage`: the number of the quoted passage, from 1. `short`: the short answer, or an empty text."""
+
+    quote: str
+    passage: int
+    short: str
+
+
+def system_text(own: str = "") -> str:
+    """The system message of a conversation with passages; `own`: the caller's."""
+    return f"{own}\n\n{INSTRUCTION}" if own.strip() else INSTRUCTION
+
+
+def numbered(texts: Sequence[str]) -> str:
+    """`[1] text`, one after another."""
+    return "\n\n".join(f"[{number}] {text}" for number, text in enumerate(texts, start=1))
+
+
+def user_text(question: str, numbered_passages: str, *, question_first: bool = False) -> str:
+    """The user's message: numbered passages and their question."""
+    parts = [numbered_passages, QUESTION + question]
+    return "\n\n".join(reversed(parts) if question_first else parts)
+
+
+def question_messages(question: str, passages: Sequence[str], own_system: str = "") -> list[dict[str, str]]:
+    """The conversation of one question over passages, for the tokenizer's chat template."""
+    return [
+        {"role": "system", "content": system_text(own_system)},
+        {"role": "user", "content": user_text(question, numbered(passages))},
+    ]
+
+
+def grammar_messages(sentence: str) -> list[dict[str, str]]:
+    """The conversation that asks for a corrected sentence."""
+    return [{"role": "user", "content": GRAMMAR_REQUEST + sentence}]
+
+
+def quoted_answer(quote: str, passage: int, short: str = "") -> str:
+    """Evidence first: the quoted sentence, its passage's number, then the short answer, if there is one."""
+    answer = f'"{quote}" [{passage}]'
+    return f"{answer} {_DASH} {short.rstrip('.')}." if short else answer
+
+
+def parse_answer(text: str) -> QuotedAnswer | None:
+    """The parts of an answer in the format of `quoted_answer`, or None."""
+    match = _ANSWER.match(text.strip())
+    if match is None:
+        return None
+    return QuotedAnswer(match["quote"], int(match["passage"]), match["short"].strip().rstrip("."))
