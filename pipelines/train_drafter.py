@@ -36,7 +36,8 @@ from ragspec.engine.loading import load_engine
 from ragspec.engine.model_config import eos_ids
 from ragspec.errors import RagspecError
 from ragspec.rag.knnlm.build import target_identity
-from ragspec.training.grammar_errors import GrammarErrors
+from ragspec.training.conversations import AnswerEncoder
+from ragspec.training.heads.batches import MicroBatch
 from ragspec.training.heads.eagle_model import Inputs
 from ragspec.training.heads.frozen_target import FrozenTarget
 from ragspec.training.heads.initialisation import fresh_head, head_config, spread_aux_layers
@@ -50,14 +51,12 @@ from ragspec.training.heads.target_answers import (
 )
 from ragspec.training.heads.trainer import DrafterPlan, DrafterTrainer
 from ragspec.training.heads.training_texts import (
-    AnswerEncoder,
     TextSampler,
+    TextSource,
     dataset_sampler,
     draft_vocabulary,
-    drafter_sources,
     probe_batches,
 )
-from ragspec.training.reference.batches import MicroBatch
 from ragspec.training.trainer import WorkerGroup
 
 SMALL_VOCABULARY, SMALL_DRAFT_VOCABULARY, DRAFT_VOCABULARY = 16_384, 3_072, 32_000
@@ -145,11 +144,10 @@ def run_of(args: argparse.Namespace) -> DrafterRun:
 def obtain_answers(run: DrafterRun) -> None:
     """Generates the target's missing answers. Raises: ModelError, InputError."""
     run.out.mkdir(parents=True, exist_ok=True)
-    sources, errors = drafter_sources(run.data_dir), GrammarErrors(run.data_dir)
     target = TargetConfig(model=run.target)
     with load_engine(target, EngineConfig(num_threads=run.threads), DraftingConfig()) as engine:
         encoder = AnswerEncoder(engine.target.tokenizer, engine.target.eos_ids)
-        prompts = PromptSource(sources, errors, encoder, run.plan.max_tokens, run.plan.seed)
+        prompts = PromptSource(TextSource(run.data_dir), encoder, run.plan.max_tokens, run.plan.seed)
         origin = prompts.origin(target_identity(engine.target, of_texts=True).fingerprint)
         for done in write_answers(run.out / ANSWERS, origin, run.plan.num_answers, prompts, engine):
             print(f"{done} of {run.plan.num_answers} answers of the target", flush=True)
@@ -157,11 +155,12 @@ def obtain_answers(run: DrafterRun) -> None:
 
 def text_sampler(run: DrafterRun, encoder: AnswerEncoder) -> TextSampler:
     """The source of training texts."""
-    dataset = dataset_sampler(drafter_sources(run.data_dir), GrammarErrors(run.data_dir), encoder)
     if run.plan.answers == "dataset":
-        return dataset
+        return dataset_sampler(TextSource(run.data_dir), encoder)
     own = answer_sampler(read_answers(run.out / ANSWERS, run.plan.num_answers))
-    return own if run.plan.answers == "target" else mixed_sampler(own, dataset)
+    return (
+        own if run.plan.answers == "target" else mixed_sampler(own, dataset_sampler(TextSource(run.data_dir), encoder))
+    )
 
 
 def train(run: DrafterRun, workers: WorkerGroup, device: str) -> None:

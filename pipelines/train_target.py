@@ -1,57 +1,53 @@
-"""Train the reference target and export it.
+"""Train the adapter of the default target.
 
-    python -m pipelines.train_target --data ../shared/data --out runs/target --size cpu --minutes 100
-    python -m pipelines.train_target --data ../shared/data --out runs/target --size gpu --workers 4
-    python -m pipelines.train_target --data ../shared/data --out runs/more --continue-from ragspec/assets/reference_target
+    python -m pipelines.train_target --target PATH --data ../shared/data --out runs/adapter --minutes 600
+    python -m pipelines.train_target --target PATH --data ../shared/data --out runs/adapter --tokens 60000000 --rows 32
+    python -m pipelines.train_target --target PATH --data ../shared/data --out runs/more --continue-from CHECKPOINT
 
-On a busy machine, set `OMP_WAIT_POLICY=PASSIVE`: waiting threads then do not spin (several times faster, measured).
-Writes under `--out`: `tokenizer/`, `meanings.safetensors`, `checkpoint.safetensors`, `curves.png`, and `model/`, which loads
-with plain transformers. Several workers run through Ray Train; on several machines `--data` and `--out` must be shared
-folders. The same seed, length in tokens and number of workers give the same weights on the same hardware; a length in minutes is
-as many tokens as the hardware manages.
+A GPU is used where there is one; `--rows` sets how many rows of 896 tokens a step has. Writes under `--out`: `chat.jsonl` (the
+unadapted model's own answers), `checkpoint.safetensors`, `curves.png`, and `adapter/`, a PEFT folder of the averaged weights. A
+run whose `--tokens` are used up writes the adapter at once. Several workers run through Ray Train; on several machines the paths
+must be shared. The same seed, length in tokens and number of workers give the same adapter on the same hardware.
 """
 
 import argparse
-import itertools
 import json
+import random
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch import Tensor
-from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
-from pipelines.train.training_run import (
-    TrainingRun,
-    common_options,
-    draw_curves,
-    positive,
-    run_to_end,
-    tokens_and_speed,
-    train_with,
-    training_parser,
-)
-from ragspec.errors import ConfigError, InputError, RagspecError
-from ragspec.evaluation.suites.target import model_generate, question_scores
+from pipelines.train import training_run
+from ragspec.errors import RagspecError
+from ragspec.evaluation.suites.target import MAX_NEW_TOKENS, abstention_scores, model_generate, question_scores
 from ragspec.evaluation.suites.target_cases import PROBE_ARTICLES, QuestionCase, question_cases
-from ragspec.training.grammar_errors import GrammarErrors
-from ragspec.training.reference import training_attention
-from ragspec.training.reference.batches import ExampleEncoder
-from ragspec.training.reference.examples import Lengths
-from ragspec.training.reference.export import export_target
-from ragspec.training.reference.initialisation.meanings import count_meanings
-from ragspec.training.reference.initialisation.model import SIZES, build_target
-from ragspec.training.reference.initialisation.stream_layout import stream_layout
-from ragspec.training.reference.packs import PackStream
-from ragspec.training.reference.sources import Sources, load_sources
-from ragspec.training.reference.text_format import ASSISTANT, SPECIAL_TOKENS, question_messages
-from ragspec.training.reference.tokenizer import load_tokenizer, token_pieces, train_tokenizer
-from ragspec.training.reference.trainer import TargetPlan, TargetTrainer, continued
-from ragspec.training.trainer import WorkerGroup, read_checkpoint, write_checkpoint
+from ragspec.rag.wording import question_messages
+from ragspec.training.conversations import AnswerEncoder, Conversation, message
+from ragspec.training.heads.frozen_target import FrozenTarget
+from ragspec.training.reference.lora import write_adapter
+from ragspec.training.reference.mixture import Mixture
+from ragspec.training.reference.rows import Row
+from ragspec.training.reference.sources import json_lines
+from ragspec.training.reference.trainer import AdapterPlan, AdapterTrainer
+from ragspec.training.trainer import WorkerGroup
 
-DEFAULT_TOKENS = {"tiny": 200_000, "cpu": 40_000_000, "gpu": 2_000_000_000}
-NUM_PROBES, PROBE_QUESTIONS = 8, 64
+NUM_PROBES, PROBE_QUESTIONS = 8, 48
+FULL_SHARE, MAX_DRAWS = 0.75, 6
+"""A row is done at this share of its length, or after so many draws."""
+CHATS = "chat.jsonl"
+CHAT_REQUESTS = (
+    "Explain {} to a ten-year-old.", "Give me three tips about {}.", "Write a short poem about {}.", "What is {}?",
+    "Why do people care about {}?", "Write an e-mail to a friend about {}.", "What should a beginner know about {}?",
+    "List five facts about {}.", "Tell me a joke about {}.", "Suggest a title for an essay on {}.",
+)  # fmt: skip
+CHAT_TOPICS = (
+    "photosynthesis", "cooking rice", "the moon", "learning to swim", "chess", "public transport", "bees", "saving money",
+    "jazz", "gardening", "electric cars", "sleep",
+)  # fmt: skip
+GREETINGS = ("Hello!", "Who are you?", "Thank you!", "Can you help me?", "What can you do?", "How are you?")
 
 
 def main() -> None:
@@ -59,139 +55,112 @@ def main() -> None:
     args = parser().parse_args()
     try:
         run = run_of(args)
-        if args.workers > 1:  # before the workers start, so that none reads what another is writing
-            sources = load_sources(run.data_dir)
-            obtain_meanings(run, obtain_tokenizer(run, sources), sources)
-        train_with(train, run, args.workers)
+        obtain_chats(run)  # before the workers start: none may read a file that another is writing
+        training_run.train_with(train, run, args.workers)
     except (RagspecError, FileNotFoundError) as cause:
         sys.exit(f"error: {cause}")
 
 
 @dataclass(frozen=True, kw_only=True)
-class TargetRun(TrainingRun):
+class TargetRun(training_run.TrainingRun):
     """The command's options."""
 
-    size: str
-    plan: TargetPlan
+    target: str
+    plan: AdapterPlan
     continue_from: Path | None = None
 
 
 def parser() -> argparse.ArgumentParser:
     """The command's options."""
-    parser = training_parser("Train the reference target.")
-    parser.add_argument("--size", choices=sorted(SIZES), default="cpu")
-    parser.add_argument("--tokens", type=positive(int), help="length of the run in tokens")
-    parser.add_argument(
-        "--continue-from", type=Path, help="exported model whose weights and tokenizer the run starts with"
-    )
+    parser = training_run.training_parser("Train the adapter of the default target.")
+    add = parser.add_argument
+    add("--target", required=True, help="the model without adapter: a model directory")
+    add("--tokens", type=training_run.positive(int), default=8_000_000, help="length of the run in tokens")
+    add("--rows", type=training_run.positive(int), default=2, help="rows of a step and worker; 32 suit a GPU")
+    add("--peak-rate", type=training_run.positive(float), default=6e-4, help="peak learning rate")
+    add("--continue-from", type=Path, help="another run's checkpoint to begin with; it stays as it is")
     return parser
 
 
 def run_of(args: argparse.Namespace) -> TargetRun:
     """The run of the given options. Raises: InputError."""
-    total_tokens = args.tokens or DEFAULT_TOKENS[args.size]
-    plan = TargetPlan(total_tokens=total_tokens, minutes=args.minutes, seed=args.seed)
-    continue_from = trained_target(args.continue_from.resolve()) if args.continue_from else None
-    if continue_from:
-        plan = continued(plan, str(continue_from))
-    run = TargetRun(**common_options(args), size=args.size, plan=plan, continue_from=continue_from)
-    run.out.mkdir(parents=True, exist_ok=True)
-    return run
-
-
-def trained_target(directory: Path) -> Path:
-    """The folder, if it holds a model of this recipe, of any width. Raises: InputError."""
-    try:
-        config = json.loads((directory / "config.json").read_text())
-        tokenizer = load_tokenizer(directory)
-    except (OSError, ValueError) as cause:
-        raise InputError(f"{directory} holds no exported model: {cause}") from cause
-    known = tokenizer.get_vocab()
-    if config.get("model_type") != "llama" or not known.keys() >= set(SPECIAL_TOKENS):
-        raise InputError(f"{directory} is no model of this recipe: a Llama whose tokenizer knows {ASSISTANT}")
-    if len(tokenizer) > config.get("vocab_size", 0):
-        raise InputError(f"{directory} has {len(tokenizer)} tokens and embeddings for {config.get('vocab_size', 0)}")
-    return directory
+    plan = AdapterPlan(
+        total_tokens=args.tokens,
+        minutes=args.minutes,
+        seed=args.seed,
+        peak_lr=args.peak_rate,
+        rows_per_step=args.rows,
+    )
+    common, start = training_run.common_options(args), args.continue_from.resolve() if args.continue_from else None
+    return TargetRun(**common, target=args.target, plan=plan, continue_from=start)
 
 
 def train(run: TargetRun, workers: WorkerGroup, device: str) -> None:
-    """One run from data to exported model; the first worker writes."""
-    size, plan = SIZES[run.size], run.plan
-    sources = load_sources(run.data_dir)
-    tokenizer = obtain_tokenizer(run, sources)
-    if run.continue_from:
-        model = LlamaForCausalLM.from_pretrained(str(run.continue_from), dtype=torch.float32)
-    else:
-        special = tokenizer.pad_token_id, tokenizer.eos_token_id
-        meanings = obtain_meanings(run, tokenizer, sources)
-        model = build_target(size, token_pieces(tokenizer), *special, seed=plan.seed, meanings=meanings)
-    model.set_attn_implementation(training_attention.register())
-    errors = GrammarErrors(run.data_dir)
+    """One run from data to written adapter; the first worker writes."""
+    target = FrozenTarget.load(run.target, device)
+    chats = [Conversation(row["messages"], open_ended=row["is_cut"]) for row in json_lines(run.out / CHATS)]
+    mixture, encoder = Mixture(run.data_dir, chats), AnswerEncoder(target.tokenizer)
 
-    def stream_for(lengths: Lengths, seed: int) -> PackStream:
-        return PackStream(sources, errors, lengths, seed)
+    def draw_row(seed: str) -> Row:
+        return mixed_row(mixture, encoder, run.plan.micro_tokens, seed)
 
-    trainer = TargetTrainer(model, ExampleEncoder(tokenizer), stream_for, plan, device, workers)
+    trainer = AdapterTrainer(target.model, draw_row, run.plan, device, workers)
     checkpoint = run.out / "checkpoint.safetensors"
     if run.resume and checkpoint.exists():
         trainer.load(checkpoint)
-    elif not run.continue_from:
-        trainer.centre()
-    cases, _ = question_cases(run.data_dir, PROBE_QUESTIONS, plan.seed, PROBE_ARTICLES)
-    run_to_end(trainer, checkpoint, report, lambda: probe(trainer, cases), NUM_PROBES)
+    elif run.continue_from:
+        trainer.load(run.continue_from, any_plan=True)
+    cases = question_cases(run.data_dir, PROBE_QUESTIONS, 0, PROBE_ARTICLES)
+    training_run.run_to_end(trainer, checkpoint, report, lambda: probe(trainer, target.tokenizer, *cases), NUM_PROBES)
     if workers.is_first:
-        draw_curves(trainer, "answer_loss", "", run.out / "curves.png")
-        export_target(trainer.averaged_model(), tokenizer, run.out / "model")
+        training_run.draw_curves(trainer, "loss", "", run.out / "curves.png")
+        write_adapter(trainer.averaged_adapter(), run.out / "adapter")
 
 
-def obtain_tokenizer(run: TargetRun, sources: Sources) -> PreTrainedTokenizerFast:
-    """The run's tokenizer, trained once."""
-    directory = run.continue_from or run.out / "tokenizer"
-    if not run.continue_from and not (directory / "tokenizer.json").exists():
-        texts = itertools.chain(
-            (" ".join(p.sentences) for p in sources.prose),
-            (q.text for q in sources.squad),
-            (text for _, text in sources.stdlib),
-            sources.plain_sentences,
-            sources.book_paragraphs[::12],
-        )
-        train_tokenizer(texts, SIZES[run.size].vocab_size).save_pretrained(str(directory))
-    return load_tokenizer(directory)
+def mixed_row(mixture: Mixture, encoder: AnswerEncoder, row_tokens: int, seed: str) -> Row:
+    """A row of one kind of text; a function of the seed."""
+    rng = random.Random(seed)
+    kind, row = mixture.kind(rng), Row(row_tokens)
+    for _ in range(MAX_DRAWS):
+        row.add(map(encoder.encode, mixture.draw(kind, rng)))
+        if len(row.ids) > FULL_SHARE * row_tokens:
+            break
+    return row if row.ids else mixed_row(mixture, encoder, row_tokens, seed + "'")
 
 
-def obtain_meanings(run: TargetRun, tokenizer: PreTrainedTokenizerFast, sources: Sources) -> Tensor | None:
-    """What the run's tokens mean, counted once; nothing where trained weights know. Raises: ConfigError for another run's."""
-    if run.continue_from:
-        return None
-    path, columns = run.out / "meanings.safetensors", stream_layout(SIZES[run.size].hidden_size).meaning
-    if not path.exists():
-        texts = list(sources.texts())
-        parts = (texts[at : at + 1_000] for at in range(0, len(texts), 1_000))
-        ids = (each for part in parts for each in tokenizer(part, add_special_tokens=False, verbose=False)["input_ids"])
-        write_checkpoint(path, {"meanings": count_meanings(ids, len(tokenizer), columns)}, {"size": run.size})
-    tensors, state = read_checkpoint(path)
-    if state.get("size", run.size) != run.size or tensors["meanings"].shape != (len(tokenizer), columns):
-        raise ConfigError(f"{path} is of a run of another size: choose an empty folder")
-    return tensors["meanings"]
+def obtain_chats(run: TargetRun) -> None:
+    """The unadapted model's answers to ordinary requests, written once. Raises: ModelError."""
+    run.out.mkdir(parents=True, exist_ok=True)
+    if (run.out / CHATS).exists():
+        return
+    target = FrozenTarget.load(run.target, "cuda" if torch.cuda.is_available() else "cpu")
+    asked = [*GREETINGS, *(request.format(topic) for request in CHAT_REQUESTS for topic in CHAT_TOPICS)]
+    prompts = [[message("user", text)] for text in asked]
+    answers = model_generate(target.model, target.tokenizer)(prompts)
+    with (run.out / CHATS).open("w", encoding="utf-8") as file:
+        for prompt, answer in zip(prompts, answers, strict=True):
+            is_cut = len(target.tokenizer(answer)["input_ids"]) >= MAX_NEW_TOKENS - 2
+            row = {"messages": [*prompt, message("assistant", answer.strip())], "is_cut": is_cut}
+            file.write(json.dumps(row) + "\n")
 
 
-def probe(trainer: TargetTrainer, cases: list[QuestionCase]) -> dict[str, float]:
-    """Quotes of the averaged weights on questions about articles that are neither trained nor evaluated on."""
-    generate = model_generate(trainer.averaged_model(), trainer.encoder.tokenizer)
-    scores = question_scores(cases, generate([question_messages(case.question, case.passages) for case in cases]))
-    shown = {name: scores[name] for name in ("quote_exact", "quote_has_answer", "citation_correct", "em")}
-    print(f"probe at step {trainer.progress.step}: {shown}", flush=True)
-    return shown
+def probe(
+    trainer: AdapterTrainer, tokenizer: Any, answerable: list[QuestionCase], unanswerable: list[QuestionCase]
+) -> dict[str, float]:
+    """Scores of the averaged adapter on two articles that are neither trained nor evaluated on."""
+    cases = answerable + unanswerable
+    with trainer.averaged_model() as model:
+        outputs = model_generate(model, tokenizer)([question_messages(c.question, c.passages) for c in cases])
+    scores = question_scores(answerable, outputs[: len(answerable)]) | abstention_scores(cases, outputs)
+    print(f"probe at step {trainer.progress.step}: {scores}", flush=True)
+    return scores
 
 
 def report(records: list[dict[str, float]]) -> str:
     """The latest steps in one line."""
-    last, loss = records[-1], sum(record["answer_loss"] for record in records) / len(records)
-    guided = "".join(f" {name[6:]} {value:.2f}" for name, value in last.items() if name.startswith("guide_"))
-    return (
-        f"{tokens_and_speed(records)} answer loss {loss:.3f} lr {last['lr']:.2e} norm {last['grad_norm']:.2f} "
-        f"done {last['share']:.3f}{guided}"
-    )
+    last, loss = records[-1], sum(record["loss"] for record in records) / len(records)
+    rest = f"lr {last['lr']:.2e} norm {last['grad_norm']:.2f} done {last['share']:.3f}"
+    return f"{training_run.tokens_and_speed(records)} loss {loss:.3f} {rest}"
 
 
 if __name__ == "__main__":

@@ -60,6 +60,23 @@ ARCHITECTURES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
 }
 
 
+CHATML = (
+    "{% for message in messages %}{% if loop.first and message.role != 'system' %}"
+    "<|im_start|>system\nYou are kind.<|im_end|>\n{% endif %}"
+    "<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+"""A template of today's kind, with a system message of its own where a conversation has none."""
+
+
+def chat_tokenizer() -> PreTrainedTokenizerFast:
+    """`tiny_tokenizer` with a chat template."""
+    tokenizer = tiny_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
+    tokenizer.eos_token, tokenizer.pad_token, tokenizer.chat_template = "<|im_end|>", "<s>", CHATML
+    return tokenizer
+
+
 def tiny_tokenizer() -> PreTrainedTokenizerFast:
     """All bytes are tokens, so any text can be written and characters can be split; `</s>` ends."""
     tokenizer = Tokenizer(models.BPE())
@@ -71,6 +88,13 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
     )
     tokenizer.train_from_iterator(SENTENCES, trainer)
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>")
+
+
+def tiny_config(**overrides: Any) -> LlamaConfig:
+    """A Llama of two layers."""
+    shape = {"hidden_size": 64, "intermediate_size": 88, "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes = {"vocab_size": 320, "num_key_value_heads": 2, "initializer_range": 0.12, "tie_word_embeddings": False}
+    return LlamaConfig(**{**shape, **sizes, **overrides})
 
 
 def save_model(kind: str, folder: Path, std: float = 0.12, **overrides: Any) -> Path:

@@ -24,10 +24,9 @@ from ragspec.retrieval.index.store import Store
 from ragspec.retrieval.reading import read_file
 from ragspec.retrieval.retriever import ProgressCallback, Retriever, build_index
 from ragspec.training.grammar_errors import GrammarErrors
-from ragspec.training.reference.examples import first_doc_sentence
 from ragspec.training.reference.sources import NUM_EVAL_ARTICLES
 from ragspec.training.sentences import normalise, split_sentences
-from ragspec.training.stdlib_corpus import is_held_out, stdlib_documents
+from ragspec.training.stdlib_corpus import first_doc_sentence, is_held_out, stdlib_documents
 
 T = TypeVar("T")
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from ragspec.core import Passage
 from ragspec.evaluation.datasets import JFLEG, Question, Sentence
-from ragspec.training.reference.text_format import parse_answer
+from ragspec.rag.wording import parse_answer
 
 _NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
 

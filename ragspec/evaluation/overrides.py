@@ -28,9 +28,9 @@ from ragspec.drafting.planner import Planner
 from ragspec.drafting.safe_drafter import SafeDrafter
 from ragspec.errors import InputError
 from ragspec.evaluation.datasets import Question
+from ragspec.rag.wording import ABSTENTION, quoted_answer
 from ragspec.retrieval.chunking import sentences
-from ragspec.training.reference.sources import best_sentence, common_answer
-from ragspec.training.reference.text_format import ABSTENTION, quoted_answer
+from ragspec.training.sentences import best_sentence, common_answer
 from ragspec.tree import DraftTree
 from ragspec.verification.sampling import KeyedSampler, Sampler
 

@@ -1,4 +1,4 @@
-"""Sentences and passages of training texts. Every sentence is a substring of its paragraph.
+"""Sentences of training texts, and the one that answers. Every sentence is a substring of its paragraph.
 
 >>> split_sentences("Dr. Fox ran. It rained.")
 ['Dr. Fox ran.', 'It rained.']
@@ -6,6 +6,7 @@
 
 import random
 import re
+from collections import Counter
 
 _BOUNDARY = re.compile(r"(?<=[.!?])[\"')\]]*\s+(?=[A-Z\"'(\[0-9`])")
 _ABBREVIATION = re.compile(
@@ -54,3 +55,18 @@ def window_around(sentences: list[str], index: int, max_words: int, rng: random.
 def words_of(text: str) -> list[str]:
     """Words without the punctuation around them, as written."""
     return [word for word in (raw.strip(".,;:!?()[]\"'`*_—–-") for raw in text.split()) if word]
+
+
+def best_sentence(question: str, answer: str, sentences: list[str]) -> int | None:
+    """The sentence that holds the answer, preferring the one that shares most words with the question."""
+    asked = set(re.findall(r"\w+", question.lower()))
+    holding = [i for i, sentence in enumerate(sentences) if answer in sentence]
+    if not holding:
+        return None
+    return max(holding, key=lambda i: (len(asked & set(re.findall(r"\w+", sentences[i].lower()))), -i))
+
+
+def common_answer(answers: list[str]) -> str:
+    """The answer most annotators gave; among equals the shortest."""
+    counts = Counter(answers)
+    return max(counts, key=lambda a: (counts[a], -len(a)))

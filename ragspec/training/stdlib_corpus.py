@@ -19,6 +19,8 @@ import warnings
 from collections.abc import Iterator
 from types import ModuleType
 
+from ragspec.training.sentences import split_sentences
+
 MIN_CHARS, MAX_CHARS = 20, 2000
 MAX_SIGNATURE_CHARS = 72
 HELD_OUT_SHARE = 10
@@ -49,6 +51,32 @@ def stdlib_documents() -> list[tuple[str, str]]:
 def is_held_out(name: str) -> bool:
     """Whether the documentation of this name is kept out of training. Depends on the name alone."""
     return hashlib.sha256(name.encode()).digest()[0] % HELD_OUT_SHARE == 0
+
+
+def first_doc_sentence(name: str, text: str) -> str:
+    """The first sentence of a standard-library document, without the name and the signature before it."""
+    doc = text[len(name) :]
+    _, _, doc = doc[_end_of_parentheses(doc) :].partition(": ")
+    sentences = split_sentences(unwrap(doc).split("\n")[0])
+    return sentences[0] if sentences else ""
+
+
+def _end_of_parentheses(text: str) -> int:
+    """Where those close that the text begins with; 0 if it begins otherwise. Quoted ones do not count.
+
+    A signature that was shortened may end within quotes: then where it is followed by the documentation.
+    """
+    depth, quote = 0, ""
+    for at, char in enumerate(text):
+        if quote:
+            quote = "" if char == quote and text[at - 1] != "\\" else quote
+        elif char in "'\"" and depth:
+            quote = char
+        else:
+            depth += (char == "(") - (char == ")")
+        if depth == 0:
+            return at + 1 if char == ")" else 0
+    return text.find("): ") + 1
 
 
 def unwrap(text: str) -> str:

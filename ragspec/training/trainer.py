@@ -189,8 +189,8 @@ class Trainer(ABC, Generic[PlanT]):
         write_checkpoint(path, tensors, {**state, "identity": self._identity()})
 
     @torch.no_grad()
-    def load(self, path: Path) -> None:
-        """Continue from a checkpoint; the length of the run may differ.
+    def load(self, path: Path, *, any_plan: bool = False) -> None:
+        """Continue from a checkpoint; the length of the run may differ. `any_plan`: only the module must be the same.
 
         Raises: ConfigError naming the first difference if module, plan or number of workers differ.
         """
@@ -200,7 +200,7 @@ class Trainer(ABC, Generic[PlanT]):
         except (OSError, SafetensorError, KeyError, TypeError, ValueError) as cause:
             raise ConfigError(f"{path} cannot be resumed: it is no checkpoint of this version") from cause
         identity = state.get("identity", {})
-        for name, ours in self._identity().items():
+        for name, ours in (self._model_config() if any_plan else self._identity()).items():
             theirs = identity.get(name, "not known")
             if theirs != ours:
                 raise ConfigError(f"{path} cannot be resumed: its {name} is {theirs}, and this run's is {ours}")

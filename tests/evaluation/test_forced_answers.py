@@ -13,7 +13,7 @@ from ragspec.errors import InputError
 from ragspec.evaluation.datasets import Question
 from ragspec.evaluation.overrides import ForcedAnswers, ForcedSampler, gold_answers, read_answers
 from ragspec.evaluation.peers import _Force
-from ragspec.training.reference.text_format import ABSTENTION
+from ragspec.rag.wording import ABSTENTION
 from ragspec.verification.sampling import KeyedSampler
 
 QUESTION = Question("q", "When was the bridge built?", ("1874",), "doc")

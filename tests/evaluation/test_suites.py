@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from tiny_target import Free
+from tiny_target import CHATML, Free
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ragspec.config import DraftingConfig, TargetConfig
@@ -33,7 +33,7 @@ from ragspec.evaluation.suites.target import Generate, Retrieve
 from ragspec.evaluation.timing import SPECULATIVE, Decoder, TimedGeneration, Timings
 from ragspec.numerics.batch import Batch, ScheduledSequence
 from ragspec.numerics.kv_cache import SequenceSlots
-from ragspec.training.reference.text_format import CHAT_TEMPLATE, CONTEXT_ROLE_FLAG, question_messages
+from ragspec.rag.wording import question_messages
 from ragspec.verification.sampling import Sampler
 
 GENERATION_KEYS = (
@@ -167,8 +167,7 @@ def test_target_suite_lets_the_engine_answer(
 
     folder = shutil.copytree(settings.target.model, tmp_path / "with_template")
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    tokenizer.chat_template, tokenizer.pad_token = CHAT_TEMPLATE, tokenizer.eos_token
-    tokenizer.init_kwargs[CONTEXT_ROLE_FLAG] = True
+    tokenizer.chat_template, tokenizer.pad_token = CHATML, tokenizer.eos_token
     tokenizer.save_pretrained(folder)
     settings = dataclasses.replace(settings, target=TargetConfig(model=str(folder)))
     monkeypatch.setattr(target_suite, "evaluate_target", evaluate)

@@ -17,9 +17,20 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from ragspec.config import REFERENCE_TARGET
 from ragspec.core import Message, Passage
 from ragspec.errors import InputError, PromptTooLong
+from ragspec.rag import wording
 from ragspec.rag.prompt import PromptBuilder
-from ragspec.training.reference import text_format as target_format
 
+CONTEXT_ROLE = (
+    "{%- for message in messages -%}{%- set next = loop.nextitem -%}{%- set previous = loop.previtem -%}"
+    "{%- if message['role'] == 'user' -%}"
+    "{%- if next and next['role'] == 'context' -%}{{ '<|context|>\\n' + next['content'] }}{%- endif -%}"
+    "<|user|>{{ message['content'] }}"
+    "{%- elif message['role'] == 'context' -%}"
+    "{%- if not previous or previous['role'] != 'user' -%}{{ '<|context|>\\n' + message['content'] }}{%- endif -%}"
+    "{%- elif message['role'] == 'assistant' -%}<|assistant|>{{ message['content'] }}<|end|>"
+    "{%- else -%}<|{{ message['role'] }}|>{{ message['content'] }}{%- endif -%}{%- endfor -%}"
+    "{%- if add_generation_prompt -%}<|assistant|>{%- endif -%}"
+)
 CHATML = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -41,8 +52,8 @@ def tokenizer(special: tuple[str, ...], **settings: Any) -> PreTrainedTokenizerF
 
 
 REFERENCE = tokenizer(
-    target_format.SPECIAL_TOKENS,
-    chat_template=target_format.CHAT_TEMPLATE,
+    ("<|pad|>", "<|system|>", "<|user|>", "<|context|>", "<|assistant|>", "<|end|>"),
+    chat_template=CONTEXT_ROLE,
     eos_token="<|end|>",
     ragspec_context_role=True,
 )
@@ -60,12 +71,15 @@ def text_of(kind: PreTrainedTokenizerFast, prompt_ids: tuple[int, ...]) -> str:
 def test_the_reference_target_gets_the_layout_it_was_trained_on() -> None:
     """One newline more than in training, and a small target answers nonsense."""
     prompt = PromptBuilder(REFERENCE, 2048).build("Did it rain?", PASSAGES, max_tokens=96)
-    messages = target_format.question_messages("Did it rain?", [p.text for p in PASSAGES])
+    messages = [
+        {"role": "user", "content": "Did it rain?"},
+        {"role": "context", "content": "\n".join(f"[{n}] {p.text}" for n, p in enumerate(PASSAGES, 1))},
+    ]
     expected = REFERENCE.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
     assert list(prompt.prompt_ids) == expected
     assert prompt.passages == tuple(PASSAGES) and prompt.dropped == ()
     grammar = PromptBuilder(REFERENCE, 2048).grammar_prompt("He go home.")
-    messages = target_format.grammar_messages("He go home.")
+    messages = wording.grammar_messages("He go home.")
     assert list(grammar.prompt_ids) == REFERENCE.apply_chat_template(
         messages, add_generation_prompt=True, return_dict=False
     )
@@ -76,7 +90,7 @@ def test_a_chat_model_gets_numbered_passages_and_the_instruction_with_the_questi
     text = text_of(CHAT, PromptBuilder(CHAT, 2048).build("Did it rain?", PASSAGES, 96).prompt_ids)
     assert text.startswith("<|im_start|>user\n") and text.endswith("<|im_end|>\n<|im_start|>assistant\n")
     assert "[1] Fact 1: it rained.\n\n[2] Fact 2" in text and text.index("[3]") < text.index("Question: Did it rain?")
-    assert target_format.ABSTENTION in text and "word for word" in text
+    assert wording.ABSTENTION in text and "word for word" in text
     bare = text_of(CHAT, PromptBuilder(CHAT, 2048).build("Did it rain?", [], 96).prompt_ids)
     assert bare == "<|im_start|>user\nDid it rain?<|im_end|>\n<|im_start|>assistant\n"
 

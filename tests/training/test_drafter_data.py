@@ -8,54 +8,43 @@ from types import SimpleNamespace
 
 import pytest
 from real_data import DATA, needs_data
+from tiny_target import chat_tokenizer, tiny_tokenizer
 
 from ragspec.core import Request
 from ragspec.errors import InputError
 from ragspec.evaluation.datasets import held_out_articles
-from ragspec.training.grammar_errors import GrammarErrors
-from ragspec.training.heads import training_texts
+from ragspec.rag.wording import question_messages
+from ragspec.training.conversations import AnswerEncoder, Conversation, Encoded, message
 from ragspec.training.heads.target_answers import (
     ANSWER_TOKENS,
     PROSE_TOKENS,
     AnswerOrigin,
     AnswerPrompt,
+    PromptSource,
     answer_sampler,
     prompt_of,
     read_answers,
     write_answers,
 )
-from ragspec.training.heads.training_texts import (
-    AnswerEncoder,
-    DrafterStream,
-    draft_vocabulary,
-    drafter_sources,
-    draw_batches,
-    probe_batches,
-    probe_examples,
-)
-from ragspec.training.reference.batches import Encoded
-from ragspec.training.reference.examples import Example
-from ragspec.training.reference.sources import Sources
-from ragspec.training.reference.text_format import CONTEXT_ROLE_FLAG, message, question_messages
-from ragspec.training.reference.tokenizer import train_tokenizer
+from ragspec.training.heads.training_texts import TextSource, draft_vocabulary, draw_batches, probe_batches, probe_texts
 from ragspec.training.sentences import normalise
 
 ORIGIN = AnswerOrigin("one target", 0, 320, "these texts")
 
 
 def encoder() -> AnswerEncoder:
-    return AnswerEncoder(train_tokenizer(["The cat sat on the mat at noon."] * 9, 320))
+    return AnswerEncoder(chat_tokenizer())
 
 
 def test_only_answers_and_prose_are_learnt() -> None:
     """A head that learns to draft questions spends itself on text that is never generated."""
     turns = [message("user", "The cat?"), message("assistant", "at noon"), message("user", "mat?")]
-    encoded = encoder().encode(Example([*turns, message("assistant", "on the mat")]))
+    encoded = encoder().encode(Conversation([*turns, message("assistant", "on the mat")]))
     tokenizer = encoder().tokenizer
     learnt = [token for token, weight in zip(encoded.ids, encoded.weights, strict=True) if weight == 1.0]
-    assert tokenizer.decode(learnt) == "at noon<|end|>on the mat<|end|>"
+    assert tokenizer.decode(learnt) == "at noon<|im_end|>on the mat<|im_end|>"
     assert set(encoded.weights) == {0.0, 1.0}
-    prose = encoder().encode(Example([], text="The cat sat"))
+    prose = encoder().encode(Conversation([], text="The cat sat"))
     assert prose.weights == [1.0] * len(prose.ids)
 
 
@@ -179,84 +168,87 @@ def test_only_what_the_target_wrote_is_learnt(tmp_path: Path) -> None:
 )
 def test_any_target_reads_them_in_its_own_layout(template: str | None) -> None:
     """Only targets with the reference's control tokens could have heads trained; for others there was a KeyError."""
-    tokenizer = train_tokenizer(["The cat sat on the mat at noon."] * 9, 320)
+    tokenizer = tiny_tokenizer()
     tokenizer.chat_template = template
-    tokenizer.init_kwargs[CONTEXT_ROLE_FLAG] = False
     turns = [*question_messages("Who sat?", ["The cat sat."]), message("assistant", '"The cat sat." [1]')]
-    encoded = AnswerEncoder(tokenizer).encode(Example([*turns, message("user", "mat?"), message("assistant", "on")]))
+    encoded = AnswerEncoder(tokenizer).encode(
+        Conversation([*turns, message("user", "mat?"), message("assistant", "on")])
+    )
     learnt = [token for token, weight in zip(encoded.ids, encoded.weights, strict=True) if weight]
     text = str(tokenizer.decode(encoded.ids))
-    assert str(tokenizer.decode(learnt)).endswith("on<|end|>")
+    assert str(tokenizer.decode(learnt)).endswith("on</s>")
     assert "The cat sat." in text and text.index("Who sat?") < text.index("mat?")
-    prompt = prompt_of(Example(turns), AnswerEncoder(tokenizer), random.Random(0))
+    prompt = prompt_of(Conversation(turns), AnswerEncoder(tokenizer), random.Random(0))
     assert prompt is not None and '" [1]' not in str(tokenizer.decode(prompt.ids)).split("Who sat?")[1]
 
 
 def test_an_answer_ends_as_the_template_ends_it() -> None:
     """Where that is not the tokenizer's own end, heads learnt another, and of all answers of a conversation the last alone."""
-    tokenizer = train_tokenizer(["The cat sat on the mat at noon."] * 9, 320)
+    tokenizer = tiny_tokenizer()
     tokenizer.chat_template = (
-        "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|system|>\n{% endfor %}"
-        "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+        "{% for m in messages %}{{ m.role }}: {{ m.content }}<s>\n{% endfor %}"
+        "{% if add_generation_prompt %}assistant: {% endif %}"
     )
-    tokenizer.init_kwargs[CONTEXT_ROLE_FLAG] = False
     turns = [message("user", "mat?"), message("assistant", "on"), message("user", "noon?"), message("assistant", "at")]
-    (end,) = tokenizer.convert_tokens_to_ids(["<|system|>"])
-    encoded = AnswerEncoder(tokenizer, (end, tokenizer.eos_token_id)).encode(Example(turns))
+    (end,) = tokenizer.convert_tokens_to_ids(["<s>"])
+    encoded = AnswerEncoder(tokenizer, (end, tokenizer.eos_token_id)).encode(Conversation(turns))
     learnt = [token for token, weight in zip(encoded.ids, encoded.weights, strict=True) if weight]
-    assert tokenizer.decode(learnt) == "on<|system|>at<|system|>"
-    tokenizer.chat_template = None
-    encoded = AnswerEncoder(tokenizer).encode(Example(turns))
-    learnt = [token for token, weight in zip(encoded.ids, encoded.weights, strict=True) if weight]
-    assert tokenizer.decode(encoded.ids) == "mat?\n\nAnswer: on\n\nnoon?\n\nAnswer: at<|end|>"
-    assert str(tokenizer.decode(learnt)).endswith(" at<|end|>")
+    assert tokenizer.decode(learnt) == "on<s>at<s>"
 
 
 def test_a_prompt_ends_where_the_last_answer_begins() -> None:
     """With the answer in the prompt there is nothing left to say."""
     turns = [message("user", "cat"), message("assistant", "mat"), message("user", "noon"), message("assistant", "sat")]
-    prompt = prompt_of(Example(turns), encoder(), random.Random(0))
+    prompt = prompt_of(Conversation(turns), encoder(), random.Random(0))
     assert prompt is not None
-    assert encoder().tokenizer.decode(prompt.ids) == "<|user|>cat<|assistant|>mat<|end|><|user|>noon<|assistant|>"
-    assert prompt_of(Example([], text="The cat"), encoder(), random.Random(0)) is None
+    assert str(encoder().tokenizer.decode(prompt.ids)).endswith(
+        "mat<|im_end|>\n<|im_start|>user\nnoon<|im_end|>\n<|im_start|>assistant\n"
+    )
+    assert prompt_of(Conversation([], text="The cat"), encoder(), random.Random(0)) is None
+
+
+class OneText(TextSource):
+    """Draws one made-up conversation, its question numbered by the generator."""
+
+    def __init__(self, word: str) -> None:
+        self.word = word
+
+    def draw(self, rng: random.Random) -> Conversation:
+        return Conversation([message("user", f"{self.word} {rng.randrange(99)}?"), message("assistant", "Yes.")])
+
+
+def test_prompts_and_origin_depend_on_data_and_seed_alone() -> None:
+    """A longer run would answer other prompts, or old answers would pass for answers to new data."""
+    first, again = (PromptSource(OneText("cat"), encoder(), 320, 0) for _ in range(2))
+    other = PromptSource(OneText("dog"), encoder(), 320, 0)
+    assert [first(n) for n in range(9)] == [again(n) for n in range(9)]
+    assert first.origin("target") == again.origin("target")
+    assert first.origin("target").data != other.origin("target").data
 
 
 def test_data_without_a_file_is_refused(tmp_path: Path) -> None:
     """A traceback that ends in a path says less than which file is missing."""
     with pytest.raises(InputError, match=r"dev-v1\.1\.json"):
-        drafter_sources(tmp_path)
+        TextSource(tmp_path)
 
 
+@pytest.mark.slow  # reads all of the data
 @needs_data
-def test_training_and_probes_are_apart_and_evaluation_is_in_neither(
-    sources: Sources, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_training_and_probes_are_apart_and_evaluation_is_in_neither() -> None:
     """A head measured on what it was trained on."""
-    monkeypatch.setattr(training_texts, "load_sources", lambda folder: sources)  # read once
-    sources = drafter_sources(DATA)
-    stream = DrafterStream(sources, GrammarErrors(DATA), seed=0)
-    drawn = [stream.draw() for _ in range(1500)]
-    texts = [example.text for example in drawn if not example.messages]
-    assert 0.25 < len(texts) / len(drawn) < 0.45
-    probes = probe_examples(DATA, 30, seed=0)
-    assert {kind: len(examples) for kind, examples in probes.items()} == {"prose": 30, "chat": 30, "rag": 30}
-    trained = {text[:60] for text in texts} | {
-        " ".join(turn for _, turn in turns)[:200] for turns in sources.dialogues
-    }  # the beginnings
-    for example in probes["prose"]:
-        assert example.text[:60] not in trained
-    for example in probes["chat"]:
-        assert " ".join(turn["content"] for turn in example.messages)[:200] not in trained
-    paragraphs = " ".join(" ".join(paragraph.sentences) for paragraph in sources.prose)
-    shown = json.dumps([example.messages for example in drawn], ensure_ascii=False)
+    source, rng = TextSource(DATA), random.Random(0)
+    drawn = [source.draw(rng) for _ in range(1500)]
+    assert 0.25 < sum(not text.messages for text in drawn) / len(drawn) < 0.35
+    shown = json.dumps([[text.text, text.messages] for text in drawn], ensure_ascii=False)
+    probes = probe_texts(DATA, 30, seed=0)
+    assert {kind: len(texts) for kind, texts in probes.items()} == {"prose": 30, "chat": 30, "rag": 30}
+    assert not any(text.text[:60] in shown for text in probes["prose"])
     for article in held_out_articles(DATA):
-        for paragraph in article["paragraphs"]:
-            assert normalise(paragraph["context"])[:60] not in paragraphs
-            assert normalise(paragraph["context"])[:60] not in shown
+        assert not any(normalise(paragraph["context"])[:60] in shown for paragraph in article["paragraphs"])
 
 
 @needs_data
 def test_probes_have_rows_of_every_kind() -> None:
     """A kind whose answers are all cut off would report zero for ever."""
-    batches = probe_batches(DATA, encoder(), per_kind=4, max_tokens=900, seed=0)
+    batches = probe_batches(DATA, encoder(), per_kind=4, max_tokens=2_000, seed=0)
     assert all(sum(len(batch.positions) for batch in kind) > 20 for kind in batches.values())

@@ -6,20 +6,20 @@ from pathlib import Path
 
 import pytest
 import torch
+from tiny_target import tiny_config, tiny_tokenizer
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
 from pipelines.train.training_run import draw_curves
 from ragspec.drafting.eagle.checkpoint import EagleFamily, check_fits, read_head, write_head
 from ragspec.errors import ConfigError, ModelError
+from ragspec.training.conversations import Encoded
+from ragspec.training.heads.batches import collate
 from ragspec.training.heads.eagle_model import Head, unroll
 from ragspec.training.heads.frozen_target import FrozenTarget
 from ragspec.training.heads.initialisation import fresh_head, head_config, spread_aux_layers
 from ragspec.training.heads.losses import Objective, batch_scores, draft_token_ids
 from ragspec.training.heads.trainer import DrafterPlan, DrafterTrainer
-from ragspec.training.reference.batches import Encoded, collate
-from ragspec.training.reference.initialisation.model import SIZES, build_target
-from ragspec.training.reference.tokenizer import token_pieces, train_tokenizer
 from ragspec.training.trainer import SINGLE_WORKER, WorkerGroup
 
 TAPS = (0, 1, 2)
@@ -28,10 +28,11 @@ FAMILIES = list(EagleFamily)
 
 
 def tiny_target() -> FrozenTarget:
-    tokenizer = train_tokenizer(["The cat sat on the mat. A dog ran home at noon."] * 20, SIZES["tiny"].vocab_size)
-    model = build_target(SIZES["tiny"], token_pieces(tokenizer))
-    model.model.norm.weight.data.fill_(1.0)  # a fresh target's features are so small that the noise on them hides them
-    return FrozenTarget(model, tokenizer)
+    torch.manual_seed(11)
+    model = LlamaForCausalLM(tiny_config(vocab_size=512))
+    for layer in model.model.layers:
+        layer.self_attn.o_proj.weight.data.mul_(0.1)  # each word nearly gives the next, so there is something to learn
+    return FrozenTarget(model, tiny_tokenizer())
 
 
 def draw(rng: random.Random) -> Encoded:
@@ -97,7 +98,7 @@ def test_run_ends_with_its_plan_and_the_loss_falls(family: EagleFamily, tmp_path
     trainer = make_trainer(family, total_tokens=16_000)
     records = list(trainer.run())
     for step in (1, 2, 3):
-        assert records[-1][f"loss_{step}"] < 0.8 * records[0][f"loss_{step}"]
+        assert records[-1][f"loss_{step}"] < 0.9 * records[0][f"loss_{step}"]
     assert records[-1]["lr"] < max(record["lr"] for record in records)
     probe = trainer.probe([collate([draw(random.Random(1))])], num_steps=5)
     assert {f"top{k}_{step}" for k in (1, 4) for step in range(1, 6)} <= probe.keys()

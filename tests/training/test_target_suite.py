@@ -5,7 +5,7 @@ import pytest
 from ragspec.evaluation.metrics import answer_f1
 from ragspec.evaluation.suites.target import abstention_scores, question_scores
 from ragspec.evaluation.suites.target_cases import QuestionCase, passage_with
-from ragspec.training.reference.text_format import ABSTENTION, quoted_answer
+from ragspec.rag.wording import ABSTENTION, quoted_answer
 
 CASE = QuestionCase("Who sat?", ["A dog ran.", "The cat sat. It rained."], 2, ["cat", "The cat"])
 

@@ -30,15 +30,9 @@ from ragspec.evaluation.suite import QUICK_QUESTIONS, Outcome, Settings, Suite
 from ragspec.evaluation.suites.target_cases import QuestionCase, question_cases
 from ragspec.evaluation.timing import Tick
 from ragspec.rag.prompt import PromptBuilder
-from ragspec.training.reference.examples import first_doc_sentence
-from ragspec.training.reference.text_format import (
-    ABSTENTION,
-    Message,
-    grammar_messages,
-    parse_answer,
-    question_messages,
-)
-from ragspec.training.stdlib_corpus import is_held_out, stdlib_documents
+from ragspec.rag.wording import ABSTENTION, grammar_messages, parse_answer, question_messages
+from ragspec.training.conversations import Message
+from ragspec.training.stdlib_corpus import first_doc_sentence, is_held_out, stdlib_documents
 
 Generate = Callable[[list[list[Message]]], list[str]]
 Retrieve = Callable[[str], list[str]]

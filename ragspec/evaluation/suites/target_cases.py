@@ -12,14 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ragspec.training.reference.sources import (
-    NUM_EVAL_ARTICLES,
-    NUM_PROBE_ARTICLES,
-    NUM_TRAIN_ARTICLES,
-    best_sentence,
-    common_answer,
-)
-from ragspec.training.sentences import normalise, split_sentences
+from ragspec.training.reference.sources import NUM_EVAL_ARTICLES, NUM_PROBE_ARTICLES, NUM_TRAIN_ARTICLES
+from ragspec.training.sentences import best_sentence, common_answer, normalise, split_sentences
 
 PASSAGE_WORDS = 120
 EVAL_ARTICLES = slice(-NUM_EVAL_ARTICLES, None)

@@ -4,7 +4,7 @@ Owns the cache: one line with the answers' origin, then one JSON line for each a
 so a killed or longer run continues behind the last whole line. Answers with an odd number are samples at temperature 1, the
 others are greedy.
 
-    >>> prompts = PromptSource(sources, errors, encoder, max_tokens=320, seed=0)
+    >>> prompts = PromptSource(TextSource(data_dir), encoder, max_tokens=320, seed=0)
     >>> for done in write_answers(path, prompts.origin(fingerprint), 6000, prompts, engine): ...
     >>> sample_text = answer_sampler(read_answers(path, 6000))
 
@@ -15,23 +15,20 @@ import hashlib
 import json
 import random
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
 from ragspec.core import Request, SamplingParams
 from ragspec.engine.client import EngineClient
 from ragspec.errors import InputError
-from ragspec.training.grammar_errors import GrammarErrors
-from ragspec.training.heads.training_texts import AnswerEncoder, DrafterStream, TextSampler, answer_positions
-from ragspec.training.reference.batches import Encoded
-from ragspec.training.reference.examples import Example
-from ragspec.training.reference.sources import Sources
+from ragspec.training.conversations import AnswerEncoder, Conversation, Encoded, answer_positions
+from ragspec.training.heads.training_texts import TextSampler, TextSource
 
 PROSE_PROMPT_TOKENS = (16, 64)
 PROSE_TOKENS, ANSWER_TOKENS = 160, 96
 BATCH = 64
-FINGERPRINT_DRAWS = 64
+FINGERPRINT_PROMPTS = 256
 
 
 class AnswerOrigin(NamedTuple):
@@ -61,49 +58,35 @@ class AnswerPrompt(NamedTuple):
 class PromptSource:
     """Prompts by the numbers of their answers; most of an answer fits into `max_tokens` behind its prompt."""
 
-    sources: Sources
-    errors: GrammarErrors
+    source: TextSource
     encoder: AnswerEncoder
     max_tokens: int
     seed: int
 
     def __call__(self, number: int) -> AnswerPrompt:
         rng = random.Random(f"{self.seed}/{number}")
-        stream = DrafterStream(self.sources, self.errors, rng.getrandbits(32))
         while True:
-            prompt = prompt_of(stream.draw(), self.encoder, rng)
+            prompt = prompt_of(self.source.draw(rng), self.encoder, rng)
             if prompt and len(prompt.ids) <= self.max_tokens - ANSWER_TOKENS // 2:
                 return prompt
 
     def origin(self, target: str) -> AnswerOrigin:
-        """The origin of the target's answers; the encoder must be this target's."""
-        return AnswerOrigin(target, self.seed, self.max_tokens, data_fingerprint(self.sources, self.errors))
+        """The origin of the target's answers; the encoder must be this target's.
+
+        The hash of the data is of the first prompts: they change with the data, the mixture and the way to draw.
+        """
+        digest = hashlib.sha256()
+        for number in range(FINGERPRINT_PROMPTS):
+            digest.update(repr(self(number)).encode())
+        return AnswerOrigin(target, self.seed, self.max_tokens, digest.hexdigest())
 
 
-def data_fingerprint(sources: Sources, errors: GrammarErrors) -> str:
-    """A hash of the loaded texts, and of the first prompts: these change with the mixture and with the way to draw.
-
-    Why no hash of the files: a file that no prompt uses must not count. Mappings are derived from the lists, and left out.
-    """
-    digest = hashlib.sha256(json.dumps([errors.verbs, errors.confusions]).encode())
-    for field in fields(sources):
-        texts = getattr(sources, field.name)
-        if not isinstance(texts, dict):
-            digest.update(f"\n{field.name}".encode())
-            for text in texts:
-                digest.update(f"\n{text!r}".encode())
-    stream = DrafterStream(sources, errors, seed=0)
-    for _ in range(FINGERPRINT_DRAWS):
-        digest.update(f"\n{stream.draw()!r}".encode())
-    return digest.hexdigest()
-
-
-def prompt_of(example: Example, encoder: AnswerEncoder, rng: random.Random) -> AnswerPrompt | None:
+def prompt_of(text: Conversation, encoder: AnswerEncoder, rng: random.Random) -> AnswerPrompt | None:
     """A conversation up to its last answer, or the first words of a text; None if nothing would be left to write."""
-    if example.messages:
-        positions = answer_positions(example)
-        return AnswerPrompt(encoder.prompt(example.messages[: positions[-1]]), False) if positions else None
-    ids = encoder.encode(example).ids
+    if text.messages:
+        positions = answer_positions(text)
+        return AnswerPrompt(encoder.prompt(text.messages[: positions[-1]]), False) if positions else None
+    ids = encoder.encode(text).ids
     count = rng.randint(*PROSE_PROMPT_TOKENS)
     return AnswerPrompt(ids[:count], True) if len(ids) > count else None
 

@@ -1,0 +1,98 @@
+"""The mixture of kinds of text that the adapter learns from, as groups of conversations that share a beginning.
+
+>>> group = Mixture(data_dir, chats).draw("questions", random.Random(0))    # many questions over one set of passages
+"""
+
+import json
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+from ragspec.errors import InputError
+from ragspec.rag import wording
+from ragspec.training.conversations import Conversation, Message, message
+from ragspec.training.reference.corrections import Corrections
+from ragspec.training.reference.documents import documentation_paragraphs, stdlib_paragraphs
+from ragspec.training.reference.packs import PackStream
+from ragspec.training.reference.sources import question_paragraphs
+from ragspec.training.sentences import normalise
+
+SHARES = {"questions": 0.56, "documentation": 0.14, "stdlib": 0.07, "grammar": 0.14, "follow_ups": 0.05, "chat": 0.04}
+NUM_CORRECTIONS = 14
+"""Corrections drawn at a time."""
+MAX_TURNS, MAX_PAGE_CHARS, BARE_SHARE = 3, 900, 0.5
+"""Questions in a row, and earlier ones of them whose passages are left out, as where a prompt grows too long."""
+PERSONA_SHARE = 0.08
+PERSONAS = (
+    "You are a helpful assistant.",
+    "You answer for our support team.",
+    "Be brief and polite.",
+    "Use plain English.",
+)
+
+
+class Mixture:
+    """Draws conversations. `chats`: prompts with the unadapted model's own answers.
+
+    Raises: InputError if a data file is not there.
+    """
+
+    def __init__(self, data_dir: Path, chats: list[Conversation]) -> None:
+        try:
+            self.paragraphs = question_paragraphs(data_dir)
+            self._packs = {
+                "questions": PackStream(self.paragraphs),
+                "documentation": PackStream(documentation_paragraphs(data_dir / "docs")),
+                "stdlib": PackStream(stdlib_paragraphs(random.Random(0))),
+            }
+            self._corrections = Corrections(data_dir, self.paragraphs)
+            self._pages = list(_pages(data_dir))
+        except OSError as cause:
+            raise InputError(f"the training data lacks {cause.filename}: {cause.strerror}") from cause
+        self._chats = chats
+
+    def kind(self, rng: random.Random) -> str:
+        """One of `SHARES`."""
+        return rng.choices(list(SHARES), list(SHARES.values()))[0]
+
+    def draw(self, kind: str, rng: random.Random) -> list[Conversation]:
+        """Conversations that share a beginning."""
+        if kind == "grammar":
+            pairs = [self._corrections.draw(rng) for _ in range(NUM_CORRECTIONS)]
+            return [Conversation([*wording.grammar_messages(w), message("assistant", right)]) for w, right in pairs]
+        if kind == "follow_ups":
+            return [Conversation(self._follow_ups(rng))]
+        if kind == "chat":
+            return [rng.choice(self._chats)]
+        pack = self._packs[kind].draw(rng)
+        own_system = rng.choice(PERSONAS) if rng.random() < PERSONA_SHARE else ""
+        prompts = [(wording.question_messages(q, pack.passages, own_system), answer) for q, answer in pack.turns]
+        return [Conversation([*prompt, message("assistant", answer)]) for prompt, answer in prompts]
+
+    def _follow_ups(self, rng: random.Random) -> list[Message]:
+        """Questions in a row about one page, whose answers are its passage."""
+        turns = rng.choice(self._pages)
+        start = rng.randrange(len(turns) - 1)
+        text = " ".join(dict.fromkeys(answer for _, answer in turns))[:MAX_PAGE_CHARS]
+        others = rng.sample(self.paragraphs, rng.randrange(3))
+        passages = [text, *(other.text[:500] for other in others)]
+        rng.shuffle(passages)
+        messages = [message("system", wording.system_text())]
+        chosen = [turn for turn in turns[start : start + MAX_TURNS] if turn[1] in text]
+        for number, (question, answer) in enumerate(chosen, start=1):
+            is_bare = number < len(chosen) and rng.random() < BARE_SHARE
+            asked = question if is_bare else wording.user_text(question, wording.numbered(passages))
+            told = message("assistant", wording.quoted_answer(answer, passages.index(text) + 1))
+            messages += [message("user", asked), told]
+        return messages
+
+
+def _pages(data_dir: Path) -> Iterator[list[tuple[str, str]]]:
+    """CANARD's questions and answers in a row about one page; the answers are taken word for word from it."""
+    turns: dict[str, list[tuple[str, str]]] = {}
+    for row in json.loads((data_dir / "canard/dev.json").read_text()):
+        history = [normalise(text) for text in row["History"][2:]]
+        pairs = [pair for pair in zip(history[::2], history[1::2], strict=False) if 5 < len(pair[1].split()) < 50]
+        if len(pairs) >= len(turns.get(row["QuAC_dialog_id"], [])):
+            turns[row["QuAC_dialog_id"]] = pairs
+    yield from (pairs for pairs in turns.values() if len(pairs) >= 2)

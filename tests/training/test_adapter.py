@@ -1,0 +1,197 @@
+"""Packed rows, the adapter's training and its files, on a tiny random Llama with made-up conversations."""
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tiny_target import chat_tokenizer, tiny_config
+from torch import Tensor
+from transformers import LlamaForCausalLM
+
+from ragspec.errors import ConfigError
+from ragspec.rag.wording import ABSTENTION, parse_answer, question_messages, quoted_answer
+from ragspec.training.conversations import AnswerEncoder, Conversation, Encoded, message
+from ragspec.training.reference.lora import ALPHA, RANK, write_adapter
+from ragspec.training.reference.packs import PackStream
+from ragspec.training.reference.rows import Row, collate
+from ragspec.training.reference.sources import Paragraph, Question, question_paragraphs
+from ragspec.training.reference.trainer import AdapterPlan, AdapterTrainer
+
+TOKENIZER = chat_tokenizer()
+ENCODER = AnswerEncoder(TOKENIZER)
+SENTENCES = ("The grey cat sat on the mat.", "A brown dog ran home to Berlin.", "It rained in 1977.")
+
+
+def conversations(passages: list[str]) -> list[Conversation]:
+    prompts = [question_messages(f"What about {n}?", passages) for n in range(len(passages))]
+    answers = [message("assistant", quoted_answer(text, n)) for n, text in enumerate(passages, 1)]
+    return [Conversation([*prompt, answer]) for prompt, answer in zip(prompts, answers, strict=True)]
+
+
+def encoded(passages: list[str]) -> list[Encoded]:
+    return [ENCODER.encode(each) for each in conversations(passages)]
+
+
+def tiny_model() -> LlamaForCausalLM:
+    torch.manual_seed(11)
+    return LlamaForCausalLM(tiny_config(vocab_size=len(TOKENIZER), max_position_embeddings=2048)).eval()
+
+
+def test_a_packed_conversation_reads_as_if_it_were_alone() -> None:
+    """A mask that shows another conversation, or positions that jump, train a layout that is never served."""
+    model, first, second = tiny_model(), encoded(list(SENTENCES)), encoded(["Nobody came."])
+    row = Row(4_000)
+    row.add(first)
+    row.add(second)
+    batch = collate([row])
+    packed = model(input_ids=batch.ids, position_ids=batch.positions, attention_mask=batch.mask).logits[0]
+    learnt = batch.targets[0] >= 0
+    alone: list[Tensor] = []
+    for text in [*first, *second]:
+        logits = model(torch.tensor([text.ids])).logits[0]
+        alone.append(logits[:-1][torch.tensor(text.weights[1:]) > 0])
+    torch.testing.assert_close(packed[learnt], torch.cat(alone), rtol=1e-4, atol=1e-4)
+    wanted = [token for text in [*first, *second] for token, weight in zip(*text, strict=True) if weight]
+    assert batch.targets[0][learnt].tolist() == wanted
+    assert len(row.ids) < sum(len(text.ids) for text in [*first, *second])
+
+
+def test_what_does_not_fit_is_left_out_whole() -> None:
+    """Half an answer, or a row longer than the model was told."""
+    texts = encoded(list(SENTENCES))
+    row = Row(len(texts[0].ids) + 5)
+    row.add(texts)
+    assert len(row.ids) == len(texts[0].ids) and row.ids == texts[0].ids
+    row.add(texts)
+    assert len(row.ids) == len(texts[0].ids)
+
+
+def test_rows_of_one_batch_do_not_touch() -> None:
+    """Padding that a token sees, or whose attention has nothing to see."""
+    model, rows = tiny_model(), []
+    for passages in (list(SENTENCES), ["Short."]):
+        rows.append(Row(4_000))
+        rows[-1].add(encoded(passages))
+    both, alone = collate(rows), collate(rows[1:])
+    logits = model(input_ids=both.ids, position_ids=both.positions, attention_mask=both.mask).logits
+    single = model(input_ids=alone.ids, position_ids=alone.positions, attention_mask=alone.mask).logits
+    assert torch.isfinite(logits).all()
+    torch.testing.assert_close(logits[1, : single.shape[1]], single[0], rtol=1e-4, atol=1e-4)
+
+
+def draw_row(seed: str) -> Row:
+    row = Row(400)
+    row.add(encoded(random.Random(seed).sample(SENTENCES, 1)))
+    return row
+
+
+def make_trainer(total_tokens: int = 100_000, **changes: float) -> AdapterTrainer:
+    plan = AdapterPlan(total_tokens=total_tokens, **{"peak_lr": 3e-3, **changes})  # type: ignore[arg-type]
+    return AdapterTrainer(tiny_model(), draw_row, plan)
+
+
+def test_the_loss_falls_and_only_adapters_are_trained() -> None:
+    """A frozen weight that moves is not in the exported files."""
+    trainer = make_trainer(total_tokens=9_000)
+    before = {name: weight.clone() for name, weight in trainer.model.named_parameters() if not weight.requires_grad}
+    records = list(trainer.run())
+    assert records[-1]["loss"] < 0.7 * records[0]["loss"]
+    after = dict(trainer.model.named_parameters())
+    assert len(before) > 10 and all(torch.equal(weight, after[name]) for name, weight in before.items())
+
+
+def test_a_resumed_run_equals_an_unbroken_one(tmp_path: Path) -> None:
+    """Optimizer state, averages or the place in the data lost at a kill."""
+    unbroken, broken, resumed = make_trainer(), make_trainer(), make_trainer()
+    for trainer, steps in ((unbroken, 4), (broken, 2)):
+        for _ in range(steps):
+            trainer.train_step()
+    broken.save(tmp_path / "checkpoint.safetensors")
+    resumed.load(tmp_path / "checkpoint.safetensors")
+    for _ in range(2):
+        resumed.train_step()
+    ours, theirs = resumed.averaged_adapter(), unbroken.averaged_adapter()
+    assert all(torch.equal(tensor, theirs[name]) for name, tensor in ours.items())
+
+
+def test_another_plan_may_continue_a_checkpoint_only_when_asked(tmp_path: Path) -> None:
+    """A run with another rate that calls itself the old one; or a long run that cannot go on under a new recipe."""
+    first = make_trainer()
+    first.train_step()
+    first.save(tmp_path / "checkpoint.safetensors")
+    second = make_trainer(peak_lr=1e-4)
+    with pytest.raises(ConfigError, match="peak_lr"):
+        second.load(tmp_path / "checkpoint.safetensors")
+    second.load(tmp_path / "checkpoint.safetensors", any_plan=True)
+    assert second.progress == first.progress
+
+
+def test_the_written_adapter_is_the_trained_change(tmp_path: Path) -> None:
+    """A wrong scale, a transposed matrix or a name that loaders skip in silence."""
+    trainer, ids = make_trainer(), torch.arange(5, 25)[None]
+    for _ in range(3):
+        trainer.train_step()
+    kept = [parameter.clone() for parameter in trainer.model.parameters()]
+    with trainer.averaged_model() as model:
+        expected = model(ids).logits
+    assert all(torch.equal(a, b) for a, b in zip(kept, trainer.model.parameters(), strict=True))
+    write_adapter(trainer.averaged_adapter(), tmp_path)
+    config = json.loads((tmp_path / "adapter_config.json").read_text())
+    assert (config["r"], config["lora_alpha"], config["peft_type"]) == (RANK, ALPHA, "LORA")
+    tensors, merged = load_file(tmp_path / "adapter_model.safetensors"), tiny_model()
+    with torch.no_grad():
+        for name, weight in merged.named_parameters():
+            stem = "base_model.model." + name.removesuffix(".weight")
+            if f"{stem}.lora_A.weight" in tensors:
+                a, b = tensors.pop(f"{stem}.lora_A.weight"), tensors.pop(f"{stem}.lora_B.weight")
+                weight += ALPHA / RANK * (b.float() @ a.float())
+    assert not tensors
+    torch.testing.assert_close(merged(ids).logits, expected, rtol=0.02, atol=0.02)
+
+
+def test_quotes_lie_in_the_numbered_passage_and_missed_questions_abstain() -> None:
+    """A quote that is nowhere in the prompt teaches the model to invent."""
+    paragraphs = []
+    for n in range(12):
+        text = f"Mill {n} was built in {1800 + n}. It stood beside river {n} for years. Rain filled pond {n}."
+        questions = [Question(f"When was mill {n} built?", f"Mill {n} was built in {1800 + n}.", str(1800 + n))]
+        paragraphs.append(Paragraph(text, f"group{n // 4}", questions=questions, absent=[f"Who owned mill {n}?"]))
+    stream, num_quotes, num_absent = PackStream(paragraphs), 0, 0
+    for seed in range(60):
+        pack = stream.draw(random.Random(seed))
+        assert pack == stream.draw(random.Random(seed))
+        for question, answer in pack.turns:
+            parsed = parse_answer(answer)
+            if parsed is None:
+                assert answer == ABSTENTION
+                num_absent += 1
+            else:
+                assert parsed.quote in pack.passages[parsed.passage - 1]
+                assert parsed.short in parsed.quote and question.split()[3] in parsed.quote
+                num_quotes += 1
+    assert num_quotes > 60 and num_absent > 20
+
+
+def test_held_out_articles_are_not_trained_on_from_any_file(tmp_path: Path) -> None:
+    """A paragraph of an evaluation article that stands in another data set, under another title."""
+    articles = []
+    for n in range(48):
+        asked = [{"question": f"Who lived in town {n}?", "answers": [{"text": f"Person{n}"}]}]
+        context = f"A man named Person{n} lived in town {n}. He left it early."
+        articles.append({"title": f"Town_{n}", "paragraphs": [{"context": context, "qas": asked}]})
+    rows = [{"title": "Copy", "context": articles[45]["paragraphs"][0]["context"], "question": "Who?",
+             "answers": [{"text": "Person45"}], "is_impossible": False},
+            {"title": "Own", "context": "The hill is high. Snow lies there.", "question": "How high?", "answers": [],
+             "is_impossible": True}]  # fmt: skip
+    for name, lines in (("squad/dev-v1.1.json", [{"data": articles}]), ("qa_more/some.jsonl", rows),
+                        ("squad_open/corpus.jsonl", []), ("squad_open/questions_unanswerable.jsonl", [])):  # fmt: skip
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    found = question_paragraphs(tmp_path)
+    assert len(found) == 37
+    assert {p.text.split(".")[0][-2:].strip() for p in found[:36]} == {str(n) for n in range(36)}
+    assert found[36].absent == ["How high?"] and not found[36].questions
+    assert found[3].questions == [Question("Who lived in town 3?", "A man named Person3 lived in town 3.", "Person3")]

@@ -1,0 +1,84 @@
+"""Questions by rule: each is answered by its quote, and the files of training and evaluation are apart."""
+
+from pathlib import Path
+
+from ragspec.training.documentation import (
+    UNANSWERABLE,
+    documentation_questions,
+    evaluation_questions,
+    is_evaluation_file,
+)
+from ragspec.training.grammar_errors import misspell, tokenised
+from ragspec.training.stdlib_corpus import first_doc_sentence
+
+PAGE = """Pumps {n}
+=======
+
+.. module:: pumps{n}
+
+.. function:: start{n}(speed)
+
+   Start pump number {n} at the given speed.  If *speed* is zero, the pump number {n} only hums for a while.
+
+.. data:: LIMIT{n}
+
+   The highest speed of pump number {n} in turns a minute.
+
+To stop pump number {n} safely, use the red lever at its side.
+
+Unlike old pumps of kind {n}, new pumps of kind {n} can run without any oil.
+
+=======  ==========================
+"""
+QUESTIONS = {
+    "What does pumps{n}.start{n} do?": "Start pump number {n} at the given speed.",
+    "What is pumps{n}.LIMIT{n}?": "The highest speed of pump number {n} in turns a minute.",
+    "What happens in start{n} if speed is zero?": "If *speed* is zero, the pump number {n} only hums for a while.",
+    "How do I stop pump number {n} safely?": "To stop pump number {n} safely, use the red lever at its side.",
+    "How do new pumps of kind {n} differ from old pumps of kind {n}?": (
+        "Unlike old pumps of kind {n}, new pumps of kind {n} can run without any oil."
+    ),
+}
+
+
+def write_pages(folder: Path, count: int) -> Path:
+    for n in range(count):
+        (folder / f"page{n}.rst").write_text(PAGE.format(n=n))
+    return folder
+
+
+def test_rules_ask_what_the_quote_answers(tmp_path: Path) -> None:
+    """A rule that takes the wrong sentence, or a question with markup in it."""
+    write_pages(tmp_path, 20)
+    training = list(documentation_questions(tmp_path, evaluation=False))
+    assert not any(is_evaluation_file(each.path) for each in training)
+    n = training[0].path.removeprefix("page").removesuffix(".rst")
+    found = {each.question: each.quote for each in training if each.path == training[0].path}
+    assert found == {question.format(n=n): quote.format(n=n) for question, quote in QUESTIONS.items()}
+
+
+def test_evaluation_questions_repeat_and_name_their_distractors(tmp_path: Path) -> None:
+    """Distractors that hold the answer, other questions every time, or unanswerable ones that are answered."""
+    write_pages(tmp_path, 60)
+    chosen = evaluation_questions(tmp_path, 30)
+    assert chosen == evaluation_questions(tmp_path, 30)
+    assert all(is_evaluation_file(each.path) for each in chosen)
+    for each in chosen:
+        assert each.quote in each.passage and each.passage not in each.others
+        assert each.kind == UNANSWERABLE or not any(each.quote in other for other in each.others)
+
+
+def test_the_first_sentence_of_a_docstring_begins_behind_its_signature() -> None:
+    """A quote that begins inside the signature, or ends at a colon of the text."""
+    for signature in ("", "()", "(a: int = 1) -> dict[str, int]", "(sep=')', end='(')", "(purpose=<Purpose: 'se...)"):
+        text = f"m.f{signature}: Do it: now (or never): yes. Then rest."
+        assert first_doc_sentence("m.f", text) == "Do it: now (or never): yes."
+
+
+def test_misspelling_and_spacing() -> None:
+    """The first letter stays, so that a misspelt word can still be found; spacing must be undone by joining alone."""
+    import random
+
+    rng = random.Random(0)
+    assert all(misspell("grammar", rng)[0] == "g" for _ in range(50))
+    assert tokenised("It was late.") == "It was late ."
