@@ -26,7 +26,7 @@ PAGE = """Pumps {n}
 
 To stop pump number {n} safely, use the red lever at its side.
 
-Unlike old pumps of kind {n}, new pumps of kind {n} can run without any oil.
+Unlike old pumps of kind {n}, modern {n} pumps can run without any oil.
 
 =======  ==========================
 """
@@ -35,8 +35,8 @@ QUESTIONS = {
     "What is pumps{n}.LIMIT{n}?": "The highest speed of pump number {n} in turns a minute.",
     "What happens in start{n} if speed is zero?": "If *speed* is zero, the pump number {n} only hums for a while.",
     "How do I stop pump number {n} safely?": "To stop pump number {n} safely, use the red lever at its side.",
-    "How do new pumps of kind {n} differ from old pumps of kind {n}?": (
-        "Unlike old pumps of kind {n}, new pumps of kind {n} can run without any oil."
+    "How do modern {n} pumps differ from old pumps of kind {n}?": (
+        "Unlike old pumps of kind {n}, modern {n} pumps can run without any oil."
     ),
 }
 

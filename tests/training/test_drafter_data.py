@@ -186,8 +186,8 @@ def test_an_answer_ends_as_the_template_ends_it() -> None:
     """Where that is not the tokenizer's own end, heads learnt another, and of all answers of a conversation the last alone."""
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = (
-        "{% for m in messages %}{{ m.role }}: {{ m.content }}<s>\n{% endfor %}"
-        "{% if add_generation_prompt %}assistant: {% endif %}"
+        "{% for m in messages %}{{ m.role }}><s>{{ m.content }}<s>\n{% endfor %}"
+        "{% if add_generation_prompt %}assistant><s>{% endif %}"
     )
     turns = [message("user", "mat?"), message("assistant", "on"), message("user", "noon?"), message("assistant", "at")]
     (end,) = tokenizer.convert_tokens_to_ids(["<s>"])
