@@ -1,6 +1,4 @@
-"""The rules that make questions of documentation: of directives, flags, glossary terms, sentences and tables.
-
-Owns the patterns and the wording of the questions; never chooses among them.
+"""The rules that make questions of documentation: of directives, flags, glossary terms, sentences and tables. Never chooses.
 
     >>> [found.question for found in found_in(passage, module="json", tool="json")]
 """
@@ -243,8 +241,8 @@ def _rows(lines: list[str]) -> Iterator[_Row]:
 
 
 def _is_row(cells: list[str]) -> bool:
-    is_named = len(cells) >= 2 and bool(re.search(r"\w", cells[0])) and len(cells[0]) < 60
-    return is_named and all(len(cell) < 120 for cell in cells)
+    is_name = bool(re.search(r"\w.{0,58}[^.]$|^\w$", cells[0])) and len(cells[0]) < 60
+    return len(cells) >= 2 and is_name and all(len(cell) < 120 for cell in cells)
 
 
 def _short(cell: str) -> str:

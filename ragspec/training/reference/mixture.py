@@ -23,12 +23,7 @@ NUM_CORRECTIONS = 14
 MAX_TURNS, MAX_PAGE_CHARS, BARE_SHARE = 3, 900, 0.5
 """Questions in a row, and earlier ones of them whose passages are left out, as where a prompt grows too long."""
 PERSONA_SHARE = 0.08
-PERSONAS = (
-    "You are a helpful assistant.",
-    "You answer for our support team.",
-    "Be brief and polite.",
-    "Use plain English.",
-)
+PERSONAS = ("You are a helpful assistant.", "You answer for a support team.", "Be brief. Use plain English.")
 
 
 class Mixture:
