@@ -1,6 +1,6 @@
 """The rules that make questions of documentation: of directives, flags, glossary terms, sentences and tables. Never chooses.
 
-    >>> [found.question for found in found_in(passage, module="json", tool="json")]
+>>> [found.question for found in found_in(passage, module="json", tool="json")]
 """
 
 import re
