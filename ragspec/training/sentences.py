@@ -28,11 +28,6 @@ def split_sentences(text: str) -> list[str]:
     return [*sentences, rest] if rest else sentences
 
 
-def sentences_of(passage: str) -> list[str]:
-    """The sentences of a passage, whose title may stand on a line of its own."""
-    return [sentence for line in passage.split("\n") for sentence in split_sentences(line)]
-
-
 def normalise(text: str) -> str:
     """One line, single spaces."""
     return re.sub(r"\s+", " ", text).strip()

@@ -74,7 +74,7 @@ def model_generate(model: Any, tokenizer: Any, batch_tokens: int = 12_000) -> Ge
         for batch in _length_batches(ids, batch_tokens):
             inputs = tokenizer.pad({"input_ids": [ids[i] for i in batch]}, padding_side="left", return_tensors="pt")
             with torch.inference_mode():
-                generated = model.generate(**inputs, max_new_tokens=MAX_NEW_TOKENS, do_sample=False)
+                generated = model.generate(**inputs.to(model.device), max_new_tokens=MAX_NEW_TOKENS, do_sample=False)
             for i, row in zip(batch, generated[:, inputs["input_ids"].shape[1] :], strict=True):
                 outputs[i] = str(tokenizer.decode(row, skip_special_tokens=True))
         return outputs
