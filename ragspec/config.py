@@ -16,8 +16,9 @@ from ragspec.errors import ConfigError
 
 ASSETS = Path(__file__).parent / "assets"
 MIN_STEP_TOKENS = 16
-REFERENCE_TARGET = str(ASSETS / "reference_target")
-REFERENCE_HEAD = str(ASSETS / "reference_heads" / "eagle3")
+DEFAULT_TARGET = "SmolLM2-135M-Instruct"
+DEFAULT_ADAPTER = ASSETS / "adapter"
+DEFAULT_CACHE = "~/.cache/ragspec"
 
 
 class ConfigSection(BaseModel):
@@ -123,16 +124,23 @@ class RetrieverConfig(ConfigSection):
 
 
 class TargetConfig(ConfigSection):
-    """The model that generates. `dtype`: of the weights; the KV cache is float32."""
+    """The model that generates: "SmolLM2-135M-Instruct" is the package's file, accepted only with its published hash; anything
+    else is a Hugging Face directory or name, or a GGUF file.
 
-    model: str = REFERENCE_TARGET
+    `adapter`: the directory of a PEFT LoRA adapter, merged at load; "auto": the shipped adapter for the default model, none for
+    others. `dtype`: of the weights; the KV cache is float32. `cache_dir`: where dequantised and merged weights are kept.
+    """
+
+    model: str = DEFAULT_TARGET
+    adapter: str = "auto"
+    cache_dir: str = f"{DEFAULT_CACHE}/targets"
     dtype: Literal["float32", "bfloat16"] = "float32"
     max_context_tokens: int | None = Field(None, ge=16)
     exactness: Literal["bitwise", "fast"] = "bitwise"
 
 
 class EagleConfig(ConfigSection):
-    """An EAGLE head. `path`: its directory; empty: the head shipped for the reference target.
+    """An EAGLE head. `path`: its directory.
 
     `tree`: "dynamic" extends the `width` most probable paths of each level by `num_children` children, down to `max_depth`
     tokens; "static" is EAGLE-1's fixed tree, "chain" has no branches. The head attends to the last `window` positions.

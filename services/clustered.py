@@ -41,7 +41,7 @@ def clustered(name: str, config: ServiceConfig) -> Iterator[ServiceBackend]:
             retriever = Retriever.from_config(config.retriever, config.encoder)
         engine = deployment.engine()
         stack.callback(engine.close)
-        tokenizer = load_tokenizer(settled.target.model)
+        tokenizer = load_tokenizer(settled.target)
         yield stack.enter_context(ServiceBackend(engine, tokenizer, retriever, settled))
 
 

@@ -145,7 +145,7 @@ def _connect(deployment: Deployment, config: PipelineConfig) -> Iterator[Runtime
         retriever = None
         if config.retriever.index_dir:
             retriever = stack.enter_context(contextlib.closing(deployment.retriever(config.retriever)))
-        prompts = PromptBuilder(load_tokenizer(config.target.model), engine.max_context_tokens)
+        prompts = PromptBuilder(load_tokenizer(config.target), engine.max_context_tokens)
         in_flight = _max_in_flight(config, deployment.topology.replicas)
         yield Runtime(engine, retriever, prompts, len(deployment.status().nodes), in_flight)
 

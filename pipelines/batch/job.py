@@ -35,7 +35,7 @@ from pipelines.batch.summary import Summary
 from pipelines.batch.task import RowLoop, Task
 from ragspec.config import PipelineConfig
 from ragspec.core import SamplingParams
-from ragspec.engine.target_files import files_digest
+from ragspec.engine.checkpoints.target_files import files_digest, target_folder
 from ragspec.errors import ConfigError, ModelError
 
 _console = Console(stderr=True)
@@ -117,14 +117,14 @@ def _run(job: Job, task: Task, backend: Backend, files: list[Path], output: Outp
 
 def _text_settings(seed: int, task: Task, config: PipelineConfig) -> dict[str, Any]:
     """Every setting that decides a text; `job.json` holds them."""
-    folder = Path(config.target.model)
+    folder = Path(target_folder(config.target))
     try:  # a model hub's name has no digest
         digest = files_digest(folder, config.target.dtype, of_texts=True) if folder.is_dir() else ""
     except OSError as cause:
         raise ModelError(f"the files of the target {folder} cannot be read: {cause}") from cause
     return {
         "seed": seed,
-        "target": config.target.model_dump(),
+        "target": config.target.model_dump(exclude={"adapter", "cache_dir"}),  # the digest stands for the adapter
         **({"target_files": digest} if digest else {}),
         "max_kv_tokens": config.engine.max_kv_tokens,
         "generation": config.generation.model_dump(exclude={"seed"}),

@@ -48,7 +48,7 @@ def run_ask(
     num_passages = overrides["retriever.num_passages"]
     arguments = {} if num_passages is None else {"num_passages": num_passages}
     policy = POLICIES[iterative](**arguments) if iterative else None
-    stay_offline(settings.target.model)
+    stay_offline(settings.target)
     errors = stderr_console()
     with errors.status(Text("Opening the index and the target …", "dim")):
         pipeline = IterativePipeline.from_config(settings, policy) if policy else Pipeline.from_config(settings)

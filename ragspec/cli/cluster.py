@@ -44,7 +44,7 @@ def run_up(
         raise ConfigError("of a deployment it is topology.fail_closed that counts, not retriever.fail_closed")
     if not retriever.index_dir and "num_shards" not in topology.model_fields_set:
         topology = topology.model_copy(update={"num_shards": 0, "num_encoders": 0})
-    stay_offline(settings.target.model)
+    stay_offline(settings.target)
     console = stderr_console()
     with contextlib.ExitStack() as undo:
         address = _cluster_for(name, address, insecure, console, undo)

@@ -63,7 +63,7 @@ def run_correct(
     errors = stderr_console()
     read = list(_read_files(files, options, tally))
     if read:
-        stay_offline(settings.target.model)
+        stay_offline(settings.target)
         params = replace(default_params(settings.generation), max_tokens=DEFAULT_PARAMS.max_tokens)
         with errors.status("Opening the target …"):
             grammar = Grammar.from_config(settings)

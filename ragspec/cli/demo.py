@@ -35,7 +35,7 @@ from ragspec.cli.ask import stream_answer
 from ragspec.cli.demo_view import AnswerPair, DemoView, Totals
 from ragspec.cli.terminal import cache_folder, one_line, stage
 from ragspec.config import (
-    REFERENCE_TARGET,
+    DEFAULT_TARGET,
     ChunkingConfig,
     DraftingConfig,
     EncoderConfig,
@@ -89,8 +89,8 @@ def run_demo(
     Raises: RagspecError.
     """
     begin = perf_counter()
-    target_config = TargetConfig(model=target or REFERENCE_TARGET)
-    terminal.stay_offline(target_config.model)
+    target_config = TargetConfig(model=target or DEFAULT_TARGET)
+    terminal.stay_offline(target_config)
     console = terminal.stderr_console() if as_json else terminal.stdout_console()
     view = DemoView(console)
     view.title()
@@ -110,7 +110,7 @@ def run_demo(
         facts = {
             "index_generation": retriever.generation,
             "system_fingerprint": engine.fingerprint,
-            "target": target_config.model if target else "reference target",
+            "target": target_config.model,
             "seconds": round(perf_counter() - begin, 1),
             "peak_memory_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1000,
         }

@@ -26,7 +26,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ragspec.cli.terminal import cache_folder, one_line, safe, stay_offline, stdout_console
-from ragspec.config import REFERENCE_TARGET, EncoderConfig, TargetConfig
+from ragspec.config import DEFAULT_TARGET, EncoderConfig, TargetConfig
 
 Status = Literal["ok", "warning", "broken"]
 _STYLES: dict[Status, str] = {"ok": "green", "warning": "yellow", "broken": "bold red"}
@@ -44,8 +44,8 @@ class Finding(NamedTuple):
 
 def run_doctor(target: str | None, *, as_json: bool) -> int:
     """Returns 0 if nothing is broken, else 1."""
-    model = target or REFERENCE_TARGET
-    stay_offline(model)
+    model = target or DEFAULT_TARGET
+    stay_offline(TargetConfig(model=model))
     console, found = stdout_console(), {}
     for name, check in _checks(model):
         with console.status(Text(f"{name} …", "dim")) if not as_json else contextlib.nullcontext():

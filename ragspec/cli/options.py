@@ -14,7 +14,7 @@ PASSED_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_opt
 """Context settings of a command that passes its arguments on to another command line."""
 
 Target = Annotated[
-    str | None, typer.Option(help="A model folder or a Hugging Face name; default: the reference target.")
+    str | None, typer.Option(help="A model folder, a GGUF file or a Hugging Face name; default: SmolLM2-135M-Instruct.")
 ]
 Temperature = Annotated[float | None, typer.Option(help="0 is greedy.", show_default=False)]
 Seed = Annotated[int | None, typer.Option(help="Same seed, same text.", show_default=False)]

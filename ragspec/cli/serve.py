@@ -78,7 +78,7 @@ def _checked(settings: ServiceConfig) -> ServiceConfig:
 def _in_process(
     console: Console, settings: ServiceConfig, corpus: list[tuple[str, str]] | None
 ) -> Iterator[ServiceBackend]:
-    stay_offline(settings.target.model)
+    stay_offline(settings.target)
     with stage(console, "encoder", "Loading the encoder") as done:
         from ragspec.retrieval.encoder import Encoder
         from ragspec.retrieval.retriever import Retriever

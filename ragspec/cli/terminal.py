@@ -18,6 +18,9 @@ from time import perf_counter
 from rich.console import Console
 from rich.text import Text
 
+from ragspec.config import TargetConfig
+from ragspec.engine.checkpoints.target_files import is_local
+
 _SETTINGS = {
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",
     "HF_HUB_DISABLE_TELEMETRY": "1",
@@ -39,9 +42,9 @@ def prepare_process() -> None:
             stream.reconfigure(errors="backslashreplace")
 
 
-def stay_offline(*models: str) -> None:
-    """Switches the Hugging Face hub offline if every model is a local folder."""
-    if all(Path(model).is_dir() for model in models):
+def stay_offline(target: TargetConfig) -> None:
+    """Switches the Hugging Face hub offline if the target is on this machine."""
+    if is_local(target):
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 

@@ -79,7 +79,11 @@ def paths_of(spec: DeploymentSpec) -> dict[str, str]:
     topology, config = spec
     roles: dict[str, str] = {}
     if topology.replicas:
-        roles |= {config.target.model: "target", config.drafting.eagle.path: "drafting head"}
+        roles |= {
+            config.target.model: "target",
+            config.target.adapter: "adapter",
+            config.drafting.eagle.path: "drafting head",
+        }
     if topology.num_shards:
         roles |= {config.retriever.index_dir: "index", config.retriever.reranker: "reranker"}
     if topology.num_encoders:
@@ -93,7 +97,9 @@ def with_full_paths(config: PipelineConfig) -> PipelineConfig:
     index_dir = str(Path(retriever.index_dir).resolve()) if retriever.index_dir else ""
     eagle = drafting.eagle.model_copy(update={"path": _full_path(drafting.eagle.path)})
     sections = {
-        "target": config.target.model_copy(update={"model": _full_path(config.target.model)}),
+        "target": config.target.model_copy(
+            update={"model": _full_path(config.target.model), "adapter": _full_path(config.target.adapter)}
+        ),
         "encoder": config.encoder.model_copy(update={"model": _full_path(config.encoder.model)}),
         "retriever": retriever.model_copy(update={"index_dir": index_dir, "reranker": _full_path(retriever.reranker)}),
         "drafting": drafting.model_copy(update={"eagle": eagle}),

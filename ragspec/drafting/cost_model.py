@@ -28,7 +28,7 @@ from ragspec.drafting.drafter import SequenceView
 from ragspec.tree import DraftTree
 
 _BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 256)
-_NUM_ROUNDS = 4
+_NUM_ROUNDS, _ENOUGH_S = 4, 3.0
 _STEP_WEIGHT = 0.05
 """Weight of one step against earlier measurements."""
 _STALE_STEPS, _STALE_WEIGHT = 20, 0.02
@@ -50,11 +50,18 @@ class CostTable:
     def measure(cls, forward_s: Callable[[int, int], float], contexts: SequenceOf[int], max_rows: int) -> CostTable:
         """`forward_s(rows, context)` runs one forward and returns its seconds; the fastest of a few rounds counts.
 
-        All sizes take turns, so that a moment of other load does not fall on one size.
+        All sizes take turns, so that a moment of other load does not fall on one size. After `_ENOUGH_S` no further round begins.
         """
         rows = [n for n in _BUCKETS if n <= max_rows]
-        rounds = [{c: [forward_s(n, c) for n in rows] for c in contexts} for _ in range(_NUM_ROUNDS)]
+        rounds: list[dict[int, list[float]]] = []
+        while not rounds or (len(rounds) < _NUM_ROUNDS and sum(sum(map(sum, r.values())) for r in rounds) < _ENOUGH_S):
+            rounds.append({c: [forward_s(n, c) for n in rows] for c in contexts})
         return cls({c: [min(times) for times in zip(*(r[c] for r in rounds), strict=True)] for c in contexts}, rows)
+
+    @property
+    def measured(self) -> tuple[list[int], dict[int, list[float]]]:
+        """The measured numbers of rows, and the seconds of each by context."""
+        return self._rows, self._measured
 
     def cost_s(self, num_rows: int, context: int) -> float:
         """Expected seconds of one forward."""

@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from functools import partial
-from pathlib import Path
 from statistics import median
 from typing import TypeVar
 
@@ -19,8 +18,6 @@ import torch
 
 from ragspec.config import (
     MIN_STEP_TOKENS,
-    REFERENCE_HEAD,
-    REFERENCE_TARGET,
     DraftingConfig,
     EagleConfig,
     EngineConfig,
@@ -36,6 +33,7 @@ from ragspec.drafting.eagle.shapes import make_shape
 from ragspec.drafting.planner import Planner
 from ragspec.engine.admission import Admission, SamplerFactory
 from ragspec.engine.engine import Engine
+from ragspec.engine.measurements import kept_costs, kept_self_test
 from ragspec.engine.parallel import load_rank, threads_a_rank
 from ragspec.engine.target import Target
 from ragspec.errors import ConfigError, ModelError
@@ -71,11 +69,17 @@ def load_engine(
 
     def build() -> tuple[Target, Planner, Admission, EngineConfig, AdaptiveThreads]:
         target = load_rank(target_config, config, ranks)
-        tested = check_numerics(target, most_threads)
+        tested = _accepted(kept_self_test(target, most_threads), target.config)
         compile_samplers(tested.uncertainty)
         num_threads = choose_num_threads(target, most_threads) if adaptive else most_threads
         max_step_tokens = max(MIN_STEP_TOKENS, min(config.max_step_tokens, tested.num_rows))
-        costs = measure_costs(target, max_step_tokens)
+        costs = kept_costs(
+            target,
+            tested.numerics_id,
+            num_threads,
+            partial(_forward_s, target),
+            lambda: measure_costs(target, max_step_tokens),
+        )
         planner = planner_class(make_drafters(target, drafting), costs, drafting.max_tree_nodes, target.vocab_size)
         settled = config.model_copy(update={"max_step_tokens": max_step_tokens})
         admission = Admission(target, tested.fingerprint, make_sampler, tested.uncertainty)
@@ -102,13 +106,16 @@ def choose_num_threads(target: Target, most: int) -> int:
 
 
 def check_numerics(target: Target, num_threads: int) -> SelfTest:
-    """Run the self-test of a target. Raises: ModelError if it fails and `exactness` is bitwise."""
-    tested = self_test(target, target.max_context_tokens, target.config.dtype, num_threads)
+    """Run the whole self-test of a target. Raises: ModelError if it fails and `exactness` is bitwise."""
+    return _accepted(self_test(target, target.max_context_tokens, target.config.dtype, num_threads), target.config)
+
+
+def _accepted(tested: SelfTest, config: TargetConfig) -> SelfTest:
     if tested.passed:
         log.info(
             "numerics self-test passed: a row's bits do not depend on the rest of its batch (%s)", tested.numerics_id
         )
-    elif target.config.exactness == "bitwise":
+    elif config.exactness == "bitwise":
         raise ModelError(
             "the numerics self-test failed on this machine ("
             + "; ".join(map(str, tested.failures))
@@ -138,10 +145,10 @@ def make_drafters(target: Target, drafting: DraftingConfig) -> list[Drafter]:
 
 def make_eagle(target: Target, config: EagleConfig) -> EagleDrafter:
     """Load a head from its directory in the faster dtype, and measure its costs. Raises: ModelError."""
-    if not config.path and Path(target.config.model) != Path(REFERENCE_TARGET):
-        raise ConfigError("drafting.eagle.path is empty: only the reference target has a head of its own")
+    if not config.path:
+        raise ConfigError("drafting.eagle.path is empty: it names the directory of a head for this target")
     shape = make_shape(config.tree, config.num_children, config.width, config.max_depth)
-    checkpoint, most = read_head(config.path or REFERENCE_HEAD), target.num_positions + shape.max_depth
+    checkpoint, most = read_head(config.path), target.num_positions + shape.max_depth
     room = min(target.max_context_tokens, config.window, target.pool.num_slots)
     names = ("float32", "bfloat16") if config.dtype == "auto" else (config.dtype,)
     dtypes = [dtype for name in names if packing_available(dtype := getattr(torch, name))]

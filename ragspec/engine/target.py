@@ -16,7 +16,6 @@ import functools
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
@@ -25,10 +24,11 @@ from numpy.typing import NDArray
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from ragspec.config import TargetConfig
+from ragspec.engine.checkpoints.model_config import LogitTransform, attention_shapes, check_servable, eos_ids
+from ragspec.engine.checkpoints.target_files import target_folder
+from ragspec.engine.checkpoints.weights import WeightShards, load_shards, load_whole, model_errors
 from ragspec.engine.hf_attention import HiddenStateTaps
-from ragspec.engine.model_config import LogitTransform, attention_shapes, check_servable, eos_ids
 from ragspec.engine.rank_messages import ForwardInput, MessageKind, send, send_forward
-from ragspec.engine.weights import WeightShards, load_shards, load_whole, model_errors
 from ragspec.errors import ModelError, RankLost
 from ragspec.numerics.attention import AttentionMetadata
 from ragspec.numerics.kv_cache import KvPool
@@ -82,18 +82,16 @@ class Target:
 
     @classmethod
     def load(cls, config: TargetConfig, num_kv_slots: int, ranks: Ranks = ONE_RANK) -> Target:
-        """Read weights (safetensors, or .bin without pickled code) and tokenizer from a directory or the local hub cache.
+        """Read weights (safetensors, .bin without pickled code, or GGUF) and tokenizer, and merge the adapter.
 
-        Each rank of a group reads its own part. Raises: ModelError.
+        Each rank of a group reads its own part. Raises: ModelError, SaveError.
         """
-        if not packing_available(getattr(torch, config.dtype)):
+        dtype = getattr(torch, config.dtype)
+        if not packing_available(dtype):
             raise ModelError(f"this build of torch has no packed {config.dtype} product on this processor")
-        path = config.model
-        is_path = Path(path).exists() or path.startswith(("/", "./", "../"))
-        if is_path and not (Path(path) / "config.json").is_file():
-            raise ModelError(f"{path} is not a model directory: it has no config.json")
-        tokenizer = load_tokenizer(path)
-        model, shards = (load_whole(config), None) if ranks.size == 1 else load_shards(config, ranks)
+        folder = target_folder(config)
+        tokenizer = read_tokenizer(folder)
+        model, shards = (load_whole(folder, dtype), None) if ranks.size == 1 else load_shards(folder, dtype, ranks)
         return cls(model.eval(), tokenizer, config, num_kv_slots, shards)
 
     @property
@@ -198,7 +196,12 @@ class Target:
         return self._shards.checkpoint.whole(name)
 
 
-def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
-    """A target's tokenizer alone, without the model. Raises: ModelError."""
-    with model_errors(path):
-        return cast(PreTrainedTokenizerBase, AutoTokenizer.from_pretrained(path))
+def load_tokenizer(config: TargetConfig) -> PreTrainedTokenizerBase:
+    """A target's tokenizer alone, without the model. Raises: ModelError, SaveError."""
+    return read_tokenizer(target_folder(config))
+
+
+def read_tokenizer(folder: str) -> PreTrainedTokenizerBase:
+    """The tokenizer of a Hugging Face folder or name. Raises: ModelError."""
+    with model_errors(folder):
+        return cast(PreTrainedTokenizerBase, AutoTokenizer.from_pretrained(folder))

@@ -16,6 +16,7 @@ import torch
 import transformers
 from transformers import AutoConfig
 
+from ragspec.engine.checkpoints.target_files import target_folder
 from ragspec.engine.target import Target
 
 _SMAPS = Path("/proc/self/smaps_rollup")
@@ -51,7 +52,7 @@ def _smaps_mb(field: str) -> float:
 
 def weight_bytes(target: Target) -> int:
     """Bytes of weights that one step reads: all but an embedding table that the output layer does not share."""
-    config = AutoConfig.from_pretrained(target.config.model).get_text_config()
+    config = AutoConfig.from_pretrained(target_folder(target.config)).get_text_config()
     unread = 0 if config.tie_word_embeddings else config.vocab_size * config.hidden_size
     itemsize: int = getattr(torch, target.config.dtype).itemsize
     return (target.num_parameters - unread) * itemsize

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, LogitsProcessor, LogitsProcessorL
 from transformers.generation.streamers import BaseStreamer
 
 from ragspec.config import TargetConfig
+from ragspec.engine.checkpoints.target_files import target_folder
 from ragspec.engine.engine import Engine
 from ragspec.evaluation.cases import Case
 from ragspec.evaluation.overrides import ForcedAnswers
@@ -26,7 +27,9 @@ def load_peer(config: TargetConfig) -> Any:
     """The target's weights as transformers runs them."""
     dtype = getattr(torch, config.dtype)
     options = {"dtype": dtype, "attn_implementation": "sdpa"}
-    return run_in_thread(lambda: AutoModelForCausalLM.from_pretrained(config.model, **options).eval(), num_processors())
+    return run_in_thread(
+        lambda: AutoModelForCausalLM.from_pretrained(target_folder(config), **options).eval(), num_processors()
+    )
 
 
 class TransformersDecoder:

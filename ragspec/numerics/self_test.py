@@ -1,8 +1,8 @@
 """The start-up self-test: do this machine's kernels give a row the same bits in every batch?
 
-One text is computed whole, in chunks of awkward sizes, token by token, in a batch of two sequences, and as trees with decoys; all
-logits must agree bit for bit. A target that passes promises the same text with and without speculation. The hash of these bits
-and of the library versions is the numerics id; replay is possible only between equal ids.
+One text is computed whole; its end again in chunks of awkward sizes, token by token, beside another sequence, and as trees with
+decoys. All logits must agree bit for bit. A target that passes promises the same text with and without speculation. The hash of
+these bits and of the library versions is the numerics id; replay is possible only between equal ids.
 
     >>> self_test(target, longest=513, dtype="float32", num_threads=2).passed
 """
@@ -38,10 +38,13 @@ _LEAST = float(np.finfo(np.float32).tiny)
 
 CHUNKS = (1, 2, 3, 7, 16, 64, 65, 257, 513)
 """Numbers of rows of the forwards that are compared with the forward of the whole text."""
+_NUM_CHUNKS = 3
+QUICK_ROWS = 65
+"""Length of a self-test that confirms an earlier one."""
 
 
 class Forward(Protocol):
-    """What the test needs of a target."""
+    """The target's part in the test."""
 
     pool: KvPool
     vocab_size: int
@@ -82,31 +85,34 @@ class SelfTest(NamedTuple):
 
 
 def self_test(target: Forward, longest: int, dtype: str, num_threads: int) -> SelfTest:
-    """Compare the bits of a text of at most `longest` tokens. Takes a few forwards of that length."""
+    """Compare the bits of a text of at most `longest` tokens. Computes some seven times as many rows."""
     length = min(longest, max(CHUNKS), target.pool.num_slots // 3)
     rng = np.random.default_rng(20)
     text = rng.integers(0, target.vocab_size, length).astype(np.int32)
+    slots, failures = SequenceSlots(target.pool), list[Failure]()
     set_num_threads(num_threads)
-    whole = _run(target, text, [length])
-    failures = []
+    whole = _extend(target, slots, text)
     for threads in sorted({1, num_threads}):  # the count that stays comes last
         set_num_threads(threads)
-        found = _compare_all(target, text, whole, rng)
+        found = _compare_all(target, slots, text, whole, rng)
         failures += [failure._replace(what=f"{threads} threads, {failure.what}") for failure in found]
+    slots.release()
     return SelfTest(tuple(failures), _numerics_id(whole, dtype), length)
 
 
-def _compare_all(target: Forward, text: Ints, whole: Floats, rng: np.random.Generator) -> list[Failure]:
-    """Compare every way of computing the text with one forward of the whole text."""
+def _compare_all(
+    target: Forward, slots: SequenceSlots, text: Ints, whole: Floats, rng: np.random.Generator
+) -> list[Failure]:
+    """Compare every way of computing the end of the text with one forward of the whole text. Leaves the text in `slots`."""
     length = len(text)
-    failures = _compare("whole", _run(target, text, [length]), whole)
+    failures = _compare("whole", _end(target, slots, text, 0, [length]), whole)
     for size in (c for c in CHUNKS if c < length):
-        start = 0 if size > 7 else max(0, length - 3 * size)  # small chunks only at the end: enough rows, less time
-        sizes = ([start] if start else []) + [size] * ((length - start) // size)
-        got = _run(target, text, sizes)
-        failures += _compare(f"chunks of {size}", got[start:], whole[start : len(got)])
-    failures += _compare("trees with decoys", *_trees(target, text, whole, rng))
-    return failures + _compare("another sequence beside", _beside(target, text, rng), whole[-min(40, length // 2) :])
+        count = min(_NUM_CHUNKS, length // size)
+        start = length - count * size
+        failures += _compare(f"chunks of {size}", _end(target, slots, text, start, [size] * count), whole[start:])
+    num_own = min(40, length // 2)
+    failures += _compare("trees with decoys", *_trees(target, slots, text, whole, rng))
+    return failures + _compare("another sequence beside", _beside(target, slots, text, num_own, rng), whole[-num_own:])
 
 
 def _compare(name: str, got: Floats, expected: Floats) -> list[Failure]:
@@ -118,12 +124,10 @@ def _compare(name: str, got: Floats, expected: Floats) -> list[Failure]:
     return [Failure(what, math.inf if math.isnan(apart) else max(apart, _LEAST))]
 
 
-def _run(target: Forward, text: Ints, sizes: list[int]) -> Floats:
-    """Logits of every row when the text is computed in pieces of these sizes."""
-    slots = SequenceSlots(target.pool)
-    logits = [_extend(target, slots, text[slots.length : slots.length + size]) for size in sizes]
-    slots.release()
-    return np.concatenate(logits)
+def _end(target: Forward, slots: SequenceSlots, text: Ints, start: int, sizes: list[int]) -> Floats:
+    """Logits of the rows from `start` on when they are computed in pieces of these sizes."""
+    slots.truncate(start)
+    return np.concatenate([_extend(target, slots, text[slots.length : slots.length + size]) for size in sizes])
 
 
 def _extend(target: Forward, slots: SequenceSlots, tokens: Ints) -> Floats:
@@ -133,12 +137,13 @@ def _extend(target: Forward, slots: SequenceSlots, tokens: Ints) -> Floats:
     return logits
 
 
-def _trees(target: Forward, text: Ints, whole: Floats, rng: np.random.Generator) -> tuple[Floats, Floats]:
+def _trees(
+    target: Forward, slots: SequenceSlots, text: Ints, whole: Floats, rng: np.random.Generator
+) -> tuple[Floats, Floats]:
     """The last tokens as a path hidden in random trees; returns their rows and the same rows of the whole text."""
-    slots = SequenceSlots(target.pool)
     hidden = min(24, len(text) // 2)
     root = len(text) - hidden
-    _extend(target, slots, text[: root - 1])
+    slots.truncate(root - 1)
     got = []
     for size in (hidden, hidden + 8, hidden + 40):
         true_path = [0, *sorted(1 + rng.permutation(size)[: hidden - 1])]
@@ -155,22 +160,20 @@ def _trees(target: Forward, text: Ints, whole: Floats, rng: np.random.Generator)
         logits = target.forward(tokens, batch.metadata, batch.logit_rows)
         got.append(logits[true_path])
         batch.sequences[0].drop()
-    slots.release()
+    _extend(target, slots, text[root - 1 :])
     return np.concatenate(got), np.concatenate([whole[root - 1 : -1]] * 3)
 
 
-def _beside(target: Forward, text: Ints, rng: np.random.Generator) -> Floats:
-    """The last rows of the text, up to 40, with another sequence's rows before them in the same forward."""
-    own, other = SequenceSlots(target.pool), SequenceSlots(target.pool)
-    num_own = min(40, len(text) // 2)
+def _beside(target: Forward, slots: SequenceSlots, text: Ints, num_own: int, rng: np.random.Generator) -> Floats:
+    """The last `num_own` rows of the text, with another sequence's rows before them in the same forward."""
+    other = SequenceSlots(target.pool)
     num_other = min(29, len(text))
-    _extend(target, own, text[:-num_own])
+    slots.truncate(len(text) - num_own)
     others = rng.integers(0, target.vocab_size, num_other).astype(np.int32)
-    batch = Batch([ScheduledSequence(other, others), ScheduledSequence(own, text[-num_own:])])
+    batch = Batch([ScheduledSequence(other, others), ScheduledSequence(slots, text[-num_own:])])
     logits = target.forward(batch.token_ids, batch.metadata, np.arange(num_other + num_own, dtype=np.int32))
     for scheduled in batch.sequences:
         scheduled.keep()
-    own.release()
     other.release()
     return logits[num_other:]
 

@@ -18,16 +18,11 @@ from jinja2 import TemplateError
 
 from ragspec.core import Message, Passage, check_text
 from ragspec.errors import InputError, PromptTooLong
+from ragspec.rag.wording import GRAMMAR_REQUEST, numbered, system_text, user_text
 
 _ROLES = frozenset({"system", "user", "assistant", "context"})
 _MAX_CHARS_PER_TOKEN = 64
 """A text with more characters per token of the context is refused before it is tokenised."""
-
-_INSTRUCTION = (
-    "Answer the question from the passages {where}. Quote the sentence that answers it word for word, "
-    'in quotation marks, followed by the number of its passage, like this: "..." [1]\n'
-    "If no passage answers it, write: The passages do not say."
-)
 
 _PLAIN_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}"
@@ -60,8 +55,8 @@ class PromptBuilder:
         self.plain_ids(["a"])  # sets the state of this copy for good
         self.max_context_tokens = max_context_tokens
         self.max_chars = max_context_tokens * _MAX_CHARS_PER_TOKEN
-        self.has_context_role = bool(tokenizer.init_kwargs.get("ragspec_context_role"))
         self._layout = _plain_layout(tokenizer) if tokenizer.chat_template is None else {}
+        self._has_system_role = self._accepts_system_message()
 
     def build(
         self,
@@ -74,8 +69,7 @@ class PromptBuilder:
         """The prompt with as many of the best passages as leave room for `max_tokens` of output.
 
         `question`: a text, or a conversation that ends with the user's message. `passages`: ranked, the last are dropped first.
-        `question_first`: put the question before the passages, unless the template has a role `context`; for iterative answers,
-        which replace passages.
+        `question_first`: put the question before the passages; for iterative answers, which replace passages.
         Raises: InputError for invalid text, PromptTooLong if the question alone does not fit.
         """
         messages = [Message("user", question)] if isinstance(question, str) else list(question)
@@ -96,8 +90,7 @@ class PromptBuilder:
 
     def context(self, passages: Sequence[Passage]) -> Message:
         """The message of numbered passages that follows their question."""
-        gap = "\n" if self.has_context_role else "\n\n"
-        return Message("context", gap.join(f"[{number}] {p.text}" for number, p in enumerate(passages, 1)))
+        return Message("context", numbered([passage.text for passage in passages]))
 
     def tokens(self, messages: Sequence[Message]) -> tuple[int, ...]:
         """The prompt of a conversation that ends with the user's message or its passages; of any length.
@@ -127,7 +120,7 @@ class PromptBuilder:
     def grammar_prompt(self, sentence: str, max_tokens: int = 0) -> Prompt:
         """The prompt that asks for a corrected sentence. Raises: as `build`."""
         check_text(sentence, "the sentence")
-        return self.build([Message("user", f"Correct the grammar: {sentence}")], (), max_tokens)
+        return self.build([Message("user", GRAMMAR_REQUEST + sentence)], (), max_tokens)
 
     def _check(self, messages: Sequence[Message]) -> None:
         if not messages or messages[-1].role != "user":
@@ -144,18 +137,35 @@ class PromptBuilder:
                 )
 
     def _merge_context(self, messages: Sequence[Message], question_first: bool = False) -> list[Message]:
-        """For a template without the role `context`, passages move into the user's message before them."""
-        if self.has_context_role:
-            return list(messages)
+        """Passages move into the user's message before them, and the instruction into the system message.
+
+        A template without a system message gets the instruction before the first passages.
+        """
         merged: list[Message] = []
         for message in messages:
             if message.role != "context":
                 merged.append(message)
             elif merged and merged[-1].role == "user":
-                merged[-1] = Message("user", _user_text(message.content, merged[-1].content, question_first))
+                text = user_text(merged[-1].content, message.content, question_first=question_first)
+                merged[-1] = Message("user", text)
             else:
                 raise InputError("a message of the role context must follow a message of the user")
+        first = next((number for number, message in enumerate(messages) if message.role == "context"), None)
+        if first is None:
+            return merged
+        if merged[0].role == "system":
+            return [Message("system", system_text(merged[0].content)), *merged[1:]]
+        if self._has_system_role:
+            return [Message("system", system_text()), *merged]
+        merged[first - 1] = Message("user", system_text() + "\n\n" + merged[first - 1].content)
         return merged
+
+    def _accepts_system_message(self) -> bool:
+        try:
+            self._encode([Message("system", "a"), Message("user", "a")])
+        except InputError:
+            return False
+        return True
 
     def _encode(self, messages: Sequence[Message], add_generation_prompt: bool = True) -> tuple[int, ...]:
         """Why `sanitize_control_tokens`: only the template may write control tokens; their spelling in a text is plain text."""
@@ -172,12 +182,6 @@ class PromptBuilder:
         except TemplateError as cause:
             raise InputError(f"the target's chat template refuses this conversation: {cause}") from cause
         return tuple(token_ids)
-
-
-def _user_text(numbered: str, question: str, question_first: bool) -> str:
-    instruction = _INSTRUCTION.format(where="below" if question_first else "above")
-    parts = [f"Passages:\n<<<\n{numbered}\n>>>", f"{instruction}\n\nQuestion: {question}"]
-    return "\n\n".join(reversed(parts) if question_first else parts)
 
 
 def _plain_layout(tokenizer: Any) -> dict[str, str]:

@@ -111,8 +111,8 @@ def test_weights_that_are_no_numbers_and_files_cut_short_are_refused(model: Path
         open_engine(model, tmp_path / "cut")
 
 
-def test_only_the_reference_target_has_a_head_of_its_own(model: Path, tmp_path: Path) -> None:
-    """The shipped head was put beside any target; a missing folder was a traceback."""
+def test_a_head_is_named_and_read_or_refused(model: Path, tmp_path: Path) -> None:
+    """A missing folder was a traceback."""
     with pytest.raises(ConfigError, match=r"drafting\.eagle\.path"):
         open_engine(model, "")
     with pytest.raises(ModelError, match="nowhere"):

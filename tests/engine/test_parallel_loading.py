@@ -15,8 +15,8 @@ from safetensors.torch import load_file, save_file
 from tiny_target import save_model
 
 from ragspec.config import TargetConfig
+from ragspec.engine.checkpoints.weights import load_shards, load_whole
 from ragspec.engine.target import Target
-from ragspec.engine.weights import load_shards, load_whole
 from ragspec.errors import ModelError
 from ragspec.numerics.ranks import Ranks
 from ragspec.numerics.sharding import weight_slice
@@ -89,7 +89,7 @@ def test_torchs_own_format_and_a_model_saved_without_its_head(model: Path, tmp_p
 
 def test_a_tensor_that_is_read_in_many_blocks(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The border between two blocks of a large tensor: rows twice or not at all."""
-    monkeypatch.setattr("ragspec.engine.weights._BLOCK_BYTES", 1000)
+    monkeypatch.setattr("ragspec.engine.checkpoints.weights._BLOCK_BYTES", 1000)
     assert_parts_of(model, model)
 
 

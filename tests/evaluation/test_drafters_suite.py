@@ -112,7 +112,7 @@ def check_grid(result: Result) -> None:
 
 def test_without_heads_copying_is_measured_and_the_rest_named(tiny: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bug guarded: a suite that cannot run before a head is trained, or that leaves rows out in silence."""
-    monkeypatch.setattr("ragspec.evaluation.suites.drafters.variants.REFERENCE_HEADS", Path("no/such/folder"))
+    monkeypatch.setattr("ragspec.evaluation.suites.drafters.variants.SHIPPED_HEADS", Path("no/such/folder"))
     result = run_suite("drafters", dataclasses.replace(tiny, heads=None), no_tick).result
     assert {row["variant"] for row in result["rows"]} == {NONE, COPY}
     assert result["missing"] == [EAGLE1, EAGLE2, EAGLE3, MERGED]

@@ -8,11 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_target import tiny_tokenizer
+from tiny_target import save_model, tiny_tokenizer
 
 from pipelines import train_drafter
 from pipelines.train_drafter import parser, run_of
-from ragspec.config import REFERENCE_TARGET
 from ragspec.drafting.eagle.checkpoint import EagleFamily, read_head
 from ragspec.errors import InputError
 from ragspec.training.conversations import AnswerEncoder
@@ -22,6 +21,13 @@ from ragspec.training.heads.target_answers import AnswerOrigin, TargetAnswer
 ROOT = Path(__file__).resolve().parents[2]
 DATA = ROOT.parent / "shared" / "data"
 needs_data = pytest.mark.skipif(not DATA.is_dir(), reason="the training data is not beside the checkout")
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A random target of six layers."""
+    folder = tmp_path_factory.mktemp("target")
+    return str(save_model("llama", folder, num_hidden_layers=6, max_position_embeddings=1024))
 
 
 def test_options_reach_the_plan(tmp_path: Path) -> None:
@@ -73,32 +79,54 @@ def test_a_missing_data_directory_is_refused(tmp_path: Path) -> None:
     (["--aux-layers", "2", "4", "7"], "has 6 layers"), (["--draft-vocab", "7000"], "exceeds"), (["--target", "."], "config.json"),
 ])  # fmt: skip
 def test_what_cannot_fit_the_target_ends_in_one_line(
-    options: list[str], reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    options: list[str], reason: str, target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A traceback, or a head that is refused only when it is served."""
-    arguments = ["train_drafter", "--family", "eagle3", "--data", str(tmp_path), "--out", str(tmp_path / "out")]
+    arguments = [
+        "train_drafter",
+        "--family",
+        "eagle3",
+        "--data",
+        str(tmp_path),
+        "--out",
+        str(tmp_path / "out"),
+        "--target",
+        target,
+    ]
     monkeypatch.setattr(sys, "argv", [*arguments, *options])
     with pytest.raises(SystemExit, match=reason):
         train_drafter.main()
 
 
-def command(out: Path, *options: str) -> None:
-    arguments = ["--data", str(DATA), "--out", str(out), "--target", REFERENCE_TARGET, "--seed", "3", *options]
+def command(out: Path, target: str, *options: str) -> None:
+    arguments = ["--data", str(DATA), "--out", str(out), "--target", target, "--seed", "3", *options]
     subprocess.run([sys.executable, "-m", "pipelines.train_drafter", *arguments], cwd=ROOT, check=True, timeout=900)
 
 
 @pytest.mark.slow
 @needs_data
-def test_the_command_writes_a_head_from_the_targets_own_answers(tmp_path: Path) -> None:
+def test_the_command_writes_a_head_from_the_targets_own_answers(target: str, tmp_path: Path) -> None:
     """The job as its first docstring line runs it."""
-    command(tmp_path, "--family", "eagle3", "--tokens", "7000", "--answers", "both", "--num-answers", "12")
+    command(tmp_path, target, "--family", "eagle3", "--tokens", "7000", "--answers", "both", "--num-answers", "12")
     head = read_head(tmp_path / "head")
     assert head.config.aux_layers == (2, 4, 6)
     record = json.loads((tmp_path / "history.json").read_text())
     assert record["history"][-1]["tokens"] >= 7000
     assert {"prose_top1_1", "chat_top4_5", "rag_top1_3"} <= record["probes"][-1].keys()
     assert (tmp_path / "curves.png").stat().st_size > 1000
-    command(tmp_path, "--family", "eagle3", "--tokens", "9000", "--answers", "both", "--num-answers", "12", "--resume")
+    command(
+        tmp_path,
+        target,
+        "--family",
+        "eagle3",
+        "--tokens",
+        "9000",
+        "--answers",
+        "both",
+        "--num-answers",
+        "12",
+        "--resume",
+    )
     history = json.loads((tmp_path / "history.json").read_text())["history"]
     assert history[: len(record["history"])] == record["history"] and history[-1]["tokens"] >= 9000
 
@@ -106,11 +134,11 @@ def test_the_command_writes_a_head_from_the_targets_own_answers(tmp_path: Path) 
 @pytest.mark.slow
 @pytest.mark.ray
 @needs_data
-def test_two_workers_write_the_same_head_twice(tmp_path: Path) -> None:
+def test_two_workers_write_the_same_head_twice(target: str, tmp_path: Path) -> None:
     """A worker that draws from the clock, or a second writer, would show as another head or a torn one."""
     heads = []
     for out in (tmp_path / "first", tmp_path / "second"):
-        command(out, "--family", "eagle", "--tokens", "10000", "--workers", "2")
+        command(out, target, "--family", "eagle", "--tokens", "10000", "--workers", "2")
         heads.append(read_head(out / "head").tensors)
     assert all(torch.equal(tensor, heads[1][name]) for name, tensor in heads[0].items())
 

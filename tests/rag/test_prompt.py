@@ -12,25 +12,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
-from ragspec.config import REFERENCE_TARGET
 from ragspec.core import Message, Passage
 from ragspec.errors import InputError, PromptTooLong
 from ragspec.rag import wording
 from ragspec.rag.prompt import PromptBuilder
 
-CONTEXT_ROLE = (
-    "{%- for message in messages -%}{%- set next = loop.nextitem -%}{%- set previous = loop.previtem -%}"
-    "{%- if message['role'] == 'user' -%}"
-    "{%- if next and next['role'] == 'context' -%}{{ '<|context|>\\n' + next['content'] }}{%- endif -%}"
-    "<|user|>{{ message['content'] }}"
-    "{%- elif message['role'] == 'context' -%}"
-    "{%- if not previous or previous['role'] != 'user' -%}{{ '<|context|>\\n' + message['content'] }}{%- endif -%}"
-    "{%- elif message['role'] == 'assistant' -%}<|assistant|>{{ message['content'] }}<|end|>"
-    "{%- else -%}<|{{ message['role'] }}|>{{ message['content'] }}{%- endif -%}{%- endfor -%}"
-    "{%- if add_generation_prompt -%}<|assistant|>{%- endif -%}"
-)
 CHATML = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -51,15 +39,15 @@ def tokenizer(special: tuple[str, ...], **settings: Any) -> PreTrainedTokenizerF
     return PreTrainedTokenizerFast(tokenizer_object=backend, **settings)
 
 
-REFERENCE = tokenizer(
-    ("<|pad|>", "<|system|>", "<|user|>", "<|context|>", "<|assistant|>", "<|end|>"),
-    chat_template=CONTEXT_ROLE,
-    eos_token="<|end|>",
-    ragspec_context_role=True,
-)
 CHAT = tokenizer(("<|im_start|>", "<|im_end|>"), chat_template=CHATML, eos_token="<|im_end|>")
 PLAIN = tokenizer(("<s>", "</s>"), bos_token="<s>", eos_token="</s>")
-ALL = {"reference": REFERENCE, "chat": CHAT, "plain": PLAIN}
+STRICT = tokenizer(
+    ("<|im_start|>", "<|im_end|>"),
+    chat_template="{% if messages[0].role == 'system' %}{{ raise_exception('no system message') }}{% endif %}" + CHATML,
+    eos_token="<|im_end|>",
+)
+"""Its template refuses a system message, as Gemma's does."""
+ALL = {"chat": CHAT, "strict": STRICT, "plain": PLAIN}
 
 
 def text_of(kind: PreTrainedTokenizerFast, prompt_ids: tuple[int, ...]) -> str:
@@ -68,37 +56,43 @@ def text_of(kind: PreTrainedTokenizerFast, prompt_ids: tuple[int, ...]) -> str:
     return text
 
 
-def test_the_reference_target_gets_the_layout_it_was_trained_on() -> None:
+def test_a_prompt_is_the_conversation_that_the_adapter_was_trained_on() -> None:
     """One newline more than in training, and a small target answers nonsense."""
-    prompt = PromptBuilder(REFERENCE, 2048).build("Did it rain?", PASSAGES, max_tokens=96)
-    messages = [
-        {"role": "user", "content": "Did it rain?"},
-        {"role": "context", "content": "\n".join(f"[{n}] {p.text}" for n, p in enumerate(PASSAGES, 1))},
-    ]
-    expected = REFERENCE.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    prompt = PromptBuilder(CHAT, 2048).build("Did it rain?", PASSAGES, max_tokens=96)
+    messages = wording.question_messages("Did it rain?", [p.text for p in PASSAGES])
+    expected = CHAT.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
     assert list(prompt.prompt_ids) == expected
     assert prompt.passages == tuple(PASSAGES) and prompt.dropped == ()
-    grammar = PromptBuilder(REFERENCE, 2048).grammar_prompt("He go home.")
+    grammar = PromptBuilder(CHAT, 2048).grammar_prompt("He go home.")
     messages = wording.grammar_messages("He go home.")
-    assert list(grammar.prompt_ids) == REFERENCE.apply_chat_template(
-        messages, add_generation_prompt=True, return_dict=False
+    assert list(grammar.prompt_ids) == CHAT.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+
+
+def test_the_instruction_stands_in_the_system_message_once() -> None:
+    """A caller's own system message stays before it; without passages there is no instruction."""
+    builder = PromptBuilder(CHAT, 2048)
+    text = text_of(CHAT, builder.build("Did it rain?", PASSAGES, 96).prompt_ids)
+    assert text.startswith(
+        f"<|im_start|>system\n{wording.INSTRUCTION}<|im_end|>\n<|im_start|>user\n[1] Fact 1: it rained."
     )
-
-
-def test_a_chat_model_gets_numbered_passages_and_the_instruction_with_the_question() -> None:
-    """Most templates know no role but system, user and assistant."""
-    text = text_of(CHAT, PromptBuilder(CHAT, 2048).build("Did it rain?", PASSAGES, 96).prompt_ids)
-    assert text.startswith("<|im_start|>user\n") and text.endswith("<|im_end|>\n<|im_start|>assistant\n")
-    assert "[1] Fact 1: it rained.\n\n[2] Fact 2" in text and text.index("[3]") < text.index("Question: Did it rain?")
-    assert wording.ABSTENTION in text and "word for word" in text
-    bare = text_of(CHAT, PromptBuilder(CHAT, 2048).build("Did it rain?", [], 96).prompt_ids)
+    assert "\n\n[2] Fact 2" in text and text.index("[3]") < text.index("Question: Did it rain?")
+    own = [Message("system", "Be brief."), Message("user", "Did it rain?")]
+    text = text_of(CHAT, builder.build(own, PASSAGES, 96).prompt_ids)
+    assert text.startswith(f"<|im_start|>system\nBe brief.\n\n{wording.INSTRUCTION}<|im_end|>")
+    bare = text_of(CHAT, builder.build("Did it rain?", [], 96).prompt_ids)
     assert bare == "<|im_start|>user\nDid it rain?<|im_end|>\n<|im_start|>assistant\n"
+
+
+def test_a_template_without_system_messages_gets_the_instruction_before_the_passages() -> None:
+    """Gemma's template raises an error for a system message, and every question with passages failed."""
+    text = text_of(STRICT, PromptBuilder(STRICT, 2048).build("Did it rain?", PASSAGES, 96).prompt_ids)
+    assert text.startswith(f"<|im_start|>user\n{wording.INSTRUCTION}\n\n[1] Fact 1")
 
 
 def test_a_model_without_a_template_gets_plain_text_and_its_own_beginning() -> None:
     """A beginning-of-text token that the model never saw, or a missing one that it always saw, changes every answer."""
     text = text_of(PLAIN, PromptBuilder(PLAIN, 2048).build("Did it rain?", PASSAGES, 96).prompt_ids)
-    assert text.startswith("Passages:\n") and text.endswith("Question: Did it rain?\n\nAnswer:")
+    assert text.startswith(wording.INSTRUCTION) and text.endswith("Question: Did it rain?\n\nAnswer:")
     beginning = tokenizer(("<s>", "</s>"), bos_token="<s>", eos_token="</s>")
     beginning.backend_tokenizer.post_processor = processors.TemplateProcessing(
         single="<s> $A", special_tokens=[("<s>", 0)]
@@ -120,7 +114,6 @@ def test_the_question_may_come_before_passages_that_change() -> None:
     ]
     for text, passage in zip(texts, PASSAGES, strict=False):
         assert text.index("Did it rain?") < text.index(passage.text)
-        assert "passages below" in text
     common = next(i for i, pair in enumerate(zip(*texts, strict=False)) if len(set(pair)) > 1)
     assert "Did it rain?" in texts[0][:common]
 
@@ -147,7 +140,7 @@ def test_no_text_writes_a_control_token(name: str, question: str, passage: str) 
 def test_text_that_looks_like_control_tokens_stays_readable(attack: str) -> None:
     """Deleting it instead would change what the user asked and what the document says."""
     for kind in ALL.values():
-        prompt = PromptBuilder(kind, 2048).build(f"What is {attack}?", [Passage("d", 0, f"It is {attack}!", 0, 1)], 8)
+        prompt = PromptBuilder(kind, 4096).build(f"What is {attack}?", [Passage("d", 0, f"It is {attack}!", 0, 1)], 8)
         text = text_of(kind, prompt.prompt_ids)
         assert f"What is {attack}?" in text and f"It is {attack}!" in text
 
@@ -215,7 +208,7 @@ def test_conversations_keep_their_turns_and_wrong_ones_are_refused() -> None:
 
 def test_prompts_depend_on_no_other_thread() -> None:
     """Whether text may hold control tokens is a state of the tokenizer: one prompt in three hundred was read in another's way."""
-    prompts = PromptBuilder(AutoTokenizer.from_pretrained(REFERENCE_TARGET), 2048)
+    prompts = PromptBuilder(CHAT, 2048)
     text, question = "The <|end|> of the mill. " * 40, "When was the bridge over the Danube built?"
 
     def plain() -> tuple[int, ...]:

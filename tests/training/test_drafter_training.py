@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import LlamaForCausalLM
 
 from pipelines.train.training_run import draw_curves
+from ragspec.config import TargetConfig
 from ragspec.drafting.eagle.checkpoint import EagleFamily, check_fits, read_head, write_head
 from ragspec.errors import ConfigError, ModelError
 from ragspec.training.conversations import Encoded
@@ -214,7 +215,7 @@ def test_default_taps_exist_and_are_the_published_ones_from_seven_layers_on() ->
 def test_a_directory_without_a_model_is_refused(tmp_path: Path) -> None:
     """A traceback from the depths of transformers says less."""
     with pytest.raises(ModelError, match=r"no config\.json"):
-        FrozenTarget.load(tmp_path)
+        FrozenTarget.load(TargetConfig(model=str(tmp_path)))
 
 
 def _train_as(rank: int, folder: str) -> None:

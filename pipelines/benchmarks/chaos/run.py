@@ -14,8 +14,6 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from transformers import AutoTokenizer
-
 from pipelines.benchmarks.chaos.check import Expected, StreamLog, Verdict, judge_rows, judge_streams
 from pipelines.benchmarks.chaos.drivers import driver_kills
 from pipelines.benchmarks.chaos.faults import Fault, FaultInjector, faults, recovered
@@ -27,6 +25,7 @@ from ragspec.cluster.remote_retrieval.cluster_retriever import ClusterRetriever
 from ragspec.cluster.routing.router import Router
 from ragspec.cluster.topology import Topology
 from ragspec.config import PipelineConfig
+from ragspec.engine.target import load_tokenizer
 from ragspec.evaluation.report import Result
 from ragspec.evaluation.timing import Tick
 from ragspec.rag.prompt import PromptBuilder
@@ -133,7 +132,7 @@ class ChaosRun:
 
     def _loads(self, engine: Router, retriever: ClusterRetriever) -> ChaosLoads:
         plan, config = self._plan, self._deployment.config
-        prompts = PromptBuilder(AutoTokenizer.from_pretrained(config.target.model), engine.max_context_tokens)
+        prompts = PromptBuilder(load_tokenizer(config.target), engine.max_context_tokens)
         streams = StreamLoad(retriever, engine, prompts, self._work.streams, plan.concurrency, _PATIENCE_S)
         k = config.retriever.num_passages
         lookups = LookupLoad(retriever, self._work.lookups, self._expected.lookups, k)

@@ -13,13 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoTokenizer
-
 from pipelines.benchmarks.cluster.scaling import Scaling, sleeping_replicas, usual_successors
 from pipelines.benchmarks.cluster.shards import segmented_index, sharded, sharded_identical
 from pipelines.benchmarks.cluster.tensor_parallel import RANDOM, random_model, tensor_parallel, tp_headlines
 from ragspec.config import TargetConfig
 from ragspec.drafting.cost_model import CostTable
+from ragspec.engine.target import load_tokenizer
 from ragspec.evaluation.cases import rag_cases
 from ragspec.evaluation.datasets import RagList
 from ragspec.evaluation.machine import PeakMemory
@@ -72,7 +71,7 @@ class ClusterSuite:
         count = max(self._plan.num_questions, self._plan.num_queries)
         self._list: RagList = settings.questions(count)
         self._retriever = settings.retriever(self._list, tick)
-        tokenizer: Any = AutoTokenizer.from_pretrained(settings.target.model)
+        tokenizer: Any = load_tokenizer(settings.target)
         self._prompts = PromptBuilder(tokenizer, self._size.max_context_tokens)
         questions = self._list.questions[: self._plan.num_questions]
         self._cases = list(rag_cases(questions, self._retriever, self._prompts))
@@ -98,7 +97,7 @@ class ClusterSuite:
         own = self._settings.target
         models = {"target": own.model}
         folder = self._settings.cache_dir / "random_models"
-        models |= {name: str(random_model(name, own.model, folder)) for name in RANDOM}
+        models |= {name: str(random_model(name, load_tokenizer(own), folder)) for name in RANDOM}
         pairs = [(name, dtype) for name in models for dtype in DTYPES]
         if not self._plan.all_targets:
             pairs = [("target", "float32"), ("random Qwen3", "bfloat16")]

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import ray
 import torch
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from ragspec.cluster.actors import ActorPool, WorkerActor
 from ragspec.config import DraftingConfig, EngineConfig, TargetConfig
@@ -82,10 +82,9 @@ def rank_probes() -> Iterator[list[Any]]:
         yield [replica.actor for replica in pool.replicas]
 
 
-def random_model(name: str, tokenizer_path: str, folder: Path) -> Path:
+def random_model(name: str, tokenizer: Any, folder: Path) -> Path:
     """A small random model with grouped queries and a given tokenizer; the same weights every time."""
     config_class, model_class, extra = RANDOM[name]
-    tokenizer = AutoTokenizer.from_pretrained(tokenizer_path)
     path = folder / f"{name.replace(' ', '_').lower()}-{len(tokenizer)}"
     if not (path / "complete").is_file():
         with torch.random.fork_rng(devices=[]):

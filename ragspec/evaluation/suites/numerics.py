@@ -17,6 +17,7 @@ from ragspec.config import EngineConfig, TargetConfig
 from ragspec.drafting.cost_model import CostTable
 from ragspec.drafting.planner import Planner
 from ragspec.engine.admission import Admission
+from ragspec.engine.checkpoints.target_files import target_folder
 from ragspec.engine.engine import Engine
 from ragspec.engine.target import Target
 from ragspec.evaluation.cases import Case
@@ -92,7 +93,7 @@ def model_sizes(config: TargetConfig) -> list[ModelSize]:
         tie_word_embeddings=True,
         eos_token_id=None,
     )
-    return [ModelSize("target", config.model), ModelSize("random 100M", config.model, random)]
+    return [ModelSize("target", target_folder(config)), ModelSize("random 100M", target_folder(config), random)]
 
 
 def numerics_suite(

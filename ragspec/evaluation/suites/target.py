@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from ragspec.config import DraftingConfig, EngineConfig
 from ragspec.core import CopySource, Request, SamplingParams, SourceKind
 from ragspec.core import Message as ChatMessage
+from ragspec.engine.checkpoints.target_files import target_folder
 from ragspec.engine.engine import Engine
 from ragspec.engine.loading import load_engine
 from ragspec.evaluation.cases import RAG_PASSAGES
@@ -213,7 +214,7 @@ def run_target(settings: Settings, tick: Tick) -> Outcome:
     num_questions, num_sentences = (QUICK_QUESTIONS, QUICK_QUESTIONS) if settings.quick else (500, 754)
     with load_engine(settings.target, EngineConfig(), DraftingConfig()) as engine:
         scores = evaluate_target(
-            Path(settings.target.model),
+            Path(target_folder(settings.target)),
             data_dir,
             generate=engine_generate(engine, tick),
             retrieve=retrieve,

@@ -209,9 +209,8 @@ class Chat:
     def _prompt(
         self, system: str, context: ChatContext, user_question: str, question: str, max_tokens: int
     ) -> ChatPrompt:
-        """With earlier turns or, if the target reads single questions, without; then all turns are reported as dropped."""
-        shown = self._config.history
-        if shown == "shown" or (shown == "auto" and not self._prompts.has_context_role):
+        """With earlier turns or, if they are hidden, without; then all turns are reported as dropped."""
+        if self._config.history != "hidden":
             return build_chat_prompt(
                 self._prompts, system, context.history, user_question, context.passages, max_tokens
             )

@@ -14,8 +14,7 @@ class ChatConfig(ConfigSection):
     `rewriter_tokens` tokens, or with rules if its output is unusable; `auto`: `model` if the target has at least
     `least_rewriter_parameters`, else `rules`; `off`: not at all.
 
-    `history`: whether the prompt shows earlier turns. `auto`: unless the target's template has a role for passages, since such a
-    target was trained on single questions and would repeat an earlier answer. `max_carried`: passages of the latest
+    `history`: whether the prompt shows earlier turns; `auto` shows them. `max_carried`: passages of the latest
     `carried_turns` answers that are added to those of a follow-up question. `answer_without_index`: answer without passages, and
     say so, if the index does not answer; otherwise that is an error.
     """

@@ -13,8 +13,8 @@ import numpy as np
 from transformers.utils.hub import cached_file
 
 from ragspec.core import check_text
+from ragspec.engine.checkpoints.target_files import files_digest, target_folder
 from ragspec.engine.target import FINAL, Target
-from ragspec.engine.target_files import files_digest
 from ragspec.errors import ConfigError, ModelError
 from ragspec.numerics.batch import Batch, ScheduledSequence
 from ragspec.numerics.kv_cache import SequenceSlots
@@ -44,13 +44,12 @@ def target_identity(target: Target, *, of_texts: bool = False) -> EncoderIdentit
 
     Raises: ModelError if its files are gone.
     """
-    model = target.config.model
     try:
-        folder = Path(str(cached_file(model, "config.json", local_files_only=True))).parent
+        folder = Path(str(cached_file(target_folder(target.config), "config.json", local_files_only=True))).parent
         digest = files_digest(folder, target.config.dtype, of_texts=of_texts)
     except OSError as cause:
-        raise ModelError(f"the files of the target {model} cannot be read: {cause}") from cause
-    return EncoderIdentity(model, digest, target.hidden_size)
+        raise ModelError(f"the files of the target {target.config.model} cannot be read: {cause}") from cause
+    return EncoderIdentity(target.config.model, digest, target.hidden_size)
 
 
 def _chunks(texts: Iterable[str], tokenizer: Any, context_tokens: int) -> Iterator[list[int]]:

@@ -3,18 +3,21 @@
 Owns the taps. Tap i is the residual stream in front of layer i, before its norm; tap L (the number of layers) is the stream
 behind the last layer, before the final norm. Without taps, the feature is the hidden state behind the final norm. Never trains.
 
-    >>> target = FrozenTarget.load("ragspec/assets/reference_target", device="cpu")
-    >>> features, last = target.states(ids, taps=(2, 4, 6))
+    >>> target = FrozenTarget.load(TargetConfig(), device="cpu")
+    >>> features, last = target.states(ids, taps=(2, 15, 27))
 """
 
-from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
+from ragspec.config import TargetConfig
+from ragspec.engine.checkpoints.target_files import target_folder
+from ragspec.engine.checkpoints.weights import model_errors
+from ragspec.engine.target import read_tokenizer
 from ragspec.errors import ModelError
 from ragspec.training.trainer import fast_dtype
 
@@ -43,15 +46,12 @@ class FrozenTarget:
         self.num_layers = int(config.num_hidden_layers)
 
     @classmethod
-    def load(cls, path: str | Path, device: str = "cpu", dtype: torch.dtype | None = None) -> Self:
-        """Read model and tokenizer. `dtype` None: `fast_dtype`. Raises: ModelError."""
-        if not (Path(path) / "config.json").is_file():
-            raise ModelError(f"{path} is not a model directory: it has no config.json")
-        try:
-            model = AutoModelForCausalLM.from_pretrained(str(path), dtype=dtype or fast_dtype(device))
-            tokenizer: Any = AutoTokenizer.from_pretrained(str(path))
-        except (OSError, ValueError, KeyError, RuntimeError) as cause:
-            raise ModelError(f"cannot load the target {path}: {str(cause).strip().splitlines()[0]}") from cause
+    def load(cls, config: TargetConfig, device: str = "cpu", dtype: torch.dtype | None = None) -> Self:
+        """Read model and tokenizer. `dtype` None: `fast_dtype`. Raises: ModelError, SaveError."""
+        folder = target_folder(config)
+        with model_errors(folder):
+            model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype or fast_dtype(device))
+        tokenizer: Any = read_tokenizer(folder)
         return cls(model, tokenizer, device)
 
     def check_taps(self, taps: tuple[int, ...]) -> None:

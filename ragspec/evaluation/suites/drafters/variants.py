@@ -21,7 +21,7 @@ NONE, COPY, EAGLE1, EAGLE2, EAGLE3, MERGED = "none", "copy", "EAGLE-1", "EAGLE-2
 DRAFTING = (COPY, EAGLE1, EAGLE2, EAGLE3, MERGED)
 """All drafting variants, in the order of tables and plots."""
 
-REFERENCE_HEADS = ASSETS / "reference_heads"
+SHIPPED_HEADS = ASSETS / "heads"
 TREE_NODES = 16
 """Nodes of the fixed trees."""
 
@@ -42,7 +42,7 @@ class Heads:
 
         Raises: ModelError if a folder is named and holds neither.
         """
-        paths = [(folder or REFERENCE_HEADS) / name for name in ("eagle", "eagle3")]
+        paths = [(folder or SHIPPED_HEADS) / name for name in ("eagle", "eagle3")]
         heads = cls(*(path if (path / "config.json").is_file() else None for path in paths))
         if folder is not None and heads == cls():
             raise ModelError(f"{folder} holds neither a head eagle/ nor a head eagle3/")

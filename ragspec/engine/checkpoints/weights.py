@@ -1,7 +1,7 @@
 """Loads a target's weights from its directory: the whole model, or one rank's shards of it.
 
-    >>> model = load_whole(TargetConfig(model=path))                      # as transformers loads it
-    >>> model, shards = load_shards(TargetConfig(model=path), ranks)      # only this rank's columns
+    >>> model = load_whole(folder, torch.float32)                      # as transformers loads it
+    >>> model, shards = load_shards(folder, torch.float32, ranks)      # only this rank's columns
 
 No rank ever holds the whole model: shards are read in blocks of rows, and the file is closed after each block, because mapped
 pages count as the process's memory.
@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 from transformers.utils.hub import cached_file
 
-from ragspec.config import TargetConfig
 from ragspec.errors import ModelError
 from ragspec.numerics.layers import is_supported, unsplittable
 from ragspec.numerics.ranks import Ranks, first_line
@@ -44,14 +43,14 @@ def model_errors(path: str) -> Iterator[None]:
         raise ModelError(f"cannot load the target {path}: {type(cause).__name__}: {first_line(cause)}") from cause
 
 
-def load_whole(config: TargetConfig) -> Any:
+def load_whole(folder: str, dtype: torch.dtype) -> Any:
     """The model as transformers loads it. Raises: ModelError."""
-    with model_errors(config.model):
+    with model_errors(folder):
         loaded: Any = AutoModelForCausalLM.from_pretrained(
-            config.model, dtype=getattr(torch, config.dtype), attn_implementation="ragspec", output_loading_info=True
+            folder, dtype=dtype, attn_implementation="ragspec", output_loading_info=True
         )
     model, report = loaded
-    _check_complete(config.model, sorted(report["missing_keys"]))
+    check_complete(folder, sorted(report["missing_keys"]))
     return model
 
 
@@ -63,18 +62,17 @@ class WeightShards(NamedTuple):
     num_parameters: int
 
 
-def load_shards(config: TargetConfig, ranks: Ranks) -> tuple[Any, WeightShards]:
+def load_shards(folder: str, dtype: torch.dtype, ranks: Ranks) -> tuple[Any, WeightShards]:
     """The model with this rank's shard of every weight. Raises: ModelError."""
-    with model_errors(config.model):
-        shape: Any = AutoConfig.from_pretrained(config.model)
+    with model_errors(folder):
+        shape: Any = AutoConfig.from_pretrained(folder)
         check_head_counts(shape.get_text_config(), ranks.size)
-        dtype = getattr(torch, config.dtype)
         with torch.device("meta"):
             model: Any = AutoModelForCausalLM.from_config(shape, dtype=dtype, attn_implementation="ragspec")
         if not is_supported(model):
             raise unsplittable(model)
-        model.generation_config = _generation_config(config.model, model.generation_config)
-        checkpoint = Checkpoint(config.model, model, dtype)
+        model.generation_config = _generation_config(folder, model.generation_config)
+        checkpoint = Checkpoint(folder, model, dtype)
         num_parameters = int(sum(p.numel() for p in model.parameters()))
         checkpoint.fill(model, ranks)
         _fill_rotary(model)
@@ -93,7 +91,7 @@ class Checkpoint:
         self._shapes = {name: tuple(p.shape) for name, p in model.named_parameters(remove_duplicate=False)}
         tied = bool(model.config.get_text_config().tie_word_embeddings)
         self._stored = {name: self._stored_name(name, tied) for name in self._shapes}
-        _check_complete(path, sorted(name for name, stored in self._stored.items() if stored not in self._files))
+        check_complete(path, sorted(name for name, stored in self._stored.items() if stored not in self._files))
 
     def whole(self, name: str) -> Tensor:
         return self.part(name, None)
@@ -181,6 +179,6 @@ def _fill_rotary(model: Any) -> None:
             setattr(model.get_submodule(owner), leaf, type(module)(module.config))
 
 
-def _check_complete(path: str, absent: list[str]) -> None:
+def check_complete(path: str, absent: list[str]) -> None:
     if absent:
         raise ModelError(f"{path} lacks {len(absent)} of the model's tensors, the first is {absent[0]}")

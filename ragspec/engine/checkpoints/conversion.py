@@ -1,0 +1,140 @@
+"""Writes a GGUF file, or a model and its LoRA adapter, as one Hugging Face folder.
+
+Owns the reading of GGUF files (by transformers) and of PEFT directories. The adapter is added in float32: W + scale * B A, then
+rounded to the target's dtype, as PEFT's `merge_and_unload` does. Every rank of a tensor-parallel group reads the merged folder,
+so all rank counts serve the same bits.
+
+>>> convert_target("model.gguf", Path("adapter"), "float32", Path("converted"))
+
+Source: LoRA 2106.09685; rsLoRA 2312.03732.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from ragspec.engine.checkpoints.model_config import check_servable
+from ragspec.engine.checkpoints.weights import check_complete, load_whole, model_errors
+from ragspec.engine.target import read_tokenizer
+from ragspec.errors import ModelError
+
+_MAX_FILE = "4GB"
+_FACTOR = re.compile(r"(?:base_model\.model\.)?(?P<module>.+)\.lora_(?P<factor>[AB])(?:\.default)?\.weight")
+
+
+def convert_target(model: str, adapter: Path | None, dtype: str, folder: Path) -> None:
+    """Write the target's folder: weights in `dtype`, tokenizer, chat template and generation settings.
+
+    Raises: ModelError.
+    """
+    with model_errors(model):
+        kind = getattr(torch, dtype)
+        loaded = _read_gguf(Path(model), kind) if model.endswith(".gguf") else load_whole(model, kind)
+        if adapter is not None:
+            merge_adapter(loaded, adapter)
+        loaded.save_pretrained(folder, max_shard_size=_MAX_FILE)
+        _source_tokenizer(model).save_pretrained(folder)
+
+
+def merge_adapter(model: Any, folder: Path) -> None:
+    """Add a PEFT LoRA adapter to the model's weights, in place.
+
+    Raises: ModelError for an adapter of another kind or another model.
+    """
+    with model_errors(str(folder)):
+        config = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
+        _check_adapter(folder, config)
+        factors = _factors(folder)
+        weights = dict(model.named_parameters())
+        for module, (a, b) in factors.items():
+            weight = weights.get(f"{module}.weight")
+            delta_shape = (b.shape[0], a.shape[1])
+            if weight is None or tuple(weight.shape) != delta_shape or a.shape[0] != b.shape[1]:
+                raise ModelError(f"{folder} is an adapter of another model: {module} does not fit")
+            rank = a.shape[0]
+            alpha = _alpha(config, module)
+            scale = alpha / rank**0.5 if config.get("use_rslora") else alpha / rank
+            delta = (b.float() @ a.float()) * scale
+            with torch.no_grad():
+                weight.copy_((weight.float() + delta).to(weight.dtype))
+
+
+def _read_gguf(path: Path, dtype: torch.dtype) -> Any:
+    """The model with dequantised weights. Why a second model: transformers marks the first as quantised and does not save it."""
+    config = AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    check_servable(model, config.get_text_config())
+    read: Any = AutoModelForCausalLM.from_pretrained(
+        path.parent, gguf_file=path.name, dtype=dtype, output_loading_info=True
+    )
+    dequantised, report = read
+    check_complete(str(path), sorted(report["missing_keys"]))
+    model.load_state_dict(dequantised.state_dict(), assign=True, strict=False)
+    model.tie_weights()
+    if dequantised.generation_config is not None:
+        model.generation_config = dequantised.generation_config
+    return model
+
+
+def _source_tokenizer(model: str) -> Any:
+    path = Path(model)
+    if path.suffix == ".gguf":
+        return AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+    return read_tokenizer(model)
+
+
+def _check_adapter(folder: Path, config: dict[str, Any]) -> None:
+    """Raises: ModelError naming what is not merged."""
+    if config.get("peft_type") != "LORA":
+        raise ModelError(f"{folder} is an adapter of the kind {config.get('peft_type')}; only LORA is merged")
+    kinds = {
+        "use_dora": "DoRA", "modules_to_save": "modules_to_save", "layer_replication": "layer_replication",
+        "lora_bias": "lora_bias", "fan_in_fan_out": "fan_in_fan_out", "target_parameters": "target_parameters",
+        "trainable_token_indices": "trainable_token_indices", "alora_invocation_tokens": "activated LoRA",
+    }  # fmt: skip
+    found = [name for key, name in kinds.items() if config.get(key)]
+    if config.get("bias", "none") != "none":
+        found.append(f"bias: {config['bias']}")
+    if found:
+        raise ModelError(f"{folder} uses {', '.join(found)}, which is not merged")
+
+
+def _factors(folder: Path) -> dict[str, tuple[Tensor, Tensor]]:
+    """Module name -> (A, B). Shapes: A [rank, in], B [out, rank]. Raises: ModelError for tensors of another kind."""
+    found: dict[str, dict[str, Tensor]] = {}
+    for name, tensor in _tensors(folder).items():
+        match = _FACTOR.fullmatch(name)
+        if match is None or tensor.dim() != 2:
+            raise ModelError(f"{folder} holds {name}, which is no factor of a linear layer")
+        found.setdefault(match["module"], {})[match["factor"]] = tensor
+    if lonely := [module for module, pair in found.items() if len(pair) < 2]:
+        raise ModelError(f"{folder} lacks a factor of {lonely[0]}")
+    if not found:
+        raise ModelError(f"{folder} holds no factors")
+    return {module: (pair["A"], pair["B"]) for module, pair in found.items()}
+
+
+def _tensors(folder: Path) -> dict[str, Tensor]:
+    if (folder / "adapter_model.safetensors").is_file():
+        return load_file(folder / "adapter_model.safetensors")
+    if (folder / "adapter_model.bin").is_file():
+        loaded: dict[str, Tensor] = torch.load(folder / "adapter_model.bin", map_location="cpu", weights_only=True)
+        return loaded
+    raise ModelError(f"{folder} has no adapter_model.safetensors and no adapter_model.bin")
+
+
+def _alpha(config: dict[str, Any], module: str) -> float:
+    """`alpha_pattern` maps regular expressions for ends of module names to their own alpha; the first match counts."""
+    for pattern, alpha in (config.get("alpha_pattern") or {}).items():
+        if re.fullmatch(rf"(?:.*\.)?(?:{pattern})", module):
+            return float(alpha)
+    return float(config["lora_alpha"])

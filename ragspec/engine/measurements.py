@@ -1,0 +1,97 @@
+"""Self-test results and cost tables of earlier starts, kept on disk so that the next start takes seconds.
+
+A file's name has the numerics id (a hash of the target's own logits and of all versions), the machine and the threads. A short
+self-test confirms a kept one, and a few forwards confirm kept costs: if either disagrees, everything is measured again.
+
+>>> tested = kept_self_test(target, num_threads)
+>>> costs = kept_costs(target, tested.numerics_id, num_threads, forward_s, lambda: measure_costs(target, 512))
+"""
+
+from __future__ import annotations
+
+import logging
+import platform
+from collections.abc import Callable
+from pathlib import Path
+from statistics import mean, median
+
+from pydantic import BaseModel
+
+from ragspec.disk import make_folder, write_atomically
+from ragspec.drafting.cost_model import CostTable
+from ragspec.engine.target import Target
+from ragspec.numerics.self_test import QUICK_ROWS, SelfTest, self_test
+
+log = logging.getLogger(__name__)
+
+_LARGEST_CHANGE = 1.5
+"""Of the machine's speed; costs measured at another speed are measured again."""
+_CHECKED_ROWS, _CHECKED_TIMES = (1, 16), 3
+
+
+class _Measurements(BaseModel):
+    """`num_rows`: of the self-test that passed, 0 if none. `rows`, `seconds`: of the cost table."""
+
+    num_rows: int = 0
+    rows: list[int] = []
+    seconds: dict[int, list[float]] = {}
+
+
+def kept_self_test(target: Target, num_threads: int) -> SelfTest:
+    """The result of an earlier start's self-test if a short one confirms it, else of a whole one."""
+    longest, dtype = target.max_context_tokens, target.config.dtype
+    quick = self_test(target, min(longest, QUICK_ROWS), dtype, num_threads)
+    path = _path(target, quick.numerics_id, num_threads)
+    if quick.passed and (num_rows := _read(path).num_rows):
+        return quick._replace(num_rows=num_rows)
+    tested = self_test(target, longest, dtype, num_threads)
+    if tested.passed:
+        _write(path, _read(path).model_copy(update={"num_rows": tested.num_rows}))
+    return tested
+
+
+def kept_costs(
+    target: Target,
+    numerics_id: str,
+    num_threads: int,
+    forward_s: Callable[[int, int], float],
+    measure: Callable[[], CostTable],
+) -> CostTable:
+    """The cost table of an earlier start at today's speed, or `measure()`. `forward_s(rows, context)`: seconds of one forward."""
+    path = _path(target, numerics_id, num_threads)
+    kept = _read(path)
+    if kept.rows and kept.seconds:
+        table, context = CostTable(kept.seconds, kept.rows), min(kept.seconds)
+        changes = [
+            median(forward_s(rows, context) for _ in range(_CHECKED_TIMES)) / table.cost_s(rows, context)
+            for rows in _CHECKED_ROWS
+        ]
+        if all(1 / _LARGEST_CHANGE < change < _LARGEST_CHANGE for change in changes):
+            factor = mean(changes)
+            return CostTable({c: [s * factor for s in column] for c, column in kept.seconds.items()}, kept.rows)
+    table = measure()
+    rows, seconds = table.measured
+    _write(path, _read(path).model_copy(update={"rows": rows, "seconds": seconds}))
+    return table
+
+
+def _path(target: Target, numerics_id: str, num_threads: int) -> Path:
+    folder = Path(target.config.cache_dir).expanduser() / "measurements"
+    size = f"{target.pool.num_slots}-{target.max_context_tokens}-{target.ranks.size}"
+    return folder / f"{numerics_id}-{platform.node()}-{num_threads}-{size}.json"
+
+
+def _read(path: Path) -> _Measurements:
+    """An unreadable file counts as none: everything in it can be measured again."""
+    try:
+        return _Measurements.model_validate_json(path.read_bytes())
+    except (OSError, ValueError):
+        return _Measurements()
+
+
+def _write(path: Path, measurements: _Measurements) -> None:
+    try:
+        make_folder(path.parent)
+        write_atomically(path, measurements.model_dump_json())
+    except OSError as cause:
+        log.warning("measurements are not kept: cannot write %s: %s", path, cause.strerror or cause)

