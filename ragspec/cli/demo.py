@@ -68,7 +68,7 @@ QUESTIONS = (
     "What does the function re.sub do?",
     "How can I tell whether a year is a leap year?",
 )
-"""Training of the reference target left out pairwise, ChainMap and re.sub."""
+"""The adapter's training left out pairwise, ChainMap and re.sub."""
 
 _WARM_UP = "What is the zen of Python?"
 _KV_TOKENS = 8192

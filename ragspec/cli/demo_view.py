@@ -120,7 +120,7 @@ class DemoView:
         self._console.print(line)
         held_out = sorted({c.document_id for c in fast.citations if is_held_out(c.document_id)})
         if held_out:
-            kept_out = Text(f"kept out of the reference target's training: {', '.join(held_out)}", "dim italic")
+            kept_out = Text(f"kept out of the adapter's training: {', '.join(held_out)}", "dim italic")
             self._console.print(Padding(kept_out, _INDENT, expand=False))
         if fast.dropped_passages:
             note(self._console, f"{len(fast.dropped_passages)} retrieved passages did not fit the context")

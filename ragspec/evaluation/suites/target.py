@@ -1,4 +1,4 @@
-"""The suite `target`: scores of the reference target on held-out data.
+"""The suite `target`: scores of a target on held-out data.
 
 Owns the scores; the text comes from a `generate` callable, so transformers, the engine or a fake can be scored alike.
 `evaluate_target(target_dir, data_dir)` returns one flat dictionary of floats.
@@ -33,6 +33,7 @@ from ragspec.evaluation.timing import Tick
 from ragspec.rag.prompt import PromptBuilder
 from ragspec.rag.wording import ABSTENTION, grammar_messages, parse_answer, question_messages
 from ragspec.training.conversations import Message
+from ragspec.training.documentation import evaluation_questions
 from ragspec.training.stdlib_corpus import first_doc_sentence, is_held_out, stdlib_documents
 
 Generate = Callable[[list[list[Message]]], list[str]]
@@ -60,7 +61,10 @@ def evaluate_target(
     half = len(unanswerable)  # as many answerable as unanswerable questions, so that precision means something
     scores |= abstention_scores(answerable[:half] + unanswerable, answered[:half] + refused)
     scores |= grammar_scores(data_dir, generate, num_sentences)
-    scores["stdlib_first_sentence"] = stdlib_score(generate, retrieve, num_questions // 2, seed)
+    scores["documentation_right"] = documentation_score(generate, data_dir / "docs", num_questions, seed)
+    scores["stdlib_quote"] = scores["stdlib_first_sentence"] = stdlib_score(
+        generate, retrieve, num_questions // 2, seed
+    )
     scores |= perplexity_scores(target_dir, data_dir / "wikitext2/test.txt")
     return scores
 
@@ -155,6 +159,28 @@ def stdlib_score(generate: Generate, retrieve: Retrieve, count: int, seed: int) 
     outputs = generate([question_messages(q, retrieve(q)) for q in questions])
     parsed = [parse_answer(output) for output in outputs]
     return _mean([answer is not None and answer[0] == quote for answer, (_, quote) in zip(parsed, asked, strict=True)])
+
+
+def documentation_score(generate: Generate, folder: Path, count: int, seed: int) -> float:
+    """Share of questions about held-out documentation whose sentence is quoted, or that are refused where no passage answers.
+
+    A question comes with passages that share its words. NaN without the folder.
+    """
+    if not folder.is_dir():
+        return math.nan
+    rng = random.Random(seed)
+    asked = evaluation_questions(folder)
+    asked = rng.sample(asked, min(count, len(asked)))
+    shown = [rng.sample(passages, len(passages)) for q in asked for passages in [[q.passage, *q.others[:2]]]]
+    outputs = generate([question_messages(q.question, passages) for q, passages in zip(asked, shown, strict=True)])
+    return _mean([_is_right(q.quote, output) for q, output in zip(asked, outputs, strict=True)])
+
+
+def _is_right(quote: str, output: str) -> bool:
+    if not quote:
+        return output.strip().startswith(ABSTENTION)
+    answer = parse_answer(output)
+    return answer is not None and quote in answer.quote
 
 
 def perplexity_scores(

@@ -1,4 +1,4 @@
-"""Quotes of the reference target, through HTTP: in every dialect the cited span is the source's own string."""
+"""Quotes of the default target, through HTTP: in every dialect the cited span is the source's own string."""
 
 from __future__ import annotations
 
