@@ -34,7 +34,7 @@ _MARKS: dict[Status, str] = {"ok": "✓", "warning": "!", "broken": "✗"}
 _PACKAGES = ("torch", "transformers", "tokenizers", "sentence-transformers", "numba", "numpy", "pyarrow", "ray")
 _CPU_FLAGS = ("avx2", "fma", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16", "asimd", "bf16")
 _KV_TOKENS = 4096
-_MIN_MEMORY_GB, _MIN_DISK_GB = 2.5, 0.5
+_MIN_MEMORY_GB, _MIN_DISK_GB = 2.5, 1.0
 
 
 class Finding(NamedTuple):

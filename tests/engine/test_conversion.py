@@ -213,6 +213,16 @@ def test_changed_files_are_converted_again(llama: Path, tmp_path: Path, config: 
     assert target_folder(settings) != first
 
 
+def test_a_killed_conversion_is_begun_again(llama: Path, tmp_path: Path, config: Callable[..., TargetConfig]) -> None:
+    """What it had written stayed in the cache for ever, or was read as a model."""
+    settings = config(llama, adapter=str(save_adapter(tmp_path / "adapter", llama)))
+    first = Path(target_folder(settings))
+    half = first.rename(first.with_name(f".building-{first.name}"))
+    (half / "model.safetensors").write_bytes(b"half")
+    assert Path(target_folder(settings)) == first and not half.exists()
+    assert AutoModelForCausalLM.from_pretrained(first) is not None
+
+
 def test_every_rank_reads_the_same_merged_weights(
     llama: Path, tmp_path: Path, config: Callable[..., TargetConfig]
 ) -> None:

@@ -74,7 +74,7 @@ def _read_gguf(path: Path, dtype: torch.dtype) -> Any:
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     check_servable(model, config.get_text_config())
     read: Any = AutoModelForCausalLM.from_pretrained(
-        path.parent, gguf_file=path.name, dtype=dtype, output_loading_info=True
+        path.parent, config=config, gguf_file=path.name, dtype=dtype, output_loading_info=True
     )
     dequantised, report = read
     check_complete(str(path), sorted(report["missing_keys"]))

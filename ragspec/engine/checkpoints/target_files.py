@@ -15,7 +15,6 @@ import hashlib
 import importlib.metadata
 import json
 import os
-import secrets
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -111,7 +110,8 @@ def _converted(model: str, adapter: Path | None, dtype: str, cache: Path) -> Pat
 def _convert(model: str, adapter: Path | None, dtype: str, folder: Path) -> None:
     from ragspec.engine.checkpoints.conversion import convert_target  # Why here: seconds of imports
 
-    building = folder.with_name(f"{TEMPORARY}{secrets.token_hex(8)}")
+    building = folder.with_name(f"{TEMPORARY}{folder.name}")
+    shutil.rmtree(building, ignore_errors=True)  # of a process that was killed
     try:
         convert_target(model, adapter, dtype, building)
         os.replace(building, folder)
