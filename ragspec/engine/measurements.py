@@ -65,6 +65,7 @@ def kept_costs(
         changes = [
             median(forward_s(rows, context) for _ in range(_CHECKED_TIMES)) / table.cost_s(rows, context)
             for rows in _CHECKED_ROWS
+            if rows <= kept.rows[-1]
         ]
         if all(1 / _LARGEST_CHANGE < change < _LARGEST_CHANGE for change in changes):
             factor = mean(changes)

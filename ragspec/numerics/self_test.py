@@ -105,14 +105,15 @@ def _compare_all(
 ) -> list[Failure]:
     """Compare every way of computing the end of the text with one forward of the whole text. Leaves the text in `slots`."""
     length = len(text)
+    slots.release()  # the pages of an earlier round's trees
     failures = _compare("whole", _end(target, slots, text, 0, [length]), whole)
     for size in (c for c in CHUNKS if c < length):
         count = min(_NUM_CHUNKS, length // size)
         start = length - count * size
         failures += _compare(f"chunks of {size}", _end(target, slots, text, start, [size] * count), whole[start:])
     num_own = min(40, length // 2)
-    failures += _compare("trees with decoys", *_trees(target, slots, text, whole, rng))
-    return failures + _compare("another sequence beside", _beside(target, slots, text, num_own, rng), whole[-num_own:])
+    failures += _compare("another sequence beside", _beside(target, slots, text, num_own, rng), whole[-num_own:])
+    return failures + _compare("trees with decoys", *_trees(target, slots, text, whole, rng))
 
 
 def _compare(name: str, got: Floats, expected: Floats) -> list[Failure]:

@@ -139,7 +139,8 @@ class PromptBuilder:
     def _merge_context(self, messages: Sequence[Message], question_first: bool = False) -> list[Message]:
         """Passages move into the user's message before them, and the instruction into the system message.
 
-        A template without a system message gets the instruction before the first passages.
+        Without a system message in the template, the instruction stands before the passages, and the caller's own system message
+        before the first question.
         """
         merged: list[Message] = []
         for message in messages:
@@ -147,18 +148,16 @@ class PromptBuilder:
                 merged.append(message)
             elif merged and merged[-1].role == "user":
                 text = user_text(merged[-1].content, message.content, question_first=question_first)
-                merged[-1] = Message("user", text)
+                merged[-1] = Message("user", text if self._has_system_role else f"{system_text()}\n\n{text}")
             else:
                 raise InputError("a message of the role context must follow a message of the user")
-        first = next((number for number, message in enumerate(messages) if message.role == "context"), None)
-        if first is None:
-            return merged
-        if merged[0].role == "system":
-            return [Message("system", system_text(merged[0].content)), *merged[1:]]
-        if self._has_system_role:
-            return [Message("system", system_text()), *merged]
-        merged[first - 1] = Message("user", system_text() + "\n\n" + merged[first - 1].content)
-        return merged
+        own = merged.pop(0).content if merged[0].role == "system" else ""
+        if not self._has_system_role:
+            first = Message(merged[0].role, f"{own}\n\n{merged[0].content}") if own else merged[0]
+            return [first, *merged[1:]]
+        if any(message.role == "context" for message in messages):
+            own = system_text(own)
+        return [Message("system", own), *merged] if own else merged
 
     def _accepts_system_message(self) -> bool:
         try:

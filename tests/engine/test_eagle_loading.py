@@ -14,7 +14,7 @@ from tiny_target import save_model
 from ragspec.config import DraftingConfig, EagleConfig, EngineConfig, TargetConfig
 from ragspec.core import Request, SamplingParams
 from ragspec.drafting.eagle.checkpoint import HeadCheckpoint
-from ragspec.engine import loading
+from ragspec.engine import measurements
 from ragspec.engine.engine import Engine
 from ragspec.engine.loading import load_engine
 from ragspec.errors import ConfigError, ModelError
@@ -71,7 +71,7 @@ def test_an_engine_that_failed_its_self_test_promises_nothing(model: Path, monke
     request, told = Request("a", (5, 6, 7), SamplingParams(max_tokens=4)), []
     for failures in ((), (Failure("x", 0.1),)):
         monkeypatch.setattr(
-            loading, "self_test", lambda *args, failures=failures: self_test(*args)._replace(failures=failures)
+            measurements, "self_test", lambda *args, failures=failures: self_test(*args)._replace(failures=failures)
         )
         config = TargetConfig(model=str(model), exactness="fast")
         with load_engine(config, EngineConfig(max_kv_tokens=2048), DraftingConfig(drafters=("copy",))) as engine:

@@ -165,12 +165,12 @@ def test_a_question_that_stands_alone_is_answered_from_its_own_passages(asking: 
     assert not ready.rewritten and ids(ready.prompt.passages) == ["bridge"]
 
 
-def test_a_target_of_single_questions_reads_the_standalone_question_alone(
+def test_a_hidden_history_leaves_the_standalone_question_alone(
     retriever: Retriever, store: ConversationStore, engine: Engine
 ) -> None:
     """A target that never saw a second turn wrote its first answer again, whatever was asked."""
-    tokenizer = ALL["reference"]
-    chat = Chat(retriever, PromptBuilder(tokenizer, CONTEXT), store)
+    tokenizer = ALL["chat"]
+    chat = Chat(retriever, PromptBuilder(tokenizer, CONTEXT), store, ChatConfig(history="hidden"))
     first = chat.prepare(turn("Tell me about the Old Mill of Brook Valley."))
     assert chat.remember(first, _answer(chat, first))
     ready = chat.prepare(turn("Tell me about the Old Mill of Brook Valley.", QUOTE, FOLLOW_UP))
@@ -178,7 +178,7 @@ def test_a_target_of_single_questions_reads_the_standalone_question_alone(
     assert ready.question in text and "Old Mill" in ready.question and "Tell me" not in text
     assert ready.dropped_turns == 1 and ready.dropped_passages == first.prompt.passages
     assert (SourceKind.HISTORY, QUOTE) in {(source.kind, source.text) for source in ready.request.sources}
-    shown = Chat(retriever, PromptBuilder(tokenizer, CONTEXT), store, ChatConfig(history="shown"))
+    shown = Chat(retriever, PromptBuilder(tokenizer, CONTEXT), store)
     text = tokenizer.decode(
         list(shown.prepare(turn("Tell me about the Old Mill of Brook Valley.", QUOTE, FOLLOW_UP)).request.prompt_ids)
     )

@@ -31,7 +31,8 @@ def test_every_prompt_begins_with_the_one_before_it(name: str, turns: list[PastT
     for number, turn in enumerate(turns):
         prompt = build_chat_prompt(prompts, system, turns[:number], turn.question, turn.passages, 8)
         assert prompt.num_dropped_turns == 0 and not prompt.dropped and not prompt.dropped_history
-        assert prompt.prompt_ids[: len(before)] == before
+        if name == "strict" or not turn.passages or any(earlier.passages for earlier in turns[:number]):
+            assert prompt.prompt_ids[: len(before)] == before, "only the first passages bring the instruction"
         before = prompt.prompt_ids
 
 
@@ -68,7 +69,7 @@ def test_the_oldest_goes_first_and_the_beginning_then_holds_for_a_while() -> Non
     turns = [
         PastTurn(f"Question {n}?", f"Answer {n}.", (Passage(f"d{n}", 0, "It rained. " * 8, 0, 88),)) for n in range(24)
     ]
-    prompts = [_prompt("reference", 360, turns[:n], turns[n]) for n in range(24)]
+    prompts = [_prompt("chat", 700, turns[:n], turns[n]) for n in range(24)]
     assert all(prompt.passages and not prompt.dropped for prompt in prompts)
     assert prompts[-1].num_dropped_turns > 0 and prompts[-1].history[-1].passages
     shared = [

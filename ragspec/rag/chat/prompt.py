@@ -1,7 +1,8 @@
 """Builds the prompt of a chat: [system][earlier turns with their passages as shown][question][its passages].
 
 Every prompt of a conversation begins with the previous prompt, so the prefix cache holds its keys and values. The exception is a
-turn without an answer: its question becomes part of the next question, and its passages are dropped.
+turn without an answer: its question becomes part of the next question, and its passages are dropped. The first passages of a
+conversation bring the instruction into its system message.
 If not everything fits, the prompt drops, in this order: passages of all turns but the last; the oldest turns, `_STEP` at a time
 so that the prefix stays the same for some turns; the question's lowest-ranked passages; the last turn. All of it is reported.
 """
