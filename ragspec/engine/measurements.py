@@ -1,6 +1,7 @@
 """Self-test results and cost tables of earlier starts, kept on disk so that the next start takes seconds.
 
-A file's name has the numerics id (a hash of the target's own logits and of all versions), the machine and the threads. A short
+A file's name has the numerics id (a hash of the target's own logits and of all versions), the machine, the threads, and a hash of
+the kernels' source: another kernel may give the same first rows and other large batches. A short
 self-test confirms a kept one, and a few forwards confirm kept costs: if either disagrees, everything is measured again.
 
 >>> tested = kept_self_test(target, num_threads)
@@ -9,14 +10,18 @@ self-test confirms a kept one, and a few forwards confirm kept costs: if either 
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import logging
 import platform
 from collections.abc import Callable
 from pathlib import Path
 from statistics import mean, median
 
+import torch
 from pydantic import BaseModel
 
+from ragspec import numerics
 from ragspec.disk import make_folder, write_atomically
 from ragspec.drafting.cost_model import CostTable
 from ragspec.engine.target import Target
@@ -79,7 +84,16 @@ def kept_costs(
 def _path(target: Target, numerics_id: str, num_threads: int) -> Path:
     folder = Path(target.config.cache_dir).expanduser() / "measurements"
     size = f"{target.pool.num_slots}-{target.max_context_tokens}-{target.ranks.size}"
-    return folder / f"{numerics_id}-{platform.node()}-{num_threads}-{size}.json"
+    machine = f"{platform.node()}-{torch.backends.cpu.get_cpu_capability()}"
+    return folder / f"{numerics_id}-{_kernels_digest()}-{machine}-{num_threads}-{size}.json"
+
+
+@functools.cache
+def _kernels_digest() -> str:
+    digest = hashlib.sha256()
+    for path in sorted(Path(numerics.__file__).parent.glob("*.py")):
+        digest.update(path.name.encode() + path.read_bytes())
+    return digest.hexdigest()[:12]
 
 
 def _read(path: Path) -> _Measurements:

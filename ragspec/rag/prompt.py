@@ -160,11 +160,13 @@ class PromptBuilder:
         return [Message("system", own), *merged] if own else merged
 
     def _accepts_system_message(self) -> bool:
+        """Whether the template shows a system message: some templates refuse it, others drop it without a word."""
+        question = [Message("user", "a")]
         try:
-            self._encode([Message("system", "a"), Message("user", "a")])
+            shown = self._encode([Message("system", "An instruction."), *question])
+            return shown not in (self._encode([Message("system", "Another."), *question]), self._encode(question))
         except InputError:
             return False
-        return True
 
     def _encode(self, messages: Sequence[Message], add_generation_prompt: bool = True) -> tuple[int, ...]:
         """Why `sanitize_control_tokens`: only the template may write control tokens; their spelling in a text is plain text."""

@@ -18,7 +18,7 @@ from typing import NamedTuple
 from ragspec.config import ChunkingConfig
 from ragspec.retrieval.chunking import chunk
 from ragspec.retrieval.reading import read_file
-from ragspec.training.documentation_rules import Found, found_in
+from ragspec.training.documentation_rules import RuleMatch, found_in
 from ragspec.training.neighbours import Neighbours
 from ragspec.training.sentences import normalise
 
@@ -111,7 +111,7 @@ def _files(folder: Path, evaluation: bool) -> Iterator[tuple[Path, str]]:
             yield path, name
 
 
-def _is_good(question: str, found: Found, passage: str) -> bool:
+def _is_good(question: str, found: RuleMatch, passage: str) -> bool:
     num_words = len(found.quote.split())
     is_sized = num_words <= MAX_QUOTE_WORDS and (num_words >= 4 or found.kind == "table value")
     is_text = not found.quote.endswith(":") and "::" not in found.quote and not re.search(r"`_|:\w+:`", question)

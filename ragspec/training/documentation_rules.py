@@ -12,7 +12,7 @@ from ragspec.retrieval.chunking import sentences
 from ragspec.training.sentences import normalise
 
 
-class Found(NamedTuple):
+class RuleMatch(NamedTuple):
     """A question and the sentence or row of the passage that answers it."""
 
     question: str
@@ -39,16 +39,16 @@ def _plain(text: str) -> str:
     return text.strip(" ;:,")
 
 
-def found_in(passage: Passage, module: str, tool: str) -> Iterator[Found]:
+def found_in(passage: Passage, module: str, tool: str) -> Iterator[RuleMatch]:
     """Every question that a rule makes of a passage. `tool`: the file's name, of which tables of flags are about."""
     directives, spans = list(_directives(passage.text)), list(sentences(passage.text))
     yield from _of_directives(passage.text, directives, spans, module, tool)
     for match in _FLAG.finditer(passage.text):
         flag = f"What does the {tool.replace('_', ' ')} flag {match['flag']} do?"
-        yield Found(flag, match["text"].strip(), "option")
+        yield RuleMatch(flag, match["text"].strip(), "option")
     for match in _TERM.finditer(passage.text):
         asked = f"What is meant by {match['term']}?"
-        yield Found(asked, _sentence_at(passage.text, spans, match.end()), "definition")
+        yield RuleMatch(asked, _sentence_at(passage.text, spans, match.end()), "definition")
     for start, end in spans:
         owner = next((each.name for each in reversed(directives) if each.start < start), "")
         yield from _of_sentence(passage.text[start:end], owner)
@@ -106,7 +106,7 @@ def _directives(text: str) -> Iterator[_Directive]:
 
 def _of_directives(
     text: str, directives: Iterable[_Directive], spans: list[tuple[int, int]], module: str, tool: str
-) -> Iterator[Found]:
+) -> Iterator[RuleMatch]:
     for each in directives:
         is_option, name = each.kind in ("option", "cmdoption", "envvar"), each.name
         if is_option:
@@ -118,7 +118,7 @@ def _of_directives(
         asked = _QUESTION_OF.get(each.kind.removeprefix("cmd"), "What does {} do?").format(name)
         quote = _sentence_at(text, spans, each.body)
         if not quote.startswith(_NOT_DEFINING):
-            yield Found(asked, quote, "option" if is_option else "definition")
+            yield RuleMatch(asked, quote, "option" if is_option else "definition")
 
 
 def _sentence_at(text: str, spans: list[tuple[int, int]], at: int) -> str:
@@ -163,7 +163,7 @@ _VAGUE = re.compile(
 MAX_PART_WORDS, MAX_SUBJECT_WORDS = 14, 6
 
 
-def _of_sentence(sentence: str, owner: str) -> Iterator[Found]:
+def _of_sentence(sentence: str, owner: str) -> Iterator[RuleMatch]:
     """`owner`: the name of the last directive before the sentence."""
     line = normalise(sentence)
     where = f" in {owner}" if owner else ""
@@ -181,7 +181,7 @@ def _of_sentence(sentence: str, owner: str) -> Iterator[Found]:
             asked = re.sub(r"\byour\b", "my", asked)
         if re.search(r"\w\w[^s]s$", parts.get("this", "")):
             asked = re.sub("^How does ", "How do ", asked)
-        yield Found(asked, sentence, kind)
+        yield RuleMatch(asked, sentence, kind)
         return
 
 
@@ -205,7 +205,7 @@ class _Row(NamedTuple):
     header: list[str]
 
 
-def _of_tables(passage: Passage) -> Iterator[Found]:
+def _of_tables(passage: Passage) -> Iterator[RuleMatch]:
     """What a column says of the first cell of a row, where no other row begins with that cell.
 
     A table whose header is in another passage has two columns or is left alone.
@@ -219,9 +219,11 @@ def _of_tables(passage: Passage) -> Iterator[Found]:
         for column, cell in list(zip(header, cells, strict=False))[1:]:
             if re.fullmatch(r"[\w /()-]{3,40}", column) and cell != cells[0] and re.search(r"\w\w", cell):
                 asked = f"In the table of {about}, what is the {column.lower()} of {cells[0]}?"
-                yield Found(asked, quote, "table value", _short(cell))
+                yield RuleMatch(asked, quote, "table value", _short(cell))
         if not header and len(cells) == 2 and cells[1] not in ("", cells[0]):
-            yield Found(f"What does the table of {about} say about {cells[0]}?", quote, "table value", _short(cells[1]))
+            yield RuleMatch(
+                f"What does the table of {about} say about {cells[0]}?", quote, "table value", _short(cells[1])
+            )
 
 
 def _rows(lines: list[str]) -> Iterator[_Row]:

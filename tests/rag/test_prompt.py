@@ -83,6 +83,17 @@ def test_the_instruction_stands_in_the_system_message_once() -> None:
     assert bare == "<|im_start|>user\nDid it rain?<|im_end|>\n<|im_start|>assistant\n"
 
 
+def test_a_template_that_drops_system_messages_still_shows_the_instruction() -> None:
+    """The instruction vanished without an error, and the target answered as it liked."""
+    dropping = tokenizer(
+        ("<|im_start|>", "<|im_end|>"),
+        chat_template="{% set messages = messages | rejectattr('role', 'equalto', 'system') | list %}" + CHATML,
+        eos_token="<|im_end|>",
+    )
+    text = text_of(dropping, PromptBuilder(dropping, 2048).build("Did it rain?", PASSAGES, 96).prompt_ids)
+    assert wording.INSTRUCTION in text
+
+
 def test_a_template_without_system_messages_gets_the_instruction_before_the_passages() -> None:
     """Gemma's template raises an error for a system message, and every question with passages failed."""
     text = text_of(STRICT, PromptBuilder(STRICT, 2048).build("Did it rain?", PASSAGES, 96).prompt_ids)

@@ -198,7 +198,7 @@ def test_a_fresh_eagle3_head_starts_from_the_target() -> None:
     ((0, 1, 3), 60, "has 2 layers"), ((1, 0, 2), 60, "must rise"), ((0, 1), 60, "three"), (TAPS, 513, "exceeds"),
 ])  # fmt: skip
 def test_a_head_that_cannot_fit_is_refused(taps: tuple[int, ...], vocabulary: int, reason: str) -> None:
-    """Found only by the hook, or by the loader of the finished head."""
+    """RuleMatch only by the hook, or by the loader of the finished head."""
     with pytest.raises((ModelError, ConfigError), match=reason):
         head_config(tiny_target(), EagleFamily.EAGLE3, taps, vocabulary)
 
