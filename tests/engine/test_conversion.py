@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import gguf
+import huggingface_hub
 import numpy as np
 import pytest
 import torch
@@ -17,7 +21,7 @@ from transformers import AutoModelForCausalLM
 
 from ragspec.config import DEFAULT_TARGET, EngineConfig, TargetConfig
 from ragspec.core import Request, SamplingParams
-from ragspec.engine.checkpoints.target_files import PACKAGE_REQUIREMENT, target_folder
+from ragspec.engine.checkpoints.target_files import MAX_UNUSED_DAYS, PACKAGE_REQUIREMENT, target_folder
 from ragspec.engine.parallel import load_rank
 from ragspec.engine.target import Target
 from ragspec.errors import ModelError, SaveError
@@ -211,6 +215,39 @@ def test_changed_files_are_converted_again(llama: Path, tmp_path: Path, config: 
     described = adapter / "adapter_config.json"
     described.write_text(described.read_text().replace("12", "13"))
     assert target_folder(settings) != first
+
+
+def test_an_adapter_of_a_hub_model_is_merged(
+    llama: Path, tmp_path: Path, config: Callable[..., TargetConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Published adapters name their base model as the hub does."""
+    adapter = str(save_adapter(tmp_path / "adapter", llama))
+    snapshots = tmp_path / "hub/models--somebody--tiny"
+    shutil.copytree(llama, snapshots / "snapshots/1234")
+    (snapshots / "refs").mkdir()
+    (snapshots / "refs/main").write_text("1234")
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    assert target_folder(config("somebody/tiny", adapter=adapter)) == target_folder(config(llama, adapter=adapter))
+    with pytest.raises(ModelError, match="somebody/else is neither a directory nor a model of the hub"):
+        target_folder(config("somebody/else", adapter=adapter))
+
+
+def test_conversions_that_nobody_uses_are_removed(
+    llama: Path, tmp_path: Path, config: Callable[..., TargetConfig]
+) -> None:
+    """Every retrained adapter left half a gigabyte behind."""
+    first, second, third = (
+        config(llama, adapter=str(save_adapter(tmp_path / f"adapter{alpha}", llama, lora_alpha=alpha)))
+        for alpha in (1, 2, 3)
+    )
+    old, used = Path(target_folder(first)), Path(target_folder(second))
+    long_ago = time.time() - (MAX_UNUSED_DAYS + 1) * 86_400
+    for folder in (old, used):
+        os.utime(folder, (long_ago, long_ago))
+    assert Path(target_folder(second)) == used
+    kept = Path(target_folder(third))
+    assert not old.exists() and used.exists() and kept.exists()
 
 
 def test_a_killed_conversion_is_begun_again(llama: Path, tmp_path: Path, config: Callable[..., TargetConfig]) -> None:

