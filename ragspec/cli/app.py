@@ -17,7 +17,7 @@ from typing import Annotated
 
 import typer
 
-from ragspec.cli.cluster_commands import cluster
+from ragspec.cli.cluster import cluster
 from ragspec.cli.index import index
 from ragspec.cli.keys import keys
 from ragspec.cli.options import (

@@ -25,6 +25,7 @@ from ragspec.rag.answer import Answer
 from ragspec.rag.iterative.pipeline import IterativePipeline
 from ragspec.rag.iterative.policies import POLICIES
 from ragspec.rag.pipeline import Pipeline
+from ragspec.rag.steps import default_params
 from ragspec.retrieval.search.filters import parse_filter
 
 
@@ -43,7 +44,7 @@ def run_ask(
     """
     question = check_text(_from_stdin() if question == "-" else question, "the question")
     settings = load_config(config, **overrides)
-    params = SamplingParams(**settings.generation.model_dump())
+    params = default_params(settings.generation)
     options = {**options, "filter": _filter(options["filter"])}
     num_passages = overrides["retriever.num_passages"]
     arguments = {} if num_passages is None else {"num_passages": num_passages}

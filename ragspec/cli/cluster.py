@@ -1,4 +1,7 @@
-"""`ragspec cluster up|status|env|down`: a deployment on a Ray cluster; without one, Ray is started on this machine."""
+"""`ragspec cluster up|status|env|down`: a deployment on a Ray cluster; without one, Ray is started on this machine.
+
+Each command imports what it needs when it runs, so that `ragspec --help` loads neither ray nor torch.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +10,10 @@ import json
 import os
 import shlex
 import time
-from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated
 
+import typer
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -22,31 +25,58 @@ from pipelines.batch.ray_session import (
     prepare_token,
     ray_session,
 )
+from ragspec.cli.options import Address, AsJson, Debug, Target, group
 from ragspec.cli.terminal import safe, stage, stay_offline, stderr_console, stdout_console
 from ragspec.config import load_settings
 from ragspec.errors import ConfigError, EngineError
 
 if TYPE_CHECKING:
     from ragspec.cluster.registry import Status
+    from ragspec.cluster.topology import ClusterConfig, Topology
 
+DeploymentName = Annotated[str, typer.Option("--name", help="The deployment's name.")]
+
+cluster = group("cluster", "Engines, shards and encoders on a Ray cluster.")
 _STATES = {"live": "green", "starting": "yellow", "lost": "bold red"}
 
 
-def run_up(
-    config: Path | None, overrides: Mapping[str, Any], name: str, address: str | None, *, insecure: bool, as_json: bool
+@cluster.command()
+def up(
+    config: Annotated[
+        Path | None, typer.Option(help="A YAML configuration with a topology; the options win.", show_default=False)
+    ] = None,
+    replicas: Annotated[int | None, typer.Option(help="Engines beside each other.", show_default=False)] = None,
+    tensor_parallel: Annotated[
+        int | None, typer.Option(help="Ranks that share an engine's target: 1, 2 or 4.", show_default=False)
+    ] = None,
+    shards: Annotated[int | None, typer.Option(help="Parts of the index.", show_default=False)] = None,
+    index: Annotated[
+        Path | None, typer.Option(help="The index's folder; none: engines only.", show_default=False)
+    ] = None,
+    target: Target = None,
+    address: Address = None,
+    name: DeploymentName = "ragspec",
+    insecure: Annotated[
+        bool, typer.Option("--insecure", help="Use a cluster that anybody who reaches it may use.")
+    ] = False,
+    as_json: AsJson = False,
+    debug: Debug = False,
 ) -> None:
-    """Returns when everything is live. If anything fails, everything that it started is ended. Raises: RagspecError."""
+    """Start a deployment, on a cluster of this machine if no other is named, and wait until it serves."""
     from ragspec.cluster.topology import ClusterConfig
 
+    overrides = {
+        "topology.replicas": replicas,
+        "topology.tensor_parallel": tensor_parallel,
+        "topology.num_shards": shards,
+        "retriever.index_dir": index and str(index),
+        "target.model": target,
+    }
     settings = load_settings(ClusterConfig, config, **overrides)
-    topology, retriever = settings.topology, settings.retriever
-    if "fail_closed" in retriever.model_fields_set and retriever.fail_closed != topology.fail_closed:
-        raise ConfigError("of a deployment it is topology.fail_closed that counts, not retriever.fail_closed")
-    if not retriever.index_dir and "num_shards" not in topology.model_fields_set:
-        topology = topology.model_copy(update={"num_shards": 0, "num_encoders": 0})
+    topology = _topology_of(settings)
     stay_offline(settings.target)
     console = stderr_console()
-    with contextlib.ExitStack() as undo:
+    with contextlib.ExitStack() as undo:  # if anything fails, everything that was started here is ended
         address = _cluster_for(name, address, insecure, console, undo)
         with ray_session(address), stage(console, "deployment", "Starting engines, shards and encoders") as done:
             from ragspec.cluster.deployment import Deployment
@@ -57,18 +87,22 @@ def run_up(
             _show(deployment.status(), as_json=as_json)
 
 
-def run_status(name: str, address: str | None, *, as_json: bool) -> int:
-    """The exit code: 0 if everything is live, else 1. Raises: RagspecError."""
+@cluster.command("status")
+def show_status(
+    address: Address = None, name: DeploymentName = "ragspec", as_json: AsJson = False, debug: Debug = False
+) -> None:
+    """What there is of a deployment, and how it is. Exits 1 if a part of it is not live."""
     with ray_session(_known_address(name, address)):
         from ragspec.cluster.registry import status_of
 
         status = status_of(name)
     _show(status, as_json=as_json)
-    return int(not status.is_complete)
+    raise typer.Exit(int(not status.is_complete))
 
 
-def run_env(name: str) -> None:
-    """Print `export` lines for a shell. Raises: EngineError if no cluster was started here."""
+@cluster.command()
+def env(name: DeploymentName = "ragspec", debug: Debug = False) -> None:
+    """Print what other programs must have set to find the cluster that was started here, for a shell's `eval`."""
     from ragspec.cluster.local_cluster import LocalCluster
 
     nodes = LocalCluster.recorded(clusters_folder() / name)
@@ -78,8 +112,9 @@ def run_env(name: str) -> None:
         print(f"export {variable}={shlex.quote(value)}")
 
 
-def run_down(name: str, address: str | None) -> None:
-    """End the deployment, and the cluster if `up` started it. Nothing there: nothing happens. Raises: RagspecError."""
+@cluster.command()
+def down(address: Address = None, name: DeploymentName = "ragspec", debug: Debug = False) -> None:
+    """End a deployment, and the cluster if it was started for it. May be repeated, also after a crash."""
     from ragspec.cluster.local_cluster import LocalCluster
 
     console = stderr_console()
@@ -96,6 +131,16 @@ def run_down(name: str, address: str | None) -> None:
             done.detail = f"{name}; the cluster at {address} goes on"
     else:
         console.print(Text(f"nothing to take down: no cluster was started here for {name}", "dim"))
+
+
+def _topology_of(settings: ClusterConfig) -> Topology:
+    """Without an index there are no shards, unless the configuration asks for some. Raises: ConfigError."""
+    topology, retriever = settings.topology, settings.retriever
+    if "fail_closed" in retriever.model_fields_set and retriever.fail_closed != topology.fail_closed:
+        raise ConfigError("of a deployment it is topology.fail_closed that counts, not retriever.fail_closed")
+    if not retriever.index_dir and "num_shards" not in topology.model_fields_set:
+        return topology.model_copy(update={"num_shards": 0, "num_encoders": 0})
+    return topology
 
 
 def _cluster_for(name: str, address: str | None, insecure: bool, console: Console, undo: contextlib.ExitStack) -> str:

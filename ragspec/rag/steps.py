@@ -210,6 +210,4 @@ def params_of_each(
 
 
 def default_params(config: GenerationConfig) -> SamplingParams:
-    return SamplingParams(
-        max_tokens=config.max_tokens, temperature=config.temperature, top_p=config.top_p, seed=config.seed
-    )
+    return SamplingParams(**config.model_dump())
