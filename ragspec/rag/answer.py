@@ -51,14 +51,6 @@ class AnswerStats:
         return self.generation.acceptance_length
 
     @property
-    def exactness(self) -> str:
-        return self.generation.exactness
-
-    @property
-    def num_near_ties(self) -> int:
-        return self.generation.num_near_ties
-
-    @property
     def tokens_per_s(self) -> float:
         """Output tokens after the prompt's step per second of decoding; 0 if there are none."""
         decoded = self.generation.num_output_tokens - self.generation.num_first_tokens

@@ -92,12 +92,20 @@ class RetrievedQuestion:
 
 @dataclass(frozen=True, slots=True)
 class PreparedQuestion:
-    """A question with its prompt and engine request."""
+    """A question as asked, with its prompt and engine request. `generation` and `missing` as in `RetrievedQuestion`."""
 
-    retrieved: RetrievedQuestion
+    user_question: str
     prompt: Prompt
     request: Request
+    generation: str
+    missing: tuple[str, ...]
+    retrieve_s: float
     prompt_s: float
+
+    @property
+    def dropped_passages(self) -> tuple[Passage, ...]:
+        """Retrieved passages that did not fit the prompt."""
+        return self.prompt.dropped
 
 
 def retrieve_passages(retriever: RetrieverLike, questions: Sequence[Question]) -> list[RetrievedQuestion]:
@@ -133,7 +141,8 @@ def build_request(retrieved: RetrievedQuestion, prompts: PromptBuilder) -> Prepa
         question.speculation,
         affinity="\n".join(sorted({passage.document_id for passage in prompt.passages})),
     )
-    return PreparedQuestion(retrieved, prompt, request, time.perf_counter() - begin)
+    index, prompt_s = (retrieved.generation, retrieved.missing), time.perf_counter() - begin
+    return PreparedQuestion(question.text, prompt, request, *index, retrieved.retrieve_s, prompt_s)
 
 
 def copy_sources(
@@ -160,36 +169,18 @@ async def collect_completions(engine: EngineLike, request: Request) -> list[Comp
 
 
 def build_answer(prepared: PreparedQuestion, completion: Completion) -> Answer:
-    """The answer of one choice, with citations."""
-    retrieved = prepared.retrieved
-    stats = AnswerStats(
-        retrieved.retrieve_s,
-        prepared.prompt_s,
-        retrieved.generation,
-        completion.stats,
-        missing_segments=retrieved.missing,
-    )
-    return answer_of(retrieved.question.text, completion, prepared.prompt.passages, prepared.prompt.dropped, stats)
-
-
-def answer_of(
-    question: str,
-    completion: Completion,
-    passages: tuple[Passage, ...],
-    dropped: tuple[Passage, ...],
-    stats: AnswerStats,
-) -> Answer:
-    """A completion with its citations of `passages`, which are numbered in the prompt."""
+    """The answer of one choice, with citations of the prompt's passages, by their numbers there."""
+    passages, times = prepared.prompt.passages, (prepared.retrieve_s, prepared.prompt_s)
     return Answer(
-        question,
+        prepared.user_question,
         completion.text,
         tuple(find_citations(completion.text, passages)),
         passages,
-        dropped,
+        prepared.dropped_passages,
         completion.finish_reason,
         completion.token_ids,
         completion.logprobs,
-        stats,
+        AnswerStats(*times, prepared.generation, completion.stats, missing_segments=prepared.missing),
     )
 
 

@@ -19,7 +19,7 @@ from fastapi.responses import Response
 from ragspec.core import Completion, TokenLogprob
 from ragspec.rag.answer import Answer
 from ragspec.rag.chat.chat import ChatTurn, PreparedTurn
-from ragspec.rag.steps import parse_scope
+from ragspec.rag.steps import build_answer, parse_scope
 from ragspec.retrieval.search.segment_search import SearchScope
 from ragspec.speculation import ON, Speculation
 from services.backend import ServiceBackend
@@ -150,13 +150,13 @@ class ChatFormat(AnswerFormat):
 
     async def _answers(self, completions: Sequence[Completion]) -> list[Answer]:
         """Adds citations and stores the turn; in a thread if there are passages to search or a conversation to write."""
-        if self._ready.prompt.passages or self._ready.conversation:
+        if self._ready.prompt.passages or self._ready.turn.conversation:
             return await asyncio.to_thread(self._answers_blocking, completions)
         return self._answers_blocking(completions)
 
     def _answers_blocking(self, completions: Sequence[Completion]) -> list[Answer]:
         chat = self.context.backend.chat
-        answers = [chat.build_answer(self._ready, completion) for completion in completions]
+        answers = [build_answer(self._ready, completion) for completion in completions]
         for answer, completion in zip(answers, completions, strict=True):
             if completion.choice == 0:  # the conversation goes on with the first choice
                 self._is_kept = chat.remember(self._ready, answer)
@@ -166,12 +166,12 @@ class ChatFormat(AnswerFormat):
         """Fields of `ragspec` that are known before the first token."""
         ready = self._ready
         return {
-            "conversation": ready.conversation or None,
+            "conversation": ready.turn.conversation or None,
             "question": ready.question,
-            "rewritten": ready.rewritten,
+            "rewritten": ready.question != ready.user_question,
             "passages": passages_of(ready.prompt.passages),
             "dropped_passages": len(ready.dropped_passages),
-            "dropped_turns": ready.dropped_turns,
+            "dropped_turns": ready.prompt.num_dropped_turns,
             "missing_segments": list(ready.missing),
             "index_generation": ready.generation,
             "seed": self.context.params.seed,
@@ -179,7 +179,7 @@ class ChatFormat(AnswerFormat):
 
     def _kept_field(self) -> dict[str, Any]:
         """Whether the named conversation stored this turn."""
-        return {"kept": self._is_kept} if self._ready.conversation else {}
+        return {"kept": self._is_kept} if self._ready.turn.conversation else {}
 
     def _citations(self, answer: Answer) -> dict[str, Any]:
         return citation_fields(answer, self._body.citations or "openai")

@@ -34,7 +34,7 @@ from ragspec.rag.chat.conversations import ConversationStore, QaPair, ShownPassa
 from ragspec.rag.chat.history import ChatHistory
 from ragspec.rag.chat.retrieval import WHOLE_INDEX
 from ragspec.rag.prompt import PromptBuilder
-from ragspec.rag.steps import parse_scope
+from ragspec.rag.steps import build_answer, parse_scope
 from ragspec.retrieval.index.store import Store
 from ragspec.retrieval.index.writer import IndexWriter
 from ragspec.retrieval.retriever import Retriever, build_index
@@ -70,7 +70,7 @@ class Asking:
     def __call__(self, turn: ChatTurn, says: str = "") -> tuple[PreparedTurn, Answer]:
         self.switch.answer = says
         ready = self.chat.prepare(turn)
-        answer = self.chat.build_answer(ready, self.engine.generate([ready.request])[0])
+        answer = build_answer(ready, self.engine.generate([ready.request])[0])
         assert self.chat.remember(ready, answer)
         return ready, answer
 
@@ -162,7 +162,7 @@ def test_a_question_that_stands_alone_is_answered_from_its_own_passages(asking: 
     """After a change of subject the passage of the old one stood in the prompt, and was quoted again."""
     asking(turn(QUESTION), QUOTE)
     ready = asking.chat.prepare(turn(QUESTION, QUOTE, "What happened in the flood of the Brook in 1921?"))
-    assert not ready.rewritten and ids(ready.prompt.passages) == ["bridge"]
+    assert ready.question == ready.user_question and ids(ready.prompt.passages) == ["bridge"]
 
 
 def test_a_hidden_history_leaves_the_standalone_question_alone(
@@ -172,11 +172,11 @@ def test_a_hidden_history_leaves_the_standalone_question_alone(
     tokenizer = ALL["chat"]
     chat = Chat(retriever, PromptBuilder(tokenizer, CONTEXT), store, ChatConfig(history="hidden"))
     first = chat.prepare(turn("Tell me about the Old Mill of Brook Valley."))
-    assert chat.remember(first, _answer(chat, first))
+    assert chat.remember(first, _answer(first))
     ready = chat.prepare(turn("Tell me about the Old Mill of Brook Valley.", QUOTE, FOLLOW_UP))
     text = tokenizer.decode(list(ready.request.prompt_ids))
     assert ready.question in text and "Old Mill" in ready.question and "Tell me" not in text
-    assert ready.dropped_turns == 1 and ready.dropped_passages == first.prompt.passages
+    assert ready.prompt.num_dropped_turns == 1 and ready.dropped_passages == first.prompt.passages
     assert (SourceKind.HISTORY, QUOTE) in {(source.kind, source.text) for source in ready.request.sources}
     shown = Chat(retriever, PromptBuilder(tokenizer, CONTEXT), store)
     text = tokenizer.decode(
@@ -201,11 +201,11 @@ def test_the_first_question_is_looked_up_as_it_is_and_the_first_follow_up_is_not
 ) -> None:
     """Rewriting that begins with the second follow-up is the classic mistake."""
     first, _ = asking(turn("Tell me about the Old Mill of Brook Valley."), QUOTE)
-    assert not first.rewritten and first.question == first.user_question
+    assert first.question == first.user_question
     second = asking.chat.prepare(turn("Tell me about the Old Mill of Brook Valley.", QUOTE, FOLLOW_UP))
-    assert second.rewritten and second.user_question == FOLLOW_UP and "Old Mill" in second.question
+    assert second.user_question == FOLLOW_UP and "Old Mill" in second.question
     off = Chat(retriever, prompts, None, ChatConfig(rewriter="off"))
-    assert not off.prepare(turn("Tell me about the Old Mill of Brook Valley.", QUOTE, FOLLOW_UP)).rewritten
+    assert off.prepare(turn("Tell me about the Old Mill of Brook Valley.", QUOTE, FOLLOW_UP)).question == FOLLOW_UP
 
 
 def test_what_does_not_fit_goes_oldest_first_and_is_reported(chat: Chat, prompts: PromptBuilder) -> None:
@@ -213,13 +213,13 @@ def test_what_does_not_fit_goes_oldest_first_and_is_reported(chat: Chat, prompts
     texts = [text for n in range(12) for text in (f"Question {n}, what of the mill?", f"Answer {n}. " * 6)]
     ready = chat.prepare(turn(*texts, QUESTION, num_passages=2))
     assert len(ready.prompt.prompt_ids) + PARAMS.max_tokens <= CONTEXT
-    assert 0 < ready.dropped_turns < 12
-    assert len(ready.prompt.history) == 12 - ready.dropped_turns
+    assert 0 < ready.prompt.num_dropped_turns < 12
+    assert len(ready.prompt.history) == 12 - ready.prompt.num_dropped_turns
     assert ready.prompt.history[-1].question == "Question 11, what of the mill?"
     assert len(ready.prompt.passages) == 2
     text = prompts.tokenizer.decode(list(ready.prompt.prompt_ids))
-    assert QUESTION in text and f"Question {ready.dropped_turns}," in text
-    assert f"Question {ready.dropped_turns - 1}," not in text
+    assert QUESTION in text and f"Question {ready.prompt.num_dropped_turns}," in text
+    assert f"Question {ready.prompt.num_dropped_turns - 1}," not in text
 
 
 def test_a_question_that_does_not_fit_is_refused_and_never_cut(chat: Chat) -> None:
@@ -237,7 +237,7 @@ def test_a_megabyte_of_history_costs_a_context_of_it(chat: Chat) -> None:
     """Every request tokenised the whole conversation, a hundred times what fits."""
     texts = [text for n in range(200) for text in (f"Question {n}?", "word " * 1_000)]
     ready = chat.prepare(turn(*texts, QUESTION))
-    assert ready.dropped_turns >= 190
+    assert ready.prompt.num_dropped_turns >= 190
 
 
 def test_history_passages_and_prediction_are_copied_from(asking: Asking) -> None:
@@ -334,7 +334,7 @@ def test_a_follow_up_that_looks_nothing_up_needs_no_index_where_that_is_allowed(
     """It failed all the same: the passages of the turn before were to be confirmed."""
     first = Chat(retriever, prompts, store).prepare(turn(QUESTION))
     chat = Chat(retriever, prompts, store)
-    assert chat.remember(first, _answer(chat, first))
+    assert chat.remember(first, _answer(first))
     broken: Any = Broken(RetrievalError("the index does not answer"))
     follow_up = replace(turn(QUESTION, QUOTE, FOLLOW_UP), retrieve=False)
     ready = Chat(broken, prompts, store, ChatConfig(answer_without_index=True)).prepare(follow_up)
@@ -351,7 +351,7 @@ def test_a_full_disk_takes_nothing_from_the_answer(
     chat = Chat(retriever, prompts, broken)
     switch.answer = QUOTE
     ready = chat.prepare(turn(QUESTION, QUOTE, FOLLOW_UP))
-    answer = chat.build_answer(ready, engine.generate([ready.request])[0])
+    answer = build_answer(ready, engine.generate([ready.request])[0])
     assert answer.text == QUOTE and not chat.remember(ready, answer)
 
 
@@ -366,7 +366,7 @@ def test_what_was_deleted_is_in_no_later_turn(
     chat = Chat(Retriever(encoder, Store.open(tmp_path / "index", encoder.identity), config), prompts, store)
     ready = chat.prepare(turn(QUESTION, num_passages=3))
     assert {"old", "mill"} <= set(ids(ready.prompt.passages))
-    assert chat.remember(ready, _answer(chat, ready))
+    assert chat.remember(ready, _answer(ready))
     with IndexWriter(tmp_path / "index") as writer:
         writer.delete("old")
         writer.commit()
@@ -379,10 +379,8 @@ def test_what_was_deleted_is_in_no_later_turn(
     assert list(without.prompt.history[0].passages) == kept and not without.prompt.passages
 
 
-def _answer(chat: Chat, ready: PreparedTurn) -> Answer:
-    return chat.build_answer(
-        ready, Completion(ready.request.id, 0, (), QUOTE, FinishReason.STOP, (), GenerationStats())
-    )
+def _answer(ready: PreparedTurn) -> Answer:
+    return build_answer(ready, Completion(ready.request.id, 0, (), QUOTE, FinishReason.STOP, (), GenerationStats()))
 
 
 def test_a_passage_that_was_changed_takes_nothing_from_its_new_text() -> None:

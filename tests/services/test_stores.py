@@ -16,7 +16,7 @@ from service_parts import Service, Serving
 
 from ragspec.core import Message, SamplingParams
 from ragspec.rag.chat.chat import ChatTurn
-from ragspec.rag.steps import parse_scope
+from ragspec.rag.steps import build_answer, parse_scope
 from ragspec.retrieval.search.segment_search import SearchScope
 from services.stores.schemas import unit_score
 
@@ -167,7 +167,7 @@ def test_deletion_holds_for_the_next_query(ann: openai.OpenAI, library_service: 
     )
     ready = chat.prepare(turn)
     (completion,) = engine.generate([ready.request])
-    assert ready.prompt.passages and chat.remember(ready, chat.build_answer(ready, completion))
+    assert ready.prompt.passages and chat.remember(ready, build_answer(ready, completion))
     ann.vector_stores.files.delete(member.id, vector_store_id=store)
     assert not texts(ann, store)
     with pytest.raises(openai.NotFoundError):

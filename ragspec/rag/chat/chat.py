@@ -3,7 +3,7 @@
     >>> chat = Chat(retriever, prompts, conversations, ChatConfig())
     >>> turn = ChatTurn(uuid4().hex, (Message("user", "And in 1977?"),), params, SearchScope("acme"), conversation_id)
     >>> prepared = chat.prepare(turn)
-    >>> answer = chat.build_answer(prepared, engine.generate([prepared.request])[0])
+    >>> answer = build_answer(prepared, engine.generate([prepared.request])[0])
     >>> chat.remember(prepared, answer)
 
 A client either names a conversation that the store keeps, or sends all messages every time. In both cases the store finds the
@@ -18,9 +18,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from ragspec.core import Completion, Message, Passage, Request, SamplingParams, check_text
+from ragspec.core import Message, Passage, Request, SamplingParams, check_text
 from ragspec.errors import InputError, RagspecError
-from ragspec.rag.answer import Answer, AnswerStats
+from ragspec.rag.answer import Answer
 from ragspec.rag.cache_salts import TenantCaches, cache_salt_of
 from ragspec.rag.chat.config import ChatConfig
 from ragspec.rag.chat.conversations import ConversationStore, QaPair, ShownPassages
@@ -29,7 +29,7 @@ from ragspec.rag.chat.prompt import ChatPrompt, PastTurn, build_chat_prompt
 from ragspec.rag.chat.query_rewriter import QueryRewriter
 from ragspec.rag.chat.retrieval import ChatContext, ChatRetriever
 from ragspec.rag.prompt import PromptBuilder
-from ragspec.rag.steps import EngineLike, RetrieverLike, answer_of, copy_sources
+from ragspec.rag.steps import EngineLike, PreparedQuestion, RetrieverLike, copy_sources
 from ragspec.retrieval.search.segment_search import PUBLIC_SCOPE, SearchScope
 from ragspec.speculation import ON, Speculation
 
@@ -80,31 +80,13 @@ class ChatTurn:
 
 
 @dataclass(frozen=True, slots=True)
-class PreparedTurn:
-    """A turn with its prompt and engine request. `user_question`: as asked; `question`: as rewritten for retrieval."""
+class PreparedTurn(PreparedQuestion):
+    """A turn with its prompt and engine request. `question`: the user's question as rewritten for retrieval."""
 
-    turn: ChatTurn
-    request: Request
     prompt: ChatPrompt
-    user_question: str
+    turn: ChatTurn
     question: str
-    generation: str
-    missing: tuple[str, ...]
-    retrieve_s: float
-    prompt_s: float
     history: ChatHistory = field(repr=False)
-
-    @property
-    def conversation(self) -> str:
-        return self.turn.conversation
-
-    @property
-    def rewritten(self) -> bool:
-        return self.question != self.user_question
-
-    @property
-    def dropped_turns(self) -> int:
-        return self.prompt.num_dropped_turns
 
     @property
     def dropped_passages(self) -> tuple[Passage, ...]:
@@ -157,19 +139,8 @@ class Chat:
             affinity=turn.conversation or history.keys[0],
         )
         prompt_s = time.perf_counter() - begin - retrieve_s
-        index = context.generation, context.missing
-        return PreparedTurn(turn, request, prompt, user_question, question, *index, retrieve_s, prompt_s, history)
-
-    def build_answer(self, prepared: PreparedTurn, completion: Completion) -> Answer:
-        """The answer of one choice, with citations."""
-        stats = AnswerStats(
-            prepared.retrieve_s,
-            prepared.prompt_s,
-            prepared.generation,
-            completion.stats,
-            missing_segments=prepared.missing,
-        )
-        return answer_of(prepared.user_question, completion, prepared.prompt.passages, prepared.dropped_passages, stats)
+        found = context.generation, context.missing, retrieve_s
+        return PreparedTurn(user_question, prompt, request, *found, prompt_s, turn, question, history)
 
     def remember(self, prepared: PreparedTurn, answer: Answer) -> bool:
         """Store the turn for later turns; whether its messages were stored. A failing store is logged, not raised."""

@@ -211,13 +211,6 @@ class ConversationStore:
                     _delete_shown(db, tenant, key)
         self._database.truncate_log()
 
-    def purge(self, tenant: str) -> None:
-        """Delete every entry of a tenant. Raises: SaveError, StoreCorrupt."""
-        with self._database.writing() as db:
-            for table in ("conversations", "said", "shown", "shown_documents"):
-                db.execute(f"DELETE FROM {table} WHERE tenant=?", (tenant,))
-        self._database.truncate_log()
-
     def close(self) -> None:
         self._database.close()
 
