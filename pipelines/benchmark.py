@@ -5,7 +5,7 @@
     python -m pipelines.benchmark --suite rag --forced gold
     python -m pipelines.benchmark --suite retrieval
     python -m pipelines.benchmark --suite iterative --plots plots
-    python -m pipelines.benchmark --suite drafters --heads heads --plots plots
+    python -m pipelines.benchmark --suite drafters --heads heads
     python -m pipelines.benchmark --suite cluster --quick
     python -m pipelines.benchmark --suite chaos
     python -m pipelines.benchmark --suite chat

@@ -1,4 +1,4 @@
-"""What stands first in the suite `drafters`, its tables and its pictures, from rows made by hand."""
+"""What stands first in the suite `drafters`, and its tables, from rows made by hand."""
 
 from __future__ import annotations
 
@@ -6,17 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from ragspec.errors import ModelError, SaveError
-from ragspec.evaluation.plots import write_figures
+from ragspec.errors import ModelError
 from ragspec.evaluation.report import Result, summary
-from ragspec.evaluation.suite import Outcome
 from ragspec.evaluation.suites.drafters.report import (
     METRICS,
     NOTES,
-    batch_lines,
-    depth_lines,
     drafters_tables,
-    draw_drafters,
     free_running,
     headlines,
     merged_over_best,
@@ -129,6 +124,7 @@ def test_tables_hold_every_variant_and_only_what_was_measured() -> None:
     assert tables["speed-up of decoding"][EAGLE3]["prose, T = 0"] == 1.6, "not the chain's"
     assert tables["side by side, T = 0, prompts included: speed-up"][MERGED] == {"prose, 1": 20.0, "prose, 4": 5.0}
     assert tables["pos_acc, prose, T = 0, trees that pay"][EAGLE2] == {"depth 1": 0.6, "depth 2": 0.4}
+    assert tables[f"pos_acc, prose, T = 1, {TREE_NODES} nodes"].keys() == {EAGLE2, EAGLE3}
     assert tables[f"tokens a decode step, {TREE_NODES} nodes"][EAGLE2]["prose, T = 1, uncoupled"] == 1.2
     assert tables["tokens a step by acceptance rule"]["tree"] == {"chain": None, "iid": 1.75}
     assert "output repeats itself, share" in tables
@@ -141,34 +137,6 @@ def test_what_is_missing_and_left_out_is_said() -> None:
     said = summary(whole_result(grid()), METRICS, NOTES)
     assert ("missing", "", EAGLE1) in said and ("left_out", "", "something") in said
     assert {metric.name for metric in METRICS} <= {name for name, _, _ in said} | {"peak_pss_mb"}
-
-
-def test_lines_are_of_fixed_trees_and_leave_out_what_few_steps_reached() -> None:
-    """Bug guarded: trees that were drafted only where it was easy; chains; a share of three steps drawn as a finding."""
-    rows = [
-        row(EAGLE3, nodes=16, pos_acc={"eagle": [0.6, 0.4, 1.0]}, pos_reached={"eagle": [60, 30, 3]}),
-        row(EAGLE3, pos_acc={"eagle": [0.9]}, pos_reached={"eagle": [60]}),
-        row(EAGLE1, nodes=16, shape="chain"),
-        row(EAGLE2, nodes=16, temperature=1.0),
-        row(EAGLE2, nodes=16, temperature=1.0, coupled=False, pos_acc={"eagle": [0.1, 0.1]}),
-        row(NONE),
-    ]
-    assert depth_lines(rows, 0.0) == {EAGLE3: [(1, 0.6), (2, 0.4)]}
-    assert depth_lines(rows, 1.0) == {EAGLE2: [(1, 0.6), (2, 0.4)]}
-    batches = [row(COPY, batch=batch, prompts_included=True) for batch in (4, 1)]
-    assert batch_lines([*rows, *batches], "prose") == {COPY: [(1, 1.5), (4, 1.5)]}
-
-
-def test_pictures_are_written(tmp_path: Path) -> None:
-    """Bug guarded: a picture that fails on a grid with holes, or that is empty."""
-    for name, rows in (("whole", grid()), ("copying alone", [row(NONE), row(COPY)])):
-        outcome = Outcome({"rows": rows})
-        paths = write_figures(lambda outcome=outcome: draw_drafters(outcome, "made up"), tmp_path / name)  # type: ignore[misc]
-        assert [path.name for path in paths] == ["drafters_pos_acc.png", "drafters_batch.png"]
-        assert all(path.stat().st_size > 5_000 for path in paths)
-    (tmp_path / "file").write_text("")
-    with pytest.raises(SaveError):
-        write_figures(lambda: draw_drafters(Outcome({"rows": grid()}), "made up"), tmp_path / "file")
 
 
 def heads_in(folder: Path, *names: str) -> Path:

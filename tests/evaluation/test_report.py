@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
+
+import pytest
 
 from ragspec.core import Passage
+from ragspec.errors import SaveError
 from ragspec.evaluation.datasets import Question
 from ragspec.evaluation.metrics import answer_scores
+from ragspec.evaluation.plots import write_figures
 from ragspec.evaluation.report import rounded
 
 
@@ -29,3 +34,10 @@ def test_a_sentence_that_was_to_be_quoted_is_compared_with_the_quote() -> None:
     passages = [[Passage("a", "a", sentence, 0, len(sentence))], []]
     scores = answer_scores(questions, texts, passages)
     assert (scores["em"], scores["f1"]) == (1.0, 1.0)
+
+
+def test_a_folder_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
+    """Bug guarded: a traceback after an hour of measuring."""
+    (tmp_path / "file").write_text("")
+    with pytest.raises(SaveError):
+        write_figures(dict, tmp_path / "file")

@@ -1,13 +1,11 @@
-"""The metrics, tables and figures of the suite `drafters`: acceptance by depth, and speed-up by requests side by side."""
+"""The metrics and tables of the suite `drafters`: acceptance by depth, and speed-up by requests side by side."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from ragspec.evaluation.plots import INK, OTHER, OWN, Figures, label_axes, mark_level, new_figure
 from ragspec.evaluation.report import PEAK_MEMORY, Metric, Result, Table, transposed
-from ragspec.evaluation.suite import Outcome
 from ragspec.evaluation.suites.drafters.prompts import CHAT, PROSE, RAG
 from ragspec.evaluation.suites.drafters.variants import (
     CHAIN,
@@ -36,18 +34,6 @@ METRICS = (
     Metric("identical", "every output token equal to plain decoding's"),
     PEAK_MEMORY,
 )
-
-_FEWEST_STEPS = 20
-"""A share of fewer steps is noise and is not drawn."""
-
-_STYLES: dict[str, dict[str, Any]] = {
-    COPY: {"color": OTHER, "marker": "s"},
-    EAGLE1: {"color": "#c58b2b", "marker": "^"},
-    EAGLE2: {"color": "#8a4f7d", "marker": "v"},
-    EAGLE3: {"color": OWN, "marker": "o"},
-    MERGED: {"color": INK, "marker": "D"},
-}
-Line = list[tuple[int, float]]
 
 
 def headlines(rows: Sequence[Result], same_beginnings: Mapping[str, Result]) -> Result:
@@ -113,9 +99,10 @@ def drafters_tables(result: Result) -> dict[str, Table]:
         "side by side, T = 0, prompts included: speed-up": _by_variant(
             batched, "speedup", lambda row: f"{row['task']}, {row['batch']}"
         ),
-        f"pos_acc, {PROSE}, T = 0, trees that pay": _by_depth(drafted),
-        f"pos_acc, {PROSE}, T = 0, {TREE_NODES} nodes": _by_depth(fixed),
-        f"n-alpha of chains, {PROSE}, T = 0": _by_depth(chains),
+        f"pos_acc, {PROSE}, T = 0, trees that pay": _by_depth(drafted, 0.0),
+        f"pos_acc, {PROSE}, T = 0, {TREE_NODES} nodes": _by_depth(fixed, 0.0),
+        f"pos_acc, {PROSE}, T = 1, {TREE_NODES} nodes": _by_depth([row for row in fixed if row["coupled"]], 1.0),
+        f"n-alpha of chains, {PROSE}, T = 0": _by_depth(chains, 0.0),
         "tokens a decode step, chains": _by_variant(chains, "acceptance_length"),
         f"tokens a decode step, {TREE_NODES} nodes": _by_variant(
             fixed, "acceptance_length", lambda row: _setting(row) + ("" if row["coupled"] else ", uncoupled")
@@ -143,71 +130,11 @@ def _by_variant(rows: Iterable[Result], key: str, cell: Callable[[Result], str] 
     return table
 
 
-def _by_depth(rows: Iterable[Result]) -> dict[str, Any]:
-    """Greedy prose. A merged draft has a column for each of its drafters."""
+def _by_depth(rows: Iterable[Result], temperature: float) -> dict[str, Any]:
+    """Prose alone. A merged draft has a column for each of its drafters."""
     table: dict[str, Any] = {}
-    for row in (row for row in rows if row["task"] == PROSE and row["temperature"] == 0.0):
+    for row in (row for row in rows if row["task"] == PROSE and row["temperature"] == temperature):
         for drafter, shares in row["pos_acc"].items():
             name = row["variant"] if len(row["pos_acc"]) == 1 else f"{row['variant']}: {drafter}"
             table[name] = {f"depth {depth}": share for depth, share in enumerate(shares, 1)}
     return table
-
-
-def draw_drafters(outcome: Outcome, title: str) -> Figures:
-    """`drafters_pos_acc` and `drafters_batch`."""
-    rows = outcome.result["rows"]
-    return {"drafters_pos_acc": _draw_by_depth(rows, title), "drafters_batch": _draw_by_batch(rows, title)}
-
-
-def depth_lines(rows: list[Result], temperature: float) -> dict[str, Line]:
-    """By variant, (depth, share accepted) of fixed trees on prose, whose children know the noise."""
-    lines: dict[str, Line] = {}
-    for row in _trees(rows, PROSE, temperature, nodes=TREE_NODES):
-        if row["coupled"] and row["pos_acc"]:
-            (shares,), (reached,) = row["pos_acc"].values(), row["pos_reached"].values()
-            counted = enumerate(zip(shares, reached, strict=True), 1)
-            points = [(depth, share) for depth, (share, steps) in counted if steps >= _FEWEST_STEPS]
-            lines |= {row["variant"]: points} if points else {}
-    return lines
-
-
-def batch_lines(rows: list[Result], task: str) -> dict[str, Line]:
-    """By variant, (requests side by side, speed-up) of one task, prompts included."""
-    lines: dict[str, Line] = {}
-    for row in rows:
-        if row["prompts_included"] and row["task"] == task and row["variant"] != NONE:
-            lines.setdefault(row["variant"], []).append((row["batch"], row["speedup"]))
-    return {name: sorted(points) for name, points in lines.items()}
-
-
-def _draw_by_depth(rows: list[Result], title: str) -> object:
-    figure, panels = new_figure(10.0, 4.2, title, columns=2)
-    for axes, temperature in zip(panels, (0.0, 1.0), strict=True):
-        depths = _draw_lines(axes, depth_lines(rows, temperature))
-        axes.set_title(f"prose, T = {temperature:g}, trees of {TREE_NODES} nodes", loc="left")
-        axes.set_ylim(0, 1.03)
-        axes.set_xticks(range(1, max([1, *depths]) + 1))
-        label_axes(axes, "depth of the drafted position (tokens)", "share accepted, of steps that got there")
-    return figure
-
-
-def _draw_by_batch(rows: list[Result], title: str) -> object:
-    figure, panels = new_figure(10.0, 4.2, title, columns=2)
-    for axes, task in zip(panels, (RAG, PROSE), strict=True):
-        sizes = _draw_lines(axes, batch_lines(rows, task))
-        mark_level(axes, 1.0)
-        axes.set_title(f"{task}, T = 0", loc="left")
-        axes.set_ylim(bottom=0)
-        axes.set_xscale("log", base=2)
-        axes.set_xticks(sizes, [f"{size}" for size in sizes])
-        label_axes(axes, "requests side by side", "speed-up, prompts included (times)")
-    return figure
-
-
-def _draw_lines(axes: Any, lines: dict[str, Line]) -> list[int]:
-    """Draw every variant; returns all values on the horizontal axis."""
-    for name in (name for name in DRAFTING if name in lines):
-        axes.plot(*zip(*lines[name], strict=True), label=name, markersize=5, **_STYLES[name])
-    if lines:
-        axes.legend(frameon=False)
-    return sorted({x for points in lines.values() for x, _ in points})

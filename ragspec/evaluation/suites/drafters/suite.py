@@ -26,7 +26,7 @@ from ragspec.evaluation.suite import Outcome, Settings, Suite, open_engine
 from ragspec.evaluation.suites.drafters.acceptance_rules import TargetAndHead, rule_table
 from ragspec.evaluation.suites.drafters.prefixes import Prefix, cut_prefixes, prefix_row, step_lengths
 from ragspec.evaluation.suites.drafters.prompts import CHAT, PROSE, RAG, TASKS, drafter_cases
-from ragspec.evaluation.suites.drafters.report import METRICS, NOTES, drafters_tables, draw_drafters, headlines
+from ragspec.evaluation.suites.drafters.report import METRICS, NOTES, drafters_tables, headlines
 from ragspec.evaluation.suites.drafters.runs import Sampling, alone_rows, together_rows
 from ragspec.evaluation.suites.drafters.variants import (
     EAGLE2,
@@ -218,4 +218,4 @@ def run_drafters(settings: Settings, tick: Tick) -> Outcome:
     return Outcome(DraftersSuite(settings.target, data_dir, retriever, heads, plan, tick).measure())
 
 
-SUITE = Suite("drafters", run_drafters, METRICS, NOTES, drafters_tables, draw_drafters, options=("heads",))
+SUITE = Suite("drafters", run_drafters, METRICS, NOTES, drafters_tables, options=("heads",))

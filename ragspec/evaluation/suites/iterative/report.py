@@ -1,4 +1,4 @@
-"""The metrics, tables and figures of the suite `iterative`: speed-up by the cost of a lookup, by retriever and by variant."""
+"""The metrics, tables and figure of the suite `iterative`: speed-up by the cost of a lookup, by retriever and by variant."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ragspec.evaluation.report import (
 )  # fmt: skip
 from ragspec.evaluation.suite import Outcome
 from ragspec.evaluation.suites.iterative.rows import headlines
-from ragspec.evaluation.suites.iterative.variants import BASELINE, PSA, TABLE, VARIANTS
+from ragspec.evaluation.suites.iterative.variants import PSA, TABLE
 
 NOTES = ("note", "hnsw", "elsewhere", "knnlm_note")
 METRICS = (
@@ -59,7 +59,6 @@ _COSTS = {"a ms": "a_ms", "b ms": "b_ms", "b/a": "b_over_a", "right": "gamma", "
 _GUESSES = _COSTS | {"kept": "kept_after_mismatch", "waiting": "wait_share"}
 _KNN_KEYS = ("knnlm_entries", "knnlm_bitwise", "knnlm_service_s")
 _TICKS = (0.1, 0.3, 1.0, 3.0, 10.0, 40.0)
-_SHADES = ("#dfe3e6", "#c3cbd1", "#9fb4bf", "#6c9aae", OWN)
 
 
 def with_headlines(result: Result, knnlm: Result) -> Result:
@@ -96,14 +95,8 @@ def _name(row: Result) -> str:
 
 
 def draw_iterative(outcome: Outcome, title: str) -> Figures:
-    """`iterative_b_over_a` and `iterative_variants`."""
-    table = _of_table(outcome.result)
-    return {"iterative_b_over_a": _draw_by_cost(table, title), "iterative_variants": _draw_by_variant(table, title)}
-
-
-def _draw_by_cost(table: list[Result], title: str) -> object:
-    """Exact dense search alone, whose rows differ in the cost of a lookup only."""
-    rows = [row for row in table if row["variant"] == PSA and _is_exact_dense(row)]
+    """`iterative_b_over_a`: exact dense search alone, whose rows differ in the cost of a lookup only."""
+    rows = [row for row in _of_table(outcome.result) if row["variant"] == PSA and _is_exact_dense(row)]
     rows.sort(key=lambda row: row["b_over_a"])
     lines: dict[str, tuple[str, dict[str, Any]]] = {
         "OS3's prediction, endless answers": ("optimum", {"color": OTHER, "linestyle": "--"}),
@@ -129,34 +122,8 @@ def _draw_by_cost(table: list[Result], title: str) -> object:
         axes, "time of a lookup over time of a step of four tokens (b/a), exact dense search", "speed-up (times)"
     )
     axes.legend(frameon=False, loc="upper left")
-    return figure
-
-
-def _draw_by_variant(table: list[Result], title: str) -> object:
-    variants = [name for name in VARIANTS if name != BASELINE]
-    labels = list(dict.fromkeys(row["retriever"] for row in table))
-    speedups = {(row["retriever"], row["variant"]): row["speedup"] for row in table}
-    figure, axes = new_figure(11.0, 4.6, title)
-    width = 0.8 / len(variants)
-    for number, (variant, shade) in enumerate(zip(variants, _SHADES, strict=True)):
-        shown = [i for i, label in enumerate(labels) if (label, variant) in speedups]
-        middles = [i + (number - (len(variants) - 1) / 2) * width for i in shown]
-        values = [speedups[labels[i], variant] for i in shown]
-        bars = axes.bar(middles, values, width * 0.92, color=shade, label=variant)
-        if variant == PSA:
-            axes.bar_label(bars, [f"{value:.2f}" for value in values], padding=2, color=INK, fontsize=8)
-    mark_level(axes, 1.0)
-    axes.set_xticks(range(len(labels)), [_short(label) for label in labels], fontsize=9)
-    label_axes(axes, "", "speed-up (times)")
-    axes.legend(frameon=False, loc="upper left", ncols=len(variants))
-    axes.tick_params(axis="x", length=0)
-    axes.set_ylim(top=1.15 * max([1.0, *speedups.values()]))
-    return figure
+    return {"iterative_b_over_a": figure}
 
 
 def _is_exact_dense(row: Result) -> bool:
     return row["stated_b_over_a"] is not None or row["retriever"] == "exact dense"
-
-
-def _short(label: str) -> str:
-    return label.replace(" (", "\n(", 1).replace(", b/a", ",\nb/a").replace("(exact dense + ", "(dense +\n")

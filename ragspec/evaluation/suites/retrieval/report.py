@@ -1,15 +1,12 @@
-"""The metrics, tables and figures of the suite `retrieval`: the price of recall, and the price of a larger batch."""
+"""The metrics, tables and figure of the suite `retrieval`: the price of recall, and the price of a larger batch."""
 
 from __future__ import annotations
-
-import re
-from typing import Any
 
 from ragspec.evaluation.plots import INK, OTHER, OWN, Figures, label_axes, new_figure
 from ragspec.evaluation.report import PEAK_MEMORY, Goal, Metric, Result, Table, at_most, equal_to, nested, transposed
 from ragspec.evaluation.suite import Outcome
 from ragspec.evaluation.suites.retrieval.collections import DIMENSION
-from ragspec.evaluation.suites.retrieval.speed import EXACT, FLAT
+from ragspec.evaluation.suites.retrieval.speed import EXACT
 
 NOTES = ("search_threads", "published", "rerank", "hnsw_skipped")
 _BEST = Goal("above both others", lambda v, r: v > max(r["recall10_squad_dense"], r["recall10_squad_bm25"]))
@@ -36,9 +33,7 @@ METRICS = (
     PEAK_MEMORY,
 )
 
-_SIZES = ("memory MB", "file MB", "build s")
-_P50 = re.compile(r"p50 ms, batch (\d+)")
-_LINES = {"HNSW": "-", "IVF": "--", EXACT: "-", FLAT: "-"}
+_LINES = {"HNSW": "-", "IVF": "--"}
 
 
 def retrieval_tables(result: Result) -> dict[str, Table]:
@@ -52,33 +47,17 @@ def retrieval_tables(result: Result) -> dict[str, Table]:
 
 
 def _shown(column: dict[str, float]) -> dict[str, float]:
-    batches, times = batch_times(column)
-    sizes = {name: column[name] for name in _SIZES if name in column}
-    return {"recall@10": column["recall@10"]} | dict(zip(map(str, batches), times, strict=True)) | sizes
-
-
-def largest(result: Result, kind: str) -> tuple[str, dict[str, Any]]:
-    """The last table of `kind` that holds anything, and the number of vectors in its name."""
-    found = [(key.removeprefix(kind), value) for key, value in result.items() if key.startswith(kind) and value]
-    return found[-1] if found else ("", {})
-
-
-def batch_times(column: dict[str, float]) -> tuple[list[int], list[float]]:
-    """Batch sizes, and the median milliseconds of each."""
-    times = {int(match[1]): value for name, value in column.items() if (match := _P50.fullmatch(name))}
-    return sorted(times), [times[batch] for batch in sorted(times)]
+    """Medians alone, by the size of the batch."""
+    return {name.removeprefix("p50 ms, batch "): value for name, value in column.items() if not name.startswith("p95")}
 
 
 def draw_retrieval(outcome: Outcome, title: str) -> Figures:
-    """`retrieval_recall` and `retrieval_batches`, of the most vectors."""
+    """`retrieval_recall`: recall by the time of a query, of the most vectors."""
     result = outcome.result
-    title = f"retrieval: {DIMENSION} dimensions, {result['threads']} threads"
-    return {"retrieval_recall": _draw_recall(result, title), "retrieval_batches": _draw_batches(result, title)}
-
-
-def _draw_recall(result: Result, title: str) -> object:
-    rows, curves = largest(result, "curves_")
-    figure, axes = new_figure(8.0, 4.4, f"{title}; {rows} vectors")
+    measured = [(key.removeprefix("curves_"), curves) for key, curves in result.items() if key.startswith("curves_")]
+    rows, curves = next((each for each in reversed(measured) if each[1]), ("", {}))
+    title = f"retrieval: {DIMENSION} dimensions, {result['threads']} threads; {rows} vectors"
+    figure, axes = new_figure(8.0, 4.4, title)
     for name, points in curves.items():
         color = OTHER if name.startswith("FAISS") else OWN
         style = _LINES[name.removeprefix("FAISS ")]
@@ -91,17 +70,4 @@ def _draw_recall(result: Result, title: str) -> object:
     label_axes(axes, "one query (ms, median)", "share of the ten nearest found")
     if curves:
         axes.legend(frameon=False)
-    return figure
-
-
-def _draw_batches(result: Result, title: str) -> object:
-    rows, columns = largest(result, "speed_")
-    figure, axes = new_figure(8.0, 4.4, f"{title}; {rows} vectors")
-    for name, color in ((EXACT, OWN), (FLAT, OTHER)):
-        batches, times = batch_times(columns.get(name, {}))
-        axes.plot(batches, times, color=color, marker="o", markersize=4, label=name)
-        axes.set_xticks(batches, [str(batch) for batch in batches])
-    axes.set_ylim(bottom=0)
-    label_axes(axes, "queries at once", "all of them (ms, median)")
-    axes.legend(frameon=False)
-    return figure
+    return {"retrieval_recall": figure}
