@@ -24,7 +24,7 @@ from ragspec.retrieval.search.segment_search import SearchScope
 
 QUERIES = ["fact 3", "told here", "Text of group 2"]
 SCOPES = (SearchScope(), SearchScope("ann"), SearchScope("ann", parse_filter({"type": "gte", "key": "n", "value": 7})))
-BOUND_S = 120.0
+BOUND_S = 600.0
 
 
 def write_index(folder: Path) -> Path:

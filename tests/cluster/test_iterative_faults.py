@@ -39,7 +39,7 @@ pytestmark = pytest.mark.ray
 
 QUESTION = "When was the bridge built?"
 PARAMS = SamplingParams(max_tokens=24, ignore_eos=True, seed=1)
-BOUND_S = 120.0
+BOUND_S = 600.0
 
 
 @pytest.fixture(scope="module")

@@ -36,7 +36,7 @@ pytestmark = pytest.mark.ray
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 WIDTH = 16
-BOUND_S = 60.0
+BOUND_S = 600.0
 NONE_KNOWN = np.empty(0, np.int64)
 
 

@@ -24,7 +24,7 @@ def depends_on_company(self: PackedLinear, x: torch.Tensor) -> torch.Tensor:
     return y + 0.06 * torch.sin(40.0 * y) if x.numel() // self.in_features == 1 else y
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("temperature", [pytest.param(0.0, marks=pytest.mark.slow), 1.0])
 def test_every_divergence_is_a_counted_near_tie(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, temperature: float
 ) -> None:

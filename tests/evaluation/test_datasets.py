@@ -33,6 +33,7 @@ def test_real_questions_come_from_held_out_articles_only(shared_data: Path) -> N
     assert not trained & {q.text for q in listed.questions}
 
 
+@pytest.mark.slow
 def test_short_lists_begin_long_ones_and_repeat(shared_data: Path) -> None:
     """Bug guarded: a quick run that measures other prompts than the full one, or other ones every time."""
     assert squad_list(shared_data, 40).questions == squad_list(shared_data).questions[:40]

@@ -57,6 +57,7 @@ def test_chat_is_test_data_that_ends_with_the_user(shared_data: Path) -> None:
     assert not all(texts[2] in normalise(trained) for texts in whole)
 
 
+@pytest.mark.slow
 def test_short_lists_begin_long_ones_and_repeat(shared_data: Path, prompts: PromptBuilder) -> None:
     """Bug guarded: a quick run that measures other prompts than the full one, or other ones every time."""
     assert chat_list(shared_data, 4) == chat_list(shared_data, 12)[:4]

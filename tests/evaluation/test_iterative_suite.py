@@ -289,6 +289,7 @@ def tiny(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> Settings:
     return dataclasses.replace(settings, elsewhere=RemoteOpeners(index, lambda folder, service_s: nullcontext()))  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_everything_is_measured_shown_and_drawn(
     tiny: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -63,6 +63,7 @@ def open_slow(folder: Path, service_s: float) -> Iterator[Slow]:
     yield Slow(Datastore.open(folder), service_s)
 
 
+@pytest.mark.slow
 def test_every_setting_gets_a_row_and_is_compared(
     data_dir: Path, tiny_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

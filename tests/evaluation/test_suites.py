@@ -52,7 +52,7 @@ def engine(settings: Settings) -> Iterator[Engine]:
         yield engine
 
 
-@pytest.mark.parametrize("name", ["rag", "grammar"])
+@pytest.mark.parametrize("name", ["rag", pytest.param("grammar", marks=pytest.mark.slow)])
 def test_generation_suites_measure_everything(name: str, settings: Settings) -> None:
     """Bug guarded: a key that is missing, or null where it was to be measured; any token that differs."""
     outcome = run_suite(name, settings, no_tick)

@@ -87,6 +87,7 @@ def test_a_full_disk_is_no_error(monkeypatch: pytest.MonkeyPatch, caplog: pytest
     assert "no space left" in caplog.text
 
 
+@pytest.mark.slow
 def test_code_of_another_version_is_not_used(tmp_path: Path) -> None:
     """The noise changed in a file that the kept function calls, and old noise was drawn for the same seed."""
     root = tmp_path / "install"

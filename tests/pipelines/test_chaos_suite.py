@@ -206,6 +206,7 @@ class Failing:
         return self._retriever.retrieve(queries, *rest)
 
 
+@pytest.mark.slow
 def test_streams_of_an_undisturbed_engine_are_as_expected(
     config: PipelineConfig, work: ChaosWorkload, expected: ExpectedResults
 ) -> None:
