@@ -30,7 +30,7 @@ from ragspec.evaluation.suites.iterative.suite import SUITE as LIBRARY_SUITE
 from ragspec.evaluation.suites.iterative.suite import RemoteOpeners
 from ragspec.evaluation.timing import Tick
 from ragspec.retrieval.encoder import EncoderIdentity, FloatArray, TextEncoder
-from ragspec.retrieval.knnlm.datastore import Datastore, DatastoreManifest, read_datastore_manifest, target_of
+from ragspec.retrieval.knnlm.datastore import Datastore, DatastoreManifest, read_datastore_manifest
 from ragspec.retrieval.knnlm.neighbours import Neighbours, PrefetchRequest
 from ragspec.retrieval.search.index_types import IndexLike, SearchResult
 
@@ -77,7 +77,7 @@ class RemoteDatastore:
         """
         folder = Path(folder).resolve()
         manifest = read_datastore_manifest(folder)
-        self.target: EncoderIdentity = target_of(manifest)
+        self.target: EncoderIdentity = manifest.target
         self._timeout_s = timeout_s
         self.actors = ActorPool(_DatastoreActor, (str(folder), manifest, service_s), prefix="datastore")
         self._pool = WorkerPool(self.actors.replicas, "the datastore")

@@ -169,7 +169,7 @@ class _Comparison:
 def _load_retriever(console: Console, documents: list[Document]) -> Retriever:
     with stage(console, "encoder", "Loading the encoder") as loaded:
         encoder = Encoder.load(EncoderConfig())
-        loaded.detail = f"{encoder.identity.id}, {encoder.dimension} dimensions"
+        loaded.detail = f"{encoder.identity.id}, {encoder.identity.dimension} dimensions"
     with stage(console, "index") as opened:
         retriever = demo_retriever(console, encoder, documents, cache_folder())
         opened.detail = f"{len(documents):,} docstrings of this Python, {count_passages(documents):,} passages"

@@ -163,9 +163,7 @@ def _class_of(expected: float) -> int:
 
 
 def select_paying(
-    gains: SequenceOf[float],
-    saved_s: Callable[[SequenceOf[float]], float],
-    cost_s: Callable[[SequenceOf[int]], float],
+    gains: SequenceOf[float], saved_s: Callable[[SequenceOf[float]], float], cost_s: Callable[[SequenceOf[int]], float]
 ) -> list[int]:
     """The sequences whose drafts together save the most time: of the greatest gains the first 1, 2, 4 and so on, or all.
 

@@ -46,9 +46,8 @@ def paged_attention(
     head_dim = query.shape[-1]
     scale = head_dim**-0.5 if scaling is None else scaling
     shape = AttentionShape(query.shape[1], key.shape[1], head_dim, scale, sliding_window or 0, softcap or 0.0)
-    qkv = (
-        torch.cat([query, key, value], 1)[0].transpose(0, 1).float().contiguous().numpy()
-    )  # [N, heads + 2 KV heads, D]
+    # [N, heads + 2 KV heads, D]
+    qkv = torch.cat([query, key, value], 1)[0].transpose(0, 1).float().contiguous().numpy()
     layer = module.layer_idx
     pool, metadata = forward_context
     if not pool.fits(layer, shape):

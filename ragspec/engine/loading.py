@@ -16,13 +16,7 @@ from typing import TypeVar
 import numpy as np
 import torch
 
-from ragspec.config import (
-    MIN_STEP_TOKENS,
-    DraftingConfig,
-    EagleConfig,
-    EngineConfig,
-    TargetConfig,
-)
+from ragspec.config import MIN_STEP_TOKENS, DraftingConfig, EagleConfig, EngineConfig, TargetConfig
 from ragspec.drafting.copy import CopyDrafter
 from ragspec.drafting.cost_model import CostTable
 from ragspec.drafting.drafter import Drafter

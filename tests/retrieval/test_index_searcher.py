@@ -23,7 +23,7 @@ from ragspec.retrieval.search.bm25 import SparseConfig, SparseQuery, TermStatist
 from ragspec.retrieval.search.dense import canonical_scores
 from ragspec.retrieval.search.filters import parse_filter
 from ragspec.retrieval.search.index_types import Query, ScorablePassage, SearchResult
-from ragspec.retrieval.search.segment_search import SearchScope, Shard, ShardGroup
+from ragspec.retrieval.search.segment_search import SearchScope, Shard
 
 CONFIG = IndexConfig(chunking=ChunkingConfig(max_chars=60))
 QUERIES = ["river stone", "the old mill by the river", "corn corn corn", "unknownword", "rivers", "the"]
@@ -56,7 +56,7 @@ def index_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def retrievers(folder: Path, mode: Any, **options: Any) -> list[Retriever]:
     """The same index as one shard and as one a segment."""
     store = Store.open(folder)
-    shards = [Shard.open(store.segments), ShardGroup([Shard.open([live]) for live in store.segments])]
+    shards = [Shard.open(store.segments), Shard([Shard.open([live]) for live in store.segments])]
     config = RetrieverConfig(mode=mode, fusion_depth=9, rerank_depth=7)
     return [Retriever(LetterEncoder(), store, config, shard=lambda _, one=one: one, **options) for one in shards]
 

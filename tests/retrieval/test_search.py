@@ -21,7 +21,7 @@ from ragspec.retrieval.index.writer import IndexWriter
 from ragspec.retrieval.retriever import Retriever, build_index
 from ragspec.retrieval.search.filters import parse_filter
 from ragspec.retrieval.search.index_searcher import reciprocal_rank_fusion
-from ragspec.retrieval.search.segment_search import SearchHit, SearchScope, Shard, ShardGroup
+from ragspec.retrieval.search.segment_search import SearchHit, SearchScope, Shard
 
 CONFIG = IndexConfig(chunking=ChunkingConfig(max_chars=60))
 QUERIES = ["river stone", "the old mill by the river", "a bridge", "corn corn corn", "mill", "unknownword", "the"]
@@ -96,8 +96,8 @@ def test_every_layout_gives_the_same_passages_and_scores(layouts: list[Path], mo
         one_each = [Shard.open([live]) for live in store.segments]
         for shard in (
             Shard.open(store.segments),
-            ShardGroup(one_each),
-            ShardGroup([ShardGroup(one_each[:1]), ShardGroup(one_each[1:])]),
+            Shard(one_each),
+            Shard([Shard(one_each[:1]), Shard(one_each[1:])]),
         ):
             retriever = Retriever(CoarseEncoder(), store, config, shard=lambda _, shard=shard: shard)
             together = passages(retriever.retrieve(QUERIES, 12, scope).passages)
@@ -146,7 +146,7 @@ def test_what_another_tenant_has_changes_nothing(tmp_path: Path, mode: Any) -> N
 def test_many_scopes_do_not_fill_the_memory(layouts: list[Path]) -> None:
     """A mask of every row for every tenant that ever asked."""
     shard = Shard.open(Store.open(layouts[0]).segments)
-    (segment,) = shard.segments.values()
+    (segment,) = shard.part_of.values()
     for number in range(200):
         shard.dense(CoarseEncoder().encode(["x"]), 3, SearchScope(f"tenant {number}"))
     assert segment._allowed.cache_info().currsize <= 64
@@ -227,7 +227,7 @@ def test_a_shard_that_lost_its_generation_is_asked_for_the_newer_one(layouts: li
 
     def shard(store: Store) -> Shard:
         opened.append(store)
-        return Losing(Shard.open(store.segments).segments)
+        return Losing([Shard.open(store.segments)])
 
     store = Store.open(layouts[0])
     retriever = Retriever(CoarseEncoder(), store, RetrieverConfig(mode="dense"), shard=shard)
@@ -315,7 +315,7 @@ def test_an_approximate_index_is_one_truth_too(tmp_path: Path, monkeypatch: pyte
             writer.commit()
         store = Store.open(tmp_path / name)
         assert ["dense.faiss" in s.segment.record.files for s in store.segments] == [True, True, False]
-        for shard in (Shard.open(store.segments), ShardGroup([Shard.open([live]) for live in store.segments])):
+        for shard in (Shard.open(store.segments), Shard([Shard.open([live]) for live in store.segments])):
             retriever = Retriever(encoder, store, RetrieverConfig(mode="dense"), shard=lambda _, shard=shard: shard)
             queries = [f"Text {n}." for n in range(0, 900, 30)]
             found.append(passages(retriever.retrieve(queries, 10).passages))

@@ -10,7 +10,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
@@ -73,7 +73,7 @@ def test_manifest_says_what_the_index_is(index_dir: Path, documents: list[Docume
     """An index whose origin is unknown cannot be checked, cached or repeated."""
     manifest = Store.open(index_dir).manifest
     assert manifest.generation == 2 and manifest.num_documents == 19 and manifest.num_passages == 38
-    assert manifest.encoder.model_dump() == {"id": "letters", "fingerprint": "f" * 64, "dimension": 16}
+    assert asdict(manifest.encoder) == {"id": "letters", "fingerprint": "f" * 64, "dimension": 16}
     assert manifest.config == CONFIG and manifest.normalisation == "l2" and manifest.analyzer.startswith("english")
     assert [set(record.files) for record in manifest.segments] == [FILES, FILES]
     assert [record.num_deleted for record in manifest.segments] == [1, 0]

@@ -25,7 +25,7 @@ from ragspec.retrieval.index.store import Store
 from ragspec.retrieval.rerank import PairScoring, PairsToScore
 from ragspec.retrieval.search.index_searcher import IndexSearcher, term_function
 from ragspec.retrieval.search.index_types import PassageKey, Query, SearchResult
-from ragspec.retrieval.search.segment_search import SearchScope
+from ragspec.retrieval.search.segment_search import PUBLIC_SCOPE, SearchScope
 
 _VIEWS_KEPT = 8
 _LOOK_S = 0.5
@@ -71,7 +71,7 @@ class ClusterView:
         self,
         queries: Sequence[Query],
         k: int,
-        scope: SearchScope,
+        scope: SearchScope = PUBLIC_SCOPE,
         *,
         prefetch_k: int = 0,
         known: frozenset[PassageKey] = frozenset(),

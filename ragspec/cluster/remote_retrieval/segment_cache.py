@@ -14,7 +14,7 @@ from ragspec.config import RetrieverConfig
 from ragspec.retrieval.index.store import Store
 from ragspec.retrieval.rerank import PairScoring
 from ragspec.retrieval.search.index_searcher import IndexSearcher
-from ragspec.retrieval.search.segment_search import SegmentSearcher, Shard
+from ragspec.retrieval.search.segment_search import Shard, ShardLike
 
 _GENERATIONS_KEPT = 3
 """The one being opened, the one before it, and one that a reader still uses."""
@@ -36,7 +36,7 @@ class OpenGeneration:
         """`others`: stores whose segments are shared instead of opened again. Raises: StoreError."""
         self._segment_set, self._others = segments, others
         self._manifest = Store.open(segments.index_dir, pointer=segments.pointer, only=frozenset())
-        self._segments: dict[str, SegmentSearcher] = {}
+        self._segments: dict[str, ShardLike] = {}
         self._views: dict[tuple[RetrieverConfig, tuple[str, ...]], IndexSearcher] = {}
         self._lock = threading.Lock()
         self.stores: list[Store] = []
@@ -46,7 +46,7 @@ class OpenGeneration:
         with self._lock:
             if missing := frozenset(names) - self._segments.keys():
                 self._open(missing)
-            return Shard({name: self._segments[name] for name in names})
+            return Shard([self._segments[name] for name in names])
 
     def view(self, names: tuple[str, ...], config: RetrieverConfig, scoring: PairScoring | None) -> IndexSearcher:
         """Raises: StoreError, ConfigError."""
@@ -60,9 +60,7 @@ class OpenGeneration:
     def _open(self, names: frozenset[str]) -> None:
         index_dir, pointer, _, device = self._segment_set
         store = Store.open(index_dir, pointer=pointer, only=names, sharing=self._others())
-        shard = Shard.open(store.segments, device)
-        shard.load()
-        self._segments |= shard.segments
+        self._segments |= Shard.open(store.segments, device).part_of
         self.stores.append(store)
 
 

@@ -30,15 +30,7 @@ from ragspec.drafting.eagle.layout import (
 )
 from ragspec.errors import ModelError, SaveError
 
-__all__ = [
-    "EagleFamily",
-    "HeadCheckpoint",
-    "HeadConfig",
-    "check_fits",
-    "default_aux_layers",
-    "read_head",
-    "write_head",
-]
+__all__ = ["EagleFamily", "HeadCheckpoint", "HeadConfig", "check_fits", "default_aux_layers", "read_head", "write_head"]
 
 _CONFIG = "config.json"
 _WEIGHTS = "model.safetensors"

@@ -23,13 +23,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from ragspec.drafting.eagle.batch import DraftBatch, ScheduledDraft
-from ragspec.drafting.eagle.checkpoint import (
-    EagleFamily,
-    HeadCheckpoint,
-    HeadConfig,
-    check_fits,
-    default_aux_layers,
-)
+from ragspec.drafting.eagle.checkpoint import EagleFamily, HeadCheckpoint, HeadConfig, check_fits, default_aux_layers
 from ragspec.drafting.eagle.layout import layer_prefix
 from ragspec.numerics.attention import AttentionMetadata, AttentionShape, attend, padded
 from ragspec.numerics.kv_cache import KvPool

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import pyarrow.compute as pc
@@ -63,8 +63,11 @@ class DocumentMap:
         """The sealed segment of a document; None for an unsealed document."""
         return self.segments[place.segment].segment if place.segment < len(self.segments) else None
 
-    def key(self, place: DocumentLocation) -> bytes:
-        return self._keys(place)[0]
+    def column(self, name: Literal["key", "text_key", "owner", "origin"], place: DocumentLocation) -> Any:
+        """The field of a document in that column of its segment."""
+        if place.segment == len(self.segments):
+            return getattr(self._unsealed[place.document], name)
+        return self.segments[place.segment].segment.documents[name][place.document].as_py()
 
     def with_text(self, key: bytes) -> Iterable[str]:
         """The ids of documents with that text key. Needs `with_texts`."""
@@ -77,19 +80,11 @@ class DocumentMap:
             owners, origins = (live.segment.documents[name].to_pylist() for name in ("owner", "origin"))
             yield from ((live.segment.ids[n], owners[n], origins[n]) for n in live.live_documents())
 
-    def owner_and_origin(self, place: DocumentLocation) -> tuple[str, str]:
-        if place.segment == len(self.segments):
-            return self._unsealed[place.document][-2:]
-        table = self.segments[place.segment].segment.documents
-        return table["owner"][place.document].as_py(), table["origin"][place.document].as_py()
-
     def ids_of_source(self, source: str) -> list[str]:
         """Ids of the sealed documents that came from `source`."""
         found: list[str] = []
-        if (
-            source != source.encode("utf-8", "replace").decode()
-        ):  # a file name that is not valid Unicode: no document has it
-            return found
+        if source != source.encode("utf-8", "replace").decode():
+            return found  # a file name that is not valid Unicode: no document has it
         for live in self.segments:
             same = pc.equal(live.segment.documents["source"], source).to_numpy()
             found += [live.segment.ids[number] for number in np.flatnonzero(same & live.is_live).tolist()]
@@ -101,15 +96,15 @@ class DocumentMap:
         unsealed = _Unsealed(document_key(document), text_key(document), document.owner, document.origin)
         self._places[document.id] = DocumentLocation(len(self.segments), len(self._unsealed))
         self._unsealed.append(unsealed)
-        self._note_text(unsealed.text_key, document.id)
+        if self._texts is not None:
+            self._texts.add(unsealed.text_key, document.id)
         self.content.add(unsealed.key)
 
     def delete(self, document_id: str) -> None:
         place = self._places.pop(document_id)
-        key, key_of_text = self._keys(place)
-        self.content.remove(key)
+        self.content.remove(self.column("key", place))
         if self._texts is not None:
-            self._texts.remove(key_of_text, document_id)
+            self._texts.remove(self.column("text_key", place), document_id)
         if place.segment == len(self.segments):
             self._unsealed_deleted.append(place.document)
         else:
@@ -145,18 +140,8 @@ class DocumentMap:
         if self._texts is not None:
             keys = live.segment.documents["text_key"].to_pylist()
             for number in numbers:
-                self._note_text(keys[number], ids[number])
+                self._texts.add(keys[number], ids[number])
         self.segments.append(live)
-
-    def _note_text(self, key: bytes, document_id: str) -> None:
-        if self._texts is not None:
-            self._texts.add(key, document_id)
-
-    def _keys(self, place: DocumentLocation) -> tuple[bytes, bytes]:
-        if place.segment == len(self.segments):
-            return self._unsealed[place.document][:2]
-        table = self.segments[place.segment].segment.documents
-        return table["key"][place.document].as_py(), table["text_key"][place.document].as_py()
 
 
 def _record(live: LiveSegment) -> tuple[SegmentRecord, bytes]:

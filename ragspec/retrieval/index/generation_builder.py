@@ -10,7 +10,6 @@ Owns which documents the next generation holds. Every method that writes files r
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -20,7 +19,7 @@ from ragspec.retrieval.encoder import EncoderIdentity, TextEncoder
 from ragspec.retrieval.index.document_map import DocumentMap
 from ragspec.retrieval.index.embedding_queue import EmbeddedDocument
 from ragspec.retrieval.index.index_directory import IndexDirectory
-from ragspec.retrieval.index.manifest import EncoderRecord, Manifest, SegmentRecord, created_by, read_current
+from ragspec.retrieval.index.manifest import Manifest, SegmentRecord, created_by, read_current
 from ragspec.retrieval.index.segment import IndexSegment
 from ragspec.retrieval.index.segment_writer import IndexSegmentWriter, merge_segments
 from ragspec.retrieval.index.store import LiveSegment, Store, check_encoder
@@ -111,7 +110,7 @@ class GenerationBuilder:
                 content_key=self.documents.content.key(self._encoder, self.config),
                 content_sum=str(self.documents.content),
                 created_by=created_by(),
-                encoder=EncoderRecord(**dataclasses.asdict(self._encoder)),
+                encoder=self._encoder,
                 analyzer=self._analyzer.id,
                 config=self.config,
                 segments=records,
@@ -165,7 +164,7 @@ def _base_index(
         return store, encoder.identity, config or built or IndexConfig()
     if store is None:
         raise StoreMissing(f"there is no index at {index_dir}")
-    return store, EncoderIdentity(**store.manifest.encoder.model_dump()), config or store.manifest.config
+    return store, store.manifest.encoder, config or store.manifest.config
 
 
 def _fitting_store(index_dir: Path, encoder: TextEncoder | None, config: IndexConfig) -> Store:

@@ -30,6 +30,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ragspec.config import IndexConfig
 from ragspec.errors import StoreCorrupt, StoreMissing
+from ragspec.retrieval.encoder import EncoderIdentity
 
 SCHEMA: Literal[2] = 2
 CURRENT = "CURRENT"
@@ -55,14 +56,6 @@ ManifestModel = TypeVar("ManifestModel", bound=ManifestRecord)
 class FileChecksum(ManifestRecord):
     size_bytes: Count
     sha256: str
-
-
-class EncoderRecord(ManifestRecord):
-    """The encoder of the vectors; see `ragspec.retrieval.encoder.EncoderIdentity`."""
-
-    id: str
-    fingerprint: str
-    dimension: Count
 
 
 class SegmentRecord(ManifestRecord):
@@ -97,7 +90,7 @@ class Manifest(ManifestRecord):
     content_key: str
     content_sum: str
     created_by: str
-    encoder: EncoderRecord
+    encoder: EncoderIdentity
     normalisation: Literal["l2"] = "l2"
     analyzer: str
     config: IndexConfig

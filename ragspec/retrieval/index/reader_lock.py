@@ -31,10 +31,8 @@ def reader_lock(index_dir: Path, pointer: str = "") -> Iterator[str]:
     while True:
         locked = pointer or read_pointer(index_dir)
         with _held(index_dir, locked):
-            if (
-                not pointer and read_pointer(index_dir) != locked
-            ):  # a writer may have removed it before the lock was there
-                continue
+            if not pointer and read_pointer(index_dir) != locked:
+                continue  # a writer may have removed it before the lock was there
             read_generation(index_dir, locked)
             yield locked
             return

@@ -72,11 +72,9 @@ class IndexSegment:
         """The index that searches the vectors on a GPU. HNSW stays on the CPU, since FAISS has it only there."""
         if DENSE not in self.record.files:
             return GpuIndex.flat(self.vectors)
-        return (
-            self.nearest
-            if self._dense.kind == "hnsw"
-            else ApproximateIndex.open(self.folder, self.vectors, self._dense).on_gpu()
-        )
+        if self._dense.kind == "hnsw":
+            return self.nearest
+        return ApproximateIndex.open(self.folder, self.vectors, self._dense).on_gpu()
 
     @cached_property
     def ids(self) -> list[str]:

@@ -54,12 +54,6 @@ class ArrowFile:
         for batch in rows.to_batches(max_chunksize=_ROWS_PER_BATCH):
             self._writer.write_batch(batch)
 
-    def __enter__(self) -> ArrowFile:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     def close(self) -> None:
         if self._file.closed:
             return
@@ -93,8 +87,8 @@ class IndexSegmentWriter:
         with contextlib.ExitStack() as opened:
             self._vectors = opened.enter_context(open(folder / VECTORS, "wb"))
             self._vectors.write(npy_header(0, dimension))
-            self._passages = opened.enter_context(ArrowFile(folder / PASSAGES, PASSAGE_SCHEMA))
-            self._documents = opened.enter_context(ArrowFile(folder / DOCUMENTS, DOCUMENT_SCHEMA))
+            self._passages = opened.enter_context(contextlib.closing(ArrowFile(folder / PASSAGES, PASSAGE_SCHEMA)))
+            self._documents = opened.enter_context(contextlib.closing(ArrowFile(folder / DOCUMENTS, DOCUMENT_SCHEMA)))
             self._files = opened.pop_all()
 
     def close(self) -> None:

@@ -8,7 +8,6 @@ A store is one generation and never changes. `refreshed` opens the current gener
 
 from __future__ import annotations
 
-import io
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -27,6 +26,7 @@ from ragspec.retrieval.index.manifest import (
     verify_checksums,
 )
 from ragspec.retrieval.index.segment import IndexSegment
+from ragspec.retrieval.index.segment_files import mapped_array
 
 
 class LiveSegment:
@@ -161,14 +161,11 @@ def _live_segment(segment: IndexSegment, record: SegmentRecord, folder: Path) ->
 
 
 def _deleted(path: Path, record: SegmentRecord) -> NDArray[np.int64]:
-    try:
-        deleted = np.load(io.BytesIO(path.read_bytes()), allow_pickle=False)
-    except (OSError, ValueError) as cause:
-        raise StoreCorrupt(f"{path} cannot be read: {cause}") from cause
+    deleted = mapped_array(path)
     fits = deleted.dtype == np.int64 and deleted.ndim == 1 and len(deleted) == record.num_deleted
     if not fits or (len(deleted) and not 0 <= deleted.min() <= deleted.max() < record.num_documents):
         raise StoreCorrupt(f"{path} is no list of {record.num_deleted} documents of {record.name}")
-    return deleted  # type: ignore[no-any-return]
+    return deleted
 
 
 def check_encoder(manifest: Manifest, encoder: EncoderIdentity) -> None:

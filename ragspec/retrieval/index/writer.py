@@ -129,7 +129,9 @@ class IndexWriter:
             waiting = self._queue.get(document_id)
             return waiting.owner, waiting.origin
         location = self._documents.find(document_id)
-        return None if location is None else self._documents.owner_and_origin(location)
+        if location is None:
+            return None
+        return self._documents.column("owner", location), self._documents.column("origin", location)
 
     def duplicate_of(self, document: Document) -> str | None:
         """The id of another document that stays and has the same owner, metadata and text. Needs `keep_duplicates` False."""
@@ -157,7 +159,7 @@ class IndexWriter:
         key = document_key(check_document(document))
         self._check_owner(document)
         location = self._documents.find(document.id)
-        is_same = location is not None and self._documents.key(location) == key
+        is_same = location is not None and self._documents.column("key", location) == key
         may_leave = not is_same or document.id in self.unseen  # of two that were kept, a rebuild keeps the first
         if may_leave and not self._keep_duplicates and self.duplicate_of(document) is not None:
             self._remove(document.id)

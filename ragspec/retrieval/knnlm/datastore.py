@@ -29,7 +29,6 @@ from ragspec.retrieval.encoder import EncoderIdentity, FloatArray
 from ragspec.retrieval.index.manifest import (
     MANIFEST,
     Count,
-    EncoderRecord,
     FileChecksum,
     ManifestRecord,
     created_by,
@@ -58,7 +57,7 @@ class DatastoreManifest(ManifestRecord):
 
     schema_version: Literal[1] = SCHEMA
     created_by: str
-    target: EncoderRecord
+    target: EncoderIdentity
     vocab_size: Count
     context_tokens: Count
     num_entries: Count
@@ -135,7 +134,7 @@ class Datastore:
     @classmethod
     def _opened(cls, folder: Path, manifest: DatastoreManifest, target: EncoderIdentity | None) -> Datastore:
         if target is not None:
-            check_target(target_of(manifest), target)
+            check_target(manifest.target, target)
         files = ((folder / manifest.keys, manifest.keys_file), (folder / manifest.values, manifest.values_file))
         verify_checksums(files)
         keys, values = (mapped_array(path) for path, _ in files)
@@ -151,7 +150,7 @@ class Datastore:
 
     @property
     def target(self) -> EncoderIdentity:
-        return target_of(self.manifest)
+        return self.manifest.target
 
     def search(self, queries: FloatArray, k: int, wanted: PrefetchRequest | None = None) -> Neighbours:
         """As `DatastoreLike.search`. Raises: ModelError if a query is not finite."""
@@ -175,11 +174,6 @@ class Datastore:
         return DatastoreEntries(chosen, self._keys[chosen], self._values[chosen])
 
 
-def target_of(manifest: DatastoreManifest) -> EncoderIdentity:
-    """The target whose states the keys are."""
-    return EncoderIdentity(**manifest.target.model_dump())
-
-
 def _staged(folder: Path, blocks: Iterable[tuple[FloatArray, Values]], origin: DatastoreSource) -> DatastoreManifest:
     """Write both files under temporary names and flush them. Returns the manifest."""
     target, name = origin.target, secrets.token_hex(8)
@@ -201,7 +195,7 @@ def _staged(folder: Path, blocks: Iterable[tuple[FloatArray, Values]], origin: D
         fsync(path)
     return DatastoreManifest(
         created_by=created_by(),
-        target=EncoderRecord(id=target.id, fingerprint=target.fingerprint, dimension=target.dimension),
+        target=target,
         vocab_size=origin.vocab_size,
         context_tokens=origin.context_tokens,
         num_entries=num_entries,

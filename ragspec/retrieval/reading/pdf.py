@@ -18,9 +18,9 @@ from ragspec.errors import InputError
 from ragspec.retrieval.reading.parsed_file import ParsedFile, TextBuilder, check_size, heading, one_line, silence_logger
 
 _LIGATURES = str.maketrans({"ﬀ": "ff", "ﬁ": "fi", "ﬂ": "fl", "ﬃ": "ffi", "ﬄ": "ffl", "ﬅ": "st", "ﬆ": "st"})
-_ITEM = re.compile(
-    r"[-*•‣▪–—] |\(?\d{1,3}[.)] |\(?[a-z]\) |\d{1,3}(?:\.\d{1,3})+\.? (?=[^\W\d_a-z])"
-)  # an item of a list, or a numbered title
+_ITEM = re.compile(r"[-*•‣▪–—] |\(?\d{1,3}[.)] |\(?[a-z]\) |\d{1,3}(?:\.\d{1,3})+\.? (?=[^\W\d_a-z])")
+"""An item of a list, or a numbered title."""
+
 _COMPOUND = re.compile(r"[^\W\d_]+-[^\W\d_]+")
 _PARTED = re.compile(r"([^\W\d_]+)[-\u00ad\u2010]\Z")
 _WORD = re.compile(r"[^\W\d_]+")

@@ -144,16 +144,13 @@ class Postings:
             return np.array([span.stop - span.start for span in spans], np.int64)
         return np.array([np.count_nonzero(readable[self.rows[span]]) for span in spans], np.int64)
 
-    def total_length(self, readable: Mask | None = None) -> int:
-        """Terms of all readable rows together. Shapes: readable [K]."""
-        return int(np.sum(self.lengths, dtype=np.int64, where=True if readable is None else readable))
-
     def statistics(self, terms: Sequence[str], readable: Mask | None = None) -> TermStatistics:
         """This segment's part of the statistics of the distinct `terms`. Shapes: readable [K]."""
         distinct = sorted(set(terms))
         frequencies = self.document_frequencies(distinct, readable).tolist()
         num_rows = self.num_rows if readable is None else int(np.count_nonzero(readable))
-        return TermStatistics(num_rows, self.total_length(readable), dict(zip(distinct, frequencies, strict=True)))
+        total_length = int(np.sum(self.lengths, dtype=np.int64, where=True if readable is None else readable))
+        return TermStatistics(num_rows, total_length, dict(zip(distinct, frequencies, strict=True)))
 
     def scores(self, query: SparseQuery, allowed: Mask | None = None) -> tuple[Ints, NDArray[np.float64]]:
         """The allowed rows that hold a term of the query, ascending, and their scores, all greater than 0.
@@ -227,7 +224,7 @@ def _fit_together(arrays: Sequence[NDArray[Any]]) -> bool:
     )
 
 
-class _Terms(Sequence[str]):
+class _Terms:
     """Sorted terms as stored on disk. A binary search takes a few microseconds and needs no table."""
 
     def __init__(self, raw: NDArray[np.uint8], offsets: Ints) -> None:
@@ -236,9 +233,6 @@ class _Terms(Sequence[str]):
 
     def __len__(self) -> int:
         return len(self._offsets) - 1
-
-    def __getitem__(self, at: Any) -> Any:
-        return str(self.encoded(range(len(self))[at]), "utf-8")
 
     def __iter__(self) -> Iterator[str]:
         raw, offsets = bytes(self._raw), self._offsets.tolist()

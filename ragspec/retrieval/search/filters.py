@@ -19,7 +19,6 @@ import math
 import operator
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import repeat
 from typing import Annotated, Any, Literal
@@ -48,7 +47,17 @@ _NO_FILTER = ("union_tag_invalid", "union_tag_not_found", "model_attributes_type
 _MASKS_KEPT = 32
 
 
-class ComparisonFilter(ConfigSection):
+class _FilterNode(ConfigSection):
+    """Filters are equal if their texts are. Why: filters for 1 and for True would be equal, also as keys of a cache."""
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _FilterNode) and repr(self) == repr(other)
+
+    def __hash__(self) -> int:
+        return hash(repr(self))
+
+
+class ComparisonFilter(_FilterNode):
     """One key against one value, or against a list of them for `in` and `nin`."""
 
     type: Literal["eq", "ne", "gt", "gte", "lt", "lte", "in", "nin"]
@@ -79,14 +88,14 @@ class ComparisonFilter(ConfigSection):
         return self.value if isinstance(self.value, tuple) else (self.value,)
 
 
-class CompoundFilter(ConfigSection):
+class CompoundFilter(_FilterNode):
     """Holds if all filters hold (`and`), or at least one of them (`or`)."""
 
     type: Literal["and", "or"]
     filters: tuple[Filter, ...] = Field(min_length=1, strict=False)
 
 
-class NotFilter(ConfigSection):
+class NotFilter(_FilterNode):
     """Holds where the filter does not hold."""
 
     type: Literal["not"]
@@ -151,14 +160,6 @@ def _is_finite(value: float) -> bool:
         return False
 
 
-@dataclass(frozen=True, slots=True)
-class _FilterKey:
-    """A filter as the key of a cache. Why not the filter itself: filters for 1 and for True are equal."""
-
-    filter: Filter = field(compare=False)
-    text: str
-
-
 class DocumentColumns:
     """The documents of one segment as columns. Safe to call from several threads.
 
@@ -179,10 +180,10 @@ class DocumentColumns:
 
     def matches(self, filter: Filter) -> Mask:
         """Which documents the filter holds for. Shapes: returns [num_documents] bool, read-only."""
-        return self._mask(_FilterKey(filter, repr(filter)))
+        return self._mask(filter)
 
-    def _mask_of(self, key: _FilterKey) -> Mask:
-        mask = self._evaluate(key.filter)
+    def _mask_of(self, filter: Filter) -> Mask:
+        mask = self._evaluate(filter)
         mask.flags.writeable = False
         return mask
 

@@ -27,7 +27,7 @@ from ragspec.retrieval.rerank import PairScoring
 from ragspec.retrieval.search.analysis import Analyzer
 from ragspec.retrieval.search.bm25 import SparseConfig, TermStatistics, sparse_query
 from ragspec.retrieval.search.index_types import PassageKey, Query, RetrievalMode, ScorablePassage, SearchResult
-from ragspec.retrieval.search.segment_search import SearchHit, SearchScope, Shard, ShardLike
+from ragspec.retrieval.search.segment_search import PUBLIC_SCOPE, SearchHit, SearchScope, Shard, ShardLike
 
 TermFunction = Callable[[str], tuple[str, ...]]
 
@@ -53,13 +53,13 @@ class IndexSearcher:
         self._config = config
         self._scoring = scoring
         self._approximate = any(DENSE in record.files for record in store.manifest.segments)
-        self._shard = shard(store) if shard else _local(store, config)
+        self._shard = shard(store) if shard else Shard.open(store.segments, config.device)
 
     def search(
         self,
         queries: Sequence[Query],
         k: int,
-        scope: SearchScope,
+        scope: SearchScope = PUBLIC_SCOPE,
         *,
         prefetch_k: int = 0,
         known: frozenset[PassageKey] = frozenset(),
@@ -80,9 +80,8 @@ class IndexSearcher:
         """At least the best max(k, width) of each query, if there are as many; the first k are the same for every width."""
         depth = k if self._scoring is None or not (k or width) else max(k, self._config.rerank_depth)
         hits = self._ranked(queries, max(depth, width), scope)
-        if self._approximate and self._list_depth(depth) < self._list_depth(
-            width
-        ):  # a wider search finds other passages
+        finds_others = self._approximate and self._list_depth(depth) < self._list_depth(width)
+        if finds_others:  # a wider approximate search finds other passages
             near = self._ranked(queries, depth, scope)
             hits = [_first_then(*each) for each in zip(near, hits, strict=True)]
         if self._scoring is None:
@@ -190,12 +189,6 @@ def term_function(manifest: Manifest, mode: RetrievalMode) -> TermFunction:
             f"the index cuts texts into words by {manifest.analyzer}, here it would be {analyzer.id}: build it again"
         )
     return lambda text: tuple(analyzer.terms(text))
-
-
-def _local(store: Store, config: RetrieverConfig) -> Shard:
-    shard = Shard.open(store.segments, config.device)
-    shard.load()
-    return shard
 
 
 def _vector(query: Query) -> FloatArray:

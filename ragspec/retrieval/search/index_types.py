@@ -66,8 +66,27 @@ class SearchResult(NamedTuple):
     missing: tuple[str, ...] = ()
 
 
-class IndexLike(Protocol):
-    """An index in this process or elsewhere. Safe to call from several threads."""
+class Searchable(Protocol):
+    """An index, or one generation of it. Safe to call from several threads."""
+
+    def search(
+        self,
+        queries: Sequence[Query],
+        k: int,
+        scope: SearchScope = PUBLIC_SCOPE,
+        *,
+        prefetch_k: int = 0,
+        known: frozenset[PassageKey] = frozenset(),
+    ) -> SearchResult:
+        """`passages` are bitwise the same for every `prefetch_k`, and a query's do not depend on the other queries.
+
+        Raises: StoreError if the generation cannot be read, RetrievalError if the index or a part of it does not answer.
+        """
+        ...
+
+
+class IndexLike(Searchable, Protocol):
+    """An index in this process or elsewhere."""
 
     @property
     def generation(self) -> str:
@@ -86,21 +105,6 @@ class IndexLike(Protocol):
 
     def encode(self, texts: Sequence[str]) -> list[Query]:
         """Raises: InputError if a text is empty or not text, or if its vector is not finite."""
-        ...
-
-    def search(
-        self,
-        queries: Sequence[Query],
-        k: int,
-        scope: SearchScope = PUBLIC_SCOPE,
-        *,
-        prefetch_k: int = 0,
-        known: frozenset[PassageKey] = frozenset(),
-    ) -> SearchResult:
-        """`passages` are bitwise the same for every `prefetch_k`, and a query's do not depend on the other queries.
-
-        Raises: StoreError if the generation cannot be read, RetrievalError if the index or a part of it does not answer.
-        """
         ...
 
     def pinned(self) -> IndexLike:

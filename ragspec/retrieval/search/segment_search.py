@@ -9,7 +9,7 @@ ordinal), so one shard with all segments and many shards with one segment each g
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, reduce
 from typing import Literal, NamedTuple, Protocol, TypeVar
@@ -21,7 +21,7 @@ from ragspec.errors import ConfigError
 from ragspec.retrieval.encoder import FloatArray
 from ragspec.retrieval.index.store import LiveSegment
 from ragspec.retrieval.search.bm25 import SparseQuery, TermStatistics
-from ragspec.retrieval.search.dense import DenseIndex, Mask, ScoredRows, top_k
+from ragspec.retrieval.search.dense import Mask, ScoredRows, top_k
 from ragspec.retrieval.search.filters import Filter
 from ragspec.retrieval.search.gpu import num_gpus
 
@@ -31,25 +31,12 @@ _SCOPES_KEPT = 64
 _FREQUENCIES_KEPT = 65_536
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True)
 class SearchScope:
-    """The documents a search may see: documents of `tenant` and documents without an owner, where `filter` holds for them.
-
-    Scopes are equal if their texts are. Why: filters for 1 and for True are equal in Python.
-    """
+    """The documents a search may see: documents of `tenant` and documents without an owner, where `filter` holds for them."""
 
     tenant: str = ""
     filter: Filter | None = None
-
-    @property
-    def key(self) -> tuple[str, str]:
-        return self.tenant, repr(self.filter)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, SearchScope) and self.key == other.key
-
-    def __hash__(self) -> int:
-        return hash(self.key)
 
 
 PUBLIC_SCOPE = SearchScope()
@@ -76,7 +63,7 @@ class SearchHit(NamedTuple):
 
 
 class ShardLike(Protocol):
-    """Some segments of one generation: a `Shard`, a `ShardGroup`, or a handle of a remote shard."""
+    """Some segments of one generation: one in a `SegmentSearcher`, more in a `Shard` or on remote shards."""
 
     @property
     def segment_names(self) -> frozenset[str]: ...
@@ -104,12 +91,18 @@ class SegmentSearcher:
     """Searches one segment. Caches the allowed rows of recent scopes."""
 
     def __init__(self, live: LiveSegment, on_gpu: bool) -> None:
+        """Load all that the first search would otherwise wait for. Raises: StoreCorrupt."""
         self._segment = live.segment
-        self._on_gpu = on_gpu
+        self._nearest = live.segment.nearest_on_gpu if on_gpu else live.segment.nearest
+        _ = live.segment.ids, live.segment.owners
         self._live_rows = None if live.is_live.all() else live.live_rows()
         self._allowed = lru_cache(_SCOPES_KEPT)(self._allowed_rows)
         self._frequency = lru_cache(_FREQUENCIES_KEPT)(self._frequency_of)
         self._size = lru_cache(_SCOPES_KEPT)(self._size_of)
+
+    @property
+    def segment_names(self) -> frozenset[str]:
+        return frozenset({self._segment.name})
 
     def dense(self, queries: FloatArray, k: int, scope: SearchScope) -> list[list[SearchHit]]:
         return [self._hits(scored, k) for scored in self._nearest.search(queries, k, self._allowed(scope))]
@@ -121,19 +114,11 @@ class SegmentSearcher:
         allowed = self._allowed(scope)
         return [self._hits(top_k(ScoredRows(*self._segment.postings.scores(q, allowed)), k), k) for q in queries]
 
-    def load(self) -> None:
-        """Load what the first search would otherwise wait for. Raises: StoreCorrupt."""
-        _ = self._nearest, self._segment.ids, self._segment.owners
+    def passages(self, hits: Sequence[SearchHit]) -> list[Passage]:
+        return [self._segment.passage(hit.row, hit.score) for hit in hits]
 
-    def passage(self, hit: SearchHit) -> Passage:
-        return self._segment.passage(hit.row, hit.score)
-
-    def vector(self, hit: SearchHit) -> FloatArray:
-        return np.array(self._segment.vectors[hit.row])  # Why a copy: a view would keep the mapped file open
-
-    @property
-    def _nearest(self) -> DenseIndex:
-        return self._segment.nearest_on_gpu if self._on_gpu else self._segment.nearest
+    def vectors(self, hits: Sequence[SearchHit]) -> list[FloatArray]:
+        return [np.array(self._segment.vectors[hit.row]) for hit in hits]  # Why copies: views keep the mapped file open
 
     def _hits(self, scored: ScoredRows, k: int) -> list[SearchHit]:
         scored = self._without_surplus_ties(scored, k)
@@ -170,11 +155,24 @@ class SegmentSearcher:
         return None if rows.all() else rows
 
 
-class _MergedSearch:
-    """Searches every part and merges the hits."""
+class Shard:
+    """Some segments of one generation, or several shards as one. Safe to call from several threads."""
 
-    def __init__(self, parts: Iterable[SegmentSearcher | ShardLike]) -> None:
-        self._parts = list(parts)
+    def __init__(self, parts: Sequence[ShardLike]) -> None:
+        self._parts = parts
+        self.part_of = {name: part for part in parts for name in part.segment_names}
+
+    @classmethod
+    def open(cls, segments: Iterable[LiveSegment], device: Literal["auto", "cpu", "gpu"] = "cpu") -> Shard:
+        """Raises: ConfigError if there is no `gpu`, "auto" takes one if there is; StoreCorrupt."""
+        on_gpu = device != "cpu" and num_gpus() > 0
+        if device == "gpu" and not on_gpu:
+            raise ConfigError("retriever.device is gpu, but FAISS finds none: it needs ragspec[gpu] and a CUDA device")
+        return cls([SegmentSearcher(live, on_gpu) for live in segments])
+
+    @property
+    def segment_names(self) -> frozenset[str]:
+        return frozenset(self.part_of)
 
     def dense(self, queries: FloatArray, k: int, scope: SearchScope) -> list[list[SearchHit]]:
         return merge_hits((part.dense(queries, k, scope) for part in self._parts), len(queries), k)
@@ -185,54 +183,11 @@ class _MergedSearch:
     def sparse(self, queries: Sequence[SparseQuery], k: int, scope: SearchScope) -> list[list[SearchHit]]:
         return merge_hits((part.sparse(queries, k, scope) for part in self._parts), len(queries), k)
 
-
-class Shard(_MergedSearch):
-    """Some segments of one generation, in this process. Safe to call from several threads."""
-
-    def __init__(self, segments: Mapping[str, SegmentSearcher]) -> None:
-        super().__init__(segments.values())
-        self.segments = segments
-
-    @classmethod
-    def open(cls, segments: Iterable[LiveSegment], device: Literal["auto", "cpu", "gpu"] = "cpu") -> Shard:
-        """Raises: ConfigError if there is no `gpu`; "auto" takes one if there is."""
-        on_gpu = device != "cpu" and num_gpus() > 0
-        if device == "gpu" and not on_gpu:
-            raise ConfigError("retriever.device is gpu, but FAISS finds none: it needs ragspec[gpu] and a CUDA device")
-        return cls({live.segment.name: SegmentSearcher(live, on_gpu) for live in segments})
-
-    @property
-    def segment_names(self) -> frozenset[str]:
-        return frozenset(self.segments)
-
-    def load(self) -> None:
-        """Load what the first search would otherwise wait for. Raises: StoreCorrupt."""
-        for segment in self.segments.values():
-            segment.load()
-
     def passages(self, hits: Sequence[SearchHit]) -> list[Passage]:
-        return [self.segments[hit.segment].passage(hit) for hit in hits]
+        return [passage for hit in hits for passage in self.part_of[hit.segment].passages([hit])]
 
     def vectors(self, hits: Sequence[SearchHit]) -> list[FloatArray]:
-        return [self.segments[hit.segment].vector(hit) for hit in hits]
-
-
-class ShardGroup(_MergedSearch):
-    """Several shards as one shard."""
-
-    def __init__(self, shards: Sequence[ShardLike]) -> None:
-        super().__init__(shards)
-        self._shard_of = {name: shard for shard in shards for name in shard.segment_names}
-
-    @property
-    def segment_names(self) -> frozenset[str]:
-        return frozenset(self._shard_of)
-
-    def passages(self, hits: Sequence[SearchHit]) -> list[Passage]:
-        return [passage for hit in hits for passage in self._shard_of[hit.segment].passages([hit])]
-
-    def vectors(self, hits: Sequence[SearchHit]) -> list[FloatArray]:
-        return [vector for hit in hits for vector in self._shard_of[hit.segment].vectors([hit])]
+        return [vector for hit in hits for vector in self.part_of[hit.segment].vectors([hit])]
 
 
 def merge_hits(found: Iterable[list[list[SearchHit]]], num_queries: int, k: int) -> list[list[SearchHit]]:

@@ -15,7 +15,7 @@ Source: Zhang et al. 2024 (arXiv 2401.14021), section 3.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -82,33 +82,29 @@ class SpeculationCache:
         if not self._candidates:
             return []
         candidates = list(self._candidates.values())
-        if self._mode == "dense":
-            best = heapq.nsmallest(k, self._dense_hits(query))
-        elif self._mode == "sparse":
-            best = heapq.nsmallest(k, self._sparse_hits(query))
-        else:
+        if self._mode == "hybrid":
             rankings = [sorted(self._dense_hits(query)), sorted(self._sparse_hits(query))]
             best = reciprocal_rank_fusion(rankings, _FUSION_DEPTH)[:k]
+        else:
+            best = heapq.nsmallest(k, (self._dense_hits if self._mode == "dense" else self._sparse_hits)(query))
         return [replace(candidates[hit.row].passage, score=hit.score) for hit in best]
 
     def _dense_hits(self, query: Query) -> list[SearchHit]:
         assert query.vector is not None
         if self._vectors is None:
             self._vectors = np.array([each.vector for each in self._candidates.values()], np.float64)  # [C, E]
-        scores = canonical_scores(query.vector, self._vectors).tolist()
-        return [
-            SearchHit(-score, *key, "", row)
-            for row, (key, score) in enumerate(zip(self._candidates, scores, strict=True))
-        ]
+        return self._hits(canonical_scores(query.vector, self._vectors).tolist())
 
     def _sparse_hits(self, query: Query) -> list[SearchHit]:
         """Passages that hold a word of the query. No cached passage holds a word of unknown frequency."""
         scored_query = sparse_query(query.terms, self._statistics, SparseConfig())
-        hits = []
-        for row, (key, candidate) in enumerate(self._candidates.items()):
-            if score := bm25_score(scored_query, candidate):
-                hits.append(SearchHit(-score, *key, "", row))
-        return hits
+        hits = self._hits(bm25_score(scored_query, candidate) for candidate in self._candidates.values())
+        return [hit for hit in hits if hit.score]
+
+    def _hits(self, scores: Iterable[float]) -> list[SearchHit]:
+        """Shapes: scores [C]."""
+        pairs = zip(self._candidates, scores, strict=True)
+        return [SearchHit(-score, *key, "", row) for row, (key, score) in enumerate(pairs)]
 
 
 def bm25_score(query: SparseQuery, candidate: ScorablePassage) -> float:

@@ -44,9 +44,8 @@ class StrideScheduler:
         window = self._config.window
         self._steps_s: deque[float] = deque(maxlen=window)
         self._verifications: deque[tuple[int, float]] = deque(maxlen=window)  # of one query
-        self._batches: deque[tuple[int, float]] = deque(
-            maxlen=window
-        )  # of several queries; kept apart, or single queries would push them out
+        # of several queries; kept apart, or single queries would push them out
+        self._batches: deque[tuple[int, float]] = deque(maxlen=window)
         self._writing: deque[tuple[float, float]] = deque(maxlen=window)  # (steps at once, seconds)
         self._in_flight: deque[int] = deque(maxlen=window)
         self._steps_beside_s: deque[float] = deque(maxlen=window)

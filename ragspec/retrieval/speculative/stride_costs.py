@@ -37,10 +37,6 @@ class StridePlan(NamedTuple):
     gain: float = 1.0
     learns: bool = True
 
-    @property
-    def speculates(self) -> bool:
-        return self.stride > 1 or self.overlap > 0
-
 
 NO_SPECULATION = StridePlan()
 NEVER_PAYS = StridePlan(learns=False)
@@ -95,9 +91,8 @@ class StrideCosts:
         for _ in range(_TURNS if self.crowd.num_in_flight > 1.0 and self.crowd.slowdown else 0):
             writing = self.crowd.num_in_flight * stride * factor * self.apart.step_s / seconds
             factor = self.crowd.factor(writing)
-            seconds = (
-                seconds * self._round_s(stride, overlap, factor)
-            ) ** 0.5  # Why the geometric mean: plain iteration may oscillate
+            # Why the geometric mean: plain iteration may oscillate
+            seconds = (seconds * self._round_s(stride, overlap, factor)) ** 0.5
         return seconds
 
     def _round_s(self, stride: int, overlap: int, factor: float) -> float:

@@ -20,7 +20,7 @@ from ragspec.retrieval.encoder import TextEncoder
 from ragspec.retrieval.index.store import Store
 from ragspec.retrieval.index.writer import IndexWriter
 from ragspec.retrieval.retriever import Retriever, build_index
-from ragspec.retrieval.search.segment_search import Shard, ShardGroup, ShardLike
+from ragspec.retrieval.search.segment_search import Shard, ShardLike
 
 Answer = tuple[tuple[str, int, str, str], ...]
 """Document id, ordinal, text and exact score of each passage found."""
@@ -142,7 +142,7 @@ def layouts(store: Store) -> Iterator[IndexLayout]:
 
 def split_store(store: Store, num_shards: int) -> ShardLike:
     """Segments in independent shards, as on several machines."""
-    return ShardGroup([Shard.open(store.segments[number::num_shards]) for number in range(num_shards)])
+    return Shard([Shard.open(store.segments[number::num_shards]) for number in range(num_shards)])
 
 
 def answer(passages: Sequence[Passage]) -> Answer:
