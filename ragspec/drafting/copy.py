@@ -220,14 +220,9 @@ class CopyDrafter(Drafter):
         return [_CopyPoint(at, f"quote:{rank}", 0) for rank, at in enumerate(index.quotes[:_MAX_QUOTES])]
 
     def _starts(self, index: SuffixIndex) -> list[_CopyPoint]:
-        kinds = {
-            SourceKind.DRAFT: "start:draft",
-            SourceKind.PREDICTION: "start:prediction",
-            SourceKind.INPUT: "start:input",
-        }
         return [
-            _CopyPoint(int(index.begin[number]), kinds[reference.kind], 0)
-            for kind in kinds
+            _CopyPoint(int(index.begin[number]), f"start:{kind.name.lower()}", 0)
+            for kind in (SourceKind.DRAFT, SourceKind.PREDICTION, SourceKind.INPUT)
             for number, reference in enumerate(index.references)
             if reference.kind is kind
         ]

@@ -6,7 +6,8 @@ Importing this module registers the attention function with transformers as "rag
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -61,23 +62,16 @@ def paged_attention(
 AttentionInterface.register("ragspec", paged_attention)
 
 
-class HiddenStateTaps:
+@contextmanager
+def tapped_layers(decoder: Any, taps: Sequence[int]) -> Iterator[dict[int, torch.Tensor]]:
     """Records the stream entering some layers of a transformers decoder, by tap. Shape of each: [1, N, H]."""
-
-    def __init__(self, decoder: Any, taps: Sequence[int]) -> None:
-        self._modules = [(tap, decoder.layers[tap] if tap < len(decoder.layers) else decoder.norm) for tap in taps]
-        self._hooks: list[Any] = []
-
-    def __enter__(self) -> dict[int, torch.Tensor]:
-        tapped: dict[int, torch.Tensor] = {}
-        for tap, module in self._modules:
+    tapped: dict[int, torch.Tensor] = {}
+    with ExitStack() as hooks:
+        for tap in taps:
+            module = decoder.layers[tap] if tap < len(decoder.layers) else decoder.norm
             record = functools.partial(_record_input, tapped, tap)
-            self._hooks.append(module.register_forward_pre_hook(record, with_kwargs=True))
-        return tapped
-
-    def __exit__(self, *_: object) -> None:
-        for hook in self._hooks:
-            hook.remove()
+            hooks.callback(module.register_forward_pre_hook(record, with_kwargs=True).remove)
+        yield tapped
 
 
 def _record_input(tapped: dict[int, torch.Tensor], tap: int, module: Any, args: Any, kwargs: Any) -> None:

@@ -27,7 +27,7 @@ from ragspec.config import TargetConfig
 from ragspec.engine.checkpoints.model_config import LogitTransform, attention_shapes, check_servable, eos_ids
 from ragspec.engine.checkpoints.target_files import target_folder
 from ragspec.engine.checkpoints.weights import WeightShards, load_shards, load_whole, model_errors
-from ragspec.engine.hf_attention import HiddenStateTaps
+from ragspec.engine.hf_attention import tapped_layers
 from ragspec.engine.rank_messages import ForwardInput, MessageKind, send, send_forward
 from ragspec.errors import ModelError, RankLost
 from ragspec.numerics.attention import AttentionMetadata
@@ -169,7 +169,7 @@ class Target:
         if isinstance(self._model.model, Decoder):
             return cast(tuple[torch.Tensor, dict[int, torch.Tensor]], self._model.model(tokens, context, layer_taps))
         positions = torch.from_numpy(metadata.positions.astype(np.int64))
-        with HiddenStateTaps(self._model.model, layer_taps) as tapped:
+        with tapped_layers(self._model.model, layer_taps) as tapped:
             output = self._model.model(
                 input_ids=tokens[None], position_ids=positions[None], use_cache=False, forward_context=context
             )

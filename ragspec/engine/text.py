@@ -27,16 +27,11 @@ class IncrementalDetokenizer:
         self._longest_stop = max((len(s) for s in stop), default=0)
         self._ids: list[int] = []
         self._prefix, self._read = 0, 0  # [prefix, read) was decoded last
-        self._known = 0  # characters of the text from `prefix` on that are in `_text` already
-        self._text = ""
+        self._known = 0  # characters of the text from `prefix` on that are in `text` already
+        self.text = ""  # everything certain so far
         self._sent = 0
         self._search_from = 0
         self._stopped = False
-
-    @property
-    def text(self) -> str:
-        """Everything certain so far."""
-        return self._text
 
     def push(self, token_id: int, may_stop: bool = True) -> bool:
         """Add a token. True: the token completes a stop string. Without `may_stop`, stop strings completed so far never count."""
@@ -49,7 +44,7 @@ class IncrementalDetokenizer:
         self._prefix, self._read = self._read, len(self._ids)
         self._known = len(self._decode(self._ids[self._prefix :])) - unfinished
         if not may_stop:
-            self._search_from = len(self._text) + len(piece)
+            self._search_from = len(self.text) + len(piece)
         return self._append(piece)
 
     def finish(self) -> None:
@@ -62,28 +57,28 @@ class IncrementalDetokenizer:
 
     def take(self) -> str:
         """New certain text, without a possible beginning of a stop string."""
-        end = len(self._text)
+        end = len(self.text)
         if not self._stopped:
             end -= self._held_back()
-        piece = self._text[self._sent : end]
+        piece = self.text[self._sent : end]
         self._sent = max(self._sent, end)
         return piece
 
     def _append(self, piece: str) -> bool:
-        new = max(self._search_from, len(self._text))  # a stop string must end after this point
-        self._text += piece
+        new = max(self._search_from, len(self.text))  # a stop string must end after this point
+        self.text += piece
         if not self._longest_stop:
             return False
-        found = [at for s in self._stop if (at := self._text.find(s, max(0, new - len(s) + 1))) >= 0]
+        found = [at for s in self._stop if (at := self.text.find(s, max(0, new - len(s) + 1))) >= 0]
         if found:
-            self._text = self._text[: min(found)]
+            self.text = self.text[: min(found)]
             self._stopped = True
         return self._stopped
 
     def _held_back(self) -> int:
-        most = min(self._longest_stop - 1, len(self._text))
+        most = min(self._longest_stop - 1, len(self.text))
         for length in range(most, 0, -1):
-            if any(s.startswith(self._text[-length:]) for s in self._stop):
+            if any(s.startswith(self.text[-length:]) for s in self._stop):
                 return length
         return 0
 

@@ -90,7 +90,7 @@ class SequenceSlots:
         self._slots = np.empty(256, np.int32)
         self._index = np.empty(256, np.int32)
         self.length = 0
-        self._pages: list[int] = []
+        self.pages: list[int] = []
         self._spare: list[int] = []  # local indices in own pages, descending
         self._num_shared = 0
 
@@ -102,16 +102,12 @@ class SequenceSlots:
     def index(self) -> Ints:
         return self._index[: self.length]
 
-    @property
-    def pages(self) -> list[int]:
-        return self._pages
-
     def share(self, slots: Ints) -> None:
         """Start from the slots of a prefix that is already computed."""
-        assert self.length == 0 and not self._pages
+        assert self.length == 0 and not self.pages
         self.pool.hold(slots)
         pages, rank = np.unique(slots // PAGE, return_inverse=True)
-        self._pages = pages.tolist()
+        self.pages = pages.tolist()
         self._append(slots, (rank * PAGE + slots % PAGE).astype(np.int32))
         self._num_shared = len(slots)
 
@@ -125,12 +121,12 @@ class SequenceSlots:
         if needed > self.pool.num_free_pages:
             raise OutOfSlots
         for _ in range(needed):
-            self._pages.append(self.pool.take_page())
-            first = (len(self._pages) - 1) * PAGE
+            self.pages.append(self.pool.take_page())
+            first = (len(self.pages) - 1) * PAGE
             self._spare[:0] = range(first + PAGE - 1, first - 1, -1)
         index = np.array(self._spare[: -num_slots - 1 : -1], np.int32)
         del self._spare[len(self._spare) - num_slots :]
-        pages = np.array(self._pages, np.int32)
+        pages = np.array(self.pages, np.int32)
         return pages[index // PAGE] * PAGE + index % PAGE, index
 
     def keep(self, slots: Ints, index: Ints, chosen: list[int]) -> None:
@@ -148,7 +144,7 @@ class SequenceSlots:
 
     def release(self) -> None:
         """Give everything back."""
-        own = np.array(self._pages, np.int32)
+        own = np.array(self.pages, np.int32)
         shared = self._slots[: self._num_shared]
         if len(shared):
             own = own[~np.isin(own, np.unique(shared // PAGE))]
@@ -156,7 +152,7 @@ class SequenceSlots:
         if len(own):
             slots = own[:, None] * PAGE + np.arange(PAGE)  # [pages, 16]
             self.pool.release(slots.reshape(-1).astype(np.int32))
-        self.length, self._num_shared, self._pages, self._spare = 0, 0, [], []
+        self.length, self._num_shared, self.pages, self._spare = 0, 0, [], []
 
     def _append(self, slots: Ints, index: Ints) -> None:
         end = self.length + len(slots)

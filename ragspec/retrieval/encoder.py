@@ -71,14 +71,7 @@ class EncoderWrapper:
 
     def __init__(self, encoder: TextEncoder) -> None:
         self._encoder = encoder
-
-    @property
-    def identity(self) -> EncoderIdentity:
-        return self._encoder.identity
-
-    @property
-    def max_tokens(self) -> int:
-        return self._encoder.max_tokens
+        self.identity, self.max_tokens = encoder.identity, encoder.max_tokens
 
     def count_tokens(self, texts: Sequence[str]) -> list[int]:
         return self._encoder.count_tokens(texts)
@@ -93,7 +86,7 @@ class Encoder(RowInvariantModel):
     def __init__(self, model: Any, config: EncoderConfig) -> None:
         """Take over `model` (a SentenceTransformer): its linear layers are packed in place."""
         max_tokens = min(config.max_tokens, model.max_seq_length or config.max_tokens)
-        self._identity = EncoderIdentity(
+        self.identity = EncoderIdentity(
             id=config.model,
             fingerprint=fingerprint(model, max_tokens),
             dimension=model.get_embedding_dimension(),
@@ -113,10 +106,6 @@ class Encoder(RowInvariantModel):
                 num_processors(),
             )
             return cls(model, config)
-
-    @property
-    def identity(self) -> EncoderIdentity:
-        return self._identity
 
     def count_tokens(self, texts: Sequence[str]) -> list[int]:
         """Tokens of each text as a document, uncut; special tokens and the prefix of documents included.

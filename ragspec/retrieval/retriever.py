@@ -79,8 +79,9 @@ class Retriever:
 
         Raises: EncoderMismatch, ConfigError, StoreCorrupt.
         """
-        self._encoder = encoder
+        self.encoder = encoder
         self._config = config or RetrieverConfig()
+        self.mode: RetrievalMode = self._config.mode
         self._reranker = reranker
         self._shard = shard
         self._follow = follow
@@ -102,20 +103,12 @@ class Retriever:
         return self._current().store.generation
 
     @property
-    def encoder(self) -> TextEncoder:
-        return self._encoder
-
-    @property
-    def mode(self) -> RetrievalMode:
-        return self._config.mode
-
-    @property
     def is_elsewhere(self) -> bool:
         return False
 
     def encode(self, texts: Sequence[str]) -> list[Query]:
         """Raises: InputError if a text is empty or not text, or if its vector is not finite."""
-        return encode_queries(texts, self.mode, self._encoder, self._current().terms)
+        return encode_queries(texts, self.mode, self.encoder, self._current().terms)
 
     def search(
         self,
@@ -168,7 +161,7 @@ class Retriever:
     def _opened(self, store: Store) -> GenerationView:
         """Opens the generation of `store`, or a newer generation if remote shards find it removed."""
         while True:
-            check_encoder(store.manifest, self._encoder.identity)
+            check_encoder(store.manifest, self.encoder.identity)
             try:
                 return self._view_of(store)
             except StoreError:

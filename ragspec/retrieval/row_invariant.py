@@ -41,7 +41,8 @@ class RowInvariantModel(ABC):
         """Take over `model`: its linear layers are packed in place. Read its weights before."""
         self._model = model.eval()
         self._tokenizer = tokenizer
-        self._max_tokens = max_tokens
+        self.max_tokens = max_tokens
+        """The longest text the model reads, special tokens included."""
         self._lock = threading.Lock()
         self._tokenizing = threading.Lock()  # Why: truncation is a state of the tokenizer
         self.max_batch_size = batch_size
@@ -54,11 +55,6 @@ class RowInvariantModel(ABC):
         alone, beside = (run_in_thread(lambda: self._forward(probe), n) for n in (1, most_threads))
         self._threads = AdaptiveThreads(most_threads if np.array_equal(alone, beside) else 1)
 
-    @property
-    def max_tokens(self) -> int:
-        """The longest text the model reads, special tokens included."""
-        return self._max_tokens
-
     @abstractmethod
     def _forward(self, token_ids: TokenIds, type_ids: TokenIds | None = None) -> NDArray[np.float32]:
         """One row per text. Shapes: two [B, T] without padding -> [B, ...]."""
@@ -67,7 +63,7 @@ class RowInvariantModel(ABC):
         """Whether every text's result is bitwise the same alone and in larger batches."""
         generator = torch.Generator().manual_seed(0)
         for length in _SELF_TEST_LENGTHS:
-            if length > self._max_tokens:
+            if length > self.max_tokens:
                 break
             token_ids = torch.randint(len(self._tokenizer), (_SELF_TEST_TEXTS, length), generator=generator).tolist()
             whole = self._forward(token_ids)
@@ -79,10 +75,10 @@ class RowInvariantModel(ABC):
 
     def _tokenized(self, *texts: Sequence[str]) -> Mapping[str, list[list[int]]]:
         """The tokenizer's output for texts, or for pairs given as two lists; cut to `max_tokens`, the longer text first."""
-        most_chars = self._max_tokens * _MAX_CHARS_PER_TOKEN  # Why: a megabyte takes seconds to tokenise
+        most_chars = self.max_tokens * _MAX_CHARS_PER_TOKEN  # Why: a megabyte takes seconds to tokenise
         cut = [[text[:most_chars] for text in column] for column in texts]
         with self._tokenizing:
-            encoded: Mapping[str, list[list[int]]] = self._tokenizer(*cut, truncation=True, max_length=self._max_tokens)
+            encoded: Mapping[str, list[list[int]]] = self._tokenizer(*cut, truncation=True, max_length=self.max_tokens)
         return encoded
 
     def _features(self, token_ids: TokenIds, type_ids: TokenIds | None = None) -> dict[str, Tensor]:

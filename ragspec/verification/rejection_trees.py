@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -34,26 +35,21 @@ class _Trial(NamedTuple):
     draft_probs: Floats | None
 
 
+@dataclass
 class _NodeState:
     """A node during a walk: the target's residual probabilities after rejections, and the node's acceptance probability.
 
     A rejection leaves the part of `accept_prob * target_probs` that the draft's probabilities do not cover.
     """
 
-    def __init__(
-        self, trial: _Trial, accept_prob: float, trials: Iterator[_Trial], initial_probs: Callable[[], Floats]
-    ) -> None:
-        self.trial = trial
-        self.trials = trials
-        self.accept_prob = accept_prob
-        self._initial_probs = initial_probs
-        self._residual: Floats | None = None
+    trial: _Trial
+    accept_prob: float
+    trials: Iterator[_Trial]
+    initial_probs: Callable[[], Floats]
 
-    @property
+    @functools.cached_property
     def target_probs(self) -> Floats:
-        if self._residual is None:
-            self._residual = self._initial_probs()
-        return self._residual
+        return self.initial_probs()
 
     def odds(self, trial: _Trial) -> float:
         """The probability of accepting the path down to this child."""
@@ -69,7 +65,7 @@ class _NodeState:
             left = np.maximum(left - trial.draft_probs, 0.0)
         mass = float(left.sum())
         if mass > 0.0:
-            self._residual = left / mass
+            self.target_probs = left / mass
             self.accept_prob = mass / (mass + (1.0 - self.accept_prob))
         elif self.accept_prob < 1.0:
             self.accept_prob = 0.0

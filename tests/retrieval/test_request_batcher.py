@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 import pytest
 
 from ragspec.errors import EngineClosed, InputError, RetrievalError
-from ragspec.retrieval.request_batcher import RequestBatcher
+from ragspec.retrieval.batching_retriever import RequestBatcher
 
 WAIT_S = 10.0
 

@@ -9,16 +9,16 @@ Runs no code of a checkpoint: reads safetensors, or `.bin` and `.pt` files witho
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save
 from torch import Tensor
 
+from ragspec.disk import atomic_writer
 from ragspec.drafting.eagle.dialects import AUX_KEY, DEFAULT_ROPE_THETA, official_form
 from ragspec.drafting.eagle.layout import (
     EagleFamily,
@@ -62,18 +62,12 @@ def write_head(directory: str | Path, checkpoint: HeadCheckpoint) -> None:
     check_tensors(checkpoint.config, checkpoint.tensors)
     raw, tensors = _published_form(checkpoint)
     apart = {name: tensor.detach().clone(memory_format=torch.contiguous_format) for name, tensor in tensors.items()}
-    directory = Path(directory)
+    directory, config = Path(directory), json.dumps(raw, indent=2) + "\n"
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        unfinished = {name: directory / f".{name}.{os.getpid()}" for name in (_WEIGHTS, _CONFIG)}
-        try:
-            save_file(apart, unfinished[_WEIGHTS], metadata={"format": "pt"})
-            unfinished[_CONFIG].write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")
-            for name, path in unfinished.items():
-                path.replace(directory / name)
-        finally:
-            for path in unfinished.values():
-                path.unlink(missing_ok=True)
+        with atomic_writer(directory / _CONFIG) as config_file, atomic_writer(directory / _WEIGHTS) as weights_file:
+            config_file.write(config.encode())
+            weights_file.write(save(apart, metadata={"format": "pt"}))
     except (OSError, SafetensorError) as cause:
         raise SaveError(f"cannot write the head to {directory}: {cause}") from cause
 

@@ -9,6 +9,7 @@ A store is one generation and never changes. `refreshed` opens the current gener
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -52,22 +53,15 @@ class LiveSegment:
         return np.flatnonzero(self.is_live).tolist()
 
 
+@dataclass(eq=False)
 class Store:
-    """One generation of an index."""
+    """One generation of an index; `only`: with these segments alone."""
 
-    def __init__(
-        self,
-        index_dir: Path,
-        pointer: str,
-        manifest: Manifest,
-        segments: Sequence[LiveSegment],
-        only: frozenset[str] | None = None,
-    ) -> None:
-        self.index_dir = index_dir
-        self.pointer = pointer
-        self.manifest = manifest
-        self.segments = tuple(segments)
-        self._only = only
+    index_dir: Path
+    pointer: str
+    manifest: Manifest
+    segments: tuple[LiveSegment, ...]
+    only: frozenset[str] | None = None
 
     @classmethod
     def open(
@@ -112,21 +106,21 @@ class Store:
         shared = {r.name: known[r.name] for r in records if r.name in known and known[r.name].record.files == r.files}
         verify_checksums(_files_to_check(index_dir, folder, records, shared))
         dimension, dense = manifest.encoder.dimension, manifest.config.dense
-        segments = [
+        segments = tuple(
             _live_segment(
                 shared.get(record.name) or IndexSegment(index_dir / record.name, record, dimension, dense),
                 record,
                 folder,
             )
             for record in records
-        ]
+        )
         return cls(index_dir, pointer, manifest, segments, only)
 
     def refreshed(self) -> Store:
         """The current generation, which shares open segments; this store if its generation is current. Raises: as `open`."""
         if read_pointer(self.index_dir) == self.pointer:
             return self
-        return Store.open(self.index_dir, only=self._only, sharing=[self])
+        return Store.open(self.index_dir, only=self.only, sharing=[self])
 
     @property
     def generation(self) -> str:

@@ -16,7 +16,7 @@ import contextlib
 import json
 import os
 import secrets
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Literal, NamedTuple
 
@@ -83,7 +83,9 @@ def write_datastore(folder: str | Path, blocks: Iterable[tuple[FloatArray, Value
     folder = Path(folder)
     with saving(folder):
         make_folder(folder)
-        with writer_lock(folder), _cleaned(folder):
+        with writer_lock(folder), contextlib.ExitStack() as cleaned:
+            _remove_others(folder)
+            cleaned.callback(_remove_others, folder)
             manifest = _staged(folder, blocks, origin)
             for name in (manifest.keys, manifest.values):
                 os.rename(folder / f"{TEMPORARY}{name}", folder / name)
@@ -112,6 +114,7 @@ class Datastore:
 
     def __init__(self, manifest: DatastoreManifest, keys: FloatArray, values: Values) -> None:
         self.manifest = manifest
+        self.target = manifest.target
         self._keys = keys  # [N, H]
         self._values = values  # [N]
         self._index = ExactIndex(keys)
@@ -147,10 +150,6 @@ class Datastore:
 
     def __len__(self) -> int:
         return self.manifest.num_entries
-
-    @property
-    def target(self) -> EncoderIdentity:
-        return self.manifest.target
 
     def search(self, queries: FloatArray, k: int, wanted: PrefetchRequest | None = None) -> Neighbours:
         """As `DatastoreLike.search`. Raises: ModelError if a query is not finite."""
@@ -213,17 +212,8 @@ def _check_block(keys: FloatArray, values: Values, origin: DatastoreSource) -> N
         raise ModelError(f"a hidden state of {origin.target.id} is not finite; no datastore can be built with it")
 
 
-@contextlib.contextmanager
-def _cleaned(folder: Path) -> Iterator[None]:
-    """Removes files that the manifest does not name, before and after the block; in a damaged datastore only unfinished files."""
-    _remove_others(folder)
-    try:
-        yield
-    finally:
-        _remove_others(folder)
-
-
 def _remove_others(folder: Path) -> None:
+    """Remove files that the manifest does not name; in a damaged datastore only unfinished files."""
     try:
         manifest = read_datastore_manifest(folder)
         patterns = [f"{TEMPORARY}*", "keys-*.npy", "values-*.npy"]

@@ -47,20 +47,16 @@ class SpeculationCache:
         self._candidates: dict[PassageKey, ScorablePassage] = {}  # the latest last
         self._vectors: NDArray[np.float64] | None = None  # [C, E], in the same order; computed when needed
         self._statistics = TermStatistics()
-        self._filled = False
+        self.can_guess = False
+        """Whether a search has filled the cache, or found that the index has no passage."""
 
     @property
     def known(self) -> frozenset[PassageKey]:
         return frozenset(self._candidates)
 
-    @property
-    def can_guess(self) -> bool:
-        """Whether a search has filled the cache, or found that the index has no passage."""
-        return self._filled
-
     def insert(self, result: SearchResult) -> None:
         """Add the candidates of a search. Beyond 512 passages the oldest are dropped."""
-        self._filled = self._filled or bool(result.candidates) or not any(result.passages)
+        self.can_guess = self.can_guess or bool(result.candidates) or not any(result.passages)
         if not result.candidates:
             return
         seen_again = {

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from ragspec.core import Document
 from ragspec.evaluation.datasets import lines_of, squad_list
 from ragspec.retrieval.chunking.passage_text import join_passage_text
-from ragspec.retrieval.encoder import EncoderWrapper, FloatArray
+from ragspec.retrieval.encoder import EncoderWrapper, FloatArray, TextEncoder
 from ragspec.training.stdlib_corpus import stdlib_documents
 
 DIMENSION = 384
@@ -61,9 +61,9 @@ class WholeTexts(EncoderWrapper):
     Why: the published figures, and bm25s, count whole documents.
     """
 
-    @property
-    def max_tokens(self) -> int:
-        return 10**9
+    def __init__(self, encoder: TextEncoder) -> None:
+        super().__init__(encoder)
+        self.max_tokens = 10**9
 
     def count_tokens(self, texts: Sequence[str]) -> list[int]:
         return [0 for _ in texts]
