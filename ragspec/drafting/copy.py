@@ -25,7 +25,6 @@ from collections.abc import Sequence as SequenceOf
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
 from ragspec.core import Request, SourceKind, salt_belongs_to
@@ -33,9 +32,8 @@ from ragspec.drafting.acceptance import Cell, CopyAcceptance
 from ragspec.drafting.drafter import Budget, Drafter, Features, SequenceView
 from ragspec.drafting.references import Reference, ReferenceReader
 from ragspec.drafting.suffix_index import SEPARATOR, SuffixIndex
+from ragspec.numerics.attention import Ints
 from ragspec.tree import Origin, Proposal
-
-Ints = NDArray[np.int32]
 
 _MAX_MATCH = 16
 _MAX_BRANCHES = 6

@@ -10,12 +10,10 @@ import itertools
 from collections.abc import Iterator, Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ragspec.core import salt_belongs_to
+from ragspec.numerics.attention import Ints
 from ragspec.numerics.kv_cache import KvPool
-
-Ints = NDArray[np.int32]
 
 
 class _Node:

@@ -16,10 +16,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ragspec.numerics.attention import PAGE, AttentionMetadata, make_tiles
+from ragspec.numerics.attention import PAGE, AttentionMetadata, Ints, make_tiles
 from ragspec.numerics.ranks import Ranks
-
-Ints = NDArray[np.int32]
 
 _CAPACITY = 2048
 """Words of the first broadcast, 8 KiB: a decode step of a few sequences with their trees fits."""

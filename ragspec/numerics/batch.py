@@ -13,13 +13,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
-from ragspec.numerics.attention import AttentionMetadata, make_tiles
+from ragspec.numerics.attention import AttentionMetadata, Floats, Ints, make_tiles
 from ragspec.numerics.kv_cache import SequenceSlots
-
-Ints = NDArray[np.int32]
-Floats = NDArray[np.float32]
 
 
 class ScheduledSequence:

@@ -9,11 +9,8 @@ Sequences and the prefix cache hold slots. A slot without holders is free; a pag
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import NDArray
 
-from ragspec.numerics.attention import PAGE, AttentionShape, padded
-
-Ints = NDArray[np.int32]
+from ragspec.numerics.attention import PAGE, AttentionShape, Ints, padded
 
 
 class OutOfSlots(Exception):

@@ -18,15 +18,11 @@ import numba
 import numpy as np
 import torch
 import transformers
-from numpy.typing import NDArray
 
-from ragspec.numerics.attention import AttentionMetadata
+from ragspec.numerics.attention import AttentionMetadata, Floats, Ints
 from ragspec.numerics.batch import Batch, ScheduledSequence
 from ragspec.numerics.kv_cache import KvPool, SequenceSlots
 from ragspec.numerics.threads import set_num_threads
-
-Ints = NDArray[np.int32]
-Floats = NDArray[np.float32]
 
 SAMPLING_VERSION = 1
 """Raise this with every change of the noise, the warps or their order: the same key then gives other tokens."""

@@ -87,9 +87,7 @@ class Encoder(RowInvariantModel):
         """Take over `model` (a SentenceTransformer): its linear layers are packed in place."""
         max_tokens = min(config.max_tokens, model.max_seq_length or config.max_tokens)
         self.identity = EncoderIdentity(
-            id=config.model,
-            fingerprint=fingerprint(model, max_tokens),
-            dimension=model.get_embedding_dimension(),
+            id=config.model, fingerprint=fingerprint(model, max_tokens), dimension=model.get_embedding_dimension()
         )
         super().__init__(model, model.tokenizer, max_tokens, config.batch_size)
 

@@ -16,9 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ragspec.numerics.attention import PAGE, AttentionMetadata, make_tiles
-
-Ints = NDArray[np.int32]
+from ragspec.numerics.attention import PAGE, AttentionMetadata, Ints, make_tiles
 
 
 class ScheduledDraft(NamedTuple):

@@ -14,11 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ragspec.drafting.eagle.network import HeadCache
-from ragspec.numerics.attention import PAGE, AttentionShape
+from ragspec.numerics.attention import PAGE, AttentionShape, Floats, Ints
 from ragspec.numerics.kv_cache import KvPool, SequenceSlots
-
-Ints = NDArray[np.int32]
-Floats = NDArray[np.float32]
 
 _NONE = -1
 _MOST_DRAFTS = 256

@@ -25,14 +25,11 @@ from torch import Tensor, nn
 from ragspec.drafting.eagle.batch import DraftBatch, ScheduledDraft
 from ragspec.drafting.eagle.checkpoint import EagleFamily, HeadCheckpoint, HeadConfig, check_fits, default_aux_layers
 from ragspec.drafting.eagle.layout import layer_prefix
-from ragspec.numerics.attention import AttentionMetadata, AttentionShape, attend, padded
+from ragspec.numerics.attention import AttentionMetadata, AttentionShape, Floats, Ints, attend, padded
 from ragspec.numerics.kv_cache import KvPool
 from ragspec.numerics.layers import GatedFeedForward
 from ragspec.numerics.linear import PackedLinear
 from ragspec.numerics.norms import ResidualNorm, RootMeanSquareNorm
-
-Ints = NDArray[np.int32]
-Floats = NDArray[np.float32]
 
 FINAL = -1
 """The tap of the target's final norm (`ragspec.engine.target`)."""

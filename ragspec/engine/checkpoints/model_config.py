@@ -5,13 +5,10 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
 from ragspec.errors import ModelError
-from ragspec.numerics.attention import AttentionShape
-
-Floats = NDArray[np.float32]
+from ragspec.numerics.attention import AttentionShape, Floats
 
 
 def check_servable(model: Any, config: Any) -> None:
