@@ -57,11 +57,8 @@ class ModelLimits(NamedTuple):
         if not isinstance(request.salt, str):
             raise InputError("the salt must be a string")
         segment = request.segment
-        for ids, what in (
-            (request.prompt_ids, "prompt"),
-            (segment.output_ids, "output given"),
-            (segment.draft_ids, "draft"),
-        ):
+        given = {"prompt": request.prompt_ids, "output given": segment.output_ids, "draft": segment.draft_ids}
+        for what, ids in given.items():
             if not all(issubclass(kind, Integral) for kind in set(map(type, ids))):
                 raise InputError(f"the {what} holds a token id that is no whole number")
             if ids and not 0 <= min(ids) <= max(ids) < self.vocab_size:

@@ -21,15 +21,7 @@ from pathlib import Path
 
 from ragspec.disk import TEMPORARY, fsync, make_folder, write_atomically, writer_lock
 from ragspec.errors import StoreError
-from ragspec.retrieval.index.manifest import (
-    CURRENT,
-    MANIFEST,
-    FileChecksum,
-    Manifest,
-    file_checksum,
-    read_current,
-    segment_folders,
-)
+from ragspec.retrieval.index.manifest import CURRENT, MANIFEST, FileChecksum, Manifest, file_checksum, read_current
 from ragspec.retrieval.index.reader_lock import locked_generations
 
 _PLACED = re.compile(r"(generation|segment)-(\d{6,})")
@@ -120,7 +112,7 @@ class IndexDirectory:
         Raises: StoreError.
         """
         folder, manifest = read_current(self.path)
-        kept = {folder.name, *segment_folders(manifest)}
+        kept = {folder.name, *(segment.name for segment in manifest.segments)}
         kept |= {name for pointer in locked_generations(self.path) for name in _folders(self.path, pointer.split()[0])}
         earlier = [n for kind, n in self._placed() if kind == "generation" and n < manifest.generation]
         is_young = time.time() - (folder / MANIFEST).stat().st_mtime < GRACE_S
@@ -135,4 +127,4 @@ def _folders(index_dir: Path, generation: str) -> set[str]:
         manifest = Manifest.model_validate_json((index_dir / generation / MANIFEST).read_bytes())
     except (OSError, ValueError):
         return set()
-    return {generation, *segment_folders(manifest)}
+    return {generation, *(segment.name for segment in manifest.segments)}

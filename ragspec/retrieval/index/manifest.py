@@ -157,11 +157,6 @@ def read_pointer(index_dir: Path) -> str:
         raise StoreMissing(f"the index at {index_dir} cannot be read: {cause.strerror}") from cause
 
 
-def segment_folders(manifest: Manifest) -> set[str]:
-    """Names of the segments' folders."""
-    return {segment.name for segment in manifest.segments}
-
-
 def verify_checksums(files: Iterable[tuple[Path, FileChecksum]]) -> None:
     """Compare size and hash of every file, several files at a time.
 

@@ -128,16 +128,9 @@ class IndexSegment:
 
     def document(self, number: int) -> Document:
         row = {name: column[0] for name, column in self.documents.slice(number, 1).to_pydict().items()}
-        return Document(
-            id=row["id"],
-            text=row["text"].decode("utf-8"),
-            title=row["title"],
-            source=row["source"],
-            metadata=json.loads(row["metadata"]),
-            owner=row["owner"],
-            headings=tuple(Heading(*each) for each in json.loads(row["headings"])),
-            origin=row["origin"],
-        )
+        names = {name: row[name] for name in ("id", "title", "source", "owner", "origin")}
+        headings = tuple(Heading(*each) for each in json.loads(row["headings"]))
+        return Document(text=row["text"].decode(), metadata=json.loads(row["metadata"]), headings=headings, **names)
 
 
 def check_segment(segment: IndexSegment) -> None:
