@@ -27,15 +27,7 @@ from ragspec.retrieval.search.index_searcher import IndexSearcher, TermFunction,
 from ragspec.retrieval.search.index_types import PassageKey, Query, RetrievalMode, Searchable, SearchResult
 from ragspec.retrieval.search.segment_search import PUBLIC_SCOPE, SearchScope, ShardLike
 
-__all__ = [
-    "PUBLIC_SCOPE",
-    "PairScorer",
-    "ProgressCallback",
-    "RetrievalResult",
-    "Retriever",
-    "build_index",
-    "configured_index_dir",
-]
+__all__ = ["PUBLIC_SCOPE", "ProgressCallback", "RetrievalResult", "Retriever", "build_index", "configured_index_dir"]
 
 ProgressCallback = Callable[[int, int], None]
 """Called with (documents read, passages encoded) so far."""

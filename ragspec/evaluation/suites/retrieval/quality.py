@@ -17,7 +17,8 @@ from ragspec.evaluation.suites.retrieval.collections import Collection, searched
 from ragspec.evaluation.timing import Tick
 from ragspec.retrieval.encoder import TextEncoder
 from ragspec.retrieval.index.store import Store
-from ragspec.retrieval.retriever import PairScorer, Retriever
+from ragspec.retrieval.rerank import PairScorer
+from ragspec.retrieval.retriever import Retriever
 
 Mode = Literal["dense", "sparse", "hybrid"]
 Rankings = Mapping[str, Sequence[str]]

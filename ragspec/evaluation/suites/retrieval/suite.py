@@ -29,8 +29,7 @@ from ragspec.evaluation.suites.retrieval.speed import EXACT, FLAT, OWN, Kind, Sp
 from ragspec.evaluation.suites.retrieval.timing import TimingPlan, build_speed
 from ragspec.evaluation.timing import Tick
 from ragspec.retrieval.encoder import Encoder, TextEncoder
-from ragspec.retrieval.rerank import Reranker, RerankerConfig
-from ragspec.retrieval.retriever import PairScorer
+from ragspec.retrieval.rerank import PairScorer, Reranker, RerankerConfig
 
 Sizes = tuple[tuple[int, tuple[Kind, ...]], ...]
 
