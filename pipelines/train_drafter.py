@@ -37,7 +37,6 @@ from ragspec.engine.loading import load_engine
 from ragspec.errors import RagspecError
 from ragspec.rag.knnlm.build import target_identity
 from ragspec.training.conversations import AnswerEncoder
-from ragspec.training.heads.batches import MicroBatch
 from ragspec.training.heads.eagle_model import Inputs
 from ragspec.training.heads.frozen_target import FrozenTarget
 from ragspec.training.heads.initialisation import fresh_head, head_config, spread_aux_layers
@@ -51,6 +50,7 @@ from ragspec.training.heads.target_answers import (
 )
 from ragspec.training.heads.trainer import DrafterPlan, DrafterTrainer
 from ragspec.training.heads.training_texts import (
+    MicroBatch,
     TextSampler,
     TextSource,
     dataset_sampler,

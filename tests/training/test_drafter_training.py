@@ -15,12 +15,12 @@ from ragspec.config import TargetConfig
 from ragspec.drafting.eagle.checkpoint import EagleFamily, check_fits, read_head, write_head
 from ragspec.errors import ConfigError, ModelError
 from ragspec.training.conversations import Encoded
-from ragspec.training.heads.batches import collate
 from ragspec.training.heads.eagle_model import Head, unroll
 from ragspec.training.heads.frozen_target import FrozenTarget
 from ragspec.training.heads.initialisation import fresh_head, head_config, spread_aux_layers
 from ragspec.training.heads.losses import Objective, batch_scores, draft_token_ids
 from ragspec.training.heads.trainer import DrafterPlan, DrafterTrainer
+from ragspec.training.heads.training_texts import collate
 from ragspec.training.trainer import SINGLE_WORKER, WorkerGroup
 
 TAPS = (0, 1, 2)

@@ -83,13 +83,8 @@ def fresh_head(config: HeadConfig, target: FrozenTarget, vocabulary: Tensor | No
 
 
 def _copy_feed_forward(head: Head, target: FrozenTarget) -> None:
-    theirs = target.model.model.layers[-1]
-    own = head.layer
-    for name in ("gate_proj", "up_proj", "down_proj"):
-        source = getattr(getattr(theirs, "mlp", None), name, None)
-        linear = getattr(own.mlp, name)
-        if source is not None and source.weight.shape == linear.weight.shape:
-            linear.weight.copy_(source.weight)
-    norm = getattr(theirs, "post_attention_layernorm", None)
-    if norm is not None and norm.weight.shape == own.post_attention_layernorm.weight.shape:
-        own.post_attention_layernorm.weight.copy_(norm.weight)
+    theirs = dict(target.model.model.layers[-1].named_parameters())
+    for name, own in head.layer.named_parameters():
+        source = theirs.get(name)
+        if name.startswith(("mlp.", "post_attention_layernorm.")) and source is not None and source.shape == own.shape:
+            own.copy_(source)

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from ragspec.drafting.eagle.checkpoint import EagleFamily
-from ragspec.training.heads.batches import MicroBatch
 from ragspec.training.heads.eagle_model import Eagle3Head, Head, Inputs, unroll
 from ragspec.training.heads.frozen_target import FrozenTarget
+from ragspec.training.heads.training_texts import MicroBatch
 
 REGRESSION_WEIGHT, CLASSIFICATION_WEIGHT = 1.0, 0.1
 NOISE_TOKENS = 512

@@ -11,11 +11,10 @@ from typing import Any
 import torch
 
 from ragspec.drafting.eagle.checkpoint import HeadCheckpoint
-from ragspec.training.heads.batches import MicroBatch
 from ragspec.training.heads.eagle_model import Head
 from ragspec.training.heads.frozen_target import FrozenTarget
 from ragspec.training.heads.losses import Objective, StepScores, batch_scores
-from ragspec.training.heads.training_texts import TextSampler, draw_batches
+from ragspec.training.heads.training_texts import MicroBatch, TextSampler, draw_batches
 from ragspec.training.trainer import SINGLE_WORKER, Trainer, TrainingPlan, WorkerGroup, mixed_precision
 
 

@@ -1,8 +1,8 @@
 """The texts that a head is trained and probed on: the adapter's mixture, half of it prose and chat, with loss on answers only.
 
-Owns the mixture, the draft vocabulary and the probes' texts. Evaluation data are held out as for the adapter: its articles,
-JFLEG, standard-library names, documentation files, and all dialogues but the file `train`. Probes read SQuAD articles and
-dialogues that neither training nor evaluation reads.
+Owns the mixture, the micro-batches, the draft vocabulary and the probes' texts. Evaluation data are held out as for the
+adapter: its articles, JFLEG, standard-library names, documentation files, and all dialogues but the file `train`. Probes read
+SQuAD articles and dialogues that neither training nor evaluation reads.
 
     >>> sample_text = dataset_sampler(TextSource(data_dir), AnswerEncoder(tokenizer))
     >>> batches = draw_batches(sample_text, random.Random(0), max_tokens=320, step_tokens=3072, micro_tokens=1536)
@@ -10,16 +10,15 @@ dialogues that neither training nor evaluation reads.
 
 import random
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ragspec.rag.wording import question_messages, quoted_answer
 from ragspec.training.conversations import AnswerEncoder, Conversation, Encoded, message
-from ragspec.training.heads.batches import MicroBatch, collate
 from ragspec.training.reference.mixture import Mixture
 from ragspec.training.reference.sources import (
     NUM_PROBE_ARTICLES,
@@ -85,6 +84,23 @@ def _dialogue(turns: list[tuple[str, str]]) -> Conversation:
 def dataset_sampler(source: TextSource, encoder: AnswerEncoder) -> TextSampler:
     """Texts with the answers of the data sets."""
     return lambda rng: encoder.encode(source.draw(rng))
+
+
+class MicroBatch(NamedTuple):
+    """`positions`: flat indices whose next token is learnt. Shapes: ids int64 [B, T], positions int64 [M]."""
+
+    ids: Tensor
+    positions: Tensor
+
+
+def collate(texts: Sequence[Encoded]) -> MicroBatch:
+    """Pads with id 0."""
+    length = max(len(text.ids) for text in texts)
+    ids, learnt = torch.zeros(len(texts), length, dtype=torch.long), torch.zeros(len(texts), length)
+    for row, text in enumerate(texts):
+        ids[row, : len(text.ids)] = torch.tensor(text.ids)
+        learnt[row, : len(text.ids) - 1] = torch.tensor(text.weights[1:])  # position t predicts token t + 1
+    return MicroBatch(ids, learnt.flatten().nonzero().squeeze(1))
 
 
 def draw_batches(
