@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ragspec.config import TargetConfig
+from ragspec.core import Request, SamplingParams
 from ragspec.drafting.eagle.checkpoint import check_fits, read_head
 from ragspec.drafting.eagle.network import taps_of
 from ragspec.engine.target import Target
@@ -33,9 +34,12 @@ from ragspec.numerics.kv_cache import SequenceSlots
 from ragspec.numerics.noise import gumbel_row, row_seed
 from ragspec.speculation import AcceptanceRule
 from ragspec.training.heads.eagle_model import Head, build_head, unroll
+from ragspec.training.heads.losses import draft_token_ids
 from ragspec.tree import DraftTree, Draw, Origin
 from ragspec.verification.probabilities import KeyedRandom, RandomStream, draw_iid, draw_without_replacement
 from ragspec.verification.rejection import AcceptancePolicy, rejection_sample
+from ragspec.verification.sampling import KeyedSampler
+from ragspec.verification.verify import verify
 
 Floats = NDArray[np.float64]
 Tokens = tuple[int, ...]
@@ -107,8 +111,15 @@ class PrefixPredictions:
         features = torch.cat([self._features, unread])[None].expand(size, -1, -1)
         last_pair = torch.full((size, 1), len(self._prefix_ids) - 2)
         state = unroll(head, embedded, features, last_pair, num_steps)[-1, :, 0]
-        logits = head.logits(state, lambda states: torch.from_numpy(target.logits_of(states.to(_dtype(target)))))
-        return scattered(torch.softmax(logits.double(), -1), head, target.vocab_size)
+        logits = head.logits(
+            state, lambda states: torch.from_numpy(target.logits_of(states.to(target.embedding.dtype)))
+        )
+        probs, draft_ids = torch.softmax(logits.double(), -1), draft_token_ids(head)
+        if draft_ids is None:
+            return np.asarray(probs.numpy())
+        full = np.zeros((size, target.vocab_size))  # tokens outside the draft vocabulary have no probability
+        full[:, draft_ids.numpy()] = probs.numpy()
+        return full
 
     def target_probs(self, tree: DraftTree) -> Floats:
         """The target's probabilities at every node of a tree whose root is the last token, at temperature 1.
@@ -118,20 +129,6 @@ class PrefixPredictions:
         batch.sequences[0].drop()
         mass = np.exp(logits.astype(np.float64) - logits.max(-1, keepdims=True))
         return np.asarray(mass / mass.sum(-1, keepdims=True))
-
-
-def scattered(draft_probs: Tensor, head: Head, vocab_size: int) -> Floats:
-    """From the draft vocabulary to the target's; tokens outside it have no probability. Shapes: [B, Vd] -> [B, V]."""
-    offsets: Any = getattr(head, "d2t", None)
-    if offsets is None:
-        return np.asarray(draft_probs.numpy())
-    full = np.zeros((len(draft_probs), vocab_size))
-    full[:, np.arange(draft_probs.shape[1]) + offsets.numpy()] = draft_probs.numpy()
-    return full
-
-
-def _dtype(target: Target) -> torch.dtype:
-    return target.embedding.dtype
 
 
 NUM_WALKS = 8
@@ -154,16 +151,18 @@ class Method(NamedTuple):
     coupled: bool = False
 
 
+_KEYED = (
+    Method("keyed, coupled", AcceptanceRule.KEYED, coupled=True),
+    Method("keyed, uncoupled", AcceptanceRule.KEYED),
+)
 METHODS: dict[str, tuple[Method, ...]] = {
     CHAIN: (
-        Method("keyed, coupled", AcceptanceRule.KEYED, coupled=True),
-        Method("keyed, uncoupled", AcceptanceRule.KEYED),
+        *_KEYED,
         Method("chain", AcceptanceRule.CHAIN),
         Method("block", AcceptanceRule.BLOCK),
     ),
     TREE: (
-        Method("keyed, coupled", AcceptanceRule.KEYED, coupled=True),
-        Method("keyed, uncoupled", AcceptanceRule.KEYED),
+        *_KEYED,
         Method("iid", AcceptanceRule.IID),
         Method("without replacement", AcceptanceRule.WITHOUT_REPLACEMENT, replacement=False),
         Method("traversal, iid", AcceptanceRule.TRAVERSAL),
@@ -241,16 +240,6 @@ def _keyed_lengths(place: PrefixPredictions, root: int, shape: str, coupled: boo
 
     tree, _ = sample_draft(place, root, shape, choose)
     with np.errstate(divide="ignore"):
-        log_probs = np.log(place.target_probs(tree))  # [N, V]
-    return [_followed(tree, log_probs, seed) for seed in seeds]
-
-
-def _followed(tree: DraftTree, log_probs: Floats, seed: int) -> int:
-    """Tokens of one step along the target's samples."""
-    node: int | None = 0
-    num_tokens = 0
-    while node is not None:
-        token = int(np.argmax(log_probs[node] + gumbel_row(seed, 0, num_tokens, log_probs.shape[1])))
-        num_tokens += 1
-        node = tree.child(node, token)
-    return num_tokens
+        logits = np.log(place.target_probs(tree)).astype(np.float32)  # [N, V]
+    request = Request("", (), SamplingParams(temperature=1.0))
+    return [len(verify(tree, logits, KeyedSampler(request, seed, 0, (), []), len(tree)).tokens) for seed in seeds]
