@@ -12,9 +12,9 @@ of a small model repeats itself and is easy to draft for, so free-running texts 
 from __future__ import annotations
 
 import math
-import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
+from queue import SimpleQueue
 from statistics import mean, stdev
 from typing import Any
 
@@ -40,31 +40,6 @@ class Prefix:
     prompt_ids: tuple[int, ...]
     output_ids: tuple[int, ...]
     seed: int
-
-
-class _Steps:
-    """A listener that ends its request after the second step."""
-
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-        self._done = threading.Event()
-        self._last: Delta | None = None
-        self.lengths: list[int] = []
-
-    def __call__(self, delta: Delta) -> None:
-        if delta.token_ids:
-            self.lengths.append(len(delta.token_ids))
-        if delta.finish_reason is not None:
-            self._last = delta
-            self._done.set()
-        elif len(self.lengths) == 2:
-            self._engine.cancel(delta.request_id)
-
-    def wait(self) -> None:
-        """Raises: EngineError."""
-        self._done.wait()
-        if self._last is not None and self._last.finish_reason is FinishReason.ERROR:
-            raise EngineError(f"request {self._last.request_id} failed: {self._last.error}")
 
 
 def own_outputs(engine: Engine, cases: Sequence[Case], temperature: float, seed: int) -> list[tuple[int, ...]]:
@@ -101,14 +76,28 @@ def step_lengths(
         end = len(prefix.output_ids) + LONGEST_STEP
         given.force(prefix.id, [last])
         params = SamplingParams(temperature, max_tokens=end, ignore_eos=True, seed=prefix.seed)
-        steps = _Steps(engine)
-        engine.submit(Request(prefix.id, prefix.prompt_ids, params, segment=Segment(tuple(before), end)), steps)
-        steps.wait()
-        first, counted = steps.lengths
+        request = Request(prefix.id, prefix.prompt_ids, params, segment=Segment(tuple(before), end))
+        first, counted = _two_steps(engine, request)
         assert first == 1, "the step that reads a prefix must not draft"
         lengths.append(counted)
         tick(f"the same beginnings, T = {temperature:g}", len(lengths), len(prefixes))
     return lengths
+
+
+def _two_steps(engine: Engine, request: Request) -> list[int]:
+    """Tokens of a request's first two steps; the request is cancelled behind them. Raises: EngineError."""
+    deltas: SimpleQueue[Delta] = SimpleQueue()
+    engine.submit(request, deltas.put)
+    lengths: list[int] = []
+    for delta in iter(deltas.get, None):
+        if delta.finish_reason is FinishReason.ERROR:
+            raise EngineError(f"request {request.id} failed: {delta.error}")
+        lengths += [len(delta.token_ids)] if delta.token_ids else []
+        if delta.finish_reason is not None:
+            break
+        if len(lengths) == 2:
+            engine.cancel(request.id)
+    return lengths[:2]
 
 
 def ratio_with_error(lengths: Sequence[int], base: Sequence[int]) -> tuple[float, float]:

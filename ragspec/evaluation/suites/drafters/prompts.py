@@ -64,7 +64,8 @@ def chat_list(data_dir: Path, count: int) -> list[Conversation]:
     questions = [json.loads(line) for line in lines_of(data_dir / "mt_bench" / "question.jsonl")]
     singles = [[Message("user", normalise(question["turns"][0]))] for question in questions]
     dialogues = [json.loads(line)["turns"] for line in lines_of(data_dir / "sgd" / "test.jsonl")]
-    longer = [_opening(turns) for turns in dialogues if len(turns) >= _FEWEST_TURNS]
+    openings = (turns[:_FEWEST_TURNS] for turns in dialogues if len(turns) >= _FEWEST_TURNS)
+    longer = [[Message(_ROLES[who], normalise(text)) for who, text in turns] for turns in openings]
     return list(islice(_taking_turns(fixed_sample(singles, count), fixed_sample(longer, count)), count))
 
 
@@ -93,11 +94,6 @@ def prose_cases(data_dir: Path, tokenizer: Any) -> Iterator[Case]:
         ids: list[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
         if len(ids) > PROSE_PROMPT_TOKENS:
             yield Case(f"{PROSE}-{i}", PROSE, tuple(ids[:PROSE_PROMPT_TOKENS]), (), PROSE_TOKENS)
-
-
-def _opening(turns: list[list[str]]) -> Conversation:
-    """The first turns; the last is a user's turn."""
-    return [Message(_ROLES[who], normalise(text)) for who, text in turns[:_FEWEST_TURNS]]
 
 
 def _taking_turns(*lists: list[T]) -> Iterator[T]:

@@ -38,17 +38,15 @@ METRICS = (
 
 def headlines(rows: Sequence[Result], same_beginnings: Mapping[str, Result]) -> Result:
     """The numbers that stand first; None where nothing measured them."""
-    fixed = [row for row in _trees(rows, PROSE, 0.0, nodes=TREE_NODES) if row["acceptance_length"] is not None]
-    grown = [row for row in _trees(rows, PROSE, 0.0) if row["variant"] in _HEADS and row["speedup"] is not None]
-    longest = max(fixed, key=lambda row: row["acceptance_length"], default=None)
-    fastest = max(grown, key=lambda row: row["speedup"], default=None)
+    longest = _best(_trees(rows, PROSE, 0.0, nodes=TREE_NODES), "acceptance_length")
+    fastest = _best([row for row in _trees(rows, PROSE, 0.0) if row["variant"] in _HEADS], "speedup")
     merged = merged_over_best(rows)
     beginnings: Mapping[str, Any] = same_beginnings.get(EAGLE3) or same_beginnings.get(EAGLE2) or {}
     return {
-        "eagle_prose_acceptance_length": longest["acceptance_length"] if longest else None,
-        "eagle_prose_acceptance_length_of": longest["variant"] if longest else None,
-        "eagle_prose_speedup": fastest["speedup"] if fastest else None,
-        "eagle_prose_speedup_of": fastest["variant"] if fastest else None,
+        "eagle_prose_acceptance_length": longest.get("acceptance_length"),
+        "eagle_prose_acceptance_length_of": longest.get("variant"),
+        "eagle_prose_speedup": fastest.get("speedup"),
+        "eagle_prose_speedup_of": fastest.get("variant"),
         _COUPLED: beginnings.get(_COUPLED),
         _UNCOUPLED: beginnings.get(_UNCOUPLED),
         "free_running": free_running(rows),
@@ -56,6 +54,11 @@ def headlines(rows: Sequence[Result], same_beginnings: Mapping[str, Result]) -> 
         "merged_over_best_by_task": merged,
         "identical": all(row["identical"] is not False for row in rows),
     }
+
+
+def _best(rows: Iterable[Result], key: str) -> Result:
+    """The row with the greatest number; empty if no row has the number."""
+    return max((row for row in rows if row[key] is not None), key=lambda row: row[key], default={})
 
 
 def merged_over_best(rows: Sequence[Result]) -> dict[str, float]:
