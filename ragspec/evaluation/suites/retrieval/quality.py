@@ -69,29 +69,29 @@ class Quality:
 
         Reranking is slow: only the first `num_reranked` questions are reranked, beside their hybrid results.
         """
-        tables: dict[str, Table] = {name: {} for name in (collection.name, *parts)}
-        for mode in MODES:
-            rankings, ms_a_query = self._rankings(collection, mode, tick)
-            for name, part in ({collection.name: collection} | dict(parts)).items():
-                tables[name][MODE_NAMES[mode]] = ranking_scores(rankings, part)
-            tables[collection.name][MODE_NAMES[mode]]["ms a query"] = ms_a_query
-        for label, stop_words in BM25S.items():
-            rankings = bm25s_rankings(collection, stop_words)
-            for name, part in ({collection.name: collection} | dict(parts)).items():
-                tables[name][label] = ranking_scores(rankings, part)
+        found = {MODE_NAMES[mode]: self._rankings(collection, mode, tick) for mode in MODES}
+        rankings = {label: ranking for label, (ranking, _) in found.items()}
+        rankings |= {label: bm25s_rankings(collection, stop_words) for label, stop_words in BM25S.items()}
+        tables: dict[str, Table] = {
+            name: {label: ranking_scores(ranking, part) for label, ranking in rankings.items()}
+            for name, part in {collection.name: collection, **parts}.items()
+        }
+        whole = tables[collection.name]
+        for label, (_, ms_a_query) in found.items():
+            whole[label]["ms a query"] = ms_a_query
         if self._reranker is not None:
             some = collection.first(num_reranked)
             for label, reranker in (("hybrid", None), ("hybrid, reranked", self._reranker)):
-                rankings, ms_a_query = self._rankings(some, "hybrid", tick, reranker)
-                scores = ranking_scores(rankings, some) | {"ms a query": ms_a_query}
-                tables[collection.name][f"{label}, first {len(some.queries)}"] = scores
-        tables[collection.name] |= PUBLISHED.get(collection.name, {})
+                ranking, ms_a_query = self._rankings(some, "hybrid", tick, reranker)
+                scores = ranking_scores(ranking, some) | {"ms a query": ms_a_query}
+                whole[f"{label}, first {len(some.queries)}"] = scores
+        whole |= PUBLISHED.get(collection.name, {})
         return tables
 
     def _rankings(
         self, collection: Collection, mode: Mode, tick: Tick, reranker: PairScorer | None = None
     ) -> tuple[Rankings, float]:
-        """Documents found, and milliseconds a query in batches of 64, encoding included."""
+        """Documents found, each at its best passage, and milliseconds a query in batches of 64, encoding included."""
         retriever = Retriever(self._encoder, self._store, RetrieverConfig(mode=mode), reranker=reranker, follow=False)
         ids, texts = list(collection.queries), list(collection.queries.values())
         retriever.retrieve(texts[:1], DEPTH)  # Why: the first one warms up
@@ -100,14 +100,10 @@ class Quality:
         for first in range(0, len(ids), _QUERIES_AT_ONCE):
             some = slice(first, first + _QUERIES_AT_ONCE)
             passages = retriever.retrieve(texts[some], DEPTH).passages
-            found |= {i: best_documents(p.document_id for p in own) for i, own in zip(ids[some], passages, strict=True)}
+            best = [list(dict.fromkeys(passage.document_id for passage in own)) for own in passages]
+            found |= dict(zip(ids[some], best, strict=True))
             tick(f"{collection.name}, {'reranked' if reranker else MODE_NAMES[mode]}", len(found), len(ids))
         return found, 1000 * (time.perf_counter() - begin) / len(ids)
-
-
-def best_documents(document_ids: Iterable[str]) -> list[str]:
-    """The documents of ranked passages, each at its best passage."""
-    return list(dict.fromkeys(document_ids))
 
 
 def ranking_scores(rankings: Rankings, collection: Collection) -> Scores:

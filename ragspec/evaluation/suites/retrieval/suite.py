@@ -23,7 +23,7 @@ from ragspec.evaluation.suites.retrieval.collections import (
     squad_collection,
 )
 from ragspec.evaluation.suites.retrieval.identity import IdentityCheck
-from ragspec.evaluation.suites.retrieval.quality import PUBLISHED_NOTE, WHOLE, Quality, Table
+from ragspec.evaluation.suites.retrieval.quality import MODE_NAMES, PUBLISHED_NOTE, WHOLE, Quality, Table
 from ragspec.evaluation.suites.retrieval.report import METRICS, NOTES, draw_retrieval, retrieval_tables
 from ragspec.evaluation.suites.retrieval.speed import EXACT, FLAT, OWN, Kind, SpeedTable, speed_table
 from ragspec.evaluation.suites.retrieval.timing import TimingPlan, build_speed
@@ -170,13 +170,10 @@ class RetrievalSuite:
 def speed_headlines(tables: list[SpeedTable]) -> Result:
     """The numbers of the JSON line, null for sizes not measured. Recall: of the most vectors."""
     result: Result = {}
+    blocks = next((table.blocks for table in tables if table.num_rows == REFERENCE_ROWS), None)
     for name, key in ((EXACT, "exact"), (FLAT, "faiss_flat")):
-        for table in tables:
-            if table.num_rows == REFERENCE_ROWS:
-                result[f"{key}_p50_ms_100k"] = table.blocks.p50_ms(name, 1)
-                result[f"{key}_batch16_over_batch1"] = table.blocks.ratio((name, 16), (name, 1))
-        result.setdefault(f"{key}_p50_ms_100k", None)
-        result.setdefault(f"{key}_batch16_over_batch1", None)
+        result[f"{key}_p50_ms_100k"] = blocks and blocks.p50_ms(name, 1)
+        result[f"{key}_batch16_over_batch1"] = blocks and blocks.ratio((name, 16), (name, 1))
     for kind, name in OWN.items():
         largest: Any = max((t for t in tables if name in t.columns), key=lambda t: t.num_rows, default=None)
         result[f"{kind}_recall10"] = largest.columns[name]["recall@10"] if largest else None
@@ -191,12 +188,9 @@ def size(num_rows: int) -> str:
 
 def _headlines(tables: dict[str, Table]) -> Result:
     squad, cranfield = tables["squad"], tables["cranfield"]
-    result: Result = {f"recall10_squad_{k}": squad[name]["recall@10"] for k, name in _SHORT.items()}
-    result |= {f"ndcg_cranfield_{k}": cranfield[name]["nDCG@10"] for k, name in _SHORT.items()}
-    return result | {"ndcg_cranfield_bm25s": cranfield["bm25s"]["nDCG@10"]}
-
-
-_SHORT = {"dense": "dense", "bm25": "BM25", "hybrid": "hybrid"}
+    modes = MODE_NAMES.values()
+    result: Result = {f"recall10_squad_{name.lower()}": squad[name]["recall@10"] for name in modes}
+    return result | {f"ndcg_cranfield_{name.lower()}": cranfield[name]["nDCG@10"] for name in (*modes, "bm25s")}
 
 
 def run_retrieval(settings: Settings, tick: Tick) -> Outcome:
