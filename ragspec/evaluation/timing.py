@@ -11,7 +11,7 @@ import itertools
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from ragspec.core import Completion, GenerationStats, Request, SamplingParams
 from ragspec.engine.engine import Engine
@@ -22,6 +22,8 @@ SPECULATIVE, PLAIN, GENERATE, PROMPT_LOOKUP = "speculative", "plain", "generate"
 _WITHOUT_DRAFT = {SPECULATIVE: PLAIN, PROMPT_LOOKUP: GENERATE}
 """The same program decoding without a draft."""
 
+Unit = TypeVar("Unit")
+Taken = TypeVar("Taken")
 Tick = Callable[[str, int, int], None]
 """Called with (stage, done, total)."""
 
@@ -30,10 +32,27 @@ def no_tick(stage: str, done: int, total: int) -> None:
     """Progress that nobody follows."""
 
 
+def take_turns(
+    contenders: Mapping[str, Callable[[Unit], Taken]],
+    units: Sequence[Unit],
+    num_runs: int,
+    tick: Tick = no_tick,
+    stage: str = "timed runs",
+) -> dict[str, list[list[Taken]]]:
+    """`[contender][run][unit]`: every unit by every contender, `num_runs` times in turns."""
+    runs: dict[str, list[list[Taken]]] = {name: [[] for _ in range(num_runs)] for name in contenders}
+    for number in range(num_runs):
+        for i, unit in enumerate(units, 1):
+            for name, take in contenders.items():
+                runs[name][number].append(take(unit))
+            tick(stage, number * len(units) + i, num_runs * len(units))
+    return runs
+
+
 class Timings:
     """`runs[decoder][run][case]` of the same cases for every decoder."""
 
-    def __init__(self, runs: Mapping[str, Sequence[Sequence[TimedGeneration]]], prepare_s: Sequence[float]) -> None:
+    def __init__(self, runs: Runs, prepare_s: Sequence[float]) -> None:
         self.runs = runs
         self._prepare_s = prepare_s
 
@@ -51,13 +70,7 @@ class Timings:
         for case in cases[:num_warm_up]:
             for decode in decoders.values():
                 decode(case)
-        runs: dict[str, list[list[TimedGeneration]]] = {name: [[] for _ in range(num_runs)] for name in decoders}
-        for number in range(num_runs):
-            for i, case in enumerate(cases):
-                for name, decode in decoders.items():
-                    runs[name][number].append(decode(case))
-                tick(stage, number * len(cases) + i + 1, num_runs * len(cases))
-        return cls(runs, [case.prepare_s for case in cases])
+        return cls(take_turns(decoders, cases, num_runs, tick, stage), [case.prepare_s for case in cases])
 
     def of(self, chosen: Sequence[int]) -> Timings:
         """Only these cases."""
@@ -150,6 +163,8 @@ class TimedGeneration(NamedTuple):
 
 
 Decoder = Callable[[Case], TimedGeneration]
+Runs = Mapping[str, Sequence[Sequence[TimedGeneration]]]
+"""`[decoder][run][case]`."""
 
 
 class TimedBatch(NamedTuple):

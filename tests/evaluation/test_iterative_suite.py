@@ -19,6 +19,7 @@ from ragspec.config import TargetConfig
 from ragspec.core import Document, FinishReason, GenerationStats
 from ragspec.engine.engine import Engine
 from ragspec.errors import ConfigError
+from ragspec.evaluation import suite
 from ragspec.evaluation.plots import write_figures
 from ragspec.evaluation.report import Result, complete, goals_met, render, summary
 from ragspec.evaluation.suite import Outcome, Settings, run_suite
@@ -48,7 +49,6 @@ from ragspec.evaluation.suites.iterative.variants import (
     TimedUnit,
     Workload,
     WorkloadTimes,
-    take_turns,
 )
 from ragspec.rag.answer import Answer, AnswerStats, IterativeStats
 from ragspec.rag.iterative.policies import Flare
@@ -88,23 +88,6 @@ def made_up_row(**changes: object) -> Result:
     timed = WorkloadTimes(takes, StrideTiming(0.01, lambda _: 0.4), {PSA: None})
     (row,) = table_rows(IndexUnderTest("far", 40.0, 0.3), Workload(TABLE, 1, 1, (BASELINE, PSA)), timed)
     return row | changes
-
-
-def test_variants_take_turns() -> None:
-    """Bug guarded: all runs of one variant after all of another, so that a machine's mood decides."""
-    calls: list[str] = []
-
-    def asker(name: str) -> object:
-        def ask(unit: Sequence[str]) -> TimedUnit:
-            calls.append(name + unit[0])
-            return take(float(len(calls)))
-
-        return ask
-
-    asks = {"a": asker("a"), "b": asker("b")}
-    takes = take_turns(asks, [("1",), ("2",)], 2, lambda: calls.append("."))  # type: ignore[arg-type]
-    assert calls == ["a1", "b1", ".", "a2", "b2", "."] * 2
-    assert [take.seconds for take in takes["b"][1]] == [5.0, 11.0], "by unit, then by run"
 
 
 def test_speed_is_the_ratio_of_summed_medians() -> None:
@@ -243,12 +226,13 @@ def test_knnlm_elsewhere_is_measured_by_a_shorter_plan(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(iterative_suite, "measure_knnlm", measured)
     elsewhere = RemoteOpeners(lambda *_: nullcontext(), lambda *_: nullcontext())  # type: ignore[arg-type, return-value]
-    given = TargetConfig(), Path("data"), Path("cache"), iterative_plan(), no_tick
-    both = knnlm_part(*given, elsewhere)
+    given = Settings(TargetConfig(), Path("data"), Path("cache"), elsewhere=elsewhere)
+    both = knnlm_part(given, iterative_plan(), no_tick)
     assert (
         both["knnlm"] == [{"store": "local", "runs": 3}, {"store": "remote", "runs": 1}] and both["knnlm_entries"] == 7
     )
-    assert knnlm_part(*given, None)["knnlm"] == [{"store": "local", "runs": 3}]
+    alone = knnlm_part(dataclasses.replace(given, elsewhere=None), iterative_plan(), no_tick)
+    assert alone["knnlm"] == [{"store": "local", "runs": 3}]
 
 
 class Slow:
@@ -284,7 +268,7 @@ def tiny(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> Settings:
         return nullcontext(Slow(Retriever(encoder, Store.open(folder), config), 0.005))
 
     monkeypatch.setattr(iterative_suite, "iterative_plan", lambda *given: tiny_plan())
-    monkeypatch.setattr(iterative_suite, "knnlm_part", lambda *given: KNNLM)
+    monkeypatch.setattr(iterative_suite, "knnlm_part", lambda given, *_: KNNLM if given.data_dir else {})
     monkeypatch.setattr(iterative_suite, "IN_FLIGHT", 2)
     return dataclasses.replace(settings, elsewhere=RemoteOpeners(index, lambda folder, service_s: nullcontext()))  # type: ignore[arg-type]
 
@@ -323,7 +307,7 @@ def test_everything_is_measured_shown_and_drawn(
 
 def test_what_could_not_be_measured_is_said(tiny: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bug guarded: rows left out in silence; without data, a suite that asks for some."""
-    monkeypatch.setattr(iterative_suite, "stdlib_list", lambda count: iterative_suite.squad_list(tiny.data_dir, count))  # type: ignore[arg-type]
+    monkeypatch.setattr(suite, "stdlib_list", lambda count: suite.squad_list(tiny.data_dir, count))  # type: ignore[arg-type]
     result = run_suite("iterative", dataclasses.replace(tiny, elsewhere=None, data_dir=None), no_tick).result
     notes = {
         name: text for name, _, text in summary(result, METRICS, NOTES) if name in ("hnsw", "elsewhere", "knnlm_note")

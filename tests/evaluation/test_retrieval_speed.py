@@ -30,7 +30,7 @@ from ragspec.evaluation.suites.retrieval.identity import (
 )
 from ragspec.evaluation.suites.retrieval.quality import MODES
 from ragspec.evaluation.suites.retrieval.speed import EXACT, FLAT, best_rows, contenders, faiss_contender, recall
-from ragspec.evaluation.suites.retrieval.timing import Blocks, TimedEncoder, TimingPlan, build_speed, take_turns
+from ragspec.evaluation.suites.retrieval.timing import Blocks, TimedEncoder, TimingPlan, build_speed, timed_blocks
 from ragspec.retrieval.chunking import chunk
 from ragspec.retrieval.encoder import EncoderIdentity, FloatArray, TextKind
 from ragspec.retrieval.index.manifest import VECTORS
@@ -151,7 +151,7 @@ def test_contenders_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
 
     queries = np.zeros((8, 4), np.float32)
     plan = TimingPlan(8, (1, 4), num_rounds=2, block_s=0.0)
-    blocks = take_turns({"a": contender("a"), "b": contender("b")}, queries, plan)
+    blocks = timed_blocks({"a": contender("a"), "b": contender("b")}, queries, plan)
     assert calls == ["a", "b"] * 4
     assert all(len(blocks.calls_ms[name][batch]) == 2 for name in "ab" for batch in (1, 4))
     assert blocks.p50_ms("a", 4) == pytest.approx(4.0)
@@ -160,10 +160,10 @@ def test_contenders_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_ratio_is_formed_within_a_round() -> None:
     """Bug guarded: a round on a slow machine divided by one on a fast machine."""
-    blocks = Blocks()
-    for factor in (1.0, 10.0, 1.0):
-        blocks.add("a", 1, [1.0 * factor, 1.0 * factor, 9.0 * factor])
-        blocks.add("a", 16, [2.0 * factor])
+    factors = (1.0, 10.0, 1.0)
+    blocks = Blocks(
+        {"a": {1: [[factor, factor, 9.0 * factor] for factor in factors], 16: [[2.0 * f] for f in factors]}}
+    )
     assert blocks.ratio(("a", 16), ("a", 1)) == 2.0
     assert blocks.summary("a")["p95 ms, batch 1"] > blocks.summary("a")["p50 ms, batch 1"]
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
-from ragspec.evaluation.timing import GENERATE, PLAIN, SPECULATIVE, Equality, TimedGeneration, Timings
+from ragspec.evaluation.timing import GENERATE, PLAIN, SPECULATIVE, Equality, TimedGeneration, Timings, take_turns
 
 ABC = (1, 2, 3)
 
@@ -65,3 +67,20 @@ def test_one_different_token_is_not_identical() -> None:
     equality.check("b", [TimedGeneration(ABC, 0, 0)], [TimedGeneration((1, 2, 4), 0, 0)])
     assert equality.identical is False
     assert equality.as_text() == {"a": "1/1", "b": "0/1"}
+
+
+def test_contenders_take_turns() -> None:
+    """Bug guarded: all runs of one contender after all of another, so that a machine's mood decides."""
+    calls: list[str] = []
+
+    def contender(name: str) -> Callable[[str], int]:
+        def take(unit: str) -> int:
+            calls.append(name + unit)
+            return len(calls)
+
+        return take
+
+    tick = lambda stage, done, total: calls.append(f"{done}/{total}")  # noqa: E731
+    runs = take_turns({"a": contender("a"), "b": contender("b")}, ["1", "2"], 2, tick)
+    assert calls == ["a1", "b1", "1/4", "a2", "b2", "2/4", "a1", "b1", "3/4", "a2", "b2", "4/4"]
+    assert runs["b"] == [[2, 5], [8, 11]], "by run, then by unit"

@@ -6,7 +6,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
@@ -17,7 +18,7 @@ from ragspec.evaluation.cases import Case
 from ragspec.evaluation.report import Result
 from ragspec.evaluation.suites.drafters.prompts import PROSE
 from ragspec.evaluation.suites.drafters.variants import CHAIN, NONE, Setup
-from ragspec.evaluation.timing import PLAIN, SPECULATIVE, EngineDecoder, Equality, Tick, TimedGeneration, Timings
+from ragspec.evaluation.timing import PLAIN, SPECULATIVE, EngineDecoder, Equality, Runs, Tick, Timings, take_turns
 from ragspec.speculation import OFF, Speculation
 
 _NUM_WARM_UP = 2
@@ -50,12 +51,12 @@ def alone_rows(
     stage = f"{', '.join(setup.variants)} ({setup.shape}), {task}"
     decoders = _decoders(engine, setup, task, sampling)
     timings = Timings.measure(decoders, cases, sampling.num_runs, tick, stage, _NUM_WARM_UP)
-    rows = []
-    for name, runs in timings.runs.items():
-        row = _named(setup, name, task, sampling.temperature, batch=1)
-        row |= drafting_row(_stats(runs), setup.shape == CHAIN) | _speeds(timings.runs, name, cases)
-        rows.append(row | _equal(name, timings.runs) | {"num_prompts": len(cases)})
-    return rows
+    return [
+        _row(setup, name, task, sampling.temperature, 1, timings.runs)
+        | _speeds(timings.runs, name, cases)
+        | {"num_prompts": len(cases)}
+        for name in decoders
+    ]
 
 
 def together_rows(
@@ -68,31 +69,25 @@ def together_rows(
     """
     decoders = _decoders(engine, setup, task, sampling)
     groups = [cases[i : i + batch] for i in range(0, len(cases) - batch + 1, batch)]
-    seconds: dict[str, list[float]] = {name: [0.0] * sampling.num_runs for name in decoders}
-    runs: dict[str, list[list[TimedGeneration]]] = {name: [[] for _ in range(sampling.num_runs)] for name in decoders}
-    for number in range(sampling.num_runs):
-        for group in groups:
-            for name, decoder in decoders.items():
-                timed = decoder.together(group)
-                seconds[name][number] += timed.wall_s
-                runs[name][number] += timed.runs
+    taken = take_turns({name: each.together for name, each in decoders.items()}, groups, sampling.num_runs)
+    seconds = {name: [sum(one.wall_s for one in run) for run in table] for name, table in taken.items()}
+    runs = {name: [[each for one in run for each in one.runs] for run in table] for name, table in taken.items()}
     rows = []
     for name, tables in runs.items():
-        row = _named(setup, name, task, sampling.temperature, batch) | drafting_row(_stats(tables), False)
         rates = [sum(len(run.token_ids) for run in runs) / s for runs, s in zip(tables, seconds[name], strict=True)]
         gains = [plain / own for plain, own in zip(seconds[PLAIN], seconds[name], strict=True)]
-        row |= {"tokens_per_s": median(rates), "speedup": median(gains), "prompts_included": True}
-        rows.append(row | _equal(name, runs) | {"num_prompts": batch * len(groups)})
+        speeds = {"tokens_per_s": median(rates), "speedup": median(gains), "prompts_included": True}
+        row = _row(setup, name, task, sampling.temperature, batch, runs)
+        rows.append(row | speeds | {"num_prompts": batch * len(groups)})
     return rows
 
 
-def _stats(tables: Sequence[Sequence[TimedGeneration]]) -> list[GenerationStats]:
-    return [run.stats for runs in tables for run in runs]
-
-
-def _named(setup: Setup, name: str, task: str, temperature: float, batch: int) -> Result:
-    plain = name == PLAIN
-    return {
+def _row(setup: Setup, name: str, task: str, temperature: float, batch: int, runs: Runs) -> Result:
+    """A cell without its speeds. `identical`: to the first plain run; None without a comparison."""
+    plain, equality = name == PLAIN, Equality()
+    for table in runs[name][1:] if plain else runs[name]:
+        equality.check(name, runs[PLAIN][0], table)
+    cell = {
         "variant": NONE if plain else name,
         "shape": None if plain else setup.shape,
         "nodes": None if plain else setup.fixed_nodes,
@@ -100,10 +95,12 @@ def _named(setup: Setup, name: str, task: str, temperature: float, batch: int) -
         "task": task,
         "temperature": temperature,
         "batch": batch,
+        "identical": equality.identical,
     }
+    return cell | drafting_row([each.stats for run in runs[name] for each in run], setup.shape == CHAIN)
 
 
-def _speeds(runs: Mapping[str, Sequence[Sequence[TimedGeneration]]], name: str, cases: Sequence[Case]) -> Result:
+def _speeds(runs: Runs, name: str, cases: Sequence[Case]) -> Result:
     """Speeds against plain decoding; the draft's share of the prompt's step counts as decoding."""
     pair = Timings({PLAIN: runs[PLAIN], SPECULATIVE: runs[name]}, [case.prepare_s for case in cases])
     return {
@@ -113,15 +110,6 @@ def _speeds(runs: Mapping[str, Sequence[Sequence[TimedGeneration]]], name: str, 
         "prompts_included": False,
         "repeated_share": repeated_share(run.token_ids for run in runs[name][0]),
     }
-
-
-def _equal(name: str, runs: Mapping[str, Sequence[Sequence[TimedGeneration]]]) -> Result:
-    """Compare with the first plain run; None without a comparison."""
-    equality = Equality()
-    first = runs[PLAIN][0]
-    for table in runs[name][1:] if name == PLAIN else runs[name]:
-        equality.check(name, first, table)
-    return {"identical": equality.identical}
 
 
 Positions = list[tuple[int, int]]
@@ -186,20 +174,15 @@ def drafting_row(stats: Sequence[GenerationStats], chain: bool) -> Result:
     positions = pooled_positions(stats)
     shares = {drafter: position_acceptance(counts) for drafter, counts in positions.items()}
     num_steps = max(1, sum(one.num_steps for one in stats))
+    accepted: Counter[str] = Counter()
+    for one in stats:
+        accepted.update(one.accepted_by_drafter)
     return {
         "acceptance_length": acceptance_length(stats),
         "drafted_a_step": sum(one.num_drafted for one in stats) / num_steps,
         "draft_ms": 1e3 * sum(one.draft_s for one in stats) / num_steps,
-        "accepted_by_drafter": _summed(one.accepted_by_drafter for one in stats),
+        "accepted_by_drafter": dict(accepted),
         "pos_acc": shares,
         "pos_reached": {drafter: [reached for reached, _ in counts] for drafter, counts in positions.items()},
         "n_alpha": shares if chain else None,
     }
-
-
-def _summed(counters: Iterable[dict[str, int]]) -> dict[str, int]:
-    total: dict[str, int] = {}
-    for counter in counters:
-        for name, count in counter.items():
-            total[name] = total.get(name, 0) + count
-    return total

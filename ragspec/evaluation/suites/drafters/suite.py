@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 
 from ragspec.config import DraftingConfig, TargetConfig
@@ -89,9 +90,7 @@ def drafters_plan(
         return plan
     batches = tuple(batch for batch in plan.batches if batch <= num_prompts)
     every = num_prompts
-    return replace(
-        plan, num_prompts=every, num_together=every, num_fixed=every, num_cut=every, num_ruled=every, batches=batches
-    )
+    return DraftersPlan(every, every, every, every, every, batches, num_runs, seed)
 
 
 @dataclass(frozen=True)
@@ -139,28 +138,26 @@ class DraftersSuite:
         plan = self.plan
         for number, setup in enumerate(tree_setups(self.heads)):
             with self._open(setup) as engine:
-                rows = [
-                    row
-                    for temperature in TEMPERATURES
-                    for task in TASKS
-                    for row in self._alone(engine, setup, task, cases[task], plan.sampling(temperature))
-                ]
+                rows: list[Result] = []
+                for temperature, task in product(TEMPERATURES, TASKS):
+                    few, sampling = cases[task][: plan.num_prompts], plan.sampling(temperature)
+                    rows += alone_rows(engine, setup, task, few, sampling, self.tick)
                 rows += self._together(engine, setup, cases)
             yield from (row for row in rows if number == 0 or row["variant"] != NONE)
 
     def _together(self, engine: Engine, setup: Setup, cases: dict[str, list[Case]]) -> Iterator[Result]:
         sampling = self.plan.sampling(0.0, once=True)
         for task in (RAG, PROSE):
+            grouped = cases[task][: self.plan.num_together]
             for number, batch in enumerate(self.plan.batches, 1):
-                yield from together_rows(engine, setup, task, cases[task][: self.plan.num_together], batch, sampling)
+                yield from together_rows(engine, setup, task, grouped, batch, sampling)
                 self.tick(f"{', '.join(setup.variants)}, {task}, batches", number, len(self.plan.batches))
 
     def _chain_rows(self, cases: dict[str, list[Case]]) -> Iterator[Result]:
         for setup in chain_setups(self.heads):
             with self._open(setup) as engine:
-                for temperature in TEMPERATURES:
-                    for task in (CHAT, PROSE):
-                        yield from self._drafting_rows(engine, setup, task, cases[task], temperature)
+                for temperature, task in product(TEMPERATURES, (CHAT, PROSE)):
+                    yield from self._drafting_rows(engine, setup, task, cases[task], temperature)
 
     def _fixed(self, cases: Sequence[Case], prefixes: Sequence[Prefix]) -> tuple[list[Result], dict[str, Result]]:
         """Rows of fixed trees on texts of their own, and step lengths from the same prefixes by variant."""
@@ -194,11 +191,6 @@ class DraftersSuite:
             return run_in_thread(table, num_processors()), []
         except ModelError as error:
             return None, [f"acceptance rules: {error}"]
-
-    def _alone(
-        self, engine: Engine, setup: Setup, task: str, cases: Sequence[Case], sampling: Sampling
-    ) -> list[Result]:
-        return alone_rows(engine, setup, task, cases[: self.plan.num_prompts], sampling, self.tick)
 
     def _drafting_rows(
         self, engine: Engine, setup: Setup, task: str, cases: Sequence[Case], temperature: float

@@ -15,9 +15,11 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from statistics import median
+from typing import NamedTuple
 
 import numpy as np
 
@@ -27,7 +29,7 @@ from ragspec.engine.loading import check_numerics, choose_num_threads
 from ragspec.engine.target import Target
 from ragspec.errors import InputError, StoreError
 from ragspec.evaluation.report import Result
-from ragspec.evaluation.timing import Tick
+from ragspec.evaluation.timing import PLAIN, SPECULATIVE, Tick, take_turns
 from ragspec.numerics.threads import AdaptiveThreads, num_processors, run_in_thread
 from ragspec.rag.knnlm.build import build_datastore, hidden_state_keys, target_identity
 from ragspec.rag.knnlm.generation import KnnGenerator, KnnStats
@@ -80,7 +82,8 @@ def measure_knnlm(
     """
     target = Target.load(target_config, _NUM_KV_SLOTS)
     folder, store = _datastore(target, data_dir, cache_dir, plan)
-    prompts = _prompts(target, data_dir, plan)
+    articles = islice(_articles(data_dir, "test.txt"), plan.num_prompts)
+    prompts = [tuple(_ids(target, article)[: plan.num_prompt_tokens]) for article in articles]
     most = num_processors()
     tested = run_in_thread(lambda: check_numerics(target, most), most)
     first = run_in_thread(lambda: choose_num_threads(target, most), most)
@@ -93,8 +96,7 @@ def measure_knnlm(
         service_s = service_time(rows, plan.b_over_a, step_ms)
         with open_remote(folder, service_s) as remote:
             rows += bench.rows("remote", remote)
-        result |= {"knnlm_service_s": service_s, "knnlm_best_remote": _extreme(max, rows, "remote")}
-    result |= {"knnlm_worst_local": _extreme(min, rows, "local"), "identical": all(row["identical"] for row in rows)}
+        result["knnlm_service_s"] = service_s
     return result
 
 
@@ -105,55 +107,39 @@ def service_time(rows: Sequence[Result], b_over_a: float, step_ms: float | None 
     return max(0.0, 1e-3 * (b_over_a * float(step_ms or row["a_ms"]) - float(row["b_ms"])))
 
 
-class PairedRuns:
-    """Runs of both ways on every prompt: `seconds[speculation][run]` of all prompts together, and counters."""
+class TimedPrompt(NamedTuple):
+    """One prompt, generated one way."""
 
-    def __init__(self) -> None:
-        self.seconds: dict[bool, list[float]] = {False: [], True: []}
-        self.stats: dict[bool, list[KnnStats]] = {False: [], True: []}
-        self.num_compared = 0
-        self.num_equal = 0
+    seconds: float
+    stats: KnnStats
+    token_ids: tuple[int, ...]
 
-    def add(self, generator: KnnGenerator, requests: Sequence[Request], tick: Callable[[], None]) -> None:
-        """Run both ways on every prompt once."""
-        seconds = {False: 0.0, True: 0.0}
-        for request in requests:
-            tokens = []
-            for speculation in seconds:
-                begin = time.perf_counter()
-                completion, stats = generator.generate(request, speculation)
-                seconds[speculation] += time.perf_counter() - begin
-                self.stats[speculation].append(stats)
-                tokens.append(completion.token_ids)
-            self.num_compared += 1
-            self.num_equal += tokens[0] == tokens[1]
-            tick()
-        for speculation, total_s in seconds.items():
-            self.seconds[speculation].append(total_s)
 
-    def total(self, name: str, speculation: bool) -> float:
-        """One counter, summed over all prompts and runs."""
-        return sum(float(getattr(stats, name)) for stats in self.stats[speculation])
+class PairedRuns(NamedTuple):
+    """Runs of both ways on every prompt: `[run][prompt]`."""
 
-    def costs(self, verification_s: Callable[[int], float]) -> StrideCosts:
-        """The inputs of OS3's prediction: a step without guesses, verifications by size, the share of right
-        guesses."""
-        num_judged = self.total("num_right", True) + self.total("num_wrong", True)
-        step_s = self.total("step_s", False) / max(1.0, self.total("num_queries", False))
-        return StrideCosts(StrideTiming(step_s, verification_s), self.total("num_right", True) / max(1.0, num_judged))
+    baseline: Sequence[Sequence[TimedPrompt]]
+    speculative: Sequence[Sequence[TimedPrompt]]
 
     def row(self, searches_s: Sequence[float]) -> Result:
         """The row of one setting; `searches_s`: seconds by the numbers of states in `SIZES`."""
-        searched_s = self.total("verification_s", False) / self.total("num_verifications", False)
-        costs = self.costs(lambda size: searched_s + float(np.interp(size, SIZES, searches_s)) - searches_s[0])
+        searched_s = total(self.baseline, "verification_s") / total(self.baseline, "num_verifications")
+        step_s = total(self.baseline, "step_s") / max(1.0, total(self.baseline, "num_queries"))
+        num_right, num_wrong = total(self.speculative, "num_right"), total(self.speculative, "num_wrong")
+        longer_s = np.array(searches_s) - searches_s[0]  # [sizes]
+        timing = StrideTiming(step_s, lambda size: searched_s + float(np.interp(size, SIZES, longer_s)))
+        costs = StrideCosts(timing, num_right / max(1.0, num_right + num_wrong))
         optimum = paper_optimal_plan(costs, _LONGEST_STRIDE, asynchronous=False)
-        speedup = median(a / b for a, b in zip(self.seconds[False], self.seconds[True], strict=True))
+        baseline_s, speculative_s = (
+            [sum(prompt.seconds for prompt in run) for run in runs] for runs in (self.baseline, self.speculative)
+        )
+        speedup = median(a / b for a, b in zip(baseline_s, speculative_s, strict=True))
         return {
-            "baseline_s": median(self.seconds[False]),
-            "speculative_s": median(self.seconds[True]),
+            "baseline_s": median(baseline_s),
+            "speculative_s": median(speculative_s),
             "speedup": speedup,
             "gamma": costs.gamma,
-            "mean_stride": self.total("num_queries", True) / self.total("num_verifications", True),
+            "mean_stride": total(self.speculative, "num_queries") / total(self.speculative, "num_verifications"),
             "a_ms": 1e3 * costs.apart.step_s,
             "b_ms": 1e3 * searched_s,
             "b_over_a": searched_s / costs.apart.step_s,
@@ -161,8 +147,23 @@ class PairedRuns:
             "optimum": optimum.gain,
             "optimum_stride": optimum.stride,
             "share_of_optimum": speedup / optimum.gain,
-            "identical": self.num_equal == self.num_compared,
+            "identical": _tokens(self.baseline) == _tokens(self.speculative),
         }
+
+
+def total(runs: Sequence[Sequence[TimedPrompt]], name: str) -> float:
+    """One counter, summed over all prompts and runs."""
+    return sum(float(getattr(prompt.stats, name)) for run in runs for prompt in run)
+
+
+def _tokens(runs: Sequence[Sequence[TimedPrompt]]) -> list[tuple[int, ...]]:
+    return [prompt.token_ids for run in runs for prompt in run]
+
+
+def _generate(generator: KnnGenerator, speculation: bool, request: Request) -> TimedPrompt:
+    begin = time.perf_counter()
+    completion, stats = generator.generate(request, speculation)
+    return TimedPrompt(time.perf_counter() - begin, stats, completion.token_ids)
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,15 +192,14 @@ class _KnnBenchmark:
                 yield {"store": name, "k": k, "temperature": temperature} | runs.row(searches_s)
 
     def _runs(self, stage: str, generator: KnnGenerator, temperature: float) -> PairedRuns:
-        plan, runs = self.plan, PairedRuns()
-        num_all = plan.num_runs * len(self.prompts)
-        for _ in range(plan.num_runs):
-            requests = [
-                Request(f"{i}", ids, SamplingParams(temperature, max_tokens=plan.num_tokens, ignore_eos=True, seed=i))
-                for i, ids in enumerate(self.prompts, plan.seed)
-            ]
-            runs.add(generator, requests, lambda: self.tick(stage, runs.num_compared, num_all))
-        return runs
+        plan = self.plan
+        requests = [
+            Request(f"{i}", ids, SamplingParams(temperature, max_tokens=plan.num_tokens, ignore_eos=True, seed=i))
+            for i, ids in enumerate(self.prompts, plan.seed)
+        ]
+        ways = {PLAIN: partial(_generate, generator, False), SPECULATIVE: partial(_generate, generator, True)}
+        runs = take_turns(ways, requests, plan.num_runs, self.tick, stage)
+        return PairedRuns(runs[PLAIN], runs[SPECULATIVE])
 
 
 def _search_s(store: DatastoreLike, config: KnnConfig, queries: FloatArray) -> float:
@@ -211,10 +211,6 @@ def _search_s(store: DatastoreLike, config: KnnConfig, queries: FloatArray) -> f
         store.search(queries, config.num_neighbours, wanted)
         seconds.append(time.perf_counter() - begin)
     return median(seconds)
-
-
-def _extreme(choose: Callable[[list[float]], float], rows: Sequence[Result], store: str) -> float:
-    return choose([float(row["speedup"]) for row in rows if row["store"] == store])
 
 
 def _datastore(target: Target, data_dir: Path, cache_dir: Path, plan: KnnPlan) -> tuple[Path, Datastore]:
@@ -233,11 +229,6 @@ def _datastore(target: Target, data_dir: Path, cache_dir: Path, plan: KnnPlan) -
     except StoreError:
         build_datastore(texts, target, folder, _CONTEXT_TOKENS)
         return folder, Datastore.open(folder, identity)
-
-
-def _prompts(target: Target, data_dir: Path, plan: KnnPlan) -> list[tuple[int, ...]]:
-    articles = islice(_articles(data_dir, "test.txt"), plan.num_prompts)
-    return [tuple(_ids(target, article)[: plan.num_prompt_tokens]) for article in articles]
 
 
 def _articles(data_dir: Path, name: str) -> Iterator[str]:

@@ -96,7 +96,8 @@ def _name(row: Result) -> str:
 
 def draw_iterative(outcome: Outcome, title: str) -> Figures:
     """`iterative_b_over_a`: exact dense search alone, whose rows differ in the cost of a lookup only."""
-    rows = [row for row in _of_table(outcome.result) if row["variant"] == PSA and _is_exact_dense(row)]
+    rows = [row for row in _of_table(outcome.result) if row["variant"] == PSA]
+    rows = [row for row in rows if row["stated_b_over_a"] is not None or row["retriever"] == "exact dense"]
     rows.sort(key=lambda row: row["b_over_a"])
     lines: dict[str, tuple[str, dict[str, Any]]] = {
         "OS3's prediction, endless answers": ("optimum", {"color": OTHER, "linestyle": "--"}),
@@ -123,7 +124,3 @@ def draw_iterative(outcome: Outcome, title: str) -> Figures:
     )
     axes.legend(frameon=False, loc="upper left")
     return {"iterative_b_over_a": figure}
-
-
-def _is_exact_dense(row: Result) -> bool:
-    return row["stated_b_over_a"] is not None or row["retriever"] == "exact dense"

@@ -26,13 +26,7 @@ from ragspec.rag.answer import IterativeStats
 from ragspec.retrieval.speculative.stride_costs import StrideCosts, StridePlan, StrideTiming, paper_optimal_plan
 
 _STRIDES = StrideConfig()
-_PREDICTION = (
-    "optimum",
-    "optimum_stride",
-    "share_of_optimum",
-    "optimum_of_answers",
-    "share_of_optimum_of_answers",
-)
+_PREDICTION = ("optimum", "optimum_stride", "share_of_optimum", "optimum_of_answers", "share_of_optimum_of_answers")
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,10 +36,6 @@ class IndexUnderTest:
     label: str
     b_over_a: float | None = None
     service_s: float | None = None
-
-    @property
-    def is_elsewhere(self) -> bool:
-        return self.b_over_a is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,12 +55,6 @@ class VariantComparison:
         """Median speed-up of a unit."""
         pairs = zip(unit_seconds(self.baseline), unit_seconds(self.variant), strict=True)
         return median(slow / fast for slow, fast in pairs)
-
-    @property
-    def gamma(self) -> float | None:
-        """Right guesses among judged guesses; None without judged guesses."""
-        right, wrong = self.judged
-        return right / (right + wrong) if right + wrong else None
 
     @property
     def judged(self) -> tuple[float, float]:
@@ -109,9 +93,8 @@ def total(takes: Sequence[Sequence[TimedUnit]], name: str) -> float:
 def optimum(timing: StrideTiming, gamma: float, asynchronous: bool) -> StridePlan:
     """OS3's prediction for its best stride at these costs; `asynchronous`: verifications may run beside decoding."""
     costs = StrideCosts(timing, gamma)
-    plans = [
-        paper_optimal_plan(costs, _STRIDES.max_stride, beside) for beside in (False, True) if asynchronous or not beside
-    ]
+    ways = (False, True) if asynchronous else (False,)
+    plans = [paper_optimal_plan(costs, _STRIDES.max_stride, beside) for beside in ways]
     return max(plans, key=lambda plan: plan.gain)
 
 
@@ -131,7 +114,7 @@ def table_rows(place: IndexUnderTest, workload: Workload, timed: WorkloadTimes) 
             "num_runs": workload.num_runs,
         }
         row |= _speed(comparison) | _guesses(comparison) | _costs(timed.apart, timed.beside[name])
-        beside = place.is_elsewhere and VARIANTS[name].asynchronous
+        beside = place.b_over_a is not None and VARIANTS[name].asynchronous
         yield row | _prediction(workload, timed.apart, comparison, beside)
 
 
@@ -152,11 +135,12 @@ def _speed(comparison: VariantComparison) -> Result:
 
 def _guesses(comparison: VariantComparison) -> Result:
     strides = [stride for stats in run_stats(comparison.variant) for stride in stats.strides]
+    right, wrong = comparison.judged
     kept, lost = total(comparison.variant, "num_kept_tokens"), total(comparison.variant, "num_lost_tokens")
     return {
         "num_rounds": total(comparison.variant, "num_rounds"),
         "num_lookups": total(comparison.variant, "num_lookups"),
-        "gamma": comparison.gamma,
+        "gamma": right / (right + wrong) if right + wrong else None,
         "mean_stride": mean(strides) if strides else None,
         "num_kept_tokens": kept,
         "num_lost_tokens": lost,

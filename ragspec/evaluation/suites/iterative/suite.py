@@ -5,7 +5,7 @@ Rows are local indexes, and slow indexes in another process. A slow index adds a
 a lookup costs b/a = 0.3, 1, 10 or 40 steps of decoding. Columns are the variants.
 
     >>> with load_engine(target, engine_config(), drafting) as engine:
-    ...     IterativeSuite(engine, encoder, data_dir, cache_dir, iterative_plan(quick=True), tick).measure()["rows"]
+    ...     IterativeSuite(settings, engine, encoder, iterative_plan(quick=True), tick).measure()["rows"]
 """
 
 from __future__ import annotations
@@ -13,12 +13,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
-from ragspec.config import DenseConfig, IndexConfig, RetrieverConfig, TargetConfig
+from ragspec.config import DenseConfig, IndexConfig, RetrieverConfig
 from ragspec.core import Document
 from ragspec.engine.engine import Engine
-from ragspec.evaluation.datasets import RagList, cached_store, squad_list, stdlib_list
+from ragspec.evaluation.datasets import RagList, cached_store
 from ragspec.evaluation.machine import PeakMemory
 from ragspec.evaluation.report import Result
 from ragspec.evaluation.suite import Outcome, Settings, Suite, open_engine
@@ -85,10 +86,8 @@ class IterativePlan:
         """The workload of all variants on a local index, or on a slow index."""
         count = self.num_local if b_over_a is None else dict(self.remote)[b_over_a]
         slow = b_over_a is not None and b_over_a >= _SLOW
-        if slow:
-            runs = min(self.num_runs, self.num_slow_runs)
-            return Workload(TABLE, count, runs, self.slow_variants, max_tokens=self.max_tokens)
-        return Workload(TABLE, count, self.num_runs, max_tokens=self.max_tokens)
+        runs = min(self.num_runs, self.num_slow_runs) if slow else self.num_runs
+        return Workload(TABLE, count, runs, self.slow_variants if slow else tuple(VARIANTS), max_tokens=self.max_tokens)
 
     def workloads(self, b_over_a: float) -> Iterator[Workload]:
         """All workloads at this b/a; those beyond the table compare the baseline and the product only."""
@@ -123,21 +122,18 @@ def iterative_plan(
 
 @dataclass(frozen=True)
 class IterativeSuite:
-    """`cache_dir` keeps the indexes. Without `elsewhere` the result names the missing rows of slow indexes."""
+    """Without `settings.elsewhere` the result names the missing rows of slow indexes."""
 
+    settings: Settings
     engine: Engine
     encoder: TextEncoder
-    data_dir: Path | None
-    cache_dir: Path
     plan: IterativePlan
     tick: Tick
-    elsewhere: RemoteOpeners | None = None
 
     def measure(self) -> Result:
         """All rows. Raises: InputError if data is missing, SaveError, RetrievalError, EngineError."""
         memory, plan = PeakMemory(), self.plan
-        count = plan.num_questions
-        listed = squad_list(self.data_dir, count) if self.data_dir else stdlib_list(count)
+        listed = self.settings.questions(plan.num_questions)
         store = self._store(listed.documents)
         approximate = self._approximate(listed)
         stopwatch = Stopwatch(self.engine, [q.text for q in listed.questions], plan.seed, self.tick)
@@ -150,7 +146,7 @@ class IterativeSuite:
             "label": f"{listed.label}, {store.manifest.num_passages:,} passages",
             "note": _NOTE,
             "hnsw": None if approximate else _NO_PADDING,
-            "elsewhere": None if self.elsewhere else _NOT_ELSEWHERE,
+            "elsewhere": None if self.settings.elsewhere else _NOT_ELSEWHERE,
             "num_prompts": len(listed.questions) - 1,
             "num_runs": plan.num_runs,
             "peak_pss_mb": memory.look(),
@@ -169,21 +165,22 @@ class IterativeSuite:
     def _remote_rows(self, stopwatch: Stopwatch, store: Store, step_s: float) -> Iterator[Result]:
         """Rows of slow indexes. `step_s`: a local step of the baseline. The service time is b minus the search
         itself and the transport."""
-        if self.elsewhere is None:
+        elsewhere = self.settings.elsewhere
+        if elsewhere is None:
             return
-        with self.elsewhere.index(store.index_dir, self.encoder, 0.0) as index:
+        with elsewhere.index(store.index_dir, self.encoder, 0.0) as index:
             own_s = stopwatch.lookup_s(index)
         for b_over_a, _ in self.plan.remote:
             service_s = max(0.0, b_over_a * step_s - own_s)
             label = f"elsewhere, b/a = {b_over_a:g} (exact dense + {1e3 * service_s:.0f} ms stated)"
-            with self.elsewhere.index(store.index_dir, self.encoder, service_s) as index:
+            with elsewhere.index(store.index_dir, self.encoder, service_s) as index:
                 yield from timed_rows(
                     stopwatch, IndexUnderTest(label, b_over_a, service_s), index, self.plan.workloads(b_over_a)
                 )
 
     def _approximate(self, listed: RagList) -> Store | None:
         """The corpus filled up with textbooks to the size of HNSW; None with too few texts."""
-        padding = list(textbooks(self.data_dir)) if self.data_dir else []
+        padding = list(textbooks(self.settings.data_dir)) if self.settings.data_dir else []
         if not padding:
             return None
         store = self._store([*listed.documents, *padding], IndexConfig(dense=DenseConfig(kind="hnsw")))
@@ -193,7 +190,7 @@ class IterativeSuite:
         def progress(done: int, _: int) -> None:
             self.tick(f"index of {len(documents)} (once)", done, len(documents))
 
-        return cached_store(documents, self.encoder, self.cache_dir, config, progress)
+        return cached_store(documents, self.encoder, self.settings.cache_dir, config, progress)
 
     def _retriever(self, store: Store, mode: RetrievalMode) -> Retriever:
         return Retriever(self.encoder, store, RetrieverConfig(mode=mode), follow=False)
@@ -208,17 +205,18 @@ def timed_rows(
         yield from table_rows(place, workload, timed)
 
 
-def knnlm_part(
-    target: TargetConfig, data_dir: Path, cache_dir: Path, plan: IterativePlan, tick: Tick, there: RemoteOpeners | None
-) -> Result:
+def knnlm_part(settings: Settings, plan: IterativePlan, tick: Tick) -> Result:
     """KNN-LM over a local datastore, and over a slow datastore with a plan of its own, which mostly waits.
 
-    Raises: InputError if the texts are missing, ModelError, SaveError.
+    Nothing without data. Raises: InputError if the texts are missing, ModelError, SaveError.
     """
-    here = measure_knnlm(target, data_dir, cache_dir, plan.knnlm, tick)
-    if there is None:
+    if settings.data_dir is None:
+        return {}
+    measure = partial(measure_knnlm, settings.target, settings.data_dir, settings.cache_dir)
+    here = measure(plan.knnlm, tick)
+    if settings.elsewhere is None:
         return here
-    far = measure_knnlm(target, data_dir, cache_dir, plan.knnlm_elsewhere, tick, there.datastore)
+    far = measure(plan.knnlm_elsewhere, tick, settings.elsewhere.datastore)
     return here | far | {"knnlm": [*here["knnlm"], *(row for row in far["knnlm"] if row["store"] == "remote")]}
 
 
@@ -236,13 +234,11 @@ def textbooks(data_dir: Path) -> Iterator[Document]:
 def run_iterative(settings: Settings, tick: Tick) -> Outcome:
     """Raises: InputError, ModelError, SaveError, RetrievalError."""
     plan = iterative_plan(settings.quick, settings.plan.num_runs, settings.plan.seed, settings.num_prompts)
-    there, knnlm = settings.elsewhere, {}
-    if settings.data_dir is not None:
-        knnlm = knnlm_part(settings.target, settings.data_dir, settings.cache_dir, plan, tick, there)
+    knnlm = knnlm_part(settings, plan, tick)
     encoder = Encoder.load(settings.encoder)
     engine, bitwise = open_engine(settings.target)
     with engine:
-        result = IterativeSuite(engine, encoder, settings.data_dir, settings.cache_dir, plan, tick, there).measure()
+        result = IterativeSuite(settings, engine, encoder, plan, tick).measure()
     return Outcome({"bitwise": bitwise} | with_headlines(result, knnlm))
 
 

@@ -3,8 +3,8 @@
 The variants are RaLMSpec's: P prefetches, S chooses the stride, A verifies beside decoding. Like the product, all
 variants speculate only if they predict a gain of 3 %; otherwise they retrieve like the baseline.
 
-    >>> takes = take_turns({"baseline": ask, "+PSA": other}, [("When did it rain?",)], num_runs=3, tick=tick)
-    >>> takes["+PSA"][0][2].seconds     # first question, third run
+    >>> timed = Stopwatch(engine, questions, seed=0, tick=tick).time(index, Workload(TABLE, 10, 3), "exact dense")
+    >>> timed.takes["+PSA"][0][2].seconds     # first question, third run
 
 Source: Zhang et al. 2024 (arXiv 2401.14021), table 1.
 """
@@ -12,7 +12,7 @@ Source: Zhang et al. 2024 (arXiv 2401.14021), table 1.
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from itertools import cycle, islice
@@ -24,7 +24,7 @@ import numpy as np
 from ragspec.config import SpeculationConfig, StrideConfig
 from ragspec.core import Completion, Delta, Request, SamplingParams
 from ragspec.engine.engine import Engine
-from ragspec.evaluation.timing import Tick
+from ragspec.evaluation.timing import Tick, take_turns
 from ragspec.rag.answer import Answer
 from ragspec.rag.iterative.pipeline import IterativePipeline
 from ragspec.rag.iterative.policies import InContextRalm, Policy
@@ -90,19 +90,6 @@ UnitTimes = dict[str, list[list[TimedUnit]]]
 """`takes[variant][unit][run]`."""
 
 
-def take_turns(
-    asks: Mapping[str, Ask], units: Sequence[Sequence[str]], num_runs: int, tick: Callable[[], None]
-) -> UnitTimes:
-    """Every unit by every variant, `num_runs` times in turns; a machine that slows down slows all of them."""
-    takes: UnitTimes = {name: [[] for _ in units] for name in asks}
-    for _ in range(num_runs):
-        for number, unit in enumerate(units):
-            for name, ask in asks.items():
-                takes[name][number].append(ask(unit))
-            tick()
-    return takes
-
-
 @dataclass(frozen=True, slots=True)
 class WorkloadTimes:
     """The times of a workload. `apart`: a step and a lookup of the baseline, medians; `beside`: the same of
@@ -150,7 +137,9 @@ class Stopwatch:
             for pipeline in pipelines.values():
                 self._ask(pipeline, short)(self.questions[-1:])
             asks = {name: self._ask(pipeline, workload) for name, pipeline in pipelines.items()}
-            takes = take_turns(asks, units, workload.num_runs, self._progress(stage, len(units) * workload.num_runs))
+            self.tick(stage, 0, len(units) * workload.num_runs)
+            runs = take_turns(asks, units, workload.num_runs, self.tick, stage)
+            takes = {name: [list(of_unit) for of_unit in zip(*table, strict=True)] for name, table in runs.items()}
             costs = {name: pipeline.scheduler.costs() for name, pipeline in pipelines.items()}
         baseline = costs[BASELINE]
         assert baseline is not None
@@ -188,11 +177,6 @@ class Stopwatch:
             return TimedUnit(time.perf_counter() - begin, answers)
 
         return ask
-
-    def _progress(self, stage: str, total: int) -> Callable[[], None]:
-        done = iter(range(1, total + 1))
-        self.tick(stage, 0, total)
-        return lambda: self.tick(stage, next(done), total)
 
 
 def _seconds(index: IndexLike, queries: Sequence[Query]) -> float:

@@ -18,7 +18,7 @@ import numpy as np
 from ragspec.config import DenseConfig
 from ragspec.evaluation.machine import held_mb
 from ragspec.evaluation.suites.retrieval.collections import Mixture, write_vectors
-from ragspec.evaluation.suites.retrieval.timing import Blocks, RunBlock, Search, TimingPlan, take_turns
+from ragspec.evaluation.suites.retrieval.timing import Blocks, RunBlock, Search, TimingPlan, timed_blocks
 from ragspec.evaluation.timing import Tick
 from ragspec.numerics.threads import num_processors, run_in_thread
 from ragspec.retrieval.encoder import FloatArray
@@ -240,4 +240,4 @@ def curves(
 
 
 def _timed(opened: Sequence[Contender], queries: FloatArray, plan: TimingPlan) -> Blocks:
-    return take_turns({each.name: (each.search, each.run) for each in opened}, queries, plan)
+    return timed_blocks({each.name: (each.search, each.run) for each in opened}, queries, plan)

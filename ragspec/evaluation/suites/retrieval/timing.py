@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from statistics import median
@@ -16,7 +17,7 @@ import numpy as np
 from ragspec.config import ChunkingConfig, IndexConfig
 from ragspec.core import Document
 from ragspec.evaluation.suites.retrieval.collections import synthetic_documents
-from ragspec.evaluation.timing import Tick
+from ragspec.evaluation.timing import Tick, take_turns
 from ragspec.retrieval.chunking import chunk
 from ragspec.retrieval.encoder import EncoderWrapper, FloatArray, TextEncoder, TextKind
 from ragspec.retrieval.index.writer import IndexWriter
@@ -38,25 +39,22 @@ class TimingPlan:
     seed: int = 0
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Blocks:
     """Milliseconds of every call: `calls_ms[contender][batch size][round]`."""
 
-    calls_ms: dict[str, dict[int, list[list[float]]]] = field(default_factory=dict)
-
-    def add(self, name: str, batch: int, calls_ms: list[float]) -> None:
-        self.calls_ms.setdefault(name, {}).setdefault(batch, []).append(calls_ms)
+    calls_ms: Mapping[str, Mapping[int, Sequence[Sequence[float]]]]
 
     def p50_ms(self, name: str, batch: int) -> float:
-        return float(np.percentile(self._calls(name, batch), 50))
+        return self.summary(name)[f"p50 ms, batch {batch}"]
 
     def summary(self, name: str) -> dict[str, float]:
         """Median and 95th percentile of each batch size, over all rounds."""
-        numbers: dict[str, float] = {}
-        for batch in self.calls_ms.get(name, {}):
-            for percent in (50, 95):
-                numbers[f"p{percent} ms, batch {batch}"] = float(np.percentile(self._calls(name, batch), percent))
-        return numbers
+        return {
+            f"p{percent} ms, batch {batch}": float(np.percentile([*chain.from_iterable(rounds)], percent))
+            for batch, rounds in self.calls_ms[name].items()
+            for percent in (50, 95)
+        }
 
     def ratio(self, a: tuple[str, int], b: tuple[str, int]) -> float:
         """Milliseconds of `a` over those of `b`, each (contender, batch size): a ratio in each round, then the
@@ -64,21 +62,17 @@ class Blocks:
         rounds = zip(self.calls_ms[a[0]][a[1]], self.calls_ms[b[0]][b[1]], strict=True)
         return median(median(one) / median(other) for one, other in rounds)
 
-    def _calls(self, name: str, batch: int) -> list[float]:
-        return list(chain.from_iterable(self.calls_ms[name][batch]))
+
+def timed_blocks(contenders: Mapping[str, tuple[Search, RunBlock]], queries: FloatArray, plan: TimingPlan) -> Blocks:
+    """Every contender with every batch size, `num_rounds` times in turns."""
+    searches = {name: partial(_block, *pair, queries, plan.block_s) for name, pair in contenders.items()}
+    rounds = take_turns(searches, plan.batches, plan.num_rounds)
+    return Blocks(
+        {name: dict(zip(plan.batches, zip(*table, strict=True), strict=True)) for name, table in rounds.items()}
+    )
 
 
-def take_turns(contenders: Mapping[str, tuple[Search, RunBlock]], queries: FloatArray, plan: TimingPlan) -> Blocks:
-    """Every contender with every batch size, `num_rounds` times."""
-    blocks = Blocks()
-    for _ in range(plan.num_rounds):
-        for batch in plan.batches:
-            for name, (search, run) in contenders.items():
-                blocks.add(name, batch, _block(search, run, queries, batch, plan.block_s))
-    return blocks
-
-
-def _block(search: Search, run: RunBlock, queries: FloatArray, batch: int, block_s: float) -> list[float]:
+def _block(search: Search, run: RunBlock, queries: FloatArray, block_s: float, batch: int) -> list[float]:
     """Milliseconds of single calls with different queries; the first call does not count."""
     calls_ms: list[float] = []
     starts = range(0, max(1, len(queries) - batch + 1), batch)
