@@ -106,6 +106,7 @@ def main(
             full=full,
             reranker=reranker,
             heads=heads,
+            verdicts=ROOT / "infra/results/chat_verdicts.jsonl",
         )
         with progress_ticks() as tick:
             measured_suite, outcome = measure_suite(suite, settings, tick)

@@ -56,7 +56,8 @@ class Repetitions:
 class Settings:
     """The choices of the command line. `num_prompts` shortens the lists; `forced`: a file of answers, "gold", or nothing.
 
-    `full` and `reranker` belong to the suite retrieval, `elsewhere` to iterative, `heads` (a folder) to drafters.
+    `full` and `reranker` belong to the suite retrieval, `elsewhere` to iterative, `heads` (a folder) to drafters, `verdicts` (a
+    file) to target.
     """
 
     target: TargetConfig
@@ -72,6 +73,7 @@ class Settings:
     reranker: str = ""
     elsewhere: RemoteOpeners | None = None
     heads: Path | None = None
+    verdicts: Path | None = None
 
     def require_data(self, folders: str) -> Path:
         """The data folder. Raises: ConfigError without one; `folders` says what it must hold."""

@@ -44,9 +44,10 @@ class DocumentationQuestion(NamedTuple):
     others: tuple[str, ...] = ()
 
 
-def is_evaluation_file(path: str) -> bool:
-    """Whether a file, by its path relative to the documentation's folder, is kept out of all training."""
-    return int.from_bytes(hashlib.sha256(path.encode()).digest()) % 5 == 0
+def is_for_evaluation(name: str) -> bool:
+    """Whether a file of the documentation, by its path in the folder, or an article of CANARD, by its title, is kept out of all
+    training."""
+    return int.from_bytes(hashlib.sha256(name.encode()).digest()) % 5 == 0
 
 
 def documentation_questions(folder: Path, *, evaluation: bool) -> Iterator[DocumentationQuestion]:
@@ -107,7 +108,7 @@ def evaluation_questions(folder: Path, count: int = 300) -> list[DocumentationQu
 def _files(folder: Path, evaluation: bool) -> Iterator[tuple[Path, str]]:
     for path in sorted(path for path in folder.rglob("*") if path.suffix in (".md", ".rst")):
         name = path.relative_to(folder).as_posix()
-        if is_evaluation_file(name) == evaluation:
+        if is_for_evaluation(name) == evaluation:
             yield path, name
 
 

@@ -6,7 +6,7 @@ from ragspec.training.documentation import (
     UNANSWERABLE,
     documentation_questions,
     evaluation_questions,
-    is_evaluation_file,
+    is_for_evaluation,
 )
 from ragspec.training.grammar_errors import misspell, tokenised
 from ragspec.training.stdlib_corpus import first_doc_sentence
@@ -51,7 +51,7 @@ def test_rules_ask_what_the_quote_answers(tmp_path: Path) -> None:
     """A rule that takes the wrong sentence, or a question with markup in it."""
     write_pages(tmp_path, 20)
     training = list(documentation_questions(tmp_path, evaluation=False))
-    assert not any(is_evaluation_file(each.path) for each in training)
+    assert not any(is_for_evaluation(each.path) for each in training)
     n = training[0].path.removeprefix("page").removesuffix(".rst")
     found = {each.question: each.quote for each in training if each.path == training[0].path}
     assert found == {question.format(n=n): quote.format(n=n) for question, quote in QUESTIONS.items()}
@@ -62,7 +62,7 @@ def test_evaluation_questions_repeat_and_name_their_distractors(tmp_path: Path) 
     write_pages(tmp_path, 60)
     chosen = evaluation_questions(tmp_path, 30)
     assert chosen == evaluation_questions(tmp_path, 30)
-    assert all(is_evaluation_file(each.path) for each in chosen)
+    assert all(is_for_evaluation(each.path) for each in chosen)
     for each in chosen:
         assert each.quote in each.passage and each.passage not in each.others
         assert each.kind == UNANSWERABLE or not any(each.quote in other for other in each.others)

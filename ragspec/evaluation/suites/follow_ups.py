@@ -34,7 +34,7 @@ from ragspec.retrieval.retriever import Retriever, build_index
 
 Half = Literal["tuned", "held_out"]
 
-_NO_ANSWER = re.compile(r"^\W*(i don.?t know|cannotanswer|unknown)\W*$", re.IGNORECASE)
+NO_ANSWER = re.compile(r"^\W*(i don.?t know|cannotanswer|unknown)\W*$", re.IGNORECASE)
 _SENTENCE = re.compile(r"[^.?!]+(?:[.?!](?=\S)[^.?!]*)*[.?!]*")
 _FACT = re.compile(r"\d|(?<=[a-z,] )[A-Z]")
 _LEAST_WORDS = 3
@@ -70,7 +70,7 @@ def read_canard(path: Path) -> FollowUpSet:
         title, section, *texts = max((row["History"] for row in rows.values()), key=len)
         turns = [QaPair(*texts[n : n + 2]) for n in range(0, len(texts) - 1, 2)]
         for number, turn in enumerate(turns, 1):
-            if _NO_ANSWER.match(turn.answer) or len(turn.answer.split()) < _LEAST_WORDS:
+            if NO_ANSWER.match(turn.answer) or len(turn.answer.split()) < _LEAST_WORDS:
                 continue
             gold = f"{name}:{number}"
             documents.append(Document(gold, turn.answer, title, headings=(Heading(0, 1, section),)))

@@ -2,6 +2,12 @@
 
 Owns the scores; the text comes from a `generate` callable, so transformers, the engine or a fake can be scored alike.
 `evaluate_target(target_dir, data_dir)` returns one flat dictionary of floats.
+
+`followup_gap` compares CANARD's questions made standalone by a person with the same questions at the end of their dialogue, which
+is laid out as in the product's chat, over the same passages: the difference of `quote_has_answer`, in points.
+`chat_not_worse` counts verdicts by people (see `chat_pairs`): the share of ordinary requests without passages that the adapted
+target answered better than the unadapted one, or as well. The suite writes the pairs to read into the benchmark's cache folder.
+Either is NaN where its data are missing.
 """
 
 from __future__ import annotations
@@ -16,7 +22,7 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from ragspec.config import DraftingConfig, EngineConfig
+from ragspec.config import DraftingConfig, EngineConfig, TargetConfig
 from ragspec.core import CopySource, Request, SamplingParams, SourceKind
 from ragspec.core import Message as ChatMessage
 from ragspec.engine.checkpoints.target_files import target_folder
@@ -28,11 +34,12 @@ from ragspec.evaluation.machine import PeakMemory
 from ragspec.evaluation.metrics import best_f1, edit_distance, exact_match, gleu
 from ragspec.evaluation.report import PEAK_MEMORY, Metric, nested
 from ragspec.evaluation.suite import QUICK_QUESTIONS, Outcome, Settings, Suite
-from ragspec.evaluation.suites.target_cases import QuestionCase, question_cases
+from ragspec.evaluation.suites.chat_pairs import chat_requests, shuffled_pairs, verdict_scores, write_pairs
+from ragspec.evaluation.suites.target_cases import QuestionCase, follow_up_cases, question_cases
 from ragspec.evaluation.timing import Tick
 from ragspec.rag.prompt import PromptBuilder
 from ragspec.rag.wording import ABSTENTION, grammar_messages, parse_answer, question_messages
-from ragspec.training.conversations import Message
+from ragspec.training.conversations import Message, message
 from ragspec.training.documentation import evaluation_questions
 from ragspec.training.stdlib_corpus import first_doc_sentence, is_held_out, stdlib_documents
 
@@ -60,6 +67,7 @@ def evaluate_target(
     scores = question_scores(answerable, answered)
     half = len(unanswerable)  # as many answerable as unanswerable questions, so that precision means something
     scores |= abstention_scores(answerable[:half] + unanswerable, answered[:half] + refused)
+    scores |= follow_up_scores(data_dir / "canard/dev.json", generate, num_questions // 2, seed)
     scores |= grammar_scores(data_dir, generate, num_sentences)
     scores["documentation_right"] = documentation_score(generate, data_dir / "docs", num_questions, seed)
     scores["stdlib_quote"] = scores["stdlib_first_sentence"] = stdlib_score(
@@ -128,6 +136,17 @@ def abstention_scores(cases: list[QuestionCase], outputs: list[str]) -> dict[str
         "abstain_precision": right / sum(abstained) if any(abstained) else math.nan,
         "abstain_recall": right / num_unanswerable if num_unanswerable else math.nan,
     }
+
+
+def follow_up_scores(path: Path, generate: Generate, count: int, seed: int) -> dict[str, float]:
+    """Quotes that hold the answer, for standalone questions and for the same as follow-ups, and the difference in points."""
+    if not path.exists():
+        return {"followup_gap": math.nan}
+    asked = follow_up_cases(path, count, seed)
+    cases = [case for case, _ in asked]
+    prompts = [question_messages(case.question, case.passages) for case in cases], [dialogue for _, dialogue in asked]
+    alone, followed = (question_scores(cases, generate(each))["quote_has_answer"] for each in prompts)
+    return {"standalone_right": alone, "followup_right": followed, "followup_gap": 100 * (alone - followed)}
 
 
 def grammar_scores(data_dir: Path, generate: Generate, num_sentences: int) -> dict[str, float]:
@@ -229,6 +248,25 @@ def engine_generate(engine: Engine, tick: Tick) -> Generate:
     return generate
 
 
+def chat_scores(settings: Settings, data_dir: Path, count: int, tick: Tick) -> dict[str, float]:
+    """Writes the pairs of answers to read, and counts the verdicts; NaN for a target without an adapter.
+
+    Raises: InputError for a file that holds no verdicts, ModelError, SaveError.
+    """
+    requests = chat_requests(data_dir, count, settings.plan.seed)
+    unadapted = settings.target.model_copy(update={"adapter": "none"})
+    if not requests or target_folder(unadapted) == target_folder(settings.target):
+        return {"chat_not_worse": math.nan}
+
+    def answers(config: TargetConfig) -> list[str]:
+        with load_engine(config, EngineConfig(), DraftingConfig()) as engine:
+            return engine_generate(engine, tick)([[message("user", request)] for request in requests])
+
+    pairs = shuffled_pairs(requests, (answers(settings.target), answers(unadapted)), settings.plan.seed)
+    write_pairs(pairs, settings.cache_dir)
+    return verdict_scores(pairs, settings.verdicts)
+
+
 def run_target(settings: Settings, tick: Tick) -> Outcome:
     """Raises: ConfigError without data, ModelError."""
     data_dir, memory = settings.require_data("squad, squad_open, jfleg and wikitext2"), PeakMemory()
@@ -248,6 +286,7 @@ def run_target(settings: Settings, tick: Tick) -> Outcome:
             num_sentences=settings.num_prompts or num_sentences,
             seed=settings.plan.seed,
         )
+    scores |= chat_scores(settings, data_dir, settings.num_prompts or num_questions, tick)
     bitwise = settings.target.exactness == "bitwise"  # Why: loading would have failed otherwise
     return Outcome({"label": "held-out data", "quality": scores, "bitwise": bitwise, "peak_pss_mb": memory.look()})
 

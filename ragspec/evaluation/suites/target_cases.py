@@ -1,6 +1,6 @@
-"""Questions and sentences of the suite `target`.
+"""Questions and dialogues of the suite `target`.
 
-Owns the selection and the cutting of passages; never a model or a metric. No target was trained on them.
+Owns the selection and the cutting of passages; never a model or a metric. The adapter's recipe trains on none of them.
 """
 
 from __future__ import annotations
@@ -9,13 +9,20 @@ import json
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from ragspec.core import Document
+from ragspec.evaluation.suites.follow_ups import NO_ANSWER, FollowUp, read_canard
+from ragspec.rag.wording import ABSTENTION, numbered, quoted_answer, system_text, user_text
+from ragspec.training.conversations import Message, message
+from ragspec.training.documentation import is_for_evaluation
 from ragspec.training.reference.sources import NUM_EVAL_ARTICLES, NUM_PROBE_ARTICLES, NUM_TRAIN_ARTICLES
 from ragspec.training.sentences import best_sentence, common_answer, normalise, split_sentences
 
-PASSAGE_WORDS = 120
+PASSAGE_WORDS, NUM_OTHER_PAGES = 120, 2
+FOLLOW_UP_ANSWER_WORDS = range(6, 50)
 EVAL_ARTICLES = slice(-NUM_EVAL_ARTICLES, None)
 PROBE_ARTICLES = slice(NUM_TRAIN_ARTICLES, NUM_TRAIN_ARTICLES + NUM_PROBE_ARTICLES)
 
@@ -78,6 +85,45 @@ def passage_with(text: str, question: str, answers: list[str]) -> str:
 
 def _first_passage(text: str) -> str:
     return passage_with(text, "", [])
+
+
+def follow_up_cases(path: Path, count: int, seed: int) -> list[tuple[QuestionCase, list[Message]]]:
+    """Follow-up questions of CANARD's evaluation articles: made standalone by a person, and as the end of their dialogue.
+
+    Both come with the same passages: the page of the dialogue, which is all its answers in random order, and the pages of two
+    other articles. Questions whose answer is not part of one sentence are left out.
+    """
+    canard, rng = read_canard(path), random.Random(seed)
+    golds = {document.id: document for document in canard.documents if is_for_evaluation(document.title)}
+    questions = [asked for asked in canard.questions if asked.gold in golds]
+    dialogues = [list(turns) for _, turns in groupby(questions, lambda asked: asked.gold.partition(":")[0])]
+    pages = [(golds[turns[0].gold].title, _page(turns, golds, rng), turns) for turns in dialogues]
+    cases = []
+    for title, page, turns in pages:
+        others = [other for other_title, other, _ in pages if other_title != title]
+        passages = rng.sample([page, *rng.sample(others, NUM_OTHER_PAGES)], 1 + NUM_OTHER_PAGES)
+        gold = passages.index(page) + 1
+        for asked in turns:
+            answer = normalise(golds[asked.gold].text)
+            if len(answer.split()) in FOLLOW_UP_ANSWER_WORDS and any(answer in s for s in split_sentences(page)):
+                cases.append((QuestionCase(asked.rewrite, passages, gold, [answer]), _dialogue(asked, passages, gold)))
+    return rng.sample(cases, min(count, len(cases)))
+
+
+def _page(turns: list[FollowUp], golds: dict[str, Document], rng: random.Random) -> str:
+    """Why shuffled: in the dialogue's order, the answer would be whatever stands behind the previous quote."""
+    answers = [turn.answer for turn in turns[-1].said if not NO_ANSWER.match(turn.answer)]
+    texts = list(dict.fromkeys(map(normalise, [*answers, golds[turns[-1].gold].text])))
+    return " ".join(rng.sample(texts, len(texts)))
+
+
+def _dialogue(asked: FollowUp, passages: list[str], gold: int) -> list[Message]:
+    """The prompt of the product's chat: each question with its passages, each answer as a quote."""
+    messages = [message("system", system_text())]
+    for turn in asked.said:
+        told = ABSTENTION if NO_ANSWER.match(turn.answer) else quoted_answer(normalise(turn.answer), gold)
+        messages += [message("user", user_text(turn.question, numbered(passages))), message("assistant", told)]
+    return [*messages, message("user", user_text(asked.question, numbered(passages)))]
 
 
 def _json_lines(path: Path) -> Iterator[dict[str, Any]]:

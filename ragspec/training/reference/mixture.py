@@ -11,6 +11,7 @@ from pathlib import Path
 from ragspec.errors import InputError
 from ragspec.rag import wording
 from ragspec.training.conversations import Conversation, Message, message
+from ragspec.training.documentation import is_for_evaluation
 from ragspec.training.reference.corrections import Corrections
 from ragspec.training.reference.documents import documentation_paragraphs, stdlib_paragraphs
 from ragspec.training.reference.packs import PackStream
@@ -41,7 +42,7 @@ class Mixture:
                 "stdlib": PackStream(stdlib_paragraphs(random.Random(0))),
             }
             self._corrections = Corrections(data_dir, self.paragraphs)
-            self._pages = list(_pages(data_dir))
+            self._pages = list(follow_up_pages(data_dir))
         except OSError as cause:
             raise InputError(f"the training data lacks {cause.filename}: {cause.strerror}") from cause
         self._chats = chats
@@ -82,12 +83,16 @@ class Mixture:
         return messages
 
 
-def _pages(data_dir: Path) -> Iterator[list[tuple[str, str]]]:
-    """CANARD's questions and answers in a row about one page; the answers are taken word for word from it."""
+def follow_up_pages(data_dir: Path) -> Iterator[list[tuple[str, str]]]:
+    """CANARD's questions and answers in a row about one page; the answers are taken word for word from it.
+
+    Articles for evaluation are left out.
+    """
     turns: dict[str, list[tuple[str, str]]] = {}
     for row in json.loads((data_dir / "canard/dev.json").read_text()):
         history = [normalise(text) for text in row["History"][2:]]
         pairs = [pair for pair in zip(history[::2], history[1::2], strict=False) if 5 < len(pair[1].split()) < 50]
-        if len(pairs) >= len(turns.get(row["QuAC_dialog_id"], [])):
+        is_longer = len(pairs) >= len(turns.get(row["QuAC_dialog_id"], []))
+        if is_longer and not is_for_evaluation(row["History"][0]):
             turns[row["QuAC_dialog_id"]] = pairs
     yield from (pairs for pairs in turns.values() if len(pairs) >= 2)
