@@ -11,15 +11,15 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tiny_target import SENTENCES, save_model
 
+from pipelines.benchmarks.chaos.batch_job import BatchJob, driver_kills, judge_output, written_rows
 from pipelines.benchmarks.chaos.check import StreamLog, Verdict, judge_rows, judge_streams
-from pipelines.benchmarks.chaos.drivers import driver_kills
 from pipelines.benchmarks.chaos.faults import (
     KINDS,
     Fault,
@@ -30,7 +30,7 @@ from pipelines.benchmarks.chaos.faults import (
     faults,
     recovered,
 )
-from pipelines.benchmarks.chaos.load import BatchJob, Probe, StreamLoad, written_rows
+from pipelines.benchmarks.chaos.load import Probe, StreamLoad
 from pipelines.benchmarks.chaos.oracle import ChaosWorkload, ExpectedResults, comparable_row, expected_results
 from ragspec.cluster.processes import Process
 from ragspec.cluster.registry import ReplicaStatus, Status
@@ -114,14 +114,6 @@ def test_live_again_is_everybody_and_the_victim_anew(members: list[ReplicaStatus
     assert all_live(Status("d", ("n",), tuple(members)), {"a-0": 1.0}) is live
 
 
-@dataclass
-class Seen:
-    """What a load was told."""
-
-    streams: list[StreamLog]
-    probes: list[Probe]
-
-
 def stream(begin_s: float, *times_s: float, ended: bool = True) -> StreamLog:
     deltas = [Delta("a", 0, (1,), "x") for _ in times_s]
     if ended:
@@ -136,11 +128,10 @@ def struck_at(moment_s: float) -> InjectedFault:
 def test_recovery_is_the_slowest_stream_or_the_first_right_lookup() -> None:
     """The fastest stream, or a lookup that began before the fault, taken for the recovery."""
     moment = time.monotonic() - 10.0
-    seen = Seen(
-        [stream(moment - 1, moment + 0.5, moment + 8), stream(moment - 1, moment - 0.5, moment + 3)],
-        [Probe(moment - 1, moment + 1, True), Probe(moment + 1, moment + 2, None), Probe(moment + 2, moment + 4, True)],
-    )
-    row = recovered(struck_at(moment), seen, lambda _: True)
+    streams = [stream(moment - 1, moment + 0.5, moment + 8), stream(moment - 1, moment - 0.5, moment + 3)]
+    probes = [Probe(moment - 1, moment + 1, True), Probe(moment + 1, moment + 2, None)]
+    probes.append(Probe(moment + 2, moment + 4, True))
+    row = recovered(struck_at(moment), lambda: (streams, probes), lambda _: True)
     assert (row["streams_s"], row["retrieval_s"], row["recovery_s"]) == pytest.approx((3.0, 4.0, 4.0))
     assert row["recovered"] is True and row["num_streams_open"] == 2 and row["live_again_s"] >= 10.0
 
@@ -153,8 +144,8 @@ def test_what_never_goes_on_is_not_recovered(streams: list[StreamLog], right: bo
     """A run that waits for ever, or a fault without recovery that counts as the fastest of all."""
     moment = time.monotonic()
     moved = [replace(s, begin_s=moment - 1, times_s=[moment - 0.5]) for s in streams]
-    seen = Seen(moved, [Probe(moment + 0.01, moment + 0.02, right)])
-    row = recovered(struck_at(moment), seen, lambda _: live, most_s=0.3)
+    probes = [Probe(moment + 0.01, moment + 0.02, right)]
+    row = recovered(struck_at(moment), lambda: (moved, probes), lambda _: live, most_s=0.3)
     assert row["recovered"] is False
     assert max(row["recovery_s"], row["live_again_s"]) >= 0.3
 
@@ -215,14 +206,14 @@ def test_streams_of_an_undisturbed_engine_are_as_expected(
         retriever: Any = Retriever.from_config(config.retriever, config.encoder)
         prompts = PromptBuilder(engine.target.tokenizer, engine.max_context_tokens)
         load = StreamLoad(retriever, engine, prompts, work.streams, 3, 60.0)
-        load.start()
-        load.stop()
+        with load:
+            pass
         failing: Any = Failing(retriever, work.streams[2].text)
         broken = StreamLoad(failing, engine, prompts, work.streams, 3, 60.0)
-        broken.start()
-        broken.stop()
+        with broken:
+            pass
     wanted = {f"0/{name}": own for name, own in expected.streams.items()}
-    assert len(load.heard) == NUM_STREAMS and load.num_open == 0
+    assert len(load.heard) == NUM_STREAMS and all(stream.ended for stream in load.streams)
     assert judge_streams(wanted, load.heard).clean
     assert judge_streams(wanted, broken.heard) == Verdict(lost=("0/s2",))
     assert len({own.completion.token_ids for own in wanted.values()}) > 1, "streams must differ, or any would do"
@@ -251,6 +242,7 @@ def test_a_killed_driver_leaves_every_row_once(job: BatchJob, expected: Expected
     result = driver_kills(job, tmp_path / "out", expected.rows, 2, random.Random(0), lambda *_: None)
     assert (result["driver_lost"], result["driver_duplicated"], result["driver_changed"]) == (0, 0, 0)
     assert result["driver_kills"] >= 1 and result["driver_exit_codes"][-1] == 0
+    assert judge_output(expected.rows, tmp_path / "out").clean
     found = [(name, comparable_row(record)) for name, record in written_rows(tmp_path / "out")]
     assert judge_rows(expected.rows, found[1:]).lost and judge_rows(expected.rows, [*found, found[0]]).duplicated
 

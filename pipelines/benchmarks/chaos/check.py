@@ -9,6 +9,7 @@ difference has at least one of the three marks.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -32,17 +33,20 @@ class StreamLog:
 
     @property
     def ended(self) -> bool:
-        return bool(self.error) or any(delta.finish_reason is not None for delta in self.deltas)
+        return bool(self.error) or self.end_s is not None
 
     @property
     def end_s(self) -> float | None:
         """The time of the first delta that ends the stream."""
-        ends = (t for t, delta in zip(self.times_s, self.deltas, strict=True) if delta.finish_reason is not None)
-        return next(ends, None)
+        deltas = zip(self.times_s, self.deltas, strict=False)  # Why not strict: a delta may arrive in between
+        return next((time_s for time_s, delta in deltas if delta.finish_reason is not None), None)
+
+    def is_open(self, moment_s: float) -> bool:
+        """Whether the stream had begun and not ended at the moment."""
+        return self.begin_s <= moment_s and (self.end_s is None or self.end_s >= moment_s)
 
 
-@dataclass(frozen=True, slots=True)
-class Expected:
+class Expected(NamedTuple):
     """The undisturbed engine's completion of one request."""
 
     prompt_ids: tuple[int, ...]
@@ -65,7 +69,7 @@ def judge_streams(expected: Mapping[str, Expected], heard: Mapping[str, StreamLo
     """Judge all streams; streams without a request count as duplicates."""
     marks = {name: _marks(own, heard.get(name, StreamLog())) for name, own in expected.items()}
     marks |= {name: {"duplicated"} for name in heard.keys() - expected.keys()}
-    return _verdict(marks)
+    return Verdict(*(tuple(sorted(n for n, own in marks.items() if mark in own)) for mark in Verdict._fields))
 
 
 def judge_rows(expected: Mapping[str, Hashable], found: Iterable[tuple[str, Hashable]]) -> Verdict:
@@ -73,21 +77,10 @@ def judge_rows(expected: Mapping[str, Hashable], found: Iterable[tuple[str, Hash
     request."""
     rows = list(found)
     counts = Counter(name for name, _ in rows)
-    marks: dict[str, set[str]] = {name: set() for name in [*expected, *counts]}
-    for name, own in marks.items():
-        if not counts[name]:
-            own.add("lost")
-        if counts[name] > 1 or name not in expected:
-            own.add("duplicated")
-    for name, value in rows:
-        if name in expected and value != expected[name]:
-            marks[name].add("changed")
-    return _verdict(marks)
-
-
-def first_after(times_s: Sequence[float], moment_s: float) -> float | None:
-    """The earliest time that is not before the moment."""
-    return min((t for t in times_s if t >= moment_s), default=None)
+    lost = expected.keys() - counts.keys()
+    duplicated = {name for name, count in counts.items() if count > 1 or name not in expected}
+    changed = {name for name, value in rows if name in expected and value != expected[name]}
+    return Verdict(tuple(sorted(lost)), tuple(sorted(duplicated)), tuple(sorted(changed)))
 
 
 def slowest_gap_s(streams: Iterable[StreamLog], moment_s: float) -> float | None:
@@ -95,13 +88,9 @@ def slowest_gap_s(streams: Iterable[StreamLog], moment_s: float) -> float | None
 
     A stream without a further delta has an infinite gap.
     """
-    gaps = []
-    for stream in streams:
-        if stream.begin_s > moment_s or (stream.end_s is not None and stream.end_s < moment_s) or stream.error:
-            continue
-        after = first_after(stream.times_s, moment_s)
-        gaps.append(float("inf") if after is None else after - moment_s)
-    return max(gaps, default=None)
+    still_open = [stream for stream in streams if stream.is_open(moment_s) and not stream.error]
+    gaps = (min((t for t in stream.times_s if t >= moment_s), default=math.inf) for stream in still_open)
+    return max((next_s - moment_s for next_s in gaps), default=None)
 
 
 def _marks(expected: Expected, heard: StreamLog) -> set[str]:
@@ -134,7 +123,3 @@ def _is_within(short: Sequence[int], long: Sequence[int]) -> bool:
     """Whether the short one is a subsequence of the long one."""
     remaining = iter(long)
     return all(token in remaining for token in short)
-
-
-def _verdict(marks: Mapping[str, set[str]]) -> Verdict:
-    return Verdict(*(tuple(sorted(n for n, own in marks.items() if mark in own)) for mark in Verdict._fields))

@@ -6,12 +6,12 @@ Sends signals only to processes of the deployment's replicas and to nodes that t
 from __future__ import annotations
 
 import random
-import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
-from typing import NamedTuple, Protocol
+from signal import SIGKILL, SIGSTOP, Signals
+from typing import NamedTuple
 
 from pipelines.benchmarks.chaos.check import StreamLog, slowest_gap_s
 from pipelines.benchmarks.chaos.load import Probe
@@ -22,14 +22,14 @@ from ragspec.errors import EngineError, RagspecError
 from ragspec.evaluation.report import Result
 
 KINDS = ("engine", "rank", "shard", "encoder", "node")
-SIGNALS = (signal.SIGKILL, signal.SIGSTOP)
+SIGNALS = (SIGKILL, SIGSTOP)
 _QUICK = (
-    ("engine", signal.SIGKILL),
-    ("rank", signal.SIGSTOP),
-    ("shard", signal.SIGKILL),
-    ("encoder", signal.SIGSTOP),
-    ("node", signal.SIGKILL),
-    ("engine", signal.SIGSTOP),
+    ("engine", SIGKILL),
+    ("rank", SIGSTOP),
+    ("shard", SIGKILL),
+    ("encoder", SIGSTOP),
+    ("node", SIGKILL),
+    ("engine", SIGSTOP),
 )
 _MOST_S = 120.0
 _LEAST_WORKERS = 2
@@ -44,11 +44,7 @@ class Fault(NamedTuple):
     """`kind` of `KINDS`. A rank is never its group's first rank; a node is never the head."""
 
     kind: str
-    signal: int
-
-    @property
-    def signal_name(self) -> str:
-        return signal.Signals(self.signal).name
+    signal: Signals
 
 
 def faults(count: int, seed: int, quick: bool = False) -> list[Fault]:
@@ -68,16 +64,6 @@ class InjectedFault:
     moment_s: float
     members: dict[str, float]
     node: LocalNode | None = None
-
-
-class ObservedLoad(Protocol):
-    """The load's streams and lookups, from which recovery is judged."""
-
-    @property
-    def streams(self) -> Sequence[StreamLog]: ...
-
-    @property
-    def probes(self) -> Sequence[Probe]: ...
 
 
 @dataclass
@@ -153,7 +139,7 @@ class FaultInjector:
         hit = {node: self._epochs_on(node, live) for node in self.workers}
         node = self.rng.choice([node for node, members in hit.items() if members])
         moment = time.monotonic()
-        if fault.signal == signal.SIGKILL:
+        if fault.signal == SIGKILL:
             self.nodes.kill(node)
         else:
             for process in self.nodes.processes(node):
@@ -172,18 +158,22 @@ def all_live(status: Status, hit: Mapping[str, float]) -> bool:
 
 
 def recovered(
-    struck: InjectedFault, load: ObservedLoad, live_again: Callable[[InjectedFault], bool], most_s: float = _MOST_S
+    struck: InjectedFault,
+    observed: Callable[[], tuple[Sequence[StreamLog], Sequence[Probe]]],
+    live_again: Callable[[InjectedFault], bool],
+    most_s: float = _MOST_S,
 ) -> Result:
     """Wait until the deployment has recovered; returns the time of each part, in seconds from the signal.
 
-    `streams_s`: every open stream had a further delta. `retrieval_s`: a lookup started after the signal was
-    answered. `recovery_s`: the later of the two. `live_again_s`: all replicas were live. A part later than
-    `most_s` counts as `most_s`, and the fault as not recovered.
+    `observed` returns all streams and lookups so far. `streams_s`: every open stream had a further delta. `retrieval_s`: a
+    lookup started after the signal was answered. `recovery_s`: the later of the two. `live_again_s`: all replicas were live.
+    A part later than `most_s` counts as `most_s`, and the fault as not recovered.
     """
     moment, live_s = struck.moment_s, None
     while True:
         now_s = time.monotonic() - moment
-        streams_s, retrieval_s = slowest_gap_s(load.streams, moment), answered_s(load.probes, moment)
+        streams, probes = observed()
+        streams_s, retrieval_s = slowest_gap_s(streams, moment), answered_s(probes, moment)
         if live_s is None and live_again(struck):
             live_s = now_s
         done = live_s is not None and retrieval_s is not None and (streams_s is None or streams_s < float("inf"))
@@ -191,17 +181,16 @@ def recovered(
             break
         time.sleep(_LOOK_S)
     parts = [most_s if part is None else min(part, most_s) for part in (streams_s or 0.0, retrieval_s)]
-    open_streams = [s for s in load.streams if s.begin_s <= moment and (s.end_s is None or s.end_s >= moment)]
     return {
         "kind": struck.fault.kind,
-        "signal": struck.fault.signal_name,
+        "signal": struck.fault.signal.name,
         "victim": struck.victim,
         "streams_s": parts[0],
         "retrieval_s": parts[1],
         "recovery_s": max(parts),
         "live_again_s": most_s if live_s is None else live_s,
         "recovered": done,
-        "num_streams_open": len(open_streams),
+        "num_streams_open": sum(stream.is_open(moment) for stream in streams),
         "members": sorted(struck.members),
     }
 

@@ -7,28 +7,28 @@ import logging
 import os
 import random
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import NamedTuple
 
-from pipelines.benchmarks.chaos.check import Expected, StreamLog, Verdict, judge_rows, judge_streams
-from pipelines.benchmarks.chaos.drivers import driver_kills
+from pipelines.benchmarks.chaos.batch_job import BatchJob, BatchLoad, driver_kills, judge_output, written_rows
+from pipelines.benchmarks.chaos.check import Verdict, judge_streams
 from pipelines.benchmarks.chaos.faults import Fault, FaultInjector, faults, recovered
-from pipelines.benchmarks.chaos.load import BatchJob, BatchLoad, LookupLoad, Probe, StreamLoad, written_rows
-from pipelines.benchmarks.chaos.oracle import ChaosWorkload, ExpectedResults, comparable_row
+from pipelines.benchmarks.chaos.load import LookupLoad, StreamLoad
+from pipelines.benchmarks.chaos.oracle import ChaosWorkload, ExpectedResults, expected_results
+from pipelines.benchmarks.cluster.shards import segmented_index
 from ragspec.cluster.deployment import Deployment
 from ragspec.cluster.local_cluster import LocalCluster, LocalNode
-from ragspec.cluster.remote_retrieval.cluster_retriever import ClusterRetriever
-from ragspec.cluster.routing.router import Router
 from ragspec.cluster.topology import Topology
-from ragspec.config import PipelineConfig
+from ragspec.config import EngineConfig, PipelineConfig, RetrieverConfig
 from ragspec.engine.target import load_tokenizer
 from ragspec.evaluation.report import Result
+from ragspec.evaluation.suite import Settings
 from ragspec.evaluation.timing import Tick
 from ragspec.rag.prompt import PromptBuilder
+from ragspec.retrieval.encoder import Encoder
 
 log = logging.getLogger(__name__)
 
@@ -40,13 +40,17 @@ TOPOLOGY = Topology(
     num_encoders=2,
     cpus_per_rank=0.5,
 )
+ENGINE = EngineConfig(num_threads=1, max_running=8, max_kv_tokens=16_384)
+"""One thread an engine, because ranks share the cores with everything else."""
+
+_DEPLOYMENT = "chaos"
+_START_S = 300.0
 _PATIENCE_S = 180.0
 _SETTLE_S = (0.5, 2.5)
 _MOST_NAMES = 20
 
 
-@dataclass(frozen=True, slots=True)
-class ChaosPlan:
+class ChaosPlan(NamedTuple):
     """Sizes of the load and number of faults. `concurrency`: streams at a time."""
 
     num_faults: int = 20
@@ -55,43 +59,43 @@ class ChaosPlan:
     num_driver_kills: int = 5
     concurrency: int = 8
     max_tokens: int = 48
+    num_documents: int = 600
     quick: bool = False
 
-    @classmethod
-    def quickly(cls) -> ChaosPlan:
-        return cls(6, 24, 40, 2, 6, 32, quick=True)
+
+QUICK = ChaosPlan(6, 24, 40, 2, 6, 32, 150, quick=True)
 
 
-@dataclass
-class ChaosLoads:
-    """The loads beside the faults."""
-
-    asked: StreamLoad
-    lookups: LookupLoad
-    batch: BatchLoad
-
-    @property
-    def streams(self) -> Sequence[StreamLog]:
-        return self.asked.streams
-
-    @property
-    def probes(self) -> Sequence[Probe]:
-        return self.lookups.probes
-
-    @contextmanager
-    def running(self) -> Iterator[None]:
-        """Run all loads; stop them at the end, or abandon them after an error."""
-        parts = (self.asked, self.lookups, self.batch)
-        try:
-            for part in parts:
-                part.start()
-            yield
-            for part in parts:
-                part.stop()
-        except BaseException:
-            for part in parts:
-                part.abandon()
-            raise
+def measure_chaos(
+    settings: Settings, nodes: LocalCluster, workers: Sequence[LocalNode], node_cpus: int, folder: Path, tick: Tick
+) -> Result:
+    """`workers`: the nodes that may die. `folder`: for the batch job's files. Raises: EngineError, ModelError, SaveError."""
+    plan, seed = QUICK if settings.quick else ChaosPlan(), settings.plan.seed
+    listed = settings.questions(plan.num_streams + plan.num_rows)
+    documents = listed.documents[: plan.num_documents]
+    tick("index and expected answers", 0, 2)
+    index_dir = segmented_index(documents, Encoder.load(settings.encoder), settings.cache_dir)
+    retriever = RetrieverConfig(index_dir=str(index_dir))
+    config = PipelineConfig(target=settings.target, encoder=settings.encoder, engine=ENGINE, retriever=retriever)
+    work = ChaosWorkload.of(listed.questions, plan.num_streams, plan.num_rows, plan.max_tokens, seed)
+    tick("index and expected answers", 1, 2)
+    expected = expected_results(work, config)
+    tick("index and expected answers", 2, 2)
+    with Deployment.up(TOPOLOGY, config, name=_DEPLOYMENT, timeout_s=_START_S) as deployment:
+        injector = FaultInjector(nodes, deployment.status, random.Random(seed), list(workers), node_cpus, len(workers))
+        result = ChaosRun(deployment, injector, work, expected, plan, folder).measure(tick)
+    return result | {
+        "label": f"{listed.label}; {len(workers)} worker nodes on one machine",
+        "identical": not (result["lost"] or result["duplicated"] or result["changed"]),
+        "num_prompts": plan.num_streams + plan.num_rows,
+        "topology": TOPOLOGY.model_dump(),
+        "concurrency": plan.concurrency,
+        "notes": [
+            f"{plan.num_streams} streams asked round after round, {plan.concurrency} at a time, beside a batch job of "
+            f"{plan.num_rows} rows and one lookup after the other; half at T=0, half at T=1",
+            "expected outputs: one engine of one rank in one process, without speculation",
+        ],
+    }
 
 
 class ChaosRun:
@@ -100,123 +104,93 @@ class ChaosRun:
     def __init__(
         self,
         deployment: Deployment,
-        scene: FaultInjector,
+        injector: FaultInjector,
         work: ChaosWorkload,
         expected: ExpectedResults,
         plan: ChaosPlan,
         folder: Path,
     ) -> None:
-        """`folder`: for the batch job's files."""
-        self._deployment, self._scene, self._plan, self._folder = deployment, scene, plan, folder
+        """Writes the batch job's rows into `folder`."""
+        self._deployment, self._injector, self._plan, self._folder = deployment, injector, plan, folder
         self._work, self._expected = work, expected
-        self._job = batch_job(deployment, scene.nodes.address, work, folder)
+        rows = folder / "rows.jsonl"
+        rows.write_text("".join(f"{json.dumps(row)}\n" for row in work.rows), encoding="utf-8")
+        cluster = ("--cluster", deployment.name, "--address", injector.nodes.address)
+        self._job = BatchJob(rows, (*cluster, "--seed", str(work.seed), "--strict"), dict(os.environ))
 
     def measure(self, tick: Tick) -> Result:
         """Raises: EngineError if the deployment does not answer at all."""
+        plan, config, work, expected = self._plan, self._deployment.config, self._work, self._expected
+        chosen = faults(plan.num_faults, work.seed, plan.quick)
         rows: list[Result] = []
-        plan = self._plan
-        chosen = faults(plan.num_faults, self._work.seed, plan.quick)
         with self._deployment.engine() as engine, closing(self._deployment.retriever()) as retriever:
-            loads = self._loads(engine, retriever)
-            with loads.running():
-                self._warm_up(loads)
+            prompts = PromptBuilder(load_tokenizer(config.target), engine.max_context_tokens)
+            with (
+                BatchLoad(self._job, self._folder) as batch,
+                LookupLoad(retriever, work.lookups, expected.lookups, config.retriever.num_passages) as lookups,
+                StreamLoad(retriever, engine, prompts, work.streams, plan.concurrency, _PATIENCE_S) as streams,
+            ):
+                self._warm_up(streams, lookups)
                 for number, fault in enumerate(chosen, 1):
-                    rows.append(self._one(fault, loads))
+                    rows.append(self._one(fault, streams, lookups))
                     tick("faults", number, len(chosen))
-        result = {"fault_rows": rows, "faults": len(rows)} | self._judged(loads)
-        result |= recovery(rows, "recovery_s") | recovery(rows, "live_again_s")
-        result |= {"recovered": sum(row["recovered"] for row in rows), "failed_node_starts": self._scene.failed_starts}
+        result = {"fault_rows": rows, "faults": len(rows)} | self._judged(streams, lookups, batch)
+        result |= recovery(rows, "recovery") | recovery(rows, "live_again")
+        recovered_rows, failed_starts = sum(row["recovered"] for row in rows), self._injector.failed_starts
+        result |= {"recovered": recovered_rows, "failed_node_starts": failed_starts}
         own = self._folder / "killed"
-        kills = driver_kills(self._job, own, self._expected.rows, plan.num_driver_kills, self._scene.rng, tick)
-        return result | kills
+        return result | driver_kills(self._job, own, expected.rows, plan.num_driver_kills, self._injector.rng, tick)
 
-    def _loads(self, engine: Router, retriever: ClusterRetriever) -> ChaosLoads:
-        plan, config = self._plan, self._deployment.config
-        prompts = PromptBuilder(load_tokenizer(config.target), engine.max_context_tokens)
-        streams = StreamLoad(retriever, engine, prompts, self._work.streams, plan.concurrency, _PATIENCE_S)
-        k = config.retriever.num_passages
-        lookups = LookupLoad(retriever, self._work.lookups, self._expected.lookups, k)
-        return ChaosLoads(streams, lookups, BatchLoad(self._job, self._folder))
-
-    def _warm_up(self, loads: ChaosLoads) -> None:
+    def _warm_up(self, streams: StreamLoad, lookups: LookupLoad) -> None:
         """Wait until streams end, lookups are answered and the batch job has written its first row."""
         deadline = time.monotonic() + _PATIENCE_S
         first = self._folder / "pass-0"
         while time.monotonic() < deadline and not (
-            any(stream.ended for stream in loads.streams) and loads.probes and any(written_rows(first))
+            any(stream.ended for stream in streams.streams) and lookups.probes and any(written_rows(first))
         ):
             time.sleep(0.1)
 
-    def _one(self, fault: Fault, loads: ChaosLoads) -> Result:
+    def _one(self, fault: Fault, streams: StreamLoad, lookups: LookupLoad) -> Result:
         """Inject a fault at a random moment, wait for recovery, and replace a lost node."""
-        scene = self._scene
-        time.sleep(scene.rng.uniform(*_SETTLE_S))
-        struck = scene.inject(fault)
-        row = recovered(struck, loads, scene.live_again) | {"moment_s": struck.moment_s - scene.begin_s}
+        injector = self._injector
+        time.sleep(injector.rng.uniform(*_SETTLE_S))
+        struck = injector.inject(fault)
+        row = recovered(struck, lambda: (streams.streams, lookups.probes), injector.live_again)
+        row |= {"moment_s": struck.moment_s - injector.begin_s}
         log.info("%s", row)
-        scene.clear(struck)
+        injector.clear(struck)
         return row
 
-    def _judged(self, loads: ChaosLoads) -> Result:
+    def _judged(self, load: StreamLoad, lookups: LookupLoad, batch: BatchLoad) -> Result:
         """Counts of differences between all outputs and the expected outputs."""
-        heard = loads.asked.heard
-        streams = judge_streams(by_round(self._expected.streams, heard), heard)
-        passes = [
-            judge_rows(self._expected.rows, [(name, comparable_row(record)) for name, record in written_rows(out)])
-            for out in loads.batch.passes
-        ]
-        wrong = sum(probe.right is False for probe in loads.probes)
-        counts = {
-            mark: len(getattr(streams, mark)) + sum(len(getattr(each, mark)) for each in passes)
-            for mark in Verdict._fields
-        }
+        heard, probes, own = load.heard, lookups.probes, self._expected.streams
+        names = {*(f"0/{name}" for name in own), *heard}  # "round/id": at least the whole first round
+        streams = judge_streams({name: own[name.partition("/")[2]] for name in names}, heard)
+        passes = [judge_output(self._expected.rows, out) for out in batch.passes]
+        counts = {mark: sum(len(getattr(each, mark)) for each in (streams, *passes)) for mark in Verdict._fields}
+        wrong = sum(probe.right is False for probe in probes)
         counts["changed"] += wrong
         finals = [delta.stats for stream in heard.values() for delta in stream.deltas if delta.stats]
         return counts | {
             "streams": len(heard),
             "rows": len(self._expected.rows) * len(passes),
-            "lookups": len(loads.probes),
-            "lookups_failed": [probe.error for probe in loads.probes if probe.right is None][:_MOST_NAMES],
+            "lookups": len(probes),
+            "lookups_failed": [probe.error for probe in probes if probe.right is None][:_MOST_NAMES],
             "lookups_wrong": wrong,
             "replays": sum(stats.num_replays for stats in finals),
-            "batch_failures": loads.batch.failures,
+            "batch_failures": batch.failures,
             "errors": [stream.error for stream in heard.values() if stream.error][:_MOST_NAMES],
-            "streams_marked": {mark: list(getattr(streams, mark))[:_MOST_NAMES] for mark in Verdict._fields},
-            "rows_marked": [{m: list(getattr(p, m))[:_MOST_NAMES] for m in Verdict._fields} for p in passes],
+            "streams_marked": marked(streams),
+            "rows_marked": [marked(each) for each in passes],
         }
 
 
-def recovery(rows: Sequence[Mapping[str, Any]], name: str) -> Result:
+def recovery(rows: Sequence[Result], name: str) -> Result:
     """Median and slowest of one kind of recovery, in seconds; None without faults."""
-    seconds = [row[name] for row in rows]
-    prefix = name.removesuffix("_s")
-    return {f"{prefix}_p50_s": median(seconds) if seconds else None, f"{prefix}_max_s": max(seconds, default=None)}
+    seconds = [row[f"{name}_s"] for row in rows]
+    return {f"{name}_p50_s": median(seconds) if seconds else None, f"{name}_max_s": max(seconds, default=None)}
 
 
-def by_round(expected: Mapping[str, Expected], heard: Mapping[str, StreamLog]) -> dict[str, Expected]:
-    """Expected completions of every stream that ran, and of the whole first round."""
-    names = [*(f"0/{name}" for name in expected), *heard]
-    return {name: expected[name.partition("/")[2]] for name in names if name.partition("/")[2] in expected}
-
-
-def batch_job(deployment: Deployment, address: str, work: ChaosWorkload, folder: Path) -> BatchJob:
-    """Write the rows to a file; returns the job that answers them on the deployment."""
-    rows = folder / "rows.jsonl"
-    rows.write_text("".join(f"{json.dumps(row)}\n" for row in work.rows), encoding="utf-8")
-    options = ("--cluster", deployment.name, "--address", address, "--seed", str(work.seed), "--strict")
-    return BatchJob(rows, options, dict(os.environ))
-
-
-def fault_injector(
-    deployment: Deployment, nodes: LocalCluster, workers: Sequence[LocalNode], node_cpus: int, seed: int
-) -> FaultInjector:
-    """The fault injector of the deployment, seeded."""
-    rng = random.Random(seed)
-    return FaultInjector(nodes, deployment.status, rng, list(workers), node_cpus, len(workers))
-
-
-def config_of(index_dir: Path, base: PipelineConfig) -> PipelineConfig:
-    """One thread an engine, because ranks share the cores with everything else."""
-    engine = base.engine.model_copy(update={"num_threads": 1, "max_running": 8, "max_kv_tokens": 16_384})
-    retriever = base.retriever.model_copy(update={"index_dir": str(index_dir)})
-    return base.model_copy(update={"engine": engine, "retriever": retriever})
+def marked(verdict: Verdict) -> dict[str, list[str]]:
+    """The first names of each mark."""
+    return {mark: list(names)[:_MOST_NAMES] for mark, names in verdict._asdict().items()}

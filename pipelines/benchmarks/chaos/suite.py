@@ -13,24 +13,16 @@ import os
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from pipelines.batch.ray_session import ray_session
-from ragspec.cluster.local_cluster import LocalCluster, LocalNode
-from ragspec.config import PipelineConfig
+from ragspec.cluster.local_cluster import LocalCluster
 from ragspec.evaluation.machine import PeakMemory
 from ragspec.evaluation.report import Metric, Result, Table, at_most, equal_to, select
 from ragspec.evaluation.suite import Outcome, Settings, Suite
 from ragspec.evaluation.timing import Tick
 
-if TYPE_CHECKING:
-    from pipelines.benchmarks.chaos.run import ChaosPlan
-
 NUM_WORKERS = 3
 NODE_CPUS = 2
-_DEPLOYMENT = "chaos"
-_START_S = 300.0
-_NUM_DOCUMENTS = {True: 150, False: 600}
 _OURS = ("RAY_ADDRESS", "RAY_AUTH_TOKEN")
 """Settings of another cluster, which would win over this one's."""
 
@@ -46,16 +38,15 @@ def run_chaos(settings: Settings, tick: Tick) -> Outcome:
             workers = [nodes.add(num_cpus=NODE_CPUS) for _ in range(NUM_WORKERS)]
             tick("nodes", 1 + NUM_WORKERS, 1 + NUM_WORKERS)
             with connected(nodes):
-                from pipelines.benchmarks.chaos.run import ChaosPlan
+                from pipelines.benchmarks.chaos.run import measure_chaos
 
-                plan = ChaosPlan.quickly() if settings.quick else ChaosPlan()
-                result = _measured(settings, plan, nodes, workers, folder, tick)
+                result = measure_chaos(settings, nodes, workers, NODE_CPUS, folder, tick)
     return Outcome(result | {"peak_pss_mb": memory.look()})
 
 
 @contextlib.contextmanager
 def connected(nodes: LocalCluster) -> Iterator[None]:
-    """This process as a driver on the nodes. Why the imports are later: Ray reads its environment when it is imported."""
+    """This process as a driver on the nodes. Why the import is later: Ray reads its environment when it is imported."""
     before = dict(os.environ)
     for variable in _OURS:
         os.environ.pop(variable, None)
@@ -66,45 +57,6 @@ def connected(nodes: LocalCluster) -> Iterator[None]:
     finally:
         os.environ.clear()
         os.environ.update(before)
-
-
-def _measured(
-    settings: Settings, plan: ChaosPlan, nodes: LocalCluster, workers: list[LocalNode], folder: Path, tick: Tick
-) -> Result:
-    from pipelines.benchmarks.chaos.oracle import ChaosWorkload, expected_results
-    from pipelines.benchmarks.chaos.run import TOPOLOGY, ChaosRun, config_of, fault_injector
-    from pipelines.benchmarks.cluster.shards import segmented_index
-    from ragspec.cluster.deployment import Deployment
-    from ragspec.retrieval.encoder import Encoder
-
-    seed = settings.plan.seed
-    count = plan.num_streams + plan.num_rows
-    listed = settings.questions(count)
-    documents = listed.documents[: _NUM_DOCUMENTS[settings.quick]]
-    tick("index and expected answers", 0, 2)
-    index_dir = segmented_index(documents, Encoder.load(settings.encoder), settings.cache_dir)
-    base = PipelineConfig(target=settings.target, encoder=settings.encoder)
-    config = config_of(index_dir, base)
-    work = ChaosWorkload.of(listed.questions, plan.num_streams, plan.num_rows, plan.max_tokens, seed)
-    tick("index and expected answers", 1, 2)
-    expected = expected_results(work, config)
-    tick("index and expected answers", 2, 2)
-    with Deployment.up(TOPOLOGY, config, name=_DEPLOYMENT, timeout_s=_START_S) as deployment:
-        scene = fault_injector(deployment, nodes, workers, NODE_CPUS, seed)
-        result = ChaosRun(deployment, scene, work, expected, plan, folder).measure(tick)
-    identical = not (result["lost"] or result["duplicated"] or result["changed"])
-    return result | {
-        "label": f"{listed.label}; {NUM_WORKERS} worker nodes on one machine",
-        "identical": identical,
-        "num_prompts": plan.num_streams + plan.num_rows,
-        "topology": TOPOLOGY.model_dump(),
-        "concurrency": plan.concurrency,
-        "notes": [
-            f"{plan.num_streams} streams asked round after round, {plan.concurrency} at a time, beside a batch job of "
-            f"{plan.num_rows} rows and one lookup after the other; half at T=0, half at T=1",
-            "expected outputs: one engine of one rank in one process, without speculation",
-        ],
-    }
 
 
 METRICS = (
