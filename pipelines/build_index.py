@@ -162,16 +162,12 @@ def summary_of(
     manifest: Manifest | None, report: IngestReport, writer: IndexWriter, elapsed_s: float
 ) -> dict[str, Any]:
     """Plain values, for JSON; without `manifest`, nothing was committed."""
-    generation: dict[str, Any] = {}
+    summary: dict[str, Any] = {}
     if manifest is not None:
-        generation = {
-            "generation": manifest.generation_id,
-            "documents": manifest.num_documents,
-            "passages": manifest.num_passages,
-            "dimension": manifest.encoder.dimension,
-        }
+        summary |= {"generation": manifest.generation_id, "documents": manifest.num_documents}
+        summary |= {"passages": manifest.num_passages, "dimension": manifest.encoder.dimension}
     return {
-        **generation,
+        **summary,
         **dataclasses.asdict(writer.changes),
         "files": report.num_files,
         "skipped": list(report.skipped),

@@ -20,16 +20,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from pipelines.train.training_run import (
-    TrainingRun,
-    common_options,
-    draw_curves,
-    positive,
-    run_to_end,
-    tokens_and_speed,
-    train_with,
-    training_parser,
-)
+from pipelines.train import training_run
 from ragspec.config import DEFAULT_TARGET, DraftingConfig, EngineConfig, TargetConfig
 from ragspec.drafting.eagle.checkpoint import EagleFamily, HeadConfig, write_head
 from ragspec.engine.checkpoints.model_config import eos_ids
@@ -70,7 +61,7 @@ NOISE = {"eagle": 0.2, "eagle2": 0.2, "eagle3": 0.0}
 
 
 @dataclass(frozen=True, kw_only=True)
-class DrafterRun(TrainingRun):
+class DrafterRun(training_run.TrainingRun):
     """The command's options. `draft_vocab` None: the default of the target's vocabulary size."""
 
     target: str
@@ -87,20 +78,24 @@ def main() -> None:
         run = run_of(args)
         if run.plan.answers != "dataset":
             obtain_answers(run)
-        train_with(train, run, args.workers)
+        training_run.train_with(train, run, args.workers)
     except (RagspecError, FileNotFoundError) as cause:
         sys.exit(f"error: {cause}")
 
 
 def parser() -> argparse.ArgumentParser:
     """The command's options."""
-    parser = training_parser("Train an EAGLE head.")
+    parser = training_run.training_parser("Train an EAGLE head.")
     add = parser.add_argument
     add("--family", choices=sorted(NUM_STEPS), required=True)
     add("--target", default=DEFAULT_TARGET, help="model directory; default: the shipped target")
-    add("--tokens", type=positive(int), default=20_000_000, help="length of the run in tokens")
+    add("--tokens", type=training_run.positive(int), default=20_000_000, help="length of the run in tokens")
     add(
-        "--steps", "--ttt-steps", type=positive(int), dest="steps", help="draft steps learnt; default 1, 3, 4 by family"
+        "--steps",
+        "--ttt-steps",
+        type=training_run.positive(int),
+        dest="steps",
+        help="draft steps learnt; default 1, 3, 4 by family",
     )
     add("--position-decay", type=float, default=0.8, help="weight of a draft step against the one before")
     add("--inputs", choices=[i.value for i in Inputs], default=Inputs.SHIFTED.value, help="the parts of a pair")
@@ -108,11 +103,21 @@ def parser() -> argparse.ArgumentParser:
         "--noise", type=float, help="width of the uniform noise on features, of a text of 512 tokens; default by family"
     )
     add("--aux-layers", type=int, nargs=3, help="eagle3: taps, low to high")
-    add("--draft-vocab", type=positive(int), help="eagle3: tokens the head can draft")
+    add("--draft-vocab", type=training_run.positive(int), help="eagle3: tokens the head can draft")
     add("--peak-rate", type=float, default=1e-3, help="peak learning rate")
-    add("--max-tokens", type=positive(int, LEAST_TOKENS), default=320, help="texts are cut to this many tokens")
+    add(
+        "--max-tokens",
+        type=training_run.positive(int, LEAST_TOKENS),
+        default=320,
+        help="texts are cut to this many tokens",
+    )
     add("--answers", choices=("dataset", "target", "both"), default="dataset", help="source of the answers")
-    add("--num-answers", type=positive(int), default=6_000, help="number of answers of the target; kept under --out")
+    add(
+        "--num-answers",
+        type=training_run.positive(int),
+        default=6_000,
+        help="number of answers of the target; kept under --out",
+    )
     return parser
 
 
@@ -132,7 +137,7 @@ def run_of(args: argparse.Namespace) -> DrafterRun:
         num_answers=0 if args.answers == "dataset" else args.num_answers,
     )
     return DrafterRun(
-        **common_options(args),
+        **training_run.common_options(args),
         target=str(Path(args.target).resolve()) if Path(args.target).is_dir() else args.target,
         family=EagleFamily.EAGLE3 if args.family == "eagle3" else EagleFamily.EAGLE,
         aux_layers=tuple(args.aux_layers or ()),
@@ -158,9 +163,9 @@ def text_sampler(run: DrafterRun, encoder: AnswerEncoder) -> TextSampler:
     if run.plan.answers == "dataset":
         return dataset_sampler(TextSource(run.data_dir), encoder)
     own = answer_sampler(read_answers(run.out / ANSWERS, run.plan.num_answers))
-    return (
-        own if run.plan.answers == "target" else mixed_sampler(own, dataset_sampler(TextSource(run.data_dir), encoder))
-    )
+    if run.plan.answers == "target":
+        return own
+    return mixed_sampler(own, dataset_sampler(TextSource(run.data_dir), encoder))
 
 
 def train(run: DrafterRun, workers: WorkerGroup, device: str) -> None:
@@ -176,9 +181,9 @@ def train(run: DrafterRun, workers: WorkerGroup, device: str) -> None:
     if run.resume and checkpoint.exists():
         trainer.load(checkpoint)
     probes = probe_batches(run.data_dir, encoder, PROBE_TEXTS, run.plan.max_tokens, run.plan.seed)
-    run_to_end(trainer, checkpoint, report, lambda: probe(trainer, probes), NUM_PROBES)
+    training_run.run_to_end(trainer, checkpoint, report, lambda: probe(trainer, probes), NUM_PROBES)
     if workers.is_first:
-        draw_curves(trainer, "loss_", "top1", run.out / "curves.png")
+        training_run.draw_curves(trainer, "loss_", "top1", run.out / "curves.png")
         record = {"history": trainer.history, "probes": trainer.probes}
         (run.out / "history.json").write_text(json.dumps(record))
         write_head(run.out / "head", trainer.exported())
@@ -218,7 +223,7 @@ def report(records: list[dict[str, float]]) -> str:
     num_steps = sum(name.startswith("loss_") for name in last)
     mean = {n: sum(r[n] for r in records) / len(records) for n in ("loss_1", "top1_1", f"top1_{num_steps}")}
     return (
-        f"{tokens_and_speed(records)} loss {mean['loss_1']:.3f} "
+        f"{training_run.tokens_and_speed(records)} loss {mean['loss_1']:.3f} "
         f"top-1 {mean['top1_1']:.3f} (step {num_steps}: {mean[f'top1_{num_steps}']:.3f}) lr {last['lr']:.2e} "
         f"norm {last['grad_norm']:.2f} done {last['share']:.3f}"
     )

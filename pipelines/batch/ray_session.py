@@ -106,9 +106,7 @@ def connect(address: str) -> None:
         mode = os.environ.get("RAY_AUTH_MODE")
         token = "the token is wrong" if mode == "token" else f"it asks for a token: {_TOKEN_HINT}"
         raise EngineError(f"something listens at {address}, but it is no Ray cluster, or {token}") from cause
-    except (
-        Exception
-    ) as cause:  # Why all: Ray raises plain exceptions, for example for a node that does not start in time
+    except Exception as cause:  # Why all: Ray raises plain exceptions, as for a node that does not start in time
         raise EngineError(f"cannot use the Ray cluster at {address}: {_reason(cause)}") from cause
 
 

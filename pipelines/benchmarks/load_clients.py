@@ -26,6 +26,15 @@ HANG_S = 30.0
 _GIVEN_UP = 0.2
 """The share of requests whose client goes away."""
 
+_CHAT = "/v1/chat/completions"
+_WRONG: tuple[tuple[str, Mapping[str, Any] | None, int], ...] = (
+    (_CHAT, {"messages": []}, 400),
+    (_CHAT, {"messages": [{"role": "user", "content": "a " * 9_000}]}, 400),
+    (_CHAT, {"model": "nobody", "messages": [{"role": "user", "content": "a"}]}, 404),
+    ("/v1/nowhere", None, 404),
+)
+"""Requests with errors: path, body, expected status."""
+
 
 @dataclass
 class LoadStats:
@@ -68,24 +77,19 @@ class Clients:
     """`num_clients` clients, each sending one request after the other until the time is over."""
 
     def __init__(self, orders: Mapping[str, Any]) -> None:
-        self._url, self._keys = orders["url"], list(orders["keys"])
-        self._questions, self._model = list(orders["questions"]), orders["model"]
-        self._seconds, self._num_clients = float(orders["seconds"]), int(orders["num_clients"])
-        self._seed = int(orders["seed"])
+        self._orders = orders
         self.tally = LoadStats()
 
     async def run(self) -> LoadStats:
-        until = time.monotonic() + self._seconds
-        connector = aiohttp.TCPConnector(limit=0)
-        async with aiohttp.ClientSession(
-            self._url, connector=connector, timeout=aiohttp.ClientTimeout(None)
-        ) as session:
-            await asyncio.gather(*(self._client(session, number, until) for number in range(self._num_clients)))
+        until = time.monotonic() + self._orders["seconds"]
+        connector, timeout = aiohttp.TCPConnector(limit=0), aiohttp.ClientTimeout(None)
+        async with aiohttp.ClientSession(self._orders["url"], connector=connector, timeout=timeout) as session:
+            await asyncio.gather(*(self._client(session, i, until) for i in range(self._orders["num_clients"])))
         return self.tally
 
     async def _client(self, session: aiohttp.ClientSession, number: int, until: float) -> None:
-        draw = random.Random(f"{self._seed} {number}")
-        headers = {"Authorization": f"Bearer {self._keys[number % len(self._keys)]}"}
+        draw, keys = random.Random(f"{self._orders['seed']} {number}"), self._orders["keys"]
+        headers = {"Authorization": f"Bearer {keys[number % len(keys)]}"}
         while time.monotonic() < until:
             order = self._order(draw)
             leaves_after_s = draw.expovariate(2.0) if draw.random() < _GIVEN_UP else None
@@ -126,7 +130,7 @@ class Clients:
     def _order(self, draw: random.Random) -> LoadRequest:
         """A random request: mostly chat, sometimes other routes or errors."""
         kind = draw.choices(("chat", "completion", "embedding", "models", "wrong"), (70, 12, 8, 4, 6))[0]
-        question = draw.choice(self._questions)
+        question = draw.choice(self._orders["questions"])
         if kind == "chat":
             return self._chat(question, draw)
         if kind == "completion":
@@ -137,7 +141,8 @@ class Clients:
             return LoadRequest("/v1/embeddings", self._named({"input": [question] * draw.randint(1, 8)}))
         if kind == "models":
             return LoadRequest("/v1/models", None)
-        return self._wrong(draw)
+        path, wrong, status = draw.choice(_WRONG)
+        return LoadRequest(path, wrong and self._named(wrong), (status,))
 
     def _chat(self, question: str, draw: random.Random) -> LoadRequest:
         messages = [{"role": "user", "content": question}]
@@ -146,23 +151,10 @@ class Clients:
         streams = draw.random() < 0.6
         body = {"messages": messages, "max_tokens": draw.randint(1, 64), "stream": streams, **self._how(draw)}
         body |= {"retrieval": False} if draw.random() < 0.3 else {}
-        return LoadRequest("/v1/chat/completions", self._named(body), streams=streams)
-
-    def _wrong(self, draw: random.Random) -> LoadRequest:
-        wrong = (
-            LoadRequest("/v1/chat/completions", self._named({"messages": []}), (400,)),
-            LoadRequest(
-                "/v1/chat/completions", self._named({"messages": [{"role": "user", "content": "a " * 9_000}]}), (400,)
-            ),
-            LoadRequest(
-                "/v1/chat/completions", {"model": "nobody", "messages": [{"role": "user", "content": "a"}]}, (404,)
-            ),
-            LoadRequest("/v1/nowhere", None, (404,)),
-        )
-        return draw.choice(wrong)
+        return LoadRequest(_CHAT, self._named(body), streams=streams)
 
     def _named(self, body: Mapping[str, Any]) -> dict[str, Any]:
-        return {"model": self._model, **body}
+        return {"model": self._orders["model"], **body}
 
     @staticmethod
     def _how(draw: random.Random) -> dict[str, Any]:

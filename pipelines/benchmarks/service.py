@@ -1,7 +1,7 @@
 """A service in this process, on a free port, and its clients in another process.
 
 >>> with service_here(backend, ("ann", "bob")) as service:
-...     answers = service.timed("/v1/chat/completions", bodies, concurrency=16)
+...     answers = service.timed(bodies, concurrency=16)
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,10 @@ from services.embedded import Server, address_of, listening
 from services.keys import KeyFile, add_key
 from services.settings import ServiceConfig, ServiceSettings
 
+CHAT = "/v1/chat/completions"
 _START_S = 30.0
+
+Answer = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -42,18 +46,9 @@ class Service:
     keys: Mapping[str, str]
     backend: ServiceBackend
 
-    def timed(
-        self, path: str, bodies: Sequence[Mapping[str, Any]], concurrency: int = 1, tenant: str = ""
-    ) -> list[dict[str, Any]]:
-        """The answer to each body, as `pipelines.benchmarks.chat.timed_clients` gives it. Raises: EngineError."""
-        orders = {"path": path, "bodies": list(bodies), "concurrency": concurrency, "key": self._key(tenant)}
-        answers: list[dict[str, Any]] = run_clients(
-            "pipelines.benchmarks.chat.timed_clients", {"url": self.url, **orders}
-        )
-        return answers
-
-    def _key(self, tenant: str) -> str:
-        return self.keys[tenant or next(iter(self.keys))]
+    def timed(self, bodies: Sequence[Mapping[str, Any]], concurrency: int = 1, tenant: str = "") -> list[Answer]:
+        """The answer to each chat; without a tenant, the first one asks. Raises: EngineError."""
+        return timed_answers(self.url, self.keys[tenant or next(iter(self.keys))], CHAT, bodies, concurrency)
 
 
 @contextmanager
@@ -99,6 +94,21 @@ def backend_of(settings: Settings, tick: Tick) -> Iterator[tuple[ServiceBackend,
         )
         with ServiceBackend.embedded(config, Retriever(encoder, store, config.retriever)) as backend:
             yield backend, listed
+
+
+def chat_body(model: str, *texts: str, **fields: Any) -> dict[str, Any]:
+    """A chat whose answer is streamed. `texts`: of the user and the assistant in turn."""
+    messages = [
+        {"role": role, "content": text} for role, text in zip(cycle(("user", "assistant")), texts, strict=False)
+    ]
+    return {"model": model, "messages": messages, "stream": True, **fields}
+
+
+def timed_answers(url: str, key: str, path: str, bodies: Sequence[Mapping[str, Any]], concurrency: int) -> list[Answer]:
+    """The answer to each body, as `pipelines.benchmarks.chat.timed_clients` gives it. Raises: EngineError."""
+    orders = {"url": url, "key": key, "path": path, "bodies": list(bodies), "concurrency": concurrency}
+    answers: list[Answer] = run_clients("pipelines.benchmarks.chat.timed_clients", orders)
+    return answers
 
 
 def run_clients(module: str, orders: Mapping[str, Any]) -> Any:

@@ -12,7 +12,7 @@ from tiny_target import Free, save_model
 
 from pipelines.benchmark import measure_suite
 from pipelines.benchmarks.cluster.scaling import SleepingEngine, SleepingTarget, usual_successors
-from pipelines.benchmarks.cluster.shards import sharded_identical
+from pipelines.benchmarks.cluster.shards import identical_share
 from ragspec.config import TargetConfig
 from ragspec.core import Request, SamplingParams
 from ragspec.engine.target import Floats
@@ -75,9 +75,9 @@ def test_usual_successors() -> None:
 def test_one_query_that_differs_is_no_whole_share() -> None:
     """A share over layouts that rounds the one difference away."""
     rows = [{"num_identical": 200, "num_compared": 200}, {"num_identical": 199, "num_compared": 200}]
-    share = sharded_identical(rows)
+    share = identical_share(rows)
     assert share is not None and share < 1.0
-    assert sharded_identical([]) is None
+    assert identical_share([]) is None
 
 
 def test_settings_of_other_suites_are_refused(model: TargetConfig, tmp_path: Path) -> None:

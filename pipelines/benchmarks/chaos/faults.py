@@ -84,8 +84,12 @@ class FaultInjector:
         live = self._live()
         if fault.kind == "node":
             return self._strike_node(fault, live)
-        victim, process = self._victim(fault.kind, live)
-        moment = time.monotonic()
+        kind, rank = ("engine", 1) if fault.kind == "rank" else (fault.kind, 0)
+        fitting = [member for member in live if member.kind == kind and len(member.pids) > rank]
+        if not fitting:
+            raise EngineError(f"there is no {fault.kind} to be hit")
+        victim = self.rng.choice(fitting)
+        process, moment = Process.of(victim.pids[rank]), time.monotonic()
         if not process.kill(fault.signal):
             raise EngineError(f"{victim.name} had ended before it could be hit")
         return InjectedFault(fault, victim.name, moment, {victim.name: victim.epoch})
@@ -123,16 +127,6 @@ class FaultInjector:
                 if time.monotonic() > deadline:
                     raise
                 time.sleep(_LOOK_S)
-
-    def _victim(self, kind: str, live: Sequence[ReplicaStatus]) -> tuple[ReplicaStatus, Process]:
-        """A replica of that kind and its process to hit."""
-        rank = 1 if kind == "rank" else 0
-        replica_kind = "engine" if kind == "rank" else kind
-        fitting = [member for member in live if member.kind == replica_kind and len(member.pids) > rank]
-        if not fitting:
-            raise EngineError(f"there is no {kind} to be hit")
-        victim = self.rng.choice(fitting)
-        return victim, Process.of(victim.pids[rank])
 
     def _strike_node(self, fault: Fault, live: Sequence[ReplicaStatus]) -> InjectedFault:
         """Hit every process of a node that replicas run on."""

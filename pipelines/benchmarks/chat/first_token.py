@@ -21,7 +21,7 @@ from fastapi import FastAPI
 from fastapi.responses import StreamingResponse
 from ray import serve
 
-from pipelines.benchmarks.service import Service, run_clients
+from pipelines.benchmarks.service import CHAT, Answer, Service, chat_body, timed_answers
 from ragspec.core import Request, SamplingParams
 from ragspec.errors import EngineError
 from ragspec.evaluation.report import Result
@@ -62,12 +62,8 @@ class FirstTokens:
 
     def _over_http(self, concurrency: int, retrieval: bool) -> list[float]:
         model = self._service.backend.model
-        bodies = [chat_body(model, question, self._seed, retrieval) for question in self._questions]
-        answers = self._service.timed("/v1/chat/completions", bodies, concurrency)
-        times = [answer["first_s"] for answer in answers if answer["first_s"] is not None]
-        if len(times) < len(bodies):
-            raise EngineError(f"{len(bodies) - len(times)} of {len(bodies)} answers had no text")
-        return times
+        bodies = [_body(model, question, self._seed, retrieval) for question in self._questions]
+        return _first_s(self._service.timed(bodies, concurrency), CHAT)
 
     async def _straight(self, concurrency: int) -> list[float]:
         """Send the service's requests straight to the engine, so many at a time."""
@@ -96,10 +92,17 @@ class FirstTokens:
         )
 
 
-def chat_body(model: str, question: str, seed: int, retrieval: bool) -> dict[str, Any]:
-    body = {"model": model, "messages": [{"role": "user", "content": question}]}
-    body |= {"max_tokens": _MAX_TOKENS, "temperature": 0.0, "seed": seed, "stream": True}
-    return body if retrieval else body | {"retrieval": False}
+def _body(model: str, question: str, seed: int, retrieval: bool) -> dict[str, Any]:
+    fields = {} if retrieval else {"retrieval": False}
+    return chat_body(model, question, max_tokens=_MAX_TOKENS, temperature=0.0, seed=seed, **fields)
+
+
+def _first_s(answers: Sequence[Answer], path: str) -> list[float]:
+    """Seconds to each first text. Raises: EngineError for an answer without text."""
+    times = [answer["first_s"] for answer in answers if answer["first_s"] is not None]
+    if len(times) < len(answers):
+        raise EngineError(f"{len(answers) - len(times)} of {len(answers)} answers of {path} had no text")
+    return times
 
 
 _ONE_WORD = json.dumps({"choices": [{"index": 0, "delta": {"content": "a"}}]})
@@ -111,19 +114,16 @@ def serve_rows(config: ServiceConfig, questions: Sequence[str], seed: int, num_r
 
     Raises: EngineError.
     """
-    bodies = [chat_body(config.model_name, question, seed, retrieval=False) for question in questions]
-    paths = {"serve_noop_ms": "/noop/", "serve_chat_ms": "/v1/chat/completions"}
+    bodies = [_body(config.model_name, question, seed, retrieval=False) for question in questions]
+    paths = {"serve_noop_ms": "/noop/", "serve_chat_ms": CHAT}
     times: dict[str, list[float]] = {name: [] for name in paths}
     with tempfile.TemporaryDirectory(prefix="ragspec-") as folder, _serving(config, Path(folder)) as (url, key):
         for run in range(num_runs + 1):
             for name, path in paths.items():
-                orders = {"url": url, "key": key, "path": path, "bodies": bodies, "concurrency": 1}
-                answers = run_clients("pipelines.benchmarks.chat.timed_clients", orders)
-                if silent := [answer for answer in answers if answer["first_s"] is None]:
-                    raise EngineError(f"{len(silent)} of {len(answers)} requests to {path} had no first token")
-                times[name] += [answer["first_s"] * 1e3 for answer in answers] if run else []
+                first_s = _first_s(timed_answers(url, key, path, bodies, concurrency=1), path)
+                times[name] += first_s if run else []
             tick("first tokens through Serve", run, num_runs)
-    return {name: median(taken) for name, taken in times.items()}
+    return {name: median(first_s) * 1e3 for name, first_s in times.items()}
 
 
 @contextmanager

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from pipelines.benchmarks.chat.first_token import FirstTokens, serve_rows
 from pipelines.benchmarks.chat.tenants import OWNER, STRANGER, probe
-from pipelines.benchmarks.service import Service, backend_of, service_here
+from pipelines.benchmarks.service import Service, backend_of, chat_body, service_here
 from ragspec.evaluation.machine import PeakMemory
 from ragspec.evaluation.report import Metric, Result, Table, at_most, equal_to, under
 from ragspec.evaluation.suite import Outcome, Settings, Suite
@@ -73,11 +72,16 @@ def follow_ups(settings: Settings, plan: ChatPlan, tick: Tick) -> dict[str, dict
 def identical(service: Service, questions: Sequence[str], seed: int, tick: Tick) -> Result:
     """Stream the same requests with speculation and without, in batches: counts of equal texts."""
     num_equal = num_compared = 0
+    fixed = {"max_tokens": _MAX_TOKENS, "seed": seed}
     for number, temperature in enumerate(_TEMPERATURES, 1):
         with_drafts, without = (
             service.timed(
-                "/v1/chat/completions",
-                [_body(service, question, temperature, seed, speculation) for question in questions],
+                [
+                    chat_body(
+                        service.backend.model, question, speculation=speculation, temperature=temperature, **fixed
+                    )
+                    for question in questions
+                ],
                 concurrency,
             )
             for speculation, concurrency in ((True, 8), (False, 3))
@@ -87,16 +91,6 @@ def identical(service: Service, questions: Sequence[str], seed: int, tick: Tick)
         num_equal += sum(a["text"] == b["text"] and a["ended"] and b["ended"] for a, b in pairs)
         tick("texts compared", number, len(_TEMPERATURES))
     return {"identical": num_equal == num_compared, "num_equal": num_equal, "num_compared": num_compared}
-
-
-def _body(service: Service, question: str, temperature: float, seed: int, speculation: bool) -> dict[str, Any]:
-    body = {"model": service.backend.model, "messages": [{"role": "user", "content": question}], "stream": True}
-    return body | {
-        "max_tokens": _MAX_TOKENS,
-        "temperature": temperature,
-        "seed": seed,
-        "speculation": speculation,
-    }
 
 
 METRICS = (

@@ -12,7 +12,7 @@ import random
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from pipelines.benchmarks.service import Service
+from pipelines.benchmarks.service import Service, chat_body
 from ragspec.errors import InputError
 from ragspec.evaluation.report import Result
 from ragspec.evaluation.timing import Tick
@@ -37,12 +37,12 @@ def probe(service: Service, num_pairs: int, seed: int, tick: Tick) -> Result:
     for done in range(0, num_pairs, _BATCH):
         secrets = [_sentence(draw, next(openers)) for _ in range(min(_BATCH, num_pairs - done))]
         others = [_sentence(draw, next(openers)) for _ in secrets]
-        service.timed("/v1/chat/completions", [_told(service, secret) for secret in secrets], 4, OWNER)
+        service.timed([_told(service.backend.model, secret) for secret in secrets], 4, OWNER)
         pairs = [[(secret, True), (other, False)] for secret, other in zip(secrets, others, strict=True)]
         for pair in pairs:
             draw.shuffle(pair)
         order = [each for pair in pairs for each in pair]
-        answers = service.timed("/v1/chat/completions", [_asked(service, text) for text, _ in order], 1, STRANGER)
+        answers = service.timed([_asked(service.backend.model, text) for text, _ in order], 1, STRANGER)
         usual = max(_cached(answer) for answer, (_, known) in zip(answers, order, strict=True) if not known)
         for answer, (_, known) in zip(answers, order, strict=True):
             first_s[known].append(answer["first_s"] or answer["total_s"])
@@ -86,21 +86,17 @@ def _sentence(draw: random.Random, opener: str) -> str:
     return " ".join([opener, *words]) + "."
 
 
-def _told(service: Service, secret: str) -> dict[str, Any]:
+def _told(model: str, secret: str) -> dict[str, Any]:
     """The owner's turn: an answer holds the sentence, and the next answer is likely to repeat it."""
-    messages = [
-        {"role": "user", "content": f"{_REMEMBER} {secret}"},
-        {"role": "assistant", "content": secret},
-        {"role": "user", "content": f"Say it again: {secret}"},
-    ]
-    return {"model": service.backend.model, "messages": messages, "max_tokens": 32, "retrieval": False, "stream": True}
+    texts = f"{_REMEMBER} {secret}", secret, f"Say it again: {secret}"
+    return chat_body(model, *texts, max_tokens=32, retrieval=False)
 
 
-def _asked(service: Service, text: str) -> dict[str, Any]:
+def _asked(model: str, text: str) -> dict[str, Any]:
     beginning = " ".join(text.split()[:8])
-    body = {"model": service.backend.model, "messages": [{"role": "user", "content": f"{_REMEMBER} {beginning}"}]}
-    body |= {"max_tokens": _MAX_TOKENS, "retrieval": False, "temperature": 0.0, "seed": 0}
-    return body | {"stream": True, "metrics": True, "stream_options": {"include_usage": True}}
+    settings = {"max_tokens": _MAX_TOKENS, "retrieval": False, "temperature": 0.0, "seed": 0}
+    told = {"metrics": True, "stream_options": {"include_usage": True}}
+    return chat_body(model, f"{_REMEMBER} {beginning}", **settings, **told)
 
 
 def _cached(answer: dict[str, Any]) -> int:

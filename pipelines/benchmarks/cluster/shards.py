@@ -62,7 +62,7 @@ def sharded(index_dir: Path, encoder: TextEncoder, queries: Sequence[str], tick:
     return rows
 
 
-def sharded_identical(rows: Sequence[Result]) -> float | None:
+def identical_share(rows: Sequence[Result]) -> float | None:
     """The share of equal results over all rows."""
     compared = sum(row["num_compared"] for row in rows)
     return sum(row["num_identical"] for row in rows) / compared if compared else None

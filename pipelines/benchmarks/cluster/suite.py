@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from pipelines.benchmarks.cluster.scaling import Scaling, sleeping_replicas, usual_successors
-from pipelines.benchmarks.cluster.shards import segmented_index, sharded, sharded_identical
+from pipelines.benchmarks.cluster.shards import identical_share, segmented_index, sharded
 from pipelines.benchmarks.cluster.tensor_parallel import RANDOM, random_model, tensor_parallel, tp_headlines
 from ragspec.config import TargetConfig
 from ragspec.drafting.cost_model import CostTable
@@ -25,7 +25,7 @@ from ragspec.evaluation.machine import PeakMemory
 from ragspec.evaluation.overrides import gold_answers
 from ragspec.evaluation.report import Metric, Result, Table, at_least, equal_to, select, share, transposed, under
 from ragspec.evaluation.suite import Outcome, Settings, Suite
-from ragspec.evaluation.suites.numerics import DTYPES, ModelSize, model_sizes
+from ragspec.evaluation.suites.numerics import DTYPES, model_sizes
 from ragspec.evaluation.suites.step_overhead import StepOverhead, largest_overhead
 from ragspec.evaluation.timing import Tick
 from ragspec.rag.prompt import PromptBuilder
@@ -62,11 +62,13 @@ class ClusterPlan:
 class ClusterSuite:
     """The four parts, in the order of the tables."""
 
-    def __init__(self, settings: Settings, tick: Tick, size: ModelSize | None = None) -> None:
-        """`size`: the model whose steps are timed; None: a random Llama of 100M parameters. Raises: ModelError, SaveError."""
+    def __init__(self, settings: Settings, tick: Tick) -> None:
+        """Raises: ModelError, SaveError."""
         self._settings, self._tick = settings, tick
         self._plan = ClusterPlan.of(settings)
-        self._size = size or model_sizes(settings.target)[1]
+        self._size = model_sizes(settings.target)[
+            1
+        ]  # the model whose steps are timed: a random Llama of 100M parameters
         self._encoder: TextEncoder = Encoder.load(settings.encoder)
         count = max(self._plan.num_questions, self._plan.num_queries)
         self._list: RagList = settings.questions(count)
@@ -86,7 +88,7 @@ class ClusterSuite:
         shard_rows = self._sharded()
         result = tp_headlines(tp_rows)
         result |= {f"step_overhead_b{batch}": largest_overhead(steps, batch) for batch in BATCHES} | scaling
-        result |= {"sharded_identical": sharded_identical(shard_rows)}
+        result |= {"sharded_identical": identical_share(shard_rows)}
         result |= {"tp_rows": tp_rows, "step_rows": steps, "shard_rows": shard_rows, "notes": list(NOTES)}
         identical = result["tp_identical"] == result["sharded_identical"] == 1.0 and scaling["scaling_identical"]
         result |= {"identical": identical, "bitwise": result["tp_bitwise"], "num_prompts": len(self._cases)}

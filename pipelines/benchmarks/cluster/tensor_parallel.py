@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -16,6 +15,7 @@ import ray
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
+from pipelines.benchmarks.cluster.shards import identical_share
 from ragspec.cluster.actors import ActorPool, WorkerActor
 from ragspec.config import DraftingConfig, EngineConfig, TargetConfig
 from ragspec.engine.engine import Engine
@@ -69,17 +69,8 @@ class RankProbe(WorkerActor):
         load_follower(config, EngineConfig(max_kv_tokens=_KV_TOKENS, num_threads=1), ranks).run()
 
     def lead(self, config: TargetConfig, cases: Sequence[Case], size: int, seed: int) -> RankMeasurement:
-        if size == 1:
-            return measure_ranks(config, cases, ONE_RANK, seed)
-        ranks = DistributedRanks(self._meeting, 0, size, timeout_s=_RANK_TIMEOUT_S)
+        ranks = DistributedRanks(self._meeting, 0, size, timeout_s=_RANK_TIMEOUT_S) if size > 1 else ONE_RANK
         return measure_ranks(config, cases, ranks, seed)
-
-
-@contextlib.contextmanager
-def rank_probes() -> Iterator[list[Any]]:
-    """The processes of the largest group, until the block ends."""
-    with ActorPool(RankProbe, count=max(SIZES), prefix="rank") as pool:
-        yield [replica.actor for replica in pool.replicas]
 
 
 def random_model(name: str, tokenizer: Any, folder: Path) -> Path:
@@ -101,7 +92,8 @@ def tensor_parallel(
 ) -> list[Result]:
     """One row for each target and size of group, compared with one rank. Raises: what a rank raises."""
     rows: list[Result] = []
-    with rank_probes() as probes:
+    with ActorPool(RankProbe, count=max(SIZES), prefix="rank") as pool:
+        probes = [replica.actor for replica in pool.replicas]
         for name, config in targets:
             alone: RankMeasurement | None = None
             for size in SIZES:
@@ -115,11 +107,8 @@ def tensor_parallel(
 def tp_headlines(rows: Sequence[Result]) -> Result:
     """Headlines over all groups of more than one rank."""
     groups = [row for row in rows if row["ranks"] > 1]
-    num_identical, num_compared = (sum(row[key] for row in groups) for key in ("num_identical", "num_compared"))
-    return {
-        "tp_identical": num_identical / num_compared if num_compared else None,
-        "tp_bitwise": all(row["bitwise"] for row in groups) if groups else None,
-    }
+    bitwise = all(row["bitwise"] for row in groups) if groups else None
+    return {"tp_identical": identical_share(groups), "tp_bitwise": bitwise}
 
 
 def _measured(
@@ -178,7 +167,7 @@ class LogitsDigest:
 
 def measure_ranks(config: TargetConfig, cases: Sequence[Case], ranks: Ranks, seed: int = 0) -> RankMeasurement:
     """Rank 0's part; the other ranks follow, and end with rank 0. Raises: ModelError, RankLost."""
-    settings = EngineConfig(max_kv_tokens=4096, max_running=8, num_threads=_THREADS, adaptive_threads=False)
+    settings = EngineConfig(max_kv_tokens=_KV_TOKENS, max_running=8, num_threads=_THREADS, adaptive_threads=False)
     drafting = DraftingConfig(max_tree_nodes=_NODES)
     with load_engine(config, settings, drafting, ranks=ranks, planner_class=FixedTreePlanner) as engine:
         target, recorder = engine.target, LogitsDigest(engine.target)
