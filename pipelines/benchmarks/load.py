@@ -39,7 +39,7 @@ def run_load(settings: Settings, tick: Tick) -> Outcome:
             "seed": settings.plan.seed,
         }
         with _ticking(tick, seconds):
-            found: Result = run_clients("pipelines.benchmarks.load_clients", orders)
+            found: Result = run_clients(orders)
         assert isinstance(backend.engine, Engine)
         found |= {"kv_leaked": leaked_slots(backend.engine, _TENANTS), "left_running": backend.rate_limiter.running}
     rest = {"label": listed.label, "num_prompts": len(listed.questions), "peak_pss_mb": memory.look()}

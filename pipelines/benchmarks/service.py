@@ -19,6 +19,7 @@ from itertools import cycle
 from pathlib import Path
 from typing import Any
 
+from pipelines.benchmarks.clients import Answer
 from ragspec.config import EngineConfig, RetrieverConfig
 from ragspec.errors import EngineError
 from ragspec.evaluation.datasets import NUM_QUESTIONS, RagList, cached_store
@@ -34,8 +35,6 @@ from services.settings import ServiceConfig, ServiceSettings
 
 CHAT = "/v1/chat/completions"
 _START_S = 30.0
-
-Answer = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -105,18 +104,17 @@ def chat_body(model: str, *texts: str, **fields: Any) -> dict[str, Any]:
 
 
 def timed_answers(url: str, key: str, path: str, bodies: Sequence[Mapping[str, Any]], concurrency: int) -> list[Answer]:
-    """The answer to each body, as `pipelines.benchmarks.chat.timed_clients` gives it. Raises: EngineError."""
+    """The answer to each body, timed by clients in their own process. Raises: EngineError."""
     orders = {"url": url, "key": key, "path": path, "bodies": list(bodies), "concurrency": concurrency}
-    answers: list[Answer] = run_clients("pipelines.benchmarks.chat.timed_clients", orders)
+    answers: list[Answer] = run_clients(orders)
     return answers
 
 
-def run_clients(module: str, orders: Mapping[str, Any]) -> Any:
-    """The result of clients in their own process. Raises: EngineError with their last line."""
-    done = subprocess.run(
-        [sys.executable, "-m", module], input=json.dumps(orders), capture_output=True, text=True, check=False
-    )
+def run_clients(orders: Mapping[str, Any]) -> Any:
+    """The result of `pipelines.benchmarks.clients` in their own process. Raises: EngineError with their last line."""
+    command = [sys.executable, "-m", "pipelines.benchmarks.clients"]
+    done = subprocess.run(command, input=json.dumps(orders), capture_output=True, text=True, check=False)
     if done.returncode:
         last = (done.stderr.strip() or "no word").splitlines()[-1]
-        raise EngineError(f"{module} failed: {last}")
+        raise EngineError(f"the benchmark's clients failed: {last}")
     return json.loads(done.stdout.splitlines()[-1])

@@ -13,8 +13,8 @@ from service_parts import MODEL, make_backend
 from pipelines.benchmarks.chat.first_token import FirstTokens
 from pipelines.benchmarks.chat.suite import identical
 from pipelines.benchmarks.chat.tenants import OWNER, STRANGER, cliffs_delta, foreign_tokens, probe
+from pipelines.benchmarks.clients import LoadRequest, LoadStats, MixedClients
 from pipelines.benchmarks.load import leaked_slots
-from pipelines.benchmarks.load_clients import Clients, LoadRequest, LoadStats
 from pipelines.benchmarks.service import Service, run_clients, service_here
 from ragspec.config import load_settings
 from ragspec.core import Request, SamplingParams
@@ -97,7 +97,7 @@ def test_slots_that_somebody_holds_are_leaked_ones(here: Service, monkeypatch: p
 def test_clients_of_every_kind_are_answered(here: Service) -> None:
     """Mixed requests met errors that nobody counted, or never ended."""
     orders = {"url": here.url, "keys": list(here.keys.values()), "questions": QUESTIONS, "model": MODEL}
-    found = run_clients("pipelines.benchmarks.load_clients", orders | {"seconds": 2.0, "num_clients": 4, "seed": 1})
+    found = run_clients(orders | {"seconds": 2.0, "num_clients": 4, "seed": 1})
     assert found["requests"] >= 8 and found["statuses"]["200"] > 0
     assert (found["errors_5xx"], found["hangs"], found["faults"]) == (0, 0, {})
 
@@ -106,7 +106,7 @@ def test_what_clients_met_is_counted() -> None:
     """A hang, a client that went away and a server's error were one and the same."""
     tally, order = LoadStats(), LoadRequest("/v1/models", None)
     orders = {"url": "", "keys": [""], "questions": [""], "model": "", "seconds": 0, "num_clients": 1, "seed": 0}
-    clients = Clients(orders)
+    clients = MixedClients(orders)
     clients.tally = tally
 
     async def answers(status: int) -> int:
@@ -131,5 +131,5 @@ def test_what_clients_met_is_counted() -> None:
 def test_clients_that_cannot_reach_a_service_say_so() -> None:
     """A benchmark without a service ended in a traceback."""
     orders = {"url": "http://127.0.0.1:9", "key": "", "path": "/v1/models", "bodies": [{}], "concurrency": 1}
-    with pytest.raises(EngineError, match=r"timed_clients failed: .*127\.0\.0\.1"):
-        run_clients("pipelines.benchmarks.chat.timed_clients", orders)
+    with pytest.raises(EngineError, match=r"clients failed: .*127\.0\.0\.1"):
+        run_clients(orders)

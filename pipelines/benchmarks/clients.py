@@ -1,9 +1,13 @@
-"""Clients of a running service, in their own process: mixed requests side by side, some abandoned half-way.
+"""Clients of a running service, in their own process.
 
-    echo '{"url": ..., "keys": [...], "questions": [...], "seconds": 60, "num_clients": 32, "seed": 0}' | \
-        python -m pipelines.benchmarks.load_clients
+    echo '{"url": ..., "key": ..., "path": "/v1/chat/completions", "bodies": [...], "concurrency": 16}' | \
+        python -m pipelines.benchmarks.clients
+    echo '{"url": ..., "keys": [...], "model": ..., "questions": [...], "seconds": 60, "num_clients": 32, "seed": 0}' | \
+        python -m pipelines.benchmarks.clients
 
-Reads its orders from stdin; the last line on stdout is one JSON object. What a client does next follows from the seed alone.
+Orders with `bodies` send each body once and time its answer; streams are read as they come. The others send mixed requests side
+by side, some abandoned half-way: what a client does next follows from the seed alone. The last line on stdout is JSON: the
+answers in the order of the bodies, or the counts.
 """
 
 from __future__ import annotations
@@ -14,11 +18,15 @@ import random
 import sys
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import aiohttp
+
+Answer = dict[str, Any]
+"""`first_s`: from sending to the first text; `total_s`: to the end; `text`, `usage`, `metrics`, `status`. `ended`: the
+stream came to its proper end. Units: seconds."""
 
 HANG_S = 30.0
 """A request without an answer for so long hangs."""
@@ -34,6 +42,44 @@ _WRONG: tuple[tuple[str, Mapping[str, Any] | None, int], ...] = (
     ("/v1/nowhere", None, 404),
 )
 """Requests with errors: path, body, expected status."""
+
+
+async def timed_answers(session: aiohttp.ClientSession, orders: Mapping[str, Any]) -> list[Answer]:
+    """Every body once, `concurrency` at a time. Raises: aiohttp.ClientError where the service does not answer."""
+    bodies: Sequence[Mapping[str, Any]] = orders["bodies"]
+    answers: list[Answer] = [{} for _ in bodies]
+    waiting = iter(range(len(bodies)))
+
+    async def client() -> None:
+        for number in waiting:
+            answers[number] = await _timed_answer(session, orders, bodies[number])
+
+    await asyncio.gather(*(client() for _ in range(orders["concurrency"])))
+    return answers
+
+
+async def _timed_answer(session: aiohttp.ClientSession, orders: Mapping[str, Any], body: Mapping[str, Any]) -> Answer:
+    begin, headers = time.perf_counter(), {"Authorization": f"Bearer {orders['key']}"}
+    first_s, parts, told, ended = None, list[str](), dict[str, Any](), False
+    async with session.post(orders["path"], json=body, headers=headers) as answer:
+        async for line in answer.content:
+            ended = ended or line.startswith(b"data: [DONE]")
+            if not line.startswith(b"data: {"):
+                continue
+            event = json.loads(line[len(b"data: ") :])
+            told |= {key: event[key] for key in ("usage", "metrics", "error") if event.get(key)}
+            if text := _text_of(event):
+                first_s = first_s or time.perf_counter() - begin
+                parts.append(text)
+        times = {"first_s": first_s, "total_s": time.perf_counter() - begin}
+        ended = ended and "error" not in told
+        return {**times, **told, "text": "".join(parts), "status": answer.status, "ended": ended}
+
+
+def _text_of(event: Mapping[str, Any]) -> str:
+    """Text that an event adds to the first choice."""
+    choices = [choice for choice in event.get("choices") or () if choice["index"] == 0]
+    return "".join(choice.get("text") or (choice.get("delta") or {}).get("content") or "" for choice in choices)
 
 
 @dataclass
@@ -69,22 +115,20 @@ class LoadRequest:
 
     path: str
     body: Mapping[str, Any] | None
-    expected: tuple[int, ...] = (200,)
+    expected: int = 200
     streams: bool = False
 
 
-class Clients:
+class MixedClients:
     """`num_clients` clients, each sending one request after the other until the time is over."""
 
     def __init__(self, orders: Mapping[str, Any]) -> None:
         self._orders = orders
         self.tally = LoadStats()
 
-    async def run(self) -> LoadStats:
+    async def run(self, session: aiohttp.ClientSession) -> LoadStats:
         until = time.monotonic() + self._orders["seconds"]
-        connector, timeout = aiohttp.TCPConnector(limit=0), aiohttp.ClientTimeout(None)
-        async with aiohttp.ClientSession(self._orders["url"], connector=connector, timeout=timeout) as session:
-            await asyncio.gather(*(self._client(session, i, until) for i in range(self._orders["num_clients"])))
+        await asyncio.gather(*(self._client(session, i, until) for i in range(self._orders["num_clients"])))
         return self.tally
 
     async def _client(self, session: aiohttp.ClientSession, number: int, until: float) -> None:
@@ -111,7 +155,7 @@ class Clients:
             self.tally.faults[type(error).__name__] += 1
             return
         self.tally.statuses[status] += 1
-        if status not in (*order.expected, 429):
+        if status not in (order.expected, 429):
             self.tally.faults[f"{order.path}: {status}"] += 1
         if status == 200:
             self.tally.answered_s.append(time.monotonic() - begin)
@@ -142,7 +186,7 @@ class Clients:
         if kind == "models":
             return LoadRequest("/v1/models", None)
         path, wrong, status = draw.choice(_WRONG)
-        return LoadRequest(path, wrong and self._named(wrong), (status,))
+        return LoadRequest(path, wrong and self._named(wrong), status)
 
     def _chat(self, question: str, draw: random.Random) -> LoadRequest:
         messages = [{"role": "user", "content": question}]
@@ -168,5 +212,13 @@ def _quantile_ms(ordered: list[float], share: float) -> float | None:
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))] * 1e3 if ordered else None
 
 
+async def main(orders: Mapping[str, Any]) -> Any:
+    """The result of the orders, for JSON."""
+    async with aiohttp.ClientSession(orders["url"], connector=aiohttp.TCPConnector(limit=0)) as session:
+        if "bodies" in orders:
+            return await timed_answers(session, orders)
+        return (await MixedClients(orders).run(session)).summary()
+
+
 if __name__ == "__main__":
-    print(json.dumps(asyncio.run(Clients(json.load(sys.stdin)).run()).summary()), flush=True)
+    print(json.dumps(asyncio.run(main(json.load(sys.stdin)))), flush=True)
