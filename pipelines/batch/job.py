@@ -61,10 +61,7 @@ class Job:
     @property
     def defaults(self) -> SamplingParams:
         """The parameters of rows that have none."""
-        generation = self.config.generation
-        return SamplingParams(
-            max_tokens=generation.max_tokens, temperature=generation.temperature, top_p=generation.top_p
-        )
+        return SamplingParams(**self.config.generation.model_dump(exclude={"seed"}))
 
 
 def run_job(job: Job, task: Task, output: OutputFolder | None = None) -> Summary:

@@ -43,8 +43,8 @@ def collect_texts(inputs: Path, out: Path, warn: Callable[[str], None]) -> Path:
 
 def write_corrected_files(out: Path) -> int:
     """Writes each text of the input that has a correction as a file; returns their number. Raises: InputError, SaveError."""
-    failed = {row.get("id") for row in _whole_lines(out / "errors.jsonl")}
-    corrected = {row["id"] for row in _whole_lines(out / _ROWS)} - failed
+    failed = {row.get("id") for row in whole_lines(out / "errors.jsonl")}
+    corrected = {row["id"] for row in whole_lines(out / _ROWS)} - failed
     new, old = out / f"{TEMPORARY}{_FILES}", out / f"{TEMPORARY}old-{_FILES}"
     count = 0
     with saving(out / _FILES):
@@ -52,7 +52,7 @@ def write_corrected_files(out: Path) -> int:
             shutil.rmtree(folder, ignore_errors=True)
         make_folder(new)
         for part in sorted(out.glob("answers-*.jsonl*")):
-            for record in _whole_lines(part):
+            for record in whole_lines(part):
                 if record["id"] in corrected:
                     path = new / record["id"]
                     if not path.resolve().is_relative_to(new.resolve()):
@@ -67,7 +67,7 @@ def write_corrected_files(out: Path) -> int:
     return count
 
 
-def _whole_lines(path: Path) -> Iterator[dict[str, Any]]:
+def whole_lines(path: Path) -> Iterator[dict[str, Any]]:
     """Records of a file, without a torn last line; none if there is no file."""
     for line in path.read_bytes().splitlines(keepends=True) if path.exists() else ():
         if line.endswith(b"\n"):

@@ -13,6 +13,7 @@ import contextlib
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -117,23 +118,21 @@ class RemoteDatastore:
 class _DatastoreActor(WorkerActor):
     def __init__(self, folder: str, manifest: DatastoreManifest, service_s: float) -> None:
         self._folder, self._manifest, self._service_s = folder, manifest, service_s
-        self._store: Datastore | None = None
 
     def load(self) -> None:
-        self._opened()
+        _ = self._store
 
     def search(self, queries: FloatArray, k: int, wanted: PrefetchRequest | None) -> Neighbours:
-        found = self._opened().search(np.array(queries), k, wanted)  # Why a copy: arrays from Ray are read-only
+        found = self._store.search(np.array(queries), k, wanted)  # Why a copy: arrays from Ray are read-only
         time.sleep(self._service_s)
         return found
 
-    def _opened(self) -> Datastore:
-        if self._store is None:
-            store = Datastore.open(self._folder)
-            if store.manifest != self._manifest:
-                raise StoreCorrupt(f"{self._folder} holds another datastore by now: open that one")
-            self._store = store
-        return self._store
+    @cached_property
+    def _store(self) -> Datastore:
+        store = Datastore.open(self._folder)
+        if store.manifest != self._manifest:
+            raise StoreCorrupt(f"{self._folder} holds another datastore by now: open that one")
+        return store
 
 
 def open_index(folder: Path, encoder: TextEncoder, service_s: float) -> contextlib.AbstractContextManager[IndexLike]:

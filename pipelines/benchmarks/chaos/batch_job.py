@@ -6,7 +6,6 @@ Every row must be written once, with the same answer.
 from __future__ import annotations
 
 import contextlib
-import json
 import random
 import subprocess
 import sys
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from pipelines.batch.records import recorded_row
+from pipelines.batch.text_files import whole_lines
 from pipelines.benchmarks.chaos.check import Verdict, judge_rows
 from pipelines.benchmarks.chaos.load import Load
 from pipelines.benchmarks.chaos.oracle import comparable_row
@@ -97,12 +97,9 @@ class BatchLoad(Load):
 
 def written_rows(out: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """Every complete line of a job's answers by id, unfinished parts included."""
-    for path in sorted([*out.glob("answers-*.jsonl"), *out.glob("answers-*.jsonl.part")]):
-        for line in path.read_bytes().split(b"\n"):
-            with contextlib.suppress(ValueError):  # Why: the last line may be half written
-                if line:
-                    record = json.loads(line)
-                    yield recorded_row(record).id, record
+    for path in sorted(out.glob("answers-*.jsonl*")):
+        for record in whole_lines(path):
+            yield recorded_row(record).id, record
 
 
 def judge_output(expected: Mapping[str, str], out: Path) -> Verdict:

@@ -9,6 +9,7 @@ import random
 import time
 from collections.abc import Sequence
 from contextlib import closing
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import NamedTuple
@@ -60,10 +61,9 @@ class ChaosPlan(NamedTuple):
     concurrency: int = 8
     max_tokens: int = 48
     num_documents: int = 600
-    quick: bool = False
 
 
-QUICK = ChaosPlan(6, 24, 40, 2, 6, 32, 150, quick=True)
+QUICK = ChaosPlan(6, 24, 40, 2, 6, 32, 150)
 
 
 def measure_chaos(
@@ -98,35 +98,27 @@ def measure_chaos(
     }
 
 
+@dataclass(frozen=True)
 class ChaosRun:
-    """Injects faults one after the other, each after recovery from the previous fault."""
+    """Injects faults one after the other, each after recovery from the previous fault. `folder`: for the batch job's files."""
 
-    def __init__(
-        self,
-        deployment: Deployment,
-        injector: FaultInjector,
-        work: ChaosWorkload,
-        expected: ExpectedResults,
-        plan: ChaosPlan,
-        folder: Path,
-    ) -> None:
-        """Writes the batch job's rows into `folder`."""
-        self._deployment, self._injector, self._plan, self._folder = deployment, injector, plan, folder
-        self._work, self._expected = work, expected
-        rows = folder / "rows.jsonl"
-        rows.write_text("".join(f"{json.dumps(row)}\n" for row in work.rows), encoding="utf-8")
-        cluster = ("--cluster", deployment.name, "--address", injector.nodes.address)
-        self._job = BatchJob(rows, (*cluster, "--seed", str(work.seed), "--strict"), dict(os.environ))
+    deployment: Deployment
+    injector: FaultInjector
+    work: ChaosWorkload
+    expected: ExpectedResults
+    plan: ChaosPlan
+    folder: Path
 
     def measure(self, tick: Tick) -> Result:
         """Raises: EngineError if the deployment does not answer at all."""
-        plan, config, work, expected = self._plan, self._deployment.config, self._work, self._expected
-        chosen = faults(plan.num_faults, work.seed, plan.quick)
+        plan, config, work, expected = self.plan, self.deployment.config, self.work, self.expected
+        job = self._batch_job()
+        chosen = faults(plan.num_faults, work.seed)
         rows: list[Result] = []
-        with self._deployment.engine() as engine, closing(self._deployment.retriever()) as retriever:
+        with self.deployment.engine() as engine, closing(self.deployment.retriever()) as retriever:
             prompts = PromptBuilder(load_tokenizer(config.target), engine.max_context_tokens)
             with (
-                BatchLoad(self._job, self._folder) as batch,
+                BatchLoad(job, self.folder) as batch,
                 LookupLoad(retriever, work.lookups, expected.lookups, config.retriever.num_passages) as lookups,
                 StreamLoad(retriever, engine, prompts, work.streams, plan.concurrency, _PATIENCE_S) as streams,
             ):
@@ -136,15 +128,21 @@ class ChaosRun:
                     tick("faults", number, len(chosen))
         result = {"fault_rows": rows, "faults": len(rows)} | self._judged(streams, lookups, batch)
         result |= recovery(rows, "recovery") | recovery(rows, "live_again")
-        recovered_rows, failed_starts = sum(row["recovered"] for row in rows), self._injector.failed_starts
-        result |= {"recovered": recovered_rows, "failed_node_starts": failed_starts}
-        own = self._folder / "killed"
-        return result | driver_kills(self._job, own, expected.rows, plan.num_driver_kills, self._injector.rng, tick)
+        result |= {"recovered": sum(row["recovered"] for row in rows)}
+        result |= {"failed_node_starts": self.injector.failed_starts}
+        out = self.folder / "killed"
+        return result | driver_kills(job, out, expected.rows, plan.num_driver_kills, self.injector.rng, tick)
+
+    def _batch_job(self) -> BatchJob:
+        rows = self.folder / "rows.jsonl"
+        rows.write_text("".join(f"{json.dumps(row)}\n" for row in self.work.rows), encoding="utf-8")
+        cluster = ("--cluster", self.deployment.name, "--address", self.injector.nodes.address)
+        return BatchJob(rows, (*cluster, "--seed", str(self.work.seed), "--strict"), dict(os.environ))
 
     def _warm_up(self, streams: StreamLoad, lookups: LookupLoad) -> None:
         """Wait until streams end, lookups are answered and the batch job has written its first row."""
         deadline = time.monotonic() + _PATIENCE_S
-        first = self._folder / "pass-0"
+        first = self.folder / "pass-0"
         while time.monotonic() < deadline and not (
             any(stream.ended for stream in streams.streams) and lookups.probes and any(written_rows(first))
         ):
@@ -152,7 +150,7 @@ class ChaosRun:
 
     def _one(self, fault: Fault, streams: StreamLoad, lookups: LookupLoad) -> Result:
         """Inject a fault at a random moment, wait for recovery, and replace a lost node."""
-        injector = self._injector
+        injector = self.injector
         time.sleep(injector.rng.uniform(*_SETTLE_S))
         struck = injector.inject(fault)
         row = recovered(struck, lambda: (streams.streams, lookups.probes), injector.live_again)
@@ -163,17 +161,17 @@ class ChaosRun:
 
     def _judged(self, load: StreamLoad, lookups: LookupLoad, batch: BatchLoad) -> Result:
         """Counts of differences between all outputs and the expected outputs."""
-        heard, probes, own = load.heard, lookups.probes, self._expected.streams
+        heard, probes, own = load.heard, lookups.probes, self.expected.streams
         names = {*(f"0/{name}" for name in own), *heard}  # "round/id": at least the whole first round
         streams = judge_streams({name: own[name.partition("/")[2]] for name in names}, heard)
-        passes = [judge_output(self._expected.rows, out) for out in batch.passes]
+        passes = [judge_output(self.expected.rows, out) for out in batch.passes]
         counts = {mark: sum(len(getattr(each, mark)) for each in (streams, *passes)) for mark in Verdict._fields}
         wrong = sum(probe.right is False for probe in probes)
         counts["changed"] += wrong
         finals = [delta.stats for stream in heard.values() for delta in stream.deltas if delta.stats]
         return counts | {
             "streams": len(heard),
-            "rows": len(self._expected.rows) * len(passes),
+            "rows": len(self.expected.rows) * len(passes),
             "lookups": len(probes),
             "lookups_failed": [probe.error for probe in probes if probe.right is None][:_MOST_NAMES],
             "lookups_wrong": wrong,

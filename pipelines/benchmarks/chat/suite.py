@@ -53,20 +53,15 @@ def run_chat(settings: Settings, tick: Tick) -> Outcome:
         tenants = probe(service, plan.num_pairs, seed, tick)
     served = serve_rows(backend.config, questions[: plan.num_timed], seed, settings.plan.num_runs, tick)
     served["serve_ttft_ms"] = served["serve_chat_ms"] - ttft_rows[0]["engine_ttft_ms"]
-    follow_up_rows = follow_ups(settings, plan, tick)
+    follow_up_rows = {}  # recall by set and writer
+    if settings.data_dir is not None:
+        encoder = Encoder.load(settings.encoder)
+        follow_up_rows = measure_follow_ups(settings.data_dir, encoder, num_rows=plan.num_follow_ups, tick=tick)
     headlines = {f"gateway_ttft_ms_c{row['concurrency']}": row["gateway_ttft_ms"] for row in ttft_rows} | served
     rest = {"label": listed.label, "num_prompts": plan.num_prompts, "num_runs": settings.plan.num_runs}
     found: Result = headlines | equal | tenants | {"ttft_rows": ttft_rows, "follow_up_rows": follow_up_rows} | rest
     found |= {name: follow_up_rows.get("canard", {}).get(who) for name, who in _RECALLS.items()}
     return Outcome(found | {"peak_pss_mb": memory.look()})
-
-
-def follow_ups(settings: Settings, plan: ChatPlan, tick: Tick) -> dict[str, dict[str, float]]:
-    """Recall of follow-up questions by set and writer; empty without data."""
-    if settings.data_dir is None:
-        return {}
-    encoder = Encoder.load(settings.encoder)
-    return measure_follow_ups(settings.data_dir, encoder, num_rows=plan.num_follow_ups, tick=tick)
 
 
 def identical(service: Service, questions: Sequence[str], seed: int, tick: Tick) -> Result:

@@ -151,16 +151,12 @@ class LogitsDigest:
     def __init__(self, target: Target) -> None:
         self._target = target
         self.pool, self.vocab_size = target.pool, target.vocab_size
-        self._digest = hashlib.sha256()
+        self.digest = hashlib.sha256()
         self.num_rows = 0
-
-    @property
-    def bits(self) -> str:
-        return self._digest.hexdigest()
 
     def forward(self, token_ids: Ints, metadata: AttentionMetadata, logit_rows: Ints) -> Floats:
         logits = self._target.forward(token_ids, metadata, logit_rows)
-        self._digest.update(np.ascontiguousarray(logits).tobytes())
+        self.digest.update(np.ascontiguousarray(logits).tobytes())
         self.num_rows += len(logits)
         return logits
 
@@ -182,7 +178,7 @@ def measure_ranks(config: TargetConfig, cases: Sequence[Case], ranks: Ranks, see
 
         engine.between_steps(compute)
         return RankMeasurement(
-            recorder.bits, recorder.num_rows, _answers(engine, cases, seed), steps, engine.fingerprint
+            recorder.digest.hexdigest(), recorder.num_rows, _answers(engine, cases, seed), steps, engine.fingerprint
         )
 
 
