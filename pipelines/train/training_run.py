@@ -151,15 +151,13 @@ def tokens_and_speed(records: list[dict[str, float]]) -> str:
 
 def draw_curves(trainer: Trainer[Any], loss_prefix: str, probe_part: str, path: Path) -> None:
     """Losses, probe scores and learning rate over tokens, as PNG. The names of the curves hold the given texts."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    from matplotlib.figure import Figure
 
     history, probes = trainer.history, trainer.probes
     tokens = [record["tokens"] / 1e6 for record in history]
     width = min(SMOOTHING_STEPS, len(history))
-    figure, (upper, middle, lower) = pyplot.subplots(3, 1, figsize=(8, 9), sharex=True)
+    figure = Figure((8, 9), layout="tight")
+    upper, middle, lower = figure.subplots(3, 1, sharex=True)
     for name in sorted(key for key in (history[0] if history else {}) if key.startswith(loss_prefix)):
         values = torch.tensor([record[name] for record in history])
         upper.plot(tokens[width - 1 :], values.unfold(0, width, 1).mean(1), label=name)
@@ -172,6 +170,4 @@ def draw_curves(trainer: Trainer[Any], loss_prefix: str, probe_part: str, path: 
             axes.legend(fontsize=7, ncols=3)
     lower.plot(tokens, [record["lr"] for record in history])
     lower.set(ylabel="learning rate", xlabel="tokens (millions)")
-    figure.tight_layout()
     figure.savefig(path, dpi=110)
-    pyplot.close(figure)

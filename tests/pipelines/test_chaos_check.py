@@ -40,7 +40,7 @@ def verdict(deltas: list[Delta], prompt: tuple[int, ...] = PROMPT) -> Verdict:
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
 def test_what_is_as_expected_has_no_mark(size: int) -> None:
     """A judge that complains of how tokens were cut into messages."""
-    assert verdict(told(size=size)).clean
+    assert verdict(told(size=size)) == Verdict()
 
 
 @pytest.mark.parametrize(
@@ -106,13 +106,13 @@ def test_streams_that_are_missing_or_uncalled_for_are_found() -> None:
 def test_only_what_is_equal_has_no_mark(wanted: list[int], given_tokens: list[int]) -> None:
     """A difference that falls between the three kinds."""
     found = judge_streams({"a": expected(tuple(wanted))}, {"a": StreamLog(PROMPT, told(tuple(given_tokens)))})
-    assert found.clean == (wanted == given_tokens)
+    assert (found == Verdict()) == (wanted == given_tokens)
 
 
 def test_rows_are_counted_and_compared() -> None:
     """A dictionary of the found rows, in which the second of two hides the first."""
     wanted = {"a": "x", "b": "y", "c": "z"}
-    assert judge_rows(wanted, [("c", "z"), ("a", "x"), ("b", "y")]).clean
+    assert judge_rows(wanted, [("c", "z"), ("a", "x"), ("b", "y")]) == Verdict()
     assert judge_rows(wanted, [("a", "x"), ("b", "y"), ("b", "y")]) == Verdict(("c",), ("b",), ())
     assert judge_rows(wanted, [("a", "?"), ("b", "y"), ("c", "?"), ("c", "z")]) == Verdict((), ("c",), ("a", "c"))
     assert judge_rows(wanted, [*wanted.items(), ("d", "w")]).duplicated == ("d",)

@@ -214,7 +214,7 @@ def test_streams_of_an_undisturbed_engine_are_as_expected(
             pass
     wanted = {f"0/{name}": own for name, own in expected.streams.items()}
     assert len(load.heard) == NUM_STREAMS and all(stream.ended for stream in load.streams)
-    assert judge_streams(wanted, load.heard).clean
+    assert judge_streams(wanted, load.heard) == Verdict()
     assert judge_streams(wanted, broken.heard) == Verdict(lost=("0/s2",))
     assert len({own.completion.token_ids for own in wanted.values()}) > 1, "streams must differ, or any would do"
 
@@ -242,7 +242,7 @@ def test_a_killed_driver_leaves_every_row_once(job: BatchJob, expected: Expected
     result = driver_kills(job, tmp_path / "out", expected.rows, 2, random.Random(0), lambda *_: None)
     assert (result["driver_lost"], result["driver_duplicated"], result["driver_changed"]) == (0, 0, 0)
     assert result["driver_kills"] >= 1 and result["driver_exit_codes"][-1] == 0
-    assert judge_output(expected.rows, tmp_path / "out").clean
+    assert judge_output(expected.rows, tmp_path / "out") == Verdict()
     found = [(name, comparable_row(record)) for name, record in written_rows(tmp_path / "out")]
     assert judge_rows(expected.rows, found[1:]).lost and judge_rows(expected.rows, [*found, found[0]]).duplicated
 

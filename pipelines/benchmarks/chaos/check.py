@@ -60,10 +60,6 @@ class Verdict(NamedTuple):
     duplicated: tuple[str, ...] = ()
     changed: tuple[str, ...] = ()
 
-    @property
-    def clean(self) -> bool:
-        return not any(self)
-
 
 def judge_streams(expected: Mapping[str, Expected], heard: Mapping[str, StreamLog]) -> Verdict:
     """Judge all streams; streams without a request count as duplicates."""

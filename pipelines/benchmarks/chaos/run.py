@@ -33,14 +33,7 @@ from ragspec.retrieval.encoder import Encoder
 
 log = logging.getLogger(__name__)
 
-TOPOLOGY = Topology(
-    replicas=2,
-    tensor_parallel=2,
-    num_shards=2,
-    shard_replicas=2,
-    num_encoders=2,
-    cpus_per_rank=0.5,
-)
+TOPOLOGY = Topology(replicas=2, tensor_parallel=2, num_shards=2, shard_replicas=2, num_encoders=2, cpus_per_rank=0.5)
 ENGINE = EngineConfig(num_threads=1, max_running=8, max_kv_tokens=16_384)
 """One thread an engine, because ranks share the cores with everything else."""
 

@@ -76,11 +76,8 @@ class FirstTokens:
                 begin = time.perf_counter()
                 # Why the cast: every asynchronous generator can be closed
                 async with aclosing(cast(Any, self._service.backend.engine.stream(request))) as stream:
-                    first = True
-                    async for delta in stream:
-                        if first and delta.text:
-                            times.append(time.perf_counter() - begin)
-                            first = False
+                    texts_s = [time.perf_counter() - begin async for delta in stream if delta.text]
+                times.extend(texts_s[:1])
 
         await asyncio.gather(*(client() for _ in range(concurrency)))
         return times

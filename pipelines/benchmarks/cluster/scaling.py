@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
 from itertools import pairwise
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import ray
@@ -111,13 +111,6 @@ def sleeping_replicas(count: int, *arguments: Any) -> Iterator[list[Replica]]:
             ray.kill(replica.actor)
 
 
-class _Pass(NamedTuple):
-    """One pass over all questions. `answers` are tokens by question."""
-
-    wall_s: float
-    answers: dict[str, tuple[int, ...]]
-
-
 class Scaling:
     """The same questions to the first one or two of some replicas, through a router and the whole flow."""
 
@@ -130,27 +123,29 @@ class Scaling:
 
     def measure(self, num_runs: int, tick: Tick) -> Result:
         """One replica and two take turns; ratios of neighbouring passes, their median."""
-        counts = (1, 2)
-        passes: dict[int, list[_Pass]] = {count: [] for count in counts}
-        for count in counts:
-            self._pass(count)  # Why: kernels compile, connections open
-        for number in range(num_runs):
-            for count in counts:
-                passes[count].append(self._pass(count))
-            tick("one replica and two", number + 1, num_runs)
-        ratios = [one.wall_s / two.wall_s for one, two in zip(passes[1], passes[2], strict=True)]
-        answers = [each.answers for count in counts for each in passes[count]]
+        walls_s: dict[int, list[float]] = {1: [], 2: []}
+        answers = []
+        for number in range(num_runs + 1):
+            for count, taken_s in walls_s.items():
+                wall_s, found = self._pass(count)
+                if number:  # Why: in the first pass, kernels compile and connections open
+                    taken_s.append(wall_s)
+                    answers.append(found)
+            tick("one replica and two", number, num_runs)
+        ratios = [one_s / two_s for one_s, two_s in zip(walls_s[1], walls_s[2], strict=True)]
         num_tokens = sum(map(len, answers[0].values()))
         return {
             "replica_scaling_simulated": median(ratios),
             "scaling_identical": all(each == answers[0] for each in answers),
             "scaling_ratios": ratios,
-            "scaling_tokens_per_s": {str(n): num_tokens / median(p.wall_s for p in passes[n]) for n in counts},
+            "scaling_tokens_per_s": {str(n): num_tokens / median(taken_s) for n, taken_s in walls_s.items()},
             "scaling_questions": len(self._questions),
         }
 
-    def _pass(self, num_replicas: int) -> _Pass:
-        """Why a tenant of its own: no prefix is cached from the pass before."""
+    def _pass(self, num_replicas: int) -> tuple[float, dict[str, tuple[int, ...]]]:
+        """Seconds of one pass over all questions, and the tokens by question.
+
+        Why a tenant of its own: no prefix is cached from the pass before."""
         self._num_passes += 1
         tenant = f"pass-{self._num_passes}"
         params = SamplingParams(max_tokens=RAG_TOKENS, ignore_eos=True, seed=0)
@@ -164,7 +159,7 @@ class Scaling:
             begin = time.perf_counter()
             answers = asyncio.run(_answers(AsyncPipeline(self._retriever, router, self._prompts, limits), asked))
             wall_s = time.perf_counter() - begin
-        return _Pass(wall_s, {name.removeprefix(tenant): tokens for name, tokens in answers.items()})
+        return wall_s, {name.removeprefix(tenant): tokens for name, tokens in answers.items()}
 
 
 async def _answers(flow: AsyncPipeline, questions: Sequence[Question]) -> dict[str, tuple[int, ...]]:

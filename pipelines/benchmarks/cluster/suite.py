@@ -141,9 +141,7 @@ METRICS = (
         "tp_bitwise", "every logit of prompts, chunks, trees and batches has the bits of one rank's", equal_to(True)
     ),
     Metric(
-        "step_overhead_b1",
-        "share of a step outside its forward, 100M parameters, one request, worst way",
-        under(0.1),
+        "step_overhead_b1", "share of a step outside its forward, 100M parameters, one request, worst way", under(0.1)
     ),
     Metric("step_overhead_b8", "the same, eight requests side by side", under(0.15)),
     Metric("replica_scaling_simulated", "speed of two replicas over one, forwards replaced by sleeps", at_least(1.9)),
