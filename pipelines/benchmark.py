@@ -17,14 +17,12 @@ The last line on stdout is one JSON object. Tables and progress go to stderr.
 from __future__ import annotations
 
 import contextlib
-import enum
 import json
-import os
 import subprocess
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 from rich.console import Console
@@ -32,34 +30,23 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from transformers.utils import logging as transformers_logging
 
 from pipelines.batch.ray_session import ray_session
+from ragspec.cli.terminal import cache_folder
 from ragspec.config import DEFAULT_TARGET, load_config
 from ragspec.errors import ConfigError, RagspecError, SaveError
-from ragspec.evaluation import suite as library
 from ragspec.evaluation.plots import write_figures
 from ragspec.evaluation.report import complete, render
+from ragspec.evaluation.suite import SUITES as LIBRARY_SUITES
 from ragspec.evaluation.suite import Outcome, Repetitions, Settings, Suite, find_suite
 from ragspec.evaluation.timing import Tick
 from ragspec.numerics.threads import num_processors
 
 ROOT = Path(__file__).resolve().parent.parent
 DEFAULT_DATA = ROOT.parent / "shared" / "data"
-_OWN = "pipelines.benchmarks"
-SUITES = library.SUITES | {
-    "iterative": f"{_OWN}.iterative",
-    "cluster": f"{_OWN}.cluster.suite",
-    "chaos": f"{_OWN}.chaos.suite",
-    "chat": f"{_OWN}.chat.suite",
-    "load": f"{_OWN}.load",
-}
-"""The module of each suite."""
-IN_RAY = ("iterative", "cluster", "chat")
+_IN_RAY = {"iterative": "iterative", "cluster": "cluster.suite", "chat": "chat.suite"}
 """Suites that run in a Ray of their own on this machine. Ray's session must be set up before Ray is imported."""
-
-
-class Dtype(enum.StrEnum):
-    FLOAT32 = "float32"
-    BFLOAT16 = "bfloat16"
-
+_OWN = _IN_RAY | {"chaos": "chaos.suite", "load": "load"}
+SUITES = LIBRARY_SUITES | {name: f"pipelines.benchmarks.{module}" for name, module in _OWN.items()}
+"""The module of each suite."""
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 _console = Console(stderr=True)
@@ -69,21 +56,15 @@ _console = Console(stderr=True)
 def main(
     suite: Annotated[str, typer.Option(help=f"What to measure: {', '.join(SUITES)}.")],
     quick: Annotated[bool, typer.Option(help="Short prompt lists, one run.")] = False,
-    forced: Annotated[
-        str, typer.Option(help='JSON lines {id, answer} to decode instead of own answers, or "gold".')
-    ] = "",
+    forced: Annotated[str, typer.Option(help='JSON lines {id, answer} to decode, not own answers; or "gold".')] = "",
     json_path: Annotated[Path | None, typer.Option("--json", help="Write the result here, too.")] = None,
     data: Annotated[Path | None, typer.Option(help="Data folder; by default shared/data beside the checkout.")] = None,
     target: Annotated[str, typer.Option(help="Model directory, name or GGUF file.")] = DEFAULT_TARGET,
-    dtype: Annotated[Dtype, typer.Option(help="Of the weights.")] = Dtype.FLOAT32,
+    dtype: Annotated[Literal["float32", "bfloat16"], typer.Option(help="Of the weights.")] = "float32",
     plots: Annotated[Path | None, typer.Option(help="Write PNG plots into this folder.")] = None,
     seed: Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Of the sampled runs.")] = 0,
-    runs: Annotated[
-        int | None, typer.Option(min=1, help="Their median counts; 3, or 1 with --quick; 5 where nothing is gained.")
-    ] = None,
-    num_prompts: Annotated[
-        int | None, typer.Option(min=1, help="Shorter prompt lists (grammar: of each part).")
-    ] = None,
+    runs: Annotated[int | None, typer.Option(min=1, help="Their median counts; 3, or 1 with --quick.")] = None,
+    num_prompts: Annotated[int | None, typer.Option(min=1, help="Shorter lists (grammar: of each part).")] = None,
     peers: Annotated[bool, typer.Option(help="Run transformers beside.")] = True,
     full: Annotated[bool, typer.Option(help="Retrieval: a million vectors, 100,000 passages, 10,000 queries.")] = False,
     reranker: Annotated[str, typer.Option(help="Retrieval: a cross-encoder's directory or name.")] = "",
@@ -93,11 +74,11 @@ def main(
     transformers_logging.disable_progress_bar()
     measured_commit = commit()  # Why now: the checkout may move on before a long run ends
     try:
-        config = load_config(None, **{"target.model": target, "target.dtype": dtype.value})
+        config = load_config(None, **{"target.model": target, "target.dtype": dtype})
         settings = Settings(
             target=config.target,
             data_dir=data_folder(data),
-            cache_dir=cache_folder(),
+            cache_dir=cache_folder() / "benchmark",
             plan=Repetitions(runs or (1 if quick else 3), 3 if quick else 12, seed),
             quick=quick,
             forced=forced,
@@ -122,7 +103,7 @@ def main(
 
 def measure_suite(name: str, settings: Settings, tick: Tick) -> tuple[Suite, Outcome]:
     """Raises: the errors of the suite."""
-    with ray_session("local") if name in IN_RAY else contextlib.nullcontext():
+    with ray_session("local") if name in _IN_RAY else contextlib.nullcontext():
         suite = find_suite(name, SUITES)
         return suite, suite.measure(settings, tick)
 
@@ -134,24 +115,13 @@ def data_folder(given: Path | None) -> Path | None:
     return given or (DEFAULT_DATA if DEFAULT_DATA.is_dir() else None)
 
 
-def cache_folder() -> Path:
-    """Where indexes are kept between runs: below $XDG_CACHE_HOME, or ~/.cache."""
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "ragspec" / "benchmark"
-
-
 def commit() -> str:
     """The commit of this checkout, with "-dirty" if files differ from it; "unknown" outside a checkout."""
+    command = ["git", "--no-optional-locks", "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty"]
     try:
-        head = _git("rev-parse", "HEAD")
-        return head + ("-dirty" if _git("status", "--porcelain", "--untracked-files=no") else "")
+        return subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
-
-
-def _git(*arguments: str) -> str:
-    command = ["git", "--no-optional-locks", "-C", str(ROOT), *arguments]
-    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
 
 
 @contextlib.contextmanager

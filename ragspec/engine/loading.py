@@ -71,7 +71,7 @@ def load_engine(
             target,
             tested.numerics_id,
             num_threads,
-            partial(_forward_s, target),
+            partial(forward_s, target),
             lambda: measure_costs(target, max_step_tokens),
         )
         planner = planner_class(make_drafters(target, drafting), costs, drafting.max_tree_nodes, target.vocab_size)
@@ -92,7 +92,7 @@ def choose_num_threads(target: Target, most: int) -> int:
 
     def seconds(num_threads: int) -> float:
         set_num_threads(num_threads)
-        return _forward_s(target, _TYPICAL_ROWS, _TYPICAL_ROWS)
+        return forward_s(target, _TYPICAL_ROWS, _TYPICAL_ROWS)
 
     fastest = _fastest(list(dict.fromkeys((most, 1))), seconds)
     set_num_threads(fastest)
@@ -158,14 +158,14 @@ def measure_costs(target: Target, max_rows: int) -> CostTable:
     room = min(target.max_context_tokens, target.pool.num_slots - PAGE)
     max_rows = min(max_rows, 128, room // 2)
     contexts = [c for c in (128, 1024) if c + max_rows <= room] or [room // 2]
-    return CostTable.measure(partial(_forward_s, target), contexts, max_rows)
+    return CostTable.measure(partial(forward_s, target), contexts, max_rows)
 
 
-def _forward_s(target: Target, num_rows: int, context: int) -> float:
-    """Seconds of one forward of arbitrary tokens over a context of arbitrary content."""
+def forward_s(target: Target, num_rows: int, context: int, parents: SequenceOf[int] = (-1,)) -> float:
+    """Seconds of one forward of arbitrary tokens, the last as nodes of a tree, over a context of arbitrary content."""
     slots = SequenceSlots(target.pool)
     slots.keep(*slots.reserve(context), list(range(context)))
-    batch = Batch([ScheduledSequence(slots, np.arange(num_rows, dtype=np.int32) % target.vocab_size)])
+    batch = Batch([ScheduledSequence(slots, np.arange(num_rows, dtype=np.int32) % target.vocab_size, parents)])
     begin = time.perf_counter()
     target.forward(batch.token_ids, batch.metadata, np.arange(num_rows, dtype=np.int32))
     elapsed = time.perf_counter() - begin

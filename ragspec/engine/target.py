@@ -16,7 +16,7 @@ import functools
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import Any, Self, cast
 
 import numpy as np
 import torch
@@ -81,7 +81,7 @@ class Target:
         self.pool = KvPool(self.shapes, num_kv_slots)
 
     @classmethod
-    def load(cls, config: TargetConfig, num_kv_slots: int, ranks: Ranks = ONE_RANK) -> Target:
+    def load(cls, config: TargetConfig, num_kv_slots: int, ranks: Ranks = ONE_RANK) -> Self:
         """Read weights (safetensors, .bin without pickled code, or GGUF) and tokenizer, and merge the adapter.
 
         Each rank of a group reads its own part. Raises: ModelError, SaveError.

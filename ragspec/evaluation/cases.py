@@ -36,9 +36,7 @@ class Case:
 
 def rag_cases(questions: Sequence[Question], retriever: RetrieverLike, prompts: PromptBuilder) -> Iterator[Case]:
     """Retrieve passages for each question and build its prompt as the pipeline does, one question at a time."""
-    retriever.retrieve(
-        [question.text for question in questions[:1]], RAG_PASSAGES, PUBLIC_SCOPE
-    )  # Why: the first one warms up
+    retriever.retrieve([q.text for q in questions[:1]], RAG_PASSAGES, PUBLIC_SCOPE)  # Why: the first one warms up
     for question in questions:
         begin = time.perf_counter()
         (found,) = retriever.retrieve([question.text], RAG_PASSAGES, PUBLIC_SCOPE).passages

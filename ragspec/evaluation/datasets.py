@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Mapping, Sequence
-from collections.abc import Sequence as SequenceOf
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, TypeVar
 
 from ragspec.config import IndexConfig
@@ -33,7 +31,7 @@ T = TypeVar("T")
 _LIST_SEED = 13
 _LONG_WORDS = range(20, 41)
 JFLEG, LONG, CLEAN = "jfleg", "long", "clean"
-GRAMMAR_SIZES = {JFLEG: 200, LONG: 100, CLEAN: 100}
+NUM_SENTENCES = 100
 NUM_QUESTIONS = 200
 
 
@@ -75,10 +73,9 @@ def squad_list(data_dir: Path, count: int = NUM_QUESTIONS) -> RagList:
     """
     open_dir = data_dir / "squad_open"
     held_out = {qa["id"] for a in held_out_articles(data_dir) for p in a["paragraphs"] for qa in p["qas"]}
-    rows = [json.loads(line) for line in lines_of(open_dir / "questions_dev.jsonl")]
     questions = [
         Question(row["id"], normalise(row["question"]), tuple(row["answers"]), row["gold"])
-        for row in rows
+        for _, row in json_rows(open_dir / "questions_dev.jsonl")
         if row["id"] in held_out
     ]
     names = ("corpus.jsonl", "corpus_distractors.jsonl")
@@ -98,16 +95,15 @@ def stdlib_list(count: int = NUM_QUESTIONS) -> RagList:
     return RagList("embedded standard-library corpus", documents, fixed_sample(questions, count))
 
 
-def grammar_list(
-    data_dir: Path, per_part: int | None = None, sizes: Mapping[str, int] = MappingProxyType({})
-) -> list[Sentence]:
-    """JFLEG dev, corrupted sentences of 20-40 words, and clean sentences; at most `per_part` of each. `sizes`
-    overrides the usual sizes.
+def grammar_list(data_dir: Path, per_part: int | None = None, num_jfleg: int = 200) -> list[Sentence]:
+    """`num_jfleg` sentences of JFLEG dev, 100 corrupted sentences of 20-40 words, and 100 clean sentences; at most
+    `per_part` of each.
 
     Raises: InputError if the files are not there.
     """
-    sizes = {part: min(size, per_part or size) for part, size in {**GRAMMAR_SIZES, **sizes}.items()}
-    clean = clean_sentences(data_dir, GRAMMAR_SIZES[CLEAN])[: sizes[CLEAN]]
+    sizes = {JFLEG: num_jfleg, LONG: NUM_SENTENCES, CLEAN: NUM_SENTENCES}
+    sizes = {part: min(size, per_part or size) for part, size in sizes.items()}
+    clean = clean_sentences(data_dir, NUM_SENTENCES)[: sizes[CLEAN]]
     return [
         *_jfleg(data_dir, sizes[JFLEG]),
         *_long_sentences(data_dir, sizes[LONG]),
@@ -117,14 +113,18 @@ def grammar_list(
 
 def held_out_articles(data_dir: Path) -> list[dict[str, Any]]:
     """The articles of SQuAD dev 1.1 that training never sees."""
-    articles = json.loads("".join(lines_of(data_dir / "squad" / "dev-v1.1.json")))["data"]
-    return list(articles[-NUM_EVAL_ARTICLES:])
+    path = data_dir / "squad" / "dev-v1.1.json"
+    return list(parse_json("".join(lines_of(path)), path)["data"][-NUM_EVAL_ARTICLES:])
+
+
+def _held_out_sentences(data_dir: Path) -> list[str]:
+    paragraphs = [p for article in held_out_articles(data_dir) for p in article["paragraphs"]]
+    return [s for p in paragraphs for s in split_sentences(normalise(p["context"]))]
 
 
 def clean_sentences(data_dir: Path, count: int) -> list[str]:
     """Sentences of 8-30 words of the held-out articles."""
-    articles = json.loads((data_dir / "squad/dev-v1.1.json").read_text())["data"][-NUM_EVAL_ARTICLES:]
-    sentences = [s for a in articles for p in a["paragraphs"] for s in split_sentences(normalise(p["context"]))]
+    sentences = _held_out_sentences(data_dir)
     return random.Random(0).sample([s for s in sentences if 8 <= len(s.split()) <= 30 and s[-1] == "."], count)
 
 
@@ -139,8 +139,7 @@ def _jfleg(data_dir: Path, count: int) -> list[Sentence]:
 
 def correct_sentences(data_dir: Path, count: int) -> list[str]:
     """Sentences of 20 to 40 words of the held-out articles; the same sentences every time."""
-    paragraphs = [p for article in held_out_articles(data_dir) for p in article["paragraphs"]]
-    sentences = dict.fromkeys(s for p in paragraphs for s in split_sentences(normalise(p["context"])))
+    sentences = dict.fromkeys(_held_out_sentences(data_dir))
     return fixed_sample([s for s in sentences if len(s.split()) in _LONG_WORDS and s.endswith(".")], count)
 
 
@@ -153,7 +152,7 @@ def _long_sentences(data_dir: Path, count: int) -> list[Sentence]:
     ]
 
 
-def fixed_sample(items: SequenceOf[T], count: int) -> list[T]:
+def fixed_sample(items: Sequence[T], count: int) -> list[T]:
     """The first `count` of one fixed shuffle, so a short list is the beginning of a long one."""
     shuffled = list(items)
     random.Random(_LIST_SEED).shuffle(shuffled)
@@ -163,8 +162,22 @@ def fixed_sample(items: SequenceOf[T], count: int) -> list[T]:
 def lines_of(path: Path) -> list[str]:
     try:
         return path.read_text(encoding="utf-8").splitlines()
-    except OSError as cause:
-        raise InputError(f"this suite needs {path}: {cause.strerror}") from cause
+    except (OSError, UnicodeDecodeError) as cause:
+        raise InputError(f"this suite needs {path}: {cause}") from cause
+
+
+def json_rows(path: Path) -> Iterator[tuple[str, Any]]:
+    """The JSON of every line, after the line's place for messages. Raises: InputError."""
+    for number, line in enumerate(lines_of(path), 1):
+        where = f"{path}, line {number}"
+        yield where, parse_json(line, where)
+
+
+def parse_json(text: str, where: object) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError as cause:
+        raise InputError(f"{where}: not JSON ({cause})") from cause
 
 
 def cached_store(

@@ -8,12 +8,10 @@ import gc
 import platform
 import resource
 import time
+from importlib.metadata import version
 from pathlib import Path
 
-import numba
-import numpy as np
 import torch
-import transformers
 from transformers import AutoConfig
 
 from ragspec.engine.checkpoints.target_files import target_folder
@@ -73,10 +71,5 @@ def read_bandwidth(num_bytes: int, repeats: int = 7) -> float:
 
 
 def versions() -> dict[str, str]:
-    return {
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "numba": numba.__version__,
-        "numpy": np.__version__,
-    }
+    packages = ("torch", "transformers", "numba", "numpy")
+    return {"python": platform.python_version()} | {name: version(name) for name in packages}

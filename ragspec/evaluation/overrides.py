@@ -11,9 +11,7 @@ Every forward runs as usual; only the decision of each token is replaced. Result
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Sequence
-from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,7 +25,7 @@ from ragspec.drafting.drafter import SequenceView
 from ragspec.drafting.planner import Planner
 from ragspec.drafting.safe_drafter import SafeDrafter
 from ragspec.errors import InputError
-from ragspec.evaluation.datasets import Question
+from ragspec.evaluation.datasets import Question, json_rows
 from ragspec.rag.wording import ABSTENTION, quoted_answer
 from ragspec.retrieval.chunking import sentences
 from ragspec.training.sentences import best_sentence, common_answer
@@ -35,30 +33,20 @@ from ragspec.tree import DraftTree
 from ragspec.verification.sampling import KeyedSampler, Sampler
 
 
-class ForcedSampler:
-    """Decides the given tokens in order, whatever the logits; repeats the last token after their end."""
-
-    def __init__(self, token_ids: Sequence[int]) -> None:
-        self._token_ids = token_ids
-        self._index = 0
-
-    def __call__(self, logits: NDArray[np.float32]) -> int:
-        token = self._token_ids[min(self._index, len(self._token_ids) - 1)]
-        self._index += 1
-        return token
-
-
 @dataclass(slots=True)
-class OverruledSampler:
-    """Samples every token, then overrules the sample by the given tokens; `repeats` the last given token for ever."""
+class ForcedSampler:
+    """Decides the given tokens in order, whatever the logits; `repeats` the last given token for ever.
 
-    sampler: Sampler
+    With a `sampler`, every token is sampled as well, and then overruled. Without `repeats`, samples follow the given tokens.
+    """
+
     token_ids: Sequence[int]
-    repeats: bool
+    sampler: Sampler | None = None
+    repeats: bool = True
     index: int = 0
 
     def __call__(self, logits: NDArray[np.float32]) -> int:
-        sampled = self.sampler(logits)
+        sampled = self.sampler(logits) if self.sampler else 0
         at = min(self.index, len(self.token_ids) - 1) if self.repeats else self.index
         self.index += 1
         return self.token_ids[at] if at < len(self.token_ids) else sampled
@@ -97,7 +85,7 @@ class OverruledAnswers(ForcedAnswers):
     def __call__(self, request: Request, seed: int, choice: int) -> Sampler:
         keyed = keyed_sampler(request, seed, choice)
         given = self.get(request.id) if self._repeats else self._answers.pop(request.id, None)
-        return keyed if given is None else OverruledSampler(keyed, given, self._repeats)
+        return keyed if given is None else ForcedSampler(given, keyed, self._repeats)
 
 
 def keyed_sampler(request: Request, seed: int, choice: int) -> KeyedSampler:
@@ -107,15 +95,12 @@ def keyed_sampler(request: Request, seed: int, choice: int) -> KeyedSampler:
 
 def read_answers(path: Path) -> dict[str, str]:
     """Answers by id from JSON lines `{"id": ..., "answer": ...}`. Raises: InputError with the line."""
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as cause:
-        raise InputError(f"cannot read the forced answers {path}: {cause}") from cause
     answers: dict[str, str] = {}
-    for number, line in enumerate(lines, 1):
-        row = _row(line, f"{path}, line {number}")
+    for where, row in json_rows(path):
+        if not isinstance(row, dict) or not all(isinstance(row.get(key), str) and row[key] for key in ("id", "answer")):
+            raise InputError(f'{where}: must be an object with the texts "id" and "answer"')
         if row["id"] in answers:
-            raise InputError(f"{path}, line {number}: the id {row['id']!r} comes twice")
+            raise InputError(f"{where}: the id {row['id']!r} comes twice")
         answers[row["id"]] = row["answer"]
     return answers
 
@@ -145,23 +130,13 @@ def _gold_answer(question: Question, passages: Sequence[Passage]) -> str:
     return ABSTENTION
 
 
-def _row(line: str, where: str) -> dict[str, str]:
-    try:
-        row = json.loads(line)
-    except ValueError as cause:
-        raise InputError(f"{where}: not JSON ({cause})") from cause
-    if not isinstance(row, dict) or not all(isinstance(row.get(key), str) and row[key] for key in ("id", "answer")):
-        raise InputError(f'{where}: must be an object with the texts "id" and "answer"')
-    return row
-
-
 class _FreeStep(StepPlan):
     """Time does not count: every draft saves time, and no tree is cut for its cost."""
 
     def token_s(self) -> float:
         return 0.0
 
-    def saved_s(self, gains: SequenceOf[float]) -> float:
+    def saved_s(self, gains: Sequence[float]) -> float:
         return 1e9 * len(gains)
 
     def fit(self, spare_rows: int) -> list[DraftTree]:

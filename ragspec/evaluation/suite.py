@@ -13,24 +13,29 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from ragspec.config import DraftingConfig, EncoderConfig, EngineConfig, TargetConfig
+from ragspec.drafting.cost_model import CostTable
 from ragspec.drafting.planner import Planner
-from ragspec.engine.admission import SamplerFactory
+from ragspec.engine.admission import Admission, SamplerFactory
 from ragspec.engine.engine import Engine
-from ragspec.engine.loading import load_engine
+from ragspec.engine.loading import load_engine, make_drafters, measure_costs
+from ragspec.engine.target import Target
 from ragspec.errors import ConfigError, ModelError
 from ragspec.evaluation.datasets import RagList, cached_retriever, squad_list, stdlib_list
 from ragspec.evaluation.plots import Figures
 from ragspec.evaluation.report import Metric, Result, Table
 from ragspec.evaluation.timing import Tick
+from ragspec.numerics.kv_cache import KvPool
 from ragspec.retrieval.encoder import Encoder
 from ragspec.retrieval.retriever import Retriever
 
 if TYPE_CHECKING:
     from ragspec.evaluation.suites.generation import MeasuredGeneration
     from ragspec.evaluation.suites.iterative.suite import RemoteOpeners
+
+AnyEngine = TypeVar("AnyEngine", bound=Engine)
 
 QUICK_QUESTIONS = 40
 CONCURRENCY = 8
@@ -161,3 +166,18 @@ def open_engine(
     except ModelError:
         fast = config.model_copy(update={"exactness": "fast"})
         return load(fast, engine_config(), drafting), False
+
+
+def engine_over(
+    engine_class: type[AnyEngine],
+    target: Target,
+    config: EngineConfig,
+    costs: CostTable | None = None,
+    make_sampler: SamplerFactory | None = None,
+) -> AnyEngine:
+    """An engine with the default drafters over a loaded target, whose pool it replaces. Measures `costs` by default."""
+    drafting = DraftingConfig()
+    target.pool = KvPool(target.shapes, config.max_kv_tokens)
+    drafters, costs = make_drafters(target, drafting), costs or measure_costs(target, config.max_step_tokens)
+    planner = Planner(drafters, costs, drafting.max_tree_nodes, target.vocab_size)
+    return engine_class(target, planner, Admission(target, "benchmark", make_sampler), config)

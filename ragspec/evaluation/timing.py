@@ -125,7 +125,8 @@ class Timings:
 
     def tokens_per_s(self, name: str) -> float | None:
         """Tokens after the first, a second of decoding."""
-        rates = ((_num_decoded(table), self.decode_s(name, n)) for n, table in enumerate(self.runs[name]))
+        num_tokens = [sum(len(run.token_ids) - 1 for run in table) for table in self.runs[name]]
+        rates = ((tokens, self.decode_s(name, n)) for n, tokens in enumerate(num_tokens))
         return _median(tokens / seconds for tokens, seconds in rates if seconds > 0)
 
     def step_s(self, name: str) -> float | None:
@@ -137,10 +138,6 @@ class Timings:
         """Tokens emitted a step, the bonus token included, the prompt's step counted."""
         runs = [run for table in self.runs[name] for run in table]
         return sum(len(run.token_ids) for run in runs) / max(1, sum(run.num_steps for run in runs))
-
-
-def _num_decoded(runs: Sequence[TimedGeneration]) -> int:
-    return sum(len(run.token_ids) - 1 for run in runs)
 
 
 def _median(values: Iterable[float]) -> float | None:
@@ -209,7 +206,9 @@ class EngineDecoder:
         return TimedBatch(runs, wall_s)
 
     def _request(self, case: Case) -> Request:
-        params = SamplingParams(max_tokens=case.max_tokens, seed=_case_seed(self._seed, case.id), **self._sampling)
+        digest = hashlib.sha256(f"{self._seed}:{case.id}".encode()).digest()
+        seed = int.from_bytes(digest[:8], "little")
+        params = SamplingParams(max_tokens=case.max_tokens, seed=seed, **self._sampling)
         salt = f"run-{next(_SALTS)}"  # Why: a tenant of its own shares no cached prefix
         return Request(case.id, case.prompt_ids, params, case.sources, salt, self._speculation)
 
@@ -217,10 +216,6 @@ class EngineDecoder:
 def _run(completion: Completion, first_s: float, decode_s: float) -> TimedGeneration:
     stats = completion.stats
     return TimedGeneration(completion.token_ids, first_s, decode_s, stats.num_steps, completion.text, stats)
-
-
-def _case_seed(seed: int, case_id: str) -> int:
-    return int.from_bytes(hashlib.sha256(f"{seed}:{case_id}".encode()).digest()[:8], "little")
 
 
 class Equality:

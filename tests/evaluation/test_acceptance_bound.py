@@ -28,16 +28,7 @@ def small_tree() -> DraftTree:
 def test_expected_acceptance_is_the_sum_of_path_probabilities() -> None:
     """Bug guarded: a node's own probability taken for that of its path, or a sibling's row for the parent's."""
     logits = np.log(np.array([[0.2, 0.5, 0.3], [0.6, 0.3, 0.1], [0.1, 0.1, 0.8], [0.3, 0.3, 0.4]], np.float32))
-    assert expected_accepted(small_tree(), logits, 1.0) == pytest.approx(0.5 + 0.3 + 0.5 * 0.6, abs=1e-6)
-
-
-def test_temperature_changes_the_probabilities() -> None:
-    """Bug guarded: the probabilities at T=1 whatever the temperature."""
-    logits = np.zeros((4, 3), np.float32)
-    logits[:, 1] = 1.0
-    cold = expected_accepted(small_tree(), logits, 0.05)
-    assert cold == pytest.approx(1.0, abs=1e-6)
-    assert expected_accepted(DraftTree(0), logits, 1.0) == 0.0
+    assert expected_accepted(small_tree(), logits) == pytest.approx(0.5 + 0.3 + 0.5 * 0.6, abs=1e-6)
 
 
 def test_sampling_accepts_as_many_as_expected() -> None:
@@ -50,5 +41,5 @@ def test_sampling_accepts_as_many_as_expected() -> None:
         len(verify(tree, logits, KeyedSampler(Request("r", (0,), params), seed, 0, (), []), 10).path)
         for seed in range(num_draws)
     )
-    expected = expected_accepted(tree, logits, 1.0)
+    expected = expected_accepted(tree, logits)
     assert accepted / num_draws == pytest.approx(expected, abs=4 * 1.0 / math.sqrt(num_draws))

@@ -10,7 +10,7 @@ import pytest
 from letter_encoder import LetterEncoder
 
 from ragspec.config import RetrieverConfig
-from ragspec.errors import ConfigError
+from ragspec.errors import InputError
 from ragspec.evaluation.suites.follow_ups import (
     AS_ASKED,
     PERSON,
@@ -125,5 +125,5 @@ def test_fewer_questions_come_from_all_over(data: Path) -> None:
 
 def test_missing_data_is_named(tmp_path: Path) -> None:
     """A suite that measured nothing reported nothing wrong."""
-    with pytest.raises(ConfigError, match="canard"):
+    with pytest.raises(InputError, match="canard"):
         measure_follow_ups(tmp_path, LetterEncoder())

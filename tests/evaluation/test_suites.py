@@ -28,7 +28,7 @@ from ragspec.evaluation.suite import Settings, engine_config, find_suite, run_su
 from ragspec.evaluation.suites import target as target_suite
 from ragspec.evaluation.suites.dense_step import FastestStep
 from ragspec.evaluation.suites.generation import GenerationSuite
-from ragspec.evaluation.suites.numerics import ModelSize, numerics_suite
+from ragspec.evaluation.suites.numerics import ModelSize, run_numerics
 from ragspec.evaluation.suites.target import Generate, Retrieve
 from ragspec.evaluation.timing import SPECULATIVE, Decoder, TimedGeneration, Timings
 from ragspec.numerics.batch import Batch, ScheduledSequence
@@ -126,7 +126,7 @@ def test_peer_decodes_forced_answers_too(engine: Engine, settings: Settings) -> 
 def test_numerics_suite_reports_both_types(settings: Settings) -> None:
     """Bug guarded: a cost without its two times, or a type that was left out."""
     sizes = [ModelSize("target", settings.target.model)]
-    result = complete({"suite": "numerics"} | numerics_suite(settings.target, 0, True, no_tick, sizes))
+    result = complete({"suite": "numerics"} | run_numerics(settings, no_tick, sizes).result)
     assert result["bitwise"] is True
     assert result["self_test"] == {"target float32": True, "target bfloat16": True}
     assert result["plain_vs_generate"] == result["plain_vs_generate_1k"]["target float32"] > 0

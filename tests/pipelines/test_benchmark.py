@@ -70,15 +70,6 @@ def test_errors_are_one_line(options: list[str]) -> None:
     assert "error:" in done.stderr and done.stdout == ""
 
 
-def test_cache_follows_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Bug guarded: indexes written into the checkout or past XDG_CACHE_HOME."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert benchmark.cache_folder() == tmp_path / "ragspec" / "benchmark"
-    monkeypatch.delenv("XDG_CACHE_HOME")
-    monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    assert benchmark.cache_folder() == tmp_path / "home" / ".cache" / "ragspec" / "benchmark"
-
-
 def test_grammar_without_data_says_what_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bug guarded: a traceback on a machine without the data folder."""
     monkeypatch.setattr(benchmark, "DEFAULT_DATA", tmp_path / "none")

@@ -113,7 +113,7 @@ class ClusterSuite:
         bench = StepOverhead(self._size, self._cases, texts, self._settings.plan.seed)
         rows = bench.measure(1, self._plan.num_alone, self._tick)
         rows += bench.measure(8, len(self._cases), self._tick)
-        return [row | {"num_parameters": bench.num_parameters} for row in rows], bench.costs
+        return rows, bench.costs
 
     def _scaling(self, costs: CostTable) -> Result:
         successors = usual_successors([case.prompt_ids for case in self._cases])

@@ -14,17 +14,15 @@ its own dialogue. Nobody made its questions standalone.
 from __future__ import annotations
 
 import hashlib
-import json
 import re
 import tempfile
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from ragspec.config import RetrieverConfig
 from ragspec.core import Document, Heading
-from ragspec.errors import ConfigError
+from ragspec.evaluation.datasets import json_rows, lines_of, parse_json
 from ragspec.evaluation.timing import Tick, no_tick
 from ragspec.rag.chat.conversations import QaPair
 from ragspec.rag.chat.rewrite_rules import rewrite_by_rules
@@ -40,8 +38,7 @@ _FACT = re.compile(r"\d|(?<=[a-z,] )[A-Z]")
 _LEAST_WORDS = 3
 
 
-@dataclass(frozen=True, slots=True)
-class FollowUp:
+class FollowUp(NamedTuple):
     """`half`: the rewriting rules were tuned on one half of the dialogues and are measured on the other.
     `rewrite`: by a person."""
 
@@ -52,17 +49,16 @@ class FollowUp:
     rewrite: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class FollowUpSet:
+class FollowUpSet(NamedTuple):
     name: str
-    documents: tuple[Document, ...]
-    questions: tuple[FollowUp, ...]
+    documents: list[Document]
+    questions: list[FollowUp]
 
 
 def read_canard(path: Path) -> FollowUpSet:
-    """Raises: ConfigError."""
+    """Raises: InputError."""
     dialogues: dict[str, dict[int, dict[str, Any]]] = {}
-    for row in _json(path.read_text(encoding="utf-8") if path.exists() else "", path):
+    for row in parse_json("".join(lines_of(path)), path):
         dialogues.setdefault(row["QuAC_dialog_id"], {})[row["Question_no"]] = row
     documents: list[Document] = []
     questions: list[FollowUp] = []
@@ -77,15 +73,14 @@ def read_canard(path: Path) -> FollowUpSet:
             if number > 1 and 1 in rows and number in rows:
                 said = (QaPair(rows[1]["Rewrite"], turns[0].answer), *turns[1 : number - 1])
                 questions.append(FollowUp(turn.question, said, gold, half_of(title), rows[number]["Rewrite"]))
-    return FollowUpSet("canard", tuple(documents), tuple(questions))
+    return FollowUpSet("canard", documents, questions)
 
 
 def read_sgd(path: Path) -> FollowUpSet:
-    """Raises: ConfigError."""
+    """Raises: InputError."""
     documents: list[Document] = []
     questions: list[FollowUp] = []
-    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-    for dialogue in _json("[" + ",".join(lines) + "]" if lines else "", path):
+    for _, dialogue in json_rows(path):
         name, texts = f"sgd:{dialogue['id']}", [text for _, text in dialogue["turns"]]
         turns = [QaPair(*texts[n : n + 2]) for n in range(0, len(texts) - 1, 2)]
         stated = " ".join(sentence for turn in turns for sentence in _stated(turn.answer))
@@ -93,9 +88,9 @@ def read_sgd(path: Path) -> FollowUpSet:
             continue
         documents.append(Document(name, stated))
         for number, turn in enumerate(turns):
-            if number and "?" in turn.question and any(_stated(turn.answer)):
+            if number and "?" in turn.question and _stated(turn.answer):
                 questions.append(FollowUp(turn.question, tuple(turns[:number]), name, half_of(name)))
-    return FollowUpSet("sgd", tuple(documents), tuple(questions))
+    return FollowUpSet("sgd", documents, questions)
 
 
 def half_of(name: str) -> Half:
@@ -103,21 +98,10 @@ def half_of(name: str) -> Half:
     return "tuned" if hashlib.sha256(name.encode()).digest()[0] % 2 else "held_out"
 
 
-def _stated(answer: str) -> Iterator[str]:
+def _stated(answer: str) -> list[str]:
     """Sentences of an answer that state something: no questions, with a number or a name."""
-    for match in _SENTENCE.finditer(answer):
-        sentence = match.group().strip()
-        if not sentence.endswith("?") and _FACT.search(sentence):
-            yield sentence
-
-
-def _json(text: str, path: Path) -> Any:
-    if not text:
-        raise ConfigError(f"{path} does not exist")
-    try:
-        return json.loads(text)
-    except ValueError as cause:
-        raise ConfigError(f"{path} is not what it should be: {cause}") from cause
+    sentences = (match.group().strip() for match in _SENTENCE.finditer(answer))
+    return [sentence for sentence in sentences if not sentence.endswith("?") and _FACT.search(sentence)]
 
 
 AS_ASKED, RULES, PERSON = "as asked", "rules", "person"
@@ -139,7 +123,7 @@ def measure_follow_ups(
 ) -> Recalls:
     """Recall over one half of each set, at most `num_rows` questions of it; the corpora stay whole.
 
-    `data` holds the folders canard and sgd. Raises: ConfigError if the data is not there.
+    `data` holds the folders canard and sgd. Raises: InputError if the data is not there.
     """
     recalls: Recalls = {}
     for each in (read_canard(data / "canard" / "dev.json"), read_sgd(data / "sgd" / "dev.jsonl")):
@@ -174,6 +158,5 @@ def _recall(name: str, questions: Sequence[FollowUp], retriever: Retriever, k: i
 
 def spread(questions: Sequence[FollowUp], most: int | None) -> list[FollowUp]:
     """At most so many questions, evenly spaced over the list."""
-    if most is None or len(questions) <= most:
-        return list(questions)
-    return [questions[number * len(questions) // most] for number in range(most)]
+    count = len(questions) if most is None else min(most, len(questions))
+    return [questions[number * len(questions) // count] for number in range(count)]

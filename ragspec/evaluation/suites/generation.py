@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from ragspec.config import DraftingConfig
 from ragspec.core import CopySource
 from ragspec.engine.engine import Engine
 from ragspec.errors import InputError
@@ -23,7 +22,7 @@ from ragspec.evaluation.machine import PeakMemory, read_bandwidth, weight_bytes
 from ragspec.evaluation.overrides import ForcedAnswers, answer_ids
 from ragspec.evaluation.peers import LOOKUP_TOKENS, TransformersDecoder, load_peer
 from ragspec.evaluation.report import Result
-from ragspec.evaluation.suite import CONCURRENCY, Repetitions, Settings, engine_config
+from ragspec.evaluation.suite import CONCURRENCY, Repetitions, Settings
 from ragspec.evaluation.suites.acceptance_bound import t1_bound
 from ragspec.evaluation.timing import (
     GENERATE,
@@ -172,7 +171,7 @@ def measure_engine(
     if measured.sampled is not None:
         tick("bound at T=1", 0, 1)
         length = measured.greedy.acceptance_length(SPECULATIVE)
-        bound = t1_bound(engine.target, engine_config(), DraftingConfig(), cases, length, settings.plan.seed)
+        bound = t1_bound(engine.target, cases, length, settings.plan.seed)
         measured.result.update(bound)
         tick("bound at T=1", 1, 1)
     return measured

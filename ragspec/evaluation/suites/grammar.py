@@ -125,7 +125,7 @@ class GrammarPart:
         return {"identical_corrections": equal == len(texts), "identical_corrections_counts": counts}
 
     def _quality(self) -> Result:
-        sentences = grammar_list(self._data_dir, self._plan.num_jfleg, {JFLEG: self._plan.num_jfleg})
+        sentences = grammar_list(self._data_dir, self._plan.num_jfleg, self._plan.num_jfleg)
         jfleg, clean = ([s for s in sentences if s.part == part] for part in (JFLEG, CLEAN))
         corrected = [c.corrected for c in self._grammar.correct_many([s.text for s in jfleg])]
         sources, references = [s.text.split() for s in jfleg], [[r.split() for r in s.references] for s in jfleg]
@@ -153,7 +153,7 @@ class GrammarPart:
     def _texts(self, count: int) -> list[str]:
         """Learners' sentences first, then edited sentences."""
         rng = random.Random(_SEED)
-        learners = [s.text for s in grammar_list(self._data_dir, None, {JFLEG: 754})]
+        learners = [s.text for s in grammar_list(self._data_dir, num_jfleg=754)]
         rest = correct_sentences(self._data_dir, max(0, count - len(learners)))
         return [*learners, *(edited_sentence(text, DOCUMENT_RATE, rng) for text in rest)][:count]
 

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -15,22 +15,21 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaC
 
 from ragspec.config import EngineConfig, TargetConfig
 from ragspec.drafting.cost_model import CostTable
-from ragspec.drafting.planner import Planner
-from ragspec.engine.admission import Admission
 from ragspec.engine.checkpoints.target_files import target_folder
 from ragspec.engine.engine import Engine
+from ragspec.engine.loading import forward_s
 from ragspec.engine.target import Target
 from ragspec.evaluation.cases import Case
 from ragspec.evaluation.machine import PeakMemory
 from ragspec.evaluation.peers import TransformersDecoder
 from ragspec.evaluation.report import PEAK_MEMORY, Metric, Result, nested
-from ragspec.evaluation.suite import Outcome, Settings, Suite
+from ragspec.evaluation.suite import Outcome, Settings, Suite, engine_over
 from ragspec.evaluation.suites.dense_step import FastestStep
 from ragspec.evaluation.timing import GENERATE, PLAIN, Decoder, EngineDecoder, Tick, Timings
-from ragspec.numerics.batch import Batch, ScheduledSequence
-from ragspec.numerics.kv_cache import KvPool, SequenceSlots
 from ragspec.numerics.self_test import self_test
 from ragspec.numerics.threads import num_processors, run_in_thread
+
+AnyTarget = TypeVar("AnyTarget", bound=Target)
 
 ROWS = (1, 4, 16, 64)
 STEP_CONTEXT = 512
@@ -48,36 +47,29 @@ class ModelSize(NamedTuple):
 
     def model(self, dtype: str, attention: str) -> Any:
         """The same weights every time."""
-        return run_in_thread(lambda: self._model(dtype, attention), num_processors())
-
-    def _model(self, dtype: str, attention: str) -> Any:
         options = {"dtype": getattr(torch, dtype), "attn_implementation": attention}
-        if self.config is None:
-            return AutoModelForCausalLM.from_pretrained(self.path, **options).eval()
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)
-            return AutoModelForCausalLM.from_config(self.config, **options).eval()
 
-    def target(self, dtype: str) -> Target:
+        def build() -> Any:
+            if self.config is None:
+                return AutoModelForCausalLM.from_pretrained(self.path, **options).eval()
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(0)
+                return AutoModelForCausalLM.from_config(self.config, **options).eval()
+
+        return run_in_thread(build, num_processors())
+
+    def target(self, kind: type[AnyTarget], dtype: str, num_slots: int = _KV_SLOTS) -> AnyTarget:
         """Raises: ModelError."""
         config = TargetConfig.model_validate({"model": self.path, "dtype": dtype})
         if self.config is None:
-            return run_in_thread(lambda: Target.load(config, _KV_SLOTS), num_processors())
+            return run_in_thread(lambda: kind.load(config, num_slots), num_processors())
         model, tokenizer = self.model(dtype, "ragspec"), AutoTokenizer.from_pretrained(self.path)
-        return run_in_thread(lambda: Target(model, tokenizer, config, _KV_SLOTS), num_processors())
+        return run_in_thread(lambda: kind(model, tokenizer, config, num_slots), num_processors())
 
     @property
     def max_context_tokens(self) -> int:
         config = self.config or AutoConfig.from_pretrained(self.path)
         return int(config.get_text_config().max_position_embeddings)
-
-
-class Repeats(NamedTuple):
-    """Repetitions of each measurement."""
-
-    steps: int
-    runs: int
-    tokens: int
 
 
 def model_sizes(config: TargetConfig) -> list[ModelSize]:
@@ -96,41 +88,39 @@ def model_sizes(config: TargetConfig) -> list[ModelSize]:
     return [ModelSize("target", target_folder(config)), ModelSize("random 100M", target_folder(config), random)]
 
 
-def numerics_suite(
-    config: TargetConfig, seed: int, quick: bool, tick: Tick, sizes: Sequence[ModelSize] | None = None
-) -> Result:
+def run_numerics(settings: Settings, tick: Tick, sizes: Sequence[ModelSize] | None = None) -> Outcome:
     """Self-test, step cost and plain decoding against transformers, for every size and both types of weights.
 
     `step_cost`: milliseconds of our step and of the fastest variant by rows, and our relative cost (negative: ours
-    is faster). `plain_vs_generate_1k`: transformers' seconds a token over ours.
+    is faster). `plain_vs_generate_1k`: transformers' seconds a token over ours. Raises: ModelError.
     """
-    effort = Repeats(7, 1, 16) if quick else Repeats(40, 3, 64)
+    memory, threads = PeakMemory(), num_processors()
+    num_steps, num_runs, num_tokens = (7, 1, 16) if settings.quick else (40, 3, 64)
     passed: dict[str, bool] = {}
     costs: dict[str, Result] = {}
     against: dict[str, float] = {}
-    pairs = [(size, dtype) for size in sizes or model_sizes(config) for dtype in DTYPES]
+    pairs = [(size, dtype) for size in sizes or model_sizes(settings.target) for dtype in DTYPES]
     for number, (size, dtype) in enumerate(pairs, 1):
         name = f"{size.name} {dtype}"
-        target = size.target(dtype)
-
-        def measure(target: Target = target, size: ModelSize = size, dtype: str = dtype) -> tuple[bool, Result]:
-            tested = self_test(target, target.max_context_tokens, dtype, num_processors())
-            return tested.passed, step_costs(target, size, dtype, effort.steps)
-
-        passed[name], costs[name] = run_in_thread(measure, num_processors())
-        against[name] = plain_against_generate(target, size, dtype, effort, seed)
+        target = size.target(Target, dtype)
+        tested = run_in_thread(partial(self_test, target, target.max_context_tokens, dtype, threads), threads)
+        passed[name] = tested.passed
+        costs[name] = run_in_thread(partial(step_costs, target, size, dtype, num_steps), threads)
+        against[name] = plain_against_generate(target, size, dtype, num_runs, num_tokens, settings.plan.seed)
         tick("sizes and types", number, len(pairs))
         gc.collect()
-    return {
+    result = {
         "label": f"{STEP_CONTEXT} tokens of context for a step, {GENERATE_CONTEXT} for decoding",
         "bitwise": all(passed.values()),
         "self_test": passed,
         "step_cost": costs,
         "largest_step_cost": max(value for cost in costs.values() for key, value in cost.items() if "cost" in key),
-        "plain_vs_generate": against.get(f"target {config.dtype}"),
+        "plain_vs_generate": against.get(f"target {settings.target.dtype}"),
         "plain_vs_generate_1k": against,
-        "num_runs": effort.runs,
+        "num_runs": num_runs,
+        "peak_pss_mb": memory.look(),
     }
+    return Outcome(result)
 
 
 def step_costs(target: Target, size: ModelSize, dtype: str, repeats: int) -> Result:
@@ -139,10 +129,10 @@ def step_costs(target: Target, size: ModelSize, dtype: str, repeats: int) -> Res
     variant = FastestStep(size.model(dtype, "ragspec"), context, max(ROWS))
     costs: Result = {}
     for num_rows in ROWS:
-        token_ids = np.arange(num_rows, dtype=np.int32) % target.vocab_size
+        chain = range(-1, num_rows - 1)
         ours_s, variant_s = _alternate(
-            partial(_invariant_step_s, target, token_ids, context),
-            partial(_seconds, variant.forward, torch.from_numpy(token_ids.astype(np.int64))),
+            partial(forward_s, target, num_rows, context, chain),
+            partial(_forward_s, variant, torch.arange(num_rows) % target.vocab_size),
             repeats,
         )
         rows = f"{num_rows} row{'s' if num_rows > 1 else ''}"
@@ -154,36 +144,25 @@ def step_costs(target: Target, size: ModelSize, dtype: str, repeats: int) -> Res
     return costs
 
 
-def plain_against_generate(target: Target, size: ModelSize, dtype: str, effort: Repeats, seed: int) -> float:
+def plain_against_generate(
+    target: Target, size: ModelSize, dtype: str, num_runs: int, num_tokens: int, seed: int
+) -> float:
     """Greedy decoding without an end after a long random prompt: transformers' seconds a token over ours."""
-    context = min(GENERATE_CONTEXT, size.max_context_tokens - effort.tokens - 1)
+    context = min(GENERATE_CONTEXT, size.max_context_tokens - num_tokens - 1)
     prompt = np.random.default_rng(seed).integers(0, target.vocab_size, context).tolist()
-    case = Case("long", "long", tuple(prompt), (), effort.tokens)
+    case = Case("long", "long", tuple(prompt), (), num_tokens)
     peer = size.model(dtype, "sdpa")
     peer.generation_config.eos_token_id = None
-    target.pool = KvPool(target.shapes, _KV_SLOTS)
-    planner = Planner([], CostTable({1: [1.0]}, rows=(1,)), 0)
-    settings = EngineConfig(max_kv_tokens=_KV_SLOTS, adaptive_threads=False)
-    with Engine(target, planner, Admission(target, "numerics"), settings) as engine:
+    config = EngineConfig(max_kv_tokens=_KV_SLOTS, adaptive_threads=False)
+    with engine_over(Engine, target, config, CostTable({1: [1.0]}, rows=(1,))) as engine:
         decoders: dict[str, Decoder] = {
             PLAIN: EngineDecoder(engine, speculation=False, seed=seed, ignore_eos=True),
             GENERATE: TransformersDecoder(peer, engine, ends=False),
         }
-        timings = Timings.measure(decoders, [case], effort.runs, num_warm_up=1)
+        timings = Timings.measure(decoders, [case], num_runs, num_warm_up=1)
     # Why not `ratio`: on random text near ties may fall differently, and the same number of tokens is enough here
-    pairs = [[timings.first_to_last_s(name, n) for name in (GENERATE, PLAIN)] for n in range(effort.runs)]
+    pairs = [[timings.first_to_last_s(name, n) for name in (GENERATE, PLAIN)] for n in range(num_runs)]
     return median(theirs_s / ours_s for theirs_s, ours_s in pairs)
-
-
-def _invariant_step_s(target: Target, token_ids: np.ndarray[Any, np.dtype[np.int32]], context: int) -> float:
-    """Seconds of one forward over a chain of rows after `context` positions of arbitrary cache content."""
-    slots = SequenceSlots(target.pool)
-    slots.keep(*slots.reserve(context), list(range(context)))
-    num_rows = len(token_ids)
-    batch = Batch([ScheduledSequence(slots, token_ids, range(-1, num_rows - 1))])
-    elapsed_s = _seconds(target.forward, token_ids, batch.metadata, np.arange(num_rows, dtype=np.int32))
-    slots.release()
-    return elapsed_s
 
 
 def _alternate(first: Callable[[], float], second: Callable[[], float], repeats: int) -> tuple[float, float]:
@@ -192,17 +171,10 @@ def _alternate(first: Callable[[], float], second: Callable[[], float], repeats:
     return median(a for a, _ in pairs), median(b for _, b in pairs)
 
 
-def _seconds(call: Callable[..., Any], *arguments: Any) -> float:
+def _forward_s(variant: FastestStep, token_ids: torch.Tensor) -> float:
     begin = time.perf_counter()
-    call(*arguments)
+    variant.forward(token_ids)
     return time.perf_counter() - begin
-
-
-def run_numerics(settings: Settings, tick: Tick) -> Outcome:
-    """Raises: ModelError."""
-    memory = PeakMemory()
-    result = numerics_suite(settings.target, settings.plan.seed, settings.quick, tick)
-    return Outcome(result | {"peak_pss_mb": memory.look()})
 
 
 METRICS = (

@@ -13,23 +13,19 @@ import time
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from statistics import median
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from transformers import AutoTokenizer
-
-from ragspec.config import DraftingConfig, EngineConfig, TargetConfig
-from ragspec.drafting.planner import Planner
-from ragspec.engine.admission import Admission
+from ragspec.config import EngineConfig
 from ragspec.engine.engine import Engine
-from ragspec.engine.loading import make_drafters, measure_costs
+from ragspec.engine.loading import measure_costs
 from ragspec.engine.target import Floats, Ints, Target
 from ragspec.evaluation.cases import Case
 from ragspec.evaluation.overrides import OverruledAnswers, answer_ids
 from ragspec.evaluation.report import Result
+from ragspec.evaluation.suite import engine_over
 from ragspec.evaluation.suites.numerics import ModelSize
 from ragspec.evaluation.timing import EngineDecoder, Tick
 from ragspec.numerics.attention import AttentionMetadata
-from ragspec.numerics.kv_cache import KvPool
 from ragspec.numerics.threads import num_processors, run_in_thread
 
 _KV_SLOTS = 16_384
@@ -49,41 +45,34 @@ class Step(NamedTuple):
     decides: bool
 
 
-class Forward(NamedTuple):
-    """The latest forward of a target."""
-
-    seconds: float
-    num_rows: int
-    decides: bool
-
-
 class TimedTarget(Target):
-    """Records the time of its forwards."""
+    """Records the time of its forwards. `latest`: the step of the last forward, without what only the engine knows."""
 
-    latest = Forward(0.0, 0, False)
+    latest = Step(0.0, 0.0, 0, 0, False)
 
     def forward_tapped(
         self, token_ids: Ints, metadata: AttentionMetadata, logit_rows: Ints, taps: Sequence[int]
     ) -> tuple[Floats, dict[int, Floats]]:
         begin = time.perf_counter()
         computed = super().forward_tapped(token_ids, metadata, logit_rows, taps)
-        self.latest = Forward(time.perf_counter() - begin, len(token_ids), len(logit_rows) == len(token_ids))
+        seconds = time.perf_counter() - begin
+        self.latest = Step(begin, seconds, len(token_ids), 0, len(logit_rows) == len(token_ids))
         return computed
 
 
 class TimedEngine(Engine):
     """Records its steps. Time between two steps (commands from outside) belongs to the first step."""
 
-    def __init__(self, target: TimedTarget, planner: Planner, admission: Admission, config: EngineConfig) -> None:
+    target: TimedTarget
+
+    def __init__(self, *parts: Any) -> None:
         self.steps: list[Step] = []
-        self._timed = target
-        super().__init__(target, planner, admission, config)
+        super().__init__(*parts)
 
     def step(self) -> None:
         begin = time.perf_counter()
         super().step()
-        forward = self._timed.latest
-        self.steps.append(Step(begin, forward.seconds, forward.num_rows, len(self._in_step), forward.decides))
+        self.steps.append(self.target.latest._replace(begin_s=begin, num_sequences=len(self._in_step)))
 
 
 class StepOverhead:
@@ -91,46 +80,33 @@ class StepOverhead:
 
     def __init__(self, size: ModelSize, cases: Sequence[Case], texts: Mapping[str, str], seed: int = 0) -> None:
         """Raises: ModelError, InputError for an empty answer."""
-        self._target = run_in_thread(lambda: _timed_target(size), num_processors())
+        self._target = size.target(TimedTarget, "float32", _KV_SLOTS)
         self.costs = run_in_thread(lambda: measure_costs(self._target, _MAX_STEP_TOKENS), num_processors())
         self._cases, self._seed = cases, seed
         self._answers = OverruledAnswers()
         for case in cases:
             self._answers.force(case.id, answer_ids(self._target.tokenizer, texts[case.id], self._target.eos_ids))
 
-    @property
-    def num_parameters(self) -> int:
-        return self._target.num_parameters
-
     def measure(self, batch: int, num_cases: int, tick: Tick) -> list[Result]:
         """One row for each way of decoding and temperature: the first cases, `batch` of them side by side."""
         rows: list[Result] = []
         cases = self._cases[:num_cases]
+        config = EngineConfig(
+            max_kv_tokens=_KV_SLOTS, max_step_tokens=_MAX_STEP_TOKENS, max_running=batch, adaptive_threads=False
+        )
         settings = list(itertools.product(_WAYS, _TEMPERATURES))
         for number, ((name, speculation), temperature) in enumerate(settings, 1):
-            with self._engine(batch) as engine:
+            with engine_over(TimedEngine, self._target, config, deepcopy(self.costs), self._answers) as engine:
                 decoder = EngineDecoder(engine, speculation=speculation, seed=self._seed, temperature=temperature)
                 decoder.together(cases[:batch])  # Why: kernels compile, prior acceptance rates settle
                 engine.steps.clear()
                 runs = decoder.together(cases).runs
             length = sum(len(run.token_ids) for run in runs) / sum(run.num_steps for run in runs)
             way = {"way": name, "temperature": temperature, "batch": batch, "acceptance_length": length}
-            rows.append(way | overhead_of(engine.steps, batch))
+            size = {"num_parameters": self._target.num_parameters}
+            rows.append(way | overhead_of(engine.steps, batch) | size)
             tick(f"step overhead, {batch} side by side", number, len(settings))
         return rows
-
-    def _engine(self, batch: int) -> TimedEngine:
-        target = self._target
-        target.pool = KvPool(target.shapes, _KV_SLOTS)
-        drafting = DraftingConfig()
-        planner = Planner(
-            make_drafters(target, drafting), deepcopy(self.costs), drafting.max_tree_nodes, target.vocab_size
-        )
-        admission = Admission(target, "step overhead", self._answers)
-        settings = EngineConfig(
-            max_kv_tokens=_KV_SLOTS, max_step_tokens=_MAX_STEP_TOKENS, max_running=batch, adaptive_threads=False
-        )
-        return TimedEngine(target, planner, admission, settings)
 
 
 def overhead_of(steps: Sequence[Step], batch: int) -> Result:
@@ -161,9 +137,3 @@ def largest_overhead(rows: Sequence[Result], batch: int) -> float | None:
     """The largest overhead of any way at this batch size; None if a way had no steps."""
     shares = [row["overhead"] for row in rows if row["batch"] == batch]
     return None if None in shares or not shares else max(shares)
-
-
-def _timed_target(size: ModelSize) -> TimedTarget:
-    config = TargetConfig.model_validate({"model": size.path, "dtype": "float32"})
-    tokenizer = AutoTokenizer.from_pretrained(size.path)
-    return TimedTarget(size.model("float32", "ragspec"), tokenizer, config, _KV_SLOTS)
