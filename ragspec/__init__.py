@@ -28,25 +28,20 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-_HOMES = {
-    "Answer": "ragspec.rag.answer",
-    "AsyncPipeline": "ragspec.rag.async_pipeline",
-    "Citation": "ragspec.core",
-    "Document": "ragspec.core",
-    "Flow": "ragspec.rag.async_pipeline",
-    "Grammar": "ragspec.rag.grammar.grammar",
-    "IndexWriter": "ragspec.retrieval.index.writer",
-    "IterativePipeline": "ragspec.rag.iterative.pipeline",
-    "Passage": "ragspec.core",
-    "Pipeline": "ragspec.rag.pipeline",
-    "PipelineConfig": "ragspec.config",
-    "RagspecError": "ragspec.errors",
-    "Retriever": "ragspec.retrieval.retriever",
-    "SamplingParams": "ragspec.core",
-    "build_index": "ragspec.retrieval.retriever",
-    "load_config": "ragspec.config",
+_NAMES = {
+    "ragspec.config": "PipelineConfig load_config",
+    "ragspec.core": "Citation Document Passage SamplingParams",
+    "ragspec.errors": "RagspecError",
+    "ragspec.rag.answer": "Answer",
+    "ragspec.rag.async_pipeline": "AsyncPipeline Flow",
+    "ragspec.rag.grammar.grammar": "Grammar",
+    "ragspec.rag.iterative.pipeline": "IterativePipeline",
+    "ragspec.rag.pipeline": "Pipeline",
+    "ragspec.retrieval.index.writer": "IndexWriter",
+    "ragspec.retrieval.retriever": "Retriever build_index",
 }
-__all__ = list(_HOMES)
+_HOMES = {name: module for module, names in _NAMES.items() for name in names.split()}
+__all__ = sorted(_HOMES)
 
 
 def __getattr__(name: str) -> Any:

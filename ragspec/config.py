@@ -57,40 +57,23 @@ class DenseConfig(ConfigSection):
     search_width: int = Field(0, ge=0, le=65_536)
 
 
-Language = Literal[
-    "none",
-    "arabic",
-    "danish",
-    "dutch",
-    "english",
-    "finnish",
-    "french",
-    "german",
-    "greek",
-    "hungarian",
-    "italian",
-    "norwegian",
-    "portuguese",
-    "romanian",
-    "russian",
-    "spanish",
-    "swedish",
-    "tamil",
-    "turkish",
-]
-
-_NO_STOP_WORDS = {"none", "arabic", "greek", "romanian", "tamil", "turkish"}
+_STOP_WORD_LANGUAGES = (
+    "danish dutch english finnish french german hungarian italian norwegian portuguese russian spanish swedish".split()
+)
+LANGUAGES = (*_STOP_WORD_LANGUAGES, *"none arabic greek romanian tamil turkish".split())
 
 
 class AnalyzerConfig(ConfigSection):
     """`language`: of stemming and accent folding; "none": neither. `stop_words`: leave out the language's commonest words."""
 
-    language: Language = "english"
+    language: str = "english"
     stop_words: bool = False
 
     @model_validator(mode="after")
-    def _check_stop_words(self) -> AnalyzerConfig:
-        if self.stop_words and self.language in _NO_STOP_WORDS:
+    def _check_language(self) -> AnalyzerConfig:
+        if self.language not in LANGUAGES:
+            raise ValueError(f"there is no language {self.language!r}; there are: {', '.join(sorted(LANGUAGES))}")
+        if self.stop_words and self.language not in _STOP_WORD_LANGUAGES:
             raise ValueError(f"there are no stop words for language {self.language!r}")
         return self
 
@@ -219,6 +202,25 @@ class SpeculationConfig(ConfigSection):
     stride: StrideConfig = StrideConfig()
     max_batch_queries: int = Field(16, ge=1, le=1024)
     timeout_s: float = Field(60.0, gt=0.0)
+
+
+class ChatConfig(ConfigSection):
+    """`rewriter` rewrites a follow-up question before retrieval. `rules`: with rules; `model`: with the target, in at most
+    `rewriter_tokens` tokens, or with rules if its output is unusable; `auto`: `model` if the target has at least
+    `least_rewriter_parameters`, else `rules`; `off`: not at all.
+
+    `history`: whether the prompt shows earlier turns; `auto` shows them. `max_carried`: passages of the latest
+    `carried_turns` answers that are added to those of a follow-up question. `answer_without_index`: answer without passages, and
+    say so, if the index does not answer; otherwise that is an error.
+    """
+
+    rewriter: Literal["auto", "rules", "model", "off"] = "auto"
+    least_rewriter_parameters: int = Field(1_000_000_000, ge=0)
+    rewriter_tokens: int = Field(64, ge=1, le=1024)
+    history: Literal["auto", "shown", "hidden"] = "auto"
+    max_carried: int = Field(1, ge=0, le=16)
+    carried_turns: int = Field(2, ge=0, le=16)
+    answer_without_index: bool = False
 
 
 class PipelineConfig(ConfigSection):

@@ -11,8 +11,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from ragspec.config import ConfigSection, PipelineConfig
-from ragspec.rag.chat.config import ChatConfig
+from ragspec.config import ChatConfig, ConfigSection, PipelineConfig
 
 DEFAULT_PORT = 8000
 

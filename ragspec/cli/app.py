@@ -74,19 +74,13 @@ def _run(given: list[str]) -> int:
         app(args=given, prog_name="ragspec")
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else int(bool(end.code))
-    except BrokenPipeError:
-        raise
     except KeyboardInterrupt:
         return 130
-    except RagspecError as error:
-        if "--debug" in given:
-            raise
-        print_error(one_line(error))
-        return 1
     except Exception as error:
-        if "--debug" in given:
+        if "--debug" in given or isinstance(error, BrokenPipeError):
             raise
-        print_error(f"unexpected {type(error).__name__}: {one_line(error)} (--debug shows where)")
+        is_expected, message = isinstance(error, RagspecError), one_line(error)
+        print_error(message if is_expected else f"unexpected {type(error).__name__}: {message} (--debug shows where)")
         return 1
     return 0
 

@@ -13,7 +13,7 @@ import time
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Any, Protocol, Self, TypeVar, cast
+from typing import Any, Protocol, Self, cast
 
 from ragspec.config import GenerationConfig
 from ragspec.core import Completion, CopySource, Delta, Passage, Request, SamplingParams, SourceKind
@@ -27,8 +27,6 @@ from ragspec.retrieval.search.filters import parse_filter
 from ragspec.retrieval.search.index_types import SearchResult
 from ragspec.retrieval.search.segment_search import SearchScope
 from ragspec.speculation import ON, Speculation
-
-T = TypeVar("T")
 
 
 class RetrieverLike(Protocol):
@@ -190,8 +188,8 @@ def parse_scope(tenant: str, filter: Mapping[str, Any] | None) -> SearchScope:
 
 
 def params_of_each(
-    questions: Sequence[str], params: SamplingParams | Sequence[SamplingParams] | None, default: T
-) -> Sequence[SamplingParams | T]:
+    questions: Sequence[str], params: SamplingParams | Sequence[SamplingParams] | None, default: SamplingParams
+) -> Sequence[SamplingParams]:
     """The sampling parameters of each question. Raises: InputError for a list of another length."""
     if not isinstance(params, Sequence):
         return [params or default] * len(questions)

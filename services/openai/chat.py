@@ -18,7 +18,8 @@ from fastapi.responses import Response
 
 from ragspec.core import Completion, TokenLogprob
 from ragspec.rag.answer import Answer
-from ragspec.rag.chat.chat import ChatTurn, PreparedTurn
+from ragspec.rag.chat.chat import PreparedTurn
+from ragspec.rag.chat.history import ChatTurn
 from ragspec.rag.steps import build_answer, parse_scope
 from ragspec.retrieval.search.segment_search import SearchScope
 from ragspec.speculation import ON, Speculation

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from ragspec.errors import ConfigError
-from ragspec.rag.grammar.edit_kinds import classify_edits, default_classifier, load_errant
+from ragspec.rag.grammar.edit_kinds import classify_edits, default_classifier
 from ragspec.rag.grammar.edits import word_edits
 
 
@@ -19,8 +18,6 @@ def test_without_it_words_alone_decide(monkeypatch: pytest.MonkeyPatch) -> None:
         raise ImportError(name)
 
     monkeypatch.setattr(importlib, "import_module", missing)
-    with pytest.raises(ConfigError, match="errant"):
-        load_errant()
     default_classifier.cache_clear()
     assert default_classifier() is classify_edits
     default_classifier.cache_clear()
@@ -41,5 +38,5 @@ def test_without_it_words_alone_decide(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_its_types_become_our_kinds(before: str, after: str, kinds: str) -> None:
     """Characters counted where it counts words: every kind is its neighbour's."""
     pytest.importorskip("errant")
-    edits = load_errant()(before, word_edits(before, after))
+    edits = default_classifier()(before, word_edits(before, after))
     assert " ".join(edit.kind for edit in edits) == kinds

@@ -15,7 +15,7 @@ import pytest
 from service_parts import Service, Serving
 
 from ragspec.core import Message, SamplingParams
-from ragspec.rag.chat.chat import ChatTurn
+from ragspec.rag.chat.history import ChatTurn
 from ragspec.rag.steps import build_answer, parse_scope
 from ragspec.retrieval.search.segment_search import SearchScope
 from services.stores.schemas import unit_score

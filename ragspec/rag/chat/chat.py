@@ -18,20 +18,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from ragspec.core import Message, Passage, Request, SamplingParams, check_text
-from ragspec.errors import InputError, RagspecError
+from ragspec.config import ChatConfig
+from ragspec.core import Passage, Request, check_text
+from ragspec.errors import RagspecError
 from ragspec.rag.answer import Answer
-from ragspec.rag.cache_salts import TenantCaches, cache_salt_of
-from ragspec.rag.chat.config import ChatConfig
+from ragspec.rag.cache_salts import TenantCaches
 from ragspec.rag.chat.conversations import ConversationStore, QaPair, ShownPassages
-from ragspec.rag.chat.history import ChatHistory, load_history, split_messages
+from ragspec.rag.chat.history import ChatHistory, ChatTurn, load_history, split_messages
 from ragspec.rag.chat.prompt import ChatPrompt, PastTurn, build_chat_prompt
 from ragspec.rag.chat.query_rewriter import QueryRewriter
 from ragspec.rag.chat.retrieval import ChatContext, ChatRetriever
 from ragspec.rag.prompt import PromptBuilder
 from ragspec.rag.steps import EngineLike, PreparedQuestion, RetrieverLike, copy_sources
-from ragspec.retrieval.search.segment_search import PUBLIC_SCOPE, SearchScope
-from ragspec.speculation import ON, Speculation
 
 log = logging.getLogger(__name__)
 
@@ -43,40 +41,6 @@ class ChatEngine(EngineLike, Protocol):
     """An engine that can empty the caches of a salt."""
 
     def purge(self, salt: str) -> None: ...
-
-
-@dataclass(frozen=True, slots=True)
-class ChatTurn:
-    """One request of a chat. `id` becomes the engine request's id.
-
-    `messages` have the roles system, user and assistant; the last is the user's. `conversation`: the id of a stored conversation
-    that precedes the messages; earlier turns in `messages` replace its turns. `prediction`: text that the answer may repeat.
-    `cache_salt` separates caches within the tenant.
-    """
-
-    id: str
-    messages: tuple[Message, ...]
-    params: SamplingParams
-    scope: SearchScope = PUBLIC_SCOPE
-    conversation: str = ""
-    num_passages: int = 3
-    retrieve: bool = True
-    speculation: Speculation = ON
-    prediction: str = ""
-    cache_salt: str = ""
-
-    def __post_init__(self) -> None:
-        if self.num_passages < 1:
-            raise InputError(f"num_passages must be at least 1, not {self.num_passages}")
-
-    @property
-    def salt(self) -> str:
-        return cache_salt_of(self.scope.tenant, self.cache_salt)
-
-    @property
-    def visibility(self) -> str:
-        """Turns with equal visibility may see each other's passages."""
-        return f"{self.cache_salt}\0{self.conversation}\0{self.scope.filter!r}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,9 +81,7 @@ class Chat:
         system, given, user_question = split_messages(turn.messages)
         check_text(user_question, "the question")
         self._caches.note(turn.scope.tenant, turn.salt)
-        history = load_history(
-            self.conversations, turn.scope.tenant, turn.visibility, turn.conversation, given, user_question
-        )
+        history = load_history(self.conversations, turn, given, user_question)
         begin = time.perf_counter()
         question = user_question
         if turn.retrieve and history.pairs:

@@ -1,4 +1,4 @@
-"""The earlier turns of a chat: from the messages of a request or from the store, with the passages of each turn.
+"""A turn of a chat and the turns before it: from the messages of a request or from the store, with the passages of each turn.
 
 >>> split_messages((Message("user", "When?"), Message("assistant", "In 1874."), Message("user", "Why?")))
 ('', [QaPair(question='When?', answer='In 1874.')], 'Why?')
@@ -10,12 +10,49 @@ import logging
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
-from ragspec.core import Message, Passage, check_text
+from ragspec.core import Message, Passage, SamplingParams, check_text
 from ragspec.errors import InputError, SaveError, StoreError
+from ragspec.rag.cache_salts import cache_salt_of
 from ragspec.rag.chat.conversations import ConversationStore, QaPair, ShownPassages, turn_keys
 from ragspec.rag.chat.prompt import PastTurn
+from ragspec.retrieval.search.segment_search import PUBLIC_SCOPE, SearchScope
+from ragspec.speculation import ON, Speculation
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class ChatTurn:
+    """One request of a chat. `id` becomes the engine request's id.
+
+    `messages` have the roles system, user and assistant; the last is the user's. `conversation`: the id of a stored conversation
+    that precedes the messages; earlier turns in `messages` replace its turns. `prediction`: text that the answer may repeat.
+    `cache_salt` separates caches within the tenant.
+    """
+
+    id: str
+    messages: tuple[Message, ...]
+    params: SamplingParams
+    scope: SearchScope = PUBLIC_SCOPE
+    conversation: str = ""
+    num_passages: int = 3
+    retrieve: bool = True
+    speculation: Speculation = ON
+    prediction: str = ""
+    cache_salt: str = ""
+
+    def __post_init__(self) -> None:
+        if self.num_passages < 1:
+            raise InputError(f"num_passages must be at least 1, not {self.num_passages}")
+
+    @property
+    def salt(self) -> str:
+        return cache_salt_of(self.scope.tenant, self.cache_salt)
+
+    @property
+    def visibility(self) -> str:
+        """Turns with equal visibility may see each other's passages."""
+        return f"{self.cache_salt}\0{self.conversation}\0{self.scope.filter!r}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,32 +110,27 @@ def split_messages(messages: Sequence[Message]) -> tuple[str, list[QaPair], str]
 
 
 def load_history(
-    store: ConversationStore | None,
-    tenant: str,
-    visibility: str,
-    conversation: str,
-    given: Sequence[QaPair],
-    question: str,
+    store: ConversationStore | None, turn: ChatTurn, given: Sequence[QaPair], question: str
 ) -> ChatHistory:
     """The turns before the question: the given turns, or else the stored turns of the conversation.
 
-    `visibility` is equal for requests that may see each other's passages. If no conversation is named and the store fails, the
-    turns have no passages. Raises: NotFound, StoreError, SaveError for a named conversation.
+    If no conversation is named and the store fails, the turns have no passages.
+    Raises: NotFound, StoreError, SaveError for a named conversation.
     """
     pairs, unsaved = tuple(given), tuple[QaPair, ...]()
-    if conversation:
+    if turn.conversation:
         if store is None:
             raise InputError("conversations are not kept here; send all messages instead")
-        saved = tuple(store.turns(tenant, conversation))
+        saved = tuple(store.turns(turn.scope.tenant, turn.conversation))
         pairs = pairs or saved
         unsaved = pairs[len(saved) :] if pairs[: len(saved)] == saved else ()
-    keys = turn_keys(visibility, pairs, question)
+    keys = turn_keys(turn.visibility, pairs, question)
     shown: dict[str, ShownPassages] = {}
     try:
         if store is not None:
-            shown = store.load_shown(tenant, keys[:-1])
+            shown = store.load_shown(turn.scope.tenant, keys[:-1])
     except (SaveError, StoreError) as cause:
-        if conversation:
+        if turn.conversation:
             raise
         log.warning("the passages of earlier turns cannot be read: %s", cause)
     return ChatHistory(pairs, tuple(shown.get(key, ShownPassages(())) for key in keys[:-1]), tuple(keys), unsaved)

@@ -11,9 +11,9 @@ from __future__ import annotations
 import uuid
 from collections.abc import Sequence
 
+from ragspec.config import ChatConfig
 from ragspec.core import FinishReason, Message, Request, SamplingParams
 from ragspec.errors import InputError
-from ragspec.rag.chat.config import ChatConfig
 from ragspec.rag.chat.conversations import QaPair
 from ragspec.rag.chat.rewrite_rules import rewrite_by_rules
 from ragspec.rag.prompt import PromptBuilder
@@ -84,10 +84,6 @@ class QueryRewriter:
 def _uses_target(config: ChatConfig, engine: EngineLike | None) -> bool:
     """`auto` uses a target in this process if it is large enough; the size of a remote target is unknown."""
     if config.rewriter == "auto":
-        return num_parameters(engine) >= config.least_rewriter_parameters
+        num_parameters: int = getattr(getattr(engine, "target", None), "num_parameters", 0)
+        return num_parameters >= config.least_rewriter_parameters
     return config.rewriter == "model" and engine is not None
-
-
-def num_parameters(engine: object) -> int:
-    """The number of parameters of the engine's target if it runs in this process, else 0."""
-    return int(getattr(getattr(engine, "target", None), "num_parameters", 0))

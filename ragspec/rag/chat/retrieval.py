@@ -9,9 +9,9 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ragspec.config import ChatConfig
 from ragspec.core import Passage
 from ragspec.errors import RetrievalError, StoreError
-from ragspec.rag.chat.config import ChatConfig
 from ragspec.rag.chat.history import ChatHistory
 from ragspec.rag.chat.prompt import PastTurn
 from ragspec.rag.steps import RetrieverLike

@@ -73,13 +73,10 @@ def extract_names(text: str) -> list[str]:
             words.pop(0)
         while words and _bare(words[-1]) in _COMMON:
             words.pop()
-        if words and (name := _trimmed(" ".join(words))):
+        name = " ".join(words).removesuffix("'s").removesuffix("’s").rstrip(".'’&-").lstrip("-")
+        if name:
             terms[name] = None
     return list(terms)
-
-
-def _trimmed(name: str) -> str:
-    return name.removesuffix("'s").removesuffix("’s").rstrip(".'’&-").lstrip("-")
 
 
 def extract_phrases(text: str) -> list[str]:

@@ -22,7 +22,6 @@ from dataclasses import replace
 from difflib import SequenceMatcher
 from typing import Any
 
-from ragspec.errors import ConfigError
 from ragspec.rag.grammar.edits import Edit, EditKind, apply_edits
 from ragspec.rag.grammar.word_forms import (
     AGREEING,
@@ -192,19 +191,11 @@ class ErrantClassifier:
 
 @functools.cache
 def default_classifier() -> EditClassifier:
-    """ERRANT if it is installed, else `classify_edits`; always the same object."""
-    try:
-        return load_errant()
-    except ConfigError:
-        return classify_edits
-
-
-def load_errant() -> ErrantClassifier:
-    """Raises: ConfigError if ERRANT or its spaCy model is not installed."""
+    """ERRANT if it and its spaCy model are installed, else `classify_edits`; always the same object."""
     try:
         return ErrantClassifier(importlib.import_module("errant").load("en"))
-    except (ImportError, OSError) as cause:
-        raise ConfigError(f'kinds by ERRANT need it and its model: pip install "ragspec[errant]" ({cause})') from cause
+    except (ImportError, OSError):  # OSError: without the spaCy model
+        return classify_edits
 
 
 def _touched_tokens(doc: Any, start: int, end: int) -> tuple[int, int]:

@@ -104,7 +104,7 @@ class IterativePipeline(Closeable):
         Raises: InputError or PromptTooLong for a question that cannot be asked, RetrievalError if the index does not answer,
         EngineError; the first error cancels all questions.
         """
-        answering = self._answer_all(questions, params_of_each(questions, params, None), options)
+        answering = self._answer_all(questions, params_of_each(questions, params, self._defaults), options)
         try:
             asyncio.get_running_loop()
         except RuntimeError:
@@ -113,7 +113,7 @@ class IterativePipeline(Closeable):
             return thread.submit(asyncio.run, answering).result()
 
     async def _answer_all(
-        self, questions: Sequence[str], params: Sequence[SamplingParams | None], options: IterativeOptions
+        self, questions: Sequence[str], params: Sequence[SamplingParams], options: IterativeOptions
     ) -> list[Answer]:
         requests = [await self._request(*each, **options) for each in zip(questions, params, strict=True)]
         semaphore = asyncio.Semaphore(self._max_in_flight)

@@ -123,7 +123,7 @@ class Flare:
 
     def next(self, answer: PartialAnswer, decode: Decode) -> RetrievalRound | None:
         if answer.last is None:
-            return self._look_ahead(answer, answer.question, (), ())
+            return self._round(answer, answer.question, (), (), "look ahead")
         kept = answer.last.output_ids
         written = answer.output_ids[len(kept) :]
         length = _sentence_length(written, decode)
@@ -132,28 +132,17 @@ class Flare:
         if answer.last.purpose == "look ahead":
             probs = [math.exp(each.logprob) for each in answer.logprobs[len(kept) : len(kept) + length]]
             if min(probs, default=1.0) < self.least_prob:
-                return self._rewrite(answer, kept, sentence, probs, decode)
+                sure = [token for token, prob in zip(sentence, probs, strict=True) if prob >= self.mask_prob]
+                return self._round(answer, _clean_query(decode(sure), answer), kept, sentence, "rewrite")
         if done or len(kept) + length >= answer.max_tokens:
             return None
-        return self._look_ahead(answer, None, (*kept, *sentence), rest)
+        return self._round(answer, None, (*kept, *sentence), rest, "look ahead")
 
-    def _look_ahead(
-        self, answer: PartialAnswer, query: str | None, output_ids: tuple[int, ...], draft_ids: tuple[int, ...]
+    def _round(
+        self, answer: PartialAnswer, query: str | None, kept: tuple[int, ...], draft: tuple[int, ...], purpose: str
     ) -> RetrievalRound:
-        end = min(len(output_ids) + self.lookahead_tokens, answer.max_tokens)
-        return RetrievalRound(query, output_ids, end, draft_ids, "look ahead")
-
-    def _rewrite(
-        self,
-        answer: PartialAnswer,
-        kept: tuple[int, ...],
-        sentence: tuple[int, ...],
-        probs: list[float],
-        decode: Decode,
-    ) -> RetrievalRound:
-        sure = [token for token, prob in zip(sentence, probs, strict=True) if prob >= self.mask_prob]
         end = min(len(kept) + self.lookahead_tokens, answer.max_tokens)
-        return RetrievalRound(_clean_query(decode(sure), answer), kept, end, sentence, "rewrite")
+        return RetrievalRound(query, kept, end, draft, purpose)
 
 
 @dataclass(frozen=True, slots=True)

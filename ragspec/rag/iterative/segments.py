@@ -8,6 +8,8 @@ not generated again, and text that was rolled back is the draft of the text that
 
 from __future__ import annotations
 
+import itertools
+import operator
 import threading
 import time
 import uuid
@@ -123,7 +125,7 @@ class SegmentWriter:
             if self._request.guessing:
                 self._completions[key] = step.completion
         step.token_ids = list(step.completion.token_ids)
-        self._stats.num_kept_tokens += _num_equal(draft, step.token_ids)
+        self._stats.num_kept_tokens += sum(itertools.takewhile(bool, map(operator.eq, draft, step.token_ids)))
 
     def _draft_after(self, output_ids: tuple[int, ...]) -> tuple[int, ...]:
         """The rolled-back tokens after this output, if they continue it."""
@@ -158,10 +160,3 @@ class SegmentWriter:
             step.token_ids += delta.token_ids
             deltas.append(delta)
         return completion_of(deltas)
-
-
-def _num_equal(draft_ids: Sequence[int], token_ids: Sequence[int]) -> int:
-    """The length of the common prefix."""
-    pairs = zip(draft_ids, token_ids, strict=False)
-    shorter = min(len(draft_ids), len(token_ids))
-    return next((i for i, (drafted, token) in enumerate(pairs) if drafted != token), shorter)
