@@ -61,7 +61,7 @@ class RagTask(Task):
         }
 
     def stages(self, runtime: Runtime) -> StagedPipeline:
-        from ragspec.rag.async_pipeline import AsyncPipeline, PipelineLimits
+        from ragspec.rag.pipeline import AsyncPipeline, PipelineLimits
 
         assert runtime.retriever is not None, "a job with an index has a retriever"
         limits = PipelineLimits(max_in_flight=runtime.max_in_flight)

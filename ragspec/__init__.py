@@ -17,10 +17,10 @@ if TYPE_CHECKING:
     from ragspec.core import SamplingParams as SamplingParams
     from ragspec.errors import RagspecError as RagspecError
     from ragspec.rag.answer import Answer as Answer
-    from ragspec.rag.async_pipeline import AsyncPipeline as AsyncPipeline
-    from ragspec.rag.async_pipeline import Flow as Flow
     from ragspec.rag.grammar.grammar import Grammar as Grammar
     from ragspec.rag.iterative.pipeline import IterativePipeline as IterativePipeline
+    from ragspec.rag.pipeline import AsyncPipeline as AsyncPipeline
+    from ragspec.rag.pipeline import Flow as Flow
     from ragspec.rag.pipeline import Pipeline as Pipeline
     from ragspec.retrieval.index.writer import IndexWriter as IndexWriter
     from ragspec.retrieval.retriever import Retriever as Retriever
@@ -33,10 +33,9 @@ _NAMES = {
     "ragspec.core": "Citation Document Passage SamplingParams",
     "ragspec.errors": "RagspecError",
     "ragspec.rag.answer": "Answer",
-    "ragspec.rag.async_pipeline": "AsyncPipeline Flow",
     "ragspec.rag.grammar.grammar": "Grammar",
     "ragspec.rag.iterative.pipeline": "IterativePipeline",
-    "ragspec.rag.pipeline": "Pipeline",
+    "ragspec.rag.pipeline": "AsyncPipeline Flow Pipeline",
     "ragspec.retrieval.index.writer": "IndexWriter",
     "ragspec.retrieval.retriever": "Retriever build_index",
 }

@@ -88,6 +88,11 @@ class Citation:
     source: str = ""
 
 
+def _in_range(default: Any, kind: type, low: float, high: float) -> Any:
+    """A field with a number of this kind from `low` to `high`, or None if that is the default."""
+    return field(default=default, metadata={"kind": kind, "low": low, "high": high})
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How a target's logits become tokens. Validated when built; wrong values raise InputError.
@@ -98,30 +103,31 @@ class SamplingParams:
     output of `min_tokens` tokens or fewer.
     """
 
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
+    temperature: float = _in_range(0.0, float, 0.0, 100.0)
+    top_k: int = _in_range(0, int, 0, 2**31)
+    top_p: float = _in_range(1.0, float, 1e-9, 1.0)
+    min_p: float = _in_range(0.0, float, 0.0, 1.0)
+    repetition_penalty: float = _in_range(1.0, float, 0.0, 100.0)
+    presence_penalty: float = _in_range(0.0, float, -100.0, 100.0)
+    frequency_penalty: float = _in_range(0.0, float, -100.0, 100.0)
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     stop: tuple[str, ...] = ()
-    max_tokens: int = 128
-    min_tokens: int = 0
+    max_tokens: int = _in_range(128, int, 1, 2**31)
+    min_tokens: int = _in_range(0, int, 0, 2**31)
     ignore_eos: bool = False
-    n: int = 1
-    logprobs: int | None = None
-    seed: int | None = None
+    n: int = _in_range(1, int, 1, 64)
+    logprobs: int | None = _in_range(None, int, 0, 20)
+    seed: int | None = _in_range(None, int, 0, MAX_SEED)
 
     def __post_init__(self) -> None:
-        for name, kind, low, high in _RANGES:
-            value: Any = getattr(self, name)
-            if value is None and name in ("seed", "logprobs"):
+        for parameter in fields(self):
+            value, limits = getattr(self, parameter.name), parameter.metadata
+            if not limits or (value is None and parameter.default is None):
                 continue
+            kind, low, high = limits["kind"], limits["low"], limits["high"]
             if isinstance(value, bool) or not isinstance(value, (kind, int)) or not low <= value <= high:
                 what = "an integer" if kind is int else "a number"
-                raise InputError(f"{name} must be {what} from {low} to {high}, not {value!r}")
+                raise InputError(f"{parameter.name} must be {what} from {low} to {high}, not {value!r}")
         if self.repetition_penalty == 0.0:
             raise InputError("repetition_penalty must be greater than 0")
         if not isinstance(self.stop, tuple | list) or not all(isinstance(s, str) and s for s in self.stop):
@@ -148,22 +154,6 @@ class SamplingParams:
     @property
     def has_penalties(self) -> bool:
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
-
-
-_RANGES: tuple[tuple[str, Any, float, float], ...] = (
-    ("temperature", float, 0.0, 100.0),
-    ("top_k", int, 0, 2**31),
-    ("top_p", float, 1e-9, 1.0),
-    ("min_p", float, 0.0, 1.0),
-    ("repetition_penalty", float, 0.0, 100.0),
-    ("presence_penalty", float, -100.0, 100.0),
-    ("frequency_penalty", float, -100.0, 100.0),
-    ("max_tokens", int, 1, 2**31),
-    ("min_tokens", int, 0, 2**31),
-    ("n", int, 1, 64),
-    ("logprobs", int, 0, 20),
-    ("seed", int, 0, MAX_SEED),
-)
 
 
 class SourceKind(enum.IntEnum):

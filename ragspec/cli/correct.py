@@ -61,7 +61,7 @@ def run_correct(
     """Returns the exit code. Reads every file before it loads a model. Raises: RagspecError for errors that concern all files."""
     settings, tally = load_config(config, **overrides), Counter[str]()
     errors = stderr_console()
-    read = list(_read_files(files, options, tally))
+    read = list(_read_files(files, tally))
     if read:
         stay_offline(settings.target)
         params = replace(default_params(settings.generation), max_tokens=DEFAULT_PARAMS.max_tokens)
@@ -100,7 +100,7 @@ def _show(file: _InputFile, correction: Correction, options: CorrectOptions, tal
             tally["failed"] += 1
 
 
-def _read_files(files: Sequence[str], options: CorrectOptions, tally: Counter[str]) -> Iterator[_InputFile]:
+def _read_files(files: Sequence[str], tally: Counter[str]) -> Iterator[_InputFile]:
     """Yields the readable files, and prints an error for each of the others."""
     for name in dict.fromkeys(files):
         try:

@@ -42,13 +42,11 @@ def add(
     from services.keys import add_key
     from services.settings import KeyLimits
 
-    given = {
-        "requests_per_minute": requests_per_minute,
-        "concurrency": concurrency,
-        "tokens_per_minute": tokens_per_minute,
-    }
-    limits = KeyLimits(**given) if any(given.values()) else None
-    key, record = add_key(file, tenant, key_id=name, trusted=trusted, limits=limits)
+    limits = KeyLimits(
+        requests_per_minute=requests_per_minute, concurrency=concurrency, tokens_per_minute=tokens_per_minute
+    )
+    given = limits if limits != KeyLimits() else None
+    key, record = add_key(file, tenant, key_id=name, trusted=trusted, limits=given)
     if as_json:
         print(json.dumps({"key": key, "id": record.id, "tenant": record.tenant, "trusted": trusted}))
         return

@@ -2,40 +2,55 @@
 
     >>> with Pipeline.from_config(load_config("ragspec.yaml")) as pipeline:
     ...     print(pipeline.ask("What does json.dumps do?").text)
+    >>> stream = AsyncPipeline(retriever, engine, prompts, PipelineLimits(max_in_flight=64))
+    >>> async for result in stream.run(Question(str(n), text, params) for n, text in enumerate(texts)):
+    ...     print(result.id, result.error or result.value[0].text)
 
-Retriever and engine may be local objects or handles to remote ones. `ragspec.rag.async_pipeline` runs the same steps for a
-stream of questions.
+Retriever and engine may be local objects or handles to remote ones. `AsyncPipeline` runs the steps of `Pipeline` concurrently for
+a stream of questions; the answers are the same. Retrieval runs while the engine generates; questions that wait for the encoder or
+the index share a call. The number of questions in the pipeline is bounded: it reads another question when one leaves.
 """
 
 from __future__ import annotations
 
 import asyncio
+import time
 import uuid
-from collections.abc import AsyncIterator, Mapping, Sequence
-from dataclasses import replace
-from typing import Any, Self, TypedDict, Unpack
+from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Iterable, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, fields, replace
+from typing import Any, NamedTuple, Protocol, Self, TypedDict, Unpack, runtime_checkable
 
 from ragspec.config import GenerationConfig, PipelineConfig
-from ragspec.core import Delta, SamplingParams
+from ragspec.core import Completion, Delta, SamplingParams
 from ragspec.engine.client import completion_of
 from ragspec.engine.loading import load_engine
+from ragspec.errors import ConfigError
 from ragspec.rag.answer import Answer
+from ragspec.rag.pipeline_stages import ItemResult, PipelineStage, StagedPipeline
 from ragspec.rag.prompt import PromptBuilder
 from ragspec.rag.steps import (
     Closeable,
     EngineLike,
     PreparedQuestion,
     Question,
+    RetrievedQuestion,
     RetrieverLike,
+    attach_passages,
     build_answer,
     build_request,
+    collect_completions,
     default_params,
     params_of_each,
     parse_scope,
     retrieve_passages,
 )
 from ragspec.retrieval.retriever import Retriever
+from ragspec.retrieval.search.index_types import Query, SearchResult
+from ragspec.retrieval.search.segment_search import SearchScope
 from ragspec.speculation import Speculation, SpeculationGiven
+
+Questions = Iterable[Question] | AsyncIterable[Question]
 
 
 class QuestionOptions(TypedDict, total=False):
@@ -129,3 +144,114 @@ class Pipeline(Closeable):
         each = zip(questions, params_of_each(questions, params, self._defaults), strict=True)
         asked = [Question(uuid.uuid4().hex, text, own_params, *shared) for text, own_params in each]
         return [build_request(retrieved, self._prompts) for retrieved in retrieve_passages(self._retriever, asked)]
+
+
+@runtime_checkable
+class EncodingRetriever(Protocol):
+    """A retriever that encodes and searches in separate calls, as `Retriever` and `IndexLike` do."""
+
+    def encode(self, texts: Sequence[str]) -> list[Query]: ...
+
+    def search(self, queries: Sequence[Query], k: int, scope: SearchScope) -> SearchResult: ...
+
+
+@dataclass(frozen=True, slots=True)
+class PipelineLimits:
+    """`max_batch`: questions per call of encoder or index; `max_lookups`: such calls at a time; `max_in_flight`: engine requests
+    at a time, at least the engine's `max_running` to keep it full; `max_waiting`: questions queued before each stage.
+
+    Raises: ConfigError.
+    """
+
+    max_batch: int = 16
+    max_lookups: int = 1
+    max_in_flight: int = 64
+    max_waiting: int = 32
+
+    def __post_init__(self) -> None:
+        for each in fields(self):
+            if (limit := getattr(self, each.name)) < 1:
+                raise ConfigError(f"{each.name} of a flow must be at least 1, not {limit}")
+
+
+class AsyncPipeline:
+    """Questions in, cited answers out as they finish. An error is the result of its question and affects no other."""
+
+    def __init__(
+        self, retriever: RetrieverLike, engine: EngineLike, prompts: PromptBuilder, limits: PipelineLimits | None = None
+    ) -> None:
+        """Accepts any retriever and engine that a `Pipeline` accepts; closes neither."""
+        self._retriever, self._engine, self._prompts = retriever, engine, prompts
+        limits = limits or PipelineLimits()
+        stages = (
+            *self._retrieval_stages(limits),
+            PipelineStage("prompt", self._prompt, limits.max_batch),
+            PipelineStage("generate", self._generate, num_workers=limits.max_in_flight),
+            PipelineStage("cite", _cite, limits.max_batch),
+        )
+        self.stages = StagedPipeline(stages, max_waiting=limits.max_waiting)
+        """The stages, with metrics over all runs. `stages.run` gives results in lists."""
+
+    async def run(self, questions: Questions) -> AsyncGenerator[ItemResult[tuple[Answer, ...]]]:
+        """Each question's answers, one per choice, or its error, in the order in which they finish.
+
+        Leaving the loop early cancels the run. Two questions in flight must not have the same id.
+        Raises: only what reading `questions` raises.
+        """
+        async with aclosing(self.stages.run(questions)) as batches:
+            async for batch in batches:
+                for result in batch:
+                    yield result
+
+    def _retrieval_stages(self, limits: PipelineLimits) -> tuple[PipelineStage, ...]:
+        retriever, batching = self._retriever, (limits.max_batch, limits.max_lookups)
+        if not isinstance(retriever, EncodingRetriever):
+            return (
+                PipelineStage("retrieve", lambda asked: retrieve_passages(retriever, asked), *batching, _search_key),
+            )
+        return (
+            PipelineStage("encode", lambda questions: _encode(retriever, questions), *batching),
+            PipelineStage(
+                "retrieve", lambda queries: _search(retriever, queries), *batching, lambda q: _search_key(q.question)
+            ),
+        )
+
+    def _prompt(self, batch: Sequence[RetrievedQuestion]) -> list[PreparedQuestion]:
+        return [build_request(retrieved, self._prompts) for retrieved in batch]
+
+    async def _generate(self, batch: Sequence[PreparedQuestion]) -> list[_GeneratedChoices]:
+        return [(each, await collect_completions(self._engine, each.request)) for each in batch]
+
+
+Flow = AsyncPipeline
+"""The name in earlier versions."""
+
+_GeneratedChoices = tuple[PreparedQuestion, list[Completion]]
+
+
+class _EncodedQuestion(NamedTuple):
+    question: Question
+    query: Query
+    encode_s: float
+
+
+def _search_key(question: Question) -> tuple[int, SearchScope]:
+    """Questions with equal keys can share a search."""
+    return question.num_passages, question.scope
+
+
+def _encode(retriever: EncodingRetriever, questions: Sequence[Question]) -> list[_EncodedQuestion]:
+    begin = time.perf_counter()
+    queries = retriever.encode([question.text for question in questions])
+    encode_s = time.perf_counter() - begin
+    return [_EncodedQuestion(question, query, encode_s) for question, query in zip(questions, queries, strict=True)]
+
+
+def _search(retriever: EncodingRetriever, encoded: Sequence[_EncodedQuestion]) -> list[RetrievedQuestion]:
+    begin, questions = time.perf_counter(), [each.question for each in encoded]
+    result = retriever.search([each.query for each in encoded], questions[0].num_passages, questions[0].scope)
+    return attach_passages(questions, result, time.perf_counter() - begin + max(each.encode_s for each in encoded))
+
+
+def _cite(generated: Sequence[_GeneratedChoices]) -> list[tuple[Answer, ...]]:
+    return [tuple(build_answer(prepared, choice) for choice in choices) for prepared, choices in generated]

@@ -30,8 +30,7 @@ from pipelines.batch_rag import RagTask, app
 from ragspec.config import EncoderConfig, load_config
 from ragspec.core import Document
 from ragspec.errors import EngineError, ReplicaLost, RetrievalError, SaveError
-from ragspec.rag.async_pipeline import AsyncPipeline
-from ragspec.rag.pipeline import Pipeline
+from ragspec.rag.pipeline import AsyncPipeline, Pipeline
 from ragspec.retrieval.encoder import Encoder
 from ragspec.retrieval.index.manifest import read_pointer
 from ragspec.retrieval.index.writer import IndexWriter

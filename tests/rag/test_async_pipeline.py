@@ -16,8 +16,7 @@ from ragspec.engine.engine import Engine
 from ragspec.engine.target import Target
 from ragspec.errors import ConfigError, InputError, PromptTooLong, RetrievalError
 from ragspec.rag.answer import Answer
-from ragspec.rag.async_pipeline import AsyncPipeline, EncodingRetriever, PipelineLimits
-from ragspec.rag.pipeline import Pipeline
+from ragspec.rag.pipeline import AsyncPipeline, EncodingRetriever, Pipeline, PipelineLimits
 from ragspec.rag.pipeline_stages import ItemResult
 from ragspec.rag.prompt import PromptBuilder
 from ragspec.rag.steps import EngineLike, Question, RetrieverLike

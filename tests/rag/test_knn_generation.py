@@ -291,7 +291,7 @@ def test_without_speculation_every_token_waits_for_its_own_search(target: Target
         assert counted.num_calls == stats.num_verifications == stats.num_queries == NUM_TOKENS
         assert stats.num_right + stats.num_wrong == 0
     _, stats = made.generate(asked)
-    assert stats.num_verifications < NUM_TOKENS and stats.mean_stride > 1.5
+    assert stats.num_verifications < NUM_TOKENS and stats.num_queries > 1.5 * stats.num_verifications
     assert stats.prefill_s + stats.step_s + stats.verification_s <= stats.total_s
 
 

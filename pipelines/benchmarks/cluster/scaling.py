@@ -37,7 +37,7 @@ from ragspec.evaluation.cases import RAG_PASSAGES, RAG_TOKENS
 from ragspec.evaluation.report import Result
 from ragspec.evaluation.timing import Tick
 from ragspec.numerics.attention import AttentionMetadata
-from ragspec.rag.async_pipeline import AsyncPipeline, PipelineLimits
+from ragspec.rag.pipeline import AsyncPipeline, PipelineLimits
 from ragspec.rag.prompt import PromptBuilder
 from ragspec.rag.steps import Question, RetrieverLike
 from ragspec.retrieval.search.segment_search import SearchScope

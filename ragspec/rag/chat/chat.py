@@ -86,8 +86,7 @@ class Chat:
         question = user_question
         if turn.retrieve and history.pairs:
             question = self._rewriter.standalone(user_question, history.pairs, turn.salt)
-        num_passages = turn.num_passages if turn.retrieve else None
-        context = self._retriever.retrieve(user_question, question, history, num_passages, turn.scope)
+        context = self._retriever.retrieve(turn, user_question, question, history)
         retrieve_s = time.perf_counter() - begin
         prompt = self._prompt(system, context, user_question, question, turn.params.max_tokens)
         earlier = _history_texts(prompt.history or context.history[-_MAX_COPIED_TURNS:])
@@ -109,21 +108,18 @@ class Chat:
         if self.conversations is None:
             return False
         turn, history = prepared.turn, prepared.history
+        tenant, keys = turn.scope.tenant, history.keys
         cited = tuple(dict.fromkeys(citation.passage_id for citation in answer.citations))
         shown = ShownPassages(answer.passages, prepared.generation, cited)
         is_stored = False
         try:
             if turn.conversation:
                 pairs = [*history.unsaved, QaPair(prepared.user_question, answer.text)]
-                self.conversations.append(turn.scope.tenant, turn.conversation, pairs)
+                self.conversations.append(tenant, turn.conversation, pairs)
                 is_stored = True
             if answer.passages:
                 self.conversations.save_shown(
-                    turn.scope.tenant,
-                    history.keys[-1],
-                    shown,
-                    conversation=turn.conversation,
-                    earlier=history.keys[:-1],
+                    tenant, keys[-1], shown, conversation=turn.conversation, earlier=keys[:-1]
                 )
         except RagspecError as cause:
             log.warning("a turn could not be kept%s: %s", " whole" if is_stored else "", type(cause).__name__)

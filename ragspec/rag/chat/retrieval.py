@@ -1,6 +1,6 @@
 """Retrieval for a chat turn: the question's passages, passages carried over, and earlier passages that still exist.
 
->>> ChatRetriever(retriever, ChatConfig()).retrieve(user_question, question, history, 3, scope).passages
+>>> ChatRetriever(retriever, ChatConfig()).retrieve(turn, user_question, question, history).passages
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from ragspec.config import ChatConfig
 from ragspec.core import Passage
 from ragspec.errors import RetrievalError, StoreError
-from ragspec.rag.chat.history import ChatHistory
+from ragspec.rag.chat.history import ChatHistory, ChatTurn
 from ragspec.rag.chat.prompt import PastTurn
 from ragspec.rag.steps import RetrieverLike
 from ragspec.retrieval.search.filters import ComparisonFilter, CompoundFilter
@@ -43,23 +43,21 @@ class ChatRetriever:
     def __init__(self, retriever: RetrieverLike, config: ChatConfig) -> None:
         self._retriever, self._config = retriever, config
 
-    def retrieve(
-        self, user_question: str, question: str, history: ChatHistory, num_passages: int | None, scope: SearchScope
-    ) -> ChatContext:
-        """Passages for `question`, the rewritten form of `user_question`. `num_passages` None: retrieve none.
+    def retrieve(self, turn: ChatTurn, user_question: str, question: str, history: ChatHistory) -> ChatContext:
+        """Passages for `question`, the rewritten form of `user_question`; none if the turn does not retrieve.
 
         Raises: RetrievalError, StoreError, unless the configuration allows answers without an index.
         """
         try:
-            if num_passages is None:
-                return ChatContext(history=self._confirmed(history, scope))
-            result = self._retriever.retrieve([question], num_passages, scope)
-            turns = self._confirmed(history, scope, result.generation)
+            if not turn.retrieve:
+                return ChatContext(history=self._confirmed(history, turn.scope))
+            result = self._retriever.retrieve([question], turn.num_passages, turn.scope)
+            turns = self._confirmed(history, turn.scope, result.generation)
         except (RetrievalError, StoreError):
             if not self._config.answer_without_index:
                 raise
             log.warning("a turn is answered without passages: the index does not answer")
-            return ChatContext(history=tuple(turn.without_passages() for turn in history.turns), missing=(WHOLE_INDEX,))
+            return ChatContext(history=tuple(each.without_passages() for each in history.turns), missing=(WHOLE_INDEX,))
         own = result.passages[0]
         own_ids = {passage.id for passage in own}
         is_follow_up = question != user_question or self._config.rewriter == "off"

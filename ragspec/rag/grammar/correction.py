@@ -57,9 +57,6 @@ class CorrectionRequest:
         if self.parts is not None and "".join(part.text for part in self.parts) != self.text:
             raise InputError("the parts of a text must be the text when joined")
 
-    def marked_text(self) -> MarkedText:
-        return MarkedText.read(self.text) if self.parts is None else MarkedText(self.parts)
-
 
 @dataclass(frozen=True, slots=True)
 class Correction:

@@ -83,8 +83,7 @@ class EditFilter:
             given = getattr(self, name)
             if isinstance(given, str) or not all(isinstance(word, str) and word.strip() for word in given):
                 raise InputError(f"{name} must be a list of words, none of them empty")
-        object.__setattr__(self, "ignore", frozenset(word.strip() for word in self.ignore))
-        object.__setattr__(self, "dictionary", frozenset(word.strip() for word in self.dictionary))
+            object.__setattr__(self, name, frozenset(word.strip() for word in given))
         if self.kinds is not None:
             object.__setattr__(self, "kinds", frozenset(map(EditKind, self.kinds)))
 

@@ -181,10 +181,8 @@ class ErrantClassifier:
                 shift += len(edit.replacement) - len(edit.original)
                 new = _touched_tokens(after, new_start, edit.end + shift)
                 if edit.kind is not EditKind.WORD_ORDER:
-                    errant_type = self._annotator.import_edit(before, after, [*old, *new], min=True).type.partition(
-                        ":"
-                    )[2]
-                    edit = replace(edit, kind=_KIND_OF_ERRANT_TYPE.get(errant_type, edit.kind))
+                    theirs = self._annotator.import_edit(before, after, [*old, *new], min=True)
+                    edit = replace(edit, kind=_KIND_OF_ERRANT_TYPE.get(theirs.type.partition(":")[2], edit.kind))
                 classified.append(edit)
         return classified
 

@@ -61,9 +61,7 @@ class Grammar(Closeable):
         self._engine, self._prompts = engine, prompts
         self._classify = classify or default_classifier()
         self._max_in_flight = max_in_flight
-        self._semaphores: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = (
-            weakref.WeakKeyDictionary()
-        )
+        self._semaphores = weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore]()
         overhead = len(prompts.grammar_prompt("a").prompt_ids)
         self._max_tokens = max(1, (prompts.max_context_tokens - overhead) // 2)  # of a sentence, and of its correction
 
@@ -118,7 +116,7 @@ class Grammar(Closeable):
             check_text(request.text, "the text")
         seed = random_seed() if params.seed is None else params.seed
         max_tokens = min(params.max_tokens, self._max_tokens)
-        marked = request.marked_text()
+        marked = MarkedText.read(request.text) if request.parts is None else MarkedText(request.parts)
         sentences = split_sentences(marked, self._prompts.plain_ids, max(1, int(_MAX_SENTENCE_SHARE * max_tokens)))
         seeded = replace(request, params=replace(params, max_tokens=max_tokens, seed=seed))
         requests = tuple(self._request(seeded, number, marked, each) for number, each in enumerate(sentences))
@@ -170,9 +168,8 @@ class Grammar(Closeable):
 
     async def _generate(self, prepared: PreparedCorrection, timeout_s: float | None = None) -> list[Completion | None]:
         """One completion per sentence; None: not finished in time. Raises: the first error of any sentence."""
-        own_limit = asyncio.Semaphore(
-            max(1, self._max_in_flight // 2)
-        )  # Why half: a long text must not block short ones
+        half = max(1, self._max_in_flight // 2)  # Why half: a long text must not block short ones
+        own_limit = asyncio.Semaphore(half)
         tasks = [asyncio.ensure_future(self._completion(request, own_limit)) for request in prepared.requests]
         if not tasks:
             return []

@@ -117,7 +117,8 @@ class SegmentWriter:
     async def write(self, step: SpeculationStep, overlapped: bool) -> None:
         """Generate the step's segment, or reuse an equal one. `overlapped`: a verification runs meanwhile."""
         round, key = step.round, (passage_keys(step.passages), step.round.output_ids, step.round.end)
-        draft = self._draft_after(round.output_ids)
+        kept = len(round.output_ids)  # the rolled-back tokens after this output are its draft, if they continue it
+        draft = self._rolled_back[kept:] if self._rolled_back[:kept] == round.output_ids else ()
         step.completion = self._completions.get(key)
         if step.completion is None:
             segment = Segment(round.output_ids, round.end, draft or round.draft_ids)
@@ -126,11 +127,6 @@ class SegmentWriter:
                 self._completions[key] = step.completion
         step.token_ids = list(step.completion.token_ids)
         self._stats.num_kept_tokens += sum(itertools.takewhile(bool, map(operator.eq, draft, step.token_ids)))
-
-    def _draft_after(self, output_ids: tuple[int, ...]) -> tuple[int, ...]:
-        """The rolled-back tokens after this output, if they continue it."""
-        kept = len(output_ids)
-        return self._rolled_back[kept:] if self._rolled_back[:kept] == output_ids else ()
 
     async def _generate_timed(self, step: SpeculationStep, segment: Segment, overlapped: bool) -> Completion:
         """Generate, and tell the scheduler the time and the load."""

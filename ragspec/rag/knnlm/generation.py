@@ -65,10 +65,6 @@ class KnnStats:
     total_s: float = 0.0
 
     @property
-    def mean_stride(self) -> float:
-        return self.num_queries / self.num_verifications if self.num_verifications else 0.0
-
-    @property
     def gamma(self) -> float:
         """The share of right guesses among the verified ones."""
         judged = self.num_right + self.num_wrong
