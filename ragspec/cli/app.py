@@ -1,6 +1,6 @@
 """The commands and their exit codes: 0, 1 with one line on stderr, 2 for a wrong call, 130 after Ctrl-C.
 
-Owns the commands' options. Each command imports its own module, and torch with it, when it runs, so that `--help` is fast.
+Owns the options of the commands whose modules need torch; these import their module when they run, so that `--help` is fast.
 
     $ ragspec --help
 """
@@ -18,6 +18,7 @@ from typing import Annotated
 import typer
 
 from ragspec.cli.cluster import cluster
+from ragspec.cli.doctor import doctor
 from ragspec.cli.index import index
 from ragspec.cli.keys import keys
 from ragspec.cli.options import (
@@ -193,16 +194,7 @@ def correct(
     raise typer.Exit(run_correct(files, config, overrides, edit_filter, CorrectOptions(diff, in_place, speculation)))
 
 
-@app.command()
-def doctor(
-    target: Target = None,
-    as_json: AsJson = False,
-    debug: Debug = False,
-) -> None:
-    """What this machine can do; the bitwise self-test. Exits 1 if something needed is broken."""
-    from ragspec.cli.doctor import run_doctor
-
-    raise typer.Exit(run_doctor(target, as_json=as_json))
+app.command()(doctor)
 
 
 @app.command()

@@ -21,10 +21,12 @@ from pathlib import Path
 from time import perf_counter
 from typing import Literal, NamedTuple
 
+import typer
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from ragspec.cli.options import AsJson, Debug, Target
 from ragspec.cli.terminal import cache_folder, one_line, safe, stay_offline, stdout_console
 from ragspec.config import DEFAULT_TARGET, EncoderConfig, TargetConfig
 
@@ -42,8 +44,8 @@ class Finding(NamedTuple):
     detail: str
 
 
-def run_doctor(target: str | None, *, as_json: bool) -> int:
-    """Returns 0 if nothing is broken, else 1."""
+def doctor(target: Target = None, as_json: AsJson = False, debug: Debug = False) -> None:
+    """What this machine can do; the bitwise self-test. Exits 1 if something needed is broken."""
     model = target or DEFAULT_TARGET
     stay_offline(TargetConfig(model=model))
     console, found = stdout_console(), {}
@@ -63,7 +65,7 @@ def run_doctor(target: str | None, *, as_json: bool) -> int:
             Text(f"broken: {', '.join(broken)}", "bold red") if broken else Text("Everything needed works.", "green")
         )
         console.print(Text(), verdict)
-    return int(bool(broken))
+    raise typer.Exit(int(bool(broken)))
 
 
 def _print_row(console: Console, name: str, finding: Finding) -> None:
