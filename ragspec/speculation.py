@@ -54,14 +54,13 @@ class Speculation:
         object.__setattr__(self, "rule", AcceptanceRule(self.rule))
         if self.rule in LOSSY_RULES and self.lossy is not True:
             raise InputError(f"{self.rule} changes what the target would say; set lossy=True to accept that")
-        if self.max_nodes is not None and (isinstance(self.max_nodes, bool) or not isinstance(self.max_nodes, int)):
-            raise InputError(f"speculation's max_nodes must be an integer, not {self.max_nodes!r}")
-        if self.max_nodes is not None and self.max_nodes < 0:
-            raise InputError(f"speculation's max_nodes must be 0 or more, not {self.max_nodes}")
-        if isinstance(self.drafters, list):
-            object.__setattr__(self, "drafters", tuple(self.drafters))
-        if self.drafters is not None and not all(isinstance(name, str) for name in self.drafters):
-            raise InputError(f"speculation's drafters must be names, not {self.drafters!r}")
+        if self.max_nodes is not None and (type(self.max_nodes) is not int or self.max_nodes < 0):
+            raise InputError(f"speculation's max_nodes must be an integer, 0 or more, not {self.max_nodes!r}")
+        if self.drafters is None:
+            return
+        if not isinstance(self.drafters, list | tuple) or not all(isinstance(name, str) for name in self.drafters):
+            raise InputError(f"speculation's drafters must be a list of names, not {self.drafters!r}")
+        object.__setattr__(self, "drafters", tuple(self.drafters))
 
     @classmethod
     def of(cls, given: object) -> Speculation:
@@ -77,10 +76,7 @@ class Speculation:
             raise InputError(f"speculation must be true, false or an object, not {given!r}")
         if unknown := sorted(set(map(str, given)) - set(_OPTIONS)):
             raise InputError(f"speculation has no option {unknown[0]!r}; there are: {', '.join(_OPTIONS)}")
-        names = given.get("drafters")
-        if names is not None and (isinstance(names, str) or not isinstance(names, list | tuple)):
-            raise InputError(f"speculation's drafters must be a list of names, not {names!r}")
-        return cls(**{**given, "drafters": None if names is None else tuple(names)})
+        return cls(**given)
 
     @property
     def exactness(self) -> Literal["path", "distribution", "none"]:

@@ -42,7 +42,9 @@ def run_ask(
 
     `options` are keyword arguments of `Pipeline.ask`, with the filter as JSON. `iterative` names a policy. Raises: RagspecError.
     """
-    question = check_text(_from_stdin() if question == "-" else question, "the question")
+    if question == "-":  # invalid UTF-8 becomes lone surrogates; `check_text` reports their position
+        question = sys.stdin.buffer.read().decode("utf-8", "surrogateescape").removesuffix("\n")
+    check_text(question, "the question")
     settings = load_config(config, **overrides)
     params = default_params(settings.generation)
     options = {**options, "filter": _filter(options["filter"])}
@@ -111,8 +113,3 @@ def _write(piece: str) -> None:
     """Removes control characters if stdout is a terminal."""
     sys.stdout.write(safe(piece) if sys.stdout.isatty() else piece)
     sys.stdout.flush()
-
-
-def _from_stdin() -> str:
-    """Invalid UTF-8 becomes lone surrogates; `check_text` reports their position."""
-    return sys.stdin.buffer.read().decode("utf-8", "surrogateescape").removesuffix("\n")

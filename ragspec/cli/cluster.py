@@ -175,9 +175,8 @@ def _known_address(name: str, address: str | None) -> str:
 def _show(status: Status, *, as_json: bool) -> None:
     if as_json:
         members = [member._asdict() for member in status.members]
-        print(
-            json.dumps({"name": status.name, "nodes": status.nodes, "complete": status.is_complete, "members": members})
-        )
+        shown = {"name": status.name, "nodes": status.nodes, "complete": status.is_complete, "members": members}
+        print(json.dumps(shown))
         return
     table = Table(box=None, pad_edge=False, header_style="dim")
     for heading in ("member", "kind", "state", "node", "pid", "started", "numerics", "load", "last error"):
@@ -189,14 +188,9 @@ def _show(status: Status, *, as_json: bool) -> None:
             Text(member.state, _STATES[member.state]),
             member.node[:8],
             " ".join(map(str, member.pids)),
-            _started(member.epoch),
+            time.strftime("%H:%M:%S", time.localtime(member.epoch)) if member.epoch else "",
             member.fingerprint,
             "" if member.load is None else str(member.load),
             Text(safe(member.error)),
         )
     stdout_console().print(table)
-
-
-def _started(epoch: float) -> str:
-    """The local time of day; empty if unknown."""
-    return time.strftime("%H:%M:%S", time.localtime(epoch)) if epoch else ""

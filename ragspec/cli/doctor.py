@@ -61,10 +61,8 @@ def doctor(target: Target = None, as_json: AsJson = False, debug: Debug = False)
     if as_json:
         print(json.dumps({"ok": not broken, "checks": {name: f._asdict() for name, f in found.items()}}))
     else:
-        verdict = (
-            Text(f"broken: {', '.join(broken)}", "bold red") if broken else Text("Everything needed works.", "green")
-        )
-        console.print(Text(), verdict)
+        verdict = (f"broken: {', '.join(broken)}", "bold red") if broken else ("Everything needed works.", "green")
+        console.print(Text(), Text(*verdict))
     raise typer.Exit(int(bool(broken)))
 
 

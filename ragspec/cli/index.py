@@ -116,10 +116,8 @@ def compact(
         manifest = writer.compact(dense_config)
         num_kept = writer.purge() if purge else 0
     if num_kept:
-        note(
-            stderr_console(),
-            f"{num_kept} earlier generations are in use and stay, deleted text with them: purge again later",
-        )
+        message = f"{num_kept} earlier generations are in use and stay, deleted text with them: purge again later"
+        note(stderr_console(), message)
     summary = {"segments_before": len(before.segments), "bytes_before": _num_bytes(before)}
     _print_summary(manifest, summary | ({"generations_in_use": num_kept} if purge else {}))
 

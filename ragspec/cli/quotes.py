@@ -34,7 +34,10 @@ def print_sources(console: Console, answer: Answer) -> None:
         passage = answer.passages[numbers[passage_id]]
         heading = Text.assemble("  ", (f"[{numbers[passage_id] + 1}] ", "bold"), (safe(_name(passage)), "bold cyan"))
         console.print(heading, overflow="ellipsis", no_wrap=True)
-        _print_barred(console, excerpt(passage, list(group), marks=console.no_color or not console.is_terminal))
+        text = excerpt(passage, list(group), marks=console.no_color or not console.is_terminal)
+        for line in text.wrap(console, max(20, console.width - 6)):
+            line.rstrip()
+            console.print(Text.assemble(("    │ ", "dim"), line), soft_wrap=True)
 
 
 def excerpt(passage: Passage, citations: Sequence[Citation], *, marks: bool) -> Text:
@@ -71,12 +74,6 @@ def _window(text: str, start: int, end: int) -> tuple[int, int]:
     if last < len(text):
         last = max(text.rfind(" ", end, last), end) if " " in text[end:last] else last
     return first, last
-
-
-def _print_barred(console: Console, text: Text) -> None:
-    for line in text.wrap(console, max(20, console.width - 6)):
-        line.rstrip()
-        console.print(Text.assemble(("    │ ", "dim"), line), soft_wrap=True)
 
 
 def _name(passage: Passage) -> str:

@@ -183,9 +183,19 @@ def _cite(answer: str, start: int, end: int, passages: Sequence[Passage], number
     marked = int(marker[1]) - 1 if marker else -1
     ranked = range(len(passages))
     for number in [marked, *ranked] if marked in ranked else ranked:
-        at = _find_words(passages[number].text, text)
-        if at is not None:
-            return _citation(passages[number], (start, end), at)
+        passage = passages[number]
+        if (at := _find_words(passage.text, text)) is not None:
+            return Citation(
+                start=start,
+                end=end,
+                passage_id=passage.id,
+                passage_start=at,
+                passage_end=at + len(text),
+                document_id=passage.document_id,
+                document_start=passage.start + at,
+                document_end=passage.start + at + len(text),
+                source=passage.source,
+            )
     return None
 
 
@@ -202,18 +212,3 @@ def _find_words(text: str, span: str) -> int | None:
             return at
         at = text.find(span, at + 1)
     return None
-
-
-def _citation(passage: Passage, span: Span, at: int) -> Citation:
-    length = span[1] - span[0]
-    return Citation(
-        start=span[0],
-        end=span[1],
-        passage_id=passage.id,
-        passage_start=at,
-        passage_end=at + length,
-        document_id=passage.document_id,
-        document_start=passage.start + at,
-        document_end=passage.start + at + length,
-        source=passage.source,
-    )

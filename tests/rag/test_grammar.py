@@ -86,7 +86,8 @@ def test_every_way_to_correct_gives_the_same(
     texts = [TEXT, "One more.", TEXT + TEXT]
 
     async def one_by_one() -> list[Correction]:
-        return [await corrector.correct_async(CorrectionRequest(f"m{n}", text, params)) for n, text in enumerate(texts)]
+        requests = [CorrectionRequest(f"m{n}", text, params) for n, text in enumerate(texts)]
+        return [await corrector.complete(corrector.prepare(request)) for request in requests]
 
     async def flowing() -> dict[str, Correction]:
         asked = [CorrectionRequest(f"f{n}", text, params) for n, text in enumerate(texts)]
@@ -157,7 +158,7 @@ def test_a_failed_sentence_fails_its_text_and_stops_the_rest(engine: Engine, tar
     corrector = Grammar(Failing(engine), PromptBuilder(target.tokenizer, CONTEXT))
     endless = SamplingParams(max_tokens=400)
     with pytest.raises(EngineError, match="failed"):
-        asyncio.run(corrector.correct_async(CorrectionRequest("m", TEXT, endless)))
+        asyncio.run(corrector.complete(corrector.prepare(CorrectionRequest("m", TEXT, endless))))
     engine.between_steps(lambda: None)  # the engine's queue is in order: the cancels are done before
     assert not engine._scheduler.running and not engine._scheduler.waiting
 

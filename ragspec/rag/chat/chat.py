@@ -139,13 +139,13 @@ class Chat:
         self, system: str, context: ChatContext, user_question: str, question: str, max_tokens: int
     ) -> ChatPrompt:
         """With earlier turns or, if they are hidden, without; then all turns are reported as dropped."""
-        if self._config.history != "hidden":
-            return build_chat_prompt(
-                self._prompts, system, context.history, user_question, context.passages, max_tokens
-            )
-        alone = build_chat_prompt(self._prompts, system, (), question, context.passages, max_tokens)
+        is_hidden = self._config.history == "hidden"
+        history, asked = ((), question) if is_hidden else (context.history, user_question)
+        prompt = build_chat_prompt(self._prompts, system, history, asked, context.passages, max_tokens)
+        if not is_hidden:
+            return prompt
         passages = tuple(passage for turn in context.history for passage in turn.passages)
-        return replace(alone, num_dropped_turns=len(context.history), dropped_history=passages)
+        return replace(prompt, num_dropped_turns=len(context.history), dropped_history=passages)
 
 
 def _history_texts(history: Sequence[PastTurn]) -> list[str]:

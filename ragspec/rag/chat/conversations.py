@@ -117,9 +117,8 @@ class ConversationStore:
         now, text = self._clock(), json.dumps(dict(metadata or {}))
         conversation = Conversation(f"conv_{secrets.token_hex(12)}", now, now, dict(metadata or {}))
         with self._writing(tenant) as db:
-            db.execute(
-                "INSERT INTO conversations VALUES (?,?,?,?,?,?)", (tenant, conversation.id, now, now, len(text), text)
-            )
+            row = (tenant, conversation.id, now, now, len(text), text)
+            db.execute("INSERT INTO conversations VALUES (?,?,?,?,?,?)", row)
             self._append(db, tenant, conversation.id, turns)
         return conversation
 

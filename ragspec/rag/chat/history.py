@@ -77,9 +77,8 @@ class ChatHistory:
 
     def turns_without(self, gone: Collection[tuple[str, str]]) -> tuple[PastTurn, ...]:
         """`turns` without the passages of these ids and texts; the others are numbered anew."""
-        return tuple(
-            replace(turn, passages=tuple(p for p in turn.passages if (p.id, p.text) not in gone)) for turn in self.turns
-        )
+        kept = [tuple(p for p in turn.passages if (p.id, p.text) not in gone) for turn in self.turns]
+        return tuple(replace(turn, passages=own) for turn, own in zip(self.turns, kept, strict=True))
 
 
 def split_messages(messages: Sequence[Message]) -> tuple[str, list[QaPair], str]:

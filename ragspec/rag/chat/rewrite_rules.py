@@ -111,10 +111,8 @@ def _opening(pairs: Sequence[QaPair]) -> int:
 
 
 def _topics(question: str, pairs: Sequence[QaPair]) -> list[str]:
-    named = [
-        *extract_names(pairs[0].question)[:2],
-        *(name for turn in reversed(pairs) for name in extract_names(turn.question)),
-    ]
+    latest = [name for turn in reversed(pairs) for name in extract_names(turn.question)]
+    named = [*extract_names(pairs[0].question)[:2], *latest]
     asked = list(dict.fromkeys(named))[:_MAX_ASKED] or extract_phrases(pairs[0].question)
     of_a_person = bool(_PERSON.search(question))
     if _GOES_ON.match(question) or (len(_content(question)) <= _SHORT_WORDS and not of_a_person):

@@ -129,10 +129,8 @@ def filter_edits(
         else:
             withheld.append(WithheldEdit(edit, reason))
     if _num_changed(kept) > _max_changed(sentence, edit_filter.max_edit_ratio):
-        withheld = sorted(
-            [*withheld, *(WithheldEdit(edit, WithholdReason.RATIO) for edit in kept)], key=lambda each: each.edit.start
-        )
-        kept = []
+        withheld += [WithheldEdit(edit, WithholdReason.RATIO) for edit in kept]
+        return [], sorted(withheld, key=lambda each: each.edit.start)
     return kept, withheld
 
 
@@ -205,11 +203,8 @@ def _names(sentence: str, context: TextContext, whole: bool) -> frozenset[str]:
 
 def _num_changed(edits: Sequence[Edit]) -> int:
     """The number of changed words; changes of case, spaces and punctuation count as none."""
-    return sum(max((old - new).total(), (new - old).total()) for old, new in map(_words_of, edits))
-
-
-def _words_of(edit: Edit) -> tuple[Counter[str], Counter[str]]:
-    return Counter(_UNIT.findall(edit.original.casefold())), Counter(_UNIT.findall(edit.replacement.casefold()))
+    sides = ([Counter(_UNIT.findall(text.casefold())) for text in (e.original, e.replacement)] for e in edits)
+    return sum(max((old - new).total(), (new - old).total()) for old, new in sides)
 
 
 def _max_changed(sentence: str, ratio: float) -> float:

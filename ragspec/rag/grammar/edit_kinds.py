@@ -141,9 +141,8 @@ def _move(text: str, first: Edit, second: Edit) -> Edit | None:
         return None
     if sorted(_words(first.original.casefold())) == sorted(_words(first.replacement.casefold())):  # nothing moves
         return None
-    if all(
-        edit_kind(edit.original, edit.replacement) in _EXCHANGED and _words(edit.original) for edit in (first, second)
-    ):
+    exchanged = (_words(e.original) and edit_kind(e.original, e.replacement) in _EXCHANGED for e in (first, second))
+    if all(exchanged):
         return None
     original = text[first.start : second.end]
     return Edit(first.start, second.end, original, first.replacement + between + second.replacement)

@@ -102,13 +102,6 @@ class Grammar(Closeable):
         completions = iter(self._engine.generate([request for each in prepared for request in each.requests]))
         return [build_correction(each, [next(completions) for _ in each.requests], self._classify) for each in prepared]
 
-    async def correct_async(self, request: CorrectionRequest, timeout_s: float | None = None) -> Correction:
-        """One text; cancelling the call cancels its requests. Sentences not corrected within `timeout_s` stay unfinished.
-
-        Raises: InputError, PromptTooLong, EngineError.
-        """
-        return await self.complete(await asyncio.to_thread(self.prepare, request), timeout_s)
-
     def prepare(self, request: CorrectionRequest) -> PreparedCorrection:
         """Split a text and build its engine requests; blocks. Raises: InputError, PromptTooLong."""
         begin, params = time.perf_counter(), request.params
@@ -123,7 +116,10 @@ class Grammar(Closeable):
         return PreparedCorrection(seeded, marked, tuple(sentences), requests, time.perf_counter() - begin)
 
     async def complete(self, prepared: PreparedCorrection, timeout_s: float | None = None) -> Correction:
-        """Generate and build the correction of a prepared text. Raises: EngineError."""
+        """Generate and build the correction of a prepared text; cancelling the call cancels its requests.
+
+        Sentences not corrected within `timeout_s` stay unfinished. Raises: EngineError.
+        """
         completions = await self._generate(prepared, timeout_s)
         return await asyncio.to_thread(build_correction, prepared, completions, self._classify)
 

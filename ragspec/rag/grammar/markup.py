@@ -158,10 +158,8 @@ def _trim_common_ends(edit: Edit) -> Edit:
     most = min(len(old), len(new))
     first = next((i for i in range(most) if old[i] != new[i]), most)
     last = next((i for i in range(most - first) if old[-1 - i] != new[-1 - i]), most - first)
-    start, end = edit.start + first, edit.end - last
-    return replace(
-        edit, start=start, end=end, original=old[first : len(old) - last], replacement=new[first : len(new) - last]
-    )
+    original, replacement = (text[first : len(text) - last] for text in (old, new))
+    return replace(edit, start=edit.start + first, end=edit.end - last, original=original, replacement=replacement)
 
 
 def _split_markup(text: str) -> Iterator[TextPart]:

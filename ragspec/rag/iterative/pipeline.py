@@ -10,7 +10,7 @@ The text equals that of waiting for every retrieval (`guessing=False`), for any 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any, Self, TypedDict, Unpack
@@ -24,7 +24,7 @@ from ragspec.numerics.noise import random_seed
 from ragspec.rag.answer import Answer, AnswerStats
 from ragspec.rag.citations import find_citations
 from ragspec.rag.iterative.policies import InContextRalm, Policy
-from ragspec.rag.iterative.ralmspec import RalmSpec
+from ragspec.rag.iterative.ralmspec import OnFinal, RalmSpec
 from ragspec.rag.iterative.segments import IterativeRequest, PipelineComponents, SpeculationStep
 from ragspec.rag.prompt import PromptBuilder
 from ragspec.rag.steps import Closeable, EngineLike, default_params, params_of_each, parse_scope
@@ -198,9 +198,7 @@ class IterativePipeline(Closeable):
             self._pinned = pinned
         return self._pinned
 
-    async def _answer(
-        self, request: IterativeRequest, on_final: Callable[[tuple[int, ...]], None] = lambda _: None
-    ) -> Answer:
+    async def _answer(self, request: IterativeRequest, on_final: OnFinal = lambda _: None) -> Answer:
         run = RalmSpec(self._components, request, on_final)
         final, steps = await run.run()
         text = detokenize(self._components.prompts.tokenizer, final.output_ids, request.params)

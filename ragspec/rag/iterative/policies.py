@@ -51,9 +51,7 @@ class PartialAnswer:
     def after(self, round: RetrievalRound, completion: Completion) -> PartialAnswer:
         kept = len(round.output_ids)
         output_ids = (*round.output_ids, *completion.token_ids)
-        ended = (
-            completion.finish_reason is FinishReason.STOP or len(output_ids) < round.end or round.end >= self.max_tokens
-        )
+        is_short = completion.finish_reason is FinishReason.STOP or len(output_ids) < round.end
         return replace(
             self,
             num_rounds=self.num_rounds + 1,
@@ -61,7 +59,7 @@ class PartialAnswer:
             output_ids=output_ids,
             logprobs=(*self.logprobs[:kept], *completion.logprobs),
             finish_reason=completion.finish_reason,
-            ended=ended,
+            ended=is_short or round.end >= self.max_tokens,
         )
 
 

@@ -31,6 +31,8 @@ from ragspec.retrieval.search.index_types import Query, SearchResult
 from ragspec.retrieval.speculative.speculation_cache import SpeculationCache, passage_keys
 
 T = TypeVar("T")
+OnFinal = Callable[[tuple[int, ...]], None]
+"""Takes all output tokens that can no longer change, each time there are more of them."""
 
 
 class _PendingSearch(NamedTuple):
@@ -45,13 +47,7 @@ class _PendingSearch(NamedTuple):
 class RalmSpec:
     """Generates one answer; used once. Owns the speculation cache and the steps that may be rolled back."""
 
-    def __init__(
-        self,
-        components: PipelineComponents,
-        request: IterativeRequest,
-        on_final: Callable[[tuple[int, ...]], None],
-    ) -> None:
-        """`on_final` gets all output tokens that can no longer change, each time there are more of them."""
+    def __init__(self, components: PipelineComponents, request: IterativeRequest, on_final: OnFinal) -> None:
         self._components, self._request, self._on_final = components, request, on_final
         self._num_final = 0
         self._queries: dict[str, Query] = {}
@@ -89,7 +85,7 @@ class RalmSpec:
         (question_ids,) = self._components.prompts.plain_ids([question])
         start = PartialAnswer(question, tuple(question_ids), self._request.params.max_tokens)
         while True:
-            answer = self._latest_answer(start)
+            answer = self._steps[-1].result if self._steps else start
             round = self._components.policy.next(answer, self._decode)
             if round is None:
                 if await self._verify(all_steps=True):
@@ -99,13 +95,6 @@ class RalmSpec:
             self._report_final()
             if await self._verify():
                 await self._generate(self._steps[-1])
-
-    def _latest_answer(self, start: PartialAnswer) -> PartialAnswer:
-        if not self._steps:
-            return start
-        last = self._steps[-1]
-        assert last.completion is not None
-        return last.answer.after(last.round, last.completion)
 
     def _report_final(self) -> None:
         """Output before the first unverified round is final, as is output that the policy of the last round keeps."""

@@ -86,6 +86,12 @@ class SpeculationStep:
     token_ids: list[int] = field(default_factory=list)  # generated so far
     seconds: float = 0.0
 
+    @property
+    def result(self) -> PartialAnswer:
+        """The partial answer after the round."""
+        assert self.completion is not None
+        return self.answer.after(self.round, self.completion)
+
 
 PassageKeys = tuple[PassageKey, ...]
 

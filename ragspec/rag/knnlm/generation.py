@@ -168,7 +168,12 @@ class _KnnSequence:
             positions.append(self.reader.read(pending))
             if len(guesses) < num_guesses:
                 guesses.append(self._guess(positions[-1], guesses))
-            self._count_step(time.perf_counter() - begin, is_prompt)
+            seconds = time.perf_counter() - begin
+            if is_prompt:
+                self.stats.prefill_s += seconds
+            else:
+                self.stats.step_s += seconds
+                self.scheduler.note_step(seconds)
         return positions, guesses
 
     def _guess(self, position: TargetOutput, guesses: list[int]) -> int:
@@ -206,13 +211,6 @@ class _KnnSequence:
 
     def _ends(self, token: int) -> bool:
         return token in self.sequence.limits.eos_ids and not self.sequence.request.params.ignore_eos
-
-    def _count_step(self, seconds: float, is_prompt: bool) -> None:
-        if is_prompt:
-            self.stats.prefill_s += seconds
-        else:
-            self.stats.step_s += seconds
-            self.scheduler.note_step(seconds)
 
     def _count(self, num_queries: int, num_right: int, num_guesses: int, seconds: float, learning: bool) -> None:
         num_wrong, stats = int(num_right < num_guesses), self.stats
