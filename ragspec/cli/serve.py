@@ -132,12 +132,8 @@ def _show(model: str, url: str, key: str) -> None:
     console = stdout_console()
     console.print(Text.assemble(f"\n{model} is served at ", (f"{url}/v1", "bold")))
     if key:
-        rows = (
-            ("page", f"{url}/#key={key}"),
-            ("", f"export OPENAI_BASE_URL={url}/v1"),
-            ("", f"export OPENAI_API_KEY={key}"),
-        )
-        for name, value in rows:
-            console.print(Text.assemble((f"{name:<6}", "dim"), value), soft_wrap=True)
+        console.print(Text.assemble(("page  ", "dim"), f"{url}/#key={key}"), soft_wrap=True)
+        for line in (f"export OPENAI_BASE_URL={url}/v1", f"export OPENAI_API_KEY={key}"):
+            console.print(Text(f"      {line}"), soft_wrap=True)
     console.print(Text("Ctrl-C stops it.\n", "dim"))
     sys.stdout.flush()

@@ -55,7 +55,9 @@ class PromptBuilder:
         self.plain_ids(["a"])  # sets the state of this copy for good
         self.max_context_tokens = max_context_tokens
         self.max_chars = max_context_tokens * _MAX_CHARS_PER_TOKEN
-        self._layout = _plain_layout(tokenizer) if tokenizer.chat_template is None else {}
+        # Why `sanitize_control_tokens`: only the template may write control tokens; their spelling in a text is plain text
+        self._layout: dict[str, Any] = {"sanitize_control_tokens": True, "return_dict": False}
+        self._layout |= _plain_layout(tokenizer) if tokenizer.chat_template is None else {}
         self._has_system_role = self._accepts_system_message()
 
     def build(
@@ -130,11 +132,9 @@ class PromptBuilder:
                 raise InputError(f"unknown role {message.role!r}; known are {', '.join(sorted(_ROLES))}")
             what = "the question" if message is messages[-1] else f"the message of the {message.role}"
             check_text(message.content, what)
-            if len(message.content) > self.max_chars:
-                raise InputError(
-                    f"{what} has {len(message.content)} characters, which cannot fit a context of "
-                    f"{self.max_context_tokens} tokens"
-                )
+            if (num_chars := len(message.content)) > self.max_chars:
+                context = f"a context of {self.max_context_tokens} tokens"
+                raise InputError(f"{what} has {num_chars} characters, which cannot fit {context}")
 
     def _merge_context(self, messages: Sequence[Message], question_first: bool = False) -> list[Message]:
         """Passages move into the user's message before them, and the instruction into the system message.
@@ -169,16 +169,11 @@ class PromptBuilder:
             return False
 
     def _encode(self, messages: Sequence[Message], add_generation_prompt: bool = True) -> tuple[int, ...]:
-        """Why `sanitize_control_tokens`: only the template may write control tokens; their spelling in a text is plain text."""
         conversation = [{"role": message.role, "content": message.content} for message in messages]
         try:
             with self._encoding:
                 token_ids = self._encoder.apply_chat_template(
-                    conversation,
-                    add_generation_prompt=add_generation_prompt,
-                    sanitize_control_tokens=True,
-                    return_dict=False,
-                    **self._layout,
+                    conversation, add_generation_prompt=add_generation_prompt, **self._layout
                 )
         except TemplateError as cause:
             raise InputError(f"the target's chat template refuses this conversation: {cause}") from cause

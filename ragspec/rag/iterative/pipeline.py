@@ -209,6 +209,7 @@ class IterativePipeline(Closeable):
                 shown.setdefault(passage_keys([passage])[0], passage)
         passages = tuple(passage for key, passage in shown.items() if key in fitted)
         generation = _generation_stats(steps, request, len(final.output_ids))
+        missing = tuple(sorted(run.missing))
         return Answer(
             request.question,
             text,
@@ -218,7 +219,7 @@ class IterativePipeline(Closeable):
             final.finish_reason,
             final.output_ids,
             final.logprobs if request.params.logprobs is not None else (),
-            AnswerStats(run.stats.wait_s, 0.0, request.index.generation, generation, run.stats, run.missing),
+            AnswerStats(run.stats.wait_s, 0.0, request.index.generation, generation, run.stats, missing),
         )
 
 

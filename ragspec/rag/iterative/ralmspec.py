@@ -56,15 +56,10 @@ class RalmSpec:
         self._steps: list[SpeculationStep] = []
         self._verification: _PendingSearch | None = None
         self._num_overlapped = 0  # segments generated since the verification started
-        self._missing: set[str] = set()
+        self.missing: set[str] = set()  # segments of the index that some search could not read
         self._plan = components.scheduler.choose()
         self.stats = IterativeStats()
         self.writer = SegmentWriter(components, request, self.stats)
-
-    @property
-    def missing(self) -> tuple[str, ...]:
-        """Segments of the index that some search could not read."""
-        return tuple(sorted(self._missing))
 
     async def run(self) -> tuple[PartialAnswer, list[SpeculationStep]]:
         """The finished answer and its verified steps, in order. Raises: RetrievalError, InputError, EngineError."""
@@ -209,7 +204,7 @@ class RalmSpec:
         result = await self._wait_for(search.future)
         self.stats.wait_s += time.perf_counter() - begin
         self._components.scheduler.note_verification(len(search.queries), search.took_s[0], self._num_overlapped > 0)
-        self._missing |= set(result.missing)
+        self.missing |= set(result.missing)
         if not result.missing:
             self._verified |= dict(zip(search.queries, result.passages, strict=True))
             if self._request.guessing:

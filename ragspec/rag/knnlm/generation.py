@@ -88,12 +88,10 @@ class KnnGenerator:
         check_target(store.target, target_identity(target))
         self.config = config or KnnConfig()
         self.scheduler = scheduler or StrideScheduler(self.config.stride, asynchronous=False)
-        self._target = target
-        self._store = store
+        self._target, self._store = target, store
         self._admission = Admission(target, fingerprint)
         self._threads = threads or AdaptiveThreads(None)
-        self._rhythm = _LearningSchedule()
-        self._lock = threading.Lock()
+        self._rhythm, self._lock = _LearningSchedule(), threading.Lock()
         compile_samplers()
 
     def generate(self, request: Request, speculation: bool = True) -> tuple[Completion, KnnStats]:
@@ -232,8 +230,7 @@ class _LearningSchedule:
     """
 
     def __init__(self) -> None:
-        self._pause = 1
-        self._round = 0
+        self._pause, self._round = 1, 0
 
     def next(self, stride: int) -> tuple[int, bool]:
         """The next round's stride, given the planned one, and whether the round learns."""

@@ -30,9 +30,7 @@ class TargetReader:
     """The target with the KV cache of one sequence."""
 
     def __init__(self, target: Target, slots: SequenceSlots, threads: AdaptiveThreads) -> None:
-        self._target = target
-        self._slots = slots
-        self._threads = threads
+        self._target, self._slots, self._threads = target, slots, threads
 
     @property
     def length(self) -> int:
