@@ -63,7 +63,7 @@ def test_the_slowest_fault_counts() -> None:
     """Medians alone."""
     rows = [{"recovery_s": s} for s in (1.0, 60.0, 2.0)]
     assert recovery(rows, "recovery") == {"recovery_p50_s": 2.0, "recovery_max_s": 60.0}
-    assert recovery([], "recovery_s") == {"recovery_p50_s": None, "recovery_max_s": None}
+    assert recovery([], "recovery") == {"recovery_p50_s": None, "recovery_max_s": None}
 
 
 def test_tables_hold_every_row() -> None:
