@@ -19,27 +19,8 @@ from ragspec.core import FinishReason, GenerationStats
 from services.telemetry import Telemetry
 
 CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
-_SECONDS = (
-    0.001,
-    0.005,
-    0.01,
-    0.02,
-    0.04,
-    0.06,
-    0.08,
-    0.1,
-    0.25,
-    0.5,
-    0.75,
-    1.0,
-    2.5,
-    5.0,
-    7.5,
-    10.0,
-    20.0,
-    60.0,
-    300.0,
-)
+_BELOW_A_SECOND = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75)
+_SECONDS = (*_BELOW_A_SECOND, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 60.0, 300.0)
 _GAPS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.5)
 _TOKENS = tuple(2**power for power in range(16))
 _METHODS = frozenset({"GET", "POST", "PUT", "PATCH", "DELETE", "HEAD", "OPTIONS"})

@@ -26,12 +26,7 @@ from ragspec.core import FinishReason, GenerationStats
 from ragspec.errors import ConfigError
 from services.settings import TelemetryConfig
 
-_OPERATIONS = {
-    "/v1/chat/completions": "chat",
-    "/v1/completions": "text_completion",
-    "/v1/embeddings": "embeddings",
-}
-_SEARCH_PATH = ("/v1/vector_stores/", "/search")
+_OPERATIONS = {"/v1/chat/completions": "chat", "/v1/completions": "text_completion", "/v1/embeddings": "embeddings"}
 _REQUEST_ATTRIBUTES = {
     "max_tokens": "gen_ai.request.max_tokens",
     "max_completion_tokens": "gen_ai.request.max_tokens",
@@ -159,7 +154,7 @@ def operation_of(scope: Scope) -> str | None:
     if scope["type"] != "http" or scope["method"] != "POST":
         return None
     path: str = scope["path"]
-    if path.startswith(_SEARCH_PATH[0]) and path.endswith(_SEARCH_PATH[1]):
+    if path.startswith("/v1/vector_stores/") and path.endswith("/search"):
         return "retrieval"
     return _OPERATIONS.get(path)
 

@@ -41,29 +41,15 @@ _COMMON = {
     "nl": "de van een het en in is dat op te zijn met voor niet aan er die om ook als dan maar bij nog uit door "
     "naar heeft ze hij je ik was wordt kan geen deze dit",
 }
-_NAMES = {
-    "de": "German",
-    "fr": "French",
-    "es": "Spanish",
-    "it": "Italian",
-    "pt": "Portuguese",
-    "nl": "Dutch",
-    "ru": "Russian",
-    "el": "Greek",
-    "ar": "Arabic",
-    "zh": "Chinese",
-    "ja": "Japanese",
-    "ko": "Korean",
-}
+_NAMES = {"de": "German", "fr": "French", "es": "Spanish", "it": "Italian", "pt": "Portuguese", "nl": "Dutch"}
 _SCRIPTS = {
-    "CYRILLIC": "ru",
-    "GREEK": "el",
-    "ARABIC": "ar",
-    "CJK": "zh",
-    "HIRAGANA": "ja",
-    "KATAKANA": "ja",
-    "HANGUL": "ko",
-    "LATIN": "",
+    "CYRILLIC": ("ru", "Russian"),
+    "GREEK": ("el", "Greek"),
+    "ARABIC": ("ar", "Arabic"),
+    "CJK": ("zh", "Chinese"),
+    "HIRAGANA": ("ja", "Japanese"),
+    "KATAKANA": ("ja", "Japanese"),
+    "HANGUL": ("ko", "Korean"),
 }
 _WORDS = {code: frozenset(words.split()) for code, words in _COMMON.items()}
 _WORD = re.compile(r"[^\W\d_]+")
@@ -86,9 +72,8 @@ class DetectedLanguage(NamedTuple):
 def detect_language(text: str, variant: str = DEFAULT) -> DetectedLanguage:
     """`variant` for English, and for texts too short to tell."""
     text = text[:_MAX_CHARS]
-    script = _script(text)
-    if script:
-        return DetectedLanguage(script, _NAMES.get(script, "another language"), 0.9)
+    if (script := _script(text)) != "LATIN":
+        return DetectedLanguage(*_SCRIPTS.get(script, ("unknown", "another language")), 0.9)
     words = [word.casefold() for word in _WORD.findall(text)]
     counts = Counter({code: sum(word in common for word in words) for code, common in _WORDS.items()})
     (best, most), english = counts.most_common(1)[0], counts["en"]
@@ -99,10 +84,10 @@ def detect_language(text: str, variant: str = DEFAULT) -> DetectedLanguage:
 
 
 def _script(text: str) -> str:
-    """The language of the main script, "" for Latin, "unknown" for other scripts of several languages."""
+    """The script of most letters; LATIN if there is none."""
     letters = [char for char in text if char.isalpha()][:400]
     scripts = Counter(unicodedata.name(char, "?").split()[0] for char in letters)
     script, count = scripts.most_common(1)[0] if scripts else ("LATIN", 0)
-    if script == "CJK" and scripts["HIRAGANA"] + scripts["KATAKANA"]:
-        script = "HIRAGANA"
-    return _SCRIPTS.get(script, "unknown") if 2 * count > len(letters) else ""
+    if 2 * count <= len(letters):
+        return "LATIN"
+    return "HIRAGANA" if script == "CJK" and scripts["HIRAGANA"] + scripts["KATAKANA"] else script

@@ -16,20 +16,10 @@ from typing import Any, ClassVar
 
 from ragspec.core import Completion, Delta, GenerationStats
 from ragspec.rag.openai_fields import usage
+from services.openai import streaming
 from services.openai.engine_stream import ChoiceKey, EngineStream
 from services.openai.request_context import RequestContext
-from services.openai.streaming import (
-    DONE,
-    KEEP_ALIVE,
-    PAD_BYTES,
-    STRICT_PAD_BYTES,
-    ChoiceDelta,
-    Chunk,
-    ChunkEncoder,
-    ResponseSender,
-    immediate,
-    paced,
-)
+from services.openai.streaming import ChoiceDelta, Chunk, ResponseSender
 
 
 class AnswerFormat(ABC):
@@ -78,8 +68,8 @@ class AnswerFormat(ABC):
     async def _send_stream(self, sender: ResponseSender) -> None:
         options, is_strict = self.context.body.options, self.context.is_strict
         head = self._head(self.chunk_type, self.context.backend.engine.fingerprint)
-        pad_bytes = STRICT_PAD_BYTES if is_strict else PAD_BYTES * options.include_obfuscation
-        encoder = ChunkEncoder(head, pad_bytes, with_usage=options.include_usage)
+        pad_bytes = streaming.STRICT_PAD_BYTES if is_strict else streaming.PAD_BYTES * options.include_obfuscation
+        encoder = streaming.ChunkEncoder(head, pad_bytes, with_usage=options.include_usage)
 
         async def send(chunks: Sequence[Chunk]) -> None:
             if chunks:
@@ -87,9 +77,9 @@ class AnswerFormat(ABC):
 
         await sender.begin_events()
         await send(self.first_chunks())
-        async for delta in paced(self.stream) if is_strict else immediate(self.stream):
+        async for delta in streaming.paced(self.stream) if is_strict else streaming.immediate(self.stream):
             if delta is None:
-                await sender.event(KEEP_ALIVE)
+                await sender.event(streaming.KEEP_ALIVE)
                 continue
             if delta.text or delta.logprobs or is_strict:
                 await send([([self.delta_choice(delta)], self._progress(delta.key))])
@@ -99,7 +89,7 @@ class AnswerFormat(ABC):
         self._count()
         final = ({"usage": self._usage()} if options.include_usage else {}) | self._metrics()
         await send([([], final)] if final else [])
-        await sender.event(DONE, is_last=True)
+        await sender.event(streaming.DONE, is_last=True)
 
     def _head(self, object_type: str, fingerprint: str) -> dict[str, Any]:
         return {

@@ -16,6 +16,7 @@ from ragspec.rag.answer import Answer
 
 CitationFormat = Literal["openai", "anthropic", "cohere"]
 
+_SPAN_FIELDS = ("passage_start", "passage_end", "document_id", "document_start", "document_end", "source")
 _PASSAGE_FIELDS = ("id", "document_id", "title", "heading", "source", "text", "start", "end", "score")
 
 
@@ -35,17 +36,8 @@ def passages_of(passages: Sequence[Passage]) -> list[dict[str, Any]]:
 def citations_of(answer: Answer) -> list[dict[str, Any]]:
     """Every citation, with its spans in the answer, in the passage and in the document."""
     return [
-        {
-            "start": each.start,
-            "end": each.end,
-            "passage": index + 1,
-            "passage_start": each.passage_start,
-            "passage_end": each.passage_end,
-            "document_id": each.document_id,
-            "document_start": each.document_start,
-            "document_end": each.document_end,
-            "source": each.source,
-        }
+        {"start": each.start, "end": each.end, "passage": index + 1}
+        | {name: getattr(each, name) for name in _SPAN_FIELDS}
         for each, index, _ in _with_passages(answer)
     ]
 
