@@ -15,7 +15,7 @@ from typing import Any
 
 import ray
 
-from ragspec.cluster.remote_retrieval.hedged_call import RetryPolicy, hedged_call
+from ragspec.cluster.remote_retrieval.hedged_call import RetryPolicy, call_free_workers, hedged_call
 from ragspec.cluster.remote_retrieval.segment_cache import SegmentSet
 from ragspec.cluster.remote_retrieval.shards import SegmentsMissing, ShardedSearch, place_segments, rotated
 from ragspec.cluster.remote_retrieval.worker_pool import Worker, WorkerPool
@@ -105,7 +105,7 @@ class ClusterView:
     def _view(self, turn: int, missing: frozenset[str]) -> IndexSearcher:
         view = self._views.get((turn, missing))
         if view is None:
-            search = self._search.rotated(self._replicas, turn).without(missing)
+            search = self._search.rotated(self._replicas, turn, missing)
             scoring = _scoring(self._config.reranker, self._pool, self._policy) if self._config.reranker else None
             if len(self._views) >= _VIEWS_KEPT:
                 self._views = {}
@@ -139,15 +139,8 @@ def _scoring(reranker: str, pool: WorkerPool, policy: RetryPolicy) -> PairScorin
     """Each query's passages are scored by whichever shard is free. Not a method, so that it does not keep a view's lease."""
 
     def scores(asked: Sequence[PairsToScore]) -> list[Any]:
-        given, failed = hedged_call(
-            pool,
-            dict.fromkeys(range(len(asked)), ()),
-            lambda actor, numbers: actor.scores.remote(reranker, [asked[n] for n in numbers]),
-            policy,
-        )
-        for error in failed.values():
-            raise error
-        scored = {number: each for numbers, some in given for number, each in zip(numbers, some, strict=True)}
-        return [scored[number] for number in range(len(asked))]
+        parts = [[pairs] for pairs in asked]
+        scored = call_free_workers(pool, parts, lambda actor, part: actor.scores.remote(reranker, part), policy)
+        return [scores_of_one for (scores_of_one,) in scored]
 
     return scores

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from ragspec.cluster.actors import ActorPool, Replica, WorkerActor
 from ragspec.cluster.ray_calls import wait_for_all
-from ragspec.cluster.remote_retrieval.hedged_call import RetryPolicy, hedged_call
+from ragspec.cluster.remote_retrieval.hedged_call import RetryPolicy, call_free_workers
 from ragspec.cluster.remote_retrieval.worker_pool import HANG_S, Worker, WorkerPool
 from ragspec.config import EncoderConfig
 from ragspec.errors import EncoderMismatch
@@ -25,13 +25,6 @@ _TEXTS_PER_CALL = 256
 _CALLS_PER_WORKER = 8
 _LOAD_TIMEOUT_S = 300.0
 _BULK = RetryPolicy(timeout_s=3600.0, late_s=60.0)
-
-
-class EncoderDescription(NamedTuple):
-    """The facts that a `RemoteEncoder` needs of its actors."""
-
-    identity: EncoderIdentity
-    max_tokens: int
 
 
 class EncoderActor(WorkerActor):
@@ -46,9 +39,10 @@ class EncoderActor(WorkerActor):
         """Raises: ModelError."""
         self._loaded()
 
-    def describe(self) -> EncoderDescription:
+    def describe(self) -> tuple[EncoderIdentity, int]:
+        """The identity and the most tokens of a text."""
         encoder = self._loaded()
-        return EncoderDescription(encoder.identity, encoder.max_tokens)
+        return encoder.identity, encoder.max_tokens
 
     def count_tokens(self, identity: EncoderIdentity, texts: Sequence[str]) -> list[int]:
         return self._checked(identity).count_tokens(texts)
@@ -76,6 +70,9 @@ class RemoteEncoder:
     Texts are sorted by length, so that those of equal length share a forward.
     """
 
+    identity: EncoderIdentity
+    max_tokens: int
+
     def __init__(
         self,
         replicas: Sequence[Replica],
@@ -86,18 +83,10 @@ class RemoteEncoder:
         self._pool = WorkerPool(replicas, "an encoder", _load, hang_s)
         self._policy = policy
         try:
-            self._description: EncoderDescription = self._call([[]], lambda actor, _: actor.describe.remote())[0]
+            ((self.identity, self.max_tokens),) = self._call([[]], lambda actor, _: actor.describe.remote())
         except BaseException:
             self.close()
             raise
-
-    @property
-    def identity(self) -> EncoderIdentity:
-        return self._description.identity
-
-    @property
-    def max_tokens(self) -> int:
-        return self._description.max_tokens
 
     def count_tokens(self, texts: Sequence[str]) -> list[int]:
         """As `Encoder.count_tokens`. Raises: as `encode`."""
@@ -121,15 +110,7 @@ class RemoteEncoder:
         self._pool.close()
 
     def _call(self, parts: Sequence[Sequence[str]], send: Callable[[Any, Sequence[str]], Any]) -> list[Any]:
-        """Each part goes to a free actor, in a call of its own."""
-        orders: dict[int, tuple[str, ...]] = dict.fromkeys(range(len(parts)), ())
-        given, failed = hedged_call(
-            self._pool, orders, lambda actor, numbers: send(actor, parts[numbers[0]]), self._policy
-        )
-        for error in failed.values():
-            raise error
-        answers = {numbers[0]: answer for numbers, answer in given}
-        return [answers[number] for number in range(len(parts))]
+        return call_free_workers(self._pool, parts, send, self._policy)
 
 
 def _load(worker: Worker) -> None:

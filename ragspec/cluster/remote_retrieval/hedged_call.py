@@ -22,6 +22,7 @@ from ragspec.cluster.remote_retrieval.worker_pool import Worker, WorkerPool
 from ragspec.errors import ConfigError, InputError, RagspecError, RetrievalError
 
 Item = TypeVar("Item", bound=Hashable)
+Part = TypeVar("Part")
 Send = Callable[[Any, list[Item]], Any]
 """Calls an actor for some items at once; gives Ray's reference to the answer."""
 
@@ -59,6 +60,17 @@ def hedged_call(
     Raises: InputError or ConfigError of an actor's code; RetrievalError if the pool was closed.
     """
     return _HedgedCall(pool, items, send, policy).run()
+
+
+def call_free_workers(
+    pool: WorkerPool, parts: Sequence[Part], send: Callable[[Any, Part], Any], policy: RetryPolicy
+) -> list[Any]:
+    """The answer to each part, which goes to any free worker in a call of its own. Raises: the error of the first part lost."""
+    orders: dict[int, Sequence[str]] = dict.fromkeys(range(len(parts)), ())
+    given, failed = hedged_call(pool, orders, lambda actor, numbers: send(actor, parts[numbers[0]]), policy)
+    for error in failed.values():
+        raise error
+    return [answer for _, answer in sorted(given, key=lambda each: each[0])]
 
 
 @dataclass(slots=True)

@@ -88,13 +88,10 @@ class ShardedSearch:
     def segment_names(self) -> frozenset[str]:
         return frozenset(self._orders)
 
-    def rotated(self, num_replicas: int, turn: int) -> ShardedSearch:
-        """The same segments, searched first by other holders."""
-        orders = {segment: rotated(order, num_replicas, turn) for segment, order in self._orders.items()}
-        return ShardedSearch(self._pool, self._segments, orders, self._policy)
-
-    def without(self, missing: frozenset[str]) -> ShardedSearch:
-        orders = {segment: order for segment, order in self._orders.items() if segment not in missing}
+    def rotated(self, num_replicas: int, turn: int, missing: frozenset[str]) -> ShardedSearch:
+        """The same segments without the missing ones, searched first by other holders."""
+        found = {segment: order for segment, order in self._orders.items() if segment not in missing}
+        orders = {segment: rotated(order, num_replicas, turn) for segment, order in found.items()}
         return ShardedSearch(self._pool, self._segments, orders, self._policy)
 
     def open(self, num_replicas: int, timeout_s: float, reranker: str = "") -> None:
