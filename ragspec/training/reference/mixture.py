@@ -18,7 +18,7 @@ from ragspec.training.reference.packs import PackStream
 from ragspec.training.reference.sources import question_paragraphs
 from ragspec.training.sentences import normalise
 
-SHARES = {"questions": 0.56, "documentation": 0.14, "stdlib": 0.07, "grammar": 0.14, "follow_ups": 0.05, "chat": 0.04}
+SHARES = {"questions": 0.53, "documentation": 0.14, "stdlib": 0.07, "grammar": 0.13, "follow_ups": 0.06, "chat": 0.07}
 NUM_CORRECTIONS = 14
 """Corrections drawn at a time."""
 MAX_TURNS, MAX_PAGE_CHARS, BARE_SHARE = 3, 900, 0.5
@@ -69,7 +69,9 @@ class Mixture:
         """Questions in a row about one page, whose answers are its passage."""
         turns = rng.choice(self._pages)
         start = rng.randrange(len(turns) - 1)
-        text = " ".join(dict.fromkeys(answer for _, answer in turns))[:MAX_PAGE_CHARS]
+        answers = list(dict.fromkeys(answer for _, answer in turns))
+        rng.shuffle(answers)  # Why: in the dialogue's order the answer is the sentence behind the last quote
+        text = " ".join(answers)[:MAX_PAGE_CHARS]
         others = rng.sample(self.paragraphs, rng.randrange(3))
         passages = [text, *(other.text[:500] for other in others)]
         rng.shuffle(passages)
