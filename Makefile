@@ -2,11 +2,11 @@
 #
 #   make setup        EXTRAS=...       what to install; by default for the GPU if there is one, else for the CPU
 #                     PYTHON=...       the Python 3.11 or newer that .venv is made from
-#                     TORCH_INDEX=...  address of a package index that has torch for the CPU (see README, "Install")
+#                     TORCH_INDEX=...  address of a package index that has torch for the CPU (see CONTRIBUTING)
 #   make demo         questions answered from real documents, with speculation on and off; installs only what that needs
 #   make test         the fast tests, two files at a time; `make test-all` adds those marked slow, gpu and browser
 #   make check        format, lint, types
-#   make bench        the suites rag and grammar, the latter of public data (README, "Data"); BENCH_FLAGS=--quick for a short run
+#   make bench        the suites rag and grammar, the latter of public data (CONTRIBUTING); BENCH_FLAGS=--quick for a short run
 
 SHELL := /bin/sh
 PYTHON ?= python3

@@ -44,7 +44,7 @@ def main(
     inputs: Annotated[
         list[str],
         typer.Argument(
-            metavar="INPUT...", help="Files, folders or quoted patterns: .txt .md .rst .html .pdf .docx .jsonl .csv"
+            metavar="INPUT...", help="Files, folders or quoted patterns: .txt .md .rst .html .pdf .docx .jsonl .csv .tsv"
         ),
     ],
     index: Annotated[Path, typer.Option(help="The index's folder; made if it is not there.")],
