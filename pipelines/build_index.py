@@ -44,7 +44,8 @@ def main(
     inputs: Annotated[
         list[str],
         typer.Argument(
-            metavar="INPUT...", help="Files, folders or quoted patterns: .txt .md .rst .html .pdf .docx .jsonl .csv .tsv"
+            metavar="INPUT...",
+            help="Files, folders or quoted patterns: .txt .md .rst .html .pdf .docx .jsonl .csv .tsv",
         ),
     ],
     index: Annotated[Path, typer.Option(help="The index's folder; made if it is not there.")],
