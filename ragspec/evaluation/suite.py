@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 AnyEngine = TypeVar("AnyEngine", bound=Engine)
 
-QUICK_QUESTIONS = 40
+QUICK_QUESTIONS = 8
 CONCURRENCY = 8
 SUITES = {
     name: f"ragspec.evaluation.suites.{name}"

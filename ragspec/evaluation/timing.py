@@ -66,8 +66,11 @@ class Timings:
         stage: str = "timed runs",
         num_warm_up: int = 0,
     ) -> Timings:
-        """Every decoder on every case, `num_runs` times, taking turns; the first cases once before, not counted."""
-        for case in cases[:num_warm_up]:
+        """Every decoder on every case, `num_runs` times, taking turns.
+
+        Before, uncounted: once on `num_warm_up` cases, at most half of all.
+        """
+        for case in cases[: min(num_warm_up, (len(cases) + 1) // 2)]:
             for decode in decoders.values():
                 decode(case)
         return cls(take_turns(decoders, cases, num_runs, tick, stage), [case.prepare_s for case in cases])
