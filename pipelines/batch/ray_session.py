@@ -18,6 +18,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from ragspec.cluster.local_cluster import RAY_DEFAULTS, LocalCluster
 from ragspec.errors import EngineError
 
 _PROBE_S = 5.0
@@ -60,8 +61,6 @@ def clusters_folder() -> Path:
 
 def local_cluster_address(deployment: str) -> str:
     """The address of the deployment's local cluster, or an empty string. Sets the environment that a client of it needs."""
-    from ragspec.cluster.local_cluster import LocalCluster
-
     nodes = LocalCluster.recorded(clusters_folder() / deployment)
     if nodes is None or not nodes.running:
         return ""
@@ -75,7 +74,8 @@ def prepare_token(address: str) -> None:
 
     Why: without a setting, Ray writes a token into the home directory, which then breaks connections to other clusters.
     """
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    for name, value in RAY_DEFAULTS.items():
+        os.environ.setdefault(name, value)
     if "RAY_AUTH_MODE" in os.environ:
         return
     if address == "local":

@@ -32,6 +32,9 @@ from ragspec.errors import EngineError, SaveError
 LOOPBACK = "127.0.0.2"
 """Why not ...1: Ray replaces it by the machine's outer address. All of 127.0.0.0/8 is loopback."""
 
+RAY_DEFAULTS = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0"}
+"""Why the niceness: Ray's own is 15, and beside two busy processes such an engine stands still and is taken for dead."""
+
 _START_TIMEOUT_S = 90.0
 _LOOK_S = 0.05
 _STATE, _TOKEN = "cluster.json", "token"
@@ -89,7 +92,7 @@ class LocalCluster(AbstractContextManager["LocalCluster"]):
         return {
             "RAY_AUTH_MODE": "token",
             "RAY_AUTH_TOKEN_PATH": str(self._folder / _TOKEN),
-            "RAY_USAGE_STATS_ENABLED": "0",
+            **RAY_DEFAULTS,
         }
 
     @property
