@@ -24,7 +24,7 @@ NO_BFLOAT16 = ("bf16 path needs the cpu support", "no packed bfloat16 product")
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-os.environ["RAY_worker_niceness"] = "0"  # beside other load, workers of Ray's own niceness start in minutes
+os.environ |= {"RAY_worker_niceness": "0"}  # beside other load, workers of Ray's own niceness start in minutes
 os.environ.setdefault("OMP_NUM_THREADS", str(NUM_THREADS))
 # Why: waiting threads that spin slow each other down where tests share the cores with anything else.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
