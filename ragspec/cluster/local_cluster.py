@@ -33,7 +33,7 @@ LOOPBACK = "127.0.0.2"
 """Why not ...1: Ray replaces it by the machine's outer address. All of 127.0.0.0/8 is loopback."""
 
 RAY_DEFAULTS = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0"}
-"""Why the niceness: Ray's own is 15, and beside two busy processes such an engine stands still and is taken for dead."""
+"""Why the niceness: workers of Ray's own, 15, did not answer a node's check within 120 s beside two busy processes."""
 
 _START_TIMEOUT_S = 90.0
 _LOOK_S = 0.05
