@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ragspec.core import Document, Heading
 from ragspec.errors import InputError
-from ragspec.retrieval.reading import SUFFIXES, read_file
+from ragspec.retrieval.reading import ROW_SUFFIXES, SUFFIXES, read_file
 
 if TYPE_CHECKING:
     from services.stores.records import FileRecord, StoreMember
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 STORE, FILE = "vector_store_id", "file_id"
 """Keys of a document's metadata that the service sets; users cannot."""
 
-_ROW_SUFFIXES = frozenset({".jsonl", ".csv", ".tsv"})
 _PLAIN_SUFFIXES = frozenset({".txt", ".md", ".markdown"})
 """Read without a process: there is nothing to parse."""
 _MAX_REASON_CHARS = 300
@@ -66,7 +65,7 @@ def parsed(path: Path, file: FileRecord, member: StoreMember, limits: ParseLimit
             raise InputError(str(cause).replace(str(path), file.filename)[:_MAX_REASON_CHARS]) from cause
         with open(output, encoding="utf-8") as lines:
             for number, line in enumerate(lines, 1):
-                yield _document(json.loads(line), file, member, f":{number}" if suffix in _ROW_SUFFIXES else "")
+                yield _document(json.loads(line), file, member, f":{number}" if suffix in ROW_SUFFIXES else "")
 
 
 def _parse_in_process(path: Path, filename: str, output: Path, limits: ParseLimits) -> None:

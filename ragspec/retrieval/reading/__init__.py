@@ -9,6 +9,6 @@ file, or in a library that parses it, becomes an InputError with file and reason
 """
 
 from ragspec.retrieval.reading.file_reader import read_documents, read_file
-from ragspec.retrieval.reading.file_search import SUFFIXES, find_files, input_root
+from ragspec.retrieval.reading.file_search import ROW_SUFFIXES, SUFFIXES, find_files, input_root
 
-__all__ = ["SUFFIXES", "find_files", "input_root", "read_documents", "read_file"]
+__all__ = ["ROW_SUFFIXES", "SUFFIXES", "find_files", "input_root", "read_documents", "read_file"]

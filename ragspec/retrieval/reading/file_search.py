@@ -11,7 +11,9 @@ from pathlib import Path
 
 from ragspec.errors import InputError
 
-SUFFIXES = frozenset(".txt .md .markdown .rst .html .htm .xhtml .pdf .docx .jsonl .csv .tsv".split())
+ROW_SUFFIXES = frozenset(".jsonl .csv .tsv".split())
+"""Files in which each row is one document."""
+SUFFIXES = ROW_SUFFIXES | frozenset(".txt .md .markdown .rst .html .htm .xhtml .pdf .docx".split())
 _KINDS = ", ".join(sorted(SUFFIXES))
 _MAGIC = frozenset("*?[")
 
