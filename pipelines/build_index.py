@@ -30,23 +30,21 @@ from ragspec.errors import InputError
 from ragspec.retrieval.encoder import Encoder, TextEncoder
 from ragspec.retrieval.index.manifest import CURRENT, Manifest
 from ragspec.retrieval.index.writer import PASSAGES_PER_ENCODE, IndexWriter
-from ragspec.retrieval.reading import find_files, input_root
+from ragspec.retrieval.reading import SUFFIXES, find_files, input_root
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 _console = Console(stderr=True)
 
 _PASSAGES_PER_COMMIT = 16_384
 _SHOWN_DUPLICATES = 20
+_INPUTS_HELP = f"Files, folders or quoted patterns: {' '.join(sorted(SUFFIXES))}"
 
 
 @app.command()
 def main(
     inputs: Annotated[
         list[str],
-        typer.Argument(
-            metavar="INPUT...",
-            help="Files, folders or quoted patterns: .txt .md .rst .html .pdf .docx .jsonl .csv .tsv",
-        ),
+        typer.Argument(metavar="INPUT...", help=_INPUTS_HELP),
     ],
     index: Annotated[Path, typer.Option(help="The index's folder; made if it is not there.")],
     encoder: Annotated[str | None, typer.Option(help="A sentence-transformers name or path.")] = None,

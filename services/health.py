@@ -1,7 +1,7 @@
 """Health checks and metrics over HTTP.
 
-`/health/live`: the process answers. `/health/ready`: the engine has just written a token and the service is not draining.
-`/metrics`: Prometheus' text format, for trusted keys. Owns the canary request; never restarts anything.
+`/health/live`: the process answers. `/health/ready`: the service is not draining, and the engine has just written a token, or is
+busy and makes progress. `/metrics`: Prometheus' text format, for trusted keys. Owns the canary request; never restarts anything.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How much to draft: one tree a sequence, sized so that the step's expected tokens a second are greatest.
+"""How much to draft: one tree for each sequence, sized so that the step's expected tokens a second are greatest.
 
 `ragspec.drafting.cost_model` writes the objective as a formula. Drafters estimate over all requests how probable each of their
 nodes is; the planner scales these probabilities by the drafter's record in the sequence at hand, merges all proposals into one
@@ -66,7 +66,10 @@ class Planner:
             drafter.start(sequence)
 
     def plan(self, sequences: SequenceOf[SequenceView], num_prompt_rows: int, spare_rows: int) -> list[DraftTree]:
-        """One tree a sequence, at most `spare_rows` nodes together. `num_prompt_rows`: rows of prompts in the same step."""
+        """One tree for each sequence, at most `spare_rows` nodes together.
+
+        `num_prompt_rows`: rows of prompts in the same step.
+        """
         self._pending.clear()
         if not sequences or spare_rows <= 0:
             return [DraftTree(s.tokens[-1]) for s in sequences]
