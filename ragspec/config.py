@@ -128,15 +128,21 @@ class TargetConfig(ConfigSection):
     else is a Hugging Face directory or name, or a GGUF file.
 
     `adapter`: the directory of a PEFT LoRA adapter, merged at load; "auto": the shipped adapter for the default model, none for
-    others. `dtype`: of the weights; the KV cache is float32. `cache_dir`: where dequantised and merged weights are kept.
+    others. `dtype`: of the weights; the KV cache is float32. `quantization`: "int8" holds the weights in 8 bits with a scale for
+    each output; "auto": int8 for the default model, none for others. `cache_dir`: where dequantised and merged weights are kept.
     """
 
     model: str = DEFAULT_TARGET
     adapter: str = "auto"
     cache_dir: str = f"{DEFAULT_CACHE}/targets"
     dtype: Literal["float32", "bfloat16"] = "float32"
+    quantization: Literal["auto", "none", "int8"] = "auto"
     max_context_tokens: int | None = Field(None, ge=16)
     exactness: Literal["bitwise", "fast"] = "bitwise"
+
+    @property
+    def is_int8(self) -> bool:
+        return self.quantization == "int8" or (self.quantization == "auto" and self.model == DEFAULT_TARGET)
 
 
 class EagleConfig(ConfigSection):

@@ -133,7 +133,12 @@ def save_model(kind: str, folder: Path, std: float = 0.12, **overrides: Any) -> 
 def _loaded(kind: str, dtype: Any, folder: Path) -> Target:
     if not (folder / kind / "config.json").exists():
         save_model(kind, folder / kind)
-    return Target.load(TargetConfig(model=str(folder / kind), dtype=dtype), num_kv_slots=2048)
+    return Target.load(target_config(str(folder / kind), dtype), num_kv_slots=2048)
+
+
+def target_config(model: str, dtype: Any) -> TargetConfig:
+    """`dtype` int8: weights in int8, the rest in float32."""
+    return TargetConfig(model=model, quantization="int8") if dtype == "int8" else TargetConfig(model=model, dtype=dtype)
 
 
 _FOLDER: list[Path] = []

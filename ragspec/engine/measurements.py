@@ -91,7 +91,7 @@ def _path(target: Target, numerics_id: str, num_threads: int) -> Path:
 @functools.cache
 def _kernels_digest() -> str:
     digest = hashlib.sha256()
-    for path in sorted(Path(numerics.__file__).parent.glob("*.py")):
+    for path in sorted(Path(numerics.__file__).parent.rglob("*.py")):
         digest.update(path.name.encode() + path.read_bytes())
     return digest.hexdigest()[:12]
 

@@ -31,6 +31,8 @@ from ragspec.engine.hf_attention import tapped_layers
 from ragspec.engine.rank_messages import ForwardInput, MessageKind, send, send_forward
 from ragspec.errors import ModelError, RankLost
 from ragspec.numerics.attention import AttentionMetadata
+from ragspec.numerics.int8.decoder import Int8Decoder
+from ragspec.numerics.int8.linear import Int8Linear
 from ragspec.numerics.kv_cache import KvPool
 from ragspec.numerics.layers import Decoder, ForwardContext, make_row_invariant
 from ragspec.numerics.linear import PackedLinear, packing_available
@@ -76,7 +78,7 @@ class Target:
         self._transform = LogitTransform.of(text_config)
         self.num_parameters = shards.num_parameters if shards else int(sum(p.numel() for p in model.parameters()))
         self._embedding: torch.Tensor | None = None if shards else model.get_input_embeddings().weight.detach()
-        make_row_invariant(model, self.num_positions, self.ranks)
+        make_row_invariant(model, self.num_positions, self.ranks, is_int8=config.is_int8)
         self._model = model
         self.pool = KvPool(self.shapes, num_kv_slots)
 
@@ -87,7 +89,7 @@ class Target:
         Each rank of a group reads its own part. Raises: ModelError, SaveError.
         """
         dtype = getattr(torch, config.dtype)
-        if not packing_available(dtype):
+        if not config.is_int8 and not packing_available(dtype):
             raise ModelError(f"this build of torch has no packed {config.dtype} product on this processor")
         folder = target_folder(config)
         tokenizer = read_tokenizer(folder)
@@ -166,7 +168,7 @@ class Target:
     ) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
         tokens = torch.from_numpy(token_ids.astype(np.int64))
         context, layer_taps = ForwardContext(self.pool, metadata), [tap for tap in taps if tap != FINAL]
-        if isinstance(self._model.model, Decoder):
+        if isinstance(self._model.model, Decoder | Int8Decoder):
             return cast(tuple[torch.Tensor, dict[int, torch.Tensor]], self._model.model(tokens, context, layer_taps))
         positions = torch.from_numpy(metadata.positions.astype(np.int64))
         with tapped_layers(self._model.model, layer_taps) as tapped:
@@ -189,7 +191,10 @@ class Target:
 
     @functools.cached_property
     def _own_head(self) -> Any:
-        return self._model.lm_head if self._shards is None else PackedLinear(self._whole_weight("lm_head.weight"))
+        if self._shards is None:
+            return self._model.lm_head
+        make = Int8Linear if self.config.is_int8 else PackedLinear
+        return make(self._whole_weight("lm_head.weight"))
 
     def _whole_weight(self, name: str) -> torch.Tensor:
         assert self._shards is not None and self.ranks.rank == 0, "only rank 0 ever holds a whole weight"

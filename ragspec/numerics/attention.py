@@ -17,13 +17,13 @@ from __future__ import annotations
 
 import itertools
 import threading
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ragspec.numerics.attention_kernel import attention_kernel
-from ragspec.numerics.vector_code import LANES
+from ragspec.numerics.llvm_code import LANES
 
 PAGE = LANES
 ROWS_A_TILE = 32
@@ -71,6 +71,15 @@ class AttentionShape(NamedTuple):
     scale: float
     window: int = 0
     softcap: float = 0.0
+
+
+def shape_of(attention: Any, num_ranks: int = 1) -> AttentionShape:
+    """One rank's part of a transformers attention layer."""
+    config = attention.config
+    per_layer = hasattr(attention, "layer_type") or hasattr(attention, "sliding_window")
+    window = getattr(attention if per_layer else config, "sliding_window", None)
+    num_heads, num_kv_heads = config.num_attention_heads // num_ranks, config.num_key_value_heads // num_ranks
+    return AttentionShape(num_heads, num_kv_heads, attention.head_dim, attention.scaling, window or 0)
 
 
 def padded(head_dim: int) -> int:

@@ -12,14 +12,14 @@ from typing import Any
 import numba
 import numpy as np
 
-from ragspec.numerics.compiled import compiled
+from ragspec.numerics.compiled import compiled, inner
 from ragspec.numerics.vector_code import are_consecutive, exp_and_sum, make_add_weighted, make_dot_pages, scale_block
 
 dot_4x2, dot_4x1, dot_1x4, dot_1x1 = (make_dot_pages(*size) for size in ((4, 2), (4, 1), (1, 4), (1, 1)))
 add_weighted, add_weighted_2, add_weighted_4 = (make_add_weighted(num_rows) for num_rows in (1, 2, 4))
 
 
-@numba.njit
+@inner
 def score_pages(q: Any, num_rows: int, keys: Any, offsets: Any, scores: Any, vectors: Any) -> None:
     head_dim = 16 * len(vectors)
     num_pages = offsets.shape[0]
@@ -44,7 +44,7 @@ def score_pages(q: Any, num_rows: int, keys: Any, offsets: Any, scores: Any, vec
         row += 1
 
 
-@numba.njit
+@inner
 def gather(
     scores: Any, base: int, index: Any, start: int, end: int, out: Any, at: int, scale: Any, softcap: Any
 ) -> Any:
@@ -64,7 +64,7 @@ def gather(
     return best
 
 
-@numba.njit
+@inner
 def used_pages(rows: Any, first: int, last: int, context: int) -> int:
     longest, highest = 0, 0
     for row in range(first, last):
@@ -76,7 +76,7 @@ def used_pages(rows: Any, first: int, last: int, context: int) -> int:
     return highest // 16 + 1
 
 
-@numba.njit
+@inner
 def collect_queries(qkv: Any, first: int, last: int, head: int, group: int, head_dim: int) -> Any:
     queries = np.zeros((last - first) * group * head_dim, np.float32)
     at = 0
@@ -88,7 +88,7 @@ def collect_queries(qkv: Any, first: int, last: int, head: int, group: int, head
     return queries
 
 
-@numba.njit
+@inner
 def softmax(scores: Any, i: int, rows: Any, view: Any, limits: Any, weights: Any, at: int) -> Any:
     """Unnormalised weights of query i over `view` = what its row sees, from `at` on; returns their sum."""
     scale, softcap = limits
@@ -105,7 +105,7 @@ def softmax(scores: Any, i: int, rows: Any, view: Any, limits: Any, weights: Any
     return exp_and_sum(weights, at, num_blocks, best)
 
 
-@numba.njit
+@inner
 def visible_to(row: int, rows: Any, context: int, window: int) -> Any:
     """[first, length) of the context and of the path that a row sees; a window hides the oldest positions."""
     begin, depth = rows.path_start[row], rows.path_start[row + 1] - rows.path_start[row]
@@ -116,7 +116,7 @@ def visible_to(row: int, rows: Any, context: int, window: int) -> Any:
     return context + end - length, length, begin + hidden_path, depth - hidden_path
 
 
-@numba.njit
+@inner
 def score_tile(qkv: Any, keys: Any, rows: Any, tile: Any, head: int, shape: Any, vectors: Any) -> Any:
     """Raw scores of a tile's queries against every page they may see. Shape: [queries, pages * 16]."""
     first, last, b = tile
@@ -133,7 +133,7 @@ def score_tile(qkv: Any, keys: Any, rows: Any, tile: Any, head: int, shape: Any,
     return scores
 
 
-@numba.njit
+@inner
 def add_shared(
     num_beside: int,
     weights: Any,
@@ -153,7 +153,7 @@ def add_shared(
         add_weighted_2(weights, 0, stride, values, slots, start, count, where[0], where[1], out, 0, vectors)
 
 
-@numba.njit
+@inner
 def weigh_values(
     scores: Any,
     i: int,
@@ -190,7 +190,7 @@ def weigh_values(
     return norms
 
 
-@numba.njit
+@inner
 def one_tile(
     qkv: Any,
     keys: Any,
@@ -226,7 +226,7 @@ def one_tile(
         i += num_beside
 
 
-@numba.njit
+@inner
 def rotate(qkv: Any, positions: Any, num_rotated: int, cos: Any, sin: Any) -> None:
     half = qkv.shape[2] // 2
     for row in range(qkv.shape[0]):
@@ -238,7 +238,7 @@ def rotate(qkv: Any, positions: Any, num_rotated: int, cos: Any, sin: Any) -> No
                 qkv[row, h, d + half] = y * cos[p, d + half] + x * sin[p, d + half]
 
 
-@numba.njit
+@inner
 def write(qkv: Any, keys: Any, values: Any, slots: Any, shape: Any, vectors: Any) -> None:
     head_dim = 16 * len(vectors)
     for row in range(qkv.shape[0]):

@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 _FILES = (
-    "numerics/*.py",
+    "numerics/**/*.py",
     "verification/near_ties.py",
     "verification/sampling.py",
     "drafting/suffix_index.py",
@@ -69,3 +69,7 @@ def compiled(**options: Any) -> Callable[[Callable[..., Any]], Any]:
         return dispatcher
 
     return compile_and_keep
+
+
+inner = numba.njit(no_cpython_wrapper=True, no_cfunc_wrapper=True)
+"""As `numba.njit`, for functions that only compiled functions call: they compile in half the time."""

@@ -8,6 +8,8 @@ Sequences and the prefix cache hold slots. A slot without holders is free; a pag
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from ragspec.numerics.attention import PAGE, AttentionShape, Ints, padded
@@ -24,13 +26,18 @@ class KvPool:
         self.num_pages = -(-num_slots // PAGE)
         self.num_slots = self.num_pages * PAGE
         widths = [s.num_kv_heads * padded(s.head_dim) for s in layers]
-        self.keys = [np.zeros(self.num_slots * width, np.float32) for width in widths]
-        self.values = [np.zeros(self.num_slots * width, np.float32) for width in widths]
+        self.keys, self.values = self._layers(widths), self._layers(widths)
         self.stamps = np.zeros(self.num_slots, np.int64)
         """A slot's stamp rises when the slot gets a new position: data stored beside the slot is then outdated."""
         self._holders = np.zeros(self.num_slots, np.int32)
         self._held_in_page = np.zeros(self.num_pages, np.int32)
         self._free_pages = list(range(self.num_pages - 1, -1, -1))
+
+    def _layers(self, widths: list[int]) -> Any:
+        """One array a layer; layers alike are rows of one array. Shapes: float32 [slots * width] each."""
+        if len(set(widths)) == 1:
+            return np.zeros((len(widths), self.num_slots * widths[0]), np.float32)
+        return [np.zeros(self.num_slots * width, np.float32) for width in widths]
 
     def fits(self, layer: int, shape: AttentionShape) -> bool:
         """Whether a layer's shape is the one that the pool was made for."""

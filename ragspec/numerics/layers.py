@@ -9,7 +9,8 @@ result. In a tensor-parallel group each rank has some heads and a part of the fe
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -17,9 +18,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ragspec.errors import ModelError
-from ragspec.numerics.attention import AttentionMetadata, AttentionShape, attend
+from ragspec.numerics.attention import AttentionMetadata, attend, shape_of
+from ragspec.numerics.int8.decoder import Int8Decoder, has_int8_shape
+from ragspec.numerics.int8.linear import Int8Linear
 from ragspec.numerics.kv_cache import KvPool
-from ragspec.numerics.linear import PackedLinear, pack_linears
+from ragspec.numerics.linear import PackedLinear, replace_linears
 from ragspec.numerics.norms import ResidualNorm, RootMeanSquareNorm
 from ragspec.numerics.ranks import ONE_RANK, Ranks
 from ragspec.numerics.sharding import FFN_MULTIPLE, GatheredEmbedding, GatheredLinear, without_padding
@@ -32,6 +35,9 @@ _ALIKE = ("Gemma", "Gemma2", "Granite", "Cohere", "Cohere2")
 _GATED = {"LlamaMLP", "MistralMLP", "Qwen2MLP", "Qwen3MLP", *(f"{family}MLP" for family in _ALIKE)}
 _NORMS = {"LlamaRMSNorm", "MistralRMSNorm", "Qwen2RMSNorm", "Qwen3RMSNorm", "GraniteRMSNorm"}
 _ROTARY = {f"{family}RotaryEmbedding" for family in ("Llama", "Mistral", "Qwen2", "Qwen3", *_ALIKE)}
+
+
+LinearClass = Callable[[Tensor, Tensor | None], nn.Module]
 
 
 class ForwardContext(NamedTuple):
@@ -52,13 +58,8 @@ class PagedAttention(nn.Module):
 
     def __init__(self, attention: Any, rotary: RotaryTable, ranks: Ranks = ONE_RANK) -> None:
         super().__init__()
-        config = attention.config
         self._ranks = ranks
-        self.layer = attention.layer_idx
-        per_layer = hasattr(attention, "layer_type") or hasattr(attention, "sliding_window")
-        window = getattr(attention if per_layer else config, "sliding_window", None)
-        num_heads, num_kv_heads = config.num_attention_heads // ranks.size, config.num_key_value_heads // ranks.size
-        self.shape = AttentionShape(num_heads, num_kv_heads, attention.head_dim, attention.scaling, window or 0)
+        self.layer, self.shape = attention.layer_idx, shape_of(attention, ranks.size)
         projections = [attention.q_proj, attention.k_proj, attention.v_proj]
         bias = None if projections[0].bias is None else torch.cat([p.bias.detach() for p in projections])
         self.qkv = PackedLinear(torch.cat([p.weight.detach() for p in projections]), bias)
@@ -81,7 +82,7 @@ class PagedAttention(nn.Module):
 class GatedFeedForward(nn.Module):
     """`down(act(gate(x)) * up(x))` with gate and up as one packed product. Shapes: [N, H] -> [N, H]."""
 
-    def __init__(self, mlp: Any, ranks: Ranks = ONE_RANK) -> None:
+    def __init__(self, mlp: Any, ranks: Ranks = ONE_RANK, make_linear: LinearClass = PackedLinear) -> None:
         super().__init__()
         self._ranks = ranks
         own_width, inner_width = len(mlp.gate_proj.weight), mlp.down_proj.weight.shape[1]
@@ -89,8 +90,8 @@ class GatedFeedForward(nn.Module):
         gate, up = (F.pad(p.weight.detach(), (0, 0, 0, _padding(own_width))) for p in (mlp.gate_proj, mlp.up_proj))
         biases = [p.bias for p in (mlp.gate_proj, mlp.up_proj)]
         bias = None if biases[0] is None else torch.cat([F.pad(b.detach(), (0, _padding(own_width))) for b in biases])
-        self.gate_up = PackedLinear(torch.cat([gate, up]), bias)
-        self.down = _output(mlp.down_proj, ranks, _padding(inner_width))
+        self.gate_up = make_linear(torch.cat([gate, up]), bias)
+        self.down = _output(mlp.down_proj, ranks, _padding(inner_width), make_linear)
         self.activation = F.silu if getattr(mlp.config, "hidden_act", "") == "silu" else mlp.act_fn
 
     def forward(self, x: Tensor) -> Tensor:
@@ -103,9 +104,9 @@ def _padding(width: int) -> int:
     return -width % FFN_MULTIPLE
 
 
-def _output(linear: Any, ranks: Ranks, num_more_inputs: int = 0) -> Any:
+def _output(linear: Any, ranks: Ranks, num_more_inputs: int = 0, make_linear: LinearClass = PackedLinear) -> Any:
     """The product back into the stream, with `num_more_inputs` zero inputs appended."""
-    own = PackedLinear(F.pad(linear.weight.detach(), (0, num_more_inputs)), linear.bias)
+    own = make_linear(F.pad(linear.weight.detach(), (0, num_more_inputs)), linear.bias)
     return own if ranks.size == 1 else GatheredLinear(own, linear.out_features, ranks)
 
 
@@ -188,11 +189,11 @@ class Decoder(nn.Module):
         return cast(Tensor, hidden)
 
 
-def make_row_invariant(model: Any, max_positions: int, ranks: Ranks = ONE_RANK) -> None:
+def make_row_invariant(model: Any, max_positions: int, ranks: Ranks = ONE_RANK, *, is_int8: bool = False) -> None:
     """Replace the known layers and every linear of a transformers causal LM, in place; its weights are this rank's part.
 
-    If every part of the decoder is known, `model.model` becomes a `Decoder`; otherwise transformers' forward stays.
-    Raises: ModelError if transformers' forward stays and there are several ranks.
+    If every part of the decoder is known, `model.model` becomes a `Decoder` or `Int8Decoder`; otherwise transformers' forward
+    stays. Raises: ModelError if transformers' forward stays and there are several ranks.
     """
     rotary = _find_rotary(model, max_positions)
     whole = (
@@ -200,12 +201,16 @@ def make_row_invariant(model: Any, max_positions: int, ranks: Ranks = ONE_RANK) 
     )
     if ranks.size > 1 and not whole:
         raise unsplittable(model)
-    _replace(model, rotary, whole, ranks)
-    if whole:
+    if whole and is_int8 and has_int8_shape(model.model):
+        assert rotary is not None
+        model.model = Int8Decoder(model.model, rotary.cos, rotary.sin, ranks)
+    else:
+        _replace(model, rotary, whole, ranks, Int8Linear if is_int8 else PackedLinear)
+    if whole and not isinstance(model.model, Int8Decoder):
         model.model = Decoder(model.model)
     if ranks.size > 1:
         model.model.embedding = GatheredEmbedding(model.model.embedding, ranks)
-    pack_linears(model)
+    replace_linears(model, functools.partial(Int8Linear, ranks=ranks) if is_int8 else PackedLinear)
 
 
 def _find_rotary(model: nn.Module, max_positions: int) -> RotaryTable | None:
@@ -230,13 +235,15 @@ def unsplittable(model: Any) -> ModelError:
     )
 
 
-def _replace(module: nn.Module, rotary: RotaryTable | None, whole: bool, ranks: Ranks) -> None:
+def _replace(
+    module: nn.Module, rotary: RotaryTable | None, whole: bool, ranks: Ranks, make_linear: LinearClass
+) -> None:
     """Attention and layers are replaced only for a whole `Decoder`, other known modules always."""
     for name, child in module.named_children():
         kind = type(child).__name__
-        _replace(child, rotary, whole, ranks)
+        _replace(child, rotary, whole, ranks, make_linear)
         if kind in _GATED:
-            setattr(module, name, GatedFeedForward(child, ranks))
+            setattr(module, name, GatedFeedForward(child, ranks, make_linear))
         elif kind in _NORMS:
             setattr(module, name, RootMeanSquareNorm(child))
         elif kind in _ROTARY and rotary is not None:

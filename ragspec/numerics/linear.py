@@ -6,11 +6,12 @@ private to torch, hence `packing_available` and the start-up self-test.
 
 Owns the products of one process; tensor parallelism is in `ragspec.numerics.sharding`.
 
-    >>> pack_linears(model)      # in place, once, after loading
+    >>> replace_linears(model)      # in place, once, after loading
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import cast
 
 import torch
@@ -52,10 +53,10 @@ def packing_available(dtype: torch.dtype = torch.float32) -> bool:
     return True
 
 
-def pack_linears(module: nn.Module) -> None:
-    """Replace every `nn.Linear` below `module` by its packed form, in place. The original weights are not changed."""
+def replace_linears(module: nn.Module, make: Callable[[Tensor, Tensor | None], nn.Module] = PackedLinear) -> None:
+    """Replace every `nn.Linear` below `module` by `make(weight, bias)`, in place. The original weights are not changed."""
     for name, child in module.named_children():
         if type(child) is nn.Linear:
-            setattr(module, name, PackedLinear(child.weight, child.bias))
+            setattr(module, name, make(child.weight, child.bias))
         else:
-            pack_linears(child)
+            replace_linears(child, make)

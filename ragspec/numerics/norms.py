@@ -13,28 +13,36 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ragspec.numerics.compiled import compiled
-from ragspec.numerics.vector_code import LANES
+from ragspec.numerics.compiled import compiled, inner
+from ragspec.numerics.llvm_code import LANES
+
+
+@inner
+def add_and_normalise(
+    stream: Any, block: Any, weight: Any, epsilon: Any, total: Any, normalised: Any, squares: Any
+) -> None:
+    """One row. Shapes: [H], a multiple of 16, each; `squares` [16] is overwritten: sixteen running sums of squares."""
+    squares[:] = 0.0
+    for start in range(0, stream.shape[0], LANES):
+        for lane in range(LANES):
+            x = stream[start + lane] + block[start + lane]
+            total[start + lane] = x
+            squares[lane] += x * x
+    mean = np.float32(0.0)
+    for lane in range(LANES):
+        mean += squares[lane]
+    mean /= np.float32(stream.shape[0])
+    scale = np.float32(1.0) / np.sqrt(mean + epsilon)
+    for column in range(stream.shape[0]):
+        normalised[column] = total[column] * scale * weight[column]
 
 
 @compiled(nogil=True)
 def _add_and_normalise(stream: Any, block: Any, weight: Any, epsilon: Any, total: Any, normalised: Any) -> None:
-    """Sixteen running sums of squares a row; widths are multiples of 16. Shapes: [N, H], [N, H], [H] -> [N, H] twice."""
+    """Shapes: [N, H], [N, H], [H] -> [N, H] twice."""
     squares = np.empty(LANES, np.float32)
     for row in range(stream.shape[0]):
-        squares[:] = 0.0
-        for start in range(0, stream.shape[1], LANES):
-            for lane in range(LANES):
-                x = stream[row, start + lane] + block[row, start + lane]
-                total[row, start + lane] = x
-                squares[lane] += x * x
-        mean = np.float32(0.0)
-        for lane in range(LANES):
-            mean += squares[lane]
-        mean /= np.float32(stream.shape[1])
-        scale = np.float32(1.0) / np.sqrt(mean + epsilon)
-        for column in range(stream.shape[1]):
-            normalised[row, column] = total[row, column] * scale * weight[column]
+        add_and_normalise(stream[row], block[row], weight, epsilon, total[row], normalised[row], squares)
 
 
 class RootMeanSquareNorm(nn.Module):

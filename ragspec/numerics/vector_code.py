@@ -14,106 +14,33 @@ tuple with one element for each 16 columns: its length is part of the type, so l
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-LANES = 16
-_FLOAT = ir.FloatType()
-_INT = ir.IntType(32)
-_LONG = ir.IntType(64)
-_VECTOR = ir.VectorType(_FLOAT, LANES)
-_VECTOR_POINTER = _VECTOR.as_pointer()
-_INT_VECTOR = ir.VectorType(_INT, LANES)
+from ragspec.numerics.llvm_code import (
+    INT,
+    INT_VECTOR,
+    LANES,
+    LONG,
+    VECTOR,
+    Loop,
+    array_data,
+    call,
+    constant,
+    fold,
+    load,
+    splat,
+    store,
+)  # fmt: skip
 
 # e^r on |r| <= ln(2)/2: Taylor coefficients of degree 7 to 0 in float32; the error stays under 2 units in the last place.
 _EXP_COEFFICIENTS = (1 / 5040, 1 / 720, 1 / 120, 1 / 24, 1 / 6, 1 / 2, 1.0, 1.0)
 _LOG2_E = 1.4426950408889634
 _LN2_HIGH, _LN2_LOW = 0.693359375, -2.12194440e-4
 _SMALLEST = -87.0
-
-
-def _data(context: Any, builder: Any, signature: Any, args: Any, index: int) -> Any:
-    return context.make_array(signature.args[index])(context, builder, args[index]).data
-
-
-def _splat(builder: Any, scalar: Any, vector_type: Any = _VECTOR) -> Any:
-    first = builder.insert_element(ir.Constant(vector_type, ir.Undefined), scalar, ir.Constant(_INT, 0))
-    mask = ir.Constant(_INT_VECTOR, [0] * LANES)
-    return builder.shuffle_vector(first, ir.Constant(vector_type, ir.Undefined), mask)
-
-
-def _constant(value: float) -> Any:
-    return ir.Constant(_VECTOR, [value] * LANES)
-
-
-def _load(builder: Any, base: Any, offset: Any) -> Any:
-    instruction = builder.load(builder.bitcast(builder.gep(base, [offset]), _VECTOR_POINTER))
-    instruction.align = 4
-    return instruction
-
-
-def _store(builder: Any, vector: Any, base: Any, offset: Any) -> None:
-    instruction = builder.store(vector, builder.bitcast(builder.gep(base, [offset]), _VECTOR_POINTER))
-    instruction.align = 4
-
-
-def _call(builder: Any, name: str, *vectors: Any) -> Any:
-    kind = ir.FunctionType(_VECTOR, [_VECTOR] * len(vectors))
-    function = builder.module.globals.get(f"llvm.{name}.v16f32") or ir.Function(
-        builder.module, kind, f"llvm.{name}.v16f32"
-    )
-    return builder.call(function, vectors)
-
-
-def _fold(builder: Any, vector: Any, combine: Callable[[Any, Any], Any]) -> Any:
-    """All lanes combined as one fixed tree: lane i with lane i + 8, then i + 4, ..."""
-    width = LANES
-    while width > 1:
-        width //= 2
-        order = [(i + width) % LANES for i in range(LANES)]
-        moved = builder.shuffle_vector(vector, ir.Constant(_VECTOR, ir.Undefined), ir.Constant(_INT_VECTOR, order))
-        vector = combine(vector, moved)
-    return builder.extract_element(vector, ir.Constant(_INT, 0))
-
-
-class _Loop:
-    """`for i in [0, count)` with values carried from turn to turn (phi nodes)."""
-
-    def __init__(self, builder: Any, count: Any, carried: list[Any]) -> None:
-        self._builder, self._count = builder, count
-        self._before = builder.block
-        self._body, self._after = builder.append_basic_block("body"), builder.append_basic_block("after")
-        self._runs = builder.icmp_signed(">", count, ir.Constant(_LONG, 0))
-        builder.cbranch(self._runs, self._body, self._after)
-        builder.position_at_end(self._body)
-        self.index = builder.phi(_LONG)
-        self.index.add_incoming(ir.Constant(_LONG, 0), self._before)
-        self._initial = carried
-        self.values = [builder.phi(value.type) for value in carried]
-        for phi, value in zip(self.values, carried, strict=True):
-            phi.add_incoming(value, self._before)
-
-    def close(self, carried: list[Any]) -> list[Any]:
-        """End the body; returns the carried values after the last turn."""
-        builder = self._builder
-        following = builder.add(self.index, ir.Constant(_LONG, 1))
-        last = builder.block
-        self.index.add_incoming(following, last)
-        for phi, value in zip(self.values, carried, strict=True):
-            phi.add_incoming(value, last)
-        builder.cbranch(builder.icmp_signed("<", following, self._count), self._body, self._after)
-        builder.position_at_end(self._after)
-        results = []
-        for initial, value in zip(self._initial, carried, strict=True):
-            result = builder.phi(value.type)
-            result.add_incoming(initial, self._before)
-            result.add_incoming(value, last)
-            results.append(result)
-        return results
 
 
 def make_dot_pages(num_rows: int, num_pages: int) -> Any:
@@ -141,30 +68,30 @@ def make_dot_pages(num_rows: int, num_pages: int) -> Any:
         head_dim = LANES * len(vectors)
 
         def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            q_data, key_data, out_data = (_data(context, builder, signature, args, i) for i in (0, 2, 5))
-            offset_data = _data(context, builder, signature, args, 3)
+            q_data, key_data, out_data = (array_data(context, builder, signature, args, i) for i in (0, 2, 5))
+            offset_data = array_data(context, builder, signature, args, 3)
             pages = [
-                builder.load(builder.gep(offset_data, [builder.add(args[4], ir.Constant(_LONG, p))]))
+                builder.load(builder.gep(offset_data, [builder.add(args[4], ir.Constant(LONG, p))]))
                 for p in range(num_pages)
             ]
-            loop = _Loop(builder, ir.Constant(_LONG, head_dim), [_constant(0.0)] * (num_rows * num_pages))
-            lane = builder.mul(loop.index, ir.Constant(_LONG, LANES))
-            key_vectors = [_load(builder, key_data, builder.add(page, lane)) for page in pages]
+            loop = Loop(builder, ir.Constant(LONG, head_dim), [constant(0.0)] * (num_rows * num_pages))
+            lane = builder.mul(loop.index, ir.Constant(LONG, LANES))
+            key_vectors = [load(builder, key_data, builder.add(page, lane)) for page in pages]
             sums = []
             for row in range(num_rows):
-                at = builder.add(builder.add(args[1], ir.Constant(_LONG, row * head_dim)), loop.index)
-                query = _splat(builder, builder.load(builder.gep(q_data, [at])))
+                at = builder.add(builder.add(args[1], ir.Constant(LONG, row * head_dim)), loop.index)
+                query = splat(builder, builder.load(builder.gep(q_data, [at])))
                 for page in range(num_pages):
-                    sums.append(_call(builder, "fma", query, key_vectors[page], loop.values[row * num_pages + page]))
+                    sums.append(call(builder, "fma", query, key_vectors[page], loop.values[row * num_pages + page]))
             totals = loop.close(sums)
             for row in range(num_rows):
-                start = builder.add(args[6], builder.mul(args[7], ir.Constant(_LONG, row)))
+                start = builder.add(args[6], builder.mul(args[7], ir.Constant(LONG, row)))
                 for page in range(num_pages):
-                    _store(
+                    store(
                         builder,
                         totals[row * num_pages + page],
                         out_data,
-                        builder.add(start, ir.Constant(_LONG, page * LANES)),
+                        builder.add(start, ir.Constant(LONG, page * LANES)),
                     )
             return context.get_dummy_value()
 
@@ -179,11 +106,11 @@ def are_consecutive(typing: Any, index: Any, at: Any) -> Any:
     signature = types.boolean(index, types.int64)
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        data = _data(context, builder, signature, args, 0)
-        found = builder.load(builder.bitcast(builder.gep(data, [args[1]]), _INT_VECTOR.as_pointer()))
+        data = array_data(context, builder, signature, args, 0)
+        found = builder.load(builder.bitcast(builder.gep(data, [args[1]]), INT_VECTOR.as_pointer()))
         found.align = 4
-        first = _splat(builder, builder.extract_element(found, ir.Constant(_INT, 0)), _INT_VECTOR)
-        expected = builder.add(first, ir.Constant(_INT_VECTOR, list(range(LANES))))
+        first = splat(builder, builder.extract_element(found, ir.Constant(INT, 0)), INT_VECTOR)
+        expected = builder.add(first, ir.Constant(INT_VECTOR, list(range(LANES))))
         same = builder.bitcast(builder.icmp_signed("==", found, expected), ir.IntType(LANES))
         return builder.icmp_signed("==", same, ir.Constant(ir.IntType(LANES), -1))
 
@@ -196,12 +123,27 @@ def scale_block(typing: Any, scores: Any, offset: Any, out: Any, at: Any, scale:
     signature = types.float32(scores, types.int64, out, types.int64, types.float32)
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        score_data, out_data = (_data(context, builder, signature, args, i) for i in (0, 2))
-        scaled = builder.fmul(_load(builder, score_data, args[1]), _splat(builder, args[4]))
-        _store(builder, scaled, out_data, args[3])
-        return _fold(builder, scaled, lambda a, b: builder.select(builder.fcmp_ordered(">", a, b), a, b))
+        score_data, out_data = (array_data(context, builder, signature, args, i) for i in (0, 2))
+        scaled = builder.fmul(load(builder, score_data, args[1]), splat(builder, args[4]))
+        store(builder, scaled, out_data, args[3])
+        return fold(builder, scaled, lambda a, b: builder.select(builder.fcmp_ordered(">", a, b), a, b))
 
     return signature, generate
+
+
+def exponential(builder: Any, x: Any) -> Any:
+    """e^x in each lane for x up to 88; exactly 0 below -87."""
+    too_small = builder.fcmp_ordered("<", x, constant(_SMALLEST))
+    x = builder.select(too_small, constant(_SMALLEST), x)
+    power = call(builder, "rint", builder.fmul(x, constant(_LOG2_E)))
+    rest = call(builder, "fma", power, constant(-_LN2_HIGH), x)
+    rest = call(builder, "fma", power, constant(-_LN2_LOW), rest)
+    value = constant(_EXP_COEFFICIENTS[0])
+    for coefficient in _EXP_COEFFICIENTS[1:]:
+        value = call(builder, "fma", value, rest, constant(coefficient))
+    exponent = builder.add(builder.fptosi(power, INT_VECTOR), ir.Constant(INT_VECTOR, [127] * LANES))
+    scale = builder.bitcast(builder.shl(exponent, ir.Constant(INT_VECTOR, [23] * LANES)), VECTOR)
+    return builder.select(too_small, constant(0.0), builder.fmul(value, scale))
 
 
 @intrinsic
@@ -210,25 +152,15 @@ def exp_and_sum(typing: Any, scores: Any, offset: Any, num_blocks: Any, maximum:
     signature = types.float32(scores, types.int64, types.int64, types.float32)
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        data = _data(context, builder, signature, args, 0)
-        shift = _splat(builder, args[3])
-        loop = _Loop(builder, args[2], [_constant(0.0)])
-        at = builder.add(args[1], builder.mul(loop.index, ir.Constant(_LONG, LANES)))
-        x = builder.fsub(_load(builder, data, at), shift)
-        too_small = builder.fcmp_ordered("<", x, _constant(_SMALLEST))
-        x = builder.select(too_small, _constant(_SMALLEST), x)
-        power = _call(builder, "rint", builder.fmul(x, _constant(_LOG2_E)))
-        rest = _call(builder, "fma", power, _constant(-_LN2_HIGH), x)
-        rest = _call(builder, "fma", power, _constant(-_LN2_LOW), rest)
-        value = _constant(_EXP_COEFFICIENTS[0])
-        for coefficient in _EXP_COEFFICIENTS[1:]:
-            value = _call(builder, "fma", value, rest, _constant(coefficient))
-        exponent = builder.add(builder.fptosi(power, _INT_VECTOR), ir.Constant(_INT_VECTOR, [127] * LANES))
-        scale = builder.bitcast(builder.shl(exponent, ir.Constant(_INT_VECTOR, [23] * LANES)), _VECTOR)
-        value = builder.select(too_small, _constant(0.0), builder.fmul(value, scale))
-        _store(builder, value, data, at)
+        data = array_data(context, builder, signature, args, 0)
+        shift = splat(builder, args[3])
+        loop = Loop(builder, args[2], [constant(0.0)])
+        at = builder.add(args[1], builder.mul(loop.index, ir.Constant(LONG, LANES)))
+        x = builder.fsub(load(builder, data, at), shift)
+        value = exponential(builder, x)
+        store(builder, value, data, at)
         (total,) = loop.close([builder.fadd(loop.values[0], value)])
-        return _fold(builder, total, builder.fadd)
+        return fold(builder, total, builder.fadd)
 
     return signature, generate
 
@@ -263,26 +195,25 @@ def make_add_weighted(num_rows: int) -> Any:
 
         def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             p_data, value_data, slot_data, out_data = (
-                _data(context, builder, signature, args, i) for i in (0, 3, 4, 9)
+                array_data(context, builder, signature, args, i) for i in (0, 3, 4, 9)
             )
-            at = [builder.add(args[10], ir.Constant(_LONG, i * LANES)) for i in range(num_rows * num_vectors)]
-            loop = _Loop(builder, args[6], [_load(builder, out_data, offset) for offset in at])
-            slot = builder.zext(builder.load(builder.gep(slot_data, [builder.add(args[5], loop.index)])), _LONG)
-            page = builder.mul(builder.lshr(slot, ir.Constant(_LONG, 4)), args[7])
-            lane = builder.mul(builder.and_(slot, ir.Constant(_LONG, LANES - 1)), ir.Constant(_LONG, head_dim))
+            at = [builder.add(args[10], ir.Constant(LONG, i * LANES)) for i in range(num_rows * num_vectors)]
+            loop = Loop(builder, args[6], [load(builder, out_data, offset) for offset in at])
+            slot = builder.zext(builder.load(builder.gep(slot_data, [builder.add(args[5], loop.index)])), LONG)
+            page = builder.mul(builder.lshr(slot, ir.Constant(LONG, 4)), args[7])
+            lane = builder.mul(builder.and_(slot, ir.Constant(LONG, LANES - 1)), ir.Constant(LONG, head_dim))
             start = builder.add(builder.add(page, args[8]), lane)
             columns = [
-                _load(builder, value_data, builder.add(start, ir.Constant(_LONG, i * LANES)))
-                for i in range(num_vectors)
+                load(builder, value_data, builder.add(start, ir.Constant(LONG, i * LANES))) for i in range(num_vectors)
             ]
             sums = []
             for row in range(num_rows):
-                weight_at = builder.add(builder.add(args[1], builder.mul(args[2], ir.Constant(_LONG, row))), loop.index)
-                weight = _splat(builder, builder.load(builder.gep(p_data, [weight_at])))
+                weight_at = builder.add(builder.add(args[1], builder.mul(args[2], ir.Constant(LONG, row))), loop.index)
+                weight = splat(builder, builder.load(builder.gep(p_data, [weight_at])))
                 for i, vector in enumerate(columns):
-                    sums.append(_call(builder, "fma", weight, vector, loop.values[row * num_vectors + i]))
+                    sums.append(call(builder, "fma", weight, vector, loop.values[row * num_vectors + i]))
             for total, offset in zip(loop.close(sums), at, strict=True):
-                _store(builder, total, out_data, offset)
+                store(builder, total, out_data, offset)
             return context.get_dummy_value()
 
         return signature, generate

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ragspec.errors import ModelError, RagspecError
-from ragspec.numerics.linear import pack_linears, packing_available
+from ragspec.numerics.linear import packing_available, replace_linears
 from ragspec.numerics.threads import AdaptiveThreads, num_processors, run_in_thread
 
 TokenIds = Sequence[Sequence[int]]
@@ -48,7 +48,7 @@ class RowInvariantModel(ABC):
         self.max_batch_size = batch_size
         most_threads = num_processors()
         if packing_available():
-            run_in_thread(lambda: pack_linears(model), most_threads)
+            run_in_thread(lambda: replace_linears(model), most_threads)
         if not all(run_in_thread(self.self_test, n) for n in {1, most_threads}):
             self.max_batch_size = 1
         probe = [[number % len(tokenizer) for number in range(2, 34)]]

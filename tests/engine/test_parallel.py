@@ -11,7 +11,7 @@ import pytest
 from engine.test_eagle import drafter_for
 from engine.test_oracle import PARAMS, assert_equal, assert_pool_is_empty, drafters, requests_of, total, truth
 from rank_process import Followers
-from tiny_target import save_model, tiny_engine
+from tiny_target import save_model, target_config, tiny_engine
 
 from ragspec.config import DraftingConfig, EngineConfig, TargetConfig
 from ragspec.core import Request, SamplingParams
@@ -39,8 +39,10 @@ QUICK = [
     ("qwen2", "bfloat16", 2),
     ("qwen3", "float32", 2),
     ("mistral", "bfloat16", 2),
+    ("biases", "int8", 4),
+    ("qwen3", "int8", 2),
 ]
-REST = sorted({*itertools.product(KINDS, ("float32", "bfloat16"), (2, 4))} - {*QUICK})
+REST = sorted({*itertools.product(KINDS, ("float32", "bfloat16", "int8"), (2, 4))} - {*QUICK})
 slow = pytest.mark.slow
 
 Models = Callable[[str], str]
@@ -94,7 +96,7 @@ def outputs(target: Target) -> dict[str, np.ndarray]:
 @pytest.mark.parametrize(("name", "dtype", "size"), [*QUICK, *(pytest.param(*case, marks=slow) for case in REST)])
 def test_ranks_compute_the_bits_of_one(followers: Followers, models: Models, name: str, dtype: Any, size: int) -> None:
     """A sum in another order, a bias or a norm cut at the wrong place, a head that met another head's keys."""
-    config = TargetConfig(model=models(name), dtype=dtype)
+    config = target_config(models(name), dtype)
     expected = outputs(Target.load(config, ENGINE.max_kv_tokens))
     with followers.target(size, config, ENGINE) as target:
         assert target.shapes[0].num_kv_heads == 4 // size
@@ -121,12 +123,12 @@ def test_the_self_test_runs_over_the_group_and_its_id_is_that_of_one_rank(
     [
         ("float32", 2),
         pytest.param("bfloat16", 2, marks=slow),
-        *(pytest.param(d, 4, marks=slow) for d in ("float32", "bfloat16")),
+        *(pytest.param(d, 4, marks=slow) for d in ("float32", "bfloat16", "int8")),
     ],
 )
 def test_every_setting_of_the_oracle(followers: Followers, models: Models, dtype: Any, size: int) -> None:
     """A draft, the company in a batch or a preemption changed the output, because followers kept other slots than rank 0."""
-    config = TargetConfig(model=models("llama"), dtype=dtype)
+    config = target_config(models("llama"), dtype)
     one = Target.load(config, ENGINE.max_kv_tokens)
     with followers.target(size, config, ENGINE) as target:
         for name, params in PARAMS.items():

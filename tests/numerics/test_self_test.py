@@ -15,13 +15,13 @@ from ragspec.engine.target import Target
 from ragspec.errors import ModelError
 from ragspec.numerics import layers
 from ragspec.numerics.attention import attend
-from ragspec.numerics.linear import PackedLinear, pack_linears
+from ragspec.numerics.linear import PackedLinear, replace_linears
 from ragspec.numerics.self_test import SelfTest, _compare, self_test
 
 Tiny = Callable[..., Target]
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
 @pytest.mark.parametrize("kind", ARCHITECTURES)
 def test_the_real_kernels_pass(tiny: Tiny, kind: str, dtype: str) -> None:
     """Rows that depend on their company; a self-test that leaks slots."""
@@ -129,7 +129,7 @@ def test_every_linear_is_packed() -> None:
         pass
 
     module = torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.Sequential(torch.nn.Linear(16, 8), Special(8, 8)))
-    pack_linears(module)
+    replace_linears(module)
     assert [type(m).__name__ for m in module.modules() if not list(m.children())] == [
         "PackedLinear",
         "PackedLinear",

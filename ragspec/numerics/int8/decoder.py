@@ -1,0 +1,168 @@
+"""A decoder whose products run in int8 weights: builds the table of phases from a transformers model, and runs it.
+
+    >>> decoder = Int8Decoder(model.model, rotary, ranks)
+    >>> hidden, tapped = decoder(token_ids, context)
+
+In a tensor-parallel group each rank has some heads and outputs, as in `ragspec.numerics.layers`; parts are gathered between
+phases. Integer sums make every split exact.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ragspec.numerics.attention import Floats, padded, shape_of
+from ragspec.numerics.int8.buffers import Buffers
+from ragspec.numerics.int8.kernels import Buffer, Column, Kind
+from ragspec.numerics.int8.phases import PhaseTable
+from ragspec.numerics.int8.threads import run
+from ragspec.numerics.llvm_code import LANES
+from ragspec.numerics.ranks import ONE_RANK, Ranks
+from ragspec.numerics.sharding import FFN_MULTIPLE, without_padding
+
+
+class _Segment(NamedTuple):
+    """Phases [first, last), then `gathered` is filled with the parts of all ranks."""
+
+    first: int
+    last: int
+    gathered: Buffer | None
+
+
+_OWN = {Buffer.HEADS: Buffer.OWN_HEADS, Buffer.INNER: Buffer.OWN_INNER, Buffer.BLOCK: Buffer.OWN_BLOCK}
+"""Where a rank's part of a gathered buffer is. On one rank both are the same memory."""
+
+
+class Int8Decoder(nn.Module):
+    """Layers and final norm of a Llama, Mistral, Qwen2 or Qwen3 model. Same interface as `ragspec.numerics.layers.Decoder`.
+
+    Shapes: token_ids int64 [N] -> normalised hidden states [N, H], and by tap the stream, [N, H].
+    """
+
+    def __init__(self, model: Any, cos: Tensor, sin: Tensor, ranks: Ranks = ONE_RANK) -> None:
+        super().__init__()
+        self.embedding, self._ranks = model.embed_tokens, ranks
+        self._width = int(model.config.hidden_size)
+        self._shape = shape_of(model.layers[0].self_attn, ranks.size)
+        self._table = table = PhaseTable(ranks)
+        self._tap_phases: list[int] = []
+        self._segments: list[_Segment] = []
+        for layer in model.layers:
+            self._add_attention(layer)
+            self._add_feed_forward(layer)
+        self._tap_phases.append(len(table))
+        table.add(Kind.FINAL_NORM, width=self._width, norm_weight=table.add_norm(model.norm))
+        self._close_segment(None)
+        self._phases, self._weights, self._parameters = table.finish()
+        self._rotations = (cos.float().numpy(), sin.float().numpy())
+        self._room = self._make_room()
+
+    def forward(self, token_ids: Tensor, context: Any, taps: Sequence[int] = ()) -> tuple[Tensor, dict[int, Tensor]]:
+        num_rows, metadata, pool, shape = len(token_ids), context.metadata, context.pool, self._shape
+        states, tapped = (np.empty((*lead, num_rows, self._width), np.float32) for lead in ((), (len(taps),)))
+        floats, quantised = self._room.of(num_rows, states=states, taps=tapped)
+        floats[Buffer.STREAM][:] = self.embedding(token_ids).float().numpy().reshape(-1)
+        floats[Buffer.BLOCK][:] = 0.0
+        phases = self._phases.copy()
+        for place, tap in enumerate(taps):
+            phases[self._tap_phases[tap], Column.TAP] = place
+        num_tiles = len(metadata.tiles) * shape.num_kv_heads
+        arguments = (
+            self._weights, self._parameters, self._rotations, floats, quantised, metadata, (pool.keys, pool.values),
+            (shape.num_heads, shape.num_kv_heads), (np.float32(shape.scale), np.float32(shape.softcap)),
+            (0,) * (padded(shape.head_dim) // LANES),
+        )  # fmt: skip
+        for segment in self._segments:
+            run(phases[segment.first : segment.last], num_rows, num_tiles, *arguments)
+            if segment.gathered is not None:
+                self._gather(segment.gathered, floats, num_rows)
+        return torch.from_numpy(states), {tap: torch.from_numpy(tapped[place]) for place, tap in enumerate(taps)}
+
+    def _add_attention(self, layer: Any) -> None:
+        table, attention, index = self._table, layer.self_attn, layer.self_attn.layer_idx
+        self._tap_phases.append(len(table))
+        norm = table.add(Kind.NORM, norm_weight=table.add_norm(layer.input_layernorm))
+        projections = [attention.q_proj, attention.k_proj, attention.v_proj]
+        bias = None if projections[0].bias is None else torch.cat([p.bias.detach() for p in projections])
+        weight = torch.cat([p.weight.detach() for p in projections])
+        table.add_product(Kind.PRODUCT, norm, Buffer.QKV, weight, bias)
+        norms = [table.add_norm(getattr(attention, name, None)) for name in ("q_norm", "k_norm")]
+        table.add(Kind.ROTATE, layer=index, norm_weight=norms[0], key_norm=norms[1])
+        table.add(Kind.ATTEND, layer=index, window=shape_of(attention, self._ranks.size).window)
+        self._close_segment(Buffer.HEADS)
+        self._add_output(Buffer.HEADS, attention.o_proj)
+
+    def _add_feed_forward(self, layer: Any) -> None:
+        table, mlp = self._table, layer.mlp
+        norm = table.add(Kind.NORM, norm_weight=table.add_norm(layer.post_attention_layernorm))
+        parts = [_padded_outputs(p.weight.detach()) for p in (mlp.gate_proj, mlp.up_proj)]
+        biases = [p.bias for p in (mlp.gate_proj, mlp.up_proj)]
+        bias = None if biases[0] is None else _by_turns([_padded_outputs(b.detach()) for b in biases])
+        gated = table.add_product(Kind.GATED_PRODUCT, norm, Buffer.OWN_INNER, _by_turns(parts), bias)
+        self._own_inner = gated.num_blocks * 16 // 2
+        self._close_segment(Buffer.INNER)
+        self._add_output(Buffer.INNER, mlp.down_proj)
+
+    def _add_output(self, source: Buffer, linear: Any) -> None:
+        """The product of gathered parts back into the stream."""
+        num_more = -linear.weight.shape[1] % FFN_MULTIPLE if source is Buffer.INNER else 0
+        quantiser = self._table.add(Kind.QUANTISE, source=source)
+        weight = F.pad(linear.weight.detach(), (0, num_more))
+        product = self._table.add_product(Kind.PRODUCT, quantiser, Buffer.OWN_BLOCK, weight, linear.bias)
+        self._own_block = product.num_blocks * 16
+        if source is Buffer.INNER:
+            self._inner = product.num_inputs
+        self._close_segment(Buffer.BLOCK)
+
+    def _close_segment(self, gathered: Buffer | None) -> None:
+        """One rank gathers nothing: its phases are one segment."""
+        first = self._segments[-1].last if self._segments else 0
+        if self._ranks.size == 1:
+            self._segments, first, gathered = [], 0, None
+        self._segments.append(_Segment(first, len(self._table), gathered))
+
+    def _gather(self, buffer: Buffer, floats: Sequence[Floats], num_rows: int) -> None:
+        own = torch.from_numpy(floats[_OWN[buffer]]).view(num_rows, -1)
+        whole = torch.from_numpy(floats[buffer]).view(num_rows, -1)
+        whole.copy_(without_padding(self._ranks.all_gather(own), whole.shape[1]))
+
+    def _make_room(self) -> Buffers:
+        shape = self._shape
+        own = {
+            Buffer.OWN_HEADS: shape.num_heads * shape.head_dim,
+            Buffer.OWN_INNER: self._own_inner,
+            Buffer.OWN_BLOCK: self._own_block,
+        }
+        whole = {
+            Buffer.STREAM: self._width,
+            Buffer.BLOCK: self._width,
+            Buffer.QKV: (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim,
+            Buffer.HEADS: shape.num_heads * shape.head_dim * self._ranks.size,
+            Buffer.INNER: self._inner,
+            Buffer.ROW_SCALES: 1,
+        }
+        return Buffers(own | whole, max(whole.values()), _OWN if self._ranks.size == 1 else {})
+
+
+def _padded_outputs(part: Tensor) -> Tensor:
+    return F.pad(part, (*(0, 0) * (part.dim() - 1), 0, -len(part) % FFN_MULTIPLE))
+
+
+def _by_turns(parts: Sequence[Tensor]) -> Tensor:
+    """Blocks of 16 outputs of gate and up in turns. Shapes: [F, ...] twice -> [2 F, ...]."""
+    return torch.stack([part.view(-1, 16, *part.shape[1:]) for part in parts], 1).flatten(0, 2)
+
+
+def has_int8_shape(model: Any) -> bool:
+    """Whether the kernels can run this decoder: SiLU, and widths that are multiples of 16."""
+    config, attention = model.config, model.layers[0].self_attn
+    heads = config.num_attention_heads * attention.head_dim
+    return config.hidden_act == "silu" and not any(
+        width % 16 for width in (config.hidden_size, heads, attention.head_dim)
+    )

@@ -1,0 +1,268 @@
+"""The compiled step: every phase of a decoder's forward with int8 weights, run by all threads together.
+
+A phase is a row of the table that `ragspec.numerics.int8.phases` builds. `work` takes chunks of phases until none is left;
+`ragspec.numerics.int8.tickets` says how threads share them. Between two products everything is float32, row by row in a fixed
+order, so a row's bits do not depend on other rows or on threads.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from typing import Any
+
+import numpy as np
+
+from ragspec.numerics.attention_kernel import one_tile, rotate, write
+from ragspec.numerics.compiled import compiled, inner
+from ragspec.numerics.int8.product_code import gate_block, has_avx2, make_multiply, quantise_row
+from ragspec.numerics.int8.tickets import DONE, TAKEN, add_one, load_count, take, yield_processor
+from ragspec.numerics.llvm_code import LANES
+from ragspec.numerics.norms import add_and_normalise
+
+multiply_1, multiply_2, multiply_4, multiply_6 = (make_multiply(num_rows, has_avx2()) for num_rows in (1, 2, 4, 6))
+
+_SPINS = 500
+"""How often a waiting thread looks before it lets others run."""
+
+
+class Kind(IntEnum):
+    """The work of a phase; a chunk is some rows, some blocks of 16 outputs, or a tile of one KV head."""
+
+    NORM = 0  # stream += block; its norm is quantised
+    QUANTISE = 1
+    PRODUCT = 2
+    GATED_PRODUCT = 3  # silu(gate) * up; blocks of gate and up take turns
+    ROTATE = 4  # norms of queries and keys, rotation, writing keys and values
+    ATTEND = 5
+    FINAL_NORM = 6  # stream += block; its norm stays float
+
+
+class Column(IntEnum):
+    """Columns of the phase table. Offsets are those of the arrays `weights` and `parameters`; -1: none."""
+
+    KIND = 0
+    FIRST = 1  # number of the phase's first chunk
+    SIZE = 2  # rows or blocks of a chunk
+    COUNT = 3  # rows, blocks or tiles of the phase
+    SOURCE = 4  # `Buffer` that is quantised
+    OUT = 5  # `Buffer` that is written
+    WIDTH = 6  # numbers of a row that is read
+    WEIGHT = 7
+    SCALES = 8  # of the outputs
+    BIAS = 9
+    MOST = 10  # greatest quantised activation
+    NORM_WEIGHT = 11  # the norm's epsilon stands before it
+    KEY_NORM = 12
+    LAYER = 13
+    WINDOW = 14
+    TAP = 15  # which tap gets the stream
+
+
+class Buffer(IntEnum):
+    """The float32 arrays of a forward over N rows, each flat. In a group OWN_ buffers hold one rank's columns."""
+
+    STREAM = 0  # [N, H]
+    BLOCK = 1  # [N, H]: what the next norm adds to the stream
+    QKV = 2  # [N, heads + 2 KV heads, head_dim]
+    OWN_HEADS = 3  # [N, heads, head_dim]
+    HEADS = 4
+    OWN_INNER = 5  # [N, F]
+    INNER = 6
+    OWN_BLOCK = 7
+    STATES = 8  # [N, H]: after the final norm
+    LOGITS = 9
+    TAPS = 10  # [taps, N, H]
+    ROW_SCALES = 11  # [N]: of the quantised rows
+
+
+_KIND, _FIRST, _SIZE, _COUNT, _SOURCE, _OUT, _WIDTH, _WEIGHT = (int(column) for column in list(Column)[:8])
+_SCALES, _BIAS, _MOST, _NORM_WEIGHT, _KEY_NORM, _LAYER, _WINDOW, _TAP = (int(column) for column in list(Column)[8:])
+_NORM, _QUANTISE, _PRODUCT, _GATED, _ROTATE, _ATTEND, _FINAL_NORM = map(int, Kind)
+_STREAM, _BLOCK, _QKV, _OWN_HEADS, _HEADS, _OWN_INNER = (int(buffer) for buffer in list(Buffer)[:6])
+_INNER, _OWN_BLOCK, _STATES, _LOGITS, _TAPS, _ROW_SCALES = (int(buffer) for buffer in list(Buffer)[6:])
+
+
+@inner
+def norm_rows(phase: Any, first: int, last: int, num_rows: int, parameters: Any, floats: Any, quantised: Any) -> None:
+    width, at = phase[_WIDTH], phase[_NORM_WEIGHT]
+    weight, epsilon = parameters[at : at + width], parameters[at - 1]
+    normalised, squares = np.empty(width, np.float32), np.empty(LANES, np.float32)
+    for row in range(first, last):
+        here = row * width
+        stream, block = floats[_STREAM][here : here + width], floats[_BLOCK][here : here + width]
+        add_and_normalise(stream, block, weight, epsilon, stream, normalised, squares)
+        if phase[_TAP] >= 0:
+            tap = (phase[_TAP] * num_rows + row) * width
+            for column in range(width):
+                floats[_TAPS][tap + column] = stream[column]
+        if phase[_KIND] == _NORM:
+            most = np.float32(phase[_MOST])
+            floats[_ROW_SCALES][row] = quantise_row(normalised, 0, width, most, quantised, here)
+        else:
+            for column in range(width):
+                floats[_STATES][here + column] = normalised[column]
+
+
+@inner
+def quantise_rows(phase: Any, first: int, last: int, floats: Any, quantised: Any) -> None:
+    width, most = phase[_WIDTH], np.float32(phase[_MOST])
+    source, scales = floats[phase[_SOURCE]], floats[_ROW_SCALES]
+    for row in range(first, last):
+        scales[row] = quantise_row(source, row * width, width, most, quantised, row * width)
+
+
+@inner
+def multiply_block(
+    phase: Any,
+    block: int,
+    num_rows: int,
+    weights: Any,
+    parameters: Any,
+    scales: Any,
+    x: Any,
+    out: Any,
+    at: int,
+    stride: int,
+) -> None:
+    """One block of 16 outputs for all rows; row r is written at `at + r * stride`."""
+    width = phase[_WIDTH]
+    weight_at, scale_at = phase[_WEIGHT] + block * LANES * width, phase[_SCALES] + block * LANES
+    row = 0
+    while row + 6 <= num_rows:
+        to = at + row * stride
+        multiply_6(x, row * width, weights, weight_at, width, parameters, scale_at, scales, row, out, to, stride)
+        row += 6
+    if row + 4 <= num_rows:
+        to = at + row * stride
+        multiply_4(x, row * width, weights, weight_at, width, parameters, scale_at, scales, row, out, to, stride)
+        row += 4
+    if row + 2 <= num_rows:
+        to = at + row * stride
+        multiply_2(x, row * width, weights, weight_at, width, parameters, scale_at, scales, row, out, to, stride)
+        row += 2
+    if row < num_rows:
+        to = at + row * stride
+        multiply_1(x, row * width, weights, weight_at, width, parameters, scale_at, scales, row, out, to, stride)
+    if phase[_BIAS] >= 0:
+        bias_at = phase[_BIAS] + block * LANES
+        for row in range(num_rows):
+            for lane in range(LANES):
+                out[at + row * stride + lane] += parameters[bias_at + lane]
+
+
+@inner
+def product_blocks(
+    phase: Any, first: int, last: int, num_rows: int, weights: Any, parameters: Any, floats: Any, quantised: Any
+) -> None:
+    is_gated, scales = phase[_KIND] == _GATED, floats[_ROW_SCALES]
+    stride = phase[_COUNT] * LANES
+    out = np.empty(num_rows * 2 * LANES, np.float32) if is_gated else floats[phase[_OUT]]
+    turns = 2 if is_gated else 1
+    for block in range(first * turns, last * turns):
+        at, row_stride = ((block % 2) * LANES, 2 * LANES) if is_gated else (block * LANES, stride)
+        multiply_block(phase, block, num_rows, weights, parameters, scales, quantised, out, at, row_stride)
+        if is_gated and block % 2:
+            for row in range(num_rows):
+                gate = row * 2 * LANES
+                gate_block(out, gate, out, gate + LANES, floats[phase[_OUT]], row * stride + block // 2 * LANES)
+
+
+@inner
+def norm_heads(qkv: Any, first_head: int, last_head: int, at: int, parameters: Any) -> None:
+    """RMS norm of each head. Shapes: qkv [N, heads, head_dim]; the weight [head_dim] at `at`, its epsilon before it."""
+    head_dim = qkv.shape[2]
+    weight, epsilon = parameters[at : at + head_dim], parameters[at - 1]
+    zeros, total = np.zeros(head_dim, np.float32), np.empty(head_dim, np.float32)
+    squares = np.empty(LANES, np.float32)
+    for row in range(qkv.shape[0]):
+        for head in range(first_head, last_head):
+            add_and_normalise(qkv[row, head], zeros, weight, epsilon, total, qkv[row, head], squares)
+
+
+@inner
+def rotate_rows(
+    phase: Any,
+    first: int,
+    last: int,
+    qkv: Any,
+    parameters: Any,
+    rotations: Any,
+    rows: Any,
+    pool: Any,
+    shape: Any,
+    vectors: Any,
+) -> None:
+    own = qkv[first:last]
+    num_heads, num_kv_heads, layer = shape[0], shape[1], phase[_LAYER]
+    if phase[_NORM_WEIGHT] >= 0:
+        norm_heads(own, 0, num_heads, phase[_NORM_WEIGHT], parameters)
+        norm_heads(own, num_heads, num_heads + num_kv_heads, phase[_KEY_NORM], parameters)
+    rotate(own, rows.positions[first:last], num_heads + num_kv_heads, rotations[0], rotations[1])
+    write(own, pool[0][layer], pool[1][layer], rows.slots[first:last], shape, vectors)
+
+
+@compiled(nogil=True)
+def work(
+    phases: Any,
+    num_chunks: int,
+    counters: Any,
+    waits: bool,
+    num_rows: int,
+    weights: Any,
+    parameters: Any,
+    rotations: Any,
+    floats: Any,
+    quantised: Any,
+    rows: Any,
+    pool: Any,
+    shape: Any,
+    limits: Any,
+    vectors: Any,
+) -> None:
+    """Take chunks until none is left. `waits`: return only when every chunk is done.
+
+    Shapes: phases int64 [P, 16], counters int64 [16], weights int8 flat, parameters float32 flat, rotations (cos, sin) float32
+    [positions, head_dim], floats one flat array for each `Buffer`, quantised int16 [N * widest row], rows an
+    `AttentionMetadata`, pool (keys, values) float32 [layers, numbers of a layer], shape (heads, KV heads), limits
+    (scale, softcap).
+    """
+    head_dim = rotations[0].shape[1]
+    qkv = floats[_QKV].reshape(-1, shape[0] + 2 * shape[1], head_dim)
+    heads = floats[_OWN_HEADS].reshape(-1, shape[0], head_dim)
+    index, spins = 0, 0
+    while True:
+        chunk = load_count(counters, TAKEN)
+        if chunk >= num_chunks:
+            break
+        while index + 1 < phases.shape[0] and chunk >= phases[index + 1, _FIRST]:
+            index += 1
+        phase = phases[index]
+        if load_count(counters, DONE) < phase[_FIRST]:
+            spins += 1
+            if spins % _SPINS == 0:
+                yield_processor()
+            continue
+        if not take(counters, TAKEN, chunk):
+            continue
+        kind, first = phase[_KIND], (chunk - phase[_FIRST]) * phase[_SIZE]
+        last = min(first + phase[_SIZE], phase[_COUNT])
+        if kind in (_PRODUCT, _GATED):
+            product_blocks(phase, first, last, num_rows, weights, parameters, floats, quantised)
+        elif kind in (_NORM, _FINAL_NORM):
+            norm_rows(phase, first, last, num_rows, parameters, floats, quantised)
+        elif kind == _QUANTISE:
+            quantise_rows(phase, first, last, floats, quantised)
+        elif kind == _ROTATE:
+            rotate_rows(phase, first, last, qkv, parameters, rotations, rows, pool, shape, vectors)
+        else:
+            tile, layer = rows.tiles[first // shape[1]], phase[_LAYER]
+            bounds = (tile[0], tile[1], tile[2])
+            one_tile(
+                qkv, pool[0][layer], pool[1][layer], rows, bounds, first % shape[1], shape, limits, phase[_WINDOW],
+                heads, vectors,
+            )  # fmt: skip
+        add_one(counters, DONE)
+    while waits and load_count(counters, DONE) < num_chunks:
+        spins += 1
+        if spins % _SPINS == 0:
+            yield_processor()

@@ -1,0 +1,70 @@
+"""Runs a table of phases with several threads: the caller and helpers that sleep between two calls.
+
+The helpers belong to the process and serve every engine in it. A helper that wakes up late finds no chunk left and sleeps again,
+so more threads never make a call slower than its own thread alone would be (`ragspec.numerics.int8.tickets`).
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from ragspec.numerics.int8.kernels import Column, Kind, work
+
+Phases = NDArray[np.int64]
+
+_CHUNKS_A_THREAD = 4
+_BY_ROWS = (Kind.NORM, Kind.FINAL_NORM, Kind.QUANTISE, Kind.ROTATE)
+
+
+class _Helpers:
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._queues: list[queue.SimpleQueue[tuple[Any, ...]]] = []
+
+    def submit(self, count: int, arguments: tuple[Any, ...]) -> None:
+        """Have `count` helpers run `work(*arguments)`."""
+        with self._lock:
+            while len(self._queues) < count:
+                self._queues.append(queue.SimpleQueue())
+                threading.Thread(target=_serve, args=(self._queues[-1],), name="ragspec-kernel", daemon=True).start()
+        for jobs in self._queues[:count]:
+            jobs.put(arguments)
+
+
+def _serve(jobs: queue.SimpleQueue[tuple[Any, ...]]) -> None:
+    while True:
+        work(*jobs.get())
+
+
+_HELPERS = _Helpers()
+
+
+def run(phases: Phases, num_rows: int, num_tiles: int, *arguments: Any) -> None:
+    """Compute all phases, with as many threads as torch would use in the calling thread. `arguments`: the rest of `work`'s."""
+    num_threads = torch.get_num_threads()
+    numbered, num_chunks = _numbered(phases, num_rows, num_tiles, num_threads)
+    counters = np.zeros(16, np.int64)
+    if num_threads > 1:
+        _HELPERS.submit(num_threads - 1, (numbered, num_chunks, counters, False, num_rows, *arguments))
+    work(numbered, num_chunks, counters, True, num_rows, *arguments)
+
+
+def _numbered(phases: Phases, num_rows: int, num_tiles: int, num_threads: int) -> tuple[Phases, int]:
+    """The table with its chunks numbered, and their number. A copy: helpers that are late still read the table of their call."""
+    phases = phases.copy()
+    kinds, counts = phases[:, Column.KIND], phases[:, Column.COUNT]
+    counts[np.isin(kinds, _BY_ROWS)] = num_rows
+    counts[kinds == Kind.ATTEND] = num_tiles
+    shares = 1 if num_threads == 1 else _CHUNKS_A_THREAD * num_threads
+    sizes = np.maximum(1, -(-counts // shares))
+    sizes[kinds == Kind.ATTEND] = 1
+    ends = np.cumsum(-(-counts // sizes))
+    phases[:, Column.SIZE] = sizes
+    phases[:, Column.FIRST] = np.concatenate([[0], ends[:-1]])
+    return phases, int(ends[-1])

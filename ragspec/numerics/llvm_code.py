@@ -1,0 +1,98 @@
+"""Building blocks of vector code for numba: LLVM values, fixed-width vectors, counted loops.
+
+Everything is 16 lanes wide; machines without 16-lane registers split the vectors, with the same result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from llvmlite import ir
+
+LANES = 16
+FLOAT = ir.FloatType()
+INT = ir.IntType(32)
+LONG = ir.IntType(64)
+VECTOR = ir.VectorType(FLOAT, LANES)
+INT_VECTOR = ir.VectorType(INT, LANES)
+
+
+def array_data(context: Any, builder: Any, signature: Any, args: Any, index: int) -> Any:
+    return context.make_array(signature.args[index])(context, builder, args[index]).data
+
+
+def splat(builder: Any, scalar: Any, vector_type: Any = VECTOR) -> Any:
+    first = builder.insert_element(ir.Constant(vector_type, ir.Undefined), scalar, ir.Constant(INT, 0))
+    mask = ir.Constant(INT_VECTOR, [0] * LANES)
+    return builder.shuffle_vector(first, ir.Constant(vector_type, ir.Undefined), mask)
+
+
+def constant(value: float) -> Any:
+    return ir.Constant(VECTOR, [value] * LANES)
+
+
+def load(builder: Any, base: Any, offset: Any) -> Any:
+    instruction = builder.load(builder.bitcast(builder.gep(base, [offset]), VECTOR.as_pointer()))
+    instruction.align = 4
+    return instruction
+
+
+def store(builder: Any, vector: Any, base: Any, offset: Any) -> None:
+    instruction = builder.store(vector, builder.bitcast(builder.gep(base, [offset]), VECTOR.as_pointer()))
+    instruction.align = 4
+
+
+def call(builder: Any, name: str, *vectors: Any) -> Any:
+    kind = ir.FunctionType(VECTOR, [VECTOR] * len(vectors))
+    function = builder.module.globals.get(f"llvm.{name}.v16f32") or ir.Function(
+        builder.module, kind, f"llvm.{name}.v16f32"
+    )
+    return builder.call(function, vectors)
+
+
+def fold(builder: Any, vector: Any, combine: Callable[[Any, Any], Any]) -> Any:
+    """All lanes combined as one fixed tree: lane i with lane i + 8, then i + 4, ..."""
+    width = LANES
+    while width > 1:
+        width //= 2
+        order = [(i + width) % LANES for i in range(LANES)]
+        moved = builder.shuffle_vector(vector, ir.Constant(vector.type, ir.Undefined), ir.Constant(INT_VECTOR, order))
+        vector = combine(vector, moved)
+    return builder.extract_element(vector, ir.Constant(INT, 0))
+
+
+class Loop:
+    """`for i in [0, count)` with values carried from turn to turn (phi nodes)."""
+
+    def __init__(self, builder: Any, count: Any, carried: list[Any]) -> None:
+        self._builder, self._count = builder, count
+        self._before = builder.block
+        self._body, self._after = builder.append_basic_block("body"), builder.append_basic_block("after")
+        self._runs = builder.icmp_signed(">", count, ir.Constant(LONG, 0))
+        builder.cbranch(self._runs, self._body, self._after)
+        builder.position_at_end(self._body)
+        self.index = builder.phi(LONG)
+        self.index.add_incoming(ir.Constant(LONG, 0), self._before)
+        self._initial = carried
+        self.values = [builder.phi(value.type) for value in carried]
+        for phi, value in zip(self.values, carried, strict=True):
+            phi.add_incoming(value, self._before)
+
+    def close(self, carried: list[Any]) -> list[Any]:
+        """End the body; returns the carried values after the last turn."""
+        builder = self._builder
+        following = builder.add(self.index, ir.Constant(LONG, 1))
+        last = builder.block
+        self.index.add_incoming(following, last)
+        for phi, value in zip(self.values, carried, strict=True):
+            phi.add_incoming(value, last)
+        builder.cbranch(builder.icmp_signed("<", following, self._count), self._body, self._after)
+        builder.position_at_end(self._after)
+        results = []
+        for initial, value in zip(self._initial, carried, strict=True):
+            result = builder.phi(value.type)
+            result.add_incoming(initial, self._before)
+            result.add_incoming(value, last)
+            results.append(result)
+        return results

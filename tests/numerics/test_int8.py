@@ -1,0 +1,189 @@
+"""Targets with int8 weights: exact sums, in any company, with any threads; as near to float as the weights allow."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numba
+import numpy as np
+import pytest
+import torch
+from tiny_target import ARCHITECTURES, save_model, target_config
+from transformers import AutoModelForCausalLM
+
+from ragspec.engine.target import FINAL, Target
+from ragspec.numerics.batch import Batch, ScheduledSequence
+from ragspec.numerics.int8 import threads
+from ragspec.numerics.int8.decoder import Int8Decoder
+from ragspec.numerics.int8.linear import Int8Linear
+from ragspec.numerics.int8.product_code import has_avx2, make_multiply, quantise_row
+from ragspec.numerics.int8.weights import greatest_activation, pack, quantise
+from ragspec.numerics.kv_cache import SequenceSlots
+from ragspec.numerics.threads import set_num_threads
+
+KINDS = ("llama", "qwen2", "qwen3", "mistral")
+
+
+@pytest.fixture(params=[False, True], ids=["plain", "avx2"])
+def avx2(request: pytest.FixtureRequest) -> bool:
+    if request.param and not has_avx2():
+        pytest.skip("this processor has no AVX2")
+    return bool(request.param)
+
+
+def compile_multiply(num_rows: int, avx2: bool) -> Any:
+    multiply = make_multiply(num_rows, avx2)
+
+    @numba.njit
+    def product(x: Any, packed: Any, scales: Any, row_scales: Any, out: Any) -> None:
+        width = x.shape[1]
+        for block in range(len(scales) // 16):
+            multiply(
+                x.reshape(-1), 0, packed, block * 16 * width, width, scales, block * 16, row_scales, 0,
+                out.reshape(-1), block * 16, out.shape[1],
+            )  # fmt: skip
+
+    return product
+
+
+@pytest.mark.parametrize("num_rows", [1, 3])
+def test_the_product_is_the_integer_sum(num_rows: int, avx2: bool) -> None:
+    """A product that rounds or saturates inside, as 8-bit multiply-adds do on processors without dot products."""
+    rng = np.random.default_rng(num_rows)
+    weight = rng.integers(-127, 128, (48, 256)).astype(np.int8)
+    x = rng.integers(-32767, 32768, (num_rows, 256)).astype(np.int16)
+    weight[0], x[0] = 127, 32767 * 256 // 1000  # a large sum without a sign change
+    row_sum = int(np.abs(weight.astype(int)).sum(1).max())
+    x = np.clip(x, -greatest_activation(row_sum), greatest_activation(row_sum))
+    sums = x.astype(np.int64) @ weight.astype(np.int64).T
+    assert np.abs(sums).max() < 2**31
+    scales, row_scales = rng.random(48, np.float32), rng.random(num_rows, np.float32)
+    out = np.empty((num_rows, 48), np.float32)
+    compile_multiply(num_rows, avx2)(x, pack(torch.from_numpy(weight)), scales, row_scales, out)
+    assert np.array_equal(out, sums.astype(np.int32).astype(np.float32) * scales * row_scales[:, None])
+
+
+def test_no_sum_leaves_32_bits() -> None:
+    """The greatest activations against the greatest weights."""
+    for width in (16, 512, 30_000, 10_000_000):
+        greatest = greatest_activation(127 * width)
+        assert 1 <= greatest <= 32_767 and greatest * 127 * width < 2**31
+
+
+@numba.njit
+def quantise_all(x: Any, most: Any, out: Any) -> Any:
+    return quantise_row(x, 0, x.shape[0], most, out, 0)
+
+
+def test_a_row_is_rounded_to_the_nearest() -> None:
+    x = np.random.default_rng(1).normal(0, 3, 96).astype(np.float32)
+    out = np.empty(96, np.int16)
+    scale = quantise_all(x, np.float32(1000), out)
+    assert scale == np.abs(x).max() / np.float32(1000)
+    assert np.array_equal(out, np.rint(x * (np.float32(1000) / np.abs(x).max())))
+    assert np.abs(out).max() == 1000
+
+
+@pytest.mark.parametrize(("bad", "is_nan"), [(np.nan, True), (np.inf, True), (-np.inf, True), (0.0, False)])
+def test_a_row_that_is_no_number_stays_so(bad: float, is_nan: bool) -> None:
+    """A broken weight gave plausible text; a row of zeros gave NaN."""
+    x, out = np.zeros(32, np.float32), np.empty(32, np.int16)
+    x[17] = bad
+    scale = quantise_all(x, np.float32(1000), out)
+    assert np.isnan(scale) if is_nan else scale == 0.0 and not out.any()
+
+
+@pytest.mark.parametrize(("width", "outputs"), [(64, 64), (172, 512), (1, 1), (7, 33), (300, 5)])
+def test_rows_of_a_linear_are_alike_in_any_number(width: int, outputs: int) -> None:
+    linear = torch.nn.Linear(width, outputs, bias=width % 2 == 0)
+    layer, x = Int8Linear(linear.weight, linear.bias), torch.randn(70, width)
+    with torch.inference_mode():
+        whole = layer(x)
+        for num in (1, 2, 3, 5, 6, 7, 11, 64):
+            assert torch.equal(layer(x[:num]), whole[:num])
+            assert torch.equal(layer(x[-num:]), whole[-num:])
+        assert layer(x[:0]).shape == (0, outputs)
+        assert layer(x[None, :4]).shape == (1, 4, outputs)
+        torch.testing.assert_close(whole, linear(x), rtol=0.02, atol=0.02)
+
+
+def outputs(target: Target, text: np.ndarray) -> tuple[np.ndarray, dict[int, np.ndarray]]:
+    slots = SequenceSlots(target.pool)
+    batch = Batch([ScheduledSequence(slots, text)])
+    logits, tapped = target.forward_tapped(text, batch.metadata, np.arange(len(text), dtype=np.int32), (0, 1, 2, FINAL))
+    batch.sequences[0].drop()
+    slots.release()
+    return logits, tapped
+
+
+def dequantised(folder: Path) -> Any:
+    """The float model with the quantised weights."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    with torch.no_grad():
+        for module in model.modules():
+            if isinstance(module, torch.nn.Linear):
+                weight, scales = quantise(module.weight)
+                module.weight.copy_(weight.float() * scales[:, None])
+    return model
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_target_is_the_model_with_its_quantised_weights(kind: str, tmp_path: Path) -> None:
+    """A norm, bias or rotation left out; gate and up confused; a tap of another layer."""
+    folder = save_model(kind, tmp_path)
+    target = Target.load(target_config(str(folder), "int8"), 256)
+    assert isinstance(target._model.model, Int8Decoder)
+    text = np.random.default_rng(5).integers(0, target.vocab_size, 90).astype(np.int32)
+    logits, tapped = outputs(target, text)
+    with torch.inference_mode():
+        theirs = dequantised(folder)(torch.from_numpy(text.astype(np.int64))[None], output_hidden_states=True)
+    assert np.abs(logits - theirs.logits[0].numpy()).max() < 2e-3 * theirs.logits.abs().max()
+    for tap in (0, 1):
+        assert np.allclose(tapped[tap], theirs.hidden_states[tap][0].numpy(), rtol=1e-2, atol=2e-3)
+    assert np.allclose(tapped[FINAL], theirs.hidden_states[2][0].numpy(), rtol=1e-2, atol=2e-3)
+
+
+def test_threads_change_no_bit(tmp_path: Path) -> None:
+    """More threads than processors, so that helpers come late and leave in the middle."""
+    target = Target.load(target_config(str(save_model("llama", tmp_path)), "int8"), 512)
+    text = np.random.default_rng(6).integers(0, target.vocab_size, 70).astype(np.int32)
+    set_num_threads(1)
+    expected = outputs(target, text)[0]
+    for num_threads in (2, 3, 9) * 20:
+        torch.set_num_threads(num_threads)
+        assert np.array_equal(outputs(target, text)[0], expected)
+    set_num_threads(2)
+
+
+def test_a_helper_that_comes_late_finds_nothing_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It ran chunks of a later step with the numbers of an earlier one."""
+    late: list[Callable[[], None]] = []
+
+    def submit(count: int, arguments: tuple[Any, ...]) -> None:
+        late.extend(lambda: threads.work(*arguments) for _ in range(count))
+
+    monkeypatch.setattr(threads._HELPERS, "submit", submit)
+    target = Target.load(target_config(str(save_model("llama", tmp_path)), "int8"), 512)
+    set_num_threads(2)
+    rng = np.random.default_rng(7)
+    texts = [rng.integers(0, target.vocab_size, length).astype(np.int32) for length in (3, 60, 1)]
+    first = [outputs(target, text)[0] for text in texts]
+    assert late
+    for text, expected in zip(texts, first, strict=True):
+        found = outputs(target, text)[0]
+        for call in late:
+            call()
+        assert np.array_equal(found, expected)
+    assert all(np.array_equal(outputs(target, text)[0], expected) for text, expected in zip(texts, first, strict=True))
+
+
+@pytest.mark.parametrize("kind", sorted(ARCHITECTURES.keys() - {*KINDS}))
+def test_models_with_a_forward_of_their_own_run_too(kind: str, tmp_path: Path) -> None:
+    folder = save_model(kind, tmp_path)
+    target = Target.load(target_config(str(folder), "int8"), 256)
+    text = np.random.default_rng(8).integers(0, target.vocab_size, 40).astype(np.int32)
+    with torch.inference_mode():
+        theirs = dequantised(folder)(torch.from_numpy(text.astype(np.int64))[None]).logits[0].numpy()
+    assert np.abs(outputs(target, text)[0] - theirs).max() < 5e-3 * np.abs(theirs).max()
