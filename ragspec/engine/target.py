@@ -25,6 +25,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from ragspec.config import TargetConfig
 from ragspec.engine.checkpoints.model_config import LogitTransform, attention_shapes, check_servable, eos_ids
+from ragspec.engine.checkpoints.quantised import SavedWeights
 from ragspec.engine.checkpoints.target_files import target_folder
 from ragspec.engine.checkpoints.weights import WeightShards, load_shards, load_whole, model_errors
 from ragspec.engine.hf_attention import tapped_layers
@@ -33,6 +34,7 @@ from ragspec.errors import ModelError, RankLost
 from ragspec.numerics.attention import AttentionMetadata
 from ragspec.numerics.int8.decoder import Int8Decoder
 from ragspec.numerics.int8.linear import Int8Linear
+from ragspec.numerics.int8.weights import WeightArena
 from ragspec.numerics.kv_cache import KvPool
 from ragspec.numerics.layers import Decoder, ForwardContext, make_row_invariant
 from ragspec.numerics.linear import PackedLinear, packing_available
@@ -61,7 +63,9 @@ class Target:
         config: TargetConfig,
         num_kv_slots: int,
         shards: WeightShards | None = None,
+        arena: WeightArena | None = None,
     ) -> None:
+        arena = arena or (WeightArena() if config.is_int8 else None)
         self.tokenizer = tokenizer
         self.config = config
         self._shards = shards
@@ -78,7 +82,7 @@ class Target:
         self._transform = LogitTransform.of(text_config)
         self.num_parameters = shards.num_parameters if shards else int(sum(p.numel() for p in model.parameters()))
         self._embedding: torch.Tensor | None = None if shards else model.get_input_embeddings().weight.detach()
-        make_row_invariant(model, self.num_positions, self.ranks, is_int8=config.is_int8)
+        make_row_invariant(model, self.num_positions, self.ranks, arena)
         self._model = model
         self.pool = KvPool(self.shapes, num_kv_slots)
 
@@ -93,8 +97,16 @@ class Target:
             raise ModelError(f"this build of torch has no packed {config.dtype} product on this processor")
         folder = target_folder(config)
         tokenizer = read_tokenizer(folder)
-        model, shards = (load_whole(folder, dtype), None) if ranks.size == 1 else load_shards(folder, dtype, ranks)
-        return cls(model.eval(), tokenizer, config, num_kv_slots, shards)
+        saved = SavedWeights(folder, config, ranks) if config.is_int8 else None
+        arena = saved.load() if saved else None
+        if ranks.size == 1 and not (arena and arena.is_saved):
+            model, shards = load_whole(folder, dtype), None
+        else:
+            model, shards = load_shards(folder, dtype, ranks, only_embedding=bool(arena and arena.is_saved))
+        target = cls(model.eval(), tokenizer, config, num_kv_slots, shards if ranks.size > 1 else None, arena)
+        if saved and arena and isinstance(target._model.model, Int8Decoder):
+            saved.save(arena)
+        return target
 
     @property
     def embedding(self) -> torch.Tensor:

@@ -21,6 +21,7 @@ from ragspec.errors import ModelError
 from ragspec.numerics.attention import AttentionMetadata, attend, shape_of
 from ragspec.numerics.int8.decoder import Int8Decoder, has_int8_shape
 from ragspec.numerics.int8.linear import Int8Linear
+from ragspec.numerics.int8.weights import WeightArena
 from ragspec.numerics.kv_cache import KvPool
 from ragspec.numerics.linear import PackedLinear, replace_linears
 from ragspec.numerics.norms import ResidualNorm, RootMeanSquareNorm
@@ -189,8 +190,12 @@ class Decoder(nn.Module):
         return cast(Tensor, hidden)
 
 
-def make_row_invariant(model: Any, max_positions: int, ranks: Ranks = ONE_RANK, *, is_int8: bool = False) -> None:
+def make_row_invariant(
+    model: Any, max_positions: int, ranks: Ranks = ONE_RANK, arena: WeightArena | None = None
+) -> None:
     """Replace the known layers and every linear of a transformers causal LM, in place; its weights are this rank's part.
+
+    With an `arena`, weights are quantised to int8 and go there.
 
     If every part of the decoder is known, `model.model` becomes a `Decoder` or `Int8Decoder`; otherwise transformers' forward
     stays. Raises: ModelError if transformers' forward stays and there are several ranks.
@@ -201,16 +206,16 @@ def make_row_invariant(model: Any, max_positions: int, ranks: Ranks = ONE_RANK, 
     )
     if ranks.size > 1 and not whole:
         raise unsplittable(model)
-    if whole and is_int8 and has_int8_shape(model.model):
-        assert rotary is not None
-        model.model = Int8Decoder(model.model, rotary.cos, rotary.sin, ranks)
+    make_linear: LinearClass = functools.partial(Int8Linear, ranks=ranks, arena=arena) if arena else PackedLinear
+    if arena and rotary is not None and whole and has_int8_shape(model.model):
+        model.model = Int8Decoder(model.model, rotary.cos, rotary.sin, ranks, arena)
     else:
-        _replace(model, rotary, whole, ranks, Int8Linear if is_int8 else PackedLinear)
+        _replace(model, rotary, whole, ranks, make_linear)
     if whole and not isinstance(model.model, Int8Decoder):
         model.model = Decoder(model.model)
     if ranks.size > 1:
         model.model.embedding = GatheredEmbedding(model.model.embedding, ranks)
-    replace_linears(model, functools.partial(Int8Linear, ranks=ranks) if is_int8 else PackedLinear)
+    replace_linears(model, make_linear)
 
 
 def _find_rotary(model: nn.Module, max_positions: int) -> RotaryTable | None:

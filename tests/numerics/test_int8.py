@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from ragspec.engine.target import FINAL, Target
 from ragspec.numerics.batch import Batch, ScheduledSequence
-from ragspec.numerics.int8 import threads
+from ragspec.numerics.int8 import threads, weights
 from ragspec.numerics.int8.decoder import Int8Decoder
 from ragspec.numerics.int8.linear import Int8Linear
 from ragspec.numerics.int8.product_code import has_avx2, make_multiply, quantise_row
@@ -61,7 +61,7 @@ def test_the_product_is_the_integer_sum(num_rows: int, avx2: bool) -> None:
     assert np.abs(sums).max() < 2**31
     scales, row_scales = rng.random(48, np.float32), rng.random(num_rows, np.float32)
     out = np.empty((num_rows, 48), np.float32)
-    compile_multiply(num_rows, avx2)(x, pack(torch.from_numpy(weight)), scales, row_scales, out)
+    compile_multiply(num_rows, avx2)(x, pack(torch.from_numpy(weight)).numpy(), scales, row_scales, out)
     assert np.array_equal(out, sums.astype(np.int32).astype(np.float32) * scales * row_scales[:, None])
 
 
@@ -187,3 +187,27 @@ def test_models_with_a_forward_of_their_own_run_too(kind: str, tmp_path: Path) -
     with torch.inference_mode():
         theirs = dequantised(folder)(torch.from_numpy(text.astype(np.int64))[None]).logits[0].numpy()
     assert np.abs(outputs(target, text)[0] - theirs).max() < 5e-3 * np.abs(theirs).max()
+
+
+def test_quantised_weights_are_kept_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second start quantised again, or served the weights of another model; a damaged file stopped the start."""
+    folder = save_model("qwen3", tmp_path / "model")
+    config = target_config(str(folder), "int8").model_copy(update={"cache_dir": str(tmp_path / "cache")})
+    text = np.arange(40, dtype=np.int32)
+    expected = outputs(Target.load(config, 256), text)
+    (file,) = (tmp_path / "cache" / "int8").iterdir()
+    with monkeypatch.context() as patched:
+        patched.setattr(weights, "quantise", None)
+        mapped = Target.load(config, 256)
+        found = outputs(mapped, text)
+        assert np.array_equal(found[0], expected[0])
+        assert all(np.array_equal(found[1][tap], expected[1][tap]) for tap in expected[1])
+        assert (
+            mapped.num_parameters == Target.load(config.model_copy(update={"quantization": "none"}), 16).num_parameters
+        )
+    file.write_bytes(file.read_bytes()[:1000])
+    assert np.array_equal(outputs(Target.load(config, 256), text)[0], expected[0])
+    other = target_config(str(save_model("qwen3", tmp_path / "other", std=0.1)), "int8")
+    other = other.model_copy(update={"cache_dir": config.cache_dir})
+    assert not np.array_equal(outputs(Target.load(other, 256), text)[0], expected[0])
+    assert len(list(file.parent.iterdir())) == 2

@@ -62,8 +62,10 @@ class WeightShards(NamedTuple):
     num_parameters: int
 
 
-def load_shards(folder: str, dtype: torch.dtype, ranks: Ranks) -> tuple[Any, WeightShards]:
-    """The model with this rank's shard of every weight. Raises: ModelError."""
+def load_shards(
+    folder: str, dtype: torch.dtype, ranks: Ranks, *, only_embedding: bool = False
+) -> tuple[Any, WeightShards]:
+    """The model with this rank's shard of every weight, or of the embedding alone. Raises: ModelError."""
     with model_errors(folder):
         shape: Any = AutoConfig.from_pretrained(folder)
         check_head_counts(shape.get_text_config(), ranks.size)
@@ -74,7 +76,7 @@ def load_shards(folder: str, dtype: torch.dtype, ranks: Ranks) -> tuple[Any, Wei
         model.generation_config = _generation_config(folder, model.generation_config)
         checkpoint = Checkpoint(folder, model, dtype)
         num_parameters = int(sum(p.numel() for p in model.parameters()))
-        checkpoint.fill(model, ranks)
+        checkpoint.fill(model, ranks, only="embed_tokens" if only_embedding else "")
         _fill_rotary(model)
     return model, WeightShards(ranks, checkpoint, num_parameters)
 
@@ -111,9 +113,9 @@ class Checkpoint:
             part[(slice(first - start[0], last - start[0]), *(slice(n) for n in block.shape[1:]))] = block
         return part
 
-    def fill(self, model: Any, ranks: Ranks) -> None:
-        """Set every parameter of `model` to this rank's part of the tensor."""
-        for name, shape in self._shapes.items():
+    def fill(self, model: Any, ranks: Ranks, only: str = "") -> None:
+        """Set the parameters of `model` whose names contain `only` to this rank's part of the tensor."""
+        for name, shape in ((name, shape) for name, shape in self._shapes.items() if only in name):
             owner, _, leaf = name.rpartition(".")
             part = self.part(name, weight_slice(name, shape, ranks))
             setattr(model.get_submodule(owner), leaf, nn.Parameter(part, requires_grad=False))

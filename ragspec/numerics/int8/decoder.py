@@ -22,8 +22,9 @@ from ragspec.numerics.int8.buffers import Buffers
 from ragspec.numerics.int8.kernels import Buffer, Column, Kind
 from ragspec.numerics.int8.phases import PhaseTable
 from ragspec.numerics.int8.threads import run
+from ragspec.numerics.int8.weights import WeightArena
 from ragspec.numerics.llvm_code import LANES
-from ragspec.numerics.ranks import ONE_RANK, Ranks
+from ragspec.numerics.ranks import Ranks
 from ragspec.numerics.sharding import FFN_MULTIPLE, without_padding
 
 
@@ -45,12 +46,13 @@ class Int8Decoder(nn.Module):
     Shapes: token_ids int64 [N] -> normalised hidden states [N, H], and by tap the stream, [N, H].
     """
 
-    def __init__(self, model: Any, cos: Tensor, sin: Tensor, ranks: Ranks = ONE_RANK) -> None:
+    def __init__(self, model: Any, cos: Tensor, sin: Tensor, ranks: Ranks, arena: WeightArena) -> None:
         super().__init__()
         self.embedding, self._ranks = model.embed_tokens, ranks
         self._width = int(model.config.hidden_size)
         self._shape = shape_of(model.layers[0].self_attn, ranks.size)
-        self._table = table = PhaseTable(ranks)
+        self._arena = arena
+        self._table = table = PhaseTable(ranks, arena)
         self._tap_phases: list[int] = []
         self._segments: list[_Segment] = []
         for layer in model.layers:
@@ -59,7 +61,7 @@ class Int8Decoder(nn.Module):
         self._tap_phases.append(len(table))
         table.add(Kind.FINAL_NORM, width=self._width, norm_weight=table.add_norm(model.norm))
         self._close_segment(None)
-        self._phases, self._weights, self._parameters = table.finish()
+        self._phases = table.finish()
         self._rotations = (cos.float().numpy(), sin.float().numpy())
         self._room = self._make_room()
 
@@ -74,7 +76,7 @@ class Int8Decoder(nn.Module):
             phases[self._tap_phases[tap], Column.TAP] = place
         num_tiles = len(metadata.tiles) * shape.num_kv_heads
         arguments = (
-            self._weights, self._parameters, self._rotations, floats, quantised, metadata, (pool.keys, pool.values),
+            *self._arena.arrays, self._rotations, floats, quantised, metadata, (pool.keys, pool.values),
             (shape.num_heads, shape.num_kv_heads), (np.float32(shape.scale), np.float32(shape.softcap)),
             (0,) * (padded(shape.head_dim) // LANES),
         )  # fmt: skip

@@ -12,6 +12,7 @@ from ragspec.numerics.int8.buffers import Buffers
 from ragspec.numerics.int8.kernels import Buffer, Kind
 from ragspec.numerics.int8.phases import PhaseTable
 from ragspec.numerics.int8.threads import run
+from ragspec.numerics.int8.weights import WeightArena
 from ragspec.numerics.llvm_code import LANES
 from ragspec.numerics.ranks import ONE_RANK, Ranks
 
@@ -26,20 +27,24 @@ _NO_ATTENTION = (_NO_ROWS, _NO_POOL, (1, 1), (np.float32(1.0), np.float32(0.0)),
 class Int8Linear(nn.Module):
     """`y = x W^T + b`, W in int8 with a scale for each output, x in int16 with a scale for each row.
 
-    Shapes: x [..., in_features] -> y [..., out_features], in the dtype of x. In a group W is a rank's outputs.
+    Shapes: x [..., in_features] -> y [..., out_features], in the dtype of x. In a group W is a rank's outputs. `arena`: where
+    the weights lie; None: in an arena of their own.
     """
 
-    def __init__(self, weight: Tensor, bias: Tensor | None = None, ranks: Ranks = ONE_RANK) -> None:
+    def __init__(
+        self, weight: Tensor, bias: Tensor | None = None, ranks: Ranks = ONE_RANK, arena: WeightArena | None = None
+    ) -> None:
         super().__init__()
         self.out_features, self.in_features = weight.shape
-        table = PhaseTable(ranks)
+        self._arena = arena or WeightArena()
+        table = PhaseTable(ranks, self._arena)
         quantiser = table.add(Kind.QUANTISE, source=Buffer.STATES)
         self._num_more = -self.in_features % LANES
         product = table.add_product(
             Kind.PRODUCT, quantiser, Buffer.LOGITS, F.pad(weight.detach(), (0, self._num_more)), bias
         )
         self._num_outputs = product.num_blocks * LANES
-        self._phases, self._weights, self._parameters = table.finish()
+        self._phases = table.finish()
         widths = {Buffer.LOGITS: self._num_outputs, Buffer.ROW_SCALES: 1}
         self._room = Buffers(widths, self.in_features + self._num_more, {})
 
@@ -51,8 +56,7 @@ class Int8Linear(nn.Module):
             self._phases,
             len(rows),
             0,
-            self._weights,
-            self._parameters,
+            *self._arena.arrays,
             _NO_ROTATIONS,
             floats,
             quantised,

@@ -1,4 +1,4 @@
-"""Builds the table of phases that the kernels run, and the arrays of weights that its phases read."""
+"""Builds the table of phases that the kernels run, and adds the weights that they read to an arena."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from ragspec.numerics.int8.kernels import Buffer, Column, Kind
@@ -16,10 +15,10 @@ from ragspec.numerics.ranks import Ranks
 
 
 class PhaseTable:
-    """Collects phases and the weights that they read."""
+    """Collects phases; their weights go into `arena`."""
 
-    def __init__(self, ranks: Ranks) -> None:
-        self._arena, self._ranks = WeightArena(), ranks
+    def __init__(self, ranks: Ranks, arena: WeightArena) -> None:
+        self._arena, self._ranks = arena, ranks
         self._rows: list[dict[Column, int]] = []
         self._row_sums: list[int] = []
         self._quantisers: list[dict[Column, int]] = []
@@ -51,8 +50,8 @@ class PhaseTable:
         self._row_sums.append(product.row_sum)
         return product
 
-    def finish(self) -> tuple[Phases, NDArray[np.int8], NDArray[np.float32]]:
-        """The table and both arrays of numbers. Every rank rounds activations alike: the greatest sum of all ranks counts."""
+    def finish(self) -> Phases:
+        """Every rank rounds activations alike: the greatest sum of all ranks counts."""
         with self._ranks.without_timeout():
             sums = self._ranks.all_gather(torch.tensor([self._row_sums])).view(self._ranks.size, -1).amax(0)
         for quantiser, row_sum in zip(self._quantisers, sums.tolist(), strict=True):
@@ -61,4 +60,4 @@ class PhaseTable:
         for phase, row in zip(phases, self._rows, strict=True):
             for column, value in row.items():
                 phase[column] = value
-        return phases, *self._arena.arrays()
+        return phases

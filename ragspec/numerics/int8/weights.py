@@ -9,7 +9,9 @@ chosen so that no sum of a product can leave 32 bits.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import functools
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -19,6 +21,9 @@ from torch import Tensor
 
 from ragspec.numerics.attention import Floats
 from ragspec.numerics.llvm_code import LANES
+
+FORMAT = 1
+"""Of saved arenas; raise it with every change of the layout."""
 
 _GREATEST = 127
 _GREATEST_SUM = 2**31 - 1
@@ -38,40 +43,58 @@ class Product(NamedTuple):
 
 
 class WeightArena:
-    """All int8 weights of a model in one array, all its other parameters in another."""
+    """All int8 weights of a model in one array, all its other parameters in another.
 
-    def __init__(self) -> None:
-        self._weights: list[NDArray[np.int8]] = []
-        self._parameters: list[Floats] = []
-        self._num_weights = self._num_parameters = 0
+    `saved`: the tensors of an earlier arena of the same model; the weights given are then read for their shapes alone.
+    """
+
+    def __init__(self, saved: Mapping[str, Tensor] | None = None) -> None:
+        self.is_saved = saved is not None
+        self._saved = saved or {}
+        self._weights, self._parameters, self._row_sums = list[Tensor](), list[Tensor](), list[int]()
+        self._num_weights = self._num_parameters = self._num_products = 0
 
     def add_product(self, weight: Tensor, bias: Tensor | None = None) -> Product:
         """Quantise a weight; outputs are padded with zeros to a multiple of 16. Shapes: weight [out, in], bias [out]."""
-        num_more = -weight.shape[0] % LANES
-        quantised, scales = quantise(F.pad(weight.detach(), (0, 0, 0, num_more)))
-        packed = pack(quantised)
-        row_sum = int(quantised.abs().sum(1, dtype=torch.int64).max())
-        at = self._num_weights
-        self._weights.append(packed)
-        self._num_weights += len(packed)
-        bias_at = -1 if bias is None else self.add_parameter(F.pad(bias.detach().float(), (0, num_more)))
-        blocks = quantised.shape[0] // LANES
-        return Product(at, weight.shape[1], blocks, self.add_parameter(scales), bias_at, row_sum)
+        weight = F.pad(weight.detach(), (0, 0, 0, -weight.shape[0] % LANES))
+        scales = weight[:, 0]
+        if self.is_saved:
+            row_sum = int(self._saved["row_sums"][self._num_products])
+        else:
+            quantised, scales = quantise(weight)
+            row_sum = int(quantised.abs().sum(1, dtype=torch.int64).max())
+            self._weights.append(pack(quantised))
+            self._row_sums.append(row_sum)
+        at, num_outputs = self._num_weights, weight.shape[0]
+        self._num_weights += weight.numel()
+        self._num_products += 1
+        bias_at = -1 if bias is None else self.add_parameter(F.pad(bias.detach(), (0, num_outputs - len(bias))))
+        return Product(at, weight.shape[1], num_outputs // LANES, self.add_parameter(scales), bias_at, row_sum)
 
-    def add_norm(self, norm: object) -> int:
+    def add_norm(self, norm: Any) -> int:
         """A norm's weight, with its epsilon before it. Returns the place of the weight."""
-        weight, epsilon = norm.weight.detach().float(), norm.variance_epsilon  # type: ignore[attr-defined]
-        return self.add_parameter(torch.cat([torch.tensor([epsilon]), weight])) + 1
+        weight = norm.weight.detach().float()
+        return self.add_parameter(torch.cat([weight.new_full((1,), norm.variance_epsilon), weight])) + 1
 
     def add_parameter(self, values: Tensor) -> int:
         at = self._num_parameters
-        self._parameters.append(values.numpy())
         self._num_parameters += len(values)
+        if not self.is_saved:
+            self._parameters.append(values.float())
         return at
 
+    @functools.cached_property
+    def tensors(self) -> Mapping[str, Tensor]:
+        """The arrays, once everything is added: weights int8 flat, parameters float32 flat, row_sums int64 [products]."""
+        if self.is_saved:
+            return self._saved
+        parts = (torch.cat(self._weights), torch.cat(self._parameters), torch.tensor(self._row_sums))
+        self._weights, self._parameters = [], []
+        return dict(zip(("weights", "parameters", "row_sums"), parts, strict=True))
+
+    @functools.cached_property
     def arrays(self) -> tuple[NDArray[np.int8], Floats]:
-        """Both arrays. Shapes: int8 flat, float32 flat."""
-        return np.concatenate(self._weights), np.concatenate(self._parameters)
+        return self.tensors["weights"].numpy(), self.tensors["parameters"].numpy()
 
 
 def quantise(weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -82,12 +105,11 @@ def quantise(weight: Tensor) -> tuple[Tensor, Tensor]:
     return (weight / scales[:, None]).round().to(torch.int8), scales
 
 
-def pack(quantised: Tensor) -> NDArray[np.int8]:
+def pack(quantised: Tensor) -> Tensor:
     """Blocks of 16 outputs, in each the inputs in pairs. Shapes: int8 [out, in] -> flat [out / 16, in / 2, 16, 2]."""
     num_outputs, num_inputs = quantised.shape
     blocks = quantised.view(num_outputs // LANES, LANES, num_inputs // 2, 2)
-    packed: NDArray[np.int8] = blocks.transpose(1, 2).contiguous().view(-1).numpy()
-    return packed
+    return blocks.transpose(1, 2).contiguous().view(-1)
 
 
 def greatest_activation(row_sum: int) -> int:
