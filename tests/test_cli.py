@@ -11,6 +11,7 @@ import io
 import json
 import os
 import pickle
+import re
 import shutil
 import subprocess
 import sys
@@ -489,6 +490,10 @@ def test_the_doctor_examines_and_reports(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     well = json.loads(run("doctor", "--target", model, "--json").out)
     assert well["ok"] and "self-test passed" in well["checks"]["target"]["detail"]
+    text = tmp_path / "text.txt"
+    text.write_text("The river rises in the northern hills and flows past the old mill. " * 30)
+    quality = json.loads(run("doctor", "--target", model, "--text", text, "--json").out)["checks"]["perplexity"]
+    assert re.search(r"^\d+\.\d{3} with int8 weights, \d+\.\d{3} without \([+-]", quality["detail"])
     ill = run("doctor", "--target", tmp_path / "nothing")
     assert ill.code == 1 and "broken: target" in ill.out
 

@@ -138,7 +138,10 @@ def _loaded(kind: str, dtype: Any, folder: Path) -> Target:
 
 def target_config(model: str, dtype: Any) -> TargetConfig:
     """`dtype` int8: weights in int8, the rest in float32."""
-    return TargetConfig(model=model, quantization="int8") if dtype == "int8" else TargetConfig(model=model, dtype=dtype)
+    cache = str(Path(model).parent / "cache")
+    if dtype == "int8":
+        return TargetConfig(model=model, quantization="int8", cache_dir=cache)
+    return TargetConfig(model=model, dtype=dtype, cache_dir=cache)
 
 
 _FOLDER: list[Path] = []

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from time import perf_counter
-from typing import Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 import typer
 from rich.console import Console
@@ -36,6 +36,9 @@ _MARKS: dict[Status, str] = {"ok": "✓", "warning": "!", "broken": "✗"}
 _PACKAGES = ("torch", "transformers", "tokenizers", "sentence-transformers", "numba", "numpy", "pyarrow", "ray")
 _CPU_FLAGS = ("avx2", "fma", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16", "asimd", "bf16")
 _KV_TOKENS = 4096
+_TEXT_TOKENS = 8192
+_MOST_WORSE = 0.01
+"""Quantised weights that raise the perplexity by more are a warning."""
 _MIN_MEMORY_GB, _MIN_DISK_GB = 2.5, 1.0
 
 
@@ -44,12 +47,19 @@ class Finding(NamedTuple):
     detail: str
 
 
-def doctor(target: Target = None, as_json: AsJson = False, debug: Debug = False) -> None:
+def doctor(
+    target: Target = None,
+    text: Annotated[
+        Path | None, typer.Option(help="A text file: adds the perplexity of int8 weights beside float.")
+    ] = None,
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
     """What this machine can do; the bitwise self-test. Exits 1 if something needed is broken."""
     model = target or DEFAULT_TARGET
     stay_offline(TargetConfig(model=model))
     console, found = stdout_console(), {}
-    for name, check in _checks(model):
+    for name, check in _checks(model, text):
         with console.status(Text(f"{name} …", "dim")) if not as_json else contextlib.nullcontext():
             try:
                 found[name] = check()
@@ -75,7 +85,7 @@ def _print_row(console: Console, name: str, finding: Finding) -> None:
     console.print(grid)
 
 
-def _checks(model: str) -> Iterator[tuple[str, Callable[[], Finding]]]:
+def _checks(model: str, text: Path | None) -> Iterator[tuple[str, Callable[[], Finding]]]:
     yield "python", _python
     yield "packages", _packages
     yield "processor", _processor
@@ -86,6 +96,8 @@ def _checks(model: str) -> Iterator[tuple[str, Callable[[], Finding]]]:
     yield "encoder", _encoder
     yield "target", lambda: _target(model)
     yield "threads", _threads
+    if text is not None:
+        yield "perplexity", lambda: _perplexity(model, text)
 
 
 def _python() -> Finding:
@@ -174,6 +186,21 @@ def _target(model: str) -> Finding:
     if not tested.passed:
         detail += f" ({'; '.join(map(str, tested.failures))}); only target.exactness: fast works here"
     return Finding("ok" if tested.passed else "broken", detail)
+
+
+def _perplexity(model: str, text: Path) -> Finding:
+    from ragspec.engine.target import Target
+    from ragspec.evaluation.perplexity import perplexity
+
+    found = {}
+    for quantization in ("none", "int8"):
+        config = TargetConfig(model=model, quantization=quantization, exactness="fast")
+        target = Target.load(config, _KV_TOKENS)
+        tokens = target.tokenizer(_read(str(text)))["input_ids"][:_TEXT_TOKENS]
+        found[quantization] = perplexity(target, tokens)
+    change = found["int8"] / found["none"] - 1
+    detail = f"{found['int8']:.3f} with int8 weights, {found['none']:.3f} without ({change:+.2%}), {len(tokens)} tokens"
+    return Finding("ok" if change < _MOST_WORSE else "warning", detail)
 
 
 def _threads() -> Finding:

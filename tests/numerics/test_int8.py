@@ -14,6 +14,7 @@ from tiny_target import ARCHITECTURES, save_model, target_config
 from transformers import AutoModelForCausalLM
 
 from ragspec.engine.target import FINAL, Target
+from ragspec.evaluation.perplexity import perplexity
 from ragspec.numerics.batch import Batch, ScheduledSequence
 from ragspec.numerics.int8 import threads, weights
 from ragspec.numerics.int8.decoder import Int8Decoder
@@ -211,3 +212,17 @@ def test_quantised_weights_are_kept_on_disk(tmp_path: Path, monkeypatch: pytest.
     other = other.model_copy(update={"cache_dir": config.cache_dir})
     assert not np.array_equal(outputs(Target.load(other, 256), text)[0], expected[0])
     assert len(list(file.parent.iterdir())) == 2
+
+
+def test_perplexity_is_that_of_the_models_own_logits(tmp_path: Path) -> None:
+    """A token predicted from itself, or the first token of a window counted."""
+    folder = save_model("llama", tmp_path)
+    tokens = np.random.default_rng(9).integers(0, 300, 150).tolist()
+    found = perplexity(Target.load(target_config(str(folder), "float32"), 256), tokens, window_tokens=100)
+    with torch.inference_mode():
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        losses = [
+            torch.nn.functional.cross_entropy(model(part[None]).logits[0, :-1], part[1:], reduction="none")
+            for part in torch.tensor(tokens).split(100)
+        ]
+    assert found == pytest.approx(float(torch.cat(losses).mean().exp()), rel=1e-4)
