@@ -17,7 +17,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ragspec.errors import ModelError
-from ragspec.numerics.linear import PackedLinear
 from ragspec.numerics.ranks import Ranks
 
 FFN_MULTIPLE = 64
@@ -65,9 +64,9 @@ def check_head_counts(config: Any, num_ranks: int) -> None:
 
 
 class GatheredLinear(nn.Module):
-    """A packed product; every rank computes some columns. Shapes: x [N, in_features] -> [N, out_features]."""
+    """A product; every rank computes some columns. Shapes: x [N, in_features] -> [N, out_features]."""
 
-    def __init__(self, own: PackedLinear, out_features: int, ranks: Ranks) -> None:
+    def __init__(self, own: nn.Module, out_features: int, ranks: Ranks) -> None:
         super().__init__()
         self.own, self.out_features, self._ranks = own, out_features, ranks
 

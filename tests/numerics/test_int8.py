@@ -165,7 +165,7 @@ def test_a_helper_that_comes_late_finds_nothing_to_do(tmp_path: Path, monkeypatc
     def submit(count: int, arguments: tuple[Any, ...]) -> None:
         late.extend(lambda: threads.work(*arguments) for _ in range(count))
 
-    monkeypatch.setattr(threads._HELPERS, "submit", submit)
+    monkeypatch.setattr(threads._POOL, "submit", submit)
     target = Target.load(target_config(str(save_model("llama", tmp_path)), "int8"), 512)
     set_num_threads(2)
     rng = np.random.default_rng(7)

@@ -16,7 +16,7 @@ from ragspec.numerics.int8.weights import WeightArena
 from ragspec.numerics.llvm_code import LANES
 from ragspec.numerics.ranks import ONE_RANK, Ranks
 
-_NO_ROWS = AttentionMetadata(*[np.empty(0, np.int32)] * 12, tiles=np.empty((0, 3), np.int32))
+_NO_ROWS = AttentionMetadata._make([*[np.empty(0, np.int32)] * 12, np.empty((0, 3), np.int32)])
 _NO_POOL = (np.empty((1, 0), np.float32), np.empty((1, 0), np.float32))
 _HEAD_DIM = 64
 """The most common one: with it the kernel is compiled once for linears and decoders."""

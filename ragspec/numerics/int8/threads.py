@@ -22,7 +22,7 @@ _CHUNKS_A_THREAD = 4
 _BY_ROWS = (Kind.NORM, Kind.FINAL_NORM, Kind.QUANTISE, Kind.ROTATE)
 
 
-class _Helpers:
+class _ThreadPool:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._queues: list[queue.SimpleQueue[tuple[Any, ...]]] = []
@@ -42,7 +42,7 @@ def _serve(jobs: queue.SimpleQueue[tuple[Any, ...]]) -> None:
         work(*jobs.get())
 
 
-_HELPERS = _Helpers()
+_POOL = _ThreadPool()
 
 
 def run(phases: Phases, num_rows: int, num_tiles: int, *arguments: Any) -> None:
@@ -51,7 +51,7 @@ def run(phases: Phases, num_rows: int, num_tiles: int, *arguments: Any) -> None:
     numbered, num_chunks = _numbered(phases, num_rows, num_tiles, num_threads)
     counters = np.zeros(16, np.int64)
     if num_threads > 1:
-        _HELPERS.submit(num_threads - 1, (numbered, num_chunks, counters, False, num_rows, *arguments))
+        _POOL.submit(num_threads - 1, (numbered, num_chunks, counters, False, num_rows, *arguments))
     work(numbered, num_chunks, counters, True, num_rows, *arguments)
 
 
