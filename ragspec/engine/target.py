@@ -32,9 +32,9 @@ from ragspec.engine.hf_attention import tapped_layers
 from ragspec.engine.rank_messages import ForwardInput, MessageKind, send, send_forward
 from ragspec.errors import ModelError, RankLost
 from ragspec.numerics.attention import AttentionMetadata
-from ragspec.numerics.int8.decoder import Int8Decoder
-from ragspec.numerics.int8.linear import Int8Linear
-from ragspec.numerics.int8.weights import WeightArena
+from ragspec.numerics.cpu.int8_decoder import Int8Decoder
+from ragspec.numerics.cpu.int8_linear import Int8Linear
+from ragspec.numerics.cpu.int8_weights import WeightArena
 from ragspec.numerics.kv_cache import KvPool
 from ragspec.numerics.layers import Decoder, ForwardContext, make_row_invariant
 from ragspec.numerics.linear import PackedLinear, packing_available

@@ -15,15 +15,18 @@ gathered into logical order, where the softmax and the weighted sum run.
 
 from __future__ import annotations
 
+import functools
 import itertools
-import threading
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ragspec.numerics.attention_kernel import attention_kernel
-from ragspec.numerics.llvm_code import LANES
+from ragspec.numerics.cpu.buffers import floats_of
+from ragspec.numerics.cpu.kernels import Column, Kind
+from ragspec.numerics.cpu.llvm_code import LANES
+from ragspec.numerics.cpu.phases import make_table
+from ragspec.numerics.cpu.thread_pool import Phases, run
 
 PAGE = LANES
 ROWS_A_TILE = 32
@@ -97,19 +100,14 @@ def make_tiles(row_start: Ints) -> Ints:
     return np.asarray(tiles, np.int32).reshape(-1, 3)
 
 
-_NO_ROTARY = np.empty((0, 0), np.float32)
-_ONE_AT_A_TIME = threading.Lock()
-"""Numba's default thread pool serves one caller at a time; engines in several threads take turns."""
-
-
 def attend(
     qkv: Floats,
     keys: Floats,
     values: Floats,
     metadata: AttentionMetadata,
     shape: AttentionShape,
-    cos: Floats = _NO_ROTARY,
-    sin: Floats = _NO_ROTARY,
+    cos: Floats | None = None,
+    sin: Floats | None = None,
 ) -> Floats:
     """Write this step's keys and values into the pool and attend.
 
@@ -119,10 +117,33 @@ def attend(
     """
     num_rows = len(metadata.slots)
     out = np.zeros((qkv.shape[0], shape.num_heads, shape.head_dim), np.float32)
-    kernel = attention_kernel(padded(shape.head_dim))
-    with _ONE_AT_A_TIME:
-        kernel(
-            qkv[:num_rows], keys, values, metadata, (shape.num_heads, shape.num_kv_heads), cos, sin,
-            (np.float32(shape.scale), np.float32(shape.softcap)), shape.window, out,
-        )  # fmt: skip
+    rotations = (cos, sin) if cos is not None else (np.empty((0, shape.head_dim), np.float32),) * 2
+    run(
+        _phases(shape.window), num_rows, len(metadata.tiles) * shape.num_kv_heads, *_NO_PRODUCTS, rotations,
+        floats_of(qkv=qkv[:num_rows], own_heads=out[:num_rows]), _NOT_QUANTISED, *attention_arguments(
+            metadata, (keys[None], values[None]), shape
+        ),
+    )  # fmt: skip
     return out
+
+
+_NO_PRODUCTS = (np.empty(0, np.int8), np.empty(0, np.float32))
+_NOT_QUANTISED = np.empty(0, np.int16)
+
+
+@functools.cache
+def _phases(window: int) -> Phases:
+    return make_table(
+        [
+            {Column.KIND: Kind.ROTATE, Column.LAYER: 0},
+            {Column.KIND: Kind.ATTEND, Column.LAYER: 0, Column.WINDOW: window},
+        ]
+    )
+
+
+def attention_arguments(
+    metadata: AttentionMetadata, pool: tuple[Floats, Floats], shape: AttentionShape
+) -> tuple[Any, ...]:
+    """The last arguments of the compiled step. Shapes: pool (keys, values) float32 [layers, numbers of a layer] each."""
+    limits = (np.float32(shape.scale), np.float32(shape.softcap))
+    return metadata, pool, (shape.num_heads, shape.num_kv_heads), limits, (0,) * (padded(shape.head_dim) // LANES)

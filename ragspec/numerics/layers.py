@@ -19,9 +19,9 @@ from torch import Tensor, nn
 
 from ragspec.errors import ModelError
 from ragspec.numerics.attention import AttentionMetadata, attend, shape_of
-from ragspec.numerics.int8.decoder import Int8Decoder, has_int8_shape
-from ragspec.numerics.int8.linear import Int8Linear
-from ragspec.numerics.int8.weights import WeightArena
+from ragspec.numerics.cpu.int8_decoder import Int8Decoder, has_int8_shape
+from ragspec.numerics.cpu.int8_linear import Int8Linear
+from ragspec.numerics.cpu.int8_weights import WeightArena
 from ragspec.numerics.kv_cache import KvPool
 from ragspec.numerics.linear import PackedLinear, replace_linears
 from ragspec.numerics.norms import ResidualNorm, RootMeanSquareNorm

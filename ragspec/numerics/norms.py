@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ragspec.numerics.compiled import compiled, inner
-from ragspec.numerics.llvm_code import LANES
+from ragspec.numerics.cpu.llvm_code import LANES
 
 
 @inner

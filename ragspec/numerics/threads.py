@@ -16,7 +16,6 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
-import numba
 import torch
 
 T = TypeVar("T")
@@ -36,9 +35,8 @@ def num_processors() -> int:
 
 
 def set_num_threads(num_threads: int) -> None:
-    """Set the count of the calling thread: OpenMP keeps one count for each thread."""
+    """Set the count of the calling thread: OpenMP keeps one count for each thread, and compiled steps use it too."""
     torch.set_num_threads(num_threads)
-    numba.set_num_threads(min(num_threads, numba.config.NUMBA_NUM_THREADS))
 
 
 class AdaptiveThreads:

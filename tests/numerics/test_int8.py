@@ -16,11 +16,11 @@ from transformers import AutoModelForCausalLM
 from ragspec.engine.target import FINAL, Target
 from ragspec.evaluation.perplexity import perplexity
 from ragspec.numerics.batch import Batch, ScheduledSequence
-from ragspec.numerics.int8 import threads, weights
-from ragspec.numerics.int8.decoder import Int8Decoder
-from ragspec.numerics.int8.linear import Int8Linear
-from ragspec.numerics.int8.product_code import has_avx2, make_multiply, quantise_row
-from ragspec.numerics.int8.weights import greatest_activation, pack, quantise
+from ragspec.numerics.cpu import int8_weights, thread_pool
+from ragspec.numerics.cpu.int8_decoder import Int8Decoder
+from ragspec.numerics.cpu.int8_linear import Int8Linear
+from ragspec.numerics.cpu.int8_weights import greatest_activation, pack, quantise
+from ragspec.numerics.cpu.product_code import has_avx2, make_multiply, quantise_row
 from ragspec.numerics.kv_cache import SequenceSlots
 from ragspec.numerics.threads import set_num_threads
 
@@ -163,9 +163,9 @@ def test_a_helper_that_comes_late_finds_nothing_to_do(tmp_path: Path, monkeypatc
     late: list[Callable[[], None]] = []
 
     def submit(count: int, arguments: tuple[Any, ...]) -> None:
-        late.extend(lambda: threads.work(*arguments) for _ in range(count))
+        late.extend(lambda: thread_pool.work(*arguments) for _ in range(count))
 
-    monkeypatch.setattr(threads._POOL, "submit", submit)
+    monkeypatch.setattr(thread_pool._POOL, "submit", submit)
     target = Target.load(target_config(str(save_model("llama", tmp_path)), "int8"), 512)
     set_num_threads(2)
     rng = np.random.default_rng(7)
@@ -198,7 +198,7 @@ def test_quantised_weights_are_kept_on_disk(tmp_path: Path, monkeypatch: pytest.
     expected = outputs(Target.load(config, 256), text)
     (file,) = (tmp_path / "cache" / "int8").iterdir()
     with monkeypatch.context() as patched:
-        patched.setattr(weights, "quantise", None)
+        patched.setattr(int8_weights, "quantise", None)
         mapped = Target.load(config, 256)
         found = outputs(mapped, text)
         assert np.array_equal(found[0], expected[0])

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from ragspec.config import TargetConfig
 from ragspec.disk import TEMPORARY
 from ragspec.engine.checkpoints.target_files import MAX_UNUSED_DAYS, files_digest
-from ragspec.numerics.int8.weights import FORMAT, WeightArena
+from ragspec.numerics.cpu.int8_weights import FORMAT, WeightArena
 from ragspec.numerics.ranks import Ranks
 
 log = logging.getLogger(__name__)

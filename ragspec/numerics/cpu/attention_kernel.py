@@ -1,19 +1,23 @@
-"""The compiled attention kernel; `ragspec.numerics.attention` says what it computes and how the pool is laid out.
+"""The compiled attention kernels; `ragspec.numerics.attention` says what it computes and how the pool is laid out.
 
 `rows` is the `AttentionMetadata`, `shape` (heads, KV heads), `vectors` a tuple with one element for each 16 columns of a head.
 """
 
 from __future__ import annotations
 
-import functools
 import math
 from typing import Any
 
-import numba
 import numpy as np
 
-from ragspec.numerics.compiled import compiled, inner
-from ragspec.numerics.vector_code import are_consecutive, exp_and_sum, make_add_weighted, make_dot_pages, scale_block
+from ragspec.numerics.compiled import inner
+from ragspec.numerics.cpu.attention_code import (
+    are_consecutive,
+    exp_and_sum,
+    make_add_weighted,
+    make_dot_pages,
+    scale_block,
+)
 
 dot_4x2, dot_4x1, dot_1x4, dot_1x1 = (make_dot_pages(*size) for size in ((4, 2), (4, 1), (1, 4), (1, 1)))
 add_weighted, add_weighted_2, add_weighted_4 = (make_add_weighted(num_rows) for num_rows in (1, 2, 4))
@@ -248,32 +252,3 @@ def write(qkv: Any, keys: Any, values: Any, slots: Any, shape: Any, vectors: Any
             for d in range(qkv.shape[2]):
                 keys[block + d * 16 + lane] = qkv[row, shape[0] + h, d]
                 values[block + lane * head_dim + d] = qkv[row, shape[0] + shape[1] + h, d]
-
-
-@functools.cache
-def attention_kernel(head_dim: int) -> Any:
-    """The kernel for one padded head dimension."""
-    vectors = (0,) * (head_dim // 16)
-
-    @compiled(nogil=True, parallel=True)
-    def kernel(
-        qkv: Any,
-        keys: Any,
-        values: Any,
-        rows: Any,
-        shape: Any,
-        cos: Any,
-        sin: Any,
-        limits: Any,
-        window: int,
-        out: Any,
-    ) -> None:
-        if cos.shape[0] > 0:
-            rotate(qkv, rows.positions, shape[0] + shape[1], cos, sin)
-        write(qkv, keys, values, rows.slots, shape, vectors)
-        for item in numba.prange(rows.tiles.shape[0] * shape[1]):
-            tile = rows.tiles[item // shape[1]]
-            bounds = (tile[0], tile[1], tile[2])
-            one_tile(qkv, keys, values, rows, bounds, item % shape[1], shape, limits, window, out, vectors)
-
-    return kernel

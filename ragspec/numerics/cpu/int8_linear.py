@@ -7,13 +7,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ragspec.numerics.attention import AttentionMetadata
-from ragspec.numerics.int8.buffers import Buffers
-from ragspec.numerics.int8.kernels import Buffer, Kind
-from ragspec.numerics.int8.phases import PhaseTable
-from ragspec.numerics.int8.threads import run
-from ragspec.numerics.int8.weights import WeightArena
-from ragspec.numerics.llvm_code import LANES
+from ragspec.numerics.attention import AttentionMetadata, AttentionShape, attention_arguments
+from ragspec.numerics.cpu.buffers import Buffers
+from ragspec.numerics.cpu.int8_weights import WeightArena
+from ragspec.numerics.cpu.kernels import Buffer, Kind
+from ragspec.numerics.cpu.llvm_code import LANES
+from ragspec.numerics.cpu.phases import PhaseTable
+from ragspec.numerics.cpu.thread_pool import run
 from ragspec.numerics.ranks import ONE_RANK, Ranks
 
 _NO_ROWS = AttentionMetadata._make([*[np.empty(0, np.int32)] * 12, np.empty((0, 3), np.int32)])
@@ -21,7 +21,7 @@ _NO_POOL = (np.empty((1, 0), np.float32), np.empty((1, 0), np.float32))
 _HEAD_DIM = 64
 """The most common one: with it the kernel is compiled once for linears and decoders."""
 _NO_ROTATIONS = (np.empty((0, _HEAD_DIM), np.float32), np.empty((0, _HEAD_DIM), np.float32))
-_NO_ATTENTION = (_NO_ROWS, _NO_POOL, (1, 1), (np.float32(1.0), np.float32(0.0)), (0,) * (_HEAD_DIM // LANES))
+_NO_ATTENTION = attention_arguments(_NO_ROWS, _NO_POOL, AttentionShape(1, 1, _HEAD_DIM, 1.0))
 
 
 class Int8Linear(nn.Module):

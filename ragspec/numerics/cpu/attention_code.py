@@ -20,7 +20,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from ragspec.numerics.llvm_code import (
+from ragspec.numerics.cpu.llvm_code import (
     INT,
     INT_VECTOR,
     LANES,

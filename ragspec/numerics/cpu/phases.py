@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ragspec.numerics.int8.kernels import Buffer, Column, Kind
-from ragspec.numerics.int8.threads import Phases
-from ragspec.numerics.int8.weights import Product, WeightArena, greatest_activation
+from ragspec.numerics.cpu.int8_weights import Product, WeightArena, greatest_activation
+from ragspec.numerics.cpu.kernels import Buffer, Column, Kind
+from ragspec.numerics.cpu.thread_pool import Phases
 from ragspec.numerics.ranks import Ranks
+
+
+def make_table(rows: Sequence[Mapping[Column, int]]) -> Phases:
+    """The table of phases given by their columns. Shape: int64 [P, 16]."""
+    phases = np.full((len(rows), len(Column)), -1, np.int64)
+    for phase, row in zip(phases, rows, strict=True):
+        for column, value in row.items():
+            phase[column] = value
+    return phases
 
 
 class PhaseTable:
@@ -56,8 +66,4 @@ class PhaseTable:
             sums = self._ranks.all_gather(torch.tensor([self._row_sums])).view(self._ranks.size, -1).amax(0)
         for quantiser, row_sum in zip(self._quantisers, sums.tolist(), strict=True):
             quantiser[Column.MOST] = greatest_activation(row_sum)
-        phases = np.full((len(self._rows), len(Column)), -1, np.int64)
-        for phase, row in zip(phases, self._rows, strict=True):
-            for column, value in row.items():
-                phase[column] = value
-        return phases
+        return make_table(self._rows)

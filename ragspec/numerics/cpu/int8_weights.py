@@ -19,8 +19,9 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ragspec.numerics.attention import Floats
-from ragspec.numerics.llvm_code import LANES
+from ragspec.numerics.cpu.llvm_code import LANES
+
+Floats = NDArray[np.float32]
 
 FORMAT = 1
 """Of saved arenas; raise it with every change of the layout."""

@@ -7,8 +7,17 @@ from collections.abc import Mapping
 import numpy as np
 from numpy.typing import NDArray
 
-from ragspec.numerics.attention import Floats
-from ragspec.numerics.int8.kernels import Buffer
+from ragspec.numerics.cpu.kernels import Buffer
+
+Floats = NDArray[np.float32]
+
+
+def floats_of(**given: Floats) -> tuple[Floats, ...]:
+    """One flat array for each `Buffer`, by its lower-case name; empty where none is given."""
+    return tuple(given[b.name.lower()].reshape(-1) if b.name.lower() in given else _EMPTY for b in Buffer)
+
+
+_EMPTY = np.empty(0, np.float32)
 
 
 class Buffers:
@@ -23,13 +32,12 @@ class Buffers:
         """The arrays, flat, cut to so many rows; those of the caller stand in for ours. Also the quantised rows' array."""
         if num_rows > self._num_rows:
             self._resize(max(num_rows, 2 * self._num_rows))
-        given = {Buffer[name.upper()]: array.reshape(-1) for name, array in own.items()}
-        cut = (self._arrays[buffer][: num_rows * self._widths.get(buffer, 0)] for buffer in Buffer)
-        return tuple(given.get(buffer, array) for buffer, array in zip(Buffer, cut, strict=True)), self._quantised
+        kept = {buffer.name.lower(): array[: num_rows * self._widths[buffer]] for buffer, array in self._arrays.items()}
+        return floats_of(**kept | own), self._quantised
 
     def _resize(self, num_rows: int) -> None:
         self._num_rows = num_rows
         self._quantised = np.empty(num_rows * self._widest, np.int16)
-        self._arrays = {buffer: np.empty(num_rows * self._widths.get(buffer, 0), np.float32) for buffer in Buffer}
+        self._arrays = {buffer: np.empty(num_rows * width, np.float32) for buffer, width in self._widths.items()}
         for buffer, other in self._aliases.items():
             self._arrays[buffer] = self._arrays[other]

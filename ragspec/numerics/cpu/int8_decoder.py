@@ -17,13 +17,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ragspec.numerics.attention import Floats, padded, shape_of
-from ragspec.numerics.int8.buffers import Buffers
-from ragspec.numerics.int8.kernels import Buffer, Column, Kind
-from ragspec.numerics.int8.phases import PhaseTable
-from ragspec.numerics.int8.threads import run
-from ragspec.numerics.int8.weights import WeightArena
-from ragspec.numerics.llvm_code import LANES
+from ragspec.numerics.attention import Floats, attention_arguments, shape_of
+from ragspec.numerics.cpu.buffers import Buffers
+from ragspec.numerics.cpu.int8_weights import WeightArena
+from ragspec.numerics.cpu.kernels import Buffer, Column, Kind
+from ragspec.numerics.cpu.phases import PhaseTable
+from ragspec.numerics.cpu.thread_pool import run
 from ragspec.numerics.ranks import Ranks
 from ragspec.numerics.sharding import FFN_MULTIPLE, without_padding
 
@@ -75,11 +74,8 @@ class Int8Decoder(nn.Module):
         for place, tap in enumerate(taps):
             phases[self._tap_phases[tap], Column.TAP] = place
         num_tiles = len(metadata.tiles) * shape.num_kv_heads
-        arguments = (
-            *self._arena.arrays, self._rotations, floats, quantised, metadata, (pool.keys, pool.values),
-            (shape.num_heads, shape.num_kv_heads), (np.float32(shape.scale), np.float32(shape.softcap)),
-            (0,) * (padded(shape.head_dim) // LANES),
-        )  # fmt: skip
+        attention = attention_arguments(metadata, (pool.keys, pool.values), shape)
+        arguments = (*self._arena.arrays, self._rotations, floats, quantised, *attention)
         for segment in self._segments:
             run(phases[segment.first : segment.last], num_rows, num_tiles, *arguments)
             if segment.gathered is not None:

@@ -1,7 +1,7 @@
 """Runs a table of phases with several threads: the caller and helpers that sleep between two calls.
 
 The helpers belong to the process and serve every engine in it. A helper that wakes up late finds no chunk left and sleeps again,
-so more threads never make a call slower than its own thread alone would be (`ragspec.numerics.int8.tickets`).
+so more threads never make a call slower than its own thread alone would be (`ragspec.numerics.cpu.tickets`).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ragspec.numerics.int8.kernels import Column, Kind, work
+from ragspec.numerics.cpu.kernels import Column, Kind, work
 
 Phases = NDArray[np.int64]
 

@@ -14,7 +14,8 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from ragspec.numerics.llvm_code import (
+from ragspec.numerics.cpu.attention_code import exponential
+from ragspec.numerics.cpu.llvm_code import (
     FLOAT,
     INT,
     INT_VECTOR,
@@ -29,7 +30,6 @@ from ragspec.numerics.llvm_code import (
     splat,
     store,
 )  # fmt: skip
-from ragspec.numerics.vector_code import exponential
 
 _HALF = LANES // 2
 _BYTES = ir.VectorType(ir.IntType(8), LANES)

@@ -1,7 +1,7 @@
 """The compiled step: every phase of a decoder's forward with int8 weights, run by all threads together.
 
-A phase is a row of the table that `ragspec.numerics.int8.phases` builds. `work` takes chunks of phases until none is left;
-`ragspec.numerics.int8.tickets` says how threads share them. Between two products everything is float32, row by row in a fixed
+A phase is a row of the table that `ragspec.numerics.cpu.phases` builds. `work` takes chunks of phases until none is left;
+`ragspec.numerics.cpu.tickets` says how threads share them. Between two products everything is float32, row by row in a fixed
 order, so a row's bits do not depend on other rows or on threads.
 """
 
@@ -12,11 +12,11 @@ from typing import Any
 
 import numpy as np
 
-from ragspec.numerics.attention_kernel import one_tile, rotate, write
 from ragspec.numerics.compiled import compiled, inner
-from ragspec.numerics.int8.product_code import gate_block, has_avx2, make_multiply, quantise_row
-from ragspec.numerics.int8.tickets import DONE, TAKEN, add_one, load_count, take, yield_processor
-from ragspec.numerics.llvm_code import LANES
+from ragspec.numerics.cpu.attention_kernel import one_tile, rotate, write
+from ragspec.numerics.cpu.llvm_code import LANES
+from ragspec.numerics.cpu.product_code import gate_block, has_avx2, make_multiply, quantise_row
+from ragspec.numerics.cpu.tickets import DONE, TAKEN, add_one, load_count, take, yield_processor
 from ragspec.numerics.norms import add_and_normalise
 
 multiply_1, multiply_2, multiply_4, multiply_6 = (make_multiply(num_rows, has_avx2()) for num_rows in (1, 2, 4, 6))
@@ -197,7 +197,8 @@ def rotate_rows(
     if phase[_NORM_WEIGHT] >= 0:
         norm_heads(own, 0, num_heads, phase[_NORM_WEIGHT], parameters)
         norm_heads(own, num_heads, num_heads + num_kv_heads, phase[_KEY_NORM], parameters)
-    rotate(own, rows.positions[first:last], num_heads + num_kv_heads, rotations[0], rotations[1])
+    if rotations[0].shape[0] > 0:
+        rotate(own, rows.positions[first:last], num_heads + num_kv_heads, rotations[0], rotations[1])
     write(own, pool[0][layer], pool[1][layer], rows.slots[first:last], shape, vectors)
 
 

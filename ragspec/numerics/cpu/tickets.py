@@ -13,7 +13,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from ragspec.numerics.llvm_code import INT, LONG, array_data
+from ragspec.numerics.cpu.llvm_code import INT, LONG, array_data
 
 TAKEN, DONE = 0, 8
 """Where an int64 array of 16 counts the chunks taken and done: in different cache lines."""
