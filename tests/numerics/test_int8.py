@@ -20,7 +20,8 @@ from ragspec.numerics.cpu import int8_weights, thread_pool
 from ragspec.numerics.cpu.int8_decoder import Int8Decoder
 from ragspec.numerics.cpu.int8_linear import Int8Linear
 from ragspec.numerics.cpu.int8_weights import greatest_activation, pack, quantise
-from ragspec.numerics.cpu.product_code import has_avx2, make_multiply, quantise_row
+from ragspec.numerics.cpu.llvm_code import has_feature
+from ragspec.numerics.cpu.product_code import make_multiply, quantise_row
 from ragspec.numerics.kv_cache import SequenceSlots
 from ragspec.numerics.threads import set_num_threads
 
@@ -29,7 +30,7 @@ KINDS = ("llama", "qwen2", "qwen3", "mistral")
 
 @pytest.fixture(params=[False, True], ids=["plain", "avx2"])
 def avx2(request: pytest.FixtureRequest) -> bool:
-    if request.param and not has_avx2():
+    if request.param and not has_feature("avx2"):
         pytest.skip("this processor has no AVX2")
     return bool(request.param)
 

@@ -25,6 +25,7 @@ from ragspec.numerics.cpu.llvm_code import (
     INT_VECTOR,
     LANES,
     LONG,
+    NUM_SUMS,
     VECTOR,
     Loop,
     array_data,
@@ -168,6 +169,8 @@ def exp_and_sum(typing: Any, scores: Any, offset: Any, num_blocks: Any, maximum:
 def make_add_weighted(num_rows: int) -> Any:
     """`out[r] += sum_j p[r, j] * values[slot j]` for `num_rows` rows over the same slots, in the order of j.
 
+    As many columns at a time as registers hold; the slots are read once for each such group of columns.
+
     Shapes, all flat: row r of p at `p_offset + r * p_stride`, row r of out at
     `out_offset + r * head_dim`; the value of slot s for one head at
     `(s // 16) * page_stride + head_offset + (s % 16) * head_dim`.
@@ -197,23 +200,32 @@ def make_add_weighted(num_rows: int) -> Any:
             p_data, value_data, slot_data, out_data = (
                 array_data(context, builder, signature, args, i) for i in (0, 3, 4, 9)
             )
-            at = [builder.add(args[10], ir.Constant(LONG, i * LANES)) for i in range(num_rows * num_vectors)]
-            loop = Loop(builder, args[6], [load(builder, out_data, offset) for offset in at])
-            slot = builder.zext(builder.load(builder.gep(slot_data, [builder.add(args[5], loop.index)])), LONG)
-            page = builder.mul(builder.lshr(slot, ir.Constant(LONG, 4)), args[7])
-            lane = builder.mul(builder.and_(slot, ir.Constant(LONG, LANES - 1)), ir.Constant(LONG, head_dim))
-            start = builder.add(builder.add(page, args[8]), lane)
-            columns = [
-                load(builder, value_data, builder.add(start, ir.Constant(LONG, i * LANES))) for i in range(num_vectors)
-            ]
-            sums = []
-            for row in range(num_rows):
-                weight_at = builder.add(builder.add(args[1], builder.mul(args[2], ir.Constant(LONG, row))), loop.index)
-                weight = splat(builder, builder.load(builder.gep(p_data, [weight_at])))
-                for i, vector in enumerate(columns):
-                    sums.append(call(builder, "fma", weight, vector, loop.values[row * num_vectors + i]))
-            for total, offset in zip(loop.close(sums), at, strict=True):
-                store(builder, total, out_data, offset)
+            num_beside = max(1, NUM_SUMS // num_rows)
+            for first in range(0, num_vectors, num_beside):
+                columns = range(first, min(first + num_beside, num_vectors))
+                at = [
+                    builder.add(args[10], ir.Constant(LONG, row * head_dim + column * LANES))
+                    for row in range(num_rows)
+                    for column in columns
+                ]
+                loop = Loop(builder, args[6], [load(builder, out_data, offset) for offset in at])
+                slot = builder.zext(builder.load(builder.gep(slot_data, [builder.add(args[5], loop.index)])), LONG)
+                page = builder.mul(builder.lshr(slot, ir.Constant(LONG, 4)), args[7])
+                lane = builder.mul(builder.and_(slot, ir.Constant(LONG, LANES - 1)), ir.Constant(LONG, head_dim))
+                start = builder.add(builder.add(page, args[8]), lane)
+                values_of = [
+                    load(builder, value_data, builder.add(start, ir.Constant(LONG, column * LANES)))
+                    for column in columns
+                ]
+                sums = []
+                for row in range(num_rows):
+                    of_row = builder.add(args[1], builder.mul(args[2], ir.Constant(LONG, row)))
+                    weight_at = builder.add(of_row, loop.index)
+                    weight = splat(builder, builder.load(builder.gep(p_data, [weight_at])))
+                    for vector in values_of:
+                        sums.append(call(builder, "fma", weight, vector, loop.values[len(sums)]))
+                for total, offset in zip(loop.close(sums), at, strict=True):
+                    store(builder, total, out_data, offset)
             return context.get_dummy_value()
 
         return signature, generate

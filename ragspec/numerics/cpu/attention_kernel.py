@@ -18,8 +18,13 @@ from ragspec.numerics.cpu.attention_code import (
     make_dot_pages,
     scale_block,
 )
+from ragspec.numerics.cpu.llvm_code import NUM_SUMS
 
-dot_4x2, dot_4x1, dot_1x4, dot_1x1 = (make_dot_pages(*size) for size in ((4, 2), (4, 1), (1, 4), (1, 1)))
+_PAGES = max(1, NUM_SUMS // 8)
+"""Pages beside each other for four queries."""
+dot_4xn, dot_4x1, dot_2x2, dot_1x4, dot_1x1 = (
+    make_dot_pages(*size) for size in ((4, _PAGES), (4, 1), (2, 2), (1, 4), (1, 1))
+)
 add_weighted, add_weighted_2, add_weighted_4 = (make_add_weighted(num_rows) for num_rows in (1, 2, 4))
 
 
@@ -31,12 +36,22 @@ def score_pages(q: Any, num_rows: int, keys: Any, offsets: Any, scores: Any, vec
     row = 0
     while row + 4 <= num_rows:
         page = 0
+        while page + _PAGES <= num_pages:
+            dot_4xn(q, row * head_dim, keys, offsets, page, scores, row * stride + page * 16, stride, vectors)
+            page += _PAGES
+        while page < num_pages:
+            dot_4x1(q, row * head_dim, keys, offsets, page, scores, row * stride + page * 16, stride, vectors)
+            page += 1
+        row += 4
+    if row + 2 <= num_rows:
+        page = 0
         while page + 2 <= num_pages:
-            dot_4x2(q, row * head_dim, keys, offsets, page, scores, row * stride + page * 16, stride, vectors)
+            dot_2x2(q, row * head_dim, keys, offsets, page, scores, row * stride + page * 16, stride, vectors)
             page += 2
         if page < num_pages:
-            dot_4x1(q, row * head_dim, keys, offsets, page, scores, row * stride + page * 16, stride, vectors)
-        row += 4
+            for r in range(row, row + 2):
+                dot_1x1(q, r * head_dim, keys, offsets, page, scores, r * stride + page * 16, stride, vectors)
+        row += 2
     while row < num_rows:
         page = 0
         while page + 4 <= num_pages:

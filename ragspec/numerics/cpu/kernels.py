@@ -14,12 +14,14 @@ import numpy as np
 
 from ragspec.numerics.compiled import compiled, inner
 from ragspec.numerics.cpu.attention_kernel import one_tile, rotate, write
-from ragspec.numerics.cpu.llvm_code import LANES
-from ragspec.numerics.cpu.product_code import gate_block, has_avx2, make_multiply, quantise_row
+from ragspec.numerics.cpu.llvm_code import LANES, has_feature
+from ragspec.numerics.cpu.product_code import gate_block, make_multiply, quantise_row
 from ragspec.numerics.cpu.tickets import DONE, TAKEN, add_one, load_count, take, yield_processor
 from ragspec.numerics.norms import add_and_normalise
 
-multiply_1, multiply_2, multiply_4, multiply_6 = (make_multiply(num_rows, has_avx2()) for num_rows in (1, 2, 4, 6))
+multiply_1, multiply_2, multiply_4, multiply_6 = (
+    make_multiply(num_rows, has_feature("avx2")) for num_rows in (1, 2, 4, 6)
+)
 
 _SPINS = 500
 """How often a waiting thread looks before it lets others run."""

@@ -5,9 +5,11 @@ Everything is 16 lanes wide; machines without 16-lane registers split the vector
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
+import llvmlite.binding
 from llvmlite import ir
 
 LANES = 16
@@ -16,6 +18,16 @@ INT = ir.IntType(32)
 LONG = ir.IntType(64)
 VECTOR = ir.VectorType(FLOAT, LANES)
 INT_VECTOR = ir.VectorType(INT, LANES)
+
+
+@functools.cache
+def has_feature(name: str) -> bool:
+    """Whether this processor has an LLVM feature, such as "avx2"."""
+    return bool(llvmlite.binding.get_host_cpu_features().get(name))
+
+
+NUM_SUMS = 16 if has_feature("avx512f") else 4
+"""How many 16-lane running sums a loop keeps in registers, beside its operands. More would be written to memory in every turn."""
 
 
 def array_data(context: Any, builder: Any, signature: Any, args: Any, index: int) -> Any:

@@ -6,10 +6,8 @@ same product. On x86 with AVX2 each multiply-add takes 16 pairs at once; other p
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
-import llvmlite.binding
 from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
@@ -39,11 +37,6 @@ _LARGEST = 87.0
 """e^x of more is not needed: its sigmoid rounds to 0 or 1 in float32."""
 _ROUNDING, _ROUNDING_BITS = 1.5 * 2.0**23, 0x4B400000
 """Added to a small number, its last bits are the nearest integer."""
-
-
-@functools.cache
-def has_avx2() -> bool:
-    return bool(llvmlite.binding.get_host_cpu_features().get("avx2"))
 
 
 def make_multiply(num_rows: int, avx2: bool) -> Any:

@@ -19,7 +19,8 @@ from ragspec.numerics.cpu.kernels import Column, Kind, work
 Phases = NDArray[np.int64]
 
 _CHUNKS_A_THREAD = 4
-_BY_ROWS = (Kind.NORM, Kind.FINAL_NORM, Kind.QUANTISE, Kind.ROTATE)
+_BY_ROWS = np.array([kind in (Kind.NORM, Kind.FINAL_NORM, Kind.QUANTISE, Kind.ROTATE) for kind in Kind])
+"""By kind: whether its chunks are rows."""
 
 
 class _ThreadPool:
@@ -59,12 +60,12 @@ def _numbered(phases: Phases, num_rows: int, num_tiles: int, num_threads: int) -
     """The table with its chunks numbered, and their number. A copy: helpers that are late still read the table of their call."""
     phases = phases.copy()
     kinds, counts = phases[:, Column.KIND], phases[:, Column.COUNT]
-    counts[np.isin(kinds, _BY_ROWS)] = num_rows
+    counts[_BY_ROWS[kinds]] = num_rows
     counts[kinds == Kind.ATTEND] = num_tiles
     shares = 1 if num_threads == 1 else _CHUNKS_A_THREAD * num_threads
     sizes = np.maximum(1, -(-counts // shares))
     sizes[kinds == Kind.ATTEND] = 1
     ends = np.cumsum(-(-counts // sizes))
     phases[:, Column.SIZE] = sizes
-    phases[:, Column.FIRST] = np.concatenate([[0], ends[:-1]])
+    phases[0, Column.FIRST], phases[1:, Column.FIRST] = 0, ends[:-1]
     return phases, int(ends[-1])
