@@ -33,8 +33,7 @@ from pipelines.batch.ray_session import ray_session
 from ragspec.cli.terminal import cache_folder
 from ragspec.config import DEFAULT_TARGET, load_config
 from ragspec.errors import ConfigError, RagspecError, SaveError
-from ragspec.evaluation.plots import write_figures
-from ragspec.evaluation.report import complete, render
+from ragspec.evaluation.report import complete, render, write_figures
 from ragspec.evaluation.suite import SUITES as LIBRARY_SUITES
 from ragspec.evaluation.suite import Outcome, Repetitions, Settings, Suite, find_suite
 from ragspec.evaluation.timing import Tick

@@ -25,15 +25,13 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from ragspec.config import TargetConfig
 from ragspec.engine.checkpoints.model_config import LogitTransform, attention_shapes, check_servable, eos_ids
-from ragspec.engine.checkpoints.quantised import SavedWeights
 from ragspec.engine.checkpoints.target_files import target_folder
-from ragspec.engine.checkpoints.weights import WeightShards, load_shards, load_whole, model_errors
+from ragspec.engine.checkpoints.weights import SavedWeights, WeightShards, load_shards, load_whole, model_errors
 from ragspec.engine.hf_attention import tapped_layers
 from ragspec.engine.rank_messages import ForwardInput, MessageKind, send, send_forward
 from ragspec.errors import ModelError, RankLost
 from ragspec.numerics.attention import AttentionMetadata
-from ragspec.numerics.cpu.int8_decoder import Int8Decoder
-from ragspec.numerics.cpu.int8_linear import Int8Linear
+from ragspec.numerics.cpu.int8 import Int8Decoder, Int8Linear
 from ragspec.numerics.cpu.int8_weights import WeightArena
 from ragspec.numerics.kv_cache import KvPool
 from ragspec.numerics.layers import Decoder, ForwardContext, make_row_invariant

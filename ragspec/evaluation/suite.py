@@ -24,8 +24,7 @@ from ragspec.engine.loading import load_engine, make_drafters, measure_costs
 from ragspec.engine.target import Target
 from ragspec.errors import ConfigError, ModelError
 from ragspec.evaluation.datasets import RagList, cached_retriever, squad_list, stdlib_list
-from ragspec.evaluation.plots import Figures
-from ragspec.evaluation.report import Metric, Result, Table
+from ragspec.evaluation.report import Figures, Metric, Result, Table
 from ragspec.evaluation.timing import Tick
 from ragspec.numerics.kv_cache import KvPool
 from ragspec.retrieval.encoder import Encoder

@@ -22,10 +22,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ragspec.numerics.cpu.buffers import floats_of
 from ragspec.numerics.cpu.kernels import Column, Kind
 from ragspec.numerics.cpu.llvm_code import LANES
-from ragspec.numerics.cpu.phases import make_table
+from ragspec.numerics.cpu.phases import floats_of, make_table
 from ragspec.numerics.cpu.thread_pool import Phases, run
 
 PAGE = LANES

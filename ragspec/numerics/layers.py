@@ -19,8 +19,7 @@ from torch import Tensor, nn
 
 from ragspec.errors import ModelError
 from ragspec.numerics.attention import AttentionMetadata, attend, shape_of
-from ragspec.numerics.cpu.int8_decoder import Int8Decoder, has_int8_shape
-from ragspec.numerics.cpu.int8_linear import Int8Linear
+from ragspec.numerics.cpu.int8 import Int8Decoder, Int8Linear, has_int8_shape
 from ragspec.numerics.cpu.int8_weights import WeightArena
 from ragspec.numerics.kv_cache import KvPool
 from ragspec.numerics.linear import PackedLinear, replace_linears

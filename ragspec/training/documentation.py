@@ -1,5 +1,6 @@
 """Questions about software documentation (.md and .rst), made by rule from the passages that the product cuts.
 
+
 Owns the rules and the split: a file whose sha256(path) mod 5 is 0 is for evaluation only. Every quote is a slice of its
 passage. Equal folders give equal questions.
 
@@ -10,16 +11,21 @@ passage. Equal folders give equal questions.
 import hashlib
 import itertools
 import re
+import tempfile
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from ragspec.config import ChunkingConfig
+import numpy as np
+
+from ragspec.config import AnalyzerConfig, ChunkingConfig
 from ragspec.retrieval.chunking import chunk
 from ragspec.retrieval.reading import read_file
+from ragspec.retrieval.search.analysis import Analyzer
+from ragspec.retrieval.search.bm25 import Postings, SparseConfig, sparse_query
+from ragspec.retrieval.search.bm25_builder import PostingsBuilder
 from ragspec.training.documentation_rules import RuleMatch, found_in
-from ragspec.training.neighbours import Neighbours
 from ragspec.training.sentences import normalise
 
 ANSWERED_KINDS = ("definition", "how-to", "option", "table value", "comparison")
@@ -124,3 +130,21 @@ def _may_answer(question: str, text: str) -> bool:
     words = [word.strip(".").rsplit(".", 1)[-1] for word in re.findall(r"[\w.-]{4,}", question.lower())]
     words = [word for word in words if word not in ("what", "does", "flag", "from", "with", "happens", "differ")]
     return sum(word in text.lower() for word in words) > len(words) - (2 if len(words) > 3 else 1)
+
+
+class Neighbours:
+    """Texts and their postings."""
+
+    def __init__(self, texts: Sequence[str]) -> None:
+        self._analyzer, builder = Analyzer(AnalyzerConfig()), PostingsBuilder()
+        for text in texts:
+            builder.add(self._analyzer.terms(text))
+        with tempfile.TemporaryDirectory() as folder:
+            builder.write(Path(folder))
+            self._postings = Postings.open(Path(folder))  # a mapped file outlives its name
+
+    def nearest(self, text: str, count: int) -> list[int]:
+        """Numbers of at most `count` texts, the best first."""
+        terms = self._analyzer.terms(text)
+        rows, scores = self._postings.scores(sparse_query(terms, self._postings.statistics(terms), SparseConfig()))
+        return [int(row) for row in rows[np.lexsort((rows, -scores))[:count]]]

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from ragspec.evaluation.overrides import ForcedAnswers
-from ragspec.evaluation.plots import write_figures
+from ragspec.evaluation.report import write_figures
 from ragspec.evaluation.suite import Outcome, Settings, open_engine
 from ragspec.evaluation.suites.grammar import (
     EDIT_RATES,

@@ -20,8 +20,7 @@ from ragspec.core import Document, FinishReason, GenerationStats
 from ragspec.engine.engine import Engine
 from ragspec.errors import ConfigError
 from ragspec.evaluation import suite
-from ragspec.evaluation.plots import write_figures
-from ragspec.evaluation.report import Result, complete, goals_met, render, summary
+from ragspec.evaluation.report import Result, complete, goals_met, render, summary, write_figures
 from ragspec.evaluation.suite import Outcome, Settings, run_suite
 from ragspec.evaluation.suites.iterative import suite as iterative_suite
 from ragspec.evaluation.suites.iterative.knnlm import KnnPlan

@@ -11,8 +11,7 @@ from ragspec.core import Passage
 from ragspec.errors import SaveError
 from ragspec.evaluation.datasets import Question
 from ragspec.evaluation.metrics import answer_scores
-from ragspec.evaluation.plots import write_figures
-from ragspec.evaluation.report import rounded
+from ragspec.evaluation.report import rounded, write_figures
 
 
 def test_one_difference_among_many_is_seen() -> None:

@@ -17,8 +17,7 @@ from rich.console import Console
 from ragspec.core import Document
 from ragspec.errors import ConfigError, InputError
 from ragspec.evaluation.datasets import cached_store
-from ragspec.evaluation.plots import write_figures
-from ragspec.evaluation.report import Result, complete, goals_met, render, summary
+from ragspec.evaluation.report import Result, complete, goals_met, render, summary, write_figures
 from ragspec.evaluation.suite import Outcome, Settings, run_suite
 from ragspec.evaluation.suites.retrieval import speed
 from ragspec.evaluation.suites.retrieval import suite as retrieval_suite

@@ -158,9 +158,7 @@ def test_target_suite_lets_the_engine_answer(
     conversations = [question_messages("Who built it?", ["The mill is old. It was built in 1874."])]
     texts: list[str] = []
 
-    def evaluate(
-        target_dir: Path, data_dir: Path, *, generate: Generate, retrieve: Retrieve, **counts: int
-    ) -> dict[str, float]:
+    def evaluate(data_dir: Path, *, generate: Generate, retrieve: Retrieve, **counts: int) -> dict[str, float]:
         texts.extend(generate(conversations))
         assert retrieve("What does x.floor do?")[0] == "x.floor(): Floors."
         return {"em": 0.5}

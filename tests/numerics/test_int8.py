@@ -17,8 +17,7 @@ from ragspec.engine.target import FINAL, Target
 from ragspec.evaluation.perplexity import perplexity
 from ragspec.numerics.batch import Batch, ScheduledSequence
 from ragspec.numerics.cpu import int8_weights, thread_pool
-from ragspec.numerics.cpu.int8_decoder import Int8Decoder
-from ragspec.numerics.cpu.int8_linear import Int8Linear
+from ragspec.numerics.cpu.int8 import Int8Decoder, Int8Linear
 from ragspec.numerics.cpu.int8_weights import greatest_activation, pack, quantise
 from ragspec.numerics.cpu.llvm_code import has_feature
 from ragspec.numerics.cpu.product_code import make_multiply, quantise_row
@@ -213,6 +212,8 @@ def test_quantised_weights_are_kept_on_disk(tmp_path: Path, monkeypatch: pytest.
     other = other.model_copy(update={"cache_dir": config.cache_dir})
     assert not np.array_equal(outputs(Target.load(other, 256), text)[0], expected[0])
     assert len(list(file.parent.iterdir())) == 2
+    no_folder = config.model_copy(update={"cache_dir": str(file)})
+    assert np.array_equal(outputs(Target.load(no_folder, 256), text)[0], expected[0]), "a cache that cannot be written"
 
 
 def test_perplexity_is_that_of_the_models_own_logits(tmp_path: Path) -> None:

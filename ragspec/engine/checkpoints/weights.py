@@ -1,4 +1,4 @@
-"""Loads a target's weights from its directory: the whole model, or one rank's shards of it.
+"""Loads a target's weights from its directory: the whole model, or one rank's shards of it. Keeps quantised weights on disk.
 
     >>> model = load_whole(folder, torch.float32)                      # as transformers loads it
     >>> model, shards = load_shards(folder, torch.float32, ranks)      # only this rank's columns
@@ -9,19 +9,28 @@ pages count as the process's memory.
 
 from __future__ import annotations
 
+import contextlib
 import json
+import logging
+import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 from transformers.utils.hub import cached_file
 
+from ragspec.config import TargetConfig
+from ragspec.disk import TEMPORARY
+from ragspec.engine.checkpoints.target_files import MAX_UNUSED_DAYS, files_digest
 from ragspec.errors import ModelError
+from ragspec.numerics.cpu.int8_weights import FORMAT, WeightArena
 from ragspec.numerics.layers import is_supported, unsplittable
 from ragspec.numerics.ranks import Ranks, first_line
 from ragspec.numerics.sharding import WeightSlice, check_head_counts, weight_slice
@@ -184,3 +193,47 @@ def _fill_rotary(model: Any) -> None:
 def check_complete(path: str, absent: list[str]) -> None:
     if absent:
         raise ModelError(f"{path} lacks {len(absent)} of the model's tensors, the first is {absent[0]}")
+
+
+log = logging.getLogger(__name__)
+
+
+class SavedWeights:
+    """One rank's quantised weights in the target's cache. Models by name of a hub have no files to take a digest of."""
+
+    def __init__(self, folder: str, config: TargetConfig, ranks: Ranks) -> None:
+        cache, model = Path(config.cache_dir).expanduser(), Path(folder)
+        self._path: Path | None = None
+        if model.is_dir():
+            digest = model.name if model.parent == cache else files_digest(model, config.dtype)[:32]
+            self._path = cache / "int8" / f"{digest}-{FORMAT}-{ranks.rank}-of-{ranks.size}.safetensors"
+
+    def load(self) -> WeightArena:
+        """The saved arena, or an empty one."""
+        if self._path is None or not self._path.is_file():
+            return WeightArena()
+        try:
+            arena = WeightArena(load_file(self._path))
+            self._path.touch()
+        except (OSError, SafetensorError) as cause:
+            log.warning("quantised weights cannot be read and are made anew: %s", cause)
+            return WeightArena()
+        return arena
+
+    def save(self, arena: WeightArena) -> None:
+        """Write a new arena, and remove files that nobody used for MAX_UNUSED_DAYS. A full disk is logged, not raised."""
+        if self._path is None or arena.is_saved:
+            return
+        building = self._path.with_name(f"{TEMPORARY}{os.getpid()}-{self._path.name}")
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            save_file(dict(arena.tensors), building)
+            os.replace(building, self._path)
+            for path in self._path.parent.iterdir():
+                if time.time() - path.stat().st_mtime > MAX_UNUSED_DAYS * 86_400:
+                    path.unlink()
+        except (OSError, SafetensorError) as cause:
+            log.warning("quantised weights are not kept: %s", cause)
+        finally:
+            with contextlib.suppress(OSError):
+                building.unlink()

@@ -2,8 +2,20 @@
 
 from __future__ import annotations
 
-from ragspec.evaluation.plots import INK, OTHER, OWN, Figures, label_axes, mark_level, new_figure
-from ragspec.evaluation.report import PEAK_MEMORY, Metric, Result, Table, nested
+from ragspec.evaluation.report import (
+    INK,
+    OTHER,
+    OWN,
+    PEAK_MEMORY,
+    Figures,
+    Metric,
+    Result,
+    Table,
+    label_axes,
+    mark_level,
+    nested,
+    new_figure,
+)
 from ragspec.evaluation.suite import Outcome
 from ragspec.evaluation.suites.generation import MeasuredGeneration
 from ragspec.evaluation.timing import GENERATE, PLAIN, PROMPT_LOOKUP, SPECULATIVE

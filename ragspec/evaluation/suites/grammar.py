@@ -23,8 +23,18 @@ from ragspec.evaluation.cases import Case, grammar_cases
 from ragspec.evaluation.datasets import CLEAN, JFLEG, Sentence, correct_sentences, grammar_list
 from ragspec.evaluation.metrics import gleu, grammar_scores
 from ragspec.evaluation.overrides import ForcedAnswers, answer_ids, read_answers
-from ragspec.evaluation.plots import INK, OWN, Figures, label_axes, mark_level, new_figure
-from ragspec.evaluation.report import Metric, Result, Table, nested
+from ragspec.evaluation.report import (
+    INK,
+    OWN,
+    Figures,
+    Metric,
+    Result,
+    Table,
+    label_axes,
+    mark_level,
+    nested,
+    new_figure,
+)
 from ragspec.evaluation.suite import Outcome, Settings, Suite, open_engine
 from ragspec.evaluation.suites import generation_report
 from ragspec.evaluation.suites.generation import (

@@ -1,7 +1,7 @@
 """The suite `target`: scores of a target on held-out data.
 
 Owns the scores; the text comes from a `generate` callable, so transformers, the engine or a fake can be scored alike.
-`evaluate_target(target_dir, data_dir)` returns one flat dictionary of floats.
+`evaluate_target(data_dir, ...)` returns one flat dictionary of floats.
 
 `followup_gap` compares CANARD's questions made standalone by a person with the same questions at the end of their dialogue, which
 is laid out as in the product's chat, over the same passages: the difference of `quote_has_answer`, in points.
@@ -20,7 +20,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ragspec.config import DraftingConfig, EngineConfig, TargetConfig
 from ragspec.core import CopySource, Request, SamplingParams, SourceKind
@@ -28,10 +27,12 @@ from ragspec.core import Message as ChatMessage
 from ragspec.engine.checkpoints.target_files import target_folder
 from ragspec.engine.engine import Engine
 from ragspec.engine.loading import load_engine
+from ragspec.engine.target import Target
 from ragspec.evaluation.cases import RAG_PASSAGES
 from ragspec.evaluation.datasets import clean_sentences, stdlib_list
 from ragspec.evaluation.machine import PeakMemory
 from ragspec.evaluation.metrics import best_f1, edit_distance, exact_match, gleu
+from ragspec.evaluation.perplexity import perplexity
 from ragspec.evaluation.report import PEAK_MEMORY, Metric, nested
 from ragspec.evaluation.suite import QUICK_QUESTIONS, Outcome, Settings, Suite
 from ragspec.evaluation.suites.chat_pairs import chat_requests, shuffled_pairs, verdict_scores, write_pairs
@@ -46,11 +47,11 @@ from ragspec.training.stdlib_corpus import first_doc_sentence, is_held_out, stdl
 Generate = Callable[[list[list[Message]]], list[str]]
 Retrieve = Callable[[str], list[str]]
 
+_PERPLEXITY_SLOTS = 1024
 MAX_NEW_TOKENS = 192
 
 
 def evaluate_target(
-    target_dir: Path,
     data_dir: Path,
     *,
     generate: Generate,
@@ -73,7 +74,6 @@ def evaluate_target(
     scores["stdlib_quote"] = scores["stdlib_first_sentence"] = stdlib_score(
         generate, retrieve, num_questions // 2, seed
     )
-    scores |= perplexity_scores(target_dir, data_dir / "wikitext2/test.txt")
     return scores
 
 
@@ -202,26 +202,14 @@ def _is_right(quote: str, output: str) -> bool:
     return answer is not None and quote in answer.quote
 
 
-def perplexity_scores(
-    target_dir: Path, text_path: Path, max_chars: int = 300_000, window: int = 512
-) -> dict[str, float]:
+def perplexity_scores(target: Target, text_path: Path, num_chars: int) -> dict[str, float]:
     """Perplexity of WikiText-2 by word (its own, without the ends of lines) and by token of ours, in independent windows."""
-    tokenizer = AutoTokenizer.from_pretrained(target_dir)
-    model = AutoModelForCausalLM.from_pretrained(target_dir, dtype=torch.float32).eval()
-    text = text_path.read_text()[:max_chars]
-    ids = torch.tensor(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
-    ids = ids[: len(ids) // window * window].view(-1, window)
-    total = 0.0
-    for rows in torch.split(ids, 4):
-        with torch.inference_mode():
-            logits = model(input_ids=rows).logits[:, :-1]
-        total += float(torch.nn.functional.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten(), reduction="sum"))
-    num_predicted = ids.shape[0] * (window - 1)
-    words_per_token = len(text.split()) / len(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
-    per_token = total / num_predicted
+    text = text_path.read_text(encoding="utf-8")[:num_chars]
+    ids = target.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    per_token = perplexity(target, ids, window_tokens=512)
     return {
-        "perplexity_wikitext2": math.exp(per_token / words_per_token),
-        "perplexity_wikitext2_per_token": math.exp(per_token),
+        "perplexity_wikitext2": per_token ** (len(ids) / len(text.split())),
+        "perplexity_wikitext2_per_token": per_token,
     }
 
 
@@ -278,7 +266,6 @@ def run_target(settings: Settings, tick: Tick) -> Outcome:
     num_questions, num_sentences = (QUICK_QUESTIONS, QUICK_QUESTIONS) if settings.quick else (500, 754)
     with load_engine(settings.target, EngineConfig(), DraftingConfig()) as engine:
         scores = evaluate_target(
-            Path(target_folder(settings.target)),
             data_dir,
             generate=engine_generate(engine, tick),
             retrieve=retrieve,
@@ -286,6 +273,9 @@ def run_target(settings: Settings, tick: Tick) -> Outcome:
             num_sentences=settings.num_prompts or num_sentences,
             seed=settings.plan.seed,
         )
+    if (text_path := data_dir / "wikitext2/test.txt").is_file():
+        num_chars = 20_000 if settings.quick else 300_000
+        scores |= perplexity_scores(Target.load(settings.target, _PERPLEXITY_SLOTS), text_path, num_chars)
     scores |= chat_scores(settings, data_dir, settings.num_prompts or num_questions, tick)
     bitwise = settings.target.exactness == "bitwise"  # Why: loading would have failed otherwise
     return Outcome({"label": "held-out data", "quality": scores, "bitwise": bitwise, "peak_pss_mb": memory.look()})

@@ -1,7 +1,7 @@
 """The compiled step: every phase of a decoder's forward with int8 weights, run by all threads together.
 
 A phase is a row of the table that `ragspec.numerics.cpu.phases` builds. `work` takes chunks of phases until none is left;
-`ragspec.numerics.cpu.tickets` says how threads share them. Between two products everything is float32, row by row in a fixed
+`ragspec.numerics.cpu.thread_pool` says how threads share them. Between two products everything is float32, row by row in a fixed
 order, so a row's bits do not depend on other rows or on threads.
 """
 
@@ -14,9 +14,8 @@ import numpy as np
 
 from ragspec.numerics.compiled import compiled, inner
 from ragspec.numerics.cpu.attention_kernel import one_tile, rotate, write
-from ragspec.numerics.cpu.llvm_code import LANES, has_feature
+from ragspec.numerics.cpu.llvm_code import DONE, LANES, TAKEN, add_one, has_feature, load_count, take, yield_processor
 from ragspec.numerics.cpu.product_code import gate_block, make_multiply, quantise_row
-from ragspec.numerics.cpu.tickets import DONE, TAKEN, add_one, load_count, take, yield_processor
 from ragspec.numerics.norms import add_and_normalise
 
 multiply_1, multiply_2, multiply_4, multiply_6 = (

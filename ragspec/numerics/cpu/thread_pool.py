@@ -1,7 +1,8 @@
 """Runs a table of phases with several threads: the caller and helpers that sleep between two calls.
 
-The helpers belong to the process and serve every engine in it. A helper that wakes up late finds no chunk left and sleeps again,
-so more threads never make a call slower than its own thread alone would be (`ragspec.numerics.cpu.tickets`).
+Each phase is cut into chunks, and chunks are numbered through the whole table. A thread takes the next number once every chunk of
+the earlier phases is done. Nobody waits for a thread that has taken nothing, so a helper that other load keeps from running costs
+nothing but its help. The helpers belong to the process and serve every engine in it.
 """
 
 from __future__ import annotations

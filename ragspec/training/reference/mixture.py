@@ -1,5 +1,7 @@
 """The mixture of kinds of text that the adapter learns from, as groups of conversations that share a beginning.
 
+Paragraphs of the standard library and of documentation are made here; no held-out name and no evaluation file is among them.
+
 >>> group = Mixture(data_dir, chats).draw("questions", random.Random(0))    # many questions over one set of passages
 """
 
@@ -8,15 +10,18 @@ import random
 from collections.abc import Iterator
 from pathlib import Path
 
+from ragspec.config import ChunkingConfig
+from ragspec.core import Document
 from ragspec.errors import InputError
 from ragspec.rag import wording
+from ragspec.retrieval.chunking import chunk
 from ragspec.training.conversations import Conversation, Message, message
-from ragspec.training.documentation import is_for_evaluation
+from ragspec.training.documentation import documentation_questions, is_for_evaluation
 from ragspec.training.reference.corrections import Corrections
-from ragspec.training.reference.documents import documentation_paragraphs, stdlib_paragraphs
 from ragspec.training.reference.packs import PackStream
-from ragspec.training.reference.sources import question_paragraphs
+from ragspec.training.reference.sources import MAX_QUOTE_WORDS, Paragraph, Question, question_paragraphs
 from ragspec.training.sentences import normalise
+from ragspec.training.stdlib_corpus import first_doc_sentence, is_held_out, stdlib_documents
 
 SHARES = {"questions": 0.53, "documentation": 0.14, "stdlib": 0.07, "grammar": 0.13, "follow_ups": 0.06, "chat": 0.07}
 NUM_CORRECTIONS = 14
@@ -98,3 +103,36 @@ def follow_up_pages(data_dir: Path) -> Iterator[list[tuple[str, str]]]:
         if is_longer and not is_for_evaluation(row["History"][0]):
             turns[row["QuAC_dialog_id"]] = pairs
     yield from (pairs for pairs in turns.values() if len(pairs) >= 2)
+
+
+ASKED = (
+    "What does {} do?", "What is {}?", "Explain {}.", "How do I use {}?", "What is {} for?", "Describe {}.", "{}?",
+    "Tell me about {}.", "What does the documentation say about {}?", "When would I use {}?", "what is {} used for",
+    "Can you explain what {} does?", "How does {} work?", "What happens when I call {}?", "Purpose of {}",
+)  # fmt: skip
+
+
+def stdlib_paragraphs(rng: random.Random) -> list[Paragraph]:
+    """The first passage of each document that is not held out, with two questions that its first sentence answers."""
+    found = []
+    for name, text in stdlib_documents():
+        if not is_held_out(name):
+            quote, passage = first_doc_sentence(name, text), chunk(Document(name, text), ChunkingConfig())[0].text
+            if 2 <= len(quote.split()) <= MAX_QUOTE_WORDS and quote in passage:
+                questions = [Question(_asked(name, rng), quote, "") for _ in range(2)]
+                found.append(Paragraph(passage, "stdlib/" + name.split(".")[0], is_whole=True, questions=questions))
+    return found
+
+
+def _asked(name: str, rng: random.Random) -> str:
+    shown = name if rng.random() < 0.8 else name.split(".", 1)[-1]
+    return rng.choice(ASKED).format(shown + "()" if rng.random() < 0.1 else shown)
+
+
+def documentation_paragraphs(folder: Path) -> list[Paragraph]:
+    """The passages of the documentation's training files that a rule makes questions of."""
+    found: dict[str, Paragraph] = {}
+    for each in documentation_questions(folder, evaluation=False):
+        paragraph = found.setdefault(each.passage, Paragraph(each.passage, f"docs/{each.path}", is_whole=True))
+        paragraph.questions.append(Question(each.question, each.quote, each.short_answer))
+    return list(found.values())

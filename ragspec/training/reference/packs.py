@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from ragspec.rag.wording import ABSTENTION, quoted_answer
-from ragspec.training.neighbours import Neighbours
+from ragspec.training.documentation import Neighbours
 from ragspec.training.reference.sources import Paragraph, Question
 from ragspec.training.sentences import split_sentences, window_around, words_of
 

@@ -4,15 +4,21 @@ from __future__ import annotations
 
 from typing import Any
 
-from ragspec.evaluation.plots import INK, OTHER, OWN, Figures, label_axes, mark_level, new_figure
 from ragspec.evaluation.report import (
+    INK,
+    OTHER,
+    OWN,
     PEAK_MEMORY,
+    Figures,
     Metric,
     Result,
     Table,
     at_least,
     equal_to,
     goals_met,
+    label_axes,
+    mark_level,
+    new_figure,
     select,
     share,
 )  # fmt: skip

@@ -2,8 +2,23 @@
 
 from __future__ import annotations
 
-from ragspec.evaluation.plots import INK, OTHER, OWN, Figures, label_axes, new_figure
-from ragspec.evaluation.report import PEAK_MEMORY, Goal, Metric, Result, Table, at_most, equal_to, nested, transposed
+from ragspec.evaluation.report import (
+    INK,
+    OTHER,
+    OWN,
+    PEAK_MEMORY,
+    Figures,
+    Goal,
+    Metric,
+    Result,
+    Table,
+    at_most,
+    equal_to,
+    label_axes,
+    nested,
+    new_figure,
+    transposed,
+)
 from ragspec.evaluation.suite import Outcome
 from ragspec.evaluation.suites.retrieval.collections import DIMENSION
 from ragspec.evaluation.suites.retrieval.speed import EXACT
