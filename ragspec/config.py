@@ -144,6 +144,11 @@ class TargetConfig(ConfigSection):
     def is_int8(self) -> bool:
         return self.quantization == "int8" or (self.quantization == "auto" and self.model == DEFAULT_TARGET)
 
+    @property
+    def weight_dtype(self) -> str:
+        """What products read: "int8" or `dtype`."""
+        return "int8" if self.is_int8 else self.dtype
+
 
 class EagleConfig(ConfigSection):
     """An EAGLE head. `path`: its directory.

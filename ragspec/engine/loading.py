@@ -101,7 +101,9 @@ def choose_num_threads(target: Target, most: int) -> int:
 
 def check_numerics(target: Target, num_threads: int) -> SelfTest:
     """Run the whole self-test of a target. Raises: ModelError if it fails and `exactness` is bitwise."""
-    return _accepted(self_test(target, target.max_context_tokens, target.config.dtype, num_threads), target.config)
+    return _accepted(
+        self_test(target, target.max_context_tokens, target.config.weight_dtype, num_threads), target.config
+    )
 
 
 def _accepted(tested: SelfTest, config: TargetConfig) -> SelfTest:

@@ -75,7 +75,7 @@ def _check_same_target(target: Target, ranks: Ranks) -> None:
     """Raises: ModelError on every rank unless all have equal pools and weights of the same shapes."""
     sizes = (target.vocab_size, target.hidden_size, target.num_layers, target.num_parameters, target.pool.num_slots)
     names = ("vocabulary", "hidden size", "layers", "parameters", "KV slots", "dtype")
-    dtype = ("float32", "bfloat16").index(target.config.dtype)
+    dtype = ("float32", "bfloat16", "int8").index(target.config.weight_dtype)
     everyone = ranks.all_gather(torch.tensor([[*sizes, dtype]], dtype=torch.int64)).view(ranks.size, -1)
     differing = (everyone != everyone[0]).any(0).tolist()
     if any(differing):

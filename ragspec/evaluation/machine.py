@@ -52,7 +52,7 @@ def weight_bytes(target: Target) -> int:
     """Bytes of weights that one step reads: all but an embedding table that the output layer does not share."""
     config = AutoConfig.from_pretrained(target_folder(target.config)).get_text_config()
     unread = 0 if config.tie_word_embeddings else config.vocab_size * config.hidden_size
-    itemsize: int = getattr(torch, target.config.dtype).itemsize
+    itemsize: int = getattr(torch, target.config.weight_dtype).itemsize
     return (target.num_parameters - unread) * itemsize
 
 

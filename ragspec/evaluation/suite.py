@@ -129,7 +129,7 @@ class Suite:
                 raise ConfigError(f"--{option} is not an option of the suite {self.name}")
         outcome = self.run(settings, tick)
         named = {"suite": self.name, "quick": settings.quick, "seed": settings.plan.seed}
-        named |= {"target": Path(settings.target.model).name, "dtype": settings.target.dtype}
+        named |= {"target": Path(settings.target.model).name, "dtype": settings.target.weight_dtype}
         return Outcome(named | outcome.result, outcome.measured)
 
 

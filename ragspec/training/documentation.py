@@ -1,6 +1,5 @@
 """Questions about software documentation (.md and .rst), made by rule from the passages that the product cuts.
 
-
 Owns the rules and the split: a file whose sha256(path) mod 5 is 0 is for evaluation only. Every quote is a slice of its
 passage. Equal folders give equal questions.
 

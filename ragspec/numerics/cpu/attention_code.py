@@ -78,7 +78,7 @@ def make_dot_pages(num_rows: int, num_pages: int) -> Any:
             loop = Loop(builder, ir.Constant(LONG, head_dim), [constant(0.0)] * (num_rows * num_pages))
             lane = builder.mul(loop.index, ir.Constant(LONG, LANES))
             key_vectors = [load(builder, key_data, builder.add(page, lane)) for page in pages]
-            sums = []
+            sums = list[Any]()
             for row in range(num_rows):
                 at = builder.add(builder.add(args[1], ir.Constant(LONG, row * head_dim)), loop.index)
                 query = splat(builder, builder.load(builder.gep(q_data, [at])))
@@ -217,7 +217,7 @@ def make_add_weighted(num_rows: int) -> Any:
                     load(builder, value_data, builder.add(start, ir.Constant(LONG, column * LANES)))
                     for column in columns
                 ]
-                sums = []
+                sums = list[Any]()
                 for row in range(num_rows):
                     of_row = builder.add(args[1], builder.mul(args[2], ir.Constant(LONG, row)))
                     weight_at = builder.add(of_row, loop.index)
