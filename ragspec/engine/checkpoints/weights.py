@@ -86,6 +86,8 @@ def load_shards(
         checkpoint = Checkpoint(folder, model, dtype)
         num_parameters = int(sum(p.numel() for p in model.parameters()))
         checkpoint.fill(model, ranks, only="embed_tokens" if only_embedding else "")
+        if only_embedding and ranks.size == 1:
+            model.tie_weights()
         _fill_rotary(model)
     return model, WeightShards(ranks, checkpoint, num_parameters)
 
