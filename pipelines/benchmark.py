@@ -51,6 +51,14 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 _console = Console(stderr=True)
 
 
+def _weight_settings(dtype: str | None) -> dict[str, str]:
+    if dtype is None:
+        return {}
+    if dtype == "int8":
+        return {"target.quantization": "int8"}
+    return {"target.quantization": "none", "target.dtype": dtype}
+
+
 @app.command()
 def main(
     suite: Annotated[str, typer.Option(help=f"What to measure: {', '.join(SUITES)}.")],
@@ -59,7 +67,10 @@ def main(
     json_path: Annotated[Path | None, typer.Option("--json", help="Write the result here, too.")] = None,
     data: Annotated[Path | None, typer.Option(help="Data folder; by default shared/data beside the checkout.")] = None,
     target: Annotated[str, typer.Option(help="Model directory, name or GGUF file.")] = DEFAULT_TARGET,
-    dtype: Annotated[Literal["float32", "bfloat16"], typer.Option(help="Of the weights.")] = "float32",
+    dtype: Annotated[
+        Literal["float32", "bfloat16", "int8"] | None,
+        typer.Option(help="Of the weights; default: as the target is served."),
+    ] = None,
     plots: Annotated[Path | None, typer.Option(help="Write PNG plots into this folder.")] = None,
     seed: Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Of the sampled runs.")] = 0,
     runs: Annotated[int | None, typer.Option(min=1, help="Their median counts; 3, or 1 with --quick.")] = None,
@@ -73,7 +84,7 @@ def main(
     transformers_logging.disable_progress_bar()
     measured_commit = commit()  # Why now: the checkout may move on before a long run ends
     try:
-        config = load_config(None, **{"target.model": target, "target.dtype": dtype})
+        config = load_config(None, **{"target.model": target, **_weight_settings(dtype)})
         settings = Settings(
             target=config.target,
             data_dir=data_folder(data),

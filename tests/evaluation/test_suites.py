@@ -128,7 +128,7 @@ def test_numerics_suite_reports_both_types(settings: Settings) -> None:
     sizes = [ModelSize("target", settings.target.model)]
     result = complete({"suite": "numerics"} | run_numerics(settings, no_tick, sizes).result)
     assert result["bitwise"] is True
-    assert result["self_test"] == {"target float32": True, "target bfloat16": True}
+    assert result["self_test"] == dict.fromkeys(("target float32", "target bfloat16", "target int8"), True)
     assert result["plain_vs_generate"] == result["plain_vs_generate_1k"]["target float32"] > 0
     cost = result["step_cost"]["target float32"]
     assert cost["16 rows, cost"] == pytest.approx(cost["16 rows, ms"] / cost["16 rows, variant ms"] - 1, abs=1e-2)

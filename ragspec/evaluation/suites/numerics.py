@@ -34,7 +34,7 @@ AnyTarget = TypeVar("AnyTarget", bound=Target)
 ROWS = (1, 4, 16, 64)
 STEP_CONTEXT = 512
 GENERATE_CONTEXT = 1024
-DTYPES = ("float32", "bfloat16")
+DTYPES = ("float32", "bfloat16", "int8")
 _KV_SLOTS = 4096
 
 
@@ -46,8 +46,11 @@ class ModelSize(NamedTuple):
     config: Any = None
 
     def model(self, dtype: str, attention: str) -> Any:
-        """The same weights every time."""
-        options = {"dtype": getattr(torch, dtype), "attn_implementation": attention}
+        """The same weights every time; beside int8 stands the model in float32."""
+        options = {
+            "dtype": torch.float32 if dtype == "int8" else getattr(torch, dtype),
+            "attn_implementation": attention,
+        }
 
         def build() -> Any:
             if self.config is None:
@@ -60,7 +63,8 @@ class ModelSize(NamedTuple):
 
     def target(self, kind: type[AnyTarget], dtype: str, num_slots: int = _KV_SLOTS) -> AnyTarget:
         """Raises: ModelError."""
-        config = TargetConfig.model_validate({"model": self.path, "dtype": dtype})
+        weights = {"quantization": "int8"} if dtype == "int8" else {"quantization": "none", "dtype": dtype}
+        config = TargetConfig.model_validate({"model": self.path, **weights})
         if self.config is None:
             return run_in_thread(lambda: kind.load(config, num_slots), num_processors())
         model, tokenizer = self.model(dtype, "ragspec"), AutoTokenizer.from_pretrained(self.path)
@@ -89,7 +93,7 @@ def model_sizes(config: TargetConfig) -> list[ModelSize]:
 
 
 def run_numerics(settings: Settings, tick: Tick, sizes: Sequence[ModelSize] | None = None) -> Outcome:
-    """Self-test, step cost and plain decoding against transformers, for every size and both types of weights.
+    """Self-test, step cost and plain decoding against transformers, for every size and type of weights.
 
     `step_cost`: milliseconds of our step and of the fastest variant by rows, and our relative cost (negative: ours
     is faster). `plain_vs_generate_1k`: transformers' seconds a token over ours. Raises: ModelError.
@@ -115,7 +119,7 @@ def run_numerics(settings: Settings, tick: Tick, sizes: Sequence[ModelSize] | No
         "self_test": passed,
         "step_cost": costs,
         "largest_step_cost": max(value for cost in costs.values() for key, value in cost.items() if "cost" in key),
-        "plain_vs_generate": against.get(f"target {settings.target.dtype}"),
+        "plain_vs_generate": against.get(f"target {settings.target.weight_dtype}"),
         "plain_vs_generate_1k": against,
         "num_runs": num_runs,
         "peak_pss_mb": memory.look(),
