@@ -146,8 +146,13 @@ class TargetConfig(ConfigSection):
 
     @property
     def weight_dtype(self) -> str:
-        """What products read: "int8" or `dtype`."""
+        """Of the weights that products read: "int8" or `dtype`."""
         return "int8" if self.is_int8 else self.dtype
+
+    @property
+    def numerics_dtype(self) -> str:
+        """`dtype`, and "-int8" for int8 weights: both change hidden states."""
+        return f"{self.dtype}-int8" if self.is_int8 else self.dtype
 
 
 class EagleConfig(ConfigSection):

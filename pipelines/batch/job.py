@@ -116,13 +116,15 @@ def _text_settings(seed: int, task: Task, config: PipelineConfig) -> dict[str, A
     """Every setting that decides a text; `job.json` holds them."""
     folder = Path(target_folder(config.target))
     try:  # a model hub's name has no digest
-        digest = files_digest(folder, config.target.weight_dtype, of_texts=True) if folder.is_dir() else ""
+        digest = files_digest(folder, config.target.dtype, of_texts=True) if folder.is_dir() else ""
     except OSError as cause:
         raise ModelError(f"the files of the target {folder} cannot be read: {cause}") from cause
     return {
         "seed": seed,
-        # Why: the digest stands for the adapter and the quantisation
-        "target": config.target.model_dump(exclude={"adapter", "quantization", "cache_dir"}),
+        "target": config.target.model_dump(
+            exclude={"adapter", "quantization", "cache_dir"}
+        ),  # the digest stands for the adapter
+        **({"weights": "int8"} if config.target.is_int8 else {}),
         **({"target_files": digest} if digest else {}),
         "max_kv_tokens": config.engine.max_kv_tokens,
         "generation": config.generation.model_dump(exclude={"seed"}),

@@ -102,7 +102,7 @@ def choose_num_threads(target: Target, most: int) -> int:
 def check_numerics(target: Target, num_threads: int) -> SelfTest:
     """Run the whole self-test of a target. Raises: ModelError if it fails and `exactness` is bitwise."""
     return _accepted(
-        self_test(target, target.max_context_tokens, target.config.weight_dtype, num_threads), target.config
+        self_test(target, target.max_context_tokens, target.config.numerics_dtype, num_threads), target.config
     )
 
 

@@ -44,7 +44,7 @@ class _Measurements(BaseModel):
 
 def kept_self_test(target: Target, num_threads: int) -> SelfTest:
     """The result of an earlier start's self-test if a short one confirms it, else of a whole one."""
-    longest, dtype = target.max_context_tokens, target.config.weight_dtype
+    longest, dtype = target.max_context_tokens, target.config.numerics_dtype
     quick = self_test(target, min(longest, QUICK_ROWS), dtype, num_threads)
     path = _path(target, quick.numerics_id, num_threads)
     if quick.passed and (num_rows := _read(path).num_rows):

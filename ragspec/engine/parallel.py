@@ -8,6 +8,8 @@ alone.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 
@@ -55,6 +57,9 @@ def load_rank(target_config: TargetConfig, config: EngineConfig, ranks: Ranks) -
     a target that so many ranks cannot serve, RankLost when another rank failed.
     """
     try:
+        if ranks.size > 1:  # before the ranks exchange the sums of their int8 weights
+            with ranks.without_timeout():
+                _check_equal(ranks, ("dtype",), (_DTYPES.index(target_config.numerics_dtype),))
         target = Target.load(target_config, config.max_kv_tokens, ranks)
         if ranks.size > 1:
             with ranks.without_timeout():
@@ -71,12 +76,18 @@ def threads_a_rank(config: EngineConfig, ranks: Ranks) -> int:
     return config.num_threads or max(1, num_processors() // ranks.size)
 
 
+_DTYPES = ("float32", "bfloat16", "float32-int8", "bfloat16-int8")
+
+
 def _check_same_target(target: Target, ranks: Ranks) -> None:
     """Raises: ModelError on every rank unless all have equal pools and weights of the same shapes."""
     sizes = (target.vocab_size, target.hidden_size, target.num_layers, target.num_parameters, target.pool.num_slots)
-    names = ("vocabulary", "hidden size", "layers", "parameters", "KV slots", "dtype")
-    dtype = ("float32", "bfloat16", "int8").index(target.config.weight_dtype)
-    everyone = ranks.all_gather(torch.tensor([[*sizes, dtype]], dtype=torch.int64)).view(ranks.size, -1)
+    _check_equal(ranks, ("vocabulary", "hidden size", "layers", "parameters", "KV slots"), sizes)
+
+
+def _check_equal(ranks: Ranks, names: Sequence[str], values: Sequence[int]) -> None:
+    """Raises: ModelError on every rank, with the names of values that differ."""
+    everyone = ranks.all_gather(torch.tensor([values], dtype=torch.int64)).view(ranks.size, -1)
     differing = (everyone != everyone[0]).any(0).tolist()
     if any(differing):
         what = ", ".join(name for name, differs in zip(names, differing, strict=True) if differs)

@@ -56,14 +56,16 @@ class PagedAttention(nn.Module):
     Shapes: [N, H] -> [N, H].
     """
 
-    def __init__(self, attention: Any, rotary: RotaryTable, ranks: Ranks = ONE_RANK) -> None:
+    def __init__(
+        self, attention: Any, rotary: RotaryTable, ranks: Ranks = ONE_RANK, make_linear: LinearClass = PackedLinear
+    ) -> None:
         super().__init__()
         self._ranks = ranks
         self.layer, self.shape = attention.layer_idx, shape_of(attention, ranks.size)
         projections = [attention.q_proj, attention.k_proj, attention.v_proj]
         bias = None if projections[0].bias is None else torch.cat([p.bias.detach() for p in projections])
-        self.qkv = PackedLinear(torch.cat([p.weight.detach() for p in projections]), bias)
-        self.out = _output(attention.o_proj, ranks)
+        self.qkv = make_linear(torch.cat([p.weight.detach() for p in projections]), bias)
+        self.out = _output(attention.o_proj, ranks, make_linear=make_linear)
         self.q_norm, self.k_norm = getattr(attention, "q_norm", None), getattr(attention, "k_norm", None)
         self._cos, self._sin = rotary.cos.float().numpy(), rotary.sin.float().numpy()
 
@@ -253,6 +255,6 @@ def _replace(
         elif kind in _ROTARY and rotary is not None:
             setattr(module, name, rotary)
         elif kind in _ATTENTION and whole and rotary is not None:
-            setattr(module, name, PagedAttention(child, rotary, ranks))
+            setattr(module, name, PagedAttention(child, rotary, ranks, make_linear))
         elif kind in _LAYERS and whole:
             setattr(module, name, DecoderLayer(child))

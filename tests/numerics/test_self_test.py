@@ -29,7 +29,7 @@ def test_the_real_kernels_pass(tiny: Tiny, kind: str, dtype: str) -> None:
     tested = check_numerics(target, 2)
     assert tested.passed, tested.failures
     assert tested.uncertainty == 0.0
-    again = self_test(target, target.max_context_tokens, target.config.weight_dtype, 2)
+    again = self_test(target, target.max_context_tokens, target.config.numerics_dtype, 2)
     assert tested.numerics_id == again.numerics_id
     assert target.pool.num_free_pages == target.pool.num_pages
 

@@ -207,7 +207,8 @@ class SavedWeights:
         cache, model = Path(config.cache_dir).expanduser(), Path(folder)
         self._path: Path | None = None
         if model.is_dir():
-            digest = model.name if model.parent == cache else files_digest(model, config.dtype)[:32]
+            is_conversion = model.parent == cache and model.with_suffix(".lock").is_file()
+            digest = model.name if is_conversion else files_digest(model, config.dtype)[:32]
             self._path = cache / "int8" / f"{digest}-{FORMAT}-{ranks.rank}-of-{ranks.size}.safetensors"
 
     def load(self) -> WeightArena:
@@ -216,10 +217,11 @@ class SavedWeights:
             return WeightArena()
         try:
             arena = WeightArena(load_file(self._path))
-            self._path.touch()
         except (OSError, SafetensorError) as cause:
             log.warning("quantised weights cannot be read and are made anew: %s", cause)
             return WeightArena()
+        with contextlib.suppress(OSError):  # a read-only cache
+            self._path.touch()
         return arena
 
     def save(self, arena: WeightArena) -> None:

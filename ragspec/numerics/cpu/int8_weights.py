@@ -95,7 +95,9 @@ class WeightArena:
 
     @functools.cached_property
     def arrays(self) -> tuple[NDArray[np.int8], Floats]:
-        return self.tensors["weights"].numpy(), self.tensors["parameters"].numpy()
+        weights, parameters = self.tensors["weights"].numpy(), self.tensors["parameters"].numpy()
+        assert (len(weights), len(parameters)) == (self._num_weights, self._num_parameters), "kernels read unchecked"
+        return weights, parameters
 
 
 def quantise(weight: Tensor) -> tuple[Tensor, Tensor]:

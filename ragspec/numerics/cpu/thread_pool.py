@@ -7,6 +7,7 @@ nothing but its help. The helpers belong to the process and serve every engine i
 
 from __future__ import annotations
 
+import logging
 import queue
 import threading
 from typing import Any
@@ -16,6 +17,8 @@ import torch
 from numpy.typing import NDArray
 
 from ragspec.numerics.cpu.kernels import Column, Kind, work
+
+log = logging.getLogger(__name__)
 
 Phases = NDArray[np.int64]
 
@@ -41,7 +44,10 @@ class _ThreadPool:
 
 def _serve(jobs: queue.SimpleQueue[tuple[Any, ...]]) -> None:
     while True:
-        work(*jobs.get())
+        try:
+            work(*jobs.get())
+        except Exception:  # the thread serves the next call
+            log.exception("a helper of a compiled step failed")
 
 
 _POOL = _ThreadPool()
@@ -52,9 +58,11 @@ def run(phases: Phases, num_rows: int, num_tiles: int, *arguments: Any) -> None:
     num_threads = torch.get_num_threads()
     numbered, num_chunks = _numbered(phases, num_rows, num_tiles, num_threads)
     counters = np.zeros(16, np.int64)
-    if num_threads > 1:
-        _POOL.submit(num_threads - 1, (numbered, num_chunks, counters, False, num_rows, *arguments))
-    work(numbered, num_chunks, counters, True, num_rows, *arguments)
+    try:
+        if num_threads > 1:
+            _POOL.submit(num_threads - 1, (numbered, num_chunks, counters, False, num_rows, *arguments))
+    finally:  # also after Ctrl-C: helpers must not be left alone with the buffers
+        work(numbered, num_chunks, counters, True, num_rows, *arguments)
 
 
 def _numbered(phases: Phases, num_rows: int, num_tiles: int, num_threads: int) -> tuple[Phases, int]:

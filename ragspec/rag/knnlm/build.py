@@ -46,7 +46,7 @@ def target_identity(target: Target, *, of_texts: bool = False) -> EncoderIdentit
     """
     try:
         folder = Path(str(cached_file(target_folder(target.config), "config.json", local_files_only=True))).parent
-        digest = files_digest(folder, target.config.weight_dtype, of_texts=of_texts)
+        digest = files_digest(folder, target.config.numerics_dtype, of_texts=of_texts)
     except OSError as cause:
         raise ModelError(f"the files of the target {target.config.model} cannot be read: {cause}") from cause
     return EncoderIdentity(target.config.model, digest, target.hidden_size)
