@@ -50,6 +50,7 @@ class DenseAttention(nn.Module):
     def __init__(self, paged: PagedAttention) -> None:
         super().__init__()
         self.shape, self.layer = paged.shape, paged.layer
+        assert isinstance(paged.qkv, PackedLinear), "the variant computes with float weights"
         self.qkv, self.out = UnpaddedLinear(paged.qkv), UnpaddedLinear(paged.out)
 
     def forward(self, x: Tensor, step: DenseBatch) -> Tensor:
