@@ -70,7 +70,7 @@ class Int8Decoder(nn.Module):
         floats, quantised = self._room.of(num_rows, states=states, taps=tapped)
         floats[Buffer.STREAM][:] = self.embedding(token_ids).float().numpy().reshape(-1)
         floats[Buffer.BLOCK][:] = 0.0
-        phases = self._phases.copy()
+        phases = self._phases.copy() if taps else self._phases
         for place, tap in enumerate(taps):
             phases[self._tap_phases[tap], Column.TAP] = place
         num_tiles = len(metadata.tiles) * shape.num_kv_heads
