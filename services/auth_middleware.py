@@ -15,6 +15,7 @@ import logging
 import re
 import secrets
 import time
+from collections import Counter
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -22,6 +23,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from services.backend import ServiceBackend
 from services.errors import ApiError, ClientGone, ClientTooSlow, api_error, is_expected, is_languagetool
 from services.keys import Caller, KeyStore
+from services.limits import network_of
 from services.logs import current_request
 from services.request_limits import IncomingRequest, OutgoingResponse, form_fields
 
@@ -35,7 +37,8 @@ ANONYMOUS = Caller("~stranger", "~stranger")
 _NO_CALLER = Caller("", "")
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _LOCAL_NAMES = ("localhost", "127.0.0.1", "[::1]")
-_MAX_ANONYMOUS_FORMS = 32
+_MAX_ANONYMOUS_FORMS = 64
+_MAX_FORMS_PER_ADDRESS = 8
 
 
 class AuthMiddleware:
@@ -48,7 +51,7 @@ class AuthMiddleware:
         host = f"[{self._settings.host}]" if ":" in self._settings.host else self._settings.host
         names = self._settings.allowed_hosts or ((*_LOCAL_NAMES, host) if self._settings.is_local else ())
         self._hosts = frozenset(name.lower() for name in names)
-        self._num_anonymous_forms = 0
+        self._anonymous_forms: Counter[str] = Counter()  # being read, by network
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -142,30 +145,34 @@ class AuthMiddleware:
             return ANONYMOUS
         fields = form_fields(scope["query_string"])
         if "apiKey" not in fields:
-            fields = await self._read_anonymous_form(incoming)
+            fields = await self._read_anonymous_form(network_of(scope["client"]), incoming)
         return self._caller(fields.get("apiKey", [""])[0])
 
     def _check_origin(self, headers: Headers) -> None:
         """Keeps other sites' pages from asking through a visitor's browser where no key is needed. Raises: ApiError 403.
 
-        Editors send no origin and browser extensions send another scheme; "null" is a page that hides its origin.
+        Editors send no origin and browser extensions send another scheme; "null" is a page that hides its origin. Images and
+        links of a page are fetched without an origin, but browsers say whose they are in `Sec-Fetch-Site`.
         """
         scheme, _, host = headers.get("origin", "").partition("://")
         is_own = scheme not in ("http", "https", "null") or host == headers.get("host")
-        if not is_own and f"{scheme}://{host}" not in self._settings.cors_origins:
+        is_foreign = not scheme and headers.get("sec-fetch-site", "").lower() in ("cross-site", "same-site")
+        if is_foreign or (not is_own and f"{scheme}://{host}" not in self._settings.cors_origins):
             raise ApiError(403, "pages of other sites may not ask here", code="origin_not_allowed")
 
-    async def _read_anonymous_form(self, incoming: IncomingRequest) -> dict[str, list[str]]:
+    async def _read_anonymous_form(self, network: str, incoming: IncomingRequest) -> dict[str, list[str]]:
         """Bounded in number: these requests have no key yet, and each may hold megabytes."""
-        if self._num_anonymous_forms >= _MAX_ANONYMOUS_FORMS:
+        forms = self._anonymous_forms
+        if forms[network] >= _MAX_FORMS_PER_ADDRESS or forms.total() >= _MAX_ANONYMOUS_FORMS:
             self._metrics.rejected("queue")
             raise ApiError(429, "too many forms at once", code="server_overloaded", retry_after_s=1.0)
-        self._num_anonymous_forms += 1
+        forms[network] += 1
         try:
             await incoming.read(self._settings.timeouts.upload_s)
         finally:
-            self._num_anonymous_forms -= 1
-        return incoming.form()
+            forms[network] -= 1
+            forms += Counter()  # drops zeros
+        return await incoming.form()
 
     async def _fail(self, response: OutgoingResponse, error: ApiError, close: bool) -> None:
         try:

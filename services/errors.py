@@ -20,6 +20,7 @@ from ragspec import errors as library
 INVALID = "invalid_request_error"
 SERVER = "server_error"
 _RETRY_AFTER_S = 5.0
+_MAX_PARAM_CHARS = 256
 _TYPES = {401: INVALID, 403: INVALID, 429: "requests", 500: SERVER, 503: SERVER}
 _CODES = {
     400: None,
@@ -134,5 +135,6 @@ def validation_error(errors: Sequence[Mapping[str, Any]]) -> ApiError:
     first: Mapping[str, Any] = errors[0] if errors else {"loc": (), "msg": "the request is not valid"}
     if first.get("type") == "json_invalid":
         return ApiError(400, "the body is not JSON")
-    param = ".".join(str(part) for part in first["loc"] if part not in ("body", "query", "path", "header")) or None
+    param = ".".join(str(part) for part in first["loc"] if part not in ("body", "query", "path", "header"))
+    param = param[:_MAX_PARAM_CHARS] or None  # an unknown key is as long as its client likes
     return ApiError(400, f"{param}: {first['msg']}" if param else first["msg"], param=param)

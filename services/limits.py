@@ -11,11 +11,12 @@ are the engine's. Runs in one event loop, so there is no lock.
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from services.errors import ApiError
 from services.keys import Caller
@@ -26,6 +27,17 @@ _MINUTE_S = 60.0
 _OVERLOADED_S = 2.0
 _BUSY_S = 1.0
 _MAX_KEYS = 10_000
+
+
+def network_of(peer: Sequence[Any] | None) -> str:
+    """Who a connection is counted to: an IPv4 address, or the 64 bits of an IPv6 network, as one client has a whole network."""
+    host = str(peer[0]) if peer else ""
+    try:
+        address = ipaddress.ip_address(host.partition("%")[0])
+    except ValueError:
+        return host
+    address = getattr(address, "ipv4_mapped", None) or address
+    return str(address) if address.version == 4 else str(ipaddress.ip_network((address, 64), strict=False))
 
 
 class TokenReservation:

@@ -18,6 +18,8 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 from urllib.parse import parse_qs
 
+from pydantic import BeforeValidator
+from pydantic_core import PydanticCustomError
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import Message, Receive, Send
 
@@ -29,6 +31,8 @@ _JSON, _FORM, _FILES = "application/json", "application/x-www-form-urlencoded", 
 _INLINE_BYTES = 2**17
 """Larger bodies are checked in a thread, so that the event loop goes on streaming other answers."""
 _MAX_FIELDS = 64
+_MAX_JSON_KEYS = 32_768
+"""Keys of all objects of a body. Why so few: validation makes an error of every unknown key."""
 _CONTENT_SECURITY_POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
     "font-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
@@ -104,13 +108,13 @@ class IncomingRequest:
         self._body = b"".join(parts)
         if self._content_type == _JSON and self._body:
             if len(self._body) > _INLINE_BYTES:
-                await asyncio.to_thread(check_json, self._body, self._limits.json_depth)
+                await asyncio.to_thread(check_json, self._body, self._limits)
             else:
-                check_json(self._body, self._limits.json_depth)
+                check_json(self._body, self._limits)
 
-    def form(self) -> dict[str, list[str]]:
+    async def form(self) -> dict[str, list[str]]:
         """The fields of a form. Raises: ApiError 400."""
-        return form_fields(self._body) if self._content_type == _FORM and self._body else {}
+        return await read_form(self._body) if self._content_type == _FORM and self._body else {}
 
     async def receive(self) -> Message:
         """For the route: the body, then `http.disconnect` when the client leaves."""
@@ -214,12 +218,44 @@ def form_fields(raw: bytes) -> dict[str, list[str]]:
         raise ApiError(400, f"the form is not UTF-8, or has more than {_MAX_FIELDS} fields") from None
 
 
-def check_json(body: bytes, max_depth: int) -> None:
+async def read_form(raw: bytes) -> dict[str, list[str]]:
+    """As `form_fields`; large forms are read in a thread."""
+    return await asyncio.to_thread(form_fields, raw) if len(raw) > _INLINE_BYTES else form_fields(raw)
+
+
+def check_num_items(body: bytes, max_items: int) -> None:
+    """Refuses JSON with too many lists, objects and items, or too many keys, without parsing it. Raises: ApiError 413.
+
+    Why: a few megabytes of empty lists become gigabytes of objects.
+    """
+    pieces = body.replace(b"\\\\", b"").replace(b'\\"', b"")  # the only quotation marks left are the ends of strings
+    if pieces.count(b'"') <= 2 * (max_items + _MAX_JSON_KEYS):
+        outside = b"".join(pieces.split(b'"')[::2])
+        num_items = sum(map(outside.count, (b",", b"[", b"{")))
+        if num_items <= max_items and outside.count(b":") <= _MAX_JSON_KEYS:
+            return
+    raise ApiError(413, f"the body holds more than {max_items} items, or more than {_MAX_JSON_KEYS} keys")
+
+
+def at_most(max_items: int) -> BeforeValidator:
+    """Refuses a longer list or object before its items are validated: each of them might add an error."""
+
+    def check(value: Any) -> Any:
+        if isinstance(value, list | dict) and len(value) > max_items:
+            raise PydanticCustomError("too_long", "at most {limit} items are allowed", {"limit": max_items})
+        return value
+
+    return BeforeValidator(check)
+
+
+def check_json(body: bytes, limits: Limits) -> None:
     """Refuses JSON that is unsafe to pass on.
 
-    Raises: ApiError 400 if it is not UTF-8 or not JSON (NaN and Infinity are not), is nested too deep, or has a string with a NUL
-    character or half a surrogate pair.
+    Raises: ApiError 413 if it has too many items; 400 if it is not UTF-8 or not JSON (NaN and Infinity are not), is nested too
+    deep, or has a string with a NUL character or half a surrogate pair.
     """
+    check_num_items(body, limits.json_items)
+    max_depth = limits.json_depth
     try:
         value = json.loads(body.decode("utf-8"), parse_constant=_refuse_constant)
     except UnicodeDecodeError as cause:

@@ -25,14 +25,14 @@ class KeyLimits(ConfigSection):
 
 
 class Limits(ConfigSection):
-    """Limits of any request. `max_in_flight`: requests at once, over all keys; more are refused with a time to retry after.
-
-    `key`: the limits of keys without limits of their own.
+    """Limits of any request. `json_items`: lists, objects and items of a body, over all its levels. `max_in_flight`: requests at
+    once, over all keys; more are refused with a time to retry after. `key`: the limits of keys without limits of their own.
     """
 
     body_bytes: int = Field(10 * 2**20, ge=1024)
     header_bytes: int = Field(16 * 2**10, ge=1024)
     json_depth: int = Field(64, ge=8, le=256)
+    json_items: int = Field(250_000, ge=1024)
     max_in_flight: int = Field(256, ge=1)
     key: KeyLimits = KeyLimits()
 

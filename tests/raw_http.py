@@ -26,10 +26,11 @@ class Raw(NamedTuple):
         return json.loads(self.body)
 
 
-def opened(url: str) -> socket.socket:
+def opened(url: str, source: str = "") -> socket.socket:
+    """`source`: the address to come from."""
     parts = urlsplit(url)
     assert parts.hostname and parts.port
-    return socket.create_connection((parts.hostname, parts.port), timeout=_TIMEOUT_S)
+    return socket.create_connection((parts.hostname, parts.port), _TIMEOUT_S, (source, 0) if source else None)
 
 
 def head(method: str, path: str, *lines: str, host: str = "localhost") -> bytes:

@@ -19,6 +19,7 @@ from ragspec.rag.grammar.edits import EditKind
 from ragspec.rag.grammar.markup import TextPart
 from services.errors import ApiError
 from services.languagetool.languages import AUTO, DEFAULT, LANGUAGES
+from services.request_limits import check_num_items
 
 _RENAMED = {
     "enabled": "You specified 'enabled' but the parameter is now called 'enabledRules' in v2 of the API",
@@ -29,6 +30,8 @@ _RENAMED = {
     "in v2 of the API",
 }
 _LEVELS = ("default", "picky")
+_MAX_ITEMS = 100_000
+"""Of the field `data`."""
 _TEXT_LEVEL_ONLY = "textLevelOnly"
 """A mode in which editors send the text again for rules that span sentences; there are no such rules here."""
 
@@ -95,6 +98,7 @@ def _text_of(fields: Mapping[str, str]) -> tuple[str, tuple[TextPart, ...] | Non
         return _checked(fields["text"]), None
     if "data" not in fields:
         raise ApiError(400, "Missing 'text' or 'data' parameter")
+    check_num_items(fields["data"].encode("utf-8", "replace"), _MAX_ITEMS)
     try:
         data = json.loads(fields["data"])
     except (ValueError, RecursionError) as cause:
@@ -131,7 +135,7 @@ def _part(node: Any) -> TextPart:
 
 
 def _refuse(node: Any, what: str) -> NoReturn:
-    shown = ", ".join(sorted(map(str, node))[:4]) if isinstance(node, dict) else type(node).__name__
+    shown = ", ".join(sorted(map(str, node))[:4])[:200] if isinstance(node, dict) else type(node).__name__
     raise ApiError(400, f"an item of 'annotation' ({shown}) {what}")
 
 

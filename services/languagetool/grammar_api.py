@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StrictBool
 
@@ -19,8 +19,10 @@ from ragspec.speculation import Speculation
 from services.languagetool.check_request import annotated
 from services.languagetool.corrector import Corrected
 from services.languagetool.languages import DetectedLanguage
+from services.request_limits import at_most
 
 _MAX_WORDS = 10_000
+_MAX_PARTS = 20_000
 
 
 class GrammarRequest(BaseModel):
@@ -29,7 +31,7 @@ class GrammarRequest(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     text: str | None = None
-    annotation: list[dict[str, Any]] | None = None
+    annotation: Annotated[list[dict[str, Any]], at_most(_MAX_PARTS)] | None = None
     model: str | None = None
     language: Literal["auto", "en", "en-US", "en-GB", "en-AU", "en-CA", "en-NZ", "en-ZA"] = "en"
     seed: int | None = Field(None, strict=True)
@@ -38,8 +40,8 @@ class GrammarRequest(BaseModel):
     max_tokens: int = Field(DEFAULT_PARAMS.max_tokens, strict=True)
     speculation: StrictBool | dict[str, Any] = True
     max_edit_ratio: float | None = Field(None, ge=0.0, le=1.0)
-    ignore: list[str] = Field([], max_length=_MAX_WORDS)
-    disabled_kinds: list[EditKind] = []
+    ignore: Annotated[list[str], at_most(_MAX_WORDS)] = Field([], max_length=_MAX_WORDS)
+    disabled_kinds: Annotated[list[EditKind], at_most(len(EditKind))] = []
     keep_numbers: StrictBool = True
     keep_names: StrictBool = True
     cache_salt: str = Field("", max_length=256)

@@ -21,7 +21,7 @@ from services.languagetool.check_response import check_reply, config_reply, lang
 from services.languagetool.corrector import Corrector
 from services.languagetool.grammar_api import GrammarRequest, grammar_reply
 from services.languagetool.languages import AUTO, DEFAULT, detect_language
-from services.request_limits import form_fields
+from services.request_limits import form_fields, read_form
 
 _MAX_WORDS = 500
 
@@ -116,7 +116,7 @@ def _add_grammar(router: APIRouter, backend: ServiceBackend, corrector: Correcto
         if body.model not in (None, backend.model):
             raise ApiError(404, f"the model {body.model!r} is not served here", param="model", code="model_not_found")
         caller = request.state.caller
-        correction = body.correction_request(caller.tenant, ratio)
+        correction = await asyncio.to_thread(body.correction_request, caller.tenant, ratio)
         found = await asyncio.to_thread(detect_language, correction.text)
         if body.language == AUTO and not found.is_corrected:
             raise ApiError(400, f"the text seems to be {found.name}, and only English is corrected", param="language")
@@ -132,7 +132,7 @@ async def _fields(request: HttpRequest) -> dict[str, str]:
         form = await request.form()
         return fields | {name: value for name, value in form.items() if isinstance(value, str)}
     body = await request.body() if request.method == "POST" else b""
-    return fields | {name: values[-1] for name, values in form_fields(body).items()}
+    return fields | {name: values[-1] for name, values in (await read_form(body)).items()}
 
 
 def _number(fields: dict[str, str], name: str, default: int) -> int:

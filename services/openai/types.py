@@ -17,10 +17,12 @@ from ragspec.core import Message, SamplingParams
 from ragspec.errors import InputError
 from ragspec.rag.openai_fields import SAMPLING_FIELDS, content_text, sampling_arguments
 from services.errors import ApiError
+from services.request_limits import at_most
 
 MAX_MESSAGES = 2048
 MAX_STOPS = 16
 MAX_CHOICES = 8
+MAX_BIASES = 1024
 MAX_PROMPTS = 32
 MAX_INPUTS = 2048
 
@@ -47,7 +49,11 @@ def _text(value: Any) -> str:
 def _prompts(value: Any) -> Any:
     """Wraps a single prompt, a text or token ids, in a list."""
     is_one = isinstance(value, str) or (isinstance(value, list) and value and isinstance(value[0], int))
-    return [value] if is_one else value
+    prompts = [value] if is_one else value
+    for prompt in prompts if isinstance(prompts, list) else ():
+        if isinstance(prompt, list) and not set(map(type, prompt)) <= {int}:  # one error, not one for each item
+            raise PydanticCustomError("token_ids", "a prompt is a text or a list of whole numbers")
+    return prompts
 
 
 def _listed(value: Any) -> Any:
@@ -76,11 +82,12 @@ Content = Annotated[
     WithJsonSchema({"anyOf": [_STRING, {"type": "array", "items": _TEXT_PART}]}),
 ]
 Stop = Annotated[
-    list[Annotated[str, Field(min_length=1, max_length=512)]], BeforeValidator(_listed), Field(max_length=MAX_STOPS)
+    list[Annotated[str, Field(min_length=1, max_length=512)]], BeforeValidator(_listed), at_most(MAX_STOPS), Field(max_length=MAX_STOPS)
 ]
 Prompts = Annotated[
     list[str | list[int]],
     BeforeValidator(_prompts),
+    at_most(MAX_PROMPTS),
     Field(min_length=1, max_length=MAX_PROMPTS),
     WithJsonSchema({"anyOf": [_STRING, _TOKEN_IDS, {"type": "array", "items": {"anyOf": [_STRING, _TOKEN_IDS]}}]}),
 ]
@@ -129,7 +136,7 @@ class ResponseFormat(Body):
 class RetrievalOptions(Body):
     """Which documents are searched, and for how many passages. Default: all documents that the caller may see."""
 
-    vector_store_ids: Annotated[list[ShortText], Field(min_length=1, max_length=64)] | None = None
+    vector_store_ids: Annotated[list[ShortText], at_most(64), Field(min_length=1, max_length=64)] | None = None
     num_passages: int | None = Field(None, ge=1, le=64)
     filter: dict[str, Any] | None = None
 
@@ -155,7 +162,7 @@ class SamplingBody(Body):
     max_tokens: int | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
-    logit_bias: Annotated[dict[str, float], Field(max_length=1024)] | None = None
+    logit_bias: Annotated[dict[str, float], at_most(MAX_BIASES), Field(max_length=MAX_BIASES)] | None = None
     top_k: int | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
@@ -221,7 +228,7 @@ class ChatBody(SamplingBody):
     top_logprobs: int | None = Field(None, ge=0, le=20)
     prediction: Prediction | None = None
     response_format: ResponseFormat | None = None
-    modalities: list[Literal["text"]] | None = None
+    modalities: Annotated[list[Literal["text"]], at_most(1)] | None = None
     conversation: ShortText | None = None
     retrieval: RetrievalField | None = None
     citations: Literal["openai", "anthropic", "cohere"] | None = None
@@ -270,6 +277,7 @@ class EmbeddingBody(Body):
     input: Annotated[
         list[Annotated[str, Field(min_length=1)]],
         BeforeValidator(_texts),
+        at_most(MAX_INPUTS),
         Field(min_length=1, max_length=MAX_INPUTS),
     ]
     encoding_format: Literal["float", "base64"] = "float"

@@ -30,7 +30,7 @@ from services.stores.ingest import IngestWorker
 from services.stores.parsing import FILE, STORE, ParseLimits
 from services.stores.records import Attributes, FileRecord, Records, StoreMember, StoreRecord
 
-MAX_ATTRIBUTES = 16
+_MAX_ATTRIBUTES = 16
 _MAX_KEY_CHARS, _MAX_VALUE_CHARS = 64, 512
 _MAX_NAME_CHARS = 255
 
@@ -169,8 +169,8 @@ class Library(AbstractContextManager["Library"]):
 
 def checked_attributes(attributes: Attributes, what: str) -> Attributes:
     """Within OpenAI's limits. Raises: InputError."""
-    if len(attributes) > MAX_ATTRIBUTES:
-        raise InputError(f"{what} may have at most {MAX_ATTRIBUTES} keys, not {len(attributes)}")
+    if len(attributes) > _MAX_ATTRIBUTES:
+        raise InputError(f"{what} may have at most {_MAX_ATTRIBUTES} keys, not {len(attributes)}")
     for key, value in attributes.items():
         if not 0 < len(key) <= _MAX_KEY_CHARS:
             raise InputError(f"a key of {what} has from 1 to {_MAX_KEY_CHARS} characters")

@@ -14,12 +14,15 @@ from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictFloat, Stri
 
 from ragspec.core import Passage
 from ragspec.errors import InputError
+from services.request_limits import at_most
 from services.stores.records import FileRecord, StoreMember, StoreRecord
 
 T = TypeVar("T")
+_MAX_ATTRIBUTES = 64
+"""Of a body; the library refuses more than its own limit."""
 Fields = dict[str, Any]
-Attributes = dict[str, StrictStr | StrictBool | StrictInt | StrictFloat]
-Metadata = dict[str, StrictStr]
+Attributes = Annotated[dict[str, StrictStr | StrictBool | StrictInt | StrictFloat], at_most(_MAX_ATTRIBUTES)]
+Metadata = Annotated[dict[str, StrictStr], at_most(_MAX_ATTRIBUTES)]
 Name = Annotated[str, Field(max_length=256)]
 
 MODE_BEST = {"hybrid": 2 / 61}
@@ -54,7 +57,7 @@ class StoreChange(StrictBody):
 
 class NewStore(StoreChange):
     description: Name | None = None
-    file_ids: list[Name] = Field(default=[], max_length=500)
+    file_ids: Annotated[list[Name], at_most(500)] = Field(default=[], max_length=500)
     chunking_strategy: Chunking | None = None
 
 
@@ -78,7 +81,7 @@ class RankingOptions(StrictBody):
 class SearchBody(StrictBody):
     """`rewrite_query` is accepted and ignored: single questions are not rewritten."""
 
-    query: Annotated[str, Field(max_length=4096)] | Annotated[list[str], Field(min_length=1, max_length=16)]
+    query: Annotated[str, Field(max_length=4096)] | Annotated[list[str], at_most(16), Field(min_length=1, max_length=16)]
     filters: dict[str, Any] | None = None
     max_num_results: int = Field(10, ge=1, le=50)
     ranking_options: RankingOptions | None = None
@@ -94,7 +97,7 @@ class ContentPart(StrictBody):
 class ConversationItem(StrictBody):
     type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]
-    content: str | list[ContentPart]
+    content: str | Annotated[list[ContentPart], at_most(100)]
 
     @property
     def text(self) -> str:
@@ -102,7 +105,7 @@ class ConversationItem(StrictBody):
 
 
 class NewConversation(StrictBody):
-    items: list[ConversationItem] | None = Field(None, max_length=100)
+    items: Annotated[list[ConversationItem], at_most(100)] | None = Field(None, max_length=100)
     metadata: Metadata | None = None
 
 

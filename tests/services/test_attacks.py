@@ -1,0 +1,171 @@
+"""What one client with one key, or with none, can do to the others: nothing."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+from raw_http import ask, exchange, head, opened
+from service_parts import MODEL, Service, Serving, soon
+
+from services.errors import validation_error
+from services.openai.types import ChatBody, CompletionBody, EmbeddingBody, SamplingBody
+
+HEALTH_S = 1.0
+MAX_ITEMS = 250_000
+_LISTS = b"[" + b",".join([b"[]"] * 3_200_000) + b"]"
+_KEYS = b",".join(b'"k%d":1' % number for number in range(800_000))
+_QUOTED = b'"' + b'\\"[[[[,,,,::::' * 400_000 + b'\\\\"'
+
+
+@contextmanager
+def health(service: Service) -> Iterator[list[float]]:
+    """Asks whether the process is alive until the block ends; the seconds that each answer took."""
+    seconds: list[float] = []
+    ended = threading.Event()
+
+    def watch() -> None:
+        with service.client("") as client:
+            while not ended.is_set():
+                reply = client.get("/health/live")
+                assert reply.status_code == 200
+                seconds.append(reply.elapsed.total_seconds())
+                ended.wait(0.02)
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    try:
+        assert soon(lambda: len(seconds) > 1)
+        yield seconds
+    finally:
+        ended.set()
+        thread.join()
+
+
+def body_of(**fields: bytes) -> bytes:
+    return b'{"model": "tiny", ' + b", ".join(b'"%s": %s' % (k.encode(), v) for k, v in fields.items()) + b"}"
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", body_of(prompt=_LISTS)),
+        ("/v1/completions", body_of(prompt=b"[[" + b"1," * 2_999_999 + b"1]]")),
+        ("/v1/completions", body_of(prompt=b'"a"', user=_LISTS)),
+        ("/v1/completions", body_of(prompt=b'"a"')[:-1] + b", " + _KEYS + b"}"),
+        ("/v1/chat/completions", body_of(messages=b"[{" + _KEYS + b"}]")),
+        ("/v1/embeddings", body_of(input=_LISTS)),
+        ("/v1/grammar", body_of(text=_LISTS)),
+    ],
+)
+def test_a_body_of_millions_of_items_is_refused_unparsed(service: Service, path: str, body: bytes) -> None:
+    """Every fault becomes an object on the event loop: two minutes, four gigabytes, and health unanswered meanwhile."""
+    with health(service) as seconds, service.client() as client:
+        reply = client.post(path, content=body, headers={"content-type": "application/json"})
+        assert (reply.status_code, reply.json()["error"]["code"]) == (413, "request_too_large")
+        assert "items" in reply.json()["error"]["message"]
+    assert max(seconds) < HEALTH_S
+
+
+def test_a_long_text_full_of_brackets_is_a_text(service: Service) -> None:
+    """Items are counted where only a string holds their marks: a long program as a prompt is refused."""
+    with service.client() as client:
+        reply = client.post(
+            "/v1/completions", content=body_of(prompt=_QUOTED), headers={"content-type": "application/json"}
+        )
+    assert reply.status_code == 400 and "characters" in reply.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields"),
+    [
+        (CompletionBody, {"prompt": [{}] * MAX_ITEMS}),
+        (CompletionBody, {"prompt": [[{}] * MAX_ITEMS]}),
+        (CompletionBody, {"prompt": [[[]] * 8] * 32}),
+        (ChatBody, {"messages": [{}] * MAX_ITEMS}),
+        (ChatBody, {"messages": [{"role": "user", "content": [{}] * MAX_ITEMS}]}),
+        (ChatBody, {"messages": [{"role": "user", "content": "a"}], "stop": [1] * MAX_ITEMS}),
+        (ChatBody, {"messages": [{"role": "user", "content": "a"}], "modalities": [1] * MAX_ITEMS}),
+        (
+            ChatBody,
+            {"messages": [{"role": "user", "content": "a"}], "retrieval": {"vector_store_ids": [1] * MAX_ITEMS}},
+        ),
+        (EmbeddingBody, {"input": [{}] * MAX_ITEMS}),
+    ],
+)
+def test_as_many_wrong_items_as_are_let_in_make_few_errors(kind: type[SamplingBody], fields: dict[str, Any]) -> None:
+    """A body within the limit of items is validated on the event loop, with one error for each of them."""
+    with pytest.raises(ValidationError) as caught:
+        kind.model_validate({"model": MODEL, **fields})
+    assert caught.value.error_count() < 10_000
+
+
+def test_the_name_of_an_unknown_key_is_cut() -> None:
+    """A key of ten megabytes comes back in the answer, and is written into the log."""
+    with pytest.raises(ValidationError) as caught:
+        EmbeddingBody.model_validate({"model": MODEL, "input": "a", "k" * 100_000: 1})
+    assert len(json.dumps(validation_error(caught.value.errors()).body())) < 1000
+
+
+def test_an_annotated_text_of_millions_of_items_is_refused_unparsed(service: Service) -> None:
+    """LanguageTool's clients send JSON within a form, which the check of bodies does not see."""
+    fields = {"language": "en-US", "data": '{"annotation": ' + "[" + "[]," * 1_000_000 + "[]]}"}
+    with health(service) as seconds, service.client() as client:
+        assert client.post("/v2/check", data=fields).status_code == 413
+    assert max(seconds) < HEALTH_S
+
+
+def test_half_sent_forms_of_one_address_leave_room_for_others(serving: Serving) -> None:
+    """Thirty-two forms without a key, half sent, and no LanguageTool client of any address is answered."""
+    lines = ("Content-Type: application/x-www-form-urlencoded", "Content-Length: 100")
+    begun = head("POST", "/v2/check", *lines) + b"text=a"
+    with serving(**{"service.languagetool_open": False, "service.host": "0.0.0.0"}) as service:
+        url = service.url.replace("0.0.0.0", "127.0.0.1")
+        half_sent = [opened(url) for _ in range(40)]
+        try:
+            for connection in half_sent:
+                connection.sendall(begun)
+            assert soon(lambda: ask(url, head("POST", "/v2/check", *lines), b"text=a").status == 429)
+            elsewhere = url.replace("127.0.0.1", "127.0.0.2")
+            form = b"language=en-US&text=+&apiKey=" + service.keys.ann.encode()
+            length = f"Content-Length: {len(form)}"
+            with opened(elsewhere, source="127.0.0.2") as connection:
+                reply = exchange(connection, [head("POST", "/v2/check", lines[0], length), form])
+            assert reply.status == 200, reply.body
+        finally:
+            for connection in half_sent:
+                connection.close()
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({"sec-fetch-site": "cross-site"}, 403),
+        ({"sec-fetch-site": "same-site"}, 403),
+        ({"sec-fetch-site": "Cross-Site"}, 403),
+        ({"sec-fetch-site": "same-origin"}, 200),
+        ({"sec-fetch-site": "none"}, 200),
+        ({}, 200),
+        ({"sec-fetch-site": "cross-site", "origin": "chrome-extension://oldceeleldhonbafppcapldpdifcinji"}, 200),
+        ({"sec-fetch-site": "cross-site", "origin": "https://example.org"}, 403),
+    ],
+)
+def test_a_page_elsewhere_cannot_have_its_visitor_s_service_check_a_text(
+    open_service: Service, headers: dict[str, str], status: int
+) -> None:
+    """An image's address is fetched without an origin: any page makes the local service work, and times its answers."""
+    with open_service.client("") as client:
+        reply = client.get("/v2/check", params={"language": "en-US", "text": " "}, headers=headers)
+    assert reply.status_code == status
+
+
+@pytest.fixture(scope="module")
+def open_service(serving: Serving) -> Iterator[Service]:
+    """A service that LanguageTool's clients use without a key."""
+    with serving(**{"service.languagetool_open": True}) as running:
+        yield running
