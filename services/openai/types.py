@@ -82,7 +82,10 @@ Content = Annotated[
     WithJsonSchema({"anyOf": [_STRING, {"type": "array", "items": _TEXT_PART}]}),
 ]
 Stop = Annotated[
-    list[Annotated[str, Field(min_length=1, max_length=512)]], BeforeValidator(_listed), at_most(MAX_STOPS), Field(max_length=MAX_STOPS)
+    list[Annotated[str, Field(min_length=1, max_length=512)]],
+    BeforeValidator(_listed),
+    at_most(MAX_STOPS),
+    Field(max_length=MAX_STOPS),
 ]
 Prompts = Annotated[
     list[str | list[int]],

@@ -81,7 +81,9 @@ class RankingOptions(StrictBody):
 class SearchBody(StrictBody):
     """`rewrite_query` is accepted and ignored: single questions are not rewritten."""
 
-    query: Annotated[str, Field(max_length=4096)] | Annotated[list[str], at_most(16), Field(min_length=1, max_length=16)]
+    query: (
+        Annotated[str, Field(max_length=4096)] | Annotated[list[str], at_most(16), Field(min_length=1, max_length=16)]
+    )
     filters: dict[str, Any] | None = None
     max_num_results: int = Field(10, ge=1, le=50)
     ranking_options: RankingOptions | None = None
