@@ -136,5 +136,5 @@ def validation_error(errors: Sequence[Mapping[str, Any]]) -> ApiError:
     if first.get("type") == "json_invalid":
         return ApiError(400, "the body is not JSON")
     param = ".".join(str(part) for part in first["loc"] if part not in ("body", "query", "path", "header"))
-    param = param[:_MAX_PARAM_CHARS] or None  # an unknown key is as long as its client likes
-    return ApiError(400, f"{param}: {first['msg']}" if param else first["msg"], param=param)
+    param = param[:_MAX_PARAM_CHARS]  # an unknown key is as long as its client likes
+    return ApiError(400, f"{param}: {first['msg']}" if param else first["msg"], param=param or None)

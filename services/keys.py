@@ -41,7 +41,7 @@ _REREAD_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """The owner of a key. `trusted`: may see per-request metrics and counters. `limits` None: the service's default."""
+    """The owner of a key. `trusted`: may see per-request metrics and counters. `limits`: over the service's defaults."""
 
     key_id: str
     tenant: str
@@ -202,7 +202,7 @@ def revoke_key(path: Path, key_id: str) -> None:
 
 def _write(path: Path, records: Sequence[KeyRecord]) -> None:
     """Replaces the file in one step, readable by its owner only."""
-    tree = {"version": 1, "keys": [record.model_dump(exclude_none=True) for record in records]}
+    tree = {"version": 1, "keys": [record.model_dump(exclude_unset=True) for record in records]}
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with atomic_writer(path, mode=0o600) as file:

@@ -1,4 +1,4 @@
-"""Rate limits: requests at once over all keys, and for each key requests at once, requests a minute and tokens a minute.
+"""Rate limits: requests at once over all keys, and for each key choices at once, requests a minute and tokens a minute.
 
 Owns the counts of the last minute. Never queues: a request over a limit is refused at once, with the time to retry after. Queues
 are the engine's. Runs in one event loop, so there is no lock.
@@ -106,6 +106,23 @@ class RateLimiter:
             usage.running -= 1
             self._request_ended.set()
 
+    @contextmanager
+    def choices(self, caller: Caller, num_choices: int) -> Iterator[None]:
+        """Counts every choice of an admitted request as a request of its key while they run.
+
+        Raises: ApiError 429, or 400 if there are more than the key may ever run.
+        """
+        usage, most, more = self._usage_of(caller), self._limits_of(caller).concurrency, num_choices - 1
+        if most is not None and num_choices > most:
+            raise ApiError(400, f"{num_choices} choices are asked for, of {most} at once", code="concurrency_exceeded")
+        if most is not None and more and usage.running + more > most:
+            self._refuse("concurrency", f"more than {most} choices of this key at once", _BUSY_S)
+        usage.running += more
+        try:
+            yield
+        finally:
+            usage.running -= more
+
     def reserve(self, caller: Caller, num_prompt_tokens: int, max_tokens: int) -> TokenReservation:
         """Reserves the most tokens that an answer may take.
 
@@ -148,7 +165,7 @@ class RateLimiter:
         raise ApiError(429, message, type=type, code=code, retry_after_s=wait_s)
 
     def _limits_of(self, caller: Caller) -> KeyLimits:
-        return caller.limits or self._limits.key
+        return caller.limits.over(self._limits.key) if caller.limits else self._limits.key
 
     def _usage_of(self, caller: Caller) -> _KeyUsage:
         now_s = self._clock()

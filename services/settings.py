@@ -17,16 +17,21 @@ DEFAULT_PORT = 8000
 
 
 class KeyLimits(ConfigSection):
-    """Limits of one key; None: no limit. `concurrency`: requests at once. `tokens_per_minute` count prompts and answers."""
+    """Limits of one key; None: no limit. `concurrency`: requests at once; one with several choices or prompts counts them all.
+    `tokens_per_minute` count prompts and answers."""
 
     requests_per_minute: int | None = Field(None, ge=1)
     concurrency: int | None = Field(None, ge=1)
     tokens_per_minute: int | None = Field(None, ge=1)
 
+    def over(self, defaults: KeyLimits) -> KeyLimits:
+        """These limits, with the defaults for those that were not given."""
+        return defaults.model_copy(update={name: getattr(self, name) for name in self.model_fields_set})
+
 
 class Limits(ConfigSection):
     """Limits of any request. `json_items`: lists, objects and items of a body, over all its levels. `max_in_flight`: requests at
-    once, over all keys; more are refused with a time to retry after. `key`: the limits of keys without limits of their own.
+    once, over all keys; more are refused with a time to retry after. `key`: a key's limits where its own say nothing.
     """
 
     body_bytes: int = Field(10 * 2**20, ge=1024)
@@ -34,7 +39,7 @@ class Limits(ConfigSection):
     json_depth: int = Field(64, ge=8, le=256)
     json_items: int = Field(250_000, ge=1024)
     max_in_flight: int = Field(256, ge=1)
-    key: KeyLimits = KeyLimits()
+    key: KeyLimits = KeyLimits(concurrency=32)
 
 
 class Timeouts(ConfigSection):

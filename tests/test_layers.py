@@ -21,6 +21,7 @@ LAYERS = (
     "config",
     "speculation",
     "core",
+    "tenants",
     "tree",
     "numerics",
     "retrieval",

@@ -172,14 +172,15 @@ def tiny_engine(
     num_kv_slots: int = 2048,
     max_nodes: int = 12,
     fixed_nodes: int | None = None,
+    costs: CostTable | None = None,
     **config: Any,
 ) -> Engine:
-    """An engine over a fresh pool, with free rows unless the drafters say otherwise.
+    """An engine over a fresh pool, with free rows unless `costs` or the drafters say otherwise.
 
     `fixed_nodes`: every drafter is asked in every step, and so many nodes are kept, whether that pays or not.
     """
     target.pool = KvPool(target.shapes, num_kv_slots)
     settings = EngineConfig(**{"max_step_tokens": 64, "max_kv_tokens": num_kv_slots, **config})
     planner_class = FixedTreePlanner if fixed_nodes else Planner
-    planner = planner_class(drafters, Free(), fixed_nodes or max_nodes, target.vocab_size)
+    planner = planner_class(drafters, costs or Free(), fixed_nodes or max_nodes, target.vocab_size)
     return Engine(target, planner, Admission(target, "tiny"), settings)

@@ -42,11 +42,14 @@ def add(
     from services.keys import add_key
     from services.settings import KeyLimits
 
-    limits = KeyLimits(
-        requests_per_minute=requests_per_minute, concurrency=concurrency, tokens_per_minute=tokens_per_minute
-    )
-    given = limits if limits != KeyLimits() else None
-    key, record = add_key(file, tenant, key_id=name, trusted=trusted, limits=given)
+    options = {
+        "requests_per_minute": requests_per_minute,
+        "concurrency": concurrency,
+        "tokens_per_minute": tokens_per_minute,
+    }
+    given = {limit: value for limit, value in options.items() if value is not None}
+    limits = KeyLimits(**given) if given else None
+    key, record = add_key(file, tenant, key_id=name, trusted=trusted, limits=limits)
     if as_json:
         print(json.dumps({"key": key, "id": record.id, "tenant": record.tenant, "trusted": trusted}))
         return

@@ -49,7 +49,7 @@ class Engine(EngineClient):
         self.lost = ""  # why the engine is dead; set before any sequence ends with it
         self.target, self._planner, self._admission = target, planner, admission
         self._taps, self._costs = planner.taps, planner.costs
-        self._scheduler = Scheduler(target.pool, config, num_recomputed=1 if planner.taps else 0)
+        self._scheduler = Scheduler(target.pool, config, int(bool(planner.taps)), planner.costs.cost_s)
         self.load = self._scheduler.load
         self._commands = CommandQueue(target.heartbeat, HEARTBEAT_S if target.ranks.size > 1 else None)
         self._sequences: dict[str, list[Sequence]] = {}

@@ -1,15 +1,18 @@
 """The scheduler: which sequences take part in the next step, and which KV pages they may use.
 
-First come, first served. Running sequences take part in every step within its token budget, prompts in chunks; waiting sequences
-are admitted while pages are free. When pages run out, cached prefixes are evicted first; then the youngest running sequence is
-preempted, goes back to the head of the queue and is computed again later: same key, same tokens. Computes no forward.
+Tenants take turns; within a tenant, first come, first served. Running sequences take part in every step within its token budget,
+prompts in chunks; waiting sequences are admitted while pages are free. When pages run out, cached prefixes are evicted first; then
+the youngest running sequence of the tenant that runs most is preempted, goes back to the head of its queue and is computed again
+later: same key, same tokens. A tenant that runs fewer sequences than others preempts theirs. Computes no forward.
 
     >>> scheduled = scheduler.schedule()        # [(sequence, number of its tokens in this step)]
 """
 
 from __future__ import annotations
 
-from collections import deque
+import bisect
+from collections import Counter
+from collections.abc import Callable, Container
 from typing import NamedTuple
 
 import numpy as np
@@ -20,10 +23,13 @@ from ragspec.engine.prefix_cache import PrefixCache
 from ragspec.engine.sequence import Sequence
 from ragspec.numerics.attention import PAGE
 from ragspec.numerics.kv_cache import KvPool, SequenceSlots
+from ragspec.tenants import FairQueue, fair_shares, tenant_of
 
 _DRAFT_ROWS = 64
 """Draft rows of a sequence that pages are kept free for."""
 _NEVER = 2**62
+_SHARED_STEP = 2.0
+"""A step of several tenants may take this many times as long as if each had no more rows than the smallest of them."""
 _PAGES_AHEAD = 16
 """Pages evicted beyond the present need, so that not every step evicts."""
 
@@ -41,14 +47,19 @@ class Scheduler:
     """Owns the queue, the running list and the prefix cache.
 
     `num_recomputed`: how many positions at the end of a cached prefix are computed again. A drafter that pairs each state with
-    the next token needs 1, because the next token may differ.
+    the next token needs 1, because the next token may differ. `cost_s`: seconds of a step by its rows and longest context.
     """
 
-    def __init__(self, pool: KvPool, config: EngineConfig, num_recomputed: int = 0) -> None:
-        self._pool = pool
+    def __init__(
+        self,
+        pool: KvPool,
+        config: EngineConfig,
+        num_recomputed: int = 0,
+        cost_s: Callable[[int, int], float] = lambda rows, context: 0.0,
+    ) -> None:
+        self._pool, self._config, self._cost_s = pool, config, cost_s
         self._num_recomputed = num_recomputed
-        self._config = config
-        self.waiting: deque[Sequence] = deque()
+        self.waiting = FairQueue[Sequence](_tenant)
         self.running: list[Sequence] = []
         self.prefixes = PrefixCache(pool) if config.prefix_cache else None
         self.num_preemptions = 0
@@ -70,19 +81,39 @@ class Scheduler:
         """The sequences of the next step, each with its number of pending tokens within the step's token budget."""
         self._num_steps += 1
         self._admit()
-        budget = self._config.max_step_tokens
-        chosen: list[tuple[Sequence, int]] = []
-        decoding = [s for s in self.running if s.num_pending == 1]
-        filling = [s for s in self.running if s.num_pending > 1]
-        for sequence in [*decoding, *filling]:
-            num_tokens = min(sequence.num_pending, budget)
-            if num_tokens <= 0:
-                break
-            if sequence.slots is None or not self._make_room(sequence, num_tokens, [s for s, _ in chosen]):
+        demands, chosen = self._demands(), list[tuple[Sequence, int]]()
+        shares = fair_shares(demands, self._most_rows(demands))
+        for sequence in sorted(self.running, key=lambda each: self._turn(each, demands)):
+            tenant = _tenant(sequence)
+            num_tokens = min(sequence.num_pending, shares[tenant])
+            if num_tokens <= 0 or sequence.slots is None:
                 continue
-            chosen.append((sequence, num_tokens))
-            budget -= num_tokens
+            if self._make_room(sequence, num_tokens, [s for s, _ in chosen]):
+                chosen.append((sequence, num_tokens))
+                sequence.last_step = self._num_steps
+                shares[tenant] -= num_tokens
         return [(s, n) for s, n in chosen if s.slots is not None]
+
+    def _demands(self) -> Counter[str]:
+        """The pending tokens of each tenant; of equal ones, the tenant that has waited longest for a step first."""
+        demands = Counter[str]()
+        for sequence in sorted(self.running, key=lambda each: each.last_step):
+            demands[_tenant(sequence)] += sequence.num_pending
+        return demands
+
+    def _turn(self, sequence: Sequence, demands: Counter[str]) -> tuple[int, int]:
+        """Small tenants first; within a tenant, decoding before prompts, and what has waited longest for a step first."""
+        return demands[_tenant(sequence)], sequence.last_step if sequence.num_pending == 1 else _NEVER
+
+    def _most_rows(self, demands: Counter[str]) -> int:
+        """Rows of the next step. Why fewer with several tenants: they all wait for the rows of the largest."""
+        most = self._config.max_step_tokens
+        even = min(most, len(demands) * min(demands.values(), default=0))
+        if len(demands) < 2 or even == most:
+            return most
+        context = max(len(sequence.tokens) for sequence in self.running)
+        limit_s = _SHARED_STEP * self._cost_s(even, context)
+        return bisect.bisect_right(range(most + 1), limit_s, lo=even, key=lambda rows: self._cost_s(rows, context)) - 1
 
     def spare_rows(self, chosen: list[tuple[Sequence, int]]) -> int:
         """Rows that drafts may add to the step, within the token budget and the free pages.
@@ -127,23 +158,49 @@ class Scheduler:
             sequence.slots = None
 
     def _admit(self) -> None:
-        while self.waiting and len(self.running) < self._config.max_running:
-            sequence = self.waiting[0]
-            if any(s.request is sequence.request and s.num_output == 0 for s in self.running):
-                return  # another choice is computing the same prompt
+        while (sequence := self._next()) is not None:
+            if len(self.running) >= self._config.max_running:
+                if not self._displace(sequence):
+                    return
+                continue
             slots = self._known_prefix(sequence)
             promised = sum(s.slots.num_new_pages(s.num_pending) for s in self.running if s.slots)
             needed = promised + slots.num_new_pages(len(sequence.tokens) - slots.length) + 1
             if not self._free(needed):
                 slots.release()
+                if self._displace(sequence):
+                    continue
                 if self.running:
                     return
                 slots = SequenceSlots(self._pool)  # alone and without room: a shared prefix may leave pages half used
                 self._out_of_reach = _NEVER
-            self.waiting.popleft()
+            self.waiting.take(sequence)
             sequence.stats.num_cached_tokens = max(sequence.stats.num_cached_tokens, slots.length)
             sequence.admit(slots)
             self.running.append(sequence)
+
+    def _next(self) -> Sequence | None:
+        """The first waiting sequence of the tenant that runs fewest. Leaves out those whose prompt another choice is computing."""
+        if not self.waiting:
+            return None
+        begun = {id(sequence.request) for sequence in self.running if sequence.num_output == 0}
+        counts = Counter(map(_tenant, self.running))
+        heads = [head for head in self.waiting.heads() if id(head.request) not in begun]
+        return min(heads, key=lambda head: counts[_tenant(head)], default=None)
+
+    def _displace(self, sequence: Sequence) -> bool:
+        """Preempt a sequence of a tenant that still runs as many as this one's tenant afterwards."""
+        counts, victim = Counter(map(_tenant, self.running)), self._victim(())
+        if victim is None or counts[_tenant(victim)] < counts[_tenant(sequence)] + 2:
+            return False
+        self._preempt(victim)
+        return True
+
+    def _victim(self, spared: Container[Sequence]) -> Sequence | None:
+        """The youngest sequence of the tenant that runs most."""
+        counts = Counter(map(_tenant, self.running))
+        others = (sequence for sequence in reversed(self.running) if sequence not in spared)
+        return max(others, key=lambda each: counts[_tenant(each)], default=None)
 
     def _known_prefix(self, sequence: Sequence) -> SequenceSlots:
         """Slots that share the cached prefix of a sequence. The last token is always computed."""
@@ -156,14 +213,14 @@ class Scheduler:
         return slots
 
     def _make_room(self, sequence: Sequence, num_tokens: int, chosen: list[Sequence]) -> bool:
-        """Free pages for this sequence's rows beside the pages of `chosen`. May preempt younger sequences, or this one."""
+        """Free pages for this sequence's rows beside the pages of `chosen`. May preempt other sequences, or this one."""
         assert sequence.slots is not None
         while True:
             promised = sum(s.slots.num_new_pages(s.num_pending) for s in chosen if s.slots)
             needed = promised + sequence.slots.num_new_pages(num_tokens)
             if self._free(needed):
                 return True
-            victim = next((s for s in reversed(self.running) if s not in chosen), sequence)
+            victim = self._victim(chosen) or sequence
             self._preempt(victim)
             if victim is sequence:
                 return False
@@ -193,3 +250,7 @@ class Scheduler:
         self.running.remove(sequence)
         self.waiting.appendleft(sequence)
         self.num_preemptions += 1
+
+
+def _tenant(sequence: Sequence) -> str:
+    return tenant_of(sequence.request.salt)

@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, StrictBool
 
 from ragspec.core import SamplingParams
 from ragspec.errors import InputError
-from ragspec.rag.cache_salts import cache_salt_of
+from ragspec.tenants import cache_salt_of
 from ragspec.rag.characters import Utf16Offsets
 from ragspec.rag.grammar.correction import DEFAULT_PARAMS, Correction, CorrectionRequest
 from ragspec.rag.grammar.edit_filters import EditFilter

@@ -18,7 +18,7 @@ from fastapi.responses import Response
 from ragspec.core import Completion, CopySource, SourceKind, TokenLogprob, check_text
 from ragspec.core import Request as Generation
 from ragspec.errors import InputError, PromptTooLong
-from ragspec.rag.cache_salts import cache_salt_of
+from ragspec.tenants import cache_salt_of
 from ragspec.rag.prompt import PromptBuilder
 from ragspec.speculation import ON, Speculation
 from services.backend import ServiceBackend

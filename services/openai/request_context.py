@@ -61,20 +61,21 @@ class RequestContext:
     async def generate(self, requests: Sequence[Request], retrieve_s: float = 0.0) -> AsyncIterator[EngineStream]:
         """Runs the requests in the engine within the key's limits; returns unused tokens to the key at the end.
 
-        Raises: as `RateLimiter.reserve` and `EngineStream`.
+        Raises: as `RateLimiter.choices` and `reserve`, and as `EngineStream`.
         """
-        metrics = self.backend.metrics
+        metrics, limiter = self.backend.metrics, self.backend.rate_limiter
         num_prompt = sum(len(request.prompt_ids) for request in requests)
         max_tokens = sum(request.params.max_tokens * request.params.n for request in requests)
         max_waiting = MAX_WAITING_TOKENS if self.body.stream else None
-        reservation = self.backend.rate_limiter.reserve(self.caller, num_prompt, max_tokens)
-        metrics.handed_over(time.perf_counter() - self.begin_s - retrieve_s)
-        stream = EngineStream(self.backend.engine, requests, self.mailbox, metrics, max_waiting_tokens=max_waiting)
-        try:
-            async with stream:
-                yield stream
-        finally:
-            reservation.used(num_prompt + stream.num_tokens)
+        with limiter.choices(self.caller, sum(len(request.choices) for request in requests)):
+            reservation = limiter.reserve(self.caller, num_prompt, max_tokens)
+            metrics.handed_over(time.perf_counter() - self.begin_s - retrieve_s)
+            stream = EngineStream(self.backend.engine, requests, self.mailbox, metrics, max_waiting_tokens=max_waiting)
+            try:
+                async with stream:
+                    yield stream
+            finally:
+                reservation.used(num_prompt + stream.num_tokens)
 
 
 def check_model(backend: ServiceBackend, name: str) -> None:

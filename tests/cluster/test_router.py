@@ -77,6 +77,21 @@ def num_sequences(local: LocalReplicas) -> list[int]:
 # What callers see
 
 
+def test_a_tenant_does_not_wait_for_another_s_queue(targets: Targets) -> None:
+    """First come, first served: one tenant's queue in front of the replicas delays everybody by all of it."""
+    with replicas(targets(1)) as local, Router(local.all, connect, settings(max_running=2)) as router:
+        ended: list[str] = []
+
+        def listener(delta: Delta) -> None:
+            if delta.finish_reason is not None:
+                ended.append(delta.request_id)
+
+        router.submit_all([ask(f"a{number}", LONG, 5 + number, salt="ann") for number in range(8)], listener)
+        router.submit(ask("b", salt="bob"), listener)
+        until(lambda: len(ended) == 9)
+    assert ended.index("b") <= 2
+
+
 def test_it_answers_as_an_engine_does(local: LocalReplicas) -> None:
     """Completions out of order, ids of the wire instead of the callers', or other tokens than one engine's."""
     requests = [ask(f"r{i}", replace(SHORT, n=1 + i % 2, seed=i), first=5 + i) for i in range(8)]

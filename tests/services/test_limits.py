@@ -128,10 +128,42 @@ def test_more_than_a_minute_holds_is_told_apart(clock: Clock) -> None:
 def test_a_key_s_own_limits_stand_in_place_of_the_service_s(clock: Clock) -> None:
     """A key that was given more, or less, is treated like all."""
     limiter = limiter_of(clock, requests_per_minute=1)
-    free = Caller("f", "", limits=KeyLimits())
+    free = Caller("f", "", limits=KeyLimits(requests_per_minute=None))
     for _ in range(3):
         with limiter.admit(free):
             pass
+
+
+def test_what_a_key_s_own_limits_leave_open_the_service_s_decide(clock: Clock, stack: ExitStack) -> None:
+    """A key with a limit of requests a minute has no limit of requests at once."""
+    limiter = limiter_of(clock, concurrency=1)
+    own = Caller("o", "", limits=KeyLimits(requests_per_minute=100))
+    stack.enter_context(limiter.admit(own))
+    assert refused(limiter, own).status == 429
+
+
+def test_every_choice_counts_as_a_request(clock: Clock, stack: ExitStack) -> None:
+    """Thirty requests of eight choices each are thirty requests at once: a key gets eight times its share."""
+    limiter = limiter_of(clock, concurrency=8)
+    with limiter.admit(ANN), limiter.choices(ANN, 6):
+        with limiter.admit(ANN):
+            with pytest.raises(ApiError) as caught, limiter.choices(ANN, 3):
+                raise AssertionError("it was let in")
+            assert (caught.value.status, caught.value.retry_after_s) == (429, 1.0)
+            with limiter.choices(ANN, 2):
+                assert refused(limiter, ANN).status == 429
+        with limiter.admit(BOB), limiter.choices(BOB, 8):
+            pass
+        with pytest.raises(ApiError) as caught, limiter.choices(ANN, 9):
+            raise AssertionError("it was let in")
+        assert (caught.value.status, caught.value.code) == (400, "concurrency_exceeded")
+    with limiter.admit(ANN), limiter.choices(ANN, 8):
+        pass
+
+
+def test_a_key_may_run_a_bounded_number_of_choices_by_default() -> None:
+    """An operator who sets no limit lets one key take every place there is."""
+    assert Limits().key.concurrency is not None and Limits().key.concurrency < Limits().max_in_flight
 
 
 def test_draining_takes_nothing_more_and_waits_for_what_runs(clock: Clock) -> None:

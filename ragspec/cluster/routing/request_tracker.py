@@ -2,8 +2,8 @@
 
 A request is sent as one attempt with all its choices. An attempt ends with its choices or is lost with its connection; then
 every choice that has not ended gets an attempt of its own, behind the tokens already delivered. Attempts have unique ids, so late
-messages of an earlier attempt are recognised and dropped. Lost attempts are placed before new requests; new requests are first
-come, first served.
+messages of an earlier attempt are recognised and dropped. Lost attempts are placed before new requests. Of new requests, tenants
+take turns, and a tenant of which nothing runs waits for nobody: the engines share their steps fairly.
 
 Not thread-safe: a `Router` calls it under its lock. Never waits.
 
@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 
 from ragspec.cluster.routing.policy import RoutingConfig, affinity_key, choose_replica
@@ -30,6 +29,7 @@ from ragspec.cluster.routing.request_state import (
 )
 from ragspec.core import Delta, FinishReason, salt_belongs_to
 from ragspec.errors import InputError, Overloaded
+from ragspec.tenants import FairQueue, tenant_of
 
 log = logging.getLogger(__name__)
 
@@ -46,7 +46,7 @@ class RequestTracker:
         self._attempts: dict[str, Attempt] = {}
         self._loads: dict[ReplicaConnection, int] = {}  # running choices of every connection that is up
         self._lost: list[Attempt] = []
-        self._fresh: deque[Attempt] = deque()
+        self._fresh = FairQueue[Attempt](_tenant)
         self._num_sent = 0
         self.num_deltas = 0
         """Deltas received from replicas; rises while any replica makes progress."""
@@ -86,7 +86,7 @@ class RequestTracker:
             self.place()
 
     def cancel_all(self) -> None:
-        self._lost, self._fresh = [], deque()
+        self._lost, self._fresh = [], FairQueue[Attempt](_tenant)
         for tracked in list(self._requests.values()):
             self._cancel(tracked)
 
@@ -160,8 +160,8 @@ class RequestTracker:
     def place(self) -> None:
         """Send every attempt that a replica can take now."""
         self._lost = [attempt for attempt in self._lost if not self._send(attempt)]
-        while self._fresh and self._send(self._fresh[0]):
-            self._fresh.popleft()
+        while (sent := next((head for head in self._fresh.heads() if self._send(head)), None)) is not None:
+            self._fresh.take(sent)
 
     def expire(self) -> None:
         """End attempts that waited too long for a fitting replica, or allow them other numerics, as configured."""
@@ -173,7 +173,8 @@ class RequestTracker:
                 attempt.any_numerics = True
         else:
             self._lost = [attempt for attempt in self._lost if attempt not in unplaced]
-            self._fresh = deque(attempt for attempt in self._fresh if attempt not in unplaced)
+            for attempt in unplaced & set(self._fresh):
+                self._fresh.remove(attempt)
             for attempt in unplaced:
                 self._end(attempt.tracked, attempt.choices, FinishReason.LOST, self._why_unplaced(attempt))
         self.place()
@@ -211,9 +212,9 @@ class RequestTracker:
         fitting = {each.name: each for each in self._loads if attempt.fits(each.identity)}
         loads = {name: self._loads[connection] for name, connection in fitting.items()}
         config, size = self._config, len(attempt.choices)
-        name = choose_replica(
-            attempt.key, loads, size=size, load_factor=config.load_factor, max_load=config.max_running
-        )
+        is_first = _tenant(attempt) not in map(_tenant, self._attempts.values())
+        max_load = None if is_first else config.max_running
+        name = choose_replica(attempt.key, loads, size=size, load_factor=config.load_factor, max_load=max_load)
         if name is None:
             return False
         self._num_sent += 1
@@ -266,7 +267,9 @@ class RequestTracker:
             for choice in [choice for choice in attempt.choices if choice in ending]:
                 self._remove(attempt, choice)
         self._lost = without_choices(self._lost, ending)
-        self._fresh = deque(without_choices(self._fresh, ending))
+        fresh = [attempt for attempt in self._fresh if attempt.tracked is tracked]
+        for attempt in set(fresh) - set(without_choices(fresh, ending)):
+            self._fresh.remove(attempt)
         for choice in ending:
             self._deliver(tracked, choice.end(reason, error, now))
 
@@ -287,3 +290,7 @@ class RequestTracker:
             reasons = {delta.finish_reason for delta in tracked.delivered} - {None}
             if tracked.may_be_cached and reasons <= {FinishReason.STOP, FinishReason.LENGTH}:
                 self._cache.add(tracked, time.monotonic())
+
+
+def _tenant(attempt: Attempt) -> str:
+    return tenant_of(attempt.tracked.request.salt)

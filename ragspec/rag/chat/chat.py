@@ -22,7 +22,7 @@ from ragspec.config import ChatConfig
 from ragspec.core import Passage, Request, check_text
 from ragspec.errors import RagspecError
 from ragspec.rag.answer import Answer
-from ragspec.rag.cache_salts import TenantCaches
+from ragspec.tenants import TenantCaches
 from ragspec.rag.chat.conversations import ConversationStore, QaPair, ShownPassages
 from ragspec.rag.chat.history import ChatHistory, ChatTurn, load_history, split_messages
 from ragspec.rag.chat.prompt import ChatPrompt, PastTurn, build_chat_prompt

@@ -1,0 +1,132 @@
+"""What keeps tenants apart: the salts of their caches, and queues in which one tenant's many items do not delay another's.
+
+A tenant's caches have its name as their salt; a part of them, named by a client, has the tenant, NUL and that name.
+
+    >>> queue = FairQueue[Request](lambda request: tenant_of(request.salt))
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterator, Mapping
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+
+_MAX_SALTS = 4096
+"""Salts remembered over all tenants. Beyond it, the least recently used salt of the tenant with most salts is purged."""
+
+
+def cache_salt_of(tenant: str, cache_salt: str) -> str:
+    """The salt of a request's caches: the tenant's own, or a part of it named by the client."""
+    return f"{tenant}\0{cache_salt}" if cache_salt else tenant
+
+
+def tenant_of(salt: str) -> str:
+    """The tenant of a salt that `cache_salt_of` made."""
+    return salt.partition("\0")[0]
+
+
+def fair_shares(demands: Mapping[str, int], total: int) -> dict[str, int]:
+    """`total` divided among tenants: nobody gets more than its demand, and nobody less than another who gets more than that.
+
+    Of equal demands the first ones get what cannot be divided.
+    """
+    shares: dict[str, int] = {}
+    for number, tenant in enumerate(sorted(demands, key=lambda each: demands[each])):
+        shares[tenant] = min(demands[tenant], -(-total // (len(demands) - number)))
+        total -= shares[tenant]
+    return shares
+
+
+class FairQueue(Generic[T]):
+    """First come, first served within a tenant; tenants take turns. Not thread-safe."""
+
+    def __init__(self, tenant: Callable[[T], str]) -> None:
+        self._tenant = tenant
+        self._items: OrderedDict[str, deque[T]] = (
+            OrderedDict()
+        )  # no deque is empty; the tenant whose turn is next first
+
+    def __len__(self) -> int:
+        return sum(map(len, self._items.values()))
+
+    def __bool__(self) -> bool:
+        return bool(self._items)
+
+    def __iter__(self) -> Iterator[T]:
+        """Tenant by tenant."""
+        return itertools.chain.from_iterable(self._items.values())
+
+    def count(self, tenant: str) -> int:
+        """How many items of the tenant wait."""
+        return len(self._items.get(tenant, ()))
+
+    def append(self, item: T) -> None:
+        self._items.setdefault(self._tenant(item), deque()).append(item)
+
+    def appendleft(self, item: T) -> None:
+        """Puts an item in front of its tenant's others."""
+        self._items.setdefault(self._tenant(item), deque()).appendleft(item)
+
+    def heads(self) -> list[T]:
+        """The first item of each tenant, in the order of turns."""
+        return [items[0] for items in self._items.values()]
+
+    def take(self, item: T) -> None:
+        """Removes an item; its tenant's next turn comes after the others'."""
+        self.remove(item)
+        if (tenant := self._tenant(item)) in self._items:
+            self._items.move_to_end(tenant)
+
+    def remove(self, item: T) -> None:
+        """Raises: ValueError if the item does not wait."""
+        items = self._items.get(tenant := self._tenant(item), deque[T]())
+        items.remove(item)
+        if not items:
+            del self._items[tenant]
+
+
+class TenantCaches:
+    """The salts that each tenant used. `purge` empties the caches of one salt. Safe to call from several threads."""
+
+    def __init__(self, purge: Callable[[str], None]) -> None:
+        self._purge, self._lock = purge, threading.Lock()
+        # salts by tenant; most recently used last, in both dicts
+        self._salts: OrderedDict[str, OrderedDict[str, None]] = OrderedDict()
+        self._num_known = 0
+
+    def note(self, tenant: str, salt: str) -> None:
+        with self._lock:
+            own = self._salts.setdefault(tenant, OrderedDict())
+            self._num_known += salt not in own
+            own[salt] = None
+            own.move_to_end(salt)
+            self._salts.move_to_end(tenant)
+            oldest = self._forget_oldest() if self._num_known > _MAX_SALTS else None
+        if oldest is not None:
+            self._purge(oldest)
+
+    def _forget_oldest(self) -> str:
+        """Why from the tenant with most salts: a tenant with many salts must not cost others their caches."""
+        self._num_known -= 1
+        tenant = max(self._salts, key=lambda each: len(self._salts[each]))
+        own = self._salts[tenant]
+        parts = (salt for salt in own if salt != tenant)  # Why: purging the tenant's own salt purges all its parts
+        oldest = next(parts, tenant)
+        del own[oldest]
+        if not own:
+            del self._salts[tenant]
+        return oldest
+
+    def purge(self, tenant: str) -> None:
+        """Empty all caches of a tenant, including its parts in other processes (`ragspec.core.salt_belongs_to`).
+
+        The empty tenant owns the public documents, so purging it empties the caches of every remembered tenant.
+        """
+        with self._lock:
+            salts = [salt for owner, own in self._salts.items() if not tenant or owner == tenant for salt in own]
+        for salt in dict.fromkeys([tenant, *salts]):
+            self._purge(salt)
