@@ -1,9 +1,9 @@
 """The scheduler: which sequences take part in the next step, and which KV pages they may use.
 
-Tenants take turns; within a tenant, first come, first served. Running sequences take part in every step within its token budget,
-prompts in chunks; waiting sequences are admitted while pages are free. When pages run out, cached prefixes are evicted first; then
-the youngest running sequence of the tenant that runs most is preempted, goes back to the head of its queue and is computed again
-later: same key, same tokens. A tenant that runs fewer sequences than others preempts theirs. Computes no forward.
+Tenants take turns; within a tenant, first come, first served. Running sequences take part in every step within its token
+budget, prompts in chunks; waiting sequences are admitted while pages are free. When pages run out, cached prefixes are evicted
+first; then the youngest running sequence of the tenant that runs most is preempted, goes back to the head of its queue and is
+computed again later: same key, same tokens. A tenant that runs fewer sequences than others preempts theirs. Computes no forward.
 
     >>> scheduled = scheduler.schedule()        # [(sequence, number of its tokens in this step)]
 """
@@ -180,7 +180,7 @@ class Scheduler:
             self.running.append(sequence)
 
     def _next(self) -> Sequence | None:
-        """The first waiting sequence of the tenant that runs fewest. Leaves out those whose prompt another choice is computing."""
+        """The first waiting sequence of the tenant that runs fewest, but none whose prompt another choice is computing."""
         if not self.waiting:
             return None
         begun = {id(sequence.request) for sequence in self.running if sequence.num_output == 0}

@@ -9,13 +9,13 @@ from pydantic import BaseModel, ConfigDict, Field, StrictBool
 
 from ragspec.core import SamplingParams
 from ragspec.errors import InputError
-from ragspec.tenants import cache_salt_of
 from ragspec.rag.characters import Utf16Offsets
 from ragspec.rag.grammar.correction import DEFAULT_PARAMS, Correction, CorrectionRequest
 from ragspec.rag.grammar.edit_filters import EditFilter
 from ragspec.rag.grammar.edit_kinds import edit_message
 from ragspec.rag.grammar.edits import Edit, EditKind
 from ragspec.speculation import Speculation
+from ragspec.tenants import cache_salt_of
 from services.languagetool.check_request import annotated
 from services.languagetool.corrector import Corrected
 from services.languagetool.languages import DetectedLanguage

@@ -18,9 +18,9 @@ from fastapi.responses import Response
 from ragspec.core import Completion, CopySource, SourceKind, TokenLogprob, check_text
 from ragspec.core import Request as Generation
 from ragspec.errors import InputError, PromptTooLong
-from ragspec.tenants import cache_salt_of
 from ragspec.rag.prompt import PromptBuilder
 from ragspec.speculation import ON, Speculation
+from ragspec.tenants import cache_salt_of
 from services.backend import ServiceBackend
 from services.errors import ApiError
 from services.openai.answer_format import AnswerFormat

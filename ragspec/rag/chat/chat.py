@@ -22,7 +22,6 @@ from ragspec.config import ChatConfig
 from ragspec.core import Passage, Request, check_text
 from ragspec.errors import RagspecError
 from ragspec.rag.answer import Answer
-from ragspec.tenants import TenantCaches
 from ragspec.rag.chat.conversations import ConversationStore, QaPair, ShownPassages
 from ragspec.rag.chat.history import ChatHistory, ChatTurn, load_history, split_messages
 from ragspec.rag.chat.prompt import ChatPrompt, PastTurn, build_chat_prompt
@@ -30,6 +29,7 @@ from ragspec.rag.chat.query_rewriter import QueryRewriter
 from ragspec.rag.chat.retrieval import ChatContext, ChatRetriever
 from ragspec.rag.prompt import PromptBuilder
 from ragspec.rag.steps import EngineLike, PreparedQuestion, RetrieverLike, copy_sources
+from ragspec.tenants import TenantCaches
 
 log = logging.getLogger(__name__)
 

@@ -12,11 +12,11 @@ from dataclasses import dataclass, replace
 
 from ragspec.core import Message, Passage, SamplingParams, check_text
 from ragspec.errors import InputError, SaveError, StoreError
-from ragspec.tenants import cache_salt_of
 from ragspec.rag.chat.conversations import ConversationStore, QaPair, ShownPassages, turn_keys
 from ragspec.rag.chat.prompt import PastTurn
 from ragspec.retrieval.search.segment_search import PUBLIC_SCOPE, SearchScope
 from ragspec.speculation import ON, Speculation
+from ragspec.tenants import cache_salt_of
 
 log = logging.getLogger(__name__)
 
