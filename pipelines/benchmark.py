@@ -3,6 +3,7 @@
     python -m pipelines.benchmark --suite rag --quick
     python -m pipelines.benchmark --suite grammar --json grammar.json --plots plots
     python -m pipelines.benchmark --suite rag --forced gold
+    python -m pipelines.benchmark --suite cpu --quick
     python -m pipelines.benchmark --suite retrieval
     python -m pipelines.benchmark --suite iterative --plots plots
     python -m pipelines.benchmark --suite drafters --heads heads
@@ -75,7 +76,7 @@ def main(
     seed: Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Of the sampled runs.")] = 0,
     runs: Annotated[int | None, typer.Option(min=1, help="Their median counts; 3, or 1 with --quick.")] = None,
     num_prompts: Annotated[int | None, typer.Option(min=1, help="Shorter lists (grammar: of each part).")] = None,
-    peers: Annotated[bool, typer.Option(help="Run transformers beside.")] = True,
+    peers: Annotated[bool, typer.Option(help="Run transformers beside, in the suite cpu llama.cpp too.")] = True,
     full: Annotated[bool, typer.Option(help="Retrieval: a million vectors, 100,000 passages, 10,000 queries.")] = False,
     reranker: Annotated[str, typer.Option(help="Retrieval: a cross-encoder's directory or name.")] = "",
     heads: Annotated[Path | None, typer.Option(help="Drafters: a folder with eagle/ and eagle3/.")] = None,

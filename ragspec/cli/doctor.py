@@ -190,7 +190,7 @@ def _target(model: str) -> Finding:
 
 def _perplexity(model: str, text: Path) -> Finding:
     from ragspec.engine.target import Target
-    from ragspec.evaluation.perplexity import perplexity
+    from ragspec.evaluation.metrics import perplexity
 
     found = {}
     for quantization in ("none", "int8"):

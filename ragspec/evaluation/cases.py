@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from ragspec.core import CopySource, Passage, SourceKind
+from ragspec.core import CopySource, Message, Passage, SourceKind
 from ragspec.evaluation.datasets import Question, Sentence
 from ragspec.rag.prompt import PromptBuilder
 from ragspec.rag.steps import RetrieverLike, copy_sources
@@ -54,6 +54,16 @@ def grammar_cases(sentences: Sequence[Sentence], prompts: PromptBuilder) -> Iter
         sources = (CopySource(SourceKind.INPUT, sentence.text),)
         prepare_s = time.perf_counter() - begin
         yield Case(sentence.id, sentence.part, prompt.prompt_ids, sources, GRAMMAR_TOKENS, prepare_s)
+
+
+def conversation_cases(
+    part: str, conversations: Sequence[Sequence[Mapping[str, str]]], prompts: PromptBuilder, max_tokens: int
+) -> Iterator[Case]:
+    """The prompt of each conversation, of messages `{"role", "content"}`; every message may be copied from."""
+    for i, messages in enumerate(conversations):
+        ids = prompts.tokens([Message(m["role"], m["content"]) for m in messages])
+        sources = tuple(CopySource(SourceKind.HISTORY, m["content"]) for m in messages)
+        yield Case(f"{part}-{i}", part, ids, sources, max_tokens)
 
 
 def nothing_to_copy_cases(

@@ -14,7 +14,7 @@ from tiny_target import ARCHITECTURES, save_model, target_config
 from transformers import AutoModelForCausalLM
 
 from ragspec.engine.target import FINAL, Target
-from ragspec.evaluation.perplexity import perplexity
+from ragspec.evaluation.metrics import perplexity
 from ragspec.numerics.batch import Batch, ScheduledSequence
 from ragspec.numerics.cpu import int8_weights, thread_pool
 from ragspec.numerics.cpu.int8 import Int8Decoder, Int8Linear

@@ -20,7 +20,7 @@ from ragspec.errors import InputError
 from ragspec.evaluation.cases import Case, nothing_to_copy_cases
 from ragspec.evaluation.machine import PeakMemory, read_bandwidth, weight_bytes
 from ragspec.evaluation.overrides import ForcedAnswers, answer_ids
-from ragspec.evaluation.peers import LOOKUP_TOKENS, TransformersDecoder, load_peer
+from ragspec.evaluation.peers import load_peer, transformers_decoders
 from ragspec.evaluation.report import Result
 from ragspec.evaluation.suite import CONCURRENCY, Repetitions, Settings
 from ragspec.evaluation.suites.acceptance_bound import t1_bound
@@ -56,7 +56,7 @@ class MeasuredGeneration:
 
 
 class GenerationSuite:
-    """`peer`: transformers' model of the same weights, or None for no peers; `forced`: answers given to the engine."""
+    """`peers`: decoders of other programs, which decode greedily beside; `forced`: answers given to the engine."""
 
     def __init__(
         self,
@@ -64,19 +64,19 @@ class GenerationSuite:
         cases: Sequence[Case],
         plan: Repetitions,
         *,
-        peer: Any = None,
+        peers: Mapping[str, Decoder] | None = None,
         forced: ForcedAnswers | None = None,
         tick: Tick = no_tick,
     ) -> None:
         self._engine, self._cases, self._plan = engine, cases, plan
-        self._peer, self._forced, self._tick = peer, forced, tick
+        self._peers, self._forced, self._tick = peers or {}, forced, tick
         self._equality, self._memory = Equality(), PeakMemory()
         self._nothing_runs = max(_NOTHING_RUNS, plan.num_runs)
 
     def measure(self) -> MeasuredGeneration:
         """All measurements that need the engine, in the order of the module's docstring."""
         plan, sampled = self._plan, None
-        greedy = self._alone("T=0", GREEDY, plan.num_runs, self._peers())
+        greedy = self._alone("T=0", GREEDY, plan.num_runs, self._peers)
         result = speeds(greedy) | self._batched("T=0", GREEDY, plan.num_runs, greedy)
         if self._forced is None:
             sampled = self._alone("T=1", SAMPLED, plan.num_runs)
@@ -102,14 +102,6 @@ class GenerationSuite:
 
     def _engine_decoders(self, sampling: dict[str, Any]) -> dict[str, EngineDecoder]:
         return engine_decoders(self._engine, self._plan.seed, sampling)
-
-    def _peers(self) -> dict[str, Decoder]:
-        if self._peer is None:
-            return {}
-        options: dict[str, dict[str, Any]] = {GENERATE: {}, PROMPT_LOOKUP: {"prompt_lookup_num_tokens": LOOKUP_TOKENS}}
-        return {
-            name: TransformersDecoder(self._peer, self._engine, self._forced, **own) for name, own in options.items()
-        }
 
     def _alone(
         self, setting: str, sampling: dict[str, Any], num_runs: int, peers: Mapping[str, Decoder] | None = None
@@ -165,8 +157,8 @@ def measure_engine(
     settings: Settings, engine: Engine, cases: Sequence[Case], forced: ForcedAnswers | None, tick: Tick
 ) -> MeasuredGeneration:
     """The generation suite, then the bound at T=1. Closes the engine."""
-    peer = load_peer(settings.target) if settings.peers else None
-    measured = GenerationSuite(engine, cases, settings.plan, peer=peer, forced=forced, tick=tick).measure()
+    peers = transformers_decoders(load_peer(settings.target), engine, forced) if settings.peers else None
+    measured = GenerationSuite(engine, cases, settings.plan, peers=peers, forced=forced, tick=tick).measure()
     engine.close()
     if measured.sampled is not None:
         tick("bound at T=1", 0, 1)

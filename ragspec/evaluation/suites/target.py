@@ -22,17 +22,15 @@ import numpy as np
 import torch
 
 from ragspec.config import DraftingConfig, EngineConfig, TargetConfig
-from ragspec.core import CopySource, Request, SamplingParams, SourceKind
-from ragspec.core import Message as ChatMessage
+from ragspec.core import Request, SamplingParams
 from ragspec.engine.checkpoints.target_files import target_folder
 from ragspec.engine.engine import Engine
 from ragspec.engine.loading import load_engine
 from ragspec.engine.target import Target
-from ragspec.evaluation.cases import RAG_PASSAGES
+from ragspec.evaluation.cases import RAG_PASSAGES, conversation_cases
 from ragspec.evaluation.datasets import clean_sentences, stdlib_list
 from ragspec.evaluation.machine import PeakMemory
-from ragspec.evaluation.metrics import best_f1, edit_distance, exact_match, gleu
-from ragspec.evaluation.perplexity import perplexity
+from ragspec.evaluation.metrics import best_f1, edit_distance, exact_match, gleu, perplexity
 from ragspec.evaluation.report import PEAK_MEMORY, Metric, nested
 from ragspec.evaluation.suite import QUICK_QUESTIONS, Outcome, Settings, Suite
 from ragspec.evaluation.suites.chat_pairs import chat_requests, shuffled_pairs, verdict_scores, write_pairs
@@ -224,11 +222,9 @@ def engine_generate(engine: Engine, tick: Tick) -> Generate:
     prompts = PromptBuilder(tokenizer, engine.max_context_tokens)
 
     def generate(conversations: list[list[Message]]) -> list[str]:
-        requests = []
-        for i, messages in enumerate(conversations):
-            ids = prompts.tokens([ChatMessage(m["role"], m["content"]) for m in messages])
-            sources = tuple(CopySource(SourceKind.HISTORY, m["content"]) for m in messages)
-            requests.append(Request(f"target-{i}", ids, SamplingParams(max_tokens=MAX_NEW_TOKENS), sources))
+        cases = conversation_cases("target", conversations, prompts, MAX_NEW_TOKENS)
+        params = SamplingParams(max_tokens=MAX_NEW_TOKENS)
+        requests = [Request(case.id, case.prompt_ids, params, case.sources) for case in cases]
         completions = engine.generate(requests)
         tick("conversations", len(requests), len(requests))
         return [str(tokenizer.decode(list(c.token_ids), skip_special_tokens=True)) for c in completions]
