@@ -7,7 +7,7 @@ the jobs); the library takes ready objects.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, Self, TypeVar
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -128,21 +128,43 @@ class TargetConfig(ConfigSection):
     else is a Hugging Face directory or name, or a GGUF file.
 
     `adapter`: the directory of a PEFT LoRA adapter, merged at load; "auto": the shipped adapter for the default model, none for
-    others. `dtype`: of the weights; the KV cache is float32. `quantization`: "int8" holds the weights in 8 bits with a scale for
-    each output; "auto": int8 for the default model, none for others. `cache_dir`: where dequantised and merged weights are kept.
+    others. `quantization`: "int8" holds the weights in 8 bits with a scale for each output (backend cpu); "auto": int8 for the
+    default model on backend cpu, none for others. `cache_dir`: where dequantised and merged weights are kept.
+
+    `device`: "cpu", "cuda" or "cuda:1". `backend`: "cpu" runs compiled kernels, "torch" plain torch operators on any device;
+    "auto": cpu on the device cpu, torch elsewhere. `dtype`: of the weights, and of the KV cache on backend torch; backend cpu
+    keeps keys and values in float32.
     """
 
     model: str = DEFAULT_TARGET
     adapter: str = "auto"
     cache_dir: str = f"{DEFAULT_CACHE}/targets"
+    device: str = Field("cpu", pattern=r"^(cpu|cuda(:\d+)?)$")
+    backend: Literal["auto", "cpu", "torch"] = "auto"
     dtype: Literal["float32", "bfloat16"] = "float32"
     quantization: Literal["auto", "none", "int8"] = "auto"
     max_context_tokens: int | None = Field(None, ge=16)
     exactness: Literal["bitwise", "fast"] = "bitwise"
 
+    @model_validator(mode="after")
+    def _check_backend(self) -> Self:
+        if self.backend == "cpu" and self.device != "cpu":
+            raise ValueError(f"the backend cpu runs on the device cpu only, and the device is {self.device!r}")
+        if self.backend_name == "torch" and self.quantization == "int8":
+            raise ValueError("int8 weights run on the backend cpu only")
+        return self
+
+    @property
+    def backend_name(self) -> str:
+        """ "cpu" or "torch"."""
+        if self.backend == "auto":
+            return "cpu" if self.device == "cpu" else "torch"
+        return self.backend
+
     @property
     def is_int8(self) -> bool:
-        return self.quantization == "int8" or (self.quantization == "auto" and self.model == DEFAULT_TARGET)
+        automatic = self.quantization == "auto" and self.model == DEFAULT_TARGET and self.backend_name == "cpu"
+        return self.quantization == "int8" or automatic
 
     @property
     def weight_dtype(self) -> str:
@@ -151,8 +173,11 @@ class TargetConfig(ConfigSection):
 
     @property
     def numerics_dtype(self) -> str:
-        """`dtype`, and "-int8" for int8 weights: both change hidden states."""
-        return f"{self.dtype}-int8" if self.is_int8 else self.dtype
+        """Everything of the configuration that changes hidden states: `dtype`, int8 weights, backend and device."""
+        parts: list[str] = [self.dtype]
+        parts += ["int8"] if self.is_int8 else []
+        parts += ["torch", self.device.partition(":")[0]] if self.backend_name == "torch" else []
+        return "-".join(parts)
 
 
 class EagleConfig(ConfigSection):

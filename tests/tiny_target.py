@@ -39,7 +39,6 @@ from ragspec.engine.admission import Admission
 from ragspec.engine.engine import Engine
 from ragspec.engine.target import Target
 from ragspec.evaluation.overrides import FixedTreePlanner
-from ragspec.numerics.kv_cache import KvPool
 
 CONTEXT = 256
 SENTENCES = (
@@ -137,11 +136,12 @@ def _loaded(kind: str, dtype: Any, folder: Path) -> Target:
 
 
 def target_config(model: str, dtype: Any) -> TargetConfig:
-    """`dtype` int8: weights in int8, the rest in float32."""
+    """`dtype` int8: weights in int8, the rest in float32; `torch-float32`: the dtype on the torch backend."""
     cache = str(Path(model).parent / "cache")
     if dtype == "int8":
         return TargetConfig(model=model, quantization="int8", cache_dir=cache)
-    return TargetConfig(model=model, dtype=dtype, cache_dir=cache)
+    backend, _, dtype = dtype.rpartition("-")
+    return TargetConfig(model=model, dtype=dtype, backend=backend or "auto", cache_dir=cache)
 
 
 _FOLDER: list[Path] = []
@@ -152,7 +152,7 @@ def tiny_target(kind: str, dtype: str, folder: Path) -> Target:
     if not _FOLDER:
         _FOLDER.append(folder)
     target = _loaded(kind, dtype, _FOLDER[0])
-    target.pool = KvPool(target.shapes, 2048)
+    target.reset_pool(2048)
     return target
 
 
@@ -179,7 +179,7 @@ def tiny_engine(
 
     `fixed_nodes`: every drafter is asked in every step, and so many nodes are kept, whether that pays or not.
     """
-    target.pool = KvPool(target.shapes, num_kv_slots)
+    target.reset_pool(num_kv_slots)
     settings = EngineConfig(**{"max_step_tokens": 64, "max_kv_tokens": num_kv_slots, **config})
     planner_class = FixedTreePlanner if fixed_nodes else Planner
     planner = planner_class(drafters, costs or Free(), fixed_nodes or max_nodes, target.vocab_size)

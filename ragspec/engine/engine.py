@@ -22,9 +22,10 @@ from ragspec.drafting.planner import Planner
 from ragspec.engine.admission import Admission
 from ragspec.engine.client import CommandQueue, EngineClient, logged_errors
 from ragspec.engine.scheduler import Scheduler
-from ragspec.engine.sequence import Listener, Sequence
+from ragspec.engine.sequence import Listener, Sequence, sample_ahead
 from ragspec.engine.target import Floats, Target
 from ragspec.errors import EngineClosed, InputError, RankLost
+from ragspec.numerics.backend import LogitRows
 from ragspec.numerics.batch import Batch
 from ragspec.numerics.ranks import HEARTBEAT_S
 from ragspec.numerics.threads import AdaptiveThreads
@@ -77,10 +78,8 @@ class Engine(EngineClient):
         self._commands.put(lambda: self._cancel(request_id))
 
     def between_steps(self, call: Callable[[], None]) -> None:
-        """Run `call` in the engine's thread between two steps, and wait for its end.
-
-        Never call this from a listener: listeners run in the engine's thread. Raises: EngineClosed, and any error of `call`.
-        """
+        """Run `call` in the engine's thread between two steps, and wait for its end. Never call this from a listener, which runs
+        in that thread too. Raises: EngineClosed, and any error of `call`."""
         with self._lock:
             if self._closed:
                 raise EngineClosed(self._closed)
@@ -135,11 +134,12 @@ class Engine(EngineClient):
         trees, draft_s = self._draft(scheduled)
         batch = Batch([s.schedule(num_tokens, tree) for (s, num_tokens), tree in zip(scheduled, trees, strict=True)])
         logits, features = self._forward(batch)
-        for sequence, tree, part in zip(self._in_step, trees, batch.sequences, strict=True):
+        sampled = sample_ahead(self.target.backend, logits, self._in_step, trees)
+        for sequence, tree, part, tokens in zip(self._in_step, trees, batch.sequences, sampled, strict=True):
             result = UNDECIDED
             if tree is not None:
-                tree_logits = part.logits(logits)
-                result = sequence.commit(tree, sequence.verify(tree, tree_logits), tree_logits, draft_s)
+                rows = part.logits(logits)
+                result = sequence.commit(tree, sequence.verify(tree, rows, tokens), rows, draft_s)
             part.keep(result.path)
             self._planner.observe(sequence, result, part.features(features, result.path))
             if tree is not None:
@@ -149,13 +149,12 @@ class Engine(EngineClient):
         """A tree for each sequence, None for a chunk of a prompt that goes on; seconds that a tree took."""
         deciding = [sequence for sequence, num_tokens in scheduled if num_tokens == sequence.num_pending]
         num_other_rows = sum(num_tokens for _, num_tokens in scheduled) - len(deciding)
-        spare_rows = self._scheduler.spare_rows(scheduled)
         begin = time.perf_counter()
-        trees = iter(self._planner.plan(deciding, num_other_rows, spare_rows))
+        trees = iter(self._planner.plan(deciding, num_other_rows, self._scheduler.spare_rows(scheduled)))
         draft_s = (time.perf_counter() - begin) / max(1, len(deciding))
         return [next(trees) if num_tokens == s.num_pending else None for s, num_tokens in scheduled], draft_s
 
-    def _forward(self, batch: Batch) -> tuple[Floats, dict[int, Floats]]:
+    def _forward(self, batch: Batch) -> tuple[LogitRows, dict[int, Floats]]:
         """Logits and tapped hidden states. The time of the forward teaches the thread count and the cost table."""
         self._threads.begin()
         begin = time.perf_counter()

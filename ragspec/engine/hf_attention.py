@@ -14,8 +14,8 @@ import torch
 from transformers import AttentionInterface
 
 from ragspec.errors import ModelError
-from ragspec.numerics.attention import AttentionShape, attend
-from ragspec.numerics.layers import ForwardContext
+from ragspec.numerics.attention import AttentionShape
+from ragspec.numerics.backend import ForwardContext
 
 _IGNORED = frozenset("is_causal position_ids use_cache output_attentions output_hidden_states cache_position".split())
 """Keywords of transformers that do not change the result."""
@@ -48,15 +48,13 @@ def paged_attention(
     scale = head_dim**-0.5 if scaling is None else scaling
     shape = AttentionShape(query.shape[1], key.shape[1], head_dim, scale, sliding_window or 0, softcap or 0.0)
     # [N, heads + 2 KV heads, D]
-    qkv = torch.cat([query, key, value], 1)[0].transpose(0, 1).float().contiguous().numpy()
+    qkv = torch.cat([query, key, value], 1)[0].transpose(0, 1)
     layer = module.layer_idx
-    pool, metadata = forward_context
-    if not pool.fits(layer, shape):
+    if not forward_context.pool.fits(layer, shape):
         raise ModelError(
             f"layer {layer} has {shape.num_kv_heads} heads of {head_dim}, which its cache was not made for"
         )
-    out = attend(qkv, pool.keys[layer], pool.values[layer], metadata, shape)
-    return torch.from_numpy(out).to(query.dtype)[None], None
+    return forward_context.attend(layer, qkv, shape, None)[None], None
 
 
 AttentionInterface.register("ragspec", paged_attention)

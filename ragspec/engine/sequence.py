@@ -9,13 +9,13 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Sequence as SequenceOf
+from itertools import accumulate, repeat
 from typing import Any, NamedTuple
-
-import numpy as np
-from numpy.typing import NDArray
 
 from ragspec.core import Delta, FinishReason, GenerationStats, Request, TokenLogprob
 from ragspec.engine.text import IncrementalDetokenizer
+from ragspec.numerics.backend import Backend, LogitRows
 from ragspec.numerics.batch import ScheduledSequence
 from ragspec.numerics.kv_cache import SequenceSlots
 from ragspec.tree import DraftTree, StepResult
@@ -102,11 +102,18 @@ class Sequence:
         self.slots = slots
         self._admitted_s = self._admitted_s or time.perf_counter()
 
-    def verify(self, tree: DraftTree, logits: NDArray[np.float32]) -> VerifyResult:
-        """Decide tokens by the request's acceptance rule. Shapes: logits float32 [N, V], row n for node n."""
-        if isinstance(self.sampler, RejectionSampler):
-            return self.sampler.verify(tree, tree.draws, logits, self.most_tokens)
-        return verify(tree, logits, self.sampler, self.most_tokens)
+    def verify(self, tree: DraftTree, logits: LogitRows, sampled: SequenceOf[int] = ()) -> VerifyResult:
+        """Decide tokens by the request's acceptance rule.
+
+        Shapes: logits float32 [N, V], row n for node n; `sampled` [N]: the token after each node, empty if the sampler is to read
+        the logits.
+        """
+        sampler = self.sampler
+        if isinstance(sampler, RejectionSampler):
+            return sampler.verify(tree, tree.draws, logits, self.most_tokens)
+        if sampled and isinstance(sampler, KeyedSampler):
+            return verify(tree, lambda node: sampler.take(sampled[node]), self.most_tokens)
+        return verify(tree, lambda node: sampler(logits[node]), self.most_tokens)
 
     def schedule(self, num_tokens: int, tree: DraftTree | None) -> ScheduledSequence:
         """Its next `num_tokens` pending tokens and a draft tree as rows of a batch. Raises: OutOfSlots."""
@@ -117,9 +124,7 @@ class Sequence:
             return ScheduledSequence(self.slots, token_ids, wants_logits=False)
         return ScheduledSequence(self.slots, token_ids + tree.token_ids[1:], tree.parents)
 
-    def commit(
-        self, tree: DraftTree, verdict: VerifyResult, logits: NDArray[np.float32], draft_s: float = 0.0
-    ) -> StepResult:
+    def commit(self, tree: DraftTree, verdict: VerifyResult, logits: LogitRows, draft_s: float = 0.0) -> StepResult:
         """Append decided tokens until one of them ends the output, and count the step.
 
         Shapes: logits float32 [N, V], row n for node n. `draft_s`: seconds that drafting took.
@@ -216,3 +221,20 @@ class Sequence:
         self.stats.queue_s = admitted - self._submitted_s
         self.stats.prefill_s = first - admitted
         self.stats.decode_s = now - first
+
+
+def sample_ahead(
+    backend: Backend, logits: LogitRows, sequences: SequenceOf[Sequence], trees: SequenceOf[DraftTree | None]
+) -> list[list[int]]:
+    """The token after each node of each tree, all sampled at once; empty for a sampler that reads logits on the host."""
+    if not backend.samples_ahead:
+        return [[]] * len(trees)
+    drawn = [
+        sequence.sampler.draws(tree) if tree is not None and isinstance(sequence.sampler, KeyedSampler) else []
+        for sequence, tree in zip(sequences, trees, strict=True)
+    ]
+    sizes = [0 if tree is None else len(tree) for tree in trees]
+    rows = [draw for draws, size in zip(drawn, sizes, strict=True) for draw in (draws or repeat(None, size))]
+    tokens = backend.sample(logits, rows)
+    ends = list(accumulate(sizes))
+    return [tokens[end - size : end] if draws else [] for draws, size, end in zip(drawn, sizes, ends, strict=True)]

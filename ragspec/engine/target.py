@@ -31,13 +31,15 @@ from ragspec.engine.hf_attention import tapped_layers
 from ragspec.engine.rank_messages import ForwardInput, MessageKind, send, send_forward
 from ragspec.errors import ModelError, RankLost
 from ragspec.numerics.attention import AttentionMetadata
-from ragspec.numerics.cpu.int8 import Int8Decoder, Int8Linear
+from ragspec.numerics.backend import Backend, LogitRows
+from ragspec.numerics.cpu.backend import CpuBackend
+from ragspec.numerics.cpu.int8 import Int8Decoder
 from ragspec.numerics.cpu.int8_weights import WeightArena
-from ragspec.numerics.kv_cache import KvPool
-from ragspec.numerics.layers import Decoder, ForwardContext, make_row_invariant
-from ragspec.numerics.linear import PackedLinear, packing_available
+from ragspec.numerics.layers import Decoder, make_row_invariant
+from ragspec.numerics.linear import packing_available
 from ragspec.numerics.ranks import ONE_RANK, Ranks
 from ragspec.numerics.sharding import without_padding
+from ragspec.numerics.torch.backend import TorchBackend
 
 log = logging.getLogger(__name__)
 
@@ -63,11 +65,12 @@ class Target:
         shards: WeightShards | None = None,
         arena: WeightArena | None = None,
     ) -> None:
-        arena = arena or (WeightArena() if config.is_int8 else None)
         self.tokenizer = tokenizer
         self.config = config
         self._shards = shards
         self.ranks: Ranks = shards.ranks if shards else ONE_RANK
+        self.backend = make_backend(config, self.ranks, arena)
+        self.backend.place(model)
         text_config = model.config.get_text_config()
         check_servable(model, text_config)
         self.vocab_size: int = text_config.vocab_size
@@ -79,10 +82,10 @@ class Target:
         """The attention of this rank's part of each layer."""
         self._transform = LogitTransform.of(text_config)
         self.num_parameters = shards.num_parameters if shards else int(sum(p.numel() for p in model.parameters()))
-        self._embedding: torch.Tensor | None = None if shards else model.get_input_embeddings().weight.detach()
-        make_row_invariant(model, self.num_positions, self.ranks, arena)
+        self._embedding: torch.Tensor | None = None if shards else model.get_input_embeddings().weight.detach().cpu()
+        make_row_invariant(model, self.num_positions, self.backend, self.ranks)
         self._model = model
-        self.pool = KvPool(self.shapes, num_kv_slots)
+        self.reset_pool(num_kv_slots)
 
     @classmethod
     def load(cls, config: TargetConfig, num_kv_slots: int, ranks: Ranks = ONE_RANK) -> Self:
@@ -91,7 +94,7 @@ class Target:
         Each rank of a group reads its own part. Raises: ModelError, SaveError.
         """
         dtype = getattr(torch, config.dtype)
-        if not config.is_int8 and not packing_available(dtype):
+        if config.backend_name == "cpu" and not config.is_int8 and not packing_available(dtype):
             raise ModelError(f"this build of torch has no packed {config.dtype} product on this processor")
         folder = target_folder(config)
         tokenizer = read_tokenizer(folder)
@@ -106,6 +109,10 @@ class Target:
             saved.save(arena)
         return target
 
+    def reset_pool(self, num_kv_slots: int) -> None:
+        """A fresh pool; sequences of the old pool are lost."""
+        self.pool = self.backend.make_pool(self.shapes, num_kv_slots)
+
     @property
     def embedding(self) -> torch.Tensor:
         """The embedding matrix, without the scale that some models apply. Rank 0 of a group reads the file. Shape: [V, H]."""
@@ -118,21 +125,24 @@ class Target:
         return len(self.shapes)
 
     def forward(self, token_ids: Ints, metadata: AttentionMetadata, logit_rows: Ints) -> Floats:
-        """Logits of some rows. Shapes: token_ids int32 [N], logit_rows int32 [W] -> float32 [W, V]."""
-        return self.forward_tapped(token_ids, metadata, logit_rows, ())[0]
+        """Logits of some rows, on the host. Shapes: token_ids int32 [N], logit_rows int32 [W] -> float32 [W, V]."""
+        return np.asarray(self.forward_tapped(token_ids, metadata, logit_rows, ())[0])
 
     def forward_tapped(
         self, token_ids: Ints, metadata: AttentionMetadata, logit_rows: Ints, taps: Sequence[int]
-    ) -> tuple[Floats, dict[int, Floats]]:
-        """As `forward`, with the hidden states of every row at each tap. Shapes: -> float32 [W, V], float32 [N, H] each."""
+    ) -> tuple[LogitRows, dict[int, Floats]]:
+        """Logits where the backend keeps them, and the hidden states of every row at each tap.
+
+        Shapes: token_ids int32 [N], logit_rows int32 [W] -> float32 [W, V], float32 [N, H] each.
+        """
         with self._announced(token_ids, metadata, logit_rows), torch.inference_mode():
             hidden, tapped = self._hidden(token_ids, metadata, taps)
             if FINAL in taps:
                 tapped[FINAL] = hidden
             logits = self._logits(hidden, logit_rows)
-            return logits, {tap: stream.float().numpy() for tap, stream in tapped.items()}
+            return logits, {tap: self.backend.features(stream) for tap, stream in tapped.items()}
 
-    def compute(self, token_ids: Ints, metadata: AttentionMetadata, logit_rows: Ints) -> Floats:
+    def compute(self, token_ids: Ints, metadata: AttentionMetadata, logit_rows: Ints) -> LogitRows:
         """As `forward`, without telling the other ranks. Only rank 0 gets whole logits."""
         with torch.inference_mode():
             return self._logits(self._hidden(token_ids, metadata)[0], logit_rows)
@@ -140,7 +150,7 @@ class Target:
     def logits_of(self, states: torch.Tensor) -> Floats:
         """The output layer on states after the final norm; the other ranks take no part. Shapes: [N, H] -> float32 [N, V]."""
         with torch.inference_mode():
-            return self._transform(cast(Floats, self._own_head(states).float().numpy()))
+            return self.backend.features(self._transform(self._own_head(states).float()))
 
     def heartbeat(self) -> None:
         """Check that the other ranks are alive, and tell them that rank 0 is. The engine calls this every HEARTBEAT_S."""
@@ -176,39 +186,49 @@ class Target:
     def _hidden(
         self, token_ids: Ints, metadata: AttentionMetadata, taps: Sequence[int] = ()
     ) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
-        tokens = torch.from_numpy(token_ids.astype(np.int64))
-        context, layer_taps = ForwardContext(self.pool, metadata), [tap for tap in taps if tap != FINAL]
+        tokens = self.backend.tokens(token_ids)
+        context, layer_taps = self.backend.context(self.pool, metadata), [tap for tap in taps if tap != FINAL]
         if isinstance(self._model.model, Decoder | Int8Decoder):
             return cast(tuple[torch.Tensor, dict[int, torch.Tensor]], self._model.model(tokens, context, layer_taps))
-        positions = torch.from_numpy(metadata.positions.astype(np.int64))
+        positions = self.backend.tokens(metadata.positions)
         with tapped_layers(self._model.model, layer_taps) as tapped:
             output = self._model.model(
                 input_ids=tokens[None], position_ids=positions[None], use_cache=False, forward_context=context
             )
         return output.last_hidden_state[0], {tap: stream[0] for tap, stream in tapped.items()}
 
-    def _logits(self, hidden: torch.Tensor, logit_rows: Ints) -> Floats:
+    def _logits(self, hidden: torch.Tensor, logit_rows: Ints) -> LogitRows:
         """Shapes: hidden [N, H] -> [W, V]."""
         states = hidden
         if len(logit_rows) < len(hidden):
-            states = hidden[torch.from_numpy(logit_rows.astype(np.int64))]
-        if self.ranks.size == 1:
-            return self._transform(cast(Floats, self._model.lm_head(states).float().numpy()))
+            states = hidden[self.backend.tokens(logit_rows)]
         if not len(states):
-            return np.empty((0, self.vocab_size), np.float32)
-        logits = self.ranks.gather_to_first(self._model.lm_head(states))
-        return self._transform(without_padding(logits, self.vocab_size).float().numpy())
+            return self.backend.logits(states.new_empty((0, self.vocab_size), dtype=torch.float32))
+        logits = self._model.lm_head(states)
+        if self.ranks.size > 1:
+            logits = without_padding(self.ranks.gather_to_first(logits), self.vocab_size)
+        return self.backend.logits(self._transform(logits.float()))
 
     @functools.cached_property
     def _own_head(self) -> Any:
         if self._shards is None:
             return self._model.lm_head
-        make = Int8Linear if self.config.is_int8 else PackedLinear
-        return make(self._whole_weight("lm_head.weight"))
+        return CpuBackend(WeightArena() if self.config.is_int8 else None).make_linear(
+            self._whole_weight("lm_head.weight")
+        )
 
     def _whole_weight(self, name: str) -> torch.Tensor:
         assert self._shards is not None and self.ranks.rank == 0, "only rank 0 ever holds a whole weight"
         return self._shards.checkpoint.whole(name)
+
+
+def make_backend(config: TargetConfig, ranks: Ranks, arena: WeightArena | None) -> Backend:
+    """Raises: ModelError for several ranks on a GPU."""
+    if config.backend_name == "cpu":
+        return CpuBackend(arena or (WeightArena() if config.is_int8 else None), ranks)
+    if ranks.size > 1 and config.device != "cpu":
+        raise ModelError(f"several ranks run on CPUs only, and target.device is {config.device!r}")
+    return TorchBackend(config.device, getattr(torch, config.dtype))
 
 
 def load_tokenizer(config: TargetConfig) -> PreTrainedTokenizerBase:

@@ -26,7 +26,6 @@ from ragspec.errors import ConfigError, ModelError
 from ragspec.evaluation.datasets import RagList, cached_retriever, squad_list, stdlib_list
 from ragspec.evaluation.report import Figures, Metric, Result, Table
 from ragspec.evaluation.timing import Tick
-from ragspec.numerics.kv_cache import KvPool
 from ragspec.retrieval.encoder import Encoder
 from ragspec.retrieval.retriever import Retriever
 
@@ -176,7 +175,7 @@ def engine_over(
 ) -> AnyEngine:
     """An engine with the default drafters over a loaded target, whose pool it replaces. Measures `costs` by default."""
     drafting = DraftingConfig()
-    target.pool = KvPool(target.shapes, config.max_kv_tokens)
+    target.reset_pool(config.max_kv_tokens)
     drafters, costs = make_drafters(target, drafting), costs or measure_costs(target, config.max_step_tokens)
     planner = Planner(drafters, costs, drafting.max_tree_nodes, target.vocab_size)
     return engine_class(target, planner, Admission(target, "benchmark", make_sampler), config)

@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from ragspec.numerics.attention import AttentionMetadata, Floats, Ints, make_tiles
+from ragspec.numerics.backend import LogitRows
 from ragspec.numerics.kv_cache import SequenceSlots
 
 
@@ -38,9 +39,10 @@ class ScheduledSequence:
         self.first_row = self.first_logit = 0  # set by the batch
         self.reserved_slots, self.reserved_index = slots.reserve(len(token_ids))
 
-    def logits(self, logits: Floats) -> Floats:
+    def logits(self, logits: LogitRows) -> LogitRows:
         """Logits of the tree, row n for node n. Shapes: [W, V] of the batch -> [N, V]."""
-        return logits[self.first_logit : self.first_logit + len(self.parents)]
+        rows: LogitRows = logits[self.first_logit : self.first_logit + len(self.parents)]
+        return rows
 
     def features(self, features: Mapping[int, Floats], path: Sequence[int]) -> dict[int, Floats]:
         """Hidden states of the known tokens and of the nodes on `path`, by tap. Shapes: [N, H] of the batch -> [T, H]."""

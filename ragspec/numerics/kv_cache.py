@@ -8,6 +8,7 @@ Sequences and the prefix cache hold slots. A slot without holders is free; a pag
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -20,21 +21,28 @@ class OutOfSlots(Exception):
 
 
 class KvPool:
-    """The slots of one target. Memory: `2 * layers * KV heads * padded head_dim * 4` bytes a slot, touched when used."""
+    """The slots of one target. Memory: `2 * layers * KV heads * padded head_dim * 4` bytes a slot, touched when used.
 
-    def __init__(self, layers: list[AttentionShape], num_slots: int) -> None:
+    `allocate`: zeros of a layer where a device has them; None: float32 in main memory.
+    """
+
+    def __init__(
+        self, layers: list[AttentionShape], num_slots: int, allocate: Callable[[int], Any] | None = None
+    ) -> None:
         self.num_pages = -(-num_slots // PAGE)
         self.num_slots = self.num_pages * PAGE
         widths = [s.num_kv_heads * padded(s.head_dim) for s in layers]
-        self.keys, self.values = self._layers(widths), self._layers(widths)
+        self.keys, self.values = self._layers(widths, allocate), self._layers(widths, allocate)
         self.stamps = np.zeros(self.num_slots, np.int64)
         """A slot's stamp rises when the slot gets a new position: data stored beside the slot is then outdated."""
         self._holders = np.zeros(self.num_slots, np.int32)
         self._held_in_page = np.zeros(self.num_pages, np.int32)
         self._free_pages = list(range(self.num_pages - 1, -1, -1))
 
-    def _layers(self, widths: list[int]) -> Any:
+    def _layers(self, widths: list[int], allocate: Callable[[int], Any] | None) -> Any:
         """One array a layer; layers alike are rows of one array. Shapes: float32 [slots * width] each."""
+        if allocate is not None:
+            return [allocate(self.num_slots * width) for width in widths]
         if len(set(widths)) == 1:
             return np.zeros((len(widths), self.num_slots * widths[0]), np.float32)
         return [np.zeros(self.num_slots * width, np.float32) for width in widths]

@@ -9,21 +9,17 @@ result. In a tensor-parallel group each rank has some heads and a part of the fe
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ragspec.errors import ModelError
-from ragspec.numerics.attention import AttentionMetadata, attend, shape_of
-from ragspec.numerics.cpu.int8 import Int8Decoder, Int8Linear, has_int8_shape
-from ragspec.numerics.cpu.int8_weights import WeightArena
-from ragspec.numerics.kv_cache import KvPool
-from ragspec.numerics.linear import PackedLinear, replace_linears
-from ragspec.numerics.norms import ResidualNorm, RootMeanSquareNorm
+from ragspec.numerics.attention import shape_of
+from ragspec.numerics.backend import Backend, ForwardContext
+from ragspec.numerics.linear import replace_linears
 from ragspec.numerics.ranks import ONE_RANK, Ranks
 from ragspec.numerics.sharding import FFN_MULTIPLE, GatheredEmbedding, GatheredLinear, without_padding
 
@@ -37,17 +33,7 @@ _NORMS = {"LlamaRMSNorm", "MistralRMSNorm", "Qwen2RMSNorm", "Qwen3RMSNorm", "Gra
 _ROTARY = {f"{family}RotaryEmbedding" for family in ("Llama", "Mistral", "Qwen2", "Qwen3", *_ALIKE)}
 
 
-LinearClass = Callable[[Tensor, Tensor | None], nn.Module]
-
-
-class ForwardContext(NamedTuple):
-    """What every attention layer of one forward reads and writes beside hidden states: the pool, and which rows see what.
-
-    Models whose own forward runs hand it to attention as the keyword `forward_context`.
-    """
-
-    pool: KvPool
-    metadata: AttentionMetadata
+MakeLinear = Callable[[Tensor, Tensor | None], nn.Module]
 
 
 class PagedAttention(nn.Module):
@@ -56,35 +42,31 @@ class PagedAttention(nn.Module):
     Shapes: [N, H] -> [N, H].
     """
 
-    def __init__(
-        self, attention: Any, rotary: RotaryTable, ranks: Ranks = ONE_RANK, make_linear: LinearClass = PackedLinear
-    ) -> None:
+    def __init__(self, attention: Any, rotary: RotaryTable, backend: Backend, ranks: Ranks = ONE_RANK) -> None:
         super().__init__()
         self._ranks = ranks
         self.layer, self.shape = attention.layer_idx, shape_of(attention, ranks.size)
         projections = [attention.q_proj, attention.k_proj, attention.v_proj]
         bias = None if projections[0].bias is None else torch.cat([p.bias.detach() for p in projections])
-        self.qkv = make_linear(torch.cat([p.weight.detach() for p in projections]), bias)
-        self.out = _output(attention.o_proj, ranks, make_linear=make_linear)
+        self.qkv = backend.make_linear(torch.cat([p.weight.detach() for p in projections]), bias)
+        self.out = _output(attention.o_proj, ranks, backend.make_linear)
         self.q_norm, self.k_norm = getattr(attention, "q_norm", None), getattr(attention, "k_norm", None)
-        self._cos, self._sin = rotary.cos.float().numpy(), rotary.sin.float().numpy()
+        self._rotations = rotary.cos.float(), rotary.sin.float()
 
     def forward(self, x: Tensor, context: ForwardContext) -> Tensor:
-        shape, (pool, metadata) = self.shape, context
+        shape = self.shape
         qkv = self.qkv(x).view(-1, shape.num_heads + 2 * shape.num_kv_heads, shape.head_dim)
         if self.q_norm is not None and self.k_norm is not None:
             q, k, v = qkv.split([shape.num_heads, shape.num_kv_heads, shape.num_kv_heads], 1)
             qkv = torch.cat([self.q_norm(q), self.k_norm(k), v], 1)
-        keys, values = pool.keys[self.layer], pool.values[self.layer]
-        out = attend(qkv.float().numpy(), keys, values, metadata, shape, self._cos, self._sin)
-        heads = torch.from_numpy(out).view(len(out), -1).to(x.dtype)
+        heads = context.attend(self.layer, qkv, shape, self._rotations).flatten(1)
         return cast(Tensor, self.out(self._ranks.all_gather(heads)))
 
 
 class GatedFeedForward(nn.Module):
     """`down(act(gate(x)) * up(x))` with gate and up as one packed product. Shapes: [N, H] -> [N, H]."""
 
-    def __init__(self, mlp: Any, ranks: Ranks = ONE_RANK, make_linear: LinearClass = PackedLinear) -> None:
+    def __init__(self, mlp: Any, make_linear: MakeLinear, ranks: Ranks = ONE_RANK) -> None:
         super().__init__()
         self._ranks = ranks
         own_width, inner_width = len(mlp.gate_proj.weight), mlp.down_proj.weight.shape[1]
@@ -93,7 +75,7 @@ class GatedFeedForward(nn.Module):
         biases = [p.bias for p in (mlp.gate_proj, mlp.up_proj)]
         bias = None if biases[0] is None else torch.cat([F.pad(b.detach(), (0, _padding(own_width))) for b in biases])
         self.gate_up = make_linear(torch.cat([gate, up]), bias)
-        self.down = _output(mlp.down_proj, ranks, _padding(inner_width), make_linear)
+        self.down = _output(mlp.down_proj, ranks, make_linear, _padding(inner_width))
         self.activation = F.silu if getattr(mlp.config, "hidden_act", "") == "silu" else mlp.act_fn
 
     def forward(self, x: Tensor) -> Tensor:
@@ -106,7 +88,7 @@ def _padding(width: int) -> int:
     return -width % FFN_MULTIPLE
 
 
-def _output(linear: Any, ranks: Ranks, num_more_inputs: int = 0, make_linear: LinearClass = PackedLinear) -> Any:
+def _output(linear: Any, ranks: Ranks, make_linear: MakeLinear, num_more_inputs: int = 0) -> Any:
     """The product back into the stream, with `num_more_inputs` zero inputs appended."""
     own = make_linear(F.pad(linear.weight.detach(), (0, num_more_inputs)), linear.bias)
     return own if ranks.size == 1 else GatheredLinear(own, linear.out_features, ranks)
@@ -122,15 +104,15 @@ class RotaryTable(nn.Module):
     cos: Tensor
     sin: Tensor
 
-    def __init__(self, rotary: Any, max_positions: int, dtype: torch.dtype) -> None:
+    def __init__(self, rotary: Any, max_positions: int, weight: Tensor) -> None:
         super().__init__()
         kind = str(getattr(rotary, "rope_type", "default"))
         if "dynamic" in kind or kind == "longrope":
             raise ModelError(
                 f"rotary embedding {kind!r} changes with the length of the sequence; the engine cannot serve it"
             )
-        positions = torch.arange(max_positions)[None]
-        cos, sin = rotary(torch.zeros(1, dtype=dtype), positions)
+        positions = torch.arange(max_positions, device=weight.device)[None]
+        cos, sin = rotary(weight.new_zeros(1), positions)
         self.register_buffer("cos", cos[0])
         self.register_buffer("sin", sin[0])
 
@@ -144,11 +126,11 @@ class DecoderLayer(nn.Module):
     Shapes: x, block [N, H] -> (x, block), both [N, H].
     """
 
-    def __init__(self, layer: Any) -> None:
+    def __init__(self, layer: Any, backend: Backend) -> None:
         super().__init__()
         self.attention, self.feed_forward = layer.self_attn, layer.mlp
-        self.attention_norm = ResidualNorm(layer.input_layernorm)
-        self.feed_forward_norm = ResidualNorm(layer.post_attention_layernorm)
+        self.attention_norm = backend.make_norm(layer.input_layernorm, residual=True)
+        self.feed_forward_norm = backend.make_norm(layer.post_attention_layernorm, residual=True)
 
     def forward(self, x: Tensor, block: Tensor, context: ForwardContext) -> tuple[Tensor, Tensor]:
         x, normalised = self.attention_norm(x, block)
@@ -163,16 +145,16 @@ class Decoder(nn.Module):
     last one, [N, H].
     """
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, backend: Backend) -> None:
         super().__init__()
-        self.embedding, self.layers, self.norm = model.embed_tokens, model.layers, ResidualNorm(model.norm)
+        self.embedding, self.layers = model.embed_tokens, model.layers
+        self.norm, self._least_rows = backend.make_norm(model.norm, residual=True), backend.least_rows
 
     def forward(
         self, token_ids: Tensor, context: ForwardContext, taps: Sequence[int] = ()
     ) -> tuple[Tensor, dict[int, Tensor]]:
         num_rows = len(token_ids)
-        # Why: every product would double a single row. Doubled once here, the copy is computed and never read.
-        x = self.embedding(token_ids if num_rows > 1 else token_ids.repeat(2))
+        x = self.embedding(token_ids if num_rows >= self._least_rows else token_ids.repeat(2))
         tapped: dict[int, Tensor] = dict.fromkeys(taps, x)
         hidden = self.through_layers(x, context, tapped)
         return hidden[:num_rows], {tap: stream[:num_rows] for tap, stream in tapped.items()}
@@ -191,15 +173,11 @@ class Decoder(nn.Module):
         return cast(Tensor, hidden)
 
 
-def make_row_invariant(
-    model: Any, max_positions: int, ranks: Ranks = ONE_RANK, arena: WeightArena | None = None
-) -> None:
+def make_row_invariant(model: Any, max_positions: int, backend: Backend, ranks: Ranks = ONE_RANK) -> None:
     """Replace the known layers and every linear of a transformers causal LM, in place; its weights are this rank's part.
 
-    With an `arena`, weights are quantised to int8 and go there.
-
-    If every part of the decoder is known, `model.model` becomes a `Decoder` or `Int8Decoder`; otherwise transformers' forward
-    stays. Raises: ModelError if transformers' forward stays and there are several ranks.
+    If every part of the decoder is known, `model.model` becomes the backend's own decoder or a `Decoder`; otherwise
+    transformers' forward stays. Raises: ModelError if transformers' forward stays and there are several ranks.
     """
     rotary = _find_rotary(model, max_positions)
     whole = (
@@ -207,21 +185,20 @@ def make_row_invariant(
     )
     if ranks.size > 1 and not whole:
         raise unsplittable(model)
-    make_linear: LinearClass = functools.partial(Int8Linear, ranks=ranks, arena=arena) if arena else PackedLinear
-    if arena and rotary is not None and whole and has_int8_shape(model.model):
-        model.model = Int8Decoder(model.model, rotary.cos, rotary.sin, ranks, arena)
-    else:
-        _replace(model, rotary, whole, ranks, make_linear)
-    if whole and not isinstance(model.model, Int8Decoder):
-        model.model = Decoder(model.model)
+    own = backend.make_decoder(model.model, (rotary.cos, rotary.sin), ranks) if rotary is not None and whole else None
+    if own is None:
+        _replace(model, rotary, whole, backend, ranks)
+    if whole:
+        model.model = own or Decoder(model.model, backend)
     if ranks.size > 1:
         model.model.embedding = GatheredEmbedding(model.model.embedding, ranks)
-    replace_linears(model, make_linear)
+    replace_linears(model, backend.make_linear)
 
 
 def _find_rotary(model: nn.Module, max_positions: int) -> RotaryTable | None:
     known = [m for m in model.modules() if type(m).__name__ in _ROTARY]
-    return RotaryTable(known[0], max_positions, next(model.parameters()).dtype) if len(known) == 1 else None
+    weight = next(model.parameters())
+    return RotaryTable(known[0], max_positions, weight) if len(known) == 1 else None
 
 
 def is_supported(model: Any) -> bool:
@@ -241,20 +218,18 @@ def unsplittable(model: Any) -> ModelError:
     )
 
 
-def _replace(
-    module: nn.Module, rotary: RotaryTable | None, whole: bool, ranks: Ranks, make_linear: LinearClass
-) -> None:
+def _replace(module: nn.Module, rotary: RotaryTable | None, whole: bool, backend: Backend, ranks: Ranks) -> None:
     """Attention and layers are replaced only for a whole `Decoder`, other known modules always."""
     for name, child in module.named_children():
         kind = type(child).__name__
-        _replace(child, rotary, whole, ranks, make_linear)
+        _replace(child, rotary, whole, backend, ranks)
         if kind in _GATED:
-            setattr(module, name, GatedFeedForward(child, ranks, make_linear))
+            setattr(module, name, GatedFeedForward(child, backend.make_linear, ranks))
         elif kind in _NORMS:
-            setattr(module, name, RootMeanSquareNorm(child))
+            setattr(module, name, backend.make_norm(child))
         elif kind in _ROTARY and rotary is not None:
             setattr(module, name, rotary)
         elif kind in _ATTENTION and whole and rotary is not None:
-            setattr(module, name, PagedAttention(child, rotary, ranks, make_linear))
+            setattr(module, name, PagedAttention(child, rotary, backend, ranks))
         elif kind in _LAYERS and whole:
-            setattr(module, name, DecoderLayer(child))
+            setattr(module, name, DecoderLayer(child, backend))

@@ -23,9 +23,9 @@ from numpy.typing import NDArray
 
 from ragspec.numerics.compiled import compiled
 
-_STEP = np.uint64(0x9E3779B97F4A7C15)
-_MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
-_MIX_2 = np.uint64(0x94D049BB133111EB)
+STEP = np.uint64(0x9E3779B97F4A7C15)
+MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
+MIX_2 = np.uint64(0x94D049BB133111EB)
 _30, _27, _31, _11 = np.uint64(30), np.uint64(27), np.uint64(31), np.uint64(11)
 _TWO_TO_MINUS_53 = 2.0**-53
 _TWO_TO_52, _TWO_TO_53 = np.uint64(2**52), np.uint64(2**53)
@@ -38,16 +38,16 @@ MOST_REST = np.array([int(2**53 * math.exp(-noise) * (1 + 1e-8)) + 2 for noise i
 
 @numba.njit(inline="always")
 def mix(x: np.uint64) -> np.uint64:
-    x = (x ^ (x >> _30)) * _MIX_1
-    x = (x ^ (x >> _27)) * _MIX_2
+    x = (x ^ (x >> _30)) * MIX_1
+    x = (x ^ (x >> _27)) * MIX_2
     return x ^ (x >> _31)
 
 
 @compiled()
 def _key(seed: np.uint64, choice: np.uint64, index: np.uint64) -> np.uint64:
-    key = mix(seed + _STEP)
-    key = mix(key + _STEP * (choice + np.uint64(1)))
-    return mix(key + _STEP * (index + np.uint64(1)))
+    key = mix(seed + STEP)
+    key = mix(key + STEP * (choice + np.uint64(1)))
+    return mix(key + STEP * (index + np.uint64(1)))
 
 
 def output_key(seed: int, choice: int, index: int) -> np.uint64:
@@ -58,7 +58,7 @@ def output_key(seed: int, choice: int, index: int) -> np.uint64:
 @numba.njit(inline="always")
 def bits(key: np.uint64, token_id: np.uint64) -> np.uint64:
     """53 uniform bits for one token id."""
-    return mix(key + _STEP * (token_id + np.uint64(1))) >> _11
+    return mix(key + STEP * (token_id + np.uint64(1))) >> _11
 
 
 @numba.njit(inline="always")

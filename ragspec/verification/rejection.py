@@ -17,6 +17,7 @@ import numpy as np
 
 from ragspec.core import Request
 from ragspec.errors import InputError
+from ragspec.numerics.backend import LogitRows
 from ragspec.speculation import CHAIN_RULES, LOSSY_RULES, AcceptanceRule
 from ragspec.tree import DraftTree, Draw
 from ragspec.verification.probabilities import Floats, KeyedRandom, RandomSource, RandomStream, token_probs
@@ -158,7 +159,7 @@ class RejectionSampler(ChoiceSampler):
         """The next output token without a draft, from the target's logits at its position. Shape: float32 [V]."""
         return self.verify(DraftTree(root_token=0), {}, logits[None], 1).tokens[0]
 
-    def verify(self, tree: DraftTree, draws: Mapping[int, Draw], logits: Logits, most_tokens: int) -> VerifyResult:
+    def verify(self, tree: DraftTree, draws: Mapping[int, Draw], logits: LogitRows, most_tokens: int) -> VerifyResult:
         """Accept a path of the tree. Shapes: logits float32 [N, V], row n for node n. Raises: as `rejection_sample`."""
         random = KeyedRandom(self._seed, self._choice, self._index, RandomStream.VERIFY)
 

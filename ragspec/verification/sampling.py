@@ -19,8 +19,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ragspec.core import Request, SamplingParams, TokenLogprob
+from ragspec.numerics.backend import KeyedDraw, LogitEdits
 from ragspec.numerics.compiled import compiled
 from ragspec.numerics.noise import ABOVE_ANY_GUMBEL, MOST_REST, bits, gumbel, output_key
+from ragspec.tree import DraftTree
 from ragspec.verification.near_ties import is_near_tie
 
 Logits = NDArray[np.float32]
@@ -171,29 +173,45 @@ class TokenCounts:
         self._seen[token] = self._seen.get(token, 0) + 1
         self._output[token] = self._output.get(token, 0) + 1
 
-    def penalise(self, logits: Logits, params: SamplingParams) -> None:
-        """In place. Repetition: positive logits divided, negative ones multiplied. Shape: float32 [V]."""
-        if params.repetition_penalty != 1.0 and self._seen:
-            ids = np.fromiter(self._seen, np.int64)
-            x = logits[ids]
-            penalty = np.float32(params.repetition_penalty)
-            logits[ids] = np.where(x > 0, x / penalty, x * penalty)
-        if self._output and (params.presence_penalty or params.frequency_penalty):
-            ids = np.fromiter(self._output, np.int64)
-            counts = np.fromiter(self._output.values(), np.float32)
-            logits[ids] -= np.float32(params.presence_penalty) + np.float32(params.frequency_penalty) * counts
+    def repeated(self, params: SamplingParams) -> NDArray[np.int64]:
+        """The ids that the repetition penalty changes."""
+        return np.fromiter(self._seen if params.repetition_penalty != 1.0 else (), np.int64)
+
+    def penalties(self, params: SamplingParams) -> tuple[NDArray[np.int64], Logits]:
+        """Ids, and the presence and frequency penalties that their logits lose."""
+        output = self._output if params.presence_penalty or params.frequency_penalty else {}
+        counts = np.fromiter(output.values(), np.float32)
+        amounts = np.float32(params.presence_penalty) + np.float32(params.frequency_penalty) * counts
+        return np.fromiter(output, np.int64), amounts
+
+
+def logit_edits(
+    params: SamplingParams, counts: TokenCounts | None, forbidden: tuple[int, ...] = ()
+) -> LogitEdits | None:
+    """The changes of single logits that parameters and tokens ask for; None: none."""
+    if counts is None and not params.logit_bias and not forbidden:
+        return None
+    counts = counts or TokenCounts((), [])
+    biases = np.fromiter(params.logit_bias, np.int64), np.fromiter(params.logit_bias.values(), np.float32)
+    return LogitEdits(
+        params.repetition_penalty,
+        counts.repeated(params),
+        counts.penalties(params),
+        biases,
+        np.array(forbidden, np.int64),
+    )
 
 
 def warp(logits: Logits, params: SamplingParams, counts: TokenCounts | None, forbidden: tuple[int, ...] = ()) -> Logits:
     """Penalties, logit bias, forbidden ids and temperature, in this order; the input is not changed. Shape: float32 [V]."""
-    needs_copy = counts is not None or params.logit_bias or forbidden
-    x = logits.copy() if needs_copy else logits
-    if counts is not None:
-        counts.penalise(x, params)
-    for token, bias in params.logit_bias.items():
-        x[token] += np.float32(bias)
-    if forbidden:
-        x[list(forbidden)] = -np.inf
+    x, edits = logits, logit_edits(params, counts, forbidden)
+    if edits is not None:
+        x, penalty = logits.copy(), np.float32(edits.repetition_penalty)
+        old = x[edits.repeated]
+        x[edits.repeated] = np.where(old > 0, old / penalty, old * penalty)
+        for change, (ids, amounts) in ((np.subtract, edits.penalties), (np.add, edits.biases)):
+            x[ids] = change(x[ids], amounts)
+        x[edits.forbidden] = -np.inf
     if params.greedy or params.temperature == 1.0:
         return x
     return x / np.float32(max(params.temperature, _LEAST_TEMPERATURE))
@@ -269,14 +287,35 @@ class KeyedSampler(ChoiceSampler):
         self.near_ties: list[bool] = []
 
     def __call__(self, logits: Logits) -> int:
-        forbidden = self._eos_ids if self._index < self._params.min_tokens else ()
-        warped = warp(logits, self._params, self._counts, forbidden)
+        warped = warp(logits, self._params, self._counts, self._forbidden(self._index))
         token = sample(warped, self._params, self._seed, self._choice, self._index)
         if self._uncertainty:
             key = output_key(self._seed, self._choice, self._index)
             slack = _warped_uncertainty(warped, self._uncertainty, self._params, self._index)
             self.near_ties.append(is_near_tie(warped, self._params, key, token, slack))
+        return self.take(token)
+
+    def take(self, token: int) -> int:
+        """Count a token as decided; returns it."""
         if self._counts is not None:
             self._counts.push(token)
         self._index += 1
         return token
+
+    def draws(self, tree: DraftTree) -> list[KeyedDraw]:
+        """How the token after each node is sampled, for a backend that samples all nodes at once.
+
+        Empty if near ties are counted, which reads whole rows on the host.
+        """
+        return [] if self._uncertainty else [self._draw(tree, node) for node in range(len(tree))]
+
+    def _draw(self, tree: DraftTree, node: int) -> KeyedDraw:
+        params, index = self._params, self._index + tree.depths[node]
+        counts = self._counts
+        if counts is not None and node:
+            counts = counts.after([tree.token_ids[n] for n in tree.ancestors(node)[1:]])
+        key = 0 if params.greedy else int(output_key(self._seed, self._choice, index))
+        return KeyedDraw(params, key, logit_edits(params, counts, self._forbidden(index)))
+
+    def _forbidden(self, index: int) -> tuple[int, ...]:
+        return self._eos_ids if index < self._params.min_tokens else ()

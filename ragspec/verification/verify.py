@@ -7,13 +7,10 @@ draft, and with no draft at all: a tree of the root alone is plain decoding.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
-import numpy as np
-from numpy.typing import NDArray
-
 from ragspec.tree import DraftTree
-from ragspec.verification.sampling import Sampler
 
 
 class VerifyResult(NamedTuple):
@@ -23,13 +20,13 @@ class VerifyResult(NamedTuple):
     tokens: list[int]
 
 
-def verify(tree: DraftTree, logits: NDArray[np.float32], sampler: Sampler, most_tokens: int) -> VerifyResult:
-    """Decide at most `most_tokens` tokens. Shapes: logits float32 [N, V], row n for node n."""
+def verify(tree: DraftTree, token_after: Callable[[int], int], most_tokens: int) -> VerifyResult:
+    """Decide at most `most_tokens` tokens. `token_after`: the target's sample after a node, asked for along the path only."""
     node = 0
     path: list[int] = []
     tokens: list[int] = []
     while True:
-        tokens.append(sampler(logits[node]))
+        tokens.append(token_after(node))
         child = tree.child(node, tokens[-1])
         if child is None or len(tokens) >= most_tokens:
             return VerifyResult(path, tokens)

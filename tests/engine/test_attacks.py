@@ -26,7 +26,7 @@ from ragspec.engine.text import IncrementalDetokenizer
 from ragspec.errors import Cancelled, ConfigError, EngineClosed, EngineError, InputError, ModelError, PromptTooLong
 from ragspec.numerics.attention import PAGE
 from ragspec.numerics.batch import Batch, ScheduledSequence
-from ragspec.numerics.kv_cache import KvPool, SequenceSlots
+from ragspec.numerics.kv_cache import SequenceSlots
 
 Tiny = Callable[..., Target]
 SHORT = SamplingParams(max_tokens=4)
@@ -319,7 +319,7 @@ def test_what_is_no_request_is_refused_and_ends_no_other(tiny: Tiny, request_: R
 def test_pages_below_what_a_running_sequence_holds_are_not_promised(tiny: Tiny) -> None:
     """Counted as free to take, they never were: everything else that was remembered was forgotten for them, step by step."""
     target = tiny()
-    target.pool = KvPool(target.shapes, 16 * PAGE)
+    target.reset_pool(16 * PAGE)
     scheduler = Scheduler(target.pool, EngineConfig(max_kv_tokens=16 * PAGE, max_step_tokens=64))
     cache = scheduler.prefixes
     assert cache is not None

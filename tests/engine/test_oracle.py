@@ -97,7 +97,7 @@ def assert_pool_is_empty(engine: Engine) -> None:
     assert not engine.target.pool._holders.any()
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "torch-float32", "torch-bfloat16"])
 @pytest.mark.parametrize("name", PARAMS)
 def test_every_drafter_alone_and_in_a_ragged_batch(tiny: Tiny, name: str, dtype: str) -> None:
     """A draft, or the company in a batch, changed the output."""
@@ -122,7 +122,7 @@ def test_every_drafter_alone_and_in_a_ragged_batch(tiny: Tiny, name: str, dtype:
 
 
 @pytest.mark.parametrize("kind", ["qwen2", "qwen3", "mistral"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "torch-float32", "torch-bfloat16"])
 def test_other_architectures(tiny: Tiny, kind: str, dtype: str) -> None:
     """A sliding window counted in slots, a bias or a query norm lost, trees at other positions than chains."""
     target = tiny(kind, dtype)
@@ -134,11 +134,12 @@ def test_other_architectures(tiny: Tiny, kind: str, dtype: str) -> None:
                 assert_equal(engine.generate(requests), expected)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "torch-float32"])
 @pytest.mark.parametrize("prefix_cache", [True, False])
 @pytest.mark.parametrize("max_step_tokens", [16, 23, 512])
-def test_chunked_prefill(tiny: Tiny, max_step_tokens: int, prefix_cache: bool) -> None:
+def test_chunked_prefill(tiny: Tiny, dtype: str, max_step_tokens: int, prefix_cache: bool) -> None:
     """A prompt cut into chunks, or found in the cache, gave other bits; a chunk's last row was taken for a decision."""
-    target = tiny()
+    target = tiny("llama", dtype)
     for name in ("greedy", "T=1"):
         requests = requests_of(target, PARAMS[name])
         expected = truth(target, requests, name)
@@ -152,10 +153,11 @@ def test_chunked_prefill(tiny: Tiny, max_step_tokens: int, prefix_cache: bool) -
                 assert_pool_is_empty(engine)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "torch-float32"])
 @pytest.mark.parametrize("prefix_cache", [True, False])
-def test_choices_have_their_own_keys_and_share_the_prompt(tiny: Tiny, prefix_cache: bool) -> None:
+def test_choices_have_their_own_keys_and_share_the_prompt(tiny: Tiny, dtype: str, prefix_cache: bool) -> None:
     """All choices alike, or the second choice waiting for a prompt that nobody computes."""
-    target = tiny()
+    target = tiny("llama", dtype)
     params = SamplingParams(temperature=1.0, n=3, seed=8, max_tokens=12)
     requests = requests_of(target, params, PROMPTS[:4])
     expected = truth(target, requests, params_key(params))
@@ -171,10 +173,11 @@ def test_choices_have_their_own_keys_and_share_the_prompt(tiny: Tiny, prefix_cac
         assert max(long) == len(requests[3].prompt_ids) - 1
 
 
+@pytest.mark.parametrize("dtype", ["float32", "torch-float32"])
 @pytest.mark.parametrize("prefix_cache", [True, False])
-def test_preemption_changes_nothing(tiny: Tiny, prefix_cache: bool) -> None:
+def test_preemption_changes_nothing(tiny: Tiny, dtype: str, prefix_cache: bool) -> None:
     """Sequences that all fit when they began and outgrew the pool together."""
-    target = tiny()
+    target = tiny("llama", dtype)
     params = SamplingParams(max_tokens=60, temperature=1.0, seed=3, ignore_eos=True)
     requests = [Request(f"p{i}", tuple(range(5 + i, 11 + i)), params) for i in range(6)]
     with tiny_engine(target) as engine:
@@ -185,11 +188,12 @@ def test_preemption_changes_nothing(tiny: Tiny, prefix_cache: bool) -> None:
         assert_pool_is_empty(engine)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "torch-float32"])
 @pytest.mark.parametrize("prefix_cache", [True, False])
 @pytest.mark.parametrize("num_kv_slots", [128, 160, 256])
-def test_a_small_pool_changes_nothing(tiny: Tiny, num_kv_slots: int, prefix_cache: bool) -> None:
+def test_a_small_pool_changes_nothing(tiny: Tiny, dtype: str, num_kv_slots: int, prefix_cache: bool) -> None:
     """A preempted sequence was resumed with another key, lost tokens, or its pages were never given back."""
-    target = tiny()
+    target = tiny("llama", dtype)
     for name in ("greedy", "penalties"):
         requests = requests_of(target, PARAMS[name])
         expected = truth(target, requests, name)

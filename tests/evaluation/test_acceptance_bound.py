@@ -37,9 +37,7 @@ def test_sampling_accepts_as_many_as_expected() -> None:
     logits = rng.normal(size=(4, 3)).astype(np.float32)
     tree, params = small_tree(), SamplingParams(temperature=1.0)
     num_draws = 4000
-    accepted = sum(
-        len(verify(tree, logits, KeyedSampler(Request("r", (0,), params), seed, 0, (), []), 10).path)
-        for seed in range(num_draws)
-    )
+    samplers = (KeyedSampler(Request("r", (0,), params), seed, 0, (), []) for seed in range(num_draws))
+    accepted = sum(len(verify(tree, lambda node, s=s: s(logits[node]), 10).path) for s in samplers)
     expected = expected_accepted(tree, logits)
     assert accepted / num_draws == pytest.approx(expected, abs=4 * 1.0 / math.sqrt(num_draws))

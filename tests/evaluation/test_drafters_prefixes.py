@@ -27,7 +27,6 @@ from ragspec.evaluation.suites.drafters.prefixes import (
     ratio_with_error,
     step_lengths,
 )
-from ragspec.numerics.kv_cache import KvPool
 from ragspec.tree import Origin, Proposal
 
 PROMPT = tuple(range(20, 40))
@@ -77,7 +76,7 @@ def given() -> OverruledAnswers:
 
 
 def engine_with(target: Target, drafters: Sequence[Knowing], given: OverruledAnswers) -> Engine:
-    target.pool = KvPool(target.shapes, 2048)
+    target.reset_pool(2048)
     planner = Planner(drafters, Free(), 12, target.vocab_size)
     config = EngineConfig(max_step_tokens=64, max_kv_tokens=2048)
     return Engine(target, planner, Admission(target, "tiny", given), config)

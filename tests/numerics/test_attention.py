@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -15,9 +16,12 @@ from transformers import AutoModelForCausalLM
 from ragspec.config import TargetConfig
 from ragspec.engine.target import Target
 from ragspec.errors import ModelError
-from ragspec.numerics.attention import AttentionShape, attend, make_tiles
+from ragspec.numerics.attention import AttentionShape, make_tiles
+from ragspec.numerics.backend import Backend
 from ragspec.numerics.batch import Batch, ScheduledSequence
-from ragspec.numerics.kv_cache import KvPool, SequenceSlots
+from ragspec.numerics.cpu.backend import CpuBackend
+from ragspec.numerics.kv_cache import SequenceSlots
+from ragspec.numerics.torch.backend import TorchBackend
 
 
 def textbook(q: np.ndarray, k: np.ndarray, v: np.ndarray, shape: AttentionShape) -> np.ndarray:
@@ -45,10 +49,11 @@ def textbook(q: np.ndarray, k: np.ndarray, v: np.ndarray, shape: AttentionShape)
         AttentionShape(2, 1, 12, 0.3, softcap=2.0),
     ],
 )
-def test_ragged_trees_over_a_scattered_cache(shape: AttentionShape) -> None:
+@pytest.mark.parametrize("backend", [CpuBackend(), TorchBackend("cpu", torch.float32)], ids=["cpu", "torch"])
+def test_ragged_trees_over_a_scattered_cache(shape: AttentionShape, backend: Backend) -> None:
     """A row sees a sibling, misses an ancestor, or counts its window in slots instead of positions."""
     rng = np.random.default_rng(8)
-    pool = KvPool([shape], 2048)
+    pool = backend.make_pool([shape], 2048)
     sequences = [SequenceSlots(pool) for _ in range(3)]
     history: list[list[tuple[np.ndarray, np.ndarray]]] = [[], [], []]
     for _ in range(8):
@@ -59,7 +64,7 @@ def test_ragged_trees_over_a_scattered_cache(shape: AttentionShape) -> None:
         )
         num = len(batch.metadata.slots)
         qkv = rng.normal(size=(num, shape.num_heads + 2 * shape.num_kv_heads, shape.head_dim)).astype(np.float32)
-        out = attend(qkv, pool.keys[0], pool.values[0], batch.metadata, shape)
+        out = backend.context(pool, batch.metadata).attend(0, torch.from_numpy(qkv), shape, None).numpy()
         row = 0
         for b, ((num_chain, num_nodes), parents) in enumerate(zip(sizes, trees, strict=True)):
             first = row
@@ -89,12 +94,15 @@ def test_tiles_cover_every_row_once() -> None:
     assert all(0 < last - first <= 32 for first, last, _ in tiles)
 
 
+@pytest.mark.parametrize("backend", ["cpu", "torch"])
 @pytest.mark.parametrize("kind", ARCHITECTURES)
-def test_logits_are_those_of_transformers(kind: str, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_logits_are_those_of_transformers(
+    kind: str, backend: Literal["cpu", "torch"], tmp_path_factory: pytest.TempPathFactory
+) -> None:
     """Replaced layers compute something else: a bias, a norm, a window or a rotation lost."""
     folder = save_model(kind, tmp_path_factory.mktemp(kind) / "model")
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
-    target = Target.load(TargetConfig(model=str(folder)), num_kv_slots=512)
+    target = Target.load(TargetConfig(model=str(folder), backend=backend), num_kv_slots=512)
     tokens = np.random.default_rng(1).integers(0, target.vocab_size, 120).astype(np.int32)
     with torch.inference_mode():
         theirs = model(torch.from_numpy(tokens.astype(np.int64))[None]).logits[0].numpy()

@@ -13,15 +13,15 @@ from tiny_target import ARCHITECTURES
 from ragspec.engine.loading import check_numerics
 from ragspec.engine.target import Target
 from ragspec.errors import ModelError
-from ragspec.numerics import layers
 from ragspec.numerics.attention import attend
+from ragspec.numerics.cpu import backend as cpu_backend
 from ragspec.numerics.linear import PackedLinear, replace_linears
 from ragspec.numerics.self_test import SelfTest, _compare, self_test
 
 Tiny = Callable[..., Target]
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "torch-float32", "torch-bfloat16"])
 @pytest.mark.parametrize("kind", ARCHITECTURES)
 def test_the_real_kernels_pass(tiny: Tiny, kind: str, dtype: str) -> None:
     """Rows that depend on their company; a self-test that leaks slots."""
@@ -68,7 +68,7 @@ def test_a_variant_kernel_fails(tiny: Tiny, monkeypatch: pytest.MonkeyPatch, whi
     """A self-test that cannot fail promises equal text on machines where it does not hold."""
     target = tiny("llama", dtype)
     if which == "attention":
-        monkeypatch.setattr(layers, "attend", variant_attention)
+        monkeypatch.setattr(cpu_backend, "attend", variant_attention)
     else:
         monkeypatch.setattr(PackedLinear, "forward", variant_linear)
     tested = self_test(target, 128, dtype, 2)
@@ -102,7 +102,7 @@ def test_a_kernel_that_mixes_sequences_fails(tiny: Tiny, monkeypatch: pytest.Mon
         return out
 
     target = tiny()
-    monkeypatch.setattr(layers, "attend", leaking)
+    monkeypatch.setattr(cpu_backend, "attend", leaking)
     assert any("beside" in failure.what for failure in self_test(target, 128, "float32", 2).failures)
 
 

@@ -16,7 +16,6 @@ from ragspec.drafting.planner import Planner
 from ragspec.engine.admission import Admission
 from ragspec.engine.engine import Engine
 from ragspec.engine.target import Target
-from ragspec.numerics.kv_cache import KvPool
 from ragspec.rag.pipeline import Pipeline
 from ragspec.rag.prompt import PromptBuilder
 from ragspec.retrieval.encoder import Encoder
@@ -46,7 +45,7 @@ def switch(target: Target) -> Switch:
 @pytest.fixture
 def engine(target: Target, switch: Switch) -> Iterator[Engine]:
     """New for every test, so that no test teaches the next one's drafters."""
-    target.pool = KvPool(target.shapes, 4096)
+    target.reset_pool(4096)
     switch.answer = ""
     planner = Planner([CopyDrafter(target.tokenizer, target.eos_ids)], Free(), 16)
     with Engine(target, planner, Admission(target, "tiny", switch), EngineConfig(max_step_tokens=128)) as engine:

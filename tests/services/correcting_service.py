@@ -22,7 +22,6 @@ from ragspec.engine.admission import Admission
 from ragspec.engine.engine import Engine
 from ragspec.engine.target import Target
 from ragspec.evaluation.overrides import ForcedSampler
-from ragspec.numerics.kv_cache import KvPool
 from ragspec.retrieval.index.store import Store
 from ragspec.retrieval.retriever import Retriever
 from ragspec.verification.sampling import Sampler
@@ -59,7 +58,7 @@ def correcting(
         **overrides,
     }
     config = load_settings(ServiceConfig, **settings)
-    target.pool = KvPool(target.shapes, KV_SLOTS)
+    target.reset_pool(KV_SLOTS)
     planner = Planner([CopyDrafter(target.tokenizer, target.eos_ids)], Free(), 16)
     engine = Engine(target, planner, Admission(target, "tiny", Writing(target, rewrite)), EngineConfig())
     encoder = LetterEncoder()

@@ -54,7 +54,7 @@ def emit(law: dict[tuple[int, ...], np.ndarray], paths: Sequence[tuple[int, ...]
         known = [path for path in paths if len(path) <= LENGTH - 1 - len(output)]
         tree, prefixes = tree_of(known)
         logits = np.stack([law[(*output, *prefix)] for prefix in prefixes])
-        path, tokens = verify(tree, logits, sampler, LENGTH - len(output))
+        path, tokens = verify(tree, lambda node, rows=logits: sampler(rows[node]), LENGTH - len(output))
         assert [tree.token_ids[node] for node in path] == tokens[: len(path)]
         assert len(tokens) == len(path) + 1 or len(output) + len(tokens) == LENGTH
         output = (*output, *tokens)
@@ -118,10 +118,10 @@ def test_the_walk_stops_at_the_last_allowed_token(always: Callable[..., object])
     """More tokens than `max_tokens` allows were decided, which advances keys and penalties too far."""
     tree, _ = tree_of([(5,), (5, 6), (5, 6, 7)])
     logits, sampler = always([5, 6, 7, 8])  # type: ignore[misc]
-    assert verify(tree, logits, sampler, 4) == ([1, 2, 3], [5, 6, 7, 8])
-    assert verify(tree, logits, sampler, 99) == ([1, 2, 3], [5, 6, 7, 8])
-    assert verify(tree, logits, sampler, 2) == ([1], [5, 6])
-    assert verify(tree, logits, sampler, 1) == ([], [5])
+    assert verify(tree, lambda node: sampler(logits[node]), 4) == ([1, 2, 3], [5, 6, 7, 8])
+    assert verify(tree, lambda node: sampler(logits[node]), 99) == ([1, 2, 3], [5, 6, 7, 8])
+    assert verify(tree, lambda node: sampler(logits[node]), 2) == ([1], [5, 6])
+    assert verify(tree, lambda node: sampler(logits[node]), 1) == ([], [5])
 
 
 def test_the_walk_asks_for_each_token_once(always: Callable[..., object]) -> None:
@@ -134,5 +134,5 @@ def test_the_walk_asks_for_each_token_once(always: Callable[..., object]) -> Non
         asked.append(int(row.argmax()))
         return asked[-1]
 
-    assert verify(tree, logits, counting, 9) == ([1, 3], [5, 6, 2])
+    assert verify(tree, lambda node: counting(logits[node]), 9) == ([1, 3], [5, 6, 2])
     assert asked == [5, 6, 2]

@@ -37,6 +37,7 @@ from ragspec.evaluation.cases import RAG_PASSAGES, RAG_TOKENS
 from ragspec.evaluation.report import Result
 from ragspec.evaluation.timing import Tick
 from ragspec.numerics.attention import AttentionMetadata
+from ragspec.numerics.backend import LogitRows
 from ragspec.rag.pipeline import AsyncPipeline, PipelineLimits
 from ragspec.rag.prompt import PromptBuilder
 from ragspec.rag.steps import Question, RetrieverLike
@@ -63,7 +64,7 @@ class SleepingTarget(Target):
 
     def forward_tapped(
         self, token_ids: Ints, metadata: AttentionMetadata, logit_rows: Ints, taps: Sequence[int]
-    ) -> tuple[Floats, dict[int, Floats]]:
+    ) -> tuple[LogitRows, dict[int, Floats]]:
         time.sleep(self._costs.cost_s(len(token_ids), int(metadata.positions.max())))
         asked, places = token_ids[logit_rows].astype(np.int64), metadata.positions[logit_rows].astype(np.int64)
         mixed = (asked * 0x9E3779B1 + places * 0x85EBCA77) % 2**31

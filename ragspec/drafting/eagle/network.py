@@ -119,7 +119,9 @@ class EagleNetwork:
         projections = [layer[f"self_attn.{name}_proj.weight"] for name in ("q", "k", "v")]
         self._qkv, self._out = PackedLinear(torch.cat(projections)), PackedLinear(layer["self_attn.o_proj.weight"])
         parts = {f"{name}_proj": _linear(layer[f"mlp.{name}_proj.weight"]) for name in ("gate", "up", "down")}
-        self._feed_forward = GatedFeedForward(SimpleNamespace(**parts, config=SimpleNamespace(hidden_act="silu")))
+        self._feed_forward = GatedFeedForward(
+            SimpleNamespace(**parts, config=SimpleNamespace(hidden_act="silu")), PackedLinear
+        )
         self._feed_forward_norm = self._norm_of(layer["post_attention_layernorm.weight"])
         if self.config.family is EagleFamily.EAGLE3:
             self._token_norm = self._norm_of(layer["input_layernorm.weight"])

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import numpy as np
+import torch
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from ragspec.errors import ModelError
-from ragspec.numerics.attention import AttentionShape, Floats
+from ragspec.numerics.attention import AttentionShape
 
 
 def check_servable(model: Any, config: Any) -> None:
@@ -35,13 +36,13 @@ class LogitTransform(NamedTuple):
         names = ("logit_scale", "logits_scaling", "final_logit_softcapping")
         return cls(*(float(getattr(config, name, None) or none) for name, none in zip(names, (1, 1, 0), strict=True)))
 
-    def __call__(self, logits: Floats) -> Floats:
+    def __call__(self, logits: Tensor) -> Tensor:
         if self.factor != 1.0:
-            logits = logits * np.float32(self.factor)
+            logits = logits * self.factor
         if self.divisor != 1.0:
-            logits = logits / np.float32(self.divisor)
+            logits = logits / self.divisor
         if self.softcap:
-            logits = np.tanh(logits / np.float32(self.softcap)) * np.float32(self.softcap)
+            logits = torch.tanh(logits / self.softcap) * self.softcap
         return logits
 
 

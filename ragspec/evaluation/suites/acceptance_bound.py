@@ -14,6 +14,7 @@ from ragspec.evaluation.cases import Case
 from ragspec.evaluation.report import Result
 from ragspec.evaluation.suite import engine_config, engine_over
 from ragspec.evaluation.timing import EngineDecoder
+from ragspec.numerics.backend import LogitRows
 from ragspec.numerics.batch import Batch
 from ragspec.tree import DraftTree
 
@@ -54,13 +55,13 @@ class ProbedEngine(Engine):
         self._trees = [tree for tree in trees if tree is not None]
         return trees, draft_s
 
-    def _forward(self, batch: Batch) -> tuple[Floats, dict[int, Floats]]:
+    def _forward(self, batch: Batch) -> tuple[LogitRows, dict[int, Floats]]:
         logits, features = super()._forward(batch)
         self.expected += [expected_accepted(tree, logits) for tree in self._trees]
         return logits, features
 
 
-def expected_accepted(tree: DraftTree, logits: Floats) -> float:
+def expected_accepted(tree: DraftTree, logits: LogitRows) -> float:
     """Sum over drafted nodes of the target's probability at T=1 of the path down to the node.
 
     Shapes: logits float32 [N, V], row n for node n.

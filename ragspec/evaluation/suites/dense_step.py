@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ragspec.errors import ModelError
+from ragspec.numerics.cpu.backend import CpuBackend
 from ragspec.numerics.layers import Decoder, PagedAttention, make_row_invariant
 from ragspec.numerics.linear import PackedLinear
 
@@ -83,7 +84,7 @@ class FastestStep:
         dtype, end = next(model.parameters()).dtype, context + max_rows
         with torch.inference_mode():
             self._cos, self._sin = model.model.rotary_emb(torch.zeros(1, dtype=dtype), torch.arange(end)[None])
-        make_row_invariant(model, end)
+        make_row_invariant(model, end, CpuBackend())
         if not isinstance(model.model, Decoder):
             raise ModelError(f"no variant step for {type(model).__name__}: its decoder is not replaced as a whole")
         _swap(model)

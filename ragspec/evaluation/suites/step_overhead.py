@@ -26,6 +26,7 @@ from ragspec.evaluation.suite import engine_over
 from ragspec.evaluation.suites.numerics import ModelSize
 from ragspec.evaluation.timing import EngineDecoder, Tick
 from ragspec.numerics.attention import AttentionMetadata
+from ragspec.numerics.backend import LogitRows
 from ragspec.numerics.threads import num_processors, run_in_thread
 
 _KV_SLOTS = 16_384
@@ -52,7 +53,7 @@ class TimedTarget(Target):
 
     def forward_tapped(
         self, token_ids: Ints, metadata: AttentionMetadata, logit_rows: Ints, taps: Sequence[int]
-    ) -> tuple[Floats, dict[int, Floats]]:
+    ) -> tuple[LogitRows, dict[int, Floats]]:
         begin = time.perf_counter()
         computed = super().forward_tapped(token_ids, metadata, logit_rows, taps)
         seconds = time.perf_counter() - begin

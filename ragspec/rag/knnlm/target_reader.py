@@ -9,6 +9,8 @@ import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
+
 from ragspec.engine.target import FINAL, Target
 from ragspec.numerics.batch import Batch, ScheduledSequence
 from ragspec.numerics.kv_cache import SequenceSlots
@@ -54,4 +56,4 @@ class TargetReader:
         logits, tapped = self._target.forward_tapped(batch.token_ids, batch.metadata, batch.logit_rows, (FINAL,))
         self._threads.end(len(tokens), time.perf_counter() - begin)
         batch.sequences[0].keep()
-        return tapped[FINAL][batch.logit_rows], logits
+        return tapped[FINAL][batch.logit_rows], np.asarray(logits)

@@ -14,10 +14,12 @@ import hashlib
 import re
 import unicodedata
 from functools import cached_property
-
-import tantivy
+from typing import TYPE_CHECKING
 
 from ragspec.config import AnalyzerConfig
+
+if TYPE_CHECKING:
+    import tantivy
 
 _RULES = 1
 """Part of every analyzer's id. Raise it with any change of this file that changes terms."""
@@ -44,6 +46,8 @@ class Analyzer:
     """Splits texts into terms. Safe to call from several threads."""
 
     def __init__(self, config: AnalyzerConfig) -> None:
+        import tantivy  # Why here: training and evaluation import this module without it
+
         self.config = config
         self._words = _analyzer(tantivy.Tokenizer.regex(_WORD), config)
         # Why: the same words in two thirds of the time
@@ -74,6 +78,8 @@ class Analyzer:
 
 
 def _analyzer(tokenizer: tantivy.Tokenizer, config: AnalyzerConfig) -> tantivy.TextAnalyzer:
+    import tantivy
+
     filters = [tantivy.Filter.remove_long(_MAX_TERM_BYTES), tantivy.Filter.lowercase()]
     if config.stop_words:
         filters.append(tantivy.Filter.stopword(config.language))

@@ -26,7 +26,6 @@ from ragspec.engine.admission import Admission
 from ragspec.engine.engine import Engine
 from ragspec.engine.target import Target
 from ragspec.evaluation.overrides import ForcedSampler
-from ragspec.numerics.kv_cache import KvPool
 from ragspec.retrieval.index.store import Store
 from ragspec.retrieval.retriever import Retriever, build_index
 from ragspec.verification.sampling import KeyedSampler, Sampler
@@ -125,7 +124,7 @@ def scripted(folder: Path, target: Target, **settings: Any) -> Iterator[tuple[Se
     given = {"keys_file": str(keys.path), "data_dir": str(folder / "data"), "port": 0, "model": "scripted"}
     named = {f"service.{name}": value for name, value in given.items()}
     config = load_settings(ServiceConfig, **named, **{"retriever.index_dir": str(index)}, **settings)
-    target.pool = KvPool(target.shapes, KV_SLOTS)
+    target.reset_pool(KV_SLOTS)
     script = Script(target)
     planner = Planner([CopyDrafter(target.tokenizer, target.eos_ids)], Free(), 12, target.vocab_size)
     limits = EngineConfig(max_step_tokens=256, max_kv_tokens=KV_SLOTS)

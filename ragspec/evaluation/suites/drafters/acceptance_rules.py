@@ -242,4 +242,8 @@ def _keyed_lengths(place: PrefixPredictions, root: int, shape: str, coupled: boo
     with np.errstate(divide="ignore"):
         logits = np.log(place.target_probs(tree)).astype(np.float32)  # [N, V]
     request = Request("", (), SamplingParams(temperature=1.0))
-    return [len(verify(tree, logits, KeyedSampler(request, seed, 0, (), []), len(tree)).tokens) for seed in seeds]
+
+    def num_tokens(sampler: KeyedSampler) -> int:
+        return len(verify(tree, lambda node: sampler(logits[node]), len(tree)).tokens)
+
+    return [num_tokens(KeyedSampler(request, seed, 0, (), [])) for seed in seeds]

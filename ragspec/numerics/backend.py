@@ -1,0 +1,112 @@
+"""The seam between the engine and a device: what a backend computes for a target.
+
+A backend owns products, norms, attention over the KV pool, the pool's storage and keyed sampling. Scheduler, planner, drafters,
+prefix cache and the engine's loop know none of them: they see token ids and numpy arrays.
+
+    cpu      compiled kernels; tokens are sampled one by one along the accepted path
+    torch    plain torch operators on any device; logits stay there, and tokens of all rows are sampled there at once
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from ragspec.core import SamplingParams
+from ragspec.numerics.attention import AttentionMetadata, AttentionShape, Floats
+from ragspec.numerics.kv_cache import KvPool
+from ragspec.numerics.ranks import Ranks
+
+TokenIds = NDArray[np.int64]
+
+
+class LogitEdits(NamedTuple):
+    """Changes of a few logits of one row, made in this order. Shapes: ids int64 [E] each, amounts float32 [E].
+
+    `repeated`: positive logits are divided by `repetition_penalty`, negative ones multiplied. `penalties` are subtracted,
+    `biases` added; `forbidden` become -inf.
+    """
+
+    repetition_penalty: float
+    repeated: TokenIds
+    penalties: tuple[TokenIds, Floats]
+    biases: tuple[TokenIds, Floats]
+    forbidden: TokenIds
+
+
+class KeyedDraw(NamedTuple):
+    """How one row's token is sampled: `key` is the noise of the output position. `edits` None: none."""
+
+    params: SamplingParams
+    key: int
+    edits: LogitEdits | None
+
+
+class LogitRows(Protocol):
+    """Logits of some rows of a forward, float32 [W, V], where the backend keeps them; numpy arrays are such rows too."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, rows: Any) -> Any:
+        """A row as a numpy array on the host for a number, fewer rows for a slice."""
+
+
+class ForwardContext(Protocol):
+    """What every attention layer of one forward reads and writes beside hidden states: the pool, and which rows see what.
+
+    Models whose own forward runs hand it to attention as the keyword `forward_context`.
+    """
+
+    @property
+    def pool(self) -> KvPool: ...
+
+    @property
+    def metadata(self) -> AttentionMetadata: ...
+
+    def attend(self, layer: int, qkv: Tensor, shape: AttentionShape, rotations: tuple[Tensor, Tensor] | None) -> Tensor:
+        """Write keys and values into the pool and attend.
+
+        Shapes: qkv [N, heads + 2 KV heads, head_dim] (queries, keys, values; rotated by `rotations`, cosines and sines
+        [positions, head_dim], unless None); returns [N, heads, head_dim] in the dtype of `qkv`. Rows beyond the metadata's are
+        ignored and come back as anything finite.
+        """
+
+
+class Backend(Protocol):
+    """See the module. `least_rows`: a forward of fewer rows doubles its row. `samples_ahead`: tokens of all rows are sampled at
+    once; otherwise the host samples rows as it needs them, and `sample` is not called."""
+
+    name: str
+    least_rows: int
+    samples_ahead: bool
+
+    def place(self, model: nn.Module) -> None:
+        """Move a loaded model to the device, in place."""
+
+    def make_pool(self, shapes: list[AttentionShape], num_slots: int) -> KvPool: ...
+
+    def make_linear(self, weight: Tensor, bias: Tensor | None = None) -> nn.Module: ...
+
+    def make_norm(self, norm: Any, *, residual: bool = False) -> nn.Module:
+        """An RMS norm's replacement: x -> normalised; with `residual` (x, block) -> (x + block, normalised)."""
+
+    def make_decoder(self, model: Any, rotations: tuple[Tensor, Tensor], ranks: Ranks) -> nn.Module | None:
+        """A decoder of the backend's own for a whole supported model; None: `ragspec.numerics.layers.Decoder` runs it."""
+
+    def tokens(self, token_ids: NDArray[np.integer[Any]]) -> Tensor:
+        """Token ids or row numbers on the device, int64."""
+
+    def context(self, pool: KvPool, metadata: AttentionMetadata) -> ForwardContext: ...
+
+    def logits(self, values: Tensor) -> LogitRows:
+        """The output layer's rows as the engine gets them. Shape: float32 [W, V]."""
+
+    def features(self, states: Tensor) -> Floats:
+        """Tapped hidden states for drafters on the host. Shape: [N, H]."""
+
+    def sample(self, logits: LogitRows, draws: Sequence[KeyedDraw | None]) -> list[int]:
+        """The token of each row; any token for a row without a draw."""

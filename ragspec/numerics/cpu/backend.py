@@ -1,0 +1,81 @@
+"""The CPU backend: oneDNN's packed products or compiled int8 steps, compiled attention and norms, numpy pools."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from ragspec.numerics.attention import AttentionMetadata, AttentionShape, Floats, attend
+from ragspec.numerics.backend import KeyedDraw, LogitRows
+from ragspec.numerics.cpu.int8 import Int8Decoder, Int8Linear, has_int8_shape
+from ragspec.numerics.cpu.int8_weights import WeightArena
+from ragspec.numerics.kv_cache import KvPool
+from ragspec.numerics.linear import PackedLinear
+from ragspec.numerics.norms import ResidualNorm, RootMeanSquareNorm
+from ragspec.numerics.ranks import ONE_RANK, Ranks
+
+
+class CpuForward(NamedTuple):
+    """See `ragspec.numerics.backend.ForwardContext`."""
+
+    pool: KvPool
+    metadata: AttentionMetadata
+
+    def attend(
+        self, layer: int, qkv: Tensor, shape: AttentionShape, rotations: tuple[Tensor, Tensor] | None = None
+    ) -> Tensor:
+        cos, sin = (table.numpy() for table in rotations) if rotations else (None, None)
+        keys, values = self.pool.keys[layer], self.pool.values[layer]
+        out = attend(qkv.float().contiguous().numpy(), keys, values, self.metadata, shape, cos, sin)
+        return torch.from_numpy(out).to(qkv.dtype)
+
+
+class CpuBackend:
+    """See `ragspec.numerics.backend.Backend`. With an `arena`, weights are quantised to int8 and go there."""
+
+    name, samples_ahead = "cpu", False
+    least_rows = 2
+    """Every packed product doubles a single row; doubled once for the whole forward, the copy is computed and never read."""
+
+    def __init__(self, arena: WeightArena | None = None, ranks: Ranks = ONE_RANK) -> None:
+        self.arena, self._ranks = arena, ranks
+
+    def place(self, model: nn.Module) -> None: ...
+
+    def make_pool(self, shapes: list[AttentionShape], num_slots: int) -> KvPool:
+        return KvPool(shapes, num_slots)
+
+    def make_linear(self, weight: Tensor, bias: Tensor | None = None) -> nn.Module:
+        if self.arena is not None:
+            return Int8Linear(weight, bias, self._ranks, self.arena)
+        return PackedLinear(weight, bias)
+
+    def make_norm(self, norm: Any, *, residual: bool = False) -> nn.Module:
+        return ResidualNorm(norm) if residual else RootMeanSquareNorm(norm)
+
+    def make_decoder(self, model: Any, rotations: tuple[Tensor, Tensor], ranks: Ranks) -> nn.Module | None:
+        if self.arena is None or not has_int8_shape(model):
+            return None
+        return Int8Decoder(model, *rotations, ranks, self.arena)
+
+    def tokens(self, token_ids: NDArray[np.integer[Any]]) -> Tensor:
+        return torch.from_numpy(token_ids.astype(np.int64))
+
+    def context(self, pool: KvPool, metadata: AttentionMetadata) -> CpuForward:
+        return CpuForward(pool, metadata)
+
+    def logits(self, values: Tensor) -> Floats:
+        rows: Floats = values.numpy()
+        return rows
+
+    def features(self, states: Tensor) -> Floats:
+        rows: Floats = states.float().numpy()
+        return rows
+
+    def sample(self, logits: LogitRows, draws: Sequence[KeyedDraw | None]) -> list[int]:
+        raise NotImplementedError("rows are sampled one by one, along the accepted path")

@@ -1,0 +1,116 @@
+"""The torch backend: plain torch operators on any device. Keys, values, hidden states and logits never leave it.
+
+A row's bits depend on nothing but the row, on every device: products run in tiles of a fixed number of rows, and sums run in a
+fixed tree of additions (`tree_sum`) instead of a reduction whose order the device chooses. The self-test decides whether a
+device's products keep the promise.
+
+Owns the only two functions that cross between host and device: `to_device` and `to_host`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from ragspec.numerics.attention import AttentionMetadata, AttentionShape, Floats
+from ragspec.numerics.backend import KeyedDraw, LogitRows
+from ragspec.numerics.kv_cache import KvPool
+from ragspec.numerics.ranks import Ranks
+from ragspec.numerics.torch.attention import TorchForward, tree_sum
+from ragspec.numerics.torch.sampling import TorchLogits
+from ragspec.numerics.torch.transfer import to_device, to_host
+
+ROWS_A_TILE = 64
+
+
+class TiledLinear(nn.Module):
+    """`y = x W^T + b` in tiles of ROWS_A_TILE rows, the last padded with zeros: the device sees one shape of product only.
+
+    Shapes: x [..., in_features] -> y [..., out_features].
+    """
+
+    weight: Tensor
+    bias: Tensor | None
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        super().__init__()
+        self.out_features, self.in_features = weight.shape
+        self.register_buffer("weight", weight.detach().contiguous())
+        self.register_buffer("bias", None if bias is None else bias.detach().clone())
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.reshape(-1, self.in_features)
+        padded = F.pad(rows, (0, 0, 0, -len(rows) % ROWS_A_TILE))
+        tiles = [F.linear(tile, self.weight, self.bias) for tile in padded.split(ROWS_A_TILE)]
+        out = tiles[0] if len(tiles) == 1 else torch.cat(tiles)
+        return out[: len(rows)].view(*x.shape[:-1], self.out_features)
+
+
+class TreeNorm(nn.Module):
+    """An RMS norm whose sum of squares is a tree of additions; statistics in float32. Shapes: [..., H] -> [..., H]."""
+
+    def __init__(self, norm: Any) -> None:
+        super().__init__()
+        self.weight, self.variance_epsilon = norm.weight, norm.variance_epsilon
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        mean = tree_sum(wide * wide) / x.shape[-1]
+        return cast(Tensor, self.weight * (wide * torch.rsqrt(mean + self.variance_epsilon)).to(x.dtype))
+
+
+class ResidualTreeNorm(TreeNorm):
+    """Shapes: x, block [N, H] -> (x + block, normalised), [N, H] each."""
+
+    def forward(self, x: Tensor, block: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        total = x + block
+        return total, super().forward(total)
+
+
+class TorchBackend:
+    """See `ragspec.numerics.backend.Backend`."""
+
+    name, samples_ahead = "torch", True
+    least_rows = 1
+
+    def __init__(self, device: str, dtype: torch.dtype) -> None:
+        self.device, self._dtype = torch.device(device), dtype
+
+    def place(self, model: nn.Module) -> None:
+        model.to(self.device)
+
+    def make_pool(self, shapes: list[AttentionShape], num_slots: int) -> KvPool:
+        """Keys and values in the dtype of the weights."""
+        return KvPool(shapes, num_slots, lambda size: torch.zeros(size, dtype=self._dtype, device=self.device))
+
+    def make_linear(self, weight: Tensor, bias: Tensor | None = None) -> nn.Module:
+        return TiledLinear(weight, bias)
+
+    def make_norm(self, norm: Any, *, residual: bool = False) -> nn.Module:
+        return ResidualTreeNorm(norm) if residual else TreeNorm(norm)
+
+    def make_decoder(self, model: Any, rotations: tuple[Tensor, Tensor], ranks: Ranks) -> None:
+        return None
+
+    def tokens(self, token_ids: NDArray[np.integer[Any]]) -> Tensor:
+        return to_device(token_ids.astype(np.int64), self.device)
+
+    def context(self, pool: KvPool, metadata: AttentionMetadata) -> TorchForward:
+        return TorchForward(pool, metadata, self.device)
+
+    def logits(self, values: Tensor) -> TorchLogits:
+        return TorchLogits(values)
+
+    def features(self, states: Tensor) -> Floats:
+        return cast(Floats, to_host(states.float()))
+
+    def sample(self, logits: LogitRows, draws: Sequence[KeyedDraw | None]) -> list[int]:
+        assert isinstance(logits, TorchLogits)
+        with torch.inference_mode():
+            return logits.sample(draws)

@@ -1,0 +1,158 @@
+"""Keyed sampling of many rows at once, on the device that has their logits: `ragspec.verification.sampling` in torch operators.
+
+The noise has the same 64 bits as on the CPU. Probabilities above a token are added up as whole numbers, so their sum has no
+order. Logarithms and exponentials may differ from the CPU's in the last bit of a float64, which decides a token only at a tie of
+some 16 digits.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ragspec.numerics.attention import Floats
+from ragspec.numerics.backend import KeyedDraw
+from ragspec.numerics.noise import MIX_1, MIX_2, STEP
+from ragspec.numerics.torch.transfer import to_device, to_host
+
+_MASS_BITS = 40
+"""A probability of e^0 as a whole number; a vocabulary of 2^22 tokens still fits 63 bits."""
+_LEAST_TEMPERATURE = 1e-6
+_SCRATCH_BYTES = 2**28
+"""Rows are sampled in groups whose float64 rows take at most so much memory."""
+
+
+def _signed(number: int | np.uint64) -> int:
+    """The int64 of the same 64 bits."""
+    return (int(number) ^ 2**63) - 2**63
+
+
+def _shifted(x: Tensor, count: int) -> Tensor:
+    """A logical shift to the right; torch's shift of int64 repeats the sign."""
+    return torch.bitwise_and(x >> count, 2 ** (64 - count) - 1)
+
+
+def _mixed(x: Tensor) -> Tensor:
+    for shift, factor in ((30, MIX_1), (27, MIX_2)):
+        x = torch.bitwise_xor(x, _shifted(x, shift)) * _signed(factor)
+    return torch.bitwise_xor(x, _shifted(x, 31))
+
+
+def gumbel_rows(keys: Tensor, vocab_size: int) -> Tensor:
+    """The noise of each key's output position. Shapes: int64 [W], the bits of the keys -> float64 [W, V]."""
+    ids = torch.arange(1, vocab_size + 1, device=keys.device)
+    h = _shifted(_mixed(keys[:, None] + ids * _signed(STEP)), 11)
+    low = torch.log((h.double() + 0.5) * 2.0**-53)
+    high = torch.log1p((0.5 - (2**53 - h).double()) * 2.0**-53)
+    return -torch.log(-torch.where(h < 2**52, low, high))
+
+
+class TorchLogits:
+    """See `ragspec.numerics.backend.LogitRows`."""
+
+    def __init__(self, values: Tensor) -> None:
+        self._values = values  # [W, V]
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def __getitem__(self, rows: Any) -> Any:
+        chosen = self._values[rows]
+        return TorchLogits(chosen) if chosen.dim() == 2 else to_host(chosen)
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Floats:
+        rows: Floats = to_host(self._values)
+        return rows
+
+    def sample(self, draws: Sequence[KeyedDraw | None]) -> list[int]:
+        """The token of each row; of a row without a draw, any token. Raises: nothing, NaN included."""
+        size = max(1, _SCRATCH_BYTES // (8 * self._values.shape[1]))
+        parts = [_sampled(self._values[at : at + size], draws[at : at + size]) for at in range(0, len(draws), size)]
+        return [int(token) for part in parts for token in to_host(part)]
+
+
+def _sampled(logits: Tensor, draws: Sequence[KeyedDraw | None]) -> Tensor:
+    """Shapes: float32 [W, V] -> int64 [W]."""
+    x = _warped(logits, draws)
+    sampled = [row for row, draw in enumerate(draws) if draw is not None and not draw.params.greedy]
+    tokens = _first_greatest(x)
+    if not sampled:
+        return tokens
+    keyed = [draw for draw in draws if draw is not None and not draw.params.greedy]
+    rows = to_device(np.array(sampled, np.int64), x.device)
+    warped = x[rows]
+    keys = to_device(np.array([_signed(draw.key) for draw in keyed], np.int64), x.device)
+    noisy = warped.double() + gumbel_rows(keys, x.shape[1])
+    tokens[rows] = _first_greatest(noisy.masked_fill(~_survivors(warped, keyed), -torch.inf))
+    return tokens
+
+
+def _first_greatest(x: Tensor) -> Tensor:
+    """argmax with ties to the lower id, on every device. Shapes: [W, V] -> int64 [W]."""
+    ids = torch.arange(x.shape[1], device=x.device)
+    greatest = x == x.amax(1, keepdim=True)
+    return torch.where(greatest, ids, x.shape[1] - 1).amin(1)
+
+
+def _warped(logits: Tensor, draws: Sequence[KeyedDraw | None]) -> Tensor:
+    """Edits and temperatures. Shapes: float32 [W, V] twice."""
+    x = logits
+    edits = [(row, draw.edits) for row, draw in enumerate(draws) if draw is not None and draw.edits is not None]
+    if edits:
+        x = x.clone()
+        repeated = [(row, e.repeated, np.full(len(e.repeated), e.repetition_penalty, np.float32)) for row, e in edits]
+        _edit(x, repeated, lambda old, penalty: torch.where(old > 0, old / penalty, old * penalty))
+        _edit(x, [(row, *e.penalties) for row, e in edits], torch.sub)
+        _edit(x, [(row, *e.biases) for row, e in edits], torch.add)
+        forbidden = [(row, e.forbidden, np.full(len(e.forbidden), -np.inf, np.float32)) for row, e in edits]
+        _edit(x, forbidden, lambda old, amount: amount)
+    temperatures = [1.0 if draw is None or draw.params.greedy else draw.params.temperature for draw in draws]
+    if any(temperature != 1.0 for temperature in temperatures):
+        divisors = np.maximum(np.array(temperatures), _LEAST_TEMPERATURE).astype(np.float32)
+        x = x / to_device(divisors, x.device)[:, None]
+    return x
+
+
+def _edit(
+    x: Tensor, edits: Iterable[tuple[int, NDArray[np.int64], Floats]], change: Callable[[Tensor, Tensor], Tensor]
+) -> None:
+    """Change some logits in place; a row's ids are distinct. Each edit: row, ids, amounts."""
+    chosen = [(np.full(len(ids), row), ids, amounts) for row, ids, amounts in edits if len(ids)]
+    if chosen:
+        rows, ids, amounts = (to_device(np.concatenate(each), x.device) for each in zip(*chosen, strict=True))
+        x[rows, ids] = change(x[rows, ids], amounts)
+
+
+def _survivors(x: Tensor, draws: Sequence[KeyedDraw]) -> Tensor:
+    """Tokens that top-k, top-p and min-p leave, ranked by (greater logit, lower id). Shapes: float32 [W, V] -> bool [W, V]."""
+    params = [draw.params for draw in draws]
+    kept = torch.ones_like(x, dtype=torch.bool)
+    if not any(p.top_k or p.top_p < 1.0 or p.min_p for p in params):
+        return kept
+    vocab_size, wide = x.shape[1], x.double()
+    maxima = wide.amax(1, keepdim=True)
+    if any(p.min_p for p in params):
+        least = _column(x, [math.log(p.min_p) if p.min_p else -math.inf for p in params])
+        kept &= wide >= maxima + least
+    if any(p.top_k or p.top_p < 1.0 for p in params):
+        order = torch.sort(x, dim=1, descending=True, stable=True).indices  # equal logits keep the order of their ids
+        ranked = torch.gather(wide, 1, order)
+        ranks = torch.arange(vocab_size, device=x.device)
+        in_top_k = ranks < _column(x, [p.top_k or vocab_size for p in params])
+        mass = (torch.exp(ranked - maxima) * 2.0**_MASS_BITS).long() * in_top_k
+        above = torch.cumsum(mass, 1) - mass
+        shares = _column(x, [p.top_p if p.top_p < 1.0 else math.inf for p in params])
+        survives = in_top_k & (above.double() < shares * mass.sum(1, keepdim=True).double())
+        kept &= torch.zeros_like(kept).scatter_(1, order, survives)
+    return kept
+
+
+def _column(x: Tensor, values: list[float]) -> Tensor:
+    """A number for each row. Shape: float64 [W, 1]."""
+    return to_device(np.array(values, np.float64), x.device)[:, None]

@@ -1,0 +1,212 @@
+"""The torch backend beside the CPU's: the same noise and tokens, and nothing large leaves the device."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from pydantic import ValidationError
+from tiny_target import SENTENCES, tiny_engine
+
+from ragspec.config import TargetConfig
+from ragspec.core import CopySource, Request, SamplingParams, SourceKind
+from ragspec.drafting.copy import CopyDrafter
+from ragspec.engine.target import Target
+from ragspec.numerics.noise import gumbel_row, output_key
+from ragspec.numerics.torch import attention, backend, sampling, transfer
+from ragspec.numerics.torch.attention import tree_sum
+from ragspec.numerics.torch.backend import TiledLinear
+from ragspec.numerics.torch.sampling import TorchLogits, gumbel_rows
+from ragspec.tree import DraftTree, Origin
+from ragspec.verification.sampling import KeyedSampler
+
+Tiny = Callable[..., Target]
+
+SEEDS = (0, 1, 2**63 - 1, 2**63, 2**64 - 1, 0x9E3779B97F4A7C15)
+
+
+def test_the_noise_is_the_same() -> None:
+    """A shift that repeats the sign, or a product that is not taken modulo 2**64: other text on another device."""
+    for seed, index in itertools.product(SEEDS, (0, 3, 2**31)):
+        key = (int(output_key(seed, 1, index)) ^ 2**63) - 2**63
+        ours = gumbel_rows(torch.tensor([key]), 5000)[0].numpy()
+        np.testing.assert_allclose(ours, gumbel_row(seed, 1, index, 5000), rtol=1e-14)
+
+
+PARAMS = [
+    SamplingParams(temperature=0.0),
+    SamplingParams(temperature=1.0),
+    SamplingParams(temperature=1e-9),
+    SamplingParams(temperature=0.7, top_k=1),
+    SamplingParams(temperature=1.3, top_k=12, top_p=0.8),
+    SamplingParams(temperature=0.9, top_p=0.5),
+    SamplingParams(temperature=2.0, min_p=0.2, top_k=40),
+    SamplingParams(
+        temperature=0.8,
+        repetition_penalty=1.4,
+        presence_penalty=0.5,
+        frequency_penalty=0.3,
+        logit_bias={3: 5.0, 9: -100.0},
+        min_tokens=2,
+        top_p=0.9,
+    ),
+]
+
+
+def some_tree(rng: np.random.Generator, num_nodes: int) -> DraftTree:
+    tree = DraftTree(root_token=5)
+    for _ in range(num_nodes):
+        tree.add(int(rng.integers(0, len(tree))), int(rng.integers(0, 96)), 0.5, Origin("random"))
+    return tree
+
+
+def test_ten_thousand_rows_get_the_same_tokens() -> None:
+    """Ties broken by another rank, a penalty of a node's path lost, an end token allowed too early, rows mixed up."""
+    rng, num_rows = np.random.default_rng(4), 0
+    for round_number in range(40):
+        draws, expected, parts = [], [], []
+        for params in PARAMS:
+            request = Request("r", tuple(rng.integers(0, 96, 9).tolist()), params)
+            seed, output = int(rng.integers(0, 2**63)) * 2 + 1, [4, 4, 7][: round_number % 4]
+            sampler = KeyedSampler(request, seed, round_number, (0, 1), output)
+            tree = some_tree(rng, 31)
+            # coarse steps: many logits are equal
+            logits = (rng.normal(size=(len(tree), 96)) * 3).round(round_number % 3).astype(np.float32)
+            draws += sampler.draws(tree)
+            parts.append(logits)
+            for node in range(len(tree)):
+                path = [tree.token_ids[n] for n in tree.ancestors(node)[1:]]
+                walker = KeyedSampler(request, seed, round_number, (0, 1), output)
+                for token in path:
+                    walker.take(token)
+                expected.append(walker(logits[node]))
+        rows = np.concatenate(parts)
+        num_rows += len(rows)
+        together = TorchLogits(torch.from_numpy(rows)).sample(draws)
+        assert together == expected
+        some = slice(7, 9)
+        assert TorchLogits(torch.from_numpy(rows[some])).sample(draws[some]) == expected[some]
+    assert num_rows >= 10_000
+
+
+def test_rows_without_a_draw_change_no_other_row() -> None:
+    """A sequence that samples on the host shifted the tokens of its neighbours, or its NaN spread."""
+    rng = np.random.default_rng(1)
+    logits = rng.normal(size=(3, 96)).astype(np.float32)
+    logits[1] = np.nan
+    sampler = KeyedSampler(Request("r", (1,), SamplingParams(temperature=1.0, top_p=0.9)), 7, 0, (), [])
+    draw = sampler.draws(DraftTree(root_token=1))[0]
+    tokens = TorchLogits(torch.from_numpy(logits)).sample([draw, None, draw])
+    for row in (0, 2):
+        one = KeyedSampler(Request("r", (1,), SamplingParams(temperature=1.0, top_p=0.9)), 7, 0, (), [])
+        assert tokens[row] == one(logits[row])
+
+
+def test_sums_and_products_do_not_see_their_neighbours() -> None:
+    """A sum whose order depends on the padding, a product whose bits depend on the number of rows."""
+    x = torch.randn(5, 37, generator=torch.manual_seed(2))
+    for width in (37, 38, 63, 64, 200):
+        padded = torch.nn.functional.pad(x, (0, width - 37))
+        assert torch.equal(tree_sum(padded), tree_sum(x))
+    np.testing.assert_allclose(tree_sum(x)[:, 0].numpy(), x.double().sum(1).numpy(), rtol=1e-5)
+    linear = TiledLinear(torch.randn(40, 37), torch.randn(40))
+    rows = torch.randn(200, 37)
+    whole = linear(rows)
+    np.testing.assert_allclose(whole, torch.nn.functional.linear(rows, linear.weight, linear.bias), atol=1e-4)
+    for size in (1, 2, 7, 16, 33, 64, 65):
+        assert torch.equal(linear(rows[:size]), whole[:size])
+        assert torch.equal(linear(rows[100 : 100 + size]), whole[100 : 100 + size])
+
+
+class OnDevice(torch.Tensor):
+    """Stands for a tensor of another device: the host cannot read it but through `to_host`."""
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(function, "__name__", "")
+        if name in FORBIDDEN:
+            raise AssertionError(f"the host reads device memory by {name}")
+        return super().__torch_function__(function, types, args, kwargs or {})
+
+
+FORBIDDEN = {
+    *("numpy", "cpu", "item", "tolist", "__array__", "__bool__", "__int__", "__float__", "__index__", "__iter__"),
+    *("data_ptr", "equal", "allclose", "nonzero", "unique"),
+}
+
+
+@pytest.fixture
+def crossings(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, int]]:
+    """Bytes by direction; every tensor of the device is an `OnDevice`."""
+    counted = {"to_device": 0, "to_host": 0}
+
+    def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
+        counted["to_device"] += array.nbytes
+        return torch.from_numpy(array).as_subclass(OnDevice)
+
+    def to_host(tensor: torch.Tensor) -> np.ndarray:
+        counted["to_host"] += tensor.nbytes
+        assert isinstance(tensor, OnDevice), "a result of the step was made on the host"
+        return tensor.as_subclass(torch.Tensor).numpy()
+
+    for module in (attention, backend, sampling):
+        for name, stand_in in (("to_device", to_device), ("to_host", to_host)):
+            if hasattr(module, name):
+                monkeypatch.setattr(module, name, stand_in)
+    assert transfer.to_host is not to_host
+    yield counted
+
+
+@pytest.mark.parametrize("name", ["greedy", "top-p", "penalties"])
+def test_only_ids_cross(tiny: Tiny, crossings: dict[str, int], name: str) -> None:
+    """Logits, hidden states or keys went to the host: at 150,000 tokens of vocabulary the bus is slower than the model."""
+    params = {"greedy": PARAMS[0], "top-p": PARAMS[5], "penalties": PARAMS[7]}[name]
+    params = replace(params, max_tokens=12, seed=3)
+    target = tiny("llama", "torch-float32")
+    sources = tuple(CopySource(SourceKind.PASSAGE, text, str(i)) for i, text in enumerate(SENTENCES))
+    prompts = [tuple(target.tokenizer(text).input_ids) for text in SENTENCES[:3]]
+    requests = [Request(f"r{i}", prompt, params, sources) for i, prompt in enumerate(prompts)]
+    with tiny_engine(target, [CopyDrafter(target.tokenizer, target.eos_ids)], max_nodes=6) as engine:
+        completions = engine.generate(requests)
+    num_rows = sum(len(c.token_ids) + c.stats.num_drafted + c.stats.num_prompt_tokens for c in completions)
+    assert all(c.token_ids for c in completions)
+    assert 0 < crossings["to_host"] <= 8 * num_rows
+    one_row_of_logits = 4 * target.vocab_size
+    assert crossings["to_device"] < num_rows * one_row_of_logits / 2
+
+
+def test_a_read_of_device_memory_is_seen() -> None:
+    """The test above cannot fail."""
+    tensor = torch.ones(2).as_subclass(OnDevice)
+    for read in (
+        lambda: tensor.numpy(),
+        lambda: tensor.cpu(),
+        lambda: (tensor + 1).sum().item(),
+        lambda: bool(tensor[0]),
+    ):
+        with pytest.raises(AssertionError, match="the host reads"):
+            read()
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"backend": "cpu", "device": "cuda"}, {"backend": "torch", "quantization": "int8"}, {"device": "tpu"}],
+)
+def test_impossible_combinations_are_refused(settings: dict[str, Any]) -> None:
+    """A target that would silently run elsewhere, or in other numbers, than configured."""
+    with pytest.raises(ValidationError):
+        TargetConfig(**settings)
+
+
+def test_the_default_target_runs_unquantised_on_torch() -> None:
+    """`quantization: auto` asked a backend without int8 products for them."""
+    assert TargetConfig().is_int8
+    assert not TargetConfig(backend="torch").is_int8
+    assert TargetConfig(device="cuda:1").backend_name == "torch"
+    assert TargetConfig(device="cuda:1").numerics_dtype == TargetConfig(device="cuda").numerics_dtype
+    assert TargetConfig(device="cuda").numerics_dtype != TargetConfig(backend="torch").numerics_dtype
