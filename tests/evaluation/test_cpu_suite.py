@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -39,18 +40,22 @@ def no_tick(stage: str, done: int, total: int) -> None:
 @pytest.mark.parametrize(
     "installed", [False, pytest.param(True, marks=pytest.mark.skipif(not LLAMA, reason="no peer"))]
 )
-def test_every_key_is_measured(installed: bool, settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_key_is_measured(
+    installed: bool, settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Bug guarded: a key that is missing or null where it was to be measured; a suite that needs llama.cpp to run at all."""
     monkeypatch.setattr(cpu, "llama_installed", lambda: installed)
     monkeypatch.setattr(cpu, "CHAT_TOKENS", 24)
     assert settings.data_dir is not None
-    requests = settings.data_dir / "mt_bench/vicuna_bench_question.jsonl"
-    requests.parent.mkdir(exist_ok=True)
+    data_dir = tmp_path / "data"  # Why a copy: the folder is every test's
+    shutil.copytree(settings.data_dir, data_dir)
+    requests = data_dir / "mt_bench/vicuna_bench_question.jsonl"
+    requests.parent.mkdir()
     requests.write_text("".join(json.dumps({"turns": [f"Write about the mill of Town{i}."]}) + "\n" for i in range(3)))
     target = settings.target.model_copy(
         update={"quantization": "int8", "cache_dir": str(settings.cache_dir / "targets")}
     )
-    settings = dataclasses.replace(settings, target=target)
+    settings = dataclasses.replace(settings, target=target, data_dir=data_dir)
     result = complete(run_suite("cpu", settings, no_tick).result)
     assert [key for key in OWN if result[key] is None] == []
     assert [key for key in AGAINST_LLAMA if result[key] is None] == ([] if installed else [*AGAINST_LLAMA])
