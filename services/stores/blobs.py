@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import shutil
 import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import BinaryIO
 
 from ragspec.disk import TEMPORARY, atomic_writer, make_folder, saving
-from ragspec.errors import NoRoom
 from ragspec.retrieval.reading import SUFFIXES
 from services.stores.records import FileRecord
 
@@ -46,21 +46,13 @@ class Blobs:
     def path(self, file: FileRecord) -> Path:
         return self._path(file.tenant, file.id, file.filename)
 
-    def write(self, tenant: str, file_id: str, filename: str, content: BinaryIO, max_bytes: int) -> int:
-        """Writes `content` durably and returns its size in bytes. Raises: SaveError, NoRoom for more than `max_bytes`."""
+    def write(self, tenant: str, file_id: str, filename: str, content: BinaryIO) -> None:
+        """Writes `content` durably. Raises: SaveError."""
         path = self._path(tenant, file_id, filename)
-        num_bytes = 0
         with saving(self._folder):
             make_folder(path.parent)
             with atomic_writer(path) as copy:
-                while piece := content.read(_CHUNK_BYTES):
-                    num_bytes += len(piece)
-                    if num_bytes > max_bytes:
-                        raise NoRoom(
-                            f"there is room for {max(max_bytes, 0)} bytes more: delete files that are not needed"
-                        )
-                    copy.write(piece)
-        return num_bytes
+                shutil.copyfileobj(content, copy, _CHUNK_BYTES)
 
     def remove(self, file: FileRecord) -> None:
         with saving(self._folder):

@@ -12,6 +12,7 @@ from ragspec.rag.chat.conversations import Conversation, ConversationStore, QaPa
 from ragspec.rag.chat.history import split_messages
 from services.backend import ServiceBackend
 from services.errors import ApiError
+from services.stores.library import checked_metadata
 from services.stores.schemas import Fields, Name, NewConversation, PageQuery, Tenant, deleted
 
 
@@ -27,7 +28,7 @@ def routes(backend: ServiceBackend) -> APIRouter:
     @router.post("")
     def create(tenant: Tenant, body: NewConversation | None = None) -> Fields:
         body = body or NewConversation()
-        return _object(store().create(tenant, body.metadata, _turns(body)))
+        return _object(store().create(tenant, checked_metadata(body.metadata or {}), _turns(body)))
 
     @router.get("/{conversation}")
     def find(tenant: Tenant, conversation: Name) -> Fields:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 
 from ragspec.core import Document
@@ -55,12 +55,20 @@ class IndexUpdater:
         origins = {(owner, origin) for _, owner, origin in live.origins()}
         return any((member.tenant, origin_of(member)) in origins for member in members)
 
-    def replace(self, members: Sequence[StoreMember], documents: Sequence[Document]) -> None:
-        """Replaces all documents of `members` by `documents`, in one commit. Raises: IndexBusy, SaveError, InputError."""
-        owners = {origin_of(member): member.tenant for member in members}
+    def replace(
+        self, members: Sequence[StoreMember], documents: Sequence[Document], kept: Collection[str] = ()
+    ) -> None:
+        """Adds `documents` and deletes all others of `members`, except those `kept`, in one commit.
+
+        Raises: IndexBusy, SaveError, InputError.
+        """
+        owners, new = {origin_of(member): member.tenant for member in members}, {each.id for each in documents}
         with self._writer() as writer:
-            old = [(name, owner) for name, owner, origin in writer.origins() if owners.get(origin) == owner]
-            new = {document.id for document in documents}
+            old = [
+                (name, owner)
+                for name, owner, origin in writer.origins()
+                if name in new or (owners.get(origin) == owner and name not in kept)
+            ]
             for document in documents:
                 writer.upsert(document)
             for name, _ in old:

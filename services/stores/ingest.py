@@ -1,36 +1,39 @@
 """The worker thread that changes the index: adds attached files and deletes detached ones.
 
-Owns the thread and its queues; `IndexUpdater` commits. Deletions come first. Waiting files are parsed one by one and committed
-together; an error of one file fails that file only. If the index was rebuilt without the files, they are added again.
+Owns the thread and its queues; `IndexUpdater` commits. Tenants take turns, deletions come first. Waiting files are parsed one by
+one and committed together, large ones in parts; an error of one file fails that file only. If the index was rebuilt without the
+files, they are added again.
 
 States: started -> stopped. The next process goes on with unfinished members (`Records.unfinished`).
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import math
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ragspec.core import Document
 from ragspec.errors import IndexBusy, InputError, Overloaded, RagspecError, RetrievalError, SaveError
 from ragspec.retrieval.encoder import TextEncoder
+from ragspec.tenants import FairQueue
 from services.stores.index_updater import Forget, IndexUpdater
-from services.stores.parsing import ParseLimits, UnsupportedFile, parsed
+from services.stores.parsing import PART_DOCUMENTS, ParseLimits, UnsupportedFile, Upload
 from services.stores.records import FileRecord, Records, StoreMember
 
 log = logging.getLogger(__name__)
 
 _BATCH_FILES = 16
+_MAX_DELETIONS = 64
+"""Deletions of one tenant that may wait."""
 _RETRY_DELETIONS_S = 60.0
 _DELETE_TIMEOUT_S = 60.0
-"""A caller waits this long for its deletion, which stays in the queue afterwards."""
+"""A caller waits so long for its deletion, which stays in the queue afterwards."""
 _RETRY_FILES_S = 30.0
 """Pause after another process was writing the index, or the encoders were away."""
 _STOPPING = "the service is stopping: ask again when it is back"
@@ -40,6 +43,10 @@ _STOPPING = "the service is stopping: ask again when it is back"
 class _Deletion:
     members: Sequence[StoreMember]
     done: Future[None] = field(default_factory=Future)
+
+    @property
+    def tenant(self) -> str:
+        return self.members[0].tenant
 
 
 class IngestWorker:
@@ -60,9 +67,9 @@ class IngestWorker:
         self._index = IndexUpdater(index_dir, encoder, forget)
         self._max_waiting, self._limits = max_waiting, limits or ParseLimits()
         self._wake = threading.Condition()
-        self._members: deque[StoreMember] = deque()
+        self._uploads = FairQueue[Upload](lambda upload: upload.tenant)
         self._members_due_s = 0.0  # of time.monotonic
-        self._deletions: deque[_Deletion] = deque()
+        self._deletions = FairQueue[_Deletion](lambda deletion: deletion.tenant)
         self._unfinished_deletions: list[StoreMember] = []
         self._deletions_due_s = 0.0  # of time.monotonic
         self._stopping = False
@@ -74,41 +81,53 @@ class IngestWorker:
         if completed and not self._index.has_any(completed):  # an index that has some of them was not rebuilt
             self._records.restart(completed)
         for member in self._records.unfinished():
-            (self._unfinished_deletions if member.status == "deleting" else self._members).append(member)
+            if member.status == "deleting":
+                self._unfinished_deletions.append(member)
+            else:
+                self._uploads.append(Upload(member))
         self._index.schedule_scrub()
         self._thread.start()
 
     def check_room(self) -> None:
         """Raises: Overloaded if the queue is full."""
-        if len(self._members) >= self._max_waiting:
-            raise Overloaded(f"{len(self._members)} files wait to be read already")
+        if len(self._uploads) >= self._max_waiting:
+            raise Overloaded(f"{len(self._uploads)} files wait to be read already")
 
     def add(self, member: StoreMember) -> None:
         with self._wake:
-            self._members.append(member)
+            self._uploads.append(Upload(member))
             self._wake.notify()
 
-    def delete(self, members: Sequence[StoreMember]) -> None:
-        """Deletes the members' documents and waits: the next query finds none of them.
+    async def delete(self, members: Sequence[StoreMember]) -> None:
+        """Deletes the members' documents and waits, without a thread: the next query finds none of them.
 
         Raises: SaveError if the deletion failed; members that no other caller deletes are restored. Overloaded after a timeout
-        or when the service stops; the deletion then happens later.
+        or when the service stops, and the deletion then happens later; or if too many of the tenant's deletions wait.
         """
         if not members:
             return
-        self._records.set_status(members, "deleting")
         deletion = _Deletion(members)
+        await asyncio.to_thread(self._begin, deletion)
+        done = asyncio.wrap_future(deletion.done)
+        await asyncio.wait({done}, timeout=_DELETE_TIMEOUT_S)  # Why not wait_for: it would cancel the deletion
+        if not done.done():
+            done.add_done_callback(
+                lambda ended: ended.cancelled() or ended.exception()
+            )  # retrieved: asyncio logs nothing
+            raise Overloaded("a large change of the index is under way, and the deletion waits for it: ask again")
+        done.result()
+
+    def _begin(self, deletion: _Deletion) -> None:
+        """Queues a deletion. Raises: Overloaded, SaveError."""
+        with self._wake:
+            if self._deletions.count(deletion.tenant) >= _MAX_DELETIONS:
+                raise Overloaded(f"{_MAX_DELETIONS} deletions wait already")
+        self._records.set_status(deletion.members, "deleting")
         with self._wake:
             if self._stopping:
                 raise Overloaded(_STOPPING)
             self._deletions.append(deletion)
             self._wake.notify()
-        try:
-            deletion.done.result(_DELETE_TIMEOUT_S)
-        except TimeoutError:
-            raise Overloaded(
-                "a large change of the index is under way, and the deletion waits for it: ask again"
-            ) from None
 
     def stop(self) -> None:
         """Returns after the current change."""
@@ -120,6 +139,8 @@ class IngestWorker:
             self._thread.join()
         for deletion in self._deletions:
             deletion.done.set_exception(Overloaded(_STOPPING))
+        for upload in self._uploads:
+            upload.close()
 
     def _run(self) -> None:
         while True:
@@ -130,16 +151,15 @@ class IngestWorker:
                 )
                 if self._stopping:
                     return
-                deletions = [self._deletions.popleft() for _ in range(len(self._deletions))]
-                is_due = not deletions and self._members_due_s <= time.monotonic()
-                num_members = min(_BATCH_FILES, len(self._members)) if is_due else 0
-                members = [self._members.popleft() for _ in range(num_members)]
+                deletions = self._deletions.heads()
+                for deletion in deletions:
+                    self._deletions.take(deletion)
             try:
                 self._retry_deletions()
                 for deletion in deletions:
                     self._delete(deletion)
-                if members:
-                    self._add(members)
+                if not deletions and self._members_due_s <= time.monotonic():
+                    self._add()
                 self._index.scrub_if_due()
             except Exception:
                 log.exception("a change of the index failed; others go on")
@@ -147,7 +167,7 @@ class IngestWorker:
     def _due_s(self) -> float:
         """Time of the next task, of time.monotonic."""
         times = [self._deletions_due_s] if self._unfinished_deletions else []
-        times += [self._members_due_s] if self._members else []
+        times += [self._members_due_s] if self._uploads else []
         times += [] if self._index.scrub_due_s is None else [self._index.scrub_due_s]
         return min(times, default=math.inf)
 
@@ -190,53 +210,77 @@ class IngestWorker:
                 self._unfinished_deletions.append(member)
                 self._deletions_due_s = time.monotonic() + _RETRY_DELETIONS_S
 
-    def _add(self, members: Sequence[StoreMember]) -> None:
-        read: list[tuple[StoreMember, list[Document]]] = []
-        for number, member in enumerate(members):
-            if number and (self._stopping or self._deletions):  # parsing one file may take minutes
-                with self._wake:
-                    self._members.extendleft(reversed(members[number:]))
-                break
-            if (documents := self._read(member)) is not None:
-                read.append((member, documents))
+    def _add(self) -> None:
+        """Reads and commits some files of tenants in turn: of the small ones all, of a large one a part."""
+        read: list[Upload] = []
+        for number in range(_BATCH_FILES):
+            with self._wake:
+                if not self._uploads or (number and (self._stopping or self._deletions)):  # parsing may take minutes
+                    break
+                upload = self._uploads.heads()[0]
+                self._uploads.take(upload)
+            if self._read(upload):
+                read.append(upload)
+                if not upload.is_whole or sum(len(each.part) for each in read) >= PART_DOCUMENTS:
+                    break
         self._index_files(read)
 
-    def _index_files(self, read: Sequence[tuple[StoreMember, list[Document]]]) -> None:
+    def _put_back(self, uploads: Sequence[Upload]) -> None:
+        """In front of their tenants' others."""
+        with self._wake:
+            for upload in reversed(uploads):
+                self._uploads.appendleft(upload)
+
+    def _index_files(self, read: Sequence[Upload]) -> None:
         """Commits files together; after an error, one by one, so that one file cannot fail the others."""
         try:
             if read:
-                self._index.replace([member for member, _ in read], [each for _, texts in read for each in texts])
+                whole = [upload for upload in read if upload.is_whole]
+                kept = {name for upload in whole for name in upload.committed}
+                documents = [document for upload in read for document in upload.part]
+                self._index.replace([upload.member for upload in whole], documents, kept)
         except (IndexBusy, RetrievalError) as cause:  # another process writes, or the encoders are away
             log.warning("files wait: %s", type(cause).__name__)
-            with self._wake:
-                self._members.extendleft(member for member, _ in reversed(read))
-                self._members_due_s = time.monotonic() + _RETRY_FILES_S
+            self._put_back(read)
+            self._members_due_s = time.monotonic() + _RETRY_FILES_S
         except Exception as cause:
             if len(read) == 1:
-                self._fail(read[0][0], cause, "the index could not be written")
+                self._fail(read[0], cause, "the index could not be written")
                 return
             for each in read:
                 self._index_files([each])
         else:
-            for member, documents in read:
-                self._records.end(member, "completed", num_bytes=sum(len(each.text.encode()) for each in documents))
+            for upload in read:
+                upload.part_done()
+                if upload.is_whole:
+                    self._records.end(upload.member, "completed", num_bytes=upload.num_bytes)
+            self._put_back([upload for upload in read if not upload.is_whole])
 
-    def _read(self, member: StoreMember) -> list[Document] | None:
-        """None if the member was deleted meanwhile or cannot be parsed."""
+    def _read(self, upload: Upload) -> bool:
+        """Reads the next part. False if the member was deleted meanwhile or cannot be parsed."""
+        member = upload.member
         if self._records.status(member.key) != "in_progress":
-            return None
+            upload.close()
+            return False
         try:
             file = self._records.file(member.tenant, member.file)
-            documents = list(parsed(self._path_of(file), file, member, self._limits))
-            if not documents:
+            upload.read_part(self._path_of(file), file, self._limits)
+            if not upload.part and not upload.committed:
                 raise InputError("it holds no text")
         except Exception as cause:
-            self._fail(member, cause, "the file could not be read")
-            return None
-        return documents
+            self._fail(upload, cause, "the file could not be read")
+            return False
+        return True
 
-    def _fail(self, member: StoreMember, cause: Exception, message: str) -> None:
-        """`message` is shown for errors that the file did not cause."""
+    def _fail(self, upload: Upload, cause: Exception, message: str) -> None:
+        """Takes the committed parts out again. `message` is shown for errors that the file did not cause."""
+        member = upload.member
+        upload.close()
+        if upload.committed:
+            try:
+                self._index.replace([member], [])
+            except Exception:
+                log.exception("parts of a file that failed are still in the index")
         if isinstance(cause, InputError):
             code = "unsupported_file" if isinstance(cause, UnsupportedFile) else "invalid_file"
             self._records.end(member, "failed", code, str(cause))

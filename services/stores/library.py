@@ -13,14 +13,18 @@ survive a crash; the next process goes on with unfinished ones.
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
+import os
 import secrets
-from collections.abc import Mapping
-from contextlib import AbstractContextManager
+import threading
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
-from ragspec.errors import InputError
+from ragspec.errors import InputError, NoRoom
 from ragspec.retrieval.encoder import TextEncoder
 from ragspec.retrieval.retriever import configured_index_dir
 from services.settings import ServiceConfig, ServiceSettings
@@ -28,7 +32,7 @@ from services.stores.blobs import Blobs
 from services.stores.index_updater import Forget
 from services.stores.ingest import IngestWorker
 from services.stores.parsing import FILE, STORE, ParseLimits
-from services.stores.records import Attributes, FileRecord, Records, StoreMember, StoreRecord
+from services.stores.records import RECORD_BYTES, Attributes, FileRecord, Records, StoreMember, StoreRecord
 
 _MAX_ATTRIBUTES = 16
 _MAX_KEY_CHARS, _MAX_VALUE_CHARS = 64, 512
@@ -55,7 +59,7 @@ def library_folder(service: ServiceSettings, index_dir: Path) -> Path:
 
 
 class Library(AbstractContextManager["Library"]):
-    """Safe to call from several threads. All methods may block."""
+    """Safe to call from several threads. Plain methods may block."""
 
     def __init__(
         self,
@@ -73,6 +77,7 @@ class Library(AbstractContextManager["Library"]):
         self._blobs = Blobs(data_dir / "files")
         self._blobs.remove_unrecorded(self._records.all_files())
         self._max_bytes = max_bytes_per_tenant
+        self._lock, self._reserved = threading.Lock(), Counter[str]()  # bytes that are being written, by tenant
         self._ingest = IngestWorker(
             self._records, index_dir, encoder, self._blobs.path, forget, max_waiting=max_waiting, limits=parse_limits
         )
@@ -80,15 +85,16 @@ class Library(AbstractContextManager["Library"]):
 
     def upload(self, tenant: str, filename: str, purpose: str, content: BinaryIO) -> FileRecord:
         """Raises: InputError, SaveError, NoRoom if the tenant has no space left."""
-        name = _plain_name(filename)
-        room = self._max_bytes - sum(file.num_bytes for file in self._records.files(tenant))
-        file_id = f"file-{secrets.token_hex(12)}"
-        num_bytes = self._blobs.write(tenant, file_id, name, content, room)
-        try:
-            return self._records.add_file(tenant, file_id, name, purpose, num_bytes)
-        except BaseException:
-            self._blobs.remove(FileRecord(tenant, file_id, name, purpose, num_bytes, 0.0))
-            raise
+        name, file_id = _plain_name(filename), f"file-{secrets.token_hex(12)}"
+        num_bytes = content.seek(0, os.SEEK_END)
+        content.seek(0)
+        with self._room(tenant, num_bytes):
+            self._blobs.write(tenant, file_id, name, content)
+            try:
+                return self._records.add_file(tenant, file_id, name, purpose, num_bytes)
+            except BaseException:
+                self._blobs.remove(FileRecord(tenant, file_id, name, purpose, num_bytes, 0.0))
+                raise
 
     def files(self, tenant: str) -> list[FileRecord]:
         return self._records.files(tenant)
@@ -101,17 +107,20 @@ class Library(AbstractContextManager["Library"]):
         """The path of the file's content."""
         return self._blobs.path(file)
 
-    def delete_file(self, tenant: str, file_id: str) -> None:
+    async def delete_file(self, tenant: str, file_id: str) -> None:
         """Deletes a file and removes it from all stores; no later answer quotes it. Raises: NotFound, SaveError."""
-        file = self._records.file(tenant, file_id)
-        self._ingest.delete(self._records.members_of_file(tenant, file_id))
-        self._blobs.remove(file)
-        self._records.drop_file(tenant, file_id)
-        self._ingest.delete(self._records.members_of_file(tenant, file_id))  # members attached meanwhile
+        file = await asyncio.to_thread(self._records.file, tenant, file_id)
+        members = await asyncio.to_thread(self._records.members_of_file, tenant, file_id)
+        await self._ingest.delete(members)
+        await asyncio.to_thread(self._blobs.remove, file)
+        await asyncio.to_thread(self._records.drop_file, tenant, file_id)
+        await self._ingest.delete(self._records.members_of_file(tenant, file_id))  # members attached meanwhile
 
     def create_store(self, tenant: str, name: str = "", metadata: Mapping[str, str] | None = None) -> StoreRecord:
-        """Raises: InputError, SaveError."""
-        return self._records.add_store(tenant, name, checked_metadata(metadata or {}))
+        """Raises: InputError, SaveError, NoRoom."""
+        checked = checked_metadata(metadata or {})
+        with self._room(tenant, _num_bytes(checked)):
+            return self._records.add_store(tenant, name, checked)
 
     def stores(self, tenant: str) -> list[StoreRecord]:
         return self._records.stores(tenant)
@@ -126,23 +135,42 @@ class Library(AbstractContextManager["Library"]):
         """None keeps the value. Raises: NotFound, InputError, SaveError."""
         old = self._records.store(tenant, store_id)
         kept = old.metadata if metadata is None else checked_metadata(metadata)
-        self._records.change_store(tenant, store_id, old.name if name is None else name, kept)
+        with self._room(tenant, _num_bytes(kept)):
+            self._records.change_store(tenant, store_id, old.name if name is None else name, kept)
         return self._records.store(tenant, store_id)
 
-    def delete_store(self, tenant: str, store_id: str) -> None:
+    async def delete_store(self, tenant: str, store_id: str) -> None:
         """Deletes a store; its files stay. Raises: NotFound, SaveError."""
-        self._records.store(tenant, store_id)
-        self._ingest.delete(self._records.members(tenant, store_id))
-        self._records.drop_store(tenant, store_id)
+        await self._ingest.delete(await asyncio.to_thread(self.members, tenant, store_id))
+        await asyncio.to_thread(self._records.drop_store, tenant, store_id)
 
     def attach(self, tenant: str, store_id: str, file_id: str, attributes: Attributes) -> StoreMember:
-        """Starts to index a file in a store. Raises: NotFound, InputError, Overloaded, SaveError."""
+        """Starts to index a file in a store. Raises: NotFound, InputError, Overloaded, SaveError, NoRoom."""
         self._records.store(tenant, store_id)
         self._records.file(tenant, file_id)
         self._ingest.check_room()
-        member = self._records.add_member(tenant, store_id, file_id, checked_attributes(attributes, "attributes"))
+        checked = checked_attributes(attributes, "attributes")
+        with self._room(tenant, _num_bytes(checked)):
+            member = self._records.add_member(tenant, store_id, file_id, checked)
         self._ingest.add(member)
         return member
+
+    @contextmanager
+    def _room(self, tenant: str, num_bytes: int) -> Iterator[None]:
+        """Reserves room for a record and its bytes while they are written. Raises: NoRoom, SaveError."""
+        num_bytes += RECORD_BYTES
+        with self._lock:
+            room = self._max_bytes - self._reserved[tenant] - self._records.used_bytes(tenant)
+            if num_bytes > room:
+                left = max(0, room - RECORD_BYTES)
+                raise NoRoom(f"there is room for {left} bytes more: delete files or vector stores that are not needed")
+            self._reserved[tenant] += num_bytes
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._reserved[tenant] -= num_bytes
+                self._reserved += Counter()  # drops zeros
 
     def member(self, tenant: str, store_id: str, file_id: str) -> StoreMember:
         """Raises: NotFound."""
@@ -154,9 +182,9 @@ class Library(AbstractContextManager["Library"]):
         self._records.store(tenant, store_id)
         return self._records.members(tenant, store_id)
 
-    def detach(self, tenant: str, store_id: str, file_id: str) -> None:
+    async def detach(self, tenant: str, store_id: str, file_id: str) -> None:
         """Removes a file from a store; the next query does not find it there. Raises: NotFound, SaveError."""
-        self._ingest.delete([self.member(tenant, store_id, file_id)])
+        await self._ingest.delete([await asyncio.to_thread(self.member, tenant, store_id, file_id)])
 
     def close(self) -> None:
         """Returns after the current change of the index."""
@@ -184,6 +212,10 @@ def checked_attributes(attributes: Attributes, what: str) -> Attributes:
 def checked_metadata(metadata: Mapping[str, str]) -> dict[str, str]:
     """Raises: InputError."""
     return {key: str(value) for key, value in checked_attributes(metadata, "metadata").items()}
+
+
+def _num_bytes(fields: Attributes) -> int:
+    return sum(len(key) + len(str(value)) for key, value in fields.items())
 
 
 def _plain_name(filename: str) -> str:

@@ -3,17 +3,19 @@
 Owns the limits of parsing. Files other than plain text are parsed in a process with limits of memory and time, so that a damaged
 or hostile file cannot take the service down. Whose documents they are is never read from the file.
 
-    python -m services.stores.parsing FILE NAME OUTPUT MAX_BYTES MAX_S        # the process: one JSON object a line
+    python -m services.stores.parsing FILE NAME OUTPUT MAX_BYTES MAX_DOCUMENTS MAX_S   # the process: one JSON object a line
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import resource
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Generator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -30,6 +32,8 @@ STORE, FILE = "vector_store_id", "file_id"
 _PLAIN_SUFFIXES = frozenset({".txt", ".md", ".markdown"})
 """Read without a process: there is nothing to parse."""
 _MAX_REASON_CHARS = 300
+PART_DOCUMENTS, _PART_BYTES = 1000, 2**20
+"""Of one commit, after which the next tenant has its turn."""
 _MEMORY_BYTES = 2 * 2**30
 _REFUSED = 3
 """Exit status of the process; its standard output is the reason."""
@@ -40,13 +44,54 @@ class UnsupportedFile(InputError):
 
 
 class ParseLimits(NamedTuple):
-    """`timeout_s`: wall-clock time. Processor time is limited to half of it."""
+    """`max_documents`: rows of a file. `timeout_s`: wall-clock time. Processor time is limited to half of it."""
 
     max_text_bytes: int = 64 * 2**20
+    max_documents: int = 100_000
     timeout_s: float = 120.0
 
 
-def parsed(path: Path, file: FileRecord, member: StoreMember, limits: ParseLimits) -> Iterator[Document]:
+@dataclass(slots=True, eq=False)
+class Upload:
+    """A file on its way into the index, in parts. `part`: the documents to commit next; `committed`: the ids of those before."""
+
+    member: StoreMember
+    part: list[Document] = field(default_factory=list)
+    committed: set[str] = field(default_factory=set)
+    num_bytes: int = 0
+    is_whole: bool = False
+    _rest: Generator[Document, None, None] | None = None
+
+    @property
+    def tenant(self) -> str:
+        return self.member.tenant
+
+    def read_part(self, path: Path, file: FileRecord, limits: ParseLimits) -> None:
+        """Fills an empty `part`; `is_whole` is set with the last one. Raises: InputError."""
+        if self.part:
+            return
+        self._rest = self._rest or parsed(path, file, self.member, limits)
+        num_bytes = 0
+        for document in itertools.islice(self._rest, PART_DOCUMENTS):
+            self.part.append(document)
+            num_bytes += len(document.text)
+            if num_bytes >= _PART_BYTES:
+                return
+        self.is_whole = len(self.part) < PART_DOCUMENTS
+
+    def part_done(self) -> None:
+        """The part is in the index."""
+        self.committed.update(document.id for document in self.part)
+        self.num_bytes += sum(len(document.text.encode()) for document in self.part)
+        self.part = []
+
+    def close(self) -> None:
+        """Removes what parsing left on the disk."""
+        if self._rest is not None:
+            self._rest.close()
+
+
+def parsed(path: Path, file: FileRecord, member: StoreMember, limits: ParseLimits) -> Generator[Document, None, None]:
     """The documents of a file in a vector store.
 
     Raises: InputError with a reason that names the file as its owner does; UnsupportedFile.
@@ -58,7 +103,7 @@ def parsed(path: Path, file: FileRecord, member: StoreMember, limits: ParseLimit
         output = Path(folder) / "documents.jsonl"
         try:
             if suffix in _PLAIN_SUFFIXES:
-                write_documents(path, file.filename, output, limits.max_text_bytes)
+                write_documents(path, file.filename, output, limits)
             else:
                 _parse_in_process(path, file.filename, output, limits)
         except InputError as cause:
@@ -69,7 +114,7 @@ def parsed(path: Path, file: FileRecord, member: StoreMember, limits: ParseLimit
 
 
 def _parse_in_process(path: Path, filename: str, output: Path, limits: ParseLimits) -> None:
-    numbers = [str(limits.max_text_bytes), str(max(1, int(limits.timeout_s / 2)))]
+    numbers = [str(limits.max_text_bytes), str(limits.max_documents), str(max(1, int(limits.timeout_s / 2)))]
     command = [sys.executable, "-m", "services.stores.parsing", str(path), filename, str(output), *numbers]
     root = Path(__file__).parents[2]
     try:
@@ -84,14 +129,16 @@ def _parse_in_process(path: Path, filename: str, output: Path, limits: ParseLimi
         raise InputError("reading it took too much memory or time, or crashed the parser")
 
 
-def write_documents(path: Path, name: str, output: Path, max_bytes: int) -> None:
-    """Writes the file's documents to `output`. Raises: InputError, also for more than `max_bytes` of text."""
+def write_documents(path: Path, name: str, output: Path, limits: ParseLimits) -> None:
+    """Writes the file's documents to `output`. Raises: InputError, also for more text or rows than allowed."""
     num_bytes = 0
     with open(output, "w", encoding="utf-8") as lines:
-        for document in read_file(path, name):
+        for number, document in enumerate(read_file(path, name), 1):
             num_bytes += len(document.text.encode())
-            if num_bytes > max_bytes:
-                raise InputError(f"it holds more than {max_bytes} bytes of text")
+            if num_bytes > limits.max_text_bytes:
+                raise InputError(f"it holds more than {limits.max_text_bytes} bytes of text")
+            if number > limits.max_documents:
+                raise InputError(f"it holds more than {limits.max_documents} rows: split it")
             fields: dict[str, Any] = {"text": document.text, "title": document.title, "source": document.source}
             fields |= {"metadata": dict(document.metadata), "headings": document.headings}
             lines.write(json.dumps(fields) + "\n")
@@ -118,12 +165,12 @@ def origin_of(member: StoreMember) -> str:
     return f"{member.store}:{member.file}"
 
 
-def main(path: str, name: str, output: str, max_bytes: str, max_s: str) -> int:
+def main(path: str, name: str, output: str, max_bytes: str, max_documents: str, max_s: str) -> int:
     resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, _MEMORY_BYTES))
     resource.setrlimit(resource.RLIMIT_CPU, (int(max_s), int(max_s)))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     try:
-        write_documents(Path(path), name, Path(output), int(max_bytes))
+        write_documents(Path(path), name, Path(output), ParseLimits(int(max_bytes), int(max_documents)))
     except InputError as cause:
         sys.stdout.write(str(cause))
         return _REFUSED

@@ -33,6 +33,13 @@ CREATE INDEX members_by_status ON members (status)
 """
 
 _KEY = "tenant=? AND store=? AND file=?"
+_USED = """
+SELECT (SELECT TOTAL(num_bytes + {0}) FROM files WHERE tenant=?1)
+    + (SELECT TOTAL(LENGTH(name) + LENGTH(metadata) + {0}) FROM stores WHERE tenant=?1)
+    + (SELECT TOTAL(LENGTH(attributes) + {0}) FROM members WHERE tenant=?1)
+"""
+RECORD_BYTES = 4096
+"""What a file, a store or a member counts beside its bytes, so that empty ones count too."""
 
 Attributes = Mapping[str, str | float | bool]
 
@@ -101,6 +108,10 @@ class Records:
 
     def files(self, tenant: str) -> list[FileRecord]:
         return [FileRecord(*row) for row in self._rows("SELECT * FROM files WHERE tenant=?", tenant)]
+
+    def used_bytes(self, tenant: str) -> int:
+        """Bytes of a tenant's files and records."""
+        return int(self._rows(_USED.format(RECORD_BYTES), tenant)[0][0])
 
     def drop_file(self, tenant: str, file_id: str) -> None:
         self._write("DELETE FROM files WHERE tenant=? AND id=?", (tenant, file_id))

@@ -1,6 +1,7 @@
 """/v1/files, /v1/vector_stores and /v1/conversations. Owns the routes of files.
 
-Routes that wait for disks are plain functions, which FastAPI runs in threads.
+Routes that wait for disks are plain functions, which FastAPI runs in threads. Deletions wait for the index,
+which may take long, and hold no thread meanwhile.
 """
 
 from __future__ import annotations
@@ -51,8 +52,8 @@ def _file_routes(backend: ServiceBackend) -> APIRouter:
         return FileResponse(path, media_type="application/octet-stream", filename=found.filename)
 
     @router.delete("/{file_id}")
-    def delete(tenant: Tenant, file_id: Name) -> Fields:
-        library.delete_file(tenant, file_id)
+    async def delete(tenant: Tenant, file_id: Name) -> Fields:
+        await library.delete_file(tenant, file_id)
         return deleted("file", file_id)
 
     return router

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Query
 
 from ragspec.core import Passage
+from ragspec.errors import NotFound
 from ragspec.retrieval.search.filters import ComparisonFilter, CompoundFilter, parse_filter
 from ragspec.retrieval.search.segment_search import SearchScope
 from services.backend import ServiceBackend
@@ -67,8 +69,8 @@ def _add_stores(router: APIRouter, backend: ServiceBackend) -> None:
         return shape(library.change_store(tenant, store_id, body.name, body.metadata))
 
     @router.delete("/{store_id}")
-    def delete(tenant: Tenant, store_id: Name) -> Fields:
-        library.delete_store(tenant, store_id)
+    async def delete(tenant: Tenant, store_id: Name) -> Fields:
+        await library.delete_store(tenant, store_id)
         return deleted("vector_store.deleted", store_id)
 
 
@@ -95,8 +97,8 @@ def _add_members(router: APIRouter, backend: ServiceBackend) -> None:
         return member_object(library.attach(tenant, store_id, file_id, body.attributes or {}))
 
     @router.delete("/{store_id}/files/{file_id}")
-    def detach(tenant: Tenant, store_id: Name, file_id: Name) -> Fields:
-        library.detach(tenant, store_id, file_id)
+    async def detach(tenant: Tenant, store_id: Name, file_id: Name) -> Fields:
+        await library.detach(tenant, store_id, file_id)
         return deleted("vector_store.file.deleted", file_id)
 
 
@@ -119,13 +121,13 @@ def _add_search(router: APIRouter, backend: ServiceBackend) -> None:
         threshold = body.ranking_options.score_threshold if body.ranking_options else 0.0
         best_ranked = ranked[: body.max_num_results]
         scored = [(each, unit_score(each.score, retriever.mode, bool(retriever.reranker))) for each in best_ranked]
-        members = {member.file: member for member in library.members(tenant, store_id)}
-        names = {file.id: file.filename for file in library.files(tenant)}
-        data = [
-            result_object(passage, names[file_id], members[file_id].attributes, score)
-            for passage, score in scored
-            if score >= threshold and (file_id := passage.document_id.split(":")[1]) in members and file_id in names
-        ]
+        data = []
+        for passage, score in scored:
+            file_id = passage.document_id.split(":")[1]
+            with contextlib.suppress(NotFound):  # it was deleted meanwhile
+                member, file = library.member(tenant, store_id, file_id), library.file(tenant, file_id)
+                if score >= threshold:
+                    data.append(result_object(passage, file.filename, member.attributes, score))
         return {
             "object": "vector_store.search_results.page",
             "search_query": queries,

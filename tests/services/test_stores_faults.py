@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import os
 import resource
@@ -12,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -29,10 +31,11 @@ from ragspec.retrieval.index.writer import IndexWriter
 from ragspec.retrieval.retriever import Retriever, build_index
 from ragspec.retrieval.search.segment_search import SearchScope
 from services.settings import ServiceConfig
-from services.stores import index_updater, ingest
+from services.stores import index_updater, ingest, parsing
 from services.stores.index_updater import IndexUpdater
 from services.stores.library import Library, library_folder, open_library
 from services.stores.parsing import ParseLimits
+from services.stores.records import RECORD_BYTES
 
 ROOT = Path(__file__).parents[2]
 OLD = Document("old", "The old mill grinds corn.")
@@ -67,9 +70,9 @@ def attached(library: Library, name: str = "zebra.txt", text: str = "A zebra has
     return store, file
 
 
-def ended(library: Library, store: str, file: str) -> tuple[str, str]:
+def ended(library: Library, store: str, file: str, tenant: str = "ann") -> tuple[str, str]:
     """Status and code, once it is over."""
-    while (member := library.member("ann", store, file)).status == "in_progress":
+    while (member := library.member(tenant, store, file)).status == "in_progress":
         time.sleep(0.01)
     return member.status, member.code
 
@@ -191,7 +194,7 @@ def test_a_full_disk_fails_what_is_new_and_nothing_else(index: Path, opened: Ope
         with pytest.raises(SaveError):
             library.attach("ann", store, other, {})
         with pytest.raises(SaveError):
-            library.detach("ann", store, file)
+            asyncio.run(library.detach("ann", store, file))
     assert found(index) == before and library.member("ann", store, file).status == "completed"
     assert {each.filename for each in library.files("ann")} == {"zebra.txt", "other.txt"}
     library.attach("ann", store, other, {})
@@ -217,21 +220,76 @@ def test_an_index_that_cannot_be_written_fails_the_file_and_keeps_what_it_had(
         library.attach("ann", store, failed, {})
         assert ended(library, store, failed) == ("failed", "server_error")
         with pytest.raises(SaveError):
-            library.detach("ann", store, file)
+            asyncio.run(library.detach("ann", store, file))
     assert library.member("ann", store, file).status == "completed" and found(index) == before
-    library.detach("ann", store, file)
+    asyncio.run(library.detach("ann", store, file))
     assert found(index) == {OLD.text}
 
 
 def test_the_room_of_a_tenant_is_bounded(opened: Opened, tmp_path: Path) -> None:
     """One tenant filled the disk of all."""
-    library = opened(max_bytes_per_tenant=1000)
-    library.upload("ann", "a.txt", "assistants", io.BytesIO(b"a" * 600))
-    with pytest.raises(NoRoom, match="room for 400 bytes more"):
-        library.upload("ann", "b.txt", "assistants", io.BytesIO(b"b" * 600))
-    library.upload("bob", "b.txt", "assistants", io.BytesIO(b"b" * 600))
-    assert sorted(path.stat().st_size for path in (tmp_path / "data" / "files").rglob("*.txt")) == [600, 600]
+    library = opened(max_bytes_per_tenant=100_000)
+    library.upload("ann", "a.txt", "assistants", io.BytesIO(b"a" * 60_000))
+    room = 100_000 - 60_000 - 2 * RECORD_BYTES
+    with pytest.raises(NoRoom, match=f"room for {room} bytes more"):
+        library.upload("ann", "b.txt", "assistants", io.BytesIO(b"b" * 60_000))
+    library.upload("bob", "b.txt", "assistants", io.BytesIO(b"b" * 60_000))
+    library.upload("ann", "c.txt", "assistants", io.BytesIO(b"c" * room))
+    sizes = sorted(path.stat().st_size for path in (tmp_path / "data" / "files").rglob("*.txt"))
+    assert sizes == [room, 60_000, 60_000]
     assert not list((tmp_path / "data" / "files").rglob(".building-*"))
+
+
+def test_what_has_no_bytes_takes_room_too(opened: Opened) -> None:
+    """Empty files, empty stores and their metadata cost nothing: one tenant fills the database of all."""
+    library = opened(max_bytes_per_tenant=50 * RECORD_BYTES)
+    metadata = {f"key {number}": "x" * 500 for number in range(16)}
+    adding: list[Callable[[], object]] = [
+        lambda: library.upload("ann", "a.txt", "assistants", io.BytesIO(b"")),
+        lambda: library.create_store("ann"),
+        lambda: library.create_store("ann", metadata=metadata),
+    ]
+    for add in adding:
+        with pytest.raises(NoRoom):
+            for _ in range(60):
+                add()
+        for store in library.stores("ann"):
+            asyncio.run(library.delete_store("ann", store.id))
+        for file in library.files("ann"):
+            asyncio.run(library.delete_file("ann", file.id))
+    assert library._records.used_bytes("ann") == 0
+    store = library.create_store("ann").id
+    with pytest.raises(NoRoom):
+        for _ in range(60):
+            file = library.upload("ann", "a.txt", "assistants", io.BytesIO(b"A zebra.")).id
+            library.attach("ann", store, file, dict(metadata))
+    assert library.create_store("bob", metadata=metadata)
+
+
+class Slow(io.BytesIO):
+    """A file whose bytes come when they may."""
+
+    def __init__(self, content: bytes, may_come: threading.Event) -> None:
+        super().__init__(content)
+        self._may_come = may_come
+
+    def read(self, size: int | None = -1) -> bytes:
+        assert self._may_come.wait(30.0)
+        return super().read(size)
+
+
+def test_files_at_once_do_not_share_one_room(opened: Opened) -> None:
+    """Each of forty uploads finds room before any is written, and forty times the room is used."""
+    library, may_come = opened(max_bytes_per_tenant=100_000), threading.Event()
+    with ThreadPoolExecutor(4) as pool:
+        uploads = [
+            pool.submit(library.upload, "ann", f"{n}.txt", "assistants", Slow(b"a" * 60_000, may_come))
+            for n in range(4)
+        ]
+        until(lambda: sum(upload.done() for upload in uploads) == 3)
+        may_come.set()
+    assert sum(isinstance(upload.exception(), NoRoom) for upload in uploads) == 3
+    assert len(library.files("ann")) == 1
 
 
 def test_a_file_that_hangs_is_given_up(opened: Opened) -> None:
@@ -275,7 +333,7 @@ def test_deleted_text_leaves_the_disk(index: Path, opened: Opened, monkeypatch: 
     assert ended(library, store, file) == ("completed", "")
     kept = attached(library, "mill.txt", "A mill has sails.")
     assert ended(library, *kept) == ("completed", "")
-    library.detach("ann", store, file)
+    asyncio.run(library.detach("ann", store, file))
     until(lambda: not on_disk(index, "zebra"))
     assert found(index, "mill sails corn") == {OLD.text, "A mill has sails."}
 
@@ -320,7 +378,7 @@ def test_a_deletion_that_two_ask_for_is_not_forgotten(
     deleting = replace(library.member("ann", store, file), status="deleting")
     library._records.set_status([deleting], "deleting")
     with IndexWriter(index, LetterEncoder()), pytest.raises(SaveError):
-        library._ingest.delete([deleting])
+        asyncio.run(library._ingest.delete([deleting]))
     until(lambda: not library._records.status(("ann", store, file)))
     assert found(index) == {OLD.text}
 
@@ -360,7 +418,7 @@ def test_what_waits_for_a_service_that_stops_is_told(opened: Opened, index: Path
 
     def detach() -> None:
         try:
-            library.detach("ann", store, file)
+            asyncio.run(library.detach("ann", store, file))
         except (SaveError, Overloaded) as error:
             ends.append(error)
 
@@ -383,11 +441,11 @@ def test_a_deletion_waits_for_one_file_and_not_for_all(opened: Opened, monkeypat
     reading, go_on = threading.Event(), threading.Event()
     worker, read, take_out = library._ingest, library._ingest._read, library._ingest._delete
 
-    def slowly(member: Any) -> Any:
-        reads.append(member.file)
+    def slowly(upload: Any) -> Any:
+        reads.append(upload.member.file)
         reading.set()
         go_on.wait(30.0)
-        return read(member)
+        return read(upload)
 
     def noting(deletion: Any) -> None:
         reads_before.append(len(reads))
@@ -398,7 +456,7 @@ def test_a_deletion_waits_for_one_file_and_not_for_all(opened: Opened, monkeypat
     with worker._wake:  # so that they are taken together
         others = [attached(library, f"{number}.txt") for number in range(4)]
     assert reading.wait(30.0)
-    deletion = threading.Thread(target=library.delete_file, args=("ann", gone[1]))
+    deletion = threading.Thread(target=lambda: asyncio.run(library.delete_file("ann", gone[1])))
     deletion.start()
     while not worker._deletions:
         time.sleep(0.01)
@@ -436,10 +494,10 @@ def test_encoders_that_are_away_are_waited_for_and_one_bad_file_fails_alone(
     errors: list[Exception] = [RetrievalError("no encoder"), RuntimeError("together"), RuntimeError("alone")]
     library, replace_ = opened(), IndexUpdater.replace
 
-    def failing(self: IndexUpdater, members: Any, documents: Any) -> None:
+    def failing(self: IndexUpdater, members: Any, documents: Any, *kept: Any) -> None:
         if documents and errors:
             raise errors.pop(0)
-        replace_(self, members, documents)
+        replace_(self, members, documents, *kept)
 
     monkeypatch.setattr(IndexUpdater, "replace", failing)
     with library._ingest._wake:  # both are read together
@@ -457,7 +515,7 @@ def test_a_deletion_that_takes_long_is_answered_and_keeps_its_place(
     store, file = attached(library)
     assert ended(library, store, file) == ("completed", "")
     with IndexWriter(index, LetterEncoder()), pytest.raises(Overloaded, match="ask again"):
-        library.detach("ann", store, file)
+        asyncio.run(library.detach("ann", store, file))
     until(lambda: not library._records.status(("ann", store, file)))
     assert found(index) == {OLD.text}
 
@@ -476,8 +534,127 @@ def test_each_index_has_files_of_its_own(index: Path, tmp_path: Path) -> None:
         assert library.files("ann") == [] and found(other) == {OLD.text}
     with open_library(first, LetterEncoder(), lambda *_: None) as library:
         (file,) = library.files("ann")
-        library.delete_file("ann", file.id)
+        asyncio.run(library.delete_file("ann", file.id))
     assert found(index) == {OLD.text}
     beside = first.service.model_copy(update={"data_dir": ""})
     assert library_folder(beside, index) == tmp_path / "index.library"
     assert library_folder(beside.model_copy(update={"library_dir": "there"}), index) == Path("there")
+
+
+def rows(count: int, word: str = "zebra") -> str:
+    return "text\n" + "".join(f"{word} {number}\n" for number in range(count))
+
+
+def attached_by(tenant: str, library: Library, name: str, text: str) -> tuple[str, str]:
+    store = library.create_store(tenant).id
+    file = library.upload(tenant, name, "assistants", io.BytesIO(text.encode())).id
+    library.attach(tenant, store, file, {})
+    return store, file
+
+
+def test_a_small_file_waits_for_a_part_of_another_tenant_s_large_one(
+    index: Path, opened: Opened, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One queue and one commit a file: 34 bytes waited for minutes behind half a million rows, and behind as many files."""
+    monkeypatch.setattr(parsing, "PART_DOCUMENTS", 50)
+    commits: list[set[str]] = []
+    replace_ = IndexUpdater.replace
+
+    def noting(self: IndexUpdater, members: Any, documents: Any, *kept: Any) -> None:
+        replace_(self, members, documents, *kept)
+        commits.append({document.owner for document in documents})
+
+    monkeypatch.setattr(IndexUpdater, "replace", noting)
+    library = opened()
+    with library._ingest._wake:  # all are there before the first is read
+        large = attached_by("bob", library, "large.csv", rows(220))
+        for number in range(20):
+            attached_by("bob", library, f"{number}.txt", "A quagga.")
+        small = attached_by("ann", library, "small.txt", "An okapi.")
+    assert ended(library, *small) == ("completed", "")
+    assert sum("bob" in owners for owners in commits) <= 2
+    assert ended(library, *large, tenant="bob") == ("completed", "")
+    assert sum("bob" in owners for owners in commits) >= 5
+    member = library.member("bob", *large)
+    assert member.num_bytes == sum(len(f"zebra {number}") for number in range(220))
+    with IndexWriter(index) as writer:
+        origins = [origin for _, owner, origin in writer.origins() if owner == "bob"]
+    assert origins.count(f"{large[0]}:{large[1]}") == 220
+
+
+def test_a_large_file_that_is_attached_anew_keeps_no_old_rows(
+    index: Path, opened: Opened, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Committed in parts, each part deletes the rows of the one before, or the rows that the file has no more stay."""
+    monkeypatch.setattr(parsing, "PART_DOCUMENTS", 10)
+    library = opened()
+    store, file = attached(library, "rows.csv", rows(45))
+    assert ended(library, store, file) == ("completed", "")
+    library.path(library.file("ann", file)).write_text(rows(23, "gnu"))
+    library.attach("ann", store, file, {"year": 1874})
+    assert ended(library, store, file) == ("completed", "")
+    texts = found(index, " ".join(f"{word} {number}" for word in ("gnu", "zebra") for number in range(45)))
+    assert {text for text in texts if "corn" not in text} == {f"gnu {number}" for number in range(23)}
+
+
+def test_a_file_that_fails_in_a_later_part_leaves_nothing_behind(
+    index: Path, opened: Opened, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Half of a file that is said to have failed is found by everybody who searches."""
+    monkeypatch.setattr(parsing, "PART_DOCUMENTS", 10)
+    library, replace_, calls = opened(), IndexUpdater.replace, list[int]()
+
+    def failing(self: IndexUpdater, members: Any, documents: Any, *kept: Any) -> None:
+        calls.append(len(documents))
+        if len(calls) == 3:
+            raise SaveError("no space left on device")
+        replace_(self, members, documents, *kept)
+
+    monkeypatch.setattr(IndexUpdater, "replace", failing)
+    assert ended(library, *attached(library, "rows.csv", rows(45))) == ("failed", "server_error")
+    until(lambda: len(calls) == 4)
+    until(lambda: found(index, " ".join(f"zebra {number}" for number in range(45))) <= {OLD.text})
+
+
+def test_a_file_of_too_many_rows_is_refused(opened: Opened) -> None:
+    """Ten megabytes of short rows keep the index busy for an hour."""
+    library = opened(parse_limits=ParseLimits(max_documents=100))
+    store, file = attached(library, "rows.csv", rows(101))
+    assert ended(library, store, file) == ("failed", "invalid_file")
+    assert "more than 100 rows" in library.member("ann", store, file).message
+    assert ended(library, *attached(library, "rows.csv", rows(100))) == ("completed", "")
+
+
+def test_deletions_that_wait_hold_no_thread_and_are_bounded(opened: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
+    """45 deletions behind a large file held all threads: the others could not even list their files."""
+    monkeypatch.setattr(ingest, "_MAX_DELETIONS", 8)
+    library, go_on = opened(), threading.Event()
+    pairs = [attached(library, f"{number}.txt", f"Zebra {number}.") for number in range(45)]
+    assert {ended(library, *pair) for pair in pairs} == {("completed", "")}
+    others = attached_by("bob", library, "bob.txt", "A quagga.")
+    assert ended(library, *others, tenant="bob") == ("completed", "")
+    take_out = library._ingest._delete
+
+    def late(deletion: Any) -> None:
+        assert go_on.wait(30.0)
+        take_out(deletion)
+
+    monkeypatch.setattr(library._ingest, "_delete", late)
+
+    async def run() -> list[BaseException | None]:
+        pool = ThreadPoolExecutor(2)
+        asyncio.get_running_loop().set_default_executor(pool)
+        deletions = [asyncio.create_task(library.detach("ann", *pair)) for pair in pairs]
+        await asyncio.wait(deletions, return_when=asyncio.FIRST_COMPLETED)
+        bob = asyncio.create_task(library.detach("bob", *others))
+        while not library._ingest._deletions.count("bob"):
+            await asyncio.sleep(0.01)
+        assert await asyncio.to_thread(library.files, "bob"), "a thread is free"
+        go_on.set()
+        await bob
+        return await asyncio.gather(*deletions, return_exceptions=True)
+
+    ends = asyncio.run(run())
+    refused = [end for end in ends if end is not None]
+    assert 30 <= len(refused) < 40
+    assert all(isinstance(end, Overloaded) and "wait already" in str(end) for end in refused)

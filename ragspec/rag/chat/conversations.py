@@ -45,6 +45,8 @@ CREATE INDEX shown_by_conversation ON shown (tenant, conversation);
 CREATE TABLE shown_documents (tenant TEXT, document TEXT, key TEXT, PRIMARY KEY (tenant, document, key)) WITHOUT ROWID;
 CREATE INDEX shown_documents_by_key ON shown_documents (tenant, key)
 """
+_RECORD_BYTES = 256
+"""What a conversation counts beside its texts, so that empty ones count too."""
 _CLEAN_EVERY = 16
 """Writes between two searches for entries to delete."""
 
@@ -117,7 +119,7 @@ class ConversationStore:
         now, text = self._clock(), json.dumps(dict(metadata or {}))
         conversation = Conversation(f"conv_{secrets.token_hex(12)}", now, now, dict(metadata or {}))
         with self._writing(tenant) as db:
-            row = (tenant, conversation.id, now, now, len(text), text)
+            row = (tenant, conversation.id, now, now, _RECORD_BYTES + len(text), text)
             db.execute("INSERT INTO conversations VALUES (?,?,?,?,?,?)", row)
             self._append(db, tenant, conversation.id, turns)
         return conversation
