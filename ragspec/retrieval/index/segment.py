@@ -19,7 +19,7 @@ from ragspec.errors import StoreCorrupt
 from ragspec.retrieval.encoder import FloatArray
 from ragspec.retrieval.index.content_key import document_key, text_key
 from ragspec.retrieval.index.manifest import DENSE, DOCUMENTS, PASSAGES, VECTORS, SegmentRecord
-from ragspec.retrieval.index.segment_files import DOCUMENT_SCHEMA, PASSAGE_SCHEMA, mapped_array, mapped_table
+from ragspec.retrieval.index.segment_files import DOCUMENT_SCHEMA, PASSAGE_SCHEMA, mapped_array, mapped_table, unchanged
 from ragspec.retrieval.search.approximate import ApproximateIndex
 from ragspec.retrieval.search.bm25 import POSTING_FILES, Postings
 from ragspec.retrieval.search.dense import DenseIndex, ExactIndex
@@ -79,7 +79,8 @@ class IndexSegment:
     @cached_property
     def ids(self) -> list[str]:
         """Document ids by number."""
-        return self.documents["id"].to_pylist()  # type: ignore[no-any-return]
+        with unchanged(self.folder):
+            return self.documents["id"].to_pylist()  # type: ignore[no-any-return]
 
     @cached_property
     def order(self) -> NDArray[np.int64]:
@@ -93,14 +94,16 @@ class IndexSegment:
     def columns(self) -> DocumentColumns:
         """The columns that filters read."""
         table = self.documents
-        return DocumentColumns(table["id"], table["title"], table["source"], table["metadata"])
+        with unchanged(self.folder):
+            return DocumentColumns(table["id"], table["title"], table["source"], table["metadata"])
 
     @cached_property
     def owners(self) -> tuple[NDArray[np.int64], list[str]]:
         """Each document's owner as an index into the list of all owners."""
         encoded = self.documents["owner"].combine_chunks().dictionary_encode()
         codes: NDArray[np.int64] = encoded.indices.to_numpy(zero_copy_only=False).astype(np.int64)
-        return codes, encoded.dictionary.to_pylist()
+        with unchanged(self.folder):
+            return codes, encoded.dictionary.to_pylist()
 
     def rows_of(self, document: int) -> range:
         """The rows of one document's passages."""
@@ -108,18 +111,20 @@ class IndexSegment:
         return range(int(first), int(end))
 
     def passage(self, row: int, score: float = 0.0) -> Passage:
+        """Raises: StoreCorrupt if the files were changed."""
         number, ordinal, start, end, start_byte, end_byte = self.spans[row].tolist()
-        return Passage(
-            document_id=self.ids[number],
-            ordinal=ordinal,
-            text=str(memoryview(self.documents["text"][number].as_buffer())[start_byte:end_byte], "utf-8"),
-            start=start,
-            end=end,
-            title=self.documents["title"][number].as_py(),
-            source=self.documents["source"][number].as_py(),
-            score=score,
-            heading=self.passages["heading"][row].as_py(),
-        )
+        with unchanged(self.folder):
+            return Passage(
+                document_id=self.ids[number],
+                ordinal=ordinal,
+                text=str(memoryview(self.documents["text"][number].as_buffer())[start_byte:end_byte], "utf-8"),
+                start=start,
+                end=end,
+                title=self.documents["title"][number].as_py(),
+                source=self.documents["source"][number].as_py(),
+                score=score,
+                heading=self.passages["heading"][row].as_py(),
+            )
 
     def passage_key(self, row: int) -> tuple[str, int]:
         """(document id, ordinal), which orders passages of equal score."""
@@ -127,10 +132,11 @@ class IndexSegment:
         return self.ids[number], ordinal
 
     def document(self, number: int) -> Document:
-        row = {name: column[0] for name, column in self.documents.slice(number, 1).to_pydict().items()}
-        names = {name: row[name] for name in ("id", "title", "source", "owner", "origin")}
-        headings = tuple(Heading(*each) for each in json.loads(row["headings"]))
-        return Document(text=row["text"].decode(), metadata=json.loads(row["metadata"]), headings=headings, **names)
+        with unchanged(self.folder):
+            row = {name: column[0] for name, column in self.documents.slice(number, 1).to_pydict().items()}
+            names = {name: row[name] for name in ("id", "title", "source", "owner", "origin")}
+            headings = tuple(Heading(*each) for each in json.loads(row["headings"]))
+            return Document(text=row["text"].decode(), metadata=json.loads(row["metadata"]), headings=headings, **names)
 
 
 def check_segment(segment: IndexSegment) -> None:

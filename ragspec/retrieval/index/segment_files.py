@@ -7,7 +7,9 @@ See `ragspec.retrieval.index.manifest` for the whole layout.
 
 from __future__ import annotations
 
+import contextlib
 import io
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -61,11 +63,38 @@ def mapped_array(path: Path) -> NDArray[Any]:
 
 
 def mapped_table(path: Path) -> pa.Table:
-    """A whole Arrow file, mapped. Raises: StoreCorrupt."""
+    """A whole Arrow file, mapped, except the offsets of texts. Raises: StoreCorrupt.
+
+    Why not the offsets: Arrow follows them without a check, and who overwrites them in the open file would crash this process.
+    """
     try:
-        return pa.ipc.open_file(pa.memory_map(str(path))).read_all()
+        table = pa.ipc.open_file(pa.memory_map(str(path))).read_all()
+        columns = [pa.chunked_array(map(_with_own_offsets, column.chunks), column.type) for column in table.columns]
+        return pa.table(columns, schema=table.schema)
     except (OSError, ValueError, pa.ArrowException) as cause:
         raise StoreCorrupt(f"{path} cannot be read: {cause}") from cause
+
+
+@contextlib.contextmanager
+def unchanged(folder: Path) -> Iterator[None]:
+    """Raises: StoreCorrupt where the block finds bytes that are no text: the file was overwritten after it was opened."""
+    try:
+        yield
+    except (ValueError, TypeError) as cause:
+        raise StoreCorrupt(f"{folder}: its files were changed while they were in use") from cause
+
+
+def _with_own_offsets(chunk: pa.Array) -> pa.Array:
+    """Raises: ValueError if an offset lies outside the data."""
+    if chunk.type not in (pa.large_string(), pa.large_binary()):
+        return chunk
+    _, offsets, data = chunk.buffers()
+    own = np.frombuffer(offsets, np.int64)[chunk.offset : chunk.offset + len(chunk) + 1].copy()
+    if len(own) and (own[0] < 0 or own[-1] > (data.size if data else 0) or np.any(own[:-1] > own[1:])):
+        raise ValueError("a text lies outside its column")
+    if chunk.null_count:
+        raise ValueError("a text is missing")
+    return pa.Array.from_buffers(chunk.type, len(chunk), [None, pa.py_buffer(own), data])
 
 
 def npy_bytes(array: NDArray[Any]) -> bytes:

@@ -52,6 +52,7 @@ POSTING_FILES = (
     "lengths.npy",
 )
 
+_CHANGED = "the postings were changed while they were in use"
 _KINDS = ("u1", "i8", "i8", "i4", "u1 u2 u4", "i4")
 
 _BLOCK_ROWS = 8192
@@ -133,16 +134,25 @@ class Postings:
         return len(self.lengths)
 
     def postings(self, term: str) -> slice:
-        """The slice of `rows` and `counts` that holds the postings of `term`; empty for an unknown term."""
+        """The slice of `rows` and `counts` that holds the postings of `term`; empty for an unknown term.
+
+        Raises: StoreCorrupt if the files were changed.
+        """
         at = self.terms.find(term)
-        return slice(0, 0) if at is None else slice(int(self.offsets[at]), int(self.offsets[at + 1]))
+        found = slice(0, 0) if at is None else slice(int(self.offsets[at]), int(self.offsets[at + 1]))
+        if not 0 <= found.start <= found.stop <= len(self.rows):
+            raise StoreCorrupt(_CHANGED)
+        return found
 
     def document_frequencies(self, terms: Sequence[str], readable: Mask | None = None) -> Ints:
         """Readable rows that hold each term; None: all are readable. Shapes: readable [K] -> [len(terms)]."""
         spans = [self.postings(term) for term in terms]
         if readable is None:
             return np.array([span.stop - span.start for span in spans], np.int64)
-        return np.array([np.count_nonzero(readable[self.rows[span]]) for span in spans], np.int64)
+        try:
+            return np.array([np.count_nonzero(readable[self.rows[span]]) for span in spans], np.int64)
+        except IndexError as cause:
+            raise StoreCorrupt(_CHANGED) from cause
 
     def statistics(self, terms: Sequence[str], readable: Mask | None = None) -> TermStatistics:
         """This segment's part of the statistics of the distinct `terms`. Shapes: readable [K]."""
@@ -155,7 +165,7 @@ class Postings:
     def scores(self, query: SparseQuery, allowed: Mask | None = None) -> tuple[Ints, NDArray[np.float64]]:
         """The allowed rows that hold a term of the query, ascending, and their scores, all greater than 0.
 
-        Shapes: allowed [K] -> two [R].
+        Shapes: allowed [K] -> two [R]. Raises: StoreCorrupt if the files were changed.
         """
         spans = [self.postings(term) for term in query.terms]
         begins = np.array([span.start for span in spans], np.int64)
@@ -168,6 +178,8 @@ class Postings:
         found = _scored_rows(
             (self.rows, self.counts, self.lengths), (begins, ends, weights), self._norms(query), mask, rows, scores
         )
+        if found < 0:
+            raise StoreCorrupt(_CHANGED)
         return rows[:found], scores[:found]
 
     def _norms(self, query: SparseQuery) -> NDArray[np.float64]:
@@ -180,7 +192,9 @@ class Postings:
 def _scored_rows(postings: Any, query: Any, norms: Any, allowed: Any, found_rows: Any, found_scores: Any) -> int:
     """Scores block of rows by block, so that the sums stay in the cache; returns how many rows were found.
 
-    No fastmath: each operation rounds as Python's does. An empty `allowed` allows every row.
+    -1: a row or a length lies outside the arrays. They are checked here, each time, because the files are mapped: whoever
+    overwrites them changes what was checked before. No fastmath: each operation rounds as Python's does. An empty `allowed`
+    allows every row.
     Shapes: postings rows and counts [P], lengths [K]; query begins, ends and weights [terms]; norms [longest row + 1];
     out: found_rows and found_scores [R].
     """
@@ -197,9 +211,13 @@ def _scored_rows(postings: Any, query: Any, norms: Any, allowed: Any, found_rows
             at[term] += np.searchsorted(rows[begin : ends[term]], end)
             touched |= at[term] > begin
             for i in range(begin, at[term]):
-                row = np.uint32(rows[i])  # Why unsigned: no check for negative indices
-                count = np.float64(counts[i])
-                sums[np.uint32(row - first)] += weight * count / (count + norms[np.uint32(lengths[row])])
+                at_row = np.uint32(np.uint32(rows[i]) - np.uint32(first))  # Why unsigned: negative ones are too large
+                if at_row >= end - first:
+                    return -1
+                length, count = np.uint32(lengths[first + at_row]), np.float64(counts[i])
+                if length >= norms.shape[0]:
+                    return -1
+                sums[at_row] += weight * count / (count + norms[length])
         for place in range(end - first if touched else 0):
             if sums[place] > 0.0:
                 if allowed.shape[0] == 0 or allowed[first + place]:

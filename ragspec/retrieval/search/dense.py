@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ragspec.errors import ConfigError
+from ragspec.errors import ConfigError, StoreCorrupt
 from ragspec.numerics.linear import PackedLinear, packing_available
 from ragspec.numerics.threads import num_processors, run_in_thread
 from ragspec.retrieval.encoder import FloatArray
@@ -158,10 +158,12 @@ def canonical_scores(query: FloatArray, vectors: NDArray[np.floating]) -> NDArra
     """Dot products with the same bits on every machine and in every batch.
 
     A product of two float32 is exact in float64, and `accumulate` adds strictly from left to right.
-    Shapes: query [E], vectors [K, E] -> [K].
+    Shapes: query [E], vectors [K, E] -> [K]. Raises: StoreCorrupt for a vector that is not finite.
     """
     products = vectors.astype(np.float64, copy=False) * query.astype(np.float64)  # [K, E]
     sums: NDArray[np.float64] = np.add.accumulate(products, axis=1)[:, -1]
+    if not np.isfinite(sums).all():
+        raise StoreCorrupt("a stored vector holds no numbers: its file was changed while it was in use")
     return sums
 
 

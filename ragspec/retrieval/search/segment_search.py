@@ -19,6 +19,7 @@ import numpy as np
 from ragspec.core import Passage
 from ragspec.errors import ConfigError
 from ragspec.retrieval.encoder import FloatArray
+from ragspec.retrieval.index.segment_files import unchanged
 from ragspec.retrieval.index.store import LiveSegment
 from ragspec.retrieval.search.bm25 import SparseQuery, TermStatistics
 from ragspec.retrieval.search.dense import Mask, ScoredRows, top_k
@@ -148,7 +149,8 @@ class SegmentSearcher:
         codes, owners = self._segment.owners
         seen = np.array([owner in ("", scope.tenant) for owner in owners], dtype=bool)[codes]  # of each document
         if scope.filter is not None:
-            seen &= self._segment.columns.matches(scope.filter)
+            with unchanged(self._segment.folder):
+                seen &= self._segment.columns.matches(scope.filter)
         rows: Mask = seen[self._segment.document_of]
         if self._live_rows is not None:
             rows &= self._live_rows

@@ -1,0 +1,88 @@
+"""A process that has an index open survives whoever overwrites its files: an error, or an answer, and never a crash."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from letter_encoder import LetterEncoder
+
+from ragspec.core import Document
+from ragspec.retrieval.index.manifest import DOCUMENTS, PASSAGES, VECTORS
+from ragspec.retrieval.retriever import build_index
+from ragspec.retrieval.search.bm25 import POSTING_FILES
+
+TESTS = Path(__file__).resolve().parents[1]
+_SEARCHING = """
+import shutil, sys
+from pathlib import Path
+from letter_encoder import LetterEncoder
+from ragspec.config import RetrieverConfig
+from ragspec.errors import RagspecError
+from ragspec.retrieval.index.store import Store
+from ragspec.retrieval.retriever import Retriever
+from ragspec.retrieval.search.filters import parse_filter
+from ragspec.retrieval.search.segment_search import SearchScope
+
+encoder = LetterEncoder()
+scope = SearchScope("ann", parse_filter({"type": "gt", "key": "year", "value": 3}))
+
+def use(store):
+    for mode in ("sparse", "dense", "hybrid"):
+        for where in (SearchScope("ann"), scope, SearchScope("bob")):
+            attempt(lambda: Retriever(encoder, store, RetrieverConfig(mode=mode)).retrieve(["mill 7", "corn"], 40, where))
+    for live in store.segments:
+        for read in (live.segment.document, live.segment.passage):
+            for number in range(live.segment.record.num_documents):
+                attempt(lambda: read(number))
+
+def attempt(call):
+    try:
+        call()
+    except RagspecError as error:
+        print("refused", type(error).__name__)
+
+def overwrite(path, filler):
+    size, start = path.stat().st_size, 128 if path.suffix == ".npy" else 8
+    with open(path, "r+b") as file:
+        file.seek(start)
+        file.write((filler * size)[: size - start])
+
+source, filler = Path(sys.argv[1]), bytes.fromhex(sys.argv[2])
+for name in sys.argv[3:]:
+    for is_used in (True, False):
+        folder = source.with_name(f"{name}-{is_used}")
+        shutil.copytree(source, folder)
+        store = Store.open(folder, encoder.identity)
+        if is_used:
+            use(store)
+        (path,) = folder.rglob(name)
+        print("overwriting", name, is_used, flush=True)
+        overwrite(path, filler)
+        use(store)
+print("alive")
+"""
+
+
+@pytest.mark.parametrize("filler", ["ff", "0123456789abcdef" * 3 + "55", "00"])
+def test_an_open_index_whose_files_are_overwritten_ends_no_process(tmp_path: Path, filler: str) -> None:
+    """Compiled code followed an index of the mapped file out of its arrays: SIGSEGV, and every stream of the process ended."""
+    documents = [
+        Document(f"d{n}", f"Mill number {n} grinds corn. It is old.", title=f"Mill {n}", metadata={"year": n})
+        for n in range(60)
+    ]
+    build_index([*documents, Document("b", "A zebra of bob.", owner="bob")], tmp_path / "index", LetterEncoder())
+    names = [VECTORS, PASSAGES, DOCUMENTS, *POSTING_FILES]
+    ended = subprocess.run(
+        [sys.executable, "-c", _SEARCHING, str(tmp_path / "index"), filler, *names],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": f"{TESTS.parent}:{TESTS}"},
+        check=False,
+    )
+    last = [line for line in ended.stdout.splitlines() if not line.startswith("refused")][-1:]
+    assert (ended.returncode, last) == (0, ["alive"]), ended.stderr[-2000:]
+    assert filler == "00" or "refused StoreCorrupt" in ended.stdout
