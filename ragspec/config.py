@@ -200,7 +200,8 @@ class EagleConfig(ConfigSection):
 
 class DraftingConfig(ConfigSection):
     """`drafters`: names of the drafters; null: copy, and eagle if `eagle.path` names a head. `max_tree_nodes`: the most nodes of
-    a tree. `reuse_earlier_answers`: copy also from a tenant's earlier answers, at most `max_earlier_tokens` tokens of them."""
+    a tree beside its likeliest path, which may be as long as it pays. `reuse_earlier_answers`: copy also from a tenant's earlier
+    answers, at most `max_earlier_tokens` tokens of them."""
 
     speculation: bool = True
     drafters: tuple[str, ...] | None = Field(None, strict=False)

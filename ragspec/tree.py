@@ -11,7 +11,7 @@ the drafts of several drafters merge into one tree.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -140,12 +140,31 @@ class DraftTree:
         taken = sum(self.path_probs[child] for child in self._children[parent].values() if child < first_new)
         return max(0.0, 1.0 - taken / self.path_probs[parent]) if taken else 1.0
 
-    def best(self, num_nodes: int) -> DraftTree:
-        """The root and the `num_nodes` most probable nodes; ties to the lower number. Parents stay with their children."""
+    def best(self, num_nodes: int, besides: Container[int] = ()) -> DraftTree:
+        """The root, the nodes `besides` and the `num_nodes` most probable others; ties to the lower number.
+
+        Parents stay with their children where `besides` holds the parents of its nodes.
+        """
         if num_nodes >= self.num_drafted:
             return self
-        ranked = sorted(range(1, len(self)), key=lambda node: (-self.path_probs[node], node))
-        return self._subtree(sorted(ranked[:num_nodes]))
+        others = [node for node in range(1, len(self)) if node not in besides]
+        ranked = sorted(others, key=lambda node: (-self.path_probs[node], node))
+        dropped = frozenset(ranked[num_nodes:])
+        return self._subtree(node for node in range(1, len(self)) if node not in dropped)
+
+    def likeliest_path(self) -> list[int]:
+        """The nodes, without the root, of the path with the most expected tokens; of equal paths the one added first."""
+        expected = self.path_probs.copy()  # from the node on, down its best child
+        best_child = [0] * len(self)
+        for node in range(len(self) - 1, 0, -1):
+            parent = self.parents[node]
+            through = self.path_probs[parent] + expected[node]
+            if through >= expected[parent]:
+                expected[parent], best_child[parent] = through, node
+        path = [0]
+        while best_child[path[-1]]:
+            path.append(best_child[path[-1]])
+        return path[1:]
 
     def first_path(self) -> DraftTree:
         """The root, its first child, the first child of that child, and so on."""

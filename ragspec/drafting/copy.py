@@ -38,6 +38,8 @@ from ragspec.tree import Origin, Proposal
 _MAX_MATCH = 16
 _MAX_BRANCHES = 6
 _MAX_QUOTES = 8
+_LIKELY = 0.1
+"""Beyond `max_nodes` tokens a branch goes on while its path is at least so probable."""
 _MAX_TENANTS = 256
 _PRIORS = {
     **{f"match:{kind.name.lower()}": (0.25, 0.95) for kind in SourceKind},
@@ -101,7 +103,8 @@ class CopyDrafter(Drafter):
         self._indexes[sequence.key] = SuffixIndex(references, sequence)
 
     def propose(self, sequences: SequenceOf[SequenceView], budget: Budget) -> list[list[Proposal]]:
-        return [self._propose(sequence, budget.max_nodes) for sequence in sequences]
+        limits = [(min(budget.max_nodes, depth), depth) for depth in budget.depths]
+        return [self._propose(sequence, most) for sequence, most in zip(sequences, limits, strict=True)]
 
     def observe(self, sequence: SequenceView, tokens: SequenceOf[int], features: Features) -> None:
         index = self._indexes.get(sequence.key)
@@ -141,7 +144,8 @@ class CopyDrafter(Drafter):
         for index in self._indexes.values():
             index.remembered = index.remembered and not salt_belongs_to(index.salt, salt)
 
-    def _propose(self, sequence: SequenceView, max_nodes: int) -> list[Proposal]:
+    def _propose(self, sequence: SequenceView, most: tuple[int, int]) -> list[Proposal]:
+        """`most`: tokens of any branch, and of a likely one."""
         index = self._indexes.get(sequence.key)
         proposals: list[Proposal] = []
         if index is None:
@@ -153,9 +157,9 @@ class CopyDrafter(Drafter):
             for token in self._reader.quote_ids:
                 proposals.append(Proposal(token, parent, left, origin))
                 parent = len(proposals) - 1
-            self._copy(index, self._quotes(index), parent, left, max_nodes, proposals)
+            self._copy(index, self._quotes(index), parent, left, most, proposals)
             parent, left = -1, 1.0 - left
-        self._copy(index, self._points(index, sequence), parent, left, max_nodes, proposals)
+        self._copy(index, self._points(index, sequence), parent, left, most, proposals)
         return proposals
 
     def _copy(
@@ -164,7 +168,7 @@ class CopyDrafter(Drafter):
         points: list[_CopyPoint],
         root: int,
         left: float,
-        max_nodes: int,
+        most: tuple[int, int],
         proposals: list[Proposal],
     ) -> None:
         """Append a branch for each point below node `root`. `left`: the probability that no earlier branch is the right one."""
@@ -172,36 +176,34 @@ class CopyDrafter(Drafter):
             number = index.reference_at(point.at)
             reference = index.references[number] if number < len(index.references) else None
             begin = int(index.begin[number]) if reference else 0
-            tail = begin + reference.tail - point.at if reference else max_nodes
+            tail = begin + reference.tail - point.at if reference else most[1]
             prob, parent = left, root
             first = 0.0
-            for i, (token, cell, given) in enumerate(self._branch(index, point, tail, max_nodes)):
+            for i, (token, cell, given) in enumerate(self._branch(index, point, tail, most[1])):
                 prob *= given
                 first = first or given
-                if prob < self._least_prob:
+                if prob < (self._least_prob if i < most[0] else _LIKELY):
                     break
                 source, offset = reference.provenance(point.at + i - begin) if reference else (-1, -1)
                 proposals.append(Proposal(token, parent, prob, Origin(self.name, source, offset, cell)))
                 parent = len(proposals) - 1
             left *= 1.0 - first
 
-    def _branch(
-        self, index: SuffixIndex, point: _CopyPoint, tail: int, max_nodes: int
-    ) -> Iterator[tuple[int, Cell, float]]:
+    def _branch(self, index: SuffixIndex, point: _CopyPoint, tail: int, most: int) -> Iterator[tuple[int, Cell, float]]:
         """Each token to copy, its acceptance cell and its probability given the token before.
 
         `tail`: how many tokens from the point on are the reference's own text; tail tokens follow.
         """
-        for i, token in enumerate(self._copyable(index, point, max_nodes).tolist()):
+        for i, token in enumerate(self._copyable(index, point, most).tolist()):
             kind, length = (point.kind, point.length + i) if i < tail else ("tail", i - tail)
             cell = self._acceptance.cell(kind, length)
             yield token, cell, self._acceptance.probability(cell)
 
-    def _copyable(self, index: SuffixIndex, point: _CopyPoint, max_nodes: int) -> Ints:
-        """Tokens from the point up to the next separator."""
-        run = index.tokens[point.at : point.at + max_nodes]
+    def _copyable(self, index: SuffixIndex, point: _CopyPoint, most: int) -> Ints:
+        """Tokens from the point up to the next separator; what is copied from the output's end repeats itself."""
+        run = index.tokens[point.at : point.at + most]
         stop = np.flatnonzero(run == SEPARATOR)
-        return run[: stop[0]] if len(stop) else run
+        return run[: stop[0]] if len(stop) else np.resize(run, most if len(run) else 0)
 
     def _points(self, index: SuffixIndex, sequence: SequenceView) -> list[_CopyPoint]:
         """Points to copy from, best first: each is judged given that no earlier point is the right one."""

@@ -27,7 +27,9 @@ from collections.abc import Sequence as SequenceOf
 from ragspec.drafting.drafter import SequenceView
 from ragspec.tree import DraftTree
 
-_BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 256)
+_BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 256, 512)
+_MOST_MEASURED = 128
+"""More rows are extrapolated at start: their forwards would take seconds. Steps of that size then refine them."""
 _NUM_ROUNDS, _ENOUGH_S = 4, 3.0
 _STEP_WEIGHT = 0.05
 """Weight of one step against earlier measurements."""
@@ -52,11 +54,15 @@ class CostTable:
 
         All sizes take turns, so that a moment of other load does not fall on one size. After `_ENOUGH_S` no further round begins.
         """
-        rows = [n for n in _BUCKETS if n <= max_rows]
+        rows = [n for n in _BUCKETS if n <= min(max_rows, _MOST_MEASURED)]
         rounds: list[dict[int, list[float]]] = []
         while not rounds or (len(rounds) < _NUM_ROUNDS and sum(sum(map(sum, r.values())) for r in rounds) < _ENOUGH_S):
             rounds.append({c: [forward_s(n, c) for n in rows] for c in contexts})
-        return cls({c: [min(times) for times in zip(*(r[c] for r in rounds), strict=True)] for c in contexts}, rows)
+        seconds = {c: [min(times) for times in zip(*(r[c] for r in rounds), strict=True)] for c in contexts}
+        further = [n for n in _BUCKETS if rows[-1] < n <= max_rows]
+        return cls(
+            {c: [*column, *_extrapolated(rows, column, further)] for c, column in seconds.items()}, [*rows, *further]
+        )
 
     @property
     def measured(self) -> tuple[list[int], dict[int, list[float]]]:
@@ -160,6 +166,13 @@ class StepPlan:
                 best_rate, best = rate, n
         sizes = Counter(i for _, i in nodes[:best])
         return [tree.best(sizes[i]) for i, tree in enumerate(self.trees)]
+
+
+def _extrapolated(rows: SequenceOf[int], seconds: SequenceOf[float], further: SequenceOf[int]) -> list[float]:
+    """The line through the last measurement and that of half its rows, continued: two neighbours are too close for a slope."""
+    half = bisect_left(rows, rows[-1] / 2)
+    slope = (seconds[-1] - seconds[half]) / (rows[-1] - rows[half]) if rows[half] < rows[-1] else 0.0
+    return [seconds[-1] + max(0.0, slope) * (n - rows[-1]) for n in further]
 
 
 def _rising(seconds: SequenceOf[float]) -> list[float]:

@@ -41,10 +41,10 @@ class SequenceView(Protocol):
 
 
 class Budget(NamedTuple):
-    """What a draft may cost: at most `max_nodes` nodes a tree, and no more time than it is likely to save.
+    """What a draft may cost: at most `max_nodes` nodes beside its likeliest path, and no more time than it is likely to save.
 
     `token_s`: seconds that one more accepted token saves; 0.0 if time does not count. `trees`: the proposals of earlier drafters
-    for the same sequences. `depths`: the most levels of each sequence's draft.
+    for the same sequences. `depths`: the most levels of each sequence's draft, the step's free rows at most.
     """
 
     max_nodes: int

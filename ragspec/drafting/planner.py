@@ -2,7 +2,8 @@
 
 `ragspec.drafting.cost_model` writes the objective as a formula. Drafters estimate over all requests how probable each of their
 nodes is; the planner scales these probabilities by the drafter's record in the sequence at hand, merges all proposals into one
-tree and cuts the trees to the best size. A drafter that takes time itself is asked only where its drafts save more time.
+tree and cuts the trees to the best size. The likeliest path may be as long as it pays; beside it stand at most
+`max_tree_nodes` nodes. A drafter that takes time itself is asked only where its drafts save more time.
 
     >>> planner = Planner([CopyDrafter(tokenizer)], costs, max_tree_nodes=48)
     >>> trees = planner.plan(sequences, num_prompt_rows=0, spare_rows=100)
@@ -79,10 +80,10 @@ class Planner:
             depths = self._depths(drafter, step)
             for i in depths:
                 proposing[i].append(drafter)
-            self._merge(drafter, depths, step)
+            self._merge(drafter, depths, step, spare_rows)
         for i, drafters in proposing.items():
             tree = step.trees[i].first_path() if needs_chain(sequences[i]) else step.trees[i]
-            step.trees[i] = tree.best(self._most_nodes(sequences[i]))
+            step.trees[i] = self.limited(tree, sequences[i])
             step.trees[i].scale({d.name: self._stats_in(sequences[i], d.name).ratio.factor for d in drafters})
         trees = step.fit(spare_rows)
         for i, drafters in proposing.items():
@@ -120,9 +121,11 @@ class Planner:
         names = speculation.drafters
         return [d for d in self._drafters if speculation and (names is None or d.name in names)]
 
-    def _most_nodes(self, sequence: SequenceView) -> int:
+    def limited(self, tree: DraftTree, sequence: SequenceView) -> DraftTree:
+        """The likeliest path and the best nodes beside it; of a request with a limit of its own at most so many nodes."""
         own = sequence.request.speculation.max_nodes
-        return self._max_nodes if own is None else min(own, self._max_nodes)
+        tree = tree.best(self._max_nodes, besides=frozenset(tree.likeliest_path()))
+        return tree if own is None else tree.best(own)
 
     def _stats_in(self, sequence: SequenceView, name: str) -> SequenceStats:
         stats = self._sequence_stats.setdefault(sequence.key, {})
@@ -170,19 +173,20 @@ class Planner:
             )
         return {i: 1 if i in trials else _ANY_DEPTH for i in ready if i in full | trials}
 
-    def _merge(self, drafter: SafeDrafter, depths: dict[int, int], step: StepPlan) -> None:
+    def _merge(self, drafter: SafeDrafter, depths: dict[int, int], step: StepPlan, spare_rows: int) -> None:
         """Ask a drafter for these sequences, and merge its proposals into their trees."""
         if not depths:
             return
         sequences, trees = step.sequences, step.trees
-        budget = Budget(self._max_nodes, step.token_s(), [trees[i] for i in depths], list(depths.values()))
+        longest = {i: sequences[i].most_tokens - 1 for i in depths}  # the last token of a step is the target's own
+        levels = [min(depth, longest[i], spare_rows) for i, depth in depths.items()]
+        budget = Budget(self._max_nodes, step.token_s(), [trees[i] for i in depths], levels)
         lists = drafter.propose([sequences[i] for i in depths], budget)
         for i, proposals in zip(depths, lists, strict=False):
             if (pending := self._pending.get((sequences[i].key, drafter.name))) is not None:
                 first_tokens = frozenset(p.token_id for p in proposals if p.parent < 0)
                 self._pending[sequences[i].key, drafter.name] = pending._replace(first_tokens=first_tokens)
-            max_depth = sequences[i].most_tokens - 1  # the last token of a step is the target's own
-            trees[i].merge(proposals, max_depth, self._vocab_size)
+            trees[i].merge(proposals, longest[i], self._vocab_size)
             if trees[i].draws:
                 trees[i] = _without_unsound_draws(sequences[i], trees[i], self._vocab_size)
 

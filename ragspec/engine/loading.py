@@ -158,8 +158,8 @@ def make_eagle(target: Target, config: EagleConfig) -> EagleDrafter:
 def measure_costs(target: Target, max_rows: int) -> CostTable:
     """Seconds of a forward by number of rows, for a short and a long context."""
     room = min(target.max_context_tokens, target.pool.num_slots - PAGE)
-    max_rows = min(max_rows, 128, room // 2)
-    contexts = [c for c in (128, 1024) if c + max_rows <= room] or [room // 2]
+    max_rows = min(max_rows, room // 2)
+    contexts = [c for c in (128, 1024) if c + min(max_rows, 128) <= room] or [room // 2]
     return CostTable.measure(partial(forward_s, target), contexts, max_rows)
 
 

@@ -26,6 +26,8 @@ from ragspec.verification.verify import VerifyResult, verify
 log = logging.getLogger(__name__)
 
 Listener = Callable[[Delta], None]
+_COUNTED_DEPTHS = 64
+"""Levels of a tree that `positions` counts: services show one metric for each."""
 
 
 class OutputLimits(NamedTuple):
@@ -163,7 +165,7 @@ class Sequence:
             stats.accepted_by_drafter[name] = stats.accepted_by_drafter.get(name, 0) + 1
         self._count_sources(tree, range(1, len(tree)), stats.drafted_by_source)
         self._count_sources(tree, path, stats.accepted_by_source)
-        for depth, parent in enumerate([0, *path] if tree.num_drafted else ()):
+        for depth, parent in enumerate([0, *path[: _COUNTED_DEPTHS - 1]] if tree.num_drafted else ()):
             accepted = tree.origins[path[depth]].drafter if depth < len(path) else ""
             for name in {tree.origins[node].drafter for node in tree.children(parent)}:
                 counts = self._positions.setdefault(name, [])

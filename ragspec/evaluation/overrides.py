@@ -150,3 +150,6 @@ class FixedTreePlanner(Planner):
 
     def is_due(self, drafter: SafeDrafter, sequence: SequenceView) -> bool:
         return True
+
+    def limited(self, tree: DraftTree, sequence: SequenceView) -> DraftTree:
+        return tree.best(self._max_nodes)

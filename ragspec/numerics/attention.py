@@ -44,8 +44,8 @@ class AttentionMetadata(NamedTuple):
     page_start [B + 1]        pages of sequence b in `pages`
     context_start [B + 1]     context of sequence b in `context_slots` and `context_index`
     context_index             the same positions as an index into the sequence's own pages: rank * 16 + lane
-    context_end [N]           how many context positions the row sees
-    path_start [N + 1]        the row's path in `path_slots` and `path_index` (tree nodes, the row itself last; may be empty)
+    context_end [N]           how many context positions the row sees: kept positions, known tokens, nodes of the tree's trunk
+    path_start [N + 1]        the row's path beside the trunk in `path_slots` and `path_index` (the row itself last; may be empty)
     """
 
     slots: Ints

@@ -23,7 +23,8 @@ class ScheduledSequence:
     """One sequence's part of a step: known tokens after its kept positions, then nodes 1, 2, ... of a draft tree.
 
     Node 0, the tree's root, is the last known token: `parents[0]` is -1, every other parent is a lower number. `token_ids`
-    has one token a row. `wants_logits` is False for a chunk of a prompt that goes on in the next step.
+    has one token a row. `wants_logits` is False for a chunk of a prompt that goes on in the next step. Rows see the tree's
+    longest path, the trunk, as context: the metadata of a chain is as long as the chain, not as its square.
     """
 
     def __init__(
@@ -35,7 +36,8 @@ class ScheduledSequence:
     ) -> None:
         self.slots, self.token_ids, self.parents, self.wants_logits = slots, token_ids, parents, wants_logits
         self.num_known = len(token_ids) - len(parents) + 1
-        self.paths = _paths(parents)
+        self.depths = _depths(parents)
+        self.trunk = _trunk(parents, self.depths)
         self.first_row = self.first_logit = 0  # set by the batch
         self.reserved_slots, self.reserved_index = slots.reserve(len(token_ids))
 
@@ -85,13 +87,15 @@ class Batch:
 
 
 def _metadata(sequences: Sequence[ScheduledSequence]) -> AttentionMetadata:
-    flat = [_flat(s.num_known, s.paths) for s in sequences]
-    path_lengths = [length for s in sequences for length in [0] * s.num_known + [len(path) for path in s.paths]]
+    seen, paths = zip(*(_beside(s.parents, s.trunk) for s in sequences), strict=True)
+    flat = [_flat(s.num_known, own) for s, own in zip(sequences, paths, strict=True)]
+    path_lengths = [len(path) for s, own in zip(sequences, paths, strict=True) for path in [*[[]] * s.num_known, *own]]
     context_slots: list[Ints] = []
     context_index: list[Ints] = []
-    for s in sequences:  # kept positions and known tokens, sequence after sequence
-        context_slots += [s.slots.slots, s.reserved_slots[: s.num_known]]
-        context_index += [s.slots.index, s.reserved_index[: s.num_known]]
+    for s in sequences:  # kept positions, known tokens and the trunk, sequence after sequence
+        ahead = [*range(s.num_known), *(s.num_known - 1 + node for node in s.trunk)]
+        context_slots += [s.slots.slots, s.reserved_slots[ahead]]
+        context_index += [s.slots.index, s.reserved_index[ahead]]
     row_start = _starts([len(s.token_ids) for s in sequences])
     return AttentionMetadata(
         slots=np.concatenate([s.reserved_slots for s in sequences]),
@@ -101,8 +105,8 @@ def _metadata(sequences: Sequence[ScheduledSequence]) -> AttentionMetadata:
         page_start=_starts([len(s.slots.pages) for s in sequences]),
         context_slots=np.concatenate(context_slots),
         context_index=np.concatenate(context_index),
-        context_start=_starts([s.slots.length + s.num_known for s in sequences]),
-        context_end=np.concatenate([_context_end(s) for s in sequences]),
+        context_start=_starts([s.slots.length + s.num_known + len(s.trunk) for s in sequences]),
+        context_end=np.concatenate([_context_end(s, own) for s, own in zip(sequences, seen, strict=True)]),
         path_slots=np.concatenate([s.reserved_slots[own] for s, own in zip(sequences, flat, strict=True)]),
         path_index=np.concatenate([s.reserved_index[own] for s, own in zip(sequences, flat, strict=True)]),
         path_start=_starts(path_lengths),
@@ -110,12 +114,30 @@ def _metadata(sequences: Sequence[ScheduledSequence]) -> AttentionMetadata:
     )
 
 
-def _paths(parents: Sequence[int]) -> list[list[int]]:
-    """For nodes 1, 2, ...: the nodes from the root's child down to the node."""
-    paths: list[list[int]] = [[]]
+def _depths(parents: Sequence[int]) -> list[int]:
+    depths = [0]
+    for parent in parents[1:]:
+        depths.append(depths[parent] + 1)
+    return depths
+
+
+def _trunk(parents: Sequence[int], depths: list[int]) -> list[int]:
+    """The nodes of a longest path, top down, without the root."""
+    trunk, node = [], depths.index(max(depths))
+    while node:
+        trunk.append(node)
+        node = parents[node]
+    return trunk[::-1]
+
+
+def _beside(parents: Sequence[int], trunk: list[int]) -> tuple[list[int], list[list[int]]]:
+    """For nodes 1, 2, ...: how many nodes of the trunk it sees, and its path from there, itself included."""
+    numbers = {node: number for number, node in enumerate(trunk, 1)}
+    seen, paths = [0], list[list[int]]([[]])
     for node in range(1, len(parents)):
-        paths.append([*paths[parents[node]], node])
-    return paths[1:]
+        seen.append(numbers.get(node, seen[parents[node]]))
+        paths.append([] if node in numbers else [*paths[parents[node]], node])
+    return seen[1:], paths[1:]
 
 
 def _flat(num_known: int, paths: list[list[int]]) -> Ints:
@@ -124,13 +146,12 @@ def _flat(num_known: int, paths: list[list[int]]) -> Ints:
 
 def _positions(scheduled: ScheduledSequence) -> Ints:
     start, end = scheduled.slots.length, scheduled.slots.length + scheduled.num_known
-    return np.concatenate([np.arange(start, end), [end - 1 + len(path) for path in scheduled.paths]]).astype(np.int32)
+    return np.concatenate([np.arange(start, end), [end - 1 + depth for depth in scheduled.depths[1:]]]).astype(np.int32)
 
 
-def _context_end(scheduled: ScheduledSequence) -> Ints:
+def _context_end(scheduled: ScheduledSequence, seen: list[int]) -> Ints:
     start, end = scheduled.slots.length, scheduled.slots.length + scheduled.num_known
-    num_nodes = len(scheduled.parents) - 1
-    return np.concatenate([np.arange(start + 1, end + 1), np.full(num_nodes, end)]).astype(np.int32)
+    return np.concatenate([np.arange(start + 1, end + 1), [end + count for count in seen]]).astype(np.int32)
 
 
 def _starts(lengths: Sequence[int]) -> Ints:

@@ -112,11 +112,27 @@ def test_the_budget_goes_to_the_most_probable_nodes_of_all() -> None:
     assert plan(Planner([Chain([10], 0.5)], FREE, 12), Running(), spare=0)[0].num_drafted == 0
 
 
-def test_no_tree_is_larger_than_allowed() -> None:
-    """Several drafters together exceeded `max_tree_nodes`."""
-    drafters = [Chain(range(10 * n, 10 * n + 10), 0.9, f"d{n}") for n in range(1, 4)]
-    (tree,) = plan(Planner(drafters, FREE, 7), Running())
-    assert tree.num_drafted == 7
+def test_the_tree_beside_its_likeliest_path_is_no_larger_than_allowed() -> None:
+    """Several drafters together exceeded `max_tree_nodes`, or it cut a chain that the first of them was sure of."""
+    drafters = [Chain(range(10 * n, 10 * n + 7), 0.9, f"d{n}") for n in range(1, 4)]
+    long = Chain(range(100, 130), 0.99, "long")
+    long.draft = lambda sequence, most: [Proposal(t, i - 1, 0.9, Origin("long")) for i, t in enumerate(long.tokens)]
+    (tree,) = plan(Planner([long, *drafters], FREE, 7), Running())
+    assert tree.num_drafted == 30 + 7
+    assert [tree.token_ids[node] for node in tree.likeliest_path()] == [*range(100, 130)]
+    (tree,) = plan(Planner([long, *drafters], FREE, 7), Running(speculation=Speculation(max_nodes=9)))
+    assert tree.num_drafted == 9
+
+
+def test_the_likeliest_path_is_that_with_the_most_expected_tokens() -> None:
+    """The more probable first token, of a branch that ends there, was taken for the path that may be long."""
+    tree = DraftTree(0)
+    tree.add(0, 5, 0.5, Origin("a"))
+    chain = [0]
+    for token in range(10, 20):
+        chain.append(tree.add(chain[-1], token, 0.4, Origin("a")))
+    assert tree.likeliest_path() == chain[1:]
+    assert DraftTree(0).likeliest_path() == []
 
 
 def test_nothing_is_drafted_past_the_end_of_the_output() -> None:
@@ -212,6 +228,23 @@ def test_costs_rise_and_are_read_between_the_measurements() -> None:
     assert costs.cost_s(8, 10**6) == 8.0
     values = [costs.cost_s(n, 100) for n in range(1, 40)]
     assert values == sorted(values)
+
+
+def test_costs_of_many_rows_are_extrapolated_without_a_forward() -> None:
+    """Chains of hundreds of nodes need the costs of such steps, and a start that measured them would take seconds longer."""
+    asked: list[int] = []
+
+    def forward_s(num_rows: int, context: int) -> float:
+        asked.append(num_rows)
+        return 10.0 + num_rows + (0.9 if num_rows == 96 else 0.0)
+
+    costs = CostTable.measure(forward_s, [100], 512)
+    assert max(asked) == 128
+    assert costs.cost_s(512, 100) == pytest.approx(10.0 + 512.0, rel=0.02), "one neighbour's error is not multiplied"
+    for _ in range(15):
+        costs.refine(512, 100, 300.0)
+    assert costs.cost_s(512, 100) < 420.0
+    assert costs.cost_s(128, 100) == pytest.approx(138.0), "what whole chunks of prompts cost says nothing about trees"
 
 
 def test_costs_follow_what_steps_take() -> None:
