@@ -7,6 +7,8 @@ So every sentence of a passage is a reference of its own, and an input is entere
 from __future__ import annotations
 
 import functools
+import threading
+from collections import OrderedDict
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -15,8 +17,10 @@ from transformers import PreTrainedTokenizerBase
 from ragspec.core import CopySource, SourceKind
 from ragspec.retrieval.chunking import sentences
 
-_SOURCES_KEPT = 256
-"""Why a cache: all segments of an output have the same sources, which are tokenised once."""
+_BYTES_KEPT = 64 * 2**20
+"""Of cached references. Why a cache: all segments of an output have the same sources, which are tokenised once."""
+_TOKEN_BYTES = 72
+"""A token's id and offset, each a number in a list."""
 
 _QUOTES = ('"', "\u201c", "\u00ab", "\u2018")
 
@@ -40,6 +44,10 @@ class Reference(NamedTuple):
         return (self.source, self.offsets[token]) if token < self.tail and self.offsets else (-1, -1)
 
 
+_Key = tuple[str, int, CopySource, int]
+"""Tenant's salt, number of the source, source, and its rank among the passages."""
+
+
 class ReferenceReader:
     """Tokenises the sources of a request."""
 
@@ -48,7 +56,9 @@ class ReferenceReader:
         self._eos_ids = list(eos_ids)[:1]
         self.quote_ids = self._encode(_QUOTES[0])[0]
         """Token ids of an opening quotation mark."""
-        self._of_source = functools.lru_cache(maxsize=_SOURCES_KEPT)(self._read)
+        self._lock = threading.Lock()
+        self._known: OrderedDict[_Key, list[Reference]] = OrderedDict()  # the least recently used first
+        self._num_bytes = 0
         self.opens_quote = functools.lru_cache(maxsize=65536)(self._opens_quote)
 
     def read(self, sources: Sequence[CopySource], salt: str = "") -> list[Reference]:
@@ -57,12 +67,26 @@ class ReferenceReader:
         num_passages = 0
         for number, source in enumerate(sources):
             num_passages += source.kind is SourceKind.PASSAGE
-            references += self._of_source(salt, number, source, num_passages)
+            references += self._cached((salt, number, source, num_passages))
         return references
 
     def forget(self) -> None:
         """Empty the cache."""
-        self._of_source.cache_clear()
+        with self._lock:
+            self._known, self._num_bytes = OrderedDict(), 0
+
+    def _cached(self, key: _Key) -> list[Reference]:
+        with self._lock:
+            if known := self._known.get(key):
+                self._known.move_to_end(key)
+                return known
+        references = self._read(*key)
+        with self._lock:
+            self._num_bytes += _num_bytes(key, references) if key not in self._known else 0
+            self._known[key] = references
+            while self._num_bytes > _BYTES_KEPT:
+                self._num_bytes -= _num_bytes(*self._known.popitem(last=False))
+        return references
 
     def _read(self, salt: str, number: int, source: CopySource, rank: int) -> list[Reference]:
         """`rank`: the number of the passage among the passages, from 1."""
@@ -95,3 +119,7 @@ class ReferenceReader:
         """Whether a token ends with a quotation mark that follows nothing but white space."""
         text = str(self._tokenizer.decode([token_id]))
         return text.endswith(_QUOTES) and (len(text) == 1 or text[-2] in " \n(")
+
+
+def _num_bytes(key: _Key, references: Sequence[Reference]) -> int:
+    return 4 * len(key[2].text) + _TOKEN_BYTES * sum(len(reference.token_ids) for reference in references)

@@ -12,6 +12,7 @@ from tiny_target import SENTENCES, tiny_tokenizer
 from ragspec.core import CopySource, Request, SourceKind
 from ragspec.drafting.copy import CopyDrafter
 from ragspec.drafting.drafter import Budget
+from ragspec.drafting.references import ReferenceReader
 from ragspec.tree import DraftTree, Proposal
 
 EOS = 1
@@ -313,3 +314,19 @@ def test_long_outputs_stay_cheap_and_right() -> None:
     sequence.write(drafter, "The bridge was")
     assert drafts(drafter, sequence, " built in 1874")
     assert len(proposals(drafter, sequence, max_nodes=5)) <= 5 * 20
+
+
+def test_the_cache_of_references_is_bounded_by_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """256 sources of megabytes each were kept: gigabytes, from one client's predictions."""
+    monkeypatch.setattr("ragspec.drafting.references._BYTES_KEPT", 100_000)
+    reader = ReferenceReader(tiny_tokenizer(), (1,))
+    sources = [CopySource(SourceKind.HISTORY, f"{number} " + "mill " * 100) for number in range(30)]
+    first = reader.read([sources[0]], "ann")
+    assert reader.read([sources[0]], "ann")[0] is first[0]
+    for source in sources:
+        reader.read([source], "ann")
+    assert reader.read([sources[0]], "ann") == first and reader.read([sources[0]], "ann")[0] is not first[0]
+    reader.read([CopySource(SourceKind.PREDICTION, "mill " * 20_000)], "ann")
+    assert sum(len(each.token_ids) for known in reader._known.values() for each in known) < 2_000
+    reader.forget()
+    assert not reader._known and not reader._num_bytes

@@ -388,3 +388,15 @@ def test_a_passage_that_was_changed_takes_nothing_from_its_new_text() -> None:
     said = (QaPair("One?", "1."), QaPair("Two?", "2."))
     past = ChatHistory(said, (ShownPassages((old,), "a"), ShownPassages((new,), "b")), ("1", "2", "3"))
     assert [turn.passages for turn in past.turns_without({(old.id, old.text)})] == [(), (new,)]
+
+
+def test_what_may_be_copied_is_bounded_by_the_context(chat: Chat, prompts: PromptBuilder) -> None:
+    """Ten megabytes of prediction, or of earlier messages that do not fit the prompt, were tokenised and kept."""
+    messages = (Message("user", "a " * 10**6), Message("assistant", "b " * 10**6), Message("user", QUESTION))
+    turn = ChatTurn(uuid.uuid4().hex, messages, PARAMS, SearchScope("ann"), prediction="c " * 10**6)
+    request = chat.prepare(turn).request
+    lengths = dict.fromkeys(SourceKind, 0)
+    for source in request.sources:
+        lengths[source.kind] += len(source.text)
+    assert lengths[SourceKind.PREDICTION] == prompts.max_chars
+    assert lengths[SourceKind.HISTORY] <= prompts.max_chars + len(QUESTION)

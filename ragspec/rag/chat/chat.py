@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -89,12 +89,13 @@ class Chat:
         context = self._retriever.retrieve(turn, user_question, question, history)
         retrieve_s = time.perf_counter() - begin
         prompt = self._prompt(system, context, user_question, question, turn.params.max_tokens)
-        earlier = _history_texts(prompt.history or context.history[-_MAX_COPIED_TURNS:])
+        most = self._prompts.max_chars  # Why cut: no answer is longer, and whatever is given is tokenised
+        earlier = _cut(_history_texts(prompt.history or context.history[-_MAX_COPIED_TURNS:]), most)
         request = Request(
             turn.id,
             prompt.prompt_ids,
             turn.params,
-            copy_sources(user_question, prompt.passages, earlier, turn.prediction),
+            copy_sources(user_question, prompt.passages, earlier, turn.prediction[:most]),
             turn.salt,
             turn.speculation,
             affinity=turn.conversation or history.keys[0],
@@ -154,3 +155,10 @@ def _history_texts(history: Sequence[PastTurn]) -> list[str]:
     answers = [turn.answer for turn in turns]
     passages = [passage.text for turn in turns for passage in turn.passages]
     return [*answers, *passages, *(turn.question for turn in turns)]
+
+
+def _cut(texts: Iterable[str], num_chars: int) -> Iterator[str]:
+    """The first `num_chars` characters of the texts together."""
+    for text in texts:
+        yield text[:num_chars]
+        num_chars = max(0, num_chars - len(text))

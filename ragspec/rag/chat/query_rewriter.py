@@ -70,8 +70,11 @@ class QueryRewriter:
         return text if ended and text and "\n" not in text and len(text) <= _MAX_CHARS + len(question) else ""
 
     def _request(self, question: str, pairs: Sequence[QaPair], salt: str) -> Request:
-        turns = [f"User: {turn.question[:_MAX_CHARS]}\nAssistant: {turn.answer[:_MAX_CHARS]}" for turn in pairs]
-        task = "\n".join([*turns[-_LATEST_TURNS:], f"Last question: {question}"])
+        turns = [
+            f"User: {turn.question[:_MAX_CHARS]}\nAssistant: {turn.answer[:_MAX_CHARS]}"
+            for turn in pairs[-_LATEST_TURNS:]
+        ]
+        task = "\n".join([*turns, f"Last question: {question}"])
         messages = [Message("system", _SYSTEM)]
         for before, after in _EXAMPLES:
             messages += [Message("user", before), Message("assistant", after)]
