@@ -8,12 +8,14 @@ Owns their order of construction and closing. Knows no HTTP.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Protocol
 
 from ragspec.core import Request
+from ragspec.disk import make_folder, saving
 from ragspec.engine.engine import Engine
 from ragspec.engine.loading import load_engine
 from ragspec.engine.sequence import Listener
@@ -63,6 +65,7 @@ class ServiceBackend(AbstractContextManager["ServiceBackend"]):
 
         Raises: ConfigError, SaveError, StoreError.
         """
+        keep_private(config.service.data_dir)
         self.config, self.model, self.engine = config, config.model_name, engine
         self.telemetry = Telemetry.of(config.service.telemetry, self.model)
         self.metrics = Metrics(self.model, self.telemetry)
@@ -109,6 +112,15 @@ class ServiceBackend(AbstractContextManager["ServiceBackend"]):
             watch("vllm:num_requests_running", "Choices that are being written.", lambda: engine.load().num_running)
             watch("vllm:num_requests_waiting", "Choices that wait in the engine.", lambda: engine.load().num_waiting)
             watch("vllm:kv_cache_usage_perc", "KV slots in use by those, of 1.", lambda: engine.load().kv_usage)
+
+
+def keep_private(data_dir: str) -> None:
+    """From now on nobody but its owner reads what this process writes, nor what is in `data_dir`. Raises: SaveError."""
+    os.umask(0o077)
+    if data_dir:
+        with saving(folder := Path(data_dir)):
+            make_folder(folder)
+            folder.chmod(0o700)
 
 
 def open_conversations(config: ServiceConfig) -> ConversationStore:

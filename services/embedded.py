@@ -14,8 +14,11 @@ import contextlib
 import errno
 import logging
 import os
+import resource
 import socket
+import ssl
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
@@ -28,6 +31,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from ragspec.errors import ConfigError
 from services.backend import ServiceBackend
 from services.errors import ApiError
+from services.limits import network_of
 from services.settings import ServiceSettings
 
 log = logging.getLogger(__name__)
@@ -36,20 +40,36 @@ _BACKLOG = 512
 _KEEP_ALIVE_S = 30
 _CUT_OFF_S = 5.0
 """Time for streams that are cut off to send their error."""
+_MAX_DESCRIPTORS = 65_536
+_OTHER_DESCRIPTORS = 256
+"""Files, sockets and pipes of the process beside its clients' connections."""
 _EXIT_S = 60.0
 """After this a thread that hangs no longer keeps the process alive."""
 
 
 class TimedProtocol(H11Protocol):
-    """Also limits the time for a request's head, and for a client that reads nothing. Why h11: it limits a head's size."""
+    """Also limits the number of connections, the time for a request's head, and for a client that reads nothing.
+
+    Why h11: it limits a head's size.
+    """
 
     header_s = 10.0
     stalled_s = 60.0
+    most = most_of_address = 2**31
+    open_connections: Counter[str]
+    """By network."""
 
     def connection_made(self, transport: Any) -> None:
+        self._head_timer: asyncio.TimerHandle | None = None
         self._stall_timer: asyncio.TimerHandle | None = None
+        self._network = network_of(transport.get_extra_info("peername"))
+        self.open_connections[self._network] += 1
         super().connection_made(transport)
-        self._head_timer: asyncio.TimerHandle | None = self.loop.call_later(self.header_s, self._close_late)
+        num_of_address = self.open_connections[self._network]
+        if num_of_address > self.most_of_address or self.open_connections.total() > self.most:
+            transport.abort()
+            return
+        self._head_timer = self.loop.call_later(self.header_s, self._close_late)
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
@@ -61,6 +81,9 @@ class TimedProtocol(H11Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
         self._end_stall()
+        self.open_connections[self._network] -= 1
+        if not self.open_connections[self._network]:
+            del self.open_connections[self._network]
         super().connection_lost(exc)
 
     def pause_writing(self) -> None:
@@ -108,7 +131,9 @@ class Server(uvicorn.Server):
     ) -> None:
         settings = backend.config.service
         timeouts = {"header_s": settings.timeouts.header_s, "stalled_s": 2 * settings.timeouts.slow_client_s}
-        protocol = type("ConfiguredProtocol", (TimedProtocol,), timeouts)
+        most = min(settings.limits.connections, max(1, raised_descriptor_limit() - _OTHER_DESCRIPTORS))
+        counts = {"most": most, "most_of_address": settings.limits.address_connections, "open_connections": Counter()}
+        protocol = type("ConfiguredProtocol", (TimedProtocol,), timeouts | counts)
         super().__init__(
             uvicorn.Config(
                 app,
@@ -120,6 +145,8 @@ class Server(uvicorn.Server):
                 server_header=False,
                 proxy_headers=False,
                 h11_max_incomplete_event_size=settings.limits.header_bytes,
+                ssl_certfile=settings.ssl_certfile or None,
+                ssl_keyfile=settings.ssl_keyfile or None,
                 timeout_keep_alive=_KEEP_ALIVE_S,
                 timeout_graceful_shutdown=int(_CUT_OFF_S),
             )
@@ -187,7 +214,30 @@ def listening(settings: ServiceSettings) -> Iterator[socket.socket]:
         yield listener
 
 
-def address_of(listener: socket.socket) -> str:
+def raised_descriptor_limit() -> int:
+    """Raises the soft limit of open files as far as the hard one and `_MAX_DESCRIPTORS` let it, and returns it."""
+    soft, hard = (limit if limit >= 0 else 2**31 for limit in resource.getrlimit(resource.RLIMIT_NOFILE))
+    wanted = max(soft, min(hard, _MAX_DESCRIPTORS))
+    with contextlib.suppress(OSError, ValueError):  # macOS refuses more than its own limit
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+        soft = wanted
+    return soft
+
+
+def check_certificate(settings: ServiceSettings) -> None:
+    """Raises: ConfigError unless the certificate and its key can be used, or neither is given."""
+    if not settings.ssl_certfile and not settings.ssl_keyfile:
+        return
+    if not settings.ssl_certfile:
+        raise ConfigError("service.ssl_keyfile needs service.ssl_certfile")
+    try:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(settings.ssl_certfile, settings.ssl_keyfile or None)
+    except (OSError, ssl.SSLError) as cause:
+        raise ConfigError(f"{settings.ssl_certfile} and its key cannot be used: {cause}") from cause
+
+
+def address_of(listener: socket.socket, scheme: str = "http") -> str:
     """http://host:port"""
     host, port = listener.getsockname()[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"

@@ -30,14 +30,18 @@ class KeyLimits(ConfigSection):
 
 
 class Limits(ConfigSection):
-    """Limits of any request. `json_items`: lists, objects and items of a body, over all its levels. `max_in_flight`: requests at
-    once, over all keys; more are refused with a time to retry after. `key`: a key's limits where its own say nothing.
+    """Limits of any request. `json_items`: lists, objects and items of a body, over all its levels. `connections`: open ones, at
+    most as many as the process may open files, less 256; `address_connections`: of one address, or IPv6 network of 64 bits.
+    `max_in_flight`: requests at once, over all keys; more are refused with a time to retry after. `key`: a key's limits where its
+    own say nothing.
     """
 
     body_bytes: int = Field(10 * 2**20, ge=1024)
     header_bytes: int = Field(16 * 2**10, ge=1024)
     json_depth: int = Field(64, ge=8, le=256)
     json_items: int = Field(250_000, ge=1024)
+    connections: int = Field(4096, ge=1)
+    address_connections: int = Field(512, ge=1)
     max_in_flight: int = Field(256, ge=1)
     key: KeyLimits = KeyLimits(concurrency=32)
 
@@ -83,7 +87,8 @@ class ServiceSettings(ConfigSection):
     """The service itself.
 
     `model`: the name that clients use; empty: the target's. `keys_file`: the accepted keys, written by `ragspec keys`; empty: one
-    key, made at the start, and only this machine is served. `data_dir`: the folder of conversations, dictionaries and, separately
+    key, made at the start, and only this machine is served. `ssl_certfile`, `ssl_keyfile`: PEM
+    files, for HTTPS. `data_dir`: the folder of conversations, dictionaries and, separately
     for each index, files; empty: files lie beside the index, the rest in memory (`ragspec serve` then uses the user's data
     folder). `library_dir`: another folder for the files of this index; never share it between indexes. `allowed_hosts`: accepted
     Host headers; empty: names of this machine if only this machine is served, else any. `cors_origins`: sites whose pages may
@@ -96,6 +101,8 @@ class ServiceSettings(ConfigSection):
     port: int = Field(DEFAULT_PORT, ge=0, le=65_535)
     model: str = ""
     keys_file: str = ""
+    ssl_certfile: str = ""
+    ssl_keyfile: str = ""
     data_dir: str = ""
     library_dir: str = ""
     allowed_hosts: tuple[str, ...] = Field((), strict=False)

@@ -209,6 +209,8 @@ def serve(
     keys_file: Annotated[
         Path | None, typer.Option("--keys", help="Who may ask: a file of ragspec keys.", show_default=False)
     ] = None,
+    ssl_certfile: Annotated[Path | None, typer.Option(help="A PEM certificate, for HTTPS.", show_default=False)] = None,
+    ssl_keyfile: Annotated[Path | None, typer.Option(help="Its private key.", show_default=False)] = None,
     on_cluster: Annotated[
         str | None, typer.Option("--cluster", help="A deployment of ragspec cluster up.", show_default=False)
     ] = None,
@@ -224,6 +226,8 @@ def serve(
         "service.host": host,
         "service.port": port,
         "service.keys_file": keys_file and str(keys_file),
+        "service.ssl_certfile": ssl_certfile and str(ssl_certfile),
+        "service.ssl_keyfile": ssl_keyfile and str(ssl_keyfile),
         "target.model": target,
     }
     run_serve(config, overrides, on_cluster, address, verbose=verbose)

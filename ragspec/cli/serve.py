@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import shlex
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -19,8 +20,14 @@ from rich.text import Text
 
 from ragspec.cli.terminal import cache_folder, data_folder, stage, stay_offline, stderr_console, stdout_console
 from ragspec.config import load_settings
+from ragspec.disk import atomic_writer, saving
 from ragspec.errors import ConfigError
 from services.settings import ServiceConfig
+
+_CLEAR_TEXT = (
+    "keys and texts cross the network in clear text: give --ssl-certfile and --ssl-keyfile, or listen on this machine only "
+    "and put a reverse proxy with TLS in front (services/README.md)"
+)
 
 if TYPE_CHECKING:
     from services.backend import ServiceBackend
@@ -40,10 +47,13 @@ def run_serve(
         from ragspec.training.stdlib_corpus import stdlib_documents
 
         corpus = stdlib_documents()  # Why before torch: torch and transformers add functions to the standard library
-    from services.embedded import Server, address_of, listening
+    from services.backend import keep_private
+    from services.embedded import Server, address_of, check_certificate, listening
     from services.keys import KeyFile, SingleKey
     from services.logs import start_logging
 
+    check_certificate(settings.service)
+    keep_private(settings.service.data_dir)
     start_logging(logging.INFO if verbose or not sys.stderr.isatty() else logging.WARNING)
     console, keys_file = stderr_console(), settings.service.keys_file
     keys: KeyStore = KeyFile(Path(keys_file)) if keys_file else SingleKey()
@@ -55,8 +65,11 @@ def run_serve(
             backend = stack.enter_context(_in_process(console, settings, corpus))
         from services.app import build_app
 
-        app = build_app(backend, keys)
-        _show(backend.model, address_of(listener), keys.key if isinstance(keys, SingleKey) else "")
+        app, is_secure = build_app(backend, keys), bool(settings.service.ssl_certfile)
+        if not settings.service.is_local and not is_secure:
+            console.print(Text(_CLEAR_TEXT, "yellow"))
+        key = keys.key if isinstance(keys, SingleKey) else ""
+        _show(backend.model, address_of(listener, "https" if is_secure else "http"), key, settings.service.data_dir)
         Server(app, backend, listener, lambda line: console.print(Text(line, "yellow"))).run()
     console.print(Text("stopped", "dim"))
 
@@ -127,13 +140,20 @@ def _on_cluster(console: Console, name: str, address: str | None, settings: Serv
             yield backend
 
 
-def _show(model: str, url: str, key: str) -> None:
-    """Prints the address and the settings of a client to stdout."""
-    console = stdout_console()
+def _show(model: str, url: str, key: str, data_dir: str) -> None:
+    """Prints the address and the settings of a client to stdout; the key to a terminal only, else to a file.
+
+    Why: what a container prints is kept in logs that others read.
+    """
+    console, file = stdout_console(), Path(data_dir) / "local.key"
     console.print(Text.assemble(f"\n{model} is served at ", (f"{url}/v1", "bold")))
     if key:
-        console.print(Text.assemble(("page  ", "dim"), f"{url}/#key={key}"), soft_wrap=True)
-        for line in (f"export OPENAI_BASE_URL={url}/v1", f"export OPENAI_API_KEY={key}"):
+        with saving(file), atomic_writer(file, mode=0o600) as written:
+            written.write(f"{key}\n".encode())
+        is_seen = sys.stdout.isatty()
+        console.print(Text.assemble(("page  ", "dim"), f"{url}/#key={key}" if is_seen else url), soft_wrap=True)
+        shown = key if is_seen else f"$(cat {shlex.quote(str(file))})"
+        for line in (f"export OPENAI_BASE_URL={url}/v1", f"export OPENAI_API_KEY={shown}"):
             console.print(Text(f"      {line}"), soft_wrap=True)
     console.print(Text("Ctrl-C stops it.\n", "dim"))
     sys.stdout.flush()

@@ -3,18 +3,28 @@
 from __future__ import annotations
 
 import json
+import os
+import resource
+import socket
+import ssl
+import subprocess
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
+import httpx2 as httpx
 import pytest
 from pydantic import ValidationError
 from raw_http import ask, exchange, head, opened
 from service_parts import MODEL, Service, Serving, soon
 
+from ragspec.errors import ConfigError
+from services.embedded import check_certificate, raised_descriptor_limit
 from services.errors import validation_error
 from services.openai.types import ChatBody, CompletionBody, EmbeddingBody, SamplingBody
+from services.settings import ServiceSettings
 
 HEALTH_S = 1.0
 MAX_ITEMS = 250_000
@@ -169,3 +179,97 @@ def open_service(serving: Serving) -> Iterator[Service]:
     """A service that LanguageTool's clients use without a key."""
     with serving(**{"service.languagetool_open": True}) as running:
         yield running
+
+
+def test_connections_are_capped_and_others_are_still_answered(serving: Serving) -> None:
+    """1,100 silent connections use up 1,024 descriptors, and nobody is answered any more."""
+    limits = {"service.limits.connections": 40, "service.limits.address_connections": 30}
+    with serving(**limits, **{"service.host": "0.0.0.0"}) as service:
+        url = service.url.replace("0.0.0.0", "127.0.0.1")
+        silent = [opened(url) for _ in range(60)]
+        try:
+            assert soon(lambda: sum(is_closed(connection) for connection in silent) == 30)
+            with opened(url, source="127.0.0.3") as connection:
+                assert exchange(connection, [head("GET", "/health/live")]).status == 200
+            others = [opened(url, source="127.0.0.4") for _ in range(20)]
+            assert soon(lambda: sum(is_closed(connection) for connection in others) == 10)
+            silent += others
+        finally:
+            for connection in silent:
+                connection.close()
+        assert soon(lambda: ask(url, head("GET", "/health/live")).status == 200)
+
+
+def is_closed(connection: socket.socket) -> bool:
+    """Whether the other side ended it."""
+    if connection.fileno() < 0:
+        return True
+    connection.setblocking(False)
+    try:
+        return connection.recv(1) == b""
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
+
+
+def test_a_process_may_open_as_many_files_as_the_system_lets_it() -> None:
+    """Most systems start a process with 1,024 descriptors and allow it many more."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(1024, before[1]), before[1]))
+        assert raised_descriptor_limit() == resource.getrlimit(resource.RLIMIT_NOFILE)[0] == min(65_536, before[1])
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+def test_what_tenants_store_is_read_by_nobody_else_on_the_machine(serving: Serving) -> None:
+    """Conversations, uploads and the index of everybody are 0644: any account of the machine reads them."""
+    before = os.umask(0o022)
+    try:
+        with serving() as service, service.client(service.keys.ann) as client:
+            client.post("/v1/files", files={"file": ("a.txt", b"A zebra.")}, data={"purpose": "assistants"})
+            client.post("/v1/conversations", json={})
+            folder = Path(service.backend.config.service.data_dir)
+            paths = [folder, *folder.rglob("*")]
+            assert len(paths) > 4
+            for path in paths:
+                assert path.stat().st_mode & 0o077 == 0, path
+    finally:
+        os.umask(before)
+
+
+@pytest.fixture(scope="module")
+def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A certificate for 127.0.0.1 that signs itself, and its key."""
+    folder = tmp_path_factory.mktemp("certificate")
+    certfile, keyfile = folder / "cert.pem", folder / "key.pem"
+    options = "-x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2 -subj /CN=127.0.0.1"
+    names = ["-addext", "subjectAltName=IP:127.0.0.1", "-keyout", str(keyfile), "-out", str(certfile)]
+    subprocess.run(["openssl", "req", *options.split(), *names], check=True, capture_output=True)
+    return certfile, keyfile
+
+
+def test_a_certificate_keeps_keys_and_texts_from_the_network(serving: Serving, certificate: tuple[Path, Path]) -> None:
+    """The README taught to serve a network in clear text, and there was no other way."""
+    certfile, keyfile = certificate
+    settings = {"service.ssl_certfile": str(certfile), "service.ssl_keyfile": str(keyfile)}
+    with serving(**settings) as service:
+        url = service.url.replace("http://", "https://")
+        trusted = ssl.create_default_context(cafile=str(certfile))
+        with httpx.Client(base_url=url, verify=trusted, headers=service.headers()) as client:
+            assert client.get("/v1/models").status_code == 200
+        assert ask(service.url, head("GET", "/health/live")).status == 0
+
+
+def test_a_certificate_that_cannot_be_used_is_said_before_anything_is_loaded(
+    tmp_path: Path, certificate: tuple[Path, Path]
+) -> None:
+    """A minute of loading a model ends in a traceback, or in a service in clear text."""
+    certfile, keyfile = map(str, certificate)
+    (tmp_path / "no.pem").write_text("no certificate")
+    for pair in ((str(tmp_path / "no.pem"), keyfile), (certfile, str(tmp_path / "none")), ("", keyfile)):
+        with pytest.raises(ConfigError, match=r"ssl_certfile|cannot be used"):
+            check_certificate(ServiceSettings(ssl_certfile=pair[0], ssl_keyfile=pair[1]))
+    check_certificate(ServiceSettings(ssl_certfile=certfile, ssl_keyfile=keyfile))
+    check_certificate(ServiceSettings())

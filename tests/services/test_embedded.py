@@ -121,8 +121,9 @@ class Started:
         for line in self.process.stdout:
             if found := re.search(r"OPENAI_BASE_URL=(\S+)/v1", line):
                 self.url = found[1]
-            if found := re.search(r"OPENAI_API_KEY=(\S+)", line):
-                self.key = found[1]
+            if found := re.search(r"OPENAI_API_KEY=\$\(cat (.+)\)", line):
+                self.key = Path(found[1]).read_text().strip()
+            assert "rs-" not in line, "a container's log holds the key"
             if "stops it" in line:
                 break
         assert self.url and self.key, self.errors()
