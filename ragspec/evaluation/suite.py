@@ -37,6 +37,7 @@ AnyEngine = TypeVar("AnyEngine", bound=Engine)
 
 QUICK_QUESTIONS = 8
 CONCURRENCY = 8
+NUM_WARM_UP = 6
 SUITES = {
     name: f"ragspec.evaluation.suites.{name}"
     for name in ("rag", "grammar", "cpu", "numerics", "target", "retrieval", "iterative", "drafters", "verify_cost")
@@ -48,11 +49,13 @@ OPTIONS = ("forced", "full", "reranker", "heads")
 
 @dataclass(frozen=True, slots=True)
 class Repetitions:
-    """`num_runs`: the median of so many counts. `num_nothing`: prompts with nothing to copy."""
+    """`num_runs`: the median of so many counts. `num_nothing`: prompts with nothing to copy. `num_warm_up`: prompts of the
+    uncounted runs before, at most half of a list."""
 
     num_runs: int = 3
     num_nothing: int = 12
     seed: int = 0
+    num_warm_up: int = NUM_WARM_UP
 
 
 @dataclass(frozen=True, slots=True)

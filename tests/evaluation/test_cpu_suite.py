@@ -60,7 +60,7 @@ def test_every_key_is_measured(
     assert [key for key in OWN if result[key] is None] == []
     assert [key for key in AGAINST_LLAMA if result[key] is None] == ([] if installed else [*AGAINST_LLAMA])
     assert result["identical"] is True
-    assert len(result["peers"]) == (10 if installed else 4)
+    assert len(result["peers"]) == (8 if installed else 4)
     notes = [text for name, _, text in summary(result, find_suite("cpu").metrics, ("missing",)) if name == "missing"]
     assert installed or notes == ["llama.cpp did not run: make peers installs llama-cpp-python"]
 

@@ -17,6 +17,7 @@ import contextlib
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from statistics import mean, median
@@ -52,9 +53,9 @@ from ragspec.rag.prompt import PromptBuilder
 from ragspec.training.conversations import message
 
 RAG, GRAMMAR, CHAT, PROSE = "rag", LONG, "chat", "prose"
-CHAT_TOKENS = 96
+CHAT_TOKENS = 64
 LLAMA_LOOKUPS = (0, 2, LOOKUP_TOKENS)
-"""Tokens that llama.cpp's prompt lookup drafts: none, its documentation's advice for CPUs, and its default."""
+"""Tokens that llama.cpp's prompt lookup drafts: none, its documentation's advice for CPUs (not in quick runs), its default."""
 STEP_CONTEXT, TREE_ROWS = 500, 16
 _PERPLEXITY_WINDOW = 512
 _KV_SLOTS = 4096
@@ -75,13 +76,14 @@ def run_cpu(settings: Settings, tick: Tick) -> Outcome:
     data_dir = settings.require_data("squad, squad_open, jfleg and pie_errorify")
     plan = _Plan(2, 7, 6_000) if settings.quick else _Plan(10, 40, 100_000)
     plan = plan._replace(num_prompts=settings.num_prompts or plan.num_prompts)
+    repetitions = replace(settings.plan, num_nothing=0, num_warm_up=1) if settings.quick else settings.plan
     engine, bitwise = open_engine(settings.target)
     with engine:
         cases = cpu_cases(settings, engine, plan.num_prompts, tick)
         num_context = max(len(case.prompt_ids) + case.max_tokens for case in cases) + 2 * LOOKUP_TOKENS
         peers, steppers = _peers(settings, engine, max(num_context, STEP_CONTEXT + TREE_ROWS))
         steps = step_times(engine, steppers, plan.num_turns, tick)
-        measured = GenerationSuite(engine, cases, settings.plan, peers=peers, tick=tick).measure()
+        measured = GenerationSuite(engine, cases, repetitions, peers=peers, tick=tick).measure()
     busy = busy_over_quiet(engine.target, settings.plan.num_runs, settings.plan.seed)
     tick("beside a busy loop", 1, 1)
     ratios = perplexity_ratios(settings.target, data_dir, plan.num_chars)
@@ -142,7 +144,7 @@ def _peers(settings: Settings, engine: Engine, num_context: int) -> tuple[dict[s
     peers: dict[str, Decoder] = {**transformers_decoders(model, engine)}
     if llama_installed():
         for type_, path in llama_files(model, settings.cache_dir / "llama_cpp").items():
-            for lookup in LLAMA_LOOKUPS:
+            for lookup in LLAMA_LOOKUPS[:: 2 if settings.quick else 1]:
                 decoder = LlamaDecoder(path, engine, num_context, lookup)
                 peers[_llama_name(type_, lookup)] = decoder
             steppers[f"llama.cpp {type_}"] = decoder.step_s  # Why the last: it returns the logits of all rows, as ours

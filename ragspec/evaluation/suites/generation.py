@@ -41,7 +41,6 @@ GOLD = "gold"
 GREEDY: dict[str, Any] = {"temperature": 0.0}
 SAMPLED: dict[str, Any] = {"temperature": 1.0}
 TOP_P: dict[str, Any] = {"temperature": 1.0, "top_p": 0.9}
-NUM_WARM_UP = 6
 _NOTHING_RUNS = 5
 """Fewest runs where no difference is expected: single runs of twelve prompts scatter by several percent."""
 
@@ -108,7 +107,8 @@ class GenerationSuite:
     ) -> Timings:
         """One request at a time, after warm-up runs: they compile kernels and fill the acceptance table."""
         decoders: dict[str, Decoder] = {**self._engine_decoders(sampling), **(peers or {})}
-        timings = Timings.measure(decoders, self._cases, num_runs, self._tick, f"{setting}, alone", NUM_WARM_UP)
+        num_warm_up = self._plan.num_warm_up
+        timings = Timings.measure(decoders, self._cases, num_runs, self._tick, f"{setting}, alone", num_warm_up)
         plain = timings.runs[PLAIN][0]
         for name, tables in ((SPECULATIVE, timings.runs[SPECULATIVE]), (PLAIN, timings.runs[PLAIN][1:])):
             for runs in tables:
@@ -147,7 +147,7 @@ class GenerationSuite:
         )
         stage = "sources in vain" if any(sources) else "nothing to copy"
         decoders = self._engine_decoders({**SAMPLED, "ignore_eos": True})
-        timings = Timings.measure(decoders, cases, self._nothing_runs, self._tick, stage, NUM_WARM_UP)
+        timings = Timings.measure(decoders, cases, self._nothing_runs, self._tick, stage, plan.num_warm_up)
         for runs in timings.runs[SPECULATIVE]:
             self._equality.check(stage, timings.runs[PLAIN][0], runs)
         return timings.ratio(PLAIN, SPECULATIVE)

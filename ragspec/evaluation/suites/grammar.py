@@ -35,12 +35,11 @@ from ragspec.evaluation.report import (
     nested,
     new_figure,
 )
-from ragspec.evaluation.suite import Outcome, Settings, Suite, open_engine
+from ragspec.evaluation.suite import NUM_WARM_UP, Outcome, Settings, Suite, open_engine
 from ragspec.evaluation.suites import generation_report
 from ragspec.evaluation.suites.generation import (
     GOLD,
     GREEDY,
-    NUM_WARM_UP,
     engine_decoders,
     force_answers,
     label_of,
