@@ -16,7 +16,7 @@ BIN := $(VENV)/bin
 COMMA := ,
 
 HAS_GPU := $(shell nvidia-smi -L 2>/dev/null)
-EXTRAS ?= $(if $(HAS_GPU),gpu,cpu),dev,train,bench
+EXTRAS ?= $(if $(HAS_GPU),gpu,cpu),dev,train,bench,kernels
 DEVICE := $(if $(findstring gpu,$(EXTRAS)),gpu,cpu)
 OTHER_DEVICE := $(if $(findstring gpu,$(EXTRAS)),cpu,gpu)
 STAMP := $(VENV)/.installed-$(subst $(COMMA),-,$(EXTRAS))

@@ -131,16 +131,16 @@ class TargetConfig(ConfigSection):
     others. `quantization`: "int8" holds the weights in 8 bits with a scale for each output (backend cpu); "auto": int8 for the
     default model on backend cpu, none for others. `cache_dir`: where dequantised and merged weights are kept.
 
-    `device`: "cpu", "cuda" or "cuda:1". `backend`: "cpu" runs compiled kernels, "torch" plain torch operators on any device;
-    "auto": cpu on the device cpu, torch elsewhere. `dtype`: of the weights, and of the KV cache on backend torch; backend cpu
-    keeps keys and values in float32.
+    `device`: "cpu", "cuda" or "cuda:1". `backend`: "cpu" runs compiled kernels, "torch" plain torch operators on any device,
+    "cuda" Triton kernels on a GPU; "auto": cpu on the device cpu, torch elsewhere. `dtype`: of the weights, and of the KV cache
+    except on backend cpu, which keeps keys and values in float32.
     """
 
     model: str = DEFAULT_TARGET
     adapter: str = "auto"
     cache_dir: str = f"{DEFAULT_CACHE}/targets"
     device: str = Field("cpu", pattern=r"^(cpu|cuda(:\d+)?)$")
-    backend: Literal["auto", "cpu", "torch"] = "auto"
+    backend: Literal["auto", "cpu", "torch", "cuda"] = "auto"
     dtype: Literal["float32", "bfloat16"] = "float32"
     quantization: Literal["auto", "none", "int8"] = "auto"
     max_context_tokens: int | None = Field(None, ge=16)
@@ -148,15 +148,15 @@ class TargetConfig(ConfigSection):
 
     @model_validator(mode="after")
     def _check_backend(self) -> Self:
-        if self.backend == "cpu" and self.device != "cpu":
-            raise ValueError(f"the backend cpu runs on the device cpu only, and the device is {self.device!r}")
-        if self.backend_name == "torch" and self.quantization == "int8":
+        if (self.backend, self.device == "cpu") in (("cpu", False), ("cuda", True)):
+            raise ValueError(f"the backend {self.backend} does not run on the device {self.device!r}")
+        if self.backend_name != "cpu" and self.quantization == "int8":
             raise ValueError("int8 weights run on the backend cpu only")
         return self
 
     @property
     def backend_name(self) -> str:
-        """ "cpu" or "torch"."""
+        """The backend that "auto" stands for."""
         if self.backend == "auto":
             return "cpu" if self.device == "cpu" else "torch"
         return self.backend
@@ -176,7 +176,7 @@ class TargetConfig(ConfigSection):
         """Everything of the configuration that changes hidden states: `dtype`, int8 weights, backend and device."""
         parts: list[str] = [self.dtype]
         parts += ["int8"] if self.is_int8 else []
-        parts += ["torch", self.device.partition(":")[0]] if self.backend_name == "torch" else []
+        parts += [self.backend_name, self.device.partition(":")[0]] if self.backend_name != "cpu" else []
         return "-".join(parts)
 
 

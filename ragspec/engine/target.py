@@ -223,12 +223,19 @@ class Target:
 
 
 def make_backend(config: TargetConfig, ranks: Ranks, arena: WeightArena | None) -> Backend:
-    """Raises: ModelError for several ranks on a GPU."""
+    """Raises: ModelError for several ranks on a GPU, for Triton kernels without Triton."""
     if config.backend_name == "cpu":
         return CpuBackend(arena or (WeightArena() if config.is_int8 else None), ranks)
     if ranks.size > 1 and config.device != "cpu":
         raise ModelError(f"several ranks run on CPUs only, and target.device is {config.device!r}")
-    return TorchBackend(config.device, getattr(torch, config.dtype))
+    dtype = getattr(torch, config.dtype)
+    if config.backend_name == "torch":
+        return TorchBackend(config.device, dtype)
+    try:
+        from ragspec.numerics.cuda.backend import CudaBackend
+    except ImportError as cause:
+        raise ModelError('target.backend "cuda" needs Triton: pip install "ragspec[kernels]"') from cause
+    return CudaBackend(config.device, dtype)
 
 
 def load_tokenizer(config: TargetConfig) -> PreTrainedTokenizerBase:

@@ -195,7 +195,12 @@ def test_a_read_of_device_memory_is_seen() -> None:
 
 @pytest.mark.parametrize(
     "settings",
-    [{"backend": "cpu", "device": "cuda"}, {"backend": "torch", "quantization": "int8"}, {"device": "tpu"}],
+    [
+        {"backend": "cpu", "device": "cuda"},
+        {"backend": "cuda"},
+        {"backend": "torch", "quantization": "int8"},
+        {"device": "tpu"},
+    ],
 )
 def test_impossible_combinations_are_refused(settings: dict[str, Any]) -> None:
     """A target that would silently run elsewhere, or in other numbers, than configured."""

@@ -10,14 +10,15 @@ Layout of the pool, two flat tensors a layer: [slots, KV heads, padded head_dim]
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import Tensor
 
-from ragspec.numerics.attention import AttentionMetadata, AttentionShape, Ints, padded
+from ragspec.numerics.attention import AttentionMetadata, AttentionShape, padded
 from ragspec.numerics.kv_cache import KvPool
 from ragspec.numerics.torch.transfer import to_device
 
@@ -89,7 +90,7 @@ class TorchForward:
         parts = [_attend(rows, keys, values, _VisibleSlots(slots, lengths), shape) for rows, slots, lengths in groups]
         return torch.cat(parts)[..., : shape.head_dim].to(qkv.dtype)
 
-    def _upload(self, array: Ints) -> Tensor:
+    def _upload(self, array: NDArray[np.integer[Any]]) -> Tensor:
         return to_device(array.astype(np.int64), self._device)
 
 

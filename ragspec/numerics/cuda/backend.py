@@ -1,0 +1,162 @@
+"""The cuda backend: the torch backend with Triton kernels for products, norms and attention."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from ragspec.numerics.attention import AttentionMetadata, AttentionShape, padded
+from ragspec.numerics.cuda.kernels import (
+    BLOCK,
+    BLOCK_IN,
+    BLOCK_OUT,
+    TILE_ROWS,
+    attention_kernel,
+    norm_kernel,
+    product_kernel,
+    rotate_kernel,
+)
+from ragspec.numerics.kv_cache import KvPool
+from ragspec.numerics.torch.attention import TorchForward
+from ragspec.numerics.torch.backend import TorchBackend
+
+
+class TritonLinear(nn.Module):
+    """`y = x W^T + b`. Shapes: x [..., in_features] -> y [..., out_features]."""
+
+    weight: Tensor
+    bias: Tensor | None
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        super().__init__()
+        self.out_features, self.in_features = weight.shape
+        self.register_buffer("weight", weight.detach().contiguous())
+        self.register_buffer("bias", None if bias is None else bias.detach().clone())
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.reshape(-1, self.in_features).contiguous()
+        out = rows.new_empty((len(rows), self.out_features))
+        grid = (-(-len(rows) // TILE_ROWS), -(-self.out_features // BLOCK_OUT))
+        bias = self.weight if self.bias is None else self.bias  # a pointer is wanted, and not read
+        product_kernel[grid](
+            rows, self.weight, bias, out, len(rows), self.out_features, self.in_features,
+            self.bias is not None, TILE_ROWS, BLOCK_OUT, BLOCK_IN,
+        )  # fmt: skip
+        return out.view(*x.shape[:-1], self.out_features)
+
+
+class TritonNorm(nn.Module):
+    """An RMS norm; statistics in float32. Shapes: [..., H] -> [..., H]."""
+
+    def __init__(self, norm: Any) -> None:
+        super().__init__()
+        self.weight, self.variance_epsilon = norm.weight, norm.variance_epsilon
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self._run(x.contiguous(), None)[1]
+
+    def _run(self, x: Tensor, block: Tensor | None) -> tuple[Tensor, Tensor]:
+        total, out, width = x if block is None else torch.empty_like(x), torch.empty_like(x), x.shape[-1]
+        norm_kernel[(x.numel() // width,)](
+            x, x if block is None else block.contiguous(), self.weight, total, out, self.variance_epsilon, width,
+            block is not None, _power_of_two(width),
+        )  # fmt: skip
+        return total, out
+
+
+class ResidualTritonNorm(TritonNorm):
+    """Shapes: x, block [N, H] -> (x + block, normalised), [N, H] each."""
+
+    def forward(self, x: Tensor, block: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        return self._run(x.contiguous(), block)
+
+
+class CudaForward(TorchForward):
+    """See `ragspec.numerics.backend.ForwardContext`."""
+
+    def __init__(self, pool: KvPool, metadata: AttentionMetadata, device: torch.device) -> None:
+        super().__init__(pool, metadata, device)
+        self._tile_tables: dict[int, Tensor] = {}
+
+    def attend(
+        self, layer: int, qkv: Tensor, shape: AttentionShape, rotations: tuple[Tensor, Tensor] | None = None
+    ) -> Tensor:
+        qkv = qkv.contiguous()
+        num_rows, group, stored_dim = len(qkv), shape.num_heads // shape.num_kv_heads, padded(shape.head_dim)
+        assert group <= TILE_ROWS and shape.head_dim % 2 == 0, "a tile holds all query heads of a KV head, in halves"
+        keys, values = self.pool.keys[layer], self.pool.values[layer]
+        queries = torch.empty((num_rows, shape.num_heads, shape.head_dim), dtype=keys.dtype, device=keys.device)
+        cos, sin = rotations or (qkv, qkv)
+        rotate_kernel[(num_rows, shape.num_heads + 2 * shape.num_kv_heads)](
+            qkv, queries, keys, values, self._slots, self._positions, cos, sin, shape.num_heads, shape.num_kv_heads,
+            shape.head_dim, stored_dim, rotations is not None, _power_of_two(-(-shape.head_dim // 2)),
+        )  # fmt: skip
+        out = torch.empty_like(queries, dtype=qkv.dtype)
+        tiles = self._tiles(TILE_ROWS // group)
+        attention_kernel[(len(tiles), shape.num_kv_heads)](
+            queries, keys, values, out, tiles, self._context_slots, self._context_end, self._path_slots, self._path_start,
+            shape.scale, shape.softcap or 1.0, shape.window, shape.num_heads, shape.num_kv_heads, shape.head_dim, stored_dim,
+            group, shape.softcap > 0.0, TILE_ROWS, BLOCK, max(16, _power_of_two(shape.head_dim)),
+        )  # fmt: skip
+        return out
+
+    @functools.cached_property
+    def _context_slots(self) -> Tensor:
+        return self._upload(self.metadata.context_slots)
+
+    @functools.cached_property
+    def _context_end(self) -> Tensor:
+        return self._upload(self.metadata.context_end)
+
+    @functools.cached_property
+    def _path_slots(self) -> Tensor:
+        return self._upload(np.append(self.metadata.path_slots, 0))
+
+    @functools.cached_property
+    def _path_start(self) -> Tensor:
+        return self._upload(self.metadata.path_start)
+
+    def _tiles(self, rows_a_tile: int) -> Tensor:
+        """Tiles of at most so many rows of one sequence, as the kernel reads them. Shape: int64 [tiles, 5]."""
+        if rows_a_tile not in self._tile_tables:
+            self._tile_tables[rows_a_tile] = self._upload(self._cut(rows_a_tile))
+        return self._tile_tables[rows_a_tile]
+
+    def _cut(self, rows_a_tile: int) -> NDArray[np.int64]:
+        data, tiles = self.metadata, []
+        path_lengths = np.diff(data.path_start)
+        for sequence, (start, end) in enumerate(zip(data.row_start[:-1], data.row_start[1:], strict=True)):
+            context = data.context_start[sequence]
+            num_context = data.context_start[sequence + 1] - context
+            for first in range(start, end, rows_a_tile):
+                own = slice(first, min(first + rows_a_tile, end))
+                with_path = data.context_end[own][path_lengths[own] > 0]
+                shared = with_path.min() // BLOCK * BLOCK if len(with_path) else data.context_end[own].max()
+                longest = (data.context_end[own] + path_lengths[own]).max()
+                assert shared <= num_context, "the kernel reads slots unchecked"
+                tiles.append((first, own.stop, context, shared, longest))
+        return np.array(tiles, np.int64)
+
+
+class CudaBackend(TorchBackend):
+    """See `ragspec.numerics.backend.Backend`."""
+
+    name = "cuda"
+
+    def make_linear(self, weight: Tensor, bias: Tensor | None = None) -> nn.Module:
+        return TritonLinear(weight, bias)
+
+    def make_norm(self, norm: Any, *, residual: bool = False) -> nn.Module:
+        return ResidualTritonNorm(norm) if residual else TritonNorm(norm)
+
+    def context(self, pool: KvPool, metadata: AttentionMetadata) -> CudaForward:
+        return CudaForward(pool, metadata, self.device)
+
+
+def _power_of_two(number: int) -> int:
+    return 1 << max(0, number - 1).bit_length()

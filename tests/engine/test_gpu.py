@@ -1,0 +1,40 @@
+"""The engine on a GPU, with plain torch operators and with Triton kernels. Runs where torch finds a CUDA device."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+import pytest
+from drafters import Half, Random
+from oracle import decode
+from test_oracle import PARAMS, PROMPTS, requests_of
+from tiny_target import save_model, tiny_engine
+
+from ragspec.config import TargetConfig
+from ragspec.drafting.copy import CopyDrafter
+from ragspec.engine.loading import check_numerics
+from ragspec.engine.target import Target
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("backend", ["torch", "cuda"])
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "mistral", "gemma2"])
+def test_drafts_change_no_token(
+    kind: str, backend: Literal["torch", "cuda"], dtype: Literal["float32", "bfloat16"], tmp_path: Path
+) -> None:
+    """Bug guarded: a product, norm or softmax of the device whose bits depend on the number of rows."""
+    folder = save_model(kind, tmp_path / "model")
+    target = Target.load(
+        TargetConfig(model=str(folder), device="cuda", backend=backend, dtype=dtype), num_kv_slots=2048
+    )
+    assert check_numerics(target, 2).passed
+    for params in PARAMS.values():
+        requests = requests_of(target, params, PROMPTS[:4])
+        expected = {(r.id, 0): decode(target, r.prompt_ids, params).token_ids for r in requests}
+        for drafter in (None, Half(expected), Random(target.vocab_size), CopyDrafter(target.tokenizer, target.eos_ids)):
+            with tiny_engine(target, [drafter] if drafter else []) as engine:
+                found = {(c.request_id, c.choice): c.token_ids for c in engine.generate(requests)}
+            assert found == expected
