@@ -8,14 +8,17 @@ span of the answer and the span of the passage are the same string. Spans are [s
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
+from urllib.parse import quote
 
 from ragspec.core import Citation, Passage
 from ragspec.rag.answer import Answer
 
 CitationFormat = Literal["openai", "anthropic", "cohere"]
 
+_SCHEME = re.compile(r"[\x00-\x20]*([A-Za-z][A-Za-z0-9+.\-\x00-\x20]*):")
 _SPAN_FIELDS = ("passage_start", "passage_end", "document_id", "document_start", "document_end", "source")
 _PASSAGE_FIELDS = ("id", "document_id", "title", "heading", "source", "text", "start", "end", "score")
 
@@ -56,7 +59,7 @@ def _openai(answer: Answer) -> dict[str, Any]:
                 "start_index": citation.start,
                 "end_index": citation.end,
                 "title": passage.title or passage.document_id,
-                "url": passage.source or passage.document_id,
+                "url": _url(passage.source or passage.document_id),
             },
         }
         for citation, _, passage in _with_passages(answer)
@@ -90,7 +93,7 @@ def _anthropic(answer: Answer) -> dict[str, Any]:
 def _cohere(answer: Answer) -> dict[str, Any]:
     citations = []
     for citation, _, passage in _with_passages(answer):
-        document = {"id": passage.id, "title": passage.title, "text": passage.text, "url": passage.source}
+        document = {"id": passage.id, "title": passage.title, "text": passage.text, "url": _url(passage.source)}
         citations.append(
             {
                 "start": citation.start,
@@ -109,3 +112,12 @@ _FORMATS: Mapping[CitationFormat, Callable[[Answer], dict[str, Any]]] = {
     "anthropic": _anthropic,
     "cohere": _cohere,
 }
+
+
+def _url(source: str) -> str:
+    """A source as the address of a link. Sources with another scheme than the web's, as `javascript:`, become relative ones.
+
+    Why without blanks: browsers leave out tabs and line ends within a scheme.
+    """
+    scheme = _SCHEME.match("".join(source.split()))
+    return source if scheme is None or scheme[1].lower() in ("http", "https") else quote(source, safe="")

@@ -24,6 +24,9 @@ _SLICE = 32
 """Texts encoded in one call. Between two calls other requests take turns, and abandoned requests end."""
 
 
+_MAX_CHARS_PER_TOKEN = 64
+
+
 def routes(backend: ServiceBackend) -> APIRouter:
     router, embeddings = APIRouter(tags=["embeddings"]), Embeddings(backend)
 
@@ -63,9 +66,16 @@ class Embeddings:
         if body.dimensions not in (None, dimension):
             raise ApiError(400, f"the vectors have {dimension} dimensions, and no others", param="dimensions")
         lengths: list[int] = []
+        for number, text in enumerate(body.input):
+            check_text(text, "the input")
+            if (
+                len(text) > _MAX_CHARS_PER_TOKEN * encoder.max_tokens
+            ):  # Why first: a tokenizer takes seconds for a megabyte
+                reason = (
+                    f"the input has {len(text)} characters, but the encoder reads at most {encoder.max_tokens} tokens"
+                )
+                raise ApiError(400, reason, param=f"input.{number}", code="context_length_exceeded")
         for texts in _slices(body.input):
-            for text in texts:
-                check_text(text, "the input")
             lengths += await self._in_thread(encoder.count_tokens, texts)
             self._check_lengths(lengths, len(lengths) - len(texts))
         return lengths

@@ -42,9 +42,13 @@ class RequestContext:
     def of(
         cls, backend: ServiceBackend, mailbox: DeltaMailbox, body: SamplingBody, request: HttpRequest
     ) -> RequestContext:
-        """Raises: ApiError for an unknown model or a stream that strict privacy forbids, InputError for bad parameters."""
+        """Raises: ApiError for an unknown model, too long an output or a stream that strict privacy forbids; InputError."""
         check_model(backend, body.model)
         params = body.params(default_params(backend.config.generation))
+        name, given = body.output_limit
+        if given >= (context_tokens := backend.engine.max_context_tokens):
+            reason = f"{name} is {given}, but the context has {context_tokens} tokens, the prompt included"
+            raise ApiError(400, reason, param=name, code="context_length_exceeded")
         caller, begin_s = request.state.caller, request.state.begin
         context = cls(backend, mailbox, body, caller, begin_s, secrets.token_hex(16), int(time.time()), params)
         if context.is_strict and body.stream and params.logprobs is not None:

@@ -81,11 +81,19 @@ Content = Annotated[
     BeforeValidator(_text),
     WithJsonSchema({"anyOf": [_STRING, {"type": "array", "items": _TEXT_PART}]}),
 ]
+_STOP = _STRING | {"minLength": 1, "maxLength": 512}
 Stop = Annotated[
     list[Annotated[str, Field(min_length=1, max_length=512)]],
     BeforeValidator(_listed),
     at_most(MAX_STOPS),
     Field(max_length=MAX_STOPS),
+    WithJsonSchema({"anyOf": [_STOP, {"type": "array", "items": _STOP, "maxItems": MAX_STOPS}]}),
+]
+LogitBias = Annotated[
+    dict[str, float],
+    at_most(MAX_BIASES),
+    Field(max_length=MAX_BIASES),
+    WithJsonSchema({"type": "object", "additionalProperties": {"type": "number"}, "maxProperties": MAX_BIASES}),
 ]
 Prompts = Annotated[
     list[str | list[int]],
@@ -165,7 +173,7 @@ class SamplingBody(Body):
     max_tokens: int | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
-    logit_bias: Annotated[dict[str, float], at_most(MAX_BIASES), Field(max_length=MAX_BIASES)] | None = None
+    logit_bias: LogitBias | None = None
     top_k: int | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
@@ -207,6 +215,12 @@ class SamplingBody(Body):
     def num_alternatives(self) -> int | None:
         """Alternatives of each token to return log-probabilities for; None: no log-probabilities at all."""
         raise NotImplementedError
+
+    @property
+    def output_limit(self) -> tuple[str, int]:
+        """The field that limits the output, and its value; 0: none was given."""
+        given = {name: getattr(self, name, None) for name in ("max_completion_tokens", "max_tokens")}
+        return next(((name, value) for name, value in given.items() if value), ("max_tokens", 0))
 
     @property
     def options(self) -> StreamOptions:

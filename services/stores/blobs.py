@@ -1,4 +1,4 @@
-"""The bytes of uploaded files, one folder a tenant.
+"""The bytes of uploaded files, one folder a tenant, and some room for deletions on a full disk.
 
 Owns the folder. Paths never hold names that users chose.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import os
 import shutil
 import time
 from collections.abc import Iterable
@@ -18,7 +19,32 @@ from ragspec.retrieval.reading import SUFFIXES
 from services.stores.records import FileRecord
 
 _CHUNK_BYTES = 2**20
+_RESERVED_BYTES = 8 * 2**20
 _SWEEP_AGE_S = 3600.0
+
+
+class DiskReserve:
+    """A file that is given up when the disk is full, so that deletions, which write too, still succeed."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self.fill()
+
+    def fill(self) -> None:
+        """Takes the room again, if there is any."""
+        if not self._path.exists():
+            try:
+                with open(self._path, "wb") as file:
+                    os.posix_fallocate(file.fileno(), 0, _RESERVED_BYTES)
+            except OSError:
+                self.give_up()
+
+    def give_up(self) -> bool:
+        """Whether there was something to give up."""
+        with contextlib.suppress(OSError):
+            self._path.unlink()
+            return True
+        return False
 
 
 class Blobs:

@@ -19,16 +19,16 @@ import os
 import secrets
 import threading
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
-from ragspec.errors import InputError, NoRoom
+from ragspec.errors import InputError, NoRoom, SaveError
 from ragspec.retrieval.encoder import TextEncoder
 from ragspec.retrieval.retriever import configured_index_dir
 from services.settings import ServiceConfig, ServiceSettings
-from services.stores.blobs import Blobs
+from services.stores.blobs import Blobs, DiskReserve
 from services.stores.index_updater import Forget
 from services.stores.ingest import IngestWorker
 from services.stores.parsing import FILE, STORE, ParseLimits
@@ -75,6 +75,7 @@ class Library(AbstractContextManager["Library"]):
         """`forget` is called for documents that leave the index. Raises: SaveError, StoreCorrupt."""
         self._records = Records(data_dir / "library.sqlite")
         self._blobs = Blobs(data_dir / "files")
+        self._disk_reserve = DiskReserve(data_dir / "reserve")
         self._blobs.remove_unrecorded(self._records.all_files())
         self._max_bytes = max_bytes_per_tenant
         self._lock, self._reserved = threading.Lock(), Counter[str]()  # bytes that are being written, by tenant
@@ -109,12 +110,25 @@ class Library(AbstractContextManager["Library"]):
 
     async def delete_file(self, tenant: str, file_id: str) -> None:
         """Deletes a file and removes it from all stores; no later answer quotes it. Raises: NotFound, SaveError."""
+        await self._deleting(lambda: self._delete_file(tenant, file_id))
+
+    async def _delete_file(self, tenant: str, file_id: str) -> None:
         file = await asyncio.to_thread(self._records.file, tenant, file_id)
         members = await asyncio.to_thread(self._records.members_of_file, tenant, file_id)
         await self._ingest.delete(members)
         await asyncio.to_thread(self._blobs.remove, file)
         await asyncio.to_thread(self._records.drop_file, tenant, file_id)
         await self._ingest.delete(self._records.members_of_file(tenant, file_id))  # members attached meanwhile
+
+    async def _deleting(self, delete: Callable[[], Awaitable[None]]) -> None:
+        """Deletes; on a full disk once more, with the reserve given up."""
+        try:
+            await delete()
+        except SaveError:
+            if not self._disk_reserve.give_up():
+                raise
+            await delete()
+        await asyncio.to_thread(self._disk_reserve.fill)
 
     def create_store(self, tenant: str, name: str = "", metadata: Mapping[str, str] | None = None) -> StoreRecord:
         """Raises: InputError, SaveError, NoRoom."""
@@ -141,6 +155,9 @@ class Library(AbstractContextManager["Library"]):
 
     async def delete_store(self, tenant: str, store_id: str) -> None:
         """Deletes a store; its files stay. Raises: NotFound, SaveError."""
+        await self._deleting(lambda: self._delete_store(tenant, store_id))
+
+    async def _delete_store(self, tenant: str, store_id: str) -> None:
         await self._ingest.delete(await asyncio.to_thread(self.members, tenant, store_id))
         await asyncio.to_thread(self._records.drop_store, tenant, store_id)
 
@@ -184,7 +201,8 @@ class Library(AbstractContextManager["Library"]):
 
     async def detach(self, tenant: str, store_id: str, file_id: str) -> None:
         """Removes a file from a store; the next query does not find it there. Raises: NotFound, SaveError."""
-        await self._ingest.delete([await asyncio.to_thread(self.member, tenant, store_id, file_id)])
+        member = await asyncio.to_thread(self.member, tenant, store_id, file_id)
+        await self._deleting(lambda: self._ingest.delete([member]))
 
     def close(self) -> None:
         """Returns after the current change of the index."""

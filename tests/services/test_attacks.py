@@ -23,6 +23,7 @@ from service_parts import MODEL, Service, Serving, soon
 from ragspec.errors import ConfigError
 from services.embedded import check_certificate, raised_descriptor_limit
 from services.errors import validation_error
+from services.openai.citation_formats import _url
 from services.openai.types import ChatBody, CompletionBody, EmbeddingBody, SamplingBody
 from services.settings import ServiceSettings
 
@@ -273,3 +274,64 @@ def test_a_certificate_that_cannot_be_used_is_said_before_anything_is_loaded(
             check_certificate(ServiceSettings(ssl_certfile=pair[0], ssl_keyfile=pair[1]))
     check_certificate(ServiceSettings(ssl_certfile=certfile, ssl_keyfile=keyfile))
     check_certificate(ServiceSettings())
+
+
+@pytest.mark.parametrize(
+    ("source", "is_kept"),
+    [
+        ("https://example.org/a?b=c:d", True),
+        ("HTTP://example.org", True),
+        ("docs/mill.md", True),
+        ("my notes: part 2.txt", False),
+        ("vs_1:file-2", True),
+        ("javascript:alert(1)", False),
+        (" \tJava\nScript\t:alert(1)", False),
+        ("data:text/html,<script>", False),
+        ("vbscript:x", False),
+        ("file:///etc/passwd", False),
+    ],
+)
+def test_a_document_s_source_brings_no_script_into_a_client_s_links(source: str, is_kept: bool) -> None:
+    """Clients show a citation's `url` as a link: one click runs what an uploaded document names as its source."""
+    url = _url(source)
+    assert (url == source) == is_kept
+    assert is_kept or ":" not in url
+
+
+def test_a_text_that_no_encoder_reads_is_refused_before_it_is_tokenised(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nine megabytes were tokenised for 38 seconds, and then refused."""
+
+    def counting(texts: list[str]) -> list[int]:
+        raise AssertionError("it was tokenised")
+
+    monkeypatch.setattr(type(service.backend.encoder), "count_tokens", staticmethod(counting))
+    body = {"model": MODEL, "input": ["a", "a " * 2_000_000]}
+    with service.client() as client:
+        reply = client.post("/v1/embeddings", json=body)
+    error = reply.json()["error"]
+    assert (reply.status_code, error["param"], error["code"]) == (400, "input.1", "context_length_exceeded")
+
+
+@pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens"])
+def test_an_output_beyond_the_context_is_named(service: Service, name: str) -> None:
+    """The error named the messages, which were short."""
+    body = {"model": MODEL, "messages": [{"role": "user", "content": "a"}], "retrieval": False, name: 10**6}
+    with service.client() as client:
+        reply = client.post("/v1/chat/completions", json=body)
+    assert reply.status_code == 400 and reply.json()["error"]["param"] == name, reply.text
+
+
+def test_the_openapi_schema_states_the_bounds(service: Service) -> None:
+    """A client that is made from the schema sends what is refused."""
+    with service.client() as client:
+        bodies = client.get("/openapi.json").json()["components"]["schemas"]
+    fields = bodies["CompletionBody"]["properties"]
+    stated = {name: fields[name]["anyOf"] for name in ("n", "stop", "logit_bias", "logprobs")}
+    assert (stated["n"][0]["minimum"], stated["n"][0]["maximum"]) == (1, 8)
+    assert (stated["logprobs"][0]["minimum"], stated["logprobs"][0]["maximum"]) == (0, 20)
+    assert bodies["ChatBody"]["properties"]["top_logprobs"]["anyOf"][0]["maximum"] == 20
+    assert stated["logit_bias"][0]["maxProperties"] == 1024
+    one, several, _ = stated["stop"]
+    assert (one["maxLength"], several["maxItems"]) == (512, 16)

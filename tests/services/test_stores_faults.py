@@ -26,6 +26,7 @@ from ragspec.config import RetrieverConfig
 from ragspec.core import Document
 from ragspec.errors import NoRoom, NotFound, Overloaded, RetrievalError, SaveError
 from ragspec.retrieval.index import index_directory as generation
+from ragspec.retrieval.index.document_map import DocumentMap
 from ragspec.retrieval.index.store import Store
 from ragspec.retrieval.index.writer import IndexWriter
 from ragspec.retrieval.retriever import Retriever, build_index
@@ -200,6 +201,26 @@ def test_a_full_disk_fails_what_is_new_and_nothing_else(index: Path, opened: Ope
     library.attach("ann", store, other, {})
     assert ended(library, store, other) == ("completed", "")
     assert found(index) == {*before, "Another zebra."}
+
+
+def test_a_full_disk_forbids_no_deletion(index: Path, opened: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A deletion writes a record and a commit: what would make room was refused because there was none."""
+    library = opened()
+    store, file = attached(library)
+    assert ended(library, store, file) == ("completed", "")
+    give_up, reserve = library._disk_reserve.give_up, library._disk_reserve._path
+    assert reserve.stat().st_size >= 2**20
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def freed() -> bool:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)  # with the reserve's room, files may grow again
+        return give_up()
+
+    monkeypatch.setattr(library._disk_reserve, "give_up", freed)
+    with small_files(0):
+        asyncio.run(library.delete_file("ann", file))
+    assert found(index) == {OLD.text} and library.files("ann") == []
+    assert reserve.stat().st_size >= 2**20
 
 
 def test_an_index_that_cannot_be_written_fails_the_file_and_keeps_what_it_had(
@@ -577,8 +598,8 @@ def test_a_small_file_waits_for_a_part_of_another_tenant_s_large_one(
     assert sum("bob" in owners for owners in commits) >= 5
     member = library.member("bob", *large)
     assert member.num_bytes == sum(len(f"zebra {number}") for number in range(220))
-    with IndexWriter(index) as writer:
-        origins = [origin for _, owner, origin in writer.origins() if owner == "bob"]
+    documents = DocumentMap(Store.open(index), with_texts=False)
+    origins = [origin for _, owner, origin in documents.origins() if owner == "bob"]
     assert origins.count(f"{large[0]}:{large[1]}") == 220
 
 
