@@ -169,7 +169,8 @@ def forward_s(target: Target, num_rows: int, context: int, parents: SequenceOf[i
     slots.keep(*slots.reserve(context), list(range(context)))
     batch = Batch([ScheduledSequence(slots, np.arange(num_rows, dtype=np.int32) % target.vocab_size, parents)])
     begin = time.perf_counter()
-    target.forward(batch.token_ids, batch.metadata, np.arange(num_rows, dtype=np.int32))
+    target.forward_tapped(batch.token_ids, batch.metadata, np.arange(num_rows, dtype=np.int32), ())
+    target.backend.wait()
     elapsed = time.perf_counter() - begin
     slots.release()
     return elapsed

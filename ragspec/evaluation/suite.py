@@ -40,7 +40,18 @@ CONCURRENCY = 8
 NUM_WARM_UP = 6
 SUITES = {
     name: f"ragspec.evaluation.suites.{name}"
-    for name in ("rag", "grammar", "cpu", "numerics", "target", "retrieval", "iterative", "drafters", "verify_cost")
+    for name in (
+        "rag",
+        "grammar",
+        "cpu",
+        "backends",
+        "numerics",
+        "target",
+        "retrieval",
+        "iterative",
+        "drafters",
+        "verify_cost",
+    )
 } | {name: f"ragspec.evaluation.suites.{name}.suite" for name in ("retrieval", "iterative", "drafters")}
 """The module of each suite."""
 OPTIONS = ("forced", "full", "reranker", "heads")

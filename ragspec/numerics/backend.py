@@ -102,6 +102,9 @@ class Backend(Protocol):
 
     def context(self, pool: KvPool, metadata: AttentionMetadata) -> ForwardContext: ...
 
+    def wait(self) -> None:
+        """Until the device has finished everything that it was given."""
+
     def logits(self, values: Tensor) -> LogitRows:
         """The output layer's rows as the engine gets them. Shape: float32 [W, V]."""
 

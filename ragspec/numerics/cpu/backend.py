@@ -69,6 +69,8 @@ class CpuBackend:
     def context(self, pool: KvPool, metadata: AttentionMetadata) -> CpuForward:
         return CpuForward(pool, metadata)
 
+    def wait(self) -> None: ...
+
     def logits(self, values: Tensor) -> Floats:
         rows: Floats = values.numpy()
         return rows

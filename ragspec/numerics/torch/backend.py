@@ -104,6 +104,10 @@ class TorchBackend:
     def context(self, pool: KvPool, metadata: AttentionMetadata) -> TorchForward:
         return TorchForward(pool, metadata, self.device)
 
+    def wait(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
     def logits(self, values: Tensor) -> TorchLogits:
         return TorchLogits(values)
 
