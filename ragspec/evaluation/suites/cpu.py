@@ -56,6 +56,8 @@ RAG, GRAMMAR, CHAT, PROSE = "rag", LONG, "chat", "prose"
 CHAT_TOKENS = 64
 LLAMA_LOOKUPS = (0, 2, LOOKUP_TOKENS)
 """Tokens that llama.cpp's prompt lookup drafts: none, its documentation's advice for CPUs (not in quick runs), its default."""
+_MOST_MESSAGES = 6
+"""Of a dialogue, its instruction included: two earlier questions with their passages make about 1,000 tokens."""
 STEP_CONTEXT, TREE_ROWS = 500, 16
 _PERPLEXITY_WINDOW = 512
 _KV_SLOTS = 4096
@@ -121,7 +123,8 @@ def cpu_cases(settings: Settings, engine: Engine, count: int, tick: Tick) -> lis
     prompts = PromptBuilder(engine.target.tokenizer, engine.target.max_context_tokens)
     sentences = [sentence for sentence in grammar_list(data_dir, count) if sentence.part == LONG]
     canard = data_dir / "canard/dev.json"
-    dialogues = [messages for _, messages in follow_up_cases(canard, count, seed)] if canard.exists() else []
+    found = [messages for _, messages in follow_up_cases(canard, 20 * count, seed)] if canard.exists() else []
+    dialogues = [messages for messages in found if len(messages) <= _MOST_MESSAGES][:count]
     requests = [[message("user", request)] for request in chat_requests(data_dir, count, seed)]
     return [
         *rag_cases(listed.questions, settings.retriever(listed, tick), prompts),
