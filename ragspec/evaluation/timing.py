@@ -128,13 +128,16 @@ class Timings:
 
     def tokens_per_s(self, name: str) -> float | None:
         """Tokens after the first, a second of decoding."""
+        num_tokens = [sum(len(run.token_ids) - 1 for run in table) for table in self.runs[name]]
+        rates = ((tokens, self.decode_s(name, n)) for n, tokens in enumerate(num_tokens))
+        return _median(tokens / seconds for tokens, seconds in rates if seconds > 0)
+
+    def rate(self, name: str) -> float | None:
+        """Tokens a second, those that came with the first counted neither as tokens nor as time."""
         return _median(rate for n in range(len(self.runs[name])) if (rate := self._rate(name, n)) > 0)
 
     def rate_ratio(self, name: str, others: Sequence[str]) -> float | None:
-        """Tokens a second of decoding over those of the best of `others`, whatever tokens each wrote.
-
-        None where none of them ran.
-        """
+        """`rate` over that of the best of `others`, whatever tokens each wrote. None where none of them ran."""
         ran = [other for other in others if other in self.runs]
         best = [max((self._rate(other, n) for other in ran), default=0.0) for n in range(len(self.runs[name]))]
         return _median(self._rate(name, n) / rate for n, rate in enumerate(best) if rate > 0)
@@ -152,9 +155,10 @@ class Timings:
         return sum(sum(itertools.takewhile(bool, row)) for row in equal) / max(1, sum(len(x) for x, _ in pairs))
 
     def _rate(self, name: str, number: int) -> float:
-        """Tokens a second in one run; 0 where no time was measured."""
-        seconds = self.decode_s(name, number)
-        return sum(len(run.token_ids) - 1 for run in self.runs[name][number]) / seconds if seconds > 0 else 0.0
+        """0 where no time was measured."""
+        seconds, runs = self.first_to_last_s(name, number), self.runs[name][number]
+        num_tokens = sum(len(run.token_ids) - max(1, run.stats.num_first_tokens) for run in runs)
+        return num_tokens / seconds if seconds > 0 else 0.0
 
     def step_s(self, name: str) -> float | None:
         """Seconds of one decode step of a decoder that writes one token a step."""

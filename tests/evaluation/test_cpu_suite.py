@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from ragspec.config import DraftingConfig
+from ragspec.core import GenerationStats
 from ragspec.engine.loading import load_engine
 from ragspec.errors import ModelError
 from ragspec.evaluation import peers
@@ -99,5 +100,7 @@ def test_ratios_are_against_the_best_of_the_same_run() -> None:
     timings = Timings(runs, [0.0])
     assert timings.rate_ratio("own", ["a", "b", "absent"]) == (10 / 5 + 5 / 5) / 2
     assert timings.rate_ratio("own", ["absent"]) is None
+    early = run(11, 1.0)._replace(stats=GenerationStats(num_first_tokens=6))
+    assert Timings({"own": [[early]]}, [0.0]).rate("own") == 5.0, "tokens that came with the first took no time here"
     assert timings.prompt_ratio("own", ["a", "b"]) == (1.0 + 0.5) / 2
     assert timings.shared_tokens("own", "b") == 3 / 11

@@ -187,7 +187,7 @@ def peer_table(greedy: Timings, cases: list[Case]) -> dict[str, Result]:
     parts = {part: [i for i, case in enumerate(cases) if case.part == part] for part in (RAG, GRAMMAR, CHAT, PROSE)}
     rows: dict[str, Result] = {}
     for name, tables in greedy.runs.items():
-        rates = {f"{part}, tokens/s": greedy.of(own).tokens_per_s(name) for part, own in parts.items() if own}
+        rates = {f"{part}, tokens/s": greedy.of(own).rate(name) for part, own in parts.items() if own}
         quotes = [quote_is_exact(tables[0][i].text, cases[i].passages) for i in parts[RAG] if tables[0][i].text]
         rows[name] = rates | {"same tokens": greedy.shared_tokens(SPECULATIVE, name)}
         rows[name]["verbatim quotes"] = mean(quotes) if quotes else None
@@ -250,7 +250,7 @@ def _columns(rows: Mapping[str, Result]) -> Table:
     return {title: {name: row.get(title) for name, row in rows.items()} for row in rows.values() for title in row}
 
 
-_AGAINST = "tokens a second of decoding, T=0, one request, over llama.cpp's"
+_AGAINST = "tokens a second after the first step's, T=0, one request, over llama.cpp's"
 METRICS = (
     Metric("identical", "every output token equal: speculation on and off, T=0, T=1, top-p, alone and in batches of 8",
            equal_to(True)),
