@@ -28,7 +28,8 @@ from ragspec.cli.terminal import safe
 from ragspec.config import EncoderConfig, load_config
 from ragspec.errors import InputError
 from ragspec.retrieval.encoder import Encoder, TextEncoder
-from ragspec.retrieval.index.manifest import CURRENT, Manifest
+from ragspec.retrieval.index.manifest import Manifest
+from ragspec.retrieval.index.pointer import CURRENT
 from ragspec.retrieval.index.writer import PASSAGES_PER_ENCODE, IndexWriter
 from ragspec.retrieval.reading import SUFFIXES, find_files, input_root
 

@@ -101,6 +101,8 @@ def pipeline(index: Path, model: Path) -> Iterator[Pipeline]:
 @pytest.fixture
 def loaded(pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch) -> Pipeline:
     """Commands find the pipeline open already, and leave it open."""
+    monkeypatch.setattr("ragspec.cli.app.configured_index_dir", lambda config: Path())
+    monkeypatch.setattr("ragspec.cli.app.read_pointer", lambda folder: "")
     monkeypatch.setattr(Pipeline, "from_config", lambda settings: pipeline)
     monkeypatch.setattr(Pipeline, "close", lambda self: None)
     return pipeline
@@ -120,6 +122,16 @@ def test_help_does_not_load_torch() -> None:
     """`ragspec --help` that takes ten seconds."""
     code = "import sys, ragspec.cli; sys.exit(bool({'torch', 'transformers', 'numpy', 'ray'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize("args", [["ask", "why"], ["ask", "why", "--index", "none"], ["serve", "--index", "none"]])
+def test_a_missing_index_is_told_before_torch_loads(args: list[str], tmp_path: Path) -> None:
+    """Ten seconds until a mistyped folder is told."""
+    code = (
+        "import sys\nfrom ragspec.cli import main\ntry:\n    main(sys.argv[1:])\n"
+        "except SystemExit as end:\n    sys.exit(bool({'torch', 'transformers', 'ray'} & set(sys.modules)) or end.code != 1)\n"
+    )
+    assert subprocess.run([sys.executable, "-c", code, *args], cwd=tmp_path, check=False).returncode == 0
 
 
 @pytest.mark.parametrize("command", ["demo", "ask", "doctor", "index", "bench"])

@@ -35,8 +35,10 @@ from ragspec.cli.options import (
     pass_on,
 )
 from ragspec.cli.terminal import one_line, prepare_process, print_error
-from ragspec.core import SamplingParams
+from ragspec.config import load_config
+from ragspec.core import SamplingParams, check_text
 from ragspec.errors import RagspecError
+from ragspec.retrieval.index.pointer import configured_index_dir, read_pointer
 
 app = typer.Typer(
     name="ragspec",
@@ -150,8 +152,9 @@ def ask(
     debug: Debug = False,
 ) -> None:
     """Ask your documents one question; the answer streams, then come its sources."""
-    from ragspec.cli.ask import run_ask
-
+    if question == "-":  # invalid UTF-8 becomes lone surrogates; `check_text` reports their position
+        question = sys.stdin.buffer.read().decode("utf-8", "surrogateescape").removesuffix("\n")
+    check_text(question, "the question")
     overrides = {
         "retriever.index_dir": index and str(index),
         "retriever.num_passages": k,
@@ -162,7 +165,12 @@ def ask(
         "generation.max_tokens": max_tokens,
     }
     options = {"speculation": speculation, "tenant": tenant, "filter": filter}
-    run_ask(question, config, overrides, options, iterative=iterative and iterative.value, as_json=as_json)
+    settings = load_config(config, **overrides)
+    read_pointer(configured_index_dir(settings.retriever))  # Why first: the import below takes seconds
+    from ragspec.cli.ask import run_ask
+
+    policy = iterative and iterative.value
+    run_ask(question, settings, options, num_passages=k, iterative=policy, as_json=as_json)
 
 
 @app.command()

@@ -11,15 +11,14 @@ import asyncio
 import json
 import sys
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 from rich.text import Text
 
 from ragspec.cli.quotes import print_sources
 from ragspec.cli.terminal import note, safe, stay_offline, stderr_console, stdout_console
-from ragspec.config import load_config
-from ragspec.core import SamplingParams, check_text
+from ragspec.config import PipelineConfig
+from ragspec.core import SamplingParams
 from ragspec.errors import InputError
 from ragspec.rag.answer import Answer
 from ragspec.rag.iterative.pipeline import IterativePipeline
@@ -31,24 +30,20 @@ from ragspec.retrieval.search.filters import parse_filter
 
 def run_ask(
     question: str,
-    config: Path | None,
-    overrides: Mapping[str, Any],
+    settings: PipelineConfig,
     options: Mapping[str, Any],
     *,
+    num_passages: int | None,
     iterative: str | None,
     as_json: bool,
 ) -> None:
     """Checks the whole call before it loads a model.
 
-    `options` are keyword arguments of `Pipeline.ask`, with the filter as JSON. `iterative` names a policy. Raises: RagspecError.
+    `options` are keyword arguments of `Pipeline.ask`, with the filter as JSON. `num_passages`: what the caller asked for;
+    `iterative` names a policy. Raises: RagspecError.
     """
-    if question == "-":  # invalid UTF-8 becomes lone surrogates; `check_text` reports their position
-        question = sys.stdin.buffer.read().decode("utf-8", "surrogateescape").removesuffix("\n")
-    check_text(question, "the question")
-    settings = load_config(config, **overrides)
     params = default_params(settings.generation)
     options = {**options, "filter": _filter(options["filter"])}
-    num_passages = overrides["retriever.num_passages"]
     arguments = {} if num_passages is None else {"num_passages": num_passages}
     policy = POLICIES[iterative](**arguments) if iterative else None
     stay_offline(settings.target)

@@ -22,6 +22,7 @@ from ragspec.cli.terminal import cache_folder, data_folder, stage, stay_offline,
 from ragspec.config import load_settings
 from ragspec.disk import atomic_writer, saving
 from ragspec.errors import ConfigError
+from ragspec.retrieval.index.pointer import configured_index_dir, read_pointer
 from services.settings import ServiceConfig
 
 _CLEAR_TEXT = (
@@ -43,6 +44,8 @@ def run_serve(
     """
     settings = _checked(load_settings(ServiceConfig, config, **overrides))
     corpus = None
+    if settings.retriever.index_dir and cluster is None:
+        read_pointer(configured_index_dir(settings.retriever))  # Why first: the imports below take seconds
     if not settings.retriever.index_dir and cluster is None:
         from ragspec.training.stdlib_corpus import stdlib_documents
 

@@ -17,9 +17,10 @@ from typing import NamedTuple, Protocol
 
 from ragspec.config import EncoderConfig, IndexConfig, RetrieverConfig
 from ragspec.core import Document, Passage
-from ragspec.errors import ConfigError, InputError, StoreError
+from ragspec.errors import InputError, StoreError
 from ragspec.retrieval.encoder import Encoder, TextEncoder
 from ragspec.retrieval.index.manifest import Manifest, read_current
+from ragspec.retrieval.index.pointer import configured_index_dir
 from ragspec.retrieval.index.store import Store, check_encoder
 from ragspec.retrieval.index.writer import IndexWriter
 from ragspec.retrieval.rerank import PairScorer, Reranker, RerankerConfig, score_in_turn
@@ -27,7 +28,7 @@ from ragspec.retrieval.search.index_searcher import IndexSearcher, TermFunction,
 from ragspec.retrieval.search.index_types import PassageKey, Query, RetrievalMode, Searchable, SearchResult
 from ragspec.retrieval.search.segment_search import PUBLIC_SCOPE, SearchScope, ShardLike
 
-__all__ = ["PUBLIC_SCOPE", "ProgressCallback", "RetrievalResult", "Retriever", "build_index", "configured_index_dir"]
+__all__ = ["PUBLIC_SCOPE", "ProgressCallback", "RetrievalResult", "Retriever", "build_index"]
 
 ProgressCallback = Callable[[int, int], None]
 """Called with (documents read, passages encoded) so far."""
@@ -164,13 +165,6 @@ class Retriever:
 
     def _view_of(self, store: Store) -> GenerationView:
         return IndexSearcher(store, self._config, scoring=score_in_turn(self._reranker), shard=self._shard)
-
-
-def configured_index_dir(config: RetrieverConfig) -> Path:
-    """Raises: ConfigError if no folder is configured."""
-    if not config.index_dir:
-        raise ConfigError("retriever.index_dir is not set: build an index first, then name its folder")
-    return Path(config.index_dir)
 
 
 def build_index(

@@ -17,7 +17,7 @@ from ragspec.errors import IndexBusy, StoreMissing
 from ragspec.retrieval.encoder import TextEncoder
 from ragspec.retrieval.index.document_map import DocumentMap
 from ragspec.retrieval.index.index_directory import GRACE_S
-from ragspec.retrieval.index.manifest import CURRENT
+from ragspec.retrieval.index.pointer import CURRENT
 from ragspec.retrieval.index.store import Store
 from ragspec.retrieval.index.writer import IndexWriter
 from services.stores.parsing import origin_of

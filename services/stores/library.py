@@ -26,7 +26,7 @@ from typing import BinaryIO
 
 from ragspec.errors import InputError, NoRoom, SaveError
 from ragspec.retrieval.encoder import TextEncoder
-from ragspec.retrieval.retriever import configured_index_dir
+from ragspec.retrieval.index.pointer import configured_index_dir
 from services.settings import ServiceConfig, ServiceSettings
 from services.stores.blobs import Blobs, DiskReserve
 from services.stores.index_updater import Forget

@@ -36,7 +36,7 @@ from ragspec.errors import (
     StoreMissing,
 )
 from ragspec.retrieval.encoder import EncoderIdentity
-from ragspec.retrieval.index.manifest import read_pointer
+from ragspec.retrieval.index.pointer import read_pointer
 from ragspec.retrieval.index.store import Store
 from ragspec.retrieval.index.writer import IndexWriter
 from ragspec.retrieval.retriever import Retriever

@@ -32,7 +32,7 @@ from ragspec.core import Document
 from ragspec.errors import EngineError, ReplicaLost, RetrievalError, SaveError
 from ragspec.rag.pipeline import AsyncPipeline, Pipeline
 from ragspec.retrieval.encoder import Encoder
-from ragspec.retrieval.index.manifest import read_pointer
+from ragspec.retrieval.index.pointer import read_pointer
 from ragspec.retrieval.index.writer import IndexWriter
 
 NUM_ROWS = 30

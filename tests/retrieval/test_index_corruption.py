@@ -13,7 +13,8 @@ from letter_encoder import LetterEncoder
 from ragspec.config import DenseConfig, IndexConfig
 from ragspec.core import Document
 from ragspec.errors import StoreCorrupt, StoreError
-from ragspec.retrieval.index.manifest import CURRENT, file_checksum, verify_checksums
+from ragspec.retrieval.index.manifest import file_checksum, verify_checksums
+from ragspec.retrieval.index.pointer import CURRENT
 from ragspec.retrieval.index.segment import IndexSegment
 from ragspec.retrieval.index.store import Store
 from ragspec.retrieval.index.writer import IndexWriter

@@ -25,10 +25,10 @@ from ragspec.cluster.remote_retrieval.worker_pool import HANG_S, Worker, WorkerP
 from ragspec.config import EncoderConfig, RetrieverConfig
 from ragspec.errors import ConfigError, RetrievalError
 from ragspec.retrieval.encoder import TextEncoder
-from ragspec.retrieval.index.manifest import read_pointer
+from ragspec.retrieval.index.pointer import configured_index_dir, read_pointer
 from ragspec.retrieval.index.reader_lock import reader_lock
 from ragspec.retrieval.index.store import Store
-from ragspec.retrieval.retriever import GenerationView, Retriever, configured_index_dir
+from ragspec.retrieval.retriever import GenerationView, Retriever
 
 _OPEN_TIMEOUT_S = 600.0
 _LOOK_S = 0.5

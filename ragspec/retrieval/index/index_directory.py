@@ -21,7 +21,8 @@ from pathlib import Path
 
 from ragspec.disk import TEMPORARY, fsync, make_folder, write_atomically, writer_lock
 from ragspec.errors import StoreError
-from ragspec.retrieval.index.manifest import CURRENT, MANIFEST, FileChecksum, Manifest, file_checksum, read_current
+from ragspec.retrieval.index.manifest import MANIFEST, FileChecksum, Manifest, file_checksum, read_current
+from ragspec.retrieval.index.pointer import CURRENT
 from ragspec.retrieval.index.reader_lock import locked_generations
 
 _PLACED = re.compile(r"(generation|segment)-(\d{6,})")

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import PackageNotFoundError, version
@@ -29,18 +28,17 @@ from typing import Annotated, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ragspec.config import IndexConfig
-from ragspec.errors import StoreCorrupt, StoreMissing
+from ragspec.errors import StoreCorrupt
 from ragspec.retrieval.encoder import EncoderIdentity
+from ragspec.retrieval.index.pointer import CURRENT, POINTER, read_pointer
 
 SCHEMA: Literal[2] = 2
-CURRENT = "CURRENT"
 MANIFEST = "manifest.json"
 VECTORS = "vectors.npy"
 PASSAGES = "passages.arrow"
 DOCUMENTS = "documents.arrow"
 DENSE = "dense.faiss"
 
-_POINTER = re.compile(r"(generation-\d{6,}) ([0-9a-f]{64})\n?")
 _HASHED_AT_ONCE = 4
 
 Count = Annotated[int, Field(ge=0)]
@@ -128,7 +126,7 @@ def read_current(index_dir: Path) -> tuple[Path, Manifest]:
 
 def read_generation(index_dir: Path, pointer: str) -> tuple[Path, Manifest]:
     """As `read_current`, for a generation named by an earlier content of CURRENT."""
-    match = _POINTER.fullmatch(pointer)
+    match = POINTER.fullmatch(pointer)
     if not match:
         raise StoreCorrupt(f"{index_dir / CURRENT} does not name a generation of a ragspec index")
     folder = index_dir / match[1]
@@ -139,22 +137,6 @@ def read_generation(index_dir: Path, pointer: str) -> tuple[Path, Manifest]:
     if hashlib.sha256(raw).hexdigest() != match[2]:
         raise StoreCorrupt(f"{folder / MANIFEST} is not the manifest that {CURRENT} names (its sha256 differs)")
     return folder, parse_manifest(raw, folder / MANIFEST, Manifest, SCHEMA)
-
-
-def read_pointer(index_dir: Path) -> str:
-    """The content of CURRENT. Raises: StoreMissing, StoreCorrupt."""
-    try:
-        return (index_dir / CURRENT).read_text(encoding="ascii")
-    except FileNotFoundError as cause:
-        if not index_dir.exists():
-            raise StoreMissing(f"there is no index at {index_dir}: the folder does not exist") from cause
-        raise StoreMissing(f"there is no ragspec index in {index_dir}: it has no file {CURRENT}") from cause
-    except NotADirectoryError as cause:
-        raise StoreMissing(f"there is no index at {index_dir}: it is a file") from cause
-    except UnicodeDecodeError as cause:
-        raise StoreCorrupt(f"{index_dir / CURRENT} does not name a generation of a ragspec index") from cause
-    except OSError as cause:
-        raise StoreMissing(f"the index at {index_dir} cannot be read: {cause.strerror}") from cause
 
 
 def verify_checksums(files: Iterable[tuple[Path, FileChecksum]]) -> None:

@@ -15,7 +15,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ragspec.disk import TEMPORARY
-from ragspec.retrieval.index.manifest import read_generation, read_pointer
+from ragspec.retrieval.index.manifest import read_generation
+from ragspec.retrieval.index.pointer import read_pointer
 
 _PREFIX = ".lease-"
 

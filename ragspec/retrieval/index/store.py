@@ -18,14 +18,8 @@ from numpy.typing import NDArray
 from ragspec.core import Document
 from ragspec.errors import EncoderMismatch, StoreCorrupt
 from ragspec.retrieval.encoder import EncoderIdentity
-from ragspec.retrieval.index.manifest import (
-    FileChecksum,
-    Manifest,
-    SegmentRecord,
-    read_generation,
-    read_pointer,
-    verify_checksums,
-)
+from ragspec.retrieval.index.manifest import FileChecksum, Manifest, SegmentRecord, read_generation, verify_checksums
+from ragspec.retrieval.index.pointer import read_pointer
 from ragspec.retrieval.index.segment import IndexSegment
 from ragspec.retrieval.index.segment_files import mapped_array
 

@@ -32,7 +32,8 @@ from ragspec.retrieval.index.document_map import DocumentLocation
 from ragspec.retrieval.index.embedding_queue import EmbeddingQueue
 from ragspec.retrieval.index.generation_builder import GenerationBuilder
 from ragspec.retrieval.index.index_directory import locked_directory
-from ragspec.retrieval.index.manifest import Manifest, read_pointer
+from ragspec.retrieval.index.manifest import Manifest
+from ragspec.retrieval.index.pointer import read_pointer
 
 PASSAGES_PER_ENCODE = 1024
 """Enough texts at once that many have the same token length and share a forward."""
