@@ -150,7 +150,7 @@ class Target:
     def logits_of(self, states: torch.Tensor) -> Floats:
         """The output layer on states after the final norm; the other ranks take no part. Shapes: [N, H] -> float32 [N, V]."""
         with torch.inference_mode():
-            return self.backend.features(self._transform(self._own_head(states).float()))
+            return self.backend.features(self._transform(self._own_head(states.to(self.backend.device)).float()))
 
     def heartbeat(self) -> None:
         """Check that the other ranks are alive, and tell them that rank 0 is. The engine calls this every HEARTBEAT_S."""

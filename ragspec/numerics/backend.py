@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
@@ -81,6 +82,7 @@ class Backend(Protocol):
     once; otherwise the host samples rows as it needs them, and `sample` is not called."""
 
     name: str
+    device: torch.device
     least_rows: int
     samples_ahead: bool
 

@@ -9,6 +9,7 @@ result. In a tensor-parallel group each rank has some heads and a part of the fe
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
@@ -51,7 +52,7 @@ class PagedAttention(nn.Module):
         self.qkv = backend.make_linear(torch.cat([p.weight.detach() for p in projections]), bias)
         self.out = _output(attention.o_proj, ranks, backend.make_linear)
         self.q_norm, self.k_norm = getattr(attention, "q_norm", None), getattr(attention, "k_norm", None)
-        self._rotations = rotary.cos.float(), rotary.sin.float()
+        self._rotations = rotary.rotations
 
     def forward(self, x: Tensor, context: ForwardContext) -> Tensor:
         shape = self.shape
@@ -115,6 +116,11 @@ class RotaryTable(nn.Module):
         cos, sin = rotary(weight.new_zeros(1), positions)
         self.register_buffer("cos", cos[0])
         self.register_buffer("sin", sin[0])
+
+    @functools.cached_property
+    def rotations(self) -> tuple[Tensor, Tensor]:
+        """Both tables in float32, shared by all layers. Shapes: [positions, head_dim]."""
+        return self.cos.float(), self.sin.float()
 
     def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
         return self.cos[position_ids], self.sin[position_ids]
@@ -185,7 +191,7 @@ def make_row_invariant(model: Any, max_positions: int, backend: Backend, ranks: 
     )
     if ranks.size > 1 and not whole:
         raise unsplittable(model)
-    own = backend.make_decoder(model.model, (rotary.cos, rotary.sin), ranks) if rotary is not None and whole else None
+    own = backend.make_decoder(model.model, rotary.rotations, ranks) if rotary is not None and whole else None
     if own is None:
         _replace(model, rotary, whole, backend, ranks)
     if whole:

@@ -148,10 +148,10 @@ def test_states_are_right_after_copies_prefixes_chunks_and_preemption(
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("name", PARAMS)
-def test_no_output_changes(tiny: Tiny, family: str, name: str) -> None:
+@pytest.mark.parametrize(("name", "dtype"), [*((name, "float32") for name in PARAMS), ("T=1", "torch-float32")])
+def test_no_output_changes(tiny: Tiny, family: str, name: str, dtype: str) -> None:
     """A head's draft, of whatever shape, changed a token; or nothing was drafted at all."""
-    target = tiny()
+    target = tiny("llama", dtype)
     requests = requests_of(target, PARAMS[name])
     expected = truth(target, requests, name)
     for tree in ("dynamic", "static", "chain"):

@@ -38,7 +38,7 @@ class CpuForward(NamedTuple):
 class CpuBackend:
     """See `ragspec.numerics.backend.Backend`. With an `arena`, weights are quantised to int8 and go there."""
 
-    name, samples_ahead = "cpu", False
+    name, device, samples_ahead = "cpu", torch.device("cpu"), False
     least_rows = 2
     """Every packed product doubles a single row; doubled once for the whole forward, the copy is computed and never read."""
 
