@@ -11,6 +11,7 @@
     python -m pipelines.benchmark --suite chaos
     python -m pipelines.benchmark --suite chat
     python -m pipelines.benchmark --suite load
+    python -m pipelines.benchmark --suite attack --quick
 
 The last line on stdout is one JSON object. Tables and progress go to stderr.
 """
@@ -44,7 +45,7 @@ ROOT = Path(__file__).resolve().parent.parent
 DEFAULT_DATA = ROOT.parent / "shared" / "data"
 _IN_RAY = {"iterative": "iterative", "cluster": "cluster.suite", "chat": "chat.suite"}
 """Suites that run in a Ray of their own on this machine. Ray's session must be set up before Ray is imported."""
-_OWN = _IN_RAY | {"chaos": "chaos.suite", "load": "load"}
+_OWN = _IN_RAY | {"chaos": "chaos.suite", "load": "load", "attack": "attack"}
 SUITES = LIBRARY_SUITES | {name: f"pipelines.benchmarks.{module}" for name, module in _OWN.items()}
 """The module of each suite."""
 

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -72,8 +73,10 @@ def service_here(backend: ServiceBackend, tenants: Sequence[str] = ("ann",)) -> 
 
 
 @contextmanager
-def backend_of(settings: Settings, tick: Tick) -> Iterator[tuple[ServiceBackend, RagList]]:
-    """A backend over the usual corpus with an engine for many requests at once, and the questions to ask.
+def backend_of(settings: Settings, tick: Tick, **service: Any) -> Iterator[tuple[ServiceBackend, RagList]]:
+    """A backend over a copy of the usual corpus's index with an engine for many requests at once, and the questions to ask.
+
+    `service`: further settings of the service.
 
     Raises: ConfigError, ModelError, StoreError.
     """
@@ -84,14 +87,16 @@ def backend_of(settings: Settings, tick: Tick) -> Iterator[tuple[ServiceBackend,
         documents, encoder, settings.cache_dir, progress=lambda done, _: tick("index (once)", done, len(documents))
     )
     with tempfile.TemporaryDirectory(prefix="ragspec-") as folder:
+        index_dir = Path(folder) / "index"
+        shutil.copytree(store.index_dir, index_dir)
         config = ServiceConfig(
             encoder=settings.encoder,
             target=settings.target,
             engine=EngineConfig(max_running=32),
-            retriever=RetrieverConfig(index_dir=str(store.index_dir)),
-            service=ServiceSettings(port=0, data_dir=folder),
+            retriever=RetrieverConfig(index_dir=str(index_dir)),
+            service=ServiceSettings(port=0, data_dir=f"{folder}/data", **service),
         )
-        with ServiceBackend.embedded(config, Retriever(encoder, store, config.retriever)) as backend:
+        with ServiceBackend.embedded(config, Retriever.from_config(config.retriever, config.encoder)) as backend:
             yield backend, listed
 
 

@@ -1,4 +1,4 @@
-"""The suites `chat` and `load`: what they count is what happened, and clients in another process reach a real service."""
+"""The suites `chat`, `load` and `attack`: they count what happened, and clients in another process reach a real service."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ from pathlib import Path
 import pytest
 from service_parts import MODEL, make_backend
 
+from pipelines.benchmarks import attack
 from pipelines.benchmarks.chat.first_token import FirstTokens
 from pipelines.benchmarks.chat.suite import identical
 from pipelines.benchmarks.chat.tenants import OWNER, STRANGER, cliffs_delta, foreign_tokens, probe
 from pipelines.benchmarks.clients import LoadRequest, LoadStats, MixedClients
 from pipelines.benchmarks.load import leaked_slots
-from pipelines.benchmarks.service import Service, run_clients, service_here
+from pipelines.benchmarks.service import Service, chat_body, run_clients, service_here
 from ragspec.config import load_settings
 from ragspec.core import Request, SamplingParams
 from ragspec.engine.engine import Engine
@@ -133,3 +134,16 @@ def test_clients_that_cannot_reach_a_service_say_so() -> None:
     orders = {"url": "http://127.0.0.1:9", "key": "", "path": "/v1/models", "bodies": [{}], "concurrency": 1}
     with pytest.raises(EngineError, match=r"clients failed: .*127\.0\.0\.1"):
         run_clients(orders)
+
+
+def test_an_attack_is_survived_only_if_the_other_tenant_s_chat_is_its_own(here: Service) -> None:
+    """An attack that never began, or a chat that ended in an error, was counted as survived."""
+    service = Service(here.url, {attack.ATTACKER: here.keys[OWNER], attack.VICTIM: here.keys[STRANGER]}, here.backend)
+    bodies = [chat_body(MODEL, QUESTIONS[0], max_tokens=8, seed=1)]
+    quiet = service.timed(bodies, tenant=attack.VICTIM)
+    found = attack.attacked(service, "embeddings", bodies, quiet)
+    assert found["survived"] and found["health_s"] < 30.0 and found["ratio"] > 0
+    refused = [line for line in here.backend.metrics.text().decode().splitlines() if "/v1/embeddings" in line]
+    assert any('"400"' in line for line in refused), "the attacker's requests came"
+    other = [answer | {"text": "another text"} for answer in quiet]
+    assert not attack.attacked(service, "private_files", bodies, other)["survived"]
