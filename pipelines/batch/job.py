@@ -112,6 +112,10 @@ def _run(job: Job, task: Task, backend: Backend, files: list[Path], output: Outp
     return summary
 
 
+_NOT_OF_TEXTS = {"adapter", "quantization", "cache_dir", "device", "backend"}
+"""The digest of the files stands for the adapter; the others are told where they change numerics."""
+
+
 def _text_settings(seed: int, task: Task, config: PipelineConfig) -> dict[str, Any]:
     """Every setting that decides a text; `job.json` holds them."""
     folder = Path(target_folder(config.target))
@@ -121,10 +125,9 @@ def _text_settings(seed: int, task: Task, config: PipelineConfig) -> dict[str, A
         raise ModelError(f"the files of the target {folder} cannot be read: {cause}") from cause
     return {
         "seed": seed,
-        "target": config.target.model_dump(
-            exclude={"adapter", "quantization", "cache_dir"}
-        ),  # the digest stands for the adapter
+        "target": config.target.model_dump(exclude=_NOT_OF_TEXTS),
         **({"weights": "int8"} if config.target.is_int8 else {}),
+        **({"numerics": config.target.numerics_dtype} if config.target.backend_name != "cpu" else {}),
         **({"target_files": digest} if digest else {}),
         "max_kv_tokens": config.engine.max_kv_tokens,
         "generation": config.generation.model_dump(exclude={"seed"}),
