@@ -18,6 +18,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 NUM_THREADS = 2
 SEED = 20260
+os.umask(UMASK := os.umask(0o077))
 NO_BFLOAT16 = ("bf16 path needs the cpu support", "no packed bfloat16 product")
 """What torch and ragspec say on such a processor."""
 
@@ -58,6 +59,13 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Generator[None, object, o
         if lacks and any(reason in f"{error} {error.__cause__}" for reason in NO_BFLOAT16):
             pytest.skip("this processor has no packed bfloat16 product")
         raise
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _own_umask() -> Iterator[None]:
+    """A service keeps its files to itself, by the umask of its process; other modules' tests run there after it."""
+    yield
+    os.umask(UMASK)
 
 
 @pytest.fixture(autouse=True)
