@@ -39,7 +39,7 @@ _KV_TOKENS = 4096
 _TEXT_TOKENS = 8192
 _MOST_WORSE = 0.01
 """Quantised weights that raise the perplexity by more are a warning."""
-_MIN_MEMORY_GB, _MIN_DISK_GB = 3.0, 1.0
+_MIN_MEMORY_GB, _MIN_DISK_GB = 3.5, 1.0
 
 
 class Finding(NamedTuple):
