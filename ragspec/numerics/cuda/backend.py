@@ -23,20 +23,11 @@ from ragspec.numerics.cuda.kernels import (
 )
 from ragspec.numerics.kv_cache import KvPool
 from ragspec.numerics.torch.attention import TorchForward
-from ragspec.numerics.torch.backend import TorchBackend
+from ragspec.numerics.torch.backend import TiledLinear, TorchBackend, TreeNorm
 
 
-class TritonLinear(nn.Module):
+class TritonLinear(TiledLinear):
     """`y = x W^T + b`. Shapes: x [..., in_features] -> y [..., out_features]."""
-
-    weight: Tensor
-    bias: Tensor | None
-
-    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
-        super().__init__()
-        self.out_features, self.in_features = weight.shape
-        self.register_buffer("weight", weight.detach().contiguous())
-        self.register_buffer("bias", None if bias is None else bias.detach().clone())
 
     def forward(self, x: Tensor) -> Tensor:
         rows = x.reshape(-1, self.in_features).contiguous()
@@ -50,12 +41,8 @@ class TritonLinear(nn.Module):
         return out.view(*x.shape[:-1], self.out_features)
 
 
-class TritonNorm(nn.Module):
+class TritonNorm(TreeNorm):
     """An RMS norm; statistics in float32. Shapes: [..., H] -> [..., H]."""
-
-    def __init__(self, norm: Any) -> None:
-        super().__init__()
-        self.weight, self.variance_epsilon = norm.weight, norm.variance_epsilon
 
     def forward(self, x: Tensor) -> Tensor:
         return self._run(x.contiguous(), None)[1]

@@ -71,7 +71,7 @@ class TorchLogits:
         return rows
 
     def sample(self, draws: Sequence[KeyedDraw | None]) -> list[int]:
-        """The token of each row; of a row without a draw, any token. Raises: nothing, NaN included."""
+        """The token of each row; of a row without a draw or without numbers, any token."""
         size = max(1, _SCRATCH_BYTES // (8 * self._values.shape[1]))
         parts = [_sampled(self._values[at : at + size], draws[at : at + size]) for at in range(0, len(draws), size)]
         return [int(token) for part in parts for token in to_host(part)]
