@@ -12,29 +12,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ragspec.core import SamplingParams
 from ragspec.drafting.drafter import SequenceView
+from ragspec.numerics.backend import BestTokens, KeyedDraw, LogitEdits, LogitRows
 from ragspec.numerics.compiled import compiled
 from ragspec.numerics.noise import bits, gumbel, output_key
 from ragspec.speculation import AcceptanceRule
-from ragspec.verification.sampling import TokenCounts, warp
+from ragspec.verification.sampling import TokenCounts, logit_edits, warp
 
 Floats = NDArray[np.float32]
 
 _ALL = np.float32(-np.inf)
 _RARE_NOISE = 12.0
-
-
-class Picks(NamedTuple):
-    """The best children of each node. Shapes: columns int64 [N, k] of the draft vocabulary (-1: none), scores float64 [N, k]."""
-
-    columns: NDArray[np.int64]
-    scores: NDArray[np.float64]
 
 
 @compiled(nogil=True)
@@ -77,34 +71,61 @@ class Coupling:
         self._vocab_size = vocab_size
         self._coupled = coupled
 
-    def pick(self, logits: Floats, owners: Sequence[SequenceView], depth: int, num_children: int) -> Picks:
+    def pick(self, logits: LogitRows, owners: Sequence[SequenceView], depth: int, num_children: int) -> BestTokens:
         """Children of N nodes at `depth` - 1; node n belongs to the sequence `owners[n]`. Shape: float32 [N, Vd]."""
-        num_children = min(num_children, logits.shape[1])
-        keys = np.zeros(len(owners), np.uint64)
-        noisy = np.zeros(len(owners), np.bool_)
-        floors = np.full(len(owners), _ALL)
-        scaled = np.array(logits, np.float32)
-        known: dict[tuple[str, int], np.uint64] = {}  # all nodes of a sequence at one depth share one noise
+        num_children = min(num_children, len(self._ids))
+        known = {sequence.key: sequence for sequence in owners}  # all nodes of a sequence at one depth share one noise
+        keys = {key: self._key(sequence, depth) for key, sequence in known.items()}
+        if isinstance(logits, np.ndarray):
+            return self._pick(logits, owners, [keys[sequence.key] for sequence in owners], num_children)
+        draws = {key: KeyedDraw(s.request.params, keys[key], self._edits(s)) for key, s in known.items()}
+        return logits.best([draws[sequence.key] for sequence in owners], num_children)
+
+    def _pick(
+        self, logits: Floats, owners: Sequence[SequenceView], keys: Sequence[int | None], num_children: int
+    ) -> BestTokens:
+        floors: Floats = np.full(len(owners), _ALL)
+        finite = np.atleast_1d(np.isfinite(logits).all(1))
+        scaled = np.where(finite[:, None], logits, np.float32(0.0))
         for row, sequence in enumerate(owners):
             params = sequence.request.params
+            if not finite[row]:
+                continue
             if params.has_penalties or params.logit_bias:
                 scaled[row] = self._warped(logits[row], sequence)
             elif not params.greedy and params.temperature != 1.0:
                 scaled[row] /= np.float32(max(params.temperature, 1e-6))
-            if params.greedy:
-                continue
-            if params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0:
+            if not params.greedy and (params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0):
                 floors[row] = survivor_floor(scaled[row], params)
-            if self.uses_noise(sequence):
-                if sequence.key not in known:
-                    index = sequence.num_output + depth - 1
-                    known[sequence.key] = output_key(params.seed or 0, sequence.key[1], index)
-                keys[row], noisy[row] = known[sequence.key], True
-        picks = Picks(
-            np.empty((len(owners), num_children), np.int64), np.empty((len(owners), num_children), np.float64)
+        size = (len(owners), num_children)
+        best = BestTokens(np.empty(size, np.int64), np.empty(size, np.float64), finite)
+        noisy = np.array([key is not None for key in keys])
+        _pick(
+            scaled, self._ids, np.array([key or 0 for key in keys], np.uint64), noisy, floors, best.columns, best.scores
         )
-        _pick(scaled, self._ids, keys, noisy, floors, *picks)
-        return picks
+        return best
+
+    def _key(self, sequence: SequenceView, depth: int) -> int | None:
+        params = sequence.request.params
+        if params.greedy or not self.uses_noise(sequence):
+            return None
+        return int(output_key(params.seed or 0, sequence.key[1], sequence.num_output + depth - 1))
+
+    def _edits(self, sequence: SequenceView) -> LogitEdits | None:
+        """Penalties and biases of the tokens decided so far, by column of the draft vocabulary."""
+        edits = logit_edits(sequence.request.params, _counts(sequence))
+        if edits is None or len(self._ids) == self._vocab_size:
+            return edits
+        (penalised, penalties), (biased, biases) = edits.penalties, edits.biases
+        places = [np.searchsorted(self._ids, ids) for ids in (edits.repeated, penalised, biased)]
+        known = [
+            self._ids[np.minimum(at, len(self._ids) - 1)] == ids
+            for at, ids in zip(places, (edits.repeated, penalised, biased), strict=True)
+        ]
+        repeated, penalised, biased = (at[has] for at, has in zip(places, known, strict=True))
+        return edits._replace(
+            repeated=repeated, penalties=(penalised, penalties[known[1]]), biases=(biased, biases[known[2]])
+        )
 
     def uses_noise(self, sequence: SequenceView) -> bool:
         """Whether drafts for this request use its sampling noise."""
@@ -114,10 +135,13 @@ class Coupling:
         """Logits with the penalties and biases of the tokens decided so far. Shape: float32 [Vd]."""
         full = np.full(self._vocab_size, _ALL)
         full[self._ids] = logits
-        params, counts = sequence.request.params, None
-        if params.has_penalties:
-            counts = TokenCounts(sequence.request.prompt_ids, sequence.tokens[sequence.num_prompt :])
-        return np.asarray(warp(full, params, counts)[self._ids], np.float32)
+        return np.asarray(warp(full, sequence.request.params, _counts(sequence))[self._ids], np.float32)
+
+
+def _counts(sequence: SequenceView) -> TokenCounts | None:
+    if not sequence.request.params.has_penalties:
+        return None
+    return TokenCounts(sequence.request.prompt_ids, sequence.tokens[sequence.num_prompt :])
 
 
 def survivor_floor(logits: Floats, params: SamplingParams) -> np.float32:

@@ -6,15 +6,15 @@ from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
 from typing import Any, NamedTuple, Protocol
 
-import numpy as np
-from numpy.typing import NDArray
+from torch import Tensor
 
 from ragspec.core import Request
 from ragspec.numerics.kv_cache import SequenceSlots
 from ragspec.tree import DraftTree, Proposal
 
-Features = Mapping[int, NDArray[np.float32]]
-"""Hidden states of the target at some positions, by tap (`ragspec.engine.target`). Shape of each: float32 [T, H]."""
+Features = Mapping[int, Tensor]
+"""Hidden states of the target at some positions, by tap (`ragspec.engine.target`), on the target's device. Shape of each:
+float32 [T, H]."""
 
 
 class SequenceView(Protocol):

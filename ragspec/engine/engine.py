@@ -16,6 +16,8 @@ import time
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 
+from torch import Tensor
+
 from ragspec.config import EngineConfig
 from ragspec.core import FinishReason, Request
 from ragspec.drafting.planner import Planner
@@ -23,7 +25,7 @@ from ragspec.engine.admission import Admission
 from ragspec.engine.client import CommandQueue, EngineClient, logged_errors
 from ragspec.engine.scheduler import Scheduler
 from ragspec.engine.sequence import Listener, Sequence, sample_ahead
-from ragspec.engine.target import Floats, Target
+from ragspec.engine.target import Target
 from ragspec.errors import EngineClosed, InputError, RankLost
 from ragspec.numerics.backend import LogitRows
 from ragspec.numerics.batch import Batch
@@ -134,7 +136,7 @@ class Engine(EngineClient):
         trees, draft_s = self._draft(scheduled)
         batch = Batch([s.schedule(num_tokens, tree) for (s, num_tokens), tree in zip(scheduled, trees, strict=True)])
         logits, features = self._forward(batch)
-        sampled = sample_ahead(self.target.backend, logits, self._in_step, trees)
+        sampled = sample_ahead(logits, self._in_step, trees)
         for sequence, tree, part, tokens in zip(self._in_step, trees, batch.sequences, sampled, strict=True):
             result = UNDECIDED
             if tree is not None:
@@ -154,7 +156,7 @@ class Engine(EngineClient):
         draft_s = (time.perf_counter() - begin) / max(1, len(deciding))
         return [next(trees) if num_tokens == s.num_pending else None for s, num_tokens in scheduled], draft_s
 
-    def _forward(self, batch: Batch) -> tuple[LogitRows, dict[int, Floats]]:
+    def _forward(self, batch: Batch) -> tuple[LogitRows, dict[int, Tensor]]:
         """Logits and tapped hidden states. The time of the forward teaches the thread count and the cost table."""
         self._threads.begin()
         begin = time.perf_counter()

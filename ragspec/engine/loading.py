@@ -147,7 +147,8 @@ def make_eagle(target: Target, config: EagleConfig) -> EagleDrafter:
     checkpoint, most = read_head(config.path), target.num_positions + shape.max_depth
     room = min(target.max_context_tokens, config.window, target.pool.num_slots)
     names = ("float32", "bfloat16") if config.dtype == "auto" else (config.dtype,)
-    dtypes = [dtype for name in names if packing_available(dtype := getattr(torch, name))]
+    on_cpu = target.backend.name == "cpu"
+    dtypes = [dtype for name in names if packing_available(dtype := getattr(torch, name)) or not on_cpu]
     networks = [EagleNetwork(checkpoint, target, most, dtype) for dtype in dtypes]
     timers = [HeadTimer(network, target.pool) for network in networks]
     timer = _fastest(timers, lambda timer: timer.seconds(_TYPICAL_ROWS, room // 2))

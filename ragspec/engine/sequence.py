@@ -13,9 +13,11 @@ from collections.abc import Sequence as SequenceOf
 from itertools import accumulate, repeat
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from ragspec.core import Delta, FinishReason, GenerationStats, Request, TokenLogprob
 from ragspec.engine.text import IncrementalDetokenizer
-from ragspec.numerics.backend import Backend, LogitRows
+from ragspec.numerics.backend import LogitRows
 from ragspec.numerics.batch import ScheduledSequence
 from ragspec.numerics.kv_cache import SequenceSlots
 from ragspec.tree import DraftTree, StepResult
@@ -226,10 +228,10 @@ class Sequence:
 
 
 def sample_ahead(
-    backend: Backend, logits: LogitRows, sequences: SequenceOf[Sequence], trees: SequenceOf[DraftTree | None]
+    logits: LogitRows, sequences: SequenceOf[Sequence], trees: SequenceOf[DraftTree | None]
 ) -> list[list[int]]:
-    """The token after each node of each tree, all sampled at once; empty for a sampler that reads logits on the host."""
-    if not backend.samples_ahead:
+    """The token after each node of each tree, all sampled on the device; empty for a sampler that reads logits on the host."""
+    if isinstance(logits, np.ndarray):
         return [[]] * len(trees)
     drawn = [
         sequence.sampler.draws(tree) if tree is not None and isinstance(sequence.sampler, KeyedSampler) else []
@@ -237,6 +239,6 @@ def sample_ahead(
     ]
     sizes = [0 if tree is None else len(tree) for tree in trees]
     rows = [draw for draws, size in zip(drawn, sizes, strict=True) for draw in (draws or repeat(None, size))]
-    tokens = backend.sample(logits, rows)
+    tokens = logits.sample(rows)
     ends = list(accumulate(sizes))
     return [tokens[end - size : end] if draws else [] for draws, size, end in zip(drawn, sizes, ends, strict=True)]

@@ -82,7 +82,7 @@ class Target:
         """The attention of this rank's part of each layer."""
         self._transform = LogitTransform.of(text_config)
         self.num_parameters = shards.num_parameters if shards else int(sum(p.numel() for p in model.parameters()))
-        self._embedding: torch.Tensor | None = None if shards else model.get_input_embeddings().weight.detach().cpu()
+        self._embedding: torch.Tensor | None = None if shards else model.get_input_embeddings().weight.detach()
         make_row_invariant(model, self.num_positions, self.backend, self.ranks)
         self._model = model
         self.reset_pool(num_kv_slots)
@@ -115,7 +115,8 @@ class Target:
 
     @property
     def embedding(self) -> torch.Tensor:
-        """The embedding matrix, without the scale that some models apply. Rank 0 of a group reads the file. Shape: [V, H]."""
+        """The embedding matrix on the device, without the scale that some models apply. Rank 0 of a group reads the file.
+        Shape: [V, H]."""
         if self._embedding is None:
             self._embedding = self._whole_weight("model.embed_tokens.weight")
         return self._embedding
@@ -130,8 +131,8 @@ class Target:
 
     def forward_tapped(
         self, token_ids: Ints, metadata: AttentionMetadata, logit_rows: Ints, taps: Sequence[int]
-    ) -> tuple[LogitRows, dict[int, Floats]]:
-        """Logits where the backend keeps them, and the hidden states of every row at each tap.
+    ) -> tuple[LogitRows, dict[int, torch.Tensor]]:
+        """Logits where the backend keeps them, and the hidden states of every row at each tap, on the device.
 
         Shapes: token_ids int32 [N], logit_rows int32 [W] -> float32 [W, V], float32 [N, H] each.
         """
@@ -140,17 +141,17 @@ class Target:
             if FINAL in taps:
                 tapped[FINAL] = hidden
             logits = self._logits(hidden, logit_rows)
-            return logits, {tap: self.backend.features(stream) for tap, stream in tapped.items()}
+            return logits, {tap: stream.float() for tap, stream in tapped.items()}
 
     def compute(self, token_ids: Ints, metadata: AttentionMetadata, logit_rows: Ints) -> LogitRows:
         """As `forward`, without telling the other ranks. Only rank 0 gets whole logits."""
         with torch.inference_mode():
             return self._logits(self._hidden(token_ids, metadata)[0], logit_rows)
 
-    def logits_of(self, states: torch.Tensor) -> Floats:
+    def logits_of(self, states: torch.Tensor) -> torch.Tensor:
         """The output layer on states after the final norm; the other ranks take no part. Shapes: [N, H] -> float32 [N, V]."""
         with torch.inference_mode():
-            return self.backend.features(self._transform(self._own_head(states.to(self.backend.device)).float()))
+            return self._transform(self._own_head(states).float())
 
     def heartbeat(self) -> None:
         """Check that the other ranks are alive, and tell them that rank 0 is. The engine calls this every HEARTBEAT_S."""
@@ -213,13 +214,11 @@ class Target:
     def _own_head(self) -> Any:
         if self._shards is None:
             return self._model.lm_head
-        return CpuBackend(WeightArena() if self.config.is_int8 else None).make_linear(
-            self._whole_weight("lm_head.weight")
-        )
+        return make_backend(self.config, ONE_RANK, None).make_linear(self._whole_weight("lm_head.weight"))
 
     def _whole_weight(self, name: str) -> torch.Tensor:
         assert self._shards is not None and self.ranks.rank == 0, "only rank 0 ever holds a whole weight"
-        return self._shards.checkpoint.whole(name)
+        return self._shards.checkpoint.whole(name).to(self.backend.device)
 
 
 def make_backend(config: TargetConfig, ranks: Ranks, arena: WeightArena | None) -> Backend:

@@ -3,7 +3,7 @@
 A backend owns products, norms, attention over the KV pool, the pool's storage and keyed sampling. Scheduler, planner, drafters,
 prefix cache and the engine's loop know none of them: they see token ids and numpy arrays.
 
-    cpu      compiled kernels; tokens are sampled one by one along the accepted path
+    cpu      compiled kernels; logits are numpy arrays, and tokens are sampled one by one along the accepted path
     torch    plain torch operators on any device; logits stay there, and tokens of all rows are sampled there at once
 """
 
@@ -40,20 +40,42 @@ class LogitEdits(NamedTuple):
 
 
 class KeyedDraw(NamedTuple):
-    """How one row's token is sampled: `key` is the noise of the output position. `edits` None: none."""
+    """How one row's token is sampled: `key` is the noise of the output position; None: without noise. `edits` None: none."""
 
     params: SamplingParams
-    key: int
+    key: int | None
     edits: LogitEdits | None
 
 
-class LogitRows(Protocol):
-    """Logits of some rows of a forward, float32 [W, V], where the backend keeps them; numpy arrays are such rows too."""
+class BestTokens(NamedTuple):
+    """The best tokens of each row, falling; ties to the lower column. Shapes: columns int64 [N, k] (-1: none), scores float64
+    [N, k], finite bool [N]: whether all logits of the row are finite."""
+
+    columns: TokenIds
+    scores: NDArray[np.float64]
+    finite: NDArray[np.bool_]
+
+
+class DeviceLogits(Protocol):
+    """Logits of some rows that stay on a device, float32 [W, V]: tokens are chosen there."""
 
     def __len__(self) -> int: ...
 
     def __getitem__(self, rows: Any) -> Any:
         """A row as a numpy array on the host for a number, fewer rows for a slice."""
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Floats:
+        """All rows on the host, for tests of the numerics."""
+
+    def sample(self, draws: Sequence[KeyedDraw | None]) -> list[int]:
+        """The token of each row; any token for a row without a draw."""
+
+    def best(self, draws: Sequence[KeyedDraw], count: int) -> BestTokens:
+        """Each row's `count` greatest of warped logit and noise, among the tokens that survive the warps."""
+
+
+LogitRows = Floats | DeviceLogits
+"""Logits of some rows of a forward, float32 [W, V], where the backend keeps them."""
 
 
 class ForwardContext(Protocol):
@@ -78,13 +100,15 @@ class ForwardContext(Protocol):
 
 
 class Backend(Protocol):
-    """See the module. `least_rows`: a forward of fewer rows doubles its row. `samples_ahead`: tokens of all rows are sampled at
-    once; otherwise the host samples rows as it needs them, and `sample` is not called."""
+    """See the module. `least_rows`: a forward of fewer rows doubles its row."""
 
     name: str
     device: torch.device
     least_rows: int
-    samples_ahead: bool
+
+    @property
+    def in_floats(self) -> Backend:
+        """The same device, with products in floats whatever the target's weights are: for heads."""
 
     def place(self, model: nn.Module) -> None:
         """Move a loaded model to the device, in place."""
@@ -107,11 +131,8 @@ class Backend(Protocol):
     def wait(self) -> None:
         """Until the device has finished everything that it was given."""
 
-    def logits(self, values: Tensor) -> LogitRows:
-        """The output layer's rows as the engine gets them. Shape: float32 [W, V]."""
+    def logits(self, values: Tensor, token_ids: Tensor | None = None) -> LogitRows:
+        """An output layer's rows as engine and drafters get them; column i is token `token_ids[i]` (None: token i).
 
-    def features(self, states: Tensor) -> Floats:
-        """Tapped hidden states for drafters on the host. Shape: [N, H]."""
-
-    def sample(self, logits: LogitRows, draws: Sequence[KeyedDraw | None]) -> list[int]:
-        """The token of each row; any token for a row without a draw."""
+        Shapes: values float32 [W, V], token_ids int64 [V], rising.
+        """

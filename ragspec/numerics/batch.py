@@ -13,10 +13,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import numpy as np
+from torch import Tensor
 
-from ragspec.numerics.attention import AttentionMetadata, Floats, Ints, make_tiles
+from ragspec.numerics.attention import AttentionMetadata, Ints, make_tiles
 from ragspec.numerics.backend import LogitRows
 from ragspec.numerics.kv_cache import SequenceSlots
+from ragspec.numerics.torch.transfer import to_device
 
 
 class ScheduledSequence:
@@ -46,12 +48,16 @@ class ScheduledSequence:
         rows: LogitRows = logits[self.first_logit : self.first_logit + len(self.parents)]
         return rows
 
-    def features(self, features: Mapping[int, Floats], path: Sequence[int]) -> dict[int, Floats]:
-        """Hidden states of the known tokens and of the nodes on `path`, by tap. Shapes: [N, H] of the batch -> [T, H]."""
+    def features(self, features: Mapping[int, Tensor], path: Sequence[int]) -> dict[int, Tensor]:
+        """Hidden states of the known tokens and of the nodes on `path`, by tap, on their device.
+
+        Shapes: [N, H] of the batch -> [T, H].
+        """
         if not features:
             return {}
         root = self.first_row + self.num_known - 1
-        rows = [*range(self.first_row, root + 1), *(root + node for node in path)]
+        kept = np.array([*range(self.first_row, root + 1), *(root + node for node in path)])
+        rows = to_device(kept, next(iter(features.values())).device)
         return {tap: stream[rows] for tap, stream in features.items()}
 
     def keep(self, path: Sequence[int] = ()) -> None:

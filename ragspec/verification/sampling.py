@@ -314,7 +314,7 @@ class KeyedSampler(ChoiceSampler):
         counts = self._counts
         if counts is not None and node:
             counts = counts.after([tree.token_ids[n] for n in tree.ancestors(node)[1:]])
-        key = 0 if params.greedy else int(output_key(self._seed, self._choice, index))
+        key = None if params.greedy else int(output_key(self._seed, self._choice, index))
         return KeyedDraw(params, key, logit_edits(params, counts, self._forbidden(index)))
 
     def _forbidden(self, index: int) -> tuple[int, ...]:

@@ -21,7 +21,7 @@ from ragspec.drafting.eagle import memory as eagle_memory
 from ragspec.drafting.eagle.batch import DraftBatch, ScheduledDraft
 from ragspec.drafting.eagle.checkpoint import EagleFamily, HeadCheckpoint
 from ragspec.drafting.eagle.drafter import EagleDrafter
-from ragspec.drafting.eagle.network import EagleNetwork, HeadCache
+from ragspec.drafting.eagle.network import EagleNetwork
 from ragspec.drafting.eagle.shapes import make_shape
 from ragspec.engine.target import Target
 from ragspec.numerics.batch import Batch, ScheduledSequence
@@ -49,7 +49,7 @@ def drafter_for(target: Target, family: str, tree: str = "dynamic", **options: A
     return EagleDrafter(network, make_shape(tree, 3, 2, 4), free(), **options)
 
 
-def features_of(target: Target, tokens: Sequence[int], taps: Sequence[int]) -> np.ndarray:
+def features_of(target: Target, tokens: Sequence[int], taps: Sequence[int]) -> torch.Tensor:
     """All tokens in one fresh forward. Shape: [T, F]."""
     slots = SequenceSlots(KvPool(target.shapes, 512))
     pool, target.pool = target.pool, slots.pool
@@ -58,11 +58,11 @@ def features_of(target: Target, tokens: Sequence[int], taps: Sequence[int]) -> n
         ids, Batch([ScheduledSequence(slots, ids)]).metadata, np.array([0], np.int32), taps
     )
     target.pool = pool
-    return np.concatenate([tapped[tap] for tap in taps], 1)
+    return torch.cat([tapped[tap] for tap in taps], 1)
 
 
 def naive_outputs(target: Target, head: HeadCheckpoint, tokens: Sequence[int], taps: Sequence[int]) -> torch.Tensor:
-    features = torch.from_numpy(features_of(target, tokens, taps)).double()
+    features = features_of(target, tokens, taps).double()
     outputs = eagle_outputs if head.config.family is EagleFamily.EAGLE else eagle3_outputs
     return outputs(head, target.embedding, tokens, features)
 
@@ -74,7 +74,7 @@ class Watched(EagleDrafter):
         super().__init__(*args, **options)
         self.seen: list[tuple[list[int], torch.Tensor, int]] = []
 
-    def _read(self, drafts: list[Any], rows: DraftBatch, cache: HeadCache) -> torch.Tensor:
+    def _read(self, drafts: list[Any], rows: DraftBatch, cache: KvPool) -> torch.Tensor:
         states = super()._read(drafts, rows, cache)
         for draft, state in zip(drafts, states, strict=True):
             unread = int((~draft.memory._read[: draft.memory.end]).sum())
@@ -93,7 +93,7 @@ def test_a_tree_of_nodes_is_what_each_path_alone_would_give(tiny: Tiny, family: 
     features = features_of(target, tokens, network.taps)
     num_pairs = len(tokens) - 1
     pool = KvPool(target.shapes, 512)
-    cache = HeadCache.for_pool(pool, network.shape)
+    cache = network.make_cache(pool)
     slots = np.array([3, 40, 41, 5, 200, 201, 77, *range(300, 320)], np.int32)
     rows = DraftBatch([ScheduledDraft(slots[:num_pairs], num_pairs, num_pairs, slots[num_pairs:])])
     states = network.first(np.array(tokens[1:], np.int32), features[:-1], cache, rows.chains())
@@ -101,9 +101,7 @@ def test_a_tree_of_nodes_is_what_each_path_alone_would_give(tiny: Tiny, family: 
     parents, drafted = [-1, -1, 0, 0, 1, 3], [11, 12, 13, 14, 15, 16]
     levels = [[0, 1], [2, 3, 4], [5]]
     paths = {0: (0,), 1: (1,), 2: (0, 2), 3: (0, 3), 4: (1, 4), 5: (0, 3, 5)}
-    wanted = draft_outputs(
-        head, target.embedding, tokens, torch.from_numpy(features).double(), drafted, parents=parents
-    )
+    wanted = draft_outputs(head, target.embedding, tokens, features.double(), drafted, parents=parents)
     below = {-1: states[-1]}
     for level in levels[:path_length]:
         above = torch.stack([below[parents[node]] for node in level])
@@ -259,7 +257,7 @@ def test_a_window_hides_what_is_older(tiny: Tiny) -> None:
         engine.generate([request])
         assert engine._planner.num_failures == 0
     tokens, state, _ = watched.seen[-1]
-    head, features = head_for(target, "eagle3"), torch.from_numpy(features_of(target, tokens, network.taps)).double()
+    head, features = head_for(target, "eagle3"), features_of(target, tokens, network.taps).double()
     seen = eagle3_outputs(head, target.embedding, tokens[-25:], features[-25:])[-1]  # rotations are relative
     assert torch.allclose(state.double(), seen, atol=5e-4)
     everything = eagle3_outputs(head, target.embedding, tokens, features)[-1]

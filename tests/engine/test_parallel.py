@@ -84,12 +84,13 @@ def outputs(target: Target) -> dict[str, np.ndarray]:
     found["tree"], taps = target.forward_tapped(text[100:124], batch.metadata, wanted, (0, 1, 2, FINAL))
     batch.sequences[0].keep()
     batch.sequences[1].keep([1, 3])
-    found |= {f"tap {tap}": stream for tap, stream in taps.items()}
+    found |= {f"tap {tap}": stream.numpy() for tap, stream in taps.items()}
     # the path kept through the tree is now context
     batch = Batch([ScheduledSequence(first, text[130:132]), ScheduledSequence(second, text[132:133])])
     found["logits"], taps = target.forward_tapped(batch.token_ids, batch.metadata, np.array([0, 2], np.int32), (FINAL,))
-    found["states"] = taps[FINAL]
-    found["unread"] = target.forward_tapped(batch.token_ids, batch.metadata, batch.logit_rows[:0], (FINAL,))[1][FINAL]
+    found["states"] = taps[FINAL].numpy()
+    unread = target.forward_tapped(batch.token_ids, batch.metadata, batch.logit_rows[:0], (FINAL,))[1][FINAL]
+    found["unread"] = unread.numpy()
     return found
 
 

@@ -48,7 +48,7 @@ def features_of(target: Target, taps: tuple[int, ...]) -> torch.Tensor:
     batch = Batch([ScheduledSequence(slots, PREFIX)])
     _, tapped = target.forward_tapped(batch.token_ids, batch.metadata, np.array([0], np.int32), taps)
     slots.release()
-    return torch.from_numpy(np.concatenate([tapped[tap] for tap in taps], -1))
+    return torch.cat([tapped[tap] for tap in taps], -1)
 
 
 def referred(target: Target, checkpoint: HeadCheckpoint, taps: tuple[int, ...], path: Tokens) -> Floats:
@@ -59,7 +59,7 @@ def referred(target: Target, checkpoint: HeadCheckpoint, taps: tuple[int, ...], 
     if path:
         hidden = draft_outputs(checkpoint, embed, PREFIX, features, path)[-1:]
     if checkpoint.config.family == "eagle":
-        return softmax(target.logits_of(hidden.float()).astype(np.float64)[0])
+        return softmax(target.logits_of(hidden.float()).double().numpy()[0])
     full = np.zeros(target.vocab_size)
     full[target_ids(checkpoint).numpy()] = softmax(head_logits(checkpoint, hidden)[0].numpy())
     return full

@@ -117,7 +117,7 @@ def outputs(target: Target, text: np.ndarray) -> tuple[np.ndarray, dict[int, np.
     logits, tapped = target.forward_tapped(text, batch.metadata, np.arange(len(text), dtype=np.int32), (0, 1, 2, FINAL))
     batch.sequences[0].drop()
     slots.release()
-    return logits, tapped
+    return logits, {tap: stream.numpy() for tap, stream in tapped.items()}
 
 
 def dequantised(folder: Path) -> Any:

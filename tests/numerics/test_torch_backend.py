@@ -10,13 +10,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from engine.test_eagle import drafter_for
 from pydantic import ValidationError
 from tiny_target import SENTENCES, tiny_engine
 
 from ragspec.config import TargetConfig
 from ragspec.core import CopySource, Request, SamplingParams, SourceKind
 from ragspec.drafting.copy import CopyDrafter
+from ragspec.drafting.drafter import Drafter
 from ragspec.engine.target import Target
+from ragspec.numerics import batch
 from ragspec.numerics.noise import gumbel_row, output_key
 from ragspec.numerics.torch import attention, backend, sampling, transfer
 from ragspec.numerics.torch.attention import tree_sum
@@ -34,7 +37,7 @@ def test_the_noise_is_the_same() -> None:
     """A shift that repeats the sign, or a product that is not taken modulo 2**64: other text on another device."""
     for seed, index in itertools.product(SEEDS, (0, 3, 2**31)):
         key = (int(output_key(seed, 1, index)) ^ 2**63) - 2**63
-        ours = gumbel_rows(torch.tensor([key]), 5000)[0].numpy()
+        ours = gumbel_rows(torch.tensor([key]), torch.arange(5000))[0].numpy()
         np.testing.assert_allclose(ours, gumbel_row(seed, 1, index, 5000), rtol=1e-14)
 
 
@@ -154,7 +157,7 @@ def crossings(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, int]]:
         assert isinstance(tensor, OnDevice), "a result of the step was made on the host"
         return tensor.as_subclass(torch.Tensor).numpy()
 
-    for module in (attention, backend, sampling):
+    for module in (attention, backend, batch, sampling):
         for name, stand_in in (("to_device", to_device), ("to_host", to_host)):
             if hasattr(module, name):
                 monkeypatch.setattr(module, name, stand_in)
@@ -162,8 +165,9 @@ def crossings(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, int]]:
     yield counted
 
 
+@pytest.mark.parametrize("drafter", ["copy", "eagle", "eagle3"])
 @pytest.mark.parametrize("name", ["greedy", "top-p", "penalties"])
-def test_only_ids_cross(tiny: Tiny, crossings: dict[str, int], name: str) -> None:
+def test_only_ids_cross(tiny: Tiny, crossings: dict[str, int], name: str, drafter: str) -> None:
     """Logits, hidden states or keys went to the host: at 150,000 tokens of vocabulary the bus is slower than the model."""
     params = {"greedy": PARAMS[0], "top-p": PARAMS[5], "penalties": PARAMS[7]}[name]
     params = replace(params, max_tokens=12, seed=3)
@@ -171,13 +175,20 @@ def test_only_ids_cross(tiny: Tiny, crossings: dict[str, int], name: str) -> Non
     sources = tuple(CopySource(SourceKind.PASSAGE, text, str(i)) for i, text in enumerate(SENTENCES))
     prompts = [tuple(target.tokenizer(text).input_ids) for text in SENTENCES[:3]]
     requests = [Request(f"r{i}", prompt, params, sources) for i, prompt in enumerate(prompts)]
-    with tiny_engine(target, [CopyDrafter(target.tokenizer, target.eos_ids)], max_nodes=6) as engine:
+    if drafter == "copy":
+        drafters: list[Drafter] = [CopyDrafter(target.tokenizer, target.eos_ids)]
+    else:
+        drafters = [drafter_for(target, drafter)]
+    with tiny_engine(target, drafters, max_nodes=6) as engine:
         completions = engine.generate(requests)
+        assert engine._planner.num_failures == 0
     num_rows = sum(len(c.token_ids) + c.stats.num_drafted + c.stats.num_prompt_tokens for c in completions)
-    assert all(c.token_ids for c in completions)
-    assert 0 < crossings["to_host"] <= 8 * num_rows
+    assert all(c.token_ids for c in completions) and sum(c.stats.num_drafted for c in completions)
+    has_head = drafter != "copy"
+    children = 2 * (3 + 3 + 1) * 8 if has_head else 0  # of a head's node: ids, scores, whether these are numbers
+    assert 0 < crossings["to_host"] <= (8 + children) * num_rows
     one_row_of_logits = 4 * target.vocab_size
-    assert crossings["to_device"] < num_rows * one_row_of_logits / 2
+    assert crossings["to_device"] < num_rows * one_row_of_logits / (1 if has_head else 2)
 
 
 def test_a_read_of_device_memory_is_seen() -> None:

@@ -121,7 +121,7 @@ def state_and_logits(target: Target, tokens: Sequence[int]) -> tuple[np.ndarray,
     batch = Batch([ScheduledSequence(slots, tokens)])
     logits, tapped = target.forward_tapped(batch.token_ids, batch.metadata, batch.logit_rows, (FINAL,))
     slots.release()
-    return tapped[FINAL][-1], logits[0]
+    return tapped[FINAL][-1].numpy(), logits[0]
 
 
 def brute_force(

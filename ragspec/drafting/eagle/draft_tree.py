@@ -8,7 +8,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ragspec.drafting.acceptance import ChildAcceptance
-from ragspec.drafting.coupling import Picks
 from ragspec.drafting.drafter import SequenceView
 from ragspec.drafting.eagle.memory import HeadMemory, Pairs
 from ragspec.drafting.eagle.shapes import Branch, TreeShape
@@ -54,15 +53,17 @@ class GrowingDraft:
         """The most nodes that get children."""
         return max(0, self.max_depth - 1) * self.settings.shape.max_width
 
-    def extend(self, picks: Picks, tokens: NDArray[np.int64]) -> list[OpenNode]:
+    def extend(
+        self, columns: NDArray[np.int64], scores: NDArray[np.float64], tokens: NDArray[np.int64]
+    ) -> list[OpenNode]:
         """Propose the children of the open nodes; returns the children that the tree shape lets go on.
 
         Shapes: one row an open node: columns [N, k] with -1 for none, scores [N, k], tokens [N, k].
         """
-        behind = picks.scores[:, :1] - picks.scores
+        behind = scores[:, :1] - scores
         if behind.shape[1] > 1:
             behind[:, 0] = behind[:, 1]
-        counts = (picks.columns >= 0).sum(1).tolist()
+        counts = (columns >= 0).sum(1).tolist()
         rows = zip(self.open, counts, tokens.tolist(), behind.tolist(), strict=True)
         children: list[OpenNode] = []
         for row, (node, count, token_ids, margins) in enumerate(rows):

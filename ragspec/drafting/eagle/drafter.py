@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from ragspec.drafting.acceptance import Cell, ChildAcceptance
 from ragspec.drafting.cost_model import CostTable
-from ragspec.drafting.coupling import Coupling, Floats, Picks
+from ragspec.drafting.coupling import Coupling
 from ragspec.drafting.drafter import Budget, Drafter, Features, SequenceView
 from ragspec.drafting.eagle.batch import DraftBatch, ScheduledDraft
 from ragspec.drafting.eagle.draft_tree import (
@@ -36,10 +36,11 @@ from ragspec.drafting.eagle.draft_tree import (
     OpenNode,
 )
 from ragspec.drafting.eagle.memory import HeadMemory, SlotMemory
-from ragspec.drafting.eagle.network import EagleNetwork, HeadCache
+from ragspec.drafting.eagle.network import EagleNetwork
 from ragspec.drafting.eagle.shapes import TreeShape, make_shape
 from ragspec.drafting.stochastic_drafts import ChildSampler, draws_children, needs_chain
 from ragspec.errors import EngineError
+from ragspec.numerics.backend import LogitRows
 from ragspec.numerics.kv_cache import KvPool
 from ragspec.tree import Proposal
 
@@ -72,7 +73,7 @@ class EagleDrafter(Drafter):
         self._num_levels = 2.0
 
     def observe(self, sequence: SequenceView, tokens: SequenceOf[int], features: Features) -> None:
-        slots, states = sequence.slots, np.concatenate([features[tap] for tap in self.taps], 1)
+        slots, states = sequence.slots, torch.cat([features[tap] for tap in self.taps], 1)
         if slots is None or not len(states):
             return
         memory = self._memories.get(sequence.key)
@@ -137,7 +138,7 @@ class EagleDrafter(Drafter):
         if self._slots is None or self._slots.pool is not pool:
             shape = self._settings.shape
             num_nodes = (shape.max_depth - 1) * shape.max_width
-            self._slots = SlotMemory(pool, self.network.shape, max(1, num_nodes))
+            self._slots = SlotMemory(pool, self.network, max(1, num_nodes))
         return self._slots
 
     def _grow(self, drafts: list[GrowingDraft], budget: Budget) -> None:
@@ -160,20 +161,19 @@ class EagleDrafter(Drafter):
         if max(draft.max_depth for draft in drafts) > 1:
             self._num_levels += (1.0 - _LEVELS_MEMORY) * (depth - self._num_levels)
 
-    def _read(self, drafts: list[GrowingDraft], rows: DraftBatch, cache: HeadCache) -> torch.Tensor:
+    def _read(self, drafts: list[GrowingDraft], rows: DraftBatch, cache: KvPool) -> torch.Tensor:
         """The head's first forward, over all unread pairs. Returns the state of each sequence's last pair. Shape: [B, H]."""
         token_ids = np.array([token for draft in drafts for token in draft.pairs.next_tokens], np.int32)
-        features = np.concatenate([draft.pairs.features for draft in drafts])
+        features = torch.cat([draft.pairs.features for draft in drafts])
         hidden = self.network.first(token_ids, features, cache, rows.chains())
         for draft in drafts:
             draft.memory.read(draft.pairs)
         ends = np.cumsum([len(draft.pairs.next_tokens) for draft in drafts]) - 1
-        return hidden[torch.from_numpy(ends)]
+        return hidden[self.network.backend.tokens(ends)]
 
     def _extend(self, drafts: list[GrowingDraft], states: torch.Tensor, depth: int, budget: Budget) -> bool:
         """Propose the children of all open nodes. False: no node goes on, or another level would not pay."""
         logits = self.network.logits(states)  # [N, Vd]
-        self._drop_failed(drafts, logits)
         first, chosen = 0, []
         for draft, going_on in zip(drafts, self._children(drafts, logits, depth), strict=True):
             room = len(draft.scratch) > 0 and depth < draft.max_depth
@@ -186,9 +186,8 @@ class EagleDrafter(Drafter):
         saved_s = gain * self.acceptance.typical * budget.token_s
         return num_rows > 0 and (budget.token_s == 0.0 or saved_s > self._costs.cost_s(num_rows, _longest(drafts)))
 
-    def _drop_failed(self, drafts: list[GrowingDraft], logits: Floats) -> None:
+    def _drop_failed(self, drafts: list[GrowingDraft], finite: NDArray[np.bool_]) -> None:
         """End drafting for sequences with logits that are not finite. Raises: EngineError if no logits are finite."""
-        finite = np.atleast_1d(np.isfinite(logits).all(1))
         if finite.all():
             return
         first = 0
@@ -199,37 +198,39 @@ class EagleDrafter(Drafter):
                     "request %r: the head's logits are not finite; no more drafts for it", draft.sequence.request.id
                 )
                 self._failed.add(draft.sequence.key)
-                logits[own] = 0.0
         if not finite.any():
             raise EngineError("the head's logits are not finite")
 
-    def _children(self, drafts: list[GrowingDraft], logits: Floats, depth: int) -> Iterator[list[OpenNode]]:
+    def _children(self, drafts: list[GrowingDraft], logits: LogitRows, depth: int) -> Iterator[list[OpenNode]]:
         """Propose every draft's next level; yields the nodes that would go on. Shape: logits [N, Vd], all open nodes."""
         owners = [draft.sequence for draft in drafts for _ in draft.open]
         num_children = self._settings.shape.num_children
         picks = self._coupling.pick(logits, owners, depth, num_children)
+        self._drop_failed(drafts, picks.finite)
         token_ids = self.network.draft_ids[np.maximum(picks.columns, 0)]
         first = 0
         for draft in drafts:
             own = slice(first, first := first + len(draft.open))
-            if draft.mode == DRAWN:
+            if draft.sequence.key in self._failed:
+                yield []
+            elif draft.mode == DRAWN:
                 if draft.sampler is None:
                     vocab_size = self.network.config.vocab_size
                     draft.sampler = ChildSampler(draft.sequence, self.network.draft_ids, vocab_size)
                 count = draft.settings.shape.num_children
-                yield draft.extend_drawn([draft.sampler.children(row, count) for row in logits[own]])
-            elif needs_chain(draft.sequence):
-                yield draft.extend(Picks(picks.columns[own, :1], picks.scores[own, :1]), token_ids[own])
+                rows = [logits[row] for row in range(own.start, own.stop)]
+                yield draft.extend_drawn([draft.sampler.children(row, count) for row in rows])
             else:
-                yield draft.extend(Picks(picks.columns[own], picks.scores[own]), token_ids[own])
+                most = 1 if needs_chain(draft.sequence) else num_children
+                yield draft.extend(picks.columns[own, :most], picks.scores[own, :most], token_ids[own])
 
     def _descend(
-        self, drafts: list[GrowingDraft], states: torch.Tensor, rows: DraftBatch, cache: HeadCache
+        self, drafts: list[GrowingDraft], states: torch.Tensor, rows: DraftBatch, cache: KvPool
     ) -> torch.Tensor:
         """The head's forward over the open nodes. Shapes: [N of the level above, H] -> [N, H]."""
         level = [node for draft in drafts for node in draft.open]
         token_ids = np.array([node.token_id for node in level], np.int32)
-        above = states[torch.from_numpy(np.array([node.row for node in level]))]
+        above = states[self.network.backend.tokens(np.array([node.row for node in level]))]
         paths = [[node.path for node in draft.open] for draft in drafts]
         return self.network.further(token_ids, above, cache, rows.level(paths))
 

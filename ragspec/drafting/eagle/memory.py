@@ -11,10 +11,12 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
-from ragspec.drafting.eagle.network import HeadCache
-from ragspec.numerics.attention import PAGE, AttentionShape, Floats, Ints
+from ragspec.drafting.eagle.network import EagleNetwork
+from ragspec.numerics.attention import PAGE, Ints
 from ragspec.numerics.kv_cache import KvPool, SequenceSlots
 
 _NONE = -1
@@ -29,10 +31,10 @@ class SlotMemory:
     Has room for the nodes of `_MOST_DRAFTS` drafts at once, `num_nodes` each.
     """
 
-    def __init__(self, pool: KvPool, shape: AttentionShape, num_nodes: int) -> None:
+    def __init__(self, pool: KvPool, network: EagleNetwork, num_nodes: int) -> None:
         self.pool = pool
         self._pages_a_draft = -(-num_nodes // PAGE)
-        self.cache = HeadCache.for_pool(pool, shape, _MOST_DRAFTS * self._pages_a_draft * PAGE)
+        self.cache = network.make_cache(pool, _MOST_DRAFTS * self._pages_a_draft * PAGE)
         self._next_tokens = np.full(pool.num_slots, _NONE, np.int64)
         self._stamps = np.full(pool.num_slots, _NONE, np.int64)
 
@@ -55,7 +57,7 @@ class Pairs(NamedTuple):
     """Pairs that a head has yet to read. `start`: position of the first pair. Shapes: features float32 [T, F], T next tokens."""
 
     start: int
-    features: Floats
+    features: Tensor
     next_tokens: list[int]
 
 
@@ -67,7 +69,7 @@ class HeadMemory:
         self._memory = memory
         self._window = window
         self._read = np.zeros(256, np.bool_)
-        self._pieces: list[Floats] = []
+        self._pieces: list[Tensor] = []
         self.length = self.end = 0
 
     def share(self, tokens: Sequence[int], length: int) -> None:
@@ -77,7 +79,7 @@ class HeadMemory:
             self._read[:length] = self._memory.known(self.slots.slots[:length], tokens[1 : length + 1])
         self.length = self.end = length
 
-    def append(self, features: Floats) -> None:
+    def append(self, features: Tensor) -> None:
         """Add states of the next positions. States beyond the window are dropped. Shape: float32 [T, F]."""
         self._pieces.append(features)
         self.end += len(features)
@@ -91,7 +93,7 @@ class HeadMemory:
 
     def pairs(self, tokens: Sequence[int]) -> Pairs:
         """The last waiting pairs; the last pair is that of the last token."""
-        features = self._pieces[0] if len(self._pieces) == 1 else np.concatenate(self._pieces)
+        features = self._pieces[0] if len(self._pieces) == 1 else torch.cat(self._pieces)
         start = self.end - self.num_waiting
         return Pairs(start, features[start - self.length :], list(tokens[start + 1 : self.end + 1]))
 

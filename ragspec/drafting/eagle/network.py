@@ -1,4 +1,4 @@
-"""An EAGLE head's network as the engine runs it: packed products, the target's attention kernel, ragged batches.
+"""An EAGLE head's network as the engine runs it: products and attention of the target's backend, ragged batches.
 
 One decoder layer over pairs (state, next token). The state of a draft's first row is the target's, the states of later rows are
 the head's own outputs. Owns no sequence and no tree: `ragspec.drafting.eagle.drafter` does.
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import time
 from types import SimpleNamespace
-from typing import NamedTuple, Protocol, cast
+from typing import Protocol, cast
 
 import numpy as np
 import torch
@@ -25,11 +25,10 @@ from torch import Tensor, nn
 from ragspec.drafting.eagle.batch import DraftBatch, ScheduledDraft
 from ragspec.drafting.eagle.checkpoint import EagleFamily, HeadCheckpoint, HeadConfig, check_fits, default_aux_layers
 from ragspec.drafting.eagle.layout import layer_prefix
-from ragspec.numerics.attention import AttentionMetadata, AttentionShape, Floats, Ints, attend, padded
+from ragspec.numerics.attention import AttentionMetadata, AttentionShape, Ints
+from ragspec.numerics.backend import Backend, LogitRows
 from ragspec.numerics.kv_cache import KvPool
 from ragspec.numerics.layers import GatedFeedForward
-from ragspec.numerics.linear import PackedLinear
-from ragspec.numerics.norms import ResidualNorm, RootMeanSquareNorm
 
 FINAL = -1
 """The tap of the target's final norm (`ragspec.engine.target`)."""
@@ -40,30 +39,16 @@ class HeadTarget(Protocol):
 
     vocab_size: int
     hidden_size: int
+    backend: Backend
 
     @property
     def embedding(self) -> Tensor:
-        """Shape: [V, H]."""
+        """On the backend's device. Shape: [V, H]."""
 
     @property
     def num_layers(self) -> int: ...
 
-    def logits_of(self, states: Tensor) -> Floats: ...
-
-
-class HeadCache(NamedTuple):
-    """Keys and values of a head's one layer. Flat float32, as `KvPool` has them.
-
-    The first slots belong to the target's pool, the others to draft nodes, so drafts take no slots from running sequences.
-    """
-
-    keys: Floats
-    values: Floats
-
-    @classmethod
-    def for_pool(cls, pool: KvPool, shape: AttentionShape, num_own_slots: int = 0) -> HeadCache:
-        size = (pool.num_slots + num_own_slots) * shape.num_kv_heads * padded(shape.head_dim)
-        return cls(np.zeros(size, np.float32), np.zeros(size, np.float32))
+    def logits_of(self, states: Tensor) -> Tensor: ...
 
 
 class EagleNetwork:
@@ -81,46 +66,59 @@ class EagleNetwork:
         self.shape = AttentionShape(config.num_heads, config.num_kv_heads, config.head_dim, config.head_dim**-0.5)
         self.taps = taps_of(config, target.num_layers)
         self.draft_ids = _draft_ids(tensors, config.draft_vocab_size)
-        self._target = target
+        self._target, self.backend = target, target.backend.in_floats
+        self._ids_on_device = self.backend.tokens(self.draft_ids)
         dtype = dtype or target.embedding.dtype
-        weights = {name: tensor.to(dtype) for name, tensor in tensors.items() if tensor.is_floating_point()}
+        floats = {name: tensor for name, tensor in tensors.items() if tensor.is_floating_point()}
+        weights = {name: tensor.to(self.backend.device, dtype) for name, tensor in floats.items()}
         self._dtype = dtype
         self._embedding = weights.get("embed_tokens.weight", target.embedding)
-        self._fc = PackedLinear(weights["fc.weight"], weights.get("fc.bias"))
+        self._fc = self.backend.make_linear(weights["fc.weight"], weights.get("fc.bias"))
         self._build_layer(weights, layer_prefix(config.family))
         if config.family is EagleFamily.EAGLE3:
             self._build_norms(weights)
-        self._lm_head = PackedLinear(weights["lm_head.weight"]) if config.family is EagleFamily.EAGLE3 else None
-        self._cos, self._sin = _rotations(config, max_positions)
+        is_eagle3 = config.family is EagleFamily.EAGLE3
+        self._lm_head = self.backend.make_linear(weights["lm_head.weight"]) if is_eagle3 else None
+        cos, sin = _rotations(config, max_positions)
+        self._rotations = cos.to(self.backend.device), sin.to(self.backend.device)
 
-    def first(self, token_ids: Ints, features: Floats, cache: HeadCache, metadata: AttentionMetadata) -> Tensor:
+    def make_cache(self, pool: KvPool, num_own_slots: int = 0) -> KvPool:
+        """Keys and values of the head's one layer. The first slots belong to the target's pool, the others to draft nodes, so
+        drafts take no slots from running sequences."""
+        return self.backend.make_pool([self.shape], pool.num_slots + num_own_slots)
+
+    def first(self, token_ids: Ints, features: Tensor, cache: KvPool, metadata: AttentionMetadata) -> Tensor:
         """Pairs with states of the target. Shapes: int32 [N], float32 [N, F] -> [N, H].
 
-        A single row is computed twice, because one row takes another path through a product.
+        A single row is computed twice where a backend's product takes another path for it.
         """
         with torch.inference_mode():
-            return self._layer(token_ids, torch.from_numpy(features), cache, metadata, is_first=True)
+            return self._layer(token_ids, features, cache, metadata, is_first=True)
 
-    def further(self, token_ids: Ints, states: Tensor, cache: HeadCache, metadata: AttentionMetadata) -> Tensor:
+    def further(self, token_ids: Ints, states: Tensor, cache: KvPool, metadata: AttentionMetadata) -> Tensor:
         """Pairs with states that the head itself computed. Shapes: int32 [N], [N, H] -> [N, H]."""
         with torch.inference_mode():
             return self._layer(token_ids, states, cache, metadata, is_first=False)
 
-    def logits(self, hidden: Tensor) -> Floats:
+    def logits(self, hidden: Tensor) -> LogitRows:
         """Logits of the token after each pair, over the draft vocabulary. Shapes: [N, H] -> float32 [N, Vd]."""
         with torch.inference_mode():
             if self._lm_head is None:
-                return self._target.logits_of(hidden.to(self._target.embedding.dtype))
-            normalised = hidden if self.config.norm_output else _normed(self._norm, hidden)
-            return cast(Floats, self._product(self._lm_head, normalised).numpy())
+                values = self._target.logits_of(hidden.to(self._target.embedding.dtype))
+            else:
+                values = self._product(
+                    self._lm_head, hidden if self.config.norm_output else _normed(self._norm, hidden)
+                )
+            return self.backend.logits(values, self._ids_on_device)
 
     def _build_layer(self, weights: dict[str, Tensor], prefix: str) -> None:
         layer = {name.removeprefix(prefix): tensor for name, tensor in weights.items() if name.startswith(prefix)}
         projections = [layer[f"self_attn.{name}_proj.weight"] for name in ("q", "k", "v")]
-        self._qkv, self._out = PackedLinear(torch.cat(projections)), PackedLinear(layer["self_attn.o_proj.weight"])
+        make_linear = self.backend.make_linear
+        self._qkv, self._out = make_linear(torch.cat(projections)), make_linear(layer["self_attn.o_proj.weight"])
         parts = {f"{name}_proj": _linear(layer[f"mlp.{name}_proj.weight"]) for name in ("gate", "up", "down")}
         self._feed_forward = GatedFeedForward(
-            SimpleNamespace(**parts, config=SimpleNamespace(hidden_act="silu")), PackedLinear
+            SimpleNamespace(**parts, config=SimpleNamespace(hidden_act="silu")), make_linear
         )
         self._feed_forward_norm = self._norm_of(layer["post_attention_layernorm.weight"])
         if self.config.family is EagleFamily.EAGLE3:
@@ -132,19 +130,18 @@ class EagleNetwork:
         fc_norm = weights.get("fc_norm.weight")
         self._fc_norm = None if fc_norm is None else fc_norm.float()
 
-    def _norm_of(self, weight: Tensor) -> ResidualNorm:
+    def _norm_of(self, weight: Tensor) -> nn.Module:
         norm = SimpleNamespace(weight=weight.float(), variance_epsilon=self.config.rms_norm_eps)
-        return ResidualNorm(RootMeanSquareNorm(norm))
+        return self.backend.make_norm(self.backend.make_norm(norm), residual=True)
 
     def _product(self, layer: nn.Module, x: Tensor) -> Tensor:
         return cast(Tensor, layer(x.to(self._dtype)).float())
 
     def _layer(
-        self, token_ids: Ints, states: Tensor, cache: HeadCache, metadata: AttentionMetadata, is_first: bool
+        self, token_ids: Ints, states: Tensor, cache: KvPool, metadata: AttentionMetadata, is_first: bool
     ) -> Tensor:
-        num_rows = len(token_ids)
-        tokens = torch.from_numpy(token_ids.astype(np.int64))
-        if num_rows == 1:
+        num_rows, tokens = len(token_ids), self.backend.tokens(token_ids)
+        if num_rows < self.backend.least_rows:
             tokens, states = tokens.repeat(2), states.repeat(2, 1)
         embedded = F.embedding(tokens, self._embedding).float()
         build = self._input_3 if self.config.family is EagleFamily.EAGLE3 else self._input_1
@@ -175,11 +172,11 @@ class EagleNetwork:
         normed = F.rms_norm(parts, parts.shape[-1:], None, self.config.rms_norm_eps) * self._fc_norm
         return normed.view_as(features)
 
-    def _attention(self, x: Tensor, cache: HeadCache, metadata: AttentionMetadata) -> Tensor:
+    def _attention(self, x: Tensor, cache: KvPool, metadata: AttentionMetadata) -> Tensor:
         shape = self.shape
         qkv = self._product(self._qkv, x).view(len(x), shape.num_heads + 2 * shape.num_kv_heads, shape.head_dim)
-        out = attend(qkv.numpy(), cache.keys, cache.values, metadata, shape, self._cos, self._sin)
-        return self._product(self._out, torch.from_numpy(out).view(len(x), -1))
+        out = self.backend.context(cache, metadata).attend(0, qkv, shape, self._rotations)
+        return self._product(self._out, out.flatten(1))
 
 
 def taps_of(config: HeadConfig, num_layers: int) -> tuple[int, ...]:
@@ -195,7 +192,7 @@ def _draft_ids(tensors: dict[str, Tensor], draft_vocab_size: int) -> NDArray[np.
     return cast(NDArray[np.int64], (ids + tensors["d2t"] if "d2t" in tensors else ids).numpy())
 
 
-def _normed(norm: ResidualNorm, x: Tensor) -> Tensor:
+def _normed(norm: nn.Module, x: Tensor) -> Tensor:
     return cast(Tensor, norm(x, torch.zeros_like(x))[1])
 
 
@@ -205,12 +202,12 @@ def _linear(weight: Tensor) -> nn.Linear:
     return linear
 
 
-def _rotations(config: HeadConfig, max_positions: int) -> tuple[Floats, Floats]:
+def _rotations(config: HeadConfig, max_positions: int) -> tuple[Tensor, Tensor]:
     """Cosines and sines of all positions of the target, not only the head's. Shapes: float32 [positions, head_dim]."""
     exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float64) / config.head_dim
     angles = torch.arange(max_positions, dtype=torch.float64)[:, None] * config.rope_theta**-exponents
     both = torch.cat([angles, angles], 1)
-    return both.cos().float().numpy(), both.sin().float().numpy()
+    return both.cos().float(), both.sin().float()
 
 
 class HeadTimer:
@@ -218,14 +215,15 @@ class HeadTimer:
 
     def __init__(self, network: EagleNetwork, pool: KvPool) -> None:
         self.network, self._num_slots = network, pool.num_slots
-        self._cache = HeadCache.for_pool(pool, network.shape)
+        self._cache = network.make_cache(pool)
 
     def seconds(self, num_rows: int, context: int) -> float:
         """Seconds of one forward of so many rows, logits included."""
         network, slots = self.network, np.arange(context + num_rows, dtype=np.int32)
         assert len(slots) <= self._num_slots, "the kernel would write beside the cache"
         rows = DraftBatch([ScheduledDraft(slots, num_rows, len(slots), slots[:0])]).chains()
-        features = np.zeros((num_rows, network.config.num_features), np.float32)
+        features = torch.zeros(num_rows, network.config.num_features, device=network.backend.device)
         begin = time.perf_counter()
         network.logits(network.first(np.zeros(num_rows, np.int32), features, self._cache, rows))
+        network.backend.wait()
         return time.perf_counter() - begin

@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from torch import Tensor
 
 from ragspec.engine.engine import Engine
 from ragspec.engine.sequence import Sequence as ScheduledRequest
-from ragspec.engine.target import Floats, Target
+from ragspec.engine.target import Target
 from ragspec.evaluation.cases import Case
 from ragspec.evaluation.report import Result
 from ragspec.evaluation.suite import engine_config, engine_over
@@ -55,7 +56,7 @@ class ProbedEngine(Engine):
         self._trees = [tree for tree in trees if tree is not None]
         return trees, draft_s
 
-    def _forward(self, batch: Batch) -> tuple[LogitRows, dict[int, Floats]]:
+    def _forward(self, batch: Batch) -> tuple[LogitRows, dict[int, Tensor]]:
         logits, features = super()._forward(batch)
         self.expected += [expected_accepted(tree, logits) for tree in self._trees]
         return logits, features

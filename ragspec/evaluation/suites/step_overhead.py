@@ -15,10 +15,12 @@ from copy import deepcopy
 from statistics import median
 from typing import Any, NamedTuple
 
+from torch import Tensor
+
 from ragspec.config import EngineConfig
 from ragspec.engine.engine import Engine
 from ragspec.engine.loading import measure_costs
-from ragspec.engine.target import Floats, Ints, Target
+from ragspec.engine.target import Ints, Target
 from ragspec.evaluation.cases import Case
 from ragspec.evaluation.overrides import OverruledAnswers, answer_ids
 from ragspec.evaluation.report import Result
@@ -53,7 +55,7 @@ class TimedTarget(Target):
 
     def forward_tapped(
         self, token_ids: Ints, metadata: AttentionMetadata, logit_rows: Ints, taps: Sequence[int]
-    ) -> tuple[LogitRows, dict[int, Floats]]:
+    ) -> tuple[LogitRows, dict[int, Tensor]]:
         begin = time.perf_counter()
         computed = super().forward_tapped(token_ids, metadata, logit_rows, taps)
         seconds = time.perf_counter() - begin

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -11,7 +10,6 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from ragspec.numerics.attention import AttentionMetadata, AttentionShape, Floats, attend
-from ragspec.numerics.backend import KeyedDraw, LogitRows
 from ragspec.numerics.cpu.int8 import Int8Decoder, Int8Linear, has_int8_shape
 from ragspec.numerics.cpu.int8_weights import WeightArena
 from ragspec.numerics.kv_cache import KvPool
@@ -38,12 +36,16 @@ class CpuForward(NamedTuple):
 class CpuBackend:
     """See `ragspec.numerics.backend.Backend`. With an `arena`, weights are quantised to int8 and go there."""
 
-    name, device, samples_ahead = "cpu", torch.device("cpu"), False
+    name, device = "cpu", torch.device("cpu")
     least_rows = 2
     """Every packed product doubles a single row; doubled once for the whole forward, the copy is computed and never read."""
 
     def __init__(self, arena: WeightArena | None = None, ranks: Ranks = ONE_RANK) -> None:
         self.arena, self._ranks = arena, ranks
+
+    @property
+    def in_floats(self) -> CpuBackend:
+        return CpuBackend()
 
     def place(self, model: nn.Module) -> None: ...
 
@@ -71,13 +73,6 @@ class CpuBackend:
 
     def wait(self) -> None: ...
 
-    def logits(self, values: Tensor) -> Floats:
+    def logits(self, values: Tensor, token_ids: Tensor | None = None) -> Floats:
         rows: Floats = values.numpy()
         return rows
-
-    def features(self, states: Tensor) -> Floats:
-        rows: Floats = states.float().numpy()
-        return rows
-
-    def sample(self, logits: LogitRows, draws: Sequence[KeyedDraw | None]) -> list[int]:
-        raise NotImplementedError("rows are sampled one by one, along the accepted path")

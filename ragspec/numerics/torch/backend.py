@@ -4,13 +4,12 @@ A row's bits depend on nothing but the row, on every device: products run in til
 fixed tree of additions (`tree_sum`) instead of a reduction whose order the device chooses. The self-test decides whether a
 device's products keep the promise.
 
-Owns the only two functions that cross between host and device: `to_device` and `to_host`.
+`transfer` has the only two functions that cross between host and device: `to_device` and `to_host`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any, Self, cast
 
 import numpy as np
 import torch
@@ -18,13 +17,12 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from ragspec.numerics.attention import AttentionMetadata, AttentionShape, Floats
-from ragspec.numerics.backend import KeyedDraw, LogitRows
+from ragspec.numerics.attention import AttentionMetadata, AttentionShape
 from ragspec.numerics.kv_cache import KvPool
 from ragspec.numerics.ranks import Ranks
 from ragspec.numerics.torch.attention import TorchForward, tree_sum
 from ragspec.numerics.torch.sampling import TorchLogits
-from ragspec.numerics.torch.transfer import to_device, to_host
+from ragspec.numerics.torch.transfer import to_device
 
 ROWS_A_TILE = 64
 
@@ -76,11 +74,15 @@ class ResidualTreeNorm(TreeNorm):
 class TorchBackend:
     """See `ragspec.numerics.backend.Backend`."""
 
-    name, samples_ahead = "torch", True
+    name = "torch"
     least_rows = 1
 
     def __init__(self, device: str, dtype: torch.dtype) -> None:
         self.device, self._dtype = torch.device(device), dtype
+
+    @property
+    def in_floats(self) -> Self:
+        return self
 
     def place(self, model: nn.Module) -> None:
         model.to(self.device)
@@ -108,13 +110,5 @@ class TorchBackend:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
-    def logits(self, values: Tensor) -> TorchLogits:
-        return TorchLogits(values)
-
-    def features(self, states: Tensor) -> Floats:
-        return cast(Floats, to_host(states.float()))
-
-    def sample(self, logits: LogitRows, draws: Sequence[KeyedDraw | None]) -> list[int]:
-        assert isinstance(logits, TorchLogits)
-        with torch.inference_mode():
-            return logits.sample(draws)
+    def logits(self, values: Tensor, token_ids: Tensor | None = None) -> TorchLogits:
+        return TorchLogits(values, token_ids)

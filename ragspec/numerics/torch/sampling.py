@@ -8,7 +8,7 @@ some 16 digits.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ragspec.numerics.attention import Floats
-from ragspec.numerics.backend import KeyedDraw
+from ragspec.numerics.backend import BestTokens, KeyedDraw
 from ragspec.numerics.noise import MIX_1, MIX_2, STEP
 from ragspec.numerics.torch.transfer import to_device, to_host
 
@@ -44,10 +44,9 @@ def _mixed(x: Tensor) -> Tensor:
     return torch.bitwise_xor(x, _shifted(x, 31))
 
 
-def gumbel_rows(keys: Tensor, vocab_size: int) -> Tensor:
-    """The noise of each key's output position. Shapes: int64 [W], the bits of the keys -> float64 [W, V]."""
-    ids = torch.arange(1, vocab_size + 1, device=keys.device)
-    h = _shifted(_mixed(keys[:, None] + ids * _signed(STEP)), 11)
+def gumbel_rows(keys: Tensor, token_ids: Tensor) -> Tensor:
+    """The noise of each key's output position. Shapes: int64 [W], the bits of the keys; int64 [V] -> float64 [W, V]."""
+    h = _shifted(_mixed(keys[:, None] + (token_ids + 1) * _signed(STEP)), 11)
     low = torch.log((h.double() + 0.5) * 2.0**-53)
     high = torch.log1p((0.5 - (2**53 - h).double()) * 2.0**-53)
     return -torch.log(-torch.where(h < 2**52, low, high))
@@ -56,41 +55,78 @@ def gumbel_rows(keys: Tensor, vocab_size: int) -> Tensor:
 class TorchLogits:
     """See `ragspec.numerics.backend.LogitRows`."""
 
-    def __init__(self, values: Tensor) -> None:
+    def __init__(self, values: Tensor, token_ids: Tensor | None = None) -> None:
         self._values = values  # [W, V]
+        self._token_ids = torch.arange(values.shape[1], device=values.device) if token_ids is None else token_ids
 
     def __len__(self) -> int:
         return len(self._values)
 
     def __getitem__(self, rows: Any) -> Any:
         chosen = self._values[rows]
-        return TorchLogits(chosen) if chosen.dim() == 2 else to_host(chosen)
+        return TorchLogits(chosen, self._token_ids) if chosen.dim() == 2 else to_host(chosen)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Floats:
         rows: Floats = to_host(self._values)
         return rows
 
+    @torch.inference_mode()
     def sample(self, draws: Sequence[KeyedDraw | None]) -> list[int]:
         """The token of each row; of a row without a draw or without numbers, any token."""
-        size = max(1, _SCRATCH_BYTES // (8 * self._values.shape[1]))
-        parts = [_sampled(self._values[at : at + size], draws[at : at + size]) for at in range(0, len(draws), size)]
+        parts = [_sampled(values, some, self._token_ids) for values, some in self._groups(draws)]
         return [int(token) for part in parts for token in to_host(part)]
 
+    @torch.inference_mode()
+    def best(self, draws: Sequence[KeyedDraw], count: int) -> BestTokens:
+        """See `ragspec.numerics.backend.DeviceLogits`."""
+        parts = [_best(values, some, self._token_ids, count) for values, some in self._groups(draws)]
+        found = to_host(torch.cat(parts))  # [W, 2 count + 1]
+        columns, scores, finite = np.split(found, [count, 2 * count], 1)
+        return BestTokens(columns.astype(np.int64), scores, finite[:, 0] > 0)
 
-def _sampled(logits: Tensor, draws: Sequence[KeyedDraw | None]) -> Tensor:
-    """Shapes: float32 [W, V] -> int64 [W]."""
+    def _groups(self, draws: Sequence[Any]) -> Iterator[tuple[Tensor, Sequence[Any]]]:
+        size = max(1, _SCRATCH_BYTES // (8 * self._values.shape[1]))
+        for at in range(0, len(draws), size):
+            yield self._values[at : at + size], draws[at : at + size]
+
+
+def _sampled(logits: Tensor, draws: Sequence[KeyedDraw | None], token_ids: Tensor) -> Tensor:
+    """Columns. Shapes: float32 [W, V], int64 [V] -> int64 [W]."""
     x = _warped(logits, draws)
-    sampled = [row for row, draw in enumerate(draws) if draw is not None and not draw.params.greedy]
     tokens = _first_greatest(x)
-    if not sampled:
-        return tokens
-    keyed = [draw for draw in draws if draw is not None and not draw.params.greedy]
-    rows = to_device(np.array(sampled, np.int64), x.device)
-    warped = x[rows]
-    keys = to_device(np.array([_signed(draw.key) for draw in keyed], np.int64), x.device)
-    noisy = warped.double() + gumbel_rows(keys, x.shape[1])
-    tokens[rows] = _first_greatest(noisy.masked_fill(~_survivors(warped, keyed), -torch.inf))
+    for rows, sums in _noisy_sums(x, draws, token_ids):
+        tokens[rows] = _first_greatest(sums)
     return tokens
+
+
+def _best(logits: Tensor, draws: Sequence[KeyedDraw], token_ids: Tensor, count: int) -> Tensor:
+    """Columns, scores, and whether all logits are finite. Shapes: float32 [W, V], int64 [V] -> float64 [W, 2 count + 1]."""
+    finite = torch.isfinite(logits).all(1, keepdim=True)
+    x = torch.where(finite, _warped(logits, draws), 0.0)
+    scores = x.double()
+    for rows, sums in _noisy_sums(x, draws, token_ids):
+        scores[rows] = sums
+    ranked = torch.sort(scores, dim=1, descending=True, stable=True)  # equal scores keep the order of their columns
+    scores = ranked.values[:, :count]
+    columns = torch.where(scores > -torch.inf, ranked.indices[:, :count], -1)
+    return torch.cat([columns.double(), scores, finite.double()], 1)
+
+
+def _noisy_sums(x: Tensor, draws: Sequence[KeyedDraw | None], token_ids: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Warped logits and noise of the survivors in rows that are not greedy; one pair of row numbers and sums, or none.
+
+    Shapes: float32 [W, V], int64 [V] -> int64 [R], float64 [R, V].
+    """
+    sampled = [(row, draw) for row, draw in enumerate(draws) if draw is not None and not draw.params.greedy]
+    if not sampled:
+        return
+    rows = to_device(np.array([row for row, _ in sampled], np.int64), x.device)
+    warped, own = x[rows], [draw for _, draw in sampled]
+    sums = warped.double()
+    if any(draw.key is not None for draw in own):
+        keys = to_device(np.array([_signed(draw.key or 0) for draw in own], np.int64), x.device)
+        sums = sums + gumbel_rows(keys, token_ids) * _column(x, [float(draw.key is not None) for draw in own])
+    yield rows, sums.masked_fill(~_survivors(warped, own), -torch.inf)
 
 
 def _first_greatest(x: Tensor) -> Tensor:

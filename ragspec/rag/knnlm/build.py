@@ -19,6 +19,7 @@ from ragspec.errors import ConfigError, ModelError
 from ragspec.numerics.batch import Batch, ScheduledSequence
 from ragspec.numerics.kv_cache import SequenceSlots
 from ragspec.numerics.threads import num_processors, run_in_thread
+from ragspec.numerics.torch.transfer import to_host
 from ragspec.retrieval.encoder import EncoderIdentity, FloatArray
 from ragspec.retrieval.knnlm.datastore import DatastoreSource, write_datastore
 from ragspec.retrieval.knnlm.neighbours import Values, unit_rows
@@ -69,7 +70,7 @@ def hidden_state_keys(target: Target, token_ids: Sequence[int]) -> FloatArray:
         batch.sequences[0].drop()
     finally:
         slots.release()
-    return unit_rows(tapped[FINAL])
+    return unit_rows(to_host(tapped[FINAL]))
 
 
 def _entries(target: Target, chunk: list[int]) -> tuple[FloatArray, Values]:

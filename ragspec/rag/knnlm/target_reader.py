@@ -15,6 +15,7 @@ from ragspec.engine.target import FINAL, Target
 from ragspec.numerics.batch import Batch, ScheduledSequence
 from ragspec.numerics.kv_cache import SequenceSlots
 from ragspec.numerics.threads import AdaptiveThreads
+from ragspec.numerics.torch.transfer import to_host
 from ragspec.retrieval.encoder import FloatArray
 from ragspec.retrieval.knnlm.neighbours import Doubles, softmax, unit_rows
 
@@ -56,4 +57,4 @@ class TargetReader:
         logits, tapped = self._target.forward_tapped(batch.token_ids, batch.metadata, batch.logit_rows, (FINAL,))
         self._threads.end(len(tokens), time.perf_counter() - begin)
         batch.sequences[0].keep()
-        return tapped[FINAL][batch.logit_rows], np.asarray(logits)
+        return to_host(tapped[FINAL])[batch.logit_rows], np.asarray(logits)

@@ -83,8 +83,8 @@ class TargetAndHead(NamedTuple):
             batch = Batch([ScheduledSequence(slots, known)])
             _, tapped = self.target.forward_tapped(known, batch.metadata, batch.logit_rows, self.taps)
             batch.sequences[0].keep()
-            features = np.concatenate([tapped[tap] for tap in self.taps], -1)  # [T - 1, F]
-            yield PrefixPredictions(self, slots, list(prefix_ids), torch.from_numpy(features))
+            features = torch.cat([tapped[tap] for tap in self.taps], -1)  # [T - 1, F]
+            yield PrefixPredictions(self, slots, list(prefix_ids), features)
         finally:
             slots.release()
 
@@ -111,9 +111,7 @@ class PrefixPredictions:
         features = torch.cat([self._features, unread])[None].expand(size, -1, -1)
         last_pair = torch.full((size, 1), len(self._prefix_ids) - 2)
         state = unroll(head, embedded, features, last_pair, num_steps)[-1, :, 0]
-        logits = head.logits(
-            state, lambda states: torch.from_numpy(target.logits_of(states.to(target.embedding.dtype)))
-        )
+        logits = head.logits(state, lambda states: target.logits_of(states.to(target.embedding.dtype)))
         probs, draft_ids = torch.softmax(logits.double(), -1), draft_token_ids(head)
         if draft_ids is None:
             return np.asarray(probs.numpy())
