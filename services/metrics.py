@@ -64,6 +64,7 @@ class Metrics:
         self._by_drafter = counter("ragspec_drafter_accepted_tokens", "Accepted, by who drafted.", "drafter")
         self._guesses = counter("ragspec_drafter_guesses", "Guesses of a next token.", "drafter", "position")
         self._right = counter("ragspec_drafter_right", "Those that were right.", "drafter", "position")
+        self._sentences = counter("ragspec_answer_sentences", "Sentences of answers over passages.", "label")
         self._rejected = counter("ragspec_gate_rejections", "Requests refused at the gate.", "reason")
         self._aborted = counter("ragspec_aborts", "Answers that nobody waited for any more.", "reason")
         self._http = counter("ragspec_http_requests", "Requests.", "method", "route", "status")
@@ -109,6 +110,11 @@ class Metrics:
             for position, (guessed, right) in enumerate(counts):
                 self._guesses.labels(self._model, drafter, str(position)).inc(guessed)
                 self._right.labels(self._model, drafter, str(position)).inc(right)
+
+    def labelled(self, labels: Sequence[str]) -> None:
+        """The labels of an answer's sentences: quoted, supported or unsupported."""
+        for label in labels:
+            self._sentences.labels(self._model, label).inc()
 
     def aborted(self, reason: str) -> None:
         """`reason`: client_gone, client_too_slow or timeout."""

@@ -16,6 +16,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,7 +34,7 @@ from ragspec.cli.quotes import answer_text, excerpt, print_sources
 from ragspec.cli.terminal import cache_folder, safe
 from ragspec.config import IndexConfig, load_config
 from ragspec.core import Citation, Document, FinishReason, GenerationStats, Passage
-from ragspec.rag.answer import Answer, AnswerStats
+from ragspec.rag.answer import Answer, AnswerSentence, AnswerStats
 from ragspec.rag.pipeline import Pipeline
 from ragspec.retrieval.encoder import Encoder, EncoderIdentity, FloatArray
 from ragspec.retrieval.index.store import Store
@@ -554,6 +555,20 @@ def test_quotes_are_marked_with_and_without_colours() -> None:
     assert "«The quoted sentence.»" in plain and "[1] A title (file.txt)" in plain
     coloured = shown(Console(width=80, force_terminal=True, color_system="standard", no_color=False))
     assert "«" not in coloured and "\x1b[1;32mThe quoted sentence.\x1b[0m" in coloured
+
+
+def test_sentences_that_are_no_quotes_are_shown_with_what_supports_them() -> None:
+    """A right short answer without a source; an invented sentence that looks like the others."""
+    text = 'The quoted sentence stands. It has "wings" [1].'
+    labels = (AnswerSentence(0, 27, "supported", "doc#0", 8, 28), AnswerSentence(28, 47, "unsupported"))
+    told = replace(answer(text, (1,), (PASSAGE,)), sentences=labels, unknown_quotations=((36, 41),))
+    console = Console(width=120, force_terminal=False, color_system=None)
+    with console.capture() as capture:
+        print_sources(console, told)
+    lines = [line.strip() for line in capture.get().splitlines()]
+    assert "in no source, though in quotation marks: wings" in lines
+    assert "supported by [1]: The quoted sentence stands.  (The quoted sentence.)" in lines
+    assert 'not found in the passages: It has "wings" [1].' in lines
 
 
 @pytest.mark.parametrize("width", [20, 80, 120])

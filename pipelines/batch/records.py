@@ -7,7 +7,7 @@ of an OpenAI output file; fields that OpenAI does not have stand under `ragspec`
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -23,19 +23,23 @@ if TYPE_CHECKING:  # Why: these imports take seconds, and a job whose rows are a
 
 
 class RowResult(NamedTuple):
-    """The result of a row. The plain form has the fields of `plain`, the OpenAI form has `text`; both have `details`."""
+    """The result of a row. The plain form has the fields of `plain`, the OpenAI form has `text`; both have `details`.
+    `labels`: of an answer's sentences."""
 
     text: str
     finish_reason: FinishReason
     stats: GenerationStats
     plain: Mapping[str, Any]
     details: Mapping[str, Any]
+    labels: Sequence[str] = ()
 
 
 def answer_result(answer: Answer) -> RowResult:
     times = {"retrieve_s": answer.stats.retrieve_s, "prompt_s": answer.stats.prompt_s}
     details = {
         "citations": [asdict(citation) for citation in answer.citations],
+        "sentences": [asdict(sentence) for sentence in answer.sentences],
+        "unknown_quotations": [list(span) for span in answer.unknown_quotations],
         "passages": [passage.id for passage in answer.passages],
         "dropped_passages": [passage.id for passage in answer.dropped_passages],
         "index_generation": answer.stats.index_generation,
@@ -44,7 +48,8 @@ def answer_result(answer: Answer) -> RowResult:
     if answer.logprobs:
         details["logprobs"] = [asdict(logprob) for logprob in answer.logprobs]
     plain = {"question": answer.question, "answer": answer.text}
-    return RowResult(answer.text, answer.finish_reason, answer.stats.generation, plain, details)
+    labels = [sentence.label for sentence in answer.sentences]
+    return RowResult(answer.text, answer.finish_reason, answer.stats.generation, plain, details, labels)
 
 
 def correction_result(correction: Correction) -> RowResult:

@@ -6,6 +6,7 @@ Owns the last line on stdout and the report on stderr.
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,6 +26,7 @@ class Summary:
     """Counts of one run; `num_skipped` rows were answered by earlier runs. `row_noun` names the rows: questions, texts.
 
     `generating_s` begins when engines and index are loaded, the whole run with the command. `price_per_hour`: of one machine.
+    `sentences`: of answers, by label.
     """
 
     row_noun: str
@@ -42,9 +44,11 @@ class Summary:
     stages: Sequence[StageMetrics] = ()
     fingerprints: set[str] = field(default_factory=set)
     ignored_columns: set[str] = field(default_factory=set)
+    sentences: Counter[str] = field(default_factory=Counter)
 
-    def add_answer(self, stats: GenerationStats) -> None:
+    def add_answer(self, stats: GenerationStats, labels: Sequence[str] = ()) -> None:
         self.num_answered += 1
+        self.sentences.update(labels)
         self.num_tokens += stats.num_output_tokens
         self.num_steps += stats.num_steps
         self.num_replays += stats.num_replays
@@ -86,6 +90,7 @@ class Summary:
             "acceptance_length": round(self.acceptance_length, 2),
             "replays": self.num_replays,
             "near_ties": self.num_near_ties,
+            "sentences": dict(self.sentences),
             "elapsed_s": round(elapsed_s, 2),
             "generating_s": round(self.generating_s, 2),
             "machines": self.num_machines,

@@ -114,7 +114,7 @@ class RowLoop:
         line = json.dumps(
             output_record(row, result, Path(self._config.target.model).name, int(time.time())), ensure_ascii=False
         )
-        self._summary.add_answer(result.stats)
+        self._summary.add_answer(result.stats, result.labels)
         return line
 
 

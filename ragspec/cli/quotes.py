@@ -1,12 +1,15 @@
-"""Prints an answer's sources: each cited passage with its quoted spans in colour, or between « and » without colours."""
+"""Prints an answer's sources: each cited passage with its quoted spans in colour, or between « and » without colours; then the
+sentences that are no quotes, each with the passage's sentence that supports it.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 
 from rich.console import Console
+from rich.padding import Padding
 from rich.text import Text
 
 from ragspec.cli.terminal import safe
@@ -14,6 +17,7 @@ from ragspec.core import Citation, Passage
 from ragspec.rag.answer import Answer
 
 QUOTE = "bold green"
+UNSUPPORTED = "bold yellow"
 _AROUND_CHARS = 140
 """Characters of the passage shown before and after a quote."""
 
@@ -27,7 +31,7 @@ def answer_text(answer: Answer) -> Text:
 
 
 def print_sources(console: Console, answer: Answer) -> None:
-    """Prints every cited passage once, in the order of the prompt."""
+    """Prints every cited passage once, in the order of the prompt, then what is not quoted."""
     numbers = {passage.id: number for number, passage in enumerate(answer.passages)}
     cited = sorted(answer.citations, key=lambda c: (numbers[c.passage_id], c.passage_start))
     for passage_id, group in groupby(cited, key=lambda c: c.passage_id):
@@ -38,6 +42,22 @@ def print_sources(console: Console, answer: Answer) -> None:
         for line in text.wrap(console, max(20, console.width - 6)):
             line.rstrip()
             console.print(Text.assemble(("    │ ", "dim"), line), soft_wrap=True)
+    for text in support_lines(answer, numbers):
+        console.print(Padding(text, (0, 0, 0, 2), expand=False))
+
+
+def support_lines(answer: Answer, numbers: Mapping[str, int]) -> Iterator[Text]:
+    """A line for each sentence that is no quote, and for each invented quotation. `numbers`: indices of passages by id."""
+    for start, end in answer.unknown_quotations:
+        yield Text.assemble(("in no source, though in quotation marks: ", UNSUPPORTED), _flat(answer.text[start:end]))
+    for sentence in answer.sentences:
+        text = _flat(answer.text[sentence.start : sentence.end])
+        if sentence.label == "unsupported":
+            yield Text.assemble(("not found in the passages: ", UNSUPPORTED), text)
+        elif sentence.label == "supported":
+            number = numbers[sentence.passage_id]
+            source = _flat(answer.passages[number].text[sentence.passage_start : sentence.passage_end])
+            yield Text.assemble((f"supported by [{number + 1}]: ", "bold"), text, (f"  ({source})", "dim"))
 
 
 def excerpt(passage: Passage, citations: Sequence[Citation], *, marks: bool) -> Text:

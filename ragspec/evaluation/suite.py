@@ -51,6 +51,7 @@ SUITES = {
         "iterative",
         "drafters",
         "verify_cost",
+        "answers",
     )
 } | {name: f"ragspec.evaluation.suites.{name}.suite" for name in ("retrieval", "iterative", "drafters")}
 """The module of each suite."""

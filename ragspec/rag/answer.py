@@ -3,9 +3,26 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from ragspec.core import Citation, FinishReason, GenerationStats, Passage, TokenLogprob
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerSentence:
+    """A sentence of the answer, `text[start:end]`, and what the passages say of it.
+
+    "quoted": without quotation marks, passage numbers and full stop it equals `passage.text[passage_start:passage_end]`.
+    "supported": its words and numbers stand in the sentence `passage.text[passage_start:passage_end]`, which is no quote.
+    "unsupported": neither, which does not make it wrong; `passage_id` is then empty.
+    """
+
+    start: int
+    end: int
+    label: Literal["quoted", "supported", "unsupported"]
+    passage_id: str = ""
+    passage_start: int = 0
+    passage_end: int = 0
 
 
 @dataclass(slots=True)
@@ -63,7 +80,9 @@ class Answer:
     answer has the passages of all its prompts, in the order of first use, and numbers in its text have no meaning.
 
     `dropped_passages` were retrieved but did not fit the context. For every citation `c`, `text[c.start:c.end]` equals the
-    passage's `text[c.passage_start:c.passage_end]`.
+    passage's `text[c.passage_start:c.passage_end]`. `sentences`: every sentence with its label, except one that says that the
+    passages hold no answer; empty without passages. `unknown_quotations`: [start, end) of text inside quotation marks that
+    stands in no passage.
     """
 
     question: str
@@ -75,6 +94,8 @@ class Answer:
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprob, ...]
     stats: AnswerStats
+    sentences: tuple[AnswerSentence, ...] = ()
+    unknown_quotations: tuple[tuple[int, int], ...] = ()
 
     @property
     def is_partial(self) -> bool:

@@ -19,7 +19,7 @@ from ragspec.rag.characters import combining_marks, grapheme_pattern
 
 Span = tuple[int, int]
 
-_IDEOGRAPHS = "\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff"  # scripts without spaces: each character counts as a word
+IDEOGRAPHS = "\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff"  # scripts without spaces: each character counts as a word
 _QUOTED = re.compile(r"“([^“”]+)”|«([^«»]+)»|„([^„“]+)“")
 _MARKER = re.compile(r"[\"”“»’.,;:!?)\s]{0,4}\[(\d{1,3})\]")
 
@@ -56,14 +56,14 @@ def find_citations(
 def _piece() -> re.Pattern[str]:
     """Matches a word, white space, or any other grapheme cluster."""
     mark = f"[{combining_marks()}]"
-    word = rf"[{_IDEOGRAPHS}]{mark}*+|(?:(?![{_IDEOGRAPHS}])\w{mark}*+)++"
+    word = rf"[{IDEOGRAPHS}]{mark}*+|(?:(?![{IDEOGRAPHS}])\w{mark}*+)++"
     return re.compile(rf"(?P<word>{word})|\s++|{grapheme_pattern()}", re.DOTALL)
 
 
 @functools.cache
 def _joined() -> str:
     """A regular expression for characters that continue a word."""
-    return rf"(?:(?![{_IDEOGRAPHS}])[\w{combining_marks()}])"
+    return rf"(?:(?![{IDEOGRAPHS}])[\w{combining_marks()}])"
 
 
 class _Words:
@@ -184,7 +184,7 @@ def _cite(answer: str, start: int, end: int, passages: Sequence[Passage], number
     ranked = range(len(passages))
     for number in [marked, *ranked] if marked in ranked else ranked:
         passage = passages[number]
-        if (at := _find_words(passage.text, text)) is not None:
+        if (at := find_words(passage.text, text)) is not None:
             return Citation(
                 start=start,
                 end=end,
@@ -199,7 +199,7 @@ def _cite(answer: str, start: int, end: int, passages: Sequence[Passage], number
     return None
 
 
-def _find_words(text: str, span: str) -> int | None:
+def find_words(text: str, span: str) -> int | None:
     """The offset in `text` where `span` stands as whole words."""
     if span not in text:
         return None

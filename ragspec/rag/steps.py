@@ -20,8 +20,8 @@ from ragspec.core import Completion, CopySource, Delta, Passage, Request, Sampli
 from ragspec.engine.client import completion_of
 from ragspec.errors import InputError
 from ragspec.rag.answer import Answer, AnswerStats
-from ragspec.rag.citations import find_citations
 from ragspec.rag.prompt import Prompt, PromptBuilder
+from ragspec.rag.support import find_support
 from ragspec.retrieval.retriever import PUBLIC_SCOPE, RetrievalResult
 from ragspec.retrieval.search.filters import parse_filter
 from ragspec.retrieval.search.index_types import SearchResult
@@ -169,16 +169,19 @@ async def collect_completions(engine: EngineLike, request: Request) -> list[Comp
 def build_answer(prepared: PreparedQuestion, completion: Completion) -> Answer:
     """The answer of one choice, with citations of the prompt's passages, by their numbers there."""
     passages, times = prepared.prompt.passages, (prepared.retrieve_s, prepared.prompt_s)
+    support = find_support(completion.text, passages)
     return Answer(
         prepared.user_question,
         completion.text,
-        tuple(find_citations(completion.text, passages)),
+        support.citations,
         passages,
         prepared.dropped_passages,
         completion.finish_reason,
         completion.token_ids,
         completion.logprobs,
         AnswerStats(*times, prepared.generation, completion.stats, missing_segments=prepared.missing),
+        support.sentences,
+        support.unknown_quotations,
     )
 
 

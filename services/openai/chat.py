@@ -25,7 +25,13 @@ from ragspec.retrieval.search.segment_search import SearchScope
 from ragspec.speculation import ON, Speculation
 from services.backend import ServiceBackend
 from services.openai.answer_format import AnswerFormat
-from services.openai.citation_formats import citation_fields, citations_of, passages_of
+from services.openai.citation_formats import (
+    citation_fields,
+    citations_of,
+    passages_of,
+    sentences_of,
+    unknown_quotations_of,
+)
 from services.openai.engine_stream import ChoiceKey, DeltaMailbox, EngineStream
 from services.openai.logprobs import TokenTexts
 from services.openai.request_context import RequestContext
@@ -130,8 +136,9 @@ class ChatFormat(AnswerFormat):
             }
             for index, answer in enumerate(answers)
         ]
-        citations = [each for index, answer in enumerate(answers) for each in self._numbered(answer, index)]
-        return choices, self._turn_fields() | {"citations": citations} | self._kept_field()
+        support = [self._support(answer, index) for index, answer in enumerate(answers)]
+        merged = {name: [each for own in support for each in own[name]] for name in support[0]}
+        return choices, self._turn_fields() | merged | self._kept_field()
 
     def first_chunks(self) -> Sequence[Chunk]:
         role = {"role": "assistant", "content": "", "refusal": None}
@@ -147,7 +154,7 @@ class ChatFormat(AnswerFormat):
         (answer,) = await self._answers([completion])
         choice = _chunk_choice(index, self._citations(answer)) | {"finish_reason": answer.finish_reason.value}
         kept = self._kept_field() if completion.choice == 0 else {}
-        return choice, {"ragspec": {"citations": self._numbered(answer, index)} | kept}
+        return choice, {"ragspec": self._support(answer, index) | kept}
 
     async def _answers(self, completions: Sequence[Completion]) -> list[Answer]:
         """Adds citations and stores the turn; in a thread if there are passages to search or a conversation to write."""
@@ -159,6 +166,7 @@ class ChatFormat(AnswerFormat):
         chat = self.context.backend.chat
         answers = [build_answer(self._ready, completion) for completion in completions]
         for answer, completion in zip(answers, completions, strict=True):
+            self.context.backend.metrics.labelled([sentence.label for sentence in answer.sentences])
             if completion.choice == 0:  # the conversation goes on with the first choice
                 self._is_kept = chat.remember(self._ready, answer)
         return answers
@@ -188,10 +196,15 @@ class ChatFormat(AnswerFormat):
     def _logprobs(self, logprobs: Sequence[TokenLogprob]) -> dict[str, Any] | None:
         return {"content": self._token_texts.chat(logprobs), "refusal": None} if self._body.logprobs else None
 
-    def _numbered(self, answer: Answer, index: int) -> list[dict[str, Any]]:
-        """The answer's citations, with its choice's number if there are several."""
+    def _support(self, answer: Answer, index: int) -> dict[str, list[dict[str, Any]]]:
+        """What the passages say of the answer; each item with its choice's number if there are several."""
         choice = {"choice": index} if len(self.indices) > 1 else {}
-        return [citation | choice for citation in citations_of(answer)]
+        support = {
+            "citations": citations_of(answer),
+            "sentences": sentences_of(answer),
+            "unknown_quotations": unknown_quotations_of(answer),
+        }
+        return {name: [each | choice for each in items] for name, items in support.items()}
 
 
 def _chunk_choice(index: int, delta: dict[str, Any], logprobs: dict[str, Any] | None = None) -> dict[str, Any]:

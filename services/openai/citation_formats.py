@@ -45,6 +45,21 @@ def citations_of(answer: Answer) -> list[dict[str, Any]]:
     ]
 
 
+def sentences_of(answer: Answer) -> list[dict[str, Any]]:
+    """Every sentence with its label, and the passage's span that it quotes or that supports it."""
+    numbers = {passage.id: number for number, passage in enumerate(answer.passages, 1)}
+    fields = ("start", "end", "label", "passage_start", "passage_end")
+    return [
+        {name: getattr(each, name) for name in fields} | {"passage": numbers.get(each.passage_id)}
+        for each in answer.sentences
+    ]
+
+
+def unknown_quotations_of(answer: Answer) -> list[dict[str, int]]:
+    """Spans of the answer inside quotation marks that stand in no passage."""
+    return [{"start": start, "end": end} for start, end in answer.unknown_quotations]
+
+
 def _with_passages(answer: Answer) -> list[tuple[Citation, int, Passage]]:
     """Every citation with its passage and the passage's index."""
     indices = {passage.id: index for index, passage in enumerate(answer.passages)}
@@ -52,7 +67,8 @@ def _with_passages(answer: Answer) -> list[tuple[Citation, int, Passage]]:
 
 
 def _openai(answer: Answer) -> dict[str, Any]:
-    annotations = [
+    """Citations as OpenAI writes them, then annotations of types that OpenAI does not have."""
+    annotations: list[dict[str, Any]] = [
         {
             "type": "url_citation",
             "url_citation": {
@@ -64,6 +80,15 @@ def _openai(answer: Answer) -> dict[str, Any]:
         }
         for citation, _, passage in _with_passages(answer)
     ]
+    for each in sentences_of(answer):
+        passage = answer.passages[each["passage"] - 1] if each["passage"] else None
+        text = passage and passage.text[each["passage_start"] : each["passage_end"]]
+        place = {"start_index": each["start"], "end_index": each["end"]}
+        support = place | {"label": each["label"], "passage": each["passage"], "passage_text": text}
+        annotations.append({"type": "sentence_support", "sentence_support": support})
+    for start, end in answer.unknown_quotations:
+        place = {"start_index": start, "end_index": end}
+        annotations.append({"type": "unknown_quotation", "unknown_quotation": place})
     return {"annotations": annotations}
 
 

@@ -22,12 +22,12 @@ from ragspec.engine.text import IncrementalDetokenizer, detokenize
 from ragspec.errors import InputError
 from ragspec.numerics.noise import random_seed
 from ragspec.rag.answer import Answer, AnswerStats
-from ragspec.rag.citations import find_citations
 from ragspec.rag.iterative.policies import InContextRalm, Policy
 from ragspec.rag.iterative.ralmspec import OnFinal, RalmSpec
 from ragspec.rag.iterative.segments import IterativeRequest, PipelineComponents, SpeculationStep
 from ragspec.rag.prompt import PromptBuilder
 from ragspec.rag.steps import Closeable, EngineLike, default_params, params_of_each, parse_scope
+from ragspec.rag.support import find_support
 from ragspec.retrieval.batching_retriever import SearchBatcher
 from ragspec.retrieval.retriever import Retriever
 from ragspec.retrieval.search.index_types import IndexLike, PassageKey
@@ -210,16 +210,19 @@ class IterativePipeline(Closeable):
         passages = tuple(passage for key, passage in shown.items() if key in fitted)
         generation = _generation_stats(steps, request, len(final.output_ids))
         missing = tuple(sorted(run.missing))
+        support = find_support(text, passages, numbered=False)
         return Answer(
             request.question,
             text,
-            tuple(find_citations(text, passages, numbered=False)),
+            support.citations,
             passages,
             tuple(passage for key, passage in shown.items() if key not in fitted),
             final.finish_reason,
             final.output_ids,
             final.logprobs if request.params.logprobs is not None else (),
             AnswerStats(run.stats.wait_s, 0.0, request.index.generation, generation, run.stats, missing),
+            support.sentences,
+            support.unknown_quotations,
         )
 
 

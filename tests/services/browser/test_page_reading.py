@@ -147,7 +147,7 @@ def test_screen_readers_hear_the_answer_once_and_whole(chat: ChatPage) -> None:
     chat.answered(LONG)
     live.filter(has_text="Rain").wait_for(state="attached")
     assert chat.page.evaluate("window.heard") == [
-        f"Answer: {LONG_ANSWER} Nothing in this answer is quoted word for word."
+        f"Answer: {LONG_ANSWER} Nothing in this answer is quoted word for word. 40 sentences not found in the sources."
     ]
     assert chat.page.locator("#turns [aria-live], #turns [role=log], #turns [role=status]").count() == 0
 

@@ -7,7 +7,7 @@ from openai.types.chat.chat_completion_message import Annotation
 
 from ragspec.core import FinishReason, GenerationStats, Passage
 from ragspec.rag.answer import Answer, AnswerStats
-from ragspec.rag.citations import find_citations
+from ragspec.rag.support import find_support
 from services.openai.citation_formats import citation_fields, citations_of, passages_of
 
 DOCUMENTS = {
@@ -32,21 +32,38 @@ TEXTS = (
 
 def answer(text: str) -> Answer:
     stats = AnswerStats(0.0, 0.0, "1-x", GenerationStats())
-    cited = tuple(find_citations(text, PASSAGES))
-    return Answer("?", text, cited, PASSAGES, (), FinishReason.STOP, (), (), stats)
+    support = find_support(text, PASSAGES)
+    told = (text, support.citations, PASSAGES, (), FinishReason.STOP, (), (), stats)
+    return Answer("?", *told, support.sentences, support.unknown_quotations)
 
 
 @pytest.mark.parametrize("text", TEXTS)
 def test_openai_annotations_span_what_is_cited(text: str) -> None:
     """Offsets counted bytes or UTF-16 units, so that a citation was shifted behind an emoji."""
     told = answer(text)
-    annotations = citation_fields(told, "openai")["annotations"]
+    annotations = [a for a in citation_fields(told, "openai")["annotations"] if a["type"] == "url_citation"]
     assert len(annotations) == len(told.citations)
     for annotation, citation in zip(annotations, told.citations, strict=True):
         url = Annotation.model_validate(annotation).url_citation
         assert DOCUMENTS[citation.document_id].count(text[url.start_index : url.end_index]) >= 1
         assert url.url == (citation.source or citation.document_id)
         assert url.title == f"About {citation.document_id}"
+
+
+def test_openai_annotations_say_what_supports_each_sentence() -> None:
+    """A label without the passage's sentence; an invented quotation that passes for a quote."""
+    text = 'Die Mühle am Fluß steht seit 1874 [1]. It stood still. It says "nothing at all".'
+    annotations = citation_fields(answer(text), "openai")["annotations"]
+    support = [each["sentence_support"] for each in annotations if each["type"] == "sentence_support"]
+    assert [(each["label"], each["passage"]) for each in support] == [
+        ("supported", 1),
+        ("unsupported", None),
+        ("unsupported", None),
+    ]
+    assert support[0]["passage_text"] == "Die Mühle 🏭 am Fluß steht seit 1874."
+    assert text[support[1]["start_index"] : support[1]["end_index"]] == "It stood still."
+    (unknown,) = [each["unknown_quotation"] for each in annotations if each["type"] == "unknown_quotation"]
+    assert text[unknown["start_index"] : unknown["end_index"]] == "nothing at all"
 
 
 def test_the_texts_of_these_tests_are_cited() -> None:

@@ -48,6 +48,9 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
         yield running
 
 
+ANNOTATIONS = ("url_citation", "sentence_support", "unknown_quotation")
+
+
 def ask(service: Service, question: str, **options: Any) -> dict[str, Any]:
     body = {"model": "reference", "messages": [{"role": "user", "content": question}], "max_tokens": 64, "seed": 1}
     with service.client() as client:
@@ -63,9 +66,12 @@ def test_quotes_are_cited_word_for_word_in_every_dialect(service: Service, quest
     told = ask(service, question)
     message, passages = told["choices"][0]["message"], told["ragspec"]["passages"]
     content, citations = message["content"], told["ragspec"]["citations"]
-    assert citations and len(message["annotations"]) == len(citations)
-    for citation, annotation in zip(citations, message["annotations"], strict=True):
-        cited, url = content[citation["start"] : citation["end"]], annotation["url_citation"]
+    of_type = {kind: [a[kind] for a in message["annotations"] if a["type"] == kind] for kind in ANNOTATIONS}
+    assert citations and len(of_type["url_citation"]) == len(citations)
+    assert len(of_type["sentence_support"]) == len(told["ragspec"]["sentences"]) > 0
+    assert of_type["sentence_support"][0]["label"] == "quoted" and not of_type["unknown_quotation"]
+    for citation, url in zip(citations, of_type["url_citation"], strict=True):
+        cited = content[citation["start"] : citation["end"]]
         assert content[url["start_index"] : url["end_index"]] == cited
         assert url["url"] == f"https://example.org/{citation['document_id']}"
         assert TEXTS[citation["document_id"]][citation["document_start"] : citation["document_end"]] == cited
@@ -90,5 +96,6 @@ def test_drafts_of_quotes_change_no_text(service: Service, temperature: float) -
         drafted = ask(service, question, temperature=temperature, metrics=True)
         plain = ask(service, question, temperature=temperature, speculation=False)
         assert drafted["choices"] == plain["choices"]
-        assert drafted["ragspec"]["citations"] == plain["ragspec"]["citations"]
+        for name in ("citations", "sentences", "unknown_quotations"):
+            assert drafted["ragspec"][name] == plain["ragspec"][name]
         assert temperature or drafted["metrics"]["speculative_decoding"]["accepted_by_source"]["passage"] > 0

@@ -3,6 +3,7 @@
 import { el, plural } from "./dom.js";
 import { coloursOf } from "./sources.js";
 import { misplaced, piecesOf } from "./spans.js";
+import { verdictText } from "./support.js";
 
 /** The number that the answer itself writes behind a quote, as in `"..." [2]`; 0: none. */
 function markerBehind(pieces, index) {
@@ -13,10 +14,12 @@ function markerBehind(pieces, index) {
 /** Fills `place` with the answer. Pointing at a quote, or reaching it with Tab, shows it in its passage. */
 export class Quotes {
   #links = []; // {link, number}
+  #reply;
   #sources;
 
   constructor(place, reply, sources) {
     this.#sources = sources;
+    this.#reply = reply;
     const colours = coloursOf(reply.passages);
     const pieces = piecesOf(reply.text, reply.passages, reply.citations);
     this.numQuotes = pieces.filter((piece) => piece.kind === "quote").length;
@@ -31,15 +34,13 @@ export class Quotes {
     }
   }
 
-  /** What was found when spans and passages were compared, for below the answer. */
+  /** What the sources say of the answer, for below it; or that a quote is not what its source says. */
   verdict() {
     if (this.numBroken) {
       const message = `${plural(this.numBroken, "quote")} in this answer: not what the source says.`;
       return el("p", { class: "verdict broken", role: "alert" }, message);
     }
-    if (!this.numQuotes) return el("p", { class: "verdict" }, "Nothing in this answer is quoted word for word.");
-    const whole = `${plural(this.numQuotes, "quote")}, compared with the source${this.numQuotes === 1 ? "" : "s"}: identical.`;
-    return el("p", { class: "verdict same" }, whole);
+    return el("p", { class: this.numQuotes ? "verdict quoted" : "verdict" }, verdictText(this.#reply, this.numQuotes));
   }
 
   #nodeOf(piece, marked, colours) {

@@ -7,6 +7,8 @@ export class Reply {
   question = ""; // what was looked for: a follow-up made to stand alone
   passages = [];
   citations = [];
+  sentences = []; // what the passages say of each sentence: quoted, supported, unsupported
+  unknownQuotations = []; // spans inside quotation marks that are in no passage
   finish = ""; // why it ended: stop, length; "" while it runs
   usage = null;
   metrics = null; // the server's own figures, for keys that may see them
@@ -80,6 +82,8 @@ export class Reply {
     this.question = said.question ?? this.question;
     this.passages = said.passages ?? this.passages;
     this.citations = said.citations ?? this.citations;
+    this.sentences = said.sentences ?? this.sentences;
+    this.unknownQuotations = said.unknown_quotations ?? this.unknownQuotations;
     this.droppedPassages = said.dropped_passages ?? this.droppedPassages;
     this.droppedTurns = said.dropped_turns ?? this.droppedTurns;
     this.missing = said.missing_segments ?? this.missing;

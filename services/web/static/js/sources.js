@@ -16,6 +16,7 @@ export function coloursOf(passages) {
 export class Sources {
   #cards = new Map(); // passage number -> {card, button, text, count, passage, citations}
   #onPressed;
+  #head;
   #kept = null; // the citation that was gone to
 
   /** `onPressed(number, pressed)`: a passage was chosen, so that all its quotes in the answer light up. */
@@ -23,17 +24,20 @@ export class Sources {
     this.#onPressed = onPressed;
     const colours = coloursOf(passages);
     const cards = passages.map((passage) => this.#cardOf(passage, turnId, colours.get(passage.number)));
-    const head = el("h3", { id: `${turnId}-sources` }, plural(passages.length, "source"));
+    const head = el("h3", { id: `${turnId}-sources` }, `${plural(passages.length, "passage")} found`);
+    this.#head = head;
     const list = el("ol", { class: "passages" }, ...cards);
     const labels = { "aria-labelledby": head.id, id: `${turnId}-passages`, tabindex: "0" };
     this.element = el("aside", { class: "sources", ...labels, onfocusout: (event) => this.#left(event) }, head, list);
   }
 
-  /** The finished answer's quotes, each beside its passage. */
-  setCitations(citations) {
+  /** The finished answer's quotes, each beside its passage. `used`: the numbers of quoted and of supporting passages. */
+  setCitations(citations, used) {
+    this.#head.textContent = `${plural(used.size, "source")} used`;
     for (const [number, entry] of this.#cards) {
       entry.citations = citations.filter((citation) => citation.passage === number);
-      entry.count.textContent = entry.citations.length ? plural(entry.citations.length, "quote") : "not quoted";
+      const kind = used.has(number) ? "supports" : "not used";
+      entry.count.textContent = entry.citations.length ? plural(entry.citations.length, "quote") : kind;
       entry.card.classList.toggle("quoted", entry.citations.length > 0);
       this.#render(entry, entry.citations, false);
     }

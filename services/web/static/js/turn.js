@@ -5,6 +5,7 @@ import { figures, sharesBar } from "./figures.js";
 import { noticeOf } from "./notice.js";
 import { Quotes } from "./quotes.js";
 import { Sources } from "./sources.js";
+import { supportList, usedPassages } from "./support.js";
 
 const NOTHING_FOUND = "No passage was found for this question.";
 let count = 0;
@@ -48,12 +49,12 @@ export class TurnView {
     this.answer.setAttribute("aria-busy", "false");
     if (!this.#sources) this.#showSources(reply);
     this.#quotes = new Quotes(this.answer, reply, this.#sources);
-    if (!stopped) this.#sources.setCitations(reply.citations);
+    if (!stopped) this.#sources.setCitations(reply.citations, usedPassages(reply));
     if (!reply.text) this.answer.append(el("span", { class: "waiting" }, stopped ? "" : "The answer is empty."));
     const remarks = this.#remarks(stopped, reply);
     if (!stopped) remarks.push(this.#quotes.verdict());
     const outcome = el("div", { class: "outcome" }, el("div", { class: "remarks" }, ...remarks), this.#actions(stopped));
-    this.under.replaceChildren(outcome, figures(reply), sharesBar(reply) ?? "");
+    this.under.replaceChildren(outcome, (!stopped && supportList(reply)) || "", figures(reply), sharesBar(reply) ?? "");
     if (aloud) announce(`Answer: ${reply.text} ${remarks.map((remark) => remark.textContent).join(" ")}`);
   }
 

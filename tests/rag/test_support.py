@@ -1,0 +1,130 @@
+"""Labels of sentences: what is quoted is equal to its source, what is supported survives no alteration."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ragspec.core import Passage
+from ragspec.evaluation.suites.altered_sentences import alterations, is_equal, measure_alterations, statements
+from ragspec.rag.support import find_support
+
+MILL = (
+    "The old mill, which was built in 1874, opens at nine on weekdays. It does not open on Sundays. "
+    'Anna bought the mill from Bert in 1990. He said "the door is blue" to her. '
+    "Visitors may enter the yard if the gate is open; the tower was closed after Carol met Dora, who feared heights."
+)
+RIVER = "The river, in spring, flows past the old mill. It isn't deep. 川は深くない。"
+PASSAGES = [Passage("mill", 0, MILL, 0, len(MILL)), Passage("river", 0, RIVER, 0, len(RIVER))]
+
+
+def labelled(answer: str) -> list[tuple[str, str]]:
+    return [(answer[s.start : s.end], s.label) for s in find_support(answer, PASSAGES).sentences]
+
+
+@pytest.mark.parametrize(
+    ("sentence", "label"),
+    [
+        ('"The old mill, which was built in 1874, opens at nine on weekdays." [1]', "quoted"),
+        ("It does not open on Sundays [1].", "quoted"),
+        ("- It does not open on Sundays.", "quoted"),
+        ('According to passage 1, "It does not open on Sundays."', "quoted"),
+        ("“川は深くない。” [2]", "quoted"),
+        ("The mill opens at nine [1].", "supported"),
+        ("The mill was built in 1874.", "unsupported"),  # true, but "which was built" hangs on another word
+        ("Mill opens at nine on weekdays", "supported"),
+        ("The river flows past the mill [2].", "supported"),
+        ("The river flows past the old mill [1].", "unsupported"),  # the wrong passage
+        ("The mill opens at ten.", "unsupported"),
+        ("The mill opens on Sundays.", "unsupported"),
+        ("It opens on Sundays.", "unsupported"),
+        ("The river is deep.", "unsupported"),
+        ("Bert bought the mill from Anna.", "unsupported"),
+        ("Anna bought the mill in 1990.", "unsupported"),  # leaves a name out
+        ("Carol feared heights.", "unsupported"),
+        ("Visitors may enter a yard.", "unsupported"),  # leaves the condition out
+        ("Visitors enter the yard if the gate is open.", "unsupported"),  # leaves the permission out
+        ("It rained.", "unsupported"),
+    ],
+)
+def test_a_sentence_is_supported_if_its_words_stand_in_one_sentence(sentence: str, label: str) -> None:
+    """Words of two sentences that are read as one; a condition or negation that is lost."""
+    ((_, found),) = labelled(sentence)
+    assert found == label
+
+
+def test_a_short_answer_is_looked_up_in_its_quote() -> None:
+    """A short answer without a citation; a number of another sentence that passes for the answer."""
+    quote = '"The old mill, which was built in 1874, opens at nine on weekdays." [1] – '
+    assert [label for _, label in labelled(f"{quote}nine.")] == ["quoted", "supported"]
+    assert labelled(f"{quote}1990.")[1] == ("1990.", "unsupported")
+
+
+def test_an_abstention_and_an_answer_without_passages_have_no_labels() -> None:
+    """A service that says nothing was found, marked as a claim that is not supported."""
+    assert labelled("The passages do not say.") == []
+    assert find_support("It rained.", []).sentences == ()
+
+
+@pytest.mark.parametrize(
+    ("answer", "unknown"),
+    [
+        ('He said "the door is blue".', []),
+        ('He said "the gate is red" and "the door is blue".', ["the gate is red"]),
+        ('"He said "the door is blue" to her." [1]', []),
+        ('It is "Red".', ["Red"]),
+        ('She says:"No."', ["No."]),
+        (
+            "“the river flows” and „der Fluss“ and «la rivière» 他说「不知道」",
+            ["the river flows", "der Fluss", "la rivière", "不知道"],
+        ),
+        ('"The old mill, which was bu', []),  # cut off
+        ('"The new mill, which was bu', ["The new mill, which was bu"]),
+        ('"mil"', ["mil"]),
+        ('5" wide and 6" long', []),
+        ('""" " "', []),
+    ],
+)
+def test_invented_quotations_are_found(answer: str, unknown: list[str]) -> None:
+    """Text in quotation marks that nobody wrote, shown like a quote."""
+    assert [answer[start:end] for start, end in find_support(answer, PASSAGES).unknown_quotations] == unknown
+
+
+@settings(deadline=None, max_examples=200)
+@given(
+    st.lists(
+        st.sampled_from([*MILL.split(), *RIVER.split(), '"', "[1]", "[2].", "–", "not", "1990", "🌊"]), max_size=24
+    )
+)
+def test_what_is_called_quoted_is_equal_to_its_source(words: list[str]) -> None:
+    """A sentence that is called a quote and differs from its source by a character."""
+    answer, by_id = " ".join(words), {passage.id: passage for passage in PASSAGES}
+    support = find_support(answer, PASSAGES)
+    for sentence in support.sentences:
+        if sentence.label == "quoted":
+            assert is_equal(answer, sentence, by_id[sentence.passage_id])
+    spans = [(sentence.start, sentence.end) for sentence in support.sentences]
+    assert spans == sorted(spans) and all(start < end <= len(answer) for start, end in spans)
+
+
+TEXTS = (
+    "In 1887, the engineer Nikola Tesla developed an induction motor that ran on alternating current. "
+    "Westinghouse did not license the small motor before 1888.",
+    "The Amazon River, in the northern part of South America, is longer than the Rhine by a wide margin.",
+    "The harbour of Sydney has a very large bridge. It was opened by Jack Lang in 1932.",
+)
+
+
+def test_alterations_of_supported_sentences_are_unsupported() -> None:
+    """A rule that counts words: the altered number, name, negation or order keeps its label."""
+    passages = [Passage(f"t{n}", 0, text, 0, len(text)) for n, text in enumerate(TEXTS)]
+    made = list(statements(passages))
+    assert len(made) == 3
+    kinds = {each.kind for statement in made for each in alterations(statement, random.Random(0))}
+    assert kinds == {"number", "name", "negation", "exchange"}
+    measured = measure_alterations(passages, 500, 0)
+    assert measured["num_altered"] >= 8 and measured["altered_still_supported"] == 0.0
+    assert measured["invented_marked"] == measured["quoted_confirmed"] == 1.0
