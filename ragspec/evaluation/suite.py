@@ -53,7 +53,7 @@ SUITES = {
         "verify_cost",
         "answers",
     )
-} | {name: f"ragspec.evaluation.suites.{name}.suite" for name in ("retrieval", "iterative", "drafters")}
+} | {name: f"ragspec.evaluation.suites.{name}.suite" for name in ("retrieval", "iterative", "drafters", "answers")}
 """The module of each suite."""
 OPTIONS = ("forced", "full", "reranker", "heads")
 """Settings that only the suites that name them understand."""

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ragspec.core import Passage
-from ragspec.evaluation.suites.altered_sentences import alterations, is_equal, measure_alterations, statements
+from ragspec.evaluation.suites.answers.altered_sentences import alterations, is_equal, measure_alterations, statements
 from ragspec.rag.support import find_support
 
 MILL = (

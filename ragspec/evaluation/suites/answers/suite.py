@@ -13,7 +13,7 @@ from ragspec.core import Passage
 from ragspec.evaluation.datasets import held_out_articles
 from ragspec.evaluation.report import Metric, Result, Table, at_least, at_most, equal_to
 from ragspec.evaluation.suite import Outcome, Settings, Suite
-from ragspec.evaluation.suites.altered_sentences import KINDS, measure_alterations
+from ragspec.evaluation.suites.answers.altered_sentences import KINDS, measure_alterations
 from ragspec.evaluation.timing import Tick
 from ragspec.training.documentation import documentation_questions
 
