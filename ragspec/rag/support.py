@@ -27,6 +27,8 @@ _MARKERS = re.compile(r"(?:[\s,;]*\[\d{1,3}\])+[.;:]?")
 _NUMBER = re.compile(r"\[(\d{1,3})\]")
 _SHORT_ANSWER = re.compile(r"(?:[\s,;]*\[\d{1,3}\])+\s*[–—-]\s")
 """Ends the quote and begins the short answer in the format of `ragspec.rag.wording`."""
+_LEAD_IN = re.compile(r"(?<=:)\s+(?=[\"“„«「])")
+"""Ends the words before a quote, which are a sentence of their own."""
 _DASHES = ("–", "—", "-")
 _EDGE = " \t\r\n\"'“”„«»‘’「」*–—"
 _BULLET = re.compile(r"(?:[-*•]|\d{1,3}[.)])\s+")
@@ -87,7 +89,7 @@ def label_sentences(
     labelled: list[AnswerSentence] = []
     for start, end, numbers, is_short in _statements(answer):
         left, right = _core(answer, start, end)
-        if answer[left:right] == ABSTENTION.rstrip("."):
+        if left == right or answer[left:right] == ABSTENTION.rstrip("."):
             continue
         named = {passages[number - 1].id for number in numbers if 0 < number <= len(passages)} if numbered else set()
         usable = [source for source in sources if not named or source.passage.id in named]
@@ -125,7 +127,8 @@ def _stands_in(quotation: str, passages: Sequence[Passage]) -> bool:
 def _statements(answer: str) -> Iterator[tuple[int, int, list[int], bool]]:
     """Sentences without the passage numbers around them, these numbers, and whether it is the short answer behind a quote."""
     found: list[tuple[int, int, list[int], bool]] = []
-    borders = [0, *(match.start() for match in _SHORT_ANSWER.finditer(answer)), len(answer)]
+    inside = [match.start() for pattern in (_SHORT_ANSWER, _LEAD_IN) for match in pattern.finditer(answer)]
+    borders = [0, *sorted(inside), len(answer)]
     for start, end in [span for left, right in pairwise(borders) for span in sentences(answer, left, right)]:
         numbers: list[int] = []
         is_short = False

@@ -63,6 +63,13 @@ def test_a_short_answer_is_looked_up_in_its_quote() -> None:
     assert labelled(f"{quote}1990.")[1] == ("1990.", "unsupported")
 
 
+def test_words_before_a_quote_are_a_sentence_of_their_own() -> None:
+    """A quote that counts as unsupported because of what leads to it; a lead-in that passes for quoted."""
+    quote = '"It does not open on Sundays." [1]'
+    assert labelled(f"It is sad: {quote}") == [("It is sad:", "unsupported"), (quote[:-4], "quoted")]
+    assert labelled(f"The document says: {quote}") == [(quote[:-4], "quoted")]
+
+
 def test_an_abstention_and_an_answer_without_passages_have_no_labels() -> None:
     """A service that says nothing was found, marked as a claim that is not supported."""
     assert labelled("The passages do not say.") == []
