@@ -12,6 +12,7 @@ import dataclasses
 import json
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -31,12 +32,13 @@ from ragspec.retrieval.encoder import Encoder, TextEncoder
 from ragspec.retrieval.index.manifest import Manifest
 from ragspec.retrieval.index.pointer import CURRENT
 from ragspec.retrieval.index.writer import PASSAGES_PER_ENCODE, IndexWriter
-from ragspec.retrieval.reading import SUFFIXES, find_files, input_root
+from ragspec.retrieval.reading import SUFFIXES, find_files, input_root, passed_over
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 _console = Console(stderr=True)
 
 _PASSAGES_PER_COMMIT = 16_384
+_SHOWN_KINDS = 8
 _SHOWN_DUPLICATES = 20
 _INPUTS_HELP = f"Files, folders or quoted patterns: {' '.join(sorted(SUFFIXES))}"
 
@@ -104,11 +106,12 @@ def main(
             writer.delete_unseen()
             ingest.retry_duplicates()
             writer.flush()
-            _warn(ingest.report)
+            others = Counter(path.suffix.lower() or path.name for path in passed_over(inputs))
+            _warn(ingest.report, others)
             if rebuild and writer.is_empty():
                 raise InputError("nothing of these inputs could be indexed, so the index stays as it is")
             manifest = None if dry_run else writer.commit()
-    summary = summary_of(manifest, ingest.report, writer, time.monotonic() - begin)
+    summary = summary_of(manifest, ingest.report, writer, time.monotonic() - begin) | {"passed_over": dict(others)}
     print(json.dumps({"index_dir": str(index), "dry_run": dry_run, **summary}))
     if strict and ingest.report.skipped:
         raise typer.Exit(1)
@@ -147,13 +150,18 @@ def _encoder(config: EncoderConfig, dry_run: bool, num_workers: int) -> Iterator
             yield pool, pool.texts_at_once
 
 
-def _warn(report: IngestReport) -> None:
+def _warn(report: IngestReport, others: Counter[str]) -> None:
+    """`others`: how many files of each suffix cannot be read."""
     num_hidden = len(report.duplicates) - _SHOWN_DUPLICATES
     warnings = [f"skipped: {reason}" for reason in report.skipped.values()]
     for document_id in list(report.duplicates)[:_SHOWN_DUPLICATES]:
         warnings.append(f"duplicate: {document_id} has the text of another document and was left out")
     if num_hidden > 0:
         warnings.append(f"and {num_hidden} more duplicates (--keep-duplicates indexes them)")
+    if others:
+        kinds = ", ".join(f"{suffix} ({count})" for suffix, count in others.most_common(_SHOWN_KINDS))
+        more = f" and {len(others) - _SHOWN_KINDS} more kinds" if len(others) > _SHOWN_KINDS else ""
+        warnings.append(f"passed over: {others.total()} files of kinds that cannot be read: {kinds}{more}")
     for warning in warnings:
         _console.print(safe(warning), style="yellow", markup=False, highlight=False, soft_wrap=True)
 

@@ -10,7 +10,7 @@ import pytest
 
 from ragspec.core import Document
 from ragspec.errors import InputError
-from ragspec.retrieval.reading import find_files, read_documents, read_file
+from ragspec.retrieval.reading import find_files, passed_over, read_documents, read_file
 
 
 @pytest.fixture
@@ -259,3 +259,23 @@ def test_rows_of_csv_without_a_text_column(tmp_path: Path) -> None:
         ),
         Document("p:4", "name: nut", metadata={"name": "nut"}),
     ]
+
+
+def test_readmes_without_a_suffix_are_read_and_other_files_are_named(tmp_path: Path) -> None:
+    """The one file that says what a folder is about was left out; nobody was told what else was."""
+    for name in ("README", "NEWS.Debian", "logo.png", "sub/data.bin", ".hidden.png", "Makefile"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("The mill opens at nine.")
+    found = find_files([tmp_path])
+    assert [path.name for path, _ in found] == ["NEWS.Debian", "README"]
+    assert [path.name for path in passed_over([tmp_path])] == ["Makefile", "logo.png", "data.bin"]
+    assert next(read_file(tmp_path / "README", "README")).text == "The mill opens at nine."
+
+
+def test_a_binary_file_with_the_name_of_a_text_is_refused(tmp_path: Path) -> None:
+    """Noise that is encoded, indexed and quoted."""
+    (tmp_path / "program.txt").write_bytes(bytes(range(1, 32)) * 8 + b"abc")
+    with pytest.raises(InputError, match="is no text, whatever its name says"):
+        list(read_file(tmp_path / "program.txt", "program.txt"))
+    (tmp_path / "form.txt").write_text("Page one.\n\x0cPage two.")
+    assert next(read_file(tmp_path / "form.txt", "form.txt")).text == "Page one.\n\x0cPage two."

@@ -27,6 +27,29 @@ def titles(document: Document) -> list[tuple[int, str, int]]:
     return [(heading.level, heading.text, heading.start) for heading in document.headings]
 
 
+BODY = "The mill opens at nine on weekdays and closes when the wheel stands still. " * 4
+
+
+@pytest.mark.parametrize("opening", ["<main>", '<div class="body" role="main">'])
+def test_a_page_with_a_main_part_is_that_part(tmp_path: Path, opening: str) -> None:
+    """Menus, permalinks and footers came back as answers."""
+    closing = "</main>" if opening == "<main>" else "</div>"
+    document = page(
+        tmp_path,
+        f"""<title>Hours</title><div class="sidebar"><ul><li>Home<li>Contact</ul></div>{opening}
+        <div><h1>Hours<a class="anchor" href="#h" title="Permalink to this headline">#</a></h1><p>{BODY}</p></div>
+        <blockquote>Open!<footer>The miller</footer></blockquote>{closing}<div>Copyright 1874</div><footer>All rights</footer>""",
+    )
+    assert document.text == f"Hours\n\n{BODY.strip()}\n\nOpen!\n\nThe miller"
+    assert document.title == "Hours" and titles(document) == [(1, "Hours", 0)]
+
+
+def test_a_main_part_with_hardly_any_text_is_not_all_of_a_page(tmp_path: Path) -> None:
+    """A page whose text stands beside an empty main part was lost."""
+    document = page(tmp_path, f"<main><p>Loading</p></main><p>{BODY}</p><footer>All rights</footer>")
+    assert document.text == f"Loading\n\n{BODY.strip()}"
+
+
 def test_a_web_page_reads_as_it_is_seen(tmp_path: Path) -> None:
     """Menus and scripts were found in place of the text; words on both sides of a tag ran together or apart."""
     document = page(

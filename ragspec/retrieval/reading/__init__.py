@@ -9,6 +9,6 @@ footnotes of .docx files, pictures, or scanned text.
 """
 
 from ragspec.retrieval.reading.file_reader import read_documents, read_file
-from ragspec.retrieval.reading.file_search import ROW_SUFFIXES, SUFFIXES, find_files, input_root
+from ragspec.retrieval.reading.file_search import ROW_SUFFIXES, SUFFIXES, find_files, input_root, passed_over
 
-__all__ = ["ROW_SUFFIXES", "SUFFIXES", "find_files", "input_root", "read_documents", "read_file"]
+__all__ = ["ROW_SUFFIXES", "SUFFIXES", "find_files", "input_root", "passed_over", "read_documents", "read_file"]

@@ -14,6 +14,11 @@ from ragspec.errors import InputError
 ROW_SUFFIXES = frozenset(".jsonl .csv .tsv".split())
 """Files in which each row is one document."""
 SUFFIXES = ROW_SUFFIXES | frozenset(".txt .md .markdown .rst .html .htm .xhtml .pdf .docx".split())
+_READMES = frozenset(
+    "authors changelog changes contributing copying copyright faq hacking history install licence license news notes notice "
+    "readme release thanks todo".split()
+)
+_README_SUFFIXES = frozenset({"", ".debian", ".source"})
 _KINDS = ", ".join(sorted(SUFFIXES))
 _MAGIC = frozenset("*?[")
 
@@ -40,6 +45,25 @@ def find_files(inputs: Iterable[str | Path], allow_none: bool = False) -> list[t
     return [(path, name) for name, path in found.items()]
 
 
+def passed_over(inputs: Iterable[str | Path]) -> list[Path]:
+    """The files below the inputs' folders that are of no kind to read, in a fixed order; hidden files are not counted."""
+    folders = [Path(given) for given in inputs if Path(given).is_dir()]
+    found = {
+        file
+        for folder in folders
+        for file in _walk(folder)
+        if not _is_hidden(file, folder) and not is_readable(file) and file.is_file()
+    }
+    return sorted(found)
+
+
+def is_readable(file: Path) -> bool:
+    """By its suffix, or by its name: README, INSTALL and the like are text without a suffix."""
+    suffix = file.suffix.lower()
+    is_readme = file.name.partition(".")[0].lower() in _READMES and suffix in _README_SUFFIXES
+    return suffix in SUFFIXES or is_readme
+
+
 def input_root(given: str | Path) -> Path:
     """The resolved folder or file that contains all files of an input."""
     path = Path(given)
@@ -57,7 +81,7 @@ def _search(given: Path, allow_none: bool) -> list[tuple[Path, str]]:
     if given.is_dir():
         return _named(given, _walk(given), "" if allow_none else f"{given} holds no file to index ({_KINDS})")
     if given.exists():
-        if given.suffix.lower() not in SUFFIXES:
+        if not is_readable(given):
             raise InputError(f"{given} is of no kind that can be indexed ({_KINDS})")
         if not given.is_file():  # Why: opening a named pipe waits for ever
             raise InputError(f"{given} is not a plain file")
@@ -101,5 +125,8 @@ def _matches(fixed: Path, pattern: str) -> Iterator[Path]:
 
 
 def _is_wanted(file: Path, folder: Path) -> bool:
-    hidden = any(part.startswith(".") for part in file.relative_to(folder).parts)
-    return not hidden and file.suffix.lower() in SUFFIXES and file.is_file()
+    return not _is_hidden(file, folder) and is_readable(file) and file.is_file()
+
+
+def _is_hidden(file: Path, folder: Path) -> bool:
+    return any(part.startswith(".") for part in file.relative_to(folder).parts)

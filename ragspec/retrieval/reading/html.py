@@ -1,4 +1,4 @@
-"""Web pages: their visible text, as blocks, list items and table rows.
+"""Web pages: their visible text, as blocks, list items and table rows; of a page that marks its main part, that part alone.
 
 Why no tree: in old pages with unclosed paragraphs every paragraph nests in the previous one, and building such a tree takes time
 quadratic in their number. Beautiful Soup detects the encoding.
@@ -29,6 +29,16 @@ _EMPTY = frozenset("area base br col embed hr img input link meta param source t
 _HIDDEN = frozenset(
     "audio button canvas datalist iframe nav noscript object script select style svg template textarea title video".split()
 )
+_APART = frozenset({"banner", "contentinfo", "navigation", "search"})
+"""Roles of what is not the page's own text."""
+_APART_CLASSES = frozenset(
+    "anchorjs-link breadcrumb breadcrumbs cookie-banner hash-link header-anchor headerlink heading-anchor mw-editsection navbar "
+    "permalink skip-link sphinxsidebar".split()
+)
+_PERMALINK = re.compile(r"perma(?:nent )?link|link to this|skip to", re.IGNORECASE)
+_PARTS = frozenset({"article", "blockquote", "main", "section"})
+"""A footer inside them belongs to the text."""
+_LEAST_MAIN_CHARS = 200
 _INVISIBLE = re.compile(r"display\s*:\s*none|visibility\s*:\s*hidden", re.IGNORECASE)
 _SPACE = re.compile(r"\s+")
 
@@ -50,10 +60,17 @@ _NEAREST = 100
 
 def read_html(path: Path) -> ParsedFile:
     check_size(path)
-    page = _Page()
     with silence_logger("bs4"):
-        page.feed(_tame(_decoded(path)))
-    return page.finished()
+        markup = _tame(_decoded(path))
+    page = _Page()
+    page.feed(markup)
+    found = page.finished()
+    if not page.has_main:
+        return found
+    main = _Page(main_only=True)
+    main.feed(markup)
+    part = main.finished()
+    return part._replace(title=part.title or found.title) if len(part.text) >= _LEAST_MAIN_CHARS else found
 
 
 def _decoded(path: Path) -> str:
@@ -79,10 +96,13 @@ def _tame(markup: str) -> str:
 
 
 class _Page(HTMLParser):
-    """Collects the text between the boundaries of blocks."""
+    """Collects the text between the boundaries of blocks. `main_only`: of the element `main` or of the role alone."""
 
-    def __init__(self) -> None:
+    def __init__(self, main_only: bool = False) -> None:
         super().__init__(convert_charrefs=True)
+        self.has_main = False
+        self._main_only = main_only
+        self._main_depth = 0  # number of open tags when the main part opened; 0: outside
         self._builder = TextBuilder()
         self._open: list[str] = []  # tags, outermost first
         self._num_open: Counter[str] = Counter()
@@ -108,12 +128,14 @@ class _Page(HTMLParser):
             self._num_open[tag] += 1
         if self._hidden_depth:
             return
-        if _is_hidden(tag, dict(attrs)):
+        if _is_hidden(tag, dict(attrs)) or (tag == "footer" and not any(self._num_open[part] for part in _PARTS)):
             self._hidden_depth = 0 if tag in _EMPTY else len(self._open)
         elif tag == "br":
             self._line.append("\n")
         else:
             self._enter(tag)
+            if not self._main_depth and (tag == "main" or ("role", "main") in attrs):
+                self.has_main, self._main_depth = True, len(self._open)
 
     def handle_endtag(self, tag: str) -> None:
         if self._num_open[tag]:
@@ -149,6 +171,9 @@ class _Page(HTMLParser):
                 self._leave(self._open[-1])
             elif len(self._open) == self._hidden_depth:
                 self._hidden_depth = 0
+            if len(self._open) == self._main_depth:
+                self._end_block()
+                self._main_depth = 0
             self._num_open[self._open.pop()] -= 1
 
     def _enter(self, tag: str) -> None:
@@ -179,6 +204,10 @@ class _Page(HTMLParser):
         elif tag in ("ol", "ul"):
             self._items.pop()
 
+    def _add(self, block: str, level: int = 0, gap: str = "\n\n") -> None:
+        if self._main_depth or not self._main_only:
+            self._builder.add(block, level, gap)
+
     def _begin_item(self) -> None:
         is_numbered = bool(self._items) and self._items[-1] >= 0
         if is_numbered:
@@ -189,7 +218,7 @@ class _Page(HTMLParser):
         self._row = None
         self._line.clear()
         if any(cells):
-            self._builder.add(f"| {' | '.join(cells)} |", gap=self._gap)
+            self._add(f"| {' | '.join(cells)} |", gap=self._gap)
             self._gap = "\n"
 
     def _unwrap_row(self) -> None:
@@ -198,7 +227,7 @@ class _Page(HTMLParser):
             cells, self._row = self._row, None
             self._is_layout[-1] = True
             for cell in cells:
-                self._builder.add(cell)
+                self._add(cell)
 
     def _end_block(self, level: int = 0, verbatim: bool = False) -> None:
         """Turn the line into a block; inside a row of data add a space."""
@@ -210,16 +239,18 @@ class _Page(HTMLParser):
         lines = [text.strip("\n")] if verbatim else [" ".join(line.split()) for line in text.split("\n")]
         block = "\n".join(filter(None, lines))
         if block.strip():
-            self._builder.add(self._lead + block, level, self._gap)
+            self._add(self._lead + block, level, self._gap)
             self._lead, self._gap = "", "\n\n"
 
 
 def _is_hidden(tag: str, attributes: Mapping[str, str | None]) -> bool:
+    names = " ".join(attributes.get(name) or "" for name in ("title", "aria-label")) if tag == "a" else ""
     return (
         tag in _HIDDEN
         or "hidden" in attributes
         or attributes.get("aria-hidden") == "true"
-        or attributes.get("role") == "navigation"
-        or "headerlink" in (attributes.get("class") or "").split()
+        or attributes.get("role") in _APART
+        or not _APART_CLASSES.isdisjoint((attributes.get("class") or "").split())
+        or _PERMALINK.match(names.strip()) is not None
         or bool(_INVISIBLE.search(attributes.get("style") or ""))
     )

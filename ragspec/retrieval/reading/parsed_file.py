@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -21,6 +22,8 @@ MAX_BYTES = 512 * 1024**2
 """Limit for files that are parsed in memory (PDF, Word, web page), on disk or unpacked."""
 
 _MAX_HEADING_CHARS = 200  # Why: every passage of a section carries its heading; longer titles are paragraphs
+_CONTROL = re.compile(r"[\x00-\x06\x0e-\x1a\x1c-\x1f\x7f]")
+_HEAD_CHARS, _MOST_CONTROL = 4096, 0.05
 _MARKS = ((b"\xff\xfe\0\0", "utf-32"), (b"\0\0\xfe\xff", "utf-32"), (b"\xff\xfe", "utf-16"), (b"\xfe\xff", "utf-16"))
 _UNWRITABLE = {0: " ", 0xAD: "", 0xFEFF: "", **dict.fromkeys(range(0xD800, 0xE000), "\ufffd")}
 
@@ -91,9 +94,13 @@ def encoding_of(path: Path) -> str:
 
 
 def read_text(path: Path) -> str:
-    """The whole file; every kind of line end becomes "\\n"."""
+    """The whole file; every kind of line end becomes "\\n". Raises: InputError for a file that holds no text."""
     try:
-        return path.read_text(encoding=encoding_of(path))
+        text = path.read_text(encoding=encoding_of(path))
+        head = text[:_HEAD_CHARS]
+        if len(_CONTROL.findall(head)) > _MOST_CONTROL * len(head):
+            raise InputError(f"{path} is no text, whatever its name says: it holds control characters")
+        return text
     except UnicodeDecodeError as cause:
         raise InputError(f"{path} is not {encoding_name(cause)} text (byte {cause.start})") from cause
 
