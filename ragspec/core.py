@@ -11,6 +11,7 @@ Nothing here computes. Imports only `ragspec.errors` and `ragspec.speculation`.
 from __future__ import annotations
 
 import enum
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from itertools import zip_longest
@@ -100,7 +101,8 @@ class SamplingParams:
     `seed` None: the engine draws 64 random bits and returns them. Penalties follow vLLM: repetition counts prompt and output,
     presence and frequency count the output. `logprobs`: the number of alternatives returned beside each token's own
     log-probability, of the logits before any warp; None: no log-probabilities. Neither an end token nor a stop string ends an
-    output of `min_tokens` tokens or fewer.
+    output of `min_tokens` tokens or fewer. `json_schema`: a JSON schema as text, which the output follows; empty: none. Where
+    `max_tokens` ends such an output, it is the beginning of a valid one.
     """
 
     temperature: float = _in_range(0.0, float, 0.0, 100.0)
@@ -118,6 +120,7 @@ class SamplingParams:
     n: int = _in_range(1, int, 1, 64)
     logprobs: int | None = _in_range(None, int, 0, 20)
     seed: int | None = _in_range(None, int, 0, MAX_SEED)
+    json_schema: str = ""
 
     def __post_init__(self) -> None:
         for parameter in fields(self):
@@ -135,8 +138,23 @@ class SamplingParams:
         if not isinstance(self.ignore_eos, bool):
             raise InputError(f"ignore_eos must be true or false, not {self.ignore_eos!r}")
         self._check_bias()
+        self._check_schema()
         if self.min_tokens > self.max_tokens:
             raise InputError(f"min_tokens ({self.min_tokens}) exceeds max_tokens ({self.max_tokens})")
+
+    def _check_schema(self) -> None:
+        if self.json_schema == "":
+            return
+        try:
+            schema = json.loads(self.json_schema)
+        except (TypeError, ValueError, RecursionError) as cause:
+            raise InputError(f"json_schema must be a JSON schema as text: {cause}") from cause
+        if not isinstance(schema, dict):
+            raise InputError(f"json_schema must be a JSON object, not {self.json_schema[:40]!r}")
+        if self.min_tokens or self.ignore_eos:
+            raise InputError(
+                "min_tokens and ignore_eos mean nothing beside json_schema: the output ends where its value does"
+            )
 
     def _check_bias(self) -> None:
         if not isinstance(self.logit_bias, Mapping):

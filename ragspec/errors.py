@@ -26,6 +26,18 @@ Errors of other libraries are mapped once, where they occur, with `raise X from 
 
 from __future__ import annotations
 
+from difflib import get_close_matches
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+
+def did_you_mean(name: object, known: Iterable[str]) -> str:
+    """`; did you mean 'temperature'?`, or an empty text if no known name is near."""
+    near = get_close_matches(str(name), list(known), n=1)
+    return f"; did you mean {near[0]!r}?" if near else ""
+
 
 class RagspecError(Exception):
     """Root of the tree. The command line prints the message without a traceback."""

@@ -20,6 +20,7 @@ from ragspec.numerics.noise import random_seed
 from ragspec.speculation import AcceptanceRule
 from ragspec.verification.rejection import AcceptancePolicy, RejectionSampler
 from ragspec.verification.sampling import KeyedSampler, Sampler
+from ragspec.verification.token_grammar import Grammars, GrammarSampler
 
 SamplerFactory = Callable[[Request, int, int], Sampler]
 """(request, seed, choice) -> the sampler of that choice."""
@@ -79,6 +80,7 @@ class Admission:
         self._make_sampler = make_sampler or self._by_rule
         self.fingerprint = fingerprint
         self.max_context_tokens = min(target.max_context_tokens, target.pool.num_slots - 2 * PAGE)
+        self._grammars = Grammars(target.tokenizer, target.vocab_size, target.eos_ids)
         self.bounds = ModelLimits(target.vocab_size, self.max_context_tokens, target.eos_ids)
 
     def sequences(
@@ -101,9 +103,14 @@ class Admission:
     def _by_rule(self, request: Request, seed: int, choice: int) -> Sampler:
         speculation, output_ids = request.speculation, list(request.segment.output_ids)
         if speculation.rule is not AcceptanceRule.KEYED:
+            if request.params.json_schema:
+                raise InputError(f"json_schema needs the acceptance rule keyed, not {speculation.rule.value}")
             acceptance = AcceptancePolicy(speculation.rule, speculation.lossy)
             return RejectionSampler(request, acceptance, seed, choice, self._target.eos_ids, output_ids)
-        return KeyedSampler(request, seed, choice, self._target.eos_ids, output_ids, self._uncertainty)
+        arguments = request, seed, choice, self._target.eos_ids, output_ids, self._uncertainty
+        if request.params.json_schema:
+            return GrammarSampler(self._grammars.start(request.params.json_schema), *arguments)
+        return KeyedSampler(*arguments)
 
     def _text(self, request: Request) -> IncrementalDetokenizer:
         """The text of the given output; its certain part counts as sent. Raises: InputError."""

@@ -8,6 +8,7 @@ Maps plain values to plain values. The caller decides which fields a body may ha
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -18,7 +19,10 @@ _SAME_NAME = (
     "temperature top_p presence_penalty frequency_penalty logit_bias stop max_tokens n seed "
     "top_k min_p repetition_penalty min_tokens ignore_eos"  # as in vLLM
 ).split()
-SAMPLING_FIELDS = {name: name for name in _SAME_NAME} | {"max_completion_tokens": "max_tokens"}
+SAMPLING_FIELDS = {name: name for name in _SAME_NAME} | {
+    "max_completion_tokens": "max_tokens",
+    "response_format": "json_schema",
+}
 """Fields of a request body, with their names in `ragspec.core.SamplingParams`."""
 
 IGNORED_FIELDS = frozenset(
@@ -45,9 +49,26 @@ def normalize_parameter(name: str, value: Any) -> Any:
         return (value,) if isinstance(value, str) else tuple(value) if isinstance(value, list) else value
     if name == "logit_bias" and isinstance(value, dict):
         return {_token_id(token): bias for token, bias in value.items() if bias is not None}
+    if name == "json_schema" and isinstance(value, dict):
+        return _schema_text(value)
     if name in _WHOLE_NUMBERS and isinstance(value, float) and value.is_integer() and abs(value) <= _MAX_EXACT_FLOAT:
         return int(value)
     return value
+
+
+def _schema_text(response_format: Mapping[str, Any]) -> str:
+    """The schema that OpenAI's `response_format` asks for; a mapping without its types is a schema itself."""
+    kind, given = response_format.get("type"), response_format.get("json_schema")
+    if kind == "text":
+        return ""
+    if kind == "json_object":
+        return '{"type": "object"}'
+    schema: Any = response_format
+    if kind == "json_schema":
+        schema = given.get("schema") if isinstance(given, dict) else None
+    if not isinstance(schema, dict):
+        raise InputError("response_format of the type json_schema needs a json_schema with a schema")
+    return json.dumps(schema)
 
 
 def content_text(content: Any) -> str:

@@ -12,13 +12,13 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
-from typing import Any, Protocol, Self, cast
+from dataclasses import dataclass, fields, replace
+from typing import Any, Protocol, Self, TypedDict, cast
 
 from ragspec.config import GenerationConfig
 from ragspec.core import Completion, CopySource, Delta, Passage, Request, SamplingParams, SourceKind
 from ragspec.engine.client import completion_of
-from ragspec.errors import InputError
+from ragspec.errors import InputError, did_you_mean
 from ragspec.rag.answer import Answer, AnswerStats
 from ragspec.rag.prompt import Prompt, PromptBuilder
 from ragspec.rag.support import find_support
@@ -190,15 +190,51 @@ def parse_scope(tenant: str, filter: Mapping[str, Any] | None) -> SearchScope:
     return SearchScope(tenant, None if filter is None else parse_filter(filter))
 
 
+class SamplingOptions(TypedDict, total=False):
+    """Single sampling parameters, as in `ragspec.core.SamplingParams`; they replace those of `params` or of the configuration."""
+
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    repetition_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+    logit_bias: Mapping[int, float]
+    stop: tuple[str, ...]
+    max_tokens: int
+    min_tokens: int
+    ignore_eos: bool
+    n: int
+    logprobs: int | None
+    seed: int | None
+    json_schema: str
+
+
 def params_of_each(
-    questions: Sequence[str], params: SamplingParams | Sequence[SamplingParams] | None, default: SamplingParams
+    questions: Sequence[str],
+    params: SamplingParams | Sequence[SamplingParams] | None,
+    default: SamplingParams,
+    changes: Mapping[str, Any] | None = None,
 ) -> Sequence[SamplingParams]:
-    """The sampling parameters of each question. Raises: InputError for a list of another length."""
+    """The sampling parameters of each question, with `changes` of single ones.
+
+    Raises: InputError for a single text, or a list of parameters of another length; TypeError for an unknown option.
+    """
+    if isinstance(questions, str):
+        raise InputError(
+            f"ask_many takes a list of questions, not the single text {questions[:40]!r}: use ask, or a list"
+        )
+    names = [field.name for field in fields(SamplingParams)]
+    for name in changes or ():
+        if name not in names:
+            known = [*names, "num_passages", "speculation", "tenant", "filter", "guessing"]
+            raise TypeError(f"there is no option {name!r}{did_you_mean(name, known)}")
     if not isinstance(params, Sequence):
-        return [params or default] * len(questions)
+        params = [params or default] * len(questions)
     if len(params) != len(questions):
         raise InputError(f"{len(questions)} questions came with {len(params)} sets of sampling parameters")
-    return params
+    return [replace(each, **changes) for each in params] if changes else params
 
 
 def default_params(config: GenerationConfig) -> SamplingParams:

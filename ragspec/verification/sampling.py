@@ -287,13 +287,17 @@ class KeyedSampler(ChoiceSampler):
         self.near_ties: list[bool] = []
 
     def __call__(self, logits: Logits) -> int:
-        warped = warp(logits, self._params, self._counts, self._forbidden(self._index))
+        warped = self.warped(logits)
         token = sample(warped, self._params, self._seed, self._choice, self._index)
         if self._uncertainty:
             key = output_key(self._seed, self._choice, self._index)
             slack = _warped_uncertainty(warped, self._uncertainty, self._params, self._index)
             self.near_ties.append(is_near_tie(warped, self._params, key, token, slack))
         return self.take(token)
+
+    def warped(self, logits: Logits) -> Logits:
+        """The logits that the next token is sampled from; -inf for tokens that cannot be sampled. Shape: float32 [V]."""
+        return warp(logits, self._params, self._counts, self._forbidden(self._index))
 
     def take(self, token: int) -> int:
         """Count a token as decided; returns it."""

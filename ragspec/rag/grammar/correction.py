@@ -30,7 +30,7 @@ from ragspec.speculation import ON, Speculation
 
 DEFAULT_PARAMS = SamplingParams(max_tokens=256)
 
-_FIXED_PARAMS = {"n": 1, "stop": (), "ignore_eos": False, "min_tokens": 0, "logprobs": None}
+_FIXED_PARAMS = {"n": 1, "stop": (), "ignore_eos": False, "min_tokens": 0, "logprobs": None, "json_schema": ""}
 
 
 @dataclass(frozen=True, slots=True)

@@ -101,6 +101,8 @@ class KnnGenerator:
         """
         if request.params.n != 1:
             raise InputError("KNN-LM generates one choice a request: n must be 1")
+        if request.params.json_schema:
+            raise InputError("KNN-LM follows no JSON schema")
         deltas: list[Delta] = []
         (sequence,) = self._admission.sequences(request, deltas.append, lambda _: {})
         with self._lock:
