@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextvars import copy_context
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
@@ -43,32 +43,42 @@ _MAX_PREPARING = 64
 """Threads that prepare turns; most of them wait for one batched call of the index."""
 
 
-def routes(backend: ServiceBackend, mailbox: DeltaMailbox) -> APIRouter:
-    router, token_texts = APIRouter(tags=["chat"]), TokenTexts(backend.prompts.tokenizer)
-    threads = ThreadPoolExecutor(_MAX_PREPARING, "ragspec-prepare")
+class ChatParts(NamedTuple):
+    """What the requests of all routes that answer chat turns share. `threads` prepare turns."""
+
+    token_texts: TokenTexts
+    threads: Executor
+
+    @classmethod
+    def of(cls, backend: ServiceBackend) -> ChatParts:
+        return cls(TokenTexts(backend.prompts.tokenizer), ThreadPoolExecutor(_MAX_PREPARING, "ragspec-prepare"))
+
+
+def routes(backend: ServiceBackend, mailbox: DeltaMailbox, parts: ChatParts) -> APIRouter:
+    router = APIRouter(tags=["chat"])
 
     @router.post("/v1/chat/completions", response_model=None)
     async def create(body: ChatBody, request: Request) -> Response:
         """An answer to the last message, after those before it."""
         context = RequestContext.of(backend, mailbox, body, request)
-        return GenerationResponse(partial(_write, body, context, token_texts, threads))
+        return GenerationResponse(partial(write, body, context, parts, ChatFormat))
 
     return router
 
 
-async def _write(
-    body: ChatBody, context: RequestContext, token_texts: TokenTexts, threads: Executor, sender: ResponseSender
+async def write(
+    body: ChatBody, context: RequestContext, parts: ChatParts, form: type[ChatFormat], sender: ResponseSender
 ) -> None:
     """Raises: ApiError, RagspecError."""
     if is_inline(body):
         ready = prepare(body, context)
     else:
         call = partial(copy_context().run, prepare, body, context)
-        ready = await asyncio.get_running_loop().run_in_executor(threads, call)
+        ready = await asyncio.get_running_loop().run_in_executor(parts.threads, call)
     if body.retrieval_options is not None:
         context.backend.metrics.retrieved(ready.retrieve_s)
     async with context.generate([ready.request], ready.retrieve_s) as stream:
-        await ChatFormat(body, context, ready, stream, token_texts).send(sender)
+        await form(body, context, ready, stream, parts.token_texts).send(sender)
 
 
 def is_inline(body: ChatBody) -> bool:

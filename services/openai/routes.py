@@ -9,14 +9,15 @@ from fastapi import APIRouter
 
 from services.backend import ServiceBackend
 from services.errors import ApiError
-from services.openai import chat, completions, embeddings
+from services.openai import chat, completions, embeddings, responses
 from services.openai.engine_stream import DeltaMailbox
 
 
 def routes(backend: ServiceBackend) -> APIRouter:
-    router, mailbox = APIRouter(), DeltaMailbox()
+    router, mailbox, parts = APIRouter(), DeltaMailbox(), chat.ChatParts.of(backend)
     for part in (
-        chat.routes(backend, mailbox),
+        chat.routes(backend, mailbox, parts),
+        responses.routes(backend, mailbox, parts),
         completions.routes(backend, mailbox),
         embeddings.routes(backend),
         _model_routes(backend),

@@ -140,8 +140,26 @@ class Prediction(Body):
     content: Content
 
 
+class JsonSchema(Body):
+    """`strict` has no other meaning here: outputs always follow the schema."""
+
+    name: str = Field("", max_length=64)
+    description: str | None = None
+    schema_: dict[str, Any] = Field(alias="schema")
+    strict: bool | None = None
+
+
 class ResponseFormat(Body):
-    type: Literal["text"]
+    """`json_object`: any JSON object. `json_schema`: a value of that schema."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    @model_validator(mode="after")
+    def _check_schema(self) -> Self:
+        if (self.json_schema is not None) != (self.type == "json_schema"):
+            raise PydanticCustomError("json_schema", "a json_schema goes with the type json_schema, and with no other")
+        return self
 
 
 class RetrievalOptions(Body):
@@ -231,7 +249,10 @@ class SamplingBody(Body):
 
         Raises: InputError.
         """
-        given = sampling_arguments({name: getattr(self, name, None) for name in SAMPLING_FIELDS})
+        fields = {name: getattr(self, name, None) for name in SAMPLING_FIELDS}
+        if isinstance(form := fields["response_format"], ResponseFormat):
+            fields["response_format"] = form.model_dump(by_alias=True, exclude_none=True)
+        given = sampling_arguments(fields)
         params = replace(defaults, **given, logprobs=self.num_alternatives)
         return params if params.seed is not None else replace(params, seed=secrets.randbits(_SEED_BITS))
 

@@ -40,7 +40,12 @@ def chat(**fields: Any) -> ChatBody:
         ({"top_logprobs": 2}, None, "top_logprobs need logprobs"),
         ({"stream_options": {"include_usage": True}}, None, "set stream to true"),
         ({"temperature": "1"}, "temperature", "valid number"),
-        ({"response_format": {"type": "json_object"}}, "response_format.type", "'text'"),
+        ({"response_format": {"type": "xml"}}, "response_format.type", "'text', 'json_object' or 'json_schema'"),
+        (
+            {"response_format": {"type": "json_schema"}},
+            "response_format",
+            "a json_schema goes with the type json_schema",
+        ),
         ({"retrieval": {"num_passages": 0}}, "retrieval.options.num_passages", "greater than or equal to 1"),
         ({"retrieval": 3}, "retrieval.options", "valid dictionary"),
         ({"prediction": {"type": "content", "content": {}}}, "prediction.content", "a string or a list of text parts"),
@@ -104,7 +109,7 @@ def test_parameters_mean_what_they_say() -> None:
         "min_tokens": 1,
         "ignore_eos": True,
     }
-    assert given.keys() | {"max_tokens"} == SAMPLING_FIELDS.keys()
+    assert given.keys() | {"max_tokens", "response_format"} == SAMPLING_FIELDS.keys()  # a schema has tests of its own
     params = chat(**given, logprobs=True, top_logprobs=2).params(SamplingParams())
     assert params == SamplingParams(
         temperature=1,

@@ -1,0 +1,242 @@
+"""`POST /v1/responses`: a chat turn in the format of OpenAI's newer API, whole or as events.
+
+Owns the translation of bodies and answers. Nothing is stored: `previous_response_id` is refused; `conversation` names a stored
+conversation. The field `ragspec` beside OpenAI's fields is that of a chat completion.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Mapping
+from functools import partial
+from typing import Any, Literal, NamedTuple
+
+from fastapi import APIRouter, Request
+from fastapi.responses import Response
+from pydantic import Field
+
+from ragspec.core import FinishReason
+from ragspec.rag.answer import Answer
+from services.backend import ServiceBackend
+from services.errors import ApiError
+from services.openai import streaming
+from services.openai.chat import ChatFormat, ChatParts, write
+from services.openai.citation_formats import citation_fields
+from services.openai.engine_stream import DeltaMailbox
+from services.openai.request_context import RequestContext
+from services.openai.streaming import GenerationResponse, ResponseSender
+from services.openai.types import Body, ChatBody, RetrievalField, ShortText
+
+_TEXT_PARTS = ("input_text", "output_text", "text")
+_SPOT = {"output_index": 0, "content_index": 0}
+_LETTERS = "abcdefghijklmnopqrstuvwxyz"
+
+
+class TextFormat(Body):
+    """As `response_format` of a chat completion, without its inner object."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    name: str = Field("", max_length=64)
+    description: str | None = None
+    schema_: dict[str, Any] | None = Field(None, alias="schema")
+    strict: bool | None = None
+
+    @property
+    def response_format(self) -> dict[str, Any]:
+        inner = {"name": self.name, "schema": self.schema_, "strict": self.strict}
+        return {"type": self.type} | ({"json_schema": inner} if self.type == "json_schema" else {})
+
+
+class TextOptions(Body):
+    format: TextFormat | None = None
+    verbosity: Literal["medium"] | None = None
+
+
+class ResponseBody(Body):
+    """`POST /v1/responses`. `seed`, `speculation`, `retrieval` and `conversation` are ours."""
+
+    model: str = Field(max_length=512)
+    input: str | list[dict[str, Any]]
+    instructions: str | None = None
+    max_output_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    stream: bool | None = None
+    text: TextOptions | None = None
+    tools: list[Any] = Field([], max_length=0)
+    previous_response_id: None = None
+    store: bool | None = None
+    metadata: dict[str, str] | None = None
+    user: str | None = None
+    truncation: Literal["disabled"] | None = None
+    seed: int | None = None
+    speculation: bool | dict[str, Any] | None = None
+    retrieval: RetrievalField | None = None
+    conversation: ShortText | None = None
+
+    def chat_body(self) -> dict[str, Any]:
+        """The body of the same chat completion. Raises: ApiError for an item that is no message."""
+        items = [{"role": "user", "content": self.input}] if isinstance(self.input, str) else self.input
+        messages = [_message(item) for item in items]
+        if self.instructions:
+            messages.insert(0, {"role": "system", "content": self.instructions})
+        same = ("model", "temperature", "top_p", "stream", "seed", "speculation", "conversation")
+        body = {name: getattr(self, name) for name in same} | {
+            "messages": messages,
+            "max_tokens": self.max_output_tokens,
+        }
+        if self.retrieval is not None:
+            given = self.retrieval
+            body["retrieval"] = given if isinstance(given, bool) else given.model_dump(exclude_none=True)
+        if self.text is not None and self.text.format is not None:
+            body["response_format"] = self.text.format.response_format
+        return body
+
+
+def routes(backend: ServiceBackend, mailbox: DeltaMailbox, parts: ChatParts) -> APIRouter:
+    router = APIRouter(tags=["responses"])
+
+    @router.post("/v1/responses", response_model=None)
+    async def create(body: ResponseBody, request: Request) -> Response:
+        """An answer to the input."""
+        chat = ChatBody.model_validate(body.chat_body())
+        context = RequestContext.of(backend, mailbox, chat, request)
+        if context.is_strict and chat.stream:
+            raise ApiError(400, "strict privacy streams chat completions only", param="stream")
+        return GenerationResponse(partial(write, chat, context, parts, ResponsesFormat))
+
+    return router
+
+
+class _Event(NamedTuple):
+    """`padded`: filled with random letters, as chunks of chat completions are."""
+
+    type: str
+    fields: Mapping[str, Any]
+    padded: bool = False
+
+
+class ResponsesFormat(ChatFormat):
+    """A response with one message."""
+
+    async def _send_whole(self, sender: ResponseSender) -> None:
+        completions = await self.stream.completions()
+        self._count()
+        (answer,) = await self._answers(completions)
+        await sender.json(self._response(answer))
+
+    async def _send_stream(self, sender: ResponseSender) -> None:
+        number = 0
+
+        async def send(*events: _Event) -> None:
+            nonlocal number
+            for event in events:
+                await sender.event(_frame(event, number))
+                number += 1
+
+        item = self._item("in_progress", [])
+        spot: dict[str, Any] = {**_SPOT, "item_id": self._item_id}
+        await sender.begin_events()
+        begun = {"response": self._envelope("in_progress", [])}
+        await send(_Event("response.created", begun), _Event("response.in_progress", begun))
+        await send(_Event("response.output_item.added", {"output_index": 0, "item": item}))
+        await send(_Event("response.content_part.added", spot | {"part": _part("", [])}))
+        async for delta in streaming.immediate(self.stream):
+            if delta is None:
+                await sender.event(streaming.KEEP_ALIVE)
+            elif delta.text:
+                fields = spot | {"delta": delta.text, "logprobs": []}
+                await send(_Event("response.output_text.delta", fields, padded=True))
+        (answer,) = await self._answers([self.stream.completion(self.stream.keys[0])])
+        self._count()
+        response = self._response(answer)
+        part, status = response["output"][0]["content"][0], response["status"]
+        for index, annotation in enumerate(part["annotations"]):
+            fields = spot | {"annotation_index": index, "annotation": annotation}
+            await send(_Event("response.output_text.annotation.added", fields))
+        await send(_Event("response.output_text.done", spot | {"text": answer.text, "logprobs": []}))
+        await send(_Event("response.content_part.done", spot | {"part": part}))
+        await send(_Event("response.output_item.done", {"output_index": 0, "item": response["output"][0]}))
+        await send(_Event(f"response.{status}", {"response": response}))
+        await sender.event(b"", is_last=True)
+
+    @property
+    def _item_id(self) -> str:
+        return f"msg_{self.context.id}"
+
+    def _item(self, status: str, content: list[dict[str, Any]]) -> dict[str, Any]:
+        return {"type": "message", "id": self._item_id, "status": status, "role": "assistant", "content": content}
+
+    def _response(self, answer: Answer) -> dict[str, Any]:
+        is_cut = answer.finish_reason is FinishReason.LENGTH
+        status = "incomplete" if is_cut else "completed"
+        annotations = [
+            {"type": each["type"], **each[each["type"]]} for each in citation_fields(answer, "openai")["annotations"]
+        ]
+        told = self._envelope(status, [self._item(status, [_part(answer.text, annotations)])])
+        ragspec = self._turn_fields() | self._support(answer, 0) | self._kept_field()
+        reason = {"reason": "max_output_tokens"} if is_cut else None
+        return told | {"incomplete_details": reason, "usage": _usage(self._usage()), "ragspec": ragspec}
+
+    def _envelope(self, status: str, output: list[dict[str, Any]]) -> dict[str, Any]:
+        params = self.context.params
+        return {
+            "id": f"resp_{self.context.id}",
+            "object": "response",
+            "created_at": self.context.created,
+            "status": status,
+            "error": None,
+            "incomplete_details": None,
+            "instructions": None,
+            "max_output_tokens": params.max_tokens,
+            "metadata": {},
+            "model": self.context.backend.model,
+            "output": output,
+            "parallel_tool_calls": False,
+            "previous_response_id": None,
+            "store": False,
+            "temperature": params.temperature,
+            "tool_choice": "none",
+            "tools": [],
+            "top_p": params.top_p,
+            "truncation": "disabled",
+            "usage": None,
+        }
+
+
+def _message(item: dict[str, Any]) -> dict[str, Any]:
+    if item.get("type", "message") != "message" or "role" not in item:
+        raise ApiError(400, f"the input holds an item of type {item.get('type')!r}, not a message", param="input")
+    content = item.get("content")
+    if isinstance(content, list):
+        is_text = all(isinstance(part, dict) and part.get("type") in _TEXT_PARTS for part in content)
+        if not is_text:
+            raise ApiError(400, "a message's content is a text, or parts of the type input_text", param="input")
+        content = [{"type": "text", "text": part.get("text")} for part in content]
+    return {"role": item["role"], "content": content}
+
+
+def _part(text: str, annotations: list[dict[str, Any]]) -> dict[str, Any]:
+    return {"type": "output_text", "text": text, "annotations": annotations, "logprobs": []}
+
+
+def _usage(usage: Mapping[str, Any]) -> dict[str, Any]:
+    cached = usage["prompt_tokens_details"]["cached_tokens"]
+    return {
+        "input_tokens": usage["prompt_tokens"],
+        "input_tokens_details": {"cached_tokens": cached, "cache_write_tokens": 0},
+        "output_tokens": usage["completion_tokens"],
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": usage["total_tokens"],
+    }
+
+
+def _frame(event: _Event, number: int) -> bytes:
+    """Pure ASCII, because some clients end a line at any line break of Unicode."""
+    data = {"type": event.type, "sequence_number": number, **event.fields}
+    text = json.dumps(data)
+    if event.padded:
+        missing = -(len(text) + len(', "obfuscation": ""')) % streaming.PAD_BYTES
+        text = json.dumps(data | {"obfuscation": "".join(random.choices(_LETTERS, k=missing))})
+    return f"event: {event.type}\ndata: {text}\n\n".encode()

@@ -1,0 +1,111 @@
+"""Responses as the official client sees them, against a real server."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+import pytest
+from openai.types.responses import Response
+from service_parts import Service
+
+QUESTION = "Who built the bridge?"
+
+
+@pytest.fixture(scope="module")
+def api(service: Service) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{service.url}/v1", api_key=service.keys.trusted, max_retries=0) as client:
+        yield client
+
+
+def ask(api: openai.OpenAI, given: Any = QUESTION, **options: Any) -> Response:
+    extra = {"seed": 5} | options.pop("extra_body", {})
+    got = api.responses.create(
+        **{"model": "tiny", "input": given, "max_output_tokens": 16, "extra_body": extra} | options
+    )
+    assert isinstance(got, Response)
+    return got
+
+
+def test_a_response_has_openais_shape_and_the_chats_text(api: openai.OpenAI) -> None:
+    """A field that clients rely on; another text than the same chat completion's."""
+    got = ask(api)
+    dumped = got.model_dump(warnings=False)
+    for item in dumped["output"]:
+        item["content"][0]["annotations"] = []  # types of our own are in there
+    Response.model_validate(dumped)
+    messages: Any = [{"role": "user", "content": QUESTION}]
+    chat = api.chat.completions.create(model="tiny", messages=messages, max_tokens=16, seed=5)
+    assert got.output_text == chat.choices[0].message.content
+    assert got.status == "incomplete" and got.incomplete_details.reason == "max_output_tokens"
+    assert got.usage.output_tokens == 16 == chat.usage.completion_tokens
+    assert got.usage.input_tokens == chat.usage.prompt_tokens
+    assert got.model_extra["ragspec"]["passages"] == chat.model_extra["ragspec"]["passages"]
+    kinds = [each.type for each in got.output[0].content[0].annotations]
+    assert kinds == [each.type for each in chat.choices[0].message.annotations] and "sentence_support" in kinds
+
+
+def test_instructions_and_messages_are_the_chats(api: openai.OpenAI) -> None:
+    """Instructions or earlier turns that are dropped."""
+    turns: Any = [
+        {"role": "user", "content": [{"type": "input_text", "text": "Hello."}]},
+        {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "Hi!"}]},
+        {"role": "user", "content": QUESTION},
+    ]
+    got = ask(api, turns, instructions="Be brief.")
+    messages: Any = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello."}]
+    messages += [{"role": "assistant", "content": "Hi!"}, {"role": "user", "content": QUESTION}]
+    chat = api.chat.completions.create(model="tiny", messages=messages, max_tokens=16, seed=5)
+    assert got.output_text == chat.choices[0].message.content
+    assert got.usage.input_tokens == chat.usage.prompt_tokens
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_stream_tells_the_same_in_openais_events(api: openai.OpenAI, temperature: float) -> None:
+    """An event out of order, or a text that differs from the whole response's."""
+    whole = ask(api, temperature=temperature, extra_body={"speculation": False})
+    with api.responses.stream(
+        model="tiny", input=QUESTION, max_output_tokens=16, temperature=temperature, extra_body={"seed": 5}
+    ) as stream:
+        events = list(stream)
+    kinds = list(dict.fromkeys(event.type for event in events))
+    assert kinds[:4] == [
+        "response.created",
+        "response.in_progress",
+        "response.output_item.added",
+        "response.content_part.added",
+    ]
+    assert kinds[-4:] == [
+        "response.output_text.done",
+        "response.content_part.done",
+        "response.output_item.done",
+        "response.incomplete",
+    ]
+    assert "".join(event.delta for event in events if event.type == "response.output_text.delta") == whole.output_text
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    assert events[-1].response.output_text == whole.output_text
+
+
+def test_a_response_follows_a_schema(api: openai.OpenAI) -> None:
+    """A format that is accepted and ignored."""
+    schema = {"type": "array", "items": {"enum": [1874, 1921]}, "minItems": 1, "maxItems": 2}
+    got = ask(api, text={"format": {"type": "json_schema", "name": "years", "schema": schema, "strict": True}})
+    assert set(json.loads(got.output_text)) <= {1874, 1921} and got.status == "completed"
+
+
+@pytest.mark.parametrize(
+    ("options", "param"),
+    [
+        ({"previous_response_id": "resp_1"}, "previous_response_id"),
+        ({"tools": [{"type": "web_search"}]}, "tools"),
+        ({"given": [{"type": "function_call_output", "call_id": "a", "output": "b"}]}, "input"),
+        ({"given": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "input"),
+    ],
+)
+def test_what_cannot_be_done_is_refused_by_name(api: openai.OpenAI, options: dict[str, Any], param: str) -> None:
+    """A stored response or a tool that is silently left out."""
+    with pytest.raises(openai.BadRequestError) as caught:
+        ask(api, **options)
+    assert param in str(caught.value.param)
