@@ -11,8 +11,9 @@ from typing import Any, Literal, Self, TypeVar
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic_core import ErrorDetails
 
-from ragspec.errors import ConfigError
+from ragspec.errors import ConfigError, did_you_mean
 
 ASSETS = Path(__file__).parent / "assets"
 MIN_STEP_TOKENS = 16
@@ -315,8 +316,27 @@ def load_settings(kind: type[Settings], path: str | Path | None = None, **overri
     try:
         return kind.model_validate(tree)
     except ValidationError as cause:
-        reasons = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in cause.errors())
+        reasons = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}{_near_key(kind, e)}" for e in cause.errors())
         raise ConfigError(f"configuration {path or 'overrides'}: {reasons}") from cause
+
+
+def settings_of(config: PipelineConfig | str | Path | None) -> PipelineConfig:
+    """Settings as they are, or those of a YAML file; None: the defaults. Raises: ConfigError."""
+    if config is None or isinstance(config, str | Path):
+        return load_config(config)
+    return config
+
+
+def _near_key(kind: type[BaseModel], error: ErrorDetails) -> str:
+    """The setting that a misspelt key was meant to be, if there is one."""
+    if error["type"] != "extra_forbidden":
+        return ""
+    *sections, key = error["loc"]
+    for name in sections:
+        section = kind.model_fields[str(name)].annotation
+        assert isinstance(section, type) and issubclass(section, BaseModel), "an unknown key stands in a section"
+        kind = section
+    return did_you_mean(key, kind.model_fields)
 
 
 def _read_mapping(path: str | Path) -> dict[str, Any]:

@@ -104,6 +104,8 @@ def loaded(pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch) -> Pipeline:
     """Commands find the pipeline open already, and leave it open."""
     monkeypatch.setattr("ragspec.cli.app.configured_index_dir", lambda config: Path())
     monkeypatch.setattr("ragspec.cli.app.read_pointer", lambda folder: "")
+    monkeypatch.setattr("ragspec.training.stdlib_corpus.stdlib_documents", list)
+    monkeypatch.setattr("ragspec.cli.ask._with_standard_library", lambda console, settings, corpus: settings)
     monkeypatch.setattr(Pipeline, "from_config", lambda settings: pipeline)
     monkeypatch.setattr(Pipeline, "close", lambda self: None)
     return pipeline
@@ -125,7 +127,7 @@ def test_help_does_not_load_torch() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-@pytest.mark.parametrize("args", [["ask", "why"], ["ask", "why", "--index", "none"], ["serve", "--index", "none"]])
+@pytest.mark.parametrize("args", [["ask", "why", "--index", "none"], ["serve", "--index", "none"]])
 def test_a_missing_index_is_told_before_torch_loads(args: list[str], tmp_path: Path) -> None:
     """Ten seconds until a mistyped folder is told."""
     code = (
@@ -227,13 +229,26 @@ def test_a_value_out_of_range_is_named(
 def test_a_configuration_names_its_unknown_key(run: Callable[..., Ended], tmp_path: Path) -> None:
     """A misspelt setting that is ignored."""
     (tmp_path / "c.yaml").write_text("retriver: {index_dir: x}\n", encoding="utf-8")
-    one_error(run("ask", "why", "--config", tmp_path / "c.yaml"), "retriver", "c.yaml")
+    one_error(run("ask", "why", "--config", tmp_path / "c.yaml"), "retriver", "c.yaml", "did you mean 'retriever'?")
     one_error(run("ask", "why", "--config", tmp_path / "none.yaml"), "none.yaml")
+
+
+def test_without_an_index_the_standard_library_answers_and_says_so(
+    run: Callable[..., Ended], model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A first question that ends in a message about a setting; an answer from docstrings that passes for one's own documents."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(Encoder, "load", lambda config: HashEncoder())
+    corpus = [("math.floor", "math.floor(x, /): Return the floor of x as an Integral.")]
+    monkeypatch.setattr("ragspec.training.stdlib_corpus.stdlib_documents", lambda: corpus)
+    ended = run("ask", "floor?", "--target", model, "--max-tokens", 2, "--json")
+    assert ended.code == 0, ended.err
+    assert "docstrings of Python's standard library" in ended.err.splitlines()[0]
+    assert [passage["document_id"] for passage in json.loads(ended.out)["passages"]] == ["math.floor"]
 
 
 def test_indexes_that_cannot_be_used_say_why(run: Callable[..., Ended], index: Path, tmp_path: Path) -> None:
     """A damaged index that answers anyway; one message for four different faults."""
-    one_error(run("ask", "why"), "retriever.index_dir is not set")
     one_error(run("ask", "why", "--index", tmp_path / "none"), "there is no index at")
     one_error(run("ask", "why", "--index", tmp_path), "it has no file CURRENT")
     damaged = tmp_path / "damaged"

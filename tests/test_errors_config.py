@@ -13,9 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ragspec import errors
-from ragspec.config import PipelineConfig, load_config
+from ragspec.config import PipelineConfig, load_config, settings_of
 from ragspec.core import MAX_SEED, SamplingParams, check_text
 from ragspec.errors import ConfigError, InputError, PromptTooLong, RagspecError
+from ragspec.retrieval.search.filters import parse_filter
 
 # Errors
 
@@ -267,3 +268,17 @@ def test_settings_do_not_change_once_built() -> None:
     """A part that edits shared settings changes every other part."""
     with pytest.raises(ValueError, match="frozen"):
         PipelineConfig().target.model = "x"  # type: ignore[misc]
+
+
+def test_misspelt_settings_and_filter_types_name_the_nearest(tmp_path: Path) -> None:
+    """A list of all that is wrong, and a reader who looks up the right word in another file."""
+    with pytest.raises(ConfigError, match=r"retriever\.num_pasages: .*; did you mean 'num_passages'\?"):
+        load_config(**{"retriever.num_pasages": 3})
+    with pytest.raises(ConfigError, match=r"drafting\.eagle\.widht: .*did you mean 'width'"):
+        load_config(**{"drafting.eagle.widht": 3})
+    with pytest.raises(InputError, match="did you mean 'not'"):
+        parse_filter({"type": "nott", "filter": {"type": "eq", "key": "a", "value": 1}})
+    path = tmp_path / "file.yaml"
+    path.write_text("generation: {max_tokens: 7}\n")
+    assert settings_of(str(path)) == settings_of(path) == load_config(path)
+    assert settings_of(None) == PipelineConfig()

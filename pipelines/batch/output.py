@@ -99,7 +99,7 @@ class OutputFolder(contextlib.AbstractContextManager["OutputFolder"]):
         for path in self._finished_parts():
             with open(path, "rb") as file:
                 for number, line in enumerate(file, 1):
-                    yield _parsed(line, f"{path}, line {number}")
+                    yield _recorded(line, path, number)
 
     def append(self, lines: Sequence[str]) -> None:
         """Record finished rows. Raises: SaveError."""
@@ -160,6 +160,18 @@ def _check_same(old: Any, new: Mapping[str, Any], folder: Path) -> None:
                 f"{folder} holds a job with {name} {old.get(name)!r}, not {new.get(name)!r}: use another folder, or "
                 "--no-resume to discard its answers"
             )
+
+
+def _recorded(line: bytes, path: Path, number: int) -> dict[str, Any]:
+    """An answer that an earlier run wrote. Raises: StoreCorrupt that says how the job can go on."""
+    try:
+        record = _parsed(line, f"{path}, line {number}")
+        if isinstance(record, dict):
+            return record
+        raise StoreCorrupt(f"{path}, line {number}: no JSON object")
+    except StoreCorrupt as error:
+        way_on = f"delete line {number} of that file (or the whole file) and run the command again: it answers those rows anew"
+        raise StoreCorrupt(f"{error}. A finished file was changed or torn after it was written; {way_on}") from error
 
 
 def _parsed(text: bytes, where: str) -> Any:

@@ -129,7 +129,10 @@ def demo(
 @app.command()
 def ask(
     question: Annotated[str, typer.Argument(help="The question; - reads it from standard input.")],
-    index: Annotated[Path | None, typer.Option(help="The index's folder.", show_default=False)] = None,
+    index: Annotated[
+        Path | None,
+        typer.Option(help="The index's folder; default: Python's standard library.", show_default=False),
+    ] = None,
     config: Config = None,
     target: Target = None,
     temperature: Temperature = None,
@@ -165,12 +168,17 @@ def ask(
         "generation.max_tokens": max_tokens,
     }
     options = {"speculation": speculation, "tenant": tenant, "filter": filter}
-    settings = load_config(config, **overrides)
-    read_pointer(configured_index_dir(settings.retriever))  # Why first: the import below takes seconds
+    settings, corpus = load_config(config, **overrides), None
+    if settings.retriever.index_dir:
+        read_pointer(configured_index_dir(settings.retriever))  # Why first: the import below takes seconds
+    else:
+        from ragspec.training.stdlib_corpus import stdlib_documents
+
+        corpus = stdlib_documents()  # Why before torch: torch and transformers add functions to the standard library
     from ragspec.cli.ask import run_ask
 
     policy = iterative and iterative.value
-    run_ask(question, settings, options, num_passages=k, iterative=policy, as_json=as_json)
+    run_ask(question, settings, options, num_passages=k, iterative=policy, as_json=as_json, corpus=corpus)
 
 
 @app.command()

@@ -10,9 +10,10 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from rich.console import Console
 from rich.text import Text
 
 from ragspec.cli.quotes import print_sources
@@ -25,7 +26,12 @@ from ragspec.rag.iterative.pipeline import IterativePipeline
 from ragspec.rag.iterative.policies import POLICIES
 from ragspec.rag.pipeline import Pipeline
 from ragspec.rag.steps import default_params
+from ragspec.retrieval.encoder import Encoder
 from ragspec.retrieval.search.filters import parse_filter
+
+STANDARD_LIBRARY = (
+    "no index is configured: the docstrings of Python's standard library answer (--index names your documents)"
+)
 
 
 def run_ask(
@@ -36,8 +42,9 @@ def run_ask(
     num_passages: int | None,
     iterative: str | None,
     as_json: bool,
+    corpus: Sequence[tuple[str, str]] | None = None,
 ) -> None:
-    """Checks the whole call before it loads a model.
+    """Checks the whole call before it loads a model. `corpus`: the standard library's docstrings, if no index is configured.
 
     `options` are keyword arguments of `Pipeline.ask`, with the filter as JSON. `num_passages`: what the caller asked for;
     `iterative` names a policy. Raises: RagspecError.
@@ -48,6 +55,9 @@ def run_ask(
     policy = POLICIES[iterative](**arguments) if iterative else None
     stay_offline(settings.target)
     errors = stderr_console()
+    if corpus is not None:
+        note(errors, STANDARD_LIBRARY)
+        settings = _with_standard_library(errors, settings, corpus)
     with errors.status(Text("Opening the index and the target …", "dim")):
         pipeline = IterativePipeline.from_config(settings, policy) if policy else Pipeline.from_config(settings)
     if policy:
@@ -64,6 +74,16 @@ def run_ask(
         names = ", ".join(passage.id for passage in answer.dropped_passages)
         note(errors, f"{len(answer.dropped_passages)} retrieved passages did not fit the context: {names}")
     errors.print(Text(summary(answer), "dim"))
+
+
+def _with_standard_library(
+    console: Console, settings: PipelineConfig, corpus: Sequence[tuple[str, str]]
+) -> PipelineConfig:
+    """The settings with the index of the docstrings, which is built once. Raises: SaveError."""
+    from ragspec.cli.demo import standard_library_index  # Why here: the demo imports this module
+
+    folder = standard_library_index(console, Encoder.load(settings.encoder), corpus)
+    return settings.model_copy(update={"retriever": settings.retriever.model_copy(update={"index_dir": str(folder)})})
 
 
 async def stream_answer(

@@ -207,6 +207,13 @@ def demo_retriever(console: Console, encoder: Encoder, documents: list[Document]
             return cached_retriever(documents, encoder, Path(scratch), progress=show)
 
 
+def standard_library_index(console: Console, encoder: Encoder, corpus: Iterable[tuple[str, str]]) -> Path:
+    """The folder of the demo's index, built if it is not in the cache. Raises: SaveError."""
+    documents = demo_documents(corpus)
+    with _progress(console, documents) as show:
+        return cached_store(documents, encoder, cache_folder() / _CACHE_NAME, progress=show).index_dir
+
+
 def service_index(console: Console, encoder: Encoder, documents: list[Document], cache: Path, home: Path) -> Path:
     """The folder in `home` of an index that a service may add documents to; at first a copy of the cached index.
 

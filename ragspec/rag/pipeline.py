@@ -1,6 +1,6 @@
 """One-shot retrieval-augmented generation: retrieve, build the prompt, generate, cite.
 
-    >>> with Pipeline.from_config(load_config("ragspec.yaml")) as pipeline:
+    >>> with Pipeline.from_config("ragspec.yaml") as pipeline:
     ...     print(pipeline.ask("What does json.dumps do?").text)
     >>> stream = AsyncPipeline(retriever, engine, prompts, PipelineLimits(max_in_flight=64))
     >>> async for result in stream.run(Question(str(n), text, params) for n, text in enumerate(texts)):
@@ -18,10 +18,11 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, fields, replace
-from typing import Any, NamedTuple, Protocol, Self, TypedDict, Unpack, runtime_checkable
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol, Self, Unpack, runtime_checkable
 
-from ragspec.config import GenerationConfig, PipelineConfig
+from ragspec.config import GenerationConfig, PipelineConfig, settings_of
 from ragspec.core import Completion, Delta, SamplingParams
 from ragspec.engine.client import completion_of
 from ragspec.engine.loading import load_engine
@@ -36,6 +37,7 @@ from ragspec.rag.steps import (
     Question,
     RetrievedQuestion,
     RetrieverLike,
+    SamplingOptions,
     attach_passages,
     build_answer,
     build_request,
@@ -53,7 +55,7 @@ from ragspec.speculation import Speculation, SpeculationGiven
 Questions = Iterable[Question] | AsyncIterable[Question]
 
 
-class QuestionOptions(TypedDict, total=False):
+class QuestionOptions(SamplingOptions, total=False):
     """`tenant` asks: only the tenant's and public documents and caches are used. `filter` restricts the documents; JSON form
     (`ragspec.retrieval.search.filters`)."""
 
@@ -80,19 +82,22 @@ class Pipeline(Closeable):
         self._defaults = default_params(generation or GenerationConfig())
 
     @classmethod
-    def from_config(cls, config: PipelineConfig | None = None) -> Self:
-        """Open the index, load encoder and target, test the numerics, measure the costs.
+    def from_config(cls, config: PipelineConfig | str | Path | None = None) -> Self:
+        """Open the index, load encoder and target, test the numerics, measure the costs. `config`: settings, or a YAML file.
 
         Raises: ConfigError, StoreError, ModelError.
         """
-        config = config or PipelineConfig()
+        config = settings_of(config)
         retriever = Retriever.from_config(config.retriever, config.encoder)
         engine = load_engine(config.target, config.engine, config.drafting)
         prompts = PromptBuilder(engine.target.tokenizer, engine.max_context_tokens)
         return cls(retriever, engine, prompts, num_passages=config.retriever.num_passages, generation=config.generation)
 
     def ask(self, question: str, params: SamplingParams | None = None, **options: Unpack[QuestionOptions]) -> Answer:
-        """One question, one answer. Options as in `ask_many`. Raises: InputError, PromptTooLong."""
+        """One question, one answer: `ask("Who?", temperature=0.5)`. Options as in `ask_many`.
+
+        Raises: InputError, PromptTooLong.
+        """
         return self.ask_many([question], params, **options)[0]
 
     def ask_many(
@@ -116,7 +121,7 @@ class Pipeline(Closeable):
 
         Leaving the loop early cancels the request. Raises: InputError, PromptTooLong, EngineError.
         """
-        params = replace(params or self._defaults, n=1)
+        options["n"] = 1
         # Why a thread: encoder and tokenizer would stop other streams for milliseconds
         (prepared,) = await asyncio.to_thread(self._prepare, [question], params, **options)
         deltas: list[Delta] = []
@@ -138,10 +143,12 @@ class Pipeline(Closeable):
         speculation: SpeculationGiven = True,
         tenant: str = "",
         filter: Mapping[str, Any] | None = None,
+        **sampling: Any,
     ) -> list[PreparedQuestion]:
+        own = params_of_each(questions, params, self._defaults, sampling)
         k = self._num_passages if num_passages is None else num_passages
         shared = k, parse_scope(tenant, filter), Speculation.of(speculation)
-        each = zip(questions, params_of_each(questions, params, self._defaults), strict=True)
+        each = zip(questions, own, strict=True)
         asked = [Question(uuid.uuid4().hex, text, own_params, *shared) for text, own_params in each]
         return [build_request(retrieved, self._prompts) for retrieved in retrieve_passages(self._retriever, asked)]
 

@@ -217,6 +217,16 @@ def opened(folder: Path, resume: bool = True, **settings: Any) -> OutputFolder:
     return out
 
 
+@pytest.mark.parametrize("line", ['{"id": "b", "ans', "[1]", '"b"'])
+def test_a_torn_finished_file_says_how_to_go_on(tmp_path: Path, line: str) -> None:
+    """A job that cannot be resumed, and a message that leaves its user alone with it."""
+    path = tmp_path / "answers-00000.jsonl"
+    path.write_text(f'{{"id": "a"}}\n{line}')
+    with OutputFolder(tmp_path) as output, pytest.raises(StoreCorrupt, match="delete line 2 of that file") as caught:
+        list(output.answers())
+    assert str(path) in str(caught.value)
+
+
 def test_a_torn_line_is_cut_and_what_was_whole_stays(tmp_path: Path) -> None:
     """A process killed within a write leaves half a line, and every later run fails on it or glues the next line to it."""
     with opened(tmp_path) as out:

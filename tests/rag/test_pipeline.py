@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
@@ -16,6 +16,7 @@ from ragspec.errors import Cancelled, InputError, PromptTooLong
 from ragspec.rag.answer import Answer
 from ragspec.rag.pipeline import Pipeline
 from ragspec.rag.prompt import PromptBuilder
+from ragspec.rag.steps import SamplingOptions
 from ragspec.retrieval.retriever import Retriever
 
 
@@ -45,6 +46,25 @@ def test_speculation_changes_no_token(pipeline: Pipeline, params: SamplingParams
     fast, plain = (pipeline.ask(QUESTION, params, speculation=on) for on in (True, False))
     assert fast.token_ids == plain.token_ids
     assert plain.stats.generation.num_drafted == 0 and plain.stats.generation.num_steps == 24
+
+
+def test_single_sampling_parameters_are_options(pipeline: Pipeline) -> None:
+    """A caller who has to import a class to change the temperature; an option that is misspelt and ignored."""
+    assert SamplingOptions.__optional_keys__ == {field.name for field in fields(SamplingParams)}
+    told = pipeline.ask(QUESTION, temperature=1.0, seed=5, max_tokens=7)
+    assert told.token_ids == pipeline.ask(QUESTION, SamplingParams(temperature=1.0, seed=5, max_tokens=7)).token_ids
+    assert len(pipeline.ask(QUESTION, GREEDY, max_tokens=3).token_ids) == 3
+    _, streamed_answer = asyncio.run(streamed(pipeline, QUESTION, GREEDY, max_tokens=3))
+    assert len(streamed_answer.token_ids) == 3
+    wrong: dict[str, Any] = {"temprature": 1.0}
+    with pytest.raises(TypeError, match="no option 'temprature'; did you mean 'temperature'"):
+        pipeline.ask(QUESTION, **wrong)
+
+
+def test_a_single_text_is_not_a_list_of_questions(pipeline: Pipeline) -> None:
+    """Every letter was asked as a question of its own."""
+    with pytest.raises(InputError, match="ask_many takes a list of questions, not the single text 'Where"):
+        pipeline.ask_many("Where does the river rise?")
 
 
 def test_no_passages_are_an_error_not_the_default(pipeline: Pipeline) -> None:

@@ -17,9 +17,10 @@ import uuid
 import weakref
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, Self
 
-from ragspec.config import PipelineConfig
+from ragspec.config import PipelineConfig, settings_of
 from ragspec.core import Completion, CopySource, Request, SamplingParams, SourceKind, check_text
 from ragspec.engine.loading import load_engine
 from ragspec.numerics.noise import random_seed, row_seed
@@ -66,9 +67,12 @@ class Grammar(Closeable):
         self._max_tokens = max(1, (prompts.max_context_tokens - overhead) // 2)  # of a sentence, and of its correction
 
     @classmethod
-    def from_config(cls, config: PipelineConfig | None = None) -> Self:
-        """Load the target, test the numerics and measure the costs; no index is opened. Raises: ConfigError, ModelError."""
-        config = config or PipelineConfig()
+    def from_config(cls, config: PipelineConfig | str | Path | None = None) -> Self:
+        """Load the target, test the numerics and measure the costs; no index is opened. `config`: settings, or a YAML file.
+
+        Raises: ConfigError, ModelError.
+        """
+        config = settings_of(config)
         engine = load_engine(config.target, config.engine, config.drafting)
         prompts = PromptBuilder(engine.target.tokenizer, engine.max_context_tokens)
         return cls(engine, prompts, max_in_flight=config.engine.max_running)

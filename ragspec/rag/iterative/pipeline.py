@@ -13,9 +13,10 @@ import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import Any, Self, TypedDict, Unpack
+from pathlib import Path
+from typing import Any, Self, Unpack
 
-from ragspec.config import GenerationConfig, PipelineConfig, SpeculationConfig
+from ragspec.config import GenerationConfig, PipelineConfig, SpeculationConfig, settings_of
 from ragspec.core import GenerationStats, Passage, SamplingParams
 from ragspec.engine.loading import load_engine
 from ragspec.engine.text import IncrementalDetokenizer, detokenize
@@ -26,7 +27,7 @@ from ragspec.rag.iterative.policies import InContextRalm, Policy
 from ragspec.rag.iterative.ralmspec import OnFinal, RalmSpec
 from ragspec.rag.iterative.segments import IterativeRequest, PipelineComponents, SpeculationStep
 from ragspec.rag.prompt import PromptBuilder
-from ragspec.rag.steps import Closeable, EngineLike, default_params, params_of_each, parse_scope
+from ragspec.rag.steps import Closeable, EngineLike, SamplingOptions, default_params, params_of_each, parse_scope
 from ragspec.rag.support import find_support
 from ragspec.retrieval.batching_retriever import SearchBatcher
 from ragspec.retrieval.retriever import Retriever
@@ -36,7 +37,7 @@ from ragspec.retrieval.speculative.stride import StrideScheduler
 from ragspec.speculation import Speculation, SpeculationGiven
 
 
-class IterativeOptions(TypedDict, total=False):
+class IterativeOptions(SamplingOptions, total=False):
     """`guessing`: whether retrievals are speculated; `speculation`: how tokens are drafted. `filter`: JSON form."""
 
     guessing: bool
@@ -72,12 +73,12 @@ class IterativePipeline(Closeable):
         self._max_in_flight = max_in_flight
 
     @classmethod
-    def from_config(cls, config: PipelineConfig | None = None, policy: Policy | None = None) -> Self:
+    def from_config(cls, config: PipelineConfig | str | Path | None = None, policy: Policy | None = None) -> Self:
         """As `Pipeline.from_config`, except that the policy sets the number of passages.
 
         Raises: ConfigError, StoreError, ModelError.
         """
-        config = config or PipelineConfig()
+        config = settings_of(config)
         index = Retriever.from_config(config.retriever, config.encoder)
         engine = load_engine(config.target, config.engine, config.drafting)
         prompts = PromptBuilder(engine.target.tokenizer, engine.max_context_tokens)
@@ -179,10 +180,11 @@ class IterativePipeline(Closeable):
         speculation: SpeculationGiven = True,
         tenant: str = "",
         filter: Mapping[str, Any] | None = None,
+        **sampling: Any,
     ) -> IterativeRequest:
         """Raises: InputError."""
         self._components.prompts.check(question)
-        params = params or self._defaults
+        (params,) = params_of_each([question], params, self._defaults, sampling)
         if params.n != 1:
             raise InputError("an iterative answer has one choice: n must be 1")
         if params.seed is None:

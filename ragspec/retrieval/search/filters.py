@@ -28,7 +28,7 @@ from pydantic import Field, TypeAdapter, ValidationError, field_validator, model
 from pydantic_core import ErrorDetails
 
 from ragspec.config import ConfigSection
-from ragspec.errors import InputError
+from ragspec.errors import InputError, did_you_mean
 from ragspec.retrieval.search.metadata_columns import KINDS, Columns, Mask, metadata_columns, text_column
 
 MAX_DEPTH = 32
@@ -121,6 +121,7 @@ def parse_filter(value: Mapping[str, Any]) -> Filter:
         reason = first["msg"].removeprefix("Value error, ")
         if first["type"] in _NO_FILTER:
             reason = f"a filter is an object whose type is one of {', '.join(_TYPES)}"
+            reason += did_you_mean(first.get("ctx", {}).get("tag", ""), _TYPES)
         raise InputError(f"{_place(first)}: {reason}") from cause
 
 
