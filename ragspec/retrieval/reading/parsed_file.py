@@ -22,7 +22,7 @@ MAX_BYTES = 512 * 1024**2
 """Limit for files that are parsed in memory (PDF, Word, web page), on disk or unpacked."""
 
 _MAX_HEADING_CHARS = 200  # Why: every passage of a section carries its heading; longer titles are paragraphs
-_CONTROL = re.compile(r"[\x00-\x06\x0e-\x1a\x1c-\x1f\x7f]")
+_CONTROL = re.compile(r"[\x01-\x06\x0e-\x1a\x1c-\x1f\x7f]")
 _HEAD_CHARS, _MOST_CONTROL = 4096, 0.05
 _MARKS = ((b"\xff\xfe\0\0", "utf-32"), (b"\0\0\xfe\xff", "utf-32"), (b"\xff\xfe", "utf-16"), (b"\xfe\xff", "utf-16"))
 _UNWRITABLE = {0: " ", 0xAD: "", 0xFEFF: "", **dict.fromkeys(range(0xD800, 0xE000), "\ufffd")}
