@@ -6,6 +6,11 @@
 
 from __future__ import annotations
 
+import json
+import os
+import re
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -18,11 +23,13 @@ import httpx2 as httpx
 from letter_encoder import LetterEncoder
 from tiny_target import SENTENCES, tiny_engine
 
+from ragspec.config import EncoderConfig
 from ragspec.core import Document
 from ragspec.drafting.copy import CopyDrafter
 from ragspec.engine.target import Target
+from ragspec.retrieval.encoder import Encoder
 from ragspec.retrieval.index.store import Store
-from ragspec.retrieval.retriever import Retriever
+from ragspec.retrieval.retriever import Retriever, build_index
 from services.app import build_app
 from services.backend import ServiceBackend
 from services.embedded import Server, address_of, listening
@@ -125,6 +132,68 @@ def make_backend(config: ServiceConfig, target: Target, engine: dict[str, Any]) 
     encoder = LetterEncoder()
     store = Store.open(Path(config.retriever.index_dir), encoder.identity)
     return ServiceBackend(running, target.tokenizer, Retriever(encoder, store, config.retriever), config, running.close)
+
+
+def save_parts(folder: Path, model: Path) -> Path:
+    """For services in other processes: `folder` with a target, `model`, and an `index` by the packaged encoder."""
+    (folder / "model").symlink_to(model)
+    build_index(DOCUMENTS, folder / "index", Encoder.load(EncoderConfig()))
+    return folder
+
+
+class ServeProcess:
+    """`ragspec serve` in a process of its own, of `save_parts`' folder. `settings`: of the service."""
+
+    def __init__(self, folder: Path, **settings: Any) -> None:
+        config = {
+            "target": {"model": str(folder / "model")},
+            "engine": {"max_kv_tokens": 4096, "num_threads": 1},
+            "service": {"model": MODEL, "data_dir": str(folder / "data"), **settings},
+        }
+        (folder / "service.yaml").write_text(json.dumps(config))
+        command = [sys.executable, "-m", "ragspec.cli", "serve", "--config", str(folder / "service.yaml")]
+        self.log = (folder / "log").open("w+")
+        self.process = subprocess.Popen(
+            [*command, "--index", str(folder / "index"), "--port", "0"],
+            stdout=subprocess.PIPE,
+            stderr=self.log,
+            text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+        assert self.process.stdout is not None
+        self.url, self.key_file = "", Path()
+        for line in self.process.stdout:
+            if found := re.search(r"OPENAI_BASE_URL=(\S+)/v1", line):
+                self.url = found[1]
+            if found := re.search(r"OPENAI_API_KEY=\$\(cat (.+)\)", line):
+                self.key_file = Path(found[1])
+            assert "rs-" not in line, "a container's log holds the key"
+            if "stops it" in line:
+                break
+        assert self.url and self.key_file.is_file(), self.errors()
+
+    @property
+    def key(self) -> str:
+        return self.key_file.read_text().strip()
+
+    def errors(self) -> str:
+        self.log.seek(0)
+        return self.log.read()
+
+    def client(self) -> httpx.Client:
+        return httpx.Client(base_url=self.url, headers={"Authorization": f"Bearer {self.key}"}, timeout=120.0)
+
+
+@contextmanager
+def serve_process(folder: Path, **settings: Any) -> Iterator[ServeProcess]:
+    """Killed when the block ends."""
+    started = ServeProcess(folder, **settings)
+    try:
+        yield started
+    finally:
+        started.process.kill()
+        started.process.communicate()
+        started.log.close()
 
 
 def soon(is_so: Callable[[], bool], timeout_s: float = 20.0) -> bool:

@@ -20,13 +20,13 @@ from service_parts import (
     Serving,
     make_backend,
     make_keys,
+    save_parts,
     started,
 )
 from tiny_target import save_model
 
-from ragspec.config import EncoderConfig, TargetConfig, load_settings
+from ragspec.config import TargetConfig, load_settings
 from ragspec.engine.target import Target
-from ragspec.retrieval.encoder import Encoder
 from ragspec.retrieval.retriever import build_index
 from services.settings import ServiceConfig
 
@@ -52,11 +52,8 @@ def service_target(model_folder: Path) -> Target:
 
 @pytest.fixture(scope="session")
 def parts(tmp_path_factory: pytest.TempPathFactory, model_folder: Path) -> Path:
-    """For services in other processes: a folder with a target, `model`, and an `index` by the packaged encoder."""
-    folder = tmp_path_factory.mktemp("parts")
-    (folder / "model").symlink_to(model_folder)
-    build_index(DOCUMENTS, folder / "index", Encoder.load(EncoderConfig()))
-    return folder
+    """For services in other processes."""
+    return save_parts(tmp_path_factory.mktemp("parts"), model_folder)
 
 
 def load_target(folder: Path) -> Target:

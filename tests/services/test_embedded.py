@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
-import re
 import signal
 import socket
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx2 as httpx
 import pytest
-from service_parts import MODEL, Service, Serving, soon
+from service_parts import MODEL, Service, Serving, serve_process, soon
 
 from ragspec.cli.serve import run_serve
 from ragspec.errors import ConfigError
@@ -97,61 +93,11 @@ def test_a_port_in_use_is_said_before_anything_is_loaded() -> None:
         pass
 
 
-class Started:
-    """`ragspec serve` in a process of its own."""
-
-    def __init__(self, folder: Path, drain_s: float) -> None:
-        settings = {
-            "target": {"model": str(folder / "model")},
-            "engine": {"max_kv_tokens": 4096, "num_threads": 1},
-            "service": {"model": MODEL, "data_dir": str(folder / "data"), "drain_s": drain_s},
-        }
-        (folder / "service.yaml").write_text(json.dumps(settings))
-        command = [sys.executable, "-m", "ragspec.cli", "serve", "--config", str(folder / "service.yaml")]
-        self.log = (folder / "log").open("w+")
-        self.process = subprocess.Popen(
-            [*command, "--index", str(folder / "index"), "--port", "0"],
-            stdout=subprocess.PIPE,
-            stderr=self.log,
-            text=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )
-        assert self.process.stdout is not None
-        self.url = self.key = ""
-        for line in self.process.stdout:
-            if found := re.search(r"OPENAI_BASE_URL=(\S+)/v1", line):
-                self.url = found[1]
-            if found := re.search(r"OPENAI_API_KEY=\$\(cat (.+)\)", line):
-                self.key = Path(found[1]).read_text().strip()
-            assert "rs-" not in line, "a container's log holds the key"
-            if "stops it" in line:
-                break
-        assert self.url and self.key, self.errors()
-
-    def errors(self) -> str:
-        self.log.seek(0)
-        return self.log.read()
-
-    def client(self) -> httpx.Client:
-        return httpx.Client(base_url=self.url, headers={"Authorization": f"Bearer {self.key}"}, timeout=120.0)
-
-
-@contextlib.contextmanager
-def process(parts: Path, drain_s: float = 60.0) -> Iterator[Started]:
-    started = Started(parts, drain_s)
-    try:
-        yield started
-    finally:
-        started.process.kill()
-        started.process.communicate()
-        started.log.close()
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGINT])
 def test_a_process_told_to_stop_ends_its_answers_first_and_then_with_zero(parts: Path, sent: signal.Signals) -> None:
     """kill -TERM in the middle of a stream: the client has half an answer, or the supervisor sees a crash."""
-    with process(parts) as started, started.client() as client:
+    with serve_process(parts) as started, started.client() as client:
         with client.stream("POST", "/v1/chat/completions", json=asked(600)) as reply:
             pieces = reply.iter_text()
             first = next(pieces)
@@ -168,7 +114,7 @@ def test_a_second_signal_ends_a_process_at_once(parts: Path) -> None:
     """An operator who wants it gone has to look for kill -9."""
     body = asked(900, n=4)
     with (
-        process(parts, drain_s=600.0) as started,
+        serve_process(parts, drain_s=600.0) as started,
         started.client() as client,
         client.stream("POST", "/v1/chat/completions", json=body) as reply,
     ):
@@ -183,7 +129,7 @@ def test_a_second_signal_ends_a_process_at_once(parts: Path) -> None:
 @pytest.mark.slow
 def test_a_process_logs_json_and_nothing_of_what_users_wrote(parts: Path) -> None:
     """A log that is kept for months holds every question, or the key that opens everything."""
-    with process(parts) as started, started.client() as client:
+    with serve_process(parts) as started, started.client() as client:
         question = {**LONG, "messages": [{"role": "user", "content": "What is the xylophone for?"}], "max_tokens": 4}
         answer = client.post("/v1/chat/completions", json=question, headers={"X-Request-ID": "mine-1"})
         client.post("/v1/chat/completions", json={**question, "model": "zylonite"})
