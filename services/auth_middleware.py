@@ -31,6 +31,7 @@ log = logging.getLogger(__name__)
 
 PUBLIC = ("/health", "/health/live", "/health/ready", "/v2/healthcheck", "/", "/grammar", "/web/*")
 """Paths served without a key; `*` stands for any path below."""
+METRICS = "/metrics"
 ANONYMOUS = Caller("~stranger", "~stranger")
 """The caller under /v2 where no key is needed."""
 
@@ -100,6 +101,9 @@ class AuthMiddleware:
             self._metrics.rejected("key")
             raise ApiError(401, "a valid key is needed: Authorization: Bearer ...")
         scope["state"]["caller"] = caller
+        if caller.trusted and scope["path"] == METRICS:  # Why uncounted: a full or draining service must stay visible
+            await self._run_route(scope, incoming, response)
+            return
         with self._rate_limiter.admit(caller):
             await self._run_route(scope, incoming, response)
 

@@ -9,6 +9,7 @@ Owns their order of construction and closing. Knows no HTTP.
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -108,9 +109,16 @@ class ServiceBackend(AbstractContextManager["ServiceBackend"]):
     def _watch_load(self) -> None:
         watch, limiter, engine = self.metrics.watch, self.rate_limiter, self.engine
         watch("ragspec_requests_in_flight", "Requests that are being answered.", lambda: limiter.running)
+        if folder := self.config.service.data_dir:
+            watch(
+                "ragspec_data_free_bytes",
+                "Room on the disk of the data folder.",
+                lambda: shutil.disk_usage(folder).free,
+            )
         if isinstance(engine, Engine):
             watch("vllm:num_requests_running", "Choices that are being written.", lambda: engine.load().num_running)
             watch("vllm:num_requests_waiting", "Choices that wait in the engine.", lambda: engine.load().num_waiting)
+            watch("ragspec_engine_steps", "Steps since the start.", lambda: engine.load().num_steps)
             watch("vllm:kv_cache_usage_perc", "KV slots in use by those, of 1.", lambda: engine.load().kv_usage)
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 
 from ragspec.core import FinishReason, GenerationStats
@@ -36,6 +36,9 @@ _STATS_COUNTERS = (
     ("num_near_ties", "ragspec_near_ties", "Tokens that other roundings could have decided otherwise."),
 )
 """A field of `GenerationStats`, the counter that sums it, and the counter's help text."""
+_ABORTED = ("client_gone", "client_too_slow", "timeout")
+_REJECTED = ("queue", "concurrency", "requests", "tokens", "draining", "key")
+"""Reasons. Why named here: a counter that begins with its first event hides that event from `rate` and `increase`."""
 _STATS_HISTOGRAMS = (
     ("queue_s", "vllm:request_queue_time_seconds", "Waiting in the engine.", _SECONDS),
     ("prefill_s", "vllm:request_prefill_time_seconds", "Reading the prompt.", _SECONDS),
@@ -61,6 +64,7 @@ class Metrics:
         self._retrieval = histogram("ragspec_retrieval_seconds", "Finding passages for one request.")
         self._gateway = histogram("ragspec_gateway_seconds", "A request before the engine has it, retrieval left out.")
         self._success = counter("vllm:request_success", "Choices written to their end.", "finished_reason")
+        self._per_position = counter("vllm:spec_decode_num_accepted_tokens_per_pos", "Accepted, by depth.", "position")
         self._by_drafter = counter("ragspec_drafter_accepted_tokens", "Accepted, by who drafted.", "drafter")
         self._guesses = counter("ragspec_drafter_guesses", "Guesses of a next token.", "drafter", "position")
         self._right = counter("ragspec_drafter_right", "Those that were right.", "drafter", "position")
@@ -68,6 +72,10 @@ class Metrics:
         self._rejected = counter("ragspec_gate_rejections", "Requests refused at the gate.", "reason")
         self._aborted = counter("ragspec_aborts", "Answers that nobody waited for any more.", "reason")
         self._http = counter("ragspec_http_requests", "Requests.", "method", "route", "status")
+        ProcessCollector(registry=self._registry)
+        for family, values in ((self._success, FinishReason), (self._rejected, _REJECTED), (self._aborted, _ABORTED)):
+            for value in values:
+                family.labels(model, value)
 
     def first_token(self, seconds: float) -> None:
         """`seconds` from the request to its first token."""
@@ -110,6 +118,7 @@ class Metrics:
             for position, (guessed, right) in enumerate(counts):
                 self._guesses.labels(self._model, drafter, str(position)).inc(guessed)
                 self._right.labels(self._model, drafter, str(position)).inc(right)
+                self._per_position.labels(self._model, str(position)).inc(right)
 
     def labelled(self, labels: Sequence[str]) -> None:
         """The labels of an answer's sentences: quoted, supported or unsupported."""
@@ -117,11 +126,11 @@ class Metrics:
             self._sentences.labels(self._model, label).inc()
 
     def aborted(self, reason: str) -> None:
-        """`reason`: client_gone, client_too_slow or timeout."""
+        """`reason`: of `_ABORTED`."""
         self._aborted.labels(self._model, reason).inc()
 
     def rejected(self, reason: str) -> None:
-        """`reason`: queue, concurrency, requests, tokens, draining or key."""
+        """`reason`: of `_REJECTED`."""
         self._rejected.labels(self._model, reason).inc()
 
     def answered(self, method: str, route: str, status: int) -> None:

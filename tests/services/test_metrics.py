@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import re
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any, ClassVar
 
 import pytest
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from service_parts import MODEL, Service, Serving, soon
 
+from ragspec.core import GenerationStats
 from ragspec.errors import ConfigError
 from services.metrics import Metrics
 from services.settings import TelemetryConfig
@@ -73,6 +76,39 @@ def test_gauges_show_what_runs(serving: Serving) -> None:
             now = values(service)
         assert now["vllm:num_requests_running"] == 1 and now["vllm:num_requests_waiting"] == 2
         assert 0 < now["vllm:kv_cache_usage_perc"] < 1 and now["ragspec_requests_in_flight"] == 1
+
+
+def test_a_full_or_draining_service_still_shows_its_counters(serving: Serving) -> None:
+    """The service vanishes from every dashboard at the moment that somebody looks for it."""
+    body = {**ASKED, "n": 3, "max_tokens": 900, "ignore_eos": True, "stream": True, "speculation": False}
+    with (
+        serving(engine={"max_running": 1}, **{"service.limits.max_in_flight": 1}) as service,
+        service.client() as client,
+        service.client(service.keys.ann) as other,
+        client.stream("POST", "/v1/chat/completions", json=body) as reply,
+    ):
+        pieces = reply.iter_text()
+        assert next(pieces)
+        assert client.get("/v1/models").status_code == 429 and client.get("/metrics").status_code == 200
+        assert other.get("/metrics").status_code == 429
+        service.server.stop()
+        assert soon(lambda: service.backend.rate_limiter.draining)
+        assert client.get("/v1/models").status_code == 503 and client.get("/metrics").status_code == 200
+
+
+def test_accepted_tokens_are_counted_by_position_over_all_drafters() -> None:
+    """vLLM's counter by position: of an accepted node one drafter is the origin, so the sum over drafters counts it once."""
+    metrics = Metrics("m")
+    metrics.worked(GenerationStats(num_accepted=5, positions={"copy": ((4, 2), (2, 1)), "eagle": ((3, 2),)}))
+    line = 'vllm:spec_decode_num_accepted_tokens_per_pos_total{model_name="m",position="%d"} %.1f'
+    assert {line % (0, 4), line % (1, 1)} <= set(metrics.text().decode().splitlines())
+
+
+def test_reasons_begin_at_zero() -> None:
+    """The first refusal creates its counter, and Prometheus sees no increase."""
+    text = Metrics("m").text().decode()
+    assert 'ragspec_gate_rejections_total{model_name="m",reason="queue"} 0.0' in text
+    assert 'ragspec_aborts_total{model_name="m",reason="timeout"} 0.0' in text
 
 
 def test_routes_are_counted_by_pattern(service: Service) -> None:
@@ -142,6 +178,55 @@ def test_spans_tell_numbers_and_texts_only_if_asked_to(
     assert bad.attributes["error.type"] == "ApiError" and not bad.status.is_ok
 
 
+class Collector(BaseHTTPRequestHandler):
+    """OpenTelemetry's, for traces over HTTP; keeps what came."""
+
+    received: ClassVar[list[Any]] = []
+
+    def do_POST(self) -> None:
+        from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+
+        body = self.rfile.read(int(self.headers["content-length"]))
+        assert (self.path, self.headers["content-type"]) == ("/v1/traces", "application/x-protobuf")
+        self.received.append(ExportTraceServiceRequest.FromString(body))
+        self.send_response(200)
+        self.end_headers()
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+def value_of(attribute: Any) -> Any:
+    return getattr(attribute.value, attribute.value.WhichOneof("value"))
+
+
+def test_traces_arrive_at_a_collector(serving: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The setting is accepted and spans go nowhere, or without the trace of the client that asked."""
+    pytest.importorskip("opentelemetry.exporter.otlp.proto.http.trace_exporter", reason="needs the extra otlp")
+    collector = ThreadingHTTPServer(("127.0.0.1", 0), Collector)
+    threading.Thread(target=collector.serve_forever, daemon=True).start()
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"http://127.0.0.1:{collector.server_port}")
+    parent = "00-" + "ab" * 16 + "-" + "cd" * 8 + "-01"
+    with serving(**{"service.telemetry.exporter": "otlp"}) as service, service.client() as client:
+        reply = client.post("/v1/chat/completions", json=ASKED, headers={"traceparent": parent, "x-request-id": "r-1"})
+        usage = reply.raise_for_status().json()["usage"]
+    collector.shutdown()
+    collector.server_close()
+    groups = [group for export in Collector.received for group in export.resource_spans]
+    assert {value_of(each) for group in groups for each in group.resource.attributes if each.key == "service.name"} == {
+        "ragspec"
+    }
+    spans = {span.name: span for group in groups for scope in group.scope_spans for span in scope.spans}
+    chat, retrieval = spans["chat tiny"], spans["retrieval"]
+    assert (chat.trace_id.hex(), chat.parent_span_id.hex()) == ("ab" * 16, "cd" * 8)
+    assert (retrieval.trace_id, retrieval.parent_span_id) == (chat.trace_id, chat.span_id)
+    known = {each.key: value_of(each) for each in chat.attributes}
+    assert known["ragspec.request_id"] == "r-1" and known["gen_ai.operation.name"] == "chat"
+    assert known["gen_ai.usage.output_tokens"] == usage["completion_tokens"]
+    assert chat.start_time_unix_nano <= retrieval.start_time_unix_nano < retrieval.end_time_unix_nano
+    assert "xylophone" not in str(Collector.received)
+
+
 def test_without_an_exporter_there_are_no_spans(service: Service) -> None:
     """Every request pays for a tracer that nobody reads."""
     assert service.backend.telemetry is None
@@ -163,6 +248,6 @@ def test_names_are_those_of_vllm(service: Service) -> None:
         "prompt_tokens_total generation_tokens_total request_success_total time_to_first_token_seconds "
         "inter_token_latency_seconds e2e_request_latency_seconds request_queue_time_seconds request_prefill_time_seconds "
         "request_decode_time_seconds request_prompt_tokens request_generation_tokens spec_decode_num_drafts_total "
-        "spec_decode_num_draft_tokens_total spec_decode_num_accepted_tokens_total"
+        "spec_decode_num_accepted_tokens_per_pos_total spec_decode_num_draft_tokens_total spec_decode_num_accepted_tokens_total"
     )
     assert {f"vllm:{name}" for name in expected.split()} <= ours
