@@ -191,6 +191,17 @@ def add_key(
     return key, record
 
 
+def rotate_key(path: Path, key_id: str) -> tuple[str, KeyRecord]:
+    """Makes a second key with the tenant, trust and limits of a key, which stays valid until it is revoked.
+
+    Raises: ConfigError, InputError if there is none of that id, SaveError.
+    """
+    for record in read_keys(path):
+        if record.id == key_id:
+            return add_key(path, record.tenant, trusted=record.trusted, limits=record.limits)
+    raise InputError(f"there is no key {key_id!r} in {path}")
+
+
 def revoke_key(path: Path, key_id: str) -> None:
     """Raises: ConfigError, InputError if there is none of that id, SaveError."""
     records = read_keys(path)

@@ -12,7 +12,16 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [
     *ROOT.glob("*.md"),
-    *(ROOT / name for name in ("infra/results/README.md", "services/README.md", "pipelines/README.md")),
+    *(
+        ROOT / name
+        for name in (
+            "infra/README.md",
+            "infra/RUNBOOK.md",
+            "infra/results/README.md",
+            "services/README.md",
+            "pipelines/README.md",
+        )
+    ),
     *sorted((ROOT / "ragspec").glob("**/*.md")),
 ]
 README_LINES = 150

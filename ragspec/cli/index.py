@@ -1,4 +1,4 @@
-"""`ragspec index`: the commands that list, delete, check and compact the documents of an index.
+"""`ragspec index`: the commands that list, delete, check, compact and back up the documents of an index.
 
 Owns what these commands print. Adding files is the job `pipelines.build_index`; `add` passes its arguments on to that job. Each
 command imports what it needs when it runs, so that `ragspec --help` loads neither numpy nor torch.
@@ -9,7 +9,9 @@ command imports what it needs when it runs, so that `ragspec --help` loads neith
 from __future__ import annotations
 
 import json
+import os
 from collections import Counter
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -17,12 +19,13 @@ from rich.table import Table
 from rich.text import Text
 
 from ragspec.cli.options import PASSED_ON, AsJson, Debug, Index, group, pass_on
-from ragspec.cli.terminal import note, safe, stderr_console, stdout_console
+from ragspec.cli.terminal import data_folder, note, safe, stderr_console, stdout_console
 from ragspec.errors import InputError
 
 if TYPE_CHECKING:
     from ragspec.retrieval.index.manifest import Manifest
     from ragspec.retrieval.index.store import Store
+    from services.settings import ServiceSettings
 
 index = group("index", "Documents in, out and checked.")
 
@@ -120,6 +123,45 @@ def compact(
         note(stderr_console(), message)
     summary = {"segments_before": len(before.segments), "bytes_before": _num_bytes(before)}
     _print_summary(manifest, summary | ({"generations_in_use": num_kept} if purge else {}))
+
+
+Data = Annotated[
+    Path | None,
+    typer.Option("--data", help="The service's data folder; default: that of ragspec serve.", show_default=False),
+]
+
+
+@index.command()
+def backup(
+    target: Annotated[Path, typer.Argument(metavar="FOLDER", help="A new folder for the backup.")],
+    index: Index,
+    data: Data = None,
+    debug: Debug = False,
+) -> None:
+    """Copy an index, and a service's files, conversations and dictionaries, also while it serves."""
+    from services.stores.backup import back_up
+
+    _print_summary(None, back_up(index, _service_of(data), target))
+
+
+@index.command()
+def restore(
+    backup: Annotated[Path, typer.Argument(metavar="FOLDER", help="What `ragspec index backup` made.")],
+    index: Index,
+    data: Data = None,
+    debug: Debug = False,
+) -> None:
+    """Check a backup and put it where nothing is; start the service afterwards."""
+    from services.stores.backup import restore as put_back
+
+    _print_summary(None, put_back(backup, index, _service_of(data)))
+
+
+def _service_of(data: Path | None) -> ServiceSettings:
+    from services.settings import ServiceSettings
+
+    os.umask(0o077)  # what a service keeps is for its owner only, and so are copies
+    return ServiceSettings(data_dir=str(data or data_folder() / "service"))
 
 
 def _statistics(manifest: Manifest) -> dict[str, Any]:

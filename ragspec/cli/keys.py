@@ -1,4 +1,4 @@
-"""`ragspec keys add|list|revoke`: the keys that a service accepts.
+"""`ragspec keys add|list|rotate|revoke|usage`: the keys that a service accepts, and what their tenants store.
 
 Owns the commands' output; the file is `services.keys`'. A key is shown once, when it is made; the file holds its hash.
 """
@@ -6,15 +6,19 @@ Owns the commands' output; the file is `services.keys`'. A key is shown once, wh
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.table import Table
 from rich.text import Text
 
 from ragspec.cli.options import AsJson, group
-from ragspec.cli.terminal import safe, stderr_console, stdout_console
+from ragspec.cli.terminal import data_folder, safe, stderr_console, stdout_console
+
+if TYPE_CHECKING:
+    from services.keys import KeyRecord
 
 keys = group("keys", "Who may ask a service.")
 
@@ -49,9 +53,22 @@ def add(
     }
     given = {limit: value for limit, value in options.items() if value is not None}
     limits = KeyLimits(**given) if given else None
-    key, record = add_key(file, tenant, key_id=name, trusted=trusted, limits=limits)
+    _show(*add_key(file, tenant, key_id=name, trusted=trusted, limits=limits), file, as_json)
+
+
+@keys.command()
+def rotate(
+    key_id: Annotated[str, typer.Argument(metavar="ID")], file: File = _DEFAULT, as_json: AsJson = False
+) -> None:
+    """Make a key with another's tenant, trust and limits. Revoke the old one when all clients have the new one."""
+    from services.keys import rotate_key
+
+    _show(*rotate_key(file, key_id), file, as_json)
+
+
+def _show(key: str, record: KeyRecord, file: Path, as_json: bool) -> None:
     if as_json:
-        print(json.dumps({"key": key, "id": record.id, "tenant": record.tenant, "trusted": trusted}))
+        print(json.dumps({"key": key, "id": record.id, "tenant": record.tenant, "trusted": record.trusted}))
         return
     stdout_console().print(Text(key), soft_wrap=True)
     stderr_console().print(Text(f"{record.id} is in {file}; services that use it know the key within a second", "dim"))
@@ -83,3 +100,28 @@ def revoke(key_id: Annotated[str, typer.Argument(metavar="ID")], file: File = _D
 
     revoke_key(file, key_id)
     stderr_console().print(Text(f"{safe(key_id)} is no key any more", "dim"))
+
+
+@keys.command()
+def usage(
+    data: Annotated[
+        Path | None, typer.Option(help="The service's data folder; default: that of ragspec serve.", show_default=False)
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """What each tenant stores, the largest first."""
+    from services.stores.usage import stored_bytes
+
+    stored = stored_bytes(data or data_folder() / "service")
+    order = sorted(stored, key=lambda tenant: -stored[tenant].file_bytes - stored[tenant].conversation_bytes)
+    if as_json:
+        print(json.dumps({tenant: asdict(stored[tenant]) for tenant in order}))
+        return
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for heading in ("tenant", "files", "MiB", "conversations", "MiB"):
+        table.add_column(heading, justify="left" if heading == "tenant" else "right", overflow="fold")
+    for tenant in order:
+        row = stored[tenant]
+        sizes = [f"{size / 2**20:.1f}" for size in (row.file_bytes, row.conversation_bytes)]
+        table.add_row(safe(tenant), str(row.num_files), sizes[0], str(row.num_conversations), sizes[1])
+    stdout_console().print(table)

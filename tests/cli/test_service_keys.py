@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 
 from ragspec.cli import main
+from ragspec.rag.chat.conversations import ConversationStore, QaPair
 from services.keys import KeyFile
+from services.stores.records import Records
 
 
 def run(*args: str) -> int:
@@ -34,6 +36,48 @@ def test_a_key_is_shown_once_and_listed_without_its_hash(tmp_path: Path, capsys:
         assert json.loads(Path(file).read_text())["keys"][0]["sha256"] not in shown
     assert run("keys", "revoke", "a", "--file", file) == 0
     assert KeyFile(Path(file)).caller(made["key"]) is None
+
+
+def test_a_rotated_key_has_the_rights_of_the_old_one_until_that_is_revoked(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A new key that sees other documents or has no limits; or an outage between the old key and the new one."""
+    file = tmp_path / "keys.json"
+    options = ["--tenant", "ann", "--id", "a", "--trusted", "--concurrency", "2"]
+    assert run("keys", "add", "--file", str(file), *options, "--json") == 0
+    old = json.loads(capsys.readouterr().out)["key"]
+    assert run("keys", "rotate", "a", "--file", str(file), "--json") == 0
+    new = json.loads(capsys.readouterr().out)
+    before, after = KeyFile(file).caller(old), KeyFile(file).caller(new["key"])
+    assert before and after and (before.tenant, before.trusted, before.limits) == ("ann", True, after.limits)
+    assert (after.tenant, after.trusted, after.key_id) == ("ann", True, new["id"]) and new["id"] != "a"
+    assert run("keys", "revoke", "a", "--file", str(file)) == 0
+    assert KeyFile(file).caller(old) is None and KeyFile(file).caller(new["key"])
+    assert run("keys", "rotate", "a", "--file", str(file)) == 1
+
+
+def test_the_report_counts_what_quotas_count(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The tenant that fills the disk is not the one that the report names."""
+    records = Records(tmp_path / "libraries/a/library.sqlite")
+    records.add_file("ann", "file-1", "a.txt", "assistants", 3_000_000)
+    store = records.add_store("ann", "notes", {"a": "b"})
+    records.add_member("ann", store.id, "file-1", {})
+    records.add_file("bob", "file-2", "b.txt", "assistants", 10)
+    talks = ConversationStore(tmp_path / "conversations.sqlite")
+    talks.create("bob", turns=[QaPair("When?", "At noon.")])
+    assert run("keys", "usage", "--data", str(tmp_path), "--json") == 0
+    report = json.loads(capsys.readouterr().out)
+    assert list(report) == ["ann", "bob"]
+    assert {name: row["file_bytes"] for name, row in report.items()} == {
+        name: records.used_bytes(name) for name in ("ann", "bob")
+    }
+    assert report["bob"]["num_conversations"] == 1 and report["bob"]["conversation_bytes"] > len("When?At noon.")
+    assert run("keys", "usage", "--data", str(tmp_path)) == 0
+    assert "ann" in capsys.readouterr().out
+    assert run("keys", "usage", "--data", str(tmp_path / "none"), "--json") == 0
+    assert json.loads(capsys.readouterr().out) == {}
+    talks.close()
+    records.close()
 
 
 def test_what_cannot_be_done_ends_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
