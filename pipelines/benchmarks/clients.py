@@ -20,6 +20,7 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import cycle
 from typing import Any
 
 import aiohttp
@@ -42,6 +43,14 @@ _WRONG: tuple[tuple[str, Mapping[str, Any] | None, int], ...] = (
     ("/v1/nowhere", None, 404),
 )
 """Requests with errors: path, body, expected status."""
+
+
+def chat_body(model: str, *texts: str, **fields: Any) -> dict[str, Any]:
+    """A chat whose answer is streamed. `texts`: of the user and the assistant in turn."""
+    messages = [
+        {"role": role, "content": text} for role, text in zip(cycle(("user", "assistant")), texts, strict=False)
+    ]
+    return {"model": model, "messages": messages, "stream": True, **fields}
 
 
 async def timed_answers(session: aiohttp.ClientSession, orders: Mapping[str, Any]) -> list[Answer]:

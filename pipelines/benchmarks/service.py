@@ -16,7 +16,6 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -98,14 +97,6 @@ def backend_of(settings: Settings, tick: Tick, **service: Any) -> Iterator[tuple
         )
         with ServiceBackend.embedded(config, Retriever.from_config(config.retriever, config.encoder)) as backend:
             yield backend, listed
-
-
-def chat_body(model: str, *texts: str, **fields: Any) -> dict[str, Any]:
-    """A chat whose answer is streamed. `texts`: of the user and the assistant in turn."""
-    messages = [
-        {"role": role, "content": text} for role, text in zip(cycle(("user", "assistant")), texts, strict=False)
-    ]
-    return {"model": model, "messages": messages, "stream": True, **fields}
 
 
 def timed_answers(url: str, key: str, path: str, bodies: Sequence[Mapping[str, Any]], concurrency: int) -> list[Answer]:

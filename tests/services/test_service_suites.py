@@ -14,9 +14,9 @@ from pipelines.benchmarks import attack
 from pipelines.benchmarks.chat.first_token import FirstTokens
 from pipelines.benchmarks.chat.suite import identical
 from pipelines.benchmarks.chat.tenants import OWNER, STRANGER, cliffs_delta, foreign_tokens, probe
-from pipelines.benchmarks.clients import LoadRequest, LoadStats, MixedClients
+from pipelines.benchmarks.clients import LoadRequest, LoadStats, MixedClients, chat_body
 from pipelines.benchmarks.load import leaked_slots
-from pipelines.benchmarks.service import Service, chat_body, run_clients, service_here
+from pipelines.benchmarks.service import Service, run_clients, service_here
 from ragspec.config import load_settings
 from ragspec.core import Request, SamplingParams
 from ragspec.engine.engine import Engine

@@ -21,8 +21,8 @@ from fastapi import FastAPI
 from fastapi.responses import StreamingResponse
 from ray import serve
 
-from pipelines.benchmarks.clients import Answer
-from pipelines.benchmarks.service import CHAT, Service, chat_body, timed_answers
+from pipelines.benchmarks.clients import Answer, chat_body
+from pipelines.benchmarks.service import CHAT, Service, timed_answers
 from ragspec.core import Request, SamplingParams
 from ragspec.errors import EngineError
 from ragspec.evaluation.report import Result

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 from pipelines.benchmarks.chat.first_token import FirstTokens, serve_rows
 from pipelines.benchmarks.chat.tenants import OWNER, STRANGER, probe
-from pipelines.benchmarks.service import Service, backend_of, chat_body, service_here
+from pipelines.benchmarks.clients import chat_body
+from pipelines.benchmarks.service import Service, backend_of, service_here
 from ragspec.evaluation.machine import PeakMemory
 from ragspec.evaluation.report import Metric, Result, Table, at_most, equal_to, under
 from ragspec.evaluation.suite import Outcome, Settings, Suite

@@ -12,7 +12,8 @@ import random
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from pipelines.benchmarks.service import Service, chat_body
+from pipelines.benchmarks.clients import chat_body
+from pipelines.benchmarks.service import Service
 from ragspec.errors import InputError
 from ragspec.evaluation.report import Result
 from ragspec.evaluation.timing import Tick
