@@ -135,7 +135,8 @@ def test_a_stream_has_openais_chunks(api: openai.OpenAI) -> None:
     assert all(chunk.usage is None and "obfuscation" not in chunk.model_extra for chunk in bare)
     kinds = {each["type"] for each in bare[-1].choices[0].delta.model_extra["annotations"]}
     assert kinds == {"sentence_support"}
-    assert bare[-1].model_extra["ragspec"] == {"citations": []}
+    told = bare[-1].model_extra["ragspec"]
+    assert told["citations"] == told["unknown_quotations"] == [] and len(told["sentences"]) == 1
 
 
 def test_metrics_are_for_trusted_keys(api: openai.OpenAI, service: Service) -> None:
