@@ -129,7 +129,7 @@ class TargetConfig(ConfigSection):
     else is a Hugging Face directory or name, or a GGUF file.
 
     `adapter`: the directory of a PEFT LoRA adapter, merged at load; "auto": the shipped adapter for the default model, none for
-    others. `quantization`: "int8" holds the weights in 8 bits with a scale for each output (backend cpu); "auto": int8 for the
+    others. `quantization`: "int8" holds the weights in 8 bits with a scale for each output; "auto": int8 for the
     default model on backend cpu, none for others. `cache_dir`: where dequantised and merged weights are kept.
 
     `device`: "cpu", "cuda" or "cuda:1". `backend`: "cpu" runs compiled kernels, "torch" plain torch operators on any device,
@@ -151,8 +151,6 @@ class TargetConfig(ConfigSection):
     def _check_backend(self) -> Self:
         if (self.backend, self.device == "cpu") in (("cpu", False), ("cuda", True)):
             raise ValueError(f"the backend {self.backend} does not run on the device {self.device!r}")
-        if self.backend_name != "cpu" and self.quantization == "int8":
-            raise ValueError("int8 weights run on the backend cpu only")
         return self
 
     @property
@@ -166,6 +164,11 @@ class TargetConfig(ConfigSection):
     def is_int8(self) -> bool:
         automatic = self.quantization == "auto" and self.model == DEFAULT_TARGET and self.backend_name == "cpu"
         return self.quantization == "int8" or automatic
+
+    @property
+    def collectives(self) -> Literal["gloo", "nccl"]:
+        """What the ranks of a group talk through: `nccl` needs a GPU for each."""
+        return "gloo" if self.device == "cpu" else "nccl"
 
     @property
     def weight_dtype(self) -> str:

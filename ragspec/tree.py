@@ -12,7 +12,7 @@ the drafts of several drafters merge into one tree.
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,6 +27,46 @@ class Origin(NamedTuple):
     feedback: object = None
 
 
+class DeviceProbs(Protocol):
+    """A row of probabilities on a device, for the published acceptance rules: what these do with an array, number by number."""
+
+    shape: tuple[int, ...]
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, token_id: int) -> float: ...
+
+    def __setitem__(self, token_id: int, prob: float) -> None: ...
+
+    def __rmul__(self, factor: float) -> DeviceProbs: ...
+
+    def __truediv__(self, divisor: float) -> DeviceProbs: ...
+
+    def __sub__(self, other: Any) -> DeviceProbs: ...
+
+    def clip(self, least: float) -> DeviceProbs: ...
+
+    def copy(self) -> DeviceProbs: ...
+
+    def sum(self) -> float: ...
+
+    def min(self) -> float: ...
+
+    def max(self) -> float: ...
+
+    def entropy_nats(self) -> float: ...
+
+    def rank(self, token_id: int) -> int:
+        """How many tokens are more probable, or as probable with a lower id."""
+
+    def index_at(self, share: float) -> int:
+        """The token where the running sum passes this share of the whole."""
+
+
+Probs = NDArray[np.float64] | DeviceProbs
+"""A token's probabilities over the vocabulary. Shape: float64 [V]."""
+
+
 class Draw(NamedTuple):
     """How the children of one node were drawn, in draw order; a token drawn twice is listed twice.
 
@@ -37,7 +77,7 @@ class Draw(NamedTuple):
     """
 
     tokens: tuple[int, ...]
-    draft_probs: NDArray[np.float64] | None = None
+    draft_probs: Probs | None = None
     with_replacement: bool = True
 
 

@@ -138,9 +138,9 @@ def _loaded(kind: str, dtype: Any, folder: Path) -> Target:
 def target_config(model: str, dtype: Any) -> TargetConfig:
     """`dtype` int8: weights in int8, the rest in float32; `torch-float32`: the dtype on the torch backend."""
     cache = str(Path(model).parent / "cache")
+    backend, _, dtype = str(dtype).rpartition("-")
     if dtype == "int8":
-        return TargetConfig(model=model, quantization="int8", cache_dir=cache)
-    backend, _, dtype = dtype.rpartition("-")
+        return TargetConfig(model=model, quantization="int8", backend=backend or "auto", cache_dir=cache)
     return TargetConfig(model=model, dtype=dtype, backend=backend or "auto", cache_dir=cache)
 
 

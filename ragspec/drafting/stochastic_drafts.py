@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from ragspec.core import SamplingParams
 from ragspec.drafting.drafter import SequenceView
+from ragspec.numerics.backend import LogitRows
 from ragspec.speculation import CHAIN_RULES, LOSSY_RULES, AcceptanceRule
 from ragspec.tree import Draw
 from ragspec.verification.probabilities import (
@@ -20,11 +21,9 @@ from ragspec.verification.probabilities import (
     RandomStream,
     draw_iid,
     draw_without_replacement,
-    token_probs,
+    row_probs,
 )
 from ragspec.verification.sampling import TokenCounts
-
-Floats = NDArray[np.float32]
 
 
 class DrawnChildren(NamedTuple):
@@ -58,11 +57,13 @@ class ChildSampler:
         if params.has_penalties:
             self._counts = TokenCounts(sequence.request.prompt_ids, sequence.tokens[sequence.num_prompt :])
 
-    def children(self, logits: Floats, count: int) -> DrawnChildren:
-        """Shape: float32 [Vd] of one node."""
-        full = np.full(self._vocab_size, np.float32(-np.inf))
-        full[self._ids] = logits
-        probs = token_probs(full, self._params, self._counts)
+    def children(self, logits: LogitRows, row: int, count: int) -> DrawnChildren:
+        """Shape: float32 [N, Vd]; `row`: of one node."""
+        if isinstance(logits, np.ndarray):
+            full = np.full((1, self._vocab_size), np.float32(-np.inf))
+            full[0, self._ids] = logits[row]
+            logits, row = full, 0
+        probs = row_probs(logits, row, self._params, self._counts)
         draw = draw_iid if self._iid else draw_without_replacement
         tokens = draw(probs, count, self._random)
         distinct = list(dict.fromkeys(tokens))

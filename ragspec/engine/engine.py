@@ -16,10 +16,9 @@ import time
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 
-from torch import Tensor
-
 from ragspec.config import EngineConfig
 from ragspec.core import FinishReason, Request
+from ragspec.drafting.drafter import Features
 from ragspec.drafting.planner import Planner
 from ragspec.engine.admission import Admission
 from ragspec.engine.client import CommandQueue, EngineClient, logged_errors
@@ -27,7 +26,7 @@ from ragspec.engine.scheduler import Scheduler
 from ragspec.engine.sequence import Listener, Sequence, sample_ahead
 from ragspec.engine.target import Target
 from ragspec.errors import EngineClosed, InputError, RankLost
-from ragspec.numerics.backend import LogitRows
+from ragspec.numerics.backend import LogitRows, SampledToken
 from ragspec.numerics.batch import Batch
 from ragspec.numerics.ranks import HEARTBEAT_S
 from ragspec.numerics.threads import AdaptiveThreads
@@ -49,7 +48,7 @@ class Engine(EngineClient):
     ) -> None:
         self._threads = threads or AdaptiveThreads(config.num_threads, adaptive=config.adaptive_threads)
         self.fingerprint, self.max_context_tokens = admission.fingerprint, admission.max_context_tokens
-        self.lost = ""  # why the engine is dead; set before any sequence ends with it
+        self.lost = self._closed = ""  # why it is dead, set before any sequence ends with it; why requests are refused
         self.target, self._planner, self._admission = target, planner, admission
         self._taps, self._costs = planner.taps, planner.costs
         self._scheduler = Scheduler(target.pool, config, int(bool(planner.taps)), planner.costs.cost_s)
@@ -58,7 +57,6 @@ class Engine(EngineClient):
         self._sequences: dict[str, list[Sequence]] = {}
         self._lock, self._ids = threading.Lock(), set[str]()
         self._in_step: list[Sequence] = []
-        self._closed = ""  # why requests are refused
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
         atexit.register(self.close)
@@ -135,8 +133,7 @@ class Engine(EngineClient):
             return
         trees, draft_s = self._draft(scheduled)
         batch = Batch([s.schedule(num_tokens, tree) for (s, num_tokens), tree in zip(scheduled, trees, strict=True)])
-        logits, features = self._forward(batch)
-        sampled = sample_ahead(logits, self._in_step, trees)
+        logits, features, sampled = self._forward(batch, trees)
         for sequence, tree, part, tokens in zip(self._in_step, trees, batch.sequences, sampled, strict=True):
             result = UNDECIDED
             if tree is not None:
@@ -156,15 +153,19 @@ class Engine(EngineClient):
         draft_s = (time.perf_counter() - begin) / max(1, len(deciding))
         return [next(trees) if num_tokens == s.num_pending else None for s, num_tokens in scheduled], draft_s
 
-    def _forward(self, batch: Batch) -> tuple[LogitRows, dict[int, Tensor]]:
-        """Logits and tapped hidden states. The time of the forward teaches the thread count and the cost table."""
+    def _forward(
+        self, batch: Batch, trees: list[DraftTree | None]
+    ) -> tuple[LogitRows, Features, list[list[SampledToken]]]:
+        """Logits, tapped hidden states, and tokens sampled on a device. The time teaches the thread count and the cost table."""
         self._threads.begin()
         begin = time.perf_counter()
-        outputs = self.target.forward_tapped(batch.token_ids, batch.metadata, batch.logit_rows, self._taps)
+        logits, features = self.target.forward_tapped(batch.token_ids, batch.metadata, batch.logit_rows, self._taps)
+        sampled = sample_ahead(logits, self._in_step, trees)
+        self.target.backend.wait()
         seconds, num_rows = time.perf_counter() - begin, len(batch.token_ids)
         self._threads.end(num_rows, seconds)
         self._costs.refine(num_rows, batch.longest_context, seconds)
-        return outputs
+        return logits, features, sampled
 
     def _report(self, sequence: Sequence, is_prefilled: bool) -> None:
         """Cache a prompt that is complete, send the step's delta, end a finished sequence."""

@@ -17,12 +17,12 @@ import numpy as np
 
 from ragspec.core import Delta, FinishReason, GenerationStats, Request, TokenLogprob
 from ragspec.engine.text import IncrementalDetokenizer
-from ragspec.numerics.backend import LogitRows
+from ragspec.numerics.backend import LogitRows, SampledToken
 from ragspec.numerics.batch import ScheduledSequence
 from ragspec.numerics.kv_cache import SequenceSlots
 from ragspec.tree import DraftTree, StepResult
 from ragspec.verification.rejection import RejectionSampler
-from ragspec.verification.sampling import KeyedSampler, Sampler, logprob
+from ragspec.verification.sampling import KeyedSampler, Sampler, log_probs
 from ragspec.verification.verify import VerifyResult, verify
 
 log = logging.getLogger(__name__)
@@ -106,7 +106,7 @@ class Sequence:
         self.slots = slots
         self._admitted_s = self._admitted_s or time.perf_counter()
 
-    def verify(self, tree: DraftTree, logits: LogitRows, sampled: SequenceOf[int] = ()) -> VerifyResult:
+    def verify(self, tree: DraftTree, logits: LogitRows, sampled: SequenceOf[SampledToken] = ()) -> VerifyResult:
         """Decide tokens by the request's acceptance rule.
 
         Shapes: logits float32 [N, V], row n for node n; `sampled` [N]: the token after each node, empty if the sampler is to read
@@ -116,8 +116,8 @@ class Sequence:
         if isinstance(sampler, RejectionSampler):
             return sampler.verify(tree, tree.draws, logits, self.most_tokens)
         if sampled and isinstance(sampler, KeyedSampler):
-            return verify(tree, lambda node: sampler.take(sampled[node]), self.most_tokens)
-        return verify(tree, lambda node: sampler(logits[node]), self.most_tokens)
+            return verify(tree, lambda node: sampler.take(*sampled[node]), self.most_tokens)
+        return verify(tree, lambda node: sampler(np.asarray(logits[node : node + 1])[0]), self.most_tokens)
 
     def schedule(self, num_tokens: int, tree: DraftTree | None) -> ScheduledSequence:
         """Its next `num_tokens` pending tokens and a draft tree as rows of a batch. Raises: OutOfSlots."""
@@ -136,11 +136,9 @@ class Sequence:
         params = self.request.params
         self._first_token_s = self._first_token_s or time.perf_counter()
         num_kept = 0
-        for node, token in zip([0, *verdict.path], verdict.tokens, strict=False):
+        for token in verdict.tokens:
             self.tokens.append(token)
             num_kept += 1
-            if params.logprobs is not None:
-                self._logprobs.append(logprob(logits[node], token, params.logprobs))
             if token in self.limits.eos_ids and not params.ignore_eos:
                 self.finish_reason = FinishReason.STOP
             elif self._text.push(token, may_stop=self.num_output > params.min_tokens):
@@ -150,6 +148,10 @@ class Sequence:
             if self.finish_reason:
                 break
         result = StepResult(tree, verdict.path, verdict.tokens[:num_kept])
+        if params.logprobs is not None:
+            self._logprobs += log_probs(
+                logits, [0, *verdict.path][:num_kept], verdict.tokens[:num_kept], params.logprobs
+            )
         self._count(tree, result.path, draft_s)
         return result
 
@@ -229,7 +231,7 @@ class Sequence:
 
 def sample_ahead(
     logits: LogitRows, sequences: SequenceOf[Sequence], trees: SequenceOf[DraftTree | None]
-) -> list[list[int]]:
+) -> list[list[SampledToken]]:
     """The token after each node of each tree, all sampled on the device; empty for a sampler that reads logits on the host."""
     if isinstance(logits, np.ndarray):
         return [[]] * len(trees)

@@ -98,7 +98,8 @@ class Target:
             raise ModelError(f"this build of torch has no packed {config.dtype} product on this processor")
         folder = target_folder(config)
         tokenizer = read_tokenizer(folder)
-        saved = SavedWeights(folder, config, ranks) if config.is_int8 else None
+        is_saved = config.is_int8 and config.backend_name == "cpu"
+        saved = SavedWeights(folder, config, ranks) if is_saved else None
         arena = saved.load() if saved else None
         if ranks.size == 1 and not (arena and arena.is_saved):
             model, shards = load_whole(folder, dtype), None
@@ -214,7 +215,7 @@ class Target:
     def _own_head(self) -> Any:
         if self._shards is None:
             return self._model.lm_head
-        return make_backend(self.config, ONE_RANK, None).make_linear(self._whole_weight("lm_head.weight"))
+        return self.backend.alone.make_linear(self._whole_weight("lm_head.weight"))
 
     def _whole_weight(self, name: str) -> torch.Tensor:
         assert self._shards is not None and self.ranks.rank == 0, "only rank 0 ever holds a whole weight"
@@ -222,19 +223,17 @@ class Target:
 
 
 def make_backend(config: TargetConfig, ranks: Ranks, arena: WeightArena | None) -> Backend:
-    """Raises: ModelError for several ranks on a GPU, for Triton kernels without Triton."""
+    """Raises: ModelError for Triton kernels without Triton, ConfigError for a GPU that several ranks would share."""
     if config.backend_name == "cpu":
         return CpuBackend(arena or (WeightArena() if config.is_int8 else None), ranks)
-    if ranks.size > 1 and config.device != "cpu":
-        raise ModelError(f"several ranks run on CPUs only, and target.device is {config.device!r}")
-    dtype = getattr(torch, config.dtype)
+    dtype, device = getattr(torch, config.dtype), ranks.device(config.device)
     if config.backend_name == "torch":
-        return TorchBackend(config.device, dtype)
+        return TorchBackend(device, dtype, is_int8=config.is_int8)
     try:
         from ragspec.numerics.cuda.backend import CudaBackend
     except ImportError as cause:
         raise ModelError('target.backend "cuda" needs Triton: pip install "ragspec[kernels]"') from cause
-    return CudaBackend(config.device, dtype)
+    return CudaBackend(device, dtype, is_int8=config.is_int8)
 
 
 def load_tokenizer(config: TargetConfig) -> PreTrainedTokenizerBase:

@@ -17,10 +17,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from ragspec.core import SamplingParams
+from ragspec.core import SamplingParams, TokenLogprob
 from ragspec.numerics.attention import AttentionMetadata, AttentionShape, Floats
 from ragspec.numerics.kv_cache import KvPool
 from ragspec.numerics.ranks import Ranks
+from ragspec.tree import DeviceProbs
 
 TokenIds = NDArray[np.int64]
 
@@ -40,11 +41,20 @@ class LogitEdits(NamedTuple):
 
 
 class KeyedDraw(NamedTuple):
-    """How one row's token is sampled: `key` is the noise of the output position; None: without noise. `edits` None: none."""
+    """How one row's token is sampled: `key` is the noise of the output position; None: without noise. `edits` None: none.
+
+    `slack` (a, b): warped logits may be off by a + b * the greatest; None: near ties are not counted.
+    """
 
     params: SamplingParams
     key: int | None
     edits: LogitEdits | None
+    slack: tuple[float, float] | None = None
+
+
+class SampledToken(NamedTuple):
+    token_id: int
+    is_near_tie: bool
 
 
 class BestTokens(NamedTuple):
@@ -61,14 +71,20 @@ class DeviceLogits(Protocol):
 
     def __len__(self) -> int: ...
 
-    def __getitem__(self, rows: Any) -> Any:
-        """A row as a numpy array on the host for a number, fewer rows for a slice."""
+    def __getitem__(self, rows: slice) -> DeviceLogits:
+        """Fewer rows."""
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Floats:
         """All rows on the host, for tests of the numerics."""
 
-    def sample(self, draws: Sequence[KeyedDraw | None]) -> list[int]:
+    def sample(self, draws: Sequence[KeyedDraw | None]) -> list[SampledToken]:
         """The token of each row; any token for a row without a draw."""
+
+    def log_probs(self, rows: Sequence[int], token_ids: Sequence[int], num_top: int) -> list[TokenLogprob]:
+        """As `ragspec.verification.sampling.logprob`, for a token of each of some rows."""
+
+    def probs(self, row: int, draw: KeyedDraw) -> DeviceProbs:
+        """Warped probabilities of one row over the target's vocabulary; they stay on the device."""
 
     def best(self, draws: Sequence[KeyedDraw], count: int) -> BestTokens:
         """Each row's `count` greatest of warped logit and noise, among the tokens that survive the warps."""
@@ -107,6 +123,10 @@ class Backend(Protocol):
     least_rows: int
 
     @property
+    def alone(self) -> Backend:
+        """The same device and products, for a weight that is not split over ranks."""
+
+    @property
     def in_floats(self) -> Backend:
         """The same device, with products in floats whatever the target's weights are: for heads."""
 
@@ -131,8 +151,9 @@ class Backend(Protocol):
     def wait(self) -> None:
         """Until the device has finished everything that it was given."""
 
-    def logits(self, values: Tensor, token_ids: Tensor | None = None) -> LogitRows:
-        """An output layer's rows as engine and drafters get them; column i is token `token_ids[i]` (None: token i).
+    def logits(self, values: Tensor, token_ids: Tensor | None = None, vocab_size: int = 0) -> LogitRows:
+        """An output layer's rows as engine and drafters get them; column i is token
+        `token_ids[i]` of `vocab_size` (none given: token i).
 
         Shapes: values float32 [W, V], token_ids int64 [V], rising.
         """

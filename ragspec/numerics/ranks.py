@@ -67,6 +67,10 @@ class Ranks:
     def barrier(self) -> None:
         """Return when every rank has called this."""
 
+    def device(self, name: str) -> str:
+        """This rank's device of that kind."""
+        return name
+
     @contextmanager
     def without_timeout(self) -> Iterator[None]:
         """Inside, ranks wait for each other without limit, to load weights or to compile. All ranks enter and leave together."""
@@ -113,39 +117,40 @@ class DistributedRanks(Ranks):
         if not 0 <= rank < size:
             raise ConfigError(f"there is no rank {rank} among {size}: ranks count from 0 to {size - 1}")
         host, port = _host_and_port(rendezvous if isinstance(rendezvous, str) else rendezvous.address)
-        if backend == "nccl" and torch.cuda.device_count() < size:
-            raise ConfigError(f"nccl needs a GPU for each of {size} ranks; torch finds {torch.cuda.device_count()}")
+        if backend == "nccl" and not torch.cuda.device_count():
+            raise ConfigError(f"nccl needs a GPU for each of {size} ranks; torch finds none")
         self.rank, self.size = rank, size
         self._usual_timeout, self._timeout = timedelta(seconds=timeout_s), timedelta(seconds=timeout_s)
         self._meeting: Rendezvous | str | None = (
             Rendezvous(host, port) if rank == 0 and isinstance(rendezvous, str) else rendezvous
         )
-        self._device = torch.device("cuda", rank) if backend == "nccl" else torch.device("cpu")
+        # one GPU a rank: its own where the process sees one alone (Ray's actors), else the GPU of its number
+        self._gpu = f"cuda:{rank % torch.cuda.device_count()}" if backend == "nccl" else ""
         self._group: Any = None
         with self._guarded():
             wait = timedelta(seconds=connect_s)
             store = self._store(host, port, wait)
             self._group = _gloo(PrefixStore("words", store), rank, size, host, wait)
-            self._data = _nccl(PrefixStore("data", store), rank, size) if backend == "nccl" else self._group
+            self._data = _nccl(PrefixStore("data", store), rank, size, self._gpu) if backend == "nccl" else self._group
 
     def all_gather(self, part: Tensor) -> Tensor:
         with self._guarded():
-            part = part.to(self._device).contiguous()
+            home, part = part.device, self._placed(part)
             num_rows, width = part.shape
             parts = part.new_empty((self.size * num_rows, width))
             options = AllgatherOptions()
             options.timeout = self._timeout
             self._data._allgather_base(parts, part, options).wait()
-            return _side_by_side(parts.view(self.size, num_rows, width)).cpu()
+            return _side_by_side(parts.view(self.size, num_rows, width)).to(home)
 
     def gather_to_first(self, part: Tensor) -> Tensor:
         with self._guarded():
-            part = part.to(self._device).contiguous()
+            home, part = part.device, self._placed(part)
             parts = [[torch.empty_like(part) for _ in range(self.size)]] if self.rank == 0 else []
             options = GatherOptions()
             options.rootRank, options.timeout = 0, self._timeout
             self._data.gather(parts, [part], options).wait()
-            return torch.cat(parts[0], 1).cpu() if self.rank == 0 else part.cpu()
+            return (torch.cat(parts[0], 1) if self.rank == 0 else part).to(home)
 
     def broadcast(self, words: Tensor) -> None:
         with self._guarded():
@@ -153,6 +158,17 @@ class DistributedRanks(Ranks):
             options.rootRank, options.rootTensor = 0, 0
             options.timeout = self._timeout if self.rank == 0 else _QUIET
             self._group.broadcast([words], options).wait()
+
+    def device(self, name: str) -> str:
+        """Raises: ConfigError for a GPU by its number, which the ranks would share."""
+        if name == "cpu":
+            return name
+        if name != "cuda" or not self._gpu:
+            raise ConfigError(f"{self.size} ranks need nccl and a GPU each; target.device must be cuda, not {name!r}")
+        return self._gpu
+
+    def _placed(self, part: Tensor) -> Tensor:
+        return part.to(self._gpu or "cpu").contiguous()
 
     def barrier(self) -> None:
         self.all_gather(torch.zeros(1, 1, dtype=torch.int32))
@@ -194,9 +210,9 @@ def _gloo(store: Any, rank: int, size: int, host: str, timeout: timedelta) -> An
     return gloo(store, rank, size, options)
 
 
-def _nccl(store: Any, rank: int, size: int) -> Any:
+def _nccl(store: Any, rank: int, size: int, gpu: str) -> Any:
     """One GPU of this machine a rank."""
-    torch.cuda.set_device(rank)
+    torch.cuda.set_device(gpu)
     nccl: Any = distributed.ProcessGroupNCCL
     return nccl(store, rank, size, nccl.Options())
 

@@ -16,8 +16,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ragspec.core import SamplingParams
+from ragspec.numerics.backend import KeyedDraw, LogitRows
 from ragspec.numerics.noise import output_key
-from ragspec.verification.sampling import Logits, TokenCounts, warp
+from ragspec.tree import Probs
+from ragspec.verification.sampling import Logits, TokenCounts, logit_edits, warp
 
 Floats = NDArray[np.float64]
 
@@ -46,6 +48,19 @@ def token_probs(
     return np.asarray(mass / mass.sum())
 
 
+def row_probs(
+    logits: LogitRows,
+    row: int,
+    params: SamplingParams,
+    counts: TokenCounts | None = None,
+    forbidden: tuple[int, ...] = (),
+) -> Probs:
+    """As `token_probs` for one row, computed and kept where the logits are. Shape: [N, V] -> float64 [V]."""
+    if isinstance(logits, np.ndarray):
+        return token_probs(logits[row], params, counts, forbidden)
+    return logits.probs(row, KeyedDraw(params, None, logit_edits(params, counts, forbidden)))
+
+
 def _ranked_out(x: Floats, params: SamplingParams) -> NDArray[np.int64]:
     """Ids that fail top-k, or top-p among the top k. Shape: [V] -> [up to V - 1]."""
     order = np.argsort(-x, kind="stable")
@@ -62,7 +77,7 @@ class RandomSource(Protocol):
     def bernoulli(self, threshold: float) -> bool:
         """True with probability `threshold`: never at 0, always at 1."""
 
-    def categorical(self, weights: Floats) -> int:
+    def categorical(self, weights: Probs) -> int:
         """A token with a probability in proportion to its weight; never one of weight 0. Shape: [V], sum above 0."""
 
 
@@ -93,24 +108,26 @@ class KeyedRandom:
     def bernoulli(self, threshold: float) -> bool:
         return self.uniform() < threshold
 
-    def categorical(self, weights: Floats) -> int:
+    def categorical(self, weights: Probs) -> int:
+        if not isinstance(weights, np.ndarray):
+            return weights.index_at(self.uniform())
         mass = np.cumsum(weights)
         return int(np.searchsorted(mass, self.uniform() * mass[-1], side="right"))
 
 
-def draw_iid(draft_probs: Floats, count: int, random: RandomSource) -> tuple[int, ...]:
+def draw_iid(draft_probs: Probs, count: int, random: RandomSource) -> tuple[int, ...]:
     """`count` independent draws; a token may come more than once. Shape: [V] -> [count]."""
     return tuple(random.categorical(draft_probs) for _ in range(count))
 
 
-def draw_without_replacement(draft_probs: Floats, count: int, random: RandomSource) -> tuple[int, ...]:
+def draw_without_replacement(draft_probs: Probs, count: int, random: RandomSource) -> tuple[int, ...]:
     """Distinct tokens in the order drawn; fewer than `count` if fewer have a probability. Shape: [V] -> [up to count].
 
     The same distribution as ranking by log probability plus Gumbel noise, with one random number a token instead of one an id.
     """
-    left = np.array(draft_probs)
+    left = draft_probs.copy()
     tokens: list[int] = []
-    for _ in range(min(count, int(np.count_nonzero(left)))):
+    while len(tokens) < count and left.max() > 0.0:
         tokens.append(random.categorical(left))
         left[tokens[-1]] = 0.0
     return tuple(tokens)

@@ -19,8 +19,8 @@ from ragspec.core import Request
 from ragspec.errors import InputError
 from ragspec.numerics.backend import LogitRows
 from ragspec.speculation import CHAIN_RULES, LOSSY_RULES, AcceptanceRule
-from ragspec.tree import DraftTree, Draw
-from ragspec.verification.probabilities import Floats, KeyedRandom, RandomSource, RandomStream, token_probs
+from ragspec.tree import DraftTree, Draw, Probs
+from ragspec.verification.probabilities import KeyedRandom, RandomSource, RandomStream, row_probs
 from ragspec.verification.rejection_trees import TreeWalk
 from ragspec.verification.sampling import ChoiceSampler, Logits
 from ragspec.verification.verify import VerifyResult
@@ -52,22 +52,36 @@ class AcceptancePolicy:
             if isinstance(value, bool) or not isinstance(value, int | float) or not value >= 0:
                 raise InputError(f"{name} must be a number from 0 on, not {value!r}")
 
-    def allows(self, target_probs: Floats, token_id: int) -> bool:
+    def allows(self, target_probs: Probs, token_id: int) -> bool:
         """Whether a lossy rule accepts a token. Shape: [V]."""
         prob = float(target_probs[token_id])
         if self.rule is AcceptanceRule.TYPICAL:
-            present = target_probs[target_probs > 0.0]
-            entropy_nats = -float((present * np.log(present)).sum())
-            return prob > min(self.epsilon, self.delta * float(np.exp(-entropy_nats)))
-        num_above = int((target_probs > prob).sum() + (target_probs[:token_id] == prob).sum())
-        return num_above < self.beta and prob > 0.0 and prob >= float(target_probs.max() * np.exp(-self.gap_nats))
+            return prob > min(self.epsilon, self.delta * float(np.exp(-_entropy_nats(target_probs))))
+        return (
+            _rank(target_probs, token_id) < self.beta
+            and prob > 0.0
+            and prob >= float(target_probs.max() * np.exp(-self.gap_nats))
+        )
+
+
+def _entropy_nats(probs: Probs) -> float:
+    if not isinstance(probs, np.ndarray):
+        return probs.entropy_nats()
+    present = probs[probs > 0.0]
+    return -float((present * np.log(present)).sum())
+
+
+def _rank(probs: Probs, token_id: int) -> int:
+    if not isinstance(probs, np.ndarray):
+        return probs.rank(token_id)
+    return int((probs > probs[token_id]).sum() + (probs[:token_id] == probs[token_id]).sum())
 
 
 def rejection_sample(
     acceptance: AcceptancePolicy,
     tree: DraftTree,
     draws: Mapping[int, Draw],
-    probs_at: Callable[[int], Floats],
+    probs_at: Callable[[int], Probs],
     random: RandomSource,
     most_tokens: int,
 ) -> VerifyResult:
@@ -163,8 +177,8 @@ class RejectionSampler(ChoiceSampler):
         """Accept a path of the tree. Shapes: logits float32 [N, V], row n for node n. Raises: as `rejection_sample`."""
         random = KeyedRandom(self._seed, self._choice, self._index, RandomStream.VERIFY)
 
-        def probs_at(node: int) -> Floats:
-            return self._probs_after([tree.token_ids[n] for n in tree.ancestors(node)[1:]], logits[node])
+        def probs_at(node: int) -> Probs:
+            return self._probs_after([tree.token_ids[n] for n in tree.ancestors(node)[1:]], logits, node)
 
         verdict = rejection_sample(self.acceptance, tree, draws, probs_at, random, most_tokens)
         if self._counts is not None:
@@ -172,8 +186,8 @@ class RejectionSampler(ChoiceSampler):
         self._index += len(verdict.tokens)
         return verdict
 
-    def _probs_after(self, tokens: list[int], logits: Logits) -> Floats:
+    def _probs_after(self, tokens: list[int], logits: LogitRows, row: int) -> Probs:
         """The target's probabilities after a path; penalties and minimum length count the path's tokens."""
         counts = self._counts.after(tokens) if self._counts is not None else None
         forbidden = self._eos_ids if self._index + len(tokens) < self._params.min_tokens else ()
-        return token_probs(logits, self._params, counts, forbidden)
+        return row_probs(logits, row, self._params, counts, forbidden)

@@ -15,15 +15,13 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-import numpy as np
-
-from ragspec.tree import DraftTree, Draw
-from ragspec.verification.probabilities import Floats, RandomSource
+from ragspec.tree import DraftTree, Draw, Probs
+from ragspec.verification.probabilities import RandomSource
 from ragspec.verification.verify import VerifyResult
 
-Allows = Callable[[Floats, int], bool]
+Allows = Callable[[Probs, int], bool]
 """Whether a lenient rule accepts a token, given the target's probabilities at its parent. Shape: [V]."""
 
 
@@ -32,7 +30,7 @@ class _Trial(NamedTuple):
 
     token_id: int
     node: int | None
-    draft_probs: Floats | None
+    draft_probs: Probs | None
 
 
 @dataclass
@@ -45,10 +43,10 @@ class _NodeState:
     trial: _Trial
     accept_prob: float
     trials: Iterator[_Trial]
-    initial_probs: Callable[[], Floats]
+    initial_probs: Callable[[], Probs]
 
     @functools.cached_property
-    def target_probs(self) -> Floats:
+    def target_probs(self) -> Probs:
         return self.initial_probs()
 
     def odds(self, trial: _Trial) -> float:
@@ -58,11 +56,11 @@ class _NodeState:
 
     def reject(self, trial: _Trial) -> None:
         """A residual without mass means that target and draft agree: the rejection is a rounding error and changes nothing."""
-        left = self.accept_prob * self.target_probs
+        left: Any = self.accept_prob * self.target_probs
         if trial.draft_probs is None:
             left[trial.token_id] = 0.0
         else:
-            left = np.maximum(left - trial.draft_probs, 0.0)
+            left = (left - trial.draft_probs).clip(0.0)
         mass = float(left.sum())
         if mass > 0.0:
             self.target_probs = left / mass
@@ -78,7 +76,7 @@ class TreeWalk:
     """
 
     def __init__(
-        self, tree: DraftTree, draws: Mapping[int, Draw], probs_at: Callable[[int], Floats], random: RandomSource
+        self, tree: DraftTree, draws: Mapping[int, Draw], probs_at: Callable[[int], Probs], random: RandomSource
     ) -> None:
         self._tree, self._draws, self._random = tree, draws, random
         self._probs_at = functools.cache(probs_at)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import numba
@@ -19,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ragspec.core import Request, SamplingParams, TokenLogprob
-from ragspec.numerics.backend import KeyedDraw, LogitEdits
+from ragspec.numerics.backend import KeyedDraw, LogitEdits, LogitRows
 from ragspec.numerics.compiled import compiled
 from ragspec.numerics.noise import ABOVE_ANY_GUMBEL, MOST_REST, bits, gumbel, output_key
 from ragspec.tree import DraftTree
@@ -217,15 +218,16 @@ def warp(logits: Logits, params: SamplingParams, counts: TokenCounts | None, for
     return x / np.float32(max(params.temperature, _LEAST_TEMPERATURE))
 
 
-def _warped_uncertainty(warped: Logits, uncertainty: float, params: SamplingParams, num_output: int) -> float:
-    """The uncertainty of a warped logit: the logit's own uncertainty, stretched by the warps, and the warps' rounding errors."""
+def _slack(uncertainty: float, params: SamplingParams, num_output: int) -> tuple[float, float]:
+    """The uncertainty of a warped logit is the first number, and the second times the greatest warped logit: the logit's own
+    uncertainty, stretched by the warps, and the warps' rounding errors."""
     penalty = params.repetition_penalty
     stretch = max(1.0, penalty, 1.0 / penalty)
     temperature = 1.0 if params.greedy else max(params.temperature, _LEAST_TEMPERATURE)
     added = abs(params.presence_penalty) + abs(params.frequency_penalty) * num_output
     added += max(map(abs, params.logit_bias.values()), default=0.0)
-    largest = float(np.abs(warped[np.isfinite(warped)]).max(initial=0.0)) + added / temperature
-    return uncertainty * stretch / temperature + _MOST_ROUNDINGS * float(np.finfo(np.float32).eps) * largest
+    rounding = _MOST_ROUNDINGS * float(np.finfo(np.float32).eps)
+    return uncertainty * stretch / temperature + rounding * added / temperature, rounding
 
 
 @compiled(nogil=True)
@@ -245,6 +247,13 @@ def logprob(logits: Logits, token_id: int, num_top: int) -> TokenLogprob:
         best = np.lexsort((np.arange(logits.shape[0]), -logits))[:num_top]
         top = tuple((int(v), float(logits[v]) - norm) for v in best)
     return TokenLogprob(int(token_id), float(logits[token_id]) - norm, top)
+
+
+def log_probs(logits: LogitRows, rows: Sequence[int], token_ids: Sequence[int], num_top: int) -> Sequence[TokenLogprob]:
+    """Log-probabilities of tokens, one in each of these rows, where the logits are."""
+    if isinstance(logits, np.ndarray):
+        return [logprob(logits[row], token, num_top) for row, token in zip(rows, token_ids, strict=True)]
+    return logits.log_probs(rows, token_ids, num_top)
 
 
 class Sampler(Protocol):
@@ -291,27 +300,27 @@ class KeyedSampler(ChoiceSampler):
         token = sample(warped, self._params, self._seed, self._choice, self._index)
         if self._uncertainty:
             key = output_key(self._seed, self._choice, self._index)
-            slack = _warped_uncertainty(warped, self._uncertainty, self._params, self._index)
-            self.near_ties.append(is_near_tie(warped, self._params, key, token, slack))
+            own, share = _slack(self._uncertainty, self._params, self._index)
+            slack = own + share * float(np.abs(warped[np.isfinite(warped)]).max(initial=0.0))
+            return self.take(token, is_near_tie(warped, self._params, key, token, slack))
         return self.take(token)
 
     def warped(self, logits: Logits) -> Logits:
         """The logits that the next token is sampled from; -inf for tokens that cannot be sampled. Shape: float32 [V]."""
         return warp(logits, self._params, self._counts, self._forbidden(self._index))
 
-    def take(self, token: int) -> int:
+    def take(self, token: int, near_tie: bool = False) -> int:
         """Count a token as decided; returns it."""
+        if self._uncertainty:
+            self.near_ties.append(near_tie)
         if self._counts is not None:
             self._counts.push(token)
         self._index += 1
         return token
 
     def draws(self, tree: DraftTree) -> list[KeyedDraw]:
-        """How the token after each node is sampled, for a backend that samples all nodes at once.
-
-        Empty if near ties are counted, which reads whole rows on the host.
-        """
-        return [] if self._uncertainty else [self._draw(tree, node) for node in range(len(tree))]
+        """How the token after each node is sampled, for a backend that samples all nodes at once."""
+        return [self._draw(tree, node) for node in range(len(tree))]
 
     def _draw(self, tree: DraftTree, node: int) -> KeyedDraw:
         params, index = self._params, self._index + tree.depths[node]
@@ -319,7 +328,8 @@ class KeyedSampler(ChoiceSampler):
         if counts is not None and node:
             counts = counts.after([tree.token_ids[n] for n in tree.ancestors(node)[1:]])
         key = None if params.greedy else int(output_key(self._seed, self._choice, index))
-        return KeyedDraw(params, key, logit_edits(params, counts, self._forbidden(index)))
+        slack = _slack(self._uncertainty, params, index) if self._uncertainty else None
+        return KeyedDraw(params, key, logit_edits(params, counts, self._forbidden(index)), slack)
 
     def _forbidden(self, index: int) -> tuple[int, ...]:
         return self._eos_ids if index < self._params.min_tokens else ()

@@ -92,9 +92,9 @@ class GrammarSampler(KeyedSampler):
     def warped(self, logits: Logits) -> Logits:
         return np.where(self._grammar.allowed(), super().warped(logits), np.float32(-np.inf))
 
-    def take(self, token: int) -> int:
+    def take(self, token: int, near_tie: bool = False) -> int:
         self._grammar.take(token)
-        return super().take(token)
+        return super().take(token, near_tie)
 
     def draws(self, tree: DraftTree) -> list[KeyedDraw]:
         """None: masks are made on the host, along the accepted path only."""

@@ -41,6 +41,8 @@ QUICK = [
     ("mistral", "bfloat16", 2),
     ("biases", "int8", 4),
     ("qwen3", "int8", 2),
+    ("llama", "torch-float32", 2),
+    ("biases", "torch-int8", 2),
 ]
 REST = sorted({*itertools.product(KINDS, ("float32", "bfloat16", "int8"), (2, 4))} - {*QUICK})
 slow = pytest.mark.slow

@@ -23,10 +23,11 @@ from ragspec.numerics.attention import AttentionShape
 from ragspec.numerics.batch import Batch, ScheduledSequence
 from ragspec.numerics.kv_cache import KvPool, SequenceSlots
 from ragspec.numerics.self_test import self_test
+from ragspec.numerics.torch.int8 import TorchInt8Linear, quantised_rows
 
 pytest.importorskip("triton", reason="the extra `kernels` is not installed")
 
-from ragspec.numerics.cuda.backend import CudaBackend, ResidualTritonNorm, TritonLinear
+from ragspec.numerics.cuda.backend import CudaBackend, ResidualTritonNorm, TritonInt8Linear, TritonLinear
 
 slow = pytest.mark.slow
 SIZES = (1, 2, 7, 16, 33, 64)
@@ -65,6 +66,17 @@ def test_products(outputs: int, inputs: int, bias: bool, dtype: torch.dtype) -> 
     for size in SIZES:
         assert torch.equal(linear(rows[:size]), whole[:size])
         assert torch.equal(linear(rows[5 : 5 + size]), whole[5 : 5 + size])
+
+
+@pytest.mark.parametrize(("outputs", "inputs"), [(64, 64), (40, 96), (130, 37)])
+def test_int8_products(outputs: int, inputs: int) -> None:
+    """Bug guarded: a byte that lost its sign, a mask that lets a neighbour's memory in, sums that are not whole."""
+    torch.manual_seed(5)
+    weight, rows = torch.randn(outputs, inputs), 5 * torch.randn(33, inputs)
+    linear, plain = TritonInt8Linear(weight), TorchInt8Linear(weight)
+    numbers = quantised_rows(F.pad(rows, (0, -inputs % 16))).numbers
+    assert torch.equal(linear._sums(numbers), (numbers.long() @ linear.weight.long().t())[:, :outputs])
+    assert torch.equal(linear(rows), plain(rows))
 
 
 @pytest.mark.parametrize("width", [64, 37, 576])

@@ -169,7 +169,7 @@ def test_impossible_ranks_and_addresses_are_refused(address: str, rank: int, mat
 
 def test_gpus_that_are_not_there_are_refused() -> None:
     """A group on GPUs began on a machine that has fewer of them."""
-    with pytest.raises(ConfigError, match="nccl needs a GPU for each of 99 ranks"):
+    with pytest.raises(ConfigError, match="nccl needs a GPU for each of 99 ranks; torch finds none"):
         DistributedRanks("127.0.0.1:40001", 98, 99, backend="nccl", connect_s=1.0)
 
 

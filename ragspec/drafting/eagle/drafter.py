@@ -218,8 +218,8 @@ class EagleDrafter(Drafter):
                     vocab_size = self.network.config.vocab_size
                     draft.sampler = ChildSampler(draft.sequence, self.network.draft_ids, vocab_size)
                 count = draft.settings.shape.num_children
-                rows = [logits[row] for row in range(own.start, own.stop)]
-                yield draft.extend_drawn([draft.sampler.children(row, count) for row in rows])
+                rows = range(own.start, own.stop)
+                yield draft.extend_drawn([draft.sampler.children(logits, row, count) for row in rows])
             else:
                 most = 1 if needs_chain(draft.sequence) else num_children
                 yield draft.extend(picks.columns[own, :most], picks.scores[own, :most], token_ids[own])

@@ -109,7 +109,7 @@ class EagleNetwork:
                 values = self._product(
                     self._lm_head, hidden if self.config.norm_output else _normed(self._norm, hidden)
                 )
-            return self.backend.logits(values, self._ids_on_device)
+            return self.backend.logits(values, self._ids_on_device, self.config.vocab_size)
 
     def _build_layer(self, weights: dict[str, Tensor], prefix: str) -> None:
         layer = {name.removeprefix(prefix): tensor for name, tensor in weights.items() if name.startswith(prefix)}

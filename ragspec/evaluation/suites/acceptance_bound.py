@@ -6,16 +6,15 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from torch import Tensor
 
+from ragspec.drafting.drafter import Features
 from ragspec.engine.engine import Engine
-from ragspec.engine.sequence import Sequence as ScheduledRequest
-from ragspec.engine.target import Target
+from ragspec.engine.target import Floats, Target
 from ragspec.evaluation.cases import Case
 from ragspec.evaluation.report import Result
 from ragspec.evaluation.suite import engine_config, engine_over
 from ragspec.evaluation.timing import EngineDecoder
-from ragspec.numerics.backend import LogitRows
+from ragspec.numerics.backend import LogitRows, SampledToken
 from ragspec.numerics.batch import Batch
 from ragspec.tree import DraftTree
 
@@ -48,21 +47,17 @@ class ProbedEngine(Engine):
 
     def __init__(self, *parts: Any) -> None:
         self.expected: list[float] = []
-        self._trees: list[DraftTree] = []
         super().__init__(*parts)
 
-    def _draft(self, scheduled: list[tuple[ScheduledRequest, int]]) -> tuple[list[DraftTree | None], float]:
-        trees, draft_s = super()._draft(scheduled)
-        self._trees = [tree for tree in trees if tree is not None]
-        return trees, draft_s
-
-    def _forward(self, batch: Batch) -> tuple[LogitRows, dict[int, Tensor]]:
-        logits, features = super()._forward(batch)
-        self.expected += [expected_accepted(tree, logits) for tree in self._trees]
-        return logits, features
+    def _forward(
+        self, batch: Batch, trees: list[DraftTree | None]
+    ) -> tuple[LogitRows, Features, list[list[SampledToken]]]:
+        outputs = super()._forward(batch, trees)
+        self.expected += [expected_accepted(tree, np.asarray(outputs[0])) for tree in trees if tree is not None]
+        return outputs
 
 
-def expected_accepted(tree: DraftTree, logits: LogitRows) -> float:
+def expected_accepted(tree: DraftTree, logits: Floats) -> float:
     """Sum over drafted nodes of the target's probability at T=1 of the path down to the node.
 
     Shapes: logits float32 [N, V], row n for node n.

@@ -135,7 +135,7 @@ def equal_tokens_share(device: str) -> float:
         samplers = [KeyedSampler(request, seed, 0, (0,), [3, 3, 5]) for seed in range(per_way)]
         draws = [sampler.draws(DraftTree(root_token=0))[0] for sampler in samplers]
         tokens = TorchLogits(torch.from_numpy(rows).to(device)).sample(draws)
-        equal += sum(sampler(row) == token for sampler, row, token in zip(samplers, rows, tokens, strict=True))
+        equal += sum(sampler(row) == token.token_id for sampler, row, token in zip(samplers, rows, tokens, strict=True))
     return equal / (per_way * len(_SAMPLINGS))
 
 

@@ -44,6 +44,10 @@ class CpuBackend:
         self.arena, self._ranks = arena, ranks
 
     @property
+    def alone(self) -> CpuBackend:
+        return CpuBackend(WeightArena() if self.arena is not None else None)
+
+    @property
     def in_floats(self) -> CpuBackend:
         return CpuBackend()
 
@@ -73,6 +77,6 @@ class CpuBackend:
 
     def wait(self) -> None: ...
 
-    def logits(self, values: Tensor, token_ids: Tensor | None = None) -> Floats:
+    def logits(self, values: Tensor, token_ids: Tensor | None = None, vocab_size: int = 0) -> Floats:
         rows: Floats = values.numpy()
         return rows

@@ -17,6 +17,7 @@ from ragspec.numerics.cuda.kernels import (
     BLOCK_OUT,
     TILE_ROWS,
     attention_kernel,
+    int8_product_kernel,
     norm_kernel,
     product_kernel,
     rotate_kernel,
@@ -24,6 +25,7 @@ from ragspec.numerics.cuda.kernels import (
 from ragspec.numerics.kv_cache import KvPool
 from ragspec.numerics.torch.attention import TorchForward
 from ragspec.numerics.torch.backend import TiledLinear, TorchBackend, TreeNorm
+from ragspec.numerics.torch.int8 import TorchInt8Linear
 
 
 class TritonLinear(TiledLinear):
@@ -39,6 +41,27 @@ class TritonLinear(TiledLinear):
             self.bias is not None, TILE_ROWS, BLOCK_OUT, BLOCK_IN,
         )  # fmt: skip
         return out.view(*x.shape[:-1], self.out_features)
+
+
+class TritonInt8Linear(TorchInt8Linear):
+    """`y = x W^T + b`, W in int8. Shapes: x [..., in_features] -> y [..., out_features]."""
+
+    def _sums(self, numbers: Tensor) -> Tensor:
+        num_rows, num_inputs = numbers.shape
+        out = torch.empty((num_rows, self.out_features), dtype=torch.int64, device=numbers.device)
+        grid = (-(-num_rows // TILE_ROWS), -(-self.out_features // BLOCK_OUT))
+        int8_product_kernel[grid](
+            numbers.contiguous(),
+            self.weight,
+            out,
+            num_rows,
+            self.out_features,
+            num_inputs,
+            TILE_ROWS,
+            BLOCK_OUT,
+            BLOCK_IN,
+        )
+        return out
 
 
 class TritonNorm(TreeNorm):
@@ -136,12 +159,13 @@ class CudaBackend(TorchBackend):
     name = "cuda"
 
     def make_linear(self, weight: Tensor, bias: Tensor | None = None) -> nn.Module:
-        return TritonLinear(weight, bias)
+        return (TritonInt8Linear if self._is_int8 else TritonLinear)(weight, bias)
 
     def make_norm(self, norm: Any, *, residual: bool = False) -> nn.Module:
         return ResidualTritonNorm(norm) if residual else TritonNorm(norm)
 
     def context(self, pool: KvPool, metadata: AttentionMetadata) -> CudaForward:
+        self._use_device()
         return CudaForward(pool, metadata, self.device)
 
 

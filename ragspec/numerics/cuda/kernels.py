@@ -41,6 +41,34 @@ def product_kernel(
 
 
 @triton.jit
+def int8_product_kernel(
+    x, weight, out, num_rows, num_outputs, num_inputs,
+    TILE_ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr,
+):  # fmt: skip
+    """out = x W^T in whole numbers, the two bytes of x apart.
+
+    Shapes: x int16 [N, in], weight int8 [out, in], out int64 [N, out].
+    """
+    rows = tl.program_id(0) * TILE_ROWS + tl.arange(0, TILE_ROWS)
+    outputs = tl.program_id(1) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
+    row_exists, output_exists = rows < num_rows, outputs < num_outputs
+    upper, lower = tl.zeros((TILE_ROWS, BLOCK_OUT), tl.int32), tl.zeros((TILE_ROWS, BLOCK_OUT), tl.int32)
+    for start in range(0, num_inputs, BLOCK_IN):
+        inputs = start + tl.arange(0, BLOCK_IN)
+        input_exists = inputs < num_inputs
+        x_at = x + rows[:, None].to(tl.int64) * num_inputs + inputs[None, :]
+        w_at = weight + outputs[None, :].to(tl.int64) * num_inputs + inputs[:, None]
+        x_tile = tl.load(x_at, mask=row_exists[:, None] & input_exists[None, :], other=0).to(tl.int32)
+        w_tile = tl.load(w_at, mask=output_exists[None, :] & input_exists[:, None], other=0)
+        high = (x_tile + 128) >> 8
+        upper = tl.dot(high.to(tl.int8), w_tile, upper, out_dtype=tl.int32)
+        lower = tl.dot((x_tile - high * 256).to(tl.int8), w_tile, lower, out_dtype=tl.int32)
+    out_at = out + rows[:, None].to(tl.int64) * num_outputs + outputs[None, :]
+    total = upper.to(tl.int64) * 256 + lower.to(tl.int64)
+    tl.store(out_at, total, mask=row_exists[:, None] & output_exists[None, :])
+
+
+@triton.jit
 def norm_kernel(x, block, weight, total, out, epsilon, width, HAS_BLOCK: tl.constexpr, BLOCK_WIDTH: tl.constexpr):
     """One row a program: total = x + block, out = total / rms(total) * weight. Shapes: [N, H], weight [H]."""
     columns = tl.arange(0, BLOCK_WIDTH)

@@ -21,10 +21,9 @@ from ragspec.numerics.attention import AttentionMetadata, AttentionShape
 from ragspec.numerics.kv_cache import KvPool
 from ragspec.numerics.ranks import Ranks
 from ragspec.numerics.torch.attention import TorchForward, tree_sum
+from ragspec.numerics.torch.int8 import ROWS_A_TILE, TorchInt8Linear
 from ragspec.numerics.torch.sampling import TorchLogits
 from ragspec.numerics.torch.transfer import to_device
-
-ROWS_A_TILE = 64
 
 
 class TiledLinear(nn.Module):
@@ -72,17 +71,21 @@ class ResidualTreeNorm(TreeNorm):
 
 
 class TorchBackend:
-    """See `ragspec.numerics.backend.Backend`."""
+    """See `ragspec.numerics.backend.Backend`. `is_int8`: weights of products are quantised to int8."""
 
     name = "torch"
     least_rows = 1
 
-    def __init__(self, device: str, dtype: torch.dtype) -> None:
-        self.device, self._dtype = torch.device(device), dtype
+    def __init__(self, device: str, dtype: torch.dtype, *, is_int8: bool = False) -> None:
+        self.device, self._dtype, self._is_int8 = torch.device(device), dtype, is_int8
+
+    @property
+    def alone(self) -> Self:
+        return self
 
     @property
     def in_floats(self) -> Self:
-        return self
+        return type(self)(str(self.device), self._dtype)
 
     def place(self, model: nn.Module) -> None:
         model.to(self.device)
@@ -92,7 +95,7 @@ class TorchBackend:
         return KvPool(shapes, num_slots, lambda size: torch.zeros(size, dtype=self._dtype, device=self.device))
 
     def make_linear(self, weight: Tensor, bias: Tensor | None = None) -> nn.Module:
-        return TiledLinear(weight, bias)
+        return (TorchInt8Linear if self._is_int8 else TiledLinear)(weight, bias)
 
     def make_norm(self, norm: Any, *, residual: bool = False) -> nn.Module:
         return ResidualTreeNorm(norm) if residual else TreeNorm(norm)
@@ -104,11 +107,17 @@ class TorchBackend:
         return to_device(token_ids.astype(np.int64), self.device)
 
     def context(self, pool: KvPool, metadata: AttentionMetadata) -> TorchForward:
+        self._use_device()
         return TorchForward(pool, metadata, self.device)
+
+    def _use_device(self) -> None:
+        """Kernels are launched on the thread's own device."""
+        if self.device.type == "cuda" and self.device.index is not None:
+            torch.cuda.set_device(self.device)
 
     def wait(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
-    def logits(self, values: Tensor, token_ids: Tensor | None = None) -> TorchLogits:
-        return TorchLogits(values, token_ids)
+    def logits(self, values: Tensor, token_ids: Tensor | None = None, vocab_size: int = 0) -> TorchLogits:
+        return TorchLogits(values, token_ids, vocab_size)

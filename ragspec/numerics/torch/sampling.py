@@ -9,17 +9,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ragspec.core import TokenLogprob
 from ragspec.numerics.attention import Floats
-from ragspec.numerics.backend import BestTokens, KeyedDraw
+from ragspec.numerics.backend import BestTokens, KeyedDraw, SampledToken
 from ragspec.numerics.noise import MIX_1, MIX_2, STEP
-from ragspec.numerics.torch.transfer import to_device, to_host
+from ragspec.numerics.torch.attention import tree_sum
+from ragspec.numerics.torch.near_ties import near_ties
+from ragspec.numerics.torch.probs import TorchProbs
+from ragspec.numerics.torch.transfer import column, to_device, to_host
 
 _MASS_BITS = 40
 """A probability of e^0 as a whole number; a vocabulary of 2^22 tokens still fits 63 bits."""
@@ -55,26 +59,25 @@ def gumbel_rows(keys: Tensor, token_ids: Tensor) -> Tensor:
 class TorchLogits:
     """See `ragspec.numerics.backend.LogitRows`."""
 
-    def __init__(self, values: Tensor, token_ids: Tensor | None = None) -> None:
-        self._values = values  # [W, V]
+    def __init__(self, values: Tensor, token_ids: Tensor | None = None, vocab_size: int = 0) -> None:
+        self._values, self._vocab_size = values, vocab_size or values.shape[1]  # [W, V]
         self._token_ids = torch.arange(values.shape[1], device=values.device) if token_ids is None else token_ids
 
     def __len__(self) -> int:
         return len(self._values)
 
-    def __getitem__(self, rows: Any) -> Any:
-        chosen = self._values[rows]
-        return TorchLogits(chosen, self._token_ids) if chosen.dim() == 2 else to_host(chosen)
+    def __getitem__(self, rows: slice) -> TorchLogits:
+        return TorchLogits(self._values[rows], self._token_ids, self._vocab_size)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Floats:
         rows: Floats = to_host(self._values)
         return rows
 
     @torch.inference_mode()
-    def sample(self, draws: Sequence[KeyedDraw | None]) -> list[int]:
+    def sample(self, draws: Sequence[KeyedDraw | None]) -> list[SampledToken]:
         """The token of each row; of a row without a draw or without numbers, any token."""
         parts = [_sampled(values, some, self._token_ids) for values, some in self._groups(draws)]
-        return [int(token) for part in parts for token in to_host(part)]
+        return [SampledToken(int(code) >> 1, bool(code & 1)) for part in parts for code in to_host(part)]
 
     @torch.inference_mode()
     def best(self, draws: Sequence[KeyedDraw], count: int) -> BestTokens:
@@ -84,6 +87,37 @@ class TorchLogits:
         columns, scores, finite = np.split(found, [count, 2 * count], 1)
         return BestTokens(columns.astype(np.int64), scores, finite[:, 0] > 0)
 
+    @torch.inference_mode()
+    def log_probs(self, rows: Sequence[int], token_ids: Sequence[int], num_top: int) -> list[TokenLogprob]:
+        """See `ragspec.numerics.backend.DeviceLogits`."""
+        values = self._values[to_device(np.array(rows, np.int64), self._values.device)]
+        wide, maxima = values.double(), values.amax(1, keepdim=True).double()
+        norms = maxima + torch.log(tree_sum(torch.exp(wide - maxima)))
+        best = torch.sort(values, dim=1, descending=True, stable=True).indices[:, :num_top]
+        chosen = to_device(np.array(token_ids, np.int64), values.device)[:, None]
+        ids = torch.cat([chosen, best], 1)
+        found = to_host(torch.cat([ids.double(), wide.gather(1, ids) - norms], 1))
+        found_ids, logs = (half.tolist() for half in np.split(found, 2, 1))
+        return [
+            TokenLogprob(int(own[0]), log[0], tuple((int(v), p) for v, p in zip(own[1:], log[1:], strict=True)))
+            for own, log in zip(found_ids, logs, strict=True)
+        ]
+
+    @torch.inference_mode()
+    def probs(self, row: int, draw: KeyedDraw) -> TorchProbs:
+        """See `ragspec.numerics.backend.DeviceLogits`."""
+        x = self._values[row : row + 1]
+        vocab_size = self._vocab_size
+        if x.shape[1] < vocab_size:
+            x = torch.full_like(x[:, :1], -torch.inf).repeat(1, vocab_size).index_copy(1, self._token_ids, x)
+        x = _warped(x, [draw])
+        one_hot = (torch.arange(vocab_size, device=x.device) == _first_greatest(x)[:, None]).double()
+        if draw.params.greedy:
+            return TorchProbs(one_hot[0])
+        greatest = x.amax(1, keepdim=True).double()
+        mass = torch.exp(x.double() - greatest) * _survivors(x, [draw])
+        return TorchProbs(torch.where(torch.isfinite(greatest), mass / tree_sum(mass), one_hot)[0])
+
     def _groups(self, draws: Sequence[Any]) -> Iterator[tuple[Tensor, Sequence[Any]]]:
         size = max(1, _SCRATCH_BYTES // (8 * self._values.shape[1]))
         for at in range(0, len(draws), size):
@@ -91,12 +125,15 @@ class TorchLogits:
 
 
 def _sampled(logits: Tensor, draws: Sequence[KeyedDraw | None], token_ids: Tensor) -> Tensor:
-    """Columns. Shapes: float32 [W, V], int64 [V] -> int64 [W]."""
+    """Twice the column, and 1 more for a near tie. Shapes: float32 [W, V], int64 [V] -> int64 [W]."""
     x = _warped(logits, draws)
-    tokens = _first_greatest(x)
+    tokens, noisy = _first_greatest(x), x.double()
     for rows, sums in _noisy_sums(x, draws, token_ids):
-        tokens[rows] = _first_greatest(sums)
-    return tokens
+        tokens[rows] = _first_greatest(sums.survivors)
+        noisy[rows] = sums.noisy
+    if not any(draw is not None and draw.slack is not None for draw in draws):
+        return tokens * 2
+    return tokens * 2 + near_ties(x, noisy, tokens, draws)
 
 
 def _best(logits: Tensor, draws: Sequence[KeyedDraw], token_ids: Tensor, count: int) -> Tensor:
@@ -105,15 +142,22 @@ def _best(logits: Tensor, draws: Sequence[KeyedDraw], token_ids: Tensor, count: 
     x = torch.where(finite, _warped(logits, draws), 0.0)
     scores = x.double()
     for rows, sums in _noisy_sums(x, draws, token_ids):
-        scores[rows] = sums
+        scores[rows] = sums.survivors
     ranked = torch.sort(scores, dim=1, descending=True, stable=True)  # equal scores keep the order of their columns
     scores = ranked.values[:, :count]
     columns = torch.where(scores > -torch.inf, ranked.indices[:, :count], -1)
     return torch.cat([columns.double(), scores, finite.double()], 1)
 
 
-def _noisy_sums(x: Tensor, draws: Sequence[KeyedDraw | None], token_ids: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Warped logits and noise of the survivors in rows that are not greedy; one pair of row numbers and sums, or none.
+class _Sums(NamedTuple):
+    """Warped logit and noise of all tokens, and of the survivors; -inf for others. Shapes: float64 [R, V] each."""
+
+    noisy: Tensor
+    survivors: Tensor
+
+
+def _noisy_sums(x: Tensor, draws: Sequence[KeyedDraw | None], token_ids: Tensor) -> Iterator[tuple[Tensor, _Sums]]:
+    """The numbers of the rows that are not greedy, and their sums; once, or not if there are none.
 
     Shapes: float32 [W, V], int64 [V] -> int64 [R], float64 [R, V].
     """
@@ -125,8 +169,8 @@ def _noisy_sums(x: Tensor, draws: Sequence[KeyedDraw | None], token_ids: Tensor)
     sums = warped.double()
     if any(draw.key is not None for draw in own):
         keys = to_device(np.array([_signed(draw.key or 0) for draw in own], np.int64), x.device)
-        sums = sums + gumbel_rows(keys, token_ids) * _column(x, [float(draw.key is not None) for draw in own])
-    yield rows, sums.masked_fill(~_survivors(warped, own), -torch.inf)
+        sums = sums + gumbel_rows(keys, token_ids) * column([float(draw.key is not None) for draw in own], x.device)
+    yield rows, _Sums(sums, sums.masked_fill(~_survivors(warped, own), -torch.inf))
 
 
 def _first_greatest(x: Tensor) -> Tensor:
@@ -174,21 +218,16 @@ def _survivors(x: Tensor, draws: Sequence[KeyedDraw]) -> Tensor:
     vocab_size, wide = x.shape[1], x.double()
     maxima = wide.amax(1, keepdim=True)
     if any(p.min_p for p in params):
-        least = _column(x, [math.log(p.min_p) if p.min_p else -math.inf for p in params])
+        least = column([math.log(p.min_p) if p.min_p else -math.inf for p in params], x.device)
         kept &= wide >= maxima + least
     if any(p.top_k or p.top_p < 1.0 for p in params):
         order = torch.sort(x, dim=1, descending=True, stable=True).indices  # equal logits keep the order of their ids
         ranked = torch.gather(wide, 1, order)
         ranks = torch.arange(vocab_size, device=x.device)
-        in_top_k = ranks < _column(x, [p.top_k or vocab_size for p in params])
+        in_top_k = ranks < column([p.top_k or vocab_size for p in params], x.device)
         mass = (torch.exp(ranked - maxima) * 2.0**_MASS_BITS).long() * in_top_k
         above = torch.cumsum(mass, 1) - mass
-        shares = _column(x, [p.top_p if p.top_p < 1.0 else math.inf for p in params])
+        shares = column([p.top_p if p.top_p < 1.0 else math.inf for p in params], x.device)
         survives = in_top_k & (above.double() < shares * mass.sum(1, keepdim=True).double())
         kept &= torch.zeros_like(kept).scatter_(1, order, survives)
     return kept
-
-
-def _column(x: Tensor, values: list[float]) -> Tensor:
-    """A number for each row. Shape: float64 [W, 1]."""
-    return to_device(np.array(values, np.float64), x.device)[:, None]

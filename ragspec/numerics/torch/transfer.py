@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
@@ -12,6 +14,11 @@ from torch import Tensor
 def to_device(array: NDArray[Any], device: torch.device) -> Tensor:
     """The device waits for nothing: the copy is queued behind its work."""
     return torch.from_numpy(array).to(device, non_blocking=True)
+
+
+def column(values: Sequence[float], device: torch.device) -> Tensor:
+    """A number for each row. Shape: float64 [W, 1]."""
+    return to_device(np.array(values, np.float64), device)[:, None]
 
 
 def to_host(tensor: Tensor) -> NDArray[Any]:
