@@ -108,9 +108,10 @@ class RetrieverConfig(ConfigSection):
     """`mode`: nearest in meaning, best by words (BM25), or both fused by rank; `reranker`: a cross-encoder's name or path.
 
     Fusion takes the `fusion_depth` best of each list, a reranker the `rerank_depth` best, or as many as are requested if that is
-    more. `device`: where vectors are searched; auto: on a GPU if FAISS finds one. `pointer`: content of the index's file CURRENT
-    for a generation to stay with; empty: always the current generation. `fail_closed`: if a shard of a distributed index cannot
-    be searched, raise an error; otherwise answer from the other shards and name the missing ones.
+    more. `device`: where vectors are searched; auto: on a GPU if FAISS finds one. `gpu_memory_bytes`: the most that the index
+    takes of a GPU, null without limit; segments beyond that are searched on the CPU. `pointer`: content of the index's file
+    CURRENT for a generation to stay with; empty: always the current generation. `fail_closed`: if a shard of a distributed index
+    cannot be searched, raise an error; otherwise answer from the other shards and name the missing ones.
     """
 
     index_dir: str = ""
@@ -118,6 +119,7 @@ class RetrieverConfig(ConfigSection):
     num_passages: int = Field(3, ge=1, le=64)
     mode: Literal["dense", "sparse", "hybrid"] = "hybrid"
     device: Literal["auto", "cpu", "gpu"] = "auto"
+    gpu_memory_bytes: int | None = Field(None, ge=0)
     reranker: str = ""
     fusion_depth: int = Field(100, ge=1, le=10_000)
     rerank_depth: int = Field(32, ge=1, le=1_000)
@@ -216,10 +218,12 @@ class DraftingConfig(ConfigSection):
 
 
 class EngineConfig(ConfigSection):
-    """`max_kv_tokens`: size of the KV pool. `max_step_tokens`: the most rows of one forward. `num_threads`: the most threads;
+    """`max_kv_tokens`: size of the KV pool, or as many tokens as `max_kv_bytes` of a rank hold if those are fewer.
+    `max_step_tokens`: the most rows of one forward. `num_threads`: the most threads;
     with `adaptive_threads` all of them or one, whichever is faster at the moment."""
 
     max_kv_tokens: int = Field(32_768, ge=64)
+    max_kv_bytes: int | None = Field(None, ge=1)
     max_step_tokens: int = Field(512, ge=MIN_STEP_TOKENS)
     max_running: int = Field(64, ge=1)
     prefix_cache: bool = True

@@ -23,10 +23,10 @@ from ragspec.drafting.planner import Planner
 from ragspec.engine.admission import Admission
 from ragspec.engine.client import CommandQueue, EngineClient, logged_errors
 from ragspec.engine.scheduler import Scheduler
-from ragspec.engine.sequence import Listener, Sequence, sample_ahead
+from ragspec.engine.sequence import Listener, SampledTrees, Sequence, sample_ahead
 from ragspec.engine.target import Target
 from ragspec.errors import EngineClosed, InputError, RankLost
-from ragspec.numerics.backend import LogitRows, SampledToken
+from ragspec.numerics.backend import LogitRows
 from ragspec.numerics.batch import Batch
 from ragspec.numerics.ranks import HEARTBEAT_S
 from ragspec.numerics.threads import AdaptiveThreads
@@ -153,9 +153,7 @@ class Engine(EngineClient):
         draft_s = (time.perf_counter() - begin) / max(1, len(deciding))
         return [next(trees) if num_tokens == s.num_pending else None for s, num_tokens in scheduled], draft_s
 
-    def _forward(
-        self, batch: Batch, trees: list[DraftTree | None]
-    ) -> tuple[LogitRows, Features, list[list[SampledToken]]]:
+    def _forward(self, batch: Batch, trees: list[DraftTree | None]) -> tuple[LogitRows, Features, SampledTrees]:
         """Logits, tapped hidden states, and tokens sampled on a device. The time teaches the thread count and the cost table."""
         self._threads.begin()
         begin = time.perf_counter()

@@ -61,7 +61,7 @@ def load_rank(target_config: TargetConfig, config: EngineConfig, ranks: Ranks) -
         if ranks.size > 1:  # before the ranks exchange the sums of their int8 weights
             with ranks.without_timeout():
                 _check_equal(ranks, ("dtype",), (zlib.crc32(target_config.numerics_dtype.encode()),))
-        target = Target.load(target_config, config.max_kv_tokens, ranks)
+        target = Target.load(target_config, config.max_kv_tokens, ranks, config.max_kv_bytes)
         if ranks.size > 1:
             with ranks.without_timeout():
                 _check_same_target(target, ranks)

@@ -28,6 +28,8 @@ from ragspec.verification.verify import VerifyResult, verify
 log = logging.getLogger(__name__)
 
 Listener = Callable[[Delta], None]
+SampledTrees = list[list[SampledToken]]
+"""The token after each node of each tree; empty where the host samples."""
 _COUNTED_DEPTHS = 64
 """Levels of a tree that `positions` counts: services show one metric for each."""
 
@@ -231,7 +233,7 @@ class Sequence:
 
 def sample_ahead(
     logits: LogitRows, sequences: SequenceOf[Sequence], trees: SequenceOf[DraftTree | None]
-) -> list[list[SampledToken]]:
+) -> SampledTrees:
     """The token after each node of each tree, all sampled on the device; empty for a sampler that reads logits on the host."""
     if isinstance(logits, np.ndarray):
         return [[]] * len(trees)

@@ -30,7 +30,7 @@ from ragspec.engine.checkpoints.weights import SavedWeights, WeightShards, load_
 from ragspec.engine.hf_attention import tapped_layers
 from ragspec.engine.rank_messages import ForwardInput, MessageKind, send, send_forward
 from ragspec.errors import ModelError, RankLost
-from ragspec.numerics.attention import AttentionMetadata
+from ragspec.numerics.attention import PAGE, AttentionMetadata, padded
 from ragspec.numerics.backend import Backend, LogitRows
 from ragspec.numerics.cpu.backend import CpuBackend
 from ragspec.numerics.cpu.int8 import Int8Decoder
@@ -64,6 +64,7 @@ class Target:
         num_kv_slots: int,
         shards: WeightShards | None = None,
         arena: WeightArena | None = None,
+        max_kv_bytes: int | None = None,
     ) -> None:
         self.tokenizer = tokenizer
         self.config = config
@@ -84,14 +85,17 @@ class Target:
         self.num_parameters = shards.num_parameters if shards else int(sum(p.numel() for p in model.parameters()))
         self._embedding: torch.Tensor | None = None if shards else model.get_input_embeddings().weight.detach()
         make_row_invariant(model, self.num_positions, self.backend, self.ranks)
-        self._model = model
+        self._model, self._max_kv_bytes = model, max_kv_bytes
         self.reset_pool(num_kv_slots)
 
     @classmethod
-    def load(cls, config: TargetConfig, num_kv_slots: int, ranks: Ranks = ONE_RANK) -> Self:
+    def load(
+        cls, config: TargetConfig, num_kv_slots: int, ranks: Ranks = ONE_RANK, max_kv_bytes: int | None = None
+    ) -> Self:
         """Read weights (safetensors, .bin without pickled code, or GGUF) and tokenizer, and merge the adapter.
 
-        Each rank of a group reads its own part. Raises: ModelError, SaveError.
+        The pool has fewer slots than asked for if they would take more than `max_kv_bytes`. Each rank of a group reads its own
+        part. Raises: ModelError, SaveError.
         """
         dtype = getattr(torch, config.dtype)
         if config.backend_name == "cpu" and not config.is_int8 and not packing_available(dtype):
@@ -105,13 +109,22 @@ class Target:
             model, shards = load_whole(folder, dtype), None
         else:
             model, shards = load_shards(folder, dtype, ranks, only_embedding=bool(arena and arena.is_saved))
-        target = cls(model.eval(), tokenizer, config, num_kv_slots, shards if ranks.size > 1 else None, arena)
+        target = cls(
+            model.eval(), tokenizer, config, num_kv_slots, shards if ranks.size > 1 else None, arena, max_kv_bytes
+        )
         if saved and arena and isinstance(target._model.model, Int8Decoder):
             saved.save(arena)
         return target
 
     def reset_pool(self, num_kv_slots: int) -> None:
-        """A fresh pool; sequences of the old pool are lost."""
+        """A fresh pool; sequences of the old pool are lost. Raises: ModelError if not even a page fits."""
+        if self._max_kv_bytes is not None:
+            slot_bytes = sum(2 * s.num_kv_heads * padded(s.head_dim) for s in self.shapes) * self.backend.kv_itemsize
+            if (most := self._max_kv_bytes // slot_bytes // PAGE * PAGE) < PAGE:
+                raise ModelError(
+                    f"engine.max_kv_bytes is {self._max_kv_bytes}; a token takes {slot_bytes}, a page {PAGE}"
+                )
+            num_kv_slots = min(num_kv_slots, most)
         self.pool = self.backend.make_pool(self.shapes, num_kv_slots)
 
     @property
@@ -188,10 +201,10 @@ class Target:
     def _hidden(
         self, token_ids: Ints, metadata: AttentionMetadata, taps: Sequence[int] = ()
     ) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
-        tokens = self.backend.tokens(token_ids)
-        context, layer_taps = self.backend.context(self.pool, metadata), [tap for tap in taps if tap != FINAL]
+        layer_taps = [tap for tap in taps if tap != FINAL]
         if isinstance(self._model.model, Decoder | Int8Decoder):
-            return cast(tuple[torch.Tensor, dict[int, torch.Tensor]], self._model.model(tokens, context, layer_taps))
+            return self.backend.decode(self._model.model, token_ids, self.pool, metadata, layer_taps)
+        context, tokens = self.backend.context(self.pool, metadata), self.backend.tokens(token_ids)
         positions = self.backend.tokens(metadata.positions)
         with tapped_layers(self._model.model, layer_taps) as tapped:
             output = self._model.model(
@@ -228,12 +241,12 @@ def make_backend(config: TargetConfig, ranks: Ranks, arena: WeightArena | None) 
         return CpuBackend(arena or (WeightArena() if config.is_int8 else None), ranks)
     dtype, device = getattr(torch, config.dtype), ranks.device(config.device)
     if config.backend_name == "torch":
-        return TorchBackend(device, dtype, is_int8=config.is_int8)
+        return TorchBackend(device, dtype, is_int8=config.is_int8, captures=ranks.size == 1)
     try:
         from ragspec.numerics.cuda.backend import CudaBackend
     except ImportError as cause:
         raise ModelError('target.backend "cuda" needs Triton: pip install "ragspec[kernels]"') from cause
-    return CudaBackend(device, dtype, is_int8=config.is_int8)
+    return CudaBackend(device, dtype, is_int8=config.is_int8, captures=ranks.size == 1)
 
 
 def load_tokenizer(config: TargetConfig) -> PreTrainedTokenizerBase:

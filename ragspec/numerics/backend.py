@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from ragspec.core import SamplingParams, TokenLogprob
-from ragspec.numerics.attention import AttentionMetadata, AttentionShape, Floats
+from ragspec.numerics.attention import AttentionMetadata, AttentionShape, Floats, Ints
 from ragspec.numerics.kv_cache import KvPool
 from ragspec.numerics.ranks import Ranks
 from ragspec.tree import DeviceProbs
@@ -116,11 +116,12 @@ class ForwardContext(Protocol):
 
 
 class Backend(Protocol):
-    """See the module. `least_rows`: a forward of fewer rows doubles its row."""
+    """See the module. `least_rows`: a forward of fewer rows doubles its row. `kv_itemsize`: bytes of a number in the pool."""
 
     name: str
     device: torch.device
     least_rows: int
+    kv_itemsize: int
 
     @property
     def alone(self) -> Backend:
@@ -147,6 +148,11 @@ class Backend(Protocol):
         """Token ids or row numbers on the device, int64."""
 
     def context(self, pool: KvPool, metadata: AttentionMetadata) -> ForwardContext: ...
+
+    def decode(
+        self, decoder: Any, token_ids: Ints, pool: KvPool, metadata: AttentionMetadata, taps: Sequence[int]
+    ) -> tuple[Tensor, dict[int, Tensor]]:
+        """One forward of `make_decoder`'s or `ragspec.numerics.layers.Decoder`: hidden states [N, H], and by tap."""
 
     def wait(self) -> None:
         """Until the device has finished everything that it was given."""

@@ -23,7 +23,7 @@ class OutOfSlots(Exception):
 class KvPool:
     """The slots of one target. Memory: `2 * layers * KV heads * padded head_dim * 4` bytes a slot, touched when used.
 
-    `allocate`: zeros of a layer where a device has them; None: float32 in main memory.
+    `allocate`: zeros of a layer where a device has them, with a spare page; None: float32 in main memory.
     """
 
     def __init__(
@@ -31,8 +31,8 @@ class KvPool:
     ) -> None:
         self.num_pages = -(-num_slots // PAGE)
         self.num_slots = self.num_pages * PAGE
-        widths = [s.num_kv_heads * padded(s.head_dim) for s in layers]
-        self.keys, self.values = self._layers(widths, allocate), self._layers(widths, allocate)
+        self.shapes, self._widths = layers, [s.num_kv_heads * padded(s.head_dim) for s in layers]
+        self.keys, self.values = self._layers(self._widths, allocate), self._layers(self._widths, allocate)
         self.stamps = np.zeros(self.num_slots, np.int64)
         """A slot's stamp rises when the slot gets a new position: data stored beside the slot is then outdated."""
         self._holders = np.zeros(self.num_slots, np.int32)
@@ -42,14 +42,19 @@ class KvPool:
     def _layers(self, widths: list[int], allocate: Callable[[int], Any] | None) -> Any:
         """One array a layer; layers alike are rows of one array. Shapes: float32 [slots * width] each."""
         if allocate is not None:
-            return [allocate(self.num_slots * width) for width in widths]
+            return [allocate((self.num_slots + PAGE) * width) for width in widths]
         if len(set(widths)) == 1:
             return np.zeros((len(widths), self.num_slots * widths[0]), np.float32)
         return [np.zeros(self.num_slots * width, np.float32) for width in widths]
 
     def fits(self, layer: int, shape: AttentionShape) -> bool:
         """Whether a layer's shape is the one that the pool was made for."""
-        return len(self.keys[layer]) == self.num_slots * shape.num_kv_heads * padded(shape.head_dim)
+        return self._widths[layer] == shape.num_kv_heads * padded(shape.head_dim)
+
+    @property
+    def spare_slot(self) -> int:
+        """On a device: a slot that no sequence has, for the rows that pad a forward."""
+        return self.num_slots
 
     @property
     def num_free_pages(self) -> int:

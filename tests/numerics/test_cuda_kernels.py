@@ -19,7 +19,7 @@ from ragspec.config import TargetConfig
 from ragspec.core import Request, SamplingParams
 from ragspec.engine import target as target_module
 from ragspec.engine.target import Target
-from ragspec.numerics.attention import AttentionShape
+from ragspec.numerics.attention import PAGE, AttentionShape
 from ragspec.numerics.batch import Batch, ScheduledSequence
 from ragspec.numerics.kv_cache import KvPool, SequenceSlots
 from ragspec.numerics.self_test import self_test
@@ -128,7 +128,7 @@ def test_a_row_is_the_same_as_text_and_as_a_node(shape: AttentionShape, context:
         other.keep(*other.reserve(5), [0, 1, 2, 3, 4])  # so that slots and positions differ
         slots.keep(*slots.reserve(context), list(range(context)))
         for stored, own in zip((pool.keys, pool.values), text[:context, shape.num_heads :].chunk(2, 1), strict=True):
-            stored[0].view(512, shape.num_kv_heads, -1)[slots.slots, :, : shape.head_dim] = own
+            stored[0].view(512 + PAGE, shape.num_kv_heads, -1)[slots.slots, :, : shape.head_dim] = own
         if tree:
             parents = [-1, *(2 * n if n else 0 for n in range(num_new - 1) for _ in range(2))]
             order = [context, *(context + 1 + n for n in range(num_new - 1) for _ in range(2))]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,13 +20,14 @@ from ragspec.core import CopySource, Request, SamplingParams, SourceKind
 from ragspec.drafting.copy import CopyDrafter
 from ragspec.drafting.drafter import Drafter
 from ragspec.engine.target import Target
+from ragspec.errors import ModelError
 from ragspec.numerics import batch
 from ragspec.numerics.batch import Batch, ScheduledSequence
 from ragspec.numerics.cpu.int8 import Int8Linear
 from ragspec.numerics.kv_cache import SequenceSlots
 from ragspec.numerics.noise import gumbel_row, output_key
 from ragspec.numerics.self_test import self_test
-from ragspec.numerics.torch import attention, backend, probs, sampling, transfer
+from ragspec.numerics.torch import backend, graphs, probs, sampling, transfer
 from ragspec.numerics.torch.attention import tree_sum
 from ragspec.numerics.torch.backend import TiledLinear
 from ragspec.numerics.torch.int8 import TorchInt8Linear, quantised_rows
@@ -190,6 +192,49 @@ def test_an_int8_target_is_bitwise_and_near_the_cpus(tiny: Tiny) -> None:
     assert apart < 0.2 * quantised
 
 
+def test_padded_rows_change_no_bit(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A padded row wrote into a sequence's slot or was seen by another row; or padding gave every forward a shape of its own."""
+    target, shapes = tiny("llama", "torch-float32"), list[tuple[int, ...]]()
+    run = graphs.TieredForwards.run
+
+    def noted(self: Any, token_ids: np.ndarray, inputs: Any, *others: Any) -> Any:
+        shapes.append((inputs.num_rows, inputs.num_seen, inputs.num_positions))
+        return run(self, token_ids, inputs, *others)
+
+    monkeypatch.setattr(graphs.TieredForwards, "run", noted)
+    padded = self_test(target, 150, "float32", 1)
+    num_padded, num_forwards = len({*shapes}), len(shapes)
+    shapes.clear()
+    monkeypatch.setattr(backend, "row_tier", lambda num_rows: 0)
+    exact = self_test(target, 150, "float32", 1)
+    assert padded == exact and padded.passed
+    assert num_padded < len({*shapes}) and len(shapes) == num_forwards
+
+
+def test_a_replayed_forward_reads_its_buffer_alone(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A number that the host put into a kernel's arguments stayed that of the forward that was captured."""
+    target = tiny("llama", "torch-float32")
+    expected, num_replays = self_test(target, 90, "float32", 1), 0
+
+    def capture(self: Any, packed: torch.Tensor, inputs: Any, compute: Any) -> Any:
+        """In place of a graph: the captured call, which the host does not prepare again."""
+        hidden, tapped = graphs._split(packed, inputs, compute)
+
+        def replay() -> None:
+            nonlocal num_replays
+            num_replays += 1
+            hidden.copy_(graphs._split(packed, inputs, compute)[0])
+
+        return graphs._Captured(SimpleNamespace(replay=replay), packed, (hidden, tapped))
+
+    monkeypatch.setattr(graphs.TieredForwards, "_capture", capture)
+    monkeypatch.setattr(target.backend._forwards, "_captures", True)
+    assert self_test(target, 90, "float32", 1) == expected
+    assert num_replays > 2 * len(target.backend._forwards._graphs) > 0
+    target.reset_pool(2048)
+    assert not target.backend._forwards._graphs
+
+
 class OnDevice(torch.Tensor):
     """Stands for a tensor of another device: the host cannot read it but through `to_host`."""
 
@@ -221,7 +266,7 @@ def crossings(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, int]]:
         assert isinstance(tensor, OnDevice), "a result of the step was made on the host"
         return tensor.as_subclass(torch.Tensor).numpy()
 
-    for module in (attention, backend, batch, probs, sampling, transfer):
+    for module in (backend, batch, graphs, probs, sampling, transfer):
         for name, stand_in in (("to_device", to_device), ("to_host", to_host)):
             if hasattr(module, name):
                 monkeypatch.setattr(module, name, stand_in)
@@ -296,3 +341,15 @@ def test_the_default_target_runs_unquantised_on_torch() -> None:
     assert TargetConfig(device="cuda:1").backend_name == "torch"
     assert TargetConfig(device="cuda:1").numerics_dtype == TargetConfig(device="cuda").numerics_dtype
     assert TargetConfig(device="cuda").numerics_dtype != TargetConfig(backend="torch").numerics_dtype
+
+
+@pytest.mark.parametrize(("dtype", "itemsize"), [("float32", 4), ("torch-bfloat16", 2)])
+def test_the_pool_takes_no_more_than_its_bytes(tiny: Tiny, dtype: str, itemsize: int) -> None:
+    """An index on the same device found no memory left, or half of the memory given was never used."""
+    config = tiny("llama", dtype).config
+    slot_bytes = 2 * 2 * 2 * 16 * itemsize  # layers, keys and values, KV heads, head_dim
+    target = Target.load(config, 2048, max_kv_bytes=100 * slot_bytes)
+    assert target.pool.num_slots == 96
+    assert Target.load(config, 2048, max_kv_bytes=10**9).pool.num_slots == 2048
+    with pytest.raises(ModelError, match="max_kv_bytes"):
+        Target.load(config, 2048, max_kv_bytes=15 * slot_bytes)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 from numpy.typing import NDArray
@@ -97,3 +99,31 @@ def test_ivf_with_a_filter_or_many_hits_finds_what_it_finds_on_the_cpu(vectors: 
                 gpu_index.search(queries, k, allowed), cpu.search(queries, k, allowed), strict=True
             ):
                 assert found.rows.tolist() == wanted.rows.tolist()
+
+
+def test_segments_beyond_the_budget_stay_on_the_cpu(vectors: FloatArray, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An index took the memory that the target's pool was given, or memory of indexes that are gone was never free again."""
+    scratch: list[int] = []
+    monkeypatch.setattr(gpu, "_resources", lambda: SimpleNamespace(setTempMemory=scratch.append))
+    limit = vectors.nbytes * 16 // 7  # two of these and an eighth for FAISS
+    flat = faiss.IndexFlatIP(64)
+    indexes = []
+    while gpu.fits(vectors, limit):
+        indexes.append(GpuIndex(flat, vectors))
+    assert len(indexes) == 2 and set(scratch) == {limit // 8}
+    assert gpu.fits(vectors, None)
+    indexes.pop()
+    assert gpu.fits(vectors, limit)
+
+
+@pytest.mark.gpu
+def test_indexes_take_no_more_of_a_gpu_than_the_budget(vectors: FloatArray) -> None:
+    """FAISS reserves a gigabyte and a half for each index, which the budget never saw."""
+    import torch
+
+    if not gpu.num_gpus():
+        pytest.skip("FAISS sees no GPU")
+    limit, free = 2**28, torch.cuda.mem_get_info()[0]
+    indexes = [GpuIndex.flat(vectors) for _ in range(20) if gpu.fits(vectors, limit)]
+    assert len(indexes) == 20
+    assert free - torch.cuda.mem_get_info()[0] <= limit + 2**27  # the CUDA context of FAISS

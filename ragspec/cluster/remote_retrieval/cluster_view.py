@@ -45,7 +45,9 @@ class ClusterView:
         sizes = {record.name: record.num_passages for record in store.manifest.segments}
         self._names = pool.names
         self._replicas = max(1, min(num_replicas, len(self._names)))
-        self._segments = SegmentSet(str(store.index_dir), store.pointer, tuple(sizes), config.device)
+        self._segments = SegmentSet(
+            str(store.index_dir), store.pointer, tuple(sizes), config.device, config.gpu_memory_bytes
+        )
         orders = place_segments(sizes, self._names, num_replicas)
         self._search = ShardedSearch(pool, self._segments, orders, policy)
         self._config, self._pool, self._policy = config, pool, policy

@@ -27,6 +27,7 @@ class SegmentSet(NamedTuple):
     pointer: str
     names: tuple[str, ...]
     device: Literal["auto", "cpu", "gpu"] = "cpu"
+    gpu_memory_bytes: int | None = None
 
 
 class OpenGeneration:
@@ -58,9 +59,9 @@ class OpenGeneration:
             return self._views[config, names]
 
     def _open(self, names: frozenset[str]) -> None:
-        index_dir, pointer, _, device = self._segment_set
+        index_dir, pointer, _, device, gpu_memory_bytes = self._segment_set
         store = Store.open(index_dir, pointer=pointer, only=names, sharing=self._others())
-        self._segments |= Shard.open(store.segments, device).part_of
+        self._segments |= Shard.open(store.segments, device, gpu_memory_bytes).part_of
         self.stores.append(store)
 
 

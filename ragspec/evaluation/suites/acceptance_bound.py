@@ -9,12 +9,13 @@ import numpy as np
 
 from ragspec.drafting.drafter import Features
 from ragspec.engine.engine import Engine
+from ragspec.engine.sequence import SampledTrees
 from ragspec.engine.target import Floats, Target
 from ragspec.evaluation.cases import Case
 from ragspec.evaluation.report import Result
 from ragspec.evaluation.suite import engine_config, engine_over
 from ragspec.evaluation.timing import EngineDecoder
-from ragspec.numerics.backend import LogitRows, SampledToken
+from ragspec.numerics.backend import LogitRows
 from ragspec.numerics.batch import Batch
 from ragspec.tree import DraftTree
 
@@ -49,9 +50,7 @@ class ProbedEngine(Engine):
         self.expected: list[float] = []
         super().__init__(*parts)
 
-    def _forward(
-        self, batch: Batch, trees: list[DraftTree | None]
-    ) -> tuple[LogitRows, Features, list[list[SampledToken]]]:
+    def _forward(self, batch: Batch, trees: list[DraftTree | None]) -> tuple[LogitRows, Features, SampledTrees]:
         outputs = super()._forward(batch, trees)
         self.expected += [expected_accepted(tree, np.asarray(outputs[0])) for tree in trees if tree is not None]
         return outputs

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -9,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from ragspec.numerics.attention import AttentionMetadata, AttentionShape, Floats, attend
+from ragspec.numerics.attention import AttentionMetadata, AttentionShape, Floats, Ints, attend
 from ragspec.numerics.cpu.int8 import Int8Decoder, Int8Linear, has_int8_shape
 from ragspec.numerics.cpu.int8_weights import WeightArena
 from ragspec.numerics.kv_cache import KvPool
@@ -37,7 +38,7 @@ class CpuBackend:
     """See `ragspec.numerics.backend.Backend`. With an `arena`, weights are quantised to int8 and go there."""
 
     name, device = "cpu", torch.device("cpu")
-    least_rows = 2
+    least_rows, kv_itemsize = 2, 4
     """Every packed product doubles a single row; doubled once for the whole forward, the copy is computed and never read."""
 
     def __init__(self, arena: WeightArena | None = None, ranks: Ranks = ONE_RANK) -> None:
@@ -74,6 +75,12 @@ class CpuBackend:
 
     def context(self, pool: KvPool, metadata: AttentionMetadata) -> CpuForward:
         return CpuForward(pool, metadata)
+
+    def decode(
+        self, decoder: Any, token_ids: Ints, pool: KvPool, metadata: AttentionMetadata, taps: Sequence[int]
+    ) -> tuple[Tensor, dict[int, Tensor]]:
+        hidden: tuple[Tensor, dict[int, Tensor]] = decoder(self.tokens(token_ids), CpuForward(pool, metadata), taps)
+        return hidden
 
     def wait(self) -> None: ...
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import numpy as np
@@ -23,7 +22,7 @@ from ragspec.numerics.cuda.kernels import (
     rotate_kernel,
 )
 from ragspec.numerics.kv_cache import KvPool
-from ragspec.numerics.torch.attention import TorchForward
+from ragspec.numerics.torch.attention import ForwardInputs, TorchForward, power_of_two
 from ragspec.numerics.torch.backend import TiledLinear, TorchBackend, TreeNorm
 from ragspec.numerics.torch.int8 import TorchInt8Linear
 
@@ -74,7 +73,7 @@ class TritonNorm(TreeNorm):
         total, out, width = x if block is None else torch.empty_like(x), torch.empty_like(x), x.shape[-1]
         norm_kernel[(x.numel() // width,)](
             x, x if block is None else block.contiguous(), self.weight, total, out, self.variance_epsilon, width,
-            block is not None, _power_of_two(width),
+            block is not None, power_of_two(width),
         )  # fmt: skip
         return total, out
 
@@ -86,12 +85,30 @@ class ResidualTritonNorm(TritonNorm):
         return self._run(x.contiguous(), block)
 
 
+class CudaInputs(ForwardInputs):
+    """Beside the columns and `seen`: for each size of tile a table of tiles, int64 [T, 5] (`attention_kernel`).
+
+    Blocks that all rows of a tile share are read once. A padded table has a tile for each row, empty ones last.
+    """
+
+    def __init__(self, data: AttentionMetadata, pool: KvPool, num_rows: int = 0) -> None:
+        super().__init__(data, pool.spare_slot, num_rows)
+        self.num_positions, self.num_tiles = 0, dict[int, int]()
+        for size in sorted({_rows_a_tile(shape) for shape in pool.shapes}):
+            tiles = _cut(data, size)
+            if num_rows:
+                tiles = np.concatenate([tiles, _padding_tiles(self, len(data.slots), num_rows - len(tiles))])
+            self.num_tiles[size] = len(tiles)
+            self.packed = np.concatenate([self.packed, tiles.reshape(-1)])
+
+
 class CudaForward(TorchForward):
     """See `ragspec.numerics.backend.ForwardContext`."""
 
-    def __init__(self, pool: KvPool, metadata: AttentionMetadata, device: torch.device) -> None:
-        super().__init__(pool, metadata, device)
-        self._tile_tables: dict[int, Tensor] = {}
+    def __init__(self, pool: KvPool, metadata: AttentionMetadata, inputs: CudaInputs, packed: Tensor) -> None:
+        super().__init__(pool, metadata, inputs, packed)
+        tables = self._rest.split([5 * num_tiles for num_tiles in inputs.num_tiles.values()])
+        self._tiles = {size: table.view(-1, 5) for size, table in zip(inputs.num_tiles, tables, strict=True)}
 
     def attend(
         self, layer: int, qkv: Tensor, shape: AttentionShape, rotations: tuple[Tensor, Tensor] | None = None
@@ -104,53 +121,43 @@ class CudaForward(TorchForward):
         cos, sin = rotations or (qkv, qkv)
         rotate_kernel[(num_rows, shape.num_heads + 2 * shape.num_kv_heads)](
             qkv, queries, keys, values, self._slots, self._positions, cos, sin, shape.num_heads, shape.num_kv_heads,
-            shape.head_dim, stored_dim, rotations is not None, _power_of_two(-(-shape.head_dim // 2)),
+            shape.head_dim, stored_dim, rotations is not None, power_of_two(-(-shape.head_dim // 2)),
         )  # fmt: skip
-        out = torch.empty_like(queries, dtype=qkv.dtype)
-        tiles = self._tiles(TILE_ROWS // group)
+        out, tiles = torch.empty_like(queries, dtype=qkv.dtype), self._tiles[_rows_a_tile(shape)]
         attention_kernel[(len(tiles), shape.num_kv_heads)](
-            queries, keys, values, out, tiles, self._context_slots, self._context_end, self._path_slots, self._path_start,
+            queries, keys, values, out, tiles, self._seen, self._ends, self._paths, self._lengths,
             shape.scale, shape.softcap or 1.0, shape.window, shape.num_heads, shape.num_kv_heads, shape.head_dim, stored_dim,
-            group, shape.softcap > 0.0, TILE_ROWS, BLOCK, max(16, _power_of_two(shape.head_dim)),
+            group, shape.softcap > 0.0, TILE_ROWS, BLOCK, max(16, power_of_two(shape.head_dim)),
         )  # fmt: skip
         return out
 
-    @functools.cached_property
-    def _context_slots(self) -> Tensor:
-        return self._upload(self.metadata.context_slots)
 
-    @functools.cached_property
-    def _context_end(self) -> Tensor:
-        return self._upload(self.metadata.context_end)
+def _rows_a_tile(shape: AttentionShape) -> int:
+    return TILE_ROWS // (shape.num_heads // shape.num_kv_heads)
 
-    @functools.cached_property
-    def _path_slots(self) -> Tensor:
-        return self._upload(np.append(self.metadata.path_slots, 0))
 
-    @functools.cached_property
-    def _path_start(self) -> Tensor:
-        return self._upload(self.metadata.path_start)
+def _cut(data: AttentionMetadata, rows_a_tile: int) -> NDArray[np.int64]:
+    """Tiles of at most so many rows of one sequence, as the kernel reads them. Shape: int64 [tiles, 5]."""
+    tiles = []
+    path_lengths = np.diff(data.path_start)
+    for sequence, (start, end) in enumerate(zip(data.row_start[:-1], data.row_start[1:], strict=True)):
+        context = data.context_start[sequence]
+        num_context = data.context_start[sequence + 1] - context
+        for first in range(start, end, rows_a_tile):
+            own = slice(first, min(first + rows_a_tile, end))
+            with_path = data.context_end[own][path_lengths[own] > 0]
+            shared = with_path.min() // BLOCK * BLOCK if len(with_path) else data.context_end[own].max()
+            longest = (data.context_end[own] + path_lengths[own]).max()
+            assert shared <= num_context, "the kernel reads slots unchecked"
+            tiles.append((first, own.stop, context, shared, longest))
+    return np.array(tiles, np.int64)
 
-    def _tiles(self, rows_a_tile: int) -> Tensor:
-        """Tiles of at most so many rows of one sequence, as the kernel reads them. Shape: int64 [tiles, 5]."""
-        if rows_a_tile not in self._tile_tables:
-            self._tile_tables[rows_a_tile] = self._upload(self._cut(rows_a_tile))
-        return self._tile_tables[rows_a_tile]
 
-    def _cut(self, rows_a_tile: int) -> NDArray[np.int64]:
-        data, tiles = self.metadata, []
-        path_lengths = np.diff(data.path_start)
-        for sequence, (start, end) in enumerate(zip(data.row_start[:-1], data.row_start[1:], strict=True)):
-            context = data.context_start[sequence]
-            num_context = data.context_start[sequence + 1] - context
-            for first in range(start, end, rows_a_tile):
-                own = slice(first, min(first + rows_a_tile, end))
-                with_path = data.context_end[own][path_lengths[own] > 0]
-                shared = with_path.min() // BLOCK * BLOCK if len(with_path) else data.context_end[own].max()
-                longest = (data.context_end[own] + path_lengths[own]).max()
-                assert shared <= num_context, "the kernel reads slots unchecked"
-                tiles.append((first, own.stop, context, shared, longest))
-        return np.array(tiles, np.int64)
+def _padding_tiles(inputs: ForwardInputs, num_rows: int, count: int) -> NDArray[np.int64]:
+    """One tile for each padded row, which sees the spare slot alone, then empty ones. Shape: int64 [count, 5]."""
+    rows = range(num_rows, inputs.num_rows)
+    tiles = [(row, row + 1, inputs.spare_place, 1, 1) for row in rows] + [(0, 0, 0, 0, 0)] * (count - len(rows))
+    return np.array(tiles, np.int64).reshape(-1, 5)
 
 
 class CudaBackend(TorchBackend):
@@ -164,10 +171,9 @@ class CudaBackend(TorchBackend):
     def make_norm(self, norm: Any, *, residual: bool = False) -> nn.Module:
         return ResidualTritonNorm(norm) if residual else TritonNorm(norm)
 
-    def context(self, pool: KvPool, metadata: AttentionMetadata) -> CudaForward:
-        self._use_device()
-        return CudaForward(pool, metadata, self.device)
+    def _inputs(self, metadata: AttentionMetadata, pool: KvPool, num_rows: int) -> CudaInputs:
+        return CudaInputs(metadata, pool, num_rows)
 
-
-def _power_of_two(number: int) -> int:
-    return 1 << max(0, number - 1).bit_length()
+    def _forward(self, pool: KvPool, metadata: AttentionMetadata, inputs: ForwardInputs, packed: Tensor) -> CudaForward:
+        assert isinstance(inputs, CudaInputs)
+        return CudaForward(pool, metadata, inputs, packed)

@@ -153,7 +153,7 @@ def _attend_block(
 
 @triton.jit
 def attention_kernel(
-    queries, keys, values, out, tiles, context_slots, context_end, path_slots, path_start,
+    queries, keys, values, out, tiles, seen_slots, context_end, path_start, row_length,
     scale, softcap, window, num_heads, num_kv_heads, head_dim, stored_dim,
     GROUP: tl.constexpr, HAS_SOFTCAP: tl.constexpr, TILE_ROWS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_DIM: tl.constexpr,
 ):  # fmt: skip
@@ -163,7 +163,7 @@ def attention_kernel(
     row in its own logical order. Both go through one product of one shape, so where a block is read changes no bit.
 
     Shapes: queries, out [N, heads, D]; tiles int64 [tiles, 5]: first row, last row (exclusive), start of the context in
-    `context_slots`, `shared_end`, end of the longest row.
+    `seen_slots`, `shared_end`, end of the longest row. A row's path begins at `path_start` of `seen_slots`.
     """
     tile, kv_head = tiles + tl.program_id(0) * 5, tl.program_id(1)
     first, last, context = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2)
@@ -177,8 +177,7 @@ def attention_kernel(
     place = (rows * num_heads + kv_head * GROUP + pairs % GROUP) * head_dim
     at, mask = place[:, None] + dims[None, :], exists[:, None] & dim_exists[None, :]
     query = tl.load(queries + at, mask=mask, other=0.0)
-    ends, path_starts = tl.load(context_end + rows), tl.load(path_start + rows)
-    lengths = ends + tl.load(path_start + rows + 1) - path_starts
+    lengths = tl.load(row_length + rows)
     oldest = tl.where(window > 0, tl.maximum(lengths - window, 0), 0)
     stride = num_kv_heads * stored_dim
     keys, values = keys + kv_head * stored_dim, values + kv_head * stored_dim
@@ -186,7 +185,7 @@ def attention_kernel(
     sums = tl.zeros((TILE_ROWS, BLOCK_DIM), tl.float32)
     for start in range(0, shared_end, BLOCK):
         logical = start + tl.arange(0, BLOCK)
-        slots = tl.load(context_slots + context + logical, mask=logical < shared_end, other=0)
+        slots = tl.load(seen_slots + context + logical, mask=logical < shared_end, other=0)
         seen = (logical[None, :] < lengths[:, None]) & (logical[None, :] >= oldest[:, None]) & exists[:, None]
         best, total, sums = _attend_block(
             query, keys, values, slots, seen, best, total, sums, scale, softcap, stride, dims, dim_exists, HAS_SOFTCAP
@@ -194,11 +193,10 @@ def attention_kernel(
     for start in range(shared_end, longest, BLOCK):
         logical = start + tl.arange(0, BLOCK)
         for row in range(first, last):
-            end, path = tl.load(context_end + row), tl.load(path_start + row)
-            length = end + tl.load(path_start + row + 1) - path
+            end, path, length = tl.load(context_end + row), tl.load(path_start + row), tl.load(row_length + row)
             in_context, in_path = logical < end, (logical >= end) & (logical < length)
-            slots = tl.load(context_slots + context + logical, mask=in_context, other=0)
-            slots += tl.load(path_slots + path + logical - end, mask=in_path, other=0)
+            slots = tl.load(seen_slots + context + logical, mask=in_context, other=0)
+            slots += tl.load(seen_slots + path + logical - end, mask=in_path, other=0)
             seen = (logical[None, :] < length) & (logical[None, :] >= oldest[:, None]) & (rows == row)[:, None]
             best, total, sums = _attend_block(
                 query, keys, values, slots, seen & exists[:, None], best, total, sums, scale, softcap, stride, dims,

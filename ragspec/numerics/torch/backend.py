@@ -9,6 +9,7 @@ device's products keep the promise.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Self, cast
 
 import numpy as np
@@ -17,10 +18,11 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from ragspec.numerics.attention import AttentionMetadata, AttentionShape
+from ragspec.numerics.attention import AttentionMetadata, AttentionShape, Ints
 from ragspec.numerics.kv_cache import KvPool
 from ragspec.numerics.ranks import Ranks
-from ragspec.numerics.torch.attention import TorchForward, tree_sum
+from ragspec.numerics.torch.attention import ForwardInputs, TorchForward, tree_sum
+from ragspec.numerics.torch.graphs import Outputs, TieredForwards, row_tier
 from ragspec.numerics.torch.int8 import ROWS_A_TILE, TorchInt8Linear
 from ragspec.numerics.torch.sampling import TorchLogits
 from ragspec.numerics.torch.transfer import to_device
@@ -71,13 +73,16 @@ class ResidualTreeNorm(TreeNorm):
 
 
 class TorchBackend:
-    """See `ragspec.numerics.backend.Backend`. `is_int8`: weights of products are quantised to int8."""
+    """See `ragspec.numerics.backend.Backend`. `is_int8`: weights of products are quantised to int8. `captures`: a GPU
+    replays graphs, which several ranks cannot."""
 
     name = "torch"
     least_rows = 1
 
-    def __init__(self, device: str, dtype: torch.dtype, *, is_int8: bool = False) -> None:
+    def __init__(self, device: str, dtype: torch.dtype, *, is_int8: bool = False, captures: bool = True) -> None:
         self.device, self._dtype, self._is_int8 = torch.device(device), dtype, is_int8
+        self.kv_itemsize = dtype.itemsize
+        self._forwards = TieredForwards(self.device, captures and self.device.type == "cuda")
 
     @property
     def alone(self) -> Self:
@@ -92,6 +97,7 @@ class TorchBackend:
 
     def make_pool(self, shapes: list[AttentionShape], num_slots: int) -> KvPool:
         """Keys and values in the dtype of the weights."""
+        self._forwards.forget()
         return KvPool(shapes, num_slots, lambda size: torch.zeros(size, dtype=self._dtype, device=self.device))
 
     def make_linear(self, weight: Tensor, bias: Tensor | None = None) -> nn.Module:
@@ -108,7 +114,27 @@ class TorchBackend:
 
     def context(self, pool: KvPool, metadata: AttentionMetadata) -> TorchForward:
         self._use_device()
-        return TorchForward(pool, metadata, self.device)
+        inputs = self._inputs(metadata, pool, 0)
+        return self._forward(pool, metadata, inputs, to_device(inputs.packed, self.device))
+
+    def decode(
+        self, decoder: Any, token_ids: Ints, pool: KvPool, metadata: AttentionMetadata, taps: Sequence[int]
+    ) -> Outputs:
+        self._use_device()
+        inputs = self._inputs(metadata, pool, row_tier(len(token_ids)))
+
+        def compute(tokens: Tensor, inputs: ForwardInputs, packed: Tensor) -> Outputs:
+            return cast(Outputs, decoder(tokens, self._forward(pool, metadata, inputs, packed), taps))
+
+        return self._forwards.run(token_ids, inputs, (pool, *taps), compute)
+
+    def _inputs(self, metadata: AttentionMetadata, pool: KvPool, num_rows: int) -> ForwardInputs:
+        return ForwardInputs(metadata, pool.spare_slot, num_rows)
+
+    def _forward(
+        self, pool: KvPool, metadata: AttentionMetadata, inputs: ForwardInputs, packed: Tensor
+    ) -> TorchForward:
+        return TorchForward(pool, metadata, inputs, packed)
 
     def _use_device(self) -> None:
         """Kernels are launched on the thread's own device."""

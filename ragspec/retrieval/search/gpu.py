@@ -10,9 +10,11 @@ CPU.
 
 from __future__ import annotations
 
+import functools
 from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from typing import Any
+from weakref import WeakSet
 
 import numpy as np
 
@@ -35,8 +37,12 @@ _ROWS_AT_ONCE = 65_536
 _MARGIN = 1.5
 """Extra hits beyond the share of allowed rows, which need not be spread evenly."""
 
+_SCRATCH_SHARE = 8
+"""FAISS computes in this part of the memory that the index may take."""
+
 _owner = ThreadPoolExecutor(1, thread_name_prefix="ragspec-gpu")
 """The only thread that touches a GPU index."""
+_living: WeakSet[GpuIndex] = WeakSet()
 
 
 def num_gpus() -> int:
@@ -44,6 +50,15 @@ def num_gpus() -> int:
     if find_spec("faiss") is None:
         return 0
     return int(getattr(load_faiss(), "get_num_gpus", lambda: 0)())
+
+
+def fits(vectors: FloatArray, limit_bytes: int | None) -> bool:
+    """Whether these vectors and those of all living indexes take at most so many bytes of a GPU, FAISS's own included."""
+    if limit_bytes is None:
+        return True
+    scratch = limit_bytes // _SCRATCH_SHARE
+    _owner.submit(_resources().setTempMemory, scratch).result()
+    return sum(index.num_bytes for index in list(_living)) + vectors.nbytes <= limit_bytes - scratch
 
 
 class GpuIndex:
@@ -54,8 +69,14 @@ class GpuIndex:
         float32 score, within a known error."""
         self._index = index
         self._vectors = vectors
+        _living.add(self)
         self._on_cpu = on_cpu
         self._max_error = float32_error_bound(vectors.shape[1]) if on_cpu is None else None
+
+    @property
+    def num_bytes(self) -> int:
+        """Of a GPU, at most."""
+        return self._vectors.nbytes
 
     @classmethod
     def flat(cls, vectors: FloatArray) -> GpuIndex:
@@ -104,9 +125,15 @@ class GpuIndex:
         return search_rows(self._vectors, rows, query[None], k)[0]
 
 
+@functools.cache
+def _resources() -> Any:
+    """FAISS's memory on the GPU, for all indexes: each would reserve more than a gigabyte of its own."""
+    return load_faiss().StandardGpuResources()
+
+
 def _flat(vectors: FloatArray) -> Any:
     faiss = load_faiss()
-    index = faiss.GpuIndexFlatIP(faiss.StandardGpuResources(), vectors.shape[1])
+    index = faiss.GpuIndexFlatIP(_resources(), vectors.shape[1])
     for first in range(0, len(vectors), _ROWS_AT_ONCE):
         index.add(np.ascontiguousarray(vectors[first : first + _ROWS_AT_ONCE]))
     return index
@@ -114,6 +141,6 @@ def _flat(vectors: FloatArray) -> Any:
 
 def _copied(index: Any, num_probes: int) -> Any:
     faiss = load_faiss()
-    copy = faiss.index_cpu_to_gpu(faiss.StandardGpuResources(), 0, index)
+    copy = faiss.index_cpu_to_gpu(_resources(), 0, index)
     faiss.GpuParameterSpace().set_index_parameter(copy, "nprobe", num_probes)
     return copy

@@ -53,7 +53,7 @@ class IndexSearcher:
         self._config = config
         self._scoring = scoring
         self._approximate = any(DENSE in record.files for record in store.manifest.segments)
-        self._shard = shard(store) if shard else Shard.open(store.segments, config.device)
+        self._shard = shard(store) if shard else Shard.open(store.segments, config.device, config.gpu_memory_bytes)
 
     def search(
         self,

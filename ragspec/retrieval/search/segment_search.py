@@ -24,7 +24,7 @@ from ragspec.retrieval.index.store import LiveSegment
 from ragspec.retrieval.search.bm25 import SparseQuery, TermStatistics
 from ragspec.retrieval.search.dense import Mask, ScoredRows, top_k
 from ragspec.retrieval.search.filters import Filter
-from ragspec.retrieval.search.gpu import num_gpus
+from ragspec.retrieval.search.gpu import fits, num_gpus
 
 T = TypeVar("T")
 
@@ -165,12 +165,22 @@ class Shard:
         self.part_of = {name: part for part in parts for name in part.segment_names}
 
     @classmethod
-    def open(cls, segments: Iterable[LiveSegment], device: Literal["auto", "cpu", "gpu"] = "cpu") -> Shard:
-        """Raises: ConfigError if there is no `gpu`, "auto" takes one if there is; StoreCorrupt."""
+    def open(
+        cls,
+        segments: Iterable[LiveSegment],
+        device: Literal["auto", "cpu", "gpu"] = "cpu",
+        gpu_memory_bytes: int | None = None,
+    ) -> Shard:
+        """Segments beyond `gpu_memory_bytes` are searched on the CPU.
+
+        Raises: ConfigError if there is no `gpu`, "auto" takes one if there is; StoreCorrupt.
+        """
         on_gpu = device != "cpu" and num_gpus() > 0
         if device == "gpu" and not on_gpu:
             raise ConfigError("retriever.device is gpu, but FAISS finds none: it needs ragspec[gpu] and a CUDA device")
-        return cls([SegmentSearcher(live, on_gpu) for live in segments])
+        return cls(
+            [SegmentSearcher(live, on_gpu and fits(live.segment.vectors, gpu_memory_bytes)) for live in segments]
+        )
 
     @property
     def segment_names(self) -> frozenset[str]:

@@ -1,0 +1,84 @@
+"""Forwards over tiers of rows: padded to a tier, a forward has one of a few shapes, and a GPU replays a captured graph of it.
+
+On a CPU the same padded forward runs without capture. Padded rows change no other row's bits, since nothing does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ragspec.numerics.attention import Ints
+from ragspec.numerics.torch.attention import ForwardInputs
+from ragspec.numerics.torch.transfer import to_device
+
+ROW_TIERS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+"""Larger forwards are parts of prompts: their kernels take longer than their launches."""
+
+Outputs = tuple[Tensor, dict[int, Tensor]]
+Compute = Callable[[Tensor, ForwardInputs, Tensor], Outputs]
+"""A forward of tokens [R] with these inputs, which are on the device as the last argument."""
+
+
+def row_tier(num_rows: int) -> int:
+    """The least tier of so many rows; the number itself beyond the last tier."""
+    return next((tier for tier in ROW_TIERS if tier >= num_rows), num_rows)
+
+
+class _Captured(NamedTuple):
+    """A graph, the array that it reads and the arrays that it writes."""
+
+    graph: Any
+    packed: Tensor
+    outputs: Outputs
+
+
+class TieredForwards:
+    """All forwards of one backend; `captures`: whether the device replays graphs."""
+
+    def __init__(self, device: torch.device, captures: bool) -> None:
+        self._device, self._captures = device, captures
+        self._graphs: dict[Any, _Captured] = {}
+        self._memory: Any = None
+
+    def forget(self) -> None:
+        """Drop all graphs: they hold the pool that they were captured with."""
+        self._graphs.clear()
+
+    def run(self, token_ids: Ints, inputs: ForwardInputs, key: Sequence[Any], compute: Compute) -> Outputs:
+        """Hidden states of the tokens, and taps; valid until the next forward. `key`: what else decides the graph."""
+        num_rows, num_padded = len(token_ids), inputs.num_rows
+        packed = np.concatenate([token_ids, np.zeros(num_padded - num_rows, np.int64), inputs.packed])
+        if self._captures and num_padded <= ROW_TIERS[-1]:
+            hidden, tapped = self._replay(
+                packed, inputs, (*key, num_padded, inputs.num_seen, inputs.num_positions), compute
+            )
+        else:
+            hidden, tapped = _split(to_device(packed, self._device), inputs, compute)
+        return hidden[:num_rows], {tap: stream[:num_rows] for tap, stream in tapped.items()}
+
+    def _replay(self, packed: Any, inputs: ForwardInputs, key: Any, compute: Compute) -> Outputs:
+        arrived = to_device(packed, self._device)
+        if key not in self._graphs:
+            self._graphs[key] = self._capture(arrived.clone(), inputs, compute)
+        captured = self._graphs[key]
+        captured.packed.copy_(arrived)
+        captured.graph.replay()
+        return captured.outputs
+
+    def _capture(self, packed: Tensor, inputs: ForwardInputs, compute: Compute) -> _Captured:
+        _split(packed, inputs, compute)  # compiles the kernels
+        torch.cuda.synchronize(self._device)
+        self._memory = self._memory or torch.cuda.graph_pool_handle()
+        graph: Any = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._memory):
+            outputs = _split(packed, inputs, compute)
+        return _Captured(graph, packed, outputs)
+
+
+def _split(packed: Tensor, inputs: ForwardInputs, compute: Compute) -> Outputs:
+    return compute(packed[: inputs.num_rows], inputs, packed[inputs.num_rows :])
