@@ -2,7 +2,7 @@
 # The first hour with a GPU, in parts of ten minutes each. Install first: make setup (it sees the GPU).
 #
 #   infra/gpu/check.sh tests     the tests marked gpu
-#   infra/gpu/check.sh kernels   promises of both GPU backends; forwards of 0.1 to 8 billion parameters
+#   infra/gpu/check.sh kernels   promises of both GPU backends; steps of 0.1 to 8 billion parameters
 #   infra/gpu/check.sh speed     the same with 32 billion, which needs 80 GB
 #   infra/gpu/check.sh train     nine minutes of training the default target's adapter (needs ../shared/data or DATA=FOLDER)
 #

@@ -44,7 +44,6 @@ SUITES = {
         "rag",
         "grammar",
         "cpu",
-        "backends",
         "numerics",
         "target",
         "retrieval",
@@ -53,7 +52,10 @@ SUITES = {
         "verify_cost",
         "answers",
     )
-} | {name: f"ragspec.evaluation.suites.{name}.suite" for name in ("retrieval", "iterative", "drafters", "answers")}
+} | {
+    name: f"ragspec.evaluation.suites.{name}.suite"
+    for name in ("retrieval", "iterative", "drafters", "answers", "backends")
+}
 """The module of each suite."""
 OPTIONS = ("forced", "full", "reranker", "heads")
 """Settings that only the suites that name them understand."""
