@@ -16,6 +16,7 @@ from ragspec.evaluation.suites.backends.models import SMALL, random_target
 from ragspec.numerics.backend import SampledToken
 from ragspec.numerics.torch.backend import TorchBackend, TreeNorm
 from ragspec.numerics.torch.sampling import TorchLogits
+from ragspec.numerics.torch.transfer import to_device
 
 
 def test_the_promises_hold(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -27,7 +28,8 @@ def test_the_promises_hold(settings: Settings, monkeypatch: pytest.MonkeyPatch) 
     assert ticks
     for key in ("oracle_identical", "rows_invariant", "sampling_equal", "kernels_exact", "bus_small"):
         assert result[key] is True, key
-    assert result["promises"]["torch"]["read, bytes a row"] * 40 >= 8.0
+    crossed = result["promises"]["torch"]
+    assert 0.0 < crossed["read, bytes a row"] <= 16.0 and crossed["sent, bytes a row"] > 8.0
     assert ("steps" in result) == torch.cuda.is_available()
 
 
@@ -55,7 +57,7 @@ def test_a_kernel_that_is_off_and_a_row_of_logits_on_the_bus_are_noticed(monkeyp
     with reads:
         torch.zeros(3, 100).numpy()
         assert bool(torch.ones(1) > 0)
-        torch.from_numpy(np.zeros(5))
+        to_device(np.zeros(5), torch.device("cpu"))
     assert (reads.read_bytes, reads.sent_bytes) == (1201, 40)
 
 

@@ -147,10 +147,11 @@ class HostReads(TorchFunctionMode):
         name = getattr(function, "__name__", "")
         if name in ("numpy", "item", "tolist", "__bool__", "__int__", "__float__", "__index__", "__array__"):
             self.read_bytes += args[0].nbytes
-        result = function(*args, **kwargs or {})
-        if name == "from_numpy":
-            self.sent_bytes += result.nbytes
-        return result
+        if name == "to" and (kwargs or {}).get(
+            "non_blocking"
+        ):  # as `to_device` calls it; devices do not matter on a CPU
+            self.sent_bytes += args[0].nbytes
+        return function(*args, **kwargs or {})
 
 
 def crossing_bytes(target: Target) -> dict[str, float]:
