@@ -36,9 +36,9 @@ SCHEMAS: dict[str, dict[str, Any]] = {
 DRAFT = '{"year": 1874, "name": "the mill", "open": true} ["mill", "river", "bridge"] "The old mill"'
 
 
-@pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Target:
-    return tiny_target("llama", "float32", tmp_path_factory.mktemp("llama"))
+@pytest.fixture(scope="module", params=["float32", "torch-float32"])
+def target(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Target:
+    return tiny_target("llama", request.param, tmp_path_factory.mktemp("llama"))
 
 
 def request(name: str, schema: dict[str, Any], speculation: bool = True, **params: Any) -> Request:
