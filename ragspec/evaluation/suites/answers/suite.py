@@ -1,7 +1,8 @@
-"""The suite `answers`: what an answer's labels are worth.
+"""The suite `answers`: what an answer's labels are worth, whether the right passage is found or missed, and JSON schemas.
 
 Sentences of SQuAD's held-out articles and of the documentation's evaluation files are shortened and altered by rule
-(`altered_sentences`); the alterations must lose their label.
+(`altered_sentences`); the alterations must lose their label. Retrieval and abstention are measured on documentation questions
+(`retrieved`), JSON schemas on the target (`json_outputs`).
 """
 
 from __future__ import annotations
@@ -10,14 +11,19 @@ import random
 from pathlib import Path
 
 from ragspec.core import Passage
-from ragspec.evaluation.datasets import held_out_articles
+from ragspec.evaluation.datasets import cached_store, held_out_articles
 from ragspec.evaluation.report import Metric, Result, Table, at_least, at_most, equal_to
-from ragspec.evaluation.suite import Outcome, Settings, Suite
+from ragspec.evaluation.suite import Outcome, Settings, Suite, open_engine
 from ragspec.evaluation.suites.answers.altered_sentences import KINDS, measure_alterations
+from ragspec.evaluation.suites.answers.json_outputs import measure_json
+from ragspec.evaluation.suites.answers.retrieved import evaluation_documents, measure_retrieval, sampled_questions
 from ragspec.evaluation.timing import Tick
+from ragspec.retrieval.encoder import Encoder
 from ragspec.training.documentation import documentation_questions
 
 NUM_ALTERED, NUM_ALTERED_QUICK = 500, 100
+NUM_QUESTIONS, NUM_QUESTIONS_QUICK = 400, 100
+NUM_JSON, NUM_JSON_QUICK = 8, 2
 
 
 def run_answers(settings: Settings, tick: Tick) -> Outcome:
@@ -26,7 +32,20 @@ def run_answers(settings: Settings, tick: Tick) -> Outcome:
     tick("altered sentences", 0, 1)
     altered = measure_support(data, NUM_ALTERED_QUICK if settings.quick else NUM_ALTERED, settings.plan.seed)
     tick("altered sentences", 1, 1)
-    return Outcome({"label": "SQuAD, held-out articles; documentation, evaluation files"} | altered)
+    folder, quick = data / "docs", settings.quick
+    questions = sampled_questions(folder, settings.num_prompts or (NUM_QUESTIONS_QUICK if quick else NUM_QUESTIONS))
+    encoder = Encoder.load(settings.encoder)
+    documents = evaluation_documents(folder)
+    store = cached_store(
+        documents, encoder, settings.cache_dir, progress=lambda done, _: tick("index (once)", done, len(documents))
+    )
+    found = measure_retrieval(store, encoder, questions, tick)
+    engine, _ = open_engine(settings.target)
+    with engine:
+        asked = [each.question for each in questions[: NUM_JSON_QUICK if quick else NUM_JSON]]
+        written = measure_json(engine, asked, tick, settings.plan.seed)
+    label = "SQuAD, held-out articles; documentation, evaluation files"
+    return Outcome({"label": label, "num_prompts": len(questions)} | altered | found | written)
 
 
 def measure_support(data: Path, count: int, seed: int) -> Result:
@@ -54,6 +73,13 @@ SUITE = Suite(
         Metric("invented_marked", "invented quotations that are marked", equal_to(1.0)),
         Metric("quoted_confirmed", "sentences called quoted that equal their source", equal_to(1.0)),
         Metric("num_altered", "altered sentences", at_least(1)),
+        Metric("doc_top3", "documentation questions whose gold passage is among the first three", at_least(0.85)),
+        Metric("doc_top1", "the same, the first", at_least(0.65)),
+        Metric("wrongly_answered_ratio", "questions that do not abstain although their file is left out", at_most(0.5)),
+        Metric("good_answers_lost", "questions with their passage that abstain", at_most(0.03)),
+        Metric("json_valid", "outputs that follow their JSON schema", equal_to(1.0)),
+        Metric("json_identical", "the same with drafts and without", equal_to(True)),
+        Metric("retrieval_p50_ms", "one question's retrieval, median, milliseconds"),
     ),
     tables=_tables,
 )

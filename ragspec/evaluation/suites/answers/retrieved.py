@@ -1,0 +1,79 @@
+"""Documentation questions over the documentation's own files: is the gold passage found, and is its absence noticed?
+
+A question's gold passages are those that hold its quote. For the second measure the question's file is left out of the search, as
+if it had been deleted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+
+from ragspec.config import RetrieverConfig
+from ragspec.core import Document, Passage
+from ragspec.evaluation.datasets import fixed_sample
+from ragspec.evaluation.report import Result
+from ragspec.evaluation.timing import Tick
+from ragspec.retrieval.encoder import TextEncoder
+from ragspec.retrieval.index.store import Store
+from ragspec.retrieval.reading import read_file
+from ragspec.retrieval.retriever import Retriever
+from ragspec.retrieval.search.filters import parse_filter
+from ragspec.retrieval.search.index_searcher import CALIBRATED_THRESHOLD
+from ragspec.retrieval.search.segment_search import SearchScope
+from ragspec.training.documentation import DocumentationQuestion, documentation_questions, is_for_evaluation
+
+TOP = 3
+
+
+def evaluation_documents(folder: Path) -> list[Document]:
+    """The documentation's files that nothing is trained on."""
+    paths = sorted(path for path in folder.rglob("*") if path.suffix in (".md", ".rst"))
+    named = [(path, path.relative_to(folder).as_posix()) for path in paths]
+    return [document for path, name in named if is_for_evaluation(name) for document in read_file(path, name)]
+
+
+def sampled_questions(folder: Path, count: int) -> list[DocumentationQuestion]:
+    return fixed_sample(list(documentation_questions(folder, evaluation=True)), count)
+
+
+def measure_retrieval(
+    store: Store, encoder: TextEncoder, questions: Sequence[DocumentationQuestion], tick: Tick
+) -> Result:
+    """Every question is asked twice, the second time without its file.
+
+    `doc_top1`, `doc_top3`: the share of questions whose gold passage is among the first. `wrongly_answered_ratio`: the share that
+    does not abstain without its file; without abstention it is 1. `good_answers_lost`: of the questions whose gold passage is
+    among the first three, the share that abstains.
+    """
+    retriever = Retriever(encoder, store, RetrieverConfig(abstain_below=CALIBRATED_THRESHOLD), follow=False)
+    ranks: list[int] = []
+    seconds: list[float] = []
+    lost = num_answered = 0
+    for number, asked in enumerate(questions, 1):
+        begin = perf_counter()
+        found = retriever.retrieve([asked.question], TOP)
+        seconds.append(perf_counter() - begin)
+        rank = rank_of(asked, found.passages[0])
+        ranks.append(rank)
+        lost += rank < TOP and found.closeness[0] < CALIBRATED_THRESHOLD
+        others = SearchScope("", parse_filter({"type": "ne", "key": "document.id", "value": asked.path}))
+        num_answered += retriever.retrieve([asked.question], TOP, others).closeness[0] >= CALIBRATED_THRESHOLD
+        tick("documentation questions", number, len(questions))
+    num_found = sum(rank < TOP for rank in ranks)
+    return {
+        "doc_top1": sum(rank == 0 for rank in ranks) / len(ranks),
+        "doc_top3": num_found / len(ranks),
+        "good_answers_lost": lost / max(num_found, 1),
+        "wrongly_answered_ratio": num_answered / len(ranks),
+        "retrieval_p50_ms": 1e3 * median(seconds),
+        "num_doc_questions": len(ranks),
+        "num_doc_passages": store.manifest.num_passages,
+    }
+
+
+def rank_of(asked: DocumentationQuestion, passages: Sequence[Passage]) -> int:
+    """The place of the first gold passage, from 0; `TOP` if there is none."""
+    return next((n for n, passage in enumerate(passages) if asked.quote in passage.text), TOP)
