@@ -25,7 +25,7 @@ from pipelines.batch.records import RowResult, answer_result
 from pipelines.batch.rows import QUESTIONS, Row
 from pipelines.batch.task import Task
 from ragspec.cluster.topology import ClusterConfig
-from ragspec.config import PipelineConfig, load_settings
+from ragspec.config import PipelineConfig, RetrieverConfig, load_settings
 from ragspec.core import SamplingParams
 from ragspec.errors import ConfigError, RetrievalError
 from ragspec.rag.answer import Answer
@@ -56,7 +56,7 @@ class RagTask(Task):
         _, manifest = read_generation(Path(retriever.index_dir), retriever.pointer)
         return {
             "encoder": config.encoder.model,
-            "retriever": retriever.model_dump(exclude={"index_dir", "pointer", "fail_closed"}),
+            "retriever": retriever.model_dump(exclude={"index_dir", "pointer", "fail_closed", *_unset(retriever)}),
             "index_generation": manifest.generation_id,
         }
 
@@ -70,7 +70,8 @@ class RagTask(Task):
     def request(self, row: Row, params: SamplingParams, config: PipelineConfig) -> HasId:
         from ragspec.rag.steps import Question, parse_scope
 
-        return Question(row.id, row.text, params, config.retriever.num_passages, parse_scope(row.tenant, row.filter))
+        retriever, scope = config.retriever, parse_scope(row.tenant, row.filter)
+        return Question(row.id, row.text, params, retriever.num_passages, scope, abstain_below=retriever.abstain_below)
 
     def row_result(self, finished: tuple[Answer, ...]) -> RowResult:
         (answer,) = finished
@@ -78,6 +79,11 @@ class RagTask(Task):
             missing = ", ".join(answer.stats.missing_segments)
             raise RetrievalError(f"parts of the index could not be searched ({missing})")
         return answer_result(answer)
+
+
+def _unset(retriever: RetrieverConfig) -> set[str]:
+    """Why: jobs that began before there was this setting go on."""
+    return set() if retriever.abstain_below else {"abstain_below"}
 
 
 @app.command()

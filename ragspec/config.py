@@ -112,6 +112,10 @@ class RetrieverConfig(ConfigSection):
     takes of a GPU, null without limit; segments beyond that are searched on the CPU. `pointer`: content of the index's file
     CURRENT for a generation to stay with; empty: always the current generation. `fail_closed`: if a shard of a distributed index
     cannot be searched, raise an error; otherwise answer from the other shards and name the missing ones.
+
+    `abstain_below`: a question whose best passage has a smaller calibrated score than this is not given to the target; the answer
+    says that nothing is close, and names the nearest titles. 0: off; 0.165 loses 3 in 100 answerable questions about SQuAD's
+    articles and catches 60 of 100 whose article was deleted. Needs mode hybrid and is calibrated for the default encoder.
     """
 
     index_dir: str = ""
@@ -124,6 +128,13 @@ class RetrieverConfig(ConfigSection):
     fusion_depth: int = Field(100, ge=1, le=10_000)
     rerank_depth: int = Field(32, ge=1, le=1_000)
     fail_closed: bool = True
+    abstain_below: float = Field(0.0, ge=0.0, lt=1.0)
+
+    @model_validator(mode="after")
+    def _check_abstention(self) -> Self:
+        if self.abstain_below and self.mode != "hybrid":
+            raise ValueError("abstain_below needs mode hybrid, which compares both meaning and words")
+        return self
 
 
 class TargetConfig(ConfigSection):

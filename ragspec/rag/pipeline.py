@@ -19,6 +19,7 @@ import uuid
 from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, fields
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, Self, Unpack, runtime_checkable
 
@@ -46,6 +47,7 @@ from ragspec.rag.steps import (
     params_of_each,
     parse_scope,
     retrieve_passages,
+    said_completions,
 )
 from ragspec.retrieval.retriever import Retriever
 from ragspec.retrieval.search.index_types import Query, SearchResult
@@ -76,10 +78,13 @@ class Pipeline(Closeable):
         *,
         num_passages: int = 3,
         generation: GenerationConfig | None = None,
+        abstain_below: float = 0.0,
     ) -> None:
+        """`abstain_below` as in `RetrieverConfig`, which the retriever must have been made with."""
         self.engine = engine
         self._retriever, self._prompts, self._num_passages = retriever, prompts, num_passages
         self._defaults = default_params(generation or GenerationConfig())
+        self._abstain_below = abstain_below
 
     @classmethod
     def from_config(cls, config: PipelineConfig | str | Path | None = None) -> Self:
@@ -91,7 +96,15 @@ class Pipeline(Closeable):
         retriever = Retriever.from_config(config.retriever, config.encoder)
         engine = load_engine(config.target, config.engine, config.drafting)
         prompts = PromptBuilder(engine.target.tokenizer, engine.max_context_tokens)
-        return cls(retriever, engine, prompts, num_passages=config.retriever.num_passages, generation=config.generation)
+        settings = config.retriever
+        return cls(
+            retriever,
+            engine,
+            prompts,
+            num_passages=settings.num_passages,
+            generation=config.generation,
+            abstain_below=settings.abstain_below,
+        )
 
     def ask(self, question: str, params: SamplingParams | None = None, **options: Unpack[QuestionOptions]) -> Answer:
         """One question, one answer: `ask("Who?", temperature=0.5)`. Options as in `ask_many`.
@@ -111,8 +124,12 @@ class Pipeline(Closeable):
         Raises: InputError or PromptTooLong for the first question that cannot be asked, before any is generated.
         """
         prepared = self._prepare(questions, params, **options)
-        completions = iter(self.engine.generate([each.request for each in prepared]))
-        return [build_answer(each, next(completions)) for each in prepared for _ in each.request.choices]
+        completions = iter(self.engine.generate([each.request for each in prepared if not each.said]))
+        return [
+            build_answer(each, completion)
+            for each in prepared
+            for completion in (said_completions(each) or islice(completions, len(each.request.choices)))
+        ]
 
     async def stream(
         self, question: str, params: SamplingParams | None = None, **options: Unpack[QuestionOptions]
@@ -124,6 +141,10 @@ class Pipeline(Closeable):
         options["n"] = 1
         # Why a thread: encoder and tokenizer would stop other streams for milliseconds
         (prepared,) = await asyncio.to_thread(self._prepare, [question], params, **options)
+        if prepared.said:
+            yield prepared.said
+            yield build_answer(prepared, *said_completions(prepared))
+            return
         deltas: list[Delta] = []
         async for delta in self.engine.stream(prepared.request):
             deltas.append(delta)
@@ -147,7 +168,7 @@ class Pipeline(Closeable):
     ) -> list[PreparedQuestion]:
         own = params_of_each(questions, params, self._defaults, sampling)
         k = self._num_passages if num_passages is None else num_passages
-        shared = k, parse_scope(tenant, filter), Speculation.of(speculation)
+        shared = k, parse_scope(tenant, filter), Speculation.of(speculation), self._abstain_below
         each = zip(questions, own, strict=True)
         asked = [Question(uuid.uuid4().hex, text, own_params, *shared) for text, own_params in each]
         return [build_request(retrieved, self._prompts) for retrieved in retrieve_passages(self._retriever, asked)]
@@ -227,7 +248,9 @@ class AsyncPipeline:
         return [build_request(retrieved, self._prompts) for retrieved in batch]
 
     async def _generate(self, batch: Sequence[PreparedQuestion]) -> list[_GeneratedChoices]:
-        return [(each, await collect_completions(self._engine, each.request)) for each in batch]
+        return [
+            (each, said_completions(each) or await collect_completions(self._engine, each.request)) for each in batch
+        ]
 
 
 Flow = AsyncPipeline

@@ -12,16 +12,27 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Protocol, Self, TypedDict, cast
 
 from ragspec.config import GenerationConfig
-from ragspec.core import Completion, CopySource, Delta, Passage, Request, SamplingParams, SourceKind
+from ragspec.core import (
+    Completion,
+    CopySource,
+    Delta,
+    FinishReason,
+    GenerationStats,
+    Passage,
+    Request,
+    SamplingParams,
+    SourceKind,
+)
 from ragspec.engine.client import completion_of
 from ragspec.errors import InputError, did_you_mean
 from ragspec.rag.answer import Answer, AnswerStats
 from ragspec.rag.prompt import Prompt, PromptBuilder
 from ragspec.rag.support import find_support
+from ragspec.rag.wording import nothing_close
 from ragspec.retrieval.retriever import PUBLIC_SCOPE, RetrievalResult
 from ragspec.retrieval.search.filters import parse_filter
 from ragspec.retrieval.search.index_types import SearchResult
@@ -61,6 +72,7 @@ class Closeable:
 @dataclass(frozen=True, slots=True)
 class Question:
     """A question, the documents it may be answered from, and the sampling parameters. `id` becomes the engine request's id.
+    `abstain_below` as in `RetrieverConfig`.
 
     Raises: InputError for fewer than one passage.
     """
@@ -71,6 +83,7 @@ class Question:
     num_passages: int = 3
     scope: SearchScope = PUBLIC_SCOPE
     speculation: Speculation = ON
+    abstain_below: float = 0.0
 
     def __post_init__(self) -> None:
         if self.num_passages < 1:
@@ -79,18 +92,21 @@ class Question:
 
 @dataclass(frozen=True, slots=True)
 class RetrievedQuestion:
-    """A question with its passages, best first. `generation`: the index generation; `missing`: segments not searched."""
+    """A question with its passages, best first. `generation`: the index generation; `missing`: segments not searched;
+    `closeness`: the calibrated score of the best passage, None if it was not asked for."""
 
     question: Question
     passages: Sequence[Passage]
     generation: str
     retrieve_s: float
     missing: tuple[str, ...] = ()
+    closeness: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class PreparedQuestion:
-    """A question as asked, with its prompt and engine request. `generation` and `missing` as in `RetrievedQuestion`."""
+    """A question as asked, with its prompt and engine request. `generation` and `missing` as in `RetrievedQuestion`. `said`: the
+    answer where no passage is close to the question, which no engine has to write."""
 
     user_question: str
     prompt: Prompt
@@ -99,6 +115,7 @@ class PreparedQuestion:
     missing: tuple[str, ...]
     retrieve_s: float
     prompt_s: float
+    said: str = field(default="", kw_only=True)
 
     @property
     def dropped_passages(self) -> tuple[Passage, ...]:
@@ -120,9 +137,10 @@ def attach_passages(
     questions: Sequence[Question], retrieval: RetrievalResult | SearchResult, retrieve_s: float
 ) -> list[RetrievedQuestion]:
     """Each question with its own passages of a batched retrieval."""
+    closeness = retrieval.closeness or [None] * len(questions)
     return [
-        RetrievedQuestion(question, passages, retrieval.generation, retrieve_s, retrieval.missing)
-        for question, passages in zip(questions, retrieval.passages, strict=True)
+        RetrievedQuestion(question, passages, retrieval.generation, retrieve_s, retrieval.missing, close)
+        for question, passages, close in zip(questions, retrieval.passages, closeness, strict=True)
     ]
 
 
@@ -140,7 +158,9 @@ def build_request(retrieved: RetrievedQuestion, prompts: PromptBuilder) -> Prepa
         affinity="\n".join(sorted({passage.document_id for passage in prompt.passages})),
     )
     index, prompt_s = (retrieved.generation, retrieved.missing), time.perf_counter() - begin
-    return PreparedQuestion(question.text, prompt, request, *index, retrieved.retrieve_s, prompt_s)
+    is_far = retrieved.closeness is not None and retrieved.closeness < question.abstain_below
+    said = nothing_close([passage.title for passage in retrieved.passages]) if is_far else ""
+    return PreparedQuestion(question.text, prompt, request, *index, retrieved.retrieve_s, prompt_s, said=said)
 
 
 def copy_sources(
@@ -156,6 +176,15 @@ def copy_sources(
     )
 
 
+def said_completions(prepared: PreparedQuestion) -> list[Completion]:
+    """The choices of a question that no engine has to answer; none for any other question."""
+    if not prepared.said:
+        return []
+    request = prepared.request
+    stats = GenerationStats(seed=request.params.seed or 0)
+    return [Completion(request.id, n, (), prepared.said, FinishReason.STOP, (), stats) for n in request.choices]
+
+
 async def collect_completions(engine: EngineLike, request: Request) -> list[Completion]:
     """All choices of a request, in order; cancelling the wait cancels the request. Raises: EngineError, Cancelled, InputError."""
     deltas: dict[int, list[Delta]] = {choice: [] for choice in request.choices}
@@ -169,7 +198,7 @@ async def collect_completions(engine: EngineLike, request: Request) -> list[Comp
 def build_answer(prepared: PreparedQuestion, completion: Completion) -> Answer:
     """The answer of one choice, with citations of the prompt's passages, by their numbers there."""
     passages, times = prepared.prompt.passages, (prepared.retrieve_s, prepared.prompt_s)
-    support = find_support(completion.text, passages)
+    support = find_support(completion.text, () if prepared.said else passages)
     return Answer(
         prepared.user_question,
         completion.text,
@@ -225,7 +254,7 @@ def params_of_each(
         raise InputError(
             f"ask_many takes a list of questions, not the single text {questions[:40]!r}: use ask, or a list"
         )
-    names = [field.name for field in fields(SamplingParams)]
+    names = [parameter.name for parameter in fields(SamplingParams)]
     for name in changes or ():
         if name not in names:
             known = [*names, "num_passages", "speculation", "tenant", "filter", "guessing"]

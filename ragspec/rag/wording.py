@@ -25,6 +25,7 @@ INSTRUCTION = (
     "and the short answer. If no passage answers the question, say: The passages do not say."
 )
 ABSTENTION = "The passages do not say."
+NOTHING_CLOSE = "Nothing in your documents is close to this question."
 GRAMMAR_REQUEST = "Correct the grammar: "
 QUESTION = "Question: "
 _DASH = "–"
@@ -39,6 +40,12 @@ class QuotedAnswer(NamedTuple):
     quote: str
     passage: int
     short: str
+
+
+def nothing_close(titles: Sequence[str]) -> str:
+    """What is said in place of an answer where no passage is close to the question."""
+    nearest = "; ".join(dict.fromkeys(filter(None, titles)))
+    return f"{NOTHING_CLOSE} The nearest: {nearest}." if nearest else NOTHING_CLOSE
 
 
 def system_text(own: str = "") -> str:

@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from itertools import islice
 from typing import Generic, NamedTuple, TypeVar
 
 from ragspec.errors import EngineClosed, InputError
@@ -168,7 +169,7 @@ class BatchingRetriever:
         encoded = self._batcher.encode(self._index, queries).result()
         params = SearchParams(self._index, k, scope, prefetch_k=0)
         found = self._batcher.search(params, [PendingQuery(query) for query in encoded]).result()
-        return RetrievalResult(found.passages, found.generation, found.missing)
+        return RetrievalResult(found.passages, found.generation, found.missing, found.closeness)
 
     def close(self) -> None:
         """Waiting callers get `EngineClosed` as soon as the running call has ended. The index stays open."""
@@ -185,5 +186,8 @@ def _search(params: SearchParams, parts: list[Sequence[PendingQuery]]) -> list[S
     known = frozenset.intersection(*(each.known for each in pending))
     queries = [each.query for each in pending]
     whole = params.index.search(queries, params.k, params.scope, prefetch_k=params.prefetch_k, known=known)
-    passages = iter(whole.passages)
-    return [whole._replace(passages=[next(passages) for _ in part]) for part in parts]
+    passages, closeness = iter(whole.passages), iter(whole.closeness)
+    return [
+        whole._replace(passages=[next(passages) for _ in part], closeness=tuple(islice(closeness, len(part))))
+        for part in parts
+    ]

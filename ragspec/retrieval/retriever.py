@@ -38,11 +38,13 @@ class RetrievalResult(NamedTuple):
     """The passages of each query, best first, and the generation of the index that they come from.
 
     `missing` names segments that could not be searched, as in `SearchResult`. Empty unless `RetrieverConfig.fail_closed` is off.
+    `closeness` as in `SearchResult`.
     """
 
     passages: list[list[Passage]]
     generation: str
     missing: tuple[str, ...] = ()
+    closeness: tuple[float, ...] = ()
 
 
 class GenerationView(Searchable, Protocol):
@@ -134,7 +136,7 @@ class Retriever:
         Raises: InputError if a query is empty or not text; StoreError if the current generation cannot be read.
         """
         found = self.search(self.encode(queries), k, scope)
-        return RetrievalResult(found.passages, found.generation, found.missing)
+        return RetrievalResult(found.passages, found.generation, found.missing, found.closeness)
 
     def pinned(self) -> Retriever:
         """A retriever that stays with the current generation. Shares all open files with this retriever."""

@@ -77,7 +77,7 @@ async def write(
         ready = await asyncio.get_running_loop().run_in_executor(parts.threads, call)
     if body.retrieval_options is not None:
         context.backend.metrics.retrieved(ready.retrieve_s)
-    async with context.generate([ready.request], ready.retrieve_s) as stream:
+    async with context.generate([ready.request], ready.retrieve_s, said=ready.said) as stream:
         await form(body, context, ready, stream, parts.token_texts).send(sender)
 
 
@@ -104,6 +104,7 @@ def prepare(body: ChatBody, context: RequestContext) -> PreparedTurn:
         speculation=ON if body.speculation is None else Speculation.of(body.speculation),
         prediction=body.prediction.content if body.prediction else "",
         cache_salt=body.cache_salt or "",
+        abstain_below=context.backend.config.retriever.abstain_below,
     )
     return context.backend.chat.prepare(turn)
 
@@ -192,6 +193,7 @@ class ChatFormat(AnswerFormat):
             "dropped_passages": len(ready.dropped_passages),
             "dropped_turns": ready.prompt.num_dropped_turns,
             "missing_segments": list(ready.missing),
+            "abstained": bool(ready.said),
             "index_generation": ready.generation,
             "seed": self.context.params.seed,
         }

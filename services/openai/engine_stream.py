@@ -15,12 +15,11 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Sequence
-from typing import Self
+from collections.abc import Callable, Sequence
+from typing import Protocol, Self
 
-from ragspec.core import Completion, Delta, FinishReason, Request
+from ragspec.core import Completion, Delta, FinishReason, GenerationStats, Request
 from ragspec.engine.client import completion_of
-from services.backend import ServedEngine
 from services.errors import ClientTooSlow
 from services.metrics import Metrics
 
@@ -34,6 +33,29 @@ _INLINE_CHARS = 4096
 """Drafters read a request's sources during `submit`. Longer sources are submitted in a thread, as that takes milliseconds."""
 
 _FAILED = (FinishReason.ERROR, FinishReason.LOST, FinishReason.CANCELLED)
+
+
+class Submits(Protocol):
+    """The part of an engine that a stream needs."""
+
+    def submit(self, request: Request, listener: Callable[[Delta], None]) -> None: ...
+
+    def cancel(self, request_id: str) -> None: ...
+
+
+class KnownAnswer:
+    """Stands for the engine where the answer is known before decoding."""
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+
+    def submit(self, request: Request, listener: Callable[[Delta], None]) -> None:
+        stats = GenerationStats(seed=request.params.seed or 0)
+        for choice in request.choices:
+            listener(Delta(request.id, choice, (), self._text, (), FinishReason.STOP, stats))
+
+    def cancel(self, request_id: str) -> None:
+        """There is nothing to cancel."""
 
 
 class DeltaMailbox:
@@ -67,7 +89,7 @@ class EngineStream:
 
     def __init__(
         self,
-        engine: ServedEngine,
+        engine: Submits,
         requests: Sequence[Request],
         mailbox: DeltaMailbox,
         metrics: Metrics,

@@ -21,7 +21,7 @@ from ragspec.rag.steps import default_params
 from services.backend import ServiceBackend
 from services.errors import ApiError
 from services.keys import Caller
-from services.openai.engine_stream import MAX_WAITING_TOKENS, DeltaMailbox, EngineStream
+from services.openai.engine_stream import MAX_WAITING_TOKENS, DeltaMailbox, EngineStream, KnownAnswer
 from services.openai.types import SamplingBody
 
 
@@ -62,8 +62,12 @@ class RequestContext:
         return "strict" in (self.backend.config.service.privacy, self.body.privacy)
 
     @asynccontextmanager
-    async def generate(self, requests: Sequence[Request], retrieve_s: float = 0.0) -> AsyncIterator[EngineStream]:
+    async def generate(
+        self, requests: Sequence[Request], retrieve_s: float = 0.0, *, said: str = ""
+    ) -> AsyncIterator[EngineStream]:
         """Runs the requests in the engine within the key's limits; returns unused tokens to the key at the end.
+
+        `said`: the answer, if it is known already; then no engine runs.
 
         Raises: as `RateLimiter.choices` and `reserve`, and as `EngineStream`.
         """
@@ -74,7 +78,8 @@ class RequestContext:
         with limiter.choices(self.caller, sum(len(request.choices) for request in requests)):
             reservation = limiter.reserve(self.caller, num_prompt, max_tokens)
             metrics.handed_over(time.perf_counter() - self.begin_s - retrieve_s)
-            stream = EngineStream(self.backend.engine, requests, self.mailbox, metrics, max_waiting_tokens=max_waiting)
+            engine = KnownAnswer(said) if said else self.backend.engine
+            stream = EngineStream(engine, requests, self.mailbox, metrics, max_waiting_tokens=max_waiting)
             try:
                 async with stream:
                     yield stream

@@ -9,14 +9,16 @@ from typing import Any
 import pytest
 from small_parts import CONTEXT, DOCUMENTS, GREEDY, QUESTION, QUOTE, QUOTING, SAMPLED, Recording, Switch
 
+from ragspec.config import RetrieverConfig
 from ragspec.core import Delta, FinishReason, Request, SamplingParams
 from ragspec.engine.engine import Engine
 from ragspec.engine.target import Target
 from ragspec.errors import Cancelled, InputError, PromptTooLong
 from ragspec.rag.answer import Answer
-from ragspec.rag.pipeline import Pipeline
+from ragspec.rag.pipeline import AsyncPipeline, Pipeline
 from ragspec.rag.prompt import PromptBuilder
-from ragspec.rag.steps import SamplingOptions
+from ragspec.rag.steps import Question, SamplingOptions
+from ragspec.rag.wording import NOTHING_CLOSE
 from ragspec.retrieval.retriever import Retriever
 
 
@@ -226,3 +228,41 @@ def test_a_closed_engine_ends_a_stream_with_an_error(retriever: Retriever, targe
     pipeline = Pipeline(retriever, Closing(engine), PromptBuilder(target.tokenizer, CONTEXT))
     with pytest.raises(Cancelled):
         asyncio.run(streamed(pipeline, QUESTION, GREEDY))
+
+
+FAR = "How do I renew a passport in Brazil?"
+
+
+def test_a_question_that_nothing_is_close_to_is_not_given_to_the_target(
+    retriever: Retriever, engine: Engine, target: Target
+) -> None:
+    """A confident answer from stock prices to a question about a deleted document."""
+    config = RetrieverConfig(abstain_below=0.2)
+    careful = Retriever(retriever.encoder, retriever._current().store, config)
+    near, far = careful.retrieve([QUESTION, FAR], 2).closeness
+    assert near > 0.9 and far < 0.1
+    assert retriever.retrieve([QUESTION], 2).closeness == ()
+    prompts, recording = PromptBuilder(target.tokenizer, CONTEXT), Recording(engine)
+    pipeline = Pipeline(careful, recording, prompts, num_passages=2, abstain_below=0.2)
+    answered, abstained = pipeline.ask_many([QUESTION, FAR], GREEDY)
+    assert [request.params.max_tokens for request in recording.requests] == [24]
+    plain = Pipeline(retriever, engine, prompts, num_passages=2).ask(QUESTION, GREEDY)
+    assert answered.token_ids == plain.token_ids and answered.passages == plain.passages
+    assert abstained.text.startswith(NOTHING_CLOSE) and "The river" in abstained.text and "mill" in abstained.text
+    assert (abstained.token_ids, abstained.sentences, abstained.finish_reason) == ((), (), FinishReason.STOP)
+    text, last = asyncio.run(streamed(pipeline, FAR, GREEDY))
+    assert text == last.text == abstained.text
+    assert len(recording.requests) == 1
+
+
+def test_questions_in_flight_abstain_too(retriever: Retriever, engine: Engine, target: Target) -> None:
+    """A batch job that answers what a single question would not be answered."""
+    careful = Retriever(retriever.encoder, retriever._current().store, RetrieverConfig(abstain_below=0.2))
+    flow = AsyncPipeline(careful, engine, PromptBuilder(target.tokenizer, CONTEXT))
+    questions = [Question(text, text, GREEDY, 2, abstain_below=0.2) for text in (QUESTION, FAR)]
+
+    async def answers() -> dict[str, str]:
+        return {result.id: result.result()[0].text async for result in flow.run(questions)}
+
+    told = asyncio.run(answers())
+    assert told[FAR].startswith(NOTHING_CLOSE) and not told[QUESTION].startswith(NOTHING_CLOSE)

@@ -29,6 +29,7 @@ from ragspec.rag.chat.query_rewriter import QueryRewriter
 from ragspec.rag.chat.retrieval import ChatContext, ChatRetriever
 from ragspec.rag.prompt import PromptBuilder
 from ragspec.rag.steps import EngineLike, PreparedQuestion, RetrieverLike, copy_sources
+from ragspec.rag.wording import nothing_close
 from ragspec.tenants import TenantCaches
 
 log = logging.getLogger(__name__)
@@ -102,7 +103,9 @@ class Chat:
         )
         prompt_s = time.perf_counter() - begin - retrieve_s
         found = context.generation, context.missing, retrieve_s
-        return PreparedTurn(user_question, prompt, request, *found, prompt_s, turn, question, history)
+        is_far = context.closeness is not None and context.closeness < turn.abstain_below
+        said = nothing_close([passage.title for passage in context.passages]) if is_far else ""
+        return PreparedTurn(user_question, prompt, request, *found, prompt_s, turn, question, history, said=said)
 
     def remember(self, prepared: PreparedTurn, answer: Answer) -> bool:
         """Store the turn for later turns; whether its messages were stored. A failing store is logged, not raised."""

@@ -27,7 +27,7 @@ class ChatTurn:
 
     `messages` have the roles system, user and assistant; the last is the user's. `conversation`: the id of a stored conversation
     that precedes the messages; earlier turns in `messages` replace its turns. `prediction`: text that the answer may repeat.
-    `cache_salt` separates caches within the tenant.
+    `cache_salt` separates caches within the tenant. `abstain_below` as in `RetrieverConfig`.
     """
 
     id: str
@@ -40,6 +40,7 @@ class ChatTurn:
     speculation: Speculation = ON
     prediction: str = ""
     cache_salt: str = ""
+    abstain_below: float = 0.0
 
     def __post_init__(self) -> None:
         if self.num_passages < 1:

@@ -31,12 +31,14 @@ _MAX_QUERY_PASSAGES, _MAX_QUERY_CHARS = 100, 80
 
 @dataclass(frozen=True, slots=True)
 class ChatContext:
-    """The passages of a turn, and the earlier turns without passages that no longer exist."""
+    """The passages of a turn, and the earlier turns without passages that no longer exist. `closeness`: the calibrated score of
+    the best passage; None if it was not asked for, or if passages of earlier turns were carried over."""
 
     passages: tuple[Passage, ...] = ()
     history: tuple[PastTurn, ...] = ()
     generation: str = ""
     missing: tuple[str, ...] = ()
+    closeness: float | None = None
 
 
 class ChatRetriever:
@@ -62,7 +64,9 @@ class ChatRetriever:
         own_ids = {passage.id for passage in own}
         is_follow_up = question != user_question or self._config.rewriter == "off"
         carried = [p for p in self._carried(history, turns) if p.id not in own_ids] if is_follow_up else []
-        return ChatContext((*own, *carried[: self._config.max_carried]), turns, result.generation, result.missing)
+        closeness = result.closeness[0] if result.closeness and not carried else None
+        passages = (*own, *carried[: self._config.max_carried])
+        return ChatContext(passages, turns, result.generation, result.missing, closeness)
 
     def _confirmed(self, history: ChatHistory, scope: SearchScope, generation: str = "") -> tuple[PastTurn, ...]:
         """The earlier turns without passages that are no longer in the index.

@@ -100,12 +100,13 @@ def sparse_query(terms: Sequence[str], statistics: TermStatistics, config: Spars
     Uses `math.log` and Python's floats, since a SIMD path may round differently.
     """
     counts = sorted(Counter(terms).items())
-    weights = [count * _idf(statistics.num_rows, statistics.frequencies.get(term, 0)) for term, count in counts]
+    weights = [count * idf(statistics.num_rows, statistics.frequencies.get(term, 0)) for term, count in counts]
     average_length = statistics.total_length / statistics.num_rows if statistics.total_length else 1.0
     return SparseQuery(tuple(term for term, _ in counts), tuple(weights), average_length, config.k1, config.b)
 
 
-def _idf(num_rows: int, frequency: int) -> float:
+def idf(num_rows: int, frequency: int) -> float:
+    """The weight of a term that `frequency` of `num_rows` passages hold."""
     return math.log(1.0 + (num_rows - frequency + 0.5) / (frequency + 0.5))
 
 

@@ -56,7 +56,8 @@ class SearchResult(NamedTuple):
     by query, without known passages; empty for a prefetch_k of 0. `statistics` count the passages that the scope's tenant may
     read, their lengths, and the frequency of every term of `candidates`; empty in mode dense and for a prefetch_k of 0. `missing`
     names segments that could not be searched; the other fields are then the answer without them, which no cache may keep. Empty
-    unless `RetrieverConfig.fail_closed` is off.
+    unless `RetrieverConfig.fail_closed` is off. `closeness`: the calibrated score of each query's best passage, which is the
+    probability that the index holds an answer; empty unless `RetrieverConfig.abstain_below` is set.
     """
 
     passages: list[list[Passage]]
@@ -64,6 +65,7 @@ class SearchResult(NamedTuple):
     statistics: TermStatistics
     generation: str
     missing: tuple[str, ...] = ()
+    closeness: tuple[float, ...] = ()
 
 
 class Searchable(Protocol):

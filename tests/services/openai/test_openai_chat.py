@@ -11,10 +11,11 @@ from typing import Any
 import openai
 import pytest
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
-from service_parts import Service
+from service_parts import Service, Serving
 
 from ragspec.rag.openai_fields import usage
 from ragspec.rag.steps import default_params
+from ragspec.rag.wording import NOTHING_CLOSE
 
 QUESTIONS = ("Who built the bridge?", "What does a mill need?", "Où est le moulin 🏭 ?")
 
@@ -95,6 +96,22 @@ def test_json_schemas_are_followed_with_drafts_and_without(api: openai.OpenAI, t
     with pytest.raises(openai.BadRequestError, match="the JSON schema cannot be followed"):
         bad = {"type": "json_schema", "json_schema": {"name": "bad", "schema": {"type": "objekt"}}}
         ask(api, response_format=bad)
+
+
+def test_a_question_that_nothing_is_close_to_is_answered_without_the_engine(serving: Serving) -> None:
+    """An answer from whatever was nearest, or a stream that waits for an engine that was never asked."""
+    with (
+        serving(**{"retriever.abstain_below": 0.9999}) as careful,
+        openai.OpenAI(base_url=f"{careful.url}/v1", api_key=careful.keys.trusted, max_retries=0) as client,
+    ):
+        whole = ask(client, n=2)
+        assert [choice.message.content for choice in whole.choices] == [whole.choices[0].message.content] * 2
+        assert (whole.choices[0].message.content or "").startswith(NOTHING_CLOSE)
+        assert whole.model_extra["ragspec"]["abstained"] and whole.model_extra["ragspec"]["sentences"] == []
+        assert whole.usage.completion_tokens == 0 and whole.choices[0].finish_reason == "stop"
+        assert texts(stream(client)) == {0: whole.choices[0].message.content}
+        free = ask(client, extra_body={"retrieval": False})
+        assert free.usage.completion_tokens == 16
 
 
 def test_logprobs_are_of_the_texts_own_bytes(api: openai.OpenAI) -> None:
