@@ -33,6 +33,8 @@ from ragspec.rag.pipeline_stages import HasId, StagedPipeline
 from ragspec.retrieval.index.manifest import read_generation
 from ragspec.retrieval.index.reader_lock import reader_lock
 
+_CHANGES_NO_TEXT = {"index_dir", "pointer", "fail_closed", "gpu_memory_bytes"}
+
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
@@ -56,7 +58,7 @@ class RagTask(Task):
         _, manifest = read_generation(Path(retriever.index_dir), retriever.pointer)
         return {
             "encoder": config.encoder.model,
-            "retriever": retriever.model_dump(exclude={"index_dir", "pointer", "fail_closed", *_unset(retriever)}),
+            "retriever": retriever.model_dump(exclude=_CHANGES_NO_TEXT | _unset(retriever)),
             "index_generation": manifest.generation_id,
         }
 
