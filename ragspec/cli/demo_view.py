@@ -40,20 +40,22 @@ class AnswerPair:
     plain: Answer
 
     @property
-    def fast_decode_s(self) -> float:
-        return _decode_s([self])
-
-    @property
     def identical(self) -> bool:
         return self.fast.token_ids == self.plain.token_ids
 
 
 class Totals(NamedTuple):
-    """Sums over all questions; `acceptance_length` is tokens a step with speculation."""
+    """Sums over all questions; `acceptance_length` is tokens a step with speculation.
+
+    `num_fast_tokens`, `num_plain_tokens`: tokens decoded in `fast_decode_s` and `plain_decode_s`. Tokens of the prompt's own step,
+    more than one where its drafts were right, count in neither.
+    """
 
     num_questions: int
     num_identical: int
     num_tokens: int
+    num_fast_tokens: int
+    num_plain_tokens: int
     fast_decode_s: float
     plain_decode_s: float
     acceptance_length: float
@@ -66,18 +68,22 @@ class Totals(NamedTuple):
             len(pairs),
             sum(pair.identical for pair in pairs),
             num_tokens,
-            _decode_s(pairs),
-            sum(s.decode_s for s in plain),
+            *(sum(s.num_output_tokens - s.num_first_tokens for s in answers) for answers in (fast, plain)),
+            *(sum(s.decode_s for s in answers) for answers in (fast, plain)),
             num_tokens / num_steps if num_steps else 0.0,
         )
 
     @property
-    def speedup(self) -> float:
-        return self.plain_decode_s / self.fast_decode_s if self.fast_decode_s else 0.0
+    def fast_tokens_per_s(self) -> float:
+        return self.num_fast_tokens / self.fast_decode_s if self.fast_decode_s else 0.0
 
-    def tokens_per_s(self, decode_s: float) -> float:
-        """The first token of each answer is not counted: it belongs to the prefill."""
-        return (self.num_tokens - self.num_questions) / decode_s if decode_s else 0.0
+    @property
+    def plain_tokens_per_s(self) -> float:
+        return self.num_plain_tokens / self.plain_decode_s if self.plain_decode_s else 0.0
+
+    @property
+    def speedup(self) -> float:
+        return self.fast_tokens_per_s / self.plain_tokens_per_s if self.plain_decode_s else 0.0
 
 
 class DemoView:
@@ -112,9 +118,9 @@ class DemoView:
         verdict = ("identical tokens", "green") if pair.identical else ("DIFFERENT TOKENS", "bold red")
         line = Text.assemble(
             "  ",
-            (f"{stats.num_output_tokens} tokens in {stats.num_steps} steps", "dim"),
-            (f" ({fast.stats.acceptance_length:.1f} a step)", "bold"),
-            (f" · {_ms(pair.fast_decode_s)}, plain {_ms(pair.plain.stats.generation.decode_s)} · ", "dim"),
+            (f"{stats.num_output_tokens} tokens, ", "dim"),
+            (f"{fast.stats.acceptance_length:.1f} a step", "bold"),
+            (f" · {fast.stats.tokens_per_s:.0f} tokens/s, plain {pair.plain.stats.tokens_per_s:.0f} · ", "dim"),
             verdict,
         )
         self._console.print(line)
@@ -128,12 +134,11 @@ class DemoView:
     def totals(self, totals: Totals, facts: Mapping[str, Any], params: SamplingParams) -> None:
         all_same = totals.num_identical == totals.num_questions
         outputs = f"{totals.num_identical} of {totals.num_questions} token for token identical"
-        fast, plain = totals.tokens_per_s(totals.fast_decode_s), totals.tokens_per_s(totals.plain_decode_s)
-        speculative = f"{fast:.0f} tokens/s, {totals.fast_decode_s:.2f} s, {totals.acceptance_length:.1f} tokens a step"
+        speculative = f"{totals.fast_tokens_per_s:.0f} tokens/s, {totals.fast_decode_s:.2f} s, {totals.acceptance_length:.1f} tokens a step"
         rows = {
             "decode speed-up": Text(f"{totals.speedup:.1f}x", "bold green"),
             "speculative": Text(speculative),
-            "plain": Text(f"{plain:.0f} tokens/s, {totals.plain_decode_s:.2f} s"),
+            "plain": Text(f"{totals.plain_tokens_per_s:.0f} tokens/s, {totals.plain_decode_s:.2f} s"),
             "outputs": Text(outputs, "green" if all_same else "bold red"),
             "sampling": Text(f"temperature {params.temperature:g}, seed {params.seed}"),
             "numerics": Text(f"bitwise self-test passed, fingerprint {facts['system_fingerprint']}"),
@@ -157,16 +162,3 @@ class DemoView:
         self._console.print()
         self._console.print(Rule(Text(heading, "dim"), align="left", style="dim"))
         self._console.print(Padding(content, _INDENT, expand=False))
-
-
-def _decode_s(pairs: Sequence[AnswerPair]) -> float:
-    """Seconds of decoding with speculation, and the time that drafts added to the prefill.
-
-    Why: tokens that are accepted in the prefill's step come with the first token, and cost no decode time.
-    """
-    added_s = sum(p.fast.stats.generation.prefill_s - p.plain.stats.generation.prefill_s for p in pairs)
-    return sum(p.fast.stats.generation.decode_s for p in pairs) + max(0.0, added_s)
-
-
-def _ms(seconds: float) -> str:
-    return f"{seconds * 1e3:.0f} ms" if seconds < 1 else f"{seconds:.1f} s"
