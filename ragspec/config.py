@@ -146,8 +146,9 @@ class TargetConfig(ConfigSection):
     default model on backend cpu, none for others. `cache_dir`: where dequantised and merged weights are kept.
 
     `device`: "cpu", "cuda" or "cuda:1". `backend`: "cpu" runs compiled kernels, "torch" plain torch operators on any device,
-    "cuda" Triton kernels on a GPU; "auto": cpu on the device cpu, torch elsewhere. `dtype`: of the weights, and of the KV cache
-    except on backend cpu, which keeps keys and values in float32.
+    "cuda" Triton kernels on a GPU; "auto": cpu on the device cpu, torch elsewhere. `dtype`: of the weights, and of keys and values
+    on backends torch and cuda. `kv_cache_dtype`: of keys and values on backend cpu; "auto": bfloat16 beside int8 or bfloat16
+    weights, else float32.
     """
 
     model: str = DEFAULT_TARGET
@@ -157,6 +158,7 @@ class TargetConfig(ConfigSection):
     backend: Literal["auto", "cpu", "torch", "cuda"] = "auto"
     dtype: Literal["float32", "bfloat16"] = "float32"
     quantization: Literal["auto", "none", "int8"] = "auto"
+    kv_cache_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     max_context_tokens: int | None = Field(None, ge=16)
     exactness: Literal["bitwise", "fast"] = "bitwise"
 
@@ -164,6 +166,8 @@ class TargetConfig(ConfigSection):
     def _check_backend(self) -> Self:
         if (self.backend, self.device == "cpu") in (("cpu", False), ("cuda", True)):
             raise ValueError(f"the backend {self.backend} does not run on the device {self.device!r}")
+        if self.backend_name != "cpu" and self.kv_cache_dtype not in ("auto", self.dtype):
+            raise ValueError(f"the backend {self.backend_name} keeps keys and values in the dtype of the weights")
         return self
 
     @property
@@ -189,10 +193,18 @@ class TargetConfig(ConfigSection):
         return "int8" if self.is_int8 else self.dtype
 
     @property
+    def kv_dtype(self) -> str:
+        """The dtype of keys and values that "auto" stands for."""
+        if self.kv_cache_dtype != "auto":
+            return self.kv_cache_dtype
+        return "bfloat16" if self.is_int8 and self.backend_name == "cpu" else self.dtype
+
+    @property
     def numerics_dtype(self) -> str:
-        """Everything of the configuration that changes hidden states: `dtype`, int8 weights, backend and device."""
+        """Everything of the configuration that changes hidden states: dtypes, int8 weights, backend and device."""
         parts: list[str] = [self.dtype]
         parts += ["int8"] if self.is_int8 else []
+        parts += [f"kv-{self.kv_dtype}"] if self.backend_name == "cpu" and self.kv_dtype != "float32" else []
         parts += [self.backend_name, self.device.partition(":")[0]] if self.backend_name != "cpu" else []
         return "-".join(parts)
 

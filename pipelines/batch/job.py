@@ -112,13 +112,15 @@ def _run(job: Job, task: Task, backend: Backend, files: list[Path], output: Outp
     return summary
 
 
-_NOT_OF_TEXTS = {"adapter", "quantization", "cache_dir", "device", "backend"}
+_NOT_OF_TEXTS = {"adapter", "quantization", "kv_cache_dtype", "cache_dir", "device", "backend"}
 """The digest of the files stands for the adapter; the others are told where they change numerics."""
+_FIRST_NUMERICS = {"float32", "bfloat16", "float32-int8", "bfloat16-int8"}
+"""Jobs from before there were others name none."""
 
 
 def _text_settings(seed: int, task: Task, config: PipelineConfig) -> dict[str, Any]:
     """Every setting that decides a text; `job.json` holds them."""
-    folder = Path(target_folder(config.target))
+    folder, numerics = Path(target_folder(config.target)), config.target.numerics_dtype
     try:  # a model hub's name has no digest
         digest = files_digest(folder, config.target.dtype, of_texts=True) if folder.is_dir() else ""
     except OSError as cause:
@@ -127,7 +129,7 @@ def _text_settings(seed: int, task: Task, config: PipelineConfig) -> dict[str, A
         "seed": seed,
         "target": config.target.model_dump(exclude=_NOT_OF_TEXTS),
         **({"weights": "int8"} if config.target.is_int8 else {}),
-        **({"numerics": config.target.numerics_dtype} if config.target.backend_name != "cpu" else {}),
+        **({"numerics": numerics} if numerics not in _FIRST_NUMERICS else {}),
         **({"target_files": digest} if digest else {}),
         "max_kv_tokens": config.engine.max_kv_tokens,
         "generation": config.generation.model_dump(exclude={"seed"}),

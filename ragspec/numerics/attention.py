@@ -4,7 +4,7 @@ A row (one query position) sees a prefix of its sequence's context and then its 
 the order of the visible *logical* positions, so a row's result is the same alone, in a batch, in any tree, in any order of
 slots and in any chunking of the prompt.
 
-Layout of the pool, one pair of arrays a layer, float32:
+Layout of the pool, one pair of arrays a layer, float32 or bfloat16 (held as uint16; arithmetic stays float32):
 
     keys    [pages, KV heads, head_dim, 16]     a page holds 16 slots; keys transposed, so 16 scores are one vector
     values  [pages, KV heads, 16, head_dim]
@@ -33,6 +33,7 @@ ROWS_A_TILE = 32
 
 Ints = NDArray[np.int32]
 Floats = NDArray[np.float32]
+PoolArray = NDArray[np.float32] | NDArray[np.uint16]
 
 
 class AttentionMetadata(NamedTuple):
@@ -101,8 +102,8 @@ def make_tiles(row_start: Ints) -> Ints:
 
 def attend(
     qkv: Floats,
-    keys: Floats,
-    values: Floats,
+    keys: PoolArray,
+    values: PoolArray,
     metadata: AttentionMetadata,
     shape: AttentionShape,
     cos: Floats | None = None,
@@ -141,8 +142,8 @@ def _phases(window: int) -> Phases:
 
 
 def attention_arguments(
-    metadata: AttentionMetadata, pool: tuple[Floats, Floats], shape: AttentionShape
+    metadata: AttentionMetadata, pool: tuple[PoolArray, PoolArray], shape: AttentionShape
 ) -> tuple[Any, ...]:
-    """The last arguments of the compiled step. Shapes: pool (keys, values) float32 [layers, numbers of a layer] each."""
+    """The last arguments of the compiled step. Shapes: pool (keys, values) [layers, numbers of a layer] each."""
     limits = (np.float32(shape.scale), np.float32(shape.softcap))
     return metadata, pool, (shape.num_heads, shape.num_kv_heads), limits, (0,) * (padded(shape.head_dim) // LANES)

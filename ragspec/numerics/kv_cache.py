@@ -21,31 +21,36 @@ class OutOfSlots(Exception):
 
 
 class KvPool:
-    """The slots of one target. Memory: `2 * layers * KV heads * padded head_dim * 4` bytes a slot, touched when used.
+    """The slots of one target. Memory: `2 * layers * KV heads * padded head_dim` numbers a slot, touched when used.
 
-    `allocate`: zeros of a layer where a device has them, with a spare page; None: float32 in main memory.
+    `allocate`: zeros of a layer where a device has them, with a spare page; None: numbers of `dtype` in main memory, where uint16
+    holds bfloat16.
     """
 
     def __init__(
-        self, layers: list[AttentionShape], num_slots: int, allocate: Callable[[int], Any] | None = None
+        self,
+        layers: list[AttentionShape],
+        num_slots: int,
+        allocate: Callable[[int], Any] | None = None,
+        dtype: type[np.generic] = np.float32,
     ) -> None:
         self.num_pages = -(-num_slots // PAGE)
         self.num_slots = self.num_pages * PAGE
         self.shapes, self._widths = layers, [s.num_kv_heads * padded(s.head_dim) for s in layers]
-        self.keys, self.values = self._layers(self._widths, allocate), self._layers(self._widths, allocate)
+        self.keys, self.values = (self._layers(self._widths, allocate, dtype) for _ in range(2))
         self.stamps = np.zeros(self.num_slots, np.int64)
         """A slot's stamp rises when the slot gets a new position: data stored beside the slot is then outdated."""
         self._holders = np.zeros(self.num_slots, np.int32)
         self._held_in_page = np.zeros(self.num_pages, np.int32)
         self._free_pages = list(range(self.num_pages - 1, -1, -1))
 
-    def _layers(self, widths: list[int], allocate: Callable[[int], Any] | None) -> Any:
-        """One array a layer; layers alike are rows of one array. Shapes: float32 [slots * width] each."""
+    def _layers(self, widths: list[int], allocate: Callable[[int], Any] | None, dtype: type[np.generic]) -> Any:
+        """One array a layer; layers alike are rows of one array. Shapes: [slots * width] each."""
         if allocate is not None:
             return [allocate((self.num_slots + PAGE) * width) for width in widths]
         if len(set(widths)) == 1:
-            return np.zeros((len(widths), self.num_slots * widths[0]), np.float32)
-        return [np.zeros(self.num_slots * width, np.float32) for width in widths]
+            return np.zeros((len(widths), self.num_slots * widths[0]), dtype)
+        return [np.zeros(self.num_slots * width, dtype) for width in widths]
 
     def fits(self, layer: int, shape: AttentionShape) -> bool:
         """Whether a layer's shape is the one that the pool was made for."""

@@ -49,7 +49,11 @@ def textbook(q: np.ndarray, k: np.ndarray, v: np.ndarray, shape: AttentionShape)
         AttentionShape(2, 1, 12, 0.3, softcap=2.0),
     ],
 )
-@pytest.mark.parametrize("backend", [CpuBackend(), TorchBackend("cpu", torch.float32)], ids=["cpu", "torch"])
+@pytest.mark.parametrize(
+    "backend",
+    [CpuBackend(), CpuBackend(kv_dtype=np.uint16), TorchBackend("cpu", torch.float32)],
+    ids=["cpu", "cpu-bfloat16", "torch"],
+)
 def test_ragged_trees_over_a_scattered_cache(shape: AttentionShape, backend: Backend) -> None:
     """A row sees a sibling, misses an ancestor, or counts its window in slots instead of positions."""
     rng = np.random.default_rng(8)
@@ -64,6 +68,9 @@ def test_ragged_trees_over_a_scattered_cache(shape: AttentionShape, backend: Bac
         )
         num = len(batch.metadata.slots)
         qkv = rng.normal(size=(num, shape.num_heads + 2 * shape.num_kv_heads, shape.head_dim)).astype(np.float32)
+        if backend.make_pool([shape], 16).keys[0].dtype == np.uint16:
+            stored = qkv[:, shape.num_heads :]
+            stored[:] = torch.from_numpy(stored).bfloat16().float().numpy()
         out = backend.context(pool, batch.metadata).attend(0, torch.from_numpy(qkv), shape, None).numpy()
         row = 0
         for b, ((num_chain, num_nodes), parents) in enumerate(zip(sizes, trees, strict=True)):
@@ -84,6 +91,24 @@ def test_ragged_trees_over_a_scattered_cache(shape: AttentionShape, backend: Bac
             keep = [n for n in range(1, num_nodes + 1) if parents[n] == 0][:1]
             batch.sequences[b].keep(keep)
             history[b] += [tuple(new[i]) for i in range(num_chain)] + [tuple(new[num_chain - 1 + n]) for n in keep]
+
+
+def test_stored_numbers_are_the_nearest_bfloat16() -> None:
+    """Keys cut off instead of rounded, or a NaN that becomes a number and hides a broken model."""
+    shape, rng = AttentionShape(1, 1, 16, 1.0), np.random.default_rng(3)
+    backend = CpuBackend(kv_dtype=np.uint16)
+    pool = backend.make_pool([shape], 16)
+    qkv = rng.normal(size=(8, 3, 16)).astype(np.float32)
+    qkv[0, 1, :4] = np.nan, np.inf, -np.inf, np.finfo(np.float32).max
+    qkv[0, 1, 4:6] = np.array([0x3F808000, 0x3F818000], np.uint32).view(np.float32)  # halfway: to even
+    batch = Batch([ScheduledSequence(SequenceSlots(pool), [0] * 8)])
+    backend.context(pool, batch.metadata).attend(0, torch.from_numpy(qkv.copy()), shape, None)
+    slots = batch.metadata.slots
+    keys = pool.keys[0].reshape(16, 16).T[slots]  # one page: [head_dim, 16 slots]
+    values = pool.values[0].reshape(16, 16)[slots]
+    for stored, own in ((keys, qkv[:, 1]), (values, qkv[:, 2])):
+        found = torch.from_numpy(stored.copy()).view(torch.bfloat16).float()
+        np.testing.assert_array_equal(found.numpy(), torch.from_numpy(own).bfloat16().float().numpy())
 
 
 def test_tiles_cover_every_row_once() -> None:

@@ -18,7 +18,7 @@ from ragspec.numerics.cpu.attention_code import (
     make_dot_pages,
     scale_block,
 )
-from ragspec.numerics.cpu.llvm_code import NUM_SUMS
+from ragspec.numerics.cpu.llvm_code import NUM_SUMS, store_number
 
 _PAGES = max(1, NUM_SUMS // 8)
 """Pages beside each other for four queries."""
@@ -265,5 +265,5 @@ def write(qkv: Any, keys: Any, values: Any, slots: Any, shape: Any, vectors: Any
         for h in range(shape[1]):
             block = (np.int64(page) * shape[1] + h) * head_dim * 16
             for d in range(qkv.shape[2]):
-                keys[block + d * 16 + lane] = qkv[row, shape[0] + h, d]
-                values[block + lane * head_dim + d] = qkv[row, shape[0] + shape[1] + h, d]
+                store_number(keys, block + d * 16 + lane, qkv[row, shape[0] + h, d])
+                store_number(values, block + lane * head_dim + d, qkv[row, shape[0] + shape[1] + h, d])

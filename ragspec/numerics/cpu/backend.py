@@ -35,14 +35,19 @@ class CpuForward(NamedTuple):
 
 
 class CpuBackend:
-    """See `ragspec.numerics.backend.Backend`. With an `arena`, weights are quantised to int8 and go there."""
+    """See `ragspec.numerics.backend.Backend`. With an `arena`, weights are quantised to int8 and go there.
+
+    `kv_dtype`: of the pools; uint16 holds bfloat16.
+    """
 
     name, device = "cpu", torch.device("cpu")
     least_rows, kv_itemsize = 2, 4
     """Every packed product doubles a single row; doubled once for the whole forward, the copy is computed and never read."""
 
-    def __init__(self, arena: WeightArena | None = None, ranks: Ranks = ONE_RANK) -> None:
-        self.arena, self._ranks = arena, ranks
+    def __init__(
+        self, arena: WeightArena | None = None, ranks: Ranks = ONE_RANK, kv_dtype: type[np.generic] = np.float32
+    ) -> None:
+        self.arena, self._ranks, self._kv_dtype = arena, ranks, kv_dtype
 
     @property
     def alone(self) -> CpuBackend:
@@ -55,7 +60,7 @@ class CpuBackend:
     def place(self, model: nn.Module) -> None: ...
 
     def make_pool(self, shapes: list[AttentionShape], num_slots: int) -> KvPool:
-        return KvPool(shapes, num_slots)
+        return KvPool(shapes, num_slots, dtype=self._kv_dtype)
 
     def make_linear(self, weight: Tensor, bias: Tensor | None = None) -> nn.Module:
         if self.arena is not None:

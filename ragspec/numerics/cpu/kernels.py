@@ -225,7 +225,7 @@ def work(
 
     Shapes: phases int64 [P, 16], counters int64 [16], weights int8 flat, parameters float32 flat, rotations (cos, sin) float32
     [positions, head_dim], floats one flat array for each `Buffer`, quantised int16 [N * widest row], rows an
-    `AttentionMetadata`, pool (keys, values) float32 [layers, numbers of a layer], shape (heads, KV heads), limits
+    `AttentionMetadata`, pool (keys, values) float32 or uint16 [layers, numbers of a layer], shape (heads, KV heads), limits
     (scale, softcap).
     """
     head_dim = rotations[0].shape[1]

@@ -16,10 +16,12 @@ from numba.extending import intrinsic
 
 LANES = 16
 FLOAT = ir.FloatType()
+SHORT = ir.IntType(16)
 INT = ir.IntType(32)
 LONG = ir.IntType(64)
 VECTOR = ir.VectorType(FLOAT, LANES)
 INT_VECTOR = ir.VectorType(INT, LANES)
+SHORT_VECTOR = ir.VectorType(SHORT, LANES)
 
 
 @functools.cache
@@ -47,14 +49,39 @@ def constant(value: float) -> Any:
 
 
 def load(builder: Any, base: Any, offset: Any) -> Any:
-    instruction = builder.load(builder.bitcast(builder.gep(base, [offset]), VECTOR.as_pointer()))
-    instruction.align = 4
-    return instruction
+    """16 floats. Of an array of 16-bit integers: bfloat16 numbers, widened."""
+    is_bfloat16 = base.type.pointee == SHORT
+    kind = SHORT_VECTOR if is_bfloat16 else VECTOR
+    instruction = builder.load(builder.bitcast(builder.gep(base, [offset]), kind.as_pointer()))
+    instruction.align = 2 if is_bfloat16 else 4
+    if not is_bfloat16:
+        return instruction
+    high = builder.shl(builder.zext(instruction, INT_VECTOR), ir.Constant(INT_VECTOR, [16] * LANES))
+    return builder.bitcast(high, VECTOR)
 
 
 def store(builder: Any, vector: Any, base: Any, offset: Any) -> None:
     instruction = builder.store(vector, builder.bitcast(builder.gep(base, [offset]), VECTOR.as_pointer()))
     instruction.align = 4
+
+
+@intrinsic
+def store_number(typing: Any, array: Any, index: Any, value: Any) -> Any:
+    """array[index] = value. Of an array of 16-bit integers: the nearest bfloat16 number, ties to even; NaN stays NaN."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        base, number = array_data(context, builder, signature, args, 0), args[2]
+        if base.type.pointee == SHORT:
+            bits = builder.bitcast(number, INT)
+            odd = builder.and_(builder.lshr(bits, ir.Constant(INT, 16)), ir.Constant(INT, 1))
+            rounded = builder.add(bits, builder.add(odd, ir.Constant(INT, 0x7FFF)))
+            is_nan = builder.fcmp_unordered("uno", number, number)
+            rounded = builder.select(is_nan, ir.Constant(INT, 0x7FC00000), rounded)
+            number = builder.trunc(builder.lshr(rounded, ir.Constant(INT, 16)), SHORT)
+        builder.store(number, builder.gep(base, [args[1]]))
+        return context.get_dummy_value()
+
+    return types.void(array, types.int64, types.float32), generate
 
 
 def call(builder: Any, name: str, *vectors: Any) -> Any:
