@@ -1,12 +1,13 @@
 """The copy drafter: the answer is likely to repeat text that the request already holds.
 
 References are the retrieved passages, the user's input, predicted text, the conversation, the output itself and, if allowed,
-earlier answers of the same tenant. Six rules find a point to copy from:
+earlier answers of the same tenant. Seven rules find a point to copy from:
 
 * match:    the longest run of tokens that ends the output so far and occurs in a reference; several points give branches
 * start:    the output begins: inputs and predictions from their first token, a quotation mark where there are passages
 * quote:    a quotation mark opens: sentences of the passages from their first token, ranked by the rare tokens that they share
             with the question
+* quoted:   the output since the opening mark is the beginning of a sentence of the passages
 * tail:     the usual end of a copied sentence or input: the closing mark with the passage's number, the end token
 * draft:    tokens given with the request as a likely continuation
 * realign:  after an edit, copying goes on beside the point where it stopped (one token replaced, inserted or left out)
@@ -48,6 +49,7 @@ _PRIORS = {
     "start:draft": (0.9, 0.97),
     "start:quote": (0.6, 0.6),
     **{f"quote:{rank}": (0.3 / (rank + 1), 0.95) for rank in range(_MAX_QUOTES)},
+    "quoted": (0.5, 0.97),
     "tail": (0.5, 0.9),
     "realign:replaced": (0.5, 0.95),
     "realign:inserted": (0.3, 0.95),
@@ -238,10 +240,21 @@ class CopyDrafter(Drafter):
             number = index.reference_at(at)
             own = number >= len(index.references)
             kind = SourceKind.OUTPUT if own else index.references[number].kind
-            points.append(_CopyPoint(at, f"match:{kind.name.lower()}", length))
+            is_quoted = not own and self._is_quoted(index, number, at, length)
+            points.append(_CopyPoint(at, "quoted" if is_quoted else f"match:{kind.name.lower()}", length))
             if len(points) == _MAX_BRANCHES:
                 break
         return points
+
+    def _is_quoted(self, index: SuffixIndex, number: int, at: int, length: int) -> bool:
+        """Whether the matched tokens are a sentence's first ones, behind a mark that opens a quote."""
+        before = index.end - length - 1
+        return (
+            index.references[number].is_sentence
+            and at - length == index.begin[number]
+            and before >= index.begin[-1]
+            and self._reader.opens_quote(int(index.tokens[before]))
+        )
 
     def _realignments(self, index: SuffixIndex) -> list[_CopyPoint]:
         off = index.num_off

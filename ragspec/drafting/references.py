@@ -104,12 +104,23 @@ class ReferenceReader:
     def _passage(self, number: int, source: CopySource, rank: int) -> list[Reference]:
         """The passage as in the prompt, and each sentence as a quote, closed and numbered."""
         references = [self._whole(number, source, " ")]
-        closing = [*self._encode(f"{_QUOTES[0]} [{rank}]")[0], *self._eos_ids]
         for start, end in sentences(source.text):
-            ids, offsets = self._encode(source.text[start:end])
-            offsets = [start + offset for offset in offsets]
-            references.append(Reference(source.kind, [*ids, *closing], number, offsets, len(ids), is_sentence=True))
+            references.append(self._quote(number, source, source.text[start:end], start, rank))
         return references
+
+    def _quote(self, number: int, source: CopySource, sentence: str, start: int, rank: int) -> Reference:
+        """Tokenised between its marks, as the target writes it: a full stop and the closing mark may be one token."""
+        opening = _QUOTES[0]
+        ids, begins = self._encode(f"{opening}{sentence}{opening} [{rank}]")
+        if begins[1:2] != [len(opening)]:  # the opening mark shares a token with the sentence
+            opening = ""
+            ids, begins = self._encode(f"{sentence}{_QUOTES[0]} [{rank}]")
+        num_opening, last = bool(opening), len(opening) + len(sentence)
+        ids, begins = [*ids[num_opening:], *self._eos_ids], begins[num_opening:]
+        ends = [*begins[1:], last + 1]
+        tail = sum(token_end <= last for token_end in ends)
+        offsets = [start + begin - len(opening) for begin in begins[:tail]]
+        return Reference(source.kind, ids, number, offsets, tail, is_sentence=True)
 
     def _encode(self, text: str) -> tuple[list[int], list[int]]:
         encoded = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)

@@ -198,10 +198,38 @@ def test_provenance_points_at_the_copied_text() -> None:
 def test_tails_have_no_provenance() -> None:
     """The closing mark and number of a quote were attributed to the passage."""
     drafter, sequence = drafting(source("A mill needs water.", name="p"))
-    sequence.write(drafter, '"A mill needs water.')
-    found = [p for p in proposals(drafter, sequence) if tokenizer().decode([p.token_id]).startswith('"')]
+    sequence.write(drafter, '"A mill needs water')
+    found = [p for p in proposals(drafter, sequence) if '"' in tokenizer().decode([p.token_id])]
     assert found
     assert all((p.origin.source, p.origin.offset) == (-1, -1) for p in found)
+
+
+def test_a_quote_that_has_begun_goes_on() -> None:
+    """One matching token inside an open quotation mark counted as little as one matching token anywhere."""
+    drafter, sequence = drafting(source(PASSAGE))
+    sequence.write(drafter, "Rain")
+    (loose, *_) = [p for p in proposals(drafter, sequence) if p.parent < 0]
+    drafter, sequence = drafting(source(PASSAGE))
+    sequence.write(drafter, '"')
+    sequence.write(drafter, "Rain")
+    (quoted, *_) = [p for p in proposals(drafter, sequence) if p.parent < 0]
+    assert quoted.token_id == loose.token_id and quoted.path_prob > loose.path_prob
+
+
+@pytest.mark.parametrize("mark", ["", "("])
+def test_quotes_are_tokenised_between_their_marks(mark: str) -> None:
+    """The closing mark is one token with the full stop: a draft of the two ended every quote before its last token."""
+    merging = tokenizer()
+    reader = ReferenceReader(merging, [EOS])
+    text = f"{mark}A mill needs water." + " It turns."
+    whole, quote, _ = reader.read([source(text)])
+    written = merging(f'"{mark}A mill needs water." [1]', add_special_tokens=False)["input_ids"]
+    opening = merging('"', add_special_tokens=False)["input_ids"]
+    assert merging('."', add_special_tokens=False)["input_ids"] != [*ids("."), *ids('"')]
+    assert quote.token_ids == [*written[len(opening) :], EOS]
+    assert merging.decode(quote.token_ids[: quote.tail]) in text and len(quote.offsets) == quote.tail
+    assert merging.decode(quote.token_ids[:-1]) == f'{mark}A mill needs water." [1]'
+    assert whole.tail == len(whole.token_ids)
 
 
 def test_no_draft_crosses_from_one_text_into_another() -> None:

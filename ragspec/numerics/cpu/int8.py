@@ -167,9 +167,9 @@ def has_int8_shape(model: Any) -> bool:
 
 
 _NO_ROWS = AttentionMetadata._make([*[np.empty(0, np.int32)] * 12, np.empty((0, 3), np.int32)])
-_NO_POOL = (np.empty((1, 0), np.float32), np.empty((1, 0), np.float32))
+_NO_POOL = (np.empty((1, 0), np.uint16), np.empty((1, 0), np.uint16))
 _HEAD_DIM = 64
-"""The most common one: with it the kernel is compiled once for linears and decoders."""
+"""The most common one; with it, and with a pool in bfloat16, the kernel is compiled once for linears and decoders."""
 _NO_ROTATIONS = (np.empty((0, _HEAD_DIM), np.float32), np.empty((0, _HEAD_DIM), np.float32))
 _NO_ATTENTION = attention_arguments(_NO_ROWS, _NO_POOL, AttentionShape(1, 1, _HEAD_DIM, 1.0))
 
