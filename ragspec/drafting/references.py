@@ -7,9 +7,10 @@ So every sentence of a passage is a reference of its own, and an input is entere
 from __future__ import annotations
 
 import functools
+import re
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from transformers import PreTrainedTokenizerBase
@@ -22,6 +23,9 @@ _BYTES_KEPT = 64 * 2**20
 _TOKEN_BYTES = 72
 """A token's id and offset, each a number in a list."""
 
+_MOST_PARTS = 4
+_PART_BEGINS = re.compile(r": +|\n\s*")
+"""Where a quote may begin inside a sentence: behind a heading's or a signature's colon, on a line of its own."""
 _QUOTES = ('"', "\u201c", "\u00ab", "\u2018")
 
 
@@ -29,7 +33,8 @@ class Reference(NamedTuple):
     """A run of tokens to copy from. `source`: number of its CopySource in the request, -1 for none.
 
     `offsets[i]`: the character of the source's text where token i begins. `tail`: index of the first token that is not in the
-    source but usually follows it (a closing mark with the passage's number, the end token).
+    source but usually follows it (a closing mark with the passage's number, the end token). `is_part`: a part of the sentence
+    before it.
     """
 
     kind: SourceKind
@@ -38,6 +43,7 @@ class Reference(NamedTuple):
     offsets: list[int]
     tail: int
     is_sentence: bool = False
+    is_part: bool = False
 
     def provenance(self, token: int) -> tuple[int, int]:
         """(number of the source, character) of a token; (-1, -1) in the tail."""
@@ -105,11 +111,14 @@ class ReferenceReader:
         """The passage as in the prompt, and each sentence as a quote, closed and numbered."""
         references = [self._whole(number, source, " ")]
         for start, end in sentences(source.text):
-            references.append(self._quote(number, source, source.text[start:end], start, rank))
+            references.append(self._quote(number, source, start, end, rank))
+            parts = [self._quote(number, source, *part, rank) for part in _parts(source.text, start, end)]
+            references += [part._replace(is_part=True) for part in parts]
         return references
 
-    def _quote(self, number: int, source: CopySource, sentence: str, start: int, rank: int) -> Reference:
+    def _quote(self, number: int, source: CopySource, start: int, end: int, rank: int) -> Reference:
         """Tokenised between its marks, as the target writes it: a full stop and the closing mark may be one token."""
+        sentence = source.text[start:end]
         opening = _QUOTES[0]
         ids, begins = self._encode(f"{opening}{sentence}{opening} [{rank}]")
         if begins[1:2] != [len(opening)]:  # the opening mark shares a token with the sentence
@@ -130,6 +139,15 @@ class ReferenceReader:
         """Whether a token ends with a quotation mark that follows nothing but white space."""
         text = str(self._tokenizer.decode([token_id]))
         return text.endswith(_QUOTES) and (len(text) == 1 or text[-2] in " \n(")
+
+
+def _parts(text: str, start: int, end: int) -> Iterator[tuple[int, int]]:
+    """Parts of a sentence that are quoted without the rest: from a colon or a line's beginning to the line's or sentence's end."""
+    begins = [start, *(start + found.end() for found in _PART_BEGINS.finditer(text[start:end]))]
+    for begin in begins[:_MOST_PARTS]:
+        line_end = text.find("\n", begin, end)
+        ends = {end, line_end if line_end > begin else end}
+        yield from ((begin, last) for last in sorted(ends) if begin < last and (begin, last) != (start, end))
 
 
 def _num_bytes(key: _Key, references: Sequence[Reference]) -> int:

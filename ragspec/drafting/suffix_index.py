@@ -96,12 +96,14 @@ class SuffixIndex:
 
 
 def _ranked_quotes(references: list[Reference], begin: NDArray[np.int64]) -> list[int]:
-    """Starts of the passages' sentences; sentences that share the rarest tokens with the question come first."""
-    counts = Counter(token for r in references if r.is_sentence for token in set(r.token_ids))
+    """Starts of the passages' sentences and of their parts; sentences that share the rarest tokens with the question come first."""
+    whole = [r for r in references if r.is_sentence and not r.is_part]
+    counts = Counter(token for r in whole for token in set(r.token_ids))
     question = {t for r in references if r.kind in (SourceKind.HISTORY, SourceKind.INPUT) for t in r.token_ids}
-    scores = [
-        (-sum(1.0 / counts[t] for t in question.intersection(r.token_ids)), int(at))
-        for at, r in zip(begin, references, strict=False)
-        if r.is_sentence
-    ]
+    scores, score = list[tuple[float, int]](), 0.0
+    for at, reference in zip(begin, references, strict=False):
+        if reference.is_sentence:
+            if not reference.is_part:
+                score = -sum(1.0 / counts[t] for t in question.intersection(reference.token_ids))
+            scores.append((score, int(at)))
     return [at for _, at in sorted(scores)]

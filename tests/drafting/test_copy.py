@@ -216,6 +216,17 @@ def test_a_quote_that_has_begun_goes_on() -> None:
     assert quoted.token_id == loose.token_id and quoted.path_prob > loose.path_prob
 
 
+def test_quotes_begin_and_end_inside_sentences() -> None:
+    """What stands behind a signature's colon, or on a line of its own, was no sentence: its quote got no draft."""
+    drafter, sequence = drafting(source("mill.turn(wheel): Turns the wheel by water\nAfter that it rests.", name="p"))
+    sequence.write(drafter, '"')
+    assert drafts(drafter, sequence, "mill.turn(wheel)") and drafts(drafter, sequence, "Turns the wheel")
+    sequence.write(drafter, "Turns")
+    assert drafts(drafter, sequence, " the wheel by water")
+    sequence.write(drafter, " the wheel by water")
+    assert drafts(drafter, sequence, '" [1]') and drafts(drafter, sequence, "\nAfter that")
+
+
 @pytest.mark.parametrize("mark", ["", "("])
 def test_quotes_are_tokenised_between_their_marks(mark: str) -> None:
     """The closing mark is one token with the full stop: a draft of the two ended every quote before its last token."""
