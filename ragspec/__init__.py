@@ -6,7 +6,6 @@ The public names. Modules with large dependencies load when one of their names i
 from __future__ import annotations
 
 import importlib
-import os
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -28,11 +27,6 @@ if TYPE_CHECKING:
     from ragspec.retrieval.retriever import build_index as build_index
 
 __version__ = "0.1.0"
-
-# Why here: torch reads both as it loads. oneDNN compiles a product for every number of rows; torch and oneDNN keep 1,024 of them
-# each by default. Texts of many lengths then hold 0.4 GB and more, and nothing gets faster by it (measured with the encoder).
-for _name in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
-    os.environ.setdefault(_name, "64")
 
 _NAMES = {
     "ragspec.config": "PipelineConfig load_config",

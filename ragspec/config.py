@@ -146,9 +146,9 @@ class TargetConfig(ConfigSection):
     default model on backend cpu, none for others. `cache_dir`: where dequantised and merged weights are kept.
 
     `device`: "cpu", "cuda" or "cuda:1". `backend`: "cpu" runs compiled kernels, "torch" plain torch operators on any device,
-    "cuda" Triton kernels on a GPU; "auto": cpu on the device cpu, torch elsewhere. `dtype`: of the weights, and of keys and values
-    on backends torch and cuda. `kv_cache_dtype`: of keys and values on backend cpu; "auto": bfloat16 beside int8 or bfloat16
-    weights, else float32.
+    "cuda" Triton kernels on a GPU; "auto": cpu on the device cpu, torch elsewhere. `dtype`: of the weights, and of keys and
+    values on backends torch and cuda. `kv_cache_dtype`: of keys and values on backend cpu; "auto": bfloat16 beside int8 or
+    bfloat16 weights, else float32.
     """
 
     model: str = DEFAULT_TARGET

@@ -47,8 +47,8 @@ class AnswerPair:
 class Totals(NamedTuple):
     """Sums over all questions; `acceptance_length` is tokens a step with speculation.
 
-    `num_fast_tokens`, `num_plain_tokens`: tokens decoded in `fast_decode_s` and `plain_decode_s`. Tokens of the prompt's own step,
-    more than one where its drafts were right, count in neither.
+    `num_fast_tokens`, `num_plain_tokens`: tokens decoded in `fast_decode_s` and `plain_decode_s`. Tokens of the prompt's own
+    step, more than one where its drafts were right, count in neither.
     """
 
     num_questions: int
@@ -134,7 +134,8 @@ class DemoView:
     def totals(self, totals: Totals, facts: Mapping[str, Any], params: SamplingParams) -> None:
         all_same = totals.num_identical == totals.num_questions
         outputs = f"{totals.num_identical} of {totals.num_questions} token for token identical"
-        speculative = f"{totals.fast_tokens_per_s:.0f} tokens/s, {totals.fast_decode_s:.2f} s, {totals.acceptance_length:.1f} tokens a step"
+        speed = f"{totals.fast_tokens_per_s:.0f} tokens/s, {totals.fast_decode_s:.2f} s"
+        speculative = f"{speed}, {totals.acceptance_length:.1f} tokens a step"
         rows = {
             "decode speed-up": Text(f"{totals.speedup:.1f}x", "bold green"),
             "speculative": Text(speculative),

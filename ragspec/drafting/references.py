@@ -142,7 +142,7 @@ class ReferenceReader:
 
 
 def _parts(text: str, start: int, end: int) -> Iterator[tuple[int, int]]:
-    """Parts of a sentence that are quoted without the rest: from a colon or a line's beginning to the line's or sentence's end."""
+    """Parts of a sentence that are quoted alone: from a colon or a line's beginning to the line's or sentence's end."""
     begins = [start, *(start + found.end() for found in _PART_BEGINS.finditer(text[start:end]))]
     for begin in begins[:_MOST_PARTS]:
         line_end = text.find("\n", begin, end)

@@ -96,7 +96,7 @@ class SuffixIndex:
 
 
 def _ranked_quotes(references: list[Reference], begin: NDArray[np.int64]) -> list[int]:
-    """Starts of the passages' sentences and of their parts; sentences that share the rarest tokens with the question come first."""
+    """Starts of the passages' sentences and their parts; sentences that share the rarest tokens with the question come first."""
     whole = [r for r in references if r.is_sentence and not r.is_part]
     counts = Counter(token for r in whole for token in set(r.token_ids))
     question = {t for r in references if r.kind in (SourceKind.HISTORY, SourceKind.INPUT) for t in r.token_ids}

@@ -41,13 +41,14 @@ class CpuBackend:
     """
 
     name, device = "cpu", torch.device("cpu")
-    least_rows, kv_itemsize = 2, 4
+    least_rows = 2
     """Every packed product doubles a single row; doubled once for the whole forward, the copy is computed and never read."""
 
     def __init__(
         self, arena: WeightArena | None = None, ranks: Ranks = ONE_RANK, kv_dtype: type[np.generic] = np.float32
     ) -> None:
         self.arena, self._ranks, self._kv_dtype = arena, ranks, kv_dtype
+        self.kv_itemsize = np.dtype(kv_dtype).itemsize
 
     @property
     def alone(self) -> CpuBackend:
