@@ -309,9 +309,9 @@ def test_a_pickled_model_runs_no_code(run: Callable[..., Ended], index: Path, mo
 
 def test_a_question_longer_than_the_context_says_both_numbers(run: Callable[..., Ended], loaded: Pipeline) -> None:
     """A question cut in silence."""
-    ended = run("ask", "-", "--max-tokens", 24, stdin=b"why " * 2000)
+    ended = run("ask", "-", "--index", "facts", "--max-tokens", 24, stdin=b"why " * 2000)
     one_error(ended, "the prompt has ", " tokens, but at most 1000 fit the context")
-    one_error(run("ask", "-", stdin=b"why " * 250_000), "1000000 characters")
+    one_error(run("ask", "-", "--index", "facts", stdin=b"why " * 250_000), "1000000 characters")
 
 
 # -- ask ------------------------------------------------------------------------------------------------------------------

@@ -65,12 +65,14 @@ class Totals(NamedTuple):
         fast, plain = ([getattr(pair, name).stats.generation for pair in pairs] for name in ("fast", "plain"))
         num_tokens, num_steps = (sum(getattr(s, name) for s in fast) for name in ("num_output_tokens", "num_steps"))
         return cls(
-            len(pairs),
-            sum(pair.identical for pair in pairs),
-            num_tokens,
-            *(sum(s.num_output_tokens - s.num_first_tokens for s in answers) for answers in (fast, plain)),
-            *(sum(s.decode_s for s in answers) for answers in (fast, plain)),
-            num_tokens / num_steps if num_steps else 0.0,
+            num_questions=len(pairs),
+            num_identical=sum(pair.identical for pair in pairs),
+            num_tokens=num_tokens,
+            num_fast_tokens=sum(s.num_output_tokens - s.num_first_tokens for s in fast),
+            num_plain_tokens=sum(s.num_output_tokens - s.num_first_tokens for s in plain),
+            fast_decode_s=sum(s.decode_s for s in fast),
+            plain_decode_s=sum(s.decode_s for s in plain),
+            acceptance_length=num_tokens / num_steps if num_steps else 0.0,
         )
 
     @property
