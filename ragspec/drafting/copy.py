@@ -32,7 +32,7 @@ from ragspec.core import Request, SourceKind, salt_belongs_to
 from ragspec.drafting.acceptance import Cell, CopyAcceptance
 from ragspec.drafting.drafter import Budget, Drafter, Features, SequenceView
 from ragspec.drafting.references import Reference, ReferenceReader
-from ragspec.drafting.suffix_index import SEPARATOR, SuffixIndex
+from ragspec.drafting.suffix_index import SEPARATOR, ReferenceIndex, SuffixIndex
 from ragspec.numerics.attention import Ints
 from ragspec.tree import Origin, Proposal
 
@@ -87,22 +87,22 @@ class CopyDrafter(Drafter):
         self._acceptance = CopyAcceptance(_PRIORS, _MAX_MATCH)
         self._indexes: dict[tuple[str, int], SuffixIndex] = {}
 
-    def prepare(self, request: Request) -> list[Reference]:
+    def prepare(self, request: Request) -> ReferenceIndex:
         """The references of a request. Why the last output tokens precede a given draft: the longest match then leads to it."""
         references, segment = self._reader.read(request.sources, request.salt), request.segment
         if segment.draft_ids:
             token_ids = [*segment.output_ids[-_MAX_MATCH:], *segment.draft_ids]
             references.append(Reference(SourceKind.DRAFT, token_ids, -1, [], len(token_ids)))
-        return references
+        return ReferenceIndex(references)
 
     def start(self, sequence: SequenceView) -> None:
-        prepared = sequence.prepared.get(self.name)
-        if prepared is None:  # preparing failed
+        index = sequence.prepared.get(self.name)
+        if index is None:  # preparing failed
             return
-        references = list(prepared)
-        for answer in self._earlier.get(sequence.request.salt, ()):
-            references.append(Reference(SourceKind.EARLIER, list(answer), -1, [], len(answer)))
-        self._indexes[sequence.key] = SuffixIndex(references, sequence)
+        if earlier := self._earlier.get(sequence.request.salt):
+            answers = [Reference(SourceKind.EARLIER, list(answer), -1, [], len(answer)) for answer in earlier]
+            index = ReferenceIndex([*index.references, *answers])
+        self._indexes[sequence.key] = SuffixIndex(index, sequence)
 
     def propose(self, sequences: SequenceOf[SequenceView], budget: Budget) -> list[list[Proposal]]:
         limits = [(min(budget.max_nodes, depth), depth) for depth in budget.depths]
