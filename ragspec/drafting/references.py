@@ -108,32 +108,39 @@ class ReferenceReader:
         return Reference(source.kind, [*ids, *tail], number, offsets, len(ids))
 
     def _passage(self, number: int, source: CopySource, rank: int) -> list[Reference]:
-        """The passage as in the prompt, and each sentence as a quote, closed and numbered."""
+        """The passage as in the prompt, then each sentence and its parts as quotes, closed and numbered.
+
+        Quotes are tokenised between their marks, as the target writes them: a full stop and the closing mark may be one token.
+        """
+        spans = [(span, part) for span in sentences(source.text) for part in (span, *_parts(source.text, *span))]
+        closing = f"{_QUOTES[0]} [{rank}]"
+        closed = [source.text[start:end] + closing for _, (start, end) in spans]
         references = [self._whole(number, source, " ")]
-        for start, end in sentences(source.text):
-            references.append(self._quote(number, source, start, end, rank))
-            parts = [self._quote(number, source, *part, rank) for part in _parts(source.text, start, end)]
-            references += [part._replace(is_part=True) for part in parts]
+        for (whole, (start, end)), text, opened in zip(
+            spans, closed, self._encode_all([_QUOTES[0] + text for text in closed]), strict=True
+        ):
+            ids, begins = opened
+            if begins[1:2] == [1]:
+                ids, begins = ids[1:], [begin - 1 for begin in begins[1:]]
+            else:  # the opening mark shares a token with the sentence
+                ids, begins = self._encode(text)
+            tail = sum(token_end <= end - start for token_end in [*begins[1:], len(text)])
+            offsets = [start + begin for begin in begins[:tail]]
+            is_part = (start, end) != whole
+            references.append(Reference(source.kind, [*ids, *self._eos_ids], number, offsets, tail, True, is_part))
         return references
 
-    def _quote(self, number: int, source: CopySource, start: int, end: int, rank: int) -> Reference:
-        """Tokenised between its marks, as the target writes it: a full stop and the closing mark may be one token."""
-        sentence = source.text[start:end]
-        opening = _QUOTES[0]
-        ids, begins = self._encode(f"{opening}{sentence}{opening} [{rank}]")
-        if begins[1:2] != [len(opening)]:  # the opening mark shares a token with the sentence
-            opening = ""
-            ids, begins = self._encode(f"{sentence}{_QUOTES[0]} [{rank}]")
-        num_opening, last = bool(opening), len(opening) + len(sentence)
-        ids, begins = [*ids[num_opening:], *self._eos_ids], begins[num_opening:]
-        ends = [*begins[1:], last + 1]
-        tail = sum(token_end <= last for token_end in ends)
-        offsets = [start + begin - len(opening) for begin in begins[:tail]]
-        return Reference(source.kind, ids, number, offsets, tail, is_sentence=True)
-
     def _encode(self, text: str) -> tuple[list[int], list[int]]:
-        encoded = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-        return list(encoded["input_ids"]), [start for start, _ in encoded["offset_mapping"]]
+        """Token ids, and the character where each token begins."""
+        return self._encode_all([text])[0]
+
+    def _encode_all(self, texts: list[str]) -> list[tuple[list[int], list[int]]]:
+        """As `_encode`, of many texts in one call: a call costs as much as many tokens."""
+        if not texts:
+            return []
+        encoded = self._tokenizer(texts, add_special_tokens=False, return_offsets_mapping=True)
+        begins = [[start for start, _ in offsets] for offsets in encoded["offset_mapping"]]
+        return list(zip(encoded["input_ids"], begins, strict=True))
 
     def _opens_quote(self, token_id: int) -> bool:
         """Whether a token ends with a quotation mark that follows nothing but white space."""
