@@ -8,6 +8,7 @@ alone, and is applied before the keyed sample. So drafts change no token here ei
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Sequence
 from functools import cached_property
@@ -21,6 +22,7 @@ from ragspec.numerics.backend import KeyedDraw
 from ragspec.tree import DraftTree
 from ragspec.verification.sampling import KeyedSampler, Logits
 
+_KEPT_SCHEMAS = 16
 _LAYOUT: Any = {"whitespace_flexible": False}
 """Why: a model that may write blanks between any two items may write them until `max_tokens`."""
 
@@ -31,9 +33,16 @@ class Grammars:
     def __init__(self, tokenizer: Any, vocab_size: int, eos_ids: Sequence[int]) -> None:
         self._tokenizer, self._vocab_size, self._eos_ids = tokenizer, vocab_size, list(eos_ids)
         self._loading = threading.Lock()
+        self._matcher_of = functools.lru_cache(_KEPT_SCHEMAS)(self._compile)
 
     def start(self, schema: str) -> TokenGrammar:
-        """The grammar of a JSON schema, before the first token. Raises: InputError for a schema that cannot be followed."""
+        """The grammar of a JSON schema, before the first token. Raises: InputError for a schema that cannot be followed.
+
+        A large schema takes a second to compile; the choices of a request share it.
+        """
+        return TokenGrammar(self._matcher_of(schema).deep_copy(), self._vocab_size, self._eos_ids)
+
+    def _compile(self, schema: str) -> Any:
         from llguidance import LLMatcher  # Why here: most requests have no schema
 
         with self._loading:
@@ -45,7 +54,7 @@ class Grammars:
         matcher = LLMatcher(tokenizer, grammar, log_level=0)
         if matcher.is_error():
             raise InputError(f"the JSON schema cannot be followed: {matcher.get_error().splitlines()[0]}")
-        return TokenGrammar(matcher, self._vocab_size, self._eos_ids)
+        return matcher
 
     @cached_property
     def _compiled(self) -> Any:

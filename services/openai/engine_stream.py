@@ -29,7 +29,7 @@ ChoiceKey = tuple[str, int]
 MAX_WAITING_TOKENS = 16_384
 """A stream with more unsent tokens is given up."""
 
-_INLINE_CHARS = 4096
+_INLINE_CHARS = 1024
 """Drafters read a request's sources during `submit`. Longer sources are submitted in a thread, as that takes milliseconds."""
 
 _FAILED = (FinishReason.ERROR, FinishReason.LOST, FinishReason.CANCELLED)
@@ -123,7 +123,7 @@ class EngineStream:
         """Raises: InputError, PromptTooLong, Overloaded, EngineClosed."""
         self._loop = asyncio.get_running_loop()
         try:
-            if sum(len(source.text) for request in self._requests for source in request.sources) <= _INLINE_CHARS:
+            if self._is_quick:
                 self._submit()
             else:
                 await self._submit_in_thread()
@@ -176,6 +176,12 @@ class EngineStream:
         while self.is_open:
             await self.next_deltas()
         return [self.completion(key) for key in self._deltas]
+
+    @property
+    def _is_quick(self) -> bool:
+        """Whether preparing the requests takes less time than a thread: tokenising sources and compiling schemas do not."""
+        num_chars = sum(len(source.text) for request in self._requests for source in request.sources)
+        return num_chars <= _INLINE_CHARS and not any(request.params.json_schema for request in self._requests)
 
     async def _submit_in_thread(self) -> None:
         submitted = self._loop.run_in_executor(None, self._submit)

@@ -14,12 +14,12 @@ from typing import Any, Literal, NamedTuple
 
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
-from pydantic import Field
+from pydantic import Field, ValidationError
 
 from ragspec.core import FinishReason
 from ragspec.rag.answer import Answer
 from services.backend import ServiceBackend
-from services.errors import ApiError
+from services.errors import ApiError, validation_error
 from services.openai import streaming
 from services.openai.chat import ChatFormat, ChatParts, write
 from services.openai.citation_formats import citation_fields
@@ -100,7 +100,10 @@ def routes(backend: ServiceBackend, mailbox: DeltaMailbox, parts: ChatParts) -> 
     @router.post("/v1/responses", response_model=None)
     async def create(body: ResponseBody, request: Request) -> Response:
         """An answer to the input."""
-        chat = ChatBody.model_validate(body.chat_body())
+        try:
+            chat = ChatBody.model_validate(body.chat_body())
+        except ValidationError as cause:
+            raise validation_error([_named_here(error) for error in cause.errors()]) from None
         context = RequestContext.of(backend, mailbox, chat, request)
         if context.is_strict and chat.stream:
             raise ApiError(400, "strict privacy streams chat completions only", param="stream")
@@ -203,6 +206,12 @@ class ResponsesFormat(ChatFormat):
             "truncation": "disabled",
             "usage": None,
         }
+
+
+def _named_here(error: Mapping[str, Any]) -> dict[str, Any]:
+    """An error of the chat completion's body, with this body's name of the field."""
+    first, *rest = error["loc"] or ("",)
+    return {**error, "loc": ({"messages": "input", "max_tokens": "max_output_tokens"}.get(first, first), *rest)}
 
 
 def _message(item: dict[str, Any]) -> dict[str, Any]:

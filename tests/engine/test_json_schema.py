@@ -16,6 +16,7 @@ from ragspec.engine.target import Target
 from ragspec.errors import InputError
 from ragspec.rag.openai_fields import sampling_arguments
 from ragspec.speculation import Speculation
+from ragspec.verification.token_grammar import Grammars
 
 SCHEMAS: dict[str, dict[str, Any]] = {
     "object": {
@@ -130,3 +131,13 @@ def test_openai_response_formats_become_schemas() -> None:
     assert json.loads(schema_of(wrapped)) == SCHEMAS["array"]
     with pytest.raises(InputError, match="needs a json_schema"):
         schema_of({"type": "json_schema"})
+
+
+def test_the_choices_of_a_request_share_one_compiled_schema(target: Target) -> None:
+    """A large schema was compiled for every choice; a copy that shares its state would follow another choice's tokens."""
+    grammars = Grammars(target.tokenizer, target.vocab_size, target.eos_ids)
+    first, second = (grammars.start(json.dumps(SCHEMAS["array"])) for _ in range(2))
+    assert grammars._matcher_of.cache_info().misses == 1
+    before = second.allowed()
+    first.take(int(first.allowed().argmax()))
+    assert (second.allowed() == before).all() and (first.allowed() != before).any()

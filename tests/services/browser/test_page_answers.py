@@ -36,7 +36,7 @@ def test_a_quote_pointed_at_is_marked_in_its_passage_and_is_the_same_text(chat: 
     assert turn.locator(".sources h3").text_content() == "2 sources used"
     others = turn.locator(".support li").all_text_contents()
     assert "Not found in the sources: That is all." in others
-    assert not any(quote in text for text in others for quote in MILL_QUOTES)
+    assert not any(text.partition(": ")[2].startswith((quote, f'"{quote}')) for text in others for quote in MILL_QUOTES)
     under = turn.locator(".under > *").evaluate_all("all => all.map((e) => e.className)")
     assert under.index("support") < under.index("figures")
     colours = [quote.evaluate("e => getComputedStyle(e).backgroundColor") for quote in quotes.all()]

@@ -102,6 +102,7 @@ def test_a_response_follows_a_schema(api: openai.OpenAI) -> None:
         ({"tools": [{"type": "web_search"}]}, "tools"),
         ({"given": [{"type": "function_call_output", "call_id": "a", "output": "b"}]}, "input"),
         ({"given": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "input"),
+        ({"given": [{"role": "wizard", "content": "x"}]}, "input"),
     ],
 )
 def test_what_cannot_be_done_is_refused_by_name(api: openai.OpenAI, options: dict[str, Any], param: str) -> None:

@@ -55,6 +55,6 @@ export const titleOf = (conversation) => conversation.turns[0]?.question ?? "New
 export function historyOf(turns) {
   return turns.filter((turn) => turn.reply?.text && !turn.failed).flatMap((turn) => [
     { role: "user", content: turn.question },
-    { role: "assistant", content: turn.reply.text },
+    { role: "assistant", content: turn.reply.text.replaceAll("\0", "\uFFFD") }, // the service refuses NUL
   ]);
 }
