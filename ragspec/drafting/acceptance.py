@@ -73,7 +73,7 @@ class ChildAcceptance(AcceptanceCells):
         """Recent mean chance that one of an accepted node's children is accepted."""
 
     def cell(self, mode: int, depth: int, rank: int, margin: float) -> Cell:
-        """`mode`: greedy, with noise, without noise, or drawn by chance (`ragspec.drafting.eagle.draft_tree`).
+        """`mode`: greedy, with noise, without noise, or drawn by chance (`ragspec.drafting.growing.draft`).
 
         `margin`: for rank 0 its score less that of rank 1, else the best score less its own.
         """

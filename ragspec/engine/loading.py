@@ -23,7 +23,7 @@ from ragspec.drafting.drafter import Drafter
 from ragspec.drafting.eagle.checkpoint import read_head
 from ragspec.drafting.eagle.drafter import EagleDrafter
 from ragspec.drafting.eagle.network import EagleNetwork, HeadTimer
-from ragspec.drafting.eagle.shapes import make_shape
+from ragspec.drafting.growing.shapes import make_shape
 from ragspec.drafting.planner import Planner
 from ragspec.engine.admission import Admission, SamplerFactory
 from ragspec.engine.engine import Engine

@@ -18,11 +18,11 @@ from ragspec.core import Request, SamplingParams
 from ragspec.drafting.cost_model import CostTable
 from ragspec.drafting.drafter import Budget, SequenceView
 from ragspec.drafting.eagle import memory as eagle_memory
-from ragspec.drafting.eagle.batch import DraftBatch, ScheduledDraft
 from ragspec.drafting.eagle.checkpoint import EagleFamily, HeadCheckpoint
 from ragspec.drafting.eagle.drafter import EagleDrafter
 from ragspec.drafting.eagle.network import EagleNetwork
-from ragspec.drafting.eagle.shapes import make_shape
+from ragspec.drafting.growing.batch import DraftBatch, ScheduledDraft
+from ragspec.drafting.growing.shapes import make_shape
 from ragspec.engine.target import Target
 from ragspec.numerics.batch import Batch, ScheduledSequence
 from ragspec.numerics.kv_cache import KvPool, SequenceSlots

@@ -22,9 +22,9 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from ragspec.drafting.eagle.batch import DraftBatch, ScheduledDraft
 from ragspec.drafting.eagle.checkpoint import EagleFamily, HeadCheckpoint, HeadConfig, check_fits, default_aux_layers
 from ragspec.drafting.eagle.layout import layer_prefix
+from ragspec.drafting.growing.batch import DraftBatch, ScheduledDraft
 from ragspec.numerics.attention import AttentionMetadata, AttentionShape, Ints
 from ragspec.numerics.backend import Backend, LogitRows
 from ragspec.numerics.kv_cache import KvPool

@@ -1,6 +1,6 @@
-"""The attention metadata of a head's forwards while one draft grows.
+"""The attention metadata of a drafter's forwards while drafts grow.
 
-Each sequence attends to a list of slots (the last positions that the head has read) and has slots of its own for nodes. Pages are
+Each sequence attends to a list of slots (the positions that the network has read) and has slots of its own for nodes. Pages are
 collected once for a draft; a level only adds its nodes.
 
     >>> batch = DraftBatch(scheduled)

@@ -2,21 +2,31 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ragspec.drafting.acceptance import ChildAcceptance
 from ragspec.drafting.drafter import SequenceView
-from ragspec.drafting.eagle.memory import HeadMemory, Pairs
-from ragspec.drafting.eagle.shapes import Branch, TreeShape
+from ragspec.drafting.growing.shapes import Branch, TreeShape
 from ragspec.drafting.stochastic_drafts import ChildSampler, DrawnChildren
 from ragspec.tree import Draw, Origin, Proposal
 
 Ints = NDArray[np.int32]
 
 GREEDY, WITH_NOISE, WITHOUT_NOISE, DRAWN = range(4)
+
+
+class DraftMemory(Protocol):
+    """What a network has read of one sequence. `end`: the position after the last token that it may read."""
+
+    @property
+    def end(self) -> int: ...
+
+    @property
+    def num_waiting(self) -> int:
+        """Tokens that the next draft reads first."""
 
 
 class OpenNode(NamedTuple):
@@ -35,12 +45,9 @@ class OpenNode(NamedTuple):
 class GrowingDraft:
     """Starts as the root alone and grows to at most `max_depth` levels. `scratch`: slots for the keys of its nodes."""
 
-    def __init__(
-        self, sequence: SequenceView, memory: HeadMemory, mode: int, settings: DraftSettings, most_levels: int
-    ) -> None:
-        self.sequence, self.memory, self.mode, self.settings = sequence, memory, mode, settings
-        self.max_depth = min(settings.shape.max_depth, sequence.most_tokens - 1, most_levels)
-        self.pairs: Pairs = memory.pairs(sequence.tokens)
+    def __init__(self, sequence: SequenceView, memory: DraftMemory, settings: DraftSettings, num_levels: int) -> None:
+        self.sequence, self.memory, self.settings = sequence, memory, settings
+        self.max_depth = min(settings.shape.max_depth, sequence.most_tokens - 1, num_levels)
         self.proposals: list[Proposal] = []
         self.open: list[OpenNode] = [OpenNode(-1, sequence.tokens[-1], Branch((), 1.0), 0, ())]
         self.sampler: ChildSampler | None = None
@@ -88,7 +95,7 @@ class GrowingDraft:
             ranks = (*node.branch.ranks, rank)
             if not settings.shape.takes(ranks):
                 break
-            cell = settings.acceptance.cell(self.mode, len(ranks), rank, behind[rank])
+            cell = settings.acceptance.cell(settings.mode, len(ranks), rank, behind[rank])
             chance = settings.acceptance.probability(cell)
             path_prob = node.branch.path_prob * left * chance
             left *= 1.0 - chance
@@ -110,9 +117,10 @@ class GrowingDraft:
 
 
 class DraftSettings(NamedTuple):
-    """Settings that all drafts of one drafter share."""
+    """Settings of a drafter's drafts. `mode`: how children are chosen."""
 
     name: str
     shape: TreeShape
     acceptance: ChildAcceptance
     least_prob: float
+    mode: int = GREEDY
