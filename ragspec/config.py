@@ -261,6 +261,7 @@ class GenerationConfig(ConfigSection):
     temperature: float = Field(0.0, ge=0.0)
     top_p: float = Field(1.0, gt=0.0, le=1.0)
     seed: int | None = Field(None, ge=0, lt=2**64)
+    verbatim_quotes: bool = True
 
 
 class StrideConfig(ConfigSection):

@@ -102,7 +102,8 @@ class SamplingParams:
     presence and frequency count the output. `logprobs`: the number of alternatives returned beside each token's own
     log-probability, of the logits before any warp; None: no log-probabilities. Neither an end token nor a stop string ends an
     output of `min_tokens` tokens or fewer. `json_schema`: a JSON schema as text, which the output follows; empty: none. Where
-    `max_tokens` ends such an output, it is the beginning of a valid one.
+    `max_tokens` ends such an output, it is the beginning of a valid one. `verbatim_quotes`: an answer from passages that begins
+    with a quote begins with words of a passage, character by character; without effect on other outputs.
     """
 
     temperature: float = _in_range(0.0, float, 0.0, 100.0)
@@ -121,6 +122,7 @@ class SamplingParams:
     logprobs: int | None = _in_range(None, int, 0, 20)
     seed: int | None = _in_range(None, int, 0, MAX_SEED)
     json_schema: str = ""
+    verbatim_quotes: bool = True
 
     def __post_init__(self) -> None:
         for parameter in fields(self):
@@ -135,8 +137,9 @@ class SamplingParams:
             raise InputError("repetition_penalty must be greater than 0")
         if not isinstance(self.stop, tuple | list) or not all(isinstance(s, str) and s for s in self.stop):
             raise InputError(f"stop must be a tuple of non-empty strings, not {self.stop!r}")
-        if not isinstance(self.ignore_eos, bool):
-            raise InputError(f"ignore_eos must be true or false, not {self.ignore_eos!r}")
+        for name in ("ignore_eos", "verbatim_quotes"):
+            if not isinstance(getattr(self, name), bool):
+                raise InputError(f"{name} must be true or false, not {getattr(self, name)!r}")
         self._check_bias()
         self._check_schema()
         if self.min_tokens > self.max_tokens:
@@ -220,7 +223,9 @@ class Request:
 
     Deltas and the completion of a `segment` hold only its new tokens and text. A segment that pauses finishes with LENGTH; text
     that is not certain yet (half a character, the beginning of a stop string) comes with the next segment. Requests with the
-    same `affinity` (documents, a conversation) should run on the same replica; it never changes the output.
+    same `affinity` (documents, a conversation) should run on the same replica; it never changes the output. `grammar`: one in
+    llguidance's dialect of Lark, which the output follows; empty: none. It is not followed beside a JSON schema, nor where
+    llguidance cannot read the tokenizer, of which the engine warns.
     """
 
     id: str
@@ -231,6 +236,7 @@ class Request:
     speculation: Speculation = ON
     segment: Segment = WHOLE
     affinity: str = ""
+    grammar: str = ""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "speculation", Speculation.of(self.speculation))

@@ -80,7 +80,7 @@ class Admission:
         self._make_sampler = make_sampler or self._by_rule
         self.fingerprint = fingerprint
         self.max_context_tokens = min(target.max_context_tokens, target.pool.num_slots - 2 * PAGE)
-        self._grammars = Grammars(target.tokenizer, target.vocab_size, target.eos_ids)
+        self.grammars = Grammars(target.tokenizer, target.vocab_size, target.eos_ids)
         self.bounds = ModelLimits(target.vocab_size, self.max_context_tokens, target.eos_ids)
 
     def sequences(
@@ -103,13 +103,15 @@ class Admission:
     def _by_rule(self, request: Request, seed: int, choice: int) -> Sampler:
         speculation, output_ids = request.speculation, list(request.segment.output_ids)
         if speculation.rule is not AcceptanceRule.KEYED:
-            if request.params.json_schema:
+            if request.params.json_schema or request.grammar:
                 raise InputError(f"json_schema needs the acceptance rule keyed, not {speculation.rule.value}")
             acceptance = AcceptancePolicy(speculation.rule, speculation.lossy)
             return RejectionSampler(request, acceptance, seed, choice, self._target.eos_ids, output_ids)
         arguments = request, seed, choice, self._target.eos_ids, output_ids, self._uncertainty
         if request.params.json_schema:
-            return GrammarSampler(self._grammars.start(request.params.json_schema), *arguments)
+            return GrammarSampler(self.grammars.of_schema(request.params.json_schema), *arguments)
+        if request.grammar and self.grammars.can_follow():
+            return GrammarSampler(self.grammars.of_lark(request.grammar), *arguments)
         return KeyedSampler(*arguments)
 
     def _text(self, request: Request) -> IncrementalDetokenizer:

@@ -117,9 +117,13 @@ class Sequence:
         sampler = self.sampler
         if isinstance(sampler, RejectionSampler):
             return sampler.verify(tree, tree.draws, logits, self.most_tokens)
-        if sampled and isinstance(sampler, KeyedSampler):
-            return verify(tree, lambda node: sampler.take(*sampled[node]), self.most_tokens)
-        return verify(tree, lambda node: sampler(np.asarray(logits[node : node + 1])[0]), self.most_tokens)
+
+        def token_after(node: int) -> int:
+            if sampled and isinstance(sampler, KeyedSampler) and sampler.allows(sampled[node][0]):
+                return sampler.take(*sampled[node])
+            return sampler(np.asarray(logits[node : node + 1])[0])
+
+        return verify(tree, token_after, self.most_tokens)
 
     def schedule(self, num_tokens: int, tree: DraftTree | None) -> ScheduledSequence:
         """Its next `num_tokens` pending tokens and a draft tree as rows of a batch. Raises: OutOfSlots."""

@@ -10,12 +10,14 @@ import hashlib
 import itertools
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from statistics import median
 from typing import Any, NamedTuple, TypeVar
 
 from ragspec.core import Completion, GenerationStats, Request, SamplingParams
 from ragspec.engine.engine import Engine
 from ragspec.evaluation.cases import Case
+from ragspec.rag.verbatim_quotes import answer_grammar
 from ragspec.speculation import Speculation, SpeculationGiven
 
 SPECULATIVE, PLAIN, GENERATE, PROMPT_LOOKUP = "speculative", "plain", "generate", "prompt_lookup"
@@ -241,7 +243,8 @@ class EngineDecoder:
         seed = int.from_bytes(digest[:8], "little")
         params = SamplingParams(max_tokens=case.max_tokens, seed=seed, **self._sampling)
         salt = f"run-{next(_SALTS)}"  # Why: a tenant of its own shares no cached prefix
-        return Request(case.id, case.prompt_ids, params, case.sources, salt, self._speculation)
+        request = Request(case.id, case.prompt_ids, params, case.sources, salt, self._speculation)
+        return replace(request, grammar=answer_grammar(params, request.speculation, case.passages))
 
 
 def _run(completion: Completion, first_s: float, decode_s: float) -> TimedGeneration:

@@ -52,6 +52,11 @@ def find_citations(
     return sorted(citations, key=lambda citation: citation.start)
 
 
+def pieces(text: str) -> list[str]:
+    """Words, white spaces and other grapheme clusters, one after another; an ideograph is a word."""
+    return [match[0] for match in _piece().finditer(text)]
+
+
 @functools.cache
 def _piece() -> re.Pattern[str]:
     """Matches a word, white space, or any other grapheme cluster."""

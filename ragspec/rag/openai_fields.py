@@ -17,7 +17,8 @@ from ragspec.errors import InputError
 
 _SAME_NAME = (
     "temperature top_p presence_penalty frequency_penalty logit_bias stop max_tokens n seed "
-    "top_k min_p repetition_penalty min_tokens ignore_eos"  # as in vLLM
+    "top_k min_p repetition_penalty min_tokens ignore_eos "  # as in vLLM
+    "verbatim_quotes"
 ).split()
 SAMPLING_FIELDS = {name: name for name in _SAME_NAME} | {
     "max_completion_tokens": "max_tokens",

@@ -32,6 +32,7 @@ from ragspec.errors import InputError, did_you_mean
 from ragspec.rag.answer import Answer, AnswerStats
 from ragspec.rag.prompt import Prompt, PromptBuilder
 from ragspec.rag.support import find_support
+from ragspec.rag.verbatim_quotes import answer_grammar
 from ragspec.rag.wording import nothing_close
 from ragspec.retrieval.retriever import PUBLIC_SCOPE, RetrievalResult
 from ragspec.retrieval.search.filters import parse_filter
@@ -155,6 +156,7 @@ def build_request(retrieved: RetrievedQuestion, prompts: PromptBuilder) -> Prepa
         copy_sources(question.text, prompt.passages),
         question.scope.tenant,
         question.speculation,
+        grammar=answer_grammar(question.params, question.speculation, prompt.passages),
         affinity="\n".join(sorted({passage.document_id for passage in prompt.passages})),
     )
     index, prompt_s = (retrieved.generation, retrieved.missing), time.perf_counter() - begin
@@ -234,6 +236,7 @@ class SamplingOptions(TypedDict, total=False):
     max_tokens: int
     min_tokens: int
     ignore_eos: bool
+    verbatim_quotes: bool
     n: int
     logprobs: int | None
     seed: int | None

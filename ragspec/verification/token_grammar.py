@@ -1,18 +1,19 @@
-"""Outputs that follow a JSON schema: before each sample, tokens that the schema does not allow next are removed.
+"""Outputs that follow a JSON schema or a grammar: before each sample, tokens that are not allowed next are removed.
 
-Owns the masks, which llguidance computes from the schema and the tokenizer. A position's mask depends on the output before it
+Owns the masks, which llguidance computes from the grammar and the tokenizer. A position's mask depends on the output before it
 alone, and is applied before the keyed sample. So drafts change no token here either.
 
-    >>> sampler = GrammarSampler(grammars.start('{"type": "object"}'), request, seed, choice, eos_ids, output_ids)
+    >>> sampler = GrammarSampler(grammars.of_schema('{"type": "object"}'), request, seed, choice, eos_ids, output_ids)
 """
 
 from __future__ import annotations
 
 import functools
+import logging
 import threading
 from collections.abc import Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,50 +21,70 @@ from numpy.typing import NDArray
 from ragspec.errors import InputError
 from ragspec.numerics.backend import KeyedDraw
 from ragspec.tree import DraftTree
-from ragspec.verification.sampling import KeyedSampler, Logits
+from ragspec.verification.sampling import KeyedSampler, Logits, sample
 
-_KEPT_SCHEMAS = 16
+log = logging.getLogger(__name__)
+
+_KEPT_GRAMMARS = 16
+_Kind = Literal["JSON schema", "grammar"]
+_LARK_FUEL = 1_000_000_000
+"""llguidance's limits are for grammars of strangers; 25,000 words of passages need ten times as much."""
 _LAYOUT: Any = {"whitespace_flexible": False}
 """Why: a model that may write blanks between any two items may write them until `max_tokens`."""
 
 
 class Grammars:
-    """Starts grammars for one tokenizer. Safe to call from several threads."""
+    """Starts grammars for one tokenizer. Safe to call from several threads.
+
+    A large schema takes a second to compile; the choices of a request share it.
+    """
 
     def __init__(self, tokenizer: Any, vocab_size: int, eos_ids: Sequence[int]) -> None:
         self._tokenizer, self._vocab_size, self._eos_ids = tokenizer, vocab_size, list(eos_ids)
         self._loading = threading.Lock()
-        self._matcher_of = functools.lru_cache(_KEPT_SCHEMAS)(self._compile)
+        self._matcher_of = functools.lru_cache(_KEPT_GRAMMARS)(self._compile)
 
-    def start(self, schema: str) -> TokenGrammar:
-        """The grammar of a JSON schema, before the first token. Raises: InputError for a schema that cannot be followed.
+    def of_schema(self, schema: str) -> TokenGrammar:
+        """A JSON schema, before the first token. Raises: InputError for a schema that cannot be followed."""
+        return self._start("JSON schema", schema)
 
-        A large schema takes a second to compile; the choices of a request share it.
-        """
-        return TokenGrammar(self._matcher_of(schema).deep_copy(), self._vocab_size, self._eos_ids)
+    def of_lark(self, grammar: str) -> TokenGrammar:
+        """A grammar in llguidance's dialect of Lark, before the first token. Raises: InputError for a wrong grammar."""
+        return self._start("grammar", grammar)
 
-    def _compile(self, schema: str) -> Any:
-        from llguidance import LLMatcher  # Why here: most requests have no schema
-
+    def can_follow(self) -> bool:
+        """Whether this tokenizer can be followed. The first call reads it, which takes a second."""
         with self._loading:
-            tokenizer = self._compiled
+            return self._compiled is not None
+
+    def _start(self, kind: _Kind, text: str) -> TokenGrammar:
+        return TokenGrammar(self._matcher_of(kind, text).deep_copy(), self._vocab_size, self._eos_ids)
+
+    def _compile(self, kind: _Kind, text: str) -> Any:
+        from llguidance import LLMatcher, LLParserLimits  # Why here: many requests have no grammar
+
+        if not self.can_follow() or self._compiled is None:
+            raise InputError(f"this target's tokenizer cannot follow a {kind}")
+        fuel = None if kind == "JSON schema" else _LARK_FUEL
         try:
-            grammar = LLMatcher.grammar_from_json_schema(schema, defaults=_LAYOUT)
+            grammar = LLMatcher.grammar_from_lark(text) if fuel else LLMatcher.grammar_from_json_schema(text, _LAYOUT)
         except ValueError as cause:
-            raise InputError(f"the JSON schema cannot be followed: {cause}") from cause
-        matcher = LLMatcher(tokenizer, grammar, log_level=0)
+            raise InputError(f"the {kind} cannot be followed: {cause}") from cause
+        limits = LLParserLimits(initial_lexer_fuel=fuel, step_lexer_fuel=fuel)
+        matcher = LLMatcher(self._compiled, grammar, log_level=0, limits=limits)
         if matcher.is_error():
-            raise InputError(f"the JSON schema cannot be followed: {matcher.get_error().splitlines()[0]}")
+            raise InputError(f"the {kind} cannot be followed: {matcher.get_error().splitlines()[0]}")
         return matcher
 
     @cached_property
-    def _compiled(self) -> Any:
+    def _compiled(self) -> Any | None:
         from llguidance.hf import from_tokenizer
 
         try:
             return from_tokenizer(self._tokenizer, n_vocab=self._vocab_size, eos_token=self._eos_ids)
         except (AttributeError, ValueError) as cause:
-            raise InputError(f"this target's tokenizer cannot follow a JSON schema: {cause}") from cause
+            log.warning("no grammar can be followed, and quotes are not held to their passages: %s", cause)
+            return None
 
 
 class TokenGrammar:
@@ -83,6 +104,15 @@ class TokenGrammar:
         bits[self._eos_ids] = True
         return bits
 
+    def allows(self, token: int) -> bool:
+        """Whether the output may go on with the token; takes a tenth of the time of `allowed`.
+
+        `allowed` is narrower where only one text can follow: it holds that text's own tokens, no other way to spell it.
+        """
+        if self._matcher.is_stopped() or self._matcher.is_error():
+            return token in self._eos_ids
+        return bool(self._matcher.validate_tokens([token]))
+
     def take(self, token: int) -> None:
         if not self._matcher.is_stopped() and not self._matcher.is_error():
             self._matcher.consume_token(token)
@@ -97,6 +127,17 @@ class GrammarSampler(KeyedSampler):
         self._grammar = grammar
         for token in arguments[4]:
             grammar.take(token)
+        params = self._params
+        truncates = params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0
+        self._needs_mask = bool(self._uncertainty) or (truncates and not params.greedy)
+
+    def __call__(self, logits: Logits) -> int:
+        """A token that is the argmax of all tokens is the argmax of the allowed too, if it is allowed: it needs no mask."""
+        if not self._needs_mask:
+            token = sample(super().warped(logits), self._params, self._seed, self._choice, self._index)
+            if self.allows(token):
+                return self.take(token)
+        return super().__call__(logits)
 
     def warped(self, logits: Logits) -> Logits:
         return np.where(self._grammar.allowed(), super().warped(logits), np.float32(-np.inf))
@@ -105,6 +146,9 @@ class GrammarSampler(KeyedSampler):
         self._grammar.take(token)
         return super().take(token, near_tie)
 
+    def allows(self, token: int) -> bool:
+        return self._grammar.allows(token)
+
     def draws(self, tree: DraftTree) -> list[KeyedDraw]:
-        """None: masks are made on the host, along the accepted path only."""
-        return []
+        """None where masks are needed: they are made on the host, along the accepted path only."""
+        return [] if self._needs_mask else super().draws(tree)

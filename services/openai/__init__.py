@@ -7,8 +7,8 @@ Differences from OpenAI's service:
 * Missing fields take the service's settings (`generation`), not OpenAI's defaults. A prompt that does not fit beside
   `max_tokens` is refused. Passages that do not fit are dropped; `ragspec.dropped_passages` counts them.
 * Additional fields: vLLM's `top_k`, `min_p`, `repetition_penalty`, `min_tokens`, `ignore_eos` and `cache_salt`; our
-  `speculation`, `retrieval`, `conversation`, `citations`, `privacy` and `metrics`. Anthropic's citations are a message's
-  `content_blocks`, Cohere's its `citations`. Only trusted keys get `metrics`; other keys' answers lack the field.
+  `speculation`, `retrieval`, `conversation`, `citations`, `verbatim_quotes`, `privacy` and `metrics`. Anthropic's citations
+  are a message's `content_blocks`, Cohere's its `citations`. Only trusted keys get `metrics`; other keys' answers lack the field.
 * `completion_tokens` does not count rejected tokens of a prediction.
 * `privacy: "strict"` streams at a fixed pace in chunks of one size, without log-probabilities.
 * A stream that fails ends with an event `{"error": ...}` instead of `[DONE]`.

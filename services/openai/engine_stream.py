@@ -181,7 +181,8 @@ class EngineStream:
     def _is_quick(self) -> bool:
         """Whether preparing the requests takes less time than a thread: tokenising sources and compiling schemas do not."""
         num_chars = sum(len(source.text) for request in self._requests for source in request.sources)
-        return num_chars <= _INLINE_CHARS and not any(request.params.json_schema for request in self._requests)
+        has_grammar = any(request.params.json_schema or request.grammar for request in self._requests)
+        return num_chars <= _INLINE_CHARS and not has_grammar
 
     async def _submit_in_thread(self) -> None:
         submitted = self._loop.run_in_executor(None, self._submit)

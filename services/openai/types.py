@@ -197,6 +197,7 @@ class SamplingBody(Body):
     repetition_penalty: float | None = None
     min_tokens: int | None = None
     ignore_eos: bool | None = None
+    verbatim_quotes: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     speculation: bool | dict[str, Any] | None = None

@@ -111,7 +111,7 @@ def test_no_article_is_both_trained_and_evaluated_on(data: Path) -> None:
 def test_a_target_that_ignores_the_dialogue_has_the_whole_gap(data: Path) -> None:
     """A gap of the wrong sign would make the worst target look best."""
 
-    def generate(prompts: list[list[conversations.Message]]) -> list[str]:
+    def generate(prompts: list[list[conversations.Message]], passages: object) -> list[str]:
         golds = [case for case, _ in follow_up_cases(data / "canard/dev.json", 3, 0)]
         right = [quoted_answer(case.answers[0], case.gold) for case in golds]
         return [text if len(prompt) == 2 else "Which one?" for prompt, text in zip(prompts, right, strict=True)]

@@ -12,11 +12,12 @@ Either is NaN where its data are missing.
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -37,16 +38,22 @@ from ragspec.evaluation.suites.chat_pairs import chat_requests, shuffled_pairs, 
 from ragspec.evaluation.suites.target_cases import QuestionCase, follow_up_cases, question_cases
 from ragspec.evaluation.timing import Tick
 from ragspec.rag.prompt import PromptBuilder
+from ragspec.rag.verbatim_quotes import quote_grammar
 from ragspec.rag.wording import ABSTENTION, grammar_messages, parse_answer, question_messages
 from ragspec.training.conversations import Message, message
 from ragspec.training.documentation import evaluation_questions
 from ragspec.training.stdlib_corpus import first_doc_sentence, is_held_out, stdlib_documents
 
-Generate = Callable[[list[list[Message]]], list[str]]
 Retrieve = Callable[[str], list[str]]
 
 _PERPLEXITY_SLOTS = 1024
 MAX_NEW_TOKENS = 192
+
+
+class Generate(Protocol):
+    """Answers to conversations; `passages`: those that the last message of each conversation shows, where it shows any."""
+
+    def __call__(self, conversations: list[list[Message]], passages: Sequence[Sequence[str]] = ()) -> list[str]: ...
 
 
 def evaluate_target(
@@ -60,8 +67,7 @@ def evaluate_target(
 ) -> dict[str, float]:
     """Every score of the target suite; fractions lie in 0-1, GLEU in 0-100."""
     answerable, unanswerable = question_cases(data_dir, num_questions, seed)
-    prompts = [question_messages(case.question, case.passages) for case in answerable + unanswerable]
-    outputs = generate(prompts)
+    outputs = _answers(generate, answerable + unanswerable)
     answered, refused = outputs[: len(answerable)], outputs[len(answerable) :]
     scores = question_scores(answerable, answered)
     half = len(unanswerable)  # as many answerable as unanswerable questions, so that precision means something
@@ -76,9 +82,9 @@ def evaluate_target(
 
 
 def model_generate(model: Any, tokenizer: Any, batch_tokens: int = 12_000) -> Generate:
-    """Greedy decoding with a loaded model, in batches of similar length."""
+    """Greedy decoding with a loaded model, in batches of similar length. Quotes are free: `passages` are not read."""
 
-    def generate(conversations: list[list[Message]]) -> list[str]:
+    def generate(conversations: list[list[Message]], passages: Sequence[Sequence[str]] = ()) -> list[str]:
         prompts = [tokenizer.apply_chat_template(c, tokenize=False, add_generation_prompt=True) for c in conversations]
         ids = [tokenizer(p, add_special_tokens=False)["input_ids"] for p in prompts]
         outputs = [""] * len(ids)
@@ -102,6 +108,11 @@ def _length_batches(ids: list[list[int]], batch_tokens: int) -> Iterator[list[in
         batch.append(i)
     if batch:
         yield batch
+
+
+def _answers(generate: Generate, cases: list[QuestionCase]) -> list[str]:
+    prompts = [question_messages(case.question, case.passages) for case in cases]
+    return generate(prompts, [case.passages for case in cases])
 
 
 def question_scores(cases: list[QuestionCase], outputs: list[str]) -> dict[str, float]:
@@ -142,8 +153,8 @@ def follow_up_scores(path: Path, generate: Generate, count: int, seed: int) -> d
         return {"followup_gap": math.nan}
     asked = follow_up_cases(path, count, seed)
     cases = [case for case, _ in asked]
-    prompts = [question_messages(case.question, case.passages) for case in cases], [dialogue for _, dialogue in asked]
-    alone, followed = (question_scores(cases, generate(each))["quote_has_answer"] for each in prompts)
+    outputs = _answers(generate, cases), generate([dialogue for _, dialogue in asked], [c.passages for c in cases])
+    alone, followed = (question_scores(cases, each)["quote_has_answer"] for each in outputs)
     return {"standalone_right": alone, "followup_right": followed, "followup_gap": 100 * (alone - followed)}
 
 
@@ -173,7 +184,8 @@ def stdlib_score(generate: Generate, retrieve: Retrieve, count: int, seed: int) 
     asked = [(name, quote) for name, quote in asked if quote and quote not in known]
     asked = random.Random(seed).sample(asked, min(count, len(asked)))
     questions = [f"What does {name} do?" for name, _ in asked]
-    outputs = generate([question_messages(q, retrieve(q)) for q in questions])
+    found = [retrieve(question) for question in questions]
+    outputs = generate([question_messages(q, p) for q, p in zip(questions, found, strict=True)], found)
     parsed = [parse_answer(output) for output in outputs]
     return _mean([answer is not None and answer[0] == quote for answer, (_, quote) in zip(parsed, asked, strict=True)])
 
@@ -189,7 +201,8 @@ def documentation_score(generate: Generate, folder: Path, count: int, seed: int)
     asked = evaluation_questions(folder)
     asked = rng.sample(asked, min(count, len(asked)))
     shown = [rng.sample(passages, len(passages)) for q in asked for passages in [[q.passage, *q.others[:2]]]]
-    outputs = generate([question_messages(q.question, passages) for q, passages in zip(asked, shown, strict=True)])
+    prompts = [question_messages(q.question, passages) for q, passages in zip(asked, shown, strict=True)]
+    outputs = generate(prompts, shown)
     return _mean([_is_right(q.quote, output) for q, output in zip(asked, outputs, strict=True)])
 
 
@@ -217,14 +230,18 @@ def _mean(values: list[float] | list[bool]) -> float:
 
 
 def engine_generate(engine: Engine, tick: Tick) -> Generate:
-    """Greedy decoding of whole conversations by the engine; every message may be copied from."""
+    """Greedy decoding of whole conversations by the engine, with verbatim quotes; every message may be copied from."""
     tokenizer = engine.target.tokenizer
     prompts = PromptBuilder(tokenizer, engine.max_context_tokens)
 
-    def generate(conversations: list[list[Message]]) -> list[str]:
+    def generate(conversations: list[list[Message]], passages: Sequence[Sequence[str]] = ()) -> list[str]:
         cases = conversation_cases("target", conversations, prompts, MAX_NEW_TOKENS)
         params = SamplingParams(max_tokens=MAX_NEW_TOKENS)
-        requests = [Request(case.id, case.prompt_ids, params, case.sources) for case in cases]
+        grammars = map(quote_grammar, passages) if passages else itertools.repeat("")
+        requests = [
+            Request(case.id, case.prompt_ids, params, case.sources, grammar=grammar)
+            for case, grammar in zip(cases, grammars, strict=False)
+        ]
         completions = engine.generate(requests)
         tick("conversations", len(requests), len(requests))
         return [str(tokenizer.decode(list(c.token_ids), skip_special_tokens=True)) for c in completions]

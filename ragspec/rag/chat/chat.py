@@ -29,6 +29,7 @@ from ragspec.rag.chat.query_rewriter import QueryRewriter
 from ragspec.rag.chat.retrieval import ChatContext, ChatRetriever
 from ragspec.rag.prompt import PromptBuilder
 from ragspec.rag.steps import EngineLike, PreparedQuestion, RetrieverLike, copy_sources
+from ragspec.rag.verbatim_quotes import answer_grammar
 from ragspec.rag.wording import nothing_close
 from ragspec.tenants import TenantCaches
 
@@ -99,6 +100,7 @@ class Chat:
             copy_sources(user_question, prompt.passages, earlier, turn.prediction[:most]),
             turn.salt,
             turn.speculation,
+            grammar=answer_grammar(turn.params, turn.speculation, prompt.passages),
             affinity=turn.conversation or history.keys[0],
         )
         prompt_s = time.perf_counter() - begin - retrieve_s

@@ -108,6 +108,7 @@ def test_parameters_mean_what_they_say() -> None:
         "repetition_penalty": 1.5,
         "min_tokens": 1,
         "ignore_eos": True,
+        "verbatim_quotes": False,
     }
     assert given.keys() | {"max_tokens", "response_format"} == SAMPLING_FIELDS.keys()  # a schema has tests of its own
     params = chat(**given, logprobs=True, top_logprobs=2).params(SamplingParams())
@@ -126,6 +127,7 @@ def test_parameters_mean_what_they_say() -> None:
         repetition_penalty=1.5,
         min_tokens=1,
         ignore_eos=True,
+        verbatim_quotes=False,
         logprobs=2,
     )
 
