@@ -53,9 +53,7 @@ def engine(settings: Settings) -> Iterator[Engine]:
 
 
 @pytest.mark.parametrize("name", ["rag", pytest.param("grammar", marks=pytest.mark.slow)])
-def test_generation_suites_measure_everything(
-    name: str, settings: Settings, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_generation_suites_measure_everything(name: str, settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bug guarded: a key that is missing, or null where it was to be measured; any token that differs."""
     monkeypatch.setitem(GREEDY, "verbatim_quotes", False)  # a random target that quotes writes what no peer writes
     outcome = run_suite(name, settings, no_tick)
