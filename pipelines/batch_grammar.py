@@ -53,7 +53,8 @@ class GrammarTask(Task):
 
     def pinned_config(self, config: PipelineConfig) -> AbstractContextManager[PipelineConfig]:
         without_index = config.retriever.model_copy(update={"index_dir": "", "pointer": ""})
-        return nullcontext(config.model_copy(update={"retriever": without_index}))
+        free = config.generation.model_copy(update={"verbatim_quotes": False})  # a correction quotes nothing
+        return nullcontext(config.model_copy(update={"retriever": without_index, "generation": free}))
 
     def text_settings(self, config: PipelineConfig) -> dict[str, Any]:
         return {

@@ -118,9 +118,14 @@ _FIRST_NUMERICS = {"float32", "bfloat16", "float32-int8", "bfloat16-int8"}
 """Jobs from before there were others name none."""
 
 
+_WHERE_FREE = {"verbatim_quotes"}
+"""Jobs from before quotes were held to their passages do not name it."""
+
+
 def _text_settings(seed: int, task: Task, config: PipelineConfig) -> dict[str, Any]:
     """Every setting that decides a text; `job.json` holds them."""
     folder, numerics = Path(target_folder(config.target)), config.target.numerics_dtype
+    is_free = not config.generation.verbatim_quotes
     try:  # a model hub's name has no digest
         digest = files_digest(folder, config.target.dtype, of_texts=True) if folder.is_dir() else ""
     except OSError as cause:
@@ -132,7 +137,7 @@ def _text_settings(seed: int, task: Task, config: PipelineConfig) -> dict[str, A
         **({"numerics": numerics} if numerics not in _FIRST_NUMERICS else {}),
         **({"target_files": digest} if digest else {}),
         "max_kv_tokens": config.engine.max_kv_tokens,
-        "generation": config.generation.model_dump(exclude={"seed"}),
+        "generation": config.generation.model_dump(exclude={"seed", *(_WHERE_FREE if is_free else ())}),
         **task.text_settings(config),
     }
 
