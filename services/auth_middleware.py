@@ -110,7 +110,7 @@ class AuthMiddleware:
     async def _run_route(self, scope: Scope, incoming: IncomingRequest, response: OutgoingResponse) -> None:
         """Reads the body and runs the route until it ends, its time is up, or its client leaves."""
         timeouts = self._settings.timeouts
-        await incoming.read(timeouts.upload_s)
+        await incoming.read(timeouts.upload_s, self._rate_limiter.checking(scope["state"]["caller"]))
         try:
             async with asyncio.timeout(timeouts.request_s) as limit:
                 incoming.when_gone(lambda: limit.reschedule(asyncio.get_running_loop().time()))

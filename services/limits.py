@@ -56,6 +56,7 @@ class _KeyUsage:
 
     def __init__(self) -> None:
         self.running = 0
+        self.checking = asyncio.Lock()
         self.requests_s: deque[float] = deque()
         self.reservations: deque[tuple[float, TokenReservation]] = deque()
 
@@ -105,6 +106,10 @@ class RateLimiter:
             self.running -= 1
             usage.running -= 1
             self._request_ended.set()
+
+    def checking(self, caller: Caller) -> asyncio.Lock:
+        """Held while a large body of the caller's is checked: one at a time, so that other keys' requests get the processor."""
+        return self._usage_of(caller).checking
 
     @contextmanager
     def choices(self, caller: Caller, num_choices: int) -> Iterator[None]:

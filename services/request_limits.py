@@ -15,6 +15,7 @@ import asyncio
 import json
 import re
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any, NoReturn
 from urllib.parse import parse_qs
 
@@ -91,8 +92,11 @@ class IncomingRequest:
         if any(charset.lower() not in ("utf-8", "utf8") for charset in charsets):
             raise ApiError(415, "the charset must be UTF-8")  # checks all of them: parsers differ in which one they use
 
-    async def read(self, timeout_s: float) -> None:
-        """Reads the whole body, except of uploads, which get a deadline. Raises: ApiError 400, 408, 413; ClientGone."""
+    async def read(self, timeout_s: float, checking: asyncio.Lock | None = None) -> None:
+        """Reads the whole body, except of uploads, which get a deadline. `checking`: held while a large body is checked.
+
+        Raises: ApiError 400, 408, 413; ClientGone.
+        """
         if self._body is not None:
             return
         if self._content_type == _FILES and self._may_have_body:
@@ -108,7 +112,8 @@ class IncomingRequest:
         self._body = b"".join(parts)
         if self._content_type == _JSON and self._body:
             if len(self._body) > _INLINE_BYTES:
-                await asyncio.to_thread(check_json, self._body, self._limits)
+                async with checking or nullcontext():
+                    await asyncio.to_thread(check_json, self._body, self._limits)
             else:
                 check_json(self._body, self._limits)
 

@@ -390,7 +390,7 @@ def test_a_passage_that_was_changed_takes_nothing_from_its_new_text() -> None:
     assert [turn.passages for turn in past.turns_without({(old.id, old.text)})] == [(), (new,)]
 
 
-def test_what_may_be_copied_is_bounded_by_the_context(chat: Chat, prompts: PromptBuilder) -> None:
+def test_what_may_be_copied_is_bounded_by_context_and_output(chat: Chat, prompts: PromptBuilder) -> None:
     """Ten megabytes of prediction, or of earlier messages that do not fit the prompt, were tokenised and kept."""
     messages = (Message("user", "a " * 10**6), Message("assistant", "b " * 10**6), Message("user", QUESTION))
     turn = ChatTurn(uuid.uuid4().hex, messages, PARAMS, SearchScope("ann"), prediction="c " * 10**6)
@@ -398,5 +398,5 @@ def test_what_may_be_copied_is_bounded_by_the_context(chat: Chat, prompts: Promp
     lengths = dict.fromkeys(SourceKind, 0)
     for source in request.sources:
         lengths[source.kind] += len(source.text)
-    assert lengths[SourceKind.PREDICTION] == prompts.max_chars
+    assert lengths[SourceKind.PREDICTION] == 16 * PARAMS.max_tokens < prompts.max_chars
     assert lengths[SourceKind.HISTORY] <= prompts.max_chars + len(QUESTION)

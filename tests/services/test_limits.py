@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
+from typing import Any
 
 import pytest
+from starlette.datastructures import Headers
 
+from services import request_limits
 from services.errors import ApiError
 from services.keys import Caller
 from services.limits import RateLimiter
 from services.metrics import Metrics
+from services.request_limits import IncomingRequest
 from services.settings import KeyLimits, Limits
 
 
@@ -196,3 +201,39 @@ def test_the_table_of_keys_does_not_grow(clock: Clock, monkeypatch: pytest.Monke
         with limiter.admit(Caller(str(number), "")):
             clock.now += 10.0
     assert len(limiter._usage) <= 11
+
+
+def test_large_bodies_of_a_key_are_checked_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eight bodies of 8 MB, checked at once, left another key's chat an eighth of the processor."""
+    counting, running, most = threading.Lock(), dict.fromkeys((ANN.key_id, BOB.key_id), 0), dict[str, int]()
+    both = threading.Barrier(2)
+
+    def check(body: bytes, limits: Limits) -> None:
+        name = body[:1].decode()
+        with counting:
+            running[name] += 1
+            most[name] = max(most.get(name, 0), running[name])
+        if body[1:2] == b"!":  # one body of each key: they meet in their checks, or the barrier breaks
+            both.wait(30)
+        threading.Event().wait(0.02)
+        with counting:
+            running[name] -= 1
+
+    async def send(limiter: RateLimiter, caller: Caller, mark: str) -> None:
+        body = (caller.key_id + mark).encode() + b" " * 10**6
+        headers = Headers({"content-type": "application/json", "content-length": str(len(body))})
+
+        async def receive() -> dict[str, Any]:
+            return {"type": "http.request", "body": body}
+
+        with limiter.admit(caller):
+            incoming = IncomingRequest("POST", "/v1/completions", headers, receive, Limits())
+            await incoming.read(30.0, limiter.checking(caller))
+
+    async def send_all() -> None:
+        limiter = RateLimiter(Limits(), Metrics("m"))
+        await asyncio.gather(*(send(limiter, caller, mark) for mark in "!    " for caller in (ANN, BOB)))
+
+    monkeypatch.setattr(request_limits, "check_json", check)
+    asyncio.run(send_all())
+    assert most == {ANN.key_id: 1, BOB.key_id: 1}

@@ -35,6 +35,8 @@ from ragspec.tenants import TenantCaches
 
 log = logging.getLogger(__name__)
 
+_PREDICTED_CHARS = 16
+"""Characters of a prediction that are read for each token that may be written: four times as many as most texts have."""
 _MAX_COPIED_TURNS = 4
 """Earlier turns that may be copied from when the prompt has none."""
 
@@ -93,11 +95,12 @@ class Chat:
         prompt = self._prompt(system, context, user_question, question, turn.params.max_tokens)
         most = self._prompts.max_chars  # Why cut: no answer is longer, and whatever is given is tokenised
         earlier = _cut(_history_texts(prompt.history or context.history[-_MAX_COPIED_TURNS:]), most)
+        predicted = turn.prediction[: min(most, _PREDICTED_CHARS * turn.params.max_tokens)]
         request = Request(
             turn.id,
             prompt.prompt_ids,
             turn.params,
-            copy_sources(user_question, prompt.passages, earlier, turn.prediction[:most]),
+            copy_sources(user_question, prompt.passages, earlier, predicted),
             turn.salt,
             turn.speculation,
             grammar=answer_grammar(turn.params, turn.speculation, prompt.passages),
