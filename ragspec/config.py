@@ -227,14 +227,34 @@ class EagleConfig(ConfigSection):
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
 
 
+class DraftModelConfig(ConfigSection):
+    """A small language model that drafts. `path`: as `target.model`; its vocabulary must be the target's.
+
+    `tree`, `num_children`, `width`, `max_depth` and `coupled`: as in `eagle`; every level takes a forward of the model. Device,
+    backend and dtype are the target's; `quantization`: "auto" as the target's. Keys and values of at most `max_kv_tokens` tokens
+    or `max_kv_bytes` are kept, and never of more tokens than the target's.
+    """
+
+    path: str = ""
+    tree: Literal["dynamic", "static", "chain"] = "dynamic"
+    num_children: int = Field(3, ge=1, le=64)
+    width: int = Field(1, ge=1, le=64)
+    max_depth: int = Field(6, ge=1, le=32)
+    coupled: bool = True
+    quantization: Literal["auto", "none", "int8"] = "auto"
+    max_kv_tokens: int = Field(32_768, ge=64)
+    max_kv_bytes: int | None = Field(None, ge=1)
+
+
 class DraftingConfig(ConfigSection):
-    """`drafters`: names of the drafters; null: copy, and eagle if `eagle.path` names a head. `max_tree_nodes`: the most nodes of
-    a tree beside its likeliest path, which may be as long as it pays. `reuse_earlier_answers`: copy also from a tenant's earlier
-    answers, at most `max_earlier_tokens` tokens of them."""
+    """`drafters`: names of the drafters; null: copy, and eagle and draft_model where their `path` is given. `max_tree_nodes`: the
+    most nodes of a tree beside its likeliest path, which may be as long as it pays. `reuse_earlier_answers`: copy also from a
+    tenant's earlier answers, at most `max_earlier_tokens` tokens of them."""
 
     speculation: bool = True
     drafters: tuple[str, ...] | None = Field(None, strict=False)
     eagle: EagleConfig = EagleConfig()
+    draft_model: DraftModelConfig = DraftModelConfig()
     max_tree_nodes: int = Field(48, ge=1, le=512)
     reuse_earlier_answers: bool = False
     max_earlier_tokens: int = Field(50_000, ge=0)

@@ -17,9 +17,17 @@ from typing import TypeVar
 import numpy as np
 import torch
 
-from ragspec.config import MIN_STEP_TOKENS, DraftingConfig, EagleConfig, EngineConfig, TargetConfig
+from ragspec.config import (
+    MIN_STEP_TOKENS,
+    DraftingConfig,
+    DraftModelConfig,
+    EagleConfig,
+    EngineConfig,
+    TargetConfig,
+)
 from ragspec.drafting.copy import CopyDrafter
 from ragspec.drafting.cost_model import CostTable
+from ragspec.drafting.draft_model.drafter import ModelDrafter, check_vocabulary
 from ragspec.drafting.drafter import Drafter
 from ragspec.drafting.eagle.checkpoint import read_head
 from ragspec.drafting.eagle.drafter import EagleDrafter
@@ -30,7 +38,8 @@ from ragspec.engine.admission import Admission, SamplerFactory
 from ragspec.engine.engine import Engine
 from ragspec.engine.measurements import kept_costs, kept_self_test
 from ragspec.engine.parallel import load_rank, threads_a_rank
-from ragspec.engine.target import Target
+from ragspec.engine.prefix_cache import PrefixCache
+from ragspec.engine.target import Target, load_tokenizer
 from ragspec.errors import ConfigError, ModelError
 from ragspec.numerics.attention import PAGE
 from ragspec.numerics.batch import Batch, ScheduledSequence
@@ -133,10 +142,12 @@ def make_drafters(target: Target, drafting: DraftingConfig) -> list[Drafter]:
             target.tokenizer, target.eos_ids, drafting.max_earlier_tokens if drafting.reuse_earlier_answers else 0
         ),
         "eagle": lambda: make_eagle(target, drafting.eagle),
+        "draft_model": lambda: make_draft_model(target, drafting.draft_model),
     }
     names = drafting.drafters
     if names is None:
-        names = ("copy", "eagle") if drafting.eagle.path else ("copy",)
+        given = {"copy": True, "eagle": bool(drafting.eagle.path), "draft_model": bool(drafting.draft_model.path)}
+        names = tuple(name for name, is_given in given.items() if is_given)
     unknown = [name for name in names if name not in known]
     if unknown:
         raise ConfigError(f"unknown drafter {unknown[0]!r}; there are: {', '.join(known)}")
@@ -158,6 +169,26 @@ def make_eagle(target: Target, config: EagleConfig) -> EagleDrafter:
     timer = _fastest(timers, lambda timer: timer.seconds(_TYPICAL_ROWS, room // 2))
     costs = CostTable.measure(timer.seconds, [room // 2], min(64, room // 2))
     return EagleDrafter(timer.network, shape, costs, window=config.window, coupled=config.coupled)
+
+
+def make_draft_model(target: Target, config: DraftModelConfig) -> ModelDrafter:
+    """Load a small model beside the target, on the same device, and measure its costs. Raises: ModelError."""
+    if not config.path:
+        raise ConfigError("drafting.draft_model.path is empty: it names a small model with the target's vocabulary")
+    quantization = config.quantization
+    if quantization == "auto":
+        quantization = "int8" if target.config.is_int8 else "none"
+    others = {"model": config.path, "adapter": "auto", "quantization": quantization, "max_context_tokens": None}
+    others["device"] = target.ranks.device(target.config.device)
+    settings = TargetConfig(**{**target.config.model_dump(), **others})
+    check_vocabulary(config.path, load_tokenizer(settings), target.tokenizer)
+    num_slots = min(config.max_kv_tokens, target.pool.num_slots)
+    model = Target.load(settings, num_slots, max_kv_bytes=config.max_kv_bytes)
+    context = min(model.max_context_tokens, model.pool.num_slots - PAGE, 2048) // 2
+    costs = CostTable.measure(partial(forward_s, model), [context], min(64, context))
+    shape = make_shape(config.tree, config.num_children, config.width, config.max_depth)
+    prefixes = PrefixCache(model.pool)
+    return ModelDrafter(model, target.vocab_size, shape, costs, prefixes, coupled=config.coupled)
 
 
 def measure_costs(target: Target, max_rows: int) -> CostTable:

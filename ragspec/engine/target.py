@@ -121,9 +121,7 @@ class Target:
         if self._max_kv_bytes is not None:
             slot_bytes = sum(2 * s.num_kv_heads * padded(s.head_dim) for s in self.shapes) * self.backend.kv_itemsize
             if (most := self._max_kv_bytes // slot_bytes // PAGE * PAGE) < PAGE:
-                raise ModelError(
-                    f"engine.max_kv_bytes is {self._max_kv_bytes}; a token takes {slot_bytes}, a page {PAGE}"
-                )
+                raise ModelError(f"max_kv_bytes is {self._max_kv_bytes}; a token takes {slot_bytes}, a page {PAGE}")
             num_kv_slots = min(num_kv_slots, most)
         self.pool = self.backend.make_pool(self.shapes, num_kv_slots)
 

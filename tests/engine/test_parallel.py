@@ -13,9 +13,9 @@ from engine.test_oracle import PARAMS, assert_equal, assert_pool_is_empty, draft
 from rank_process import Followers
 from tiny_target import save_model, target_config, tiny_engine
 
-from ragspec.config import DraftingConfig, EngineConfig, TargetConfig
+from ragspec.config import DraftingConfig, DraftModelConfig, EngineConfig, TargetConfig
 from ragspec.core import Request, SamplingParams
-from ragspec.engine.loading import load_engine
+from ragspec.engine.loading import load_engine, make_draft_model
 from ragspec.engine.target import FINAL, Target
 from ragspec.numerics.batch import Batch, ScheduledSequence
 from ragspec.numerics.kv_cache import KvPool, SequenceSlots
@@ -161,6 +161,21 @@ def test_a_head_on_rank_0_drafts_what_it_drafts_beside_one_rank(
         assert engine._planner.num_failures == 0
     assert_equal(completions, expected)
     assert total(completions, "num_drafted") == drafted > 0
+
+
+def test_a_draft_model_runs_on_rank_0_alone(followers: Followers, models: Models) -> None:
+    """The followers were told of the draft model's forwards and computed them with the target's weights."""
+    config, settings = TargetConfig(model=models("tied")), DraftModelConfig(path=models("llama"))
+    one = Target.load(config, ENGINE.max_kv_tokens)
+    requests = requests_of(one, PARAMS["T=1"])
+    expected = truth(one, requests, "T=1")
+    with followers.target(2, config, ENGINE) as target:
+        drafter = make_draft_model(target, settings)
+        with tiny_engine(target, [drafter], fixed_nodes=8) as engine:
+            completions = engine.generate(requests)
+            assert engine._planner.num_failures == 0
+    assert_equal(completions, expected)
+    assert total(completions, "num_drafted") > 0
 
 
 def test_an_engine_is_loaded_on_several_ranks(followers: Followers, models: Models) -> None:

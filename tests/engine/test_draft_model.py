@@ -1,0 +1,278 @@
+"""A small model as drafter: no output changes, its keys are those of a fresh reading, its pool has bounds, tenants stay apart."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from drafters import Half
+from engine.test_oracle import PARAMS, PROMPTS, assert_equal, assert_pool_is_empty, requests_of, total, truth
+from tiny_target import Free, save_model, target_config, tiny_engine
+
+from ragspec.config import DraftingConfig, DraftModelConfig, EngineConfig, TargetConfig
+from ragspec.core import Request, SamplingParams
+from ragspec.drafting.draft_model import drafter as module
+from ragspec.drafting.draft_model.drafter import ModelDrafter
+from ragspec.drafting.growing.batch import DraftBatch
+from ragspec.drafting.growing.shapes import make_shape
+from ragspec.engine import target as targets
+from ragspec.engine.engine import Engine
+from ragspec.engine.loading import load_engine, make_draft_model
+from ragspec.engine.prefix_cache import PrefixCache
+from ragspec.engine.target import FINAL, Target
+from ragspec.errors import ConfigError, ModelError
+from ragspec.evaluation.overrides import FixedTreePlanner
+from ragspec.numerics.batch import Batch, ScheduledSequence
+from ragspec.numerics.kv_cache import KvPool, SequenceSlots
+
+Tiny = Callable[..., Target]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two models of one vocabulary, which often differ: the small one is drafted with."""
+    root = tmp_path_factory.mktemp("models")
+    save_model("llama", root / "large")
+    save_model("llama", root / "small", num_hidden_layers=1, hidden_size=32, intermediate_size=48)
+    return root
+
+
+@functools.cache
+def model_at(path: Path, dtype: str) -> Target:
+    return Target.load(target_config(str(path), dtype), 2048)
+
+
+def drafter_for(
+    target: Target, model: Target, tree: tuple[str, int, int, int] = ("dynamic", 3, 2, 4), num_slots: int = 2048
+) -> ModelDrafter:
+    model.reset_pool(num_slots)
+    return Watched(model, target.vocab_size, make_shape(*tree), Free(1e-9), PrefixCache(model.pool))
+
+
+class Watched(ModelDrafter):
+    """Notes, at every draft, the text and the state that it grew from, and how many tokens its forwards took."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.seen: list[tuple[list[int], torch.Tensor]] = []
+        self.num_rows: list[int] = []
+
+    def _read(self, drafts: list[Any], rows: DraftBatch, cache: KvPool) -> torch.Tensor:
+        states = super()._read(drafts, rows, cache)
+        self.seen += [(list(draft.sequence.tokens), state.clone()) for draft, state in zip(drafts, states, strict=True)]
+        self.num_rows.append(sum(draft.num_new for draft in drafts))
+        return states
+
+
+def fresh_state(model: Target, tokens: list[int]) -> torch.Tensor:
+    """The state of the last token, all tokens in one forward."""
+    slots = SequenceSlots(KvPool(model.shapes, 512))
+    pool, model.pool = model.pool, slots.pool
+    ids = np.array(tokens, np.int32)
+    metadata = Batch([ScheduledSequence(slots, ids)]).metadata
+    _, tapped = model.forward_tapped(ids, metadata, np.array([0], np.int32), (FINAL,))
+    model.pool = pool
+    return tapped[FINAL][-1]
+
+
+def assert_nothing_held(drafter: ModelDrafter) -> None:
+    """All pages are free but the ones of cached prefixes, and these go with their tenant."""
+    assert len(drafter.cache) == 0
+    drafter.purge("")
+    assert drafter.cache.pool.num_free_pages == drafter.cache.pool.num_pages
+    assert not drafter.cache.pool._holders.any()
+
+
+@pytest.mark.parametrize(("name", "dtype"), [*((name, "float32") for name in PARAMS), ("T=1", "torch-float32")])
+def test_no_output_changes(tiny: Tiny, folder: Path, name: str, dtype: str) -> None:
+    """A draft changed a token, alone or in a batch; or nothing was drafted at all."""
+    target, model = tiny("llama", dtype), model_at(folder / "small", dtype)
+    requests = requests_of(target, PARAMS[name])
+    expected = truth(target, requests, name)
+    for tree in (("dynamic", 3, 2, 4), ("chain", 1, 1, 5)):
+        drafter = drafter_for(target, model, tree)
+        with tiny_engine(target, [drafter]) as engine:
+            completions = [*engine.generate(requests), *engine.generate([replace(requests[2], id="r2")])]
+            assert engine._planner.num_failures == 0
+            assert_pool_is_empty(engine)
+        assert_equal(completions, expected)
+        assert total(completions, "num_drafted") > 0
+        assert_nothing_held(drafter)
+
+
+@pytest.mark.parametrize("name", ["greedy", "T=1", "top-p", "top-k, min-p"])
+@pytest.mark.parametrize("dtype", ["float32", "torch-float32"])
+def test_the_target_itself_is_right_nearly_always(tiny: Tiny, name: str, dtype: str) -> None:
+    """Positions one off, keys of another sequence, the noise of another position: acceptance fell, and nothing else showed it."""
+    target = tiny("llama", dtype)
+    model = model_at(Path(target.config.model), dtype)
+    requests = requests_of(target, PARAMS[name])
+    drafter = drafter_for(target, model, ("chain", 1, 1, 4))
+    with tiny_engine(target, [drafter]) as engine:
+        completions = engine.generate(requests)
+        assert engine._planner.num_failures == 0
+    assert_equal(completions, truth(target, requests, name))
+    assert total(completions, "num_accepted") >= 0.98 * total(completions, "num_drafted") > 20
+
+
+@pytest.mark.parametrize(
+    ("options", "num_slots"),
+    [({}, 2048), ({"max_step_tokens": 16}, 2048), ({"num_kv_slots": 256}, 2048), ({"prefix_cache": False}, 400)],
+)
+def test_states_are_those_of_a_fresh_reading(
+    tiny: Tiny, folder: Path, options: dict[str, Any], num_slots: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Keys of rejected nodes stayed, an accepted node was kept at another's place, a preempted or evicted text lost its keys."""
+    monkeypatch.setattr(module, "_MOST_WAITING", 8)
+    monkeypatch.setattr(module, "_CHUNK", 7)
+    target, model = tiny(), model_at(folder / "small", "float32")
+    requests = requests_of(target, PARAMS["T=1"])
+    longer = [replace(r, id=f"x{i}", prompt_ids=(*r.prompt_ids[: 6 + i], 50 + i)) for i, r in enumerate(requests)]
+    expected = truth(target, requests, "T=1") | truth(target, longer, "T=1")
+    half = Half({key: plain.token_ids for key, plain in expected.items()})
+    drafter = drafter_for(target, model, num_slots=num_slots)
+    with tiny_engine(target, [half, drafter], **options) as engine:
+        for batch in (requests, longer, requests[::2], longer):
+            assert_equal(engine.generate(batch), expected)
+        assert engine._planner.num_failures == 0
+        if "num_kv_slots" in options:
+            assert engine._scheduler.num_preemptions > 0
+        assert_pool_is_empty(engine)
+    assert_nothing_held(drafter)
+    assert len(drafter.seen) > 12
+    for tokens, state in drafter.seen[:: max(1, len(drafter.seen) // 60)]:
+        assert torch.allclose(state, fresh_state(model, tokens), atol=1e-4), len(tokens)
+
+
+def test_accepted_nodes_and_known_prefixes_are_not_read_again(tiny: Tiny) -> None:
+    """Every draft read its own accepted nodes again, and every request its whole prompt."""
+    target = tiny()
+    model = model_at(Path(target.config.model), "float32")
+    drafter = drafter_for(target, model, ("chain", 1, 1, 4))
+    prompt, params = tuple(range(30, 80)), SamplingParams(max_tokens=30, ignore_eos=True)
+    with tiny_engine(target, [drafter]) as engine:
+        (first,) = engine.generate([Request("a", prompt, params, salt="one")])
+        assert drafter.num_rows[0] == 50 and max(drafter.num_rows[1:]) <= 2
+        drafter.num_rows.clear()
+        engine.generate([Request("b", (*prompt, *first.token_ids[:9], 7, 8), params, salt="one")])
+        assert drafter.num_rows[0] == 2
+        drafter.num_rows.clear()
+        engine.generate([Request("c", prompt, params, salt="two")])
+        assert drafter.num_rows[0] == 50, "another tenant's text was found"
+        engine.purge("one")
+        drafter.num_rows.clear()
+        engine.generate([Request("d", prompt, params, salt="one")])
+        assert drafter.num_rows[0] == 50, "purged text was found"
+
+
+def test_text_of_a_purged_tenant_is_not_kept_when_it_ends(tiny: Tiny, folder: Path) -> None:
+    """A sequence that ran during the purge left its text behind."""
+    target = tiny()
+    drafter = drafter_for(target, model_at(folder / "small", "float32"))
+    request = Request("a", tuple(range(30, 60)), SamplingParams(max_tokens=40, ignore_eos=True), salt="one\0x")
+    with tiny_engine(target, [drafter]) as engine:
+        steps: list[int] = []
+
+        def purge_once(delta: Any) -> None:
+            steps.append(len(delta.token_ids))
+            if len(steps) == 3:
+                engine.purge("one")
+
+        engine.submit_all([request], purge_once)
+        while not engine._scheduler.idle or not steps:
+            engine.between_steps(lambda: None)
+        engine.between_steps(lambda: None)
+    assert len(steps) > 3 and len(drafter.cache) == 0
+    assert drafter.cache.pool.num_free_pages == drafter.cache.pool.num_pages
+
+
+@pytest.mark.parametrize("num_slots", [48, 96, 160])
+def test_a_small_pool_costs_drafts_alone(tiny: Tiny, folder: Path, num_slots: int) -> None:
+    """Texts that did not fit failed, or took the pages of a draft in the same step."""
+    target, model = tiny(), model_at(folder / "small", "float32")
+    requests = requests_of(target, PARAMS["T=1"])
+    drafter = drafter_for(target, model, num_slots=num_slots)
+    with tiny_engine(target, [drafter]) as engine:
+        completions = [*engine.generate(requests), *engine.generate(requests)]
+        assert engine._planner.num_failures == 0
+    assert_equal(completions, truth(target, requests, "T=1"))
+    assert total(completions, "num_drafted") > 0
+    assert_nothing_held(drafter)
+
+
+def test_a_text_beyond_the_models_context_gets_no_drafts(tiny: Tiny, tmp_path: Path) -> None:
+    """The kernel read beyond the table of rotations."""
+    save_model("llama", tmp_path, max_position_embeddings=32, num_hidden_layers=1)
+    target = tiny()
+    drafter = drafter_for(target, model_at(tmp_path, "float32"))
+    params = SamplingParams(temperature=1.0, seed=3, max_tokens=40, ignore_eos=True)
+    request = Request("a", tuple(range(30, 50)), params)
+    with tiny_engine(target) as engine:
+        expected = engine.generate([request])[0].token_ids
+    with tiny_engine(target, [drafter]) as engine:
+        (done,) = engine.generate([request])
+        assert engine._planner.num_failures == 0
+    assert done.token_ids == expected and done.stats.num_drafted > 0
+    assert max(len(tokens) for tokens, _ in drafter.seen) == 31  # type: ignore[attr-defined]
+
+
+def test_logits_that_are_no_numbers_are_no_draft(tiny: Tiny, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NaN from the model reached the tree, or ended the request."""
+    target, model = tiny(), model_at(folder / "small", "float32")
+    monkeypatch.setattr(model, "logits_of", lambda states: torch.full((len(states), 320), torch.nan), raising=False)
+    requests = requests_of(target, PARAMS["T=1"], PROMPTS[:3])
+    with tiny_engine(target, [drafter_for(target, model)]) as engine:
+        completions = engine.generate(requests)
+        assert engine._planner.num_failures > 0
+    assert_equal(completions, truth(target, requests, "T=1"))
+    assert total(completions, "num_drafted") == 0
+
+
+def open_engine(folder: Path, path: Path | str, **options: Any) -> Engine:
+    drafting = DraftingConfig(draft_model=DraftModelConfig(path=str(path), **options), max_tree_nodes=6)
+    config = TargetConfig(model=str(folder / "large"))
+    return load_engine(config, EngineConfig(max_kv_tokens=1024), drafting, planner_class=FixedTreePlanner)
+
+
+def test_a_configured_model_drafts_and_changes_nothing(folder: Path) -> None:
+    """A path in the configuration was read and nothing drafted with it; or its pool was as large as it liked."""
+    params = SamplingParams(temperature=1.0, seed=4, max_tokens=16, ignore_eos=True)
+    requests = [Request(f"{i}", tuple(range(20 + i, 40 + 2 * i)), params) for i in range(3)]
+    with load_engine(
+        TargetConfig(model=str(folder / "large")), EngineConfig(max_kv_tokens=1024), DraftingConfig(speculation=False)
+    ) as engine:
+        expected = [done.token_ids for done in engine.generate(requests)]
+    with open_engine(folder, folder / "small", max_kv_bytes=100_000) as engine:
+        completions = engine.generate(requests)
+        names = [drafter.name for drafter in engine._planner._drafters]
+        pool = engine._planner._drafters[1]._drafter.cache.pool  # type: ignore[attr-defined]
+        assert engine._planner.num_failures == 0
+    assert names == ["copy", "draft_model"] and pool.num_slots == 384
+    assert [done.token_ids for done in completions] == expected
+    assert all("draft_model" in done.stats.positions for done in completions)
+
+
+def test_another_vocabulary_is_refused_by_name(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drafts in the tokens of another model: nothing was ever accepted, and nobody knew why."""
+    save_model("llama", tmp_path / "foreign")
+    path, target = tmp_path / "foreign" / "tokenizer.json", model_at(folder / "large", "float32")
+    saved = json.loads(path.read_text())
+    ids = saved["model"]["vocab"]
+    ids["!"], ids["#"] = ids["#"], ids["!"]
+    path.write_text(json.dumps(saved))
+    monkeypatch.setattr(targets, "load_whole", None)  # refused before any weight is read
+    with pytest.raises(
+        ModelError, match=r"foreign has another vocabulary than the target: token \d+ is '#' there and '!'"
+    ):
+        make_draft_model(target, DraftModelConfig(path=str(path.parent)))
+    with pytest.raises(ConfigError, match=r"drafting\.draft_model\.path"):
+        make_draft_model(target, DraftModelConfig())
+    with pytest.raises(ModelError, match="nowhere"):
+        make_draft_model(target, DraftModelConfig(path=str(tmp_path / "nowhere")))
