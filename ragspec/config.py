@@ -209,11 +209,11 @@ class TargetConfig(ConfigSection):
         return "-".join(parts)
 
 
-class EagleConfig(ConfigSection):
-    """An EAGLE head. `path`: its directory.
+class TreeHeadConfig(ConfigSection):
+    """Heads that read the target's hidden states and draft trees. `path`: their directory.
 
     `tree`: "dynamic" extends the `width` most probable paths of each level by `num_children` children, down to `max_depth`
-    tokens; "static" is EAGLE-1's fixed tree, "chain" has no branches. The head attends to the last `window` positions.
+    tokens; "static" is the family's published fixed tree (EAGLE-1's of 25 nodes, Medusa's of 63), "chain" has no branches.
     `coupled`: drafts use the noise that the target samples with. `dtype`: of the products; auto: the fastest on this machine.
     """
 
@@ -222,9 +222,14 @@ class EagleConfig(ConfigSection):
     num_children: int = Field(4, ge=1, le=64)
     width: int = Field(4, ge=1, le=64)
     max_depth: int = Field(6, ge=1, le=32)
-    window: int = Field(256, ge=16)
     coupled: bool = True
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+
+
+class EagleConfig(TreeHeadConfig):
+    """An EAGLE head, with the keys of `drafting.medusa`. The head attends to the last `window` positions."""
+
+    window: int = Field(256, ge=16)
 
 
 class DraftModelConfig(ConfigSection):
@@ -247,17 +252,23 @@ class DraftModelConfig(ConfigSection):
 
 
 class DraftingConfig(ConfigSection):
-    """`drafters`: names of the drafters; null: copy, and eagle and draft_model where their `path` is given. `max_tree_nodes`: the
-    most nodes of a tree beside its likeliest path, which may be as long as it pays. `reuse_earlier_answers`: copy also from a
+    """`drafters`: names of the drafters; null: copy, and each whose `path` is given. `max_tree_nodes`: the most nodes of
+    a tree beside its likeliest path, which may be as long as it pays. `reuse_earlier_answers`: copy also from a
     tenant's earlier answers, at most `max_earlier_tokens` tokens of them."""
 
     speculation: bool = True
     drafters: tuple[str, ...] | None = Field(None, strict=False)
     eagle: EagleConfig = EagleConfig()
+    medusa: TreeHeadConfig = TreeHeadConfig()
     draft_model: DraftModelConfig = DraftModelConfig()
     max_tree_nodes: int = Field(48, ge=1, le=512)
     reuse_earlier_answers: bool = False
     max_earlier_tokens: int = Field(50_000, ge=0)
+
+    @property
+    def networks(self) -> dict[str, TreeHeadConfig | DraftModelConfig]:
+        """The sections of drafters with a network of their own, by drafter."""
+        return {name: section for name, section in self if isinstance(section, TreeHeadConfig | DraftModelConfig)}
 
 
 class EngineConfig(ConfigSection):

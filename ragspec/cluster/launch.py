@@ -80,10 +80,9 @@ def paths_of(spec: DeploymentSpec) -> dict[str, str]:
     roles: dict[str, str] = {}
     if topology.replicas:
         roles |= {
+            **{section.path: f"{name} drafter" for name, section in config.drafting.networks.items()},
             config.target.model: "target",
             config.target.adapter: "adapter",
-            config.drafting.eagle.path: "drafting head",
-            config.drafting.draft_model.path: "draft model",
         }
     if topology.num_shards:
         roles |= {config.retriever.index_dir: "index", config.retriever.reranker: "reranker"}
@@ -96,15 +95,17 @@ def with_full_paths(config: PipelineConfig) -> PipelineConfig:
     """Folders become absolute, because processes on other nodes have other working directories."""
     retriever, drafting = config.retriever, config.drafting
     index_dir = str(Path(retriever.index_dir).resolve()) if retriever.index_dir else ""
-    eagle = drafting.eagle.model_copy(update={"path": _full_path(drafting.eagle.path)})
-    draft_model = drafting.draft_model.model_copy(update={"path": _full_path(drafting.draft_model.path)})
+    networks = {
+        name: section.model_copy(update={"path": _full_path(section.path)})
+        for name, section in drafting.networks.items()
+    }
     sections = {
         "target": config.target.model_copy(
             update={"model": _full_path(config.target.model), "adapter": _full_path(config.target.adapter)}
         ),
         "encoder": config.encoder.model_copy(update={"model": _full_path(config.encoder.model)}),
         "retriever": retriever.model_copy(update={"index_dir": index_dir, "reranker": _full_path(retriever.reranker)}),
-        "drafting": drafting.model_copy(update={"eagle": eagle, "draft_model": draft_model}),
+        "drafting": drafting.model_copy(update=networks),
     }
     return config.model_copy(update=sections)
 

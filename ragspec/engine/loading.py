@@ -12,7 +12,7 @@ from collections.abc import Sequence as SequenceOf
 from functools import partial
 from statistics import median
 from threading import Thread
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -24,6 +24,7 @@ from ragspec.config import (
     EagleConfig,
     EngineConfig,
     TargetConfig,
+    TreeHeadConfig,
 )
 from ragspec.drafting.copy import CopyDrafter
 from ragspec.drafting.cost_model import CostTable
@@ -32,7 +33,10 @@ from ragspec.drafting.drafter import Drafter
 from ragspec.drafting.eagle.checkpoint import read_head
 from ragspec.drafting.eagle.drafter import EagleDrafter
 from ragspec.drafting.eagle.network import EagleNetwork, HeadTimer
-from ragspec.drafting.growing.shapes import make_shape
+from ragspec.drafting.growing.shapes import MEDUSA_TREE, make_shape
+from ragspec.drafting.medusa.checkpoint import read_medusa
+from ragspec.drafting.medusa.drafter import MedusaDrafter
+from ragspec.drafting.medusa.network import MedusaNetwork
 from ragspec.drafting.planner import Planner
 from ragspec.engine.admission import Admission, SamplerFactory
 from ragspec.engine.engine import Engine
@@ -55,6 +59,7 @@ log = logging.getLogger(__name__)
 _TYPICAL_ROWS = 8
 
 T = TypeVar("T")
+TimedHead = TypeVar("TimedHead", bound="Timed")
 
 
 def load_engine(
@@ -142,12 +147,12 @@ def make_drafters(target: Target, drafting: DraftingConfig) -> list[Drafter]:
             target.tokenizer, target.eos_ids, drafting.max_earlier_tokens if drafting.reuse_earlier_answers else 0
         ),
         "eagle": lambda: make_eagle(target, drafting.eagle),
+        "medusa": lambda: make_medusa(target, drafting.medusa),
         "draft_model": lambda: make_draft_model(target, drafting.draft_model),
     }
     names = drafting.drafters
     if names is None:
-        given = {"copy": True, "eagle": bool(drafting.eagle.path), "draft_model": bool(drafting.draft_model.path)}
-        names = tuple(name for name, is_given in given.items() if is_given)
+        names = ("copy", *(name for name, section in drafting.networks.items() if section.path))
     unknown = [name for name in names if name not in known]
     if unknown:
         raise ConfigError(f"unknown drafter {unknown[0]!r}; there are: {', '.join(known)}")
@@ -155,20 +160,46 @@ def make_drafters(target: Target, drafting: DraftingConfig) -> list[Drafter]:
 
 
 def make_eagle(target: Target, config: EagleConfig) -> EagleDrafter:
-    """Load a head from its directory in the faster dtype, and measure its costs. Raises: ModelError."""
-    if not config.path:
-        raise ConfigError("drafting.eagle.path is empty: it names the directory of a head for this target")
+    """Load a head from its directory in the faster dtype, and measure its costs. Raises: ConfigError, ModelError."""
+    checkpoint = read_head(_path_of(config, "eagle"))
     shape = make_shape(config.tree, config.num_children, config.width, config.max_depth)
-    checkpoint, most = read_head(config.path), target.num_positions + shape.max_depth
-    room = min(target.max_context_tokens, config.window, target.pool.num_slots)
+    most = target.num_positions + shape.max_depth
+    context = min(target.max_context_tokens, config.window, target.pool.num_slots) // 2
+
+    def build(dtype: torch.dtype) -> HeadTimer:
+        return HeadTimer(EagleNetwork(checkpoint, target, most, dtype), target.pool)
+
+    timer, costs = _fastest_dtype(target, config, build, context, min(64, context))
+    return EagleDrafter(timer.network, shape, costs, window=config.window, coupled=config.coupled)
+
+
+def make_medusa(target: Target, config: TreeHeadConfig) -> MedusaDrafter:
+    """As `make_eagle`, for Medusa's heads."""
+    heads = read_medusa(_path_of(config, "medusa"), target)
+    shape = make_shape(config.tree, config.num_children, config.width, config.max_depth, MEDUSA_TREE)
+    network, costs = _fastest_dtype(target, config, lambda dtype: MedusaNetwork(heads, target, dtype), 0, 64)
+    return MedusaDrafter(network, shape, costs, coupled=config.coupled)
+
+
+def _path_of(config: TreeHeadConfig, name: str) -> str:
+    if not config.path:
+        raise ConfigError(f"drafting.{name}.path is empty: it names the directory of a head for this target")
+    return config.path
+
+
+class Timed(Protocol):
+    def seconds(self, num_rows: int, context: int) -> float: ...
+
+
+def _fastest_dtype(
+    target: Target, config: TreeHeadConfig, build: Callable[[torch.dtype], TimedHead], context: int, max_rows: int
+) -> tuple[TimedHead, CostTable]:
+    """A head with products in the configured dtype, or in the faster one, and its costs."""
     names = ("float32", "bfloat16") if config.dtype == "auto" else (config.dtype,)
     on_cpu = target.backend.name == "cpu"
     dtypes = [dtype for name in names if packing_available(dtype := getattr(torch, name)) or not on_cpu]
-    networks = [EagleNetwork(checkpoint, target, most, dtype) for dtype in dtypes]
-    timers = [HeadTimer(network, target.pool) for network in networks]
-    timer = _fastest(timers, lambda timer: timer.seconds(_TYPICAL_ROWS, room // 2))
-    costs = CostTable.measure(timer.seconds, [room // 2], min(64, room // 2))
-    return EagleDrafter(timer.network, shape, costs, window=config.window, coupled=config.coupled)
+    head = _fastest([build(dtype) for dtype in dtypes], lambda head: head.seconds(_TYPICAL_ROWS, context))
+    return head, CostTable.measure(head.seconds, [context], max_rows)
 
 
 def make_draft_model(target: Target, config: DraftModelConfig) -> ModelDrafter:

@@ -24,6 +24,7 @@ from ragspec.drafting.eagle.network import EagleNetwork
 from ragspec.drafting.growing.batch import DraftBatch, ScheduledDraft
 from ragspec.drafting.growing.shapes import make_shape
 from ragspec.engine.target import Target
+from ragspec.numerics.backend import LogitRows
 from ragspec.numerics.batch import Batch, ScheduledSequence
 from ragspec.numerics.kv_cache import KvPool, SequenceSlots
 from ragspec.tree import Proposal
@@ -166,10 +167,9 @@ class Fitted(EagleDrafter):
 
     target: Target
 
-    def _extend(self, drafts: list[Any], states: torch.Tensor, depth: int, budget: Budget) -> bool:
+    def _extend(self, drafts: list[Any], logits: LogitRows, depth: int, budget: Budget) -> bool:
         rows = [self._true(draft, node) for draft in drafts for node in draft.open]
-        self.network.logits = lambda _: np.stack(rows)[:, self.network.draft_ids]  # type: ignore[method-assign]
-        return super()._extend(drafts, states, depth, budget)
+        return super()._extend(drafts, np.stack(rows)[:, self.network.draft_ids], depth, budget)
 
     def _true(self, draft: Any, node: Any) -> np.ndarray:
         tokens, number = [], node.number

@@ -117,5 +117,5 @@ def test_a_head_is_named_and_read_or_refused(model: Path, tmp_path: Path) -> Non
         open_engine(model, "")
     with pytest.raises(ModelError, match="nowhere"):
         open_engine(model, tmp_path / "nowhere")
-    with pytest.raises(ConfigError, match="medusa"):
-        open_engine(model, "", ("medusa",))
+    with pytest.raises(ConfigError, match="glide"):
+        open_engine(model, "", ("glide",))

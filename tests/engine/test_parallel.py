@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from drafting.medusa_heads import medusa_drafter
 from engine.test_eagle import drafter_for
 from engine.test_oracle import PARAMS, assert_equal, assert_pool_is_empty, drafters, requests_of, total, truth
 from rank_process import Followers
@@ -15,6 +17,7 @@ from tiny_target import save_model, target_config, tiny_engine
 
 from ragspec.config import DraftingConfig, DraftModelConfig, EngineConfig, TargetConfig
 from ragspec.core import Request, SamplingParams
+from ragspec.drafting.drafter import Drafter
 from ragspec.engine.loading import load_engine, make_draft_model
 from ragspec.engine.target import FINAL, Target
 from ragspec.numerics.batch import Batch, ScheduledSequence
@@ -145,18 +148,22 @@ def test_every_setting_of_the_oracle(followers: Followers, models: Models, dtype
                     assert_pool_is_empty(engine)
 
 
-@pytest.mark.parametrize("family", ["eagle", "eagle3"])
+@pytest.mark.parametrize("family", ["eagle", "eagle3", "medusa"])
 def test_a_head_on_rank_0_drafts_what_it_drafts_beside_one_rank(
-    followers: Followers, models: Models, family: str
+    followers: Followers, models: Models, tmp_path: Path, family: str
 ) -> None:
     """A head read rank 0's part of the embedding or of the output layer; its draft had the followers compute."""
     config = TargetConfig(model=models("tied"))
     one = Target.load(config, ENGINE.max_kv_tokens)
     requests = requests_of(one, PARAMS["T=1"])
     expected = truth(one, requests, "T=1")
-    with tiny_engine(one, [drafter_for(one, family)]) as engine:
+
+    def drafter(target: Target) -> Drafter:
+        return medusa_drafter(target, tmp_path) if family == "medusa" else drafter_for(target, family)
+
+    with tiny_engine(one, [drafter(one)]) as engine:
         drafted = total(engine.generate(requests), "num_drafted")
-    with followers.target(2, config, ENGINE) as target, tiny_engine(target, [drafter_for(target, family)]) as engine:
+    with followers.target(2, config, ENGINE) as target, tiny_engine(target, [drafter(target)]) as engine:
         completions = engine.generate(requests)
         assert engine._planner.num_failures == 0
     assert_equal(completions, expected)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from drafting.medusa_heads import medusa_drafter
 from engine.test_eagle import drafter_for
 from pydantic import ValidationError
 from tiny_target import SENTENCES, tiny_engine
@@ -273,11 +275,11 @@ def crossings(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, int]]:
     yield counted
 
 
-@pytest.mark.parametrize("drafter", ["copy", "eagle", "eagle3"])
+@pytest.mark.parametrize("drafter", ["copy", "eagle", "eagle3", "medusa"])
 @pytest.mark.parametrize(
     "name", ["greedy", "top-p", "penalties", "log-probabilities", "near ties", "traversal", "typical"]
 )
-def test_only_ids_cross(tiny: Tiny, crossings: dict[str, int], name: str, drafter: str) -> None:
+def test_only_ids_cross(tiny: Tiny, crossings: dict[str, int], tmp_path: Path, name: str, drafter: str) -> None:
     """Logits, hidden states or keys went to the host: at 150,000 tokens of vocabulary the bus is slower than the model."""
     params = {"greedy": PARAMS[0], "penalties": PARAMS[7]}.get(name, PARAMS[5])
     params = replace(params, max_tokens=12, seed=3, logprobs=2 if name == "log-probabilities" else None)
@@ -289,6 +291,8 @@ def test_only_ids_cross(tiny: Tiny, crossings: dict[str, int], name: str, drafte
     requests = [Request(f"r{i}", prompt, params, sources, speculation=speculation) for i, prompt in enumerate(prompts)]
     if drafter == "copy":
         drafters: list[Drafter] = [CopyDrafter(target.tokenizer, target.eos_ids)]
+    elif drafter == "medusa":
+        drafters = [medusa_drafter(target, tmp_path)]
     else:
         drafters = [drafter_for(target, drafter)]
     with tiny_engine(target, drafters, max_nodes=6) as engine:

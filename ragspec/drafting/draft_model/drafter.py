@@ -22,9 +22,9 @@ from transformers import PreTrainedTokenizerBase
 from ragspec.drafting.cost_model import CostTable
 from ragspec.drafting.draft_model.memory import ModelCache, ModelDraft, ModelMemory, Prefixes
 from ragspec.drafting.drafter import Budget, Features, SequenceView
+from ragspec.drafting.growing.attending import AttendingDrafter
 from ragspec.drafting.growing.batch import DraftBatch, ScheduledDraft
 from ragspec.drafting.growing.draft import DraftSettings
-from ragspec.drafting.growing.drafter import GrowingDrafter
 from ragspec.drafting.growing.shapes import TreeShape
 from ragspec.errors import ModelError
 from ragspec.numerics.attention import AttentionMetadata, Ints
@@ -57,7 +57,7 @@ class DraftModel(Protocol):
     def logits_of(self, states: Tensor) -> Tensor: ...
 
 
-class ModelDrafter(GrowingDrafter[ModelDraft]):
+class ModelDrafter(AttendingDrafter[ModelDraft]):
     """See the module. `vocab_size`: the target's; either model may have a longer output layer, whose rest means nothing."""
 
     name = "draft_model"

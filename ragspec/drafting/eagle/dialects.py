@@ -9,15 +9,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ragspec.drafting.eagle.layout import NUM_AUX_LAYERS, EagleFamily, HeadCheckpoint, HeadConfig, layer_prefix
+from ragspec.drafting.heads.config_keys import Raw, integer, number, section_of, truth
 from ragspec.errors import ModelError
-
-Raw = Mapping[str, Any]
 
 DEFAULT_ROPE_THETA = 10000.0  # Why: the published code falls back to it, even where the target's base is another.
 _DEFAULT_EPS = 1e-6
@@ -30,6 +29,7 @@ _NOT_EAGLE = {
     "Medusa": re.compile(r"(medusa_head\.|\d+\.\d+\.(linear\.)?(weight|bias)$)"),
     "GliDe": re.compile(r".*\bcross_attn\b"),
 }
+_PLACES = {"Medusa": "; drafting.medusa.path names a Medusa head"}
 
 
 def official_form(raw: Raw, stored: Mapping[str, Tensor]) -> HeadCheckpoint:
@@ -53,7 +53,9 @@ def _family_of(raw: Raw, stored: Iterable[str]) -> EagleFamily:
     names = set(stored)
     for family, pattern in _NOT_EAGLE.items():
         if foreign := sorted(name for name in names if pattern.match(name)):
-            raise ModelError(f"this is a {family} head ({foreign[0]}), which is not served as EAGLE")
+            raise ModelError(
+                f"this is a {family} head ({foreign[0]}), which is not served as EAGLE{_PLACES.get(family, '')}"
+            )
     layers = sorted({int(found[1]) for name in names if (found := re.match(r"layers\.(\d{1,9})\.", name))})
     is_speculators = "speculators_config" in raw or "layers.0.hidden_norm.weight" in names
     if "d2t" in names or any(name.startswith("midlayer.") for name in names) or (layers and is_speculators):
@@ -75,43 +77,43 @@ def _merged(raw: Raw) -> dict[str, Any]:
     kind = raw.get("speculators_model_type") or "eagle3"
     if kind != "eagle3":
         raise ModelError(f"speculators_model_type {kind!r} is not served; eagle3 is")
-    eagle = dict(_section(raw, "eagle_config"))
+    eagle = dict(section_of(raw, "eagle_config"))
     if eagle.get(AUX_KEY) is not None:
         eagle[AUX_KEY] = [tap + 1 for tap in _taps(eagle)]
     given = {key: value for key, value in raw.items() if value is not None}
-    return {**_section(raw, "transformer_layer_config"), **eagle, **given}
+    return {**section_of(raw, "transformer_layer_config"), **eagle, **given}
 
 
 def _config_of(family: EagleFamily, merged: Raw) -> HeadConfig:
     _refuse_unserved(merged)
-    hidden_size, num_heads = _integer(merged, "hidden_size"), _integer(merged, "num_attention_heads")
+    hidden_size, num_heads = integer(merged, "hidden_size"), integer(merged, "num_attention_heads")
     if merged.get("head_dim") is None and (num_heads < 1 or hidden_size % num_heads):
         raise ModelError(f"config.json has no head_dim, and {num_heads} heads do not divide hidden_size {hidden_size}")
-    vocab_size = _integer(merged, "vocab_size")
+    vocab_size = integer(merged, "vocab_size")
     return HeadConfig(
         family=family,
         hidden_size=hidden_size,
-        intermediate_size=_integer(merged, "intermediate_size"),
+        intermediate_size=integer(merged, "intermediate_size"),
         num_heads=num_heads,
-        num_kv_heads=_integer(merged, "num_key_value_heads", num_heads),
-        head_dim=_integer(merged, "head_dim", hidden_size // max(num_heads, 1)),
+        num_kv_heads=integer(merged, "num_key_value_heads", num_heads),
+        head_dim=integer(merged, "head_dim", hidden_size // max(num_heads, 1)),
         vocab_size=vocab_size,
-        draft_vocab_size=_integer(merged, "draft_vocab_size", vocab_size),
-        rms_norm_eps=_number(merged, "rms_norm_eps", _DEFAULT_EPS),
+        draft_vocab_size=integer(merged, "draft_vocab_size", vocab_size),
+        rms_norm_eps=number(merged, "rms_norm_eps", _DEFAULT_EPS),
         rope_theta=_rope_theta(merged),
-        max_positions=_integer(merged, "max_position_embeddings", _DEFAULT_POSITIONS),
-        target_hidden_size=_integer(merged, "target_hidden_size", hidden_size),
+        max_positions=integer(merged, "max_position_embeddings", _DEFAULT_POSITIONS),
+        target_hidden_size=integer(merged, "target_hidden_size", hidden_size),
         aux_layers=tuple(sorted(_taps(merged))),
-        fc_bias=_truth(merged, "bias", family is EagleFamily.EAGLE),
-        norm_before_residual=_truth(merged, "norm_before_residual"),
-        norm_before_fc=_truth(merged, "norm_before_fc") or _truth(merged, "fc_norm"),
-        norm_output=_truth(merged, "norm_output"),
+        fc_bias=truth(merged, "bias", family is EagleFamily.EAGLE),
+        norm_before_residual=truth(merged, "norm_before_residual"),
+        norm_before_fc=truth(merged, "norm_before_fc") or truth(merged, "fc_norm"),
+        norm_output=truth(merged, "norm_output"),
     )
 
 
 def _refuse_unserved(merged: Raw) -> None:
     """Raises: ModelError for keys that would change the result and are not supported."""
-    if (layers := _integer(merged, "num_hidden_layers", 1)) != 1:
+    if (layers := integer(merged, "num_hidden_layers", 1)) != 1:
         raise ModelError(f"config.json has num_hidden_layers {layers}; heads of one layer are served")
     if (activation := merged.get("hidden_act") or "silu") != "silu":
         raise ModelError(f"config.json has hidden_act {activation!r}; silu is served")
@@ -119,17 +121,17 @@ def _refuse_unserved(merged: Raw) -> None:
     if layer_types != ["full_attention"] or merged.get("use_sliding_window"):
         raise ModelError(f"config.json has layer_types {layer_types}; full_attention is served")
     for key in ("rope_scaling", "rope_parameters"):
-        section = _section(merged, key)
+        section = section_of(merged, key)
         kind = section.get("rope_type") or section.get("type") or "default"
         if kind != "default" or (section.get("partial_rotary_factor") or 1.0) != 1.0:
             raise ModelError(f"config.json has {key} of type {kind!r}; plain rotary positions are served")
-    if _truth(merged, "norm_before_fc") and _truth(merged, "fc_norm"):
+    if truth(merged, "norm_before_fc") and truth(merged, "fc_norm"):
         raise ModelError("config.json has both norm_before_fc and fc_norm")
 
 
 def _norm_names(merged: Raw, config: HeadConfig) -> list[str]:
     """Names of the feature norms: one norm for all taps, or one for each tap."""
-    if not _truth(merged, "fc_norm"):
+    if not truth(merged, "fc_norm"):
         return ["input_norm.weight"]
     return [f"fc_norm.{i}.weight" for i in range(len(config.aux_layers) or NUM_AUX_LAYERS)]
 
@@ -165,8 +167,8 @@ def _official_map(name: str, tensor: Tensor) -> Tensor:
 
 def _rope_theta(merged: Raw) -> float:
     if merged.get("rope_theta") is None:
-        return _number(_section(merged, "rope_parameters"), "rope_theta", DEFAULT_ROPE_THETA)
-    return _number(merged, "rope_theta", DEFAULT_ROPE_THETA)
+        return number(section_of(merged, "rope_parameters"), "rope_theta", DEFAULT_ROPE_THETA)
+    return number(merged, "rope_theta", DEFAULT_ROPE_THETA)
 
 
 def _taps(section: Raw) -> list[int]:
@@ -174,34 +176,3 @@ def _taps(section: Raw) -> list[int]:
     if not isinstance(taps, list) or not all(type(tap) is int for tap in taps):
         raise ModelError(f"config.json has {AUX_KEY} {taps!r}, not a list of whole numbers")
     return taps
-
-
-def _section(raw: Raw, key: str) -> Raw:
-    section = raw.get(key) or {}
-    if not isinstance(section, dict):
-        raise ModelError(f"config.json has {key} {section!r}, not a section")
-    return section
-
-
-def _value(section: Raw, key: str, absent: Any, kinds: tuple[type, ...], what: str) -> Any:
-    value = absent if section.get(key) is None else section[key]
-    if type(value) not in kinds:
-        raise ModelError(f"config.json has {key} {value!r}, not {what}")
-    return value
-
-
-def _integer(section: Raw, key: str, absent: int | None = None) -> int:
-    if absent is None and section.get(key) is None:
-        raise ModelError(f"config.json has no {key}")
-    return cast(int, _value(section, key, absent, (int,), "a whole number"))
-
-
-def _number(section: Raw, key: str, absent: float) -> float:
-    value = _value(section, key, absent, (int, float), "a number")
-    if abs(value) > 1e30:
-        raise ModelError(f"config.json has {key} {value!r}, not a number")
-    return float(value)
-
-
-def _truth(section: Raw, key: str, absent: bool = False) -> bool:
-    return cast(bool, _value(section, key, absent, (bool,), "true or false"))

@@ -19,9 +19,9 @@ from ragspec.drafting.cost_model import CostTable
 from ragspec.drafting.drafter import Features, SequenceView
 from ragspec.drafting.eagle.memory import HeadMemory, SlotMemory
 from ragspec.drafting.eagle.network import EagleNetwork
+from ragspec.drafting.growing.attending import AttendingDrafter
 from ragspec.drafting.growing.batch import DraftBatch, ScheduledDraft
 from ragspec.drafting.growing.draft import DraftSettings, GrowingDraft
-from ragspec.drafting.growing.drafter import GrowingDrafter
 from ragspec.drafting.growing.shapes import TreeShape
 from ragspec.numerics.backend import LogitRows
 from ragspec.numerics.kv_cache import KvPool
@@ -42,7 +42,7 @@ class HeadDraft(GrowingDraft):
         return ScheduledDraft(np.concatenate([memory.context(pairs.start), new]), len(new), memory.end, self.scratch)
 
 
-class EagleDrafter(GrowingDrafter[HeadDraft]):
+class EagleDrafter(AttendingDrafter[HeadDraft]):
     """See the module. `window`: positions that the head attends to; `coupled`: whether drafts use the sampling noise."""
 
     name = "eagle"

@@ -17,12 +17,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ragspec.drafting.heads.files import STORED_DTYPES, check_tensor
 from ragspec.errors import ModelError
 
 Shape = tuple[int, ...]
 
 NUM_AUX_LAYERS = 3
-_STORED_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_MAP_DTYPES: dict[str, tuple[torch.dtype, ...]] = {"d2t": (torch.int64,), "t2d": (torch.bool,)}
 _SIZES = (
     "hidden_size intermediate_size num_heads num_kv_heads head_dim vocab_size draft_vocab_size max_positions"
     " target_hidden_size"
@@ -146,7 +147,8 @@ def check_tensors(config: HeadConfig, tensors: Mapping[str, Tensor]) -> None:
     for name, tensor in tensors.items():
         if name not in needed and name not in optional:
             raise ModelError(f"the head has {name}, which a head of its config ({config.family}) has not")
-        _check_tensor(name, tensor, needed.get(name) or optional[name])
+        shape = needed.get(name) or optional[name]
+        check_tensor(name, tensor, shape, _MAP_DTYPES.get(name, STORED_DTYPES))
     if ("d2t" in tensors) != ("t2d" in tensors):
         raise ModelError("the head has only one of d2t and t2d")
     if "d2t" in tensors:
@@ -179,19 +181,6 @@ def _fc_norm_shape(config: HeadConfig, tensors: Mapping[str, Tensor]) -> Shape:
     given = tensors.get("fc_norm.weight")
     groups = num_taps if given is not None and given.ndim == 2 and len(given) == num_taps else 1
     return groups, config.num_features // groups
-
-
-def _check_tensor(name: str, tensor: Tensor, shape: Shape) -> None:
-    if tuple(tensor.shape) != shape:
-        raise ModelError(f"the head's {name} is {list(tensor.shape)} where its config asks for {list(shape)}")
-    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.device.type != "cpu":
-        raise ModelError(f"the head's {name} is no plain dense tensor")
-    dtypes = {"d2t": (torch.int64,), "t2d": (torch.bool,)}.get(name, _STORED_DTYPES)
-    if tensor.dtype not in dtypes:
-        names = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
-        raise ModelError(f"the head's {name} is {str(tensor.dtype).removeprefix('torch.')}, not {names}")
-    if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
-        raise ModelError(f"the head's {name} holds a value that is not finite")
 
 
 def _check_vocabulary(d2t: Tensor, t2d: Tensor) -> None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import time
 from types import SimpleNamespace
-from typing import Protocol, cast
+from typing import cast
 
 import numpy as np
 import torch
@@ -25,30 +25,11 @@ from torch import Tensor, nn
 from ragspec.drafting.eagle.checkpoint import EagleFamily, HeadCheckpoint, HeadConfig, check_fits, default_aux_layers
 from ragspec.drafting.eagle.layout import layer_prefix
 from ragspec.drafting.growing.batch import DraftBatch, ScheduledDraft
+from ragspec.drafting.heads.target import FINAL, HeadTarget
 from ragspec.numerics.attention import AttentionMetadata, AttentionShape, Ints
-from ragspec.numerics.backend import Backend, LogitRows
+from ragspec.numerics.backend import LogitRows
 from ragspec.numerics.kv_cache import KvPool
 from ragspec.numerics.layers import GatedFeedForward
-
-FINAL = -1
-"""The tap of the target's final norm (`ragspec.engine.target`)."""
-
-
-class HeadTarget(Protocol):
-    """The part of a target that a head needs."""
-
-    vocab_size: int
-    hidden_size: int
-    backend: Backend
-
-    @property
-    def embedding(self) -> Tensor:
-        """On the backend's device. Shape: [V, H]."""
-
-    @property
-    def num_layers(self) -> int: ...
-
-    def logits_of(self, states: Tensor) -> Tensor: ...
 
 
 class EagleNetwork:

@@ -19,18 +19,14 @@ GREEDY, WITH_NOISE, WITHOUT_NOISE, DRAWN = range(4)
 
 
 class DraftMemory(Protocol):
-    """What a network has read of one sequence. `end`: the position after the last token that it may read."""
+    """What a drafter knows of one sequence. `end`: the position after the last token that its network may read."""
 
     @property
     def end(self) -> int: ...
 
-    @property
-    def num_waiting(self) -> int:
-        """Tokens that the next draft reads first."""
-
 
 class OpenNode(NamedTuple):
-    """A node whose children come next. `number`: index in the proposals, -1 for the root; `row`: row of the level's states.
+    """A node whose children come next. `number`: index in the proposals, -1 for the root; `row`: its parent's row of logits.
 
     `path`: indices in the draft's own slots of the ancestors' keys and of its own key, which is last.
     """

@@ -1,7 +1,7 @@
 """Which nodes of a head's tree are drafted further: three shapes.
 
 chain     the best child, and its best child: a draft without branches
-static    EAGLE-1's fixed tree of 25 nodes, by rank
+static    a fixed tree, by rank: EAGLE-1's of 25 nodes, Medusa's of 63
 dynamic   EAGLE-2's: of a level's children the most probable paths go on
 """
 
@@ -19,6 +19,33 @@ STATIC_TREE: tuple[tuple[int, ...], ...] = (
     *((0, 0, 0, 0), (0, 0, 0, 1), (0, 0, 0, 2), (0, 0, 0, 0, 0), (0, 0, 0, 0, 1)),
 )
 """The ranks of each node's path. Source: EAGLE (arXiv 2401.15077), the published choices."""
+
+_MEDUSA_CHILDREN: dict[tuple[int, ...], int] = {
+    (): 10,
+    (0,): 10,
+    (1,): 7,
+    (2,): 3,
+    (3,): 2,
+    (4,): 1,
+    (5,): 1,
+    (6,): 1,
+    (7,): 1,
+    (8,): 1,
+    (9,): 1,
+    (0, 0): 10,
+    (0, 1): 3,
+    (0, 2): 2,
+    (0, 3): 1,
+    (0, 4): 1,
+    (0, 5): 1,
+    (0, 6): 1,
+    (0, 7): 1,
+    (1, 0): 2,
+    (2, 0): 1,
+    (0, 0, 0): 2,
+}
+MEDUSA_TREE = tuple((*path, rank) for path, num_children in _MEDUSA_CHILDREN.items() for rank in range(num_children))
+"""63 nodes. Source: Medusa (arXiv 2401.10774), the published `mc_sim_7b_63`, which Hydra uses too."""
 
 
 class Branch(NamedTuple):
@@ -64,10 +91,12 @@ class StaticShape(TreeShape):
         return [i for i, branch in enumerate(level) if branch.ranks in self._inner]
 
 
-def make_shape(name: str, num_children: int, width: int, max_depth: int) -> TreeShape:
-    """Raises: ConfigError for an unknown name."""
+def make_shape(
+    name: str, num_children: int, width: int, max_depth: int, static: Sequence[tuple[int, ...]] = STATIC_TREE
+) -> TreeShape:
+    """`static`: the tree of that name. Raises: ConfigError for an unknown name."""
     if name == "static":
-        return StaticShape()
+        return StaticShape(static)
     if name in ("chain", "dynamic"):
         return TreeShape(1, 1, max_depth) if name == "chain" else TreeShape(num_children, width, max_depth)
     raise ConfigError(f"unknown tree shape {name!r}; there are: chain, static, dynamic")

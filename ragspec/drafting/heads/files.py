@@ -1,0 +1,112 @@
+"""The files of a published head: config.json and named tensors.
+
+Runs no code of a checkpoint: reads safetensors, or `.bin` and `.pt` files without pickled code.
+
+    >>> raw, tensors = read_json(directory / CONFIG), read_tensors(directory)
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from ragspec.errors import ModelError
+
+CONFIG = "config.json"
+WEIGHTS = "model.safetensors"
+STORED_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_PUBLISHED_WEIGHTS = (WEIGHTS, WEIGHTS + ".index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
+_NO_WEIGHTS = ("training_args", "optimizer", "scheduler", "rng_state")
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Raises: ModelError for anything but a JSON object."""
+    try:
+        read = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as cause:
+        raise ModelError(f"cannot read {path.name}: {cause.strerror}") from cause
+    except (ValueError, RecursionError) as cause:
+        raise ModelError(f"{path.name} is no JSON: {cause}") from cause
+    if not isinstance(read, dict):
+        raise ModelError(f"{path.name} holds no JSON object")
+    return read
+
+
+def read_tensors(directory: Path, own_names: tuple[str, ...] = (), section: str = "") -> dict[str, Tensor]:
+    """The tensors of the first file that exists: of `own_names`, of the usual names, or the only file of tensors.
+
+    `section`: where names begin so, only these are read: a head among its target's weights. Raises: ModelError.
+    """
+    path = _weights_path(directory, own_names)
+    if path.suffix != ".json":
+        return _read_file(path, section)
+    tensors: dict[str, Tensor] = {}
+    for name in _shard_names(read_json(path), path.name, section):
+        tensors |= _read_file(directory / name, section)
+    return tensors
+
+
+def check_tensor(
+    name: str, tensor: Tensor, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...] = STORED_DTYPES
+) -> None:
+    """Raises: ModelError naming a tensor of another shape or kind, or with values that are not finite."""
+    if tuple(tensor.shape) != shape:
+        raise ModelError(f"the head's {name} is {list(tensor.shape)}; its config or its target asks for {list(shape)}")
+    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.device.type != "cpu":
+        raise ModelError(f"the head's {name} is no plain dense tensor")
+    if tensor.dtype not in dtypes:
+        names = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+        raise ModelError(f"the head's {name} is {str(tensor.dtype).removeprefix('torch.')}, not {names}")
+    if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+        raise ModelError(f"the head's {name} holds a value that is not finite")
+
+
+def _weights_path(directory: Path, own_names: tuple[str, ...]) -> Path:
+    """The first published name that exists, or else the only file of tensors."""
+    for name in (*own_names, *_PUBLISHED_WEIGHTS):
+        if (directory / name).is_file():
+            return directory / name
+    found = [path for pattern in ("*.safetensors", "*.bin", "*.pt") for path in sorted(directory.glob(pattern))]
+    found = [path for path in found if not path.name.startswith(_NO_WEIGHTS)]
+    if len(found) != 1:
+        names, wanted = ", ".join(path.name for path in found), " or ".join(own_names or (WEIGHTS, "pytorch_model.bin"))
+        raise ModelError(f"no {wanted}" + (f", and several others: {names}" if found else ""))
+    return found[0]
+
+
+def _shard_names(index: Mapping[str, Any], index_name: str, section: str) -> list[str]:
+    weight_map = index.get("weight_map")
+    shards = weight_map if isinstance(weight_map, dict) else {}
+    if not shards or not all(isinstance(name, str) and Path(name).name == name for name in shards.values()):
+        raise ModelError(f"{index_name} has no weight_map of file names")
+    return sorted({shards[tensor] for tensor in _in_section(shards, section)})
+
+
+def _in_section(names: Iterable[str], section: str) -> list[str]:
+    """The names that begin with `section`; all, where none does."""
+    names = list(names)
+    return [name for name in names if name.startswith(section)] or names
+
+
+def _read_file(path: Path, section: str) -> dict[str, Tensor]:
+    try:
+        if path.suffix == ".safetensors":
+            with safe_open(path, framework="pt") as stored:
+                return {name: stored.get_tensor(name) for name in _in_section(stored.keys(), section)}
+        read = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as cause:  # safetensors, pickle and torch raise classes of their own for a damaged file
+        reason = (str(cause).strip().splitlines() or [""])[0]
+        raise ModelError(f"cannot read {path.name}: {type(cause).__name__}: {reason}") from cause
+    if not isinstance(read, dict) or not all(_is_named_tensor(name, value) for name, value in read.items()):
+        raise ModelError(f"{path.name} holds something other than named tensors")
+    return {name: read[name] for name in _in_section(read, section)}
+
+
+def _is_named_tensor(name: object, value: object) -> bool:
+    return isinstance(name, str) and isinstance(value, Tensor)

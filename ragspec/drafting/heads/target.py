@@ -1,0 +1,29 @@
+"""The part of a target that heads need."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from torch import Tensor
+
+from ragspec.numerics.backend import Backend
+
+FINAL = -1
+"""The tap of the target's final norm (`ragspec.engine.target`)."""
+
+
+class HeadTarget(Protocol):
+    """See `ragspec.engine.target`."""
+
+    vocab_size: int
+    hidden_size: int
+    backend: Backend
+
+    @property
+    def embedding(self) -> Tensor:
+        """On the backend's device. Shape: [V, H]."""
+
+    @property
+    def num_layers(self) -> int: ...
+
+    def logits_of(self, states: Tensor) -> Tensor: ...

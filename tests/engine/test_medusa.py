@@ -1,0 +1,187 @@
+"""The Medusa drafter in the engine: it reads the right states, changes no output, and heads that are right are accepted."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from drafters import Half
+from drafting.medusa_heads import Tensors, medusa_drafter, medusa_tensors, save_medusa
+from engine.test_oracle import PARAMS, PROMPTS, assert_equal, assert_pool_is_empty, requests_of, total, truth
+from safetensors.torch import load_file, save_file
+from tiny_target import save_model, tiny_engine
+
+from ragspec.config import DraftingConfig, EngineConfig, TargetConfig, TreeHeadConfig
+from ragspec.core import Request, SamplingParams
+from ragspec.drafting.drafter import SequenceView
+from ragspec.drafting.medusa.drafter import MedusaDraft, MedusaDrafter
+from ragspec.engine.loading import load_engine
+from ragspec.engine.target import FINAL, Target
+from ragspec.errors import ConfigError
+from ragspec.evaluation.overrides import FixedTreePlanner
+from ragspec.numerics.batch import Batch, ScheduledSequence
+from ragspec.numerics.kv_cache import SequenceSlots
+from ragspec.speculation import AcceptanceRule, Speculation
+
+Tiny = Callable[..., Target]
+
+
+def forward_of(target: Target, tokens: Sequence[int]) -> tuple[np.ndarray, torch.Tensor]:
+    """One fresh forward of all tokens: logits [T, V] and the states that they come from [T, H]."""
+    slots = SequenceSlots(target.backend.make_pool(target.shapes, 512))
+    pool, target.pool = target.pool, slots.pool
+    ids = np.array(tokens, np.int32)
+    rows = np.arange(len(ids), dtype=np.int32)
+    logits, tapped = target.forward_tapped(ids, Batch([ScheduledSequence(slots, ids)]).metadata, rows, (FINAL,))
+    target.pool = pool
+    return np.asarray(logits), tapped[FINAL]
+
+
+def fitted_tensors(target: Target, texts: Sequence[tuple[int, Sequence[int]]], num_heads: int) -> Tensors:
+    """Heads that give the target's own logits along some texts, each given as (prompt length, tokens).
+
+    At most H states, so an output layer can map each of them to anything.
+    """
+    tensors = {name: torch.zeros_like(t) for name, t in medusa_tensors(num_heads).items()}
+    forwards = [(start, *forward_of(target, tokens)) for start, tokens in texts]
+    for i in range(num_heads):
+        states = torch.cat([states[start - 1 : len(states) - 1 - i] for start, _, states in forwards]).double()
+        assert len(states) <= states.shape[1]
+        wanted = torch.cat([torch.from_numpy(logits[start + i :]) for start, logits, _ in forwards]).double()
+        tensors[f"{i}.1.weight"] = torch.linalg.lstsq(states, wanted, driver="gelsd").solution.T.float().contiguous()
+    return tensors
+
+
+class Watched(MedusaDrafter):
+    """Notes the text and the state that each draft grew from."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.seen: list[tuple[list[int], torch.Tensor]] = []
+
+    def _draft(self, sequence: SequenceView, *args: Any) -> MedusaDraft | None:
+        draft = super()._draft(sequence, *args)
+        if draft is not None:
+            self.seen.append((list(sequence.tokens), draft.memory.state.clone()))
+        return draft
+
+
+@pytest.mark.parametrize("options", [{}, {"max_step_tokens": 16}, {"num_kv_slots": 256}, {"prefix_cache": False}])
+def test_states_are_right_after_copies_prefixes_chunks_and_preemption(
+    tiny: Tiny, tmp_path: Path, options: dict[str, Any]
+) -> None:
+    """The state of a rejected node, of a chunk's end or of the sequence before its preemption was drafted from."""
+    target = tiny()
+    requests = requests_of(target, PARAMS["T=1"])
+    expected = truth(target, requests, "T=1")
+    made = medusa_drafter(target, tmp_path)
+    watched = Watched(made.network, made._settings.shape, made._costs)
+    answers = {key: plain.token_ids for key, plain in expected.items()}
+    with tiny_engine(target, [Half(answers), watched], **options) as engine:
+        for batch in (requests, requests[::2], requests):
+            assert_equal(engine.generate(batch), expected)
+        assert engine._planner.num_failures == 0
+        assert_pool_is_empty(engine)
+    assert not watched._states and len(watched.seen) > 12
+    for tokens, state in watched.seen[:: 1 + len(watched.seen) // 30]:
+        assert torch.allclose(state, forward_of(target, tokens)[1][-2:-1], atol=1e-4)
+
+
+@pytest.mark.parametrize(("name", "dtype"), [*((name, "float32") for name in PARAMS), ("T=1", "torch-float32")])
+def test_no_output_changes(tiny: Tiny, tmp_path: Path, name: str, dtype: str) -> None:
+    """A head's draft, of whatever shape, changed a token; or nothing was drafted at all."""
+    target = tiny("llama", dtype)
+    requests = requests_of(target, PARAMS[name])
+    expected = truth(target, requests, name)
+    for tree in ("dynamic", "static", "chain"):
+        with tiny_engine(target, [medusa_drafter(target, tmp_path, tree=tree)]) as engine:
+            completions = engine.generate(requests)
+            assert engine._planner.num_failures == 0
+            assert_pool_is_empty(engine)
+        assert_equal(completions, expected)
+        assert total(completions, "num_drafted") > 0
+
+
+@pytest.mark.parametrize("name", ["greedy", "T=1", "top-p", "top-k, min-p"])
+@pytest.mark.parametrize("dtype", ["float32", "torch-float32"])
+def test_heads_with_the_targets_logits_and_noise_draft_the_token_first(
+    tiny: Tiny, tmp_path: Path, name: str, dtype: str
+) -> None:
+    """Head i read for level i, the state one too early, or the noise of another position: nearly nothing was accepted."""
+    target = tiny("llama", dtype)
+    requests = requests_of(target, PARAMS[name], [PROMPTS[0], PROMPTS[2], PROMPTS[5]])
+    expected = truth(target, requests, name)
+    texts = [(len(r.prompt_ids), [*r.prompt_ids, *expected[r.id, 0].token_ids]) for r in requests]
+    tensors = fitted_tensors(target, texts, num_heads=3)
+    with tiny_engine(target, [medusa_drafter(target, tmp_path, tensors, tree="chain")]) as engine:
+        completions = engine.generate(requests)
+        assert engine._planner.num_failures == 0
+    assert_equal(completions, expected)
+    assert total(completions, "num_accepted") >= 0.95 * total(completions, "num_drafted") > 20
+
+
+@pytest.mark.parametrize("rule", [AcceptanceRule.TRAVERSAL, AcceptanceRule.CHAIN, AcceptanceRule.IID])
+def test_children_drawn_by_chance_are_drafted_and_accepted(tiny: Tiny, tmp_path: Path, rule: AcceptanceRule) -> None:
+    """Nodes of one level share a row of logits: draws took the row of another sequence, or none."""
+    target = tiny()
+    requests = [
+        Request(r.id, r.prompt_ids, r.params, speculation=Speculation(rule=rule))
+        for r in requests_of(target, SamplingParams(temperature=1.0, seed=3, max_tokens=24, ignore_eos=True))
+    ]
+    with tiny_engine(target, [medusa_drafter(target, tmp_path)]) as engine:
+        completions = engine.generate(requests)
+        assert engine._planner.num_failures == 0
+    assert all(len(completion.token_ids) == 24 for completion in completions)
+    assert total(completions, "num_drafted") > 40 and total(completions, "num_accepted") > 0
+
+
+def test_heads_draft_no_deeper_than_there_are_heads(tiny: Tiny, tmp_path: Path) -> None:
+    """A tree of four levels over two heads failed in every step."""
+    target = tiny()
+    requests = requests_of(target, PARAMS["greedy"])
+    drafter = medusa_drafter(target, tmp_path, medusa_tensors(2))
+    with tiny_engine(target, [drafter]) as engine:
+        completions = engine.generate(requests)
+        assert engine._planner.num_failures == 0
+    assert_equal(completions, truth(target, requests, "greedy"))
+    assert total(completions, "num_drafted") > 0
+
+
+def merge(model: Path, tensors: Tensors) -> Path:
+    """A target and its heads in one directory, as Medusa-2 is published."""
+    config = json.loads((model / "config.json").read_text()) | {"medusa_num_heads": 5, "medusa_num_layers": 1}
+    (model / "config.json").write_text(json.dumps(config))
+    weights = model / "model.safetensors"
+    save_file(
+        load_file(weights) | {f"medusa_head.{name}": t for name, t in tensors.items()},
+        weights,
+        metadata={"format": "pt"},
+    )
+    return model
+
+
+@pytest.mark.parametrize("form", ["pt", "merged"])
+def test_a_configured_head_is_loaded_and_drafts(tmp_path: Path, form: str) -> None:
+    """`drafting.medusa.path` alone was not enough, or a target that holds its heads could not be loaded."""
+    model = save_model("llama", tmp_path / "target")
+    merged = form == "merged"
+    head = merge(model, medusa_tensors()) if merged else save_medusa(tmp_path / "head", medusa_tensors(), form)
+    drafting = DraftingConfig(medusa=TreeHeadConfig(path=str(head)), max_tree_nodes=6)
+    config, engine_config = TargetConfig(model=str(model)), EngineConfig(max_kv_tokens=2048)
+    params = SamplingParams(temperature=1.0, seed=4, max_tokens=16, ignore_eos=True)
+    requests = [Request(f"{i}", tuple(range(20 + i, 40 + 2 * i)), params) for i in range(3)]
+    with load_engine(config, engine_config, DraftingConfig(speculation=False)) as engine:
+        expected = [done.token_ids for done in engine.generate(requests)]
+    with load_engine(config, engine_config, drafting, planner_class=FixedTreePlanner) as engine:
+        assert [drafter.name for drafter in engine._planner._drafters] == ["copy", "medusa"]
+        completions = engine.generate(requests)
+        assert engine._planner.num_failures == 0
+    assert [done.token_ids for done in completions] == expected
+    assert sum(done.stats.num_drafted for done in completions) > 0
+    with pytest.raises(ConfigError, match=r"drafting\.medusa\.path"):
+        load_engine(config, engine_config, DraftingConfig(drafters=("medusa",)))
