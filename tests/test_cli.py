@@ -36,6 +36,7 @@ from ragspec.config import IndexConfig, load_config
 from ragspec.core import Citation, Document, FinishReason, GenerationStats, Passage
 from ragspec.rag.answer import Answer, AnswerSentence, AnswerStats
 from ragspec.rag.pipeline import Pipeline
+from ragspec.rag.wording import NOTHING_CLOSE
 from ragspec.retrieval.encoder import Encoder, EncoderIdentity, FloatArray
 from ragspec.retrieval.index.store import Store
 from ragspec.retrieval.retriever import Retriever, build_index
@@ -439,14 +440,18 @@ def small_demo(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 def test_the_demo_shows_equal_outputs_and_a_measured_ratio(
     run: Callable[..., Ended], small_demo: None, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A demo that claims a speed-up it did not measure, or hides a difference."""
-    ended = run("demo", "--target", model, "--questions", 2, "--json", "--interactive", stdin=b"Why?\n\n")
+    """A demo that claims a speed-up it did not measure, or hides a difference; or that counts what no target wrote."""
+    asked = "Fact 3 is told here. It is known to all?", "Is Fact 5 told here, and known to all?", "Quo vadis, Zygmunt?"
+    monkeypatch.setattr("ragspec.cli.demo.QUESTIONS", asked)
+    given = f"{asked[1]}\n\n".encode()
+    ended = run("demo", "--target", model, "--questions", 3, "--json", "--interactive", stdin=given)
     result = json.loads(ended.out)
     assert ended.code == 0 and result["num_questions"] == result["num_identical"] == 2
     fast, plain = (result[f"num_{name}_tokens"] / result[f"{name}_decode_s"] for name in ("fast", "plain"))
     assert result["speedup"] == pytest.approx(fast / plain, abs=1e-3)
     assert ended.err.count("identical tokens") == 3 and result["system_fingerprint"] in ended.err
-    assert all(question in ended.err for question in QUESTIONS[:2]) and "ragspec index" in ended.err
+    assert ended.err.count("the target was not asked") == 1 and NOTHING_CLOSE in ended.err
+    assert all(question in ended.err for question in asked) and "ragspec index" in ended.err
 
 
 def test_a_difference_between_the_outputs_is_a_failure() -> None:

@@ -40,6 +40,11 @@ class AnswerPair:
     plain: Answer
 
     @property
+    def abstained(self) -> bool:
+        """Whether no passage was close to the question, so that the target was not asked."""
+        return not self.fast.token_ids
+
+    @property
     def identical(self) -> bool:
         return self.fast.token_ids == self.plain.token_ids
 
@@ -116,6 +121,9 @@ class DemoView:
     def pair(self, pair: AnswerPair) -> None:
         fast, stats = pair.fast, pair.fast.stats.generation
         self._console.print(Padding(answer_text(fast), _INDENT, expand=False))
+        if pair.abstained:
+            self._console.print(Padding(Text("the target was not asked", "dim"), _INDENT, expand=False))
+            return
         print_sources(self._console, fast)
         verdict = ("identical tokens", "green") if pair.identical else ("DIFFERENT TOKENS", "bold red")
         line = Text.assemble(

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ragspec.config import IndexConfig
+from ragspec.config import IndexConfig, RetrieverConfig
 from ragspec.core import Document
 from ragspec.errors import InputError, StoreError
 from ragspec.retrieval.encoder import TextEncoder
@@ -199,7 +199,11 @@ def cached_store(
 
 
 def cached_retriever(
-    documents: Sequence[Document], encoder: TextEncoder, cache_dir: Path, progress: ProgressCallback | None = None
+    documents: Sequence[Document],
+    encoder: TextEncoder,
+    cache_dir: Path,
+    progress: ProgressCallback | None = None,
+    config: RetrieverConfig | None = None,
 ) -> Retriever:
-    """The default retriever over these documents, which never change. Raises: SaveError, InputError."""
-    return Retriever(encoder, cached_store(documents, encoder, cache_dir, progress=progress), follow=False)
+    """A retriever over these documents, which never change; the default one without `config`. Raises: SaveError, InputError."""
+    return Retriever(encoder, cached_store(documents, encoder, cache_dir, progress=progress), config, follow=False)

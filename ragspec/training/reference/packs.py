@@ -15,7 +15,7 @@ from ragspec.training.documentation import Neighbours
 from ragspec.training.reference.sources import Paragraph, Question
 from ragspec.training.sentences import split_sentences, window_around, words_of
 
-ABSENT_SHARE = 0.35
+ABSENT_SHARE = 0.5
 """Questions without an answer, of a pack's questions."""
 RETRIEVED_SHARE, FOREIGN_SHARE = 0.4, 0.15
 """Packs whose distractors a search finds, the others being of the same article; distractors from anywhere."""
