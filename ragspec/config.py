@@ -254,7 +254,8 @@ class DraftModelConfig(ConfigSection):
 class DraftingConfig(ConfigSection):
     """`drafters`: names of the drafters; null: copy, and each whose `path` is given. `max_tree_nodes`: the most nodes of
     a tree beside its likeliest path, which may be as long as it pays. `reuse_earlier_answers`: copy also from a
-    tenant's earlier answers, at most `max_earlier_tokens` tokens of them."""
+    tenant's earlier answers, at most `max_earlier_tokens` tokens of them. `max_recycling_bytes`: for the tables of all
+    tenants of the drafter recycling."""
 
     speculation: bool = True
     drafters: tuple[str, ...] | None = Field(None, strict=False)
@@ -264,6 +265,7 @@ class DraftingConfig(ConfigSection):
     max_tree_nodes: int = Field(48, ge=1, le=512)
     reuse_earlier_answers: bool = False
     max_earlier_tokens: int = Field(50_000, ge=0)
+    max_recycling_bytes: int = Field(2**26, ge=0)
 
     @property
     def networks(self) -> dict[str, TreeHeadConfig | DraftModelConfig]:

@@ -14,7 +14,11 @@ from ragspec.tree import DraftTree, Proposal
 
 Features = Mapping[int, Tensor]
 """Hidden states of the target at some positions, by tap (`ragspec.engine.target`), on the target's device. Shape of each:
-float32 [T, H]."""
+float32 [T, H]; of `TOP_TOKENS` int64 [T, NUM_TOP_TOKENS]."""
+
+TOP_TOKENS = -2
+"""The tap of the target's most probable next tokens, falling; -1 where it computed no logits, as inside a prompt."""
+NUM_TOP_TOKENS = 8
 
 
 class SequenceView(Protocol):

@@ -38,6 +38,7 @@ from ragspec.drafting.medusa.checkpoint import read_medusa
 from ragspec.drafting.medusa.drafter import MedusaDrafter
 from ragspec.drafting.medusa.network import MedusaNetwork
 from ragspec.drafting.planner import Planner
+from ragspec.drafting.recycling import RecyclingDrafter
 from ragspec.engine.admission import Admission, SamplerFactory
 from ragspec.engine.engine import Engine
 from ragspec.engine.measurements import kept_costs, kept_self_test
@@ -149,6 +150,7 @@ def make_drafters(target: Target, drafting: DraftingConfig) -> list[Drafter]:
         "eagle": lambda: make_eagle(target, drafting.eagle),
         "medusa": lambda: make_medusa(target, drafting.medusa),
         "draft_model": lambda: make_draft_model(target, drafting.draft_model),
+        "recycling": lambda: RecyclingDrafter(target.vocab_size, drafting.max_recycling_bytes),
     }
     names = drafting.drafters
     if names is None:

@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from ragspec.config import TargetConfig
+from ragspec.drafting.drafter import NUM_TOP_TOKENS, TOP_TOKENS
 from ragspec.engine.checkpoints.model_config import LogitTransform, attention_shapes, check_servable, eos_ids
 from ragspec.engine.checkpoints.target_files import target_folder
 from ragspec.engine.checkpoints.weights import SavedWeights, WeightShards, load_shards, load_whole, model_errors
@@ -152,13 +153,16 @@ class Target:
             hidden, tapped = self._hidden(token_ids, metadata, taps)
             if FINAL in taps:
                 tapped[FINAL] = hidden
-            logits = self._logits(hidden, logit_rows)
-            return logits, {tap: stream.float() for tap, stream in tapped.items()}
+            values = self._logits(hidden, logit_rows)
+            features = {tap: stream.float() for tap, stream in tapped.items()}
+            if TOP_TOKENS in taps:
+                features[TOP_TOKENS] = self._top_tokens(values, logit_rows, len(token_ids))
+            return self.backend.logits(values), features
 
     def compute(self, token_ids: Ints, metadata: AttentionMetadata, logit_rows: Ints) -> LogitRows:
         """As `forward`, without telling the other ranks. Only rank 0 gets whole logits."""
         with torch.inference_mode():
-            return self._logits(self._hidden(token_ids, metadata)[0], logit_rows)
+            return self.backend.logits(self._logits(self._hidden(token_ids, metadata)[0], logit_rows))
 
     def logits_of(self, states: torch.Tensor) -> torch.Tensor:
         """The output layer on states after the final norm; the other ranks take no part. Shapes: [N, H] -> float32 [N, V]."""
@@ -199,7 +203,7 @@ class Target:
     def _hidden(
         self, token_ids: Ints, metadata: AttentionMetadata, taps: Sequence[int] = ()
     ) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
-        layer_taps = [tap for tap in taps if tap != FINAL]
+        layer_taps = [tap for tap in taps if tap >= 0]
         if isinstance(self._model.model, Decoder | Int8Decoder):
             return self.backend.decode(self._model.model, token_ids, self.pool, metadata, layer_taps)
         context, tokens = self.backend.context(self.pool, metadata), self.backend.tokens(token_ids)
@@ -210,17 +214,24 @@ class Target:
             )
         return output.last_hidden_state[0], {tap: stream[0] for tap, stream in tapped.items()}
 
-    def _logits(self, hidden: torch.Tensor, logit_rows: Ints) -> LogitRows:
-        """Shapes: hidden [N, H] -> [W, V]."""
+    def _logits(self, hidden: torch.Tensor, logit_rows: Ints) -> torch.Tensor:
+        """Shapes: hidden [N, H] -> float32 [W, V]."""
         states = hidden
         if len(logit_rows) < len(hidden):
             states = hidden[self.backend.tokens(logit_rows)]
         if not len(states):
-            return self.backend.logits(states.new_empty((0, self.vocab_size), dtype=torch.float32))
+            return states.new_empty((0, self.vocab_size), dtype=torch.float32)
         logits = self._model.lm_head(states)
         if self.ranks.size > 1:
             logits = without_padding(self.ranks.gather_to_first(logits), self.vocab_size)
-        return self.backend.logits(self._transform(logits.float()))
+        return self._transform(logits.float())
+
+    def _top_tokens(self, logits: torch.Tensor, logit_rows: Ints, num_rows: int) -> torch.Tensor:
+        """The most probable tokens after each row with logits. Shapes: logits [W, V] -> int64 [N, NUM_TOP_TOKENS]."""
+        top = torch.full((num_rows, NUM_TOP_TOKENS), -1, device=logits.device)
+        count = min(NUM_TOP_TOKENS, self.vocab_size)
+        top[self.backend.tokens(logit_rows), :count] = logits.topk(count).indices
+        return top
 
     @functools.cached_property
     def _own_head(self) -> Any:
