@@ -213,7 +213,7 @@ class TreeHeadConfig(ConfigSection):
     """Heads that read the target's hidden states and draft trees. `path`: their directory.
 
     `tree`: "dynamic" extends the `width` most probable paths of each level by `num_children` children, down to `max_depth`
-    tokens; "static" is the family's published fixed tree (EAGLE-1's of 25 nodes, Medusa's of 63), "chain" has no branches.
+    tokens; "static" is the family's published tree (EAGLE-1's of 25 nodes; Medusa's and Hydra's of 63), "chain" has no branches.
     `coupled`: drafts use the noise that the target samples with. `dtype`: of the products; auto: the fastest on this machine.
     """
 
@@ -261,6 +261,7 @@ class DraftingConfig(ConfigSection):
     drafters: tuple[str, ...] | None = Field(None, strict=False)
     eagle: EagleConfig = EagleConfig()
     medusa: TreeHeadConfig = TreeHeadConfig()
+    hydra: TreeHeadConfig = TreeHeadConfig()
     draft_model: DraftModelConfig = DraftModelConfig()
     max_tree_nodes: int = Field(48, ge=1, le=512)
     reuse_earlier_answers: bool = False

@@ -33,10 +33,11 @@ from ragspec.drafting.drafter import Drafter
 from ragspec.drafting.eagle.checkpoint import read_head
 from ragspec.drafting.eagle.drafter import EagleDrafter
 from ragspec.drafting.eagle.network import EagleNetwork, HeadTimer
-from ragspec.drafting.growing.shapes import MEDUSA_TREE, make_shape
-from ragspec.drafting.medusa.checkpoint import read_medusa
-from ragspec.drafting.medusa.drafter import MedusaDrafter
-from ragspec.drafting.medusa.network import MedusaNetwork
+from ragspec.drafting.growing.shapes import MEDUSA_TREE, TreeShape, make_shape
+from ragspec.drafting.medusa.checkpoint import PositionHeads, read_medusa
+from ragspec.drafting.medusa.drafter import HydraDrafter, MedusaDrafter
+from ragspec.drafting.medusa.hydra import read_hydra
+from ragspec.drafting.medusa.network import PositionNetwork
 from ragspec.drafting.planner import Planner
 from ragspec.drafting.recycling import RecyclingDrafter
 from ragspec.engine.admission import Admission, SamplerFactory
@@ -149,6 +150,7 @@ def make_drafters(target: Target, drafting: DraftingConfig) -> list[Drafter]:
         ),
         "eagle": lambda: make_eagle(target, drafting.eagle),
         "medusa": lambda: make_medusa(target, drafting.medusa),
+        "hydra": lambda: make_hydra(target, drafting.hydra),
         "draft_model": lambda: make_draft_model(target, drafting.draft_model),
         "recycling": lambda: RecyclingDrafter(target.vocab_size, drafting.max_recycling_bytes),
     }
@@ -177,10 +179,22 @@ def make_eagle(target: Target, config: EagleConfig) -> EagleDrafter:
 
 def make_medusa(target: Target, config: TreeHeadConfig) -> MedusaDrafter:
     """As `make_eagle`, for Medusa's heads."""
-    heads = read_medusa(_path_of(config, "medusa"), target)
-    shape = make_shape(config.tree, config.num_children, config.width, config.max_depth, MEDUSA_TREE)
-    network, costs = _fastest_dtype(target, config, lambda dtype: MedusaNetwork(heads, target, dtype), 0, 64)
+    network, shape, costs = _measured(target, config, read_medusa(_path_of(config, "medusa"), target))
     return MedusaDrafter(network, shape, costs, coupled=config.coupled)
+
+
+def make_hydra(target: Target, config: TreeHeadConfig) -> HydraDrafter:
+    """As `make_eagle`, for Hydra's heads."""
+    network, shape, costs = _measured(target, config, read_hydra(_path_of(config, "hydra"), target))
+    return HydraDrafter(network, shape, costs, coupled=config.coupled)
+
+
+def _measured(
+    target: Target, config: TreeHeadConfig, heads: PositionHeads
+) -> tuple[PositionNetwork, TreeShape, CostTable]:
+    shape = make_shape(config.tree, config.num_children, config.width, config.max_depth, MEDUSA_TREE)
+    network, costs = _fastest_dtype(target, config, lambda dtype: PositionNetwork(heads, target, dtype), 0, 64)
+    return network, shape, costs
 
 
 def _path_of(config: TreeHeadConfig, name: str) -> str:

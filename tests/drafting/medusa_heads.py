@@ -1,4 +1,4 @@
-"""Medusa heads made on the spot: random weights in every published form, and the papers' formula in float64.
+"""Medusa and Hydra heads made on the spot: random weights in every published form, and the papers' formulas in float64.
 
 Names and sizes are written out from the published tables, not taken from the code under test.
 
@@ -21,8 +21,9 @@ from torch import Tensor
 
 from ragspec.drafting.growing.shapes import MEDUSA_TREE, make_shape
 from ragspec.drafting.medusa.checkpoint import read_medusa
-from ragspec.drafting.medusa.drafter import MedusaDrafter
-from ragspec.drafting.medusa.network import MedusaNetwork
+from ragspec.drafting.medusa.drafter import HydraDrafter, MedusaDrafter
+from ragspec.drafting.medusa.hydra import read_hydra
+from ragspec.drafting.medusa.network import PositionNetwork
 from ragspec.engine.target import Target
 
 FORMS = ("pt", "safetensors", "merged", "merged in shards")
@@ -82,11 +83,81 @@ def medusa_logits(tensors: Mapping[str, Tensor], states: Tensor, head: int, lm_h
     return z @ output.double().T
 
 
-def medusa_drafter(
-    target: Target, folder: Path, tensors: Tensors | None = None, tree: str = "dynamic", **options: Any
+def hydra_tensors(
+    num_heads: int = 4,
+    num_layers: int = 2,
+    grounded: bool = True,
+    hidden: int = 64,
+    vocab: int = 320,
+    dropout: bool = False,
+    seed: int = 0,
+) -> Tensors:
+    """Heads of the architecture "mlp". `dropout`: they were trained with it, which shifts the indices."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator) / (shape[-1] ** 0.5 if len(shape) > 1 else 3)
+
+    tensors: Tensors = {}
+    for i in range(num_heads):
+        wide = (i + 2) * hidden if grounded else hidden
+        again = random(hidden, hidden), random(hidden)
+        for j in range(num_layers):
+            name = f"hydra_mlp.{i}.{2 * j + 1 if dropout else j}"
+            weight, bias = again if j else (random(hidden, wide), random(hidden))
+            tensors[f"{name}.linear.weight"], tensors[f"{name}.linear.bias"] = weight.clone(), bias.clone()
+            if grounded and not j:
+                tensors[f"{name}.res_connection.weight"] = random(hidden, wide)
+                tensors[f"{name}.res_connection.bias"] = random(hidden)
+        output = f"hydra_lm_head.{i}.1" if dropout else f"hydra_lm_head.{i}"
+        tensors[f"{output}.weight"], tensors[f"{output}.bias"] = 3 * random(vocab, hidden), random(vocab)
+    return tensors
+
+
+def save_hydra(folder: Path, tensors: Mapping[str, Tensor], form: str = "pt", **config: Any) -> Path:
+    """A published directory, "pt" or "safetensors". The config has what the tensors show unless `config` says otherwise."""
+    folder.mkdir(parents=True, exist_ok=True)
+    heads = {name.split(".")[1] for name in tensors if name.startswith("hydra_lm_head.")}
+    layers = [name for name in tensors if name.startswith("hydra_mlp.0.") and name.endswith(".linear.weight")]
+    raw = {"hydra_num_heads": len(heads), "hydra_num_layers": len(layers), "hydra_head_arch": "mlp"}
+    raw |= {"grounded_heads": any("res_connection" in name for name in tensors), "hidden_state_offset": 0, **config}
+    (folder / "config.json").write_text(json.dumps({key: value for key, value in raw.items() if value is not ...}))
+    if form == "pt":
+        torch.save(dict(tensors), folder / "hydra_lm_head.pt")
+    else:
+        save_file(dict(tensors), folder / "hydra_lm_head.safetensors")
+    return folder
+
+
+def hydra_logits(tensors: Mapping[str, Tensor], states: Tensor, embedded: Tensor, head: int) -> Tensor:
+    """x = [state, embeddings of the next token and of the guessed ones]; z = R x + silu(W x); further blocks; U z + c; float64.
+
+    Without `res_connection` the head is not grounded: x is the state. Shapes: embedded [N, head + 1, H].
+    """
+
+    def linear(name: str, x: Tensor) -> Tensor:
+        return x @ tensors[f"{name}.weight"].double().T + tensors[f"{name}.bias"].double()
+
+    shift = int("hydra_lm_head.0.1.weight" in tensors)
+    first = f"hydra_mlp.{head}.{shift}"
+    grounded = f"{first}.res_connection.weight" in tensors
+    x = torch.cat([states, embedded.flatten(1)], 1).double() if grounded else states.double()
+    y = linear(f"{first}.linear", x)
+    z = (linear(f"{first}.res_connection", x) if grounded else x) + y * torch.sigmoid(y)
+    at = 3 if shift else 1
+    while f"hydra_mlp.{head}.{at}.linear.weight" in tensors:
+        y = linear(f"hydra_mlp.{head}.{at}.linear", z)
+        z, at = z + y * torch.sigmoid(y), at + 1 + shift
+    return linear(f"hydra_lm_head.{head}" + (".1" if shift else ""), z)
+
+
+def position_drafter(
+    target: Target, folder: Path, family: str = "medusa", tree: str = "dynamic", tensors: Tensors | None = None
 ) -> MedusaDrafter:
-    """Random heads of the legacy form unless `tensors` are given; they cost nothing, however long they take here."""
-    tensors = medusa_tensors(with_output=False) if tensors is None else tensors
-    heads = read_medusa(save_medusa(folder, tensors), target)
-    shape = make_shape(tree, 3, 2, 4, MEDUSA_TREE)
-    return MedusaDrafter(MedusaNetwork(heads, target), shape, Free(1e-9), **options)
+    """Random heads unless `tensors` are given, of Medusa in the legacy form; they cost nothing, however long they take here."""
+    shape, costs = make_shape(tree, 3, 2, 4, MEDUSA_TREE), Free(1e-9)
+    if family == "medusa":
+        tensors = medusa_tensors(with_output=False) if tensors is None else tensors
+        return MedusaDrafter(PositionNetwork(read_medusa(save_medusa(folder, tensors), target), target), shape, costs)
+    tensors = hydra_tensors(grounded=family == "hydra") if tensors is None else tensors
+    return HydraDrafter(PositionNetwork(read_hydra(save_hydra(folder, tensors), target), target), shape, costs)

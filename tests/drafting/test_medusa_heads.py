@@ -1,8 +1,9 @@
-"""Medusa heads on disk: every published form is read as the same heads, everything else is refused by name."""
+"""Medusa and Hydra heads on disk: every published form computes the published formula, all else is refused by name."""
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,17 +12,27 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from drafting.medusa_heads import FORMS, Tensors, medusa_logits, medusa_tensors, save_medusa
+from drafting.medusa_heads import (
+    FORMS,
+    Tensors,
+    hydra_logits,
+    hydra_tensors,
+    medusa_logits,
+    medusa_tensors,
+    save_hydra,
+    save_medusa,
+)
 
 from ragspec.drafting.eagle.checkpoint import read_head
 from ragspec.drafting.growing.shapes import MEDUSA_TREE
 from ragspec.drafting.medusa.checkpoint import read_medusa
-from ragspec.drafting.medusa.network import MedusaNetwork
+from ragspec.drafting.medusa.hydra import read_hydra
+from ragspec.drafting.medusa.network import PositionNetwork
 from ragspec.errors import ModelError
 from ragspec.numerics.cpu.backend import CpuBackend
 
 HIDDEN, VOCAB = 64, 320
-LM_HEAD = 0.2 * torch.randn(VOCAB, HIDDEN, generator=torch.Generator().manual_seed(9))
+LM_HEAD, EMBEDDING = 0.2 * torch.randn(2, VOCAB, HIDDEN, generator=torch.Generator().manual_seed(9))
 
 
 def a_target() -> Any:
@@ -31,7 +42,7 @@ def a_target() -> Any:
         hidden_size=HIDDEN,
         num_layers=2,
         backend=CpuBackend(),
-        embedding=torch.zeros(VOCAB, HIDDEN),
+        embedding=EMBEDDING,
         logits_of=lambda states: states @ LM_HEAD.T,
     )
 
@@ -45,7 +56,7 @@ def test_every_published_form_computes_the_published_formula(
     """Two heads of five were served because the config says two; a legacy file's missing output layer was noise."""
     made = medusa_tensors(5, num_layers, HIDDEN, VOCAB, with_output)
     save_medusa(tmp_path, made, form, medusa_num_layers=num_layers)
-    network = MedusaNetwork(read_medusa(tmp_path, a_target()), a_target())
+    network = PositionNetwork(read_medusa(tmp_path, a_target()), a_target())
     assert network.num_heads == 5
     states = torch.randn(7, HIDDEN, generator=torch.Generator().manual_seed(3))
     for head in range(5):
@@ -118,11 +129,81 @@ def test_files_that_are_none_are_refused(tmp_path: Path) -> None:
         read_medusa(tmp_path, a_target())
 
 
+@pytest.mark.parametrize("form", ["pt", "safetensors"])
+@pytest.mark.parametrize("grounded", [True, False])
+@pytest.mark.parametrize("dropout", [True, False])
+@pytest.mark.parametrize("own_embedding", [None, "equal", "own"])
+def test_every_form_of_hydra_computes_the_published_formula(
+    tmp_path: Path, form: str, grounded: bool, dropout: bool, own_embedding: str | None
+) -> None:
+    """The tokens stood in another order, a bias or a further block was left out, another embedding was read."""
+    made = hydra_tensors(4, 3, grounded, HIDDEN, VOCAB, dropout)
+    embedding = EMBEDDING if own_embedding != "own" else EMBEDDING.flip(0)
+    stored = made | ({"input_embed_fn.weight": embedding.clone()} if own_embedding else {})
+    save_hydra(tmp_path, stored, form)
+    network = PositionNetwork(read_hydra(tmp_path, a_target()), a_target())
+    assert (network.num_heads, network.is_grounded) == (4, grounded)
+    generator = torch.Generator().manual_seed(3)
+    states, tokens = torch.randn(7, HIDDEN, generator=generator), torch.randint(VOCAB, (7, 4), generator=generator)
+    inputs = network.inputs(states, tokens[:, 0].numpy())
+    for head in range(4):
+        wanted = hydra_logits(made, states, embedding[tokens[:, : head + 1]], head).numpy()
+        assert np.abs(np.asarray(network.logits(inputs, head)) - wanted).max() < 1e-5
+        if grounded and head < 3:
+            inputs = network.grounded(inputs, tokens[:, head + 1].numpy())
+
+
+@pytest.mark.parametrize("grounded", [True, False])
+def test_each_tensor_of_hydra_is_named_where_it_is_missing_or_broken(tmp_path: Path, grounded: bool) -> None:
+    """The published loader is not strict here either."""
+    made = hydra_tensors(2, 2, grounded) | {"input_embed_fn.weight": EMBEDDING.clone()}
+    for name, tensor in made.items():
+        holed = tensor.clone()
+        holed.view(-1)[3] = torch.inf
+        wrong = [made | {name: holed}, made | {name: tensor[:-1].clone()}]
+        if name != "input_embed_fn.weight":
+            wrong.append({other: held for other, held in made.items() if other != name})
+        for tensors in wrong:
+            save_hydra(tmp_path, tensors, hydra_num_layers=2, hydra_num_heads=2, grounded_heads=grounded)
+            with pytest.raises(ModelError, match=re.escape(name)):
+                read_hydra(tmp_path, a_target())
+
+
+HYDRA_CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
+    "another architecture": ({"hydra_head_arch": "cross-attn"}, "hydra_head_arch"),
+    "not grounded by default": ({"grounded_heads": ...}, r"hydra_mlp\.0\.0"),
+    "more layers": ({"hydra_num_layers": 3}, r"hydra_mlp\.0\.2\.linear\.weight"),
+    "fewer layers": ({"hydra_num_layers": 1}, r"hydra_mlp\.\d\.1\.linear"),
+    "more heads": ({"hydra_num_heads": 5}, r"hydra_mlp\.4\.0\.linear\.weight"),
+    "an offset beyond the target": ({"hidden_state_offset": 3}, "hidden_state_offset 3"),
+    "no truth": ({"grounded_heads": "yes"}, "grounded_heads"),
+}
+
+
+@pytest.mark.parametrize("name", HYDRA_CONFIGS)
+def test_a_config_that_contradicts_the_tensors_is_refused(tmp_path: Path, name: str) -> None:
+    """Defaults of the class differ from those of the trainer: heads were read as if they saw no tokens."""
+    config, reason = HYDRA_CONFIGS[name]
+    save_hydra(tmp_path, hydra_tensors(), **config)
+    with pytest.raises(ModelError, match=reason):
+        read_hydra(tmp_path, a_target())
+
+
+def test_a_state_below_the_last_is_tapped_where_the_config_says_so(tmp_path: Path) -> None:
+    """`hidden_state_offset` was ignored."""
+    for offset, tap in ((0, -1), (1, 1), (2, 0)):
+        save_hydra(tmp_path, hydra_tensors(1), hidden_state_offset=offset)
+        assert read_hydra(tmp_path, a_target()).tap == tap
+
+
 def test_a_medusa_head_in_the_place_of_an_eagle_head_says_where_it_belongs(tmp_path: Path) -> None:
     """The refusal named no way out."""
     save_medusa(tmp_path, medusa_tensors(2))
     with pytest.raises(ModelError, match=r"drafting\.medusa\.path"):
         read_head(tmp_path)
+    save_hydra(tmp_path / "hydra", hydra_tensors(1))
+    with pytest.raises(ModelError, match=r"drafting\.hydra\.path"):
+        read_head(tmp_path / "hydra")
 
 
 def test_the_static_tree_is_the_published_one() -> None:

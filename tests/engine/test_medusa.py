@@ -1,4 +1,4 @@
-"""The Medusa drafter in the engine: it reads the right states, changes no output, and heads that are right are accepted."""
+"""Medusa and Hydra in the engine: they read the right states, change no output, and heads that are right are accepted."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from drafters import Half
-from drafting.medusa_heads import Tensors, medusa_drafter, medusa_tensors, save_medusa
+from drafting.medusa_heads import Tensors, hydra_tensors, medusa_tensors, position_drafter, save_hydra, save_medusa
 from engine.test_oracle import PARAMS, PROMPTS, assert_equal, assert_pool_is_empty, requests_of, total, truth
 from safetensors.torch import load_file, save_file
 from tiny_target import save_model, tiny_engine
@@ -42,18 +42,33 @@ def forward_of(target: Target, tokens: Sequence[int]) -> tuple[np.ndarray, torch
     return np.asarray(logits), tapped[FINAL]
 
 
-def fitted_tensors(target: Target, texts: Sequence[tuple[int, Sequence[int]]], num_heads: int) -> Tensors:
+def solved(inputs: torch.Tensor, outputs: torch.Tensor) -> torch.Tensor:
+    """The least weight of a linear layer that gives these outputs. Shapes: [N, F], [N, G] -> float32 [G, F]."""
+    return torch.linalg.lstsq(inputs.double(), outputs.double(), driver="gelsd").solution.T.float().contiguous()
+
+
+def fitted_tensors(target: Target, family: str, texts: Sequence[tuple[int, Sequence[int]]], num_heads: int) -> Tensors:
     """Heads that give the target's own logits along some texts, each given as (prompt length, tokens).
 
-    At most H states, so an output layer can map each of them to anything.
+    There are at most H places in the texts: a grounded head's first block maps each to a unit vector of its own, from its state
+    and the tokens that follow it; output layers map the vector, or Medusa's state itself, to the logits.
     """
-    tensors = {name: torch.zeros_like(t) for name, t in medusa_tensors(num_heads).items()}
-    forwards = [(start, *forward_of(target, tokens)) for start, tokens in texts]
+    made = medusa_tensors(num_heads) if family == "medusa" else hydra_tensors(num_heads, 1)
+    tensors = {name: torch.zeros_like(t) for name, t in made.items()}
+    forwards = [(start, tokens, *forward_of(target, tokens)) for start, tokens in texts]
     for i in range(num_heads):
-        states = torch.cat([states[start - 1 : len(states) - 1 - i] for start, _, states in forwards]).double()
-        assert len(states) <= states.shape[1]
-        wanted = torch.cat([torch.from_numpy(logits[start + i :]) for start, logits, _ in forwards]).double()
-        tensors[f"{i}.1.weight"] = torch.linalg.lstsq(states, wanted, driver="gelsd").solution.T.float().contiguous()
+        inputs = torch.cat([states[start - 1 : len(states) - 1 - i] for start, _, _, states in forwards])
+        wanted = torch.cat([torch.from_numpy(logits[start + i :]) for start, _, logits, _ in forwards])
+        assert len(inputs) == len(wanted) <= target.hidden_size
+        if family == "medusa":
+            tensors[f"{i}.1.weight"] = solved(inputs, wanted)
+            continue
+        for ahead in range(i + 1):
+            ids = [t for start, tokens, *_ in forwards for t in tokens[start + ahead : len(tokens) - i + ahead]]
+            inputs = torch.cat([inputs, target.embedding[ids].float()], 1)
+        own = torch.eye(target.hidden_size)[: len(inputs)]
+        tensors[f"hydra_mlp.{i}.0.res_connection.weight"] = solved(inputs, own)
+        tensors[f"hydra_lm_head.{i}.weight"] = solved(own, wanted)
     return tensors
 
 
@@ -79,7 +94,7 @@ def test_states_are_right_after_copies_prefixes_chunks_and_preemption(
     target = tiny()
     requests = requests_of(target, PARAMS["T=1"])
     expected = truth(target, requests, "T=1")
-    made = medusa_drafter(target, tmp_path)
+    made = position_drafter(target, tmp_path)
     watched = Watched(made.network, made._settings.shape, made._costs)
     answers = {key: plain.token_ids for key, plain in expected.items()}
     with tiny_engine(target, [Half(answers), watched], **options) as engine:
@@ -92,14 +107,22 @@ def test_states_are_right_after_copies_prefixes_chunks_and_preemption(
         assert torch.allclose(state, forward_of(target, tokens)[1][-2:-1], atol=1e-4)
 
 
-@pytest.mark.parametrize(("name", "dtype"), [*((name, "float32") for name in PARAMS), ("T=1", "torch-float32")])
-def test_no_output_changes(tiny: Tiny, tmp_path: Path, name: str, dtype: str) -> None:
+CASES = [
+    *(("medusa", name, "float32") for name in PARAMS if name != "top-p"),
+    *(("hydra", name, "float32") for name in ("greedy", "T=1", "penalties")),
+    *((family, "T=1", "torch-float32") for family in ("medusa", "hydra")),
+    ("ungrounded hydra", "T=1", "float32"),
+]
+
+
+@pytest.mark.parametrize(("family", "name", "dtype"), CASES)
+def test_no_output_changes(tiny: Tiny, tmp_path: Path, family: str, name: str, dtype: str) -> None:
     """A head's draft, of whatever shape, changed a token; or nothing was drafted at all."""
     target = tiny("llama", dtype)
     requests = requests_of(target, PARAMS[name])
     expected = truth(target, requests, name)
     for tree in ("dynamic", "static", "chain"):
-        with tiny_engine(target, [medusa_drafter(target, tmp_path, tree=tree)]) as engine:
+        with tiny_engine(target, [position_drafter(target, tmp_path, family, tree)]) as engine:
             completions = engine.generate(requests)
             assert engine._planner.num_failures == 0
             assert_pool_is_empty(engine)
@@ -107,33 +130,38 @@ def test_no_output_changes(tiny: Tiny, tmp_path: Path, name: str, dtype: str) ->
         assert total(completions, "num_drafted") > 0
 
 
-@pytest.mark.parametrize("name", ["greedy", "T=1", "top-p", "top-k, min-p"])
-@pytest.mark.parametrize("dtype", ["float32", "torch-float32"])
+@pytest.mark.parametrize("family", ["medusa", "hydra"])
+@pytest.mark.parametrize(
+    ("name", "dtype"), [*((n, "float32") for n in ("greedy", "T=1", "top-p")), ("T=1", "torch-float32")]
+)
 def test_heads_with_the_targets_logits_and_noise_draft_the_token_first(
-    tiny: Tiny, tmp_path: Path, name: str, dtype: str
+    tiny: Tiny, tmp_path: Path, family: str, name: str, dtype: str
 ) -> None:
-    """Head i read for level i, the state one too early, or the noise of another position: nearly nothing was accepted."""
+    """Head i read for level i, the state or the tokens one too early, the noise of another position: nearly nothing fitted."""
     target = tiny("llama", dtype)
     requests = requests_of(target, PARAMS[name], [PROMPTS[0], PROMPTS[2], PROMPTS[5]])
     expected = truth(target, requests, name)
     texts = [(len(r.prompt_ids), [*r.prompt_ids, *expected[r.id, 0].token_ids]) for r in requests]
-    tensors = fitted_tensors(target, texts, num_heads=3)
-    with tiny_engine(target, [medusa_drafter(target, tmp_path, tensors, tree="chain")]) as engine:
+    tensors = fitted_tensors(target, family, texts, num_heads=3)
+    with tiny_engine(target, [position_drafter(target, tmp_path, family, "chain", tensors)]) as engine:
         completions = engine.generate(requests)
         assert engine._planner.num_failures == 0
     assert_equal(completions, expected)
     assert total(completions, "num_accepted") >= 0.95 * total(completions, "num_drafted") > 20
 
 
+@pytest.mark.parametrize("family", ["medusa", "hydra"])
 @pytest.mark.parametrize("rule", [AcceptanceRule.TRAVERSAL, AcceptanceRule.CHAIN, AcceptanceRule.IID])
-def test_children_drawn_by_chance_are_drafted_and_accepted(tiny: Tiny, tmp_path: Path, rule: AcceptanceRule) -> None:
+def test_children_drawn_by_chance_are_drafted_and_accepted(
+    tiny: Tiny, tmp_path: Path, rule: AcceptanceRule, family: str
+) -> None:
     """Nodes of one level share a row of logits: draws took the row of another sequence, or none."""
     target = tiny()
     requests = [
         Request(r.id, r.prompt_ids, r.params, speculation=Speculation(rule=rule))
         for r in requests_of(target, SamplingParams(temperature=1.0, seed=3, max_tokens=24, ignore_eos=True))
     ]
-    with tiny_engine(target, [medusa_drafter(target, tmp_path)]) as engine:
+    with tiny_engine(target, [position_drafter(target, tmp_path, family)]) as engine:
         completions = engine.generate(requests)
         assert engine._planner.num_failures == 0
     assert all(len(completion.token_ids) == 24 for completion in completions)
@@ -144,7 +172,7 @@ def test_heads_draft_no_deeper_than_there_are_heads(tiny: Tiny, tmp_path: Path) 
     """A tree of four levels over two heads failed in every step."""
     target = tiny()
     requests = requests_of(target, PARAMS["greedy"])
-    drafter = medusa_drafter(target, tmp_path, medusa_tensors(2))
+    drafter = position_drafter(target, tmp_path, tensors=medusa_tensors(2))
     with tiny_engine(target, [drafter]) as engine:
         completions = engine.generate(requests)
         assert engine._planner.num_failures == 0
@@ -165,23 +193,28 @@ def merge(model: Path, tensors: Tensors) -> Path:
     return model
 
 
-@pytest.mark.parametrize("form", ["pt", "merged"])
+@pytest.mark.parametrize("form", ["pt", "merged", "hydra"])
 def test_a_configured_head_is_loaded_and_drafts(tmp_path: Path, form: str) -> None:
     """`drafting.medusa.path` alone was not enough, or a target that holds its heads could not be loaded."""
     model = save_model("llama", tmp_path / "target")
-    merged = form == "merged"
-    head = merge(model, medusa_tensors()) if merged else save_medusa(tmp_path / "head", medusa_tensors(), form)
-    drafting = DraftingConfig(medusa=TreeHeadConfig(path=str(head)), max_tree_nodes=6)
+    name = "hydra" if form == "hydra" else "medusa"
+    if form == "merged":
+        head = merge(model, medusa_tensors())
+    elif form == "hydra":
+        head = save_hydra(tmp_path / "head", hydra_tensors(), hidden_state_offset=1)
+    else:
+        head = save_medusa(tmp_path / "head", medusa_tensors(), form)
+    drafting = DraftingConfig(**{name: TreeHeadConfig(path=str(head))}, max_tree_nodes=6)
     config, engine_config = TargetConfig(model=str(model)), EngineConfig(max_kv_tokens=2048)
     params = SamplingParams(temperature=1.0, seed=4, max_tokens=16, ignore_eos=True)
     requests = [Request(f"{i}", tuple(range(20 + i, 40 + 2 * i)), params) for i in range(3)]
     with load_engine(config, engine_config, DraftingConfig(speculation=False)) as engine:
         expected = [done.token_ids for done in engine.generate(requests)]
     with load_engine(config, engine_config, drafting, planner_class=FixedTreePlanner) as engine:
-        assert [drafter.name for drafter in engine._planner._drafters] == ["copy", "medusa"]
+        assert [drafter.name for drafter in engine._planner._drafters] == ["copy", name]
         completions = engine.generate(requests)
         assert engine._planner.num_failures == 0
     assert [done.token_ids for done in completions] == expected
     assert sum(done.stats.num_drafted for done in completions) > 0
-    with pytest.raises(ConfigError, match=r"drafting\.medusa\.path"):
-        load_engine(config, engine_config, DraftingConfig(drafters=("medusa",)))
+    with pytest.raises(ConfigError, match=rf"drafting\.{name}\.path"):
+        load_engine(config, engine_config, DraftingConfig(drafters=(name,)))

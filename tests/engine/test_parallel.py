@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from drafting.medusa_heads import medusa_drafter
+from drafting.medusa_heads import position_drafter
 from engine.test_eagle import drafter_for
 from engine.test_oracle import PARAMS, assert_equal, assert_pool_is_empty, drafters, requests_of, total, truth
 from rank_process import Followers
@@ -148,7 +148,7 @@ def test_every_setting_of_the_oracle(followers: Followers, models: Models, dtype
                     assert_pool_is_empty(engine)
 
 
-@pytest.mark.parametrize("family", ["eagle", "eagle3", "medusa"])
+@pytest.mark.parametrize("family", ["eagle", "eagle3", "medusa", "hydra"])
 def test_a_head_on_rank_0_drafts_what_it_drafts_beside_one_rank(
     followers: Followers, models: Models, tmp_path: Path, family: str
 ) -> None:
@@ -159,7 +159,7 @@ def test_a_head_on_rank_0_drafts_what_it_drafts_beside_one_rank(
     expected = truth(one, requests, "T=1")
 
     def drafter(target: Target) -> Drafter:
-        return medusa_drafter(target, tmp_path) if family == "medusa" else drafter_for(target, family)
+        return drafter_for(target, family) if "eagle" in family else position_drafter(target, tmp_path, family)
 
     with tiny_engine(one, [drafter(one)]) as engine:
         drafted = total(engine.generate(requests), "num_drafted")

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from drafting.medusa_heads import medusa_drafter
+from drafting.medusa_heads import position_drafter
 from engine.test_eagle import drafter_for
 from pydantic import ValidationError
 from tiny_target import SENTENCES, tiny_engine
@@ -275,7 +275,7 @@ def crossings(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, int]]:
     yield counted
 
 
-@pytest.mark.parametrize("drafter", ["copy", "eagle", "eagle3", "medusa"])
+@pytest.mark.parametrize("drafter", ["copy", "eagle", "eagle3", "medusa", "hydra"])
 @pytest.mark.parametrize(
     "name", ["greedy", "top-p", "penalties", "log-probabilities", "near ties", "traversal", "typical"]
 )
@@ -291,8 +291,8 @@ def test_only_ids_cross(tiny: Tiny, crossings: dict[str, int], tmp_path: Path, n
     requests = [Request(f"r{i}", prompt, params, sources, speculation=speculation) for i, prompt in enumerate(prompts)]
     if drafter == "copy":
         drafters: list[Drafter] = [CopyDrafter(target.tokenizer, target.eos_ids)]
-    elif drafter == "medusa":
-        drafters = [medusa_drafter(target, tmp_path)]
+    elif drafter in ("medusa", "hydra"):
+        drafters = [position_drafter(target, tmp_path, drafter)]
     else:
         drafters = [drafter_for(target, drafter)]
     with tiny_engine(target, drafters, max_nodes=6) as engine:

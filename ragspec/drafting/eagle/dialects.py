@@ -29,7 +29,7 @@ _NOT_EAGLE = {
     "Medusa": re.compile(r"(medusa_head\.|\d+\.\d+\.(linear\.)?(weight|bias)$)"),
     "GliDe": re.compile(r".*\bcross_attn\b"),
 }
-_PLACES = {"Medusa": "; drafting.medusa.path names a Medusa head"}
+_PLACES = {"Medusa": "; drafting.medusa.path names Medusa heads", "Hydra": "; drafting.hydra.path names Hydra heads"}
 
 
 def official_form(raw: Raw, stored: Mapping[str, Tensor]) -> HeadCheckpoint:

@@ -14,7 +14,7 @@ Source: Medusa (Cai et al. 2024, arXiv 2401.10774).
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ragspec.drafting.heads.config_keys import Raw, integer
 from ragspec.drafting.heads.files import CONFIG, check_tensor, read_json, read_tensors
-from ragspec.drafting.heads.target import HeadTarget
+from ragspec.drafting.heads.target import FINAL, HeadTarget
 from ragspec.errors import ModelError
 
 _WEIGHTS = ("medusa_lm_head.safetensors", "medusa_lm_head.pt")
@@ -41,12 +41,16 @@ class Place(NamedTuple):
 class PositionHeads(NamedTuple):
     """Networks for the positions 1, 2, ... behind the next token.
 
-    Tensors of head i: `i.blocks.j.weight` and `.bias`, `i.output.weight` (none: the target's output layer is read).
+    Tensors of head i: `i.blocks.j.weight` and `.bias`, `i.output.weight` and `.bias` (none: the target's output layer is read).
+    Of `is_grounded` heads, which read the tokens in between, also `i.residual.weight` and `.bias` and perhaps `embedding`. `tap`:
+    of the target's states.
     """
 
     num_heads: int
     num_blocks: int
     tensors: dict[str, Tensor]
+    is_grounded: bool = False
+    tap: int = FINAL
 
 
 def read_medusa(directory: str | Path, target: HeadTarget) -> PositionHeads:
@@ -80,11 +84,11 @@ def count_key(raw: Raw, key: str, absent: int) -> int:
     return count
 
 
-def num_stored(names: Iterable[str], pattern: str, family: str) -> int:
+def num_stored(names: Collection[str], pattern: str, family: str) -> int:
     """The number of heads whose tensors are stored, from the greatest index. Raises: ModelError."""
     found = {int(match[1]): name for name in names if (match := re.match(pattern, name)) and len(match[1]) < 10}
     if not found:
-        raise ModelError(f"no {family} head: none of its tensors is named {pattern.replace(chr(92), '')}")
+        raise ModelError(f"no {family} head: no head has tensors named as {', '.join(sorted(names)[:3])}")
     if max(found) >= _MOST:
         raise ModelError(f"the head has {found[max(found)]}; at most {_MOST} heads are served")
     return max(found) + 1

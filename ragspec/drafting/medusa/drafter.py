@@ -1,7 +1,8 @@
-"""The Medusa drafter: heads that each read the target's last hidden state and guess one position ahead.
+"""The drafters with one head for each position ahead, which read the target's last hidden state: Medusa and Hydra.
 
-Head i guesses the token at distance i + 2 from the state, so level i + 1 of the tree, the same for all nodes of that level. Heads
-read nothing else: neither keys nor text, so there is no window, and every state is enough to draft from.
+Head i guesses the token at distance i + 2 from the state, so level i + 1 of the tree. A Medusa head reads nothing else: its level
+is the same below all nodes. A grounded Hydra head also reads the path to its node. Heads keep no keys, so there is no window, and
+every state is enough to draft from.
 
 Sources: see `ragspec.drafting.medusa.network`; drafts grow in `ragspec.drafting.growing`, the noise is in
 `ragspec.drafting.coupling`.
@@ -23,7 +24,7 @@ from ragspec.drafting.drafter import Features, SequenceView
 from ragspec.drafting.growing.draft import DraftSettings, GrowingDraft
 from ragspec.drafting.growing.drafter import GrowingDrafter, Level
 from ragspec.drafting.growing.shapes import TreeShape
-from ragspec.drafting.medusa.network import MedusaNetwork
+from ragspec.drafting.medusa.network import PositionNetwork
 
 
 class LastState(NamedTuple):
@@ -43,11 +44,10 @@ class MedusaDrafter(GrowingDrafter[MedusaDraft]):
     """See the module. `coupled`: whether drafts use the sampling noise."""
 
     name = "medusa"
-    nodes_share_rows = True
 
-    def __init__(self, network: MedusaNetwork, shape: TreeShape, costs: CostTable, *, coupled: bool = True) -> None:
+    def __init__(self, network: PositionNetwork, shape: TreeShape, costs: CostTable, *, coupled: bool = True) -> None:
         super().__init__(np.arange(network.vocab_size), network.vocab_size, shape, costs, coupled=coupled)
-        self.network, self.taps = network, network.taps
+        self.network, self.taps, self.nodes_share_rows = network, network.taps, not network.is_grounded
         self._states: dict[tuple[str, int], LastState] = {}
 
     def observe(self, sequence: SequenceView, tokens: SequenceOf[int], features: Features) -> None:
@@ -78,8 +78,24 @@ class MedusaDrafter(GrowingDrafter[MedusaDraft]):
         return None if last is None else MedusaDraft(sequence, last, settings, num_levels)
 
     def _levels(self, drafts: list[MedusaDraft]) -> Iterator[Level]:
-        states = torch.cat([draft.memory.state for draft in drafts])
-        for head in range(self.network.num_heads):
-            yield Level(self.network.logits(states, head), len(states))
-            rows = list(dict.fromkeys(node.row for draft in drafts for node in draft.open))
-            states = states[self.network.backend.tokens(np.array(rows))]
+        return levels_of(self.network, torch.cat([draft.memory.state for draft in drafts]), drafts)
+
+
+class HydraDrafter(MedusaDrafter):
+    """As `MedusaDrafter`, under Hydra's name."""
+
+    name = "hydra"
+
+
+def levels_of(network: PositionNetwork, states: Tensor, drafts: SequenceOf[GrowingDraft]) -> Iterator[Level]:
+    """One head a level. Shape: states float32 [B, H], of one draft each."""
+    inputs = network.inputs(states, np.array([draft.sequence.tokens[-1] for draft in drafts], np.int32))
+    for head in range(network.num_heads):
+        yield Level(network.logits(inputs, head), len(inputs))
+        nodes = [node for draft in drafts for node in draft.open]
+        rows = [node.row for node in nodes]
+        if network.is_grounded:
+            above = inputs[network.backend.tokens(np.array(rows))]
+            inputs = network.grounded(above, np.array([node.token_id for node in nodes], np.int32))
+        else:
+            inputs = inputs[network.backend.tokens(np.array(list(dict.fromkeys(rows))))]

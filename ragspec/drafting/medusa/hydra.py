@@ -1,0 +1,76 @@
+"""Hydra heads on disk: heads as Medusa's that also read the tokens between the state and the token that they guess.
+
+    hydra_mlp.0.0.linear.weight .bias   hydra_mlp.0.0.res_connection.weight .bias    first block; without the second: not grounded
+    hydra_mlp.0.1.linear.weight .bias   ...                                          further blocks
+    hydra_lm_head.0.weight .bias        input_embed_fn.weight                        output layer; embedding, which may be absent
+
+Where the heads were trained with dropout, blocks have the indices 1, 3, 5, ... and output layers are named `hydra_lm_head.0.1.`.
+
+    >>> heads = read_hydra("hydra-vicuna-7b", target)
+
+Source: Hydra (Ankner et al. 2024, arXiv 2402.05109).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from ragspec.drafting.heads.config_keys import Raw, integer, truth
+from ragspec.drafting.heads.files import CONFIG, read_json, read_tensors
+from ragspec.drafting.heads.target import FINAL, HeadTarget
+from ragspec.drafting.medusa.checkpoint import Place, PositionHeads, count_key, num_stored, placed
+from ragspec.errors import ModelError
+
+_WEIGHTS = ("hydra_lm_head.safetensors", "hydra_lm_head.pt")
+_ARCH_KEY = "hydra_head_arch"
+
+
+def read_hydra(directory: str | Path, target: HeadTarget) -> PositionHeads:
+    """Read and check the heads in a directory, as `read_medusa`. Raises: ModelError naming the tensor or the key."""
+    directory = Path(directory)
+    try:
+        raw = read_json(directory / CONFIG)
+        if (arch := raw.get(_ARCH_KEY, "mlp")) != "mlp":
+            raise ModelError(f"config.json has {_ARCH_KEY} {arch!r}; mlp is served")
+        stored = read_tensors(directory, _WEIGHTS)
+        num_blocks, is_grounded = count_key(raw, "hydra_num_layers", 1), truth(raw, "grounded_heads")
+        counted = num_stored(stored, r"hydra_(?:mlp|lm_head)\.(\d+)\.", "Hydra")
+        num_heads = max(counted, count_key(raw, "hydra_num_heads", counted))
+        places = _places(stored, num_heads, num_blocks, is_grounded, target)
+        if "input_embed_fn.weight" in stored:
+            places["input_embed_fn.weight"] = Place("embedding", (target.vocab_size, target.hidden_size))
+        return PositionHeads(num_heads, num_blocks, placed(stored, places), is_grounded, _tap(raw, target))
+    except ModelError as cause:
+        raise ModelError(f"{directory}: {cause}") from cause
+
+
+def _places(
+    stored: Iterable[str], num_heads: int, num_blocks: int, is_grounded: bool, target: HeadTarget
+) -> dict[str, Place]:
+    """All tensors of the heads by their published names."""
+    has_dropout = any(name.startswith("hydra_lm_head.0.1.") for name in stored)
+    width, places = target.hidden_size, {}
+    for i in range(num_heads):
+        inputs = (i + 2) * width if is_grounded else width
+        blocks = f"hydra_mlp.{i}."
+        for j in range(num_blocks):
+            linear = f"{blocks}{2 * j + 1 if has_dropout else j}.linear"
+            places[f"{linear}.weight"] = Place(f"{i}.blocks.{j}.weight", (width, width if j else inputs))
+            places[f"{linear}.bias"] = Place(f"{i}.blocks.{j}.bias", (width,))
+        if is_grounded:
+            residual = f"{blocks}{int(has_dropout)}.res_connection"
+            places[f"{residual}.weight"] = Place(f"{i}.residual.weight", (width, inputs))
+            places[f"{residual}.bias"] = Place(f"{i}.residual.bias", (width,))
+        output = f"hydra_lm_head.{i}" + (".1" if has_dropout else "")
+        places[f"{output}.weight"] = Place(f"{i}.output.weight", (target.vocab_size, width))
+        places[f"{output}.bias"] = Place(f"{i}.output.bias", (target.vocab_size,))
+    return places
+
+
+def _tap(raw: Raw, target: HeadTarget) -> int:
+    """`hidden_state_offset` counts layers below the last state; 0 is the output of the final norm."""
+    offset = integer(raw, "hidden_state_offset", 0)
+    if not 0 <= offset <= target.num_layers:
+        raise ModelError(f"config.json has hidden_state_offset {offset}; the target has {target.num_layers} layers")
+    return target.num_layers - offset if offset else FINAL
