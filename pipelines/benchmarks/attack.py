@@ -126,7 +126,7 @@ def attacked(
     service: Service, name: str, bodies: Sequence[Mapping[str, Any]], quiet: Sequence[Mapping[str, Any]]
 ) -> Result:
     """The victim's chats and the health check during one attack. `ratio`: of the time of the same chats when it is quiet."""
-    with _health(service.url) as health, _attacking(service, name):
+    with _health(service.url) as health, attacking(service, name):
         is_refused = CHECKS[name](service) if name in CHECKS else True
         answers = service.timed(bodies, tenant=VICTIM)
     is_whole = all(
@@ -137,7 +137,8 @@ def attacked(
 
 
 @contextlib.contextmanager
-def _attacking(service: Service, name: str) -> Iterator[None]:
+def attacking(service: Service, name: str) -> Iterator[None]:
+    """One of the attacks goes on until the block ends."""
     if name in CHECKS:
         yield
         return

@@ -26,8 +26,8 @@ from typing import Any
 import aiohttp
 
 Answer = dict[str, Any]
-"""`first_s`: from sending to the first text; `total_s`: to the end; `text`, `usage`, `metrics`, `status`. `ended`: the
-stream came to its proper end. Units: seconds."""
+"""`begin_s`: when it was asked, from the first one; `first_s`: from sending to the first text; `total_s`: to the end; `text`,
+`usage`, `metrics`, `status`. `ended`: the stream came to its proper end. Units: seconds."""
 
 HANG_S = 30.0
 """A request without an answer for so long hangs."""
@@ -50,20 +50,30 @@ def chat_body(model: str, *texts: str, **fields: Any) -> dict[str, Any]:
     messages = [
         {"role": role, "content": text} for role, text in zip(cycle(("user", "assistant")), texts, strict=False)
     ]
-    return {"model": model, "messages": messages, "stream": True, **fields}
+    options = {"stream": True, "stream_options": {"include_usage": True}}
+    return {"model": model, "messages": messages, **options, **fields}
 
 
 async def timed_answers(session: aiohttp.ClientSession, orders: Mapping[str, Any]) -> list[Answer]:
-    """Every body once, `concurrency` at a time. Raises: aiohttp.ClientError where the service does not answer."""
+    """Every body once: `concurrency` at a time, or each at its time of `at_s`.
+
+    Raises: aiohttp.ClientError where the service does not answer.
+    """
     bodies: Sequence[Mapping[str, Any]] = orders["bodies"]
     answers: list[Answer] = [{} for _ in bodies]
-    waiting = iter(range(len(bodies)))
+    begin, at_s, waiting = time.perf_counter(), orders.get("at_s"), iter(range(len(bodies)))
+
+    async def ask(number: int) -> None:
+        if at_s is not None:
+            await asyncio.sleep(max(0.0, begin + at_s[number] - time.perf_counter()))
+        begin_s = time.perf_counter() - begin
+        answers[number] = {"begin_s": begin_s, **await _timed_answer(session, orders, bodies[number])}
 
     async def client() -> None:
         for number in waiting:
-            answers[number] = await _timed_answer(session, orders, bodies[number])
+            await ask(number)
 
-    await asyncio.gather(*(client() for _ in range(orders["concurrency"])))
+    await asyncio.gather(*(client() for _ in range(len(bodies) if at_s is not None else orders["concurrency"])))
     return answers
 
 

@@ -45,9 +45,18 @@ class Service:
     keys: Mapping[str, str]
     backend: ServiceBackend
 
-    def timed(self, bodies: Sequence[Mapping[str, Any]], concurrency: int = 1, tenant: str = "") -> list[Answer]:
-        """The answer to each chat; without a tenant, the first one asks. Raises: EngineError."""
-        return timed_answers(self.url, self.keys[tenant or next(iter(self.keys))], CHAT, bodies, concurrency)
+    def timed(
+        self,
+        bodies: Sequence[Mapping[str, Any]],
+        concurrency: int = 1,
+        tenant: str = "",
+        at_s: Sequence[float] | None = None,
+    ) -> list[Answer]:
+        """The answer to each chat; without a tenant, the first one asks. `at_s`: when each is sent, whoever still waits.
+
+        Raises: EngineError.
+        """
+        return timed_answers(self.url, self.keys[tenant or next(iter(self.keys))], CHAT, bodies, concurrency, at_s)
 
 
 @contextmanager
@@ -99,9 +108,16 @@ def backend_of(settings: Settings, tick: Tick, **service: Any) -> Iterator[tuple
             yield backend, listed
 
 
-def timed_answers(url: str, key: str, path: str, bodies: Sequence[Mapping[str, Any]], concurrency: int) -> list[Answer]:
+def timed_answers(
+    url: str,
+    key: str,
+    path: str,
+    bodies: Sequence[Mapping[str, Any]],
+    concurrency: int,
+    at_s: Sequence[float] | None = None,
+) -> list[Answer]:
     """The answer to each body, timed by clients in their own process. Raises: EngineError."""
-    orders = {"url": url, "key": key, "path": path, "bodies": list(bodies), "concurrency": concurrency}
+    orders = {"url": url, "key": key, "path": path, "bodies": list(bodies), "concurrency": concurrency, "at_s": at_s}
     answers: list[Answer] = run_clients(orders)
     return answers
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from service_parts import MODEL, make_backend
@@ -16,6 +18,7 @@ from pipelines.benchmarks.chat.suite import identical
 from pipelines.benchmarks.chat.tenants import OWNER, STRANGER, cliffs_delta, foreign_tokens, probe
 from pipelines.benchmarks.clients import LoadRequest, LoadStats, MixedClients, chat_body
 from pipelines.benchmarks.load import leaked_slots
+from pipelines.benchmarks.load_curve import MIXED, RAG, LoadCurve, bursts, measured, mixes_of, poisson
 from pipelines.benchmarks.service import Service, run_clients, service_here
 from ragspec.config import load_settings
 from ragspec.core import Request, SamplingParams
@@ -52,6 +55,49 @@ def test_first_tokens_of_every_way_are_timed(here: Service) -> None:
     row = FirstTokens(here, QUESTIONS, 0).measure(2, 1, no_tick)
     assert min(row["engine_ttft_ms"], row["http_ttft_ms"], row["http_with_retrieval_ttft_ms"]) > 0
     assert row["gateway_ttft_ms"] == row["http_ttft_ms"] - row["engine_ttft_ms"]
+
+
+def test_the_load_curve_compares_equal_work_of_both_ways(here: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A way that answered from the other's cached prompts, or stopped early, looked faster; arrivals that nobody waited for."""
+    sent: list[tuple[dict[str, Any], Any]] = []
+    timed = Service.timed
+
+    def recorded(self: Service, bodies: Any, users: int, **options: Any) -> Any:
+        answers = timed(self, bodies, users, **options)
+        sent.append((bodies[0], [answer["usage"]["completion_tokens"] for answer in answers]))
+        return answers
+
+    monkeypatch.setattr(Service, "timed", recorded)
+    curve = LoadCurve(here, mixes_of(MODEL, QUESTIONS, 0), no_tick)
+    rows = [curve.row(MIXED, 3, 2), curve.row(RAG, 2, 1, poisson, 50.0), curve.row(RAG, 2, 1, bursts, 50.0)]
+    assert [row["arrivals"] for row in rows] == ["closed", "poisson", "bursts"]
+    assert all(row[way]["tokens_per_s"] > 0 and row[way]["goodput_per_s"] >= 0 for row in rows for way in ("on", "off"))
+    assert [body["speculation"] for body, _ in sent] == [True, False, False, True, True, False, True, False]
+    assert len({body["cache_salt"] for body, _ in sent}) == len(sent)
+    for first, second in zip(sent[::2], sent[1::2], strict=True):
+        assert first[1] == second[1] and sum(first[1]) > 0
+
+
+def test_throughput_and_latencies_of_a_run() -> None:
+    """Time before the first request, or after the last token, counted; a slow answer counted as good."""
+    ended = {"ended": True, "usage": {"completion_tokens": 11}}
+    answers = [
+        {**ended, "begin_s": 5.0, "first_s": 1.0, "total_s": 2.0},
+        {**ended, "begin_s": 6.0, "first_s": 3.0, "total_s": 9.0},
+    ]
+    run = measured(answers)
+    assert (run["tokens_per_s"], run["answers_per_s"], run["goodput_per_s"]) == (2.2, 0.2, 0.1)
+    assert run["first_p50_ms"] == 3000.0 and run["token_p99_ms"] == pytest.approx(600.0)
+    with pytest.raises(EngineError, match="1 of 2 answers did not end"):
+        measured([answers[0], {**answers[1], "ended": False, "error": "gone"}])
+
+
+def test_arrivals_have_the_rate_that_is_asked_for() -> None:
+    """Bursts that brought eight times the load."""
+    for arrivals in (poisson, bursts):
+        at_s = arrivals(4000, 8.0, random.Random(0))
+        assert at_s == sorted(at_s) and at_s[-1] == pytest.approx(500.0, rel=0.15)
+    assert len(set(bursts(16, 8.0, random.Random(0)))) == 2
 
 
 def test_the_probe_finds_nothing_of_another_tenant_and_does_find_what_is_shared(here: Service) -> None:
