@@ -232,6 +232,10 @@ class EagleConfig(TreeHeadConfig):
     window: int = Field(256, ge=16)
 
 
+class HydraConfig(EagleConfig):
+    """Hydra heads, with the keys of `drafting.medusa`. Hydra++ attends to the last `window` positions."""
+
+
 class DraftModelConfig(ConfigSection):
     """A small language model that drafts. `path`: as `target.model`; its vocabulary must be the target's.
 
@@ -261,7 +265,7 @@ class DraftingConfig(ConfigSection):
     drafters: tuple[str, ...] | None = Field(None, strict=False)
     eagle: EagleConfig = EagleConfig()
     medusa: TreeHeadConfig = TreeHeadConfig()
-    hydra: TreeHeadConfig = TreeHeadConfig()
+    hydra: HydraConfig = HydraConfig()
     draft_model: DraftModelConfig = DraftModelConfig()
     max_tree_nodes: int = Field(48, ge=1, le=512)
     reuse_earlier_answers: bool = False

@@ -23,6 +23,7 @@ from ragspec.config import (
     DraftModelConfig,
     EagleConfig,
     EngineConfig,
+    HydraConfig,
     TargetConfig,
     TreeHeadConfig,
 )
@@ -38,6 +39,7 @@ from ragspec.drafting.medusa.checkpoint import PositionHeads, read_medusa
 from ragspec.drafting.medusa.drafter import HydraDrafter, MedusaDrafter
 from ragspec.drafting.medusa.hydra import read_hydra
 from ragspec.drafting.medusa.network import PositionNetwork
+from ragspec.drafting.medusa.prefix import PrefixHydraDrafter, PrefixNetwork, PrefixTimer
 from ragspec.drafting.planner import Planner
 from ragspec.drafting.recycling import RecyclingDrafter
 from ragspec.engine.admission import Admission, SamplerFactory
@@ -183,10 +185,20 @@ def make_medusa(target: Target, config: TreeHeadConfig) -> MedusaDrafter:
     return MedusaDrafter(network, shape, costs, coupled=config.coupled)
 
 
-def make_hydra(target: Target, config: TreeHeadConfig) -> HydraDrafter:
+def make_hydra(target: Target, config: HydraConfig) -> HydraDrafter | PrefixHydraDrafter:
     """As `make_eagle`, for Hydra's heads."""
-    network, shape, costs = _measured(target, config, read_hydra(_path_of(config, "hydra"), target))
-    return HydraDrafter(network, shape, costs, coupled=config.coupled)
+    heads = read_hydra(_path_of(config, "hydra"), target)
+    if not heads.has_prefix:
+        network, shape, costs = _measured(target, config, heads)
+        return HydraDrafter(network, shape, costs, coupled=config.coupled)
+    shape = make_shape(config.tree, config.num_children, config.width, config.max_depth, MEDUSA_TREE)
+    context = min(target.max_context_tokens, config.window, target.pool.num_slots) // 2
+
+    def build(dtype: torch.dtype) -> PrefixTimer:
+        return PrefixTimer(PrefixNetwork(heads, target, target.num_positions, dtype), target.pool)
+
+    timer, costs = _fastest_dtype(target, config, build, context, min(64, context))
+    return PrefixHydraDrafter(timer.network, shape, costs, window=config.window, coupled=config.coupled)
 
 
 def _measured(

@@ -135,6 +135,11 @@ class Target:
         return self._embedding
 
     @property
+    def text_config(self) -> Any:
+        """The model's configuration, as transformers reads it."""
+        return self._model.config.get_text_config()
+
+    @property
     def num_layers(self) -> int:
         return len(self.shapes)
 

@@ -17,13 +17,15 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 from tiny_target import Free
-from torch import Tensor
+from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaModel
 
 from ragspec.drafting.growing.shapes import MEDUSA_TREE, make_shape
 from ragspec.drafting.medusa.checkpoint import read_medusa
 from ragspec.drafting.medusa.drafter import HydraDrafter, MedusaDrafter
 from ragspec.drafting.medusa.hydra import read_hydra
 from ragspec.drafting.medusa.network import PositionNetwork
+from ragspec.drafting.medusa.prefix import PrefixHydraDrafter, PrefixNetwork
 from ragspec.engine.target import Target
 
 FORMS = ("pt", "safetensors", "merged", "merged in shards")
@@ -114,6 +116,30 @@ def hydra_tensors(
     return tensors
 
 
+PREFIX = "prefix_embeding_layer."
+
+
+def prefix_model(target: Target) -> LlamaModel:
+    """Hydra++'s prefix: a whole Llama of one layer with the target's sizes and random weights."""
+    config = target.text_config
+    sizes = {
+        name: getattr(config, name) for name in ("hidden_size", "intermediate_size", "num_attention_heads", "head_dim")
+    }
+    sizes |= {name: getattr(config, name) for name in ("num_key_value_heads", "rms_norm_eps", "vocab_size")}
+    torch.manual_seed(4)
+    model = LlamaModel(LlamaConfig(**sizes, num_hidden_layers=1, rope_parameters=config.rope_parameters))
+    for name, weight in model.named_parameters():
+        nn.init.normal_(weight, float("norm" in name), 0.15)
+    return model.eval()
+
+
+def hydra_plus_tensors(target: Target, num_layers: int = 4) -> Tensors:
+    """The architecture "prefix-mlp", with what older files hold beside it."""
+    prefix = {PREFIX + name: tensor.detach().clone() for name, tensor in prefix_model(target).state_dict().items()}
+    prefix[f"{PREFIX}layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(8)
+    return hydra_tensors(4, num_layers, dropout=True, hidden=target.hidden_size, vocab=target.vocab_size) | prefix
+
+
 def save_hydra(folder: Path, tensors: Mapping[str, Tensor], form: str = "pt", **config: Any) -> Path:
     """A published directory, "pt" or "safetensors". The config has what the tensors show unless `config` says otherwise."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -153,11 +179,14 @@ def hydra_logits(tensors: Mapping[str, Tensor], states: Tensor, embedded: Tensor
 
 def position_drafter(
     target: Target, folder: Path, family: str = "medusa", tree: str = "dynamic", tensors: Tensors | None = None
-) -> MedusaDrafter:
+) -> MedusaDrafter | PrefixHydraDrafter:
     """Random heads unless `tensors` are given, of Medusa in the legacy form; they cost nothing, however long they take here."""
     shape, costs = make_shape(tree, 3, 2, 4, MEDUSA_TREE), Free(1e-9)
     if family == "medusa":
         tensors = medusa_tensors(with_output=False) if tensors is None else tensors
         return MedusaDrafter(PositionNetwork(read_medusa(save_medusa(folder, tensors), target), target), shape, costs)
+    if family == "hydra++":
+        save_hydra(folder, hydra_plus_tensors(target), hydra_head_arch="prefix-mlp")
+        return PrefixHydraDrafter(PrefixNetwork(read_hydra(folder, target), target, 300), shape, costs)
     tensors = hydra_tensors(grounded=family == "hydra") if tensors is None else tensors
     return HydraDrafter(PositionNetwork(read_hydra(save_hydra(folder, tensors), target), target), shape, costs)

@@ -16,7 +16,7 @@ from engine.test_oracle import PARAMS, PROMPTS, assert_equal, assert_pool_is_emp
 from safetensors.torch import load_file, save_file
 from tiny_target import save_model, tiny_engine
 
-from ragspec.config import DraftingConfig, EngineConfig, TargetConfig, TreeHeadConfig
+from ragspec.config import DraftingConfig, EngineConfig, HydraConfig, TargetConfig, TreeHeadConfig
 from ragspec.core import Request, SamplingParams
 from ragspec.drafting.drafter import SequenceView
 from ragspec.drafting.medusa.drafter import MedusaDraft, MedusaDrafter
@@ -204,7 +204,9 @@ def test_a_configured_head_is_loaded_and_drafts(tmp_path: Path, form: str) -> No
         head = save_hydra(tmp_path / "head", hydra_tensors(), hidden_state_offset=1)
     else:
         head = save_medusa(tmp_path / "head", medusa_tensors(), form)
-    drafting = DraftingConfig(**{name: TreeHeadConfig(path=str(head))}, max_tree_nodes=6)
+    drafting = DraftingConfig(
+        **{name: (HydraConfig if name == "hydra" else TreeHeadConfig)(path=str(head))}, max_tree_nodes=6
+    )
     config, engine_config = TargetConfig(model=str(model)), EngineConfig(max_kv_tokens=2048)
     params = SamplingParams(temperature=1.0, seed=4, max_tokens=16, ignore_eos=True)
     requests = [Request(f"{i}", tuple(range(20 + i, 40 + 2 * i)), params) for i in range(3)]

@@ -148,7 +148,7 @@ def test_every_setting_of_the_oracle(followers: Followers, models: Models, dtype
                     assert_pool_is_empty(engine)
 
 
-@pytest.mark.parametrize("family", ["eagle", "eagle3", "medusa", "hydra"])
+@pytest.mark.parametrize("family", ["eagle", "eagle3", "medusa", "hydra", "hydra++"])
 def test_a_head_on_rank_0_drafts_what_it_drafts_beside_one_rank(
     followers: Followers, models: Models, tmp_path: Path, family: str
 ) -> None:

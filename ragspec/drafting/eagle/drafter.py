@@ -10,10 +10,12 @@ Sources: see `ragspec.drafting.eagle.network`; drafts grow in `ragspec.drafting.
 from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
+from typing import Generic, Protocol, TypeVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from ragspec.drafting.cost_model import CostTable
 from ragspec.drafting.drafter import Features, SequenceView
@@ -23,7 +25,8 @@ from ragspec.drafting.growing.attending import AttendingDrafter
 from ragspec.drafting.growing.batch import DraftBatch, ScheduledDraft
 from ragspec.drafting.growing.draft import DraftSettings, GrowingDraft
 from ragspec.drafting.growing.shapes import TreeShape
-from ragspec.numerics.backend import LogitRows
+from ragspec.numerics.attention import AttentionMetadata, Ints
+from ragspec.numerics.backend import Backend, LogitRows
 from ragspec.numerics.kv_cache import KvPool
 
 
@@ -42,15 +45,29 @@ class HeadDraft(GrowingDraft):
         return ScheduledDraft(np.concatenate([memory.context(pairs.start), new]), len(new), memory.end, self.scratch)
 
 
-class EagleDrafter(AttendingDrafter[HeadDraft]):
-    """See the module. `window`: positions that the head attends to; `coupled`: whether drafts use the sampling noise."""
+class PairNetwork(Protocol):
+    """A network with one layer of keys that reads pairs (state of the target, next token)."""
 
-    name = "eagle"
+    draft_ids: NDArray[np.int64]
+    vocab_size: int
+    taps: tuple[int, ...]
+    backend: Backend
+
+    def make_cache(self, pool: KvPool, num_own_slots: int = 0) -> KvPool: ...
+
+    def first(self, token_ids: Ints, features: Tensor, cache: KvPool, metadata: AttentionMetadata) -> Tensor: ...
+
+
+Network = TypeVar("Network", bound=PairNetwork)
+
+
+class PairDrafter(AttendingDrafter[HeadDraft], Generic[Network]):
+    """Reads pairs lazily and keeps their keys. `window`: positions that the head attends to."""
 
     def __init__(
-        self, network: EagleNetwork, shape: TreeShape, costs: CostTable, *, window: int = 256, coupled: bool = True
+        self, network: Network, shape: TreeShape, costs: CostTable, *, window: int = 256, coupled: bool = True
     ) -> None:
-        super().__init__(network.draft_ids, network.config.vocab_size, shape, costs, coupled=coupled)
+        super().__init__(network.draft_ids, network.vocab_size, shape, costs, coupled=coupled)
         self.network = network
         self.taps = network.taps
         self._window = window
@@ -86,11 +103,14 @@ class EagleDrafter(AttendingDrafter[HeadDraft]):
         memory = self._ready(sequence)
         return None if memory is None else HeadDraft(sequence, memory, settings, num_levels)
 
+    @property
+    def num_own_slots(self) -> int:
+        """Slots for the nodes of one draft."""
+        return 0
+
     def _slot_memory(self, pool: KvPool) -> SlotMemory:
         if self._slots is None or self._slots.pool is not pool:
-            shape = self._settings.shape
-            num_nodes = (shape.max_depth - 1) * shape.max_width
-            self._slots = SlotMemory(pool, self.network, max(1, num_nodes))
+            self._slots = SlotMemory(pool, self.network, self.num_own_slots)
         return self._slots
 
     def _scheduled(self, drafts: list[HeadDraft]) -> tuple[list[ScheduledDraft], KvPool]:
@@ -108,6 +128,17 @@ class EagleDrafter(AttendingDrafter[HeadDraft]):
             draft.memory.read(draft.pairs)
         ends = np.cumsum([len(draft.pairs.next_tokens) for draft in drafts]) - 1
         return hidden[self.network.backend.tokens(ends)]
+
+
+class EagleDrafter(PairDrafter[EagleNetwork]):
+    """See the module. `coupled`: whether drafts use the sampling noise."""
+
+    name = "eagle"
+
+    @property
+    def num_own_slots(self) -> int:
+        shape = self._settings.shape
+        return max(1, (shape.max_depth - 1) * shape.max_width)
 
     def _logits(self, states: torch.Tensor) -> LogitRows:
         return self.network.logits(states)

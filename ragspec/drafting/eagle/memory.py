@@ -8,14 +8,13 @@ prefix are never computed again, so the head cannot attend to pairs of it that i
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ragspec.drafting.eagle.network import EagleNetwork
 from ragspec.numerics.attention import PAGE, Ints
 from ragspec.numerics.kv_cache import KvPool, SequenceSlots
 
@@ -25,13 +24,17 @@ _MOST_READ = 48
 """The most pairs that one draft reads. The end of a long prompt is enough to begin with; reading all takes a step's time."""
 
 
+class KeepsKeys(Protocol):
+    def make_cache(self, pool: KvPool, num_own_slots: int = 0) -> KvPool: ...
+
+
 class SlotMemory:
     """A head's keys beside one pool, and the pair that each slot's keys belong to.
 
     Has room for the nodes of `_MOST_DRAFTS` drafts at once, `num_nodes` each.
     """
 
-    def __init__(self, pool: KvPool, network: EagleNetwork, num_nodes: int) -> None:
+    def __init__(self, pool: KvPool, network: KeepsKeys, num_nodes: int) -> None:
         self.pool = pool
         self._pages_a_draft = -(-num_nodes // PAGE)
         self.cache = network.make_cache(pool, _MOST_DRAFTS * self._pages_a_draft * PAGE)

@@ -13,7 +13,6 @@ Sources: EAGLE (Li et al. 2024, arXiv 2401.15077), EAGLE-2 (arXiv 2406.16858), E
 from __future__ import annotations
 
 import time
-from types import SimpleNamespace
 from typing import cast
 
 import numpy as np
@@ -25,11 +24,11 @@ from torch import Tensor, nn
 from ragspec.drafting.eagle.checkpoint import EagleFamily, HeadCheckpoint, HeadConfig, check_fits, default_aux_layers
 from ragspec.drafting.eagle.layout import layer_prefix
 from ragspec.drafting.growing.batch import DraftBatch, ScheduledDraft
+from ragspec.drafting.heads.layer import HeadLayer, make_norm, normed
 from ragspec.drafting.heads.target import FINAL, HeadTarget
 from ragspec.numerics.attention import AttentionMetadata, AttentionShape, Ints
 from ragspec.numerics.backend import LogitRows
 from ragspec.numerics.kv_cache import KvPool
-from ragspec.numerics.layers import GatedFeedForward
 
 
 class EagleNetwork:
@@ -43,8 +42,7 @@ class EagleNetwork:
     ) -> None:
         config, tensors = checkpoint
         check_fits(config, target.vocab_size, target.hidden_size, target.num_layers)
-        self.config = config
-        self.shape = AttentionShape(config.num_heads, config.num_kv_heads, config.head_dim, config.head_dim**-0.5)
+        self.config, self.vocab_size = config, config.vocab_size
         self.taps = taps_of(config, target.num_layers)
         self.draft_ids = _draft_ids(tensors, config.draft_vocab_size)
         self._target, self.backend = target, target.backend.in_floats
@@ -55,18 +53,19 @@ class EagleNetwork:
         self._dtype = dtype
         self._embedding = weights.get("embed_tokens.weight", target.embedding)
         self._fc = self.backend.make_linear(weights["fc.weight"], weights.get("fc.bias"))
-        self._build_layer(weights, layer_prefix(config.family))
+        prefix = layer_prefix(config.family)
+        shape = AttentionShape(config.num_heads, config.num_kv_heads, config.head_dim, config.head_dim**-0.5)
+        layer = {name.removeprefix(prefix): tensor for name, tensor in weights.items() if name.startswith(prefix)}
+        rotations = _rotations(config, max_positions)
+        self._layer = HeadLayer(layer, shape, config.rms_norm_eps, rotations, self.backend)
         if config.family is EagleFamily.EAGLE3:
             self._build_norms(weights)
         is_eagle3 = config.family is EagleFamily.EAGLE3
         self._lm_head = self.backend.make_linear(weights["lm_head.weight"]) if is_eagle3 else None
-        cos, sin = _rotations(config, max_positions)
-        self._rotations = cos.to(self.backend.device), sin.to(self.backend.device)
 
     def make_cache(self, pool: KvPool, num_own_slots: int = 0) -> KvPool:
-        """Keys and values of the head's one layer. The first slots belong to the target's pool, the others to draft nodes, so
-        drafts take no slots from running sequences."""
-        return self.backend.make_pool([self.shape], pool.num_slots + num_own_slots)
+        """See `HeadLayer`."""
+        return self._layer.make_cache(pool, num_own_slots)
 
     def first(self, token_ids: Ints, features: Tensor, cache: KvPool, metadata: AttentionMetadata) -> Tensor:
         """Pairs with states of the target. Shapes: int32 [N], float32 [N, F] -> [N, H].
@@ -74,12 +73,12 @@ class EagleNetwork:
         A single row is computed twice where a backend's product takes another path for it.
         """
         with torch.inference_mode():
-            return self._layer(token_ids, features, cache, metadata, is_first=True)
+            return self._outputs(token_ids, features, cache, metadata, is_first=True)
 
     def further(self, token_ids: Ints, states: Tensor, cache: KvPool, metadata: AttentionMetadata) -> Tensor:
         """Pairs with states that the head itself computed. Shapes: int32 [N], [N, H] -> [N, H]."""
         with torch.inference_mode():
-            return self._layer(token_ids, states, cache, metadata, is_first=False)
+            return self._outputs(token_ids, states, cache, metadata, is_first=False)
 
     def logits(self, hidden: Tensor) -> LogitRows:
         """Logits of the token after each pair, over the draft vocabulary. Shapes: [N, H] -> float32 [N, Vd]."""
@@ -87,38 +86,22 @@ class EagleNetwork:
             if self._lm_head is None:
                 values = self._target.logits_of(hidden.to(self._target.embedding.dtype))
             else:
-                values = self._product(
-                    self._lm_head, hidden if self.config.norm_output else _normed(self._norm, hidden)
-                )
+                values = self._product(self._lm_head, hidden if self.config.norm_output else normed(self._norm, hidden))
             return self.backend.logits(values, self._ids_on_device, self.config.vocab_size)
 
-    def _build_layer(self, weights: dict[str, Tensor], prefix: str) -> None:
-        layer = {name.removeprefix(prefix): tensor for name, tensor in weights.items() if name.startswith(prefix)}
-        projections = [layer[f"self_attn.{name}_proj.weight"] for name in ("q", "k", "v")]
-        make_linear = self.backend.make_linear
-        self._qkv, self._out = make_linear(torch.cat(projections)), make_linear(layer["self_attn.o_proj.weight"])
-        parts = {f"{name}_proj": _linear(layer[f"mlp.{name}_proj.weight"]) for name in ("gate", "up", "down")}
-        self._feed_forward = GatedFeedForward(
-            SimpleNamespace(**parts, config=SimpleNamespace(hidden_act="silu")), make_linear
-        )
-        self._feed_forward_norm = self._norm_of(layer["post_attention_layernorm.weight"])
-        if self.config.family is EagleFamily.EAGLE3:
-            self._token_norm = self._norm_of(layer["input_layernorm.weight"])
-            self._state_norm = self._norm_of(layer["hidden_norm.weight"])
-
     def _build_norms(self, weights: dict[str, Tensor]) -> None:
-        self._norm = self._norm_of(weights["norm.weight"])
+        """EAGLE-3 norms the embedding, the state and the output, and perhaps the features."""
+        eps, prefix = self.config.rms_norm_eps, layer_prefix(self.config.family)
+        self._token_norm = make_norm(self.backend, weights[f"{prefix}input_layernorm.weight"], eps)
+        self._state_norm = make_norm(self.backend, weights[f"{prefix}hidden_norm.weight"], eps)
+        self._norm = make_norm(self.backend, weights["norm.weight"], eps)
         fc_norm = weights.get("fc_norm.weight")
         self._fc_norm = None if fc_norm is None else fc_norm.float()
-
-    def _norm_of(self, weight: Tensor) -> nn.Module:
-        norm = SimpleNamespace(weight=weight.float(), variance_epsilon=self.config.rms_norm_eps)
-        return self.backend.make_norm(self.backend.make_norm(norm), residual=True)
 
     def _product(self, layer: nn.Module, x: Tensor) -> Tensor:
         return cast(Tensor, layer(x.to(self._dtype)).float())
 
-    def _layer(
+    def _outputs(
         self, token_ids: Ints, states: Tensor, cache: KvPool, metadata: AttentionMetadata, is_first: bool
     ) -> Tensor:
         num_rows, tokens = len(token_ids), self.backend.tokens(token_ids)
@@ -127,11 +110,10 @@ class EagleNetwork:
         embedded = F.embedding(tokens, self._embedding).float()
         build = self._input_3 if self.config.family is EagleFamily.EAGLE3 else self._input_1
         residual, x = build(embedded, states, is_first)
-        stream, normalised = self._feed_forward_norm(residual, self._attention(x, cache, metadata))
-        hidden = stream + self._product(self._feed_forward, normalised)
+        hidden = self._layer.forward(residual, x, cache, metadata)
         if self.config.norm_output:
-            hidden = _normed(self._norm, hidden)
-        return cast(Tensor, hidden[:num_rows])
+            hidden = normed(self._norm, hidden)
+        return hidden[:num_rows]
 
     def _input_1(self, embedded: Tensor, states: Tensor, is_first: bool) -> tuple[Tensor, Tensor]:
         """EAGLE-1 and 2: one projection of both, without a norm. Shapes: [N, H] twice -> (residual, x) [N, H] each."""
@@ -142,9 +124,9 @@ class EagleNetwork:
         """EAGLE-3: several layers of the target are projected to one state; both halves normed, side by side."""
         if is_first:
             states = self._product(self._fc, self._normed_features(states))
-        normalised = _normed(self._state_norm, states)
+        normalised = normed(self._state_norm, states)
         residual = normalised if self.config.norm_before_residual else states
-        return residual, torch.cat([_normed(self._token_norm, embedded), normalised], 1)
+        return residual, torch.cat([normed(self._token_norm, embedded), normalised], 1)
 
     def _normed_features(self, features: Tensor) -> Tensor:
         if self._fc_norm is None:
@@ -152,12 +134,6 @@ class EagleNetwork:
         parts = features.view(len(features), *self._fc_norm.shape)
         normed = F.rms_norm(parts, parts.shape[-1:], None, self.config.rms_norm_eps) * self._fc_norm
         return normed.view_as(features)
-
-    def _attention(self, x: Tensor, cache: KvPool, metadata: AttentionMetadata) -> Tensor:
-        shape = self.shape
-        qkv = self._product(self._qkv, x).view(len(x), shape.num_heads + 2 * shape.num_kv_heads, shape.head_dim)
-        out = self.backend.context(cache, metadata).attend(0, qkv, shape, self._rotations)
-        return self._product(self._out, out.flatten(1))
 
 
 def taps_of(config: HeadConfig, num_layers: int) -> tuple[int, ...]:
@@ -171,16 +147,6 @@ def _draft_ids(tensors: dict[str, Tensor], draft_vocab_size: int) -> NDArray[np.
     """The target's id of each draft token. Shape: int64 [Vd]."""
     ids = torch.arange(draft_vocab_size)
     return cast(NDArray[np.int64], (ids + tensors["d2t"] if "d2t" in tensors else ids).numpy())
-
-
-def _normed(norm: nn.Module, x: Tensor) -> Tensor:
-    return cast(Tensor, norm(x, torch.zeros_like(x))[1])
-
-
-def _linear(weight: Tensor) -> nn.Linear:
-    linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False, dtype=weight.dtype)
-    linear.weight = nn.Parameter(weight, requires_grad=False)
-    return linear
 
 
 def _rotations(config: HeadConfig, max_positions: int) -> tuple[Tensor, Tensor]:

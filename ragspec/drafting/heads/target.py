@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -25,5 +25,9 @@ class HeadTarget(Protocol):
 
     @property
     def num_layers(self) -> int: ...
+
+    @property
+    def text_config(self) -> Any:
+        """The model's configuration, as transformers reads it."""
 
     def logits_of(self, states: Tensor) -> Tensor: ...

@@ -32,7 +32,7 @@ _MOST = 64
 
 
 class Place(NamedTuple):
-    """Where the networks hold a published tensor, and its shape."""
+    """Where the networks hold a published tensor, and its shape. No name: the tensor may be absent and is not read."""
 
     name: str
     shape: tuple[int, ...]
@@ -42,8 +42,9 @@ class PositionHeads(NamedTuple):
     """Networks for the positions 1, 2, ... behind the next token.
 
     Tensors of head i: `i.blocks.j.weight` and `.bias`, `i.output.weight` and `.bias` (none: the target's output layer is read).
-    Of `is_grounded` heads, which read the tokens in between, also `i.residual.weight` and `.bias` and perhaps `embedding`. `tap`:
-    of the target's states.
+    Of `is_grounded` heads, which read the tokens in between, also `i.residual.weight` and `.bias` and perhaps `embedding`. With
+    `has_prefix` the states first pass a decoder layer with the names of a Llama's, and a norm: `prefix.self_attn.q_proj.weight`,
+    ..., `prefix.norm.weight`. `tap`: of the target's states.
     """
 
     num_heads: int
@@ -51,6 +52,7 @@ class PositionHeads(NamedTuple):
     tensors: dict[str, Tensor]
     is_grounded: bool = False
     tap: int = FINAL
+    has_prefix: bool = False
 
 
 def read_medusa(directory: str | Path, target: HeadTarget) -> PositionHeads:
@@ -99,14 +101,14 @@ def placed(stored: Mapping[str, Tensor], places: Mapping[str, Place]) -> dict[st
 
     Raises: ModelError naming the first tensor that is missing, unknown, of another shape or kind, or not finite.
     """
-    for name in places:
-        if name not in stored:
+    for name, place in places.items():
+        if place.name and name not in stored:
             raise ModelError(f"the head lacks {name}, which its config or its other tensors ask for")
     for name, tensor in stored.items():
         if name not in places:
             raise ModelError(f"the head has {name}, which a head of its config has not")
         check_tensor(name, tensor, places[name].shape)
-    return {place.name: stored[name].detach() for name, place in places.items()}
+    return {place.name: stored[name].detach() for name, place in places.items() if place.name}
 
 
 def _blocks(section: str, num_heads: int, num_blocks: int, width: int) -> dict[str, Place]:

@@ -35,18 +35,21 @@ class PositionNetwork:
 
     def __init__(self, heads: PositionHeads, target: HeadTarget, dtype: torch.dtype | None = None) -> None:
         self.num_heads, self.vocab_size = heads.num_heads, target.vocab_size
-        self.is_grounded, self.taps = heads.is_grounded, (heads.tap,)
+        self.is_grounded = heads.is_grounded
+        self.taps: tuple[int, ...] = (heads.tap,)
         self.backend = target.backend.in_floats
+        self.width = target.hidden_size
         self._target, self._dtype = target, dtype or target.embedding.dtype
-        weights = {name: tensor.to(self.backend.device, self._dtype) for name, tensor in heads.tensors.items()}
+        own = {name: tensor for name, tensor in heads.tensors.items() if not name.startswith("prefix.")}
+        weights = {name: tensor.to(self.backend.device, self._dtype) for name, tensor in own.items()}
         self._blocks = [
             [self._linear(weights, f"{i}.blocks.{j}") for j in range(heads.num_blocks)] for i in range(heads.num_heads)
         ]
         self._outputs = self._of_each_head(weights, "output")
         self._residuals = self._of_each_head(weights, "residual")
-        own = weights.get("embedding")
-        has_own = own is not None and not torch.equal(own, target.embedding.to(self._dtype))
-        self._embedding = own if own is not None and has_own else target.embedding
+        table = weights.get("embedding")
+        is_own = table is not None and not torch.equal(table, target.embedding.to(self._dtype))
+        self._embedding = table if table is not None and is_own else target.embedding
 
     def inputs(self, states: Tensor, next_tokens: Ints) -> Tensor:
         """The input of the first head. Shapes: float32 [B, H], int32 [B] -> float32 [B, F]."""
@@ -72,7 +75,7 @@ class PositionNetwork:
 
     def seconds(self, num_rows: int, context: int) -> float:
         """Seconds of one level of so many rows; the context costs nothing."""
-        states = torch.zeros(num_rows, self._target.hidden_size, device=self.backend.device)
+        states = torch.zeros(num_rows, self.width, device=self.backend.device)
         begin = time.perf_counter()
         self.logits(self.inputs(states, np.zeros(num_rows, np.int32)), 0)
         self.backend.wait()

@@ -1,0 +1,145 @@
+"""Hydra++ in the engine: its states are those of the whole prefix model, heads read them, and it changes no output."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from drafters import Half
+from drafting.medusa_heads import (
+    PREFIX,
+    hydra_logits,
+    hydra_plus_tensors,
+    position_drafter,
+    prefix_model,
+    save_hydra,
+)
+from engine.test_medusa import forward_of
+from engine.test_oracle import PARAMS, assert_equal, assert_pool_is_empty, requests_of, total, truth
+from tiny_target import save_model, tiny_engine
+
+from ragspec.config import DraftingConfig, EngineConfig, HydraConfig, TargetConfig
+from ragspec.core import Request, SamplingParams
+from ragspec.drafting.eagle import memory as eagle_memory
+from ragspec.drafting.growing.batch import DraftBatch, ScheduledDraft
+from ragspec.drafting.medusa.hydra import read_hydra
+from ragspec.drafting.medusa.prefix import PrefixHydraDrafter, PrefixNetwork
+from ragspec.engine.loading import load_engine
+from ragspec.engine.target import Target
+from ragspec.errors import ModelError
+from ragspec.evaluation.overrides import FixedTreePlanner
+
+Tiny = Callable[..., Target]
+
+
+def whole(target: Target, states: torch.Tensor) -> torch.Tensor:
+    """The prefix model over all states at once. Shapes: [T, H] -> [T, H]."""
+    with torch.no_grad():
+        return prefix_model(target)(inputs_embeds=states[None]).last_hidden_state[0]
+
+
+def test_states_and_logits_are_the_published_modules(tiny: Tiny, tmp_path: Path) -> None:
+    """A norm left out, positions one off, keys of the first reading lost when accepted states follow."""
+    target = tiny()
+    tensors = hydra_plus_tensors(target)
+    save_hydra(tmp_path, tensors, hydra_head_arch="prefix-mlp")
+    network = PrefixNetwork(read_hydra(tmp_path, target), target, 300)
+    generator = torch.Generator().manual_seed(2)
+    states, ids = torch.randn(43, target.hidden_size, generator=generator), np.arange(43, dtype=np.int32)
+    cache, slots = network.make_cache(target.pool), np.arange(50, 93, dtype=np.int32)
+    first = DraftBatch([ScheduledDraft(slots[:40], 40, 40, slots[:0])]).chains()
+    then = DraftBatch([ScheduledDraft(slots, 3, 43, slots[:0])]).chains()
+    ours = [network.first(ids[:40], states[:40], cache, first), network.first(ids[40:], states[40:], cache, then)]
+    wanted = whole(target, states)
+    assert torch.allclose(torch.cat(ours), wanted, atol=2e-5)
+    embedded = target.embedding[torch.from_numpy(ids).long()][:, None].float()
+    logits = network.logits(network.inputs(wanted, ids), 0)
+    assert np.abs(np.asarray(logits) - hydra_logits(tensors, wanted, embedded, 0).numpy()).max() < 2e-5
+
+
+class Watched(PrefixHydraDrafter):
+    """Notes the text and the state that each draft grew from, and how much of the text the layer had not read."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.seen: list[tuple[list[int], torch.Tensor]] = []
+
+    def _read(self, drafts: list[Any], rows: DraftBatch, cache: Any) -> torch.Tensor:
+        states = super()._read(drafts, rows, cache)
+        for draft, state in zip(drafts, states, strict=True):
+            if draft.memory._read[: draft.memory.end].all():
+                self.seen.append((list(draft.sequence.tokens), state.clone()))
+        return states
+
+
+@pytest.mark.parametrize("options", [{"max_step_tokens": 16}, {"num_kv_slots": 256}])
+def test_states_are_right_after_prefixes_chunks_and_preemption(
+    tiny: Tiny, tmp_path: Path, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Keys of a rejected node's slot stayed, or a chunk's states were lost."""
+    monkeypatch.setattr(eagle_memory, "_MOST_READ", 256)
+    target = tiny()
+    requests = requests_of(target, PARAMS["T=1"])
+    expected = truth(target, requests, "T=1")
+    made = position_drafter(target, tmp_path, "hydra++")
+    assert isinstance(made, PrefixHydraDrafter)
+    watched = Watched(made.network, made._settings.shape, made._costs)
+    answers = {key: plain.token_ids for key, plain in expected.items()}
+    with tiny_engine(target, [Half(answers), watched], **options) as engine:
+        for batch in (requests, requests[::2], requests):
+            assert_equal(engine.generate(batch), expected)
+        assert engine._planner.num_failures == 0
+        assert_pool_is_empty(engine)
+    assert len(watched.seen) > 8
+    for tokens, state in watched.seen[:: 1 + len(watched.seen) // 12]:
+        assert torch.allclose(state, whole(target, forward_of(target, tokens[:-1])[1])[-1], atol=5e-4)
+
+
+@pytest.mark.parametrize(("name", "dtype"), [("greedy", "float32"), ("T=1", "float32"), ("T=1", "torch-float32")])
+def test_no_output_changes(tiny: Tiny, tmp_path: Path, name: str, dtype: str) -> None:
+    """A draft changed a token, or nothing was drafted at all."""
+    target = tiny("llama", dtype)
+    requests = requests_of(target, PARAMS[name])
+    for tree in ("dynamic", "static"):
+        with tiny_engine(target, [position_drafter(target, tmp_path, "hydra++", tree)]) as engine:
+            completions = engine.generate(requests)
+            assert engine._planner.num_failures == 0
+            assert_pool_is_empty(engine)
+        assert_equal(completions, truth(target, requests, name))
+        assert total(completions, "num_drafted") > 0
+
+
+def test_a_configured_head_is_loaded_and_drafts(tmp_path: Path) -> None:
+    """The architecture of the published Hydra heads was refused."""
+    model = save_model("llama", tmp_path / "target")
+    config, engine_config = TargetConfig(model=str(model)), EngineConfig(max_kv_tokens=2048)
+    tensors = hydra_plus_tensors(Target.load(config, 64))
+    path = str(save_hydra(tmp_path / "head", tensors, hydra_head_arch="prefix-mlp"))
+    drafting = DraftingConfig(drafters=("hydra",), hydra=HydraConfig(path=path), max_tree_nodes=6)
+    params = SamplingParams(temperature=1.0, seed=4, max_tokens=16, ignore_eos=True)
+    requests = [Request(f"{i}", tuple(range(20 + i, 40 + 2 * i)), params) for i in range(3)]
+    with load_engine(config, engine_config, DraftingConfig(speculation=False)) as engine:
+        expected = [done.token_ids for done in engine.generate(requests)]
+    with load_engine(config, engine_config, drafting, planner_class=FixedTreePlanner) as engine:
+        completions = engine.generate(requests)
+        assert engine._planner.num_failures == 0
+    assert [done.token_ids for done in completions] == expected
+    assert sum(done.stats.num_drafted for done in completions) > 0
+
+
+def test_each_tensor_of_the_prefix_is_named_where_it_is_missing_or_broken(tiny: Tiny, tmp_path: Path) -> None:
+    """The published loader is not strict: a prefix of another target drafted noise."""
+    target = tiny()
+    made = hydra_plus_tensors(target, 1)
+    for name in [name for name in made if name.startswith(PREFIX) and "inv_freq" not in name]:
+        wrong = [made | {name: made[name][:-1].clone()}, made | {name: torch.full_like(made[name], torch.nan)}]
+        if "embed_tokens" not in name:
+            wrong.append({other: held for other, held in made.items() if other != name})
+        for tensors in wrong:
+            save_hydra(tmp_path, tensors, hydra_head_arch="prefix-mlp")
+            with pytest.raises(ModelError, match=name.replace(".", r"\.")):
+                read_hydra(tmp_path, target)
