@@ -1,7 +1,7 @@
 """Self-test results and cost tables of earlier starts, kept on disk so that the next start takes seconds.
 
-A file's name has the numerics id (a hash of the target's own logits and of all versions), the machine, the threads, and a hash of
-the kernels' source: another kernel may give the same first rows and other large batches. A short
+A file's name has the numerics id (a hash of the target's own logits and of all versions), the threads, and hashes of the
+processor's model and of the kernels' source: another kernel may give the same first rows and other large batches. A short
 self-test confirms a kept one, and a few forwards confirm kept costs: if either disagrees, everything is measured again.
 
 >>> tested = kept_self_test(target, num_threads)
@@ -25,12 +25,14 @@ from ragspec import numerics
 from ragspec.disk import make_folder, write_atomically
 from ragspec.drafting.cost_model import CostTable
 from ragspec.engine.target import Target
-from ragspec.numerics.self_test import QUICK_ROWS, SelfTest, self_test
+from ragspec.numerics.self_test import QUICK_CHUNKS, QUICK_ROWS, SelfTest, self_test
 
 log = logging.getLogger(__name__)
 
+_CPU_INFO = Path("/proc/cpuinfo")
+
 _LARGEST_CHANGE = 1.5
-"""Of the machine's speed; costs measured at another speed are measured again."""
+"""Of many rows' cost against one row's; another speed of both changes no plan."""
 _CHECKED_ROWS, _CHECKED_TIMES = (1, 16), 3
 
 
@@ -45,7 +47,7 @@ class _Measurements(BaseModel):
 def kept_self_test(target: Target, num_threads: int) -> SelfTest:
     """The result of an earlier start's self-test if a short one confirms it, else of a whole one."""
     longest, dtype = target.max_context_tokens, target.config.numerics_dtype
-    quick = self_test(target, min(longest, QUICK_ROWS), dtype, num_threads)
+    quick = self_test(target, min(longest, QUICK_ROWS), dtype, num_threads, QUICK_CHUNKS)
     path = _path(target, quick.numerics_id, num_threads)
     if quick.passed and (num_rows := _read(path).num_rows):
         return quick._replace(num_rows=num_rows)
@@ -72,7 +74,7 @@ def kept_costs(
             for rows in _CHECKED_ROWS
             if rows <= kept.rows[-1]
         ]
-        if all(1 / _LARGEST_CHANGE < change < _LARGEST_CHANGE for change in changes):
+        if max(changes) < _LARGEST_CHANGE * min(changes):
             factor = mean(changes)
             return CostTable({c: [s * factor for s in column] for c, column in kept.seconds.items()}, kept.rows)
     table = measure()
@@ -84,8 +86,26 @@ def kept_costs(
 def _path(target: Target, numerics_id: str, num_threads: int) -> Path:
     folder = Path(target.config.cache_dir).expanduser() / "measurements"
     size = f"{target.pool.num_slots}-{target.max_context_tokens}-{target.ranks.size}"
-    machine = f"{platform.node()}-{torch.backends.cpu.get_cpu_capability()}"
-    return folder / f"{numerics_id}-{_kernels_digest()}-{machine}-{num_threads}-{size}.json"
+    return folder / f"{numerics_id}-{_kernels_digest()}-{_processor_digest()}-{num_threads}-{size}.json"
+
+
+@functools.cache
+def _processor_digest() -> str:
+    """The processor's model and features, never the machine's name."""
+    try:
+        lines = _CPU_INFO.read_text().splitlines()
+    except OSError:  # no Linux
+        lines = []
+    features = [
+        line for line in lines if line.startswith(("model name", "flags", "CPU implementer", "CPU part", "Features"))
+    ]
+    known = (
+        *dict.fromkeys(features),
+        platform.machine(),
+        platform.processor(),
+        torch.backends.cpu.get_cpu_capability(),
+    )
+    return hashlib.sha256("\n".join(known).encode()).hexdigest()[:12]
 
 
 @functools.cache

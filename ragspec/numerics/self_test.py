@@ -35,8 +35,8 @@ _LEAST = float(np.finfo(np.float32).tiny)
 CHUNKS = (1, 2, 3, 7, 16, 64, 65, 257, 513)
 """Numbers of rows of the forwards that are compared with the forward of the whole text."""
 _NUM_CHUNKS = 3
-QUICK_ROWS = 65
-"""Length of a self-test that confirms an earlier one."""
+QUICK_ROWS, QUICK_CHUNKS = 65, (1, 16)
+"""Length and chunks of a self-test that confirms an earlier one."""
 
 
 class Forward(Protocol):
@@ -80,8 +80,10 @@ class SelfTest(NamedTuple):
         return _MARGIN * max((failure.difference for failure in self.failures), default=0.0)
 
 
-def self_test(target: Forward, longest: int, dtype: str, num_threads: int) -> SelfTest:
-    """Compare the bits of a text of at most `longest` tokens. Computes some seven times as many rows."""
+def self_test(
+    target: Forward, longest: int, dtype: str, num_threads: int, chunks: tuple[int, ...] = CHUNKS
+) -> SelfTest:
+    """Compare the bits of a text of at most `longest` tokens. With all `chunks`, computes some seven times as many rows."""
     length = min(longest, max(CHUNKS), target.pool.num_slots // 3)
     rng = np.random.default_rng(20)
     text = rng.integers(0, target.vocab_size, length).astype(np.int32)
@@ -90,20 +92,20 @@ def self_test(target: Forward, longest: int, dtype: str, num_threads: int) -> Se
     whole = _extend(target, slots, text)
     for threads in sorted({1, num_threads}):  # the count that stays comes last
         set_num_threads(threads)
-        found = _compare_all(target, slots, text, whole, rng)
+        found = _compare_all(target, slots, text, whole, chunks, rng)
         failures += [failure._replace(what=f"{threads} threads, {failure.what}") for failure in found]
     slots.release()
     return SelfTest(tuple(failures), _numerics_id(whole, dtype), length)
 
 
 def _compare_all(
-    target: Forward, slots: SequenceSlots, text: Ints, whole: Floats, rng: np.random.Generator
+    target: Forward, slots: SequenceSlots, text: Ints, whole: Floats, chunks: tuple[int, ...], rng: np.random.Generator
 ) -> list[Failure]:
     """Compare every way of computing the end of the text with one forward of the whole text. Leaves the text in `slots`."""
     length = len(text)
     slots.release()  # the pages of an earlier round's trees
     failures = _compare("whole", _end(target, slots, text, 0, [length]), whole)
-    for size in (c for c in CHUNKS if c < length):
+    for size in (c for c in chunks if c < length):
         count = min(_NUM_CHUNKS, length // size)
         start = length - count * size
         failures += _compare(f"chunks of {size}", _end(target, slots, text, start, [size] * count), whole[start:])

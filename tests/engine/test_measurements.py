@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import platform
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tiny_target import save_model
@@ -30,9 +32,9 @@ def lengths(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The lengths of the self-tests that run."""
     run, seen = measurements.self_test, list[int]()
 
-    def counting(target: Target, longest: int, dtype: str, num_threads: int) -> SelfTest:
+    def counting(target: Target, longest: int, *others: Any) -> SelfTest:
         seen.append(longest)
-        return run(target, longest, dtype, num_threads)
+        return run(target, longest, *others)
 
     monkeypatch.setattr(measurements, "self_test", counting)
     return seen
@@ -72,7 +74,19 @@ def test_costs_are_taken_over_at_the_speed_of_today(target: Target) -> None:
     assert costs(target, lambda rows, _: rows * 1.25, measured).cost_s(64, 128) == 80.0
     assert len(measured) == 1
     assert costs(target, lambda rows, _: rows * 4.0, measured).cost_s(64, 128) == 256.0
-    assert len(measured) == 2, "another machine, or another load: its costs are its own"
+    assert len(measured) == 1, "the same machine beside other load"
+    assert costs(target, lambda rows, _: 1.0 + rows, measured).cost_s(64, 128) == 65.0
+    assert len(measured) == 2, "rows that cost something else beside one row"
+
+
+def test_kept_measurements_do_not_name_the_machine(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cache that tells a host's name, and that is lost when a container gets another."""
+    kept_self_test(target, 2)
+    before = sorted((Path(target.config.cache_dir) / "measurements").iterdir())
+    monkeypatch.setattr("platform.node", lambda: "elsewhere")
+    kept_self_test(target, 2)
+    assert sorted((Path(target.config.cache_dir) / "measurements").iterdir()) == before
+    assert platform.node() not in before[0].name
 
 
 def test_damaged_and_unwritable_files_only_cost_time(
