@@ -172,6 +172,34 @@ def test_accepted_nodes_and_known_prefixes_are_not_read_again(tiny: Tiny) -> Non
         assert drafter.num_rows[0] == 50, "purged text was found"
 
 
+def test_choices_of_one_request_read_its_prompt_once(tiny: Tiny) -> None:
+    """Every choice read the prompt for itself."""
+    target = tiny()
+    drafter = drafter_for(target, model_at(Path(target.config.model), "float32"), ("chain", 1, 1, 4))
+    params = SamplingParams(temperature=1.0, seed=3, n=3, max_tokens=12, ignore_eos=True)
+    with tiny_engine(target, [drafter]) as engine:
+        completions = engine.generate([Request("a", tuple(range(30, 80)), params)])
+        assert engine._planner.num_failures == 0
+    assert len({completion.token_ids for completion in completions}) == 3
+    assert total(completions, "num_accepted") >= 0.98 * total(completions, "num_drafted") > 20
+    assert sum(drafter.num_rows) < 2 * 50
+
+
+def test_a_model_that_costs_more_than_it_saves_is_not_asked(tiny: Tiny) -> None:
+    """A draft model as slow as its target made every step slower, however right it was."""
+    target = tiny()
+    model = model_at(Path(target.config.model), "float32")
+    requests = requests_of(target, SamplingParams(max_tokens=40, ignore_eos=True), PROMPTS[:2])
+    for step_s, is_asked in ((0.01, True), (4.0, False)):  # a step of the target takes 1.0
+        model.reset_pool(2048)
+        costs, prefixes = Free(step_s), PrefixCache(model.pool)
+        drafter = Watched(model, target.vocab_size, make_shape("chain", 1, 1, 4), costs, prefixes)
+        with tiny_engine(target, [drafter]) as engine:
+            completions = engine.generate(requests)
+        assert (total(completions, "num_drafted") > 0) is is_asked
+        assert bool(drafter.num_rows) is is_asked
+
+
 def test_text_of_a_purged_tenant_is_not_kept_when_it_ends(tiny: Tiny, folder: Path) -> None:
     """A sequence that ran during the purge left its text behind."""
     target = tiny()
