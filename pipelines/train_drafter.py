@@ -1,19 +1,23 @@
-"""Train an EAGLE head for a target and write it in the published format.
+"""Train EAGLE, Medusa or Hydra heads for a target and write them in the published format.
 
     python -m pipelines.train_drafter --family eagle3 --data ../shared/data --out runs/eagle3 --minutes 60
     python -m pipelines.train_drafter --family eagle2 --data ../shared/data --out runs/eagle2 --steps 3
+    python -m pipelines.train_drafter --family hydra --data ../shared/data --out runs/hydra --loss-weights 0 1 0.5
     python -m pipelines.train_drafter --family eagle3 --target PATH --data ../shared/data --out runs/own --workers 4
 
 `eagle` learns one draft step, `eagle2` the same head over several, `eagle3` reads three of the target's layers and has its own
-output layer. `--answers target` generates the target's answers first and trains on them; `both` mixes them with the data sets'
-answers. `--inputs` and `--position-decay` are the papers' ablations. On a busy machine, set `OMP_WAIT_POLICY=PASSIVE`: waiting
-threads then do not spin. Several workers run through Ray Train; on several machines the paths must be shared.
+output layer. `medusa` learns the text's own tokens, position k with the weight 0.8^k, and `hydra` the target's distribution; both
+have `--steps` networks of `--layers` blocks. `--answers target` generates the target's answers first and trains on them; `both`
+mixes them with the data sets' answers. `--inputs`, `--position-decay` and `--loss-weights` are the papers' ablations. On a busy
+machine, set `OMP_WAIT_POLICY=PASSIVE`: waiting threads then do not spin. Several workers run through Ray Train; on several
+machines the paths must be shared.
 
 Writes under `--out`: `answers.jsonl`, `checkpoint.safetensors`, `curves.png`, `history.json` and `head/`.
 """
 
 import argparse
 import json
+import math
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,16 +26,17 @@ from torch import Tensor
 
 from pipelines.train import training_run
 from ragspec.config import DEFAULT_TARGET, DraftingConfig, EngineConfig, TargetConfig
-from ragspec.drafting.eagle.checkpoint import EagleFamily, HeadConfig, write_head
+from ragspec.drafting.eagle.checkpoint import EagleFamily, HeadConfig
 from ragspec.engine.checkpoints.model_config import eos_ids
 from ragspec.engine.loading import load_engine
-from ragspec.errors import RagspecError
+from ragspec.errors import InputError, RagspecError
 from ragspec.rag.knnlm.build import target_identity
 from ragspec.training.conversations import AnswerEncoder
-from ragspec.training.heads.eagle_model import Inputs
 from ragspec.training.heads.frozen_target import FrozenTarget
+from ragspec.training.heads.head import Head, Inputs, LossWeights
 from ragspec.training.heads.initialisation import fresh_head, head_config, spread_aux_layers
 from ragspec.training.heads.losses import Objective
+from ragspec.training.heads.position_model import PositionConfig, PositionFamily, fresh_position_head
 from ragspec.training.heads.target_answers import (
     PromptSource,
     answer_sampler,
@@ -56,19 +61,30 @@ ANSWERS = "answers.jsonl"
 NUM_PROBES, PROBE_TEXTS, PROBE_STEPS = 10, 16, 5
 LEAST_TOKENS = 128
 """Of a text: shorter limits leave too few prompts with room for an answer."""
-NUM_STEPS = {"eagle": 1, "eagle2": 3, "eagle3": 4}
-NOISE = {"eagle": 0.2, "eagle2": 0.2, "eagle3": 0.0}
+NUM_STEPS = {"eagle": 1, "eagle2": 3, "eagle3": 4, "medusa": 4, "hydra": 4}
+NOISE = {"eagle": 0.2, "eagle2": 0.2}
+POSITION_DECAY = {"hydra": 1.0}
+OPTIONS_OF = {
+    "eagle eagle2 eagle3": ("inputs",), "eagle3": ("aux_layers", "draft_vocab"), "medusa": ("target_output",),
+    "hydra": ("not_grounded",), "medusa hydra": ("layers",),
+}  # fmt: skip
+"""Families, and the options that only they read."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DrafterRun(training_run.TrainingRun):
-    """The command's options. `draft_vocab` None: the default of the target's vocabulary size."""
+    """The command's options. `draft_vocab` None: the default of the target's vocabulary size. The last three are of Medusa and
+    Hydra: blocks a network, whether networks read the tokens in between, whether they have output layers of their own.
+    """
 
     target: str
-    family: EagleFamily
+    family: EagleFamily | PositionFamily
     aux_layers: tuple[int, ...]
     draft_vocab: int | None
     plan: DrafterPlan
+    num_blocks: int = 1
+    is_grounded: bool = False
+    has_output: bool = True
 
 
 def main() -> None:
@@ -85,7 +101,7 @@ def main() -> None:
 
 def parser() -> argparse.ArgumentParser:
     """The command's options."""
-    parser = training_run.training_parser("Train an EAGLE head.")
+    parser = training_run.training_parser("Train a drafter head.")
     add = parser.add_argument
     add("--family", choices=sorted(NUM_STEPS), required=True)
     add("--target", default=DEFAULT_TARGET, help="model directory; default: the shipped target")
@@ -95,15 +111,30 @@ def parser() -> argparse.ArgumentParser:
         "--ttt-steps",
         type=training_run.positive(int),
         dest="steps",
-        help="draft steps learnt; default 1, 3, 4 by family",
+        help="draft steps learnt, or networks of Medusa and Hydra; default: eagle 1, eagle2 3, others 4",
     )
-    add("--position-decay", type=float, default=0.8, help="weight of a draft step against the one before")
-    add("--inputs", choices=[i.value for i in Inputs], default=Inputs.SHIFTED.value, help="the parts of a pair")
+    add(
+        "--position-decay",
+        type=float,
+        help="weight of a draft step against the one before; default: hydra 1, others 0.8",
+    )
+    add(
+        "--loss-weights",
+        type=_weight,
+        nargs=3,
+        metavar=("STATE", "TEACHER", "TOKEN"),
+        help="of the distance to the target's state, of the cross-entropy with the target's distribution and of that with the "
+        "text's token; default: eagle and eagle2 1 0.1 0, eagle3 and hydra 0 1 0, medusa 0 0 1",
+    )
+    add("--inputs", choices=[i.value for i in Inputs], help="eagle, eagle2, eagle3: the parts of a pair")
     add(
         "--noise", type=float, help="width of the uniform noise on features, of a text of 512 tokens; default by family"
     )
     add("--aux-layers", type=int, nargs=3, help="eagle3: taps, low to high")
     add("--draft-vocab", type=training_run.positive(int), help="eagle3: tokens the head can draft")
+    add("--layers", type=training_run.positive(int), help="medusa, hydra: blocks of a network; default 1")
+    add("--target-output", action="store_true", help="medusa: networks read the target's output layer and have none")
+    add("--not-grounded", action="store_true", help="hydra: networks do not read the tokens in between")
     add("--peak-rate", type=float, default=1e-3, help="peak learning rate")
     add(
         "--max-tokens",
@@ -121,11 +152,24 @@ def parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _weight(text: str) -> float:
+    weight = float(text)
+    if not 0.0 <= weight < math.inf:
+        raise argparse.ArgumentTypeError(f"{text} is not 0 or more")
+    return weight
+
+
 def run_of(args: argparse.Namespace) -> DrafterRun:
-    """The run of the given options. Raises: InputError."""
+    """The run of the given options. Raises: InputError for an option that the family does not read."""
+    for families, names in OPTIONS_OF.items():
+        for name in names:
+            if getattr(args, name) and args.family not in families.split():
+                raise InputError(f"--{name.replace('_', '-')} is an option of {' and '.join(families.split())}")
     steps = args.steps or NUM_STEPS[args.family]
-    noise = NOISE[args.family] if args.noise is None else args.noise
-    objective = Objective(steps, args.position_decay, Inputs(args.inputs), noise)
+    noise = NOISE.get(args.family, 0.0) if args.noise is None else args.noise
+    decay = POSITION_DECAY.get(args.family, 0.8) if args.position_decay is None else args.position_decay
+    weights = LossWeights(*args.loss_weights) if args.loss_weights else None
+    objective = Objective(steps, decay, Inputs(args.inputs or Inputs.SHIFTED), noise, weights)
     plan = DrafterPlan(
         total_tokens=args.tokens,
         objective=objective,
@@ -139,11 +183,20 @@ def run_of(args: argparse.Namespace) -> DrafterRun:
     return DrafterRun(
         **training_run.common_options(args),
         target=str(Path(args.target).resolve()) if Path(args.target).is_dir() else args.target,
-        family=EagleFamily.EAGLE3 if args.family == "eagle3" else EagleFamily.EAGLE,
+        family=_family(args.family),
         aux_layers=tuple(args.aux_layers or ()),
         draft_vocab=args.draft_vocab,
         plan=plan,
+        num_blocks=args.layers or 1,
+        is_grounded=args.family == "hydra" and not args.not_grounded,
+        has_output=not args.target_output,
     )
+
+
+def _family(name: str) -> EagleFamily | PositionFamily:
+    if name in list(PositionFamily):
+        return PositionFamily(name)
+    return EagleFamily.EAGLE3 if name == "eagle3" else EagleFamily.EAGLE
 
 
 def obtain_answers(run: DrafterRun) -> None:
@@ -176,7 +229,7 @@ def train(run: DrafterRun, workers: WorkerGroup, device: str) -> None:
     encoder = AnswerEncoder(target.tokenizer, eos_ids(target.model, target.tokenizer))
     sample_text = text_sampler(run, encoder)
     checkpoint = run.out / "checkpoint.safetensors"
-    head = fresh_head(config, target, vocabulary_of(config, sample_text, run.plan.seed), run.plan.seed)
+    head = make_head(config, target, sample_text, run.plan.seed)
     trainer = DrafterTrainer(head, target, sample_text, run.plan, workers)
     if run.resume and checkpoint.exists():
         trainer.load(checkpoint)
@@ -186,15 +239,25 @@ def train(run: DrafterRun, workers: WorkerGroup, device: str) -> None:
         training_run.draw_curves(trainer, "loss_", "top1", run.out / "curves.png")
         record = {"history": trainer.history, "probes": trainer.probes}
         (run.out / "history.json").write_text(json.dumps(record))
-        write_head(run.out / "head", trainer.exported())
+        trainer.write_head(run.out / "head")
 
 
-def config_of(run: DrafterRun, target: FrozenTarget) -> HeadConfig:
-    """The head's shape, by the options and by the target."""
+def config_of(run: DrafterRun, target: FrozenTarget) -> HeadConfig | PositionConfig:
+    """The head's shape, by the options and by the target. Raises: ModelError, ConfigError."""
+    if isinstance(run.family, PositionFamily):
+        num_heads, others = run.plan.objective.num_steps, (run.num_blocks, run.is_grounded, run.has_output)
+        return PositionConfig(run.family, target.hidden_size, target.vocab_size, num_heads, *others)
     default = SMALL_DRAFT_VOCABULARY if target.vocab_size <= SMALL_VOCABULARY else DRAFT_VOCABULARY
     draft_vocab = run.draft_vocab or min(target.vocab_size, default)
     aux_layers = run.aux_layers or spread_aux_layers(target.num_layers)
     return head_config(target, run.family, aux_layers, draft_vocab)
+
+
+def make_head(config: HeadConfig | PositionConfig, target: FrozenTarget, sample_text: TextSampler, seed: int) -> Head:
+    """A head ready for training."""
+    if isinstance(config, PositionConfig):
+        return fresh_position_head(config, target, seed)
+    return fresh_head(config, target, vocabulary_of(config, sample_text, seed), seed)
 
 
 def vocabulary_of(config: HeadConfig, sample_text: TextSampler, seed: int) -> Tensor | None:
@@ -212,7 +275,7 @@ def probe(trainer: DrafterTrainer, probes: dict[str, list[MicroBatch]]) -> dict[
         for name, value in trainer.probe(batches, PROBE_STEPS).items()
         if not name.startswith("loss")
     }
-    shown = {kind: [round(rates[f"{kind}_top1_{i + 1}"], 2) for i in range(PROBE_STEPS)] for kind in probes}
+    shown = {kind: [round(rates[n], 2) for n in rates if n.startswith(f"{kind}_top1_")] for kind in probes}
     print(f"probe at step {trainer.progress.step}: top-1 by draft step: {shown}", flush=True)
     return rates
 

@@ -12,10 +12,16 @@ from tiny_target import save_model, tiny_tokenizer
 
 from pipelines import train_drafter
 from pipelines.train_drafter import parser, run_of
+from ragspec.config import TargetConfig
 from ragspec.drafting.eagle.checkpoint import EagleFamily, read_head
+from ragspec.drafting.heads.files import read_tensors
+from ragspec.drafting.medusa.hydra import read_hydra
+from ragspec.engine.target import Target
 from ragspec.errors import InputError
-from ragspec.training.conversations import AnswerEncoder
-from ragspec.training.heads.eagle_model import Inputs
+from ragspec.training.conversations import AnswerEncoder, Encoded
+from ragspec.training.heads.frozen_target import FrozenTarget
+from ragspec.training.heads.head import Inputs, LossWeights
+from ragspec.training.heads.position_model import PositionConfig
 from ragspec.training.heads.target_answers import AnswerOrigin, TargetAnswer
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -44,6 +50,43 @@ def test_options_reach_the_plan(tmp_path: Path) -> None:
         assert run.family is EagleFamily.EAGLE
         steps[family] = run.plan.objective.num_steps
     assert steps == {"eagle": 1, "eagle2": 3}
+
+
+def test_options_of_medusa_and_hydra_reach_the_head(target: str, tmp_path: Path) -> None:
+    """A network more or less than was asked for, or the loss of another family."""
+    where = ["--data", str(tmp_path), "--out", str(tmp_path), "--target", target]
+    loaded = FrozenTarget.load(TargetConfig(model=target))
+    cases = {
+        "medusa": ("medusa", 4, 1, False, True, 0.8, (0, 0, 1)),
+        "medusa --steps 3 --layers 2 --target-output": ("medusa", 3, 2, False, False, 0.8, (0, 0, 1)),
+        "hydra": ("hydra", 4, 1, True, True, 1.0, (0, 1, 0)),
+        "hydra --not-grounded --loss-weights 0 1 0.5": ("hydra", 4, 1, False, True, 1.0, (0, 1, 0.5)),
+    }
+    for options, (family, *sizes, decay, weights) in cases.items():
+        run = run_of(parser().parse_args(["--family", *options.split(), *where]))
+        config = train_drafter.config_of(run, loaded)
+        head = train_drafter.make_head(config, loaded, lambda rng: Encoded([], []), seed=0)
+        assert isinstance(config, PositionConfig) and config.family.value == family
+        assert [config.num_heads, config.num_blocks, config.is_grounded, config.has_output] == sizes
+        assert run.plan.objective.position_decay == decay and run.plan.objective.noise == 0.0
+        assert (run.plan.objective.loss_weights or head.loss_weights) == LossWeights(*weights)
+
+
+@pytest.mark.parametrize(
+    ("options", "families"),
+    [
+        ("--family medusa --inputs token", "eagle and eagle2 and eagle3"),
+        ("--family hydra --draft-vocab 100", "eagle3"),
+        ("--family hydra --target-output", "medusa"),
+        ("--family medusa --not-grounded", "hydra"),
+        ("--family eagle --layers 2", "medusa and hydra"),
+    ],
+)
+def test_an_option_of_another_family_is_refused(options: str, families: str, tmp_path: Path) -> None:
+    """The run would be another than its command line says."""
+    args = parser().parse_args([*options.split(), "--data", str(tmp_path), "--out", str(tmp_path)])
+    with pytest.raises(InputError, match=rf"{options.split()[2]} is an option of {families}$"):
+        run_of(args)
 
 
 def test_only_as_many_answers_are_drawn_as_were_asked_for(tmp_path: Path) -> None:
@@ -132,20 +175,47 @@ def test_the_command_writes_a_head_from_the_targets_own_answers(target: str, tmp
 
 
 @pytest.mark.slow
+@needs_data
+def test_the_command_writes_hydra_heads_and_goes_on(target: str, tmp_path: Path) -> None:
+    """Probes of five steps over four networks, or a finished run whose folder no engine loads."""
+    options = ["--family", "hydra", "--layers", "2", "--answers", "both", "--num-answers", "12"]
+    command(tmp_path, target, *options, "--tokens", "7000")
+    record = json.loads((tmp_path / "history.json").read_text())
+    assert {"prose_top1_1", "chat_top4_4"} <= record["probes"][-1].keys()
+    command(tmp_path, target, *options, "--tokens", "9000", "--resume")
+    history = json.loads((tmp_path / "history.json").read_text())["history"]
+    assert history[: len(record["history"])] == record["history"] and history[-1]["tokens"] >= 9000
+    heads = read_hydra(tmp_path / "head", Target.load(TargetConfig(model=target), 64))
+    assert (heads.num_heads, heads.num_blocks, heads.is_grounded) == (4, 2, True)
+    assert (tmp_path / "curves.png").stat().st_size > 1000
+
+
+@pytest.mark.slow
 @pytest.mark.ray
 @needs_data
-def test_two_workers_write_the_same_head_twice(target: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", ["eagle", "medusa"])
+def test_two_workers_write_the_same_head_twice(family: str, target: str, tmp_path: Path) -> None:
     """A worker that draws from the clock, or a second writer, would show as another head or a torn one."""
     heads = []
     for out in (tmp_path / "first", tmp_path / "second"):
-        command(out, target, "--family", "eagle", "--tokens", "10000", "--workers", "2")
-        heads.append(read_head(out / "head").tensors)
-    assert all(torch.equal(tensor, heads[1][name]) for name, tensor in heads[0].items())
+        command(out, target, "--family", family, "--tokens", "10000", "--workers", "2")
+        heads.append(read_tensors(out / "head"))
+    assert heads[0] and all(torch.equal(tensor, heads[1][name]) for name, tensor in heads[0].items())
 
 
 @pytest.mark.parametrize(
     "wrong",
-    ["--tokens -1", "--tokens 0", "--minutes 0", "--minutes nan", "--steps 0", "--max-tokens 7", "--num-answers 0"],
+    [
+        "--tokens -1",
+        "--tokens 0",
+        "--minutes 0",
+        "--minutes nan",
+        "--steps 0",
+        "--layers 0",
+        "--loss-weights 0 -1 nan",
+        "--max-tokens 7",
+        "--num-answers 0",
+    ],
 )
 def test_lengths_that_cannot_be_meant_are_refused(wrong: str, capsys: pytest.CaptureFixture[str]) -> None:
     """A run without an end, one that looked for texts short enough for ever, a division by nothing, or the option was ignored."""

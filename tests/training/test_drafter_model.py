@@ -7,13 +7,14 @@ from drafting.eagle_reference import draft_outputs, eagle3_outputs, eagle_output
 
 from ragspec.drafting.eagle.checkpoint import EagleFamily, HeadCheckpoint
 from ragspec.drafting.eagle.layout import expected_shapes
-from ragspec.training.heads.eagle_model import Head, Inputs, build_head, unroll
+from ragspec.training.heads.eagle_model import EagleHead, build_head, unroll
+from ragspec.training.heads.head import Inputs
 
 FAMILIES = list(EagleFamily)
 NUM_TOKENS, NUM_STEPS = 9, 4
 
 
-def head_of(checkpoint: HeadCheckpoint) -> Head:
+def head_of(checkpoint: HeadCheckpoint) -> EagleHead:
     head = build_head(checkpoint.config)
     head.load_state_dict({name: t for name, t in checkpoint.tensors.items() if name != "embed_tokens.weight"})
     return head

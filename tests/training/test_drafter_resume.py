@@ -1,7 +1,7 @@
 """Which runs of a head may go on from a checkpoint."""
 
 import re
-from dataclasses import replace
+from dataclasses import asdict, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +10,12 @@ from test_drafter_training import make_trainer
 
 from ragspec.drafting.eagle.checkpoint import EagleFamily
 from ragspec.errors import ConfigError
-from ragspec.training.heads.eagle_model import Inputs
+from ragspec.training.heads.head import Inputs, LossWeights
 from ragspec.training.heads.trainer import DrafterPlan
 from ragspec.training.trainer import WorkerGroup
 
-OBJECTIVE_CHANGES = {"num_steps": 2, "position_decay": 0.5, "inputs": Inputs.UNSHIFTED, "noise": 0.0}
+OBJECTIVE_CHANGES: dict[str, Any] = {"num_steps": 2, "position_decay": 0.5, "inputs": Inputs.UNSHIFTED, "noise": 0.0}
+OBJECTIVE_CHANGES |= {"loss_weights": LossWeights(1.0, 0.2)}
 PLAN_CHANGES = {
     "seed": 1, "max_tokens": 200, "step_tokens": 240, "micro_tokens": 60, "peak_lr": 2e-3, "final_lr_share": 0.1,
     "warmup_steps": 9, "weight_decay": 0.0, "ema_decay": 0.9, "answers": "target", "num_answers": 7,
@@ -36,7 +37,8 @@ def test_a_checkpoint_of_another_plan_is_refused(name: str, value: Any, checkpoi
     trainer = make_trainer(EagleFamily.EAGLE)
     objective = replace(trainer.plan.objective, **({name: value} if name in OBJECTIVE_CHANGES else {}))
     trainer.plan = replace(trainer.plan, objective=objective, **({name: value} if name in PLAN_CHANGES else {}))
-    with pytest.raises(ConfigError, match=f"its {name} is .*, and this run's is {re.escape(str(value))}"):
+    shown = asdict(value) if is_dataclass(value) else value
+    with pytest.raises(ConfigError, match=f"its {name} is .*, and this run's is {re.escape(str(shown))}"):
         trainer.load(checkpoint)
     assert trainer.progress.step == 0
 

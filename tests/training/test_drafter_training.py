@@ -12,13 +12,13 @@ from transformers import LlamaForCausalLM
 
 from pipelines.train.training_run import draw_curves
 from ragspec.config import TargetConfig
-from ragspec.drafting.eagle.checkpoint import EagleFamily, check_fits, read_head, write_head
+from ragspec.drafting.eagle.checkpoint import EagleFamily, check_fits, read_head
 from ragspec.errors import ConfigError, ModelError
 from ragspec.training.conversations import Encoded
-from ragspec.training.heads.eagle_model import Head, unroll
+from ragspec.training.heads.eagle_model import EagleHead, unroll
 from ragspec.training.heads.frozen_target import FrozenTarget
 from ragspec.training.heads.initialisation import fresh_head, head_config, spread_aux_layers
-from ragspec.training.heads.losses import Objective, batch_scores, draft_token_ids
+from ragspec.training.heads.losses import Objective, batch_scores
 from ragspec.training.heads.trainer import DrafterPlan, DrafterTrainer
 from ragspec.training.heads.training_texts import collate
 from ragspec.training.trainer import SINGLE_WORKER, WorkerGroup
@@ -42,7 +42,7 @@ def draw(rng: random.Random) -> Encoded:
     return Encoded([10 + (start + i) % 40 for i in range(length)], [0.0] * 5 + [1.0] * (length - 5))
 
 
-def make_head(target: FrozenTarget, family: EagleFamily, draft_vocab: int = 60) -> Head:
+def make_head(target: FrozenTarget, family: EagleFamily, draft_vocab: int = 60) -> EagleHead:
     config = head_config(target, family, TAPS, draft_vocab)
     vocabulary = torch.arange(0, draft_vocab * 2, 2) if family is EagleFamily.EAGLE3 else None
     return fresh_head(config, target, vocabulary, seed=0)
@@ -113,7 +113,7 @@ def test_written_head_is_read_again(family: EagleFamily, tmp_path: Path) -> None
     """The shipped file must be the published layout, with the averaged weights."""
     trainer = make_trainer(family)
     trainer.train_step()
-    write_head(tmp_path, trainer.exported())
+    trainer.write_head(tmp_path)
     config, tensors = read_head(tmp_path)
     check_fits(config, trainer.target.vocab_size, trainer.target.hidden_size, trainer.target.num_layers)
     assert config == trainer.head.config
@@ -123,11 +123,11 @@ def test_written_head_is_read_again(family: EagleFamily, tmp_path: Path) -> None
     assert not torch.equal(averaged["fc.weight"], trainer.head.state_dict()["fc.weight"])
 
 
-def naive_scores(head: Head, target: FrozenTarget, text: Encoded, step: int) -> tuple[Tensor, int, int]:
+def naive_scores(head: EagleHead, target: FrozenTarget, text: Encoded, step: int) -> tuple[Tensor, int, int]:
     """Loss, rows and first hits of one draft step, one row at a time."""
     ids = torch.tensor([text.ids])
     features, last = target.states(ids, head.config.aux_layers)
-    logits, vocabulary = target.logits(last)[0].float(), draft_token_ids(head)
+    logits, vocabulary = target.logits(last)[0].float(), head.draft_token_ids()
     loss, num_rows, top1 = torch.zeros(()), 0, 0
     for pair in range(len(text.ids) - 2 - step):
         if not (text.weights[pair + 2] and text.weights[pair + 2 + step]):

@@ -6,16 +6,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
-import torch
-from safetensors import SafetensorError
-from safetensors.torch import save
 from torch import Tensor
 
-from ragspec.disk import atomic_writer
 from ragspec.drafting.eagle.dialects import AUX_KEY, DEFAULT_ROPE_THETA, official_form
 from ragspec.drafting.eagle.layout import (
     EagleFamily,
@@ -25,8 +20,8 @@ from ragspec.drafting.eagle.layout import (
     check_tensors,
     default_aux_layers,
 )
-from ragspec.drafting.heads.files import CONFIG, WEIGHTS, read_json, read_tensors
-from ragspec.errors import ModelError, SaveError
+from ragspec.drafting.heads.files import CONFIG, WEIGHTS, read_json, read_tensors, write_files
+from ragspec.errors import ModelError
 
 __all__ = ["EagleFamily", "HeadCheckpoint", "HeadConfig", "check_fits", "default_aux_layers", "read_head", "write_head"]
 
@@ -54,15 +49,7 @@ def write_head(directory: str | Path, checkpoint: HeadCheckpoint) -> None:
     """
     check_tensors(checkpoint.config, checkpoint.tensors)
     raw, tensors = _published_form(checkpoint)
-    apart = {name: tensor.detach().clone(memory_format=torch.contiguous_format) for name, tensor in tensors.items()}
-    directory, config = Path(directory), json.dumps(raw, indent=2) + "\n"
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        with atomic_writer(directory / CONFIG) as config_file, atomic_writer(directory / WEIGHTS) as weights_file:
-            config_file.write(config.encode())
-            weights_file.write(save(apart, metadata={"format": "pt"}))
-    except (OSError, SafetensorError) as cause:
-        raise SaveError(f"cannot write the head to {directory}: {cause}") from cause
+    write_files(Path(directory), raw, WEIGHTS, tensors)
 
 
 def _published_form(checkpoint: HeadCheckpoint) -> tuple[dict[str, Any], dict[str, Tensor]]:

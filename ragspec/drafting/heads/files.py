@@ -3,6 +3,7 @@
 Runs no code of a checkpoint: reads safetensors, or `.bin` and `.pt` files without pickled code.
 
     >>> raw, tensors = read_json(directory / CONFIG), read_tensors(directory)
+    >>> write_files(directory, raw, WEIGHTS, tensors)
 """
 
 from __future__ import annotations
@@ -13,10 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
 from torch import Tensor
 
-from ragspec.errors import ModelError
+from ragspec.disk import atomic_writer
+from ragspec.drafting.heads.config_keys import Raw
+from ragspec.errors import ModelError, SaveError
 
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
@@ -50,6 +54,21 @@ def read_tensors(directory: Path, own_names: tuple[str, ...] = (), section: str 
     for name in _shard_names(read_json(path), path.name, section):
         tensors |= _read_file(directory / name, section)
     return tensors
+
+
+def write_files(directory: Path, raw: Raw, weights: str, tensors: Mapping[str, Tensor]) -> None:
+    """Write config.json and the file `weights`, `.safetensors` or `.pt`, each whole or not at all. Raises: SaveError."""
+    apart = {name: tensor.detach().clone(memory_format=torch.contiguous_format) for name, tensor in tensors.items()}
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        with atomic_writer(directory / CONFIG) as config_file, atomic_writer(directory / weights) as weights_file:
+            config_file.write((json.dumps(dict(raw), indent=2) + "\n").encode())
+            if weights.endswith(".pt"):
+                torch.save(apart, weights_file)
+            else:
+                weights_file.write(save(apart, metadata={"format": "pt"}))
+    except (OSError, SafetensorError) as cause:
+        raise SaveError(f"cannot write the head to {directory}: {cause}") from cause
 
 
 def check_tensor(

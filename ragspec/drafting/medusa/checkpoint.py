@@ -21,13 +21,13 @@ from typing import NamedTuple
 from torch import Tensor
 
 from ragspec.drafting.heads.config_keys import Raw, integer
-from ragspec.drafting.heads.files import CONFIG, check_tensor, read_json, read_tensors
+from ragspec.drafting.heads.files import CONFIG, check_tensor, read_json, read_tensors, write_files
 from ragspec.drafting.heads.target import FINAL, HeadTarget
 from ragspec.errors import ModelError
 
 _WEIGHTS = ("medusa_lm_head.safetensors", "medusa_lm_head.pt")
 _SECTION = "medusa_head."
-_MOST = 64
+MOST = 64
 """More heads, or more layers in a head, than any published head has."""
 
 
@@ -78,11 +78,24 @@ def read_medusa(directory: str | Path, target: HeadTarget) -> PositionHeads:
         raise ModelError(f"{directory}: {cause}") from cause
 
 
+def write_medusa(directory: Path, tensors: Mapping[str, Tensor], num_heads: int, num_blocks: int, target: str) -> None:
+    """Write heads in the form of `medusa_lm_head.pt`; `target`: its directory or name. Raises: ModelError, SaveError."""
+    raw = {"medusa_num_heads": num_heads, "medusa_num_layers": num_blocks, "base_model_name_or_path": target}
+    write_checked(directory, raw, _WEIGHTS[-1], tensors)
+
+
+def write_checked(directory: Path, raw: Raw, weights: str, tensors: Mapping[str, Tensor]) -> None:
+    """As `write_files`. Raises: ModelError naming a tensor that is not finite, SaveError."""
+    for name, tensor in tensors.items():
+        check_tensor(name, tensor, tuple(tensor.shape))
+    write_files(directory, raw, weights, tensors)
+
+
 def count_key(raw: Raw, key: str, absent: int) -> int:
     """A key that counts heads or layers. Raises: ModelError naming the key."""
     count = integer(raw, key, absent)
-    if not 1 <= count <= _MOST:
-        raise ModelError(f"config.json has {key} {count}, not 1 to {_MOST}")
+    if not 1 <= count <= MOST:
+        raise ModelError(f"config.json has {key} {count}, not 1 to {MOST}")
     return count
 
 
@@ -91,8 +104,8 @@ def num_stored(names: Collection[str], pattern: str, family: str) -> int:
     found = {int(match[1]): name for name in names if (match := re.match(pattern, name)) and len(match[1]) < 10}
     if not found:
         raise ModelError(f"no {family} head: no head has tensors named as {', '.join(sorted(names)[:3])}")
-    if max(found) >= _MOST:
-        raise ModelError(f"the head has {found[max(found)]}; at most {_MOST} heads are served")
+    if max(found) >= MOST:
+        raise ModelError(f"the head has {found[max(found)]}; at most {MOST} heads are served")
     return max(found) + 1
 
 

@@ -16,12 +16,15 @@ Source: Hydra (Ankner et al. 2024, arXiv 2402.05109).
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+
+from torch import Tensor
 
 from ragspec.drafting.heads.config_keys import Raw, integer, truth
 from ragspec.drafting.heads.files import CONFIG, read_json, read_tensors
 from ragspec.drafting.heads.target import FINAL, HeadTarget
-from ragspec.drafting.medusa.checkpoint import Place, PositionHeads, count_key, num_stored, placed
+from ragspec.drafting.medusa.checkpoint import Place, PositionHeads, count_key, num_stored, placed, write_checked
 from ragspec.errors import ModelError
 from ragspec.numerics.attention import AttentionShape
 
@@ -51,6 +54,16 @@ def read_hydra(directory: str | Path, target: HeadTarget) -> PositionHeads:
         return PositionHeads(num_heads, num_blocks, tensors, is_grounded, tap, arch == _PREFIX_ARCH)
     except ModelError as cause:
         raise ModelError(f"{directory}: {cause}") from cause
+
+
+def write_hydra(
+    directory: Path, tensors: Mapping[str, Tensor], num_blocks: int, is_grounded: bool, target: str
+) -> None:
+    """Write heads of the architecture mlp; `target`: its directory or name. Raises: ModelError, SaveError."""
+    num_heads = num_stored(tensors, r"hydra_lm_head\.(\d+)\.", "Hydra")
+    raw = {"hydra_num_heads": num_heads, "hydra_num_layers": num_blocks, _ARCH_KEY: "mlp"}
+    raw |= {"grounded_heads": is_grounded, "hidden_state_offset": 0, "base_model_name_or_path": target}
+    write_checked(directory, raw, _WEIGHTS[-1], tensors)
 
 
 def _places(

@@ -9,32 +9,17 @@ drafts as it does when serving (EAGLE-3's training-time test, HASS's aligned ste
 Source: EAGLE 2401.15077, EAGLE-3 2503.01840, HASS 2408.15766.
 """
 
-import enum
-from collections.abc import Callable
+from abc import abstractmethod
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from ragspec.drafting.eagle.checkpoint import EagleFamily, HeadConfig
+from ragspec.drafting.eagle.checkpoint import EagleFamily, HeadCheckpoint, HeadConfig, write_head
+from ragspec.training.heads.head import Head, Inputs, LossWeights, Projection, rows_of
 
 HIDDEN_SCORE = -30_000.0
-Projection = Callable[[Tensor], Tensor]
-
-
-class Inputs(enum.StrEnum):
-    """The parts of a pair; all but the first are ablations of the EAGLE paper."""
-
-    SHIFTED = "feature+token"
-    UNSHIFTED = "feature+unshifted-token"
-    TOKEN = "token"
-    FEATURE = "feature"
-
-    def kept(self, embedded: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        """Embedding and state, with zeros for the part that the head must not see."""
-        if self is Inputs.TOKEN:
-            return embedded, torch.zeros_like(state)
-        return (torch.zeros_like(embedded), state) if self is Inputs.FEATURE else (embedded, state)
 
 
 class KeyValues(NamedTuple):
@@ -135,8 +120,36 @@ class NormedLayer(HeadLayer):
         self.input_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
 
 
-class EagleHead(nn.Module):
+class EagleHead(Head):
+    """A head of one decoder layer, which reads pairs."""
+
+    config: HeadConfig
+
+    @property
+    @abstractmethod
+    def layer(self) -> HeadLayer: ...
+
+    @abstractmethod
+    def read(self, features: Tensor) -> Tensor:
+        """The state of the first draft step."""
+
+    @abstractmethod
+    def join(self, embedded: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        """The input of the attention, and the residual stream."""
+
+    def unroll(
+        self, embedded: Tensor, features: Tensor, rows: Tensor, num_steps: int, inputs: Inputs = Inputs.SHIFTED
+    ) -> Tensor:
+        return unroll(self, embedded, features, rows, num_steps, inputs)
+
+    def write(self, directory: Path, tensors: dict[str, Tensor], target: str) -> None:
+        write_head(directory, HeadCheckpoint(self.config, tensors))
+
+
+class FeatureHead(EagleHead):
     """EAGLE-1, EAGLE-2 and HASS: predicts the target's next final hidden state; the target's output layer reads it."""
+
+    loss_weights = LossWeights(state=1.0, teacher=0.1)
 
     def __init__(self, config: HeadConfig) -> None:
         super().__init__()
@@ -151,21 +164,20 @@ class EagleHead(nn.Module):
         return layer
 
     def read(self, features: Tensor) -> Tensor:
-        """The state of the first draft step."""
         return features
 
     def join(self, embedded: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        """The input of the attention, and the residual stream."""
         joined = self.fc(torch.cat([embedded, state], -1)).float()
         return joined, joined
 
-    def logits(self, state: Tensor, project: Projection) -> Tensor:
-        """Shapes: [..., H] -> [..., V]; `project` is the target's output layer."""
+    def logits(self, state: Tensor, project: Projection, step: int = 0) -> Tensor:
         return project(state)
 
 
-class Eagle3Head(nn.Module):
+class Eagle3Head(EagleHead):
     """EAGLE-3: reads three of the target's layers; its own output layer covers the draft vocabulary."""
+
+    loss_weights = LossWeights(teacher=1.0)
 
     def __init__(self, config: HeadConfig) -> None:
         super().__init__()
@@ -183,30 +195,30 @@ class Eagle3Head(nn.Module):
         return self.midlayer
 
     def read(self, features: Tensor) -> Tensor:
-        """The state of the first draft step."""
         state: Tensor = self.fc(features)
         return state.float()
 
     def join(self, embedded: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        """The input of the attention, and the residual stream."""
         return torch.cat([self.midlayer.input_layernorm(embedded), self.midlayer.hidden_norm(state)], -1), state
 
-    def logits(self, state: Tensor, project: Projection) -> Tensor:
-        """Shapes: [..., H] -> [..., Vd]; the target's output layer `project` is not used."""
+    def logits(self, state: Tensor, project: Projection, step: int = 0) -> Tensor:
         out: Tensor = self.lm_head(self.norm(state))
         return out
 
+    def draft_token_ids(self) -> Tensor | None:
+        if self.config.draft_vocab_size == self.config.vocab_size:
+            return None
+        offsets = self.get_buffer("d2t")
+        return offsets + torch.arange(len(offsets), device=offsets.device)
 
-Head = EagleHead | Eagle3Head
 
-
-def build_head(config: HeadConfig) -> Head:
+def build_head(config: HeadConfig) -> FeatureHead | Eagle3Head:
     """A head with torch's default initialisation, in float32."""
-    return Eagle3Head(config) if config.family is EagleFamily.EAGLE3 else EagleHead(config)
+    return Eagle3Head(config) if config.family is EagleFamily.EAGLE3 else FeatureHead(config)
 
 
 def unroll(
-    head: Head, embedded: Tensor, features: Tensor, pairs: Tensor, num_steps: int, inputs: Inputs = Inputs.SHIFTED
+    head: EagleHead, embedded: Tensor, features: Tensor, pairs: Tensor, num_steps: int, inputs: Inputs = Inputs.SHIFTED
 ) -> Tensor:
     """The states of chosen pairs after 1..num_steps draft steps over the given text.
 
@@ -233,8 +245,3 @@ def unroll(
         attended = head.layer.self_attn(joined, pairs + step, text, own, bias)
         states.append(head.layer.finish(residual, attended))
     return torch.stack(states)
-
-
-def rows_of(values: Tensor, rows: Tensor) -> Tensor:
-    """Shapes: values [B, T, ...], rows int64 [B, A] -> [B, A, ...]."""
-    return values[torch.arange(len(values), device=values.device)[:, None], rows]

@@ -41,7 +41,7 @@ class FrozenTarget:
             raise ModelError(f"heads are trained for Llama-like targets, which {type(model).__name__} is not")
         self.model = model.to(device).eval().requires_grad_(False)
         self.tokenizer, self.device = tokenizer, device
-        self.config = config
+        self.config, self.name = config, str(model.name_or_path)
         self.vocab_size, self.hidden_size = int(config.vocab_size), int(config.hidden_size)
         self.num_layers = int(config.num_hidden_layers)
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ragspec.drafting.eagle.checkpoint import EagleFamily, HeadConfig, default_aux_layers
 from ragspec.errors import ConfigError
-from ragspec.training.heads.eagle_model import Eagle3Head, Head, build_head
+from ragspec.training.heads.eagle_model import Eagle3Head, EagleHead, build_head
 from ragspec.training.heads.frozen_target import FrozenTarget
 
 ROPE_THETA, RMS_NORM_EPS = 10_000.0, 1e-5
@@ -61,7 +61,7 @@ def spread_aux_layers(num_layers: int) -> tuple[int, ...]:
 
 
 @torch.no_grad()
-def fresh_head(config: HeadConfig, target: FrozenTarget, vocabulary: Tensor | None, seed: int) -> Head:
+def fresh_head(config: HeadConfig, target: FrozenTarget, vocabulary: Tensor | None, seed: int) -> EagleHead:
     """A head ready for training. `vocabulary`: ascending target ids of a smaller draft vocabulary. Shape: int64 [Vd]."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -82,7 +82,7 @@ def fresh_head(config: HeadConfig, target: FrozenTarget, vocabulary: Tensor | No
     return head.to(target.device)
 
 
-def _copy_feed_forward(head: Head, target: FrozenTarget) -> None:
+def _copy_feed_forward(head: EagleHead, target: FrozenTarget) -> None:
     theirs = dict(target.model.model.layers[-1].named_parameters())
     for name, own in head.layer.named_parameters():
         source = theirs.get(name)

@@ -12,12 +12,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ragspec.drafting.eagle.checkpoint import EagleFamily
-from ragspec.training.heads.eagle_model import Eagle3Head, Head, Inputs, unroll
 from ragspec.training.heads.frozen_target import FrozenTarget
+from ragspec.training.heads.head import Head, Inputs, LossWeights
 from ragspec.training.heads.training_texts import MicroBatch
 
-REGRESSION_WEIGHT, CLASSIFICATION_WEIGHT = 1.0, 0.1
 NOISE_TOKENS = 512
 TOP = 4
 
@@ -25,13 +23,14 @@ TOP = 4
 @dataclass(frozen=True)
 class Objective:
     """`num_steps`: draft steps learnt. `position_decay`: weight of a step relative to the step before. `noise`: width of the
-    uniform noise on features, for a text of 512 tokens.
+    uniform noise on features, for a text of 512 tokens. `loss_weights` None: those of the head's paper.
     """
 
     num_steps: int
     position_decay: float = 0.8
     inputs: Inputs = Inputs.SHIFTED
     noise: float = 0.0
+    loss_weights: LossWeights | None = None
 
 
 class StepScores(NamedTuple):
@@ -47,8 +46,8 @@ class TargetPredictions:
     """The target's predictions at the positions of a micro-batch that carry loss.
 
     `index` is the prediction's number in [0, P) at each position, -1 without loss. `pairs` is padded where `is_real` is false.
-    Shapes: index int64 [B, T + 1], pairs int64 [B, A], is_real bool [B, A], last [P, H], argmax int64 [P], vocabulary int64 [Vd]
-    or None.
+    Shapes: index int64 [B, T + 1], pairs int64 [B, A], is_real bool [B, A], last [P, H], argmax and tokens int64 [P], vocabulary
+    int64 [Vd] or None. `draft_tokens`: indices of the text's own tokens in the draft vocabulary, or -1.
     """
 
     def __init__(self, batch: MicroBatch, last: Tensor, target: FrozenTarget, vocabulary: Tensor | None) -> None:
@@ -63,11 +62,8 @@ class TargetPredictions:
         self.argmax = logits.argmax(-1)
         kept = logits if vocabulary is None else logits[:, vocabulary]
         self.probs = torch.softmax(kept, -1)  # [P, Vd]
-        self.in_vocabulary = torch.ones_like(self.argmax, dtype=torch.bool)
-        self.draft_argmax = self.argmax
-        if vocabulary is not None:
-            self.in_vocabulary = torch.isin(self.argmax, vocabulary)
-            self.draft_argmax = torch.where(self.in_vocabulary, torch.searchsorted(vocabulary, self.argmax), -1)
+        self.draft_argmax = _draft_indices(self.argmax, vocabulary)
+        self.draft_tokens = _draft_indices(batch.ids.flatten()[batch.positions + 1].to(last.device), vocabulary)
 
     def at_step(self, step: int) -> tuple[Tensor, Tensor]:
         """Rows that count at a draft step, and the numbers of the predictions they learn. Shapes: bool [B, A], int64 [rows]."""
@@ -75,6 +71,13 @@ class TargetPredictions:
         numbers = self.index.gather(1, columns)
         counts = self.is_real & (numbers >= 0)
         return counts, numbers[counts]
+
+
+def _draft_indices(token_ids: Tensor, vocabulary: Tensor | None) -> Tensor:
+    """Indices in the draft vocabulary; -1 for tokens that it lacks."""
+    if vocabulary is None:
+        return token_ids
+    return torch.where(torch.isin(token_ids, vocabulary), torch.searchsorted(vocabulary, token_ids), -1)
 
 
 def _pair_rows(index: Tensor) -> tuple[Tensor, Tensor]:
@@ -91,36 +94,37 @@ def batch_scores(
 ) -> list[StepScores]:
     """One entry per draft step. `generator` draws the noise on features; None: no noise."""
     features, last = target.states(batch.ids, head.config.aux_layers)
-    expected = TargetPredictions(batch, last, target, draft_token_ids(head))
+    expected = TargetPredictions(batch, last, target, head.draft_token_ids())
     features = features.float()
     if generator is not None and objective.noise:
         scale = objective.noise * NOISE_TOKENS / features.shape[1]
         features += (torch.rand(features.shape, generator=generator).to(features.device) - 0.5) * scale
     embedded = target.embed(batch.ids)
-    states = unroll(head, embedded, features, expected.pairs, objective.num_steps, objective.inputs)
-    return [_step_scores(head, target, expected, step, states[step]) for step in range(objective.num_steps)]
+    states = head.unroll(embedded, features, expected.pairs, objective.num_steps, objective.inputs)
+    weights = objective.loss_weights or head.loss_weights
+    return [_step_scores(head, target, expected, step, state, weights) for step, state in enumerate(states)]
 
 
 def _step_scores(
-    head: Head, target: FrozenTarget, expected: TargetPredictions, step: int, states: Tensor
+    head: Head, target: FrozenTarget, expected: TargetPredictions, step: int, states: Tensor, weights: LossWeights
 ) -> StepScores:
-    """EAGLE-3's loss is cross-entropy; EAGLE-1's is the distance to the target's hidden state plus a little cross-entropy."""
+    """Rows whose wanted token the head cannot draft have no loss."""
     counts, numbers = expected.at_step(step)
     chosen = states[counts]  # [rows, H]
-    logits = head.logits(chosen, target.logits).float()  # [rows, Vd]
-    loss = -(expected.probs[numbers] * torch.log_softmax(logits, -1)).sum(-1)  # [rows]
-    if not isinstance(head, Eagle3Head):
+    logits = head.logits(chosen, target.logits, step).float()  # [rows, Vd]
+    log_probs, argmax = torch.log_softmax(logits, -1), expected.draft_argmax[numbers]
+    losses = torch.zeros(len(numbers), device=logits.device)
+    if weights.teacher:
+        losses = losses - weights.teacher * (expected.probs[numbers] * log_probs).sum(-1)
+    if weights.state:
         hidden = expected.last[numbers].float()
         distance = torch.nn.functional.smooth_l1_loss(chosen.float(), hidden, reduction="none").mean(-1)
-        loss = REGRESSION_WEIGHT * distance + CLASSIFICATION_WEIGHT * loss
-    hits = logits.detach().topk(min(TOP, logits.shape[1]), -1).indices == expected.draft_argmax[numbers, None]
-    total = (loss * expected.in_vocabulary[numbers]).sum()
+        losses = losses + weights.state * distance
+    total = (losses * (argmax >= 0)).sum()
+    if weights.token:
+        tokens = expected.draft_tokens[numbers]
+        total = total + weights.token * torch.nn.functional.nll_loss(
+            log_probs, tokens, ignore_index=-1, reduction="sum"
+        )
+    hits = logits.detach().topk(min(TOP, logits.shape[1]), -1).indices == argmax[:, None]
     return StepScores(total, len(numbers), int(hits[:, 0].sum()), int(hits.sum()))
-
-
-def draft_token_ids(head: Head) -> Tensor | None:
-    """Ascending target ids of a smaller draft vocabulary, or None. Shape: int64 [Vd]."""
-    if head.config.family is EagleFamily.EAGLE3 and head.config.draft_vocab_size < head.config.vocab_size:
-        offsets = head.get_buffer("d2t")
-        return offsets + torch.arange(len(offsets), device=offsets.device)
-    return None

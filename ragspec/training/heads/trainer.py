@@ -6,13 +6,13 @@
 import copy
 import random
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from ragspec.drafting.eagle.checkpoint import HeadCheckpoint
-from ragspec.training.heads.eagle_model import Head
 from ragspec.training.heads.frozen_target import FrozenTarget
+from ragspec.training.heads.head import Head
 from ragspec.training.heads.losses import Objective, StepScores, batch_scores
 from ragspec.training.heads.training_texts import MicroBatch, TextSampler, draw_batches
 from ragspec.training.trainer import SINGLE_WORKER, Trainer, TrainingPlan, WorkerGroup, mixed_precision
@@ -74,7 +74,10 @@ class DrafterTrainer(Trainer[DrafterPlan]):
 
     @torch.no_grad()
     def probe(self, batches: list[MicroBatch], num_steps: int) -> dict[str, float]:
-        """Hits of the averaged weights on given texts; each draft step reads the true tokens before it."""
+        """Hits of the averaged weights on given texts; each draft step reads the true tokens before it.
+
+        Heads for fewer positions have fewer steps.
+        """
         head = self.averaged_head()
         steps = Objective(num_steps, inputs=self.plan.objective.inputs)
         with mixed_precision(self.device):
@@ -87,11 +90,14 @@ class DrafterTrainer(Trainer[DrafterPlan]):
         self._copy_average_to(averaged)
         return averaged
 
-    def exported(self) -> HeadCheckpoint:
+    def exported(self) -> dict[str, torch.Tensor]:
         """The averaged weights in bf16, by their published names."""
         tensors = self.averaged_head().state_dict()
-        kept = {n: (t.bfloat16() if t.is_floating_point() else t).cpu() for n, t in tensors.items()}
-        return HeadCheckpoint(self.head.config, kept)
+        return {n: (t.bfloat16() if t.is_floating_point() else t).cpu() for n, t in tensors.items()}
+
+    def write_head(self, directory: Path) -> None:
+        """Write the averaged head in the published layout. Raises: ModelError, SaveError."""
+        self.head.write(directory, self.exported(), self.target.name)
 
     def _model_config(self) -> dict[str, Any]:
         return {**asdict(self.head.config), "aux_layers": list(self.head.config.aux_layers)}

@@ -33,8 +33,7 @@ from ragspec.numerics.batch import Batch, ScheduledSequence
 from ragspec.numerics.kv_cache import SequenceSlots
 from ragspec.numerics.noise import gumbel_row, row_seed
 from ragspec.speculation import AcceptanceRule
-from ragspec.training.heads.eagle_model import Head, build_head, unroll
-from ragspec.training.heads.losses import draft_token_ids
+from ragspec.training.heads.eagle_model import EagleHead, build_head, unroll
 from ragspec.tree import DraftTree, Draw, Origin
 from ragspec.verification.probabilities import KeyedRandom, RandomStream, draw_iid, draw_without_replacement
 from ragspec.verification.rejection import AcceptancePolicy, rejection_sample
@@ -52,7 +51,7 @@ class TargetAndHead(NamedTuple):
     """A target and one of its heads. `taps`: the target's layers that the head reads."""
 
     target: Target
-    head: Head
+    head: EagleHead
     taps: tuple[int, ...]
 
     @classmethod
@@ -112,7 +111,7 @@ class PrefixPredictions:
         last_pair = torch.full((size, 1), len(self._prefix_ids) - 2)
         state = unroll(head, embedded, features, last_pair, num_steps)[-1, :, 0]
         logits = head.logits(state, lambda states: target.logits_of(states.to(target.embedding.dtype)))
-        probs, draft_ids = torch.softmax(logits.double(), -1), draft_token_ids(head)
+        probs, draft_ids = torch.softmax(logits.double(), -1), head.draft_token_ids()
         if draft_ids is None:
             return np.asarray(probs.numpy())
         full = np.zeros((size, target.vocab_size))  # tokens outside the draft vocabulary have no probability
