@@ -71,7 +71,7 @@ def refusal(folder: Path, tensors: Tensors, form: str = "pt", **config: Any) -> 
     return str(caught.value)
 
 
-@pytest.mark.parametrize("form", ["pt", "merged"])
+@pytest.mark.parametrize("form", ["pt", pytest.param("merged", marks=pytest.mark.slow)])
 def test_each_missing_misshapen_or_broken_tensor_is_named(tmp_path: Path, form: str) -> None:
     """The published loader is not strict: a wrong name loads silently and only shows as low acceptance."""
     made = medusa_tensors(3)

@@ -99,7 +99,14 @@ def test_states_are_right_after_prefixes_chunks_and_preemption(
         assert torch.allclose(state, whole(target, forward_of(target, tokens[:-1])[1])[-1], atol=5e-4)
 
 
-@pytest.mark.parametrize(("name", "dtype"), [("greedy", "float32"), ("T=1", "float32"), ("T=1", "torch-float32")])
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        ("T=1", "float32"),
+        pytest.param("greedy", "float32", marks=pytest.mark.slow),
+        pytest.param("T=1", "torch-float32", marks=pytest.mark.slow),
+    ],
+)
 def test_no_output_changes(tiny: Tiny, tmp_path: Path, name: str, dtype: str) -> None:
     """A draft changed a token, or nothing was drafted at all."""
     target = tiny("llama", dtype)
