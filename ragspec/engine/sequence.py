@@ -119,7 +119,7 @@ class Sequence:
             return sampler.verify(tree, tree.draws, logits, self.most_tokens)
 
         def token_after(node: int) -> int:
-            if sampled and isinstance(sampler, KeyedSampler) and sampler.allows(sampled[node][0]):
+            if sampled and isinstance(sampler, KeyedSampler):
                 return sampler.take(*sampled[node])
             return sampler(np.asarray(logits[node : node + 1])[0])
 

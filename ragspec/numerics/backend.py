@@ -40,16 +40,22 @@ class LogitEdits(NamedTuple):
     forbidden: TokenIds
 
 
+PackedBits = NDArray[np.uint8]
+"""A bit for each token, eight in a byte, the lowest first. Shape: uint8 [V / 8, rounded up]."""
+
+
 class KeyedDraw(NamedTuple):
     """How one row's token is sampled: `key` is the noise of the output position; None: without noise. `edits` None: none.
 
-    `slack` (a, b): warped logits may be off by a + b * the greatest; None: near ties are not counted.
+    `slack` (a, b): warped logits may be off by a + b * the greatest; None: near ties are not counted. `allowed`: the tokens that
+    may be sampled; None: all.
     """
 
     params: SamplingParams
     key: int | None
     edits: LogitEdits | None
     slack: tuple[float, float] | None = None
+    allowed: PackedBits | None = None
 
 
 class SampledToken(NamedTuple):

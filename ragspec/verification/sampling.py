@@ -318,10 +318,6 @@ class KeyedSampler(ChoiceSampler):
         self._index += 1
         return token
 
-    def allows(self, token: int) -> bool:
-        """Whether a token sampled from the logits alone may be taken."""
-        return True
-
     def draws(self, tree: DraftTree) -> list[KeyedDraw]:
         """How the token after each node is sampled, for a backend that samples all nodes at once."""
         return [self._draw(tree, node) for node in range(len(tree))]

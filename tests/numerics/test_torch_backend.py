@@ -13,14 +13,17 @@ import numpy as np
 import pytest
 import torch
 from drafting.medusa_heads import position_drafter
+from engine.test_draft_model import drafter_for as model_drafter
 from engine.test_eagle import drafter_for
 from pydantic import ValidationError
-from tiny_target import SENTENCES, tiny_engine
+from tiny_target import SENTENCES, save_model, target_config, tiny_engine
 
 from ragspec.config import TargetConfig
-from ragspec.core import CopySource, Request, SamplingParams, SourceKind
+from ragspec.core import CopySource, Request, SamplingParams, Segment, SourceKind
+from ragspec.drafting import recycling
 from ragspec.drafting.copy import CopyDrafter
-from ragspec.drafting.drafter import Drafter
+from ragspec.drafting.drafter import NUM_TOP_TOKENS, Drafter
+from ragspec.drafting.recycling import RecyclingDrafter
 from ragspec.engine.target import Target
 from ragspec.errors import ModelError
 from ragspec.numerics import batch
@@ -34,6 +37,7 @@ from ragspec.numerics.torch.attention import tree_sum
 from ragspec.numerics.torch.backend import TiledLinear
 from ragspec.numerics.torch.int8 import TorchInt8Linear, quantised_rows
 from ragspec.numerics.torch.sampling import TorchLogits, gumbel_rows
+from ragspec.rag.verbatim_quotes import quote_grammar
 from ragspec.speculation import AcceptanceRule, Speculation
 from ragspec.tree import DraftTree, Origin
 from ragspec.verification.probabilities import KeyedRandom, RandomStream, row_probs, token_probs
@@ -268,45 +272,61 @@ def crossings(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, int]]:
         assert isinstance(tensor, OnDevice), "a result of the step was made on the host"
         return tensor.as_subclass(torch.Tensor).numpy()
 
-    for module in (backend, batch, graphs, probs, sampling, transfer):
+    for module in (backend, batch, graphs, probs, recycling, sampling, transfer):
         for name, stand_in in (("to_device", to_device), ("to_host", to_host)):
             if hasattr(module, name):
                 monkeypatch.setattr(module, name, stand_in)
     yield counted
 
 
-@pytest.mark.parametrize("drafter", ["copy", "eagle", "eagle3", "medusa", "hydra"])
-@pytest.mark.parametrize(
-    "name", ["greedy", "top-p", "penalties", "log-probabilities", "near ties", "traversal", "typical"]
-)
+DRAFTERS = ("copy", "eagle", "eagle3", "medusa", "hydra", "hydra++", "draft_model", "recycling")
+RULES = ("chain", "traversal", "typical", "top_beta")
+KINDS = ("greedy", "top-p", "penalties", "log-probabilities", "near ties", "schema", "quotes", *RULES)
+PAIRS = [
+    pytest.param(name, drafter, marks=[] if (i + j) % 3 == 0 else pytest.mark.slow)
+    for (i, name), (j, drafter) in itertools.product(enumerate(KINDS), enumerate(DRAFTERS))
+]
+
+
+def some_drafter(name: str, target: Target, folder: Path) -> Drafter:
+    if name == "copy":
+        return CopyDrafter(target.tokenizer, target.eos_ids)
+    if name == "recycling":
+        return RecyclingDrafter(target.vocab_size, 2**20)
+    if name == "draft_model":
+        small = Target.load(target_config(str(save_model("llama", folder, num_hidden_layers=1)), "torch-float32"), 512)
+        return model_drafter(target, small, num_slots=512)
+    return drafter_for(target, name) if "eagle" in name else position_drafter(target, folder, name)
+
+
+@pytest.mark.parametrize(("name", "drafter"), PAIRS)
 def test_only_ids_cross(tiny: Tiny, crossings: dict[str, int], tmp_path: Path, name: str, drafter: str) -> None:
     """Logits, hidden states or keys went to the host: at 150,000 tokens of vocabulary the bus is slower than the model."""
     params = {"greedy": PARAMS[0], "penalties": PARAMS[7]}.get(name, PARAMS[5])
-    params = replace(params, max_tokens=12, seed=3, logprobs=2 if name == "log-probabilities" else None)
-    rule = AcceptanceRule(name) if name in ("traversal", "typical") else AcceptanceRule.KEYED
-    speculation = Speculation(rule=rule, lossy=name == "typical")
+    schema = '{"enum": ["the mill and the river", "the bridge"]}' if name == "schema" else ""
+    logprobs = 2 if name == "log-probabilities" else None
+    params = replace(params, max_tokens=12, seed=3, logprobs=logprobs, json_schema=schema)
+    rule = AcceptanceRule(name) if name in RULES else AcceptanceRule.KEYED
+    speculation = Speculation(rule=rule, lossy=name in ("typical", "top_beta"))
     target = tiny("llama", "torch-float32")
-    sources = tuple(CopySource(SourceKind.PASSAGE, text, str(i)) for i, text in enumerate(SENTENCES))
+    sources = tuple(CopySource(SourceKind.PASSAGE, text, str(i)) for i, text in enumerate([*SENTENCES, schema]))
     prompts = [tuple(target.tokenizer(text).input_ids) for text in SENTENCES[:3]]
-    requests = [Request(f"r{i}", prompt, params, sources, speculation=speculation) for i, prompt in enumerate(prompts)]
-    if drafter == "copy":
-        drafters: list[Drafter] = [CopyDrafter(target.tokenizer, target.eos_ids)]
-    elif drafter in ("medusa", "hydra"):
-        drafters = [position_drafter(target, tmp_path, drafter)]
-    else:
-        drafters = [drafter_for(target, drafter)]
-    with tiny_engine(target, drafters, max_nodes=6) as engine:
+    mark = tuple(target.tokenizer('"', add_special_tokens=False).input_ids)
+    quotes = {"grammar": quote_grammar(SENTENCES), "segment": Segment(mark)} if name == "quotes" else {}
+    requests = [Request(f"r{i}", p, params, sources, speculation=speculation, **quotes) for i, p in enumerate(prompts)]
+    with tiny_engine(target, [some_drafter(drafter, target, tmp_path)], max_nodes=6) as engine:
         engine._admission._uncertainty = 0.05 if name == "near ties" else 0.0
         completions = engine.generate(requests)
         assert engine._planner.num_failures == 0
     num_rows = sum(len(c.token_ids) + c.stats.num_drafted + c.stats.num_prompt_tokens for c in completions)
     assert all(c.token_ids for c in completions) and sum(c.stats.num_drafted for c in completions)
-    has_head = drafter != "copy"
+    has_head = drafter not in ("copy", "recycling")
     children = 2 * (3 + 3 + 1) * 8 if has_head else 0  # of a head's node: ids, scores, whether these are numbers
     log_probs = 6 * 8 if params.logprobs else 0
     one_row_of_logits = 4 * target.vocab_size
     numbers = 0 if rule is AcceptanceRule.KEYED else one_row_of_logits // 4  # that the rule reads of its rows
-    assert 0 < crossings["to_host"] <= (8 + children + log_probs + numbers) * num_rows
+    candidates = 8 * NUM_TOP_TOKENS if drafter == "recycling" else 0
+    assert 0 < crossings["to_host"] <= (8 + children + log_probs + numbers + candidates) * num_rows
     assert (sum(c.stats.num_near_ties for c in completions) > 0) == (name == "near ties")
     assert crossings["to_device"] < num_rows * one_row_of_logits / (1 if has_head else 2)
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ragspec.core import TokenLogprob
 from ragspec.numerics.attention import Floats
-from ragspec.numerics.backend import BestTokens, KeyedDraw, SampledToken
+from ragspec.numerics.backend import BestTokens, KeyedDraw, PackedBits, SampledToken
 from ragspec.numerics.noise import MIX_1, MIX_2, STEP
 from ragspec.numerics.torch.attention import tree_sum
 from ragspec.numerics.torch.near_ties import near_ties
@@ -181,7 +181,7 @@ def _first_greatest(x: Tensor) -> Tensor:
 
 
 def _warped(logits: Tensor, draws: Sequence[KeyedDraw | None]) -> Tensor:
-    """Edits and temperatures. Shapes: float32 [W, V] twice."""
+    """Edits, masks and temperatures. Shapes: float32 [W, V] twice."""
     x = logits
     edits = [(row, draw.edits) for row, draw in enumerate(draws) if draw is not None and draw.edits is not None]
     if edits:
@@ -192,6 +192,9 @@ def _warped(logits: Tensor, draws: Sequence[KeyedDraw | None]) -> Tensor:
         _edit(x, [(row, *e.biases) for row, e in edits], torch.add)
         forbidden = [(row, e.forbidden, np.full(len(e.forbidden), -np.inf, np.float32)) for row, e in edits]
         _edit(x, forbidden, lambda old, amount: amount)
+    masked = [(row, draw.allowed) for row, draw in enumerate(draws) if draw is not None and draw.allowed is not None]
+    if masked:
+        x = _masked(x, *zip(*masked, strict=True))
     temperatures = [1.0 if draw is None or draw.params.greedy else draw.params.temperature for draw in draws]
     if any(temperature != 1.0 for temperature in temperatures):
         divisors = np.maximum(np.array(temperatures), _LEAST_TEMPERATURE).astype(np.float32)
@@ -207,6 +210,14 @@ def _edit(
     if chosen:
         rows, ids, amounts = (to_device(np.concatenate(each), x.device) for each in zip(*chosen, strict=True))
         x[rows, ids] = change(x[rows, ids], amounts)
+
+
+def _masked(x: Tensor, rows: Sequence[int], allowed: Sequence[PackedBits]) -> Tensor:
+    """Some rows with -inf where they have no bit; the bits are unpacked on the device. Shape: float32 [W, V] twice."""
+    packed = to_device(np.stack(allowed), x.device)[:, :, None]  # [R, bytes, 1]
+    bits = (packed >> torch.arange(8, dtype=torch.uint8, device=x.device)) & 1
+    at = to_device(np.array(rows, np.int64), x.device)
+    return x.index_copy(0, at, x[at].masked_fill(bits.flatten(1)[:, : x.shape[1]] == 0, -torch.inf))
 
 
 def _survivors(x: Tensor, draws: Sequence[KeyedDraw]) -> Tensor:
