@@ -227,13 +227,18 @@ class TreeHeadConfig(ConfigSection):
 
 
 class EagleConfig(TreeHeadConfig):
-    """An EAGLE head, with the keys of `drafting.medusa`. The head attends to the last `window` positions."""
+    """An EAGLE head, with the keys of `drafting.medusa`. The head attends to the last `window` positions.
+    `positions_per_layer`: of PosS, the positions that each specialist drafts; null: as `position_per_layer` of its
+    config.json says."""
 
     window: int = Field(256, ge=16)
+    positions_per_layer: int | None = Field(None, ge=1)
 
 
-class HydraConfig(EagleConfig):
+class HydraConfig(TreeHeadConfig):
     """Hydra heads, with the keys of `drafting.medusa`. Hydra++ attends to the last `window` positions."""
+
+    window: int = Field(256, ge=16)
 
 
 class DraftModelConfig(ConfigSection):

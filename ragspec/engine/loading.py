@@ -31,7 +31,7 @@ from ragspec.drafting.copy import CopyDrafter
 from ragspec.drafting.cost_model import CostTable
 from ragspec.drafting.draft_model.drafter import ModelDrafter, check_vocabulary
 from ragspec.drafting.drafter import Drafter
-from ragspec.drafting.eagle.checkpoint import read_head
+from ragspec.drafting.eagle.checkpoint import reachable, read_head
 from ragspec.drafting.eagle.drafter import EagleDrafter
 from ragspec.drafting.eagle.network import EagleNetwork, HeadTimer
 from ragspec.drafting.growing.shapes import MEDUSA_TREE, TreeShape, make_shape
@@ -167,16 +167,18 @@ def make_drafters(target: Target, drafting: DraftingConfig) -> list[Drafter]:
 
 def make_eagle(target: Target, config: EagleConfig) -> EagleDrafter:
     """Load a head from its directory in the faster dtype, and measure its costs. Raises: ConfigError, ModelError."""
-    checkpoint = read_head(_path_of(config, "eagle"))
+    checkpoint = read_head(_path_of(config, "eagle"), config.positions_per_layer)
     shape = make_shape(config.tree, config.num_children, config.width, config.max_depth)
+    checkpoint = checkpoint._replace(config=reachable(checkpoint.config, shape.max_depth))
     most = target.num_positions + shape.max_depth
-    context = min(target.max_context_tokens, config.window, target.pool.num_slots) // 2
+    window = min(config.window, checkpoint.config.window or config.window)
+    context = min(target.max_context_tokens, window, target.pool.num_slots) // 2
 
     def build(dtype: torch.dtype) -> HeadTimer:
         return HeadTimer(EagleNetwork(checkpoint, target, most, dtype), target.pool)
 
     timer, costs = _fastest_dtype(target, config, build, context, min(64, context))
-    return EagleDrafter(timer.network, shape, costs, window=config.window, coupled=config.coupled)
+    return EagleDrafter(timer.network, shape, costs, window=window, coupled=config.coupled)
 
 
 def make_medusa(target: Target, config: TreeHeadConfig) -> MedusaDrafter:

@@ -117,12 +117,18 @@ def _config_shape(config: HeadConfig) -> dict[str, Any]:
         "intermediate_size": config.intermediate_size,
         "num_attention_heads": config.num_heads,
         "num_key_value_heads": config.num_kv_heads,
-        "num_hidden_layers": 1,
+        "num_hidden_layers": 1 if config.positions_per_layer else config.num_layers,
         "head_dim": config.head_dim,
         "vocab_size": config.vocab_size,
         "rms_norm_eps": config.rms_norm_eps,
         "rope_theta": config.rope_theta,
         "max_position_embeddings": config.max_positions,
+        "attention_bias": config.output_bias,
+        "qkv_bias": config.qkv_bias,
+        "rope_scaling": config.rope or None,
+        "position_per_layer": config.positions_per_layer or None,
+        "layer_types": [("sliding" if config.window else "full") + "_attention"] * config.num_layers,
+        "sliding_window": config.window or None,
     }
 
 
@@ -158,6 +164,19 @@ def _shapes(
         layer + "mlp.down_proj.weight": (hidden, between),
         layer + "post_attention_layernorm.weight": (hidden,),
     }
+    heads = {"q": config.num_heads, "k": config.num_kv_heads, "v": config.num_kv_heads}
+    for part, count in heads.items():
+        if config.qkv_bias:
+            shapes[f"{layer}self_attn.{part}_proj.bias"] = (count * config.head_dim,)
+        if config.qk_norm and part != "v":
+            shapes[f"{layer}self_attn.{part}_norm.weight"] = (config.head_dim,)
+    if config.output_bias:
+        shapes[f"{layer}self_attn.o_proj.bias"] = (hidden,)
+    for index in range(1, config.num_layers):
+        for name, shape in [item for item in shapes.items() if item[0].startswith(layer)]:
+            shapes[name.replace(layer, f"layers.{index}.")] = (*shape[:-1], hidden) if shape[1:] == (wide,) else shape
+        if not config.positions_per_layer:
+            shapes[f"layers.{index}.input_layernorm.weight"] = (hidden,)
     if config.fc_bias:
         shapes["fc.bias"] = (hidden,)
     if own_embedding or config.target_hidden_size != hidden:

@@ -13,6 +13,7 @@ Source: EAGLE (arXiv 2401.15077), EAGLE-2 (2406.16858), EAGLE-3 (2503.01840).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -115,7 +116,7 @@ def _chain_output(
     for depth in range(len(path) + 1):
         shown = [*tokens, *path[:depth]]
         embeddings, _ = _pairs(checkpoint, embed, shown, features.new_zeros(len(shown), config.num_features))
-        output = _outputs(checkpoint, embeddings, states)[-1]
+        output = _outputs(checkpoint, embeddings, states, depth)[-1]
         normed = (
             _rms_norm(output, _wide(checkpoint)["norm.weight"], config.rms_norm_eps) if config.norm_output else output
         )
@@ -123,11 +124,12 @@ def _chain_output(
     return output
 
 
-def _outputs(checkpoint: HeadCheckpoint, embeddings: Tensor, states: Tensor) -> Tensor:
-    """The one decoder layer over P pairs. Shapes: [P, H], [P, H] -> [P, H]."""
+def _outputs(checkpoint: HeadCheckpoint, embeddings: Tensor, states: Tensor, depth: int = 0) -> Tensor:
+    """The decoder layers over P pairs; of PosS that of draft position `depth` + 1. Shapes: [P, H] twice -> [P, H]."""
     config, tensors, eps = checkpoint.config, _wide(checkpoint), checkpoint.config.rms_norm_eps
     if config.family is EagleFamily.EAGLE:
-        prefix = "layers.0."
+        first = min(depth // config.positions_per_layer, config.num_layers - 1) if config.positions_per_layer else 0
+        prefix = f"layers.{first}."
         inputs = torch.cat([embeddings, states], 1) @ tensors["fc.weight"].T + tensors.get("fc.bias", 0.0)
         residual = inputs
     else:
@@ -135,9 +137,20 @@ def _outputs(checkpoint: HeadCheckpoint, embeddings: Tensor, states: Tensor) -> 
         normed = _rms_norm(states, tensors["midlayer.hidden_norm.weight"], eps)
         inputs = torch.cat([_rms_norm(embeddings, tensors["midlayer.input_layernorm.weight"], eps), normed], 1)
         residual = normed if config.norm_before_residual else states
-    layer = {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+    hidden = _layer(config, _section(tensors, prefix), residual, inputs)
+    for later in range(1, 1 if config.positions_per_layer else config.num_layers):
+        layer = _section(tensors, f"layers.{later}.")
+        hidden = _layer(config, layer, hidden, _rms_norm(hidden, layer["input_layernorm.weight"], eps))
+    return hidden
+
+
+def _section(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+
+
+def _layer(config: HeadConfig, layer: dict[str, Tensor], residual: Tensor, inputs: Tensor) -> Tensor:
     attended = residual + _attention(config, layer, inputs)
-    inner = _rms_norm(attended, layer["post_attention_layernorm.weight"], eps)
+    inner = _rms_norm(attended, layer["post_attention_layernorm.weight"], config.rms_norm_eps)
     gate, up = inner @ layer["mlp.gate_proj.weight"].T, inner @ layer["mlp.up_proj.weight"].T
     return attended + (gate * torch.sigmoid(gate) * up) @ layer["mlp.down_proj.weight"].T
 
@@ -145,23 +158,56 @@ def _outputs(checkpoint: HeadCheckpoint, embeddings: Tensor, states: Tensor) -> 
 def _attention(config: HeadConfig, layer: dict[str, Tensor], inputs: Tensor) -> Tensor:
     """Causal over all pairs. Shapes: [P, H or 2H] -> [P, H]."""
     num_pairs, width = len(inputs), config.head_dim
-    query, key, value = (inputs @ layer[f"self_attn.{name}_proj.weight"].T for name in "qkv")
-    hidden_later = torch.ones(num_pairs, num_pairs, dtype=torch.bool).triu(1)
+    query, key, value = (
+        inputs @ layer[f"self_attn.{name}_proj.weight"].T + layer.get(f"self_attn.{name}_proj.bias", 0.0)
+        for name in "qkv"
+    )
+    hidden = torch.ones(num_pairs, num_pairs, dtype=torch.bool).triu(1)
+    if config.window:
+        hidden |= torch.ones(num_pairs, num_pairs, dtype=torch.bool).tril(-config.window)
+    rates, stretch = _rates(config)
     heads = []
     for head in range(config.num_heads):
         of_query = slice(head * width, (head + 1) * width)
         kv_head = head // (config.num_heads // config.num_kv_heads)
         of_key = slice(kv_head * width, (kv_head + 1) * width)
-        scores = _rotated(query[:, of_query], config.rope_theta) @ _rotated(key[:, of_key], config.rope_theta).T
-        scores = (scores / width**0.5).masked_fill(hidden_later, -torch.inf)
+        q, k = query[:, of_query], key[:, of_key]
+        if config.qk_norm:
+            q, k = (
+                _rms_norm(rows, layer[f"self_attn.{name}_norm.weight"], config.rms_norm_eps)
+                for name, rows in (("q", q), ("k", k))
+            )
+        scores = stretch**2 * _rotated(q, rates) @ _rotated(k, rates).T
+        scores = (scores / width**0.5).masked_fill(hidden, -torch.inf)
         heads.append(torch.softmax(scores, 1) @ value[:, of_key])
-    return torch.cat(heads, 1) @ layer["self_attn.o_proj.weight"].T
+    return torch.cat(heads, 1) @ layer["self_attn.o_proj.weight"].T + layer.get("self_attn.o_proj.bias", 0.0)
 
 
-def _rotated(rows: Tensor, theta: float) -> Tensor:
+def _rates(config: HeadConfig) -> tuple[Tensor, float]:
+    """Turns a position of every plane, float64 [head_dim / 2], and the factor of rotated rows, by the published formulas."""
+    half, rope = config.head_dim // 2, config.rope
+    plain = [config.rope_theta ** (-i / half) for i in range(half)]
+    kind, factor = rope.get("rope_type", "default"), rope.get("factor", 1.0)
+    length = rope.get("original_max_position_embeddings", config.max_positions)
+    if kind == "linear":
+        plain = [rate / factor for rate in plain]
+    if kind == "llama3":
+        low, high = rope["low_freq_factor"], rope["high_freq_factor"]
+        shares = [min(1.0, max(0.0, (length * rate / (2 * math.pi) - low) / (high - low))) for rate in plain]
+        plain = [rate * (share + (1 - share) / factor) for rate, share in zip(plain, shares, strict=True)]
+    if kind == "yarn":
+        first, last = (
+            half * math.log(length / (turns * 2 * math.pi)) / math.log(config.rope_theta) for turns in (32, 1)
+        )
+        first, last = max(math.floor(first), 0), min(math.ceil(last), config.head_dim - 1)
+        shares = [1.0 - min(1.0, max(0.0, (i - first) / (last - first or 0.001))) for i in range(half)]
+        plain = [rate * (share + (1 - share) / factor) for rate, share in zip(plain, shares, strict=True)]
+    return torch.tensor(plain, dtype=torch.float64), 0.1 * math.log(factor) + 1.0 if kind == "yarn" else 1.0
+
+
+def _rotated(rows: Tensor, rates: Tensor) -> Tensor:
     """Row p turned by its position p: components i and i + half form a plane, as Llama has them."""
     half = rows.shape[1] // 2
-    rates = torch.tensor([theta ** (-i / half) for i in range(half)], dtype=torch.float64)
     angles = torch.arange(len(rows), dtype=torch.float64)[:, None] * rates
     first, second = rows[:, :half], rows[:, half:]
     return torch.cat(

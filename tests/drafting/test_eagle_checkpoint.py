@@ -20,6 +20,13 @@ from ragspec.drafting.eagle.checkpoint import (
 )
 from ragspec.errors import ModelError, SaveError
 
+LLAMA3: dict[str, Any] = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
 HEADS: dict[str, dict[str, Any]] = {
     "eagle": {"family": "eagle", "fc_bias": True},
     "eagle-no-bias": {"family": "eagle", "own_embedding": True, "own_lm_head": True, "dtype": torch.bfloat16},
@@ -29,6 +36,17 @@ HEADS: dict[str, dict[str, Any]] = {
     "eagle3-all-tokens": {"family": "eagle3", "draft_vocab": 64},
     "eagle3-own-width": {"family": "eagle3", "target_hidden_size": 48, "own_embedding": True},
     "eagle3-flags": {"family": "eagle3", "norm_before_residual": True, "norm_before_fc": True, "norm_output": True},
+    "eagle-qwen2": {"family": "eagle", "fc_bias": True, "qkv_bias": True},
+    "eagle-two-layers": {"family": "eagle", "num_layers": 2, "qk_norm": True, "window": 512},
+    "poss": {"family": "eagle", "fc_bias": True, "num_layers": 3, "positions_per_layer": 2},
+    "eagle3-llama3": {"family": "eagle3", "rope": LLAMA3, "window": 2048},
+    "eagle3-qwen3": {
+        "family": "eagle3",
+        "rope": {"rope_type": "yarn", "factor": 4.0},
+        "qk_norm": True,
+        "num_layers": 2,
+    },
+    "eagle3-biases": {"family": "eagle3", "qkv_bias": True, "output_bias": True},
     "eagle3-taps": {"family": "eagle3", "norm_before_fc": "taps", "rms_norm_eps": 1e-6, "aux_layers": (0, 2, 3)},
 }
 

@@ -83,12 +83,31 @@ class Watched(EagleDrafter):
         return states
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
+DIALECTS: dict[str, dict[str, Any]] = {
+    "EAGLE-1": {"family": "eagle"},
+    "EAGLE-3": {"family": "eagle3"},
+    "sliding window": {"family": "eagle3", "window": 3},
+    "llama3": {"family": "eagle", "rope": {"rope_type": "llama3", **LLAMA3}},
+    "linear": {"family": "eagle3", "rope": {"rope_type": "linear", "factor": 4.0}},
+    "yarn": {"family": "eagle3", "rope": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}},
+    "EAGLE-Qwen2": {"family": "eagle", "fc_bias": True, "qkv_bias": True},
+    "Qwen3": {"family": "eagle3", "qk_norm": True, "output_bias": True, "qkv_bias": True},
+    "two layers of EAGLE-1": {"family": "eagle", "num_layers": 2, "window": 5},
+    "three layers of EAGLE-3": {"family": "eagle3", "num_layers": 3},
+    "PosS-1": {"family": "eagle", "num_layers": 3, "positions_per_layer": 1},
+    "PosS-2": {"family": "eagle", "num_layers": 2, "positions_per_layer": 2, "qkv_bias": True},
+    "one specialist": {"family": "eagle", "num_layers": 1, "positions_per_layer": 1},
+}
+
+
+@pytest.mark.parametrize("name", DIALECTS)
 @pytest.mark.parametrize("path_length", [0, 1, 3])
-def test_a_tree_of_nodes_is_what_each_path_alone_would_give(tiny: Tiny, family: str, path_length: int) -> None:
-    """A node saw its sibling, not its parent, or stood at another rotary position."""
+def test_a_tree_of_nodes_is_what_each_path_alone_would_give(tiny: Tiny, name: str, path_length: int) -> None:
+    """A node saw its sibling, not its parent, or stood at another rotary position; a specialist attended to keys that another
+    specialist computed."""
     target = tiny()
-    head = head_for(target, family)
+    head = head_for(target, **DIALECTS[name])
     network = EagleNetwork(head, target, 300)
     tokens = [9, 30, 31, 32, 200, 7, 8, 120]
     features = features_of(target, tokens, network.taps)
@@ -107,12 +126,12 @@ def test_a_tree_of_nodes_is_what_each_path_alone_would_give(tiny: Tiny, family: 
     for level in levels[:path_length]:
         above = torch.stack([below[parents[node]] for node in level])
         ids = np.array([drafted[node] for node in level], np.int32)
-        out = network.further(ids, above, cache, rows.level([[paths[node] for node in level]]))
+        depth = len(paths[level[0]])
+        out = network.further(ids, above, cache, rows.level([[paths[node] for node in level]]), depth)
         below |= {node: out[i] for i, node in enumerate(level)}
         for node in level:
             assert torch.allclose(below[node].double(), wanted[node], atol=4e-4)
-    lm_head = None if family == "eagle3" else target._model.lm_head
-    if lm_head is None:
+    if head.config.family is EagleFamily.EAGLE3:
         assert np.allclose(network.logits(states), head_logits(head, states.double()).numpy(), atol=1e-3)
 
 

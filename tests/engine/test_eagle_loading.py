@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from drafting.eagle_heads import random_head, save_head
+from drafting.eagle_heads import change_config, random_head, save_head
 from oracle import decode
 from tiny_target import save_model
 
@@ -22,6 +22,13 @@ from ragspec.evaluation.overrides import FixedTreePlanner
 from ragspec.numerics.self_test import Failure, self_test
 
 HIDDEN, VOCAB, TAPS = 64, 320, (0, 1, 2)
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
 
 
 @pytest.fixture(scope="module")
@@ -48,6 +55,35 @@ def test_a_published_head_drafts_and_changes_nothing(model: Path, tmp_path: Path
     params = SamplingParams(temperature=1.0, seed=4, max_tokens=16, ignore_eos=True)
     requests = [Request(f"{i}", tuple(range(20 + i, 40 + 2 * i)), params) for i in range(3)]
     with open_engine(model, tmp_path, ("eagle",), tree=tree) as engine:
+        completions = engine.generate(requests)
+        assert engine._planner.num_failures == 0
+        for request, done in zip(requests, completions, strict=True):
+            assert done.stats.num_drafted > 0
+            assert done.token_ids == decode(engine.target, request.prompt_ids, params, 0).token_ids
+
+
+LATER: dict[str, dict[str, Any]] = {
+    "a window, Llama-3's rotary positions": {"family": "eagle3", "aux_layers": TAPS, "window": 16, "rope": LLAMA3},
+    "two layers with norms and biases": {"family": "eagle", "num_layers": 2, "qk_norm": True, "qkv_bias": True},
+    "PosS-2": {"family": "eagle", "num_layers": 2, "positions_per_layer": 2, "fc_bias": True},
+}
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("name", LATER)
+def test_later_dialects_draft_and_change_nothing(model: Path, tmp_path: Path, name: str, temperature: float) -> None:
+    """A layer's keys lay under another layer's slots, or a specialist changed a token."""
+    head = random_head(hidden=HIDDEN, vocab=VOCAB, **LATER[name])
+    save_head(tmp_path, head)
+    options = {}
+    if name == "PosS-2":  # published heads do not say how many positions a specialist drafts
+        change_config(tmp_path, position_per_layer=...)
+        with pytest.raises(ModelError, match=r"layers\.1.*drafting\.eagle\.positions_per_layer"):
+            open_engine(model, tmp_path)
+        options = {"positions_per_layer": 2}
+    params = SamplingParams(temperature=temperature, seed=4, max_tokens=16, ignore_eos=True)
+    requests = [Request(f"{i}", tuple(range(20 + i, 50 + 2 * i)), params) for i in range(3)]
+    with open_engine(model, tmp_path, ("eagle",), **options) as engine:
         completions = engine.generate(requests)
         assert engine._planner.num_failures == 0
         for request, done in zip(requests, completions, strict=True):

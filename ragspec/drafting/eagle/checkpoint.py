@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ragspec.drafting.eagle.dialects import AUX_KEY, DEFAULT_ROPE_THETA, official_form
+from ragspec.drafting.eagle.dialects import AUX_KEY, DEFAULT_ROPE_THETA, POSITIONS_KEY, official_form
 from ragspec.drafting.eagle.layout import (
     EagleFamily,
     HeadCheckpoint,
@@ -19,23 +19,34 @@ from ragspec.drafting.eagle.layout import (
     check_fits,
     check_tensors,
     default_aux_layers,
+    reachable,
 )
 from ragspec.drafting.heads.files import CONFIG, WEIGHTS, read_json, read_tensors, write_files
 from ragspec.errors import ModelError
 
-__all__ = ["EagleFamily", "HeadCheckpoint", "HeadConfig", "check_fits", "default_aux_layers", "read_head", "write_head"]
+__all__ = [
+    "EagleFamily",
+    "HeadCheckpoint",
+    "HeadConfig",
+    "check_fits",
+    "default_aux_layers",
+    "reachable",
+    "read_head",
+    "write_head",
+]
 
 
-def read_head(directory: str | Path) -> HeadCheckpoint:
+def read_head(directory: str | Path, positions_per_layer: int | None = None) -> HeadCheckpoint:
     """Read and check the head in a directory: every tensor is there, has the configured size and is finite.
 
     A head without `embed_tokens.weight` uses the target's embedding. A head without a rope base has 10000, never the
-    target's. Raises: ModelError with the reason, naming the tensor or the key.
+    target's. `positions_per_layer`: of a PosS head, whose files do not say it. Raises: ModelError with the reason, naming
+    the tensor or the key.
     """
     directory = Path(directory)
     try:
         raw = read_json(directory / CONFIG)
-        checkpoint = official_form(raw, read_tensors(directory))
+        checkpoint = official_form(raw, read_tensors(directory), positions_per_layer)
         check_tensors(checkpoint.config, checkpoint.tensors)
     except ModelError as cause:
         raise ModelError(f"{directory}: {cause}") from cause
@@ -74,7 +85,7 @@ def _published_shape(config: HeadConfig) -> dict[str, Any]:
         "model_type": "llama",
         "num_attention_heads": config.num_heads,
         "num_key_value_heads": config.num_kv_heads,
-        "num_hidden_layers": 1,
+        "num_hidden_layers": 1 if config.positions_per_layer else config.num_layers,
         "pad_token_id": 0,
         "rms_norm_eps": config.rms_norm_eps,
         "tie_word_embeddings": False,
@@ -84,6 +95,12 @@ def _published_shape(config: HeadConfig) -> dict[str, Any]:
         raw["head_dim"] = config.head_dim
     if config.rope_theta != DEFAULT_ROPE_THETA:
         raw["rope_theta"] = config.rope_theta
+    if config.rope:
+        raw["rope_scaling"] = dict(config.rope)
+    if config.window:
+        raw |= {"layer_types": ["sliding_attention"] * config.num_layers, "sliding_window": config.window}
+    if config.positions_per_layer:
+        raw[POSITIONS_KEY] = config.positions_per_layer
     return raw
 
 

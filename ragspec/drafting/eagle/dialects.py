@@ -25,21 +25,46 @@ AUX_KEY = "eagle_aux_hidden_state_layer_ids"
 _IGNORED = ("rotary_emb.inv_freq", "verifier_lm_head.weight", "verifier_norm.weight")
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 _NOT_EAGLE = {
-    "Hydra": re.compile(r"(hydra_mlp|hydra_lm_head|prefix_embeding_layer)\."),
+    "Hydra": re.compile(r"(hydra_mlp|hydra_lm_head|prefix_embeding_layer|input_embed_fn|cross_attn)\."),
     "Medusa": re.compile(r"(medusa_head\.|\d+\.\d+\.(linear\.)?(weight|bias)$)"),
-    "GliDe": re.compile(r".*\bcross_attn\b"),
+    "GliDe": re.compile(r".+\.cross_attn\."),
 }
+_EAGLE_FLAGS: dict[str, tuple[Any, ...]] = {
+    AUX_KEY: (),
+    "use_aux_hidden_state": (True,),
+    "use_input_layernorm_in_first_layer": (True,),
+    "use_last_layernorm": (True,),
+    "use_mtp_layernorm": (False,),
+    "next_layer_regular": (True,),
+    "parallel_draft_step": (1,),
+    "parallel_draft_heads_num_layers": (1,),
+}
+"""Keys of `eagle_config` (ModelOpt, SpecForge) and the values that mean the published EAGLE-3; none: any."""
+_PLAIN_ROPE = ("default", "mrope")  # Why mrope: the three positions of a token of text are the same.
+_ROPE_NUMBERS = {
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "yarn": ("factor",),
+}
+ROPE_KEYS = ("rope_scaling", "rope_parameters")
+POSITIONS_KEY = "position_per_layer"
+_SPECFORGE = re.compile(r"\w+ForCausalLMEagle3")
 _PLACES = {"Medusa": "; drafting.medusa.path names Medusa heads", "Hydra": "; drafting.hydra.path names Hydra heads"}
 
 
-def official_form(raw: Raw, stored: Mapping[str, Tensor]) -> HeadCheckpoint:
+def official_form(raw: Raw, stored: Mapping[str, Tensor], positions_per_layer: int | None = None) -> HeadCheckpoint:
     """Configuration and tensors of a head under the official names; the tensors are not checked.
 
-    Raises: ModelError for another family, or a config that is incomplete or not supported.
+    `positions_per_layer`: of PosS, whose files do not say it. Raises: ModelError for another family, or a config that is
+    incomplete or not supported.
     """
+    if "model.fc.weight" in stored or ("fc.weight" in stored and "model.layers.0.mlp.up_proj.weight" in stored):
+        stored = _renamed(stored, "model.", "")
     family = _family_of(raw, stored)
     merged = _merged(raw)
-    config = _config_of(family, merged)
+    if positions_per_layer is not None:
+        merged[POSITIONS_KEY] = positions_per_layer
+    config = _config_of(family, merged, stored)
     kept = {name: tensor.detach() for name, tensor in stored.items() if not name.endswith(_IGNORED)}
     if config.norm_before_fc:
         kept["fc_norm.weight"] = _taken_norm(kept, _norm_names(merged, config))
@@ -56,21 +81,17 @@ def _family_of(raw: Raw, stored: Iterable[str]) -> EagleFamily:
             raise ModelError(
                 f"this is a {family} head ({foreign[0]}), which is not served as EAGLE{_PLACES.get(family, '')}"
             )
-    layers = sorted({int(found[1]) for name in names if (found := re.match(r"layers\.(\d{1,9})\.", name))})
+    has_layers = any(name.startswith("layers.0.") for name in names)
     is_speculators = "speculators_config" in raw or "layers.0.hidden_norm.weight" in names
-    if "d2t" in names or any(name.startswith("midlayer.") for name in names) or (layers and is_speculators):
-        if layers[1:]:
-            raise ModelError(f"the head has {len(layers)} layers (layers.{layers[1]}); EAGLE-3 heads of one are served")
+    if "d2t" in names or any(name.startswith("midlayer.") for name in names) or (has_layers and is_speculators):
         return EagleFamily.EAGLE3
-    if "fc.weight" in names and layers[1:]:
-        raise ModelError(f"this is a PosS head (layers.{layers[1]}), which is not served as EAGLE")
-    if layers:
+    if has_layers:
         return EagleFamily.EAGLE
     raise ModelError("no EAGLE head: none of its tensors is named midlayer. or layers.0.")
 
 
 def _merged(raw: Raw) -> dict[str, Any]:
-    """The config as one flat mapping; speculators and ModelOpt configs have sections.
+    """The config as one flat mapping; speculators, ModelOpt and vLLM's configs have sections.
 
     Layer ids in `eagle_config` count outputs of layers (SpecForge, ModelOpt), elsewhere inputs, as taps do.
     """
@@ -78,14 +99,22 @@ def _merged(raw: Raw) -> dict[str, Any]:
     if kind != "eagle3":
         raise ModelError(f"speculators_model_type {kind!r} is not served; eagle3 is")
     eagle = dict(section_of(raw, "eagle_config"))
+    for key, value in eagle.items():
+        if key not in _EAGLE_FLAGS or (value is not None and _EAGLE_FLAGS[key] and value not in _EAGLE_FLAGS[key]):
+            raise ModelError(f"config.json has {key} {value!r} in eagle_config, which is not served")
     if eagle.get(AUX_KEY) is not None:
         eagle[AUX_KEY] = [tap + 1 for tap in _taps(eagle)]
     given = {key: value for key, value in raw.items() if value is not None}
-    return {**section_of(raw, "transformer_layer_config"), **eagle, **given}
+    nested = section_of(raw, "model") if raw.get("model_type") == "eagle" else {}
+    return {**section_of(raw, "transformer_layer_config"), **nested, **eagle, **given}
 
 
-def _config_of(family: EagleFamily, merged: Raw) -> HeadConfig:
+def _config_of(family: EagleFamily, merged: Raw, stored: Mapping[str, Tensor]) -> HeadConfig:
     _refuse_unserved(merged)
+    layer = "layers.0." if "layers.0.mlp.up_proj.weight" in stored else layer_prefix(family)
+    num_layers, positions_per_layer = _layers(merged, stored)
+    attention_bias = truth(merged, "attention_bias", f"{layer}self_attn.o_proj.bias" in stored)
+    has_bias = family is EagleFamily.EAGLE and "fc.bias" in stored  # the published code reads an absent key as true
     hidden_size, num_heads = integer(merged, "hidden_size"), integer(merged, "num_attention_heads")
     if merged.get("head_dim") is None and (num_heads < 1 or hidden_size % num_heads):
         raise ModelError(f"config.json has no head_dim, and {num_heads} heads do not divide hidden_size {hidden_size}")
@@ -98,33 +127,94 @@ def _config_of(family: EagleFamily, merged: Raw) -> HeadConfig:
         num_kv_heads=integer(merged, "num_key_value_heads", num_heads),
         head_dim=integer(merged, "head_dim", hidden_size // max(num_heads, 1)),
         vocab_size=vocab_size,
-        draft_vocab_size=integer(merged, "draft_vocab_size", vocab_size),
+        draft_vocab_size=integer(merged, "draft_vocab_size", integer(merged, "truncated_vocab_size", vocab_size)),
         rms_norm_eps=number(merged, "rms_norm_eps", _DEFAULT_EPS),
         rope_theta=_rope_theta(merged),
         max_positions=integer(merged, "max_position_embeddings", _DEFAULT_POSITIONS),
         target_hidden_size=integer(merged, "target_hidden_size", hidden_size),
         aux_layers=tuple(sorted(_taps(merged))),
-        fc_bias=truth(merged, "bias", family is EagleFamily.EAGLE),
+        fc_bias=truth(merged, "eagle_fc_bias", truth(merged, "bias", has_bias)),
         norm_before_residual=truth(merged, "norm_before_residual"),
         norm_before_fc=truth(merged, "norm_before_fc") or truth(merged, "fc_norm"),
-        norm_output=truth(merged, "norm_output"),
+        norm_output=_feeds_normed(merged),
+        num_layers=num_layers,
+        positions_per_layer=positions_per_layer,
+        qkv_bias=truth(merged, "qkv_bias", attention_bias or f"{layer}self_attn.q_proj.bias" in stored),
+        output_bias=f"{layer}self_attn.o_proj.bias" in stored,
+        qk_norm=f"{layer}self_attn.q_norm.weight" in stored,
+        window=_window(merged, num_layers),
+        rope=_rope(merged),
     )
+
+
+def _layers(merged: Raw, stored: Mapping[str, Tensor]) -> tuple[int, int]:
+    """How many layers the head has, and how many positions each drafts: 0 where they are one stack. Raises: ModelError."""
+    count = integer(merged, "num_hidden_layers", 1)
+    found = {int(match[1]) for name in stored if (match := re.match(r"layers\.(\d{1,9})\.", name))} | {0}
+    if len(found) == 1 or any(re.match(r"layers\.[1-9]\d*\.input_layernorm\.weight", name) for name in stored):
+        return count, 0
+    positions = integer(merged, POSITIONS_KEY, 0)
+    if positions < 1:
+        raise ModelError(
+            f"this is a PosS head of {len(found)} layers (layers.{max(found)}); its files do not say how many positions each "
+            f"drafts: set drafting.eagle.positions_per_layer, or {POSITIONS_KEY} in its config.json"
+        )
+    return len(found), positions
+
+
+def _feeds_normed(merged: Raw) -> bool:
+    """SpecForge's `norm_output` (true by default) is the norm in front of the output layer. For all others the normed state is
+    fed back."""
+    names = merged.get("architectures") or []
+    is_specforge = isinstance(names, list) and any(_SPECFORGE.fullmatch(str(name)) for name in names)
+    if not is_specforge or "speculators_config" in merged:
+        return truth(merged, "norm_output")
+    if not truth(merged, "norm_output", True):
+        raise ModelError(f"config.json has norm_output false, which {names} reads as no norm before the output layer")
+    if truth(merged, "norm_output") and truth(merged, "fc_norm"):
+        raise ModelError(f"config.json has norm_output and fc_norm: for {names} norm_output has two meanings")
+    return False
+
+
+def _window(merged: Raw, num_layers: int) -> int:
+    """Positions that each row attends to; 0: all. Raises: ModelError for layers that differ."""
+    kinds = merged.get("layer_types") or []
+    if not isinstance(kinds, list) or len(set(map(str, kinds))) > 1 or len(kinds) not in (0, num_layers):
+        raise ModelError(
+            f"config.json has layer_types {kinds} and num_hidden_layers {num_layers}: not one kind for each"
+        )
+    if kinds and kinds[0] not in ("full_attention", "sliding_attention"):
+        raise ModelError(f"config.json has layer_types {kinds}; full_attention and sliding_attention are served")
+    slides = kinds[0] == "sliding_attention" if kinds else truth(merged, "use_sliding_window", True)
+    window = integer(merged, "sliding_window", 0) if slides else 0
+    if window < 1 and slides and (kinds or merged.get("use_sliding_window") or "sliding_window" in merged):
+        raise ModelError(f"config.json has sliding_window {merged.get('sliding_window')!r}, not the width of a window")
+    return window
+
+
+def _rope(merged: Raw) -> dict[str, Any]:
+    """transformers' `rope_parameters` of rotary positions that are not plain. Raises: ModelError."""
+    rope: dict[str, Any] = {}
+    for key in ROPE_KEYS:
+        section = dict(section_of(merged, key))
+        kind = section.get("rope_type") or section.get("type") or "default"
+        served = isinstance(kind, str) and (kind in _PLAIN_ROPE or kind in _ROPE_NUMBERS)
+        if not served or (section.get("partial_rotary_factor") or 1.0) != 1.0:
+            raise ModelError(
+                f"config.json has {key} of type {kind!r}; default, {', '.join((*_ROPE_NUMBERS, 'mrope'))} are served"
+            )
+        for name in _ROPE_NUMBERS.get(kind, ()):
+            if not number(section, name, 0.0) > 0.0:
+                raise ModelError(f"config.json has {key} of type {kind!r} without a {name} above 0")
+        if kind in _ROPE_NUMBERS:
+            rope = {name: value for name, value in section.items() if name != "type"} | {"rope_type": kind}
+    return rope
 
 
 def _refuse_unserved(merged: Raw) -> None:
     """Raises: ModelError for keys that would change the result and are not supported."""
-    if (layers := integer(merged, "num_hidden_layers", 1)) != 1:
-        raise ModelError(f"config.json has num_hidden_layers {layers}; heads of one layer are served")
     if (activation := merged.get("hidden_act") or "silu") != "silu":
         raise ModelError(f"config.json has hidden_act {activation!r}; silu is served")
-    layer_types = merged.get("layer_types") or ["full_attention"]
-    if layer_types != ["full_attention"] or merged.get("use_sliding_window"):
-        raise ModelError(f"config.json has layer_types {layer_types}; full_attention is served")
-    for key in ("rope_scaling", "rope_parameters"):
-        section = section_of(merged, key)
-        kind = section.get("rope_type") or section.get("type") or "default"
-        if kind != "default" or (section.get("partial_rotary_factor") or 1.0) != 1.0:
-            raise ModelError(f"config.json has {key} of type {kind!r}; plain rotary positions are served")
     if truth(merged, "norm_before_fc") and truth(merged, "fc_norm"):
         raise ModelError("config.json has both norm_before_fc and fc_norm")
 

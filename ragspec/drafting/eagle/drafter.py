@@ -149,4 +149,4 @@ class EagleDrafter(PairDrafter[EagleNetwork]):
         token_ids = np.array([node.token_id for node in level], np.int32)
         above = states[self.network.backend.tokens(np.array([node.row for node in level]))]
         paths = [[node.path for node in draft.open] for draft in drafts]
-        return self.network.further(token_ids, above, cache, rows.level(paths))
+        return self.network.further(token_ids, above, cache, rows.level(paths), len(level[0].path))

@@ -11,8 +11,8 @@ from __future__ import annotations
 import enum
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,10 +23,11 @@ from ragspec.errors import ModelError
 Shape = tuple[int, ...]
 
 NUM_AUX_LAYERS = 3
+MOST_LAYERS = 64
 _MAP_DTYPES: dict[str, tuple[torch.dtype, ...]] = {"d2t": (torch.int64,), "t2d": (torch.bool,)}
 _SIZES = (
     "hidden_size intermediate_size num_heads num_kv_heads head_dim vocab_size draft_vocab_size max_positions"
-    " target_hidden_size"
+    " target_hidden_size num_layers"
 ).split()
 
 
@@ -43,7 +44,9 @@ class HeadConfig:
 
     `aux_layers` are taps, low to high: tap i is the residual stream entering layer i of the target. `()` is EAGLE-1/2,
     or for EAGLE-3 the default of the target's depth. `norm_before_residual` adds the attention to the normed hidden
-    state, `norm_before_fc` norms the features, `norm_output` feeds the normed output back.
+    state, `norm_before_fc` norms the features, `norm_output` feeds the normed output back. Layers behind the first are a
+    Llama's, or with `positions_per_layer` (PosS) specialists: each drafts so many positions. `window`: positions that a
+    row attends to, 0: all. `rope`: of rotary positions that are not plain, transformers' `rope_parameters`.
     Raises: ModelError for a shape that no head can have.
     """
 
@@ -64,6 +67,13 @@ class HeadConfig:
     norm_before_residual: bool = False
     norm_before_fc: bool = False
     norm_output: bool = False
+    num_layers: int = 1
+    positions_per_layer: int = 0
+    qkv_bias: bool = False
+    output_bias: bool = False
+    qk_norm: bool = False
+    window: int = 0
+    rope: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if bad := _first_fault(self) or (_eagle_fault(self) if self.family is EagleFamily.EAGLE else ""):
@@ -109,9 +119,16 @@ def check_fits(config: HeadConfig, vocab_size: int, hidden_size: int, num_layers
         raise ModelError(f"the head's {origin} {taps} are no layers of a target that has {num_layers}")
 
 
+def reachable(config: HeadConfig, max_depth: int) -> HeadConfig:
+    """The head without the specialists that draft beyond `max_depth` positions: keys for them would be computed for nothing."""
+    if not config.positions_per_layer:
+        return config
+    return replace(config, num_layers=min(config.num_layers, -(-max_depth // config.positions_per_layer)))
+
+
 def expected_shapes(config: HeadConfig) -> tuple[dict[str, Shape], dict[str, Shape]]:
     """Shapes of the required tensors and of the optional ones. `fc_norm.weight` has two forms: `check_tensors`."""
-    layer = _layer_shapes(config)
+    layers = {name: shape for i in range(config.num_layers) for name, shape in _layer_shapes(config, i).items()}
     embedding: dict[str, Shape] = {"embed_tokens.weight": (config.vocab_size, config.hidden_size)}
     is_eagle = config.family is EagleFamily.EAGLE
     fc: dict[str, Shape] = {
@@ -119,7 +136,7 @@ def expected_shapes(config: HeadConfig) -> tuple[dict[str, Shape], dict[str, Sha
     }
     if config.fc_bias:
         fc["fc.bias"] = (config.hidden_size,)
-    needed = fc | layer
+    needed = fc | layers
     if is_eagle:
         return needed, embedding | {"lm_head.weight": (config.vocab_size, config.hidden_size)}
     needed["norm.weight"] = (config.hidden_size,)
@@ -131,9 +148,9 @@ def expected_shapes(config: HeadConfig) -> tuple[dict[str, Shape], dict[str, Sha
     return needed, embedding | maps
 
 
-def layer_prefix(family: EagleFamily) -> str:
-    """The name prefix of the decoder layer's tensors."""
-    return "layers.0." if family is EagleFamily.EAGLE else "midlayer."
+def layer_prefix(family: EagleFamily, index: int = 0) -> str:
+    """The name prefix of a decoder layer's tensors."""
+    return f"layers.{index}." if index or family is EagleFamily.EAGLE else "midlayer."
 
 
 def check_tensors(config: HeadConfig, tensors: Mapping[str, Tensor]) -> None:
@@ -155,9 +172,9 @@ def check_tensors(config: HeadConfig, tensors: Mapping[str, Tensor]) -> None:
         _check_vocabulary(tensors["d2t"], tensors["t2d"])
 
 
-def _layer_shapes(config: HeadConfig) -> dict[str, Shape]:
+def _layer_shapes(config: HeadConfig, index: int) -> dict[str, Shape]:
     hidden, between = config.hidden_size, config.intermediate_size
-    wide = hidden if config.family is EagleFamily.EAGLE else 2 * hidden
+    wide = hidden if index or config.family is EagleFamily.EAGLE else 2 * hidden
     heads, kv_heads = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     shapes: dict[str, Shape] = {
         "self_attn.q_proj.weight": (heads, wide),
@@ -169,9 +186,17 @@ def _layer_shapes(config: HeadConfig) -> dict[str, Shape]:
         "mlp.down_proj.weight": (hidden, between),
         "post_attention_layernorm.weight": (hidden,),
     }
-    if config.family is EagleFamily.EAGLE3:
+    if config.qkv_bias:
+        shapes |= {f"self_attn.{part}_proj.bias": shapes[f"self_attn.{part}_proj.weight"][:1] for part in "qkv"}
+    if config.output_bias:
+        shapes["self_attn.o_proj.bias"] = (hidden,)
+    if config.qk_norm:
+        shapes |= {f"self_attn.{part}_norm.weight": (config.head_dim,) for part in "qk"}
+    if index == 0 and config.family is EagleFamily.EAGLE3:
         shapes |= {"hidden_norm.weight": (hidden,), "input_layernorm.weight": (hidden,)}
-    prefix = layer_prefix(config.family)
+    if index and not config.positions_per_layer:
+        shapes["input_layernorm.weight"] = (hidden,)
+    prefix = layer_prefix(config.family, index)
     return {prefix + name: shape for name, shape in shapes.items()}
 
 
@@ -209,6 +234,8 @@ def _first_fault(config: HeadConfig) -> str:
         return f"{config.num_heads} heads over {config.num_kv_heads} KV heads"
     if config.head_dim % 2:
         return f"an odd head_dim, {config.head_dim}"
+    if min(config.window, config.positions_per_layer) < 0 or config.num_layers > MOST_LAYERS:
+        return f"{config.num_layers} layers, window {config.window}, positions_per_layer {config.positions_per_layer}"
     if config.draft_vocab_size > config.vocab_size:
         return f"a draft vocabulary of {config.draft_vocab_size} out of {config.vocab_size} tokens"
     return "" if _is_increasing(config.aux_layers) else f"aux_layers {config.aux_layers}"
@@ -216,7 +243,7 @@ def _first_fault(config: HeadConfig) -> str:
 
 def _eagle_fault(config: HeadConfig) -> str:
     if config.draft_vocab_size != config.vocab_size:
-        return f"a draft vocabulary of its own, {config.draft_vocab_size} of {config.vocab_size} tokens"
+        return f"draft_vocab_size {config.draft_vocab_size} (or truncated_vocab_size) beside vocab_size {config.vocab_size}"
     if config.target_hidden_size != config.hidden_size:
         return f"hidden_size {config.hidden_size} and target_hidden_size {config.target_hidden_size}"
     foreign = ("aux_layers", "norm_before_residual", "norm_before_fc", "norm_output")

@@ -1,7 +1,7 @@
 """An EAGLE head's network as the engine runs it: products and attention of the target's backend, ragged batches.
 
-One decoder layer over pairs (state, next token). The state of a draft's first row is the target's, the states of later rows are
-the head's own outputs. Owns no sequence and no tree: `ragspec.drafting.eagle.drafter` does.
+One decoder layer, or a few, over pairs (state, next token). The state of a draft's first row is the target's, the states of
+later rows are the head's own outputs. Owns no sequence and no tree: `ragspec.drafting.eagle.drafter` does.
 
     >>> network = EagleNetwork(read_head(path), target)
     >>> hidden = network.first(token_ids, features, cache, metadata)         # [N, H]
@@ -20,11 +20,13 @@ import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor, nn
+from transformers import LlamaConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from ragspec.drafting.eagle.checkpoint import EagleFamily, HeadCheckpoint, HeadConfig, check_fits, default_aux_layers
 from ragspec.drafting.eagle.layout import layer_prefix
 from ragspec.drafting.growing.batch import DraftBatch, ScheduledDraft
-from ragspec.drafting.heads.layer import HeadLayer, make_norm, normed
+from ragspec.drafting.heads.layer import HeadLayer, make_cache, make_norm, normed
 from ragspec.drafting.heads.target import FINAL, HeadTarget
 from ragspec.numerics.attention import AttentionMetadata, AttentionShape, Ints
 from ragspec.numerics.backend import LogitRows
@@ -53,19 +55,14 @@ class EagleNetwork:
         self._dtype = dtype
         self._embedding = weights.get("embed_tokens.weight", target.embedding)
         self._fc = self.backend.make_linear(weights["fc.weight"], weights.get("fc.bias"))
-        prefix = layer_prefix(config.family)
-        shape = AttentionShape(config.num_heads, config.num_kv_heads, config.head_dim, config.head_dim**-0.5)
-        layer = {name.removeprefix(prefix): tensor for name, tensor in weights.items() if name.startswith(prefix)}
-        rotations = _rotations(config, max_positions)
-        self._layer = HeadLayer(layer, shape, config.rms_norm_eps, rotations, self.backend)
+        self._build_layers(weights, max_positions)
         if config.family is EagleFamily.EAGLE3:
             self._build_norms(weights)
         is_eagle3 = config.family is EagleFamily.EAGLE3
         self._lm_head = self.backend.make_linear(weights["lm_head.weight"]) if is_eagle3 else None
 
     def make_cache(self, pool: KvPool, num_own_slots: int = 0) -> KvPool:
-        """See `HeadLayer`."""
-        return self._layer.make_cache(pool, num_own_slots)
+        return make_cache(self._layers, self.backend, pool, num_own_slots)
 
     def first(self, token_ids: Ints, features: Tensor, cache: KvPool, metadata: AttentionMetadata) -> Tensor:
         """Pairs with states of the target. Shapes: int32 [N], float32 [N, F] -> [N, H].
@@ -73,12 +70,14 @@ class EagleNetwork:
         A single row is computed twice where a backend's product takes another path for it.
         """
         with torch.inference_mode():
-            return self._outputs(token_ids, features, cache, metadata, is_first=True)
+            return self._outputs(token_ids, features, cache, metadata, depth=0)
 
-    def further(self, token_ids: Ints, states: Tensor, cache: KvPool, metadata: AttentionMetadata) -> Tensor:
-        """Pairs with states that the head itself computed. Shapes: int32 [N], [N, H] -> [N, H]."""
+    def further(
+        self, token_ids: Ints, states: Tensor, cache: KvPool, metadata: AttentionMetadata, depth: int = 1
+    ) -> Tensor:
+        """Pairs with states that the head itself computed, `depth` levels below the root. Shapes: int32 [N], [N, H] -> [N, H]."""
         with torch.inference_mode():
-            return self._outputs(token_ids, states, cache, metadata, is_first=False)
+            return self._outputs(token_ids, states, cache, metadata, depth)
 
     def logits(self, hidden: Tensor) -> LogitRows:
         """Logits of the token after each pair, over the draft vocabulary. Shapes: [N, H] -> float32 [N, Vd]."""
@@ -88,6 +87,34 @@ class EagleNetwork:
             else:
                 values = self._product(self._lm_head, hidden if self.config.norm_output else normed(self._norm, hidden))
             return self.backend.logits(values, self._ids_on_device, self.config.vocab_size)
+
+    def _build_layers(self, weights: dict[str, Tensor], max_positions: int) -> None:
+        config, rotations = self.config, _rotations(self.config, max_positions)
+        shape = AttentionShape(
+            config.num_heads, config.num_kv_heads, config.head_dim, config.head_dim**-0.5, config.window
+        )
+        self._layers, self._input_norms = [], {}
+        for i in range(config.num_layers):
+            prefix = layer_prefix(config.family, i)
+            layer = {name.removeprefix(prefix): tensor for name, tensor in weights.items() if name.startswith(prefix)}
+            self._layers.append(HeadLayer(layer, shape, config.rms_norm_eps, rotations, self.backend, i))
+            if i and not config.positions_per_layer:
+                self._input_norms[i] = make_norm(self.backend, layer["input_layernorm.weight"], config.rms_norm_eps)
+
+    def _through_layers(
+        self, residual: Tensor, x: Tensor, cache: KvPool, metadata: AttentionMetadata, depth: int
+    ) -> Tensor:
+        """A stack's layers all run. Of specialists that of the position runs; later specialists only keep the rows' keys."""
+        positions = self.config.positions_per_layer
+        if not positions:
+            hidden = self._layers[0].forward(residual, x, cache, metadata)
+            for i, norm in self._input_norms.items():
+                hidden = self._layers[i].forward(hidden, normed(norm, hidden), cache, metadata)
+            return hidden
+        specialist, *later = self._layers[min(depth // positions, self.config.num_layers - 1) :]
+        for layer in later:
+            layer.attend(x, cache, metadata)
+        return specialist.forward(residual, x, cache, metadata)
 
     def _build_norms(self, weights: dict[str, Tensor]) -> None:
         """EAGLE-3 norms the embedding, the state and the output, and perhaps the features."""
@@ -102,15 +129,15 @@ class EagleNetwork:
         return cast(Tensor, layer(x.to(self._dtype)).float())
 
     def _outputs(
-        self, token_ids: Ints, states: Tensor, cache: KvPool, metadata: AttentionMetadata, is_first: bool
+        self, token_ids: Ints, states: Tensor, cache: KvPool, metadata: AttentionMetadata, depth: int
     ) -> Tensor:
         num_rows, tokens = len(token_ids), self.backend.tokens(token_ids)
         if num_rows < self.backend.least_rows:
             tokens, states = tokens.repeat(2), states.repeat(2, 1)
         embedded = F.embedding(tokens, self._embedding).float()
         build = self._input_3 if self.config.family is EagleFamily.EAGLE3 else self._input_1
-        residual, x = build(embedded, states, is_first)
-        hidden = self._layer.forward(residual, x, cache, metadata)
+        residual, x = build(embedded, states, depth == 0)
+        hidden = self._through_layers(residual, x, cache, metadata, depth)
         if self.config.norm_output:
             hidden = normed(self._norm, hidden)
         return hidden[:num_rows]
@@ -151,10 +178,19 @@ def _draft_ids(tensors: dict[str, Tensor], draft_vocab_size: int) -> NDArray[np.
 
 def _rotations(config: HeadConfig, max_positions: int) -> tuple[Tensor, Tensor]:
     """Cosines and sines of all positions of the target, not only the head's. Shapes: float32 [positions, head_dim]."""
-    exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float64) / config.head_dim
-    angles = torch.arange(max_positions, dtype=torch.float64)[:, None] * config.rope_theta**-exponents
+    frequencies, factor = config.rope_theta ** -(torch.arange(0, config.head_dim, 2).double() / config.head_dim), 1.0
+    if config.rope:
+        llama = LlamaConfig(
+            hidden_size=config.hidden_size,
+            num_attention_heads=config.num_heads,
+            head_dim=config.head_dim,
+            max_position_embeddings=config.max_positions,
+            rope_parameters={"rope_theta": config.rope_theta, **config.rope},
+        )
+        frequencies, factor = ROPE_INIT_FUNCTIONS[config.rope["rope_type"]](llama, torch.device("cpu"))
+    angles = torch.arange(max_positions, dtype=torch.float64)[:, None] * frequencies.double()
     both = torch.cat([angles, angles], 1)
-    return both.cos().float(), both.sin().float()
+    return (both.cos() * factor).float(), (both.sin() * factor).float()
 
 
 class HeadTimer:

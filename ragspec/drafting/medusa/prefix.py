@@ -25,7 +25,7 @@ from ragspec.drafting.growing.batch import DraftBatch, ScheduledDraft
 from ragspec.drafting.growing.draft import DraftSettings
 from ragspec.drafting.growing.drafter import Level
 from ragspec.drafting.growing.shapes import TreeShape
-from ragspec.drafting.heads.layer import HeadLayer, make_norm, normed
+from ragspec.drafting.heads.layer import HeadLayer, make_cache, make_norm, normed
 from ragspec.drafting.heads.target import HeadTarget
 from ragspec.drafting.medusa.checkpoint import PositionHeads
 from ragspec.drafting.medusa.drafter import levels_of
@@ -56,8 +56,7 @@ class PrefixNetwork(PositionNetwork):
         self._norm = make_norm(self.backend, weights["norm.weight"], config.rms_norm_eps)
 
     def make_cache(self, pool: KvPool, num_own_slots: int = 0) -> KvPool:
-        """See `HeadLayer`."""
-        return self._layer.make_cache(pool, num_own_slots)
+        return make_cache([self._layer], self.backend, pool, num_own_slots)
 
     def first(self, token_ids: Ints, features: Tensor, cache: KvPool, metadata: AttentionMetadata) -> Tensor:
         """The states that heads read; the tokens are not read. Shapes: float32 [N, H] -> [N, H]."""

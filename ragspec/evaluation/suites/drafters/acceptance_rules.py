@@ -60,7 +60,8 @@ class TargetAndHead(NamedTuple):
         target = Target.load(config, _NUM_SLOTS)
         head_config, tensors = read_head(head_dir)
         check_fits(head_config, target.vocab_size, target.hidden_size, target.num_layers)
-        if head_config.norm_before_residual or head_config.norm_before_fc or head_config.norm_output:
+        dialect = (head_config.norm_before_residual, head_config.norm_before_fc, head_config.norm_output)
+        if any(dialect) or head_config.window or head_config.rope or head_config.num_layers > 1:
             raise ModelError(f"the head {head_dir} is of a dialect that is served, but not computed here")
         head = build_head(head_config)
         weights = {name: tensor.float() if tensor.is_floating_point() else tensor for name, tensor in tensors.items()}

@@ -1,0 +1,266 @@
+"""One directory for each published form of a head: each loads as it was made, or is refused by a tensor's or a key's name.
+
+Forms and their sources: EAGLE, HASS, PosS, Medusa and Hydra repositories, speculators, SpecForge, ModelOpt, vLLM.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import MappingProxyType, SimpleNamespace
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from drafting.eagle_heads import change_config, change_tensors, random_head
+from drafting.medusa_heads import Tensors, hydra_plus_tensors, hydra_tensors, medusa_tensors, save_hydra, save_medusa
+from drafting.test_eagle_checkpoint import LLAMA3, same
+from safetensors.torch import load_file
+from transformers import LlamaConfig
+
+from ragspec.drafting.eagle.checkpoint import read_head
+from ragspec.drafting.medusa.checkpoint import PositionHeads, read_medusa
+from ragspec.drafting.medusa.hydra import read_hydra
+from ragspec.errors import ModelError
+
+AUX_KEY = "eagle_aux_hidden_state_layer_ids"
+NO_KEYS = dict.fromkeys(("layer_types", "sliding_window", "rope_scaling", "qkv_bias", "attention_bias"), ...)
+FLAGS = ("norm_output", "norm_before_fc", "norm_before_residual", "fc_norm", "bias", "target_hidden_size")
+OFFICIAL = NO_KEYS | dict.fromkeys((*FLAGS, "head_dim", "position_per_layer"), ...)
+SPECFORGE = {"architectures": ["LlamaForCausalLMEagle3"]}
+MODELOPT = {
+    "use_aux_hidden_state": True,
+    "use_input_layernorm_in_first_layer": True,
+    "use_last_layernorm": True,
+    "use_mtp_layernorm": False,
+    "next_layer_regular": True,
+    "parallel_draft_step": 1,
+    "parallel_draft_heads_num_layers": None,
+}
+
+
+class Form(NamedTuple):
+    """How a directory is made, and the refusal that is expected. `changes`: of config.json, `...` takes a key out."""
+
+    head: dict[str, Any]
+    changes: Mapping[str, Any] = MappingProxyType({})
+    tensors: Callable[[Tensors], object] = lambda tensors: None
+    refused: str = ""
+    dialect: str = "official"
+    is_bin: bool = False
+    positions_per_layer: int | None = None
+
+
+def renamed(old: str, new: str) -> Callable[[Tensors], object]:
+    def change(tensors: Tensors) -> None:
+        for name in [name for name in tensors if name.startswith(old)]:
+            tensors[new + name.removeprefix(old)] = tensors.pop(name)
+
+    return change
+
+
+def added(*names: str) -> Callable[[Tensors], object]:
+    return lambda tensors: tensors.update({name: torch.ones(32) for name in names})
+
+
+def only(*names: str) -> Callable[[Tensors], object]:
+    def change(tensors: Tensors) -> None:
+        tensors.clear()
+        added(*names)(tensors)
+
+    return change
+
+
+EAGLE: dict[str, Any] = {"family": "eagle", "fc_bias": True, "num_kv_heads": 4}
+LLAMA_3: dict[str, Any] = {"family": "eagle", "rope_theta": 500000.0, "own_embedding": True, "dtype": torch.bfloat16}
+QWEN2: dict[str, Any] = EAGLE | {"qkv_bias": True, "rope_theta": 1e6, "dtype": torch.bfloat16}
+POSS: dict[str, Any] = EAGLE | {"num_layers": 4, "positions_per_layer": 2, "own_embedding": True}
+TAPPED: dict[str, Any] = {"family": "eagle3", "aux_layers": (2, 4, 6)}
+SPECULATORS: dict[str, Any] = TAPPED | {"norm_before_residual": True, "norm_before_fc": True, "norm_output": True}
+SHAPE = "hidden_size intermediate_size num_attention_heads num_key_value_heads vocab_size rms_norm_eps rope_theta"
+NESTED = dict.fromkeys((*SHAPE.split(), "head_dim", "num_hidden_layers", "hidden_act", "bias"), ...) | NO_KEYS
+
+FORMS: dict[str, Form] = {
+    "EAGLE Vicuna": Form(EAGLE, OFFICIAL | {"num_key_value_heads": ..., "rope_theta": ...}, is_bin=True),
+    "EAGLE LLaMA-2, older": Form(EAGLE, OFFICIAL, added("layers.0.self_attn.rotary_emb.inv_freq"), is_bin=True),
+    "EAGLE LLaMA-3": Form(LLAMA_3, OFFICIAL | {"bias": False}),
+    "EAGLE LLaMA-3 without a word of the bias": Form(LLAMA_3, OFFICIAL),
+    "EAGLE LLaMA-3 with a bias that is not there": Form(LLAMA_3, {"bias": True}, refused=r"fc\.bias"),
+    "EAGLE Qwen2": Form(QWEN2, OFFICIAL | {"qkv_bias": True}),
+    "EAGLE Qwen2 without a word of its biases": Form(QWEN2, OFFICIAL | {"use_sliding_window": False, "sliding_window": 9}),
+    "EAGLE Qwen2 that lacks a bias": Form(
+        QWEN2, OFFICIAL, lambda t: t.pop("layers.0.self_attn.k_proj.bias"), refused=r"layers\.0\.self_attn\.k_proj\.bias"
+    ),
+    "EAGLE Mixtral": Form(EAGLE, OFFICIAL | {"num_local_experts": 8, "sliding_window": None, "output_router_logits": False}),
+    "HASS LLaMA-2": Form(EAGLE | {"own_embedding": True}, OFFICIAL, is_bin=True),
+    "vLLM's EAGLE": Form(EAGLE | {"own_lm_head": True}, OFFICIAL | {"eagle_fc_bias": True, "architectures": ["EAGLEModel"]}),
+    "vLLM's early EAGLE": Form(EAGLE, NESTED | {"model_type": "eagle", "eagle_fc_bias": True}),
+    "vLLM's early EAGLE, names": Form(
+        EAGLE | {"own_embedding": True}, NESTED | {"model_type": "eagle", "truncated_vocab_size": 64}, renamed("", "model.")
+    ),
+    "vLLM's early EAGLE, names of the layer": Form(
+        EAGLE, NESTED | {"model_type": "eagle", "eagle_fc_bias": True}, renamed("layers.", "model.layers.")
+    ),
+    "vLLM's early EAGLE, fewer tokens": Form(
+        EAGLE, NESTED | {"model_type": "eagle", "truncated_vocab_size": 40}, refused="truncated_vocab_size"
+    ),
+    "vLLM's early EAGLE, map of tokens": Form(
+        EAGLE, NESTED | {"model_type": "eagle"}, added("token_map"), refused="token_map"
+    ),
+    "two layers": Form({**LLAMA_3, "num_layers": 2}, OFFICIAL | {"bias": False}),
+    "two layers, one in the config": Form({**LLAMA_3, "num_layers": 2}, {"num_hidden_layers": 1, "layer_types": ...},
+                                          refused=r"layers\.1\."),
+    "PosS": Form(POSS, OFFICIAL, refused=r"layers\.3.*positions_per_layer"),
+    "PosS-2": Form(POSS, OFFICIAL, positions_per_layer=2, is_bin=True),
+    "PosS-2, in its config": Form(POSS, OFFICIAL | {"position_per_layer": 2}),
+    "PosS without a layer": Form(
+        POSS, OFFICIAL, only("fc.weight", "layers.0.mlp.up_proj.weight", "layers.2.mlp.up_proj.weight"),
+        positions_per_layer=2, refused=r"lacks|is \["
+    ),
+    "EAGLE-3": Form({"family": "eagle3"}, OFFICIAL | {"rope_theta": ...}),
+    "EAGLE-3 that drafts all tokens": Form({"family": "eagle3", "draft_vocab": 64}, OFFICIAL | {"draft_vocab_size": ...}),
+    "EAGLE-3 of another width": Form(
+        {"family": "eagle3", "target_hidden_size": 48, "own_embedding": True}, OFFICIAL | {"target_hidden_size": 48}
+    ),
+    "EAGLE-3 of another width without an embedding": Form(
+        {"family": "eagle3", "target_hidden_size": 48}, {}, lambda t: t.pop("embed_tokens.weight"), r"embed_tokens\.weight"
+    ),
+    "speculators": Form({"family": "eagle3"}, dialect="speculators"),
+    "speculators, as trained today": Form(SPECULATORS | {"window": 2048, "rope": LLAMA3}, dialect="speculators"),
+    "speculators, Qwen3": Form(SPECULATORS | {"qk_norm": True}, dialect="speculators"),
+    "speculators, two layers": Form(SPECULATORS | {"num_layers": 2}, dialect="speculators"),
+    "speculators, leftovers": Form(
+        SPECULATORS, {}, added("verifier_lm_head.weight", "verifier_norm.weight"), dialect="speculators"
+    ),
+    "speculators, DFlash": Form(
+        SPECULATORS, {"speculators_model_type": "dflash"}, refused="speculators_model_type", dialect="speculators"
+    ),
+    "SpecForge": Form({"family": "eagle3"}, OFFICIAL | SPECFORGE),
+    "SpecForge, norm_output true": Form(
+        TAPPED, SPECFORGE | {"norm_output": True, AUX_KEY: ..., "eagle_config": {AUX_KEY: [1, 3, 5]}}
+    ),
+    "SpecForge, norm_output false": Form(TAPPED, SPECFORGE | {"norm_output": False}, refused="norm_output"),
+    "SpecForge, norm_output and fc_norm": Form(
+        TAPPED | {"norm_before_fc": "taps"}, SPECFORGE | {"norm_output": True}, refused="norm_output"
+    ),
+    "SpecForge, YaRN, truncated_vocab_size": Form(
+        TAPPED | {"rope": {"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0}},
+        SPECFORGE | {"truncated_vocab_size": 40, "draft_vocab_size": ..., "norm_output": ...},
+    ),
+    "SpecForge, linear": Form(
+        TAPPED | {"rope": {"rope_type": "linear", "factor": 2.0}}, {"rope_scaling": {"type": "linear", "factor": 2.0}}
+    ),
+    "SpecForge, mrope": Form(TAPPED, {"rope_scaling": {"type": "mrope", "mrope_section": [1, 2, 1]}}),
+    "SpecForge, dynamic": Form(TAPPED, {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, refused="rope_scaling"),
+    "SpecForge, several layers that read tokens": Form(
+        TAPPED | {"num_layers": 2}, SPECFORGE | {"norm_output": ...}, added("layers.1.hidden_norm.weight"),
+        r"layers\.1\.hidden_norm\.weight"
+    ),
+    "ModelOpt": Form(TAPPED, SPECFORGE | {"norm_output": ..., AUX_KEY: ..., "eagle_config": MODELOPT | {AUX_KEY: [1, 3, 5]}}),
+    "ModelOpt, MTP norms": Form(TAPPED, {"eagle_config": MODELOPT | {"use_mtp_layernorm": True}}, refused="use_mtp_layernorm"),
+    "ModelOpt, no last norm": Form(TAPPED, {"eagle_config": {"use_last_layernorm": False}}, refused="use_last_layernorm"),
+    "ModelOpt, drafts side by side": Form(TAPPED, {"eagle_config": {"parallel_draft_step": 4}}, refused="parallel_draft_step"),
+    "ModelOpt, a flag to come": Form(TAPPED, {"eagle_config": {"use_new_flag": True}}, refused="use_new_flag"),
+    "EAGLE-3.1": Form(TAPPED | {"norm_before_fc": "taps", "norm_output": True}, {}, renamed("", "model.")),
+    "EAGLE-3 with latent attention": Form(
+        TAPPED, {}, added("midlayer.self_attn.kv_a_proj_with_mqa.weight"), r"kv_a_proj_with_mqa"
+    ),
+    "EAGLE-3 with experts": Form(TAPPED, {}, added("midlayer.mlp.experts.0.up_proj.weight"), r"mlp\.experts\.0"),
+    "GliDe": Form(EAGLE, {}, only("layers.0.cross_attn.q_proj.weight"), r"GliDe.*layers\.0\.cross_attn"),
+    "Hydra, cross-attn": Form(EAGLE, {}, only("cross_attn.q_proj.weight"), r"Hydra.*cross_attn.*drafting\.hydra\.path"),
+    "MTP": Form(EAGLE, OFFICIAL, added("enorm.weight", "hnorm.weight"), r"enorm\.weight"),
+    "a language model": Form(EAGLE, OFFICIAL, only("model.layers.0.mlp.up_proj.weight"), "none of its tensors"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_an_eagle_form_is_read_as_it_was_made_or_refused_by_name(name: str, tmp_path: Path) -> None:
+    """Read in another sense a head loads, and only shows as low acceptance."""
+    form = FORMS[name]
+    made = random_head(folder=tmp_path, dialect=form.dialect, **form.head)
+    changes = dict(form.changes)
+    if changes.get("model_type") == "eagle":
+        raw = json.loads((tmp_path / "config.json").read_text())
+        changes["model"] = {key: raw[key] for key in (*SHAPE.split(), "hidden_act", "head_dim")}
+    change_config(tmp_path, **changes)
+    change_tensors(tmp_path, form.tensors)
+    if form.is_bin:
+        torch.save(load_file(tmp_path / "model.safetensors"), tmp_path / "pytorch_model.bin")
+        (tmp_path / "model.safetensors").unlink()
+    if form.refused:
+        with pytest.raises(ModelError, match=form.refused):
+            read_head(tmp_path, form.positions_per_layer)
+        return
+    read = read_head(tmp_path, form.positions_per_layer)
+    assert read.config == made.config
+    assert same(read, made)
+
+
+HIDDEN, VOCAB = 64, 320
+
+
+def a_target() -> Any:
+    sizes = {"hidden_size": HIDDEN, "vocab_size": VOCAB, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = LlamaConfig(**sizes, intermediate_size=96, head_dim=16, num_hidden_layers=2)
+    return SimpleNamespace(vocab_size=VOCAB, hidden_size=HIDDEN, num_layers=2, text_config=config)
+
+
+MEDUSA: dict[str, tuple[dict[str, Any], str]] = {
+    "five heads, two in the config": ({}, "pt"),
+    "safetensors": ({}, "safetensors"),
+    "Medusa-2, merged": ({}, "merged"),
+    "Medusa-2, in shards": ({}, "merged in shards"),
+    "the target's output layer": ({"with_output": False}, "pt"),
+    "two layers": ({"num_layers": 2}, "pt"),
+}
+HYDRA: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "grounded": ({}, {}),
+    "trained with dropout": ({"dropout": True}, {}),
+    "not grounded": ({"grounded": False}, {"grounded_heads": ...}),
+    "four blocks": ({"num_layers": 4}, {}),
+    "a state below the last": ({}, {"hidden_state_offset": 1}),
+}
+
+
+def read_position_heads(folder: Path, family: str, name: str) -> tuple[PositionHeads, Tensors]:
+    if family == "medusa":
+        options, form = MEDUSA[name]
+        made = medusa_tensors(**options)
+        save_medusa(folder, made, form, medusa_num_layers=options.get("num_layers", 1))
+        return read_medusa(folder, a_target()), made
+    made = hydra_plus_tensors(a_target()) if name == "Hydra++" else hydra_tensors(**HYDRA[name][0])
+    save_hydra(folder, made, **({"hydra_head_arch": "prefix-mlp"} if name == "Hydra++" else HYDRA[name][1]))
+    return read_hydra(folder, a_target()), made
+
+
+@pytest.mark.parametrize(
+    ("family", "name"), [*(("medusa", n) for n in MEDUSA), *(("hydra", n) for n in (*HYDRA, "Hydra++"))]
+)
+def test_every_tensor_of_a_medusa_or_hydra_form_is_read(family: str, name: str, tmp_path: Path) -> None:
+    """Heads beyond the config's number, or a part of a form, were left out."""
+    heads, made = read_position_heads(tmp_path, family, name)
+    unread = [n for n in made if n.endswith(("rotary_emb.inv_freq", "embed_tokens.weight"))]
+    assert len(heads.tensors) == len(made) - len(unread)
+    assert heads.num_heads == (5 if family == "medusa" else 4)
+    sums = sorted(float(tensor.double().sum()) for n, tensor in made.items() if n not in unread)
+    assert sums == sorted(float(tensor.double().sum()) for tensor in heads.tensors.values())
+
+
+REFUSED: dict[str, tuple[str, Callable[[], Tensors], dict[str, Any], str]] = {
+    "vLLM's Medusa": ("medusa", lambda: {"blocks.0.layers.0.weight": torch.ones(4, 4)}, {}, "blocks.0.layers.0.weight"),
+    "ModelOpt's Medusa": ("medusa", lambda: {"medusa_heads.0.0.linear.weight": torch.ones(4, 4)}, {}, "medusa_heads.0.0"),
+    "Hydra, cross-attn": ("hydra", hydra_tensors, {"hydra_head_arch": "cross-attn"}, "hydra_head_arch"),
+    "Hydra, eagle-attn": ("hydra", hydra_tensors, {"hydra_head_arch": "eagle-attn"}, "hydra_head_arch"),
+    "Hydra++ as mlp": ("hydra", lambda: hydra_plus_tensors(a_target()), {}, "prefix_embeding_layer"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_other_medusa_and_hydra_forms_are_refused_by_name(name: str, tmp_path: Path) -> None:
+    """A form that is not served was read in part."""
+    family, tensors, config, said = REFUSED[name]
+    (save_medusa if family == "medusa" else save_hydra)(tmp_path, tensors(), **config)
+    with pytest.raises(ModelError, match=re.escape(said)):
+        (read_medusa if family == "medusa" else read_hydra)(tmp_path, a_target())
