@@ -260,6 +260,12 @@ class DraftModelConfig(ConfigSection):
     max_kv_bytes: int | None = Field(None, ge=1)
 
 
+class DatastoreConfig(ConfigSection):
+    """The index whose documents the drafter datastore reads: as `retriever.index_dir`, and usually the same folder."""
+
+    index_dir: str = ""
+
+
 class DraftingConfig(ConfigSection):
     """`drafters`: names of the drafters; null: copy, and each whose `path` is given. `max_tree_nodes`: the most nodes of
     a tree beside its likeliest path, which may be as long as it pays. `reuse_earlier_answers`: copy also from a
@@ -272,6 +278,7 @@ class DraftingConfig(ConfigSection):
     medusa: TreeHeadConfig = TreeHeadConfig()
     hydra: HydraConfig = HydraConfig()
     draft_model: DraftModelConfig = DraftModelConfig()
+    datastore: DatastoreConfig = DatastoreConfig()
     max_tree_nodes: int = Field(48, ge=1, le=512)
     reuse_earlier_answers: bool = False
     max_earlier_tokens: int = Field(50_000, ge=0)

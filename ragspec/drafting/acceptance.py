@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterable
+from typing import NamedTuple
 
 import numpy as np
 
@@ -35,6 +36,16 @@ class AcceptanceCells:
     def learn(self, cell: Cell, accepted: bool) -> None:
         self._seen[cell] = self._seen[cell] * self._keep + 1.0
         self._accepted[cell] = self._accepted[cell] * self._keep + accepted
+
+
+class Guess(NamedTuple):
+    """A node's feedback where a drafter has several tables of acceptance: the cell and its table."""
+
+    acceptance: AcceptanceCells
+    cell: Cell
+
+    def learn(self, accepted: bool) -> None:
+        self.acceptance.learn(self.cell, accepted)
 
 
 class CopyAcceptance(AcceptanceCells):

@@ -16,14 +16,13 @@ import itertools
 from collections import Counter
 from collections.abc import Iterator
 from collections.abc import Sequence as SequenceOf
-from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from ragspec.core import salt_belongs_to
-from ragspec.drafting.acceptance import AcceptanceCells, Cell
+from ragspec.drafting.acceptance import AcceptanceCells, Cell, Guess
 from ragspec.drafting.drafter import NUM_TOP_TOKENS, TOP_TOKENS, Budget, Drafter, Features, SequenceView
 from ragspec.errors import ConfigError
 from ragspec.numerics.attention import Ints
@@ -37,13 +36,6 @@ _MOST_UNREAD = 64
 """Observations whose candidates wait for the next draft; more are read without one."""
 _BEST, _FADING = 0.4, 0.5
 """Prior chance of the first candidate, and of each further one over the one before."""
-
-
-class Guess(NamedTuple):
-    """A node's feedback: the cell of its tenant's acceptance."""
-
-    acceptance: AcceptanceCells
-    cell: Cell
 
 
 class TokenTable:
@@ -144,7 +136,7 @@ class RecyclingDrafter(Drafter):
 
     def learn(self, feedback: object, accepted: bool) -> None:
         if isinstance(feedback, Guess):
-            feedback.acceptance.learn(feedback.cell, accepted)
+            feedback.learn(accepted)
 
     def finish(self, sequence: SequenceView) -> None:
         self._teachers.pop(sequence.key, None)

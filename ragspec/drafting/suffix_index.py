@@ -1,12 +1,14 @@
-"""All texts that a sequence may copy from, as one array of tokens, searched for the suffix of the output.
+"""Texts as one array of tokens with their suffixes in order, searched for the end of an output.
 
-A search compares the places of the last token alone, so its time grows with how often that token occurs, not with the texts.
+Every drafter that repeats text uses it: the references of one request, a tenant's earlier answers, the passages of an index.
+References are searched for places: a search compares the places of the last token alone, so its time grows with how often that
+token occurs, not with the texts. The others are searched for counts: how often each token follows.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,12 +16,84 @@ from numpy.typing import NDArray
 from ragspec.core import SourceKind
 from ragspec.drafting.drafter import SequenceView
 from ragspec.drafting.references import Reference
-from ragspec.numerics.compiled import compiled
+from ragspec.numerics.compiled import compiled, inner
 
 Ints = NDArray[np.int32]
 
 SEPARATOR = -1
+SORTED_TOKENS = 32
+"""Suffixes that are searched for counts are in order by so many tokens."""
 _MOST_MATCHES = 24
+NO_TOKENS: Ints = np.empty(0, np.int32)
+
+
+@inner
+def _bound(tokens: Any, order: Any, low: int, high: int, depth: int, least: int) -> int:
+    """The first of the suffixes [low, high), whose tokens before `depth` are equal, with a token of at least `least` there."""
+    while low < high:
+        middle = (low + high) // 2
+        at = order[middle] + depth
+        if at < tokens.shape[0] and tokens[at] >= least:
+            high = middle
+        else:
+            low = middle + 1
+    return low
+
+
+@inner
+def _count(visible: Any, low: int, high: int) -> int:
+    return visible[high] - visible[low] if visible.shape[0] else high - low
+
+
+@compiled(nogil=True)
+def _find(tokens: Any, order: Any, pattern: Any, low: int, high: int, depth: int) -> Any:
+    """[low, high): of these suffixes the ones with the pattern at `depth`. Shape: int32 [M]."""
+    for n in range(pattern.shape[0]):
+        low = _bound(tokens, order, low, high, depth + n, pattern[n])
+        high = _bound(tokens, order, low, high, depth + n, pattern[n] + 1)
+    return low, high
+
+
+@compiled(nogil=True)
+def _longest(tokens: Any, order: Any, visible: Any, text: Any) -> int:
+    """The most last tokens of `text` that occur together at a visible place."""
+    least, most = 0, text.shape[0]
+    while least < most:
+        length = (least + most + 1) // 2
+        low, high = 0, order.shape[0]
+        for depth in range(length):
+            token = text[text.shape[0] - length + depth]
+            low = _bound(tokens, order, low, high, depth, token)
+            high = _bound(tokens, order, low, high, depth, token + 1)
+        if _count(visible, low, high) > 0:
+            least = length
+        else:
+            most = length - 1
+    return least
+
+
+@compiled(nogil=True)
+def _followers(tokens: Any, order: Any, visible: Any, low: int, high: int, depth: int, most: int) -> Any:
+    """(token, its suffixes [low, high), how many are visible) at `depth`: the `most` most frequent; ties to the lower token.
+
+    Shape: int64 [<= most, 4].
+    """
+    best = np.empty((most, 4), np.int64)
+    num = 0
+    low = _bound(tokens, order, low, high, depth, 0)
+    while low < high:
+        token = tokens[order[low] + depth]
+        end = _bound(tokens, order, low, high, depth, token + 1)
+        count = _count(visible, low, end)
+        if count > 0 and (num < most or count > best[num - 1, 3]):
+            at = num = min(num + 1, most)
+            at -= 1
+            while at > 0 and count > best[at - 1, 3]:
+                best[at] = best[at - 1]
+                at -= 1
+            best[at, 0], best[at, 1], best[at, 2], best[at, 3] = token, low, end, count
+        low = end
+    return best[:num]
 
 
 @compiled(nogil=True)
@@ -59,6 +133,60 @@ def _longest_matches(tokens: Any, known: Any, output_begin: int, end: int, suffi
     return found[:count]
 
 
+class SortedSuffixes(NamedTuple):
+    """Tokens with a separator behind each text, and where their suffixes begin, in order. Shapes: int32 [T] each."""
+
+    tokens: Ints
+    order: Ints
+
+    @classmethod
+    def build(cls, tokens: Ints, num_tokens: int = SORTED_TOKENS) -> Self:
+        """Order by the first `num_tokens` tokens, a power of two; suffixes that are equal so far by their place."""
+        keys, known = tokens.astype(np.int64), 1
+        assert len(keys) < 2**31, "places are int32"
+        order = np.argsort(keys, kind="stable")
+        while known < num_tokens:
+            ranks = np.empty(len(keys), np.int64)
+            ranks[order] = np.cumsum(np.diff(keys[order], prepend=SEPARATOR - 1) != 0)
+            keys = ranks * (len(keys) + 1)
+            keys[:-known] += ranks[known:]
+            order, known = np.argsort(keys, kind="stable"), 2 * known
+        return cls(tokens, order.astype(np.int32))
+
+    def find(self, pattern: Ints) -> tuple[int, int]:
+        """[low, high) in `order`: the suffixes that begin with the pattern."""
+        low, high = _find(self.tokens, self.order, pattern, 0, len(self.order), 0)
+        return low, high
+
+    def narrow(self, low: int, high: int, depth: int, token: int) -> tuple[int, int]:
+        """Of the suffixes [low, high), whose tokens before `depth` are equal, the ones with a token there."""
+        low, high = _find(self.tokens, self.order, np.array([token], np.int32), low, high, depth)
+        return low, high
+
+
+class VisibleSuffixes(NamedTuple):
+    """Suffixes of which some may not be counted.
+
+    `visible[i]`: how many of the first i are visible; empty: all are. Shape: int32 [T + 1].
+    """
+
+    suffixes: SortedSuffixes
+    visible: Ints = NO_TOKENS
+
+    def longest(self, text: Ints) -> int:
+        """How many of the text's last tokens occur together."""
+        length: int = _longest(*self.suffixes, self.visible, text)
+        return length
+
+    def num_visible(self, low: int, high: int) -> int:
+        return int(self.visible[high] - self.visible[low]) if len(self.visible) else high - low
+
+    def followers(self, low: int, high: int, depth: int, most: int) -> list[list[int]]:
+        """As `_followers`."""
+        found: list[list[int]] = _followers(*self.suffixes, self.visible, low, high, depth, most).tolist()
+        return found
+
+
 class ReferenceIndex:
     """The references of one request with separators between them, and the places of every token. Sequences share it."""
 
@@ -71,13 +199,12 @@ class ReferenceIndex:
             self.tokens[start : start + len(reference.token_ids)] = reference.token_ids
         self.follows_input = any(r.kind in (SourceKind.INPUT, SourceKind.PREDICTION) for r in references)
         self.quotes = _ranked_quotes(references, self.begin)
-        self._order = np.argsort(self.tokens, kind="stable").astype(np.int32)
-        self._sorted = self.tokens[self._order]
+        self._suffixes = SortedSuffixes.build(self.tokens, 1)
 
     def places(self, token: int) -> Ints:
         """Where a token stands, ascending."""
-        first, last = np.searchsorted(self._sorted, np.array([token, token + 1], np.int32))
-        return self._order[first:last]
+        low, high = self._suffixes.find(np.array([token], np.int32))
+        return self._suffixes.order[low:high]
 
 
 class SuffixIndex:

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from functools import partial
+from pathlib import Path
 from statistics import median
 from threading import Thread
 from typing import Protocol, TypeVar
@@ -19,6 +20,7 @@ import torch
 
 from ragspec.config import (
     MIN_STEP_TOKENS,
+    DatastoreConfig,
     DraftingConfig,
     DraftModelConfig,
     EagleConfig,
@@ -29,6 +31,7 @@ from ragspec.config import (
 )
 from ragspec.drafting.copy import CopyDrafter
 from ragspec.drafting.cost_model import CostTable
+from ragspec.drafting.datastore import Datastore, DatastoreDrafter
 from ragspec.drafting.draft_model.drafter import ModelDrafter, check_vocabulary
 from ragspec.drafting.drafter import Drafter
 from ragspec.drafting.eagle.checkpoint import reachable, read_head
@@ -154,6 +157,7 @@ def make_drafters(target: Target, drafting: DraftingConfig) -> list[Drafter]:
         "medusa": lambda: make_medusa(target, drafting.medusa),
         "hydra": lambda: make_hydra(target, drafting.hydra),
         "draft_model": lambda: make_draft_model(target, drafting.draft_model),
+        "datastore": lambda: make_datastore(target, drafting.datastore),
         "recycling": lambda: RecyclingDrafter(target.vocab_size, drafting.max_recycling_bytes),
     }
     names = drafting.drafters
@@ -250,6 +254,13 @@ def make_draft_model(target: Target, config: DraftModelConfig) -> ModelDrafter:
     shape = make_shape(config.tree, config.num_children, config.width, config.max_depth)
     prefixes = PrefixCache(model.pool)
     return ModelDrafter(model, target.vocab_size, shape, costs, prefixes, coupled=config.coupled)
+
+
+def make_datastore(target: Target, config: DatastoreConfig) -> DatastoreDrafter:
+    """Open the index and sort what is not sorted yet. Raises: ConfigError, StoreError."""
+    if not config.index_dir:
+        raise ConfigError("drafting.datastore.index_dir is empty: it names the folder of an index")
+    return DatastoreDrafter(Datastore(Path(config.index_dir), target.tokenizer))
 
 
 def measure_costs(target: Target, max_rows: int) -> CostTable:

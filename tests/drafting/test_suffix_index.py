@@ -1,7 +1,8 @@
-"""The longest matches of the output's end, against a search that compares every position."""
+"""Matches of the output's end and the counts of what follows, against searches that compare every position."""
 
 from __future__ import annotations
 
+from collections import Counter
 from types import SimpleNamespace
 
 import numpy as np
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 
 from ragspec.core import Request, SourceKind
 from ragspec.drafting.references import Reference
-from ragspec.drafting.suffix_index import ReferenceIndex, SuffixIndex
+from ragspec.drafting.suffix_index import SEPARATOR, ReferenceIndex, SortedSuffixes, SuffixIndex, VisibleSuffixes
 
 TOKENS = st.lists(st.integers(0, 3), max_size=40)
 
@@ -51,3 +52,43 @@ def test_megabytes_of_sources_are_not_read_again_every_step() -> None:
         places = base.places(token)
         assert (base.tokens[places] == token).all() and len(places) == (base.tokens == token).sum()
         assert len(places) < len(base.tokens) // 1000 and (np.diff(places) > 0).all()
+
+
+@given(st.lists(TOKENS, min_size=1, max_size=5), st.lists(st.integers(0, 3), min_size=1, max_size=6), st.data())
+@settings(deadline=None)
+def test_counts_are_those_of_a_search_that_compares_every_place(
+    texts: list[list[int]], end: list[int], data: st.DataObject
+) -> None:
+    """A match that stands in no visible text, a wrong count, or a follower behind a text's end."""
+    seen = data.draw(st.lists(st.booleans(), min_size=len(texts), max_size=len(texts)))
+    tokens = np.array([token for text in texts for token in (*text, SEPARATOR)], np.int32)
+    suffixes = SortedSuffixes.build(tokens)
+    text_of = np.searchsorted(np.flatnonzero(tokens == SEPARATOR), suffixes.order)
+    visible = np.concatenate([[0], np.cumsum(np.array(seen)[text_of])]).astype(np.int32)
+    view = VisibleSuffixes(suffixes, visible)
+    shown = [text for text, is_seen in zip(texts, seen, strict=True) if is_seen]
+
+    def counts(pattern: list[int]) -> Counter[int]:
+        """How often each token follows; the key -1: how often the pattern occurs."""
+        found = Counter[int]()
+        for text in shown:
+            for at in range(len(text) - len(pattern) + 1):
+                if text[at : at + len(pattern)] == pattern:
+                    found[-1] += 1
+                    found.update(text[at + len(pattern) : at + len(pattern) + 1])
+        return found
+
+    length = view.longest(np.array(end, np.int32))
+    occurs = [n for n in range(1, len(end) + 1) if counts(end[-n:])[-1]]
+    assert length == max(occurs, default=0)
+    low, high = suffixes.find(np.array(end[-length:] if length else [], np.int32))
+    followers = view.followers(low, high, length, 9)
+    expected = counts(end[-length:] if length else [])
+    if length:
+        assert view.num_visible(low, high) == expected.pop(-1)
+    else:
+        expected.pop(-1, None)
+    assert {token: count for token, _, _, count in followers} == expected
+    assert [count for *_, count in followers] == sorted(expected.values(), reverse=True)
+    assert view.followers(low, high, length, 2) == followers[:2]
+    assert all(suffixes.narrow(low, high, length, token) == (first, end) for token, first, end, _ in followers)

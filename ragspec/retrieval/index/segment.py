@@ -105,6 +105,11 @@ class IndexSegment:
         with unchanged(self.folder):
             return codes, encoded.dictionary.to_pylist()
 
+    def readable(self, tenant: str) -> NDArray[np.bool_]:
+        """Which documents the tenant may read: its own, and documents without an owner. Shapes: [number of documents]."""
+        codes, owners = self.owners
+        return np.array([owner in ("", tenant) for owner in owners], dtype=bool)[codes]
+
     def rows_of(self, document: int) -> range:
         """The rows of one document's passages."""
         first, end = np.searchsorted(self.document_of, (document, document + 1))

@@ -146,8 +146,7 @@ class SegmentSearcher:
 
     def _allowed_rows(self, scope: SearchScope) -> Mask | None:
         """Rows that a search may return; None: all. Shapes: [K]."""
-        codes, owners = self._segment.owners
-        seen = np.array([owner in ("", scope.tenant) for owner in owners], dtype=bool)[codes]  # of each document
+        seen = self._segment.readable(scope.tenant)
         if scope.filter is not None:
             with unchanged(self._segment.folder):
                 seen &= self._segment.columns.matches(scope.filter)

@@ -1,0 +1,139 @@
+"""Trees of what followed the output's last tokens before, the most frequent first: one search for every store of texts.
+
+A node's count is exact: how often its path follows the match in all visible texts. A sibling's share of the counts that better
+siblings leave, the length of the match and the count itself make the node's kind, whose acceptance is learned.
+
+Of the longest match, its half and so on, the one whose tree promises the most accepted tokens is drafted.
+
+    >>> counts = CountedDrafts("datastore", least_match=2)
+    >>> counts.grow([VisibleSuffixes(SortedSuffixes.build(tokens))], sequence.tokens, max_nodes=48, max_depth=16)
+
+Sources: REST (He et al. 2023, arXiv 2311.08252), SuffixDecoding (Oliaro et al. 2024, arXiv 2411.04975).
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from bisect import bisect_right
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from collections.abc import Sequence as SequenceOf
+from typing import NamedTuple
+
+import numpy as np
+
+from ragspec.drafting.acceptance import AcceptanceCells, Cell, Guess
+from ragspec.drafting.suffix_index import SORTED_TOKENS, VisibleSuffixes
+from ragspec.tree import Origin, Proposal
+
+MAX_MATCH = 16
+_MAX_DEPTH = SORTED_TOKENS - MAX_MATCH
+_NUM_CHILDREN = 4
+_LEAST_PROB = 0.02
+_SHARES = (0.05, 0.1, 0.2, 0.35, 0.5, 0.7, 0.9, 0.999)
+_COUNTS = (2, 4, 16)
+
+
+class CountedAcceptance(AcceptanceCells):
+    """Acceptance of a counted node given that its parent was accepted and no better sibling was."""
+
+    def __init__(self) -> None:
+        middles = np.array([(low + high) / 2 for low, high in itertools.pairwise((0.0, *_SHARES, 1.0))])
+        reliable = 1.0 - 0.7 ** np.arange(1, MAX_MATCH + 2)
+        prior = reliable[:, None, None] * middles[:, None] * np.ones(len(_COUNTS) + 1)
+        super().__init__(prior.ravel().tolist(), prior_weight=4.0, memory=400.0)
+
+    def cell(self, match: int, share: float, count: int) -> Cell:
+        """`match`: tokens that the node's parent and the tokens before it have in common with the texts."""
+        row = min(match, MAX_MATCH) * (len(_SHARES) + 1) + bisect_right(_SHARES, share)
+        return Cell(row * (len(_COUNTS) + 1) + bisect_right(_COUNTS, count))
+
+
+class _Node(NamedTuple):
+    """`spans`: of each store with the path, its number and its suffixes [low, high). `number`: in the proposals, -1: the root."""
+
+    number: int
+    path_prob: float
+    depth: int
+    spans: list[tuple[int, int, int]]
+
+
+class CountedDrafts:
+    """Grows one drafter's trees. `least_match`: the fewest tokens that a match has."""
+
+    def __init__(self, name: str, least_match: int) -> None:
+        self._name, self._least_match = name, least_match
+
+    def grow(
+        self,
+        stores: SequenceOf[VisibleSuffixes],
+        text: SequenceOf[int],
+        max_nodes: int,
+        max_depth: int,
+        acceptance: CountedAcceptance,
+    ) -> tuple[list[Proposal], int]:
+        """The best tree, and the length of its match."""
+        last = np.array(text[-MAX_MATCH:], np.int32)
+        longest = [store.longest(last) for store in stores]
+        length, best, match = max(longest, default=0), list[Proposal](), 0
+        while length >= self._least_match:
+            spans = [(n, *stores[n].suffixes.find(last[-length:])) for n in range(len(stores)) if longest[n] >= length]
+            tree = self._tree(stores, spans, length, max_nodes, min(max_depth, _MAX_DEPTH), acceptance)
+            if sum(p.path_prob for p in tree) > sum(p.path_prob for p in best):
+                best, match = tree, length
+            length //= 2
+        return best, match
+
+    def _tree(
+        self,
+        stores: SequenceOf[VisibleSuffixes],
+        spans: list[tuple[int, int, int]],
+        match: int,
+        max_nodes: int,
+        max_depth: int,
+        acceptance: CountedAcceptance,
+    ) -> list[Proposal]:
+        """The most probable paths behind a match."""
+        proposals: list[Proposal] = []
+        waiting: list[tuple[float, int, _Node, Proposal]] = []
+        order = itertools.count()
+        node = _Node(-1, 1.0, 0, spans)
+        while len(proposals) < max_nodes:
+            if node.depth < max_depth:
+                for proposal, below in self._children(stores, node, match, acceptance):
+                    heapq.heappush(waiting, (-proposal.path_prob, next(order), below, proposal))
+            if not waiting:
+                break
+            _, _, node, proposal = heapq.heappop(waiting)
+            node = node._replace(number=len(proposals))
+            proposals.append(proposal)
+        return proposals
+
+    def _children(
+        self, stores: SequenceOf[VisibleSuffixes], node: _Node, match: int, acceptance: CountedAcceptance
+    ) -> Iterator[tuple[Proposal, _Node]]:
+        """The most frequent tokens behind a node that are probable enough."""
+        offset = match + node.depth
+        followers = [stores[number].followers(low, high, offset, _NUM_CHILDREN) for number, low, high in node.spans]
+        left, prob = sum(stores[number].num_visible(low, high) for number, low, high in node.spans), node.path_prob
+        counts, spans = Counter[int](), defaultdict[int, list[tuple[int, int, int]]](list)
+        for token in dict.fromkeys(each[0] for found in followers for each in found):
+            for (
+                number,
+                low,
+                high,
+            ) in node.spans:  # Why again: a store may have the token behind its own most frequent ones
+                first, end = stores[number].suffixes.narrow(low, high, offset, token)
+                counts[token] += stores[number].num_visible(first, end)
+                spans[token].append((number, first, end))
+        best = prob
+        for token, count in counts.most_common(_NUM_CHILDREN):
+            cell = acceptance.cell(offset, count / left, count)
+            chance = acceptance.probability(cell)
+            best = min(best, prob * chance)  # Why: learning needs siblings in this order, whatever the estimates say
+            if best < _LEAST_PROB:
+                return
+            proposal = Proposal(token, node.number, best, Origin(self._name, feedback=Guess(acceptance, cell)))
+            yield proposal, _Node(-1, best, node.depth + 1, spans[token])
+            left, prob = left - count, prob * (1.0 - chance)
