@@ -1,17 +1,21 @@
 """Learned acceptance: how probable it is that the target accepts a proposed node, by the kind of node.
 
-Older outcomes fade. Only counts are kept, never text, so the experience of one request serves every tenant.
+Older outcomes fade. Only counts are kept, never text. Drafters that repeat text have a table for each tenant (`Experience`), so
+that no tenant's drafts show what others wrote; a network's drafts are alike for all, and so is its table.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable
-from typing import NamedTuple
+from collections.abc import Callable, Iterable
+from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
 
+from ragspec.tenants import tenant_of
+
 _MARGINS = (0.1, 0.25, 0.5, 0.8, 1.2, 1.7, 2.4, 3.3, 4.5, 6.5)
+_MAX_TENANTS = 256
 _NUM_MODES, _NUM_RANKS, _NUM_DEPTHS = 4, 8, 4
 
 
@@ -46,6 +50,27 @@ class Guess(NamedTuple):
 
     def learn(self, accepted: bool) -> None:
         self.acceptance.learn(self.cell, accepted)
+
+
+T = TypeVar("T")
+
+
+class Experience(Generic[T]):
+    """One table of acceptance for each tenant. Beyond `_MAX_TENANTS` the least recently used one is forgotten."""
+
+    def __init__(self, make: Callable[[], T]) -> None:
+        self._make, self._tables = make, dict[str, T]()
+
+    def of(self, salt: str) -> T:
+        tenant = tenant_of(salt)
+        table = self._tables.pop(tenant, None) or self._make()
+        self._tables[tenant] = table
+        if len(self._tables) > _MAX_TENANTS:
+            del self._tables[next(iter(self._tables))]
+        return table
+
+    def purge(self, salt: str) -> None:
+        self._tables.pop(salt, None)
 
 
 class CopyAcceptance(AcceptanceCells):

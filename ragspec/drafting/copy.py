@@ -1,7 +1,7 @@
 """The copy drafter: the answer is likely to repeat text that the request already holds.
 
-References are the retrieved passages, the user's input, predicted text, the conversation, the output itself and, if allowed,
-earlier answers of the same tenant. Seven rules find a point to copy from:
+References are the retrieved passages, the user's input, predicted text, the conversation and the output itself. Seven rules
+find a point to copy from:
 
 * match:    the longest run of tokens that ends the output so far and occurs in a reference; several points give branches
 * start:    the output begins: inputs and predictions from their first token, a quotation mark where there are passages
@@ -12,7 +12,10 @@ earlier answers of the same tenant. Seven rules find a point to copy from:
 * draft:    tokens given with the request as a likely continuation
 * realign:  after an edit, copying goes on beside the point where it stopped (one token replaced, inserted or left out)
 
-The probability of each rule and match length is learned from acceptance.
+If allowed, earlier answers of the same tenant are searched too, for what followed most often (`ragspec.drafting.counted`): before
+the references where they hold the longer match.
+
+The probability of each rule and match length is learned from acceptance, for each tenant.
 
 Sources: LLMA (Yang et al. 2023, arXiv 2304.04487), prompt lookup (Saxena 2023), SAD (Sun et al. 2021, arXiv 2106.04970),
 suffix decoding (Oliaro et al. 2024, arXiv 2411.04975).
@@ -20,7 +23,6 @@ suffix decoding (Oliaro et al. 2024, arXiv 2411.04975).
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterator
 from collections.abc import Sequence as SequenceOf
 from typing import NamedTuple
@@ -29,10 +31,11 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from ragspec.core import Request, SourceKind, salt_belongs_to
-from ragspec.drafting.acceptance import Cell, CopyAcceptance
+from ragspec.drafting.acceptance import Cell, CopyAcceptance, Experience, Guess
+from ragspec.drafting.counted import CountedAcceptance, CountedDrafts
 from ragspec.drafting.drafter import Budget, Drafter, Features, SequenceView
 from ragspec.drafting.references import Reference, ReferenceReader
-from ragspec.drafting.suffix_index import SEPARATOR, ReferenceIndex, SuffixIndex
+from ragspec.drafting.suffix_index import SEPARATOR, GrowingSuffixes, ReferenceIndex, SuffixIndex
 from ragspec.numerics.attention import Ints
 from ragspec.tree import Origin, Proposal
 
@@ -42,6 +45,8 @@ _MAX_QUOTES = 8
 _LIKELY = 0.1
 """Beyond `max_nodes` tokens a branch goes on while its path is at least so probable."""
 _MAX_TENANTS = 256
+_PROMPT_END = 4
+"""Tokens of the prompt that are kept with an answer, so that its beginning is found again."""
 _PRIORS = {
     **{f"match:{kind.name.lower()}": (0.25, 0.95) for kind in SourceKind},
     "start:input": (0.3, 0.95),
@@ -81,10 +86,12 @@ class CopyDrafter(Drafter):
         least_prob: float = 0.02,
     ) -> None:
         self._reader = ReferenceReader(tokenizer, eos_ids)
-        self._earlier: dict[str, deque[tuple[int, ...]]] = {}  # by tenant, the latest writer last
+        self._earlier: dict[str, GrowingSuffixes] = {}  # by salt, the latest writer last
         self._max_earlier = earlier_tokens
         self._least_prob = least_prob
-        self._acceptance = CopyAcceptance(_PRIORS, _MAX_MATCH)
+        self._acceptance = Experience(lambda: CopyAcceptance(_PRIORS, _MAX_MATCH))
+        self._counts = CountedDrafts(self.name, least_match=2)
+        self._counted_acceptance = Experience(CountedAcceptance)
         self._indexes: dict[tuple[str, int], SuffixIndex] = {}
 
     def prepare(self, request: Request) -> ReferenceIndex:
@@ -99,10 +106,7 @@ class CopyDrafter(Drafter):
         index = sequence.prepared.get(self.name)
         if index is None:  # preparing failed
             return
-        if earlier := self._earlier.get(sequence.request.salt):
-            answers = [Reference(SourceKind.EARLIER, list(answer), -1, [], len(answer)) for answer in earlier]
-            index = ReferenceIndex([*index.references, *answers])
-        self._indexes[sequence.key] = SuffixIndex(index, sequence)
+        self._indexes[sequence.key] = SuffixIndex(index, sequence, self._acceptance.of(sequence.request.salt))
 
     def propose(self, sequences: SequenceOf[SequenceView], budget: Budget) -> list[list[Proposal]]:
         limits = [(min(budget.max_nodes, depth), depth) for depth in budget.depths]
@@ -119,22 +123,20 @@ class CopyDrafter(Drafter):
             self._realign(index, sequence)
 
     def learn(self, feedback: object, accepted: bool) -> None:
-        if isinstance(feedback, Cell):
-            self._acceptance.learn(feedback, accepted)
+        if isinstance(feedback, Guess):
+            feedback.learn(accepted)
 
     def finish(self, sequence: SequenceView) -> None:
         index = self._indexes.pop(sequence.key, None)
         paused = sequence.request.segment.end is not None
         if self._max_earlier and sequence.num_output and index is not None and index.remembered and not paused:
-            self._remember(sequence.request.salt, tuple(sequence.tokens[sequence.num_prompt :]))
+            self._remember(sequence.request.salt, sequence.tokens[max(0, sequence.num_prompt - _PROMPT_END) :])
 
-    def _remember(self, salt: str, answer: tuple[int, ...]) -> None:
-        """Keep an answer. Drops a tenant's oldest answers, and all answers of the tenant that has been idle longest."""
-        answers = self._earlier.pop(salt, None) or deque()
+    def _remember(self, salt: str, answer: SequenceOf[int]) -> None:
+        """Keep an answer. Drops a salt's oldest answers, and all answers of the salt that has been idle longest."""
+        answers = self._earlier.pop(salt, None) or GrowingSuffixes(self._max_earlier)
         self._earlier[salt] = answers
         answers.append(answer)
-        while sum(map(len, answers)) > self._max_earlier:
-            answers.popleft()
         if len(self._earlier) > _MAX_TENANTS:
             del self._earlier[next(iter(self._earlier))]
 
@@ -143,6 +145,8 @@ class CopyDrafter(Drafter):
         for each in [each for each in self._earlier if salt_belongs_to(each, salt)]:
             del self._earlier[each]
         self._reader.forget()
+        self._acceptance.purge(salt)
+        self._counted_acceptance.purge(salt)
         for index in self._indexes.values():
             index.remembered = index.remembered and not salt_belongs_to(index.salt, salt)
 
@@ -154,15 +158,29 @@ class CopyDrafter(Drafter):
             return proposals
         parent, left = -1, 1.0
         if sequence.num_output == 0 and any(r.is_sentence for r in index.references):
-            cell = self._acceptance.cell("start:quote", 0)
-            left, origin = self._acceptance.probability(cell), Origin(self.name, feedback=cell)
+            guess = Guess(index.acceptance, index.acceptance.cell("start:quote", 0))
+            left, origin = index.acceptance.probability(guess.cell), Origin(self.name, feedback=guess)
             for token in self._reader.quote_ids:
                 proposals.append(Proposal(token, parent, left, origin))
                 parent = len(proposals) - 1
             self._copy(index, self._quotes(index), parent, left, most, proposals)
             parent, left = -1, 1.0 - left
-        self._copy(index, self._points(index, sequence), parent, left, most, proposals)
+        points = self._points(index, sequence)
+        recalled, length = self._recalled(sequence, most[0])
+        comes_first = length > max((point.length for point in points), default=0)
+        if comes_first:
+            left = _append(recalled, left, proposals)
+        left = self._copy(index, points, parent, left, most, proposals)
+        if not comes_first:
+            _append(recalled, left, proposals)
         return proposals
+
+    def _recalled(self, sequence: SequenceView, most: int) -> tuple[list[Proposal], int]:
+        """What followed in the tenant's earlier answers, and the length of the match there."""
+        salt = sequence.request.salt
+        if (answers := self._earlier.get(salt)) is None:
+            return [], 0
+        return self._counts.grow(answers.runs, sequence.tokens, most, most, self._counted_acceptance.of(salt))
 
     def _copy(
         self,
@@ -172,8 +190,9 @@ class CopyDrafter(Drafter):
         left: float,
         most: tuple[int, int],
         proposals: list[Proposal],
-    ) -> None:
-        """Append a branch for each point below node `root`. `left`: the probability that no earlier branch is the right one."""
+    ) -> float:
+        """Append a branch for each point below node `root`. `left`: the probability that no earlier branch is the right one;
+        returns the probability that none is."""
         for point in points:
             number = index.reference_at(point.at)
             reference = index.references[number] if number < len(index.references) else None
@@ -187,9 +206,11 @@ class CopyDrafter(Drafter):
                 if prob < (self._least_prob if i < most[0] else _LIKELY):
                     break
                 source, offset = reference.provenance(point.at + i - begin) if reference else (-1, -1)
-                proposals.append(Proposal(token, parent, prob, Origin(self.name, source, offset, cell)))
+                guess = Guess(index.acceptance, cell)
+                proposals.append(Proposal(token, parent, prob, Origin(self.name, source, offset, guess)))
                 parent = len(proposals) - 1
             left *= 1.0 - first
+        return left
 
     def _branch(self, index: SuffixIndex, point: _CopyPoint, tail: int, most: int) -> Iterator[tuple[int, Cell, float]]:
         """Each token to copy, its acceptance cell and its probability given the token before.
@@ -198,8 +219,8 @@ class CopyDrafter(Drafter):
         """
         for i, token in enumerate(self._copyable(index, point, most).tolist()):
             kind, length = (point.kind, point.length + i) if i < tail else ("tail", i - tail)
-            cell = self._acceptance.cell(kind, length)
-            yield token, cell, self._acceptance.probability(cell)
+            cell = index.acceptance.cell(kind, length)
+            yield token, cell, index.acceptance.probability(cell)
 
     def _copyable(self, index: SuffixIndex, point: _CopyPoint, most: int) -> Ints:
         """Tokens from the point up to the next separator; what is copied from the output's end repeats itself."""
@@ -287,3 +308,13 @@ class CopyDrafter(Drafter):
     def _end_of_reference(self, index: SuffixIndex, at: int) -> int:
         number = index.reference_at(at)
         return int(index.begin[number + 1]) - 1 if number < len(index.references) else index.end
+
+
+def _append(tree: list[Proposal], left: float, proposals: list[Proposal]) -> float:
+    """Append another tree below the root, whose probabilities are given that nothing before is right, which has probability
+    `left`; returns the probability that none of it is right either."""
+    first = len(proposals)
+    for node in tree:
+        parent = node.parent + first if node.parent >= 0 else -1
+        proposals.append(node._replace(parent=parent, path_prob=node.path_prob * left))
+    return left * (1.0 - sum(node.path_prob for node in tree if node.parent < 0))

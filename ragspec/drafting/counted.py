@@ -40,7 +40,7 @@ class CountedAcceptance(AcceptanceCells):
 
     def __init__(self) -> None:
         middles = np.array([(low + high) / 2 for low, high in itertools.pairwise((0.0, *_SHARES, 1.0))])
-        reliable = 1.0 - 0.7 ** np.arange(1, MAX_MATCH + 2)
+        reliable = 0.95 - 0.7 ** np.arange(1, MAX_MATCH + 2)
         prior = reliable[:, None, None] * middles[:, None] * np.ones(len(_COUNTS) + 1)
         super().__init__(prior.ravel().tolist(), prior_weight=4.0, memory=400.0)
 

@@ -26,7 +26,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ragspec.core import Request
 from ragspec.disk import atomic_writer
-from ragspec.drafting.acceptance import Guess
+from ragspec.drafting.acceptance import Experience, Guess
 from ragspec.drafting.counted import CountedAcceptance, CountedDrafts
 from ragspec.drafting.drafter import Budget, Drafter, SequenceView
 from ragspec.drafting.suffix_index import NO_TOKENS, SEPARATOR, Ints, SortedSuffixes, VisibleSuffixes
@@ -143,22 +143,24 @@ class DatastoreDrafter(Drafter):
     def __init__(self, datastore: Datastore) -> None:
         self._datastore = datastore
         self._counts = CountedDrafts(self.name, least_match=2)
-        self._acceptance = CountedAcceptance()
+        self._acceptance = Experience(CountedAcceptance)
 
     def prepare(self, request: Request) -> list[VisibleSuffixes]:
         return self._datastore.views(tenant_of(request.salt))
 
     def propose(self, sequences: SequenceOf[SequenceView], budget: Budget) -> list[list[Proposal]]:
-        return [
-            self._counts.grow(
-                sequence.prepared.get(self.name) or (), sequence.tokens, budget.max_nodes, depth, self._acceptance
-            )[0]
-            for sequence, depth in zip(sequences, budget.depths, strict=True)
-        ]
+        return [self._propose(s, budget.max_nodes, depth) for s, depth in zip(sequences, budget.depths, strict=True)]
+
+    def _propose(self, sequence: SequenceView, max_nodes: int, depth: int) -> list[Proposal]:
+        views, acceptance = sequence.prepared.get(self.name) or (), self._acceptance.of(sequence.request.salt)
+        return self._counts.grow(views, sequence.tokens, max_nodes, depth, acceptance)[0]
 
     def learn(self, feedback: object, accepted: bool) -> None:
         if isinstance(feedback, Guess):
             feedback.learn(accepted)
+
+    def purge(self, salt: str) -> None:
+        self._acceptance.purge(salt)
 
 
 def _kept(path: Path, num_documents: int) -> SortedSuffixes | None:

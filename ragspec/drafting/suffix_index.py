@@ -8,12 +8,14 @@ token occurs, not with the texts. The others are searched for counts: how often 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence as SequenceOf
 from typing import Any, NamedTuple, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ragspec.core import SourceKind
+from ragspec.drafting.acceptance import CopyAcceptance
 from ragspec.drafting.drafter import SequenceView
 from ragspec.drafting.references import Reference
 from ragspec.numerics.compiled import compiled, inner
@@ -23,6 +25,7 @@ Ints = NDArray[np.int32]
 SEPARATOR = -1
 SORTED_TOKENS = 32
 """Suffixes that are searched for counts are in order by so many tokens."""
+_NUM_RUNS = 8
 _MOST_MATCHES = 24
 NO_TOKENS: Ints = np.empty(0, np.int32)
 
@@ -187,6 +190,34 @@ class VisibleSuffixes(NamedTuple):
         return found
 
 
+class GrowingSuffixes:
+    """Sorted suffixes of texts that come one by one. Holds at most `max_tokens` tokens; the oldest texts leave first.
+
+    `runs`, the oldest first, are sorted apart, and merged while they are of like size: adding a text costs little, and a search
+    visits few runs.
+    """
+
+    def __init__(self, max_tokens: int) -> None:
+        self.runs: list[VisibleSuffixes] = []
+        self._max_tokens = max_tokens
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(run.suffixes.tokens) for run in self.runs)
+
+    def append(self, token_ids: SequenceOf[int]) -> None:
+        tokens: Ints = np.array([*token_ids, SEPARATOR], np.int32)
+        while self.runs and self._merges(len(self.runs[-1].suffixes.tokens), len(tokens)):
+            tokens = np.concatenate([self.runs.pop().suffixes.tokens, tokens])
+        self.runs.append(VisibleSuffixes(SortedSuffixes.build(tokens)))
+        while self.num_tokens > self._max_tokens:
+            del self.runs[0]
+
+    def _merges(self, earlier: int, later: int) -> bool:
+        """Why not without limit: a whole run leaves at once."""
+        return earlier <= 2 * later and earlier + later <= self._max_tokens / _NUM_RUNS
+
+
 class ReferenceIndex:
     """The references of one request with separators between them, and the places of every token. Sequences share it."""
 
@@ -210,12 +241,12 @@ class ReferenceIndex:
 class SuffixIndex:
     """The references of one sequence, then the output, which grows.
 
-    Also follows an input beside the output: `expected` is the input's next position, -1 for none; `num_off` counts output tokens
-    since the output left the input.
+    `acceptance`: of its tenant. Also follows an input beside the output: `expected` is the input's next position, -1 for none;
+    `num_off` counts output tokens since the output left the input.
     """
 
-    def __init__(self, base: ReferenceIndex, sequence: SequenceView) -> None:
-        self._base = base
+    def __init__(self, base: ReferenceIndex, sequence: SequenceView, acceptance: CopyAcceptance) -> None:
+        self._base, self.acceptance = base, acceptance
         self.references, self.begin, self.quotes = base.references, base.begin, base.quotes
         self.follows_input = base.follows_input
         self.salt = sequence.request.salt

@@ -320,9 +320,9 @@ def test_earlier_answers_are_bounded_and_off_by_default() -> None:
     drafter = CopyDrafter(tokenizer(), (EOS,), earlier_tokens=60)
     for i in range(30):
         finish_one(drafter, f"Yes, the old mill burned in 1921, {i} times.", "one", f"x{i}")
-        assert 0 < sum(map(len, drafter._earlier["one"])) <= 60
+        assert 0 < drafter._earlier["one"].num_tokens <= 60
     finish_one(drafter, "water " * 200, "one", "long")
-    assert sum(map(len, drafter._earlier["one"])) <= 60
+    assert drafter._earlier["one"].num_tokens <= 60
 
 
 def test_finished_sequences_are_forgotten() -> None:
@@ -369,3 +369,19 @@ def test_the_cache_of_references_is_bounded_by_bytes(monkeypatch: pytest.MonkeyP
     assert sum(len(each.token_ids) for known in reader._known.values() for each in known) < 2_000
     reader.forget()
     assert not reader._known and not reader._num_bytes
+
+
+def test_of_earlier_answers_the_most_frequent_continuation_comes_first() -> None:
+    """The latest answer was copied although most answers went on in another way."""
+    drafter = CopyDrafter(tokenizer(), (EOS,), earlier_tokens=1000)
+    for i, year in enumerate((1921, 1921, 1921, 1874)):
+        finish_one(drafter, f"Yes, the old mill burned in {year}.", "one", str(i))
+    sequence = Writing((), "one", "new")
+    sequence.begin(drafter)
+    sequence.write(drafter, "So the old mill burned in")
+    siblings: dict[int, list[float]] = {}
+    for proposal in proposals(drafter, sequence):
+        siblings.setdefault(proposal.parent, []).append(proposal.path_prob)
+    (fork,) = [probs for probs in siblings.values() if len(probs) > 1]
+    assert len(fork) == 2 and fork[0] > 1.5 * fork[1]
+    assert drafts(drafter, sequence, " 1921.") and not drafts(drafter, sequence, " 1922")

@@ -10,8 +10,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ragspec.core import Request, SourceKind
+from ragspec.drafting.acceptance import CopyAcceptance
 from ragspec.drafting.references import Reference
-from ragspec.drafting.suffix_index import SEPARATOR, ReferenceIndex, SortedSuffixes, SuffixIndex, VisibleSuffixes
+from ragspec.drafting.suffix_index import (
+    SEPARATOR,
+    GrowingSuffixes,
+    ReferenceIndex,
+    SortedSuffixes,
+    SuffixIndex,
+    VisibleSuffixes,
+)
 
 TOKENS = st.lists(st.integers(0, 3), max_size=40)
 
@@ -37,7 +45,7 @@ def test_the_longest_matches_come_first(texts: list[list[int]], output: list[int
     """An index over tokens that loses a match, or prefers an older or a shorter one."""
     base = ReferenceIndex([reference(text) for text in texts])
     sequence = SimpleNamespace(request=Request("a", (9,)), tokens=[9, *output[:3]], num_prompt=1)
-    index = SuffixIndex(base, sequence)  # type: ignore[arg-type]
+    index = SuffixIndex(base, sequence, CopyAcceptance({"match": (0.1, 0.9)}))  # type: ignore[arg-type]
     for token in output[3:]:
         index.append(token)
     expected = every_match(index.tokens.tolist(), len(base.tokens), 5)[:24] if output else []
@@ -92,3 +100,28 @@ def test_counts_are_those_of_a_search_that_compares_every_place(
     assert [count for *_, count in followers] == sorted(expected.values(), reverse=True)
     assert view.followers(low, high, length, 2) == followers[:2]
     assert all(suffixes.narrow(low, high, length, token) == (first, end) for token, first, end, _ in followers)
+
+
+@given(st.lists(st.lists(st.integers(0, 9), max_size=12), max_size=30), st.integers(1, 60))
+@settings(deadline=None)
+def test_the_latest_texts_are_held_and_no_more_than_fit(texts: list[list[int]], most: int) -> None:
+    """Memory that grows with every text, a lost recent text, or a run for each text that was ever added."""
+    held = GrowingSuffixes(most)
+    for text in texts:
+        held.append(text)
+        assert held.num_tokens <= most
+    tokens = [token for run in held.runs for token in run.suffixes.tokens.tolist()]
+    added = [token for text in texts for token in (*text, SEPARATOR)]
+    assert tokens == (added[-len(tokens) :] if tokens else [])
+    if texts and len(texts[-1]) < most:
+        assert tokens[-len(texts[-1]) - 1 :] == [*texts[-1], SEPARATOR]
+    for run in held.runs:
+        assert run.suffixes.order.tolist() == SortedSuffixes.build(run.suffixes.tokens).order.tolist()
+
+
+def test_many_texts_lie_in_few_runs() -> None:
+    """Every search visited as many runs as there were answers."""
+    held = GrowingSuffixes(10_000)
+    for number in range(2_000):
+        held.append([number % 7] * 20)
+    assert held.num_tokens > 8_000 and len(held.runs) < 20

@@ -99,31 +99,6 @@ def test_the_likeliest_paths_come_first() -> None:
     assert table.draft(5, True, 6, 5) == []
 
 
-def drafts_of(target: Target, before: Sequence[Request], own: Sequence[Request]) -> list[Any]:
-    drafter = Noting()
-    with tiny_engine(target, [drafter]) as engine:
-        for request in before:
-            engine.generate([request])
-        drafter.drafts.clear()
-        for request in own:
-            engine.generate([request])
-        assert engine._planner.num_failures == 0
-    return drafter.drafts
-
-
-def test_a_tenants_drafts_are_the_same_whatever_others_did(tiny: Tiny) -> None:
-    """Another tenant's text, or how often its drafts were right, showed in the drafts."""
-    target = tiny()
-    requests = requests_of(target, SamplingParams(max_tokens=30, ignore_eos=True))
-    own = [replace(request, id=f"b{i}", salt="b") for i, request in enumerate(requests[:3] * 2)]
-    other = [replace(request, id=f"a{i}", salt=f"a\0{i}") for i, request in enumerate(requests * 5)]
-    alone = drafts_of(target, [], own)
-    assert sum(len(nodes) for _, _, nodes in alone) > 50
-    assert drafts_of(target, other, own) == alone
-    same = [replace(request, salt="b") for request in other]
-    assert drafts_of(target, same, own) != alone, "a test that cannot fail"
-
-
 def test_tables_are_bounded_and_the_greediest_tenant_pays() -> None:
     """A tenant with a salt for every request pushed others out, or took all memory."""
     drafter = RecyclingDrafter(320, 4 * TABLE_BYTES + 100)
