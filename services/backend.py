@@ -8,6 +8,7 @@ Owns their order of construction and closing. Knows no HTTP.
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 from collections.abc import Callable
@@ -20,6 +21,7 @@ from ragspec.disk import make_folder, saving
 from ragspec.engine.engine import Engine
 from ragspec.engine.loading import load_engine
 from ragspec.engine.sequence import Listener
+from ragspec.numerics.self_test import Say
 from ragspec.rag.chat.chat import Chat
 from ragspec.rag.chat.conversations import ConversationStore
 from ragspec.rag.grammar.dictionaries import DictionaryStore
@@ -33,6 +35,8 @@ from services.metrics import Metrics
 from services.settings import ServiceConfig
 from services.stores.library import open_library
 from services.telemetry import Telemetry
+
+log = logging.getLogger(__name__)
 
 
 class ServedEngine(EngineLike, Protocol):
@@ -90,13 +94,13 @@ class ServiceBackend(AbstractContextManager["ServiceBackend"]):
         ]
 
     @classmethod
-    def embedded(cls, config: ServiceConfig, retriever: Retriever | None = None) -> ServiceBackend:
-        """Loads everything into this process. `retriever` None: the configured one.
+    def embedded(cls, config: ServiceConfig, retriever: Retriever | None = None, say: Say = log.info) -> ServiceBackend:
+        """Loads everything into this process. `retriever` None: the configured one. `say`: as for `load_engine`.
 
         Raises: ConfigError, StoreError, ModelError.
         """
         retriever = retriever or Retriever.from_config(config.retriever, config.encoder)
-        engine = load_engine(config.target, config.engine, config.drafting)
+        engine = load_engine(config.target, config.engine, config.drafting, say=say)
         return cls(engine, engine.target.tokenizer, retriever, config, engine.close)
 
     def close(self) -> None:

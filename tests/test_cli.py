@@ -31,7 +31,7 @@ from ragspec.cli import main
 from ragspec.cli.demo import QUESTIONS, demo_retriever
 from ragspec.cli.demo_view import AnswerPair, Totals
 from ragspec.cli.quotes import answer_text, excerpt, print_sources
-from ragspec.cli.terminal import cache_folder, safe
+from ragspec.cli.terminal import cache_folder, safe, stage
 from ragspec.config import IndexConfig, load_config
 from ragspec.core import Citation, Document, FinishReason, GenerationStats, Passage
 from ragspec.rag.answer import Answer, AnswerSentence, AnswerStats
@@ -40,6 +40,7 @@ from ragspec.rag.wording import NOTHING_CLOSE
 from ragspec.retrieval.encoder import Encoder, EncoderIdentity, FloatArray
 from ragspec.retrieval.index.store import Store
 from ragspec.retrieval.retriever import Retriever, build_index
+from ragspec.training import stdlib_corpus
 from ragspec.training.stdlib_corpus import is_held_out
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -105,7 +106,7 @@ def loaded(pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch) -> Pipeline:
     """Commands find the pipeline open already, and leave it open."""
     monkeypatch.setattr("ragspec.cli.app.configured_index_dir", lambda config: Path())
     monkeypatch.setattr("ragspec.cli.app.read_pointer", lambda folder: "")
-    monkeypatch.setattr("ragspec.training.stdlib_corpus.stdlib_documents", list)
+    monkeypatch.setattr("ragspec.training.stdlib_corpus.kept_documents", lambda folder: [])
     monkeypatch.setattr("ragspec.cli.ask._with_standard_library", lambda console, settings, corpus: settings)
     monkeypatch.setattr(Pipeline, "from_config", lambda settings: pipeline)
     monkeypatch.setattr(Pipeline, "close", lambda self: None)
@@ -241,7 +242,7 @@ def test_without_an_index_the_standard_library_answers_and_says_so(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(Encoder, "load", lambda config: HashEncoder())
     corpus = [("math.floor", "math.floor(x, /): Return the floor of x as an Integral.")]
-    monkeypatch.setattr("ragspec.training.stdlib_corpus.stdlib_documents", lambda: corpus)
+    monkeypatch.setattr("ragspec.training.stdlib_corpus.kept_documents", lambda folder: corpus)
     ended = run("ask", "floor?", "--target", model, "--max-tokens", 2, "--json")
     assert ended.code == 0, ended.err
     assert "docstrings of Python's standard library" in ended.err.splitlines()[0]
@@ -434,7 +435,8 @@ def test_a_full_disk_is_one_line_and_keeps_the_old_index(
 @pytest.fixture
 def small_demo(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr("ragspec.training.stdlib_corpus.stdlib_documents", lambda: [(d.id, d.text) for d in DOCUMENTS])
+    corpus = [(document.id, document.text) for document in DOCUMENTS]
+    monkeypatch.setattr("ragspec.training.stdlib_corpus.kept_documents", lambda folder: corpus)
 
 
 def test_the_demo_shows_equal_outputs_and_a_measured_ratio(
@@ -499,6 +501,40 @@ class CountingEncoder(HashEncoder):
     def encode(self, texts: Sequence[str], kind: str = "document") -> FloatArray:
         self.num_texts += len(texts) if kind == "document" else 0
         return super().encode(texts, kind)
+
+
+def test_docstrings_are_collected_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every start of `serve` imported the whole standard library; a torn or read-only cache must not stop one."""
+    collected: list[int] = []
+
+    def collect() -> list[tuple[str, str]]:
+        collected.append(1)
+        return [("math.floor", "math.floor(x, /): the \udcff floor")]
+
+    monkeypatch.setattr(stdlib_corpus, "stdlib_documents", collect)
+    first = stdlib_corpus.kept_documents(tmp_path / "cache")
+    assert stdlib_corpus.kept_documents(tmp_path / "cache") == first and len(collected) == 1
+    (kept,) = (tmp_path / "cache").iterdir()
+    for content in ("", "[[1", "[3]"):
+        kept.write_text(content)
+        assert stdlib_corpus.kept_documents(tmp_path / "cache") == first
+    assert len(collected) == 4
+    (tmp_path / "file").touch()
+    assert stdlib_corpus.kept_documents(tmp_path / "file") == first
+    monkeypatch.setattr(sys, "version", "another")
+    assert stdlib_corpus.kept_documents(tmp_path / "cache") == first and len(collected) == 6
+
+
+def test_a_start_says_what_it_does_and_for_how_long() -> None:
+    """A first start of a minute that showed one line from its beginning to its end, and in a container's log nothing."""
+    log, screen = io.StringIO(), io.StringIO()
+    with stage(Console(file=log, width=100), "target", "Loading") as done:
+        done.say("testing the numerics")
+    assert re.search(r"^  testing the numerics \(\d+ s\)\n✓ target ", log.getvalue())
+    with stage(console := Console(file=screen, width=100, force_terminal=True), "target", "Loading") as done:
+        done.say("testing the numerics")
+        console.print(done)
+    assert re.search(r"testing the numerics … \d+ s", screen.getvalue())
 
 
 def test_the_corpus_depends_on_python_alone() -> None:

@@ -34,7 +34,7 @@ from ragspec.cli.options import (
     Temperature,
     pass_on,
 )
-from ragspec.cli.terminal import one_line, prepare_process, print_error
+from ragspec.cli.terminal import cache_folder, one_line, prepare_process, print_error
 from ragspec.config import load_config
 from ragspec.core import SamplingParams, check_text
 from ragspec.errors import RagspecError
@@ -117,10 +117,10 @@ def demo(
     debug: Debug = False,
 ) -> None:
     """Questions about Python's standard library, answered with quotes; speculation on against off."""
-    from ragspec.training.stdlib_corpus import stdlib_documents
+    from ragspec.training.stdlib_corpus import kept_documents
 
     params = SamplingParams(max_tokens=_DEMO_MAX_TOKENS, temperature=temperature or 0.0, seed=seed)
-    corpus = stdlib_documents()  # Why before torch: torch and transformers add functions to the standard library
+    corpus = kept_documents(cache_folder())  # Why before torch, which adds functions to the standard library
     from ragspec.cli.demo import run_demo
 
     raise typer.Exit(run_demo(corpus, target, questions, params, interactive=interactive, as_json=as_json))
@@ -172,9 +172,9 @@ def ask(
     if settings.retriever.index_dir:
         read_pointer(configured_index_dir(settings.retriever))  # Why first: the import below takes seconds
     else:
-        from ragspec.training.stdlib_corpus import stdlib_documents
+        from ragspec.training.stdlib_corpus import kept_documents
 
-        corpus = stdlib_documents()  # Why before torch: torch and transformers add functions to the standard library
+        corpus = kept_documents(cache_folder())  # Why before torch, which adds functions to the standard library
     from ragspec.cli.ask import run_ask
 
     policy = iterative and iterative.value

@@ -180,8 +180,8 @@ def _load_retriever(console: Console, documents: list[Document]) -> Retriever:
 
 
 def _load_engine(console: Console, config: TargetConfig) -> Engine:
-    with stage(console, "target", "Loading the target, testing its numerics, measuring its costs") as loaded:
-        engine = load_engine(config, EngineConfig(max_kv_tokens=_KV_TOKENS), DraftingConfig())
+    with stage(console, "target", "Loading the target") as loaded:
+        engine = load_engine(config, EngineConfig(max_kv_tokens=_KV_TOKENS), DraftingConfig(), say=loaded.say)
         millions = engine.target.num_parameters / 1e6
         loaded.detail = f"{millions:.1f}M parameters, {config.weight_dtype}; bitwise self-test passed"
     return engine

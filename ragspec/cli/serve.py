@@ -47,9 +47,9 @@ def run_serve(
     if settings.retriever.index_dir and cluster is None:
         read_pointer(configured_index_dir(settings.retriever))  # Why first: the imports below take seconds
     if not settings.retriever.index_dir and cluster is None:
-        from ragspec.training.stdlib_corpus import stdlib_documents
+        from ragspec.training.stdlib_corpus import kept_documents
 
-        corpus = stdlib_documents()  # Why before torch: torch and transformers add functions to the standard library
+        corpus = kept_documents(cache_folder())  # Why before torch, which adds functions to the standard library
     from services.backend import keep_private
     from services.embedded import Server, address_of, check_certificate, listening
     from services.keys import KeyFile, SingleKey
@@ -107,8 +107,8 @@ def _in_process(
     with stage(console, "index", "Opening the index") as done:
         retriever = Retriever.from_config(settings.retriever, encoder)
         done.detail = "Python's standard library" if corpus else settings.retriever.index_dir
-    with stage(console, "target", "Loading the target, testing its numerics, measuring what steps cost") as done:
-        backend = ServiceBackend.embedded(settings, retriever)
+    with stage(console, "target", "Loading the target") as done:
+        backend = ServiceBackend.embedded(settings, retriever, done.say)
         done.detail = f"{backend.model}, numerics {backend.engine.fingerprint}"
     with backend:
         yield backend

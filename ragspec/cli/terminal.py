@@ -92,19 +92,34 @@ def note(console: Console, message: str) -> None:
     console.print(Text(f"note: {safe(message)}", "yellow"))
 
 
-class StageDetail:
-    """Set `detail` inside the block; `stage` prints it at the end."""
+class Stage:
+    """A step of a start, with its seconds so far. Set `detail` inside the block; `stage` prints it at the end."""
 
-    detail = ""
+    def __init__(self, console: Console, doing: str) -> None:
+        self._console, self._doing, self._begin = console, doing, perf_counter()
+        self.detail = ""
+
+    @property
+    def seconds(self) -> float:
+        return perf_counter() - self._begin
+
+    def say(self, doing: str) -> None:
+        """What goes on now: shown by the spinner, or as a line where the output is no terminal."""
+        self._doing = doing
+        if not self._console.is_terminal:
+            self._console.print(Text(f"  {doing} ({self.seconds:.0f} s)", "dim"), soft_wrap=True)
+
+    def __rich__(self) -> Text:
+        return Text(f"{self._doing} … {self.seconds:.0f} s", "dim")
 
 
 @contextmanager
-def stage(console: Console, name: str, doing: str = "") -> Iterator[StageDetail]:
+def stage(console: Console, name: str, doing: str = "") -> Iterator[Stage]:
     """Shows a spinner while the block runs, then a line with detail and seconds. No spinner without `doing`; no line on error."""
-    begin, current = perf_counter(), StageDetail()
-    with console.status(Text(f"{doing} …", "dim")) if doing else nullcontext():
+    current = Stage(console, doing)
+    with console.status(current) if doing else nullcontext():
         yield current
     line = Text.assemble(("✓ ", "green"), f"{name:<11}", (current.detail, "dim"))
-    seconds = f"{perf_counter() - begin:.1f} s"
+    seconds = f"{current.seconds:.1f} s"
     gap = console.width - line.cell_len - len(seconds) - 1
     console.print(Text.assemble(line, " " * max(gap, 1), (seconds, "dim")), soft_wrap=gap < 1)

@@ -57,7 +57,7 @@ from ragspec.numerics.batch import Batch, ScheduledSequence
 from ragspec.numerics.kv_cache import SequenceSlots
 from ragspec.numerics.linear import packing_available
 from ragspec.numerics.ranks import ONE_RANK, Ranks
-from ragspec.numerics.self_test import SelfTest, self_test
+from ragspec.numerics.self_test import Say, SelfTest, self_test
 from ragspec.numerics.threads import AdaptiveThreads, run_in_thread, set_num_threads
 from ragspec.verification.sampling import compile_samplers
 
@@ -76,16 +76,20 @@ def load_engine(
     make_sampler: SamplerFactory | None = None,
     ranks: Ranks = ONE_RANK,
     planner_class: type[Planner] = Planner,
+    say: Say = log.info,
 ) -> Engine:
     """A running engine. In a tensor-parallel group this is rank 0; the other ranks run `load_follower(...).run()`.
 
+    `say` is told what the start does; a first start of a target takes many times as long as later ones.
     Raises: ModelError, ConfigError, RankLost.
     """
     most_threads, adaptive = threads_a_rank(config, ranks), config.adaptive_threads and ranks.size == 1
 
     def build() -> tuple[Target, Planner, Admission, EngineConfig, AdaptiveThreads]:
+        say("reading the weights")
         target = load_rank(target_config, config, ranks)
-        tested = _accepted(kept_self_test(target, most_threads), target.config)
+        tested = _accepted(kept_self_test(target, most_threads, say), target.config)
+        say("reading compiled samplers")
         compile_samplers(tested.uncertainty)
         num_threads = choose_num_threads(target, most_threads) if adaptive else most_threads
         max_step_tokens = max(MIN_STEP_TOKENS, min(config.max_step_tokens, tested.num_rows))
@@ -94,7 +98,7 @@ def load_engine(
             tested.numerics_id,
             num_threads,
             partial(forward_s, target),
-            lambda: measure_costs(target, max_step_tokens),
+            lambda: measure_costs(target, max_step_tokens, say),
         )
         planner = planner_class(make_drafters(target, drafting), costs, drafting.max_tree_nodes, target.vocab_size)
         settled = config.model_copy(update={"max_step_tokens": max_step_tokens})
@@ -263,8 +267,9 @@ def make_datastore(target: Target, config: DatastoreConfig) -> DatastoreDrafter:
     return DatastoreDrafter(Datastore(Path(config.index_dir), target.tokenizer))
 
 
-def measure_costs(target: Target, max_rows: int) -> CostTable:
+def measure_costs(target: Target, max_rows: int, say: Say = log.info) -> CostTable:
     """Seconds of a forward by number of rows, for a short and a long context."""
+    say("measuring what steps of 1 to 128 rows cost")
     room = min(target.max_context_tokens, target.pool.num_slots - PAGE)
     max_rows = min(max_rows, room // 2)
     contexts = [c for c in (128, 1024) if c + min(max_rows, 128) <= room] or [room // 2]

@@ -25,7 +25,7 @@ from ragspec import numerics
 from ragspec.disk import make_folder, write_atomically
 from ragspec.drafting.cost_model import CostTable
 from ragspec.engine.target import Target
-from ragspec.numerics.self_test import QUICK_CHUNKS, QUICK_ROWS, SelfTest, self_test
+from ragspec.numerics.self_test import CHUNKS, QUICK_CHUNKS, QUICK_ROWS, Say, SelfTest, self_test
 
 log = logging.getLogger(__name__)
 
@@ -44,14 +44,14 @@ class _Measurements(BaseModel):
     seconds: dict[int, list[float]] = {}
 
 
-def kept_self_test(target: Target, num_threads: int) -> SelfTest:
+def kept_self_test(target: Target, num_threads: int, say: Say = log.info) -> SelfTest:
     """The result of an earlier start's self-test if a short one confirms it, else of a whole one."""
     longest, dtype = target.max_context_tokens, target.config.numerics_dtype
-    quick = self_test(target, min(longest, QUICK_ROWS), dtype, num_threads, QUICK_CHUNKS)
+    quick = self_test(target, min(longest, QUICK_ROWS), dtype, num_threads, QUICK_CHUNKS, say)
     path = _path(target, quick.numerics_id, num_threads)
     if quick.passed and (num_rows := _read(path).num_rows):
         return quick._replace(num_rows=num_rows)
-    tested = self_test(target, longest, dtype, num_threads)
+    tested = self_test(target, longest, dtype, num_threads, CHUNKS, say)
     if tested.passed:
         _write(path, _read(path).model_copy(update={"num_rows": tested.num_rows}))
     return tested

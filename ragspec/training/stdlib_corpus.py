@@ -12,13 +12,18 @@ import hashlib
 import importlib
 import inspect
 import io
+import json
+import os
 import pkgutil
 import re
 import sys
+import sysconfig
 import warnings
 from collections.abc import Iterator
+from pathlib import Path
 from types import ModuleType
 
+from ragspec.disk import make_folder, write_atomically
 from ragspec.training.sentences import split_sentences
 
 MIN_CHARS, MAX_CHARS = 20, 2000
@@ -46,6 +51,23 @@ def stdlib_documents() -> list[tuple[str, str]]:
             seen_docs.add(doc)
             documents[name] = f"{name}{signature_text(documented)}: {doc}"
     return sorted(documents.items())
+
+
+def kept_documents(folder: Path) -> list[tuple[str, str]]:
+    """As `stdlib_documents`, from a file in `folder`, which the first call for this Python writes where it can.
+
+    Why: collecting them imports the whole standard library, three seconds a start.
+    """
+    library = sysconfig.get_path("stdlib")
+    known = (sys.version, library, os.stat(library).st_mtime_ns, inspect.getsource(sys.modules[__name__]))
+    path = folder / f"docstrings-{hashlib.sha256(repr(known).encode()).hexdigest()[:24]}.json"
+    with contextlib.suppress(OSError, ValueError, TypeError):
+        return [(str(name), str(text)) for name, text in json.loads(path.read_bytes())]
+    documents = stdlib_documents()
+    with contextlib.suppress(OSError):
+        make_folder(folder)
+        write_atomically(path, json.dumps(documents))
+    return documents
 
 
 def is_held_out(name: str) -> bool:

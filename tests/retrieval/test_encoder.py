@@ -55,6 +55,7 @@ def test_vectors_equal_sentence_transformers(encoder: Encoder) -> None:
     vectors = encoder.encode(TEXTS)
     assert vectors.dtype == np.float32 and vectors.shape == (len(TEXTS), encoder.identity.dimension)
     np.testing.assert_allclose(vectors, stock.encode(TEXTS), atol=2e-6)
+    assert np.array_equal(vectors, Encoder(stock.float(), EncoderConfig()).encode(TEXTS))
     np.testing.assert_allclose(np.linalg.norm(vectors, axis=1), 1, atol=1e-6)
 
 
