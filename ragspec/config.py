@@ -215,6 +215,9 @@ class TreeHeadConfig(ConfigSection):
     `tree`: "dynamic" extends the `width` most probable paths of each level by `num_children` children, down to `max_depth`
     tokens; "static" is the family's published tree (EAGLE-1's of 25 nodes; Medusa's and Hydra's of 63), "chain" has no branches.
     `coupled`: drafts use the noise that the target samples with. `dtype`: of the products; auto: the fastest on this machine.
+    `score` of a dynamic tree: "learned" ranks paths by the acceptance of such nodes so far, ours; "confidence" by the head's own
+    probabilities, uncoupled, and keeps the `num_nodes` best. The EAGLE-2 paper's tree is `num_children: 10`, `width: 10`,
+    `max_depth: 8`, `num_nodes: 59`, with `drafting.max_tree_nodes: 59`.
     """
 
     path: str = ""
@@ -223,22 +226,27 @@ class TreeHeadConfig(ConfigSection):
     width: int = Field(4, ge=1, le=64)
     max_depth: int = Field(6, ge=1, le=32)
     coupled: bool = True
+    score: Literal["learned", "confidence"] = "learned"
+    num_nodes: int = Field(59, ge=1, le=512)
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
 
 
 class EagleConfig(TreeHeadConfig):
-    """An EAGLE head, with the keys of `drafting.medusa`. The head attends to the last `window` positions.
+    """An EAGLE head, with the keys of `drafting.medusa`. The head attends to the last `window` positions. One draft reads at
+    most `max_read_tokens` tokens of the text, the last first, and later drafts read those before, until the window is read.
     `positions_per_layer`: of PosS, the positions that each specialist drafts; null: as `position_per_layer` of its
     config.json says."""
 
     window: int = Field(256, ge=16)
+    max_read_tokens: int = Field(48, ge=1)
     positions_per_layer: int | None = Field(None, ge=1)
 
 
 class HydraConfig(TreeHeadConfig):
-    """Hydra heads, with the keys of `drafting.medusa`. Hydra++ attends to the last `window` positions."""
+    """Hydra heads, with the keys of `drafting.medusa`. Hydra++ has `window` and `max_read_tokens`, as in `drafting.eagle`."""
 
     window: int = Field(256, ge=16)
+    max_read_tokens: int = Field(48, ge=1)
 
 
 class DraftModelConfig(ConfigSection):

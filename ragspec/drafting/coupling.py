@@ -138,6 +138,20 @@ class Coupling:
         return np.asarray(warp(full, sequence.request.params, _counts(sequence))[self._ids], np.float32)
 
 
+def most_probable(logits: LogitRows, count: int) -> BestTokens:
+    """Each row's most probable tokens at temperature 1, without noise and warps; scores are log-probabilities."""
+    if not isinstance(logits, np.ndarray):
+        rows = [row.top for row in logits.log_probs(range(len(logits)), [0] * len(logits), count)]
+        scores = np.array([[log_prob for _, log_prob in row] for row in rows])
+        return BestTokens(np.array([[column for column, _ in row] for row in rows]), scores, np.isfinite(scores).all(1))
+    columns = np.argsort(-logits, axis=1, kind="stable")[:, :count]
+    wide = np.where(np.isfinite(logits), logits, np.float32(0.0)).astype(np.float64)
+    greatest = wide.max(1, keepdims=True)
+    norms = greatest + np.log(np.exp(wide - greatest).sum(1, keepdims=True))
+    finite = np.atleast_1d(np.isfinite(logits).all(1))
+    return BestTokens(columns, np.take_along_axis(wide, columns, 1) - norms, finite)
+
+
 def _counts(sequence: SequenceView) -> TokenCounts | None:
     if not sequence.request.params.has_penalties:
         return None

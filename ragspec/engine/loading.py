@@ -37,7 +37,7 @@ from ragspec.drafting.drafter import Drafter
 from ragspec.drafting.eagle.checkpoint import reachable, read_head
 from ragspec.drafting.eagle.drafter import EagleDrafter
 from ragspec.drafting.eagle.network import EagleNetwork, HeadTimer
-from ragspec.drafting.growing.shapes import MEDUSA_TREE, TreeShape, make_shape
+from ragspec.drafting.growing.shapes import MEDUSA_TREE, STATIC_TREE, TreeShape, make_shape
 from ragspec.drafting.medusa.checkpoint import PositionHeads, read_medusa
 from ragspec.drafting.medusa.drafter import HydraDrafter, MedusaDrafter
 from ragspec.drafting.medusa.hydra import read_hydra
@@ -176,7 +176,7 @@ def make_drafters(target: Target, drafting: DraftingConfig) -> list[Drafter]:
 def make_eagle(target: Target, config: EagleConfig) -> EagleDrafter:
     """Load a head from its directory in the faster dtype, and measure its costs. Raises: ConfigError, ModelError."""
     checkpoint = read_head(_path_of(config, "eagle"), config.positions_per_layer)
-    shape = make_shape(config.tree, config.num_children, config.width, config.max_depth)
+    shape = _shape(config)
     checkpoint = checkpoint._replace(config=reachable(checkpoint.config, shape.max_depth))
     most = target.num_positions + shape.max_depth
     window = min(config.window, checkpoint.config.window or config.window)
@@ -186,7 +186,9 @@ def make_eagle(target: Target, config: EagleConfig) -> EagleDrafter:
         return HeadTimer(EagleNetwork(checkpoint, target, most, dtype), target.pool)
 
     timer, costs = _fastest_dtype(target, config, build, context, min(64, context))
-    return EagleDrafter(timer.network, shape, costs, window=window, coupled=config.coupled)
+    return EagleDrafter(
+        timer.network, shape, costs, window=window, max_read=config.max_read_tokens, coupled=config.coupled
+    )
 
 
 def make_medusa(target: Target, config: TreeHeadConfig) -> MedusaDrafter:
@@ -201,22 +203,29 @@ def make_hydra(target: Target, config: HydraConfig) -> HydraDrafter | PrefixHydr
     if not heads.has_prefix:
         network, shape, costs = _measured(target, config, heads)
         return HydraDrafter(network, shape, costs, coupled=config.coupled)
-    shape = make_shape(config.tree, config.num_children, config.width, config.max_depth, MEDUSA_TREE)
+    shape = _shape(config, MEDUSA_TREE)
     context = min(target.max_context_tokens, config.window, target.pool.num_slots) // 2
 
     def build(dtype: torch.dtype) -> PrefixTimer:
         return PrefixTimer(PrefixNetwork(heads, target, target.num_positions, dtype), target.pool)
 
     timer, costs = _fastest_dtype(target, config, build, context, min(64, context))
-    return PrefixHydraDrafter(timer.network, shape, costs, window=config.window, coupled=config.coupled)
+    return PrefixHydraDrafter(
+        timer.network, shape, costs, window=config.window, max_read=config.max_read_tokens, coupled=config.coupled
+    )
 
 
 def _measured(
     target: Target, config: TreeHeadConfig, heads: PositionHeads
 ) -> tuple[PositionNetwork, TreeShape, CostTable]:
-    shape = make_shape(config.tree, config.num_children, config.width, config.max_depth, MEDUSA_TREE)
+    shape = _shape(config, MEDUSA_TREE)
     network, costs = _fastest_dtype(target, config, lambda dtype: PositionNetwork(heads, target, dtype), 0, 64)
     return network, shape, costs
+
+
+def _shape(config: TreeHeadConfig, static: SequenceOf[tuple[int, ...]] = STATIC_TREE) -> TreeShape:
+    num_nodes = config.num_nodes if config.score == "confidence" else None
+    return make_shape(config.tree, config.num_children, config.width, config.max_depth, static, num_nodes)
 
 
 def _path_of(config: TreeHeadConfig, name: str) -> str:

@@ -17,7 +17,6 @@ from tiny_target import Free, tiny_engine
 from ragspec.core import Request, SamplingParams
 from ragspec.drafting.cost_model import CostTable
 from ragspec.drafting.drafter import Budget, SequenceView
-from ragspec.drafting.eagle import memory as eagle_memory
 from ragspec.drafting.eagle.checkpoint import EagleFamily, HeadCheckpoint
 from ragspec.drafting.eagle.drafter import EagleDrafter
 from ragspec.drafting.eagle.network import EagleNetwork
@@ -52,7 +51,7 @@ def drafter_for(target: Target, family: str, tree: str = "dynamic", **options: A
 
 def features_of(target: Target, tokens: Sequence[int], taps: Sequence[int]) -> torch.Tensor:
     """All tokens in one fresh forward. Shape: [T, F]."""
-    slots = SequenceSlots(KvPool(target.shapes, 512))
+    slots = SequenceSlots(target.backend.make_pool(target.shapes, 512))
     pool, target.pool = target.pool, slots.pool
     ids = np.array(tokens, np.int32)
     _, tapped = target.forward_tapped(
@@ -138,10 +137,9 @@ def test_a_tree_of_nodes_is_what_each_path_alone_would_give(tiny: Tiny, name: st
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("options", [{}, {"max_step_tokens": 16}, {"num_kv_slots": 256}, {"prefix_cache": False}])
 def test_states_are_right_after_copies_prefixes_chunks_and_preemption(
-    tiny: Tiny, family: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    tiny: Tiny, family: str, options: dict[str, Any]
 ) -> None:
     """Keys of rejected nodes stayed, a shared prefix that branches off kept the wrong pair, a chunk's states were lost."""
-    monkeypatch.setattr(eagle_memory, "_MOST_READ", 256)
     target = tiny()
     network = EagleNetwork(head_for(target, family), target, 300)
     requests = requests_of(target, PARAMS["T=1"])
@@ -150,7 +148,7 @@ def test_states_are_right_after_copies_prefixes_chunks_and_preemption(
     ]
     expected = truth(target, requests, "T=1") | truth(target, longer, "T=1")
     answers = {key: plain.token_ids for key, plain in expected.items()}
-    watched = Watched(network, make_shape("dynamic", 3, 2, 4), free())
+    watched = Watched(network, make_shape("dynamic", 3, 2, 4), free(), max_read=256)
     with tiny_engine(target, [Half(answers), watched], **options) as engine:
         for batch in (requests, longer, requests[::2], longer):
             assert_equal(engine.generate(batch), expected)
@@ -281,6 +279,83 @@ def test_a_window_hides_what_is_older(tiny: Tiny) -> None:
     assert torch.allclose(state.double(), seen, atol=5e-4)
     everything = eagle3_outputs(head, target.embedding, tokens, features)[-1]
     assert len(tokens) > 70 and not torch.allclose(state.double(), everything, atol=5e-4)
+
+
+def test_a_prompt_is_read_over_the_following_drafts(tiny: Tiny) -> None:
+    """A head drafted from the last few tokens of a long prompt for ever, or older pairs attended to newer ones."""
+    target, family = tiny(), "eagle3"
+    head = head_for(target, family)
+    network = EagleNetwork(head, target, 300)
+    watched = Watched(network, make_shape("chain", 1, 1, 1), free(), window=40, max_read=7)
+    request = Request("a", tuple(range(30, 90)), SamplingParams(max_tokens=30, ignore_eos=True))
+    with tiny_engine(target) as engine:
+        (expected,) = engine.generate([request])
+    with tiny_engine(target, [watched]) as engine:
+        (completion,) = engine.generate([request])
+        assert engine._planner.num_failures == 0
+    assert completion.token_ids == expected.token_ids
+    are_whole = []
+    for tokens, state, _ in watched.seen:
+        features = features_of(target, tokens, network.taps).double()
+        wanted = eagle3_outputs(head, target.embedding, tokens[-41:], features[-41:])[-1]
+        are_whole.append(torch.allclose(state.double(), wanted, atol=5e-4))
+    assert not are_whole[0] and all(are_whole[12:]) and len(are_whole) > 18
+
+
+def paper_tree(
+    log_probs: Callable[[list[tuple[int, ...]]], list[np.ndarray]], num_children: int, depth: int, total: int
+) -> set[tuple[int, ...]]:
+    """EAGLE-2's tree as token paths: `depth` levels from the best `num_children` paths, then the `total` - 1 best."""
+    scores: dict[tuple[int, ...], float] = {}
+    frontier: dict[tuple[int, ...], float] = {(): 0.0}
+    for _ in range(depth):
+        level: dict[tuple[int, ...], float] = {}
+        for path, law in zip(frontier, log_probs(list(frontier)), strict=True):
+            for token in np.argsort(-law)[:num_children].tolist():
+                level[(*path, token)] = frontier[path] + float(law[token])
+        frontier = dict(sorted(level.items(), key=lambda item: -item[1])[:num_children])
+        scores |= level
+    return {path for path, _ in sorted(scores.items(), key=lambda item: -item[1])[: total - 1]}
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"), [("EAGLE-1", "torch-float32"), pytest.param("PosS-2", "float32", marks=pytest.mark.slow)]
+)
+def test_the_tree_by_confidence_is_the_papers(tiny: Tiny, name: str, dtype: str) -> None:
+    """Nodes were ranked by learned acceptance or with the sampling noise, or a level lost nodes that the last ranking keeps."""
+    target, kept = tiny("llama", dtype), []
+    head = head_for(target, **DIALECTS[name])
+    drafter = EagleDrafter(EagleNetwork(head, target, 300), make_shape("dynamic", 4, 4, 5, num_nodes=29), free())
+    propose = drafter.propose
+
+    def noted(sequences: Sequence[SequenceView], budget: Budget) -> list[list[Proposal]]:
+        lists = propose(sequences, budget)
+        kept.extend((list(s.tokens), proposals) for s, proposals in zip(sequences, lists, strict=True))
+        return lists
+
+    drafter.propose = noted  # type: ignore[method-assign]
+    params = SamplingParams(temperature=1.0, seed=3, max_tokens=24, ignore_eos=True)
+    with tiny_engine(target, [drafter]) as engine:
+        engine.generate([Request("a", tuple(range(30, 50)), params)])
+        assert engine._planner.num_failures == 0
+    whole = [(tokens, proposals) for tokens, proposals in kept if len(proposals) == 29]
+    assert len(whole) > 3
+    for tokens, proposals in whole[:3]:
+        features = features_of(target, tokens[:-1], drafter.taps).double()
+
+        def log_probs(paths: list[tuple[int, ...]]) -> list[np.ndarray]:
+            if paths == [()]:
+                states = [eagle_outputs(head, target.embedding, tokens, features)[-1]]  # noqa: B023
+            else:
+                states = [draft_outputs(head, target.embedding, tokens, features, path)[-1] for path in paths]  # noqa: B023
+            logits = target.logits_of(torch.stack(states).float())
+            return list(torch.log_softmax(torch.as_tensor(np.asarray(logits)).double(), 1).numpy())
+
+        paths: list[tuple[int, ...]] = []
+        for proposal in proposals:
+            above = paths[proposal.parent] if proposal.parent >= 0 else ()
+            paths.append((*above, proposal.token_id))
+        assert len(set(paths)) == 29 and set(paths) == paper_tree(log_probs, 4, 5, 30)
 
 
 class Sick(EagleNetwork):

@@ -24,7 +24,6 @@ from tiny_target import save_model, tiny_engine
 
 from ragspec.config import DraftingConfig, EngineConfig, HydraConfig, TargetConfig
 from ragspec.core import Request, SamplingParams
-from ragspec.drafting.eagle import memory as eagle_memory
 from ragspec.drafting.growing.batch import DraftBatch, ScheduledDraft
 from ragspec.drafting.medusa.hydra import read_hydra
 from ragspec.drafting.medusa.prefix import PrefixHydraDrafter, PrefixNetwork
@@ -78,16 +77,15 @@ class Watched(PrefixHydraDrafter):
 
 @pytest.mark.parametrize("options", [{"max_step_tokens": 16}, {"num_kv_slots": 256}])
 def test_states_are_right_after_prefixes_chunks_and_preemption(
-    tiny: Tiny, tmp_path: Path, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    tiny: Tiny, tmp_path: Path, options: dict[str, Any]
 ) -> None:
     """Keys of a rejected node's slot stayed, or a chunk's states were lost."""
-    monkeypatch.setattr(eagle_memory, "_MOST_READ", 256)
     target = tiny()
     requests = requests_of(target, PARAMS["T=1"])
     expected = truth(target, requests, "T=1")
     made = position_drafter(target, tmp_path, "hydra++")
     assert isinstance(made, PrefixHydraDrafter)
-    watched = Watched(made.network, made._settings.shape, made._costs)
+    watched = Watched(made.network, made._settings.shape, made._costs, max_read=256)
     answers = {key: plain.token_ids for key, plain in expected.items()}
     with tiny_engine(target, [Half(answers), watched], **options) as engine:
         for batch in (requests, requests[::2], requests):

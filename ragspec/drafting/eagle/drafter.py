@@ -40,9 +40,8 @@ class HeadDraft(GrowingDraft):
         self.pairs = memory.pairs(sequence.tokens)
 
     def scheduled(self) -> ScheduledDraft:
-        memory, pairs = self.memory, self.pairs
-        new: NDArray[np.int32] = memory.slots.slots[pairs.start : memory.end]
-        return ScheduledDraft(np.concatenate([memory.context(pairs.start), new]), len(new), memory.end, self.scratch)
+        context, rows = self.memory.context(self.pairs)
+        return ScheduledDraft(context, len(rows.indices), self.memory.end, self.scratch, rows)
 
 
 class PairNetwork(Protocol):
@@ -62,15 +61,23 @@ Network = TypeVar("Network", bound=PairNetwork)
 
 
 class PairDrafter(AttendingDrafter[HeadDraft], Generic[Network]):
-    """Reads pairs lazily and keeps their keys. `window`: positions that the head attends to."""
+    """Reads pairs lazily and keeps their keys. `window`: positions that the head attends to; `max_read`: pairs that one draft
+    reads."""
 
     def __init__(
-        self, network: Network, shape: TreeShape, costs: CostTable, *, window: int = 256, coupled: bool = True
+        self,
+        network: Network,
+        shape: TreeShape,
+        costs: CostTable,
+        *,
+        window: int = 256,
+        max_read: int = 48,
+        coupled: bool = True,
     ) -> None:
         super().__init__(network.draft_ids, network.vocab_size, shape, costs, coupled=coupled)
         self.network = network
         self.taps = network.taps
-        self._window = window
+        self._window, self._max_read = window, max_read
         self._slots: SlotMemory | None = None
         self._memories: dict[tuple[str, int], HeadMemory] = {}
 
@@ -81,7 +88,7 @@ class PairDrafter(AttendingDrafter[HeadDraft], Generic[Network]):
         memory = self._memories.get(sequence.key)
         start = slots.length - len(states)
         if memory is None or memory.slots is not slots or memory.end != start:
-            memory = HeadMemory(slots, self._slot_memory(slots.pool), self._window)
+            memory = HeadMemory(slots, self._slot_memory(slots.pool), self._window, self._max_read)
             memory.share(sequence.tokens, start)
             self._memories[sequence.key] = memory
         memory.append(states)

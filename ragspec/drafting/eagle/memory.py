@@ -15,13 +15,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ragspec.drafting.growing.batch import NewRows
 from ragspec.numerics.attention import PAGE, Ints
 from ragspec.numerics.kv_cache import KvPool, SequenceSlots
 
 _NONE = -1
 _MOST_DRAFTS = 256
-_MOST_READ = 48
-"""The most pairs that one draft reads. The end of a long prompt is enough to begin with; reading all takes a step's time."""
 
 
 class KeepsKeys(Protocol):
@@ -57,59 +56,79 @@ class SlotMemory:
 
 
 class Pairs(NamedTuple):
-    """Pairs that a head has yet to read. `start`: position of the first pair. Shapes: features float32 [T, F], T next tokens."""
+    """Pairs that a head has yet to read. Shapes: positions [T], rising, features float32 [T, F], T next tokens."""
 
-    start: int
+    positions: NDArray[np.int64]
     features: Tensor
     next_tokens: list[int]
 
 
 class HeadMemory:
-    """One sequence. Positions [0, length) are read or given up; states of [length, end) wait. `window`: positions attended to."""
+    """One sequence: which positions of [0, end) are read, and the states that wait. `window`: positions attended to.
 
-    def __init__(self, slots: SequenceSlots, memory: SlotMemory, window: int) -> None:
+    One draft reads at most `max_read` pairs, the last first: the end of a long prompt is enough to begin with. Later drafts read
+    the pairs before, until the window is read.
+    """
+
+    def __init__(self, slots: SequenceSlots, memory: SlotMemory, window: int, max_read: int) -> None:
         self.slots = slots
         self._memory = memory
-        self._window = window
+        self._window, self._max_read = window, max_read
         self._read = np.zeros(256, np.bool_)
-        self._pieces: list[Tensor] = []
-        self.length = self.end = 0
+        self._pieces: list[tuple[int, Tensor]] = []  # (position of the first state, states), rising
+        self.end = 0
 
     def share(self, tokens: Sequence[int], length: int) -> None:
         """Start from a shared prefix, with the pairs of it that the head has read."""
         self._grow(length)
         if length:
             self._read[:length] = self._memory.known(self.slots.slots[:length], tokens[1 : length + 1])
-        self.length = self.end = length
+        self.end = length
 
     def append(self, features: Tensor) -> None:
         """Add states of the next positions. States beyond the window are dropped. Shape: float32 [T, F]."""
-        self._pieces.append(features)
+        self._pieces.append((self.end, features))
         self.end += len(features)
         self._grow(self.end)
-        while self._pieces and self.end - self.length - len(self._pieces[0]) >= self._window:
-            self.length += len(self._pieces.pop(0))
+        first = self.end - self._window
+        self._pieces = [piece for piece in self._pieces if piece[0] + len(piece[1]) > first]
 
     @property
     def num_waiting(self) -> int:
-        return min(self.end - self.length, self._window, _MOST_READ)
+        """Pairs of the window that are not read; 0 also where the last pair is read."""
+        if not self._pieces or self._pieces[-1][0] + len(self._pieces[-1][1]) < self.end:
+            return 0
+        return sum(start + len(states) - max(start, self.end - self._window) for start, states in self._pieces)
 
     def pairs(self, tokens: Sequence[int]) -> Pairs:
         """The last waiting pairs; the last pair is that of the last token."""
-        features = self._pieces[0] if len(self._pieces) == 1 else torch.cat(self._pieces)
-        start = self.end - self.num_waiting
-        return Pairs(start, features[start - self.length :], list(tokens[start + 1 : self.end + 1]))
+        left, positions, features = min(self.num_waiting, self._max_read), [], []
+        for start, states in reversed(self._pieces):
+            count = min(left, len(states))
+            positions.append(np.arange(start + len(states) - count, start + len(states)))
+            features.append(states[len(states) - count :])
+            left -= count
+        at = np.concatenate(positions[::-1])
+        return Pairs(at, torch.cat(features[::-1]), [tokens[position + 1] for position in at.tolist()])
 
-    def context(self, start: int) -> Ints:
-        """Slots before position `start` that the head may attend to, in order."""
+    def context(self, pairs: Pairs) -> tuple[Ints, NewRows]:
+        """Slots that the head attends to when these pairs are read too, in order, and the pairs' places among them."""
         first = max(0, self.end - self._window)
-        return np.asarray(self.slots.slots[first:start][self._read[first:start]])
+        attended = self._read[first : self.end].copy()
+        attended[pairs.positions - first] = True
+        indices = np.cumsum(attended)[pairs.positions - first] - 1
+        return np.asarray(self.slots.slots[first : self.end][attended]), NewRows(indices, pairs.positions)
 
     def read(self, pairs: Pairs) -> None:
-        """Record that the head has computed these pairs."""
-        self._memory.mark(self.slots.slots[pairs.start : self.end], pairs.next_tokens)
-        self._read[pairs.start : self.end] = True
-        self._pieces, self.length = [], self.end
+        """Record that the head has computed these pairs, the last that wait."""
+        self._memory.mark(self.slots.slots[pairs.positions], pairs.next_tokens)
+        self._read[pairs.positions] = True
+        left = len(pairs.positions)
+        while left:
+            start, states = self._pieces.pop()
+            num_kept = max(0, len(states) - left)
+            left -= len(states) - num_kept
+            self._pieces += [(start, states[:num_kept])] if num_kept else []
 
     def _grow(self, length: int) -> None:
         if length > len(self._read):

@@ -30,7 +30,7 @@ class ReadingMemory(DraftMemory, Protocol):
 
     @property
     def num_waiting(self) -> int:
-        """Tokens that the next draft reads first."""
+        """Tokens that this draft and later drafts have yet to read."""
 
 
 class AttendingDrafter(GrowingDrafter[D]):

@@ -19,16 +19,31 @@ from numpy.typing import NDArray
 from ragspec.numerics.attention import PAGE, AttentionMetadata, Ints, make_tiles
 
 
-class ScheduledDraft(NamedTuple):
-    """One sequence's part: `context` slots in the order of positions; the last `num_new` are computed by the first forward.
+class NewRows(NamedTuple):
+    """Rows of the context that the first forward computes, rising: their indices in the context, and their rotary positions."""
 
-    `end`: the position after the context. `scratch`: slots for nodes.
+    indices: NDArray[np.integer[Any]]
+    positions: NDArray[np.integer[Any]]
+
+
+class ScheduledDraft(NamedTuple):
+    """One sequence's part: `context` slots in the order of positions; `num_new` of them are computed by the first forward.
+
+    `end`: the position after the context. `scratch`: slots for nodes. `rows`: the new rows; None: the last of the context.
     """
 
     context: Ints
     num_new: int
     end: int
     scratch: Ints
+    rows: NewRows | None = None
+
+    @property
+    def new_rows(self) -> NewRows:
+        if self.rows is not None:
+            return self.rows
+        num_read = len(self.context) - self.num_new
+        return NewRows(np.arange(num_read, len(self.context)), np.arange(self.end - self.num_new, self.end))
 
 
 class DraftBatch:
@@ -50,12 +65,12 @@ class DraftBatch:
     def chains(self) -> AttentionMetadata:
         """Metadata of the new positions of every sequence; each position sees the positions before it."""
         parts, nothing = self._parts, np.empty(0, np.int32)
-        ends = [np.arange(len(p.context) - p.num_new + 1, len(p.context) + 1) for p in parts]
+        rows = [part.new_rows for part in parts]
         return self._metadata(
             [part.num_new for part in parts],
-            slots=np.concatenate([part.context[len(part.context) - part.num_new :] for part in parts]),
-            positions=np.concatenate([np.arange(part.end - part.num_new, part.end) for part in parts]),
-            context_end=np.concatenate(ends),
+            slots=np.concatenate([part.context[own.indices] for part, own in zip(parts, rows, strict=True)]),
+            positions=np.concatenate([own.positions for own in rows]),
+            context_end=np.concatenate([own.indices + 1 for own in rows]),
             path_slots=nothing,
             path_index=nothing,
             path_start=np.zeros(sum(part.num_new for part in parts) + 1),

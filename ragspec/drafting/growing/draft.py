@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -67,10 +68,11 @@ class GrowingDraft:
         if behind.shape[1] > 1:
             behind[:, 0] = behind[:, 1]
         counts = (columns >= 0).sum(1).tolist()
-        rows = zip(self.open, counts, tokens.tolist(), behind.tolist(), strict=True)
-        children: list[OpenNode] = []
-        for row, (node, count, token_ids, margins) in enumerate(rows):
-            children += self._propose(node, row, token_ids[:count], margins, None)
+        rows = zip(self.open, counts, tokens.tolist(), behind.tolist(), scores.tolist(), strict=True)
+        by_confidence, children = self.settings.shape.num_nodes is not None, list[OpenNode]()
+        for row, (node, count, token_ids, margins, log_probs) in enumerate(rows):
+            own = log_probs if by_confidence else None
+            children += self._propose(node, row, token_ids[:count], margins, log_probs=own)
         return self._further(children)
 
     def extend_drawn(self, drawn: list[DrawnChildren]) -> list[OpenNode]:
@@ -78,13 +80,21 @@ class GrowingDraft:
         children: list[OpenNode] = []
         for row, (node, (draw, token_ids, log_probs)) in enumerate(zip(self.open, drawn, strict=True)):
             behind = [max(0.0, log_probs[0] - log_prob) for log_prob in log_probs]
-            children += self._propose(node, row, token_ids, behind, draw)
+            children += self._propose(node, row, token_ids, behind, draw=draw)
         return self._further(children)
 
     def _propose(
-        self, node: OpenNode, row: int, token_ids: list[int], behind: list[float], draw: Draw | None
+        self,
+        node: OpenNode,
+        row: int,
+        token_ids: list[int],
+        behind: list[float],
+        log_probs: list[float] | None = None,
+        draw: Draw | None = None,
     ) -> list[OpenNode]:
-        """Propose children of one node, the best first. `behind`: score differences to the best child, for the best its lead."""
+        """Propose children of one node, the best first. `behind`: score differences to the best child, for the best its lead.
+        `log_probs`: of each, by the head; None: learned acceptance counts.
+        """
         settings, left = self.settings, 1.0
         children: list[OpenNode] = []
         for rank, token in enumerate(token_ids):
@@ -93,7 +103,7 @@ class GrowingDraft:
                 break
             cell = settings.acceptance.cell(settings.mode, len(ranks), rank, behind[rank])
             chance = settings.acceptance.probability(cell)
-            path_prob = node.branch.path_prob * left * chance
+            path_prob = node.branch.path_prob * (math.exp(log_probs[rank]) if log_probs else left * chance)
             left *= 1.0 - chance
             if path_prob < settings.least_prob and draw is None:
                 continue
@@ -104,6 +114,15 @@ class GrowingDraft:
 
     def _further(self, children: list[OpenNode]) -> list[OpenNode]:
         return [children[i] for i in self.settings.shape.frontier([child.branch for child in children])]
+
+    def best(self) -> list[Proposal]:
+        """The proposals; of a shape with a number of nodes the most probable. Parents, which are no less probable, come first."""
+        num_nodes = self.settings.shape.num_nodes
+        if num_nodes is None or len(self.proposals) <= num_nodes:
+            return self.proposals
+        order = sorted(range(len(self.proposals)), key=lambda i: (-self.proposals[i].path_prob, i))
+        place = {-1: -1} | {old: new for new, old in enumerate(sorted(order[:num_nodes]))}
+        return [self.proposals[i]._replace(parent=place[self.proposals[i].parent]) for i in list(place)[1:]]
 
     def descend(self, chosen: list[OpenNode]) -> None:
         """Make these nodes the next level; each gets a slot for its keys."""

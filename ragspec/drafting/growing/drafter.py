@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from ragspec.drafting.acceptance import Cell, ChildAcceptance
 from ragspec.drafting.cost_model import CostTable
-from ragspec.drafting.coupling import Coupling
+from ragspec.drafting.coupling import Coupling, most_probable
 from ragspec.drafting.drafter import Budget, Drafter, SequenceView
 from ragspec.drafting.growing.draft import (
     DRAWN,
@@ -90,18 +90,21 @@ class GrowingDrafter(Drafter, Generic[D]):
         for sequence, num_levels in zip(sequences, budget.depths, strict=True):
             settings = self._chain if needs_chain(sequence) else self._settings
             settings = settings._replace(mode=self._mode(sequence))
-            if budget.token_s == 0.0:  # time does not count, so no node is too improbable
+            if (
+                budget.token_s == 0.0 or settings.shape.num_nodes is not None
+            ):  # time does not count, so no node is too improbable
                 settings = settings._replace(least_prob=0.0)
             drafts.append(self._draft(sequence, settings, num_levels))
         self._grow([draft for draft in drafts if draft is not None], budget)
-        return [[] if draft is None or draft.sequence.key in self._failed else draft.proposals for draft in drafts]
+        return [[] if draft is None or draft.sequence.key in self._failed else draft.best() for draft in drafts]
 
     def _mode(self, sequence: SequenceView) -> int:
         if sequence.request.params.greedy:
             return GREEDY
         if draws_children(sequence):
             return DRAWN
-        return WITH_NOISE if self._coupling.uses_noise(sequence) else WITHOUT_NOISE
+        coupled = self._settings.shape.num_nodes is None and self._coupling.uses_noise(sequence)
+        return WITH_NOISE if coupled else WITHOUT_NOISE
 
     def _grow(self, drafts: list[D], budget: Budget) -> None:
         """Grow all drafts level by level, until another level would not pay."""
@@ -160,7 +163,11 @@ class GrowingDrafter(Drafter, Generic[D]):
         """The best children of every open node; of nodes that share a row they are picked once."""
         of_nodes = [draft.sequence for draft in drafts for _ in draft.open]
         owners = dict(zip(rows, of_nodes, strict=True))
-        picks = self._coupling.pick(logits, list(owners.values()), depth, self._settings.shape.num_children)
+        shape = self._settings.shape
+        if shape.num_nodes is None:
+            picks = self._coupling.pick(logits, list(owners.values()), depth, shape.num_children)
+        else:
+            picks = most_probable(logits, shape.num_children)
         return BestTokens(picks.columns[rows], picks.scores[rows], picks.finite[rows])
 
     def _children(self, drafts: list[D], logits: LogitRows, depth: int) -> Iterator[list[OpenNode]]:

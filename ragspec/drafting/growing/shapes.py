@@ -3,6 +3,8 @@
 chain     the best child, and its best child: a draft without branches
 static    a fixed tree, by rank: EAGLE-1's of 25 nodes, Medusa's of 63
 dynamic   EAGLE-2's: of a level's children the most probable paths go on
+
+Probabilities are the learned acceptance of nodes, ours, or the head's own, as the EAGLE-2 paper has them.
 """
 
 from __future__ import annotations
@@ -59,10 +61,13 @@ class TreeShape:
     """The dynamic shape: the `width` most probable nodes of each level go on, each with `num_children` children.
 
     `max_width`: the most nodes of one level that are drafted further. `num_children`: the most children of one node.
+    `num_nodes`: the tree of the EAGLE-2 paper, the so many most probable nodes by the head's own probabilities; None: ours, by
+    learned acceptance.
     """
 
-    def __init__(self, num_children: int, width: int, max_depth: int) -> None:
+    def __init__(self, num_children: int, width: int, max_depth: int, num_nodes: int | None = None) -> None:
         self.num_children, self.max_width, self.max_depth = num_children, width, max_depth
+        self.num_nodes = num_nodes
 
     def takes(self, ranks: tuple[int, ...]) -> bool:
         """Whether a node with this path belongs to the tree."""
@@ -92,11 +97,16 @@ class StaticShape(TreeShape):
 
 
 def make_shape(
-    name: str, num_children: int, width: int, max_depth: int, static: Sequence[tuple[int, ...]] = STATIC_TREE
+    name: str,
+    num_children: int,
+    width: int,
+    max_depth: int,
+    static: Sequence[tuple[int, ...]] = STATIC_TREE,
+    num_nodes: int | None = None,
 ) -> TreeShape:
-    """`static`: the tree of that name. Raises: ConfigError for an unknown name."""
+    """`static`: the tree of that name. `num_nodes`: of a dynamic tree. Raises: ConfigError for an unknown name."""
     if name == "static":
         return StaticShape(static)
     if name in ("chain", "dynamic"):
-        return TreeShape(1, 1, max_depth) if name == "chain" else TreeShape(num_children, width, max_depth)
+        return TreeShape(1, 1, max_depth) if name == "chain" else TreeShape(num_children, width, max_depth, num_nodes)
     raise ConfigError(f"unknown tree shape {name!r}; there are: chain, static, dynamic")

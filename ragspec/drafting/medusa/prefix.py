@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import torch
@@ -73,10 +74,8 @@ class PrefixHydraDrafter(PairDrafter[PrefixNetwork]):
 
     name = "hydra"
 
-    def __init__(
-        self, network: PrefixNetwork, shape: TreeShape, costs: CostTable, *, window: int = 256, coupled: bool = True
-    ) -> None:
-        super().__init__(network, shape, costs, window=window, coupled=coupled)
+    def __init__(self, network: PrefixNetwork, shape: TreeShape, costs: CostTable, **options: Any) -> None:
+        super().__init__(network, shape, costs, **options)
         self.nodes_share_rows = not network.is_grounded
 
     def _draft(self, sequence: SequenceView, settings: DraftSettings, num_levels: int) -> HeadDraft | None:
