@@ -165,6 +165,27 @@ def test_sentences_of_a_pdf_are_whole(tmp_path: Path) -> None:
     assert titles(document) == [(1, "Introduction", 0), (2, "Methods", document.text.index("Methods"))]
 
 
+def test_a_pdf_is_read_without_running_titles_and_with_its_large_lines_as_headings(tmp_path: Path) -> None:
+    """Page numbers and running titles stood inside sentences, and passages of a PDF without an outline had no heading."""
+    bodies = [
+        ["# Opening hours", "The mill opens at nine on every day of the week and it clos-"],
+        [
+            "es when the wheel of the mill stands still.",
+            "# Prices",
+            "A sack of flour costs nine shillings at the door.",
+        ],
+        ["No sack is sold to a customer who has not paid before."],
+    ]
+    pages = [["The Mill Company", *body, f"Page {n}"] for n, body in enumerate(bodies, 1)]
+    document = one(write_pdf(tmp_path / "a.pdf", *pages))
+    assert document.text == (
+        "Opening hours\n\nThe mill opens at nine on every day of the week and it closes when the wheel of the mill stands "
+        "still.\n\nPrices\n\nA sack of flour costs nine shillings at the door.\n\nNo sack is sold to a customer who has not "
+        "paid before."
+    )
+    assert titles(document) == [(1, "Opening hours", 0), (1, "Prices", document.text.index("Prices"))]
+
+
 def test_a_pdf_that_cannot_be_read_says_why(tmp_path: Path) -> None:
     """A scanned or locked file was an empty document: the index lacked it and nobody knew."""
     for path, reason in (

@@ -1,15 +1,19 @@
-"""PDF files: the paragraphs of their pages, without layout, and the titles of the outline that the text holds.
+"""PDF files: the paragraphs of their pages, without layout, page numbers and running titles; and their headings.
+
+Headings are the titles of the outline that the text holds; without an outline, the short lines in larger letters.
 
 >>> read_pdf(Path("manual.pdf")).headings
 """
 
 from __future__ import annotations
 
+import itertools
 import re
 import unicodedata
-from collections.abc import Iterable, Iterator, Set
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence, Set
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from pypdf import PasswordType, PdfReader
 
@@ -28,6 +32,27 @@ _FULL_LINE = 0.6
 """Share of a long line's characters: a shorter line ends its paragraph."""
 _NUMBER = r"(?:[\dA-Z][\dA-Z.]{0,9}\s+)?"
 _MAX_LEVEL = 9
+_LARGER = 1.12
+"""A heading's letters, over those of most of the text."""
+_RUNNING_PAGES, _RUNNING_LINES = 3, 2
+"""A line that as many pages have among their first or last lines is no part of the text."""
+_DIGITS = re.compile(r"\d+|\b[ivxl]+\b")
+
+
+class _Line(NamedTuple):
+    """`size`: of most of its letters, in points."""
+
+    text: str
+    size: float
+    page: int
+
+
+class _Block(NamedTuple):
+    """A paragraph or a title. `size`: of a title's letters; 0.0 for a paragraph. `page`: where it begins."""
+
+    text: str
+    page: int
+    size: float = 0.0
 
 
 def read_pdf(path: Path) -> ParsedFile:
@@ -36,27 +61,92 @@ def read_pdf(path: Path) -> ParsedFile:
         reader = PdfReader(file)
         if reader.is_encrypted and reader.decrypt("") == PasswordType.NOT_DECRYPTED:
             raise InputError(f"{path} cannot be read: it is locked by a password")
-        pages = [_text(reader, number, path) for number in range(len(reader.pages))]
+        lines = [_lines(reader, number, path) for number in range(len(reader.pages))]
         title = str(reader.metadata.title or "") if reader.metadata else ""
-        builder, starts = TextBuilder(), []
-        hyphenated = hyphenated_words(pages)
-        for page in pages:
-            starts.append(builder.num_chars)
-            for block in paragraphs_of(page, hyphenated):
-                builder.add(block)
-        found = builder.build(title, {"pages": len(pages)})
+        builder, starts = TextBuilder(), list[int]()
+        sizes = Counter[float]()
+        for line in itertools.chain.from_iterable(lines):
+            sizes[line.size] += len(line.text)
+        blocks = _blocks(_without_running_lines(lines), _LARGER * max(sizes, key=sizes.__getitem__, default=0.0))
+        levels = {size: n for n, size in enumerate(sorted({each.size for each in blocks} - {0.0}, reverse=True), 1)}
+        for block in blocks:
+            starts += [builder.num_chars] * (block.page + 1 - len(starts))
+            builder.add(block.text, min(levels.get(block.size, 0), _MAX_LEVEL))
+        found = builder.build(title, {"pages": len(lines)})
         if not found.text:
-            raise InputError(f"{path} cannot be read: its {len(pages)} pages hold no text (were they scanned?)")
-        return found._replace(headings=_headings(reader, found.text, [*starts, len(found.text)]))
+            raise InputError(f"{path} cannot be read: its {len(lines)} pages hold no text (were they scanned?)")
+        starts += [len(found.text)] * (len(lines) + 1 - len(starts))
+        return found._replace(headings=_headings(reader, found.text, starts) or found.headings)
 
 
-def _text(reader: PdfReader, number: int, path: Path) -> str:
+def _lines(reader: PdfReader, number: int, path: Path) -> list[_Line]:
+    parts: list[tuple[str, float]] = []
+
+    def visit(text: str, page: Sequence[float], place: Sequence[float], _: Any, size: float) -> None:
+        parts.append((text, round(size * abs((place[3] or place[0]) * (page[3] or page[0])), 1)))
+
     try:
-        return reader.pages[number].extract_text()
+        reader.pages[number].extract_text(visitor_text=visit)
     except MemoryError:
         raise
     except Exception as cause:  # Why: pypdf documents that a damaged file may raise anything
         raise InputError(f"{path}, page {number + 1} cannot be read: it is damaged ({cause})") from cause
+    found, line, sizes = list[_Line](), "", Counter[float]()
+    for text, size in [*parts, ("\n", 0.0)]:
+        for part in re.split(r"(?<=[\n\r\f\v])", text):
+            line += part
+            sizes[size] += len(part.strip())
+            if part[-1:] in tuple("\n\r\f\v"):
+                found.append(
+                    _Line(" ".join(line.translate(_LIGATURES).split()), max(sizes, key=sizes.__getitem__), number)
+                )
+                line, sizes = "", Counter()
+    while found and not found[-1].text:
+        found.pop()
+    return found
+
+
+def _without_running_lines(pages: Sequence[Sequence[_Line]]) -> list[list[_Line]]:
+    """The pages without their numbers, headers and footers."""
+    texts = [[line for line in page if line.text] for page in pages]
+    edges = [{(is_last, _shape(line)) for is_last in (False, True) for line in _edge(page, is_last)} for page in texts]
+    counts = Counter(edge for page in edges for edge in page)
+    running = {edge for edge, count in counts.items() if count >= _RUNNING_PAGES}
+    dropped = [
+        {id(line) for is_last in (False, True) for line in _edge(page, is_last) if (is_last, _shape(line)) in running}
+        for page in texts
+    ]
+    return [[line for line in page if id(line) not in out] for page, out in zip(pages, dropped, strict=True)]
+
+
+def _edge(page: Sequence[_Line], is_last: bool) -> Sequence[_Line]:
+    """The lines beside the edge of a page, but never all of its lines."""
+    room = min(_RUNNING_LINES, len(page) - 1)
+    return page[len(page) - room :] if is_last else page[: max(room, 0)]
+
+
+def _shape(line: _Line) -> str:
+    return _DIGITS.sub("#", line.text)
+
+
+def _blocks(pages: Sequence[Sequence[_Line]], least_title: float) -> list[_Block]:
+    """Paragraphs and titles. A sentence may go on on the next page."""
+    hyphenated = _hyphenated_words(line.text for page in pages for line in page)
+    found, before = list[_Block](), None  # the line above; None if the paragraph has ended
+    for page in pages:
+        lengths = sorted(len(line.text) for line in page if line.text)
+        long_chars = lengths[len(lengths) * 4 // 5] if lengths else 0
+        for line in page:
+            if not line.text:
+                before = before if before and before.page < line.page else None
+                continue
+            title_size = line.size if line.size >= least_title else 0.0
+            if before and found[-1].size == title_size and _continues_paragraph(before, line, long_chars):
+                found[-1] = found[-1]._replace(text=_joined(found[-1].text, line.text, hyphenated))
+            else:
+                found.append(_Block(line.text, line.page, title_size))
+            before = line
+    return found
 
 
 def _headings(reader: PdfReader, text: str, starts: list[int]) -> tuple[Heading, ...]:
@@ -90,31 +180,18 @@ def _outline(reader: PdfReader) -> Iterator[tuple[int, int, str]]:
                 yield page, min(len(open_lists), _MAX_LEVEL), title
 
 
-def hyphenated_words(pages: Iterable[str]) -> Set[str]:
+def _hyphenated_words(lines: Iterable[str]) -> Set[str]:
     """Words with a hyphen inside a line, in lower case."""
-    return {found.group().lower() for page in pages for found in _COMPOUND.finditer(page)}
+    return {found.group().lower() for line in lines for found in _COMPOUND.finditer(line)}
 
 
-def paragraphs_of(page: str, hyphenated: Set[str]) -> list[str]:
-    """The paragraphs of a page. Words split at a line's end are joined, and keep their hyphen if they are in `hyphenated`."""
-    lines = [" ".join(line.translate(_LIGATURES).split()) for line in page.splitlines()]
-    lengths = sorted(len(line) for line in lines if line)
-    long_chars = lengths[len(lengths) * 4 // 5] if lengths else 0
-    found: list[str] = []
-    before = ""  # the line above; empty if the paragraph has ended
-    for line in lines:
-        if before and line and _continues_paragraph(before, line, long_chars):
-            found[-1] = _joined(found[-1], line, hyphenated)
-        elif line:
-            found.append(line)
-        before = line
-    return found
-
-
-def _continues_paragraph(before: str, line: str, long_chars: int) -> bool:
-    if _ITEM.match(line):
+def _continues_paragraph(before: _Line, line: _Line, long_chars: int) -> bool:
+    if _ITEM.match(line.text):
         return False
-    return line[0].islower() or _PARTED.search(before) is not None or len(before) >= _FULL_LINE * long_chars
+    goes_on = line.text[0].islower() or _PARTED.search(before.text) is not None
+    if before.page < line.page:
+        return goes_on and before.text[-1] not in ".!?:;"
+    return goes_on or len(before.text) >= _FULL_LINE * long_chars
 
 
 def _joined(block: str, line: str, hyphenated: Set[str]) -> str:
