@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import docx
+from docx.oxml import OxmlElement
 from pypdf import PdfWriter
 
 LINE = 14  # points
@@ -67,6 +68,7 @@ def write_docx(path: Path) -> Path:
         (cell for row in table.rows for cell in row.cells), ("Part", "Weight", "Disk", "5 kg"), strict=True
     ):
         cell.text = text
+    table.rows[0]._tr.get_or_add_trPr().append(OxmlElement("w:tblHeader"))
     document.add_heading("On Linux", 2)
     document.add_paragraph("Use the package.")
     document.save(str(path))

@@ -107,6 +107,27 @@ def test_neighbours_share_whole_sentences() -> None:
         assert shared.startswith("Sentence") and shared.endswith("here.")
 
 
+_ROWS = [(f"part {n}", f"{n} kg") for n in range(30)]
+_TABLES = {
+    "Markdown": "| Part | Weight |\n|:--|---|\n" + "".join(f"| {a} | {b} |\n" for a, b in _ROWS),
+    "grid": "+------+------+\n| Part | Weight |\n+======+======+\n"
+    + "".join(f"| {a} | {b} |\n+------+------+\n" for a, b in _ROWS),
+    "simple": "======== ======\nPart     Weight\n======== ======\n"
+    + "".join(f"{a:8} {b}\n" for a, b in _ROWS)
+    + "======== ======\n",
+}
+
+
+@pytest.mark.parametrize("table", _TABLES.values(), ids=_TABLES)
+def test_every_passage_of_a_table_has_its_header(table: str) -> None:
+    """Rows without the names of their columns: "part 29, 29 kg" answered no question about weights."""
+    document = Document("a", f"Before it.\n\n{table}\nAfter it.", headings=())
+    before, *rows, after = chunk(document, ChunkingConfig(max_chars=200))
+    assert (before.text, before.heading, after.text, after.heading) == ("Before it.", "", "After it.", "")
+    assert len(rows) > 2 and {row.heading for row in rows} == {"Part | Weight"}
+    assert [passage.heading for passage in chunk(document, ChunkingConfig(max_chars=5000))] == [""]
+
+
 def test_a_cut_never_parts_a_letter_from_its_accent() -> None:
     """A passage that begins with a combining mark shows a broken letter and matches nothing."""
     for text in ("e\u0301" * 200, "👩\u200d🚀" * 100):

@@ -78,7 +78,10 @@ def test_rows_of_a_table_are_lines(tmp_path: Path) -> None:
         "<p>Before<table><thead><tr><th>Part<th>Weight</thead><tr><td>Disk<td><p>5</p> kg<tr><td><td></table>After"
         "<table><tr><td><nav>Menu</nav>Left<td><h2>Title</h2>Text<table><tr><td>in</table></table>",
     )
-    assert document.text == "Before\n\n| Part | Weight |\n| Disk | 5 kg |\n\nAfter\n\nLeft\n\nTitle\n\nText\n\n| in |"
+    assert (
+        document.text
+        == "Before\n\n| Part | Weight |\n|---|---|\n| Disk | 5 kg |\n\nAfter\n\nLeft\n\nTitle\n\nText\n\n| in |"
+    )
 
 
 @pytest.mark.parametrize(
@@ -108,7 +111,7 @@ def test_a_word_file_reads_in_its_order(tmp_path: Path) -> None:
     document = one(write_docx(tmp_path / "a.docx"))
     assert document.text == (
         "The manual\n\nInstall\n\nRun the installer. Then restart.\n- one disk\n- two hands\n\n"
-        "| Part | Weight |\n| Disk | 5 kg |\n\nOn Linux\n\nUse the package."
+        "| Part | Weight |\n|---|---|\n| Disk | 5 kg |\n\nOn Linux\n\nUse the package."
     )
     assert document.title == "The manual"
     assert titles(document) == [(1, "The manual", 0), (1, "Install", 12), (2, "On Linux", document.text.index("On"))]

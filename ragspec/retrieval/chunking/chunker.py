@@ -18,6 +18,7 @@ from ragspec.core import Document, Passage
 from ragspec.errors import ConfigError
 from ragspec.retrieval.chunking.passage_text import TokenLimit, fit_heading, join_passage_text
 from ragspec.retrieval.chunking.sentence_boundaries import Span, lstrip, rstrip, sentences
+from ragspec.retrieval.chunking.tables import tables
 
 _TITLE_LINES = re.compile(r"(?:([^\w\s])\1{2,}[ \t]*\n)?[^\n]*(?:\n([^\w\s])\2{2,}[ \t]*(?=\n|\Z))?")
 """A title's line, with the rules above and below it."""
@@ -37,7 +38,9 @@ def chunk(document: Document, config: ChunkingConfig, limit: TokenLimit | None =
             raise ConfigError("chunking.max_tokens is set, and no encoder is there to count tokens")
         if config.max_tokens < limit.max_tokens:
             limit = replace(limit, max_tokens=config.max_tokens)
-    parts = [_part(document, section, config, limit) for section in _sections(document)]
+    text = document.text
+    sections = [part for section in _sections(document) for part in _tables_apart(text, section, config.max_chars)]
+    parts = [_part(document, section, config, limit) for section in sections]
     if limit is not None:
         _shorten(document, parts, config, limit)
     runs = [(part.heading, start, end) for part in parts for start, end in part.runs]
@@ -210,6 +213,18 @@ def _sections(document: Document) -> Iterator[_Section]:
         borders.append(found.end() if found else start)
         is_bare = _is_blank(text, borders[-1], end)
     yield _Section(tuple(above for _, above in path), [*borders, len(text)])
+
+
+def _tables_apart(text: str, section: _Section, max_chars: int) -> Iterator[_Section]:
+    """The section in parts: each table with more than `max_chars` characters is a part, and its header ends the part's path."""
+    path, borders = section
+    for start, end, header in tables(text, borders[0], borders[-1]):
+        if end - start > max_chars:
+            yield _Section(path, [*(border for border in borders if border < start), start])
+            yield _Section((*path, header), [start, end])
+            borders = [end, *(border for border in borders if border > end)]
+    if borders[0] < borders[-1] or borders == section.borders:
+        yield _Section(path, borders)
 
 
 def _is_blank(text: str, start: int, end: int) -> bool:

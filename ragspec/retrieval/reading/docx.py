@@ -110,7 +110,9 @@ def _rows(table: Any) -> Iterator[str]:
         cells = row.xpath("./w:tc | ./w:sdt/w:sdtContent/w:tc")
         texts = [" ".join(filter(None, map(_text, cell.xpath(".//w:p[not(ancestor::w:p)]")))) for cell in cells]
         if any(texts):
-            yield "| " + " | ".join(" ".join(text.split()) for text in texts) + " |"
+            is_header = not row.xpath("./preceding-sibling::w:tr") and row.xpath("./w:trPr/w:tblHeader")
+            rule = f"\n|{'---|' * len(texts)}" if is_header else ""
+            yield "| " + " | ".join(" ".join(text.split()) for text in texts) + " |" + rule
 
 
 def _text(paragraph: Any) -> str:

@@ -111,6 +111,7 @@ class _Page(HTMLParser):
         self._line: list[str] = []  # text since the last block boundary
         self._lead, self._gap = "", "\n\n"  # the marker of the next block, and the separator before it
         self._row: list[str] | None = None  # the finished cells of an open row, in a table of data
+        self._is_header = False  # whether the open row has no cell but `th`
         self._is_layout: list[bool] = []  # for each open table
         self._items: list[int] = []  # for each open list: items so far, -1 if they are not numbered
 
@@ -184,7 +185,7 @@ class _Page(HTMLParser):
         if tag == "table":
             self._is_layout.append(False)
         elif tag == "tr" and self._is_layout and not self._is_layout[-1]:
-            self._row = []
+            self._row, self._is_header = [], True
         elif tag in ("ol", "ul"):
             self._items.append(0 if tag == "ol" else -1)
         elif tag == "li" and self._row is None:
@@ -193,6 +194,7 @@ class _Page(HTMLParser):
     def _leave(self, tag: str) -> None:
         if tag in _CELLS and self._row is not None:
             self._row.append(" ".join("".join(self._line).split()))
+            self._is_header &= tag == "th"
             self._line.clear()
         elif tag == "tr" and self._row is not None:
             self._end_row(self._row)
@@ -218,7 +220,8 @@ class _Page(HTMLParser):
         self._row = None
         self._line.clear()
         if any(cells):
-            self._add(f"| {' | '.join(cells)} |", gap=self._gap)
+            rule = f"\n|{'---|' * len(cells)}" if self._is_header and self._gap != "\n" else ""
+            self._add(f"| {' | '.join(cells)} |{rule}", gap=self._gap)
             self._gap = "\n"
 
     def _unwrap_row(self) -> None:
